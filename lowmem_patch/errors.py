@@ -1,0 +1,56 @@
+"""The errors that lowmem-patch raises.
+
+LowmemPatchError
+├── ConfigError             a preset, YAML key or value that does not exist            (also ValueError)
+├── TraceError              the model could not be run to see who reads what
+├── NothingToPatchError     strict=True and no site was patched
+├── PatchError              a patch could not be applied, checked or undone; the model is as it was
+├── UnfoldedWeightsError    unfolded weights were loaded into a folded model
+├── CheckpointError         a model that cannot be found, read or written
+└── DoubleBackwardError     a second derivative of an op that has none
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "DoubleBackwardError",
+    "LowmemPatchError",
+    "NothingToPatchError",
+    "PatchError",
+    "TraceError",
+    "UnfoldedWeightsError",
+]
+
+
+class LowmemPatchError(Exception):
+    """Base of all errors raised on purpose; its text names the thing and the mend."""
+
+
+class ConfigError(LowmemPatchError, ValueError):
+    """A preset, YAML file, key or value that does not exist."""
+
+
+class TraceError(LowmemPatchError, RuntimeError):
+    """The model could not be run on example inputs, so nothing is known about its dataflow."""
+
+
+class NothingToPatchError(LowmemPatchError, RuntimeError):
+    """``strict=True`` and the plan leaves every site alone."""
+
+
+class PatchError(LowmemPatchError, RuntimeError):
+    """A patch could not be applied, checked or undone; the model was put back as it was."""
+
+
+class UnfoldedWeightsError(LowmemPatchError, RuntimeError):
+    """Weights whose norms are not identities were loaded into a folded model."""
+
+
+class CheckpointError(LowmemPatchError, RuntimeError):
+    """A model or checkpoint that cannot be found, read or written."""
+
+
+class DoubleBackwardError(LowmemPatchError, RuntimeError):
+    """A second derivative was asked of an op that keeps too little to give one."""

@@ -1,0 +1,101 @@
+"""PatchConfig: what a user asks for. A preset is nothing but such a file under ``configs/``."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lowmem_patch.errors import ConfigError
+
+__all__ = ["ACTIVATION_CHOICES", "NORM_CHOICES", "PatchConfig", "load_config", "preset_names"]
+
+NORM_CHOICES = ("auto", "fold", "share", "keep")
+ACTIVATION_CHOICES = ("auto", "codes", "recompute", "keep")
+
+
+@dataclasses.dataclass(frozen=True)
+class PatchConfig:
+    """What may be done to norms and activations.
+
+    Args:
+        norms: ``"fold"`` folds gamma and beta into the next Linears where that is legal, shares
+            under adapters, and keeps the rest; ``"share"`` never changes a weight; ``"auto"``
+            folds where the Linears' weights train and shares elsewhere; ``"keep"`` leaves norms alone.
+        activations: ``"codes"`` keeps 2-bit codes (approximate gradient); ``"recompute"`` is exact;
+            ``"auto"`` recomputes where the next Linear needs the activation's output for its own
+            weight gradient and uses codes elsewhere; ``"keep"`` leaves activations alone.
+        name: shown in reports.
+
+    Raises:
+        ConfigError: a value is not one of the choices.
+    """
+
+    norms: str = "auto"
+    activations: str = "auto"
+    name: str = dataclasses.field(default="custom", compare=False)
+
+    def __post_init__(self) -> None:
+        for key, choices in (("norms", NORM_CHOICES), ("activations", ACTIVATION_CHOICES)):
+            value = getattr(self, key)
+            if value not in choices:
+                raise ConfigError(f"{key}: {value!r} is not one of {', '.join(choices)}")
+
+    def to_dict(self) -> dict[str, str]:
+        return dataclasses.asdict(self)
+
+
+def preset_names() -> tuple[str, ...]:
+    """Names of the presets that ship with the package."""
+    folder = resources.files("lowmem_patch") / "configs"
+    return tuple(sorted(Path(f.name).stem for f in folder.iterdir() if f.name.endswith(".yaml")))
+
+
+def load_config(config: str | Path | Mapping[str, Any] | PatchConfig) -> PatchConfig:
+    """Turn a preset's name, a YAML path, a mapping or a PatchConfig into a PatchConfig.
+
+    Raises:
+        ConfigError: no such preset or file, invalid YAML, an unknown key or value.
+    """
+    if isinstance(config, PatchConfig):
+        return config
+    if isinstance(config, Mapping):
+        return _from_mapping(config, name="custom", where="config")
+    text = str(config)
+    if text in preset_names():
+        source = resources.files("lowmem_patch") / "configs" / f"{text}.yaml"
+        return _parse(source.read_text(encoding="utf-8"), name=text, where=f"preset {text}")
+    path = Path(text)
+    if path.suffix not in (".yaml", ".yml"):
+        raise ConfigError(
+            f"unknown preset {text!r}: use one of {', '.join(preset_names())}, or a path ending in .yaml"
+        )
+    try:
+        content = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read config file {text}: {error}") from error
+    return _parse(content, name=path.stem, where=text)
+
+
+def _parse(content: str, *, name: str, where: str) -> PatchConfig:
+    try:
+        data = yaml.safe_load(content)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{where} is not valid YAML: {error}") from error
+    if not isinstance(data, Mapping):
+        raise ConfigError(f"{where} must hold keys such as 'norms: share', got {type(data).__name__}")
+    return _from_mapping(data, name=name, where=where)
+
+
+def _from_mapping(data: Mapping[str, Any], *, name: str, where: str) -> PatchConfig:
+    known = {field.name for field in dataclasses.fields(PatchConfig)}
+    unknown = [str(key) for key in data if key not in known]
+    if unknown:
+        raise ConfigError(
+            f"{where}: unknown key {', '.join(unknown)}; known keys are {', '.join(sorted(known))}"
+        )
+    return PatchConfig(**{"name": name, **data})

@@ -1,0 +1,140 @@
+"""Plain data: what is planned for, or was done to, each site of a model."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+from lowmem_patch.patching.config import PatchConfig
+
+__all__ = ["FoldStep", "LinearRef", "PatchReport", "Site", "block_name"]
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearRef:
+    """A Linear that reads a norm, by the names of its parameters in the model.
+
+    ``transposed`` says that the weight is stored ``[in, out]`` (GPT-2's Conv1D) and not ``[out, in]``.
+    """
+
+    module: str
+    weight: str
+    bias: str | None
+    transposed: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class FoldStep:
+    """One norm whose affine moves into Linears; names are state-dict keys of the model."""
+
+    norm: str
+    weight: str | None
+    bias: str | None
+    weight_offset: float
+    linears: tuple[LinearRef, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """One norm or activation of the model.
+
+    ``bytes_before`` and ``bytes_after`` count what autograd keeps for this site alone, for the
+    example inputs of the plan: unique storages that the site's own op saves and no Linear does.
+    """
+
+    name: str
+    kind: str  # layer_norm, rms_norm, gelu, gelu_tanh, silu, quick_gelu, or other
+    strategy: str  # fold, share, codes, recompute, keep
+    reason: str
+    consumers: tuple[str, ...] = ()
+    bytes_before: int = 0
+    bytes_after: int = 0
+    approximate: bool = False
+    fold: FoldStep | None = None
+
+    @property
+    def patched(self) -> bool:
+        return self.strategy != "keep"
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class PatchReport:
+    """What ``plan_patch`` would do, or ``patch_model`` did.
+
+    Byte counts are saved activation bytes of one forward on the example inputs, unique storages,
+    parameters and buffers excluded; low-precision copies of weights are reported apart.
+    """
+
+    model: str
+    config: PatchConfig
+    sites: tuple[Site, ...]
+    inputs: str
+    saved_before: int
+    saved_after: int
+    weight_copies_before: int = 0
+    weight_copies_after: int = 0
+    blocks: tuple[tuple[str, int, int], ...] = ()  # (block, bytes before, bytes after)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def patched(self) -> tuple[Site, ...]:
+        return tuple(site for site in self.sites if site.patched)
+
+    @property
+    def left_alone(self) -> tuple[Site, ...]:
+        return tuple(site for site in self.sites if not site.patched)
+
+    @property
+    def approximate(self) -> tuple[Site, ...]:
+        return tuple(site for site in self.sites if site.approximate)
+
+    @property
+    def fold_steps(self) -> tuple[FoldStep, ...]:
+        return tuple(site.fold for site in self.sites if site.strategy == "fold" and site.fold is not None)
+
+    def to_dict(self) -> dict[str, Any]:
+        data = dataclasses.asdict(self)
+        data["config"] = self.config.to_dict()
+        return data
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.model}: preset {self.config.name}, {len(self.patched)} of {len(self.sites)} sites patched"
+        ]
+        rows = [("site", "kind", "strategy", "bytes before", "after", "reason")]
+        for site in self.sites:
+            strategy = site.strategy + (" (approximate)" if site.approximate else "")
+            before, after = f"{site.bytes_before:,}", f"{site.bytes_after:,}"
+            rows.append((site.name, site.kind, strategy, before, after, site.reason))
+        widths = [max(len(row[i]) for row in rows) for i in range(5)]
+        for row in rows:
+            cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
+            lines.append("  ".join([*cells, row[5]]).rstrip())
+        if self.saved_before:
+            share = 100 * (1 - self.saved_after / self.saved_before)
+            lines.append(
+                f"saved activation bytes: {self.saved_before:,} -> {self.saved_after:,} "
+                f"({share:.1f} % fewer) for {self.inputs}"
+            )
+        lines.extend(self.notes)
+        return "\n".join(lines)
+
+
+_BLOCK = re.compile(r"^(.*?\.\d+)(?:\.|$)")
+
+
+def block_name(module: str) -> str:
+    """The repeated block that a module lies in: ``model.layers.3.mlp`` -> ``model.layers.3``.
+
+    Nested stages keep both numbers (``layers.2.blocks.1``); a module outside any block is ``(rest)``.
+    """
+    match = _BLOCK.match(module)
+    if match is None:
+        return "(rest)"
+    head, tail = match.group(1), module[match.end() :]
+    nested = _BLOCK.match(tail)
+    return f"{head}.{nested.group(1)}" if nested and nested.group(1).count(".") == 1 else head
