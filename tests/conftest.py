@@ -1,0 +1,36 @@
+"""Settings that every test shares: no network, one seed, threads that fit the workers."""
+
+from __future__ import annotations
+
+import os
+import random
+
+# Read once when huggingface_hub is imported, so set before any test module imports transformers.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TRANSFORMERS_OFFLINE"] = "1"
+os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
+
+import numpy
+import pytest
+import torch
+
+# Parallel workers share the cores: with more threads than cores everything runs slower.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    no_device = pytest.mark.skip(reason="no CUDA device")
+    for item in items:
+        if item.get_closest_marker("gpu") is not None:
+            item.add_marker(no_device)
+
+
+@pytest.fixture(autouse=True)
+def same_seed() -> None:
+    """Each test draws the same numbers, alone or in a full run, in any order."""
+    random.seed(0)
+    numpy.random.seed(0)
+    torch.manual_seed(0)

@@ -1,0 +1,153 @@
+"""Imports go one way, and each outside package has one door.
+
+``constants <- kernels, reference <- functional <- nn <- patching <- checkpoint, verify, profile <-
+the package's own names <- demo, report <- cli``: what stands left may not import what stands right.
+All imports count, also those inside functions and under ``TYPE_CHECKING``.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = "lowmem_patch"
+FOLDER = Path(__file__).parent.parent / PACKAGE
+PUBLIC = "(public names)"  # lowmem_patch/__init__.py itself
+
+# A module may import whatever stands on an earlier line, and itself if it is a package.
+LAYERS: tuple[tuple[str, ...], ...] = (
+    ("errors",),
+    ("constants", "rows", "saved"),
+    ("kernels", "reference"),
+    ("functional",),
+    ("nn",),
+    ("patching",),
+    ("checkpoint", "profile", "verify"),
+    (PUBLIC,),
+    ("demo", "report"),
+    ("cli",),
+    ("__main__",),
+)
+# Bytes are part of a report and of a verification, so the one module that counts them is open to both.
+EXCEPTIONS = {("patching", "profile"), ("verify", "profile"), ("verify", "checkpoint")}
+ONLY_IMPORTERS = {"triton": "kernels", "rich": "report", "typer": "cli", "click": None}
+
+RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
+
+
+def component(module: str) -> str:
+    """``lowmem_patch.patching.plan`` -> ``patching``."""
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else PUBLIC
+
+
+def module_name(path: Path) -> str:
+    parts = [PACKAGE, *path.relative_to(FOLDER).with_suffix("").parts]
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def is_module(name: str) -> bool:
+    path = FOLDER.parent.joinpath(*name.split("."))
+    return component(name) in RANK or path.is_dir() or path.with_suffix(".py").is_file()
+
+
+def imported_modules(source: str) -> Iterator[tuple[int, str]]:
+    """Line and full name of every module that the source imports, wherever it does so."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: a relative import"
+            assert node.module is not None
+            # "from lowmem_patch import kernels" imports a module, "import __version__" does not.
+            submodules = [f"{node.module}.{alias.name}" for alias in node.names]
+            if node.module.split(".")[0] == PACKAGE:
+                for name in submodules:
+                    yield node.lineno, name if is_module(name) else node.module
+            else:
+                yield node.lineno, node.module
+
+
+def violations(module: str, source: str) -> list[str]:
+    """What is wrong with the imports of one module."""
+    here = component(module)
+    found = []
+    for line, target in imported_modules(source):
+        top = target.split(".")[0]
+        if top in ONLY_IMPORTERS and here != ONLY_IMPORTERS[top]:
+            found.append(f"{module}:{line} imports {top}: only {ONLY_IMPORTERS[top]} may")
+        if top != PACKAGE:
+            continue
+        there = component(target)
+        if there not in RANK:
+            found.append(f"{module}:{line} imports {target}, which has no layer")
+        elif here != there and RANK[here] <= RANK[there] and (here, there) not in EXCEPTIONS:
+            found.append(f"{module}:{line} imports {target}, which stands right of it")
+    return found
+
+
+MODULES = {module_name(path): path for path in sorted(FOLDER.rglob("*.py"))}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_go_one_way(module: str) -> None:
+    assert component(module) in RANK, f"{module} has no layer: add it to LAYERS"
+    assert not violations(module, MODULES[module].read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("lowmem_patch.reference", "from lowmem_patch import kernels"),
+        ("lowmem_patch.reference", "def late():\n    import lowmem_patch.nn.norms"),
+        ("lowmem_patch.nn.norms", "from lowmem_patch.patching.config import PatchConfig"),
+        ("lowmem_patch.checkpoint", "from lowmem_patch.verify import verify_model"),
+        ("lowmem_patch.functional", "import triton.language as tl"),
+        ("lowmem_patch.cli", "from rich.console import Console"),
+        ("lowmem_patch.report", "import typer"),
+        ("lowmem_patch", "from lowmem_patch import cli"),
+    ],
+)
+def test_wrong_imports_are_found(module: str, source: str) -> None:
+    assert violations(module, source)
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("lowmem_patch.kernels.norm", "import triton"),
+        ("lowmem_patch.verify", "from lowmem_patch.profile import anything"),
+        ("lowmem_patch.cli", "from lowmem_patch import PatchConfig, report\nimport typer"),
+        ("lowmem_patch.nn.norms", "import torch\nfrom lowmem_patch import errors, functional"),
+    ],
+)
+def test_right_imports_pass(module: str, source: str) -> None:
+    assert not violations(module, source)
+
+
+def run_fresh(code: str) -> str:
+    """Run code in a new interpreter in which importing Triton fails as if it were not installed."""
+    blocked = (
+        f"import sys\nsys.modules['triton'] = None\nsys.path.insert(0, {str(FOLDER.parent)!r})\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", blocked + code], capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_package_imports_without_triton() -> None:
+    run_fresh("import lowmem_patch\nimport lowmem_patch.functional")
+
+
+def test_importing_the_package_leaves_kernels_and_command_line_alone() -> None:
+    out = run_fresh("import lowmem_patch\nprint(*sorted(m for m in sys.modules if 'lowmem' in m))")
+    for late in ("kernels", "report", "cli", "demo"):
+        assert f"lowmem_patch.{late}" not in out.split()

@@ -1,0 +1,48 @@
+"""The public names are a promise: adding one is a decision, losing one breaks somebody's code."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+
+import pytest
+
+import lowmem_patch
+
+PUBLIC_NAMES = [
+    "PatchConfig",
+    "PatchReport",
+    "__version__",
+    "patch_model",
+    "patch_report",
+    "plan_patch",
+    "saved_bytes",
+    "unpatch_model",
+    "verify_model",
+]
+
+
+def test_public_names_are_pinned() -> None:
+    assert sorted(lowmem_patch.__all__) == PUBLIC_NAMES
+
+
+@pytest.mark.parametrize("name", PUBLIC_NAMES)
+def test_public_name_exists(name: str) -> None:
+    assert getattr(lowmem_patch, name) is not None
+
+
+@pytest.mark.parametrize("name", [name for name in PUBLIC_NAMES if name != "__version__"])
+def test_public_name_is_documented(name: str) -> None:
+    text = getattr(lowmem_patch, name).__doc__
+    assert text
+    # dataclasses write "Name(field: type, ...)" where nobody wrote a docstring.
+    assert not text.startswith(f"{name}(")
+
+
+def test_version_is_the_installed_one() -> None:
+    assert re.fullmatch(r"\d+\.\d+\.\d+(\.\w+)?", lowmem_patch.__version__)
+    try:
+        installed = importlib.metadata.version("lowmem-patch")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("lowmem-patch is not installed, only importable")
+    assert installed == lowmem_patch.__version__
