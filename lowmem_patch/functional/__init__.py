@@ -1,0 +1,30 @@
+"""The ops: checked, dispatched to an implementation, differentiable; what is saved is decided here.
+
+Importing this needs no Triton: the kernels are imported at their first use.
+"""
+
+from __future__ import annotations
+
+from lowmem_patch.constants import ActivationKind
+from lowmem_patch.functional._implementation import Implementation
+from lowmem_patch.functional.activations import activation, glu
+from lowmem_patch.functional.codes import codes_activation, regelu2, requickgelu2, resilu2
+from lowmem_patch.functional.linear import activation_linear
+from lowmem_patch.functional.norms import ms_layer_norm, ms_rms_norm
+from lowmem_patch.functional.packing import pack_bool, unpack_bool
+
+__all__ = [
+    "ActivationKind",
+    "Implementation",
+    "activation",
+    "activation_linear",
+    "codes_activation",
+    "glu",
+    "ms_layer_norm",
+    "ms_rms_norm",
+    "pack_bool",
+    "regelu2",
+    "requickgelu2",
+    "resilu2",
+    "unpack_bool",
+]

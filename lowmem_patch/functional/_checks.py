@@ -1,0 +1,35 @@
+"""Argument checks that the ops share."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lowmem_patch.constants import ACTIVATION_KINDS
+
+__all__ = ["check_floating", "check_kind", "check_last_dimension"]
+
+_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
+
+
+def check_floating(operator: str, name: str, tensor: Tensor) -> None:
+    if tensor.dtype not in _DTYPES:
+        raise TypeError(
+            f"{operator}: {name} must be float16, bfloat16, float32 or float64, got {tensor.dtype}"
+        )
+
+
+def check_kind(operator: str, kind: str) -> None:
+    if kind not in ACTIVATION_KINDS:
+        raise ValueError(f"{operator}: kind must be one of {ACTIVATION_KINDS}, got {kind!r}")
+
+
+def check_last_dimension(operator: str, x: Tensor, name: str, vector: Tensor | None) -> None:
+    """``x`` has at least one dimension and ``vector``, where given, the size of its last one."""
+    if x.dim() < 1:
+        raise ValueError(f"{operator}: x must have at least one dimension, got shape ()")
+    if vector is not None and tuple(vector.shape) != (x.shape[-1],):
+        raise ValueError(
+            f"{operator}: {name} must have shape ({x.shape[-1]},) for x of shape "
+            f"{tuple(x.shape)}, got {tuple(vector.shape)}"
+        )

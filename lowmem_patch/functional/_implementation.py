@@ -1,0 +1,90 @@
+"""Which implementation runs: decided per call, in one place."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import warnings
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from lowmem_patch import reference
+
+__all__ = ["Implementation", "module", "resolve"]
+
+Implementation = Literal["auto", "triton", "reference"]
+
+_KERNEL_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32))
+_TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
+_warned_without_triton = False
+
+
+def resolve(
+    implementation: Implementation, *tensors: Tensor | None
+) -> Literal["triton", "reference"]:
+    """The implementation for these tensors.
+
+    ``"auto"`` takes the Triton kernels for CUDA tensors (any device under ``TRITON_INTERPRET=1``)
+    of float16, bfloat16 or float32, and eager torch otherwise; on CUDA without Triton it says so
+    once. An explicit request is met or refused, never exchanged.
+
+    Raises:
+        ValueError: unknown name.
+        RuntimeError: ``"triton"`` was asked for and is not installed, or not for these tensors.
+    """
+    if implementation == "reference":
+        return "reference"
+    if implementation not in ("auto", "triton"):
+        raise ValueError(
+            f"implementation must be 'auto', 'triton' or 'reference', got {implementation!r}"
+        )
+    obstacle = _obstacle(tensors)
+    if obstacle is None:
+        return "triton"
+    if implementation == "triton":
+        raise RuntimeError(f"implementation='triton' was asked for, but {obstacle}")
+    return "reference"
+
+
+def _obstacle(tensors: tuple[Tensor | None, ...]) -> str | None:
+    """Why the kernels cannot take these tensors; None if they can."""
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        if not tensor.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
+            return f"a tensor is on {tensor.device}; the kernels need CUDA"
+        if tensor.dtype not in _KERNEL_DTYPES:
+            return f"a tensor is {tensor.dtype}; the kernels take float16, bfloat16 and float32"
+    if not _TRITON_INSTALLED:
+        _warn_without_triton()
+        return "triton is not installed"
+    return None
+
+
+def _warn_without_triton() -> None:
+    global _warned_without_triton
+    if not _warned_without_triton:
+        _warned_without_triton = True
+        warnings.warn(
+            "triton is not installed: lowmem_patch runs its eager reference path on CUDA, which "
+            "saves the same memory but is slower",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+
+_kernels: Any = None
+
+
+def module(implementation: str) -> Any:
+    """The module that implements the ops: `reference`, or `kernels`, imported at first use."""
+    global _kernels
+    if implementation == "reference":
+        return reference
+    if _kernels is None:
+        from lowmem_patch import kernels
+
+        _kernels = kernels
+    return _kernels

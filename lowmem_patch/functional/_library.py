@@ -1,0 +1,117 @@
+"""How an op is registered: schema, implementation, fake, autograd.
+
+Each op is one torch.library operator, opaque to torch.compile: its tracers see the operator and the
+tensors that its autograd formula saves, so no partitioner turns a recompute back into a save. In
+eager mode the formula (a `torch.autograd.Function`) is applied directly, which costs less per call
+than going through the dispatcher twice; both ways run the same Function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import Library, register_fake
+
+from lowmem_patch.errors import DoubleBackwardError
+
+__all__ = ["attach_autograd", "below_autograd", "define", "first_order", "wants_gradient"]
+
+_NAMESPACE = "lowmem_patch"
+# torch ships no types for Library; Any says so once
+_make_library: Any = Library
+_library: Any = _make_library(_NAMESPACE, "DEF")
+
+# what torch.library itself wraps around the forward of an op with an autograd formula
+below_autograd = torch._C._AutoDispatchBelowAutograd
+
+
+def define(schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    """Register ``lowmem_patch::<schema>`` and return its overload.
+
+    Args:
+        schema: ``name(arguments) -> results`` without default values.
+        implementation: computes it, on every backend.
+        fake: gives results of the right shape, dtype and strides from fake tensors.
+    """
+    name = schema.partition("(")[0]
+    _library.define(schema)
+    _library.impl(name, implementation, "CompositeExplicitAutograd")
+    register_fake(f"{_NAMESPACE}::{name}", fake, lib=_library)
+    return getattr(torch.ops.lowmem_patch, name).default
+
+
+def attach_autograd(op: Any, function: Any) -> Callable[..., Any]:
+    """Register ``function`` as the autograd formula of ``op``; return the leanest differentiable call.
+
+    ``function`` is a `torch.autograd.Function`; its forward must call ``op`` inside `below_autograd` and take the same arguments.
+    """
+
+    def autograd_kernel(_keyset: Any, *args: Any) -> Any:
+        if wants_gradient(*args):
+            return function.apply(*args)
+        with below_autograd():
+            return op(*args)
+
+    _library.impl(op._schema.name.partition("::")[2], autograd_kernel, "Autograd", with_keyset=True)
+
+    def call(*args: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return op(*args)
+        if torch._C._are_functorch_transforms_active():
+            raise RuntimeError(
+                f"{op} does not compose with torch.func.grad and its relatives; use torch.autograd, "
+                "or leave this module unpatched"
+            )
+        return function.apply(*args)
+
+    return call
+
+
+def wants_gradient(*args: Any) -> bool:
+    """Whether autograd would record an op on these arguments."""
+    return torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args)
+
+
+def first_order(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorate a Function's backward whose result must not be differentiated again.
+
+    With create_graph=True the gradients carry a node that raises `DoubleBackwardError` when
+    somebody differentiates them; codes and recovered inputs would give a wrong second derivative.
+    """
+
+    def decorate(backward: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(backward)
+        def guarded(ctx: Any, *gradients: Tensor | None) -> Any:
+            if not torch.is_grad_enabled():
+                return backward(ctx, *gradients)
+            with torch.no_grad():
+                results = backward(ctx, *gradients)
+            apply: Any = _FirstOrder.apply
+            return tuple(
+                None if result is None else apply(result.requires_grad_(), name)
+                for result in results
+            )
+
+        return guarded
+
+    return decorate
+
+
+class _FirstOrder(torch.autograd.Function):
+    """Identity whose derivative is an error."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, name: str) -> Tensor:
+        ctx.name = name
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, *_gradients: Tensor) -> Any:
+        raise DoubleBackwardError(
+            f"lowmem_patch::{ctx.name} has no second derivative: it keeps too little from the "
+            "forward. Leave this module unpatched where double backward is needed."
+        )

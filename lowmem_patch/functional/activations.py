@@ -1,0 +1,178 @@
+"""Exact activations and gated products that keep their inputs and nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowmem_patch import reference
+from lowmem_patch.constants import ActivationKind
+from lowmem_patch.functional import _library
+from lowmem_patch.functional._checks import check_floating, check_kind
+from lowmem_patch.functional._implementation import Implementation, module, resolve
+
+__all__ = ["activation", "glu"]
+
+
+def _activation_forward(x: Tensor, kind: ActivationKind, implementation: str) -> Tensor:
+    y: Tensor = module(implementation).activate(x, kind)
+    return y.contiguous()
+
+
+def _activation_backward(
+    dy: Tensor, x: Tensor, kind: ActivationKind, implementation: str
+) -> Tensor:
+    dx: Tensor = module(implementation).activate_backward(dy, x, kind)
+    return dx.contiguous()
+
+
+_activation = _library.define(
+    "activation(Tensor x, str kind, str implementation) -> Tensor",
+    _activation_forward,
+    lambda x, kind, implementation: x.new_empty(x.shape),
+)
+_activation_gradient = _library.define(
+    "activation_backward(Tensor dy, Tensor x, str kind, str implementation) -> Tensor",
+    _activation_backward,
+    lambda dy, x, kind, implementation: x.new_empty(x.shape),
+)
+
+
+class _Activation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, kind: ActivationKind, implementation: str) -> Any:
+        with _library.below_autograd():
+            y = _activation(x, kind, implementation)
+        ctx.save_for_backward(x)
+        ctx.kind, ctx.implementation = kind, implementation
+        return y
+
+    @staticmethod
+    @_library.first_order("activation")
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        return _activation_gradient(dy, x, ctx.kind, ctx.implementation), None, None
+
+
+_call_activation = _library.attach_autograd(_activation, _Activation)
+
+
+def activation(
+    x: Tensor, kind: ActivationKind, *, implementation: Implementation = "auto"
+) -> Tensor:
+    """h(x), exact; saves ``x`` and nothing else.
+
+    Under ``"auto"`` torch's own operator does this for every kind but QuickGELU, which is eager
+    Python elsewhere and keeps three tensors.
+
+    Args:
+        x: ``[...]``, float16, bfloat16, float32 or float64.
+        kind: which activation.
+        implementation: see `resolve`.
+
+    Returns:
+        ``[...]``, dtype of ``x``.
+
+    Raises:
+        TypeError: ``x`` is not floating point.
+        ValueError: unknown ``kind``.
+    """
+    check_kind("activation", kind)
+    check_floating("activation", "x", x)
+    if implementation == "auto" and kind != "quick_gelu":
+        return reference.activate(x, kind)
+    chosen = resolve(implementation, x)
+    if not _library.wants_gradient(x):
+        return reference.activate(x, kind)
+    y: Tensor = _call_activation(x, kind, chosen)
+    return y
+
+
+def _glu_forward(gate: Tensor, up: Tensor, kind: ActivationKind, implementation: str) -> Tensor:
+    y: Tensor = module(implementation).glu_forward(gate, up, kind)
+    return y
+
+
+def _glu_forward_fake(
+    gate: Tensor, up: Tensor, kind: ActivationKind, implementation: str
+) -> Tensor:
+    return gate.new_empty(gate.shape, dtype=torch.promote_types(gate.dtype, up.dtype))
+
+
+def _glu_backward(
+    dy: Tensor, gate: Tensor, up: Tensor, kind: ActivationKind, implementation: str
+) -> tuple[Tensor, Tensor]:
+    d_gate, d_up = module(implementation).glu_backward(dy, gate, up, kind)
+    return d_gate, d_up
+
+
+_glu = _library.define(
+    "glu(Tensor gate, Tensor up, str kind, str implementation) -> Tensor",
+    _glu_forward,
+    _glu_forward_fake,
+)
+_glu_gradient = _library.define(
+    "glu_backward(Tensor dy, Tensor gate, Tensor up, str kind, str implementation) "
+    "-> (Tensor, Tensor)",
+    _glu_backward,
+    lambda dy, gate, up, kind, implementation: (gate.new_empty(gate.shape), up.new_empty(up.shape)),
+)
+
+
+class _Glu(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, gate: Tensor, up: Tensor, kind: ActivationKind, implementation: str
+    ) -> Any:
+        with _library.below_autograd():
+            y = _glu(gate, up, kind, implementation)
+        ctx.save_for_backward(gate, up)
+        ctx.kind, ctx.implementation = kind, implementation
+        return y
+
+    @staticmethod
+    @_library.first_order("glu")
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        gate, up = ctx.saved_tensors
+        d_gate, d_up = _glu_gradient(dy, gate, up, ctx.kind, ctx.implementation)
+        needs_gate, needs_up = ctx.needs_input_grad[:2]
+        return d_gate if needs_gate else None, d_up if needs_up else None, None, None
+
+
+_call_glu = _library.attach_autograd(_glu, _Glu)
+
+
+def glu(
+    gate: Tensor, up: Tensor, kind: ActivationKind, *, implementation: Implementation = "auto"
+) -> Tensor:
+    """h(gate) * up, exact; saves ``gate`` and ``up`` as they were given and nothing else.
+
+    d_gate = dy * up * h'(gate), d_up = dy * h(gate); one kernel each way. Torch keeps h(gate) too.
+
+    Args:
+        gate: ``[..., F]``; may be a strided view, such as half of a packed projection.
+        up: shape of ``gate``; its dtype may differ, the result then has the promoted dtype.
+        kind: which activation.
+        implementation: see `resolve`.
+
+    Returns:
+        ``[..., F]``, contiguous.
+
+    Raises:
+        TypeError: a tensor is not floating point.
+        ValueError: shapes differ, or unknown ``kind``.
+    """
+    check_kind("glu", kind)
+    check_floating("glu", "gate", gate)
+    check_floating("glu", "up", up)
+    if gate.shape != up.shape:
+        raise ValueError(
+            f"glu: gate and up must have the same shape, got {tuple(gate.shape)} and {tuple(up.shape)}"
+        )
+    chosen = resolve(implementation, gate, up)
+    if not _library.wants_gradient(gate, up):
+        return reference.activate(gate, kind) * up
+    y: Tensor = _call_glu(gate, up, kind, chosen)
+    return y

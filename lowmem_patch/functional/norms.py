@@ -1,0 +1,276 @@
+"""Norms that keep their output, which the next Linear keeps anyway, instead of their input.
+
+MS-BP (arXiv 2406.16282, section 5): with z = (x - mean) rstd, gamma = weight + offset and
+y = z gamma + bias, backward needs z and rstd only, and z = (y - bias) / gamma:
+
+    g = dy gamma,    dx = rstd (g - mean(g) - z mean(g z)),    d_weight = sum dy z,  d_bias = sum dy
+
+(RMSNorm: no mean(g)). Saved: y, rstd (one number a row), weight and bias. y shares its storage with
+the input of the Linears behind it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lowmem_patch.functional import _library
+from lowmem_patch.functional._checks import check_floating, check_last_dimension
+from lowmem_patch.functional._implementation import Implementation, module, resolve
+
+__all__ = ["ms_layer_norm", "ms_rms_norm"]
+
+
+def _forward(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    weight_offset: float,
+    centered: bool,
+    out_dtype: torch.dtype,
+    implementation: str,
+) -> tuple[Tensor, Tensor]:
+    y, rstd = module(implementation).norm_forward(
+        x, weight, bias, eps, weight_offset, centered, out_dtype
+    )
+    return y, rstd
+
+
+def _forward_fake(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    weight_offset: float,
+    centered: bool,
+    out_dtype: torch.dtype,
+    implementation: str,
+) -> tuple[Tensor, Tensor]:
+    rstd_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return x.new_empty(x.shape, dtype=out_dtype), x.new_empty(x.shape[:-1], dtype=rstd_dtype)
+
+
+def _backward(
+    dy: Tensor,
+    y: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    weight_offset: float,
+    centered: bool,
+    input_dtype: torch.dtype,
+    needs_input: bool,
+    needs_weight: bool,
+    needs_bias: bool,
+    implementation: str,
+) -> list[Tensor]:
+    gradients = module(implementation).norm_backward(
+        dy,
+        y,
+        rstd,
+        weight,
+        bias,
+        weight_offset,
+        centered,
+        input_dtype,
+        needs_input,
+        needs_weight,
+        needs_bias,
+    )
+    return [gradient for gradient in gradients if gradient is not None]
+
+
+def _backward_fake(
+    dy: Tensor,
+    y: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    weight_offset: float,
+    centered: bool,
+    input_dtype: torch.dtype,
+    needs_input: bool,
+    needs_weight: bool,
+    needs_bias: bool,
+    implementation: str,
+) -> list[Tensor]:
+    gradients = [dy.new_empty(dy.shape, dtype=input_dtype)] if needs_input else []
+    if needs_weight and weight is not None:
+        gradients.append(torch.empty_like(weight))
+    if needs_bias and bias is not None:
+        gradients.append(torch.empty_like(bias))
+    return gradients
+
+
+_norm_forward = _library.define(
+    "norm(Tensor x, Tensor? weight, Tensor? bias, float eps, float weight_offset, bool centered, "
+    "ScalarType out_dtype, str implementation) -> (Tensor, Tensor)",
+    _forward,
+    _forward_fake,
+)
+_norm_backward = _library.define(
+    "norm_backward(Tensor dy, Tensor y, Tensor rstd, Tensor? weight, Tensor? bias, "
+    "float weight_offset, bool centered, ScalarType input_dtype, bool needs_input, "
+    "bool needs_weight, bool needs_bias, str implementation) -> Tensor[]",
+    _backward,
+    _backward_fake,
+)
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        weight_offset: float,
+        centered: bool,
+        out_dtype: torch.dtype,
+        implementation: str,
+    ) -> Any:
+        with _library.below_autograd():
+            y, rstd = _norm_forward(
+                x, weight, bias, eps, weight_offset, centered, out_dtype, implementation
+            )
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(rstd)
+        needs_input, needs_weight = ctx.needs_input_grad[:2]
+        if needs_input or needs_weight:
+            ctx.save_for_backward(y, rstd, weight, bias)
+        else:
+            # d_bias needs dy alone; the empty tensors stand in for what is not read
+            ctx.save_for_backward(y.new_empty(0), rstd.new_empty(0), None, bias)
+        ctx.weight_offset, ctx.centered = weight_offset, centered
+        ctx.input_dtype, ctx.implementation = x.dtype, implementation
+        return y, rstd
+
+    @staticmethod
+    @_library.first_order("norm")
+    def backward(ctx: Any, dy: Tensor | None, _: None) -> Any:
+        needs = ctx.needs_input_grad[:3]
+        if dy is None:
+            return (None,) * 8
+        y, rstd, weight, bias = ctx.saved_tensors
+        found = iter(
+            _norm_backward(
+                dy,
+                y,
+                rstd,
+                weight,
+                bias,
+                ctx.weight_offset,
+                ctx.centered,
+                ctx.input_dtype,
+                *needs,
+                ctx.implementation,
+            )
+        )
+        return (*(next(found) if needed else None for needed in needs), *(None,) * 5)
+
+
+_call_norm = _library.attach_autograd(_norm_forward, _Norm)
+
+
+def ms_layer_norm(
+    x: Tensor,
+    eps: float,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    *,
+    implementation: Implementation = "auto",
+) -> Tensor:
+    """LayerNorm over the last dimension that saves its output and one rstd per row.
+
+    The gradient is exact up to the rounding of y; it asks for entries of ``weight`` that are not
+    tiny against those of ``bias``, since z = (y - bias) / weight. Statistics and products are
+    float32 inside (float64 for float64), whatever autocast says.
+
+    Args:
+        x: ``[..., N]``, float16, bfloat16, float32 or float64.
+        eps: added to the variance.
+        weight, bias: ``[N]`` or None; their dtype may differ from that of ``x``.
+        out_dtype: dtype of the result, by default ``x.dtype``; give the consumers' compute dtype so
+            that they save this very tensor.
+        implementation: see `resolve`.
+
+    Returns:
+        ``[..., N]`` in ``out_dtype``, contiguous.
+
+    Raises:
+        TypeError: a tensor is not floating point.
+        ValueError: shapes do not fit.
+    """
+    return _norm("ms_layer_norm", x, eps, weight, bias, 0.0, True, out_dtype, implementation)
+
+
+def ms_rms_norm(
+    x: Tensor,
+    eps: float,
+    weight: Tensor | None = None,
+    weight_offset: float = 0.0,
+    out_dtype: torch.dtype | None = None,
+    *,
+    implementation: Implementation = "auto",
+) -> Tensor:
+    """RMSNorm over the last dimension that saves its output and one rstd per row.
+
+    As `ms_layer_norm`, without mean and bias.
+
+    Args:
+        x: ``[..., N]``, float16, bfloat16, float32 or float64.
+        eps: added to the mean square.
+        weight: ``[N]`` or None; its dtype may differ from that of ``x``.
+        weight_offset: 1.0 for norms that multiply by (1 + weight).
+        out_dtype: dtype of the result, by default ``x.dtype``.
+        implementation: see `resolve`.
+
+    Returns:
+        ``[..., N]`` in ``out_dtype``, contiguous.
+
+    Raises:
+        TypeError: a tensor is not floating point.
+        ValueError: shapes do not fit.
+    """
+    return _norm(
+        "ms_rms_norm", x, eps, weight, None, weight_offset, False, out_dtype, implementation
+    )
+
+
+def _norm(
+    operator: str,
+    x: Tensor,
+    eps: float,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    weight_offset: float,
+    centered: bool,
+    out_dtype: torch.dtype | None,
+    implementation: Implementation,
+) -> Tensor:
+    check_floating(operator, "x", x)
+    check_last_dimension(operator, x, "weight", weight)
+    check_last_dimension(operator, x, "bias", bias)
+    out_dtype = x.dtype if out_dtype is None else out_dtype
+    chosen = resolve(implementation, x, weight, bias)
+    # the float64 oracle must not be asked for by mixing dtypes by accident
+    if (x.dtype == torch.float64) != (out_dtype == torch.float64):
+        raise TypeError(f"{operator}: x is {x.dtype} but out_dtype is {out_dtype}")
+    if _library.wants_gradient(x, weight, bias):
+        y: Tensor = _call_norm(x, weight, bias, eps, weight_offset, centered, out_dtype, chosen)[0]
+        return y
+    plain = all(t is None or t.dtype == x.dtype for t in (weight, bias))
+    if plain and out_dtype == x.dtype and not torch.is_autocast_enabled(x.device.type):
+        if centered:
+            return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+        if weight_offset == 0.0:
+            return F.rms_norm(x, x.shape[-1:], weight, eps)
+    # autocast would make F.layer_norm return float32
+    z: Tensor = _norm_forward(x, weight, bias, eps, weight_offset, centered, out_dtype, chosen)[0]
+    return z

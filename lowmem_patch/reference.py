@@ -1,0 +1,225 @@
+"""Every op in eager torch: any device, float64-capable; the oracle of the tests and the fallback.
+
+Functions take and return tensors only: no autograd, no choice of implementation. The module
+`lowmem_patch.kernels` has the same functions with the same signatures. Arithmetic is float64 for
+float64 tensors and float32 otherwise; each result is rounded once, to its own dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lowmem_patch.constants import (
+    CODES_PER_WORD,
+    QUICK_GELU_SCALE,
+    STEP_TABLES,
+    ActivationKind,
+)
+
+__all__ = [
+    "activate",
+    "activate_backward",
+    "codes_backward",
+    "codes_forward",
+    "glu_backward",
+    "glu_forward",
+    "norm_backward",
+    "norm_forward",
+    "pack_bool",
+    "unpack_bool",
+]
+
+
+def _arithmetic_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def activate(x: Tensor, kind: ActivationKind, out_dtype: torch.dtype | None = None) -> Tensor:
+    """The framework's own activation function.
+
+    Args:
+        x: ``[...]``, floating point.
+        kind: which activation.
+        out_dtype: dtype of the result, ``x.dtype`` by default.
+    """
+    match kind:
+        case "gelu":
+            y = F.gelu(x)
+        case "gelu_tanh":
+            y = F.gelu(x, approximate="tanh")
+        case "silu":
+            y = F.silu(x)
+        case "quick_gelu":
+            y = x * torch.sigmoid(QUICK_GELU_SCALE * x)
+    return y if out_dtype is None else y.to(out_dtype)
+
+
+def activate_backward(dy: Tensor, x: Tensor, kind: ActivationKind) -> Tensor:
+    """dx = dy * h'(x), shape and dtype of ``x``; torch's own formulas."""
+    dy = dy.to(x.dtype)
+    dx: Tensor
+    match kind:
+        case "gelu":
+            dx = torch.ops.aten.gelu_backward(dy, x)
+        case "gelu_tanh":
+            dx = torch.ops.aten.gelu_backward(dy, x, approximate="tanh")
+        case "silu":
+            dx = torch.ops.aten.silu_backward(dy, x)
+        case "quick_gelu":
+            # h(x) = silu(s x) / s, so h'(x) = silu'(s x)
+            dtype = _arithmetic_dtype(x.dtype)
+            scaled = QUICK_GELU_SCALE * x.to(dtype)
+            dx = torch.ops.aten.silu_backward(dy.to(dtype), scaled).to(x.dtype)
+    return dx
+
+
+def codes_forward(x: Tensor, kind: ActivationKind) -> tuple[Tensor, Tensor]:
+    """y = h(x) and, for each element, the number of thresholds below it in two bits.
+
+    Args:
+        x: ``[...]``, n elements.
+        kind: which activation and which step table.
+
+    Returns:
+        y like ``x``, contiguous; codes ``[ceil(n / 8)]`` int16, laid out as `CODES_PER_WORD` says.
+    """
+    # float32, because comparing a half tensor with a Python number rounds the number to half
+    flat = x.reshape(-1).to(_arithmetic_dtype(x.dtype))
+    codes = torch.zeros_like(flat, dtype=torch.int16)
+    for threshold in STEP_TABLES[kind].thresholds:
+        codes += flat > threshold
+    codes = F.pad(codes, (0, -flat.numel() % CODES_PER_WORD)).view(-1, CODES_PER_WORD)
+    words = torch.zeros(codes.shape[0], dtype=torch.int16, device=x.device)
+    for position in range(CODES_PER_WORD):
+        words |= codes[:, position] << 2 * position
+    return activate(x, kind).contiguous(), words
+
+
+def codes_backward(dy: Tensor, codes: Tensor, kind: ActivationKind, dtype: torch.dtype) -> Tensor:
+    """dx = dy * level[code], shape of ``dy``, contiguous, in ``dtype``."""
+    positions = torch.arange(0, 2 * CODES_PER_WORD, 2, dtype=torch.int16, device=dy.device)
+    unpacked = (codes[:, None] >> positions) & 3
+    arithmetic = _arithmetic_dtype(dy.dtype)
+    levels = torch.tensor(STEP_TABLES[kind].levels, dtype=arithmetic, device=dy.device)
+    slopes = levels[unpacked.view(-1)[: dy.numel()].int()].view(dy.shape)
+    return (dy.contiguous().to(arithmetic) * slopes).to(dtype)
+
+
+def glu_forward(
+    gate: Tensor, up: Tensor, kind: ActivationKind, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """h(gate) * up in torch's own arithmetic; contiguous, in ``out_dtype`` or the promoted dtype."""
+    y = activate(gate, kind) * up
+    return (y if out_dtype is None else y.to(out_dtype)).contiguous()
+
+
+def glu_backward(
+    dy: Tensor, gate: Tensor, up: Tensor, kind: ActivationKind
+) -> tuple[Tensor, Tensor]:
+    """d_gate = dy * up * h'(gate) and d_up = dy * h(gate), contiguous, each in its input's dtype."""
+    dtype = _arithmetic_dtype(torch.promote_types(gate.dtype, up.dtype))
+    wide_dy, wide_gate = dy.to(dtype), gate.to(dtype)
+    d_gate = activate_backward(wide_dy * up.to(dtype), wide_gate, kind).to(gate.dtype)
+    d_up = (wide_dy * activate(wide_gate, kind)).to(up.dtype)
+    return d_gate.contiguous(), d_up.contiguous()
+
+
+def norm_forward(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    weight_offset: float,
+    centered: bool,
+    out_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """y = z (weight + weight_offset) + bias with z = (x - mean) rstd over the last dimension.
+
+    Args:
+        x: ``[..., N]``.
+        weight: ``[N]`` or None for no factor at all.
+        bias: ``[N]`` or None.
+        eps: added to the variance.
+        weight_offset: 1 for norms that multiply by (1 + w).
+        centered: subtract the mean (LayerNorm) or not (RMSNorm).
+        out_dtype: dtype of y.
+
+    Returns:
+        y ``[..., N]``, contiguous; rstd ``[...]`` in float32 (float64 for a float64 x).
+    """
+    dtype = _arithmetic_dtype(x.dtype)
+    wide = x.to(dtype)
+    if centered:
+        wide = wide - wide.mean(-1, keepdim=True)
+    rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    y = wide * rstd
+    if weight is not None:
+        y = y * (weight.to(dtype) + weight_offset)
+    if bias is not None:
+        y = y + bias.to(dtype)
+    return y.to(out_dtype).contiguous(), rstd.squeeze(-1).contiguous()
+
+
+def norm_backward(
+    dy: Tensor,
+    y: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    weight_offset: float,
+    centered: bool,
+    input_dtype: torch.dtype,
+    needs_input: bool,
+    needs_weight: bool,
+    needs_bias: bool,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of `norm_forward` from its output.
+
+    gamma = weight + weight_offset, z = (y - bias) / gamma, g = dy gamma:
+    dx = rstd (g - mean(g) - z mean(g z)), without mean(g) when not centered;
+    d_weight = sum over rows of dy z; d_bias = sum over rows of dy.
+    Where gamma is exactly 0, z cannot be recovered and 0 is used in its place.
+    Saved: y, rstd, weight, bias; x is not needed.
+    """
+    dtype = rstd.dtype
+    size = dy.shape[-1]
+    wide_dy = dy.to(dtype)
+    g, z = wide_dy, y.to(dtype)
+    if bias is not None:
+        z = z - bias.to(dtype)
+    if weight is not None:
+        gamma = weight.to(dtype) + weight_offset
+        z = torch.where(gamma == 0, 0.0, z / gamma)
+        g = g * gamma
+    dx = d_weight = d_bias = None
+    if needs_input:
+        dx = g - z * (g * z).mean(-1, keepdim=True)
+        if centered:
+            dx = dx - g.mean(-1, keepdim=True)
+        dx = (dx * rstd.unsqueeze(-1)).to(input_dtype).contiguous()
+    if needs_weight and weight is not None:
+        d_weight = (wide_dy * z).view(-1, size).sum(0).to(weight.dtype)
+    if needs_bias and bias is not None:
+        d_bias = wide_dy.reshape(-1, size).sum(0).to(bias.dtype)
+    return dx, d_weight, d_bias
+
+
+def pack_bool(mask: Tensor) -> Tensor:
+    """Eight flags a byte, first flag lowest: ``[ceil(n / 8)]`` uint8."""
+    flags = F.pad(mask.reshape(-1).to(torch.uint8), (0, -mask.numel() % 8)).view(-1, 8)
+    packed = torch.zeros(flags.shape[0], dtype=torch.uint8, device=mask.device)
+    for position in range(8):
+        packed |= flags[:, position] << position
+    return packed
+
+
+def unpack_bool(packed: Tensor, shape: Sequence[int]) -> Tensor:
+    """The bool tensor of ``shape`` that `pack_bool` packed."""
+    positions = torch.arange(8, dtype=torch.uint8, device=packed.device)
+    flags = (packed[:, None] >> positions) & 1
+    return flags.view(-1)[: prod(shape)].view(*shape).bool()
