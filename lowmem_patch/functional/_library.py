@@ -45,9 +45,10 @@ def define(schema: str, implementation: Callable[..., Any], fake: Callable[..., 
 
 
 def attach_autograd(op: Any, function: Any) -> Callable[..., Any]:
-    """Register ``function`` as the autograd formula of ``op``; return the leanest differentiable call.
+    """Register ``function`` as autograd formula of ``op``; return the leanest differentiable call.
 
-    ``function`` is a `torch.autograd.Function`; its forward must call ``op`` inside `below_autograd` and take the same arguments.
+    ``function`` is a `torch.autograd.Function`; its forward must call ``op`` inside
+    `below_autograd` and take the same arguments.
     """
 
     def autograd_kernel(_keyset: Any, *args: Any) -> Any:

@@ -1,0 +1,18 @@
+"""lowmem-patch: patch a model in one line, so that autograd keeps only what the backward must have."""
+
+from lowmem_patch.patching.api import patch_model, patch_report, plan_patch, unpatch_model
+from lowmem_patch.patching.config import PatchConfig
+from lowmem_patch.patching.sites import PatchReport
+from lowmem_patch.saved import saved_bytes
+
+__all__ = [
+    "PatchConfig",
+    "PatchReport",
+    "__version__",
+    "patch_model",
+    "patch_report",
+    "plan_patch",
+    "saved_bytes",
+    "unpatch_model",
+]
+__version__ = "0.1.0"

@@ -1,0 +1,237 @@
+"""Building a checkpoint's model: on the meta device from its config alone, or with its weights."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowmem_patch.checkpoint.source import Source
+from lowmem_patch.checkpoint.weights import open_weights
+from lowmem_patch.errors import CheckpointError
+from lowmem_patch.verify import cast_parameters
+
+__all__ = ["add_lora", "build_meta_model", "load_model", "refuse_quantised", "stored_names"]
+
+# transformers and timm report a broken checkpoint with whatever their parsing met first
+_LIBRARY_ERRORS = (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError, ImportError)
+
+
+@contextlib.contextmanager
+def _naming(source: Source, what: str) -> Iterator[None]:
+    try:
+        yield
+    except _LIBRARY_ERRORS as error:
+        line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise CheckpointError(f"{source.name}: {source.library} cannot {what}: {line}") from error
+
+
+def refuse_quantised(source: Source) -> None:
+    """Packed weights can be neither folded nor compared in float64.
+
+    Raises:
+        CheckpointError: config.json has a quantization_config.
+    """
+    if source.quantised:
+        method = source.config["quantization_config"]
+        kind = method.get("quant_method", "unknown") if isinstance(method, dict) else "unknown"
+        raise CheckpointError(
+            f"{source.name} is quantised ({kind}): use the full-precision checkpoint first, then quantise the result"
+        )
+
+
+def build_meta_model(source: Source, dtype: torch.dtype | None = None) -> Any:
+    """The model on the meta device, from its config alone; no weight is read.
+
+    Args:
+        dtype: of the parameters; None takes the one that config.json names.
+
+    Raises:
+        CheckpointError: the architecture is unknown, or needs code that was not trusted.
+    """
+    if source.library == "timm":
+        model = _timm_model(source)
+    else:
+        config = _transformers_config(source)
+        cls = _transformers_class(source, config)
+        with _naming(source, f"build {cls.__name__} from its config"), torch.device("meta"):
+            model = cls(config)
+            model.tie_weights()
+        if dtype is None:
+            named = source.config.get("dtype") or source.config.get("torch_dtype")
+            dtype = getattr(torch, str(named), None) if named else None
+    if isinstance(dtype, torch.dtype):
+        cast_parameters(model, dtype)
+    return model.eval()
+
+
+def load_model(source: Source, dtype: torch.dtype | None = None) -> Any:
+    """The model with its weights, on the CPU, in eval mode, as stock transformers or timm loads it.
+
+    Args:
+        dtype: of the parameters; None takes the one that the library would.
+
+    Raises:
+        CheckpointError: the weights are broken, or do not fit the class.
+    """
+    refuse_quantised(source)
+    if source.folder is None:
+        raise CheckpointError(f"{source.name} was resolved without its weights")
+    with open_weights(source.folder):
+        pass  # broken files are named here, before a library words it in its own way
+    if source.library == "timm":
+        return cast_parameters(_timm_model(source, pretrained=True), dtype).eval()
+    config = _transformers_config(source)
+    cls = _transformers_class(source, config)
+    with _naming(source, f"load it into {cls.__name__}"):
+        model, info = cls.from_pretrained(
+            source.folder, config=config, dtype=dtype or "auto", output_loading_info=True, local_files_only=True
+        )
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise CheckpointError(
+            f"{source.name} lacks {len(missing)} weights of {cls.__name__}, such as {missing[0]}: "
+            "they would be random; is config.json of another model?"
+        )
+    return model.eval()
+
+
+def _transformers_config(source: Source) -> Any:
+    import transformers
+
+    _check_trust(source, "AutoConfig", lambda: source.config.get("model_type") in transformers.CONFIG_MAPPING)
+    with _naming(source, "read its config"):
+        return transformers.AutoConfig.from_pretrained(
+            source.folder, trust_remote_code=source.trust_remote_code, local_files_only=True
+        )
+
+
+def _check_trust(source: Source, entry: str, known: Any) -> None:
+    if entry in (source.config.get("auto_map") or {}) and not source.trust_remote_code and not known():
+        raise CheckpointError(
+            f"{source.name} brings its own Python code: read it, and add --trust-remote-code to run it"
+        )
+
+
+def _transformers_class(source: Source, config: Any) -> Any:
+    import transformers
+
+    names = source.config.get("architectures") or []
+    if not names:
+        if type(config) in transformers.MODEL_MAPPING:
+            return transformers.MODEL_MAPPING[type(config)]
+        raise CheckpointError(f"{source.name}: config.json names no architectures: add the class to it")
+    name = str(names[0])
+    if hasattr(transformers, name):
+        return getattr(transformers, name)
+    auto_map = source.config.get("auto_map") or {}
+    reference = next((str(r) for r in auto_map.values() if str(r).rpartition(".")[2] == name), None)
+    if reference is None:
+        raise CheckpointError(
+            f"{source.name}: transformers {transformers.__version__} has no class {name}: update transformers"
+        )
+    if not source.trust_remote_code:
+        raise CheckpointError(
+            f"{source.name} brings its own Python code for {name}: read it, and add --trust-remote-code to run it"
+        )
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+    with _naming(source, f"import {reference} from the checkpoint"):
+        return get_class_from_dynamic_module(reference, source.folder, local_files_only=True)
+
+
+def _timm_model(source: Source, *, pretrained: bool = False) -> nn.Module:
+    import timm
+
+    name = source.config["architecture"] if source.folder is None else f"local-dir:{source.folder}"
+    architecture = str(source.config["architecture"]).partition(".")[0]
+    if not timm.is_model(architecture):
+        raise CheckpointError(
+            f"{source.name}: timm {timm.__version__} has no architecture {architecture}: update timm"
+        )
+    device = torch.device("cpu" if pretrained else "meta")
+    with _naming(source, f"build {architecture}"), device:
+        model: nn.Module = timm.create_model(name, pretrained=pretrained)
+    return model
+
+
+def stored_names(model: Any, stored: Sequence[str]) -> dict[str, str]:
+    """Which tensor of a checkpoint becomes which state-dict entry of the (meta) model, one to one.
+
+    Follows the renamings that transformers itself applies on loading; a tensor that is merged with
+    others, split or reshaped on the way has no entry.
+    """
+    own = model.state_dict()
+    if not hasattr(model, "base_model_prefix"):
+        return {name: name for name in stored if name in own}
+    renamings, converters, rename = _transformers_renaming(model)
+    prefix = model.base_model_prefix
+    names: dict[str, str] = {}
+    for name in stored:
+        target, converter = rename(name, renamings, converters, prefix, own)
+        if target not in own and name in own:
+            target, converter = rename(name, [], [], prefix, own)
+        if target in own and converter is None:
+            names[target] = name
+    return names
+
+
+def _transformers_renaming(model: Any) -> tuple[list[Any], list[Any], Any]:
+    try:
+        mapping = importlib.import_module("transformers.conversion_mapping")
+        loading = importlib.import_module("transformers.core_model_loading")
+        conversions = mapping.get_model_conversion_mapping(model)
+        renamings = [c for c in conversions if isinstance(c, loading.WeightRenaming)]
+        converters = [c for c in conversions if isinstance(c, loading.WeightConverter)]
+        return renamings, converters, loading.rename_source_key
+    except (ImportError, AttributeError):
+        # these are no public names: without them only equal names, and the base model's prefix, are matched
+        return [], [], _add_or_strip_prefix
+
+
+def _add_or_strip_prefix(
+    name: str, _renamings: list[Any], _converters: list[Any], prefix: str, own: dict[str, Any]
+) -> tuple[str, None]:
+    if name in own:
+        return name, None
+    stripped = name.removeprefix(f"{prefix}.")
+    return (stripped if stripped in own else f"{prefix}.{name}"), None
+
+
+def add_lora(model: Any, target_modules: Sequence[str] | None = None, *, rank: int = 8) -> Any:
+    """Wrap a meta model with PEFT's LoRA; the base model is frozen.
+
+    Args:
+        target_modules: ends of module names; None takes every Linear but the model's head.
+
+    Raises:
+        CheckpointError: peft is not installed, or no module has such a name.
+    """
+    try:
+        peft = importlib.import_module("peft")
+    except ImportError as error:
+        raise CheckpointError("--train lora needs peft: pip install 'lowmem-patch[peft]'") from error
+    targets: Any = list(target_modules) if target_modules else _all_linears(model)
+    config = peft.LoraConfig(r=rank, lora_alpha=rank, target_modules=targets)
+    try:
+        return peft.get_peft_model(model, config, low_cpu_mem_usage=True)
+    except ValueError as error:
+        linears = sorted({name.rpartition(".")[2] for name in _all_linears(model)})
+        raise CheckpointError(
+            f"--train lora: no Linear is called {', '.join(targets)}; this model has {', '.join(linears)}"
+        ) from error
+
+
+def _all_linears(model: Any) -> list[str]:
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    if head is None and hasattr(model, "get_classifier"):
+        head = model.get_classifier()
+    return [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module is not head and "classifier" not in name
+    ]

@@ -1,0 +1,192 @@
+"""Where a model comes from: a local folder, a hub repository or a timm name."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+from typing import Any, Literal
+
+import huggingface_hub
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
+from lowmem_patch.errors import CheckpointError
+
+__all__ = ["Source", "resolve"]
+
+# Everything of a hub repository that is small: what describes the model, not its weights.
+_DESCRIPTION = ["*.json", "*.txt", "*.model", "*.jinja", "*.md", "*.py", "LICENSE*", "NOTICE*", "*.tiktoken"]
+_WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A model that was found; nothing of it but its description was read.
+
+    Attributes:
+        name: what the user wrote.
+        folder: where its files lie; None for a timm name whose weights were not asked for.
+        library: who builds the model.
+        revision: the commit that a hub repository was read at.
+        config: the content of config.json.
+        trust_remote_code: whether Python files of the checkpoint may run.
+    """
+
+    name: str
+    folder: Path | None
+    library: Literal["transformers", "timm"]
+    revision: str | None
+    config: dict[str, Any]
+    trust_remote_code: bool = False
+
+    @property
+    def quantised(self) -> bool:
+        return bool(self.config.get("quantization_config"))
+
+
+def resolve(
+    model: str | Path,
+    *,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    weights: bool = True,
+) -> Source:
+    """Find a model; downloads from the hub what is not yet in its cache (``HF_HUB_OFFLINE`` is honoured).
+
+    Args:
+        model: a folder, ``org/name``, ``hf://org/name@revision``, ``timm/name`` or a timm name.
+        revision: branch, tag or commit of a hub repository.
+        trust_remote_code: whether Python files of the checkpoint may run.
+        weights: False downloads no weights, and a timm name then needs no network at all.
+
+    Raises:
+        CheckpointError: there is no such model, it is gated, or its config.json is missing or broken.
+    """
+    name = str(model)
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return _from_folder(name, folder, None, trust_remote_code)
+    if folder.is_file():
+        raise CheckpointError(f"{name} is a file: give the folder that holds it and its config.json")
+    repository, _, tag = name.removeprefix("hf://").removeprefix("hf-hub:").partition("@")
+    revision = revision or tag or None
+    if isinstance(model, Path) or name.startswith(("/", "./", "../", "~")) or repository.count("/") > 1:
+        raise CheckpointError(f"{name}: there is no such folder")
+    timm_name = _timm_name(repository)
+    if timm_name is not None:
+        if not weights:
+            return Source(name, None, "timm", None, {"architecture": timm_name}, trust_remote_code)
+        repository = _timm_repository(timm_name)
+    return _from_hub(name, repository, revision, trust_remote_code, weights)
+
+
+def _from_folder(name: str, folder: Path, revision: str | None, trust: bool) -> Source:
+    path = folder / "config.json"
+    if not path.is_file():
+        if (folder / "adapter_config.json").is_file():
+            raise CheckpointError(f"{name} is an adapter without its base model: merge it first, or give the base")
+        raise CheckpointError(f"{name} has no config.json: give a transformers or timm checkpoint folder")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} is not valid JSON ({error}): restore it from the source") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path} holds no JSON object: restore it from the source")
+    is_timm = "architecture" in config and "model_type" not in config
+    if not is_timm and "model_type" not in config and "auto_map" not in config:
+        raise CheckpointError(
+            f"{path} names neither a model_type (transformers) nor an architecture (timm): "
+            "give a transformers or timm checkpoint"
+        )
+    return Source(name, folder, "timm" if is_timm else "transformers", revision, config, trust)
+
+
+def _timm_name(repository: str) -> str | None:
+    """The timm registry's name behind ``timm/name`` or ``name``, or None when it is none."""
+    name = repository.removeprefix("timm/")
+    if "/" in name:
+        return None
+    import timm  # only here: its import takes a second
+
+    return name if timm.is_model(name.partition(".")[0]) else None
+
+
+def _timm_repository(name: str) -> str:
+    import timm
+
+    try:
+        config = timm.get_pretrained_cfg(name, allow_unregistered=False)
+    except RuntimeError as error:
+        raise CheckpointError(f"timm has no weights for {name}: see timm.list_pretrained()") from error
+    if config is None or not config.hf_hub_id:
+        raise CheckpointError(f"timm has no hub weights for {name}: see timm.list_pretrained()")
+    return str(config.hf_hub_id)
+
+
+def _from_hub(name: str, repository: str, revision: str | None, trust: bool, weights: bool) -> Source:
+    folder = _snapshot(name, repository, revision, _DESCRIPTION)
+    if weights:
+        _download_weights(name, repository, revision, folder)
+    commit = folder.name if re.fullmatch(r"[0-9a-f]{40}", folder.name) else revision
+    return _from_folder(name, folder, commit, trust)
+
+
+def _download_weights(name: str, repository: str, revision: str | None, folder: Path) -> None:
+    for file in _WEIGHT_FILES:
+        index = folder / f"{file}.index.json"
+        if index.is_file():
+            try:
+                shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            except (ValueError, KeyError, AttributeError) as error:
+                raise CheckpointError(f"{name}: {index.name} is broken ({error})") from error
+            _snapshot(name, repository, revision, shards)
+            return
+        if (folder / file).is_file():
+            return
+    for file in _WEIGHT_FILES:
+        _snapshot(name, repository, revision, [file])
+        if (folder / file).is_file():
+            return
+
+
+def _snapshot(name: str, repository: str, revision: str | None, patterns: list[str]) -> Path:
+    try:
+        return Path(huggingface_hub.snapshot_download(repository, revision=revision, allow_patterns=patterns))
+    except GatedRepoError as error:
+        raise CheckpointError(
+            f"{name} is gated: accept its terms on https://huggingface.co/{repository} and run `hf auth login`"
+        ) from error
+    except RevisionNotFoundError as error:
+        raise CheckpointError(f"{name} has no revision {revision!r}: see its branches and tags on the hub") from error
+    except HFValidationError as error:
+        raise CheckpointError(f"{name} is neither a folder nor a hub id (org/name)") from error
+    except OfflineModeIsEnabled as error:
+        raise CheckpointError(_unreachable(name)) from error
+    except (LocalEntryNotFoundError, EntryNotFoundError) as error:
+        raise CheckpointError(_unreachable(name)) from error
+    except RepositoryNotFoundError as error:
+        raise CheckpointError(
+            f"{name} is neither a folder nor a model on the hub (or it is private: run `hf auth login`)"
+        ) from error
+    except (HfHubHTTPError, OSError) as error:
+        raise CheckpointError(f"{name} could not be downloaded: {_first_line(error)}") from error
+
+
+def _unreachable(name: str) -> str:
+    if huggingface_hub.constants.HF_HUB_OFFLINE:
+        return f"{name} is neither a folder nor in the local hub cache, and HF_HUB_OFFLINE is set: unset it to download"
+    return f"{name} is neither a folder nor in the local hub cache, and the hub cannot be reached: check the network"
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,82 @@
+"""Writing a folder aside and renaming it, so that an interrupted run leaves nothing behind."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from lowmem_patch.errors import CheckpointError
+
+__all__ = ["check_output", "check_space", "staged_folder"]
+
+
+def check_output(out: Path, source: Path | None, *, overwrite: bool) -> None:
+    """Refuse an output that would lose something.
+
+    Raises:
+        CheckpointError: it is a file, is not empty, or is, contains or lies in the source.
+    """
+    if source is not None:
+        here, there = out.resolve(), source.resolve()
+        if here == there or there in here.parents or here in there.parents:
+            raise CheckpointError(f"{out} and the model {source} lie in each other: choose another folder to write")
+    if not out.exists():
+        return
+    if not out.is_dir():
+        raise CheckpointError(f"{out} is a file: choose a new folder")
+    if any(out.iterdir()):
+        if not overwrite:
+            raise CheckpointError(f"{out} is not empty: choose a new folder or add --overwrite")
+        if not (out / "config.json").is_file():
+            raise CheckpointError(f"{out} holds no checkpoint, so it is not overwritten: remove it yourself")
+
+
+def check_space(parent: Path, needed: int) -> None:
+    """Refuse to start what cannot be finished.
+
+    Raises:
+        CheckpointError: the disk has fewer bytes free.
+    """
+    free = shutil.disk_usage(parent).free
+    if free < needed:
+        raise CheckpointError(
+            f"no space: {needed / 1e9:.2f} GB are needed in {parent} and {free / 1e9:.2f} GB are free"
+        )
+
+
+@contextlib.contextmanager
+def staged_folder(out: Path) -> Iterator[Path]:
+    """A hidden folder beside ``out`` that becomes ``out`` when the block ends well, else is removed.
+
+    Raises:
+        CheckpointError: the folder beside ``out`` cannot be written.
+    """
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        aside = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".partial", dir=out.parent))
+    except OSError as error:
+        raise CheckpointError(f"{out.parent} cannot be written: {error}") from error
+    try:
+        written = aside / "new"
+        written.mkdir()
+        yield written
+        _swap(written, out, aside / "old")
+    except OSError as error:
+        raise CheckpointError(f"{out} could not be written: {error}") from error
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _swap(written: Path, out: Path, old: Path) -> None:
+    try:
+        if out.exists():
+            out.rename(old)
+        written.rename(out)
+    except BaseException:
+        # whatever stopped it, an interrupt too: what was there before goes back
+        if old.exists() and not out.exists():
+            old.rename(out)
+        raise

@@ -1,0 +1,22 @@
+"""Triton kernels: tensors in, tensors out; same functions and signatures as `lowmem_patch.reference`.
+
+Float16, bfloat16 and float32; arithmetic is float32 and each result is rounded once. No autograd, no
+modules, no choice of implementation. Importing this package imports Triton.
+"""
+
+from __future__ import annotations
+
+from lowmem_patch.kernels.norm import norm_backward, norm_forward
+from lowmem_patch.kernels.pointwise import activate, activate_backward, glu_backward, glu_forward
+from lowmem_patch.kernels.step_codes import codes_backward, codes_forward
+
+__all__ = [
+    "activate",
+    "activate_backward",
+    "codes_backward",
+    "codes_forward",
+    "glu_backward",
+    "glu_forward",
+    "norm_backward",
+    "norm_forward",
+]

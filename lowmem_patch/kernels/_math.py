@@ -1,0 +1,108 @@
+"""Activation formulas in float32 registers.
+
+``COARSE`` asks for the cheap GELU whose error is below the rounding of a bfloat16 result; erf would
+otherwise cost more than the memory traffic. ``PRECISE`` asks for full float32 accuracy; the hardware's
+exp2 alone loses a bit per doubling of its argument.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from lowmem_patch import constants
+
+__all__ = ["activate", "activate_and_slope"]
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+# ln 2 = high + low with so few bits in high that n * high is exact for every exponent n
+LN2_HIGH = tl.constexpr(0.693359375)
+LN2_LOW = tl.constexpr(-2.12194440e-4)
+RSQRT_2 = tl.constexpr(0.7071067811865476)
+RSQRT_2PI = tl.constexpr(0.3989422804014327)
+QUICK_GELU_SCALE = tl.constexpr(constants.QUICK_GELU_SCALE)
+TANH_SCALE = tl.constexpr(constants.TANH_SCALE)
+TANH_CUBIC = tl.constexpr(constants.TANH_CUBIC)
+
+# logit(Phi(x)) / x as a polynomial in x^2, minimax on |x| < 5 (relative error of Phi: 1.1e-3)
+LOGIT_0 = tl.constexpr(1.59227416)
+LOGIT_1 = tl.constexpr(7.59248456e-2)
+LOGIT_2 = tl.constexpr(-9.94255426e-4)
+LOGIT_3 = tl.constexpr(9.20251045e-6)
+
+# Abramowitz and Stegun 7.1.26, erfc(z) for z >= 0, absolute error 1.5e-7
+ERFC_P = tl.constexpr(0.3275911)
+ERFC_1 = tl.constexpr(0.254829592)
+ERFC_2 = tl.constexpr(-0.284496736)
+ERFC_3 = tl.constexpr(1.421413741)
+ERFC_4 = tl.constexpr(-1.453152027)
+ERFC_5 = tl.constexpr(1.061405429)
+
+
+@triton.jit
+def _exp(x, PRECISE: tl.constexpr):
+    if PRECISE:
+        x = tl.minimum(tl.maximum(x, -104.0), 89.0)
+        n = tl.floor(x * LOG2_E + 0.5)
+        rest = (x - n * LN2_HIGH) - n * LN2_LOW
+        return tl.exp2(rest * LOG2_E) * tl.exp2(n)
+    else:
+        # the bound keeps inf out of the quotients below; half results cannot tell
+        return tl.exp2(tl.minimum(x * LOG2_E, 126.0))
+
+
+@triton.jit
+def _sigmoid(x, PRECISE: tl.constexpr):
+    return 1.0 / (1.0 + _exp(-x, PRECISE))
+
+
+@triton.jit
+def _normal_cdf(x, PRECISE: tl.constexpr, COARSE: tl.constexpr):
+    if PRECISE:
+        return 0.5 * (1.0 + tl.erf(x * RSQRT_2))
+    elif COARSE:
+        square = x * x
+        logit = x * (((LOGIT_3 * square + LOGIT_2) * square + LOGIT_1) * square + LOGIT_0)
+        return _sigmoid(logit, PRECISE)
+    else:
+        z = tl.abs(x) * RSQRT_2
+        t = 1.0 / (1.0 + ERFC_P * z)
+        series = ((((ERFC_5 * t + ERFC_4) * t + ERFC_3) * t + ERFC_2) * t + ERFC_1) * t
+        tail = 0.5 * series * tl.exp2(-(z * z) * LOG2_E)
+        return tl.where(x < 0, tail, 1.0 - tail)
+
+
+@triton.jit
+def activate(x, KIND: tl.constexpr, PRECISE: tl.constexpr, COARSE: tl.constexpr):
+    """h(x)."""
+    if KIND == "gelu":
+        return x * _normal_cdf(x, PRECISE, COARSE)
+    elif KIND == "gelu_tanh":
+        u = TANH_SCALE * (x + TANH_CUBIC * x * x * x)
+        return x * _sigmoid(2.0 * u, PRECISE)
+    elif KIND == "silu":
+        return x * _sigmoid(x, PRECISE)
+    else:
+        tl.static_assert(KIND == "quick_gelu")
+        return x * _sigmoid(QUICK_GELU_SCALE * x, PRECISE)
+
+
+@triton.jit
+def activate_and_slope(x, KIND: tl.constexpr, PRECISE: tl.constexpr):
+    """h(x) and h'(x). h = x s(u) gives h' = s + x u' s (1 - s)."""
+    if KIND == "gelu":
+        cdf = _normal_cdf(x, PRECISE, False)
+        density = RSQRT_2PI * _exp(-0.5 * x * x, PRECISE)
+        return x * cdf, cdf + x * density
+    elif KIND == "gelu_tanh":
+        u = TANH_SCALE * (x + TANH_CUBIC * x * x * x)
+        s = _sigmoid(2.0 * u, PRECISE)
+        slope = 2.0 * TANH_SCALE * (1.0 + 3.0 * TANH_CUBIC * x * x)
+        return x * s, s + x * slope * s * (1.0 - s)
+    elif KIND == "silu":
+        s = _sigmoid(x, PRECISE)
+        return x * s, s * (1.0 + x * (1.0 - s))
+    else:
+        tl.static_assert(KIND == "quick_gelu")
+        s = _sigmoid(QUICK_GELU_SCALE * x, PRECISE)
+        return x * s, s * (1.0 + QUICK_GELU_SCALE * x * (1.0 - s))

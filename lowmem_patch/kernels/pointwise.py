@@ -1,0 +1,169 @@
+"""Activations and gated products, forward and backward, one kernel each.
+
+y = h(gate) up:  d_gate = dy up h'(gate),  d_up = dy h(gate).  Saved: gate and up.
+y = h(x):        dx = dy h'(x).                                Saved: x.
+Inputs are read in place through their row stride (halves of a packed projection); outputs are
+contiguous. Contiguous tensors are one long row.
+"""
+
+# mypy: allow-untyped-defs
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lowmem_patch.constants import ActivationKind
+from lowmem_patch.kernels import _math
+from lowmem_patch.kernels._launch import common_rows, on_device
+
+__all__ = ["activate", "activate_backward", "glu_backward", "glu_forward"]
+
+BLOCK = 1024
+NUM_WARPS = 4
+
+
+# `columns` stays specialised on divisibility by 16 (two variants): without it the masked accesses of
+# the last block would be scalar.
+@triton.jit
+def _forward_kernel(
+    x_ptr,
+    up_ptr,
+    y_ptr,
+    columns,
+    x_stride,
+    up_stride,
+    blocks_per_row,
+    KIND: tl.constexpr,
+    GATED: tl.constexpr,
+    PRECISE: tl.constexpr,
+    COARSE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    program = tl.program_id(0).to(tl.int64)
+    row = program // blocks_per_row
+    column = (program % blocks_per_row) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < columns
+    x = tl.load(x_ptr + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
+    y = _math.activate(x, KIND, PRECISE, COARSE)
+    if GATED:
+        y *= tl.load(up_ptr + row * up_stride + column, mask=mask, other=0.0).to(tl.float32)
+    tl.store(y_ptr + row * columns + column, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _backward_kernel(
+    dy_ptr,
+    x_ptr,
+    up_ptr,
+    dx_ptr,
+    d_up_ptr,
+    columns,
+    dy_stride,
+    x_stride,
+    up_stride,
+    blocks_per_row,
+    KIND: tl.constexpr,
+    GATED: tl.constexpr,
+    PRECISE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    program = tl.program_id(0).to(tl.int64)
+    row = program // blocks_per_row
+    column = (program % blocks_per_row) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < columns
+    dy = tl.load(dy_ptr + row * dy_stride + column, mask=mask, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
+    y, slope = _math.activate_and_slope(x, KIND, PRECISE)
+    if GATED:
+        d_up = (dy * y).to(d_up_ptr.dtype.element_ty)
+        tl.store(d_up_ptr + row * columns + column, d_up, mask=mask)
+        dy *= tl.load(up_ptr + row * up_stride + column, mask=mask, other=0.0).to(tl.float32)
+    tl.store(dx_ptr + row * columns + column, (dy * slope).to(dx_ptr.dtype.element_ty), mask=mask)
+
+
+def _forward(x: Tensor, up: Tensor | None, kind: ActivationKind, out_dtype: torch.dtype) -> Tensor:
+    y = torch.empty(x.shape, dtype=out_dtype, device=x.device)
+    if x.numel() == 0:
+        return y
+    tensors, strides, rows, columns = common_rows(x) if up is None else common_rows(x, up)
+    blocks_per_row = triton.cdiv(columns, BLOCK)
+    with on_device(x):
+        _forward_kernel[(rows * blocks_per_row,)](
+            tensors[0],
+            tensors[-1],
+            y,
+            columns,
+            strides[0],
+            strides[-1],
+            blocks_per_row,
+            KIND=kind,
+            GATED=up is not None,
+            PRECISE=out_dtype == torch.float32,
+            COARSE=out_dtype == torch.bfloat16,
+            BLOCK=BLOCK,
+            num_warps=NUM_WARPS,
+        )
+    return y
+
+
+def _backward(
+    dy: Tensor, x: Tensor, up: Tensor | None, kind: ActivationKind
+) -> tuple[Tensor, Tensor | None]:
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    d_up = None if up is None else torch.empty(up.shape, dtype=up.dtype, device=x.device)
+    if x.numel() == 0:
+        return dx, d_up
+    given = (dy, x) if up is None else (dy, x, up)
+    tensors, strides, rows, columns = common_rows(*given)
+    blocks_per_row = triton.cdiv(columns, BLOCK)
+    precise = x.dtype == torch.float32 or (up is not None and up.dtype == torch.float32)
+    with on_device(x):
+        _backward_kernel[(rows * blocks_per_row,)](
+            tensors[0],
+            tensors[1],
+            tensors[-1],
+            dx,
+            dx if d_up is None else d_up,
+            columns,
+            strides[0],
+            strides[1],
+            strides[-1],
+            blocks_per_row,
+            KIND=kind,
+            GATED=up is not None,
+            PRECISE=precise,
+            BLOCK=BLOCK,
+            num_warps=NUM_WARPS,
+        )
+    return dx, d_up
+
+
+def activate(x: Tensor, kind: ActivationKind, out_dtype: torch.dtype | None = None) -> Tensor:
+    """h(x), contiguous, in ``out_dtype`` or the dtype of ``x``."""
+    return _forward(x, None, kind, x.dtype if out_dtype is None else out_dtype)
+
+
+def activate_backward(dy: Tensor, x: Tensor, kind: ActivationKind) -> Tensor:
+    """dx = dy * h'(x), contiguous, dtype of ``x``."""
+    return _backward(dy, x, None, kind)[0]
+
+
+def glu_forward(
+    gate: Tensor, up: Tensor, kind: ActivationKind, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """h(gate) * up, contiguous, in ``out_dtype`` or the promoted dtype."""
+    if out_dtype is None:
+        out_dtype = torch.promote_types(gate.dtype, up.dtype)
+    return _forward(gate, up, kind, out_dtype)
+
+
+def glu_backward(
+    dy: Tensor, gate: Tensor, up: Tensor, kind: ActivationKind
+) -> tuple[Tensor, Tensor]:
+    """d_gate = dy * up * h'(gate) and d_up = dy * h(gate), contiguous."""
+    d_gate, d_up = _backward(dy, gate, up, kind)
+    assert d_up is not None
+    return d_gate, d_up

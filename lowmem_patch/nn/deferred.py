@@ -1,0 +1,238 @@
+"""Deferred tensors: an elementwise op whose value the consumer computes, so that it is not kept.
+
+An activation or norm slot may return a ``Deferred`` in place of a tensor. It stands for
+``op(*sources)`` and behaves like that tensor: every torch function that does not know better gets
+the computed value, so a consumer that nobody foresaw (an adapter added later, a hook, a print) is
+always right. Three uses are known better:
+
+- a row move (view, permute, roll, window partition) is applied to the sources instead;
+- ``activation * up`` becomes one deferred gated product;
+- ``F.linear`` computes with the value, but what autograd keeps for the weight's gradient are the
+  sources, from which the value is recomputed in backward by one elementwise kernel.
+
+It is a plain object and not a tensor subclass: code that bypasses ``__torch_function__`` fails
+loudly on it and never reads a pre-activation by mistake.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lowmem_patch.functional import ActivationKind, activation, activation_linear, glu
+from lowmem_patch.rows import function_name, moves_rows
+
+__all__ = ["Deferred", "DeferredActivation", "DeferredNorm"]
+
+_METADATA = frozenset(("shape", "dtype", "device", "ndim", "layout", "is_cuda", "requires_grad", "names"))
+_METADATA_METHODS = frozenset(("size", "dim", "numel", "ndimension", "is_floating_point", "element_size"))
+
+
+class Deferred:
+    """Base: an op that is computed when somebody needs its value.
+
+    Args:
+        sources: the tensors it is computed from; ``sources[0]`` has the value's shape.
+        dtype: the value's dtype.
+    """
+
+    def __init__(self, sources: tuple[Tensor, ...], dtype: torch.dtype) -> None:
+        self.sources = sources
+        self.dtype = dtype
+        self._value: Tensor | None = None
+        self._version = 0
+
+    def compute(self) -> Tensor:
+        raise NotImplementedError
+
+    def moved(self, sources: tuple[Tensor, ...]) -> Deferred:
+        raise NotImplementedError
+
+    def linear(self, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(self.value(), weight, bias)
+
+    def times(self, other: Any) -> Any:
+        return self.value() * other
+
+    def value(self) -> Tensor:
+        """The tensor that this stands for, computed once."""
+        if self._value is None:
+            self._value = self.compute()
+            self._version = self._value._version
+        return self._value
+
+    @property
+    def written(self) -> bool:
+        """Whether somebody wrote into the value, so that the sources no longer give it."""
+        return self._value is not None and self._value._version != self._version
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        first = args[0] if args else None
+        if isinstance(first, Deferred):
+            known = first._known(func, args, kwargs)
+            if known is not None:
+                return known
+        if function_name(func) in ("mul", "__mul__", "__rmul__") and len(args) == 2 and not kwargs:
+            left, right = args
+            return left.times(right) if isinstance(left, Deferred) else right.times(left)
+        return func(*(_value_of(a) for a in args), **{key: _value_of(v) for key, v in kwargs.items()})
+
+    def _known(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        name = function_name(func)
+        if name == "linear":
+            weight = args[1] if len(args) > 1 else kwargs["weight"]
+            bias = args[2] if len(args) > 2 else kwargs.get("bias")
+            return self.linear(weight, bias)
+        if name == "dropout":
+            p = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
+            training = args[2] if len(args) > 2 else kwargs.get("training", True)
+            return self if p == 0 or not training else None
+        if name in _METADATA_METHODS:
+            return func(self.sources[0], *args[1:], **kwargs)
+        if name == "to" and len(args) == 2 and not kwargs and args[1] in (self.dtype, self.sources[0].device):
+            return self
+        if name in ("type_as",) and args[1].dtype == self.dtype:
+            return self
+        return None if self.written else self._move(func, args, kwargs)
+
+    def _move(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The deferred op behind a row move, or None when ``func`` is none."""
+        if function_name(func) not in _MOVES:
+            return None
+        source = self.sources[0]
+        if function_name(func) == "view":
+            func = torch.Tensor.reshape  # a source may be strided where the value is contiguous
+        output = func(source, *args[1:], **kwargs)
+        if not isinstance(output, Tensor) or not moves_rows(func, (source, *args[1:]), kwargs, source, output):
+            return None
+        rest = tuple(func(other, *args[1:], **kwargs) for other in self.sources[1:])
+        return self.moved((output, *rest))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if name in _METADATA:
+            return getattr(self.sources[0], name)
+        attribute = getattr(torch.Tensor, name)
+        if not callable(attribute):
+            return getattr(self.value(), name)
+
+        def method(*args: Any, **kwargs: Any) -> Any:
+            return Deferred.__torch_function__(attribute, (), (self, *args), kwargs)
+
+        return method
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(shape={tuple(self.sources[0].shape)}, dtype={self.dtype})"
+
+    def __len__(self) -> int:
+        return len(self.sources[0])
+
+    def __mul__(self, other: Any) -> Any:
+        return self.times(other)
+
+    __rmul__ = __mul__
+
+
+_MOVES = frozenset(
+    (
+        "view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "contiguous", "permute",
+        "transpose", "roll", "pad", "__getitem__",
+    )
+)  # fmt: skip
+
+
+def _value_of(item: Any) -> Any:
+    if isinstance(item, Deferred):
+        return item.value()
+    if isinstance(item, (tuple, list)) and any(isinstance(i, Deferred) for i in item):
+        return type(item)(_value_of(i) for i in item)
+    return item
+
+
+def _operator(name: str) -> Callable[..., Any]:
+    def apply(self: Deferred, *others: Any) -> Any:
+        return getattr(self.value(), name)(*(_value_of(other) for other in others))
+
+    return apply
+
+
+def _index(self: Deferred, index: Any) -> Any:
+    return Deferred.__torch_function__(Tensor.__getitem__, (), (self, index), {})
+
+
+# Python looks operators up on the class, so __getattr__ does not see them.
+for _name in (
+    "add", "radd", "sub", "rsub", "truediv", "rtruediv", "matmul", "rmatmul", "pow", "neg", "abs", "eq",
+    "ne", "lt", "le", "gt", "ge", "setitem", "iter", "bool", "float", "int",
+):  # fmt: skip
+    setattr(Deferred, f"__{_name}__", _operator(f"__{_name}__"))
+Deferred.__getitem__ = _index  # type: ignore[attr-defined]  # set like the operators above
+Deferred.__hash__ = object.__hash__  # type: ignore[method-assign]  # __eq__ is elementwise, as a tensor's
+
+
+class DeferredActivation(Deferred):
+    """``act(x)`` or, with two sources, ``act(gate) * up``; elementwise, gradients exact.
+
+    Autograd keeps the sources; the value is recomputed from them where a weight gradient needs it.
+    """
+
+    def __init__(self, sources: tuple[Tensor, ...], kind: ActivationKind) -> None:
+        dtype = sources[0].dtype
+        for other in sources[1:]:
+            dtype = torch.promote_types(dtype, other.dtype)
+        super().__init__(sources, dtype)
+        self.kind = kind
+
+    def compute(self) -> Tensor:
+        if len(self.sources) == 1:
+            return activation(self.sources[0], self.kind)
+        return glu(self.sources[0], self.sources[1], self.kind)
+
+    def moved(self, sources: tuple[Tensor, ...]) -> Deferred:
+        return DeferredActivation(sources, self.kind)
+
+    def times(self, other: Any) -> Any:
+        gates = len(self.sources) == 1 and isinstance(other, Tensor) and other.shape == self.sources[0].shape
+        if gates and self._value is None and other.is_floating_point():
+            return DeferredActivation((self.sources[0], other), self.kind)
+        return self.value() * _value_of(other)
+
+    def linear(self, weight: Tensor, bias: Tensor | None) -> Tensor:
+        value = self.value()
+        if self.written:
+            return F.linear(value, weight, bias)
+        device = value.device.type
+        compute_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        return activation_linear(value, self.sources, weight, bias, self.kind, compute_dtype)
+
+
+class DeferredNorm(Deferred):
+    """A norm that waits behind row moves, so that the Linear's input and the norm's output are one tensor."""
+
+    def __init__(self, source: Tensor, dtype: torch.dtype, norm: Callable[[Tensor], Tensor]) -> None:
+        super().__init__((source,), dtype)
+        self.norm = norm
+
+    def compute(self) -> Tensor:
+        return self.norm(self.sources[0])
+
+    def moved(self, sources: tuple[Tensor, ...]) -> Deferred:
+        return DeferredNorm(sources[0], self.dtype, self.norm)
+
+
+def needs_gradient(tensor: Tensor) -> bool:
+    """Whether autograd would keep anything for an op on this tensor."""
+    return torch.is_grad_enabled() and cast(bool, tensor.requires_grad)

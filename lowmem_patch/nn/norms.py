@@ -1,0 +1,129 @@
+"""MS norms: LayerNorm and RMSNorm that keep their output and not their input (MS-BP, arXiv 2406.16282).
+
+The output is also what the next Linear keeps, so the norm itself keeps one number per row. With a
+folded affine the output is z itself; with an affine that stays (``share``) backward recovers
+z = (y - beta) / gamma.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowmem_patch.errors import UnfoldedWeightsError
+from lowmem_patch.functional import ms_layer_norm, ms_rms_norm
+from lowmem_patch.nn.deferred import DeferredNorm, needs_gradient
+
+__all__ = ["MSLayerNorm", "MSNorm", "MSRMSNorm"]
+
+
+class MSNorm(nn.Module):
+    """Base of both; made from an existing norm by :meth:`from_module`, whose parameters it shares.
+
+    Attributes:
+        eps: as in the original.
+        weight_offset: 1.0 where the original multiplies by ``1 + weight`` (Gemma), else 0.0.
+        folded: the affine lives in the next Linears; weight and bias stay behind as identities, so
+            that the state dict is the original's.
+        feeds_autocast: all readers are ops that autocast casts: the output takes autocast's dtype.
+        full_precision_autocast: under autocast the original computes and returns float32.
+        promotes: the output's dtype is that of input * weight (LLaMA), not the input's (Gemma).
+        sunk: the output is deferred behind row moves, to the Linear that reads it.
+    """
+
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        weight: nn.Parameter | None,
+        bias: nn.Parameter | None,
+        eps: float,
+        *,
+        weight_offset: float = 0.0,
+        folded: bool = False,
+        feeds_autocast: bool = False,
+        full_precision_autocast: bool = False,
+        promotes: bool = False,
+        sunk: bool = False,
+    ) -> None:
+        super().__init__()
+        self.register_parameter("weight", weight)
+        self.register_parameter("bias", bias)
+        self.eps = eps
+        self.weight_offset = weight_offset
+        self.folded = folded
+        self.feeds_autocast = feeds_autocast
+        self.full_precision_autocast = full_precision_autocast
+        self.promotes = promotes
+        self.sunk = sunk
+
+    def normalize(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def output_dtype(self, x: Tensor) -> torch.dtype:
+        """The dtype that the original would return, or the one its readers would cast that to."""
+        device = x.device.type
+        if torch.is_autocast_enabled(device):
+            if self.feeds_autocast:
+                return torch.get_autocast_dtype(device)
+            if self.full_precision_autocast:
+                return torch.float32
+        if self.promotes and self.weight is not None:
+            return torch.promote_types(x.dtype, self.weight.dtype)
+        return x.dtype
+
+    def forward(self, x: Tensor) -> Tensor | DeferredNorm:
+        """``[..., N] -> [..., N]``; a deferred tensor where the norm is sunk and a gradient is wanted."""
+        if self.sunk and isinstance(x, Tensor) and needs_gradient(x):
+            return DeferredNorm(x, self.output_dtype(x), self.normalize)
+        return self.normalize(x)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        if self.folded:
+            self.refuse_unfolded(state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def refuse_unfolded(self, state_dict: dict[str, Any], prefix: str) -> None:
+        """Raise when the weights to be loaded are not those of a folded model.
+
+        Raises:
+            UnfoldedWeightsError: gamma is not 1 (0 for 1 + w norms) or beta is not 0.
+        """
+        for name, identity in (("weight", 1.0 - self.weight_offset), ("bias", 0.0)):
+            value = state_dict.get(prefix + name)
+            if value is not None and bool((value != identity).any()):
+                raise UnfoldedWeightsError(
+                    f"{prefix}{name} is not {identity:g} everywhere, but this norm's affine was folded into the "
+                    "next Linears: load into an unpatched model (unpatch_model) and patch again, or load "
+                    "weights that `lowmem-patch convert` folded"
+                )
+
+    def extra_repr(self) -> str:
+        size = None if self.weight is None else self.weight.numel()
+        parts = [f"{size}", f"eps={self.eps:g}", "fold" if self.folded else "share"]
+        if self.weight_offset:
+            parts.append(f"weight_offset={self.weight_offset:g}")
+        if self.sunk:
+            parts.append("sunk")
+        return ", ".join(parts)
+
+
+class MSLayerNorm(MSNorm):
+    """LayerNorm over the last dimension that keeps its output (paper, MS-LayerNorm)."""
+
+    def normalize(self, x: Tensor) -> Tensor:
+        weight, bias = (None, None) if self.folded else (self.weight, self.bias)
+        return ms_layer_norm(x, self.eps, weight, bias, out_dtype=self.output_dtype(x))
+
+
+class MSRMSNorm(MSNorm):
+    """RMSNorm over the last dimension that keeps its output (paper, MS-RMSNorm)."""
+
+    def normalize(self, x: Tensor) -> Tensor:
+        weight = None if self.folded else self.weight
+        return ms_rms_norm(
+            x, self.eps, weight, weight_offset=self.weight_offset, out_dtype=self.output_dtype(x)
+        )

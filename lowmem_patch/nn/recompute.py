@@ -1,0 +1,27 @@
+"""An activation whose value is never kept: its consumer recomputes it in backward, exactly."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from lowmem_patch.functional import ActivationKind, activation
+from lowmem_patch.nn.deferred import Deferred, DeferredActivation, needs_gradient
+
+__all__ = ["RecomputedActivation"]
+
+
+class RecomputedActivation(nn.Module):
+    """Returns a :class:`~lowmem_patch.nn.deferred.Deferred` where a gradient is wanted, else ``act(x)``."""
+
+    def __init__(self, kind: ActivationKind) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, x: Tensor) -> Tensor | Deferred:
+        """Elementwise, any shape; dtype of ``x``."""
+        if isinstance(x, Tensor) and needs_gradient(x):
+            return DeferredActivation((x,), self.kind)
+        return activation(x, self.kind)
+
+    def extra_repr(self) -> str:
+        return f"{self.kind}, recompute"

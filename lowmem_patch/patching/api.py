@@ -1,0 +1,254 @@
+"""The public calls: plan, patch, report, unpatch."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from lowmem_patch.errors import NothingToPatchError, PatchError, TraceError
+from lowmem_patch.nn.norms import MSNorm
+from lowmem_patch.patching.apply import Applied, apply_plan, undo
+from lowmem_patch.patching.check import check_outputs, preserved, run_real
+from lowmem_patch.patching.config import PatchConfig, load_config
+from lowmem_patch.patching.inputs import ExampleInputs, as_example_inputs, make_example_inputs
+from lowmem_patch.patching.plan import Plan, make_plan, trains_signature
+from lowmem_patch.patching.sites import FoldStep, PatchReport, block_name
+from lowmem_patch.patching.trace import Shadow, Trace, make_shadow, trace_forward
+
+__all__ = ["patch_model", "patch_report", "plan_patch", "unpatch_model"]
+
+ConfigLike = str | Path | Mapping[str, Any] | PatchConfig
+ModelT = TypeVar("ModelT", bound=nn.Module)
+_RECORD = "_lowmem_patch_record"
+
+
+@dataclasses.dataclass
+class Record:
+    """What ``patch_model`` leaves on the model: enough to report, re-plan and undo."""
+
+    report: PatchReport
+    applied: Applied
+    signature: int
+    hook: Any = None
+
+
+def plan_patch(model: nn.Module, config: ConfigLike = "auto", *, example_inputs: Any = None) -> PatchReport:
+    """What ``patch_model`` would do. Touches nothing; works on the meta device.
+
+    Args:
+        model: a transformers, timm or other module; a PEFT model is planned with its adapters.
+        config: a preset's name (``auto``, ``exact``, ``paper``), a YAML path, a mapping or a PatchConfig.
+        example_inputs: a tensor, a tuple of arguments or a dict of keyword arguments for one forward;
+            default: made from the model's config. Byte counts are for these inputs, and under the
+            autocast context that is active around this call.
+
+    Raises:
+        ConfigError: an unknown preset, key or value.
+        TraceError: the model cannot be run on the inputs.
+    """
+    return _planned(model, load_config(config), example_inputs)[0]
+
+
+def patch_model(
+    model: ModelT,
+    config: ConfigLike = "auto",
+    *,
+    example_inputs: Any = None,
+    strict: bool = False,
+    check: bool = False,
+) -> ModelT:
+    """Patch a model in place so that autograd keeps less, and return it.
+
+    The model's class, parameter names and state-dict keys stay. Patching again with the same config
+    does nothing; with another config, or after what trains has changed, it re-plans from the original.
+
+    Args:
+        model, config, example_inputs: as in :func:`plan_patch`.
+        strict: raise instead of warn when no site is patched.
+        check: run the original and the patched model on the example inputs, and put everything back
+            if the outputs differ by more than rounding.
+
+    Raises:
+        ConfigError, TraceError: as in :func:`plan_patch`; the model was not touched.
+        PatchError: applying or checking failed; the model is as it was.
+        NothingToPatchError: ``strict`` and nothing was patched.
+
+    Example:
+        >>> model = patch_model(model, "auto")
+        >>> print(patch_report(model))
+    """
+    resolved = load_config(config)
+    _, record = _find_record(model)
+    if record is not None:
+        if record.report.config == resolved and record.signature == trains_signature(model):
+            return model
+        unpatch_model(model)
+    report, plan, inputs = _planned(model, resolved, example_inputs)
+    if not plan.patches:
+        _nothing(report, strict)
+    before = run_real(model, inputs) if check else None
+    applied = apply_plan(model, plan)
+    if before is not None:
+        try:
+            check_outputs(before, run_real(model, inputs), model)
+        except PatchError:
+            undo(model, applied)
+            raise
+    if not report.saved_after:
+        report = dataclasses.replace(report, **_after(report, trace_forward(Shadow(model, inputs, None), structure=False)))
+    hook = None
+    if report.fold_steps:
+        hook = model._register_load_state_dict_pre_hook(_refuse_unfolded, with_module=True)
+    model.__dict__[_RECORD] = Record(report, applied, trains_signature(model), hook)
+    return model
+
+
+def patch_report(model: nn.Module) -> PatchReport:
+    """What ``patch_model`` did to this model (or to the model inside a PEFT wrapper).
+
+    Raises:
+        PatchError: the model is not patched.
+    """
+    _, record = _find_record(model)
+    if record is None:
+        raise PatchError(f"this {type(model).__name__} is not patched: call patch_model(model) first")
+    return record.report
+
+
+def unpatch_model(model: ModelT) -> ModelT:
+    """Put the original modules back and unfold the weights; returns the model.
+
+    Weights that were folded are divided by gamma again in float64, so they agree with the original up
+    to one rounding of their dtype. Where adapters were added on folded weights after patching, the
+    weights stay folded (the adapters were made for them), and a warning says so.
+    """
+    holder, record = _find_record(model)
+    if holder is None or record is None:
+        return model
+    adapted = [f.step.norm for f in record.applied.folded if not _reachable(holder, f.step)]
+    if adapted:
+        warnings.warn(
+            f"{len(adapted)} norms stay folded, because adapters were added on the folded weights "
+            f"({adapted[0]}, ...): the model computes the same, and is a stock model whose norms are identities",
+            stacklevel=2,
+        )
+    undo(holder, record.applied, unfold=not adapted)
+    del holder.__dict__[_RECORD]
+    if record.hook is not None:
+        record.hook.remove()
+    return model
+
+
+def _reachable(model: nn.Module, step: FoldStep) -> bool:
+    """Whether the folded Linears are still where they were: PEFT moves them to ``base_layer``."""
+    names = dict(model.named_parameters(remove_duplicate=False))
+    return all(reference.weight in names for reference in step.linears)
+
+
+def _find_record(model: nn.Module) -> tuple[nn.Module | None, Record | None]:
+    """The record of this model or of a module inside it, with the module that holds it."""
+    for module in model.modules():
+        record = module.__dict__.get(_RECORD)
+        if record is not None:
+            return module, record
+    return None, None
+
+
+def _planned(model: nn.Module, config: PatchConfig, example_inputs: Any) -> tuple[PatchReport, Plan, ExampleInputs]:
+    inputs = make_example_inputs(model) if example_inputs is None else as_example_inputs(example_inputs)
+    originals: dict[str, tuple[Tensor | None, Tensor | None]] = {}
+    notes: list[str] = []
+    shadow = _shadow_of_original(model, inputs, originals)
+    try:
+        trace = trace_forward(shadow)
+    except TraceError as error:
+        if any(p.is_meta for p in model.parameters()) or originals:
+            raise
+        with preserved(model):
+            shadow = Shadow(model, inputs, None)
+            trace = trace_forward(shadow)
+        notes.append(f"traced with data, since the forward cannot run without: {error}")
+    plan = make_plan(model, shadow.model, trace, config, originals)
+    report = PatchReport(
+        model=type(model).__name__,
+        config=config,
+        sites=plan.sites,
+        inputs=_describe(inputs),
+        saved_before=trace.saved.activations,
+        saved_after=0,
+        weight_copies_before=trace.saved.weight_copies,
+        blocks=tuple((block, size, 0) for block, size in _by_block(trace).items()),
+        notes=tuple(notes),
+    )
+    if shadow.mode is not None:
+        apply_plan(shadow.model, plan, arithmetic=False)
+        report = dataclasses.replace(report, **_after(report, trace_forward(shadow, structure=False)))
+    return report, plan, inputs
+
+
+def _shadow_of_original(
+    model: nn.Module, inputs: ExampleInputs, originals: dict[str, tuple[Tensor | None, Tensor | None]]
+) -> Shadow:
+    """A shadow of the model as it was before any patch; ``originals`` gets the affines folded away."""
+    shadow = make_shadow(model, inputs)
+    holder, record = _find_record(shadow.model)
+    if holder is not None and record is not None:
+        prefix = next(name for name, module in shadow.model.named_modules() if module is holder)
+        for folded in record.applied.folded:
+            name = f"{prefix}.{folded.step.norm}" if prefix else folded.step.norm
+            originals[name] = (folded.gamma, folded.beta)
+        undo(holder, record.applied, arithmetic=False)
+    return shadow
+
+
+def _by_block(trace: Trace) -> dict[str, int]:
+    blocks: dict[str, int] = {}
+    for module, size in trace.saved.by_module.items():
+        block = block_name(module)
+        blocks[block] = blocks.get(block, 0) + size
+    return blocks
+
+
+def _after(report: PatchReport, trace: Trace) -> dict[str, Any]:
+    """The fields of a report that a run of the patched model gives."""
+    own, after = trace.saved.own, _by_block(trace)
+    before = {block: size for block, size, _ in report.blocks}
+    sites = tuple(
+        dataclasses.replace(site, bytes_after=own.get(site.name, 0)) if site.patched else site
+        for site in report.sites
+    )
+    return {
+        "sites": sites,
+        "saved_after": trace.saved.activations,
+        "weight_copies_after": trace.saved.weight_copies,
+        "blocks": tuple((block, before.get(block, 0), after.get(block, 0)) for block in {**before, **after}),
+    }
+
+
+def _describe(inputs: ExampleInputs) -> str:
+    for device in ("cpu", "cuda"):
+        if torch.is_autocast_enabled(device):
+            return f"{inputs}, autocast {str(torch.get_autocast_dtype(device)).removeprefix('torch.')}"
+    return str(inputs)
+
+
+def _nothing(report: PatchReport, strict: bool) -> None:
+    reasons = dict.fromkeys(f"{site.name}: {site.reason}" for site in report.sites)
+    listed = "; ".join(list(reasons)[:3]) or "it has no norm or activation that lowmem-patch knows"
+    text = f"nothing was patched in {report.model}: {listed}"
+    if strict:
+        raise NothingToPatchError(text)
+    warnings.warn(text, stacklevel=3)
+
+
+def _refuse_unfolded(model: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+    """Refuse before anything was loaded, so that the model stays whole."""
+    for name, module in model.named_modules():
+        if isinstance(module, MSNorm) and module.folded:
+            module.refuse_unfolded(state_dict, f"{prefix}{name}." if name else prefix)

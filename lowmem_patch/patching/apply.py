@@ -1,0 +1,134 @@
+"""Carry out a plan on one model object, all or nothing, and undo it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from torch import Tensor, nn
+
+from lowmem_patch.errors import PatchError
+from lowmem_patch.nn.activations import CodesActivation
+from lowmem_patch.nn.norms import MSLayerNorm, MSNorm, MSRMSNorm
+from lowmem_patch.nn.recompute import RecomputedActivation
+from lowmem_patch.patching.fold import fold_step, unfold_step
+from lowmem_patch.patching.plan import ActivationPatch, NormPatch, Plan
+from lowmem_patch.patching.sites import FoldStep
+
+__all__ = ["Applied", "apply_plan", "undo"]
+
+
+@dataclasses.dataclass
+class Folded:
+    """What is needed to unfold one norm: its affine, and which of its parameters trained."""
+
+    step: FoldStep
+    gamma: Tensor | None
+    beta: Tensor | None
+    trained: tuple[str, ...]
+
+
+@dataclasses.dataclass
+class Applied:
+    """Everything that was changed, so that it can be changed back."""
+
+    slots: list[tuple[nn.Module, str, nn.Module]] = dataclasses.field(default_factory=list)
+    folded: list[Folded] = dataclasses.field(default_factory=list)
+
+
+_HOOKS = (
+    "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks",
+)  # fmt: skip
+
+
+def _replacement(original: nn.Module, patch: NormPatch | ActivationPatch) -> nn.Module:
+    new: nn.Module
+    if isinstance(patch, ActivationPatch):
+        codes = patch.strategy == "codes"
+        new = CodesActivation(patch.kind) if codes else RecomputedActivation(patch.kind)
+    else:
+        new = _norm(original, patch)
+    new.training = original.training
+    for hooks in _HOOKS:  # a user's hooks stay attached
+        setattr(new, hooks, getattr(original, hooks))
+    return new
+
+
+def _norm(original: nn.Module, patch: NormPatch) -> MSNorm:
+    spec = patch.spec
+    norm_class = MSLayerNorm if spec.kind == "layer_norm" else MSRMSNorm
+    new = norm_class(
+        getattr(original, "weight", None),
+        getattr(original, "bias", None),
+        spec.eps,
+        weight_offset=spec.weight_offset,
+        folded=patch.folded,
+        feeds_autocast=patch.feeds_autocast,
+        full_precision_autocast=spec.full_precision_autocast,
+        promotes=spec.promotes,
+        sunk=patch.sunk,
+    )
+    # what other code may read off the original (variance_epsilon, normalized_shape) stays readable
+    for name, value in vars(original).items():
+        if not name.startswith("_") and name not in vars(new) and isinstance(value, (int, float, tuple, str)):
+            setattr(new, name, value)
+    return new
+
+
+def apply_plan(model: nn.Module, plan: Plan, *, arithmetic: bool = True) -> Applied:
+    """Swap modules and fold weights in place.
+
+    Args:
+        arithmetic: False swaps modules only, for a shadow without data.
+
+    Raises:
+        PatchError: something failed; the model is as it was.
+    """
+    applied = Applied()
+    replacements: dict[int, nn.Module] = {}
+    for name, patch in plan.patches.items():
+        original = model.get_submodule(name)
+        replacements[id(original)] = _replacement(original, patch)
+    try:
+        for site in plan.sites:
+            if site.fold is not None and site.strategy == "fold":
+                _fold(model, site.fold, applied, arithmetic)
+        for parent in list(model.modules()):
+            for slot, child in list(parent._modules.items()):
+                if child is not None and id(child) in replacements:
+                    applied.slots.append((parent, slot, child))
+                    parent._modules[slot] = replacements[id(child)]
+    except Exception as error:  # whatever went wrong, the model must be put back first
+        undo(model, applied, arithmetic=arithmetic)
+        raise PatchError(f"the model was put back as it was, since patching failed: {error}") from error
+    return applied
+
+
+def _fold(model: nn.Module, step: FoldStep, applied: Applied, arithmetic: bool) -> None:
+    names = [name for name in (step.weight, step.bias) if name is not None]
+    trained = tuple(name for name in names if model.get_parameter(name).requires_grad)
+    gamma, beta = fold_step(model, step) if arithmetic else (None, None)
+    applied.folded.append(Folded(step, gamma, beta, trained))
+    for name in names:  # an identity that nothing reads: DDP and optimizers must not wait for its gradient
+        model.get_parameter(name).requires_grad_(False)
+
+
+def undo(model: nn.Module, applied: Applied, *, arithmetic: bool = True, unfold: bool = True) -> None:
+    """Put the original modules back and unfold the weights (also after training)."""
+    for parent, slot, original in reversed(applied.slots):
+        current = parent._modules.get(slot)
+        if isinstance(current, nn.Module):
+            original.training = current.training
+            if isinstance(current, MSNorm):  # parameters may have been replaced, by .to() for example
+                for name in ("weight", "bias"):
+                    if name in original._parameters:
+                        original._parameters[name] = current._parameters[name]
+        parent._modules[slot] = original
+    for folded in reversed(applied.folded):
+        if arithmetic and unfold:
+            unfold_step(model, folded.step, folded.gamma, folded.beta)
+        for name in folded.trained:
+            model.get_parameter(name).requires_grad_(True)
+    applied.slots.clear()
+    applied.folded.clear()
+

@@ -1,0 +1,136 @@
+"""Folding: W' = W diag(gamma), b' = b + W beta, and an identity left behind in the norm.
+
+Since W (gamma * z + beta) + b = (W diag(gamma)) z + (b + W beta), the function does not change.
+Computed in float64 and rounded once to the dtype of the weights.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from lowmem_patch.errors import PatchError
+from lowmem_patch.patching.sites import FoldStep
+
+__all__ = ["fold_step", "fold_tensors", "identity_affine", "unfold_step", "unfold_tensors"]
+
+# a smaller gamma cannot be divided out again: unfolding leaves such columns folded
+_SMALLEST_GAMMA = 1e-30
+
+
+def fold_tensors(
+    weight: Tensor,
+    bias: Tensor | None,
+    gamma: Tensor | None,
+    beta: Tensor | None,
+    weight_offset: float = 0.0,
+    *,
+    transposed: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Fold a norm's affine into one Linear; new tensors, the arguments are not changed.
+
+    Args:
+        weight: ``[out, in]``, or ``[in, out]`` if ``transposed``.
+        bias: ``[out]`` or None.
+        gamma: the norm's weight as stored, ``[in]``; the factor is ``weight_offset + gamma``.
+        beta: ``[in]`` or None.
+
+    Raises:
+        PatchError: beta is not 0 and there is no bias to take it.
+    """
+    matrix = weight.double().t() if transposed else weight.double()
+    new_bias = bias
+    if beta is not None:
+        shift = matrix @ beta.double()
+        if bias is not None:
+            new_bias = (bias.double() + shift).to(bias.dtype)
+        elif bool((beta != 0).any()):
+            raise PatchError("beta is not 0 and the Linear has no bias to take it")
+    if gamma is not None:
+        matrix = matrix * (gamma.double() + weight_offset)
+    folded = matrix.t() if transposed else matrix
+    return folded.to(weight.dtype).contiguous(), new_bias
+
+
+def unfold_tensors(
+    weight: Tensor,
+    bias: Tensor | None,
+    gamma: Tensor | None,
+    beta: Tensor | None,
+    weight_offset: float = 0.0,
+    *,
+    transposed: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """The inverse of :func:`fold_tensors`, up to one rounding; columns with gamma = 0 stay folded."""
+    matrix = weight.double().t() if transposed else weight.double()
+    if gamma is not None:
+        matrix = matrix / _divisor(gamma, weight_offset)
+    new_bias = bias
+    if beta is not None and bias is not None:
+        new_bias = (bias.double() - matrix @ beta.double()).to(bias.dtype)
+    unfolded = matrix.t() if transposed else matrix
+    return unfolded.to(weight.dtype).contiguous(), new_bias
+
+
+def _divisor(gamma: Tensor, weight_offset: float) -> Tensor:
+    factor = gamma.double() + weight_offset
+    return torch.where(factor.abs() < _SMALLEST_GAMMA, torch.ones_like(factor), factor)
+
+
+def identity_affine(gamma: Tensor | None, beta: Tensor | None, weight_offset: float) -> bool:
+    """Whether the affine does nothing: gamma is 1 (0 for 1 + w norms) and beta is 0."""
+    one = gamma is None or bool((gamma == 1.0 - weight_offset).all())
+    return one and (beta is None or bool((beta == 0).all()))
+
+
+def _parameter(model: nn.Module, name: str | None) -> nn.Parameter | None:
+    return None if name is None else model.get_parameter(name)
+
+
+@torch.no_grad()
+def fold_step(model: nn.Module, step: FoldStep) -> tuple[Tensor | None, Tensor | None]:
+    """Fold one norm of the model in place; returns copies of its gamma and beta for :func:`unfold_step`.
+
+    Raises:
+        PatchError: a folded weight is not finite; nothing was changed.
+    """
+    gamma, beta = _parameter(model, step.weight), _parameter(model, step.bias)
+    kept = tuple(None if t is None else t.detach().clone() for t in (gamma, beta))
+    if gamma is not None and not gamma.is_meta and identity_affine(gamma, beta, step.weight_offset):
+        return kept[0], kept[1]
+    folded = []
+    for linear in step.linears:
+        weight, bias = model.get_parameter(linear.weight), _parameter(model, linear.bias)
+        new = fold_tensors(weight, bias, gamma, beta, step.weight_offset, transposed=linear.transposed)
+        if any(t is not None and not t.is_meta and not bool(torch.isfinite(t).all()) for t in new):
+            raise PatchError(f"folding {step.norm} into {linear.module} gives weights that are not finite")
+        folded.append((weight, bias, new))
+    for weight, bias, (new_weight, new_bias) in folded:
+        weight.copy_(new_weight)
+        if bias is not None and new_bias is not None:
+            bias.copy_(new_bias)
+    if gamma is not None:
+        gamma.fill_(1.0 - step.weight_offset)
+    if beta is not None:
+        beta.zero_()
+    return kept[0], kept[1]
+
+
+@torch.no_grad()
+def unfold_step(model: nn.Module, step: FoldStep, gamma: Tensor | None, beta: Tensor | None) -> None:
+    """Undo :func:`fold_step` in place, with what it returned; also after the weights were trained."""
+    weights = [(model.get_parameter(ref.weight), _parameter(model, ref.bias), ref) for ref in step.linears]
+    own_gamma, own_beta = _parameter(model, step.weight), _parameter(model, step.bias)
+    gamma = None if gamma is None or own_gamma is None else gamma.to(own_gamma)
+    beta = None if beta is None or own_beta is None else beta.to(own_beta)
+    if identity_affine(gamma, beta, step.weight_offset):
+        return
+    for weight, bias, ref in weights:
+        new = unfold_tensors(weight, bias, gamma, beta, step.weight_offset, transposed=ref.transposed)
+        weight.copy_(new[0])
+        if bias is not None and new[1] is not None:
+            bias.copy_(new[1])
+    if own_gamma is not None and gamma is not None:
+        own_gamma.copy_(_divisor(gamma, step.weight_offset) - step.weight_offset)
+    if own_beta is not None and beta is not None:
+        own_beta.copy_(beta)

@@ -1,0 +1,157 @@
+"""What a module computes, established by running it: never by its name.
+
+``isinstance`` over-matches (timm's LayerNorm2d is a LayerNorm) and under-matches (timm's and
+transformers' GELUs are no ``nn.GELU``), and ``config.hidden_act`` can lie. So a candidate is copied
+with small random parameters and run on a few rows; what it returns must be a LayerNorm, an RMSNorm
+or an activation of the step tables, to float32 accuracy.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any, get_args
+
+import torch
+from torch import Tensor, nn
+
+from lowmem_patch import reference
+from lowmem_patch.functional import ActivationKind
+from lowmem_patch.patching.trace import Call, Trace
+
+__all__ = ["NormSpec", "looks_like_activation", "looks_like_norm", "match_activation", "match_norm"]
+
+
+@dataclasses.dataclass(frozen=True)
+class NormSpec:
+    """What a norm computes over the last dimension: gamma * z + beta with gamma = offset + weight."""
+
+    kind: str  # layer_norm or rms_norm
+    eps: float
+    weight_offset: float
+    promotes: bool
+    full_precision_autocast: bool
+
+
+# Relative to the largest output; candidates compute in float32 whatever they are given.
+_TOLERANCE = 2e-5
+
+
+def _is_leaf(module: nn.Module) -> bool:
+    return next(module.children(), None) is None
+
+
+def looks_like_norm(module: nn.Module) -> bool:
+    """Whether a user would expect this module in a list of norms (its name decides nothing else)."""
+    return _is_leaf(module) and "norm" in type(module).__name__.lower()
+
+
+def looks_like_activation(module: nn.Module) -> bool:
+    """Whether a user would expect this module in a list of activations."""
+    homes = ("torch.nn.modules.activation", "transformers.activations", "timm.layers.activations")
+    return _is_leaf(module) and type(module).__module__.startswith(homes) and not list(module.parameters())
+
+
+def _isolated_copy(module: nn.Module) -> nn.Module:
+    """A copy on the CPU with random float32 parameters and without hooks."""
+    memo: dict[int, Any] = {}
+    generator = torch.Generator().manual_seed(0)
+    for tensor in (*module.parameters(), *module.buffers()):
+        value = torch.rand(tensor.shape, generator=generator) + 0.5
+        memo[id(tensor)] = nn.Parameter(value) if isinstance(tensor, nn.Parameter) else value
+    isolated = copy.deepcopy(module, memo)
+    for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
+        getattr(isolated, hooks).clear()
+    return isolated.eval()
+
+
+def _run(module: nn.Module, x: Tensor) -> Tensor | None:
+    try:
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            output = module(x)
+    except Exception:  # a module that cannot run on plain rows is no candidate
+        return None
+    return output if isinstance(output, Tensor) and output.shape == x.shape else None
+
+
+def _close(actual: Tensor | None, expected: Tensor) -> bool:
+    if actual is None:
+        return False
+    scale = expected.abs().max().clamp_min(1e-30)
+    return bool(((actual.double() - expected).abs().max() / scale) < _TOLERANCE)
+
+
+def match_norm(module: nn.Module, call: Call, trace: Trace) -> NormSpec | str:
+    """The spec of a norm, or the reason why it is none that we know.
+
+    ``call`` is one traced call of the module.
+    """
+    if call.arguments != 1 or len(call.inputs) != 1 or len(call.outputs) != 1:
+        return "takes or returns more than one tensor"
+    x, parameters = call.inputs[0], dict(module.named_parameters())
+    if not x.is_floating_point() or x.dim() < 2 or call.outputs[0].shape != x.shape:
+        return "does not return its input's shape"
+    size = x.shape[-1]
+    if set(parameters) - {"weight", "bias"} or any(p.shape != (size,) for p in parameters.values()):
+        return "does not normalise the last dimension alone"
+    if "forward" in module.__dict__:
+        return "its forward is overridden on the instance"
+    isolated = _isolated_copy(module)
+    generator = torch.Generator().manual_seed(1)
+    shape = (1,) * (x.dim() - 2) + (4, size)
+    rows = torch.randn(shape, generator=generator) + 0.3
+    found = _find(isolated, rows)
+    if found is None:
+        return "computes neither LayerNorm nor RMSNorm over the last dimension"
+    kind, eps, offset = found
+    used = {op.name for op in trace.ops[call.first_op : call.last_op]}
+    fused = bool(used & {"layer_norm", "rms_norm", "native_layer_norm", "fused_layer_norm"})
+    mixed = _run(isolated, rows.bfloat16()) if parameters else None
+    promotes = mixed is not None and mixed.dtype == torch.float32
+    return NormSpec(kind, eps, offset, promotes, full_precision_autocast=fused)
+
+
+def _find(module: nn.Module, rows: Tensor) -> tuple[str, float, float] | None:
+    weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
+    gamma = weight.detach().double() if isinstance(weight, Tensor) else None
+    beta = bias.detach().double() if isinstance(bias, Tensor) else None
+    # small rows make eps visible: at a scale of 1e-3 the variance is 1e-6
+    scales = (1.0, 1e-3)
+    outputs = [_run(module, rows * scale) for scale in scales]
+    if outputs[0] is None:
+        return None
+    named = {v for v in vars(module).values() if isinstance(v, float) and 0 <= v < 1}
+    for kind, offset in (("layer_norm", 0.0), ("rms_norm", 0.0), ("rms_norm", 1.0), ("layer_norm", 1.0)):
+        for eps in (*sorted(named), torch.finfo(torch.float32).eps, 0.0):
+            if all(
+                _close(output, _expected(kind, rows.double() * scale, eps, gamma, beta, offset))
+                for output, scale in zip(outputs, scales, strict=True)
+            ):
+                return kind, eps, offset
+    return None
+
+
+def _expected(
+    kind: str, x: Tensor, eps: float, gamma: Tensor | None, beta: Tensor | None, offset: float
+) -> Tensor:
+    centred = x - x.mean(-1, keepdim=True) if kind == "layer_norm" else x
+    z = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
+    z = z if gamma is None else z * (gamma + offset)
+    return z if beta is None else z + beta
+
+
+_GRID = torch.linspace(-9, 9, 721)
+
+
+def match_activation(module: nn.Module) -> ActivationKind | None:
+    """The kind of a parameterless elementwise module, or None."""
+    if not _is_leaf(module) or list(module.parameters()) or "forward" in module.__dict__:
+        return None
+    output = _run(_isolated_copy(module), _GRID.clone())
+    if output is None:
+        return None
+    kind: ActivationKind
+    for kind in get_args(ActivationKind):
+        if _close(output, reference.activate(_GRID.double(), kind)):
+            return kind
+    return None

@@ -1,0 +1,311 @@
+"""Decide what is done to each site: legality first, then benefit. Nothing is touched.
+
+Facts come from the trace (who reads what), from the modules (what they compute) and from the
+parameters (what trains); a model's name plays no part.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from lowmem_patch.constants import STEP_TABLES
+from lowmem_patch.functional import ActivationKind
+from lowmem_patch.patching.config import PatchConfig
+from lowmem_patch.patching.fold import identity_affine
+from lowmem_patch.patching.match import (
+    NormSpec,
+    looks_like_activation,
+    looks_like_norm,
+    match_activation,
+    match_norm,
+)
+from lowmem_patch.patching.readers import Reader, find_readers, parameter_uses
+from lowmem_patch.patching.sites import FoldStep, Site
+from lowmem_patch.patching.trace import Call, Op, Trace
+
+__all__ = ["ActivationPatch", "NormPatch", "Plan", "has_data", "make_plan", "trains_signature"]
+
+# share recovers z = y/gamma - beta/gamma: y's rounding error grows by 1 + |beta/gamma| / |z|
+_LARGEST_SHIFT = 8.0
+# below this share of the largest gamma, y underflows before z does
+_SMALLEST_GAMMA_RATIO = 1e-4
+# behind these a Linear's output is no longer the model's output
+_ENDS = frozenset(("linear", "addmm", "layer_norm", "rms_norm", "rsqrt", "scaled_dot_product_attention"))
+
+Affines = dict[str, tuple[Tensor | None, Tensor | None]]
+
+
+@dataclasses.dataclass(frozen=True)
+class NormPatch:
+    """How one norm is replaced."""
+
+    spec: NormSpec
+    folded: bool
+    feeds_autocast: bool
+    sunk: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class ActivationPatch:
+    """How one activation is replaced: ``codes`` or ``recompute``."""
+
+    kind: ActivationKind
+    strategy: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Sites in the order of the forward, and the replacement of each site that is patched."""
+
+    sites: tuple[Site, ...]
+    patches: dict[str, NormPatch | ActivationPatch]
+
+
+class _Planner:
+    def __init__(
+        self, model: nn.Module, shadow: nn.Module, trace: Trace, config: PatchConfig, originals: Affines
+    ) -> None:
+        self.model = model
+        self.originals = originals
+        self.modules = dict(shadow.named_modules())
+        self.shadow = shadow
+        self.trace = trace
+        self.config = config
+        self.uses = parameter_uses(trace)
+        self.patches: dict[str, NormPatch | ActivationPatch] = {}
+
+    def plan(self) -> Plan:
+        calls: dict[str, list[Call]] = {}
+        for call in self.trace.calls:
+            calls.setdefault(call.name, []).append(call)
+        order = sorted(calls, key=lambda name: calls[name][0].last_op)
+        sites = [site for name in order if (site := self._site(name, calls[name])) is not None]
+        return Plan(tuple(sites), self.patches)
+
+    def _site(self, name: str, calls: list[Call]) -> Site | None:
+        module = self.modules[name]
+        if name == "" or next(module.children(), None) is not None:
+            return None
+        parameters = {n for n, _ in module.named_parameters()}
+        elementwise = all(len(c.outputs) == 1 and len(c.inputs) == 1 for c in calls)
+        if not parameters and elementwise:
+            kind = match_activation(module)
+            if kind is not None:
+                return self._activation(name, kind, calls)
+        if parameters <= {"weight", "bias"} and elementwise and not isinstance(module, nn.Linear):
+            spec = match_norm(module, calls[0], self.trace)
+            if isinstance(spec, NormSpec):
+                return self._norm(name, spec, calls)
+            if looks_like_norm(module):
+                return self._left(name, "other", spec)
+        if looks_like_norm(module):
+            return self._left(name, "other", "takes or returns more than one tensor")
+        if looks_like_activation(module):
+            return self._left(name, "other", f"no step table for {type(module).__name__}")
+        return None
+
+    def _left(self, name: str, kind: str, reason: str, consumers: tuple[str, ...] = ()) -> Site:
+        own = self.trace.saved.own.get(name, 0)
+        return Site(name, kind, "keep", reason, consumers, own, own)
+
+    # norms
+
+    def _norm(self, name: str, spec: NormSpec, calls: list[Call]) -> Site:
+        outputs = [tensor for call in calls for tensor in call.outputs]
+        readers = find_readers(self.trace, outputs, self.shadow)
+        consumers = tuple(dict.fromkeys(reader.text for reader in readers))
+        choice = self.config.norms
+        if choice == "keep":
+            return self._left(name, spec.kind, "norms: keep", consumers)
+        writer = next((reader for reader in readers if reader.kind == "write"), None)
+        if writer is not None:
+            return self._left(name, spec.kind, f"its output is written in place by {writer.text}", consumers)
+        gamma, beta = self._values(name)
+        step, why_not = self._fold(name, spec, readers, gamma, beta)
+        adapted = any(self._adapted(reader) for reader in readers)
+        trains = any(self._trains(reader) for reader in readers)
+        fold = step is not None and (choice == "fold" or (choice == "auto" and trains))
+        if not fold and (choice != "fold" or adapted):
+            unfit = self._unfit_to_share(name, spec, gamma, beta)
+            if unfit is not None:
+                return self._left(name, spec.kind, unfit, consumers)
+        elif not fold:
+            return self._left(name, spec.kind, f"cannot fold: {why_not}", consumers)
+        reason = self._norm_reason(fold, choice, why_not, trains, gamma, beta, spec)
+        distinct = {id(reader.tensor) for reader in readers}
+        linears = all(reader.kind == "linear" for reader in readers) and bool(readers)
+        sunk = linears and len(distinct) == 1 and readers[0].copied
+        if sunk:
+            reason += "; sunk behind the row moves to its Linear"
+        feeds_autocast = bool(readers) and all(r.kind in ("linear", "autocast") for r in readers)
+        self.patches[name] = NormPatch(spec, fold, feeds_autocast, sunk)
+        before = self.trace.saved.own.get(name, 0)
+        strategy = "fold" if fold else "share"
+        return Site(name, spec.kind, strategy, reason, consumers, before, 0, fold=step if fold else None)
+
+    def _norm_reason(
+        self, fold: bool, choice: str, why_not: str, trains: bool, gamma: Tensor | None, beta: Tensor | None,
+        spec: NormSpec,
+    ) -> str:  # fmt: skip
+        if fold:
+            known = gamma is not None and has_data(gamma)
+            if gamma is None or (known and identity_affine(gamma, beta, spec.weight_offset)):
+                return "nothing left to fold: the affine is an identity"
+            return "affine folded into its Linears"
+        if choice == "share":
+            return "output kept, affine stays"
+        return f"output kept, affine stays: {why_not if why_not else 'its Linears are frozen'}"
+
+    def _values(self, name: str) -> tuple[Tensor | None, Tensor | None]:
+        if name in self.originals:
+            return self.originals[name]
+        module = self.model.get_submodule(name)
+        return getattr(module, "weight", None), getattr(module, "bias", None)
+
+    def _fold(
+        self, name: str, spec: NormSpec, readers: list[Reader], gamma: Tensor | None, beta: Tensor | None
+    ) -> tuple[FoldStep | None, str]:
+        """The step that folds this norm, or why there is none."""
+        if not readers:
+            return None, "nothing reads its output in the traced forward"
+        for reader in readers:
+            if reader.kind == "output":
+                return None, "its output is returned by the model"
+            if reader.kind != "linear":
+                return None, f"its output is also read by {reader.text}"
+        if any(self._adapted(reader) for reader in readers):
+            return None, "an adapter reads it, and must stay valid for the unfolded model"
+        shift = beta is not None and not (has_data(beta) and bool((beta == 0).all()))
+        reading = {id(reader.op) for reader in readers}
+        linears = []
+        for reader in readers:
+            reference = reader.linear
+            assert reference is not None
+            weight = self.shadow.get_parameter(reference.weight)
+            if type(weight) is not nn.Parameter or not weight.is_floating_point():
+                return None, f"{reference.module} is quantised"
+            if weight.numel() == 0:
+                return None, f"the weight of {reference.module} is empty (sharded?): patch before sharding"
+            for parameter in (reference.weight, reference.bias):
+                alien = self._alien_use(parameter, reading)
+                if alien is not None:
+                    return None, f"{parameter} is also used by {alien}"
+            if shift and (reference.bias is None or reader.foreign_bias):
+                return None, f"beta needs a bias, and {reference.module} has none of its own"
+            if shift and reader.padded:
+                return None, "zeros may be padded between it and its Linear, which do not commute with beta"
+            if self._is_head(reader):
+                return None, f"{reference.module} makes the model's output: the last norm stays as it is"
+            linears.append(reference)
+        owned = [f"{name}.weight" if gamma is not None else None, f"{name}.bias" if beta is not None else None]
+        for parameter in owned:
+            if parameter is not None and any(op.module != name for op in self.uses.get(parameter, ())):
+                return None, f"{parameter} is used outside the norm"
+        unique = tuple(dict.fromkeys(linears))
+        return FoldStep(name, owned[0], owned[1], spec.weight_offset, unique), ""
+
+    def _alien_use(self, parameter: str | None, reading: set[int]) -> str | None:
+        for op in self.uses.get(parameter, ()) if parameter is not None else ():
+            if id(op) not in reading:
+                return f"{op.name} in {op.module}" if op.module else op.name
+        return None
+
+    def _is_head(self, reader: Reader) -> bool:
+        """Whether the Linear's output reaches the model's output past no other Linear or norm."""
+        assert reader.op is not None
+        pending, seen = list(reader.op.outputs), set()
+        while pending:
+            tensor = pending.pop()
+            if id(tensor) in self.trace.outputs:
+                return True
+            if id(tensor) in seen:
+                continue
+            seen.add(id(tensor))
+            for op in self.trace.readers.get(id(tensor), ()):
+                if op.name not in _ENDS:
+                    pending.extend(op.outputs)
+        return False
+
+    def _unfit_to_share(
+        self, name: str, spec: NormSpec, gamma: Tensor | None, beta: Tensor | None
+    ) -> str | None:
+        """Why z cannot be recovered from the output, looked at before anything is divided."""
+        if gamma is None or not has_data(gamma):
+            return None
+        factor = gamma.detach().double() + spec.weight_offset
+        size = factor.abs()
+        if size.numel() == 0:
+            return "its weight is empty (sharded?): patch before sharding"
+        if float(size.min()) < _SMALLEST_GAMMA_RATIO * float(size.max()):
+            return f"cannot share: gamma goes down to {float(size.min()):.1e}, too near 0 to divide by"
+        if beta is not None and float((beta.detach().double() / factor).abs().max()) > _LARGEST_SHIFT:
+            worst = float((beta.detach().double() / factor).abs().max())
+            return f"cannot share: |beta/gamma| goes up to {worst:.1f}, which would lose z's digits"
+        return None
+
+    def _adapted(self, reader: Reader) -> bool:
+        """Whether the reading Linear belongs to an adapter layer (PEFT names the original ``base_layer``)."""
+        if reader.linear is None:
+            return False
+        parts = reader.linear.module.split(".")
+        ancestors = (".".join(parts[:i]) for i in range(len(parts), 0, -1))
+        return any(hasattr(self.modules.get(path), "base_layer") for path in ancestors)
+
+    def _trains(self, reader: Reader) -> bool:
+        return reader.linear is not None and self.shadow.get_parameter(reader.linear.weight).requires_grad
+
+    # activations
+
+    def _activation(self, name: str, kind: ActivationKind, calls: list[Call]) -> Site:
+        readers = find_readers(self.trace, [t for call in calls for t in call.outputs], self.shadow)
+        consumers = tuple(dict.fromkeys(reader.text for reader in readers))
+        choice = self.config.activations
+        if choice == "keep":
+            return self._left(name, kind, "activations: keep", consumers)
+        writer = next((reader for reader in readers if reader.kind == "write"), None)
+        if writer is not None:
+            return self._left(name, kind, f"its output is written in place by {writer.text}", consumers)
+        gated = any(reader.kind == "product" for reader in readers)
+        linear = next((reader for reader in readers if reader.kind == "linear" and self._trains(reader)), None)
+        if choice == "auto":
+            strategy = "recompute" if gated or linear is not None else "codes"
+        else:
+            strategy = choice
+        if strategy == "codes" and kind not in STEP_TABLES:
+            return self._left(name, kind, f"no step table for {kind}", consumers)
+        if strategy == "codes":
+            reason = "2-bit codes in place of its input"
+            if choice == "auto":
+                reason += ": no Linear that trains reads its output"
+        elif gated:
+            reason = "gate and up kept, their product recomputed"
+        elif linear is not None:
+            reason = f"input kept, output recomputed for the weight gradient of {linear.text}"
+        else:
+            text = readers[0].text if readers else "nothing"
+            return self._left(name, kind, f"nothing to gain: its output is read by {text}", consumers)
+        self.patches[name] = ActivationPatch(kind, strategy)
+        before = self.trace.saved.own.get(name, 0)
+        return Site(name, kind, strategy, reason, consumers, before, 0, approximate=strategy == "codes")
+
+
+def has_data(tensor: Tensor) -> bool:
+    return not tensor.is_meta and not isinstance(tensor, FakeTensor)
+
+
+def make_plan(
+    model: nn.Module, shadow: nn.Module, trace: Trace, config: PatchConfig, originals: Affines
+) -> Plan:
+    """Plan every site of ``model`` from a trace of its shadow (the model itself for a real trace).
+
+    ``originals`` holds gamma and beta of norms whose affine an earlier patch folded away.
+    """
+    return _Planner(model, shadow, trace, config, originals).plan()
+
+
+def trains_signature(model: nn.Module) -> int:
+    """A number that changes when what trains, or the model's structure, changes."""
+    return hash(tuple((name, p.requires_grad, str(p.dtype)) for name, p in model.named_parameters()))

@@ -1,0 +1,121 @@
+"""Who reads a site's output: the trace followed through row moves, casts and idle dropouts."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from torch import Tensor, nn
+
+from lowmem_patch.patching.sites import LinearRef
+from lowmem_patch.patching.trace import Op, Trace
+from lowmem_patch.rows import moves_rows, pads
+from lowmem_patch.saved import storage_key
+
+__all__ = ["Reader", "find_readers", "parameter_uses"]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Reader:
+    """One reader of a tensor.
+
+    Attributes:
+        kind: ``linear`` (a Linear with a parameter as weight), ``product`` (times another tensor of
+            that shape), ``autocast`` (another op that autocast casts), ``output`` (returned by the
+            model), ``write`` (written in place), or ``other``.
+        text: how a report names it.
+        linear: for ``linear``.
+        tensor: what it reads, behind the moves.
+        padded: a pad lies between, which adds rows of zeros for some input sizes.
+        copied: the moves between made a copy.
+        foreign_bias: the Linear adds a bias that is no parameter of the model.
+    """
+
+    kind: str
+    text: str
+    op: Op | None = None
+    linear: LinearRef | None = None
+    tensor: Tensor | None = None
+    padded: bool = False
+    copied: bool = False
+    foreign_bias: bool = False
+
+
+_CASTS = frozenset(("to", "type_as", "type", "float", "half", "bfloat16", "double"))
+_AUTOCAST = frozenset(
+    ("matmul", "__matmul__", "bmm", "mm", "addmm", "baddbmm", "einsum", "conv1d", "conv2d", "linear",
+     "scaled_dot_product_attention")
+)  # fmt: skip
+
+
+def find_readers(trace: Trace, tensors: list[Tensor], model: nn.Module) -> list[Reader]:
+    """Every reader of any of ``tensors``, in the order of the forward."""
+    found: list[Reader] = []
+    pending = [(tensor, tensor, False) for tensor in tensors]
+    seen: set[int] = set()
+    while pending:
+        tensor, origin, padded = pending.pop(0)
+        if id(tensor) in seen:
+            continue
+        seen.add(id(tensor))
+        if id(tensor) in trace.outputs:
+            found.append(Reader("output", "the model's output"))
+        for op in trace.readers.get(id(tensor), ()):
+            following = _follow(op, tensor)
+            if following is None:
+                found.append(_reader(trace, op, tensor, origin, padded, model))
+            else:
+                pending.extend((output, origin, padded or pads(op.func)) for output in following)
+    return found
+
+
+def _follow(op: Op, tensor: Tensor) -> tuple[Tensor, ...] | None:
+    if op.writes or not op.args or op.args[0] is not tensor:
+        return None
+    if op.name == "dropout":
+        return op.outputs if _idle_dropout(op) else None
+    if op.name in _CASTS and len(op.outputs) == 1 and op.outputs[0].is_floating_point():
+        return op.outputs
+    output = op.outputs if len(op.outputs) > 1 else op.outputs[0]
+    return op.outputs if moves_rows(op.func, op.args, op.kwargs, tensor, output) else None
+
+
+def _idle_dropout(op: Op) -> bool:
+    p = op.args[1] if len(op.args) > 1 else op.kwargs.get("p", 0.5)
+    training = op.args[2] if len(op.args) > 2 else op.kwargs.get("training", True)
+    return p == 0 or not training
+
+
+def _reader(
+    trace: Trace, op: Op, tensor: Tensor, origin: Tensor, padded: bool, model: nn.Module
+) -> Reader:
+    where = f"{op.name} in {op.module}" if op.module else op.name
+    copied = storage_key(tensor) != storage_key(origin)
+    if op.writes and op.args and op.args[0] is tensor:
+        return Reader("write", where, op, tensor=tensor)
+    if op.name == "linear" and op.args and op.args[0] is tensor:
+        weight = op.args[1] if len(op.args) > 1 else op.kwargs.get("weight")
+        bias = op.args[2] if len(op.args) > 2 else op.kwargs.get("bias")
+        name = trace.parameters.get(id(weight))
+        if name is not None:
+            bias_name = trace.parameters.get(id(bias))
+            ref = LinearRef(op.module, name, bias_name)
+            foreign = bias is not None and bias_name is None
+            return Reader("linear", op.module, op, ref, tensor, padded, copied, foreign)
+    if op.name == "addmm" and len(op.args) == 3 and op.args[1] is tensor:
+        weight_name, bias_name = (trace.parameters.get(id(op.args[i])) for i in (2, 0))
+        if weight_name is not None and bias_name is not None:
+            ref = LinearRef(op.module, weight_name, bias_name, transposed=True)
+            return Reader("linear", op.module, op, ref, tensor, padded, copied)
+    if op.name in ("mul", "__mul__", "__rmul__"):
+        others = [arg for arg in op.args if isinstance(arg, Tensor) and arg is not tensor]
+        if len(others) == 1 and others[0].shape == tensor.shape:
+            return Reader("product", where, op, tensor=tensor)
+    if op.name == "dropout":
+        p = op.args[1] if len(op.args) > 1 else op.kwargs.get("p", 0.5)
+        return Reader("other", f"a dropout (p={p:g}) in {op.module}", op, tensor=tensor)
+    return Reader("autocast" if op.name in _AUTOCAST else "other", where, op, tensor=tensor)
+
+
+def parameter_uses(trace: Trace) -> dict[str, list[Op]]:
+    """The ops that read each parameter, by the parameter's name."""
+    return {name: trace.readers.get(key, []) for key, name in trace.parameters.items()}

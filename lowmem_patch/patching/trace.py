@@ -1,0 +1,229 @@
+"""Run one forward and record who makes and who reads each tensor.
+
+The forward runs on a shadow: a copy of the model whose parameters are fake tensors (shapes and
+dtypes, no data), so a trace costs no memory and works for meta models. Where a model's control flow
+needs data, the model itself runs once on the example inputs instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from lowmem_patch.errors import TraceError
+from lowmem_patch.patching.inputs import ExampleInputs
+from lowmem_patch.rows import function_name
+from lowmem_patch.saved import SavedBytes, module_stack, saved_bytes
+
+__all__ = ["Call", "Op", "Shadow", "Trace", "make_shadow", "trace_forward"]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Op:
+    """One torch function call; ``module`` is the innermost module that was running."""
+
+    name: str
+    func: Callable[..., Any]
+    module: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outputs: tuple[Tensor, ...]
+    writes: bool
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Call:
+    """One call of a module: its tensor inputs and outputs, and the ops it ran (as a range)."""
+
+    name: str
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+    arguments: int
+    first_op: int
+    last_op: int
+
+
+@dataclasses.dataclass
+class Trace:
+    """Facts of one forward. Tensors are identified by ``id``; the trace keeps them alive."""
+
+    ops: list[Op] = dataclasses.field(default_factory=list)
+    calls: list[Call] = dataclasses.field(default_factory=list)
+    readers: dict[int, list[Op]] = dataclasses.field(default_factory=dict)
+    outputs: set[int] = dataclasses.field(default_factory=set)
+    parameters: dict[int, str] = dataclasses.field(default_factory=dict)
+    saved: SavedBytes = dataclasses.field(default_factory=SavedBytes)
+    fake: bool = True
+    keep_alive: list[Any] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass
+class Shadow:
+    """A model that can be run for a trace, with its inputs, in the context that it needs."""
+
+    model: nn.Module
+    inputs: ExampleInputs
+    mode: FakeTensorMode | None
+
+
+# These return their very input when there is nothing to do, which is no write.
+_MAY_RETURN_INPUT = frozenset(
+    (
+        "contiguous", "to", "type_as", "type", "float", "half", "bfloat16", "double", "dropout", "expand",
+        "requires_grad_", "squeeze", "reshape", "view", "flatten", "cpu", "cuda", "expand_as", "permute",
+    )
+)  # fmt: skip
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+class _Recorder(TorchFunctionMode):
+    def __init__(self, trace: Trace, stack: list[str]) -> None:
+        super().__init__()
+        self.trace = trace
+        self.stack = stack
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        output = func(*args, **kwargs)
+        name = function_name(func)
+        inputs, outputs = _tensors((args, kwargs)), _tensors(output)
+        same = bool(inputs) and any(o is i for o in outputs for i in inputs[:1])
+        writes = name == "__setitem__" or (same and name not in _MAY_RETURN_INPUT) or "out" in kwargs
+        if inputs and (writes or (outputs and not same)):
+            module = self.stack[-1] if self.stack else ""
+            op = Op(name, func, module, args, kwargs, tuple(outputs), writes)
+            self.trace.ops.append(op)
+            for key in {id(tensor) for tensor in inputs}:
+                self.trace.readers.setdefault(key, []).append(op)
+        return output
+
+
+@contextlib.contextmanager
+def _record_calls(model: nn.Module, trace: Trace) -> Iterator[None]:
+    starts: list[tuple[int, Any, Any]] = []
+    handles = []
+    for name, module in model.named_modules():
+
+        def enter(_module: nn.Module, args: Any, kwargs: Any) -> None:
+            starts.append((len(trace.ops), args, kwargs))
+
+        def leave(_module: nn.Module, _args: Any, output: Any, name: str = name) -> None:
+            first, args, kwargs = starts.pop()
+            inputs, outputs = tuple(_tensors((args, kwargs))), tuple(_tensors(output))
+            trace.keep_alive.append((inputs, outputs))
+            arguments = sum(value is not None for value in (*args, *kwargs.values()))
+            trace.calls.append(Call(name, inputs, outputs, arguments, first, len(trace.ops)))
+
+        handles.append(module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
+        handles.append(module.register_forward_hook(leave, always_call=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextlib.contextmanager
+def _training(model: nn.Module) -> Iterator[None]:
+    """Trace in training mode, so that dropout is seen; every module's own flag is put back."""
+    flags = [(module, module.training) for module in model.modules()]
+    model.train()
+    try:
+        yield
+    finally:
+        for module, flag in flags:
+            module.training = flag
+
+
+def make_shadow(model: nn.Module, inputs: ExampleInputs) -> Shadow:
+    """A copy of ``model`` with fake parameters, and fake inputs. The model is not touched.
+
+    Raises:
+        TraceError: the model cannot be copied, or holds tensors that cannot be faked.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    memo: dict[int, Any] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
+            raise TraceError(f"a parameter is a {type(tensor).__name__}, which cannot be traced without data")
+        device = torch.device("cpu") if tensor.is_meta else tensor.device
+        with mode:
+            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+            parameter = isinstance(tensor, nn.Parameter)
+            memo[id(tensor)] = nn.Parameter(fake, requires_grad=tensor.requires_grad) if parameter else fake
+    try:
+        shadow = copy.deepcopy(model, memo)
+    except (TypeError, RuntimeError, AttributeError, ValueError) as error:
+        raise TraceError(f"the model cannot be copied for a trace: {error}") from error
+    with mode:
+        fakes = inputs.map(lambda tensor: torch.empty_strided(
+            tensor.shape, tensor.stride(), dtype=tensor.dtype,
+            device="cpu" if tensor.is_meta else tensor.device, requires_grad=tensor.requires_grad,
+        ))  # fmt: skip
+    return Shadow(shadow, fakes, mode)
+
+
+def trace_forward(shadow: Shadow, *, structure: bool = True) -> Trace:
+    """Run the forward with gradients on, and record the dataflow and what autograd saves.
+
+    Args:
+        structure: False records the saved bytes only.
+
+    Raises:
+        TraceError: the forward fails; the cause is chained.
+    """
+    model, inputs = shadow.model, shadow.inputs
+    trace = Trace(fake=shadow.mode is not None)
+    for name, parameter in model.named_parameters():
+        trace.parameters[id(parameter)] = name
+    trace.keep_alive.append((model, inputs))
+    with contextlib.ExitStack() as contexts:
+        contexts.enter_context(_training(model))
+        contexts.enter_context(torch.enable_grad())
+        if shadow.mode is not None:
+            contexts.enter_context(shadow.mode)
+        saved = contexts.enter_context(saved_bytes(model))
+        if structure:
+            stack = contexts.enter_context(module_stack(model))
+            contexts.enter_context(_record_calls(model, trace))
+            contexts.enter_context(_Recorder(trace, stack))
+        try:
+            output = model(*inputs.args, **inputs.kwargs)
+        except Exception as error:  # whatever a foreign forward raises, the user is told which model and why
+            raise TraceError(
+                f"{type(model).__name__} could not be run on the example inputs ({inputs}): "
+                f"{type(error).__name__}: {error}"
+            ) from error
+    trace.outputs = {id(tensor) for tensor in _tensors(_plain(output))}
+    trace.keep_alive.append(output)
+    trace.saved = saved
+    return trace
+
+
+def _plain(output: Any) -> Any:
+    """ModelOutput and other mappings as lists, so that every tensor in them is found."""
+    if isinstance(output, Tensor):
+        return output
+    if hasattr(output, "values") and callable(output.values):
+        return [_plain(value) for value in output.values()]
+    if isinstance(output, (tuple, list)):
+        return [_plain(value) for value in output]
+    return output
