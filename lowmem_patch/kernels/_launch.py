@@ -16,6 +16,7 @@ __all__ = [
     "NormSettings",
     "as_rows",
     "common_rows",
+    "contiguous",
     "norm_settings",
     "on_device",
     "persistent_programs",
@@ -116,3 +117,7 @@ def common_rows(*tensors: Tensor) -> tuple[tuple[Tensor, ...], tuple[int, ...], 
         elements // columns,
         columns,
     )
+
+
+def contiguous(vector: Tensor | None) -> Tensor | None:
+    return None if vector is None else vector.contiguous()

@@ -2,8 +2,12 @@
 
 ``COARSE`` asks for the cheap GELU whose error is below the rounding of a bfloat16 result; erf would
 otherwise cost more than the memory traffic. ``PRECISE`` asks for full float32 accuracy; the hardware's
-exp2 alone loses a bit per doubling of its argument.
+exp2 alone loses a bit per doubling of its argument. Constants stand to the right of tensors: Triton's
+interpreter cannot multiply them from the left.
 """
+
+# triton ships no types
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
 from __future__ import annotations
 
@@ -41,13 +45,13 @@ ERFC_5 = tl.constexpr(1.061405429)
 
 @triton.jit
 def _exp(x, PRECISE: tl.constexpr):
+    # the upper bounds keep inf out of the quotients below
     if PRECISE:
-        x = tl.minimum(tl.maximum(x, -104.0), 89.0)
+        x = tl.minimum(tl.maximum(x, -104.0), 88.0)
         n = tl.floor(x * LOG2_E + 0.5)
         rest = (x - n * LN2_HIGH) - n * LN2_LOW
         return tl.exp2(rest * LOG2_E) * tl.exp2(n)
     else:
-        # the bound keeps inf out of the quotients below; half results cannot tell
         return tl.exp2(tl.minimum(x * LOG2_E, 126.0))
 
 
@@ -57,17 +61,25 @@ def _sigmoid(x, PRECISE: tl.constexpr):
 
 
 @triton.jit
+def _sigmoid_pair(x, PRECISE: tl.constexpr):
+    """s and 1 - s, the latter without cancellation."""
+    e = _exp(-x, PRECISE)
+    s = 1.0 / (1.0 + e)
+    return s, e * s
+
+
+@triton.jit
 def _normal_cdf(x, PRECISE: tl.constexpr, COARSE: tl.constexpr):
     if PRECISE:
         return 0.5 * (1.0 + tl.erf(x * RSQRT_2))
     elif COARSE:
         square = x * x
-        logit = x * (((LOGIT_3 * square + LOGIT_2) * square + LOGIT_1) * square + LOGIT_0)
+        logit = x * (((square * LOGIT_3 + LOGIT_2) * square + LOGIT_1) * square + LOGIT_0)
         return _sigmoid(logit, PRECISE)
     else:
         z = tl.abs(x) * RSQRT_2
-        t = 1.0 / (1.0 + ERFC_P * z)
-        series = ((((ERFC_5 * t + ERFC_4) * t + ERFC_3) * t + ERFC_2) * t + ERFC_1) * t
+        t = 1.0 / (1.0 + z * ERFC_P)
+        series = ((((t * ERFC_5 + ERFC_4) * t + ERFC_3) * t + ERFC_2) * t + ERFC_1) * t
         tail = 0.5 * series * tl.exp2(-(z * z) * LOG2_E)
         return tl.where(x < 0, tail, 1.0 - tail)
 
@@ -78,13 +90,13 @@ def activate(x, KIND: tl.constexpr, PRECISE: tl.constexpr, COARSE: tl.constexpr)
     if KIND == "gelu":
         return x * _normal_cdf(x, PRECISE, COARSE)
     elif KIND == "gelu_tanh":
-        u = TANH_SCALE * (x + TANH_CUBIC * x * x * x)
+        u = (x + x * x * x * TANH_CUBIC) * TANH_SCALE
         return x * _sigmoid(2.0 * u, PRECISE)
     elif KIND == "silu":
         return x * _sigmoid(x, PRECISE)
     else:
         tl.static_assert(KIND == "quick_gelu")
-        return x * _sigmoid(QUICK_GELU_SCALE * x, PRECISE)
+        return x * _sigmoid(x * QUICK_GELU_SCALE, PRECISE)
 
 
 @triton.jit
@@ -92,17 +104,17 @@ def activate_and_slope(x, KIND: tl.constexpr, PRECISE: tl.constexpr):
     """h(x) and h'(x). h = x s(u) gives h' = s + x u' s (1 - s)."""
     if KIND == "gelu":
         cdf = _normal_cdf(x, PRECISE, False)
-        density = RSQRT_2PI * _exp(-0.5 * x * x, PRECISE)
+        density = _exp(-0.5 * x * x, PRECISE) * RSQRT_2PI
         return x * cdf, cdf + x * density
     elif KIND == "gelu_tanh":
-        u = TANH_SCALE * (x + TANH_CUBIC * x * x * x)
-        s = _sigmoid(2.0 * u, PRECISE)
-        slope = 2.0 * TANH_SCALE * (1.0 + 3.0 * TANH_CUBIC * x * x)
-        return x * s, s + x * slope * s * (1.0 - s)
+        u = (x + x * x * x * TANH_CUBIC) * TANH_SCALE
+        s, rest = _sigmoid_pair(2.0 * u, PRECISE)
+        slope = (1.0 + x * x * (3.0 * TANH_CUBIC)) * (2.0 * TANH_SCALE)
+        return x * s, s + x * slope * s * rest
     elif KIND == "silu":
-        s = _sigmoid(x, PRECISE)
-        return x * s, s * (1.0 + x * (1.0 - s))
+        s, rest = _sigmoid_pair(x, PRECISE)
+        return x * s, s * (1.0 + x * rest)
     else:
         tl.static_assert(KIND == "quick_gelu")
-        s = _sigmoid(QUICK_GELU_SCALE * x, PRECISE)
-        return x * s, s * (1.0 + QUICK_GELU_SCALE * x * (1.0 - s))
+        s, rest = _sigmoid_pair(x * QUICK_GELU_SCALE, PRECISE)
+        return x * s, s * (1.0 + x * QUICK_GELU_SCALE * rest)

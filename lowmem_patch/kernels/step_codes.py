@@ -7,7 +7,8 @@ last word is padded (with zeros). Eight elements are one 16-byte load of a half 
 packed inside one thread.
 """
 
-# mypy: allow-untyped-defs
+# triton ships no types
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
 from __future__ import annotations
 
