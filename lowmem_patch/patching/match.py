@@ -35,6 +35,7 @@ class NormSpec:
 
 # Relative to the largest output; candidates compute in float32 whatever they are given.
 _TOLERANCE = 2e-5
+_GRID = torch.linspace(-9, 9, 721)
 
 
 def _is_leaf(module: nn.Module) -> bool:
@@ -47,9 +48,13 @@ def looks_like_norm(module: nn.Module) -> bool:
 
 
 def looks_like_activation(module: nn.Module) -> bool:
-    """Whether a user would expect this module in a list of activations."""
+    """Whether a user would expect this module in a list of activations: elementwise, and from their home."""
     homes = ("torch.nn.modules.activation", "transformers.activations", "timm.layers.activations")
-    return _is_leaf(module) and type(module).__module__.startswith(homes) and not list(module.parameters())
+    if not _is_leaf(module) or not type(module).__module__.startswith(homes) or list(module.parameters()):
+        return False
+    isolated = _isolated_copy(module)
+    whole, half = _run(isolated, _GRID.clone()), _run(isolated, _GRID[::2].clone())
+    return whole is not None and half is not None and bool((whole[::2] == half).all())
 
 
 def _isolated_copy(module: nn.Module) -> nn.Module:
@@ -139,8 +144,6 @@ def _expected(
     z = z if gamma is None else z * (gamma + offset)
     return z if beta is None else z + beta
 
-
-_GRID = torch.linspace(-9, 9, 721)
 
 
 def match_activation(module: nn.Module) -> ActivationKind | None:

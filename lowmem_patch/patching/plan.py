@@ -82,6 +82,7 @@ class _Planner:
         for call in self.trace.calls:
             calls.setdefault(call.name, []).append(call)
         order = sorted(calls, key=lambda name: calls[name][0].last_op)
+        self.last_norm = next((n for n in reversed(order) if looks_like_norm(self.modules[n])), "")
         sites = [site for name in order if (site := self._site(name, calls[name])) is not None]
         return Plan(tuple(sites), self.patches)
 
@@ -128,6 +129,8 @@ class _Planner:
         adapted = any(self._adapted(reader) for reader in readers)
         trains = any(self._trains(reader) for reader in readers)
         fold = step is not None and (choice == "fold" or (choice == "auto" and trains))
+        if not fold and not self._share_gains(name, outputs, readers):
+            return self._left(name, spec.kind, "nothing to gain: no Linear keeps its output", consumers)
         if not fold and (choice != "fold" or adapted):
             unfit = self._unfit_to_share(name, spec, gamma, beta)
             if unfit is not None:
@@ -145,6 +148,13 @@ class _Planner:
         before = self.trace.saved.own.get(name, 0)
         strategy = "fold" if fold else "share"
         return Site(name, spec.kind, strategy, reason, consumers, before, 0, fold=step if fold else None)
+
+    def _share_gains(self, name: str, outputs: list[Tensor], readers: list[Reader]) -> bool:
+        """Whether keeping the output beats keeping what the original keeps."""
+        if any(reader.kind in ("linear", "autocast") for reader in readers):
+            return True
+        size = sum(tensor.numel() * tensor.element_size() for tensor in outputs)
+        return self.trace.saved.own.get(name, 0) > 1.5 * size
 
     def _norm_reason(
         self, fold: bool, choice: str, why_not: str, trains: bool, gamma: Tensor | None, beta: Tensor | None,
@@ -176,6 +186,8 @@ class _Planner:
                 return None, "its output is returned by the model"
             if reader.kind != "linear":
                 return None, f"its output is also read by {reader.text}"
+        if name == self.last_norm:
+            return None, "the last norm stays as it is: its output is what the model's features are"
         if any(self._adapted(reader) for reader in readers):
             return None, "an adapter reads it, and must stay valid for the unfolded model"
         shift = beta is not None and not (has_data(beta) and bool((beta == 0).all()))
@@ -184,7 +196,7 @@ class _Planner:
         for reader in readers:
             reference = reader.linear
             assert reference is not None
-            weight = self.shadow.get_parameter(reference.weight)
+            weight = self.model.get_parameter(reference.weight)
             if type(weight) is not nn.Parameter or not weight.is_floating_point():
                 return None, f"{reference.module} is quantised"
             if weight.numel() == 0:
