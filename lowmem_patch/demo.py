@@ -3,19 +3,18 @@
 Everything here works offline: the weights ship with the package, the text is the standard library
 of the running interpreter, and the held-out digits lie beside the weights that never saw them.
 
-`demo_tasks()` gives one small fine-tuning task per model, and `fine_tune(task, model)` runs one on
-a model, patched or not, and returns losses, scores and saved bytes, so that two runs can be compared.
+`demo_tasks()` gives one small fine-tuning task per model; `compare(task, config)` runs it on the
+stock and on the patched model and returns losses, scores and saved bytes of both.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import math
 import sysconfig
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -25,26 +24,9 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from lowmem_patch.patching.api import ConfigLike, patch_model, patch_report
+from lowmem_patch.patching.sites import PatchReport
 from lowmem_patch.saved import SavedBytes, saved_bytes
-
-__all__ = [
-    "LLAMA_FOLDER",
-    "VIT_FOLDER",
-    "DemoTask",
-    "FineTuning",
-    "accuracy",
-    "bits_per_byte",
-    "demo_batches",
-    "demo_tasks",
-    "digit_pixels",
-    "fine_tune",
-    "held_out_digits",
-    "load_demo_llama",
-    "load_demo_vit",
-    "standard_library_batches",
-    "standard_library_files",
-    "standard_library_text",
-]
 
 LLAMA_FOLDER = Path(__file__).parent / "assets" / "tiny-llama"
 VIT_FOLDER = Path(__file__).parent / "assets" / "tiny-vit"
@@ -61,7 +43,7 @@ class DemoTask:
     load: Callable[[], nn.Module]
     loss: Callable[[nn.Module, Batch], Tensor]
     example_inputs: Batch
-    train_batches: tuple[Batch, ...]
+    train_batches: list[Batch]
     score: Callable[[nn.Module], float]
     score_name: str
     learning_rate: float
@@ -69,34 +51,43 @@ class DemoTask:
 
 @dataclasses.dataclass(frozen=True)
 class FineTuning:
-    """One run of a task: the loss of each step, the scores around it, and the bytes of one step."""
+    """One run of a task: the loss of each step, the scores around it, and what one step saves."""
 
-    losses: tuple[float, ...]
+    losses: list[float]
     score_before: float
     score_after: float
     saved: SavedBytes
     seconds: float
 
 
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """The same task on the stock model and on the patched one."""
+
+    task: DemoTask
+    report: PatchReport
+    stock: FineTuning
+    patched: FineTuning
+
+
 def load_demo_llama(dtype: torch.dtype = torch.float32) -> Any:
     """The bundled LLaMA, a stock ``LlamaForCausalLM``, in eval mode."""
-    return transformers.LlamaForCausalLM.from_pretrained(LLAMA_FOLDER, dtype=dtype).eval()
+    model: Any = transformers.LlamaForCausalLM.from_pretrained(LLAMA_FOLDER, dtype=dtype)
+    return model.eval()
 
 
 def load_demo_vit(dtype: torch.dtype = torch.float32) -> Any:
     """The bundled ViT, a stock timm ``VisionTransformer``, in eval mode."""
-    model = timm.create_model(f"local-dir:{VIT_FOLDER}", pretrained=True)
+    model: Any = timm.create_model(f"local-dir:{VIT_FOLDER}", pretrained=True)
     return model.to(dtype).eval()
 
 
 def standard_library_files(*, held_out: bool) -> list[Path]:
-    """The sources directly in the standard library, one tenth of them held out by their name.
+    """The sources directly in the standard library, one tenth of them held out.
 
-    The name decides, not the content or the order, so that the split is the same for every
-    version of Python.
+    The file's name decides, so that the split is the same for every version of Python.
     """
-    folder = Path(sysconfig.get_paths()["stdlib"])
-    files = sorted(folder.glob("*.py"))
+    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     return [path for path in files if (zlib.crc32(path.name.encode()) % 10 == 0) == held_out]
 
 
@@ -105,24 +96,13 @@ def standard_library_text(*, held_out: bool) -> bytes:
     return b"".join(path.read_bytes() for path in standard_library_files(held_out=held_out))
 
 
-def standard_library_batches(
-    *, held_out: bool, batch_size: int = 8, length: int = 256, limit: int | None = None
-) -> Iterator[Batch]:
-    """Consecutive windows of that text as token ids and labels, at most ``limit`` batches."""
-    batches = demo_batches(
-        standard_library_text(held_out=held_out), batch_size=batch_size, length=length
-    )
-    yield from batches if limit is None else batches[:limit]
-
-
-def demo_batches(text: bytes, *, batch_size: int = 8, length: int = 256) -> list[Batch]:
+def text_batches(text: bytes, *, batch_size: int = 8, length: int = 256) -> list[Batch]:
     """Consecutive windows of a text as token ids and labels; what fills no batch is left out."""
     whole = len(text) // (batch_size * length)
     tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8)[
         : whole * batch_size * length
     ].long()
-    windows = tokens.view(whole, batch_size, length)
-    return [{"input_ids": window, "labels": window} for window in windows]
+    return [{"input_ids": rows, "labels": rows} for rows in tokens.view(whole, batch_size, length)]
 
 
 def digit_pixels(images: Tensor) -> Tensor:
@@ -154,14 +134,21 @@ def demo_tasks() -> tuple[DemoTask, ...]:
     return _prose_task(), _inverted_digits_task()
 
 
+def compare(task: DemoTask, config: ConfigLike = "auto") -> Comparison:
+    """Fine-tune the stock model and the patched one from the same weights on the same batches."""
+    model = patch_model(task.load(), config, example_inputs=task.example_inputs)
+    report = patch_report(model)
+    return Comparison(task, report, fine_tune(task, task.load()), fine_tune(task, model))
+
+
 def fine_tune(task: DemoTask, model: nn.Module) -> FineTuning:
     """Train every parameter that wants a gradient, one step per batch of the task."""
-    score_before = task.score(model.eval())
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, lr=task.learning_rate)
+    score_before = task.score(model.train(False))
+    optimizer = torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad], lr=task.learning_rate
+    )
     with saved_bytes(model.train()) as saved:
-        first_loss = task.loss(model, task.train_batches[0])
-    del first_loss
+        task.loss(model, task.train_batches[0])
     losses = []
     start = time.perf_counter()
     for batch in task.train_batches:
@@ -171,27 +158,23 @@ def fine_tune(task: DemoTask, model: nn.Module) -> FineTuning:
         optimizer.zero_grad()
         losses.append(loss.item())
     seconds = time.perf_counter() - start
-    return FineTuning(tuple(losses), score_before, task.score(model.eval()), saved, seconds)
+    return FineTuning(losses, score_before, task.score(model.train(False)), saved, seconds)
 
 
 def _prose_task() -> DemoTask:
-    # The help texts of the language: English, a few hundred kilobytes, beside every interpreter.
-    # A trimmed installation may lack them; the held-out sources then show the same bytes.
-    topics = importlib.util.find_spec("pydoc_data.topics")
-    if topics is not None and topics.origin is not None:
-        data, text = "English help texts of Python", Path(topics.origin).read_bytes()
-    else:
-        data, text = "held-out Python sources", standard_library_text(held_out=True)
-    batches = demo_batches(text)
-    held_out = batches[-8:]
+    # The help texts of the language lie beside every interpreter; where a trimmed installation
+    # lacks them, sources that were held out take their place.
+    topics = Path(sysconfig.get_paths()["stdlib"]) / "pydoc_data" / "topics.py"
+    prose = topics.is_file()
+    batches = text_batches(topics.read_bytes() if prose else standard_library_text(held_out=True))
     return DemoTask(
         name="tiny-llama",
-        data=data,
+        data="English help texts of Python" if prose else "held-out sources of Python",
         load=load_demo_llama,
         loss=lambda model, batch: model(**batch, use_cache=False).loss,
         example_inputs=batches[0],
-        train_batches=tuple(batches[:24]),
-        score=lambda model: bits_per_byte(model, held_out),
+        train_batches=batches[:16],
+        score=lambda model: bits_per_byte(model, batches[-4:]),
         score_name="bits per byte",
         learning_rate=1e-3,
     )
@@ -201,8 +184,8 @@ def _inverted_digits_task(batch_size: int = 24) -> DemoTask:
     pixels, labels = held_out_digits()
     pixels = -pixels  # dark on light, which the model has never seen
     cut = 2 * len(pixels) // 3
-    order = torch.randperm(cut, generator=torch.Generator().manual_seed(0)).repeat(4)
-    batches = tuple({"x": pixels[rows], "labels": labels[rows]} for rows in order.split(batch_size))
+    order = torch.randperm(cut, generator=torch.Generator().manual_seed(0)).repeat(8)
+    batches = [{"x": pixels[rows], "labels": labels[rows]} for rows in order.view(-1, batch_size)]
     return DemoTask(
         name="tiny-vit",
         data="inverted digits",

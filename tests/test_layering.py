@@ -33,7 +33,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("cli",),
     ("__main__",),
 )
-# Bytes are part of a report and of a verification, so the one module that counts them is open to both.
+# Reports and verifications give bytes, so `profile` is open to both; `verify` compares checkpoints too.
 EXCEPTIONS = {("patching", "profile"), ("verify", "profile"), ("verify", "checkpoint")}
 ONLY_IMPORTERS = {"triton": "kernels", "rich": "report", "typer": "cli", "click": None}
 
