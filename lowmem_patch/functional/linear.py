@@ -23,7 +23,10 @@ from lowmem_patch.functional import _library
 from lowmem_patch.functional._checks import check_floating, check_kind
 from lowmem_patch.functional._implementation import Implementation, module, resolve
 
-__all__ = ["activation_linear"]
+__all__ = ["activation_linear", "kept_linear"]
+
+# the kind of a Linear whose input is kept as it is, in its own dtype
+_IDENTITY = "identity"
 
 
 def _without_autocast(tensor: Tensor) -> AbstractContextManager[Any]:
@@ -40,7 +43,7 @@ def _forward(
     up: Tensor | None,
     weight: Tensor,
     bias: Tensor | None,
-    kind: ActivationKind,
+    kind: str,
     compute_dtype: torch.dtype,
     implementation: str,
 ) -> Tensor:
@@ -82,7 +85,9 @@ def _backward(
             gradients.append(d_hidden.view(*dy.shape[:-1], weight.shape[1]))
         if source is not None:
             ops = module(implementation)
-            if up is None:
+            if kind == _IDENTITY:
+                hidden = source.to(dy.dtype)
+            elif up is None:
                 hidden = ops.activate(source, kind, dy.dtype)
             else:
                 hidden = ops.glu_forward(source, up, kind, dy.dtype)
@@ -244,4 +249,35 @@ def activation_linear(
     if not _library.wants_gradient(hidden, weight, bias):
         return _forward(hidden, sources[0], up, weight, bias, kind, compute_dtype, chosen)
     y: Tensor = _call_linear(hidden, sources[0], up, weight, bias, kind, compute_dtype, chosen)
+    return y
+
+
+def kept_linear(x: Tensor, weight: Tensor, bias: Tensor | None, compute_dtype: torch.dtype) -> Tensor:
+    """F.linear in ``compute_dtype`` that keeps ``x`` and ``weight`` as they are given.
+
+    Where `F.linear(x.to(compute_dtype), weight.to(compute_dtype))` would keep a copy of both, the
+    casts are repeated in backward; the arithmetic and its rounding are the same.
+
+    Args:
+        x: ``[..., I]``, any floating dtype.
+        weight: ``[O, I]``.
+        bias: ``[O]`` or None.
+        compute_dtype: of the product and of the result.
+
+    Returns:
+        ``[..., O]`` in ``compute_dtype``.
+
+    Raises:
+        TypeError: a tensor is not floating point.
+        ValueError: shapes do not fit.
+    """
+    for name, tensor in (("x", x), ("weight", weight)):
+        check_floating("kept_linear", name, tensor)
+    if x.dim() < 1 or weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
+        raise ValueError(
+            f"kept_linear: weight must be [O, I] for x [..., I], got {tuple(weight.shape)} for {tuple(x.shape)}"
+        )
+    if not _library.wants_gradient(x, weight, bias):
+        return _forward(x, x, None, weight, bias, _IDENTITY, compute_dtype, "reference")
+    y: Tensor = _call_linear(x, x, None, weight, bias, _IDENTITY, compute_dtype, "reference")
     return y

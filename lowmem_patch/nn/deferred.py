@@ -3,12 +3,14 @@
 An activation or norm slot may return a ``Deferred`` in place of a tensor. It stands for
 ``op(*sources)`` and behaves like that tensor: every torch function that does not know better gets
 the computed value, so a consumer that nobody foresaw (an adapter added later, a hook, a print) is
-always right. Three uses are known better:
+always right. Four uses are known better:
 
 - a row move (view, permute, roll, window partition) is applied to the sources instead;
 - ``activation * up`` becomes one deferred gated product;
 - ``F.linear`` computes with the value, but what autograd keeps for the weight's gradient are the
-  sources, from which the value is recomputed in backward by one elementwise kernel.
+  sources, from which the value is recomputed in backward by one elementwise kernel;
+- a cast to another floating dtype waits too, so that ``F.linear`` repeats it in backward and keeps
+  no second copy (PEFT's float32 adapters, autocast).
 
 It is a plain object and not a tensor subclass: code that bypasses ``__torch_function__`` fails
 loudly on it and never reads a pre-activation by mistake.
@@ -23,10 +25,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowmem_patch.functional import ActivationKind, activation, activation_linear, glu
+from lowmem_patch.functional import ActivationKind, activation, activation_linear, glu, kept_linear
 from lowmem_patch.rows import function_name, moves_rows
 
-__all__ = ["Deferred", "DeferredActivation", "DeferredNorm"]
+__all__ = ["Deferred", "DeferredActivation", "DeferredNorm", "Kept", "needs_gradient"]
 
 _METADATA = frozenset(("shape", "dtype", "device", "ndim", "layout", "is_cuda", "requires_grad", "names"))
 _METADATA_METHODS = frozenset(("size", "dim", "numel", "ndimension", "is_floating_point", "element_size"))
@@ -52,8 +54,9 @@ class Deferred:
     def moved(self, sources: tuple[Tensor, ...]) -> Deferred:
         raise NotImplementedError
 
-    def linear(self, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return F.linear(self.value(), weight, bias)
+    def linear(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """``F.linear`` computed in ``dtype``, keeping as little as possible."""
+        raise NotImplementedError
 
     def times(self, other: Any) -> Any:
         return self.value() * other
@@ -94,18 +97,28 @@ class Deferred:
         if name == "linear":
             weight = args[1] if len(args) > 1 else kwargs["weight"]
             bias = args[2] if len(args) > 2 else kwargs.get("bias")
-            return self.linear(weight, bias)
+            return self._linear(weight, bias)
         if name == "dropout":
             p = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
             training = args[2] if len(args) > 2 else kwargs.get("training", True)
             return self if p == 0 or not training else None
         if name in _METADATA_METHODS:
             return func(self.sources[0], *args[1:], **kwargs)
-        if name == "to" and len(args) == 2 and not kwargs and args[1] in (self.dtype, self.sources[0].device):
-            return self
-        if name in ("type_as",) and args[1].dtype == self.dtype:
-            return self
+        if name in ("to", "float"):
+            dtype = torch.float32 if name == "float" else _only_dtype(args[1:], kwargs)
+            if dtype is not None and dtype.is_floating_point:
+                return self if dtype == self.dtype else DeferredCast(self, dtype)
         return None if self.written else self._move(func, args, kwargs)
+
+    def _linear(self, weight: Tensor, bias: Tensor | None) -> Tensor:
+        device = weight.device.type
+        if self.written:
+            return F.linear(self.value(), weight, bias)
+        if torch.is_autocast_enabled(device):
+            return self.linear(weight, bias, torch.get_autocast_dtype(device))
+        if weight.dtype != self.dtype:
+            return F.linear(self.value(), weight, bias)  # torch's own error for mixed dtypes
+        return self.linear(weight, bias, self.dtype)
 
     def _move(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The deferred op behind a row move, or None when ``func`` is none."""
@@ -183,6 +196,12 @@ Deferred.__getitem__ = _index  # type: ignore[attr-defined]  # set like the oper
 Deferred.__hash__ = object.__hash__  # type: ignore[method-assign]  # __eq__ is elementwise, as a tensor's
 
 
+def _only_dtype(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:
+    """The dtype of a ``.to`` that changes nothing else."""
+    given = [*args, *kwargs.values()]
+    return given[0] if len(given) == 1 and isinstance(given[0], torch.dtype) else None
+
+
 class DeferredActivation(Deferred):
     """``act(x)`` or, with two sources, ``act(gate) * up``; elementwise, gradients exact.
 
@@ -210,20 +229,35 @@ class DeferredActivation(Deferred):
             return DeferredActivation((self.sources[0], other), self.kind)
         return self.value() * _value_of(other)
 
-    def linear(self, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def linear(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        return activation_linear(self.value(), self.sources, weight, bias, self.kind, dtype)
+
+
+class Kept(Deferred):
+    """A tensor that autograd keeps anyway, so that casts of it need not be kept as well."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        super().__init__((tensor,), tensor.dtype)
+
+    def compute(self) -> Tensor:
+        return self.sources[0]
+
+    def moved(self, sources: tuple[Tensor, ...]) -> Deferred:
+        return Kept(sources[0])
+
+    def linear(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         value = self.value()
-        if self.written:
+        if value.dtype == weight.dtype == dtype:
             return F.linear(value, weight, bias)
-        device = value.device.type
-        compute_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        return activation_linear(value, self.sources, weight, bias, self.kind, compute_dtype)
+        return kept_linear(value, weight, bias, dtype)
 
 
-class DeferredNorm(Deferred):
+class DeferredNorm(Kept):
     """A norm that waits behind row moves, so that the Linear's input and the norm's output are one tensor."""
 
     def __init__(self, source: Tensor, dtype: torch.dtype, norm: Callable[[Tensor], Tensor]) -> None:
-        super().__init__((source,), dtype)
+        super().__init__(source)
+        self.dtype = dtype
         self.norm = norm
 
     def compute(self) -> Tensor:
@@ -231,6 +265,25 @@ class DeferredNorm(Deferred):
 
     def moved(self, sources: tuple[Tensor, ...]) -> Deferred:
         return DeferredNorm(sources[0], self.dtype, self.norm)
+
+
+class DeferredCast(Deferred):
+    """Another deferred op in another floating dtype."""
+
+    def __init__(self, parent: Deferred, dtype: torch.dtype) -> None:
+        super().__init__(parent.sources, dtype)
+        self.parent = parent
+
+    def compute(self) -> Tensor:
+        return self.parent.value().to(self.dtype)
+
+    def moved(self, sources: tuple[Tensor, ...]) -> Deferred:
+        return DeferredCast(self.parent.moved(sources), self.dtype)
+
+    def linear(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        if self.parent.written:
+            return F.linear(self.value(), weight, bias)
+        return self.parent.linear(weight, bias, dtype)
 
 
 def needs_gradient(tensor: Tensor) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lowmem_patch.errors import UnfoldedWeightsError
 from lowmem_patch.functional import ms_layer_norm, ms_rms_norm
-from lowmem_patch.nn.deferred import DeferredNorm, needs_gradient
+from lowmem_patch.nn.deferred import DeferredNorm, Kept, needs_gradient
 
 __all__ = ["MSLayerNorm", "MSNorm", "MSRMSNorm"]
 
@@ -31,6 +31,7 @@ class MSNorm(nn.Module):
         full_precision_autocast: under autocast the original computes and returns float32.
         promotes: the output's dtype is that of input * weight (LLaMA), not the input's (Gemma).
         sunk: the output is deferred behind row moves, to the Linear that reads it.
+        one_copy: ``always`` or ``autocast``: readers that cast the output keep no copy of their own.
     """
 
     weight: nn.Parameter | None
@@ -48,6 +49,7 @@ class MSNorm(nn.Module):
         full_precision_autocast: bool = False,
         promotes: bool = False,
         sunk: bool = False,
+        one_copy: str | None = None,
     ) -> None:
         super().__init__()
         self.register_parameter("weight", weight)
@@ -59,6 +61,7 @@ class MSNorm(nn.Module):
         self.full_precision_autocast = full_precision_autocast
         self.promotes = promotes
         self.sunk = sunk
+        self.one_copy = one_copy
 
     def normalize(self, x: Tensor) -> Tensor:
         raise NotImplementedError
@@ -75,11 +78,15 @@ class MSNorm(nn.Module):
             return torch.promote_types(x.dtype, self.weight.dtype)
         return x.dtype
 
-    def forward(self, x: Tensor) -> Tensor | DeferredNorm:
-        """``[..., N] -> [..., N]``; a deferred tensor where the norm is sunk and a gradient is wanted."""
+    def forward(self, x: Tensor) -> Tensor | Kept:
+        """``[..., N] -> [..., N]``; deferred where it is sunk or casts wait, and a gradient is wanted."""
         if self.sunk and isinstance(x, Tensor) and needs_gradient(x):
             return DeferredNorm(x, self.output_dtype(x), self.normalize)
-        return self.normalize(x)
+        y = self.normalize(x)
+        if self.one_copy is None or not needs_gradient(y):
+            return y
+        waits = self.one_copy == "always" or torch.is_autocast_enabled(y.device.type)
+        return Kept(y) if waits else y
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         if self.folded:

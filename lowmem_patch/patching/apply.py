@@ -67,6 +67,7 @@ def _norm(original: nn.Module, patch: NormPatch) -> MSNorm:
         full_precision_autocast=spec.full_precision_autocast,
         promotes=spec.promotes,
         sunk=patch.sunk,
+        one_copy=patch.one_copy,
     )
     # what other code may read off the original (variance_epsilon, normalized_shape) stays readable
     for name, value in vars(original).items():

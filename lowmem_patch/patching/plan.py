@@ -46,6 +46,7 @@ class NormPatch:
     folded: bool
     feeds_autocast: bool
     sunk: bool
+    one_copy: str | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,7 +145,10 @@ class _Planner:
         if sunk:
             reason += "; sunk behind the row moves to its Linear"
         feeds_autocast = bool(readers) and all(r.kind in ("linear", "autocast") for r in readers)
-        self.patches[name] = NormPatch(spec, fold, feeds_autocast, sunk)
+        one_copy = None
+        if linears:
+            one_copy = "always" if choice != "fold" and any(reader.cast for reader in readers) else "autocast"
+        self.patches[name] = NormPatch(spec, fold, feeds_autocast, sunk, one_copy)
         before = self.trace.saved.own.get(name, 0)
         strategy = "fold" if fold else "share"
         return Site(name, spec.kind, strategy, reason, consumers, before, 0, fold=step if fold else None)

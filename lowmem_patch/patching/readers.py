@@ -27,6 +27,7 @@ class Reader:
         tensor: what it reads, behind the moves.
         padded: a pad lies between, which adds rows of zeros for some input sizes.
         copied: the moves between made a copy.
+        cast: it reads a cast of the tensor.
         foreign_bias: the Linear adds a bias that is no parameter of the model.
     """
 
@@ -38,6 +39,7 @@ class Reader:
     padded: bool = False
     copied: bool = False
     foreign_bias: bool = False
+    cast: bool = False
 
 
 _CASTS = frozenset(("to", "type_as", "type", "float", "half", "bfloat16", "double"))
@@ -100,7 +102,8 @@ def _reader(
             bias_name = trace.parameters.get(id(bias))
             ref = LinearRef(op.module, name, bias_name)
             foreign = bias is not None and bias_name is None
-            return Reader("linear", op.module, op, ref, tensor, padded, copied, foreign)
+            cast = tensor.dtype != origin.dtype
+            return Reader("linear", op.module, op, ref, tensor, padded, copied, foreign, cast)
     if op.name == "addmm" and len(op.args) == 3 and op.args[1] is tensor:
         weight_name, bias_name = (trace.parameters.get(id(op.args[i])) for i in (2, 0))
         if weight_name is not None and bias_name is not None:
