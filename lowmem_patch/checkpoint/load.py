@@ -10,15 +10,23 @@ from typing import Any
 import torch
 from torch import nn
 
+from lowmem_patch.checkpoint.compare import cast_parameters
 from lowmem_patch.checkpoint.source import Source
 from lowmem_patch.checkpoint.weights import open_weights
 from lowmem_patch.errors import CheckpointError
-from lowmem_patch.verify import cast_parameters
 
 __all__ = ["add_lora", "build_meta_model", "load_model", "refuse_quantised", "stored_names"]
 
 # transformers and timm report a broken checkpoint with whatever their parsing met first
-_LIBRARY_ERRORS = (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError, ImportError)
+_LIBRARY_ERRORS = (
+    OSError,
+    ValueError,
+    RuntimeError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    ImportError,
+)
 
 
 @contextlib.contextmanager
@@ -40,7 +48,8 @@ def refuse_quantised(source: Source) -> None:
         method = source.config["quantization_config"]
         kind = method.get("quant_method", "unknown") if isinstance(method, dict) else "unknown"
         raise CheckpointError(
-            f"{source.name} is quantised ({kind}): use the full-precision checkpoint first, then quantise the result"
+            f"{source.name} is quantised ({kind}): use the full-precision checkpoint first, "
+            "then quantise the result"
         )
 
 
@@ -79,9 +88,7 @@ def load_model(source: Source, dtype: torch.dtype | None = None) -> Any:
         CheckpointError: the weights are broken, or do not fit the class.
     """
     refuse_quantised(source)
-    if source.folder is None:
-        raise CheckpointError(f"{source.name} was resolved without its weights")
-    with open_weights(source.folder):
+    with open_weights(source.files):
         pass  # broken files are named here, before a library words it in its own way
     if source.library == "timm":
         return cast_parameters(_timm_model(source, pretrained=True), dtype).eval()
@@ -89,7 +96,11 @@ def load_model(source: Source, dtype: torch.dtype | None = None) -> Any:
     cls = _transformers_class(source, config)
     with _naming(source, f"load it into {cls.__name__}"):
         model, info = cls.from_pretrained(
-            source.folder, config=config, dtype=dtype or "auto", output_loading_info=True, local_files_only=True
+            source.folder,
+            config=config,
+            dtype=dtype or "auto",
+            output_loading_info=True,
+            local_files_only=True,
         )
     missing = sorted(info["missing_keys"])
     if missing:
@@ -103,15 +114,21 @@ def load_model(source: Source, dtype: torch.dtype | None = None) -> Any:
 def _transformers_config(source: Source) -> Any:
     import transformers
 
-    _check_trust(source, "AutoConfig", lambda: source.config.get("model_type") in transformers.CONFIG_MAPPING)
+    _check_trust(
+        source, "AutoConfig", lambda: source.config.get("model_type") in transformers.CONFIG_MAPPING
+    )
     with _naming(source, "read its config"):
         return transformers.AutoConfig.from_pretrained(
-            source.folder, trust_remote_code=source.trust_remote_code, local_files_only=True
+            source.files, trust_remote_code=source.trust_remote_code, local_files_only=True
         )
 
 
 def _check_trust(source: Source, entry: str, known: Any) -> None:
-    if entry in (source.config.get("auto_map") or {}) and not source.trust_remote_code and not known():
+    if (
+        entry in (source.config.get("auto_map") or {})
+        and not source.trust_remote_code
+        and not known()
+    ):
         raise CheckpointError(
             f"{source.name} brings its own Python code: read it, and add --trust-remote-code to run it"
         )
@@ -124,7 +141,9 @@ def _transformers_class(source: Source, config: Any) -> Any:
     if not names:
         if type(config) in transformers.MODEL_MAPPING:
             return transformers.MODEL_MAPPING[type(config)]
-        raise CheckpointError(f"{source.name}: config.json names no architectures: add the class to it")
+        raise CheckpointError(
+            f"{source.name}: config.json names no architectures: add the class to it"
+        )
     name = str(names[0])
     if hasattr(transformers, name):
         return getattr(transformers, name)
@@ -136,12 +155,13 @@ def _transformers_class(source: Source, config: Any) -> Any:
         )
     if not source.trust_remote_code:
         raise CheckpointError(
-            f"{source.name} brings its own Python code for {name}: read it, and add --trust-remote-code to run it"
+            f"{source.name} brings its own Python code for {name}: read it, and add "
+            "--trust-remote-code to run it"
         )
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
     with _naming(source, f"import {reference} from the checkpoint"):
-        return get_class_from_dynamic_module(reference, source.folder, local_files_only=True)
+        return get_class_from_dynamic_module(reference, source.files, local_files_only=True)
 
 
 def _timm_model(source: Source, *, pretrained: bool = False) -> nn.Module:
@@ -214,15 +234,19 @@ def add_lora(model: Any, target_modules: Sequence[str] | None = None, *, rank: i
     try:
         peft = importlib.import_module("peft")
     except ImportError as error:
-        raise CheckpointError("--train lora needs peft: pip install 'lowmem-patch[peft]'") from error
-    targets: Any = list(target_modules) if target_modules else _all_linears(model)
+        raise CheckpointError(
+            "--train lora needs peft: pip install 'lowmem-patch[peft]'"
+        ) from error
+    everything = "all-linear" if hasattr(model, "base_model_prefix") else _all_linears(model)
+    targets: Any = list(target_modules) if target_modules else everything
     config = peft.LoraConfig(r=rank, lora_alpha=rank, target_modules=targets)
     try:
         return peft.get_peft_model(model, config, low_cpu_mem_usage=True)
     except ValueError as error:
         linears = sorted({name.rpartition(".")[2] for name in _all_linears(model)})
         raise CheckpointError(
-            f"--train lora: no Linear is called {', '.join(targets)}; this model has {', '.join(linears)}"
+            f"--train lora: nothing is called {', '.join(target_modules or ())}; "
+            f"Linears here are {', '.join(linears)}"
         ) from error
 
 

@@ -25,7 +25,17 @@ from lowmem_patch.errors import CheckpointError
 __all__ = ["Source", "resolve"]
 
 # Everything of a hub repository that is small: what describes the model, not its weights.
-_DESCRIPTION = ["*.json", "*.txt", "*.model", "*.jinja", "*.md", "*.py", "LICENSE*", "NOTICE*", "*.tiktoken"]
+_DESCRIPTION = [
+    "*.json",
+    "*.txt",
+    "*.model",
+    "*.jinja",
+    "*.md",
+    "*.py",
+    "LICENSE*",
+    "NOTICE*",
+    "*.tiktoken",
+]
 _WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 
 
@@ -48,6 +58,17 @@ class Source:
     revision: str | None
     config: dict[str, Any]
     trust_remote_code: bool = False
+
+    @property
+    def files(self) -> Path:
+        """The folder.
+
+        Raises:
+            CheckpointError: the source was resolved without its files.
+        """
+        if self.folder is None:
+            raise CheckpointError(f"{self.name} was resolved without its files")
+        return self.folder
 
     @property
     def quantised(self) -> bool:
@@ -77,10 +98,16 @@ def resolve(
     if folder.is_dir():
         return _from_folder(name, folder, None, trust_remote_code)
     if folder.is_file():
-        raise CheckpointError(f"{name} is a file: give the folder that holds it and its config.json")
+        raise CheckpointError(
+            f"{name} is a file: give the folder that holds it and its config.json"
+        )
     repository, _, tag = name.removeprefix("hf://").removeprefix("hf-hub:").partition("@")
     revision = revision or tag or None
-    if isinstance(model, Path) or name.startswith(("/", "./", "../", "~")) or repository.count("/") > 1:
+    if (
+        isinstance(model, Path)
+        or name.startswith(("/", "./", "../", "~"))
+        or repository.count("/") > 1
+    ):
         raise CheckpointError(f"{name}: there is no such folder")
     timm_name = _timm_name(repository)
     if timm_name is not None:
@@ -94,12 +121,18 @@ def _from_folder(name: str, folder: Path, revision: str | None, trust: bool) -> 
     path = folder / "config.json"
     if not path.is_file():
         if (folder / "adapter_config.json").is_file():
-            raise CheckpointError(f"{name} is an adapter without its base model: merge it first, or give the base")
-        raise CheckpointError(f"{name} has no config.json: give a transformers or timm checkpoint folder")
+            raise CheckpointError(
+                f"{name} is an adapter without its base model: merge it first, or give the base"
+            )
+        raise CheckpointError(
+            f"{name} has no config.json: give a transformers or timm checkpoint folder"
+        )
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} is not valid JSON ({error}): restore it from the source") from error
+        raise CheckpointError(
+            f"{path} is not valid JSON ({error}): restore it from the source"
+        ) from error
     if not isinstance(config, dict):
         raise CheckpointError(f"{path} holds no JSON object: restore it from the source")
     is_timm = "architecture" in config and "model_type" not in config
@@ -127,13 +160,17 @@ def _timm_repository(name: str) -> str:
     try:
         config = timm.get_pretrained_cfg(name, allow_unregistered=False)
     except RuntimeError as error:
-        raise CheckpointError(f"timm has no weights for {name}: see timm.list_pretrained()") from error
+        raise CheckpointError(
+            f"timm has no weights for {name}: see timm.list_pretrained()"
+        ) from error
     if config is None or not config.hf_hub_id:
         raise CheckpointError(f"timm has no hub weights for {name}: see timm.list_pretrained()")
     return str(config.hf_hub_id)
 
 
-def _from_hub(name: str, repository: str, revision: str | None, trust: bool, weights: bool) -> Source:
+def _from_hub(
+    name: str, repository: str, revision: str | None, trust: bool, weights: bool
+) -> Source:
     folder = _snapshot(name, repository, revision, _DESCRIPTION)
     if weights:
         _download_weights(name, repository, revision, folder)
@@ -146,7 +183,9 @@ def _download_weights(name: str, repository: str, revision: str | None, folder: 
         index = folder / f"{file}.index.json"
         if index.is_file():
             try:
-                shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+                shards = sorted(
+                    set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+                )
             except (ValueError, KeyError, AttributeError) as error:
                 raise CheckpointError(f"{name}: {index.name} is broken ({error})") from error
             _snapshot(name, repository, revision, shards)
@@ -161,13 +200,20 @@ def _download_weights(name: str, repository: str, revision: str | None, folder: 
 
 def _snapshot(name: str, repository: str, revision: str | None, patterns: list[str]) -> Path:
     try:
-        return Path(huggingface_hub.snapshot_download(repository, revision=revision, allow_patterns=patterns))
+        return Path(
+            huggingface_hub.snapshot_download(
+                repository, revision=revision, allow_patterns=patterns
+            )
+        )
     except GatedRepoError as error:
         raise CheckpointError(
-            f"{name} is gated: accept its terms on https://huggingface.co/{repository} and run `hf auth login`"
+            f"{name} is gated: accept its terms on https://huggingface.co/{repository} "
+            "and run `hf auth login`"
         ) from error
     except RevisionNotFoundError as error:
-        raise CheckpointError(f"{name} has no revision {revision!r}: see its branches and tags on the hub") from error
+        raise CheckpointError(
+            f"{name} has no revision {revision!r}: see its branches and tags on the hub"
+        ) from error
     except HFValidationError as error:
         raise CheckpointError(f"{name} is neither a folder nor a hub id (org/name)") from error
     except OfflineModeIsEnabled as error:
@@ -183,9 +229,10 @@ def _snapshot(name: str, repository: str, revision: str | None, patterns: list[s
 
 
 def _unreachable(name: str) -> str:
+    missing = f"{name} is neither a folder nor in the local hub cache"
     if huggingface_hub.constants.HF_HUB_OFFLINE:
-        return f"{name} is neither a folder nor in the local hub cache, and HF_HUB_OFFLINE is set: unset it to download"
-    return f"{name} is neither a folder nor in the local hub cache, and the hub cannot be reached: check the network"
+        return f"{missing}, and HF_HUB_OFFLINE is set: unset it to download"
+    return f"{missing}, and the hub cannot be reached: check the network"
 
 
 def _first_line(error: BaseException) -> str:

@@ -22,7 +22,9 @@ def check_output(out: Path, source: Path | None, *, overwrite: bool) -> None:
     if source is not None:
         here, there = out.resolve(), source.resolve()
         if here == there or there in here.parents or here in there.parents:
-            raise CheckpointError(f"{out} and the model {source} lie in each other: choose another folder to write")
+            raise CheckpointError(
+                f"{out} and the model {source} lie in each other: choose another folder to write"
+            )
     if not out.exists():
         return
     if not out.is_dir():
@@ -31,7 +33,9 @@ def check_output(out: Path, source: Path | None, *, overwrite: bool) -> None:
         if not overwrite:
             raise CheckpointError(f"{out} is not empty: choose a new folder or add --overwrite")
         if not (out / "config.json").is_file():
-            raise CheckpointError(f"{out} holds no checkpoint, so it is not overwritten: remove it yourself")
+            raise CheckpointError(
+                f"{out} holds no checkpoint, so it is not overwritten: remove it yourself"
+            )
 
 
 def check_space(parent: Path, needed: int) -> None:

@@ -105,7 +105,9 @@ def _shards(path: Path) -> tuple[list[Path], dict[str, Any]]:
     return [path.parent / name for name in names], index
 
 
-def _open_safetensors(files: list[Path], index: dict[str, Any], stack: contextlib.ExitStack) -> Weights:
+def _open_safetensors(
+    files: list[Path], index: dict[str, Any], stack: contextlib.ExitStack
+) -> Weights:
     tensors: dict[str, StoredTensor] = {}
     owners: dict[str, Any] = {}
     metadata: dict[str, str] = {}
@@ -117,11 +119,15 @@ def _open_safetensors(files: list[Path], index: dict[str, Any], stack: contextli
                 part = handle.get_slice(name)
                 kind = part.get_dtype()
                 if kind not in _DTYPES:
-                    raise CheckpointError(f"{path}: {name} has dtype {kind}, which is not supported")
+                    raise CheckpointError(
+                        f"{path}: {name} has dtype {kind}, which is not supported"
+                    )
                 tensors[name] = StoredTensor(tuple(part.get_shape()), _DTYPES[kind])
                 owners[name] = handle
         except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{path} is corrupt or truncated ({error}): download it again") from error
+            raise CheckpointError(
+                f"{path} is corrupt or truncated ({error}): download it again"
+            ) from error
     _compare_with_index(tensors, index, files[0].parent)
 
     def read(name: str) -> Tensor:
@@ -142,8 +148,12 @@ def _open_pickles(files: list[Path], index: dict[str, Any]) -> Weights:
                 "get a safetensors checkpoint"
             ) from error
         except (RuntimeError, OSError, EOFError, ValueError) as error:
-            raise CheckpointError(f"{path} is corrupt, truncated or in the old pickle format: {error}") from error
-        if not isinstance(content, dict) or not all(isinstance(t, Tensor) for t in content.values()):
+            raise CheckpointError(
+                f"{path} is corrupt, truncated or in the old pickle format: {error}"
+            ) from error
+        if not isinstance(content, dict) or not all(
+            isinstance(t, Tensor) for t in content.values()
+        ):
             raise CheckpointError(f"{path} holds no plain state dict: get a safetensors checkpoint")
         loaded.update(content)
     tensors = {name: StoredTensor(tuple(t.shape), t.dtype) for name, t in loaded.items()}
@@ -151,9 +161,12 @@ def _open_pickles(files: list[Path], index: dict[str, Any]) -> Weights:
     return Weights(tensors, {"format": "pt"}, index.get("metadata") or {}, loaded.__getitem__)
 
 
-def _compare_with_index(tensors: dict[str, StoredTensor], index: dict[str, Any], folder: Path) -> None:
+def _compare_with_index(
+    tensors: dict[str, StoredTensor], index: dict[str, Any], folder: Path
+) -> None:
     absent = [name for name in index.get("weight_map", {}) if name not in tensors]
     if absent:
         raise CheckpointError(
-            f"{folder}: the index lists {absent[0]}, which is in no shard ({len(absent)} such): download it again"
+            f"{folder}: the index lists {absent[0]}, which is in no shard ({len(absent)} such): "
+            "download it again"
         )

@@ -1,0 +1,5 @@
+"""``python -m lowmem_patch`` is ``lowmem-patch``."""
+
+from lowmem_patch.cli import app
+
+app(prog_name="lowmem-patch")

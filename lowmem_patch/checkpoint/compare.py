@@ -1,0 +1,151 @@
+"""Outputs against float64: what a model computes, and by how much two of them may differ.
+
+The unpatched model in float64 is the truth; the unpatched model in dtype D shows what error D alone
+makes. A candidate in D may make at most a small factor of that error. Errors are relative L2 norms.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lowmem_patch.errors import TraceError
+
+__all__ = [
+    "BAND",
+    "FORWARD_FACTOR",
+    "StayInFloat64",
+    "TensorCheck",
+    "cast_parameters",
+    "check_outputs",
+    "check_tensor",
+    "named_outputs",
+]
+
+FORWARD_FACTOR = 2.0
+# Allowed on top, in eps of the dtype: an output that the unpatched model happens to hit exactly.
+BAND = 4.0
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorCheck:
+    """One output or gradient: relative L2 errors against float64, of both models.
+
+    ``size`` is the L2 norm of the tensor itself in the unit of the errors: 1, unless it is so small
+    that they are measured against something larger.
+    """
+
+    name: str
+    unpatched_error: float
+    error: float
+    limit: float
+    cosine: float
+    passed: bool
+    size: float = 1.0
+
+
+def cast_parameters(model: Any, dtype: torch.dtype | None) -> Any:
+    """Cast parameters and persistent buffers in place.
+
+    Other buffers stay: a rotary table in low precision would drown what is to be measured.
+    """
+    if dtype is None:
+        return model
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None and parameter.is_floating_point():
+                parameter.data = parameter.data.to(dtype)
+        for name, buffer in module._buffers.items():
+            persistent = name not in module._non_persistent_buffers_set
+            if buffer is not None and buffer.is_floating_point() and persistent:
+                module._buffers[name] = buffer.to(dtype)
+    return model
+
+
+class StayInFloat64(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch leaves it untyped
+    """Undoes the casts to float32 inside a model (RMSNorm, softmax), which would spoil the truth."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.ops.aten._to_copy.default and args[0].dtype == torch.float64:
+            wanted = kwargs.get("dtype")
+            if wanted is not None and wanted.is_floating_point:
+                kwargs["dtype"] = torch.float64
+        return func(*args, **kwargs)
+
+
+def named_outputs(output: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    """The floating-point tensors of a model's output, with their place in it."""
+    if isinstance(output, Tensor):
+        if output.is_floating_point():
+            yield prefix or "output", output
+    elif isinstance(output, Mapping):
+        for key, value in output.items():
+            yield from named_outputs(value, f"{prefix}.{key}" if prefix else str(key))
+    elif isinstance(output, (tuple, list)):
+        for index, value in enumerate(output):
+            yield from named_outputs(value, f"{prefix}.{index}" if prefix else f"output {index}")
+
+
+def check_tensor(
+    name: str,
+    truth: Tensor,
+    unpatched: Tensor,
+    found: Tensor,
+    *,
+    factor: float,
+    eps: float,
+    scale: float = 0.0,
+    floor: float = 0.0,
+) -> TensorCheck:
+    """Judge one tensor: its error may be ``factor`` times the unpatched one's, and a few eps more.
+
+    Args:
+        scale: the least size that errors are measured against.
+        floor: the least error of the unpatched model that the budget starts from.
+    """
+    size = float(truth.norm())
+    scale = max(scale, size, torch.finfo(torch.float64).tiny)
+    own = float((unpatched - truth).norm()) / scale
+    error = float((found - truth).norm()) / scale
+    limit = factor * max(own, floor) + BAND * eps
+    product = size * float(found.norm())
+    cosine = float((truth * found).sum()) / product if product else 0.0
+    # a NaN is within no limit
+    return TensorCheck(name, own, error, limit, cosine, error <= limit, size / scale)
+
+
+def check_outputs(
+    truth: Mapping[str, Tensor],
+    unpatched: Mapping[str, Tensor],
+    found: Mapping[str, Tensor],
+    eps: float,
+) -> tuple[TensorCheck, ...]:
+    """Compare outputs by name.
+
+    Raises:
+        TraceError: the two models return different outputs.
+    """
+    shapes = [{name: tuple(t.shape) for name, t in outputs.items()} for outputs in (truth, found)]
+    if shapes[0] != shapes[1]:
+        raise TraceError(f"the models return different outputs: {shapes[0]} and {shapes[1]}")
+    return tuple(
+        check_tensor(
+            name, truth[name], unpatched[name], found[name], factor=FORWARD_FACTOR, eps=eps
+        )
+        for name in truth
+    )

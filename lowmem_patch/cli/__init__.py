@@ -1,0 +1,5 @@
+"""The command line ``lowmem-patch``. The only importer of typer."""
+
+from lowmem_patch.cli.app import app
+
+__all__ = ["app"]

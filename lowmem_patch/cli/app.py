@@ -1,0 +1,305 @@
+"""The command line: parse, call, render, exit code. The only importer of typer.
+
+Exit codes: 0 done, 1 verification failed, 2 bad input, 3 nothing to do. Heavy imports wait until a
+command runs, so that ``--help`` and ``--version`` answer at once.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer  # noqa: TID251 - the command line is what typer is for
+
+import lowmem_patch
+from lowmem_patch.cli.options import (
+    BatchOption,
+    DebugOption,
+    Dtype,
+    JsonOption,
+    LengthOption,
+    ModelArgument,
+    PresetOption,
+    RevisionOption,
+    StoredDtype,
+    TrustOption,
+    torch_dtype,
+)
+from lowmem_patch.cli.runtime import (
+    DONE,
+    FAILED,
+    NOTHING_TO_DO,
+    command,
+    print_json,
+    quiet_libraries,
+)
+from lowmem_patch.errors import CheckpointError, ConfigError
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    help="Fine-tune transformers and timm models with less activation memory.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="Exit codes: 0 done, 1 verification failed, 2 bad input, 3 nothing to do.",
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"lowmem-patch {lowmem_patch.__version__}")
+        raise typer.Exit(DONE)
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version."),
+    ] = False,
+) -> None:
+    """Fine-tune transformers and timm models with less activation memory."""
+
+
+@app.command()
+def convert(
+    model: ModelArgument,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.")],
+    revision: RevisionOption = None,
+    dtype: Annotated[
+        StoredDtype, typer.Option("--dtype", help="auto keeps each tensor's.")
+    ] = StoredDtype.auto,
+    max_shard_size: Annotated[str, typer.Option("--max-shard-size", help="Such as 5GB.")] = "5GB",
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace a checkpoint at OUT.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what would be folded; write nothing.")
+    ] = False,
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check/--no-check", help="Compare OUT with MODEL before it is put in place."
+        ),
+    ] = True,
+    trust_remote_code: TrustOption = False,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Fold the norms of MODEL into its Linears; OUT is a stock checkpoint of the same function.
+
+    Exits with 3 and writes nothing when no norm can be folded into a stock checkpoint.
+    """
+    with command(debug):
+        from lowmem_patch import checkpoint, report
+
+        with quiet_libraries(), report.progress_bar(quiet=as_json) as progress:
+            _refuse_overlap(model, out, overwrite)
+            source = checkpoint.resolve(
+                model, revision=revision, trust_remote_code=trust_remote_code, weights=not dry_run
+            )
+            result = checkpoint.convert(
+                source, out, dtype=torch_dtype(dtype), max_shard_size=max_shard_size,
+                overwrite=overwrite, dry_run=dry_run, check=check, progress=progress,
+            )  # fmt: skip
+        if as_json:
+            print_json(result.to_dict())
+        else:
+            report.print_conversion(result)
+        raise typer.Exit(DONE if result.folded else NOTHING_TO_DO)
+
+
+def _refuse_overlap(model: str, out: Path, overwrite: bool) -> None:
+    """Before a download of gigabytes, not after it."""
+    from lowmem_patch.checkpoint.stage import check_output
+
+    folder = Path(model).expanduser()
+    check_output(out.expanduser(), folder if folder.is_dir() else None, overwrite=overwrite)
+
+
+@app.command()
+def verify(
+    original: Annotated[
+        str, typer.Argument(metavar="ORIGINAL", help="A folder, hub id or timm name.")
+    ],
+    converted: Annotated[
+        str | None, typer.Argument(metavar="[CONVERTED]", help="Compare with this checkpoint.")
+    ] = None,
+    preset: PresetOption = "auto",
+    dtype: Annotated[list[Dtype] | None, typer.Option("--dtype", help="May be repeated.")] = None,
+    autocast: Annotated[
+        bool, typer.Option("--autocast/--no-autocast", help="Also under bfloat16 autocast.")
+    ] = True,
+    batch_size: BatchOption = 2,
+    seq_len: LengthOption = None,
+    revision: RevisionOption = None,
+    trust_remote_code: TrustOption = False,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Prove CONVERTED against ORIGINAL, or ORIGINAL patched with --preset against itself.
+
+    Outputs may be off from float64 by at most 2 times the unpatched model's own error in the same
+    dtype, gradients by 3 times. Exits with 1 if not.
+    """
+    with command(debug):
+        import torch
+
+        from lowmem_patch import checkpoint, report
+        from lowmem_patch.patching.config import load_config
+        from lowmem_patch.patching.inputs import make_example_inputs
+        from lowmem_patch.verify import verify_checkpoints, verify_model
+
+        config = load_config(preset)
+        chosen = (
+            [torch.float32, torch.bfloat16]
+            if not dtype
+            else [d for d in map(torch_dtype, dtype) if d]
+        )
+        settings: dict[str, Any] = {
+            "dtypes": chosen,
+            "autocast": torch.bfloat16 if autocast else None,
+        }
+        with quiet_libraries(), report.progress_bar(quiet=as_json) as progress:
+            source = checkpoint.resolve(
+                original, revision=revision, trust_remote_code=trust_remote_code
+            )
+            model = checkpoint.load_model(source)
+            torch.manual_seed(0)
+            settings["example_inputs"] = make_example_inputs(
+                model, batch_size=batch_size, sequence_length=seq_len
+            )
+            if converted is None:
+                result = verify_model(model, config, progress=progress, **settings)
+            else:
+                other = checkpoint.resolve(converted, trust_remote_code=trust_remote_code)
+                steps = checkpoint.read_fold_steps(other.folder) if other.folder is not None else ()
+                loaded = checkpoint.load_model(other)
+                result = verify_checkpoints(model, loaded, steps, progress=progress, **settings)
+        if as_json:
+            print_json(result.to_dict())
+        else:
+            report.print_verification(result)
+        if converted is None and not result.patched_sites:
+            raise typer.Exit(NOTHING_TO_DO)
+        raise typer.Exit(DONE if result.passed else FAILED)
+
+
+@app.command()
+def inspect(
+    model: ModelArgument,
+    preset: PresetOption = "auto",
+    train: Annotated[
+        str, typer.Option("--train", help="What trains: full, lora, or lora:q_proj,v_proj.")
+    ] = "full",
+    lora_rank: Annotated[int, typer.Option("--lora-rank", min=1, help="Rank of the adapters.")] = 8,
+    batch_size: BatchOption = 2,
+    seq_len: LengthOption = None,
+    dtype: Annotated[
+        StoredDtype, typer.Option("--dtype", help="Of the parameters; auto: the config's.")
+    ] = (StoredDtype.auto),
+    autocast: Annotated[
+        bool, typer.Option("--autocast", help="Plan for bfloat16 autocast.")
+    ] = False,
+    revision: RevisionOption = None,
+    trust_remote_code: TrustOption = False,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Show what a patch would do to MODEL and what it would save; no weights are read or downloaded."""
+    with command(debug):
+        import torch
+
+        from lowmem_patch import checkpoint, plan_patch, report
+        from lowmem_patch.patching.config import load_config
+        from lowmem_patch.patching.inputs import make_example_inputs
+
+        config = load_config(preset)
+        adapters = _adapters(train)
+        with quiet_libraries():
+            source = checkpoint.resolve(
+                model, revision=revision, trust_remote_code=trust_remote_code, weights=False
+            )
+            if source.quantised:
+                raise CheckpointError(
+                    f"{model} is quantised: inspect the full-precision checkpoint instead"
+                )
+            built = checkpoint.build_meta_model(source, torch_dtype(dtype))
+            if adapters is not None:
+                built = checkpoint.add_lora(built, adapters, rank=lora_rank)
+            built.train()
+            inputs = make_example_inputs(built, batch_size=batch_size, sequence_length=seq_len)
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+                plan = plan_patch(built, config, example_inputs=inputs)
+        if as_json:
+            print_json({"model": model, "train": train, **plan.to_dict()})
+        else:
+            report.print_plan(
+                plan, f"{model}: {plan.model}, preset {config.name}, train {train}, {plan.inputs}"
+            )
+        raise typer.Exit(DONE if plan.patched else NOTHING_TO_DO)
+
+
+def _adapters(train: str) -> list[str] | None:
+    """None for full fine-tuning, the target modules (all when empty) for LoRA."""
+    kind, _, targets = train.partition(":")
+    if train == "full":
+        return None
+    if kind != "lora" or train == "lora:":
+        raise ConfigError(f"--train {train!r} is none of full, lora, lora:NAME,NAME")
+    return [name.strip() for name in targets.split(",") if name.strip()]
+
+
+@app.command()
+def demo(as_json: JsonOption = False, debug: DebugOption = False) -> None:
+    """Inspect, convert, verify and fine-tune the two bundled trained models; works offline."""
+    with command(debug):
+        from lowmem_patch import demo as demonstration
+        from lowmem_patch.cli.demo import run_demo_task
+
+        results: dict[str, Any] = {}
+        passed = True
+        with tempfile.TemporaryDirectory(prefix="lowmem-patch-demo-") as folder:
+            for task in demonstration.demo_tasks():
+                results[task.name], good = run_demo_task(task, Path(folder) / task.name, as_json)
+                passed = passed and good
+        if as_json:
+            print_json(results)
+        raise typer.Exit(DONE if passed else FAILED)
+
+
+@app.command()
+def env(as_json: JsonOption = False) -> None:
+    """Print versions, for a bug report."""
+    import torch
+
+    packages = (
+        "torch",
+        "triton",
+        "transformers",
+        "timm",
+        "peft",
+        "safetensors",
+        "huggingface_hub",
+        "typer",
+        "rich",
+    )
+    data = {"lowmem-patch": lowmem_patch.__version__, "python": platform.python_version()}
+    for name in packages:
+        try:
+            data[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            data[name] = "not installed"
+    data["platform"] = platform.platform()
+    data["gpu"] = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+    data["cuda"] = str(torch.version.cuda or "none")
+    if as_json:
+        print_json(data)
+    else:
+        for key, value in data.items():
+            typer.echo(f"{key}: {value}")

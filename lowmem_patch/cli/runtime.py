@@ -1,0 +1,89 @@
+"""What surrounds every command: errors, signals, the libraries' chatter, JSON."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import sys
+import threading
+import warnings
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+import typer  # noqa: TID251 - the command line is what typer is for
+
+from lowmem_patch.errors import LowmemPatchError
+
+__all__ = [
+    "BAD_INPUT",
+    "DONE",
+    "FAILED",
+    "NOTHING_TO_DO",
+    "command",
+    "print_json",
+    "quiet_libraries",
+]
+
+DONE, FAILED, BAD_INPUT, NOTHING_TO_DO = 0, 1, 2, 3
+
+
+@contextlib.contextmanager
+def command(debug: bool) -> Iterator[None]:
+    """Turn errors into one line and an exit code, and a termination signal into an orderly end."""
+    from lowmem_patch import report
+
+    try:
+        with _terminable():
+            yield
+    except KeyboardInterrupt:
+        report.print_error("interrupted; nothing was left behind")
+        raise typer.Exit(130) from None
+    except LowmemPatchError as error:
+        if debug:
+            raise
+        from lowmem_patch.checkpoint import SelfCheckError
+
+        report.print_error(str(error))
+        raise typer.Exit(FAILED if isinstance(error, SelfCheckError) else BAD_INPUT) from None
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    """SIGTERM unwinds the stack like Ctrl-C, so that what is half written is removed."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may set handlers
+        return
+
+    def stop(number: int, _frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextlib.contextmanager
+def quiet_libraries() -> Iterator[None]:
+    """Whatever transformers, timm and the hub print while they work goes to standard error."""
+    import transformers
+    from huggingface_hub.utils.tqdm import disable_progress_bars
+
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    if not sys.stderr.isatty():
+        disable_progress_bars()
+    with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
+        # what libraries tell each other about their next versions is no news for a user
+        warnings.simplefilter("ignore", FutureWarning)
+        warnings.simplefilter("ignore", DeprecationWarning)
+        yield
+
+
+def print_json(data: Any) -> None:
+    """One JSON object on standard output."""
+    # a path or dtype in a record is best shown as its text
+    typer.echo(json.dumps(data, indent=2, default=str))

@@ -1,0 +1,157 @@
+"""The public calls: a model against itself patched, a checkpoint against its conversion."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowmem_patch.checkpoint.compare import cast_parameters
+from lowmem_patch.errors import PatchError
+from lowmem_patch.patching.api import patch_model, patch_report, unpatch_model
+from lowmem_patch.patching.config import PatchConfig, load_config
+from lowmem_patch.patching.inputs import as_example_inputs, make_example_inputs
+from lowmem_patch.patching.sites import FoldStep
+from lowmem_patch.verify.judge import Judge
+from lowmem_patch.verify.result import VerifyResult
+
+__all__ = ["Progress", "verify_checkpoints", "verify_model"]
+
+Progress = Callable[[str, int, int], None]
+
+
+def _modes(
+    dtypes: Sequence[torch.dtype], autocast: torch.dtype | None
+) -> list[tuple[str, torch.dtype, Any]]:
+    modes: list[tuple[str, torch.dtype, Any]] = [
+        (str(d).removeprefix("torch."), d, None) for d in dtypes
+    ]
+    if autocast is not None:
+        modes.append((f"autocast {str(autocast).removeprefix('torch.')}", torch.float32, autocast))
+    return modes
+
+
+def verify_model(
+    model: nn.Module,
+    config: str | PatchConfig = "auto",
+    *,
+    example_inputs: Any = None,
+    dtypes: Sequence[torch.dtype] = (torch.float32, torch.bfloat16),
+    autocast: torch.dtype | None = torch.bfloat16,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> VerifyResult:
+    """Compare a model with itself patched; the model is copied, never changed.
+
+    Dropout is off (eval mode), gradients are on. Where the preset uses approximate derivatives, the
+    norms and everything else are proven on a second copy whose activations are exact, and the
+    approximate gradients are reported by their error and cosine.
+
+    Args:
+        example_inputs: a tensor, a tuple or a dict of keyword arguments; made from the model's config
+            when None.
+        dtypes: each is tried with parameters and inputs in it.
+        autocast: also tried, with float32 parameters; None leaves it out.
+        progress: called with what is done, and how many of how many steps are.
+
+    Raises:
+        ConfigError: no such preset.
+        TraceError: no inputs could be made, or the model did not run on them.
+    """
+    chosen = load_config(config)
+    exact = dataclasses.replace(
+        chosen, activations="recompute", name=f"{chosen.name}, exact activations"
+    )
+    inputs = (
+        as_example_inputs(example_inputs)
+        if example_inputs is not None
+        else make_example_inputs(model)
+    )
+    original = unpatch_model(copy.deepcopy(model)) if _is_patched(model) else model
+    modes = _modes(dtypes, autocast)
+    _tell(progress, "truth in float64", 0, len(modes))
+    judge = Judge(original, inputs, seed)
+    runs, approximate, patched = [], dict[str, None](), 0
+    for index, (label, dtype, low) in enumerate(modes):
+        _tell(progress, label, index, len(modes))
+
+        def candidate(other: PatchConfig | None, dtype: torch.dtype = dtype) -> Any:
+            nonlocal patched
+            copied = judge.copy_in(dtype)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # nothing to patch is said in the result
+                copied = patch_model(copied, other or chosen, example_inputs=judge.inputs_in(dtype))
+            report = patch_report(copied)
+            patched = max(patched, len(report.patched))
+            names = [site.name for site in report.approximate]
+            approximate.update(dict.fromkeys(names))
+            return copied, report.fold_steps, names
+
+        runs.append(judge.judge(label, dtype, low, candidate, exact))
+    _tell(progress, "done", len(modes), len(modes))
+    if not patched:
+        judge.notes.append("nothing was patched: plan_patch says why for each site")
+    return VerifyResult(
+        type(model).__name__, f"patched with preset {chosen.name}", str(inputs), tuple(runs), patched,
+        tuple(approximate), tuple(judge.notes),
+    )  # fmt: skip
+
+
+def verify_checkpoints(
+    original: nn.Module,
+    converted: nn.Module,
+    fold_steps: Sequence[FoldStep] = (),
+    *,
+    example_inputs: Any = None,
+    dtypes: Sequence[torch.dtype] = (torch.float32, torch.bfloat16),
+    autocast: torch.dtype | None = torch.bfloat16,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> VerifyResult:
+    """Compare two models that should compute the same function, such as a checkpoint and its conversion.
+
+    Args:
+        fold_steps: what was folded on the way; gradients are mapped back through it.
+
+    Raises:
+        TraceError: no inputs could be made, or the models return different outputs.
+    """
+    inputs = (
+        as_example_inputs(example_inputs)
+        if example_inputs is not None
+        else make_example_inputs(original)
+    )
+    modes = _modes(dtypes, autocast)
+    _tell(progress, "truth in float64", 0, len(modes))
+    judge = Judge(original, inputs, seed)
+    runs = []
+    for index, (label, dtype, low) in enumerate(modes):
+        _tell(progress, label, index, len(modes))
+
+        def candidate(_: PatchConfig | None, dtype: torch.dtype = dtype) -> Any:
+            return cast_parameters(copy.deepcopy(converted), dtype).eval(), fold_steps, ()
+
+        runs.append(judge.judge(label, dtype, low, candidate, None))
+    _tell(progress, "done", len(modes), len(modes))
+    return VerifyResult(
+        type(original).__name__, f"converted checkpoint, {len(fold_steps)} norms folded", str(inputs),
+        tuple(runs), len(fold_steps), (), tuple(judge.notes),
+    )  # fmt: skip
+
+
+def _is_patched(model: nn.Module) -> bool:
+    try:
+        patch_report(model)
+    except PatchError:
+        return False
+    return True
+
+
+def _tell(progress: Progress | None, what: str, done: int, total: int) -> None:
+    if progress is not None:
+        progress(what, done, total)

@@ -1,0 +1,93 @@
+"""The verdict: plain data."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from lowmem_patch.checkpoint.compare import TensorCheck
+
+__all__ = ["RunResult", "VerifyResult", "worst_check"]
+
+
+@dataclasses.dataclass(frozen=True)
+class RunResult:
+    """One dtype.
+
+    Attributes:
+        dtype: ``float32``, ``bfloat16``, ..., or ``autocast bfloat16`` (parameters in float32).
+        outputs: every output tensor.
+        gradients: every trainable parameter, with exact derivatives: pass or fail.
+        approximate: the same with the approximate derivatives of the preset; these pass when they are
+            finite and point the right way. Empty when the preset uses none.
+        saved_before: activation bytes that autograd holds in the unpatched model, ``saved_after`` in
+            the candidate; ``weight_copies_*`` are low-precision copies of weights, reported apart.
+    """
+
+    dtype: str
+    outputs: tuple[TensorCheck, ...]
+    gradients: tuple[TensorCheck, ...]
+    approximate: tuple[TensorCheck, ...]
+    saved_before: int
+    saved_after: int
+    weight_copies_before: int
+    weight_copies_after: int
+
+    @property
+    def passed(self) -> bool:
+        return all(check.passed for check in (*self.outputs, *self.gradients, *self.approximate))
+
+
+@dataclasses.dataclass(frozen=True)
+class VerifyResult:
+    """The verdict and what it rests on; plain data, ``str()`` is a readable table."""
+
+    model: str
+    candidate: str
+    inputs: str
+    runs: tuple[RunResult, ...]
+    patched_sites: int
+    approximate_sites: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def passed(self) -> bool:
+        return bool(self.runs) and all(run.passed for run in self.runs)
+
+    def to_dict(self) -> dict[str, Any]:
+        data = dataclasses.asdict(self)
+        data["passed"] = self.passed
+        for run, result in zip(data["runs"], self.runs, strict=True):
+            run["passed"] = result.passed
+        return data
+
+    def __str__(self) -> str:
+        lines = [f"{self.model}: {self.candidate}, on {self.inputs}"]
+        for run in self.runs:
+            kinds = (
+                ("outputs", run.outputs),
+                ("gradients", run.gradients),
+                ("approximate", run.approximate),
+            )
+            for kind, checks in kinds:
+                worst = worst_check(checks)
+                if worst is not None:
+                    lines.append(
+                        f"{run.dtype:18} {kind:11} error {worst.error:.2e} "
+                        f"(unpatched {worst.unpatched_error:.2e}, limit {worst.limit:.2e}, "
+                        f"cosine {worst.cosine:.6f}) {worst.name}"
+                    )
+            lines.append(f"{run.dtype:18} saved bytes {run.saved_before:,} -> {run.saved_after:,}")
+        lines.extend(self.notes)
+        lines.append("passed" if self.passed else "FAILED")
+        return "\n".join(lines)
+
+
+def worst_check(checks: Sequence[TensorCheck]) -> TensorCheck | None:
+    """The check nearest to its limit, or farthest beyond; a failed one first."""
+
+    def badness(check: TensorCheck) -> tuple[bool, float]:
+        return not check.passed, check.error / (check.limit if check.limit < float("inf") else 1.0)
+
+    return max(checks, key=badness, default=None)
