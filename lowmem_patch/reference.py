@@ -189,6 +189,11 @@ def norm_backward(
     dtype = rstd.dtype
     size = dy.shape[-1]
     wide_dy = dy.to(dtype)
+    dx = d_weight = d_bias = None
+    if needs_bias and bias is not None:
+        d_bias = wide_dy.reshape(-1, size).sum(0).to(bias.dtype)
+    if not (needs_input or needs_weight):
+        return dx, d_weight, d_bias
     g, z = wide_dy, y.to(dtype)
     if bias is not None:
         z = z - bias.to(dtype)
@@ -196,16 +201,13 @@ def norm_backward(
         gamma = weight.to(dtype) + weight_offset
         z = torch.where(gamma == 0, 0.0, z / gamma)
         g = g * gamma
-    dx = d_weight = d_bias = None
     if needs_input:
         dx = g - z * (g * z).mean(-1, keepdim=True)
         if centered:
             dx = dx - g.mean(-1, keepdim=True)
         dx = (dx * rstd.unsqueeze(-1)).to(input_dtype).contiguous()
     if needs_weight and weight is not None:
-        d_weight = (wide_dy * z).view(-1, size).sum(0).to(weight.dtype)
-    if needs_bias and bias is not None:
-        d_bias = wide_dy.reshape(-1, size).sum(0).to(bias.dtype)
+        d_weight = (wide_dy * z).reshape(-1, size).sum(0).to(weight.dtype)
     return dx, d_weight, d_bias
 
 

@@ -7,7 +7,7 @@ modules, no choice of implementation. Importing this package imports Triton.
 from __future__ import annotations
 
 from lowmem_patch.kernels.norm import norm_forward
-from lowmem_patch.kernels.norm_backward import norm_backward
+from lowmem_patch.kernels.norm_gradient import norm_backward
 from lowmem_patch.kernels.pointwise import activate, activate_backward, glu_backward, glu_forward
 from lowmem_patch.kernels.step_codes import codes_backward, codes_forward
 

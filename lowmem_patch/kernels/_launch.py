@@ -39,10 +39,14 @@ class NormSettings(NamedTuple):
 
 
 def norm_settings(columns: int, limit: int) -> NormSettings:
-    """Tile of a norm kernel: several short rows, or one long row, about 16 elements a thread."""
+    """Tile of a norm kernel: several short rows, or one long row.
+
+    16 elements a thread forward, 8 backward, which holds several numbers for each.
+    """
     block_columns = min(triton.next_power_of_2(columns), WIDE_BLOCK if columns > limit else limit)
     block_rows = max(1, min(16, 2048 // block_columns))
-    num_warps = max(1, min(16, block_rows * block_columns // 512))
+    per_warp = 32 * (16 if limit == FORWARD_COLUMNS else 8)
+    num_warps = max(1, min(16, block_rows * block_columns // per_warp))
     return NormSettings(block_rows, block_columns, num_warps)
 
 
@@ -55,7 +59,7 @@ def _multiprocessors(device: torch.device) -> int:
 
 def persistent_programs(device: torch.device, tiles: int, elements: int) -> int:
     """Programs that loop over tiles of ``elements`` and fill the device about once."""
-    per_multiprocessor = max(1, min(8, 8192 // elements))
+    per_multiprocessor = max(1, min(8, 4096 // elements))
     return min(tiles, _multiprocessors(device) * per_multiprocessor)
 
 

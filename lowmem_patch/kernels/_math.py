@@ -28,11 +28,11 @@ QUICK_GELU_SCALE = tl.constexpr(constants.QUICK_GELU_SCALE)
 TANH_SCALE = tl.constexpr(constants.TANH_SCALE)
 TANH_CUBIC = tl.constexpr(constants.TANH_CUBIC)
 
-# logit(Phi(x)) / x as a polynomial in x^2, minimax on |x| < 5 (relative error of Phi: 1.1e-3)
-LOGIT_0 = tl.constexpr(1.59227416)
-LOGIT_1 = tl.constexpr(7.59248456e-2)
-LOGIT_2 = tl.constexpr(-9.94255426e-4)
-LOGIT_3 = tl.constexpr(9.20251045e-6)
+# log2(Phi(x) / Phi(-x)) / x as a polynomial in x^2, minimax on |x| < 5 (relative error of Phi: 1.1e-3)
+LOGIT_0 = tl.constexpr(1.59227416 * 1.4426950408889634)
+LOGIT_1 = tl.constexpr(7.59248456e-2 * 1.4426950408889634)
+LOGIT_2 = tl.constexpr(-9.94255426e-4 * 1.4426950408889634)
+LOGIT_3 = tl.constexpr(9.20251045e-6 * 1.4426950408889634)
 
 # Abramowitz and Stegun 7.1.26, erfc(z) for z >= 0, absolute error 1.5e-7
 ERFC_P = tl.constexpr(0.3275911)
@@ -41,6 +41,32 @@ ERFC_2 = tl.constexpr(-0.284496736)
 ERFC_3 = tl.constexpr(1.421413741)
 ERFC_4 = tl.constexpr(-1.453152027)
 ERFC_5 = tl.constexpr(1.061405429)
+
+
+# Without PRECISE the hardware's approximations serve, flushing denormals: the guarded forms that
+# Triton emits take more instructions than the memory traffic leaves time for. Its interpreter runs no
+# assembly.
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+
+
+@triton.jit
+def _exp2_fast(x):
+    if INTERPRETED:
+        return tl.exp2(x)
+    else:
+        return tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def _reciprocal_fast(x):
+    if INTERPRETED:
+        return 1.0 / x
+    else:
+        return tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
 
 
 @triton.jit
@@ -52,19 +78,31 @@ def _exp(x, PRECISE: tl.constexpr):
         rest = (x - n * LN2_HIGH) - n * LN2_LOW
         return tl.exp2(rest * LOG2_E) * tl.exp2(n)
     else:
-        return tl.exp2(tl.minimum(x * LOG2_E, 126.0))
+        return _exp2_fast(tl.minimum(x * LOG2_E, 126.0))
+
+
+@triton.jit
+def _reciprocal(x, PRECISE: tl.constexpr):
+    if PRECISE:
+        return 1.0 / x
+    else:
+        return _reciprocal_fast(x)
 
 
 @triton.jit
 def _sigmoid(x, PRECISE: tl.constexpr):
-    return 1.0 / (1.0 + _exp(-x, PRECISE))
+    if PRECISE:
+        return 1.0 / (1.0 + _exp(-x, PRECISE))
+    else:
+        # an infinite exponential gives 0 here, so it needs no bound
+        return _reciprocal_fast(1.0 + _exp2_fast(-x * LOG2_E))
 
 
 @triton.jit
 def _sigmoid_pair(x, PRECISE: tl.constexpr):
     """s and 1 - s, the latter without cancellation."""
     e = _exp(-x, PRECISE)
-    s = 1.0 / (1.0 + e)
+    s = _reciprocal(1.0 + e, PRECISE)
     return s, e * s
 
 
@@ -75,12 +113,12 @@ def _normal_cdf(x, PRECISE: tl.constexpr, COARSE: tl.constexpr):
     elif COARSE:
         square = x * x
         logit = x * (((square * LOGIT_3 + LOGIT_2) * square + LOGIT_1) * square + LOGIT_0)
-        return _sigmoid(logit, PRECISE)
+        return _reciprocal_fast(1.0 + _exp2_fast(-logit))
     else:
         z = tl.abs(x) * RSQRT_2
-        t = 1.0 / (1.0 + z * ERFC_P)
+        t = _reciprocal_fast(1.0 + z * ERFC_P)
         series = ((((t * ERFC_5 + ERFC_4) * t + ERFC_3) * t + ERFC_2) * t + ERFC_1) * t
-        tail = 0.5 * series * tl.exp2(-(z * z) * LOG2_E)
+        tail = 0.5 * series * _exp2_fast(-(z * z) * LOG2_E)
         return tl.where(x < 0, tail, 1.0 - tail)
 
 

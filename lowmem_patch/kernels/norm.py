@@ -1,7 +1,7 @@
 """LayerNorm and RMSNorm forward: one pass over rows that fit registers, three over longer ones.
 
 z = (x - mean) rstd, y = z (weight + offset) + bias; RMSNorm subtracts no mean. Saved: y and rstd, see
-`lowmem_patch.kernels.norm_backward`.
+`lowmem_patch.kernels.norm_gradient`.
 """
 
 # triton ships no types

@@ -55,9 +55,10 @@ def _codes_forward_kernel(
     x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
     y = _math.activate(x, KIND, PRECISE, COARSE)
     tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask=mask)
-    code = (x > C1).to(tl.int32) + (x > C2).to(tl.int32) + (x > C3).to(tl.int32)
-    code = tl.where(mask, code, 0)
-    packed = tl.sum(code << (2 * position)[None, :], axis=1)
+    # each threshold below x adds one at the element's place in the word
+    unit = tl.where(mask, (1 << (2 * position))[None, :], 0)
+    code = tl.where(x > C1, unit, 0) + tl.where(x > C2, unit, 0) + tl.where(x > C3, unit, 0)
+    packed = tl.sum(code, axis=1)
     tl.store(codes_ptr + word, packed.to(tl.int16), mask=word < words)
 
 

@@ -1,0 +1,124 @@
+"""activation and glu: exact, keeping nothing but their inputs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from lowmem_patch import reference
+from lowmem_patch.constants import ACTIVATION_KINDS
+from lowmem_patch.functional import activation, glu
+from tests.ops.conftest import INTERPRETED, Backend
+from tests.ops.helpers import assert_within_budget, saved_storages, storage_of
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+SHAPES = [(1,), (3, 5, 37), (4, 1, 1030), (0, 16)]
+
+
+def gradients(y: Tensor, inputs: tuple[Tensor, ...], dy: Tensor) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(y, inputs, dy.to(y.dtype))
+
+
+@pytest.mark.parametrize("kind", ACTIVATION_KINDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_activation(
+    backend: Backend, kind: str, dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    x = (3 * torch.randn(shape)).to(backend.device, dtype).requires_grad_()
+    dy = torch.randn(shape).to(backend.device, dtype)
+    wide = x.detach().double().requires_grad_()
+    ours = activation(x, kind, implementation=backend.implementation)
+    theirs = reference.activate(x, kind)
+    exact = reference.activate(wide, kind)
+    assert_within_budget(ours, theirs, exact)
+    (d_ours,) = gradients(ours, (x,), dy)
+    (d_theirs,) = gradients(theirs, (x,), dy)
+    (d_exact,) = gradients(exact, (wide,), dy)
+    assert_within_budget(d_ours, d_theirs, d_exact)
+
+
+@pytest.mark.parametrize("kind", ACTIVATION_KINDS)
+def test_activation_saves_its_input_alone(backend: Backend, kind: str) -> None:
+    x = torch.randn(4, 9, device=backend.device, requires_grad=True)
+    for implementation in ("auto", backend.implementation):
+        _, saved = saved_storages(lambda i=implementation: activation(x, kind, implementation=i))
+        assert set(saved) == {storage_of(x)}
+
+
+@pytest.mark.parametrize("kind", ACTIVATION_KINDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("packed", [False, True], ids=["separate", "packed"])
+def test_glu(
+    backend: Backend, kind: str, dtype: torch.dtype, shape: tuple[int, ...], packed: bool
+) -> None:
+    both = (2 * torch.randn(*shape[:-1], 2 * shape[-1])).to(backend.device, dtype)
+    gate, up = both.chunk(2, -1)
+    if not packed:
+        gate, up = gate.contiguous(), up.contiguous()
+    gate, up = gate.requires_grad_(), up.requires_grad_()
+    dy = torch.randn(shape).to(backend.device, dtype)
+    wide = (gate.detach().double().requires_grad_(), up.detach().double().requires_grad_())
+    ours = glu(gate, up, kind, implementation=backend.implementation)
+    theirs = reference.activate(gate, kind) * up
+    exact = reference.activate(wide[0], kind) * wide[1]
+    assert ours.is_contiguous()
+    assert_within_budget(ours, theirs, exact)
+    found = gradients(ours, (gate, up), dy)
+    expected = gradients(theirs, (gate, up), dy)
+    for d_ours, d_theirs, d_exact in zip(found, expected, gradients(exact, wide, dy), strict=True):
+        assert_within_budget(d_ours, d_theirs, d_exact)
+
+
+def test_glu_saves_the_given_views(backend: Backend) -> None:
+    packed = torch.randn(3, 2, 512, device=backend.device, requires_grad=True)
+    gate, up = packed.chunk(2, -1)
+    y, saved = saved_storages(lambda: glu(gate, up, "silu", implementation=backend.implementation))
+    assert set(saved) == {storage_of(packed)}
+    y.sum().backward()
+    assert bool(packed.grad.isfinite().all())
+
+
+def test_glu_reads_any_strides(backend: Backend) -> None:
+    gate = torch.randn(3, 130, 4, device=backend.device).transpose(1, 2).requires_grad_()
+    up = torch.randn(1, 4, 130, device=backend.device).expand(3, 4, 130)
+    y = glu(gate, up, "gelu", implementation=backend.implementation)
+    exact = reference.activate(gate.double(), "gelu") * up.double()
+    assert_within_budget(y, exact.float(), exact)
+    dy = torch.randn(4, 3, 130, device=backend.device).transpose(0, 1)
+    (ours,) = torch.autograd.grad(y, gate, dy)
+    (d_exact,) = torch.autograd.grad(exact, gate, dy.double())
+    assert_within_budget(ours, d_exact, d_exact.double())
+
+
+def test_glu_promotes_as_the_product_would(backend: Backend) -> None:
+    gate = torch.randn(4, 16, device=backend.device, requires_grad=True)
+    up = torch.randn(4, 16, device=backend.device).bfloat16().requires_grad_()
+    y = glu(gate, up, "silu", implementation=backend.implementation)
+    assert y.dtype == torch.float32
+    d_gate, d_up = gradients(y, (gate, up), torch.ones_like(y))
+    assert (d_gate.dtype, d_up.dtype) == (torch.float32, torch.bfloat16)
+    with torch.autocast(backend.device, dtype=torch.bfloat16):
+        assert glu(gate, up, "silu", implementation=backend.implementation).dtype == torch.float32
+
+
+def test_glu_with_one_frozen_side(backend: Backend) -> None:
+    gate, up = torch.randn(2, 8, device=backend.device).unbind()
+    up.requires_grad_()
+    glu(gate, up, "silu", implementation=backend.implementation).sum().backward()
+    exact = torch.nn.functional.silu(gate.double())
+    assert_within_budget(up.grad, exact.float(), exact)
+    assert gate.grad is None
+
+
+@pytest.mark.skipif(INTERPRETED, reason="checks arguments, not kernels")
+def test_errors_name_the_shapes() -> None:
+    x = torch.randn(2, 4)
+    with pytest.raises(ValueError, match=r"\(2, 4\) and \(2, 3\)"):
+        glu(x, x[:, :3], "silu")
+    with pytest.raises(ValueError, match="kind must be one of"):
+        glu(x, x, "relu")
+    with pytest.raises(TypeError, match=r"torch\.int64"):
+        activation(torch.arange(3), "silu")

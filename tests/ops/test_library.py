@@ -1,0 +1,229 @@
+"""The ops as torch.library operators: fake, compile, autograd's edges, the choice of implementation."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from lowmem_patch.errors import DoubleBackwardError
+from lowmem_patch.functional import (
+    _implementation,
+    activation,
+    activation_linear,
+    codes_activation,
+    glu,
+    ms_layer_norm,
+    ms_rms_norm,
+    pack_bool,
+    unpack_bool,
+)
+from tests.ops.helpers import saved_storages
+
+ops = torch.ops.lowmem_patch
+R = "reference"
+
+
+def randn(*shape: int, grad: bool = True) -> Tensor:
+    return torch.randn(*shape, requires_grad=grad)
+
+
+def operator_samples() -> Iterator[tuple[str, tuple[Any, ...]]]:
+    yield "codes_activation", (randn(3, 7), "gelu", R)
+    yield "codes_activation", (randn(3, 7, grad=False), "gelu", R)
+    codes = torch.zeros(3, dtype=torch.int16)
+    yield "codes_activation_backward", (randn(3, 7, grad=False), codes, "silu", torch.float32, R)
+    yield "activation", (randn(4, 3).t(), "quick_gelu", R)
+    yield "activation_backward", (randn(3, 4, grad=False), randn(3, 4, grad=False), "gelu", R)
+    packed = torch.randn(4, 12)
+    yield "glu", (*(half.requires_grad_() for half in packed.chunk(2, -1)), "silu", R)
+    yield "glu_backward", (*torch.randn(3, 4, 6).unbind(), "silu", R)
+    yield "norm", (randn(4, 6), randn(6), randn(6), 1e-5, 0.0, True, torch.float32, R)
+    yield "norm", (randn(4, 6), None, None, 1e-5, 0.0, False, torch.bfloat16, R)
+    y, rstd, vector = torch.randn(4, 6), torch.rand(4), torch.randn(6)
+    flags = (0.0, True, torch.float32, True, True, True, R)
+    yield "norm_backward", (y, y.clone(), rstd, vector, vector.clone(), *flags)
+    hidden, source, weight = randn(2, 3, 6), torch.randn(2, 3, 6), randn(5, 6)
+    yield "activation_linear", (hidden, source, None, weight, randn(5), "gelu", torch.float32, R)
+    dtypes = (torch.float32, torch.float32, torch.float32)
+    dy, frozen = torch.randn(2, 3, 5), torch.randn(5, 6)
+    yield "activation_linear_backward", (dy, source, source * 2, frozen, "silu", *dtypes, R)
+    yield "pack_bool", (torch.rand(3, 5) > 0.5,)
+    yield "unpack_bool", (torch.zeros(2, dtype=torch.uint8), [3, 5])
+
+
+SAMPLES = list(operator_samples())
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # raised inside torch's own checks
+@pytest.mark.parametrize(
+    ("name", "arguments"), SAMPLES, ids=[f"{n}-{i}" for i, (n, _) in enumerate(SAMPLES)]
+)
+def test_opcheck(name: str, arguments: tuple[Any, ...]) -> None:
+    torch.library.opcheck(getattr(ops, name).default, arguments)
+
+
+def every_operator_is_sampled() -> set[str]:
+    names = torch._C._dispatch_get_all_op_names()
+    return {n.partition("::")[2] for n in names if n.startswith("lowmem_patch::")}
+
+
+def test_no_operator_is_left_out() -> None:
+    assert every_operator_is_sampled() == {name for name, _ in SAMPLES}
+
+
+def mlp(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return activation_linear(activation(x, "gelu"), (x,), weight, bias, "gelu")
+
+
+def gated_mlp(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    up = x * 2
+    return activation_linear(glu(x, up, "silu"), (x, up), weight, bias, "silu")
+
+
+FUNCTIONS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "codes": lambda x, weight, bias: codes_activation(x, "gelu"),
+    "quick_gelu": lambda x, weight, bias: activation(x, "quick_gelu"),
+    "glu": lambda x, weight, bias: glu(x, x * 2, "gelu_tanh"),
+    "layer_norm": lambda x, weight, bias: ms_layer_norm(x, 1e-5, weight[0], bias),
+    "rms_norm": lambda x, weight, bias: ms_rms_norm(x, 1e-5, weight[0], 1.0),
+    "mlp": mlp,
+    "gated_mlp": gated_mlp,
+}
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_compiled_equals_eager_and_saves_no_more(name: str, autocast: bool) -> None:
+    function = FUNCTIONS[name]
+    inputs = randn(3, 8), randn(8, 8), randn(8)
+
+    def run(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            return function(x, weight, bias)
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    eager, kept = saved_storages(lambda: run(*inputs))
+    y, compiled_kept = saved_storages(lambda: compiled(*inputs))
+    dy = torch.randn_like(eager)
+    assert torch.equal(y, eager)
+    assert sum(compiled_kept.values()) <= sum(kept.values())
+    for mine, true in zip(
+        torch.autograd.grad(y, inputs, dy, allow_unused=True),
+        torch.autograd.grad(eager, inputs, dy, allow_unused=True),
+        strict=True,
+    ):
+        assert (mine is None and true is None) or torch.equal(mine, true)
+
+
+def test_batch_sizes_share_one_dynamic_graph() -> None:
+    graphs = 0
+
+    def count(graph: torch.fx.GraphModule, _: Any) -> torch.fx.GraphModule:
+        nonlocal graphs
+        graphs += 1
+        return graph
+
+    compiled = torch.compile(FUNCTIONS["codes"], fullgraph=True, backend=count, dynamic=True)
+    for size in (3, 5, 9):
+        compiled(randn(size, 8), randn(8, 8), randn(8))
+    assert graphs == 1
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_second_derivatives_are_refused_by_name(name: str) -> None:
+    inputs = randn(3, 8), randn(8, 8), randn(8)
+    y = FUNCTIONS[name](*inputs)
+    (gradient,) = torch.autograd.grad(y.square().sum(), inputs[0], create_graph=True)
+    with pytest.raises(DoubleBackwardError, match="lowmem_patch::"):
+        gradient.sum().backward()
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_saved_sizes_are_exact_under_fake_tensors(name: str) -> None:
+    def run() -> int:
+        # sizes off the padding of the codes, and a batch larger than the weight's rows
+        inputs = randn(5, 9), randn(9, 9), randn(9)
+        _, storages = saved_storages_by_identity(lambda: FUNCTIONS[name](*inputs))
+        return storages
+
+    real = run()
+    with FakeTensorMode():
+        assert run() == real
+
+
+def saved_storages_by_identity(function: Callable[[], Any]) -> tuple[Any, int]:
+    """As saved_storages, for tensors without addresses."""
+    sizes: dict[int, int] = {}
+    alive = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        sizes[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+        alive.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = function()
+    return result, sum(sizes.values())
+
+
+def test_function_transforms_work_or_say_no() -> None:
+    x = randn(3, 8, grad=False)
+    plain = torch.nn.functional.gelu(x)
+    assert torch.equal(torch.vmap(lambda v: codes_activation(v, "gelu"))(x), plain)
+    _, tangent = torch.func.jvp(lambda v: codes_activation(v, "gelu"), (x,), (x,))
+    assert torch.equal(tangent, torch.func.jvp(torch.nn.functional.gelu, (x,), (x,))[1])
+    with pytest.raises(RuntimeError, match=r"does not compose with torch\.func"):
+        torch.func.grad(lambda v: codes_activation(v, "gelu").sum())(x)
+
+
+def test_implementation_is_met_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = randn(3)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(RuntimeError, match="on cpu; the kernels need CUDA"):
+        codes_activation(x, "gelu", implementation="triton")
+    with pytest.raises(ValueError, match="must be 'auto', 'triton' or 'reference'"):
+        codes_activation(x, "gelu", implementation="cuda")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with pytest.raises(RuntimeError, match=r"torch\.float64; the kernels take"):
+        codes_activation(x.double(), "gelu", implementation="triton")
+    assert _implementation.resolve("auto", x.double()) == "reference"
+
+
+def test_missing_triton_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(_implementation, "_TRITON_INSTALLED", False)
+    monkeypatch.setattr(_implementation, "_warned_without_triton", False)
+    with pytest.warns(RuntimeWarning, match="triton is not installed"):
+        assert _implementation.resolve("auto", randn(3)) == "reference"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert _implementation.resolve("auto", randn(3)) == "reference"
+    with pytest.raises(RuntimeError, match="triton is not installed"):
+        _implementation.resolve("triton", randn(3))
+
+
+def test_works_without_triton() -> None:
+    code = (
+        "import sys; sys.modules['triton'] = None\n"
+        "import torch\n"
+        "from lowmem_patch.functional import regelu2\n"
+        "x = torch.ones(3, requires_grad=True); regelu2(x).sum().backward()\n"
+        "assert 'lowmem_patch.kernels' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_flags_survive_compilation() -> None:
+    mask = torch.rand(3, 5) > 0.5
+    compiled = torch.compile(
+        lambda m: unpack_bool(pack_bool(m), m.shape), fullgraph=True, backend="aot_eager"
+    )
+    assert torch.equal(compiled(mask), mask)

@@ -1,0 +1,198 @@
+"""activation_linear: F.linear whose weight gradient recomputes its input."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lowmem_patch import reference
+from lowmem_patch.constants import ACTIVATION_KINDS
+from lowmem_patch.functional import activation, activation_linear, glu
+from tests.ops.conftest import INTERPRETED, Backend
+from tests.ops.helpers import assert_within_budget, saved_storages, storage_of
+
+FEATURES, OUT = 24, 10
+
+
+def make_sources(
+    gated: bool, device: str, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, ...]:
+    shape = (2, 3, FEATURES)
+    return tuple(
+        torch.randn(shape).to(device, dtype).requires_grad_() for _ in range(2 if gated else 1)
+    )
+
+
+def plain(sources: tuple[Tensor, ...], kind: str) -> Tensor:
+    hidden = reference.activate(sources[0], kind)
+    return hidden * sources[1] if len(sources) == 2 else hidden
+
+
+def ours(sources: tuple[Tensor, ...], kind: str, backend: Backend) -> Tensor:
+    if len(sources) == 2:
+        return glu(*sources, kind, implementation=backend.implementation)
+    return activation(sources[0], kind, implementation=backend.implementation)
+
+
+@pytest.mark.parametrize("kind", ACTIVATION_KINDS)
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gradients(
+    backend: Backend, kind: str, gated: bool, with_bias: bool, dtype: torch.dtype
+) -> None:
+    sources = make_sources(gated, backend.device, dtype)
+    weight = torch.randn(OUT, FEATURES).to(backend.device, dtype).requires_grad_()
+    bias = torch.randn(OUT).to(backend.device, dtype).requires_grad_() if with_bias else None
+    inputs = (*sources, weight, *((bias,) if bias is not None else ()))
+    dy = torch.randn(2, 3, OUT).to(backend.device, dtype)
+    y = activation_linear(
+        ours(sources, kind, backend),
+        sources,
+        weight,
+        bias,
+        kind,
+        implementation=backend.implementation,
+    )
+    theirs = F.linear(plain(sources, kind), weight, bias)
+    wide = tuple(t.detach().double().requires_grad_() for t in inputs)
+    count = len(sources)
+    wide_bias = wide[-1] if with_bias else None
+    exact = F.linear(plain(wide[:count], kind), wide[count], wide_bias)
+    # the rounding of hidden and of partial sums enters every output, at the scale of their terms
+    unit = torch.finfo(dtype).eps
+    terms = F.linear(plain(wide[:count], kind).abs(), wide[count].abs()).detach()
+    assert_within_budget(y, theirs, exact.detach(), unit * terms)
+    found = torch.autograd.grad(y, inputs, dy)
+    expected = torch.autograd.grad(theirs, inputs, dy)
+    d_exact = torch.autograd.grad(exact, wide, dy.double())
+    for mine, other, true in zip(found, expected, d_exact, strict=True):
+        assert_within_budget(mine, other, true, unit * true.abs().max())
+
+
+@pytest.mark.skipif(INTERPRETED, reason="bits of eager torch")
+@pytest.mark.parametrize("kind", ACTIVATION_KINDS)
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("shape", [(5, FEATURES), (2, 3, FEATURES), (FEATURES,)], ids=str)
+def test_float32_bits_are_those_of_linear(
+    kind: str, gated: bool, with_bias: bool, shape: tuple[int, ...]
+) -> None:
+    sources = tuple(torch.randn(shape) for _ in range(2 if gated else 1))
+    weight = torch.randn(OUT, FEATURES, requires_grad=True)
+    bias = torch.randn(OUT, requires_grad=True) if with_bias else None
+    hidden = plain(sources, kind).requires_grad_()
+    inputs = (hidden, weight) if bias is None else (hidden, weight, bias)
+    y = activation_linear(hidden, sources, weight, bias, kind)
+    exact = F.linear(hidden, weight, bias)
+    dy = torch.randn_like(y)
+    assert torch.equal(y, exact)
+    for mine, true in zip(
+        torch.autograd.grad(y, inputs, dy), torch.autograd.grad(exact, inputs, dy), strict=True
+    ):
+        assert torch.equal(mine, true)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_hidden_is_not_kept(backend: Backend, gated: bool) -> None:
+    sources = make_sources(gated, backend.device)
+    weight = torch.randn(OUT, FEATURES, device=backend.device, requires_grad=True)
+    _, saved = saved_storages(
+        lambda: activation_linear(
+            ours(sources, "gelu", backend),
+            sources,
+            weight,
+            None,
+            "gelu",
+            implementation=backend.implementation,
+        )
+    )
+    assert set(saved) == {storage_of(t) for t in (*sources, weight)}
+
+
+@pytest.mark.parametrize("needs", ["hidden", "weight", "bias"])
+def test_only_what_is_needed_is_saved_and_computed(backend: Backend, needs: str) -> None:
+    (source,) = (t.detach() for t in make_sources(False, backend.device))
+    tensors = {
+        "hidden": plain((source,), "silu"),
+        "weight": torch.randn(OUT, FEATURES, device=backend.device),
+        "bias": torch.randn(OUT, device=backend.device),
+    }
+    tensors[needs].requires_grad_()
+    y, saved = saved_storages(
+        lambda: activation_linear(
+            tensors["hidden"],
+            (source,),
+            tensors["weight"],
+            tensors["bias"],
+            "silu",
+            implementation=backend.implementation,
+        )
+    )
+    kept = {"hidden": [tensors["weight"]], "weight": [source], "bias": []}[needs]
+    assert set(saved) == {storage_of(t) for t in kept}
+    y.sum().backward()
+    assert [name for name, t in tensors.items() if t.grad is not None] == [needs]
+
+
+@pytest.mark.parametrize("explicit", [False, True], ids=["from_autocast", "explicit"])
+def test_autocast_keeps_no_low_precision_weight(backend: Backend, explicit: bool) -> None:
+    sources = make_sources(False, backend.device)
+    weight = torch.randn(OUT, FEATURES, device=backend.device, requires_grad=True)
+    bias = torch.randn(OUT, device=backend.device, requires_grad=True)
+    dtype = torch.bfloat16 if explicit else None
+
+    def run() -> Tensor:
+        with torch.autocast(backend.device, dtype=torch.bfloat16, enabled=not explicit):
+            hidden = ours(sources, "gelu", backend)
+            return activation_linear(
+                hidden, sources, weight, bias, "gelu", dtype, implementation=backend.implementation
+            )
+
+    y, saved = saved_storages(run)
+    assert y.dtype == torch.bfloat16
+    assert set(saved) == {storage_of(sources[0]), storage_of(weight)}
+    inputs = (sources[0], weight, bias)
+    dy = torch.randn_like(y)
+    with torch.autocast(backend.device, dtype=torch.bfloat16):
+        theirs = F.linear(plain(sources, "gelu"), weight, bias)
+    wide = tuple(t.detach().double().requires_grad_() for t in inputs)
+    exact = F.linear(plain(wide[:1], "gelu"), *wide[1:])
+    expected = torch.autograd.grad(theirs, inputs, dy)
+    for mine, other, true in zip(
+        torch.autograd.grad(y, inputs, dy),
+        expected,
+        torch.autograd.grad(exact, wide, dy.double()),
+        strict=True,
+    ):
+        unit = torch.finfo(torch.bfloat16).eps
+        assert_within_budget(mine, other, true, unit * true.abs().max())
+
+
+def test_without_gradients_nothing_is_saved(backend: Backend) -> None:
+    (source,) = make_sources(False, backend.device)
+    weight = torch.randn(OUT, FEATURES, device=backend.device)
+    with torch.no_grad():
+        hidden = plain((source,), "gelu")
+        y, saved = saved_storages(
+            lambda: activation_linear(
+                hidden, (source,), weight, None, "gelu", implementation=backend.implementation
+            )
+        )
+    assert not saved
+    assert torch.equal(y, F.linear(hidden, weight))
+
+
+@pytest.mark.skipif(INTERPRETED, reason="checks arguments, not kernels")
+def test_errors_name_the_shapes() -> None:
+    x, weight = torch.randn(2, 4), torch.randn(3, 4)
+    with pytest.raises(ValueError, match="one or two sources, got 3"):
+        activation_linear(x, (x, x, x), weight, None, "gelu")
+    with pytest.raises(ValueError, match=r"\(2, 4\), got \(2, 3\)"):
+        activation_linear(x, (x[:, :3],), weight, None, "gelu")
+    with pytest.raises(ValueError, match=r"\(4, 3\) for \(2, 4\)"):
+        activation_linear(x, (x,), weight.t(), None, "gelu")
+    with pytest.raises(TypeError, match="give compute_dtype"):
+        activation_linear(x, (x,), weight.bfloat16(), None, "gelu")

@@ -1,0 +1,35 @@
+"""pack_bool and unpack_bool."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lowmem_patch.functional import pack_bool, unpack_bool
+
+
+@given(st.lists(st.booleans(), max_size=70))
+def test_round_trip(flags: list[bool]) -> None:
+    mask = torch.tensor(flags, dtype=torch.bool)
+    packed = pack_bool(mask)
+    assert packed.dtype == torch.uint8
+    assert packed.numel() == (len(flags) + 7) // 8
+    assert torch.equal(unpack_bool(packed, mask.shape), mask)
+
+
+def test_first_flag_is_lowest_and_strides_are_read() -> None:
+    mask = torch.tensor([[True, False], [False, False], [True, True]])
+    assert pack_bool(mask).tolist() == [0b110001]
+    assert pack_bool(mask.t()).tolist() == [0b100101]
+    assert torch.equal(unpack_bool(pack_bool(mask.t()), (2, 3)), mask.t())
+
+
+def test_errors() -> None:
+    with pytest.raises(TypeError, match=r"torch\.uint8"):
+        pack_bool(torch.zeros(3, dtype=torch.uint8))
+    with pytest.raises(TypeError, match=r"torch\.bool"):
+        unpack_bool(torch.zeros(3, dtype=torch.bool), (3,))
+    with pytest.raises(ValueError, match="needs 2 bytes, got 1"):
+        unpack_bool(torch.zeros(1, dtype=torch.uint8), (9,))
