@@ -24,14 +24,20 @@ def function_name(func: Callable[..., Any]) -> str:
     return str(name)
 
 
-def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], index: int, name: str, default: Any) -> Any:
+def _argument(
+    args: tuple[Any, ...], kwargs: dict[str, Any], index: int, name: str, default: Any
+) -> Any:
     return kwargs[name] if name in kwargs else (args[index] if len(args) > index else default)
 
 
 def _sequence(args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> tuple[int, ...]:
-    """Trailing integers given either as varargs or as one sequence: ``permute(0, 1)``, ``permute((0, 1))``."""
+    """Trailing integers, given as varargs or as one sequence: ``permute(0, 1)``, ``permute((0, 1))``."""
     value = kwargs.get(name, args[1:])
-    if isinstance(value, tuple) and len(value) == 1 and isinstance(value[0], (tuple, list, torch.Size)):
+    if (
+        isinstance(value, tuple)
+        and len(value) == 1
+        and isinstance(value[0], (tuple, list, torch.Size))
+    ):
         value = value[0]
     return tuple(value) if isinstance(value, (tuple, list, torch.Size)) else (value,)
 
@@ -40,19 +46,35 @@ def _getitem(ndim: int, index: Any) -> bool:
     items = list(index) if isinstance(index, tuple) else [index]
     if any(isinstance(item, (Tensor, list, bool)) for item in items):
         return False
-    missing = [slice(None)] * (ndim - sum(item is not None and item is not Ellipsis for item in items))
+    missing = [slice(None)] * (
+        ndim - sum(item is not None and item is not Ellipsis for item in items)
+    )
     at = next((i for i, item in enumerate(items) if item is Ellipsis), None)
     items = [*items, *missing] if at is None else [*items[:at], *missing, *items[at + 1 :]]
     return isinstance(items[-1], slice) and items[-1] == slice(None)
 
 
 _SAME_ORDER = frozenset(
-    ("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "contiguous", "clone", "expand")
+    (
+        "view",
+        "reshape",
+        "flatten",
+        "unflatten",
+        "squeeze",
+        "unsqueeze",
+        "contiguous",
+        "clone",
+        "expand",
+    )
 )
 
 
 def moves_rows(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], source: Tensor, output: Any
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    source: Tensor,
+    output: Any,
 ) -> bool:
     """Whether ``output = func(*args, **kwargs)`` only moves, drops or repeats whole rows of ``source``.
 
@@ -71,7 +93,10 @@ def moves_rows(
     if name == "permute":
         return _sequence(args, kwargs, "dims")[-1] in last
     if name in ("transpose", "swapaxes", "swapdims"):
-        return _argument(args, kwargs, 1, "dim0", -1) not in last and _argument(args, kwargs, 2, "dim1", -1) not in last
+        return (
+            _argument(args, kwargs, 1, "dim0", -1) not in last
+            and _argument(args, kwargs, 2, "dim1", -1) not in last
+        )
     if name == "roll":
         dims = _argument(args, kwargs, 2, "dims", ())
         dims = dims if isinstance(dims, (tuple, list)) else (dims,)
@@ -80,7 +105,9 @@ def moves_rows(
         return _argument(args, kwargs, 2, "dim", 0) not in last
     if name in ("unbind", "select", "narrow", "flip"):
         dims = _argument(args, kwargs, 1, "dims" if name == "flip" else "dim", 0)
-        return not any(dim in last for dim in (dims if isinstance(dims, (tuple, list)) else (dims,)))
+        return not any(
+            dim in last for dim in (dims if isinstance(dims, (tuple, list)) else (dims,))
+        )
     if name == "__getitem__":
         return _getitem(ndim, args[1])
     if name == "pad":

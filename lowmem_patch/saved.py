@@ -67,7 +67,11 @@ def module_stack(model: nn.Module) -> Iterator[list[str]]:
             handle.remove()
 
 
-class _WeightCopies(TorchDispatchMode):
+# torch ships no types for this class; Any says so once
+_DispatchMode: Any = TorchDispatchMode
+
+
+class _WeightCopies(_DispatchMode):  # type: ignore[misc]  # a base without types
     """Remembers the storages that hold a copy of a parameter (a cast, a clone)."""
 
     _COPIES = frozenset(
@@ -81,7 +85,11 @@ class _WeightCopies(TorchDispatchMode):
         self.keep_alive: list[Tensor] = []
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         output = func(*args, **(kwargs or {}))
         if func in self._COPIES and isinstance(args[0], Tensor):
@@ -119,7 +127,9 @@ def saved_bytes(model: nn.Module) -> Iterator[SavedBytes]:
                 savers.setdefault(key, {})[stack[-1] if stack else ""] = None
             return tensor
 
-        contexts.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor))
+        contexts.enter_context(
+            torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+        )
         contexts.enter_context(copies)
         yield result
     for key, size in sizes.items():

@@ -19,7 +19,7 @@ loudly on it and never reads a pre-activation by mistake.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -30,8 +30,12 @@ from lowmem_patch.rows import function_name, moves_rows
 
 __all__ = ["Deferred", "DeferredActivation", "DeferredNorm", "Kept", "needs_gradient"]
 
-_METADATA = frozenset(("shape", "dtype", "device", "ndim", "layout", "is_cuda", "requires_grad", "names"))
-_METADATA_METHODS = frozenset(("size", "dim", "numel", "ndimension", "is_floating_point", "element_size"))
+_METADATA = frozenset(
+    ("shape", "dtype", "device", "ndim", "layout", "is_cuda", "requires_grad", "names")
+)
+_METADATA_METHODS = frozenset(
+    ("size", "dim", "numel", "ndimension", "is_floating_point", "element_size")
+)
 
 
 class Deferred:
@@ -90,9 +94,13 @@ class Deferred:
         if function_name(func) in ("mul", "__mul__", "__rmul__") and len(args) == 2 and not kwargs:
             left, right = args
             return left.times(right) if isinstance(left, Deferred) else right.times(left)
-        return func(*(_value_of(a) for a in args), **{key: _value_of(v) for key, v in kwargs.items()})
+        return func(
+            *(_value_of(a) for a in args), **{key: _value_of(v) for key, v in kwargs.items()}
+        )
 
-    def _known(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _known(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         name = function_name(func)
         if name == "linear":
             weight = args[1] if len(args) > 1 else kwargs["weight"]
@@ -128,7 +136,9 @@ class Deferred:
         if function_name(func) == "view":
             func = torch.Tensor.reshape  # a source may be strided where the value is contiguous
         output = func(source, *args[1:], **kwargs)
-        if not isinstance(output, Tensor) or not moves_rows(func, (source, *args[1:]), kwargs, source, output):
+        if not isinstance(output, Tensor) or not moves_rows(
+            func, (source, *args[1:]), kwargs, source, output
+        ):
             return None
         rest = tuple(func(other, *args[1:], **kwargs) for other in self.sources[1:])
         return self.moved((output, *rest))
@@ -192,7 +202,7 @@ for _name in (
     "ne", "lt", "le", "gt", "ge", "setitem", "iter", "bool", "float", "int",
 ):  # fmt: skip
     setattr(Deferred, f"__{_name}__", _operator(f"__{_name}__"))
-Deferred.__getitem__ = _index  # type: ignore[attr-defined]  # set like the operators above
+setattr(Deferred, "__getitem__", _index)  # noqa: B010  # set like the operators above
 Deferred.__hash__ = object.__hash__  # type: ignore[method-assign]  # __eq__ is elementwise, as a tensor's
 
 
@@ -224,7 +234,11 @@ class DeferredActivation(Deferred):
         return DeferredActivation(sources, self.kind)
 
     def times(self, other: Any) -> Any:
-        gates = len(self.sources) == 1 and isinstance(other, Tensor) and other.shape == self.sources[0].shape
+        gates = (
+            len(self.sources) == 1
+            and isinstance(other, Tensor)
+            and other.shape == self.sources[0].shape
+        )
         if gates and self._value is None and other.is_floating_point():
             return DeferredActivation((self.sources[0], other), self.kind)
         return self.value() * _value_of(other)
@@ -255,7 +269,9 @@ class Kept(Deferred):
 class DeferredNorm(Kept):
     """A norm that waits behind row moves, so that the Linear's input and the norm's output are one tensor."""
 
-    def __init__(self, source: Tensor, dtype: torch.dtype, norm: Callable[[Tensor], Tensor]) -> None:
+    def __init__(
+        self, source: Tensor, dtype: torch.dtype, norm: Callable[[Tensor], Tensor]
+    ) -> None:
         super().__init__(source)
         self.dtype = dtype
         self.norm = norm
@@ -288,4 +304,4 @@ class DeferredCast(Deferred):
 
 def needs_gradient(tensor: Tensor) -> bool:
     """Whether autograd would keep anything for an op on this tensor."""
-    return torch.is_grad_enabled() and cast(bool, tensor.requires_grad)
+    return torch.is_grad_enabled() and tensor.requires_grad

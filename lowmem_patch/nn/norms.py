@@ -103,8 +103,8 @@ class MSNorm(nn.Module):
             value = state_dict.get(prefix + name)
             if value is not None and bool((value != identity).any()):
                 raise UnfoldedWeightsError(
-                    f"{prefix}{name} is not {identity:g} everywhere, but this norm's affine was folded into the "
-                    "next Linears: load into an unpatched model (unpatch_model) and patch again, or load "
+                    f"{prefix}{name} is not {identity:g} everywhere, but this norm's affine was folded "
+                    "into the next Linears: load into an unpatched model (unpatch_model) and patch again, or load "
                     "weights that `lowmem-patch convert` folded"
                 )
 

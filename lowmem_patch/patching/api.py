@@ -38,7 +38,9 @@ class Record:
     hook: Any = None
 
 
-def plan_patch(model: nn.Module, config: ConfigLike = "auto", *, example_inputs: Any = None) -> PatchReport:
+def plan_patch(
+    model: nn.Module, config: ConfigLike = "auto", *, example_inputs: Any = None
+) -> PatchReport:
     """What ``patch_model`` would do. Touches nothing; works on the meta device.
 
     Args:
@@ -90,7 +92,7 @@ def patch_model(
             return model
         unpatch_model(model)
     report, plan, inputs = _planned(model, resolved, example_inputs)
-    if not plan.patches:
+    if not plan.patches and not plan.adapter_layers:
         _nothing(report, strict)
     before = run_real(model, inputs) if check else None
     applied = apply_plan(model, plan)
@@ -101,10 +103,12 @@ def patch_model(
             undo(model, applied)
             raise
     if not report.saved_after:
-        report = dataclasses.replace(report, **_after(report, trace_forward(Shadow(model, inputs, None), structure=False)))
+        report = dataclasses.replace(
+            report, **_after(report, trace_forward(Shadow(model, inputs, None), structure=False))
+        )
     hook = None
     if report.fold_steps:
-        hook = model._register_load_state_dict_pre_hook(_refuse_unfolded, with_module=True)
+        hook = model.register_load_state_dict_pre_hook(_refuse_unfolded)
     model.__dict__[_RECORD] = Record(report, applied, trains_signature(model), hook)
     return model
 
@@ -117,7 +121,9 @@ def patch_report(model: nn.Module) -> PatchReport:
     """
     _, record = _find_record(model)
     if record is None:
-        raise PatchError(f"this {type(model).__name__} is not patched: call patch_model(model) first")
+        raise PatchError(
+            f"this {type(model).__name__} is not patched: call patch_model(model) first"
+        )
     return record.report
 
 
@@ -135,7 +141,8 @@ def unpatch_model(model: ModelT) -> ModelT:
     if adapted:
         warnings.warn(
             f"{len(adapted)} norms stay folded, because adapters were added on the folded weights "
-            f"({adapted[0]}, ...): the model computes the same, and is a stock model whose norms are identities",
+            f"({adapted[0]}, ...): the model computes the same, and is a stock model whose norms are "
+            "identities",
             stacklevel=2,
         )
     undo(holder, record.applied, unfold=not adapted)
@@ -160,8 +167,12 @@ def _find_record(model: nn.Module) -> tuple[nn.Module | None, Record | None]:
     return None, None
 
 
-def _planned(model: nn.Module, config: PatchConfig, example_inputs: Any) -> tuple[PatchReport, Plan, ExampleInputs]:
-    inputs = make_example_inputs(model) if example_inputs is None else as_example_inputs(example_inputs)
+def _planned(
+    model: nn.Module, config: PatchConfig, example_inputs: Any
+) -> tuple[PatchReport, Plan, ExampleInputs]:
+    inputs = (
+        make_example_inputs(model) if example_inputs is None else as_example_inputs(example_inputs)
+    )
     originals: dict[str, tuple[Tensor | None, Tensor | None]] = {}
     notes: list[str] = []
     shadow = _shadow_of_original(model, inputs, originals)
@@ -175,6 +186,8 @@ def _planned(model: nn.Module, config: PatchConfig, example_inputs: Any) -> tupl
             trace = trace_forward(shadow)
         notes.append(f"traced with data, since the forward cannot run without: {error}")
     plan = make_plan(model, shadow.model, trace, config, originals)
+    if plan.adapter_layers:
+        notes.append(f"{len(plan.adapter_layers)} adapter layers keep one copy of their input")
     report = PatchReport(
         model=type(model).__name__,
         config=config,
@@ -188,12 +201,16 @@ def _planned(model: nn.Module, config: PatchConfig, example_inputs: Any) -> tupl
     )
     if shadow.mode is not None:
         apply_plan(shadow.model, plan, arithmetic=False)
-        report = dataclasses.replace(report, **_after(report, trace_forward(shadow, structure=False)))
+        report = dataclasses.replace(
+            report, **_after(report, trace_forward(shadow, structure=False))
+        )
     return report, plan, inputs
 
 
 def _shadow_of_original(
-    model: nn.Module, inputs: ExampleInputs, originals: dict[str, tuple[Tensor | None, Tensor | None]]
+    model: nn.Module,
+    inputs: ExampleInputs,
+    originals: dict[str, tuple[Tensor | None, Tensor | None]],
 ) -> Shadow:
     """A shadow of the model as it was before any patch; ``originals`` gets the affines folded away."""
     shadow = make_shadow(model, inputs)
@@ -227,14 +244,18 @@ def _after(report: PatchReport, trace: Trace) -> dict[str, Any]:
         "sites": sites,
         "saved_after": trace.saved.activations,
         "weight_copies_after": trace.saved.weight_copies,
-        "blocks": tuple((block, before.get(block, 0), after.get(block, 0)) for block in {**before, **after}),
+        "blocks": tuple(
+            (block, before.get(block, 0), after.get(block, 0)) for block in {**before, **after}
+        ),
     }
 
 
 def _describe(inputs: ExampleInputs) -> str:
     for device in ("cpu", "cuda"):
         if torch.is_autocast_enabled(device):
-            return f"{inputs}, autocast {str(torch.get_autocast_dtype(device)).removeprefix('torch.')}"
+            return (
+                f"{inputs}, autocast {str(torch.get_autocast_dtype(device)).removeprefix('torch.')}"
+            )
     return str(inputs)
 
 

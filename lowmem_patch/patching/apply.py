@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from lowmem_patch.errors import PatchError
 from lowmem_patch.nn.activations import CodesActivation
+from lowmem_patch.nn.adapters import keep_input, release_input, use_value
 from lowmem_patch.nn.norms import MSLayerNorm, MSNorm, MSRMSNorm
 from lowmem_patch.nn.recompute import RecomputedActivation
 from lowmem_patch.patching.fold import fold_step, unfold_step
@@ -33,6 +34,7 @@ class Applied:
 
     slots: list[tuple[nn.Module, str, nn.Module]] = dataclasses.field(default_factory=list)
     folded: list[Folded] = dataclasses.field(default_factory=list)
+    adapter_layers: list[nn.Module] = dataclasses.field(default_factory=list)
 
 
 _HOOKS = (
@@ -71,7 +73,11 @@ def _norm(original: nn.Module, patch: NormPatch) -> MSNorm:
     )
     # what other code may read off the original (variance_epsilon, normalized_shape) stays readable
     for name, value in vars(original).items():
-        if not name.startswith("_") and name not in vars(new) and isinstance(value, (int, float, tuple, str)):
+        if (
+            not name.startswith("_")
+            and name not in vars(new)
+            and isinstance(value, (int, float, tuple, str))
+        ):
             setattr(new, name, value)
     return new
 
@@ -99,10 +105,23 @@ def apply_plan(model: nn.Module, plan: Plan, *, arithmetic: bool = True) -> Appl
                 if child is not None and id(child) in replacements:
                     applied.slots.append((parent, slot, child))
                     parent._modules[slot] = replacements[id(child)]
+        for name in plan.adapter_layers:
+            _keep_one_input(model.get_submodule(name), applied)
     except Exception as error:  # whatever went wrong, the model must be put back first
         undo(model, applied, arithmetic=arithmetic)
-        raise PatchError(f"the model was put back as it was, since patching failed: {error}") from error
+        raise PatchError(
+            f"the model was put back as it was, since patching failed: {error}"
+        ) from error
     return applied
+
+
+def _keep_one_input(layer: nn.Module, applied: Applied) -> None:
+    layer.register_forward_pre_hook(keep_input)
+    applied.adapter_layers.append(layer)
+    base = layer.base_layer
+    if isinstance(base, nn.Module) and type(base) is not nn.Linear:
+        base.register_forward_pre_hook(use_value)
+        applied.adapter_layers.append(base)
 
 
 def _fold(model: nn.Module, step: FoldStep, applied: Applied, arithmetic: bool) -> None:
@@ -110,21 +129,29 @@ def _fold(model: nn.Module, step: FoldStep, applied: Applied, arithmetic: bool) 
     trained = tuple(name for name in names if model.get_parameter(name).requires_grad)
     gamma, beta = fold_step(model, step) if arithmetic else (None, None)
     applied.folded.append(Folded(step, gamma, beta, trained))
-    for name in names:  # an identity that nothing reads: DDP and optimizers must not wait for its gradient
+    for (
+        name
+    ) in names:  # an identity that nothing reads: DDP and optimizers must not wait for its gradient
         model.get_parameter(name).requires_grad_(False)
 
 
-def undo(model: nn.Module, applied: Applied, *, arithmetic: bool = True, unfold: bool = True) -> None:
+def undo(
+    model: nn.Module, applied: Applied, *, arithmetic: bool = True, unfold: bool = True
+) -> None:
     """Put the original modules back and unfold the weights (also after training)."""
     for parent, slot, original in reversed(applied.slots):
         current = parent._modules.get(slot)
         if isinstance(current, nn.Module):
             original.training = current.training
-            if isinstance(current, MSNorm):  # parameters may have been replaced, by .to() for example
+            if isinstance(
+                current, MSNorm
+            ):  # parameters may have been replaced, by .to() for example
                 for name in ("weight", "bias"):
                     if name in original._parameters:
                         original._parameters[name] = current._parameters[name]
         parent._modules[slot] = original
+    for layer in applied.adapter_layers:
+        release_input(layer)
     for folded in reversed(applied.folded):
         if arithmetic and unfold:
             unfold_step(model, folded.step, folded.gamma, folded.beta)
@@ -132,4 +159,4 @@ def undo(model: nn.Module, applied: Applied, *, arithmetic: bool = True, unfold:
             model.get_parameter(name).requires_grad_(True)
     applied.slots.clear()
     applied.folded.clear()
-
+    applied.adapter_layers.clear()

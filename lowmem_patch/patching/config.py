@@ -12,10 +12,16 @@ import yaml
 
 from lowmem_patch.errors import ConfigError
 
-__all__ = ["ACTIVATION_CHOICES", "NORM_CHOICES", "PatchConfig", "load_config", "preset_names"]
+__all__ = ["PatchConfig", "load_config", "preset_names"]
 
 NORM_CHOICES = ("auto", "fold", "share", "keep")
 ACTIVATION_CHOICES = ("auto", "codes", "recompute", "keep")
+LINEAR_INPUT_CHOICES = ("one_copy", "keep")
+CHOICES = {
+    "norms": NORM_CHOICES,
+    "activations": ACTIVATION_CHOICES,
+    "linear_inputs": LINEAR_INPUT_CHOICES,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,12 +29,14 @@ class PatchConfig:
     """What may be done to norms and activations.
 
     Args:
-        norms: ``"fold"`` folds gamma and beta into the next Linears where that is legal, shares
-            under adapters, and keeps the rest; ``"share"`` never changes a weight; ``"auto"``
-            folds where the Linears' weights train and shares elsewhere; ``"keep"`` leaves norms alone.
+        norms: ``"fold"`` folds gamma and beta into the next Linears where that is legal and shares
+            elsewhere; ``"share"`` never changes a weight; ``"auto"`` folds only where the Linears'
+            weights train; ``"keep"`` leaves norms alone.
         activations: ``"codes"`` keeps 2-bit codes (approximate gradient); ``"recompute"`` is exact;
             ``"auto"`` recomputes where the next Linear needs the activation's output for its own
             weight gradient and uses codes elsewhere; ``"keep"`` leaves activations alone.
+        linear_inputs: ``"one_copy"`` lets adapters and autocast share one copy of a Linear's input;
+            ``"keep"`` leaves that to the framework, but for the outputs of patched norms under autocast.
         name: shown in reports.
 
     Raises:
@@ -37,10 +45,11 @@ class PatchConfig:
 
     norms: str = "auto"
     activations: str = "auto"
+    linear_inputs: str = "one_copy"
     name: str = dataclasses.field(default="custom", compare=False)
 
     def __post_init__(self) -> None:
-        for key, choices in (("norms", NORM_CHOICES), ("activations", ACTIVATION_CHOICES)):
+        for key, choices in CHOICES.items():
             value = getattr(self, key)
             if value not in choices:
                 raise ConfigError(f"{key}: {value!r} is not one of {', '.join(choices)}")
@@ -87,7 +96,9 @@ def _parse(content: str, *, name: str, where: str) -> PatchConfig:
     except yaml.YAMLError as error:
         raise ConfigError(f"{where} is not valid YAML: {error}") from error
     if not isinstance(data, Mapping):
-        raise ConfigError(f"{where} must hold keys such as 'norms: share', got {type(data).__name__}")
+        raise ConfigError(
+            f"{where} must hold keys such as 'norms: share', got {type(data).__name__}"
+        )
     return _from_mapping(data, name=name, where=where)
 
 

@@ -101,9 +101,13 @@ def fold_step(model: nn.Module, step: FoldStep) -> tuple[Tensor | None, Tensor |
     folded = []
     for linear in step.linears:
         weight, bias = model.get_parameter(linear.weight), _parameter(model, linear.bias)
-        new = fold_tensors(weight, bias, gamma, beta, step.weight_offset, transposed=linear.transposed)
+        new = fold_tensors(
+            weight, bias, gamma, beta, step.weight_offset, transposed=linear.transposed
+        )
         if any(t is not None and not t.is_meta and not bool(torch.isfinite(t).all()) for t in new):
-            raise PatchError(f"folding {step.norm} into {linear.module} gives weights that are not finite")
+            raise PatchError(
+                f"folding {step.norm} into {linear.module} gives weights that are not finite"
+            )
         folded.append((weight, bias, new))
     for weight, bias, (new_weight, new_bias) in folded:
         weight.copy_(new_weight)
@@ -117,16 +121,22 @@ def fold_step(model: nn.Module, step: FoldStep) -> tuple[Tensor | None, Tensor |
 
 
 @torch.no_grad()
-def unfold_step(model: nn.Module, step: FoldStep, gamma: Tensor | None, beta: Tensor | None) -> None:
+def unfold_step(
+    model: nn.Module, step: FoldStep, gamma: Tensor | None, beta: Tensor | None
+) -> None:
     """Undo :func:`fold_step` in place, with what it returned; also after the weights were trained."""
-    weights = [(model.get_parameter(ref.weight), _parameter(model, ref.bias), ref) for ref in step.linears]
+    weights = [
+        (model.get_parameter(ref.weight), _parameter(model, ref.bias), ref) for ref in step.linears
+    ]
     own_gamma, own_beta = _parameter(model, step.weight), _parameter(model, step.bias)
     gamma = None if gamma is None or own_gamma is None else gamma.to(own_gamma)
     beta = None if beta is None or own_beta is None else beta.to(own_beta)
     if identity_affine(gamma, beta, step.weight_offset):
         return
     for weight, bias, ref in weights:
-        new = unfold_tensors(weight, bias, gamma, beta, step.weight_offset, transposed=ref.transposed)
+        new = unfold_tensors(
+            weight, bias, gamma, beta, step.weight_offset, transposed=ref.transposed
+        )
         weight.copy_(new[0])
         if bias is not None and new[1] is not None:
             bias.copy_(new[1])

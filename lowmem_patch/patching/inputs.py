@@ -23,12 +23,16 @@ class ExampleInputs:
     def map(self, function: Any) -> ExampleInputs:
         """Apply ``function`` to every tensor."""
         tree_map = torch.utils._pytree.tree_map_only
-        return ExampleInputs(tree_map(Tensor, function, self.args), tree_map(Tensor, function, self.kwargs))
+        return ExampleInputs(
+            tree_map(Tensor, function, self.args), tree_map(Tensor, function, self.kwargs)
+        )
 
     def __str__(self) -> str:
         named = {**{f"input {i}": v for i, v in enumerate(self.args)}, **self.kwargs}
         return ", ".join(
-            f"{name} {'x'.join(map(str, v.shape))}" for name, v in named.items() if isinstance(v, Tensor)
+            f"{name} {'x'.join(map(str, v.shape))}"
+            for name, v in named.items()
+            if isinstance(v, Tensor)
         )
 
 
@@ -43,12 +47,13 @@ def as_example_inputs(inputs: Any) -> ExampleInputs:
     if isinstance(inputs, (tuple, list)):
         return ExampleInputs(tuple(inputs))
     raise TraceError(
-        f"example_inputs must be a tensor, a tuple or a dict of keyword arguments, got {type(inputs).__name__}"
+        "example_inputs must be a tensor, a tuple or a dict of keyword arguments, "
+        f"got {type(inputs).__name__}"
     )
 
 
 def make_example_inputs(
-    model: nn.Module,
+    model: Any,
     *,
     batch_size: int = 2,
     sequence_length: int | None = None,
@@ -73,7 +78,9 @@ def make_example_inputs(
         return _transformers_inputs(base, config, batch_size, sequence_length or 16, device, dtype)
     cfg = getattr(base, "pretrained_cfg", None) or getattr(base, "default_cfg", None)
     if cfg is not None:
-        return ExampleInputs((torch.randn(batch_size, *_image_size(base, cfg), device=device, dtype=dtype),))
+        return ExampleInputs(
+            (torch.randn(batch_size, *_image_size(base, cfg), device=device, dtype=dtype),)
+        )
     raise TraceError(
         f"{type(base).__name__} is neither a transformers nor a timm model, so its inputs are unknown: "
         "pass example_inputs= (a tensor, a tuple or a dict of keyword arguments)"
@@ -87,11 +94,11 @@ def _floating_dtype(model: nn.Module) -> torch.dtype:
     return torch.float32
 
 
-def _image_size(model: nn.Module, cfg: Any) -> tuple[int, int, int]:
+def _image_size(model: Any, cfg: Any) -> tuple[int, int, int]:
     size = cfg["input_size"] if isinstance(cfg, dict) else cfg.input_size
     channels, height, width = (int(s) for s in size)
     embed = getattr(model, "patch_embed", None)
-    if getattr(embed, "img_size", None) is not None:
+    if embed is not None and getattr(embed, "img_size", None) is not None:
         height, width = (int(s) for s in embed.img_size)
     projection = getattr(embed, "proj", None)
     if isinstance(projection, nn.Conv2d):

@@ -50,7 +50,11 @@ def looks_like_norm(module: nn.Module) -> bool:
 def looks_like_activation(module: nn.Module) -> bool:
     """Whether a user would expect this module in a list of activations: elementwise, and from their home."""
     homes = ("torch.nn.modules.activation", "transformers.activations", "timm.layers.activations")
-    if not _is_leaf(module) or not type(module).__module__.startswith(homes) or list(module.parameters()):
+    if (
+        not _is_leaf(module)
+        or not type(module).__module__.startswith(homes)
+        or list(module.parameters())
+    ):
         return False
     isolated = _isolated_copy(module)
     whole, half = _run(isolated, _GRID.clone()), _run(isolated, _GRID[::2].clone())
@@ -126,7 +130,12 @@ def _find(module: nn.Module, rows: Tensor) -> tuple[str, float, float] | None:
     if outputs[0] is None:
         return None
     named = {v for v in vars(module).values() if isinstance(v, float) and 0 <= v < 1}
-    for kind, offset in (("layer_norm", 0.0), ("rms_norm", 0.0), ("rms_norm", 1.0), ("layer_norm", 1.0)):
+    for kind, offset in (
+        ("layer_norm", 0.0),
+        ("rms_norm", 0.0),
+        ("rms_norm", 1.0),
+        ("layer_norm", 1.0),
+    ):
         for eps in (*sorted(named), torch.finfo(torch.float32).eps, 0.0):
             if all(
                 _close(output, _expected(kind, rows.double() * scale, eps, gamma, beta, offset))
@@ -143,7 +152,6 @@ def _expected(
     z = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
     z = z if gamma is None else z * (gamma + offset)
     return z if beta is None else z + beta
-
 
 
 def match_activation(module: nn.Module) -> ActivationKind | None:

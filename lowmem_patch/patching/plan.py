@@ -24,7 +24,7 @@ from lowmem_patch.patching.match import (
 )
 from lowmem_patch.patching.readers import Reader, find_readers, parameter_uses
 from lowmem_patch.patching.sites import FoldStep, Site
-from lowmem_patch.patching.trace import Call, Op, Trace
+from lowmem_patch.patching.trace import Call, Trace
 
 __all__ = ["ActivationPatch", "NormPatch", "Plan", "has_data", "make_plan", "trains_signature"]
 
@@ -33,7 +33,9 @@ _LARGEST_SHIFT = 8.0
 # below this share of the largest gamma, y underflows before z does
 _SMALLEST_GAMMA_RATIO = 1e-4
 # behind these a Linear's output is no longer the model's output
-_ENDS = frozenset(("linear", "addmm", "layer_norm", "rms_norm", "rsqrt", "scaled_dot_product_attention"))
+_ENDS = frozenset(
+    ("linear", "addmm", "layer_norm", "rms_norm", "rsqrt", "scaled_dot_product_attention")
+)
 
 Affines = dict[str, tuple[Tensor | None, Tensor | None]]
 
@@ -59,15 +61,22 @@ class ActivationPatch:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Sites in the order of the forward, and the replacement of each site that is patched."""
+    """Sites in the order of the forward, the replacement of each site that is patched, and the
+    adapter layers that shall keep one copy of their input."""
 
     sites: tuple[Site, ...]
     patches: dict[str, NormPatch | ActivationPatch]
+    adapter_layers: tuple[str, ...] = ()
 
 
 class _Planner:
     def __init__(
-        self, model: nn.Module, shadow: nn.Module, trace: Trace, config: PatchConfig, originals: Affines
+        self,
+        model: nn.Module,
+        shadow: nn.Module,
+        trace: Trace,
+        config: PatchConfig,
+        originals: Affines,
     ) -> None:
         self.model = model
         self.originals = originals
@@ -85,7 +94,19 @@ class _Planner:
         order = sorted(calls, key=lambda name: calls[name][0].last_op)
         self.last_norm = next((n for n in reversed(order) if looks_like_norm(self.modules[n])), "")
         sites = [site for name in order if (site := self._site(name, calls[name])) is not None]
-        return Plan(tuple(sites), self.patches)
+        return Plan(tuple(sites), self.patches, self._adapter_layers())
+
+    def _adapter_layers(self) -> tuple[str, ...]:
+        """LoRA layers (PEFT's names) that train."""
+        if self.config.linear_inputs != "one_copy":
+            return ()
+        return tuple(
+            name
+            for name, module in self.modules.items()
+            if hasattr(module, "base_layer")
+            and isinstance(getattr(module, "lora_A", None), nn.ModuleDict)
+            and any(parameter.requires_grad for parameter in module.parameters())
+        )
 
     def _site(self, name: str, calls: list[Call]) -> Site | None:
         module = self.modules[name]
@@ -124,20 +145,21 @@ class _Planner:
             return self._left(name, spec.kind, "norms: keep", consumers)
         writer = next((reader for reader in readers if reader.kind == "write"), None)
         if writer is not None:
-            return self._left(name, spec.kind, f"its output is written in place by {writer.text}", consumers)
+            return self._left(
+                name, spec.kind, f"its output is written in place by {writer.text}", consumers
+            )
         gamma, beta = self._values(name)
         step, why_not = self._fold(name, spec, readers, gamma, beta)
-        adapted = any(self._adapted(reader) for reader in readers)
         trains = any(self._trains(reader) for reader in readers)
         fold = step is not None and (choice == "fold" or (choice == "auto" and trains))
         if not fold and not self._share_gains(name, outputs, readers):
-            return self._left(name, spec.kind, "nothing to gain: no Linear keeps its output", consumers)
-        if not fold and (choice != "fold" or adapted):
-            unfit = self._unfit_to_share(name, spec, gamma, beta)
-            if unfit is not None:
-                return self._left(name, spec.kind, unfit, consumers)
-        elif not fold:
-            return self._left(name, spec.kind, f"cannot fold: {why_not}", consumers)
+            return self._left(
+                name, spec.kind, "nothing to gain: no Linear keeps its output", consumers
+            )
+        unfit = None if fold else self._unfit_to_share(name, spec, gamma, beta)
+        if unfit is not None:
+            cannot = f"cannot fold: {why_not}; " if choice == "fold" else ""
+            return self._left(name, spec.kind, cannot + unfit, consumers)
         reason = self._norm_reason(fold, choice, why_not, trains, gamma, beta, spec)
         distinct = {id(reader.tensor) for reader in readers}
         linears = all(reader.kind == "linear" for reader in readers) and bool(readers)
@@ -147,11 +169,14 @@ class _Planner:
         feeds_autocast = bool(readers) and all(r.kind in ("linear", "autocast") for r in readers)
         one_copy = None
         if linears:
-            one_copy = "always" if choice != "fold" and any(reader.cast for reader in readers) else "autocast"
+            casts = any(reader.cast for reader in readers)
+            one_copy = "always" if casts and self.config.linear_inputs == "one_copy" else "autocast"
         self.patches[name] = NormPatch(spec, fold, feeds_autocast, sunk, one_copy)
         before = self.trace.saved.own.get(name, 0)
         strategy = "fold" if fold else "share"
-        return Site(name, spec.kind, strategy, reason, consumers, before, 0, fold=step if fold else None)
+        return Site(
+            name, spec.kind, strategy, reason, consumers, before, 0, fold=step if fold else None
+        )
 
     def _share_gains(self, name: str, outputs: list[Tensor], readers: list[Reader]) -> bool:
         """Whether keeping the output beats keeping what the original keeps."""
@@ -180,7 +205,12 @@ class _Planner:
         return getattr(module, "weight", None), getattr(module, "bias", None)
 
     def _fold(
-        self, name: str, spec: NormSpec, readers: list[Reader], gamma: Tensor | None, beta: Tensor | None
+        self,
+        name: str,
+        spec: NormSpec,
+        readers: list[Reader],
+        gamma: Tensor | None,
+        beta: Tensor | None,
     ) -> tuple[FoldStep | None, str]:
         """The step that folds this norm, or why there is none."""
         if not readers:
@@ -204,7 +234,10 @@ class _Planner:
             if type(weight) is not nn.Parameter or not weight.is_floating_point():
                 return None, f"{reference.module} is quantised"
             if weight.numel() == 0:
-                return None, f"the weight of {reference.module} is empty (sharded?): patch before sharding"
+                return (
+                    None,
+                    f"the weight of {reference.module} is empty (sharded?): patch before sharding",
+                )
             for parameter in (reference.weight, reference.bias):
                 alien = self._alien_use(parameter, reading)
                 if alien is not None:
@@ -212,13 +245,24 @@ class _Planner:
             if shift and (reference.bias is None or reader.foreign_bias):
                 return None, f"beta needs a bias, and {reference.module} has none of its own"
             if shift and reader.padded:
-                return None, "zeros may be padded between it and its Linear, which do not commute with beta"
+                return (
+                    None,
+                    "zeros may be padded between it and its Linear, which do not commute with beta",
+                )
             if self._is_head(reader):
-                return None, f"{reference.module} makes the model's output: the last norm stays as it is"
+                return (
+                    None,
+                    f"{reference.module} makes the model's output: the last norm stays as it is",
+                )
             linears.append(reference)
-        owned = [f"{name}.weight" if gamma is not None else None, f"{name}.bias" if beta is not None else None]
+        owned = [
+            f"{name}.weight" if gamma is not None else None,
+            f"{name}.bias" if beta is not None else None,
+        ]
         for parameter in owned:
-            if parameter is not None and any(op.module != name for op in self.uses.get(parameter, ())):
+            if parameter is not None and any(
+                op.module != name for op in self.uses.get(parameter, ())
+            ):
                 return None, f"{parameter} is used outside the norm"
         unique = tuple(dict.fromkeys(linears))
         return FoldStep(name, owned[0], owned[1], spec.weight_offset, unique), ""
@@ -256,8 +300,13 @@ class _Planner:
         if size.numel() == 0:
             return "its weight is empty (sharded?): patch before sharding"
         if float(size.min()) < _SMALLEST_GAMMA_RATIO * float(size.max()):
-            return f"cannot share: gamma goes down to {float(size.min()):.1e}, too near 0 to divide by"
-        if beta is not None and float((beta.detach().double() / factor).abs().max()) > _LARGEST_SHIFT:
+            return (
+                f"cannot share: gamma goes down to {float(size.min()):.1e}, too near 0 to divide by"
+            )
+        if (
+            beta is not None
+            and float((beta.detach().double() / factor).abs().max()) > _LARGEST_SHIFT
+        ):
             worst = float((beta.detach().double() / factor).abs().max())
             return f"cannot share: |beta/gamma| goes up to {worst:.1f}, which would lose z's digits"
         return None
@@ -271,7 +320,10 @@ class _Planner:
         return any(hasattr(self.modules.get(path), "base_layer") for path in ancestors)
 
     def _trains(self, reader: Reader) -> bool:
-        return reader.linear is not None and self.shadow.get_parameter(reader.linear.weight).requires_grad
+        return (
+            reader.linear is not None
+            and self.shadow.get_parameter(reader.linear.weight).requires_grad
+        )
 
     # activations
 
@@ -283,9 +335,13 @@ class _Planner:
             return self._left(name, kind, "activations: keep", consumers)
         writer = next((reader for reader in readers if reader.kind == "write"), None)
         if writer is not None:
-            return self._left(name, kind, f"its output is written in place by {writer.text}", consumers)
+            return self._left(
+                name, kind, f"its output is written in place by {writer.text}", consumers
+            )
         gated = any(reader.kind == "product" for reader in readers)
-        linear = next((reader for reader in readers if reader.kind == "linear" and self._trains(reader)), None)
+        linear = next(
+            (reader for reader in readers if reader.kind == "linear" and self._trains(reader)), None
+        )
         if choice == "auto":
             strategy = "recompute" if gated or linear is not None else "codes"
         else:
@@ -302,10 +358,14 @@ class _Planner:
             reason = f"input kept, output recomputed for the weight gradient of {linear.text}"
         else:
             text = readers[0].text if readers else "nothing"
-            return self._left(name, kind, f"nothing to gain: its output is read by {text}", consumers)
+            return self._left(
+                name, kind, f"nothing to gain: its output is read by {text}", consumers
+            )
         self.patches[name] = ActivationPatch(kind, strategy)
         before = self.trace.saved.own.get(name, 0)
-        return Site(name, kind, strategy, reason, consumers, before, 0, approximate=strategy == "codes")
+        return Site(
+            name, kind, strategy, reason, consumers, before, 0, approximate=strategy == "codes"
+        )
 
 
 def has_data(tensor: Tensor) -> bool:
@@ -324,4 +384,6 @@ def make_plan(
 
 def trains_signature(model: nn.Module) -> int:
     """A number that changes when what trains, or the model's structure, changes."""
-    return hash(tuple((name, p.requires_grad, str(p.dtype)) for name, p in model.named_parameters()))
+    return hash(
+        tuple((name, p.requires_grad, str(p.dtype)) for name, p in model.named_parameters())
+    )

@@ -94,7 +94,9 @@ class PatchReport:
 
     @property
     def fold_steps(self) -> tuple[FoldStep, ...]:
-        return tuple(site.fold for site in self.sites if site.strategy == "fold" and site.fold is not None)
+        return tuple(
+            site.fold for site in self.sites if site.strategy == "fold" and site.fold is not None
+        )
 
     def to_dict(self) -> dict[str, Any]:
         data = dataclasses.asdict(self)

@@ -106,7 +106,9 @@ class _Recorder(TorchFunctionMode):
         name = function_name(func)
         inputs, outputs = _tensors((args, kwargs)), _tensors(output)
         same = bool(inputs) and any(o is i for o in outputs for i in inputs[:1])
-        writes = name == "__setitem__" or (same and name not in _MAY_RETURN_INPUT) or "out" in kwargs
+        writes = (
+            name == "__setitem__" or (same and name not in _MAY_RETURN_INPUT) or "out" in kwargs
+        )
         if inputs and (writes or (outputs and not same)):
             module = self.stack[-1] if self.stack else ""
             op = Op(name, func, module, args, kwargs, tuple(outputs), writes)
@@ -163,12 +165,18 @@ def make_shadow(model: nn.Module, inputs: ExampleInputs) -> Shadow:
     memo: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
-            raise TraceError(f"a parameter is a {type(tensor).__name__}, which cannot be traced without data")
+            raise TraceError(
+                f"a parameter is a {type(tensor).__name__}, which cannot be traced without data"
+            )
         device = torch.device("cpu") if tensor.is_meta else tensor.device
         with mode:
-            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+            fake = torch.empty_strided(
+                tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device
+            )
             parameter = isinstance(tensor, nn.Parameter)
-            memo[id(tensor)] = nn.Parameter(fake, requires_grad=tensor.requires_grad) if parameter else fake
+            memo[id(tensor)] = (
+                nn.Parameter(fake, requires_grad=tensor.requires_grad) if parameter else fake
+            )
     try:
         shadow = copy.deepcopy(model, memo)
     except (TypeError, RuntimeError, AttributeError, ValueError) as error:
@@ -207,7 +215,9 @@ def trace_forward(shadow: Shadow, *, structure: bool = True) -> Trace:
             contexts.enter_context(_Recorder(trace, stack))
         try:
             output = model(*inputs.args, **inputs.kwargs)
-        except Exception as error:  # whatever a foreign forward raises, the user is told which model and why
+        except (
+            Exception
+        ) as error:  # whatever a foreign forward raises, the user is told which model and why
             raise TraceError(
                 f"{type(model).__name__} could not be run on the example inputs ({inputs}): "
                 f"{type(error).__name__}: {error}"

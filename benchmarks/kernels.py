@@ -1,0 +1,271 @@
+"""Time of each kernel as a share of the copy bandwidth measured in the same run.
+
+Share = bytes that the op must move / time / copy bandwidth. Each timed call takes the next of several
+input sets, so that the second-level cache does not hold them. Peers are timed where they are installed.
+
+Usage: python benchmarks/kernels.py [--only norm] [--json PATH]
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.util
+import itertools
+import json
+import platform
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import triton
+from torch import Tensor
+
+from lowmem_patch import kernels
+
+DTYPE = torch.bfloat16
+NORM_SHAPES = ((32768, 4096), (16384, 8192), (12608, 768))
+CODES_SHAPE = (8, 4096, 14336)
+GLU_SHAPE = (8192, 11008)
+CACHE_BYTES = 256 * 2**20  # more than any second-level cache
+EPS = 1e-5
+
+
+@dataclass(frozen=True)
+class Case:
+    """One op of one implementation, and the inputs that it is timed on."""
+
+    op: str
+    shape: tuple[int, ...]
+    by: str
+    nbytes: int
+    calls: list[Callable[[], Any]]
+
+
+@dataclass(frozen=True)
+class Result:
+    op: str
+    shape: str
+    by: str
+    microseconds: float
+    share: float
+
+
+def installed(name: str) -> bool:
+    return importlib.util.find_spec(name) is not None
+
+
+def tensor(*shape: int, dtype: torch.dtype = DTYPE, grad: bool = False) -> Tensor:
+    return torch.randn(shape, device="cuda", dtype=dtype).requires_grad_(grad)
+
+
+def input_sets(nbytes: int) -> range:
+    return range(max(2, min(16, -(-CACHE_BYTES // nbytes))))
+
+
+def backward_calls(forwards: list[Callable[[], Tensor]], inputs: list[Any]) -> list[Any]:
+    """Calls of autograd's backward through graphs that are built once."""
+    calls = []
+    for forward, wanted in zip(forwards, inputs, strict=True):
+        y = forward()
+        dy = torch.randn_like(y)
+        calls.append(
+            lambda y=y, dy=dy, wanted=wanted: torch.autograd.grad(y, wanted, dy, retain_graph=True)
+        )
+    return calls
+
+
+def pair(
+    op: str, shape: tuple[int, ...], by: str, sizes: tuple[int, int], sets: list[tuple[Any, Any]]
+) -> Iterator[Case]:
+    """Forward and backward of something differentiable; ``sets`` holds (call, wanted gradients)."""
+    forwards = [call for call, _ in sets]
+    yield Case(f"{op} forward", shape, by, sizes[0], forwards)
+    yield Case(
+        f"{op} backward", shape, by, sizes[1], backward_calls(forwards, [w for _, w in sets])
+    )
+
+
+def norm_cases(shape: tuple[int, int], centered: bool) -> Iterator[Case]:
+    rows, columns = shape
+    op = "layer_norm" if centered else "rms_norm"
+    size = rows * columns * 2
+    sizes = (2 * size + rows * 4, 3 * size + rows * 4)
+    weight = tensor(columns, grad=True)
+    bias = tensor(columns, grad=True) if centered else None
+    wanted = [t for t in (weight, bias) if t is not None]
+    xs = [tensor(*shape, grad=True) for _ in input_sets(size)]
+
+    def ours(x: Tensor) -> Callable[[], Any]:
+        return lambda: kernels.norm_forward(x, weight, bias, EPS, 0.0, centered, DTYPE)
+
+    with torch.no_grad():
+        yield Case(f"{op} forward", shape, "ours", sizes[0], [ours(x) for x in xs])
+        saved = [(torch.randn_like(x), *ours(x)()) for x in xs]
+        for name, needs in (("", (True, True, centered)), (" (frozen)", (True, False, False))):
+            calls = [
+                lambda s=s, needs=needs: kernels.norm_backward(
+                    *s, weight, bias, 0.0, centered, DTYPE, *needs
+                )
+                for s in saved
+            ]
+            yield Case(f"{op} backward{name}", shape, "ours", sizes[1], calls)
+        del saved
+    if centered:
+        torch_norm = [lambda x=x: F.layer_norm(x, (columns,), weight, bias, EPS) for x in xs]
+    else:
+        torch_norm = [lambda x=x: F.rms_norm(x, (columns,), weight, EPS) for x in xs]
+    sets = list(zip(torch_norm, ([x, *wanted] for x in xs), strict=True))
+    yield from pair(op, shape, "torch", sizes, sets)
+    if installed("liger_kernel"):
+        from liger_kernel.ops.layer_norm import LigerLayerNormFunction
+        from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+
+        def liger(x: Tensor) -> Callable[[], Any]:
+            if centered:
+                return lambda: LigerLayerNormFunction.apply(x, weight, bias, EPS)
+            # not in place: a gradient that is written over would be timed on other numbers
+            return lambda: LigerRMSNormFunction.apply(x, weight, EPS, 0.0, "llama", False)
+
+        sets = [(liger(x), [x, *wanted]) for x in xs]
+        yield from pair(op, shape, "liger", sizes, sets)
+    if installed("lomem"):
+        from lomem.functional import ms_layernorm, ms_rmsnorm
+
+        function = ms_layernorm if centered else ms_rmsnorm
+        sets = [(lambda x=x: function(x, EPS), [x]) for x in xs]
+        yield from pair(op, shape, "lomem", sizes, sets)
+
+
+def codes_cases(kind: str) -> Iterator[Case]:
+    elements = torch.Size(CODES_SHAPE).numel()
+    size, codes = elements * 2, elements // 4
+    op, sizes = f"{kind} -> 2 bits", (2 * size + codes, 2 * size + codes)
+    xs = [tensor(*CODES_SHAPE, grad=True) for _ in input_sets(size)]
+    with torch.no_grad():
+        forwards = [lambda x=x: kernels.codes_forward(x, kind) for x in xs]
+        yield Case(f"{op} forward", CODES_SHAPE, "ours", sizes[0], forwards)
+        saved = [(torch.randn_like(x), kernels.codes_forward(x, kind)[1]) for x in xs]
+        backwards = [lambda s=s: kernels.codes_backward(*s, kind, DTYPE) for s in saved]
+        yield Case(f"{op} backward", CODES_SHAPE, "ours", sizes[1], backwards)
+        del saved, backwards
+        forwards = [lambda x=x: kernels.activate(x, kind) for x in xs]
+        yield Case(f"{kind} forward", CODES_SHAPE, "ours", 2 * size, forwards)
+        dys = [torch.randn_like(x) for x in xs]
+        backwards = [
+            lambda x=x, dy=dy: kernels.activate_backward(dy, x, kind)
+            for x, dy in zip(xs, dys, strict=True)
+        ]
+        yield Case(f"{kind} backward", CODES_SHAPE, "ours", 3 * size, backwards)
+        del dys, backwards
+    function = {"gelu": F.gelu, "silu": F.silu}[kind]
+    sets = [(lambda x=x: function(x), [x]) for x in xs]
+    yield from pair(kind, CODES_SHAPE, "torch", (2 * size, 3 * size), sets)
+    if installed("lomem"):
+        from lomem.functional import regelu2, resilu2
+
+        peer = {"gelu": regelu2, "silu": resilu2}[kind]
+        sets = [(lambda x=x: peer(x), [x]) for x in xs]
+        yield from pair(op, CODES_SHAPE, "lomem", sizes, sets)
+
+
+def glu_cases(packed: bool) -> Iterator[Case]:
+    rows, columns = GLU_SHAPE
+    size = rows * columns * 2
+    op, sizes = "silu * up (packed)" if packed else "silu * up", (3 * size, 5 * size)
+    halves = []
+    for _ in input_sets(3 * size):
+        gate, up = tensor(rows, 2 * columns).chunk(2, -1)
+        if not packed:
+            gate, up = gate.contiguous(), up.contiguous()
+        halves.append((gate.requires_grad_(), up.requires_grad_()))
+    with torch.no_grad():
+        forwards = [lambda h=h: kernels.glu_forward(*h, "silu") for h in halves]
+        yield Case(f"{op} forward", GLU_SHAPE, "ours", sizes[0], forwards)
+        dys = [tensor(rows, columns) for _ in halves]
+        backwards = [
+            lambda h=h, dy=dy: kernels.glu_backward(dy, *h, "silu")
+            for h, dy in zip(halves, dys, strict=True)
+        ]
+        yield Case(f"{op} backward", GLU_SHAPE, "ours", sizes[1], backwards)
+    sets = [(lambda h=h: F.silu(h[0]) * h[1], list(h)) for h in halves]
+    yield from pair(op, GLU_SHAPE, "torch", sizes, sets)
+    if installed("liger_kernel") and not packed:
+        from liger_kernel.ops.swiglu import LigerSiLUMulFunction
+
+        # its backward overwrites what it saved, so that only the forward can be repeated
+        calls = [lambda h=h: LigerSiLUMulFunction.apply(*h) for h in halves]
+        yield Case(f"{op} forward", GLU_SHAPE, "liger", sizes[0], calls)
+
+
+def all_cases() -> Iterator[Callable[[], Iterator[Case]]]:
+    for shape, centered in itertools.product(NORM_SHAPES, (True, False)):
+        yield lambda shape=shape, centered=centered: norm_cases(shape, centered)
+    for kind in ("gelu", "silu"):
+        yield lambda kind=kind: codes_cases(kind)
+    for packed in (False, True):
+        yield lambda packed=packed: glu_cases(packed)
+
+
+def median_microseconds(calls: list[Callable[[], Any]]) -> float:
+    turn = itertools.cycle(calls)
+    milliseconds = triton.testing.do_bench(lambda: next(turn)(), return_mode="median")
+    return float(milliseconds) * 1000
+
+
+def copy_bandwidth() -> float:
+    """Bytes a second of a large device-to-device copy, read and written."""
+    source = torch.empty(2**30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    microseconds = median_microseconds([lambda: target.copy_(source)])
+    return 2 * source.nbytes / (microseconds * 1e-6)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="", help="run the ops whose name contains this")
+    parser.add_argument("--json", type=Path, help="write the results and the machine here")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("no CUDA device", file=sys.stderr)
+        return 1
+    bandwidth = copy_bandwidth()
+    print(f"{torch.cuda.get_device_name()}, copy {bandwidth / 1e12:.2f} TB/s, {DTYPE}")
+    print(f"{'op':28s} {'shape':18s} {'by':6s} {'us':>9s} {'share':>6s}")
+    results = []
+    for cases in all_cases():
+        for case in cases():
+            if arguments.only not in case.op:
+                continue
+            microseconds = median_microseconds(case.calls)
+            share = case.nbytes / (microseconds * 1e-6) / bandwidth
+            shape = "x".join(map(str, case.shape))
+            results.append(Result(case.op, shape, case.by, microseconds, share))
+            print(
+                f"{case.op:28s} {shape:18s} {case.by:6s} {microseconds:9.1f} {share:6.0%}",
+                flush=True,
+            )
+        torch.cuda.empty_cache()
+    if arguments.json:
+        record = {
+            "gpu": torch.cuda.get_device_name(),
+            "driver": torch._C._cuda_getDriverVersion(),
+            "cuda": torch.version.cuda,
+            "torch": torch.__version__,
+            "triton": triton.__version__,
+            "python": platform.python_version(),
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "copy_bytes_per_second": bandwidth,
+            "dtype": str(DTYPE),
+            "results": [asdict(result) for result in results],
+        }
+        arguments.json.write_text(json.dumps(record, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

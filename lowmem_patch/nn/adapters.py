@@ -1,0 +1,32 @@
+"""One copy of an adapter layer's input: casts of it wait, so that autograd keeps the input alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from lowmem_patch.nn.deferred import Deferred, Kept, needs_gradient
+
+__all__ = ["keep_input", "release_input", "use_value"]
+
+
+def keep_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """Forward pre-hook of an adapter layer: its input becomes :class:`Kept`."""
+    if args and isinstance(args[0], Tensor) and needs_gradient(args[0]):
+        return (Kept(args[0]), *args[1:])
+    return None
+
+
+def use_value(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """Forward pre-hook of a base layer with kernels of its own (quantised): it gets the plain tensor."""
+    if args and isinstance(args[0], Deferred):
+        return (args[0].value(), *args[1:])
+    return None
+
+
+def release_input(module: nn.Module) -> None:
+    """Take both hooks off again."""
+    for key, hook in list(module._forward_pre_hooks.items()):
+        if hook in (keep_input, use_value):
+            del module._forward_pre_hooks[key]
