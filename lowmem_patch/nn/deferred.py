@@ -44,11 +44,16 @@ class Deferred:
     Args:
         sources: the tensors it is computed from; ``sources[0]`` has the value's shape.
         dtype: the value's dtype.
+        lowers: a Linear behind a cast to a wider dtype computes in the dtype from before the cast,
+            as it would under autocast (adapters with float32 weights on a bf16 model).
     """
 
-    def __init__(self, sources: tuple[Tensor, ...], dtype: torch.dtype) -> None:
+    def __init__(
+        self, sources: tuple[Tensor, ...], dtype: torch.dtype, lowers: bool = False
+    ) -> None:
         self.sources = sources
         self.dtype = dtype
+        self.lowers = lowers
         self._value: Tensor | None = None
         self._version = 0
 
@@ -58,17 +63,23 @@ class Deferred:
     def moved(self, sources: tuple[Tensor, ...]) -> Deferred:
         raise NotImplementedError
 
-    def linear(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    def linear(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Any:
         """``F.linear`` computed in ``dtype``, keeping as little as possible."""
         raise NotImplementedError
 
     def times(self, other: Any) -> Any:
-        return self.value() * other
+        return self.value() * _value_of(other)
+
+    def plus(self, other: Any) -> Any:
+        return self.value() + _value_of(other)
 
     def value(self) -> Tensor:
         """The tensor that this stands for, computed once."""
         if self._value is None:
-            self._value = self.compute()
+            with (
+                torch.enable_grad()
+            ):  # a hook that only looks, under no_grad, must not cut the graph
+                self._value = self.compute()
             self._version = self._value._version
         return self._value
 
@@ -94,6 +105,9 @@ class Deferred:
         if function_name(func) in ("mul", "__mul__", "__rmul__") and len(args) == 2 and not kwargs:
             left, right = args
             return left.times(right) if isinstance(left, Deferred) else right.times(left)
+        if function_name(func) in ("add", "__add__", "__radd__") and len(args) == 2 and not kwargs:
+            left, right = args
+            return left.plus(right) if isinstance(left, Deferred) else right.plus(left)
         return func(
             *(_value_of(a) for a in args), **{key: _value_of(v) for key, v in kwargs.items()}
         )
@@ -118,7 +132,13 @@ class Deferred:
                 return self if dtype == self.dtype else DeferredCast(self, dtype)
         return None if self.written else self._move(func, args, kwargs)
 
-    def _linear(self, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def _linear(self, weight: Tensor, bias: Tensor | None) -> Any:
+        if not torch.is_grad_enabled():
+            raise RuntimeError(
+                "a deferred activation reached a Linear inside a custom autograd function or a reentrant "
+                "checkpoint, where its gradient would be lost: call patch_model again after the model was "
+                "changed, or leave this activation alone"
+            )
         device = weight.device.type
         if self.written:
             return F.linear(self.value(), weight, bias)
@@ -166,7 +186,11 @@ class Deferred:
     def __mul__(self, other: Any) -> Any:
         return self.times(other)
 
+    def __add__(self, other: Any) -> Any:
+        return self.plus(other)
+
     __rmul__ = __mul__
+    __radd__ = __add__
 
 
 _MOVES = frozenset(
@@ -198,7 +222,7 @@ def _index(self: Deferred, index: Any) -> Any:
 
 # Python looks operators up on the class, so __getattr__ does not see them.
 for _name in (
-    "add", "radd", "sub", "rsub", "truediv", "rtruediv", "matmul", "rmatmul", "pow", "neg", "abs", "eq",
+    "sub", "rsub", "truediv", "rtruediv", "matmul", "rmatmul", "pow", "neg", "abs", "eq",
     "ne", "lt", "le", "gt", "ge", "setitem", "iter", "bool", "float", "int",
 ):  # fmt: skip
     setattr(Deferred, f"__{_name}__", _operator(f"__{_name}__"))
@@ -218,11 +242,13 @@ class DeferredActivation(Deferred):
     Autograd keeps the sources; the value is recomputed from them where a weight gradient needs it.
     """
 
-    def __init__(self, sources: tuple[Tensor, ...], kind: ActivationKind) -> None:
+    def __init__(
+        self, sources: tuple[Tensor, ...], kind: ActivationKind, lowers: bool = False
+    ) -> None:
         dtype = sources[0].dtype
         for other in sources[1:]:
             dtype = torch.promote_types(dtype, other.dtype)
-        super().__init__(sources, dtype)
+        super().__init__(sources, dtype, lowers)
         self.kind = kind
 
     def compute(self) -> Tensor:
@@ -231,7 +257,7 @@ class DeferredActivation(Deferred):
         return glu(self.sources[0], self.sources[1], self.kind)
 
     def moved(self, sources: tuple[Tensor, ...]) -> Deferred:
-        return DeferredActivation(sources, self.kind)
+        return DeferredActivation(sources, self.kind, self.lowers)
 
     def times(self, other: Any) -> Any:
         gates = (
@@ -240,7 +266,7 @@ class DeferredActivation(Deferred):
             and other.shape == self.sources[0].shape
         )
         if gates and self._value is None and other.is_floating_point():
-            return DeferredActivation((self.sources[0], other), self.kind)
+            return DeferredActivation((self.sources[0], other), self.kind, self.lowers)
         return self.value() * _value_of(other)
 
     def linear(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -250,14 +276,14 @@ class DeferredActivation(Deferred):
 class Kept(Deferred):
     """A tensor that autograd keeps anyway, so that casts of it need not be kept as well."""
 
-    def __init__(self, tensor: Tensor) -> None:
-        super().__init__((tensor,), tensor.dtype)
+    def __init__(self, tensor: Tensor, lowers: bool = False) -> None:
+        super().__init__((tensor,), tensor.dtype, lowers)
 
     def compute(self) -> Tensor:
         return self.sources[0]
 
     def moved(self, sources: tuple[Tensor, ...]) -> Deferred:
-        return Kept(sources[0])
+        return Kept(sources[0], self.lowers)
 
     def linear(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         value = self.value()
@@ -267,12 +293,16 @@ class Kept(Deferred):
 
 
 class DeferredNorm(Kept):
-    """A norm that waits behind row moves, so that the Linear's input and the norm's output are one tensor."""
+    """A norm that waits behind row moves, so that it and its Linear keep one tensor between them."""
 
     def __init__(
-        self, source: Tensor, dtype: torch.dtype, norm: Callable[[Tensor], Tensor]
+        self,
+        source: Tensor,
+        dtype: torch.dtype,
+        norm: Callable[[Tensor], Tensor],
+        lowers: bool = False,
     ) -> None:
-        super().__init__(source)
+        super().__init__(source, lowers)
         self.dtype = dtype
         self.norm = norm
 
@@ -280,14 +310,14 @@ class DeferredNorm(Kept):
         return self.norm(self.sources[0])
 
     def moved(self, sources: tuple[Tensor, ...]) -> Deferred:
-        return DeferredNorm(sources[0], self.dtype, self.norm)
+        return DeferredNorm(sources[0], self.dtype, self.norm, self.lowers)
 
 
 class DeferredCast(Deferred):
     """Another deferred op in another floating dtype."""
 
     def __init__(self, parent: Deferred, dtype: torch.dtype) -> None:
-        super().__init__(parent.sources, dtype)
+        super().__init__(parent.sources, dtype, parent.lowers)
         self.parent = parent
 
     def compute(self) -> Tensor:
@@ -296,10 +326,46 @@ class DeferredCast(Deferred):
     def moved(self, sources: tuple[Tensor, ...]) -> Deferred:
         return DeferredCast(self.parent.moved(sources), self.dtype)
 
-    def linear(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    def linear(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Any:
         if self.parent.written:
             return F.linear(self.value(), weight, bias)
+        narrow = self.parent.dtype
+        if self.lowers and dtype == self.dtype and narrow.itemsize < dtype.itemsize:
+            return Lowered(self.parent.linear(weight, bias, narrow), dtype)
         return self.parent.linear(weight, bias, dtype)
+
+
+class Lowered(Deferred):
+    """A narrow tensor where unpatched code holds a wide one: an adapter's path in bf16, as under autocast.
+
+    It stays narrow through Linears, scaling and the addition to a narrow tensor; anything else gets
+    it in the wide dtype.
+    """
+
+    def __init__(self, tensor: Tensor, dtype: torch.dtype) -> None:
+        super().__init__((tensor,), dtype, lowers=True)
+
+    def compute(self) -> Tensor:
+        return self.sources[0].to(self.dtype)
+
+    def moved(self, sources: tuple[Tensor, ...]) -> Deferred:
+        return Lowered(sources[0], self.dtype)
+
+    def linear(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Any:
+        tensor = self.sources[0]
+        if dtype != self.dtype:
+            return kept_linear(tensor, weight, bias, dtype)
+        return Lowered(kept_linear(tensor, weight, bias, tensor.dtype), dtype)
+
+    def times(self, other: Any) -> Any:
+        if isinstance(other, (int, float)):
+            return Lowered(self.sources[0] * other, self.dtype)
+        return super().times(other)
+
+    def plus(self, other: Any) -> Any:
+        if isinstance(other, Tensor) and other.dtype == self.sources[0].dtype:
+            return other + self.sources[0]
+        return super().plus(other)
 
 
 def needs_gradient(tensor: Tensor) -> bool:

@@ -32,6 +32,7 @@ class MSNorm(nn.Module):
         promotes: the output's dtype is that of input * weight (LLaMA), not the input's (Gemma).
         sunk: the output is deferred behind row moves, to the Linear that reads it.
         one_copy: ``always`` or ``autocast``: readers that cast the output keep no copy of their own.
+        lowers: adapters that read the output compute in its dtype (see :class:`Deferred`).
     """
 
     weight: nn.Parameter | None
@@ -50,6 +51,7 @@ class MSNorm(nn.Module):
         promotes: bool = False,
         sunk: bool = False,
         one_copy: str | None = None,
+        lowers: bool = False,
     ) -> None:
         super().__init__()
         self.register_parameter("weight", weight)
@@ -62,6 +64,7 @@ class MSNorm(nn.Module):
         self.promotes = promotes
         self.sunk = sunk
         self.one_copy = one_copy
+        self.lowers = lowers
 
     def normalize(self, x: Tensor) -> Tensor:
         raise NotImplementedError
@@ -81,12 +84,12 @@ class MSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor | Kept:
         """``[..., N] -> [..., N]``; deferred where it is sunk or casts wait, and a gradient is wanted."""
         if self.sunk and isinstance(x, Tensor) and needs_gradient(x):
-            return DeferredNorm(x, self.output_dtype(x), self.normalize)
+            return DeferredNorm(x, self.output_dtype(x), self.normalize, self.lowers)
         y = self.normalize(x)
         if self.one_copy is None or not needs_gradient(y):
             return y
         waits = self.one_copy == "always" or torch.is_autocast_enabled(y.device.type)
-        return Kept(y) if waits else y
+        return Kept(y, self.lowers) if waits else y
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         if self.folded:
@@ -104,8 +107,8 @@ class MSNorm(nn.Module):
             if value is not None and bool((value != identity).any()):
                 raise UnfoldedWeightsError(
                     f"{prefix}{name} is not {identity:g} everywhere, but this norm's affine was folded "
-                    "into the next Linears: load into an unpatched model (unpatch_model) and patch again, or load "
-                    "weights that `lowmem-patch convert` folded"
+                    "into the next Linears: load into an unpatched model (unpatch_model) and patch "
+                    "again, or load weights that `lowmem-patch convert` folded"
                 )
 
     def extra_repr(self) -> str:

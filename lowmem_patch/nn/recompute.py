@@ -13,14 +13,15 @@ __all__ = ["RecomputedActivation"]
 class RecomputedActivation(nn.Module):
     """Returns a :class:`~lowmem_patch.nn.deferred.Deferred` where a gradient is wanted, else ``act(x)``."""
 
-    def __init__(self, kind: ActivationKind) -> None:
+    def __init__(self, kind: ActivationKind, lowers: bool = False) -> None:
         super().__init__()
         self.kind = kind
+        self.lowers = lowers
 
     def forward(self, x: Tensor) -> Tensor | Deferred:
         """Elementwise, any shape; dtype of ``x``."""
         if isinstance(x, Tensor) and needs_gradient(x):
-            return DeferredActivation((x,), self.kind)
+            return DeferredActivation((x,), self.kind, self.lowers)
         return activation(x, self.kind)
 
     def extra_repr(self) -> str:

@@ -108,7 +108,8 @@ def patch_model(
         )
     hook = None
     if report.fold_steps:
-        hook = model.register_load_state_dict_pre_hook(_refuse_unfolded)
+        register: Any = model.register_load_state_dict_pre_hook  # has no types
+        hook = register(_refuse_unfolded)
     model.__dict__[_RECORD] = Record(report, applied, trains_signature(model), hook)
     return model
 

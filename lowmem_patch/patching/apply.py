@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from lowmem_patch.errors import PatchError
 from lowmem_patch.nn.activations import CodesActivation
-from lowmem_patch.nn.adapters import keep_input, release_input, use_value
+from lowmem_patch.nn.adapters import keep_input, lower_input, release_input, use_value
 from lowmem_patch.nn.norms import MSLayerNorm, MSNorm, MSRMSNorm
 from lowmem_patch.nn.recompute import RecomputedActivation
 from lowmem_patch.patching.fold import fold_step, unfold_step
@@ -43,20 +43,22 @@ _HOOKS = (
 )  # fmt: skip
 
 
-def _replacement(original: nn.Module, patch: NormPatch | ActivationPatch) -> nn.Module:
+def _replacement(
+    original: nn.Module, patch: NormPatch | ActivationPatch, lowers: bool
+) -> nn.Module:
     new: nn.Module
     if isinstance(patch, ActivationPatch):
         codes = patch.strategy == "codes"
-        new = CodesActivation(patch.kind) if codes else RecomputedActivation(patch.kind)
+        new = CodesActivation(patch.kind) if codes else RecomputedActivation(patch.kind, lowers)
     else:
-        new = _norm(original, patch)
+        new = _norm(original, patch, lowers)
     new.training = original.training
     for hooks in _HOOKS:  # a user's hooks stay attached
         setattr(new, hooks, getattr(original, hooks))
     return new
 
 
-def _norm(original: nn.Module, patch: NormPatch) -> MSNorm:
+def _norm(original: nn.Module, patch: NormPatch, lowers: bool) -> MSNorm:
     spec = patch.spec
     norm_class = MSLayerNorm if spec.kind == "layer_norm" else MSRMSNorm
     new = norm_class(
@@ -70,6 +72,7 @@ def _norm(original: nn.Module, patch: NormPatch) -> MSNorm:
         promotes=spec.promotes,
         sunk=patch.sunk,
         one_copy=patch.one_copy,
+        lowers=lowers,
     )
     # what other code may read off the original (variance_epsilon, normalized_shape) stays readable
     for name, value in vars(original).items():
@@ -95,7 +98,7 @@ def apply_plan(model: nn.Module, plan: Plan, *, arithmetic: bool = True) -> Appl
     replacements: dict[int, nn.Module] = {}
     for name, patch in plan.patches.items():
         original = model.get_submodule(name)
-        replacements[id(original)] = _replacement(original, patch)
+        replacements[id(original)] = _replacement(original, patch, plan.lowers)
     try:
         for site in plan.sites:
             if site.fold is not None and site.strategy == "fold":
@@ -106,7 +109,7 @@ def apply_plan(model: nn.Module, plan: Plan, *, arithmetic: bool = True) -> Appl
                     applied.slots.append((parent, slot, child))
                     parent._modules[slot] = replacements[id(child)]
         for name in plan.adapter_layers:
-            _keep_one_input(model.get_submodule(name), applied)
+            _keep_one_input(model.get_submodule(name), applied, plan.lowers)
     except Exception as error:  # whatever went wrong, the model must be put back first
         undo(model, applied, arithmetic=arithmetic)
         raise PatchError(
@@ -115,8 +118,8 @@ def apply_plan(model: nn.Module, plan: Plan, *, arithmetic: bool = True) -> Appl
     return applied
 
 
-def _keep_one_input(layer: nn.Module, applied: Applied) -> None:
-    layer.register_forward_pre_hook(keep_input)
+def _keep_one_input(layer: nn.Module, applied: Applied, lowers: bool) -> None:
+    layer.register_forward_pre_hook(lower_input if lowers else keep_input)
     applied.adapter_layers.append(layer)
     base = layer.base_layer
     if isinstance(base, nn.Module) and type(base) is not nn.Linear:

@@ -16,7 +16,7 @@ __all__ = ["PatchConfig", "load_config", "preset_names"]
 
 NORM_CHOICES = ("auto", "fold", "share", "keep")
 ACTIVATION_CHOICES = ("auto", "codes", "recompute", "keep")
-LINEAR_INPUT_CHOICES = ("one_copy", "keep")
+LINEAR_INPUT_CHOICES = ("one_copy", "activation_dtype", "keep")
 CHOICES = {
     "norms": NORM_CHOICES,
     "activations": ACTIVATION_CHOICES,
@@ -36,7 +36,9 @@ class PatchConfig:
             ``"auto"`` recomputes where the next Linear needs the activation's output for its own
             weight gradient and uses codes elsewhere; ``"keep"`` leaves activations alone.
         linear_inputs: ``"one_copy"`` lets adapters and autocast share one copy of a Linear's input;
-            ``"keep"`` leaves that to the framework, but for the outputs of patched norms under autocast.
+            ``"activation_dtype"`` does so too and computes float32 adapters on a bf16 model in bf16, as
+            autocast would; ``"keep"`` leaves Linear inputs to the framework, except that readers of a
+            patched norm share its output under autocast.
         name: shown in reports.
 
     Raises:
@@ -45,7 +47,7 @@ class PatchConfig:
 
     norms: str = "auto"
     activations: str = "auto"
-    linear_inputs: str = "one_copy"
+    linear_inputs: str = "activation_dtype"
     name: str = dataclasses.field(default="custom", compare=False)
 
     def __post_init__(self) -> None:

@@ -67,6 +67,7 @@ class Plan:
     sites: tuple[Site, ...]
     patches: dict[str, NormPatch | ActivationPatch]
     adapter_layers: tuple[str, ...] = ()
+    lowers: bool = False  # adapters compute in the activations' dtype
 
 
 class _Planner:
@@ -94,11 +95,12 @@ class _Planner:
         order = sorted(calls, key=lambda name: calls[name][0].last_op)
         self.last_norm = next((n for n in reversed(order) if looks_like_norm(self.modules[n])), "")
         sites = [site for name in order if (site := self._site(name, calls[name])) is not None]
-        return Plan(tuple(sites), self.patches, self._adapter_layers())
+        lowers = self.config.linear_inputs == "activation_dtype"
+        return Plan(tuple(sites), self.patches, self._adapter_layers(), lowers)
 
     def _adapter_layers(self) -> tuple[str, ...]:
         """LoRA layers (PEFT's names) that train."""
-        if self.config.linear_inputs != "one_copy":
+        if self.config.linear_inputs == "keep":
             return ()
         return tuple(
             name
@@ -170,7 +172,7 @@ class _Planner:
         one_copy = None
         if linears:
             casts = any(reader.cast for reader in readers)
-            one_copy = "always" if casts and self.config.linear_inputs == "one_copy" else "autocast"
+            one_copy = "always" if casts and self.config.linear_inputs != "keep" else "autocast"
         self.patches[name] = NormPatch(spec, fold, feeds_autocast, sunk, one_copy)
         before = self.trace.saved.own.get(name, 0)
         strategy = "fold" if fold else "share"
