@@ -93,6 +93,19 @@ def test_glu_reads_any_strides(backend: Backend) -> None:
     assert_within_budget(ours, d_exact, d_exact.double())
 
 
+def test_glu_takes_each_tensor_by_its_own_stride(backend: Backend) -> None:
+    gate = torch.randn(6, 2 * 136, device=backend.device)[:, :136].requires_grad_()
+    up = torch.randn(6, 3 * 136, device=backend.device)[:, 136 : 2 * 136].requires_grad_()
+    dy = torch.randn(6, 136, device=backend.device)
+    y = glu(gate, up, "silu", implementation=backend.implementation)
+    exact = reference.activate(gate.double(), "silu") * up.double()
+    assert_within_budget(y, exact.float(), exact)
+    for mine, true in zip(
+        gradients(y, (gate, up), dy), gradients(exact, (gate, up), dy), strict=True
+    ):
+        assert_within_budget(mine, true, true.double())
+
+
 def test_glu_promotes_as_the_product_would(backend: Backend) -> None:
     gate = torch.randn(4, 16, device=backend.device, requires_grad=True)
     up = torch.randn(4, 16, device=backend.device).bfloat16().requires_grad_()
