@@ -4,6 +4,7 @@ from lowmem_patch.checkpoint.convert import ConvertResult, NormOutcome, SelfChec
 from lowmem_patch.checkpoint.load import add_lora, build_meta_model, load_model
 from lowmem_patch.checkpoint.record import read_fold_steps
 from lowmem_patch.checkpoint.source import Source, resolve
+from lowmem_patch.checkpoint.weights import stored_dtype
 
 __all__ = [
     "ConvertResult",
@@ -16,4 +17,5 @@ __all__ = [
     "load_model",
     "read_fold_steps",
     "resolve",
+    "stored_dtype",
 ]

@@ -254,7 +254,8 @@ def _foldable(
 
 
 def _unknown_tensors(source: Source, weights: Weights, names: dict[str, str]) -> tuple[str, ...]:
-    strangers = sorted(set(weights.tensors) - set(names.values()))
+    left = set(weights.tensors) - set(names.values())
+    strangers = sorted(name for name in left if weights.tensors[name].dtype.is_floating_point)
     if not strangers:
         return ()
     return (

@@ -12,6 +12,7 @@ from torch import Tensor
 from lowmem_patch.checkpoint.compare import StayInFloat64, TensorCheck, check_outputs, named_outputs
 from lowmem_patch.checkpoint.load import build_meta_model, load_model
 from lowmem_patch.checkpoint.source import Source, resolve
+from lowmem_patch.checkpoint.weights import stored_dtype
 from lowmem_patch.errors import CheckpointError
 from lowmem_patch.patching.inputs import ExampleInputs, make_example_inputs
 
@@ -50,12 +51,11 @@ def self_check(
         inputs = make_example_inputs(shape, batch_size=2, device="cpu")
     written = resolve(folder, trust_remote_code=source.trust_remote_code)
     truth = _outputs(load_model(source, torch.float64), inputs, float64=True)
-    model = load_model(source, dtype)
-    used = next(p.dtype for p in model.parameters() if p.is_floating_point())
-    own = _outputs(model, inputs)
-    del model
+    # a folded weight is rounded to the dtype it is stored in, so that dtype sets the budget
+    used = dtype or stored_dtype(source.files)
+    own = _outputs(load_model(source, used), inputs)
     checks = check_outputs(
-        truth, own, _outputs(load_model(written, dtype), inputs), torch.finfo(used).eps
+        truth, own, _outputs(load_model(written, used), inputs), torch.finfo(used).eps
     )
     failed = [check for check in checks if not check.passed]
     if failed:

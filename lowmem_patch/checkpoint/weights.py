@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lowmem_patch.errors import CheckpointError
 
-__all__ = ["StoredTensor", "Weights", "open_weights"]
+__all__ = ["StoredTensor", "Weights", "open_weights", "stored_dtype"]
 
 _DTYPES = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32,
@@ -58,6 +58,18 @@ class Weights:
     def read(self, name: str) -> Tensor:
         """The tensor as stored, on the CPU."""
         return self._read(name)
+
+
+def stored_dtype(folder: Path) -> torch.dtype:
+    """The coarsest floating-point dtype that the matrices of a checkpoint are stored in.
+
+    Raises:
+        CheckpointError: as in :func:`open_weights`.
+    """
+    with open_weights(folder) as weights:
+        matrices = [t.dtype for t in weights.tensors.values() if len(t.shape) > 1]
+    known = [dtype for dtype in matrices if dtype.is_floating_point]
+    return max(known, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
 
 
 @contextlib.contextmanager

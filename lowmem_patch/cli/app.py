@@ -145,7 +145,8 @@ def verify(
     """Prove CONVERTED against ORIGINAL, or ORIGINAL patched with --preset against itself.
 
     Outputs may be off from float64 by at most 2 times the unpatched model's own error in the same
-    dtype, gradients by 3 times. Exits with 1 if not.
+    dtype, gradients by 3 times; exits with 1 if not. The dtypes are float32 and bfloat16, with
+    CONVERTED the one that it is stored in and bfloat16: folded weights were rounded to it.
     """
     with command(debug):
         import torch
@@ -156,20 +157,17 @@ def verify(
         from lowmem_patch.verify import verify_checkpoints, verify_model
 
         config = load_config(preset)
-        chosen = (
-            [torch.float32, torch.bfloat16]
-            if not dtype
-            else [d for d in map(torch_dtype, dtype) if d]
-        )
+        asked = [wanted for wanted in map(torch_dtype, dtype or []) if wanted is not None]
         settings: dict[str, Any] = {
-            "dtypes": chosen,
+            "dtypes": asked or [torch.float32, torch.bfloat16],
             "autocast": torch.bfloat16 if autocast else None,
         }
         with quiet_libraries(), report.progress_bar(quiet=as_json) as progress:
             source = checkpoint.resolve(
                 original, revision=revision, trust_remote_code=trust_remote_code
             )
-            model = checkpoint.load_model(source)
+            # float32 holds what any checkpoint stores; config.json may name something coarser
+            model = checkpoint.load_model(source, torch.float32)
             torch.manual_seed(0)
             settings["example_inputs"] = make_example_inputs(
                 model, batch_size=batch_size, sequence_length=seq_len
@@ -178,8 +176,11 @@ def verify(
                 result = verify_model(model, config, progress=progress, **settings)
             else:
                 other = checkpoint.resolve(converted, trust_remote_code=trust_remote_code)
-                steps = checkpoint.read_fold_steps(other.folder) if other.folder is not None else ()
-                loaded = checkpoint.load_model(other)
+                stored = checkpoint.stored_dtype(other.files)
+                if not asked:
+                    settings["dtypes"] = list(dict.fromkeys([stored, torch.bfloat16]))
+                steps = checkpoint.read_fold_steps(other.files)
+                loaded = checkpoint.load_model(other, torch.float32)
                 result = verify_checkpoints(model, loaded, steps, progress=progress, **settings)
         if as_json:
             print_json(result.to_dict())

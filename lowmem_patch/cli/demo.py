@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
 import typer  # noqa: TID251 - the command line is what typer is for
 
 from lowmem_patch import checkpoint, plan_patch, report
@@ -32,10 +33,14 @@ def run_demo_task(task: Any, out: Path, as_json: bool) -> tuple[dict[str, Any], 
         )
     show("lowmem-patch inspect", report.print_plan, plan, f"preset auto, {plan.inputs}")
     with quiet_libraries(), report.progress_bar(quiet=as_json) as progress:
-        conversion = checkpoint.convert(source, out, progress=progress)
+        # the bundled weights are in half precision; float32 shows that nothing but rounding changes
+        conversion = checkpoint.convert(source, out, dtype=torch.float32, progress=progress)
     show("lowmem-patch convert", report.print_conversion, conversion)
     with quiet_libraries(), report.progress_bar(quiet=as_json) as progress:
-        original, converted = task.load(), checkpoint.load_model(checkpoint.resolve(out))
+        original, converted = (
+            task.load(),
+            checkpoint.load_model(checkpoint.resolve(out), torch.float32),
+        )
         steps = checkpoint.read_fold_steps(out)
         verdict = verify_checkpoints(original, converted, steps, progress=progress)
     show("lowmem-patch verify", report.print_verification, verdict)
