@@ -275,7 +275,8 @@ def kept_linear(x: Tensor, weight: Tensor, bias: Tensor | None, compute_dtype: t
         check_floating("kept_linear", name, tensor)
     if x.dim() < 1 or weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
         raise ValueError(
-            f"kept_linear: weight must be [O, I] for x [..., I], got {tuple(weight.shape)} for {tuple(x.shape)}"
+            "kept_linear: weight must be [O, I] for x [..., I], got "
+            f"{tuple(weight.shape)} for {tuple(x.shape)}"
         )
     if not _library.wants_gradient(x, weight, bias):
         return _forward(x, x, None, weight, bias, _IDENTITY, compute_dtype, "reference")

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from lowmem_patch.errors import UnfoldedWeightsError
-from lowmem_patch.functional import ms_layer_norm, ms_rms_norm
+from lowmem_patch.functional import ms_layer_norm, ms_norm_pair, ms_rms_norm
+from lowmem_patch.nn.copies import attach_copy
 from lowmem_patch.nn.deferred import DeferredNorm, Kept, needs_gradient
 
 __all__ = ["MSLayerNorm", "MSNorm", "MSRMSNorm"]
@@ -32,11 +33,13 @@ class MSNorm(nn.Module):
         promotes: the output's dtype is that of input * weight (LLaMA), not the input's (Gemma).
         sunk: the output is deferred behind row moves, to the Linear that reads it.
         one_copy: ``always`` or ``autocast``: readers that cast the output keep no copy of their own.
+        shares_copy: Linears among other readers get one narrow copy of a wide output under autocast.
         lowers: adapters that read the output compute in its dtype (see :class:`Deferred`).
     """
 
     weight: nn.Parameter | None
     bias: nn.Parameter | None
+    centered: bool
 
     def __init__(
         self,
@@ -52,6 +55,7 @@ class MSNorm(nn.Module):
         sunk: bool = False,
         one_copy: str | None = None,
         lowers: bool = False,
+        shares_copy: bool = False,
     ) -> None:
         super().__init__()
         self.register_parameter("weight", weight)
@@ -65,6 +69,7 @@ class MSNorm(nn.Module):
         self.sunk = sunk
         self.one_copy = one_copy
         self.lowers = lowers
+        self.shares_copy = shares_copy
 
     def normalize(self, x: Tensor) -> Tensor:
         raise NotImplementedError
@@ -85,11 +90,35 @@ class MSNorm(nn.Module):
         """``[..., N] -> [..., N]``; deferred where it is sunk or casts wait, and a gradient is wanted."""
         if self.sunk and isinstance(x, Tensor) and needs_gradient(x):
             return DeferredNorm(x, self.output_dtype(x), self.normalize, self.lowers)
+        if self.shares_copy and self._narrows(x):
+            return self._pair(x)
         y = self.normalize(x)
         if self.one_copy is None or not needs_gradient(y):
             return y
         waits = self.one_copy == "always" or torch.is_autocast_enabled(y.device.type)
         return Kept(y, self.lowers) if waits else y
+
+    def _narrows(self, x: Tensor) -> bool:
+        """Whether autocast would make a narrow copy of the output for each Linear that reads it."""
+        if not torch.is_autocast_enabled(x.device.type) or not torch.is_grad_enabled():
+            return False
+        narrow = torch.get_autocast_dtype(x.device.type)
+        return narrow.itemsize < self.output_dtype(x).itemsize
+
+    def _pair(self, x: Tensor) -> Tensor:
+        weight, bias = (None, None) if self.folded else (self.weight, self.bias)
+        y, copy = ms_norm_pair(
+            x,
+            self.eps,
+            weight,
+            bias,
+            centered=self.centered,
+            wide=self.output_dtype(x),
+            narrow=torch.get_autocast_dtype(x.device.type),
+            weight_offset=self.weight_offset,
+        )
+        attach_copy(y, copy)
+        return y
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         if self.folded:
@@ -124,6 +153,8 @@ class MSNorm(nn.Module):
 class MSLayerNorm(MSNorm):
     """LayerNorm over the last dimension that keeps its output (paper, MS-LayerNorm)."""
 
+    centered = True
+
     def normalize(self, x: Tensor) -> Tensor:
         weight, bias = (None, None) if self.folded else (self.weight, self.bias)
         return ms_layer_norm(x, self.eps, weight, bias, out_dtype=self.output_dtype(x))
@@ -131,6 +162,8 @@ class MSLayerNorm(MSNorm):
 
 class MSRMSNorm(MSNorm):
     """RMSNorm over the last dimension that keeps its output (paper, MS-RMSNorm)."""
+
+    centered = False
 
     def normalize(self, x: Tensor) -> Tensor:
         weight = None if self.folded else self.weight

@@ -8,7 +8,13 @@ from torch import Tensor, nn
 
 from lowmem_patch.errors import PatchError
 from lowmem_patch.nn.activations import CodesActivation
-from lowmem_patch.nn.adapters import keep_input, lower_input, release_input, use_value
+from lowmem_patch.nn.copies import (
+    keep_input,
+    lower_input,
+    release_input,
+    use_copy,
+    use_value,
+)
 from lowmem_patch.nn.norms import MSLayerNorm, MSNorm, MSRMSNorm
 from lowmem_patch.nn.recompute import RecomputedActivation
 from lowmem_patch.patching.fold import fold_step, unfold_step
@@ -34,7 +40,7 @@ class Applied:
 
     slots: list[tuple[nn.Module, str, nn.Module]] = dataclasses.field(default_factory=list)
     folded: list[Folded] = dataclasses.field(default_factory=list)
-    adapter_layers: list[nn.Module] = dataclasses.field(default_factory=list)
+    hooked: list[nn.Module] = dataclasses.field(default_factory=list)
 
 
 _HOOKS = (
@@ -73,6 +79,7 @@ def _norm(original: nn.Module, patch: NormPatch, lowers: bool) -> MSNorm:
         sunk=patch.sunk,
         one_copy=patch.one_copy,
         lowers=lowers,
+        shares_copy=bool(patch.copy_readers),
     )
     # what other code may read off the original (variance_epsilon, normalized_shape) stays readable
     for name, value in vars(original).items():
@@ -108,6 +115,10 @@ def apply_plan(model: nn.Module, plan: Plan, *, arithmetic: bool = True) -> Appl
                 if child is not None and id(child) in replacements:
                     applied.slots.append((parent, slot, child))
                     parent._modules[slot] = replacements[id(child)]
+        for name in dict.fromkeys(_copy_readers(plan)):
+            linear = model.get_submodule(name)
+            linear.register_forward_pre_hook(use_copy)
+            applied.hooked.append(linear)
         for name in plan.adapter_layers:
             _keep_one_input(model.get_submodule(name), applied, plan.lowers)
     except Exception as error:  # whatever went wrong, the model must be put back first
@@ -118,13 +129,18 @@ def apply_plan(model: nn.Module, plan: Plan, *, arithmetic: bool = True) -> Appl
     return applied
 
 
+def _copy_readers(plan: Plan) -> list[str]:
+    norms = [patch for patch in plan.patches.values() if isinstance(patch, NormPatch)]
+    return [name for norm in norms for name in norm.copy_readers]
+
+
 def _keep_one_input(layer: nn.Module, applied: Applied, lowers: bool) -> None:
     layer.register_forward_pre_hook(lower_input if lowers else keep_input)
-    applied.adapter_layers.append(layer)
+    applied.hooked.append(layer)
     base = layer.base_layer
     if isinstance(base, nn.Module) and type(base) is not nn.Linear:
         base.register_forward_pre_hook(use_value)
-        applied.adapter_layers.append(base)
+        applied.hooked.append(base)
 
 
 def _fold(model: nn.Module, step: FoldStep, applied: Applied, arithmetic: bool) -> None:
@@ -153,7 +169,7 @@ def undo(
                     if name in original._parameters:
                         original._parameters[name] = current._parameters[name]
         parent._modules[slot] = original
-    for layer in applied.adapter_layers:
+    for layer in applied.hooked:
         release_input(layer)
     for folded in reversed(applied.folded):
         if arithmetic and unfold:
@@ -162,4 +178,4 @@ def undo(
             model.get_parameter(name).requires_grad_(True)
     applied.slots.clear()
     applied.folded.clear()
-    applied.adapter_layers.clear()
+    applied.hooked.clear()

@@ -49,6 +49,7 @@ class NormPatch:
     feeds_autocast: bool
     sunk: bool
     one_copy: str | None
+    copy_readers: tuple[str, ...] = ()  # Linears that share one narrow copy under autocast
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,12 +174,20 @@ class _Planner:
         if linears:
             casts = any(reader.cast for reader in readers)
             one_copy = "always" if casts and self.config.linear_inputs != "keep" else "autocast"
-        self.patches[name] = NormPatch(spec, fold, feeds_autocast, sunk, one_copy)
+        copy_readers: tuple[str, ...] = ()
+        if not feeds_autocast and self.config.linear_inputs != "keep":
+            copy_readers = self._copy_readers(readers)
+        self.patches[name] = NormPatch(spec, fold, feeds_autocast, sunk, one_copy, copy_readers)
         before = self.trace.saved.own.get(name, 0)
         strategy = "fold" if fold else "share"
         return Site(
             name, spec.kind, strategy, reason, consumers, before, 0, fold=step if fold else None
         )
+
+    def _copy_readers(self, readers: list[Reader]) -> tuple[str, ...]:
+        """Stock Linears that read the very output, among readers of other kinds."""
+        names = [r.linear.module for r in readers if r.linear is not None and not r.copied]
+        return tuple(dict.fromkeys(n for n in names if type(self.modules.get(n)) is nn.Linear))
 
     def _share_gains(self, name: str, outputs: list[Tensor], readers: list[Reader]) -> bool:
         """Whether keeping the output beats keeping what the original keeps."""

@@ -1,14 +1,37 @@
-"""One copy of an adapter layer's input: casts of it wait, so that autograd keeps the input alone."""
+"""One copy of a Linear's input: casts of it wait or are shared, so that autograd keeps one tensor.
+
+All are forward pre-hooks, so neither the Linear nor the adapter layer is replaced.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lowmem_patch.nn.deferred import Deferred, Kept, needs_gradient
 
-__all__ = ["keep_input", "lower_input", "release_input", "use_value"]
+__all__ = [
+    "attach_copy", "keep_input", "lower_input", "release_input", "use_copy", "use_value",
+]  # fmt: skip
+
+
+# a narrow copy travels on the wide tensor that it copies, and lives as long as that does
+_COPY = "_lowmem_patch_copy"
+
+
+def attach_copy(tensor: Tensor, copy: Tensor) -> None:
+    """Let Linears that read ``tensor`` under autocast find ``copy``, the same rounded."""
+    setattr(tensor, _COPY, copy)
+
+
+def use_copy(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """Forward pre-hook of a Linear: read the attached copy, which is what autocast would make."""
+    copy = getattr(args[0], _COPY, None) if args and isinstance(args[0], Tensor) else None
+    if copy is None or not needs_gradient(copy) or not torch.is_autocast_enabled(copy.device.type):
+        return None
+    return (Kept(copy), *args[1:])
 
 
 def keep_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
@@ -35,5 +58,5 @@ def use_value(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | Non
 def release_input(module: nn.Module) -> None:
     """Take these hooks off again."""
     for key, hook in list(module._forward_pre_hooks.items()):
-        if hook in (keep_input, lower_input, use_value):
+        if hook in (keep_input, lower_input, use_copy, use_value):
             del module._forward_pre_hooks[key]

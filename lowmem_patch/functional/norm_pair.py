@@ -1,0 +1,163 @@
+"""A norm whose output is read in two dtypes: in full by a residual, in autocast's dtype by Linears.
+
+Post-norm models under autocast (BERT) keep the norm's wide input and one narrow copy of its output
+per Linear. Here the narrow output is made once, the Linears share it, and the norm's backward
+recovers z from it as in `norms`; the gradients of both outputs are added first.
+
+Saved: the narrow output, rstd, weight and bias.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowmem_patch.functional import _library
+from lowmem_patch.functional._checks import check_floating, check_last_dimension
+from lowmem_patch.functional._implementation import Implementation, module, resolve
+from lowmem_patch.functional.norms import _norm_backward
+
+__all__ = ["ms_norm_pair"]
+
+
+def _forward(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    weight_offset: float,
+    centered: bool,
+    wide: torch.dtype,
+    narrow: torch.dtype,
+    implementation: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    y, rstd = module(implementation).norm_forward(
+        x, weight, bias, eps, weight_offset, centered, wide
+    )
+    return y, y.to(narrow), rstd
+
+
+def _forward_fake(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    weight_offset: float,
+    centered: bool,
+    wide: torch.dtype,
+    narrow: torch.dtype,
+    implementation: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    rstd_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return (
+        x.new_empty(x.shape, dtype=wide),
+        x.new_empty(x.shape, dtype=narrow),
+        x.new_empty(x.shape[:-1], dtype=rstd_dtype),
+    )
+
+
+_pair_forward = _library.define(
+    "norm_pair(Tensor x, Tensor? weight, Tensor? bias, float eps, float weight_offset, "
+    "bool centered, ScalarType wide, ScalarType narrow, str implementation) "
+    "-> (Tensor, Tensor, Tensor)",
+    _forward,
+    _forward_fake,
+)
+
+
+class _NormPair(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        weight_offset: float,
+        centered: bool,
+        wide: torch.dtype,
+        narrow: torch.dtype,
+        implementation: str,
+    ) -> Any:
+        with _library.below_autograd():
+            y, copy, rstd = _pair_forward(
+                x, weight, bias, eps, weight_offset, centered, wide, narrow, implementation
+            )
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(rstd)
+        ctx.save_for_backward(copy, rstd, weight, bias)
+        ctx.weight_offset, ctx.centered = weight_offset, centered
+        ctx.input_dtype, ctx.implementation = x.dtype, implementation
+        return y, copy, rstd
+
+    @staticmethod
+    @_library.first_order("norm_pair")
+    def backward(ctx: Any, dy: Tensor | None, d_copy: Tensor | None, _: None) -> Any:
+        needs = ctx.needs_input_grad[:3]
+        if dy is None or d_copy is None:
+            total = d_copy if dy is None else dy
+        else:
+            total = torch.add(dy, d_copy)
+        if total is None:
+            return (None,) * 9
+        copy, rstd, weight, bias = ctx.saved_tensors
+        found = iter(
+            _norm_backward(
+                total,
+                copy,
+                rstd,
+                weight,
+                bias,
+                ctx.weight_offset,
+                ctx.centered,
+                ctx.input_dtype,
+                *needs,
+                ctx.implementation,
+            )
+        )
+        return (*(next(found) if needed else None for needed in needs), *(None,) * 6)
+
+
+_call_pair = _library.attach_autograd(_pair_forward, _NormPair)
+
+
+def ms_norm_pair(
+    x: Tensor,
+    eps: float,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    *,
+    centered: bool,
+    wide: torch.dtype,
+    narrow: torch.dtype,
+    weight_offset: float = 0.0,
+    implementation: Implementation = "auto",
+) -> tuple[Tensor, Tensor]:
+    """LayerNorm (``centered``) or RMSNorm over the last dimension, in two dtypes at once.
+
+    Args:
+        x: ``[..., N]``, floating.
+        eps: added to the variance (mean square).
+        weight, bias: ``[N]`` or None.
+        wide, narrow: dtypes of the two results.
+        weight_offset: 1.0 for 1 + w norms.
+
+    Returns:
+        ``[..., N]`` in ``wide``, and the same rounded to ``narrow``, which is what is saved.
+
+    Raises:
+        TypeError: x, weight or bias is not floating point.
+        ValueError: weight or bias does not fit the last dimension.
+    """
+    check_floating("ms_norm_pair", "x", x)
+    check_last_dimension("ms_norm_pair", x, "weight", weight)
+    check_last_dimension("ms_norm_pair", x, "bias", bias)
+    chosen = resolve(implementation, x, weight, bias)
+    arguments = (x, weight, bias, eps, weight_offset, centered, wide, narrow, chosen)
+    if not _library.wants_gradient(x, weight, bias):
+        y, copy, _ = _forward(*arguments)
+        return y, copy
+    y, copy, _ = _call_pair(*arguments)
+    return y, copy
