@@ -143,8 +143,14 @@ def run_fresh(code: str) -> str:
     return result.stdout
 
 
-def test_package_imports_without_triton() -> None:
-    run_fresh("import lowmem_patch\nimport lowmem_patch.functional")
+def test_package_works_without_triton() -> None:
+    run_fresh(
+        "import lowmem_patch, torch\n"
+        "from lowmem_patch.functional import ms_rms_norm, regelu2\n"
+        "x = torch.randn(4, 16, requires_grad=True)\n"
+        "regelu2(ms_rms_norm(x, 1e-6)).sum().backward()\n"
+        "assert bool(x.grad.isfinite().all())"
+    )
 
 
 def test_importing_the_package_leaves_kernels_and_command_line_alone() -> None:
