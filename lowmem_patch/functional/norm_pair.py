@@ -156,8 +156,7 @@ def ms_norm_pair(
     check_last_dimension("ms_norm_pair", x, "bias", bias)
     chosen = resolve(implementation, x, weight, bias)
     arguments = (x, weight, bias, eps, weight_offset, centered, wide, narrow, chosen)
-    if not _library.wants_gradient(x, weight, bias):
-        y, copy, _ = _forward(*arguments)
-        return y, copy
-    y, copy, _ = _call_pair(*arguments)
+    # through the operator either way: compilers and fake tensors must not meet a kernel launch
+    call = _call_pair if _library.wants_gradient(x, weight, bias) else _pair_forward
+    y, copy, _ = call(*arguments)
     return y, copy

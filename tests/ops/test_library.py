@@ -53,6 +53,8 @@ def operator_samples() -> Iterator[tuple[str, tuple[Any, ...]]]:
     yield "glu_backward", (*torch.randn(3, 4, 6).unbind(), "silu", R)
     yield "norm", (randn(4, 6), randn(6), randn(6), 1e-5, 0.0, True, torch.float32, R)
     yield "norm", (randn(4, 6), None, None, 1e-5, 0.0, False, torch.bfloat16, R)
+    narrow = (1e-5, 0.0, True, torch.float32, torch.bfloat16, R)
+    yield "norm_pair", (randn(4, 6), randn(6), randn(6), *narrow)
     y, rstd, vector = torch.randn(4, 6), torch.rand(4), torch.randn(6)
     flags = (0.0, True, torch.float32, True, True, True, R)
     yield "norm_backward", (y, y.clone(), rstd, vector, vector.clone(), *flags)

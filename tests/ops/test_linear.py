@@ -10,6 +10,7 @@ from torch import Tensor
 from lowmem_patch import reference
 from lowmem_patch.constants import ACTIVATION_KINDS
 from lowmem_patch.functional import activation, activation_linear, glu
+from lowmem_patch.functional.linear import kept_linear
 from tests.ops.conftest import INTERPRETED, Backend
 from tests.ops.helpers import assert_within_budget, saved_storages, storage_of
 
@@ -183,6 +184,31 @@ def test_without_gradients_nothing_is_saved(backend: Backend) -> None:
         )
     assert not saved
     assert torch.equal(y, F.linear(hidden, weight))
+
+
+@pytest.mark.skipif(INTERPRETED, reason="no kernel takes part")
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_kept_linear_repeats_its_casts(with_bias: bool) -> None:
+    x = torch.randn(2, 3, FEATURES, requires_grad=True)
+    weight = torch.randn(OUT, FEATURES, requires_grad=True)
+    bias = torch.randn(OUT, requires_grad=True) if with_bias else None
+    inputs = (x, weight) if bias is None else (x, weight, bias)
+    y, saved = saved_storages(lambda: kept_linear(x, weight, bias, torch.bfloat16))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        theirs = F.linear(x, weight, bias)
+    assert set(saved) == {storage_of(x), storage_of(weight)}
+    assert torch.equal(y, theirs)
+    wide = tuple(t.detach().double().requires_grad_() for t in inputs)
+    exact = F.linear(*wide)
+    dy = torch.randn_like(y)
+    for mine, other, true in zip(
+        torch.autograd.grad(y, inputs, dy),
+        torch.autograd.grad(theirs, inputs, dy),
+        torch.autograd.grad(exact, wide, dy.double()),
+        strict=True,
+    ):
+        unit = torch.finfo(torch.bfloat16).eps
+        assert_within_budget(mine, other, true, unit * true.abs().max())
 
 
 @pytest.mark.skipif(INTERPRETED, reason="checks arguments, not kernels")

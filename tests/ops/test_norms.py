@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lowmem_patch.functional import ms_layer_norm, ms_rms_norm
+from lowmem_patch.functional.norm_pair import ms_norm_pair
 from tests.ops.conftest import INTERPRETED, Backend
 from tests.ops.helpers import assert_within_budget, saved_storages, storage_of
 
@@ -212,6 +213,38 @@ def test_weight_gradients_repeat_bit_for_bit(backend: Backend) -> None:
     ]
     assert torch.equal(runs[0], runs[1])
     assert torch.equal(runs[0], runs[2])
+
+
+@pytest.mark.parametrize("used", ["both", "wide", "narrow"])
+def test_pair_adds_the_gradients_of_both_outputs(backend: Backend, used: str) -> None:
+    x = torch.randn(6, 40, device=backend.device, requires_grad=True)
+    weight = (torch.rand(40, device=backend.device) + 0.5).requires_grad_()
+    (y, copy), saved = saved_storages(
+        lambda: ms_norm_pair(
+            x,
+            EPS,
+            weight,
+            None,
+            centered=True,
+            wide=torch.float32,
+            narrow=torch.bfloat16,
+            implementation=backend.implementation,
+        )
+    )
+    assert sum(saved.values()) == copy.nbytes + 6 * 4 + weight.nbytes
+    dy, d_copy = torch.randn_like(y), torch.randn_like(copy)
+    outputs = {"both": (y, copy), "wide": (y,), "narrow": (copy,)}[used]
+    given = {"both": (dy, d_copy), "wide": (dy,), "narrow": (d_copy,)}[used]
+    total = sum(g.double() for g in given)
+    exact = plain(x.double(), weight.double(), None, 0.0, True)
+    extra = recovery_error(x.detach(), total, copy.detach(), weight.detach(), 0.0, True)
+    for mine, true, cost in zip(
+        torch.autograd.grad(outputs, (x, weight), given),
+        torch.autograd.grad(exact, (x, weight), total),
+        extra,
+        strict=True,
+    ):
+        assert_within_budget(mine, true, true.double(), cost)
 
 
 def test_zero_weights_give_finite_gradients(backend: Backend) -> None:
