@@ -28,7 +28,9 @@ def attach_copy(tensor: Tensor, copy: Tensor) -> None:
 
 def use_copy(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """Forward pre-hook of a Linear: read the attached copy, which is what autocast would make."""
-    copy = getattr(args[0], _COPY, None) if args and isinstance(args[0], Tensor) else None
+    if torch.compiler.is_compiling() or not args or not isinstance(args[0], Tensor):
+        return None
+    copy = getattr(args[0], _COPY, None)
     if copy is None or not needs_gradient(copy) or not torch.is_autocast_enabled(copy.device.type):
         return None
     return (Kept(copy), *args[1:])

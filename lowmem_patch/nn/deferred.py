@@ -56,6 +56,7 @@ class Deferred:
         self.lowers = lowers
         self._value: Tensor | None = None
         self._version = 0
+        self._spoiled = False
 
     def compute(self) -> Tensor:
         raise NotImplementedError
@@ -80,13 +81,16 @@ class Deferred:
                 torch.enable_grad()
             ):  # a hook that only looks, under no_grad, must not cut the graph
                 self._value = self.compute()
-            self._version = self._value._version
+            if not torch.compiler.is_compiling():
+                self._version = self._value._version
         return self._value
 
     @property
     def written(self) -> bool:
         """Whether somebody wrote into the value, so that the sources no longer give it."""
-        return self._value is not None and self._value._version != self._version
+        if self._spoiled or self._value is None or torch.compiler.is_compiling():
+            return self._spoiled
+        return self._value._version != self._version
 
     @classmethod
     def __torch_function__(
@@ -99,6 +103,9 @@ class Deferred:
         kwargs = kwargs or {}
         first = args[0] if args else None
         if isinstance(first, Deferred):
+            name = function_name(func)
+            if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
+                first._spoiled = True  # written in place
             known = first._known(func, args, kwargs)
             if known is not None:
                 return known

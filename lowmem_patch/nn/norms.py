@@ -102,6 +102,8 @@ class MSNorm(nn.Module):
         """Whether autocast would make a narrow copy of the output for each Linear that reads it."""
         if not torch.is_autocast_enabled(x.device.type) or not torch.is_grad_enabled():
             return False
+        if torch.compiler.is_compiling():  # its graph shares the casts itself
+            return False
         narrow = torch.get_autocast_dtype(x.device.type)
         return narrow.itemsize < self.output_dtype(x).itemsize
 
