@@ -65,8 +65,8 @@ $(DEMO_STAMP): | $(BIN)/python
 	@if test ! -f $(TEST_STAMP); then \
 		echo "== installing, 1 of 2: PyTorch (about 5 GB on Linux, minutes on a first run)" && \
 		$(PIP_INSTALL) torch && \
-		echo "== installing, 2 of 2: lowmem-patch, transformers, timm and the demo's data" && \
-		$(PIP_INSTALL) scikit-learn --editable .; \
+		echo "== installing, 2 of 2: lowmem-patch, transformers and timm" && \
+		$(PIP_INSTALL) --editable .; \
 	fi
 	@rm -f $(VENV)/installed-demo-* && touch $@
 
