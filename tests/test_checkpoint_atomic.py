@@ -1,0 +1,118 @@
+"""Nothing half written, nothing lost: interruptions, signals, overwriting, a full disk."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lowmem_patch.checkpoint import SelfCheckError, convert, resolve
+from lowmem_patch.errors import CheckpointError
+from tests.checkpoint_models import llama, write
+
+
+def test_a_wrong_fold_is_found_before_it_is_put_in_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = sys.modules[convert.__module__]
+    real = module.fold_tensors
+
+    def wrong(*args: Any, **kwargs: Any) -> Any:
+        weight, bias = real(*args, **kwargs)
+        return weight * 1.001, bias
+
+    monkeypatch.setattr(module, "fold_tensors", wrong)
+    with pytest.raises(SelfCheckError, match="logits"):
+        convert(resolve(write(tmp_path / "in", llama())), tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("boom"), KeyboardInterrupt(), OSError("disk")])
+def test_an_interrupted_run_leaves_nothing(
+    error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = resolve(write(tmp_path / "in", llama()))
+    convert(source, tmp_path / "out", check=False)
+    before = (tmp_path / "out" / "lowmem_patch.json").read_bytes()
+
+    def fail(*_args: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(sys.modules[convert.__module__], "write_card", fail)
+    expected = CheckpointError if isinstance(error, OSError) else type(error)
+    for out, overwrite in ((tmp_path / "new", False), (tmp_path / "out", True)):
+        with pytest.raises(expected):
+            convert(source, out, overwrite=overwrite, check=False)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]
+    assert (tmp_path / "out" / "lowmem_patch.json").read_bytes() == before
+
+
+INTERRUPTED = """
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job inherits "ignore"
+from lowmem_patch.checkpoint import convert
+module = sys.modules[convert.__module__]
+def stall(*_args):
+    print("half", flush=True)
+    time.sleep(60)
+module.write_card = stall
+from lowmem_patch.cli import app
+app(["convert", sys.argv[1], sys.argv[2]])
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_leaves_nothing(number: signal.Signals, tmp_path: Path) -> None:
+    write(tmp_path / "in", llama())
+    command = [sys.executable, "-c", INTERRUPTED, str(tmp_path / "in"), str(tmp_path / "out")]
+    root = Path(__file__).parent.parent
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        deadline = time.monotonic() + 120
+        # the stalled step prints on what the command line made of standard output: standard error
+        assert process.stderr is not None
+        line = ""
+        while "half" not in line and time.monotonic() < deadline:
+            line = process.stderr.readline()
+        assert len(list(tmp_path.iterdir())) == 2  # the source, and what is half written
+        process.send_signal(number)
+        process.wait(timeout=60)
+    assert process.returncode == 128 + number
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+def test_overwrite_replaces_checkpoints_and_nothing_else(tmp_path: Path) -> None:
+    source = resolve(write(tmp_path / "in", llama()))
+    out = tmp_path / "out"
+    convert(source, out, check=False)
+    (out / "stale.txt").write_text("old")
+    with pytest.raises(CheckpointError, match="--overwrite"):
+        convert(source, out, check=False)
+    convert(source, out, check=False, overwrite=True)
+    assert not (out / "stale.txt").exists() and (out / "lowmem_patch.json").is_file()
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "thesis.txt").write_text("years")
+    with pytest.raises(CheckpointError, match="no checkpoint"):
+        convert(source, precious, overwrite=True)
+    assert (precious / "thesis.txt").read_text() == "years"
+
+
+def test_a_full_disk_is_seen_before_writing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = resolve(write(tmp_path / "in", llama()))
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _path: usage._replace(free=1000))
+    with pytest.raises(CheckpointError, match="no space"):
+        convert(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
