@@ -114,7 +114,8 @@ def _transformers_inputs(
     tokens = torch.randint(0, max(2, min(vocabulary, 1000)), (batch, length), device=device)
     name = model.main_input_name
     if name == "input_ids":
-        kwargs: dict[str, Any] = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+        # no mask: transformers drops one of ones from its data, which a trace without data cannot do
+        kwargs: dict[str, Any] = {"input_ids": tokens}
         if getattr(config, "is_encoder_decoder", False):
             kwargs["decoder_input_ids"] = tokens.clone()
         return ExampleInputs((), kwargs)
