@@ -58,9 +58,9 @@ def _forward_kernel(
     x = tl.load(x_ptr + row[:, None] * x_stride + column[None, :], mask=mask, other=0.0)
     x = x.to(tl.float32)
     if CENTERED:
-        mean = tl.sum(x, axis=1) / COLUMNS
+        mean = tl.sum(x, axis=1) * (1.0 / COLUMNS)
         x = tl.where(mask, x - mean[:, None], 0.0)
-    rstd = tl.rsqrt(tl.sum(x * x, axis=1) / COLUMNS + eps)
+    rstd = tl.rsqrt(tl.sum(x * x, axis=1) * (1.0 / COLUMNS) + eps)
     tl.store(rstd_ptr + row, rstd, mask=row < rows)
     y = x * rstd[:, None]
     if HAS_WEIGHT:
@@ -97,7 +97,7 @@ def _forward_wide_kernel(
         for start in range(0, COLUMNS, BLOCK):
             column = start + tl.arange(0, BLOCK)
             total += tl.load(x_ptr + column, mask=column < COLUMNS, other=0.0).to(tl.float32)
-        mean = tl.sum(total) / COLUMNS
+        mean = tl.sum(total) * (1.0 / COLUMNS)
     squares = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, COLUMNS, BLOCK):
         column = start + tl.arange(0, BLOCK)
@@ -105,7 +105,7 @@ def _forward_wide_kernel(
         x = tl.load(x_ptr + column, mask=mask, other=0.0).to(tl.float32)
         x = tl.where(mask, x - mean, 0.0)
         squares += x * x
-    rstd = tl.rsqrt(tl.sum(squares) / COLUMNS + eps)
+    rstd = tl.rsqrt(tl.sum(squares) * (1.0 / COLUMNS) + eps)
     tl.store(rstd_ptr + row, rstd)
     for start in range(0, COLUMNS, BLOCK):
         column = start + tl.arange(0, BLOCK)

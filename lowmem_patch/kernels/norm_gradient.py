@@ -95,10 +95,10 @@ def _backward_kernel(
         if NEEDS_BIAS:
             d_bias += tl.sum(dy, axis=0)
         g = dy * gamma[None, :]
-        along_z = tl.sum(g * z, axis=1) / COLUMNS
+        along_z = tl.sum(g * z, axis=1) * (1.0 / COLUMNS)
         dx = g - z * along_z[:, None]
         if CENTERED:
-            dx -= (tl.sum(g, axis=1) / COLUMNS)[:, None]
+            dx -= (tl.sum(g, axis=1) * (1.0 / COLUMNS))[:, None]
         dx = (dx * rstd[:, None]).to(dx_ptr.dtype.element_ty)
         tl.store(dx_ptr + row[:, None] * COLUMNS + column[None, :], dx, mask=mask)
     partial = program.to(tl.int64) * COLUMNS + column
@@ -141,8 +141,8 @@ def _backward_wide_kernel(
         y = tl.load(y_ptr + column, mask=mask, other=0.0).to(tl.float32)
         sum_g += g
         sum_gz += g * (y - bias) * inverse
-    along_z = tl.sum(sum_gz) / COLUMNS
-    mean_g = tl.sum(sum_g) / COLUMNS
+    along_z = tl.sum(sum_gz) * (1.0 / COLUMNS)
+    mean_g = tl.sum(sum_g) * (1.0 / COLUMNS)
     for start in range(0, COLUMNS, BLOCK):
         column = start + tl.arange(0, BLOCK)
         mask = column < COLUMNS
