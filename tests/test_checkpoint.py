@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import pickle
+import sys
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,7 @@ from tests.checkpoint_models import (
     example,
     llama,
     randomise,
+    vit,
     write,
     write_timm,
 )
@@ -97,6 +100,30 @@ def test_a_layer_norm_with_beta_needs_biases_that_take_it(tmp_path: Path) -> Non
     with torch.no_grad():
         expected = model(**example(model)).logits
         torch.testing.assert_close(loaded(**example(model)).logits, expected, rtol=2e-4, atol=2e-5)
+
+
+def test_the_stored_values_have_the_last_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plan on the meta device that took beta for 0 is corrected once beta is read."""
+    module = sys.modules[convert.__module__]
+    real = module.plan_patch
+
+    def careless(*args: Any, **kwargs: Any) -> Any:
+        report = real(*args, **kwargs)
+        bare = [dataclasses.replace(linear, bias=None) for linear in report.fold_steps[0].linears]
+        step = dataclasses.replace(report.fold_steps[0], linears=tuple(bare))
+        sites = [
+            dataclasses.replace(site, fold=step) if site.name == step.norm else site
+            for site in report.sites
+        ]
+        return dataclasses.replace(report, sites=tuple(sites))
+
+    monkeypatch.setattr(module, "plan_patch", careless)
+    result = convert(resolve(write(tmp_path / "in", vit())), tmp_path / "out")
+    refused = next(norm for norm in result.norms if norm.norm == "vit.layers.0.layernorm_before")
+    assert not refused.folded and "has no bias to take it" in refused.reason
+    assert len(result.folded) == 3 and result.checks[0].passed
 
 
 def test_shards_metadata_and_untouched_tensors_are_kept(tmp_path: Path) -> None:

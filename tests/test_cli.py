@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -17,6 +18,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner, Result
 
 import lowmem_patch
+from lowmem_patch import checkpoint, demo
 from lowmem_patch.cli import app
 from lowmem_patch.report import collapse_names, human_bytes
 
@@ -326,3 +328,37 @@ def test_bytes_for_people() -> None:
     assert [human_bytes(n) for n in (0, 1023, 1024, 1536, 3 * 2**20, 5 * 2**40)] == [
         "0 B", "1023 B", "1.0 KiB", "1.5 KiB", "3.0 MiB", "5.0 TiB",
     ]  # fmt: skip
+
+
+def test_what_libraries_print_is_no_result(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = checkpoint.resolve
+
+    def noisy(*args: Any, **kwargs: Any) -> Any:
+        print("a library says hello")
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(checkpoint, "resolve", noisy)
+    for command in (["convert", llama, tmp_path / "out"], ["inspect", llama], ["verify", llama]):
+        result = call(*command, "--json")
+        assert json.loads(result.stdout) and "hello" in result.stderr
+
+
+def test_demo_shows_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    short = [
+        dataclasses.replace(task, train_batches=task.train_batches[:1], score=lambda _model: 0.5)
+        for task in demo.demo_tasks()
+    ]
+    monkeypatch.setattr(demo, "demo_tasks", lambda: short)
+    data = json.loads(call("demo", "--json").stdout)
+    assert set(data) == {task.name for task in short} and len(data) == 2
+    for result in data.values():
+        assert result["verify"]["passed"] and result["convert"]["folded"] == 8
+        stock, patched = (result["fine_tuning"][which] for which in ("stock", "patched"))
+        assert patched["saved_bytes"] < 0.7 * stock["saved_bytes"]
+    monkeypatch.setattr(demo, "demo_tasks", lambda: short[1:])
+    shown = call("demo")
+    assert shown.exit_code == 0, shown.output
+    for step in ("inspect", "convert", "verify", "fine-tuning", "self-check", "passed"):
+        assert step in shown.stdout
