@@ -1,0 +1,89 @@
+"""Write the README's tables from the committed results, so that every number there has its data file.
+
+    python benchmarks/tables.py            # rewrite the tables in README.md
+    python benchmarks/tables.py --check    # exit 1 if README.md does not show the committed results
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def _load(name: str) -> dict[str, Any]:
+    data: dict[str, Any] = json.loads((RESULTS / name).read_text(encoding="utf-8"))
+    return data
+
+
+def _environment(data: dict[str, Any]) -> str:
+    environment = dict(data["environment"])
+    machine, date = environment.pop("machine"), environment.pop("date")
+    versions = ", ".join(f"{name} {version}" for name, version in environment.items())
+    return f"{machine}, {date}; {versions}."
+
+
+def bytes_table() -> str:
+    """Saved activation bytes of one block, as shares of unpatched."""
+    data = _load("saved-bytes.json")
+    rows = ["| one block, saved activation bytes | unpatched | `paper` | `exact` | `auto` |", "|---|---|---|---|---|"]
+    for case, variants in data["cases"].items():
+        whole = variants["unpatched"]["block"]
+        cells = [f"{whole / 2**20:.1f} MiB"]
+        cells += [f"{variants[p]['block'] / whole:.1%}" for p in ("paper", "exact", "auto")]
+        rows.append(f"| {case} | {' | '.join(cells)} |")
+    return "\n".join([*rows, "", f"`python benchmarks/models.py --json benchmarks/results/saved-bytes.json`: {_environment(data)}"])
+
+
+_COLUMNS = ("unpatched", "paper", "exact", "auto", "lomem", "liger", "checkpointing", "compile")
+
+
+def gpu_table() -> str:
+    """act / peak+ / step on the GPU."""
+    data = _load("models-h200.json")
+    shown = [c for c in _COLUMNS if any(c in variants for variants in data["cases"].values())]
+    rows = [
+        "| act MiB / peak MiB / step ms | " + " | ".join(shown) + " |",
+        "|---|" + "---|" * len(shown),
+    ]
+    for case, variants in data["cases"].items():
+        cells = []
+        for name in shown:
+            row = variants.get(name)
+            if row is None or "error" in row:
+                cells.append("")
+            else:
+                cells.append(f"{row['act_mib']:.0f} / {row['peak_mib']:.0f} / {row['step_ms']:.1f}")
+        rows.append(f"| {case} | {' | '.join(cells)} |")
+    command = "python benchmarks/models.py --device cuda --json benchmarks/results/models-h200.json"
+    return "\n".join([*rows, "", f"`{command}`: {_environment(data)}"])
+
+
+TABLES = {"bytes": bytes_table, "gpu": gpu_table}
+
+
+def render(text: str) -> str:
+    """README text with each marked table replaced."""
+    for name, table in TABLES.items():
+        pattern = re.compile(rf"(<!-- {name} -->\n).*?(\n<!-- /{name} -->)", re.DOTALL)
+        text = pattern.sub(lambda match, table=table: match.group(1) + table() + match.group(2), text)
+    return text
+
+
+def main() -> int:
+    readme = ROOT / "README.md"
+    before = readme.read_text(encoding="utf-8")
+    after = render(before)
+    if "--check" in sys.argv:
+        return int(before != after)
+    readme.write_text(after, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
