@@ -111,19 +111,19 @@ def lora(
 
 
 QV = ["q_proj", "v_proj"]
-ALL = LLAMA_LINEARS
+ALL, BF16, LENGTH = LLAMA_LINEARS, False, tokens(2048)
 CASES = [
-    Case("LLaMA-7B LoRA all, PEFT defaults", llama, lora(ALL, 16), tokens(2048), False, 4, 4, "layers.1"),
-    Case("LLaMA-7B LoRA all, bf16 adapters", llama, lora(ALL, 16, False), tokens(2048), False, 4, 4, "layers.1"),
-    Case("LLaMA-7B LoRA q,v, PEFT defaults", llama, lora(QV, 16), tokens(2048), False, 4, 4, "layers.1"),
-    Case("LLaMA-7B LoRA q,v, bf16 adapters", llama, lora(QV, 16, False), tokens(2048), False, 4, 4, "layers.1"),
-    Case("LLaMA-7B full", llama, full, tokens(2048), False, 4, 4, "layers.1"),
+    Case("LLaMA-7B LoRA all, PEFT defaults", llama, lora(ALL, 16), LENGTH, False, 4, 4, "layers.1"),
+    Case("LLaMA-7B LoRA all, bf16 adapters", llama, lora(ALL, 16, BF16), LENGTH, False, 4, 4, "layers.1"),
+    Case("LLaMA-7B LoRA q,v, PEFT defaults", llama, lora(QV, 16), LENGTH, False, 4, 4, "layers.1"),
+    Case("LLaMA-7B LoRA q,v, bf16 adapters", llama, lora(QV, 16, BF16), LENGTH, False, 4, 4, "layers.1"),
+    Case("LLaMA-7B full", llama, full, LENGTH, False, 4, 4, "layers.1"),
     Case("ViT-B/16 full", vit, full, images, True, 12, 128, "blocks.1"),
     Case("ViT-B/16 LoRA all", vit, lora(VIT_LINEARS, 4), images, True, 12, 128, "blocks.1"),
     Case("ViT-B/16 LoRA qkv", vit, lora(r".*blocks.*\.qkv", 4), images, True, 12, 128, "blocks.1"),
     Case("RoBERTa-base full", roberta, full, tokens(256), True, 12, 64, "encoder.layer.1"),
     Case("Swin-T full", swin, full, images, True, 12, 64, "layers.1.blocks.1"),
-]  # fmt: skip  # noqa: E501
+]  # fmt: skip
 
 
 def with_lomem(model: nn.Module) -> nn.Module:

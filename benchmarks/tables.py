@@ -1,7 +1,7 @@
 """Write the README's tables from the committed results, so that every number there has its data file.
 
-    python benchmarks/tables.py            # rewrite the tables in README.md
-    python benchmarks/tables.py --check    # exit 1 if README.md does not show the committed results
+python benchmarks/tables.py            # rewrite the tables in README.md
+python benchmarks/tables.py --check    # exit 1 if README.md does not show the committed results
 """
 
 from __future__ import annotations
@@ -31,13 +31,23 @@ def _environment(data: dict[str, Any]) -> str:
 def bytes_table() -> str:
     """Saved activation bytes of one block, as shares of unpatched."""
     data = _load("saved-bytes.json")
-    rows = ["| one block, saved activation bytes | unpatched | `paper` | `exact` | `auto` |", "|---|---|---|---|---|"]
+    rows = [
+        "| one block, saved activation bytes | unpatched | `paper` | `exact` | `auto` |",
+        "|---|---|---|---|---|",
+    ]
     for case, variants in data["cases"].items():
         whole = variants["unpatched"]["block"]
         cells = [f"{whole / 2**20:.1f} MiB"]
         cells += [f"{variants[p]['block'] / whole:.1%}" for p in ("paper", "exact", "auto")]
         rows.append(f"| {case} | {' | '.join(cells)} |")
-    return "\n".join([*rows, "", f"`python benchmarks/models.py --json benchmarks/results/saved-bytes.json`: {_environment(data)}"])
+    command = "python benchmarks/models.py --json benchmarks/results/saved-bytes.json"
+    return "\n".join(
+        [
+            *rows,
+            "",
+            f"`{command}`: {_environment(data)}",
+        ]
+    )
 
 
 _COLUMNS = ("unpatched", "paper", "exact", "auto", "lomem", "liger", "checkpointing", "compile")
@@ -71,7 +81,9 @@ def render(text: str) -> str:
     """README text with each marked table replaced."""
     for name, table in TABLES.items():
         pattern = re.compile(rf"(<!-- {name} -->\n).*?(\n<!-- /{name} -->)", re.DOTALL)
-        text = pattern.sub(lambda match, table=table: match.group(1) + table() + match.group(2), text)
+        text = pattern.sub(
+            lambda match, table=table: match.group(1) + table() + match.group(2), text
+        )
     return text
 
 

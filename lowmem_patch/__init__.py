@@ -4,6 +4,7 @@ from lowmem_patch.patching.api import patch_model, patch_report, plan_patch, unp
 from lowmem_patch.patching.config import PatchConfig
 from lowmem_patch.patching.sites import PatchReport
 from lowmem_patch.saved import saved_bytes
+from lowmem_patch.verify import verify_model
 
 __all__ = [
     "PatchConfig",
@@ -14,5 +15,6 @@ __all__ = [
     "plan_patch",
     "saved_bytes",
     "unpatch_model",
+    "verify_model",
 ]
 __version__ = "0.1.0"

@@ -9,12 +9,12 @@ from __future__ import annotations
 import dataclasses
 
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from lowmem_patch.constants import STEP_TABLES
 from lowmem_patch.functional import ActivationKind
 from lowmem_patch.patching.config import PatchConfig
 from lowmem_patch.patching.fold import identity_affine
+from lowmem_patch.patching.legality import FoldRules, has_data, unfit_to_share
 from lowmem_patch.patching.match import (
     NormSpec,
     looks_like_activation,
@@ -22,20 +22,11 @@ from lowmem_patch.patching.match import (
     match_activation,
     match_norm,
 )
-from lowmem_patch.patching.readers import Reader, find_readers, parameter_uses
-from lowmem_patch.patching.sites import FoldStep, Site
+from lowmem_patch.patching.readers import Reader, find_readers
+from lowmem_patch.patching.sites import Site
 from lowmem_patch.patching.trace import Call, Trace
 
-__all__ = ["ActivationPatch", "NormPatch", "Plan", "has_data", "make_plan", "trains_signature"]
-
-# share recovers z = y/gamma - beta/gamma: y's rounding error grows by 1 + |beta/gamma| / |z|
-_LARGEST_SHIFT = 8.0
-# below this share of the largest gamma, y underflows before z does
-_SMALLEST_GAMMA_RATIO = 1e-4
-# behind these a Linear's output is no longer the model's output
-_ENDS = frozenset(
-    ("linear", "addmm", "layer_norm", "rms_norm", "rsqrt", "scaled_dot_product_attention")
-)
+__all__ = ["ActivationPatch", "NormPatch", "Plan", "make_plan", "trains_signature"]
 
 Affines = dict[str, tuple[Tensor | None, Tensor | None]]
 
@@ -86,7 +77,6 @@ class _Planner:
         self.shadow = shadow
         self.trace = trace
         self.config = config
-        self.uses = parameter_uses(trace)
         self.patches: dict[str, NormPatch | ActivationPatch] = {}
 
     def plan(self) -> Plan:
@@ -94,7 +84,8 @@ class _Planner:
         for call in self.trace.calls:
             calls.setdefault(call.name, []).append(call)
         order = sorted(calls, key=lambda name: calls[name][0].last_op)
-        self.last_norm = next((n for n in reversed(order) if looks_like_norm(self.modules[n])), "")
+        last_norm = next((n for n in reversed(order) if looks_like_norm(self.modules[n])), "")
+        self.rules = FoldRules(self.model, self.modules, self.trace, last_norm)
         sites = [site for name in order if (site := self._site(name, calls[name])) is not None]
         lowers = self.config.linear_inputs == "activation_dtype"
         return Plan(tuple(sites), self.patches, self._adapter_layers(), lowers)
@@ -152,14 +143,14 @@ class _Planner:
                 name, spec.kind, f"its output is written in place by {writer.text}", consumers
             )
         gamma, beta = self._values(name)
-        step, why_not = self._fold(name, spec, readers, gamma, beta)
+        step, why_not = self.rules.fold(name, spec, readers, gamma, beta)
         trains = any(self._trains(reader) for reader in readers)
         fold = step is not None and (choice == "fold" or (choice == "auto" and trains))
         if not fold and not self._share_gains(name, outputs, readers):
             return self._left(
                 name, spec.kind, "nothing to gain: no Linear keeps its output", consumers
             )
-        unfit = None if fold else self._unfit_to_share(name, spec, gamma, beta)
+        unfit = None if fold else unfit_to_share(spec, gamma, beta)
         if unfit is not None:
             cannot = f"cannot fold: {why_not}; " if choice == "fold" else ""
             return self._left(name, spec.kind, cannot + unfit, consumers)
@@ -215,121 +206,6 @@ class _Planner:
         module = self.model.get_submodule(name)
         return getattr(module, "weight", None), getattr(module, "bias", None)
 
-    def _fold(
-        self,
-        name: str,
-        spec: NormSpec,
-        readers: list[Reader],
-        gamma: Tensor | None,
-        beta: Tensor | None,
-    ) -> tuple[FoldStep | None, str]:
-        """The step that folds this norm, or why there is none."""
-        if not readers:
-            return None, "nothing reads its output in the traced forward"
-        for reader in readers:
-            if reader.kind == "output":
-                return None, "its output is returned by the model"
-            if reader.kind != "linear":
-                return None, f"its output is also read by {reader.text}"
-        if name == self.last_norm:
-            return None, "the last norm stays as it is: its output is what the model's features are"
-        if any(self._adapted(reader) for reader in readers):
-            return None, "an adapter reads it, and must stay valid for the unfolded model"
-        shift = beta is not None and not (has_data(beta) and bool((beta == 0).all()))
-        reading = {id(reader.op) for reader in readers}
-        linears = []
-        for reader in readers:
-            reference = reader.linear
-            assert reference is not None
-            weight = self.model.get_parameter(reference.weight)
-            if type(weight) is not nn.Parameter or not weight.is_floating_point():
-                return None, f"{reference.module} is quantised"
-            if weight.numel() == 0:
-                return (
-                    None,
-                    f"the weight of {reference.module} is empty (sharded?): patch before sharding",
-                )
-            for parameter in (reference.weight, reference.bias):
-                alien = self._alien_use(parameter, reading)
-                if alien is not None:
-                    return None, f"{parameter} is also used by {alien}"
-            if shift and (reference.bias is None or reader.foreign_bias):
-                return None, f"beta needs a bias, and {reference.module} has none of its own"
-            if shift and reader.padded:
-                return (
-                    None,
-                    "zeros may be padded between it and its Linear, which do not commute with beta",
-                )
-            if self._is_head(reader):
-                return (
-                    None,
-                    f"{reference.module} makes the model's output: the last norm stays as it is",
-                )
-            linears.append(reference)
-        owned = [
-            f"{name}.weight" if gamma is not None else None,
-            f"{name}.bias" if beta is not None else None,
-        ]
-        for parameter in owned:
-            if parameter is not None and any(
-                op.module != name for op in self.uses.get(parameter, ())
-            ):
-                return None, f"{parameter} is used outside the norm"
-        unique = tuple(dict.fromkeys(linears))
-        return FoldStep(name, owned[0], owned[1], spec.weight_offset, unique), ""
-
-    def _alien_use(self, parameter: str | None, reading: set[int]) -> str | None:
-        for op in self.uses.get(parameter, ()) if parameter is not None else ():
-            if id(op) not in reading:
-                return f"{op.name} in {op.module}" if op.module else op.name
-        return None
-
-    def _is_head(self, reader: Reader) -> bool:
-        """Whether the Linear's output reaches the model's output past no other Linear or norm."""
-        assert reader.op is not None
-        pending, seen = list(reader.op.outputs), set()
-        while pending:
-            tensor = pending.pop()
-            if id(tensor) in self.trace.outputs:
-                return True
-            if id(tensor) in seen:
-                continue
-            seen.add(id(tensor))
-            for op in self.trace.readers.get(id(tensor), ()):
-                if op.name not in _ENDS:
-                    pending.extend(op.outputs)
-        return False
-
-    def _unfit_to_share(
-        self, name: str, spec: NormSpec, gamma: Tensor | None, beta: Tensor | None
-    ) -> str | None:
-        """Why z cannot be recovered from the output, looked at before anything is divided."""
-        if gamma is None or not has_data(gamma):
-            return None
-        factor = gamma.detach().double() + spec.weight_offset
-        size = factor.abs()
-        if size.numel() == 0:
-            return "its weight is empty (sharded?): patch before sharding"
-        if float(size.min()) < _SMALLEST_GAMMA_RATIO * float(size.max()):
-            return (
-                f"cannot share: gamma goes down to {float(size.min()):.1e}, too near 0 to divide by"
-            )
-        if (
-            beta is not None
-            and float((beta.detach().double() / factor).abs().max()) > _LARGEST_SHIFT
-        ):
-            worst = float((beta.detach().double() / factor).abs().max())
-            return f"cannot share: |beta/gamma| goes up to {worst:.1f}, which would lose z's digits"
-        return None
-
-    def _adapted(self, reader: Reader) -> bool:
-        """Whether the reading Linear belongs to an adapter layer (PEFT names the original ``base_layer``)."""
-        if reader.linear is None:
-            return False
-        parts = reader.linear.module.split(".")
-        ancestors = (".".join(parts[:i]) for i in range(len(parts), 0, -1))
-        return any(hasattr(self.modules.get(path), "base_layer") for path in ancestors)
-
     def _trains(self, reader: Reader) -> bool:
         return (
             reader.linear is not None
@@ -377,10 +253,6 @@ class _Planner:
         return Site(
             name, kind, strategy, reason, consumers, before, 0, approximate=strategy == "codes"
         )
-
-
-def has_data(tensor: Tensor) -> bool:
-    return not tensor.is_meta and not isinstance(tensor, FakeTensor)
 
 
 def make_plan(

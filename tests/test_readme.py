@@ -1,0 +1,19 @@
+"""The README shows the committed results and nothing else."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def test_tables_are_rendered_from_the_committed_results() -> None:
+    spec = importlib.util.spec_from_file_location("tables", ROOT / "benchmarks" / "tables.py")
+    assert spec is not None and spec.loader is not None
+    tables = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tables)
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert tables.render(text) == text, "run `python benchmarks/tables.py`"
+    for name in tables.TABLES:
+        assert f"<!-- {name} -->\n|" in text, f"table {name} is empty"
