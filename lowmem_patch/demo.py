@@ -134,7 +134,7 @@ def demo_tasks() -> tuple[DemoTask, ...]:
     return _prose_task(), _inverted_digits_task()
 
 
-def compare(task: DemoTask, config: ConfigLike = "auto") -> Comparison:
+def compare(task: DemoTask, config: ConfigLike = "exact") -> Comparison:
     """Fine-tune the stock model and the patched one from the same weights on the same batches."""
     model = patch_model(task.load(), config, example_inputs=task.example_inputs)
     report = patch_report(model)

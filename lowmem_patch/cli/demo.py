@@ -45,7 +45,7 @@ def run_demo_task(task: Any, out: Path, as_json: bool) -> tuple[dict[str, Any], 
         verdict = verify_checkpoints(original, converted, steps, progress=progress)
     show("lowmem-patch verify", report.print_verification, verdict)
     with quiet_libraries():
-        compared = demonstration.compare(task, "auto")
+        compared = demonstration.compare(task, "exact")
     runs = (("stock", compared.stock), ("patched", compared.patched))
     rows = [
         (
@@ -58,7 +58,7 @@ def run_demo_task(task: Any, out: Path, as_json: bool) -> tuple[dict[str, Any], 
         )
         for label, run in runs
     ]
-    show(f"fine-tuning on {task.data}", report.print_fine_tuning, rows, task.score_name)
+    show(f"fine-tuning on {task.data}, preset exact", report.print_fine_tuning, rows, task.score_name)
     keys = ("saved_bytes", "weight_copies", "score_before", "score_after", "seconds")
     tuning = {row[0]: dict(zip(keys, row[1:], strict=True)) for row in rows}
     data = {
