@@ -33,18 +33,16 @@ def _argument(
 def _sequence(args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> tuple[int, ...]:
     """Trailing integers, given as varargs or as one sequence: ``permute(0, 1)``, ``permute((0, 1))``."""
     value = kwargs.get(name, args[1:])
-    if (
-        isinstance(value, tuple)
-        and len(value) == 1
-        and isinstance(value[0], (tuple, list, torch.Size))
-    ):
+    if isinstance(value, tuple) and len(value) == 1 and isinstance(value[0], (tuple, list)):
         value = value[0]
-    return tuple(value) if isinstance(value, (tuple, list, torch.Size)) else (value,)
+    return tuple(value) if isinstance(value, (tuple, list)) else (value,)
 
 
 def _getitem(ndim: int, index: Any) -> bool:
     items = list(index) if isinstance(index, tuple) else [index]
-    if any(isinstance(item, (Tensor, list, bool)) for item in items):
+    # tensors, lists, arrays and masks may take single elements: only plain indices are followed
+    plain = (slice, int, torch.SymInt, type(None), type(Ellipsis))
+    if not all(isinstance(item, plain) and not isinstance(item, bool) for item in items):
         return False
     missing = [slice(None)] * (
         ndim - sum(item is not None and item is not Ellipsis for item in items)
@@ -85,8 +83,8 @@ def moves_rows(
     outputs = output if isinstance(output, (tuple, list)) else (output,)
     if not all(isinstance(o, Tensor) and o.dim() for o in outputs) or not ndim:
         return False
-    if any(o.shape[-1] != source.shape[-1] for o in outputs):
-        return False
+    if any(o.shape[-1] != source.shape[-1] or o.dtype != source.dtype for o in outputs):
+        return False  # another dtype is another reading of the same bits: view(torch.int32)
     last = (ndim - 1, -1)
     if name in _SAME_ORDER:
         return True  # memory order is kept, and so is the length of a row
@@ -103,11 +101,10 @@ def moves_rows(
         return bool(dims) and not any(dim in last for dim in dims)
     if name in ("chunk", "split", "tensor_split"):
         return _argument(args, kwargs, 2, "dim", 0) not in last
-    if name in ("unbind", "select", "narrow", "flip"):
-        dims = _argument(args, kwargs, 1, "dims" if name == "flip" else "dim", 0)
-        return not any(
-            dim in last for dim in (dims if isinstance(dims, (tuple, list)) else (dims,))
-        )
+    if name in ("unbind", "select", "narrow"):
+        return _argument(args, kwargs, 1, "dim", 0) not in last
+    if name == "flip":
+        return not any(dim in last for dim in _sequence(args, kwargs, "dims"))
     if name == "__getitem__":
         return _getitem(ndim, args[1])
     if name == "pad":

@@ -51,6 +51,8 @@ def module_stack(model: nn.Module) -> Iterator[list[str]]:
     stack: list[str] = []
     handles = []
     for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            continue  # takes no hooks
 
         def enter(_module: nn.Module, _args: Any, name: str = name) -> None:
             stack.append(name)

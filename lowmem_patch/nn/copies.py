@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lowmem_patch.nn.deferred import Deferred, Kept, needs_gradient
 
 __all__ = [
-    "attach_copy", "keep_input", "lower_input", "release_input", "use_copy", "use_value",
+    "attach_copy", "is_own_hook", "keep_input", "lower_input", "release_input", "use_copy", "use_value",
 ]  # fmt: skip
 
 
@@ -57,8 +57,13 @@ def use_value(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | Non
     return None
 
 
+def is_own_hook(hook: Any) -> bool:
+    """Whether a hook is one of these, and not a user's."""
+    return hook in (keep_input, lower_input, use_copy, use_value)
+
+
 def release_input(module: nn.Module) -> None:
     """Take these hooks off again."""
     for key, hook in list(module._forward_pre_hooks.items()):
-        if hook in (keep_input, lower_input, use_copy, use_value):
+        if is_own_hook(hook):
             del module._forward_pre_hooks[key]

@@ -7,12 +7,13 @@ z = (y - beta) / gamma.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lowmem_patch.errors import UnfoldedWeightsError
+from lowmem_patch.errors import PatchError, UnfoldedWeightsError
 from lowmem_patch.functional import ms_layer_norm, ms_norm_pair, ms_rms_norm
 from lowmem_patch.nn.copies import attach_copy
 from lowmem_patch.nn.deferred import DeferredNorm, Kept, needs_gradient
@@ -30,7 +31,7 @@ class MSNorm(nn.Module):
             that the state dict is the original's.
         feeds_autocast: all readers are ops that autocast casts: the output takes autocast's dtype.
         full_precision_autocast: under autocast the original computes and returns float32.
-        promotes: the output's dtype is that of input * weight (LLaMA), not the input's (Gemma).
+        output: the dtype follows the ``input`` (Gemma), the ``weight`` (T5) or ``both``, promoted (LLaMA).
         sunk: the output is deferred behind row moves, to the Linear that reads it.
         one_copy: ``always`` or ``autocast``: readers that cast the output keep no copy of their own.
         shares_copy: Linears among other readers get one narrow copy of a wide output under autocast.
@@ -51,7 +52,7 @@ class MSNorm(nn.Module):
         folded: bool = False,
         feeds_autocast: bool = False,
         full_precision_autocast: bool = False,
-        promotes: bool = False,
+        output: str = "input",
         sunk: bool = False,
         one_copy: str | None = None,
         lowers: bool = False,
@@ -65,13 +66,14 @@ class MSNorm(nn.Module):
         self.folded = folded
         self.feeds_autocast = feeds_autocast
         self.full_precision_autocast = full_precision_autocast
-        self.promotes = promotes
+        self.output = output
         self.sunk = sunk
         self.one_copy = one_copy
         self.lowers = lowers
         self.shares_copy = shares_copy
 
-    def normalize(self, x: Tensor) -> Tensor:
+    def normalize(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """The norm's value in ``dtype``, by default :meth:`output_dtype`."""
         raise NotImplementedError
 
     def output_dtype(self, x: Tensor) -> torch.dtype:
@@ -82,21 +84,36 @@ class MSNorm(nn.Module):
                 return torch.get_autocast_dtype(device)
             if self.full_precision_autocast:
                 return torch.float32
-        if self.promotes and self.weight is not None:
-            return torch.promote_types(x.dtype, self.weight.dtype)
-        return x.dtype
+        if self.output == "input" or self.weight is None:
+            return x.dtype
+        if self.output == "weight":
+            return self.weight.dtype
+        return torch.promote_types(x.dtype, self.weight.dtype)
 
     def forward(self, x: Tensor) -> Tensor | Kept:
         """``[..., N] -> [..., N]``; deferred where it is sunk or casts wait, and a gradient is wanted."""
-        if self.sunk and isinstance(x, Tensor) and needs_gradient(x):
-            return DeferredNorm(x, self.output_dtype(x), self.normalize, self.lowers)
+        if self.folded and torch.is_grad_enabled():
+            self._refuse_training()
+        watched = bool(self._backward_hooks or self._backward_pre_hooks)  # these need a tensor
+        if self.sunk and not watched and isinstance(x, Tensor) and needs_gradient(x):
+            dtype = self.output_dtype(x)  # autocast may be another one where the value is computed
+            return DeferredNorm(x, dtype, partial(self.normalize, dtype=dtype), self.lowers)
         if self.shares_copy and self._narrows(x):
             return self._pair(x)
         y = self.normalize(x)
-        if self.one_copy is None or not needs_gradient(y):
+        if self.one_copy is None or watched or not needs_gradient(y):
             return y
         waits = self.one_copy == "always" or torch.is_autocast_enabled(y.device.type)
         return Kept(y, self.lowers) if waits else y
+
+    def _refuse_training(self) -> None:
+        for parameter in (self.weight, self.bias):
+            if parameter is not None and parameter.requires_grad:
+                raise PatchError(
+                    "a norm whose affine was folded into the next Linears was set to train "
+                    "(requires_grad), which would have no effect: call patch_model again, after the "
+                    "last change of what trains and after get_peft_model"
+                )
 
     def _narrows(self, x: Tensor) -> bool:
         """Whether autocast would make a narrow copy of the output for each Linear that reads it."""
@@ -157,9 +174,9 @@ class MSLayerNorm(MSNorm):
 
     centered = True
 
-    def normalize(self, x: Tensor) -> Tensor:
+    def normalize(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         weight, bias = (None, None) if self.folded else (self.weight, self.bias)
-        return ms_layer_norm(x, self.eps, weight, bias, out_dtype=self.output_dtype(x))
+        return ms_layer_norm(x, self.eps, weight, bias, out_dtype=dtype or self.output_dtype(x))
 
 
 class MSRMSNorm(MSNorm):
@@ -167,8 +184,7 @@ class MSRMSNorm(MSNorm):
 
     centered = False
 
-    def normalize(self, x: Tensor) -> Tensor:
+    def normalize(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         weight = None if self.folded else self.weight
-        return ms_rms_norm(
-            x, self.eps, weight, weight_offset=self.weight_offset, out_dtype=self.output_dtype(x)
-        )
+        dtype = dtype or self.output_dtype(x)
+        return ms_rms_norm(x, self.eps, weight, weight_offset=self.weight_offset, out_dtype=dtype)

@@ -20,7 +20,8 @@ class RecomputedActivation(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor | Deferred:
         """Elementwise, any shape; dtype of ``x``."""
-        if isinstance(x, Tensor) and needs_gradient(x):
+        watched = bool(self._backward_hooks or self._backward_pre_hooks)  # these need a tensor
+        if not watched and isinstance(x, Tensor) and needs_gradient(x):
             return DeferredActivation((x,), self.kind, self.lowers)
         return activation(x, self.kind)
 

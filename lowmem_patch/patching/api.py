@@ -19,7 +19,13 @@ from lowmem_patch.patching.config import PatchConfig, load_config
 from lowmem_patch.patching.inputs import ExampleInputs, as_example_inputs, make_example_inputs
 from lowmem_patch.patching.plan import Plan, make_plan, trains_signature
 from lowmem_patch.patching.sites import FoldStep, PatchReport, block_name
-from lowmem_patch.patching.trace import Shadow, Trace, make_shadow, trace_forward
+from lowmem_patch.patching.trace import (
+    DataNeededError,
+    Shadow,
+    Trace,
+    make_shadow,
+    trace_forward,
+)
 
 __all__ = ["patch_model", "patch_report", "plan_patch", "unpatch_model"]
 
@@ -176,16 +182,7 @@ def _planned(
     )
     originals: dict[str, tuple[Tensor | None, Tensor | None]] = {}
     notes: list[str] = []
-    shadow = _shadow_of_original(model, inputs, originals)
-    try:
-        trace = trace_forward(shadow)
-    except TraceError as error:
-        if any(p.is_meta for p in model.parameters()) or originals:
-            raise
-        with preserved(model):
-            shadow = Shadow(model, inputs, None)
-            trace = trace_forward(shadow)
-        notes.append(f"traced with data, since the forward cannot run without: {error}")
+    shadow, trace = _traced(model, inputs, originals, notes)
     plan = make_plan(model, shadow.model, trace, config, originals)
     if plan.adapter_layers:
         notes.append(f"{len(plan.adapter_layers)} adapter layers keep one copy of their input")
@@ -206,6 +203,31 @@ def _planned(
             report, **_after(report, trace_forward(shadow, structure=False))
         )
     return report, plan, inputs
+
+
+def _traced(
+    model: nn.Module,
+    inputs: ExampleInputs,
+    originals: dict[str, tuple[Tensor | None, Tensor | None]],
+    notes: list[str],
+) -> tuple[Shadow, Trace]:
+    """Trace a shadow, or, where the model cannot run without data, the model itself."""
+    try:
+        shadow = _shadow_of_original(model, inputs, originals)
+    except DataNeededError as error:
+        cause: TraceError = error
+    else:
+        try:
+            return shadow, trace_forward(shadow)
+        except TraceError as error:
+            cause = error
+    if any(p.is_meta for p in model.parameters()) or _find_record(model)[1] is not None:
+        raise cause
+    with preserved(model):
+        shadow = Shadow(model, inputs, None)
+        trace = trace_forward(shadow)
+    notes.append(f"traced with data, since the forward cannot run without: {cause}")
+    return shadow, trace
 
 
 def _shadow_of_original(

@@ -32,17 +32,18 @@ class Folded:
     gamma: Tensor | None
     beta: Tensor | None
     trained: tuple[str, ...]
+    trained_with: tuple[nn.Parameter, ...]  # weights of the Linears that trained then
 
 
 @dataclasses.dataclass
 class Applied:
     """Everything that was changed, so that it can be changed back."""
 
-    slots: list[tuple[nn.Module, str, nn.Module]] = dataclasses.field(default_factory=list)
     folded: list[Folded] = dataclasses.field(default_factory=list)
     hooked: list[nn.Module] = dataclasses.field(default_factory=list)
 
 
+_ORIGINAL = "_lowmem_patch_original"
 _HOOKS = (
     "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks",
@@ -75,7 +76,7 @@ def _norm(original: nn.Module, patch: NormPatch, lowers: bool) -> MSNorm:
         folded=patch.folded,
         feeds_autocast=patch.feeds_autocast,
         full_precision_autocast=spec.full_precision_autocast,
-        promotes=spec.promotes,
+        output=spec.output,
         sunk=patch.sunk,
         one_copy=patch.one_copy,
         lowers=lowers,
@@ -105,7 +106,9 @@ def apply_plan(model: nn.Module, plan: Plan, *, arithmetic: bool = True) -> Appl
     replacements: dict[int, nn.Module] = {}
     for name, patch in plan.patches.items():
         original = model.get_submodule(name)
-        replacements[id(original)] = _replacement(original, patch, plan.lowers)
+        new = replacements[id(original)] = _replacement(original, patch, plan.lowers)
+        # not registered: it is no submodule, but travels with every copy of its replacement
+        new.__dict__[_ORIGINAL] = original
     try:
         for site in plan.sites:
             if site.fold is not None and site.strategy == "fold":
@@ -113,7 +116,6 @@ def apply_plan(model: nn.Module, plan: Plan, *, arithmetic: bool = True) -> Appl
         for parent in list(model.modules()):
             for slot, child in list(parent._modules.items()):
                 if child is not None and id(child) in replacements:
-                    applied.slots.append((parent, slot, child))
                     parent._modules[slot] = replacements[id(child)]
         for name in dict.fromkeys(_copy_readers(plan)):
             linear = model.get_submodule(name)
@@ -146,8 +148,10 @@ def _keep_one_input(layer: nn.Module, applied: Applied, lowers: bool) -> None:
 def _fold(model: nn.Module, step: FoldStep, applied: Applied, arithmetic: bool) -> None:
     names = [name for name in (step.weight, step.bias) if name is not None]
     trained = tuple(name for name in names if model.get_parameter(name).requires_grad)
+    weights = (model.get_parameter(linear.weight) for linear in step.linears)
+    trained_with = tuple(weight for weight in weights if weight.requires_grad)
     gamma, beta = fold_step(model, step) if arithmetic else (None, None)
-    applied.folded.append(Folded(step, gamma, beta, trained))
+    applied.folded.append(Folded(step, gamma, beta, trained, trained_with))
     for (
         name
     ) in names:  # an identity that nothing reads: DDP and optimizers must not wait for its gradient
@@ -157,25 +161,32 @@ def _fold(model: nn.Module, step: FoldStep, applied: Applied, arithmetic: bool) 
 def undo(
     model: nn.Module, applied: Applied, *, arithmetic: bool = True, unfold: bool = True
 ) -> None:
-    """Put the original modules back and unfold the weights (also after training)."""
-    for parent, slot, original in reversed(applied.slots):
-        current = parent._modules.get(slot)
-        if isinstance(current, nn.Module):
-            original.training = current.training
-            if isinstance(
-                current, MSNorm
-            ):  # parameters may have been replaced, by .to() for example
-                for name in ("weight", "bias"):
-                    if name in original._parameters:
-                        original._parameters[name] = current._parameters[name]
-        parent._modules[slot] = original
+    """Put the original modules back and unfold the weights (also after training).
+
+    Replacements are looked for where they are now: an adapter may have wrapped or copied them.
+    """
+    for parent in list(model.modules()):
+        for slot, current in list(parent._modules.items()):
+            if current is not None and _ORIGINAL in current.__dict__:
+                parent._modules[slot] = _original_of(current)
     for layer in applied.hooked:
         release_input(layer)
     for folded in reversed(applied.folded):
         if arithmetic and unfold:
             unfold_step(model, folded.step, folded.gamma, folded.beta)
-        for name in folded.trained:
-            model.get_parameter(name).requires_grad_(True)
-    applied.slots.clear()
+        # who froze those Linears since then did not mean this norm to train
+        if all(weight.requires_grad for weight in folded.trained_with):
+            for name in folded.trained:
+                model.get_parameter(name).requires_grad_(True)
     applied.folded.clear()
     applied.hooked.clear()
+
+
+def _original_of(current: nn.Module) -> nn.Module:
+    original: nn.Module = current.__dict__[_ORIGINAL]
+    original.training = current.training
+    if isinstance(current, MSNorm):  # parameters may have been replaced, by .to() for example
+        for name in ("weight", "bias"):
+            if name in original._parameters:
+                original._parameters[name] = current._parameters[name]
+    return original

@@ -5,10 +5,12 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from lowmem_patch.nn.copies import is_own_hook
 from lowmem_patch.patching.match import NormSpec
 from lowmem_patch.patching.readers import Reader, parameter_uses
-from lowmem_patch.patching.sites import FoldStep
+from lowmem_patch.patching.sites import FoldStep, LinearRef
 from lowmem_patch.patching.trace import Trace
+from lowmem_patch.saved import storage_key
 
 __all__ = ["FoldRules", "has_data", "unfit_to_share"]
 
@@ -42,6 +44,26 @@ def unfit_to_share(spec: NormSpec, gamma: Tensor | None, beta: Tensor | None) ->
     return None
 
 
+def _place(parameter: Tensor) -> tuple[int, int]:
+    return storage_key(parameter), int(parameter.storage_offset())
+
+
+def _tied_parameters(model: nn.Module) -> dict[str, str]:
+    """Parameters whose memory another module holds as well, also where the trace did not run that."""
+    owners: dict[tuple[int, int], dict[int, str]] = {}
+    names = [*model.named_parameters(remove_duplicate=False)]
+    for name, parameter in names:
+        holder = model.get_submodule(name.rpartition(".")[0])
+        if parameter.numel():
+            owners.setdefault(_place(parameter), {}).setdefault(id(holder), name)
+    tied = {}
+    for name, parameter in names:
+        others = [n for n in owners.get(_place(parameter), {}).values() if n != name]
+        if others:
+            tied[name] = others[0]
+    return tied
+
+
 class FoldRules:
     """Whether folding a norm keeps the function, for every input that the model accepts.
 
@@ -60,6 +82,7 @@ class FoldRules:
         self.trace = trace
         self.last_norm = last_norm
         self.uses = parameter_uses(trace)
+        self.tied = _tied_parameters(model)
 
     def fold(
         self,
@@ -81,6 +104,8 @@ class FoldRules:
             return None, "the last norm stays as it is: its output is what the model's features are"
         if any(self._adapted(reader) for reader in readers):
             return None, "an adapter reads it, and must stay valid for the unfolded model"
+        if self._hooked(name, readers):
+            return None, "a forward hook reads it"
         shift = beta is not None and not (has_data(beta) and bool((beta == 0).all()))
         reading = {id(reader.op) for reader in readers}
         linears = []
@@ -99,9 +124,14 @@ class FoldRules:
                 alien = self._alien_use(parameter, reading)
                 if alien is not None:
                     return None, f"{parameter} is also used by {alien}"
+                if parameter in self.tied:
+                    return None, f"{parameter} shares its memory with {self.tied[parameter]}"
+            if self._loses_training(name, reference, gamma, beta):
+                return None, f"it trains, and {reference.module} into which it would fold does not"
             if shift and (reference.bias is None or reader.foreign_bias):
                 return None, f"beta needs a bias, and {reference.module} has none of its own"
-            if shift and reader.padded:
+            if shift and (reader.padded or reader.copied):
+                # where rows are rearranged (windows), other input sizes than the traced may be padded
                 return (
                     None,
                     "zeros may be padded between it and its Linear, which do not commute with beta",
@@ -129,6 +159,27 @@ class FoldRules:
             if id(op) not in reading:
                 return f"{op.name} in {op.module}" if op.module else op.name
         return None
+
+    def _loses_training(
+        self, name: str, linear: LinearRef, gamma: Tensor | None, beta: Tensor | None
+    ) -> bool:
+        """Whether gamma or beta trains and would end in a weight or bias that does not."""
+        frozen_weight = not self.model.get_parameter(linear.weight).requires_grad
+        frozen_bias = linear.bias is None or not self.model.get_parameter(linear.bias).requires_grad
+        own = self.modules[name]
+        trains = [
+            tensor is not None and getattr(own, slot).requires_grad
+            for slot, tensor in (("weight", gamma), ("bias", beta))
+        ]
+        return (trains[0] and frozen_weight) or (trains[1] and frozen_bias)
+
+    def _hooked(self, name: str, readers: list[Reader]) -> bool:
+        """Whether somebody's hook sees the norm's output, which folding changes."""
+        hooks = [*self.model.get_submodule(name)._forward_hooks.values()]
+        for reader in readers:
+            if reader.linear is not None:
+                hooks += self.model.get_submodule(reader.linear.module)._forward_pre_hooks.values()
+        return any(not is_own_hook(hook) for hook in hooks)
 
     def _is_head(self, reader: Reader) -> bool:
         """Whether the Linear's output reaches the model's output past no other Linear or norm."""

@@ -29,7 +29,7 @@ class NormSpec:
     kind: str  # layer_norm or rms_norm
     eps: float
     weight_offset: float
-    promotes: bool
+    output: str  # its dtype follows the "input", the "weight" or, promoted, "both"
     full_precision_autocast: bool
 
 
@@ -115,9 +115,17 @@ def match_norm(module: nn.Module, call: Call, trace: Trace) -> NormSpec | str:
     kind, eps, offset = found
     used = {op.name for op in trace.ops[call.first_op : call.last_op]}
     fused = bool(used & {"layer_norm", "rms_norm", "native_layer_norm", "fused_layer_norm"})
-    mixed = _run(isolated, rows.bfloat16()) if parameters else None
-    promotes = mixed is not None and mixed.dtype == torch.float32
-    return NormSpec(kind, eps, offset, promotes, full_precision_autocast=fused)
+    output = _output_dtype(isolated, rows) if parameters else "input"
+    return NormSpec(kind, eps, offset, output, full_precision_autocast=fused)
+
+
+def _output_dtype(module: nn.Module, rows: Tensor) -> str:
+    """Which dtype the output has where weight and input differ: a residual or weights kept in float32."""
+    wide_weight = _run(module, rows.bfloat16())
+    wide_input = _run(module.bfloat16(), rows)
+    if wide_weight is None or wide_weight.dtype != torch.float32:
+        return "input"
+    return "weight" if wide_input is not None and wide_input.dtype == torch.bfloat16 else "both"
 
 
 def _find(module: nn.Module, rows: Tensor) -> tuple[str, float, float] | None:

@@ -7,6 +7,7 @@ parameters (what trains); a model's name plays no part.
 from __future__ import annotations
 
 import dataclasses
+import zlib
 
 from torch import Tensor, nn
 
@@ -160,14 +161,19 @@ class _Planner:
         sunk = linears and len(distinct) == 1 and readers[0].copied
         if sunk:
             reason += "; sunk behind the row moves to its Linear"
-        feeds_autocast = bool(readers) and all(r.kind in ("linear", "autocast") for r in readers)
+        # a norm inside an autocast region whose readers are outside must stay wide, as it was
+        around = {call.autocast for call in calls}
+        feeds_autocast = bool(readers) and all(
+            r.kind in ("linear", "autocast") and r.op is not None and {r.op.autocast} == around
+            for r in readers
+        )
         one_copy = None
         if linears:
             casts = any(reader.cast for reader in readers)
             one_copy = "always" if casts and self.config.linear_inputs != "keep" else "autocast"
         copy_readers: tuple[str, ...] = ()
         if not feeds_autocast and self.config.linear_inputs != "keep":
-            copy_readers = self._copy_readers(readers)
+            copy_readers = self._copy_readers(readers, around)
         self.patches[name] = NormPatch(spec, fold, feeds_autocast, sunk, one_copy, copy_readers)
         before = self.trace.saved.own.get(name, 0)
         strategy = "fold" if fold else "share"
@@ -175,8 +181,10 @@ class _Planner:
             name, spec.kind, strategy, reason, consumers, before, 0, fold=step if fold else None
         )
 
-    def _copy_readers(self, readers: list[Reader]) -> tuple[str, ...]:
+    def _copy_readers(self, readers: list[Reader], around: set[bool]) -> tuple[str, ...]:
         """Stock Linears that read the very output, among readers of other kinds."""
+        if any(reader.op is not None and {reader.op.autocast} != around for reader in readers):
+            return ()
         names = [r.linear.module for r in readers if r.linear is not None and not r.copied]
         return tuple(dict.fromkeys(n for n in names if type(self.modules.get(n)) is nn.Linear))
 
@@ -206,6 +214,23 @@ class _Planner:
         module = self.model.get_submodule(name)
         return getattr(module, "weight", None), getattr(module, "bias", None)
 
+    def _opaque(self, readers: list[Reader]) -> str | None:
+        """A reader of the output, or of the gated product, in which a deferred tensor would be lost."""
+        adapters = self._adapter_layers()
+        for reader in readers:
+            if reader.kind == "product" and reader.op is not None:
+                products = find_readers(self.trace, list(reader.op.outputs), self.shadow)
+                found = next((r for r in products if r.kind == "opaque"), None)
+            else:
+                found = reader if reader.kind == "opaque" else None
+            # the base layer of an adapter that trains is given the value
+            module = found.op.module if found is not None and found.op is not None else ""
+            if found is not None and not any(
+                module.startswith(f"{adapter}.base_layer") for adapter in adapters
+            ):
+                return found.text
+        return None
+
     def _trains(self, reader: Reader) -> bool:
         return (
             reader.linear is not None
@@ -229,8 +254,10 @@ class _Planner:
         linear = next(
             (reader for reader in readers if reader.kind == "linear" and self._trains(reader)), None
         )
+        opaque = self._opaque(readers)
         if choice == "auto":
-            strategy = "recompute" if gated or linear is not None else "codes"
+            waits = opaque is None and (gated or linear is not None)
+            strategy = "recompute" if waits or kind not in STEP_TABLES else "codes"
         else:
             strategy = choice
         if strategy == "codes" and kind not in STEP_TABLES:
@@ -238,7 +265,11 @@ class _Planner:
         if strategy == "codes":
             reason = "2-bit codes in place of its input"
             if choice == "auto":
-                reason += ": no Linear that trains reads its output"
+                reason += (
+                    f": {f'it is read by {opaque}' if opaque else 'no Linear that trains reads it'}"
+                )
+        elif opaque is not None:
+            return self._left(name, kind, f"cannot recompute: it is read by {opaque}", consumers)
         elif gated:
             reason = "gate and up kept, their product recomputed"
         elif linear is not None:
@@ -266,7 +297,6 @@ def make_plan(
 
 
 def trains_signature(model: nn.Module) -> int:
-    """A number that changes when what trains, or the model's structure, changes."""
-    return hash(
-        tuple((name, p.requires_grad, str(p.dtype)) for name, p in model.named_parameters())
-    )
+    """A number that changes when what trains, or the model's structure, changes; the same in any process."""
+    facts = [(name, p.requires_grad, str(p.dtype)) for name, p in model.named_parameters()]
+    return zlib.crc32(repr(facts).encode())

@@ -21,7 +21,8 @@ class Reader:
     Attributes:
         kind: ``linear`` (a Linear with a parameter as weight), ``product`` (times another tensor of
             that shape), ``autocast`` (another op that autocast casts), ``output`` (returned by the
-            model), ``write`` (written in place), or ``other``.
+            model), ``write`` (written in place), ``opaque`` (read where a deferred tensor would lose
+            its gradient), or ``other``.
         text: how a report names it.
         linear: for ``linear``.
         tensor: what it reads, behind the moves.
@@ -71,7 +72,7 @@ def find_readers(trace: Trace, tensors: list[Tensor], model: nn.Module) -> list[
 
 
 def _follow(op: Op, tensor: Tensor) -> tuple[Tensor, ...] | None:
-    if op.writes or not op.args or op.args[0] is not tensor:
+    if op.writes or op.opaque or not op.args or op.args[0] is not tensor:
         return None
     if op.name == "dropout":
         return op.outputs if _idle_dropout(op) else None
@@ -94,6 +95,10 @@ def _reader(
     copied = storage_key(tensor) != storage_key(origin)
     if op.writes and op.args and op.args[0] is tensor:
         return Reader("write", where, op, tensor=tensor)
+    if op.opaque:
+        return Reader(
+            "opaque", f"{where} (custom, scripted or without gradients)", op, tensor=tensor
+        )
     if op.name == "linear" and op.args and op.args[0] is tensor:
         weight = op.args[1] if len(op.args) > 1 else op.kwargs.get("weight")
         bias = op.args[2] if len(op.args) > 2 else op.kwargs.get("bias")

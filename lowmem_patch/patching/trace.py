@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lowmem_patch.errors import TraceError
@@ -27,9 +28,18 @@ from lowmem_patch.saved import SavedBytes, module_stack, saved_bytes
 __all__ = ["Call", "Op", "Shadow", "Trace", "make_shadow", "trace_forward"]
 
 
+class DataNeededError(TraceError):
+    """The model holds tensors that have no fake (quantised weights): trace it on real data."""
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Op:
-    """One torch function call; ``module`` is the innermost module that was running."""
+    """One torch function call; ``module`` is the innermost module that was running.
+
+    ``opaque`` says that it ran where a deferred tensor would lose its gradient: in a custom autograd
+    function, in a scripted one, in a reentrant checkpoint, under no_grad. ``autocast`` says that
+    autocast was on.
+    """
 
     name: str
     func: Callable[..., Any]
@@ -38,6 +48,8 @@ class Op:
     kwargs: dict[str, Any]
     outputs: tuple[Tensor, ...]
     writes: bool
+    opaque: bool = False
+    autocast: bool = False
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -50,6 +62,7 @@ class Call:
     arguments: int
     first_op: int
     last_op: int
+    autocast: bool = False
 
 
 @dataclasses.dataclass
@@ -88,11 +101,21 @@ def _tensors(value: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
+def _autocast() -> bool:
+    return any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda"))
+
+
 class _Recorder(TorchFunctionMode):
     def __init__(self, trace: Trace, stack: list[str]) -> None:
         super().__init__()
         self.trace = trace
         self.stack = stack
+        self.running = False
+
+    def add(self, op: Op) -> None:
+        self.trace.ops.append(op)
+        for key in {id(tensor) for tensor in _tensors((op.args, op.kwargs))}:
+            self.trace.readers.setdefault(key, []).append(op)
 
     def __torch_function__(
         self,
@@ -102,7 +125,11 @@ class _Recorder(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        output = func(*args, **kwargs)
+        self.running = True  # what it dispatches is part of it
+        try:
+            output = func(*args, **kwargs)
+        finally:
+            self.running = False
         name = function_name(func)
         inputs, outputs = _tensors((args, kwargs)), _tensors(output)
         same = bool(inputs) and any(o is i for o in outputs for i in inputs[:1])
@@ -111,28 +138,87 @@ class _Recorder(TorchFunctionMode):
         )
         if inputs and (writes or (outputs and not same)):
             module = self.stack[-1] if self.stack else ""
-            op = Op(name, func, module, args, kwargs, tuple(outputs), writes)
-            self.trace.ops.append(op)
-            for key in {id(tensor) for tensor in inputs}:
-                self.trace.readers.setdefault(key, []).append(op)
+            opaque = not torch.is_grad_enabled()
+            self.add(
+                Op(name, func, module, args, kwargs, tuple(outputs), writes, opaque, _autocast())
+            )
         return output
+
+
+# torch ships no types for this class; Any says so once
+_DispatchMode: Any = TorchDispatchMode
+
+
+class _ScriptRecorder(_DispatchMode):  # type: ignore[misc]  # a base without types
+    """Records what no torch function announces: the ops inside scripted functions."""
+
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        output = func(*args, **kwargs)
+        if not self.recorder.running:
+            stack = self.recorder.stack
+            module, outputs = stack[-1] if stack else "", tuple(_tensors(output))
+            writes = bool(func._schema.is_mutable)
+            self.recorder.add(
+                Op(str(func), func, module, args, kwargs, outputs, writes, True, _autocast())
+            )
+        return output
+
+
+def _record_custom_functions(trace: Trace) -> None:
+    """Add the readers that only autograd knows: custom functions whose kernels are no torch ops."""
+    tensors = {
+        (tensor.grad_fn, tensor.output_nr): tensor
+        for op in trace.ops
+        for tensor in op.outputs
+        if tensor.grad_fn is not None
+    }
+    pending: list[Any] = [tensor.grad_fn for tensor in _tensors(trace.keep_alive)]
+    seen: set[Any] = {None}
+    while pending:
+        node = pending.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        custom = isinstance(node, torch.autograd.function.BackwardCFunction)
+        for parent, number in node.next_functions:
+            pending.append(parent)
+            tensor = tensors.get((parent, number)) if custom else None
+            known = trace.readers.setdefault(id(tensor), []) if tensor is not None else []
+            if tensor is not None and not any(op.opaque for op in known):
+                op = Op(node.name(), node.apply, "", (tensor,), {}, (), False, True)
+                trace.ops.append(op)
+                known.append(op)
 
 
 @contextlib.contextmanager
 def _record_calls(model: nn.Module, trace: Trace) -> Iterator[None]:
-    starts: list[tuple[int, Any, Any]] = []
+    starts: list[tuple[int, Any, Any, bool]] = []
     handles = []
     for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            continue  # takes no hooks
 
         def enter(_module: nn.Module, args: Any, kwargs: Any) -> None:
-            starts.append((len(trace.ops), args, kwargs))
+            starts.append((len(trace.ops), args, kwargs, _autocast()))
 
         def leave(_module: nn.Module, _args: Any, output: Any, name: str = name) -> None:
-            first, args, kwargs = starts.pop()
+            first, args, kwargs, autocast = starts.pop()
             inputs, outputs = tuple(_tensors((args, kwargs))), tuple(_tensors(output))
             trace.keep_alive.append((inputs, outputs))
             arguments = sum(value is not None for value in (*args, *kwargs.values()))
-            trace.calls.append(Call(name, inputs, outputs, arguments, first, len(trace.ops)))
+            last = len(trace.ops)
+            trace.calls.append(Call(name, inputs, outputs, arguments, first, last, autocast))
 
         handles.append(module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
         handles.append(module.register_forward_hook(leave, always_call=True))
@@ -165,9 +251,13 @@ def make_shadow(model: nn.Module, inputs: ExampleInputs) -> Shadow:
     memo: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
-            raise TraceError(
-                f"a parameter is a {type(tensor).__name__}, which cannot be traced without data"
-            )
+            kind = type(tensor).__name__
+            if kind == "DTensor":
+                raise TraceError(
+                    "the model's parameters are sharded already (DTensor): call patch_model before "
+                    "sharding, then shard the patched model"
+                )
+            raise DataNeededError(f"a parameter is a {kind}, which cannot be traced without data")
         device = torch.device("cpu") if tensor.is_meta else tensor.device
         with mode:
             fake = torch.empty_strided(
@@ -212,7 +302,8 @@ def trace_forward(shadow: Shadow, *, structure: bool = True) -> Trace:
         if structure:
             stack = contexts.enter_context(module_stack(model))
             contexts.enter_context(_record_calls(model, trace))
-            contexts.enter_context(_Recorder(trace, stack))
+            recorder = contexts.enter_context(_Recorder(trace, stack))
+            contexts.enter_context(_ScriptRecorder(recorder))
         try:
             output = model(*inputs.args, **inputs.kwargs)
         except (
@@ -222,18 +313,29 @@ def trace_forward(shadow: Shadow, *, structure: bool = True) -> Trace:
                 f"{type(model).__name__} could not be run on the example inputs ({inputs}): "
                 f"{type(error).__name__}: {error}"
             ) from error
-    trace.outputs = {id(tensor) for tensor in _tensors(_plain(output))}
-    trace.keep_alive.append(output)
+    kept = [_plain(output), *(_attributes(module) for module in model.modules())]
+    trace.outputs = {id(tensor) for tensor in _tensors(kept)}
+    trace.keep_alive.append(kept)
+    if structure:
+        _record_custom_functions(trace)
     trace.saved = saved
     return trace
 
 
 def _plain(output: Any) -> Any:
-    """ModelOutput and other mappings as lists, so that every tensor in them is found."""
+    """ModelOutput, other mappings and dataclasses as lists, so that every tensor in them is found."""
     if isinstance(output, Tensor):
         return output
     if hasattr(output, "values") and callable(output.values):
         return [_plain(value) for value in output.values()]
     if isinstance(output, (tuple, list)):
         return [_plain(value) for value in output]
+    if dataclasses.is_dataclass(output) or type(output).__name__ == "SimpleNamespace":
+        return [_plain(value) for value in vars(output).values()]
     return output
+
+
+def _attributes(module: nn.Module) -> list[Any]:
+    """Tensors that a forward left on a module, for somebody to read: as good as returned."""
+    own = ("_parameters", "_modules")
+    return [value for name, value in vars(module).items() if name not in own]

@@ -1,0 +1,52 @@
+"""More than 2^31 elements: offsets must not wrap. On a GPU only, where such tensors live."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lowmem_patch.functional import codes_activation, glu, ms_layer_norm
+
+pytestmark = pytest.mark.gpu
+
+ROWS, COLUMNS = 2**19 + 8, 4096  # 2^31 + 2^15 elements
+TAIL = slice(-8, None)  # rows whose offsets lie beyond 2^31
+
+
+def large() -> Tensor:
+    torch.manual_seed(0)
+    x = torch.empty(ROWS, COLUMNS, dtype=torch.bfloat16, device="cuda")
+    return x.normal_().requires_grad_()
+
+
+def gradient(y: Tensor, x: Tensor) -> Tensor:
+    (found,) = torch.autograd.grad(y, x, torch.ones((), dtype=y.dtype, device="cuda").expand_as(y))
+    return found
+
+
+def test_codes() -> None:
+    x = large()
+    y = codes_activation(x, "gelu")
+    tail = x.detach()[TAIL].clone().requires_grad_()
+    expected = codes_activation(tail, "gelu")
+    assert torch.equal(y[TAIL], expected)
+    assert torch.equal(gradient(y, x)[TAIL], gradient(expected, tail))
+
+
+def test_norm() -> None:
+    x = large()
+    y = ms_layer_norm(x, 1e-5)
+    exact = F.layer_norm(x.detach()[TAIL].double(), (COLUMNS,), eps=1e-5)
+    assert (y[TAIL].double() - exact).abs().max() <= 2**-8 * exact.abs().max()
+    assert torch.isfinite(gradient(y, x)[TAIL]).all()
+
+
+def test_glu() -> None:
+    x = large()
+    y = glu(x, x, "silu")
+    tail = x.detach()[TAIL].clone().requires_grad_()
+    expected = glu(tail, tail, "silu")
+    assert torch.equal(y[TAIL], expected)
+    assert torch.equal(gradient(y, x)[TAIL], gradient(expected, tail))
