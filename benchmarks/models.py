@@ -173,6 +173,10 @@ def with_checkpointing(model: nn.Module) -> nn.Module:
     return model
 
 
+def compiled(model: nn.Module) -> Any:
+    return torch.compile(model, fullgraph=True)
+
+
 VARIANTS: dict[str, Callable[[nn.Module, ExampleInputs], nn.Module]] = {
     "unpatched": lambda model, _: model,
     "paper": lambda model, inputs: patch_model(model, "paper", example_inputs=inputs),
@@ -181,7 +185,10 @@ VARIANTS: dict[str, Callable[[nn.Module, ExampleInputs], nn.Module]] = {
     "lomem": lambda model, _: with_lomem(model),
     "liger": lambda model, _: with_liger(model),
     "checkpointing": lambda model, _: with_checkpointing(model),
-    "compile": lambda model, _: torch.compile(model),  # type: ignore[dict-item,return-value]
+    "compile": lambda model, _: compiled(model),
+    "auto+compile": lambda model, inputs: compiled(
+        patch_model(model, "auto", example_inputs=inputs)
+    ),
 }
 
 

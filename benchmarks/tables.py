@@ -50,7 +50,17 @@ def bytes_table() -> str:
     )
 
 
-_COLUMNS = ("unpatched", "paper", "exact", "auto", "lomem", "liger", "checkpointing", "compile")
+_COLUMNS = (
+    "unpatched",
+    "paper",
+    "exact",
+    "auto",
+    "lomem",
+    "liger",
+    "checkpointing",
+    "compile",
+    "auto+compile",
+)
 
 
 def gpu_table() -> str:
