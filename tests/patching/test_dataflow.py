@@ -1,0 +1,296 @@
+"""Dataflows that could be patched wrong without an error: outputs and gradients must stay right."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lowmem_patch import patch_model, patch_report
+from tests.patching.helpers import randomise
+from tests.patching.toys import (
+    CONFIGS,
+    FOLD,
+    SHARE,
+    CustomLinear,
+    Toy,
+    assert_equal_steps,
+    batch,
+    gated,
+    mlp,
+    patched_twin,
+)
+
+
+def strategies(model: Any) -> dict[str, str]:
+    return {site.name: site.strategy for site in patch_report(model).sites}
+
+
+def norm_twice(net: Any, x: Tensor) -> Tensor:
+    return net.down(net.act(net.gate(net.norm(x))) * net.up(net.norm(x + 1)))
+
+
+def fed_by_something_else(net: Any, x: Tensor) -> Tensor:
+    return net.down(net.act(net.up(net.norm(x))) + net.up(x))
+
+
+def weight_used_functionally(net: Any, x: Tensor) -> Tensor:
+    return net.down(net.act(net.up(net.norm(x))) + net.up.weight.mean())
+
+
+def flipped(net: Any, x: Tensor) -> Tensor:
+    return net.down(net.act(net.up(net.norm(x).flip(0, -1))))
+
+
+def bits_reread(net: Any, x: Tensor) -> Tensor:
+    h = net.norm(x)
+    return net.down(net.act(net.up(h))) + h.view(torch.int32).view(torch.float32)
+
+
+def rows_dropped_and_joined(net: Any, x: Tensor) -> Tensor:
+    first, second = net.norm(x).chunk(2, dim=1)
+    return net.down(net.act(net.up(torch.cat([second, first], dim=1))))
+
+
+def act_read_twice(net: Any, x: Tensor) -> Tensor:
+    h = net.act(net.up(net.norm(x)))
+    return net.down(torch.stack([h, h]).sum(0) + F.relu(h) * (h > 0.1))
+
+
+def written_in_place(net: Any, x: Tensor) -> Tensor:
+    h = net.norm(x)
+    h += 1.0
+    a = net.act(net.up(h))
+    a[..., 0] = 0.0
+    return net.down(a)
+
+
+def no_grad_teacher(net: Any, x: Tensor) -> Tensor:
+    h = net.norm(x)
+    with torch.no_grad():
+        target = net.up(h)
+    return net.down(net.act(net.up(h)) - target)
+
+
+def reentrant_linear(net: Any, x: Tensor) -> Tensor:
+    return net.down(net.act(checkpoint(net.up, net.norm(x), use_reentrant=True)))
+
+
+def reentrant_reader(net: Any, x: Tensor) -> Tensor:
+    return checkpoint(net.down, net.act(net.up(net.norm(x))), use_reentrant=True)
+
+
+def sunk_through_windows(net: Any, x: Tensor) -> Tensor:
+    h = torch.roll(net.norm(x), 1, 1).view(2, 3, 2, 8).transpose(1, 2).reshape(4, 3, 8)
+    return net.down(net.act(net.up(h))).reshape(2, 2, 3, 8).transpose(1, 2).reshape(2, 6, 8)
+
+
+def mixed_autocast(net: Any, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        h = net.norm(x)
+    return net.down(net.act(net.up(h)))
+
+
+def masked(net: Any, x: Tensor) -> Tensor:
+    return net.down(net.act(net.up(net.norm(x).masked_fill(x > 0.5, 0.0))))
+
+
+BODIES = [
+    mlp, gated, norm_twice, fed_by_something_else, weight_used_functionally, flipped, bits_reread,
+    rows_dropped_and_joined, act_read_twice, written_in_place, no_grad_teacher, reentrant_linear,
+    reentrant_reader, sunk_through_windows, mixed_autocast, masked,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=["fold", "share"])
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
+def test_dataflow(body: Any, config: Any) -> None:
+    assert_equal_steps(*patched_twin(Toy(body), config))
+
+
+@pytest.mark.parametrize(
+    "config", [*CONFIGS, "auto", "paper"], ids=["fold", "share", "auto", "paper"]
+)
+@pytest.mark.parametrize("body", [mlp, gated], ids=["mlp", "gated"])
+def test_custom_autograd_function_reads_tensors(body: Any, config: Any) -> None:
+    """A deferred tensor in a custom function would lose its gradient without a word."""
+    patched, twin, original = patched_twin(Toy(body, CustomLinear), config)
+    assert strategies(patched)["norm"] != "fold"
+    assert strategies(patched)["act"] != "recompute"
+    if config in CONFIGS:
+        assert_equal_steps(patched, twin, original)
+
+
+def test_custom_function_without_torch_ops_is_found_in_the_graph() -> None:
+    class Hidden(torch.autograd.Function):
+        """Its kernel is no torch op: numpy stands for a compiled extension."""
+
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return torch.from_numpy(x.detach().numpy() * 2)
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            return gradient * 2
+
+    def body(net: Any, x: Tensor) -> Tensor:
+        h = net.norm(x)
+        return net.down(net.act(net.up(h))) + Hidden.apply(h)
+
+    patched, twin, original = patched_twin(Toy(body), FOLD)
+    assert strategies(patched)["norm"] != "fold"
+    assert_equal_steps(patched, twin, original)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=["fold", "share"])
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_scripted_reader(config: Any) -> None:
+    def body(net: Any, x: Tensor) -> Tensor:
+        h = net.norm(x)
+        return net.down(net.act(net.up(h)) + net.scripted(h))
+
+    net = Toy(body)
+    net.scripted = torch.jit.script(nn.Linear(8, 16).requires_grad_(False))
+    patched, twin, original = patched_twin(net, config)
+    assert strategies(patched)["norm"] == "share"
+    assert_equal_steps(patched, twin, original)
+
+
+def test_memory_shared_with_a_module_that_the_trace_does_not_run() -> None:
+    net = Toy(mlp)
+    net.other = nn.Linear(8, 16)
+    net.other.weight = nn.Parameter(net.up.weight.detach())
+    randomise(net)
+    before = net.other(batch())
+    patch_model(net, FOLD, example_inputs=batch())
+    assert "shares its memory with other.weight" in patch_report(net).sites[0].reason
+    assert torch.equal(net.other(batch()), before)
+
+
+def test_zeros_that_only_other_sizes_pad() -> None:
+    def body(net: Any, x: Tensor) -> Tensor:
+        h, size = net.norm(x), x.shape[1]
+        if size % 4:
+            h = F.pad(h, (0, 0, 0, 4 - size % 4))
+        h = h.view(2, 2, -1, 8).transpose(1, 2).contiguous()
+        h = net.up(h)
+        h = net.down(net.act(h + h.mean(2, keepdim=True)))
+        return h.transpose(1, 2).reshape(2, -1, 8)[:, :size]
+
+    net = randomise(Toy(body))
+    fits, pads = batch()[:, :4], batch()
+    before = [net(fits), net(pads)]
+    patch_model(net, FOLD, example_inputs=fits)
+    assert strategies(net)["norm"] == "share"
+    for x, y in zip((fits, pads), before, strict=True):
+        torch.testing.assert_close(net(x), y)
+
+
+@dataclasses.dataclass
+class Output:
+    logits: Tensor
+    features: Tensor
+
+
+def test_output_in_a_dataclass_is_not_folded() -> None:
+    class Features(Toy):
+        def forward(self, x: Tensor) -> Any:
+            h = self.norm(self.enter(x))
+            return Output(self.leave(self.last(self.down(self.act(self.up(h))))), h)
+
+    net = randomise(Features(mlp))
+    before = net(batch()).features
+    patch_model(net, FOLD, example_inputs=batch())
+    torch.testing.assert_close(net(batch()).features, before)
+
+
+def test_output_left_on_an_attribute_is_not_folded() -> None:
+    def body(net: Any, x: Tensor) -> Tensor:
+        net.features = net.norm(x)
+        return net.down(net.act(net.up(net.features)))
+
+    net = randomise(Toy(body))
+    net(batch())
+    before = net.features.detach()
+    net.features = None  # a graph cannot be copied
+    patch_model(net, FOLD, example_inputs=batch())
+    net(batch())
+    torch.testing.assert_close(net.features.detach(), before)
+
+
+def test_hooked_norm_is_not_folded() -> None:
+    net = randomise(Toy(mlp))
+    seen: list[Tensor] = []
+    net.norm.register_forward_hook(lambda module, args, output: seen.append(output))
+    net(batch())
+    before = seen[-1]
+    patch_model(net, FOLD, example_inputs=batch())
+    assert strategies(net)["norm"] == "share"
+    net(batch())
+    torch.testing.assert_close(seen[-1] * 1, before * 1)
+
+
+@pytest.mark.parametrize("frozen", ["up.weight", "up.bias"])
+def test_training_is_never_folded_away(frozen: str) -> None:
+    net = Toy(mlp)
+    net.get_parameter(frozen).requires_grad_(False)
+    patched, twin, original = patched_twin(net, FOLD)
+    assert strategies(patched)["norm"] == "share"
+    assert patched.norm.weight.requires_grad
+    assert_equal_steps(patched, twin, original)
+
+
+def test_frozen_norm_folds_into_what_trains() -> None:
+    net = Toy(mlp)
+    net.norm.requires_grad_(False)
+    patched, twin, original = patched_twin(net, FOLD)
+    assert strategies(patched)["norm"] == "fold"
+    assert_equal_steps(patched, twin, original)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=["fold", "share"])
+def test_modules_shared_between_parents(config: Any) -> None:
+    net = Toy(gated)
+    net.shared = nn.ModuleList([net.norm, net.act])
+
+    def body(net: Any, x: Tensor) -> Tensor:
+        return net.down(net.shared[1](net.up(net.shared[0](x)))) + net.down(
+            net.act(net.up(net.norm(2 * x)))
+        )
+
+    net.body = body
+    patched, twin, original = patched_twin(net, config)
+    assert patched.shared[0] is patched.norm
+    assert patched.shared[1] is patched.act
+    assert_equal_steps(patched, twin, original)
+
+
+@pytest.mark.parametrize("shape", [(0, 6, 8), (1, 6, 8), (1, 1, 8), (6, 8)], ids=str)
+def test_batches_of_other_sizes(shape: tuple[int, ...]) -> None:
+    for config in CONFIGS:
+        patched, twin, original = patched_twin(Toy(gated), config)
+        assert_equal_steps(patched, twin, original, [torch.randn(shape)])
+
+
+def test_input_that_needs_no_gradient() -> None:
+    for config in CONFIGS:
+        net = Toy(gated)
+        net.enter.requires_grad_(False)
+        assert_equal_steps(*patched_twin(net, config))
+
+
+def test_gamma_of_zero() -> None:
+    """gamma of 0 would be divided by: left alone under share, folded otherwise."""
+    for config, strategy in ((SHARE, "keep"), (FOLD, "fold")):
+        net = randomise(Toy(mlp))
+        with torch.no_grad():
+            net.norm.weight[0] = 0.0
+        before = net(batch())
+        patch_model(net, config, example_inputs=batch())
+        assert strategies(net)["norm"] == strategy
+        torch.testing.assert_close(net(batch()), before)
