@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lowmem_patch.errors import NothingToPatchError, PatchError, TraceError
 from lowmem_patch.nn.norms import MSNorm
-from lowmem_patch.patching.apply import Applied, apply_plan, undo
+from lowmem_patch.patching.apply import Applied, apply_plan, is_replacement, undo
 from lowmem_patch.patching.check import check_outputs, preserved, run_real
 from lowmem_patch.patching.config import PatchConfig, load_config
 from lowmem_patch.patching.inputs import ExampleInputs, as_example_inputs, make_example_inputs
@@ -59,6 +59,7 @@ def plan_patch(
     Raises:
         ConfigError: an unknown preset, key or value.
         TraceError: the model cannot be run on the inputs.
+        PatchError: the model is part of a larger model that is patched.
     """
     return _planned(model, load_config(config), example_inputs)[0]
 
@@ -92,26 +93,31 @@ def patch_model(
         >>> print(patch_report(model))
     """
     resolved = load_config(config)
-    _, record = _find_record(model)
-    if record is not None:
+    records = _find_records(model)
+    if len(records) == 1:
+        record = records[0][1]
         if record.report.config == resolved and record.signature == trains_signature(model):
             return model
-        unpatch_model(model)
+    unpatch_model(model)
     report, plan, inputs = _planned(model, resolved, example_inputs)
     if not plan.patches and not plan.adapter_layers:
         _nothing(report, strict)
     before = run_real(model, inputs) if check else None
     applied = apply_plan(model, plan)
-    if before is not None:
-        try:
+    try:
+        if before is not None:
             check_outputs(before, run_real(model, inputs), model)
-        except PatchError:
-            undo(model, applied)
+        if not report.saved_after:
+            with preserved(model):
+                after = trace_forward(Shadow(model, inputs, None), structure=False)
+            report = dataclasses.replace(report, **_after(report, after))
+    except Exception as error:  # whatever went wrong, the model must be put back first
+        undo(model, applied)
+        if isinstance(error, PatchError):
             raise
-    if not report.saved_after:
-        report = dataclasses.replace(
-            report, **_after(report, trace_forward(Shadow(model, inputs, None), structure=False))
-        )
+        raise PatchError(
+            f"the patch was undone, since the patched model failed: {error}"
+        ) from error
     hook = None
     if report.fold_steps:
         register: Any = model.register_load_state_dict_pre_hook  # has no types
@@ -126,12 +132,12 @@ def patch_report(model: nn.Module) -> PatchReport:
     Raises:
         PatchError: the model is not patched.
     """
-    _, record = _find_record(model)
-    if record is None:
+    records = _find_records(model)
+    if not records:
         raise PatchError(
             f"this {type(model).__name__} is not patched: call patch_model(model) first"
         )
-    return record.report
+    return records[0][1].report
 
 
 def unpatch_model(model: ModelT) -> ModelT:
@@ -141,22 +147,24 @@ def unpatch_model(model: ModelT) -> ModelT:
     to one rounding of their dtype. Where adapters were added on folded weights after patching, the
     weights stay folded (the adapters were made for them), and a warning says so.
     """
-    holder, record = _find_record(model)
-    if holder is None or record is None:
-        return model
+    for holder, record in _find_records(model):
+        _unpatch(holder, record)
+    return model
+
+
+def _unpatch(holder: nn.Module, record: Record) -> None:
     adapted = [f.step.norm for f in record.applied.folded if not _reachable(holder, f.step)]
     if adapted:
         warnings.warn(
             f"{len(adapted)} norms stay folded, because adapters were added on the folded weights "
             f"({adapted[0]}, ...): the model computes the same, and is a stock model whose norms are "
             "identities",
-            stacklevel=2,
+            stacklevel=3,
         )
     undo(holder, record.applied, unfold=not adapted)
     del holder.__dict__[_RECORD]
     if record.hook is not None:
         record.hook.remove()
-    return model
 
 
 def _reachable(model: nn.Module, step: FoldStep) -> bool:
@@ -165,13 +173,9 @@ def _reachable(model: nn.Module, step: FoldStep) -> bool:
     return all(reference.weight in names for reference in step.linears)
 
 
-def _find_record(model: nn.Module) -> tuple[nn.Module | None, Record | None]:
-    """The record of this model or of a module inside it, with the module that holds it."""
-    for module in model.modules():
-        record = module.__dict__.get(_RECORD)
-        if record is not None:
-            return module, record
-    return None, None
+def _find_records(model: nn.Module) -> list[tuple[nn.Module, Record]]:
+    """The records of this model and of modules inside it, with the modules that hold them."""
+    return [(m, m.__dict__[_RECORD]) for m in model.modules() if _RECORD in m.__dict__]
 
 
 def _planned(
@@ -221,7 +225,7 @@ def _traced(
             return shadow, trace_forward(shadow)
         except TraceError as error:
             cause = error
-    if any(p.is_meta for p in model.parameters()) or _find_record(model)[1] is not None:
+    if any(p.is_meta for p in model.parameters()) or _find_records(model):
         raise cause
     with preserved(model):
         shadow = Shadow(model, inputs, None)
@@ -237,13 +241,17 @@ def _shadow_of_original(
 ) -> Shadow:
     """A shadow of the model as it was before any patch; ``originals`` gets the affines folded away."""
     shadow = make_shadow(model, inputs)
-    holder, record = _find_record(shadow.model)
-    if holder is not None and record is not None:
+    for holder, record in _find_records(shadow.model):
         prefix = next(name for name, module in shadow.model.named_modules() if module is holder)
         for folded in record.applied.folded:
             name = f"{prefix}.{folded.step.norm}" if prefix else folded.step.norm
             originals[name] = (folded.gamma, folded.beta)
         undo(holder, record.applied, arithmetic=False)
+    if any(is_replacement(module) for module in shadow.model.modules()):
+        raise PatchError(
+            f"this {type(model).__name__} is part of a patched model: patch or plan that one, or call "
+            "unpatch_model on it first"
+        )
     return shadow
 
 

@@ -21,7 +21,7 @@ from lowmem_patch.patching.fold import fold_step, unfold_step
 from lowmem_patch.patching.plan import ActivationPatch, NormPatch, Plan
 from lowmem_patch.patching.sites import FoldStep
 
-__all__ = ["Applied", "apply_plan", "undo"]
+__all__ = ["Applied", "apply_plan", "is_replacement", "undo"]
 
 
 @dataclasses.dataclass
@@ -167,7 +167,7 @@ def undo(
     """
     for parent in list(model.modules()):
         for slot, current in list(parent._modules.items()):
-            if current is not None and _ORIGINAL in current.__dict__:
+            if current is not None and is_replacement(current):
                 parent._modules[slot] = _original_of(current)
     for layer in applied.hooked:
         release_input(layer)
@@ -180,6 +180,11 @@ def undo(
                 model.get_parameter(name).requires_grad_(True)
     applied.folded.clear()
     applied.hooked.clear()
+
+
+def is_replacement(module: nn.Module) -> bool:
+    """Whether the module was put in place of another one."""
+    return _ORIGINAL in module.__dict__
 
 
 def _original_of(current: nn.Module) -> nn.Module:

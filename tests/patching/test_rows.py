@@ -33,8 +33,8 @@ def calls(draw: st.DrawFn) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     dim = st.integers(-ndim, ndim - 1)
     some = st.lists(dim, min_size=1, max_size=2, unique=True)
     item = st.one_of(
-        st.just(slice(None)), st.just(slice(0, 1)), st.just(slice(None, None, 2)), st.just(None), st.just(...),
-        st.integers(-1, 0), st.just([0]), st.just(True), st.just(torch.tensor([0, 0])),
+        st.just(slice(None)), st.just(slice(0, 1)), st.just(slice(None, None, 2)), st.just(None),
+        st.just(...), st.integers(-1, 0), st.just([0]), st.just(True), st.just(torch.tensor([0, 0])),
     )  # fmt: skip
     index = st.one_of(item, st.lists(item, min_size=1, max_size=4).map(tuple))
     permutation = st.permutations(range(ndim))
