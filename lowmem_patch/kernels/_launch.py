@@ -1,9 +1,10 @@
-"""Launch settings, row views and the device guard: the one place that decides them."""
+"""Launch settings, row views and the launcher: the one place that decides them."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 from functools import cache
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -13,61 +14,156 @@ from torch import Tensor
 __all__ = [
     "BACKWARD_COLUMNS",
     "FORWARD_COLUMNS",
+    "Launch",
     "NormSettings",
     "as_rows",
+    "backward_settings",
     "common_rows",
     "contiguous",
-    "norm_settings",
-    "on_device",
-    "persistent_programs",
+    "forward_settings",
+    "multiprocessors",
 ]
 
 # A row longer than this does not fit the registers of one program and is looped over instead.
-# Backward holds dy, y, gamma, bias and two sums per column, forward a third of that.
 FORWARD_COLUMNS = 16384
-BACKWARD_COLUMNS = 8192
+BACKWARD_COLUMNS = 16384
 WIDE_BLOCK = 4096
+
+# Backward up to this keeps gamma, 1 / gamma, bias and two sums per column in registers; longer rows
+# read the vectors again for each row (from the first-level cache) and keep the sums alone.
+_VECTORS_IN_REGISTERS = 8192
+
+# Tiles that programs of one multiprocessor load ahead; every GPU since 2020 has this much shared memory.
+_AHEAD_BYTES = 80 * 1024
 
 # Below this many columns a program per row is mostly launch; such strided inputs are copied.
 _SHORT_ROW = 128
+
+_INT32 = 2**31
+_dtype_of = attrgetter("dtype")
+# Since 3.6 a compiled kernel is called with all arguments, constants too; HIP specialises on more than
+# `Launch` tells apart.
+_REUSES_COMPILED = (
+    tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 6)
+    and torch.version.hip is None
+)
 
 
 class NormSettings(NamedTuple):
     block_rows: int
     block_columns: int
     num_warps: int
-
-
-def norm_settings(columns: int, limit: int) -> NormSettings:
-    """Tile of a norm kernel: several short rows, or one long row.
-
-    16 elements a thread forward, 8 backward, which holds several numbers for each.
-    """
-    block_columns = min(triton.next_power_of_2(columns), WIDE_BLOCK if columns > limit else limit)
-    block_rows = max(1, min(16, 2048 // block_columns))
-    per_warp = 32 * (16 if limit == FORWARD_COLUMNS else 8)
-    num_warps = max(1, min(16, block_rows * block_columns // per_warp))
-    return NormSettings(block_rows, block_columns, num_warps)
+    num_stages: int = 1
+    programs_per_multiprocessor: int = 0
+    reload: bool = False
 
 
 @cache
-def _multiprocessors(device: torch.device) -> int:
+def forward_settings(columns: int) -> NormSettings:
+    """A program per tile of about 2048 elements or one row, 32 elements a thread."""
+    wide = columns > FORWARD_COLUMNS
+    block_columns = WIDE_BLOCK if wide else triton.next_power_of_2(columns)
+    block_rows = max(1, min(16, 2048 // block_columns))
+    return NormSettings(
+        block_rows, block_columns, max(1, min(16, block_rows * block_columns // 1024))
+    )
+
+
+@cache
+def backward_settings(columns: int, nbytes: int, affine: bool, sums: bool) -> NormSettings:
+    """Tiles of the backward, 16 elements a thread.
+
+    Without vectors a program per tile. With them, programs that stay and walk over tiles: they read
+    the vectors once, and since 512 threads of a multiprocessor do not hide memory by their number, the
+    next tiles are loaded ahead into shared memory.
+
+    Args:
+        columns: N.
+        nbytes: of one element of dy and one of y.
+        affine: there is a weight or a bias.
+        sums: their gradients are asked for.
+    """
+    if columns > BACKWARD_COLUMNS:
+        return NormSettings(1, WIDE_BLOCK, 16)
+    block = triton.next_power_of_2(columns)
+    if not affine:
+        rows = max(1, min(16, 1024 // block))
+        return NormSettings(rows, block, max(1, min(16, rows * block // 512)))
+    if block > _VECTORS_IN_REGISTERS:
+        return NormSettings(1, block, 16 if sums else 32, 1, 1, reload=True)
+    num_warps = max(4, min(16, block // 256))
+    rows = max(1, min(16, 512 * num_warps // block))
+    programs = {4: 3, 8: 2, 16: 1}[num_warps]  # 4 would have to fit 128 registers a thread
+    stages = min(4, 1 + _AHEAD_BYTES // (programs * rows * block * nbytes))
+    return NormSettings(rows, block, num_warps, stages, programs)
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
         return 2  # Triton's interpreter: enough to see more than one program
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def persistent_programs(device: torch.device, tiles: int, elements: int) -> int:
-    """Programs that loop over tiles of ``elements`` and fill the device about once."""
-    per_multiprocessor = max(1, min(8, 4096 // elements))
-    return min(tiles, _multiprocessors(device) * per_multiprocessor)
+class Launch:
+    """A kernel with its constants, launched with little work in Python.
 
+    The kernel's arguments come as tensors, then numbers that it must not be specialised on, then
+    strides, then constants. Triton's launcher binds and hashes all of them at each call. Here the usual
+    case (pointers and strides divisible by 16, numbers of 32 bits) is told apart by the dtypes alone,
+    and its compiled kernel is called directly; every other call goes through Triton's launcher.
+    """
 
-def on_device(tensor: Tensor) -> AbstractContextManager[Any]:
-    """Triton launches on the current device; this makes the tensor's device current."""
-    if not tensor.is_cuda or tensor.device.index == torch.cuda.current_device():
-        return nullcontext()
-    return torch.cuda.device(tensor.device)
+    def __init__(self, kernel: Any, num_warps: int, *, fuse: bool = True, **constants: Any) -> None:
+        assert list(constants) == kernel.arg_names[-len(constants) :]
+        self._kernel = kernel
+        self._constants = tuple(constants.values())
+        self._keywords = {**constants, "num_warps": num_warps}
+        if not fuse:
+            self._keywords["enable_fp_fusion"] = False
+        self._compiled: dict[Any, Any] = {}
+
+    def __call__(
+        self,
+        grid: tuple[int, int, int],
+        tensors: Sequence[Tensor],
+        numbers: Sequence[float],
+        strides: Sequence[int] = (),
+    ) -> None:
+        device = tensors[0].get_device()
+        if device < 0 or device == torch.cuda.current_device():
+            self._launch(device, grid, tensors, numbers, strides)
+        else:
+            with torch.cuda.device(device):  # Triton launches on the current device
+                self._launch(device, grid, tensors, numbers, strides)
+
+    def _launch(
+        self,
+        device: int,
+        grid: tuple[int, int, int],
+        tensors: Sequence[Tensor],
+        numbers: Sequence[float],
+        strides: Sequence[int],
+    ) -> None:
+        bits, largest = 0, max(numbers)
+        for tensor in tensors:
+            bits |= tensor.data_ptr()
+        for stride in strides:
+            bits |= stride
+            if stride > largest:
+                largest = stride
+        if bits & 15 or largest >= _INT32 or not _REUSES_COMPILED:
+            self._kernel[grid](*tensors, *numbers, *strides, **self._keywords)
+            return
+        key = (device, *map(_dtype_of, tensors))
+        compiled = self._compiled.get(key)
+        if compiled is None:
+            # None under Triton's interpreter
+            self._compiled[key] = self._kernel[grid](
+                *tensors, *numbers, *strides, **self._keywords
+            )
+        else:
+            compiled[grid](*tensors, *numbers, *strides, *self._constants)
 
 
 def _row_stride(tensor: Tensor) -> int | None:

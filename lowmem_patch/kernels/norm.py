@@ -9,6 +9,9 @@ z = (x - mean) rstd, y = z (weight + offset) + bias; RMSNorm subtracts no mean. 
 
 from __future__ import annotations
 
+from functools import cache
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -16,10 +19,10 @@ from torch import Tensor
 
 from lowmem_patch.kernels._launch import (
     FORWARD_COLUMNS,
+    Launch,
     as_rows,
     contiguous,
-    norm_settings,
-    on_device,
+    forward_settings,
 )
 
 __all__ = ["load_vector", "norm_forward"]
@@ -33,7 +36,7 @@ def load_vector(pointer, column, mask, PRESENT: tl.constexpr, OTHER: tl.constexp
         return tl.full(column.shape, OTHER, tl.float32)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "eps"])
 def _forward_kernel(
     x_ptr,
     y_ptr,
@@ -41,8 +44,8 @@ def _forward_kernel(
     weight_ptr,
     bias_ptr,
     rows,
-    x_stride,
     eps,
+    x_stride,
     COLUMNS: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -54,7 +57,9 @@ def _forward_kernel(
     row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     column = tl.arange(0, BLOCK)
     inside = column < COLUMNS
-    mask = (row < rows)[:, None] & inside[None, :]
+    mask = inside[None, :]
+    if BLOCK_ROWS > 1:
+        mask &= (row < rows)[:, None]
     x = tl.load(x_ptr + row[:, None] * x_stride + column[None, :], mask=mask, other=0.0)
     x = x.to(tl.float32)
     if CENTERED:
@@ -72,15 +77,16 @@ def _forward_kernel(
     tl.store(y_ptr + row[:, None] * COLUMNS + column[None, :], y, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "eps"])
 def _forward_wide_kernel(
     x_ptr,
     y_ptr,
     rstd_ptr,
     weight_ptr,
     bias_ptr,
-    x_stride,
+    rows,
     eps,
+    x_stride,
     COLUMNS: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -119,6 +125,26 @@ def _forward_wide_kernel(
         tl.store(y_ptr + column, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
+@cache
+def _launcher(
+    columns: int, has_weight: bool, has_bias: bool, weight_offset: float, centered: bool
+) -> tuple[Any, int]:
+    """The launch for rows of this length, and the rows of a program."""
+    settings = forward_settings(columns)
+    wide = columns > FORWARD_COLUMNS
+    constants = {
+        "COLUMNS": columns,
+        "HAS_WEIGHT": has_weight,
+        "HAS_BIAS": has_bias,
+        "OFFSET": weight_offset,
+        "CENTERED": centered,
+        **({} if wide else {"BLOCK_ROWS": settings.block_rows}),
+        "BLOCK": settings.block_columns,
+    }
+    kernel = _forward_wide_kernel if wide else _forward_kernel
+    return Launch(kernel, settings.num_warps, **constants), settings.block_rows
+
+
 def norm_forward(
     x: Tensor,
     weight: Tensor | None,
@@ -129,31 +155,18 @@ def norm_forward(
     out_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """y ``[..., N]`` in ``out_dtype`` and rstd ``[...]`` in float32."""
-    y = torch.empty(x.shape, dtype=out_dtype, device=x.device)
-    rstd = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
-    columns = x.shape[-1]
-    rows = rstd.numel()
+    shape = x.shape
+    y = torch.empty(shape, dtype=out_dtype, device=x.device)
+    rstd = torch.empty(shape[:-1], dtype=torch.float32, device=x.device)
+    columns, rows = shape[-1], rstd.numel()
     if rows == 0 or columns == 0:
         return y, rstd.fill_(eps).rsqrt_() if columns == 0 else rstd
     x, x_stride = as_rows(x)
     weight, bias = contiguous(weight), contiguous(bias)
-    settings = norm_settings(columns, FORWARD_COLUMNS)
-    flags = {
-        "COLUMNS": columns,
-        "HAS_WEIGHT": weight is not None,
-        "HAS_BIAS": bias is not None,
-        "OFFSET": weight_offset,
-        "CENTERED": centered,
-        "BLOCK": settings.block_columns,
-        "num_warps": settings.num_warps,
-    }
+    launch, block_rows = _launcher(
+        columns, weight is not None, bias is not None, weight_offset, centered
+    )
     # an absent vector is never read; any pointer will do
-    vectors = (x if weight is None else weight, x if bias is None else bias)
-    with on_device(x):
-        if columns > FORWARD_COLUMNS:
-            _forward_wide_kernel[(rows,)](x, y, rstd, *vectors, x_stride, eps, **flags)
-        else:
-            _forward_kernel[(triton.cdiv(rows, settings.block_rows),)](
-                x, y, rstd, *vectors, rows, x_stride, eps, BLOCK_ROWS=settings.block_rows, **flags
-            )
+    tensors = (x, y, rstd, x if weight is None else weight, x if bias is None else bias)
+    launch((-(-rows // block_rows), 1, 1), tensors, (rows, float(eps)), (x_stride,))
     return y, rstd

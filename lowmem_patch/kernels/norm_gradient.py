@@ -1,9 +1,10 @@
 """LayerNorm and RMSNorm backward from the output: x is not needed.
 
-With gamma = weight + offset, z = (y - bias) / gamma (0 where gamma is 0), g = dy gamma and means over
-a row: d(x - mean) = rstd (g - z mean(g z)), since z's own mean square is 1 up to eps, and
-    dx = rstd (g - mean(g) - z mean(g z)),    since mean(z) = 0; RMSNorm has no mean(g).
-    d_weight = sum over rows of dy z,    d_bias = sum over rows of dy.
+With gamma = weight + offset, u = y - bias, z = u / gamma (0 where gamma is 0), g = dy gamma and means
+over a row: d(x - mean) = rstd (g - z mean(g z)), since z's own mean square is 1 up to eps. g z = dy u
+needs no division, so
+    dx = rstd (g - mean(g) - z mean(dy u)),    since mean(z) = 0; RMSNorm has no mean(g).
+    d_weight = (sum over rows of dy u) / gamma,    d_bias = sum over rows of dy.
 Saved: y, rstd, weight, bias.
 The sums over rows go to one partial row per program, then to one sum: no atomics, same bits each run.
 """
@@ -13,6 +14,8 @@ The sums over rows go to one partial row per program, then to one sum: no atomic
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -20,15 +23,22 @@ from torch import Tensor
 
 from lowmem_patch.kernels._launch import (
     BACKWARD_COLUMNS,
+    Launch,
+    NormSettings,
     as_rows,
+    backward_settings,
     contiguous,
-    norm_settings,
-    on_device,
-    persistent_programs,
+    multiprocessors,
 )
 from lowmem_patch.kernels.norm import load_vector
 
 __all__ = ["norm_backward"]
+
+# tile of the sum over partial rows: many loads in flight, and programs enough at 768 columns
+TOTAL_ROWS = 128
+TOTAL_COLUMNS = 16
+TOTAL_WARPS = 8
+SUMS_COLUMNS = 1024
 
 
 @triton.jit
@@ -49,6 +59,8 @@ def _scales(
     return gamma, inverse, load_vector(bias_ptr, column, mask, HAS_BIAS, 0.0)
 
 
+# Compiled without contraction, which would round g once in its mean and not at all in g - mean(g): for
+# rows that are (nearly) constant the difference is not 0, and rstd multiplies it.
 @triton.jit(do_not_specialize=["rows", "tiles"])
 def _backward_kernel(
     dy_ptr,
@@ -57,8 +69,7 @@ def _backward_kernel(
     weight_ptr,
     bias_ptr,
     dx_ptr,
-    d_weight_ptr,
-    d_bias_ptr,
+    sums_ptr,
     rows,
     tiles,
     dy_stride,
@@ -70,45 +81,62 @@ def _backward_kernel(
     CENTERED: tl.constexpr,
     NEEDS_WEIGHT: tl.constexpr,
     NEEDS_BIAS: tl.constexpr,
+    RELOAD: tl.constexpr,
+    STAGES: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     program = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     inside = column < COLUMNS
-    gamma, inverse, bias = _scales(
-        weight_ptr, bias_ptr, column, inside, HAS_WEIGHT, HAS_BIAS, OFFSET
-    )
+    if not RELOAD:
+        gamma, inverse, bias = _scales(
+            weight_ptr, bias_ptr, column, inside, HAS_WEIGHT, HAS_BIAS, OFFSET
+        )
     d_weight = tl.zeros((BLOCK,), tl.float32)
     d_bias = tl.zeros((BLOCK,), tl.float32)
-    for tile in range(program, tiles, tl.num_programs(0)):
+    for tile in tl.range(program, tiles, tl.num_programs(0), num_stages=STAGES):
         row = tl.cast(tile, tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-        mask = (row < rows)[:, None] & inside[None, :]
+        mask = inside[None, :]
+        if BLOCK_ROWS > 1:
+            mask = (row < rows)[:, None] & mask
         dy = tl.load(dy_ptr + row[:, None] * dy_stride + column[None, :], mask=mask, other=0.0)
         y = tl.load(y_ptr + row[:, None] * y_stride + column[None, :], mask=mask, other=0.0)
         rstd = tl.load(rstd_ptr + row, mask=row < rows, other=0.0)
-        dy = dy.to(tl.float32)
-        # columns and rows outside have dy = 0, so their z counts nowhere
-        z = (y.to(tl.float32) - bias[None, :]) * inverse[None, :]
+        if RELOAD:
+            gamma, inverse, bias = _scales(
+                weight_ptr, bias_ptr, column, inside, HAS_WEIGHT, HAS_BIAS, OFFSET
+            )
+        # columns and rows outside have dy = 0, so their u counts nowhere
+        g = dy.to(tl.float32)
+        z = y.to(tl.float32)
+        if HAS_BIAS:
+            z -= bias[None, :]
+        product = g * z
         if NEEDS_WEIGHT:
-            d_weight += tl.sum(dy * z, axis=0)
+            d_weight += tl.sum(product, axis=0)
         if NEEDS_BIAS:
-            d_bias += tl.sum(dy, axis=0)
-        g = dy * gamma[None, :]
-        along_z = tl.sum(g * z, axis=1) * (1.0 / COLUMNS)
-        dx = g - z * along_z[:, None]
+            d_bias += tl.sum(g, axis=0)
+        along_z = tl.sum(product, axis=1) * (1.0 / COLUMNS)
+        if HAS_WEIGHT:
+            g *= gamma[None, :]
+            z *= inverse[None, :]
         if CENTERED:
-            dx -= (tl.sum(g, axis=1) * (1.0 / COLUMNS))[:, None]
-        dx = (dx * rstd[:, None]).to(dx_ptr.dtype.element_ty)
-        tl.store(dx_ptr + row[:, None] * COLUMNS + column[None, :], dx, mask=mask)
+            g -= (tl.sum(g, axis=1) * (1.0 / COLUMNS))[:, None]
+        dx = tl.fma(z, -along_z[:, None], g) * rstd[:, None]
+        dx_row = dx_ptr + row[:, None] * COLUMNS + column[None, :]
+        tl.store(dx_row, dx.to(dx_ptr.dtype.element_ty), mask=mask)
     partial = program.to(tl.int64) * COLUMNS + column
     if NEEDS_WEIGHT:
-        tl.store(d_weight_ptr + partial, d_weight, mask=inside)
+        if RELOAD:
+            _, inverse, _ = _scales(weight_ptr, bias_ptr, column, inside, True, False, OFFSET)
+        tl.store(sums_ptr + partial, d_weight * inverse, mask=inside)
+        partial += tl.num_programs(0).to(tl.int64) * COLUMNS
     if NEEDS_BIAS:
-        tl.store(d_bias_ptr + partial, d_bias, mask=inside)
+        tl.store(sums_ptr + partial, d_bias, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _backward_wide_kernel(
     dy_ptr,
     y_ptr,
@@ -116,6 +144,7 @@ def _backward_wide_kernel(
     weight_ptr,
     bias_ptr,
     dx_ptr,
+    rows,
     dy_stride,
     y_stride,
     COLUMNS: tl.constexpr,
@@ -134,13 +163,13 @@ def _backward_wide_kernel(
     for start in range(0, COLUMNS, BLOCK):
         column = start + tl.arange(0, BLOCK)
         mask = column < COLUMNS
-        gamma, inverse, bias = _scales(
+        gamma, _, bias = _scales(
             weight_ptr, bias_ptr, column, mask, HAS_WEIGHT, HAS_BIAS, OFFSET
         )
-        g = tl.load(dy_ptr + column, mask=mask, other=0.0).to(tl.float32) * gamma
+        dy = tl.load(dy_ptr + column, mask=mask, other=0.0).to(tl.float32)
         y = tl.load(y_ptr + column, mask=mask, other=0.0).to(tl.float32)
-        sum_g += g
-        sum_gz += g * (y - bias) * inverse
+        sum_g += dy * gamma
+        sum_gz += dy * (y - bias)
     along_z = tl.sum(sum_gz) * (1.0 / COLUMNS)
     mean_g = tl.sum(sum_g) * (1.0 / COLUMNS)
     for start in range(0, COLUMNS, BLOCK):
@@ -151,12 +180,10 @@ def _backward_wide_kernel(
         )
         g = tl.load(dy_ptr + column, mask=mask, other=0.0).to(tl.float32) * gamma
         y = tl.load(y_ptr + column, mask=mask, other=0.0).to(tl.float32)
-        dx = g - (y - bias) * inverse * along_z
         if CENTERED:
-            dx -= mean_g
-        tl.store(
-            dx_ptr + row * COLUMNS + column, (dx * rstd).to(dx_ptr.dtype.element_ty), mask=mask
-        )
+            g -= mean_g
+        dx = tl.fma((y - bias) * inverse, -along_z, g) * rstd
+        tl.store(dx_ptr + row * COLUMNS + column, dx.to(dx_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["rows", "rows_per_program"])
@@ -165,14 +192,12 @@ def _sums_kernel(
     y_ptr,
     weight_ptr,
     bias_ptr,
-    d_weight_ptr,
-    d_bias_ptr,
+    sums_ptr,
     rows,
     rows_per_program,
     dy_stride,
     y_stride,
     COLUMNS: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     OFFSET: tl.constexpr,
     NEEDS_WEIGHT: tl.constexpr,
@@ -183,7 +208,7 @@ def _sums_kernel(
     group = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = column < COLUMNS
-    _, inverse, bias = _scales(weight_ptr, bias_ptr, column, mask, HAS_WEIGHT, HAS_BIAS, OFFSET)
+    bias = load_vector(bias_ptr, column, mask, HAS_BIAS, 0.0)
     d_weight = tl.zeros((BLOCK,), tl.float32)
     d_bias = tl.zeros((BLOCK,), tl.float32)
     first = group * rows_per_program
@@ -192,11 +217,98 @@ def _sums_kernel(
         d_bias += dy
         if NEEDS_WEIGHT:
             y = tl.load(y_ptr + row * y_stride + column, mask=mask, other=0.0).to(tl.float32)
-            d_weight += dy * (y - bias) * inverse
+            d_weight += dy * (y - bias)
+    partial = group * COLUMNS + column
     if NEEDS_WEIGHT:
-        tl.store(d_weight_ptr + group * COLUMNS + column, d_weight, mask=mask)
+        _, inverse, _ = _scales(weight_ptr, bias_ptr, column, mask, True, False, OFFSET)
+        tl.store(sums_ptr + partial, d_weight * inverse, mask=mask)
+        partial += tl.num_programs(1).to(tl.int64) * COLUMNS
     if NEEDS_BIAS:
-        tl.store(d_bias_ptr + group * COLUMNS + column, d_bias, mask=mask)
+        tl.store(sums_ptr + partial, d_bias, mask=mask)
+
+
+@triton.jit(do_not_specialize=["programs"])
+def _total_kernel(
+    sums_ptr,
+    first_ptr,
+    second_ptr,
+    programs,
+    COLUMNS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The partial rows of one or two vectors to their sums, rounded once to the parameter's dtype."""
+    which = tl.program_id(1)
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < COLUMNS
+    total = tl.zeros((BLOCK_ROWS, BLOCK), tl.float32)
+    for start in range(0, programs, BLOCK_ROWS):
+        row = start + tl.arange(0, BLOCK_ROWS)
+        mask = (row < programs)[:, None] & inside[None, :]
+        offset = (which * programs + row).to(tl.int64) * COLUMNS
+        total += tl.load(sums_ptr + offset[:, None] + column[None, :], mask=mask, other=0.0)
+    result = tl.sum(total, axis=0)
+    if which == 0:
+        tl.store(first_ptr + column, result.to(first_ptr.dtype.element_ty), mask=inside)
+    else:
+        tl.store(second_ptr + column, result.to(second_ptr.dtype.element_ty), mask=inside)
+
+
+@cache
+def _dx_launch(
+    columns: int,
+    nbytes: int,
+    has_weight: bool,
+    has_bias: bool,
+    weight_offset: float,
+    centered: bool,
+    needs_weight: bool,
+    needs_bias: bool,
+) -> tuple[Launch, NormSettings]:
+    affine, sums = has_weight or has_bias, needs_weight or needs_bias
+    settings = backward_settings(columns, nbytes, affine, sums)
+    constants = {
+        "COLUMNS": columns,
+        "HAS_WEIGHT": has_weight,
+        "HAS_BIAS": has_bias,
+        "OFFSET": weight_offset,
+        "CENTERED": centered,
+    }
+    kernel = _backward_wide_kernel
+    if columns <= BACKWARD_COLUMNS:
+        kernel = _backward_kernel
+        constants |= {
+            "NEEDS_WEIGHT": needs_weight,
+            "NEEDS_BIAS": needs_bias,
+            "RELOAD": settings.reload,
+            "STAGES": settings.num_stages,
+            "BLOCK_ROWS": settings.block_rows,
+        }
+    constants["BLOCK"] = settings.block_columns
+    return Launch(kernel, settings.num_warps, fuse=False, **constants), settings
+
+
+@cache
+def _sums_launch(
+    columns: int, has_bias: bool, weight_offset: float, needs_weight: bool, needs_bias: bool
+) -> Launch:
+    return Launch(
+        _sums_kernel,
+        4,
+        COLUMNS=columns,
+        HAS_BIAS=has_bias,
+        OFFSET=weight_offset,
+        NEEDS_WEIGHT=needs_weight,
+        NEEDS_BIAS=needs_bias,
+        BLOCK=SUMS_COLUMNS,
+    )
+
+
+@cache
+def _total_launch(columns: int) -> Launch:
+    return Launch(
+        _total_kernel, TOTAL_WARPS, COLUMNS=columns, BLOCK_ROWS=TOTAL_ROWS, BLOCK=TOTAL_COLUMNS
+    )
 
 
 def norm_backward(
@@ -218,88 +330,59 @@ def norm_backward(
     needs_weight = needs_weight and weight is not None
     needs_bias = needs_bias and bias is not None
     dx = torch.empty(dy.shape, dtype=input_dtype, device=dy.device) if needs_input else None
+    d_weight = torch.empty_like(weight) if needs_weight and weight is not None else None
+    d_bias = torch.empty_like(bias) if needs_bias and bias is not None else None
     if rows == 0:
-        d_weight = torch.zeros_like(weight) if needs_weight and weight is not None else None
-        d_bias = torch.zeros_like(bias) if needs_bias and bias is not None else None
-        return dx, d_weight, d_bias
+        return (
+            dx,
+            None if d_weight is None else d_weight.zero_(),
+            None if d_bias is None else d_bias.zero_(),
+        )
     dy, dy_stride = as_rows(dy)
-    if needs_input or needs_weight:
-        y, y_stride = as_rows(y)
-    else:
-        y, y_stride = dy, dy_stride
+    y, y_stride = as_rows(y) if needs_input or needs_weight else (dy, dy_stride)
     weight, bias = contiguous(weight), contiguous(bias)
-    settings = norm_settings(columns, BACKWARD_COLUMNS)
-    flags = {
-        "COLUMNS": columns,
-        "HAS_WEIGHT": weight is not None,
-        "HAS_BIAS": bias is not None,
-        "OFFSET": weight_offset,
-        "BLOCK": settings.block_columns,
-        "num_warps": settings.num_warps,
-    }
-    vectors = (dy if weight is None else weight, dy if bias is None else bias)
+    # an absent vector is never read; any pointer will do
+    tensors = (dy, y, rstd, dy if weight is None else weight, dy if bias is None else bias)
+    strides = (dy_stride, y_stride)
+    wanted = [vector for vector in (d_weight, d_bias) if vector is not None]
     fused = dx is not None and columns <= BACKWARD_COLUMNS
-    tiles = triton.cdiv(rows, settings.block_rows)
-    if not (needs_weight or needs_bias):
-        programs = tiles
-    elif fused:
-        elements = settings.block_rows * settings.block_columns
-        programs = persistent_programs(dy.device, tiles, elements)
-    else:
-        programs = persistent_programs(dy.device, rows, columns)
-    weight_sums = _partial_sums(dy, programs, needs_weight)
-    bias_sums = _partial_sums(dy, programs, needs_bias)
-    sums = (dy if weight_sums is None else weight_sums, dy if bias_sums is None else bias_sums)
-    with on_device(dy):
-        if dx is not None and fused:
-            _backward_kernel[(programs,)](
-                dy,
-                y,
-                rstd,
-                *vectors,
-                dx,
-                *sums,
-                rows,
-                tiles,
-                dy_stride,
-                y_stride,
-                CENTERED=centered,
-                NEEDS_WEIGHT=needs_weight,
-                NEEDS_BIAS=needs_bias,
-                BLOCK_ROWS=settings.block_rows,
-                **flags,
-            )
-        elif dx is not None:
-            _backward_wide_kernel[(rows,)](
-                dy, y, rstd, *vectors, dx, dy_stride, y_stride, CENTERED=centered, **flags
-            )
-        if not fused and (needs_weight or needs_bias):
-            rows_per_program = triton.cdiv(rows, programs)
-            _sums_kernel[(triton.cdiv(columns, settings.block_columns), programs)](
-                dy,
-                y,
-                *vectors,
-                *sums,
-                rows,
-                rows_per_program,
-                dy_stride,
-                y_stride,
-                NEEDS_WEIGHT=needs_weight,
-                NEEDS_BIAS=needs_bias,
-                **flags,
-            )
-    return dx, _total(weight_sums, weight), _total(bias_sums, bias)
+    sums, programs = dy, 0
+    if wanted and not fused:
+        # sums by column walk over rows; each program should find some
+        programs = min(rows, max(1, 16 * multiprocessors(dy.device) * SUMS_COLUMNS // columns))
+        rows_per_program = -(-rows // programs)
+        programs = -(-rows // rows_per_program)
+        sums = _partial_sums(dy, len(wanted), programs)
+        launch = _sums_launch(columns, bias is not None, weight_offset, needs_weight, needs_bias)
+        grid = (-(-columns // SUMS_COLUMNS), programs, 1)
+        launch(grid, (dy, y, *tensors[3:], sums), (rows, rows_per_program), strides)
+    if dx is not None:
+        launch, settings = _dx_launch(
+            columns,
+            dy.element_size() + y.element_size(),
+            weight is not None,
+            bias is not None,
+            weight_offset,
+            centered,
+            needs_weight,
+            needs_bias,
+        )
+        if fused:
+            tiles = -(-rows // settings.block_rows)
+            stay = settings.programs_per_multiprocessor * multiprocessors(dy.device)
+            grid = (min(tiles, stay) if stay else tiles, 1, 1)
+            if wanted:
+                programs = grid[0]
+                sums = _partial_sums(dy, len(wanted), programs)
+            launch(grid, (*tensors, dx, sums), (rows, tiles), strides)
+        else:
+            launch((rows, 1, 1), (*tensors, dx), (rows,), strides)
+    if wanted:
+        grid = (-(-columns // TOTAL_COLUMNS), len(wanted), 1)
+        _total_launch(columns)(grid, (sums, wanted[0], wanted[-1]), (programs,))
+    return dx, d_weight, d_bias
 
 
-def _partial_sums(like: Tensor, programs: int, needed: bool) -> Tensor | None:
-    if not needed:
-        return None
-    shape = (programs, like.shape[-1])
+def _partial_sums(like: Tensor, vectors: int, programs: int) -> Tensor:
+    shape = (vectors, programs, like.shape[-1])
     return torch.empty(shape, dtype=torch.float32, device=like.device)
-
-
-def _total(sums: Tensor | None, vector: Tensor | None) -> Tensor | None:
-    """The second stage; the sum is rounded once, to the parameter's dtype."""
-    if sums is None or vector is None:
-        return None
-    return sums.sum(0).to(vector.dtype)

@@ -11,6 +11,8 @@ contiguous. Contiguous tensors are one long row.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -18,7 +20,7 @@ from torch import Tensor
 
 from lowmem_patch.constants import ActivationKind
 from lowmem_patch.kernels import _math
-from lowmem_patch.kernels._launch import common_rows, on_device
+from lowmem_patch.kernels._launch import Launch, common_rows
 
 __all__ = ["activate", "activate_backward", "glu_backward", "glu_forward"]
 
@@ -26,17 +28,17 @@ BLOCK = 1024
 NUM_WARPS = 4
 
 
-# `columns` stays specialised on divisibility by 16 (two variants): without it the masked accesses of
-# the last block would be scalar.
-@triton.jit
+# `columns` is specialised on divisibility by 16 like a stride (two variants): without it the masked
+# accesses of the last block would be scalar.
+@triton.jit(do_not_specialize=["blocks_per_row"])
 def _forward_kernel(
     x_ptr,
     up_ptr,
     y_ptr,
+    blocks_per_row,
     columns,
     x_stride,
     up_stride,
-    blocks_per_row,
     KIND: tl.constexpr,
     GATED: tl.constexpr,
     PRECISE: tl.constexpr,
@@ -54,18 +56,18 @@ def _forward_kernel(
     tl.store(y_ptr + row * columns + column, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["blocks_per_row"])
 def _backward_kernel(
     dy_ptr,
     x_ptr,
     up_ptr,
     dx_ptr,
     d_up_ptr,
+    blocks_per_row,
     columns,
     dy_stride,
     x_stride,
     up_stride,
-    blocks_per_row,
     KIND: tl.constexpr,
     GATED: tl.constexpr,
     PRECISE: tl.constexpr,
@@ -85,28 +87,41 @@ def _backward_kernel(
     tl.store(dx_ptr + row * columns + column, (dy * slope).to(dx_ptr.dtype.element_ty), mask=mask)
 
 
+@cache
+def _forward_launch(kind: ActivationKind, gated: bool, precise: bool, coarse: bool) -> Launch:
+    return Launch(
+        _forward_kernel,
+        NUM_WARPS,
+        KIND=kind,
+        GATED=gated,
+        PRECISE=precise,
+        COARSE=coarse,
+        BLOCK=BLOCK,
+    )
+
+
+@cache
+def _backward_launch(kind: ActivationKind, gated: bool, precise: bool) -> Launch:
+    return Launch(
+        _backward_kernel, NUM_WARPS, KIND=kind, GATED=gated, PRECISE=precise, BLOCK=BLOCK
+    )
+
+
 def _forward(x: Tensor, up: Tensor | None, kind: ActivationKind, out_dtype: torch.dtype) -> Tensor:
     y = torch.empty(x.shape, dtype=out_dtype, device=x.device)
     if x.numel() == 0:
         return y
     tensors, strides, rows, columns = common_rows(x) if up is None else common_rows(x, up)
-    blocks_per_row = triton.cdiv(columns, BLOCK)
-    with on_device(x):
-        _forward_kernel[(rows * blocks_per_row,)](
-            tensors[0],
-            tensors[-1],
-            y,
-            columns,
-            strides[0],
-            strides[-1],
-            blocks_per_row,
-            KIND=kind,
-            GATED=up is not None,
-            PRECISE=out_dtype == torch.float32,
-            COARSE=out_dtype == torch.bfloat16,
-            BLOCK=BLOCK,
-            num_warps=NUM_WARPS,
-        )
+    blocks_per_row = -(-columns // BLOCK)
+    launch = _forward_launch(
+        kind, up is not None, out_dtype == torch.float32, out_dtype == torch.bfloat16
+    )
+    launch(
+        (rows * blocks_per_row, 1, 1),
+        (tensors[0], tensors[-1], y),
+        (blocks_per_row,),
+        (columns, strides[0], strides[-1]),
+    )
     return y
 
 
@@ -119,26 +134,14 @@ def _backward(
         return dx, d_up
     given = (dy, x) if up is None else (dy, x, up)
     tensors, strides, rows, columns = common_rows(*given)
-    blocks_per_row = triton.cdiv(columns, BLOCK)
+    blocks_per_row = -(-columns // BLOCK)
     precise = x.dtype == torch.float32 or (up is not None and up.dtype == torch.float32)
-    with on_device(x):
-        _backward_kernel[(rows * blocks_per_row,)](
-            tensors[0],
-            tensors[1],
-            tensors[-1],
-            dx,
-            dx if d_up is None else d_up,
-            columns,
-            strides[0],
-            strides[1],
-            strides[-1],
-            blocks_per_row,
-            KIND=kind,
-            GATED=up is not None,
-            PRECISE=precise,
-            BLOCK=BLOCK,
-            num_warps=NUM_WARPS,
-        )
+    _backward_launch(kind, up is not None, precise)(
+        (rows * blocks_per_row, 1, 1),
+        (tensors[0], tensors[1], tensors[-1], dx, dx if d_up is None else d_up),
+        (blocks_per_row,),
+        (columns, strides[0], strides[1], strides[-1]),
+    )
     return dx, d_up
 
 

@@ -12,6 +12,8 @@ packed inside one thread.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -19,7 +21,7 @@ from torch import Tensor
 
 from lowmem_patch.constants import CODES_PER_WORD, STEP_TABLES, ActivationKind
 from lowmem_patch.kernels import _math
-from lowmem_patch.kernels._launch import on_device
+from lowmem_patch.kernels._launch import Launch
 
 __all__ = ["codes_backward", "codes_forward"]
 
@@ -89,33 +91,47 @@ def _codes_backward_kernel(
     tl.store(dx_ptr + offsets, (dy * slope).to(dx_ptr.dtype.element_ty), mask=mask)
 
 
+@cache
+def _forward_launch(kind: ActivationKind, dtype: torch.dtype, even: bool) -> Launch:
+    c1, c2, c3 = STEP_TABLES[kind].thresholds
+    return Launch(
+        _codes_forward_kernel,
+        NUM_WARPS,
+        C1=c1,
+        C2=c2,
+        C3=c3,
+        KIND=kind,
+        PRECISE=dtype == torch.float32,
+        COARSE=dtype == torch.bfloat16,
+        EVEN=even,
+        BLOCK=BLOCK_WORDS,
+    )
+
+
+@cache
+def _backward_launch(kind: ActivationKind, even: bool) -> Launch:
+    _, level1, level2, _ = STEP_TABLES[kind].levels
+    return Launch(
+        _codes_backward_kernel,
+        NUM_WARPS,
+        LEVEL1=level1,
+        LEVEL2=level2,
+        EVEN=even,
+        BLOCK=BLOCK_WORDS,
+    )
+
+
 def codes_forward(x: Tensor, kind: ActivationKind) -> tuple[Tensor, Tensor]:
     """y = h(x), contiguous, and codes ``[ceil(n / 8)]`` int16."""
     x = x.contiguous()
     y = torch.empty_like(x)
     elements = x.numel()
-    words = triton.cdiv(elements, CODES_PER_WORD)
+    words = -(-elements // CODES_PER_WORD)
     codes = torch.empty(words, dtype=torch.int16, device=x.device)
     if elements == 0:
         return y, codes
-    c1, c2, c3 = STEP_TABLES[kind].thresholds
-    with on_device(x):
-        _codes_forward_kernel[(triton.cdiv(words, BLOCK_WORDS),)](
-            x,
-            y,
-            codes,
-            elements,
-            words,
-            C1=c1,
-            C2=c2,
-            C3=c3,
-            KIND=kind,
-            PRECISE=x.dtype == torch.float32,
-            COARSE=x.dtype == torch.bfloat16,
-            EVEN=elements % CODES_PER_WORD == 0,
-            BLOCK=BLOCK_WORDS,
-            num_warps=NUM_WARPS,
-        )
+    launch = _forward_launch(kind, x.dtype, elements % CODES_PER_WORD == 0)
+    launch((-(-words // BLOCK_WORDS), 1, 1), (x, y, codes), (elements, words))
     return y, codes
 
 
@@ -127,18 +143,6 @@ def codes_backward(dy: Tensor, codes: Tensor, kind: ActivationKind, dtype: torch
     if elements == 0:
         return dx
     words = codes.numel()
-    _, level1, level2, _ = STEP_TABLES[kind].levels
-    with on_device(dy):
-        _codes_backward_kernel[(triton.cdiv(words, BLOCK_WORDS),)](
-            dy,
-            codes,
-            dx,
-            elements,
-            words,
-            LEVEL1=level1,
-            LEVEL2=level2,
-            EVEN=elements % CODES_PER_WORD == 0,
-            BLOCK=BLOCK_WORDS,
-            num_warps=NUM_WARPS,
-        )
+    launch = _backward_launch(kind, elements % CODES_PER_WORD == 0)
+    launch((-(-words // BLOCK_WORDS), 1, 1), (dy, codes, dx), (elements, words))
     return dx
