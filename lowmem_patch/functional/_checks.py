@@ -24,12 +24,16 @@ def check_kind(operator: str, kind: str) -> None:
         raise ValueError(f"{operator}: kind must be one of {ACTIVATION_KINDS}, got {kind!r}")
 
 
-def check_last_dimension(operator: str, x: Tensor, name: str, vector: Tensor | None) -> None:
-    """``x`` has at least one dimension and ``vector``, where given, the size of its last one."""
+def check_last_dimension(
+    operator: str, x: Tensor, weight: Tensor | None, bias: Tensor | None
+) -> None:
+    """``x`` has at least one dimension and the vectors, where given, the size of its last one."""
     if x.dim() < 1:
         raise ValueError(f"{operator}: x must have at least one dimension, got shape ()")
-    if vector is not None and tuple(vector.shape) != (x.shape[-1],):
-        raise ValueError(
-            f"{operator}: {name} must have shape ({x.shape[-1]},) for x of shape "
-            f"{tuple(x.shape)}, got {tuple(vector.shape)}"
-        )
+    size = x.shape[-1:]
+    for name, vector in (("weight", weight), ("bias", bias)):
+        if vector is not None and vector.shape != size:
+            raise ValueError(
+                f"{operator}: {name} must have shape ({size[0]},) for x of shape "
+                f"{tuple(x.shape)}, got {tuple(vector.shape)}"
+            )

@@ -2,8 +2,9 @@
 
 Each op is one torch.library operator, opaque to torch.compile: its tracers see the operator and the
 tensors that its autograd formula saves, so no partitioner turns a recompute back into a save. In
-eager mode the formula (a `torch.autograd.Function`) is applied directly, which costs less per call
-than going through the dispatcher twice; both ways run the same Function.
+eager mode the formula (a `torch.autograd.Function`) is applied directly and calls the implementation
+directly (`is_eager`): small models are bound by Python, and each pass through the dispatcher costs as
+much as a small kernel. Both ways run the same Function.
 """
 
 from __future__ import annotations
@@ -18,12 +19,22 @@ from torch.library import Library, register_fake
 
 from lowmem_patch.errors import DoubleBackwardError
 
-__all__ = ["attach_autograd", "below_autograd", "define", "first_order", "wants_gradient"]
+__all__ = [
+    "attach_autograd",
+    "below_autograd",
+    "define",
+    "first_order",
+    "is_eager",
+    "wants_gradient",
+]
 
 _NAMESPACE = "lowmem_patch"
 # torch ships no types for Library; Any says so once
 _make_library: Any = Library
 _library: Any = _make_library(_NAMESPACE, "DEF")
+
+# the arguments of an operator, where no tensor is of a subclass that would want to see the operator
+_PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None), bool, int, float, str, torch.dtype))
 
 # what torch.library itself wraps around the forward of an op with an autograd formula
 below_autograd = torch._C._AutoDispatchBelowAutograd
@@ -44,37 +55,73 @@ def define(schema: str, implementation: Callable[..., Any], fake: Callable[..., 
     return getattr(torch.ops.lowmem_patch, name).default
 
 
-def attach_autograd(op: Any, function: Any) -> Callable[..., Any]:
+def attach_autograd(op: Any, function: Any, outputs: int = 1) -> Callable[..., Any]:
     """Register ``function`` as autograd formula of ``op``; return the leanest differentiable call.
 
-    ``function`` is a `torch.autograd.Function`; its forward must call ``op`` inside
-    `below_autograd` and take the same arguments.
+    ``function`` is a `torch.autograd.Function` whose forward takes ``direct`` and the arguments of
+    ``op``. Where ``direct`` is false it calls ``op`` inside `below_autograd` and returns what ``op``
+    returns; where it is true it calls the implementation and returns the first ``outputs`` results.
+
+    Args:
+        op: the operator, as `define` returned it.
+        function: its formula.
+        outputs: how many results callers see; the others are kept for backward alone.
+
+    Returns:
+        a function of the arguments of ``op`` that returns its first ``outputs`` results.
     """
 
     def autograd_kernel(_keyset: Any, *args: Any) -> Any:
         if wants_gradient(*args):
-            return function.apply(*args)
+            return function.apply(False, *args)
         with below_autograd():
             return op(*args)
 
     _library.impl(op._schema.name.partition("::")[2], autograd_kernel, "Autograd", with_keyset=True)
 
+    def first(results: Any) -> Any:
+        if not isinstance(results, tuple):
+            return results
+        return results[0] if outputs == 1 else results[:outputs]
+
     def call(*args: Any) -> Any:
         if torch.compiler.is_compiling():
-            return op(*args)
+            return first(op(*args))
         if torch._C._are_functorch_transforms_active():
             raise RuntimeError(
                 f"{op} does not compose with torch.func.grad and its relatives; use torch.autograd, "
                 "or leave this module unpatched"
             )
-        return function.apply(*args)
+        if is_eager(*args):
+            return function.apply(True, *args)
+        return first(function.apply(False, *args))
 
     return call
 
 
+def is_eager(*args: Any) -> bool:
+    """Whether nobody but autograd looks at these tensors, so that no operator need be seen.
+
+    False while a compiler or tracer runs, under a dispatch mode (fake tensors, counters), and for
+    tensor subclasses.
+    """
+    if (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._is_tracing()
+    ):
+        return False
+    return _PLAIN.issuperset(map(type, args))
+
+
 def wants_gradient(*args: Any) -> bool:
     """Whether autograd would record an op on these arguments."""
-    return torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args)
+    if torch.is_grad_enabled():
+        # a loop, not any(): this runs at each call of each op
+        for argument in args:
+            if isinstance(argument, Tensor) and argument.requires_grad:
+                return True
+    return False
 
 
 def first_order(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -42,18 +42,24 @@ _activation_gradient = _library.define(
 
 class _Activation(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, kind: ActivationKind, implementation: str) -> Any:
-        with _library.below_autograd():
-            y = _activation(x, kind, implementation)
+    def forward(
+        ctx: Any, direct: bool, x: Tensor, kind: ActivationKind, implementation: str
+    ) -> Any:
+        if direct:
+            y = _activation_forward(x, kind, implementation)
+        else:
+            with _library.below_autograd():
+                y = _activation(x, kind, implementation)
         ctx.save_for_backward(x)
-        ctx.kind, ctx.implementation = kind, implementation
+        ctx.settings = (kind, implementation)
         return y
 
     @staticmethod
     @_library.first_order("activation")
     def backward(ctx: Any, dy: Tensor) -> Any:
         (x,) = ctx.saved_tensors
-        return _activation_gradient(dy, x, ctx.kind, ctx.implementation), None, None
+        backward = _activation_backward if _library.is_eager(dy, x) else _activation_gradient
+        return None, backward(dy, x, *ctx.settings), None, None
 
 
 _call_activation = _library.attach_autograd(_activation, _Activation)
@@ -124,21 +130,30 @@ _glu_gradient = _library.define(
 class _Glu(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, gate: Tensor, up: Tensor, kind: ActivationKind, implementation: str
+        ctx: Any,
+        direct: bool,
+        gate: Tensor,
+        up: Tensor,
+        kind: ActivationKind,
+        implementation: str,
     ) -> Any:
-        with _library.below_autograd():
-            y = _glu(gate, up, kind, implementation)
+        if direct:
+            y = _glu_forward(gate, up, kind, implementation)
+        else:
+            with _library.below_autograd():
+                y = _glu(gate, up, kind, implementation)
         ctx.save_for_backward(gate, up)
-        ctx.kind, ctx.implementation = kind, implementation
+        ctx.settings = (kind, implementation)
         return y
 
     @staticmethod
     @_library.first_order("glu")
     def backward(ctx: Any, dy: Tensor) -> Any:
         gate, up = ctx.saved_tensors
-        d_gate, d_up = _glu_gradient(dy, gate, up, ctx.kind, ctx.implementation)
-        needs_gate, needs_up = ctx.needs_input_grad[:2]
-        return d_gate if needs_gate else None, d_up if needs_up else None, None, None
+        backward = _glu_backward if _library.is_eager(dy, gate, up) else _glu_gradient
+        d_gate, d_up = backward(dy, gate, up, *ctx.settings)
+        _, needs_gate, needs_up, *_ = ctx.needs_input_grad
+        return None, d_gate if needs_gate else None, d_up if needs_up else None, None, None
 
 
 _call_glu = _library.attach_autograd(_glu, _Glu)

@@ -58,23 +58,29 @@ _codes_backward = _library.define(
 
 class _CodesActivation(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, kind: ActivationKind, implementation: str) -> Any:
-        with _library.below_autograd():
-            y, codes = _codes_forward(x, kind, implementation)
-        # without this, backward would be handed a zero tensor of the codes' size
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(codes)
+    def forward(
+        ctx: Any, direct: bool, x: Tensor, kind: ActivationKind, implementation: str
+    ) -> Any:
+        if direct:
+            y, codes = _forward(x, kind, implementation)
+        else:
+            with _library.below_autograd():
+                y, codes = _codes_forward(x, kind, implementation)
+            # without this, backward would be handed a zero tensor of the codes' size
+            ctx.set_materialize_grads(False)
+            ctx.mark_non_differentiable(codes)
         ctx.save_for_backward(codes)
-        ctx.kind, ctx.dtype, ctx.implementation = kind, x.dtype, implementation
-        return y, codes
+        ctx.settings = (kind, x.dtype, implementation)
+        return y if direct else (y, codes)
 
     @staticmethod
     @_library.first_order("codes_activation")
-    def backward(ctx: Any, dy: Tensor | None, _: None) -> Any:
+    def backward(ctx: Any, dy: Tensor | None, *_: None) -> Any:
         if dy is None:
-            return None, None, None
+            return None, None, None, None
         (codes,) = ctx.saved_tensors
-        return _codes_backward(dy, codes, ctx.kind, ctx.dtype, ctx.implementation), None, None
+        backward = _backward if _library.is_eager(dy, codes) else _codes_backward
+        return None, backward(dy, codes, *ctx.settings), None, None
 
 
 _codes_activation = _library.attach_autograd(_codes_forward, _CodesActivation)
@@ -105,7 +111,7 @@ def codes_activation(
     chosen = resolve(implementation, x)
     if not _library.wants_gradient(x):
         return reference.activate(x, kind)
-    y: Tensor = _codes_activation(x, kind, chosen)[0]
+    y: Tensor = _codes_activation(x, kind, chosen)
     return y
 
 

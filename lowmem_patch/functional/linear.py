@@ -139,6 +139,7 @@ class _ActivationLinear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
+        direct: bool,
         hidden: Tensor,
         source: Tensor,
         up: Tensor | None,
@@ -148,11 +149,13 @@ class _ActivationLinear(torch.autograd.Function):
         compute_dtype: torch.dtype,
         implementation: str,
     ) -> Any:
-        with _library.below_autograd():
-            y = _linear_forward(
-                hidden, source, up, weight, bias, kind, compute_dtype, implementation
-            )
-        needs_hidden, _, _, needs_weight, needs_bias = ctx.needs_input_grad[:5]
+        arguments = (hidden, source, up, weight, bias, kind, compute_dtype, implementation)
+        if direct:
+            y = _forward(*arguments)
+        else:
+            with _library.below_autograd():
+                y = _linear_forward(*arguments)
+        _, needs_hidden, _, _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         ctx.save_for_backward(
             source if needs_weight else None,
             up if needs_weight else None,
@@ -170,14 +173,13 @@ class _ActivationLinear(torch.autograd.Function):
     @_library.first_order("activation_linear")
     def backward(ctx: Any, dy: Tensor) -> Any:
         source, up, weight = ctx.saved_tensors
-        found = iter(
-            _linear_backward(dy, source, up, weight, ctx.kind, *ctx.dtypes, ctx.implementation)
-        )
-        needs_hidden, _, _, needs_weight, needs_bias = ctx.needs_input_grad[:5]
+        backward: Any = _backward if _library.is_eager(dy, source, up, weight) else _linear_backward
+        found = iter(backward(dy, source, up, weight, ctx.kind, *ctx.dtypes, ctx.implementation))
+        _, needs_hidden, _, _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         d_hidden = next(found) if needs_hidden else None
         d_weight = next(found) if needs_weight else None
         d_bias = next(found) if needs_bias else None
-        return d_hidden, None, None, d_weight, d_bias, None, None, None
+        return None, d_hidden, None, None, d_weight, d_bias, None, None, None
 
 
 _call_linear = _library.attach_autograd(_linear_forward, _ActivationLinear)
@@ -252,7 +254,9 @@ def activation_linear(
     return y
 
 
-def kept_linear(x: Tensor, weight: Tensor, bias: Tensor | None, compute_dtype: torch.dtype) -> Tensor:
+def kept_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, compute_dtype: torch.dtype
+) -> Tensor:
     """F.linear in ``compute_dtype`` that keeps ``x`` and ``weight`` as they are given.
 
     Where `F.linear(x.to(compute_dtype), weight.to(compute_dtype))` would keep a copy of both, the

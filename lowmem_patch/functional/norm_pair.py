@@ -17,7 +17,7 @@ from torch import Tensor
 from lowmem_patch.functional import _library
 from lowmem_patch.functional._checks import check_floating, check_last_dimension
 from lowmem_patch.functional._implementation import Implementation, module, resolve
-from lowmem_patch.functional.norms import _norm_backward
+from lowmem_patch.functional.norms import norm_gradients
 
 __all__ = ["ms_norm_pair"]
 
@@ -71,6 +71,7 @@ class _NormPair(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
+        direct: bool,
         x: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
@@ -81,46 +82,31 @@ class _NormPair(torch.autograd.Function):
         narrow: torch.dtype,
         implementation: str,
     ) -> Any:
-        with _library.below_autograd():
-            y, copy, rstd = _pair_forward(
-                x, weight, bias, eps, weight_offset, centered, wide, narrow, implementation
-            )
+        arguments = (x, weight, bias, eps, weight_offset, centered, wide, narrow, implementation)
+        if direct:
+            y, copy, rstd = _forward(*arguments)
+        else:
+            with _library.below_autograd():
+                y, copy, rstd = _pair_forward(*arguments)
+            ctx.mark_non_differentiable(rstd)
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(rstd)
         ctx.save_for_backward(copy, rstd, weight, bias)
-        ctx.weight_offset, ctx.centered = weight_offset, centered
-        ctx.input_dtype, ctx.implementation = x.dtype, implementation
-        return y, copy, rstd
+        ctx.settings = (weight_offset, centered, x.dtype, implementation)
+        return (y, copy) if direct else (y, copy, rstd)
 
     @staticmethod
     @_library.first_order("norm_pair")
-    def backward(ctx: Any, dy: Tensor | None, d_copy: Tensor | None, _: None) -> Any:
-        needs = ctx.needs_input_grad[:3]
+    def backward(ctx: Any, dy: Tensor | None, d_copy: Tensor | None, *_: None) -> Any:
         if dy is None or d_copy is None:
             total = d_copy if dy is None else dy
         else:
             total = torch.add(dy, d_copy)
         if total is None:
-            return (None,) * 9
-        copy, rstd, weight, bias = ctx.saved_tensors
-        found = iter(
-            _norm_backward(
-                total,
-                copy,
-                rstd,
-                weight,
-                bias,
-                ctx.weight_offset,
-                ctx.centered,
-                ctx.input_dtype,
-                *needs,
-                ctx.implementation,
-            )
-        )
-        return (*(next(found) if needed else None for needed in needs), *(None,) * 6)
+            return (None,) * 10
+        return (None, *norm_gradients(ctx, total, *ctx.saved_tensors), *(None,) * 6)
 
 
-_call_pair = _library.attach_autograd(_pair_forward, _NormPair)
+_call_pair = _library.attach_autograd(_pair_forward, _NormPair, outputs=2)
 
 
 def ms_norm_pair(
@@ -152,11 +138,13 @@ def ms_norm_pair(
         ValueError: weight or bias does not fit the last dimension.
     """
     check_floating("ms_norm_pair", "x", x)
-    check_last_dimension("ms_norm_pair", x, "weight", weight)
-    check_last_dimension("ms_norm_pair", x, "bias", bias)
+    check_last_dimension("ms_norm_pair", x, weight, bias)
     chosen = resolve(implementation, x, weight, bias)
     arguments = (x, weight, bias, eps, weight_offset, centered, wide, narrow, chosen)
-    # through the operator either way: compilers and fake tensors must not meet a kernel launch
-    call = _call_pair if _library.wants_gradient(x, weight, bias) else _pair_forward
-    y, copy, _ = call(*arguments)
+    # through the operator where somebody traces: compilers and fake tensors must not meet a launch
+    if _library.wants_gradient(x, weight, bias):
+        y, copy = _call_pair(*arguments)
+    else:
+        forward = _forward if _library.is_eager(x, weight, bias) else _pair_forward
+        y, copy, _ = forward(*arguments)
     return y, copy

@@ -21,7 +21,7 @@ from lowmem_patch.functional import _library
 from lowmem_patch.functional._checks import check_floating, check_last_dimension
 from lowmem_patch.functional._implementation import Implementation, module, resolve
 
-__all__ = ["ms_layer_norm", "ms_rms_norm"]
+__all__ = ["ms_layer_norm", "ms_rms_norm", "norm_gradients"]
 
 
 def _forward(
@@ -121,10 +121,44 @@ _norm_backward = _library.define(
 )
 
 
+def norm_gradients(
+    ctx: Any, dy: Tensor, y: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The gradients that are asked for of x, weight and bias, which are arguments 1 to 3 of a Function.
+
+    ``ctx.settings`` is (weight_offset, centered, dtype of x, implementation).
+    """
+    weight_offset, centered, input_dtype, implementation = ctx.settings
+    _, needs_input, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+    backward = _backward if _library.is_eager(dy, y) else _norm_backward
+    found = iter(
+        backward(
+            dy,
+            y,
+            rstd,
+            weight,
+            bias,
+            weight_offset,
+            centered,
+            input_dtype,
+            needs_input,
+            needs_weight,
+            needs_bias,
+            implementation,
+        )
+    )
+    return (
+        next(found) if needs_input else None,
+        next(found) if needs_weight else None,
+        next(found) if needs_bias else None,
+    )
+
+
 class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
+        direct: bool,
         x: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
@@ -134,44 +168,29 @@ class _Norm(torch.autograd.Function):
         out_dtype: torch.dtype,
         implementation: str,
     ) -> Any:
-        with _library.below_autograd():
-            y, rstd = _norm_forward(
-                x, weight, bias, eps, weight_offset, centered, out_dtype, implementation
-            )
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(rstd)
-        needs_input, needs_weight = ctx.needs_input_grad[:2]
+        arguments = (x, weight, bias, eps, weight_offset, centered, out_dtype, implementation)
+        if direct:
+            y, rstd = _forward(*arguments)
+        else:
+            with _library.below_autograd():
+                y, rstd = _norm_forward(*arguments)
+            ctx.set_materialize_grads(False)
+            ctx.mark_non_differentiable(rstd)
+        _, needs_input, needs_weight, *_ = ctx.needs_input_grad
         if needs_input or needs_weight:
             ctx.save_for_backward(y, rstd, weight, bias)
         else:
             # d_bias needs dy alone; the empty tensors stand in for what is not read
             ctx.save_for_backward(y.new_empty(0), rstd.new_empty(0), None, bias)
-        ctx.weight_offset, ctx.centered = weight_offset, centered
-        ctx.input_dtype, ctx.implementation = x.dtype, implementation
-        return y, rstd
+        ctx.settings = (weight_offset, centered, x.dtype, implementation)
+        return y if direct else (y, rstd)
 
     @staticmethod
     @_library.first_order("norm")
-    def backward(ctx: Any, dy: Tensor | None, _: None) -> Any:
-        needs = ctx.needs_input_grad[:3]
+    def backward(ctx: Any, dy: Tensor | None, *_: None) -> Any:
         if dy is None:
-            return (None,) * 8
-        y, rstd, weight, bias = ctx.saved_tensors
-        found = iter(
-            _norm_backward(
-                dy,
-                y,
-                rstd,
-                weight,
-                bias,
-                ctx.weight_offset,
-                ctx.centered,
-                ctx.input_dtype,
-                *needs,
-                ctx.implementation,
-            )
-        )
-        return (*(next(found) if needed else None for needed in needs), *(None,) * 5)
+            return (None,) * 9
+        return (None, *norm_gradients(ctx, dy, *ctx.saved_tensors), *(None,) * 5)
 
 
 _call_norm = _library.attach_autograd(_norm_forward, _Norm)
@@ -255,15 +274,14 @@ def _norm(
     implementation: Implementation,
 ) -> Tensor:
     check_floating(operator, "x", x)
-    check_last_dimension(operator, x, "weight", weight)
-    check_last_dimension(operator, x, "bias", bias)
+    check_last_dimension(operator, x, weight, bias)
     out_dtype = x.dtype if out_dtype is None else out_dtype
     chosen = resolve(implementation, x, weight, bias)
     # the float64 oracle must not be asked for by mixing dtypes by accident
     if (x.dtype == torch.float64) != (out_dtype == torch.float64):
         raise TypeError(f"{operator}: x is {x.dtype} but out_dtype is {out_dtype}")
     if _library.wants_gradient(x, weight, bias):
-        y: Tensor = _call_norm(x, weight, bias, eps, weight_offset, centered, out_dtype, chosen)[0]
+        y: Tensor = _call_norm(x, weight, bias, eps, weight_offset, centered, out_dtype, chosen)
         return y
     plain = all(t is None or t.dtype == x.dtype for t in (weight, bias))
     if plain and out_dtype == x.dtype and not torch.is_autocast_enabled(x.device.type):
@@ -272,5 +290,6 @@ def _norm(
         if weight_offset == 0.0:
             return F.rms_norm(x, x.shape[-1:], weight, eps)
     # autocast would make F.layer_norm return float32
-    z: Tensor = _norm_forward(x, weight, bias, eps, weight_offset, centered, out_dtype, chosen)[0]
+    forward = _forward if _library.is_eager(x, weight, bias) else _norm_forward
+    z: Tensor = forward(x, weight, bias, eps, weight_offset, centered, out_dtype, chosen)[0]
     return z

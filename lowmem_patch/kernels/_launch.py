@@ -159,9 +159,7 @@ class Launch:
         compiled = self._compiled.get(key)
         if compiled is None:
             # None under Triton's interpreter
-            self._compiled[key] = self._kernel[grid](
-                *tensors, *numbers, *strides, **self._keywords
-            )
+            self._compiled[key] = self._kernel[grid](*tensors, *numbers, *strides, **self._keywords)
         else:
             compiled[grid](*tensors, *numbers, *strides, *self._constants)
 

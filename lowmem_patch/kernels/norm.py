@@ -132,7 +132,7 @@ def _launcher(
     """The launch for rows of this length, and the rows of a program."""
     settings = forward_settings(columns)
     wide = columns > FORWARD_COLUMNS
-    constants = {
+    constants: dict[str, Any] = {
         "COLUMNS": columns,
         "HAS_WEIGHT": has_weight,
         "HAS_BIAS": has_bias,

@@ -15,6 +15,7 @@ The sums over rows go to one partial row per program, then to one sum: no atomic
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -163,9 +164,7 @@ def _backward_wide_kernel(
     for start in range(0, COLUMNS, BLOCK):
         column = start + tl.arange(0, BLOCK)
         mask = column < COLUMNS
-        gamma, _, bias = _scales(
-            weight_ptr, bias_ptr, column, mask, HAS_WEIGHT, HAS_BIAS, OFFSET
-        )
+        gamma, _, bias = _scales(weight_ptr, bias_ptr, column, mask, HAS_WEIGHT, HAS_BIAS, OFFSET)
         dy = tl.load(dy_ptr + column, mask=mask, other=0.0).to(tl.float32)
         y = tl.load(y_ptr + column, mask=mask, other=0.0).to(tl.float32)
         sum_g += dy * gamma
@@ -267,7 +266,7 @@ def _dx_launch(
 ) -> tuple[Launch, NormSettings]:
     affine, sums = has_weight or has_bias, needs_weight or needs_bias
     settings = backward_settings(columns, nbytes, affine, sums)
-    constants = {
+    constants: dict[str, Any] = {
         "COLUMNS": columns,
         "HAS_WEIGHT": has_weight,
         "HAS_BIAS": has_bias,

@@ -102,9 +102,7 @@ def _forward_launch(kind: ActivationKind, gated: bool, precise: bool, coarse: bo
 
 @cache
 def _backward_launch(kind: ActivationKind, gated: bool, precise: bool) -> Launch:
-    return Launch(
-        _backward_kernel, NUM_WARPS, KIND=kind, GATED=gated, PRECISE=precise, BLOCK=BLOCK
-    )
+    return Launch(_backward_kernel, NUM_WARPS, KIND=kind, GATED=gated, PRECISE=precise, BLOCK=BLOCK)
 
 
 def _forward(x: Tensor, up: Tensor | None, kind: ActivationKind, out_dtype: torch.dtype) -> Tensor:
