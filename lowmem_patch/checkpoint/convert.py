@@ -25,8 +25,8 @@ from lowmem_patch.checkpoint.weights import Weights, open_weights
 from lowmem_patch.errors import CheckpointError
 from lowmem_patch.patching.api import plan_patch
 from lowmem_patch.patching.config import PatchConfig
+from lowmem_patch.patching.examples import make_example_inputs
 from lowmem_patch.patching.fold import fold_tensors, identity_affine
-from lowmem_patch.patching.inputs import make_example_inputs
 from lowmem_patch.patching.sites import FoldStep, Site
 
 __all__ = ["ConvertResult", "NormOutcome", "SelfCheckError", "convert"]

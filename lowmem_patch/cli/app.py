@@ -153,7 +153,7 @@ def verify(
 
         from lowmem_patch import checkpoint, report
         from lowmem_patch.patching.config import load_config
-        from lowmem_patch.patching.inputs import make_example_inputs
+        from lowmem_patch.patching.examples import make_example_inputs
         from lowmem_patch.verify import verify_checkpoints, verify_model
 
         config = load_config(preset)
@@ -218,7 +218,7 @@ def inspect(
 
         from lowmem_patch import checkpoint, plan_patch, report
         from lowmem_patch.patching.config import load_config
-        from lowmem_patch.patching.inputs import make_example_inputs
+        from lowmem_patch.patching.examples import make_example_inputs
 
         config = load_config(preset)
         adapters = _adapters(train)

@@ -16,7 +16,8 @@ from lowmem_patch.nn.norms import MSNorm
 from lowmem_patch.patching.apply import Applied, apply_plan, is_replacement, undo
 from lowmem_patch.patching.check import check_outputs, preserved, run_real
 from lowmem_patch.patching.config import PatchConfig, load_config
-from lowmem_patch.patching.inputs import ExampleInputs, as_example_inputs, make_example_inputs
+from lowmem_patch.patching.examples import make_example_inputs
+from lowmem_patch.patching.inputs import ExampleInputs, as_example_inputs
 from lowmem_patch.patching.plan import Plan, make_plan, trains_signature
 from lowmem_patch.patching.sites import FoldStep, PatchReport, block_name
 from lowmem_patch.patching.trace import (

@@ -15,7 +15,8 @@ from lowmem_patch.checkpoint.compare import cast_parameters
 from lowmem_patch.errors import PatchError
 from lowmem_patch.patching.api import patch_model, patch_report, unpatch_model
 from lowmem_patch.patching.config import PatchConfig, load_config
-from lowmem_patch.patching.inputs import as_example_inputs, make_example_inputs
+from lowmem_patch.patching.examples import make_example_inputs
+from lowmem_patch.patching.inputs import as_example_inputs
 from lowmem_patch.patching.sites import FoldStep
 from lowmem_patch.verify.judge import Judge
 from lowmem_patch.verify.result import VerifyResult

@@ -1,0 +1,286 @@
+"""Example inputs for a trace, made from what the model says of itself.
+
+A transformers model names its main input, its forward names the rest, and its config gives sizes.
+Where that leaves a choice (a spectrogram's layout, text alone or with an image), each candidate is
+run on fake tensors and the first that runs is taken: no architecture is known by name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import itertools
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowmem_patch.errors import TraceError
+from lowmem_patch.patching.check import preserved
+from lowmem_patch.patching.inputs import ExampleInputs
+from lowmem_patch.patching.trace import make_shadow
+
+__all__ = ["make_example_inputs"]
+
+_MOST_CANDIDATES = 24
+_LARGEST_TOKEN = 1000
+_FRAMES = 128  # of a spectrogram
+_SAMPLES = 6400  # of raw audio: 20 frames of a wav2vec2
+_TEXTS = ("input_ids", "attention_mask")
+
+
+def make_example_inputs(
+    model: Any,
+    *,
+    batch_size: int = 2,
+    sequence_length: int | None = None,
+    device: torch.device | str | None = None,
+) -> ExampleInputs:
+    """Inputs for a transformers or timm model (also inside a PEFT wrapper), from its config.
+
+    Args:
+        sequence_length: tokens per row for models that read tokens (default 16).
+        device: default: the device of the model's first parameter; the CPU for a meta model.
+
+    Raises:
+        TraceError: the model says nothing about its inputs; pass ``example_inputs=``.
+    """
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    parameter = next(base.parameters(), None)
+    if device is None:
+        device = torch.device("cpu") if parameter is None or parameter.is_meta else parameter.device
+    dtype = torch.float32 if parameter is None else _floating_dtype(base)
+    config = getattr(base, "config", None)
+    if config is not None and hasattr(base, "main_input_name"):
+        maker = _Maker(base, config, batch_size, sequence_length or 16, device, dtype)
+        return _first_that_runs(base, list(itertools.islice(maker.candidates(), _MOST_CANDIDATES)))
+    cfg = getattr(base, "pretrained_cfg", None) or getattr(base, "default_cfg", None)
+    if cfg is not None:
+        return ExampleInputs(
+            (torch.randn(batch_size, *_image_size(base, cfg), device=device, dtype=dtype),)
+        )
+    raise TraceError(
+        f"{type(base).__name__} is neither a transformers nor a timm model, so its inputs are unknown: "
+        "pass example_inputs= (a tensor, a tuple or a dict of keyword arguments)"
+    )
+
+
+def _floating_dtype(model: nn.Module) -> torch.dtype:
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            return parameter.dtype
+    return torch.float32
+
+
+def _image_size(model: Any, cfg: Any) -> tuple[int, int, int]:
+    size = cfg["input_size"] if isinstance(cfg, dict) else cfg.input_size
+    channels, height, width = (int(s) for s in size)
+    embed = getattr(model, "patch_embed", None)
+    if embed is not None and getattr(embed, "img_size", None) is not None:
+        height, width = (int(s) for s in embed.img_size)
+    projection = getattr(embed, "proj", None)
+    if isinstance(projection, nn.Conv2d):
+        channels = projection.in_channels
+    return channels, height, width
+
+
+def _first_that_runs(model: Any, candidates: list[ExampleInputs]) -> ExampleInputs:
+    """The first candidate that the forward accepts, on fake tensors or else with data; a single one is
+    not tried."""
+    name = type(model).__name__
+    if not candidates:
+        raise TraceError(
+            f"{name} reads {model.main_input_name!r}, for which no example can be made: pass example_inputs="
+        )
+    if len(candidates) == 1:
+        return candidates[0]
+    error: Exception | None = None
+    data = not any(parameter.is_meta for parameter in model.parameters())
+    for run in (_run_fake, _run_real) if data else (_run_fake,):
+        for candidate in candidates:
+            try:
+                run(model, candidate)
+            except Exception as refused:  # a foreign forward may raise anything
+                error = refused if error is None or candidate is candidates[0] else error
+                continue
+            return candidate
+    tried = "; ".join(str(candidate) for candidate in candidates[:3])
+    raise TraceError(
+        f"{name} ran on none of {len(candidates)} example inputs ({tried}, ...): pass example_inputs=. "
+        f"The first said: {type(error).__name__}: {error}"
+    ) from error
+
+
+def _run_fake(model: Any, inputs: ExampleInputs) -> None:
+    shadow = make_shadow(model, inputs)
+    assert shadow.mode is not None
+    with shadow.mode, torch.no_grad(), _quiet():
+        shadow.model(*shadow.inputs.args, **shadow.inputs.kwargs)
+
+
+def _run_real(model: Any, inputs: ExampleInputs) -> None:
+    with torch.no_grad(), preserved(model):
+        model.eval()(*inputs.args, **inputs.kwargs)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """torch logs each op that refuses fake tensors, which is what a try is for."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    disabled, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = disabled
+
+
+class _Maker:
+    """Makes tensors by the names of a forward's arguments."""
+
+    def __init__(
+        self, model: Any, config: Any, batch: int, length: int, device: Any, dtype: torch.dtype
+    ) -> None:
+        self.config = config
+        self.batch = batch
+        self.length = length
+        self.device = device
+        self.dtype = dtype
+        self.configs = list(_with_parts(config))
+        parameters = inspect.signature(model.forward).parameters
+        self.accepted = list(parameters)
+        variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        self.required = [
+            name
+            for name, p in parameters.items()
+            if p.default is inspect.Parameter.empty and p.kind not in variadic
+        ]
+        main = model.main_input_name
+        self.main = list(main) if isinstance(main, (list, tuple)) else [main]
+
+    def candidates(self) -> Iterator[ExampleInputs]:
+        """The named main input first, then text alone, then with the other senses that the forward takes."""
+        known = [n for n in (*_MAKERS, "pixel_values_videos") if n in self.accepted]
+        main = [n for n in self.main if n in self.accepted] or known[:1]
+        decoder = ["decoder_input_ids"] if self._decodes() else []
+        # a model of one input has nothing to choose
+        single = main == ["input_ids"] and not set(known) & set(_SENSES)
+        sets: list[list[str]] = [[*main, *self.required, *decoder]]
+        if not single:
+            texts = [["input_ids"]] if "input_ids" in known else []
+            pairs = [["input_ids", s] for s in _SENSES if s in known and "input_ids" in known]
+            sets += [[*names, *self.required, *decoder] for names in (*texts, *pairs)]
+            sets += [[s, *self.required, *decoder] for s in _SENSES if s in known]
+        for names in dict.fromkeys(tuple(dict.fromkeys(names)) for names in sets):
+            options = [self._options(name) for name in names]
+            for values in itertools.product(*options):
+                yield ExampleInputs((), dict(zip(names, values, strict=True)))
+
+    def _decodes(self) -> bool:
+        return bool(getattr(self.config, "is_encoder_decoder", False)) and (
+            "decoder_input_ids" in self.accepted
+        )
+
+    def _options(self, name: str) -> list[Tensor]:
+        maker = _MAKERS.get(name)
+        return [] if maker is None else maker(self)
+
+    def number(self, *names: str) -> int | None:
+        """The first of these numbers that the config or one of its parts gives."""
+        for name in names:
+            for config in self.configs:
+                value = getattr(config, name, None)
+                if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+                    return value
+        return None
+
+    def noise(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, device=self.device, dtype=self.dtype)
+
+    def tokens(self) -> list[Tensor]:
+        """Ordinary tokens: not those that the config names (padding masks, an image token wants an image)."""
+        text = (
+            self.config.get_text_config()
+            if hasattr(self.config, "get_text_config")
+            else self.config
+        )
+        size = int(getattr(text, "vocab_size", None) or self.number("vocab_size") or 2)
+        named = {
+            value
+            for config in self.configs
+            for key, value in vars(config).items()
+            if key.endswith(("token_id", "token_index")) and isinstance(value, int)
+        }
+        allowed = [i for i in range(max(2, min(size, _LARGEST_TOKEN))) if i not in named] or [0]
+        drawn = torch.randint(0, len(allowed), (self.batch, self.length))
+        return [torch.tensor(allowed)[drawn].to(self.device)]
+
+    def mask(self) -> list[Tensor]:
+        return [torch.ones(self.batch, self.length, dtype=torch.long, device=self.device)]
+
+    def states(self) -> list[Tensor]:
+        width = self.number("hidden_size", "d_model", "embed_dim", "dim")
+        return [] if width is None else [self.noise(self.batch, self.length, width)]
+
+    def _image(self) -> tuple[int, int, int]:
+        vision = getattr(self.config, "vision_config", None) or self.config
+        size = getattr(vision, "image_size", None) or self.number("image_size") or 224
+        height, width = (size, size) if isinstance(size, int) else tuple(size)[-2:]
+        return self.number("num_channels", "in_channels", "in_chans") or 3, height, width
+
+    def images(self) -> list[Tensor]:
+        """A batch of images; of clips where the config counts frames; of lists with one image."""
+        frames = self.number("num_frames")
+        single = self.noise(self.batch, *self._image())
+        several = self.noise(self.batch, frames or 1, *self._image())
+        return [single, several] if frames is None else [several, single]
+
+    def videos(self) -> list[Tensor]:
+        frames = self.number("num_frames", "frames_per_clip") or 2
+        return [self.noise(self.batch, frames, *self._image())]
+
+    def waves(self) -> list[Tensor]:
+        """Raw audio, with and without a dimension for channels, or a spectrogram of fixed length."""
+        bins, length = self.number("num_mel_bins"), self.number("max_length")
+        options = [self.noise(self.batch, _SAMPLES)]
+        options.append(self.noise(self.batch, self.number("audio_channels") or 1, _SAMPLES))
+        if bins is not None and length is not None:
+            options.insert(0, self.noise(self.batch, length, bins))
+        return options
+
+    def spectrograms(self) -> list[Tensor]:
+        """Features by frames or frames by features; Whisper's convolutions read a full window."""
+        bins = self.number(
+            "num_mel_bins", "feature_size", "input_feat_per_channel", "num_mel_filters", "n_mels",
+            "feature_projection_input_dim", "input_dim", "mel_bins", "hidden_size",
+        )  # fmt: skip
+        if bins is None:
+            return []
+        full = self.number("max_source_positions")
+        options = [self.noise(self.batch, _FRAMES, bins), self.noise(self.batch, bins, _FRAMES)]
+        if full is not None:
+            options.insert(0, self.noise(self.batch, bins, 2 * full))
+        return [*options, self.noise(self.batch, 1, _FRAMES, bins)]
+
+
+_MAKERS = {
+    "input_ids": _Maker.tokens,
+    "decoder_input_ids": _Maker.tokens,
+    "pixel_values": _Maker.images,
+    "pixel_values_videos": _Maker.videos,
+    "input_values": _Maker.waves,
+    "input_features": _Maker.spectrograms,
+    "attention_mask": _Maker.mask,
+    "inputs_embeds": _Maker.states,
+    "hidden_states": _Maker.states,
+}
+_SENSES = ("pixel_values", "pixel_values_videos", "input_values", "input_features")
+
+
+def _with_parts(config: Any) -> Iterator[Any]:
+    """A config and the configs inside it."""
+    yield config
+    for value in vars(config).values():
+        if hasattr(value, "to_dict") and hasattr(value, "__dict__"):
+            yield from _with_parts(value)

@@ -1,0 +1,163 @@
+"""Build a tiny model that runs: the first of several shrinks and inputs that its forward accepts."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import re
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowmem_patch.patching.inputs import ExampleInputs
+from zoo.catalog import config_class_of, model_class_of
+from zoo.feeds import feeds
+from zoo.shrink import shrunk_configs
+
+__all__ = ["Built", "CannotBuild", "CannotRun", "build_transformers", "randomise", "tensors_of"]
+
+LARGEST = 30_000_000  # parameters
+_STUCK = 3  # shrinks that fail alike before the others are not tried
+
+
+class CannotBuild(Exception):
+    """No shrink of this type gives a model that the zoo can hold."""
+
+
+class CannotRun(Exception):
+    """It is built, and its forward accepts none of the inputs."""
+
+
+@dataclasses.dataclass
+class Built:
+    """A model with inputs that it runs on, and how both were made."""
+
+    name: str
+    model: Any
+    inputs: ExampleInputs
+    shrink: str
+    feed: str
+    parameters: int
+
+
+def tensors_of(output: Any) -> list[Tensor]:
+    """Floating-point tensors of an output, in order; caches and other objects are passed over."""
+    if isinstance(output, Tensor):
+        return [output] if output.is_floating_point() and output.numel() else []
+    if hasattr(output, "values") and callable(output.values):
+        output = list(output.values())
+    if isinstance(output, (tuple, list)):
+        return [tensor for item in output for tensor in tensors_of(item)]
+    return []
+
+
+def randomise(model: nn.Module, seed: int = 1) -> Any:
+    """Gammas away from 1, betas and biases away from 0, nothing random in the forward."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.is_floating_point() and parameter.dim() == 1:
+                parameter += 0.5 * torch.rand(parameter.shape, generator=generator) - 0.25
+            elif parameter.is_floating_point() and not bool(parameter.any()):
+                # zero-initialised projections would hide what lies before them
+                parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+    for module in model.modules():
+        for key, value in list(vars(module).items()):
+            if "drop" in key and isinstance(value, float):
+                setattr(module, key, 0.0)
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+    return model.eval()
+
+
+def _size(model_class: Any, config: Any) -> int:
+    """Parameters, counted on the meta device where the constructor allows."""
+    try:
+        with torch.device("meta"):
+            model = _make(model_class, copy.deepcopy(config))
+    except Exception:  # a constructor that needs data: count the real one
+        return 0
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _make(model_class: Any, config: Any) -> Any:
+    make = getattr(model_class, "_from_config", None)
+    return model_class(config) if make is None else make(config)
+
+
+def build_transformers(model_type: str) -> Built:
+    """A runnable tiny model of a model type.
+
+    Raises:
+        CannotBuild, CannotRun: with the reason of the last try.
+    """
+    try:
+        config_class = config_class_of(model_type)
+        model_class = model_class_of(model_type)
+    except (LookupError, ImportError, AttributeError) as error:
+        raise CannotBuild(f"{type(error).__name__}: {error}") from error
+    refused: list[str] = []
+    built, stuck, last = False, 0, [""]
+    for shrink, config in shrunk_configs(model_type, config_class):
+        try:
+            size = _size(model_class, config)
+            if size > LARGEST:
+                refused.append(f"{shrink}: {size / 1e6:.0f} million parameters")
+                continue
+            torch.manual_seed(0)
+            model = randomise(_make(model_class, config).float())
+        except ImportError as error:
+            raise CannotBuild(f"{str(error).strip().splitlines()[0]}") from error
+        except Exception as error:  # whatever a foreign constructor raises: the next shrink may do
+            refused.append(f"{shrink}: {_short(error)}")
+            continue
+        parameters = sum(p.numel() for p in model.parameters())
+        if parameters > LARGEST:
+            refused.append(f"{shrink}: {parameters / 1e6:.0f} million parameters")
+            continue
+        built = True
+        before = len(refused)
+        inputs = _runnable(model_type, model, shrink, refused)
+        causes = [_cause(text) for text in refused[before:]]
+        stuck = stuck + 1 if causes == last else 0
+        if stuck == _STUCK:
+            break  # no matter of size
+        last = causes
+        if inputs is not None:
+            return Built(model_type, model, inputs[1], shrink, inputs[0], parameters)
+    reason = refused[0] if refused else "no config can be made"
+    raise (CannotRun if built else CannotBuild)(f"{model_class.__name__}: {reason}")
+
+
+def _runnable(
+    model_type: str, model: Any, shrink: str, refused: list[str]
+) -> tuple[str, ExampleInputs] | None:
+    try:
+        for feed, inputs in feeds(model_type, model):
+            try:
+                torch.manual_seed(0)
+                with torch.no_grad():
+                    found = tensors_of(copy.deepcopy(model)(*inputs.args, **inputs.kwargs))
+            except Exception as error:  # whatever a foreign forward raises
+                refused.append(f"{shrink}: {_short(error)}")
+                continue
+            if not found:
+                refused.append(f"{shrink}: its output holds no floating-point tensor")
+            elif all(bool(torch.isfinite(tensor).all()) for tensor in found):
+                return feed, inputs
+            else:
+                refused.append(f"{shrink}: its output is not finite")
+    except Exception as error:
+        refused.append(f"{shrink}: {_short(error)}")
+    return None
+
+
+def _cause(text: str) -> str:
+    """A refusal without its shrink and its numbers."""
+    return re.sub(r"\d+", "#", text.partition(": ")[2])
+
+
+def _short(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:200]}"

@@ -1,0 +1,56 @@
+"""Which norms of a model are read by Linears: the denominator of the zoo's shares."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import warnings
+from typing import Any
+
+from lowmem_patch import PatchReport
+from lowmem_patch.constants import ACTIVATION_KINDS
+from lowmem_patch.errors import TraceError
+from lowmem_patch.patching.inputs import ExampleInputs
+from lowmem_patch.patching.readers import find_readers
+from lowmem_patch.patching.trace import Shadow, make_shadow, trace_forward
+
+__all__ = ["Dataflow", "read_dataflow"]
+
+NORM_KINDS = ("layer_norm", "rms_norm")
+
+
+@dataclasses.dataclass
+class Dataflow:
+    """Norms by what reads them, and whether the model holds anything that could be patched."""
+
+    linear_norms: tuple[str, ...]  # read by Linears alone
+    in_front: tuple[str, ...]  # read by at least one Linear
+    eligible: bool
+
+
+def read_dataflow(model: Any, inputs: ExampleInputs, report: PatchReport) -> Dataflow:
+    """Trace the unpatched model and look at every norm-like site of the report."""
+    try:
+        shadow = make_shadow(model, inputs)
+        trace = trace_forward(shadow)
+    except TraceError:
+        shadow = Shadow(copy.deepcopy(model), inputs, None)
+        trace = trace_forward(shadow)
+    alone, in_front, eligible = [], [], False
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for site in report.sites:
+            if site.kind in ACTIVATION_KINDS:
+                eligible = True
+                continue
+            module = model.get_submodule(site.name)
+            if site.kind not in NORM_KINDS and "norm" not in type(module).__name__.lower():
+                continue
+            outputs = [t for call in trace.calls if call.name == site.name for t in call.outputs]
+            kinds = {reader.kind for reader in find_readers(trace, outputs, shadow.model)}
+            if kinds == {"linear"}:
+                alone.append(site.name)
+            if "linear" in kinds:
+                in_front.append(site.name)
+                eligible = eligible or site.kind in NORM_KINDS
+    return Dataflow(tuple(alone), tuple(in_front), eligible)

@@ -1,0 +1,99 @@
+"""Error budgets from float64: ours may be a small factor of the unpatched model's own error."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import torch
+from torch import Tensor
+
+from zoo.steps import Step
+
+__all__ = [
+    "FORWARD_FACTOR",
+    "GRADIENT_FACTOR",
+    "Comparison",
+    "compare_gradients",
+    "compare_outputs",
+]
+
+FORWARD_FACTOR = 2.0
+GRADIENT_FACTOR = 3.0
+# allowed on top: a value that the unpatched model happens to hit exactly
+BAND = 8 * torch.finfo(torch.float32).eps
+
+
+@dataclasses.dataclass
+class Comparison:
+    """The tensor that is worst against its budget, with the unpatched model's error on it."""
+
+    error: float = 0.0
+    own: float = 0.0
+    allowed: float = 0.0
+    where: str = ""
+
+    @property
+    def right(self) -> bool:
+        return self.error <= self.allowed  # not for NaN
+
+    @property
+    def excess(self) -> float:
+        return self.error / self.allowed if self.allowed else 0.0
+
+    def worse(self, other: Comparison) -> Comparison:
+        """Of two, the one further beyond its budget; an error that is no number is the worst."""
+        if math.isnan(self.excess):
+            return self
+        return other if not other.excess <= self.excess else self
+
+
+def _relative(found: Tensor, exact: Tensor, size: float) -> float:
+    return float((found - exact).norm()) / max(size, 1e-30)
+
+
+def compare_outputs(found: Step, own: Step, truth: Step, noise: list[Step]) -> Comparison:
+    """Relative L2 errors of the outputs against the truth.
+
+    ``noise`` holds steps of unpatched models with jittered weights: what one rounding may do.
+    """
+    if [t.shape for t in found.outputs] != [t.shape for t in truth.outputs]:
+        return Comparison(float("nan"), where="the outputs have other shapes")
+    worst = Comparison()
+    for index, exact in enumerate(truth.outputs):
+        size = float(exact.norm())
+        error = _relative(found.outputs[index], exact, size)
+        others = [_relative(s.outputs[index], exact, size) for s in (own, *noise)]
+        allowed = FORWARD_FACTOR * max(others) + BAND
+        worst = worst.worse(Comparison(error, max(others), allowed, f"output {index}"))
+    return worst
+
+
+def compare_gradients(found: Step, own: Step, truth: Step, noise: list[Step]) -> Comparison:
+    """Each parameter's gradient; one that is 0 in exact arithmetic (a key's bias) is judged by the others.
+
+    Errors are measured against at least the model's mean gradient, and the budget is at least that
+    of all gradients together.
+    """
+    if set(found.gradients) != set(truth.gradients):
+        odd = sorted(set(found.gradients) ^ set(truth.gradients))
+        return Comparison(float("nan"), where=f"gradients of other parameters: {odd[:3]}")
+    if not truth.gradients:
+        return Comparison()
+    squares = sum(float(t.square().sum()) for t in truth.gradients.values())
+    mean = (squares / sum(t.numel() for t in truth.gradients.values())) ** 0.5
+    overall = max(_overall(step, truth) for step in (own, *noise))
+    worst = Comparison()
+    for name, exact in truth.gradients.items():
+        size = max(float(exact.norm()), mean * exact.numel() ** 0.5)
+        error = _relative(found.gradients[name], exact, size)
+        others = [_relative(s.gradients[name], exact, size) for s in (own, *noise)]
+        allowed = GRADIENT_FACTOR * max(*others, overall) + BAND
+        worst = worst.worse(Comparison(error, max(others), allowed, name))
+    return worst
+
+
+def _overall(step: Step, truth: Step) -> float:
+    squares = sum(float(t.square().sum()) for t in truth.gradients.values())
+    wrong = sum(float((step.gradients[n] - t).square().sum()) for n, t in truth.gradients.items())
+    return float((wrong / max(squares, 1e-60)) ** 0.5)

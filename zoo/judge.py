@@ -1,0 +1,219 @@
+"""Patch one model with each preset and judge it: function, gradients, state dict, checkpoint, bytes, undo."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowmem_patch import PatchReport, patch_model, patch_report, plan_patch, unpatch_model
+from zoo.build import Built
+from zoo.dataflow import read_dataflow
+from zoo.errors import Comparison, compare_gradients, compare_outputs
+from zoo.result import PresetResult, Result
+from zoo.steps import Step, StepActivation, in_float64, jittered, run_step
+
+__all__ = ["PRESETS", "judge"]
+
+PRESETS = ("paper", "exact", "auto")
+Reload = Callable[[Any, str], Any]
+_JITTERS = 3
+
+
+class _Reference:
+    """The unpatched model in float64 and in float32 and, where a budget is missed, under jitter."""
+
+    def __init__(self, model: Any, inputs: Any) -> None:
+        self.model = model
+        self.inputs = inputs
+        self.own = {
+            train: run_step(copy.deepcopy(model), inputs, train=train) for train in (False, True)
+        }
+        self.truth = {}
+        wide = in_float64(model)
+        for train in (False, True):
+            self.truth[train] = run_step(wide, inputs, train=train, float64=True)
+        self._noise: dict[bool, list[Step]] | None = None
+
+    def noise(self) -> dict[bool, list[Step]]:
+        if self._noise is None:
+            models = [jittered(self.model, seed) for seed in range(_JITTERS)]
+            self._noise = {
+                train: [run_step(m, self.inputs, train=train) for m in models]
+                for train in (False, True)
+            }
+        return self._noise
+
+
+def judge(built: Built, reload: Reload | None = None, presets: tuple[str, ...] = PRESETS) -> Result:
+    """Judge one model. Nothing that the package raises is caught but by name in the result.
+
+    Args:
+        reload: writes a patched model to a folder and loads it as a stock model; None: not judged.
+    """
+    result = Result(
+        built.name, "judged", parameters=built.parameters, shrink=built.shrink, feed=built.feed
+    )
+    result.inputs = str(built.inputs)
+    try:
+        # a first forward may replace modules (BigBird picks its attention by the length of the text)
+        run_step(built.model, built.inputs, train=False)
+        reference = _Reference(built.model, built.inputs)
+    except Exception as error:  # whatever a foreign forward raises in float64 or in training mode
+        result.status, result.reason = "no reference", f"{type(error).__name__}: {str(error)[:200]}"
+        _plan_only(built, result)
+        return result
+    if not all(
+        torch.isfinite(t).all() for s in reference.truth.values() for t in s.outputs
+    ) or not all(torch.isfinite(g).all() for g in reference.own[True].gradients.values()):
+        result.status, result.reason = "no reference", "the unpatched model gives NaN or infinity"
+        _plan_only(built, result)
+        return result
+    for preset in presets:
+        result.presets[preset] = _judge_preset(built, preset, reference, reload, result)
+    return result
+
+
+def _plan_only(built: Built, result: Result) -> None:
+    try:
+        report = _planned(built, "auto")
+        result.describe(report, read_dataflow(built.model, built.inputs, report))
+    except Exception as error:
+        result.presets["auto"] = PresetResult(
+            "wrong", [f"planning raised {type(error).__name__}: {error}"]
+        )
+
+
+def _planned(built: Built, preset: str) -> PatchReport:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return plan_patch(built.model, preset, example_inputs=built.inputs)
+
+
+def _judge_preset(
+    built: Built, preset: str, reference: _Reference, reload: Reload | None, result: Result
+) -> PresetResult:
+    patched = copy.deepcopy(built.model)
+    identities = {name: id(module) for name, module in patched.named_modules()}
+    found = PresetResult()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            patch_model(patched, preset, example_inputs=built.inputs)
+        report = patch_report(patched)
+        found.count(report)
+        if preset == "auto":
+            result.describe(report, read_dataflow(built.model, built.inputs, report))
+        _judge_patched(built, preset, patched, report, reference, reload, found)
+        unpatch_model(patched)
+        _judge_unpatched(built, patched, identities, reference, found)
+    except Exception as error:
+        found.wrong(f"raised {type(error).__name__}: {str(error)[:300]}")
+    return found
+
+
+def _judge_patched(
+    built: Built,
+    preset: str,
+    patched: Any,
+    report: PatchReport,
+    reference: _Reference,
+    reload: Reload | None,
+    found: PresetResult,
+) -> None:
+    if list(patched.state_dict()) != list(built.model.state_dict()):
+        found.wrong("other state-dict keys")
+    if any(not site.reason for site in report.sites):
+        found.wrong("a site without a reason")
+    steps = {train: run_step(patched, built.inputs, train=train) for train in (False, True)}
+    for train in (False, True):
+        _note(found, "forward", _outputs(steps[train], reference, train))
+    found.saved_before, found.saved_after = reference.own[True].saved, steps[True].saved
+    if found.saved_after > found.saved_before:
+        found.wrong(f"keeps {found.saved_after} bytes, unpatched {found.saved_before}")
+    if found.saved_after != report.saved_after:
+        found.notes.append(f"plan said {report.saved_after} bytes")
+    _note(found, "gradient", _gradients(steps[True], patched, report, reference))
+    if reload is not None and report.fold_steps and preset == "auto":
+        with tempfile.TemporaryDirectory() as folder:
+            stock = reload(patched, folder)
+        _note(
+            found, "reload", _outputs(run_step(stock, built.inputs, train=False), reference, False)
+        )
+
+
+def _outputs(step: Step, reference: _Reference, train: bool) -> tuple[Comparison, bool]:
+    own, truth = reference.own[train], reference.truth[train]
+    strict = compare_outputs(step, own, truth, [])
+    if strict.right:
+        return strict, False
+    return compare_outputs(step, own, truth, reference.noise()[train]), True
+
+
+def _gradients(
+    step: Step, patched: Any, report: PatchReport, reference: _Reference
+) -> tuple[Comparison, bool]:
+    """Against a stock model with the weights that the patched one has now (folded ones, too), whose
+    activations have the derivative that the step tables give where codes are kept."""
+    codes = {site.name: site.kind for site in report.sites if site.strategy == "codes"}
+    if not report.fold_steps and not codes:
+        model, own, truth = reference.model, reference.own[True], reference.truth[True]
+    else:
+        model = _twin(reference.model, patched, codes)
+        own = run_step(model, reference.inputs, train=True)
+        truth = run_step(in_float64(model), reference.inputs, train=True, float64=True)
+    strict = compare_gradients(step, own, truth, [])
+    if strict.right:
+        return strict, False
+    noise = [
+        run_step(jittered(model, seed), reference.inputs, train=True) for seed in range(_JITTERS)
+    ]
+    return compare_gradients(step, own, truth, noise), True
+
+
+def _twin(original: nn.Module, patched: nn.Module, codes: dict[str, str]) -> nn.Module:
+    twin = copy.deepcopy(original)
+    twin.load_state_dict(patched.state_dict())
+    trains = {name: parameter.requires_grad for name, parameter in patched.named_parameters()}
+    for name, parameter in twin.named_parameters():
+        parameter.requires_grad_(trains[name])
+    replaced = {id(twin.get_submodule(name)): StepActivation(kind) for name, kind in codes.items()}
+    for parent in list(twin.modules()):
+        for slot, child in list(parent._modules.items()):
+            if child is not None and id(child) in replaced:
+                parent._modules[slot] = replaced[id(child)]
+    return twin
+
+
+def _note(found: PresetResult, what: str, judged: tuple[Comparison, bool]) -> None:
+    """Keep the worst error of each kind, and say what is wrong or moves under one rounding."""
+    comparison, jittered_too = judged
+    previous = found.errors.get(what)
+    if previous is None or not comparison.error <= previous[0]:
+        found.errors[what] = (comparison.error, comparison.own)
+    if not comparison.right:
+        found.wrong(
+            f"{what}: {comparison.where} is off by {comparison.error:.1e}, "
+            f"the unpatched model by {comparison.own:.1e}"
+        )
+    elif jittered_too:
+        found.notes.append(
+            f"{what}: {comparison.where} of the unpatched model moves by {comparison.own:.1e} when its "
+            f"weights move by one rounding; patched off by {comparison.error:.1e}"
+        )
+
+
+def _judge_unpatched(
+    built: Built, model: Any, identities: dict[str, int], reference: _Reference, found: PresetResult
+) -> None:
+    if {name: id(module) for name, module in model.named_modules()} != identities:
+        found.wrong("unpatch leaves other modules")
+    trains = {name: parameter.requires_grad for name, parameter in built.model.named_parameters()}
+    if {name: parameter.requires_grad for name, parameter in model.named_parameters()} != trains:
+        found.wrong("unpatch leaves other parameters training")
+    _note(found, "unpatch", _outputs(run_step(model, built.inputs, train=False), reference, False))

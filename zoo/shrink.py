@@ -1,0 +1,218 @@
+"""Shrink any transformers config: rules on the names of its numbers, not on architectures.
+
+Which shrink a model survives depends on how its sizes hang together, so there are several, from
+tiny to the defaults; the first whose model builds and runs is taken.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from zoo.overrides import OVERRIDES
+
+__all__ = ["shrunk_configs"]
+
+Rule = tuple[str, float]
+VOCABULARY = 160
+FIRST_SPECIAL = 128  # ids from here on are special tokens of shrunk configs
+
+_DEPTH: tuple[Rule, ...] = (
+    (r"layers?$|^n_layer$|depth$|num_hidden_layers|num_blocks|_blocks$|num_stages_", 2),
+    (r"first_k_dense_replace", 1),
+    (r"^depths$|layers_per_block|^num_layers_per", 1),
+)
+_VOCABULARY: tuple[Rule, ...] = (
+    (r"vocab(ulary)?(_size)?$|vocab_size|num_embeddings$", VOCABULARY),
+)
+_WIDTHS: tuple[Rule, ...] = (
+    (r"num_key_value_heads|num_kv_heads|kv_heads$", 2),
+    (r"linear_num_key_heads|linear_num_value_heads", 4),
+    (r"heads?$|n_head$|num_heads$", 4),
+    (r"experts?_per_tok|moe_topk|moe_k$|top_k_experts", 2),
+    (r"n_group$|topk_group", 1),
+    (r"n_shared_experts|num_shared_experts", 1),
+    (r"experts?$|num_.*experts", 4),
+    (r"rope_head_dim", 8),
+    (r"width_coefficient|depth_coefficient", 0.5),
+    (r"head_dim|d_kv$|head_size$", 8),
+    (r"rank$", 16),
+    (r"intermediate|ffn|d_ff$|n_inner|mlp_dim|feedforward|inner_dim$", 48),
+    (r"max_position|n_positions|n_ctx$|max_seq|max_sequence|max_target|context_length", 64),
+    (r"^image_size$", 32),
+    (r"^patch_size$", 8),
+    (r"hidden_size|d_model|n_embd|^dim$|_dim$|embedding_size|hidden_dim|proj_dim|embed_dim", 32),
+)
+_OFF = re.compile(
+    r"drop|spec_augment$|apply_spec_augment|jitter|router_z|mask_time_prob|mask_feature_prob"
+)
+_SPECIAL = re.compile(r"token_id$|token_index$|_token$|tok_id$|code_id$")
+_SHARED_HEADS: tuple[Rule, ...] = ((r"num_key_value_heads|num_kv_heads|kv_heads$", 4),)
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _matching(rules: tuple[Rule, ...], name: str) -> float | None:
+    return next((limit for pattern, limit in rules if re.search(pattern, name)), None)
+
+
+def _flat(rules: tuple[Rule, ...]) -> Callable[[str, Any], Any]:
+    """Each matching number becomes its rule's, where it was larger; lists as well if they count layers."""
+
+    def change(name: str, value: Any) -> Any:
+        limit = _matching(rules, name)
+        if limit is None:
+            return value
+        if _number(value):
+            return min(value, type(value)(limit)) if value > 0 else value
+        counts = isinstance(value, (list, tuple)) and value and all(_number(v) for v in value)
+        if counts and _matching(_DEPTH, name) is not None:
+            return type(value)(min(v, int(limit)) for v in value)
+        return value
+
+    return change
+
+
+_RATIO = re.compile(
+    r"hidden_size|d_model|n_embd|^dim$|_dim$|^dims$|embed_dims?$|embedding_size|hidden_dim|channels$|widths$"
+    r"|intermediate|ffn|d_ff$|mlp_dim|proj_dim|conv_dim|filters$|_sizes$|rank$|head_dim|feedforward"
+)
+_NOT_WIDTH = re.compile(r"num_channels|(in|input|out|audio)_channels|image|patch|kernel")
+
+
+def _scaled(factor: int) -> Callable[[str, Any], Any]:
+    """Widths divided by one factor, so that their ratios, and the numbers of heads, stay."""
+    depth = _flat((*_DEPTH, *_VOCABULARY, (r"^image_size$", 64)))
+
+    def divide(value: Any) -> Any:
+        return max(4, int(value) // factor) if value > factor else value
+
+    def change(name: str, value: Any) -> Any:
+        if _RATIO.search(name) and not _NOT_WIDTH.search(name):
+            if isinstance(value, int) and not isinstance(value, bool):
+                return divide(value)
+            if isinstance(value, (list, tuple)) and value and all(type(v) is int for v in value):
+                return type(value)(divide(v) for v in value)
+        return depth(name, value)
+
+    return change
+
+
+_CHANGES: dict[str, Callable[[str, Any], Any]] = {
+    "flat": _flat((*_DEPTH, *_VOCABULARY, *_WIDTHS)),
+    "flat, no grouped heads": _flat((*_SHARED_HEADS, *_DEPTH, *_VOCABULARY, *_WIDTHS)),
+    "scaled by 8": _scaled(8),
+    "scaled by 4": _scaled(4),
+    "shallow": _flat((*_DEPTH, *_VOCABULARY)),
+    "shallow, own vocabulary": _flat(_DEPTH),
+    "default": lambda name, value: value,
+}
+
+
+def _off(name: str, value: Any) -> Any:
+    """Nothing random: dropouts 0, augmentation off."""
+    if not _OFF.search(name):
+        return value
+    if isinstance(value, bool):
+        return False
+    return type(value)(0) if isinstance(value, (int, float)) else value
+
+
+def _special(name: str, value: Any, taken: dict[str, int], small: bool) -> Any:
+    """Special tokens into the shrunk vocabulary, each name its own."""
+    if not small or not _SPECIAL.search(name) or not _number(value) or value < FIRST_SPECIAL:
+        return value
+    return taken.setdefault(name, FIRST_SPECIAL + len(taken) % (VOCABULARY - FIRST_SPECIAL))
+
+
+def _values(config: Any) -> dict[str, Any]:
+    return {k: v for k, v in config.__dict__.items() if not k.startswith("_")}
+
+
+def _layer_types(values: dict[str, Any], depth: int = 2) -> None:
+    """Lists with an entry per layer keep one entry of each of the first kinds."""
+    for name, value in values.items():
+        per_layer = name.endswith(
+            ("layer_types", "layers_block_type", "layers_types", "block_types")
+        )
+        if per_layer and isinstance(value, (list, tuple)) and len(value) > depth:
+            kinds = list(dict.fromkeys(value))[:depth]
+            values[name] = [*kinds, *value[: depth - len(kinds)]]
+
+
+def _construct(
+    config: Any, change: Callable[[str, Any], Any], taken: dict[str, int], small: bool
+) -> Any:
+    """A new config of the same class from changed arguments, so that derived values are derived anew."""
+    from transformers import PreTrainedConfig
+
+    arguments: dict[str, Any] = {}
+    fields = type(config).__dataclass_fields__
+    for name, value in _values(config).items():
+        if isinstance(value, PreTrainedConfig):
+            arguments[name] = _construct(value, change, taken, small)
+            continue
+        if name not in fields:
+            continue
+        default = fields[name].default
+        if default is not value and default != value:
+            continue  # derived from others
+        new = _special(name, _off(name, change(name, value)), taken, small)
+        if new is not value and new != value:
+            arguments[name] = new
+    return type(config)(**arguments)
+
+
+def _mutate(
+    config: Any, change: Callable[[str, Any], Any], taken: dict[str, int], small: bool
+) -> Any:
+    """The same config object with changed attributes: derived values are shrunk by their own names."""
+    from transformers import PreTrainedConfig
+
+    values = _values(config)
+    changed: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, PreTrainedConfig):
+            _mutate(value, change, taken, small)
+        else:
+            changed[name] = _special(name, _off(name, change(name, value)), taken, small)
+    if small:
+        _layer_types(changed)
+    for name, value in changed.items():
+        if value is not values[name]:
+            try:
+                setattr(config, name, value)
+            except (AttributeError, TypeError, ValueError):
+                continue  # read-only: derived from others
+    return config
+
+
+def _apply(config: Any, values: dict[str, Any]) -> None:
+    for path, value in values.items():
+        *parents, name = path.split(".")
+        owner = config
+        for parent in parents:
+            owner = getattr(owner, parent)
+        setattr(owner, name, value)
+
+
+def shrunk_configs(model_type: str, config_class: Any) -> Iterator[tuple[str, Any]]:
+    """Configs from the smallest to the default one, each with the name of its shrink.
+
+    A way that fails to make a config is skipped, unless it is the last one.
+    """
+    override = OVERRIDES.get(model_type, {})
+    for name, change in _CHANGES.items():
+        small = "default" not in name and "own vocabulary" not in name
+        for make in (_construct, _mutate):
+            try:
+                config = make(config_class(**override.get("arguments", {})), change, {}, small)
+                _apply(config, override.get("values", {}))
+            except Exception:  # whatever a foreign config refuses: the next way may do
+                if name == "default" and make is _mutate:
+                    raise
+                continue
+            yield f"{name}, {'constructed' if make is _construct else 'set'}", config

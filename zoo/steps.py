@@ -1,0 +1,147 @@
+"""Run a model for a comparison: one forward and backward, in float32 or in float64."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lowmem_patch import reference, saved_bytes
+from lowmem_patch.constants import STEP_TABLES
+from lowmem_patch.patching.inputs import ExampleInputs
+from zoo.build import tensors_of
+
+__all__ = ["Step", "StepActivation", "in_float64", "jittered", "run_step"]
+
+
+@dataclasses.dataclass
+class Step:
+    """Outputs and parameter gradients of one step, in float64, and what autograd kept."""
+
+    outputs: list[Tensor]
+    gradients: dict[str, Tensor]
+    saved: int
+
+
+class _StayInFloat64(TorchDispatchMode):
+    """Undoes a model's own float32 (norms, softmax, tables), which would spoil the truth."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        wanted = kwargs.get("dtype")
+        if isinstance(wanted, torch.dtype) and wanted.is_floating_point:
+            kwargs["dtype"] = torch.float64
+        return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _all_float64() -> Iterator[None]:
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with _StayInFloat64():
+            yield
+    finally:
+        torch.set_default_dtype(default)
+
+
+@contextlib.contextmanager
+def _buffers_stay(model: nn.Module) -> Iterator[None]:
+    kept = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in kept:
+                buffer.copy_(value)
+
+
+def in_float64(model: nn.Module) -> Any:
+    """A float64 copy. Grouped matmuls have no float64, so experts run one after the other."""
+    wide = copy.deepcopy(model).double()
+    for module in wide.modules():
+        config = getattr(module, "config", None)
+        if getattr(config, "_experts_implementation", None) is not None:
+            config._experts_implementation = "eager"
+    return wide
+
+
+def jittered(model: nn.Module, seed: int) -> Any:
+    """A copy with every weight moved by at most one unit in its last place."""
+    moved = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in moved.parameters():
+            if parameter.is_floating_point():
+                sign = torch.randint(-1, 2, parameter.shape, generator=generator)
+                parameter *= 1 + sign.to(parameter.dtype) * torch.finfo(parameter.dtype).eps
+    return moved
+
+
+def run_step(model: Any, inputs: ExampleInputs, *, train: bool, float64: bool = False) -> Step:
+    """One forward; in training mode also the backward of a fixed random projection of all outputs."""
+    if float64:
+        inputs = inputs.map(lambda t: t.double() if t.is_floating_point() else t)
+    model.train(train)
+    torch.manual_seed(3)
+    context = _all_float64() if float64 else contextlib.nullcontext()
+    with context, _buffers_stay(model):
+        if train:
+            with saved_bytes(model) as saved:
+                outputs = tensors_of(model(*inputs.args, **inputs.kwargs))
+            _backward(outputs)
+        else:
+            outputs = tensors_of(model(*inputs.args, **inputs.kwargs))
+    gradients = {}
+    if train:
+        gradients = {
+            name: parameter.grad.double()
+            for name, parameter in model.named_parameters()
+            if parameter.grad is not None
+        }
+        model.zero_grad(set_to_none=True)
+    model.eval()
+    kept = saved.activations if train else 0
+    return Step([tensor.detach().double() for tensor in outputs], gradients, kept)
+
+
+def _backward(outputs: list[Tensor]) -> None:
+    generator = torch.Generator().manual_seed(5)
+    trained = [tensor for tensor in outputs if tensor.requires_grad]
+    if not trained:
+        return
+    weights = [torch.randint(-8, 9, t.shape, generator=generator).to(t) / 8 for t in trained]
+    torch.autograd.backward(trained, weights)
+
+
+class _StepFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, kind: str) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.kind = kind
+        return reference.activate(x, kind)  # type: ignore[arg-type]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (x,) = ctx.saved_tensors
+        table = STEP_TABLES[ctx.kind]
+        thresholds = torch.tensor(table.thresholds, dtype=x.dtype)
+        levels = torch.tensor(table.levels, dtype=x.dtype)
+        return gradient * levels[torch.bucketize(x.contiguous(), thresholds)], None
+
+
+class StepActivation(nn.Module):
+    """What codes are allowed to do: the exact forward, and the step table's derivative."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _StepFunction.apply(x, self.kind)

@@ -1,0 +1,5 @@
+"""docs/coverage.md from the results."""
+
+
+def write_table(a, b):
+    pass
