@@ -1,0 +1,214 @@
+"""PEFT's LoRA before and after patching: adapters' gradients against an unpatched twin."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+from lowmem_patch import patch_model, patch_report, unpatch_model
+from lowmem_patch.errors import PatchError
+from tests.patching.families import FAMILIES
+from tests.patching.helpers import (
+    MODES,
+    assert_gradients,
+    assert_outputs,
+    assert_same_step,
+    cast,
+    in_mode,
+    randomise,
+    run,
+    truth_of,
+    twin_of,
+)
+
+# PEFT reads a name that transformers has since deprecated
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+Make = Callable[[str], Any]
+NAMES = [
+    "llama",
+    "timm-vit",
+    "bert",
+    "timm-swin",
+    "gemma",
+    "vit",
+    "swin-pads",
+    "roberta",
+    "t5",
+    "phi3",
+]
+
+
+def adapt(model: Any, targets: Any, **options: Any) -> Any:
+    torch.manual_seed(0)
+    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=targets, **options))
+    return randomise_adapters(adapted).eval()
+
+
+def randomise_adapters(model: Any) -> Any:
+    """B starts as 0, where A has no gradient to compare."""
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                noise = torch.rand(parameter.shape, generator=generator) - 0.5
+                parameter.copy_((0.2 * noise).bfloat16())
+    return model
+
+
+@pytest.mark.parametrize(
+    ("targets", "mode_name"),
+    [
+        ("query-value", "autocast"),
+        ("linears", "fp32"),
+        ("linears", "bf16"),
+        ("linears", "autocast"),
+    ],
+)
+@pytest.mark.parametrize("name", ["llama", "timm-vit", "bert", "timm-swin"])
+def test_patched_after_peft(name: str, targets: str, mode_name: str, make: Make) -> None:
+    family, mode = FAMILIES[name], MODES[mode_name]
+    inputs = in_mode(family.inputs(), mode)
+    names = family.query_value if targets == "query-value" else family.linears
+    # PEFT itself makes adapters of a bf16 model float32
+    model = adapt(cast(make(name), mode.weights), names)
+    with torch.autocast("cpu", torch.bfloat16, enabled=mode.autocast is not None):
+        patched = patch_model(copy.deepcopy(model), "exact", example_inputs=inputs)
+    assert patch_report(patched).patched
+    assert_same_step(patched, model, inputs, mode)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_auto_after_peft_with_exact_activations(name: str, make: Make) -> None:
+    """What auto does to norms and adapters, without its approximate derivatives."""
+    config = {"norms": "auto", "activations": "recompute", "linear_inputs": "activation_dtype"}
+    family, mode = FAMILIES[name], MODES["fp32"]
+    inputs = family.inputs()
+    model = adapt(make(name), family.linears)
+    patched = patch_model(copy.deepcopy(model), config, example_inputs=inputs)
+    assert not patch_report(patched).fold_steps  # adapters must stay valid for the unfolded model
+    assert_same_step(patched, twin_of(model, patched), inputs, mode)
+
+
+@pytest.mark.parametrize("mode_name", ["fp32", "bf16", "autocast"])
+@pytest.mark.parametrize("name", ["llama", "timm-vit"])
+def test_patched_before_peft(name: str, mode_name: str, make: Make) -> None:
+    family, mode = FAMILIES[name], MODES[mode_name]
+    inputs = in_mode(family.inputs(), mode)
+    plain = cast(make(name), mode.weights)
+    with torch.autocast("cpu", torch.bfloat16, enabled=mode.autocast is not None):
+        patched = patch_model(copy.deepcopy(plain), "exact", example_inputs=inputs)
+    patched, twin = adapt(patched, family.linears), adapt(plain, family.linears)
+    assert_same_step(patched, twin, inputs, mode)
+    patch_model(patched, "exact", example_inputs=inputs)  # again, with the adapters in sight
+    assert_same_step(patched, twin, inputs, mode)
+    unpatch_model(patched)
+    assert_same_step(patched, twin, inputs, mode)
+
+
+def test_folded_before_peft_stays_folded_with_a_warning(make: Make) -> None:
+    family, mode = FAMILIES["llama"], MODES["fp32"]
+    inputs, plain = family.inputs(), make("llama")
+    patched = patch_model(copy.deepcopy(plain), {"norms": "fold"}, example_inputs=inputs)
+    plain.load_state_dict(patched.state_dict())
+    patched, twin = adapt(patched, family.linears), adapt(plain, family.linears)
+    before = run(twin, inputs, mode)
+    with pytest.warns(UserWarning, match="stay folded"):
+        unpatch_model(patched)
+    after = run(patched, inputs, mode)
+    torch.testing.assert_close(after.outputs[0], before.outputs[0], rtol=1e-5, atol=1e-5)
+    assert set(after.gradients) == set(before.gradients)  # norms that PEFT froze stay frozen
+
+
+@pytest.mark.parametrize("order", ["peft-first", "patch-first"])
+def test_norms_trained_through_modules_to_save(order: str, make: Make) -> None:
+    family, mode = FAMILIES["llama"], MODES["fp32"]
+    inputs, plain = family.inputs(), make("llama")
+    options = {"modules_to_save": ["input_layernorm", "norm"]}
+    twin = adapt(copy.deepcopy(plain), family.linears, **options)
+    if order == "peft-first":
+        patched = adapt(copy.deepcopy(plain), family.linears, **options)
+        patch_model(patched, "exact", example_inputs=inputs)
+    else:
+        patched = patch_model(copy.deepcopy(plain), "exact", example_inputs=inputs)
+        patched = adapt(patched, family.linears, **options)
+    assert_same_step(patched, twin, inputs, mode)
+    with torch.no_grad():
+        for model in (patched, twin):
+            for name, parameter in model.named_parameters():
+                if "modules_to_save" in name:
+                    parameter += 0.25  # as if trained
+    unpatch_model(patched)
+    assert {type(m).__name__ for m in patched.modules()} == {
+        type(m).__name__ for m in twin.modules()
+    }
+    assert list(patched.state_dict()) == list(twin.state_dict())
+    assert_same_step(patched, twin, inputs, mode)
+
+
+def test_saving_a_folded_norm_through_peft_is_refused(make: Make) -> None:
+    family = FAMILIES["llama"]
+    inputs = family.inputs()
+    patched = patch_model(make("llama"), {"norms": "fold"}, example_inputs=inputs)
+    patched = adapt(patched, family.linears, modules_to_save=["input_layernorm"])
+    with pytest.raises(PatchError, match="after get_peft_model"):
+        patched(**inputs)
+
+
+@pytest.mark.parametrize("name", ["llama", "timm-vit"])
+def test_dropout_in_adapters(name: str, make: Make) -> None:
+    """The same random numbers are drawn in the same order, so training steps agree."""
+    family, mode = FAMILIES[name], MODES["fp32"]
+    inputs = family.inputs()
+    model = adapt(make(name), family.linears, lora_dropout=0.3).train()
+    for config in ("exact", {"norms": "auto", "activations": "recompute"}):
+        patched = patch_model(copy.deepcopy(model), config, example_inputs=inputs)
+        assert_same_step(patched, twin_of(model, patched).train(), inputs, mode)
+
+
+@pytest.mark.parametrize("preset", ["auto", "paper"])
+def test_lowered_adapters_in_bf16(preset: str, make: Make) -> None:
+    """auto computes float32 adapters in bf16, as autocast would: no worse than autocast's error."""
+    family, mode = FAMILIES["llama"], MODES["bf16"]
+    inputs = family.inputs()
+    model = adapt(cast(make("llama"), torch.bfloat16), family.linears)
+    truth = truth_of(model, inputs)
+    with torch.autocast("cpu", torch.bfloat16):
+        own = run(model, inputs, mode)
+    config = {"norms": "share", "activations": "recompute"}
+    config["linear_inputs"] = "activation_dtype" if preset == "auto" else "keep"
+    patched = patch_model(copy.deepcopy(model), config, example_inputs=inputs)
+    found = run(patched, inputs, mode)
+    assert_outputs(found, own, truth, mode)
+    assert_gradients(found, own, truth, mode)
+
+
+def test_merging_and_unloading(make: Make) -> None:
+    family = FAMILIES["llama"]
+    inputs = family.inputs()
+    patched = patch_model(make("llama"), {"norms": "fold"}, example_inputs=inputs)
+    patched = adapt(patched, family.linears)
+    before = run(patched, inputs, MODES["fp32"], backward=False).outputs[0]
+    merged = unpatch_model(patched.merge_and_unload())
+    after = run(merged, inputs, MODES["fp32"], backward=False).outputs[0]
+    torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-5)
+    assert bool((merged.model.layers[0].input_layernorm.weight != 1).any())
+
+
+def test_several_adapters_and_disabling_them(make: Make) -> None:
+    family = FAMILIES["llama"]
+    inputs = family.inputs()
+    model = adapt(make("llama"), family.linears)
+    model.add_adapter("second", LoraConfig(r=2, target_modules=["q_proj", "down_proj"]))
+    randomise(model)
+    patched = patch_model(copy.deepcopy(model), "exact", example_inputs=inputs)
+    for name in ("second", "default"):
+        model.set_adapter(name), patched.set_adapter(name)
+        assert_same_step(patched, model, inputs, MODES["fp32"])
+    with patched.disable_adapter(), model.disable_adapter():
+        one, two = (run(m, inputs, MODES["fp32"], backward=False) for m in (patched, model))
+    torch.testing.assert_close(one.outputs[0], two.outputs[0], rtol=1e-5, atol=1e-5)
