@@ -302,6 +302,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     results: dict[str, Any] = {"environment": environment(options.device), "cases": {}}
+    if options.json and options.json.exists():  # more variants of the same run
+        results["cases"] = json.loads(options.json.read_text())["cases"]
     for case in CASES:
         if options.case not in case.name:
             continue
@@ -329,7 +331,7 @@ def main() -> None:
                     f"step {r['step_ms']:7.2f} +- {r['step_spread_ms']:.2f} ms",
                     flush=True,
                 )
-        results["cases"][case.name] = rows
+        results["cases"].setdefault(case.name, {}).update(rows)
         if options.json:
             options.json.write_text(json.dumps(results, indent=1) + "\n")
 
