@@ -1,7 +1,11 @@
-"""Time of each kernel as a share of the copy bandwidth measured in the same run.
+"""Time of each kernel as a share of the copy bandwidth measured in the same run; launch cost of each op.
 
-Share = bytes that the op must move / time / copy bandwidth. Each timed call takes the next of several
-input sets, so that the second-level cache does not hold them. Peers are timed where they are installed.
+Share = bytes that the op must move / time / copy bandwidth. Calls are queued behind a long copy, so that
+the device runs them back to back and Python's time does not count. Each call takes the next of several
+input sets and keeps its result until its set comes up again, so that the second-level cache holds
+neither. A copy of a tensor of the same size is timed too: small tensors do not reach the bandwidth of
+large ones. Launch cost is wall time per call of a tiny op, where nothing but Python counts. Peers are
+timed where they are installed.
 
 Usage: python benchmarks/kernels.py [--only norm] [--json PATH]
 """
@@ -10,11 +14,15 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import importlib.metadata
 import importlib.util
 import itertools
 import json
 import platform
+import statistics
+import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,17 +30,29 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-import triton  # noqa: TID251  # a script, not the package: its timer is what is used
 from torch import Tensor
 
 from lowmem_patch import kernels
+from lowmem_patch.functional import (
+    glu,
+    ms_layer_norm,
+    ms_rms_norm,
+    regelu2,
+)
 
 DTYPE = torch.bfloat16
-NORM_SHAPES = ((32768, 4096), (16384, 8192), (12608, 768))
+NORM_SHAPES = ((32768, 4096), (16384, 8192), (8192, 16384), (50432, 768), (12608, 768))
+# under autocast: x and dx float32, y and dy bfloat16
+AUTOCAST_SHAPE = (25216, 768)
+TINY = (1, 128, 768)
 CODES_SHAPE = (8, 4096, 14336)
 GLU_SHAPE = (8192, 11008)
 CACHE_BYTES = 256 * 2**20  # more than any second-level cache
 EPS = 1e-5
+QUEUED_CALLS = 10
+PLUG_COPIES = 10  # of 1 GiB each, 0.5 ms: longer than queuing the calls takes
+REPEATS = 7
+TINY_CALLS = 500
 
 
 @dataclass(frozen=True)
@@ -90,31 +110,58 @@ def pair(
     )
 
 
+def copy_cases(shape: tuple[int, int]) -> Iterator[Case]:
+    pairs = [(tensor(*shape), tensor(*shape)) for _ in input_sets(shape[0] * shape[1] * 4)]
+    calls = [lambda p=p: p[0].copy_(p[1]) for p in pairs]
+    yield Case("copy", shape, "torch", shape[0] * shape[1] * 4, calls)
+
+
+def our_norm_cases(shape: tuple[int, int], centered: bool, wide: torch.dtype) -> Iterator[Case]:
+    """Trained, frozen and folded (no affine); ``wide`` is the dtype of x, dx and parameters."""
+    rows, columns = shape
+    op = "layer_norm" if centered else "rms_norm"
+    if wide != DTYPE:
+        op += f" {str(wide).removeprefix('torch.')}"
+    element = wide.itemsize + DTYPE.itemsize
+    forward_bytes = rows * (columns * element + 4)
+    backward_bytes = rows * (columns * (element + DTYPE.itemsize) + 4)
+    weight, bias = tensor(columns, dtype=wide), tensor(columns, dtype=wide)
+    affine = (weight, bias if centered else None)
+    xs = [tensor(*shape, dtype=wide) for _ in input_sets(rows * columns * 2)]
+    for name, vectors in (("", affine), (" (folded)", (None, None))):
+        calls = [
+            lambda x=x, vectors=vectors: kernels.norm_forward(
+                x, *vectors, EPS, 0.0, centered, DTYPE
+            )
+            for x in xs
+        ]
+        yield Case(f"{op} forward{name}", shape, "ours", forward_bytes, calls)
+    saved = [(tensor(*shape), *call()) for call in calls]
+    for name, vectors, needs in (
+        ("", affine, (True, True, centered)),
+        (" (frozen)", affine, (True, False, False)),
+        (" (folded)", (None, None), (True, False, False)),
+    ):
+        calls = [
+            lambda s=s, vectors=vectors, needs=needs: kernels.norm_backward(
+                *s, *vectors, 0.0, centered, wide, *needs
+            )
+            for s in saved
+        ]
+        yield Case(f"{op} backward{name}", shape, "ours", backward_bytes, calls)
+
+
 def norm_cases(shape: tuple[int, int], centered: bool) -> Iterator[Case]:
     rows, columns = shape
     op = "layer_norm" if centered else "rms_norm"
     size = rows * columns * 2
     sizes = (2 * size + rows * 4, 3 * size + rows * 4)
+    with torch.no_grad():
+        yield from our_norm_cases(shape, centered, DTYPE)
     weight = tensor(columns, grad=True)
     bias = tensor(columns, grad=True) if centered else None
     wanted = [t for t in (weight, bias) if t is not None]
     xs = [tensor(*shape, grad=True) for _ in input_sets(size)]
-
-    def ours(x: Tensor) -> Callable[[], Any]:
-        return lambda: kernels.norm_forward(x, weight, bias, EPS, 0.0, centered, DTYPE)
-
-    with torch.no_grad():
-        yield Case(f"{op} forward", shape, "ours", sizes[0], [ours(x) for x in xs])
-        saved = [(torch.randn_like(x), *ours(x)()) for x in xs]
-        for name, needs in (("", (True, True, centered)), (" (frozen)", (True, False, False))):
-            calls = [
-                lambda s=s, needs=needs: kernels.norm_backward(
-                    *s, weight, bias, 0.0, centered, DTYPE, *needs
-                )
-                for s in saved
-            ]
-            yield Case(f"{op} backward{name}", shape, "ours", sizes[1], calls)
-        del saved
     if centered:
         torch_norm = [lambda x=x: F.layer_norm(x, (columns,), weight, bias, EPS) for x in xs]
     else:
@@ -203,6 +250,9 @@ def glu_cases(packed: bool) -> Iterator[Case]:
 
 
 def all_cases() -> Iterator[Callable[[], Iterator[Case]]]:
+    for shape in NORM_SHAPES:
+        yield lambda shape=shape: copy_cases(shape)
+    yield lambda: torch.no_grad()(our_norm_cases)(AUTOCAST_SHAPE, True, torch.float32)
     for shape, centered in itertools.product(NORM_SHAPES, (True, False)):
         yield lambda shape=shape, centered=centered: norm_cases(shape, centered)
     for kind in ("gelu", "silu"):
@@ -211,18 +261,93 @@ def all_cases() -> Iterator[Callable[[], Iterator[Case]]]:
         yield lambda packed=packed: glu_cases(packed)
 
 
-def median_microseconds(calls: list[Callable[[], Any]]) -> float:
-    turn = itertools.cycle(calls)
-    milliseconds = triton.testing.do_bench(lambda: next(turn)(), return_mode="median")
-    return float(milliseconds) * 1000
+class Timer:
+    """Median device time of calls that are queued behind a copy longer than the queuing."""
+
+    def __init__(self) -> None:
+        self.source = torch.empty(2**30, dtype=torch.uint8, device="cuda")
+        self.target = torch.empty_like(self.source)
+
+    def microseconds(self, calls: list[Callable[[], Any]]) -> float:
+        count = -(-QUEUED_CALLS // len(calls)) * len(calls)
+        results: list[Any] = [call() for call in calls]
+        times = []
+        for _ in range(REPEATS):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            for _ in range(PLUG_COPIES):
+                self.target.copy_(self.source)
+            start.record()
+            for i in range(count):
+                results[i % len(calls)] = calls[i % len(calls)]()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end) / count * 1000)
+        return statistics.median(times)
+
+    def copy_bandwidth(self) -> float:
+        """Bytes a second of a large device-to-device copy, read and written."""
+        microseconds = self.microseconds([lambda: self.target.copy_(self.source)])
+        return 2 * self.source.nbytes / (microseconds * 1e-6)
 
 
-def copy_bandwidth() -> float:
-    """Bytes a second of a large device-to-device copy, read and written."""
-    source = torch.empty(2**30, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    microseconds = median_microseconds([lambda: target.copy_(source)])
-    return 2 * source.nbytes / (microseconds * 1e-6)
+def wall_microseconds(call: Callable[[], Any]) -> float:
+    # the least: whatever else the processor does only adds
+    times = []
+    for _ in range(REPEATS):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(TINY_CALLS):
+            call()
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - start) / TINY_CALLS * 1e6)
+    return min(times)
+
+
+def launch_costs() -> list[dict[str, Any]]:
+    """Wall time per call at a tiny size, ours and torch's: forward, and forward with backward."""
+    columns = TINY[-1]
+    x, up = (tensor(*TINY, grad=True) for _ in range(2))
+    weight, bias = (tensor(columns, grad=True) for _ in range(2))
+    frozen, shift = weight.detach(), bias.detach()
+    size, dy = (columns,), tensor(*TINY)
+    ops: dict[str, list[Callable[[], Tensor]]] = {
+        "layer_norm": [
+            lambda: ms_layer_norm(x, EPS, weight, bias),
+            lambda: F.layer_norm(x, size, weight, bias, EPS),
+        ],
+        "layer_norm (frozen)": [
+            lambda: ms_layer_norm(x, EPS, frozen, shift),
+            lambda: F.layer_norm(x, size, frozen, shift, EPS),
+        ],
+        "rms_norm": [lambda: ms_rms_norm(x, EPS, weight), lambda: F.rms_norm(x, size, weight, EPS)],
+        "gelu -> 2 bits": [lambda: regelu2(x), lambda: F.gelu(x)],
+        "silu * up": [lambda: glu(x, up, "silu"), lambda: F.silu(x) * up],
+    }
+    # folded: no affine, against a norm that has one
+    ops["layer_norm (folded)"] = [lambda: ms_layer_norm(x, EPS), ops["layer_norm (frozen)"][1]]
+    leaves = (x, up, weight, bias)
+
+    def step(call: Callable[[], Tensor]) -> None:
+        call().backward(dy)
+        for leaf in leaves:
+            leaf.grad = None
+
+    costs = []
+    print(
+        f"\n{'launch cost, us per call':28s} {'forward':>8s} {'torch':>8s} {'both':>8s} {'torch':>8s}"
+    )
+    for op, pair_of_calls in ops.items():
+        times = [wall_microseconds(call) for call in pair_of_calls]
+        times += [wall_microseconds(lambda c=call: step(c)) for call in pair_of_calls]
+        print(f"{op:28s}" + "".join(f" {t:8.1f}" for t in times), f" x{times[2] / times[3]:.2f}")
+        names = ("forward", "torch_forward", "both", "torch_both")
+        costs.append({"op": op, **dict(zip(names, times, strict=True))})
+    return costs
+
+
+def driver_version() -> str:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0]
 
 
 def main() -> int:
@@ -233,35 +358,39 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("no CUDA device", file=sys.stderr)
         return 1
-    bandwidth = copy_bandwidth()
+    timer = Timer()
+    bandwidth = timer.copy_bandwidth()
     print(f"{torch.cuda.get_device_name()}, copy {bandwidth / 1e12:.2f} TB/s, {DTYPE}")
-    print(f"{'op':28s} {'shape':18s} {'by':6s} {'us':>9s} {'share':>6s}")
+    print(f"{'op':32s} {'shape':18s} {'by':6s} {'us':>9s} {'share':>6s}")
     results = []
     for cases in all_cases():
         for case in cases():
             if arguments.only not in case.op:
                 continue
-            microseconds = median_microseconds(case.calls)
+            microseconds = timer.microseconds(case.calls)
             share = case.nbytes / (microseconds * 1e-6) / bandwidth
             shape = "x".join(map(str, case.shape))
             results.append(Result(case.op, shape, case.by, microseconds, share))
             print(
-                f"{case.op:28s} {shape:18s} {case.by:6s} {microseconds:9.1f} {share:6.0%}",
+                f"{case.op:32s} {shape:18s} {case.by:6s} {microseconds:9.1f} {share:6.0%}",
                 flush=True,
             )
         torch.cuda.empty_cache()
+    costs = launch_costs()
     if arguments.json:
         record = {
             "gpu": torch.cuda.get_device_name(),
-            "driver": torch._C._cuda_getDriverVersion(),
+            "driver": driver_version(),
             "cuda": torch.version.cuda,
             "torch": torch.__version__,
-            "triton": triton.__version__,
+            "triton": importlib.metadata.version("triton"),
             "python": platform.python_version(),
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "copy_bytes_per_second": bandwidth,
             "dtype": str(DTYPE),
             "results": [asdict(result) for result in results],
+            "launch_shape": list(TINY),
+            "launch_microseconds": costs,
         }
         arguments.json.write_text(json.dumps(record, indent=1) + "\n")
     return 0

@@ -30,7 +30,7 @@ BACKWARD_COLUMNS = 16384
 WIDE_BLOCK = 4096
 
 # Backward up to this keeps gamma, 1 / gamma, bias and two sums per column in registers; longer rows
-# read the vectors again for each row (from the first-level cache) and keep the sums alone.
+# read the vectors again for each row (from the first-level cache) unless they have gamma alone.
 _VECTORS_IN_REGISTERS = 8192
 
 # Tiles that programs of one multiprocessor load ahead; every GPU since 2020 has this much shared memory.
@@ -70,7 +70,7 @@ def forward_settings(columns: int) -> NormSettings:
 
 
 @cache
-def backward_settings(columns: int, nbytes: int, affine: bool, sums: bool) -> NormSettings:
+def backward_settings(columns: int, nbytes: int, vectors: int, sums: bool) -> NormSettings:
     """Tiles of the backward, 16 elements a thread.
 
     Without vectors a program per tile. With them, programs that stay and walk over tiles: they read
@@ -80,17 +80,18 @@ def backward_settings(columns: int, nbytes: int, affine: bool, sums: bool) -> No
     Args:
         columns: N.
         nbytes: of one element of dy and one of y.
-        affine: there is a weight or a bias.
+        vectors: how many of weight and bias there are.
         sums: their gradients are asked for.
     """
     if columns > BACKWARD_COLUMNS:
         return NormSettings(1, WIDE_BLOCK, 16)
     block = triton.next_power_of_2(columns)
-    if not affine:
+    if not vectors:
         rows = max(1, min(16, 1024 // block))
         return NormSettings(rows, block, max(1, min(16, rows * block // 512)))
     if block > _VECTORS_IN_REGISTERS:
-        return NormSettings(1, block, 16 if sums else 32, 1, 1, reload=True)
+        reload = sums or vectors > 1
+        return NormSettings(1, block, 16 if sums else 32, 1 if reload else 3, 1, reload)
     num_warps = max(4, min(16, block // 256))
     rows = max(1, min(16, 512 * num_warps // block))
     programs = {4: 3, 8: 2, 16: 1}[num_warps]  # 4 would have to fit 128 registers a thread

@@ -105,9 +105,7 @@ def _backward_kernel(
         y = tl.load(y_ptr + row[:, None] * y_stride + column[None, :], mask=mask, other=0.0)
         rstd = tl.load(rstd_ptr + row, mask=row < rows, other=0.0)
         if RELOAD:
-            gamma, inverse, bias = _scales(
-                weight_ptr, bias_ptr, column, inside, HAS_WEIGHT, HAS_BIAS, OFFSET
-            )
+            bias = load_vector(bias_ptr, column, inside, HAS_BIAS, 0.0)
         # columns and rows outside have dy = 0, so their u counts nowhere
         g = dy.to(tl.float32)
         z = y.to(tl.float32)
@@ -119,6 +117,10 @@ def _backward_kernel(
         if NEEDS_BIAS:
             d_bias += tl.sum(g, axis=0)
         along_z = tl.sum(product, axis=1) * (1.0 / COLUMNS)
+        if RELOAD:
+            gamma, inverse, _ = _scales(
+                weight_ptr, bias_ptr, column, inside, HAS_WEIGHT, False, OFFSET
+            )
         if HAS_WEIGHT:
             g *= gamma[None, :]
             z *= inverse[None, :]
@@ -264,8 +266,7 @@ def _dx_launch(
     needs_weight: bool,
     needs_bias: bool,
 ) -> tuple[Launch, NormSettings]:
-    affine, sums = has_weight or has_bias, needs_weight or needs_bias
-    settings = backward_settings(columns, nbytes, affine, sums)
+    settings = backward_settings(columns, nbytes, has_weight + has_bias, needs_weight or needs_bias)
     constants: dict[str, Any] = {
         "COLUMNS": columns,
         "HAS_WEIGHT": has_weight,
