@@ -9,19 +9,43 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["SavedBytes", "module_stack", "saved_bytes", "storage_key"]
+from lowmem_patch.kinds import KINDS, Saver, kind_of, module_kinds, reads_weight
+from lowmem_patch.rows import function_name
+
+__all__ = ["SavedBytes", "SavedStorage", "module_stack", "saved_bytes", "storage_key"]
 
 
 def storage_key(tensor: Tensor) -> int:
     """Identity of the storage behind a tensor, the same for all its views; valid while it lives."""
     return int(tensor.untyped_storage()._cdata)
+
+
+@dataclasses.dataclass(frozen=True)
+class SavedStorage:
+    """One storage that autograd holds.
+
+    Attributes:
+        bytes: its size.
+        shape, dtype: of the tensor that was saved first.
+        kind: one of ``lowmem_patch.kinds.KINDS``.
+        savers: the modules and torch functions that saved it, in the order of the forward.
+        key: of the storage, as long as the graph lives.
+    """
+
+    bytes: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    kind: str
+    savers: tuple[Saver, ...]
+    key: int
 
 
 @dataclasses.dataclass
@@ -33,12 +57,16 @@ class SavedBytes:
         weight_copies: bytes of copies of parameters (casts under autocast) held for backward.
         by_module: activation bytes by the path of the innermost module that saved a storage first.
         own: activation bytes by module path, of storages which that module alone saved.
+        by_kind: activation bytes by what they are kept for (``lowmem_patch.kinds.KINDS``).
+        storages: every storage behind ``activations``.
     """
 
     activations: int = 0
     weight_copies: int = 0
     by_module: dict[str, int] = dataclasses.field(default_factory=dict)
     own: dict[str, int] = dataclasses.field(default_factory=dict)
+    by_kind: dict[str, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(KINDS, 0))
+    storages: list[SavedStorage] = dataclasses.field(default_factory=list)
 
     @property
     def total(self) -> int:
@@ -102,6 +130,35 @@ class _WeightCopies(_DispatchMode):  # type: ignore[misc]  # a base without type
         return output
 
 
+class _RunningFunction(TorchFunctionMode):
+    """Knows which torch function runs, and whether it reads a weight."""
+
+    def __init__(self, weights: set[int]) -> None:
+        super().__init__()
+        self.weights = weights
+        self.name = ""
+        self.weighted = False
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        before = self.name, self.weighted
+        self.name = function_name(func)
+        self.weighted = reads_weight(self.name, (*args, *kwargs.values()), self._is_weight)
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self.name, self.weighted = before
+
+    def _is_weight(self, tensor: Tensor) -> bool:
+        return storage_key(tensor) in self.weights
+
+
 @contextlib.contextmanager
 def saved_bytes(model: nn.Module) -> Iterator[SavedBytes]:
     """Count what autograd saves while the context is open; read the result after it closed.
@@ -109,37 +166,59 @@ def saved_bytes(model: nn.Module) -> Iterator[SavedBytes]:
     Example:
         >>> with saved_bytes(model) as saved:
         ...     loss = model(**batch).loss
-        >>> saved.activations
+        >>> saved.activations, saved.by_kind["attention"]
     """
     weights = {storage_key(t) for t in (*model.parameters(), *model.buffers())}
-    sizes: dict[int, int] = {}
-    savers: dict[int, dict[str, None]] = {}
-    keep_alive: list[Tensor] = []
+    first: dict[int, Tensor] = {}  # also keeps the storage alive, so that its key stays unique
+    savers: dict[int, dict[Saver, None]] = {}
     result = SavedBytes()
+    running = _RunningFunction(weights)
     copies = _WeightCopies(weights)
+    # a cast of a weight that autocast remembers from before would not be seen to be one
+    torch.clear_autocast_cache()
     with contextlib.ExitStack() as contexts:
         stack = contexts.enter_context(module_stack(model))
 
         def pack(tensor: Tensor) -> Tensor:
             key = storage_key(tensor)
             if key not in weights:
-                if key not in sizes:
-                    sizes[key] = tensor.untyped_storage().nbytes()
-                    keep_alive.append(tensor.detach())
-                savers.setdefault(key, {})[stack[-1] if stack else ""] = None
+                if key not in first:
+                    first[key] = tensor.detach()
+                saver = Saver(stack[-1] if stack else "", running.name, running.weighted)
+                savers.setdefault(key, {})[saver] = None
             return tensor
 
         contexts.enter_context(
             torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
         )
         contexts.enter_context(copies)
+        contexts.enter_context(running)
         yield result
-    for key, size in sizes.items():
-        if key in copies.copies:
-            result.weight_copies += size
-            continue
-        names = list(savers[key])
+    kept = {key: tensor for key, tensor in first.items() if key not in copies.copies}
+    result.weight_copies = sum(_bytes(first[key]) for key in first if key in copies.copies)
+    _add_up(result, model, [(tensor, tuple(savers[key])) for key, tensor in kept.items()])
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.untyped_storage().nbytes()
+
+
+def _add_up(
+    result: SavedBytes, model: nn.Module, kept: Sequence[tuple[Tensor, tuple[Saver, ...]]]
+) -> None:
+    kinds = module_kinds(model)
+    largest: dict[str, int] = {}
+    for tensor, savers in kept:
+        for saver in savers:
+            largest[saver.module] = max(largest.get(saver.module, 0), tensor.numel())
+    for tensor, savers in kept:
+        size, modules = _bytes(tensor), list(dict.fromkeys(saver.module for saver in savers))
+        kind = kind_of(tensor, savers, kinds, largest[modules[0]])
+        result.storages.append(
+            SavedStorage(size, tuple(tensor.shape), tensor.dtype, kind, savers, storage_key(tensor))
+        )
         result.activations += size
-        result.by_module[names[0]] = result.by_module.get(names[0], 0) + size
-        if len(names) == 1:
-            result.own[names[0]] = result.own.get(names[0], 0) + size
+        result.by_kind[kind] += size
+        result.by_module[modules[0]] = result.by_module.get(modules[0], 0) + size
+        if len(modules) == 1:
+            result.own[modules[0]] = result.own.get(modules[0], 0) + size

@@ -22,20 +22,27 @@ PUBLIC = "(public names)"  # lowmem_patch/__init__.py itself
 # A module may import whatever stands on an earlier line, and itself if it is a package.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
-    ("constants", "rows", "saved"),
+    ("constants", "kinds", "rows"),
+    ("saved",),
     ("kernels", "reference"),
     ("functional",),
     ("nn",),
     ("patching",),
-    ("checkpoint", "profile", "verify"),
+    ("checkpoint", "memory", "profile", "verify"),
     (PUBLIC,),
-    ("demo", "report"),
+    ("demo", "plot", "report"),
     ("cli",),
     ("__main__",),
 )
 # Reports and verifications give bytes, so `profile` is open to both; `verify` compares checkpoints too.
 EXCEPTIONS = {("patching", "profile"), ("verify", "profile"), ("verify", "checkpoint")}
-ONLY_IMPORTERS = {"triton": "kernels", "rich": "report", "typer": "cli", "click": None}
+ONLY_IMPORTERS = {
+    "triton": "kernels",
+    "rich": "report",
+    "matplotlib": "plot",
+    "typer": "cli",
+    "click": None,
+}
 
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 

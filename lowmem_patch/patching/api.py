@@ -17,9 +17,11 @@ from lowmem_patch.patching.apply import Applied, apply_plan, is_replacement, und
 from lowmem_patch.patching.check import check_outputs, preserved, run_real
 from lowmem_patch.patching.config import PatchConfig, load_config
 from lowmem_patch.patching.examples import make_example_inputs
+from lowmem_patch.patching.floor import count_floor
+from lowmem_patch.patching.functional_calls import functional_calls_note
 from lowmem_patch.patching.inputs import ExampleInputs, as_example_inputs
 from lowmem_patch.patching.plan import Plan, make_plan, trains_signature
-from lowmem_patch.patching.sites import FoldStep, PatchReport, block_name
+from lowmem_patch.patching.sites import BytesByKind, FoldStep, PatchReport, block_name
 from lowmem_patch.patching.trace import (
     DataNeededError,
     Shadow,
@@ -191,6 +193,10 @@ def _planned(
     plan = make_plan(model, shadow.model, trace, config, originals)
     if plan.adapter_layers:
         notes.append(f"{len(plan.adapter_layers)} adapter layers keep one copy of their input")
+    functional = functional_calls_note(trace, (site.name for site in plan.sites))
+    if functional is not None:
+        notes.append(functional)
+    floor = count_floor(shadow.model, trace)
     report = PatchReport(
         model=type(model).__name__,
         config=config,
@@ -201,6 +207,9 @@ def _planned(
         weight_copies_before=trace.saved.weight_copies,
         blocks=tuple((block, size, 0) for block, size in _by_block(trace).items()),
         notes=tuple(notes),
+        floor=floor.total,
+        floor_blocks=floor.by_block,
+        kinds=BytesByKind(before=trace.saved.by_kind, floor=floor.by_kind),
     )
     if shadow.mode is not None:
         apply_plan(shadow.model, plan, arithmetic=False)
@@ -276,6 +285,7 @@ def _after(report: PatchReport, trace: Trace) -> dict[str, Any]:
         "sites": sites,
         "saved_after": trace.saved.activations,
         "weight_copies_after": trace.saved.weight_copies,
+        "kinds": dataclasses.replace(report.kinds, after=trace.saved.by_kind),
         "blocks": tuple(
             (block, before.get(block, 0), after.get(block, 0)) for block in {**before, **after}
         ),

@@ -8,7 +8,16 @@ from typing import Any
 
 from lowmem_patch.patching.config import PatchConfig
 
-__all__ = ["FoldStep", "LinearRef", "PatchReport", "Site", "block_name"]
+__all__ = ["BytesByKind", "FoldStep", "LinearRef", "PatchReport", "Site", "block_name"]
+
+
+@dataclasses.dataclass(frozen=True)
+class BytesByKind:
+    """Saved bytes by what they are kept for (``lowmem_patch.kinds.KINDS``)."""
+
+    before: dict[str, int] = dataclasses.field(default_factory=dict)
+    after: dict[str, int] = dataclasses.field(default_factory=dict)
+    floor: dict[str, int] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +75,8 @@ class PatchReport:
     """What ``plan_patch`` would do, or ``patch_model`` did.
 
     Byte counts are saved activation bytes of one forward on the example inputs, unique storages,
-    parameters and buffers excluded; low-precision copies of weights are reported apart.
+    parameters and buffers excluded; low-precision copies of weights are reported apart. ``floor``
+    holds the bytes that the rule of ``lowmem_patch.patching.floor`` allows, in all and by block.
     """
 
     model: str
@@ -79,6 +89,14 @@ class PatchReport:
     weight_copies_after: int = 0
     blocks: tuple[tuple[str, int, int], ...] = ()  # (block, bytes before, bytes after)
     notes: tuple[str, ...] = ()
+    floor: int = 0
+    floor_blocks: dict[str, int] = dataclasses.field(default_factory=dict)
+    kinds: BytesByKind = dataclasses.field(default_factory=BytesByKind)
+
+    @property
+    def above_floor(self) -> float:
+        """Saved bytes after the patch, as a multiple of the floor; 0 where nothing need be saved."""
+        return self.saved_after / self.floor if self.floor else 0.0
 
     @property
     def patched(self) -> tuple[Site, ...]:
@@ -101,6 +119,7 @@ class PatchReport:
     def to_dict(self) -> dict[str, Any]:
         data = dataclasses.asdict(self)
         data["config"] = self.config.to_dict()
+        data["above_floor"] = self.above_floor
         return data
 
     def __str__(self) -> str:
@@ -122,6 +141,8 @@ class PatchReport:
                 f"saved activation bytes: {self.saved_before:,} -> {self.saved_after:,} "
                 f"({share:.1f} % fewer) for {self.inputs}"
             )
+        if self.floor:
+            lines.append(f"floor: {self.floor:,} bytes; kept {self.above_floor:.3f} times that")
         lines.extend(self.notes)
         return "\n".join(lines)
 
