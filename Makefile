@@ -21,12 +21,13 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 # Nothing below may reach for the network: a missing local file is an error, not a download.
 OFFLINE := HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1
 
-.PHONY: help demo test lint types unit format clean
+.PHONY: help demo test lint types unit zoo format clean
 
 help:
 	@echo "make demo    patch, verify and fine-tune the bundled models; shows what is saved"
 	@echo "make test    lint, format, types and all tests"
 	@echo "make lint | types | unit    one part of make test;  make unit ARGS='-k norm' picks tests"
+	@echo "make zoo     patch and judge every architecture (an hour on 2 cores); ZOO='llama swin' picks some"
 	@echo "make format  rewrite the code as make lint wants it"
 	@echo "make clean   remove $(VENV) and the checkers' caches"
 
@@ -50,6 +51,11 @@ unit: $(TEST_STAMP)
 	@echo "== tests: pytest on $(WORKERS) workers"
 	@$(OFFLINE) OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 \
 		$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+
+# Writes zoo/results/*.json and docs/coverage.md; ZOO=--resume goes on where it was stopped.
+zoo: $(TEST_STAMP)
+	@$(OFFLINE) OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 \
+		$(BIN)/python -m zoo --workers $(WORKERS) $(ZOO)
 
 format: $(TEST_STAMP)
 	@$(BIN)/ruff check --fix .

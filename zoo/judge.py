@@ -141,10 +141,27 @@ def _judge_patched(
     _note(found, "gradient", _gradients(steps[True], patched, report, reference))
     if reload is not None and report.fold_steps and preset == "auto":
         with tempfile.TemporaryDirectory() as folder:
-            stock = reload(patched, folder)
+            stock = _reloaded(built, patched, reload, folder, found)
+        if stock is None:
+            return
         _note(
             found, "reload", _outputs(run_step(stock, built.inputs, train=False), reference, False)
         )
+
+
+def _reloaded(
+    built: Built, patched: Any, reload: Reload, folder: str, found: PresetResult
+) -> Any | None:
+    """The stock model, or None where not even the unpatched one can be written and read."""
+    try:
+        return reload(patched, folder)
+    except Exception:
+        try:
+            reload(copy.deepcopy(built.model), f"{folder}/unpatched")
+        except Exception as error:  # a config that its own class refuses, for example
+            found.notes.append(f"not reloaded, the unpatched model neither: {str(error)[:80]}")
+            return None
+        raise
 
 
 def _outputs(step: Step, reference: _Reference, train: bool) -> tuple[Comparison, bool]:

@@ -114,6 +114,7 @@ def _images(model: Any, arguments: dict[str, Any]) -> list[ExampleInputs]:
 def reload_timm(model: nn.Module, folder: str) -> nn.Module:
     """Write the patched model's state dict, and load it into a stock model."""
     path = Path(folder) / "weights.pt"
+    path.parent.mkdir(exist_ok=True)
     torch.save(model.state_dict(), path)
     stock = randomise(timm.create_model(**model.zoo_arguments))
     stock.load_state_dict(torch.load(path))

@@ -46,7 +46,7 @@ class Reader:
 _CASTS = frozenset(("to", "type_as", "type", "float", "half", "bfloat16", "double"))
 _AUTOCAST = frozenset(
     ("matmul", "__matmul__", "bmm", "mm", "addmm", "baddbmm", "einsum", "conv1d", "conv2d", "linear",
-     "scaled_dot_product_attention")
+     "scaled_dot_product_attention", "multi_head_attention_forward")
 )  # fmt: skip
 
 

@@ -1,0 +1,121 @@
+"""What the walk must understand: right whatever is patched, and patched where a trace can know."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import nn
+
+from lowmem_patch import plan_patch
+from lowmem_patch.patching.inputs import ExampleInputs
+from tests.zoo import walk_models as models
+from zoo.build import Built, randomise
+from zoo.judge import judge
+
+# strategies of a model's sites under `auto`; words of the reason where a site is kept or not folded
+EXPECTED: list[tuple[type[models.Walk], dict[str, tuple[str, str]]]] = [
+    (models.ParallelBlock, {"norm": ("fold", ""), "act": ("recompute", "down")}),
+    (models.CrossAttention, {"norm": ("fold", "")}),
+    (models.QueryNorm, {"norm": ("fold", ""), "query_norm": ("share", "also read by")}),
+    (models.SandwichNorm, {"norm": ("fold", ""), "after": ("keep", "nothing to gain")}),
+    (models.PlusOneNorm, {"norm": ("fold", "")}),
+    (models.NoWeight, {"norm": ("fold", "identity")}),
+    (models.GatedNorm, {"norm": ("fold", ""), "gated": ("keep", "more than one tensor")}),
+    (
+        models.OtherDimensions,
+        {"norm": ("fold", ""), "two": ("keep", ""), "group": ("keep", "last dimension")},
+    ),
+    (models.TransposedWeight, {"norm": ("fold", "")}),
+    (models.PackedAttention, {"norm": ("share", "also read by")}),
+    (models.Experts, {"norm": ("share", "also read by"), "act": ("recompute", "")}),
+    (models.NormTwice, {"norm": ("share", "also used by")}),
+    (models.TwoNormsOneLinear, {"norm": ("share", "used by"), "other": ("share", "used by")}),
+    (models.TiedEmbedding, {"norm": ("share", "also used by embedding")}),
+    (models.FunctionalCalls, {"norm": ("keep", "nothing to gain")}),
+    (models.ViewedChannels, {}),
+    (models.Glu, {"norm": ("fold", ""), "act": ("recompute", "gate and up")}),
+    (models.SwappedGlu, {"act": ("recompute", "gate and up")}),
+    (models.InterleavedGlu, {"act": ("recompute", "gate and up")}),
+    (models.ClampedGlu, {"norm": ("fold", "")}),
+    (models.ClampedModuleGlu, {}),
+    (models.ReusedGate, {}),
+]
+
+
+def made(model: type[models.Walk]) -> Built:
+    network, args = models.built(model)
+    randomise(network)
+    return Built(model.__name__, network, ExampleInputs(args), "", "", 0)
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"), EXPECTED, ids=[model.__name__ for model, _ in EXPECTED]
+)
+def test_walk(model: type[models.Walk], expected: dict[str, tuple[str, str]]) -> None:
+    built = made(model)
+    report = plan_patch(built.model, "auto", example_inputs=built.inputs)
+    found = {site.name: (site.strategy, site.reason) for site in report.sites}
+    for name, (strategy, words) in expected.items():
+        assert found[name][0] == strategy, found[name]
+        assert words in found[name][1]
+    result = judge(built)
+    assert not result.wrong, result.wrong
+
+
+def test_function_calls_are_named() -> None:
+    built = made(models.FunctionalCalls)
+    report = plan_patch(built.model, "auto", example_inputs=built.inputs)
+    note = next(note for note in report.notes if "function calls" in note)
+    assert note.startswith("2 norms or activations")
+    assert "F.layer_norm in the model itself" in note
+    assert "F.gelu in the model itself" in note
+
+
+def test_modules_are_not_named_as_function_calls() -> None:
+    built = made(models.Glu)
+    report = plan_patch(built.model, "auto", example_inputs=built.inputs)
+    assert not any("function calls" in note for note in report.notes)
+
+
+class Wrong(nn.Module):
+    """As the norm it replaces, but for a thousandth."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Any) -> Any:
+        return self.inner(x) * 1.001
+
+
+@pytest.mark.parametrize("what", ["fold", "beta", "gradient", "bytes"])
+def test_the_judge_sees_what_is_wrong(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each kind of wrong patch must turn the judge red, or its verdicts mean nothing."""
+    from lowmem_patch.nn import norms
+    from lowmem_patch.patching import fold
+
+    if what in ("fold", "beta"):
+        right = fold.fold_tensors
+
+        def wrong(weight: Any, bias: Any, gamma: Any, beta: Any, *args: Any, **kwargs: Any) -> Any:
+            new = right(weight, bias, gamma, beta, *args, **kwargs)
+            return (weight, new[1]) if what == "fold" else (new[0], bias)
+
+        monkeypatch.setattr(fold, "fold_tensors", wrong)
+    elif what == "gradient":
+        normalize = norms.MSLayerNorm.normalize
+
+        def detached(self: Any, x: Any) -> Any:
+            y = normalize(self, x)
+            return y + 1e-4 * (y - y.detach())
+
+        monkeypatch.setattr(norms.MSLayerNorm, "normalize", detached)
+    else:
+
+        def greedy(self: Any, x: Any) -> Any:
+            return nn.functional.layer_norm(x * 1, x.shape[-1:], self.weight, self.bias, self.eps)
+
+        monkeypatch.setattr(norms.MSLayerNorm, "normalize", greedy)
+    result = judge(made(models.Glu))
+    assert result.wrong

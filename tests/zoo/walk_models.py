@@ -1,0 +1,327 @@
+"""Small models by hand, one trap each: a walk that misreads it patches a wrong function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+WIDTH = 16
+
+
+class Walk(nn.Module):
+    """Tokens in, features out; a body with a norm, an activation and something to get wrong."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.build()
+        self.final = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, 8)
+
+    def build(self) -> None:
+        raise NotImplementedError
+
+    def body(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.final(self.body(self.embed(x))))
+
+
+class ParallelBlock(Walk):
+    """Attention and MLP read the same norm."""
+
+    def build(self) -> None:
+        self.attention = nn.Linear(WIDTH, WIDTH)
+        self.up, self.act, self.down = (
+            nn.Linear(WIDTH, 24),
+            nn.GELU(),
+            nn.Linear(24, WIDTH),
+        )
+
+    def body(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        return x + self.attention(y) + self.down(self.act(self.up(y)))
+
+
+class CrossAttention(Walk):
+    """An encoder's last norm is read by the key and value of every decoder layer, not once."""
+
+    def build(self) -> None:
+        self.keys = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def body(self, x: Tensor) -> Tensor:
+        encoded = self.norm(x)
+        for key in self.keys:
+            x = x + F.scaled_dot_product_attention(x, key(encoded), key(encoded))
+        return x
+
+
+class QueryNorm(Walk):
+    """Norms of queries and keys are read by a rotation, not by a Linear."""
+
+    def build(self) -> None:
+        self.query, self.key = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.query_norm, self.key_norm = nn.RMSNorm(8), nn.RMSNorm(8)
+
+    def body(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        angles = torch.arange(x.shape[1], dtype=x.dtype)[:, None, None]
+
+        def rotated(t: Tensor) -> Tensor:
+            left, right = t.chunk(2, -1)
+            return t * angles.cos() + torch.cat((-right, left), -1) * angles.sin()
+
+        query = rotated(self.query_norm(self.query(y).unflatten(-1, (2, 8))))
+        key = rotated(self.key_norm(self.key(y).unflatten(-1, (2, 8))))
+        return x + F.scaled_dot_product_attention(query, key, key).flatten(-2)
+
+
+class SandwichNorm(Walk):
+    """A norm after the block: the residual reads it."""
+
+    def build(self) -> None:
+        self.inner, self.after = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+
+    def body(self, x: Tensor) -> Tensor:
+        return x + self.after(self.inner(self.norm(x)))
+
+
+class PlusOne(nn.Module):
+    """Gemma's norm: 1 + weight."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(size))
+        self.eps = 1e-6
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.eps)
+        return (z * (1 + self.weight.float())).type_as(x)
+
+
+class PlusOneNorm(Walk):
+    def build(self) -> None:
+        self.norm = PlusOne(WIDTH)
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def body(self, x: Tensor) -> Tensor:
+        return x + self.inner(self.norm(x))
+
+
+class NoWeight(Walk):
+    def build(self) -> None:
+        self.norm = nn.LayerNorm(WIDTH, elementwise_affine=False)
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def body(self, x: Tensor) -> Tensor:
+        return x + self.inner(self.norm(x))
+
+
+class GatedRMSNorm(nn.Module):
+    """Mamba's norm: a second input gates the first before it is normalised."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        x = x * F.silu(gate)
+        return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+
+class GatedNorm(Walk):
+    def build(self) -> None:
+        self.gate, self.gated, self.inner = (
+            nn.Linear(WIDTH, WIDTH),
+            GatedRMSNorm(),
+            nn.Linear(WIDTH, WIDTH),
+        )
+
+    def body(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        return x + self.inner(self.gated(x, self.gate(y)))
+
+
+class OtherDimensions(Walk):
+    """Norms over channels that are not last: one by a subclass of LayerNorm, one a GroupNorm."""
+
+    class LayerNorm2d(nn.LayerNorm):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+    def build(self) -> None:
+        self.two = self.LayerNorm2d(WIDTH)
+        self.group = nn.GroupNorm(4, WIDTH)
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def body(self, x: Tensor) -> Tensor:
+        image = x.transpose(1, 2).unflatten(-1, (4, 4))  # as many channels as columns would hide it
+        image = self.group(self.two(image))
+        return x + self.inner(self.norm(image.flatten(2).transpose(1, 2)))
+
+
+class TransposedWeight(Walk):
+    """GPT-2's Conv1D holds its weight as [in, out]; square, so that a wrong fold runs."""
+
+    def build(self) -> None:
+        self.inner = Conv1D(WIDTH, WIDTH)
+
+    def body(self, x: Tensor) -> Tensor:
+        return x + self.inner(self.norm(x))
+
+
+class PackedAttention(Walk):
+    """nn.MultiheadAttention reads its input with one in_proj weight, here self- and cross-attention."""
+
+    def build(self) -> None:
+        self.self_attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.cross_attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+
+    def body(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        x = x + self.self_attention(y, y, y, need_weights=False)[0]
+        return x + self.cross_attention(x, y, y, need_weights=False)[0]
+
+
+class Experts(Walk):
+    """The router's Linear reads the norm, and so do 3-D expert weights that are no Linear."""
+
+    def build(self) -> None:
+        self.router = nn.Linear(WIDTH, 3)
+        self.act = nn.SiLU()
+        self.gate_up = nn.Parameter(torch.randn(3, WIDTH, 48) * 0.2)
+        self.down = nn.Parameter(torch.randn(3, 24, WIDTH) * 0.2)
+
+    def body(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        scores = self.router(y).softmax(-1)
+        gate, up = torch.einsum("bld,edh->belh", y, self.gate_up).chunk(2, -1)
+        outputs = torch.einsum("belh,ehd->beld", self.act(gate) * up, self.down)
+        return x + (outputs * scores.transpose(1, 2)[..., None]).sum(1)
+
+
+class NormTwice(Walk):
+    """One norm module before two Linears of which one also reads the raw input."""
+
+    def build(self) -> None:
+        self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def body(self, x: Tensor) -> Tensor:
+        x = x + self.one(self.norm(x))
+        return x + self.two(self.norm(x)) + self.one(x)
+
+
+class TwoNormsOneLinear(Walk):
+    """ALBERT's habit: one Linear behind two norms cannot hold both affines."""
+
+    def build(self) -> None:
+        self.other = nn.LayerNorm(WIDTH)
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def body(self, x: Tensor) -> Tensor:
+        x = x + self.inner(self.norm(x))
+        return x + self.inner(self.other(x))
+
+
+class TiedEmbedding(Walk):
+    """The Linear's weight is the embedding's, by storage and under another name."""
+
+    def build(self) -> None:
+        self.embedding = nn.Embedding(WIDTH, WIDTH)
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.inner.weight = self.embedding.weight
+
+    def body(self, x: Tensor) -> Tensor:
+        x = x + self.embedding(torch.arange(x.shape[1]) % WIDTH)
+        return x + self.inner(self.norm(x))
+
+
+class FunctionalCalls(Walk):
+    """No modules: left alone, and named."""
+
+    def build(self) -> None:
+        self.up, self.down = nn.Linear(WIDTH, 24), nn.Linear(24, WIDTH)
+
+    def body(self, x: Tensor) -> Tensor:
+        y = F.layer_norm(self.norm(x), (WIDTH,))
+        return x + self.down(F.gelu(self.up(y)))
+
+
+class ViewedChannels(Walk):
+    """Patch merging: four neighbours become one row between norm and Linear, so gamma would repeat."""
+
+    def build(self) -> None:
+        self.merge, self.back = nn.Linear(4 * WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def body(self, x: Tensor) -> Tensor:
+        merged = self.norm(x).reshape(x.shape[0], x.shape[1] // 4, 4 * WIDTH)
+        return x + self.back(self.merge(merged)).repeat_interleave(4, 1)
+
+
+class Glu(Walk):
+    """A gated MLP; subclasses spell the gate."""
+
+    outputs = 48
+
+    def build(self) -> None:
+        self.gate_up, self.act, self.down = (
+            nn.Linear(WIDTH, self.outputs),
+            nn.SiLU(),
+            nn.Linear(24, WIDTH),
+        )
+
+    def gated(self, both: Tensor) -> Tensor:
+        gate, up = both.chunk(2, -1)
+        return self.act(gate) * up
+
+    def body(self, x: Tensor) -> Tensor:
+        return x + self.down(self.gated(self.gate_up(self.norm(x))))
+
+
+class SwappedGlu(Glu):
+    def gated(self, both: Tensor) -> Tensor:
+        up, gate = both.split(24, -1)
+        return up * self.act(gate)
+
+
+class InterleavedGlu(Glu):
+    def gated(self, both: Tensor) -> Tensor:
+        return self.act(both[..., ::2]) * both[..., 1::2]
+
+
+class ClampedGlu(Glu):
+    """GptOss: clamped, scaled, and 1 added to up."""
+
+    def gated(self, both: Tensor) -> Tensor:
+        gate, up = both[..., ::2].clamp(max=0.5), both[..., 1::2].clamp(-0.5, 0.5)
+        return (up + 1) * (gate * torch.sigmoid(gate * 1.702))
+
+
+class ClampedModuleGlu(Glu):
+    """The activation is a module, and its output is clamped before the product."""
+
+    def gated(self, both: Tensor) -> Tensor:
+        gate, up = both.chunk(2, -1)
+        return self.act(gate).clamp(max=0.25) * (up + 1)
+
+
+class ReusedGate(Glu):
+    """The activation's output is read by the product and by something else."""
+
+    def gated(self, both: Tensor) -> Tensor:
+        gate, up = both.chunk(2, -1)
+        active = self.act(gate)
+        return active * up + active
+
+
+def built(make: Callable[[], nn.Module]) -> tuple[Any, tuple[Tensor]]:
+    torch.manual_seed(0)
+    generator = torch.Generator().manual_seed(2)
+    return make(), (torch.randn(2, 16, WIDTH, generator=generator),)
