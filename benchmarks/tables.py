@@ -90,10 +90,9 @@ TABLES = {"bytes": bytes_table, "gpu": gpu_table}
 def render(text: str) -> str:
     """README text with each marked table replaced."""
     for name, table in TABLES.items():
-        pattern = re.compile(rf"(<!-- {name} -->\n).*?(\n<!-- /{name} -->)", re.DOTALL)
-        text = pattern.sub(
-            lambda match, table=table: match.group(1) + table() + match.group(2), text
-        )
+        pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
+        rendered = table() + "\n"
+        text = pattern.sub(lambda match, new=rendered: match[1] + new + match[2], text)
     return text
 
 
