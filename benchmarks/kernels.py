@@ -50,7 +50,7 @@ GLU_SHAPE = (8192, 11008)
 CACHE_BYTES = 256 * 2**20  # more than any second-level cache
 EPS = 1e-5
 QUEUED_CALLS = 10
-PLUG_COPIES = 10  # of 1 GiB each, 0.5 ms: longer than queuing the calls takes
+PLUG_COPIES = 10  # of 1 GiB each, 0.5 ms: longer than queuing takes
 REPEATS = 7
 TINY_CALLS = 500
 
@@ -323,7 +323,6 @@ def launch_costs() -> list[dict[str, Any]]:
         "gelu -> 2 bits": [lambda: regelu2(x), lambda: F.gelu(x)],
         "silu * up": [lambda: glu(x, up, "silu"), lambda: F.silu(x) * up],
     }
-    # folded: no affine, against a norm that has one
     ops["layer_norm (folded)"] = [lambda: ms_layer_norm(x, EPS), ops["layer_norm (frozen)"][1]]
     leaves = (x, up, weight, bias)
 

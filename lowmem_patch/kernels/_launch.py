@@ -91,7 +91,7 @@ def backward_settings(columns: int, nbytes: int, vectors: int, sums: bool) -> No
         return NormSettings(rows, block, max(1, min(16, rows * block // 512)))
     if block > _VECTORS_IN_REGISTERS:
         reload = sums or vectors > 1
-        return NormSettings(1, block, 16 if sums else 32, 1 if reload else 3, 1, reload)
+        return NormSettings(1, block, 32 if reload and not sums else 16, 1, 1, reload)
     num_warps = max(4, min(16, block // 256))
     rows = max(1, min(16, 512 * num_warps // block))
     programs = {4: 3, 8: 2, 16: 1}[num_warps]  # 4 would have to fit 128 registers a thread
