@@ -165,7 +165,7 @@ class _ScriptRecorder(_DispatchMode):  # type: ignore[misc]  # a base without ty
     ) -> Any:
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
-        if not self.recorder.running:
+        if not self.recorder.running and func.namespace != "prim":  # prim asks for metadata
             stack = self.recorder.stack
             module, outputs = stack[-1] if stack else "", tuple(_tensors(output))
             writes = bool(func._schema.is_mutable)
