@@ -14,7 +14,10 @@ from rich.table import Table
 
 from lowmem_patch.checkpoint.compare import TensorCheck
 from lowmem_patch.checkpoint.convert import ConvertResult
+from lowmem_patch.kinds import KINDS
+from lowmem_patch.memory import MemoryReport
 from lowmem_patch.patching.sites import PatchReport, Site
+from lowmem_patch.profile import ProfileResult
 from lowmem_patch.verify import VerifyResult, worst_check
 
 __all__ = [
@@ -24,7 +27,9 @@ __all__ = [
     "print_conversion",
     "print_error",
     "print_fine_tuning",
+    "print_memory",
     "print_plan",
+    "print_profile",
     "print_title",
     "print_verification",
     "progress_bar",
@@ -181,17 +186,94 @@ def print_plan(report: PatchReport, title: str) -> None:
         console.print(note, markup=False, soft_wrap=True)
 
 
-def _print_blocks(console: Console, report: PatchReport) -> None:
+def _row(before: int, after: int, floor: int) -> tuple[str, ...]:
+    multiple = f"{after / floor:.3f}" if floor else "-"
+    sizes = (human_bytes(before), human_bytes(after), _fewer(before, after))
+    return (*sizes, human_bytes(floor), multiple)
+
+
+def print_memory(memory: MemoryReport, train: str) -> None:
+    """The predicted peak of a training step, part by part, and what fits."""
+    console = stdout_console()
+    length = "" if memory.length is None else f" x {memory.length} tokens"
+    heading = f"peak of a step, batch {memory.batch_size}{length}"
+    table = _table(heading, "before", "after", right=("before", "after"))
+    rows = (
+        ("parameters", "parameters"),
+        ("gradients", "gradients"),
+        (f"state of {memory.optimizer}", "optimizer"),
+        ("saved activations", "saved"),
+        ("copies of weights", "weight_copies"),
+        ("loss and one block's backward", "transient"),
+    )
+    for label, name in rows:
+        table.add_row(
+            label, *(human_bytes(getattr(m, name)) for m in (memory.before, memory.after))
+        )
+    total = (memory.before.total, memory.after.total)
+    table.add_row("total", *map(human_bytes, total), style="bold")
+    if memory.limit is not None:
+        largest = (memory.largest_before, memory.largest_after)
+        cells = [str(size) if size else "does not fit" for size in largest]
+        label = f"largest {memory.solved} within {human_bytes(memory.limit)}"
+        table.add_row(label, *cells, style="bold")
+    console.print()
+    console.print(table, markup=False)
+    if memory.bound is not None and memory.bound in (memory.largest_before, memory.largest_after):
+        text = f"{memory.bound} is as long as the model's positions reach"
+        console.print(text, markup=False, soft_wrap=True)
+    text = "the CUDA context (about 0.5 GiB) and fragmentation come on top"
+    if train.startswith("qlora"):
+        text = "qlora by arithmetic: base Linears in 4 bits, doubly quantised; " + text
+    console.print(text, style="dim", markup=False, soft_wrap=True)
+
+
+def print_profile(result: ProfileResult, title: str) -> None:
+    """Saved bytes by kind and by module, before and after, and the peaks of a GPU."""
+    console = stdout_console()
+    console.print(f"{title}, on {result.device}", markup=False, soft_wrap=True)
+    both = (result.before, result.after)
     table = _table("saved bytes in", "before", "after", "fewer", right=("before", "after", "fewer"))
     groups: dict[tuple[str, int, int], list[str]] = {}
-    for name, before, after in report.blocks:
+    for name in dict.fromkeys([*result.before.saved.by_module, *result.after.saved.by_module]):
+        before, after = (measured.saved.by_module.get(name, 0) for measured in both)
         groups.setdefault((_pattern(name), before, after), []).append(name)
     for (_, before, after), names in groups.items():
         for name in collapse_names(names):
-            label = name if len(names) == 1 else f"{name} (each)"
+            label = (name or "(the model itself)") + (" (each)" if len(names) > 1 else "")
             table.add_row(label, human_bytes(before), human_bytes(after), _fewer(before, after))
-    total = (report.saved_before, report.saved_after)
-    table.add_row("total", *map(human_bytes, total), _fewer(*total), style="bold")
+    rows = [(f"kept as {kind}", [m.saved.by_kind[kind] for m in both]) for kind in KINDS]
+    rows.append(("total", [m.saved.activations for m in both]))
+    rows.append(("copies of weights, apart", [m.saved.weight_copies for m in both]))
+    rows.append(("peak allocated", [m.peak_allocated or 0 for m in both]))
+    rows.append(("peak reserved", [m.peak_reserved or 0 for m in both]))
+    for label, (before, after) in rows:
+        if before or after:
+            style = "bold" if label == "total" else None
+            cells = (human_bytes(before), human_bytes(after), _fewer(before, after))
+            table.add_row(label, *cells, style=style)
+    console.print(table, markup=False)
+
+
+def _print_blocks(console: Console, report: PatchReport) -> None:
+    kinds = report.kinds
+    numbers = ("before", "after", "fewer", "floor", "after / floor")
+    table = _table("saved bytes in", *numbers, right=numbers)
+    groups: dict[tuple[str, int, int, int], list[str]] = {}
+    for name, before, after in report.blocks:
+        floor = report.floor_blocks.get(name, 0)
+        groups.setdefault((_pattern(name), before, after, floor), []).append(name)
+    for (_, before, after, floor), names in groups.items():
+        for name in collapse_names(names):
+            label = name if len(names) == 1 else f"{name} (each)"
+            table.add_row(label, *_row(before, after, floor))
+    for kind in KINDS:
+        sizes = [part.get(kind, 0) for part in (kinds.before, kinds.after, kinds.floor)]
+        if any(sizes):
+            table.add_row(f"kept as {kind}", *_row(*sizes), style="dim")
+    table.add_row(
+        "total", *_row(report.saved_before, report.saved_after, report.floor), style="bold"
+    )
     if report.weight_copies_before or report.weight_copies_after:
         copies = (report.weight_copies_before, report.weight_copies_after)
         table.add_row("copies of weights, apart", *map(human_bytes, copies), _fewer(*copies))

@@ -20,7 +20,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lowmem_patch.kinds import KINDS, Saver, kind_of, module_kinds, reads_weight
 from lowmem_patch.rows import function_name
 
-__all__ = ["SavedBytes", "SavedStorage", "module_stack", "saved_bytes", "storage_key"]
+__all__ = [
+    "DispatchMode",
+    "SavedBytes",
+    "SavedStorage",
+    "module_stack",
+    "saved_bytes",
+    "storage_key",
+]
 
 
 def storage_key(tensor: Tensor) -> int:
@@ -98,10 +105,10 @@ def module_stack(model: nn.Module) -> Iterator[list[str]]:
 
 
 # torch ships no types for this class; Any says so once
-_DispatchMode: Any = TorchDispatchMode
+DispatchMode: Any = TorchDispatchMode
 
 
-class _WeightCopies(_DispatchMode):  # type: ignore[misc]  # a base without types
+class _WeightCopies(DispatchMode):  # type: ignore[misc]  # a base without types
     """Remembers the storages that hold a copy of a parameter (a cast, a clone)."""
 
     _COPIES = frozenset(

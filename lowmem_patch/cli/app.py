@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import typer  # noqa: TID251 - the command line is what typer is for
 
 import lowmem_patch
+from lowmem_patch.cli.memory import inspect, profile
 from lowmem_patch.cli.options import (
     BatchOption,
     DebugOption,
@@ -36,7 +37,6 @@ from lowmem_patch.cli.runtime import (
     print_json,
     quiet_libraries,
 )
-from lowmem_patch.errors import CheckpointError, ConfigError
 
 __all__ = ["app"]
 
@@ -191,69 +191,8 @@ def verify(
         raise typer.Exit(DONE if result.passed else FAILED)
 
 
-@app.command()
-def inspect(
-    model: ModelArgument,
-    preset: PresetOption = "auto",
-    train: Annotated[
-        str, typer.Option("--train", help="What trains: full, lora, or lora:q_proj,v_proj.")
-    ] = "full",
-    lora_rank: Annotated[int, typer.Option("--lora-rank", min=1, help="Rank of the adapters.")] = 8,
-    batch_size: BatchOption = 2,
-    seq_len: LengthOption = None,
-    dtype: Annotated[
-        StoredDtype, typer.Option("--dtype", help="Of the parameters; auto: the config's.")
-    ] = (StoredDtype.auto),
-    autocast: Annotated[
-        bool, typer.Option("--autocast", help="Plan for bfloat16 autocast.")
-    ] = False,
-    revision: RevisionOption = None,
-    trust_remote_code: TrustOption = False,
-    as_json: JsonOption = False,
-    debug: DebugOption = False,
-) -> None:
-    """Show what a patch would do to MODEL and what it would save; no weights are read or downloaded."""
-    with command(debug):
-        import torch
-
-        from lowmem_patch import checkpoint, plan_patch, report
-        from lowmem_patch.patching.config import load_config
-        from lowmem_patch.patching.examples import make_example_inputs
-
-        config = load_config(preset)
-        adapters = _adapters(train)
-        with quiet_libraries():
-            source = checkpoint.resolve(
-                model, revision=revision, trust_remote_code=trust_remote_code, weights=False
-            )
-            if source.quantised:
-                raise CheckpointError(
-                    f"{model} is quantised: inspect the full-precision checkpoint instead"
-                )
-            built = checkpoint.build_meta_model(source, torch_dtype(dtype))
-            if adapters is not None:
-                built = checkpoint.add_lora(built, adapters, rank=lora_rank)
-            built.train()
-            inputs = make_example_inputs(built, batch_size=batch_size, sequence_length=seq_len)
-            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-                plan = plan_patch(built, config, example_inputs=inputs)
-        if as_json:
-            print_json({"model": model, "train": train, **plan.to_dict()})
-        else:
-            report.print_plan(
-                plan, f"{model}: {plan.model}, preset {config.name}, train {train}, {plan.inputs}"
-            )
-        raise typer.Exit(DONE if plan.patched else NOTHING_TO_DO)
-
-
-def _adapters(train: str) -> list[str] | None:
-    """None for full fine-tuning, the target modules (all when empty) for LoRA."""
-    kind, _, targets = train.partition(":")
-    if train == "full":
-        return None
-    if kind != "lora" or train == "lora:":
-        raise ConfigError(f"--train {train!r} is none of full, lora, lora:NAME,NAME")
-    return [name.strip() for name in targets.split(",") if name.strip()]
+app.command()(inspect)
+app.command()(profile)
 
 
 @app.command()

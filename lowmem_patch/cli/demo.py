@@ -58,7 +58,9 @@ def run_demo_task(task: Any, out: Path, as_json: bool) -> tuple[dict[str, Any], 
         )
         for label, run in runs
     ]
-    show(f"fine-tuning on {task.data}, preset exact", report.print_fine_tuning, rows, task.score_name)
+    show(
+        f"fine-tuning on {task.data}, preset exact", report.print_fine_tuning, rows, task.score_name
+    )
     keys = ("saved_bytes", "weight_copies", "score_before", "score_after", "seconds")
     tuning = {row[0]: dict(zip(keys, row[1:], strict=True)) for row in rows}
     data = {

@@ -1,0 +1,231 @@
+"""The commands about memory: ``inspect`` predicts from the config alone, ``profile`` measures."""
+
+from __future__ import annotations
+
+import enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer  # noqa: TID251 - the command line is what typer is for
+
+from lowmem_patch.cli.options import (
+    BatchOption,
+    DebugOption,
+    JsonOption,
+    LengthOption,
+    ModelArgument,
+    PresetOption,
+    RevisionOption,
+    StoredDtype,
+    TrustOption,
+    torch_dtype,
+)
+from lowmem_patch.cli.runtime import DONE, NOTHING_TO_DO, command, print_json, quiet_libraries
+from lowmem_patch.errors import CheckpointError, ConfigError, TraceError
+
+__all__ = ["inspect", "profile"]
+
+
+class Optimizer(enum.StrEnum):
+    """Optimizers whose state is known."""
+
+    adamw = "adamw"
+    adamw8bit = "adamw8bit"
+    sgd = "sgd"
+    adafactor = "adafactor"
+
+
+class Solve(enum.StrEnum):
+    """What ``--memory`` is solved for."""
+
+    batch = "batch"
+    length = "length"
+
+
+class Device(enum.StrEnum):
+    """Where ``profile`` runs."""
+
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+_TRAIN = "What trains: full, lora, lora:q_proj,v_proj, qlora or qlora:q_proj,v_proj."
+DtypeOption = Annotated[
+    StoredDtype, typer.Option("--dtype", help="Of the parameters; auto: the config's.")
+]
+RankOption = Annotated[int, typer.Option("--lora-rank", min=1, help="Rank of the adapters.")]
+AutocastOption = Annotated[bool, typer.Option("--autocast", help="Under bfloat16 autocast.")]
+
+
+def inspect(
+    model: ModelArgument,
+    preset: PresetOption = "auto",
+    train: Annotated[str, typer.Option("--train", help=_TRAIN)] = "full",
+    lora_rank: RankOption = 8,
+    batch_size: BatchOption = 2,
+    seq_len: LengthOption = None,
+    dtype: DtypeOption = StoredDtype.auto,
+    autocast: AutocastOption = False,
+    optimizer: Annotated[
+        Optimizer, typer.Option("--optimizer", help="Whose state is counted.")
+    ] = Optimizer.adamw,
+    memory: Annotated[
+        str | None, typer.Option("--memory", help="Say what fits into this much, such as 24GiB.")
+    ] = None,
+    solve: Annotated[
+        Solve, typer.Option("--solve", help="With --memory: the largest batch, or length.")
+    ] = Solve.batch,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", help="Write saved bytes by kind as a picture.")
+    ] = None,
+    revision: RevisionOption = None,
+    trust_remote_code: TrustOption = False,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Show what a patch would do to MODEL, what it would save, and what fits; reads no weights.
+
+    Saved bytes and the peak come from the model run on fake tensors. The CUDA context (about 0.5 GiB)
+    and fragmentation come on top. qlora is arithmetic: base Linears in 4 bits, doubly quantised.
+    """
+    with command(debug):
+        import torch
+
+        from lowmem_patch import plan_patch, report
+        from lowmem_patch.memory import parse_bytes, predict_memory
+        from lowmem_patch.patching.config import load_config
+        from lowmem_patch.patching.examples import make_example_inputs
+
+        config = load_config(preset)
+        adapters = _adapters(train)
+        limit = None if memory is None else parse_bytes(memory)
+        if plot is not None:
+            from lowmem_patch.plot import plot_saved_bytes, require_matplotlib
+
+            require_matplotlib()
+        with quiet_libraries():
+            built = _meta_model(model, revision, trust_remote_code, dtype)
+            if adapters is not None:
+                built = _with_lora(built, adapters, lora_rank)
+            built.train()
+            inputs = make_example_inputs(built, batch_size=batch_size, sequence_length=seq_len)
+            tokens = inputs.kwargs.get("input_ids")
+
+            def make(batch: int, length: int | None) -> Any:
+                return make_example_inputs(
+                    built, batch_size=batch, sequence_length=length, device="meta"
+                )
+
+            predicted, failed = None, None
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+                plan = plan_patch(built, config, example_inputs=inputs)
+                try:
+                    predicted = predict_memory(
+                        built, config, make, batch_size=batch_size,
+                        length=None if tokens is None else int(tokens.shape[1]),
+                        optimizer=optimizer.value, quantised=train.startswith("qlora"),
+                        limit=limit, solve=solve.value,
+                    )  # fmt: skip
+                except TraceError as error:
+                    if limit is not None:
+                        raise
+                    failed = f"no peak was predicted: {error}"
+        title = f"{model}: {plan.model}, preset {config.name}, train {train}, {plan.inputs}"
+        if plot is not None:
+            plot_saved_bytes(plan, plot, title)
+        if as_json:
+            prediction = None if predicted is None else predicted.to_dict()
+            print_json({"model": model, "train": train, **plan.to_dict(), "memory": prediction})
+        else:
+            report.print_plan(plan, title)
+            if predicted is not None:
+                report.print_memory(predicted, train)
+            if failed is not None:
+                report.print_error(failed)
+        raise typer.Exit(DONE if plan.patched else NOTHING_TO_DO)
+
+
+def profile(
+    model: ModelArgument,
+    preset: PresetOption = "auto",
+    train: Annotated[str, typer.Option("--train", help=_TRAIN.split(", qlora")[0] + ".")] = "full",
+    lora_rank: RankOption = 8,
+    batch_size: BatchOption = 2,
+    seq_len: LengthOption = None,
+    dtype: DtypeOption = StoredDtype.auto,
+    autocast: AutocastOption = False,
+    device: Annotated[Device, typer.Option("--device", help="auto: a GPU if there is one.")] = (
+        Device.auto
+    ),
+    revision: RevisionOption = None,
+    trust_remote_code: TrustOption = False,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Measure a real training step of MODEL with random inputs, before and after a patch.
+
+    Saved bytes by module and by kind, and on a GPU the peak of allocated and reserved memory.
+    """
+    with command(debug):
+        import torch
+
+        from lowmem_patch import checkpoint, report
+        from lowmem_patch.patching.config import load_config
+        from lowmem_patch.patching.examples import make_example_inputs
+        from lowmem_patch.profile import materialise, profile_model
+
+        config = load_config(preset)
+        if train.startswith("qlora"):
+            raise ConfigError("profile runs what it measures, and has no 4-bit weights: use lora")
+        adapters = _adapters(train)
+        wanted = device.value
+        if wanted == "auto":
+            wanted = "cuda" if torch.cuda.is_available() else "cpu"
+        if wanted == "cuda" and not torch.cuda.is_available():
+            raise ConfigError("--device cuda: there is no CUDA device here")
+        with quiet_libraries():
+            source = checkpoint.resolve(
+                model, revision=revision, trust_remote_code=trust_remote_code
+            )
+            built = checkpoint.load_model(source, torch_dtype(dtype))
+            if adapters is not None:
+                built = materialise(_with_lora(built, adapters, lora_rank))
+            built = built.to(wanted).train()
+            torch.manual_seed(0)
+            inputs = make_example_inputs(built, batch_size=batch_size, sequence_length=seq_len)
+            with torch.autocast(wanted, dtype=torch.bfloat16, enabled=autocast):
+                result = profile_model(built, config, inputs)
+        if as_json:
+            print_json({"model": model, "train": train, **result.to_dict()})
+        else:
+            report.print_profile(result, f"{model}: preset {config.name}, train {train}, {inputs}")
+        raise typer.Exit(DONE if result.patched else NOTHING_TO_DO)
+
+
+def _meta_model(name: str, revision: str | None, trusted: bool, dtype: StoredDtype) -> Any:
+    from lowmem_patch import checkpoint
+
+    source = checkpoint.resolve(name, revision=revision, trust_remote_code=trusted, weights=False)
+    if source.quantised:
+        raise CheckpointError(f"{name} is quantised: inspect the full-precision checkpoint instead")
+    return checkpoint.build_meta_model(source, torch_dtype(dtype))
+
+
+def _with_lora(model: Any, adapters: list[str], rank: int) -> Any:
+    from lowmem_patch import checkpoint
+
+    return checkpoint.add_lora(model, adapters, rank=rank)
+
+
+def _adapters(train: str) -> list[str] | None:
+    """None for full fine-tuning, the target modules (all when empty) for LoRA."""
+    kind, colon, targets = train.partition(":")
+    if train == "full":
+        return None
+    names = [name.strip() for name in targets.split(",") if name.strip()]
+    if kind not in ("lora", "qlora") or bool(colon) != bool(names):
+        raise ConfigError(
+            f"--train {train!r} is none of full, lora, lora:NAME,NAME, qlora, qlora:NAME,NAME"
+        )
+    return names

@@ -1,0 +1,284 @@
+"""The peak of a training step before and after a patch, and the largest batch or length that fits.
+
+Models of many equal blocks are measured with two, three and four of them, which gives the slope and
+proves that it is one; others are measured whole. Sizes are measured too, never extrapolated: what is
+said to fit was run at that size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+
+from lowmem_patch.errors import ConfigError
+from lowmem_patch.memory.standing import Standing, standing_bytes
+from lowmem_patch.memory.step import StepBytes, step_bytes
+from lowmem_patch.patching.apply import apply_plan
+from lowmem_patch.patching.config import PatchConfig
+from lowmem_patch.patching.inputs import ExampleInputs
+from lowmem_patch.patching.plan import make_plan
+from lowmem_patch.patching.trace import Shadow, make_shadow, trace_forward
+
+__all__ = ["Footprint", "MemoryReport", "largest_that_fits", "predict_memory"]
+
+# fewer equal blocks than this are all measured
+_MANY_BLOCKS = 6
+_DEPTHS = (2, 3, 4)
+_LARGEST = {"batch": 1 << 20, "length": 1 << 24}
+
+MakeInputs = Callable[[int, int | None], ExampleInputs]
+
+
+@dataclasses.dataclass(frozen=True)
+class Footprint:
+    """Bytes at the peak of a training step.
+
+    Attributes:
+        parameters, gradients, optimizer: what stands for the whole of training.
+        saved: activations that autograd holds after the forward.
+        weight_copies: low-precision copies of weights that autograd holds.
+        transient: what comes on top at the peak: logits and loss, the block that is in its backward,
+            copies of weights that autocast remembers, and one dequantised weight with ``qlora``.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    saved: int
+    weight_copies: int
+    transient: int
+
+    @property
+    def total(self) -> int:
+        return sum(dataclasses.astuple(self))
+
+    def to_dict(self) -> dict[str, int]:
+        return {**dataclasses.asdict(self), "total": self.total}
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryReport:
+    """Predicted memory for one batch and length, and what fits.
+
+    Attributes:
+        before, after: the unpatched and the patched model.
+        optimizer: its name.
+        batch_size, length: of the prediction; length is None where the model reads no tokens.
+        limit: bytes that may be used, if one was given.
+        solved: ``batch`` or ``length``, the size that was solved for.
+        largest_before, largest_after: the largest such size within the limit; 0: not even 1 fits.
+        bound: a largest size that the model itself allows (positions), if it has one.
+    """
+
+    before: Footprint
+    after: Footprint
+    optimizer: str
+    batch_size: int
+    length: int | None
+    limit: int | None = None
+    solved: str = "batch"
+    largest_before: int | None = None
+    largest_after: int | None = None
+    bound: int | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        data = dataclasses.asdict(self)
+        data["before"], data["after"] = self.before.to_dict(), self.after.to_dict()
+        return data
+
+
+# blocks
+
+
+def _signature(module: nn.Module) -> object:
+    parameters = (
+        (n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in module.named_parameters()
+    )
+    return type(module), tuple(parameters)
+
+
+def _repeated_blocks(model: nn.Module) -> nn.Module | None:
+    """The list of many equal blocks that holds most parameters."""
+    found: nn.Module | None = None
+    most = 0
+    for module in model.modules():
+        if not isinstance(module, (nn.ModuleList, nn.Sequential)) or len(module) < _MANY_BLOCKS:
+            continue
+        if len({_signature(child) for child in module}) == 1:
+            size = sum(p.numel() for p in module.parameters())
+            if size > most:
+                found, most = module, size
+    return found
+
+
+@contextlib.contextmanager
+def _shortened(blocks: nn.Module | None, depth: int | None) -> Iterator[None]:
+    """Only the first blocks, for as long as a shadow is made."""
+    if blocks is None or depth is None:
+        yield
+        return
+    every = blocks._modules
+    blocks._modules = dict(list(every.items())[:depth])
+    try:
+        yield
+    finally:
+        blocks._modules = every
+
+
+class _Predictor:
+    """Steps of one model, unpatched (``config`` None) or patched, at any size."""
+
+    def __init__(
+        self, model: nn.Module, config: PatchConfig | None, make_inputs: MakeInputs
+    ) -> None:
+        self.model = model
+        self.config = config
+        self.make_inputs = make_inputs
+        self.blocks = _repeated_blocks(model)
+        self.count = (
+            len(self.blocks) if isinstance(self.blocks, (nn.ModuleList, nn.Sequential)) else 0
+        )
+        self.shadows: dict[int | None, Shadow] = {}
+        self.known: dict[tuple[int, int | None], StepBytes] = {}
+
+    def _shadow(self, depth: int | None, inputs: ExampleInputs) -> Shadow:
+        if depth not in self.shadows:
+            with _shortened(self.blocks, depth):
+                shadow = make_shadow(self.model, inputs)
+                if self.config is not None:
+                    trace = trace_forward(shadow)
+                    plan = make_plan(self.model, shadow.model, trace, self.config, {})
+                    apply_plan(shadow.model, plan, arithmetic=False)
+            self.shadows[depth] = shadow
+        return self.shadows[depth]
+
+    def _step(self, depth: int | None, inputs: ExampleInputs) -> StepBytes:
+        shadow = self._shadow(depth, inputs)
+        assert shadow.mode is not None
+        with shadow.mode:
+            fakes = inputs.map(lambda tensor: tensor.new_empty(tensor.shape, device="cpu"))
+        return step_bytes(Shadow(shadow.model, fakes, shadow.mode))
+
+    def step(self, batch: int, length: int | None) -> StepBytes:
+        """Bytes of one step of the whole model."""
+        if (batch, length) not in self.known:
+            inputs = self.make_inputs(batch, length)
+            found = self._from_few(inputs) if self.blocks is not None else None
+            if found is None:
+                self.blocks = None
+                found = self._step(None, inputs)
+            self.known[batch, length] = found
+        return self.known[batch, length]
+
+    def _from_few(self, inputs: ExampleInputs) -> StepBytes | None:
+        """Extended from a few blocks, or None where blocks differ in what they keep."""
+        depths = _DEPTHS if not self.known else _DEPTHS[:2]
+        steps = [dataclasses.astuple(self._step(depth, inputs)) for depth in depths]
+        slope = [later - earlier for earlier, later in zip(*steps[:2], strict=True)]
+        if (
+            len(steps) > 2
+        ):  # the first time: prove that a third block adds what the second one added
+            added = [later - earlier for earlier, later in zip(*steps[1:], strict=True)]
+            if added[:2] != slope[:2] or abs(added[2] - slope[2]) > 0.01 * max(slope[2], 1):
+                return None
+        more = self.count - depths[0]
+        return StepBytes(
+            *(first + more * rise for first, rise in zip(steps[0], slope, strict=True))
+        )
+
+
+def largest_that_fits(total: Callable[[int], int], limit: int, bound: int) -> int:
+    """The largest ``n`` in 1..bound with ``total(n) <= limit``, for a growing ``total``; 0: none.
+
+    Lines are drawn between known points, so that a nearly affine function takes few calls.
+    """
+    if total(1) > limit:
+        return 0
+    low, high = 1, 2
+    while high <= bound and total(high) <= limit:
+        rise = max(1, (total(high) - total(low)) // (high - low))
+        low, high = high, high + 1 + (limit - total(high)) // rise
+        if high > bound > low and total(bound) <= limit:
+            return bound
+    high = min(high, bound + 1)
+    turn = 0
+    while high - low > 1:
+        turn += 1
+        guess = (low + high) // 2
+        if turn % 3:
+            rise = max(1, (total(high) - total(low)) // (high - low))
+            guess = min(max(low + (limit - total(low)) // rise, low + 1), high - 1)
+        if total(guess) <= limit:
+            low = guess
+        else:
+            high = guess
+    return low
+
+
+def _footprint(standing: Standing, step: StepBytes) -> Footprint:
+    transient = max(0, step.peak - step.saved - step.weight_copies) + standing.dequantised
+    return Footprint(
+        standing.parameters, standing.gradients, standing.optimizer, step.saved, step.weight_copies, transient
+    )  # fmt: skip
+
+
+def predict_memory(
+    model: nn.Module,
+    config: PatchConfig,
+    make_inputs: MakeInputs,
+    *,
+    batch_size: int,
+    length: int | None = None,
+    optimizer: str = "adamw",
+    quantised: bool = False,
+    limit: int | None = None,
+    solve: str = "batch",
+) -> MemoryReport:
+    """Predict the peak of a training step from fake tensors, before and after a patch.
+
+    Args:
+        model: unpatched, also on the meta device; what trains is read from ``requires_grad``.
+        config: the patch.
+        make_inputs: makes inputs for a batch and a length.
+        optimizer, quantised: as in :func:`standing_bytes`.
+        limit: bytes; solve for the largest ``batch`` (at this length) or ``length`` (at this batch).
+
+    Raises:
+        ConfigError: an unknown optimizer, or ``solve="length"`` for a model that reads no tokens.
+        TraceError: the model cannot be run on fake tensors.
+    """
+    standing = standing_bytes(model, optimizer, quantised=quantised)
+    predictors = [_Predictor(model, which, make_inputs) for which in (None, config)]
+    if solve not in _LARGEST:
+        raise ConfigError(f"solve {solve!r} is none of {', '.join(_LARGEST)}")
+    bound = _positions(model) if solve == "length" else None
+    if solve == "length" and length is None:
+        raise ConfigError(
+            "the length can be solved for where a model reads tokens, and this reads none"
+        )
+    found: list[int | None] = [None, None]
+    if limit is not None:
+        for index, predictor in enumerate(predictors):
+
+            def total(size: int, predictor: _Predictor = predictor) -> int:
+                sizes = (size, length) if solve == "batch" else (batch_size, size)
+                return _footprint(standing, predictor.step(*sizes)).total
+
+            found[index] = largest_that_fits(total, limit, bound or _LARGEST[solve])
+    before, after = (_footprint(standing, p.step(batch_size, length)) for p in predictors)
+    return MemoryReport(
+        before, after, optimizer, batch_size, length, limit, solve, found[0], found[1], bound
+    )
+
+
+def _positions(model: Any) -> int | None:
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    config: Any = getattr(base, "config", None)
+    if hasattr(config, "get_text_config"):
+        config = config.get_text_config()
+    positions = getattr(config, "max_position_embeddings", None)
+    return int(positions) if isinstance(positions, int) and positions > 0 else None

@@ -1,0 +1,112 @@
+"""Bytes that stand for the whole of training: parameters, gradients, optimizer state. Arithmetic alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+from torch import Tensor, nn
+
+from lowmem_patch.errors import ConfigError
+
+__all__ = ["OPTIMIZERS", "Standing", "parse_bytes", "standing_bytes"]
+
+OPTIMIZERS = ("adamw", "adamw8bit", "sgd", "adafactor")
+# bitsandbytes: one float32 scale per 256 values of each 8-bit state; small tensors stay in 32 bits
+_STATE_BLOCK, _SMALLEST_8BIT = 256, 4096
+# QLoRA: 4 bits a weight, an 8-bit scale per 64 weights, a float32 scale per 256 of those scales
+_WEIGHT_BLOCK, _SCALE_BLOCK = 64, 256
+_UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
+          "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}  # fmt: skip
+
+
+def parse_bytes(text: str) -> int:
+    """``"24GiB"`` -> 25769803776; also MiB, GB (1000s), or plain bytes.
+
+    Raises:
+        ConfigError: it is no positive size.
+    """
+    number = text.strip().rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ ")
+    unit = text.strip()[len(number) :].strip().lower()
+    try:
+        size = float(number) * _UNITS[unit]
+    except (ValueError, KeyError):
+        size = 0.0
+    if not (math.isfinite(size) and size >= 1):
+        raise ConfigError(f"{text!r} is no size of memory: write it as 24GiB, 80GB or 900MiB")
+    return int(size)
+
+
+@dataclasses.dataclass(frozen=True)
+class Standing:
+    """Bytes that stay for the whole of training.
+
+    Attributes:
+        parameters: and buffers.
+        gradients: of what trains, in its dtype, kept between steps.
+        optimizer: its state.
+        dequantised: the largest quantised weight in the compute dtype (0 without quantisation).
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    dequantised: int = 0
+
+
+def _state_bytes(parameter: Tensor, optimizer: str) -> int:
+    count, width, shape = parameter.numel(), parameter.element_size(), parameter.shape
+    if optimizer == "adamw":  # two moments in the parameter's dtype
+        return 2 * count * width
+    if optimizer == "adamw8bit":
+        if count < _SMALLEST_8BIT:
+            return 2 * count * 4
+        return 2 * (count + -(-count // _STATE_BLOCK) * 4)
+    if optimizer == "adafactor":  # a row and a column of second moments
+        return (count // shape[-1] + count // shape[-2] if len(shape) > 1 else count) * width
+    return 0  # sgd without momentum
+
+
+def _quantised_bytes(count: int) -> int:
+    scales = -(-count // _WEIGHT_BLOCK)
+    return -(-count // 2) + scales + -(-scales // _SCALE_BLOCK) * 4
+
+
+def _packed_weights(model: Any) -> set[int]:
+    """Weights that QLoRA packs: of frozen Linears, but not of the model's head."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    get_head = getattr(base, "get_output_embeddings", None)
+    head = get_head() if get_head is not None else None
+    linears = [m for m in model.modules() if isinstance(m, nn.Linear) and m is not head]
+    tied = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    return {id(m.weight) for m in linears if not m.weight.requires_grad} - tied
+
+
+def standing_bytes(model: nn.Module, optimizer: str, *, quantised: bool = False) -> Standing:
+    """Parameters, gradients and optimizer state; works on the meta device.
+
+    Args:
+        optimizer: one of ``OPTIMIZERS``. ``adamw`` and ``adafactor`` are torch's, with state in the
+            parameters' dtype; ``adamw8bit`` is bitsandbytes'; ``sgd`` has no momentum.
+        quantised: count the frozen Linears of the base model in 4 bits, doubly quantised, as QLoRA.
+
+    Raises:
+        ConfigError: an unknown optimizer.
+    """
+    if optimizer not in OPTIMIZERS:
+        raise ConfigError(f"optimizer {optimizer!r} is none of {', '.join(OPTIMIZERS)}")
+    packed = _packed_weights(model) if quantised else set()
+    parameters = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
+    gradients = state = dequantised = 0
+    for parameter in model.parameters():
+        size = parameter.numel() * parameter.element_size()
+        if id(parameter) in packed:
+            parameters += _quantised_bytes(parameter.numel())
+            dequantised = max(dequantised, size)
+        else:
+            parameters += size
+        if parameter.requires_grad:
+            gradients += size
+            state += _state_bytes(parameter, optimizer)
+    return Standing(parameters, gradients, state, dequantised)

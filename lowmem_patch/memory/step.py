@@ -1,0 +1,136 @@
+"""One training step on fake tensors, with every storage counted from its birth to its death.
+
+That is the eager allocation of a real step, without data. Workspaces inside kernels, the CUDA context
+(about 0.5 GiB) and the allocator's fragmentation are not in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from lowmem_patch.errors import TraceError
+from lowmem_patch.patching.inputs import ExampleInputs
+from lowmem_patch.patching.trace import Shadow, trace_forward
+from lowmem_patch.saved import DispatchMode, storage_key
+
+__all__ = ["StepBytes", "run_step", "step_bytes"]
+
+
+@dataclasses.dataclass(frozen=True)
+class StepBytes:
+    """Bytes of one step above what stands: held after the forward, copies of weights, and the peak."""
+
+    saved: int
+    weight_copies: int
+    peak: int
+
+
+class _LiveBytes(DispatchMode):  # type: ignore[misc]  # a base without types
+    """Counts the storages that are made while it is on, until they die."""
+
+    def __init__(self, standing: set[int]) -> None:
+        super().__init__()
+        self.standing = standing
+        self.live: dict[int, tuple[int, Any]] = {}
+        self.now = 0
+        self.peak = 0
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        output = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, Tensor):
+                self._add(tensor)
+        return output
+
+    def _add(self, tensor: Tensor) -> None:
+        key = storage_key(tensor)
+        if key in self.live or key in self.standing:
+            return
+        storage = tensor.untyped_storage()
+        size = storage.nbytes()
+
+        def died(_reference: Any, key: int = key, size: int = size) -> None:
+            del self.live[key]
+            self.now -= size
+
+        self.live[key] = (size, weakref.ref(storage, died))
+        self.now += size
+        self.peak = max(self.peak, self.now)
+
+
+def _with_labels(model: Any, inputs: ExampleInputs) -> ExampleInputs:
+    """A language model gets labels, so that it makes its own loss."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    get_head = getattr(base, "get_output_embeddings", None)
+    tokens = inputs.kwargs.get("decoder_input_ids", inputs.kwargs.get("input_ids"))
+    takes = "labels" in inspect.signature(base.forward).parameters
+    if tokens is None or not takes or get_head is None or get_head() is None:
+        return inputs
+    return ExampleInputs(inputs.args, {**inputs.kwargs, "labels": tokens})
+
+
+def _backward(output: Any) -> None:
+    result = getattr(output, "loss", None)
+    if not isinstance(result, Tensor):
+        leaves = tree_leaves(dict(output) if hasattr(output, "keys") else output)
+        result = next(leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad)
+    torch.autograd.backward(result, torch.ones_like(result))
+
+
+def run_step(model: nn.Module, inputs: ExampleInputs) -> None:
+    """Forward, loss and backward; without a loss of the model's own the output's gradient is 1."""
+    inputs = _with_labels(model, inputs)
+    _backward(model(*inputs.args, **inputs.kwargs))
+
+
+def _peak(shadow: Shadow) -> int:
+    model, inputs = shadow.model, shadow.inputs
+    torch.clear_autocast_cache()
+    with contextlib.ExitStack() as contexts:
+        if shadow.mode is not None:
+            contexts.enter_context(shadow.mode)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        for parameter in trained:
+            parameter.grad = torch.empty_like(parameter)
+        gradients = [p.grad for p in trained if p.grad is not None]
+        standing = [*model.parameters(), *model.buffers(), *gradients]
+        standing += [t for t in tree_leaves((inputs.args, inputs.kwargs)) if isinstance(t, Tensor)]
+        live = contexts.enter_context(_LiveBytes({storage_key(tensor) for tensor in standing}))
+        contexts.enter_context(torch.enable_grad())
+        run_step(model, inputs)
+    for parameter in trained:
+        parameter.grad = None
+    torch.clear_autocast_cache()
+    return int(live.peak)
+
+
+def step_bytes(shadow: Shadow) -> StepBytes:
+    """Run the forward, then a whole step, of a shadow in training mode.
+
+    Raises:
+        TraceError: the forward or the backward fails.
+    """
+    shadow.model.train()
+    saved = trace_forward(shadow, structure=False).saved
+    try:
+        peak = _peak(shadow)
+    except (RuntimeError, NotImplementedError, TypeError, ValueError, StopIteration) as error:
+        raise TraceError(
+            f"a training step of {type(shadow.model).__name__} could not be run on fake tensors: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    return StepBytes(saved.activations, saved.weight_copies, peak)
