@@ -19,7 +19,7 @@ from zoo.table import write_table
 
 RESULTS = Path(__file__).parent / "results"
 # a worker is replaced after so many models: some leak
-MODELS_PER_WORKER = 12
+MODELS_PER_WORKER = 60
 
 
 def _file(name: str) -> Path:

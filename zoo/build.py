@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import re
 from typing import Any
 
 import torch
@@ -17,8 +16,8 @@ from zoo.shrink import shrunk_configs
 
 __all__ = ["Built", "CannotBuild", "CannotRun", "build_transformers", "randomise", "tensors_of"]
 
-LARGEST = 30_000_000  # parameters
-_STUCK = 3  # shrinks that fail alike before the others are not tried
+LARGEST = 20_000_000  # parameters
+_STUCK = 3  # kinds of shrinks that fail in the very same words before the others are not tried
 
 
 class CannotBuild(Exception):
@@ -98,7 +97,8 @@ def build_transformers(model_type: str) -> Built:
     except (LookupError, ImportError, AttributeError) as error:
         raise CannotBuild(f"{type(error).__name__}: {error}") from error
     refused: list[str] = []
-    built, stuck, last = False, 0, [""]
+    built = False
+    alike: dict[tuple[str, ...], set[str]] = {}
     for shrink, config in shrunk_configs(model_type, config_class):
         try:
             size = _size(model_class, config)
@@ -119,13 +119,12 @@ def build_transformers(model_type: str) -> Built:
         built = True
         before = len(refused)
         inputs = _runnable(model_type, model, shrink, refused)
-        causes = [_cause(text) for text in refused[before:]]
-        stuck = stuck + 1 if causes == last else 0
-        if stuck == _STUCK:
-            break  # no matter of size
-        last = causes
         if inputs is not None:
             return Built(model_type, model, inputs[1], shrink, inputs[0], parameters)
+        causes = tuple(text.partition(": ")[2] for text in refused[before:])
+        alike.setdefault(causes, set()).add(shrink.replace(",", " ").split()[0])
+        if len(alike[causes]) == _STUCK:
+            break  # no matter of size
     reason = refused[0] if refused else "no config can be made"
     raise (CannotRun if built else CannotBuild)(f"{model_class.__name__}: {reason}")
 
@@ -151,11 +150,6 @@ def _runnable(
     except Exception as error:
         refused.append(f"{shrink}: {_short(error)}")
     return None
-
-
-def _cause(text: str) -> str:
-    """A refusal without its shrink and its numbers."""
-    return re.sub(r"\d+", "#", text.partition(": ")[2])
 
 
 def _short(error: Exception) -> str:

@@ -26,6 +26,8 @@ def feeds(model_type: str, model: Any) -> Iterator[tuple[str, ExampleInputs]]:
         return
     try:
         made = make_example_inputs(model)
+        if any(_image_size_is_free(name, value) for name, value in made.kwargs.items()):
+            yield "package, smaller images", ExampleInputs((), _smaller(made.kwargs))
         yield "package", made
         if "use_cache" in inspect.signature(model.forward).parameters:
             yield "package, use_cache=False", ExampleInputs((), {**made.kwargs, "use_cache": False})
@@ -37,6 +39,15 @@ def feeds(model_type: str, model: Any) -> Iterator[tuple[str, ExampleInputs]]:
         yield "zoo", ExampleInputs((), kwargs)
     if last is not None:
         raise last
+
+
+def _image_size_is_free(name: str, value: Any) -> bool:
+    """Images of the default size, which convolutional models take in any size."""
+    return name == "pixel_values" and value.shape[-1] >= 224
+
+
+def _smaller(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {k: v[..., :64, :64].clone() if k == "pixel_values" else v for k, v in kwargs.items()}
 
 
 def _by_name(model: Any) -> Iterator[dict[str, Any]]:

@@ -34,7 +34,7 @@ _WIDTHS: tuple[Rule, ...] = (
     (r"n_group$|topk_group", 1),
     (r"n_shared_experts|num_shared_experts", 1),
     (r"experts?$|num_.*experts", 4),
-    (r"rope_head_dim", 8),
+    (r"rope_head_dim|rotary_dim", 8),
     (r"width_coefficient|depth_coefficient", 0.5),
     (r"head_dim|d_kv$|head_size$", 8),
     (r"rank$", 16),

@@ -14,7 +14,7 @@ from timm.models import _registry
 from torch import nn
 
 from lowmem_patch.patching.inputs import ExampleInputs
-from zoo.build import LARGEST, Built, CannotBuild, CannotRun, randomise, tensors_of
+from zoo.build import Built, CannotBuild, CannotRun, randomise, tensors_of
 
 __all__ = ["build_timm", "reload_timm", "variants"]
 
@@ -24,6 +24,7 @@ _SMALL = (
     "_s0", "_b0", "_0", "mini", "micro", "lite", "small", "_s", "050", "10", "12", "18", "26",
 )  # fmt: skip
 _PER_FAMILY = 2
+LARGEST = 30_000_000  # parameters
 # ways to make a model smaller, where its constructor knows them
 _SHRINKS: tuple[dict[str, Any], ...] = (
     {"img_size": 64, "depth": 2},
@@ -97,9 +98,9 @@ def build_timm(name: str) -> Built:
                 continue
             if outputs and all(bool(torch.isfinite(t).all()) for t in outputs):
                 parameters = sum(p.numel() for p in model.parameters())
-                model.zoo_arguments = {"name": name, **arguments}
+                model.zoo_arguments = {"model_name": name, **arguments}
                 return Built(f"timm/{name}", model, inputs, text, "zoo", parameters)
-    raise (CannotRun if built else CannotBuild)(refused[0] if refused else "nothing was tried")
+    raise (CannotRun if built else CannotBuild)(refused[-1] if refused else "nothing was tried")
 
 
 def _images(model: Any, arguments: dict[str, Any]) -> list[ExampleInputs]:

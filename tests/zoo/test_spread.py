@@ -1,0 +1,80 @@
+"""The fixed spread of architectures that every run judges; ``make zoo`` judges all of them.
+
+Each is here for a dataflow that the others lack.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+
+from zoo.result import Result
+from zoo.run import judge_timm, judge_transformers
+
+TRANSFORMERS = {
+    "llama": "gated MLP, RMSNorm without beta",
+    "gemma2": "1 + weight, sandwich norms",
+    "gpt2": "transposed weights",
+    "gpt_neox": "attention and MLP in parallel, two norms",
+    "falcon": "attention and MLP behind one norm",
+    "olmo2": "norms behind the blocks, norms of queries and keys",
+    "deepseek_v3": "low-rank attention with norms inside, routed experts",
+    "mixtral": "3-D expert weights",
+    "gpt_oss": "clamped interleaved experts",
+    "mamba2": "gated norm of two inputs",
+    "bert": "post-norm: nothing folds",
+    "albert": "one block for every layer",
+    "modernbert": "packed gate and up",
+    "t5": "cross-attention, RMSNorm of its own",
+    "bart": "post-norm encoder-decoder",
+    "whisper": "spectrograms, cross-attention",
+    "wav2vec2": "raw audio, GroupNorm among LayerNorms",
+    "swin": "window partition, patch merging",
+    "swinv2": "norms behind the blocks, functional Linears",
+    "convnext": "norms over channels, which are not last",
+    "segformer": "strided attention behind reshapes",
+    "clip": "two towers, QuickGELU",
+    "llava": "text alone of a multimodal model",
+    "big_bird": "replaces its own modules in the forward",
+}
+
+TIMM = {
+    "test_vit": "plain blocks",
+    "test_convnext": "LayerNorm over channels as a module",
+    "eva02_tiny_patch14_224": "SwiGLU, norms inside the attention",
+    "xcit_nano_12_p16_224": "attention over channels",
+    "swin_tiny_patch4_window7_224": "window partition",
+    "mvitv2_tiny": "pooled attention with norms of its own",
+    "gmlp_ti16_224": "gating by tokens",
+    "test_mambaout": "gated convolutions",
+}
+
+
+def passes(result: Result) -> None:
+    assert result.status == "judged", result.reason
+    assert not result.wrong, result.wrong
+    assert result.sites
+    assert result.patched
+    auto = result.presets["auto"]
+    assert "reload" in auto.errors or "fold" not in auto.strategies
+
+
+@pytest.mark.parametrize("model_type", TRANSFORMERS)
+def test_transformers(model_type: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of foreign code
+        passes(judge_transformers(model_type))
+
+
+@pytest.mark.parametrize("variant", TIMM)
+def test_timm(variant: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        passes(judge_timm(variant))
+
+
+def test_what_cannot_be_judged_says_why() -> None:
+    result = judge_transformers("bark")  # a model without a forward of its own
+    assert result.status == "not run"
+    assert "forward" in result.reason
