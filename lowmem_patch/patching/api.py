@@ -35,6 +35,7 @@ __all__ = ["patch_model", "patch_report", "plan_patch", "unpatch_model"]
 ConfigLike = str | Path | Mapping[str, Any] | PatchConfig
 ModelT = TypeVar("ModelT", bound=nn.Module)
 _RECORD = "_lowmem_patch_record"
+_NOT_COUNTED = "bytes after are counted by patch_model: planning runs no patched forward on data"
 
 
 @dataclasses.dataclass
@@ -113,7 +114,8 @@ def patch_model(
         if not report.saved_after:
             with preserved(model):
                 after = trace_forward(Shadow(model, inputs, None), structure=False)
-            report = dataclasses.replace(report, **_after(report, after))
+            notes = tuple(note for note in report.notes if note != _NOT_COUNTED)
+            report = dataclasses.replace(report, **_after(report, after), notes=notes)
     except Exception as error:  # whatever went wrong, the model must be put back first
         undo(model, applied)
         if isinstance(error, PatchError):
@@ -241,6 +243,7 @@ def _traced(
         shadow = Shadow(model, inputs, None)
         trace = trace_forward(shadow)
     notes.append(f"traced with data, since the forward cannot run without: {cause}")
+    notes.append(_NOT_COUNTED)
     return shadow, trace
 
 

@@ -135,13 +135,15 @@ class PatchReport:
         for row in rows:
             cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
             lines.append("  ".join([*cells, row[5]]).rstrip())
-        if self.saved_before:
+        if self.saved_before and self.saved_after:
             share = 100 * (1 - self.saved_after / self.saved_before)
             lines.append(
                 f"saved activation bytes: {self.saved_before:,} -> {self.saved_after:,} "
                 f"({share:.1f} % fewer) for {self.inputs}"
             )
-        if self.floor:
+        elif self.saved_before:
+            lines.append(f"saved activation bytes: {self.saved_before:,} before, for {self.inputs}")
+        if self.floor and self.saved_after:
             lines.append(f"floor: {self.floor:,} bytes; kept {self.above_floor:.3f} times that")
         lines.extend(self.notes)
         return "\n".join(lines)

@@ -146,6 +146,36 @@ def test_a_config_object_equals_its_mapping() -> None:
     assert net.norm is norm
 
 
+def test_the_last_norm_is_never_folded() -> None:
+    net = Toy(mlp)
+    net.leave = nn.Sequential(
+        nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)
+    )  # its reader is no output
+    sites = {site.name: site for site in plan_patch(net, FOLD, example_inputs=batch()).sites}
+    assert sites["norm"].strategy == "fold"
+    assert sites["last"].strategy == "share"
+    assert "last norm" in sites["last"].reason
+
+
+def test_a_model_that_needs_data_is_counted_when_it_is_patched() -> None:
+    def body(net: Any, x: Tensor) -> Tensor:
+        return mlp(net, x) if x.sum().item() else x
+
+    net = randomise(Toy(body))
+    values = {key: value.clone() for key, value in net.state_dict().items()}
+    plan = plan_patch(net, SHARE, example_inputs=batch())
+    assert "traced with data" in plan.notes[0]
+    assert plan.saved_after == 0
+    assert "fewer" not in str(plan)
+    assert all(torch.equal(values[key], value) for key, value in net.state_dict().items())
+    patch_model(net, SHARE, example_inputs=batch())
+    with saved_bytes(net) as saved:
+        output = net(batch())
+    del output
+    assert patch_report(net).saved_after == saved.activations > 0
+    assert "fewer" in str(patch_report(net))
+
+
 class OwnNorm(nn.Module):
     """A norm by behaviour alone; ``kind`` says which."""
 
