@@ -11,7 +11,7 @@ from lowmem_patch.patching.sites import PatchReport
 
 __all__ = ["plot_saved_bytes", "require_matplotlib"]
 
-_MIB = 2**20
+_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
 
 def require_matplotlib() -> Any:
@@ -28,7 +28,7 @@ def require_matplotlib() -> Any:
 
 
 def plot_saved_bytes(report: PatchReport, path: Path, title: str) -> None:
-    """Write the picture; the ending of ``path`` (png, svg, pdf) decides its format. Bytes in MiB.
+    """Write the picture; the ending of ``path`` (png, svg, pdf) decides its format.
 
     Raises:
         ConfigError: matplotlib is not installed, or the file cannot be written.
@@ -36,9 +36,11 @@ def plot_saved_bytes(report: PatchReport, path: Path, title: str) -> None:
     figure = require_matplotlib()(figsize=(7, 4.2), layout="constrained")
     axes = figure.subplots()
     bars = {"before": report.kinds.before, "after": report.kinds.after, "floor": report.kinds.floor}
+    largest = max(report.saved_before, report.saved_after, report.floor, 1)
+    unit, scale = next((pair for pair in _UNITS if largest >= pair[1]), ("bytes", 1))
     below = [0.0] * len(bars)
     for number, kind in enumerate(KINDS):
-        sizes = [column.get(kind, 0) / _MIB for column in bars.values()]
+        sizes = [column.get(kind, 0) / scale for column in bars.values()]
         if any(sizes):
             axes.barh(list(bars), sizes, left=below, label=kind, color=f"C{number}")
             below = [left + size for left, size in zip(below, sizes, strict=True)]
@@ -46,7 +48,7 @@ def plot_saved_bytes(report: PatchReport, path: Path, title: str) -> None:
         axes.text(total, row, f" {total:,.1f}", va="center")
     axes.invert_yaxis()
     axes.margins(x=0.15)
-    axes.set_xlabel("saved activation bytes, MiB")
+    axes.set_xlabel(f"saved activation bytes, {unit}")
     axes.set_title(title, fontsize="small", wrap=True)
     figure.legend(loc="outside lower center", ncols=3, frameon=False)
     try:

@@ -105,6 +105,7 @@ class _Counter:
         self.activations: dict[int, Tensor] = {}  # input, by the id of the output
         self.activation_modules: dict[int, str] = {}
         self.widths: dict[int, int] = {}  # narrowest read by a matmul, by the id of the root
+        self.specs: dict[object, NormSpec | str] = {}  # of equal modules
         self.items: dict[object, FloorItem] = {}
         self.attention: set[int] = set()  # keys of storages
 
@@ -165,7 +166,7 @@ class _Counter:
         if not names and call.outputs[0].shape == call.inputs[0].shape:
             return "activation" if match_activation(module) is not None else None
         if names and names <= {"weight", "bias"} and not isinstance(module, nn.Linear):
-            found = match_norm(module, call, self.trace)
+            found = match_norm(module, call, self.trace, self.specs)
             return "norm" if isinstance(found, NormSpec) else None
         return None
 

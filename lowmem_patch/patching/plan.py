@@ -79,6 +79,7 @@ class _Planner:
         self.trace = trace
         self.config = config
         self.patches: dict[str, NormPatch | ActivationPatch] = {}
+        self.specs: dict[object, NormSpec | str] = {}  # of equal modules
 
     def plan(self) -> Plan:
         calls: dict[str, list[Call]] = {}
@@ -114,7 +115,7 @@ class _Planner:
             if kind is not None:
                 return self._activation(name, kind, calls)
         if parameters <= {"weight", "bias"} and elementwise and not isinstance(module, nn.Linear):
-            spec = match_norm(module, calls[0], self.trace)
+            spec = match_norm(module, calls[0], self.trace, self.specs)
             if isinstance(spec, NormSpec):
                 return self._norm(name, spec, calls)
             if looks_like_norm(module):
