@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("triton")
 
 
+@pytest.mark.timeout(900)  # five hundred interpreted tests; a minute on an idle machine
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="already interpreted")
 def test_kernels_pass_the_same_tests_under_the_interpreter() -> None:
     folder = Path(__file__).parent
