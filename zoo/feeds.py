@@ -51,20 +51,136 @@ def _smaller(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _by_name(model: Any) -> Iterator[dict[str, Any]]:
-    """Rare arguments by their names, beside text or patches."""
+    """What the forward requires, by the names of its arguments; then all that can be made."""
     parameters = inspect.signature(model.forward).parameters
-    text = {"input_ids": torch.randint(3, 100, (2, 16))}
-    rare = {name: make(model) for name, make in _RARE.items() if name in parameters}
-    if rare:
-        yield rare
-        yield {**text, **rare} if "input_ids" in parameters else rare
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    required = [
+        name
+        for name, p in parameters.items()
+        if p.default is inspect.Parameter.empty and p.kind not in variadic
+    ]
+    for grids in (True, False):
+        made: dict[str, Any] = {}
+        for name in parameters:
+            maker = _PATCHES.get(name) if grids else None
+            value = (maker or _RARE.get(name, lambda _: None))(model)
+            if value is not None:
+                made[name] = value
+        if set(required) <= set(made):
+            if required:
+                yield {name: made[name] for name in required}
+            yield made
+            yield {name: value for name, value in made.items() if name not in _SPARE}
+
+
+def _number(model: Any, *names: str, default: int) -> int:
+    """The first of these numbers that the model's config or a part of it gives."""
+    configs = [model.config]
+    configs += [c for c in vars(model.config).values() if hasattr(c, "to_dict")]
+    for name in names:
+        for config in configs:
+            value = getattr(config, name, None)
+            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+                return value
+    return default
+
+
+def _tokens(model: Any) -> Tensor:
+    return torch.randint(3, min(100, _number(model, "vocab_size", default=100)), (2, 16))
+
+
+def _states(*names: str) -> Callable[[Any], Tensor]:
+    return lambda model: torch.randn(2, 16, _number(model, *names, default=32))
 
 
 def _boxes(model: Any) -> Tensor:
     corners = torch.randint(0, 10, (2, 16, 2))
-    return torch.cat((corners, corners + 5), -1)
+    points = _number(model, "dim_bbox", default=4) // 2
+    return torch.cat([corners + i for i in range(points)], -1)
 
 
-_RARE: dict[str, Callable[[Any], Any]] = {
-    "bbox": _boxes,
+def _image(model: Any) -> Tensor:
+    size = _number(model, "image_size", default=64)
+    return torch.randn(2, _number(model, "num_channels", default=3), size, size)
+
+
+def _image_pairs(model: Any) -> Tensor:
+    return torch.stack((_image(model), _image(model)), 1)
+
+
+def _patch_rows(model: Any) -> Tensor:
+    """Two images as rows of flattened patches, for models that read them with their grids."""
+    channels = _number(model, "in_channels", "num_channels", "in_chans", default=3)
+    side = _number(model, "patch_size", default=14)
+    depth = _number(model, "temporal_patch_size", default=1)
+    return torch.randn(2 * 16, channels * depth * side * side)
+
+
+def _grids(model: Any) -> Tensor:
+    return torch.tensor([[1, 4, 4], [1, 4, 4]])
+
+
+def _series(model: Any) -> Tensor:
+    length = _number(model, "context_length", default=16)
+    channels = _number(model, "num_input_channels", default=0)
+    # with lags, a model that lists its features reads that much more of the past
+    lags = max(getattr(model.config, "lags_sequence", None) or [0])
+    return torch.randn(2, length + lags, *([channels] if channels else []))
+
+
+def _time_features(model: Any) -> Tensor:
+    lags = max(getattr(model.config, "lags_sequence", None) or [0])
+    length = _number(model, "context_length", default=16) + lags
+    return torch.randn(2, length, _number(model, "num_time_features", default=1))
+
+
+def _future(model: Any) -> Tensor:
+    return torch.randn(2, _number(model, "prediction_length", default=8))
+
+
+def _future_features(model: Any) -> Tensor:
+    length = _number(model, "prediction_length", default=8)
+    return torch.randn(2, length, _number(model, "num_time_features", default=1))
+
+
+_PATCHES: dict[str, Callable[[Any], Any]] = {
+    "grid_thw": _grids,
+    "image_grid_thw": _grids,
+    "pixel_values": _patch_rows,
+    "hidden_states": _patch_rows,
 }
+_RARE: dict[str, Callable[[Any], Any]] = {
+    "input_ids": _tokens,
+    "decoder_input_ids": _tokens,
+    "qformer_input_ids": _tokens,
+    "bbox": _boxes,
+    "pixel_values": _image,
+    "hidden_states": _states("hidden_size", "d_model"),
+    "inputs_embeds": lambda model: None,
+    "query_embeds": _states("hidden_size"),
+    "encoder_hidden_states": _states("encoder_hidden_size", "hidden_size", "d_model"),
+    "visual_feats": lambda model: torch.randn(2, 5, _number(model, "visual_feat_dim", default=16)),
+    "visual_pos": lambda model: torch.rand(2, 5, _number(model, "visual_pos_dim", default=4)),
+    "past_values": _series,
+    "past_time_features": _time_features,
+    "past_observed_mask": lambda model: torch.ones_like(_series(model)),
+    "future_values": _future,
+    "future_time_features": _future_features,
+    "mm_token_type_ids": lambda model: torch.zeros(2, 16, dtype=torch.long),
+    "states": lambda model: torch.randn(2, 16, _number(model, "state_dim", default=17)),
+    "actions": lambda model: torch.randn(2, 16, _number(model, "act_dim", default=4)),
+    "rewards": lambda model: torch.randn(2, 16, 1),
+    "returns_to_go": lambda model: torch.randn(2, 16, 1),
+    "timesteps": lambda model: torch.arange(16).expand(2, 16),
+    "input_points": lambda model: torch.rand(2, 1, 2, 2),
+    "flattened_patches": lambda model: torch.cat(
+        (
+            torch.arange(1, 17).expand(2, 16)[..., None].float(),
+            torch.ones(2, 16, 1),
+            torch.randn(2, 16, _number(model, "patch_embed_hidden_size", default=768)),
+        ),
+        -1,
+    ),
+}
+# optional arguments that another one may replace or contradict
+_SPARE = frozenset(("hidden_states", "encoder_hidden_states", "decoder_input_ids"))

@@ -7,8 +7,30 @@ from typing import Any
 
 __all__ = ["FEEDS", "OVERRIDES"]
 
-# ``arguments`` go to the config's constructor, ``values`` are set after shrinking (dotted paths)
-OVERRIDES: dict[str, dict[str, Any]] = {}
+# sections of a multimodal rotary embedding that the class takes where the config names none
+_SECTIONS = {"rope": {"mrope_section": [8, 12, 12]}}
+_SECTIONED = (
+    "glm46v", "glm4v", "glm4v_text", "glm4v_moe", "glm4v_moe_text", "glm_image", "glm_image_text", "glm_ocr",
+    "glm_ocr_text", "glmga", "paddleocr_vl", "paddleocr_vl_text",
+)  # fmt: skip
+
+# ``arguments`` go to the config's constructor, ``rope`` into its rope_parameters, and ``values`` are set
+# after shrinking (dotted paths)
+OVERRIDES: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(_SECTIONED, _SECTIONS),
+    # a forecast needs its length
+    "autoformer": {"arguments": {"prediction_length": 8, "context_length": 16}},
+    "informer": {"arguments": {"prediction_length": 8, "context_length": 16}},
+    "time_series_transformer": {"arguments": {"prediction_length": 8, "context_length": 16}},
+    # the default maps no image token
+    "chameleon": {"arguments": {"vocabulary_map": {"<image>": 140}}},
+    "emu3": {"arguments": {"vocabulary_map": {"<image>": 140}}},
+    # an attention layer among the two that are left
+    "bamba": {"arguments": {"attn_layer_indices": [1]}},
+    # window of local attention, of which the default pads a short text with rows that see nothing
+    "longformer": {"arguments": {"attention_window": 8}},
+    "led": {"arguments": {"attention_window": 8}},
+}
 
 # keyword arguments of one forward, from the config
 FEEDS: dict[str, Callable[[Any], dict[str, Any]]] = {}

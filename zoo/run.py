@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import logging
 import os
 import resource
 import signal
@@ -93,8 +92,6 @@ def judge_name(name: str) -> Result:
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     transformers.logging.set_verbosity(50)
     transformers.logging.disable_progress_bar()
-    # each op that refuses fake tensors is logged, though the trace with data that follows is as good
-    logging.getLogger("torch._subclasses.fake_tensor").disabled = True
     if name.startswith("timm/"):
         return judge_timm(name.removeprefix("timm/"))
     return judge_transformers(name)

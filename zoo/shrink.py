@@ -7,7 +7,7 @@ tiny to the defaults; the first whose model builds and runs is taken.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from zoo.overrides import OVERRIDES
@@ -144,7 +144,11 @@ def _layer_types(values: dict[str, Any], depth: int = 2) -> None:
 
 
 def _construct(
-    config: Any, change: Callable[[str, Any], Any], taken: dict[str, int], small: bool
+    config: Any,
+    change: Callable[[str, Any], Any],
+    taken: dict[str, int],
+    small: bool,
+    given: Iterable[str],
 ) -> Any:
     """A new config of the same class from changed arguments, so that derived values are derived anew."""
     from transformers import PreTrainedConfig
@@ -153,21 +157,25 @@ def _construct(
     fields = type(config).__dataclass_fields__
     for name, value in _values(config).items():
         if isinstance(value, PreTrainedConfig):
-            arguments[name] = _construct(value, change, taken, small)
+            arguments[name] = _construct(value, change, taken, small, ())
             continue
         if name not in fields:
             continue
         default = fields[name].default
-        if default is not value and default != value:
+        if default is not value and default != value and name not in given:
             continue  # derived from others
         new = _special(name, _off(name, change(name, value)), taken, small)
-        if new is not value and new != value:
+        if name in given or (new is not value and new != value):
             arguments[name] = new
     return type(config)(**arguments)
 
 
 def _mutate(
-    config: Any, change: Callable[[str, Any], Any], taken: dict[str, int], small: bool
+    config: Any,
+    change: Callable[[str, Any], Any],
+    taken: dict[str, int],
+    small: bool,
+    given: Iterable[str],
 ) -> Any:
     """The same config object with changed attributes: derived values are shrunk by their own names."""
     from transformers import PreTrainedConfig
@@ -176,11 +184,14 @@ def _mutate(
     changed: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, PreTrainedConfig):
-            _mutate(value, change, taken, small)
+            _mutate(value, change, taken, small, ())
         else:
             changed[name] = _special(name, _off(name, change(name, value)), taken, small)
+    changed.update({name: values[name] for name in given if name in values})
     if small:
         _layer_types(changed)
+    if "head_dim" in changed and changed["head_dim"] is None:
+        changed["head_dim"] = changed["hidden_size"] // changed["num_attention_heads"]
     for name, value in changed.items():
         if value is not values[name]:
             try:
@@ -199,6 +210,28 @@ def _apply(config: Any, values: dict[str, Any]) -> None:
         setattr(owner, name, value)
 
 
+def _fit_rotary(config: Any, extra: dict[str, Any]) -> None:
+    """Sections of multimodal rotary embeddings must fill half a head."""
+    from transformers import PreTrainedConfig
+
+    values = _values(config)
+    for value in values.values():
+        if isinstance(value, PreTrainedConfig):
+            _fit_rotary(value, extra)
+    rope = values.get("rope_parameters")
+    if not isinstance(rope, dict):
+        return
+    rope.update(extra)
+    if "mrope_section" in rope:
+        heads = values.get("num_attention_heads") or 1
+        size = values.get("head_dim") or values["hidden_size"] // heads
+        half = int(size * (rope.get("partial_rotary_factor") or 1.0)) // 2
+        parts = len(rope["mrope_section"])
+        rope["mrope_section"] = [half - (half // parts) * (parts - 1)] + [half // parts] * (
+            parts - 1
+        )
+
+
 def shrunk_configs(model_type: str, config_class: Any) -> Iterator[tuple[str, Any]]:
     """Configs from the smallest to the default one, each with the name of its shrink.
 
@@ -209,7 +242,9 @@ def shrunk_configs(model_type: str, config_class: Any) -> Iterator[tuple[str, An
         small = "default" not in name and "own vocabulary" not in name
         for make in (_construct, _mutate):
             try:
-                config = make(config_class(**override.get("arguments", {})), change, {}, small)
+                given = override.get("arguments", {})
+                config = make(config_class(**given), change, {}, small, given)
+                _fit_rotary(config, override.get("rope", {}))
                 _apply(config, override.get("values", {}))
             except Exception:  # whatever a foreign config refuses: the next way may do
                 if name == "default" and make is _mutate:

@@ -7,10 +7,8 @@ run on fake tensors and the first that runs is taken: no architecture is known b
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import itertools
-import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +17,7 @@ from torch import Tensor, nn
 
 from lowmem_patch.errors import TraceError
 from lowmem_patch.patching.check import preserved
+from lowmem_patch.patching.fakes import running_fake
 from lowmem_patch.patching.inputs import ExampleInputs
 from lowmem_patch.patching.trace import make_shadow
 
@@ -116,24 +115,13 @@ def _first_that_runs(model: Any, candidates: list[ExampleInputs]) -> ExampleInpu
 def _run_fake(model: Any, inputs: ExampleInputs) -> None:
     shadow = make_shadow(model, inputs)
     assert shadow.mode is not None
-    with shadow.mode, torch.no_grad(), _quiet():
+    with running_fake(shadow.mode), torch.no_grad():
         shadow.model(*shadow.inputs.args, **shadow.inputs.kwargs)
 
 
 def _run_real(model: Any, inputs: ExampleInputs) -> None:
     with torch.no_grad(), preserved(model):
         model.eval()(*inputs.args, **inputs.kwargs)
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """torch logs each op that refuses fake tensors, which is what a try is for."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    disabled, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = disabled
 
 
 class _Maker:

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lowmem_patch.errors import TraceError
+from lowmem_patch.patching.fakes import running_fake
 from lowmem_patch.patching.inputs import ExampleInputs
 from lowmem_patch.rows import function_name
 from lowmem_patch.saved import SavedBytes, module_stack, saved_bytes
@@ -297,7 +298,7 @@ def trace_forward(shadow: Shadow, *, structure: bool = True) -> Trace:
         contexts.enter_context(_training(model))
         contexts.enter_context(torch.enable_grad())
         if shadow.mode is not None:
-            contexts.enter_context(shadow.mode)
+            contexts.enter_context(running_fake(shadow.mode))
         saved = contexts.enter_context(saved_bytes(model))
         if structure:
             stack = contexts.enter_context(module_stack(model))

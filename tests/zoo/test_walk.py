@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from torch import nn
+from torch import Tensor, nn
 
 from lowmem_patch import plan_patch
 from lowmem_patch.patching.inputs import ExampleInputs
@@ -70,6 +70,14 @@ def test_function_calls_are_named() -> None:
     assert note.startswith("2 norms or activations")
     assert "F.layer_norm in the model itself" in note
     assert "F.gelu in the model itself" in note
+
+
+def test_no_fake_tensor_stays_in_a_cache() -> None:
+    models.positions.cache_clear()
+    built = made(models.CachedTable)
+    plan_patch(built.model, "auto", example_inputs=built.inputs)
+    assert type(models.positions(16)) is Tensor
+    built.model(*built.inputs.args)
 
 
 def test_modules_are_not_named_as_function_calls() -> None:

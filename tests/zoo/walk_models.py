@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -241,6 +242,21 @@ class TiedEmbedding(Walk):
     def body(self, x: Tensor) -> Tensor:
         x = x + self.embedding(torch.arange(x.shape[1]) % WIDTH)
         return x + self.inner(self.norm(x))
+
+
+@functools.lru_cache
+def positions(length: int) -> Tensor:
+    return torch.linspace(0, 1, length * WIDTH).reshape(length, WIDTH)
+
+
+class CachedTable(Walk):
+    """DINOv3's habit: a table that one forward leaves for all others, and a trace must not."""
+
+    def build(self) -> None:
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def body(self, x: Tensor) -> Tensor:
+        return x + self.inner(self.norm(x + positions(x.shape[1])))
 
 
 class FunctionalCalls(Walk):
