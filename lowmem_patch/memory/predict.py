@@ -198,20 +198,21 @@ def largest_that_fits(total: Callable[[int], int], limit: int, bound: int) -> in
     """
     if total(1) > limit:
         return 0
-    low, high = 1, 2
+    low, high, step = 1, 2, 1
     while high <= bound and total(high) <= limit:
         rise = max(1, (total(high) - total(low)) // (high - low))
-        low, high = high, high + 1 + (limit - total(high)) // rise
+        step = max((limit - total(high)) // rise + 1, 2 * step)
+        low, high = high, high + step
         if high > bound > low and total(bound) <= limit:
             return bound
-    high = min(high, bound + 1)
-    turn = 0
+    high = min(high, bound if bound > low else bound + 1)  # what exceeds the limit, or the bound
+    lines = True
     while high - low > 1:
-        turn += 1
         guess = (low + high) // 2
-        if turn % 3:
+        if lines:
             rise = max(1, (total(high) - total(low)) // (high - low))
             guess = min(max(low + (limit - total(low)) // rise, low + 1), high - 1)
+        lines = not lines
         if total(guess) <= limit:
             low = guess
         else:
