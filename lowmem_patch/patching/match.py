@@ -118,6 +118,8 @@ def match_norm(
     size = x.shape[-1]
     if set(parameters) - {"weight", "bias"} or any(p.shape != (size,) for p in parameters.values()):
         return "does not normalise the last dimension alone"
+    if {name for name, _ in module.named_buffers()} & {"weight", "bias"}:
+        return "its weight or bias is a buffer and no parameter"
     if "forward" in module.__dict__:
         return "its forward is overridden on the instance"
     known = {} if known is None else known

@@ -21,6 +21,8 @@ EXPECTED: list[tuple[type[models.Walk], dict[str, tuple[str, str]]]] = [
     (models.SandwichNorm, {"norm": ("fold", ""), "after": ("keep", "nothing to gain")}),
     (models.PlusOneNorm, {"norm": ("fold", "")}),
     (models.NoWeight, {"norm": ("fold", "identity")}),
+    (models.WeightIsBuffer, {"norm": ("keep", "buffer")}),
+    (models.CachedTable, {"norm": ("fold", "")}),
     (models.GatedNorm, {"norm": ("fold", ""), "gated": ("keep", "more than one tensor")}),
     (
         models.OtherDimensions,

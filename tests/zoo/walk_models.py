@@ -125,6 +125,27 @@ class NoWeight(Walk):
         return x + self.inner(self.norm(x))
 
 
+class BufferNorm(nn.Module):
+    """Falcon-Mamba's: a weight that is a buffer, does nothing, and has another size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.eps = 1e-6
+        self.register_buffer("weight", torch.ones(2 * WIDTH), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+
+
+class WeightIsBuffer(Walk):
+    def build(self) -> None:
+        self.norm = BufferNorm()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def body(self, x: Tensor) -> Tensor:
+        return x + self.inner(self.norm(x))
+
+
 class GatedRMSNorm(nn.Module):
     """Mamba's norm: a second input gates the first before it is normalised."""
 
