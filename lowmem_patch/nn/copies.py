@@ -23,15 +23,20 @@ _COPY = "_lowmem_patch_copy"
 
 def attach_copy(tensor: Tensor, copy: Tensor) -> None:
     """Let Linears that read ``tensor`` under autocast find ``copy``, the same rounded."""
-    setattr(tensor, _COPY, copy)
+    setattr(tensor, _COPY, (copy, tensor._version))
 
 
 def use_copy(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """Forward pre-hook of a Linear: read the attached copy, which is what autocast would make."""
     if torch.compiler.is_compiling() or not args or not isinstance(args[0], Tensor):
         return None
-    copy = getattr(args[0], _COPY, None)
-    if copy is None or not needs_gradient(copy) or not torch.is_autocast_enabled(copy.device.type):
+    attached = getattr(args[0], _COPY, None)
+    if attached is None:
+        return None
+    copy, version = attached
+    if not needs_gradient(copy) or not torch.is_autocast_enabled(copy.device.type):
+        return None
+    if args[0]._version != version:  # a hook wrote into the wide tensor since
         return None
     return (Kept(copy), *args[1:])
 

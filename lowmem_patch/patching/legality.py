@@ -28,11 +28,11 @@ def has_data(tensor: Tensor) -> bool:
     return not tensor.is_meta and not isinstance(tensor, FakeTensor)
 
 
-def unfit_to_share(spec: NormSpec, gamma: Tensor | None, beta: Tensor | None) -> str | None:
+def unfit_to_share(weight_offset: float, gamma: Tensor | None, beta: Tensor | None) -> str | None:
     """Why z cannot be recovered from the output, looked at before anything is divided."""
     if gamma is None or not has_data(gamma):
         return None
-    factor = gamma.detach().double() + spec.weight_offset
+    factor = gamma.detach().double() + weight_offset
     size = factor.abs()
     if size.numel() == 0:
         return "its weight is empty (sharded?): patch before sharding"

@@ -152,7 +152,7 @@ class _Planner:
             return self._left(
                 name, spec.kind, "nothing to gain: no Linear keeps its output", consumers
             )
-        unfit = None if fold else unfit_to_share(spec, gamma, beta)
+        unfit = None if fold else unfit_to_share(spec.weight_offset, gamma, beta)
         if unfit is not None:
             cannot = f"cannot fold: {why_not}; " if choice == "fold" else ""
             return self._left(name, spec.kind, cannot + unfit, consumers)

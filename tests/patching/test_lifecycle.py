@@ -113,6 +113,21 @@ def test_unfolded_weights_are_refused_before_anything_is_loaded(make: Make) -> N
     assert torch.equal(model.lm_head.weight, folded["lm_head.weight"])
 
 
+def test_weights_that_cannot_be_divided_out_are_refused() -> None:
+    """Sharing recovers z from the output; with gamma near 0 its gradients would be wrong, silently."""
+    net = patch_model(Toy(gated), SHARE, example_inputs=batch())
+    state = {key: value.clone() for key, value in net.state_dict().items()}
+    state["norm.weight"][3] = 1e-20
+    state["leave.weight"] += 1
+    before = net.leave.weight.detach().clone()
+    with pytest.raises(PatchError, match=r"norm.weight does not fit .* too near 0"):
+        net.load_state_dict(state)
+    assert torch.equal(net.leave.weight, before)
+    unpatch_model(net).load_state_dict(state)
+    patch_model(net, SHARE, example_inputs=batch())
+    assert {site.name: site.strategy for site in patch_report(net).sites}["norm"] == "keep"
+
+
 def test_training_a_folded_model_and_unfolding_it(make: Make) -> None:
     inputs, model, plain = FAMILIES["llama"].inputs(), make("llama"), make("llama")
     patch_model(model, FOLD, example_inputs=inputs)

@@ -121,8 +121,7 @@ def test_backward_twice_through_a_kept_graph() -> None:
             torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["llama", "timm-vit"])
-@pytest.mark.parametrize("config", ["paper", "exact"])
+@pytest.mark.parametrize(("name", "config"), [("llama", "exact"), ("timm-vit", "paper")])
 def test_compiles_without_a_graph_break(name: str, config: str, make: Make) -> None:
     inputs, model = FAMILIES[name].inputs(), make(name)
     inputs.pop("attention_mask", None)  # transformers looks into a mask, which breaks its own graph
@@ -201,6 +200,24 @@ def test_hooks_that_change_activations(change: str, config: Any) -> None:
     torch.testing.assert_close(outputs[0], outputs[1], rtol=1e-4, atol=1e-5)
     for (name, ours), theirs in zip(patched.named_parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-3, atol=1e-5, msg=name)
+
+
+def test_hook_that_writes_into_what_has_a_narrow_copy() -> None:
+    def body(net: Any, x: Tensor) -> Tensor:
+        h = net.norm(x)
+        return net.down(net.act(net.up(h))) + h
+
+    def hook(module: nn.Module, args: Any, output: Any) -> None:
+        with torch.no_grad():
+            output.mul_(2.0)
+
+    patched, twin, _ = patched_twin(Toy(body), "exact")
+    outputs = []
+    for model in (patched, twin):
+        model.norm.register_forward_hook(hook)
+        with torch.autocast("cpu", torch.bfloat16):
+            outputs.append(model(batch()))
+    torch.testing.assert_close(outputs[0], outputs[1], rtol=0.03, atol=0.03)
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=["fold", "share"])
