@@ -59,8 +59,13 @@ def activate(x: Tensor, kind: ActivationKind, out_dtype: torch.dtype | None = No
     return y if out_dtype is None else y.to(out_dtype)
 
 
-def activate_backward(dy: Tensor, x: Tensor, kind: ActivationKind) -> Tensor:
-    """dx = dy * h'(x), shape and dtype of ``x``; torch's own formulas."""
+def activate_backward(
+    dy: Tensor, x: Tensor, kind: ActivationKind, hidden: Tensor | None = None
+) -> Tensor:
+    """dx = dy * h'(x), shape and dtype of ``x``; torch's own formulas.
+
+    ``hidden``, where given, is overwritten with h(x); it may be ``dy`` itself.
+    """
     dy = dy.to(x.dtype)
     dx: Tensor
     match kind:
@@ -75,6 +80,8 @@ def activate_backward(dy: Tensor, x: Tensor, kind: ActivationKind) -> Tensor:
             dtype = _arithmetic_dtype(x.dtype)
             scaled = QUICK_GELU_SCALE * x.to(dtype)
             dx = torch.ops.aten.silu_backward(dy.to(dtype), scaled).to(x.dtype)
+    if hidden is not None:
+        hidden.copy_(activate(x, kind))
     return dx
 
 
@@ -119,13 +126,18 @@ def glu_forward(
 
 
 def glu_backward(
-    dy: Tensor, gate: Tensor, up: Tensor, kind: ActivationKind
+    dy: Tensor, gate: Tensor, up: Tensor, kind: ActivationKind, hidden: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """d_gate = dy * up * h'(gate) and d_up = dy * h(gate), contiguous, each in its input's dtype."""
+    """d_gate = dy * up * h'(gate) and d_up = dy * h(gate), contiguous, each in its input's dtype.
+
+    ``hidden``, where given, is overwritten with h(gate) * up; it may be ``dy`` itself.
+    """
     dtype = _arithmetic_dtype(torch.promote_types(gate.dtype, up.dtype))
     wide_dy, wide_gate = dy.to(dtype), gate.to(dtype)
     d_gate = activate_backward(wide_dy * up.to(dtype), wide_gate, kind).to(gate.dtype)
     d_up = (wide_dy * activate(wide_gate, kind)).to(up.dtype)
+    if hidden is not None:
+        hidden.copy_(activate(gate, kind) * up)
     return d_gate.contiguous(), d_up.contiguous()
 
 

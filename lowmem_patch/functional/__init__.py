@@ -9,7 +9,7 @@ from lowmem_patch.constants import ActivationKind
 from lowmem_patch.functional._implementation import Implementation
 from lowmem_patch.functional.activations import activation, glu
 from lowmem_patch.functional.codes import codes_activation, regelu2, requickgelu2, resilu2
-from lowmem_patch.functional.linear import activation_linear, kept_linear
+from lowmem_patch.functional.linear import LowRank, activation_linear, kept_linear
 from lowmem_patch.functional.norm_pair import ms_norm_pair
 from lowmem_patch.functional.norms import ms_layer_norm, ms_rms_norm
 from lowmem_patch.functional.packing import pack_bool, unpack_bool
@@ -17,6 +17,7 @@ from lowmem_patch.functional.packing import pack_bool, unpack_bool
 __all__ = [
     "ActivationKind",
     "Implementation",
+    "LowRank",
     "activation",
     "activation_linear",
     "codes_activation",

@@ -2,6 +2,7 @@
 
 y = h(gate) up:  d_gate = dy up h'(gate),  d_up = dy h(gate).  Saved: gate and up.
 y = h(x):        dx = dy h'(x).                                Saved: x.
+The backward can write y again as well, for a weight's gradient, in the place of dy if asked to.
 Inputs are read in place through their row stride (halves of a packed projection); outputs are
 contiguous. Contiguous tensors are one long row.
 """
@@ -63,6 +64,7 @@ def _backward_kernel(
     up_ptr,
     dx_ptr,
     d_up_ptr,
+    hidden_ptr,
     blocks_per_row,
     columns,
     dy_stride,
@@ -70,6 +72,7 @@ def _backward_kernel(
     up_stride,
     KIND: tl.constexpr,
     GATED: tl.constexpr,
+    HIDDEN: tl.constexpr,
     PRECISE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -83,7 +86,11 @@ def _backward_kernel(
     if GATED:
         d_up = (dy * y).to(d_up_ptr.dtype.element_ty)
         tl.store(d_up_ptr + row * columns + column, d_up, mask=mask)
-        dy *= tl.load(up_ptr + row * up_stride + column, mask=mask, other=0.0).to(tl.float32)
+        up = tl.load(up_ptr + row * up_stride + column, mask=mask, other=0.0).to(tl.float32)
+        dy *= up
+        y *= up
+    if HIDDEN:  # behind the last use of dy, whose place it may take
+        tl.store(hidden_ptr + row * columns + column, y.to(hidden_ptr.dtype.element_ty), mask=mask)
     tl.store(dx_ptr + row * columns + column, (dy * slope).to(dx_ptr.dtype.element_ty), mask=mask)
 
 
@@ -101,8 +108,16 @@ def _forward_launch(kind: ActivationKind, gated: bool, precise: bool, coarse: bo
 
 
 @cache
-def _backward_launch(kind: ActivationKind, gated: bool, precise: bool) -> Launch:
-    return Launch(_backward_kernel, NUM_WARPS, KIND=kind, GATED=gated, PRECISE=precise, BLOCK=BLOCK)
+def _backward_launch(kind: ActivationKind, gated: bool, hidden: bool, precise: bool) -> Launch:
+    return Launch(
+        _backward_kernel,
+        NUM_WARPS,
+        KIND=kind,
+        GATED=gated,
+        HIDDEN=hidden,
+        PRECISE=precise,
+        BLOCK=BLOCK,
+    )
 
 
 def _forward(x: Tensor, up: Tensor | None, kind: ActivationKind, out_dtype: torch.dtype) -> Tensor:
@@ -124,7 +139,7 @@ def _forward(x: Tensor, up: Tensor | None, kind: ActivationKind, out_dtype: torc
 
 
 def _backward(
-    dy: Tensor, x: Tensor, up: Tensor | None, kind: ActivationKind
+    dy: Tensor, x: Tensor, up: Tensor | None, kind: ActivationKind, hidden: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     d_up = None if up is None else torch.empty(up.shape, dtype=up.dtype, device=x.device)
@@ -133,10 +148,11 @@ def _backward(
     given = (dy, x) if up is None else (dy, x, up)
     tensors, strides, rows, columns = common_rows(*given)
     blocks_per_row = -(-columns // BLOCK)
-    precise = x.dtype == torch.float32 or (up is not None and up.dtype == torch.float32)
-    _backward_launch(kind, up is not None, precise)(
+    results = [dx if t is None else t for t in (d_up, hidden)]  # an absent one is never written
+    precise = any(t is not None and t.dtype == torch.float32 for t in (x, up, hidden))
+    _backward_launch(kind, up is not None, hidden is not None, precise)(
         (rows * blocks_per_row, 1, 1),
-        (tensors[0], tensors[1], tensors[-1], dx, dx if d_up is None else d_up),
+        (tensors[0], tensors[1], tensors[-1], dx, *results),
         (blocks_per_row,),
         (columns, strides[0], strides[1], strides[-1]),
     )
@@ -148,9 +164,11 @@ def activate(x: Tensor, kind: ActivationKind, out_dtype: torch.dtype | None = No
     return _forward(x, None, kind, x.dtype if out_dtype is None else out_dtype)
 
 
-def activate_backward(dy: Tensor, x: Tensor, kind: ActivationKind) -> Tensor:
-    """dx = dy * h'(x), contiguous, dtype of ``x``."""
-    return _backward(dy, x, None, kind)[0]
+def activate_backward(
+    dy: Tensor, x: Tensor, kind: ActivationKind, hidden: Tensor | None = None
+) -> Tensor:
+    """dx = dy * h'(x), contiguous, dtype of ``x``; h(x) into ``hidden`` (contiguous, may be ``dy``)."""
+    return _backward(dy, x, None, kind, hidden)[0]
 
 
 def glu_forward(
@@ -163,9 +181,12 @@ def glu_forward(
 
 
 def glu_backward(
-    dy: Tensor, gate: Tensor, up: Tensor, kind: ActivationKind
+    dy: Tensor, gate: Tensor, up: Tensor, kind: ActivationKind, hidden: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """d_gate = dy * up * h'(gate) and d_up = dy * h(gate), contiguous."""
-    d_gate, d_up = _backward(dy, gate, up, kind)
+    """d_gate = dy * up * h'(gate) and d_up = dy * h(gate), contiguous.
+
+    h(gate) * up goes into ``hidden``, where given (contiguous, may be ``dy``).
+    """
+    d_gate, d_up = _backward(dy, gate, up, kind, hidden)
     assert d_up is not None
     return d_gate, d_up

@@ -1,6 +1,6 @@
 """One copy of a Linear's input: casts of it wait or are shared, so that autograd keeps one tensor.
 
-All are forward pre-hooks, so neither the Linear nor the adapter layer is replaced.
+All are forward hooks, so neither the Linear nor the adapter layer is replaced.
 """
 
 from __future__ import annotations
@@ -10,10 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowmem_patch.nn.deferred import Deferred, Kept, needs_gradient
+from lowmem_patch.nn.adapters import AdapterInput, runs_one_product
+from lowmem_patch.nn.deferred import Deferred, needs_gradient
+from lowmem_patch.nn.deferred_ops import Kept
 
 __all__ = [
-    "attach_copy", "is_own_hook", "keep_input", "lower_input", "release_input", "use_copy", "use_value",
+    "attach_copy", "give_value", "is_own_hook", "keep_input", "lower_input", "release_input", "use_copy",
+    "use_value",
 ]  # fmt: skip
 
 
@@ -41,18 +44,36 @@ def use_copy(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None
     return (Kept(copy), *args[1:])
 
 
-def keep_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+def keep_input(layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """Forward pre-hook of an adapter layer: its input becomes :class:`Kept`."""
-    if args and isinstance(args[0], Tensor) and needs_gradient(args[0]):
-        return (Kept(args[0]), *args[1:])
-    return None
+    return _adapter_input(layer, args, lowers=False)
 
 
-def lower_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+def lower_input(layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """As :func:`keep_input`, and the adapter computes in the input's dtype."""
-    if args and isinstance(args[0], Tensor) and needs_gradient(args[0]):
-        return (Kept(args[0], lowers=True), *args[1:])
-    return None
+    return _adapter_input(layer, args, lowers=True)
+
+
+def _adapter_input(
+    layer: nn.Module, args: tuple[Any, ...], *, lowers: bool
+) -> tuple[Any, ...] | None:
+    if not args:
+        return None
+    x = args[0]
+    # of an input that needs no gradient (the first block's) the adapter would keep a cast as well
+    if isinstance(x, Tensor) and torch.is_grad_enabled() and x.is_floating_point():
+        x = Kept(x, lowers)
+    if not isinstance(x, Deferred):
+        return None
+    # a compiler fuses the steps itself
+    if not torch.compiler.is_compiling() and runs_one_product(layer):
+        x = AdapterInput(x, layer)
+    return (x, *args[1:])
+
+
+def give_value(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    """Forward hook of an adapter layer: what leaves it is a tensor, whatever its forward did."""
+    return output.value() if isinstance(output, Deferred) else None
 
 
 def use_value(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
@@ -64,11 +85,12 @@ def use_value(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | Non
 
 def is_own_hook(hook: Any) -> bool:
     """Whether a hook is one of these, and not a user's."""
-    return hook in (keep_input, lower_input, use_copy, use_value)
+    return hook in (keep_input, lower_input, use_copy, use_value, give_value)
 
 
 def release_input(module: nn.Module) -> None:
     """Take these hooks off again."""
-    for key, hook in list(module._forward_pre_hooks.items()):
-        if is_own_hook(hook):
-            del module._forward_pre_hooks[key]
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for key, hook in list(hooks.items()):
+            if is_own_hook(hook):
+                del hooks[key]

@@ -19,16 +19,23 @@ loudly on it and never reads a pre-activation by mistake.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowmem_patch.functional import ActivationKind, activation, activation_linear, glu, kept_linear
+from lowmem_patch.functional import LowRank, kept_linear
 from lowmem_patch.rows import function_name, moves_rows
 
-__all__ = ["Deferred", "DeferredActivation", "DeferredNorm", "Kept", "needs_gradient"]
+__all__ = [
+    "Deferred",
+    "DeferredCast",
+    "Lowered",
+    "Projection",
+    "needs_gradient",
+    "value_of",
+]
 
 _METADATA = frozenset(
     ("shape", "dtype", "device", "ndim", "layout", "is_cuda", "requires_grad", "names")
@@ -36,6 +43,14 @@ _METADATA = frozenset(
 _METADATA_METHODS = frozenset(
     ("size", "dim", "numel", "ndimension", "is_floating_point", "element_size")
 )
+
+
+class Projection(NamedTuple):
+    """What a value is multiplied with: a Linear's weight and bias, and the adapter beside it."""
+
+    weight: Tensor
+    bias: Tensor | None
+    adapter: LowRank | None = None
 
 
 class Deferred:
@@ -55,6 +70,7 @@ class Deferred:
         self.dtype = dtype
         self.lowers = lowers
         self._value: Tensor | None = None
+        self._alone: Tensor | None = None
         self._version = 0
         self._spoiled = False
 
@@ -64,15 +80,15 @@ class Deferred:
     def moved(self, sources: tuple[Tensor, ...]) -> Deferred:
         raise NotImplementedError
 
-    def linear(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Any:
-        """``F.linear`` computed in ``dtype``, keeping as little as possible."""
+    def linear(self, to: Projection, dtype: torch.dtype) -> Any:
+        """The projection computed in ``dtype``, keeping as little as possible."""
         raise NotImplementedError
 
     def times(self, other: Any) -> Any:
-        return self.value() * _value_of(other)
+        return self.value() * value_of(other)
 
     def plus(self, other: Any) -> Any:
-        return self.value() + _value_of(other)
+        return self.value() + value_of(other)
 
     def value(self) -> Tensor:
         """The tensor that this stands for, computed once."""
@@ -84,6 +100,15 @@ class Deferred:
             if not torch.compiler.is_compiling():
                 self._version = self._value._version
         return self._value
+
+    def value_alone(self) -> Tensor:
+        """The same without a gradient, for ops that take the gradient to the sources themselves."""
+        if self._value is not None:
+            return self._value.detach()
+        if self._alone is None:
+            with torch.no_grad():
+                self._alone = self.compute()
+        return self._alone
 
     @property
     def written(self) -> bool:
@@ -115,9 +140,7 @@ class Deferred:
         if function_name(func) in ("add", "__add__", "__radd__") and len(args) == 2 and not kwargs:
             left, right = args
             return left.plus(right) if isinstance(left, Deferred) else right.plus(left)
-        return func(
-            *(_value_of(a) for a in args), **{key: _value_of(v) for key, v in kwargs.items()}
-        )
+        return func(*(value_of(a) for a in args), **{key: value_of(v) for key, v in kwargs.items()})
 
     def _known(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -150,10 +173,10 @@ class Deferred:
         if self.written:
             return F.linear(self.value(), weight, bias)
         if torch.is_autocast_enabled(device):
-            return self.linear(weight, bias, torch.get_autocast_dtype(device))
+            return self.linear(Projection(weight, bias), torch.get_autocast_dtype(device))
         if weight.dtype != self.dtype:
             return F.linear(self.value(), weight, bias)  # torch's own error for mixed dtypes
-        return self.linear(weight, bias, self.dtype)
+        return self.linear(Projection(weight, bias), self.dtype)
 
     def _move(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The deferred op behind a row move, or None when ``func`` is none."""
@@ -188,7 +211,7 @@ class Deferred:
         return f"{type(self).__name__}(shape={tuple(self.sources[0].shape)}, dtype={self.dtype})"
 
     def __len__(self) -> int:
-        return len(self.sources[0])
+        return int(self.shape[0])
 
     def __mul__(self, other: Any) -> Any:
         return self.times(other)
@@ -208,17 +231,17 @@ _MOVES = frozenset(
 )  # fmt: skip
 
 
-def _value_of(item: Any) -> Any:
+def value_of(item: Any) -> Any:
     if isinstance(item, Deferred):
         return item.value()
     if isinstance(item, (tuple, list)) and any(isinstance(i, Deferred) for i in item):
-        return type(item)(_value_of(i) for i in item)
+        return type(item)(value_of(i) for i in item)
     return item
 
 
 def _operator(name: str) -> Callable[..., Any]:
     def apply(self: Deferred, *others: Any) -> Any:
-        return getattr(self.value(), name)(*(_value_of(other) for other in others))
+        return getattr(self.value(), name)(*(value_of(other) for other in others))
 
     return apply
 
@@ -243,83 +266,6 @@ def _only_dtype(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | 
     return given[0] if len(given) == 1 and isinstance(given[0], torch.dtype) else None
 
 
-class DeferredActivation(Deferred):
-    """``act(x)`` or, with two sources, ``act(gate) * up``; elementwise, gradients exact.
-
-    Autograd keeps the sources; the value is recomputed from them where a weight gradient needs it.
-    """
-
-    def __init__(
-        self, sources: tuple[Tensor, ...], kind: ActivationKind, lowers: bool = False
-    ) -> None:
-        dtype = sources[0].dtype
-        for other in sources[1:]:
-            dtype = torch.promote_types(dtype, other.dtype)
-        super().__init__(sources, dtype, lowers)
-        self.kind = kind
-
-    def compute(self) -> Tensor:
-        if len(self.sources) == 1:
-            return activation(self.sources[0], self.kind)
-        return glu(self.sources[0], self.sources[1], self.kind)
-
-    def moved(self, sources: tuple[Tensor, ...]) -> Deferred:
-        return DeferredActivation(sources, self.kind, self.lowers)
-
-    def times(self, other: Any) -> Any:
-        gates = (
-            len(self.sources) == 1
-            and isinstance(other, Tensor)
-            and other.shape == self.sources[0].shape
-        )
-        if gates and self._value is None and other.is_floating_point():
-            return DeferredActivation((self.sources[0], other), self.kind, self.lowers)
-        return self.value() * _value_of(other)
-
-    def linear(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-        return activation_linear(self.value(), self.sources, weight, bias, self.kind, dtype)
-
-
-class Kept(Deferred):
-    """A tensor that autograd keeps anyway, so that casts of it need not be kept as well."""
-
-    def __init__(self, tensor: Tensor, lowers: bool = False) -> None:
-        super().__init__((tensor,), tensor.dtype, lowers)
-
-    def compute(self) -> Tensor:
-        return self.sources[0]
-
-    def moved(self, sources: tuple[Tensor, ...]) -> Deferred:
-        return Kept(sources[0], self.lowers)
-
-    def linear(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-        value = self.value()
-        if value.dtype == weight.dtype == dtype:
-            return F.linear(value, weight, bias)
-        return kept_linear(value, weight, bias, dtype)
-
-
-class DeferredNorm(Kept):
-    """A norm that waits behind row moves, so that it and its Linear keep one tensor between them."""
-
-    def __init__(
-        self,
-        source: Tensor,
-        dtype: torch.dtype,
-        norm: Callable[[Tensor], Tensor],
-        lowers: bool = False,
-    ) -> None:
-        super().__init__(source, lowers)
-        self.dtype = dtype
-        self.norm = norm
-
-    def compute(self) -> Tensor:
-        return self.norm(self.sources[0])
-
-    def moved(self, sources: tuple[Tensor, ...]) -> Deferred:
-        return DeferredNorm(sources[0], self.dtype, self.norm, self.lowers)
-
-
 class DeferredCast(Deferred):
     """Another deferred op in another floating dtype."""
 
@@ -333,13 +279,14 @@ class DeferredCast(Deferred):
     def moved(self, sources: tuple[Tensor, ...]) -> Deferred:
         return DeferredCast(self.parent.moved(sources), self.dtype)
 
-    def linear(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Any:
+    def linear(self, to: Projection, dtype: torch.dtype) -> Any:
         if self.parent.written:
-            return F.linear(self.value(), weight, bias)
+            return F.linear(self.value(), to.weight, to.bias)
         narrow = self.parent.dtype
         if self.lowers and dtype == self.dtype and narrow.itemsize < dtype.itemsize:
-            return Lowered(self.parent.linear(weight, bias, narrow), dtype)
-        return self.parent.linear(weight, bias, dtype)
+            result = self.parent.linear(to, narrow)
+            return Lowered(result, dtype) if isinstance(result, Tensor) else result.seen_in(dtype)
+        return self.parent.linear(to, dtype)
 
 
 class Lowered(Deferred):
@@ -358,11 +305,11 @@ class Lowered(Deferred):
     def moved(self, sources: tuple[Tensor, ...]) -> Deferred:
         return Lowered(sources[0], self.dtype)
 
-    def linear(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Any:
+    def linear(self, to: Projection, dtype: torch.dtype) -> Any:
         tensor = self.sources[0]
-        if dtype != self.dtype:
-            return kept_linear(tensor, weight, bias, dtype)
-        return Lowered(kept_linear(tensor, weight, bias, tensor.dtype), dtype)
+        narrow = tensor.dtype if dtype == self.dtype else dtype
+        y = kept_linear(tensor, to.weight, to.bias, narrow)
+        return Lowered(y, dtype) if dtype == self.dtype else y
 
     def times(self, other: Any) -> Any:
         if isinstance(other, (int, float)):

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from lowmem_patch.errors import PatchError, UnfoldedWeightsError
 from lowmem_patch.functional import ms_layer_norm, ms_norm_pair, ms_rms_norm
 from lowmem_patch.nn.copies import attach_copy
-from lowmem_patch.nn.deferred import DeferredNorm, Kept, needs_gradient
+from lowmem_patch.nn.deferred import needs_gradient
+from lowmem_patch.nn.deferred_ops import DeferredNorm, Kept
 
 __all__ = ["MSLayerNorm", "MSNorm", "MSRMSNorm"]
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from lowmem_patch.functional import ActivationKind, activation
-from lowmem_patch.nn.deferred import Deferred, DeferredActivation, needs_gradient
+from lowmem_patch.nn.deferred import Deferred, needs_gradient
+from lowmem_patch.nn.deferred_ops import DeferredActivation
 
 __all__ = ["RecomputedActivation"]
 

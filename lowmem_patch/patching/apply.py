@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from lowmem_patch.errors import PatchError
 from lowmem_patch.nn.activations import CodesActivation
 from lowmem_patch.nn.copies import (
+    give_value,
     keep_input,
     lower_input,
     release_input,
@@ -138,6 +139,7 @@ def _copy_readers(plan: Plan) -> list[str]:
 
 def _keep_one_input(layer: nn.Module, applied: Applied, lowers: bool) -> None:
     layer.register_forward_pre_hook(lower_input if lowers else keep_input)
+    layer.register_forward_hook(give_value)
     applied.hooked.append(layer)
     base = layer.base_layer
     if isinstance(base, nn.Module) and type(base) is not nn.Linear:

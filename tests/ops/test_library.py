@@ -58,11 +58,25 @@ def operator_samples() -> Iterator[tuple[str, tuple[Any, ...]]]:
     y, rstd, vector = torch.randn(4, 6), torch.rand(4), torch.randn(6)
     flags = (0.0, True, torch.float32, True, True, True, R)
     yield "norm_backward", (y, y.clone(), rstd, vector, vector.clone(), *flags)
-    hidden, source, weight = randn(2, 3, 6), torch.randn(2, 3, 6), randn(5, 6)
-    yield "activation_linear", (hidden, source, None, weight, randn(5), "gelu", torch.float32, R)
-    dtypes = (torch.float32, torch.float32, torch.float32)
-    dy, frozen = torch.randn(2, 3, 5), torch.randn(5, 6)
-    yield "activation_linear_backward", (dy, source, source * 2, frozen, "silu", *dtypes, R)
+    hidden, source, weight = torch.randn(2, 3, 6), randn(2, 3, 6), randn(5, 6)
+    rest = (1.0, "gelu", torch.float32, R)
+    yield "activation_linear", (hidden, source, None, weight, randn(5), None, None, *rest)
+    adapter = (randn(2, 6), randn(5, 2), 0.5)
+    frozen = (torch.randn(5, 6), None)
+    yield (
+        "activation_linear",
+        (hidden, source, randn(2, 3, 6), *frozen, *adapter, "silu", torch.float32, R),
+    )
+    source, dy, low = torch.randn(2, 3, 6), torch.randn(2, 3, 5), torch.randn(6, 2)
+    dtypes = (torch.float32,) * 4
+    weights = (torch.randn(5, 6), torch.randn(2, 6), torch.randn(5, 2))
+    every = [True] * 5
+    tail = (torch.float32, every, *dtypes, R)
+    yield (
+        "activation_linear_backward",
+        (dy, source, source * 2, *weights, low, 0.5, "silu", *tail),
+    )
+    yield "activation_linear_backward", (dy, source, None, *weights, low, 0.5, "identity", *tail)
     yield "pack_bool", (torch.rand(3, 5) > 0.5,)
     yield "unpack_bool", (torch.zeros(2, dtype=torch.uint8), [3, 5])
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lowmem_patch import reference
 from lowmem_patch.constants import ACTIVATION_KINDS
-from lowmem_patch.functional import activation, activation_linear, glu
+from lowmem_patch.functional import LowRank, activation, activation_linear, glu
 from lowmem_patch.functional.linear import kept_linear
 from tests.ops.conftest import INTERPRETED, Backend
 from tests.ops.helpers import assert_within_budget, saved_storages, storage_of
@@ -32,9 +32,10 @@ def plain(sources: tuple[Tensor, ...], kind: str) -> Tensor:
 
 
 def ours(sources: tuple[Tensor, ...], kind: str, backend: Backend) -> Tensor:
-    if len(sources) == 2:
-        return glu(*sources, kind, implementation=backend.implementation)
-    return activation(sources[0], kind, implementation=backend.implementation)
+    with torch.no_grad():
+        if len(sources) == 2:
+            return glu(*sources, kind, implementation=backend.implementation)
+        return activation(sources[0], kind, implementation=backend.implementation)
 
 
 @pytest.mark.parametrize("kind", ACTIVATION_KINDS)
@@ -84,16 +85,90 @@ def test_float32_bits_are_those_of_linear(
     sources = tuple(torch.randn(shape) for _ in range(2 if gated else 1))
     weight = torch.randn(OUT, FEATURES, requires_grad=True)
     bias = torch.randn(OUT, requires_grad=True) if with_bias else None
-    hidden = plain(sources, kind).requires_grad_()
-    inputs = (hidden, weight) if bias is None else (hidden, weight, bias)
-    y = activation_linear(hidden, sources, weight, bias, kind)
-    exact = F.linear(hidden, weight, bias)
+    sources = tuple(source.requires_grad_() for source in sources)
+    # torch has no kernel for QuickGELU, whose eager backward rounds elsewhere
+    inputs = (
+        *(() if kind == "quick_gelu" else sources),
+        weight,
+        *(() if bias is None else (bias,)),
+    )
+    y = activation_linear(plain(sources, kind).detach(), sources, weight, bias, kind)
+    exact = F.linear(plain(sources, kind), weight, bias)
     dy = torch.randn_like(y)
     assert torch.equal(y, exact)
     for mine, true in zip(
         torch.autograd.grad(y, inputs, dy), torch.autograd.grad(exact, inputs, dy), strict=True
     ):
         assert torch.equal(mine, true)
+
+
+def make_adapter(device: str, dtype: torch.dtype, rank: int = 3) -> LowRank:
+    down = torch.randn(rank, FEATURES).to(device, dtype).requires_grad_()
+    return LowRank(down, torch.randn(OUT, rank).to(device, dtype).requires_grad_(), 0.7)
+
+
+def with_adapter(hidden: Tensor, weight: Tensor, bias: Tensor, adapter: LowRank) -> Tensor:
+    added = F.linear(F.linear(hidden, adapter.down), adapter.up) * adapter.scale
+    return F.linear(hidden, weight, bias) + added
+
+
+@pytest.mark.parametrize("form", ["identity", "activation", "gated"])
+@pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "trained"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gradients_with_an_adapter(
+    backend: Backend, form: str, frozen: bool, dtype: torch.dtype
+) -> None:
+    sources = make_sources(form == "gated", backend.device, dtype)
+    weight = torch.randn(OUT, FEATURES).to(backend.device, dtype).requires_grad_(not frozen)
+    bias = torch.randn(OUT).to(backend.device, dtype).requires_grad_(not frozen)
+    adapter = make_adapter(backend.device, dtype)
+    inputs = tuple(t for t in (*sources, weight, bias, adapter.down, adapter.up) if t.requires_grad)
+
+    def hidden_of(tensors: tuple[Tensor, ...]) -> Tensor:
+        return tensors[0] if form == "identity" else plain(tensors, "gelu")
+
+    def run() -> Tensor:
+        if form == "identity":
+            return kept_linear(sources[0], weight, bias, dtype, adapter)
+        hidden = ours(sources, "gelu", backend)
+        return activation_linear(
+            hidden,
+            sources,
+            weight,
+            bias,
+            "gelu",
+            None,
+            adapter,
+            implementation=backend.implementation,
+        )
+
+    y, saved = saved_storages(run)
+    kept = {storage_of(t) for t in (*sources, weight, adapter.down, adapter.up)}
+    low = 6 * 3 * y.element_size()  # x A^T, smaller than any of the others
+    assert kept < set(saved) and sum(saved[s] for s in set(saved) - kept) == low
+    theirs = with_adapter(hidden_of(sources), weight, bias, adapter)
+    wide = [t.detach().double().requires_grad_() for t in (*sources, weight, bias, *adapter[:2])]
+    wide_adapter = LowRank(wide[-2], wide[-1], adapter.scale)
+    exact = with_adapter(hidden_of(tuple(wide[:-4])), wide[-4], wide[-3], wide_adapter)
+    terms = with_adapter(
+        hidden_of(tuple(wide[:-4])).abs(), wide[-4].abs(), wide[-3].abs(),
+        LowRank(wide[-2].abs(), wide[-1].abs(), adapter.scale),
+    ).detach()  # fmt: skip
+    unit = torch.finfo(dtype).eps
+    assert_within_budget(y, theirs, exact.detach(), unit * terms)
+    dy = torch.randn_like(y)
+    wide_inputs = [
+        w
+        for w, t in zip(wide, (*sources, weight, bias, *adapter[:2]), strict=True)
+        if t.requires_grad
+    ]
+    for mine, other, true in zip(
+        torch.autograd.grad(y, inputs, dy),
+        torch.autograd.grad(theirs, inputs, dy),
+        torch.autograd.grad(exact, wide_inputs, dy.double()),
+        strict=True,
+    ):
+        assert_within_budget(mine, other, true, unit * true.abs().max())
 
 
 @pytest.mark.parametrize("gated", [False, True])
@@ -113,18 +188,18 @@ def test_hidden_is_not_kept(backend: Backend, gated: bool) -> None:
     assert set(saved) == {storage_of(t) for t in (*sources, weight)}
 
 
-@pytest.mark.parametrize("needs", ["hidden", "weight", "bias"])
+@pytest.mark.parametrize("needs", ["source", "weight", "bias"])
 def test_only_what_is_needed_is_saved_and_computed(backend: Backend, needs: str) -> None:
     (source,) = (t.detach() for t in make_sources(False, backend.device))
     tensors = {
-        "hidden": plain((source,), "silu"),
+        "source": source,
         "weight": torch.randn(OUT, FEATURES, device=backend.device),
         "bias": torch.randn(OUT, device=backend.device),
     }
     tensors[needs].requires_grad_()
     y, saved = saved_storages(
         lambda: activation_linear(
-            tensors["hidden"],
+            plain((source,), "silu").detach(),
             (source,),
             tensors["weight"],
             tensors["bias"],
@@ -132,7 +207,7 @@ def test_only_what_is_needed_is_saved_and_computed(backend: Backend, needs: str)
             implementation=backend.implementation,
         )
     )
-    kept = {"hidden": [tensors["weight"]], "weight": [source], "bias": []}[needs]
+    kept = {"source": [source, tensors["weight"]], "weight": [source], "bias": []}[needs]
     assert set(saved) == {storage_of(t) for t in kept}
     y.sum().backward()
     assert [name for name, t in tensors.items() if t.grad is not None] == [needs]
@@ -220,5 +295,7 @@ def test_errors_name_the_shapes() -> None:
         activation_linear(x, (x[:, :3],), weight, None, "gelu")
     with pytest.raises(ValueError, match=r"\(4, 3\) for \(2, 4\)"):
         activation_linear(x, (x,), weight.t(), None, "gelu")
+    with pytest.raises(ValueError, match=r"\(2, 4\) and \(3, 5\)"):
+        kept_linear(x, weight, None, x.dtype, LowRank(torch.randn(2, 4), torch.randn(3, 5), 1.0))
     with pytest.raises(TypeError, match="give compute_dtype"):
         activation_linear(x, (x,), weight.bfloat16(), None, "gelu")

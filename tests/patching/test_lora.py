@@ -212,3 +212,54 @@ def test_several_adapters_and_disabling_them(make: Make) -> None:
     with patched.disable_adapter(), model.disable_adapter():
         one, two = (run(m, inputs, MODES["fp32"], backward=False) for m in (patched, model))
     torch.testing.assert_close(one.outputs[0], two.outputs[0], rtol=1e-5, atol=1e-5)
+
+
+def ops_behind(tensor: torch.Tensor) -> set[str]:
+    """Names of the autograd nodes from which ``tensor`` was computed."""
+    names, pending = set(), [tensor.grad_fn]
+    while pending:
+        node = pending.pop()
+        if node is not None:
+            names.add(node.name())
+            pending.extend(parent for parent, _ in node.next_functions)
+    return names
+
+
+def test_base_and_adapter_are_one_op(make: Make) -> None:
+    """No product, scale or sum of its own; a hook on the base layer gets its output and ends that."""
+    family = FAMILIES["llama"]
+    inputs = family.inputs()
+    model = adapt(make("llama"), family.linears, lora_alpha=3)
+    patched = patch_model(copy.deepcopy(model), "exact", example_inputs=inputs)
+    layer = patched.get_submodule("base_model.model.model.layers.0.mlp.down_proj")
+    seen: list[torch.Tensor] = []
+    layer.register_forward_hook(lambda module, args, output: seen.append(output))
+    x = torch.randn(2, 3, layer.base_layer.in_features, requires_grad=True)
+    assert ops_behind(layer(x)) == {"_ActivationLinearBackward", "torch::autograd::AccumulateGrad"}
+    assert type(seen[0]) is torch.Tensor
+    plain = layer.base_layer(x) + layer.lora_B["default"](layer.lora_A["default"](x)) * 1.5
+    torch.testing.assert_close(seen[0], plain)
+    outputs: list[torch.Tensor] = []
+    layer.base_layer.register_forward_hook(lambda module, args, output: outputs.append(output))
+    y = layer(x)
+    torch.testing.assert_close(outputs[0], layer.base_layer(x))  # not added to in place
+    torch.testing.assert_close(y, plain)
+
+
+@pytest.mark.parametrize("mode_name", ["fp32", "autocast"])
+def test_two_adapters_at_once_and_a_mixed_batch(mode_name: str, make: Make) -> None:
+    family, mode = FAMILIES["llama"], MODES[mode_name]
+    inputs = family.inputs()
+    model = adapt(make("llama"), family.linears)
+    model.add_adapter("second", LoraConfig(r=3, target_modules=["q_proj", "down_proj"]))
+    randomise(model)
+    with torch.autocast("cpu", torch.bfloat16, enabled=mode.autocast is not None):
+        patched = patch_model(copy.deepcopy(model), "exact", example_inputs=inputs)
+    for one in (model, patched):
+        one.base_model.set_adapter(["default", "second"])
+    assert_same_step(patched, model, inputs, mode)
+    rows = len(inputs["input_ids"])
+    names = {"adapter_names": ["default", "second", "__base__"][:rows]}
+    with torch.autocast("cpu", torch.bfloat16, enabled=mode.autocast is not None):
+        ours, theirs = (one.eval()(**inputs, **names)[0] for one in (patched, model))
+    torch.testing.assert_close(ours, theirs, rtol=0.02, atol=0.02)

@@ -1,0 +1,155 @@
+"""A LoRA layer's base Linear and adapter as one op, found as the layer's own forward runs.
+
+PEFT computes ``base(x) + B(A(x)) * scale`` in eager steps: two more passes over the output for the
+product, two for the scale, three for the sum, and in backward three more over the input's gradient.
+Here each step only notes what it was asked for, and the sum computes all of it
+(`lowmem_patch.functional.linear`). A step that is not of this form (dropout, a variant such as DoRA, a
+second adapter) asks for the value, and gets it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lowmem_patch.functional import LowRank, kept_linear
+from lowmem_patch.nn.deferred import Deferred, Projection
+from lowmem_patch.rows import function_name
+
+__all__ = ["AdapterInput", "runs_one_product"]
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def runs_one_product(layer: nn.Module) -> bool:
+    """Whether this forward of a LoRA layer is one base Linear plus products that add to it."""
+    base = layer.base_layer
+    return (
+        type(base) is nn.Linear
+        and not layer.disable_adapters
+        and not layer.merged
+        and not any(getattr(base, hooks) for hooks in _HOOKS)
+    )
+
+
+class AdapterInput(Deferred):
+    """The input of a LoRA layer: it tells the layer's own weights from others."""
+
+    def __init__(self, parent: Deferred, layer: Any) -> None:
+        super().__init__(parent.sources, parent.dtype, parent.lowers)
+        self.parent = parent
+        self.layer = layer
+
+    @property
+    def written(self) -> bool:
+        return super().written or self.parent.written
+
+    def compute(self) -> Tensor:
+        return self.parent.value()
+
+    def moved(self, sources: tuple[Tensor, ...]) -> Deferred:
+        return self.parent.moved(sources)
+
+    def linear(self, to: Projection, dtype: torch.dtype) -> Any:
+        if to.weight is self.layer.base_layer.weight:
+            return _BaseProduct(self.parent, to, dtype)
+        if to.bias is None and any(to.weight is a.weight for a in self.layer.lora_A.values()):
+            return _Down(self.parent, to.weight, dtype)
+        return self.parent.linear(to, dtype)
+
+
+class _Product(Deferred):
+    """Base of the products, whose shape is not that of their source."""
+
+    def __init__(self, parent: Deferred, dtype: torch.dtype) -> None:
+        super().__init__((), dtype, parent.lowers)
+        self.parent = parent
+
+    def _known(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return super()._known(func, args, kwargs) if function_name(func) == "linear" else None
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("shape", "device", "ndim", "layout", "is_cuda", "requires_grad", "names"):
+            return getattr(self.value(), name)
+        return super().__getattr__(name)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(dtype={self.dtype})"
+
+
+class _BaseProduct(_Product):
+    """The base Linear's output, which waits for the adapter."""
+
+    def __init__(self, parent: Deferred, to: Projection, dtype: torch.dtype) -> None:
+        super().__init__(parent, dtype)
+        self.to_output = to
+
+    def compute(self) -> Tensor:
+        y: Tensor = self.parent.linear(self.to_output, self.dtype)
+        return y
+
+    def linear(self, to: Projection, dtype: torch.dtype) -> Any:
+        return F.linear(self.value(), to.weight, to.bias)
+
+    def plus(self, other: Any) -> Any:
+        one = isinstance(other, _Up) and other.parent is self.parent and other.narrow == self.dtype
+        if not one or self._value is not None:
+            return super().plus(other)
+        return self.parent.linear(self.to_output._replace(adapter=other.adapter), self.dtype)
+
+
+class _Down(_Product):
+    """x A^T, on its way to B."""
+
+    def __init__(self, parent: Deferred, down: Tensor, narrow: torch.dtype) -> None:
+        super().__init__(parent, narrow)
+        self.down = down
+        self.narrow = narrow
+
+    def seen_in(self, dtype: torch.dtype) -> _Down:
+        """The same, computed in the narrow dtype where unpatched code holds this one."""
+        self.dtype = dtype
+        return self
+
+    def compute(self) -> Tensor:
+        y: Tensor = self.parent.linear(Projection(self.down, None), self.narrow)
+        return y.to(self.dtype)
+
+    def linear(self, to: Projection, dtype: torch.dtype) -> Any:
+        if to.bias is None and dtype == self.dtype:
+            return _Up(self, LowRank(self.down, to.weight, 1.0))
+        return F.linear(self.value(), to.weight, to.bias)
+
+
+class _Up(_Product):
+    """s x A^T B^T, on its way to the base Linear's output."""
+
+    def __init__(self, source: _Down, adapter: LowRank) -> None:
+        super().__init__(source.parent, source.dtype)
+        self.source = source
+        self.narrow = source.narrow
+        self.adapter = adapter
+
+    def compute(self) -> Tensor:
+        return self._product().to(self.dtype)
+
+    def _product(self) -> Tensor:
+        low: Tensor = self.parent.linear(Projection(self.adapter.down, None), self.narrow)
+        product = kept_linear(low, self.adapter.up, None, self.narrow)
+        return product if self.adapter.scale == 1.0 else product * self.adapter.scale
+
+    def linear(self, to: Projection, dtype: torch.dtype) -> Any:
+        return F.linear(self.value(), to.weight, to.bias)
+
+    def times(self, other: Any) -> Any:
+        if not isinstance(other, (int, float)):
+            return super().times(other)
+        return _Up(self.source, self.adapter._replace(scale=self.adapter.scale * other))
+
+    def plus(self, other: Any) -> Any:
+        if isinstance(other, Tensor) and other.dtype == self.narrow:
+            return other + self._product()
+        return super().plus(other)

@@ -1,0 +1,99 @@
+"""The deferred ops: an activation, a gated product, a norm behind row moves, a tensor kept anyway."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lowmem_patch.functional import ActivationKind, activation, activation_linear, glu, kept_linear
+from lowmem_patch.nn.deferred import Deferred, Projection, value_of
+
+__all__ = ["DeferredActivation", "DeferredNorm", "Kept"]
+
+
+class DeferredActivation(Deferred):
+    """``act(x)`` or, with two sources, ``act(gate) * up``; elementwise, gradients exact.
+
+    Autograd keeps the sources; the value is recomputed from them where a weight gradient needs it.
+    """
+
+    def __init__(
+        self, sources: tuple[Tensor, ...], kind: ActivationKind, lowers: bool = False
+    ) -> None:
+        dtype = sources[0].dtype
+        for other in sources[1:]:
+            dtype = torch.promote_types(dtype, other.dtype)
+        super().__init__(sources, dtype, lowers)
+        self.kind = kind
+
+    def compute(self) -> Tensor:
+        if len(self.sources) == 1:
+            return activation(self.sources[0], self.kind)
+        return glu(self.sources[0], self.sources[1], self.kind)
+
+    def moved(self, sources: tuple[Tensor, ...]) -> Deferred:
+        return DeferredActivation(sources, self.kind, self.lowers)
+
+    def times(self, other: Any) -> Any:
+        gates = (
+            len(self.sources) == 1
+            and isinstance(other, Tensor)
+            and other.shape == self.sources[0].shape
+        )
+        if gates and self._value is None and other.is_floating_point():
+            return DeferredActivation((self.sources[0], other), self.kind, self.lowers)
+        return self.value() * value_of(other)
+
+    def linear(self, to: Projection, dtype: torch.dtype) -> Tensor:
+        hidden = self.value_alone()
+        return activation_linear(
+            hidden, self.sources, to.weight, to.bias, self.kind, dtype, to.adapter
+        )
+
+
+class Kept(Deferred):
+    """A tensor that autograd keeps anyway, so that casts of it need not be kept as well."""
+
+    def __init__(self, tensor: Tensor, lowers: bool = False) -> None:
+        super().__init__((tensor,), tensor.dtype, lowers)
+
+    def compute(self) -> Tensor:
+        return self.sources[0]
+
+    def moved(self, sources: tuple[Tensor, ...]) -> Deferred:
+        return Kept(sources[0], self.lowers)
+
+    def linear(self, to: Projection, dtype: torch.dtype) -> Tensor:
+        value = self.value()
+        # torch's own node costs less time; under autocast it keeps a narrow copy of a weight, which only
+        # one that trains is worth
+        if to.adapter is None and value.dtype == dtype:
+            casts = to.weight.requires_grad and torch.is_autocast_enabled(value.device.type)
+            if to.weight.dtype == dtype or casts:
+                return F.linear(value, to.weight, to.bias)
+        return kept_linear(value, to.weight, to.bias, dtype, to.adapter)
+
+
+class DeferredNorm(Kept):
+    """A norm that waits behind row moves, so that it and its Linear keep one tensor between them."""
+
+    def __init__(
+        self,
+        source: Tensor,
+        dtype: torch.dtype,
+        norm: Callable[[Tensor], Tensor],
+        lowers: bool = False,
+    ) -> None:
+        super().__init__(source, lowers)
+        self.dtype = dtype
+        self.norm = norm
+
+    def compute(self) -> Tensor:
+        return self.norm(self.sources[0])
+
+    def moved(self, sources: tuple[Tensor, ...]) -> Deferred:
+        return DeferredNorm(sources[0], self.dtype, self.norm, self.lowers)
