@@ -43,16 +43,20 @@ def use_copy(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None
 
 def keep_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """Forward pre-hook of an adapter layer: its input becomes :class:`Kept`."""
-    if args and isinstance(args[0], Tensor) and needs_gradient(args[0]):
-        return (Kept(args[0]), *args[1:])
-    return None
+    return (Kept(args[0]), *args[1:]) if _is_kept(args) else None
 
 
 def lower_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """As :func:`keep_input`, and the adapter computes in the input's dtype."""
-    if args and isinstance(args[0], Tensor) and needs_gradient(args[0]):
-        return (Kept(args[0], lowers=True), *args[1:])
-    return None
+    return (Kept(args[0], lowers=True), *args[1:]) if _is_kept(args) else None
+
+
+def _is_kept(args: tuple[Any, ...]) -> bool:
+    """Whether an adapter that trains would keep the input; it need not have a gradient itself, as the
+    first block's has none."""
+    if not args or not isinstance(args[0], Tensor):
+        return False
+    return torch.is_grad_enabled() and args[0].is_floating_point()
 
 
 def use_value(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
