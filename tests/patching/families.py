@@ -129,7 +129,13 @@ def _t5() -> nn.Module:
 
 def _gpt2() -> nn.Module:
     config = GPT2Config(
-        vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=32, bos_token_id=0, eos_token_id=0
+        vocab_size=64,
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        n_positions=32,
+        bos_token_id=0,
+        eos_token_id=0,
     )  # with its dropouts
     return GPT2LMHeadModel(config)
 
