@@ -137,10 +137,6 @@ CASES = {
 }  # fmt: skip
 
 
-# adapters in float32 on a bf16 model
-CASTS_OF_FIRST_INPUT = ("LLaMA-7B LoRA all, PEFT defaults", "Llama-3-8B GQA LoRA all")
-
-
 def example(model: Any) -> ExampleInputs:
     if hasattr(model, "get_base_model"):
         model = model.get_base_model()
@@ -160,10 +156,7 @@ def planned(name: str) -> PatchReport:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_saved_bytes_reach_the_floor(name: str, request: pytest.FixtureRequest) -> None:
-    if name in CASTS_OF_FIRST_INPUT:
-        reason = "adapters of the first block, whose input needs no gradient, keep casts of it"
-        request.applymarker(pytest.mark.xfail(reason=reason))
+def test_saved_bytes_reach_the_floor(name: str) -> None:
     case, report = CASES[name], planned(name)
     share = report.saved_after / report.saved_before
     print(f"{name}: {report.above_floor:.4f} of the floor, {share:.1%} of unpatched")

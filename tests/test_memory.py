@@ -114,7 +114,8 @@ def real_peak(model: nn.Module, inputs: ExampleInputs) -> int:
         run_step(model, inputs)
     events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
     sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
-    return max(itertools.accumulate(sizes))
+    given = sum(t.numel() * t.element_size() for t in inputs.kwargs.values())
+    return given + max(itertools.accumulate(sizes))
 
 
 @pytest.mark.filterwarnings("ignore:.*profil")
@@ -127,7 +128,8 @@ def test_peak_of_a_step_is_the_real_one(preset: str | None, attention: str) -> N
     run_step(model, inputs)  # what is made once (tables, caches) belongs to no step
     model.zero_grad()
     found = step_bytes(make_shadow(model, inputs))
-    assert found.peak == pytest.approx(real_peak(model, inputs), rel=0.005)
+    # but for a few scalars, whose order of birth and death is the allocator's
+    assert abs(found.peak - real_peak(model, inputs)) <= 100
     assert 0 < found.saved < found.peak and found.weight_copies == 0
 
 

@@ -26,7 +26,13 @@ __all__ = ["StepBytes", "run_step", "step_bytes"]
 
 @dataclasses.dataclass(frozen=True)
 class StepBytes:
-    """Bytes of one step above what stands: held after the forward, copies of weights, and the peak."""
+    """Bytes of one step, inputs among them, above what stands.
+
+    Attributes:
+        saved: activations that autograd holds after the forward.
+        weight_copies: low-precision copies of weights that it holds.
+        peak: the largest sum of everything alive at one time.
+    """
 
     saved: int
     weight_copies: int
@@ -53,10 +59,10 @@ class _LiveBytes(DispatchMode):  # type: ignore[misc]  # a base without types
         output = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(output):
             if isinstance(tensor, Tensor):
-                self._add(tensor)
+                self.add(tensor)
         return output
 
-    def _add(self, tensor: Tensor) -> None:
+    def add(self, tensor: Tensor) -> None:
         key = storage_key(tensor)
         if key in self.live or key in self.standing:
             return
@@ -108,8 +114,10 @@ def _peak(shadow: Shadow) -> int:
             parameter.grad = torch.empty_like(parameter)
         gradients = [p.grad for p in trained if p.grad is not None]
         standing = [*model.parameters(), *model.buffers(), *gradients]
-        standing += [t for t in tree_leaves((inputs.args, inputs.kwargs)) if isinstance(t, Tensor)]
         live = contexts.enter_context(_LiveBytes({storage_key(tensor) for tensor in standing}))
+        for tensor in tree_leaves((inputs.args, inputs.kwargs)):
+            if isinstance(tensor, Tensor):
+                live.add(tensor)
         contexts.enter_context(torch.enable_grad())
         run_step(model, inputs)
     for parameter in trained:

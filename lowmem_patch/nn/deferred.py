@@ -126,18 +126,21 @@ class Deferred:
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        first = args[0] if args else None
+        first, name = args[0] if args else None, function_name(func)
+        if name == "addmm" and len(args) == 3 and not kwargs and isinstance(args[1], Deferred):
+            bias, hidden, weight = args  # GPT-2's Conv1D: a Linear whose weight lies transposed
+            if isinstance(bias, Tensor) and bias.dim() == 1 and isinstance(weight, Tensor):
+                return hidden._linear(weight.t(), bias)
         if isinstance(first, Deferred):
-            name = function_name(func)
             if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
                 first._spoiled = True  # written in place
             known = first._known(func, args, kwargs)
             if known is not None:
                 return known
-        if function_name(func) in ("mul", "__mul__", "__rmul__") and len(args) == 2 and not kwargs:
+        if name in ("mul", "__mul__", "__rmul__") and len(args) == 2 and not kwargs:
             left, right = args
             return left.times(right) if isinstance(left, Deferred) else right.times(left)
-        if function_name(func) in ("add", "__add__", "__radd__") and len(args) == 2 and not kwargs:
+        if name in ("add", "__add__", "__radd__") and len(args) == 2 and not kwargs:
             left, right = args
             return left.plus(right) if isinstance(left, Deferred) else right.plus(left)
         return func(*(value_of(a) for a in args), **{key: value_of(v) for key, v in kwargs.items()})

@@ -13,10 +13,18 @@ from transformers import (
     BertModel,
     GemmaConfig,
     GemmaForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
     RobertaConfig,
     RobertaModel,
     SwinConfig,
@@ -119,6 +127,19 @@ def _t5() -> nn.Module:
     return T5ForConditionalGeneration(config)
 
 
+def _gpt2() -> nn.Module:
+    config = GPT2Config(
+        vocab_size=64,
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        n_positions=32,
+        bos_token_id=0,
+        eos_token_id=0,
+    )  # with its dropouts
+    return GPT2LMHeadModel(config)
+
+
 def _pair() -> Inputs:
     return {**_tokens(), "decoder_input_ids": _tokens()["input_ids"][:, :5].clone()}
 
@@ -155,4 +176,20 @@ FAMILIES: dict[str, Family] = {
     "timm-swin-pads": Family(lambda: timm_swin(36), _images("x", 36), ["qkv"], r".*\.(qkv|fc1|fc2)", True),
     "swin": Family(lambda: swin(32), _images("pixel_values", 32), ["q_proj", "v_proj"], _SEPARATE, True),
     "swin-pads": Family(lambda: swin(36), _images("pixel_values", 36), ["q_proj", "v_proj"], _SEPARATE, True),
+}  # fmt: skip
+# built like one of the above, for tests of what differs
+MORE_FAMILIES: dict[str, Family] = {
+    "mistral": Family(
+        lambda: MistralForCausalLM(MistralConfig(**_text(num_key_value_heads=2))),
+        _tokens, ["q_proj", "v_proj"], _LLAMA, True,
+    ),
+    "qwen2": Family(
+        lambda: Qwen2ForCausalLM(Qwen2Config(**_text(num_key_value_heads=2))),
+        _tokens, ["q_proj", "v_proj"], _LLAMA, True,
+    ),
+    "qwen3": Family(
+        lambda: Qwen3ForCausalLM(Qwen3Config(**_text(num_key_value_heads=2, head_dim=8))),
+        _tokens, ["q_proj", "v_proj"], _LLAMA, True,
+    ),
+    "gpt2": Family(_gpt2, _tokens, ["c_attn"], r".*\.(c_attn|c_proj|c_fc)", True),
 }  # fmt: skip
