@@ -9,7 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowmem_patch.functional import ActivationKind, activation, activation_linear, glu, kept_linear
+from lowmem_patch.functional import (
+    ActivationKind,
+    activation,
+    activation_linear,
+    compiled,
+    glu,
+    kept_linear,
+)
 from lowmem_patch.nn.deferred import Deferred, Projection, value_of
 
 __all__ = ["DeferredActivation", "DeferredNorm", "Kept"]
@@ -31,9 +38,12 @@ class DeferredActivation(Deferred):
         self.kind = kind
 
     def compute(self) -> Tensor:
+        compiling = torch.compiler.is_compiling()
         if len(self.sources) == 1:
-            return activation(self.sources[0], self.kind)
-        return glu(self.sources[0], self.sources[1], self.kind)
+            one = compiled.activation if compiling else activation
+            return one(self.sources[0], self.kind)
+        gated = compiled.glu if compiling else glu
+        return gated(self.sources[0], self.sources[1], self.kind)
 
     def moved(self, sources: tuple[Tensor, ...]) -> Deferred:
         return DeferredActivation(sources, self.kind, self.lowers)
@@ -49,6 +59,8 @@ class DeferredActivation(Deferred):
         return self.value() * value_of(other)
 
     def linear(self, to: Projection, dtype: torch.dtype) -> Tensor:
+        if torch.compiler.is_compiling():
+            return _plain_linear(self.value(), to, dtype)
         hidden = self.value_alone()
         return activation_linear(
             hidden, self.sources, to.weight, to.bias, self.kind, dtype, to.adapter
@@ -69,13 +81,26 @@ class Kept(Deferred):
 
     def linear(self, to: Projection, dtype: torch.dtype) -> Tensor:
         value = self.value()
-        # torch's own node costs less time; under autocast it keeps a narrow copy of a weight, which only
-        # one that trains is worth
-        if to.adapter is None and value.dtype == dtype:
-            casts = to.weight.requires_grad and torch.is_autocast_enabled(value.device.type)
-            if to.weight.dtype == dtype or casts:
-                return F.linear(value, to.weight, to.bias)
+        if torch.compiler.is_compiling():
+            return _plain_linear(value, to, dtype)
+        if to.adapter is None and value.dtype == dtype and _suits(to.weight, dtype):
+            return F.linear(value, to.weight, to.bias)
         return kept_linear(value, to.weight, to.bias, dtype, to.adapter)
+
+
+def _suits(weight: Tensor, dtype: torch.dtype) -> bool:
+    """Whether torch's own Linear serves: it costs less time than ours, and under autocast keeps a
+    narrow copy of the weight, which only one that trains is worth."""
+    if weight.dtype == dtype:
+        return True
+    return weight.requires_grad and torch.is_autocast_enabled(weight.device.type)
+
+
+def _plain_linear(value: Tensor, to: Projection, dtype: torch.dtype) -> Tensor:
+    """What a compiler sees; adapters reach it as Linears of their own."""
+    if _suits(to.weight, dtype):
+        return F.linear(value, to.weight, to.bias)
+    return compiled.linear(value, to.weight, to.bias, dtype)
 
 
 class DeferredNorm(Kept):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lowmem_patch.errors import PatchError, UnfoldedWeightsError
-from lowmem_patch.functional import ms_layer_norm, ms_norm_pair, ms_rms_norm
+from lowmem_patch.functional import compiled, ms_layer_norm, ms_norm_pair, ms_rms_norm
 from lowmem_patch.nn.copies import attach_copy
 from lowmem_patch.nn.deferred import needs_gradient
 from lowmem_patch.nn.deferred_ops import DeferredNorm, Kept
@@ -75,7 +75,15 @@ class MSNorm(nn.Module):
 
     def normalize(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """The norm's value in ``dtype``, by default :meth:`output_dtype`."""
-        raise NotImplementedError
+        weight, bias = (None, None) if self.folded else (self.weight, self.bias)
+        dtype = dtype or self.output_dtype(x)
+        if torch.compiler.is_compiling():
+            narrow = self._narrow_dtype(x) if self.shares_copy else None
+            settings = (self.eps, self.weight_offset, self.centered, dtype, narrow)
+            return compiled.norm(x, weight, bias, *settings)
+        if self.centered:
+            return ms_layer_norm(x, self.eps, weight, bias, out_dtype=dtype)
+        return ms_rms_norm(x, self.eps, weight, self.weight_offset, out_dtype=dtype)
 
     def output_dtype(self, x: Tensor) -> torch.dtype:
         """The dtype that the original would return, or the one its readers would cast that to."""
@@ -99,8 +107,10 @@ class MSNorm(nn.Module):
         if self.sunk and not watched and isinstance(x, Tensor) and needs_gradient(x):
             dtype = self.output_dtype(x)  # autocast may be another one where the value is computed
             return DeferredNorm(x, dtype, partial(self.normalize, dtype=dtype), self.lowers)
-        if self.shares_copy and self._narrows(x):
-            return self._pair(x)
+        if self.shares_copy and not torch.compiler.is_compiling():
+            narrow = self._narrow_dtype(x)
+            if narrow is not None:
+                return self._pair(x, narrow)
         y = self.normalize(x)
         if self.one_copy is None or watched or not needs_gradient(y):
             return y
@@ -116,16 +126,14 @@ class MSNorm(nn.Module):
                     "last change of what trains and after get_peft_model"
                 )
 
-    def _narrows(self, x: Tensor) -> bool:
-        """Whether autocast would make a narrow copy of the output for each Linear that reads it."""
+    def _narrow_dtype(self, x: Tensor) -> torch.dtype | None:
+        """The dtype in which autocast would make a copy of the output for each Linear that reads it."""
         if not torch.is_autocast_enabled(x.device.type) or not torch.is_grad_enabled():
-            return False
-        if torch.compiler.is_compiling():  # its graph shares the casts itself
-            return False
+            return None
         narrow = torch.get_autocast_dtype(x.device.type)
-        return narrow.itemsize < self.output_dtype(x).itemsize
+        return narrow if narrow.itemsize < self.output_dtype(x).itemsize else None
 
-    def _pair(self, x: Tensor) -> Tensor:
+    def _pair(self, x: Tensor, narrow: torch.dtype) -> Tensor:
         weight, bias = (None, None) if self.folded else (self.weight, self.bias)
         y, copy = ms_norm_pair(
             x,
@@ -134,7 +142,7 @@ class MSNorm(nn.Module):
             bias,
             centered=self.centered,
             wide=self.output_dtype(x),
-            narrow=torch.get_autocast_dtype(x.device.type),
+            narrow=narrow,
             weight_offset=self.weight_offset,
         )
         attach_copy(y, copy)
@@ -175,17 +183,8 @@ class MSLayerNorm(MSNorm):
 
     centered = True
 
-    def normalize(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        weight, bias = (None, None) if self.folded else (self.weight, self.bias)
-        return ms_layer_norm(x, self.eps, weight, bias, out_dtype=dtype or self.output_dtype(x))
-
 
 class MSRMSNorm(MSNorm):
     """RMSNorm over the last dimension that keeps its output (paper, MS-RMSNorm)."""
 
     centered = False
-
-    def normalize(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        weight = None if self.folded else self.weight
-        dtype = dtype or self.output_dtype(x)
-        return ms_rms_norm(x, self.eps, weight, weight_offset=self.weight_offset, out_dtype=dtype)

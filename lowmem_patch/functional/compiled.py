@@ -1,0 +1,117 @@
+"""The ops as torch.compile sees them: plain tensor code, with marks that say what is kept.
+
+An operator that the compiler cannot look into costs the fusion with its neighbours: a norm with the
+residual's addition, a cast with a product. So nothing here is one. Left to itself, the compiler's
+partitioner would keep what it can, and undo the plan; two means hold it:
+
+- elementwise ops stand in a region of activation checkpointing, whose tags the partitioner obeys: their
+  values are recomputed in backward, fused into whatever reads them;
+- a norm's backward is written in terms of its output, so that its input is not asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from lowmem_patch import reference
+from lowmem_patch.constants import ActivationKind
+
+__all__ = ["activation", "glu", "linear", "norm"]
+
+
+def _recomputed(function: Callable[..., Tensor], *args: Any) -> Tensor:
+    y: Tensor = checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
+    return y
+
+
+def _product(gate: Tensor, up: Tensor, kind: ActivationKind) -> Tensor:
+    return reference.activate(gate, kind) * up
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.to(dtype)
+
+
+def activation(x: Tensor, kind: ActivationKind) -> Tensor:
+    """h(x), recomputed from ``x`` in backward."""
+    return _recomputed(reference.activate, x, kind)
+
+
+def glu(gate: Tensor, up: Tensor, kind: ActivationKind) -> Tensor:
+    """h(gate) * up, recomputed from both in backward."""
+    return _recomputed(_product, gate, up, kind)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """F.linear in ``dtype``; casts of ``x`` and ``weight`` are repeated in backward."""
+    device = x.device.type
+    with torch.autocast(device, enabled=False):
+        if x.dtype != dtype:
+            x = _recomputed(_cast, x, dtype)
+        if weight.dtype != dtype:
+            weight = _recomputed(_cast, weight, dtype)
+        return F.linear(x, weight, None if bias is None else bias.to(dtype))
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        weight_offset: float,
+        centered: bool,
+        out_dtype: torch.dtype,
+        kept_dtype: torch.dtype,
+    ) -> Tensor:
+        y, rstd = reference.norm_forward(x, weight, bias, eps, weight_offset, centered, out_dtype)
+        ctx.save_for_backward(y.to(kept_dtype), rstd, weight, bias)
+        ctx.weight_offset, ctx.centered, ctx.input_dtype = weight_offset, centered, x.dtype
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        y, rstd, weight, bias = ctx.saved_tensors
+        needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        gradients = reference.norm_backward(
+            dy,
+            y,
+            rstd,
+            weight,
+            bias,
+            ctx.weight_offset,
+            ctx.centered,
+            ctx.input_dtype,
+            needs_input,
+            needs_weight,
+            needs_bias,
+        )
+        return (*gradients, None, None, None, None, None)
+
+
+def norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    weight_offset: float,
+    centered: bool,
+    out_dtype: torch.dtype,
+    kept_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """LayerNorm or RMSNorm that keeps its output, rounded to ``kept_dtype``.
+
+    Give the dtype to which Linears cast the output: the compiler makes one cast of the two.
+    """
+    kept = out_dtype if kept_dtype is None else kept_dtype
+    apply: Any = _Norm.apply
+    y: Tensor = apply(x, weight, bias, eps, weight_offset, centered, out_dtype, kept)
+    return y
