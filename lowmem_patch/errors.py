@@ -6,6 +6,7 @@ LowmemPatchError
 ├── NothingToPatchError     strict=True and no site was patched
 ├── PatchError              a patch could not be applied, checked or undone; the model is as it was
 ├── UnfoldedWeightsError    unfolded weights were loaded into a folded model
+├── VariantError            a variant of a benchmark that has no sense for this model or machine
 ├── CheckpointError         a model that cannot be found, read or written
 └── DoubleBackwardError     a second derivative of an op that has none
 """
@@ -21,6 +22,7 @@ __all__ = [
     "PatchError",
     "TraceError",
     "UnfoldedWeightsError",
+    "VariantError",
 ]
 
 
@@ -46,6 +48,10 @@ class PatchError(LowmemPatchError, RuntimeError):
 
 class UnfoldedWeightsError(LowmemPatchError, RuntimeError):
     """Weights whose norms are not identities were loaded into a folded model."""
+
+
+class VariantError(LowmemPatchError, RuntimeError):
+    """A variant of a benchmark that has no sense for this model, or is not installed."""
 
 
 class CheckpointError(LowmemPatchError, RuntimeError):

@@ -1,6 +1,6 @@
 """Imports go one way, and each outside package has one door.
 
-``constants <- kernels, reference <- functional <- nn <- patching <- checkpoint, verify, profile <-
+``constants <- kernels, reference <- functional <- nn <- patching <- checkpoint, verify, profile, bench <-
 the package's own names <- demo, report <- cli``: what stands left may not import what stands right.
 All imports count, also those inside functions and under ``TYPE_CHECKING``.
 """
@@ -29,7 +29,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("nn",),
     ("patching",),
     ("memory",),
-    ("checkpoint", "profile", "verify"),
+    ("bench", "checkpoint", "profile", "verify"),
     (PUBLIC,),
     ("demo", "plot", "report"),
     ("cli",),

@@ -21,7 +21,7 @@ from lowmem_patch.patching.inputs import ExampleInputs
 from lowmem_patch.patching.trace import Shadow, trace_forward
 from lowmem_patch.saved import DispatchMode, storage_key
 
-__all__ = ["StepBytes", "run_step", "step_bytes"]
+__all__ = ["StepBytes", "run_step", "step_bytes", "with_labels"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +78,7 @@ class _LiveBytes(DispatchMode):  # type: ignore[misc]  # a base without types
         self.peak = max(self.peak, self.now)
 
 
-def _with_labels(model: Any, inputs: ExampleInputs) -> ExampleInputs:
+def with_labels(model: Any, inputs: ExampleInputs) -> ExampleInputs:
     """A language model gets labels, so that it makes its own loss."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     get_head = getattr(base, "get_output_embeddings", None)
@@ -99,7 +99,7 @@ def _backward(output: Any) -> None:
 
 def run_step(model: nn.Module, inputs: ExampleInputs) -> None:
     """Forward, loss and backward; without a loss of the model's own the output's gradient is 1."""
-    inputs = _with_labels(model, inputs)
+    inputs = with_labels(model, inputs)
     _backward(model(*inputs.args, **inputs.kwargs))
 
 

@@ -1,0 +1,166 @@
+"""Run the variants of one model in turn, round after round, so that a noisy spell hits all of them."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import gc
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from lowmem_patch.bench.measure import Memory, Step
+from lowmem_patch.bench.result import Comparison, Row
+from lowmem_patch.bench.variants import VARIANTS, Variant
+from lowmem_patch.errors import NothingToPatchError, VariantError
+from lowmem_patch.patching.inputs import ExampleInputs
+
+__all__ = ["compare"]
+
+Progress = Callable[[str, int, int], None]
+
+# The first step compiles and chooses kernels, the second may compile once more.
+_WARM_UP = 3
+
+
+@dataclasses.dataclass
+class _Entry:
+    """A variant while the rounds go on; without a step when it failed or was skipped."""
+
+    name: str
+    step: Step | None = None
+    memory: list[Memory] = dataclasses.field(default_factory=list)
+    times: list[float] = dataclasses.field(default_factory=list)
+    failed: str | None = None
+    skipped: str | None = None
+
+    @contextlib.contextmanager
+    def kept_apart(self) -> Iterator[None]:
+        """Whatever this variant raises is its own result; the others go on."""
+        try:
+            yield
+        except (VariantError, NothingToPatchError) as error:
+            self.skipped = _one_line(error)
+        except Exception as error:  # foreign code and the device may raise anything
+            self.failed = f"{type(error).__name__}: {_one_line(error)}"
+        if self.skipped or self.failed:
+            self.step = None
+
+    def row(self) -> Row:
+        if self.failed or self.skipped:
+            return Row(self.name, failed=self.failed, skipped=self.skipped)
+        acts, peaks, reserves = (
+            [getattr(memory, name) for memory in self.memory] for name in ("act", "peak", "reserved")
+        )
+        # the same in every round, but for what a kernel that was chosen late allocates
+        largest = [None if None in sizes else max(sizes) for sizes in (acts, peaks, reserves)]
+        return Row(self.name, *largest, times=tuple(self.times))
+
+
+def _one_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return (lines[0] if lines else "no message")[:300]
+
+
+def compare(
+    model: nn.Module,
+    inputs: ExampleInputs,
+    variants: Mapping[str, Variant] = VARIANTS,
+    *,
+    rounds: int = 5,
+    steps: int = 3,
+    autocast: bool = False,
+    progress: Progress | None = None,
+) -> Comparison:
+    """Measure each variant on a copy of the model; a variant that fails does not stop the others.
+
+    All copies are alive at once, and take turns: a round measures the memory of one step and the time
+    of ``steps`` more of every variant. Where their weights would fill more than half of the GPU, the
+    copies that wait lie in the host's memory.
+
+    Args:
+        model: left as it is; on any device, in the mode and with the parameters that are to train.
+        inputs: of a step; they lie on the device to measure on.
+        autocast: under bfloat16 autocast.
+        progress: called with a text, how many turns are done, and how many there are.
+    """
+    tensors = [t for t in tree_leaves((inputs.args, inputs.kwargs)) if isinstance(t, Tensor)]
+    device = tensors[0].device
+    parked = device.type == "cuda" and _crowded(model, len(variants), device)
+    entries = [_Entry(name) for name in variants]
+    turns = len(entries) * (rounds + 1)
+    tell = progress or (lambda *_: None)
+    try:
+        for number, entry in enumerate(entries):
+            tell(f"{entry.name}: first steps", number, turns)
+            with entry.kept_apart():
+                entry.step = _prepare(model, variants[entry.name], inputs, device, autocast)
+                _rest(entry.step, parked)
+            _tidy(device)
+        for turn in range(len(entries), turns):
+            entry = entries[turn % len(entries)]
+            if entry.step is not None:
+                tell(f"{entry.name}: round {turn // len(entries)}", turn, turns)
+                with entry.kept_apart():
+                    _take_turn(entry, entry.step, steps, parked)
+                _tidy(device)
+    finally:
+        for entry in entries:
+            entry.step = None
+        _tidy(device)
+    work, unit = _work(inputs, tensors)
+    rows = tuple(entry.row() for entry in entries)
+    return Comparison(rows, str(device), work, unit, rounds, steps, parked)
+
+
+def _prepare(
+    model: nn.Module, variant: Variant, inputs: ExampleInputs, device: torch.device, autocast: bool
+) -> Step:
+    """A copy of the model, made into the variant, after its first steps."""
+    torch.manual_seed(0)
+    fresh: Any = copy.deepcopy(model).to(device)
+    with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+        step = Step(variant(fresh, inputs), inputs, autocast=autocast)
+    for _ in range(_WARM_UP):
+        step.run()
+    return step
+
+
+def _take_turn(entry: _Entry, step: Step, steps: int, parked: bool) -> None:
+    if parked:
+        step.model.to(step.device)
+    step.run()  # makes the gradients, which then belong to what lies there at rest
+    entry.memory.append(step.memory())
+    step.run()  # leaves the caching allocator as a training loop finds it
+    entry.times += [step.milliseconds() for _ in range(steps)]
+    _rest(step, parked)
+
+
+def _rest(step: Step, parked: bool) -> None:
+    """Only the weights stay while others have their turn, or not even these."""
+    step.model.zero_grad(set_to_none=True)
+    if parked:
+        step.model.to("cpu")
+
+
+def _tidy(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _crowded(model: nn.Module, copies: int, device: torch.device) -> bool:
+    weights = sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
+    return copies * weights > torch.cuda.mem_get_info(device)[0] / 2
+
+
+def _work(inputs: ExampleInputs, tensors: list[Tensor]) -> tuple[int, str]:
+    """How much one step processes, and what to call it."""
+    tokens = inputs.kwargs.get("input_ids")
+    if isinstance(tokens, Tensor):
+        return tokens.numel(), "tokens"
+    return len(tensors[0]), "images" if tensors[0].ndim == 4 else "rows"

@@ -1,0 +1,91 @@
+"""Memory and time of one training step: forward, loss and backward, without an optimizer."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from lowmem_patch.memory.step import with_labels
+from lowmem_patch.patching.inputs import ExampleInputs
+from lowmem_patch.saved import saved_bytes
+
+__all__ = ["Memory", "Step"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes of one step above what lay there at rest; see :class:`lowmem_patch.bench.Row`."""
+
+    act: int
+    peak: int | None = None
+    reserved: int | None = None
+
+
+class Step:
+    """One training step of a model on fixed inputs, which can be run, timed, and counted."""
+
+    def __init__(self, model: nn.Module, inputs: ExampleInputs, *, autocast: bool) -> None:
+        self.model = model
+        self.inputs = with_labels(getattr(model, "_orig_mod", model), inputs)
+        self.device = next(iter(model.parameters())).device
+        self.autocast = autocast
+
+    def loss(self) -> Tensor:
+        """The model's own loss, or the mean square of its first output."""
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast):
+            output: Any = self.model(*self.inputs.args, **self.inputs.kwargs)
+        own = getattr(output, "loss", None)
+        if isinstance(own, Tensor):
+            return own
+        leaves = tree_leaves(dict(output) if hasattr(output, "keys") else output)
+        first = next(leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad)
+        return first.float().square().mean()
+
+    def run(self) -> None:
+        self.loss().backward()  # type: ignore[no-untyped-call]
+
+    def milliseconds(self) -> float:
+        """Run one step; on a GPU its time is taken there."""
+        if self.device.type != "cuda":
+            begun = time.perf_counter()
+            self.run()
+            return 1000 * (time.perf_counter() - begun)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize(self.device)
+        start.record()
+        self.run()
+        end.record()
+        torch.cuda.synchronize(self.device)
+        return float(start.elapsed_time(end))
+
+    def memory(self) -> Memory:
+        """Run one step. What the caching allocator had in reserve is given back first."""
+        if self.device.type != "cuda":
+            return self._saved()
+        gc.collect()
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self.device)
+        rest = torch.cuda.memory_allocated(self.device)
+        reserved = torch.cuda.memory_reserved(self.device)
+        loss = self.loss()
+        act = torch.cuda.memory_allocated(self.device) - rest
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize(self.device)
+        return Memory(
+            act,
+            torch.cuda.max_memory_allocated(self.device) - rest,
+            torch.cuda.max_memory_reserved(self.device) - reserved,
+        )
+
+    def _saved(self) -> Memory:
+        with saved_bytes(self.model) as saved:
+            loss = self.loss()
+        del loss
+        return Memory(saved.total)

@@ -1,0 +1,87 @@
+"""What a comparison found, as plain data."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from typing import Any
+
+__all__ = ["Comparison", "Row"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One variant; all bytes are counted above what lay on the device at rest.
+
+    Attributes:
+        act: bytes that lie between forward and backward; on the CPU what autograd holds then.
+        peak, reserved: the most that was allocated, and taken from the device; None on the CPU.
+        times: of every timed step, in milliseconds.
+        failed, skipped: why there are no numbers: an error, or a variant without sense here.
+    """
+
+    name: str
+    act: int | None = None
+    peak: int | None = None
+    reserved: int | None = None
+    times: tuple[float, ...] = ()
+    failed: str | None = None
+    skipped: str | None = None
+
+    @property
+    def measured(self) -> bool:
+        return bool(self.times)
+
+    @property
+    def quartiles(self) -> tuple[float, float, float]:
+        """Of the step time, in milliseconds; the second is the median."""
+        if len(self.times) == 1:
+            return (self.times[0],) * 3
+        low, median, high = statistics.quantiles(self.times, n=4, method="inclusive")
+        return low, median, high
+
+    def to_dict(self, work: int) -> dict[str, Any]:
+        """Plain data; ``work`` counts what one step processes."""
+        if self.failed is not None:
+            return {"error": self.failed}
+        if self.skipped is not None:
+            return {"skipped": self.skipped}
+        low, median, high = self.quartiles
+        return {
+            "act_mib": _mib(self.act),
+            "peak_mib": _mib(self.peak),
+            "reserved_mib": _mib(self.reserved),
+            "step_ms": median,
+            "step_spread_ms": high - low,
+            "per_second": 1000 * work / median,
+        }
+
+
+def _mib(size: int | None) -> float | None:
+    return None if size is None else size / 2**20
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """All variants on one device.
+
+    Attributes:
+        work, unit: what one step processes, such as 8192 tokens.
+        parked: whether the waiting models lay in the memory of the host, for lack of room.
+    """
+
+    rows: tuple[Row, ...]
+    device: str
+    work: int
+    unit: str
+    rounds: int
+    steps: int
+    parked: bool
+
+    def to_dict(self) -> dict[str, Any]:
+        fields = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if field.name != "rows"
+        }
+        return {**fields, "variants": {row.name: row.to_dict(self.work) for row in self.rows}}

@@ -1,0 +1,102 @@
+"""The variants that are set side by side: each changes a fresh copy of the model, and that copy alone."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from lowmem_patch.errors import VariantError
+from lowmem_patch.patching.api import patch_model
+from lowmem_patch.patching.inputs import ExampleInputs
+
+__all__ = ["VARIANTS", "Variant", "compiled", "unpatched"]
+
+# Takes a model, on its device and in its mode, and the inputs of a step; returns what is trained.
+# Raises VariantError or NothingToPatchError where it has no sense for this model or this machine.
+Variant = Callable[[Any, ExampleInputs], Any]
+
+
+def unpatched(model: Any, _inputs: ExampleInputs) -> Any:
+    """The model as it is."""
+    return model
+
+
+def _preset(name: str) -> Variant:
+    def patched(model: Any, inputs: ExampleInputs) -> Any:
+        return patch_model(model, name, example_inputs=inputs, strict=True)
+
+    return patched
+
+
+def _checkpointing(model: Any, _inputs: ExampleInputs) -> Any:
+    base = _base(model)
+    if hasattr(base, "set_grad_checkpointing"):
+        base.set_grad_checkpointing(True)
+    elif getattr(base, "supports_gradient_checkpointing", False):
+        base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    else:
+        raise VariantError(f"{type(base).__name__} has no gradient checkpointing")
+    return model
+
+
+def compiled(variant: Variant, **options: Any) -> Variant:
+    """The variant under ``torch.compile`` with these options."""
+
+    def compiling(model: Any, inputs: ExampleInputs) -> Any:
+        return torch.compile(variant(model, inputs), **options)
+
+    return compiling
+
+
+def _liger(model: Any, _inputs: ExampleInputs) -> Any:
+    """Liger's norms, gated MLP and fused loss, where it knows the type of the model.
+
+    Its rotary embedding and its plain cross entropy can only be replaced for all models at once.
+    """
+    try:
+        liger = importlib.import_module("liger_kernel.transformers.monkey_patch")
+    except ImportError as error:
+        raise VariantError("liger-kernel is not installed") from error
+    base = _base(model)
+    kind = getattr(getattr(base, "config", None), "model_type", None)
+    if kind not in liger.MODEL_TYPE_TO_APPLY_LIGER_FN:
+        raise VariantError(f"liger-kernel has nothing for {kind or type(base).__name__}")
+    has_head = base.get_output_embeddings() is not None
+    with _names_kept(type(base).__module__):
+        liger._apply_liger_kernel_to_instance(
+            base, rope=False, cross_entropy=False, fused_linear_cross_entropy=has_head
+        )
+    return model
+
+
+@contextlib.contextmanager
+def _names_kept(module: str) -> Iterator[None]:
+    """Liger also replaces classes in the module of the model, for all that are built or run later."""
+    names = vars(sys.modules[module])
+    before = dict(names)
+    try:
+        yield
+    finally:
+        names.clear()
+        names.update(before)
+
+
+def _base(model: Any) -> Any:
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+VARIANTS: dict[str, Variant] = {
+    "unpatched": unpatched,
+    "paper": _preset("paper"),
+    "exact": _preset("exact"),
+    "auto": _preset("auto"),
+    "checkpointing": _checkpointing,
+    "liger": _liger,
+    "compile": compiled(unpatched),
+    "auto+compile": compiled(_preset("auto")),
+}
