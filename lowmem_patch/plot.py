@@ -1,7 +1,9 @@
-"""Saved bytes by kind as stacked bars: before, after, floor. The only importer of matplotlib."""
+"""Pictures of saved bytes, and of memory against speed. The only importer of matplotlib."""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ from lowmem_patch.errors import ConfigError
 from lowmem_patch.kinds import KINDS
 from lowmem_patch.patching.sites import PatchReport
 
-__all__ = ["plot_saved_bytes", "require_matplotlib"]
+__all__ = ["Point", "pareto", "plot_saved_bytes", "plot_tradeoff", "require_matplotlib"]
 
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
@@ -36,8 +38,7 @@ def plot_saved_bytes(report: PatchReport, path: Path, title: str) -> None:
     figure = require_matplotlib()(figsize=(7, 4.2), layout="constrained")
     axes = figure.subplots()
     bars = {"before": report.kinds.before, "after": report.kinds.after, "floor": report.kinds.floor}
-    largest = max(report.saved_before, report.saved_after, report.floor, 1)
-    unit, scale = next((pair for pair in _UNITS if largest >= pair[1]), ("bytes", 1))
+    unit, scale = _unit(max(report.saved_before, report.saved_after, report.floor))
     below = [0.0] * len(bars)
     for number, kind in enumerate(KINDS):
         sizes = [column.get(kind, 0) / scale for column in bars.values()]
@@ -51,6 +52,95 @@ def plot_saved_bytes(report: PatchReport, path: Path, title: str) -> None:
     axes.set_xlabel(f"saved activation bytes, {unit}")
     axes.set_title(title, fontsize="small", wrap=True)
     figure.legend(loc="outside lower center", ncols=3, frameon=False)
+    _write(figure, path)
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """One way to train: bytes that it needs, and what it processes in a second."""
+
+    label: str
+    memory: float
+    rate: float
+
+
+def pareto(points: Sequence[Point]) -> list[Point]:
+    """The points that no other beats in both memory and rate, the smallest memory first."""
+    best: list[Point] = []
+    for point in sorted(points, key=lambda point: (point.memory, -point.rate)):
+        if not best or point.rate > best[-1].rate:
+            best.append(point)
+    return best
+
+
+def plot_tradeoff(
+    points: Sequence[Point], path: Path, title: str, *, memory: str, rate: str
+) -> None:
+    """Write memory against rate, one labelled point each; a line joins those that none beats in both.
+
+    Args:
+        memory, rate: what the axes show, such as "peak above rest" and "tokens / s".
+
+    Raises:
+        ConfigError: as in :func:`plot_saved_bytes`.
+    """
+    figure = require_matplotlib()(figsize=(7, 4.2), layout="constrained")
+    axes = figure.subplots()
+    unit, scale = _unit(max(point.memory for point in points))
+    best = pareto(points)
+    axes.plot([p.memory / scale for p in best], [p.rate for p in best], color="C0", alpha=0.5, lw=1)
+    for point in points:
+        color = "C0" if point in best else "0.5"
+        axes.plot(point.memory / scale, point.rate, "o", color=color)
+    axes.margins(0.12)
+    axes.set_xlim(left=0)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel(f"{memory}, {unit}  (less is better)")
+    axes.set_ylabel(f"{rate}  (more is better)")
+    axes.yaxis.set_major_formatter(lambda value, _position: f"{value:,.0f}")
+    axes.set_title(title, fontsize="small", wrap=True)
+    axes.grid(alpha=0.2)
+    figure.draw_without_rendering()  # sizes are known only then
+    _label(axes, [(p.label, p.memory / scale, p.rate, p in best) for p in points])
+    _write(figure, path)
+
+
+# Where a label may stand beside its point: offset in dots, and how it is aligned there.
+_PLACES = (
+    ((7, 0), "left", "center"),
+    ((-7, 0), "right", "center"),
+    ((0, 7), "center", "bottom"),
+    ((0, -7), "center", "top"),
+    ((7, 9), "left", "bottom"),
+    ((7, -9), "left", "top"),
+    ((-7, 9), "right", "bottom"),
+    ((-7, -9), "right", "top"),
+)
+
+
+def _label(axes: Any, labels: Sequence[tuple[str, float, float, bool]]) -> None:
+    """Write each label in the first place where it covers no point and no other label."""
+    dots = [axes.transData.transform(label[1:3]) for label in labels]
+    taken: list[Any] = []
+    for text, x, y, best in labels:
+        for offset, horizontal, vertical in _PLACES:
+            note = axes.annotate(
+                text, (x, y), offset, textcoords="offset points", ha=horizontal, va=vertical,
+                fontsize="small", weight="bold" if best else "normal",
+            )  # fmt: skip
+            box = note.get_window_extent()
+            free = not box.count_overlaps(taken) and not box.count_contains(dots)
+            if free or (offset, horizontal, vertical) == _PLACES[-1]:
+                taken.append(box)
+                break
+            note.remove()
+
+
+def _unit(largest: float) -> tuple[str, int]:
+    return next((pair for pair in _UNITS if largest >= pair[1]), ("bytes", 1))
+
+
+def _write(figure: Any, path: Path) -> None:
     try:
         figure.savefig(path, dpi=150)
     except (OSError, ValueError) as error:

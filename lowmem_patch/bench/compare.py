@@ -53,12 +53,17 @@ class _Entry:
     def row(self) -> Row:
         if self.failed or self.skipped:
             return Row(self.name, failed=self.failed, skipped=self.skipped)
-        acts, peaks, reserves = (
-            [getattr(memory, name) for memory in self.memory] for name in ("act", "peak", "reserved")
-        )
         # the same in every round, but for what a kernel that was chosen late allocates
-        largest = [None if None in sizes else max(sizes) for sizes in (acts, peaks, reserves)]
-        return Row(self.name, *largest, times=tuple(self.times))
+        act, peak, reserved = (
+            _largest([getattr(memory, name) for memory in self.memory])
+            for name in ("act", "peak", "reserved")
+        )
+        return Row(self.name, act, peak, reserved, tuple(self.times))
+
+
+def _largest(sizes: list[int | None]) -> int | None:
+    known = [size for size in sizes if size is not None]
+    return max(known) if known else None
 
 
 def _one_line(error: BaseException) -> str:

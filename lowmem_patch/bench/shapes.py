@@ -36,7 +36,7 @@ def _llama_7b(layers: int) -> nn.Module:
         hidden_size=4096, intermediate_size=11008, num_attention_heads=32, num_hidden_layers=layers,
         vocab_size=32000,
     )  # fmt: skip
-    return LlamaModel(config).to(torch.bfloat16)
+    return nn.Module.to(LlamaModel(config), torch.bfloat16)
 
 
 def _llama_3_8b(layers: int) -> nn.Module:
@@ -44,7 +44,7 @@ def _llama_3_8b(layers: int) -> nn.Module:
         hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8,
         num_hidden_layers=layers, vocab_size=128256, max_position_embeddings=8192,
     )  # fmt: skip
-    return LlamaModel(config).to(torch.bfloat16)
+    return nn.Module.to(LlamaModel(config), torch.bfloat16)
 
 
 def _vit_b(layers: int) -> nn.Module:

@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import typer  # noqa: TID251 - the command line is what typer is for
 
 import lowmem_patch
+from lowmem_patch.cli.bench import bench
 from lowmem_patch.cli.memory import inspect, profile
 from lowmem_patch.cli.options import (
     BatchOption,
@@ -193,6 +194,7 @@ def verify(
 
 app.command()(inspect)
 app.command()(profile)
+app.command()(bench)
 
 
 @app.command()

@@ -9,19 +9,27 @@ from typing import Annotated, Any
 import typer  # noqa: TID251 - the command line is what typer is for
 
 from lowmem_patch.cli.options import (
+    TRAIN,
+    TRAIN_REAL,
     BatchOption,
     DebugOption,
+    Device,
+    DeviceOption,
+    DtypeOption,
     JsonOption,
     LengthOption,
     ModelArgument,
     PresetOption,
+    RankOption,
     RevisionOption,
     StoredDtype,
     TrustOption,
+    lora_targets,
+    torch_device,
     torch_dtype,
 )
 from lowmem_patch.cli.runtime import DONE, NOTHING_TO_DO, command, print_json, quiet_libraries
-from lowmem_patch.errors import CheckpointError, ConfigError, TraceError
+from lowmem_patch.errors import CheckpointError, TraceError
 
 __all__ = ["inspect", "profile"]
 
@@ -42,26 +50,13 @@ class Solve(enum.StrEnum):
     length = "length"
 
 
-class Device(enum.StrEnum):
-    """Where ``profile`` runs."""
-
-    auto = "auto"
-    cpu = "cpu"
-    cuda = "cuda"
-
-
-_TRAIN = "What trains: full, lora, lora:q_proj,v_proj, qlora or qlora:q_proj,v_proj."
-DtypeOption = Annotated[
-    StoredDtype, typer.Option("--dtype", help="Of the parameters; auto: the config's.")
-]
-RankOption = Annotated[int, typer.Option("--lora-rank", min=1, help="Rank of the adapters.")]
 AutocastOption = Annotated[bool, typer.Option("--autocast", help="Under bfloat16 autocast.")]
 
 
 def inspect(
     model: ModelArgument,
     preset: PresetOption = "auto",
-    train: Annotated[str, typer.Option("--train", help=_TRAIN)] = "full",
+    train: Annotated[str, typer.Option("--train", help=TRAIN)] = "full",
     lora_rank: RankOption = 8,
     batch_size: BatchOption = 2,
     seq_len: LengthOption = None,
@@ -98,7 +93,7 @@ def inspect(
         from lowmem_patch.patching.examples import make_example_inputs
 
         config = load_config(preset)
-        adapters = _adapters(train)
+        adapters = lora_targets(train)
         limit = None if memory is None else parse_bytes(memory)
         if plot is not None:
             from lowmem_patch.plot import plot_saved_bytes, require_matplotlib
@@ -149,15 +144,13 @@ def inspect(
 def profile(
     model: ModelArgument,
     preset: PresetOption = "auto",
-    train: Annotated[str, typer.Option("--train", help=_TRAIN.split(", qlora")[0] + ".")] = "full",
+    train: Annotated[str, typer.Option("--train", help=TRAIN_REAL)] = "full",
     lora_rank: RankOption = 8,
     batch_size: BatchOption = 2,
     seq_len: LengthOption = None,
     dtype: DtypeOption = StoredDtype.auto,
     autocast: AutocastOption = False,
-    device: Annotated[Device, typer.Option("--device", help="auto: a GPU if there is one.")] = (
-        Device.auto
-    ),
+    device: DeviceOption = Device.auto,
     revision: RevisionOption = None,
     trust_remote_code: TrustOption = False,
     as_json: JsonOption = False,
@@ -176,14 +169,8 @@ def profile(
         from lowmem_patch.profile import materialise, profile_model
 
         config = load_config(preset)
-        if train.startswith("qlora"):
-            raise ConfigError("profile runs what it measures, and has no 4-bit weights: use lora")
-        adapters = _adapters(train)
-        wanted = device.value
-        if wanted == "auto":
-            wanted = "cuda" if torch.cuda.is_available() else "cpu"
-        if wanted == "cuda" and not torch.cuda.is_available():
-            raise ConfigError("--device cuda: there is no CUDA device here")
+        adapters = lora_targets(train, real=True)
+        wanted = torch_device(device)
         with quiet_libraries():
             source = checkpoint.resolve(
                 model, revision=revision, trust_remote_code=trust_remote_code
@@ -216,16 +203,3 @@ def _with_lora(model: Any, adapters: list[str], rank: int) -> Any:
     from lowmem_patch import checkpoint
 
     return checkpoint.add_lora(model, adapters, rank=rank)
-
-
-def _adapters(train: str) -> list[str] | None:
-    """None for full fine-tuning, the target modules (all when empty) for LoRA."""
-    kind, colon, targets = train.partition(":")
-    if train == "full":
-        return None
-    names = [name.strip() for name in targets.split(",") if name.strip()]
-    if kind not in ("lora", "qlora") or bool(colon) != bool(names):
-        raise ConfigError(
-            f"--train {train!r} is none of full, lora, lora:NAME,NAME, qlora, qlora:NAME,NAME"
-        )
-    return names

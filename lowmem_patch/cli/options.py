@@ -7,20 +7,30 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer  # noqa: TID251 - the command line is what typer is for
 
+from lowmem_patch.errors import ConfigError
+
 if TYPE_CHECKING:
     import torch
 
 __all__ = [
+    "TRAIN",
+    "TRAIN_REAL",
     "BatchOption",
     "DebugOption",
+    "Device",
+    "DeviceOption",
     "Dtype",
+    "DtypeOption",
     "JsonOption",
     "LengthOption",
     "ModelArgument",
     "PresetOption",
+    "RankOption",
     "RevisionOption",
     "StoredDtype",
     "TrustOption",
+    "lora_targets",
+    "torch_device",
     "torch_dtype",
 ]
 
@@ -42,6 +52,16 @@ class StoredDtype(enum.StrEnum):
     float16 = "float16"
 
 
+class Device(enum.StrEnum):
+    """Where a command runs what it measures."""
+
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+TRAIN = "What trains: full, lora, lora:q_proj,v_proj, qlora or qlora:q_proj,v_proj."
+TRAIN_REAL = "What trains: full, lora, lora:q_proj,v_proj."
 ModelArgument = Annotated[
     str,
     typer.Argument(
@@ -69,6 +89,45 @@ LengthOption = Annotated[
     int | None,
     typer.Option("--seq-len", min=1, help="Tokens per row, for models that read tokens."),
 ]
+DtypeOption = Annotated[
+    StoredDtype, typer.Option("--dtype", help="Of the parameters; auto: the config's.")
+]
+RankOption = Annotated[int, typer.Option("--lora-rank", min=1, help="Rank of the adapters.")]
+DeviceOption = Annotated[Device, typer.Option("--device", help="auto: a GPU if there is one.")]
+
+
+def lora_targets(train: str, *, real: bool = False) -> list[str] | None:
+    """None for full fine-tuning, the target modules (all when empty) for LoRA.
+
+    Raises:
+        ConfigError: ``train`` is none of the forms, or 4-bit for a command that runs a real model.
+    """
+    kind, colon, targets = train.partition(":")
+    if train == "full":
+        return None
+    names = [name.strip() for name in targets.split(",") if name.strip()]
+    if kind not in ("lora", "qlora") or bool(colon) != bool(names):
+        raise ConfigError(
+            f"--train {train!r} is none of full, lora, lora:NAME,NAME, qlora, qlora:NAME,NAME"
+        )
+    if real and kind == "qlora":
+        raise ConfigError("what is measured here is run, and has no 4-bit weights: use lora")
+    return names
+
+
+def torch_device(device: Device) -> str:
+    """The kind of device that an option asks for.
+
+    Raises:
+        ConfigError: there is no CUDA device.
+    """
+    import torch
+
+    if device is Device.cuda and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: there is no CUDA device here")
+    if device is Device.auto:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return device.value
 
 
 def torch_dtype(dtype: Dtype | StoredDtype | None) -> torch.dtype | None:

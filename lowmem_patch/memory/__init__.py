@@ -1,6 +1,12 @@
 """The peak memory of training, predicted from fake tensors and arithmetic."""
 
-from lowmem_patch.memory.predict import Footprint, MemoryReport, largest_that_fits, predict_memory
+from lowmem_patch.memory.predict import (
+    Footprint,
+    MemoryReport,
+    largest_that_fits,
+    most_positions,
+    predict_memory,
+)
 from lowmem_patch.memory.standing import OPTIMIZERS, Standing, parse_bytes, standing_bytes
 from lowmem_patch.memory.step import StepBytes, run_step, step_bytes
 
@@ -11,6 +17,7 @@ __all__ = [
     "Standing",
     "StepBytes",
     "largest_that_fits",
+    "most_positions",
     "parse_bytes",
     "predict_memory",
     "run_step",

@@ -23,7 +23,7 @@ from lowmem_patch.patching.inputs import ExampleInputs
 from lowmem_patch.patching.plan import make_plan
 from lowmem_patch.patching.trace import Shadow, make_shadow, trace_forward
 
-__all__ = ["Footprint", "MemoryReport", "largest_that_fits", "predict_memory"]
+__all__ = ["Footprint", "MemoryReport", "largest_that_fits", "most_positions", "predict_memory"]
 
 # fewer equal blocks than this are all measured
 _MANY_BLOCKS = 6
@@ -256,7 +256,7 @@ def predict_memory(
     predictors = [_Predictor(model, which, make_inputs) for which in (None, config)]
     if solve not in _LARGEST:
         raise ConfigError(f"solve {solve!r} is none of {', '.join(_LARGEST)}")
-    bound = _positions(model) if solve == "length" else None
+    bound = most_positions(model) if solve == "length" else None
     if solve == "length" and length is None:
         raise ConfigError(
             "the length can be solved for where a model reads tokens, and this reads none"
@@ -276,7 +276,8 @@ def predict_memory(
     )
 
 
-def _positions(model: Any) -> int | None:
+def most_positions(model: Any) -> int | None:
+    """How many tokens the config has positions for; None where it says nothing of them."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     config: Any = getattr(base, "config", None)
     if hasattr(config, "get_text_config"):

@@ -1,16 +1,10 @@
-"""Rendering: plans, conversions, verdicts and the demo as tables. The only importer of rich."""
+"""Plans, predictions, conversions, verdicts and the demo as tables."""
 
 from __future__ import annotations
 
-import contextlib
-import itertools
-import re
-import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-from rich.table import Table
 
 from lowmem_patch.checkpoint.compare import TensorCheck
 from lowmem_patch.checkpoint.convert import ConvertResult
@@ -18,157 +12,42 @@ from lowmem_patch.kinds import KINDS
 from lowmem_patch.memory import MemoryReport
 from lowmem_patch.patching.sites import PatchReport, Site
 from lowmem_patch.profile import ProfileResult
+from lowmem_patch.report.layout import (
+    collapse_names,
+    fewer,
+    human_bytes,
+    make_table,
+    pattern_of,
+    starred,
+    stdout_console,
+)
 from lowmem_patch.verify import VerifyResult, worst_check
 
 __all__ = [
-    "collapse_names",
-    "error_console",
-    "human_bytes",
     "print_conversion",
-    "print_error",
     "print_fine_tuning",
     "print_memory",
     "print_plan",
     "print_profile",
-    "print_title",
     "print_verification",
-    "progress_bar",
-    "stdout_console",
 ]
-
-# wide enough for a module path beside its reason where output is not a terminal
-_PIPE_WIDTH = 140
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)")
-
-
-def stdout_console() -> Console:
-    """For results. Made anew each time: standard output may have been redirected since."""
-    return Console(
-        file=sys.stdout, width=None if sys.stdout.isatty() else _PIPE_WIDTH, highlight=False
-    )
-
-
-def error_console() -> Console:
-    """For everything that is not a result."""
-    return Console(
-        file=sys.stderr, width=None if sys.stderr.isatty() else _PIPE_WIDTH, highlight=False
-    )
-
-
-def print_error(message: str) -> None:
-    """One line on standard error, never wrapped."""
-    text = " ".join(message.split())
-    error_console().print(f"error: {text}", style="red", markup=False, soft_wrap=True)
-
-
-def print_title(text: str) -> None:
-    """A heading between the parts of a longer output."""
-    stdout_console().rule(text, align="left", style="dim")
-
-
-@contextlib.contextmanager
-def progress_bar(*, quiet: bool = False) -> Iterator[Callable[[str, int, int], None] | None]:
-    """A bar on standard error; yields a callback ``(what, done, total)``. No bar when not a terminal."""
-    if quiet:
-        yield None
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    console = error_console()
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as bar:
-        task = bar.add_task("", total=None)
-
-        def tell(what: str, done: int, total: int) -> None:
-            bar.update(task, description=what, completed=done, total=total)
-
-        yield tell
-
-
-def human_bytes(count: int) -> str:
-    """1024 bytes = 1 KiB; whole bytes below that."""
-    if abs(count) < 1024:
-        return f"{count} B"
-    size = float(count)
-    for unit in ("KiB", "MiB", "GiB"):
-        size /= 1024
-        if abs(size) < 1024:
-            return f"{size:.1f} {unit}"
-    return f"{size / 1024:.1f} TiB"
-
-
-def _fewer(before: int, after: int) -> str:
-    return f"{100 * (1 - after / before):.1f} %" if before else "-"
-
-
-def _pattern(text: str) -> str:
-    return _NUMBER.sub("{}", text)
-
-
-def collapse_names(names: Sequence[str]) -> list[str]:
-    """``["layers.0.norm", "layers.1.norm"]`` -> ``["layers.{0..1}.norm"]``; others stay apart."""
-    groups: dict[str, list[tuple[int, ...]]] = {}
-    for name in names:
-        groups.setdefault(_pattern(name), []).append(tuple(int(n) for n in _NUMBER.findall(name)))
-    collapsed = []
-    for pattern, numbers in groups.items():
-        columns = [sorted(set(column)) for column in zip(*numbers, strict=True)]
-        # only a full grid of numbers may be written as ranges; else something would be claimed too much
-        if sorted(numbers) == sorted(itertools.product(*columns)):
-            collapsed.append(pattern.format(*map(_ranges, columns)))
-        else:
-            by_head: dict[tuple[int, ...], list[int]] = {}
-            for *head, last in numbers:
-                by_head.setdefault(tuple(head), []).append(last)
-            collapsed += [
-                pattern.format(*head, _ranges(sorted(lasts))) for head, lasts in by_head.items()
-            ]
-    return collapsed
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """``[0, 1, 2, 5]`` -> ``{0..2,5}``; a single number stays bare."""
-    parts: list[str] = []
-    for _, run in itertools.groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
-        values = [number for _, number in run]
-        parts.append(str(values[0]) if len(values) == 1 else f"{values[0]}..{values[-1]}")
-    return parts[0] if len(numbers) == 1 else "{" + ",".join(parts) + "}"
-
-
-def _starred(text: str) -> str:
-    return _NUMBER.sub("*", text)
-
-
-def _table(*headers: str, right: Iterable[str] = ()) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    numeric = set(right)
-    for header in headers:
-        # the first column names things, and the last one explains: only that one may wrap
-        last = header == headers[-1] and header not in numeric
-        table.add_column(
-            header,
-            justify="right" if header in numeric else "left",
-            no_wrap=not last,
-            overflow="fold",
-        )
-    return table
 
 
 def print_plan(report: PatchReport, title: str) -> None:
     """A plan or report: sites (rows of repeated blocks collapsed), blocks, total, what is approximate."""
     console = stdout_console()
     console.print(title, markup=False, soft_wrap=True)
-    table = _table("site", "kind", "strategy", "before", "after", "why", right=("before", "after"))
+    table = make_table("site", "kind", "strategy", "before", "after", "why", right=("before", "after"))
     groups: dict[tuple[object, ...], list[Site]] = {}
     for site in (*report.patched, *report.left_alone):
         key = (
-            site.strategy, site.kind, _pattern(site.name), _starred(site.reason), site.approximate,
+            site.strategy, site.kind, pattern_of(site.name), starred(site.reason), site.approximate,
             site.bytes_before, site.bytes_after,
         )  # fmt: skip
         groups.setdefault(key, []).append(site)
     for sites in groups.values():
         first = sites[0]
-        reason = first.reason if len(sites) == 1 else _starred(first.reason)
+        reason = first.reason if len(sites) == 1 else starred(first.reason)
         strategy = first.strategy + (" (approximate)" if first.approximate else "")
         sizes = (human_bytes(first.bytes_before), human_bytes(first.bytes_after))
         names = "\n".join(collapse_names([site.name for site in sites]))
@@ -188,7 +67,7 @@ def print_plan(report: PatchReport, title: str) -> None:
 
 def _row(before: int, after: int, floor: int) -> tuple[str, ...]:
     multiple = f"{after / floor:.3f}" if floor else "-"
-    sizes = (human_bytes(before), human_bytes(after), _fewer(before, after))
+    sizes = (human_bytes(before), human_bytes(after), fewer(before, after))
     return (*sizes, human_bytes(floor), multiple)
 
 
@@ -197,7 +76,7 @@ def print_memory(memory: MemoryReport, train: str) -> None:
     console = stdout_console()
     length = "" if memory.length is None else f" x {memory.length} tokens"
     heading = f"peak of a step, batch {memory.batch_size}{length}"
-    table = _table(heading, "before", "after", right=("before", "after"))
+    table = make_table(heading, "before", "after", right=("before", "after"))
     rows = (
         ("parameters", "parameters"),
         ("gradients", "gradients"),
@@ -233,15 +112,15 @@ def print_profile(result: ProfileResult, title: str) -> None:
     console = stdout_console()
     console.print(f"{title}, on {result.device}", markup=False, soft_wrap=True)
     both = (result.before, result.after)
-    table = _table("saved bytes in", "before", "after", "fewer", right=("before", "after", "fewer"))
+    table = make_table("saved bytes in", "before", "after", "fewer", right=("before", "after", "fewer"))
     groups: dict[tuple[str, int, int], list[str]] = {}
     for name in dict.fromkeys([*result.before.saved.by_module, *result.after.saved.by_module]):
         before, after = (measured.saved.by_module.get(name, 0) for measured in both)
-        groups.setdefault((_pattern(name), before, after), []).append(name)
+        groups.setdefault((pattern_of(name), before, after), []).append(name)
     for (_, before, after), names in groups.items():
         for name in collapse_names(names):
             label = (name or "(the model itself)") + (" (each)" if len(names) > 1 else "")
-            table.add_row(label, human_bytes(before), human_bytes(after), _fewer(before, after))
+            table.add_row(label, human_bytes(before), human_bytes(after), fewer(before, after))
     rows = [(f"kept as {kind}", [m.saved.by_kind[kind] for m in both]) for kind in KINDS]
     rows.append(("total", [m.saved.activations for m in both]))
     rows.append(("copies of weights, apart", [m.saved.weight_copies for m in both]))
@@ -250,7 +129,7 @@ def print_profile(result: ProfileResult, title: str) -> None:
     for label, (before, after) in rows:
         if before or after:
             style = "bold" if label == "total" else None
-            cells = (human_bytes(before), human_bytes(after), _fewer(before, after))
+            cells = (human_bytes(before), human_bytes(after), fewer(before, after))
             table.add_row(label, *cells, style=style)
     console.print(table, markup=False)
 
@@ -258,11 +137,11 @@ def print_profile(result: ProfileResult, title: str) -> None:
 def _print_blocks(console: Console, report: PatchReport) -> None:
     kinds = report.kinds
     numbers = ("before", "after", "fewer", "floor", "after / floor")
-    table = _table("saved bytes in", *numbers, right=numbers)
+    table = make_table("saved bytes in", *numbers, right=numbers)
     groups: dict[tuple[str, int, int, int], list[str]] = {}
     for name, before, after in report.blocks:
         floor = report.floor_blocks.get(name, 0)
-        groups.setdefault((_pattern(name), before, after, floor), []).append(name)
+        groups.setdefault((pattern_of(name), before, after, floor), []).append(name)
     for (_, before, after, floor), names in groups.items():
         for name in collapse_names(names):
             label = name if len(names) == 1 else f"{name} (each)"
@@ -276,7 +155,7 @@ def _print_blocks(console: Console, report: PatchReport) -> None:
     )
     if report.weight_copies_before or report.weight_copies_after:
         copies = (report.weight_copies_before, report.weight_copies_after)
-        table.add_row("copies of weights, apart", *map(human_bytes, copies), _fewer(*copies))
+        table.add_row("copies of weights, apart", *map(human_bytes, copies), fewer(*copies))
     console.print()
     console.print(table, markup=False)
 
@@ -284,11 +163,11 @@ def _print_blocks(console: Console, report: PatchReport) -> None:
 def print_conversion(result: ConvertResult) -> None:
     """What was folded and what was not, and why."""
     console = stdout_console()
-    table = _table("norm", "folded", "into, or why not")
+    table = make_table("norm", "folded", "into, or why not")
     rows: dict[tuple[str, bool, str], list[str]] = {}
     for norm in result.norms:
         text = ", ".join(norm.linears) if norm.folded else norm.reason
-        rows.setdefault((_pattern(norm.norm), norm.folded, _starred(text)), []).append(norm.norm)
+        rows.setdefault((pattern_of(norm.norm), norm.folded, starred(text)), []).append(norm.norm)
     for (_, folded, text), names in rows.items():
         table.add_row("\n".join(collapse_names(names)), "yes" if folded else "no", text)
     console.print(table, markup=False)
@@ -320,7 +199,7 @@ def print_verification(result: VerifyResult) -> None:
     console.print(
         f"{result.model}: {result.candidate}, on {result.inputs}", markup=False, soft_wrap=True
     )
-    table = _table(
+    table = make_table(
         "dtype", "what", "error", "unpatched", "allowed", "cosine", "worst at", "",
         right=("error", "unpatched", "allowed", "cosine"),
     )  # fmt: skip
@@ -341,10 +220,10 @@ def print_verification(result: VerifyResult) -> None:
                 allowed, f"{worst.cosine:.5f}", worst.name, verdict,
             )  # fmt: skip
     console.print(table, markup=False)
-    saved = _table("saved bytes", "before", "after", "fewer", right=("before", "after", "fewer"))
+    saved = make_table("saved bytes", "before", "after", "fewer", right=("before", "after", "fewer"))
     for run in result.runs:
         sizes = (run.saved_before, run.saved_after)
-        saved.add_row(run.dtype, *map(human_bytes, sizes), _fewer(*sizes))
+        saved.add_row(run.dtype, *map(human_bytes, sizes), fewer(*sizes))
     console.print()
     console.print(saved, markup=False)
     console.print(
@@ -363,7 +242,7 @@ def print_fine_tuning(
     rows: Sequence[tuple[str, int, int, float, float, float]], score_name: str
 ) -> None:
     """Fine-tuning runs: label, saved bytes, weight copies, score before and after, seconds."""
-    table = _table(
+    table = make_table(
         "fine-tuning", "saved bytes", "copies of weights", f"{score_name} before", "after", "seconds",
         right=("saved bytes", "copies of weights", f"{score_name} before", "after", "seconds"),
     )  # fmt: skip

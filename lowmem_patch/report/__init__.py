@@ -1,0 +1,37 @@
+"""Rendering: plans, conversions, verdicts and measurements as tables. The only importer of rich."""
+
+from lowmem_patch.report.bench import print_bench
+from lowmem_patch.report.layout import (
+    collapse_names,
+    error_console,
+    human_bytes,
+    print_error,
+    print_title,
+    progress_bar,
+    stdout_console,
+)
+from lowmem_patch.report.results import (
+    print_conversion,
+    print_fine_tuning,
+    print_memory,
+    print_plan,
+    print_profile,
+    print_verification,
+)
+
+__all__ = [
+    "collapse_names",
+    "error_console",
+    "human_bytes",
+    "print_bench",
+    "print_conversion",
+    "print_error",
+    "print_fine_tuning",
+    "print_memory",
+    "print_plan",
+    "print_profile",
+    "print_title",
+    "print_verification",
+    "progress_bar",
+    "stdout_console",
+]

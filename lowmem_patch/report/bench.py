@@ -1,0 +1,46 @@
+"""Training variants side by side: memory, step time and throughput."""
+
+from __future__ import annotations
+
+from lowmem_patch.bench import Comparison, Row
+from lowmem_patch.report.layout import human_bytes, make_table, stdout_console
+
+__all__ = ["print_bench"]
+
+
+def print_bench(comparison: Comparison, title: str) -> None:
+    """One line for each variant, also where it failed or was skipped; shares are of the first."""
+    console = stdout_console()
+    console.print(f"{title}, on {comparison.device}", markup=False, soft_wrap=True)
+    first = comparison.rows[0]
+    on_gpu = any(row.peak is not None for row in comparison.rows)
+    peaks = ["peak", "reserved"] if on_gpu else []  # the CPU's allocator keeps no count
+    rate = f"{comparison.unit} / s"
+    numbers = ["act", "share", *peaks, "step ms", "quartiles", "share of time", rate]
+    table = make_table("variant", *numbers, "", right=numbers)
+    for row in comparison.rows:
+        if row.measured:
+            table.add_row(row.name, *_cells(row, first, on_gpu, comparison.work))
+        else:
+            why = f"failed: {row.failed}" if row.failed else f"skipped: {row.skipped}"
+            style = "red" if row.failed else "dim"
+            table.add_row(row.name, *[""] * len(numbers), why, style=style)
+    console.print(table, markup=False)
+    notes = [
+        f"a step is forward and backward of {comparison.work} {comparison.unit}; shares are of "
+        f"{first.name}; medians of {comparison.rounds} x {comparison.steps} steps, the variants in turn",
+        "bytes are above what lies on the device at rest" if on_gpu else "act is what autograd holds",
+    ]
+    if comparison.parked:
+        notes.append("the models that waited lay in the host's memory, for lack of room")
+    console.print("; ".join(notes), style="dim", markup=False, soft_wrap=True)
+
+
+def _cells(row: Row, first: Row, on_gpu: bool, work: int) -> list[str]:
+    low, median, high = row.quartiles
+    share = f"{row.act / first.act:.2f}x" if row.act is not None and first.act else "-"
+    time = f"{median / first.quartiles[1]:.2f}x" if first.measured else "-"
+    sizes = [row.act, row.peak, row.reserved] if on_gpu else [row.act]
+    act, *peaks = ["-" if size is None else human_bytes(size) for size in sizes]
+    times = [f"{median:.2f}", f"{low:.2f} .. {high:.2f}", time, f"{1000 * work / median:,.0f}"]
+    return [act, share, *peaks, *times]
