@@ -97,7 +97,7 @@ def plot_tradeoff(
     axes.set_ylim(bottom=0)
     axes.set_xlabel(f"{memory}, {unit}  (less is better)")
     axes.set_ylabel(f"{rate}  (more is better)")
-    axes.yaxis.set_major_formatter(lambda value, _position: f"{value:,.0f}")
+    axes.yaxis.set_major_formatter(lambda value, _position: f"{value:,.10g}")
     axes.set_title(title, fontsize="small", wrap=True)
     axes.grid(alpha=0.2)
     figure.draw_without_rendering()  # sizes are known only then
@@ -129,7 +129,8 @@ def _label(axes: Any, labels: Sequence[tuple[str, float, float, bool]]) -> None:
                 fontsize="small", weight="bold" if best else "normal",
             )  # fmt: skip
             box = note.get_window_extent()
-            free = not box.count_overlaps(taken) and not box.count_contains(dots)
+            inside = axes.bbox.x0 < box.x0 and box.x1 < axes.bbox.x1
+            free = inside and not box.count_overlaps(taken) and not box.count_contains(dots)
             if free or (offset, horizontal, vertical) == _PLACES[-1]:
                 taken.append(box)
                 break

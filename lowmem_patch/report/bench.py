@@ -29,7 +29,9 @@ def print_bench(comparison: Comparison, title: str) -> None:
     notes = [
         f"a step is forward and backward of {comparison.work} {comparison.unit}; shares are of "
         f"{first.name}; medians of {comparison.rounds} x {comparison.steps} steps, the variants in turn",
-        "bytes are above what lies on the device at rest" if on_gpu else "act is what autograd holds",
+        "bytes are above what lies on the device at rest"
+        if on_gpu
+        else "act is what autograd holds",
     ]
     if comparison.parked:
         notes.append("the models that waited lay in the host's memory, for lack of room")

@@ -37,7 +37,9 @@ def print_plan(report: PatchReport, title: str) -> None:
     """A plan or report: sites (rows of repeated blocks collapsed), blocks, total, what is approximate."""
     console = stdout_console()
     console.print(title, markup=False, soft_wrap=True)
-    table = make_table("site", "kind", "strategy", "before", "after", "why", right=("before", "after"))
+    table = make_table(
+        "site", "kind", "strategy", "before", "after", "why", right=("before", "after")
+    )
     groups: dict[tuple[object, ...], list[Site]] = {}
     for site in (*report.patched, *report.left_alone):
         key = (
@@ -112,7 +114,9 @@ def print_profile(result: ProfileResult, title: str) -> None:
     console = stdout_console()
     console.print(f"{title}, on {result.device}", markup=False, soft_wrap=True)
     both = (result.before, result.after)
-    table = make_table("saved bytes in", "before", "after", "fewer", right=("before", "after", "fewer"))
+    table = make_table(
+        "saved bytes in", "before", "after", "fewer", right=("before", "after", "fewer")
+    )
     groups: dict[tuple[str, int, int], list[str]] = {}
     for name in dict.fromkeys([*result.before.saved.by_module, *result.after.saved.by_module]):
         before, after = (measured.saved.by_module.get(name, 0) for measured in both)
@@ -220,7 +224,9 @@ def print_verification(result: VerifyResult) -> None:
                 allowed, f"{worst.cosine:.5f}", worst.name, verdict,
             )  # fmt: skip
     console.print(table, markup=False)
-    saved = make_table("saved bytes", "before", "after", "fewer", right=("before", "after", "fewer"))
+    saved = make_table(
+        "saved bytes", "before", "after", "fewer", right=("before", "after", "fewer")
+    )
     for run in result.runs:
         sizes = (run.saved_before, run.saved_after)
         saved.add_row(run.dtype, *map(human_bytes, sizes), fewer(*sizes))
