@@ -105,17 +105,22 @@ def plot_tradeoff(
     _write(figure, path)
 
 
-# Where a label may stand beside its point: offset in dots, and how it is aligned there.
-_PLACES = (
-    ((7, 0), "left", "center"),
-    ((-7, 0), "right", "center"),
-    ((0, 7), "center", "bottom"),
-    ((0, -7), "center", "top"),
-    ((7, 9), "left", "bottom"),
-    ((7, -9), "left", "top"),
-    ((-7, 9), "right", "bottom"),
-    ((-7, -9), "right", "top"),
+# Where a label may stand beside its point: the direction, and how it is aligned there; then farther off.
+_SIDES = (
+    ((1, 0), "left", "center"),
+    ((-1, 0), "right", "center"),
+    ((0, 1), "center", "bottom"),
+    ((0, -1), "center", "top"),
+    ((1, 1), "left", "bottom"),
+    ((1, -1), "left", "top"),
+    ((-1, 1), "right", "bottom"),
+    ((-1, -1), "right", "top"),
 )
+_PLACES = [
+    ((x * away, y * away), horizontal, vertical)
+    for away in (7, 18, 29)
+    for (x, y), horizontal, vertical in _SIDES
+]
 
 
 def _label(axes: Any, labels: Sequence[tuple[str, float, float, bool]]) -> None:

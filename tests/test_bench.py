@@ -1,0 +1,358 @@
+"""Variants side by side: what a row holds, whose turn it is, what fails alone, the command and its files."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from typer.testing import CliRunner, Result
+
+from lowmem_patch import saved_bytes
+from lowmem_patch.bench import SHAPES, VARIANTS, Comparison, Row, compare, compiled, unpatched
+from lowmem_patch.cli import app
+from lowmem_patch.errors import VariantError
+from lowmem_patch.patching.inputs import ExampleInputs
+from lowmem_patch.plot import Point, pareto, plot_tradeoff
+
+ROOT = Path(__file__).parent.parent
+# transformers renames a method; timm and the tests' oldest transformers know the old name alone
+pytestmark = pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`:FutureWarning")
+FIELDS = {"act_mib", "peak_mib", "reserved_mib", "step_ms", "step_spread_ms", "per_second"}
+
+
+def llama() -> Any:
+    config = transformers.LlamaConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        vocab_size=50,
+    )
+    return transformers.LlamaForCausalLM(config).train()
+
+
+def tokens() -> ExampleInputs:
+    return ExampleInputs((), {"input_ids": torch.randint(0, 50, (2, 12))})
+
+
+class Plain(nn.Module):
+    """A Linear that says when it runs."""
+
+    def __init__(self, log: list[str]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.log = log
+        self.label = ""
+        self.fails_at = 10**6
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Plain:
+        other = Plain(self.log)
+        other.load_state_dict(self.state_dict())
+        return other
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.log.append(self.label)
+        if self.log.count(self.label) == self.fails_at:
+            raise RuntimeError("out of something\nand more")
+        return self.linear(x)
+
+
+def labelled(label: str, fails_at: int = 10**6) -> Any:
+    def variant(model: Plain, _inputs: ExampleInputs) -> Plain:
+        model.label, model.fails_at = label, fails_at
+        return model
+
+    return variant
+
+
+ROWS = ExampleInputs((torch.randn(3, 8),))
+
+
+def test_variants_take_turns() -> None:
+    log: list[str] = []
+    told: list[tuple[str, int, int]] = []
+    variants = {name: labelled(name) for name in "abc"}
+    result = compare(
+        Plain(log), ROWS, variants, rounds=2, steps=2, progress=lambda *a: told.append(a)
+    )
+    order = [label for label, before in zip(log, [None, *log], strict=False) if label != before]
+    assert order == ["a", "b", "c"] * 3  # first steps, then two rounds
+    assert [(row.name, len(row.times)) for row in result.rows] == [(n, 4) for n in "abc"]
+    assert (result.work, result.unit, result.device, result.parked) == (3, "rows", "cpu", False)
+    assert [done for _, done, _ in told] == list(range(9)) and {n for _, _, n in told} == {9}
+
+
+@pytest.mark.parametrize("fails_at", [1, 5], ids=["first steps", "a round"])
+def test_a_variant_that_fails_stops_no_other(fails_at: int) -> None:
+    log: list[str] = []
+    variants = {"a": labelled("a"), "bad": labelled("bad", fails_at), "c": labelled("c")}
+    result = compare(Plain(log), ROWS, variants, rounds=3, steps=1)
+    a, bad, c = result.rows
+    assert bad.failed == "RuntimeError: out of something" and not bad.measured
+    assert a.measured and c.measured and len(c.times) == 3
+    assert log.count("bad") == fails_at
+    assert result.to_dict()["variants"]["bad"] == {"error": bad.failed}
+
+
+def test_a_variant_without_sense_is_skipped_with_the_reason() -> None:
+    def absent(model: Any, _inputs: ExampleInputs) -> Any:
+        raise VariantError("not installed")
+
+    variants = {"absent": absent, "auto": VARIANTS["auto"]}
+    rows = compare(Plain([]), ROWS, variants, rounds=2, steps=1).rows
+    assert rows[0].skipped == "not installed" and not rows[0].failed
+    assert rows[1].skipped and "nothing was patched in Plain" in rows[1].skipped
+
+
+def test_rows_of_a_real_model() -> None:
+    model, inputs = llama(), tokens()
+    names = ("unpatched", "paper", "exact", "auto", "checkpointing")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    result = compare(model, inputs, {n: VARIANTS[n] for n in names}, rounds=2, steps=2)
+    acts = {row.name: row.act for row in result.rows}
+    assert None not in acts.values() and [row.failed for row in result.rows] == [None] * 5
+    labels = {**inputs.kwargs, "labels": inputs.kwargs["input_ids"]}
+    for name in names[:4]:  # what autograd holds with the model's own loss, counted another way
+        own = VARIANTS[name](llama(), inputs)
+        with saved_bytes(own) as saved:
+            output = own(**labels)
+        del output
+        assert acts[name] == saved.total, name
+    assert acts["checkpointing"] < acts["auto"] < acts["unpatched"]  # type: ignore[operator]
+    data = result.to_dict()
+    assert set(data["variants"]) == set(names) and data["unit"] == "tokens"
+    for row in data["variants"].values():
+        assert set(row) == FIELDS and row["peak_mib"] is None
+        assert row["per_second"] == pytest.approx(1000 * 24 / row["step_ms"])
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert not model.model.gradient_checkpointing
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_what_a_compiled_model_holds_is_seen() -> None:
+    variants = {
+        "auto": VARIANTS["auto"],
+        "compile": compiled(unpatched, backend="aot_eager"),
+        "auto+compile": compiled(VARIANTS["auto"], backend="aot_eager"),
+    }
+    auto, plain, both = compare(llama(), tokens(), variants, rounds=2, steps=1).rows
+    torch.compiler.reset()
+    assert auto.act and plain.act and both.act
+    assert both.act <= 1.05 * auto.act < plain.act
+
+
+def test_medians_and_quartiles() -> None:
+    row = Row("x", 2**20, 3 * 2**20, 2**22, (5.0, 1.0, 2.0, 3.0, 4.0))
+    assert row.quartiles == (2.0, 3.0, 4.0)
+    assert row.to_dict(6) == {
+        "act_mib": 1.0, "peak_mib": 3.0, "reserved_mib": 4.0, "step_ms": 3.0, "step_spread_ms": 2.0,
+        "per_second": 2000.0,
+    }  # fmt: skip
+    assert Row("x", times=(7.0,)).quartiles == (7.0, 7.0, 7.0)
+
+
+def test_liger_touches_one_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.llama import modeling_llama
+
+    monkeypatch.setitem(sys.modules, "liger_kernel", None)
+    with pytest.raises(VariantError, match="not installed"):
+        VARIANTS["liger"](llama(), tokens())
+    asked: dict[str, Any] = {}
+
+    def apply(model: Any, **options: Any) -> None:
+        asked.update(options, model=model)
+        modeling_llama.LlamaRMSNorm = object  # as Liger does, also when it is given a model
+        modeling_llama.left_behind = True  # type: ignore[attr-defined]
+
+    fake = types.ModuleType("liger_kernel.transformers.monkey_patch")
+    fake.MODEL_TYPE_TO_APPLY_LIGER_FN = {"llama": None}  # type: ignore[attr-defined]
+    fake._apply_liger_kernel_to_instance = apply  # type: ignore[attr-defined]
+    for name in ("liger_kernel", "liger_kernel.transformers"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, fake.__name__, fake)
+    names, model = dict(vars(modeling_llama)), llama()
+    assert VARIANTS["liger"](model, tokens()) is model
+    assert asked["model"] is model and asked["fused_linear_cross_entropy"]
+    assert not asked["rope"] and not asked["cross_entropy"]
+    assert vars(modeling_llama) == names
+    VARIANTS["liger"](model.model, tokens())
+    assert not asked["fused_linear_cross_entropy"]  # that model has no head
+    with pytest.raises(VariantError, match="nothing for Plain"):
+        VARIANTS["liger"](Plain([]), ROWS)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_shapes_can_be_built(name: str) -> None:
+    shape = SHAPES[name]
+    with torch.device("meta"):
+        model = shape.build(1)
+    assert sum(parameter.numel() for parameter in model.parameters()) > 10**6
+    assert (shape.length is None) == hasattr(model, "patch_embed")
+
+
+def call(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(app, ["bench", *map(str, arguments)])
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    llama().save_pretrained(tmp_path / "llama")
+    return tmp_path / "llama"
+
+
+QUICK = ("--device", "cpu", "--rounds", "2", "--steps", "1", "--batch-size", "1")
+
+
+def test_the_table_and_the_picture(folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "out.png"
+    result = call(folder, *QUICK, "--seq-len", "8", "--plot", picture, "--train", "lora")
+    assert result.exit_code == 0, result.output
+    lines = {line.split()[0]: line for line in result.stdout.splitlines() if line.strip()}
+    assert set(lines) >= {"variant", *VARIANTS} - {"compile", "auto+compile"}
+    assert "tokens / s" in lines["variant"] and "peak" not in lines["variant"]
+    assert ("1.00x" in lines["unpatched"] and "MiB" in lines["auto"]) or "KiB" in lines["auto"]
+    assert "skipped: liger-kernel" in lines["liger"] or "x" in lines["liger"]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_json_of_a_shape() -> None:
+    result = call(
+        "--shape", "vit-b", "--layers", "1", *QUICK, "--json", "--variants", "auto,unpatched"
+    )
+    assert result.exit_code == 0, result.output
+    data = json.loads(result.stdout)
+    assert data["model"] == "vit-b" and data["autocast"] is True and data["unit"] == "images"
+    assert list(data["variants"]) == ["auto", "unpatched"]
+    assert data["environment"]["torch"] and data["environment"]["date"]
+    assert data["variants"]["auto"]["act_mib"] < data["variants"]["unpatched"]["act_mib"]
+
+
+def test_a_failure_is_in_the_table_and_exit_codes(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(model: Any, _inputs: ExampleInputs) -> Any:
+        raise ValueError("no compiler")
+
+    def absent(model: Any, _inputs: ExampleInputs) -> Any:
+        raise VariantError("not here")
+
+    monkeypatch.setitem(VARIANTS, "compile", broken)
+    monkeypatch.setitem(VARIANTS, "liger", absent)
+    more = (*QUICK, "--seq-len", "8", "--variants")
+    result = call(folder, *more, "unpatched,compile,liger")
+    assert result.exit_code == 0, result.output
+    assert "failed: ValueError: no compiler" in result.stdout and "1.00x" in result.stdout
+    assert "skipped: not here" in result.stdout
+    assert call(folder, *more, "compile,liger").exit_code == 1
+    assert call(folder, *more, "liger").exit_code == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "naming"),
+    [
+        ((), "either MODEL or --shape"),
+        (("x", "--shape", "vit-b"), "either MODEL or --shape"),
+        (("--shape", "gpt-5"), "llama-3-8b"),
+        (("--shape", "swin-t", "--layers", "2"), "--layers"),
+        (("x", "--layers", "2"), "--layers"),
+        (("--shape", "vit-b", "--variants", "fastest"), "auto+compile"),
+        (("--shape", "vit-b", "--train", "qlora"), "4-bit"),
+        (("--shape", "vit-b", "--layers", "1", "--train", "lora:nonsense"), "qkv"),
+        (("/nowhere/at/all",), "no such folder"),
+    ],
+)
+def test_bad_input_is_named(arguments: tuple[str, ...], naming: str) -> None:
+    result = call(*arguments, "--device", "cpu")
+    assert result.exit_code == 2 and naming in result.stderr, result.output
+    assert len(result.stderr.strip().splitlines()) == 1 and not result.stdout
+
+
+def test_a_plot_without_matplotlib_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    result = call("--shape", "vit-b", "--plot", "out.png", "--device", "cpu")
+    assert result.exit_code == 2 and "lowmem-patch[plot]" in result.stderr
+
+
+def test_pareto() -> None:
+    points = [
+        Point("a", 4, 9),
+        Point("b", 2, 5),
+        Point("c", 3, 4),
+        Point("d", 2, 3),
+        Point("e", 5, 9),
+    ]
+    assert [point.label for point in pareto(points)] == ["b", "a"]
+
+
+def test_the_committed_results_can_be_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    spec = importlib.util.spec_from_file_location("picture", ROOT / "benchmarks" / "picture.py")
+    assert spec is not None and spec.loader is not None
+    picture = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(picture)
+    out = tmp_path / "out.svg"
+    monkeypatch.setattr(sys, "argv", ["picture.py", "--out", str(out)])
+    picture.main()
+    assert out.read_text().count("</g>") > 10
+
+
+def test_labels_cover_neither_each_other_nor_points(tmp_path: Path) -> None:
+    figure_module = pytest.importorskip("matplotlib.figure")
+    drawn: list[Any] = []
+    points = [Point(f"variant {n}", 10 + 0.1 * n, 100 + n % 2) for n in range(4)]
+    points.append(Point("far away", 1, 1))
+
+    class Kept(figure_module.Figure):  # type: ignore[misc, name-defined]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            drawn.append(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(figure_module, "Figure", Kept)
+        plot_tradeoff(points, tmp_path / "x.png", "t", memory="m", rate="r")
+    (axes,) = drawn[0].axes
+    boxes = [text.get_window_extent() for text in axes.texts]
+    assert [text.get_text() for text in axes.texts] == [point.label for point in points]
+    for number, box in enumerate(boxes):
+        assert not box.count_overlaps(boxes[:number])
+
+
+@pytest.mark.gpu
+def test_memory_on_a_gpu_does_not_depend_on_the_other_variants() -> None:
+    inputs = tokens().map(lambda tensor: tensor.cuda())
+    model = llama().cuda()
+
+    def measured(*names: str) -> Comparison:
+        return compare(model, inputs, {n: VARIANTS[n] for n in names}, rounds=2, steps=1)
+
+    alone, beside = measured("auto").rows[0], measured("unpatched", "paper", "auto").rows[2]
+    assert alone.act == beside.act and alone.peak == beside.peak
+    assert alone.act and alone.peak and alone.reserved is not None and alone.act <= alone.peak
+
+
+@pytest.mark.gpu
+def test_models_that_wait_may_lie_in_the_hosts_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lowmem_patch.bench import compare as function
+
+    module = sys.modules[function.__module__]
+    inputs = tokens().map(lambda tensor: tensor.cuda())
+    model = llama().cuda()
+    chosen = {n: VARIANTS[n] for n in ("unpatched", "auto", "compile")}
+    here = compare(model, inputs, chosen, rounds=2, steps=1)
+    monkeypatch.setattr(module, "_crowded", lambda *_: True)
+    parked = compare(model, inputs, chosen, rounds=2, steps=1)
+    torch.compiler.reset()
+    assert parked.parked and not here.parked
+    for a, b in zip(here.rows, parked.rows, strict=True):
+        assert a.failed is None and (a.act, a.peak) == (b.act, b.peak)
