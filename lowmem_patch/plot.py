@@ -13,6 +13,7 @@ from lowmem_patch.patching.sites import PatchReport
 
 __all__ = ["Point", "pareto", "plot_saved_bytes", "plot_tradeoff", "require_matplotlib"]
 
+_DPI = 150
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
 
@@ -35,7 +36,7 @@ def plot_saved_bytes(report: PatchReport, path: Path, title: str) -> None:
     Raises:
         ConfigError: matplotlib is not installed, or the file cannot be written.
     """
-    figure = require_matplotlib()(figsize=(7, 4.2), layout="constrained")
+    figure = require_matplotlib()(figsize=(7, 4.2), dpi=_DPI, layout="constrained")
     axes = figure.subplots()
     bars = {"before": report.kinds.before, "after": report.kinds.after, "floor": report.kinds.floor}
     unit, scale = _unit(max(report.saved_before, report.saved_after, report.floor))
@@ -84,7 +85,7 @@ def plot_tradeoff(
     Raises:
         ConfigError: as in :func:`plot_saved_bytes`.
     """
-    figure = require_matplotlib()(figsize=(7, 4.2), layout="constrained")
+    figure = require_matplotlib()(figsize=(7, 4.2), dpi=_DPI, layout="constrained")
     axes = figure.subplots()
     unit, scale = _unit(max(point.memory for point in points))
     best = pareto(points)
@@ -100,7 +101,8 @@ def plot_tradeoff(
     axes.yaxis.set_major_formatter(lambda value, _position: f"{value:,.10g}")
     axes.set_title(title, fontsize="small", wrap=True)
     axes.grid(alpha=0.2)
-    figure.draw_without_rendering()  # sizes are known only then
+    figure.draw_without_rendering()  # sizes are known only then, and must stay
+    figure.set_layout_engine("none")
     _label(axes, [(p.label, p.memory / scale, p.rate, p in best) for p in points])
     _write(figure, path)
 
@@ -148,6 +150,6 @@ def _unit(largest: float) -> tuple[str, int]:
 
 def _write(figure: Any, path: Path) -> None:
     try:
-        figure.savefig(path, dpi=150)
+        figure.savefig(path, dpi=_DPI)
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot write the plot {path}: {error}") from error
