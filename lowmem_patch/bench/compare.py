@@ -126,7 +126,6 @@ def _prepare(
     model: nn.Module, variant: Variant, inputs: ExampleInputs, device: torch.device, autocast: bool
 ) -> Step:
     """A copy of the model, made into the variant, after its first steps."""
-    torch.manual_seed(0)
     fresh: Any = copy.deepcopy(model).to(device)
     with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
         step = Step(variant(fresh, inputs), inputs, autocast=autocast)

@@ -127,9 +127,8 @@ def bench(
             if targets is not None:
                 built = _with_lora(built, targets, lora_rank)
             built.train()
-            inputs = make_example_inputs(
-                built, batch_size=batch_size, sequence_length=seq_len, device=wanted
-            )
+            inputs = make_example_inputs(built, batch_size=batch_size, sequence_length=seq_len)
+            inputs = inputs.map(lambda tensor: tensor.to(wanted))
             result = compare(
                 built, inputs, chosen, rounds=rounds, steps=steps, autocast=bool(autocast),
                 progress=progress,
