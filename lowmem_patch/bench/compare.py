@@ -25,6 +25,7 @@ Progress = Callable[[str, int, int], None]
 
 # The first step compiles and chooses kernels, the second may compile once more.
 _WARM_UP = 3
+_LONGEST = 300  # of an error's text
 
 
 @dataclasses.dataclass
@@ -67,8 +68,9 @@ def _largest(sizes: list[int | None]) -> int | None:
 
 
 def _one_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return (lines[0] if lines else "no message")[:300]
+    # the compiler's errors say in their second line what happened
+    text = " ".join(str(error).split()) or "no message"
+    return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
 
 
 def compare(
