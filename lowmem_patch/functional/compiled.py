@@ -59,7 +59,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -
         return F.linear(x, weight, None if bias is None else bias.to(dtype))
 
 
+def _in(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    # never a cast that changes nothing: torch 2.11 loses the gradient of its result in a Function
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)
+
+
 class _Norm(torch.autograd.Function):
+    """`reference.norm_forward` and `reference.norm_backward`, without steps that change nothing."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -72,27 +79,28 @@ class _Norm(torch.autograd.Function):
         out_dtype: torch.dtype,
         kept_dtype: torch.dtype,
     ) -> Tensor:
-        y, rstd = reference.norm_forward(x, weight, bias, eps, weight_offset, centered, out_dtype)
-        ctx.save_for_backward(y.to(kept_dtype), rstd, weight, bias)
-        ctx.weight_offset, ctx.centered, ctx.input_dtype = weight_offset, centered, x.dtype
+        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+        wide = _in(x, dtype)
+        if centered:
+            wide = wide - wide.mean(-1, keepdim=True)
+        rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        y = wide * rstd
+        if weight is not None:
+            gamma = _in(weight, dtype)
+            y = y * (gamma + weight_offset if weight_offset else gamma)
+        if bias is not None:
+            y = y + _in(bias, dtype)
+        y = _in(y, out_dtype)
+        ctx.save_for_backward(_in(y, kept_dtype), rstd, weight, bias)
+        ctx.settings = (weight_offset, centered, x.dtype)
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
         y, rstd, weight, bias = ctx.saved_tensors
-        needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        needs = ctx.needs_input_grad[:3]
         gradients = reference.norm_backward(
-            dy,
-            y,
-            rstd,
-            weight,
-            bias,
-            ctx.weight_offset,
-            ctx.centered,
-            ctx.input_dtype,
-            needs_input,
-            needs_weight,
-            needs_bias,
+            dy, y, rstd.squeeze(-1), weight, bias, *ctx.settings, *needs
         )
         return (*gradients, None, None, None, None, None)
 

@@ -115,11 +115,18 @@ def _normal_cdf(x, PRECISE: tl.constexpr, COARSE: tl.constexpr):
         logit = x * (((square * LOGIT_3 + LOGIT_2) * square + LOGIT_1) * square + LOGIT_0)
         return _reciprocal_fast(1.0 + _exp2_fast(-logit))
     else:
-        z = tl.abs(x) * RSQRT_2
-        t = _reciprocal_fast(1.0 + z * ERFC_P)
-        series = ((((t * ERFC_5 + ERFC_4) * t + ERFC_3) * t + ERFC_2) * t + ERFC_1) * t
-        tail = 0.5 * series * _exp2_fast(-(z * z) * LOG2_E)
-        return tl.where(x < 0, tail, 1.0 - tail)
+        return _normal_cdf_and_bell(x)[0]
+
+
+@triton.jit
+def _normal_cdf_and_bell(x):
+    """Phi(x) and exp(-x^2 / 2), which one exponential serves."""
+    z = tl.abs(x) * RSQRT_2
+    t = _reciprocal_fast(1.0 + z * ERFC_P)
+    series = ((((t * ERFC_5 + ERFC_4) * t + ERFC_3) * t + ERFC_2) * t + ERFC_1) * t
+    bell = _exp2_fast(-(z * z) * LOG2_E)
+    tail = 0.5 * series * bell
+    return tl.where(x < 0, tail, 1.0 - tail), bell
 
 
 @triton.jit
@@ -141,9 +148,12 @@ def activate(x, KIND: tl.constexpr, PRECISE: tl.constexpr, COARSE: tl.constexpr)
 def activate_and_slope(x, KIND: tl.constexpr, PRECISE: tl.constexpr):
     """h(x) and h'(x). h = x s(u) gives h' = s + x u' s (1 - s)."""
     if KIND == "gelu":
-        cdf = _normal_cdf(x, PRECISE, False)
-        density = _exp(-0.5 * x * x, PRECISE) * RSQRT_2PI
-        return x * cdf, cdf + x * density
+        if PRECISE:
+            cdf = _normal_cdf(x, True, False)
+            bell = _exp(-0.5 * x * x, True)
+        else:
+            cdf, bell = _normal_cdf_and_bell(x)
+        return x * cdf, cdf + x * (bell * RSQRT_2PI)
     elif KIND == "gelu_tanh":
         u = (x + x * x * x * TANH_CUBIC) * TANH_SCALE
         s, rest = _sigmoid_pair(2.0 * u, PRECISE)
