@@ -132,7 +132,8 @@ class Launch:
         strides: Sequence[int] = (),
     ) -> None:
         device = tensors[0].get_device()
-        if device < 0 or device == torch.cuda.current_device():
+        # torch.cuda.current_device without its checks: a CUDA tensor exists, or nothing asks
+        if device < 0 or device == torch._C._cuda_getDevice():
             self._launch(device, grid, tensors, numbers, strides)
         else:
             with torch.cuda.device(device):  # Triton launches on the current device

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from lowmem_patch.functional import LowRank, kept_linear
 from lowmem_patch.nn.deferred import Deferred, Projection
-from lowmem_patch.rows import function_name
 
 __all__ = ["AdapterInput", "runs_one_product"]
 
@@ -68,8 +67,8 @@ class _Product(Deferred):
         super().__init__((), dtype, parent.lowers)
         self.parent = parent
 
-    def _known(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return super()._known(func, args, kwargs) if function_name(func) == "linear" else None
+    def _known(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return super()._known(func, name, args, kwargs) if name == "linear" else None
 
     def __getattr__(self, name: str) -> Any:
         if name in ("shape", "device", "ndim", "layout", "is_cuda", "requires_grad", "names"):

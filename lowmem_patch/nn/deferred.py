@@ -134,7 +134,7 @@ class Deferred:
         if isinstance(first, Deferred):
             if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
                 first._spoiled = True  # written in place
-            known = first._known(func, args, kwargs)
+            known = first._known(func, name, args, kwargs)
             if known is not None:
                 return known
         if name in ("mul", "__mul__", "__rmul__") and len(args) == 2 and not kwargs:
@@ -146,9 +146,8 @@ class Deferred:
         return func(*(value_of(a) for a in args), **{key: value_of(v) for key, v in kwargs.items()})
 
     def _known(
-        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        name = function_name(func)
         if name == "linear":
             weight = args[1] if len(args) > 1 else kwargs["weight"]
             bias = args[2] if len(args) > 2 else kwargs.get("bias")
@@ -163,7 +162,7 @@ class Deferred:
             dtype = torch.float32 if name == "float" else _only_dtype(args[1:], kwargs)
             if dtype is not None and dtype.is_floating_point:
                 return self if dtype == self.dtype else DeferredCast(self, dtype)
-        return None if self.written else self._move(func, args, kwargs)
+        return self._move(func, name, args, kwargs) if name in _MOVES and not self.written else None
 
     def _linear(self, weight: Tensor, bias: Tensor | None) -> Any:
         if not torch.is_grad_enabled():
@@ -181,12 +180,12 @@ class Deferred:
             return F.linear(self.value(), weight, bias)  # torch's own error for mixed dtypes
         return self.linear(Projection(weight, bias), self.dtype)
 
-    def _move(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The deferred op behind a row move, or None when ``func`` is none."""
-        if function_name(func) not in _MOVES:
-            return None
+    def _move(
+        self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """The deferred op behind a row move, or None when this call of ``func`` is none."""
         source = self.sources[0]
-        if function_name(func) == "view":
+        if name == "view":
             func = torch.Tensor.reshape  # a source may be strided where the value is contiguous
         output = func(source, *args[1:], **kwargs)
         if not isinstance(output, Tensor) or not moves_rows(
