@@ -15,7 +15,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 
 from lowmem_patch import PatchReport, patch_model, patch_report, saved_bytes
 from tests.patching.families import FAMILIES, MORE_FAMILIES, Inputs
-from tests.patching.helpers import build, tensors_of
+from tests.patching.helpers import MODES, assert_same_step, build, tensors_of
 
 # PEFT reads a name that transformers has since deprecated
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
@@ -47,8 +47,12 @@ def one_step(model: Any, inputs: Inputs) -> tuple[Tensor, dict[str, Tensor], int
     return output.detach(), gradients, saved.activations
 
 
-def compare(model: Any, inputs: Inputs, *, bits: bool = True) -> tuple[int, PatchReport]:
-    """Bytes that recomputing saves; outputs and gradients must be those of the unpatched model."""
+def compare(model: Any, inputs: Inputs, judge: str = "bits") -> tuple[int, PatchReport]:
+    """Bytes that recomputing saves; outputs and gradients must be those of the unpatched model.
+
+    ``judge``: ``bits``, ``float64`` (its error there is the unpatched model's) or ``rounding`` (where
+    float64 cannot run: other roundings of the same sums).
+    """
     twin = copy.deepcopy(model)
     patch_model(model, RECOMPUTE, example_inputs=inputs)
     report = patch_report(model)
@@ -56,11 +60,13 @@ def compare(model: Any, inputs: Inputs, *, bits: bool = True) -> tuple[int, Patc
     found, ours, after = one_step(model, inputs)
     assert (report.saved_before, report.saved_after) == (before, after)
     assert set(ours) == set(theirs) and theirs
-    if bits:
+    if judge == "bits":
         assert torch.equal(found, expected)
         assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
+    elif judge == "float64":
+        model.zero_grad(), twin.zero_grad()
+        assert_same_step(model.eval(), twin.eval(), inputs, MODES["fp32"])
     else:
-        # other roundings of the same sums: a few units of the last place of the whole gradient
         mean = max(float(gradient.norm()) for gradient in theirs.values()) / 100
         for name, gradient in theirs.items():
             size = max(float(gradient.norm()), mean)
@@ -75,7 +81,9 @@ def gates(report: PatchReport) -> set[str]:
 @pytest.mark.parametrize("name", HIDDEN)
 def test_families(name: str) -> None:
     family = EVERY[name]
-    saved, report = compare(build(family), family.inputs(), bits=name not in FORMULAS)
+    saved, report = compare(
+        build(family), family.inputs(), "float64" if name in FORMULAS else "bits"
+    )
     assert gates(report) == {"recompute"}
     gated = any("product" in site.reason for site in report.patched)
     # the hidden tensor; where it is a product, act(gate) as well
@@ -88,7 +96,7 @@ def test_adapters_on_every_linear(name: str) -> None:
     family = EVERY[name]
     options = LoraConfig(r=2, target_modules=family.linears, init_lora_weights=False)
     model = get_peft_model(build(family), options)
-    saved, report = compare(model, family.inputs(), bits=False)  # the layer's products are one op
+    saved, report = compare(model, family.inputs(), "float64")  # its products are one op
     assert gates(report) == {"recompute"}
     assert saved >= HIDDEN[name] * 4
 
@@ -156,7 +164,7 @@ def test_quantised_linears_under_adapters(name: str, bits: int) -> None:
     family = EVERY[name]
     model = quantised(build(family), bits)
     options = LoraConfig(r=4, target_modules=family.linears, init_lora_weights=False)
-    saved, report = compare(get_peft_model(model, options), family.inputs(), bits=False)
+    saved, report = compare(get_peft_model(model, options), family.inputs(), "rounding")
     assert gates(report) == {"recompute"}
     assert saved == HIDDEN[name] * 4 * (2 if name == "llama" else 1)
 
