@@ -28,31 +28,41 @@ LLAMA_LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj",
 VIT_LINEARS = r".*blocks.*\.(qkv|attn\.proj|fc1|fc2)"
 
 
-def llama(hidden: int, inner: int, heads: int, groups: int, cls: str = "Llama") -> Any:
+def llama(layers: int, sizes: tuple[int, int, int, int], cls: str = "Llama") -> Any:
+    hidden, inner, heads, groups = sizes
     config = getattr(transformers, f"{cls}Config")(
         hidden_size=hidden, intermediate_size=inner, num_attention_heads=heads, vocab_size=1000,
-        num_key_value_heads=groups, num_hidden_layers=2,
+        num_key_value_heads=groups, num_hidden_layers=layers,
     )  # fmt: skip
     return getattr(transformers, f"{cls}Model")(config).bfloat16()
 
 
-def roberta() -> Any:
+def seven_b(layers: int) -> Any:
+    return llama(layers, (4096, 11008, 32, 32))
+
+
+def eight_b(layers: int) -> Any:
+    return llama(layers, (4096, 14336, 32, 8))
+
+
+def half_b(layers: int) -> Any:
+    return llama(layers, (896, 4864, 14, 2), "Qwen2")
+
+
+def roberta(layers: int) -> Any:
     config = transformers.RobertaConfig(
-        num_hidden_layers=2, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        num_hidden_layers=layers, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
         max_position_embeddings=600,
     )  # fmt: skip
     return transformers.RobertaModel(config, add_pooling_layer=False)
 
 
-def seven_b() -> Any:
-    return llama(4096, 11008, 32, 32)
+def vit(layers: int) -> Any:
+    return timm.create_model("vit_base_patch16_224", depth=layers)
 
 
-def vit() -> Any:
-    return timm.create_model("vit_base_patch16_224", depth=2)
-
-
-def swin() -> Any:
+def swin(layers: int) -> Any:
+    """Swin-T has the layers that it has."""
     return timm.create_model("swin_tiny_patch4_window7_224", drop_path_rate=0.0)
 
 
@@ -64,14 +74,21 @@ def lora(targets: Any, rank: int, **more: Any) -> Callable[[nn.Module], nn.Modul
 
 
 class Case(NamedTuple):
-    """``floor`` by hand, in bytes; ``share``: what is kept of the unpatched bytes, as measured."""
+    """A set-up and the shares to reach, in whole per cent of the unpatched bytes.
 
-    build: Callable[[], Any]
+    ``total`` is of the model with two layers, ``layer`` of what a third one adds (an inner layer of a
+    deep model). Where the rule's own floor lies above the aim, ``aim`` says what was aimed at and the
+    test shows by the floor that it cannot be reached.
+    """
+
+    build: Callable[[int], Any]
     adapt: Callable[[Any], Any]
     autocast: bool
     preset: str
     limit: float  # of the floor
-    share: float
+    aim: int
+    total: int
+    layer: int
     floor: Callable[[], float] | None = None
 
 
@@ -101,39 +118,53 @@ def roberta_floor() -> float:
     return TOKENS * (2 * layer + 768 * 4 + 5 * 4)
 
 
+def same(model: Any) -> Any:
+    return model
+
+
 RANKS = 7 * 16  # x A^T of seven adapters, two bytes each
+# In units of C, one token of width C in bf16, an inner layer keeps
+#   ViT full      1 of 2+1 (norm input in float32, qkv's input), qkv 3, out 1, 1 of 2+1, 4 of 4+4:
+#                 10 of 18 = 55.6 %; 52 % would be 9.4
+#   ViT LoRA all  the same 10 of 19 (PEFT's copy of out's input) = 52.6 %; 51 % would be 9.7
+#   RoBERTa       1 of 3+2 (three casts for q, k, v), q, k, v 3, out 1, 1 of 2+1, 4 of 4+4: 10 of 20
+#   LLaMA full    11.375 of 22.7, for which the second layer's share is 50 %, the model's 49 %
+#   Swin          timm's default attention is not fused: a softmax of 3.1 C in float32 is kept, and its
+#                 bf16 copy of 1.5 C no more: 13.1 of 20.6 in a block of stage 3. Without softmax 10 of 16
 CASES = {
     "LLaMA-7B LoRA all, PEFT defaults": Case(
-        seven_b, lora(LLAMA_LINEARS, 16), False, "auto", 1.04, 0.36,
+        seven_b, lora(LLAMA_LINEARS, 16), False, "auto", 1.04, 36, 36, 34,
         lambda: llama_floor(4096, 11008, 4096, heads=32, full=False, adapters=RANKS),
     ),
     "LLaMA-7B LoRA all, bf16 adapters": Case(
-        seven_b, lora(LLAMA_LINEARS, 16, autocast_adapter_dtype=False), False, "auto", 1.04, 0.575,
+        seven_b, lora(LLAMA_LINEARS, 16, autocast_adapter_dtype=False), False, "auto", 1.04, 57, 57, 55,
         lambda: llama_floor(4096, 11008, 4096, heads=32, full=False, adapters=RANKS),
     ),
     "LLaMA-7B full": Case(
-        seven_b, lambda m: m, False, "exact", 1.04, 0.491,
+        seven_b, same, False, "exact", 1.04, 49, 49, 50,
         lambda: llama_floor(4096, 11008, 4096, heads=32, full=True),
     ),
     "Llama-3-8B GQA LoRA all": Case(
-        lambda: llama(4096, 14336, 32, 8), lora(LLAMA_LINEARS, 16), False, "auto", 1.05, 0.38,
+        eight_b, lora(LLAMA_LINEARS, 16), False, "auto", 1.05, 38, 33, 32,
         lambda: llama_floor(4096, 14336, 1024, heads=32, full=False, adapters=RANKS),
     ),
     "Qwen2-0.5B full": Case(
-        lambda: llama(896, 4864, 14, 2, "Qwen2"), lambda m: m, False, "exact", 1.05, 0.49,
+        half_b, same, False, "exact", 1.05, 49, 47, 47,
         lambda: llama_floor(896, 4864, 128, heads=14, full=True),
     ),
-    "ViT-B/16 full": Case(vit, lambda m: m, True, "exact", 1.04, 0.566, lambda: vit_floor(full=True, gelu=4)),
+    "ViT-B/16 full": Case(
+        vit, same, True, "exact", 1.04, 52, 56, 56, lambda: vit_floor(full=True, gelu=4),
+    ),
     "ViT-B/16 LoRA all": Case(
-        vit, lora(VIT_LINEARS, 4), True, "exact", 1.04, 0.555,
+        vit, lora(VIT_LINEARS, 4), True, "exact", 1.04, 51, 55, 53,
         lambda: vit_floor(full=False, gelu=4, adapters=16),
     ),
     "ViT-B/16 LoRA qkv": Case(
-        vit, lora(r".*blocks.*\.qkv", 4), True, "auto", 1.04, 0.541,
+        vit, lora(r".*blocks.*\.qkv", 4), True, "auto", 1.04, 52, 54, 50,
         lambda: vit_floor(full=False, gelu=0.5, adapters=4),
     ),
-    "RoBERTa-base full": Case(roberta, lambda m: m, True, "exact", 1.05, 0.526, roberta_floor),
-    "Swin-T full": Case(swin, lambda m: m, True, "exact", 1.10, 0.708),
+    "RoBERTa-base full": Case(roberta, same, True, "exact", 1.05, 50, 52, 50, roberta_floor),
+    "Swin-T full": Case(swin, same, True, "exact", 1.10, 55, 64, 64),
 }  # fmt: skip
 
 
@@ -146,22 +177,35 @@ def example(model: Any) -> ExampleInputs:
 
 
 @functools.cache
-def planned(name: str) -> PatchReport:
+def planned(name: str, layers: int = 2) -> PatchReport:
     case = CASES[name]
     with torch.device("meta"):
-        model = case.build()
+        model = case.build(layers)
     model = case.adapt(model)
     with torch.autocast("cpu", torch.bfloat16, enabled=case.autocast):
         return plan_patch(model, case.preset, example_inputs=example(model))
 
 
+def percent(part: float, whole: float) -> int:
+    return round(100 * part / whole)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_saved_bytes_reach_the_floor(name: str) -> None:
-    case, report = CASES[name], planned(name)
-    share = report.saved_after / report.saved_before
-    print(f"{name}: {report.above_floor:.4f} of the floor, {share:.1%} of unpatched")
-    assert 1 <= report.above_floor <= case.limit
-    assert share <= case.share
+    case, two = CASES[name], planned(name)
+    assert 1 <= two.above_floor <= case.limit
+    assert percent(two.saved_after, two.saved_before) <= case.total
+    shares, floors = [case.total], [percent(two.floor, two.saved_before)]
+    if case.build is not swin:
+        three = planned(name, 3)
+        before, after, floor = (
+            getattr(three, which) - getattr(two, which)
+            for which in ("saved_before", "saved_after", "floor")
+        )
+        assert after == floor  # an inner layer keeps what the rule allows, to the byte
+        assert percent(after, before) <= case.layer
+        shares, floors = [*shares, case.layer], [*floors, percent(floor, before)]
+    assert min(shares) <= case.aim or min(floors) > case.aim  # reached, or beyond the rule
 
 
 @pytest.mark.parametrize("name", CASES)

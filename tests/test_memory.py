@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import itertools
+import resource
+import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
-from lowmem_patch import patch_model
+from lowmem_patch import patch_model, plan_patch
 from lowmem_patch.errors import ConfigError
 from lowmem_patch.memory import (
     largest_that_fits,
@@ -269,6 +273,40 @@ def test_a_prediction_adds_up() -> None:
     assert before.total == before.parameters + before.gradients + found.peak
     assert memory.to_dict()["before"]["total"] == before.total
     assert memory.after.saved < before.saved and memory.after.total < before.total
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+@pytest.mark.parametrize("train", ["full", "qlora"])
+def test_layers_of_seventy_billion_parameters(train: str) -> None:
+    """Llama-3-70B's shapes, eight layers of eighty: seconds, and no memory for the weights."""
+    config = transformers.LlamaConfig(
+        hidden_size=8192, intermediate_size=28672, num_hidden_layers=8, num_attention_heads=64,
+        num_key_value_heads=8, vocab_size=128256, max_position_embeddings=8192,
+    )  # fmt: skip
+    largest, started = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+    with torch.device("meta"):
+        model: Any = transformers.LlamaForCausalLM(config).bfloat16()
+        if train == "qlora":
+            model = get_peft_model(model, LoraConfig(r=8, target_modules="all-linear"))
+    model.train()
+    report = plan_patch(model, "auto", example_inputs=tokens(1, 4096))
+    memory = predict_memory(
+        model, load_config("auto"), tokens, batch_size=1, length=4096, quantised=train == "qlora"
+    )
+    assert time.process_time() - started < 60
+    unit = 1024 if sys.platform != "darwin" else 1  # of ru_maxrss, in bytes
+    assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - largest) * unit < 2 * 2**30
+    weights = 8 * (2 * 8192 * (8192 + 1024) + 3 * 8192 * 28672)
+    other = 2 * 128256 * 8192 + 17 * 8192
+    assert memory.before.gradients >= (weights + other) * 2 or train == "qlora"
+    if train == "full":
+        assert memory.before.parameters == pytest.approx((weights + other) * 2, rel=1e-6)
+    else:  # 4 bits, 8 per 64 weights, 32 per 64 x 256
+        assert memory.before.parameters < weights * 0.52 + other * 2 + 2**27
+    assert report.saved_after < 0.5 * report.saved_before
+    assert report.above_floor < 1.01
+    # what is predicted for the step is what is planned for the model, and the loss's share
+    assert memory.after.saved - report.saved_after == memory.before.saved - report.saved_before
 
 
 def test_lengths_end_where_positions_do() -> None:

@@ -9,7 +9,9 @@ from lowmem_patch.constants import ActivationKind
 from lowmem_patch.functional._implementation import Implementation
 from lowmem_patch.functional.activations import activation, glu
 from lowmem_patch.functional.codes import codes_activation, regelu2, requickgelu2, resilu2
+from lowmem_patch.functional.grouped import activation_grouped_matmul
 from lowmem_patch.functional.linear import LowRank, activation_linear, kept_linear
+from lowmem_patch.functional.matmul import kept_matmul
 from lowmem_patch.functional.norm_pair import ms_norm_pair
 from lowmem_patch.functional.norms import ms_layer_norm, ms_rms_norm
 from lowmem_patch.functional.packing import pack_bool, unpack_bool
@@ -19,10 +21,12 @@ __all__ = [
     "Implementation",
     "LowRank",
     "activation",
+    "activation_grouped_matmul",
     "activation_linear",
     "codes_activation",
     "glu",
     "kept_linear",
+    "kept_matmul",
     "ms_layer_norm",
     "ms_norm_pair",
     "ms_rms_norm",

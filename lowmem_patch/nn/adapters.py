@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lowmem_patch.functional import LowRank, kept_linear
-from lowmem_patch.nn.deferred import Deferred, Projection
+from lowmem_patch.nn.deferred import Deferred, Lowered, Projection
 
 __all__ = ["AdapterInput", "runs_one_product"]
 
@@ -95,6 +95,8 @@ class _BaseProduct(_Product):
 
     def plus(self, other: Any) -> Any:
         one = isinstance(other, _Up) and other.parent is self.parent and other.narrow == self.dtype
+        if isinstance(other, Lowered):  # behind a dropout, say
+            return other.plus(self.value())
         if not one or self._value is not None:
             return super().plus(other)
         return self.parent.linear(self.to_output._replace(adapter=other.adapter), self.dtype)

@@ -1,6 +1,6 @@
 """One copy of a Linear's input: casts of it wait or are shared, so that autograd keeps one tensor.
 
-All are forward hooks, so neither the Linear nor the adapter layer is replaced.
+All are forward hooks, so that no layer is replaced.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from lowmem_patch.nn.adapters import AdapterInput, runs_one_product
 from lowmem_patch.nn.deferred import Deferred, needs_gradient
-from lowmem_patch.nn.deferred_ops import Kept
+from lowmem_patch.nn.deferred_ops import Kept, KeptMatrix
 
 __all__ = [
-    "attach_copy", "give_value", "is_own_hook", "keep_input", "lower_input", "release_input", "use_copy",
-    "use_value",
+    "attach_copy", "give_value", "is_own_hook", "keep_input", "keep_matrix", "keep_weight", "lower_input",
+    "release_input", "use_copy", "use_value",
 ]  # fmt: skip
 
 
@@ -77,6 +77,27 @@ def give_value(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     return output.value() if isinstance(output, Deferred) else None
 
 
+def keep_weight(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """Forward pre-hook of a frozen Linear: under autocast it keeps its weight, and no narrow copy of it,
+    for its input's gradient."""
+    if torch.compiler.is_compiling() or not args or not isinstance(args[0], Tensor):
+        return None
+    if needs_gradient(args[0]) and torch.is_autocast_enabled(args[0].device.type):
+        return (Kept(args[0]), *args[1:])
+    return None
+
+
+def keep_matrix(module: nn.Module, args: tuple[Any, ...], output: Any) -> KeptMatrix | None:
+    """Forward hook of a softmax: under autocast the matmul behind it keeps no copy of the float32 output."""
+    if torch.compiler.is_compiling() or not isinstance(output, Tensor):
+        return None
+    device = output.device.type
+    if not needs_gradient(output) or not torch.is_autocast_enabled(device):
+        return None
+    wide = output.dtype.itemsize > torch.get_autocast_dtype(device).itemsize
+    return KeptMatrix(output) if wide else None
+
+
 def use_value(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """Forward pre-hook of a base layer with kernels of its own (quantised): it gets the plain tensor."""
     if args and isinstance(args[0], Deferred):
@@ -86,7 +107,9 @@ def use_value(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | Non
 
 def is_own_hook(hook: Any) -> bool:
     """Whether a hook is one of these, and not a user's."""
-    return hook in (keep_input, lower_input, use_copy, use_value, give_value)
+    return hook in (
+        keep_input, keep_matrix, keep_weight, lower_input, use_copy, use_value, give_value,
+    )  # fmt: skip
 
 
 def release_input(module: nn.Module) -> None:

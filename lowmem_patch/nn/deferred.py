@@ -84,6 +84,16 @@ class Deferred:
         """The projection computed in ``dtype``, keeping as little as possible."""
         raise NotImplementedError
 
+    def grouped(self, func: Callable[..., Any], weight: Tensor, offsets: Tensor) -> Any:
+        """A grouped matmul that keeps as little as possible, or None for the plain one."""
+        return None
+
+    def dropped(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """What a dropout makes of it, or None for the plain one."""
+        return None
+
     def times(self, other: Any) -> Any:
         return self.value() * value_of(other)
 
@@ -152,10 +162,13 @@ class Deferred:
             weight = args[1] if len(args) > 1 else kwargs["weight"]
             bias = args[2] if len(args) > 2 else kwargs.get("bias")
             return self._linear(weight, bias)
+        if name in ("grouped_mm", "_grouped_mm") and len(args) == 2 and not self.written:
+            given = {key: item for key, item in kwargs.items() if item is not None}
+            return self.grouped(func, args[1], given["offs"]) if set(given) == {"offs"} else None
         if name == "dropout":
             p = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
             training = args[2] if len(args) > 2 else kwargs.get("training", True)
-            return self if p == 0 or not training else None
+            return self if p == 0 or not training else self.dropped(func, args[1:], kwargs)
         if name in _METADATA_METHODS:
             return func(self.sources[0], *args[1:], **kwargs)
         if name in ("to", "float"):
@@ -280,6 +293,13 @@ class DeferredCast(Deferred):
 
     def moved(self, sources: tuple[Tensor, ...]) -> Deferred:
         return DeferredCast(self.parent.moved(sources), self.dtype)
+
+    def dropped(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if not self.lowers or self.parent.dtype.itemsize >= self.dtype.itemsize:
+            return None
+        return Lowered(func(self.parent.value(), *args, **kwargs), self.dtype)
 
     def linear(self, to: Projection, dtype: torch.dtype) -> Any:
         if self.parent.written:

@@ -12,14 +12,16 @@ from torch import Tensor
 from lowmem_patch.functional import (
     ActivationKind,
     activation,
+    activation_grouped_matmul,
     activation_linear,
     compiled,
     glu,
     kept_linear,
+    kept_matmul,
 )
 from lowmem_patch.nn.deferred import Deferred, Projection, value_of
 
-__all__ = ["DeferredActivation", "DeferredNorm", "Kept"]
+__all__ = ["DeferredActivation", "DeferredNorm", "Kept", "KeptMatrix"]
 
 
 class DeferredActivation(Deferred):
@@ -64,6 +66,13 @@ class DeferredActivation(Deferred):
         hidden = self.value_alone()
         return activation_linear(
             hidden, self.sources, to.weight, to.bias, self.kind, dtype, to.adapter
+        )
+
+    def grouped(self, func: Callable[..., Any], weight: Tensor, offsets: Tensor) -> Any:
+        if weight.dim() != 3 or torch.compiler.is_compiling():
+            return None
+        return activation_grouped_matmul(
+            func, self.value(), self.sources, weight, offsets, self.kind
         )
 
 
@@ -122,3 +131,27 @@ class DeferredNorm(Kept):
 
     def moved(self, sources: tuple[Tensor, ...]) -> Deferred:
         return DeferredNorm(sources[0], self.dtype, self.norm, self.lowers)
+
+
+class KeptMatrix(Kept):
+    """A wide matrix whose product with another is computed in autocast's dtype, without a kept cast."""
+
+    def _known(
+        self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if name in ("matmul", "__matmul__") and len(args) == 2 and not kwargs:
+            left, right = self.sources[0], args[1]
+            device = left.device.type
+            if (
+                isinstance(right, Tensor)
+                and left.shape[:-2] == right.shape[:-2]
+                and torch.is_autocast_enabled(device)
+                and torch.is_grad_enabled()
+                and not self.written
+            ):
+                return kept_matmul(left, right, torch.get_autocast_dtype(device))
+            return None
+        return super()._known(func, name, args, kwargs)
+
+    def __matmul__(self, other: Any) -> Any:
+        return Deferred.__torch_function__(Tensor.__matmul__, (), (self, other), {})

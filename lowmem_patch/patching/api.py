@@ -105,7 +105,7 @@ def patch_model(
             return model
     unpatch_model(model)
     report, plan, inputs = _planned(model, resolved, example_inputs)
-    if not plan.patches and not plan.adapter_layers:
+    if not plan.patches and not plan.adapters.layers:
         _nothing(report, strict)
     before = run_real(model, inputs) if check else None
     applied = apply_plan(model, plan)
@@ -194,8 +194,7 @@ def _planned(
     notes: list[str] = []
     shadow, trace = _traced(model, inputs, originals, notes)
     plan = make_plan(model, shadow.model, trace, config, originals)
-    if plan.adapter_layers:
-        notes.append(f"{len(plan.adapter_layers)} adapter layers keep one copy of their input")
+    notes += plan.adapters.notes
     functional = functional_calls_note(trace, (site.name for site in plan.sites))
     if functional is not None:
         notes.append(functional)

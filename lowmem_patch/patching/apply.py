@@ -11,6 +11,8 @@ from lowmem_patch.nn.activations import CodesActivation
 from lowmem_patch.nn.copies import (
     give_value,
     keep_input,
+    keep_matrix,
+    keep_weight,
     lower_input,
     release_input,
     use_copy,
@@ -122,8 +124,16 @@ def apply_plan(model: nn.Module, plan: Plan, *, arithmetic: bool = True) -> Appl
             linear = model.get_submodule(name)
             linear.register_forward_pre_hook(use_copy)
             applied.hooked.append(linear)
-        for name in plan.adapter_layers:
+        for name in plan.adapters.layers:
             _keep_one_input(model.get_submodule(name), applied, plan.lowers)
+        for name in plan.frozen_linears:
+            linear = model.get_submodule(name)
+            linear.register_forward_pre_hook(keep_weight)
+            applied.hooked.append(linear)
+        for name in plan.softmaxes:
+            softmax = model.get_submodule(name)
+            softmax.register_forward_hook(keep_matrix)
+            applied.hooked.append(softmax)
     except Exception as error:  # whatever went wrong, the model must be put back first
         undo(model, applied, arithmetic=arithmetic)
         raise PatchError(

@@ -5,7 +5,7 @@ The rule (for each token, and nothing else):
 1. the input of a matmul whose weight trains: once, in the compute dtype, shared by all its readers.
    Where that input is act(x) or act(gate) * up, x or gate and up count instead, since the input is
    recomputed from them. A cast made for an adapter counts as its source;
-2. what attention itself keeps, as the model implements it;
+2. what attention itself keeps, as the model implements it, but no cast of a softmax's output;
 3. 2-bit codes of an activation whose input nothing above keeps, per-row statistics of norms, and
    what no backward can do without: the output of a norm that no trained matmul reads, and both
    factors of an act(gate) * up that no trained matmul reads.
@@ -16,6 +16,7 @@ It is counted on the unpatched model, so that it does not depend on what a patch
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from torch import Tensor, nn
 
@@ -23,7 +24,7 @@ from lowmem_patch.kinds import ELEMENTWISE, KINDS, MATMULS, WEIGHTED
 from lowmem_patch.patching.match import NormSpec, looks_like_norm, match_activation, match_norm
 from lowmem_patch.patching.sites import block_name
 from lowmem_patch.patching.trace import Call, Op, Trace
-from lowmem_patch.saved import storage_key
+from lowmem_patch.saved import SavedStorage, storage_key
 
 __all__ = ["Floor", "FloorItem", "count_floor"]
 
@@ -93,6 +94,17 @@ def _is_idle_dropout(op: Op) -> bool:
     p = op.args[1] if len(op.args) > 1 else op.kwargs.get("p", 0.5)
     training = op.args[2] if len(op.args) > 2 else op.kwargs.get("training", True)
     return op.name == "dropout" and (p == 0 or not training)
+
+
+def _is_cast(storage: SavedStorage, softmax: SavedStorage, module: str) -> bool:
+    """Whether a matmul keeps a narrow copy of what this softmax keeps for its own backward."""
+    saver = storage.savers[0]
+    return (
+        saver.function in MATMULS
+        and f"{module}.".startswith(f"{saver.module}.")
+        and math.prod(storage.shape) == math.prod(softmax.shape)
+        and storage.dtype.itemsize < softmax.dtype.itemsize
+    )
 
 
 class _Counter:
@@ -181,8 +193,19 @@ class _Counter:
             self.activation_modules[id(output)] = module
 
     def _attention(self) -> None:
+        wide = [
+            (storage, saver.module)
+            for storage in self.trace.saved.storages
+            for saver in storage.savers
+            if saver.function == "softmax"
+        ]
         for storage in self.trace.saved.storages:
-            if storage.kind == "attention":
+            if storage.kind != "attention":
+                continue
+            softmax = next((pair for pair in wide if _is_cast(storage, *pair)), None)
+            if softmax is not None:
+                wide.remove(softmax)
+            else:
                 item = FloorItem(storage.savers[0].module, "attention", storage.bytes)
                 self.items["attention", storage.key] = item
                 self.attention.add(storage.key)

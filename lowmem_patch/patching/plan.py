@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lowmem_patch.constants import STEP_TABLES
 from lowmem_patch.functional import ActivationKind
+from lowmem_patch.patching.adapters import Adapters, find_adapters, frozen_linears
 from lowmem_patch.patching.config import PatchConfig
 from lowmem_patch.patching.fold import identity_affine
 from lowmem_patch.patching.legality import FoldRules, has_data, unfit_to_share
@@ -23,7 +24,7 @@ from lowmem_patch.patching.match import (
     match_activation,
     match_norm,
 )
-from lowmem_patch.patching.readers import Reader, find_readers
+from lowmem_patch.patching.readers import Reader, find_readers, weight_read_with
 from lowmem_patch.patching.sites import Site
 from lowmem_patch.patching.trace import Call, Trace
 
@@ -55,11 +56,13 @@ class ActivationPatch:
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """Sites in the order of the forward, the replacement of each site that is patched, and the
-    adapter layers that shall keep one copy of their input."""
+    layers that shall keep one copy of their input or none of their weight."""
 
     sites: tuple[Site, ...]
     patches: dict[str, NormPatch | ActivationPatch]
-    adapter_layers: tuple[str, ...] = ()
+    adapters: Adapters = dataclasses.field(default_factory=Adapters)
+    frozen_linears: tuple[str, ...] = ()  # those that shall keep no copy of their weight
+    softmaxes: tuple[str, ...] = ()  # those of whose output a matmul shall keep no copy
     lowers: bool = False  # adapters compute in the activations' dtype
 
 
@@ -80,6 +83,8 @@ class _Planner:
         self.config = config
         self.patches: dict[str, NormPatch | ActivationPatch] = {}
         self.specs: dict[object, NormSpec | str] = {}  # of equal modules
+        keeps = config.linear_inputs == "keep"
+        self.adapters = Adapters() if keeps else find_adapters(self.modules)
 
     def plan(self) -> Plan:
         calls: dict[str, list[Call]] = {}
@@ -90,19 +95,28 @@ class _Planner:
         self.rules = FoldRules(self.model, self.modules, self.trace, last_norm)
         sites = [site for name in order if (site := self._site(name, calls[name])) is not None]
         lowers = self.config.linear_inputs == "activation_dtype"
-        return Plan(tuple(sites), self.patches, self._adapter_layers(), lowers)
+        keeps = self.config.linear_inputs == "keep"
+        frozen = () if keeps else frozen_linears(self.modules, self.adapters)
+        softmaxes = () if keeps else self._softmaxes(calls)
+        return Plan(tuple(sites), self.patches, self.adapters, frozen, softmaxes, lowers)
 
-    def _adapter_layers(self) -> tuple[str, ...]:
-        """LoRA layers (PEFT's names) that train."""
-        if self.config.linear_inputs == "keep":
-            return ()
-        return tuple(
-            name
-            for name, module in self.modules.items()
-            if hasattr(module, "base_layer")
-            and isinstance(getattr(module, "lora_A", None), nn.ModuleDict)
-            and any(parameter.requires_grad for parameter in module.parameters())
-        )
+    def _softmaxes(self, calls: dict[str, list[Call]]) -> tuple[str, ...]:
+        """Softmax modules whose output a matmul alone reads, as its left operand."""
+        found = []
+        for name, module in self.modules.items():
+            if type(module) is not nn.Softmax or name not in calls:
+                continue
+            outputs = [tensor for call in calls[name] for tensor in call.outputs]
+            readers = find_readers(self.trace, outputs, self.shadow)
+            if readers and all(
+                reader.op is not None
+                and reader.kind != "opaque"
+                and reader.op.name in ("matmul", "__matmul__")
+                and reader.op.args[0] is reader.tensor
+                for reader in readers
+            ):
+                found.append(name)
+        return tuple(found)
 
     def _site(self, name: str, calls: list[Call]) -> Site | None:
         module = self.modules[name]
@@ -217,7 +231,7 @@ class _Planner:
 
     def _opaque(self, readers: list[Reader]) -> str | None:
         """A reader of the output, or of the gated product, in which a deferred tensor would be lost."""
-        adapters = self._adapter_layers()
+        adapters = self.adapters.layers
         for reader in readers:
             if reader.kind == "product" and reader.op is not None:
                 products = find_readers(self.trace, list(reader.op.outputs), self.shadow)
@@ -240,6 +254,14 @@ class _Planner:
 
     # activations
 
+    def _recomputed(self, readers: list[Reader]) -> str:
+        outputs = [t for r in readers if r.kind == "product" and r.op for t in r.op.outputs]
+        reading = find_readers(self.trace, outputs, self.shadow)
+        other = next((reader for reader in reading if weight_read_with(reader) is None), None)
+        if other is None:
+            return "their product recomputed"
+        return f"the activation's output recomputed; their product is read by {other.text}"
+
     def _activation(self, name: str, kind: ActivationKind, calls: list[Call]) -> Site:
         readers = find_readers(self.trace, [t for call in calls for t in call.outputs], self.shadow)
         consumers = tuple(dict.fromkeys(reader.text for reader in readers))
@@ -252,9 +274,7 @@ class _Planner:
                 name, kind, f"its output is written in place by {writer.text}", consumers
             )
         gated = any(reader.kind == "product" for reader in readers)
-        linear = next(
-            (reader for reader in readers if reader.kind == "linear" and self._trains(reader)), None
-        )
+        linear = next((reader for reader in readers if _recomputes(reader)), None)
         opaque = self._opaque(readers)
         if choice == "auto":
             waits = opaque is None and (gated or linear is not None)
@@ -272,7 +292,7 @@ class _Planner:
         elif opaque is not None:
             return self._left(name, kind, f"cannot recompute: it is read by {opaque}", consumers)
         elif gated:
-            reason = "gate and up kept, their product recomputed"
+            reason = f"gate and up kept, {self._recomputed(readers)}"
         elif linear is not None:
             reason = f"input kept, output recomputed for the weight gradient of {linear.text}"
         else:
@@ -285,6 +305,11 @@ class _Planner:
         return Site(
             name, kind, strategy, reason, consumers, before, 0, approximate=strategy == "codes"
         )
+
+
+def _recomputes(reader: Reader) -> bool:
+    weight = weight_read_with(reader)
+    return weight is not None and weight.requires_grad
 
 
 def make_plan(

@@ -11,7 +11,7 @@ from lowmem_patch.patching.trace import Op, Trace
 from lowmem_patch.rows import moves_rows, pads
 from lowmem_patch.saved import storage_key
 
-__all__ = ["Reader", "find_readers", "parameter_uses"]
+__all__ = ["Reader", "find_readers", "parameter_uses", "weight_read_with"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -122,6 +122,23 @@ def _reader(
         p = op.args[1] if len(op.args) > 1 else op.kwargs.get("p", 0.5)
         return Reader("other", f"a dropout (p={p:g}) in {op.module}", op, tensor=tensor)
     return Reader("autocast" if op.name in _AUTOCAST else "other", where, op, tensor=tensor)
+
+
+# matmuls that can keep what their input is recomputed from, and where their weight stands
+_WEIGHT_PLACES = {"linear": (0, 1), "addmm": (1, 2), "grouped_mm": (0, 1), "_grouped_mm": (0, 1)}
+
+
+def weight_read_with(reader: Reader) -> Tensor | None:
+    """The weight (a parameter, or an expert's part of one) of a matmul before which a deferred tensor
+    may wait."""
+    op = reader.op
+    if op is None or reader.kind == "opaque" or op.name not in _WEIGHT_PLACES:
+        return None
+    first, second = _WEIGHT_PLACES[op.name]
+    if len(op.args) <= second or op.args[first] is not reader.tensor:
+        return None
+    weight = op.args[second]
+    return weight if isinstance(weight, Tensor) else None
 
 
 def parameter_uses(trace: Trace) -> dict[str, list[Op]]:

@@ -1,0 +1,329 @@
+"""One copy: what adapters, casts and frozen weights keep, by hand; and who is left alone, and why."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+
+from lowmem_patch import patch_model, patch_report, saved_bytes, unpatch_model
+
+# PEFT reads a name that transformers has since deprecated
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+
+ROWS, WIDTH, RANK = 10, 16, 2
+ONE = ROWS * WIDTH * 2  # the input, once, in bf16
+
+
+class Siblings(nn.Module):
+    """Three Linears that read one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.q(x) + self.k(x) + self.v(x)
+
+
+def rows(dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(2, ROWS // 2, WIDTH, generator=torch.Generator().manual_seed(4)).to(dtype)
+
+
+def adapted(dtype: torch.dtype = torch.bfloat16, **options: Any) -> Any:
+    """Adapters in float32, as PEFT makes them, on frozen Linears."""
+    torch.manual_seed(0)
+    base = Siblings().to(dtype)
+    config = {"r": RANK, "target_modules": ["q", "k", "v"], "init_lora_weights": False}
+    return get_peft_model(base, LoraConfig(**{**config, **options})).train()
+
+
+def kept(model: Any, preset: str, x: Tensor | None = None) -> int:
+    """Bytes that a step keeps after patching; they must be those of the report."""
+    x = rows() if x is None else x
+    patch_model(model, preset, example_inputs=x)
+    with saved_bytes(model) as saved:
+        model(x)
+    return saved.activations
+
+
+def gradients(model: Any, x: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    torch.manual_seed(5)
+    model(x).float().square().sum().backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_equal_gradients(model: Any, twin: Any, x: Tensor) -> None:
+    ours, theirs = gradients(model, x), gradients(twin, x)
+    assert set(ours) == set(theirs) and theirs
+    assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
+
+
+@pytest.mark.parametrize(("preset", "width"), [("exact", 4), ("auto", 2)])
+def test_siblings_share_x_and_keep_x_a(preset: str, width: int) -> None:
+    """x A^T is kept: it has few columns, and would take a matmul to recompute."""
+    model = adapted()
+    twin = copy.deepcopy(model)
+    with saved_bytes(twin) as before:
+        twin(rows())
+    assert kept(model, preset) == ONE + 3 * ROWS * RANK * width
+    assert before.activations == 3 * 2 * ONE + 3 * ROWS * RANK * 4  # a float32 copy for each
+    assert "3 adapter layers keep one copy of their input" in patch_report(model).notes
+    if preset == "exact":
+        assert_equal_gradients(model, twin, rows())
+
+
+def test_several_adapters_share_x() -> None:
+    model = adapted()
+    model.add_adapter("second", LoraConfig(r=3, target_modules=["q"], init_lora_weights=False))
+    model.base_model.set_adapter(["default", "second"])
+    twin = copy.deepcopy(model)
+    assert kept(model, "exact") == ONE + 3 * ROWS * RANK * 4 + ROWS * 3 * 4
+    assert_equal_gradients(model, twin, rows())
+
+
+def test_merged_and_disabled_adapters_keep_nothing() -> None:
+    model = adapted()
+    assert kept(model, "exact") > ONE
+    x = rows().requires_grad_()
+    with model.disable_adapter(), saved_bytes(model) as saved:
+        model(x).sum().backward()
+    assert saved.activations == 0 and x.grad is not None
+    model.merge_adapter()
+    with saved_bytes(model) as saved:
+        merged = model(rows())
+    assert saved.activations == 0
+    model.unmerge_adapter()
+    torch.testing.assert_close(merged, model(rows()), rtol=0.05, atol=0.05)
+
+
+def test_a_frozen_a_keeps_x_a_alone() -> None:
+    model = adapted()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_B" in name)
+    twin = copy.deepcopy(model)
+    assert kept(model, "exact") == 3 * ROWS * RANK * 4
+    assert_equal_gradients(model, twin, rows())
+
+
+def test_scaled_ranks_are_plain_adapters() -> None:
+    model = adapted(use_rslora=True)
+    twin = copy.deepcopy(model)
+    assert kept(model, "exact") == ONE + 3 * ROWS * RANK * 4
+    assert_equal_gradients(model, twin, rows())
+
+
+def test_dropout_ends_the_sharing_and_is_named() -> None:
+    model = adapted(lora_dropout=0.25)
+    twin, narrow = copy.deepcopy(model), copy.deepcopy(model)
+    exact = kept(model, "exact")
+    notes = patch_report(model).notes
+    assert "3 of them keep another: their dropout of 0.25 makes a tensor for each adapter" in notes
+    assert exact >= 3 * 2 * ONE
+    assert_equal_gradients(model, twin, rows())
+    # auto draws in the activations' dtype, and keeps what it drew in that
+    assert kept(narrow, "auto") <= exact / 2 + ONE
+    patched, plain = gradients(narrow, rows()), gradients(twin.to(torch.bfloat16), rows())
+    assert all(bool(patched[name].isfinite().all()) for name in plain)
+
+
+def test_variants_are_left_alone_with_a_reason() -> None:
+    model = adapted(use_dora=True)
+    twin = copy.deepcopy(model)
+    with pytest.warns(UserWarning, match="nothing was patched"):
+        patch_model(model, "exact", example_inputs=rows())
+    (note,) = patch_report(model).notes
+    assert note.startswith("3 adapter layers are left alone: DoraLinearVariant computes more")
+    assert_equal_gradients(model, twin, rows())
+
+
+def test_variants_behind_patched_sites_are_right() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.enter, self.norm, self.act = (
+                nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.GELU(),
+            )  # fmt: skip
+            self.up, self.down = nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.down(self.act(self.up(self.norm(self.enter(x)))))
+
+    torch.manual_seed(0)
+    config = LoraConfig(r=2, target_modules=["enter", "up", "down"], use_dora=True)
+    model = get_peft_model(Net(), config)
+    twin = copy.deepcopy(model)
+    x = rows(torch.float32)
+    patch_model(model, "exact", example_inputs=x)
+    assert {site.strategy for site in patch_report(model).patched} >= {"recompute"}
+    ours, theirs = gradients(model, x), gradients(twin, x)
+    assert set(ours) == set(theirs)
+    for name, gradient in theirs.items():
+        torch.testing.assert_close(ours[name], gradient, rtol=1e-4, atol=1e-4, msg=name)
+
+
+def test_adapters_that_are_no_linears_are_named() -> None:
+    model = nn.Sequential(nn.Embedding(20, WIDTH), nn.Unflatten(1, (1, 5)), nn.Conv2d(1, 2, 1))
+    config = LoraConfig(r=2, target_modules=["0", "2"])
+    adapted_model = get_peft_model(model, config)
+    with pytest.warns(UserWarning, match="nothing was patched"):
+        patch_model(adapted_model, "exact", example_inputs=torch.zeros(2, 5, dtype=torch.long))
+    assert sorted(patch_report(adapted_model).notes) == [
+        "1 adapter layers are left alone: Embedding of lora is no LoRA of a Linear",
+        "1 adapter layers are left alone: their adapter is a Conv2d and no Linear",
+    ]
+
+
+# autocast
+
+
+class Attention(Siblings):
+    """A norm whose output Linears and a residual read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        return super().forward(h) + h
+
+
+def test_siblings_share_one_cast_under_autocast() -> None:
+    """The norm's float32 output has other readers; the three Linears keep one bf16 copy of it."""
+    model = Attention()
+    x = rows(torch.float32).requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        with saved_bytes(model) as before:
+            model(x)
+        assert before.activations == 3 * ONE + 2 * ONE + 2 * ROWS * 4
+        # x itself is kept no more: the copy stands for the norm's output
+        assert kept(model, "exact", x) == ONE + ROWS * 4
+
+
+def partly_frozen() -> Any:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(WIDTH, WIDTH), Siblings(), nn.LayerNorm(WIDTH), nn.Linear(16, 4)
+    )
+    model[1].requires_grad_(False)
+    return model
+
+
+def weight_copies(model: Any, x: Tensor) -> int:
+    with saved_bytes(model) as saved:
+        model(x)
+    return saved.weight_copies
+
+
+@pytest.mark.parametrize("preset", [None, "exact", "auto", "paper"])
+def test_frozen_weights_keep_no_narrow_copy(preset: str | None) -> None:
+    model, x = partly_frozen(), rows(torch.float32)
+    trained, frozen = WIDTH * 4 * 2, 3 * WIDTH * WIDTH * 2
+    with torch.autocast("cpu", torch.bfloat16):
+        if preset is not None:
+            patch_model(model, preset, example_inputs=x)
+        found = weight_copies(model, x)
+        if preset is not None:
+            assert found == patch_report(model).weight_copies_after
+    if preset in ("exact", "auto"):
+        assert found <= trained
+    else:
+        assert found >= frozen
+
+
+def test_frozen_weights_that_keep_no_copy_give_the_same_bits() -> None:
+    model, x = partly_frozen(), rows(torch.float32)
+    twin = copy.deepcopy(model)
+    alone = {"norms": "keep", "activations": "keep", "linear_inputs": "one_copy"}
+    with pytest.warns(UserWarning, match="nothing was patched"):
+        patch_model(model, alone, example_inputs=x)  # planned without autocast, run under it
+    with torch.autocast("cpu", torch.bfloat16):
+        assert weight_copies(model, x) < weight_copies(twin, x)
+        assert_equal_gradients(model, twin, x)
+    assert_equal_gradients(model, twin, x)
+
+
+# softmax
+
+
+class Window(nn.Module):
+    """Attention as timm's Swin writes it, over windows."""
+
+    def __init__(self, dropout: float = 0.0, scale: float = 1.0) -> None:
+        super().__init__()
+        self.qkv, self.softmax = nn.Linear(WIDTH, 3 * WIDTH), nn.Softmax(dim=-1)
+        self.drop, self.proj, self.scale = nn.Dropout(dropout), nn.Linear(WIDTH, WIDTH), scale
+        self.bias = nn.Parameter(
+            torch.randn(5, 5)
+        )  # of positions, in float32, which makes softmax that
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        q, k, v = self.qkv(x).reshape(batch, length, 3, 2, WIDTH // 2).permute(2, 0, 3, 1, 4)
+        weights = self.drop(self.softmax(q @ k.transpose(-2, -1) + self.bias))
+        if self.scale != 1:
+            weights = weights * self.scale
+        return self.proj((weights @ v).transpose(1, 2).reshape(x.shape))
+
+
+ALONE = {"norms": "keep", "activations": "keep", "linear_inputs": "one_copy"}
+
+
+def windows(**options: Any) -> tuple[Any, Any, int]:
+    """A patched module, its twin, and by how much they differ in saved bytes under autocast."""
+    torch.manual_seed(0)
+    twin = Window(**options)
+    model = copy.deepcopy(twin)
+    x = rows(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        with pytest.warns(UserWarning, match="nothing was patched"):
+            patch_model(model, ALONE, example_inputs=x)
+        with saved_bytes(twin) as before:
+            twin(x)
+        with saved_bytes(model) as after:
+            model(x)
+        report = patch_report(model)
+        assert (report.saved_before, report.saved_after) == (before.activations, after.activations)
+        assert_equal_gradients(model, twin, x)
+    assert_equal_gradients(model, twin, x)  # without autocast there is one copy anyway
+    return model, twin, before.activations - after.activations
+
+
+def test_a_softmax_is_kept_once_under_autocast() -> None:
+    model, _, saved = windows()
+    assert saved == 2 * 2 * 5 * 5 * 2  # images, heads, a square of bf16
+    unpatch_model(model)
+    assert not model.softmax._forward_hooks
+
+
+@pytest.mark.parametrize("options", [{"dropout": 0.5}, {"scale": 2.0}])
+def test_a_softmax_with_other_readers_is_left_alone(options: dict[str, float]) -> None:
+    model, _, saved = windows(**options)
+    assert saved == 0 and not model.softmax._forward_hooks
+
+
+def test_products_of_other_shapes_are_plain() -> None:
+    """The batch of one is spread, which is torch's own to do."""
+
+    class Spread(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.enter, self.softmax = nn.Linear(WIDTH, WIDTH), nn.Softmax(dim=-1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.enter(x)
+            return self.softmax(h) @ h[:1].transpose(-2, -1)
+
+    torch.manual_seed(0)
+    model, x = Spread(), rows(torch.float32)
+    twin = copy.deepcopy(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        with pytest.warns(UserWarning, match="nothing was patched"):
+            patch_model(model, ALONE, example_inputs=x)
+        assert_equal_gradients(model, twin, x)

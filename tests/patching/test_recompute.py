@@ -1,0 +1,208 @@
+"""Recompute, family by family: the bits of every gradient stay, and the hidden tensor is not kept."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from timm.layers import GluMlp, Mlp, SwiGLU, SwiGLUPacked
+from torch import Tensor, nn
+from transformers import MixtralConfig, MixtralForCausalLM
+
+from lowmem_patch import PatchReport, patch_model, patch_report, saved_bytes
+from tests.patching.families import FAMILIES, MORE_FAMILIES, Inputs
+from tests.patching.helpers import MODES, assert_same_step, build, tensors_of
+
+# PEFT reads a name that transformers has since deprecated
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+
+EPS = torch.finfo(torch.float32).eps
+EVERY = {**FAMILIES, **MORE_FAMILIES}
+# nothing but the activations changes
+RECOMPUTE = {"norms": "keep", "activations": "recompute", "linear_inputs": "one_copy"}
+# they write GELU's formula in Python, which rounds otherwise than a kernel
+FORMULAS = ("t5", "gpt2")
+# values of hidden tensors of the whole model, by hand: rows x width, over all layers
+HIDDEN = {
+    "timm-vit": 2 * 17 * 128 * 2, "vit": 2 * 17 * 64 * 2, "llama": 18 * 48 * 2, "gemma": 18 * 48,
+    "phi3": 18 * 48, "bert": 18 * 48 * 2, "roberta": 18 * 48, "t5": (18 + 10) * 48,
+    "timm-swin": (128 * 64) * 2 + 32 * 128,
+    "swin": (128 * 64) * 2 + 32 * 128, "mistral": 18 * 48 * 2, "qwen2": 18 * 48 * 2, "qwen3": 18 * 48 * 2,
+    "gpt2": 18 * 128 * 2,
+}  # fmt: skip
+
+
+def one_step(model: Any, inputs: Inputs) -> tuple[Tensor, dict[str, Tensor], int]:
+    """Output, gradients and saved bytes of a step in training mode."""
+    torch.manual_seed(0)
+    model.train()
+    with saved_bytes(model) as saved:
+        output = tensors_of(model(**inputs))[0]
+    output.square().mean().backward()
+    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return output.detach(), gradients, saved.activations
+
+
+def compare(model: Any, inputs: Inputs, judge: str = "bits") -> tuple[int, PatchReport]:
+    """Bytes that recomputing saves; outputs and gradients must be those of the unpatched model.
+
+    ``judge``: ``bits``, ``float64`` (its error there is the unpatched model's) or ``rounding`` (where
+    float64 cannot run: other roundings of the same sums).
+    """
+    twin = copy.deepcopy(model)
+    patch_model(model, RECOMPUTE, example_inputs=inputs)
+    report = patch_report(model)
+    expected, theirs, before = one_step(twin, inputs)
+    found, ours, after = one_step(model, inputs)
+    assert (report.saved_before, report.saved_after) == (before, after)
+    assert set(ours) == set(theirs) and theirs
+    if judge == "bits":
+        assert torch.equal(found, expected)
+        assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
+    elif judge == "float64":
+        model.zero_grad(), twin.zero_grad()
+        assert_same_step(model.eval(), twin.eval(), inputs, MODES["fp32"])
+    else:
+        mean = max(float(gradient.norm()) for gradient in theirs.values()) / 100
+        for name, gradient in theirs.items():
+            size = max(float(gradient.norm()), mean)
+            assert float((ours[name] - gradient).norm()) < 32 * EPS * size, name
+    return before - after, report
+
+
+def gates(report: PatchReport) -> set[str]:
+    return {site.strategy for site in report.sites if "norm" not in site.kind}
+
+
+@pytest.mark.parametrize("name", HIDDEN)
+def test_families(name: str) -> None:
+    family = EVERY[name]
+    saved, report = compare(
+        build(family), family.inputs(), "float64" if name in FORMULAS else "bits"
+    )
+    assert gates(report) == {"recompute"}
+    gated = any("product" in site.reason for site in report.patched)
+    # the hidden tensor; where it is a product, act(gate) as well
+    least = HIDDEN[name] * 4 * (2 if gated else 1)
+    assert saved == least if name not in FORMULAS else saved >= least
+
+
+@pytest.mark.parametrize("name", ["llama", "timm-vit", "bert", "phi3", "t5"])
+def test_adapters_on_every_linear(name: str) -> None:
+    family = EVERY[name]
+    options = LoraConfig(r=2, target_modules=family.linears, init_lora_weights=False)
+    model = get_peft_model(build(family), options)
+    saved, report = compare(model, family.inputs(), "float64")  # its products are one op
+    assert gates(report) == {"recompute"}
+    assert saved >= HIDDEN[name] * 4
+
+
+class Around(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.enter, self.inner, self.leave = nn.Linear(16, 16), inner, nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.leave(self.inner(self.enter(x)))
+
+
+@pytest.mark.parametrize(
+    "build_mlp",
+    [
+        lambda: SwiGLU(16, 32),
+        lambda: SwiGLUPacked(16, 64),
+        lambda: GluMlp(16, 64, act_layer=nn.GELU, gate_last=False),
+        lambda: GluMlp(16, 64, act_layer=nn.SiLU),
+    ],
+    ids=["SwiGLU", "SwiGLUPacked", "GEGLU", "GluMlp"],
+)
+def test_gated_mlps_of_timm(build_mlp: Callable[[], nn.Module]) -> None:
+    saved, report = compare(Around(build_mlp()), {"x": torch.randn(2, 5, 16)})
+    assert gates(report) == {"recompute"}
+    assert saved == 2 * 10 * 32 * 4  # act(gate), and its product with up
+
+
+def test_a_dropout_behind_the_activation_is_the_reason() -> None:
+    model = Around(Mlp(16, 32, drop=0.1))
+    with pytest.warns(UserWarning, match="nothing was patched"):
+        saved, report = compare(model, {"x": torch.randn(2, 5, 16)})
+    (site,) = report.sites
+    assert saved == 0 and site.strategy == "keep" and "dropout (p=0.1)" in site.reason
+
+
+def quantised(model: Any, bits: int) -> Any:
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    for name, module in list(model.named_modules()):
+        if not isinstance(module, nn.Linear) or "lm_head" in name or "head" in name:
+            continue
+        sizes, bias = (module.in_features, module.out_features), module.bias
+        if bits == 4:
+            new = bitsandbytes.nn.Linear4bit(*sizes, bias=bias is not None, quant_type="nf4")
+            new.weight = bitsandbytes.nn.Params4bit(
+                module.weight.data, requires_grad=False, quant_type="nf4"
+            )
+        else:
+            new = bitsandbytes.nn.Linear8bitLt(
+                *sizes, bias=bias is not None, has_fp16_weights=False
+            )
+            new.weight = bitsandbytes.nn.Int8Params(
+                module.weight.data, requires_grad=False, has_fp16_weights=False
+            )
+        new.bias = bias
+        model.set_submodule(name, new)
+    return model.to("cpu").requires_grad_(False)
+
+
+@pytest.mark.filterwarnings("ignore:.*inputs will be cast")
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("name", ["llama", "timm-vit"])
+def test_quantised_linears_under_adapters(name: str, bits: int) -> None:
+    family = EVERY[name]
+    model = quantised(build(family), bits)
+    options = LoraConfig(r=4, target_modules=family.linears, init_lora_weights=False)
+    saved, report = compare(get_peft_model(model, options), family.inputs(), "rounding")
+    assert gates(report) == {"recompute"}
+    assert saved == HIDDEN[name] * 4 * (2 if name == "llama" else 1)
+
+
+@pytest.mark.parametrize("experts", ["eager", "batched_mm", "grouped_mm"])
+def test_experts(experts: str) -> None:
+    """Two experts for each of 18 tokens; weights are three-dimensional parameters."""
+    config = MixtralConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=4, experts_implementation=experts,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = MixtralForCausalLM(config)
+    inputs = {"input_ids": torch.randint(0, 64, (2, 9))}
+    saved, report = compare(model, inputs)
+    assert gates(report) == {"recompute"}
+    hidden, (site,) = 2 * 18 * 48 * 4, [s for s in report.patched if s.kind == "silu"]
+    if experts == "batched_mm":  # it keeps a copy of its expert's weights for every token
+        assert saved == hidden and "is read by unsqueeze" in site.reason
+    else:
+        assert saved == 2 * hidden and "their product recomputed" in site.reason
+
+
+class Expert(nn.Module):
+    """One expert of several, without a gate: the weight is a part of a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.Parameter(torch.randn(3, 8, 32) / 8)
+        self.act = nn.GELU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(self.act(torch.cat([x, x], -1)), self.weights[1]).repeat(
+            1, 1, 2
+        )
+
+
+def test_an_expert_without_a_gate() -> None:
+    saved, report = compare(Around(Expert()), {"x": torch.randn(2, 5, 16)})
+    assert gates(report) == {"recompute"}
+    assert saved == 10 * 32 * 4
