@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from lowmem_patch import PatchReport, patch_model, patch_report, plan_patch, unpatch_model
+from lowmem_patch.errors import TraceError
 from zoo.build import Built
 from zoo.dataflow import read_dataflow
 from zoo.errors import Comparison, compare_gradients, compare_outputs
@@ -83,6 +84,9 @@ def _plan_only(built: Built, result: Result) -> None:
     try:
         report = _planned(built, "auto")
         result.describe(report, read_dataflow(built.model, built.inputs, report))
+    except TraceError as error:
+        # refused by name, as it must be: the model asks for more in training mode, labels for example
+        result.status, result.reason = "not run", f"in training mode: {error}"
     except Exception as error:
         result.presets["auto"] = PresetResult(
             "wrong", [f"planning raised {type(error).__name__}: {error}"]

@@ -39,7 +39,8 @@ class PresetResult:
 
 @dataclasses.dataclass
 class Result:
-    """One architecture. ``status``: judged, no reference, not built, not run, slow, holds no site."""
+    """One architecture. ``status``: judged, no reference, not built, not run, slow, too large,
+    ended (its process was), zoo failed."""
 
     name: str
     status: str
