@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import time
 from typing import Any
 
 import torch
@@ -16,8 +17,9 @@ from zoo.shrink import shrunk_configs
 
 __all__ = ["Built", "CannotBuild", "CannotRun", "build_transformers", "randomise", "tensors_of"]
 
-LARGEST = 20_000_000  # parameters
+LARGEST = 12_000_000  # parameters
 _STUCK = 3  # kinds of shrinks that fail in the very same words before the others are not tried
+_PATIENCE = 12  # seconds of one core after which no other shrink is tried
 
 
 class CannotBuild(Exception):
@@ -71,11 +73,13 @@ def randomise(model: nn.Module, seed: int = 1) -> Any:
 
 
 def _size(model_class: Any, config: Any) -> int:
-    """Parameters, counted on the meta device where the constructor allows."""
+    """Parameters, counted on the meta device where the constructor allows, else 0."""
     try:
         with torch.device("meta"):
             model = _make(model_class, copy.deepcopy(config))
-    except Exception:  # a constructor that needs data: count the real one
+    except Exception as error:
+        if "meta" not in str(error):
+            raise  # as it would with data, after filling gigabytes
         return 0
     return sum(parameter.numel() for parameter in model.parameters())
 
@@ -99,7 +103,11 @@ def build_transformers(model_type: str) -> Built:
     refused: list[str] = []
     built = False
     alike: dict[tuple[str, ...], set[str]] = {}
+    started = time.process_time()
     for shrink, config in shrunk_configs(model_type, config_class):
+        if time.process_time() - started > _PATIENCE:
+            refused.append(f"nothing found in {_PATIENCE} s")
+            break
         try:
             size = _size(model_class, config)
             if size > LARGEST:

@@ -77,6 +77,7 @@ def judge(built: Built, reload: Reload | None = None, presets: tuple[str, ...] =
         return result
     for preset in presets:
         result.presets[preset] = _judge_preset(built, preset, reference, reload, result)
+    result.settle()
     return result
 
 
@@ -103,7 +104,7 @@ def _judge_preset(
     built: Built, preset: str, reference: _Reference, reload: Reload | None, result: Result
 ) -> PresetResult:
     patched = copy.deepcopy(built.model)
-    identities = {name: id(module) for name, module in patched.named_modules()}
+    identities = _identities(patched)
     found = PresetResult()
     try:
         with warnings.catch_warnings():
@@ -119,6 +120,12 @@ def _judge_preset(
     except Exception as error:
         found.wrong(f"raised {type(error).__name__}: {str(error)[:300]}")
     return found
+
+
+def _identities(model: nn.Module) -> dict[str, int]:
+    """The very objects that a model consists of."""
+    named = [*model.named_modules(), *model.named_parameters(), *model.named_buffers()]
+    return {f"{type(thing).__name__} {name}": id(thing) for name, thing in named}
 
 
 def _judge_patched(
@@ -143,7 +150,7 @@ def _judge_patched(
     if found.saved_after != report.saved_after:
         found.notes.append(f"plan said {report.saved_after} bytes")
     _note(found, "gradient", _gradients(steps[True], patched, report, reference))
-    if reload is not None and report.fold_steps and preset == "auto":
+    if reload is not None and report.patched:
         with tempfile.TemporaryDirectory() as folder:
             stock = _reloaded(built, patched, reload, folder, found)
         if stock is None:
@@ -214,6 +221,8 @@ def _twin(original: nn.Module, patched: nn.Module, codes: dict[str, str]) -> nn.
 def _note(found: PresetResult, what: str, judged: tuple[Comparison, bool]) -> None:
     """Keep the worst error of each kind, and say what is wrong or moves under one rounding."""
     comparison, jittered_too = judged
+    if comparison.jumps > found.undecided.get(what, (0, 0))[0]:
+        found.undecided[what] = (comparison.jumps, comparison.tensors)
     previous = found.errors.get(what)
     if previous is None or not comparison.error <= previous[0]:
         found.errors[what] = (comparison.error, comparison.own)
@@ -232,8 +241,8 @@ def _note(found: PresetResult, what: str, judged: tuple[Comparison, bool]) -> No
 def _judge_unpatched(
     built: Built, model: Any, identities: dict[str, int], reference: _Reference, found: PresetResult
 ) -> None:
-    if {name: id(module) for name, module in model.named_modules()} != identities:
-        found.wrong("unpatch leaves other modules")
+    if _identities(model) != identities:
+        found.wrong("unpatch leaves other modules or parameters")
     trains = {name: parameter.requires_grad for name, parameter in built.model.named_parameters()}
     if {name: parameter.requires_grad for name, parameter in model.named_parameters()} != trains:
         found.wrong("unpatch leaves other parameters training")
