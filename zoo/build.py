@@ -17,7 +17,7 @@ from zoo.shrink import shrunk_configs
 
 __all__ = ["Built", "CannotBuild", "CannotRun", "build_transformers", "randomise", "tensors_of"]
 
-LARGEST = 12_000_000  # parameters
+LARGEST = 40_000_000  # parameters
 _STUCK = 3  # kinds of shrinks that fail in the very same words before the others are not tried
 _PATIENCE = 12  # seconds of one core after which no other shrink is tried
 

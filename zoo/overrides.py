@@ -12,7 +12,11 @@ _SECTIONS = {"rope": {"mrope_section": [8, 12, 12]}}
 _SECTIONED = (
     "glm46v", "glm4v", "glm4v_text", "glm4v_moe", "glm4v_moe_text", "glm_image", "glm_image_text", "glm_ocr",
     "glm_ocr_text", "glmga", "paddleocr_vl", "paddleocr_vl_text",
+    "ernie4_5_vl_moe", "ernie4_5_vl_moe_text",
 )  # fmt: skip
+_NARROW = {
+    "width_coefficient": 0.25, "depth_coefficient": 0.25, "hidden_dim": 320, "image_size": 64,
+}  # fmt: skip
 
 # ``arguments`` go to the config's constructor, ``rope`` into its rope_parameters, and ``values`` are set
 # after shrinking (dotted paths)
@@ -25,6 +29,10 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     # the default maps no image token
     "chameleon": {"arguments": {"vocabulary_map": {"<image>": 140}}},
     "emu3": {"arguments": {"vocabulary_map": {"<image>": 140}}},
+    # its width follows from its coefficient
+    "efficientnet": {"values": _NARROW},
+    "align_vision_model": {"values": _NARROW},
+    "align": {"values": {f"vision_config.{name}": value for name, value in _NARROW.items()}},
     # an attention layer among the two that are left
     "bamba": {"arguments": {"attn_layer_indices": [1]}},
     # window of local attention, of which the default pads a short text with rows that see nothing

@@ -19,6 +19,7 @@ VOCABULARY = 160
 FIRST_SPECIAL = 128  # ids from here on are special tokens of shrunk configs
 
 _DEPTH: tuple[Rule, ...] = (
+    (r"kv_shared_layers$", 0),
     (r"layers?$|^n_layer$|depth$|num_hidden_layers|num_blocks|_blocks$|num_stages_", 2),
     (r"first_k_dense_replace", 1),
     (r"^depths$|layers_per_block|^num_layers_per", 1),
@@ -80,7 +81,7 @@ _RATIO = re.compile(
     r"hidden_size|d_model|n_embd|^dim$|_dim$|^dims$|embed_dims?$|embedding_size|hidden_dim|channels$|widths$"
     r"|intermediate|ffn|d_ff$|mlp_dim|proj_dim|conv_dim|filters$|_sizes$|rank$|head_dim|feedforward"
 )
-_NOT_WIDTH = re.compile(r"num_channels|(in|input|out|audio)_channels|image|patch|kernel")
+_NOT_WIDTH = re.compile(r"num_channels|(in|input|out|audio)_channels|image|patch(es)?(_size)?$|kernel")
 
 
 def _scaled(factor: int) -> Callable[[str, Any], Any]:
@@ -101,8 +102,27 @@ def _scaled(factor: int) -> Callable[[str, Any], Any]:
     return change
 
 
+# numbers that a config leaves open (None), though its model cannot be built without them
+_OPEN: tuple[Rule, ...] = (
+    (r"vocab_size$", VOCABULARY),
+    (r"pad_token_id", 1),
+    (r"experts?_per_tok|moe_topk|moe_k$|top_k", 2),
+    (r"n_group$|topk_group|n_shared_experts|first_k_dense_replace", 1),
+    (r"experts$", 4),
+    (r"moe_intermediate_size|expert_.*intermediate_size", 48),
+)
+
+
+def _filled(name: str, value: Any) -> Any:
+    if value is None:
+        limit = _matching(_OPEN, name)
+        return None if limit is None else int(limit)
+    return _flat((*_DEPTH, *_VOCABULARY, *_WIDTHS))(name, value)
+
+
 _CHANGES: dict[str, Callable[[str, Any], Any]] = {
     "flat": _flat((*_DEPTH, *_VOCABULARY, *_WIDTHS)),
+    "flat, open numbers filled": _filled,
     "flat, no grouped heads": _flat((*_SHARED_HEADS, *_DEPTH, *_VOCABULARY, *_WIDTHS)),
     "scaled by 8": _scaled(8),
     "scaled by 4": _scaled(4),
@@ -201,6 +221,23 @@ def _mutate(
     return config
 
 
+def _fit_stages(config: Any) -> None:
+    """A backbone must have the stages that its user reads: one layer for each."""
+    from transformers import PreTrainedConfig
+
+    for value in _values(config).values():
+        if isinstance(value, PreTrainedConfig):
+            _fit_stages(value)
+    wanted = getattr(config, "out_indices", None) or ()
+    depth = getattr(config, "num_hidden_layers", None)
+    if isinstance(depth, int) and hasattr(config, "stage_names") and len(wanted) > 1:
+        config.num_hidden_layers = max(depth, len(wanted)) if depth < max(wanted) else depth
+        stages = [f"stage{i}" for i in range(1, config.num_hidden_layers + 1)]
+        config.stage_names = ["stem", *stages]
+        if max(wanted) > len(stages):
+            config.out_indices = list(range(1, len(wanted) + 1))
+
+
 def _apply(config: Any, values: dict[str, Any]) -> None:
     for path, value in values.items():
         *parents, name = path.split(".")
@@ -245,6 +282,7 @@ def shrunk_configs(model_type: str, config_class: Any) -> Iterator[tuple[str, An
                 given = override.get("arguments", {})
                 config = make(config_class(**given), change, {}, small, given)
                 _fit_rotary(config, override.get("rope", {}))
+                _fit_stages(config)
                 _apply(config, override.get("values", {}))
             except Exception:  # whatever a foreign config refuses: the next way may do
                 if name == "default" and make is _mutate:
