@@ -159,7 +159,8 @@ class _Planner:
         reason = self._norm_reason(fold, choice, why_not, trains, gamma, beta, spec)
         distinct = {id(reader.tensor) for reader in readers}
         linears = all(reader.kind == "linear" for reader in readers) and bool(readers)
-        sunk = linears and len(distinct) == 1 and readers[0].copied
+        rearranged = any(reader.reshaped for reader in readers)
+        sunk = linears and len(distinct) == 1 and readers[0].copied and not rearranged
         if sunk:
             reason += "; sunk behind the row moves to its Linear"
         # a norm inside an autocast region whose readers are outside must stay wide, as it was
@@ -186,7 +187,8 @@ class _Planner:
         """Stock Linears that read the very output, among readers of other kinds."""
         if any(reader.op is not None and {reader.op.autocast} != around for reader in readers):
             return ()
-        names = [r.linear.module for r in readers if r.linear is not None and not r.copied]
+        whole = [reader for reader in readers if not reader.copied and not reader.reshaped]
+        names = [reader.linear.module for reader in whole if reader.linear is not None]
         return tuple(dict.fromkeys(n for n in names if type(self.modules.get(n)) is nn.Linear))
 
     def _share_gains(self, name: str, outputs: list[Tensor], readers: list[Reader]) -> bool:
@@ -251,9 +253,10 @@ class _Planner:
             return self._left(
                 name, kind, f"its output is written in place by {writer.text}", consumers
             )
-        gated = any(reader.kind == "product" for reader in readers)
+        rows = [reader for reader in readers if not reader.reshaped]  # what can be deferred
+        gated = any(reader.kind == "product" for reader in rows)
         linear = next(
-            (reader for reader in readers if reader.kind == "linear" and self._trains(reader)), None
+            (reader for reader in rows if reader.kind == "linear" and self._trains(reader)), None
         )
         opaque = self._opaque(readers)
         if choice == "auto":

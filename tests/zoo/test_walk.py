@@ -35,7 +35,7 @@ EXPECTED: list[tuple[type[models.Walk], dict[str, tuple[str, str]]]] = [
     (models.TwoNormsOneLinear, {"norm": ("share", "used by"), "other": ("share", "used by")}),
     (models.TiedEmbedding, {"norm": ("share", "also used by embedding")}),
     (models.FunctionalCalls, {"norm": ("keep", "nothing to gain")}),
-    (models.ViewedChannels, {}),
+    (models.ViewedChannels, {"norm": ("share", "a reshape before merge")}),
     (models.Glu, {"norm": ("fold", ""), "act": ("recompute", "gate and up")}),
     (models.SwappedGlu, {"act": ("recompute", "gate and up")}),
     (models.InterleavedGlu, {"act": ("recompute", "gate and up")}),
