@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from lowmem_patch.patching.inputs import ExampleInputs
 from zoo.catalog import config_class_of, model_class_of
 from zoo.feeds import feeds
-from zoo.shrink import shrunk_configs
+from zoo.shrink import shrunk_configs, supply
 
 __all__ = ["Built", "CannotBuild", "CannotRun", "build_transformers", "randomise", "tensors_of"]
 
 LARGEST = 40_000_000  # parameters
 _STUCK = 3  # kinds of shrinks that fail in the very same words before the others are not tried
+_SUPPLIED = 5  # values that a config may lack
 _PATIENCE = 12  # seconds of one core after which no other shrink is tried
 
 
@@ -76,7 +77,7 @@ def _size(model_class: Any, config: Any) -> int:
     """Parameters, counted on the meta device where the constructor allows, else 0."""
     try:
         with torch.device("meta"):
-            model = _make(model_class, copy.deepcopy(config))
+            model = _make(model_class, config)
     except Exception as error:
         if "meta" not in str(error):
             raise  # as it would with data, after filling gigabytes
@@ -85,8 +86,14 @@ def _size(model_class: Any, config: Any) -> int:
 
 
 def _make(model_class: Any, config: Any) -> Any:
-    make = getattr(model_class, "_from_config", None)
-    return model_class(config) if make is None else make(config)
+    make = getattr(model_class, "_from_config", model_class)
+    for _ in range(_SUPPLIED):
+        try:
+            return make(config)
+        except AttributeError as error:
+            if not supply(config, error):
+                raise
+    return make(config)
 
 
 def build_transformers(model_type: str) -> Built:

@@ -59,7 +59,9 @@ def _by_name(model: Any) -> Iterator[dict[str, Any]]:
         for name, p in parameters.items()
         if p.default is inspect.Parameter.empty and p.kind not in variadic
     ]
-    for variant in _VARIANTS if parameters.keys() & _GRIDS else _VARIANTS[1:]:
+    for variant in _VARIANTS:
+        if variant.get("pixel_values") in _BY_GRIDS and not parameters.keys() & _GRIDS:
+            continue
         made: dict[str, Any] = {}
         for name in parameters:
             value = variant.get(name, _RARE.get(name, lambda _: None))(model)
@@ -134,7 +136,7 @@ def _series(model: Any) -> Tensor:
 def _time_features(model: Any) -> Tensor:
     lags = max(getattr(model.config, "lags_sequence", None) or [0])
     length = _number(model, "context_length", default=16) + lags
-    return torch.randn(2, length, _number(model, "num_time_features", default=1))
+    return torch.randn(2, length, getattr(model.config, "num_time_features", 1))
 
 
 def _future(model: Any) -> Tensor:
@@ -143,7 +145,7 @@ def _future(model: Any) -> Tensor:
 
 def _future_features(model: Any) -> Tensor:
     length = _number(model, "prediction_length", default=8)
-    return torch.randn(2, length, _number(model, "num_time_features", default=1))
+    return torch.randn(2, length, getattr(model.config, "num_time_features", 1))
 
 
 def _frames(model: Any) -> int:
@@ -166,6 +168,20 @@ def _features(model: Any) -> Tensor:
     return torch.randn(2, 128, _bins(model))
 
 
+def _patch_images(model: Any) -> Tensor:
+    rows = _patch_rows(model)
+    side = _number(model, "patch_size", default=14)
+    return rows.unflatten(-1, (-1, side, side))
+
+
+def _codebooks(model: Any) -> int:
+    return _number(model, "num_codebooks", "n_q", "num_quantizers", "num_channels", default=4)
+
+
+def _codes(*shape: int) -> Tensor:
+    return torch.randint(3, 30, shape)
+
+
 # names that say that a model reads rows of flattened patches
 _GRIDS = frozenset(
     ("grid_thw", "image_grid_thw", "spatial_shapes", "pixel_position_ids", "image_grid_hws")
@@ -179,7 +195,29 @@ _VARIANTS: tuple[dict[str, Callable[[Any], Any]], ...] = (
         "hidden_states": _patch_rows,
     },
     {
+        "grid_thw": _grids,
+        "image_grid_thw": _grids,
+        "pixel_values": _patch_images,
+        "hidden_states": _patch_images,
+    },
+    {
+        "grid_thw": _grids,
+        "image_grid_thw": _grids,
+        "pixel_values": lambda model: _patch_images(model)[None],
+    },
+    {
         "pixel_values": lambda model: _patch_rows(model).unflatten(0, (2, 16)),
+    },
+    {
+        "input_ids": lambda model: _codes(2 * _codebooks(model), 16),
+        "input_features": lambda model: _features(model)[..., :1].repeat(1, 1, 2 * _bins(model)),
+    },
+    {
+        "input_ids": lambda model: _codes(2, 16, _codebooks(model)),
+        "input_features": lambda model: torch.randn(_bins(model), 256),
+    },
+    {
+        "input_ids": lambda model: _codes(2, _codebooks(model), 16),
     },
     {
         "input_features": _spectrogram,
@@ -197,6 +235,7 @@ _VARIANTS: tuple[dict[str, Callable[[Any], Any]], ...] = (
         "is_longer": lambda model: torch.ones(2, 1, dtype=torch.bool),
     },
 )
+_BY_GRIDS = (_patch_rows, _patch_images)
 _SETS = (
     ("input_ids",),
     ("inputs_embeds",),
@@ -209,6 +248,9 @@ _SETS = (
     ("input_ids", "input_features", "is_longer"),
     ("input_ids", "encoder_hidden_states"),
     ("input_features", "attention_mask"),
+    ("input_features", "feature_lens"),
+    ("pixel_values", "pixel_attention_mask", "spatial_shapes"),
+    ("input_ids", "pixel_values", "pixel_attention_mask", "spatial_shapes"),
     ("input_features", "input_features_mask"),
 )
 _RARE: dict[str, Callable[[Any], Any]] = {
@@ -225,6 +267,8 @@ _RARE: dict[str, Callable[[Any], Any]] = {
     "spatial_shapes": lambda model: torch.tensor([[4, 4], [4, 4]]),
     "moe_mm_token_type_ids": lambda model: torch.zeros(2, 16, dtype=torch.long),
     "num_frames": lambda model: 2,
+    "pixel_attention_mask": lambda model: torch.ones(2, 16, dtype=torch.long),
+    "feature_lens": lambda model: torch.tensor([128, 128]),
     "qformer_input_ids": _tokens,
     "bbox": _boxes,
     "pixel_values": _image,

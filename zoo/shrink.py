@@ -6,13 +6,17 @@ tiny to the defaults; the first whose model builds and runs is taken.
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
+
+import timm
 
 from zoo.overrides import OVERRIDES
 
-__all__ = ["shrunk_configs"]
+__all__ = ["shrunk_configs", "supply"]
 
 Rule = tuple[str, float]
 VOCABULARY = 160
@@ -37,13 +41,16 @@ _WIDTHS: tuple[Rule, ...] = (
     (r"experts?$|num_.*experts", 4),
     (r"rope_head_dim|rotary_dim", 8),
     (r"width_coefficient|depth_coefficient", 0.5),
+    (r"^n_groups$", 2),
+    (r"upsample_groups", 32),
     (r"head_dim|d_kv$|head_size$", 8),
     (r"rank$", 16),
     (r"intermediate|ffn|d_ff$|n_inner|mlp_dim|feedforward|inner_dim$", 48),
     (r"max_position|n_positions|n_ctx$|max_seq|max_sequence|max_target|context_length", 64),
     (r"^image_size$", 32),
     (r"^patch_size$", 8),
-    (r"hidden_size|d_model|n_embd|^dim$|_dim$|embedding_size|hidden_dim|proj_dim|embed_dim", 32),
+    (r"num_latents$", 16),
+    (r"hidden_size|d_model|d_latents|n_embd|^dim$|_dim$|embedding_size|hidden_dim|proj_dim|embed_dim", 32),
 )
 _OFF = re.compile(
     r"drop|spec_augment$|apply_spec_augment|jitter|router_z|mask_time_prob|mask_feature_prob"
@@ -60,10 +67,17 @@ def _matching(rules: tuple[Rule, ...], name: str) -> float | None:
     return next((limit for pattern, limit in rules if re.search(pattern, name)), None)
 
 
+# configs that name a timm model get timm's own test model
+_TIMM_NAMES = ("backbone", "architecture")
+_TIMM_BACKBONE = "test_resnet"
+
+
 def _flat(rules: tuple[Rule, ...]) -> Callable[[str, Any], Any]:
     """Each matching number becomes its rule's, where it was larger; lists as well if they count layers."""
 
     def change(name: str, value: Any) -> Any:
+        if name in _TIMM_NAMES and isinstance(value, str):
+            return _TIMM_BACKBONE if timm.is_model(value) else value
         limit = _matching(rules, name)
         if limit is None:
             return value
@@ -106,6 +120,8 @@ def _scaled(factor: int) -> Callable[[str, Any], Any]:
 _OPEN: tuple[Rule, ...] = (
     (r"vocab_size$", VOCABULARY),
     (r"pad_token_id", 1),
+    (r"sliding_window$", 8),
+    (r"num_key_value_heads|kv_heads$", 4),
     (r"experts?_per_tok|moe_topk|moe_k$|top_k", 2),
     (r"n_group$|topk_group|n_shared_experts|first_k_dense_replace", 1),
     (r"experts$", 4),
@@ -221,6 +237,37 @@ def _mutate(
     return config
 
 
+def _sections(config_class: Any) -> int:
+    """Sections of a multimodal rotary embedding that the models of this config read, 0 for none.
+
+    Where a config names no sections the code has its own, which fit no shrunk head.
+    """
+    folder = Path(str(inspect.getfile(config_class))).parent
+    sources = "".join(path.read_text(encoding="utf-8") for path in folder.glob("modeling_*.py"))
+    default = re.search(r"mrope_section\W+\[([\d, ]+)\]", sources)
+    if default is not None:
+        return len(default.group(1).split(","))
+    return 3 if "mrope_section" in sources else 0
+
+
+def _fit_rotary(config: Any, sections: int) -> None:
+    """Sections of multimodal rotary embeddings must fill half a head."""
+    from transformers import PreTrainedConfig
+
+    values = _values(config)
+    for value in values.values():
+        if isinstance(value, PreTrainedConfig):
+            _fit_rotary(value, sections)
+    rope, width = values.get("rope_parameters"), values.get("hidden_size")
+    if not isinstance(rope, dict) or not width:
+        return
+    parts = len(rope["mrope_section"]) if "mrope_section" in rope else sections
+    if parts and not any(isinstance(value, dict) for value in rope.values()):
+        size = values.get("head_dim") or width // (values.get("num_attention_heads") or 1)
+        half = int(size * (rope.get("partial_rotary_factor") or 1.0)) // 2
+        rope["mrope_section"] = [half // parts] * (parts - 1) + [half - half // parts * (parts - 1)]
+
+
 def _fit_stages(config: Any) -> None:
     """A backbone must have the stages that its user reads: one layer for each."""
     from transformers import PreTrainedConfig
@@ -247,26 +294,23 @@ def _apply(config: Any, values: dict[str, Any]) -> None:
         setattr(owner, name, value)
 
 
-def _fit_rotary(config: Any, extra: dict[str, Any]) -> None:
-    """Sections of multimodal rotary embeddings must fill half a head."""
+def supply(config: Any, error: AttributeError) -> bool:
+    """Give the config a value that its model reads and its class does not define, if a rule knows one."""
     from transformers import PreTrainedConfig
 
-    values = _values(config)
-    for value in values.values():
-        if isinstance(value, PreTrainedConfig):
-            _fit_rotary(value, extra)
-    rope = values.get("rope_parameters")
-    if not isinstance(rope, dict):
-        return
-    rope.update(extra)
-    if "mrope_section" in rope:
-        heads = values.get("num_attention_heads") or 1
-        size = values.get("head_dim") or values["hidden_size"] // heads
-        half = int(size * (rope.get("partial_rotary_factor") or 1.0)) // 2
-        parts = len(rope["mrope_section"])
-        rope["mrope_section"] = [half - (half // parts) * (parts - 1)] + [half // parts] * (
-            parts - 1
-        )
+    owner, name = error.obj, error.name
+    if not isinstance(owner, PreTrainedConfig) or name is None:
+        return False
+    if "drop" in name:
+        setattr(owner, name, 0.0)
+    elif name == "initializer_range":
+        setattr(owner, name, 0.02)
+    else:
+        limit = _matching((*_DEPTH, *_VOCABULARY, *_SHARED_HEADS, *_WIDTHS), name)
+        if limit is None:
+            return False
+        setattr(owner, name, int(limit))
+    return True
 
 
 def shrunk_configs(model_type: str, config_class: Any) -> Iterator[tuple[str, Any]]:
@@ -275,13 +319,14 @@ def shrunk_configs(model_type: str, config_class: Any) -> Iterator[tuple[str, An
     A way that fails to make a config is skipped, unless it is the last one.
     """
     override = OVERRIDES.get(model_type, {})
+    sections = _sections(config_class)
     for name, change in _CHANGES.items():
         small = "default" not in name and "own vocabulary" not in name
         for make in (_construct, _mutate):
             try:
                 given = override.get("arguments", {})
                 config = make(config_class(**given), change, {}, small, given)
-                _fit_rotary(config, override.get("rope", {}))
+                _fit_rotary(config, sections)
                 _fit_stages(config)
                 _apply(config, override.get("values", {}))
             except Exception:  # whatever a foreign config refuses: the next way may do
