@@ -63,7 +63,8 @@ def judge(built: Built, reload: Reload | None = None, presets: tuple[str, ...] =
     result.inputs = str(built.inputs)
     try:
         # a first forward may replace modules (BigBird picks its attention by the length of the text)
-        run_step(built.model, built.inputs, train=False)
+        with torch.no_grad():  # what it leaves on the model must be fit for a copy (LeViT's tables)
+            run_step(built.model, built.inputs, train=False)
         reference = _Reference(built.model, built.inputs)
     except Exception as error:  # whatever a foreign forward raises in float64 or in training mode
         result.status, result.reason = "no reference", f"{type(error).__name__}: {str(error)[:200]}"
