@@ -91,9 +91,10 @@ def _follow(op: Op, tensor: Tensor) -> tuple[Tensor, ...] | None:
 
 def _reshapes(op: Op, tensor: Tensor) -> bool:
     """Whether the op only reads the same memory in rows of another length."""
-    plain = op.name in _RESHAPES and not op.writes and not op.opaque and op.args[0] is tensor
+    if op.name not in _RESHAPES or op.writes or op.opaque or op.args[0] is not tensor:
+        return False
     output = op.outputs[0]
-    return plain and output.dtype == tensor.dtype and storage_key(output) == storage_key(tensor)
+    return output.dtype == tensor.dtype and storage_key(output) == storage_key(tensor)
 
 
 def _idle_dropout(op: Op) -> bool:
