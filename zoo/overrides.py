@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 __all__ = ["FEEDS", "OVERRIDES"]
 
 _NARROW = {
@@ -38,5 +40,13 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "led": {"arguments": {"attention_window": 8}},
 }
 
+
+def _image_with_noise(config: Any) -> dict[str, Any]:
+    """The noise that decides what is masked, which float64 would draw differently."""
+    patches = (config.image_size // config.patch_size) ** 2
+    image = torch.randn(2, config.num_channels, config.image_size, config.image_size)
+    return {"pixel_values": image, "noise": torch.rand(2, patches)}
+
+
 # keyword arguments of one forward, from the config
-FEEDS: dict[str, Callable[[Any], dict[str, Any]]] = {}
+FEEDS: dict[str, Callable[[Any], dict[str, Any]]] = {"vit_mae": _image_with_noise}

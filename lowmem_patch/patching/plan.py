@@ -266,6 +266,11 @@ class _Planner:
             strategy = choice
         if strategy == "codes" and kind not in STEP_TABLES:
             return self._left(name, kind, f"no step table for {kind}", consumers)
+        before = self.trace.saved.own.get(name, 0)
+        if strategy == "codes" and not before:
+            return self._left(
+                name, kind, "nothing to gain: its input is kept for another op, or not at all", consumers
+            )
         if strategy == "codes":
             reason = "2-bit codes in place of its input"
             if choice == "auto":
@@ -284,7 +289,6 @@ class _Planner:
                 name, kind, f"nothing to gain: its output is read by {text}", consumers
             )
         self.patches[name] = ActivationPatch(kind, strategy)
-        before = self.trace.saved.own.get(name, 0)
         return Site(
             name, kind, strategy, reason, consumers, before, 0, approximate=strategy == "codes"
         )

@@ -495,6 +495,18 @@ class ClampedModuleGlu(Glu):
         return self.act(gate).clamp(max=0.25) * (up + 1)
 
 
+class SharedInput(Glu):
+    """The activation's input lies in memory that the product keeps as well: codes would only add to it."""
+
+    def build(self) -> None:
+        super().build()
+        self.down = nn.Linear(24, WIDTH)
+
+    def gated(self, both: Tensor) -> Tensor:
+        gate, up = both.chunk(2, -1)
+        return (self.act(gate) + up) * both[..., 24:].tanh() * up
+
+
 class ReusedGate(Glu):
     """The activation's output is read by the product and by something else."""
 
