@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import time
 from typing import Any
 
 import torch
@@ -12,12 +13,14 @@ from torch import Tensor, nn
 from lowmem_patch.patching.inputs import ExampleInputs
 from zoo.catalog import config_class_of, model_class_of
 from zoo.feeds import feeds
-from zoo.shrink import shrunk_configs
+from zoo.shrink import shrunk_configs, supply
 
 __all__ = ["Built", "CannotBuild", "CannotRun", "build_transformers", "randomise", "tensors_of"]
 
-LARGEST = 20_000_000  # parameters
+LARGEST = 40_000_000  # parameters
 _STUCK = 3  # kinds of shrinks that fail in the very same words before the others are not tried
+_SUPPLIED = 5  # values that a config may lack
+_PATIENCE = 12  # seconds of one core after which no other shrink is tried
 
 
 class CannotBuild(Exception):
@@ -71,18 +74,26 @@ def randomise(model: nn.Module, seed: int = 1) -> Any:
 
 
 def _size(model_class: Any, config: Any) -> int:
-    """Parameters, counted on the meta device where the constructor allows."""
+    """Parameters, counted on the meta device where the constructor allows, else 0."""
     try:
         with torch.device("meta"):
-            model = _make(model_class, copy.deepcopy(config))
-    except Exception:  # a constructor that needs data: count the real one
+            model = _make(model_class, config)
+    except Exception as error:
+        if "meta" not in str(error):
+            raise  # as it would with data, after filling gigabytes
         return 0
     return sum(parameter.numel() for parameter in model.parameters())
 
 
 def _make(model_class: Any, config: Any) -> Any:
-    make = getattr(model_class, "_from_config", None)
-    return model_class(config) if make is None else make(config)
+    make = getattr(model_class, "_from_config", model_class)
+    for _ in range(_SUPPLIED):
+        try:
+            return make(config)
+        except AttributeError as error:
+            if not supply(config, error):
+                raise
+    return make(config)
 
 
 def build_transformers(model_type: str) -> Built:
@@ -99,7 +110,11 @@ def build_transformers(model_type: str) -> Built:
     refused: list[str] = []
     built = False
     alike: dict[tuple[str, ...], set[str]] = {}
+    started = time.process_time()
     for shrink, config in shrunk_configs(model_type, config_class):
+        if time.process_time() - started > _PATIENCE:
+            refused.append(f"nothing found in {_PATIENCE} s")
+            break
         try:
             size = _size(model_class, config)
             if size > LARGEST:

@@ -59,18 +59,23 @@ def _by_name(model: Any) -> Iterator[dict[str, Any]]:
         for name, p in parameters.items()
         if p.default is inspect.Parameter.empty and p.kind not in variadic
     ]
-    for grids in (True, False):
+    for variant in _VARIANTS:
+        if variant.get("pixel_values") in _BY_GRIDS and not parameters.keys() & _GRIDS:
+            continue
         made: dict[str, Any] = {}
         for name in parameters:
-            maker = _PATCHES.get(name) if grids else None
-            value = (maker or _RARE.get(name, lambda _: None))(model)
+            value = variant.get(name, _RARE.get(name, lambda _: None))(model)
             if value is not None:
                 made[name] = value
         if set(required) <= set(made):
+            least = {name: made[name] for name in required}
             if required:
-                yield {name: made[name] for name in required}
-            yield made
+                yield least
+            yield {name: value for name, value in made.items() if name not in _INSTEAD}
             yield {name: value for name, value in made.items() if name not in _SPARE}
+            for names in _SETS:
+                if made.keys() >= set(names):
+                    yield {**{name: made[name] for name in names}, **least}
 
 
 def _number(model: Any, *names: str, default: int) -> int:
@@ -131,7 +136,7 @@ def _series(model: Any) -> Tensor:
 def _time_features(model: Any) -> Tensor:
     lags = max(getattr(model.config, "lags_sequence", None) or [0])
     length = _number(model, "context_length", default=16) + lags
-    return torch.randn(2, length, _number(model, "num_time_features", default=1))
+    return torch.randn(2, length, getattr(model.config, "num_time_features", 1))
 
 
 def _future(model: Any) -> Tensor:
@@ -140,23 +145,137 @@ def _future(model: Any) -> Tensor:
 
 def _future_features(model: Any) -> Tensor:
     length = _number(model, "prediction_length", default=8)
-    return torch.randn(2, length, _number(model, "num_time_features", default=1))
+    return torch.randn(2, length, getattr(model.config, "num_time_features", 1))
 
 
-_PATCHES: dict[str, Callable[[Any], Any]] = {
-    "grid_thw": _grids,
-    "image_grid_thw": _grids,
-    "pixel_values": _patch_rows,
-    "hidden_states": _patch_rows,
-}
+def _frames(model: Any) -> int:
+    """A window of Whisper's length where the config gives one, else a short one."""
+    return 2 * _number(model, "max_source_positions", default=64)
+
+
+def _bins(model: Any) -> int:
+    return _number(
+        model, "num_mel_bins", "feature_size", "input_feat_size", "input_size", "input_dim", "n_mels",
+        "num_mel_filters", default=80,
+    )  # fmt: skip
+
+
+def _spectrogram(model: Any) -> Tensor:
+    return torch.randn(2, _bins(model), _frames(model))
+
+
+def _features(model: Any) -> Tensor:
+    return torch.randn(2, 128, _bins(model))
+
+
+def _patch_images(model: Any) -> Tensor:
+    rows = _patch_rows(model)
+    side = _number(model, "patch_size", default=14)
+    return rows.unflatten(-1, (-1, side, side))
+
+
+def _codebooks(model: Any) -> int:
+    return _number(model, "num_codebooks", "n_q", "num_quantizers", "num_channels", default=4)
+
+
+def _codes(*shape: int) -> Tensor:
+    return torch.randint(3, 30, shape)
+
+
+# names that say that a model reads rows of flattened patches
+_GRIDS = frozenset(
+    ("grid_thw", "image_grid_thw", "spatial_shapes", "pixel_position_ids", "image_grid_hws")
+)
+# whole ways to read the names that models disagree about
+_VARIANTS: tuple[dict[str, Callable[[Any], Any]], ...] = (
+    {
+        "grid_thw": _grids,
+        "image_grid_thw": _grids,
+        "pixel_values": _patch_rows,
+        "hidden_states": _patch_rows,
+    },
+    {
+        "grid_thw": _grids,
+        "image_grid_thw": _grids,
+        "pixel_values": _patch_images,
+        "hidden_states": _patch_images,
+    },
+    {
+        "grid_thw": _grids,
+        "image_grid_thw": _grids,
+        "pixel_values": lambda model: _patch_images(model)[None],
+    },
+    {
+        "pixel_values": lambda model: _patch_rows(model).unflatten(0, (2, 16)),
+    },
+    {
+        "input_ids": lambda model: _codes(2 * _codebooks(model), 16),
+        "input_features": lambda model: _features(model)[..., :1].repeat(1, 1, 2 * _bins(model)),
+    },
+    {
+        "input_ids": lambda model: _codes(2, 16, _codebooks(model)),
+        "input_features": lambda model: torch.randn(_bins(model), 256),
+    },
+    {
+        "input_ids": lambda model: _codes(2, _codebooks(model), 16),
+    },
+    {
+        "input_features": _spectrogram,
+        "input_features_mask": lambda model: torch.ones(2, _frames(model), dtype=torch.long),
+    },
+    {
+        "input_features": _features,
+        "input_features_mask": lambda model: torch.ones(2, 128, dtype=torch.bool),
+        "pixel_values": lambda model: _image_pairs(model),
+        "hidden_states": _image,
+    },
+    {
+        "input_features": lambda model: _features(model)[:, None],
+        "pixel_values": lambda model: torch.randn(2, 3, 64, 64),
+        "is_longer": lambda model: torch.ones(2, 1, dtype=torch.bool),
+    },
+)
+_BY_GRIDS = (_patch_rows, _patch_images)
+_SETS = (
+    ("input_ids",),
+    ("inputs_embeds",),
+    ("inputs_embeds", "encoder_hidden_states"),
+    ("pixel_values",),
+    ("input_features",),
+    ("input_values",),
+    ("input_ids", "pixel_values"),
+    ("input_ids", "input_features"),
+    ("input_ids", "input_features", "is_longer"),
+    ("input_ids", "encoder_hidden_states"),
+    ("input_features", "attention_mask"),
+    ("input_features", "feature_lens"),
+    ("pixel_values", "pixel_attention_mask", "spatial_shapes"),
+    ("input_ids", "pixel_values", "pixel_attention_mask", "spatial_shapes"),
+    ("input_features", "input_features_mask"),
+)
 _RARE: dict[str, Callable[[Any], Any]] = {
     "input_ids": _tokens,
     "decoder_input_ids": _tokens,
+    "input_values": lambda model: torch.randn(2, 6400),
+    "input_features": _spectrogram,
+    "audio_mel": _features,
+    "audio_mel_mask": lambda model: torch.zeros(2, 128, dtype=torch.bool),
+    "image": _image,
+    "spectrogram": lambda model: torch.randn(2, 32, _number(model, "model_in_dim", default=80)),
+    "num_patches": lambda model: 2,
+    "pixel_position_ids": lambda model: torch.cartesian_prod(*2 * [torch.arange(4)]).expand(
+        2, 16, 2
+    ),
+    "spatial_shapes": lambda model: torch.tensor([[4, 4], [4, 4]]),
+    "moe_mm_token_type_ids": lambda model: torch.zeros(2, 16, dtype=torch.long),
+    "num_frames": lambda model: 2,
+    "pixel_attention_mask": lambda model: torch.ones(2, 16, dtype=torch.long),
+    "feature_lens": lambda model: torch.tensor([128, 128]),
     "qformer_input_ids": _tokens,
     "bbox": _boxes,
     "pixel_values": _image,
     "hidden_states": _states("hidden_size", "d_model"),
-    "inputs_embeds": lambda model: None,
+    "inputs_embeds": _states("hidden_size", "d_model", "dim"),
     "query_embeds": _states("hidden_size"),
     "encoder_hidden_states": _states("encoder_hidden_size", "hidden_size", "d_model"),
     "visual_feats": lambda model: torch.randn(2, 5, _number(model, "visual_feat_dim", default=16)),
@@ -182,5 +301,8 @@ _RARE: dict[str, Callable[[Any], Any]] = {
         -1,
     ),
 }
-# optional arguments that another one may replace or contradict
-_SPARE = frozenset(("hidden_states", "encoder_hidden_states", "decoder_input_ids"))
+# arguments that stand for others, and optional ones that another may replace or contradict
+_INSTEAD = frozenset(("inputs_embeds",))
+_SPARE = frozenset(
+    ("inputs_embeds", "hidden_states", "encoder_hidden_states", "decoder_input_ids", "num_frames")
+)

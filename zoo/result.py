@@ -18,13 +18,15 @@ _NAMES = re.compile(r"[\w-]+(?:\.[\w-]+)+|\b\d[\d.e+-]*\b")
 
 @dataclasses.dataclass
 class PresetResult:
-    """One preset on one model. ``errors`` holds (ours, the unpatched model's own) by kind."""
+    """One preset on one model. ``errors`` holds (ours, the unpatched model's own) by kind, and
+    ``undecided`` how many tensors of how many could not be judged."""
 
     verdict: str = "right"
     problems: list[str] = dataclasses.field(default_factory=list)
     notes: list[str] = dataclasses.field(default_factory=list)
     strategies: dict[str, int] = dataclasses.field(default_factory=dict)
     errors: dict[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
+    undecided: dict[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
     saved_before: int = 0
     saved_after: int = 0
 
@@ -39,7 +41,8 @@ class PresetResult:
 
 @dataclasses.dataclass
 class Result:
-    """One architecture. ``status``: judged, no reference, not built, not run, slow, holds no site."""
+    """One architecture. ``status``: judged, judged in part, no reference, not built, not run, slow, too large,
+    ended (its process was), zoo failed."""
 
     name: str
     status: str
@@ -69,6 +72,19 @@ class Result:
             reader = " (read by Linears)" if site.name in flow.linear_norms else ""
             reasons[f"{site.kind}{reader}: {_NAMES.sub('…', site.reason)}"] += 1
         self.left_alone = dict(reasons.most_common())
+
+    def settle(self) -> None:
+        """The status, once every preset is judged."""
+        undecided = [
+            f"{jumps} of {tensors} tensors of {what}"
+            for preset in self.presets.values()
+            for what, (jumps, tensors) in preset.undecided.items()
+        ]
+        if undecided:
+            self.status = "judged in part"
+            self.reason = (
+                f"one rounding moves {undecided[0]} of the unpatched model by more than 1 %"
+            )
 
     @property
     def wrong(self) -> list[str]:

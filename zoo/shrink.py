@@ -6,19 +6,24 @@ tiny to the defaults; the first whose model builds and runs is taken.
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
+
+import timm
 
 from zoo.overrides import OVERRIDES
 
-__all__ = ["shrunk_configs"]
+__all__ = ["shrunk_configs", "supply"]
 
 Rule = tuple[str, float]
 VOCABULARY = 160
 FIRST_SPECIAL = 128  # ids from here on are special tokens of shrunk configs
 
 _DEPTH: tuple[Rule, ...] = (
+    (r"kv_shared_layers$", 0),
     (r"layers?$|^n_layer$|depth$|num_hidden_layers|num_blocks|_blocks$|num_stages_", 2),
     (r"first_k_dense_replace", 1),
     (r"^depths$|layers_per_block|^num_layers_per", 1),
@@ -36,13 +41,19 @@ _WIDTHS: tuple[Rule, ...] = (
     (r"experts?$|num_.*experts", 4),
     (r"rope_head_dim|rotary_dim", 8),
     (r"width_coefficient|depth_coefficient", 0.5),
+    (r"^n_groups$", 2),
+    (r"upsample_groups", 32),
     (r"head_dim|d_kv$|head_size$", 8),
     (r"rank$", 16),
     (r"intermediate|ffn|d_ff$|n_inner|mlp_dim|feedforward|inner_dim$", 48),
     (r"max_position|n_positions|n_ctx$|max_seq|max_sequence|max_target|context_length", 64),
     (r"^image_size$", 32),
     (r"^patch_size$", 8),
-    (r"hidden_size|d_model|n_embd|^dim$|_dim$|embedding_size|hidden_dim|proj_dim|embed_dim", 32),
+    (r"num_latents$", 16),
+    (
+        r"hidden_size|d_model|d_latents|n_embd|^dim$|_dim$|embedding_size|hidden_dim|proj_dim|embed_dim",
+        32,
+    ),
 )
 _OFF = re.compile(
     r"drop|spec_augment$|apply_spec_augment|jitter|router_z|mask_time_prob|mask_feature_prob"
@@ -59,10 +70,17 @@ def _matching(rules: tuple[Rule, ...], name: str) -> float | None:
     return next((limit for pattern, limit in rules if re.search(pattern, name)), None)
 
 
+# configs that name a timm model get timm's own test model
+_TIMM_NAMES = ("backbone", "architecture")
+_TIMM_BACKBONE = "test_resnet"
+
+
 def _flat(rules: tuple[Rule, ...]) -> Callable[[str, Any], Any]:
     """Each matching number becomes its rule's, where it was larger; lists as well if they count layers."""
 
     def change(name: str, value: Any) -> Any:
+        if name in _TIMM_NAMES and isinstance(value, str):
+            return _TIMM_BACKBONE if timm.is_model(value) else value
         limit = _matching(rules, name)
         if limit is None:
             return value
@@ -80,7 +98,9 @@ _RATIO = re.compile(
     r"hidden_size|d_model|n_embd|^dim$|_dim$|^dims$|embed_dims?$|embedding_size|hidden_dim|channels$|widths$"
     r"|intermediate|ffn|d_ff$|mlp_dim|proj_dim|conv_dim|filters$|_sizes$|rank$|head_dim|feedforward"
 )
-_NOT_WIDTH = re.compile(r"num_channels|(in|input|out|audio)_channels|image|patch|kernel")
+_NOT_WIDTH = re.compile(
+    r"num_channels|(in|input|out|audio)_channels|image|patch(es)?(_size)?$|kernel"
+)
 
 
 def _scaled(factor: int) -> Callable[[str, Any], Any]:
@@ -101,8 +121,29 @@ def _scaled(factor: int) -> Callable[[str, Any], Any]:
     return change
 
 
+# numbers that a config leaves open (None), though its model cannot be built without them
+_OPEN: tuple[Rule, ...] = (
+    (r"vocab_size$", VOCABULARY),
+    (r"pad_token_id", 1),
+    (r"sliding_window$", 8),
+    (r"num_key_value_heads|kv_heads$", 4),
+    (r"experts?_per_tok|moe_topk|moe_k$|top_k", 2),
+    (r"n_group$|topk_group|n_shared_experts|first_k_dense_replace", 1),
+    (r"experts$", 4),
+    (r"moe_intermediate_size|expert_.*intermediate_size", 48),
+)
+
+
+def _filled(name: str, value: Any) -> Any:
+    if value is None:
+        limit = _matching(_OPEN, name)
+        return None if limit is None else int(limit)
+    return _flat((*_DEPTH, *_VOCABULARY, *_WIDTHS))(name, value)
+
+
 _CHANGES: dict[str, Callable[[str, Any], Any]] = {
     "flat": _flat((*_DEPTH, *_VOCABULARY, *_WIDTHS)),
+    "flat, open numbers filled": _filled,
     "flat, no grouped heads": _flat((*_SHARED_HEADS, *_DEPTH, *_VOCABULARY, *_WIDTHS)),
     "scaled by 8": _scaled(8),
     "scaled by 4": _scaled(4),
@@ -201,6 +242,54 @@ def _mutate(
     return config
 
 
+def _sections(config_class: Any) -> int:
+    """Sections of a multimodal rotary embedding that the models of this config read, 0 for none.
+
+    Where a config names no sections the code has its own, which fit no shrunk head.
+    """
+    folder = Path(str(inspect.getfile(config_class))).parent
+    sources = "".join(path.read_text(encoding="utf-8") for path in folder.glob("modeling_*.py"))
+    default = re.search(r"mrope_section\W+\[([\d, ]+)\]", sources)
+    if default is not None:
+        return len(default.group(1).split(","))
+    return 3 if "mrope_section" in sources else 0
+
+
+def _fit_rotary(config: Any, sections: int) -> None:
+    """Sections of multimodal rotary embeddings must fill half a head."""
+    from transformers import PreTrainedConfig
+
+    values = _values(config)
+    for value in values.values():
+        if isinstance(value, PreTrainedConfig):
+            _fit_rotary(value, sections)
+    rope, width = values.get("rope_parameters"), values.get("hidden_size")
+    if not isinstance(rope, dict) or not width:
+        return
+    parts = len(rope["mrope_section"]) if "mrope_section" in rope else sections
+    if parts and not any(isinstance(value, dict) for value in rope.values()):
+        size = values.get("head_dim") or width // (values.get("num_attention_heads") or 1)
+        half = int(size * (rope.get("partial_rotary_factor") or 1.0)) // 2
+        rope["mrope_section"] = [half // parts] * (parts - 1) + [half - half // parts * (parts - 1)]
+
+
+def _fit_stages(config: Any) -> None:
+    """A backbone must have the stages that its user reads: one layer for each."""
+    from transformers import PreTrainedConfig
+
+    for value in _values(config).values():
+        if isinstance(value, PreTrainedConfig):
+            _fit_stages(value)
+    wanted = getattr(config, "out_indices", None) or ()
+    depth = getattr(config, "num_hidden_layers", None)
+    if isinstance(depth, int) and hasattr(config, "stage_names") and len(wanted) > 1:
+        config.num_hidden_layers = max(depth, len(wanted)) if depth < max(wanted) else depth
+        stages = [f"stage{i}" for i in range(1, config.num_hidden_layers + 1)]
+        config.stage_names = ["stem", *stages]
+        if max(wanted) > len(stages):
+            config.out_indices = list(range(1, len(wanted) + 1))
+
+
 def _apply(config: Any, values: dict[str, Any]) -> None:
     for path, value in values.items():
         *parents, name = path.split(".")
@@ -210,26 +299,23 @@ def _apply(config: Any, values: dict[str, Any]) -> None:
         setattr(owner, name, value)
 
 
-def _fit_rotary(config: Any, extra: dict[str, Any]) -> None:
-    """Sections of multimodal rotary embeddings must fill half a head."""
+def supply(config: Any, error: AttributeError) -> bool:
+    """Give the config a value that its model reads and its class does not define, if a rule knows one."""
     from transformers import PreTrainedConfig
 
-    values = _values(config)
-    for value in values.values():
-        if isinstance(value, PreTrainedConfig):
-            _fit_rotary(value, extra)
-    rope = values.get("rope_parameters")
-    if not isinstance(rope, dict):
-        return
-    rope.update(extra)
-    if "mrope_section" in rope:
-        heads = values.get("num_attention_heads") or 1
-        size = values.get("head_dim") or values["hidden_size"] // heads
-        half = int(size * (rope.get("partial_rotary_factor") or 1.0)) // 2
-        parts = len(rope["mrope_section"])
-        rope["mrope_section"] = [half - (half // parts) * (parts - 1)] + [half // parts] * (
-            parts - 1
-        )
+    owner, name = error.obj, error.name
+    if not isinstance(owner, PreTrainedConfig) or name is None:
+        return False
+    if "drop" in name:
+        setattr(owner, name, 0.0)
+    elif name == "initializer_range":
+        setattr(owner, name, 0.02)
+    else:
+        limit = _matching((*_DEPTH, *_VOCABULARY, *_SHARED_HEADS, *_WIDTHS), name)
+        if limit is None:
+            return False
+        setattr(owner, name, int(limit))
+    return True
 
 
 def shrunk_configs(model_type: str, config_class: Any) -> Iterator[tuple[str, Any]]:
@@ -238,13 +324,15 @@ def shrunk_configs(model_type: str, config_class: Any) -> Iterator[tuple[str, An
     A way that fails to make a config is skipped, unless it is the last one.
     """
     override = OVERRIDES.get(model_type, {})
+    sections = _sections(config_class)
     for name, change in _CHANGES.items():
         small = "default" not in name and "own vocabulary" not in name
         for make in (_construct, _mutate):
             try:
                 given = override.get("arguments", {})
                 config = make(config_class(**given), change, {}, small, given)
-                _fit_rotary(config, override.get("rope", {}))
+                _fit_rotary(config, sections)
+                _fit_stages(config)
                 _apply(config, override.get("values", {}))
             except Exception:  # whatever a foreign config refuses: the next way may do
                 if name == "default" and make is _mutate:

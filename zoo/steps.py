@@ -122,26 +122,30 @@ def _backward(outputs: list[Tensor]) -> None:
 
 class _StepFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, kind: str) -> Tensor:
-        ctx.save_for_backward(x)
+    def forward(ctx: Any, x: Tensor, kind: str, shift: float) -> Tensor:
+        ctx.save_for_backward(x + shift)
         ctx.kind = kind
         return reference.activate(x, kind)  # type: ignore[arg-type]
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         (x,) = ctx.saved_tensors
         table = STEP_TABLES[ctx.kind]
         thresholds = torch.tensor(table.thresholds, dtype=x.dtype)
         levels = torch.tensor(table.levels, dtype=x.dtype)
-        return gradient * levels[torch.bucketize(x.contiguous(), thresholds)], None
+        return gradient * levels[torch.bucketize(x.contiguous(), thresholds)], None, None
 
 
 class StepActivation(nn.Module):
-    """What codes are allowed to do: the exact forward, and the step table's derivative."""
+    """What codes are allowed to do: the exact forward, and the step table's derivative.
 
-    def __init__(self, kind: str) -> None:
+    ``shift`` moves the steps: what rounding does to values that lie at one of them.
+    """
+
+    def __init__(self, kind: str, shift: float = 0.0) -> None:
         super().__init__()
         self.kind = kind
+        self.shift = shift
 
     def forward(self, x: Tensor) -> Tensor:
-        return _StepFunction.apply(x, self.kind)
+        return _StepFunction.apply(x, self.kind, self.shift)

@@ -11,6 +11,8 @@ from zoo.result import PresetResult, Result
 
 __all__ = ["write_table"]
 
+JUDGED = ("judged", "judged in part")
+PLANNED = (*JUDGED, "no reference")
 PAGE = Path(__file__).parent.parent / "docs" / "coverage.md"
 
 _HEAD = """# Coverage: every architecture, patched and judged
@@ -31,8 +33,8 @@ def _share(part: int, whole: int) -> str:
 
 def _summary(title: str, results: list[Result]) -> list[str]:
     status = Counter(result.status for result in results)
-    judged = [result for result in results if result.status == "judged"]
-    planned = [r for r in results if r.status in ("judged", "no reference")]
+    judged = [result for result in results if result.status in JUDGED]
+    planned = [result for result in results if result.status in PLANNED]
     raised = sum(any("raised" in problem for problem in result.wrong) for result in planned)
     outside = [result.name for result in judged if result.wrong]
     eligible = [result for result in planned if result.eligible]
@@ -42,6 +44,7 @@ def _summary(title: str, results: list[Result]) -> list[str]:
         f"| architectures | {len(results)} |",
         f"| built and run | {len(planned)} |",
         f"| judged against float64 | {len(judged)} |",
+        f"| of these, in part (reasons below) | {len(judged) - status['judged']} |",
         f"| exceptions in planning or patching | {raised} |",
         f"| with any finding outside its budget | {len(outside)}{_listed(outside)} |",
         "| with a site that could be patched | " + _share(len(eligible), len(planned)) + " |",
@@ -52,7 +55,7 @@ def _summary(title: str, results: list[Result]) -> list[str]:
         + _share(sum(r.linear_norms_patched for r in planned), sum(r.linear_norms for r in planned))
         + " |",
     ]
-    rest = {k: n for k, n in status.items() if k not in ("judged", "no reference")}
+    rest = {k: n for k, n in status.items() if k not in PLANNED}
     lines += [f"| {name} (reasons below) | {count} |" for name, count in sorted(rest.items())]
     return [*lines, ""]
 
@@ -116,6 +119,8 @@ def _notes(results: list[Result]) -> list[str]:
     for result in results:
         if result.status == "no reference":
             lines.append(f"- {result.name}: planned, not judged: {result.reason}")
+        if result.status == "judged in part":
+            lines.append(f"- {result.name}: judged in part: {result.reason}")
         jumps = [n for p in result.presets.values() for n in p.notes if "moves by" in n]
         if jumps:
             lines.append(f"- {result.name}: {jumps[0]}")
@@ -155,8 +160,8 @@ def _details(title: str, results: Iterable[Result]) -> list[str]:
         "| bytes, `exact` | bytes, `auto` |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    lines += [_row(r) for r in rows if r.status in ("judged", "no reference")]
-    others = [r for r in rows if r.status not in ("judged", "no reference")]
+    lines += [_row(r) for r in rows if r.status in PLANNED]
+    others = [r for r in rows if r.status not in PLANNED]
     if others:
         lines += ["", "Not judged:", ""]
         lines += [f"- {r.name}: {r.status}: {' '.join(r.reason.split())[:240]}" for r in others]

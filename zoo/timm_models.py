@@ -20,8 +20,8 @@ __all__ = ["build_timm", "reload_timm", "variants"]
 
 # from the smallest: words of variants' names
 _SMALL = (
-    "test", "atto", "femto", "pico", "nano", "xxs", "xxtiny", "xs", "xtiny", "extra_tiny", "tiny", "_t",
-    "_s0", "_b0", "_0", "mini", "micro", "lite", "small", "_s", "050", "10", "12", "18", "26",
+    "test", "atto", "femto", "pico", "nano", "xxs", "xxtiny", "xs", "xtiny", "tiny", "t", "s0", "b0", "0",
+    "mini", "micro", "lite", "small", "s", "050", "10", "12", "18", "26",
 )  # fmt: skip
 _PER_FAMILY = 2
 LARGEST = 30_000_000  # parameters
@@ -36,7 +36,8 @@ _SHRINKS: tuple[dict[str, Any], ...] = (
 
 
 def _rank(name: str) -> tuple[int, int, str]:
-    small = next((i for i, word in enumerate(_SMALL) if word in name), len(_SMALL))
+    words = {*name.split("_"), *re.findall(r"[a-z]+|\d+", name)}
+    small = next((i for i, word in enumerate(_SMALL) if word in words), len(_SMALL))
     numbers = [int(n) for n in re.findall(r"\d+", name)]
     return small, sum(numbers), name
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lowmem_patch.errors import PatchError
+from lowmem_patch.nn.norms import MSNorm
 from lowmem_patch.patching.inputs import ExampleInputs
 
-__all__ = ["check_outputs", "preserved", "run_real"]
+__all__ = ["RealRun", "check_outputs", "preserved", "run_real"]
 
 # A wrong fold or a misread norm differs by its own size; rounding differs by far less than this share.
 # `lowmem-patch verify` is the judge of rounding, against float64.
@@ -41,41 +44,99 @@ def preserved(model: nn.Module) -> Iterator[None]:
                 module.training = flag
 
 
-def run_real(model: nn.Module, inputs: ExampleInputs) -> list[Tensor]:
-    """Floating-point outputs of one forward in eval mode with gradients on, so patched paths are taken."""
-    with preserved(model), torch.enable_grad():
+@dataclasses.dataclass(frozen=True)
+class RealRun:
+    """Outputs of one forward, and in the order of their ends a few sums over each module's output."""
+
+    outputs: list[Tensor]
+    modules: list[tuple[str, Tensor]]
+
+
+def run_real(model: nn.Module, inputs: ExampleInputs) -> RealRun:
+    """One forward in eval mode with gradients on, so that patched paths are taken."""
+    with preserved(model), torch.enable_grad(), _watched(model) as modules:
         model.eval()
         output = model(*inputs.args, **inputs.kwargs)
     leaves = tree_leaves(dict(output) if hasattr(output, "keys") else output)
-    return [
+    outputs = [
         leaf.detach() for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()
     ]
+    return RealRun(outputs, modules)
 
 
-def check_outputs(before: list[Tensor], after: list[Tensor], model: nn.Module) -> None:
+@contextlib.contextmanager
+def _watched(model: nn.Module) -> Iterator[list[tuple[str, Tensor]]]:
+    """Sums over the output of each module, but for folded norms (whose output must differ) and what
+    returns their very output."""
+    found: list[tuple[str, Tensor]] = []
+    folded: list[Tensor] = []  # kept, so that no other tensor takes their place in memory
+    handles = []
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            continue  # takes no hooks
+
+        def leave(module: nn.Module, _: Any, output: Any, name: str = name) -> None:
+            if not isinstance(output, Tensor) or not output.is_floating_point():
+                return
+            if isinstance(module, MSNorm) and module.folded:
+                folded.append(output)
+            elif not any(output is tensor for tensor in folded):
+                found.append((name, _sums(output.detach())))
+
+        handles.append(module.register_forward_hook(leave))
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _sums(tensor: Tensor) -> Tensor:
+    """Norm, norm of every other row, and sum: 3 numbers that a wrong patch moves."""
+    rows = tensor.reshape(-1, tensor.shape[-1]) if tensor.dim() else tensor.reshape(1, 1)
+    norms = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in (rows, rows[::2])]
+    # divided by what a sum of random signs grows by, so that all three are of one size
+    return torch.stack((*norms, rows.sum(dtype=torch.float64) / max(1, rows.numel()) ** 0.5))
+
+
+def check_outputs(before: RealRun, after: RealRun, model: nn.Module) -> None:
     """Compare the outputs of the original and the patched model.
 
     Raises:
-        PatchError: an output differs by more than rounding.
+        PatchError: an output differs by more than rounding; names the first module that does.
     """
-    if len(before) != len(after):
+    if len(before.outputs) != len(after.outputs):
         raise PatchError(
-            f"the patched model returns {len(after)} tensors, the original {len(before)}"
+            f"the patched model returns {len(after.outputs)} tensors, the original "
+            f"{len(before.outputs)}"
         )
-    for index, (old, new) in enumerate(zip(before, after, strict=True)):
+    dtypes = {parameter.dtype for parameter in model.parameters()}
+    for index, (old, new) in enumerate(zip(before.outputs, after.outputs, strict=True)):
         if old.shape != new.shape:
             raise PatchError(
                 f"output {index} changed its shape from {tuple(old.shape)} to {tuple(new.shape)}"
             )
         difference = (new.double() - old.double()).norm()
         error = float(difference / old.double().norm().clamp_min(1e-30))
-        worst = max(
-            (old.dtype, *(p.dtype for p in model.parameters())),
-            key=lambda d: _LARGEST_ERROR.get(d, 0),
-        )
-        if not error <= _LARGEST_ERROR.get(worst, 0.05):
+        allowed = max(_LARGEST_ERROR.get(dtype, 0.05) for dtype in {old.dtype, *dtypes})
+        if not error <= allowed:
             raise PatchError(
                 f"output {index} of the patched {type(model).__name__} differs from the original's by "
-                f"{error:.2e} (relative L2), more than rounding explains: the patch was undone; "
-                "please report this model"
+                f"{error:.2e} (relative L2), more than rounding explains; "
+                f"{_first_difference(before, after, allowed)}: the patch was undone; please report this "
+                "model"
             )
+
+
+def _first_difference(before: RealRun, after: RealRun, allowed: float) -> str:
+    """Where it begins: modules are compared call by call, those that returned tensors in both runs."""
+    calls: dict[str, list[Tensor]] = {}
+    for name, sums in before.modules:
+        calls.setdefault(name, []).append(sums)
+    for name, sums in after.modules:
+        if not calls.get(name):
+            continue
+        old = calls[name].pop(0)
+        if not bool((sums - old).abs().max() <= allowed * old[0]):
+            return f"the first module whose output differs is {name or 'the model itself'}"
+    return "no single module's output does"

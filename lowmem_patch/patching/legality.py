@@ -100,6 +100,8 @@ class FoldRules:
                 return None, "its output is returned by the model"
             if reader.kind != "linear":
                 return None, f"its output is also read by {reader.text}"
+            if reader.reshaped:
+                return None, f"a reshape before {reader.text} makes other rows of its channels"
         if name == self.last_norm:
             return None, "the last norm stays as it is: its output is what the model's features are"
         if any(self._adapted(reader) for reader in readers):

@@ -36,6 +36,8 @@ class NormSpec:
 # Relative to the largest output; candidates compute in float32 whatever they are given.
 _TOLERANCE = 2e-5
 _GRID = torch.linspace(-9, 9, 721)
+# an activation may be another one far out (GELU clipped at 10), where values of the grid would hide it
+_FAR = torch.tensor([-1e4, -300.0, -30.0, -11.0, 11.0, 30.0, 300.0, 1e4])
 
 
 def _is_leaf(module: nn.Module) -> bool:
@@ -194,11 +196,14 @@ def match_activation(module: nn.Module) -> ActivationKind | None:
     """The kind of a parameterless elementwise module, or None."""
     if not _is_leaf(module) or list(module.parameters()) or "forward" in module.__dict__:
         return None
-    output = _run(_isolated_copy(module), _GRID.clone())
-    if output is None:
+    isolated = _isolated_copy(module)
+    output, far = _run(isolated, _GRID.clone()), _run(isolated, _FAR.clone())
+    if output is None or far is None:
         return None
     kind: ActivationKind
     for kind in get_args(ActivationKind):
-        if _close(output, reference.activate(_GRID.double(), kind)):
+        expected = reference.activate(_FAR.double(), kind)
+        same = ((far.double() - expected).abs() <= _TOLERANCE * expected.abs().clamp_min(1.0)).all()
+        if same and _close(output, reference.activate(_GRID.double(), kind)):
             return kind
     return None

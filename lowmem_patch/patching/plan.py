@@ -173,7 +173,8 @@ class _Planner:
         reason = self._norm_reason(fold, choice, why_not, trains, gamma, beta, spec)
         distinct = {id(reader.tensor) for reader in readers}
         linears = all(reader.kind == "linear" for reader in readers) and bool(readers)
-        sunk = linears and len(distinct) == 1 and readers[0].copied
+        rearranged = any(reader.reshaped for reader in readers)
+        sunk = linears and len(distinct) == 1 and readers[0].copied and not rearranged
         if sunk:
             reason += "; sunk behind the row moves to its Linear"
         # a norm inside an autocast region whose readers are outside must stay wide, as it was
@@ -200,7 +201,8 @@ class _Planner:
         """Stock Linears that read the very output, among readers of other kinds."""
         if any(reader.op is not None and {reader.op.autocast} != around for reader in readers):
             return ()
-        names = [r.linear.module for r in readers if r.linear is not None and not r.copied]
+        whole = [reader for reader in readers if not reader.copied and not reader.reshaped]
+        names = [reader.linear.module for reader in whole if reader.linear is not None]
         return tuple(dict.fromkeys(n for n in names if type(self.modules.get(n)) is nn.Linear))
 
     def _share_gains(self, name: str, outputs: list[Tensor], readers: list[Reader]) -> bool:
@@ -273,8 +275,9 @@ class _Planner:
             return self._left(
                 name, kind, f"its output is written in place by {writer.text}", consumers
             )
-        gated = any(reader.kind == "product" for reader in readers)
-        linear = next((reader for reader in readers if _recomputes(reader)), None)
+        rows = [reader for reader in readers if not reader.reshaped]  # what can be deferred
+        gated = any(reader.kind == "product" for reader in rows)
+        linear = next((reader for reader in rows if _recomputes(reader)), None)
         opaque = self._opaque(readers)
         if choice == "auto":
             waits = opaque is None and (gated or linear is not None)
@@ -283,6 +286,14 @@ class _Planner:
             strategy = choice
         if strategy == "codes" and kind not in STEP_TABLES:
             return self._left(name, kind, f"no step table for {kind}", consumers)
+        before = self.trace.saved.own.get(name, 0)
+        if strategy == "codes" and not before:
+            return self._left(
+                name,
+                kind,
+                "nothing to gain: its input is kept for another op, or not at all",
+                consumers,
+            )
         if strategy == "codes":
             reason = "2-bit codes in place of its input"
             if choice == "auto":
@@ -301,7 +312,6 @@ class _Planner:
                 name, kind, f"nothing to gain: its output is read by {text}", consumers
             )
         self.patches[name] = ActivationPatch(kind, strategy)
-        before = self.trace.saved.own.get(name, 0)
         return Site(
             name, kind, strategy, reason, consumers, before, 0, approximate=strategy == "codes"
         )

@@ -30,6 +30,7 @@ class Reader:
         copied: the moves between made a copy.
         cast: it reads a cast of the tensor.
         foreign_bias: the Linear adds a bias that is no parameter of the model.
+        reshaped: a view between changes what a row is (patch merging): the same memory, other channels.
     """
 
     kind: str
@@ -41,8 +42,10 @@ class Reader:
     copied: bool = False
     foreign_bias: bool = False
     cast: bool = False
+    reshaped: bool = False
 
 
+_RESHAPES = frozenset(("view", "reshape", "flatten", "unflatten"))
 _CASTS = frozenset(("to", "type_as", "type", "float", "half", "bfloat16", "double"))
 _AUTOCAST = frozenset(
     ("matmul", "__matmul__", "bmm", "mm", "addmm", "baddbmm", "einsum", "conv1d", "conv2d", "linear",
@@ -53,10 +56,10 @@ _AUTOCAST = frozenset(
 def find_readers(trace: Trace, tensors: list[Tensor], model: nn.Module) -> list[Reader]:
     """Every reader of any of ``tensors``, in the order of the forward."""
     found: list[Reader] = []
-    pending = [(tensor, tensor, False) for tensor in tensors]
+    pending = [(tensor, tensor, False, False) for tensor in tensors]
     seen: set[int] = set()
     while pending:
-        tensor, origin, padded = pending.pop(0)
+        tensor, origin, padded, reshaped = pending.pop(0)
         if id(tensor) in seen:
             continue
         seen.add(id(tensor))
@@ -64,10 +67,14 @@ def find_readers(trace: Trace, tensors: list[Tensor], model: nn.Module) -> list[
             found.append(Reader("output", "the model's output"))
         for op in trace.readers.get(id(tensor), ()):
             following = _follow(op, tensor)
-            if following is None:
-                found.append(_reader(trace, op, tensor, origin, padded, model))
+            if following is not None:
+                pads_too = padded or pads(op.func)
+                pending.extend((output, origin, pads_too, reshaped) for output in following)
+            elif _reshapes(op, tensor):
+                pending.append((op.outputs[0], origin, padded, True))
             else:
-                pending.extend((output, origin, padded or pads(op.func)) for output in following)
+                reader = _reader(trace, op, tensor, origin, padded, model)
+                found.append(dataclasses.replace(reader, reshaped=reshaped))
     return found
 
 
@@ -80,6 +87,14 @@ def _follow(op: Op, tensor: Tensor) -> tuple[Tensor, ...] | None:
         return op.outputs
     output = op.outputs if len(op.outputs) > 1 else op.outputs[0]
     return op.outputs if moves_rows(op.func, op.args, op.kwargs, tensor, output) else None
+
+
+def _reshapes(op: Op, tensor: Tensor) -> bool:
+    """Whether the op only reads the same memory in rows of another length."""
+    if op.name not in _RESHAPES or op.writes or op.opaque or op.args[0] is not tensor:
+        return False
+    output = op.outputs[0]
+    return output.dtype == tensor.dtype and storage_key(output) == storage_key(tensor)
 
 
 def _idle_dropout(op: Op) -> bool:

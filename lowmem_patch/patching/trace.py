@@ -249,7 +249,14 @@ def make_shadow(model: nn.Module, inputs: ExampleInputs) -> Shadow:
         TraceError: the model cannot be copied, or holds tensors that cannot be faked.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    memo: dict[int, Any] = {}
+    # what an earlier forward left on a module (LeViT's tables of biases) may hang on its graph, which
+    # cannot be copied
+    memo: dict[int, Any] = {
+        id(tensor): tensor.detach()
+        for module in model.modules()
+        for tensor in _tensors(_attributes(module))
+        if tensor.grad_fn is not None
+    }
     for tensor in (*model.parameters(), *model.buffers()):
         if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
             kind = type(tensor).__name__

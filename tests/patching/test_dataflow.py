@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.checkpoint import checkpoint
 
-from lowmem_patch import patch_model, patch_report
+from lowmem_patch import patch_model, patch_report, plan_patch
 from tests.patching.helpers import randomise
 from tests.patching.toys import (
     CONFIGS,
@@ -240,6 +240,22 @@ def test_output_left_on_an_attribute_is_not_folded() -> None:
     patch_model(net, FOLD, example_inputs=batch())
     net(batch())
     torch.testing.assert_close(net.features.detach(), before)
+
+
+def test_table_that_a_forward_left_on_a_graph() -> None:
+    """LeViT keeps its biases of an evaluation: tensors with a graph cannot be copied for a trace."""
+
+    def body(net: Any, x: Tensor) -> Tensor:
+        if not hasattr(net, "tables"):
+            net.tables = {"bias": net.down.weight.sum(0)}
+        return net.down(net.act(net.up(net.norm(x)) + net.tables["bias"].detach()))
+
+    net = Toy(body)
+    net(batch())
+    assert net.tables["bias"].grad_fn is not None
+    report = plan_patch(net, FOLD, example_inputs=batch())
+    assert {site.name: site.strategy for site in report.sites}["norm"] == "fold"
+    assert net.tables["bias"].grad_fn is not None
 
 
 def test_hooked_norm_is_not_folded() -> None:

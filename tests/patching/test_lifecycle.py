@@ -233,9 +233,11 @@ def test_failing_apply_leaves_the_model_as_it_was(
         patch_report(model)
 
 
+# the norm before the MLP of the second layer is wrong: the first module to differ is what reads it
+@pytest.mark.parametrize("config", [FOLD, SHARE], ids=["fold", "share"])
 @pytest.mark.parametrize("planted", ["wrong", "raises"])
 def test_check_undoes_a_wrong_patch(
-    planted: str, monkeypatch: pytest.MonkeyPatch, make: Make
+    planted: str, config: Any, monkeypatch: pytest.MonkeyPatch, make: Make
 ) -> None:
     inputs, model = FAMILIES["llama"].inputs(), make("llama")
     before, keys = logits(model, inputs), list(model.state_dict())
@@ -244,19 +246,23 @@ def test_check_undoes_a_wrong_patch(
     def wrong(target: Any, plan: Any, **options: Any) -> Any:
         applied = real(target, plan, **options)
         if target is model:
-            for module in model.modules():
-                if isinstance(module, MSNorm):
-                    module.eps = 3.0 if planted == "wrong" else "none"  # type: ignore[assignment]
+            norm: Any = model.get_submodule("model.layers.1.post_attention_layernorm")
+            norm.eps = 3.0 if planted == "wrong" else "none"
         return applied
 
     monkeypatch.setattr(api, "apply_plan", wrong)
-    with pytest.raises(PatchError, match="undone"):
-        patch_model(model, FOLD, example_inputs=inputs, check=True)
+    with pytest.raises(PatchError, match="undone") as raised:
+        patch_model(model, config, example_inputs=inputs, check=True)
+    if planted == "wrong":
+        first = "mlp.gate_proj" if config is FOLD else "post_attention_layernorm"
+        assert f"the first module whose output differs is model.layers.1.{first}:" in str(
+            raised.value
+        )
     assert not patched_norms(model)
     assert list(model.state_dict()) == keys
     torch.testing.assert_close(logits(model, inputs), before, rtol=1e-5, atol=1e-6)
     monkeypatch.undo()
-    patch_model(model, FOLD, example_inputs=inputs, check=True)
+    patch_model(model, config, example_inputs=inputs, check=True)
     assert patched_norms(model)
 
 

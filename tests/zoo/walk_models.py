@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.models.t5.modeling_t5 import T5LayerNorm
 from transformers.pytorch_utils import Conv1D
 
 WIDTH = 16
@@ -92,6 +93,128 @@ class SandwichNorm(Walk):
 
     def body(self, x: Tensor) -> Tensor:
         return x + self.after(self.inner(self.norm(x)))
+
+
+class PostNorm(Walk):
+    """BERT's habit: the residual reads the norm that the next Linear reads."""
+
+    def build(self) -> None:
+        self.inner, self.next = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def body(self, x: Tensor) -> Tensor:
+        y = self.norm(x + self.inner(x))
+        return y + self.next(y)
+
+
+class ReturnedNorm(Walk):
+    """The norm's output is read by a Linear and is also one of the model's outputs."""
+
+    def build(self) -> None:
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.norm(self.embed(x))
+        return self.head(self.final(self.inner(y))), y
+
+
+class SharedBlock(Walk):
+    """ALBERT's habit: the same norm, Linears and activation for every layer."""
+
+    def build(self) -> None:
+        self.up, self.act, self.down = (
+            nn.Linear(WIDTH, 24),
+            nn.GELU(),
+            nn.Linear(24, WIDTH),
+        )
+
+    def body(self, x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = x + self.down(self.act(self.up(self.norm(x))))
+        return x
+
+
+class ShiftedWindows(Walk):
+    """Swin's attention: rolled, cut into windows and put together again, behind a norm."""
+
+    def build(self) -> None:
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def body(self, x: Tensor) -> Tensor:
+        image = self.norm(x).view(-1, 4, 4, WIDTH).roll((-1, -1), (1, 2))
+        windows = image.view(-1, 2, 2, 2, 2, WIDTH).permute(0, 1, 3, 2, 4, 5)
+        y = self.inner(windows.reshape(-1, 4, WIDTH)).view(-1, 2, 2, 2, 2, WIDTH)
+        y = y.permute(0, 1, 3, 2, 4, 5).reshape(-1, 4, 4, WIDTH).roll((1, 1), (1, 2))
+        return x + y.reshape(x.shape)
+
+
+class PaddedWindows(Walk):
+    """As Swin where the image does not divide: zeros are padded behind a norm with a beta."""
+
+    def build(self) -> None:
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def body(self, x: Tensor) -> Tensor:
+        y = F.pad(self.norm(x), (0, 0, 0, 4)).view(-1, 5, WIDTH)
+        return x + self.inner(y).view(x.shape[0], -1, WIDTH)[:, : x.shape[1]]
+
+
+class SlicedTokens(Walk):
+    """Some Linears read some tokens: the first one's class token, the other's the rest."""
+
+    def build(self) -> None:
+        self.first, self.rest = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def body(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        return x + torch.cat((self.first(y[:, :1]), self.rest(y[:, 1:])), 1)
+
+
+class SlicedChannels(Walk):
+    """Linears read halves of the channels: gamma would have to be cut as well."""
+
+    def build(self) -> None:
+        self.one, self.two = nn.Linear(WIDTH // 2, WIDTH), nn.Linear(WIDTH // 2, WIDTH)
+
+    def body(self, x: Tensor) -> Tensor:
+        one, two = self.norm(x).chunk(2, -1)
+        return x + self.one(one) + self.two(two)
+
+
+class Scaleless(nn.Module):
+    """Gemma's ``with_scale=False``: a norm class whose weight is optional."""
+
+    def __init__(self, with_scale: bool) -> None:
+        super().__init__()
+        self.eps = 1e-6
+        self.with_scale = with_scale
+        if with_scale:
+            self.weight = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+        return y * self.weight if self.with_scale else y
+
+
+class WithScale(Walk):
+    def build(self) -> None:
+        self.norm = Scaleless(with_scale=True)
+        self.bare = Scaleless(with_scale=False)
+        self.inner, self.next = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def body(self, x: Tensor) -> Tensor:
+        x = x + self.inner(self.norm(x))
+        return x + self.next(self.bare(x))
+
+
+class T5Norm(Walk):
+    """T5's norm: no mean, no beta, and its output has the weight's dtype where that is narrow."""
+
+    def build(self) -> None:
+        self.norm = T5LayerNorm(WIDTH)
+        self.inner = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def body(self, x: Tensor) -> Tensor:
+        return x + self.inner(self.norm(x))
 
 
 class PlusOne(nn.Module):
@@ -322,6 +445,29 @@ class Glu(Walk):
         return x + self.down(self.gated(self.gate_up(self.norm(x))))
 
 
+class PackedGeglu(Glu):
+    """GEGLU by the function: the gate is no module, so it is named and left alone."""
+
+    def gated(self, both: Tensor) -> Tensor:
+        gate, up = both.chunk(2, -1)
+        return F.gelu(gate) * up
+
+
+class SeparateGlu(Glu):
+    """LLaMA's: gate and up are Linears of their own."""
+
+    outputs = 24
+
+    def build(self) -> None:
+        super().build()
+        self.act = nn.GELU()
+        self.up = nn.Linear(WIDTH, 24)
+
+    def body(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        return x + self.down(self.act(self.gate_up(y)) * self.up(y))
+
+
 class SwappedGlu(Glu):
     def gated(self, both: Tensor) -> Tensor:
         up, gate = both.split(24, -1)
@@ -347,6 +493,18 @@ class ClampedModuleGlu(Glu):
     def gated(self, both: Tensor) -> Tensor:
         gate, up = both.chunk(2, -1)
         return self.act(gate).clamp(max=0.25) * (up + 1)
+
+
+class SharedInput(Glu):
+    """The activation's input lies in memory that the product keeps as well: codes would only add to it."""
+
+    def build(self) -> None:
+        super().build()
+        self.down = nn.Linear(24, WIDTH)
+
+    def gated(self, both: Tensor) -> Tensor:
+        gate, up = both.chunk(2, -1)
+        return (self.act(gate) + up) * both[..., 24:].tanh() * up
 
 
 class ReusedGate(Glu):
