@@ -303,6 +303,4 @@ _RARE: dict[str, Callable[[Any], Any]] = {
 }
 # arguments that stand for others, and optional ones that another may replace or contradict
 _INSTEAD = frozenset(("inputs_embeds",))
-_SPARE = frozenset(
-    ("inputs_embeds", "hidden_states", "encoder_hidden_states", "decoder_input_ids", "num_frames")
-)
+_SPARE = _INSTEAD | {"hidden_states", "encoder_hidden_states", "decoder_input_ids", "num_frames"}

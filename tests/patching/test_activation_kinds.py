@@ -1,4 +1,4 @@
-"""Every activation that transformers and timm name: matched by what it computes, or said to be none."""
+"""Every named activation of transformers and timm: matched by what it computes, or said to be none."""
 
 from __future__ import annotations
 
