@@ -31,6 +31,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "timm_wrapper": {"arguments": {"architecture": "test_vit"}},
     "lw_detr": {"arguments": {"projector_scale_factors": [1.0]}},
     "lfm2_moe": {"arguments": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2}},
+    # heads of this size fill twice the width
+    "mamba2": {"arguments": {"hidden_size": 32, "num_heads": 8, "head_dim": 8}},
     # an attention layer among the two that are left
     "bamba": {"arguments": {"attn_layer_indices": [1]}},
     # window of local attention, of which the default pads a short text with rows that see nothing

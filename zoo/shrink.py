@@ -31,6 +31,8 @@ _DEPTH: tuple[Rule, ...] = (
 _VOCABULARY: tuple[Rule, ...] = (
     (r"vocab(ulary)?(_size)?$|vocab_size|num_embeddings$", VOCABULARY),
 )
+# an image of 64 pixels has 2 by 2 patches in the last of four stages
+_WINDOW: Rule = (r"^window_size$", 2)
 _WIDTHS: tuple[Rule, ...] = (
     (r"num_key_value_heads|num_kv_heads|kv_heads$", 2),
     (r"linear_num_key_heads|linear_num_value_heads", 4),
@@ -43,6 +45,8 @@ _WIDTHS: tuple[Rule, ...] = (
     (r"width_coefficient|depth_coefficient", 0.5),
     (r"^n_groups$", 2),
     (r"upsample_groups", 32),
+    _WINDOW,
+    (r"chunk_size$|state_size$|d_state$", 16),
     (r"head_dim|d_kv$|head_size$", 8),
     (r"rank$", 16),
     (r"intermediate|ffn|d_ff$|n_inner|mlp_dim|feedforward|inner_dim$", 48),
@@ -105,7 +109,7 @@ _NOT_WIDTH = re.compile(
 
 def _scaled(factor: int) -> Callable[[str, Any], Any]:
     """Widths divided by one factor, so that their ratios, and the numbers of heads, stay."""
-    depth = _flat((*_DEPTH, *_VOCABULARY, (r"^image_size$", 64)))
+    depth = _flat((*_DEPTH, *_VOCABULARY, _WINDOW, (r"^image_size$", 64)))
 
     def divide(value: Any) -> Any:
         return max(4, int(value) // factor) if value > factor else value
