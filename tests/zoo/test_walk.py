@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from torch import Tensor
 
-from lowmem_patch import plan_patch
+from lowmem_patch import patch_model, plan_patch
 from lowmem_patch.patching.inputs import ExampleInputs
 from tests.zoo import walk_models as models
 from zoo.build import Built, randomise
@@ -37,6 +38,14 @@ EXPECTED: list[tuple[type[models.Walk], dict[str, tuple[str, str]]]] = [
     ),
     (models.TransposedWeight, {"norm": ("fold", "")}),
     (models.PackedAttention, {"norm": ("share", "also read by")}),
+    (
+        models.EncoderLayers,
+        {
+            "layers.0.norm1": ("share", "also read by"),
+            "layers.0.norm2": ("fold", ""),
+            "layers.1.norm1": ("share", "also read by add"),
+        },
+    ),
     (models.Experts, {"norm": ("share", "also read by"), "act": ("recompute", "")}),
     (models.NormTwice, {"norm": ("share", "also used by")}),
     (models.TwoNormsOneLinear, {"norm": ("share", "used by"), "other": ("share", "used by")}),
@@ -72,6 +81,18 @@ def test_walk(model: type[models.Walk], expected: dict[str, tuple[str, str]]) ->
         assert words in found[name][1]
     result = judge(built)
     assert not result.wrong, result.wrong
+
+
+@pytest.mark.parametrize("preset", ["auto", "exact"])
+def test_torch_layers_that_read_a_folded_norm_themselves(preset: str) -> None:
+    """Without gradients torch's encoder layer calls no norm module: it reads weight, bias and eps."""
+    built = made(models.EncoderLayers)
+    network, args = built.model, built.inputs.args
+    with torch.no_grad():
+        before = network(*args)
+        patch_model(network, preset, example_inputs=args)
+        after = network(*args)
+    torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-5)
 
 
 def test_codes_where_another_op_keeps_the_input() -> None:

@@ -335,6 +335,23 @@ class PackedAttention(Walk):
         return x + self.cross_attention(x, y, y, need_weights=False)[0]
 
 
+class EncoderLayers(Walk):
+    """Torch's own layers, which read the norms' weights themselves where no gradient is wanted."""
+
+    def build(self) -> None:
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(
+                WIDTH, 2, 24, 0.0, nn.GELU(), batch_first=True, norm_first=norm_first
+            )
+            for norm_first in (True, False)
+        )
+
+    def body(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.norm(x)
+
+
 class Experts(Walk):
     """The router's Linear reads the norm, and so do 3-D expert weights that are no Linear."""
 
