@@ -244,6 +244,7 @@ _SETS = (
     ("input_features",),
     ("input_values",),
     ("input_ids", "pixel_values"),
+    ("input_ids", "pixel_values", "image_embeds_position_mask"),
     ("input_ids", "input_features"),
     ("input_ids", "input_features", "is_longer"),
     ("input_ids", "encoder_hidden_states"),
@@ -269,6 +270,9 @@ _RARE: dict[str, Callable[[Any], Any]] = {
     "spatial_shapes": lambda model: torch.tensor([[4, 4], [4, 4]]),
     "moe_mm_token_type_ids": lambda model: torch.zeros(2, 16, dtype=torch.long),
     "num_frames": lambda model: 2,
+    "image_embeds_position_mask": lambda model: (
+        torch.arange(16).expand(2, 16) < _number(model, "latent_query_num", default=8)
+    ).long(),
     "pixel_attention_mask": lambda model: torch.ones(2, 16, dtype=torch.long),
     "feature_lens": lambda model: torch.tensor([128, 128]),
     "qformer_input_ids": _tokens,

@@ -45,6 +45,7 @@ _WIDTHS: tuple[Rule, ...] = (
     (r"width_coefficient|depth_coefficient", 0.5),
     (r"^n_groups$", 2),
     (r"upsample_groups", 32),
+    (r"num_queries$", 8),
     _WINDOW,
     (r"chunk_size$|state_size$|d_state$", 16),
     (r"head_dim|d_kv$|head_size$", 8),
@@ -53,7 +54,7 @@ _WIDTHS: tuple[Rule, ...] = (
     (r"max_position|n_positions|n_ctx$|max_seq|max_sequence|max_target|context_length", 64),
     (r"^image_size$", 32),
     (r"^patch_size$", 8),
-    (r"num_latents$", 16),
+    (r"num_latents$|latent_query_num$", 8),
     (
         r"hidden_size|d_model|d_latents|n_embd|^dim$|_dim$|embedding_size|hidden_dim|proj_dim|embed_dim",
         32,
