@@ -271,6 +271,9 @@ class _Planner:
         if choice == "keep":
             return self._left(name, kind, "activations: keep", consumers)
         writer = next((reader for reader in readers if reader.kind == "write"), None)
+        if writer is not None and writer.op is not None and writer.op.module == name:
+            text = "it works in place, where later readers of its input get its output"
+            return self._left(name, kind, text, consumers)
         if writer is not None:
             return self._left(
                 name, kind, f"its output is written in place by {writer.text}", consumers

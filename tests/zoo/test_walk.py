@@ -59,6 +59,7 @@ EXPECTED: list[tuple[type[models.Walk], dict[str, tuple[str, str]]]] = [
     (models.InterleavedGlu, {"act": ("recompute", "gate and up")}),
     (models.ClampedGlu, {"norm": ("fold", "")}),
     (models.ClampedModuleGlu, {}),
+    (models.InPlace, {"norm": ("fold", ""), "act": ("keep", "works in place")}),
     (models.ReusedGate, {}),
 ]
 

@@ -524,6 +524,20 @@ class SharedInput(Glu):
         return (self.act(gate) + up) * both[..., 24:].tanh() * up
 
 
+class InPlace(Glu):
+    """The activation writes into its input, which is read afterwards by its old name."""
+
+    def build(self) -> None:
+        super().build()
+        self.act = nn.SiLU(inplace=True)
+
+    def gated(self, both: Tensor) -> Tensor:
+        gate, up = both.chunk(2, -1)
+        gate = gate * 1.0
+        self.act(gate)
+        return gate * up
+
+
 class ReusedGate(Glu):
     """The activation's output is read by the product and by something else."""
 
