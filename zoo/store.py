@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 
 from zoo.result import Result
@@ -12,6 +13,8 @@ __all__ = ["LIBRARIES", "add", "library_of", "load", "tidy"]
 
 RESULTS = Path(__file__).parent / "results"
 LIBRARIES = ("transformers", "timm")
+# messages of other libraries name files of this machine; their last part says enough
+_FOLDERS = re.compile(r"(?<![\w.:/])(/[\w.+-]+)+/(?=[\w.+-])")
 
 
 def library_of(name: str) -> str:
@@ -36,7 +39,8 @@ def load(library: str, folder: Path = RESULTS) -> dict[str, Result]:
 
 
 def _line(result: Result) -> str:
-    return json.dumps(result.to_dict(), sort_keys=True) + "\n"
+    text = json.dumps(result.to_dict(), sort_keys=True)
+    return _FOLDERS.sub("", text) + "\n"
 
 
 def add(result: Result, folder: Path = RESULTS) -> None:
