@@ -15,6 +15,7 @@ from lowmem_patch.nn.activations import CodesActivation
 from lowmem_patch.nn.recompute import RecomputedActivation
 from lowmem_patch.patching import api, fold
 from lowmem_patch.patching.inputs import ExampleInputs
+from tests.zoo import walk_gates as gates
 from tests.zoo import walk_models as models
 from zoo.build import Built, randomise
 from zoo.judge import judge
@@ -23,7 +24,7 @@ from zoo.result import Result
 Break = Callable[[pytest.MonkeyPatch], None]
 
 
-def judged(break_it: Break | None = None, model: type[models.Walk] = models.Glu) -> Result:
+def judged(break_it: Break | None = None, model: type[models.Walk] = gates.Glu) -> Result:
     network, args = models.built(model)
     randomise(network)
     built = Built(model.__name__, network, ExampleInputs(args), "", "", 0)
@@ -175,12 +176,12 @@ def test_nothing_broken_is_right() -> None:
 )
 def test_broken_is_wrong(break_it: Break, preset: str, words: str) -> None:
     # what Glu's activation reads is kept anyway, so that it has no codes
-    model = models.ParallelBlock if break_it is codes_gradient else models.Glu
+    model = models.ParallelBlock if break_it is codes_gradient else gates.Glu
     problems = judged(break_it, model).presets[preset].problems
     assert any(problem.startswith(words) for problem in problems), problems
 
 
-class Jumping(models.Glu):
+class Jumping(gates.Glu):
     """What it adds depends on which of several equal scores is the largest: roundings decide."""
 
     def body(self, x: Tensor) -> Tensor:

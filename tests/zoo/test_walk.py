@@ -8,7 +8,9 @@ from torch import Tensor
 
 from lowmem_patch import patch_model, plan_patch
 from lowmem_patch.patching.inputs import ExampleInputs
+from tests.zoo import walk_gates as gates
 from tests.zoo import walk_models as models
+from tests.zoo import walk_norms as norms
 from zoo.build import Built, randomise
 from zoo.judge import judge
 
@@ -25,13 +27,13 @@ EXPECTED: list[tuple[type[models.Walk], dict[str, tuple[str, str]]]] = [
     (models.PaddedWindows, {"norm": ("keep", "nothing to gain")}),
     (models.SlicedTokens, {"norm": ("fold", "")}),
     (models.SlicedChannels, {"norm": ("keep", "nothing to gain")}),
-    (models.WithScale, {"norm": ("fold", "affine"), "bare": ("fold", "identity")}),
-    (models.T5Norm, {"norm": ("fold", "")}),
-    (models.PlusOneNorm, {"norm": ("fold", "")}),
-    (models.NoWeight, {"norm": ("fold", "identity")}),
-    (models.WeightIsBuffer, {"norm": ("keep", "buffer")}),
+    (norms.WithScale, {"norm": ("fold", "affine"), "bare": ("fold", "identity")}),
+    (norms.T5Norm, {"norm": ("fold", "")}),
+    (norms.PlusOneNorm, {"norm": ("fold", "")}),
+    (norms.NoWeight, {"norm": ("fold", "identity")}),
+    (norms.WeightIsBuffer, {"norm": ("keep", "buffer")}),
     (models.CachedTable, {"norm": ("fold", "")}),
-    (models.GatedNorm, {"norm": ("fold", ""), "gated": ("keep", "more than one tensor")}),
+    (norms.GatedNorm, {"norm": ("fold", ""), "gated": ("keep", "more than one tensor")}),
     (
         models.OtherDimensions,
         {"norm": ("fold", ""), "two": ("keep", ""), "group": ("keep", "last dimension")},
@@ -52,15 +54,15 @@ EXPECTED: list[tuple[type[models.Walk], dict[str, tuple[str, str]]]] = [
     (models.TiedEmbedding, {"norm": ("share", "also used by embedding")}),
     (models.FunctionalCalls, {"norm": ("keep", "nothing to gain")}),
     (models.ViewedChannels, {"norm": ("share", "a reshape before merge")}),
-    (models.Glu, {"norm": ("fold", ""), "act": ("recompute", "gate and up")}),
-    (models.SeparateGlu, {"norm": ("fold", ""), "act": ("recompute", "gate and up")}),
-    (models.PackedGeglu, {"norm": ("fold", "")}),
-    (models.SwappedGlu, {"act": ("recompute", "gate and up")}),
-    (models.InterleavedGlu, {"act": ("recompute", "gate and up")}),
-    (models.ClampedGlu, {"norm": ("fold", "")}),
-    (models.ClampedModuleGlu, {}),
-    (models.InPlace, {"norm": ("fold", ""), "act": ("keep", "works in place")}),
-    (models.ReusedGate, {}),
+    (gates.Glu, {"norm": ("fold", ""), "act": ("recompute", "gate and up")}),
+    (gates.SeparateGlu, {"norm": ("fold", ""), "act": ("recompute", "gate and up")}),
+    (gates.PackedGeglu, {"norm": ("fold", "")}),
+    (gates.SwappedGlu, {"act": ("recompute", "gate and up")}),
+    (gates.InterleavedGlu, {"act": ("recompute", "gate and up")}),
+    (gates.ClampedGlu, {"norm": ("fold", "")}),
+    (gates.ClampedModuleGlu, {}),
+    (gates.InPlace, {"norm": ("fold", ""), "act": ("keep", "works in place")}),
+    (gates.ReusedGate, {}),
 ]
 
 
@@ -97,7 +99,7 @@ def test_torch_layers_that_read_a_folded_norm_themselves(preset: str) -> None:
 
 
 def test_codes_where_another_op_keeps_the_input() -> None:
-    built = made(models.SharedInput)
+    built = made(gates.SharedInput)
     report = plan_patch(built.model, "paper", example_inputs=built.inputs)
     site = next(site for site in report.sites if site.name == "act")
     assert (site.strategy, site.bytes_before) == ("keep", 0)
@@ -123,6 +125,6 @@ def test_no_fake_tensor_stays_in_a_cache() -> None:
 
 
 def test_modules_are_not_named_as_function_calls() -> None:
-    built = made(models.Glu)
+    built = made(gates.Glu)
     report = plan_patch(built.model, "auto", example_inputs=built.inputs)
     assert not any("function calls" in note for note in report.notes)
