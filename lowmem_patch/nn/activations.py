@@ -16,16 +16,19 @@ class CodesActivation(nn.Module):
 
     Args:
         kind: which activation.
+        in_place: the result overwrites the input, for whoever reads that; autograd keeps no copy of it.
     """
 
     strategy = "codes"
 
-    def __init__(self, kind: ActivationKind) -> None:
+    def __init__(self, kind: ActivationKind, in_place: bool = False) -> None:
         super().__init__()
         self.kind: ActivationKind = kind
+        self.in_place = in_place
 
     def forward(self, x: Tensor) -> Tensor:
-        return codes_activation(x, self.kind)
+        y = codes_activation(x, self.kind)
+        return x.copy_(y) if self.in_place else y
 
     def extra_repr(self) -> str:
         return f"strategy={self.strategy}, kind={self.kind}"

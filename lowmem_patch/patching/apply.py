@@ -59,7 +59,10 @@ def _replacement(
     new: nn.Module
     if isinstance(patch, ActivationPatch):
         codes = patch.strategy == "codes"
-        new = CodesActivation(patch.kind) if codes else RecomputedActivation(patch.kind, lowers)
+        if codes:
+            new = CodesActivation(patch.kind, patch.in_place)
+        else:
+            new = RecomputedActivation(patch.kind, lowers)
     else:
         new = _norm(original, patch, lowers)
     new.training = original.training

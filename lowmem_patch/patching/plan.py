@@ -51,6 +51,7 @@ class ActivationPatch:
 
     kind: ActivationKind
     strategy: str
+    in_place: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -270,14 +271,12 @@ class _Planner:
         choice = self.config.activations
         if choice == "keep":
             return self._left(name, kind, "activations: keep", consumers)
-        writer = next((reader for reader in readers if reader.kind == "write"), None)
-        if writer is not None and writer.op is not None and writer.op.module == name:
-            text = "it works in place, where later readers of its input get its output"
+        writers = [reader for reader in readers if reader.kind == "write"]
+        own = [w for w in writers if w.op is not None and w.op.module == name]
+        in_place = bool(own) and len(own) == len(writers)
+        if writers and not in_place:
+            text = f"its output is written in place by {writers[0].text}"
             return self._left(name, kind, text, consumers)
-        if writer is not None:
-            return self._left(
-                name, kind, f"its output is written in place by {writer.text}", consumers
-            )
         rows = [reader for reader in readers if not reader.reshaped]  # what can be deferred
         gated = any(reader.kind == "product" for reader in rows)
         linear = next((reader for reader in rows if _recomputes(reader)), None)
@@ -303,6 +302,9 @@ class _Planner:
                 reason += (
                     f": {f'it is read by {opaque}' if opaque else 'no Linear that trains reads it'}"
                 )
+        elif in_place:
+            text = "cannot recompute: it works in place, where later readers of its input get its output"
+            return self._left(name, kind, text, consumers)
         elif opaque is not None:
             return self._left(name, kind, f"cannot recompute: it is read by {opaque}", consumers)
         elif gated:
@@ -314,7 +316,7 @@ class _Planner:
             return self._left(
                 name, kind, f"nothing to gain: its output is read by {text}", consumers
             )
-        self.patches[name] = ActivationPatch(kind, strategy)
+        self.patches[name] = ActivationPatch(kind, strategy, in_place)
         return Site(
             name, kind, strategy, reason, consumers, before, 0, approximate=strategy == "codes"
         )
