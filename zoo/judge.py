@@ -234,9 +234,11 @@ def _twin(
     trains = {name: parameter.requires_grad for name, parameter in patched.named_parameters()}
     for name, parameter in twin.named_parameters():
         parameter.requires_grad_(trains[name])
-    replaced = {
-        id(twin.get_submodule(name)): StepActivation(kind, shift) for name, kind in codes.items()
-    }
+    replaced = {}
+    for name, kind in codes.items():
+        module = twin.get_submodule(name)
+        in_place = bool(getattr(module, "inplace", False))
+        replaced[id(module)] = StepActivation(kind, shift, in_place)
     for parent in list(twin.modules()):
         for slot, child in list(parent._modules.items()):
             if child is not None and id(child) in replaced:

@@ -139,13 +139,16 @@ class _StepFunction(torch.autograd.Function):
 class StepActivation(nn.Module):
     """What codes are allowed to do: the exact forward, and the step table's derivative.
 
-    ``shift`` moves the steps: what rounding does to values that lie at one of them.
+    ``shift`` moves the steps: what rounding does to values that lie at one of them. ``in_place``
+    overwrites the input, as the original does.
     """
 
-    def __init__(self, kind: str, shift: float = 0.0) -> None:
+    def __init__(self, kind: str, shift: float = 0.0, in_place: bool = False) -> None:
         super().__init__()
         self.kind = kind
         self.shift = shift
+        self.in_place = in_place
 
     def forward(self, x: Tensor) -> Tensor:
-        return _StepFunction.apply(x, self.kind, self.shift)
+        y = _StepFunction.apply(x, self.kind, self.shift)
+        return x.copy_(y) if self.in_place else y
