@@ -9,6 +9,7 @@ second adapter) asks for the value, and gets it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,21 +17,33 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lowmem_patch.functional import LowRank, kept_linear
-from lowmem_patch.nn.deferred import Deferred, Lowered, Projection
+from lowmem_patch.nn.deferred import Deferred, Lowered, Projection, has_backward_hooks
 
-__all__ = ["AdapterInput", "runs_one_product"]
+__all__ = ["AdapterInput", "has_backward_hooks_inside", "runs_one_product"]
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+def _parts(layer: Any) -> Iterator[nn.Module]:
+    """The modules that a LoRA layer's forward calls."""
+    yield layer.base_layer
+    for table in ("lora_A", "lora_B", "lora_dropout"):
+        yield from getattr(layer, table, {}).values()
+
+
+def has_backward_hooks_inside(layer: nn.Module) -> bool:
+    """Whether the layer, or a module that its forward calls, has backward hooks."""
+    return has_backward_hooks(layer) or any(has_backward_hooks(part) for part in _parts(layer))
 
 
 def runs_one_product(layer: nn.Module) -> bool:
-    """Whether this forward of a LoRA layer is one base Linear plus products that add to it."""
-    base = layer.base_layer
+    """Whether this forward of a LoRA layer is one base Linear plus products that add to it.
+
+    A hook on one of them may write into what it sees, or wait for its gradient.
+    """
     return (
-        type(base) is nn.Linear
+        type(layer.base_layer) is nn.Linear
         and not layer.disable_adapters
         and not layer.merged
-        and not any(getattr(base, hooks) for hooks in _HOOKS)
+        and not any(part._forward_hooks or part._forward_pre_hooks for part in _parts(layer))
     )
 
 

@@ -10,8 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowmem_patch.nn.adapters import AdapterInput, runs_one_product
-from lowmem_patch.nn.deferred import Deferred, needs_gradient
+from lowmem_patch.nn.adapters import AdapterInput, has_backward_hooks_inside, runs_one_product
+from lowmem_patch.nn.deferred import (
+    Deferred,
+    autocast_dtype,
+    has_backward_hooks,
+    needs_gradient,
+)
 from lowmem_patch.nn.deferred_ops import Kept, KeptMatrix
 
 __all__ = [
@@ -41,8 +46,11 @@ def use_copy(module: nn.Linear, args: tuple[Any, ...]) -> tuple[Any, ...] | None
         return None
     if args[0]._version != version:  # a hook wrote into the wide tensor since
         return None
+    if args[0]._backward_hooks or args[0].retains_grad:  # the whole gradient is waited for there
+        return None
     # torch's own node costs less time than ours, which only a frozen weight is worth
-    return (copy if module.weight.requires_grad else Kept(copy), *args[1:])
+    plain = module.weight.requires_grad or has_backward_hooks(module)
+    return (copy if plain else Kept(copy), *args[1:])
 
 
 def keep_input(layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
@@ -60,6 +68,8 @@ def _adapter_input(
 ) -> tuple[Any, ...] | None:
     if not args:
         return None
+    if has_backward_hooks_inside(layer):
+        return use_value(layer, args)
     x = args[0]
     # of an input that needs no gradient (the first block's) the adapter would keep a cast as well
     if isinstance(x, Tensor) and torch.is_grad_enabled() and x.is_floating_point():
@@ -82,6 +92,8 @@ def keep_weight(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | N
     for its input's gradient."""
     if torch.compiler.is_compiling() or not args or not isinstance(args[0], Tensor):
         return None
+    if has_backward_hooks(module):
+        return None
     if needs_gradient(args[0]) and torch.is_autocast_enabled(args[0].device.type):
         return (Kept(args[0]), *args[1:])
     return None
@@ -91,11 +103,10 @@ def keep_matrix(module: nn.Module, args: tuple[Any, ...], output: Any) -> KeptMa
     """Forward hook of a softmax: under autocast the matmul behind it keeps no copy of the float32 output."""
     if torch.compiler.is_compiling() or not isinstance(output, Tensor):
         return None
-    device = output.device.type
-    if not needs_gradient(output) or not torch.is_autocast_enabled(device):
+    narrow = autocast_dtype(output.device.type, output.dtype)
+    if narrow is None or not needs_gradient(output) or has_backward_hooks(module):
         return None
-    wide = output.dtype.itemsize > torch.get_autocast_dtype(device).itemsize
-    return KeptMatrix(output) if wide else None
+    return KeptMatrix(output) if output.dtype.itemsize > narrow.itemsize else None
 
 
 def use_value(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:

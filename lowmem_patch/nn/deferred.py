@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from lowmem_patch.functional import LowRank, kept_linear
 from lowmem_patch.rows import function_name, moves_rows
@@ -33,6 +33,8 @@ __all__ = [
     "DeferredCast",
     "Lowered",
     "Projection",
+    "autocast_dtype",
+    "has_backward_hooks",
     "needs_gradient",
     "value_of",
 ]
@@ -187,8 +189,9 @@ class Deferred:
         device = weight.device.type
         if self.written:
             return F.linear(self.value(), weight, bias)
-        if torch.is_autocast_enabled(device):
-            return self.linear(Projection(weight, bias), torch.get_autocast_dtype(device))
+        narrow = autocast_dtype(device, self.dtype)
+        if narrow is not None:
+            return self.linear(Projection(weight, bias), narrow)
         if weight.dtype != self.dtype:
             return F.linear(self.value(), weight, bias)  # torch's own error for mixed dtypes
         return self.linear(Projection(weight, bias), self.dtype)
@@ -342,6 +345,18 @@ class Lowered(Deferred):
         if isinstance(other, Tensor) and other.dtype == self.sources[0].dtype:
             return other + self.sources[0]
         return super().plus(other)
+
+
+def autocast_dtype(device: str, dtype: torch.dtype) -> torch.dtype | None:
+    """To what autocast casts a Linear's input of ``dtype``, or None: it leaves float64 alone."""
+    if dtype == torch.float64 or not torch.is_autocast_enabled(device):
+        return None
+    return torch.get_autocast_dtype(device)
+
+
+def has_backward_hooks(module: nn.Module) -> bool:
+    """Whether torch looks for tensors among what enters and leaves the module, to hook on."""
+    return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
 def needs_gradient(tensor: Tensor) -> bool:

@@ -19,7 +19,7 @@ from lowmem_patch.functional import (
     kept_linear,
     kept_matmul,
 )
-from lowmem_patch.nn.deferred import Deferred, Projection, value_of
+from lowmem_patch.nn.deferred import Deferred, Projection, autocast_dtype, value_of
 
 __all__ = ["DeferredActivation", "DeferredNorm", "Kept", "KeptMatrix"]
 
@@ -46,6 +46,13 @@ class DeferredActivation(Deferred):
             return one(self.sources[0], self.kind)
         gated = compiled.glu if compiling else glu
         return gated(self.sources[0], self.sources[1], self.kind)
+
+    @property
+    def written(self) -> bool:
+        # who waits for the value's gradient (a hook, retain_grad) gets it from a reader of the value
+        value = None if torch.compiler.is_compiling() else self._value
+        waits = value is not None and (bool(value._backward_hooks) or value.retains_grad)
+        return waits or super().written
 
     def moved(self, sources: tuple[Tensor, ...]) -> Deferred:
         return DeferredActivation(sources, self.kind, self.lowers)
@@ -141,15 +148,16 @@ class KeptMatrix(Kept):
     ) -> Any:
         if name in ("matmul", "__matmul__") and len(args) == 2 and not kwargs:
             left, right = self.sources[0], args[1]
-            device = left.device.type
+            narrow = autocast_dtype(left.device.type, left.dtype)
             if (
                 isinstance(right, Tensor)
+                and left.dim() == right.dim() > 2
                 and left.shape[:-2] == right.shape[:-2]
-                and torch.is_autocast_enabled(device)
+                and narrow is not None
                 and torch.is_grad_enabled()
                 and not self.written
             ):
-                return kept_matmul(left, right, torch.get_autocast_dtype(device))
+                return kept_matmul(left, right, narrow)
             return None
         return super()._known(func, name, args, kwargs)
 

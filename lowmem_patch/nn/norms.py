@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lowmem_patch.errors import PatchError, UnfoldedWeightsError
 from lowmem_patch.functional import compiled, ms_layer_norm, ms_norm_pair, ms_rms_norm
 from lowmem_patch.nn.copies import attach_copy
-from lowmem_patch.nn.deferred import needs_gradient
+from lowmem_patch.nn.deferred import autocast_dtype, has_backward_hooks, needs_gradient
 from lowmem_patch.nn.deferred_ops import DeferredNorm, Kept
 
 __all__ = ["MSLayerNorm", "MSNorm", "MSRMSNorm"]
@@ -87,10 +87,10 @@ class MSNorm(nn.Module):
 
     def output_dtype(self, x: Tensor) -> torch.dtype:
         """The dtype that the original would return, or the one its readers would cast that to."""
-        device = x.device.type
-        if torch.is_autocast_enabled(device):
+        narrow = autocast_dtype(x.device.type, x.dtype)
+        if narrow is not None:
             if self.feeds_autocast:
-                return torch.get_autocast_dtype(device)
+                return narrow
             if self.full_precision_autocast:
                 return torch.float32
         if self.output == "input" or self.weight is None:
@@ -103,7 +103,7 @@ class MSNorm(nn.Module):
         """``[..., N] -> [..., N]``; deferred where it is sunk or casts wait, and a gradient is wanted."""
         if self.folded and torch.is_grad_enabled():
             self._refuse_training()
-        watched = bool(self._backward_hooks or self._backward_pre_hooks)  # these need a tensor
+        watched = has_backward_hooks(self)
         if self.sunk and not watched and isinstance(x, Tensor) and needs_gradient(x):
             dtype = self.output_dtype(x)  # autocast may be another one where the value is computed
             return DeferredNorm(x, dtype, partial(self.normalize, dtype=dtype), self.lowers)
@@ -128,9 +128,9 @@ class MSNorm(nn.Module):
 
     def _narrow_dtype(self, x: Tensor) -> torch.dtype | None:
         """The dtype in which autocast would make a copy of the output for each Linear that reads it."""
-        if not torch.is_autocast_enabled(x.device.type) or not torch.is_grad_enabled():
+        narrow = autocast_dtype(x.device.type, x.dtype)
+        if narrow is None or not torch.is_grad_enabled():
             return None
-        narrow = torch.get_autocast_dtype(x.device.type)
         return narrow if narrow.itemsize < self.output_dtype(x).itemsize else None
 
     def _pair(self, x: Tensor, narrow: torch.dtype) -> Tensor:

@@ -1,0 +1,171 @@
+"""Hooks on what is read deferred, and writes into what comes out: as without the patch."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+
+from lowmem_patch import patch_model
+
+# PEFT reads a name that transformers has since deprecated
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+WIDTH = 16
+Attach = Callable[[nn.Module, dict[str, Any]], Any]
+
+
+class Net(nn.Module):
+    """A residual block that writes its branch's result in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.fc1, self.act, self.fc2 = nn.Linear(WIDTH, 32), nn.GELU(), nn.Linear(32, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        y = self.fc2(self.act(self.fc1(h)))
+        y += h  # beside the Linear, a reader of the norm that wants it as it is
+        return y
+
+
+def data(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(4))
+
+
+def step(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    x = x.clone().requires_grad_()
+    y = model(x)
+    y.square().sum().backward()
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert x.grad is not None
+    return {**found, "input": x.grad, "output": y.detach()}
+
+
+def assert_equal_steps(
+    model: nn.Module, twin: nn.Module, x: Tensor, tolerance: float = 1e-4
+) -> None:
+    ours, theirs = step(model, x), step(twin, x)
+    assert set(ours) == set(theirs)
+    for name, exact in theirs.items():
+        error = (ours[name] - exact).norm() / exact.norm()
+        assert float(error) < tolerance, (name, float(error))
+
+
+def pair(adapters: bool) -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    model: Any = Net()
+    if adapters:
+        config = LoraConfig(r=2, target_modules=["fc1", "fc2"], init_lora_weights=False)
+        model = get_peft_model(model, config)
+    twin = copy.deepcopy(model)
+    return patch_model(model, "exact", example_inputs=data(2, 5, WIDTH)), twin
+
+
+@pytest.mark.parametrize("shape", [(2, 5, WIDTH), (5, WIDTH), (2, 3, 5, WIDTH)])
+@pytest.mark.parametrize("adapters", [False, True], ids=["plain", "adapters"])
+def test_a_linears_output_may_be_written(adapters: bool, shape: tuple[int, ...]) -> None:
+    model, twin = pair(adapters)
+    assert_equal_steps(model, twin, data(*shape))
+
+
+def _doubles_gradient(module: nn.Module, seen: dict[str, Any]) -> None:
+    module.register_forward_hook(
+        lambda m, a, output: output.register_hook(lambda g: 2 * g) and None
+    )
+
+
+def _writes(module: nn.Module, seen: dict[str, Any]) -> None:
+    def hook(m: nn.Module, args: Any, output: Any) -> None:
+        with torch.no_grad():
+            output.mul_(2.0)
+
+    module.register_forward_hook(hook)
+
+
+def _sees_both_gradients(module: nn.Module, seen: dict[str, Any]) -> None:
+    def hook(m: nn.Module, inputs: Any, outputs: Any) -> None:
+        seen["inputs"], seen["outputs"] = inputs[0], outputs[0]
+
+    module.register_full_backward_hook(hook)
+
+
+@pytest.mark.parametrize("attach", [_doubles_gradient, _writes, _sees_both_gradients])
+@pytest.mark.parametrize("part", ["", ".base_layer", ".lora_A.default", ".lora_B.default"])
+def test_hooks_inside_an_adapter_layer(part: str, attach: Attach) -> None:
+    model, twin = pair(adapters=True)
+    seen: list[dict[str, Any]] = [{}, {}]
+    for one, store in zip((model, twin), seen, strict=True):
+        attach(one.get_submodule(f"base_model.model.fc1{part}"), store)
+    assert_equal_steps(model, twin, data(2, 5, WIDTH))
+    assert set(seen[0]) == set(seen[1])
+    for name, theirs in seen[1].items():
+        torch.testing.assert_close(seen[0][name], theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_who_waits_for_an_activations_gradient_gets_it() -> None:
+    model, twin = pair(adapters=False)
+    kept: list[Any] = []
+
+    def hook(m: nn.Module, args: Any, output: Any) -> None:
+        output.retain_grad()
+        kept.append(output)
+
+    for one in (model, twin):
+        one.act.register_forward_hook(hook)
+    assert_equal_steps(model, twin, data(2, 5, WIDTH))
+    torch.testing.assert_close(kept[0].grad, kept[1].grad, rtol=1e-4, atol=1e-5)
+
+
+def test_who_waits_for_the_gradient_of_what_has_a_narrow_copy_gets_all_of_it() -> None:
+    model, twin = pair(adapters=False)
+    kept: list[Any] = []
+
+    def hook(m: nn.Module, args: Any, output: Any) -> None:
+        output.retain_grad()
+        kept.append(output)
+
+    for one in (model, twin):
+        one.norm.register_forward_hook(hook)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_equal_steps(model, twin, data(2, 5, WIDTH), 0.05)
+    torch.testing.assert_close(kept[0].grad, kept[1].grad, rtol=0.05, atol=0.2)
+
+
+def test_autocast_leaves_float64_alone() -> None:
+    model, twin = pair(adapters=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_equal_steps(model.double(), twin.double(), data(2, 5, WIDTH).double(), 1e-9)
+
+
+class Square(nn.Module):
+    """Attention over one image, whose matrices have no batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.softmax = nn.Linear(WIDTH, WIDTH), nn.Softmax(-1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.enter(x)
+        scores = h @ h.transpose(-2, -1)
+        y = self.softmax(scores.float()) @ h
+        y += x
+        return y
+
+
+@pytest.mark.parametrize("shape", [(5, WIDTH), (2, 5, WIDTH), (2, 3, 5, WIDTH)])
+def test_a_softmax_of_any_rank_whose_product_is_written(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    model = Square()
+    twin = copy.deepcopy(model)
+    alone = {"norms": "keep", "activations": "keep", "linear_inputs": "one_copy"}
+    with torch.autocast("cpu", torch.bfloat16):
+        with pytest.warns(UserWarning, match="nothing was patched"):
+            patch_model(model, alone, example_inputs=data(2, 5, WIDTH))
+        assert model.softmax._forward_hooks
+        assert_equal_steps(model, twin, data(*shape), 0.05)
