@@ -124,10 +124,14 @@ class Deferred:
 
     @property
     def written(self) -> bool:
-        """Whether somebody wrote into the value, so that the sources no longer give it."""
+        """Whether readers must read the value: somebody wrote into it, or waits for its gradient."""
         if self._spoiled or self._value is None or torch.compiler.is_compiling():
             return self._spoiled
-        return self._value._version != self._version
+        return self._value._version != self._version or self.waited_for(self._value)
+
+    def waited_for(self, value: Tensor) -> bool:
+        """Whether a hook (or retain_grad) on ``value`` would miss the gradient of readers of the sources."""
+        return False
 
     @classmethod
     def __torch_function__(

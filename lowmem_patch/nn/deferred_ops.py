@@ -47,12 +47,8 @@ class DeferredActivation(Deferred):
         gated = compiled.glu if compiling else glu
         return gated(self.sources[0], self.sources[1], self.kind)
 
-    @property
-    def written(self) -> bool:
-        # who waits for the value's gradient (a hook, retain_grad) gets it from a reader of the value
-        value = None if torch.compiler.is_compiling() else self._value
-        waits = value is not None and (bool(value._backward_hooks) or value.retains_grad)
-        return waits or super().written
+    def waited_for(self, value: Tensor) -> bool:
+        return bool(value._backward_hooks) or value.retains_grad
 
     def moved(self, sources: tuple[Tensor, ...]) -> Deferred:
         return DeferredActivation(sources, self.kind, self.lowers)
