@@ -79,6 +79,11 @@ class SavedBytes:
     def total(self) -> int:
         return self.activations + self.weight_copies
 
+    def __repr__(self) -> str:
+        kinds = ", ".join(f"{kind} {size:,}" for kind, size in self.by_kind.items() if size)
+        copies = f"; copies of weights {self.weight_copies:,}" if self.weight_copies else ""
+        return f"SavedBytes({self.activations:,} bytes of activations: {kinds or 'none'}{copies})"
+
 
 @contextlib.contextmanager
 def module_stack(model: nn.Module) -> Iterator[list[str]]:

@@ -157,6 +157,11 @@ def test_bad_memory_and_solve_are_refused(llama: Path) -> None:
     refused("inspect", llama, "--memory", "lots", naming="24GiB")
     args = ("--memory", "8GiB", "--solve", "length", "--batch-size", "1")
     refused("inspect", "timm/vit_tiny_patch16_224", *args, naming="reads none")
+    refused("inspect", llama, "--solve", "length", naming="needs --memory")
+
+
+def test_each_unknown_target_is_named(llama: Path) -> None:
+    refused("inspect", llama, "--train", "qlora:q_proj,nope", naming="nothing is called nope")
 
 
 def test_a_plot_is_a_picture_of_three_bars(llama: Path, tmp_path: Path) -> None:

@@ -239,15 +239,22 @@ def add_lora(model: Any, target_modules: Sequence[str] | None = None, *, rank: i
         ) from error
     everything = "all-linear" if hasattr(model, "base_model_prefix") else _all_linears(model)
     targets: Any = list(target_modules) if target_modules else everything
+    unknown = [name for name in target_modules or () if not _names_module(model, name)]
+    if unknown:
+        linears = sorted({name.rpartition(".")[2] for name in _all_linears(model)})
+        raise CheckpointError(
+            f"--train lora: nothing is called {', '.join(unknown)}; "
+            f"Linears here are {', '.join(linears)}"
+        )
     config = peft.LoraConfig(r=rank, lora_alpha=rank, target_modules=targets)
     try:
         return peft.get_peft_model(model, config, low_cpu_mem_usage=True)
-    except ValueError as error:
-        linears = sorted({name.rpartition(".")[2] for name in _all_linears(model)})
-        raise CheckpointError(
-            f"--train lora: nothing is called {', '.join(target_modules or ())}; "
-            f"Linears here are {', '.join(linears)}"
-        ) from error
+    except ValueError as error:  # a module that is no Linear, for example
+        raise CheckpointError(f"--train lora: {error}") from error
+
+
+def _names_module(model: Any, name: str) -> bool:
+    return any(path == name or path.endswith(f".{name}") for path, _ in model.named_modules())
 
 
 def _all_linears(model: Any) -> list[str]:

@@ -29,7 +29,7 @@ from lowmem_patch.cli.options import (
     torch_dtype,
 )
 from lowmem_patch.cli.runtime import DONE, NOTHING_TO_DO, command, print_json, quiet_libraries
-from lowmem_patch.errors import CheckpointError, TraceError
+from lowmem_patch.errors import CheckpointError, ConfigError, TraceError
 
 __all__ = ["inspect", "profile"]
 
@@ -93,6 +93,8 @@ def inspect(
         from lowmem_patch.patching.examples import make_example_inputs
 
         config = load_config(preset)
+        if solve == Solve.length and memory is None:
+            raise ConfigError("--solve length needs --memory: say into how much it shall fit")
         adapters = lora_targets(train)
         limit = None if memory is None else parse_bytes(memory)
         if plot is not None:

@@ -164,7 +164,8 @@ def _unpatch(holder: nn.Module, record: Record) -> None:
         warnings.warn(
             f"{len(adapted)} norms stay folded, because adapters were added on the folded weights "
             f"({adapted[0]}, ...): the model computes the same, and is a stock model whose norms are "
-            "identities",
+            "identities. The adapters fit these weights alone: save the whole model, or patch after "
+            "get_peft_model",
             stacklevel=3,
         )
     undo(holder, record.applied, unfold=not adapted)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lowmem_patch.checkpoint.compare import cast_parameters
-from lowmem_patch.errors import PatchError
+from lowmem_patch.errors import CheckpointError, LowmemPatchError, PatchError, TraceError
 from lowmem_patch.patching.api import patch_model, patch_report, unpatch_model
 from lowmem_patch.patching.config import PatchConfig, load_config
 from lowmem_patch.patching.examples import make_example_inputs
@@ -120,8 +120,14 @@ def verify_checkpoints(
         fold_steps: what was folded on the way; gradients are mapped back through it.
 
     Raises:
+        CheckpointError: they are models of two classes.
         TraceError: no inputs could be made, or the models return different outputs.
     """
+    if type(original).__name__ != type(converted).__name__:
+        raise CheckpointError(
+            f"the original is a {type(original).__name__} and the other a {type(converted).__name__}: "
+            "give two checkpoints of one model"
+        )
     inputs = (
         as_example_inputs(example_inputs)
         if example_inputs is not None
@@ -137,7 +143,15 @@ def verify_checkpoints(
         def candidate(_: PatchConfig | None, dtype: torch.dtype = dtype) -> Any:
             return cast_parameters(copy.deepcopy(converted), dtype).eval(), fold_steps, ()
 
-        runs.append(judge.judge(label, dtype, low, candidate, None))
+        try:
+            runs.append(judge.judge(label, dtype, low, candidate, None))
+        except (IndexError, RuntimeError, ValueError) as error:
+            if isinstance(error, LowmemPatchError):
+                raise
+            raise TraceError(
+                f"the other {type(converted).__name__} does not run on what the original takes "
+                f"({inputs}): {error}"
+            ) from error
     _tell(progress, "done", len(modes), len(modes))
     return VerifyResult(
         type(original).__name__, f"converted checkpoint, {len(fold_steps)} norms folded", str(inputs),

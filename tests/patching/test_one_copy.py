@@ -123,7 +123,9 @@ def test_dropout_ends_the_sharing_and_is_named() -> None:
     twin, narrow = copy.deepcopy(model), copy.deepcopy(model)
     exact = kept(model, "exact")
     notes = patch_report(model).notes
-    assert "3 of them keep another: their dropout of 0.25 makes a tensor for each adapter" in notes
+    assert (
+        "3 of them keep a tensor more for each adapter: what their dropout of 0.25 leaves" in notes
+    )
     assert exact >= 3 * 2 * ONE
     assert_equal_gradients(model, twin, rows())
     # auto draws in the activations' dtype, and keeps what it drew in that
