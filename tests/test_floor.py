@@ -276,3 +276,16 @@ def test_eager_attention_counts_what_autograd_keeps() -> None:
     probabilities = rows * 4 * 12 * 12 * 4
     assert report.kinds.floor["attention"] == tokens * 3 * 32 * 4 + probabilities
     assert report.kinds.floor["linear inputs"] == tokens * (32 + 32 + 32 + 2 * 64) * 4
+
+
+@pytest.mark.parametrize("preset", ["exact", "auto"])
+def test_nothing_falls_below_the_floor_with_dropout_in_adapters(preset: str) -> None:
+    with torch.device("meta"):
+        config = transformers.LlamaConfig(
+            hidden_size=64, intermediate_size=160, num_hidden_layers=2, num_attention_heads=4, vocab_size=32
+        )  # fmt: skip
+        model = transformers.LlamaModel(config).to(torch.bfloat16)
+    options = LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.05)
+    adapted = get_peft_model(model, options).train()
+    inputs = {"input_ids": torch.zeros(2, 16, dtype=torch.long)}
+    assert plan_patch(adapted, preset, example_inputs=inputs).above_floor >= 1

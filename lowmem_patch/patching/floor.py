@@ -271,10 +271,10 @@ class _Counter:
         return source if known else None
 
     def _compute_width(self, tensor: Tensor) -> int:
-        """Bytes of an element in the compute dtype: what an adapter makes of a widened copy of a
-        narrow tensor could be as narrow as that tensor."""
+        """Bytes of an element in the compute dtype: what an adapter, or the dropout before it, makes
+        of a widened copy of a narrow tensor could be as narrow as that tensor."""
         op = self.makers.get(id(tensor))
-        if op is None or op.name != "linear" or op.autocast:
+        if op is None or op.name not in ("linear", "dropout") or op.autocast:
             return tensor.element_size()
         return min(tensor.element_size(), self._root(op.args[0])[1])
 
