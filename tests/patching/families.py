@@ -161,7 +161,7 @@ def swin(size: int) -> nn.Module:
 
 
 _LLAMA = r".*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)"
-_VISION = r".*\.(q_proj|k_proj|v_proj|o_proj|fc1|fc2|query|key|value|dense)"  # the last four: transformers 5.0
+_VISION = r".*\.(q_proj|k_proj|v_proj|o_proj|fc1|fc2|query|key|value|dense)"  # last four: transformers 5.0
 _VISION_PAIR = ["q_proj", "v_proj", "query", "value"]
 _BERT = r".*\.(query|key|value|dense)"
 FAMILIES: dict[str, Family] = {

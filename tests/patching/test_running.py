@@ -195,7 +195,7 @@ def test_compiled_without_a_graph_break(
     assert_gradients(found, eager, truth, mode)
     if broken:
         pytest.skip(
-            f"right, but torch breaks the graph without a patch too: {broken.splitlines()[0]}"
+            f"right, but torch itself breaks this graph: {broken.splitlines()[0]}"
         )
     kept = {}
     for one, runs in (("eager", model), ("compiled", compiled)):
