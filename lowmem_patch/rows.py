@@ -47,8 +47,10 @@ def _getitem(ndim: int, index: Any) -> bool:
     missing = [slice(None)] * (
         ndim - sum(item is not None and item is not Ellipsis for item in items)
     )
-    at = next((i for i, item in enumerate(items) if item is Ellipsis), None)
-    items = [*items, *missing] if at is None else [*items[:at], *missing, *items[at + 1 :]]
+    # no next(..., None): torch.compile of torch 2.6 does not know it
+    dots = [i for i, item in enumerate(items) if item is Ellipsis]
+    at = dots[0] if dots else len(items)
+    items = [*items[:at], *missing, *items[at + 1 :]]
     return isinstance(items[-1], slice) and items[-1] == slice(None)
 
 

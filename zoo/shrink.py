@@ -6,6 +6,7 @@ tiny to the defaults; the first whose model builds and runs is taken.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -189,6 +190,14 @@ def _layer_types(values: dict[str, Any], depth: int = 2) -> None:
             values[name] = [*kinds, *value[: depth - len(kinds)]]
 
 
+def _defaults(config_class: Any) -> dict[str, Any]:
+    """The constructor's arguments with their defaults; configs of transformers 5.0 are no dataclasses."""
+    if dataclasses.is_dataclass(config_class):
+        return {field.name: field.default for field in dataclasses.fields(config_class)}
+    parameters = inspect.signature(config_class).parameters.values()
+    return {parameter.name: parameter.default for parameter in parameters}
+
+
 def _construct(
     config: Any,
     change: Callable[[str, Any], Any],
@@ -200,14 +209,14 @@ def _construct(
     from transformers import PreTrainedConfig
 
     arguments: dict[str, Any] = {}
-    fields = type(config).__dataclass_fields__
+    defaults = _defaults(type(config))
     for name, value in _values(config).items():
         if isinstance(value, PreTrainedConfig):
             arguments[name] = _construct(value, change, taken, small, ())
             continue
-        if name not in fields:
+        if name not in defaults:
             continue
-        default = fields[name].default
+        default = defaults[name]
         if default is not value and default != value and name not in given:
             continue  # derived from others
         new = _special(name, _off(name, change(name, value)), taken, small)

@@ -62,7 +62,9 @@ def _size(name: str, arguments: dict[str, Any]) -> int:
     try:
         with torch.device("meta"):
             model = timm.create_model(name, **arguments)
-    except NotImplementedError:
+    except Exception as error:
+        if "meta" not in str(error):
+            raise
         return 0  # its constructor needs data: count the real one
     return sum(parameter.numel() for parameter in model.parameters())
 
@@ -73,6 +75,8 @@ def build_timm(name: str) -> Built:
     Raises:
         CannotBuild, CannotRun: with the reason of the last try.
     """
+    if not timm.is_model(name):
+        raise CannotBuild(f"timm {timm.__version__} has no {name}")
     refused: list[str] = []
     built = False
     for arguments in _SHRINKS:

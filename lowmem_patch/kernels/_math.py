@@ -45,8 +45,13 @@ ERFC_5 = tl.constexpr(1.061405429)
 
 # Without PRECISE the hardware's approximations serve, flushing denormals: the guarded forms that
 # Triton emits take more instructions than the memory traffic leaves time for. Its interpreter runs no
-# assembly.
-INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+# assembly; what `jit` makes tells whether it interprets, in every version.
+@triton.jit
+def _probe():
+    pass
+
+
+INTERPRETED = tl.constexpr(not isinstance(_probe, triton.JITFunction))
 
 
 @triton.jit

@@ -161,11 +161,12 @@ def swin(size: int) -> nn.Module:
 
 
 _LLAMA = r".*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)"
-_SEPARATE = r".*\.(q_proj|k_proj|v_proj|o_proj|fc1|fc2)"
+_VISION = r".*\.(q_proj|k_proj|v_proj|o_proj|fc1|fc2|query|key|value|dense)"  # last four: transformers 5.0
+_VISION_PAIR = ["q_proj", "v_proj", "query", "value"]
 _BERT = r".*\.(query|key|value|dense)"
 FAMILIES: dict[str, Family] = {
     "timm-vit": Family(_timm_vit, _images("x", 32), ["qkv"], r".*\.(qkv|proj|fc1|fc2)", True),
-    "vit": Family(_vit, _images("pixel_values", 32), ["q_proj", "v_proj"], _SEPARATE, True),
+    "vit": Family(_vit, _images("pixel_values", 32), _VISION_PAIR, _VISION, True),
     "llama": Family(_llama, _tokens, ["q_proj", "v_proj"], _LLAMA, True),
     "gemma": Family(_gemma, _tokens, ["q_proj", "v_proj"], _LLAMA, True),
     "phi3": Family(_phi3, _tokens, ["qkv_proj"], r".*\.(qkv_proj|o_proj|gate_up_proj|down_proj)", True),
@@ -174,8 +175,8 @@ FAMILIES: dict[str, Family] = {
     "t5": Family(_t5, _pair, ["q", "v"], r".*\.(q|k|v|o|wi_0|wi_1|wo)", True),
     "timm-swin": Family(lambda: timm_swin(32), _images("x", 32), ["qkv"], r".*\.(qkv|fc1|fc2)", True),
     "timm-swin-pads": Family(lambda: timm_swin(36), _images("x", 36), ["qkv"], r".*\.(qkv|fc1|fc2)", True),
-    "swin": Family(lambda: swin(32), _images("pixel_values", 32), ["q_proj", "v_proj"], _SEPARATE, True),
-    "swin-pads": Family(lambda: swin(36), _images("pixel_values", 36), ["q_proj", "v_proj"], _SEPARATE, True),
+    "swin": Family(lambda: swin(32), _images("pixel_values", 32), _VISION_PAIR, _VISION, True),
+    "swin-pads": Family(lambda: swin(36), _images("pixel_values", 36), _VISION_PAIR, _VISION, True),
 }  # fmt: skip
 # built like one of the above, for tests of what differs
 MORE_FAMILIES: dict[str, Family] = {

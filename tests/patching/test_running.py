@@ -95,6 +95,7 @@ def test_gradient_checkpointing(mode_name: str, reentrant: bool, make: Make) -> 
         assert_same_step(model.train(), twin.train(), inputs, mode)
 
 
+@pytest.mark.filterwarnings("ignore:.*use_reentrant parameter:UserWarning")  # of timm 1.0.9
 def test_checkpointed_before_patching(make: Make) -> None:
     inputs, plain = FAMILIES["timm-vit"].inputs(), make("timm-vit")
     twin = copy.deepcopy(plain)
@@ -132,6 +133,38 @@ COMPILED = [
 ]  # fmt: skip
 
 
+def _unsupported(function: Callable[..., Any], *args: Any) -> str:
+    """Why torch.compile cannot trace the function in one graph; nothing if it can."""
+    torch._dynamo.reset()
+    try:
+        torch.compile(function, fullgraph=True, backend="eager")(*args)
+    except torch._dynamo.exc.Unsupported as error:
+        return str(error)
+    return ""
+
+
+class _Wrapped:
+    """As little of a tensor as F.pad can be called on."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
+        return func(args[0].tensor, *args[1:], **(kwargs or {}))
+
+
+def _why_the_graph_breaks(name: str, unpatched: Any, inputs: dict[str, Any], autocast: Any) -> str:
+    """What torch cannot trace though no patch is there: old torch with old transformers."""
+    with autocast:
+        why = _unsupported(lambda: unpatched(**inputs))
+    if why:
+        return why
+    if name == "timm-swin":  # pads what a norm gives
+        return _unsupported(lambda x: nn.functional.pad(_Wrapped(x), (0, 1)), torch.ones(2))
+    return ""
+
+
 @pytest.mark.filterwarnings("ignore:.*(script_method|should not be inst):DeprecationWarning")
 @pytest.mark.parametrize(("name", "config", "mode_name"), COMPILED)
 @pytest.mark.parametrize("dynamic", [None, True], ids=["static", "dynamic"])
@@ -144,12 +177,14 @@ def test_compiled_without_a_graph_break(
     mode = MODES[mode_name]
     inputs, model = in_mode(FAMILIES[name].inputs(), mode), make(name)
     inputs.pop("attention_mask", None)  # transformers looks into a mask, which breaks its own graph
+    unpatched = copy.deepcopy(model)
     autocast = torch.autocast("cpu", torch.bfloat16, enabled=mode.autocast is not None)
     with autocast:
         patch_model(model, config, example_inputs=inputs)
+    broken = _why_the_graph_breaks(name, unpatched, inputs, autocast)
     torch._dynamo.reset()
     compiled = torch.compile(
-        model, fullgraph=True, backend="aot_eager_decomp_partition", dynamic=dynamic
+        model, fullgraph=not broken, backend="aot_eager_decomp_partition", dynamic=dynamic
     )
     truth = truth_of(model, inputs)
     eager, found = run(model, inputs, mode), run(compiled, inputs, mode)
@@ -158,6 +193,10 @@ def test_compiled_without_a_graph_break(
     }
     assert_outputs(found, eager, truth, mode)
     assert_gradients(found, eager, truth, mode)
+    if broken:
+        pytest.skip(
+            f"right, but torch itself breaks this graph: {broken.splitlines()[0]}"
+        )
     kept = {}
     for one, runs in (("eager", model), ("compiled", compiled)):
         with autocast:
