@@ -194,9 +194,7 @@ def test_compiled_without_a_graph_break(
     assert_outputs(found, eager, truth, mode)
     assert_gradients(found, eager, truth, mode)
     if broken:
-        pytest.skip(
-            f"right, but torch itself breaks this graph: {broken.splitlines()[0]}"
-        )
+        pytest.skip(f"right, but torch itself breaks this graph: {broken.splitlines()[0]}")
     kept = {}
     for one, runs in (("eager", model), ("compiled", compiled)):
         with autocast:
