@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from functools import partial
 from typing import Any
 
@@ -127,7 +127,8 @@ def _judge_preset(
     built: Built, preset: str, reference: _Reference, reload: Reload | None, result: Result
 ) -> PresetResult:
     patched = copy.deepcopy(built.model)
-    identities = _identities(patched)
+    lasting = _lasting_buffers(built)
+    identities = _identities(patched, lasting)
     found = PresetResult()
     try:
         with warnings.catch_warnings():
@@ -139,16 +140,26 @@ def _judge_preset(
             result.describe(report, read_dataflow(built.model, built.inputs, report))
         _judge_patched(built, preset, patched, report, reference, reload, found)
         unpatch_model(patched)
-        _judge_unpatched(built, patched, identities, reference, found)
+        _judge_unpatched(built, patched, lasting, identities, reference, found)
     except Exception as error:
         found.wrong(f"raised {type(error).__name__}: {str(error)[:300]}")
     return found
 
 
-def _identities(model: nn.Module) -> dict[str, int]:
-    """The very objects that a model consists of."""
-    named = [*model.named_modules(), *model.named_parameters(), *model.named_buffers()]
+def _identities(model: nn.Module, buffers: Set[str]) -> dict[str, int]:
+    """The very objects that a model consists of, with those ``buffers``."""
+    named: list[tuple[str, Any]] = [*model.named_modules(), *model.named_parameters()]
+    named += [(name, buffer) for name, buffer in model.named_buffers() if name in buffers]
     return {f"{type(thing).__name__} {name}": id(thing) for name, thing in named}
+
+
+def _lasting_buffers(built: Built) -> set[str]:
+    """Buffers that a forward does not replace: some models put a new tensor in their place (I-BERT)."""
+    model = copy.deepcopy(built.model)
+    before = dict(model.named_buffers())
+    run_step(model, built.inputs, train=True)
+    after = dict(model.named_buffers())
+    return {name for name, buffer in before.items() if after.get(name) is buffer}
 
 
 def _judge_patched(
@@ -267,9 +278,14 @@ def _note(found: PresetResult, what: str, judged: tuple[Comparison, bool]) -> No
 
 
 def _judge_unpatched(
-    built: Built, model: Any, identities: dict[str, int], reference: _Reference, found: PresetResult
+    built: Built,
+    model: Any,
+    lasting: Set[str],
+    identities: dict[str, int],
+    reference: _Reference,
+    found: PresetResult,
 ) -> None:
-    if _identities(model) != identities:
+    if _identities(model, lasting) != identities:
         found.wrong("unpatch leaves other modules or parameters")
     trains = {name: parameter.requires_grad for name, parameter in built.model.named_parameters()}
     if {name: parameter.requires_grad for name, parameter in model.named_parameters()} != trains:

@@ -202,6 +202,7 @@ def ms_layer_norm(
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    weight_offset: float = 0.0,
     *,
     implementation: Implementation = "auto",
 ) -> Tensor:
@@ -217,6 +218,7 @@ def ms_layer_norm(
         weight, bias: ``[N]`` or None; their dtype may differ from that of ``x``.
         out_dtype: dtype of the result, by default ``x.dtype``; give the consumers' compute dtype so
             that they save this very tensor.
+        weight_offset: 1.0 for norms that multiply by (1 + weight).
         implementation: see `resolve`.
 
     Returns:
@@ -226,7 +228,9 @@ def ms_layer_norm(
         TypeError: a tensor is not floating point.
         ValueError: shapes do not fit.
     """
-    return _norm("ms_layer_norm", x, eps, weight, bias, 0.0, True, out_dtype, implementation)
+    return _norm(
+        "ms_layer_norm", x, eps, weight, bias, weight_offset, True, out_dtype, implementation
+    )
 
 
 def ms_rms_norm(
@@ -284,11 +288,11 @@ def _norm(
         y: Tensor = _call_norm(x, weight, bias, eps, weight_offset, centered, out_dtype, chosen)
         return y
     plain = all(t is None or t.dtype == x.dtype for t in (weight, bias))
-    if plain and out_dtype == x.dtype and not torch.is_autocast_enabled(x.device.type):
+    plain = plain and weight_offset == 0.0 and not torch.is_autocast_enabled(x.device.type)
+    if plain and out_dtype == x.dtype:
         if centered:
             return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
-        if weight_offset == 0.0:
-            return F.rms_norm(x, x.shape[-1:], weight, eps)
+        return F.rms_norm(x, x.shape[-1:], weight, eps)
     # autocast would make F.layer_norm return float32
     forward = _forward if _library.is_eager(x, weight, bias) else _norm_forward
     z: Tensor = forward(x, weight, bias, eps, weight_offset, centered, out_dtype, chosen)[0]

@@ -82,7 +82,7 @@ class MSNorm(nn.Module):
             settings = (self.eps, self.weight_offset, self.centered, dtype, narrow)
             return compiled.norm(x, weight, bias, *settings)
         if self.centered:
-            return ms_layer_norm(x, self.eps, weight, bias, out_dtype=dtype)
+            return ms_layer_norm(x, self.eps, weight, bias, dtype, self.weight_offset)
         return ms_rms_norm(x, self.eps, weight, self.weight_offset, out_dtype=dtype)
 
     def output_dtype(self, x: Tensor) -> torch.dtype:

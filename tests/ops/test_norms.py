@@ -21,9 +21,9 @@ def plain(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, offset: float, centered: bool
 ) -> Tensor:
     """The norm in the operators of torch, in the dtype of ``x``."""
-    if centered:
-        return F.layer_norm(x, x.shape[-1:], weight, bias, EPS)
     factor = None if weight is None else weight + offset
+    if centered:
+        return F.layer_norm(x, x.shape[-1:], factor, bias, EPS)
     return F.rms_norm(x, x.shape[-1:], factor, EPS)
 
 
@@ -36,9 +36,10 @@ def ours(
     backend: Backend,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
+    chosen = backend.implementation
     if centered:
-        return ms_layer_norm(x, EPS, weight, bias, out_dtype, implementation=backend.implementation)
-    return ms_rms_norm(x, EPS, weight, offset, out_dtype, implementation=backend.implementation)
+        return ms_layer_norm(x, EPS, weight, bias, out_dtype, offset, implementation=chosen)
+    return ms_rms_norm(x, EPS, weight, offset, out_dtype, implementation=chosen)
 
 
 def recovery_error(
@@ -68,6 +69,7 @@ def parameters(
 
 CASES = [
     pytest.param(True, 0.0, id="layer_norm"),
+    pytest.param(True, 1.0, id="layer_norm_offset"),
     pytest.param(False, 0.0, id="rms_norm"),
     pytest.param(False, 1.0, id="rms_norm_offset"),
 ]

@@ -17,6 +17,8 @@ TRANSFORMERS = {
     "llama": "gated MLP, RMSNorm without beta",
     "gemma2": "1 + weight, sandwich norms",
     "gpt2": "transposed weights",
+    "nemotron": "LayerNorm with 1 + weight",
+    "ibert": "replaces its own buffers in the forward",
     "gpt_neox": "attention and MLP in parallel, two norms",
     "falcon": "attention and MLP behind one norm",
     "olmo2": "norms behind the blocks, norms of queries and keys",

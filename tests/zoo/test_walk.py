@@ -30,6 +30,7 @@ EXPECTED: list[tuple[type[models.Walk], dict[str, tuple[str, str]]]] = [
     (norms.WithScale, {"norm": ("fold", "affine"), "bare": ("fold", "identity")}),
     (norms.T5Norm, {"norm": ("fold", "")}),
     (norms.PlusOneNorm, {"norm": ("fold", "")}),
+    (norms.PlusOneCentered, {"norm": ("fold", "")}),
     (norms.NoWeight, {"norm": ("fold", "identity")}),
     (norms.WeightIsBuffer, {"norm": ("keep", "buffer")}),
     (models.CachedTable, {"norm": ("fold", "")}),

@@ -69,6 +69,24 @@ class PlusOneNorm(Walk):
         return x + self.inner(self.norm(x))
 
 
+class PlusOneLayerNorm(nn.Module):
+    """Nemotron's norm: LayerNorm with 1 + weight."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.zeros(size)), nn.Parameter(torch.zeros(size))
+        self.eps = 1e-5
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, x.shape[-1:], self.weight + 1, self.bias, self.eps)
+
+
+class PlusOneCentered(PlusOneNorm):
+    def build(self) -> None:
+        super().build()
+        self.norm = PlusOneLayerNorm(WIDTH)
+
+
 class NoWeight(Walk):
     def build(self) -> None:
         self.norm = nn.LayerNorm(WIDTH, elementwise_affine=False)
