@@ -224,7 +224,8 @@ def _gradients(
         model, own, truth = reference.model, reference.own[True], reference.truth[True]
     else:
         model = _twin(reference.model, patched, codes)
-        own = run_step(model, reference.inputs, train=True)
+        # a copy, since a run may leave tensors on a model that cannot be copied (RecurrentGemma)
+        own = run_step(copy.deepcopy(model), reference.inputs, train=True)
         truth = run_step(in_float64(model), reference.inputs, train=True, float64=True)
 
     def noisy(seed: int) -> Step:
