@@ -94,7 +94,7 @@ CASES = [
 def with_lomem(model: nn.Module, _inputs: ExampleInputs) -> nn.Module:
     """The paper's own kernels in the sites that the paper patches."""
     try:
-        import lomem.nn as peer  # type: ignore[import-not-found]
+        import lomem.nn as peer  # type: ignore[import-not-found]  # built by hand, if at all
     except ImportError as error:
         raise VariantError("lomem is not installed") from error
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -192,7 +192,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--case", default="", help="only cases whose name contains this")
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each variant")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each variant")
     parser.add_argument("--steps", type=int, default=3, help="timed steps of a turn")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()

@@ -153,7 +153,7 @@ def fine_tune(task: DemoTask, model: nn.Module) -> FineTuning:
     start = time.perf_counter()
     for batch in task.train_batches:
         loss = task.loss(model, batch)
-        loss.backward()  # type: ignore[no-untyped-call]
+        torch.autograd.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())

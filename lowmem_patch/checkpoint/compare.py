@@ -71,7 +71,7 @@ class StayInFloat64(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch
     """Undoes the casts to float32 inside a model (RMSNorm, softmax), which would spoil the truth."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
     def __torch_dispatch__(
         self,

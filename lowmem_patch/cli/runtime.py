@@ -72,8 +72,9 @@ def quiet_libraries() -> Iterator[None]:
     import transformers
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
-    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    logging: Any = transformers.logging  # its functions have no types
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
     if not sys.stderr.isatty():
         disable_progress_bars()
     with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
