@@ -24,12 +24,14 @@ from lowmem_patch.constants import (
 __all__ = [
     "activate",
     "activate_backward",
+    "cast",
     "codes_backward",
     "codes_forward",
     "glu_backward",
     "glu_forward",
     "norm_backward",
     "norm_forward",
+    "normalised",
     "pack_bool",
     "unpack_bool",
 ]
@@ -164,17 +166,38 @@ def norm_forward(
     Returns:
         y ``[..., N]``, contiguous; rstd ``[...]`` in float32 (float64 for a float64 x).
     """
+    y, rstd = normalised(x, weight, bias, eps, weight_offset, centered, out_dtype)
+    return y.contiguous(), rstd.squeeze(-1).contiguous()
+
+
+def normalised(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    weight_offset: float,
+    centered: bool,
+    out_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """The formula of `norm_forward`, in whatever strides; rstd ``[..., 1]``."""
     dtype = _arithmetic_dtype(x.dtype)
-    wide = x.to(dtype)
+    wide = cast(x, dtype)
     if centered:
         wide = wide - wide.mean(-1, keepdim=True)
     rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     y = wide * rstd
     if weight is not None:
-        y = y * (weight.to(dtype) + weight_offset)
+        gamma = cast(weight, dtype)
+        y = y * (gamma + weight_offset if weight_offset else gamma)
     if bias is not None:
-        y = y + bias.to(dtype)
-    return y.to(out_dtype).contiguous(), rstd.squeeze(-1).contiguous()
+        y = y + cast(bias, dtype)
+    return cast(y, out_dtype), rstd
+
+
+def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """``tensor.to(dtype)``, but no op where that changes nothing: compiled by torch 2.11, an
+    autograd.Function loses the gradient of such an op's result."""
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
 def norm_backward(

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import Tensor, nn
 from typer.testing import CliRunner, Result
 
@@ -21,26 +20,12 @@ from lowmem_patch.cli import app
 from lowmem_patch.errors import VariantError
 from lowmem_patch.patching.inputs import ExampleInputs
 from lowmem_patch.plot import Point, pareto, plot_tradeoff
+from tests.tiny_llama import llama, tokens
 
 ROOT = Path(__file__).parent.parent
 # transformers renames a method; timm and the tests' oldest transformers know the old name alone
 pytestmark = pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`:FutureWarning")
 FIELDS = {"act_mib", "peak_mib", "reserved_mib", "step_ms", "step_spread_ms", "per_second"}
-
-
-def llama() -> Any:
-    config = transformers.LlamaConfig(
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        vocab_size=50,
-    )
-    return transformers.LlamaForCausalLM(config).train()
-
-
-def tokens() -> ExampleInputs:
-    return ExampleInputs((), {"input_ids": torch.randint(0, 50, (2, 12))})
 
 
 class Plain(nn.Module):

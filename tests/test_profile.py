@@ -3,36 +3,19 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
-import transformers
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from lowmem_patch import plan_patch, saved_bytes
 from lowmem_patch.kinds import KINDS
 from lowmem_patch.patching.config import load_config
-from lowmem_patch.patching.inputs import ExampleInputs
 from lowmem_patch.profile import materialise, measure_step, profile_model
+from tests.tiny_llama import llama, tokens
 
 TOKENS = 2 * 12
-
-
-def llama() -> Any:
-    config = transformers.LlamaConfig(
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        vocab_size=50,
-    )
-    return transformers.LlamaForCausalLM(config).train()
-
-
-def tokens() -> ExampleInputs:
-    return ExampleInputs((), {"input_ids": torch.randint(0, 50, (2, 12))})
 
 
 class Block(nn.Module):

@@ -59,13 +59,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -
         return F.linear(x, weight, None if bias is None else bias.to(dtype))
 
 
-def _in(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    # never a cast that changes nothing: torch 2.11 loses the gradient of its result in a Function
-    return tensor if tensor.dtype == dtype else tensor.to(dtype)
-
-
 class _Norm(torch.autograd.Function):
-    """`reference.norm_forward` and `reference.norm_backward`, without steps that change nothing."""
+    """`reference.normalised` and `reference.norm_backward`."""
 
     @staticmethod
     def forward(
@@ -79,19 +74,8 @@ class _Norm(torch.autograd.Function):
         out_dtype: torch.dtype,
         kept_dtype: torch.dtype,
     ) -> Tensor:
-        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-        wide = _in(x, dtype)
-        if centered:
-            wide = wide - wide.mean(-1, keepdim=True)
-        rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-        y = wide * rstd
-        if weight is not None:
-            gamma = _in(weight, dtype)
-            y = y * (gamma + weight_offset if weight_offset else gamma)
-        if bias is not None:
-            y = y + _in(bias, dtype)
-        y = _in(y, out_dtype)
-        ctx.save_for_backward(_in(y, kept_dtype), rstd, weight, bias)
+        y, rstd = reference.normalised(x, weight, bias, eps, weight_offset, centered, out_dtype)
+        ctx.save_for_backward(reference.cast(y, kept_dtype), rstd, weight, bias)
         ctx.settings = (weight_offset, centered, x.dtype)
         return y
 

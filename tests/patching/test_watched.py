@@ -108,30 +108,29 @@ def test_hooks_inside_an_adapter_layer(part: str, attach: Attach) -> None:
         torch.testing.assert_close(seen[0][name], theirs, rtol=1e-4, atol=1e-5)
 
 
-def test_who_waits_for_an_activations_gradient_gets_it() -> None:
-    model, twin = pair(adapters=False)
+def outputs_that_wait(modules: list[nn.Module]) -> list[Any]:
+    """The outputs of the next forwards, in their order, which keep their gradients."""
     kept: list[Any] = []
 
-    def hook(m: nn.Module, args: Any, output: Any) -> None:
+    def hook(module: nn.Module, args: Any, output: Any) -> None:
         output.retain_grad()
         kept.append(output)
 
-    for one in (model, twin):
-        one.act.register_forward_hook(hook)
+    for module in modules:
+        module.register_forward_hook(hook)
+    return kept
+
+
+def test_who_waits_for_an_activations_gradient_gets_it() -> None:
+    model, twin = pair(adapters=False)
+    kept = outputs_that_wait([model.act, twin.act])
     assert_equal_steps(model, twin, data(2, 5, WIDTH))
     torch.testing.assert_close(kept[0].grad, kept[1].grad, rtol=1e-4, atol=1e-5)
 
 
 def test_who_waits_for_the_gradient_of_what_has_a_narrow_copy_gets_all_of_it() -> None:
     model, twin = pair(adapters=False)
-    kept: list[Any] = []
-
-    def hook(m: nn.Module, args: Any, output: Any) -> None:
-        output.retain_grad()
-        kept.append(output)
-
-    for one in (model, twin):
-        one.norm.register_forward_hook(hook)
+    kept = outputs_that_wait([model.norm, twin.norm])
     with torch.autocast("cpu", torch.bfloat16):
         assert_equal_steps(model, twin, data(2, 5, WIDTH), 0.05)
     torch.testing.assert_close(kept[0].grad, kept[1].grad, rtol=0.05, atol=0.2)
