@@ -19,10 +19,8 @@ import importlib.util
 import itertools
 import json
 import platform
-import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,29 +28,19 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from costs import TINY, launch_costs, lora_costs
+from timing import DTYPE, Call, Timer, tensor
 from torch import Tensor
 
 from lowmem_patch import kernels
-from lowmem_patch.functional import (
-    glu,
-    ms_layer_norm,
-    ms_rms_norm,
-    regelu2,
-)
 
-DTYPE = torch.bfloat16
 NORM_SHAPES = ((32768, 4096), (16384, 8192), (8192, 16384), (50432, 768), (12608, 768))
 # under autocast: x and dx float32, y and dy bfloat16
 AUTOCAST_SHAPE = (25216, 768)
-TINY = (1, 128, 768)
 CODES_SHAPE = (8, 4096, 14336)
 GLU_SHAPE = (8192, 11008)
 CACHE_BYTES = 256 * 2**20  # more than any second-level cache
 EPS = 1e-5
-QUEUED_CALLS = 10
-PLUG_COPIES = 10  # of 1 GiB each, 0.5 ms: longer than queuing takes
-REPEATS = 7
-TINY_CALLS = 500
 
 
 @dataclass(frozen=True)
@@ -63,7 +51,7 @@ class Case:
     shape: tuple[int, ...]
     by: str
     nbytes: int
-    calls: list[Callable[[], Any]]
+    calls: list[Call]
 
 
 @dataclass(frozen=True)
@@ -77,10 +65,6 @@ class Result:
 
 def installed(name: str) -> bool:
     return importlib.util.find_spec(name) is not None
-
-
-def tensor(*shape: int, dtype: torch.dtype = DTYPE, grad: bool = False) -> Tensor:
-    return torch.randn(shape, device="cuda", dtype=dtype).requires_grad_(grad)
 
 
 def input_sets(nbytes: int) -> range:
@@ -172,7 +156,7 @@ def norm_cases(shape: tuple[int, int], centered: bool) -> Iterator[Case]:
         from liger_kernel.ops.layer_norm import LigerLayerNormFunction
         from liger_kernel.ops.rms_norm import LigerRMSNormFunction
 
-        def liger(x: Tensor) -> Callable[[], Any]:
+        def liger(x: Tensor) -> Call:
             if centered:
                 return lambda: LigerLayerNormFunction.apply(x, weight, bias, EPS)
             # not in place: a gradient that is written over would be timed on other numbers
@@ -208,6 +192,12 @@ def codes_cases(kind: str) -> Iterator[Case]:
             for x, dy in zip(xs, dys, strict=True)
         ]
         yield Case(f"{kind} backward", CODES_SHAPE, "ours", 3 * size, backwards)
+        # as a Linear behind the activation calls it: the value again, in the place of its gradient
+        backwards = [
+            lambda x=x, dy=dy: kernels.activate_backward(dy, x, kind, dy)
+            for x, dy in zip(xs, dys, strict=True)
+        ]
+        yield Case(f"{kind} backward and value", CODES_SHAPE, "ours", 4 * size, backwards)
         del dys, backwards
     function = {"gelu": F.gelu, "silu": F.silu}[kind]
     sets = [(lambda x=x: function(x), [x]) for x in xs]
@@ -239,6 +229,11 @@ def glu_cases(packed: bool) -> Iterator[Case]:
             for h, dy in zip(halves, dys, strict=True)
         ]
         yield Case(f"{op} backward", GLU_SHAPE, "ours", sizes[1], backwards)
+        backwards = [
+            lambda h=h, dy=dy: kernels.glu_backward(dy, *h, "silu", dy)
+            for h, dy in zip(halves, dys, strict=True)
+        ]
+        yield Case(f"{op} backward and value", GLU_SHAPE, "ours", 6 * size, backwards)
     sets = [(lambda h=h: F.silu(h[0]) * h[1], list(h)) for h in halves]
     yield from pair(op, GLU_SHAPE, "torch", sizes, sets)
     if installed("liger_kernel") and not packed:
@@ -259,89 +254,6 @@ def all_cases() -> Iterator[Callable[[], Iterator[Case]]]:
         yield lambda kind=kind: codes_cases(kind)
     for packed in (False, True):
         yield lambda packed=packed: glu_cases(packed)
-
-
-class Timer:
-    """Median device time of calls that are queued behind a copy longer than the queuing."""
-
-    def __init__(self) -> None:
-        self.source = torch.empty(2**30, dtype=torch.uint8, device="cuda")
-        self.target = torch.empty_like(self.source)
-
-    def microseconds(self, calls: list[Callable[[], Any]]) -> float:
-        count = -(-QUEUED_CALLS // len(calls)) * len(calls)
-        results: list[Any] = [call() for call in calls]
-        times = []
-        for _ in range(REPEATS):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            for _ in range(PLUG_COPIES):
-                self.target.copy_(self.source)
-            start.record()
-            for i in range(count):
-                results[i % len(calls)] = calls[i % len(calls)]()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) / count * 1000)
-        return statistics.median(times)
-
-    def copy_bandwidth(self) -> float:
-        """Bytes a second of a large device-to-device copy, read and written."""
-        microseconds = self.microseconds([lambda: self.target.copy_(self.source)])
-        return 2 * self.source.nbytes / (microseconds * 1e-6)
-
-
-def wall_microseconds(call: Callable[[], Any]) -> float:
-    # the least: whatever else the processor does only adds
-    times = []
-    for _ in range(REPEATS):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(TINY_CALLS):
-            call()
-        torch.cuda.synchronize()
-        times.append((time.perf_counter() - start) / TINY_CALLS * 1e6)
-    return min(times)
-
-
-def launch_costs() -> list[dict[str, Any]]:
-    """Wall time per call at a tiny size, ours and torch's: forward, and forward with backward."""
-    columns = TINY[-1]
-    x, up = (tensor(*TINY, grad=True) for _ in range(2))
-    weight, bias = (tensor(columns, grad=True) for _ in range(2))
-    frozen, shift = weight.detach(), bias.detach()
-    size, dy = (columns,), tensor(*TINY)
-    ops: dict[str, list[Callable[[], Tensor]]] = {
-        "layer_norm": [
-            lambda: ms_layer_norm(x, EPS, weight, bias),
-            lambda: F.layer_norm(x, size, weight, bias, EPS),
-        ],
-        "layer_norm (frozen)": [
-            lambda: ms_layer_norm(x, EPS, frozen, shift),
-            lambda: F.layer_norm(x, size, frozen, shift, EPS),
-        ],
-        "rms_norm": [lambda: ms_rms_norm(x, EPS, weight), lambda: F.rms_norm(x, size, weight, EPS)],
-        "gelu -> 2 bits": [lambda: regelu2(x), lambda: F.gelu(x)],
-        "silu * up": [lambda: glu(x, up, "silu"), lambda: F.silu(x) * up],
-    }
-    ops["layer_norm (folded)"] = [lambda: ms_layer_norm(x, EPS), ops["layer_norm (frozen)"][1]]
-    leaves = (x, up, weight, bias)
-
-    def step(call: Callable[[], Tensor]) -> None:
-        call().backward(dy)
-        for leaf in leaves:
-            leaf.grad = None
-
-    costs = []
-    print(
-        f"\n{'launch cost, us per call':28s} {'forward':>8s} {'torch':>8s} {'both':>8s} {'torch':>8s}"
-    )
-    for op, pair_of_calls in ops.items():
-        times = [wall_microseconds(call) for call in pair_of_calls]
-        times += [wall_microseconds(lambda c=call: step(c)) for call in pair_of_calls]
-        print(f"{op:28s}" + "".join(f" {t:8.1f}" for t in times), f" x{times[2] / times[3]:.2f}")
-        names = ("forward", "torch_forward", "both", "torch_both")
-        costs.append({"op": op, **dict(zip(names, times, strict=True))})
-    return costs
 
 
 def driver_version() -> str:
@@ -375,6 +287,7 @@ def main() -> int:
                 flush=True,
             )
         torch.cuda.empty_cache()
+    lora = lora_costs(timer)
     costs = launch_costs()
     if arguments.json:
         record = {
@@ -388,6 +301,7 @@ def main() -> int:
             "copy_bytes_per_second": bandwidth,
             "dtype": str(DTYPE),
             "results": [asdict(result) for result in results],
+            "lora_microseconds": lora,
             "launch_shape": list(TINY),
             "launch_microseconds": costs,
         }

@@ -14,8 +14,6 @@ asks for them, as they are given: casts are repeated in backward and leave no co
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,23 +24,15 @@ from lowmem_patch.constants import ActivationKind
 from lowmem_patch.functional import _library
 from lowmem_patch.functional._implementation import module
 
-__all__ = ["IDENTITY", "call_linear", "linear_forward"]
+__all__ = ["IDENTITY", "call_linear", "linear_forward", "linear_operator"]
 
 # the kind of a Linear whose input is kept as it is, in its own dtype
 IDENTITY = "identity"
 
 
-@contextmanager
-def _without_autocast(device: str) -> Iterator[None]:
-    """The matmuls below cast on their own; autocast inside an op would contradict its fake."""
-    if not torch.is_autocast_enabled(device):
-        yield
-        return
-    torch.set_autocast_enabled(device, False)  # torch.autocast(...) takes ten times as long
-    try:
-        yield
-    finally:
-        torch.set_autocast_enabled(device, True)
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    # a .to that changes nothing costs as much as a small kernel's launch
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
 def linear_forward(
@@ -57,18 +47,38 @@ def linear_forward(
     kind: str,
     compute_dtype: torch.dtype,
     implementation: str,
-) -> tuple[Tensor, Tensor]:
-    with _without_autocast(hidden.device.type):
-        hidden = hidden.to(compute_dtype)
-        wide_bias = None if bias is None else bias.to(compute_dtype)
-        y = F.linear(hidden, weight.to(compute_dtype), wide_bias).contiguous()
-        # no view, which autograd would not let anybody write into: ``x = fc2(h); x += shortcut``
-        y = torch.ops.aten._unsafe_view(y, y.shape)
+) -> tuple[Tensor, Tensor | None]:
+    with _library.without_autocast(hidden.device.type):
+        hidden = _cast(hidden, compute_dtype)
+        wide_bias = None if bias is None else _cast(bias, compute_dtype)
+        y = _product(hidden, _cast(weight, compute_dtype), wide_bias)
         if down is None or raised is None:
-            return y, y.new_empty(0)
-        low = F.linear(hidden, down.to(compute_dtype)).view(-1, down.shape[0])
-        y.view(-1, y.shape[-1]).addmm_(low, raised.to(compute_dtype).t(), alpha=scale)
+            return y, None
+        low = F.linear(hidden, _cast(down, compute_dtype)).view(-1, down.shape[0])
+        y.view(-1, y.shape[-1]).addmm_(low, _cast(raised, compute_dtype).t(), alpha=scale)
     return y, low
+
+
+def _product(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """What F.linear gives, bit for bit, but contiguous and no view, which autograd would not let anybody
+    write into: ``x = fc2(h); x += shortcut``."""
+    if not hidden.is_contiguous():  # torch multiplies in another order then
+        y = F.linear(hidden, weight, bias).contiguous()
+        whole: Tensor = torch.ops.aten._unsafe_view.default(y, y.shape)
+        return whole
+    y = hidden.new_empty(*hidden.shape[:-1], weight.shape[0])
+    rows, y_rows = hidden.view(-1, hidden.shape[-1]), y.view(-1, y.shape[-1])
+    if bias is None:
+        torch.mm(rows, weight.t(), out=y_rows)
+    else:
+        torch.addmm(bias, rows, weight.t(), out=y_rows)
+    return y
+
+
+def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """As the operator returns it, which has no optional results."""
+    y, low = linear_forward(*arguments)
+    return y, y.new_empty(0) if low is None else low
 
 
 def _forward_fake(
@@ -115,19 +125,19 @@ def _backward(
     dtype = dy.dtype
     rows = dy.reshape(-1, dy.shape[-1])
     gradients: list[Tensor] = []
-    with _without_autocast(dy.device.type):
+    with _library.without_autocast(dy.device.type):
         d_low = None
         if raised is not None:
-            d_low = rows.mm(raised.to(dtype)).mul_(scale)
+            d_low = rows.mm(_cast(raised, dtype)).mul_(scale)
         hidden = None
         if needs_input:
             assert weight is not None
-            d_hidden = rows.mm(weight.to(dtype))
+            d_hidden = rows.mm(_cast(weight, dtype))
             if d_low is not None and down is not None:
-                d_hidden.addmm_(d_low, down.to(dtype))
+                d_hidden.addmm_(d_low, _cast(down, dtype))
             d_hidden = d_hidden.view(*dy.shape[:-1], weight.shape[1])
             if kind == IDENTITY:
-                gradients.append(d_hidden.to(input_dtype))
+                gradients.append(_cast(d_hidden, input_dtype))
             else:
                 assert source is not None
                 # hidden takes the place of its gradient, so that the peak is that of a plain backward
@@ -139,7 +149,7 @@ def _backward(
         if needs_weight or needs_down:
             assert source is not None
             if kind == IDENTITY:
-                hidden = source.to(dtype)
+                hidden = _cast(source, dtype)
             elif hidden is None and up is None:
                 hidden = ops.activate(source, kind, dtype)
             elif hidden is None:
@@ -148,15 +158,15 @@ def _backward(
         if needs_weight:
             assert hidden is not None
             # the order of torch's own mm backward, for equal bits
-            gradients.append(rows.t().mm(hidden).to(weight_dtype))
+            gradients.append(_cast(rows.t().mm(hidden), weight_dtype))
         if needs_bias:
-            gradients.append(rows.sum(0).to(bias_dtype))
+            gradients.append(_cast(rows.sum(0), bias_dtype))
         if needs_down:
             assert d_low is not None and hidden is not None
-            gradients.append(d_low.t().mm(hidden).to(down_dtype))
+            gradients.append(_cast(d_low.t().mm(hidden), down_dtype))
         if needs_raised:
             assert low is not None
-            gradients.append(rows.t().mm(low).mul_(scale).to(raised_dtype))
+            gradients.append(_cast(rows.t().mm(low).mul_(scale), raised_dtype))
     return gradients
 
 
@@ -201,11 +211,11 @@ def _backward_fake(
     return gradients
 
 
-_linear_forward = _library.define(
+linear_operator = _library.define(
     "activation_linear(Tensor hidden, Tensor source, Tensor? up, Tensor weight, Tensor? bias, "
     "Tensor? down, Tensor? raised, float scale, str kind, ScalarType compute_dtype, "
     "str implementation) -> (Tensor, Tensor)",
-    linear_forward,
+    _forward,
     _forward_fake,
 )
 _linear_backward = _library.define(
@@ -242,7 +252,7 @@ class _ActivationLinear(torch.autograd.Function):
             y, low = linear_forward(*arguments)
         else:
             with _library.below_autograd():
-                y, low = _linear_forward(*arguments)
+                y, low = linear_operator(*arguments)
             ctx.set_materialize_grads(False)
             ctx.mark_non_differentiable(low)
         _, _, for_source, for_up, for_weight, for_bias, for_down, for_raised, *_ = (
@@ -282,4 +292,4 @@ class _ActivationLinear(torch.autograd.Function):
         return (None, None, d_source, d_up, *rest, None, None, None, None)
 
 
-call_linear = _library.attach_autograd(_linear_forward, _ActivationLinear)
+call_linear = _library.attach_autograd(linear_operator, _ActivationLinear)

@@ -11,7 +11,7 @@ from lowmem_patch.constants import ActivationKind
 from lowmem_patch.functional import _library
 from lowmem_patch.functional._checks import check_floating, check_kind
 from lowmem_patch.functional._implementation import Implementation, resolve
-from lowmem_patch.functional._linear import IDENTITY, call_linear, linear_forward
+from lowmem_patch.functional._linear import IDENTITY, call_linear, linear_forward, linear_operator
 
 __all__ = ["LowRank", "activation_linear", "kept_linear"]
 
@@ -48,7 +48,10 @@ def _linear(
     if _library.wants_gradient(*sources, weight, bias, down, raised):
         y: Tensor = call_linear(*arguments)
         return y
-    return linear_forward(*arguments)[0]
+    forward = linear_forward if _library.is_eager(*arguments) else linear_operator
+    with torch.no_grad():  # hidden may ask for a gradient that does not flow through here
+        result: Tensor = forward(*arguments)[0]
+    return result
 
 
 def activation_linear(

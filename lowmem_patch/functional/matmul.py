@@ -19,7 +19,7 @@ __all__ = ["kept_matmul"]
 class _KeptMatmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, left: Tensor, right: Tensor, dtype: torch.dtype) -> Any:
-        with torch.autocast(left.device.type, enabled=False):
+        with _library.without_autocast(left.device.type):
             # three dimensions and a whole operand, as torch's own matmul multiplies and keeps them
             narrow = right.to(dtype).reshape(-1, *right.shape[-2:])
             y = left.to(dtype).reshape(-1, *left.shape[-2:]).bmm(narrow)
@@ -27,7 +27,7 @@ class _KeptMatmul(torch.autograd.Function):
         ctx.save_for_backward(left if needs_right else None, narrow if needs_left else None)
         ctx.shapes, ctx.dtypes = (left.shape, right.shape), (left.dtype, right.dtype)
         # no view, which autograd would not let anybody write into
-        return torch.ops.aten._unsafe_view(y, (*left.shape[:-1], right.shape[-1]))
+        return torch.ops.aten._unsafe_view.default(y, (*left.shape[:-1], right.shape[-1]))
 
     @staticmethod
     @_library.first_order("kept_matmul")
@@ -35,7 +35,7 @@ class _KeptMatmul(torch.autograd.Function):
         left, narrow = ctx.saved_tensors
         rows = dy.reshape(-1, *dy.shape[-2:])
         d_left = d_right = None
-        with torch.autocast(dy.device.type, enabled=False):
+        with _library.without_autocast(dy.device.type):
             if narrow is not None:
                 d_left = rows.bmm(narrow.transpose(1, 2)).view(ctx.shapes[0]).to(ctx.dtypes[0])
             if left is not None:

@@ -20,6 +20,7 @@ __all__ = [
     "backward_settings",
     "common_rows",
     "contiguous",
+    "empty",
     "forward_settings",
     "multiprocessors",
 ]
@@ -217,6 +218,12 @@ def common_rows(*tensors: Tensor) -> tuple[tuple[Tensor, ...], tuple[int, ...], 
         elements // columns,
         columns,
     )
+
+
+def empty(like: Tensor, dtype: torch.dtype) -> Tensor:
+    """Contiguous, of the shape and device of ``like``."""
+    # in a third of the time of torch.empty(shape, dtype=..., device=...)
+    return torch.empty_like(like, dtype=dtype, memory_format=torch.contiguous_format)
 
 
 def contiguous(vector: Tensor | None) -> Tensor | None:

@@ -22,6 +22,7 @@ from lowmem_patch.kernels._launch import (
     Launch,
     as_rows,
     contiguous,
+    empty,
     forward_settings,
 )
 
@@ -156,8 +157,7 @@ def norm_forward(
 ) -> tuple[Tensor, Tensor]:
     """y ``[..., N]`` in ``out_dtype`` and rstd ``[...]`` in float32."""
     shape = x.shape
-    y = torch.empty(shape, dtype=out_dtype, device=x.device)
-    rstd = torch.empty(shape[:-1], dtype=torch.float32, device=x.device)
+    y, rstd = empty(x, out_dtype), x.new_empty(shape[:-1], dtype=torch.float32)
     columns, rows = shape[-1], rstd.numel()
     if rows == 0 or columns == 0:
         return y, rstd.fill_(eps).rsqrt_() if columns == 0 else rstd

@@ -29,6 +29,7 @@ from lowmem_patch.kernels._launch import (
     as_rows,
     backward_settings,
     contiguous,
+    empty,
     multiprocessors,
 )
 from lowmem_patch.kernels.norm import load_vector
@@ -329,7 +330,7 @@ def norm_backward(
     rows = dy.numel() // columns if columns else 0
     needs_weight = needs_weight and weight is not None
     needs_bias = needs_bias and bias is not None
-    dx = torch.empty(dy.shape, dtype=input_dtype, device=dy.device) if needs_input else None
+    dx = empty(dy, input_dtype) if needs_input else None
     d_weight = torch.empty_like(weight) if needs_weight and weight is not None else None
     d_bias = torch.empty_like(bias) if needs_bias and bias is not None else None
     if rows == 0:
@@ -384,5 +385,4 @@ def norm_backward(
 
 
 def _partial_sums(like: Tensor, vectors: int, programs: int) -> Tensor:
-    shape = (vectors, programs, like.shape[-1])
-    return torch.empty(shape, dtype=torch.float32, device=like.device)
+    return like.new_empty(vectors, programs, like.shape[-1], dtype=torch.float32)

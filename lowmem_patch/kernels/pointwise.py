@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lowmem_patch.constants import ActivationKind
 from lowmem_patch.kernels import _math
-from lowmem_patch.kernels._launch import Launch, common_rows
+from lowmem_patch.kernels._launch import Launch, common_rows, empty
 
 __all__ = ["activate", "activate_backward", "glu_backward", "glu_forward"]
 
@@ -121,7 +121,7 @@ def _backward_launch(kind: ActivationKind, gated: bool, hidden: bool, precise: b
 
 
 def _forward(x: Tensor, up: Tensor | None, kind: ActivationKind, out_dtype: torch.dtype) -> Tensor:
-    y = torch.empty(x.shape, dtype=out_dtype, device=x.device)
+    y = empty(x, out_dtype)
     if x.numel() == 0:
         return y
     tensors, strides, rows, columns = common_rows(x) if up is None else common_rows(x, up)
@@ -141,8 +141,8 @@ def _forward(x: Tensor, up: Tensor | None, kind: ActivationKind, out_dtype: torc
 def _backward(
     dy: Tensor, x: Tensor, up: Tensor | None, kind: ActivationKind, hidden: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    d_up = None if up is None else torch.empty(up.shape, dtype=up.dtype, device=x.device)
+    dx = empty(x, x.dtype)
+    d_up = None if up is None else empty(up, up.dtype)
     if x.numel() == 0:
         return dx, d_up
     given = (dy, x) if up is None else (dy, x, up)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lowmem_patch.constants import CODES_PER_WORD, STEP_TABLES, ActivationKind
 from lowmem_patch.kernels import _math
-from lowmem_patch.kernels._launch import Launch
+from lowmem_patch.kernels._launch import Launch, empty
 
 __all__ = ["codes_backward", "codes_forward"]
 
@@ -127,7 +127,7 @@ def codes_forward(x: Tensor, kind: ActivationKind) -> tuple[Tensor, Tensor]:
     y = torch.empty_like(x)
     elements = x.numel()
     words = -(-elements // CODES_PER_WORD)
-    codes = torch.empty(words, dtype=torch.int16, device=x.device)
+    codes = x.new_empty(words, dtype=torch.int16)
     if elements == 0:
         return y, codes
     launch = _forward_launch(kind, x.dtype, elements % CODES_PER_WORD == 0)
@@ -138,7 +138,7 @@ def codes_forward(x: Tensor, kind: ActivationKind) -> tuple[Tensor, Tensor]:
 def codes_backward(dy: Tensor, codes: Tensor, kind: ActivationKind, dtype: torch.dtype) -> Tensor:
     """dx = dy * level[code], shape of ``dy``, contiguous, in ``dtype``."""
     dy = dy.contiguous()
-    dx = torch.empty(dy.shape, dtype=dtype, device=dy.device)
+    dx = empty(dy, dtype)
     elements = dy.numel()
     if elements == 0:
         return dx

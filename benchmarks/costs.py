@@ -1,0 +1,150 @@
+"""What ops cost beside the bandwidth of kernels: the time of a tiny call, an adapter beside a Linear."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from timing import DTYPE, Call, Timer, tensor, wall_microseconds
+from torch import Tensor
+
+from lowmem_patch.functional import (
+    LowRank,
+    activation_linear,
+    glu,
+    kept_linear,
+    kept_matmul,
+    ms_layer_norm,
+    ms_rms_norm,
+    regelu2,
+)
+
+EPS = 1e-5
+TINY = (1, 128, 768)
+# rows, input and output features of Linears of LLaMA-7B, four sequences of 2048
+LORA_SHAPES = ((8192, 4096, 4096), (8192, 4096, 11008), (8192, 11008, 4096))
+LORA_RANK = 16
+
+
+def lora_calls(rows: int, columns: int, outputs: int) -> dict[str, tuple[Call, Call]]:
+    """A frozen Linear alone, and with an adapter beside it: (forward, backward) of each.
+
+    ``eager`` is what PEFT runs where adapters have the model's dtype.
+    """
+    x = tensor(rows, columns, grad=True)
+    weight = tensor(outputs, columns)
+    adapter = LowRank(
+        tensor(LORA_RANK, columns, grad=True), tensor(outputs, LORA_RANK, grad=True), 2.0
+    )
+    dy = tensor(rows, outputs)
+
+    def eager() -> Tensor:
+        low = F.linear(x, adapter.down)
+        return F.linear(x, weight) + F.linear(low, adapter.up) * adapter.scale
+
+    forwards: dict[str, tuple[Callable[[], Tensor], list[Tensor]]] = {
+        "plain": (lambda: F.linear(x, weight), [x]),
+        "ours": (
+            lambda: kept_linear(x, weight, None, DTYPE, adapter),
+            [x, adapter.down, adapter.up],
+        ),
+        "eager": (eager, [x, adapter.down, adapter.up]),
+    }
+    calls = {}
+    for by, (forward, wanted) in forwards.items():
+        y = forward()
+        calls[by] = (
+            forward,
+            lambda y=y, wanted=wanted: torch.autograd.grad(y, wanted, dy, retain_graph=True),
+        )
+    return calls
+
+
+def lora_costs(timer: Timer) -> list[dict[str, Any]]:
+    """Device time of LoRA Linears, and of the frozen Linear without its adapter."""
+    print(f"\n{'LoRA Linear, r=16, us':28s} {'forward':>9s} {'x':>5s} {'backward':>9s} {'x':>5s}")
+    costs = []
+    for shape in LORA_SHAPES:
+        times = {
+            by: [timer.microseconds([call]) for call in pair_of_calls]
+            for by, pair_of_calls in lora_calls(*shape).items()
+        }
+        name = "x".join(map(str, shape))
+        for by, (forward, backward) in times.items():
+            ratios = [
+                t / plain for t, plain in zip((forward, backward), times["plain"], strict=True)
+            ]
+            print(
+                f"{name:20s} {by:7s} {forward:9.1f} {ratios[0]:5.2f} {backward:9.1f} {ratios[1]:5.2f}"
+            )
+            costs.append({"shape": name, "by": by, "forward": forward, "backward": backward})
+        torch.cuda.empty_cache()
+    return costs
+
+
+def launch_costs() -> list[dict[str, Any]]:
+    """Wall time per call at a tiny size, ours and torch's: forward, and forward with backward."""
+    columns = TINY[-1]
+    x, up = (tensor(*TINY, grad=True) for _ in range(2))
+    weight, bias = (tensor(columns, grad=True) for _ in range(2))
+    square = tensor(1, TINY[1], TINY[1], dtype=torch.float32, grad=True)
+    frozen, shift = weight.detach(), bias.detach()
+    size, dy = (columns,), tensor(*TINY)
+    ops: dict[str, list[Callable[[], Tensor]]] = {
+        "layer_norm": [
+            lambda: ms_layer_norm(x, EPS, weight, bias),
+            lambda: F.layer_norm(x, size, weight, bias, EPS),
+        ],
+        "layer_norm (frozen)": [
+            lambda: ms_layer_norm(x, EPS, frozen, shift),
+            lambda: F.layer_norm(x, size, frozen, shift, EPS),
+        ],
+        "rms_norm": [lambda: ms_rms_norm(x, EPS, weight), lambda: F.rms_norm(x, size, weight, EPS)],
+        "gelu -> 2 bits": [lambda: regelu2(x), lambda: F.gelu(x)],
+        "silu * up": [lambda: glu(x, up, "silu"), lambda: F.silu(x) * up],
+    }
+    ops["layer_norm (folded)"] = [lambda: ms_layer_norm(x, EPS), ops["layer_norm (frozen)"][1]]
+    matrix = tensor(columns, columns, grad=True)
+    base, down, raised = (
+        matrix.detach(),
+        tensor(16, columns, grad=True),
+        tensor(columns, 16, grad=True),
+    )
+    ops["gelu, Linear"] = [
+        lambda: activation_linear(F.gelu(x.detach()), (x,), matrix, bias, "gelu"),
+        lambda: F.linear(F.gelu(x), matrix, bias),
+    ]
+    ops["silu * up, Linear"] = [
+        lambda: activation_linear(
+            glu(x.detach(), up.detach(), "silu"), (x, up), matrix, None, "silu"
+        ),
+        lambda: F.linear(F.silu(x) * up, matrix),
+    ]
+    ops["LoRA Linear"] = [
+        lambda: kept_linear(x, base, None, DTYPE, LowRank(down, raised, 2.0)),
+        lambda: F.linear(x, base) + F.linear(F.linear(x, down), raised) * 2.0,
+    ]
+    ops["matmul of a wide matrix"] = [
+        lambda: kept_matmul(square, x, DTYPE),
+        lambda: square.to(DTYPE) @ x,
+    ]
+    leaves = (x, up, weight, bias, matrix, down, raised, square)
+
+    def step(call: Callable[[], Tensor]) -> None:
+        call().backward(dy)
+        for leaf in leaves:
+            leaf.grad = None
+
+    costs = []
+    print(
+        f"\n{'launch cost, us per call':28s} {'forward':>8s} {'torch':>8s} {'both':>8s} {'torch':>8s}"
+    )
+    for op, pair_of_calls in ops.items():
+        times = [wall_microseconds(call) for call in pair_of_calls]
+        times += [wall_microseconds(lambda c=call: step(c)) for call in pair_of_calls]
+        print(f"{op:28s}" + "".join(f" {t:8.1f}" for t in times), f" x{times[2] / times[3]:.2f}")
+        names = ("forward", "torch_forward", "both", "torch_both")
+        costs.append({"op": op, **dict(zip(names, times, strict=True))})
+    return costs
