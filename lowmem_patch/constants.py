@@ -16,6 +16,7 @@ constraints hold by construction. `scripts/derive_step_tables.py` recomputes t a
     silu         6.3199334   -0.04052429   0.0399413
 
 quick_gelu(x) = x sigmoid(1.702 x) = silu(1.702 x) / 1.702, so its optimum is SiLU's with x scaled.
+relu_squared(x) = relu(x)^2 has no table: its derivative has no bound that four levels could reach.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ __all__ = [
     "StepTable",
 ]
 
-ActivationKind = Literal["gelu", "gelu_tanh", "silu", "quick_gelu"]
+ActivationKind = Literal["gelu", "gelu_tanh", "silu", "quick_gelu", "relu_squared"]
 ACTIVATION_KINDS: Final[tuple[ActivationKind, ...]] = get_args(ActivationKind)
 
 QUICK_GELU_SCALE: Final = 1.702

@@ -58,6 +58,8 @@ def activate(x: Tensor, kind: ActivationKind, out_dtype: torch.dtype | None = No
             y = F.silu(x)
         case "quick_gelu":
             y = x * torch.sigmoid(QUICK_GELU_SCALE * x)
+        case "relu_squared":
+            y = F.relu(x).square()
     return y if out_dtype is None else y.to(out_dtype)
 
 
@@ -82,6 +84,8 @@ def activate_backward(
             dtype = _arithmetic_dtype(x.dtype)
             scaled = QUICK_GELU_SCALE * x.to(dtype)
             dx = torch.ops.aten.silu_backward(dy.to(dtype), scaled).to(x.dtype)
+        case "relu_squared":
+            dx = dy * (2 * F.relu(x))
     if hidden is not None:
         hidden.copy_(activate(x, kind))
     return dx

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lowmem_patch.constants import ACTIVATION_KINDS
+from lowmem_patch.constants import ACTIVATION_KINDS, STEP_TABLES
 
-__all__ = ["check_floating", "check_kind", "check_last_dimension"]
+__all__ = ["check_floating", "check_kind", "check_last_dimension", "check_table"]
 
 _DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 
@@ -22,6 +22,13 @@ def check_floating(operator: str, name: str, tensor: Tensor) -> None:
 def check_kind(operator: str, kind: str) -> None:
     if kind not in ACTIVATION_KINDS:
         raise ValueError(f"{operator}: kind must be one of {ACTIVATION_KINDS}, got {kind!r}")
+
+
+def check_table(operator: str, kind: str) -> None:
+    if kind not in STEP_TABLES:
+        raise ValueError(
+            f"{operator}: kind must be one of {tuple(STEP_TABLES)}, which have a step table, got {kind!r}"
+        )
 
 
 def check_last_dimension(

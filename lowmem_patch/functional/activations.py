@@ -70,8 +70,8 @@ def activation(
 ) -> Tensor:
     """h(x), exact; saves ``x`` and nothing else.
 
-    Under ``"auto"`` torch's own operator does this for every kind but QuickGELU, which is eager
-    Python elsewhere and keeps three tensors.
+    Under ``"auto"`` torch's own operator does this where there is one; QuickGELU and squared ReLU are
+    eager Python elsewhere and keep more.
 
     Args:
         x: ``[...]``, float16, bfloat16, float32 or float64.
@@ -87,7 +87,7 @@ def activation(
     """
     check_kind("activation", kind)
     check_floating("activation", "x", x)
-    if implementation == "auto" and kind != "quick_gelu":
+    if implementation == "auto" and kind not in ("quick_gelu", "relu_squared"):
         return reference.activate(x, kind)
     chosen = resolve(implementation, x)
     if not _library.wants_gradient(x):

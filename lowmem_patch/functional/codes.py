@@ -14,7 +14,7 @@ from torch import Tensor
 from lowmem_patch import reference
 from lowmem_patch.constants import CODES_PER_WORD, ActivationKind
 from lowmem_patch.functional import _library
-from lowmem_patch.functional._checks import check_floating, check_kind
+from lowmem_patch.functional._checks import check_floating, check_table
 from lowmem_patch.functional._implementation import Implementation, module, resolve
 
 __all__ = ["codes_activation", "regelu2", "requickgelu2", "resilu2"]
@@ -104,9 +104,9 @@ def codes_activation(
 
     Raises:
         TypeError: ``x`` is not floating point.
-        ValueError: unknown ``kind``.
+        ValueError: ``kind`` has no step table.
     """
-    check_kind("codes_activation", kind)
+    check_table("codes_activation", kind)
     check_floating("codes_activation", "x", x)
     chosen = resolve(implementation, x)
     if not _library.wants_gradient(x):

@@ -144,9 +144,12 @@ def activate(x, KIND: tl.constexpr, PRECISE: tl.constexpr, COARSE: tl.constexpr)
         return x * _sigmoid(2.0 * u, PRECISE)
     elif KIND == "silu":
         return x * _sigmoid(x, PRECISE)
-    else:
-        tl.static_assert(KIND == "quick_gelu")
+    elif KIND == "quick_gelu":
         return x * _sigmoid(x * QUICK_GELU_SCALE, PRECISE)
+    else:
+        tl.static_assert(KIND == "relu_squared")
+        positive = tl.where(x < 0, 0.0, x)  # NaN stays
+        return positive * positive
 
 
 @triton.jit
@@ -167,7 +170,10 @@ def activate_and_slope(x, KIND: tl.constexpr, PRECISE: tl.constexpr):
     elif KIND == "silu":
         s, rest = _sigmoid_pair(x, PRECISE)
         return x * s, s * (1.0 + x * rest)
-    else:
-        tl.static_assert(KIND == "quick_gelu")
+    elif KIND == "quick_gelu":
         s, rest = _sigmoid_pair(x * QUICK_GELU_SCALE, PRECISE)
         return x * s, s * (1.0 + x * QUICK_GELU_SCALE * rest)
+    else:
+        tl.static_assert(KIND == "relu_squared")
+        positive = tl.where(x < 0, 0.0, x)  # NaN stays
+        return positive * positive, 2.0 * positive

@@ -128,8 +128,9 @@ class FoldRules:
                     return None, f"{parameter} is also used by {alien}"
                 if parameter in self.tied:
                     return None, f"{parameter} shares its memory with {self.tied[parameter]}"
-            if self._loses_training(name, reference, gamma, beta):
-                return None, f"it trains, and {reference.module} into which it would fold does not"
+            loss = self._loses_training(name, reference, gamma, beta)
+            if loss is not None:
+                return None, loss
             if shift and (reference.bias is None or reader.foreign_bias):
                 return None, f"beta needs a bias, and {reference.module} has none of its own"
             if shift and (reader.padded or reader.copied):
@@ -164,16 +165,17 @@ class FoldRules:
 
     def _loses_training(
         self, name: str, linear: LinearRef, gamma: Tensor | None, beta: Tensor | None
-    ) -> bool:
-        """Whether gamma or beta trains and would end in a weight or bias that does not."""
-        frozen_weight = not self.model.get_parameter(linear.weight).requires_grad
-        frozen_bias = linear.bias is None or not self.model.get_parameter(linear.bias).requires_grad
+    ) -> str | None:
+        """How gamma or beta, which trains, would end in a weight or bias that does not."""
         own = self.modules[name]
-        trains = [
-            tensor is not None and getattr(own, slot).requires_grad
-            for slot, tensor in (("weight", gamma), ("bias", beta))
-        ]
-        return (trains[0] and frozen_weight) or (trains[1] and frozen_bias)
+        for slot, tensor, into in (("weight", gamma, linear.weight), ("bias", beta, linear.bias)):
+            if tensor is None or not getattr(own, slot).requires_grad:
+                continue
+            if into is None:
+                return f"its {slot} trains, and {linear.module} has none into which it would fold"
+            if not self.model.get_parameter(into).requires_grad:
+                return f"its {slot} trains, and {into} into which it would fold does not"
+        return None
 
     def _hooked(self, name: str, readers: list[Reader]) -> bool:
         """Whether somebody's hook sees the norm's output, which folding changes."""

@@ -287,7 +287,9 @@ class _Planner:
         else:
             strategy = choice
         if strategy == "codes" and kind not in STEP_TABLES:
-            return self._left(name, kind, f"no step table for {kind}", consumers)
+            return self._left(
+                name, kind, f"no step table for {kind}: `recompute` is exact", consumers
+            )
         before = self.trace.saved.own.get(name, 0)
         if strategy == "codes" and not before:
             return self._left(

@@ -25,6 +25,7 @@ KINDS = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_tanh": "gelu_tanh",
     "quick_gelu": "quick_gelu",
+    "relu2": "relu_squared",
     "silu": "silu",
     "swish": "silu",
 }

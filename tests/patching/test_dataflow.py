@@ -272,12 +272,24 @@ def test_hooked_norm_is_not_folded() -> None:
     torch.testing.assert_close(seen[-1] * 1, before * 1)
 
 
-@pytest.mark.parametrize("frozen", ["up.weight", "up.bias"])
-def test_training_is_never_folded_away(frozen: str) -> None:
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (
+            lambda net: net.up.weight.requires_grad_(False),
+            "weight trains, and up.weight into which",
+        ),
+        (lambda net: net.up.bias.requires_grad_(False), "bias trains, and up.bias into which"),
+        (lambda net: net.up.register_parameter("bias", None), "bias trains, and up has none into"),
+    ],
+    ids=["frozen weight", "frozen bias", "no bias"],
+)
+def test_training_is_never_folded_away(change: Any, reason: str) -> None:
     net = Toy(mlp)
-    net.get_parameter(frozen).requires_grad_(False)
+    change(net)
     patched, twin, original = patched_twin(net, FOLD)
-    assert strategies(patched)["norm"] == "share"
+    sites = {site.name: site for site in patch_report(patched).sites}
+    assert sites["norm"].strategy == "share" and reason in sites["norm"].reason
     assert patched.norm.weight.requires_grad
     assert_equal_steps(patched, twin, original)
 
