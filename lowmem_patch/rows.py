@@ -82,11 +82,14 @@ def moves_rows(
     zeros made after the norm, which do not commute with its beta.
     """
     name, ndim = function_name(func), source.dim()
-    outputs = output if isinstance(output, (tuple, list)) else (output,)
-    if not all(isinstance(o, Tensor) and o.dim() for o in outputs) or not ndim:
+    if not ndim:
         return False
-    if any(o.shape[-1] != source.shape[-1] or o.dtype != source.dtype for o in outputs):
-        return False  # another dtype is another reading of the same bits: view(torch.int32)
+    # loops, not all(): this runs at each move in each step
+    for one in output if isinstance(output, (tuple, list)) else (output,):
+        if not isinstance(one, Tensor) or not one.dim() or one.shape[-1] != source.shape[-1]:
+            return False
+        if one.dtype != source.dtype:
+            return False  # another reading of the same bits: view(torch.int32)
     last = (ndim - 1, -1)
     if name in _SAME_ORDER:
         return True  # memory order is kept, and so is the length of a row

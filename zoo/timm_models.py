@@ -24,7 +24,7 @@ _SMALL = (
     "mini", "micro", "lite", "small", "s", "050", "10", "12", "18", "26",
 )  # fmt: skip
 _PER_FAMILY = 2
-LARGEST = 30_000_000  # parameters
+LARGEST = 100_000_000  # parameters
 # ways to make a model smaller, where its constructor knows them
 _SHRINKS: tuple[dict[str, Any], ...] = (
     {"img_size": 64, "depth": 2},
