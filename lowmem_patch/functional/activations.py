@@ -13,7 +13,7 @@ from lowmem_patch.functional import _library
 from lowmem_patch.functional._checks import check_floating, check_kind
 from lowmem_patch.functional._implementation import Implementation, module, resolve
 
-__all__ = ["activation", "glu"]
+__all__ = ["activation", "computed_again", "glu"]
 
 
 def _activation_forward(x: Tensor, kind: ActivationKind, implementation: str) -> Tensor:
@@ -190,4 +190,19 @@ def glu(
     if not _library.wants_gradient(gate, up):
         return reference.activate(gate, kind) * up
     y: Tensor = _call_glu(gate, up, kind, chosen)
+    return y
+
+
+def computed_again(sources: tuple[Tensor, Tensor | None], kind: ActivationKind) -> Tensor:
+    """The bits that `activation` or, with two sources, `glu` gave for these sources; no gradient."""
+    x, up = sources
+    eager = _library.is_eager(x, up)
+    chosen = resolve("auto", x, up)
+    y: Tensor
+    if up is not None:
+        y = (_glu_forward if eager else _glu)(x, up, kind, chosen)
+    elif kind == "quick_gelu":
+        y = (_activation_forward if eager else _activation)(x, kind, chosen)
+    else:
+        y = reference.activate(x, kind)
     return y
