@@ -23,6 +23,7 @@ from lowmem_patch.functional import (
     packed_dropout,
 )
 from lowmem_patch.nn.deferred import Deferred, Projection, autocast_dtype, value_of
+from lowmem_patch.nn.narrow import attached_copy
 
 __all__ = ["DeferredActivation", "DeferredNorm", "Dropped", "Kept", "KeptMatrix"]
 
@@ -150,8 +151,12 @@ class Dropped(Deferred):
             return self.linear(Projection(weight, bias), dtype) + product
         if not weight.requires_grad:
             return Kept(self.value()).linear(to, dtype)
+        sources = self.sources
+        if self.kind is None and (copy := attached_copy(sources[0])) is not None:
+            # what the norm keeps: the product is rounded to that in any case
+            sources = (copy,) if copy.dtype == dtype else sources
         settings = (self.p, self.kind, dtype)
-        return dropout_linear(self.value(), self.sources, self.bits, weight, bias, *settings)
+        return dropout_linear(self.value(), sources, self.bits, weight, bias, *settings)
 
     def _move(
         self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -137,8 +137,8 @@ def _reader(
 def behind_dropouts(trace: Trace, readers: list[Reader], model: nn.Module) -> list[Reader]:
     """``readers``, with those of a dropout's result in the place of the dropout.
 
-    A Linear counts where it reads the very result, which is what may wait there; the dropout stays
-    for any other reader.
+    A Linear counts where it reads the very result, or a cast of it, which is what may wait there; the
+    dropout stays for any other reader.
     """
     found: list[Reader] = []
     for reader in readers:
@@ -147,9 +147,8 @@ def behind_dropouts(trace: Trace, readers: list[Reader], model: nn.Module) -> li
             found.append(reader)
             continue
         for behind in find_readers(trace, list(op.outputs), model):
-            waits = behind.kind == "opaque" or (
-                behind.tensor is op.outputs[0] and weight_read_with(behind) is not None
-            )
+            same = behind.tensor is not None and behind.tensor.shape == op.outputs[0].shape
+            waits = behind.kind == "opaque" or (same and weight_read_with(behind) is not None)
             found.append(behind if waits else reader)
     return found
 
