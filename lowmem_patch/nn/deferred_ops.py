@@ -70,8 +70,9 @@ class DeferredActivation(Deferred):
     def linear(self, to: Projection, dtype: torch.dtype) -> Tensor:
         if torch.compiler.is_compiling():
             return _plain_linear(self.value(), to, dtype)
-        if self._value is not None and to.adapter is None and not to.weight.requires_grad:
-            return Kept(self._value).linear(to, dtype)  # its own node keeps the sources, once
+        if to.adapter is None and not to.weight.requires_grad:
+            # the value's own node keeps the sources; who else reads the value shares its gradient
+            return Kept(self.value()).linear(to, dtype)
         hidden = self.value_alone()
         return activation_linear(
             hidden, self.sources, to.weight, to.bias, self.kind, dtype, to.adapter
