@@ -15,7 +15,6 @@ from lowmem_patch.functional._implementation import Implementation, module, reso
 __all__ = ["pack_bool", "unpack_bool"]
 
 
-
 def _pack_forward(mask: Tensor, implementation: str) -> Tensor:
     bits: Tensor = module(implementation).pack_bool(mask)
     return bits

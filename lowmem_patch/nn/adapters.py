@@ -61,15 +61,16 @@ class AdapterInput(Deferred):
         return super().written or self.parent.written
 
     def compute(self) -> Tensor:
+        if self.base is not None:
+            # no longer one op: whoever reads the value may write into it, and gradients shall be
+            # summed in the order of unpatched code
+            self.base.value()
         return self.parent.value()
 
     def moved(self, sources: tuple[Tensor, ...]) -> Deferred:
         return self.parent.moved(sources)
 
     def dropped(self, whole: Deferred, p: float) -> Any:
-        # one op no more: gradients shall be summed in the order of unpatched code
-        if self.base is not None:
-            self.base.value()
         return self.parent.dropped(whole, p)
 
     def linear(self, to: Projection, dtype: torch.dtype) -> Any:

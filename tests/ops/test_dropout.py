@@ -130,9 +130,7 @@ NARROW = pytest.param(
 @pytest.mark.parametrize("frozen", ["", "weight", "input"])
 @pytest.mark.parametrize("dtype", [torch.float32, NARROW], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_linear_behind_it(
-    backend: Backend, kind: Any, dtype: torch.dtype, frozen: str
-) -> None:
+def test_a_linear_behind_it(backend: Backend, kind: Any, dtype: torch.dtype, frozen: str) -> None:
     """The bits of torch's own Linear, where value and source are of one dtype."""
     x = torch.randn(3, 4, 11).to(backend.device, dtype).requires_grad_(frozen != "input")
     up = torch.randn(3, 4, 11).to(backend.device, dtype).requires_grad_()
@@ -204,7 +202,9 @@ def test_second_derivatives_are_refused_by_name() -> None:
     value = packed_dropout(x, value, bits, 0.3)
     y = dropout_linear(value, (x,), bits, weight, None, 0.3, None, torch.float32)
     for result, name in ((value, "packed_dropout"), (y, "dropout_linear")):
-        (gradient,) = torch.autograd.grad(result.square().sum(), value if result is y else x, create_graph=True)
+        (gradient,) = torch.autograd.grad(
+            result.square().sum(), value if result is y else x, create_graph=True
+        )
         with pytest.raises(DoubleBackwardError, match=name):
             gradient.sum().backward(retain_graph=True)
 
