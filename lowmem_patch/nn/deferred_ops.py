@@ -1,4 +1,4 @@
-"""The deferred ops: an activation, a gated product, a norm behind row moves, a tensor kept anyway, a dropout."""
+"""The deferred ops: activation, gated product, norm behind row moves, a tensor kept anyway, dropout."""
 
 from __future__ import annotations
 
