@@ -161,6 +161,38 @@ def test_by_hand() -> None:
     assert report.saved_before == 3 * x + 2 * low
 
 
+def test_auto_draws_and_computes_in_the_activations_dtype() -> None:
+    """A float32 adapter on a bf16 model is what an adapter in bf16 would be."""
+    config = {"norms": "keep", "activations": "keep", "linear_inputs": "activation_dtype"}
+    inputs = FAMILIES["llama"].inputs()
+    model = lora("llama", torch.bfloat16)
+    twin = cast(copy.deepcopy(model), torch.bfloat16)
+    assert any(p.dtype == torch.float32 for p in model.parameters())
+    patch_model(model, config, example_inputs=inputs)
+    found, ours, _ = step(model, inputs)
+    expected, theirs, _ = step(twin, inputs)
+    assert torch.equal(found, expected)
+    assert [n for n in theirs if not torch.equal(ours[n], theirs[n].to(ours[n].dtype))] == []
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:nothing was patched")
+def test_on_a_gpu() -> None:
+    """The mask that the fused kernel draws; torch keeps it in bytes there."""
+    model, _ = adapted()
+    model, inputs = model.cuda(), {"x": rows()["x"].cuda()}
+    twin = copy.deepcopy(model)
+    patch_model(model, ALONE, example_inputs=inputs)
+    (found, ours, after), (expected, theirs, before) = step(model, inputs), step(twin, inputs)
+    torch.testing.assert_close(found, expected)
+    for name, gradient in theirs.items():
+        torch.testing.assert_close(ours[name], gradient)
+    report = patch_report(model)
+    assert (report.saved_before, report.saved_after) == (before, after)
+    x, mask, low = ROWS * WIDTH * 4, ROWS * WIDTH, ROWS * 2 * 4
+    assert (before, after) == (2 * (x + low) + mask, 2 * (x + low + mask // 8))
+
+
 class Own(nn.Module):
     """A dropout as somebody else may write it."""
 
