@@ -15,6 +15,9 @@ from lowmem_patch.functional._implementation import Implementation, module, reso
 
 __all__ = ["activation", "computed_again", "glu"]
 
+# torch has no operator of its own for these
+_EAGER_ELSEWHERE = ("quick_gelu", "relu_squared")
+
 
 def _activation_forward(x: Tensor, kind: ActivationKind, implementation: str) -> Tensor:
     y: Tensor = module(implementation).activate(x, kind)
@@ -87,7 +90,7 @@ def activation(
     """
     check_kind("activation", kind)
     check_floating("activation", "x", x)
-    if implementation == "auto" and kind not in ("quick_gelu", "relu_squared"):
+    if implementation == "auto" and kind not in _EAGER_ELSEWHERE:
         return reference.activate(x, kind)
     chosen = resolve(implementation, x)
     if not _library.wants_gradient(x):
@@ -201,7 +204,7 @@ def computed_again(sources: tuple[Tensor, Tensor | None], kind: ActivationKind) 
     y: Tensor
     if up is not None:
         y = (_glu_forward if eager else _glu)(x, up, kind, chosen)
-    elif kind == "quick_gelu":
+    elif kind in _EAGER_ELSEWHERE:
         y = (_activation_forward if eager else _activation)(x, kind, chosen)
     else:
         y = reference.activate(x, kind)

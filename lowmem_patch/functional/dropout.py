@@ -23,6 +23,7 @@ from lowmem_patch.functional._implementation import module, resolve
 from lowmem_patch.functional._linear import linear_forward
 from lowmem_patch.functional.activations import computed_again
 from lowmem_patch.functional.packing import pack_bool
+from lowmem_patch.reference import cast
 
 __all__ = ["draw_dropout", "dropout_linear", "packed_dropout"]
 
@@ -98,7 +99,7 @@ class _PackedDropout(torch.autograd.Function):
         ctx.save_for_backward(bits)
         ctx.p, ctx.dtype = p, x.dtype
         # no view, which autograd would not let anybody write into
-        y: Tensor = torch.ops.aten._unsafe_view(value, value.shape)
+        y: Tensor = torch.ops.aten._unsafe_view.default(value, value.shape)
         return y
 
     @staticmethod
@@ -160,15 +161,15 @@ class _DropoutLinear(torch.autograd.Function):
         d_value = d_weight = d_bias = None
         with _library.without_autocast(dy.device.type):
             if weight is not None:
-                d_value = rows.mm(weight.to(dy.dtype)).to(value_dtype)
+                d_value = cast(rows.mm(cast(weight, dy.dtype)), value_dtype)
                 d_value = d_value.view(*dy.shape[:-1], weight.shape[1])
             if source is not None:
                 x = source if kind is None else computed_again((source, up), kind)
                 hidden = _dropped(x, bits, p, False, value_dtype, dy.dtype)
                 # the order of torch's own mm backward, for equal bits
-                d_weight = rows.t().mm(hidden.view(-1, hidden.shape[-1])).to(weight_dtype)
+                d_weight = cast(rows.t().mm(hidden.view(-1, hidden.shape[-1])), weight_dtype)
             if ctx.needs_input_grad[5]:
-                d_bias = rows.sum(0).to(bias_dtype)
+                d_bias = cast(rows.sum(0), bias_dtype)
         return d_value, None, None, None, d_weight, d_bias, None, None, None
 
 

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowmem_patch.kernels._launch import Launch
+from lowmem_patch.kernels._launch import Launch, empty
 
 __all__ = ["drop", "pack_bool"]
 
@@ -99,7 +99,7 @@ def pack_bool(mask: Tensor) -> Tensor:
     flags = mask.contiguous().view(torch.uint8)
     elements = flags.numel()
     count = -(-elements // 8)
-    bits = torch.empty(count, dtype=torch.uint8, device=mask.device)
+    bits = flags.new_empty(count)
     if elements:
         grid = (-(-count // BLOCK_BYTES), 1, 1)
         _pack_launch(elements % 8 == 0)(grid, (flags, bits), (elements, count))
@@ -114,7 +114,7 @@ def drop(
     ``x`` and the product are rounded to ``dtype``, in which torch would have computed.
     """
     x = x.contiguous()
-    y = torch.empty(x.shape, dtype=out_dtype, device=x.device)
+    y = empty(x, out_dtype)
     elements, count = x.numel(), bits.numel()
     if elements:
         grid = (-(-count // BLOCK_BYTES), 1, 1)
