@@ -161,6 +161,21 @@ def test_quantised_linears_under_adapters(name: str, bits: int) -> None:
     assert saved == HIDDEN[name] * 4 * (2 if name == "llama" else 1)
 
 
+@pytest.mark.filterwarnings("ignore:.*inputs will be cast")
+@pytest.mark.parametrize("bits", [4, 8])
+def test_quantised_linears_under_adapters_with_dropout(bits: int) -> None:
+    family = EVERY["llama"]
+    model = quantised(build(family), bits)
+    options = {"target_modules": family.linears, "init_lora_weights": False}
+    adapted = get_peft_model(model, LoraConfig(r=4, lora_dropout=0.1, **options))
+    saved, report = compare(adapted, family.inputs(), "rounding")
+    with saved_bytes(adapted) as kept:
+        adapted(**family.inputs())
+    masks = [item.bytes for item in kept.storages if item.dtype == torch.uint8]
+    assert len(masks) == 2 * 7 and sum(masks) == 2 * (6 * 32 + 48) * 18 // 8
+    assert saved == report.saved_before - report.saved_after > 2 * HIDDEN["llama"] * 4
+
+
 @pytest.mark.parametrize("experts", ["eager", "batched_mm", "grouped_mm"])
 def test_experts(experts: str) -> None:
     """Two experts for each of 18 tokens; weights are three-dimensional parameters."""
