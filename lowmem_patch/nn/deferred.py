@@ -173,10 +173,10 @@ class Deferred:
             return self.grouped(func, args[1], given["offs"]) if set(given) == {"offs"} else None
         if name == "dropout":
             p, in_place = dropout_call(args, kwargs)
-            waits = 0 < p < 1 and not in_place and self.sources[0].numel() and not self.written
-            if p == 0 or not waits:
-                return self if p == 0 else None
-            return self.dropped(self, p) if torch.is_grad_enabled() else None
+            if p == 0:
+                return self
+            waits = 0 < p < 1 and not in_place and not self.written and torch.is_grad_enabled()
+            return self.dropped(self, p) if waits and self.sources[0].numel() else None
         if name in _METADATA_METHODS:
             return func(self.sources[0], *args[1:], **kwargs)
         if name in ("to", "float"):

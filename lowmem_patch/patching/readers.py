@@ -146,7 +146,10 @@ def behind_dropouts(trace: Trace, readers: list[Reader], model: nn.Module) -> li
         if op is None or op.name != "dropout" or reader.kind != "other":
             found.append(reader)
             continue
-        for behind in find_readers(trace, list(op.outputs), model):
+        following = find_readers(trace, list(op.outputs), model)
+        if not following:
+            found.append(reader)
+        for behind in following:
             same = behind.tensor is not None and behind.tensor.shape == op.outputs[0].shape
             waits = behind.kind == "opaque" or (same and weight_read_with(behind) is not None)
             found.append(behind if waits else reader)
