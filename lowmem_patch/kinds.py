@@ -95,7 +95,8 @@ def kind_of(tensor: Tensor, savers: Iterable[Saver], kinds: dict[str, str], larg
         return "attention"
     for kind in ("linear inputs", "norms"):  # a norm may run right before its Linear, in there
         if kind in found:
-            small = tensor.numel() * _NARROWEST_ROW <= largest
+            packed = not tensor.is_floating_point()
+            small = packed or tensor.numel() * _NARROWEST_ROW <= largest
             return "codes and statistics" if small else kind
     if "activations" in found:
         packed = not tensor.is_floating_point()

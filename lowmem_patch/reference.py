@@ -27,6 +27,7 @@ __all__ = [
     "cast",
     "codes_backward",
     "codes_forward",
+    "drop",
     "glu_backward",
     "glu_forward",
     "norm_backward",
@@ -264,3 +265,19 @@ def unpack_bool(packed: Tensor, shape: Sequence[int]) -> Tensor:
     positions = torch.arange(8, dtype=torch.uint8, device=packed.device)
     flags = (packed[:, None] >> positions) & 1
     return flags.view(-1)[: prod(shape)].view(*shape).bool()
+
+
+def drop(
+    x: Tensor, bits: Tensor, scale: float, dtype: torch.dtype, out_dtype: torch.dtype
+) -> Tensor:
+    """x times ``scale`` where the bit is 1 and times 0 elsewhere, contiguous, in ``out_dtype``.
+
+    ``x`` and the product are rounded to ``dtype``, in which torch would have computed.
+
+    Args:
+        x: ``[...]``, n elements.
+        bits: ``[ceil(n / 8)]`` uint8, from `pack_bool`.
+    """
+    arithmetic = _arithmetic_dtype(dtype)
+    factor = unpack_bool(bits, x.shape).to(arithmetic) * scale
+    return (x.to(dtype).to(arithmetic) * factor).to(dtype).to(out_dtype).contiguous()

@@ -66,9 +66,12 @@ def swin(layers: int) -> Any:
     return timm.create_model("swin_tiny_patch4_window7_224", drop_path_rate=0.0)
 
 
-def lora(targets: Any, rank: int, **more: Any) -> Callable[[nn.Module], nn.Module]:
+def lora(
+    targets: Any, rank: int, dropout: float = 0.0, **more: Any
+) -> Callable[[nn.Module], nn.Module]:
     def adapt(model: nn.Module) -> nn.Module:
-        return get_peft_model(model, LoraConfig(r=rank, target_modules=targets), **more)
+        config = LoraConfig(r=rank, target_modules=targets, lora_dropout=dropout)
+        return get_peft_model(model, config, **more)
 
     return adapt
 
@@ -96,17 +99,21 @@ TOKENS, PATCHES = ROWS * LENGTH, ROWS * 197
 
 
 def llama_floor(
-    hidden: int, inner: int, keys: int, *, heads: int, full: bool, adapters: int = 0
+    hidden: int, inner: int, keys: int, *, heads: int, full: bool, adapters: int = 0, bits: int = 0
 ) -> float:
-    """Bytes: per layer x, q, k, v, out, x, gate, up; then the last norm's output; 2 bytes each."""
+    """Bytes: per layer x, q, k, v, out, x, gate, up; then the last norm's output; 2 bytes each.
+
+    ``bits`` of masks: one for each element of what an adapter's dropout reads.
+    """
     layer = (4 * hidden + 2 * keys + 2 * inner + adapters) * 2 + heads * 4  # log-sum-exp
+    layer += bits / 8
     norms = 5 if full else 4  # nothing trains below the first norm of an adapted model
     return TOKENS * (2 * layer + 2 * hidden + norms * 4)
 
 
-def vit_floor(*, full: bool, gelu: float, adapters: int = 0) -> float:
+def vit_floor(*, full: bool, gelu: float, adapters: int = 0, bits: int = 0) -> float:
     """Per block: x, q, k, v, out, x and what stands for GELU's input, in units of 768 bf16 values."""
-    block = 768 * 2 * (6 + gelu) + 12 * 4 + adapters * 2
+    block = 768 * 2 * (6 + gelu) + 12 * 4 + adapters * 2 + bits / 8
     norms = 5 if full else 4
     images = ROWS * 3 * 224 * 224 * 2 if full else 0
     return PATCHES * (2 * block + 768 * 2 + norms * 4) + images
@@ -147,6 +154,17 @@ CASES = {
     "Llama-3-8B GQA LoRA all": Case(
         eight_b, lora(LLAMA_LINEARS, 16), False, "auto", 1.05, 38, 33, 32,
         lambda: llama_floor(4096, 14336, 1024, heads=32, full=False, adapters=RANKS),
+    ),
+    # torch's own masks are counted as the CPU keeps them: as wide as the tensor, on a GPU one byte
+    "Llama-3-8B GQA LoRA all, dropout": Case(
+        eight_b, lora(LLAMA_LINEARS, 16, 0.1), False, "auto", 1.05, 25, 25, 23,
+        lambda: llama_floor(
+            4096, 14336, 1024, heads=32, full=False, adapters=RANKS, bits=6 * 4096 + 14336
+        ),
+    ),
+    "ViT-B/16 LoRA all, dropout": Case(
+        vit, lora(VIT_LINEARS, 4, 0.1), True, "exact", 1.04, 35, 35, 33,
+        lambda: vit_floor(full=False, gelu=4, adapters=16, bits=7 * 768),
     ),
     "Qwen2-0.5B full": Case(
         half_b, same, False, "exact", 1.05, 49, 47, 47,
@@ -230,14 +248,14 @@ def test_a_llama_layer_is_11_375_widths() -> None:
 class Toy(nn.Module):
     """Linears around one activation, to count by hand."""
 
-    def __init__(self, gated: bool = False) -> None:
+    def __init__(self, gated: bool = False, p: float = 0.0) -> None:
         super().__init__()
         self.inner, self.up, self.outer = nn.Linear(8, 32), nn.Linear(8, 32), nn.Linear(32, 8)
-        self.gated = gated
+        self.gated, self.drop = gated, nn.Dropout(p)
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = torch.nn.functional.silu(self.inner(x))
-        return self.outer(hidden * self.up(x) if self.gated else hidden)
+        hidden = torch.nn.functional.silu(self.inner(self.drop(x)))
+        return self.outer(self.drop(hidden * self.up(x) if self.gated else hidden))
 
 
 def toy_floor(model: nn.Module, rows: int = 4) -> dict[str, int]:
@@ -260,6 +278,16 @@ def test_gate_and_up_count_and_not_their_product() -> None:
     assert toy_floor(model) == {"linear inputs": 4 * (8 + 32 + 32) * 4}
     model.outer.requires_grad_(False)  # the product's own backward needs both
     assert toy_floor(model) == {"linear inputs": 4 * 8 * 4, "activations": 4 * 64 * 4}
+
+
+def test_a_dropout_counts_one_bit_for_each_element() -> None:
+    model = Toy(p=0.5)  # rows that fill no whole byte: 3 x 8 and 3 x 32 bits, 3 bytes and 12
+    kept = {"linear inputs": 3 * (8 + 32) * 4, "codes and statistics": 3 * 8 // 8 + 3 * 32 // 8}
+    assert toy_floor(model, 3) == kept
+    model.inner.requires_grad_(False)  # nothing below the second dropout trains
+    assert toy_floor(model, 3) == {"linear inputs": 3 * 32 * 4, "codes and statistics": 12}
+    assert toy_floor(Toy(gated=True, p=0.5))["codes and statistics"] == 4 * 8 // 8 + 4 * 32 // 8
+    assert toy_floor(Toy(p=1.0)) == toy_floor(Toy())  # all is dropped: nothing to remember
 
 
 def test_eager_attention_counts_what_autograd_keeps() -> None:

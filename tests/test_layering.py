@@ -22,7 +22,7 @@ PUBLIC = "(public names)"  # lowmem_patch/__init__.py itself
 # A module may import whatever stands on an earlier line, and itself if it is a package.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
-    ("constants", "kinds", "rows"),
+    ("constants", "dropouts", "kinds", "rows"),
     ("saved",),
     ("kernels", "reference"),
     ("functional",),

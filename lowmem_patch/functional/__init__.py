@@ -9,6 +9,7 @@ from lowmem_patch.constants import ActivationKind
 from lowmem_patch.functional._implementation import Implementation
 from lowmem_patch.functional.activations import activation, glu
 from lowmem_patch.functional.codes import codes_activation, regelu2, requickgelu2, resilu2
+from lowmem_patch.functional.dropout import draw_dropout, dropout_linear, packed_dropout
 from lowmem_patch.functional.grouped import activation_grouped_matmul
 from lowmem_patch.functional.linear import LowRank, activation_linear, kept_linear
 from lowmem_patch.functional.matmul import kept_matmul
@@ -24,6 +25,8 @@ __all__ = [
     "activation_grouped_matmul",
     "activation_linear",
     "codes_activation",
+    "draw_dropout",
+    "dropout_linear",
     "glu",
     "kept_linear",
     "kept_matmul",
@@ -31,6 +34,7 @@ __all__ = [
     "ms_norm_pair",
     "ms_rms_norm",
     "pack_bool",
+    "packed_dropout",
     "regelu2",
     "requickgelu2",
     "resilu2",

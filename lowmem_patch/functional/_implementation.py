@@ -16,7 +16,8 @@ __all__ = ["Implementation", "module", "resolve"]
 
 Implementation = Literal["auto", "triton", "reference"]
 
-_KERNEL_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32))
+# bool: the flags that are packed
+_KERNEL_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.bool))
 _TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
 _warned_without_triton = False
 

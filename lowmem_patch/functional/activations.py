@@ -13,7 +13,10 @@ from lowmem_patch.functional import _library
 from lowmem_patch.functional._checks import check_floating, check_kind
 from lowmem_patch.functional._implementation import Implementation, module, resolve
 
-__all__ = ["activation", "glu"]
+__all__ = ["activation", "computed_again", "glu"]
+
+# torch has no operator of its own for these
+_EAGER_ELSEWHERE = ("quick_gelu", "relu_squared")
 
 
 def _activation_forward(x: Tensor, kind: ActivationKind, implementation: str) -> Tensor:
@@ -87,7 +90,7 @@ def activation(
     """
     check_kind("activation", kind)
     check_floating("activation", "x", x)
-    if implementation == "auto" and kind not in ("quick_gelu", "relu_squared"):
+    if implementation == "auto" and kind not in _EAGER_ELSEWHERE:
         return reference.activate(x, kind)
     chosen = resolve(implementation, x)
     if not _library.wants_gradient(x):
@@ -190,4 +193,19 @@ def glu(
     if not _library.wants_gradient(gate, up):
         return reference.activate(gate, kind) * up
     y: Tensor = _call_glu(gate, up, kind, chosen)
+    return y
+
+
+def computed_again(sources: tuple[Tensor, Tensor | None], kind: ActivationKind) -> Tensor:
+    """The bits that `activation` or, with two sources, `glu` gave for these sources; no gradient."""
+    x, up = sources
+    eager = _library.is_eager(x, up)
+    chosen = resolve("auto", x, up)
+    y: Tensor
+    if up is not None:
+        y = (_glu_forward if eager else _glu)(x, up, kind, chosen)
+    elif kind in _EAGER_ELSEWHERE:
+        y = (_activation_forward if eager else _activation)(x, kind, chosen)
+    else:
+        y = reference.activate(x, kind)
     return y

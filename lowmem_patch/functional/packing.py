@@ -10,13 +10,20 @@ from torch import Tensor
 
 from lowmem_patch import reference
 from lowmem_patch.functional import _library
+from lowmem_patch.functional._implementation import Implementation, module, resolve
 
 __all__ = ["pack_bool", "unpack_bool"]
 
+
+def _pack_forward(mask: Tensor, implementation: str) -> Tensor:
+    bits: Tensor = module(implementation).pack_bool(mask)
+    return bits
+
+
 _pack = _library.define(
-    "pack_bool(Tensor mask) -> Tensor",
-    reference.pack_bool,
-    lambda mask: mask.new_empty((mask.numel() + 7) // 8, dtype=torch.uint8),
+    "pack_bool(Tensor mask, str implementation) -> Tensor",
+    _pack_forward,
+    lambda mask, implementation: mask.new_empty((mask.numel() + 7) // 8, dtype=torch.uint8),
 )
 _unpack = _library.define(
     "unpack_bool(Tensor packed, SymInt[] shape) -> Tensor",
@@ -25,11 +32,12 @@ _unpack = _library.define(
 )
 
 
-def pack_bool(mask: Tensor) -> Tensor:
+def pack_bool(mask: Tensor, *, implementation: Implementation = "auto") -> Tensor:
     """Pack flags, eight a byte, first flag lowest.
 
     Args:
         mask: ``[...]``, bool, n elements.
+        implementation: see `resolve`.
 
     Returns:
         ``[ceil(n / 8)]`` uint8.
@@ -39,7 +47,8 @@ def pack_bool(mask: Tensor) -> Tensor:
     """
     if mask.dtype != torch.bool:
         raise TypeError(f"pack_bool: mask must be bool, got {mask.dtype}")
-    packed: Tensor = _pack(mask)
+    chosen = resolve(implementation, mask)
+    packed: Tensor = (_pack_forward if _library.is_eager(mask) else _pack)(mask, chosen)
     return packed
 
 

@@ -6,6 +6,7 @@ modules, no choice of implementation. Importing this package imports Triton.
 
 from __future__ import annotations
 
+from lowmem_patch.kernels.dropout import drop, pack_bool
 from lowmem_patch.kernels.norm import norm_forward
 from lowmem_patch.kernels.norm_gradient import norm_backward
 from lowmem_patch.kernels.pointwise import activate, activate_backward, glu_backward, glu_forward
@@ -16,8 +17,10 @@ __all__ = [
     "activate_backward",
     "codes_backward",
     "codes_forward",
+    "drop",
     "glu_backward",
     "glu_forward",
     "norm_backward",
     "norm_forward",
+    "pack_bool",
 ]

@@ -54,20 +54,29 @@ class AdapterInput(Deferred):
         super().__init__(parent.sources, parent.dtype, parent.lowers)
         self.parent = parent
         self.layer = layer
+        self.base: _BaseProduct | None = None
 
     @property
     def written(self) -> bool:
         return super().written or self.parent.written
 
     def compute(self) -> Tensor:
+        if self.base is not None:
+            # no longer one op: whoever reads the value may write into it, and gradients shall be
+            # summed in the order of unpatched code
+            self.base.value()
         return self.parent.value()
 
     def moved(self, sources: tuple[Tensor, ...]) -> Deferred:
         return self.parent.moved(sources)
 
+    def dropped(self, whole: Deferred, p: float) -> Any:
+        return self.parent.dropped(whole, p)
+
     def linear(self, to: Projection, dtype: torch.dtype) -> Any:
         if to.weight is self.layer.base_layer.weight:
-            return _BaseProduct(self.parent, to, dtype)
+            self.base = _BaseProduct(self.parent, to, dtype)
+            return self.base
         if to.bias is None and any(to.weight is a.weight for a in self.layer.lora_A.values()):
             return _Down(self.parent, to.weight, dtype)
         return self.parent.linear(to, dtype)

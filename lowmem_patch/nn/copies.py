@@ -18,33 +18,22 @@ from lowmem_patch.nn.deferred import (
     needs_gradient,
 )
 from lowmem_patch.nn.deferred_ops import Kept, KeptMatrix
+from lowmem_patch.nn.narrow import attached_copy
 
 __all__ = [
-    "attach_copy", "give_value", "is_own_hook", "keep_input", "keep_matrix", "keep_weight", "lower_input",
+    "give_value", "is_own_hook", "keep_input", "keep_matrix", "keep_weight", "lower_input",
     "release_input", "use_copy", "use_value",
 ]  # fmt: skip
-
-
-# a narrow copy travels on the wide tensor that it copies, and lives as long as that does
-_COPY = "_lowmem_patch_copy"
-
-
-def attach_copy(tensor: Tensor, copy: Tensor) -> None:
-    """Let Linears that read ``tensor`` under autocast find ``copy``, the same rounded."""
-    setattr(tensor, _COPY, (copy, tensor._version))
 
 
 def use_copy(module: nn.Linear, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """Forward pre-hook of a Linear: read the attached copy, which is what autocast would make."""
     if torch.compiler.is_compiling() or not args or not isinstance(args[0], Tensor):
         return None
-    attached = getattr(args[0], _COPY, None)
-    if attached is None:
+    copy = attached_copy(args[0])
+    if copy is None or not needs_gradient(copy):
         return None
-    copy, version = attached
-    if not needs_gradient(copy) or not torch.is_autocast_enabled(copy.device.type):
-        return None
-    if args[0]._version != version:  # a hook wrote into the wide tensor since
+    if not torch.is_autocast_enabled(copy.device.type):
         return None
     if args[0]._backward_hooks or args[0].retains_grad:  # the whole gradient is waited for there
         return None

@@ -3,14 +3,15 @@
 An activation or norm slot may return a ``Deferred`` in place of a tensor. It stands for
 ``op(*sources)`` and behaves like that tensor: every torch function that does not know better gets
 the computed value, so a consumer that nobody foresaw (an adapter added later, a hook, a print) is
-always right. Four uses are known better:
+always right. Five uses are known better:
 
 - a row move (view, permute, roll, window partition) is applied to the sources instead;
 - ``activation * up`` becomes one deferred gated product;
 - ``F.linear`` computes with the value, but what autograd keeps for the weight's gradient are the
   sources, from which the value is recomputed in backward by one elementwise kernel;
 - a cast to another floating dtype waits too, so that ``F.linear`` repeats it in backward and keeps
-  no second copy (PEFT's float32 adapters, autocast).
+  no second copy (PEFT's float32 adapters, autocast);
+- a dropout draws its mask at once, and keeps that in bits.
 
 It is a plain object and not a tensor subclass: code that bypasses ``__torch_function__`` fails
 loudly on it and never reads a pre-activation by mistake.
@@ -25,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lowmem_patch.dropouts import dropout_call
 from lowmem_patch.functional import LowRank, kept_linear
 from lowmem_patch.rows import function_name, moves_rows
 
@@ -90,10 +92,8 @@ class Deferred:
         """A grouped matmul that keeps as little as possible, or None for the plain one."""
         return None
 
-    def dropped(
-        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """What a dropout makes of it, or None for the plain one."""
+    def dropped(self, whole: Deferred, p: float) -> Any:
+        """What a dropout makes of ``whole``, which is this or a cast of it, or None for the plain one."""
         return None
 
     def times(self, other: Any) -> Any:
@@ -172,9 +172,11 @@ class Deferred:
             given = {key: item for key, item in kwargs.items() if item is not None}
             return self.grouped(func, args[1], given["offs"]) if set(given) == {"offs"} else None
         if name == "dropout":
-            p = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
-            training = args[2] if len(args) > 2 else kwargs.get("training", True)
-            return self if p == 0 or not training else self.dropped(func, args[1:], kwargs)
+            p, in_place = dropout_call(args, kwargs)
+            if p == 0:
+                return self
+            waits = 0 < p < 1 and not in_place and not self.written and torch.is_grad_enabled()
+            return self.dropped(self, p) if waits and self.sources[0].numel() else None
         if name in _METADATA_METHODS:
             return func(self.sources[0], *args[1:], **kwargs)
         if name in ("to", "float"):
@@ -301,12 +303,19 @@ class DeferredCast(Deferred):
     def moved(self, sources: tuple[Tensor, ...]) -> Deferred:
         return DeferredCast(self.parent.moved(sources), self.dtype)
 
-    def dropped(
-        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    @property
+    def written(self) -> bool:
+        return super().written or self.parent.written
+
+    def dropped(self, whole: Deferred, p: float) -> Any:
+        if isinstance(self.parent, DeferredCast):
+            return None  # the rounding between the casts would be lost
         if not self.lowers or self.parent.dtype.itemsize >= self.dtype.itemsize:
-            return None
-        return Lowered(func(self.parent.value(), *args, **kwargs), self.dtype)
+            return self.parent.dropped(whole, p)
+        narrow = self.parent.dropped(self.parent, p)
+        if narrow is None:
+            return Lowered(F.dropout(self.parent.value(), p), self.dtype)
+        return DeferredCast(narrow, self.dtype)
 
     def linear(self, to: Projection, dtype: torch.dtype) -> Any:
         if self.parent.written:

@@ -1,4 +1,4 @@
-"""The deferred ops: an activation, a gated product, a norm behind row moves, a tensor kept anyway."""
+"""The deferred ops: activation, gated product, norm behind row moves, a tensor kept anyway, dropout."""
 
 from __future__ import annotations
 
@@ -15,13 +15,17 @@ from lowmem_patch.functional import (
     activation_grouped_matmul,
     activation_linear,
     compiled,
+    draw_dropout,
+    dropout_linear,
     glu,
     kept_linear,
     kept_matmul,
+    packed_dropout,
 )
 from lowmem_patch.nn.deferred import Deferred, Projection, autocast_dtype, value_of
+from lowmem_patch.nn.narrow import attached_copy
 
-__all__ = ["DeferredActivation", "DeferredNorm", "Kept", "KeptMatrix"]
+__all__ = ["DeferredActivation", "DeferredNorm", "Dropped", "Kept", "KeptMatrix"]
 
 
 class DeferredActivation(Deferred):
@@ -66,10 +70,16 @@ class DeferredActivation(Deferred):
     def linear(self, to: Projection, dtype: torch.dtype) -> Tensor:
         if torch.compiler.is_compiling():
             return _plain_linear(self.value(), to, dtype)
+        if to.adapter is None and not to.weight.requires_grad:
+            # the value's own node keeps the sources; who else reads the value shares its gradient
+            return Kept(self.value()).linear(to, dtype)
         hidden = self.value_alone()
         return activation_linear(
             hidden, self.sources, to.weight, to.bias, self.kind, dtype, to.adapter
         )
+
+    def dropped(self, whole: Deferred, p: float) -> Any:
+        return None if torch.compiler.is_compiling() else Dropped(whole, self.sources, self.kind, p)
 
     def grouped(self, func: Callable[..., Any], weight: Tensor, offsets: Tensor) -> Any:
         if weight.dim() != 3 or torch.compiler.is_compiling():
@@ -91,6 +101,9 @@ class Kept(Deferred):
     def moved(self, sources: tuple[Tensor, ...]) -> Deferred:
         return Kept(sources[0], self.lowers)
 
+    def dropped(self, whole: Deferred, p: float) -> Any:
+        return None if torch.compiler.is_compiling() else Dropped(whole, (self.value(),), None, p)
+
     def linear(self, to: Projection, dtype: torch.dtype) -> Tensor:
         value = self.value()
         if torch.compiler.is_compiling():
@@ -98,6 +111,58 @@ class Kept(Deferred):
         if to.adapter is None and value.dtype == dtype and _suits(to.weight, dtype):
             return F.linear(value, to.weight, to.bias)
         return kept_linear(value, to.weight, to.bias, dtype, to.adapter)
+
+
+class Dropped(Deferred):
+    """A dropout, whose mask is drawn at once: the random numbers are those of unpatched code.
+
+    A Linear that trains keeps the mask in bits and what the dropout's input is computed from; any other
+    reader gets the value, whose own node keeps the bits alone.
+
+    Args:
+        whole: the dropout's input.
+        sources, kind: what ``whole`` is computed from, as `dropout_linear` wants it.
+        p: the probability, above 0 and below 1.
+    """
+
+    def __init__(
+        self, whole: Deferred, sources: tuple[Tensor, ...], kind: ActivationKind | None, p: float
+    ) -> None:
+        super().__init__(sources, whole.dtype, whole.lowers)
+        self.whole = whole
+        self.kind = kind
+        self.p = p
+        self.drawn, self.bits = draw_dropout(whole.value(), p)
+
+    @property
+    def written(self) -> bool:
+        return super().written or self.whole.written
+
+    def compute(self) -> Tensor:
+        return packed_dropout(self.whole.value(), self.drawn, self.bits, self.p)
+
+    def dropped(self, whole: Deferred, p: float) -> Any:
+        return Dropped(whole, (self.value(),), None, p)
+
+    def linear(self, to: Projection, dtype: torch.dtype) -> Tensor:
+        weight, bias, adapter = to
+        if adapter is not None:
+            low = self.linear(Projection(adapter.down, None), dtype)
+            product = kept_linear(low, adapter.up, None, dtype) * adapter.scale
+            return self.linear(Projection(weight, bias), dtype) + product
+        if not weight.requires_grad:
+            return Kept(self.value()).linear(to, dtype)
+        sources = self.sources
+        if self.kind is None and (copy := attached_copy(sources[0])) is not None:
+            # what the norm keeps: the product is rounded to that in any case
+            sources = (copy,) if copy.dtype == dtype else sources
+        settings = (self.p, self.kind, dtype)
+        return dropout_linear(self.value(), sources, self.bits, weight, bias, *settings)
+
+    def _move(
+        self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        return None  # the bits lie in the order of the rows as they are
 
 
 def _suits(weight: Tensor, dtype: torch.dtype) -> bool:

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from lowmem_patch.errors import PatchError, UnfoldedWeightsError
 from lowmem_patch.functional import compiled, ms_layer_norm, ms_norm_pair, ms_rms_norm
-from lowmem_patch.nn.copies import attach_copy
 from lowmem_patch.nn.deferred import autocast_dtype, has_backward_hooks, needs_gradient
 from lowmem_patch.nn.deferred_ops import DeferredNorm, Kept
+from lowmem_patch.nn.narrow import attach_copy
 
 __all__ = ["MSLayerNorm", "MSNorm", "MSRMSNorm"]
 

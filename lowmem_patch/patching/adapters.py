@@ -38,7 +38,7 @@ def find_adapters(modules: Mapping[str, nn.Module]) -> Adapters:
             dropouts[p] += 1
     notes = [f"{len(layers)} adapter layers keep one copy of their input"] if layers else []
     notes += [
-        f"{count} of them keep a tensor more for each adapter: what their dropout of {p:g} leaves"
+        f"{count} of them keep one bit more for each element of it: the mask of their dropout of {p:g}"
         for p, count in dropouts.items()
     ]
     notes += [f"{count} adapter layers are left alone: {why}" for why, count in alone.items()]

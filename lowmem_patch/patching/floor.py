@@ -4,11 +4,11 @@ The rule (for each token, and nothing else):
 
 1. the input of a matmul whose weight trains: once, in the compute dtype, shared by all its readers.
    Where that input is act(x) or act(gate) * up, x or gate and up count instead, since the input is
-   recomputed from them. A cast made for an adapter counts as its source;
+   recomputed from them; a cast made for an adapter, and a dropout's result, count as their source;
 2. what attention itself keeps, as the model implements it, but no cast of a softmax's output;
-3. 2-bit codes of an activation whose input nothing above keeps, per-row statistics of norms, and
-   what no backward can do without: the output of a norm that no trained matmul reads, and both
-   factors of an act(gate) * up that no trained matmul reads.
+3. 2-bit codes of an activation whose input nothing above keeps, per-row statistics of norms, one bit
+   for each element of a dropout, and what no backward can do without: the output of a norm that no
+   trained matmul reads, and both factors of an act(gate) * up that no trained matmul reads.
 
 It is counted on the unpatched model, so that it does not depend on what a patch can do.
 """
@@ -20,6 +20,7 @@ import math
 
 from torch import Tensor, nn
 
+from lowmem_patch.dropouts import dropout_call
 from lowmem_patch.kinds import ELEMENTWISE, KINDS, MATMULS, WEIGHTED
 from lowmem_patch.patching.match import NormSpec, looks_like_norm, match_activation, match_norm
 from lowmem_patch.patching.sites import block_name
@@ -30,6 +31,7 @@ __all__ = ["Floor", "FloorItem", "count_floor"]
 
 _STATISTIC = 4  # bytes of rstd per row: float32 whatever the activations are
 _CODES_PER_BYTE = 4
+_FLAGS_PER_BYTE = 8
 _CASTS = frozenset(("to", "type_as", "type", "float", "half", "bfloat16", "double"))
 _SAME_VALUES = frozenset(
     ("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "contiguous", "clone", "permute",
@@ -90,12 +92,6 @@ def count_floor(model: nn.Module, trace: Trace) -> Floor:
     return _Counter(model, trace).count()
 
 
-def _is_idle_dropout(op: Op) -> bool:
-    p = op.args[1] if len(op.args) > 1 else op.kwargs.get("p", 0.5)
-    training = op.args[2] if len(op.args) > 2 else op.kwargs.get("training", True)
-    return op.name == "dropout" and (p == 0 or not training)
-
-
 def _is_cast(storage: SavedStorage, softmax: SavedStorage, module: str) -> bool:
     """Whether a matmul keeps a narrow copy of what this softmax keeps for its own backward."""
     saver = storage.savers[0]
@@ -135,6 +131,7 @@ class _Counter:
                 for source in self._sources(x):
                     self._keep(source, op.module, "linear inputs")
         self._products()
+        self._dropouts({id(x) for _, (x, weight) in matmuls if weight.requires_grad})
         for module, source, output in self.norms:
             self._norm(module, source, output)
         for key, source in self.activations.items():
@@ -258,7 +255,7 @@ class _Counter:
         return tensor, min(width, self._compute_width(tensor)), storages
 
     def _same_values(self, tensor: Tensor) -> Tensor | None:
-        """What ``tensor`` was made from by a cast or a rearrangement of all its elements."""
+        """What ``tensor`` was made from by a cast, a rearrangement of all its elements or a dropout."""
         op = self.makers.get(id(tensor))
         if id(tensor) in self.activations or id(tensor) in self.norm_outputs:
             return None
@@ -267,14 +264,14 @@ class _Counter:
         source = op.args[0]
         if source is tensor or not source.is_floating_point() or source.numel() != tensor.numel():
             return None
-        known = op.name in _SAME_VALUES | _CASTS | _SELECTIONS or _is_idle_dropout(op)
+        known = op.name in _SAME_VALUES | _CASTS | _SELECTIONS or op.name == "dropout"
         return source if known else None
 
     def _compute_width(self, tensor: Tensor) -> int:
-        """Bytes of an element in the compute dtype: what an adapter, or the dropout before it, makes
-        of a widened copy of a narrow tensor could be as narrow as that tensor."""
+        """Bytes of an element in the compute dtype: what an adapter makes of a widened copy of a narrow
+        tensor could be as narrow as that tensor."""
         op = self.makers.get(id(tensor))
-        if op is None or op.name not in ("linear", "dropout") or op.autocast:
+        if op is None or op.name != "linear" or op.autocast:
             return tensor.element_size()
         return min(tensor.element_size(), self._root(op.args[0])[1])
 
@@ -339,6 +336,17 @@ class _Counter:
             self._keep(gate, op.module, "activations")
             if gate.requires_grad:
                 self._keep(up, op.module, "activations")
+
+    def _dropouts(self, inputs: set[int]) -> None:
+        """Masks, for the gradient of the dropout's input and for a matmul that trains behind it."""
+        for op in self.trace.ops:
+            if op.name != "dropout" or not 0 < dropout_call(op.args, op.kwargs).p < 1:
+                continue
+            (output,) = op.outputs
+            if output.requires_grad or id(output) in inputs:
+                size = -(-output.numel() // _FLAGS_PER_BYTE)
+                item = FloorItem(op.module, "codes and statistics", size)
+                self.items["dropout", id(output)] = item
 
     def _norm(self, module: str, source: Tensor, output: Tensor) -> None:
         if not self._kept(output) and not self._kept(source):

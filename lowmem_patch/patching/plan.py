@@ -24,7 +24,12 @@ from lowmem_patch.patching.match import (
     match_activation,
     match_norm,
 )
-from lowmem_patch.patching.readers import Reader, find_readers, weight_read_with
+from lowmem_patch.patching.readers import (
+    Reader,
+    behind_dropouts,
+    find_readers,
+    weight_read_with,
+)
 from lowmem_patch.patching.sites import Site
 from lowmem_patch.patching.trace import Call, Trace
 
@@ -237,7 +242,7 @@ class _Planner:
         adapters = self.adapters.layers
         for reader in readers:
             if reader.kind == "product" and reader.op is not None:
-                products = find_readers(self.trace, list(reader.op.outputs), self.shadow)
+                products = self._waiting(list(reader.op.outputs))
                 found = next((r for r in products if r.kind == "opaque"), None)
             else:
                 found = reader if reader.kind == "opaque" else None
@@ -257,16 +262,21 @@ class _Planner:
 
     # activations
 
+    def _waiting(self, outputs: list[Tensor]) -> list[Reader]:
+        """Who reads an activation's output or a gated product, also behind a dropout."""
+        readers = find_readers(self.trace, outputs, self.shadow)
+        return behind_dropouts(self.trace, readers, self.shadow)
+
     def _recomputed(self, readers: list[Reader]) -> str:
         outputs = [t for r in readers if r.kind == "product" and r.op for t in r.op.outputs]
-        reading = find_readers(self.trace, outputs, self.shadow)
+        reading = self._waiting(outputs)
         other = next((reader for reader in reading if weight_read_with(reader) is None), None)
         if other is None:
             return "their product recomputed"
         return f"the activation's output recomputed; their product is read by {other.text}"
 
     def _activation(self, name: str, kind: ActivationKind, calls: list[Call]) -> Site:
-        readers = find_readers(self.trace, [t for call in calls for t in call.outputs], self.shadow)
+        readers = self._waiting([tensor for call in calls for tensor in call.outputs])
         consumers = tuple(dict.fromkeys(reader.text for reader in readers))
         choice = self.config.activations
         if choice == "keep":

@@ -6,12 +6,13 @@ import dataclasses
 
 from torch import Tensor, nn
 
+from lowmem_patch.dropouts import dropout_call
 from lowmem_patch.patching.sites import LinearRef
 from lowmem_patch.patching.trace import Op, Trace
 from lowmem_patch.rows import moves_rows, pads
 from lowmem_patch.saved import storage_key
 
-__all__ = ["Reader", "find_readers", "parameter_uses", "weight_read_with"]
+__all__ = ["Reader", "behind_dropouts", "find_readers", "parameter_uses", "weight_read_with"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -82,7 +83,7 @@ def _follow(op: Op, tensor: Tensor) -> tuple[Tensor, ...] | None:
     if op.writes or op.opaque or not op.args or op.args[0] is not tensor:
         return None
     if op.name == "dropout":
-        return op.outputs if _idle_dropout(op) else None
+        return op.outputs if dropout_call(op.args, op.kwargs).p == 0 else None
     if op.name in _CASTS and len(op.outputs) == 1 and op.outputs[0].is_floating_point():
         return op.outputs
     output = op.outputs if len(op.outputs) > 1 else op.outputs[0]
@@ -95,12 +96,6 @@ def _reshapes(op: Op, tensor: Tensor) -> bool:
         return False
     output = op.outputs[0]
     return output.dtype == tensor.dtype and storage_key(output) == storage_key(tensor)
-
-
-def _idle_dropout(op: Op) -> bool:
-    p = op.args[1] if len(op.args) > 1 else op.kwargs.get("p", 0.5)
-    training = op.args[2] if len(op.args) > 2 else op.kwargs.get("training", True)
-    return p == 0 or not training
 
 
 def _reader(
@@ -134,9 +129,31 @@ def _reader(
         if len(others) == 1 and others[0].shape == tensor.shape:
             return Reader("product", where, op, tensor=tensor)
     if op.name == "dropout":
-        p = op.args[1] if len(op.args) > 1 else op.kwargs.get("p", 0.5)
+        p = dropout_call(op.args, op.kwargs).p
         return Reader("other", f"a dropout (p={p:g}) in {op.module}", op, tensor=tensor)
     return Reader("autocast" if op.name in _AUTOCAST else "other", where, op, tensor=tensor)
+
+
+def behind_dropouts(trace: Trace, readers: list[Reader], model: nn.Module) -> list[Reader]:
+    """``readers``, with those of a dropout's result in the place of the dropout.
+
+    A Linear counts where it reads the very result, or a cast of it, which is what may wait there; the
+    dropout stays for any other reader.
+    """
+    found: list[Reader] = []
+    for reader in readers:
+        op = reader.op
+        if op is None or op.name != "dropout" or reader.kind != "other":
+            found.append(reader)
+            continue
+        following = find_readers(trace, list(op.outputs), model)
+        if not following:
+            found.append(reader)
+        for behind in following:
+            same = behind.tensor is not None and behind.tensor.shape == op.outputs[0].shape
+            waits = behind.kind == "opaque" or (same and weight_read_with(behind) is not None)
+            found.append(behind if waits else reader)
+    return found
 
 
 # matmuls that can keep what their input is recomputed from, and where their weight stands

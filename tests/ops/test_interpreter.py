@@ -20,7 +20,8 @@ OLD_TRITON = ("-W", "ignore:Conversion of an array with ndim:DeprecationWarning"
 def test_kernels_pass_the_same_tests_under_the_interpreter() -> None:
     folder = Path(__file__).parent
     files = [
-        str(folder / f"test_{name}.py") for name in ("activations", "codes", "linear", "norms")
+        str(folder / f"test_{name}.py")
+        for name in ("activations", "codes", "dropout", "linear", "norms", "packing")
     ]
     finished = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *OLD_TRITON, *files],

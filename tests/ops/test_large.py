@@ -7,12 +7,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowmem_patch.functional import codes_activation, glu, ms_layer_norm
+from lowmem_patch.functional import (
+    codes_activation,
+    draw_dropout,
+    glu,
+    ms_layer_norm,
+    packed_dropout,
+    unpack_bool,
+)
 
 pytestmark = pytest.mark.gpu
 
 ROWS, COLUMNS = 2**19 + 8, 4096  # 2^31 + 2^15 elements
 TAIL = slice(-8, None)  # rows whose offsets lie beyond 2^31
+TAIL_BYTES = 8 * COLUMNS // 8  # of their flags
 
 
 def large() -> Tensor:
@@ -50,3 +58,13 @@ def test_glu() -> None:
     expected = glu(tail, tail, "silu")
     assert torch.equal(y[TAIL], expected)
     assert torch.equal(gradient(y, x)[TAIL], gradient(expected, tail))
+
+
+def test_dropout() -> None:
+    x = large()
+    value, bits = draw_dropout(x, 0.5)
+    y = packed_dropout(x, value, bits, 0.5)
+    stays = y[TAIL] != 0
+    mask = unpack_bool(bits[-TAIL_BYTES:], stays.shape)
+    assert torch.equal(mask | (x[TAIL] == 0), stays | (x[TAIL] == 0))
+    assert torch.equal(gradient(y, x)[TAIL], 2.0 * mask)

@@ -77,7 +77,9 @@ def operator_samples() -> Iterator[tuple[str, tuple[Any, ...]]]:
         (dy, source, source * 2, *weights, low, 0.5, "silu", *tail),
     )
     yield "activation_linear_backward", (dy, source, None, *weights, low, 0.5, "identity", *tail)
-    yield "pack_bool", (torch.rand(3, 5) > 0.5,)
+    yield "pack_bool", (torch.rand(3, 5) > 0.5, R)
+    bits = torch.zeros(3, dtype=torch.uint8)
+    yield "drop", (torch.randn(7, 3).t(), bits, 0.3, True, torch.float32, torch.bfloat16, R)
     yield "unpack_bool", (torch.zeros(2, dtype=torch.uint8), [3, 5])
 
 

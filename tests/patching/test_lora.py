@@ -159,14 +159,16 @@ def test_saving_a_folded_norm_through_peft_is_refused(make: Make) -> None:
         patched(**inputs)
 
 
+@pytest.mark.parametrize("mode_name", ["fp32", "bf16", "autocast"])
 @pytest.mark.parametrize("name", ["llama", "timm-vit"])
-def test_dropout_in_adapters(name: str, make: Make) -> None:
+def test_dropout_in_adapters(name: str, mode_name: str, make: Make) -> None:
     """The same random numbers are drawn in the same order, so training steps agree."""
-    family, mode = FAMILIES[name], MODES["fp32"]
-    inputs = family.inputs()
-    model = adapt(make(name), family.linears, lora_dropout=0.3).train()
+    family, mode = FAMILIES[name], MODES[mode_name]
+    inputs = in_mode(family.inputs(), mode)
+    model = adapt(cast(make(name), mode.weights), family.linears, lora_dropout=0.3).train()
     for config in ("exact", {"norms": "auto", "activations": "recompute"}):
-        patched = patch_model(copy.deepcopy(model), config, example_inputs=inputs)
+        with torch.autocast("cpu", torch.bfloat16, enabled=mode.autocast is not None):
+            patched = patch_model(copy.deepcopy(model), config, example_inputs=inputs)
         assert_same_step(patched, twin_of(model, patched).train(), inputs, mode)
 
 

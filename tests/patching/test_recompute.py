@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from timm.layers import GluMlp, Mlp, SwiGLU, SwiGLUPacked
+from timm.layers import GluMlp, SwiGLU, SwiGLUPacked
 from torch import Tensor, nn
 from transformers import MixtralConfig, MixtralForCausalLM
 
@@ -126,14 +126,6 @@ def test_gated_mlps_of_timm(build_mlp: Callable[[], nn.Module]) -> None:
     assert saved == 2 * 10 * 32 * 4  # act(gate), and its product with up
 
 
-def test_a_dropout_behind_the_activation_is_the_reason() -> None:
-    model = Around(Mlp(16, 32, drop=0.1))
-    with pytest.warns(UserWarning, match="nothing was patched"):
-        saved, report = compare(model, {"x": torch.randn(2, 5, 16)})
-    (site,) = report.sites
-    assert saved == 0 and site.strategy == "keep" and "dropout (p=0.1)" in site.reason
-
-
 def quantised(model: Any, bits: int) -> Any:
     bitsandbytes = pytest.importorskip("bitsandbytes")
     for name, module in list(model.named_modules()):
@@ -167,6 +159,21 @@ def test_quantised_linears_under_adapters(name: str, bits: int) -> None:
     saved, report = compare(get_peft_model(model, options), family.inputs(), "rounding")
     assert gates(report) == {"recompute"}
     assert saved == HIDDEN[name] * 4 * (2 if name == "llama" else 1)
+
+
+@pytest.mark.filterwarnings("ignore:.*inputs will be cast")
+@pytest.mark.parametrize("bits", [4, 8])
+def test_quantised_linears_under_adapters_with_dropout(bits: int) -> None:
+    family = EVERY["llama"]
+    model = quantised(build(family), bits)
+    options = {"target_modules": family.linears, "init_lora_weights": False}
+    adapted = get_peft_model(model, LoraConfig(r=4, lora_dropout=0.1, **options))
+    saved, report = compare(adapted, family.inputs(), "rounding")
+    with saved_bytes(adapted) as kept:
+        adapted(**family.inputs())
+    masks = [item.bytes for item in kept.storages if item.dtype == torch.uint8]
+    assert len(masks) == 2 * 7 and sum(masks) == 2 * (6 * 32 + 48) * 18 // 8
+    assert saved == report.saved_before - report.saved_after > 2 * HIDDEN["llama"] * 4
 
 
 @pytest.mark.parametrize("experts", ["eager", "batched_mm", "grouped_mm"])

@@ -1,0 +1,215 @@
+"""Dropout whose mask is kept in one bit for each element, and a Linear behind it that keeps no input.
+
+Torch keeps a bool for each element (on the CPU a number of the tensor's dtype), and a Linear behind the
+dropout keeps what is left. Here the numbers are drawn as torch draws them, the mask is packed, and the
+Linear recomputes its input for the weight's gradient:
+
+    value = x m s,    dx = dy m s        with m the mask and s = 1 / (1 - p).    Saved: m, in bits
+    y = value W^T + b,    d_value = dy W,    d_W = dy^T value.                   Saved: x, m, W
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lowmem_patch.constants import ActivationKind
+from lowmem_patch.functional import _library
+from lowmem_patch.functional._implementation import module, resolve
+from lowmem_patch.functional._linear import linear_forward
+from lowmem_patch.functional.activations import computed_again
+from lowmem_patch.functional.packing import pack_bool
+from lowmem_patch.reference import cast
+
+__all__ = ["draw_dropout", "dropout_linear", "packed_dropout"]
+
+
+@cache
+def _scale(p: float, dtype: torch.dtype, fused: bool, gradient: bool) -> float:
+    """What torch multiplies the elements that stay with, to the last bit.
+
+    On the CPU that is 1 / (1 - p) in the tensor's dtype. Its fused CUDA kernel has it in float32
+    (float64), and forward divides by 1 - p rounded to that.
+    """
+    if not fused:
+        return float(torch.ones((), dtype=dtype, device="cpu").div_(1 - p))
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    kept = 1 - p if gradient else float(torch.tensor(1 - p, dtype=wide, device="cpu"))
+    return float(torch.tensor(1 / kept, dtype=wide, device="cpu"))
+
+
+def _drop(
+    x: Tensor,
+    bits: Tensor,
+    p: float,
+    gradient: bool,
+    dtype: torch.dtype,
+    out_dtype: torch.dtype,
+    implementation: str,
+) -> Tensor:
+    scale = _scale(p, dtype, x.is_cuda, gradient)
+    y: Tensor = module(implementation).drop(x, bits, scale, dtype, out_dtype)
+    return y
+
+
+_drop_op = _library.define(
+    "drop(Tensor x, Tensor bits, float p, bool gradient, ScalarType dtype, ScalarType out_dtype, "
+    "str implementation) -> Tensor",
+    _drop,
+    lambda x, bits, p, gradient, dtype, out_dtype, implementation: x.new_empty(
+        x.shape, dtype=out_dtype
+    ),
+)
+
+
+def _dropped(
+    x: Tensor, bits: Tensor, p: float, gradient: bool, dtype: torch.dtype, out_dtype: torch.dtype
+) -> Tensor:
+    call = _drop if _library.is_eager(x, bits) else _drop_op
+    y: Tensor = call(x, bits, p, gradient, dtype, out_dtype, resolve("auto", x))
+    return y
+
+
+def draw_dropout(x: Tensor, p: float) -> tuple[Tensor, Tensor]:
+    """What ``F.dropout(x, p)`` gives in training, from the same random numbers, and the packed mask.
+
+    Args:
+        x: ``[...]``, floating point, n elements, at least one.
+        p: above 0 and below 1.
+
+    Returns:
+        the value, like ``x`` and without a gradient; the mask, as `pack_bool` packs it.
+    """
+    with torch.no_grad():
+        if x.is_cuda:
+            value, mask = torch.native_dropout(x, p, True)  # what F.dropout calls there
+        else:
+            noise = F.dropout(torch.ones_like(x), p)
+            value, mask = x * noise, noise != 0
+        return value, pack_bool(mask)
+
+
+class _PackedDropout(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, value: Tensor, bits: Tensor, p: float) -> Tensor:
+        ctx.save_for_backward(bits)
+        ctx.p, ctx.dtype = p, x.dtype
+        # no view, which autograd would not let anybody write into
+        y: Tensor = torch.ops.aten._unsafe_view.default(value, value.shape)
+        return y
+
+    @staticmethod
+    @_library.first_order("packed_dropout")
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        (bits,) = ctx.saved_tensors
+        return _dropped(dy, bits, ctx.p, True, ctx.dtype, ctx.dtype), None, None, None
+
+
+def packed_dropout(x: Tensor, value: Tensor, bits: Tensor, p: float) -> Tensor:
+    """The dropout of ``x`` that `draw_dropout` drew, differentiable; saves ``bits`` and nothing else.
+
+    Args:
+        x: ``[...]``.
+        value, bits: what `draw_dropout` gave for ``x`` and ``p``.
+        p: its probability.
+
+    Returns:
+        ``value``, with the gradient of ``x`` behind it.
+    """
+    apply: Any = _PackedDropout.apply
+    y: Tensor = apply(x, value, bits, p)
+    return y
+
+
+class _DropoutLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        value: Tensor,
+        source: Tensor,
+        up: Tensor | None,
+        bits: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        p: float,
+        kind: ActivationKind | None,
+        compute_dtype: torch.dtype,
+    ) -> Tensor:
+        for_value, _, _, _, for_weight, *_ = ctx.needs_input_grad
+        ctx.save_for_backward(
+            source if for_weight else None,
+            up if for_weight else None,
+            bits if for_weight else None,
+            weight if for_value else None,
+        )
+        ctx.settings = (p, kind, value.dtype)
+        ctx.dtypes = (weight.dtype, weight.dtype if bias is None else bias.dtype)
+        rest = (weight, bias, None, None, 1.0, "", compute_dtype, "")
+        return linear_forward(value, source, up, *rest)[0]
+
+    @staticmethod
+    @_library.first_order("dropout_linear")
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        source, up, bits, weight = ctx.saved_tensors
+        p, kind, value_dtype = ctx.settings
+        weight_dtype, bias_dtype = ctx.dtypes
+        rows = dy.reshape(-1, dy.shape[-1])
+        d_value = d_weight = d_bias = None
+        with _library.without_autocast(dy.device.type):
+            if weight is not None:
+                d_value = cast(rows.mm(cast(weight, dy.dtype)), value_dtype)
+                d_value = d_value.view(*dy.shape[:-1], weight.shape[1])
+            if source is not None:
+                x = source if kind is None else computed_again((source, up), kind)
+                hidden = _dropped(x, bits, p, False, value_dtype, dy.dtype)
+                # the order of torch's own mm backward, for equal bits
+                d_weight = cast(rows.t().mm(hidden.view(-1, hidden.shape[-1])), weight_dtype)
+            if ctx.needs_input_grad[5]:
+                d_bias = cast(rows.sum(0), bias_dtype)
+        return d_value, None, None, None, d_weight, d_bias, None, None, None
+
+
+def dropout_linear(
+    value: Tensor,
+    sources: tuple[Tensor, ...],
+    bits: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    p: float,
+    kind: ActivationKind | None,
+    compute_dtype: torch.dtype,
+) -> Tensor:
+    """F.linear(value, weight, bias) behind a dropout, that keeps ``sources`` and ``bits``, not ``value``.
+
+    The gradient of ``sources`` does not pass through this op: it flows through the node that
+    computed ``value``.
+
+    Args:
+        value: ``[..., F]``, the dropout's result.
+        sources: what the dropout's input is computed from: itself (any floating dtype, cast to that of
+            ``value``), x of h(x), or gate and up of h(gate) * up.
+        bits, p: as in `packed_dropout`.
+        weight: ``[O, F]``.
+        bias: ``[O]`` or None.
+        kind: which activation; None where the source is the dropout's input itself.
+        compute_dtype: value, weight and bias are cast to it; the casts are repeated in backward.
+
+    Returns:
+        ``[..., O]`` in ``compute_dtype``.
+
+    Raises:
+        ValueError: shapes do not fit.
+    """
+    if weight.dim() != 2 or weight.shape[1] != value.shape[-1]:
+        raise ValueError(
+            f"dropout_linear: weight must be [O, F] for value [..., F], got {tuple(weight.shape)} "
+            f"for {tuple(value.shape)}"
+        )
+    up = sources[1] if len(sources) == 2 else None
+    apply: Any = _DropoutLinear.apply
+    y: Tensor = apply(value, sources[0], up, bits, weight, bias, p, kind, compute_dtype)
+    return y

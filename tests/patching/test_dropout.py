@@ -1,0 +1,421 @@
+"""Dropout in front of a Linear: the unpatched model's numbers, and one bit kept for each element."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from peft import LoraConfig, get_peft_model
+from timm.layers import GluMlp, Mlp
+from torch import Tensor, nn
+
+from lowmem_patch import patch_model, patch_report, saved_bytes, unpatch_model
+from tests.patching.families import FAMILIES, Inputs
+from tests.patching.helpers import MODES, build, cast, in_mode, tensors_of
+
+# PEFT reads a name that transformers has since deprecated
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+# norms are kept, since sharing recovers their input up to rounding
+ALONE = {"norms": "keep", "activations": "recompute", "linear_inputs": "one_copy"}
+P, ROWS, WIDTH = 0.1, 10, 16
+
+
+def lora(name: str, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+    family = FAMILIES[name]
+    torch.manual_seed(0)
+    config = {"r": 2, "target_modules": family.linears, "lora_dropout": P}
+    config |= {"init_lora_weights": False}
+    return get_peft_model(cast(build(family), dtype), LoraConfig(**{**config, **options})).train()
+
+
+def step(
+    model: Any, inputs: Inputs, autocast: bool = False, count: bool = False
+) -> tuple[Tensor, dict[str, Tensor], int]:
+    """Output, gradients and saved bytes; to count puts hooks on every module."""
+    torch.manual_seed(7)
+    model.zero_grad(set_to_none=True)
+    inputs = {name: tensor.clone() for name, tensor in inputs.items()}  # a dropout may write there
+    counter = saved_bytes(model) if count else contextlib.nullcontext()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast), counter as saved:
+        output = tensors_of(model(**inputs))[0]
+    output.float().square().mean().backward()
+    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return output.detach(), gradients, 0 if saved is None else saved.activations
+
+
+def assert_equal_steps(model: Any, twin: Any, inputs: Inputs, autocast: bool = False) -> int:
+    """Every bit, with hooks and without; returns the bytes that the patch saved."""
+    saved = 0
+    for count in (False, True):
+        found, ours, after = step(model, inputs, autocast, count)
+        expected, theirs, before = step(twin, inputs, autocast, count)
+        saved = before - after
+        assert torch.equal(found, expected)
+        assert set(ours) == set(theirs) and theirs
+        assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
+    return saved
+
+
+# adapters
+
+
+@pytest.mark.parametrize("mode_name", ["fp32", "bf16", "autocast"])
+@pytest.mark.parametrize("name", ["llama", "timm-vit", "bert", "phi3"])
+def test_adapters_on_every_linear(name: str, mode_name: str) -> None:
+    mode, config = MODES[mode_name], dict(ALONE)
+    if mode_name != "fp32" and name in ("llama", "phi3"):
+        config["activations"] = "keep"  # our gated product rounds less often
+    model, inputs = lora(name, mode.weights), in_mode(FAMILIES[name].inputs(), mode)
+    twin = copy.deepcopy(model)
+    with torch.autocast("cpu", torch.bfloat16, enabled=mode_name == "autocast"):
+        patch_model(model, config, example_inputs=inputs)
+    assert assert_equal_steps(model, twin, inputs, mode_name == "autocast") > 0
+    unpatch_model(model)
+    assert assert_equal_steps(model, twin, inputs, mode_name == "autocast") == 0
+
+
+@pytest.mark.parametrize("p", [0.0, P])
+def test_without_training_or_with_p_0_no_bits_are_kept(p: float) -> None:
+    inputs = FAMILIES["llama"].inputs()
+    model, plain = lora("llama", lora_dropout=p), lora("llama", lora_dropout=0.0)
+    for one in (model, plain):
+        patch_model(one, "exact", example_inputs=inputs)
+        one.eval()
+    (found, ours, kept), (expected, theirs, least) = (
+        step(one, inputs, count=True) for one in (model, plain)
+    )
+    assert kept == least and torch.equal(found, expected)
+    assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_draws_the_same_mask_again(reentrant: bool) -> None:
+    inputs = FAMILIES["llama"].inputs()
+    model = lora("llama")
+    model.enable_input_require_grads()
+    twin = copy.deepcopy(model)
+    patch_model(model, ALONE, example_inputs=inputs)
+    for one in (model, twin):
+        one.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    assert_equal_steps(model, twin, inputs)
+
+
+def test_several_adapters_with_dropouts_of_their_own() -> None:
+    inputs = FAMILIES["llama"].inputs()
+    model = lora("llama")
+    for name, p, targets in (("second", 0.4, ["q_proj", "down_proj"]), ("third", 0.0, ["q_proj"])):
+        options = {"target_modules": targets, "init_lora_weights": False}
+        model.add_adapter(name, LoraConfig(r=3, lora_dropout=p, **options))
+    model.base_model.set_adapter(["default", "second", "third"])
+    twin = copy.deepcopy(model)
+    patch_model(model, ALONE, example_inputs=inputs)
+    assert assert_equal_steps(model, twin, inputs) > 0
+    for one in (model, twin):
+        one.base_model.set_adapter(["second"])
+    assert_equal_steps(model, twin, inputs)
+    with model.disable_adapter(), saved_bytes(model) as saved:
+        model(**inputs)
+    assert not any(item.dtype == torch.uint8 for item in saved.storages)
+    model.merge_adapter(), twin.merge_adapter()
+    with saved_bytes(model) as saved:
+        merged = model(**inputs)[0]
+    assert torch.equal(merged, twin(**inputs)[0])
+    assert not any(item.dtype == torch.uint8 for item in saved.storages)
+
+
+class Rows(nn.Module):
+    """Two Linears that adapters wrap."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.leave = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.leave(self.enter(x))
+
+
+def rows() -> Inputs:
+    return {"x": torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(4))}
+
+
+def adapted(**options: Any) -> tuple[Any, Any]:
+    """A patched model and its twin."""
+    torch.manual_seed(0)
+    config = {"r": 2, "lora_dropout": 0.25, "init_lora_weights": False, **options}
+    model = get_peft_model(Rows(), LoraConfig(target_modules=["enter", "leave"], **config)).train()
+    return model, copy.deepcopy(model)
+
+
+def patch_rows(model: Any, **config: Any) -> Any:
+    return patch_model(model, {**ALONE, **config}, example_inputs=rows())
+
+
+@pytest.mark.filterwarnings("ignore:nothing was patched")
+def test_by_hand() -> None:
+    model, twin = adapted()
+    patch_rows(model)
+    report = patch_report(model)
+    note = "2 of them keep one bit more for each element of it: the mask of their dropout of 0.25"
+    assert note in report.notes
+    assert assert_equal_steps(model, twin, rows()) == report.saved_before - report.saved_after
+    x, bits, low = ROWS * WIDTH * 4, ROWS * WIDTH // 8, ROWS * 2 * 4
+    assert report.saved_after == 2 * (x + bits + low) == report.floor
+    # torch's own: what is dropped, and on the CPU the mask as floats; the first x has no gradient
+    assert report.saved_before == 3 * x + 2 * low
+
+
+def test_auto_draws_and_computes_in_the_activations_dtype() -> None:
+    """A float32 adapter on a bf16 model is what an adapter in bf16 would be."""
+    config = {"norms": "keep", "activations": "keep", "linear_inputs": "activation_dtype"}
+    inputs = FAMILIES["llama"].inputs()
+    model = lora("llama", torch.bfloat16)
+    twin = cast(copy.deepcopy(model), torch.bfloat16)
+    assert any(p.dtype == torch.float32 for p in model.parameters())
+    patch_model(model, config, example_inputs=inputs)
+    found, ours, _ = step(model, inputs)
+    expected, theirs, _ = step(twin, inputs)
+    assert torch.equal(found, expected)
+    assert [n for n in theirs if not torch.equal(ours[n], theirs[n].to(ours[n].dtype))] == []
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:nothing was patched")
+def test_on_a_gpu() -> None:
+    """The mask that the fused kernel draws; torch keeps it in bytes there."""
+    model, _ = adapted()
+    model, inputs = model.cuda(), {"x": rows()["x"].cuda()}
+    twin = copy.deepcopy(model)
+    patch_model(model, ALONE, example_inputs=inputs)
+    found, ours, after = step(model, inputs, count=True)
+    expected, theirs, before = step(twin, inputs, count=True)
+    torch.testing.assert_close(found, expected)
+    for name, gradient in theirs.items():
+        torch.testing.assert_close(ours[name], gradient)
+    report = patch_report(model)
+    assert (report.saved_before, report.saved_after) == (before, after)
+    x, mask, low = ROWS * WIDTH * 4, ROWS * WIDTH, ROWS * 2 * 4
+    assert (before, after) == (2 * (x + low) + mask, 2 * (x + low + mask // 8))
+
+
+class Own(nn.Module):
+    """A dropout as somebody else may write it."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+DROPOUTS: dict[str, Callable[[Any], Any]] = {
+    "functional": lambda x: F.dropout(x, 0.3),
+    "positional": lambda x: F.dropout(x, 0.3, True, False),
+    "torch": lambda x: torch.dropout(x, 0.3, train=True),
+    "idle torch": lambda x: torch.dropout(x, 0.3, train=False),
+    "in place": lambda x: F.dropout(x, 0.3, inplace=True),
+    "all": lambda x: F.dropout(x, 1.0),
+    "native": lambda x: torch.native_dropout(x, 0.3, True)[0],
+    "alpha": lambda x: F.alpha_dropout(x, 0.3, training=True),
+    "feature": lambda x: F.dropout1d(x[None], 0.3)[0],
+    "twice": lambda x: F.dropout(F.dropout(x, 0.3), 0.2),
+    "scaled": lambda x: F.dropout(x, 0.3) * 2 + x,
+    "moved": lambda x: F.dropout(x, 0.3).view(2, 5, WIDTH).flatten(0, 1),
+    "turned": lambda x: F.dropout(x.t().contiguous().t(), 0.3),
+    "cast": lambda x: F.dropout(x.to(torch.bfloat16).float(), 0.3),
+    "double": lambda x: F.dropout(x.to(torch.float64), 0.3).float(),
+}
+KEEPS_BITS = {"functional", "positional", "torch", "twice", "scaled", "moved", "double"}
+
+
+@pytest.mark.filterwarnings("ignore:nothing was patched")
+@pytest.mark.parametrize("name", DROPOUTS)
+def test_any_other_dropout_is_right(name: str) -> None:
+    model, _ = adapted()
+    for layer in (model.base_model.model.enter, model.base_model.model.leave):
+        layer.lora_dropout["default"] = Own(DROPOUTS[name])
+    twin = copy.deepcopy(model)
+    patch_rows(model)
+    saved = assert_equal_steps(model, twin, rows())
+    kept = {item.bytes for item in _saved(model).storages if item.dtype == torch.uint8}
+    assert kept == ({ROWS * WIDTH // 8} if name in KEEPS_BITS else set())
+    assert saved > 0 if name in KEEPS_BITS else saved >= 0
+
+
+def _saved(model: Any) -> Any:
+    with saved_bytes(model) as saved:
+        model(**rows())
+    return saved
+
+
+def _doubles(module: nn.Module) -> None:
+    module.register_forward_hook(lambda m, a, output: output * 2)
+
+
+def _doubles_gradient(module: nn.Module) -> None:
+    module.register_forward_hook(
+        lambda m, a, output: output.register_hook(lambda g: 2 * g) and None
+    )
+
+
+def _writes_result(module: nn.Module) -> None:
+    module.register_forward_hook(lambda m, a, output: output.add_(1))
+
+
+def _writes_input(module: nn.Module) -> None:
+    def hook(m: nn.Module, args: Any, output: Any) -> None:
+        with torch.no_grad():
+            args[0].mul_(2.0)
+
+    module.register_forward_hook(hook)
+
+
+@pytest.mark.filterwarnings("ignore:nothing was patched")
+@pytest.mark.parametrize("attach", [_doubles, _doubles_gradient, _writes_result, _writes_input])
+def test_hooks_on_the_dropout(attach: Callable[[nn.Module], None]) -> None:
+    model, twin = adapted()
+    patch_rows(model)
+    for one in (model, twin):
+        attach(one.base_model.model.leave.lora_dropout["default"])
+    assert_equal_steps(model, twin, rows())
+
+
+# activations
+
+
+class Around(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.enter, self.inner, self.leave = nn.Linear(WIDTH, WIDTH), inner, nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.leave(self.inner(self.enter(x)))
+
+
+def patched_pair(inner: nn.Module, **config: Any) -> tuple[Any, Any]:
+    model = Around(inner).train()
+    twin = copy.deepcopy(model)
+    return patch_model(model, {**ALONE, **config}, example_inputs=rows()), twin
+
+
+HIDDEN, BITS = ROWS * 32 * 4, ROWS * 32 // 8
+
+
+@pytest.mark.parametrize("layer", [nn.GELU, nn.SiLU])
+def test_an_activation_behind_a_dropout_is_recomputed(layer: type[nn.Module]) -> None:
+    model, twin = patched_pair(Mlp(WIDTH, 32, act_layer=layer, drop=P))
+    (site,) = patch_report(model).patched
+    assert site.strategy == "recompute" and "weight gradient of inner.fc2" in site.reason
+    # what was dropped and the mask as floats, for bits; the second dropout stays as it is
+    assert assert_equal_steps(model, twin, rows()) == 2 * HIDDEN - BITS
+    report = patch_report(model)
+    assert report.saved_before - report.saved_after == 2 * HIDDEN - BITS
+    model.eval(), twin.eval()
+    assert assert_equal_steps(model, twin, rows()) == HIDDEN
+
+
+def test_a_gated_product_behind_a_dropout_is_recomputed() -> None:
+    model, twin = patched_pair(GluMlp(WIDTH, 64, act_layer=nn.SiLU, drop=P))
+    (site,) = patch_report(model).patched
+    assert site.reason == "gate and up kept, their product recomputed"
+    # act(gate), what was dropped and the mask as floats, for bits
+    assert assert_equal_steps(model, twin, rows()) == 3 * HIDDEN - BITS
+
+
+@pytest.mark.parametrize("lora_dropout", [0.0, 0.2])
+def test_adapters_behind_an_activation_and_a_dropout(lora_dropout: float) -> None:
+    config = LoraConfig(
+        r=2, target_modules=["fc1", "fc2"], lora_dropout=lora_dropout, init_lora_weights=False
+    )
+    model = get_peft_model(Around(Mlp(WIDTH, 32, drop=P)), config).train()
+    twin = copy.deepcopy(model)
+    patch_model(model, ALONE, example_inputs=rows())
+    with saved_bytes(model) as saved:
+        model(**rows())
+    assert saved.activations == patch_report(model).saved_after
+    found, ours, after = step(model, rows(), count=True)
+    expected, theirs, before = step(twin, rows(), count=True)
+    torch.testing.assert_close(found, expected)
+    for name, gradient in theirs.items():
+        torch.testing.assert_close(ours[name], gradient)
+    report = patch_report(model)
+    assert before - after == report.saved_before - report.saved_after > 0
+
+
+class Branches(nn.Module):
+    """A dropout's result that another reader than a Linear wants."""
+
+    def __init__(self, read: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.fc1, self.act, self.drop = nn.Linear(WIDTH, 32), nn.GELU(), nn.Dropout(P)
+        self.fc2, self.read = nn.Linear(32, WIDTH), read
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(self.read(self.drop(self.act(self.fc1(x)))))
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return 2 * gradient
+
+
+@pytest.mark.parametrize(
+    ("read", "reason"),
+    [
+        (lambda x: x + 1, "nothing to gain: its output is read by a dropout (p=0.1) in inner.drop"),
+        (Doubled.apply, "cannot recompute: it is read by mul in inner (custom, "),
+    ],
+)
+def test_other_readers_behind_a_dropout_are_the_reason(
+    read: Callable[[Tensor], Tensor], reason: str
+) -> None:
+    with pytest.warns(UserWarning, match="nothing was patched"):
+        model, twin = patched_pair(Branches(read))
+    (site,) = patch_report(model).sites
+    assert site.strategy == "keep" and site.reason.startswith(reason)
+    assert assert_equal_steps(model, twin, rows()) == 0
+
+
+def test_t5_keeps_bits_before_wo() -> None:
+    """Gated, with dropouts everywhere; its residual dropouts stay torch's."""
+    family = FAMILIES["t5"]
+    model = build(family).train()
+    twin = copy.deepcopy(model)
+    patch_model(model, ALONE, example_inputs=family.inputs())
+    sites = [s for s in patch_report(model).patched if s.name.endswith("act")]
+    assert sites and all("their product recomputed" in site.reason for site in sites)
+    found, ours, _ = step(model, family.inputs())
+    expected, theirs, _ = step(twin, family.inputs())
+    torch.testing.assert_close(found, expected)
+    for name, gradient in theirs.items():
+        torch.testing.assert_close(ours[name], gradient, rtol=1e-4, atol=1e-6)
+
+
+# compiled
+
+
+@pytest.mark.filterwarnings("ignore:.*(script_method|should not be inst):DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:nothing was patched")
+@pytest.mark.parametrize("preset", ["exact", "auto"])
+def test_compiled_models_draw_as_torch_does(preset: str) -> None:
+    model, twin = adapted()
+    patch_model(model, preset, example_inputs=rows())
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager")
+    found, _, _ = step(compiled, rows())
+    ours = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    expected, theirs, _ = step(twin, rows())
+    torch.testing.assert_close(found, expected)
+    for name, gradient in theirs.items():
+        torch.testing.assert_close(ours[name], gradient)
