@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer  # noqa: TID251 - the command line is what typer is for
 
+from lowmem_patch.cli.models import real_model, with_adapters
 from lowmem_patch.cli.options import (
     TRAIN_REAL,
     DebugOption,
@@ -122,11 +123,9 @@ def bench(
                 built = built.to(torch_dtype(dtype))
             else:
                 assert model is not None
-                built = _load(model, revision, trust_remote_code, dtype)
+                built = real_model(model, revision, trust_remote_code, dtype)
                 batch_size, seq_len = batch_size or _BATCH, seq_len or _usual_length(built)
-            if targets is not None:
-                built = _with_lora(built, targets, lora_rank)
-            built.train()
+            built = with_adapters(built, targets, lora_rank, real=True).train()
             inputs = make_example_inputs(built, batch_size=batch_size, sequence_length=seq_len)
             inputs = inputs.map(lambda tensor: tensor.to(wanted))
             result = compare(
@@ -159,20 +158,6 @@ def _chosen(names: str | None, device: str) -> dict[str, Any]:
         if name not in VARIANTS:
             raise ConfigError(f"--variants {name!r} is none of {', '.join(VARIANTS)}")
     return {name: VARIANTS[name] for name in wanted}
-
-
-def _load(name: str, revision: str | None, trusted: bool, dtype: StoredDtype) -> Any:
-    from lowmem_patch import checkpoint
-
-    source = checkpoint.resolve(name, revision=revision, trust_remote_code=trusted)
-    return checkpoint.load_model(source, torch_dtype(dtype))
-
-
-def _with_lora(model: Any, targets: list[str], rank: int) -> Any:
-    from lowmem_patch import checkpoint
-    from lowmem_patch.profile import materialise
-
-    return materialise(checkpoint.add_lora(model, targets, rank=rank))
 
 
 def _usual_length(model: Any) -> int:

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer  # noqa: TID251 - the command line is what typer is for
 
+from lowmem_patch.cli.models import meta_model, real_model, with_adapters
 from lowmem_patch.cli.options import (
     TRAIN,
     TRAIN_REAL,
@@ -26,10 +27,9 @@ from lowmem_patch.cli.options import (
     TrustOption,
     lora_targets,
     torch_device,
-    torch_dtype,
 )
 from lowmem_patch.cli.runtime import DONE, NOTHING_TO_DO, command, print_json, quiet_libraries
-from lowmem_patch.errors import CheckpointError, ConfigError, TraceError
+from lowmem_patch.errors import ConfigError, TraceError
 
 __all__ = ["inspect", "profile"]
 
@@ -102,10 +102,8 @@ def inspect(
 
             require_matplotlib()
         with quiet_libraries():
-            built = _meta_model(model, revision, trust_remote_code, dtype)
-            if adapters is not None:
-                built = _with_lora(built, adapters, lora_rank)
-            built.train()
+            built = meta_model(model, revision, trust_remote_code, dtype)
+            built = with_adapters(built, adapters, lora_rank).train()
             inputs = make_example_inputs(built, batch_size=batch_size, sequence_length=seq_len)
             tokens = inputs.kwargs.get("input_ids")
 
@@ -165,22 +163,17 @@ def profile(
     with command(debug):
         import torch
 
-        from lowmem_patch import checkpoint, report
+        from lowmem_patch import report
         from lowmem_patch.patching.config import load_config
         from lowmem_patch.patching.examples import make_example_inputs
-        from lowmem_patch.profile import materialise, profile_model
+        from lowmem_patch.profile import profile_model
 
         config = load_config(preset)
         adapters = lora_targets(train, real=True)
         wanted = torch_device(device)
         with quiet_libraries():
-            source = checkpoint.resolve(
-                model, revision=revision, trust_remote_code=trust_remote_code
-            )
-            built = checkpoint.load_model(source, torch_dtype(dtype))
-            if adapters is not None:
-                built = materialise(_with_lora(built, adapters, lora_rank))
-            built = built.to(wanted).train()
+            built = real_model(model, revision, trust_remote_code, dtype)
+            built = with_adapters(built, adapters, lora_rank, real=True).to(wanted).train()
             torch.manual_seed(0)
             inputs = make_example_inputs(built, batch_size=batch_size, sequence_length=seq_len)
             with torch.autocast(wanted, dtype=torch.bfloat16, enabled=autocast):
@@ -190,18 +183,3 @@ def profile(
         else:
             report.print_profile(result, f"{model}: preset {config.name}, train {train}, {inputs}")
         raise typer.Exit(DONE if result.patched else NOTHING_TO_DO)
-
-
-def _meta_model(name: str, revision: str | None, trusted: bool, dtype: StoredDtype) -> Any:
-    from lowmem_patch import checkpoint
-
-    source = checkpoint.resolve(name, revision=revision, trust_remote_code=trusted, weights=False)
-    if source.quantised:
-        raise CheckpointError(f"{name} is quantised: inspect the full-precision checkpoint instead")
-    return checkpoint.build_meta_model(source, torch_dtype(dtype))
-
-
-def _with_lora(model: Any, adapters: list[str], rank: int) -> Any:
-    from lowmem_patch import checkpoint
-
-    return checkpoint.add_lora(model, adapters, rank=rank)

@@ -1,0 +1,47 @@
+"""The model that a command line names, with the adapters that it asks for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lowmem_patch.cli.options import StoredDtype, torch_dtype
+from lowmem_patch.errors import CheckpointError
+
+__all__ = ["meta_model", "real_model", "with_adapters"]
+
+
+def meta_model(name: str, revision: str | None, trusted: bool, dtype: StoredDtype) -> Any:
+    """Of the right shapes and without weights.
+
+    Raises:
+        CheckpointError: the checkpoint is quantised, or there is none.
+    """
+    from lowmem_patch import checkpoint
+
+    source = checkpoint.resolve(name, revision=revision, trust_remote_code=trusted, weights=False)
+    if source.quantised:
+        raise CheckpointError(f"{name} is quantised: inspect the full-precision checkpoint instead")
+    return checkpoint.build_meta_model(source, torch_dtype(dtype))
+
+
+def real_model(name: str, revision: str | None, trusted: bool, dtype: StoredDtype) -> Any:
+    """With its weights.
+
+    Raises:
+        CheckpointError: there is no such checkpoint.
+    """
+    from lowmem_patch import checkpoint
+
+    source = checkpoint.resolve(name, revision=revision, trust_remote_code=trusted)
+    return checkpoint.load_model(source, torch_dtype(dtype))
+
+
+def with_adapters(model: Any, targets: list[str] | None, rank: int, *, real: bool = False) -> Any:
+    """LoRA on ``targets``, where any are asked for; ``real`` ones hold data, others are on meta."""
+    from lowmem_patch import checkpoint
+    from lowmem_patch.profile import materialise
+
+    if targets is None:
+        return model
+    adapted = checkpoint.add_lora(model, targets, rank=rank)
+    return materialise(adapted) if real else adapted
