@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lowmem_patch.patching.inputs import ExampleInputs
 from zoo.catalog import config_class_of, model_class_of
 from zoo.feeds import feeds
+from zoo.senses import has_senses
 from zoo.shrink import shrunk_configs, supply
 
 __all__ = ["Built", "CannotBuild", "CannotRun", "build_transformers", "randomise", "tensors_of"]
@@ -109,6 +110,7 @@ def build_transformers(model_type: str) -> Built:
         raise CannotBuild(f"{type(error).__name__}: {error}") from error
     refused: list[str] = []
     built = False
+    text_alone: Built | None = None
     alike: dict[tuple[str, ...], set[str]] = {}
     started = time.process_time()
     for shrink, config in shrunk_configs(model_type, config_class):
@@ -135,11 +137,17 @@ def build_transformers(model_type: str) -> Built:
         before = len(refused)
         inputs = _runnable(model_type, model, shrink, refused)
         if inputs is not None:
-            return Built(model_type, model, inputs[1], shrink, inputs[0], parameters)
+            found = Built(model_type, model, inputs[1], shrink, inputs[0], parameters)
+            if "in text" in found.feed or not has_senses(model):
+                return found
+            text_alone = text_alone or found  # perhaps another shrink takes images as well
+            continue
         causes = tuple(text.partition(": ")[2] for text in refused[before:])
         alike.setdefault(causes, set()).add(shrink.replace(",", " ").split()[0])
         if len(alike[causes]) == _STUCK:
             break  # no matter of size
+    if text_alone is not None:
+        return text_alone
     reason = refused[0] if refused else "no config can be made"
     raise (CannotRun if built else CannotBuild)(f"{model_class.__name__}: {reason}")
 
@@ -147,6 +155,7 @@ def build_transformers(model_type: str) -> Built:
 def _runnable(
     model_type: str, model: Any, shrink: str, refused: list[str]
 ) -> tuple[str, ExampleInputs] | None:
+    before = len(refused)
     try:
         for feed, inputs in feeds(model_type, model):
             try:
@@ -162,8 +171,8 @@ def _runnable(
                 return feed, inputs
             else:
                 refused.append(f"{shrink}: its output is not finite")
-    except Exception as error:
-        refused.append(f"{shrink}: {_short(error)}")
+    except Exception as error:  # the package's own words, before those on the zoo's guesses
+        refused.insert(before, f"{shrink}: {_short(error)}")
     return None
 
 
