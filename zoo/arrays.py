@@ -23,10 +23,10 @@ __all__ = [
     "number",
     "part",
     "parts",
-    "patch_strip",
-    "positions",
     "patch_images",
     "patch_rows",
+    "patch_strip",
+    "positions",
     "series",
     "spectrogram",
     "states",
@@ -87,7 +87,7 @@ def patch_rows(model: Any) -> Tensor:
     """Two images as rows of flattened patches, for models that read them with their grids."""
     channels = number(model, "in_channels", "num_channels", "in_chans", default=3)
     side = number(model, "patch_size", default=14)
-    depth = number(model, "temporal_patch_size", default=1)
+    depth = number(model, "temporal_patch_size", "patch_temporal", default=1)
     return torch.randn(2 * 16, channels * depth * side * side)
 
 

@@ -21,7 +21,7 @@ __all__ = ["Built", "CannotBuild", "CannotRun", "build_transformers", "randomise
 LARGEST = 40_000_000  # parameters
 _STUCK = 3  # kinds of shrinks that fail in the very same words before the others are not tried
 _SUPPLIED = 5  # values that a config may lack
-_PATIENCE = 12  # seconds of one core after which no other shrink is tried
+_PATIENCE = 20  # seconds of one core after which no other shrink is tried
 
 
 class CannotBuild(Exception):

@@ -107,20 +107,26 @@ def _images(model: Any) -> Iterator[Made]:
     """Images, lists of one, images in tiles, rows of patches with grids, rows of patches."""
     image = arrays.image(model)
     size = image.shape[-1]
-    sizes = torch.tensor([[size, size]] * 2)
-    common = {"image_sizes": sizes, "images_per_sample": torch.tensor([1, 1])}
-    mask = torch.ones(2, 1, size, size, dtype=torch.long)
-    yield {"pixel_values": image, **common, "pixel_mask": mask[:, 0]}
-    yield {"pixel_values": image[:, None], **common, "pixel_attention_mask": mask}
-    yield {"pixel_values": arrays.image_pairs(model), **common}
-    grids = {
-        "image_grid_thw": arrays.grids(model),
-        "image_grid_hw": arrays.grids(model)[:, 1:],
-        "image_merge_sizes": torch.tensor([2, 2]),
-        "images_per_sample": torch.tensor([1, 1]),
-    }
-    yield {"pixel_values": arrays.patch_rows(model), **grids}
-    yield {"pixel_values": arrays.patch_images(model), **grids}
+    mask = torch.ones(2, size, size, dtype=torch.long)
+    sizes = {"image_sizes": torch.tensor([[size, size]] * 2)}
+    for images in (image, image[:, None], arrays.image_pairs(model)):
+        masks = mask if images.dim() == 4 else mask[:, None].repeat(1, images.shape[1], 1, 1)
+        for more in ({}, sizes):
+            yield {
+                "pixel_values": images,
+                "pixel_mask": masks,
+                "pixel_attention_mask": masks,
+                "high_res_pixel_values": images,
+                **more,
+            }
+    for patches in (arrays.patch_rows(model), arrays.patch_images(model)):
+        yield {
+            "pixel_values": patches,
+            "image_grid_thw": arrays.grids(model),
+            "image_grid_hw": arrays.grids(model)[:, 1:],
+            "image_merge_sizes": torch.tensor([2, 2]),
+            "images_per_sample": torch.tensor([1, 1]),
+        }
     yield {
         "pixel_values": arrays.patch_rows(model).unflatten(0, (2, 16)),
         "spatial_shapes": torch.tensor([[4, 4]] * 2),
