@@ -24,6 +24,7 @@ __all__ = [
     "part",
     "parts",
     "patch_images",
+    "patch_map",
     "patch_rows",
     "patch_strip",
     "positions",
@@ -161,3 +162,9 @@ def patch_strip(model: Any) -> Tensor:
 def positions(model: Any) -> Tensor:
     """Column and row of each patch of two images of 4 by 4."""
     return torch.cartesian_prod(*2 * [torch.arange(4)]).expand(2, 16, 2)
+
+
+def patch_map(model: Any) -> Tensor:
+    """Embeddings of the patches of two images, as a convolution leaves them."""
+    side = number(model, "image_size", default=64) // number(model, "patch_size", default=8)
+    return torch.randn(2, number(model, "hidden_size", default=32), side, side)

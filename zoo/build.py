@@ -16,12 +16,24 @@ from zoo.feeds import feeds
 from zoo.senses import has_senses
 from zoo.shrink import shrunk_configs, supply
 
-__all__ = ["Built", "CannotBuild", "CannotRun", "build_transformers", "randomise", "tensors_of"]
+__all__ = [
+    "Built",
+    "CannotBuild",
+    "CannotRun",
+    "NoModel",
+    "build_transformers",
+    "randomise",
+    "tensors_of",
+]
 
 LARGEST = 40_000_000  # parameters
 _STUCK = 3  # kinds of shrinks that fail in the very same words before the others are not tried
 _SUPPLIED = 5  # values that a config may lack
 _PATIENCE = 20  # seconds of one core after which no other shrink is tried
+
+
+class NoModel(Exception):
+    """No class of the library is a model of this type: it is a part of others."""
 
 
 class CannotBuild(Exception):
@@ -101,12 +113,14 @@ def build_transformers(model_type: str) -> Built:
     """A runnable tiny model of a model type.
 
     Raises:
-        CannotBuild, CannotRun: with the reason of the last try.
+        NoModel, CannotBuild, CannotRun: with the reason of the last try.
     """
     try:
         config_class = config_class_of(model_type)
         model_class = model_class_of(model_type)
-    except (LookupError, ImportError, AttributeError) as error:
+    except LookupError as error:
+        raise NoModel(str(error)) from error
+    except (ImportError, AttributeError) as error:
         raise CannotBuild(f"{type(error).__name__}: {error}") from error
     refused: list[str] = []
     built = False

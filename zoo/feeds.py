@@ -12,7 +12,7 @@ from lowmem_patch.errors import LowmemPatchError
 from lowmem_patch.patching.examples import make_example_inputs
 from lowmem_patch.patching.inputs import ExampleInputs
 from zoo import arrays
-from zoo.overrides import FEEDS
+from zoo.own_feeds import FEEDS
 from zoo.senses import text_with_senses
 
 __all__ = ["feeds"]
@@ -83,7 +83,14 @@ def _by_name(model: Any) -> Iterator[dict[str, Any]]:
 
 # names that say that a model reads rows of flattened patches
 _GRIDS = frozenset(
-    ("grid_thw", "image_grid_thw", "spatial_shapes", "pixel_position_ids", "image_grid_hws")
+    (
+        "grid_thw",
+        "image_grid_thw",
+        "spatial_shapes",
+        "pixel_position_ids",
+        "image_grid_hws",
+        "target_sizes",
+    )
 )
 # whole ways to read the names that models disagree about
 _VARIANTS: tuple[dict[str, Callable[[Any], Any]], ...] = (
@@ -106,6 +113,10 @@ _VARIANTS: tuple[dict[str, Callable[[Any], Any]], ...] = (
     },
     {
         "pixel_values": lambda model: arrays.patch_rows(model).unflatten(0, (2, 16)),
+    },
+    {
+        "pixel_values": arrays.patch_strip,
+        "target_sizes": lambda model: arrays.grids(model)[:, 1:],
     },
     {
         "input_ids": lambda model: arrays.codes(2 * arrays.codebooks(model), 16),
@@ -166,6 +177,14 @@ _RARE: dict[str, Callable[[Any], Any]] = {
     "spectrogram": lambda model: torch.randn(
         2, 32, arrays.number(model, "model_in_dim", default=80)
     ),
+    "latents": lambda model: arrays.states("hidden_size")(model).mT,
+    "context": arrays.states("hidden_size"),
+    "patch_embeds": lambda model: arrays.patch_map(model),
+    "mel_spectrogram": lambda model: torch.randn(
+        2, arrays.number(model, "mel_dim", default=80), 16
+    ),
+    "task_inputs": arrays.tokens,
+    "merge_sizes": lambda model: torch.tensor([2, 2]),
     "num_patches": lambda model: 2,
     "pixel_position_ids": arrays.positions,
     "spatial_shapes": lambda model: torch.tensor([[4, 4], [4, 4]]),

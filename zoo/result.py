@@ -41,8 +41,8 @@ class PresetResult:
 
 @dataclasses.dataclass
 class Result:
-    """One architecture. ``status``: judged, judged in part, no reference, not built, not run, slow,
-    too large, ended (its process was), zoo failed."""
+    """One architecture. ``status``: judged, judged in part, no reference, no model of its own, not
+    built, not run, slow, too large, ended (its process was), zoo failed."""
 
     name: str
     status: str

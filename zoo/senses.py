@@ -58,13 +58,16 @@ def _first_features(
                 features = make(**made)
         except Exception:  # whatever a foreign forward raises: the next may do
             continue
-        count = _rows(getattr(features, "pooler_output", features))
+        count = _rows(features)
         if count and count % 2 == 0 and count // 2 <= _MOST_TOKENS:
             return [(option, count // 2)]
     return []
 
 
 def _rows(features: Any) -> int:
+    for name in ("pooler_output", "last_hidden_state"):
+        if getattr(features, name, None) is not None:
+            return _rows(getattr(features, name))
     if isinstance(features, Tensor):
         return features[..., 0].numel()
     return sum(_rows(part) for part in features) if isinstance(features, (list, tuple)) else 0

@@ -101,7 +101,7 @@ def _flat(rules: tuple[Rule, ...]) -> Callable[[str, Any], Any]:
 
 
 _RATIO = re.compile(
-    r"hidden_size|d_model|n_embd|^dim$|_dim$|^dims$|embed_dims?$|embedding_size|hidden_dim|channels$|widths$"
+    r"hidden_size|d_model|n_embd|^dim$|_dim$|^dims$|embed_dims?$|embed_dim_per_stage|embedding_size|hidden_dim|channels$|widths$"
     r"|intermediate|ffn|d_ff$|mlp_dim|proj_dim|conv_dim|filters$|_sizes$|rank$|head_dim|feedforward"
 )
 _NOT_WIDTH = re.compile(r"num_channels|image|patch(es)?(_size)?$|kernel")
@@ -278,6 +278,9 @@ def _optional_parts(config_class: Any) -> dict[str, Any]:
     }
 
 
+_SUPPLIED = {"initializer_range": 0.02, "rope_theta": 10000.0, "spatial_merge_size": 2}
+
+
 def supply(config: Any, error: AttributeError) -> bool:
     """Give the config a value that its model reads and its class does not define, if a rule knows one."""
     from transformers import PreTrainedConfig
@@ -287,8 +290,8 @@ def supply(config: Any, error: AttributeError) -> bool:
         return False
     if "drop" in name:
         setattr(owner, name, 0.0)
-    elif name == "initializer_range":
-        setattr(owner, name, 0.02)
+    elif name in _SUPPLIED:
+        setattr(owner, name, _SUPPLIED[name])
     else:
         limit = _matching((*_DEPTH, *_VOCABULARY, *_SHARED_HEADS, *_WIDTHS), name)
         if limit is None:
