@@ -178,7 +178,6 @@ _RARE: dict[str, Callable[[Any], Any]] = {
         2, 32, arrays.number(model, "model_in_dim", default=80)
     ),
     "latents": lambda model: arrays.states("hidden_size")(model).mT,
-    "context": arrays.states("hidden_size"),
     "patch_embeds": lambda model: arrays.patch_map(model),
     "mel_spectrogram": lambda model: torch.randn(
         2, arrays.number(model, "mel_dim", default=80), 16

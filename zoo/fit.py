@@ -52,7 +52,7 @@ def _fit_stages(config: Any) -> None:
     """A backbone must have the stages that its user reads: one layer for each."""
     wanted = getattr(config, "out_indices", None) or ()
     depth = getattr(config, "num_hidden_layers", None)
-    if isinstance(depth, int) and hasattr(config, "stage_names") and len(wanted) > 1:
+    if isinstance(depth, int) and hasattr(config, "stage_names") and wanted:
         config.num_hidden_layers = max(depth, len(wanted)) if depth < max(wanted) else depth
         stages = [f"stage{i}" for i in range(1, config.num_hidden_layers + 1)]
         config.stage_names = ["stem", *stages]

@@ -77,10 +77,28 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "minicpmv4_7": {"arguments": {"image_token_id": 140}},
     "shieldgemma2": {"values": {"yes_token_index": 5, "no_token_index": 6}},
     "xmod": {"arguments": {"languages": ["en_XX"], "default_language": "en_XX"}},
-    "vitmatte": {"arguments": {"convstream_hidden_sizes": [8, 16, 32]}},
+    "vitmatte": {
+        "arguments": {"convstream_hidden_sizes": [8, 16, 32], "fusion_hidden_sizes": [32, 16, 8, 4]}
+    },
     # layers whose states are read
     "vipllava": {"arguments": {"vision_feature_layers": [-2, -1]}},
-    "mllama": {"values": {"text_config.cross_attention_layers": [1]}},
+    "mllama": {
+        "values": {
+            "text_config.cross_attention_layers": [1],
+            "vision_config.intermediate_layers_indices": [0, 1],
+            "vision_config.vision_output_dim": 96,
+        }
+    },
+    "mllama_vision_model": {
+        "values": {"intermediate_layers_indices": [0, 1], "vision_output_dim": 96}
+    },
+    "phi4_multimodal_audio": {
+        "values": {
+            "nemo_conv_channels": 32,
+            "ext_pw_out_channel": 32,
+            "depthwise_separable_out_channel": 32,
+        }
+    },
     # patches of an image become tokens by this table
     "aria": {"arguments": {"projector_patch_to_query_dict": {"16": 8}}},
     # positions that multiply to the length of the text
@@ -92,7 +110,11 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "seggpt": {"arguments": {"image_size": [64, 32], "patch_size": 8}},
     "tvp": {"arguments": {"max_img_size": 64, "visual_prompt_size": 8, "num_frames": 2}},
     "molmo2_vision": {"arguments": {"image_default_input_size": [32, 32], "image_patch_size": 8}},
-    "qwen3_asr_encoder": {"arguments": {"n_window": 16}},
     "qwen2_5_omni_bigvgan": {"arguments": {"upsample_initial_channel": 128}},
-    "gemma4_assistant": {"arguments": {"text_config": {"hidden_size_per_layer_input": 0}}},
+    "gemma4_assistant": {
+        "arguments": {
+            "text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
+        }
+    },
+    "dbrx": {"values": {"attn_config.clip_qkv": 8.0}},
 }

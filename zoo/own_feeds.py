@@ -67,8 +67,8 @@ def _instructed(config: Any, frames: int = 0) -> Made:
 
 def _clips(config: Any) -> Made:
     size = config.max_img_size
-    clips = torch.randn(2, config.num_frames, config.num_channels, size, size)
-    return {"input_ids": _words(), "pixel_values": clips}
+    clips = torch.randn(1, config.num_frames, 3, size, size)  # the model takes no second one
+    return {"input_ids": _words(1), "pixel_values": clips}
 
 
 def _prompted(config: Any) -> Made:
@@ -178,6 +178,11 @@ def _codec(config: Any) -> Made:
     return {"input_values": torch.randn(2, 1, 6400), "input_features": torch.randn(2, 20, width)}
 
 
+def _composed(config: Any) -> Made:
+    codes = torch.randint(3, 100, (2 * config.decoder.num_codebooks, 16))
+    return {"input_ids": _words(), "decoder_input_ids": codes}
+
+
 # keyword arguments of one forward, from the config
 FEEDS: dict[str, Callable[[Any], Made]] = {
     "vit_mae": _with_noise,
@@ -238,11 +243,26 @@ FEEDS: dict[str, Callable[[Any], Made]] = {
         "input_features": torch.randn(2, 64, config.input_size),
         "input_features_mask": torch.ones(2, 64, dtype=torch.long),
     },
+    "qwen3_asr_encoder": lambda config: {
+        "input_features": torch.randn(2, config.num_mel_bins, 4 * config.n_window),
+        "input_features_mask": torch.ones(2, 4 * config.n_window, dtype=torch.long),
+    },
+    "idefics2_perceiver": lambda config: {
+        "context": torch.randn(2, 16, config.hidden_size),
+        "attention_mask": torch.ones(2, 16, dtype=torch.long),
+    },
+    "musicgen": _composed,
+    "musicgen_melody": _composed,
+    "granite_speech5_ctc": lambda config: {
+        "input_features": torch.randn(2, 128, 4 * config.encoder_config.num_mel_bins)
+    },
     "granite_speech5_encoder": lambda config: {
         "input_features": torch.randn(2, 128, 4 * config.num_mel_bins)
     },
     "muse_glimmer_assistant": lambda config: {
         "noise_embeds": torch.randn(2, 8, config.hidden_size),
-        "context_hidden_states": torch.randn(2, 16, config.hidden_size),
+        "context_hidden_states": torch.randn(
+            2, 16, config.hidden_size * len(config.target_layer_ids)
+        ),
     },
 }
