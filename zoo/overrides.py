@@ -6,9 +6,35 @@ from typing import Any
 
 __all__ = ["OVERRIDES"]
 
+
+def _inside(path: str, values: dict[str, Any]) -> dict[str, Any]:
+    """The same values of a config inside another."""
+    return {f"{path}.{name}": value for name, value in values.items()}
+
+
 _NARROW = {
     "width_coefficient": 0.25, "depth_coefficient": 0.25, "hidden_dim": 320, "image_size": 64,
 }  # fmt: skip
+
+# a pyramid of four stages on images of 64 pixels
+_HIERA = {
+    "image_size": [64, 64], "hidden_size": 16, "embed_dim_per_stage": [16, 32, 64, 128],
+    "num_attention_heads_per_stage": [1, 2, 4, 8], "blocks_per_stage": [1, 1, 2, 1],
+    "global_attention_blocks": [3], "window_size_per_stage": [2, 2, 2, 2],
+    "window_positional_embedding_background_size": [2, 2],
+}  # fmt: skip
+_PYRAMID = {
+    **_inside("backbone_config", _HIERA), "backbone_channel_list": [128, 64, 32, 16],
+    "backbone_feature_sizes": [[16, 16], [8, 8], [4, 4]],
+}  # fmt: skip
+_SWIN = {
+    "model_type": "swin", "embed_dim": 16, "depths": [1, 1, 1, 1], "num_heads": [1, 2, 4, 8],
+    "window_size": 2, "image_size": 64, "out_indices": [2, 3, 4],
+}  # fmt: skip
+_ROTARY = {
+    "full_attention": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
+}
+_DEPTH_PARTS = ("patch_model_config", "image_model_config", "fov_model_config")
 
 # ``class`` is the model's, where the first that is listed is another; ``arguments`` go to the config's
 # constructor, and ``values`` are set after shrinking (dotted paths)
@@ -77,9 +103,6 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "minicpmv4_7": {"arguments": {"image_token_id": 140}},
     "shieldgemma2": {"values": {"yes_token_index": 5, "no_token_index": 6}},
     "xmod": {"arguments": {"languages": ["en_XX"], "default_language": "en_XX"}},
-    "vitmatte": {
-        "arguments": {"convstream_hidden_sizes": [8, 16, 32], "fusion_hidden_sizes": [32, 16, 8, 4]}
-    },
     # layers whose states are read
     "vipllava": {"arguments": {"vision_feature_layers": [-2, -1]}},
     "mllama": {
@@ -117,4 +140,50 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         }
     },
     "dbrx": {"values": {"attn_config.clip_qkv": 8.0}},
+    "sam2_hiera_det_model": {"values": _HIERA},
+    "sam2_vision_model": {"values": _PYRAMID},
+    "sam2": {
+        "values": {**_inside("vision_config", _PYRAMID), "prompt_encoder_config.image_size": 64}
+    },
+    "depth_pro": {
+        "values": {
+            "patch_size": 32,
+            "intermediate_hook_ids": [1, 0],
+            **{f"{part}.image_size": 32 for part in _DEPTH_PARTS},
+        }
+    },
+    "omdet-turbo": {"arguments": {"backbone_config": _SWIN, "encoder_in_channels": [32, 64, 128]}},
+    "janus": {"values": {"vq_config.base_channels": 32}},
+    "janus_vqgan": {"arguments": {"num_patches": 4, "base_channels": 32}},
+    "uvdoc": {
+        "arguments": {
+            "backbone_config": {"model_type": "uvdoc_backbone", "out_indices": [1, 2, 3, 4, 5, 6]}
+        }
+    },
+    "cohere_compass_text": {"values": {"rope_parameters": _ROTARY}},
+    "cohere_compass": {"values": {"text_config.rope_parameters": _ROTARY}},
+    "perception_lm": {
+        "arguments": {
+            "vision_config": {
+                "model_type": "timm_wrapper",
+                "architecture": "test_vit",
+                "model_args": {"embed_dim": 64, "img_size": [64, 64], "global_pool": ""},
+            }
+        }
+    },
+    "granite4_vision": {
+        "arguments": {
+            "deepstack_layer_map": [[-1, 0]],
+            "spatial_target_layers": [1],
+            "downsample_rate": "1/2",
+            "qformer_config": {"model_type": "blip_2_qformer"},
+        }
+    },
+    "vitmatte": {
+        "arguments": {
+            "convstream_hidden_sizes": [8, 16, 32],
+            "fusion_hidden_sizes": [32, 16, 8, 4],
+        },
+        "values": {"backbone_config.patch_size": 16},
+    },
 }

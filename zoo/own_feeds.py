@@ -183,6 +183,22 @@ def _composed(config: Any) -> Made:
     return {"input_ids": _words(), "decoder_input_ids": codes}
 
 
+def _images(size: int, count: int = 2) -> Made:
+    return {"pixel_values": torch.randn(count, 3, size, size)}
+
+
+def _classes(config: Any) -> Made:
+    ones = torch.ones(4, 8, dtype=torch.long)
+    return {
+        **_images(64),
+        "classes_input_ids": _words(4, 8),
+        "classes_attention_mask": ones,
+        "tasks_input_ids": _words(2, 8),
+        "tasks_attention_mask": ones[:2],
+        "classes_structure": torch.tensor([2, 2]),
+    }
+
+
 # keyword arguments of one forward, from the config
 FEEDS: dict[str, Callable[[Any], Made]] = {
     "vit_mae": _with_noise,
@@ -250,6 +266,14 @@ FEEDS: dict[str, Callable[[Any], Made]] = {
     "idefics2_perceiver": lambda config: {
         "context": torch.randn(2, 16, config.hidden_size),
         "attention_mask": torch.ones(2, 16, dtype=torch.long),
+    },
+    "omdet-turbo": _classes,
+    "oneformer": lambda config: {**_images(64), "task_inputs": _words(2, config.task_seq_len)},
+    "depth_pro": lambda config: _images(4 * config.patch_size),
+    "janus_vqgan": lambda config: _images(64),
+    "xclip_vision_model": lambda config: _images(config.image_size, 2 * config.num_frames),
+    "vibevoice_acoustic_tokenizer_encoder": lambda config: {
+        "hidden_states": torch.randn(2, 1, 6400)
     },
     "musicgen": _composed,
     "musicgen_melody": _composed,

@@ -34,6 +34,7 @@ _VOCABULARY: tuple[Rule, ...] = (
 )
 # an image of 64 pixels has 2 by 2 patches in the last of four stages
 _WINDOW: Rule = (r"^window_size$", 2)
+_QUERIES: Rule = (r"num_queries$", 8)
 _WIDTHS: tuple[Rule, ...] = (
     (r"num_key_value_heads|num_kv_heads|kv_heads$", 2),
     (r"linear_num_key_heads|linear_num_value_heads", 4),
@@ -46,7 +47,7 @@ _WIDTHS: tuple[Rule, ...] = (
     (r"width_coefficient|depth_coefficient", 0.5),
     (r"^n_groups$", 2),
     (r"upsample_groups", 32),
-    (r"num_queries$", 8),
+    _QUERIES,
     _WINDOW,
     (r"chunk_size$|state_size$|d_state$", 16),
     (r"head_dim|d_kv$|head_size$", 8),
@@ -101,7 +102,7 @@ def _flat(rules: tuple[Rule, ...]) -> Callable[[str, Any], Any]:
 
 
 _RATIO = re.compile(
-    r"hidden_size|d_model|n_embd|^dim$|_dim$|^dims$|embed_dims?$|embed_dim_per_stage|embedding_size|hidden_dim|channels$|widths$"
+    r"hidden_size|d_model|n_embd|^dim$|_dim$|^dims$|embed_dims?$|embed_dim_per_stage|embedding_size|hidden_dim|channels$|channel_list$|widths$"
     r"|intermediate|ffn|d_ff$|mlp_dim|proj_dim|conv_dim|filters$|_sizes$|rank$|head_dim|feedforward"
 )
 _NOT_WIDTH = re.compile(r"num_channels|image|patch(es)?(_size)?$|kernel")
@@ -111,7 +112,7 @@ _OF_DATA = re.compile(r"(in|input|out|audio)_channels")
 
 def _scaled(factor: int) -> Callable[[str, Any], Any]:
     """Widths divided by one factor, so that their ratios, and the numbers of heads, stay."""
-    depth = _flat((*_DEPTH, *_VOCABULARY, _WINDOW, (r"^image_size$", 64)))
+    depth = _flat((*_DEPTH, *_VOCABULARY, _WINDOW, _QUERIES, (r"^image_size$", 64)))
 
     def divide(value: Any) -> Any:
         return max(4, int(value) // factor) if value > factor else value
@@ -245,9 +246,9 @@ def _mutate(
             _mutate(value, change, taken, small, ())
         else:
             changed[name] = _special(name, _off(name, change(name, value)), taken, small)
-    changed.update({name: values[name] for name in given if name in values})
     if small:
         _layer_types(changed)
+    changed.update({name: values[name] for name in given if name in values})
     if "head_dim" in changed and changed["head_dim"] is None:
         changed["head_dim"] = changed["hidden_size"] // changed["num_attention_heads"]
     for name, value in changed.items():
