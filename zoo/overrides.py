@@ -29,7 +29,7 @@ _PYRAMID = {
 }  # fmt: skip
 _SWIN = {
     "model_type": "swin", "embed_dim": 16, "depths": [1, 1, 1, 1], "num_heads": [1, 2, 4, 8],
-    "window_size": 2, "image_size": 64, "out_indices": [2, 3, 4],
+    "window_size": 2, "image_size": 64, "out_indices": [1, 2, 3],
 }  # fmt: skip
 _ROTARY = {
     "full_attention": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
@@ -152,7 +152,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
             **{f"{part}.image_size": 32 for part in _DEPTH_PARTS},
         }
     },
-    "omdet-turbo": {"arguments": {"backbone_config": _SWIN, "encoder_in_channels": [32, 64, 128]}},
+    "omdet-turbo": {"arguments": {"backbone_config": _SWIN, "encoder_in_channels": [16, 32, 64]}},
     "janus": {"values": {"vq_config.base_channels": 32}},
     "janus_vqgan": {"arguments": {"num_patches": 4, "base_channels": 32}},
     "uvdoc": {
@@ -163,12 +163,9 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {"values": {"rope_parameters": _ROTARY}},
     "cohere_compass": {"values": {"text_config.rope_parameters": _ROTARY}},
     "perception_lm": {
-        "arguments": {
-            "vision_config": {
-                "model_type": "timm_wrapper",
-                "architecture": "test_vit",
-                "model_args": {"embed_dim": 64, "img_size": [64, 64], "global_pool": ""},
-            }
+        "values": {
+            "vision_config.architecture": "test_vit",
+            "vision_config.model_args": {"embed_dim": 64, "img_size": [64, 64], "global_pool": ""},
         }
     },
     "granite4_vision": {

@@ -178,11 +178,6 @@ def _codec(config: Any) -> Made:
     return {"input_values": torch.randn(2, 1, 6400), "input_features": torch.randn(2, 20, width)}
 
 
-def _composed(config: Any) -> Made:
-    codes = torch.randint(3, 100, (2 * config.decoder.num_codebooks, 16))
-    return {"input_ids": _words(), "decoder_input_ids": codes}
-
-
 def _images(size: int, count: int = 2) -> Made:
     return {"pixel_values": torch.randn(count, 3, size, size)}
 
@@ -275,8 +270,6 @@ FEEDS: dict[str, Callable[[Any], Made]] = {
     "vibevoice_acoustic_tokenizer_encoder": lambda config: {
         "hidden_states": torch.randn(2, 1, 6400)
     },
-    "musicgen": _composed,
-    "musicgen_melody": _composed,
     "granite_speech5_ctc": lambda config: {
         "input_features": torch.randn(2, 128, 4 * config.encoder_config.num_mel_bins)
     },

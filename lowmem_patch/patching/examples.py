@@ -199,6 +199,11 @@ class _Maker:
         drawn = torch.randint(0, len(allowed), (self.batch, self.length))
         return [torch.tensor(allowed)[drawn].to(self.device)]
 
+    def decoder_tokens(self) -> list[Tensor]:
+        """Tokens, or those of several codebooks one below the other."""
+        options, books = self.tokens(), self.number("num_codebooks")
+        return [*options, *(option.repeat(books, 1) for option in options if books)]
+
     def _vocabulary(self) -> int:
         """Tokens of the text model; of the smallest, where an encoder and a decoder read their own."""
         config = self.config
@@ -260,7 +265,7 @@ class _Maker:
 
 _MAKERS = {
     "input_ids": _Maker.tokens,
-    "decoder_input_ids": _Maker.tokens,
+    "decoder_input_ids": _Maker.decoder_tokens,
     "pixel_values": _Maker.images,
     "pixel_values_videos": _Maker.videos,
     "input_values": _Maker.waves,
