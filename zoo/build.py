@@ -57,9 +57,15 @@ class Built:
 
 
 def tensors_of(output: Any) -> list[Tensor]:
-    """Floating-point tensors of an output, in order; caches and other objects are passed over."""
+    """Floating-point tensors of an output, in order; caches and other objects are passed over.
+
+    Infinities, with which models mask, become 0: they must stand at the same places.
+    """
     if isinstance(output, Tensor):
-        return [output] if output.is_floating_point() and output.numel() else []
+        if not output.is_floating_point() or not output.numel():
+            return []
+        masked = output.isinf()
+        return [output.masked_fill(masked, 0.0) if bool(masked.any()) else output]
     if hasattr(output, "values") and callable(output.values):
         output = list(output.values())
     if isinstance(output, (tuple, list)):

@@ -63,7 +63,7 @@ def _by_name(model: Any) -> Iterator[dict[str, Any]]:
         if p.default is inspect.Parameter.empty and p.kind not in variadic
     ]
     for variant in _VARIANTS:
-        if variant.get("pixel_values") in _BY_GRIDS and not parameters.keys() & _GRIDS:
+        if variant.keys() & _GRIDS and not parameters.keys() & _GRIDS:
             continue
         made: dict[str, Any] = {}
         for name in parameters:
@@ -147,7 +147,6 @@ _VARIANTS: tuple[dict[str, Callable[[Any], Any]], ...] = (
         "is_longer": lambda model: torch.ones(2, 1, dtype=torch.bool),
     },
 )
-_BY_GRIDS = (arrays.patch_rows, arrays.patch_images)
 _SETS = (
     ("input_ids",),
     ("inputs_embeds",),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from transformers import SwinConfig
+
 __all__ = ["OVERRIDES"]
 
 
@@ -29,15 +31,25 @@ _PYRAMID = {
 }  # fmt: skip
 _SWIN = {
     "model_type": "swin", "embed_dim": 16, "depths": [1, 1, 1, 1], "num_heads": [1, 2, 4, 8],
-    "window_size": 2, "image_size": 64, "out_indices": [1, 2, 3],
+    "window_size": 2, "image_size": 64, "out_indices": [2, 3, 4],
 }  # fmt: skip
 _ROTARY = {
     "full_attention": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
 }
 _DEPTH_PARTS = ("patch_model_config", "image_model_config", "fov_model_config")
 
+_VISION = {
+    "image_size": 32, "patch_size": 8, "hidden_size": 32, "intermediate_size": 48,
+    "num_hidden_layers": 2, "num_attention_heads": 4,
+}  # fmt: skip
+_SCALED = ("scaled by 8",)
+_DETECTORS = (
+    "rt_detr", "rt_detr_v2", "d_fine", "deimv2", "pp_doclayout_v3", "pp_doclayout_v4", "grounding-dino",
+    "mm-grounding-dino",
+)  # fmt: skip
+
 # ``class`` is the model's, where the first that is listed is another; ``arguments`` go to the config's
-# constructor, and ``values`` are set after shrinking (dotted paths)
+# constructor, ``values`` are set after shrinking (dotted paths), and ``shrinks`` are those to try
 OVERRIDES: dict[str, dict[str, Any]] = {
     # a forecast needs its length
     "autoformer": {"arguments": {"prediction_length": 8, "context_length": 16}},
@@ -69,15 +81,16 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "zamba": {
         "arguments": {
             "num_hidden_layers": 4,
-            "attn_layer_period": 2,
-            "attn_layer_offset": 1,
             "hidden_size": 32,
             "n_mamba_heads": 2,
             "num_attention_heads": 4,
             "num_key_value_heads": 4,
             "vocab_size": 160,
             "intermediate_size": 48,
-        }
+        },
+        "values": {
+            "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"]
+        },
     },
     "zamba2": {
         "arguments": {
@@ -152,7 +165,14 @@ OVERRIDES: dict[str, dict[str, Any]] = {
             **{f"{part}.image_size": 32 for part in _DEPTH_PARTS},
         }
     },
-    "omdet-turbo": {"arguments": {"backbone_config": _SWIN, "encoder_in_channels": [16, 32, 64]}},
+    "omdet-turbo": {
+        "arguments": {
+            "backbone_config": _SWIN,
+            "encoder_in_channels": [32, 64, 128],
+            "apply_layernorm_after_vision_backbone": False,
+        },
+        "values": {"backbone_config": SwinConfig(**_SWIN)},  # unshrunk
+    },
     "janus": {"values": {"vq_config.base_channels": 32}},
     "janus_vqgan": {"arguments": {"num_patches": 4, "base_channels": 32}},
     "uvdoc": {
@@ -183,4 +203,19 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         },
         "values": {"backbone_config.patch_size": 16},
     },
+    "zoedepth": {"shrinks": _SCALED, "values": {"bottleneck_features": 32}},
+    "edgetam_vision_model": {"values": {"backbone_channel_list": [192, 48, 32, 32]}},
+    "edgetam": {
+        "values": {
+            "vision_config.backbone_channel_list": [192, 48, 32, 32],
+            "vision_config.backbone_feature_sizes": [[16, 16], [8, 8], [4, 4]],
+            "prompt_encoder_config.image_size": 64,
+        }
+    },
+    "vits": {"values": {"upsample_initial_channel": 32, "speaking_rate": 8.0}},
+    "qwen4_exp": {"values": {"text_config.layer_types": ["linear_attention", "indexed_attention"]}},
+    "vjepa2": {"arguments": {"crop_size": 32, "patch_size": 8, "frames_per_clip": 4}},
+    "cohere2_vision": {"values": _inside("vision_config", _VISION)},
+    # their widths must keep their ratios
+    **{name: {"shrinks": _SCALED} for name in _DETECTORS},
 }

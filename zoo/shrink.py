@@ -307,7 +307,8 @@ def shrunk_configs(model_type: str, config_class: Any) -> Iterator[tuple[str, An
     A way that fails to make a config is skipped, unless it is the last one.
     """
     override = OVERRIDES.get(model_type, {})
-    for name, change in _CHANGES.items():
+    for name in override.get("shrinks", _CHANGES):
+        change = _CHANGES[name]
         small = "default" not in name and "own vocabulary" not in name
         for make in (_construct, _mutate):
             try:
