@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lowmem_patch.patching.inputs import ExampleInputs
 from zoo.catalog import config_class_of, model_class_of
 from zoo.feeds import feeds
+from zoo.result import TEXT_ALONE
 from zoo.senses import has_senses
 from zoo.shrink import shrunk_configs, supply
 
@@ -160,7 +161,10 @@ def build_transformers(model_type: str) -> Built:
             found = Built(model_type, model, inputs[1], shrink, inputs[0], parameters)
             if "in text" in found.feed or not has_senses(model):
                 return found
-            text_alone = text_alone or found  # perhaps another shrink takes images as well
+            # perhaps another shrink takes images as well
+            text_alone = text_alone or dataclasses.replace(
+                found, feed=f"{found.feed}, {TEXT_ALONE}"
+            )
             continue
         causes = tuple(text.partition(": ")[2] for text in refused[before:])
         alike.setdefault(causes, set()).add(shrink.replace(",", " ").split()[0])

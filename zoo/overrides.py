@@ -205,15 +205,15 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "zoedepth": {"shrinks": _SCALED, "values": {"bottleneck_features": 32}},
     "edgetam_vision_model": {"values": {"backbone_channel_list": [192, 48, 32, 32]}},
-    "edgetam": {
+    "sam": {"values": {"vision_config.output_channels": 32, "vision_config.num_pos_feats": 16}},
+    "sam_hq": {
         "values": {
-            "vision_config.backbone_channel_list": [192, 48, 32, 32],
-            "vision_config.backbone_feature_sizes": [[16, 16], [8, 8], [4, 4]],
-            "prompt_encoder_config.image_size": 64,
+            "vision_config.output_channels": 32,
+            "vision_config.num_pos_feats": 16,
+            "mask_decoder_config.vit_dim": 32,
         }
     },
     "vits": {"values": {"upsample_initial_channel": 32, "speaking_rate": 8.0}},
-    "qwen4_exp": {"values": {"text_config.layer_types": ["linear_attention", "indexed_attention"]}},
     "vjepa2": {"arguments": {"crop_size": 32, "patch_size": 8, "frames_per_clip": 4}},
     "cohere2_vision": {"values": _inside("vision_config", _VISION)},
     # their widths must keep their ratios

@@ -266,8 +266,6 @@ FEEDS: dict[str, Callable[[Any], Made]] = {
     "omdet-turbo": _classes,
     "oneformer": lambda config: {**_images(64), "task_inputs": _words(2, config.task_seq_len)},
     "depth_pro": lambda config: _images(4 * config.patch_size),
-    "edgetam": lambda config: _images(64),
-    "muse_spark_audio": lambda config: {"input_values": torch.randn(2, 4 * 1920)},
     "janus_vqgan": lambda config: _images(64),
     "xclip_vision_model": lambda config: _images(config.image_size, 2 * config.num_frames),
     "vibevoice_acoustic_tokenizer_encoder": lambda config: {
