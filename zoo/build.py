@@ -14,7 +14,7 @@ from lowmem_patch.patching.inputs import ExampleInputs
 from zoo.catalog import config_class_of, model_class_of
 from zoo.feeds import feeds
 from zoo.result import TEXT_ALONE
-from zoo.senses import has_senses
+from zoo.senses import lacks_senses
 from zoo.shrink import shrunk_configs, supply
 
 __all__ = [
@@ -159,7 +159,7 @@ def build_transformers(model_type: str) -> Built:
         inputs = _runnable(model_type, model, shrink, refused)
         if inputs is not None:
             found = Built(model_type, model, inputs[1], shrink, inputs[0], parameters)
-            if "in text" in found.feed or not has_senses(model):
+            if not lacks_senses(model, found.inputs.kwargs):
                 return found
             # perhaps another shrink takes images as well
             text_alone = text_alone or dataclasses.replace(

@@ -233,6 +233,10 @@ FEEDS: dict[str, Callable[[Any], Made]] = {
         "image_features": torch.randn(2, 16, 2 * config.hidden_size),
         "pooled_patches_idx": torch.arange(32).view(8, 4),
     },
+    "molmo2": lambda config: {
+        "input_ids": _words(),
+        "mm_token_type_ids": torch.zeros(2, 16, dtype=torch.long),
+    },
     "moshi_depth": lambda config: {
         "input_ids": torch.randint(3, 100, (2, config.num_codebooks)),
         "last_hidden_state": torch.randn(2, 1, config.input_size),

@@ -15,16 +15,18 @@ from torch import Tensor
 
 from zoo import arrays
 
-__all__ = ["has_senses", "text_with_senses"]
+__all__ = ["lacks_senses", "text_with_senses"]
 
 Made = dict[str, Any]
+_ARRAYS = ("pixel_values", "input_features", "input_values")
 _LEAD, _TAIL = 4, 4  # words before and after what the text holds
 _MOST_TOKENS = 512  # in a row
 
 
-def has_senses(model: Any) -> bool:
-    """Whether the model makes features of images or sounds that its text may hold."""
-    return any(_makes(model, method) for method, *_ in _SENSES)
+def lacks_senses(model: Any, given: Made) -> bool:
+    """Whether the model makes features of images or sounds that its text may hold, and is given none."""
+    can = any(_makes(model, method) for method, *_ in _SENSES)
+    return can and not any(name.startswith(_ARRAYS) for name in given)
 
 
 def _makes(model: Any, method: str) -> bool:
@@ -102,6 +104,7 @@ def _text(model: Any, senses: list[tuple[int, Made, int]]) -> Made:
     made["mm_token_type_ids"] = torch.tensor([kinds, kinds])
     made["token_type_ids"] = made["mm_token_type_ids"]
     made["decoder_input_ids"] = words
+    made.pop("attention_mask", None)  # of the sounds
     parameters = inspect.signature(model.forward).parameters
     return {name: value for name, value in made.items() if name in parameters}
 

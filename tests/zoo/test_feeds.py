@@ -10,7 +10,7 @@ import torch
 from zoo.build import NoModel, build_transformers, tensors_of
 from zoo.catalog import config_class_of
 from zoo.run import judge_transformers
-from zoo.senses import has_senses
+from zoo.senses import lacks_senses
 from zoo.shrink import shrunk_configs
 
 
@@ -27,8 +27,13 @@ def test_text_holds_a_token_for_each_feature_of_its_images(model_type: str) -> N
     assert all(torch.equal(kind == 1, images) for kind in kinds)
 
 
-def test_models_that_join_their_senses_behind_the_text() -> None:
-    assert not has_senses(build_transformers("clip").model)
+def test_text_alone_is_told() -> None:
+    built = build_transformers("llava")
+    given = built.inputs.kwargs
+    assert not lacks_senses(built.model, given)
+    assert lacks_senses(built.model, {"input_ids": given["input_ids"]})
+    clip = build_transformers("clip").model  # it joins its senses behind the text
+    assert not lacks_senses(clip, {"input_ids": given["input_ids"]})
 
 
 def test_a_part_of_another_model_is_named_so() -> None:
