@@ -244,28 +244,6 @@ def test_output_left_on_an_attribute_is_not_folded() -> None:
     torch.testing.assert_close(net.features.detach(), before)
 
 
-class Ending(Toy):
-    """The activation works before a Linear, and a second time for the output."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.last(self.down(self.act(self.up(self.norm(self.enter(x))))))
-        return self.body(self, x)
-
-
-@pytest.mark.parametrize("config", [*CONFIGS, "auto"], ids=["fold", "share", "auto"])
-@pytest.mark.parametrize(
-    "end",
-    [lambda net, x: net.act(net.up(x)), lambda net, x: net.act(net.gate(x)) * net.up(x)],
-    ids=["activation", "product"],
-)
-def test_what_is_returned_is_a_tensor(end: Any, config: Any) -> None:
-    patched, twin, original = patched_twin(Ending(end), config)
-    assert type(patched(batch())) is Tensor
-    assert strategies(patched)["act"] == ("codes" if config == "auto" else "keep")
-    if config in CONFIGS:
-        assert_equal_steps(patched, twin, original)
-
-
 def test_table_that_a_forward_left_on_a_graph() -> None:
     """LeViT keeps its biases of an evaluation: tensors with a graph cannot be copied for a trace."""
 
