@@ -227,13 +227,18 @@ class Ending(Toy):
 @pytest.mark.parametrize("config", [*CONFIGS, "auto"], ids=["fold", "share", "auto"])
 @pytest.mark.parametrize(
     "end",
-    [lambda net, x: net.act(net.up(x)), lambda net, x: net.act(net.gate(x)) * net.up(x)],
-    ids=["activation", "product"],
+    [
+        lambda net, x: net.act(net.up(x)),
+        lambda net, x: net.act(net.gate(x)) * net.up(x),
+        lambda net, x: nn.functional.dropout(net.act(net.up(x)), 0.1, net.training),
+        lambda net, x: nn.functional.dropout(net.act(net.gate(x)) * net.up(x), 0.1, net.training),
+    ],
+    ids=["activation", "product", "dropout", "dropped product"],
 )
 def test_what_is_returned_is_a_tensor(end: Any, config: Any) -> None:
     patched, twin, original = patched_twin(Ending(end), config)
-    assert type(patched(batch())) is Tensor
+    assert type(patched.train()(batch())) is Tensor
     strategies = {site.name: site.strategy for site in patch_report(patched).sites}
     assert strategies["act"] == ("codes" if config == "auto" else "keep")
     if config in CONFIGS:
-        assert_equal_steps(patched, twin, original)
+        assert_equal_steps(*(model.eval() for model in (patched, twin, original)))
