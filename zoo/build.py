@@ -13,14 +13,28 @@ from torch import Tensor, nn
 from lowmem_patch.patching.inputs import ExampleInputs
 from zoo.catalog import config_class_of, model_class_of
 from zoo.feeds import feeds
+from zoo.result import TEXT_ALONE
+from zoo.senses import lacks_senses
 from zoo.shrink import shrunk_configs, supply
 
-__all__ = ["Built", "CannotBuild", "CannotRun", "build_transformers", "randomise", "tensors_of"]
+__all__ = [
+    "Built",
+    "CannotBuild",
+    "CannotRun",
+    "NoModel",
+    "build_transformers",
+    "randomise",
+    "tensors_of",
+]
 
 LARGEST = 40_000_000  # parameters
 _STUCK = 3  # kinds of shrinks that fail in the very same words before the others are not tried
 _SUPPLIED = 5  # values that a config may lack
-_PATIENCE = 12  # seconds of one core after which no other shrink is tried
+_PATIENCE = 20  # seconds of one core after which no other shrink is tried
+
+
+class NoModel(Exception):
+    """No class of the library is a model of this type: it is a part of others."""
 
 
 class CannotBuild(Exception):
@@ -44,9 +58,15 @@ class Built:
 
 
 def tensors_of(output: Any) -> list[Tensor]:
-    """Floating-point tensors of an output, in order; caches and other objects are passed over."""
+    """Floating-point tensors of an output, in order; caches and other objects are passed over.
+
+    Infinities, with which models mask, become 0: they must stand at the same places.
+    """
     if isinstance(output, Tensor):
-        return [output] if output.is_floating_point() and output.numel() else []
+        if not output.is_floating_point() or not output.numel():
+            return []
+        masked = output.isinf()
+        return [output.masked_fill(masked, 0.0) if bool(masked.any()) else output]
     if hasattr(output, "values") and callable(output.values):
         output = list(output.values())
     if isinstance(output, (tuple, list)):
@@ -100,15 +120,18 @@ def build_transformers(model_type: str) -> Built:
     """A runnable tiny model of a model type.
 
     Raises:
-        CannotBuild, CannotRun: with the reason of the last try.
+        NoModel, CannotBuild, CannotRun: with the reason of the last try.
     """
     try:
         config_class = config_class_of(model_type)
         model_class = model_class_of(model_type)
-    except (LookupError, ImportError, AttributeError) as error:
+    except LookupError as error:
+        raise NoModel(str(error)) from error
+    except (ImportError, AttributeError) as error:
         raise CannotBuild(f"{type(error).__name__}: {error}") from error
     refused: list[str] = []
     built = False
+    text_alone: Built | None = None
     alike: dict[tuple[str, ...], set[str]] = {}
     started = time.process_time()
     for shrink, config in shrunk_configs(model_type, config_class):
@@ -135,11 +158,20 @@ def build_transformers(model_type: str) -> Built:
         before = len(refused)
         inputs = _runnable(model_type, model, shrink, refused)
         if inputs is not None:
-            return Built(model_type, model, inputs[1], shrink, inputs[0], parameters)
+            found = Built(model_type, model, inputs[1], shrink, inputs[0], parameters)
+            if not lacks_senses(model, found.inputs.kwargs):
+                return found
+            # perhaps another shrink takes images as well
+            text_alone = text_alone or dataclasses.replace(
+                found, feed=f"{found.feed}, {TEXT_ALONE}"
+            )
+            continue
         causes = tuple(text.partition(": ")[2] for text in refused[before:])
         alike.setdefault(causes, set()).add(shrink.replace(",", " ").split()[0])
         if len(alike[causes]) == _STUCK:
             break  # no matter of size
+    if text_alone is not None:
+        return text_alone
     reason = refused[0] if refused else "no config can be made"
     raise (CannotRun if built else CannotBuild)(f"{model_class.__name__}: {reason}")
 
@@ -147,6 +179,7 @@ def build_transformers(model_type: str) -> Built:
 def _runnable(
     model_type: str, model: Any, shrink: str, refused: list[str]
 ) -> tuple[str, ExampleInputs] | None:
+    before = len(refused)
     try:
         for feed, inputs in feeds(model_type, model):
             try:
@@ -162,8 +195,8 @@ def _runnable(
                 return feed, inputs
             else:
                 refused.append(f"{shrink}: its output is not finite")
-    except Exception as error:
-        refused.append(f"{shrink}: {_short(error)}")
+    except Exception as error:  # the package's own words, before those on the zoo's guesses
+        refused.insert(before, f"{shrink}: {_short(error)}")
     return None
 
 

@@ -7,9 +7,12 @@ import inspect
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
+
+from zoo.overrides import OVERRIDES
 
 __all__ = ["config_class_of", "model_class_of", "model_types"]
 
@@ -31,13 +34,13 @@ def model_class_of(model_type: str) -> Any:
     """
     names = ["MODEL_MAPPING_NAMES"]
     names += sorted(n for n in dir(modeling_auto) if n.endswith("MAPPING_NAMES") and n not in names)
-    for name in names:
-        entry = getattr(modeling_auto, name).get(model_type)
-        if entry is not None and name != "CONFIG_MAPPING_NAMES":
-            first = entry if isinstance(entry, str) else entry[0]
-            found = getattr(transformers, first, None)
-            if found is not None:
-                return found
+    names.remove("CONFIG_MAPPING_NAMES")
+    entries = [getattr(modeling_auto, name).get(model_type) for name in names]
+    firsts = [entry if isinstance(entry, str) else entry[0] for entry in entries if entry]
+    for first in (OVERRIDES.get(model_type, {}).get("class"), *firsts):
+        found = getattr(transformers, first, None) if first else None
+        if found is not None and found.forward is not torch.nn.Module.forward:
+            return found
     return _from_own_file(config_class_of(model_type))
 
 
@@ -52,9 +55,21 @@ def _from_own_file(config_class: Any) -> Any:
             if found.__module__ == path and _takes(found, config_class):
                 candidates.append(found)
     if not candidates:
-        raise LookupError(f"no model class of {package} takes a {config_class.__name__}")
+        name = config_class.__name__
+        users = _users(config_class)
+        part = f", which is a part of {', '.join(users)}" if users else ""
+        raise LookupError(f"no model class of {package} with a forward takes a {name}{part}")
     plain = [c for c in candidates if c.__name__.endswith(("Model", "Encoder", "Decoder"))]
     return (plain or candidates)[0]
+
+
+def _users(config_class: Any) -> list[str]:
+    """Model types whose configs hold a config of this class."""
+    return [
+        name
+        for name in model_types()
+        if config_class in (getattr(config_class_of(name), "sub_configs", None) or {}).values()
+    ]
 
 
 def _takes(found: Any, config_class: Any) -> bool:

@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from lowmem_patch.errors import LowmemPatchError
 from lowmem_patch.patching.examples import make_example_inputs
 from lowmem_patch.patching.inputs import ExampleInputs
-from zoo.overrides import FEEDS
+from zoo import arrays
+from zoo.own_feeds import FEEDS
+from zoo.senses import text_with_senses
 
 __all__ = ["feeds"]
 
@@ -24,6 +25,8 @@ def feeds(model_type: str, model: Any) -> Iterator[tuple[str, ExampleInputs]]:
     if own is not None:
         yield "zoo", ExampleInputs((), own(model.config))
         return
+    for kwargs in text_with_senses(model):
+        yield "zoo, senses in text", ExampleInputs((), kwargs)
     try:
         made = make_example_inputs(model)
         if any(_image_size_is_free(name, value) for name, value in made.kwargs.items()):
@@ -60,7 +63,7 @@ def _by_name(model: Any) -> Iterator[dict[str, Any]]:
         if p.default is inspect.Parameter.empty and p.kind not in variadic
     ]
     for variant in _VARIANTS:
-        if variant.get("pixel_values") in _BY_GRIDS and not parameters.keys() & _GRIDS:
+        if variant.keys() & _GRIDS and not parameters.keys() & _GRIDS:
             continue
         made: dict[str, Any] = {}
         for name in parameters:
@@ -78,164 +81,72 @@ def _by_name(model: Any) -> Iterator[dict[str, Any]]:
                     yield {**{name: made[name] for name in names}, **least}
 
 
-def _number(model: Any, *names: str, default: int) -> int:
-    """The first of these numbers that the model's config or a part of it gives."""
-    configs = [model.config]
-    configs += [c for c in vars(model.config).values() if hasattr(c, "to_dict")]
-    for name in names:
-        for config in configs:
-            value = getattr(config, name, None)
-            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-                return value
-    return default
-
-
-def _tokens(model: Any) -> Tensor:
-    return torch.randint(3, min(100, _number(model, "vocab_size", default=100)), (2, 16))
-
-
-def _states(*names: str) -> Callable[[Any], Tensor]:
-    return lambda model: torch.randn(2, 16, _number(model, *names, default=32))
-
-
-def _boxes(model: Any) -> Tensor:
-    corners = torch.randint(0, 10, (2, 16, 2))
-    points = _number(model, "dim_bbox", default=4) // 2
-    return torch.cat([corners + i for i in range(points)], -1)
-
-
-def _image(model: Any) -> Tensor:
-    size = _number(model, "image_size", default=64)
-    return torch.randn(2, _number(model, "num_channels", default=3), size, size)
-
-
-def _image_pairs(model: Any) -> Tensor:
-    return torch.stack((_image(model), _image(model)), 1)
-
-
-def _patch_rows(model: Any) -> Tensor:
-    """Two images as rows of flattened patches, for models that read them with their grids."""
-    channels = _number(model, "in_channels", "num_channels", "in_chans", default=3)
-    side = _number(model, "patch_size", default=14)
-    depth = _number(model, "temporal_patch_size", default=1)
-    return torch.randn(2 * 16, channels * depth * side * side)
-
-
-def _grids(model: Any) -> Tensor:
-    return torch.tensor([[1, 4, 4], [1, 4, 4]])
-
-
-def _series(model: Any) -> Tensor:
-    length = _number(model, "context_length", default=16)
-    channels = _number(model, "num_input_channels", default=0)
-    # with lags, a model that lists its features reads that much more of the past
-    lags = max(getattr(model.config, "lags_sequence", None) or [0])
-    return torch.randn(2, length + lags, *([channels] if channels else []))
-
-
-def _time_features(model: Any) -> Tensor:
-    lags = max(getattr(model.config, "lags_sequence", None) or [0])
-    length = _number(model, "context_length", default=16) + lags
-    return torch.randn(2, length, getattr(model.config, "num_time_features", 1))
-
-
-def _future(model: Any) -> Tensor:
-    return torch.randn(2, _number(model, "prediction_length", default=8))
-
-
-def _future_features(model: Any) -> Tensor:
-    length = _number(model, "prediction_length", default=8)
-    return torch.randn(2, length, getattr(model.config, "num_time_features", 1))
-
-
-def _frames(model: Any) -> int:
-    """A window of Whisper's length where the config gives one, else a short one."""
-    return 2 * _number(model, "max_source_positions", default=64)
-
-
-def _bins(model: Any) -> int:
-    return _number(
-        model, "num_mel_bins", "feature_size", "input_feat_size", "input_size", "input_dim", "n_mels",
-        "num_mel_filters", default=80,
-    )  # fmt: skip
-
-
-def _spectrogram(model: Any) -> Tensor:
-    return torch.randn(2, _bins(model), _frames(model))
-
-
-def _features(model: Any) -> Tensor:
-    return torch.randn(2, 128, _bins(model))
-
-
-def _patch_images(model: Any) -> Tensor:
-    rows = _patch_rows(model)
-    side = _number(model, "patch_size", default=14)
-    return rows.unflatten(-1, (-1, side, side))
-
-
-def _codebooks(model: Any) -> int:
-    return _number(model, "num_codebooks", "n_q", "num_quantizers", "num_channels", default=4)
-
-
-def _codes(*shape: int) -> Tensor:
-    return torch.randint(3, 30, shape)
-
-
 # names that say that a model reads rows of flattened patches
 _GRIDS = frozenset(
-    ("grid_thw", "image_grid_thw", "spatial_shapes", "pixel_position_ids", "image_grid_hws")
+    (
+        "grid_thw",
+        "image_grid_thw",
+        "spatial_shapes",
+        "pixel_position_ids",
+        "image_grid_hws",
+        "target_sizes",
+    )
 )
 # whole ways to read the names that models disagree about
 _VARIANTS: tuple[dict[str, Callable[[Any], Any]], ...] = (
     {
-        "grid_thw": _grids,
-        "image_grid_thw": _grids,
-        "pixel_values": _patch_rows,
-        "hidden_states": _patch_rows,
+        "grid_thw": arrays.grids,
+        "image_grid_thw": arrays.grids,
+        "pixel_values": arrays.patch_rows,
+        "hidden_states": arrays.patch_rows,
     },
     {
-        "grid_thw": _grids,
-        "image_grid_thw": _grids,
-        "pixel_values": _patch_images,
-        "hidden_states": _patch_images,
+        "grid_thw": arrays.grids,
+        "image_grid_thw": arrays.grids,
+        "pixel_values": arrays.patch_images,
+        "hidden_states": arrays.patch_images,
     },
     {
-        "grid_thw": _grids,
-        "image_grid_thw": _grids,
-        "pixel_values": lambda model: _patch_images(model)[None],
+        "grid_thw": arrays.grids,
+        "image_grid_thw": arrays.grids,
+        "pixel_values": lambda model: arrays.patch_images(model)[None],
     },
     {
-        "pixel_values": lambda model: _patch_rows(model).unflatten(0, (2, 16)),
+        "pixel_values": lambda model: arrays.patch_rows(model).unflatten(0, (2, 16)),
     },
     {
-        "input_ids": lambda model: _codes(2 * _codebooks(model), 16),
-        "input_features": lambda model: _features(model)[..., :1].repeat(1, 1, 2 * _bins(model)),
+        "pixel_values": arrays.patch_strip,
+        "target_sizes": lambda model: arrays.grids(model)[:, 1:],
     },
     {
-        "input_ids": lambda model: _codes(2, 16, _codebooks(model)),
-        "input_features": lambda model: torch.randn(_bins(model), 256),
+        "input_ids": lambda model: arrays.codes(2 * arrays.codebooks(model), 16),
+        "input_features": lambda model: arrays.features(model)[..., :1].repeat(
+            1, 1, 2 * arrays.bins(model)
+        ),
     },
     {
-        "input_ids": lambda model: _codes(2, _codebooks(model), 16),
+        "input_ids": lambda model: arrays.codes(2, 16, arrays.codebooks(model)),
+        "input_features": lambda model: torch.randn(arrays.bins(model), 256),
     },
     {
-        "input_features": _spectrogram,
-        "input_features_mask": lambda model: torch.ones(2, _frames(model), dtype=torch.long),
+        "input_ids": lambda model: arrays.codes(2, arrays.codebooks(model), 16),
     },
     {
-        "input_features": _features,
+        "input_features": arrays.spectrogram,
+        "input_features_mask": lambda model: torch.ones(2, arrays.frames(model), dtype=torch.long),
+    },
+    {
+        "input_features": arrays.features,
         "input_features_mask": lambda model: torch.ones(2, 128, dtype=torch.bool),
-        "pixel_values": lambda model: _image_pairs(model),
-        "hidden_states": _image,
+        "pixel_values": lambda model: arrays.image_pairs(model),
+        "hidden_states": arrays.image,
     },
     {
-        "input_features": lambda model: _features(model)[:, None],
+        "input_features": lambda model: arrays.features(model)[:, None],
         "pixel_values": lambda model: torch.randn(2, 3, 64, 64),
         "is_longer": lambda model: torch.ones(2, 1, dtype=torch.bool),
     },
 )
-_BY_GRIDS = (_patch_rows, _patch_images)
 _SETS = (
     ("input_ids",),
     ("inputs_embeds",),
@@ -255,43 +166,52 @@ _SETS = (
     ("input_features", "input_features_mask"),
 )
 _RARE: dict[str, Callable[[Any], Any]] = {
-    "input_ids": _tokens,
-    "decoder_input_ids": _tokens,
+    "input_ids": arrays.tokens,
+    "decoder_input_ids": arrays.tokens,
     "input_values": lambda model: torch.randn(2, 6400),
-    "input_features": _spectrogram,
-    "audio_mel": _features,
+    "input_features": arrays.spectrogram,
+    "audio_mel": arrays.features,
     "audio_mel_mask": lambda model: torch.zeros(2, 128, dtype=torch.bool),
-    "image": _image,
-    "spectrogram": lambda model: torch.randn(2, 32, _number(model, "model_in_dim", default=80)),
-    "num_patches": lambda model: 2,
-    "pixel_position_ids": lambda model: torch.cartesian_prod(*2 * [torch.arange(4)]).expand(
-        2, 16, 2
+    "image": arrays.image,
+    "spectrogram": lambda model: torch.randn(
+        2, 32, arrays.number(model, "model_in_dim", default=80)
     ),
+    "latents": lambda model: arrays.states("hidden_size")(model).mT,
+    "patch_embeds": lambda model: arrays.patch_map(model),
+    "mel_spectrogram": lambda model: torch.randn(
+        2, arrays.number(model, "mel_dim", default=80), 16
+    ),
+    "task_inputs": arrays.tokens,
+    "merge_sizes": lambda model: torch.tensor([2, 2]),
+    "num_patches": lambda model: 2,
+    "pixel_position_ids": arrays.positions,
     "spatial_shapes": lambda model: torch.tensor([[4, 4], [4, 4]]),
     "moe_mm_token_type_ids": lambda model: torch.zeros(2, 16, dtype=torch.long),
     "num_frames": lambda model: 2,
     "image_embeds_position_mask": lambda model: (
-        torch.arange(16).expand(2, 16) < _number(model, "latent_query_num", default=8)
+        torch.arange(16).expand(2, 16) < arrays.number(model, "latent_query_num", default=8)
     ).long(),
     "pixel_attention_mask": lambda model: torch.ones(2, 16, dtype=torch.long),
     "feature_lens": lambda model: torch.tensor([128, 128]),
-    "qformer_input_ids": _tokens,
-    "bbox": _boxes,
-    "pixel_values": _image,
-    "hidden_states": _states("hidden_size", "d_model"),
-    "inputs_embeds": _states("hidden_size", "d_model", "dim"),
-    "query_embeds": _states("hidden_size"),
-    "encoder_hidden_states": _states("encoder_hidden_size", "hidden_size", "d_model"),
-    "visual_feats": lambda model: torch.randn(2, 5, _number(model, "visual_feat_dim", default=16)),
-    "visual_pos": lambda model: torch.rand(2, 5, _number(model, "visual_pos_dim", default=4)),
-    "past_values": _series,
-    "past_time_features": _time_features,
-    "past_observed_mask": lambda model: torch.ones_like(_series(model)),
-    "future_values": _future,
-    "future_time_features": _future_features,
+    "qformer_input_ids": arrays.tokens,
+    "bbox": arrays.boxes,
+    "pixel_values": arrays.image,
+    "hidden_states": arrays.states("hidden_size", "d_model"),
+    "inputs_embeds": arrays.states("hidden_size", "d_model", "dim"),
+    "query_embeds": arrays.states("hidden_size"),
+    "encoder_hidden_states": arrays.states("encoder_hidden_size", "hidden_size", "d_model"),
+    "visual_feats": lambda model: torch.randn(
+        2, 5, arrays.number(model, "visual_feat_dim", default=16)
+    ),
+    "visual_pos": lambda model: torch.rand(2, 5, arrays.number(model, "visual_pos_dim", default=4)),
+    "past_values": arrays.series,
+    "past_time_features": arrays.time_features,
+    "past_observed_mask": lambda model: torch.ones_like(arrays.series(model)),
+    "future_values": arrays.future,
+    "future_time_features": arrays.future_features,
     "mm_token_type_ids": lambda model: torch.zeros(2, 16, dtype=torch.long),
-    "states": lambda model: torch.randn(2, 16, _number(model, "state_dim", default=17)),
-    "actions": lambda model: torch.randn(2, 16, _number(model, "act_dim", default=4)),
+    "states": lambda model: torch.randn(2, 16, arrays.number(model, "state_dim", default=17)),
+    "actions": lambda model: torch.randn(2, 16, arrays.number(model, "act_dim", default=4)),
     "rewards": lambda model: torch.randn(2, 16, 1),
     "returns_to_go": lambda model: torch.randn(2, 16, 1),
     "timesteps": lambda model: torch.arange(16).expand(2, 16),
@@ -300,7 +220,7 @@ _RARE: dict[str, Callable[[Any], Any]] = {
         (
             torch.arange(1, 17).expand(2, 16)[..., None].float(),
             torch.ones(2, 16, 1),
-            torch.randn(2, 16, _number(model, "patch_embed_hidden_size", default=768)),
+            torch.randn(2, 16, arrays.number(model, "patch_embed_hidden_size", default=768)),
         ),
         -1,
     ),

@@ -10,7 +10,9 @@ from typing import Any
 from lowmem_patch import PatchReport
 from zoo.dataflow import Dataflow
 
-__all__ = ["PresetResult", "Result"]
+__all__ = ["TEXT_ALONE", "PresetResult", "Result"]
+
+TEXT_ALONE = "text alone"  # in the feed of a model that makes features of images or sounds as well
 
 # names of modules and numbers differ from site to site; the reason is the rest
 _NAMES = re.compile(r"[\w-]+(?:\.[\w-]+)+|\b\d[\d.e+-]*\b")
@@ -41,8 +43,8 @@ class PresetResult:
 
 @dataclasses.dataclass
 class Result:
-    """One architecture. ``status``: judged, judged in part, no reference, not built, not run, slow,
-    too large, ended (its process was), zoo failed."""
+    """One architecture. ``status``: judged, judged in part, no reference, no model of its own, not
+    built, not run, slow, too large, ended (its process was), zoo failed."""
 
     name: str
     status: str

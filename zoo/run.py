@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import transformers
 
-from zoo.build import Built, CannotBuild, CannotRun, build_transformers
+from zoo.build import Built, CannotBuild, CannotRun, NoModel, build_transformers
 from zoo.judge import PRESETS, judge
 from zoo.result import Result
 from zoo.timm_models import build_timm, reload_timm
@@ -45,6 +45,8 @@ def _judged(name: str, build: Any, reload: Any, presets: tuple[str, ...]) -> Res
     try:
         built: Built = build(name)
         result = judge(built, reload, presets)
+    except NoModel as error:
+        result = Result(name, "no model of its own", str(error))
     except CannotBuild as error:
         result = Result(name, "not built", str(error))
     except CannotRun as error:

@@ -10,11 +10,11 @@ import dataclasses
 import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import timm
 
+from zoo.fit import fit
 from zoo.overrides import OVERRIDES
 
 __all__ = ["shrunk_configs", "supply"]
@@ -34,6 +34,7 @@ _VOCABULARY: tuple[Rule, ...] = (
 )
 # an image of 64 pixels has 2 by 2 patches in the last of four stages
 _WINDOW: Rule = (r"^window_size$", 2)
+_QUERIES: Rule = (r"num_queries$", 8)
 _WIDTHS: tuple[Rule, ...] = (
     (r"num_key_value_heads|num_kv_heads|kv_heads$", 2),
     (r"linear_num_key_heads|linear_num_value_heads", 4),
@@ -46,7 +47,7 @@ _WIDTHS: tuple[Rule, ...] = (
     (r"width_coefficient|depth_coefficient", 0.5),
     (r"^n_groups$", 2),
     (r"upsample_groups", 32),
-    (r"num_queries$", 8),
+    _QUERIES,
     _WINDOW,
     (r"chunk_size$|state_size$|d_state$", 16),
     (r"head_dim|d_kv$|head_size$", 8),
@@ -101,24 +102,24 @@ def _flat(rules: tuple[Rule, ...]) -> Callable[[str, Any], Any]:
 
 
 _RATIO = re.compile(
-    r"hidden_size|d_model|n_embd|^dim$|_dim$|^dims$|embed_dims?$|embedding_size|hidden_dim|channels$|widths$"
+    r"hidden_size|d_model|n_embd|^dim$|_dim$|^dims$|embed_dims?$|embed_dim_per_stage|embedding_size|hidden_dim|channels$|channel_list$|widths$"
     r"|intermediate|ffn|d_ff$|mlp_dim|proj_dim|conv_dim|filters$|_sizes$|rank$|head_dim|feedforward"
 )
-_NOT_WIDTH = re.compile(
-    r"num_channels|(in|input|out|audio)_channels|image|patch(es)?(_size)?$|kernel"
-)
+_NOT_WIDTH = re.compile(r"num_channels|image|patch(es)?(_size)?$|kernel")
+# one number of these is of the data, a list has the widths of stages
+_OF_DATA = re.compile(r"(in|input|out|audio)_channels")
 
 
 def _scaled(factor: int) -> Callable[[str, Any], Any]:
     """Widths divided by one factor, so that their ratios, and the numbers of heads, stay."""
-    depth = _flat((*_DEPTH, *_VOCABULARY, _WINDOW, (r"^image_size$", 64)))
+    depth = _flat((*_DEPTH, *_VOCABULARY, _WINDOW, _QUERIES, (r"^image_size$", 64)))
 
     def divide(value: Any) -> Any:
         return max(4, int(value) // factor) if value > factor else value
 
     def change(name: str, value: Any) -> Any:
         if _RATIO.search(name) and not _NOT_WIDTH.search(name):
-            if isinstance(value, int) and not isinstance(value, bool):
+            if type(value) is int and not _OF_DATA.search(name):
                 return divide(value)
             if isinstance(value, (list, tuple)) and value and all(type(v) is int for v in value):
                 return type(value)(divide(v) for v in value)
@@ -222,7 +223,10 @@ def _construct(
         new = _special(name, _off(name, change(name, value)), taken, small)
         if name in given or (new is not value and new != value):
             arguments[name] = new
-    return type(config)(**arguments)
+    made = type(config)(**arguments)
+    if getattr(config, "out_indices", None):  # properties of backbones
+        made.out_indices = config.out_indices
+    return made
 
 
 def _mutate(
@@ -242,9 +246,9 @@ def _mutate(
             _mutate(value, change, taken, small, ())
         else:
             changed[name] = _special(name, _off(name, change(name, value)), taken, small)
-    changed.update({name: values[name] for name in given if name in values})
     if small:
         _layer_types(changed)
+    changed.update({name: values[name] for name in given if name in values})
     if "head_dim" in changed and changed["head_dim"] is None:
         changed["head_dim"] = changed["hidden_size"] // changed["num_attention_heads"]
     for name, value in changed.items():
@@ -256,54 +260,6 @@ def _mutate(
     return config
 
 
-def _sections(config_class: Any) -> int:
-    """Sections of a multimodal rotary embedding that the models of this config read, 0 for none.
-
-    Where a config names no sections the code has its own, which fit no shrunk head.
-    """
-    folder = Path(str(inspect.getfile(config_class))).parent
-    sources = "".join(path.read_text(encoding="utf-8") for path in folder.glob("modeling_*.py"))
-    default = re.search(r"mrope_section\W+\[([\d, ]+)\]", sources)
-    if default is not None:
-        return len(default.group(1).split(","))
-    return 3 if "mrope_section" in sources else 0
-
-
-def _fit_rotary(config: Any, sections: int) -> None:
-    """Sections of multimodal rotary embeddings must fill half a head."""
-    from transformers import PreTrainedConfig
-
-    values = _values(config)
-    for value in values.values():
-        if isinstance(value, PreTrainedConfig):
-            _fit_rotary(value, sections)
-    rope, width = values.get("rope_parameters"), values.get("hidden_size")
-    if not isinstance(rope, dict) or not width:
-        return
-    parts = len(rope["mrope_section"]) if "mrope_section" in rope else sections
-    if parts and not any(isinstance(value, dict) for value in rope.values()):
-        size = values.get("head_dim") or width // (values.get("num_attention_heads") or 1)
-        half = int(size * (rope.get("partial_rotary_factor") or 1.0)) // 2
-        rope["mrope_section"] = [half // parts] * (parts - 1) + [half - half // parts * (parts - 1)]
-
-
-def _fit_stages(config: Any) -> None:
-    """A backbone must have the stages that its user reads: one layer for each."""
-    from transformers import PreTrainedConfig
-
-    for value in _values(config).values():
-        if isinstance(value, PreTrainedConfig):
-            _fit_stages(value)
-    wanted = getattr(config, "out_indices", None) or ()
-    depth = getattr(config, "num_hidden_layers", None)
-    if isinstance(depth, int) and hasattr(config, "stage_names") and len(wanted) > 1:
-        config.num_hidden_layers = max(depth, len(wanted)) if depth < max(wanted) else depth
-        stages = [f"stage{i}" for i in range(1, config.num_hidden_layers + 1)]
-        config.stage_names = ["stem", *stages]
-        if max(wanted) > len(stages):
-            config.out_indices = list(range(1, len(wanted) + 1))
-
-
 def _apply(config: Any, values: dict[str, Any]) -> None:
     for path, value in values.items():
         *parents, name = path.split(".")
@@ -311,6 +267,19 @@ def _apply(config: Any, values: dict[str, Any]) -> None:
         for parent in parents:
             owner = getattr(owner, parent)
         setattr(owner, name, value)
+
+
+def _optional_parts(config_class: Any) -> dict[str, Any]:
+    """Towers that a config leaves out unless they are given."""
+    parts = getattr(config_class, "sub_configs_defaults", None) or {}
+    return {
+        name: {}
+        for name in ("vision_config", "audio_config")
+        if getattr(parts.get(name), "optional", False)
+    }
+
+
+_SUPPLIED = {"initializer_range": 0.02, "rope_theta": 10000.0, "spatial_merge_size": 2}
 
 
 def supply(config: Any, error: AttributeError) -> bool:
@@ -322,8 +291,8 @@ def supply(config: Any, error: AttributeError) -> bool:
         return False
     if "drop" in name:
         setattr(owner, name, 0.0)
-    elif name == "initializer_range":
-        setattr(owner, name, 0.02)
+    elif name in _SUPPLIED:
+        setattr(owner, name, _SUPPLIED[name])
     else:
         limit = _matching((*_DEPTH, *_VOCABULARY, *_SHARED_HEADS, *_WIDTHS), name)
         if limit is None:
@@ -338,15 +307,14 @@ def shrunk_configs(model_type: str, config_class: Any) -> Iterator[tuple[str, An
     A way that fails to make a config is skipped, unless it is the last one.
     """
     override = OVERRIDES.get(model_type, {})
-    sections = _sections(config_class)
-    for name, change in _CHANGES.items():
+    for name in override.get("shrinks", _CHANGES):
+        change = _CHANGES[name]
         small = "default" not in name and "own vocabulary" not in name
         for make in (_construct, _mutate):
             try:
-                given = override.get("arguments", {})
+                given = {**_optional_parts(config_class), **override.get("arguments", {})}
                 config = make(config_class(**given), change, {}, small, given)
-                _fit_rotary(config, sections)
-                _fit_stages(config)
+                fit(config)
                 _apply(config, override.get("values", {}))
             except Exception:  # whatever a foreign config refuses: the next way may do
                 if name == "default" and make is _mutate:

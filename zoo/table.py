@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
 
-from zoo.result import PresetResult, Result
+from zoo.result import TEXT_ALONE, PresetResult, Result
 
 __all__ = ["write_table"]
 
@@ -114,11 +114,16 @@ def _reasons(results: list[Result]) -> list[str]:
 
 
 def _notes(results: list[Result]) -> list[str]:
-    """Models whose own outputs or gradients jump under one rounding, and those without a reference."""
+    """Models whose own outputs or gradients jump under one rounding, whose images could not be made, and
+    those without a reference."""
     lines = []
     for result in results:
         if result.status == "no reference":
             lines.append(f"- {result.name}: planned, not judged: {result.reason}")
+        if result.feed.endswith(TEXT_ALONE):
+            lines.append(
+                f"- {result.name}: judged on {TEXT_ALONE}: no images or sounds that it takes were made"
+            )
         if result.status == "judged in part":
             lines.append(f"- {result.name}: judged in part: {result.reason}")
         jumps = [n for p in result.presets.values() for n in p.notes if "moves by" in n]
@@ -126,7 +131,7 @@ def _notes(results: list[Result]) -> list[str]:
             lines.append(f"- {result.name}: {jumps[0]}")
     if not lines:
         return []
-    title = "## Judged with the unpatched model's own jumps, or not judged"
+    title = "## Judged with the unpatched model's own jumps, on text alone, or not judged"
     return [title, "", *lines, ""]
 
 

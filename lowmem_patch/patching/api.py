@@ -30,6 +30,7 @@ from lowmem_patch.patching.trace import (
     make_shadow,
     trace_forward,
 )
+from lowmem_patch.patching.unreached import unreached_note
 
 __all__ = ["patch_model", "patch_report", "plan_patch", "unpatch_model"]
 
@@ -197,8 +198,8 @@ def _planned(
     plan = make_plan(model, shadow.model, trace, config, originals)
     notes += plan.adapters.notes
     functional = functional_calls_note(trace, (site.name for site in plan.sites))
-    if functional is not None:
-        notes.append(functional)
+    unreached = unreached_note(shadow.model, trace)
+    notes += [note for note in (functional, unreached) if note is not None]
     floor = count_floor(shadow.model, trace)
     report = PatchReport(
         model=type(model).__name__,

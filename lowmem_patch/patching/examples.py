@@ -188,12 +188,7 @@ class _Maker:
 
     def tokens(self) -> list[Tensor]:
         """Ordinary tokens: not those that the config names (padding masks, an image token wants an image)."""
-        text = (
-            self.config.get_text_config()
-            if hasattr(self.config, "get_text_config")
-            else self.config
-        )
-        size = int(getattr(text, "vocab_size", None) or self.number("vocab_size") or 2)
+        size = self._vocabulary()
         named = {
             value
             for config in self.configs
@@ -204,6 +199,21 @@ class _Maker:
         drawn = torch.randint(0, len(allowed), (self.batch, self.length))
         return [torch.tensor(allowed)[drawn].to(self.device)]
 
+    def decoder_tokens(self) -> list[Tensor]:
+        """Tokens, or those of several codebooks one below the other."""
+        options, books = self.tokens(), self.number("num_codebooks")
+        return [*options, *(option.repeat(books, 1) for option in options if books)]
+
+    def _vocabulary(self) -> int:
+        """Tokens of the text model; of the smallest, where an encoder and a decoder read their own."""
+        config = self.config
+        try:
+            text = config.get_text_config() if hasattr(config, "get_text_config") else config
+        except ValueError:  # several
+            sizes = [getattr(part, "vocab_size", None) for part in self.configs]
+            return min((size for size in sizes if isinstance(size, int)), default=2)
+        return int(getattr(text, "vocab_size", None) or self.number("vocab_size") or 2)
+
     def mask(self) -> list[Tensor]:
         return [torch.ones(self.batch, self.length, dtype=torch.long, device=self.device)]
 
@@ -212,8 +222,9 @@ class _Maker:
         return [] if width is None else [self.noise(self.batch, self.length, width)]
 
     def _image(self) -> tuple[int, int, int]:
-        vision = getattr(self.config, "vision_config", None) or self.config
-        size = getattr(vision, "image_size", None) or self.number("image_size") or 224
+        vision = getattr(self.config, "vision_config", None)
+        sizes = [getattr(c, "image_size", None) for c in (vision, *self.configs) if c is not None]
+        size = next((size for size in sizes if size), 224)
         height, width = (size, size) if isinstance(size, int) else tuple(size)[-2:]
         return self.number("num_channels", "in_channels", "in_chans") or 3, height, width
 
@@ -254,7 +265,7 @@ class _Maker:
 
 _MAKERS = {
     "input_ids": _Maker.tokens,
-    "decoder_input_ids": _Maker.tokens,
+    "decoder_input_ids": _Maker.decoder_tokens,
     "pixel_values": _Maker.images,
     "pixel_values_videos": _Maker.videos,
     "input_values": _Maker.waves,

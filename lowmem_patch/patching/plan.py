@@ -238,14 +238,15 @@ class _Planner:
         return getattr(module, "weight", None), getattr(module, "bias", None)
 
     def _opaque(self, readers: list[Reader]) -> str | None:
-        """A reader of the output, or of the gated product, in which a deferred tensor would be lost."""
+        """A reader of the output, or of the gated product, in which a deferred tensor would be lost, or
+        the caller, who must get a tensor."""
         adapters = self.adapters.layers
         for reader in readers:
             if reader.kind == "product" and reader.op is not None:
                 products = self._waiting(list(reader.op.outputs))
-                found = next((r for r in products if r.kind == "opaque"), None)
+                found = next((r for r in products if r.kind in ("opaque", "output")), None)
             else:
-                found = reader if reader.kind == "opaque" else None
+                found = reader if reader.kind in ("opaque", "output") else None
             # the base layer of an adapter that trains is given the value
             module = found.op.module if found is not None and found.op is not None else ""
             if found is not None and not any(

@@ -137,8 +137,8 @@ def _reader(
 def behind_dropouts(trace: Trace, readers: list[Reader], model: nn.Module) -> list[Reader]:
     """``readers``, with those of a dropout's result in the place of the dropout.
 
-    A Linear counts where it reads the very result, or a cast of it, which is what may wait there; the
-    dropout stays for any other reader.
+    A Linear counts where it reads the very result, or a cast of it, which is what may wait there, and
+    so does the caller who gets it; the dropout stays for any other reader.
     """
     found: list[Reader] = []
     for reader in readers:
@@ -151,7 +151,9 @@ def behind_dropouts(trace: Trace, readers: list[Reader], model: nn.Module) -> li
             found.append(reader)
         for behind in following:
             same = behind.tensor is not None and behind.tensor.shape == op.outputs[0].shape
-            waits = behind.kind == "opaque" or (same and weight_read_with(behind) is not None)
+            waits = behind.kind in ("opaque", "output") or (
+                same and weight_read_with(behind) is not None
+            )
             found.append(behind if waits else reader)
     return found
 

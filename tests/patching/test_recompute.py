@@ -16,6 +16,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 from lowmem_patch import PatchReport, patch_model, patch_report, saved_bytes
 from tests.patching.families import FAMILIES, MORE_FAMILIES, Inputs
 from tests.patching.helpers import MODES, assert_same_step, build, tensors_of
+from tests.patching.toys import CONFIGS, Toy, assert_equal_steps, batch, patched_twin
 
 # PEFT reads a name that transformers has since deprecated
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
@@ -213,3 +214,31 @@ def test_an_expert_without_a_gate() -> None:
     saved, report = compare(Around(Expert()), {"x": torch.randn(2, 5, 16)})
     assert gates(report) == {"recompute"}
     assert saved == 10 * 32 * 4
+
+
+class Ending(Toy):
+    """The activation works before a Linear, and a second time for the output."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.last(self.down(self.act(self.up(self.norm(self.enter(x))))))
+        return self.body(self, x)
+
+
+@pytest.mark.parametrize("config", [*CONFIGS, "auto"], ids=["fold", "share", "auto"])
+@pytest.mark.parametrize(
+    "end",
+    [
+        lambda net, x: net.act(net.up(x)),
+        lambda net, x: net.act(net.gate(x)) * net.up(x),
+        lambda net, x: nn.functional.dropout(net.act(net.up(x)), 0.1, net.training),
+        lambda net, x: nn.functional.dropout(net.act(net.gate(x)) * net.up(x), 0.1, net.training),
+    ],
+    ids=["activation", "product", "dropout", "dropped product"],
+)
+def test_what_is_returned_is_a_tensor(end: Any, config: Any) -> None:
+    patched, twin, original = patched_twin(Ending(end), config)
+    assert type(patched.train()(batch())) is Tensor
+    strategies = {site.name: site.strategy for site in patch_report(patched).sites}
+    assert strategies["act"] == ("codes" if config == "auto" else "keep")
+    if config in CONFIGS:
+        assert_equal_steps(*(model.eval() for model in (patched, twin, original)))

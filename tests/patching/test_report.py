@@ -255,3 +255,23 @@ def test_gamma_near_zero_of_a_real_checkpoint() -> None:
         found_run = run(model, inputs, mode)
         assert_outputs(found_run, own, truth, mode)
         assert_gradients(found_run, own, truth, mode)
+
+
+class Tower(nn.Module):
+    """A norm and an activation that only an image reaches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8))
+        self.tower = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU(), nn.Dropout(0.1))
+
+    def forward(self, x: Tensor, image: Tensor | None = None) -> Tensor:
+        return self.text(x if image is None else x + self.tower(image))
+
+
+def test_what_the_inputs_do_not_reach_is_named() -> None:
+    x = torch.randn(2, 8)
+    (note,) = plan_patch(Tower(), example_inputs={"x": x}).notes
+    assert note.startswith("2 norms or activations did not run on the example inputs")
+    assert "(tower.1, tower.2)" in note and "example_inputs=" in note
+    assert plan_patch(Tower(), example_inputs={"x": x, "image": x}).notes == ()

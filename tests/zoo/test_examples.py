@@ -31,6 +31,9 @@ def made(model_type: str) -> dict[str, tuple[int, ...]]:
         ("wav2vec2", {"input_values": (2, 6400)}),
         ("audio-spectrogram-transformer", {"input_values": (2, 1024, 128)}),
         ("whisper", {"input_features": (2, 80, 3000), "decoder_input_ids": (2, 16)}),
+        ("vitpose", {"pixel_values": (2, 3, 32, 24)}),  # its backbone's size
+        # its encoder and its decoder read vocabularies of their own, the decoder four codebooks
+        ("musicgen", {"input_ids": (2, 16), "decoder_input_ids": (8, 16)}),
         ("speech_to_text", {"input_features": (2, 128, 80), "decoder_input_ids": (2, 16)}),
     ],
 )
