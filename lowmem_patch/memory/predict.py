@@ -161,7 +161,7 @@ class _Predictor:
         assert shadow.mode is not None
         with shadow.mode:
             fakes = inputs.map(lambda tensor: tensor.new_empty(tensor.shape, device="cpu"))
-        return step_bytes(Shadow(shadow.model, fakes, shadow.mode))
+        return step_bytes(dataclasses.replace(shadow, inputs=fakes))
 
     def step(self, batch: int, length: int | None) -> StepBytes:
         """Bytes of one step of the whole model."""

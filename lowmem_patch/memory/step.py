@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lowmem_patch.errors import TraceError
+from lowmem_patch.patching.gpu_dropout import GpuDropouts
 from lowmem_patch.patching.inputs import ExampleInputs
 from lowmem_patch.patching.trace import Shadow, trace_forward
 from lowmem_patch.saved import DispatchMode, storage_key
@@ -109,6 +110,8 @@ def _peak(shadow: Shadow) -> int:
     with contextlib.ExitStack() as contexts:
         if shadow.mode is not None:
             contexts.enter_context(shadow.mode)
+        if shadow.elsewhere:
+            contexts.enter_context(GpuDropouts())
         trained = [p for p in model.parameters() if p.requires_grad]
         for parameter in trained:
             parameter.grad = torch.empty_like(parameter)

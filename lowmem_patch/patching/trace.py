@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from lowmem_patch.errors import TraceError
 from lowmem_patch.patching.fakes import running_fake
+from lowmem_patch.patching.gpu_dropout import GpuDropouts
 from lowmem_patch.patching.inputs import ExampleInputs
 from lowmem_patch.rows import function_name
 from lowmem_patch.saved import SavedBytes, module_stack, saved_bytes
@@ -82,11 +83,15 @@ class Trace:
 
 @dataclasses.dataclass
 class Shadow:
-    """A model that can be run for a trace, with its inputs, in the context that it needs."""
+    """A model that can be run for a trace, with its inputs, in the context that it needs.
+
+    ``elsewhere``: the model is on the meta device, and will run on a GPU.
+    """
 
     model: nn.Module
     inputs: ExampleInputs
     mode: FakeTensorMode | None
+    elsewhere: bool = False
 
 
 # These return their very input when there is nothing to do, which is no write.
@@ -284,7 +289,8 @@ def make_shadow(model: nn.Module, inputs: ExampleInputs) -> Shadow:
             tensor.shape, tensor.stride(), dtype=tensor.dtype,
             device="cpu" if tensor.is_meta else tensor.device, requires_grad=tensor.requires_grad,
         ))  # fmt: skip
-    return Shadow(shadow, fakes, mode)
+    elsewhere = any(parameter.is_meta for parameter in model.parameters())
+    return Shadow(shadow, fakes, mode, elsewhere)
 
 
 def trace_forward(shadow: Shadow, *, structure: bool = True) -> Trace:
@@ -306,6 +312,8 @@ def trace_forward(shadow: Shadow, *, structure: bool = True) -> Trace:
         contexts.enter_context(torch.enable_grad())
         if shadow.mode is not None:
             contexts.enter_context(running_fake(shadow.mode))
+        if shadow.elsewhere:
+            contexts.enter_context(GpuDropouts())
         saved = contexts.enter_context(saved_bytes(model))
         if structure:
             stack = contexts.enter_context(module_stack(model))

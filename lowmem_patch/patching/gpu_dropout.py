@@ -1,0 +1,45 @@
+"""Dropouts as a GPU keeps them, for models on the meta device: those are planned for another machine.
+
+On fake CPU tensors torch would count what its CPU code keeps: a number of the tensor's dtype for each
+element of a dropout, and all the probabilities of an attention with dropout. On a GPU a dropout keeps a
+bool, and fused attention draws its mask again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from lowmem_patch.dropouts import dropout_call
+from lowmem_patch.rows import function_name
+
+__all__ = ["GpuDropouts"]
+
+# arguments of scaled_dot_product_attention that may be given by position
+_BEHIND_THE_MASK = ("dropout_p", "is_causal")
+
+
+class GpuDropouts(TorchFunctionMode):
+    """Enter it before any mode that records calls, so that those see the calls as they are."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        # a deferred value draws its own mask
+        if function_name(func) == "dropout" and args and isinstance(args[0], Tensor):
+            call = dropout_call(args, kwargs)
+            if 0 < call.p < 1 and not call.in_place and args[0].numel():
+                return torch.native_dropout(args[0], call.p, True)[0]
+        if function_name(func) == "scaled_dot_product_attention":
+            named = dict(zip(_BEHIND_THE_MASK, args[4:], strict=False))
+            return func(*args[:4], **{**named, **kwargs, "dropout_p": 0.0})
+        return func(*args, **kwargs)
