@@ -13,6 +13,8 @@ _DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64
 
 
 def check_floating(operator: str, name: str, tensor: Tensor) -> None:
+    if not isinstance(tensor, Tensor):  # what only behaves like one would lose its gradient
+        raise TypeError(f"{operator}: {name} must be a tensor, got {type(tensor).__name__}")
     if tensor.dtype not in _DTYPES:
         raise TypeError(
             f"{operator}: {name} must be float16, bfloat16, float32 or float64, got {tensor.dtype}"

@@ -7,6 +7,7 @@ from typing import Literal
 from torch import Tensor, nn
 
 from lowmem_patch.functional import ActivationKind, codes_activation
+from lowmem_patch.nn.deferred import value_of
 
 __all__ = ["CodesActivation", "ReGELU2", "ReQuickGELU2", "ReSiLU2"]
 
@@ -27,6 +28,7 @@ class CodesActivation(nn.Module):
         self.in_place = in_place
 
     def forward(self, x: Tensor) -> Tensor:
+        x = value_of(x)
         y = codes_activation(x, self.kind)
         return x.copy_(y) if self.in_place else y
 

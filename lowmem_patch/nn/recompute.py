@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from lowmem_patch.functional import ActivationKind, activation
-from lowmem_patch.nn.deferred import Deferred, has_backward_hooks, needs_gradient
+from lowmem_patch.nn.deferred import Deferred, has_backward_hooks, needs_gradient, value_of
 from lowmem_patch.nn.deferred_ops import DeferredActivation
 
 __all__ = ["RecomputedActivation"]
@@ -21,7 +21,8 @@ class RecomputedActivation(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor | Deferred:
         """Elementwise, any shape; dtype of ``x``."""
-        if not has_backward_hooks(self) and isinstance(x, Tensor) and needs_gradient(x):
+        x = value_of(x)
+        if not has_backward_hooks(self) and needs_gradient(x):
             return DeferredActivation((x,), self.kind, self.lowers)
         return activation(x, self.kind)
 

@@ -1,0 +1,76 @@
+"""A patched module that reads what another one defers: it must take the value, with its gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lowmem_patch import patch_report
+from lowmem_patch.functional import activation, ms_layer_norm, ms_norm_pair
+from lowmem_patch.nn.deferred_ops import DeferredActivation
+from tests.patching.toys import CONFIGS, Toy, assert_equal_steps, batch, patched_twin
+
+
+class Chained(Toy):
+    """With a norm and a second activation of the inner width (EVA-02 and BitNet norm the product)."""
+
+    def __init__(self, body: Any, norm: type[nn.Module]) -> None:
+        super().__init__(body)
+        self.inner = norm(16)
+        self.second = nn.SiLU()
+
+
+BODIES = {
+    "activation, norm": lambda net, x: net.down(net.inner(net.act(net.up(net.norm(x))))),
+    "product, norm": lambda net, x: net.down(
+        net.inner(net.act(net.gate(net.norm(x))) * net.up(net.norm(x)))
+    ),
+    "activation, norm, view": lambda net, x: net.down(
+        net.inner(net.act(net.up(net.norm(x)))).flatten(0, 1).view(*x.shape[:-1], 16)
+    ),
+    "activation, activation": lambda net, x: net.down(net.second(net.act(net.up(net.norm(x))))),
+    "norm, activation": lambda net, x: net.down(net.act(net.inner(net.up(x)))),
+}
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=["fold", "share"])
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm])
+@pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
+def test_chain(body: Any, norm: type[nn.Module], config: Any) -> None:
+    assert_equal_steps(*patched_twin(Chained(body, norm), config))
+
+
+@pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
+def test_chain_of_frozen_weights(body: Any) -> None:
+    def freeze(net: Any) -> None:
+        for name, parameter in net.named_parameters():
+            parameter.requires_grad_(name.startswith("enter"))
+
+    net = Chained(body, nn.LayerNorm)
+    freeze(net)
+    patched, twin, _ = patched_twin(net, {"norms": "share", "activations": "recompute"}, freeze)
+    x = batch()
+    gradients = []
+    for model in (patched, twin):
+        model.zero_grad()
+        model(x).square().sum().backward()
+        gradients.append(model.enter.weight.grad)
+    torch.testing.assert_close(*gradients)
+    assert patch_report(patched).sites
+
+
+def test_ops_take_tensors_alone() -> None:
+    waits: Any = DeferredActivation((torch.randn(2, 8, requires_grad=True),), "gelu")
+    calls = [
+        lambda: ms_layer_norm(waits, 1e-5, torch.ones(8, requires_grad=True)),
+        lambda: activation(waits, "quick_gelu"),
+        lambda: ms_norm_pair(
+            waits, 1e-5, None, None, centered=True, wide=torch.float32, narrow=torch.bfloat16
+        ),
+    ]
+    for call in calls:
+        with pytest.raises(TypeError, match="must be a tensor, got DeferredActivation"):
+            call()
