@@ -11,6 +11,7 @@ interpreter cannot multiply them from the left.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
@@ -44,34 +45,35 @@ ERFC_5 = tl.constexpr(1.061405429)
 
 
 # Without PRECISE the hardware's approximations serve, flushing denormals: the guarded forms that
-# Triton emits take more instructions than the memory traffic leaves time for. Its interpreter runs no
-# assembly; what `jit` makes tells whether it interprets, in every version.
+# Triton emits take more instructions than the memory traffic leaves time for. They are NVIDIA's
+# assembly, which an AMD GPU has not and Triton's interpreter does not run; what `jit` makes tells
+# whether it interprets, in every version.
 @triton.jit
 def _probe():
     pass
 
 
-INTERPRETED = tl.constexpr(not isinstance(_probe, triton.JITFunction))
+NVIDIA = tl.constexpr(isinstance(_probe, triton.JITFunction) and torch.version.hip is None)
 
 
 @triton.jit
 def _exp2_fast(x):
-    if INTERPRETED:
-        return tl.exp2(x)
-    else:
+    if NVIDIA:
         return tl.inline_asm_elementwise(
             "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
         )
+    else:
+        return tl.exp2(x)
 
 
 @triton.jit
 def _reciprocal_fast(x):
-    if INTERPRETED:
-        return 1.0 / x
-    else:
+    if NVIDIA:
         return tl.inline_asm_elementwise(
             "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
         )
+    else:
+        return 1.0 / x
 
 
 @triton.jit
