@@ -1,0 +1,121 @@
+"""Compiles the kernels for a GPU that need not be there: python compiled_for.py cuda 90 bfloat16
+
+A process of its own, because Triton is told which GPU to compile for once and for all. Prints a JSON
+list: for each compiled kernel its name, what it was compiled for, and (NVIDIA) the bytes of stack a
+thread needs, which are registers that did not fit.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from lowmem_patch import kernels
+from lowmem_patch.constants import STEP_TABLES
+from lowmem_patch.kernels._launch import Launch
+
+PLATFORM, ARCHITECTURE = sys.argv[1], sys.argv[2]
+DTYPE = getattr(torch, sys.argv[3])
+KINDS = ("gelu", "gelu_tanh", "silu", "quick_gelu", "relu_squared")
+COLUMNS = (768, 4096, 16384, 20000)  # the last is longer than a program holds
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+
+class Absent:
+    """Stands in for the driver of a GPU."""
+
+    def get_current_target(self) -> GPUTarget:
+        if PLATFORM == "hip":
+            return GPUTarget("hip", ARCHITECTURE, 64)
+        return GPUTarget("cuda", int(ARCHITECTURE), 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def activations() -> Iterator[Any]:
+    x = torch.ones(2, 1024, dtype=DTYPE)
+    for kind in KINDS:
+        yield kernels.activate(x, kind)
+        yield kernels.activate_backward(x, x, kind)
+        yield kernels.activate_backward(x, x, kind, torch.ones_like(x))
+        yield kernels.glu_forward(x, x, kind)
+        yield kernels.glu_backward(x, x, x, kind)
+        yield kernels.glu_backward(x, x, x, kind, torch.ones_like(x))
+        if kind in STEP_TABLES:
+            _, codes = kernels.codes_forward(x, kind)
+            yield kernels.codes_backward(x, codes, kind, DTYPE)
+
+
+def norms() -> Iterator[Any]:
+    for columns in COLUMNS:
+        x, vector = torch.ones(2, columns, dtype=DTYPE), torch.ones(columns, dtype=DTYPE)
+        for weight, bias in ((None, None), (vector, None), (vector, vector)):
+            centered = bias is not None
+            y, rstd = kernels.norm_forward(x, weight, bias, 1e-5, 0.0, centered, DTYPE)
+            given = (x, y, rstd, weight, bias, 0.0, centered, DTYPE)
+            for trains in {False, weight is not None}:
+                yield kernels.norm_backward(*given, True, trains, trains and centered)
+            if weight is not None:
+                yield kernels.norm_backward(*given, False, True, centered)
+
+
+def dropouts() -> Iterator[Any]:
+    for elements in (1024, 1023):
+        bits = kernels.pack_bool(torch.ones(elements, dtype=torch.bool))
+        yield kernels.drop(torch.ones(elements, dtype=DTYPE), bits, 1.25, DTYPE, DTYPE)
+
+
+def stack_bytes(cubin: bytes) -> int:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(TOOLS / "cuobjdump"), "-res-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    (stack,) = re.findall(r"STACK:(\d+)", usage)
+    return int(stack)
+
+
+def main() -> None:
+    compiled = {}
+
+    def compile_only(self: Any, device: int, grid: Any, tensors: Any, *numbers: Any) -> None:
+        arguments = (*tensors, *(value for group in numbers for value in group))
+        kernel = self._kernel.warmup(*arguments, grid=grid, **self._keywords)
+        compiled[kernel.hash] = (self._kernel.__name__, self._keywords, kernel)
+
+    driver.set_active(Absent())
+    with mock.patch.object(Launch, "_launch", compile_only):
+        for _ in (*activations(), *norms(), *dropouts()):
+            pass
+    print(
+        json.dumps(
+            [
+                {
+                    "kernel": name,
+                    "constants": {key: str(value) for key, value in constants.items()},
+                    "stack": stack_bytes(kernel.asm["cubin"]) if PLATFORM == "cuda" else 0,
+                }
+                for name, constants, kernel in compiled.values()
+            ]
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()
