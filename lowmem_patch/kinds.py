@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 __all__ = [
@@ -101,7 +102,7 @@ def kind_of(tensor: Tensor, savers: Iterable[Saver], kinds: dict[str, str], larg
     if "activations" in found:
         packed = not tensor.is_floating_point()
         return "codes and statistics" if packed else "activations"
-    return "rest"
+    return "codes and statistics" if tensor.dtype == torch.uint8 else "rest"  # a packed mask
 
 
 def _kind(saver: Saver, kinds: dict[str, str]) -> str:

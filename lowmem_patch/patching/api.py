@@ -21,7 +21,7 @@ from lowmem_patch.patching.floor import count_floor
 from lowmem_patch.patching.functional_calls import functional_calls_note
 from lowmem_patch.patching.inputs import ExampleInputs, as_example_inputs
 from lowmem_patch.patching.legality import unfit_to_share
-from lowmem_patch.patching.plan import Plan, make_plan, trains_signature
+from lowmem_patch.patching.plan import DropoutPatch, Plan, make_plan, trains_signature
 from lowmem_patch.patching.sites import BytesByKind, FoldStep, PatchReport, block_name
 from lowmem_patch.patching.trace import (
     DataNeededError,
@@ -197,6 +197,9 @@ def _planned(
     shadow, trace = _traced(model, inputs, originals, notes)
     plan = make_plan(model, shadow.model, trace, config, originals)
     notes += plan.adapters.notes
+    dropouts = sum(isinstance(patch, DropoutPatch) for patch in plan.patches.values())
+    if dropouts:
+        notes.append(f"{dropouts} dropouts keep their mask in one bit for each element")
     functional = functional_calls_note(trace, (site.name for site in plan.sites))
     unreached = unreached_note(shadow.model, trace)
     notes += [note for note in (functional, unreached) if note is not None]

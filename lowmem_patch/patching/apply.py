@@ -18,10 +18,11 @@ from lowmem_patch.nn.copies import (
     use_copy,
     use_value,
 )
+from lowmem_patch.nn.dropout import PackedDropout
 from lowmem_patch.nn.norms import MSLayerNorm, MSNorm, MSRMSNorm
 from lowmem_patch.nn.recompute import RecomputedActivation
 from lowmem_patch.patching.fold import fold_step, unfold_step
-from lowmem_patch.patching.plan import ActivationPatch, NormPatch, Plan
+from lowmem_patch.patching.plan import ActivationPatch, DropoutPatch, NormPatch, Patch, Plan
 from lowmem_patch.patching.sites import FoldStep
 
 __all__ = ["Applied", "apply_plan", "is_replacement", "undo"]
@@ -49,13 +50,11 @@ class Applied:
 _ORIGINAL = "_lowmem_patch_original"
 _HOOKS = (
     "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks", "_is_full_backward_hook",
 )  # fmt: skip
 
 
-def _replacement(
-    original: nn.Module, patch: NormPatch | ActivationPatch, lowers: bool
-) -> nn.Module:
+def _replacement(original: nn.Module, patch: Patch, lowers: bool) -> nn.Module:
     new: nn.Module
     if isinstance(patch, ActivationPatch):
         codes = patch.strategy == "codes"
@@ -63,6 +62,8 @@ def _replacement(
             new = CodesActivation(patch.kind, patch.in_place)
         else:
             new = RecomputedActivation(patch.kind, lowers)
+    elif isinstance(patch, DropoutPatch):
+        new = PackedDropout(patch.p)
     else:
         new = _norm(original, patch, lowers)
     new.training = original.training
@@ -205,6 +206,10 @@ def is_replacement(module: nn.Module) -> bool:
 def _original_of(current: nn.Module) -> nn.Module:
     original: nn.Module = current.__dict__[_ORIGINAL]
     original.training = current.training
+    # unlike the tables of hooks, no object that both hold
+    original._is_full_backward_hook = current._is_full_backward_hook
+    if isinstance(current, PackedDropout) and isinstance(original, nn.Dropout):
+        original.p = current.p  # users set it on every dropout of a model
     if isinstance(current, MSNorm):  # parameters may have been replaced, by .to() for example
         for name in ("weight", "bias"):
             if name in original._parameters:

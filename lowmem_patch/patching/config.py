@@ -37,8 +37,9 @@ class PatchConfig:
             weight gradient and uses codes elsewhere; ``"keep"`` leaves activations alone.
         linear_inputs: ``"one_copy"`` lets adapters and autocast share one copy of a Linear's input;
             ``"activation_dtype"`` does so too and computes float32 adapters on a bf16 model in bf16, as
-            autocast would; ``"keep"`` leaves Linear inputs to the framework, except that readers of a
-            patched norm share its output under autocast.
+            autocast would; both keep the masks of dropouts in bits; ``"keep"`` leaves Linear inputs and
+            masks to the framework, except that readers of a patched norm share its output under
+            autocast.
         name: shown in reports.
 
     Raises:

@@ -24,6 +24,7 @@ from lowmem_patch.patching.match import (
     match_activation,
     match_norm,
 )
+from lowmem_patch.patching.packed import find_dropouts
 from lowmem_patch.patching.readers import (
     Reader,
     behind_dropouts,
@@ -33,7 +34,15 @@ from lowmem_patch.patching.readers import (
 from lowmem_patch.patching.sites import Site
 from lowmem_patch.patching.trace import Call, Trace
 
-__all__ = ["ActivationPatch", "NormPatch", "Plan", "make_plan", "trains_signature"]
+__all__ = [
+    "ActivationPatch",
+    "DropoutPatch",
+    "NormPatch",
+    "Patch",
+    "Plan",
+    "make_plan",
+    "trains_signature",
+]
 
 Affines = dict[str, tuple[Tensor | None, Tensor | None]]
 
@@ -60,12 +69,22 @@ class ActivationPatch:
 
 
 @dataclasses.dataclass(frozen=True)
+class DropoutPatch:
+    """A dropout that keeps its mask in bits."""
+
+    p: float
+
+
+Patch = NormPatch | ActivationPatch | DropoutPatch
+
+
+@dataclasses.dataclass(frozen=True)
 class Plan:
     """Sites in the order of the forward, the replacement of each site that is patched, and the
     layers that shall keep one copy of their input or none of their weight."""
 
     sites: tuple[Site, ...]
-    patches: dict[str, NormPatch | ActivationPatch]
+    patches: dict[str, Patch]
     adapters: Adapters = dataclasses.field(default_factory=Adapters)
     frozen_linears: tuple[str, ...] = ()  # those that shall keep no copy of their weight
     softmaxes: tuple[str, ...] = ()  # those of whose output a matmul shall keep no copy
@@ -87,7 +106,7 @@ class _Planner:
         self.shadow = shadow
         self.trace = trace
         self.config = config
-        self.patches: dict[str, NormPatch | ActivationPatch] = {}
+        self.patches: dict[str, Patch] = {}
         self.specs: dict[object, NormSpec | str] = {}  # of equal modules
         keeps = config.linear_inputs == "keep"
         self.adapters = Adapters() if keeps else find_adapters(self.modules)
@@ -104,6 +123,9 @@ class _Planner:
         keeps = self.config.linear_inputs == "keep"
         frozen = () if keeps else frozen_linears(self.modules, self.adapters)
         softmaxes = () if keeps else self._softmaxes(calls)
+        if not keeps:
+            for name, p in find_dropouts(self.trace, self.modules, self.adapters).items():
+                self.patches[name] = DropoutPatch(p)
         return Plan(tuple(sites), self.patches, self.adapters, frozen, softmaxes, lowers)
 
     def _softmaxes(self, calls: dict[str, list[Call]]) -> tuple[str, ...]:

@@ -38,6 +38,8 @@ def patched_pair(inner: nn.Module, **config: Any) -> tuple[Any, Any]:
 
 
 HIDDEN, BITS = ROWS * 32 * 4, ROWS * 32 // 8
+# the mask of a dropout before anything else, which is as wide as its tensor on the CPU
+SECOND = ROWS * WIDTH * 4 - ROWS * WIDTH // 8
 
 
 @pytest.mark.parametrize("layer", [nn.GELU, nn.SiLU])
@@ -45,10 +47,10 @@ def test_an_activation_behind_a_dropout_is_recomputed(layer: type[nn.Module]) ->
     model, twin = patched_pair(Mlp(WIDTH, 32, act_layer=layer, drop=P))
     (site,) = patch_report(model).patched
     assert site.strategy == "recompute" and "weight gradient of inner.fc2" in site.reason
-    # what was dropped and the mask as floats, for bits; the second dropout stays as it is
-    assert assert_equal_steps(model, twin, rows()) == 2 * HIDDEN - BITS
+    # what was dropped and the mask as floats, for bits
+    assert assert_equal_steps(model, twin, rows()) == 2 * HIDDEN - BITS + SECOND
     report = patch_report(model)
-    assert report.saved_before - report.saved_after == 2 * HIDDEN - BITS
+    assert report.saved_before - report.saved_after == 2 * HIDDEN - BITS + SECOND
     model.eval(), twin.eval()
     assert assert_equal_steps(model, twin, rows()) == HIDDEN
 
@@ -58,7 +60,7 @@ def test_a_gated_product_behind_a_dropout_is_recomputed() -> None:
     (site,) = patch_report(model).patched
     assert site.reason == "gate and up kept, their product recomputed"
     # act(gate), what was dropped and the mask as floats, for bits
-    assert assert_equal_steps(model, twin, rows()) == 3 * HIDDEN - BITS
+    assert assert_equal_steps(model, twin, rows()) == 3 * HIDDEN - BITS + SECOND
 
 
 @pytest.mark.parametrize("lora_dropout", [0.0, 0.2])
@@ -113,15 +115,14 @@ class Doubled(torch.autograd.Function):
 def test_other_readers_behind_a_dropout_are_the_reason(
     read: Callable[[Tensor], Tensor], reason: str
 ) -> None:
-    with pytest.warns(UserWarning, match="nothing was patched"):
-        model, twin = patched_pair(Branches(read))
+    model, twin = patched_pair(Branches(read))
     (site,) = patch_report(model).sites
     assert site.strategy == "keep" and site.reason.startswith(reason)
-    assert assert_equal_steps(model, twin, rows()) == 0
+    assert assert_equal_steps(model, twin, rows()) == HIDDEN - BITS  # the mask alone
 
 
 def test_t5_keeps_bits_before_wo() -> None:
-    """Gated, with dropouts everywhere; its residual dropouts stay torch's."""
+    """Gated, with dropouts everywhere."""
     family = FAMILIES["t5"]
     model = build(family).train()
     twin = copy.deepcopy(model)

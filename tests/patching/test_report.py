@@ -263,7 +263,7 @@ class Tower(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.text = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8))
-        self.tower = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU(), nn.Dropout(0.1))
+        self.tower = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU())
 
     def forward(self, x: Tensor, image: Tensor | None = None) -> Tensor:
         return self.text(x if image is None else x + self.tower(image))

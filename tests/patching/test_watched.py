@@ -11,7 +11,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
-from lowmem_patch import patch_model
+from lowmem_patch import patch_model, unpatch_model
 
 # PEFT reads a name that transformers has since deprecated
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
@@ -106,6 +106,27 @@ def test_hooks_inside_an_adapter_layer(part: str, attach: Attach) -> None:
     assert set(seen[0]) == set(seen[1])
     for name, theirs in seen[1].items():
         torch.testing.assert_close(seen[0][name], theirs, rtol=1e-4, atol=1e-5)
+
+
+def _doubles_both(module: nn.Module) -> None:
+    module.register_full_backward_hook(lambda m, inputs, outputs: (2 * inputs[0],))
+
+
+@pytest.mark.parametrize("when", ["before", "while patched", "then unpatched"])
+@pytest.mark.parametrize("name", ["norm", "act"])
+def test_full_backward_hooks_of_a_replaced_module(name: str, when: str) -> None:
+    torch.manual_seed(0)
+    model, x = Net(), data(2, 5, WIDTH)
+    twin = copy.deepcopy(model)
+    _doubles_both(twin.get_submodule(name))
+    if when == "before":
+        _doubles_both(model.get_submodule(name))
+    patch_model(model, "exact", example_inputs=x)
+    if when != "before":
+        _doubles_both(model.get_submodule(name))
+    if when == "then unpatched":
+        unpatch_model(model)
+    assert_equal_steps(model, twin, x)
 
 
 def outputs_that_wait(modules: list[nn.Module]) -> list[Any]:

@@ -1,0 +1,33 @@
+"""Which dropouts shall keep their mask in bits: modules that drop, and whose gradient is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+
+from lowmem_patch.dropouts import dropout_call
+from lowmem_patch.patching.adapters import Adapters
+from lowmem_patch.patching.trace import Trace
+
+__all__ = ["find_dropouts"]
+
+
+def find_dropouts(
+    trace: Trace, modules: Mapping[str, nn.Module], adapters: Adapters
+) -> dict[str, float]:
+    """Names of the modules, in the order of the forward, and their probability.
+
+    Those of ``adapters`` are left out: they are given a deferred input, which keeps bits by itself.
+    """
+    found: dict[str, float] = {}
+    for op in trace.ops:
+        module = modules.get(op.module)
+        if op.name != "dropout" or type(module) is not nn.Dropout:
+            continue
+        call = dropout_call(op.args, op.kwargs)
+        wanted = 0 < call.p < 1 and not call.in_place and op.outputs[0].requires_grad
+        inside = any(op.module.startswith(f"{layer}.") for layer in adapters.layers)
+        if wanted and not inside:
+            found[op.module] = call.p
+    return found
