@@ -32,7 +32,7 @@ def bytes_table() -> str:
     """Saved activation bytes of one block, as shares of unpatched."""
     data = _load("saved-bytes.json")
     rows = [
-        "| one block, saved activation bytes | unpatched | `paper` | `exact` | `auto` |",
+        "| saved bytes of one block, and what is left of them | unpatched | `paper` | `exact` | `auto` |",
         "|---|---|---|---|---|",
     ]
     for case, variants in data["cases"].items():

@@ -328,7 +328,7 @@ def test_lengths_end_where_positions_do() -> None:
         ("24GiB", 24 * 2**30),
         ("80 GB", 80 * 10**9),
         ("1.5MiB", 1572864),
-        ("4096", 4096),
+        ("4096B", 4096),
         ("1tib", 2**40),
     ],
 )
@@ -336,7 +336,7 @@ def test_sizes_of_memory(text: str, size: int) -> None:
     assert parse_bytes(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "much", "24 apples", "-3GiB", "nanGiB", "infGB", "0"])
+@pytest.mark.parametrize("text", ["", "much", "24 apples", "-3GiB", "nanGiB", "infGB", "0", "24"])
 def test_sizes_that_are_none(text: str) -> None:
     with pytest.raises(ConfigError, match="24GiB"):
         parse_bytes(text)

@@ -229,7 +229,9 @@ def _snapshot(name: str, repository: str, revision: str | None, patterns: list[s
 
 
 def _unreachable(name: str) -> str:
-    missing = f"{name} is neither a folder nor in the local hub cache"
+    missing = (
+        f"{name} is neither a folder, nor in the local hub cache, nor a model name that timm knows"
+    )
     if huggingface_hub.constants.HF_HUB_OFFLINE:
         return f"{missing}, and HF_HUB_OFFLINE is set: unset it to download"
     return f"{missing}, and the hub cannot be reached: check the network"

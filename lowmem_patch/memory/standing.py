@@ -17,12 +17,12 @@ OPTIMIZERS = ("adamw", "adamw8bit", "sgd", "adafactor")
 _STATE_BLOCK, _SMALLEST_8BIT = 256, 4096
 # QLoRA: 4 bits a weight, an 8-bit scale per 64 weights, a float32 scale per 256 of those scales
 _WEIGHT_BLOCK, _SCALE_BLOCK = 64, 256
-_UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
+_UNITS = {"b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
           "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}  # fmt: skip
 
 
 def parse_bytes(text: str) -> int:
-    """``"24GiB"`` -> 25769803776; also MiB, GB (1000s), or plain bytes.
+    """``"24GiB"`` -> 25769803776; also MiB, GB (1000s), or B.
 
     Raises:
         ConfigError: it is no positive size.

@@ -199,10 +199,14 @@ def _planned(
     notes += plan.adapters.notes
     dropouts = sum(isinstance(patch, DropoutPatch) for patch in plan.patches.values())
     if dropouts:
-        notes.append(f"{dropouts} dropouts keep their mask in one bit for each element")
+        notes.append(f"dropouts whose mask is kept in bits, one for each element: {dropouts}")
+        if shadow.elsewhere:
+            notes.append("before, a mask is counted as a GPU keeps it: a byte for each element")
     functional = functional_calls_note(trace, (site.name for site in plan.sites))
     unreached = unreached_note(shadow.model, trace)
     notes += [note for note in (functional, unreached) if note is not None]
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        notes.append("no parameter trains, so nothing is kept: patch again once something does")
     floor = count_floor(shadow.model, trace)
     report = PatchReport(
         model=type(model).__name__,

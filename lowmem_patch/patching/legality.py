@@ -103,7 +103,10 @@ class FoldRules:
             if reader.reshaped:
                 return None, f"a reshape before {reader.text} makes other rows of its channels"
         if name == self.last_norm:
-            return None, "the last norm stays as it is: its output is what the model's features are"
+            return (
+                None,
+                "it is the last norm, whose output other code takes for the model's features",
+            )
         if any(self._adapted(reader) for reader in readers):
             return None, "an adapter reads it, and must stay valid for the unfolded model"
         if self._hooked(name, readers):

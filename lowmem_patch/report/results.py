@@ -52,7 +52,8 @@ def print_plan(report: PatchReport, title: str) -> None:
         reason = first.reason if len(sites) == 1 else starred(first.reason)
         strategy = first.strategy + (" (approximate)" if first.approximate else "")
         sizes = (human_bytes(first.bytes_before), human_bytes(first.bytes_after))
-        names = "\n".join(collapse_names([site.name for site in sites]))
+        each = " (each)" if len(sites) > 1 else ""
+        names = "\n".join(name + each for name in collapse_names([site.name for site in sites]))
         table.add_row(names, first.kind, strategy, *sizes, reason)
     console.print(table, markup=False)
     _print_blocks(console, report)
@@ -105,7 +106,11 @@ def print_memory(memory: MemoryReport, train: str) -> None:
         console.print(text, markup=False, soft_wrap=True)
     text = "the CUDA context (about 0.5 GiB) and fragmentation come on top"
     if train.startswith("qlora"):
-        text = "qlora by arithmetic: base Linears in 4 bits, doubly quantised; " + text
+        text = (
+            "qlora by arithmetic: base Linears in 4 bits, doubly quantised, everything else in the "
+            "dtype above (PEFT's prepare_model_for_kbit_training makes norms, embeddings and the rows "
+            "between blocks float32, which can keep twice as much); " + text
+        )
     console.print(text, style="dim", markup=False, soft_wrap=True)
 
 
@@ -133,8 +138,9 @@ def print_profile(result: ProfileResult, title: str) -> None:
     for label, (before, after) in rows:
         if before or after:
             style = "bold" if label == "total" else None
-            cells = (human_bytes(before), human_bytes(after), fewer(before, after))
-            table.add_row(label, *cells, style=style)
+            # bytes move from kind to kind: shares would say nothing
+            share = "" if label.startswith("kept as") else fewer(before, after)
+            table.add_row(label, human_bytes(before), human_bytes(after), share, style=style)
     console.print(table, markup=False)
 
 
@@ -153,7 +159,9 @@ def _print_blocks(console: Console, report: PatchReport) -> None:
     for kind in KINDS:
         sizes = [part.get(kind, 0) for part in (kinds.before, kinds.after, kinds.floor)]
         if any(sizes):
-            table.add_row(f"kept as {kind}", *_row(*sizes), style="dim")
+            # bytes move from kind to kind: shares would say nothing
+            kept, left, least = map(human_bytes, sizes)
+            table.add_row(f"kept as {kind}", kept, left, "", least, "", style="dim")
     table.add_row(
         "total", *_row(report.saved_before, report.saved_after, report.floor), style="bold"
     )
@@ -217,7 +225,7 @@ def print_verification(result: VerifyResult) -> None:
             worst = worst_check(checks)
             if worst is None:
                 continue
-            allowed = f"{worst.limit:.1e}" if worst.limit < float("inf") else "-"
+            allowed = f"{worst.limit:.1e}" if worst.limit < float("inf") else "cosine > 0"
             verdict = "ok" if all(check.passed for check in checks) else "FAILED"
             table.add_row(
                 run.dtype, f"{kind} ({len(checks)})", f"{worst.error:.1e}", f"{worst.unpatched_error:.1e}",

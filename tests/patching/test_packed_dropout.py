@@ -50,7 +50,7 @@ def test_by_hand() -> None:
     model, twin = patched(Residual())
     original = twin.drop
     report = patch_report(model)
-    assert report.notes == ("1 dropouts keep their mask in one bit for each element",)
+    assert report.notes == ("dropouts whose mask is kept in bits, one for each element: 1",)
     assert isinstance(model.drop, PackedDropout) and isinstance(model.drop, nn.Dropout)
     assert assert_equal_steps(model, twin, rows()) == MASK - BITS
     assert report.saved_before - report.saved_after == MASK - BITS
@@ -184,6 +184,7 @@ def test_a_gpu_keeps_an_eighth() -> None:
     report = plan_patch(model, config, example_inputs={"input_ids": ids})
     elements = 5 * ids.numel() * TEXT["hidden_size"]
     assert report.saved_before - report.saved_after == elements - elements // 8
+    assert report.notes[1] == "before, a mask is counted as a GPU keeps it: a byte for each element"
 
 
 def test_dropouts_of_adapters_are_given_a_deferred_input() -> None:
