@@ -11,12 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from lowmem_patch.nn.adapters import AdapterInput, has_backward_hooks_inside, runs_one_product
-from lowmem_patch.nn.deferred import (
-    Deferred,
-    autocast_dtype,
-    has_backward_hooks,
-    needs_gradient,
-)
+from lowmem_patch.nn.context import autocast_dtype, has_backward_hooks, needs_gradient
+from lowmem_patch.nn.deferred import Deferred
 from lowmem_patch.nn.deferred_ops import Kept, KeptMatrix
 from lowmem_patch.nn.narrow import attached_copy
 

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from lowmem_patch.errors import PatchError, UnfoldedWeightsError
 from lowmem_patch.functional import compiled, ms_layer_norm, ms_norm_pair, ms_rms_norm
-from lowmem_patch.nn.deferred import autocast_dtype, has_backward_hooks, needs_gradient, value_of
+from lowmem_patch.nn.context import autocast_dtype, has_backward_hooks, needs_gradient
+from lowmem_patch.nn.deferred import value_of
 from lowmem_patch.nn.deferred_ops import DeferredNorm, Kept
 from lowmem_patch.nn.narrow import attach_copy
 

@@ -27,6 +27,7 @@ from lowmem_patch.patching.match import (
 from lowmem_patch.patching.packed import find_dropouts
 from lowmem_patch.patching.readers import (
     Reader,
+    Writes,
     behind_dropouts,
     find_readers,
     weight_read_with,
@@ -106,6 +107,7 @@ class _Planner:
         self.shadow = shadow
         self.trace = trace
         self.config = config
+        self.writes = Writes(trace)
         self.patches: dict[str, Patch] = {}
         self.specs: dict[object, NormSpec | str] = {}  # of equal modules
         keeps = config.linear_inputs == "keep"
@@ -181,10 +183,11 @@ class _Planner:
         choice = self.config.norms
         if choice == "keep":
             return self._left(name, spec.kind, "norms: keep", consumers)
-        writer = next((reader for reader in readers if reader.kind == "write"), None)
+        writer = next((reader.text for reader in readers if reader.kind == "write"), None)
+        writer = writer or self._written(calls, "outputs")
         if writer is not None:
             return self._left(
-                name, spec.kind, f"its output is written in place by {writer.text}", consumers
+                name, spec.kind, f"its output is written in place by {writer}", consumers
             )
         gamma, beta = self._values(name)
         step, why_not = self.rules.fold(name, spec, readers, gamma, beta)
@@ -203,6 +206,7 @@ class _Planner:
         linears = all(reader.kind == "linear" for reader in readers) and bool(readers)
         rearranged = any(reader.reshaped for reader in readers)
         sunk = linears and len(distinct) == 1 and readers[0].copied and not rearranged
+        sunk = sunk and self._written(calls, "inputs") is None
         if sunk:
             reason += "; sunk behind the row moves to its Linear"
         # a norm inside an autocast region whose readers are outside must stay wide, as it was
@@ -283,6 +287,11 @@ class _Planner:
             and self.shadow.get_parameter(reader.linear.weight).requires_grad
         )
 
+    def _written(self, calls: list[Call], tensors: str) -> str | None:
+        """Who writes in place into the inputs or outputs of these calls once they are over."""
+        found = (self.writes.later(getattr(call, tensors), call.last_op) for call in calls)
+        return next((text for text in found if text is not None), None)
+
     # activations
 
     def _waiting(self, outputs: list[Tensor]) -> list[Reader]:
@@ -307,8 +316,9 @@ class _Planner:
         writers = [reader for reader in readers if reader.kind == "write"]
         own = [w for w in writers if w.op is not None and w.op.module == name]
         in_place = bool(own) and len(own) == len(writers)
-        if writers and not in_place:
-            text = f"its output is written in place by {writers[0].text}"
+        writer = writers[0].text if writers and not in_place else self._written(calls, "outputs")
+        if writer is not None:
+            text = f"its output is written in place by {writer}"
             return self._left(name, kind, text, consumers)
         rows = [reader for reader in readers if not reader.reshaped]  # what can be deferred
         gated = any(reader.kind == "product" for reader in rows)
@@ -342,6 +352,9 @@ class _Planner:
             return self._left(name, kind, text, consumers)
         elif opaque is not None:
             return self._left(name, kind, f"cannot recompute: it is read by {opaque}", consumers)
+        elif (writer := self._written(calls, "inputs")) is not None:
+            text = f"cannot recompute: its input is written in place by {writer}"
+            return self._left(name, kind, text, consumers)
         elif gated:
             reason = f"gate and up kept, {self._recomputed(readers)}"
         elif linear is not None:
