@@ -20,7 +20,7 @@ from lowmem_patch.nn.deferred import value_of
 from lowmem_patch.nn.deferred_ops import DeferredNorm, Kept
 from lowmem_patch.nn.narrow import attach_copy
 
-__all__ = ["MSLayerNorm", "MSNorm", "MSRMSNorm"]
+__all__ = ["MSLayerNorm", "MSNorm", "MSRMSNorm", "StockMSLayerNorm", "StockMSRMSNorm"]
 
 
 class MSNorm(nn.Module):
@@ -60,7 +60,7 @@ class MSNorm(nn.Module):
         lowers: bool = False,
         shares_copy: bool = False,
     ) -> None:
-        super().__init__()
+        nn.Module.__init__(self)  # past a stock norm, which would make parameters of its own
         self.register_parameter("weight", weight)
         self.register_parameter("bias", bias)
         self.eps = eps
@@ -190,3 +190,12 @@ class MSRMSNorm(MSNorm):
     """RMSNorm over the last dimension that keeps its output (paper, MS-RMSNorm)."""
 
     centered = False
+
+
+class StockMSLayerNorm(MSLayerNorm, nn.LayerNorm):  # type: ignore[misc]  # its weight may be None
+    """In place of a `torch.nn.LayerNorm`, which it still is to whoever asks: transformers' Trainer decays
+    the weights of no such module."""
+
+
+class StockMSRMSNorm(MSRMSNorm, nn.RMSNorm):  # type: ignore[misc]  # its weight may be None
+    """In place of a `torch.nn.RMSNorm`, which it still is to whoever asks."""
