@@ -15,6 +15,7 @@ from lowmem_patch.nn.copies import (
     keep_weight,
     lower_input,
     release_input,
+    show_value,
     use_copy,
     use_value,
 )
@@ -139,6 +140,10 @@ def apply_plan(model: nn.Module, plan: Plan, *, arithmetic: bool = True) -> Appl
             linear = model.get_submodule(name)
             linear.register_forward_pre_hook(use_copy)
             applied.hooked.append(linear)
+        for name in plan.given_deferred:
+            reader = model.get_submodule(name)
+            reader.register_forward_pre_hook(show_value)
+            applied.hooked.append(reader)
         for name in plan.adapters.layers:
             _keep_one_input(model.get_submodule(name), applied, plan.lowers)
         for name in plan.frozen_linears:

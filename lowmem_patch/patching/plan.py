@@ -29,6 +29,7 @@ from lowmem_patch.patching.readers import (
     Reader,
     Writes,
     behind_dropouts,
+    called_with,
     find_readers,
     weight_read_with,
 )
@@ -90,6 +91,7 @@ class Plan:
     frozen_linears: tuple[str, ...] = ()  # those that shall keep no copy of their weight
     softmaxes: tuple[str, ...] = ()  # those of whose output a matmul shall keep no copy
     lowers: bool = False  # adapters compute in the activations' dtype
+    given_deferred: tuple[str, ...] = ()  # modules that are called with what waits
 
 
 class _Planner:
@@ -108,6 +110,7 @@ class _Planner:
         self.trace = trace
         self.config = config
         self.writes = Writes(trace)
+        self.waits: set[int] = set()  # tensors in whose place a deferred one stands
         self.patches: dict[str, Patch] = {}
         self.specs: dict[object, NormSpec | str] = {}  # of equal modules
         keeps = config.linear_inputs == "keep"
@@ -128,7 +131,8 @@ class _Planner:
         if not keeps:
             for name, p in find_dropouts(self.trace, self.modules, self.adapters).items():
                 self.patches[name] = DropoutPatch(p)
-        return Plan(tuple(sites), self.patches, self.adapters, frozen, softmaxes, lowers)
+        given = called_with(self.trace, self.waits, self.adapters.layers)
+        return Plan(tuple(sites), self.patches, self.adapters, frozen, softmaxes, lowers, given)
 
     def _softmaxes(self, calls: dict[str, list[Call]]) -> tuple[str, ...]:
         """Softmax modules whose output a matmul alone reads, as its left operand."""
@@ -222,6 +226,8 @@ class _Planner:
         copy_readers: tuple[str, ...] = ()
         if not feeds_autocast and self.config.linear_inputs != "keep":
             copy_readers = self._copy_readers(readers, around)
+        if sunk or one_copy is not None:
+            self.waits.update(map(id, outputs), (id(reader.tensor) for reader in readers))
         self.patches[name] = NormPatch(spec, fold, feeds_autocast, sunk, one_copy, copy_readers)
         before = self.trace.saved.own.get(name, 0)
         strategy = "fold" if fold else "share"
@@ -364,6 +370,11 @@ class _Planner:
             return self._left(
                 name, kind, f"nothing to gain: its output is read by {text}", consumers
             )
+        if strategy == "recompute":
+            products = [t for r in readers if r.kind == "product" and r.op for t in r.op.outputs]
+            found = readers + self._waiting(products)
+            waiting = (tensor for call in calls for tensor in (*call.outputs, *products))
+            self.waits.update(map(id, waiting), (id(reader.tensor) for reader in found))
         self.patches[name] = ActivationPatch(kind, strategy, in_place)
         return Site(
             name, kind, strategy, reason, consumers, before, 0, approximate=strategy == "codes"

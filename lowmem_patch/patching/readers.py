@@ -210,6 +210,13 @@ def _place(op: Op) -> str:
     return f"{op.name} in {op.module}" if op.module else op.name
 
 
+def called_with(trace: Trace, tensors: set[int], apart: Sequence[str]) -> tuple[str, ...]:
+    """Modules that are called with one of ``tensors`` (ids), but for those in ``apart`` and inside them."""
+    prefixes = tuple(f"{name}." for name in apart)
+    names = (call.name for call in trace.calls if not tensors.isdisjoint(map(id, call.inputs)))
+    return tuple(name for name in dict.fromkeys(names) if not f"{name}.".startswith(prefixes))
+
+
 def parameter_uses(trace: Trace) -> dict[str, list[Op]]:
     """The ops that read each parameter, by the parameter's name."""
     return {name: trace.readers.get(key, []) for key, name in trace.parameters.items()}

@@ -196,6 +196,36 @@ def test_hook_after_a_linear_on_a_path_that_was_not_traced() -> None:
         patched(batch())
 
 
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("name", ["drop", "down", "up"])
+@pytest.mark.parametrize("body", ["mlp", "gated"])
+def test_backward_hooks_of_readers(body: str, name: str, autocast: bool) -> None:
+    """They get, and may change, the gradient of an input in whose place a deferred tensor stands."""
+
+    def through_dropout(net: Any, x: Tensor) -> Tensor:
+        h = net.norm(x)
+        a = net.act(net.up(h))
+        return net.down(net.drop(a if body == "mlp" else a * net.gate(h)))
+
+    net = Toy(through_dropout)
+    net.drop = nn.Dropout(0.0)
+    patched, _, original = patched_twin(net, SHARE)
+    seen: list[Tensor] = []
+
+    def double(module: nn.Module, inputs: Any, outputs: Any) -> Any:
+        seen.append(inputs[0])
+        return (inputs[0] * 2,)
+
+    inputs = [batch().requires_grad_() for _ in range(2)]
+    for model, x in zip((patched, original), inputs, strict=True):
+        model.get_submodule(name).register_full_backward_hook(double)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            model(x).square().mean().backward()
+    tolerance = {"rtol": 0.05, "atol": 0.005} if autocast else {"rtol": 1e-3, "atol": 1e-5}
+    torch.testing.assert_close(seen[0], seen[1], **tolerance)
+    torch.testing.assert_close(inputs[0].grad, inputs[1].grad, **tolerance)
+
+
 def test_hook_that_looks_in_inference_mode() -> None:
     def look(module: nn.Module, args: Any, output: Any) -> None:
         with torch.inference_mode():
