@@ -10,6 +10,7 @@ __all__ = [
     "autocast_dtype",
     "has_backward_hooks",
     "in_inference_mode",
+    "is_sharded_alone",
     "needs_gradient",
     "refuse_custom_functions",
 ]
@@ -31,6 +32,12 @@ def autocast_dtype(device: str, dtype: torch.dtype) -> torch.dtype | None:
 def has_backward_hooks(module: nn.Module) -> bool:
     """Whether torch looks for tensors among what enters and leaves the module, to hook on."""
     return bool(module._backward_hooks or module._backward_pre_hooks)
+
+
+def is_sharded_alone(module: nn.Module) -> bool:
+    """Whether FSDP2 frees the weights of this very module after its forward: it gathers them again for
+    backward through the tensors that leave the module, and changes its class to one with ``unshard``."""
+    return hasattr(type(module), "unshard")
 
 
 def needs_gradient(tensor: Tensor) -> bool:

@@ -15,7 +15,12 @@ from torch import Tensor, nn
 
 from lowmem_patch.errors import PatchError, UnfoldedWeightsError
 from lowmem_patch.functional import compiled, ms_layer_norm, ms_norm_pair, ms_rms_norm
-from lowmem_patch.nn.context import autocast_dtype, has_backward_hooks, needs_gradient
+from lowmem_patch.nn.context import (
+    autocast_dtype,
+    has_backward_hooks,
+    is_sharded_alone,
+    needs_gradient,
+)
 from lowmem_patch.nn.deferred import value_of
 from lowmem_patch.nn.deferred_ops import DeferredNorm, Kept
 from lowmem_patch.nn.narrow import attach_copy
@@ -105,7 +110,7 @@ class MSNorm(nn.Module):
         if self.folded and torch.is_grad_enabled():
             self._refuse_training()
         x = value_of(x)  # of an activation or a gated product that waits
-        watched = has_backward_hooks(self)
+        watched = has_backward_hooks(self) or is_sharded_alone(self)
         if self.sunk and not watched and needs_gradient(x):
             dtype = self.output_dtype(x)  # autocast may be another one where the value is computed
             return DeferredNorm(x, dtype, partial(self.normalize, dtype=dtype), self.lowers)
