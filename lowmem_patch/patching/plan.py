@@ -190,17 +190,15 @@ class _Planner:
         writer = next((reader.text for reader in readers if reader.kind == "write"), None)
         writer = writer or self._written(calls, "outputs")
         if writer is not None:
-            return self._left(
-                name, spec.kind, f"its output is written in place by {writer}", consumers
-            )
+            text = f"its output is written in place by {writer}"
+            return self._left(name, spec.kind, text, consumers)
         gamma, beta = self._values(name)
         step, why_not = self.rules.fold(name, spec, readers, gamma, beta)
         trains = any(self._trains(reader) for reader in readers)
         fold = step is not None and (choice == "fold" or (choice == "auto" and trains))
         if not fold and not self._share_gains(name, outputs, readers):
-            return self._left(
-                name, spec.kind, "nothing to gain: no Linear keeps its output", consumers
-            )
+            text = "nothing to gain: no Linear keeps its output"
+            return self._left(name, spec.kind, text, consumers)
         unfit = None if fold else unfit_to_share(spec.weight_offset, gamma, beta)
         if unfit is not None:
             cannot = f"cannot fold: {why_not}; " if choice == "fold" else ""
@@ -210,7 +208,7 @@ class _Planner:
         linears = all(reader.kind == "linear" for reader in readers) and bool(readers)
         rearranged = any(reader.reshaped for reader in readers)
         sunk = linears and len(distinct) == 1 and readers[0].copied and not rearranged
-        sunk = sunk and self._written(calls, "inputs") is None
+        sunk &= self._written(calls, "inputs") is None
         if sunk:
             reason += "; sunk behind the row moves to its Linear"
         # a norm inside an autocast region whose readers are outside must stay wide, as it was
@@ -372,9 +370,8 @@ class _Planner:
             )
         if strategy == "recompute":
             products = [t for r in readers if r.kind == "product" and r.op for t in r.op.outputs]
-            found = readers + self._waiting(products)
-            waiting = (tensor for call in calls for tensor in (*call.outputs, *products))
-            self.waits.update(map(id, waiting), (id(reader.tensor) for reader in found))
+            found = (r.tensor for r in readers + self._waiting(products))
+            self.waits.update(map(id, (*(t for c in calls for t in c.outputs), *products, *found)))
         self.patches[name] = ActivationPatch(kind, strategy, in_place)
         return Site(
             name, kind, strategy, reason, consumers, before, 0, approximate=strategy == "codes"

@@ -17,6 +17,7 @@ __all__ = [
     "Reader",
     "Writes",
     "behind_dropouts",
+    "called_with",
     "find_readers",
     "parameter_uses",
     "weight_read_with",
