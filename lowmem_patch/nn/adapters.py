@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lowmem_patch.functional import LowRank, kept_linear
-from lowmem_patch.nn.deferred import Deferred, Lowered, Projection, has_backward_hooks
+from lowmem_patch.nn.context import has_backward_hooks
+from lowmem_patch.nn.deferred import Deferred, Lowered, Projection
 
 __all__ = ["AdapterInput", "has_backward_hooks_inside", "runs_one_product"]
 
@@ -55,6 +56,10 @@ class AdapterInput(Deferred):
         self.parent = parent
         self.layer = layer
         self.base: _BaseProduct | None = None
+
+    @property
+    def stale(self) -> bool:
+        return self.parent.stale
 
     @property
     def written(self) -> bool:

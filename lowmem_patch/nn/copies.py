@@ -11,18 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from lowmem_patch.nn.adapters import AdapterInput, has_backward_hooks_inside, runs_one_product
-from lowmem_patch.nn.deferred import (
-    Deferred,
-    autocast_dtype,
-    has_backward_hooks,
-    needs_gradient,
-)
+from lowmem_patch.nn.context import autocast_dtype, has_backward_hooks, needs_gradient
+from lowmem_patch.nn.deferred import Deferred, value_of
 from lowmem_patch.nn.deferred_ops import Kept, KeptMatrix
 from lowmem_patch.nn.narrow import attached_copy
 
 __all__ = [
     "give_value", "is_own_hook", "keep_input", "keep_matrix", "keep_weight", "lower_input",
-    "release_input", "use_copy", "use_value",
+    "release_input", "show_value", "use_copy", "use_value",
 ]  # fmt: skip
 
 
@@ -105,10 +101,19 @@ def use_value(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | Non
     return None
 
 
+def show_value(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """Forward pre-hook of a module to which a deferred tensor may be given: torch hangs its backward hooks
+    on tensors alone."""
+    if has_backward_hooks(module) and any(isinstance(arg, Deferred) for arg in args):
+        return tuple(value_of(arg) for arg in args)
+    return None
+
+
 def is_own_hook(hook: Any) -> bool:
     """Whether a hook is one of these, and not a user's."""
     return hook in (
-        keep_input, keep_matrix, keep_weight, lower_input, use_copy, use_value, give_value,
+        keep_input, keep_matrix, keep_weight, lower_input, show_value, use_copy, use_value,
+        give_value,
     )  # fmt: skip
 
 

@@ -24,10 +24,11 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from lowmem_patch.dropouts import dropout_call
 from lowmem_patch.functional import LowRank, kept_linear
+from lowmem_patch.nn.context import LOST, autocast_dtype, in_inference_mode, refuse_custom_functions
 from lowmem_patch.rows import function_name, moves_rows
 
 __all__ = [
@@ -35,12 +36,17 @@ __all__ = [
     "DeferredCast",
     "Lowered",
     "Projection",
-    "autocast_dtype",
-    "has_backward_hooks",
-    "needs_gradient",
     "value_of",
 ]
 
+_WRITTEN_SOURCE = (
+    "the input of a deferred activation or norm was written in place before its output was read: call "
+    "patch_model with example_inputs that take this path of the forward, or leave this module alone"
+)
+_PASSED_ON = (
+    "a Linear or a view was given this deferred activation before, and its gradient would be missing: "
+    "call it right after the activation"
+)
 _METADATA = frozenset(
     ("shape", "dtype", "device", "ndim", "layout", "is_cuda", "requires_grad", "names")
 )
@@ -67,6 +73,9 @@ class Deferred:
             as it would under autocast (adapters with float32 weights on a bf16 model).
     """
 
+    # whether a hook (or retain_grad) on the value would miss the gradient of readers of the sources
+    bypassed = True
+
     def __init__(
         self, sources: tuple[Tensor, ...], dtype: torch.dtype, lowers: bool = False
     ) -> None:
@@ -76,7 +85,9 @@ class Deferred:
         self._value: Tensor | None = None
         self._alone: Tensor | None = None
         self._version = 0
+        self._versions = () if torch.compiler.is_compiling() else tuple(s._version for s in sources)
         self._spoiled = False
+        self._passed_on = False  # sources went to a reader, past the value
 
     def compute(self) -> Tensor:
         raise NotImplementedError
@@ -104,7 +115,13 @@ class Deferred:
 
     def value(self) -> Tensor:
         """The tensor that this stands for, computed once."""
+        if in_inference_mode():
+            with torch.inference_mode(False):
+                return self.value()
+        refuse_custom_functions()
         if self._value is None:
+            if self.stale:
+                raise RuntimeError(_WRITTEN_SOURCE)
             with (
                 torch.enable_grad()
             ):  # a hook that only looks, under no_grad, must not cut the graph
@@ -125,13 +142,18 @@ class Deferred:
     @property
     def written(self) -> bool:
         """Whether readers must read the value: somebody wrote into it, or waits for its gradient."""
-        if self._spoiled or self._value is None or torch.compiler.is_compiling():
+        if self._spoiled or torch.compiler.is_compiling():
             return self._spoiled
-        return self._value._version != self._version or self.waited_for(self._value)
+        if self._value is None or self.stale:
+            return self.stale
+        if self.bypassed and (self._value._backward_hooks or self._value.retains_grad):
+            return True
+        return self._value._version != self._version
 
-    def waited_for(self, value: Tensor) -> bool:
-        """Whether a hook (or retain_grad) on ``value`` would miss the gradient of readers of the sources."""
-        return False
+    @property
+    def stale(self) -> bool:
+        """Whether somebody wrote into a source since, so that the value cannot be computed from it."""
+        return any(s._version != v for s, v in zip(self.sources, self._versions, strict=False))
 
     @classmethod
     def __torch_function__(
@@ -148,8 +170,11 @@ class Deferred:
             if isinstance(bias, Tensor) and bias.dim() == 1 and isinstance(weight, Tensor):
                 return hidden._linear(weight.t(), bias)
         if isinstance(first, Deferred):
+            refuse_custom_functions()
             if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
                 first._spoiled = True  # written in place
+            if name in ("register_hook", "retain_grad") and first._passed_on and first.bypassed:
+                raise RuntimeError(f"{name}: {_PASSED_ON}")
             known = first._known(func, name, args, kwargs)
             if known is not None:
                 return known
@@ -187,11 +212,7 @@ class Deferred:
 
     def _linear(self, weight: Tensor, bias: Tensor | None) -> Any:
         if not torch.is_grad_enabled():
-            raise RuntimeError(
-                "a deferred activation reached a Linear inside a custom autograd function or a reentrant "
-                "checkpoint, where its gradient would be lost: call patch_model again after the model was "
-                "changed, or leave this activation alone"
-            )
+            raise RuntimeError(LOST)
         device = weight.device.type
         if self.written:
             return F.linear(self.value(), weight, bias)
@@ -215,6 +236,7 @@ class Deferred:
         ):
             return None
         rest = tuple(func(other, *args[1:], **kwargs) for other in self.sources[1:])
+        self._passed_on = True
         return self.moved((output, *rest))
 
     def __getattr__(self, name: str) -> Any:
@@ -263,8 +285,9 @@ def value_of(item: Any) -> Any:
     return item
 
 
-def _operator(name: str) -> Callable[..., Any]:
+def _operator(name: str, writes: bool = False) -> Callable[..., Any]:
     def apply(self: Deferred, *others: Any) -> Any:
+        self._spoiled |= writes
         return getattr(self.value(), name)(*(value_of(other) for other in others))
 
     return apply
@@ -277,9 +300,11 @@ def _index(self: Deferred, index: Any) -> Any:
 # Python looks operators up on the class, so __getattr__ does not see them.
 for _name in (
     "sub", "rsub", "truediv", "rtruediv", "matmul", "rmatmul", "pow", "neg", "abs", "eq",
-    "ne", "lt", "le", "gt", "ge", "setitem", "iter", "bool", "float", "int",
+    "ne", "lt", "le", "gt", "ge", "iter", "bool", "float", "int",
 ):  # fmt: skip
     setattr(Deferred, f"__{_name}__", _operator(f"__{_name}__"))
+for _name in ("setitem", "iadd", "isub", "imul", "itruediv"):
+    setattr(Deferred, f"__{_name}__", _operator(f"__{_name}__", writes=True))
 setattr(Deferred, "__getitem__", _index)  # noqa: B010  # set like the operators above
 Deferred.__hash__ = object.__hash__  # type: ignore[method-assign]  # __eq__ is elementwise, as a tensor's
 
@@ -320,6 +345,7 @@ class DeferredCast(Deferred):
     def linear(self, to: Projection, dtype: torch.dtype) -> Any:
         if self.parent.written:
             return F.linear(self.value(), to.weight, to.bias)
+        self._passed_on = True
         narrow = self.parent.dtype
         if self.lowers and dtype == self.dtype and narrow.itemsize < dtype.itemsize:
             result = self.parent.linear(to, narrow)
@@ -358,20 +384,3 @@ class Lowered(Deferred):
         if isinstance(other, Tensor) and other.dtype == self.sources[0].dtype:
             return other + self.sources[0]
         return super().plus(other)
-
-
-def autocast_dtype(device: str, dtype: torch.dtype) -> torch.dtype | None:
-    """To what autocast casts a Linear's input of ``dtype``, or None: it leaves float64 alone."""
-    if dtype == torch.float64 or not torch.is_autocast_enabled(device):
-        return None
-    return torch.get_autocast_dtype(device)
-
-
-def has_backward_hooks(module: nn.Module) -> bool:
-    """Whether torch looks for tensors among what enters and leaves the module, to hook on."""
-    return bool(module._backward_hooks or module._backward_pre_hooks)
-
-
-def needs_gradient(tensor: Tensor) -> bool:
-    """Whether autograd would keep anything for an op on this tensor."""
-    return torch.is_grad_enabled() and tensor.requires_grad

@@ -22,7 +22,8 @@ from lowmem_patch.functional import (
     kept_matmul,
     packed_dropout,
 )
-from lowmem_patch.nn.deferred import Deferred, Projection, autocast_dtype, value_of
+from lowmem_patch.nn.context import autocast_dtype
+from lowmem_patch.nn.deferred import Deferred, Projection, value_of
 from lowmem_patch.nn.narrow import attached_copy
 
 __all__ = ["DeferredActivation", "DeferredNorm", "Dropped", "Kept", "KeptMatrix"]
@@ -51,9 +52,6 @@ class DeferredActivation(Deferred):
         gated = compiled.glu if compiling else glu
         return gated(self.sources[0], self.sources[1], self.kind)
 
-    def waited_for(self, value: Tensor) -> bool:
-        return bool(value._backward_hooks) or value.retains_grad
-
     def moved(self, sources: tuple[Tensor, ...]) -> Deferred:
         return DeferredActivation(sources, self.kind, self.lowers)
 
@@ -63,7 +61,8 @@ class DeferredActivation(Deferred):
             and isinstance(other, Tensor)
             and other.shape == self.sources[0].shape
         )
-        if gates and self._value is None and other.is_floating_point():
+        if gates and self._value is None and other.is_floating_point() and not self.written:
+            self._passed_on = True
             return DeferredActivation((self.sources[0], other), self.kind, self.lowers)
         return self.value() * value_of(other)
 
@@ -74,6 +73,7 @@ class DeferredActivation(Deferred):
             # the value's own node keeps the sources; who else reads the value shares its gradient
             return Kept(self.value()).linear(to, dtype)
         hidden = self.value_alone()
+        self._passed_on = True
         return activation_linear(
             hidden, self.sources, to.weight, to.bias, self.kind, dtype, to.adapter
         )
@@ -92,8 +92,14 @@ class DeferredActivation(Deferred):
 class Kept(Deferred):
     """A tensor that autograd keeps anyway, so that casts of it need not be kept as well."""
 
+    bypassed = False  # all gradients pass through the tensor
+
     def __init__(self, tensor: Tensor, lowers: bool = False) -> None:
         super().__init__((tensor,), tensor.dtype, lowers)
+
+    @property
+    def stale(self) -> bool:
+        return False  # who wrote into the tensor wrote into the value
 
     def compute(self) -> Tensor:
         return self.sources[0]
@@ -125,6 +131,8 @@ class Dropped(Deferred):
         p: the probability, above 0 and below 1.
     """
 
+    bypassed = False
+
     def __init__(
         self, whole: Deferred, sources: tuple[Tensor, ...], kind: ActivationKind | None, p: float
     ) -> None:
@@ -133,6 +141,10 @@ class Dropped(Deferred):
         self.kind = kind
         self.p = p
         self.drawn, self.bits = draw_dropout(whole.value(), p)
+
+    @property
+    def stale(self) -> bool:
+        return False  # the value is drawn; of the sources, the whole knows
 
     @property
     def written(self) -> bool:
@@ -182,6 +194,8 @@ def _plain_linear(value: Tensor, to: Projection, dtype: torch.dtype) -> Tensor:
 
 class DeferredNorm(Kept):
     """A norm that waits behind row moves, so that it and its Linear keep one tensor between them."""
+
+    bypassed, stale = True, Deferred.stale  # its value is computed from the tensor
 
     def __init__(
         self,

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from lowmem_patch.functional import draw_dropout, packed_dropout
-from lowmem_patch.nn.deferred import Deferred, needs_gradient
+from lowmem_patch.nn.context import needs_gradient
+from lowmem_patch.nn.deferred import Deferred
 
 __all__ = ["PackedDropout"]
 

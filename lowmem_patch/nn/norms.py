@@ -15,11 +15,17 @@ from torch import Tensor, nn
 
 from lowmem_patch.errors import PatchError, UnfoldedWeightsError
 from lowmem_patch.functional import compiled, ms_layer_norm, ms_norm_pair, ms_rms_norm
-from lowmem_patch.nn.deferred import autocast_dtype, has_backward_hooks, needs_gradient, value_of
+from lowmem_patch.nn.context import (
+    autocast_dtype,
+    has_backward_hooks,
+    is_sharded_alone,
+    needs_gradient,
+)
+from lowmem_patch.nn.deferred import value_of
 from lowmem_patch.nn.deferred_ops import DeferredNorm, Kept
 from lowmem_patch.nn.narrow import attach_copy
 
-__all__ = ["MSLayerNorm", "MSNorm", "MSRMSNorm"]
+__all__ = ["MSLayerNorm", "MSNorm", "MSRMSNorm", "StockMSLayerNorm", "StockMSRMSNorm"]
 
 
 class MSNorm(nn.Module):
@@ -59,7 +65,7 @@ class MSNorm(nn.Module):
         lowers: bool = False,
         shares_copy: bool = False,
     ) -> None:
-        super().__init__()
+        nn.Module.__init__(self)  # past a stock norm, which would make parameters of its own
         self.register_parameter("weight", weight)
         self.register_parameter("bias", bias)
         self.eps = eps
@@ -104,7 +110,7 @@ class MSNorm(nn.Module):
         if self.folded and torch.is_grad_enabled():
             self._refuse_training()
         x = value_of(x)  # of an activation or a gated product that waits
-        watched = has_backward_hooks(self)
+        watched = has_backward_hooks(self) or is_sharded_alone(self)
         if self.sunk and not watched and needs_gradient(x):
             dtype = self.output_dtype(x)  # autocast may be another one where the value is computed
             return DeferredNorm(x, dtype, partial(self.normalize, dtype=dtype), self.lowers)
@@ -189,3 +195,12 @@ class MSRMSNorm(MSNorm):
     """RMSNorm over the last dimension that keeps its output (paper, MS-RMSNorm)."""
 
     centered = False
+
+
+class StockMSLayerNorm(MSLayerNorm, nn.LayerNorm):  # type: ignore[misc]  # its weight may be None
+    """In place of a `torch.nn.LayerNorm`, which it still is to whoever asks: transformers' Trainer decays
+    the weights of no such module."""
+
+
+class StockMSRMSNorm(MSRMSNorm, nn.RMSNorm):  # type: ignore[misc]  # its weight may be None
+    """In place of a `torch.nn.RMSNorm`, which it still is to whoever asks."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from lowmem_patch.functional import ActivationKind, activation
-from lowmem_patch.nn.deferred import Deferred, has_backward_hooks, needs_gradient, value_of
+from lowmem_patch.nn.context import has_backward_hooks, needs_gradient
+from lowmem_patch.nn.deferred import Deferred, value_of
 from lowmem_patch.nn.deferred_ops import DeferredActivation
 
 __all__ = ["RecomputedActivation"]

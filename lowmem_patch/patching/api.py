@@ -189,9 +189,11 @@ def _find_records(model: nn.Module) -> list[tuple[nn.Module, Record]]:
 def _planned(
     model: nn.Module, config: PatchConfig, example_inputs: Any
 ) -> tuple[PatchReport, Plan, ExampleInputs]:
-    inputs = (
-        make_example_inputs(model) if example_inputs is None else as_example_inputs(example_inputs)
-    )
+    if example_inputs is None:
+        with preserved(model):  # inputs are drawn
+            inputs = make_example_inputs(model)
+    else:
+        inputs = as_example_inputs(example_inputs)
     originals: dict[str, tuple[Tensor | None, Tensor | None]] = {}
     notes: list[str] = []
     shadow, trace = _traced(model, inputs, originals, notes)

@@ -15,11 +15,18 @@ from lowmem_patch.nn.copies import (
     keep_weight,
     lower_input,
     release_input,
+    show_value,
     use_copy,
     use_value,
 )
 from lowmem_patch.nn.dropout import PackedDropout
-from lowmem_patch.nn.norms import MSLayerNorm, MSNorm, MSRMSNorm
+from lowmem_patch.nn.norms import (
+    MSLayerNorm,
+    MSNorm,
+    MSRMSNorm,
+    StockMSLayerNorm,
+    StockMSRMSNorm,
+)
 from lowmem_patch.nn.recompute import RecomputedActivation
 from lowmem_patch.patching.fold import fold_step, unfold_step
 from lowmem_patch.patching.plan import ActivationPatch, DropoutPatch, NormPatch, Patch, Plan
@@ -72,10 +79,15 @@ def _replacement(original: nn.Module, patch: Patch, lowers: bool) -> nn.Module:
     return new
 
 
+def _norm_class(original: nn.Module, kind: str) -> type[MSNorm]:
+    if kind == "layer_norm":
+        return StockMSLayerNorm if isinstance(original, nn.LayerNorm) else MSLayerNorm
+    return StockMSRMSNorm if isinstance(original, nn.RMSNorm) else MSRMSNorm
+
+
 def _norm(original: nn.Module, patch: NormPatch, lowers: bool) -> MSNorm:
     spec = patch.spec
-    norm_class = MSLayerNorm if spec.kind == "layer_norm" else MSRMSNorm
-    new = norm_class(
+    new = _norm_class(original, spec.kind)(
         getattr(original, "weight", None),
         getattr(original, "bias", None),
         spec.eps,
@@ -128,6 +140,10 @@ def apply_plan(model: nn.Module, plan: Plan, *, arithmetic: bool = True) -> Appl
             linear = model.get_submodule(name)
             linear.register_forward_pre_hook(use_copy)
             applied.hooked.append(linear)
+        for name in plan.given_deferred:
+            reader = model.get_submodule(name)
+            reader.register_forward_pre_hook(show_value)
+            applied.hooked.append(reader)
         for name in plan.adapters.layers:
             _keep_one_input(model.get_submodule(name), applied, plan.lowers)
         for name in plan.frozen_linears:
@@ -168,10 +184,11 @@ def _fold(model: nn.Module, step: FoldStep, applied: Applied, arithmetic: bool) 
     trained_with = tuple(weight for weight in weights if weight.requires_grad)
     gamma, beta = fold_step(model, step) if arithmetic else (None, None)
     applied.folded.append(Folded(step, gamma, beta, trained, trained_with))
-    for (
-        name
-    ) in names:  # an identity that nothing reads: DDP and optimizers must not wait for its gradient
-        model.get_parameter(name).requires_grad_(False)
+    for name in names:
+        # an identity that nothing reads: DDP must not wait for its gradient, nor an optimizer move it by
+        # one that is left over
+        identity = model.get_parameter(name).requires_grad_(False)
+        identity.grad = None
 
 
 def undo(

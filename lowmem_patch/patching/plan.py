@@ -27,7 +27,9 @@ from lowmem_patch.patching.match import (
 from lowmem_patch.patching.packed import find_dropouts
 from lowmem_patch.patching.readers import (
     Reader,
+    Writes,
     behind_dropouts,
+    called_with,
     find_readers,
     weight_read_with,
 )
@@ -89,6 +91,7 @@ class Plan:
     frozen_linears: tuple[str, ...] = ()  # those that shall keep no copy of their weight
     softmaxes: tuple[str, ...] = ()  # those of whose output a matmul shall keep no copy
     lowers: bool = False  # adapters compute in the activations' dtype
+    given_deferred: tuple[str, ...] = ()  # modules that are called with what waits
 
 
 class _Planner:
@@ -106,6 +109,8 @@ class _Planner:
         self.shadow = shadow
         self.trace = trace
         self.config = config
+        self.writes = Writes(trace)
+        self.waits: set[int] = set()  # tensors in whose place a deferred one stands
         self.patches: dict[str, Patch] = {}
         self.specs: dict[object, NormSpec | str] = {}  # of equal modules
         keeps = config.linear_inputs == "keep"
@@ -126,7 +131,8 @@ class _Planner:
         if not keeps:
             for name, p in find_dropouts(self.trace, self.modules, self.adapters).items():
                 self.patches[name] = DropoutPatch(p)
-        return Plan(tuple(sites), self.patches, self.adapters, frozen, softmaxes, lowers)
+        given = called_with(self.trace, self.waits, self.adapters.layers)
+        return Plan(tuple(sites), self.patches, self.adapters, frozen, softmaxes, lowers, given)
 
     def _softmaxes(self, calls: dict[str, list[Call]]) -> tuple[str, ...]:
         """Softmax modules whose output a matmul alone reads, as its left operand."""
@@ -181,19 +187,18 @@ class _Planner:
         choice = self.config.norms
         if choice == "keep":
             return self._left(name, spec.kind, "norms: keep", consumers)
-        writer = next((reader for reader in readers if reader.kind == "write"), None)
+        writer = next((reader.text for reader in readers if reader.kind == "write"), None)
+        writer = writer or self._written(calls, "outputs")
         if writer is not None:
-            return self._left(
-                name, spec.kind, f"its output is written in place by {writer.text}", consumers
-            )
+            text = f"its output is written in place by {writer}"
+            return self._left(name, spec.kind, text, consumers)
         gamma, beta = self._values(name)
         step, why_not = self.rules.fold(name, spec, readers, gamma, beta)
         trains = any(self._trains(reader) for reader in readers)
         fold = step is not None and (choice == "fold" or (choice == "auto" and trains))
         if not fold and not self._share_gains(name, outputs, readers):
-            return self._left(
-                name, spec.kind, "nothing to gain: no Linear keeps its output", consumers
-            )
+            text = "nothing to gain: no Linear keeps its output"
+            return self._left(name, spec.kind, text, consumers)
         unfit = None if fold else unfit_to_share(spec.weight_offset, gamma, beta)
         if unfit is not None:
             cannot = f"cannot fold: {why_not}; " if choice == "fold" else ""
@@ -203,6 +208,7 @@ class _Planner:
         linears = all(reader.kind == "linear" for reader in readers) and bool(readers)
         rearranged = any(reader.reshaped for reader in readers)
         sunk = linears and len(distinct) == 1 and readers[0].copied and not rearranged
+        sunk &= self._written(calls, "inputs") is None
         if sunk:
             reason += "; sunk behind the row moves to its Linear"
         # a norm inside an autocast region whose readers are outside must stay wide, as it was
@@ -218,6 +224,8 @@ class _Planner:
         copy_readers: tuple[str, ...] = ()
         if not feeds_autocast and self.config.linear_inputs != "keep":
             copy_readers = self._copy_readers(readers, around)
+        if sunk or one_copy is not None:
+            self.waits.update(map(id, outputs), (id(reader.tensor) for reader in readers))
         self.patches[name] = NormPatch(spec, fold, feeds_autocast, sunk, one_copy, copy_readers)
         before = self.trace.saved.own.get(name, 0)
         strategy = "fold" if fold else "share"
@@ -283,6 +291,11 @@ class _Planner:
             and self.shadow.get_parameter(reader.linear.weight).requires_grad
         )
 
+    def _written(self, calls: list[Call], tensors: str) -> str | None:
+        """Who writes in place into the inputs or outputs of these calls once they are over."""
+        found = (self.writes.later(getattr(call, tensors), call.last_op) for call in calls)
+        return next((text for text in found if text is not None), None)
+
     # activations
 
     def _waiting(self, outputs: list[Tensor]) -> list[Reader]:
@@ -307,8 +320,9 @@ class _Planner:
         writers = [reader for reader in readers if reader.kind == "write"]
         own = [w for w in writers if w.op is not None and w.op.module == name]
         in_place = bool(own) and len(own) == len(writers)
-        if writers and not in_place:
-            text = f"its output is written in place by {writers[0].text}"
+        writer = writers[0].text if writers and not in_place else self._written(calls, "outputs")
+        if writer is not None:
+            text = f"its output is written in place by {writer}"
             return self._left(name, kind, text, consumers)
         rows = [reader for reader in readers if not reader.reshaped]  # what can be deferred
         gated = any(reader.kind == "product" for reader in rows)
@@ -342,6 +356,9 @@ class _Planner:
             return self._left(name, kind, text, consumers)
         elif opaque is not None:
             return self._left(name, kind, f"cannot recompute: it is read by {opaque}", consumers)
+        elif (writer := self._written(calls, "inputs")) is not None:
+            text = f"cannot recompute: its input is written in place by {writer}"
+            return self._left(name, kind, text, consumers)
         elif gated:
             reason = f"gate and up kept, {self._recomputed(readers)}"
         elif linear is not None:
@@ -351,6 +368,10 @@ class _Planner:
             return self._left(
                 name, kind, f"nothing to gain: its output is read by {text}", consumers
             )
+        if strategy == "recompute":
+            products = [t for r in readers if r.kind == "product" and r.op for t in r.op.outputs]
+            found = (r.tensor for r in readers + self._waiting(products))
+            self.waits.update(map(id, (*(t for c in calls for t in c.outputs), *products, *found)))
         self.patches[name] = ActivationPatch(kind, strategy, in_place)
         return Site(
             name, kind, strategy, reason, consumers, before, 0, approximate=strategy == "codes"

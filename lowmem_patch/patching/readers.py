@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 from torch import Tensor, nn
 
@@ -12,7 +13,15 @@ from lowmem_patch.patching.trace import Op, Trace
 from lowmem_patch.rows import moves_rows, pads
 from lowmem_patch.saved import storage_key
 
-__all__ = ["Reader", "behind_dropouts", "find_readers", "parameter_uses", "weight_read_with"]
+__all__ = [
+    "Reader",
+    "Writes",
+    "behind_dropouts",
+    "called_with",
+    "find_readers",
+    "parameter_uses",
+    "weight_read_with",
+]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -101,13 +110,13 @@ def _reshapes(op: Op, tensor: Tensor) -> bool:
 def _reader(
     trace: Trace, op: Op, tensor: Tensor, origin: Tensor, padded: bool, model: nn.Module
 ) -> Reader:
-    where = f"{op.name} in {op.module}" if op.module else op.name
+    where = _place(op)
     copied = storage_key(tensor) != storage_key(origin)
     if op.writes and op.args and op.args[0] is tensor:
         return Reader("write", where, op, tensor=tensor)
     if op.opaque:
         return Reader(
-            "opaque", f"{where} (custom, scripted or without gradients)", op, tensor=tensor
+            "opaque", f"{where} (custom, scripted, a hook or without gradients)", op, tensor=tensor
         )
     if op.name == "linear" and op.args and op.args[0] is tensor:
         weight = op.args[1] if len(op.args) > 1 else op.kwargs.get("weight")
@@ -173,6 +182,40 @@ def weight_read_with(reader: Reader) -> Tensor | None:
         return None
     weight = op.args[second]
     return weight if isinstance(weight, Tensor) else None
+
+
+class Writes:
+    """The ops of a trace that write in place, found by the memory that they write into, whichever view
+    of it they are given."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._found: list[tuple[int, Op, set[int]]] = []
+        for number, op in enumerate(trace.ops):
+            if op.writes:
+                written = op.outputs if "out" in op.kwargs else op.args[:1]
+                places = {storage_key(t) for t in written if isinstance(t, Tensor)}
+                self._found.append((number, op, places))
+
+    def later(self, tensors: Sequence[Tensor], after: int) -> str | None:
+        """The first op from number ``after`` on that writes into one of ``tensors``, as a report names it."""
+        if not self._found:
+            return None
+        places = {storage_key(tensor) for tensor in tensors}
+        for number, op, written in self._found:
+            if number >= after and not places.isdisjoint(written):
+                return _place(op)
+        return None
+
+
+def _place(op: Op) -> str:
+    return f"{op.name} in {op.module}" if op.module else op.name
+
+
+def called_with(trace: Trace, tensors: set[int], apart: Sequence[str]) -> tuple[str, ...]:
+    """Modules that are called with one of ``tensors`` (ids), but for those in ``apart`` and inside them."""
+    prefixes = tuple(f"{name}." for name in apart)
+    names = (call.name for call in trace.calls if not tensors.isdisjoint(map(id, call.inputs)))
+    return tuple(name for name in dict.fromkeys(names) if not f"{name}.".startswith(prefixes))
 
 
 def parameter_uses(trace: Trace) -> dict[str, list[Op]]:

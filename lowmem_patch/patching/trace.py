@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lowmem_patch.dropouts import dropout_call
 from lowmem_patch.errors import TraceError
 from lowmem_patch.patching.fakes import running_fake
 from lowmem_patch.patching.gpu_dropout import GpuDropouts
@@ -39,8 +40,8 @@ class Op:
     """One torch function call; ``module`` is the innermost module that was running.
 
     ``opaque`` says that it ran where a deferred tensor would lose its gradient: in a custom autograd
-    function, in a scripted one, in a reentrant checkpoint, under no_grad. ``autocast`` says that
-    autocast was on.
+    function, in a scripted one, in a reentrant checkpoint, under no_grad, or that it waits for the
+    tensor's gradient. ``autocast`` says that autocast was on.
     """
 
     name: str
@@ -142,9 +143,13 @@ class _Recorder(TorchFunctionMode):
         writes = (
             name == "__setitem__" or (same and name not in _MAY_RETURN_INPUT) or "out" in kwargs
         )
-        if inputs and (writes or (outputs and not same)):
+        if name == "dropout" and same:
+            call = dropout_call(args, kwargs)
+            writes = call.in_place and call.p > 0
+        waits = name in ("register_hook", "retain_grad")
+        if inputs and (writes or waits or (outputs and not same)):
             module = self.stack[-1] if self.stack else ""
-            opaque = not torch.is_grad_enabled()
+            opaque = waits or not torch.is_grad_enabled()
             self.add(
                 Op(name, func, module, args, kwargs, tuple(outputs), writes, opaque, _autocast())
             )

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers.trainer_pt_utils import get_parameter_names
 
 from lowmem_patch import patch_model, patch_report, plan_patch, unpatch_model
 from lowmem_patch.errors import PatchError, UnfoldedWeightsError
@@ -44,6 +45,49 @@ def test_save_pretrained_is_a_stock_checkpoint(
     stock = type(model).from_pretrained(tmp_path).eval()
     assert not patched_norms(stock)
     torch.testing.assert_close(logits(stock, inputs), before, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["timm-vit", "vit", "llama"])
+def test_trainer_decays_the_weights_that_it_decays_unpatched(name: str, make: Make) -> None:
+    """It leaves out torch's LayerNorms by their class, whatever they are called (ln_1, norm1)."""
+    inputs, model = FAMILIES[name].inputs(), make(name)
+    patched = patch_model(copy.deepcopy(model), "exact", example_inputs=inputs)
+    one, two = (
+        get_parameter_names(m, [nn.LayerNorm], ["bias", "layernorm", r"(?:^|\.)norm(?:$|\.)"])
+        for m in (patched, model)
+    )
+    assert patched_norms(patched) and one == two
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm])
+def test_stock_norms_stay_instances_of_their_class(norm: Any) -> None:
+    net = Toy(gated)
+    net.norm = norm(8)
+    patch_model(net, SHARE, example_inputs=batch())
+    assert isinstance(net.norm, MSNorm) and isinstance(net.norm, norm)
+    assert net.norm.normalized_shape == (8,)
+
+
+def test_optimizer_with_gradients_from_before_a_fold() -> None:
+    """Left over, they would move the identity that the checkpoint must hold."""
+    net = Toy(gated)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    net(batch()).sum().backward()
+    optimizer.step()
+    patch_model(net, FOLD, example_inputs=batch())
+    optimizer.zero_grad(set_to_none=False)
+    net(batch()).sum().backward()
+    optimizer.step()
+    stock = Toy(gated)
+    stock.load_state_dict(net.state_dict())
+    torch.testing.assert_close(stock(batch()), net(batch()), rtol=1e-4, atol=1e-5)
+
+
+def test_patching_draws_no_random_numbers(make: Make) -> None:
+    model = make("llama")
+    before = torch.get_rng_state()
+    patch_model(model)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_folded_state_dict_into_a_fresh_timm_model(make: Make) -> None:

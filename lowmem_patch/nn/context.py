@@ -1,0 +1,61 @@
+"""What torch is set to where a patched module runs: autocast, gradients, hooks, custom functions."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+__all__ = [
+    "LOST",
+    "autocast_dtype",
+    "has_backward_hooks",
+    "in_inference_mode",
+    "is_sharded_alone",
+    "needs_gradient",
+    "refuse_custom_functions",
+]
+
+LOST = (
+    "a deferred activation was read inside a custom autograd function or a reentrant checkpoint, where "
+    "its gradient would be lost: call patch_model again after the model was changed, or leave this "
+    "activation alone"
+)
+
+
+def autocast_dtype(device: str, dtype: torch.dtype) -> torch.dtype | None:
+    """To what autocast casts a Linear's input of ``dtype``, or None: it leaves float64 alone."""
+    if dtype == torch.float64 or not torch.is_autocast_enabled(device):
+        return None
+    return torch.get_autocast_dtype(device)
+
+
+def has_backward_hooks(module: nn.Module) -> bool:
+    """Whether torch looks for tensors among what enters and leaves the module, to hook on."""
+    return bool(module._backward_hooks or module._backward_pre_hooks)
+
+
+def is_sharded_alone(module: nn.Module) -> bool:
+    """Whether FSDP2 frees the weights of this very module after its forward: it gathers them again for
+    backward through the tensors that leave the module, and changes its class to one with ``unshard``."""
+    return hasattr(type(module), "unshard")
+
+
+def needs_gradient(tensor: Tensor) -> bool:
+    """Whether autograd would keep anything for an op on this tensor."""
+    return torch.is_grad_enabled() and tensor.requires_grad
+
+
+def refuse_custom_functions() -> None:
+    """Raise in the forward of a custom autograd function, which takes gradients of tensors alone.
+
+    Torch switches forward derivatives off there, as it does in inference mode, and nowhere else.
+    """
+    if torch.compiler.is_compiling() or torch._C._is_fwd_grad_enabled():
+        return
+    if not torch.is_inference_mode_enabled():
+        raise RuntimeError(LOST)
+
+
+def in_inference_mode() -> bool:
+    """Whether what is computed now could never be differentiated."""
+    return not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()

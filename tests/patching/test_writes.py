@@ -1,0 +1,236 @@
+"""Writes in place, hooks and custom functions around what is deferred or kept: seen, or a clear error."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lowmem_patch import patch_report
+from tests.patching.toys import CONFIGS, SHARE, Toy, assert_equal_steps, batch, patched_twin
+
+
+class SquaredReLU(nn.Module):
+    """Torch keeps the ReLU's output and not its input, which anybody may write into afterwards."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(x).square()
+
+
+def strategies(model: Any) -> dict[str, str]:
+    return {site.name: site.strategy for site in patch_report(model).sites}
+
+
+def part_of_norm(net: Any, x: Tensor) -> Tensor:
+    h = net.norm(x)
+    h[..., :4].mul_(2)
+    return net.down(net.act(net.up(h)))
+
+
+def transposed_norm(net: Any, x: Tensor) -> Tensor:
+    h = net.norm(x)
+    h.transpose(-1, -2).mul_(2)
+    return net.down(net.act(net.up(h)))
+
+
+def data_of_norm(net: Any, x: Tensor) -> Tensor:
+    h = net.norm(x)
+    h.data.mul_(2)
+    return net.down(net.act(net.up(h)))
+
+
+def data_of_activation(net: Any, x: Tensor) -> Tensor:
+    a = net.act(net.up(net.norm(x)))
+    a.data.mul_(2)
+    return net.down(a)
+
+
+def dropout_in_place(net: Any, x: Tensor) -> Tensor:
+    h = F.dropout(net.norm(x), 0.5, training=True, inplace=True)
+    return net.down(net.act(net.up(h)))
+
+
+def input_of_activation(net: Any, x: Tensor) -> Tensor:
+    h = net.up(net.norm(x))
+    a = net.act(h)
+    h += 1.0
+    return net.down(a) + net.down(h)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=["fold", "share"])
+@pytest.mark.parametrize(
+    ("body", "left"),
+    [
+        (part_of_norm, "norm"), (transposed_norm, "norm"), (data_of_norm, "norm"),
+        (dropout_in_place, "norm"), (data_of_activation, "act"), (input_of_activation, "act"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.__name__,
+)  # fmt: skip
+def test_what_a_forward_writes_into_is_left_alone(body: Any, left: str, config: Any) -> None:
+    net = Toy(body)
+    net.act = SquaredReLU()
+    patched, twin, original = patched_twin(net, config)
+    assert strategies(patched)[left] == "keep"
+    reason = next(site.reason for site in patch_report(patched).sites if site.name == left)
+    assert "written in place by" in reason
+    for model in (patched, twin, original):
+        model.train()
+    y, same, before = (_seeded(model) for model in (patched, twin, original))
+    torch.testing.assert_close(y, before, rtol=1e-4, atol=1e-5)
+    start = torch.linspace(-1, 1, y.numel()).reshape(y.shape)
+    y.backward(start)
+    same.backward(start)
+    for (name, ours), theirs in zip(patched.named_parameters(), twin.parameters(), strict=True):
+        assert (ours.grad is None) == (theirs.grad is None), name
+        if ours.grad is not None:
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-3, atol=1e-4, msg=name)
+
+
+def _seeded(model: Any) -> Tensor:
+    torch.manual_seed(3)
+    y: Tensor = model(batch())
+    return y
+
+
+class Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return -gradient
+
+
+class Viewed(Reversed):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view(*x.shape)
+
+
+@pytest.mark.parametrize("function", [Reversed, Viewed])
+def test_custom_function_on_a_path_that_was_not_traced(function: Any) -> None:
+    def body(net: Any, x: Tensor) -> Tensor:
+        a = net.act(net.up(net.norm(x)))
+        return net.down(function.apply(a) if hasattr(net, "later") else a)
+
+    patched, twin, original = patched_twin(Toy(body), SHARE)
+    assert_equal_steps(patched, twin, original)
+    patched.later = True
+    with pytest.raises(RuntimeError, match=r"inside a custom autograd function.*patch_model again"):
+        patched(batch())
+
+
+@pytest.mark.parametrize("computed", [False, True], ids=["waits", "computed"])
+def test_write_on_a_path_that_was_not_traced(computed: bool) -> None:
+    def body(net: Any, x: Tensor) -> Tensor:
+        h = net.up(net.norm(x))
+        a = net.act(h)
+        if hasattr(net, "later"):
+            if computed:
+                a.abs()
+            h += 1.0
+        return net.down(a)
+
+    patched, twin, original = patched_twin(Toy(body), SHARE)
+    assert_equal_steps(patched, twin, original)
+    patched.later = True
+    if computed:  # the value is right, and torch itself refuses the gradient, as without the patch
+        original.later = True
+        torch.testing.assert_close(patched(batch()), original(batch()))
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            patched(batch()).sum().backward()
+    else:
+        with pytest.raises(RuntimeError, match=r"input of a deferred activation.*written in place"):
+            patched(batch())
+
+
+def test_augmented_assignment_reaches_other_names_of_the_tensor() -> None:
+    def body(net: Any, x: Tensor) -> Tensor:
+        a = other = net.act(net.up(net.norm(x)))
+        if hasattr(net, "later"):
+            a += 1.0
+            a *= 2.0
+        return net.down(other)
+
+    patched, twin, original = patched_twin(Toy(body), SHARE)
+    for model in (patched, twin, original):
+        model.later = True
+    assert_equal_steps(patched, twin, original)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=["fold", "share"])
+@pytest.mark.parametrize("site", ["norm", "act"])
+def test_tensor_hooks_in_a_forward_see_the_original_gradient(site: str, config: Any) -> None:
+    seen: list[Tensor] = []
+
+    def body(net: Any, x: Tensor) -> Tensor:
+        h = net.norm(x)
+        a = net.act(net.up(h))
+        y: Tensor = net.down(a)
+        (h if site == "norm" else a).register_hook(seen.append)
+        return y
+
+    patched, _, original = patched_twin(Toy(body), config)
+    seen.clear()  # tracing may have registered some
+    for model in (patched, original):
+        model(batch()).square().mean().backward()
+    assert len(seen) == 2
+    torch.testing.assert_close(seen[0], seen[1], rtol=1e-3, atol=1e-5)
+
+
+def test_hook_after_a_linear_on_a_path_that_was_not_traced() -> None:
+    def body(net: Any, x: Tensor) -> Tensor:
+        a = net.act(net.up(net.norm(x)))
+        y: Tensor = net.down(a)
+        if hasattr(net, "later"):
+            a.retain_grad()
+        return y
+
+    patched, _, _ = patched_twin(Toy(body), SHARE)
+    patched.later = True
+    with pytest.raises(RuntimeError, match="retain_grad: a Linear or a view"):
+        patched(batch())
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("name", ["drop", "down", "up"])
+@pytest.mark.parametrize("body", ["mlp", "gated"])
+def test_backward_hooks_of_readers(body: str, name: str, autocast: bool) -> None:
+    """They get, and may change, the gradient of an input in whose place a deferred tensor stands."""
+
+    def through_dropout(net: Any, x: Tensor) -> Tensor:
+        h = net.norm(x)
+        a = net.act(net.up(h))
+        return net.down(net.drop(a if body == "mlp" else a * net.gate(h)))
+
+    net = Toy(through_dropout)
+    net.drop = nn.Dropout(0.0)
+    patched, _, original = patched_twin(net, SHARE)
+    seen: list[Tensor] = []
+
+    def double(module: nn.Module, inputs: Any, outputs: Any) -> Any:
+        seen.append(inputs[0])
+        return (inputs[0] * 2,)
+
+    inputs = [batch().requires_grad_() for _ in range(2)]
+    for model, x in zip((patched, original), inputs, strict=True):
+        model.get_submodule(name).register_full_backward_hook(double)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            model(x).square().mean().backward()
+    tolerance = {"rtol": 0.05, "atol": 0.005} if autocast else {"rtol": 1e-3, "atol": 1e-5}
+    torch.testing.assert_close(seen[0], seen[1], **tolerance)
+    torch.testing.assert_close(inputs[0].grad, inputs[1].grad, **tolerance)
+
+
+def test_hook_that_looks_in_inference_mode() -> None:
+    def look(module: nn.Module, args: Any, output: Any) -> None:
+        with torch.inference_mode():
+            assert float(output.abs().mean()) > 0
+
+    patched, twin, original = patched_twin(Toy(lambda net, x: net.down(net.act(net.up(x)))), SHARE)
+    patched.act.register_forward_hook(look)
+    assert_equal_steps(patched, twin, original)
