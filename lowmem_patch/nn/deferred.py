@@ -153,6 +153,8 @@ class Deferred:
     @property
     def stale(self) -> bool:
         """Whether somebody wrote into a source since, so that the value cannot be computed from it."""
+        if torch.compiler.is_compiling():
+            return False  # a compiler's tensors count no versions
         return any(s._version != v for s, v in zip(self.sources, self._versions, strict=False))
 
     @classmethod
