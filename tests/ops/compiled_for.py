@@ -23,12 +23,11 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from lowmem_patch import kernels
-from lowmem_patch.constants import STEP_TABLES
+from lowmem_patch.constants import ACTIVATION_KINDS, STEP_TABLES
 from lowmem_patch.kernels._launch import Launch
 
 PLATFORM, ARCHITECTURE = sys.argv[1], sys.argv[2]
 DTYPE = getattr(torch, sys.argv[3])
-KINDS = ("gelu", "gelu_tanh", "silu", "quick_gelu", "relu_squared")
 COLUMNS = (768, 4096, 16384, 20000)  # the last is longer than a program holds
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
@@ -50,7 +49,7 @@ class Absent:
 
 def activations() -> Iterator[Any]:
     x = torch.ones(2, 1024, dtype=DTYPE)
-    for kind in KINDS:
+    for kind in ACTIVATION_KINDS:
         yield kernels.activate(x, kind)
         yield kernels.activate_backward(x, x, kind)
         yield kernels.activate_backward(x, x, kind, torch.ones_like(x))

@@ -197,10 +197,18 @@ def test_dropouts_of_adapters_are_given_a_deferred_input() -> None:
 
 def test_compiled_is_the_plain_one() -> None:
     model, twin = patched(Residual())
+    graphs = []
+
+    def look(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        graphs.append(graph.code)
+        return graph.forward
+
     torch.manual_seed(7)
-    found = torch.compile(model, fullgraph=True, backend="eager")(rows()["x"])
+    found = torch.compile(model, fullgraph=True, backend=look)(rows()["x"])
     torch.manual_seed(7)
     torch.testing.assert_close(found, twin(rows()["x"]), rtol=0, atol=0)
+    (code,) = graphs
+    assert "dropout" in code and "autograd_function" not in code
 
 
 @pytest.mark.gpu
