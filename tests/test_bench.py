@@ -332,6 +332,7 @@ def test_memory_on_a_gpu_does_not_depend_on_the_other_variants() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:TensorFloat32:UserWarning")  # the compiler's advice
 def test_models_that_wait_may_lie_in_the_hosts_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     from lowmem_patch.bench import compare as function
 

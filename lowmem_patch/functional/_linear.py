@@ -51,11 +51,19 @@ def linear_forward(
     with _library.without_autocast(hidden.device.type):
         hidden = _cast(hidden, compute_dtype)
         wide_bias = None if bias is None else _cast(bias, compute_dtype)
-        y = _product(hidden, _cast(weight, compute_dtype), wide_bias)
+        wide_weight = _cast(weight, compute_dtype)
         if down is None or raised is None:
-            return y, None
+            return _product(hidden, wide_weight, wide_bias), None
         low = F.linear(hidden, _cast(down, compute_dtype)).view(-1, down.shape[0])
-        y.view(-1, y.shape[-1]).addmm_(low, _cast(raised, compute_dtype).t(), alpha=scale)
+        # The adapter's product first, to which cuBLAS adds the wide one while it computes: the other
+        # way round a second product reads and writes y.
+        y = hidden.new_empty(*hidden.shape[:-1], weight.shape[0])
+        y_rows, raised = y.view(-1, weight.shape[0]), _cast(raised, compute_dtype).t()
+        if wide_bias is None:
+            y_rows.addmm_(low, raised, beta=0, alpha=scale)  # reads nothing of y
+        else:
+            torch.addmm(wide_bias, low, raised, alpha=scale, out=y_rows)
+        y_rows.addmm_(hidden.reshape(-1, hidden.shape[-1]), wide_weight.t())
     return y, low
 
 
@@ -132,9 +140,11 @@ def _backward(
         hidden = None
         if needs_input:
             assert weight is not None
-            d_hidden = rows.mm(_cast(weight, dtype))
-            if d_low is not None and down is not None:
-                d_hidden.addmm_(d_low, _cast(down, dtype))
+            wide = _cast(weight, dtype)
+            if d_low is None or down is None:
+                d_hidden = rows.mm(wide)
+            else:  # in the order of the forward
+                d_hidden = d_low.mm(_cast(down, dtype)).addmm_(rows, wide)
             d_hidden = d_hidden.view(*dy.shape[:-1], weight.shape[1])
             if kind == IDENTITY:
                 gradients.append(_cast(d_hidden, input_dtype))

@@ -44,10 +44,10 @@ _INT32 = 2**31
 _dtype_of = attrgetter("dtype")
 # Since 3.6 a compiled kernel is called with all arguments, constants too; HIP specialises on more than
 # `Launch` tells apart.
-_REUSES_COMPILED = (
-    tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 6)
-    and torch.version.hip is None
-)
+_TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
+_REUSES_COMPILED = _TRITON >= (3, 6) and torch.version.hip is None
+# What a launch of a compiled kernel comes down to in these versions, where the device is known.
+_CALLS_RUN = _TRITON in ((3, 6), (3, 7))
 
 
 class NormSettings(NamedTuple):
@@ -149,8 +149,10 @@ class Launch:
         strides: Sequence[int],
     ) -> None:
         bits, largest = 0, max(numbers)
-        for tensor in tensors:
-            bits |= tensor.data_ptr()
+        # as numbers, which Triton does not ask the driver about
+        pointers = [tensor.data_ptr() for tensor in tensors]
+        for pointer in pointers:
+            bits |= pointer
         for stride in strides:
             bits |= stride
             if stride > largest:
@@ -163,8 +165,20 @@ class Launch:
         if compiled is None:
             # None under Triton's interpreter
             self._compiled[key] = self._kernel[grid](*tensors, *numbers, *strides, **self._keywords)
+            return
+        arguments = (*pointers, *numbers, *strides, *self._constants)
+        if _CALLS_RUN and not _is_watched():
+            stream = torch._C._cuda_getCurrentRawStream(device)
+            function, metadata = compiled.function, compiled.packed_metadata
+            compiled.run(*grid, stream, function, metadata, None, None, None, *arguments)
         else:
-            compiled[grid](*tensors, *numbers, *strides, *self._constants)
+            compiled[grid](*arguments)
+
+
+def _is_watched() -> bool:
+    """Whether a profiler wants to be told of launches."""
+    hooks = triton.knobs.runtime
+    return bool(hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls)
 
 
 def _row_stride(tensor: Tensor) -> int | None:

@@ -20,6 +20,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning"),
 ]
 Make = Callable[[str], Any]
+# Products are bf16 under autocast, and in a capture cuBLAS may add in another order.
+ROUNDING = torch.finfo(torch.bfloat16).eps
 
 
 def step(model: Any, inputs: dict[str, Tensor]) -> Tensor:
@@ -74,8 +76,7 @@ def test_a_captured_step_gives_what_an_eager_one_gives(
         graph.replay()
         loss, found = captured.clone(), gradients(model)
         wanted = step(model, inputs)
-        torch.testing.assert_close(loss, wanted)
+        torch.testing.assert_close(loss, wanted, rtol=ROUNDING, atol=0)
         for parameter, gradient in gradients(model).items():
-            torch.testing.assert_close(
-                found[parameter], gradient, msg=lambda m, p=parameter: f"{p}: {m}"
-            )
+            error = torch.linalg.vector_norm(found[parameter] - gradient)
+            assert error <= ROUNDING * torch.linalg.vector_norm(gradient), parameter
