@@ -22,6 +22,7 @@ from lowmem_patch.patching.functional_calls import functional_calls_note
 from lowmem_patch.patching.inputs import ExampleInputs, as_example_inputs
 from lowmem_patch.patching.legality import unfit_to_share
 from lowmem_patch.patching.plan import DropoutPatch, Plan, make_plan, trains_signature
+from lowmem_patch.patching.rotary import rotary_note
 from lowmem_patch.patching.sites import BytesByKind, FoldStep, PatchReport, block_name
 from lowmem_patch.patching.trace import (
     DataNeededError,
@@ -106,7 +107,7 @@ def patch_model(
             return model
     unpatch_model(model)
     report, plan, inputs = _planned(model, resolved, example_inputs)
-    if not plan.patches and not plan.adapters.layers:
+    if not (plan.patches or plan.adapters.layers or plan.rotations):
         _nothing(report, strict)
     before = run_real(model, inputs) if check else None
     applied = apply_plan(model, plan)
@@ -206,7 +207,8 @@ def _planned(
             notes.append("before, a mask is counted as a GPU keeps it: a byte for each element")
     functional = functional_calls_note(trace, (site.name for site in plan.sites))
     unreached = unreached_note(shadow.model, trace)
-    notes += [note for note in (functional, unreached) if note is not None]
+    rotary = None if config.rotary == "keep" else rotary_note(shadow.model, trace, plan.rotations)
+    notes += [note for note in (rotary, functional, unreached) if note is not None]
     if not any(parameter.requires_grad for parameter in model.parameters()):
         notes.append("no parameter trains, so nothing is kept: patch again once something does")
     floor = count_floor(shadow.model, trace)

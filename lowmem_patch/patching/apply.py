@@ -28,6 +28,7 @@ from lowmem_patch.nn.norms import (
     StockMSRMSNorm,
 )
 from lowmem_patch.nn.recompute import RecomputedActivation
+from lowmem_patch.nn.rotary import release_rotary, use_rotary
 from lowmem_patch.patching.fold import fold_step, unfold_step
 from lowmem_patch.patching.plan import ActivationPatch, DropoutPatch, NormPatch, Patch, Plan
 from lowmem_patch.patching.sites import FoldStep
@@ -154,6 +155,10 @@ def apply_plan(model: nn.Module, plan: Plan, *, arithmetic: bool = True) -> Appl
             softmax = model.get_submodule(name)
             softmax.register_forward_hook(keep_matrix)
             applied.hooked.append(softmax)
+        for name, rotation in plan.rotations.items():
+            attention = model.get_submodule(name)
+            use_rotary(attention, rotation)
+            applied.hooked.append(attention)
     except Exception as error:  # whatever went wrong, the model must be put back first
         undo(model, applied, arithmetic=arithmetic)
         raise PatchError(
@@ -204,6 +209,7 @@ def undo(
                 parent._modules[slot] = _original_of(current)
     for layer in applied.hooked:
         release_input(layer)
+        release_rotary(layer)
     for folded in reversed(applied.folded):
         if arithmetic and unfold:
             unfold_step(model, folded.step, folded.gamma, folded.beta)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lowmem_patch.constants import STEP_TABLES
 from lowmem_patch.functional import ActivationKind
+from lowmem_patch.nn.rotary import Rotation
 from lowmem_patch.patching.adapters import Adapters, find_adapters, frozen_linears
 from lowmem_patch.patching.config import PatchConfig
 from lowmem_patch.patching.fold import identity_affine
@@ -33,7 +34,9 @@ from lowmem_patch.patching.readers import (
     find_readers,
     weight_read_with,
 )
+from lowmem_patch.patching.rotary import find_rotations
 from lowmem_patch.patching.sites import Site
+from lowmem_patch.patching.softmaxes import find_softmaxes
 from lowmem_patch.patching.trace import Call, Trace
 
 __all__ = [
@@ -92,6 +95,7 @@ class Plan:
     softmaxes: tuple[str, ...] = ()  # those of whose output a matmul shall keep no copy
     lowers: bool = False  # adapters compute in the activations' dtype
     given_deferred: tuple[str, ...] = ()  # modules that are called with what waits
+    rotations: dict[str, Rotation] = dataclasses.field(default_factory=dict)  # by module
 
 
 class _Planner:
@@ -127,30 +131,15 @@ class _Planner:
         lowers = self.config.linear_inputs == "activation_dtype"
         keeps = self.config.linear_inputs == "keep"
         frozen = () if keeps else frozen_linears(self.modules, self.adapters)
-        softmaxes = () if keeps else self._softmaxes(calls)
+        softmaxes = () if keeps else find_softmaxes(self.trace, self.shadow, calls)
         if not keeps:
             for name, p in find_dropouts(self.trace, self.modules, self.adapters).items():
                 self.patches[name] = DropoutPatch(p)
         given = called_with(self.trace, self.waits, self.adapters.layers)
-        return Plan(tuple(sites), self.patches, self.adapters, frozen, softmaxes, lowers, given)
-
-    def _softmaxes(self, calls: dict[str, list[Call]]) -> tuple[str, ...]:
-        """Softmax modules whose output a matmul alone reads, as its left operand."""
-        found = []
-        for name, module in self.modules.items():
-            if type(module) is not nn.Softmax or name not in calls:
-                continue
-            outputs = [tensor for call in calls[name] for tensor in call.outputs]
-            readers = find_readers(self.trace, outputs, self.shadow)
-            if readers and all(
-                reader.op is not None
-                and reader.kind != "opaque"
-                and reader.op.name in ("matmul", "__matmul__")
-                and reader.op.args[0] is reader.tensor
-                for reader in readers
-            ):
-                found.append(name)
-        return tuple(found)
+        rotations = {} if self.config.rotary == "keep" else find_rotations(self.modules, calls)
+        return Plan(
+            tuple(sites), self.patches, self.adapters, frozen, softmaxes, lowers, given, rotations
+        )
 
     def _site(self, name: str, calls: list[Call]) -> Site | None:
         module = self.modules[name]

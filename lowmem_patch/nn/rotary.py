@@ -1,0 +1,110 @@
+"""An attention module whose rotary embedding runs as one op.
+
+transformers' modules call a function of their file for it, in five elementwise passes over q and k, and as
+many backward. The module gets a copy of its class's forward that looks that one name up elsewhere: neither
+the class nor the file is touched. A pickled model comes back with its class's forward.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowmem_patch.functional import rotary_embedding
+
+__all__ = ["Rotation", "release_rotary", "use_rotary"]
+
+Pair = tuple[Tensor, Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rotation:
+    """A rotation by halves, ``x cos + rotate_half(x) sin``, of q and k, as a function of a module's file.
+
+    Attributes:
+        name: under which forward looks it up.
+        function: ``function(q, k, cos, sin, *optional)``.
+        optional: names of its other parameters; ``unsqueeze_dim`` may be one.
+        heads_dim: the dimension of the heads where ``unsqueeze_dim`` is not given, 1 or 2.
+        partial: cos and sin may be shorter than q; what they do not reach stays as it is.
+        keeps_dtype: results have the dtype of q and k, else the promoted one.
+    """
+
+    name: str
+    function: Callable[..., Pair]
+    optional: tuple[str, ...]
+    heads_dim: int
+    partial: bool
+    keeps_dtype: bool
+
+    def __call__(
+        self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *rest: Any, **named: Any
+    ) -> Pair:
+        """As ``function``, which runs itself where the op does not apply, and under a compiler, which
+        fuses the passes."""
+        given = {**dict(zip(self.optional, rest, strict=False)), **named}
+        heads_dim = given.get("unsqueeze_dim", self.heads_dim)
+        if torch.compiler.is_compiling() or not self._fits(q, k, cos, sin, heads_dim):
+            return self.function(q, k, cos, sin, *rest, **named)
+        dtype = None if self.keeps_dtype else torch.promote_types(q.dtype, cos.dtype)
+        if q.dim() == 4:
+            return rotary_embedding(q, k, cos, sin, heads_dim, dtype)
+        whole = (tensor.unsqueeze(0) for tensor in (q, k, cos, sin))
+        q, k = rotary_embedding(*whole, heads_dim, dtype)
+        return q.squeeze(0), k.squeeze(0)
+
+    def _fits(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads_dim: Any) -> bool:
+        """``[B, H, S, D]`` or ``[B, S, H, D]`` and ``[B or 1, S, R]``, or all without B."""
+        dims, length = q.dim(), 3 - heads_dim if heads_dim in (1, 2) else 0
+        if dims not in (3, 4) or not length or k.dim() != dims or cos.dim() != dims - 1:
+            return False
+        if dims == 3:
+            length -= 1
+        rotated, columns = cos.shape[-1], q.shape[-1]
+        return (
+            cos.shape == sin.shape
+            and cos.dtype == sin.dtype
+            and q.dtype == k.dtype
+            and q.is_floating_point()
+            and cos.is_floating_point()
+            and not (cos.requires_grad or sin.requires_grad)
+            and q.shape[length] == k.shape[length] == cos.shape[-2]
+            and columns == k.shape[-1]
+            and rotated % 2 == 0
+            and (rotated == columns or (self.partial and rotated < columns))
+            and (dims == 3 or (q.shape[0] == k.shape[0] and cos.shape[0] in (1, q.shape[0])))
+        )
+
+
+@cache
+def _forward(function: types.FunctionType, rotation: Rotation) -> types.FunctionType:
+    """The function with ``rotation`` in the place of what it looks up under that name."""
+    names = {**function.__globals__, rotation.name: rotation}
+    # by which a compiler would look names up in the module's own file
+    del names["__name__"]
+    copy = types.FunctionType(
+        function.__code__, names, function.__name__, function.__defaults__, function.__closure__
+    )
+    copy.__kwdefaults__, copy.__doc__ = function.__kwdefaults__, function.__doc__
+    copy.__module__, copy.__qualname__ = function.__module__, function.__qualname__
+    copy.__annotations__, copy.__dict__["rotation"] = function.__annotations__, rotation
+    return copy
+
+
+def use_rotary(module: nn.Module, rotation: Rotation) -> None:
+    """Give one module a forward of its own, in which ``rotation`` runs as one op."""
+    function: Any = type(module).forward
+    module.forward = types.MethodType(_forward(function, rotation), module)
+
+
+def release_rotary(module: nn.Module) -> None:
+    """Take it away again."""
+    function = getattr(module.__dict__.get("forward"), "__func__", None)
+    if isinstance(getattr(function, "rotation", None), Rotation):
+        del module.__dict__["forward"]

@@ -1,0 +1,142 @@
+"""Which modules rotate q and k by halves in a function that one op can stand for: told by running it."""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Iterable, Mapping
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowmem_patch.nn.rotary import Rotation
+from lowmem_patch.patching.trace import Trace
+
+__all__ = ["find_rotations", "rotary_note"]
+
+_REQUIRED = ["q", "k", "cos", "sin"]
+_OPTIONAL = ("position_ids", "unsqueeze_dim")
+_TOLERANCE = 1e-5  # some compute in float32 whatever they are given
+_LENGTH, _HEADS, _WIDTH = 5, 3, 8
+_NAMED = 3
+
+
+def _looked_up(module: nn.Module) -> dict[str, Any]:
+    """What the forward of the module's class looks up in its file under the name of a rotary function."""
+    forward = type(module).forward
+    if not isinstance(forward, types.FunctionType):
+        return {}
+    names = (name for name in forward.__code__.co_names if "rotary" in name)
+    found = ((name, forward.__globals__.get(name)) for name in names)
+    return {name: f for name, f in found if callable(f) and not isinstance(f, type)}
+
+
+def find_rotations(modules: Mapping[str, nn.Module], ran: Iterable[str]) -> dict[str, Rotation]:
+    """The modules among those that ran whose rotation can be one op."""
+    rotations = {}
+    for name in ran:
+        module = modules[name]
+        if "forward" in module.__dict__:  # somebody else's
+            continue
+        for called, function in _looked_up(module).items():
+            rotation = _match(called, function)
+            if rotation is not None:
+                rotations[name] = rotation
+    return rotations
+
+
+def rotary_note(
+    model: nn.Module, trace: Trace, rotations: Mapping[str, Rotation]
+) -> str | None:
+    """How many modules run their rotation as one op, and which others rotate otherwise."""
+    ran = {call.name: model.get_submodule(call.name) for call in trace.calls}
+    others = [name for name in ran if name not in rotations and _looked_up(ran[name])]
+    named = ", ".join(others[:_NAMED]) + (", ..." if len(others) > _NAMED else "")
+    parts = []
+    if rotations:
+        parts.append(f"rotary embeddings that run as one op, for speed: {len(rotations)}")
+    if others:
+        parts.append(
+            f"rotary embeddings left alone, no rotation by halves or not called plainly: {named}"
+        )
+    return "; ".join(parts) or None
+
+
+@cache
+def _match(name: str, function: Any) -> Rotation | None:
+    # `kernels` makes a module of a function that it may exchange
+    plain = function.forward if isinstance(function, nn.Module) else function
+    parameters = inspect.signature(plain).parameters
+    required, optional = list(parameters)[:4], tuple(list(parameters)[4:])
+    if required != _REQUIRED or not set(optional) <= set(_OPTIONAL):
+        return None
+    if any(parameters[extra].default is inspect.Parameter.empty for extra in optional):
+        return None
+    heads_dims = (1, 2)
+    if "unsqueeze_dim" not in optional:
+        fitting = [dim for dim in heads_dims if _agrees(function, dim, _WIDTH)]
+        heads_dims, default = tuple(fitting), fitting[0] if len(fitting) == 1 else 0
+    else:
+        default = parameters["unsqueeze_dim"].default
+        named = ((dim, {"unsqueeze_dim": dim}) for dim in heads_dims)
+        if not all(_agrees(function, dim, _WIDTH, **given) for dim, given in named):
+            return None
+    if default not in heads_dims or not _agrees(function, default, _WIDTH):
+        return None
+    return Rotation(
+        name,
+        function,
+        optional,
+        default,
+        partial=_agrees(function, default, _WIDTH // 2),
+        keeps_dtype=_keeps_dtype(function, default),
+    )
+
+
+def _example(heads_dim: int, rotated: int) -> tuple[Tensor, ...]:
+    """q, k, cos, sin in float64; the halves of cos and sin differ. No random numbers are drawn."""
+
+    def values(seed: float, *shape: int) -> Tensor:
+        count = torch.Size(shape).numel()
+        numbers = torch.arange(count, dtype=torch.float64, device="cpu")
+        return (numbers * seed).sin().reshape(shape)
+
+    q, k = values(1.7, 2, _HEADS, _LENGTH, _WIDTH), values(2.3, 2, 1, _LENGTH, _WIDTH)
+    if heads_dim == 2:
+        q, k = q.transpose(1, 2), k.transpose(1, 2)
+    return q, k, values(0.9, 2, _LENGTH, rotated), values(1.1, 2, _LENGTH, rotated)
+
+
+def _call(function: Any, *tensors: Tensor, **named: int) -> tuple[Tensor, ...] | None:
+    try:
+        with torch.no_grad():
+            result = function(*tensors, **named)
+    except Exception:  # of a function that takes other tensors than these, anything may come
+        return None
+    pair = isinstance(result, tuple) and len(result) == 2
+    return result if pair and all(isinstance(t, Tensor) for t in result) else None
+
+
+def _agrees(function: Any, heads_dim: int, rotated: int, **named: int) -> bool:
+    q, k, cos, sin = _example(heads_dim, rotated)
+    found = _call(function, q, k, cos, sin, **named)
+    if found is None:
+        return False
+    cos, sin = cos.unsqueeze(heads_dim), sin.unsqueeze(heads_dim)
+    for x, y in zip((q, k), found, strict=True):
+        first, second = x[..., :rotated].chunk(2, -1)
+        turned = x[..., :rotated] * cos + torch.cat((-second, first), -1) * sin
+        wanted = torch.cat((turned, x[..., rotated:]), -1)
+        if y.shape != wanted.shape or not torch.allclose(
+            y.double(), wanted, rtol=0, atol=_TOLERANCE
+        ):
+            return False
+    return True
+
+
+def _keeps_dtype(function: Any, heads_dim: int) -> bool:
+    q, k, cos, sin = _example(heads_dim, _WIDTH)
+    found = _call(function, q.bfloat16(), k.bfloat16(), cos.float(), sin.float())
+    return found is not None and found[0].dtype == torch.bfloat16
