@@ -5,8 +5,8 @@ With R columns that turn, in halves x1 and x2, cos = (c1, c2) and sin = (s1, s2)
     y1 = x1 c1 - x2 s1,      y2 = x2 c2 + x1 s2,      y[R:] = x[R:]
     dx1 = dy1 c1 + dy2 s2,   dx2 = dy2 c2 - dy1 s1,   dx[R:] = dy[R:]
 
-Saved: cos and sin. A program takes some positions of one sequence and a block of heads, and reads cos
-and sin of a position once for all these heads.
+Saved: cos and sin. A program takes some positions of one sequence and a block of heads; one
+that takes a single position reads its cos and sin once for all these heads.
 """
 
 # triton ships no types
@@ -30,9 +30,10 @@ TILE = 4096  # elements of a program, 32 a thread
 
 
 @triton.jit
-def _load_angle(pointer, position, column, position_stride, mask):
-    offsets = position[:, None, None] * position_stride + column[None, None, :]
-    return tl.load(pointer + offsets, mask=mask, other=0.0).to(tl.float32)
+def _load_angles(pointer, offsets, mask, HALF: tl.constexpr):
+    first = tl.load(pointer + offsets, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(pointer + HALF + offsets, mask=mask, other=0.0).to(tl.float32)
+    return first, second
 
 
 @triton.jit(do_not_specialize=["blocks", "positions", "heads"])
@@ -70,15 +71,20 @@ def _rotate_kernel(
 
     inside = (position < positions)[:, None, None]
     present = inside & (head < heads)[None, :, None]
-    along = inside & (column < HALF)[None, None, :]
     mask = present & (column < HALF)[None, None, :]
 
-    cos_ptr += batch * cos_batch
-    sin_ptr += batch * sin_batch
-    c1 = _load_angle(cos_ptr, position, column, cos_position, along)
-    c2 = _load_angle(cos_ptr + HALF, position, column, cos_position, along)
-    s1 = _load_angle(sin_ptr, position, column, sin_position, along)
-    s2 = _load_angle(sin_ptr + HALF, position, column, sin_position, along)
+    cos_offsets = position[:, None, None] * cos_position + column[None, None, :]
+    sin_offsets = position[:, None, None] * sin_position + column[None, None, :]
+    if BLOCK_POSITIONS > 1:
+        # each head reads its own, from the first-level cache: a tile without heads would be spread over
+        # the threads in another way, and shared memory is slower
+        cos_offsets = tl.broadcast_to(cos_offsets, mask.shape)
+        sin_offsets = tl.broadcast_to(sin_offsets, mask.shape)
+        along = mask
+    else:
+        along = inside & (column < HALF)[None, None, :]
+    c1, c2 = _load_angles(cos_ptr + batch * cos_batch, cos_offsets, along, HALF)
+    s1, s2 = _load_angles(sin_ptr + batch * sin_batch, sin_offsets, along, HALF)
 
     x_rows = position[:, None, None] * x_position + head[None, :, None] * x_head
     y_rows = position[:, None, None] * y_position + head[None, :, None] * y_head
