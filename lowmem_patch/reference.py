@@ -34,6 +34,7 @@ __all__ = [
     "norm_forward",
     "normalised",
     "pack_bool",
+    "rotate",
     "unpack_bool",
 ]
 
@@ -281,3 +282,51 @@ def drop(
     arithmetic = _arithmetic_dtype(dtype)
     factor = unpack_bool(bits, x.shape).to(arithmetic) * scale
     return (x.to(dtype).to(arithmetic) * factor).to(dtype).to(out_dtype).contiguous()
+
+
+def rotate(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    heads_dim: int,
+    transposed: bool,
+    strides: Sequence[int] | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """The rotary position embedding of one tensor, or its transpose, which backward needs.
+
+    With the first R columns in halves x1 and x2, cos = (c1, c2) and sin = (s1, s2):
+    y1 = x1 c1 - x2 s1, y2 = x2 c2 + x1 s2; transposed y1 = x1 c1 + x2 s2, y2 = x2 c2 - x1 s1. The other
+    columns are copied.
+
+    Args:
+        x: ``[B, H, S, D]`` or, with ``heads_dim`` 2, ``[B, S, H, D]``.
+        cos, sin: ``[B or 1, S, R]``, R even and at most D.
+        heads_dim: 1 or 2.
+        transposed: the transpose.
+        strides: of the result; None for those of ``torch.empty_like(x)``.
+        out_dtype: dtype of the result.
+    """
+    dtype = _arithmetic_dtype(x.dtype)
+    if strides is None:
+        y = torch.empty_like(x, dtype=out_dtype)
+    else:
+        y = torch.empty_strided(x.shape, strides, dtype=out_dtype, device=x.device)
+    size = cos.shape[-1]
+    x1, x2 = x[..., :size].to(dtype).chunk(2, -1)
+    c1, c2 = cos.unsqueeze(heads_dim).to(dtype).chunk(2, -1)
+    s1, s2 = sin.unsqueeze(heads_dim).to(dtype).chunk(2, -1)
+    y1, y2 = y[..., :size].chunk(2, -1)
+    sign = 1
+    if not transposed:
+        s1, s2, sign = s2, s1, -1
+    for target, along, c, across, s, value in (
+        (y1, x1, c1, x2, s2, sign),
+        (y2, x2, c2, x1, s1, -sign),
+    ):
+        if out_dtype == dtype:
+            torch.mul(along, c, out=target).addcmul_(across, s, value=value)
+        else:
+            target.copy_((along * c).addcmul_(across, s, value=value))
+    y[..., size:] = x[..., size:]
+    return y

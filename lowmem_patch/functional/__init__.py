@@ -16,6 +16,7 @@ from lowmem_patch.functional.matmul import kept_matmul
 from lowmem_patch.functional.norm_pair import ms_norm_pair
 from lowmem_patch.functional.norms import ms_layer_norm, ms_rms_norm
 from lowmem_patch.functional.packing import pack_bool, unpack_bool
+from lowmem_patch.functional.rotary import rotary_embedding
 
 __all__ = [
     "ActivationKind",
@@ -38,5 +39,6 @@ __all__ = [
     "regelu2",
     "requickgelu2",
     "resilu2",
+    "rotary_embedding",
     "unpack_bool",
 ]

@@ -10,6 +10,7 @@ from lowmem_patch.kernels.dropout import drop, pack_bool
 from lowmem_patch.kernels.norm import norm_forward
 from lowmem_patch.kernels.norm_gradient import norm_backward
 from lowmem_patch.kernels.pointwise import activate, activate_backward, glu_backward, glu_forward
+from lowmem_patch.kernels.rotary import rotate
 from lowmem_patch.kernels.step_codes import codes_backward, codes_forward
 
 __all__ = [
@@ -23,4 +24,5 @@ __all__ = [
     "norm_backward",
     "norm_forward",
     "pack_bool",
+    "rotate",
 ]

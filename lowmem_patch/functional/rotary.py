@@ -1,0 +1,185 @@
+"""The rotary position embedding in one pass each way.
+
+For each pair (x1, x2) of columns that turn, y1 = x1 c1 - x2 s1 and y2 = x2 c2 + x1 s2; the gradient is
+the transpose of that, so one op with a flag serves forward, backward and what comes behind. Saved: cos
+and sin, as in the framework's own formula, which takes five passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowmem_patch.functional import _library
+from lowmem_patch.functional._checks import check_floating
+from lowmem_patch.functional._implementation import Implementation, module, resolve
+
+__all__ = ["rotary_embedding"]
+
+_OPERATOR = "rotary_embedding"
+
+
+def _rotate(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    heads_dim: int,
+    transposed: bool,
+    strides: Sequence[int] | None,
+    out_dtype: torch.dtype,
+    implementation: str,
+) -> Tensor:
+    y: Tensor = module(implementation).rotate(
+        x, cos, sin, heads_dim, transposed, strides, out_dtype
+    )
+    return y
+
+
+def _rotate_fake(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    heads_dim: int,
+    transposed: bool,
+    strides: Sequence[int] | None,
+    out_dtype: torch.dtype,
+    implementation: str,
+) -> Tensor:
+    if strides is None:
+        return torch.empty_like(x, dtype=out_dtype)
+    return torch.empty_strided(x.shape, strides, dtype=out_dtype, device=x.device)
+
+
+_rotary = _library.define(
+    "rotary(Tensor x, Tensor cos, Tensor sin, int heads_dim, bool transposed, SymInt[]? strides, "
+    "ScalarType out_dtype, str implementation) -> Tensor",
+    _rotate,
+    _rotate_fake,
+)
+
+
+class _Rotary(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        direct: bool,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        heads_dim: int,
+        transposed: bool,
+        strides: Sequence[int] | None,
+        out_dtype: torch.dtype,
+        implementation: str,
+    ) -> Tensor:
+        arguments = (x, cos, sin, heads_dim, transposed, strides, out_dtype, implementation)
+        if direct:
+            y = _rotate(*arguments)
+        else:
+            with _library.below_autograd():
+                y = _rotary(*arguments)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(cos, sin)
+        # the gradient has the layout of x, whatever that of dy, so that views of it stay free
+        ctx.settings = (heads_dim, not transposed, y.stride(), x.dtype, implementation)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None) -> Any:
+        dx = None if dy is None else _apply(dy, *ctx.saved_tensors, *ctx.settings)
+        return None, dx, *(None,) * 7
+
+
+_call_rotary = _library.attach_autograd(_rotary, _Rotary)
+
+
+def _apply(x: Tensor, cos: Tensor, sin: Tensor, *settings: Any) -> Tensor:
+    if _library.wants_gradient(x):
+        call = _call_rotary
+    else:
+        call = _rotate if _library.is_eager(x, cos, sin) else _rotary
+    y: Tensor = call(x, cos, sin, *settings)
+    return y
+
+
+def rotary_embedding(
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    heads_dim: int = 1,
+    out_dtype: torch.dtype | None = None,
+    *,
+    implementation: Implementation = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Queries and keys turned by the angles of their positions; saves ``cos`` and ``sin`` alone.
+
+    q' = q cos + rotate_half(q) sin on the first R columns, the others as they are, with
+    rotate_half((x1, x2)) = (-x2, x1). Products are float32 inside (float64 for float64), whatever
+    autocast says, and rounded once. It can be differentiated any number of times, by q and k.
+
+    Args:
+        q: ``[B, H, S, D]`` or, with ``heads_dim`` 2, ``[B, S, H, D]``, in any strides.
+        k: the same, with its own number of heads.
+        cos, sin: ``[B or 1, S, R]``, R even and at most D, in any strides; their dtype may differ from
+            that of ``q``, and their halves from each other.
+        heads_dim: 1 or 2.
+        out_dtype: dtype of the results, by default that of ``q`` and that of ``k``.
+        implementation: see `resolve`.
+
+    Returns:
+        q' and k' in the strides of ``torch.empty_like(q)`` and ``torch.empty_like(k)``, as are the
+        gradients.
+
+    Raises:
+        TypeError: a tensor is not floating point.
+        ValueError: shapes do not fit, or ``cos`` or ``sin`` would need a gradient.
+    """
+    check_floating(_OPERATOR, "cos", cos)
+    check_floating(_OPERATOR, "sin", sin)
+    if heads_dim not in (1, 2):
+        raise ValueError(f"{_OPERATOR}: heads_dim must be 1 or 2, got {heads_dim}")
+    if cos.dim() != 3 or cos.shape != sin.shape:
+        raise ValueError(
+            f"{_OPERATOR}: cos and sin must both be [B or 1, S, R], got {tuple(cos.shape)} and "
+            f"{tuple(sin.shape)}"
+        )
+    if _library.wants_gradient(cos, sin):
+        raise ValueError(
+            f"{_OPERATOR}: cos and sin get no gradient here; detach them, or take the framework's "
+            "own formula where they are trained"
+        )
+    turned = []
+    for name, x in (("q", q), ("k", k)):
+        _check(name, x, cos, heads_dim)
+        result_dtype = x.dtype if out_dtype is None else out_dtype
+        # the float64 oracle must not be asked for by mixing dtypes by accident
+        if (x.dtype == torch.float64) != (result_dtype == torch.float64):
+            raise TypeError(f"{_OPERATOR}: {name} is {x.dtype} but out_dtype is {result_dtype}")
+        chosen = resolve(implementation, x, cos, sin)
+        turned.append(_apply(x, cos, sin, heads_dim, False, None, result_dtype, chosen))
+    return turned[0], turned[1]
+
+
+def _check(name: str, x: Tensor, cos: Tensor, heads_dim: int) -> None:
+    check_floating(_OPERATOR, name, x)
+    if x.dim() != 4:
+        raise ValueError(
+            f"{_OPERATOR}: {name} must have four dimensions, got shape {tuple(x.shape)}"
+        )
+    batches, positions, columns = x.shape[0], x.shape[3 - heads_dim], x.shape[3]
+    size = cos.shape[2]
+    if (
+        (cos.shape[0] != 1 and cos.shape[0] != batches)
+        or cos.shape[1] != positions
+        or not 0 < size <= columns
+        or size % 2
+    ):
+        raise ValueError(
+            f"{_OPERATOR}: cos and sin must be [{batches} or 1, {positions}, R], R even and at most "
+            f"{columns}, for {name} of shape {tuple(x.shape)} with heads in dimension {heads_dim}, "
+            f"got {tuple(cos.shape)}"
+        )

@@ -1,0 +1,187 @@
+"""The rotary position embedding of one tensor, and its transpose, one pass each.
+
+With R columns that turn, in halves x1 and x2, cos = (c1, c2) and sin = (s1, s2), whose halves may differ:
+
+    y1 = x1 c1 - x2 s1,      y2 = x2 c2 + x1 s2,      y[R:] = x[R:]
+    dx1 = dy1 c1 + dy2 s2,   dx2 = dy2 c2 - dy1 s1,   dx[R:] = dy[R:]
+
+Saved: cos and sin. A program takes some positions of one sequence and a block of heads; one
+that takes a single position reads its cos and sin once for all these heads.
+"""
+
+# triton ships no types
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lowmem_patch.kernels._launch import Launch
+
+__all__ = ["rotate"]
+
+TILE = 4096  # elements of a program, 32 a thread
+
+
+@triton.jit
+def _load_angles(pointer, offsets, mask, HALF: tl.constexpr):
+    first = tl.load(pointer + offsets, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(pointer + HALF + offsets, mask=mask, other=0.0).to(tl.float32)
+    return first, second
+
+
+@triton.jit(do_not_specialize=["blocks", "positions", "heads"])
+def _rotate_kernel(
+    x_ptr,
+    cos_ptr,
+    sin_ptr,
+    y_ptr,
+    blocks,
+    positions,
+    heads,
+    x_batch,
+    x_position,
+    x_head,
+    y_batch,
+    y_position,
+    y_head,
+    cos_batch,
+    cos_position,
+    sin_batch,
+    sin_position,
+    HALF: tl.constexpr,
+    REST: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    BLOCK_POSITIONS: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+):
+    program = tl.program_id(0)
+    batch = (program // blocks).to(tl.int64)
+    position = (program % blocks).to(tl.int64) * BLOCK_POSITIONS + tl.arange(0, BLOCK_POSITIONS)
+    head = tl.program_id(1).to(tl.int64) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+    column = tl.arange(0, BLOCK)
+
+    inside = (position < positions)[:, None, None]
+    present = inside & (head < heads)[None, :, None]
+    mask = present & (column < HALF)[None, None, :]
+
+    cos_offsets = position[:, None, None] * cos_position + column[None, None, :]
+    sin_offsets = position[:, None, None] * sin_position + column[None, None, :]
+    if BLOCK_POSITIONS > 1:
+        # each head reads its own, from the first-level cache: a tile without heads would be spread over
+        # the threads in another way, and shared memory is slower
+        cos_offsets = tl.broadcast_to(cos_offsets, mask.shape)
+        sin_offsets = tl.broadcast_to(sin_offsets, mask.shape)
+        along = mask
+    else:
+        along = inside & (column < HALF)[None, None, :]
+    c1, c2 = _load_angles(cos_ptr + batch * cos_batch, cos_offsets, along, HALF)
+    s1, s2 = _load_angles(sin_ptr + batch * sin_batch, sin_offsets, along, HALF)
+
+    x_rows = position[:, None, None] * x_position + head[None, :, None] * x_head
+    y_rows = position[:, None, None] * y_position + head[None, :, None] * y_head
+    x_ptr += batch * x_batch + x_rows
+    y_ptr += batch * y_batch + y_rows
+    x1 = tl.load(x_ptr + column[None, None, :], mask=mask, other=0.0).to(tl.float32)
+    x2 = tl.load(x_ptr + HALF + column[None, None, :], mask=mask, other=0.0).to(tl.float32)
+    if TRANSPOSED:
+        y1 = x1 * c1 + x2 * s2
+        y2 = x2 * c2 - x1 * s1
+    else:
+        y1 = x1 * c1 - x2 * s1
+        y2 = x2 * c2 + x1 * s2
+    tl.store(y_ptr + column[None, None, :], y1.to(y_ptr.dtype.element_ty), mask=mask)
+    tl.store(y_ptr + HALF + column[None, None, :], y2.to(y_ptr.dtype.element_ty), mask=mask)
+    if REST > 0:
+        column = tl.arange(0, BLOCK_REST)
+        mask = present & (column < REST)[None, None, :]
+        rest = tl.load(x_ptr + 2 * HALF + column[None, None, :], mask=mask, other=0.0)
+        # by way of float32: not every backend casts one half type to the other
+        rest = rest.to(tl.float32).to(y_ptr.dtype.element_ty)
+        tl.store(y_ptr + 2 * HALF + column[None, None, :], rest, mask=mask)
+
+
+@cache
+def _block_heads(heads: int, most: int) -> int:
+    """The largest power of two up to ``most`` with no more than a quarter of it padding."""
+    block = min(most, triton.next_power_of_2(heads))
+    while -(-heads // block) * block * 3 > heads * 4:
+        block //= 2
+    return block
+
+
+@cache
+def _launcher(half: int, rest: int, transposed: bool, block_heads: int) -> tuple[Launch, int]:
+    """The launcher, and the positions of a program."""
+    block, block_rest = triton.next_power_of_2(half), triton.next_power_of_2(max(1, rest))
+    row = triton.next_power_of_2(2 * half + rest)
+    block_positions = max(1, TILE // (row * block_heads))
+    num_warps = max(1, min(16, block_positions * block_heads * row // 1024))
+    launch = Launch(
+        _rotate_kernel,
+        num_warps,
+        HALF=half,
+        REST=rest,
+        TRANSPOSED=transposed,
+        BLOCK_POSITIONS=block_positions,
+        BLOCK_HEADS=block_heads,
+        BLOCK=block,
+        BLOCK_REST=block_rest,
+    )
+    return launch, block_positions
+
+
+def _strides(tensor: Tensor, *dimensions: int) -> tuple[int, ...]:
+    """0 where there is one element alone: torch leaves any number there."""
+    return tuple(tensor.stride(d) if tensor.shape[d] > 1 else 0 for d in dimensions)
+
+
+def rotate(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    heads_dim: int,
+    transposed: bool,
+    strides: Sequence[int] | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """x turned by the angles (turned back by the transpose), in ``out_dtype`` and ``strides``.
+
+    ``strides`` None: those of ``torch.empty_like(x)``.
+    """
+    if strides is None:
+        y = torch.empty_like(x, dtype=out_dtype)
+    else:
+        y = torch.empty_strided(x.shape, strides, dtype=out_dtype, device=x.device)
+    if x.numel() == 0:
+        return y
+    x, cos, sin = (t if t.stride(-1) == 1 else t.contiguous() for t in (x, cos, sin))
+    result = y if y.stride(-1) == 1 else torch.empty(x.shape, dtype=out_dtype, device=x.device)
+
+    dimensions = (0, 3 - heads_dim, heads_dim)  # batch, position, head
+    batches, positions, heads = (x.shape[d] for d in dimensions)
+    columns, half = x.shape[-1], cos.shape[-1] // 2
+    most = max(1, TILE // triton.next_power_of_2(columns))
+    block_heads = _block_heads(heads, most)
+    launch, block_positions = _launcher(half, columns - 2 * half, transposed, block_heads)
+    blocks = -(-positions // block_positions)
+    launch(
+        (batches * blocks, -(-heads // block_heads), 1),
+        (x, cos, sin, result),
+        (blocks, positions, heads),
+        (
+            *_strides(x, *dimensions),
+            *_strides(result, *dimensions),
+            *_strides(cos, 0, 1),
+            *_strides(sin, 0, 1),
+        ),
+    )
+    return y if result is y else y.copy_(result)
