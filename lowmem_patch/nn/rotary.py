@@ -55,8 +55,8 @@ class Rotation:
         dtype = None if self.keeps_dtype else torch.promote_types(q.dtype, cos.dtype)
         if q.dim() == 4:
             return rotary_embedding(q, k, cos, sin, heads_dim, dtype)
-        whole = (tensor.unsqueeze(0) for tensor in (q, k, cos, sin))
-        q, k = rotary_embedding(*whole, heads_dim, dtype)
+        q, k, cos, sin = (tensor.unsqueeze(0) for tensor in (q, k, cos, sin))
+        q, k = rotary_embedding(q, k, cos, sin, heads_dim, dtype)
         return q.squeeze(0), k.squeeze(0)
 
     def _fits(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads_dim: Any) -> bool:

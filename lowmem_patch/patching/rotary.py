@@ -47,9 +47,7 @@ def find_rotations(modules: Mapping[str, nn.Module], ran: Iterable[str]) -> dict
     return rotations
 
 
-def rotary_note(
-    model: nn.Module, trace: Trace, rotations: Mapping[str, Rotation]
-) -> str | None:
+def rotary_note(model: nn.Module, trace: Trace, rotations: Mapping[str, Rotation]) -> str | None:
     """How many modules run their rotation as one op, and which others rotate otherwise."""
     ran = {call.name: model.get_submodule(call.name) for call in trace.calls}
     others = [name for name in ran if name not in rotations and _looked_up(ran[name])]
@@ -74,16 +72,13 @@ def _match(name: str, function: Any) -> Rotation | None:
         return None
     if any(parameters[extra].default is inspect.Parameter.empty for extra in optional):
         return None
-    heads_dims = (1, 2)
-    if "unsqueeze_dim" not in optional:
-        fitting = [dim for dim in heads_dims if _agrees(function, dim, _WIDTH)]
-        heads_dims, default = tuple(fitting), fitting[0] if len(fitting) == 1 else 0
-    else:
+    if "unsqueeze_dim" in optional:
+        fitting = [dim for dim in (1, 2) if _agrees(function, dim, _WIDTH, unsqueeze_dim=dim)]
         default = parameters["unsqueeze_dim"].default
-        named = ((dim, {"unsqueeze_dim": dim}) for dim in heads_dims)
-        if not all(_agrees(function, dim, _WIDTH, **given) for dim, given in named):
-            return None
-    if default not in heads_dims or not _agrees(function, default, _WIDTH):
+    else:
+        fitting = [dim for dim in (1, 2) if _agrees(function, dim, _WIDTH)]
+        default = fitting[0] if len(fitting) == 1 else 0
+    if default not in fitting or ("unsqueeze_dim" in optional and len(fitting) != 2):
         return None
     return Rotation(
         name,

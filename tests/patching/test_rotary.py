@@ -1,0 +1,260 @@
+"""Rotary embeddings that run as one op: the same numbers and bytes, and nothing but one model touched."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import GPTNeoXConfig, GPTNeoXModel
+from transformers.models.cohere import modeling_cohere
+from transformers.models.gpt_neox import modeling_gpt_neox
+from transformers.models.llama import modeling_llama
+from transformers.models.olmo import modeling_olmo
+from transformers.models.qwen2_vl import modeling_qwen2_vl
+
+from lowmem_patch import patch_model, patch_report, plan_patch, unpatch_model
+from lowmem_patch.errors import NothingToPatchError
+from lowmem_patch.nn import rotary
+from lowmem_patch.nn.rotary import Rotation
+from lowmem_patch.patching.rotary import _match
+from tests.patching.families import FAMILIES, MORE_FAMILIES
+from tests.patching.helpers import build
+
+KEEP = {"norms": "keep", "activations": "keep", "linear_inputs": "keep"}
+FUSED = {**KEEP, "rotary": "fused"}
+
+
+def neox() -> nn.Module:
+    config = GPTNeoXConfig(
+        vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48,
+        rotary_pct=0.5, use_cache=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return GPTNeoXModel(config)
+
+
+def llama() -> Any:
+    return build(FAMILIES["llama"])
+
+
+def tokens() -> dict[str, Tensor]:
+    return FAMILIES["llama"].inputs()
+
+
+MODELS = {
+    **{name: lambda name=name: build(FAMILIES[name]) for name in ("llama", "gemma", "phi3")},
+    "qwen3": lambda: build(MORE_FAMILIES["qwen3"]),
+    "neox": neox,
+}  # fmt: skip
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows with each call of the op."""
+    seen: list[int] = []
+    original = rotary.rotary_embedding
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        seen.append(1)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(rotary, "rotary_embedding", counted)
+    return seen
+
+
+def step(model: Any, inputs: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    model.zero_grad()
+    output = model(**inputs)[0]
+    output.float().square().mean().backward()
+    return output.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_numbers_and_bytes_stay(name: str, calls: list[int]) -> None:
+    model, inputs = MODELS[name]().double().train(), tokens()
+    output, gradients = step(model, inputs)
+    patch_model(model, FUSED, example_inputs=inputs)
+    del calls[:]
+    again, found = step(model, inputs)
+    layers = sum("Attention" in type(module).__name__ for module in model.modules())
+    assert len(calls) == layers
+    assert f"rotary embeddings that run as one op, for speed: {layers}" in patch_report(model).notes
+    torch.testing.assert_close(again, output, rtol=1e-6, atol=1e-7)  # their tables are float32
+    assert found.keys() == gradients.keys()
+    for key, gradient in gradients.items():
+        torch.testing.assert_close(found[key], gradient, rtol=1e-5, atol=1e-8)
+    report = patch_report(model)
+    assert report.saved_after <= report.saved_before
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_rounding_is_no_more_than_before(autocast: bool) -> None:
+    inputs = tokens()
+    model = llama().train()
+    exact, exact_gradients = step(copy.deepcopy(model).double(), inputs)
+    model = model if autocast else model.bfloat16()
+
+    def errors(patched: Any) -> list[float]:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            output = patched(**inputs)[0]
+        patched.zero_grad()
+        output.float().square().mean().backward()
+        pairs = [(output.detach(), exact)]
+        pairs += [(p.grad, exact_gradients[n]) for n, p in patched.named_parameters()]
+        return [float((a.double() - b).norm() / b.norm()) for a, b in pairs]
+
+    before = errors(copy.deepcopy(model))
+    after = errors(patch_model(model, FUSED, example_inputs=inputs))
+    assert sum(after) <= 1.05 * sum(before)
+    assert all(a <= 2 * b for a, b in zip(after, before, strict=True))
+
+
+def test_the_library_and_other_models_are_not_touched(calls: list[int]) -> None:
+    function, forward = (
+        modeling_llama.apply_rotary_pos_emb,
+        modeling_llama.LlamaAttention.forward,
+    )
+    other, model, inputs = llama(), llama(), tokens()
+    patch_model(model, FUSED, example_inputs=inputs)
+    del calls[:]
+    assert modeling_llama.apply_rotary_pos_emb is function
+    assert modeling_llama.LlamaAttention.forward is forward
+    other(**inputs)
+    assert not calls
+    unpatch_model(model)
+    assert not any("forward" in module.__dict__ for module in model.modules())
+    model(**inputs)
+    assert not calls
+
+
+def test_copies_turn_by_the_op_and_pickles_by_the_class(calls: list[int]) -> None:
+    model, inputs = llama().eval(), tokens()
+    patch_model(model, FUSED, example_inputs=inputs)
+    wanted = model(**inputs)[0]
+    del calls[:]
+    copied = copy.deepcopy(model)
+    assert torch.equal(copied(**inputs)[0], wanted) and calls
+    bound = [m.__dict__["forward"] for m in copied.modules() if "forward" in m.__dict__]
+    assert all(any(method.__self__ is m for m in copied.modules()) for method in bound)
+    unpatch_model(copied)
+    assert not any("forward" in module.__dict__ for module in copied.modules())
+    del calls[:]
+    loaded = pickle.loads(pickle.dumps(model))
+    torch.testing.assert_close(loaded(**inputs)[0], wanted)
+    assert not calls
+
+
+def test_keep_leaves_them_alone_and_rotary_alone_is_a_patch(calls: list[int]) -> None:
+    model, inputs = llama(), tokens()
+    with pytest.raises(NothingToPatchError):
+        patch_model(model, {**KEEP, "rotary": "keep"}, example_inputs=inputs, strict=True)
+    patch_model(model, "paper", example_inputs=inputs)
+    model(**inputs)
+    assert not calls
+    patch_model(model, FUSED, example_inputs=inputs, strict=True)
+    del calls[:]
+    model(**inputs)
+    assert calls
+
+
+def test_a_forward_that_somebody_else_set_stays(calls: list[int]) -> None:
+    model, inputs = llama(), tokens()
+    attention = model.model.layers[0].self_attn
+    forward = attention.forward
+    attention.forward = lambda *args, **kwargs: forward(*args, **kwargs)
+    own = attention.forward
+    notes = plan_patch(model, FUSED, example_inputs=inputs).notes
+    assert any("left alone" in note and "layers.0.self_attn" in note for note in notes)
+    patch_model(model, FUSED, example_inputs=inputs)
+    unpatch_model(model)
+    assert attention.forward is own
+
+
+def apply_rotary_pairs(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Turns neighbours, and not halves."""
+
+    def turned(x: Tensor) -> Tensor:
+        pairs = torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
+        return x * cos.unsqueeze(1) + pairs * sin.unsqueeze(1)
+
+    return turned(q), turned(k)
+
+
+def test_what_is_not_matched() -> None:
+    assert _match("apply_rotary_pairs", apply_rotary_pairs) is None
+    assert _match("apply_rotary_pos_emb", modeling_cohere.apply_rotary_pos_emb) is None
+    assert _match("rotary", lambda q, k, cos, sin: (q, k)) is None
+    assert _match("rotary", lambda q, k, cos, sin, scale=1: (q, k)) is None
+    assert _match("rotary", lambda x, cos, sin: x) is None
+
+
+def matched(name: str, module: Any) -> Rotation:
+    found = _match(name, getattr(module, name))
+    assert found is not None
+    return found
+
+
+LLAMA = matched("apply_rotary_pos_emb", modeling_llama)
+NEOX = matched("apply_rotary_pos_emb", modeling_gpt_neox)
+OLMO = matched("apply_rotary_pos_emb", modeling_olmo)
+VISION = matched("apply_rotary_pos_emb_vision", modeling_qwen2_vl)
+
+
+def example(heads_dim: int = 1, rotated: int = 8, batches: int = 2) -> list[Tensor]:
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 5, 8)
+    if heads_dim == 2:
+        q, k = q.transpose(1, 2), k.transpose(1, 2)
+    return [q, k, torch.randn(batches, 5, rotated), torch.randn(batches, 5, rotated)]
+
+
+@pytest.mark.parametrize(
+    ("rotation", "arguments", "named", "uses"),
+    [
+        (LLAMA, example(), {}, True),
+        (LLAMA, example(batches=1), {}, True),
+        (LLAMA, example(2), {"unsqueeze_dim": 2}, True),
+        (LLAMA, [*example(2), 2], {}, True),
+        (LLAMA, [*example(), -3], {}, False),
+        (LLAMA, [t.bfloat16() for t in example()], {}, True),
+        (LLAMA, [t.bfloat16() if i < 2 else t for i, t in enumerate(example())], {}, True),
+        (OLMO, [t.bfloat16() if i < 2 else t for i, t in enumerate(example())], {}, True),
+        (NEOX, example(rotated=4), {}, True),
+        (VISION, [t[0] for t in example(2)], {}, True),
+        (VISION, example(2), {}, True),
+    ],
+)  # fmt: skip
+def test_each_way_to_call_it(
+    rotation: Rotation, arguments: list[Any], named: dict[str, int], uses: bool, calls: list[int]
+) -> None:
+    wanted = rotation.function(*arguments, **named)
+    found = rotation(*arguments, **named)
+    assert bool(calls) == uses
+    doubled = [a.double() if isinstance(a, Tensor) else a for a in arguments]
+    for a, b, exact in zip(found, wanted, rotation.function(*doubled, **named), strict=True):
+        assert (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
+        error, before = ((y.double() - exact).norm() for y in (a, b))
+        assert error <= 1.01 * before or error <= 1e-7 * exact.norm()
+
+
+def test_angles_that_train_keep_their_gradient(calls: list[int]) -> None:
+    q, k, cos, sin = example()
+    LLAMA(q, k, cos.requires_grad_(), sin)[0].sum().backward()
+    assert not calls and cos.grad is not None
+
+
+def test_a_compiler_sees_the_plain_formula(calls: list[int]) -> None:
+    model, inputs = llama().train(), tokens()
+    model.config.use_cache = False
+    wanted, _ = step(model, inputs)
+    patch_model(model, FUSED, example_inputs=inputs)
+    del calls[:]
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    found, _ = step(compiled, inputs)
+    torch.compiler.reset()
+    assert not calls
+    torch.testing.assert_close(found, wanted)
