@@ -312,21 +312,17 @@ def rotate(
         y = torch.empty_like(x, dtype=out_dtype)
     else:
         y = torch.empty_strided(x.shape, strides, dtype=out_dtype, device=x.device)
-    size = cos.shape[-1]
-    x1, x2 = x[..., :size].to(dtype).chunk(2, -1)
-    c1, c2 = cos.unsqueeze(heads_dim).to(dtype).chunk(2, -1)
-    s1, s2 = sin.unsqueeze(heads_dim).to(dtype).chunk(2, -1)
-    y1, y2 = y[..., :size].chunk(2, -1)
-    sign = 1
-    if not transposed:
-        s1, s2, sign = s2, s1, -1
-    for target, along, c, across, s, value in (
-        (y1, x1, c1, x2, s2, sign),
-        (y2, x2, c2, x1, s1, -sign),
-    ):
-        if out_dtype == dtype:
-            torch.mul(along, c, out=target).addcmul_(across, s, value=value)
-        else:
-            target.copy_((along * c).addcmul_(across, s, value=value))
-    y[..., size:] = x[..., size:]
+    size, partial = cos.shape[-1], cos.shape[-1] < x.shape[-1]
+    x_turning, y_turning = (x[..., :size], y[..., :size]) if partial else (x, y)
+    wide = cast(x_turning, dtype)
+    cos, sin = (cast(angles.unsqueeze(heads_dim), dtype) for angles in (cos, sin))
+    # in place where no rounding comes behind
+    turned = torch.mul(wide, cos, out=y_turning) if out_dtype == dtype else wide * cos
+    (x1, x2), (y1, y2), (s1, s2) = (t.chunk(2, -1) for t in (wide, turned, sin))
+    y1.addcmul_(x2, s2 if transposed else s1, value=1 if transposed else -1)
+    y2.addcmul_(x1, s1 if transposed else s2, value=-1 if transposed else 1)
+    if turned is not y_turning:
+        y_turning.copy_(turned)
+    if partial:
+        y[..., size:] = x[..., size:]
     return y

@@ -80,6 +80,14 @@ def dropouts() -> Iterator[Any]:
         yield kernels.drop(torch.ones(elements, dtype=DTYPE), bits, 1.25, DTYPE, DTYPE)
 
 
+def rotary() -> Iterator[Any]:
+    for heads, columns, size in ((32, 128, 128), (8, 128, 128), (1, 64, 16), (12, 80, 20)):
+        x = torch.ones(1, 2, heads, columns, dtype=DTYPE).transpose(1, 2)
+        for angles in (torch.ones(1, 2, size, dtype=dtype) for dtype in (DTYPE, torch.float32)):
+            for transposed in (False, True):
+                yield kernels.rotate(x, angles, angles, 1, transposed, None, DTYPE)
+
+
 def stack_bytes(cubin: bytes) -> int:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -100,7 +108,7 @@ def main() -> None:
 
     driver.set_active(Absent())
     with mock.patch.object(Launch, "_launch", compile_only):
-        for _ in (*activations(), *norms(), *dropouts()):
+        for _ in (*activations(), *norms(), *dropouts(), *rotary()):
             pass
     print(
         json.dumps(

@@ -43,6 +43,7 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """Device and implementation; memory that kernels must fill starts as NaN or all ones."""
     monkeypatch.setattr(torch, "empty", _poison(torch.empty))
     monkeypatch.setattr(torch, "empty_like", _poison(torch.empty_like))
+    monkeypatch.setattr(torch, "empty_strided", _poison(torch.empty_strided))
     # interpreted kernels run on numpy, which warns where the hardware gives the infinity we rely on
     with numpy.errstate(over="ignore"):
         yield request.param

@@ -21,7 +21,7 @@ def test_kernels_pass_the_same_tests_under_the_interpreter() -> None:
     folder = Path(__file__).parent
     files = [
         str(folder / f"test_{name}.py")
-        for name in ("activations", "codes", "dropout", "linear", "norms", "packing")
+        for name in ("activations", "codes", "dropout", "linear", "norms", "packing", "rotary")
     ]
     finished = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *OLD_TRITON, *files],

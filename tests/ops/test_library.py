@@ -77,6 +77,13 @@ def operator_samples() -> Iterator[tuple[str, tuple[Any, ...]]]:
         (dy, source, source * 2, *weights, low, 0.5, "silu", *tail),
     )
     yield "activation_linear_backward", (dy, source, None, *weights, low, 0.5, "identity", *tail)
+    q = torch.randn(2, 5, 3, 8).transpose(1, 2)
+    cos, sin = torch.randn(2, 5, 6), torch.randn(1, 5, 6).expand(2, -1, -1)
+    narrow_q, rest = q[..., :6].bfloat16(), (1, False, None, torch.float32, R)
+    yield "rotary", (q.clone().requires_grad_(), cos, sin, *rest)
+    yield "rotary", (torch.cat((q, q), 1)[:, :3].requires_grad_(), cos, sin, *rest)
+    yield "rotary", (narrow_q.requires_grad_(), cos, sin, *rest)
+    yield "rotary", (q.contiguous(), cos, sin, 1, True, q.stride(), torch.bfloat16, R)
     yield "pack_bool", (torch.rand(3, 5) > 0.5, R)
     bits = torch.zeros(3, dtype=torch.uint8)
     yield "drop", (torch.randn(7, 3).t(), bits, 0.3, True, torch.float32, torch.bfloat16, R)
