@@ -39,6 +39,7 @@ NORM_SHAPES = ((32768, 4096), (16384, 8192), (8192, 16384), (50432, 768), (12608
 AUTOCAST_SHAPE = (25216, 768)
 CODES_SHAPE = (8, 4096, 14336)
 GLU_SHAPE = (8192, 11008)
+ROTARY_SHAPE = (4, 32, 2048, 128)
 CACHE_BYTES = 256 * 2**20  # more than any second-level cache
 EPS = 1e-5
 
@@ -244,6 +245,44 @@ def glu_cases(packed: bool) -> Iterator[Case]:
         yield Case(f"{op} forward", GLU_SHAPE, "liger", sizes[0], calls)
 
 
+def rotary_cases() -> Iterator[Case]:
+    """The queries alone; the keys are a second call."""
+    batches, heads, positions, columns = ROTARY_SHAPE
+    phase = torch.randn(1, positions, columns // 2, device="cuda").repeat(1, 1, 2)
+    cos, sin = phase.cos().to(DTYPE), phase.sin().to(DTYPE)
+    size = torch.Size(ROTARY_SHAPE).numel() * 2
+    nbytes = 2 * size + cos.nbytes + sin.nbytes
+
+    def queries(count: int = heads) -> Tensor:
+        return tensor(batches, positions, count, columns).transpose(1, 2).requires_grad_()
+
+    qs = [queries() for _ in input_sets(size)]
+    with torch.no_grad():
+        for name, transposed in (("forward", False), ("backward", True)):
+            calls = [
+                lambda q=q, transposed=transposed: kernels.rotate(
+                    q, cos, sin, 1, transposed, None, DTYPE
+                )
+                for q in qs
+            ]
+            yield Case(f"rotary {name}", ROTARY_SHAPE, "ours", nbytes, calls)
+
+    def eager(q: Tensor) -> Tensor:
+        first, second = q[..., : columns // 2], q[..., columns // 2 :]
+        return q * cos.unsqueeze(1) + torch.cat((-second, first), -1) * sin.unsqueeze(1)
+
+    sets = [(lambda q=q: eager(q), [q]) for q in qs]
+    yield from pair("rotary", ROTARY_SHAPE, "torch", (nbytes, nbytes), sets)
+    if installed("liger_kernel"):
+        from liger_kernel.ops.rope import LigerRopeFunction
+
+        # It wants keys too, so they have one head, which does not count. It turns queries, and in
+        # backward their gradients, in place: again and again, which keeps their size.
+        key = queries(1)
+        sets = [(lambda q=q: LigerRopeFunction.apply(q, key, cos, sin)[0], [q]) for q in qs]
+        yield from pair("rotary", ROTARY_SHAPE, "liger", (nbytes, nbytes), sets)
+
+
 def all_cases() -> Iterator[Callable[[], Iterator[Case]]]:
     for shape in NORM_SHAPES:
         yield lambda shape=shape: copy_cases(shape)
@@ -254,6 +293,7 @@ def all_cases() -> Iterator[Callable[[], Iterator[Case]]]:
         yield lambda kind=kind: codes_cases(kind)
     for packed in (False, True):
         yield lambda packed=packed: glu_cases(packed)
+    yield rotary_cases
 
 
 def driver_version() -> str:

@@ -112,7 +112,7 @@ def _rotate_kernel(
 @cache
 def _block_heads(heads: int, most: int) -> int:
     """The largest power of two up to ``most`` with no more than a quarter of it padding."""
-    block = min(most, triton.next_power_of_2(heads))
+    block: int = min(most, triton.next_power_of_2(heads))
     while -(-heads // block) * block * 3 > heads * 4:
         block //= 2
     return block

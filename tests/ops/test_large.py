@@ -13,6 +13,7 @@ from lowmem_patch.functional import (
     glu,
     ms_layer_norm,
     packed_dropout,
+    rotary_embedding,
     unpack_bool,
 )
 
@@ -68,3 +69,18 @@ def test_dropout() -> None:
     mask = unpack_bool(bits[-TAIL_BYTES:], stays.shape)
     assert torch.equal(mask | (x[TAIL] == 0), stays | (x[TAIL] == 0))
     assert torch.equal(gradient(y, x)[TAIL], 2.0 * mask)
+
+
+@pytest.mark.parametrize("outermost", ["position", "head", "batch"])
+def test_rotary(outermost: str) -> None:
+    x = large()
+    if outermost == "position":
+        q = x.view(1, ROWS, 32, 128).transpose(1, 2)
+    else:
+        q = x.view(1, 32, ROWS, 128) if outermost == "head" else x.view(32, 1, ROWS, 128)
+    cos, sin = torch.randn(2, 1, ROWS, 128, dtype=torch.bfloat16, device="cuda").unbind()
+    y, _ = rotary_embedding(q, q.detach()[:1, :1], cos, sin)
+    tail = q.detach()[:, :, TAIL].clone().requires_grad_()
+    expected, _ = rotary_embedding(tail, tail, cos[:, TAIL], sin[:, TAIL])
+    assert torch.equal(y[:, :, TAIL], expected)
+    assert torch.equal(gradient(y, q)[:, :, TAIL], gradient(expected, tail))
