@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lowmem_patch.errors import DoubleBackwardError
 from lowmem_patch.functional import (
@@ -99,6 +100,19 @@ SAMPLES = list(operator_samples())
 )
 def test_opcheck(name: str, arguments: tuple[Any, ...]) -> None:
     torch.library.opcheck(getattr(ops, name).default, arguments)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"), SAMPLES, ids=[f"{n}-{i}" for i, (n, _) in enumerate(SAMPLES)]
+)
+def test_fakes_have_the_strides_of_the_results(name: str, arguments: tuple[Any, ...]) -> None:
+    operator = getattr(ops, name).default
+    with FakeTensorMode() as mode:
+        fakes = operator(*tree_map_only(Tensor, mode.from_tensor, arguments))
+    pairs = zip(tree_leaves(fakes), tree_leaves(operator(*arguments)), strict=True)
+    for fake, real in pairs:
+        assert (fake.shape, fake.dtype) == (real.shape, real.dtype)
+        assert fake.stride() == real.stride()
 
 
 def every_operator() -> set[str]:

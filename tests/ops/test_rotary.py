@@ -25,6 +25,7 @@ SHAPES = [
     (2, 2, 40, 40, 128, 96),  # several programs of heads
     (2, 0, 3, 3, 8, 8),
     (0, 2, 3, 3, 8, 8),
+    (2, 3, 0, 1, 8, 8),
     (2, 1, 3, 3, 8, 8),
 ]
 
@@ -134,7 +135,7 @@ def test_layouts(backend: Backend, name: str, heads_dim: int) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        pytest.param(lambda t: t[:1], id="one batch"),
+        pytest.param(lambda t: t[:1].clone(), id="one batch"),
         pytest.param(lambda t: t[:1].expand_as(t), id="expanded"),
         pytest.param(lambda t: t.transpose(1, 2).contiguous().transpose(1, 2), id="transposed"),
         pytest.param(lambda t: torch.cat((t, t), 1)[:, : t.shape[1]], id="cut"),
@@ -156,6 +157,23 @@ def test_layouts_of_angles(backend: Backend, change: Callable[[Tensor], Tensor])
             strict=True,
         ):
             assert torch.equal(mine, true)
+
+
+@pytest.mark.parametrize("shape", [(2, 5, 3, 16), (1, 3, 5, 128), (2, 70, 1, 32)], ids=str)
+@pytest.mark.parametrize("heads_dim", [1, 2])
+def test_nothing_else_is_written(
+    backend: Backend, shape: tuple[int, ...], heads_dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = leaf(shape, backend).detach()
+    x = x.transpose(1, 2) if heads_dim == 1 else x
+    cos, sin = angles((shape[0], shape[1], 12), backend)
+    memory = torch.full((2 * x.numel() + 4096,), 7.0, device=backend.device)
+    result = memory.as_strided(x.shape, x.stride())
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty_like", lambda *_, **__: result)
+        ours(x, x, cos, sin, backend, heads_dim=heads_dim)
+    assert torch.equal(result, ours(x, x, cos, sin, backend, heads_dim=heads_dim)[0])
+    assert bool((memory[x.numel() :] == 7.0).all())
 
 
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16], ids=str)
