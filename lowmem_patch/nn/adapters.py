@@ -61,9 +61,8 @@ class AdapterInput(Deferred):
     def stale(self) -> bool:
         return self.parent.stale
 
-    @property
-    def written(self) -> bool:
-        return super().written or self.parent.written
+    def is_written(self) -> bool:
+        return super().is_written() or self.parent.is_written()
 
     def compute(self) -> Tensor:
         if self.base is not None:

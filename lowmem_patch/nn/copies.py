@@ -61,8 +61,7 @@ def _adapter_input(
         x = Kept(x, lowers)
     if not isinstance(x, Deferred):
         return None
-    # a compiler fuses the steps itself
-    if not torch.compiler.is_compiling() and runs_one_product(layer):
+    if runs_one_product(layer):
         x = AdapterInput(x, layer)
     return (x, *args[1:])
 

@@ -139,8 +139,7 @@ class Deferred:
                 self._alone = self.compute()
         return self._alone
 
-    @property
-    def written(self) -> bool:
+    def is_written(self) -> bool:
         """Whether readers must read the value: somebody wrote into it, or waits for its gradient."""
         if self._spoiled or torch.compiler.is_compiling():
             return self._spoiled
@@ -195,14 +194,14 @@ class Deferred:
             weight = args[1] if len(args) > 1 else kwargs["weight"]
             bias = args[2] if len(args) > 2 else kwargs.get("bias")
             return self._linear(weight, bias)
-        if name in ("grouped_mm", "_grouped_mm") and len(args) == 2 and not self.written:
+        if name in ("grouped_mm", "_grouped_mm") and len(args) == 2 and not self.is_written():
             given = {key: item for key, item in kwargs.items() if item is not None}
             return self.grouped(func, args[1], given["offs"]) if set(given) == {"offs"} else None
         if name == "dropout":
             p, in_place = dropout_call(args, kwargs)
             if p == 0:
                 return self
-            waits = 0 < p < 1 and not in_place and not self.written and torch.is_grad_enabled()
+            waits = 0 < p < 1 and not in_place and not self.is_written() and torch.is_grad_enabled()
             return self.dropped(self, p) if waits and self.sources[0].numel() else None
         if name in _METADATA_METHODS:
             return func(self.sources[0], *args[1:], **kwargs)
@@ -210,13 +209,17 @@ class Deferred:
             dtype = torch.float32 if name == "float" else _only_dtype(args[1:], kwargs)
             if dtype is not None and dtype.is_floating_point:
                 return self if dtype == self.dtype else DeferredCast(self, dtype)
-        return self._move(func, name, args, kwargs) if name in _MOVES and not self.written else None
+        return (
+            self._move(func, name, args, kwargs)
+            if name in _MOVES and not self.is_written()
+            else None
+        )
 
     def _linear(self, weight: Tensor, bias: Tensor | None) -> Any:
         if not torch.is_grad_enabled():
             raise RuntimeError(LOST)
         device = weight.device.type
-        if self.written:
+        if self.is_written():
             return F.linear(self.value(), weight, bias)
         narrow = autocast_dtype(device, self.dtype)
         if narrow is not None:
@@ -330,9 +333,8 @@ class DeferredCast(Deferred):
     def moved(self, sources: tuple[Tensor, ...]) -> Deferred:
         return DeferredCast(self.parent.moved(sources), self.dtype)
 
-    @property
-    def written(self) -> bool:
-        return super().written or self.parent.written
+    def is_written(self) -> bool:
+        return super().is_written() or self.parent.is_written()
 
     def dropped(self, whole: Deferred, p: float) -> Any:
         if isinstance(self.parent, DeferredCast):
@@ -345,7 +347,7 @@ class DeferredCast(Deferred):
         return DeferredCast(narrow, self.dtype)
 
     def linear(self, to: Projection, dtype: torch.dtype) -> Any:
-        if self.parent.written:
+        if self.parent.is_written():
             return F.linear(self.value(), to.weight, to.bias)
         self._passed_on = True
         narrow = self.parent.dtype

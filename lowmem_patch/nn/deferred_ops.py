@@ -61,13 +61,13 @@ class DeferredActivation(Deferred):
             and isinstance(other, Tensor)
             and other.shape == self.sources[0].shape
         )
-        if gates and self._value is None and other.is_floating_point() and not self.written:
+        if gates and self._value is None and other.is_floating_point() and not self.is_written():
             self._passed_on = True
             return DeferredActivation((self.sources[0], other), self.kind, self.lowers)
         return self.value() * value_of(other)
 
     def linear(self, to: Projection, dtype: torch.dtype) -> Tensor:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() and to.adapter is None:
             return _plain_linear(self.value(), to, dtype)
         if to.adapter is None and not to.weight.requires_grad:
             # the value's own node keeps the sources; who else reads the value shares its gradient
@@ -112,7 +112,7 @@ class Kept(Deferred):
 
     def linear(self, to: Projection, dtype: torch.dtype) -> Tensor:
         value = self.value()
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() and to.adapter is None:
             return _plain_linear(value, to, dtype)
         if to.adapter is None and value.dtype == dtype and _suits(to.weight, dtype):
             return F.linear(value, to.weight, to.bias)
@@ -146,9 +146,8 @@ class Dropped(Deferred):
     def stale(self) -> bool:
         return False  # the value is drawn; of the sources, the whole knows
 
-    @property
-    def written(self) -> bool:
-        return super().written or self.whole.written
+    def is_written(self) -> bool:
+        return super().is_written() or self.whole.is_written()
 
     def compute(self) -> Tensor:
         return packed_dropout(self.whole.value(), self.drawn, self.bits, self.p)
@@ -186,7 +185,8 @@ def _suits(weight: Tensor, dtype: torch.dtype) -> bool:
 
 
 def _plain_linear(value: Tensor, to: Projection, dtype: torch.dtype) -> Tensor:
-    """What a compiler sees; adapters reach it as Linears of their own."""
+    """What a compiler sees of a Linear. One with an adapter stays the operator that it is: of three
+    products and two sums the compiler makes four more passes over the output."""
     if _suits(to.weight, dtype):
         return F.linear(value, to.weight, to.bias)
     return compiled.linear(value, to.weight, to.bias, dtype)
@@ -230,7 +230,7 @@ class KeptMatrix(Kept):
                 and left.shape[:-2] == right.shape[:-2]
                 and narrow is not None
                 and torch.is_grad_enabled()
-                and not self.written
+                and not self.is_written()
             ):
                 return kept_matmul(left, right, narrow)
             return None

@@ -46,11 +46,10 @@ class Rotation:
     def __call__(
         self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *rest: Any, **named: Any
     ) -> Pair:
-        """As ``function``, which runs itself where the op does not apply, and under a compiler, which
-        fuses the passes."""
+        """As ``function``, which runs itself where the op does not apply."""
         given = {**dict(zip(self.optional, rest, strict=False)), **named}
         heads_dim = given.get("unsqueeze_dim", self.heads_dim)
-        if torch.compiler.is_compiling() or not self._fits(q, k, cos, sin, heads_dim):
+        if not self._fits(q, k, cos, sin, heads_dim):
             return self.function(q, k, cos, sin, *rest, **named)
         dtype = None if self.keeps_dtype else torch.promote_types(q.dtype, cos.dtype)
         if q.dim() == 4:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from lowmem_patch import patch_model, saved_bytes
@@ -129,7 +130,7 @@ def test_backward_twice_through_a_kept_graph() -> None:
 COMPILED = [
     ("llama", "exact", "fp32"), ("llama", "auto", "fp32"), ("gemma", "exact", "fp32"),
     ("timm-vit", "auto", "autocast"), ("timm-vit", "paper", "fp32"), ("roberta", "exact", "autocast"),
-    ("timm-swin", "exact", "autocast"),
+    ("timm-swin", "exact", "autocast"), ("llama-lora", "auto", "fp32"), ("timm-vit-lora", "auto", "autocast"),
 ]  # fmt: skip
 
 
@@ -166,6 +167,7 @@ def _why_the_graph_breaks(name: str, unpatched: Any, inputs: dict[str, Any], aut
 
 
 @pytest.mark.filterwarnings("ignore:.*(script_method|should not be inst):DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 @pytest.mark.parametrize(("name", "config", "mode_name"), COMPILED)
 @pytest.mark.parametrize("dynamic", [None, True], ids=["static", "dynamic"])
 def test_compiled_without_a_graph_break(
@@ -174,8 +176,12 @@ def test_compiled_without_a_graph_break(
     """The same gradients as eager, and no more kept but narrow copies of weights that train."""
     if dynamic and (name, config) not in (("llama", "auto"), ("timm-vit", "auto")):
         pytest.skip("two models with symbolic sizes suffice")
-    mode = MODES[mode_name]
+    mode, adapted = MODES[mode_name], name.endswith("-lora")
+    name = name.removesuffix("-lora")
     inputs, model = in_mode(FAMILIES[name].inputs(), mode), make(name)
+    if adapted:
+        adapters = LoraConfig(r=4, target_modules=FAMILIES[name].linears)
+        model = randomise(get_peft_model(model, adapters))
     inputs.pop("attention_mask", None)  # transformers looks into a mask, which breaks its own graph
     unpatched = copy.deepcopy(model)
     autocast = torch.autocast("cpu", torch.bfloat16, enabled=mode.autocast is not None)
