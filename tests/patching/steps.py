@@ -13,7 +13,9 @@ from tests.patching.families import Inputs
 from tests.patching.helpers import tensors_of
 
 # norms are kept, since sharing recovers their input up to rounding
-ALONE = {"norms": "keep", "activations": "recompute", "linear_inputs": "one_copy"}
+ALONE = {
+    "norms": "keep", "activations": "recompute", "linear_inputs": "one_copy", "rotary": "keep",
+}  # fmt: skip
 ROWS, WIDTH = 10, 16
 
 

@@ -134,7 +134,7 @@ def test_by_hand() -> None:
 
 def test_auto_draws_and_computes_in_the_activations_dtype() -> None:
     """A float32 adapter on a bf16 model is what an adapter in bf16 would be."""
-    config = {"norms": "keep", "activations": "keep", "linear_inputs": "activation_dtype"}
+    config = {**ALONE, "activations": "keep", "linear_inputs": "activation_dtype"}
     inputs = FAMILIES["llama"].inputs()
     model = lora("llama", torch.bfloat16)
     twin = cast(copy.deepcopy(model), torch.bfloat16)
@@ -180,7 +180,6 @@ DROPOUTS: dict[str, Callable[[Any], Any]] = {
     "functional": lambda x: F.dropout(x, 0.3),
     "positional": lambda x: F.dropout(x, 0.3, True, False),
     "torch": lambda x: torch.dropout(x, 0.3, train=True),
-    "idle torch": lambda x: torch.dropout(x, 0.3, train=False),
     "in place": lambda x: F.dropout(x, 0.3, inplace=True),
     "all": lambda x: F.dropout(x, 1.0),
     "native": lambda x: torch.native_dropout(x, 0.3, True)[0],
@@ -208,6 +207,22 @@ def test_any_other_dropout_is_right(name: str) -> None:
     kept = {item.bytes for item in _saved(model).storages if item.dtype == torch.uint8}
     assert kept == ({ROWS * WIDTH // 8} if name in KEEPS_BITS else set())
     assert saved > 0 if name in KEEPS_BITS else saved >= 0
+
+
+@pytest.mark.filterwarnings("ignore:nothing was patched")
+def test_an_idle_dropout_leaves_one_product() -> None:
+    """Base and adapter are added in the order of that op, which is another one than PEFT's."""
+    model, _ = adapted()
+    for layer in (model.base_model.model.enter, model.base_model.model.leave):
+        layer.lora_dropout["default"] = Own(lambda x: torch.dropout(x, 0.3, train=False))
+    twin = copy.deepcopy(model)
+    patch_rows(model)
+    found, ours, after = step(model, rows(), count=True)
+    expected, theirs, before = step(twin, rows(), count=True)
+    torch.testing.assert_close(found, expected)
+    for name, gradient in theirs.items():
+        torch.testing.assert_close(ours[name], gradient)
+    assert after <= before
 
 
 def _saved(model: Any) -> Any:

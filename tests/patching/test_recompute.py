@@ -24,7 +24,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:Futu
 EPS = torch.finfo(torch.float32).eps
 EVERY = {**FAMILIES, **MORE_FAMILIES}
 # nothing but the activations changes
-RECOMPUTE = {"norms": "keep", "activations": "recompute", "linear_inputs": "one_copy"}
+RECOMPUTE = {
+    "norms": "keep", "activations": "recompute", "linear_inputs": "one_copy", "rotary": "keep",
+}  # fmt: skip
 # they write GELU's formula in Python, which rounds otherwise than a kernel
 FORMULAS = ("t5", "gpt2")
 # values of hidden tensors of the whole model, by hand: rows x width, over all layers
