@@ -54,17 +54,18 @@ def linear_forward(
         wide_weight = _cast(weight, compute_dtype)
         if down is None or raised is None:
             return _product(hidden, wide_weight, wide_bias), None
-        low = F.linear(hidden, _cast(down, compute_dtype)).view(-1, down.shape[0])
+        rows = hidden.reshape(-1, hidden.shape[-1])
+        low = F.linear(rows, _cast(down, compute_dtype))
         # The adapter's product first, to which cuBLAS adds the wide one while it computes: the other
         # way round a second product reads and writes y.
-        y = hidden.new_empty(*hidden.shape[:-1], weight.shape[0])
-        y_rows, raised = y.view(-1, weight.shape[0]), _cast(raised, compute_dtype).t()
+        raised = _cast(raised, compute_dtype).t()
         if wide_bias is None:
-            y_rows.addmm_(low, raised, beta=0, alpha=scale)  # reads nothing of y
+            y = rows.new_empty(rows.shape[0], weight.shape[0])
+            y.addmm_(low, raised, beta=0, alpha=scale)  # reads nothing of y
         else:
-            torch.addmm(wide_bias, low, raised, alpha=scale, out=y_rows)
-        y_rows.addmm_(hidden.reshape(-1, hidden.shape[-1]), wide_weight.t())
-    return y, low
+            y = torch.addmm(wide_bias, low, raised, alpha=scale)
+        y.addmm_(rows, wide_weight.t())
+    return y.resize_(*hidden.shape[:-1], weight.shape[0]), low
 
 
 def _product(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -74,13 +75,9 @@ def _product(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         y = F.linear(hidden, weight, bias).contiguous()
         whole: Tensor = torch.ops.aten._unsafe_view.default(y, y.shape)
         return whole
-    y = hidden.new_empty(*hidden.shape[:-1], weight.shape[0])
-    rows, y_rows = hidden.view(-1, hidden.shape[-1]), y.view(-1, y.shape[-1])
-    if bias is None:
-        torch.mm(rows, weight.t(), out=y_rows)
-    else:
-        torch.addmm(bias, rows, weight.t(), out=y_rows)
-    return y
+    y = F.linear(hidden.view(-1, hidden.shape[-1]), weight, bias)
+    # to the same number of elements: the least that torch does to rows of its own
+    return y.resize_(*hidden.shape[:-1], weight.shape[0])
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,6 @@ second adapter) asks for the value, and gets it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,52 +16,42 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lowmem_patch.functional import LowRank, kept_linear
-from lowmem_patch.nn.context import has_backward_hooks
 from lowmem_patch.nn.deferred import Deferred, Lowered, Projection
 
-__all__ = ["AdapterInput", "has_backward_hooks_inside", "runs_one_product"]
+__all__ = ["AdapterInput", "parts_of", "runs_one_product"]
 
 
-def _parts(layer: Any) -> Iterator[nn.Module]:
-    """The modules that a LoRA layer's forward calls."""
-    yield layer.base_layer
+def parts_of(layer: nn.Module) -> list[nn.Module]:
+    """A LoRA layer and the modules that its forward calls, the base layer first of these."""
+    children: Any = layer._modules  # past nn.Module's search by name: this runs in each forward
+    parts = [layer, children["base_layer"]]
     for table in ("lora_A", "lora_B", "lora_dropout"):
-        yield from getattr(layer, table, {}).values()
+        if table in children:
+            parts += children[table]._modules.values()
+    return parts
 
 
-def has_backward_hooks_inside(layer: nn.Module) -> bool:
-    """Whether the layer, or a module that its forward calls, has backward hooks."""
-    return has_backward_hooks(layer) or any(has_backward_hooks(part) for part in _parts(layer))
-
-
-def runs_one_product(layer: nn.Module) -> bool:
+def runs_one_product(layer: nn.Module, parts: list[nn.Module]) -> bool:
     """Whether this forward of a LoRA layer is one base Linear plus products that add to it.
 
-    A hook on one of them may write into what it sees, or wait for its gradient.
+    A hook on one of its ``parts`` may write into what it sees, or wait for its gradient.
     """
-    return (
-        type(layer.base_layer) is nn.Linear
-        and not layer.disable_adapters
-        and not layer.merged
-        and not any(part._forward_hooks or part._forward_pre_hooks for part in _parts(layer))
-    )
+    if type(parts[1]) is not nn.Linear or layer.disable_adapters or layer.merged:
+        return False
+    return not any(part._forward_hooks or part._forward_pre_hooks for part in parts[1:])
 
 
 class AdapterInput(Deferred):
     """The input of a LoRA layer: it tells the layer's own weights from others."""
+
+    watches = False
+    parent: Deferred
 
     def __init__(self, parent: Deferred, layer: Any) -> None:
         super().__init__(parent.sources, parent.dtype, parent.lowers)
         self.parent = parent
         self.layer = layer
         self.base: _BaseProduct | None = None
-
-    @property
-    def stale(self) -> bool:
-        return self.parent.stale
-
-    def is_written(self) -> bool:
-        return super().is_written() or self.parent.is_written()
 
     def compute(self) -> Tensor:
         if self.base is not None:
@@ -78,16 +67,22 @@ class AdapterInput(Deferred):
         return self.parent.dropped(whole, p)
 
     def linear(self, to: Projection, dtype: torch.dtype) -> Any:
-        if to.weight is self.layer.base_layer.weight:
+        children = self.layer._modules
+        if to.weight is children["base_layer"].weight:
             self.base = _BaseProduct(self.parent, to, dtype)
             return self.base
-        if to.bias is None and any(to.weight is a.weight for a in self.layer.lora_A.values()):
-            return _Down(self.parent, to.weight, dtype)
+        if to.bias is None:
+            for down in children["lora_A"]._modules.values():
+                if to.weight is down.weight:
+                    return _Down(self.parent, to.weight, dtype)
         return self.parent.linear(to, dtype)
 
 
 class _Product(Deferred):
     """Base of the products, whose shape is not that of their source."""
+
+    watches = False
+    parent: Deferred
 
     def __init__(self, parent: Deferred, dtype: torch.dtype) -> None:
         super().__init__((), dtype, parent.lowers)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowmem_patch.nn.adapters import AdapterInput, has_backward_hooks_inside, runs_one_product
+from lowmem_patch.nn.adapters import AdapterInput, parts_of, runs_one_product
 from lowmem_patch.nn.context import autocast_dtype, has_backward_hooks, needs_gradient
 from lowmem_patch.nn.deferred import Deferred, value_of
 from lowmem_patch.nn.deferred_ops import Kept, KeptMatrix
@@ -53,15 +53,17 @@ def _adapter_input(
 ) -> tuple[Any, ...] | None:
     if not args:
         return None
-    if has_backward_hooks_inside(layer):
-        return use_value(layer, args)
+    parts = parts_of(layer)
+    for part in parts:
+        if has_backward_hooks(part):
+            return use_value(layer, args)
     x = args[0]
     # of an input that needs no gradient (the first block's) the adapter would keep a cast as well
     if isinstance(x, Tensor) and torch.is_grad_enabled() and x.is_floating_point():
         x = Kept(x, lowers)
     if not isinstance(x, Deferred):
         return None
-    if runs_one_product(layer):
+    if runs_one_product(layer, parts):
         x = AdapterInput(x, layer)
     return (x, *args[1:])
 

@@ -75,19 +75,24 @@ class Deferred:
 
     # whether a hook (or retain_grad) on the value would miss the gradient of readers of the sources
     bypassed = True
+    # whether a write into a source would be missed: else the value is the source, or the parent knows
+    watches = True
+    parent: Deferred | None = None  # the deferred op that this one is computed from
+
+    # attributes of the class until they are set: a step makes hundreds of these
+    _value: Tensor | None = None
+    _alone: Tensor | None = None
+    _version = 0
+    _versions: list[int] | None = None  # of the sources that are watched
+    _spoiled = False
+    _passed_on = False  # sources went to a reader, past the value
 
     def __init__(
         self, sources: tuple[Tensor, ...], dtype: torch.dtype, lowers: bool = False
     ) -> None:
-        self.sources = sources
-        self.dtype = dtype
-        self.lowers = lowers
-        self._value: Tensor | None = None
-        self._alone: Tensor | None = None
-        self._version = 0
-        self._versions = () if torch.compiler.is_compiling() else tuple(s._version for s in sources)
-        self._spoiled = False
-        self._passed_on = False  # sources went to a reader, past the value
+        self.sources, self.dtype, self.lowers = sources, dtype, lowers
+        if self.watches and not torch.compiler.is_compiling():
+            self._versions = [source._version for source in sources]
 
     def compute(self) -> Tensor:
         raise NotImplementedError
@@ -122,9 +127,8 @@ class Deferred:
         if self._value is None:
             if self.stale:
                 raise RuntimeError(_WRITTEN_SOURCE)
-            with (
-                torch.enable_grad()
-            ):  # a hook that only looks, under no_grad, must not cut the graph
+            # a hook that only looks, under no_grad, must not cut the graph
+            with torch.enable_grad():
                 self._value = self.compute()
             if not torch.compiler.is_compiling():
                 self._version = self._value._version
@@ -141,20 +145,26 @@ class Deferred:
 
     def is_written(self) -> bool:
         """Whether readers must read the value: somebody wrote into it, or waits for its gradient."""
-        if self._spoiled or torch.compiler.is_compiling():
-            return self._spoiled
-        if self._value is None or self.stale:
-            return self.stale
-        if self.bypassed and (self._value._backward_hooks or self._value.retains_grad):
-            return True
-        return self._value._version != self._version
+        op: Deferred | None = self
+        while op is not None:
+            if op._spoiled or (op._versions is not None and op.stale):
+                return True
+            value = op._value
+            if value is not None and not torch.compiler.is_compiling():
+                if op.bypassed and (value._backward_hooks or value.retains_grad):
+                    return True
+                if value._version != op._version:
+                    return True
+            op = op.parent
+        return False
 
     @property
     def stale(self) -> bool:
         """Whether somebody wrote into a source since, so that the value cannot be computed from it."""
-        if torch.compiler.is_compiling():
-            return False  # a compiler's tensors count no versions
-        return any(s._version != v for s, v in zip(self.sources, self._versions, strict=False))
+        # a compiler's tensors count no versions
+        if self._versions is None or torch.compiler.is_compiling():
+            return False
+        return [source._version for source in self.sources] != self._versions
 
     @classmethod
     def __torch_function__(
@@ -164,15 +174,18 @@ class Deferred:
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        kwargs = kwargs or {}
-        first, name = args[0] if args else None, function_name(func)
+        first = args[0] if args else None
+        if func is F.linear and len(args) == 3 and isinstance(first, Deferred):
+            refuse_custom_functions()  # ahead of all names: a step calls hundreds of Linears
+            return first._linear(args[1], args[2])
+        kwargs, name = kwargs or {}, function_name(func)
         if name == "addmm" and len(args) == 3 and not kwargs and isinstance(args[1], Deferred):
             bias, hidden, weight = args  # GPT-2's Conv1D: a Linear whose weight lies transposed
             if isinstance(bias, Tensor) and bias.dim() == 1 and isinstance(weight, Tensor):
                 return hidden._linear(weight.t(), bias)
         if isinstance(first, Deferred):
             refuse_custom_functions()
-            if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
+            if name[-1] == "_" and (name[-2:] != "__" or name == "__setitem__"):
                 first._spoiled = True  # written in place
             if name in ("register_hook", "retain_grad") and first._passed_on and first.bypassed:
                 raise RuntimeError(f"{name}: {_PASSED_ON}")
@@ -190,6 +203,8 @@ class Deferred:
     def _known(
         self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        if name in _MOVES:
+            return None if self.is_written() else self._move(func, name, args, kwargs)
         if name == "linear":
             weight = args[1] if len(args) > 1 else kwargs["weight"]
             bias = args[2] if len(args) > 2 else kwargs.get("bias")
@@ -209,19 +224,14 @@ class Deferred:
             dtype = torch.float32 if name == "float" else _only_dtype(args[1:], kwargs)
             if dtype is not None and dtype.is_floating_point:
                 return self if dtype == self.dtype else DeferredCast(self, dtype)
-        return (
-            self._move(func, name, args, kwargs)
-            if name in _MOVES and not self.is_written()
-            else None
-        )
+        return None
 
     def _linear(self, weight: Tensor, bias: Tensor | None) -> Any:
         if not torch.is_grad_enabled():
             raise RuntimeError(LOST)
-        device = weight.device.type
         if self.is_written():
             return F.linear(self.value(), weight, bias)
-        narrow = autocast_dtype(device, self.dtype)
+        narrow = autocast_dtype(weight.device.type, self.dtype)
         if narrow is not None:
             return self.linear(Projection(weight, bias), narrow)
         if weight.dtype != self.dtype:
@@ -323,6 +333,9 @@ def _only_dtype(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | 
 class DeferredCast(Deferred):
     """Another deferred op in another floating dtype."""
 
+    watches = False
+    parent: Deferred
+
     def __init__(self, parent: Deferred, dtype: torch.dtype) -> None:
         super().__init__(parent.sources, dtype, parent.lowers)
         self.parent = parent
@@ -332,9 +345,6 @@ class DeferredCast(Deferred):
 
     def moved(self, sources: tuple[Tensor, ...]) -> Deferred:
         return DeferredCast(self.parent.moved(sources), self.dtype)
-
-    def is_written(self) -> bool:
-        return super().is_written() or self.parent.is_written()
 
     def dropped(self, whole: Deferred, p: float) -> Any:
         if isinstance(self.parent, DeferredCast):
@@ -347,8 +357,6 @@ class DeferredCast(Deferred):
         return DeferredCast(narrow, self.dtype)
 
     def linear(self, to: Projection, dtype: torch.dtype) -> Any:
-        if self.parent.is_written():
-            return F.linear(self.value(), to.weight, to.bias)
         self._passed_on = True
         narrow = self.parent.dtype
         if self.lowers and dtype == self.dtype and narrow.itemsize < dtype.itemsize:

@@ -93,13 +93,10 @@ class Kept(Deferred):
     """A tensor that autograd keeps anyway, so that casts of it need not be kept as well."""
 
     bypassed = False  # all gradients pass through the tensor
+    watches = False
 
     def __init__(self, tensor: Tensor, lowers: bool = False) -> None:
         super().__init__((tensor,), tensor.dtype, lowers)
-
-    @property
-    def stale(self) -> bool:
-        return False  # who wrote into the tensor wrote into the value
 
     def compute(self) -> Tensor:
         return self.sources[0]
@@ -132,25 +129,19 @@ class Dropped(Deferred):
     """
 
     bypassed = False
+    watches = False  # the value is drawn; of the sources, the whole knows
 
     def __init__(
         self, whole: Deferred, sources: tuple[Tensor, ...], kind: ActivationKind | None, p: float
     ) -> None:
         super().__init__(sources, whole.dtype, whole.lowers)
-        self.whole = whole
+        self.parent: Deferred = whole
         self.kind = kind
         self.p = p
         self.drawn, self.bits = draw_dropout(whole.value(), p)
 
-    @property
-    def stale(self) -> bool:
-        return False  # the value is drawn; of the sources, the whole knows
-
-    def is_written(self) -> bool:
-        return super().is_written() or self.whole.is_written()
-
     def compute(self) -> Tensor:
-        return packed_dropout(self.whole.value(), self.drawn, self.bits, self.p)
+        return packed_dropout(self.parent.value(), self.drawn, self.bits, self.p)
 
     def dropped(self, whole: Deferred, p: float) -> Any:
         return Dropped(whole, (self.value(),), None, p)
@@ -195,7 +186,7 @@ def _plain_linear(value: Tensor, to: Projection, dtype: torch.dtype) -> Tensor:
 class DeferredNorm(Kept):
     """A norm that waits behind row moves, so that it and its Linear keep one tensor between them."""
 
-    bypassed, stale = True, Deferred.stale  # its value is computed from the tensor
+    bypassed = watches = True  # its value is computed from the tensor
 
     def __init__(
         self,

@@ -33,6 +33,7 @@ from lowmem_patch.patching.readers import (
     called_with,
     find_readers,
     weight_read_with,
+    weight_trains,
 )
 from lowmem_patch.patching.rotary import find_rotations
 from lowmem_patch.patching.sites import Site
@@ -206,10 +207,7 @@ class _Planner:
             r.kind in ("linear", "autocast") and r.op is not None and {r.op.autocast} == around
             for r in readers
         )
-        one_copy = None
-        if linears:
-            casts = any(reader.cast for reader in readers)
-            one_copy = "always" if casts and self.config.linear_inputs != "keep" else "autocast"
+        one_copy = self._one_copy(readers, feeds_autocast) if linears else None
         copy_readers: tuple[str, ...] = ()
         if not feeds_autocast and self.config.linear_inputs != "keep":
             copy_readers = self._copy_readers(readers, around)
@@ -221,6 +219,14 @@ class _Planner:
         return Site(
             name, spec.kind, strategy, reason, consumers, before, 0, fold=step if fold else None
         )
+
+    def _one_copy(self, readers: list[Reader], feeds_autocast: bool) -> str | None:
+        """When Linears would keep casts, of the output or of a frozen weight, if it did not wait."""
+        prefixes = tuple(f"{name}." for name in self.adapters.layers)  # these see to it themselves
+        others = [reader for reader in readers if not reader.text.startswith(prefixes)]
+        if self.config.linear_inputs != "keep" and any(reader.cast for reader in others):
+            return "always"
+        return None if feeds_autocast and all(map(weight_trains, others)) else "autocast"
 
     def _copy_readers(self, readers: list[Reader], around: set[bool]) -> tuple[str, ...]:
         """Stock Linears that read the very output, among readers of other kinds."""
@@ -315,7 +321,7 @@ class _Planner:
             return self._left(name, kind, text, consumers)
         rows = [reader for reader in readers if not reader.reshaped]  # what can be deferred
         gated = any(reader.kind == "product" for reader in rows)
-        linear = next((reader for reader in rows if _recomputes(reader)), None)
+        linear = next((reader for reader in rows if weight_trains(reader)), None)
         opaque = self._opaque(readers)
         if choice == "auto":
             waits = opaque is None and (gated or linear is not None)
@@ -323,9 +329,8 @@ class _Planner:
         else:
             strategy = choice
         if strategy == "codes" and kind not in STEP_TABLES:
-            return self._left(
-                name, kind, f"no step table for {kind}: `recompute` is exact", consumers
-            )
+            text = f"no step table for {kind}: `recompute` is exact"
+            return self._left(name, kind, text, consumers)
         before = self.trace.saved.own.get(name, 0)
         if strategy == "codes" and not before:
             return self._left(
@@ -365,11 +370,6 @@ class _Planner:
         return Site(
             name, kind, strategy, reason, consumers, before, 0, approximate=strategy == "codes"
         )
-
-
-def _recomputes(reader: Reader) -> bool:
-    weight = weight_read_with(reader)
-    return weight is not None and weight.requires_grad
 
 
 def make_plan(

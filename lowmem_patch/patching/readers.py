@@ -21,6 +21,7 @@ __all__ = [
     "find_readers",
     "parameter_uses",
     "weight_read_with",
+    "weight_trains",
 ]
 
 
@@ -182,6 +183,12 @@ def weight_read_with(reader: Reader) -> Tensor | None:
         return None
     weight = op.args[second]
     return weight if isinstance(weight, Tensor) else None
+
+
+def weight_trains(reader: Reader) -> bool:
+    """Whether it is such a matmul, and its weight's gradient asks for what it reads."""
+    weight = weight_read_with(reader)
+    return weight is not None and weight.requires_grad
 
 
 class Writes:

@@ -12,6 +12,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from lowmem_patch import patch_model, patch_report, saved_bytes, unpatch_model
+from lowmem_patch.nn.copies import show_value
 
 # PEFT reads a name that transformers has since deprecated
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
@@ -236,6 +237,39 @@ def test_frozen_weights_keep_no_narrow_copy(preset: str | None) -> None:
         assert found <= trained
     else:
         assert found >= frozen
+
+
+class Alone(Siblings):
+    """A norm whose output Linears alone read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.norm(x))
+
+
+@pytest.mark.parametrize("reader", ["trains", "is frozen", "has an adapter"])
+def test_a_norm_waits_only_for_readers_that_would_keep_a_cast(reader: str) -> None:
+    """What waits costs host time at each reader, and modules that are given it run a hook."""
+    torch.manual_seed(0)
+    model: Any = Alone()
+    if reader == "is frozen":
+        model.q.requires_grad_(False)
+    if reader == "has an adapter":
+        model = get_peft_model(model, LoraConfig(r=RANK, target_modules=["q", "k", "v"]))
+    x, got = rows(torch.float32).requires_grad_(), []
+    with torch.autocast("cpu", torch.bfloat16):
+        patch_model(model, "exact", example_inputs=x)
+        norm = next(m for n, m in model.named_modules() if n.endswith("norm"))
+        norm.register_forward_hook(lambda module, args, output: got.append(type(output)))
+        with saved_bytes(model) as saved:
+            model(x)
+        assert saved.activations == patch_report(model).saved_after
+    assert (got == [Tensor]) is (reader != "is frozen")
+    hooked = any(show_value in m._forward_pre_hooks.values() for m in model.modules())
+    assert hooked is (reader == "is frozen")
 
 
 def test_frozen_weights_that_keep_no_copy_give_the_same_bits() -> None:
