@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,9 +64,9 @@ _COLUMNS = (
 )
 
 
-def gpu_table() -> str:
+def gpu_table(name: str) -> str:
     """act / peak+ / step on the GPU."""
-    data = _load("models-h200.json")
+    data = _load(name)
     shown = [c for c in _COLUMNS if any(c in variants for variants in data["cases"].values())]
     rows = [
         "| act MiB / peak MiB / step ms | " + " | ".join(shown) + " |",
@@ -73,18 +74,22 @@ def gpu_table() -> str:
     ]
     for case, variants in data["cases"].items():
         cells = []
-        for name in shown:
-            row = variants.get(name)
+        for column in shown:
+            row = variants.get(column)
             if row is None or "error" in row:
                 cells.append("")
             else:
                 cells.append(f"{row['act_mib']:.0f} / {row['peak_mib']:.0f} / {row['step_ms']:.1f}")
         rows.append(f"| {case} | {' | '.join(cells)} |")
-    command = "python benchmarks/models.py --device cuda --json benchmarks/results/models-h200.json"
+    command = f"python benchmarks/models.py --device cuda --json benchmarks/results/{name}"
     return "\n".join([*rows, "", f"`{command}`: {_environment(data)}"])
 
 
-TABLES = {"bytes": bytes_table, "gpu": gpu_table}
+TABLES = {
+    "bytes": bytes_table,
+    "gpu": partial(gpu_table, "models-h200.json"),
+    "gpu-earlier": partial(gpu_table, "models-h200-earlier.json"),
+}
 
 
 def render(text: str) -> str:

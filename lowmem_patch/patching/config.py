@@ -43,7 +43,7 @@ class PatchConfig:
             masks to the framework, except that readers of a patched norm share its output under
             autocast.
         rotary: ``"fused"`` runs transformers' rotary embeddings of q and k as one op, which keeps no
-            less but takes a fifth of the time; ``"keep"`` leaves them alone.
+            less but takes a tenth of the time; ``"keep"`` leaves them alone.
         name: shown in reports.
 
     Raises:
