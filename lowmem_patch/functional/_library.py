@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.library import Library, register_fake
 
 from lowmem_patch.errors import DoubleBackwardError
@@ -24,7 +25,9 @@ __all__ = [
     "below_autograd",
     "define",
     "first_order",
+    "in_forward_mode",
     "is_eager",
+    "is_transformed",
     "wants_gradient",
     "without_autocast",
 ]
@@ -135,6 +138,19 @@ def is_eager(*args: Any) -> bool:
     ):
         return False
     return _PLAIN.issuperset(map(type, args))
+
+
+def in_forward_mode() -> bool:
+    """Whether forward-mode differentiation is under way: a kernel would drop a tangent without a word,
+    while a `Function` refuses it."""
+    return not torch.compiler.is_compiling() and forward_ad._current_level >= 0
+
+
+def is_transformed() -> bool:
+    """Whether torch.func or forward-mode differentiation is under way, of which no op here knows."""
+    if torch.compiler.is_compiling():
+        return False
+    return in_forward_mode() or torch._C._are_functorch_transforms_active()
 
 
 def wants_gradient(*args: Any) -> bool:

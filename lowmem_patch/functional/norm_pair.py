@@ -142,7 +142,7 @@ def ms_norm_pair(
     chosen = resolve(implementation, x, weight, bias)
     arguments = (x, weight, bias, eps, weight_offset, centered, wide, narrow, chosen)
     # through the operator where somebody traces: compilers and fake tensors must not meet a launch
-    if _library.wants_gradient(x, weight, bias):
+    if _library.wants_gradient(x, weight, bias) or _library.in_forward_mode():
         y, copy = _call_pair(*arguments)
     else:
         forward = _forward if _library.is_eager(x, weight, bias) else _pair_forward

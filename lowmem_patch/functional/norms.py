@@ -293,6 +293,9 @@ def _norm(
         if centered:
             return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
         return F.rms_norm(x, x.shape[-1:], weight, eps)
+    if _library.in_forward_mode():
+        y = _call_norm(x, weight, bias, eps, weight_offset, centered, out_dtype, chosen)
+        return y
     # autocast would make F.layer_norm return float32
     forward = _forward if _library.is_eager(x, weight, bias) else _norm_forward
     z: Tensor = forward(x, weight, bias, eps, weight_offset, centered, out_dtype, chosen)[0]

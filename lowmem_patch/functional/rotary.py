@@ -97,7 +97,7 @@ _call_rotary = _library.attach_autograd(_rotary, _Rotary)
 
 
 def _apply(x: Tensor, cos: Tensor, sin: Tensor, *settings: Any) -> Tensor:
-    if _library.wants_gradient(x):
+    if _library.wants_gradient(x) or _library.in_forward_mode():
         call = _call_rotary
     else:
         call = _rotate if _library.is_eager(x, cos, sin) else _rotary

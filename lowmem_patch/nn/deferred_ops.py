@@ -178,7 +178,9 @@ def _suits(weight: Tensor, dtype: torch.dtype) -> bool:
 def _plain_linear(value: Tensor, to: Projection, dtype: torch.dtype) -> Tensor:
     """What a compiler sees of a Linear. One with an adapter stays the operator that it is: of three
     products and two sums the compiler makes four more passes over the output."""
-    if _suits(to.weight, dtype):
+    # else a cast waited, a wider adapter's; autocast casts by itself
+    ready = value.dtype == dtype or torch.is_autocast_enabled(value.device.type)
+    if ready and _suits(to.weight, dtype):
         return F.linear(value, to.weight, to.bias)
     return compiled.linear(value, to.weight, to.bias, dtype)
 

@@ -2,7 +2,8 @@
 
 transformers' modules call a function of their file for it, in five elementwise passes over q and k, and as
 many backward. The module gets a copy of its class's forward that looks that one name up elsewhere: neither
-the class nor the file is touched. A pickled model comes back with its class's forward.
+the class nor the file is touched. What else the file holds is as it was at the patch. A pickled model comes
+back with its class's forward.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowmem_patch.functional import rotary_embedding
+from lowmem_patch.functional import is_transformed, rotary_embedding
 
 __all__ = ["Rotation", "release_rotary", "use_rotary"]
 
@@ -30,7 +31,7 @@ class Rotation:
     Attributes:
         name: under which forward looks it up.
         function: ``function(q, k, cos, sin, *optional)``.
-        optional: names of its other parameters; ``unsqueeze_dim`` may be one.
+        optional: names of its other parameters, of ``position_ids`` and ``unsqueeze_dim``.
         heads_dim: the dimension of the heads where ``unsqueeze_dim`` is not given, 1 or 2.
         partial: cos and sin may be shorter than q; what they do not reach stays as it is.
         keeps_dtype: results have the dtype of q and k, else the promoted one.
@@ -49,7 +50,8 @@ class Rotation:
         """As ``function``, which runs itself where the op does not apply."""
         given = {**dict(zip(self.optional, rest, strict=False)), **named}
         heads_dim = given.get("unsqueeze_dim", self.heads_dim)
-        if not self._fits(q, k, cos, sin, heads_dim):
+        chosen = given.get("position_ids") is not None  # rows of cos and sin, in some files
+        if chosen or is_transformed() or not self._fits(q, k, cos, sin, heads_dim):
             return self.function(q, k, cos, sin, *rest, **named)
         dtype = None if self.keeps_dtype else torch.promote_types(q.dtype, cos.dtype)
         if q.dim() == 4:
@@ -70,6 +72,7 @@ class Rotation:
             cos.shape == sin.shape
             and cos.dtype == sin.dtype
             and q.dtype == k.dtype
+            and (q.dtype == cos.dtype or cos.dtype != torch.float64)
             and q.is_floating_point()
             and cos.is_floating_point()
             and not (cos.requires_grad or sin.requires_grad)
@@ -81,12 +84,17 @@ class Rotation:
         )
 
 
+def _names(function: types.FunctionType, rotation: Rotation) -> dict[str, Any]:
+    names = {**function.__globals__, rotation.name: rotation}
+    # by which a compiler would look names up in the module's own file
+    names.pop("__name__", None)
+    return names
+
+
 @cache
 def _forward(function: types.FunctionType, rotation: Rotation) -> types.FunctionType:
     """The function with ``rotation`` in the place of what it looks up under that name."""
-    names = {**function.__globals__, rotation.name: rotation}
-    # by which a compiler would look names up in the module's own file
-    del names["__name__"]
+    names = _names(function, rotation)
     copy = types.FunctionType(
         function.__code__, names, function.__name__, function.__defaults__, function.__closure__
     )
@@ -99,11 +107,21 @@ def _forward(function: types.FunctionType, rotation: Rotation) -> types.Function
 def use_rotary(module: nn.Module, rotation: Rotation) -> None:
     """Give one module a forward of its own, in which ``rotation`` runs as one op."""
     function: Any = type(module).forward
-    module.forward = types.MethodType(_forward(function, rotation), module)
+    copy = _forward(function, rotation)
+    # somebody may have put other functions into the file since
+    if any(copy.__globals__.get(n) is not v for n, v in _names(function, rotation).items()):
+        _forward.cache_clear()
+        copy = _forward(function, rotation)
+    module.forward = types.MethodType(copy, module)
 
 
 def release_rotary(module: nn.Module) -> None:
-    """Take it away again."""
-    function = getattr(module.__dict__.get("forward"), "__func__", None)
-    if isinstance(getattr(function, "rotation", None), Rotation):
-        del module.__dict__["forward"]
+    """Take it away again, also where somebody put it aside to call it from a forward of his own."""
+    for name, method in list(vars(module).items()):
+        function = getattr(method, "__func__", None)
+        if not isinstance(getattr(function, "rotation", None), Rotation):
+            continue
+        if name == "forward":
+            del module.__dict__[name]
+        else:
+            module.__dict__[name] = types.MethodType(type(module).forward, module)

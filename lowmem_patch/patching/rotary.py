@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import inspect
 import types
 from collections.abc import Iterable, Mapping
@@ -38,13 +39,22 @@ def find_rotations(modules: Mapping[str, nn.Module], ran: Iterable[str]) -> dict
     rotations = {}
     for name in ran:
         module = modules[name]
-        if "forward" in module.__dict__:  # somebody else's
+        own = module.__dict__.get("forward")
+        # somebody else's; a pickle brings back the class's
+        if own is not None and getattr(own, "__func__", None) is not type(module).forward:
             continue
         for called, function in _looked_up(module).items():
             rotation = _match(called, function)
-            if rotation is not None:
+            # a copy of its file is where nobody would look for what forward writes
+            if rotation is not None and not _writes_names(type(module).forward):
                 rotations[name] = rotation
     return rotations
+
+
+def _writes_names(forward: Any) -> bool:
+    return any(
+        step.opname in ("STORE_GLOBAL", "DELETE_GLOBAL") for step in dis.get_instructions(forward)
+    )
 
 
 def rotary_note(model: nn.Module, trace: Trace, rotations: Mapping[str, Rotation]) -> str | None:

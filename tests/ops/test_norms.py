@@ -302,6 +302,24 @@ def test_without_gradients_under_autocast(backend: Backend) -> None:
     )
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own
+@pytest.mark.parametrize("pair", [False, True])
+def test_forward_mode_is_refused_where_a_kernel_would_run(backend: Backend, pair: bool) -> None:
+    x = torch.randn(3, 16, device=backend.device)
+    weight = torch.zeros(16, device=backend.device)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+        with pytest.raises(NotImplementedError, match="forward mode"):
+            if pair:
+                dtypes = {"wide": torch.float32, "narrow": torch.bfloat16}
+                chosen = backend.implementation
+                ms_norm_pair(
+                    dual, EPS, weight, None, centered=False, **dtypes, implementation=chosen
+                )
+            else:
+                ours(dual, weight, None, 1.0, False, backend)
+
+
 @pytest.mark.skipif(INTERPRETED, reason="checks arguments, not kernels")
 def test_errors_name_the_shapes() -> None:
     with pytest.raises(ValueError, match=r"\(4,\)"):

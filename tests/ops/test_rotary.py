@@ -244,6 +244,15 @@ def test_without_gradients(backend: Backend) -> None:
     assert torch.equal(y, expected)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own
+def test_forward_mode_is_refused(backend: Backend) -> None:
+    x = leaf((2, 5, 4, 16), backend).detach()
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+        with pytest.raises(NotImplementedError, match="forward mode"):
+            ours(dual, x, *angles((2, 5, 16), backend), backend, heads_dim=2)
+
+
 def test_second_derivatives(backend: Backend) -> None:
     x = leaf((2, 5, 3, 16), backend).transpose(1, 2)
     cos, sin = angles((2, 5, 12), backend)

@@ -265,3 +265,24 @@ def test_two_adapters_at_once_and_a_mixed_batch(mode_name: str, make: Make) -> N
     with torch.autocast("cpu", torch.bfloat16, enabled=mode.autocast is not None):
         ours, theirs = (one.eval()(**inputs, **names)[0] for one in (patched, model))
     torch.testing.assert_close(ours, theirs, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.filterwarnings("ignore:.*(script_method|should not be inst):DeprecationWarning")
+def test_adapters_wider_than_the_model_compiled(make: Make) -> None:
+    """Their products wait for a cast, which the compiler must see."""
+    inputs = FAMILIES["llama"].inputs()
+    del inputs["attention_mask"]  # transformers looks into a mask, which breaks its own graph
+    model = adapt(make("llama").bfloat16(), ["q_proj", "down_proj"])
+    for name, parameter in model.named_parameters():
+        assert (parameter.dtype == torch.float32) == ("lora_" in name)
+    patch_model(model, "exact", example_inputs=inputs)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager_decomp_partition")
+    gradients = []
+    for one in (model, compiled):
+        model.zero_grad()
+        one(**inputs).logits.float().square().mean().backward()
+        gradients.append([p.grad for p in model.parameters() if p.grad is not None])
+    assert gradients[0]
+    for eager, found in zip(*gradients, strict=True):
+        assert (found - eager).norm() <= 0.05 * eager.norm()

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_submodules
 from torch import Tensor, nn
 from transformers import GPTNeoXConfig, GPTNeoXModel
 from transformers.models.cohere import modeling_cohere
@@ -20,7 +21,7 @@ from lowmem_patch import patch_model, patch_report, plan_patch, unpatch_model
 from lowmem_patch.errors import NothingToPatchError
 from lowmem_patch.nn import rotary
 from lowmem_patch.nn.rotary import Rotation
-from lowmem_patch.patching.rotary import _match
+from lowmem_patch.patching.rotary import _match, find_rotations
 from tests.patching.families import FAMILIES, MORE_FAMILIES
 from tests.patching.helpers import build
 
@@ -146,6 +147,9 @@ def test_copies_turn_by_the_op_and_pickles_by_the_class(calls: list[int]) -> Non
     loaded = pickle.loads(pickle.dumps(model))
     torch.testing.assert_close(loaded(**inputs)[0], wanted)
     assert not calls
+    patch_model(unpatch_model(loaded), FUSED, example_inputs=inputs)
+    del calls[:]
+    assert torch.equal(loaded(**inputs)[0], wanted) and calls
 
 
 def test_keep_leaves_them_alone_and_rotary_alone_is_a_patch(calls: list[int]) -> None:
@@ -172,6 +176,90 @@ def test_a_forward_that_somebody_else_set_stays(calls: list[int]) -> None:
     patch_model(model, FUSED, example_inputs=inputs)
     unpatch_model(model)
     assert attention.forward is own
+
+
+def test_a_forward_put_aside_by_a_hook_is_taken_away_too(calls: list[int]) -> None:
+    model, inputs = llama(), tokens()
+    patch_model(model, FUSED, example_inputs=inputs)
+    for layer in model.model.layers:
+        add_hook_to_module(layer.self_attn, ModelHook())
+    del calls[:]
+    model(**inputs)
+    assert calls
+    unpatch_model(model)
+    remove_hook_from_submodules(model)
+    del calls[:]
+    model(**inputs)
+    assert not calls
+    patch_model(model, FUSED, example_inputs=inputs)
+    del calls[:]
+    model(**inputs)
+    assert calls
+
+
+def test_other_functions_put_into_the_file_between_two_patches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    inputs = tokens()
+    patch_model(llama(), FUSED, example_inputs=inputs)
+    seen = []
+    original = modeling_llama.eager_attention_forward
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        seen.append(1)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(modeling_llama, "eager_attention_forward", watched)
+    model = llama()
+    model.set_attn_implementation("eager")
+    patch_model(model, FUSED, example_inputs=inputs)
+    del seen[:]
+    model(**inputs)
+    assert seen
+
+
+_steps = 0
+
+
+class Counts(nn.Module):
+    """Counts in its file."""
+
+    def forward(self, q: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        global _steps
+        _steps += 1
+        return modeling_llama_rotary(q, q, cos, sin)[0]
+
+
+modeling_llama_rotary = modeling_llama.apply_rotary_pos_emb
+
+
+def test_a_forward_that_writes_into_its_file_stays() -> None:
+    assert not find_rotations({"counts": Counts()}, ["counts"])
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own
+@pytest.mark.parametrize("trained", [False, True])
+def test_forward_mode_and_functional_transforms(trained: bool) -> None:
+    inputs = tokens()
+    model = llama().double().requires_grad_(trained)
+    model.set_attn_implementation("eager")
+    embedded = model.get_input_embeddings()(inputs["input_ids"]).detach()
+
+    def run(x: Tensor) -> Tensor:
+        logits: Tensor = model(inputs_embeds=x, use_cache=False).logits
+        return logits
+
+    def found() -> list[Tensor]:
+        return [
+            torch.func.jvp(run, (embedded,), (embedded.cos(),))[1],
+            torch.func.grad(lambda x: run(x).square().sum())(embedded),
+            torch.func.vmap(run)(embedded.unsqueeze(0)),
+        ]
+
+    wanted = found()
+    patch_model(model, FUSED, example_inputs=inputs)
+    for a, b in zip(found(), wanted, strict=True):
+        torch.testing.assert_close(a, b)
 
 
 def apply_rotary_pairs(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -239,6 +327,40 @@ def test_each_way_to_call_it(
         assert (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
         error, before = ((y.double() - exact).norm() for y in (a, b))
         assert error <= 1.01 * before or error <= 1e-7 * exact.norm()
+
+
+def picks(
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    position_ids: Tensor | None = None,
+    unsqueeze_dim: int = 1,
+) -> tuple[Tensor, Tensor]:
+    """As older files have it: position_ids picks rows of cos and sin."""
+    if position_ids is not None:
+        cos, sin = cos[:, position_ids], sin[:, position_ids]
+    turned: tuple[Tensor, Tensor] = modeling_llama_rotary(q, k, cos, sin, unsqueeze_dim)
+    return turned
+
+
+def test_positions_are_picked(calls: list[int]) -> None:
+    rotation = _match("rotary", picks)
+    assert rotation is not None
+    reverse = torch.arange(4, -1, -1)
+    for found, wanted in zip(
+        rotation(*example(), position_ids=reverse), picks(*example(), reverse), strict=True
+    ):
+        assert torch.equal(found, wanted)
+    assert not calls
+    rotation(*example())
+    assert calls
+
+
+def test_float64_angles_of_narrower_queries() -> None:
+    arguments = [t.double() if i > 1 else t for i, t in enumerate(example())]
+    for found, wanted in zip(LLAMA(*arguments), LLAMA.function(*arguments), strict=True):
+        assert torch.equal(found, wanted)
 
 
 def test_angles_that_train_keep_their_gradient(calls: list[int]) -> None:
