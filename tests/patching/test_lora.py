@@ -22,6 +22,7 @@ from tests.patching.helpers import (
     in_mode,
     randomise,
     run,
+    skip_where_torch_breaks_the_graph,
     truth_of,
     twin_of,
 )
@@ -275,14 +276,18 @@ def test_adapters_wider_than_the_model_compiled(make: Make) -> None:
     model = adapt(make("llama").bfloat16(), ["q_proj", "down_proj"])
     for name, parameter in model.named_parameters():
         assert (parameter.dtype == torch.float32) == ("lora_" in name)
+    skip_where_torch_breaks_the_graph(copy.deepcopy(model), inputs)
+    exact = copy.deepcopy(model).double()
     patch_model(model, "exact", example_inputs=inputs)
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager_decomp_partition")
     gradients = []
-    for one in (model, compiled):
-        model.zero_grad()
+    for one in (exact, model, compiled):
+        one.zero_grad()
         one(**inputs).logits.float().square().mean().backward()
-        gradients.append([p.grad for p in model.parameters() if p.grad is not None])
+        gradients.append([p.grad.double() for p in one.parameters() if p.grad is not None])
     assert gradients[0]
-    for eager, found in zip(*gradients, strict=True):
-        assert (found - eager).norm() <= 0.05 * eager.norm()
+    eps = torch.finfo(torch.bfloat16).eps
+    for truth, eager, found in zip(*gradients, strict=True):
+        error = (found - truth).norm()
+        assert error <= 2 * (eager - truth).norm() + eps * truth.norm()

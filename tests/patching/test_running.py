@@ -26,6 +26,7 @@ from tests.patching.helpers import (
     tensors_of,
     truth_of,
     twin_of,
+    why_unsupported,
 )
 from tests.patching.toys import CONFIGS, FOLD, SHARE, Toy, batch, gated, mlp, patched_twin
 
@@ -134,16 +135,6 @@ COMPILED = [
 ]  # fmt: skip
 
 
-def _unsupported(function: Callable[..., Any], *args: Any) -> str:
-    """Why torch.compile cannot trace the function in one graph; nothing if it can."""
-    torch._dynamo.reset()
-    try:
-        torch.compile(function, fullgraph=True, backend="eager")(*args)
-    except torch._dynamo.exc.Unsupported as error:
-        return str(error)
-    return ""
-
-
 class _Wrapped:
     """As little of a tensor as F.pad can be called on."""
 
@@ -158,11 +149,11 @@ class _Wrapped:
 def _why_the_graph_breaks(name: str, unpatched: Any, inputs: dict[str, Any], autocast: Any) -> str:
     """What torch cannot trace though no patch is there: old torch with old transformers."""
     with autocast:
-        why = _unsupported(lambda: unpatched(**inputs))
+        why = why_unsupported(lambda: unpatched(**inputs))
     if why:
         return why
     if name == "timm-swin":  # pads what a norm gives
-        return _unsupported(lambda x: nn.functional.pad(_Wrapped(x), (0, 1)), torch.ones(2))
+        return why_unsupported(lambda x: nn.functional.pad(_Wrapped(x), (0, 1)), torch.ones(2))
     return ""
 
 
