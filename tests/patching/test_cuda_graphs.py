@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -20,8 +21,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning"),
 ]
 Make = Callable[[str], Any]
-# Products are bf16 under autocast, and in a capture cuBLAS may add in another order.
-ROUNDING = torch.finfo(torch.bfloat16).eps
+EPS = torch.finfo(torch.bfloat16).eps
 
 
 def _weighted(output: Tensor) -> Tensor:
@@ -29,22 +29,26 @@ def _weighted(output: Tensor) -> Tensor:
     return (output * weights).mean()
 
 
-def step(model: Any, inputs: dict[str, Tensor]) -> Tensor:
+def step(model: Any, inputs: dict[str, Tensor], *, autocast: bool = True) -> None:
     model.zero_grad(set_to_none=False)
-    with torch.autocast("cuda", torch.bfloat16):
+    device = next(iter(inputs.values())).device.type
+    with torch.autocast(device, torch.bfloat16, enabled=autocast):
         outputs = tensors_of(model(**inputs))
     # weighted, since the mean square behind a norm barely depends on the inputs
-    loss = sum((_weighted(t.float()) for t in outputs), torch.zeros((), device="cuda"))
-    loss.backward()
-    return loss.detach()
+    sum((_weighted(t) for t in outputs), torch.zeros((), device=device)).backward()
 
 
-def gradients(model: Any) -> dict[str, Tensor]:
-    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+def gradients(model: Any) -> Tensor:
+    """Those of all parameters in one vector, in float64."""
+    return torch.cat([p.grad.double().flatten() for p in model.parameters() if p.grad is not None])
 
 
-def flat(tensors: dict[str, Tensor]) -> Tensor:
-    return torch.cat([tensor.flatten() for tensor in tensors.values()])
+def exact_gradients(model: Any, inputs: dict[str, Tensor]) -> Tensor:
+    """Of the patched model in float64."""
+    wide = {k: v.double() if v.is_floating_point() else v for k, v in inputs.items()}
+    exact = copy.deepcopy(model).double()
+    step(exact, wide, autocast=False)
+    return gradients(exact)
 
 
 @pytest.mark.parametrize("preset", ["exact", "auto"])
@@ -72,7 +76,7 @@ def test_a_captured_step_gives_what_an_eager_one_gives(
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = step(model, inputs)
+        step(model, inputs)
 
     for seed in (1, 2):
         generator = torch.Generator().manual_seed(seed)
@@ -84,8 +88,9 @@ def test_a_captured_step_gives_what_an_eager_one_gives(
             )
             tensor.copy_(new)
         graph.replay()
-        loss, found = captured.clone(), gradients(model)
-        wanted = step(model, inputs)
-        torch.testing.assert_close(loss, wanted, rtol=ROUNDING, atol=1e-4)
-        one, two = flat(found), flat(gradients(model))
-        assert torch.linalg.vector_norm(one - two) <= ROUNDING * torch.linalg.vector_norm(two)
+        found = gradients(model)
+        step(model, inputs)
+        eager, exact = gradients(model), exact_gradients(model, inputs)
+        # cuBLAS may add in another order in a capture, of a stock model as well
+        error, allowed = ((g - exact).norm() for g in (found, eager))
+        assert error <= 2 * allowed + EPS * exact.norm()
