@@ -171,6 +171,24 @@ def test_gradients_with_an_adapter(
         assert_within_budget(mine, other, true, unit * true.abs().max())
 
 
+def test_an_adapter_without_a_bias(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its product is written first, over whatever lies there."""
+    allocate = Tensor.new_empty
+    monkeypatch.setattr(Tensor, "new_empty", lambda *a, **k: allocate(*a, **k).fill_(torch.nan))
+    (x,) = make_sources(False, "cpu", torch.float64)
+    weight = torch.randn(OUT, FEATURES, dtype=torch.float64, requires_grad=True)
+    adapter = make_adapter("cpu", torch.float64)
+    inputs = (x, weight, adapter.down, adapter.up)
+    y = kept_linear(x, weight, None, torch.float64, adapter)
+    theirs = with_adapter(x, weight, torch.zeros(OUT, dtype=torch.float64), adapter)
+    torch.testing.assert_close(y, theirs)
+    dy = torch.randn_like(y)
+    for mine, other in zip(
+        torch.autograd.grad(y, inputs, dy), torch.autograd.grad(theirs, inputs, dy), strict=True
+    ):
+        torch.testing.assert_close(mine, other)
+
+
 @pytest.mark.parametrize("gated", [False, True])
 def test_hidden_is_not_kept(backend: Backend, gated: bool) -> None:
     sources = make_sources(gated, backend.device)
