@@ -18,6 +18,7 @@ from lowmem_patch.functional.norm_pair import ms_norm_pair
 from lowmem_patch.functional.norms import ms_layer_norm, ms_rms_norm
 from lowmem_patch.functional.packing import pack_bool, unpack_bool
 from lowmem_patch.functional.rotary import rotary_embedding
+from lowmem_patch.functional.unbind import unbind_permuted
 
 __all__ = [
     "ActivationKind",
@@ -42,5 +43,6 @@ __all__ = [
     "requickgelu2",
     "resilu2",
     "rotary_embedding",
+    "unbind_permuted",
     "unpack_bool",
 ]

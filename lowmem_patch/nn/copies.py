@@ -14,6 +14,7 @@ from lowmem_patch.nn.adapters import AdapterInput, parts_of, runs_one_product
 from lowmem_patch.nn.context import autocast_dtype, has_backward_hooks, needs_gradient
 from lowmem_patch.nn.deferred import Deferred, value_of
 from lowmem_patch.nn.deferred_ops import Kept, KeptMatrix
+from lowmem_patch.nn.joint import follow_joint
 from lowmem_patch.nn.narrow import attached_copy
 
 __all__ = [
@@ -111,10 +112,10 @@ def show_value(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | No
 
 
 def is_own_hook(hook: Any) -> bool:
-    """Whether a hook is one of these, and not a user's."""
+    """Whether a hook is one of the package's, and not a user's."""
     return hook in (
-        keep_input, keep_matrix, keep_weight, lower_input, show_value, use_copy, use_value,
-        give_value,
+        follow_joint, give_value, keep_input, keep_matrix, keep_weight, lower_input, show_value, use_copy,
+        use_value,
     )  # fmt: skip
 
 

@@ -107,7 +107,7 @@ def patch_model(
             return model
     unpatch_model(model)
     report, plan, inputs = _planned(model, resolved, example_inputs)
-    if not (plan.patches or plan.adapters.layers or plan.rotations):
+    if not (plan.patches or plan.adapters.layers or plan.rotations or plan.joint):
         _nothing(report, strict)
     before = run_real(model, inputs) if check else None
     applied = apply_plan(model, plan)
@@ -207,7 +207,10 @@ def _planned(
             notes.append("before, a mask is counted as a GPU keeps it: a byte for each element")
     functional = functional_calls_note(trace, (site.name for site in plan.sites))
     unreached = unreached_note(shadow.model, trace)
-    rotary = None if config.rotary == "keep" else rotary_note(shadow.model, trace, plan.rotations)
+    fuses = config.attention == "fused"
+    rotary = rotary_note(shadow.model, trace, plan.rotations) if fuses else None
+    if plan.joint:
+        notes.append(f"gradients of q, k, v that are joined in one pass, for speed: {len(plan.joint)}")
     notes += [note for note in (rotary, functional, unreached) if note is not None]
     if not any(parameter.requires_grad for parameter in model.parameters()):
         notes.append("no parameter trains, so nothing is kept: patch again once something does")

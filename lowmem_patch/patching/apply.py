@@ -28,6 +28,7 @@ from lowmem_patch.nn.norms import (
     StockMSRMSNorm,
 )
 from lowmem_patch.nn.recompute import RecomputedActivation
+from lowmem_patch.nn.joint import follow_joint
 from lowmem_patch.nn.rotary import release_rotary, use_rotary
 from lowmem_patch.patching.fold import fold_step, unfold_step
 from lowmem_patch.patching.plan import ActivationPatch, DropoutPatch, NormPatch, Patch, Plan
@@ -159,6 +160,10 @@ def apply_plan(model: nn.Module, plan: Plan, *, arithmetic: bool = True) -> Appl
             attention = model.get_submodule(name)
             use_rotary(attention, rotation)
             applied.hooked.append(attention)
+        for name in plan.joint:
+            joint = model.get_submodule(name)
+            joint.register_forward_hook(follow_joint)
+            applied.hooked.append(joint)
     except Exception as error:  # whatever went wrong, the model must be put back first
         undo(model, applied, arithmetic=arithmetic)
         raise PatchError(

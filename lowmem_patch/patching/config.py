@@ -17,18 +17,18 @@ __all__ = ["PatchConfig", "load_config", "preset_names"]
 NORM_CHOICES = ("auto", "fold", "share", "keep")
 ACTIVATION_CHOICES = ("auto", "codes", "recompute", "keep")
 LINEAR_INPUT_CHOICES = ("one_copy", "activation_dtype", "keep")
-ROTARY_CHOICES = ("fused", "keep")
+ATTENTION_CHOICES = ("fused", "keep")
 CHOICES = {
     "norms": NORM_CHOICES,
     "activations": ACTIVATION_CHOICES,
     "linear_inputs": LINEAR_INPUT_CHOICES,
-    "rotary": ROTARY_CHOICES,
+    "attention": ATTENTION_CHOICES,
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class PatchConfig:
-    """What may be done to norms, activations, the inputs of Linears and rotary embeddings.
+    """What may be done to norms, activations, the inputs of Linears and attention.
 
     Args:
         norms: ``"fold"`` folds gamma and beta into the next Linears where that is legal and shares
@@ -42,8 +42,9 @@ class PatchConfig:
             autocast would; both keep the masks of dropouts in bits; ``"keep"`` leaves Linear inputs and
             masks to the framework, except that readers of a patched norm share its output under
             autocast.
-        rotary: ``"fused"`` runs transformers' rotary embeddings of q and k as one op, which keeps no
-            less but takes a tenth of the time; ``"keep"`` leaves them alone.
+        attention: ``"fused"`` runs transformers' rotary embeddings of q and k as one op, and joins the
+            gradients of a joint q, k, v in one pass, which keeps no less but takes a tenth of the time;
+            ``"keep"`` leaves both alone.
         name: shown in reports.
 
     Raises:
@@ -53,7 +54,7 @@ class PatchConfig:
     norms: str = "auto"
     activations: str = "auto"
     linear_inputs: str = "activation_dtype"
-    rotary: str = "fused"
+    attention: str = "fused"
     name: str = dataclasses.field(default="custom", compare=False)
 
     def __post_init__(self) -> None:

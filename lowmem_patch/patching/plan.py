@@ -17,6 +17,7 @@ from lowmem_patch.nn.rotary import Rotation
 from lowmem_patch.patching.adapters import Adapters, find_adapters, frozen_linears
 from lowmem_patch.patching.config import PatchConfig
 from lowmem_patch.patching.fold import identity_affine
+from lowmem_patch.patching.joint import find_joint
 from lowmem_patch.patching.legality import FoldRules, has_data, unfit_to_share
 from lowmem_patch.patching.match import (
     NormSpec,
@@ -97,6 +98,7 @@ class Plan:
     lowers: bool = False  # adapters compute in the activations' dtype
     given_deferred: tuple[str, ...] = ()  # modules that are called with what waits
     rotations: dict[str, Rotation] = dataclasses.field(default_factory=dict)  # by module
+    joint: tuple[str, ...] = ()  # those whose output is q, k and v
 
 
 class _Planner:
@@ -137,9 +139,11 @@ class _Planner:
             for name, p in find_dropouts(self.trace, self.modules, self.adapters).items():
                 self.patches[name] = DropoutPatch(p)
         given = called_with(self.trace, self.waits, self.adapters.layers)
-        rotations = {} if self.config.rotary == "keep" else find_rotations(self.modules, calls)
+        fuses = self.config.attention == "fused"
+        rotations = find_rotations(self.modules, calls) if fuses else {}
+        joint = find_joint(self.trace, calls) if fuses else ()
         return Plan(
-            tuple(sites), self.patches, self.adapters, frozen, softmaxes, lowers, given, rotations
+            tuple(sites), self.patches, self.adapters, frozen, softmaxes, lowers, given, rotations, joint
         )
 
     def _site(self, name: str, calls: list[Call]) -> Site | None:

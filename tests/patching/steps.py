@@ -14,7 +14,7 @@ from tests.patching.helpers import tensors_of
 
 # norms are kept, since sharing recovers their input up to rounding
 ALONE = {
-    "norms": "keep", "activations": "recompute", "linear_inputs": "one_copy", "rotary": "keep",
+    "norms": "keep", "activations": "recompute", "linear_inputs": "one_copy", "attention": "keep",
 }  # fmt: skip
 ROWS, WIDTH = 10, 16
 

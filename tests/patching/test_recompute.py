@@ -25,7 +25,7 @@ EPS = torch.finfo(torch.float32).eps
 EVERY = {**FAMILIES, **MORE_FAMILIES}
 # nothing but the activations changes
 RECOMPUTE = {
-    "norms": "keep", "activations": "recompute", "linear_inputs": "one_copy", "rotary": "keep",
+    "norms": "keep", "activations": "recompute", "linear_inputs": "one_copy", "attention": "keep",
 }  # fmt: skip
 # they write GELU's formula in Python, which rounds otherwise than a kernel
 FORMULAS = ("t5", "gpt2")

@@ -26,7 +26,7 @@ from tests.patching.families import FAMILIES, MORE_FAMILIES
 from tests.patching.helpers import build, skip_where_torch_breaks_the_graph
 
 KEEP = {"norms": "keep", "activations": "keep", "linear_inputs": "keep"}
-FUSED = {**KEEP, "rotary": "fused"}
+FUSED = {**KEEP, "attention": "fused"}
 
 
 def neox() -> nn.Module:
@@ -155,7 +155,7 @@ def test_copies_turn_by_the_op_and_pickles_by_the_class(calls: list[int]) -> Non
 def test_keep_leaves_them_alone_and_rotary_alone_is_a_patch(calls: list[int]) -> None:
     model, inputs = llama(), tokens()
     with pytest.raises(NothingToPatchError):
-        patch_model(model, {**KEEP, "rotary": "keep"}, example_inputs=inputs, strict=True)
+        patch_model(model, {**KEEP, "attention": "keep"}, example_inputs=inputs, strict=True)
     patch_model(model, "paper", example_inputs=inputs)
     model(**inputs)
     assert not calls

@@ -1,0 +1,86 @@
+"""Parts of a permuted tensor, whose gradients are joined in one pass.
+
+    q, k, v = qkv.reshape(B, N, 3, H, D).permute(2, 0, 3, 1, 4).unbind(0)
+
+Torch stacks dq, dk and dv in the order of the permutation, and then copies that to the order of qkv: two
+passes, both with their memory out of order. Here they are joined in the order of qkv. Saved: nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["unbind_permuted"]
+
+
+@lru_cache(maxsize=256)
+def _order(shape: Sequence[int], strides: Sequence[int], dim: int) -> tuple[list[int], int, int]:
+    """The other dimensions of a part in the order of the memory, and the sizes before and behind ``dim``."""
+    memory = sorted(range(len(shape)), key=lambda i: (-strides[i], shape[i] != 1))
+    place = memory.index(dim)
+    order = [i - (i > dim) for i in memory if i != dim]
+    return (
+        order,
+        math.prod(shape[i] for i in memory[:place]),
+        math.prod(shape[i] for i in memory[place + 1 :]),
+    )
+
+
+class _UnbindPermuted(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, whole: Tensor, shape: Sequence[int], strides: Sequence[int], dim: int
+    ) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.whole, ctx.geometry = whole.shape, (tuple(shape), tuple(strides), dim)
+        return whole.as_strided(shape, strides, whole.storage_offset()).unbind(dim)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        # of torch's own ops, so that it can be differentiated again
+        order, before, behind = _order(*ctx.geometry)
+        given = next((g for g in gradients if g is not None), None)
+        if given is None:
+            return None, None, None, None
+        rows = [
+            given.new_zeros(before, behind)
+            if g is None
+            else g.permute(order).reshape(before, behind)
+            for g in gradients
+        ]
+        return torch.cat(rows, 1).view(ctx.whole), None, None, None
+
+
+# Function.apply without its search for torch.func's wrappers
+_apply: Any = super(torch.autograd.Function, _UnbindPermuted).apply  # type: ignore[misc]
+
+
+def unbind_permuted(whole: Tensor, view: Tensor, dim: int = 0) -> tuple[Tensor, ...]:
+    """``view.unbind(dim)``, whose gradient reaches ``whole`` in one pass.
+
+    Args:
+        whole: contiguous, of any shape and dtype.
+        view: all of its elements, in other dimensions and in another order of them.
+        dim: of ``view``.
+
+    Returns:
+        ``view.shape[dim]`` views of ``whole``. It can be differentiated any number of times.
+
+    Raises:
+        ValueError: ``whole`` is not contiguous, or ``view`` is no such view of it.
+    """
+    covers = view.numel() == whole.numel() and view.data_ptr() == whole.data_ptr()
+    if not covers or not whole.is_contiguous():
+        raise ValueError(
+            "unbind_permuted: whole must be contiguous, and view show each of its elements, got "
+            f"{tuple(view.shape)} for {tuple(whole.shape)}"
+        )
+    dim = dim % view.dim()
+    parts: tuple[Tensor, ...] = _apply(whole, view.shape, view.stride(), dim)
+    return parts

@@ -1,0 +1,76 @@
+"""q, k and v that leave one Linear together, on their way to being three.
+
+The Linear's output is followed through views and permutations to the ``unbind`` that takes it apart, so
+that its gradient can be joined in one pass. It is a tensor of a subclass and no stand-in: whatever else is
+done with it is done to the very tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowmem_patch.functional import is_transformed, unbind_permuted
+from lowmem_patch.nn.context import needs_gradient
+from lowmem_patch.rows import function_name
+
+__all__ = ["VIEWS", "Joint", "follow_joint"]
+
+VIEWS = frozenset(("view", "reshape", "unflatten", "permute", "transpose"))
+
+
+class Joint(Tensor):
+    """The output of a Linear, or a view of that.
+
+    Attributes:
+        source: what this is a view of, None for the output itself.
+    """
+
+    source: Joint | None
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs, name = kwargs or {}, function_name(func)
+        with torch._C.DisableTorchFunctionSubclass():
+            this = args[0] if args else None
+            if not isinstance(this, Joint):
+                return func(*args, **kwargs)
+            if name == "unbind" and (whole := this._unwatched()) is not None:
+                return unbind_permuted(whole, this, *args[1:], **kwargs)
+            result = func(*args, **kwargs)
+            # a reshape may have made a copy, and a view of another dtype is another reading
+            same = name in VIEWS and result.data_ptr() == this.data_ptr()
+            return _joint(result, this) if same and result.dtype == this.dtype else result
+
+    def _unwatched(self) -> Joint | None:
+        """The output, unless somebody waits for the gradient of a view on the way, which would not be made."""
+        view = self
+        while view.source is not None:
+            if view._backward_hooks or view.retains_grad:
+                return None
+            view = view.source
+        return view
+
+
+def _joint(tensor: Tensor, source: Joint | None) -> Joint:
+    joint = tensor.as_subclass(Joint)
+    joint.source = source
+    return joint
+
+
+def follow_joint(module: nn.Module, args: tuple[Any, ...], output: Any) -> Joint | None:
+    """Forward hook of a Linear: its output is followed to where it is taken apart."""
+    if torch.compiler.is_compiling() or type(output) is not Tensor or is_transformed():
+        return None
+    if not needs_gradient(output) or not output.is_contiguous() or not output.numel():
+        return None
+    return _joint(output, None)
