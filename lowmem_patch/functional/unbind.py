@@ -22,7 +22,7 @@ __all__ = ["unbind_permuted"]
 @lru_cache(maxsize=256)
 def _order(shape: Sequence[int], strides: Sequence[int], dim: int) -> tuple[list[int], int, int]:
     """The other dimensions of a part in the order of the memory, and the sizes before and behind ``dim``."""
-    memory = sorted(range(len(shape)), key=lambda i: (-strides[i], shape[i] != 1))
+    memory = sorted(range(len(shape)), key=lambda i: -strides[i])
     place = memory.index(dim)
     order = [i - (i > dim) for i in memory if i != dim]
     return (
@@ -58,7 +58,7 @@ class _UnbindPermuted(torch.autograd.Function):
 
 
 # Function.apply without its search for torch.func's wrappers
-_apply: Any = super(torch.autograd.Function, _UnbindPermuted).apply  # type: ignore[misc]
+_apply: Any = super(torch.autograd.Function, _UnbindPermuted).apply
 
 
 def unbind_permuted(whole: Tensor, view: Tensor, dim: int = 0) -> tuple[Tensor, ...]:

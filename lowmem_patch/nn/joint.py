@@ -52,7 +52,7 @@ class Joint(Tensor):
             return _joint(result, this) if same and result.dtype == this.dtype else result
 
     def _unwatched(self) -> Joint | None:
-        """The output, unless somebody waits for the gradient of a view on the way, which would not be made."""
+        """The output, unless somebody waits for a gradient on the way, which would not be made."""
         view = self
         while view.source is not None:
             if view._backward_hooks or view.retains_grad:

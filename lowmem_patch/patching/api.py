@@ -210,7 +210,9 @@ def _planned(
     fuses = config.attention == "fused"
     rotary = rotary_note(shadow.model, trace, plan.rotations) if fuses else None
     if plan.joint:
-        notes.append(f"gradients of q, k, v that are joined in one pass, for speed: {len(plan.joint)}")
+        notes.append(
+            f"gradients of q, k, v that are joined in one pass, for speed: {len(plan.joint)}"
+        )
     notes += [note for note in (rotary, functional, unreached) if note is not None]
     if not any(parameter.requires_grad for parameter in model.parameters()):
         notes.append("no parameter trains, so nothing is kept: patch again once something does")

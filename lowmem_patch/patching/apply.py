@@ -20,6 +20,7 @@ from lowmem_patch.nn.copies import (
     use_value,
 )
 from lowmem_patch.nn.dropout import PackedDropout
+from lowmem_patch.nn.joint import follow_joint
 from lowmem_patch.nn.norms import (
     MSLayerNorm,
     MSNorm,
@@ -28,7 +29,6 @@ from lowmem_patch.nn.norms import (
     StockMSRMSNorm,
 )
 from lowmem_patch.nn.recompute import RecomputedActivation
-from lowmem_patch.nn.joint import follow_joint
 from lowmem_patch.nn.rotary import release_rotary, use_rotary
 from lowmem_patch.patching.fold import fold_step, unfold_step
 from lowmem_patch.patching.plan import ActivationPatch, DropoutPatch, NormPatch, Patch, Plan

@@ -22,7 +22,8 @@ def find_joint(trace: Trace, calls: Mapping[str, list[Call]]) -> tuple[str, ...]
     found = {
         tuple(id(call.outputs[0]) for call in made): name
         for name, made in calls.items()
-        if name and all(len(call.outputs) == 1 and _is_joint(trace, call.outputs[0]) for call in made)
+        if name
+        and all(len(call.outputs) == 1 and _is_joint(trace, call.outputs[0]) for call in made)
     }
     return tuple(found.values())
 

@@ -140,11 +140,12 @@ class _Planner:
                 self.patches[name] = DropoutPatch(p)
         given = called_with(self.trace, self.waits, self.adapters.layers)
         fuses = self.config.attention == "fused"
-        rotations = find_rotations(self.modules, calls) if fuses else {}
-        joint = find_joint(self.trace, calls) if fuses else ()
-        return Plan(
-            tuple(sites), self.patches, self.adapters, frozen, softmaxes, lowers, given, rotations, joint
+        attention = (
+            find_rotations(self.modules, calls) if fuses else {},
+            find_joint(self.trace, calls) if fuses else (),
         )
+        rest = (self.patches, self.adapters, frozen, softmaxes, lowers, given)
+        return Plan(tuple(sites), *rest, *attention)
 
     def _site(self, name: str, calls: list[Call]) -> Site | None:
         module = self.modules[name]
