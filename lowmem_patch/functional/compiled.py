@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from lowmem_patch import reference
 from lowmem_patch.constants import ActivationKind
 
-__all__ = ["activation", "glu", "linear", "norm"]
+__all__ = ["activation", "cast", "glu", "linear", "norm"]
 
 
 def _recomputed(function: Callable[..., Tensor], *args: Any) -> Tensor:
@@ -36,6 +36,11 @@ def _product(gate: Tensor, up: Tensor, kind: ActivationKind) -> Tensor:
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype)
+
+
+def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """``tensor`` in ``dtype``, cast again in backward."""
+    return _recomputed(_cast, tensor, dtype)
 
 
 def activation(x: Tensor, kind: ActivationKind) -> Tensor:
@@ -53,9 +58,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -
     device = x.device.type
     with torch.autocast(device, enabled=False):
         if x.dtype != dtype:
-            x = _recomputed(_cast, x, dtype)
+            x = cast(x, dtype)
         if weight.dtype != dtype:
-            weight = _recomputed(_cast, weight, dtype)
+            weight = cast(weight, dtype)
         return F.linear(x, weight, None if bias is None else bias.to(dtype))
 
 

@@ -178,11 +178,11 @@ def _suits(weight: Tensor, dtype: torch.dtype) -> bool:
 def _plain_linear(value: Tensor, to: Projection, dtype: torch.dtype) -> Tensor:
     """What a compiler sees of a Linear. One with an adapter stays the operator that it is: of three
     products and two sums the compiler makes four more passes over the output."""
-    # else a cast waited, a wider adapter's; autocast casts by itself
-    ready = value.dtype == dtype or torch.is_autocast_enabled(value.device.type)
-    if ready and _suits(to.weight, dtype):
-        return F.linear(value, to.weight, to.bias)
-    return compiled.linear(value, to.weight, to.bias, dtype)
+    autocast = torch.is_autocast_enabled(value.device.type)
+    if not autocast and (value.dtype != dtype or to.weight.dtype != dtype):
+        return compiled.linear(value, to.weight, to.bias, dtype)  # a cast waited, a wider adapter's
+    weight = to.weight if to.weight.dtype == dtype else compiled.cast(to.weight, dtype)
+    return F.linear(value, weight, to.bias)
 
 
 class DeferredNorm(Kept):

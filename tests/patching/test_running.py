@@ -164,7 +164,7 @@ def _why_the_graph_breaks(name: str, unpatched: Any, inputs: dict[str, Any], aut
 def test_compiled_without_a_graph_break(
     name: str, config: str, mode_name: str, dynamic: bool | None, make: Make
 ) -> None:
-    """The same gradients as eager, and no more kept but narrow copies of weights that train."""
+    """The same gradients as eager, and no more kept."""
     if dynamic and (name, config) not in (("llama", "auto"), ("timm-vit", "auto")):
         pytest.skip("two models with symbolic sizes suffice")
     mode, adapted = MODES[mode_name], name.endswith("-lora")
@@ -198,8 +198,7 @@ def test_compiled_without_a_graph_break(
             _, saved = saved_storages(lambda runs=runs: runs(**inputs))
         known = {storage_of(t) for t in (*model.parameters(), *model.buffers())}
         kept[one] = sum(size for storage, size in saved.items() if storage not in known)
-    copies = sum(2 * p.numel() for p in model.parameters()) if mode.autocast else 0
-    assert kept["compiled"] <= 1.05 * kept["eager"] + copies
+    assert kept["compiled"] <= 1.05 * kept["eager"]
 
 
 def _reads_values(output: Any) -> list[Any]:
