@@ -19,11 +19,13 @@ from lowmem_patch.constants import (
     QUICK_GELU_SCALE,
     STEP_TABLES,
     ActivationKind,
+    padded_rank,
 )
 
 __all__ = [
     "activate",
     "activate_backward",
+    "adapter_weights",
     "cast",
     "codes_backward",
     "codes_forward",
@@ -326,3 +328,16 @@ def rotate(
     if partial:
         y[..., size:] = x[..., size:]
     return y
+
+
+def adapter_weights(down: Tensor, raised: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Both weights of a low-rank adapter in ``dtype``, their rank padded with zeros (`padded_rank`).
+
+    Args:
+        down: A, ``[r, F]``.
+        raised: B, ``[O, r]``.
+        dtype: of the results, ``[R, F]`` and ``[O, R]``.
+    """
+    more = padded_rank(down.shape[0], dtype) - down.shape[0]
+    down, raised = cast(down, dtype), cast(raised, dtype)
+    return (F.pad(down, (0, 0, 0, more)), F.pad(raised, (0, more))) if more else (down, raised)

@@ -8,8 +8,8 @@ x (gate, up) alone: in backward one elementwise kernel gives their gradients and
     d_low = s dy B,      d_hidden = dy W + d_low A,     d_x = d_hidden h'(x) (or as in `glu`)
     d_W = dy^T hidden,   d_b = sum dy,   d_A = d_low^T hidden,   d_B = s dy^T low
 
-Saved: x (gate, up) if W or A trains or h is not the identity; low; W, A and B where d_hidden or d_A
-asks for them, as they are given: casts are repeated in backward and leave no copies.
+Saved: x (gate, up) if W or A trains or h is not the identity; low, with its rank padded; W, A and B as
+they are given: casts are repeated in backward and leave no copies.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowmem_patch.constants import ActivationKind
+from lowmem_patch.constants import ActivationKind, padded_rank
 from lowmem_patch.functional import _library
 from lowmem_patch.functional._implementation import module
 
@@ -55,15 +55,15 @@ def linear_forward(
         if down is None or raised is None:
             return _product(hidden, wide_weight, wide_bias), None
         rows = hidden.reshape(-1, hidden.shape[-1])
-        low = F.linear(rows, _cast(down, compute_dtype))
+        down, raised = module(implementation).adapter_weights(down, raised, compute_dtype)
+        low = F.linear(rows, down)
         # The adapter's product first, to which cuBLAS adds the wide one while it computes: the other
         # way round a second product reads and writes y.
-        raised = _cast(raised, compute_dtype).t()
         if wide_bias is None:
             y = rows.new_empty(rows.shape[0], weight.shape[0])
-            y.addmm_(low, raised, beta=0, alpha=scale)  # reads nothing of y
+            y.addmm_(low, raised.t(), beta=0, alpha=scale)  # reads nothing of y
         else:
-            y = torch.addmm(wide_bias, low, raised, alpha=scale)
+            y = torch.addmm(wide_bias, low, raised.t(), alpha=scale)
         y.addmm_(rows, wide_weight.t())
     return y.resize_(*hidden.shape[:-1], weight.shape[0]), low
 
@@ -103,7 +103,7 @@ def _forward_fake(
     if down is None:
         return y, y.new_empty(0)
     rows = hidden.numel() // hidden.shape[-1]
-    return y, y.new_empty((rows, down.shape[0]))
+    return y, y.new_empty((rows, padded_rank(down.shape[0], compute_dtype)))
 
 
 def _backward(
@@ -131,17 +131,18 @@ def _backward(
     rows = dy.reshape(-1, dy.shape[-1])
     gradients: list[Tensor] = []
     with _library.without_autocast(dy.device.type):
-        d_low = None
-        if raised is not None:
-            d_low = rows.mm(_cast(raised, dtype)).mul_(scale)
+        d_low = wide_down = None
+        if down is not None and raised is not None and (needs_input or needs_down):
+            wide_down, wide_raised = ops.adapter_weights(down, raised, dtype)
+            d_low = rows.mm(wide_raised).mul_(scale)
         hidden = None
         if needs_input:
             assert weight is not None
             wide = _cast(weight, dtype)
-            if d_low is None or down is None:
+            if d_low is None or wide_down is None:
                 d_hidden = rows.mm(wide)
             else:  # in the order of the forward
-                d_hidden = d_low.mm(_cast(down, dtype)).addmm_(rows, wide)
+                d_hidden = d_low.mm(wide_down).addmm_(rows, wide)
             d_hidden = d_hidden.view(*dy.shape[:-1], weight.shape[1])
             if kind == IDENTITY:
                 gradients.append(_cast(d_hidden, input_dtype))
@@ -169,11 +170,17 @@ def _backward(
         if needs_bias:
             gradients.append(_cast(rows.sum(0), bias_dtype))
         if needs_down:
-            assert d_low is not None and hidden is not None
-            gradients.append(_cast(d_low.t().mm(hidden), down_dtype))
+            assert d_low is not None and hidden is not None and down is not None
+            d_down = d_low.t().mm(hidden)
+            if d_down.shape != down.shape:
+                d_down = d_down[: down.shape[0]].contiguous()
+            gradients.append(_cast(d_down, down_dtype))
         if needs_raised:
-            assert low is not None
-            gradients.append(_cast(rows.t().mm(low).mul_(scale), raised_dtype))
+            assert low is not None and raised is not None
+            d_raised = rows.t().mm(low).mul_(scale)
+            if d_raised.shape != raised.shape:
+                d_raised = d_raised[:, : raised.shape[1]].contiguous()
+            gradients.append(_cast(d_raised, raised_dtype))
     return gradients
 
 
@@ -213,8 +220,8 @@ def _backward_fake(
         assert raised is not None
         gradients.append(dy.new_empty((raised.shape[1], features), dtype=down_dtype))
     if needs_raised:
-        assert low is not None
-        gradients.append(dy.new_empty((outputs, low.shape[1]), dtype=raised_dtype))
+        assert raised is not None
+        gradients.append(dy.new_empty((outputs, raised.shape[1]), dtype=raised_dtype))
     return gradients
 
 
@@ -271,8 +278,8 @@ class _ActivationLinear(torch.autograd.Function):
             source if keeps else None,
             up if keeps else None,
             weight if for_input else None,
-            down if for_input else None,
-            raised if for_input or for_down else None,
+            down,
+            raised,
             low if for_raised else None,
         )
         ctx.needs = [for_input, for_weight, for_bias, for_down, for_raised]

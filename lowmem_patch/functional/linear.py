@@ -142,7 +142,8 @@ def kept_linear(
         ValueError: shapes do not fit.
     """
     _check_weights("kept_linear", "x", x, weight, adapter)
-    return _linear(x, (x,), weight, bias, adapter, IDENTITY, compute_dtype, "reference")
+    chosen = "reference" if adapter is None else resolve("auto", x, adapter.down, adapter.up)
+    return _linear(x, (x,), weight, bias, adapter, IDENTITY, compute_dtype, chosen)
 
 
 def _check_weights(

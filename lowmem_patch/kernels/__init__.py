@@ -6,6 +6,7 @@ modules, no choice of implementation. Importing this package imports Triton.
 
 from __future__ import annotations
 
+from lowmem_patch.kernels.adapter import adapter_weights
 from lowmem_patch.kernels.dropout import drop, pack_bool
 from lowmem_patch.kernels.norm import norm_forward
 from lowmem_patch.kernels.norm_gradient import norm_backward
@@ -16,6 +17,7 @@ from lowmem_patch.kernels.step_codes import codes_backward, codes_forward
 __all__ = [
     "activate",
     "activate_backward",
+    "adapter_weights",
     "codes_backward",
     "codes_forward",
     "drop",

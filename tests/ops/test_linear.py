@@ -10,6 +10,7 @@ from torch import Tensor
 from lowmem_patch import reference
 from lowmem_patch.constants import ACTIVATION_KINDS
 from lowmem_patch.functional import LowRank, activation, activation_linear, glu
+from lowmem_patch.functional._implementation import module
 from lowmem_patch.functional.linear import kept_linear
 from tests.ops.conftest import INTERPRETED, Backend
 from tests.ops.helpers import assert_within_budget, saved_storages, storage_of
@@ -107,7 +108,7 @@ def make_adapter(device: str, dtype: torch.dtype, rank: int = 3) -> LowRank:
     return LowRank(down, torch.randn(OUT, rank).to(device, dtype).requires_grad_(), 0.7)
 
 
-def with_adapter(hidden: Tensor, weight: Tensor, bias: Tensor, adapter: LowRank) -> Tensor:
+def with_adapter(hidden: Tensor, weight: Tensor, bias: Tensor | None, adapter: LowRank) -> Tensor:
     added = F.linear(F.linear(hidden, adapter.down), adapter.up) * adapter.scale
     return F.linear(hidden, weight, bias) + added
 
@@ -144,7 +145,8 @@ def test_gradients_with_an_adapter(
 
     y, saved = saved_storages(run)
     kept = {storage_of(t) for t in (*sources, weight, adapter.down, adapter.up)}
-    low = 6 * 3 * y.element_size()  # x A^T, smaller than any of the others
+    rank = 8 if dtype == torch.bfloat16 else 3  # padded where tensor cores want it
+    low = 6 * rank * y.element_size()  # x A^T
     assert kept < set(saved) and sum(saved[s] for s in set(saved) - kept) == low
     theirs = with_adapter(hidden_of(sources), weight, bias, adapter)
     wide = [t.detach().double().requires_grad_() for t in (*sources, weight, bias, *adapter[:2])]
@@ -169,6 +171,47 @@ def test_gradients_with_an_adapter(
         strict=True,
     ):
         assert_within_budget(mine, other, true, unit * true.abs().max())
+
+
+@pytest.mark.parametrize("rank", [1, 4, 8, 12])
+@pytest.mark.parametrize("given", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_adapter_weights(
+    backend: Backend, rank: int, given: torch.dtype, dtype: torch.dtype
+) -> None:
+    """Cast once, to the nearest; what is padded is zeros, and float32 is not padded."""
+    down = torch.randn(rank, FEATURES).to(backend.device, given)
+    raised = torch.randn(OUT, 2 * rank).to(backend.device, given)[:, ::2]  # in strides
+    found = module(backend.implementation).adapter_weights(down, raised, dtype)
+    padded = rank if dtype == torch.float32 else {1: 8, 4: 8, 8: 8, 12: 16}[rank]
+    assert [tuple(t.shape) for t in found] == [(padded, FEATURES), (OUT, padded)]
+    assert not found[0][rank:].any() and not found[1][:, rank:].any()
+    # Triton's interpreter cuts off what does not fit into bfloat16
+    ulps = torch.finfo(dtype).eps if INTERPRETED and dtype == torch.bfloat16 != given else 0
+    for narrow, wide in ((found[0][:rank], down), (found[1][:, :rank], raised)):
+        torch.testing.assert_close(narrow, wide.to(dtype), rtol=ulps, atol=0)
+
+
+@pytest.mark.parametrize("trains", ["x", "down", "up"])
+def test_one_part_of_an_adapted_linear_trains(backend: Backend, trains: str) -> None:
+    """A rank that is padded, with weights wider than the product."""
+    (x,) = (t.detach() for t in make_sources(False, backend.device))
+    weight = torch.randn(OUT, FEATURES, device=backend.device)
+    adapter = LowRank(*(t.detach() for t in make_adapter(backend.device, torch.float32)[:2]), 0.7)
+    one = {"x": x, "down": adapter.down, "up": adapter.up}[trains].requires_grad_()
+    y = kept_linear(x, weight, None, torch.bfloat16, adapter)
+    dy = torch.randn_like(y)
+    (found,) = torch.autograd.grad(y, one, dy)
+    with torch.autocast(backend.device, torch.bfloat16):
+        theirs = with_adapter(x, weight, None, adapter)
+    (other,) = torch.autograd.grad(theirs, one, dy)
+    x, weight, down, up = (
+        t.detach().double().requires_grad_(t is one) for t in (x, weight, *adapter[:2])
+    )
+    exact = with_adapter(x, weight, None, LowRank(down, up, adapter.scale))
+    (true,) = torch.autograd.grad(exact, [t for t in (x, down, up) if t.requires_grad], dy.double())
+    assert found.dtype == torch.float32 and found.is_contiguous()
+    assert_within_budget(found, other, true, torch.finfo(torch.bfloat16).eps * true.abs().max())
 
 
 def test_an_adapter_without_a_bias(monkeypatch: pytest.MonkeyPatch) -> None:
