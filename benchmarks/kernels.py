@@ -33,6 +33,7 @@ from timing import DTYPE, Call, Timer, tensor
 from torch import Tensor
 
 from lowmem_patch import kernels
+from lowmem_patch.functional import unbind_permuted
 
 NORM_SHAPES = ((32768, 4096), (16384, 8192), (8192, 16384), (50432, 768), (12608, 768))
 # under autocast: x and dx float32, y and dy bfloat16
@@ -40,6 +41,7 @@ AUTOCAST_SHAPE = (25216, 768)
 CODES_SHAPE = (8, 4096, 14336)
 GLU_SHAPE = (8192, 11008)
 ROTARY_SHAPE = (4, 32, 2048, 128)
+UNBIND_SHAPE = (128, 197, 12, 64)
 CACHE_BYTES = 256 * 2**20  # more than any second-level cache
 EPS = 1e-5
 
@@ -283,6 +285,25 @@ def rotary_cases() -> Iterator[Case]:
         yield from pair("rotary", ROTARY_SHAPE, "liger", (nbytes, nbytes), sets)
 
 
+def unbind_cases() -> Iterator[Case]:
+    """The gradients of q, k and v, as flash attention leaves them, on the way to their Linear."""
+    batches, positions, heads, columns = UNBIND_SHAPE
+    nbytes = 2 * 3 * torch.Size(UNBIND_SHAPE).numel() * DTYPE.itemsize
+    for by in ("ours", "torch"):
+        calls = []
+        for _ in input_sets(nbytes):
+            x = tensor(batches, positions, 3 * heads * columns).requires_grad_()
+            view = x.view(batches, positions, 3, heads, columns).permute(2, 0, 3, 1, 4)
+            parts = unbind_permuted(x, view) if by == "ours" else view.unbind(0)
+            seeds = [tensor(*UNBIND_SHAPE).transpose(1, 2) for _ in parts]
+            calls.append(
+                lambda x=x, parts=parts, seeds=seeds: torch.autograd.grad(
+                    parts, x, seeds, retain_graph=True
+                )
+            )
+        yield Case("unbind q, k, v backward", UNBIND_SHAPE, by, nbytes, calls)
+
+
 def all_cases() -> Iterator[Callable[[], Iterator[Case]]]:
     for shape in NORM_SHAPES:
         yield lambda shape=shape: copy_cases(shape)
@@ -294,6 +315,7 @@ def all_cases() -> Iterator[Callable[[], Iterator[Case]]]:
     for packed in (False, True):
         yield lambda packed=packed: glu_cases(packed)
     yield rotary_cases
+    yield unbind_cases
 
 
 def driver_version() -> str:
