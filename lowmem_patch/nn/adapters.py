@@ -1,29 +1,87 @@
-"""A LoRA layer's base Linear and adapter as one op, found as the layer's own forward runs.
+"""A LoRA layer's forward: its base Linear and its adapters as one op, on one copy of the input.
 
-PEFT computes ``base(x) + B(A(x)) * scale`` in eager steps: two more passes over the output for the
-product, two for the scale, three for the sum, and in backward three more over the input's gradient.
-Here each step only notes what it was asked for, and the sum computes all of it
-(`lowmem_patch.functional.linear`). A step that is not of this form (dropout, a variant such as DoRA, a
-second adapter) asks for the value, and gets it.
+PEFT computes ``base(x) + B(A(x)) * scale`` in five modules' calls and eager steps: two more passes over the
+output for the product, two for the scale, three for the sum, and in backward three more over the input's
+gradient. Each layer gets a forward of its own that calls `lowmem_patch.functional.kept_linear` once. What
+is not of this form (dropout, a hook on a part, a merged adapter) is left to the class's forward, on an
+input of which no cast is kept.
+
+The forward is a ``functools.partial`` that holds its layer: copies and pickles take it along.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lowmem_patch.functional import LowRank, kept_linear
-from lowmem_patch.nn.deferred import Deferred, Lowered, Projection
+from lowmem_patch.nn.context import autocast_dtype, has_backward_hooks, refuse_custom_functions
+from lowmem_patch.nn.deferred import Deferred, Projection, value_of
+from lowmem_patch.nn.deferred_ops import Kept
+from lowmem_patch.nn.dropout import PackedDropout
+from lowmem_patch.nn.forwards import release_forward
 
-__all__ = ["AdapterInput", "parts_of", "runs_one_product"]
+__all__ = ["is_adapter_forward", "release_adapter", "use_adapter"]
+
+# what the forward of PEFT's Linear looks up: one that looks up more computes more
+_KNOWN = frozenset(
+    (
+        "VARIANT_KWARG_KEYS", "_cast_input_dtype", "_check_forward_args", "_mixed_batch_forward",
+        "active_adapters", "base_layer", "disable_adapters", "dtype", "forward", "keys", "lora_A", "lora_B",
+        "lora_dropout", "lora_variant", "merged", "pop", "scaling", "to", "unmerge", "weight",
+    )
+)  # fmt: skip
 
 
-def parts_of(layer: nn.Module) -> list[nn.Module]:
-    """A LoRA layer and the modules that its forward calls, the base layer first of these."""
-    children: Any = layer._modules  # past nn.Module's search by name: this runs in each forward
+def use_adapter(layer: nn.Module, lowers: bool) -> None:
+    """Give a LoRA layer a forward that keeps one copy of its input.
+
+    Args:
+        layer: a LoRA layer of a Linear.
+        lowers: adapters wider than the input are computed in the input's dtype.
+    """
+    forward = forward_as_one if _adds_products(type(layer).forward) else forward_kept
+    layer.forward = partial(forward, layer, lowers)
+
+
+def release_adapter(layer: nn.Module) -> None:
+    """Take it away again."""
+    release_forward(layer, is_adapter_forward)
+
+
+def is_adapter_forward(forward: Any) -> bool:
+    """Whether this is what :func:`use_adapter` gives."""
+    return isinstance(forward, partial) and forward.func in (forward_as_one, forward_kept)
+
+
+def _adds_products(forward: Callable[..., Any]) -> bool:
+    """Whether a class's forward is the one that `forward_as_one` stands for, told by what it looks up."""
+    code = getattr(forward, "__code__", None)
+    named = (getattr(forward, "__module__", ""), getattr(forward, "__qualname__", ""))
+    known = named == ("peft.tuners.lora.layer", "Linear.forward")
+    return known and code is not None and _KNOWN.issuperset(code.co_names)
+
+
+def forward_kept(layer: Any, lowers: bool, *args: Any, **kwargs: Any) -> Any:
+    """The class's forward, on an input of which autograd keeps no copy in another dtype."""
+    if args:
+        x = args[0]
+        if any(has_backward_hooks(part) for part in _parts_of(layer)):
+            x = value_of(x)
+        # of an input that needs no gradient (the first block's) the adapter would keep a cast as well
+        elif isinstance(x, Tensor) and torch.is_grad_enabled() and x.is_floating_point():
+            x = Kept(x, lowers)
+        args = (x, *args[1:])
+    return value_of(type(layer).forward(layer, *args, **kwargs))
+
+
+def _parts_of(layer: nn.Module) -> list[nn.Module]:
+    """A LoRA layer and the modules that its forward calls."""
+    children: Any = layer._modules
     parts = [layer, children["base_layer"]]
     for table in ("lora_A", "lora_B", "lora_dropout"):
         if table in children:
@@ -31,147 +89,112 @@ def parts_of(layer: nn.Module) -> list[nn.Module]:
     return parts
 
 
-def runs_one_product(layer: nn.Module, parts: list[nn.Module]) -> bool:
-    """Whether this forward of a LoRA layer is one base Linear plus products that add to it.
+def forward_as_one(layer: Any, lowers: bool, *args: Any, **kwargs: Any) -> Any:
+    """The base Linear and every active adapter as one op, where that is what the class's forward computes."""
+    if len(args) == 1 and not kwargs and torch.is_grad_enabled():
+        x = args[0]
+        deferred = isinstance(x, Deferred)
+        if deferred or (isinstance(x, Tensor) and x.is_floating_point()):
+            products = _products(layer, x.dtype, x.lowers if deferred else lowers)
+            if products is not None and not (deferred and x.is_written()):
+                refuse_custom_functions()
+                return _computed(x if deferred else Kept(x), *products)
+    return forward_kept(layer, lowers, *args, **kwargs)
 
-    A hook on one of its ``parts`` may write into what it sees, or wait for its gradient.
+
+def _computed(x: Deferred, to: Projection, dtype: torch.dtype, rest: list[LowRank]) -> Tensor:
+    y: Tensor = value_of(x.linear(to, dtype))
+    for down, up, scale in rest:
+        low = value_of(x.linear(Projection(down, None), dtype))
+        product = kept_linear(low, up, None, dtype)
+        y = y + (product if scale == 1.0 else product * scale)
+    return y
+
+
+def _products(
+    layer: Any, given: torch.dtype, lowers: bool
+) -> tuple[Projection, torch.dtype, list[LowRank]] | None:
+    """The base Linear with the first adapter, the dtype of the product, and the other adapters.
+
+    None where the layer would compute anything else, or somebody looks at a part of it.
     """
-    if type(parts[1]) is not nn.Linear or layer.disable_adapters or layer.merged:
-        return False
-    return not any(part._forward_hooks or part._forward_pre_hooks for part in parts[1:])
+    # tables of modules and parameters, past nn.Module's search by name: this runs in each forward
+    children = layer._modules
+    base = children["base_layer"]
+    if type(base) is not nn.Linear or _is_watched(base) or has_backward_hooks(layer):
+        return None
+    weight = base._parameters.get("weight")
+    if weight is None or layer.disable_adapters or layer.merged:
+        return None
+    narrow = autocast_dtype(weight.device.type, given)
+    if narrow is None and weight.dtype != given:
+        return None
+    downs, ups = children["lora_A"]._modules, children["lora_B"]._modules
+    dropouts = children["lora_dropout"]._modules
+    adapters = []
+    for name in layer.active_adapters:
+        if name not in downs:
+            continue
+        if name in layer.lora_variant or not _passes(dropouts[name]):
+            return None
+        down, up, scale = _weight(downs[name]), _weight(ups[name]), layer.scaling[name]
+        if down is None or up is None or up.dtype != down.dtype:
+            return None
+        seen = down.dtype if getattr(layer, "cast_input_dtype_enabled", True) else given
+        if not _fits(given, narrow, seen, down.dtype, lowers) or not isinstance(
+            scale, (int, float)
+        ):
+            return None
+        adapters.append(LowRank(down, up, float(scale)))
+    if not adapters:
+        return None
+    to = Projection(weight, base._parameters.get("bias"), adapters[0])
+    return to, given if narrow is None else narrow, adapters[1:]
 
 
-class AdapterInput(Deferred):
-    """The input of a LoRA layer: it tells the layer's own weights from others."""
-
-    watches = False
-    parent: Deferred
-
-    def __init__(self, parent: Deferred, layer: Any) -> None:
-        super().__init__(parent.sources, parent.dtype, parent.lowers)
-        self.parent = parent
-        self.layer = layer
-        self.base: _BaseProduct | None = None
-
-    def compute(self) -> Tensor:
-        if self.base is not None:
-            # no longer one op: whoever reads the value may write into it, and gradients shall be
-            # summed in the order of unpatched code
-            self.base.value()
-        return self.parent.value()
-
-    def moved(self, sources: tuple[Tensor, ...]) -> Deferred:
-        return self.parent.moved(sources)
-
-    def dropped(self, whole: Deferred, p: float) -> Any:
-        return self.parent.dropped(whole, p)
-
-    def linear(self, to: Projection, dtype: torch.dtype) -> Any:
-        children = self.layer._modules
-        if to.weight is children["base_layer"].weight:
-            self.base = _BaseProduct(self.parent, to, dtype)
-            return self.base
-        if to.bias is None:
-            for down in children["lora_A"]._modules.values():
-                if to.weight is down.weight:
-                    return _Down(self.parent, to.weight, dtype)
-        return self.parent.linear(to, dtype)
+def _is_watched(part: nn.Module) -> bool:
+    """Whether somebody may write into what this part sees, wait for its gradient, or run in its place."""
+    return bool(
+        part._forward_hooks
+        or part._forward_pre_hooks
+        or part._backward_hooks
+        or part._backward_pre_hooks
+        or "forward" in part.__dict__
+    )
 
 
-class _Product(Deferred):
-    """Base of the products, whose shape is not that of their source."""
-
-    watches = False
-    parent: Deferred
-
-    def __init__(self, parent: Deferred, dtype: torch.dtype) -> None:
-        super().__init__((), dtype, parent.lowers)
-        self.parent = parent
-
-    def _known(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return super()._known(func, name, args, kwargs) if name == "linear" else None
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("shape", "device", "ndim", "layout", "is_cuda", "requires_grad", "names"):
-            return getattr(self.value(), name)
-        return super().__getattr__(name)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}(dtype={self.dtype})"
+def _weight(part: nn.Module) -> Tensor | None:
+    """The weight of A or B, None if it is more than a product."""
+    parameters = part._parameters
+    if type(part) is not nn.Linear or parameters.get("bias") is not None or _is_watched(part):
+        return None
+    return parameters.get("weight")
 
 
-class _BaseProduct(_Product):
-    """The base Linear's output, which waits for the adapter."""
-
-    def __init__(self, parent: Deferred, to: Projection, dtype: torch.dtype) -> None:
-        super().__init__(parent, dtype)
-        self.to_output = to
-
-    def compute(self) -> Tensor:
-        y: Tensor = self.parent.linear(self.to_output, self.dtype)
-        return y
-
-    def linear(self, to: Projection, dtype: torch.dtype) -> Any:
-        return F.linear(self.value(), to.weight, to.bias)
-
-    def plus(self, other: Any) -> Any:
-        one = isinstance(other, _Up) and other.parent is self.parent and other.narrow == self.dtype
-        if isinstance(other, Lowered):  # behind a dropout, say
-            return other.plus(self.value())
-        if not one or self._value is not None:
-            return super().plus(other)
-        return self.parent.linear(self.to_output._replace(adapter=other.adapter), self.dtype)
+def _passes(dropout: nn.Module) -> bool:
+    """Whether a dropout gives what it is given."""
+    if type(dropout) is nn.Identity:
+        return not _is_watched(dropout)
+    plain = type(dropout) in (nn.Dropout, PackedDropout) and not _is_watched(dropout)
+    return plain and not (dropout.training and dropout.p)
 
 
-class _Down(_Product):
-    """x A^T, on its way to B."""
+def _fits(
+    given: torch.dtype,
+    narrow: torch.dtype | None,
+    seen: torch.dtype,
+    own: torch.dtype,
+    lowers: bool,
+) -> bool:
+    """Whether an adapter's product has the dtype of the base's.
 
-    def __init__(self, parent: Deferred, down: Tensor, narrow: torch.dtype) -> None:
-        super().__init__(parent, narrow)
-        self.down = down
-        self.narrow = narrow
-
-    def seen_in(self, dtype: torch.dtype) -> _Down:
-        """The same, computed in the narrow dtype where unpatched code holds this one."""
-        self.dtype = dtype
-        return self
-
-    def compute(self) -> Tensor:
-        y: Tensor = self.parent.linear(Projection(self.down, None), self.narrow)
-        return y.to(self.dtype)
-
-    def linear(self, to: Projection, dtype: torch.dtype) -> Any:
-        if to.bias is None and dtype == self.dtype:
-            return _Up(self, LowRank(self.down, to.weight, 1.0))
-        return F.linear(self.value(), to.weight, to.bias)
-
-
-class _Up(_Product):
-    """s x A^T B^T, on its way to the base Linear's output."""
-
-    def __init__(self, source: _Down, adapter: LowRank) -> None:
-        super().__init__(source.parent, source.dtype)
-        self.source = source
-        self.narrow = source.narrow
-        self.adapter = adapter
-
-    def compute(self) -> Tensor:
-        return self._product().to(self.dtype)
-
-    def _product(self) -> Tensor:
-        low: Tensor = self.parent.linear(Projection(self.adapter.down, None), self.narrow)
-        product = kept_linear(low, self.adapter.up, None, self.narrow)
-        return product if self.adapter.scale == 1.0 else product * self.adapter.scale
-
-    def linear(self, to: Projection, dtype: torch.dtype) -> Any:
-        return F.linear(self.value(), to.weight, to.bias)
-
-    def times(self, other: Any) -> Any:
-        if not isinstance(other, (int, float)):
-            return super().times(other)
-        return _Up(self.source, self.adapter._replace(scale=self.adapter.scale * other))
-
-    def plus(self, other: Any) -> Any:
-        if isinstance(other, Tensor) and other.dtype == self.narrow:
-            return other + self._product()
-        return super().plus(other)
+    Args:
+        given: of the layer's input.
+        narrow: autocast's.
+        seen: of the input as A gets it.
+        own: of A.
+        lowers: as of the layer.
+    """
+    if narrow is not None:
+        return seen != torch.float64  # autocast leaves that alone
+    return own == seen and (seen == given or (lowers and given.itemsize < seen.itemsize))

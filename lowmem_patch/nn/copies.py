@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowmem_patch.nn.adapters import AdapterInput, parts_of, runs_one_product
 from lowmem_patch.nn.context import autocast_dtype, has_backward_hooks, needs_gradient
 from lowmem_patch.nn.deferred import Deferred, value_of
 from lowmem_patch.nn.deferred_ops import Kept, KeptMatrix
@@ -18,8 +17,7 @@ from lowmem_patch.nn.joint import follow_joint
 from lowmem_patch.nn.narrow import attached_copy
 
 __all__ = [
-    "give_value", "is_own_hook", "keep_input", "keep_matrix", "keep_weight", "lower_input",
-    "release_input", "show_value", "use_copy", "use_value",
+    "is_own_hook", "keep_matrix", "keep_weight", "release_input", "show_value", "use_copy", "use_value",
 ]  # fmt: skip
 
 
@@ -37,41 +35,6 @@ def use_copy(module: nn.Linear, args: tuple[Any, ...]) -> tuple[Any, ...] | None
     # torch's own node costs less time than ours, which only a frozen weight is worth
     plain = module.weight.requires_grad or has_backward_hooks(module)
     return (copy if plain else Kept(copy), *args[1:])
-
-
-def keep_input(layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """Forward pre-hook of an adapter layer: its input becomes :class:`Kept`."""
-    return _adapter_input(layer, args, lowers=False)
-
-
-def lower_input(layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """As :func:`keep_input`, and the adapter computes in the input's dtype."""
-    return _adapter_input(layer, args, lowers=True)
-
-
-def _adapter_input(
-    layer: nn.Module, args: tuple[Any, ...], *, lowers: bool
-) -> tuple[Any, ...] | None:
-    if not args:
-        return None
-    parts = parts_of(layer)
-    for part in parts:
-        if has_backward_hooks(part):
-            return use_value(layer, args)
-    x = args[0]
-    # of an input that needs no gradient (the first block's) the adapter would keep a cast as well
-    if isinstance(x, Tensor) and torch.is_grad_enabled() and x.is_floating_point():
-        x = Kept(x, lowers)
-    if not isinstance(x, Deferred):
-        return None
-    if runs_one_product(layer, parts):
-        x = AdapterInput(x, layer)
-    return (x, *args[1:])
-
-
-def give_value(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    """Forward hook of an adapter layer: what leaves it is a tensor, whatever its forward did."""
-    return output.value() if isinstance(output, Deferred) else None
 
 
 def keep_weight(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
@@ -114,8 +77,7 @@ def show_value(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | No
 def is_own_hook(hook: Any) -> bool:
     """Whether a hook is one of the package's, and not a user's."""
     return hook in (
-        follow_joint, give_value, keep_input, keep_matrix, keep_weight, lower_input, show_value, use_copy,
-        use_value,
+        follow_joint, keep_matrix, keep_weight, show_value, use_copy, use_value,
     )  # fmt: skip
 
 

@@ -360,8 +360,7 @@ class DeferredCast(Deferred):
         self._passed_on = True
         narrow = self.parent.dtype
         if self.lowers and dtype == self.dtype and narrow.itemsize < dtype.itemsize:
-            result = self.parent.linear(to, narrow)
-            return Lowered(result, dtype) if isinstance(result, Tensor) else result.seen_in(dtype)
+            return Lowered(value_of(self.parent.linear(to, narrow)), dtype)
         return self.parent.linear(to, dtype)
 
 
@@ -384,7 +383,7 @@ class Lowered(Deferred):
     def linear(self, to: Projection, dtype: torch.dtype) -> Any:
         tensor = self.sources[0]
         narrow = tensor.dtype if dtype == self.dtype else dtype
-        y = kept_linear(tensor, to.weight, to.bias, narrow)
+        y = kept_linear(tensor, to.weight, to.bias, narrow, to.adapter)
         return Lowered(y, dtype) if dtype == self.dtype else y
 
     def times(self, other: Any) -> Any:

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from lowmem_patch.functional import is_transformed, rotary_embedding
+from lowmem_patch.nn.forwards import release_forward
 
-__all__ = ["Rotation", "release_rotary", "use_rotary"]
+__all__ = ["Rotation", "is_rotary_forward", "release_rotary", "use_rotary"]
 
 Pair = tuple[Tensor, Tensor]
 
@@ -117,13 +118,12 @@ def use_rotary(module: nn.Module, rotation: Rotation) -> None:
     module.forward = types.MethodType(copy, module)
 
 
+def is_rotary_forward(forward: Any) -> bool:
+    """Whether this is what :func:`use_rotary` gives."""
+    function = getattr(forward, "__func__", None)
+    return isinstance(getattr(function, "rotation", None), Rotation)
+
+
 def release_rotary(module: nn.Module) -> None:
-    """Take it away again, also where somebody put it aside to call it from a forward of his own."""
-    for name, method in list(vars(module).items()):
-        function = getattr(method, "__func__", None)
-        if not isinstance(getattr(function, "rotation", None), Rotation):
-            continue
-        if name == "forward":
-            del module.__dict__[name]
-        else:
-            module.__dict__[name] = types.MethodType(type(module).forward, module)
+    """Take it away again."""
+    release_forward(module, is_rotary_forward)

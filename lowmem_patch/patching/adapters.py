@@ -9,6 +9,9 @@ from typing import Any
 
 from torch import nn
 
+from lowmem_patch.nn.adapters import is_adapter_forward
+from lowmem_patch.nn.forwards import has_forward_of_others
+
 __all__ = ["Adapters", "find_adapters", "frozen_linears"]
 
 
@@ -57,6 +60,8 @@ def _active(layer: Any, table: str) -> list[Any]:
 
 def _reason(layer: Any) -> str | None:
     """Why an adapter layer is left alone, or None."""
+    if has_forward_of_others(layer, is_adapter_forward):
+        return "other code gave them a forward of their own"
     if not isinstance(getattr(layer, "lora_A", None), nn.ModuleDict) or not len(layer.lora_A):
         return f"{type(layer).__name__} of {type(layer).__module__.split('.')[-2]} is no LoRA of a Linear"
     kinds = {type(down).__name__ for down in layer.lora_A.values() if type(down) is not nn.Linear}

@@ -8,12 +8,10 @@ from torch import Tensor, nn
 
 from lowmem_patch.errors import PatchError
 from lowmem_patch.nn.activations import CodesActivation
+from lowmem_patch.nn.adapters import release_adapter, use_adapter
 from lowmem_patch.nn.copies import (
-    give_value,
-    keep_input,
     keep_matrix,
     keep_weight,
-    lower_input,
     release_input,
     show_value,
     use_copy,
@@ -178,8 +176,7 @@ def _copy_readers(plan: Plan) -> list[str]:
 
 
 def _keep_one_input(layer: nn.Module, applied: Applied, lowers: bool) -> None:
-    layer.register_forward_pre_hook(lower_input if lowers else keep_input)
-    layer.register_forward_hook(give_value)
+    use_adapter(layer, lowers)
     applied.hooked.append(layer)
     base = layer.base_layer
     if isinstance(base, nn.Module) and type(base) is not nn.Linear:
@@ -214,6 +211,7 @@ def undo(
                 parent._modules[slot] = _original_of(current)
     for layer in applied.hooked:
         release_input(layer)
+        release_adapter(layer)
         release_rotary(layer)
     for folded in reversed(applied.folded):
         if arithmetic and unfold:

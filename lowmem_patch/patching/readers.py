@@ -219,10 +219,10 @@ def _place(op: Op) -> str:
 
 
 def called_with(trace: Trace, tensors: set[int], apart: Sequence[str]) -> tuple[str, ...]:
-    """Modules that are called with one of ``tensors`` (ids), but for those in ``apart`` and inside them."""
+    """Modules that are called with one of ``tensors`` (ids), but for those inside of ``apart``."""
     prefixes = tuple(f"{name}." for name in apart)
     names = (call.name for call in trace.calls if not tensors.isdisjoint(map(id, call.inputs)))
-    return tuple(name for name in dict.fromkeys(names) if not f"{name}.".startswith(prefixes))
+    return tuple(name for name in dict.fromkeys(names) if not name.startswith(prefixes))
 
 
 def parameter_uses(trace: Trace) -> dict[str, list[Op]]:

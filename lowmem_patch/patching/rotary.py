@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowmem_patch.nn.rotary import Rotation
+from lowmem_patch.nn.forwards import has_forward_of_others
+from lowmem_patch.nn.rotary import Rotation, is_rotary_forward
 from lowmem_patch.patching.trace import Trace
 
 __all__ = ["find_rotations", "rotary_note"]
@@ -39,9 +40,7 @@ def find_rotations(modules: Mapping[str, nn.Module], ran: Iterable[str]) -> dict
     rotations = {}
     for name in ran:
         module = modules[name]
-        own = module.__dict__.get("forward")
-        # somebody else's; a pickle brings back the class's
-        if own is not None and getattr(own, "__func__", None) is not type(module).forward:
+        if has_forward_of_others(module, is_rotary_forward):
             continue
         for called, function in _looked_up(module).items():
             rotation = _match(called, function)
