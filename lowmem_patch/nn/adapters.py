@@ -23,7 +23,7 @@ from lowmem_patch.nn.context import autocast_dtype, has_backward_hooks, refuse_c
 from lowmem_patch.nn.deferred import Deferred, Projection, value_of
 from lowmem_patch.nn.deferred_ops import Kept
 from lowmem_patch.nn.dropout import PackedDropout
-from lowmem_patch.nn.forwards import release_forward
+from lowmem_patch.nn.forwards import give_forward, release_forward
 
 __all__ = ["is_adapter_forward", "release_adapter", "use_adapter"]
 
@@ -45,7 +45,7 @@ def use_adapter(layer: nn.Module, lowers: bool) -> None:
         lowers: adapters wider than the input are computed in the input's dtype.
     """
     forward = forward_as_one if _adds_products(type(layer).forward) else forward_kept
-    layer.forward = partial(forward, layer, lowers)
+    give_forward(layer, partial(forward, layer, lowers))
 
 
 def release_adapter(layer: nn.Module) -> None:

@@ -4,11 +4,31 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import nn
 
-__all__ = ["has_forward_of_others", "release_forward"]
+__all__ = ["give_forward", "has_forward_of_others", "release_forward"]
+
+_REPLICATE = "_replicate_for_data_parallel"
+
+
+def give_forward(module: nn.Module, forward: Any) -> None:
+    """Set a forward that holds its module: a bound method, or a partial with the module in front."""
+    module.forward = forward
+    setattr(module, _REPLICATE, partial(_replicate, module))
+
+
+def _replicate(module: nn.Module) -> nn.Module:
+    """As nn.DataParallel asks for it: what holds the module holds the replica there."""
+    replica: nn.Module = getattr(type(module), _REPLICATE)(module)
+    for name, value in vars(module).items():
+        if isinstance(value, types.MethodType) and value.__self__ is module:
+            replica.__dict__[name] = types.MethodType(value.__func__, replica)
+        elif isinstance(value, partial) and value.args[:1] and value.args[0] is module:
+            replica.__dict__[name] = partial(value.func, replica, *value.args[1:])
+    return replica
 
 
 def has_forward_of_others(module: nn.Module, is_own: Callable[[Any], bool]) -> bool:
@@ -24,6 +44,7 @@ def release_forward(module: nn.Module, is_own: Callable[[Any], bool]) -> None:
     for name, forward in list(vars(module).items()):
         if not is_own(forward):
             continue
+        module.__dict__.pop(_REPLICATE, None)
         if name == "forward":
             del module.__dict__[name]
         else:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lowmem_patch.functional import is_transformed, rotary_embedding
-from lowmem_patch.nn.forwards import release_forward
+from lowmem_patch.nn.forwards import give_forward, release_forward
 
 __all__ = ["Rotation", "is_rotary_forward", "release_rotary", "use_rotary"]
 
@@ -115,7 +115,7 @@ def use_rotary(module: nn.Module, rotation: Rotation) -> None:
     if any(copy.__globals__.get(n) is not v for n, v in _names(function, rotation).items()):
         _forward.cache_clear()
         copy = _forward(function, rotation)
-    module.forward = types.MethodType(copy, module)
+    give_forward(module, types.MethodType(copy, module))
 
 
 def is_rotary_forward(forward: Any) -> bool:
