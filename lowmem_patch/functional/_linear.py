@@ -35,6 +35,12 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
+def _scaled(scale: float, left: Tensor, right: Tensor) -> Tensor:
+    """scale * (left @ right), scaled before it is rounded, in one launch."""
+    y = left.new_empty(left.shape[0], right.shape[1])
+    return y.addmm_(left, right, beta=0, alpha=scale)  # reads nothing of y
+
+
 def linear_forward(
     hidden: Tensor,
     source: Tensor,
@@ -60,8 +66,7 @@ def linear_forward(
         # The adapter's product first, to which cuBLAS adds the wide one while it computes: the other
         # way round a second product reads and writes y.
         if wide_bias is None:
-            y = rows.new_empty(rows.shape[0], weight.shape[0])
-            y.addmm_(low, raised.t(), beta=0, alpha=scale)  # reads nothing of y
+            y = _scaled(scale, low, raised.t())
         else:
             y = torch.addmm(wide_bias, low, raised.t(), alpha=scale)
         y.addmm_(rows, wide_weight.t())
@@ -134,7 +139,7 @@ def _backward(
         d_low = wide_down = None
         if down is not None and raised is not None and (needs_input or needs_down):
             wide_down, wide_raised = ops.adapter_weights(down, raised, dtype)
-            d_low = rows.mm(wide_raised).mul_(scale)
+            d_low = _scaled(scale, rows, wide_raised)
         hidden = None
         if needs_input:
             assert weight is not None
@@ -177,7 +182,7 @@ def _backward(
             gradients.append(_cast(d_down, down_dtype))
         if needs_raised:
             assert low is not None and raised is not None
-            d_raised = rows.t().mm(low).mul_(scale)
+            d_raised = _scaled(scale, rows.t(), low)
             if d_raised.shape != raised.shape:
                 d_raised = d_raised[:, : raised.shape[1]].contiguous()
             gradients.append(_cast(d_raised, raised_dtype))

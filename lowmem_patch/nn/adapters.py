@@ -25,7 +25,7 @@ from lowmem_patch.nn.deferred_ops import Kept
 from lowmem_patch.nn.dropout import PackedDropout
 from lowmem_patch.nn.forwards import give_forward, release_forward
 
-__all__ = ["is_adapter_forward", "release_adapter", "use_adapter"]
+__all__ = ["adds_products", "is_adapter_forward", "release_adapter", "use_adapter"]
 
 # what the forward of PEFT's Linear looks up: one that looks up more computes more
 _KNOWN = frozenset(
@@ -44,7 +44,7 @@ def use_adapter(layer: nn.Module, lowers: bool) -> None:
         layer: a LoRA layer of a Linear.
         lowers: adapters wider than the input are computed in the input's dtype.
     """
-    forward = forward_as_one if _adds_products(type(layer).forward) else forward_kept
+    forward = forward_as_one if adds_products(type(layer).forward) else forward_kept
     give_forward(layer, partial(forward, layer, lowers))
 
 
@@ -58,7 +58,7 @@ def is_adapter_forward(forward: Any) -> bool:
     return isinstance(forward, partial) and forward.func in (forward_as_one, forward_kept)
 
 
-def _adds_products(forward: Callable[..., Any]) -> bool:
+def adds_products(forward: Callable[..., Any]) -> bool:
     """Whether a class's forward is the one that `forward_as_one` stands for, told by what it looks up."""
     code = getattr(forward, "__code__", None)
     named = (getattr(forward, "__module__", ""), getattr(forward, "__qualname__", ""))

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from lowmem_patch.nn.adapters import is_adapter_forward
+from lowmem_patch.nn.adapters import adds_products, is_adapter_forward
 from lowmem_patch.nn.forwards import has_forward_of_others
 
 __all__ = ["Adapters", "find_adapters", "frozen_linears"]
@@ -28,6 +28,7 @@ def find_adapters(modules: Mapping[str, nn.Module]) -> Adapters:
     layers: list[str] = []
     alone: Counter[str] = Counter()
     dropouts: Counter[float] = Counter()
+    steps: Counter[str] = Counter()
     for name, module in modules.items():
         if not hasattr(module, "base_layer") or not _trains(module):
             continue
@@ -36,6 +37,8 @@ def find_adapters(modules: Mapping[str, nn.Module]) -> Adapters:
             alone[reason] += 1
             continue
         layers.append(name)
+        if not adds_products(type(module).forward):
+            steps[type(module).__name__] += 1
         p = _dropout(module)
         if p > 0:
             dropouts[p] += 1
@@ -43,6 +46,10 @@ def find_adapters(modules: Mapping[str, nn.Module]) -> Adapters:
     notes += [
         f"{count} of them keep one bit more for each element of it: the mask of their dropout of {p:g}"
         for p, count in dropouts.items()
+    ]
+    notes += [
+        f"{count} of them ({kind}) run base and adapter one after the other, as their own forward does"
+        for kind, count in steps.items()
     ]
     notes += [f"{count} adapter layers are left alone: {why}" for why, count in alone.items()]
     return Adapters(tuple(layers), tuple(notes))

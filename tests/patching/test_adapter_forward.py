@@ -95,8 +95,8 @@ def runs_as_one(model: Any, parts: list[int]) -> bool:
 
 
 def test_peft_computes_what_one_op_stands_for() -> None:
-    assert adapters._adds_products(lora.Linear.forward)
-    assert not adapters._adds_products(lora.Embedding.forward)
+    assert adapters.adds_products(lora.Linear.forward)
+    assert not adapters.adds_products(lora.Embedding.forward)
 
 
 def test_the_common_case_is_one_op_and_no_modules_call(
@@ -242,6 +242,7 @@ def test_a_class_with_another_forward_computes_that(parts: list[int]) -> None:
     model.base_model.model.q.__class__ = Twice
     twin = copy.deepcopy(model)
     patched(model)
+    assert any("1 of them (Twice) run base and adapter" in n for n in patch_report(model).notes)
     assert not runs_as_one(model, parts)
     assert_same(model, twin)
 
