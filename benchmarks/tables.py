@@ -64,6 +64,12 @@ _COLUMNS = (
 )
 
 
+def _step(row: dict[str, Any]) -> str:
+    """The step's median, with its spread where that is more than a twentieth of it."""
+    median, spread = row["step_ms"], row["step_spread_ms"]
+    return f"{median:.1f} ± {spread:.1f}" if spread > 0.05 * median else f"{median:.1f}"
+
+
 def gpu_table(name: str) -> str:
     """act / peak+ / step on the GPU."""
     data = _load(name)
@@ -79,7 +85,7 @@ def gpu_table(name: str) -> str:
             if row is None or "error" in row:
                 cells.append("")
             else:
-                cells.append(f"{row['act_mib']:.0f} / {row['peak_mib']:.0f} / {row['step_ms']:.1f}")
+                cells.append(f"{row['act_mib']:.0f} / {row['peak_mib']:.0f} / {_step(row)}")
         rows.append(f"| {case} | {' | '.join(cells)} |")
     command = f"python benchmarks/models.py --device cuda --json benchmarks/results/{name}"
     return "\n".join([*rows, "", f"`{command}`: {_environment(data)}"])
