@@ -73,6 +73,7 @@ def unbind_permuted(whole: Tensor, view: Tensor, dim: int = 0) -> tuple[Tensor, 
         ``view.shape[dim]`` views of ``whole``. It can be differentiated any number of times.
 
     Raises:
+        IndexError: ``view`` has no such dimension.
         ValueError: ``whole`` is not contiguous, or ``view`` is no such view of it.
     """
     covers = view.numel() == whole.numel() and view.data_ptr() == whole.data_ptr()
@@ -81,6 +82,8 @@ def unbind_permuted(whole: Tensor, view: Tensor, dim: int = 0) -> tuple[Tensor, 
             "unbind_permuted: whole must be contiguous, and view show each of its elements, got "
             f"{tuple(view.shape)} for {tuple(whole.shape)}"
         )
+    if not -view.dim() <= dim < view.dim():
+        raise IndexError(f"unbind_permuted: dimension {dim} of a view of {view.dim()} dimensions")
     dim = dim % view.dim()
     parts: tuple[Tensor, ...] = _apply(whole, view.shape, view.stride(), dim)
     return parts

@@ -21,6 +21,11 @@ __all__ = ["VIEWS", "Joint", "follow_joint"]
 
 VIEWS = frozenset(("view", "reshape", "unflatten", "permute", "transpose"))
 
+_PASSED = (
+    "the gradients of q, k and v go past this view, since it was unbound before: call it before unbind, "
+    "or patch with attention: keep"
+)
+
 
 class Joint(Tensor):
     """The output of a Linear, or a view of that.
@@ -30,6 +35,7 @@ class Joint(Tensor):
     """
 
     source: Joint | None
+    _passed = False  # parts were given out, whose gradients go past this view
 
     @classmethod
     def __torch_function__(
@@ -45,11 +51,21 @@ class Joint(Tensor):
             if not isinstance(this, Joint):
                 return func(*args, **kwargs)
             if name == "unbind" and (whole := this._unwatched()) is not None:
-                return unbind_permuted(whole, this, *args[1:], **kwargs)
+                parts = unbind_permuted(whole, this, *args[1:], **kwargs)
+                view: Joint | None = this
+                while view is not None and view is not whole:
+                    view._passed, view = True, view.source
+                return parts
+            if this._passed and name in ("register_hook", "retain_grad"):
+                raise RuntimeError(f"{name}: {_PASSED}")
             result = func(*args, **kwargs)
             # a reshape may have made a copy, and a view of another dtype is another reading
             same = name in VIEWS and result.data_ptr() == this.data_ptr()
             return _joint(result, this) if same and result.dtype == this.dtype else result
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        plain: Any = self.as_subclass(Tensor)
+        return plain.__reduce_ex__(protocol)
 
     def _unwatched(self) -> Joint | None:
         """The output, unless somebody waits for a gradient on the way, which would not be made."""
@@ -70,6 +86,8 @@ def _joint(tensor: Tensor, source: Joint | None) -> Joint:
 def follow_joint(module: nn.Module, args: tuple[Any, ...], output: Any) -> Joint | None:
     """Forward hook of a Linear: its output is followed to where it is taken apart."""
     if torch.compiler.is_compiling() or type(output) is not Tensor or is_transformed():
+        return None
+    if torch._C._is_tracing():  # torch.jit
         return None
     if not needs_gradient(output) or not output.is_contiguous() or not output.numel():
         return None

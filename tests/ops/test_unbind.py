@@ -116,3 +116,10 @@ def test_other_views_are_refused() -> None:
         unbind_permuted(x, x.clone(), 0)
     with pytest.raises(ValueError, match="must be contiguous"):
         unbind_permuted(x.t(), x.t(), 0)
+
+
+@pytest.mark.parametrize("dim", [4, -5])
+def test_a_dimension_that_is_not_there_is_refused(dim: int) -> None:
+    x = whole()
+    with pytest.raises(IndexError, match=f"dimension {dim} of a view of 4"):
+        unbind_permuted(x, view_of(x, (1, 2, 0, 3)), dim)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import io
 import pickle
 import weakref
 from typing import Any
@@ -209,6 +210,43 @@ def test_hooks_on_the_linear_see_gradients_and_tensors() -> None:
     assert len(seen[plain]) == len(seen[patched]) == 2
     for a, b in zip(seen[plain], seen[patched], strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("watch", [Tensor.retain_grad, lambda t: t.register_hook(print)])
+def test_who_waits_for_a_gradient_too_late_is_told(watch: Any) -> None:
+    model = Split()
+    patch_model(model, FUSED, example_inputs=rows())
+    held: list[Tensor] = []
+    model.on_the_way = lambda t: held.append(t) or t
+    model(rows())
+    assert type(held[0]) is Joint
+    with pytest.raises(RuntimeError, match="call it before unbind"):
+        watch(held[0])
+
+
+def test_what_a_hook_kept_is_saved_as_a_tensor() -> None:
+    model, held = Split(), list[Tensor]()
+    patch_model(model, FUSED, example_inputs=rows())
+    model.qkv.register_forward_hook(lambda _m, _i, output: held.append(output))
+    model(rows())
+    file = io.BytesIO()
+    torch.save(held, file)
+    file.seek(0)
+    (loaded,) = torch.load(file, weights_only=True)
+    assert type(loaded) is Tensor and torch.equal(loaded, held[0])
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit:FutureWarning")
+def test_traced_it_is_plain_code(calls: list[int]) -> None:
+    model = Split()
+    patch_model(model, FUSED, example_inputs=rows())
+    del calls[:]
+    traced = torch.jit.trace(model, rows())  # type: ignore[no-untyped-call]
+    assert not calls
+    output, gradients = step(traced, rows())
+    again, found = step(model, rows())
+    assert torch.equal(again, output) and found.keys() == gradients.keys()
 
 
 def test_a_reader_beside_the_split_is_no_site() -> None:
