@@ -19,7 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from lowmem_patch.functional import LowRank, kept_linear
-from lowmem_patch.nn.context import autocast_dtype, has_backward_hooks, refuse_custom_functions
+from lowmem_patch.nn.context import (
+    autocast_dtype,
+    has_backward_hooks,
+    has_hooks_of_all,
+    refuse_custom_functions,
+)
 from lowmem_patch.nn.deferred import Deferred, Projection, value_of
 from lowmem_patch.nn.deferred_ops import Kept
 from lowmem_patch.nn.dropout import PackedDropout
@@ -60,10 +65,12 @@ def is_adapter_forward(forward: Any) -> bool:
 
 def adds_products(forward: Callable[..., Any]) -> bool:
     """Whether a class's forward is the one that `forward_as_one` stands for, told by what it looks up."""
-    code = getattr(forward, "__code__", None)
-    named = (getattr(forward, "__module__", ""), getattr(forward, "__qualname__", ""))
-    known = named == ("peft.tuners.lora.layer", "Linear.forward")
-    return known and code is not None and _KNOWN.issuperset(code.co_names)
+    # not by the function's own names, which a functools.wraps around it takes over
+    code: Any = getattr(forward, "__code__", None)
+    file = getattr(forward, "__globals__", {}).get("__name__")
+    if file != "peft.tuners.lora.layer" or code.co_qualname != "Linear.forward":
+        return False
+    return _KNOWN.issuperset(code.co_names)
 
 
 def forward_kept(layer: Any, lowers: bool, *args: Any, **kwargs: Any) -> Any:
@@ -91,7 +98,7 @@ def _parts_of(layer: nn.Module) -> list[nn.Module]:
 
 def forward_as_one(layer: Any, lowers: bool, *args: Any, **kwargs: Any) -> Any:
     """The base Linear and every active adapter as one op, where that is what the class's forward computes."""
-    if len(args) == 1 and not kwargs and torch.is_grad_enabled():
+    if len(args) == 1 and not kwargs and torch.is_grad_enabled() and _stands_for(layer):
         x = args[0]
         deferred = isinstance(x, Deferred)
         if deferred or (isinstance(x, Tensor) and x.is_floating_point()):
@@ -100,6 +107,11 @@ def forward_as_one(layer: Any, lowers: bool, *args: Any, **kwargs: Any) -> Any:
                 refuse_custom_functions()
                 return _computed(x if deferred else Kept(x), *products)
     return forward_kept(layer, lowers, *args, **kwargs)
+
+
+def _stands_for(layer: nn.Module) -> bool:
+    """Whether the class's forward is the known one still: somebody may have set another since."""
+    return torch.compiler.is_compiling() or adds_products(type(layer).forward)
 
 
 def _computed(x: Deferred, to: Projection, dtype: torch.dtype, rest: list[LowRank]) -> Tensor:
@@ -122,6 +134,8 @@ def _products(
     children = layer._modules
     base = children["base_layer"]
     if type(base) is not nn.Linear or _is_watched(base) or has_backward_hooks(layer):
+        return None
+    if has_hooks_of_all():
         return None
     weight = base._parameters.get("weight")
     if weight is None or layer.disable_adapters or layer.merged:

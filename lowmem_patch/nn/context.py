@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as all_modules
 
 __all__ = [
     "LOST",
     "autocast_dtype",
     "has_backward_hooks",
+    "has_hooks_of_all",
     "in_inference_mode",
     "is_sharded_alone",
     "needs_gradient",
@@ -31,7 +33,17 @@ def autocast_dtype(device: str, dtype: torch.dtype) -> torch.dtype | None:
 
 def has_backward_hooks(module: nn.Module) -> bool:
     """Whether torch looks for tensors among what enters and leaves the module, to hook on."""
-    return bool(module._backward_hooks or module._backward_pre_hooks)
+    return bool(
+        module._backward_hooks
+        or module._backward_pre_hooks
+        or all_modules._global_backward_hooks
+        or all_modules._global_backward_pre_hooks
+    )
+
+
+def has_hooks_of_all() -> bool:
+    """Whether there are hooks that torch calls for every module, ours and those that ours stand for."""
+    return bool(all_modules._has_any_global_hook())  # type: ignore[no-untyped-call]
 
 
 def is_sharded_alone(module: nn.Module) -> bool:

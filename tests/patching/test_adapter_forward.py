@@ -232,6 +232,62 @@ def test_other_dtypes_arguments_and_no_gradient(parts: list[int]) -> None:
         layer(data())
 
 
+def _linear(result: Any) -> Any:
+    """A hook of all modules that acts on Linears."""
+    return lambda module, *given: result(*given) if type(module) is nn.Linear else None
+
+
+_OF_ALL = {
+    "forward": lambda args, output: 2 * output,
+    "forward_pre": lambda args: (2 * args[0],),
+    "full_backward": lambda inputs, outputs: (2 * inputs[0],),
+    "full_backward_pre": lambda outputs: (2 * outputs[0],),
+}
+
+
+@pytest.mark.parametrize("kind", _OF_ALL)
+def test_hooks_of_all_modules_see_the_parts(kind: str, parts: list[int]) -> None:
+    plain = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
+    torch.manual_seed(0)
+    model: Any = get_peft_model(
+        plain,  # type: ignore[arg-type]
+        LoraConfig(r=RANK, target_modules=["0", "2"], init_lora_weights=False),
+    )
+    twin = copy.deepcopy(model)
+    patched(model)
+    hook = getattr(nn.modules.module, f"register_module_{kind}_hook")(_linear(_OF_ALL[kind]))
+    try:
+        assert not runs_as_one(model, parts)
+        assert_same(model, twin)
+    finally:
+        hook.remove()
+    assert runs_as_one(model, parts)
+
+
+def test_a_decorated_forward_is_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = lora.Linear.forward
+
+    @functools.wraps(forward)
+    def twice(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return 2 * forward(self, x, *args, **kwargs)
+
+    monkeypatch.setattr(lora.Linear, "forward", twice)
+    model = adapted()
+    twin = copy.deepcopy(model)
+    assert_same(patched(model), twin)
+
+
+def test_a_forward_that_a_class_got_after_the_patch_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = adapted()
+    twin = copy.deepcopy(model)
+    patched(model)
+    for one in (model, twin):
+        one.base_model.model.q.__class__ = Twice
+    assert_same(model, twin)
+    monkeypatch.setattr(lora.Linear, "forward", lambda self, x: 3 * self.base_layer(x))
+    assert_same(model, twin)
+
+
 class Twice(lora.Linear):
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return 2 * super().forward(x, *args, **kwargs)
