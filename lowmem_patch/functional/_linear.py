@@ -8,8 +8,8 @@ x (gate, up) alone: in backward one elementwise kernel gives their gradients and
     d_low = s dy B,      d_hidden = dy W + d_low A,     d_x = d_hidden h'(x) (or as in `glu`)
     d_W = dy^T hidden,   d_b = sum dy,   d_A = d_low^T hidden,   d_B = s dy^T low
 
-Saved: x (gate, up) if W or A trains or h is not the identity; low, with its rank padded; W, A and B as
-they are given: casts are repeated in backward and leave no copies.
+Saved: x (gate, up) if W or A trains or h is not the identity; low, with its rank padded; W, A and B where
+d_hidden, d_A or d_B asks for them, as they are given: casts are repeated in backward and leave no copies.
 """
 
 from __future__ import annotations
@@ -137,14 +137,15 @@ def _backward(
     gradients: list[Tensor] = []
     with _library.without_autocast(dy.device.type):
         d_low = wide_down = None
-        if down is not None and raised is not None and (needs_input or needs_down):
-            wide_down, wide_raised = ops.adapter_weights(down, raised, dtype)
+        if raised is not None and (needs_input or needs_down):
+            first = raised.new_empty((raised.shape[1], 0)) if down is None else down
+            wide_down, wide_raised = ops.adapter_weights(first, raised, dtype)
             d_low = _scaled(scale, rows, wide_raised)
         hidden = None
         if needs_input:
             assert weight is not None
             wide = _cast(weight, dtype)
-            if d_low is None or wide_down is None:
+            if d_low is None or wide_down is None or down is None:
                 d_hidden = rows.mm(wide)
             else:  # in the order of the forward
                 d_hidden = d_low.mm(wide_down).addmm_(rows, wide)
@@ -175,10 +176,10 @@ def _backward(
         if needs_bias:
             gradients.append(_cast(rows.sum(0), bias_dtype))
         if needs_down:
-            assert d_low is not None and hidden is not None and down is not None
+            assert d_low is not None and hidden is not None and raised is not None
             d_down = d_low.t().mm(hidden)
-            if d_down.shape != down.shape:
-                d_down = d_down[: down.shape[0]].contiguous()
+            if d_down.shape[0] != raised.shape[1]:
+                d_down = d_down[: raised.shape[1]].contiguous()
             gradients.append(_cast(d_down, down_dtype))
         if needs_raised:
             assert low is not None and raised is not None
@@ -283,8 +284,8 @@ class _ActivationLinear(torch.autograd.Function):
             source if keeps else None,
             up if keeps else None,
             weight if for_input else None,
-            down,
-            raised,
+            down if for_input else None,
+            raised if for_input or for_down or for_raised else None,
             low if for_raised else None,
         )
         ctx.needs = [for_input, for_weight, for_bias, for_down, for_raised]
