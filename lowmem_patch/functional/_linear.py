@@ -138,7 +138,7 @@ def _backward(
     with _library.without_autocast(dy.device.type):
         d_low = wide_down = None
         if raised is not None and (needs_input or needs_down):
-            first = raised.new_empty((raised.shape[1], 0)) if down is None else down
+            first = raised.new_empty((raised.shape[1], 1)) if down is None else down
             wide_down, wide_raised = ops.adapter_weights(first, raised, dtype)
             d_low = _scaled(scale, rows, wide_raised)
         hidden = None

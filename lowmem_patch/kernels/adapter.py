@@ -67,7 +67,7 @@ def adapter_weights(down: Tensor, raised: Tensor, dtype: torch.dtype) -> tuple[T
     wide_down = down.new_empty((padded, features), dtype=dtype)
     wide_raised = raised.new_empty((outputs, padded), dtype=dtype)
     sizes = (padded * features, outputs * padded)
-    if any(sizes):
+    if all(sizes):
         grid = (-(-max(sizes) // BLOCK), 1, 1)
         _adapter_launch(padded)(
             grid, (down, raised, wide_down, wide_raised), (rank, rank * features, *sizes)
