@@ -69,9 +69,12 @@ def reads_weight(
 
 
 def module_kinds(model: nn.Module) -> dict[str, str]:
-    """``norms`` or ``activations`` by module path: leaves, and for activations the module around them."""
+    """The kind of what a module itself saves, by its path: of norms, of activations and the modules around
+    them, and of adapter layers, which may run as one op that no torch function announces."""
     kinds: dict[str, str] = {}
     for name, module in model.named_modules():
+        if hasattr(module, "base_layer"):
+            kinds[name] = "linear inputs"
         if next(module.children(), None) is not None:
             continue
         label = type(module).__name__.lower()
@@ -91,13 +94,15 @@ def kind_of(tensor: Tensor, savers: Iterable[Saver], kinds: dict[str, str], larg
         kinds: of modules, from :func:`module_kinds`.
         largest: elements of the largest tensor that the first saver's module saved.
     """
+    savers = tuple(savers)
     found = {_kind(saver, kinds) for saver in savers}
+    adapted = any(kinds.get(saver.module) == "linear inputs" for saver in savers)  # x A^T is narrow
     if "attention" in found:
         return "attention"
     for kind in ("linear inputs", "norms"):  # a norm may run right before its Linear, in there
         if kind in found:
             packed = not tensor.is_floating_point()
-            small = packed or tensor.numel() * _NARROWEST_ROW <= largest
+            small = packed or (tensor.numel() * _NARROWEST_ROW <= largest and not adapted)
             return "codes and statistics" if small else kind
     if "activations" in found:
         packed = not tensor.is_floating_point()

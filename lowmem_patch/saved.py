@@ -100,6 +100,8 @@ def module_stack(model: nn.Module) -> Iterator[list[str]]:
         def leave(_module: nn.Module, _args: Any, _output: Any) -> None:
             stack.pop()
 
+        for hook in (enter, leave):  # a LoRA layer's one call need not give way to these
+            hook.__dict__["only_looks"] = True
         handles.append(module.register_forward_pre_hook(enter, prepend=True))
         handles.append(module.register_forward_hook(leave, always_call=True))
     try:

@@ -93,6 +93,7 @@ class Case(NamedTuple):
     total: int
     layer: int
     floor: Callable[[], float] | None = None
+    padding: int = 0  # columns that padded ranks add to x A^T, in all Linears of a layer
 
 
 TOKENS, PATCHES = ROWS * LENGTH, ROWS * 197
@@ -175,11 +176,11 @@ CASES = {
     ),
     "ViT-B/16 LoRA all": Case(
         vit, lora(VIT_LINEARS, 4), True, "exact", 1.04, 51, 55, 53,
-        lambda: vit_floor(full=False, gelu=4, adapters=16),
+        lambda: vit_floor(full=False, gelu=4, adapters=16), padding=4 * 4,
     ),
     "ViT-B/16 LoRA qkv": Case(
         vit, lora(r".*blocks.*\.qkv", 4), True, "auto", 1.04, 52, 54, 50,
-        lambda: vit_floor(full=False, gelu=0.5, adapters=4),
+        lambda: vit_floor(full=False, gelu=0.5, adapters=4), padding=4,
     ),
     "RoBERTa-base full": Case(roberta, same, True, "exact", 1.05, 50, 52, 50, roberta_floor),
     "Swin-T full": Case(swin, same, True, "exact", 1.10, 55, 64, 64),
@@ -220,7 +221,8 @@ def test_saved_bytes_reach_the_floor(name: str) -> None:
             getattr(three, which) - getattr(two, which)
             for which in ("saved_before", "saved_after", "floor")
         )
-        assert after == floor  # an inner layer keeps what the rule allows, to the byte
+        # an inner layer keeps what the rule allows, to the byte
+        assert after == floor + PATCHES * case.padding * 2
         assert percent(after, before) <= case.layer
         shares, floors = [*shares, case.layer], [*floors, percent(floor, before)]
     assert min(shares) <= case.aim or min(floors) > case.aim  # reached, or beyond the rule

@@ -168,13 +168,18 @@ def _products(
 
 def _is_watched(part: nn.Module) -> bool:
     """Whether somebody may write into what this part sees, wait for its gradient, or run in its place."""
+    hooks = (part._forward_hooks, part._forward_pre_hooks)
     return bool(
-        part._forward_hooks
-        or part._forward_pre_hooks
+        ((hooks[0] or hooks[1]) and any(map(_acts, (*hooks[0].values(), *hooks[1].values()))))
         or part._backward_hooks
         or part._backward_pre_hooks
         or "forward" in part.__dict__
     )
+
+
+def _acts(hook: Any) -> bool:
+    """Whether a hook may do more than look: those of `saved_bytes` do not."""
+    return not getattr(hook, "only_looks", False)
 
 
 def _weight(part: nn.Module) -> Tensor | None:

@@ -74,6 +74,12 @@ def norms() -> Iterator[Any]:
                 yield kernels.norm_backward(*given, False, True, centered)
 
 
+def adapters() -> Iterator[Any]:
+    for rank in (4, 8, 12):
+        weights = torch.ones(rank, 64), torch.ones(32, rank)
+        yield kernels.adapter_weights(*weights, DTYPE)
+
+
 def dropouts() -> Iterator[Any]:
     for elements in (1024, 1023):
         bits = kernels.pack_bool(torch.ones(elements, dtype=torch.bool))
@@ -108,7 +114,7 @@ def main() -> None:
 
     driver.set_active(Absent())
     with mock.patch.object(Launch, "_launch", compile_only):
-        for _ in (*activations(), *norms(), *dropouts(), *rotary()):
+        for _ in (*activations(), *adapters(), *norms(), *dropouts(), *rotary()):
             pass
     print(
         json.dumps(

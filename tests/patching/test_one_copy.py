@@ -73,7 +73,8 @@ def test_siblings_share_x_and_keep_x_a(preset: str, width: int) -> None:
     twin = copy.deepcopy(model)
     with saved_bytes(twin) as before:
         twin(rows())
-    assert kept(model, preset) == ONE + 3 * ROWS * RANK * width
+    columns = 8 if width == 2 else RANK  # a rank is padded where the product is 16 bits wide
+    assert kept(model, preset) == ONE + 3 * ROWS * columns * width
     assert before.activations == 3 * 2 * ONE + 3 * ROWS * RANK * 4  # a float32 copy for each
     assert "3 adapter layers keep one copy of their input" in patch_report(model).notes
     if preset == "exact":
