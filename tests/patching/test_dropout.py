@@ -49,14 +49,19 @@ def test_adapters_on_every_linear(name: str, mode_name: str) -> None:
 def test_without_training_or_with_p_0_no_bits_are_kept(p: float) -> None:
     inputs = FAMILIES["llama"].inputs()
     model, plain = lora("llama", lora_dropout=p), lora("llama", lora_dropout=0.0)
+    _, exact, _ = step(copy.deepcopy(plain).double().eval(), inputs)
     for one in (model, plain):
         patch_model(one, "exact", example_inputs=inputs)
         one.eval()
     (found, ours, kept), (expected, theirs, least) = (
         step(one, inputs, count=True) for one in (model, plain)
     )
-    assert kept == least and torch.equal(found, expected)
-    assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
+    assert kept == least and torch.equal(found, expected) and set(ours) == set(theirs)
+    # planned with a dropout, base and adapter run one after the other: sums in another order
+    unit = 4 * torch.finfo(torch.float32).eps
+    for name, truth in exact.items():
+        error, before = ((g[name].double() - truth).norm() for g in (ours, theirs))
+        assert error <= 2 * before + unit * truth.norm(), name
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lowmem_patch import patch_model, patch_report, saved_bytes, unpatch_model
 from lowmem_patch.nn.copies import show_value
+from tests.ops.helpers import saved_storages, storage_of
 
 # PEFT reads a name that transformers has since deprecated
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
@@ -79,6 +80,15 @@ def test_siblings_share_x_and_keep_x_a(preset: str, width: int) -> None:
     assert "3 adapter layers keep one copy of their input" in patch_report(model).notes
     if preset == "exact":
         assert_equal_gradients(model, twin, rows())
+
+
+def test_the_bytes_that_are_counted_are_those_of_the_one_call() -> None:
+    """The hooks by which `saved_bytes` learns names do not end it: the rank's padding counts."""
+    model, x = adapted(), rows()
+    counted = kept(model, "auto", x)
+    _, storages = saved_storages(lambda: model(x))
+    known = {storage_of(p) for p in model.parameters()}
+    assert counted == sum(size for key, size in storages.items() if key not in known)
 
 
 def test_several_adapters_share_x() -> None:
