@@ -91,9 +91,5 @@ STEP_TABLES: Final[dict[ActivationKind, StepTable]] = {
 
 
 def padded_rank(rank: int, dtype: torch.dtype) -> int:
-    """The rank with which an adapter's products are computed: tensor cores want 16 bytes at a time.
-
-    On an H200 the six products of an adapter of rank 4 take 1060 us in a block of ViT-B/16 at batch 128,
-    and 773 us of rank 8.
-    """
+    """The rank with which an adapter's products are computed: tensor cores want 16 bytes at a time."""
     return -(-rank // 8) * 8 if dtype.itemsize == 2 else rank

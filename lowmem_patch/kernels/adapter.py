@@ -2,7 +2,7 @@
 
 A' [R, F] holds A and rows of zeros behind it, B' [O, R] holds B and columns of zeros: (x A'^T) B'^T is
 x A^T B^T. Tensor cores read 16 bytes at a time, so a product over another rank than a multiple of 8
-runs in kernels that take up to twice as long.
+runs in slower kernels.
 """
 
 # triton ships no types

@@ -43,7 +43,7 @@ def has_backward_hooks(module: nn.Module) -> bool:
 
 def has_hooks_of_all() -> bool:
     """Whether there are hooks that torch calls for every module, ours and those that ours stand for."""
-    return bool(all_modules._has_any_global_hook())  # type: ignore[no-untyped-call]
+    return bool(all_modules._has_any_global_hook())  # type: ignore[no-untyped-call]  # of torch
 
 
 def is_sharded_alone(module: nn.Module) -> bool:

@@ -43,7 +43,7 @@ class PatchConfig:
             masks to the framework, except that readers of a patched norm share its output under
             autocast.
         attention: ``"fused"`` runs transformers' rotary embeddings of q and k as one op, and joins the
-            gradients of a joint q, k, v in one pass, which keeps no less but takes a tenth of the time;
+            gradients of a joint q, k, v in one pass, which keeps no less but takes less time;
             ``"keep"`` leaves both alone.
         name: shown in reports.
 

@@ -140,12 +140,11 @@ class _Planner:
                 self.patches[name] = DropoutPatch(p)
         given = called_with(self.trace, self.waits, self.adapters.layers)
         fuses = self.config.attention == "fused"
-        attention = (
-            find_rotations(self.modules, calls) if fuses else {},
-            find_joint(self.trace, calls) if fuses else (),
-        )
-        rest = (self.patches, self.adapters, frozen, softmaxes, lowers, given)
-        return Plan(tuple(sites), *rest, *attention)
+        rotations = find_rotations(self.modules, calls) if fuses else {}
+        joint = find_joint(self.trace, calls) if fuses else ()
+        return Plan(
+            tuple(sites), self.patches, self.adapters, frozen, softmaxes, lowers, given, rotations, joint,
+        )  # fmt: skip
 
     def _site(self, name: str, calls: list[Call]) -> Site | None:
         module = self.modules[name]

@@ -86,6 +86,9 @@ def test_the_bytes_that_are_counted_are_those_of_the_one_call() -> None:
     """The hooks by which `saved_bytes` learns names do not end it: the rank's padding counts."""
     model, x = adapted(), rows()
     counted = kept(model, "auto", x)
+    with saved_bytes(model) as saved:
+        model(x)
+    assert saved.by_kind["linear inputs"] == counted
     _, storages = saved_storages(lambda: model(x))
     known = {storage_of(p) for p in model.parameters()}
     assert counted == sum(size for key, size in storages.items() if key not in known)
