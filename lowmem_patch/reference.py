@@ -26,6 +26,7 @@ __all__ = [
     "activate",
     "activate_backward",
     "adapter_weights",
+    "affine",
     "cast",
     "codes_backward",
     "codes_forward",
@@ -159,7 +160,8 @@ def norm_forward(
     weight_offset: float,
     centered: bool,
     out_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
+    z_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """y = z (weight + weight_offset) + bias with z = (x - mean) rstd over the last dimension.
 
     Args:
@@ -170,12 +172,28 @@ def norm_forward(
         weight_offset: 1 for norms that multiply by (1 + w).
         centered: subtract the mean (LayerNorm) or not (RMSNorm).
         out_dtype: dtype of y.
+        z_dtype: dtype of z, None where it is not asked for.
 
     Returns:
-        y ``[..., N]``, contiguous; rstd ``[...]`` in float32 (float64 for a float64 x).
+        y ``[..., N]``, contiguous; rstd ``[...]`` in float32 (float64 for a float64 x); z like y, or None.
     """
-    y, rstd = normalised(x, weight, bias, eps, weight_offset, centered, out_dtype)
-    return y.contiguous(), rstd.squeeze(-1).contiguous()
+    z, rstd = normalised(x, None, None, eps, 0.0, centered, _arithmetic_dtype(x.dtype))
+    y = affine(z, weight, bias, weight_offset, out_dtype)
+    kept = None if z_dtype is None else cast(z, z_dtype).contiguous()
+    return y, rstd.squeeze(-1).contiguous(), kept
+
+
+def affine(
+    z: Tensor, weight: Tensor | None, bias: Tensor | None, offset: float, dtype: torch.dtype
+) -> Tensor:
+    """z (weight + offset) + bias over the last dimension, contiguous, in ``dtype``."""
+    y = cast(z, _arithmetic_dtype(z.dtype))
+    if weight is not None:
+        gamma = cast(weight, y.dtype)
+        y = y * (gamma + offset if offset else gamma)
+    if bias is not None:
+        y = y + cast(bias, y.dtype)
+    return cast(y, dtype).contiguous()
 
 
 def normalised(
@@ -220,8 +238,9 @@ def norm_backward(
     needs_input: bool,
     needs_weight: bool,
     needs_bias: bool,
+    normalized: bool = False,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of `norm_forward` from its output.
+    """Gradients of `norm_forward` from its output, or from z (``normalized``) in the place of y.
 
     gamma = weight + weight_offset, z = (y - bias) / gamma, g = dy gamma:
     dx = rstd (g - mean(g) - z mean(g z)), without mean(g) when not centered;
@@ -238,11 +257,12 @@ def norm_backward(
     if not (needs_input or needs_weight):
         return dx, d_weight, d_bias
     g, z = wide_dy, y.to(dtype)
-    if bias is not None:
+    if bias is not None and not normalized:
         z = z - bias.to(dtype)
     if weight is not None:
         gamma = weight.to(dtype) + weight_offset
-        z = torch.where(gamma == 0, 0.0, z / gamma)
+        if not normalized:
+            z = torch.where(gamma == 0, 0.0, z / gamma)
         g = g * gamma
     if needs_input:
         dx = g - z * (g * z).mean(-1, keepdim=True)

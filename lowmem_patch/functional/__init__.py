@@ -7,29 +7,40 @@ from __future__ import annotations
 
 from lowmem_patch.constants import ActivationKind
 from lowmem_patch.functional._implementation import Implementation
-from lowmem_patch.functional._library import is_transformed
-from lowmem_patch.functional.activations import activation, glu
+from lowmem_patch.functional._library import first_order, is_transformed, register_plain
+from lowmem_patch.functional.activations import (
+    activation,
+    activation_gradients,
+    computed_again,
+    glu,
+)
+from lowmem_patch.functional.affine import Affine, affine_linear
 from lowmem_patch.functional.codes import codes_activation, regelu2, requickgelu2, resilu2
 from lowmem_patch.functional.dropout import draw_dropout, dropout_linear, packed_dropout
 from lowmem_patch.functional.grouped import activation_grouped_matmul
 from lowmem_patch.functional.linear import LowRank, activation_linear, kept_linear
 from lowmem_patch.functional.matmul import kept_matmul
 from lowmem_patch.functional.norm_pair import ms_norm_pair
-from lowmem_patch.functional.norms import ms_layer_norm, ms_rms_norm
+from lowmem_patch.functional.norms import ms_layer_norm, ms_rms_norm, norm_and_z
 from lowmem_patch.functional.packing import pack_bool, unpack_bool
 from lowmem_patch.functional.rotary import rotary_embedding
 from lowmem_patch.functional.unbind import unbind_permuted
 
 __all__ = [
     "ActivationKind",
+    "Affine",
     "Implementation",
     "LowRank",
     "activation",
+    "activation_gradients",
     "activation_grouped_matmul",
     "activation_linear",
+    "affine_linear",
     "codes_activation",
+    "computed_again",
     "draw_dropout",
     "dropout_linear",
+    "first_order",
     "glu",
     "is_transformed",
     "kept_linear",
@@ -37,9 +48,11 @@ __all__ = [
     "ms_layer_norm",
     "ms_norm_pair",
     "ms_rms_norm",
+    "norm_and_z",
     "pack_bool",
     "packed_dropout",
     "regelu2",
+    "register_plain",
     "requickgelu2",
     "resilu2",
     "rotary_embedding",

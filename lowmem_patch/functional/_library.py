@@ -28,6 +28,7 @@ __all__ = [
     "in_forward_mode",
     "is_eager",
     "is_transformed",
+    "register_plain",
     "wants_gradient",
     "without_autocast",
 ]
@@ -38,7 +39,7 @@ _make_library: Any = Library
 _library: Any = _make_library(_NAMESPACE, "DEF")
 
 # the arguments of an operator, where no tensor is of a subclass that would want to see the operator
-_PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None), bool, int, float, str, torch.dtype))
+_PLAIN = {Tensor, torch.nn.Parameter, type(None), bool, int, float, str, torch.dtype}
 
 
 class without_autocast:
@@ -138,6 +139,11 @@ def is_eager(*args: Any) -> bool:
     ):
         return False
     return _PLAIN.issuperset(map(type, args))
+
+
+def register_plain(kind: type) -> None:
+    """Say that a subclass of Tensor holds its values as any tensor does, so that a kernel may read them."""
+    _PLAIN.add(kind)
 
 
 def in_forward_mode() -> bool:

@@ -24,7 +24,7 @@ from lowmem_patch.constants import ActivationKind, padded_rank
 from lowmem_patch.functional import _library
 from lowmem_patch.functional._implementation import module
 
-__all__ = ["IDENTITY", "call_linear", "linear_forward", "linear_operator"]
+__all__ = ["IDENTITY", "call_linear", "linear_backward", "linear_forward", "linear_operator"]
 
 # the kind of a Linear whose input is kept as it is, in its own dtype
 IDENTITY = "identity"
@@ -111,7 +111,7 @@ def _forward_fake(
     return y, y.new_empty((rows, padded_rank(down.shape[0], compute_dtype)))
 
 
-def _backward(
+def linear_backward(
     dy: Tensor,
     source: Tensor | None,
     up: Tensor | None,
@@ -243,7 +243,7 @@ _linear_backward = _library.define(
     "Tensor? down, Tensor? raised, Tensor? low, float scale, str kind, ScalarType input_dtype, "
     "bool[] needs, ScalarType weight_dtype, ScalarType bias_dtype, ScalarType down_dtype, "
     "ScalarType raised_dtype, str implementation) -> Tensor[]",
-    _backward,
+    linear_backward,
     _backward_fake,
 )
 
@@ -301,7 +301,7 @@ class _ActivationLinear(torch.autograd.Function):
         if dy is None:
             return (None,) * 12
         saved = ctx.saved_tensors
-        backward: Any = _backward if _library.is_eager(dy, *saved) else _linear_backward
+        backward: Any = linear_backward if _library.is_eager(dy, *saved) else _linear_backward
         found = iter(
             backward(dy, *saved, *ctx.settings, ctx.needs, *ctx.dtypes, ctx.implementation)
         )

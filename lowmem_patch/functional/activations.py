@@ -13,7 +13,7 @@ from lowmem_patch.functional import _library
 from lowmem_patch.functional._checks import check_floating, check_kind
 from lowmem_patch.functional._implementation import Implementation, module, resolve
 
-__all__ = ["activation", "computed_again", "glu"]
+__all__ = ["activation", "activation_gradients", "computed_again", "glu"]
 
 # torch has no operator of its own for these
 _EAGER_ELSEWHERE = ("quick_gelu", "relu_squared")
@@ -209,3 +209,19 @@ def computed_again(sources: tuple[Tensor, Tensor | None], kind: ActivationKind) 
     else:
         y = reference.activate(x, kind)
     return y
+
+
+def activation_gradients(
+    dy: Tensor, sources: tuple[Tensor, ...], kind: ActivationKind
+) -> tuple[Tensor, ...]:
+    """The gradients of x of h(x), or of gate and up of h(gate) * up; no graph is recorded."""
+    eager = _library.is_eager(dy, *sources)
+    chosen = resolve("auto", *sources)
+    if len(sources) == 2:
+        gated = _glu_backward if eager else _glu_gradient
+        d_gate, d_up = gated(dy, sources[0], sources[1], kind, chosen)
+        return d_gate, d_up
+    if kind not in _EAGER_ELSEWHERE:
+        return (reference.activate_backward(dy, sources[0], kind),)
+    one = _activation_backward if eager else _activation_gradient
+    return (one(dy, sources[0], kind, chosen),)

@@ -6,7 +6,7 @@ partitioner would keep what it can, and undo the plan; two means hold it:
 
 - elementwise ops stand in a region of activation checkpointing, whose tags the partitioner obeys: their
   values are recomputed in backward, fused into whatever reads them;
-- a norm's backward is written in terms of its output, so that its input is not asked for.
+- a norm's backward is written in terms of its output or of z, so that its input is not asked for.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from lowmem_patch import reference
 from lowmem_patch.constants import ActivationKind
 
-__all__ = ["activation", "cast", "glu", "linear", "norm"]
+__all__ = ["activation", "cast", "glu", "linear", "norm", "norm_and_z"]
 
 
 def _recomputed(function: Callable[..., Tensor], *args: Any) -> Tensor:
@@ -112,3 +112,43 @@ def norm(
     apply: Any = _Norm.apply
     y: Tensor = apply(x, weight, bias, eps, weight_offset, centered, out_dtype, kept)
     return y
+
+
+class _Normalized(torch.autograd.Function):
+    """z of a norm without an affine, and its backward in terms of z."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, eps: float, centered: bool, dtype: torch.dtype) -> Tensor:
+        z, rstd = reference.normalised(x, None, None, eps, 0.0, centered, dtype)
+        ctx.save_for_backward(z, rstd)
+        ctx.centered, ctx.dtype = centered, x.dtype
+        return z
+
+    @staticmethod
+    def backward(ctx: Any, dz: Tensor) -> Any:
+        z, rstd = ctx.saved_tensors
+        rstd = rstd.squeeze(-1)
+        centered, dtype = ctx.centered, ctx.dtype
+        dx, _, _ = reference.norm_backward(
+            dz, z, rstd, None, None, 0.0, centered, dtype, True, False, False
+        )
+        return dx, None, None, None
+
+
+def norm_and_z(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    weight_offset: float,
+    centered: bool,
+    out_dtype: torch.dtype,
+    kept_dtype: torch.dtype,
+) -> Tensor:
+    """LayerNorm or RMSNorm that keeps z, rounded to ``kept_dtype``: right for a gamma of 0.
+
+    The affine is computed again in backward, fused into whatever reads it.
+    """
+    apply: Any = _Normalized.apply
+    z: Tensor = apply(x, eps, centered, kept_dtype)
+    return _recomputed(reference.affine, z, weight, bias, weight_offset, out_dtype)

@@ -2,9 +2,10 @@
 
 Post-norm models under autocast (BERT) keep the norm's wide input and one narrow copy of its output
 per Linear. Here the narrow output is made once, the Linears share it, and the norm's backward
-recovers z from it as in `norms`; the gradients of both outputs are added first.
+recovers z from it as in `norms`, or from z in the narrow dtype where that is asked for; the gradients of
+both outputs are added first.
 
-Saved: the narrow output, rstd, weight and bias.
+Saved: the narrow output or the narrow z, rstd, weight and bias.
 """
 
 from __future__ import annotations
@@ -31,12 +32,14 @@ def _forward(
     centered: bool,
     wide: torch.dtype,
     narrow: torch.dtype,
+    with_z: bool,
     implementation: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    y, rstd = module(implementation).norm_forward(
-        x, weight, bias, eps, weight_offset, centered, wide
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """y, its copy, z (empty where it is not asked for) and rstd."""
+    y, rstd, z = module(implementation).norm_forward(
+        x, weight, bias, eps, weight_offset, centered, wide, narrow if with_z else None
     )
-    return y, y.to(narrow), rstd
+    return y, y.to(narrow), rstd.new_empty(0) if z is None else z, rstd
 
 
 def _forward_fake(
@@ -48,20 +51,23 @@ def _forward_fake(
     centered: bool,
     wide: torch.dtype,
     narrow: torch.dtype,
+    with_z: bool,
     implementation: str,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     rstd_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    rstd = x.new_empty(x.shape[:-1], dtype=rstd_dtype)
     return (
         x.new_empty(x.shape, dtype=wide),
         x.new_empty(x.shape, dtype=narrow),
-        x.new_empty(x.shape[:-1], dtype=rstd_dtype),
+        x.new_empty(x.shape, dtype=narrow) if with_z else rstd.new_empty(0),
+        rstd,
     )
 
 
 _pair_forward = _library.define(
     "norm_pair(Tensor x, Tensor? weight, Tensor? bias, float eps, float weight_offset, "
-    "bool centered, ScalarType wide, ScalarType narrow, str implementation) "
-    "-> (Tensor, Tensor, Tensor)",
+    "bool centered, ScalarType wide, ScalarType narrow, bool with_z, str implementation) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
     _forward,
     _forward_fake,
 )
@@ -80,19 +86,23 @@ class _NormPair(torch.autograd.Function):
         centered: bool,
         wide: torch.dtype,
         narrow: torch.dtype,
+        with_z: bool,
         implementation: str,
     ) -> Any:
-        arguments = (x, weight, bias, eps, weight_offset, centered, wide, narrow, implementation)
+        arguments = (
+            x, weight, bias, eps, weight_offset, centered, wide, narrow, with_z, implementation,
+        )  # fmt: skip
         if direct:
-            y, copy, rstd = _forward(*arguments)
+            y, copy, z, rstd = _forward(*arguments)
+            ctx.mark_non_differentiable(z)
         else:
             with _library.below_autograd():
-                y, copy, rstd = _pair_forward(*arguments)
-            ctx.mark_non_differentiable(rstd)
+                y, copy, z, rstd = _pair_forward(*arguments)
+            ctx.mark_non_differentiable(z, rstd)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(copy, rstd, weight, bias)
-        ctx.settings = (weight_offset, centered, x.dtype, implementation)
-        return (y, copy) if direct else (y, copy, rstd)
+        ctx.save_for_backward(z if with_z else copy, rstd, weight, bias)
+        ctx.settings = (weight_offset, centered, x.dtype, with_z, implementation)
+        return (y, copy, z) if direct else (y, copy, z, rstd)
 
     @staticmethod
     @_library.first_order("norm_pair")
@@ -102,11 +112,11 @@ class _NormPair(torch.autograd.Function):
         else:
             total = torch.add(dy, d_copy)
         if total is None:
-            return (None,) * 10
-        return (None, *norm_gradients(ctx, total, *ctx.saved_tensors), *(None,) * 6)
+            return (None,) * 11
+        return (None, *norm_gradients(ctx, total, *ctx.saved_tensors), *(None,) * 7)
 
 
-_call_pair = _library.attach_autograd(_pair_forward, _NormPair, outputs=2)
+_call_pair = _library.attach_autograd(_pair_forward, _NormPair, outputs=3)
 
 
 def ms_norm_pair(
@@ -119,8 +129,9 @@ def ms_norm_pair(
     wide: torch.dtype,
     narrow: torch.dtype,
     weight_offset: float = 0.0,
+    with_z: bool = False,
     implementation: Implementation = "auto",
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """LayerNorm (``centered``) or RMSNorm over the last dimension, in two dtypes at once.
 
     Args:
@@ -129,9 +140,11 @@ def ms_norm_pair(
         weight, bias: ``[N]`` or None.
         wide, narrow: dtypes of the two results.
         weight_offset: 1.0 for 1 + w norms.
+        with_z: save z, in ``narrow``, and not the narrow output.
 
     Returns:
-        ``[..., N]`` in ``wide``, and the same rounded to ``narrow``, which is what is saved.
+        ``[..., N]`` in ``wide``; the same rounded to ``narrow``, which is what is saved; z, without a
+        gradient, which is empty where it is not asked for.
 
     Raises:
         TypeError: x, weight or bias is not floating point.
@@ -140,11 +153,11 @@ def ms_norm_pair(
     check_floating("ms_norm_pair", "x", x)
     check_last_dimension("ms_norm_pair", x, weight, bias)
     chosen = resolve(implementation, x, weight, bias)
-    arguments = (x, weight, bias, eps, weight_offset, centered, wide, narrow, chosen)
+    arguments = (x, weight, bias, eps, weight_offset, centered, wide, narrow, with_z, chosen)
     # through the operator where somebody traces: compilers and fake tensors must not meet a launch
     if _library.wants_gradient(x, weight, bias) or _library.in_forward_mode():
-        y, copy = _call_pair(*arguments)
+        y, copy, z = _call_pair(*arguments)
     else:
         forward = _forward if _library.is_eager(x, weight, bias) else _pair_forward
-        y, copy, _ = forward(*arguments)
-    return y, copy
+        y, copy, z, _ = forward(*arguments)
+    return y, copy, z

@@ -6,7 +6,8 @@ y = z gamma + bias, backward needs z and rstd only, and z = (y - bias) / gamma:
     g = dy gamma,    dx = rstd (g - mean(g) - z mean(g z)),    d_weight = sum dy z,  d_bias = sum dy
 
 (RMSNorm: no mean(g)). Saved: y, rstd (one number a row), weight and bias. y shares its storage with
-the input of the Linears behind it.
+the input of the Linears behind it. Where gamma may come near 0, z is saved in the place of y, and the
+Linears save the same z (`affine_linear`).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from lowmem_patch.functional import _library
 from lowmem_patch.functional._checks import check_floating, check_last_dimension
 from lowmem_patch.functional._implementation import Implementation, module, resolve
 
-__all__ = ["ms_layer_norm", "ms_rms_norm", "norm_gradients"]
+__all__ = ["ms_layer_norm", "ms_rms_norm", "norm_and_z", "norm_gradients"]
 
 
 def _forward(
@@ -32,12 +33,14 @@ def _forward(
     weight_offset: float,
     centered: bool,
     out_dtype: torch.dtype,
+    z_dtype: torch.dtype | None,
     implementation: str,
-) -> tuple[Tensor, Tensor]:
-    y, rstd = module(implementation).norm_forward(
-        x, weight, bias, eps, weight_offset, centered, out_dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """y, rstd, and z, which is empty where ``z_dtype`` is None."""
+    y, rstd, z = module(implementation).norm_forward(
+        x, weight, bias, eps, weight_offset, centered, out_dtype, z_dtype
     )
-    return y, rstd
+    return y, rstd, rstd.new_empty(0) if z is None else z
 
 
 def _forward_fake(
@@ -48,10 +51,14 @@ def _forward_fake(
     weight_offset: float,
     centered: bool,
     out_dtype: torch.dtype,
+    z_dtype: torch.dtype | None,
     implementation: str,
-) -> tuple[Tensor, Tensor]:
-    rstd_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    return x.new_empty(x.shape, dtype=out_dtype), x.new_empty(x.shape[:-1], dtype=rstd_dtype)
+) -> tuple[Tensor, Tensor, Tensor]:
+    rstd = x.new_empty(
+        x.shape[:-1], dtype=torch.float64 if x.dtype == torch.float64 else torch.float32
+    )
+    z = rstd.new_empty(0) if z_dtype is None else x.new_empty(x.shape, dtype=z_dtype)
+    return x.new_empty(x.shape, dtype=out_dtype), rstd, z
 
 
 def _backward(
@@ -66,6 +73,7 @@ def _backward(
     needs_input: bool,
     needs_weight: bool,
     needs_bias: bool,
+    normalized: bool,
     implementation: str,
 ) -> list[Tensor]:
     gradients = module(implementation).norm_backward(
@@ -80,6 +88,7 @@ def _backward(
         needs_input,
         needs_weight,
         needs_bias,
+        normalized,
     )
     return [gradient for gradient in gradients if gradient is not None]
 
@@ -96,6 +105,7 @@ def _backward_fake(
     needs_input: bool,
     needs_weight: bool,
     needs_bias: bool,
+    normalized: bool,
     implementation: str,
 ) -> list[Tensor]:
     gradients = [dy.new_empty(dy.shape, dtype=input_dtype)] if needs_input else []
@@ -108,14 +118,14 @@ def _backward_fake(
 
 _norm_forward = _library.define(
     "norm(Tensor x, Tensor? weight, Tensor? bias, float eps, float weight_offset, bool centered, "
-    "ScalarType out_dtype, str implementation) -> (Tensor, Tensor)",
+    "ScalarType out_dtype, ScalarType? z_dtype, str implementation) -> (Tensor, Tensor, Tensor)",
     _forward,
     _forward_fake,
 )
 _norm_backward = _library.define(
     "norm_backward(Tensor dy, Tensor y, Tensor rstd, Tensor? weight, Tensor? bias, "
     "float weight_offset, bool centered, ScalarType input_dtype, bool needs_input, "
-    "bool needs_weight, bool needs_bias, str implementation) -> Tensor[]",
+    "bool needs_weight, bool needs_bias, bool normalized, str implementation) -> Tensor[]",
     _backward,
     _backward_fake,
 )
@@ -126,9 +136,9 @@ def norm_gradients(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The gradients that are asked for of x, weight and bias, which are arguments 1 to 3 of a Function.
 
-    ``ctx.settings`` is (weight_offset, centered, dtype of x, implementation).
+    ``ctx.settings`` is (weight_offset, centered, dtype of x, whether ``y`` is z, implementation).
     """
-    weight_offset, centered, input_dtype, implementation = ctx.settings
+    weight_offset, centered, input_dtype, normalized, implementation = ctx.settings
     _, needs_input, needs_weight, needs_bias, *_ = ctx.needs_input_grad
     backward = _backward if _library.is_eager(dy, y) else _norm_backward
     found = iter(
@@ -144,6 +154,7 @@ def norm_gradients(
             needs_input,
             needs_weight,
             needs_bias,
+            normalized,
             implementation,
         )
     )
@@ -166,34 +177,39 @@ class _Norm(torch.autograd.Function):
         weight_offset: float,
         centered: bool,
         out_dtype: torch.dtype,
+        z_dtype: torch.dtype | None,
         implementation: str,
     ) -> Any:
-        arguments = (x, weight, bias, eps, weight_offset, centered, out_dtype, implementation)
+        arguments = (
+            x, weight, bias, eps, weight_offset, centered, out_dtype, z_dtype, implementation,
+        )  # fmt: skip
+        alone = direct and z_dtype is None
         if direct:
-            y, rstd = _forward(*arguments)
+            y, rstd, z = _forward(*arguments)
         else:
             with _library.below_autograd():
-                y, rstd = _norm_forward(*arguments)
+                y, rstd, z = _norm_forward(*arguments)
+        if not alone:
             ctx.set_materialize_grads(False)
-            ctx.mark_non_differentiable(rstd)
+            ctx.mark_non_differentiable(rstd, z)
         _, needs_input, needs_weight, *_ = ctx.needs_input_grad
         if needs_input or needs_weight:
-            ctx.save_for_backward(y, rstd, weight, bias)
+            ctx.save_for_backward(y if z_dtype is None else z, rstd, weight, bias)
         else:
             # d_bias needs dy alone; the empty tensors stand in for what is not read
             ctx.save_for_backward(y.new_empty(0), rstd.new_empty(0), None, bias)
-        ctx.settings = (weight_offset, centered, x.dtype, implementation)
-        return y if direct else (y, rstd)
+        ctx.settings = (weight_offset, centered, x.dtype, z_dtype is not None, implementation)
+        return y if alone else (y, rstd, z)
 
     @staticmethod
     @_library.first_order("norm")
     def backward(ctx: Any, dy: Tensor | None, *_: None) -> Any:
         if dy is None:
-            return (None,) * 9
-        return (None, *norm_gradients(ctx, dy, *ctx.saved_tensors), *(None,) * 5)
+            return (None,) * 10
+        return (None, *norm_gradients(ctx, dy, *ctx.saved_tensors), *(None,) * 6)
 
 
-_call_norm = _library.attach_autograd(_norm_forward, _Norm)
+_call_norm = _library.attach_autograd(_norm_forward, _Norm, outputs=3)
 
 
 def ms_layer_norm(
@@ -285,8 +301,9 @@ def _norm(
     if (x.dtype == torch.float64) != (out_dtype == torch.float64):
         raise TypeError(f"{operator}: x is {x.dtype} but out_dtype is {out_dtype}")
     if _library.wants_gradient(x, weight, bias):
-        y: Tensor = _call_norm(x, weight, bias, eps, weight_offset, centered, out_dtype, chosen)
-        return y
+        return _first(
+            _call_norm(x, weight, bias, eps, weight_offset, centered, out_dtype, None, chosen)
+        )
     plain = all(t is None or t.dtype == x.dtype for t in (weight, bias))
     plain = plain and weight_offset == 0.0 and not torch.is_autocast_enabled(x.device.type)
     if plain and out_dtype == x.dtype:
@@ -294,9 +311,50 @@ def _norm(
             return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
         return F.rms_norm(x, x.shape[-1:], weight, eps)
     if _library.in_forward_mode():
-        y = _call_norm(x, weight, bias, eps, weight_offset, centered, out_dtype, chosen)
-        return y
+        return _first(
+            _call_norm(x, weight, bias, eps, weight_offset, centered, out_dtype, None, chosen)
+        )
     # autocast would make F.layer_norm return float32
     forward = _forward if _library.is_eager(x, weight, bias) else _norm_forward
-    z: Tensor = forward(x, weight, bias, eps, weight_offset, centered, out_dtype, chosen)[0]
-    return z
+    return _first(forward(x, weight, bias, eps, weight_offset, centered, out_dtype, None, chosen))
+
+
+def _first(results: Any) -> Tensor:
+    y: Tensor = results[0] if isinstance(results, tuple) else results
+    return y
+
+
+def norm_and_z(
+    x: Tensor,
+    eps: float,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    *,
+    centered: bool,
+    out_dtype: torch.dtype,
+    z_dtype: torch.dtype,
+    weight_offset: float = 0.0,
+    implementation: Implementation = "auto",
+) -> tuple[Tensor, Tensor]:
+    """LayerNorm (``centered``) or RMSNorm over the last dimension that saves z, exact for every weight.
+
+    Args:
+        x: ``[..., N]``, floating.
+        eps: added to the variance (mean square).
+        weight, bias: ``[N]`` or None.
+        out_dtype: of the output.
+        z_dtype: in which z is saved.
+        weight_offset: 1.0 for norms that multiply by (1 + weight).
+
+    Returns:
+        y = z (weight + offset) + bias and z, ``[..., N]``; z is without a gradient.
+
+    Raises:
+        TypeError: x, weight or bias is not floating point.
+        ValueError: weight or bias does not fit the last dimension.
+    """
+    check_floating("norm_and_z", "x", x)
+    check_last_dimension("norm_and_z", x, weight, bias)
+    chosen = resolve(implementation, x, weight, bias)
+    y, _, z = _call_norm(x, weight, bias, eps, weight_offset, centered, out_dtype, z_dtype, chosen)
+    return y, z

@@ -7,6 +7,7 @@ modules, no choice of implementation. Importing this package imports Triton.
 from __future__ import annotations
 
 from lowmem_patch.kernels.adapter import adapter_weights
+from lowmem_patch.kernels.affine import affine
 from lowmem_patch.kernels.dropout import drop, pack_bool
 from lowmem_patch.kernels.norm import norm_forward
 from lowmem_patch.kernels.norm_gradient import norm_backward
@@ -18,6 +19,7 @@ __all__ = [
     "activate",
     "activate_backward",
     "adapter_weights",
+    "affine",
     "codes_backward",
     "codes_forward",
     "drop",

@@ -1,7 +1,7 @@
 """LayerNorm and RMSNorm forward: one pass over rows that fit registers, three over longer ones.
 
-z = (x - mean) rstd, y = z (weight + offset) + bias; RMSNorm subtracts no mean. Saved: y and rstd, see
-`lowmem_patch.kernels.norm_gradient`.
+z = (x - mean) rstd, y = z (weight + offset) + bias; RMSNorm subtracts no mean. Saved: y, or z where it is
+asked for, and rstd; see `lowmem_patch.kernels.norm_gradient`.
 """
 
 # triton ships no types
@@ -42,12 +42,14 @@ def _forward_kernel(
     x_ptr,
     y_ptr,
     rstd_ptr,
+    z_ptr,
     weight_ptr,
     bias_ptr,
     rows,
     eps,
     x_stride,
     COLUMNS: tl.constexpr,
+    STORES_Z: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     OFFSET: tl.constexpr,
@@ -69,6 +71,9 @@ def _forward_kernel(
     rstd = tl.rsqrt(tl.sum(x * x, axis=1) * (1.0 / COLUMNS) + eps)
     tl.store(rstd_ptr + row, rstd, mask=row < rows)
     y = x * rstd[:, None]
+    if STORES_Z:
+        z_row = z_ptr + row[:, None] * COLUMNS + column[None, :]
+        tl.store(z_row, y.to(z_ptr.dtype.element_ty), mask=mask)
     if HAS_WEIGHT:
         gamma = load_vector(weight_ptr, column, inside, True, 1.0) + OFFSET
         y *= gamma[None, :]
@@ -83,12 +88,14 @@ def _forward_wide_kernel(
     x_ptr,
     y_ptr,
     rstd_ptr,
+    z_ptr,
     weight_ptr,
     bias_ptr,
     rows,
     eps,
     x_stride,
     COLUMNS: tl.constexpr,
+    STORES_Z: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     OFFSET: tl.constexpr,
@@ -98,6 +105,8 @@ def _forward_wide_kernel(
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * x_stride
     y_ptr += row * COLUMNS
+    if STORES_Z:
+        z_ptr += row * COLUMNS
     mean = 0.0
     if CENTERED:
         total = tl.zeros((BLOCK,), tl.float32)
@@ -119,6 +128,8 @@ def _forward_wide_kernel(
         mask = column < COLUMNS
         x = tl.load(x_ptr + column, mask=mask, other=0.0).to(tl.float32)
         y = (x - mean) * rstd
+        if STORES_Z:
+            tl.store(z_ptr + column, y.to(z_ptr.dtype.element_ty), mask=mask)
         if HAS_WEIGHT:
             y *= load_vector(weight_ptr, column, mask, True, 1.0) + OFFSET
         if HAS_BIAS:
@@ -128,13 +139,19 @@ def _forward_wide_kernel(
 
 @cache
 def _launcher(
-    columns: int, has_weight: bool, has_bias: bool, weight_offset: float, centered: bool
+    columns: int,
+    stores_z: bool,
+    has_weight: bool,
+    has_bias: bool,
+    weight_offset: float,
+    centered: bool,
 ) -> tuple[Any, int]:
     """The launch for rows of this length, and the rows of a program."""
     settings = forward_settings(columns)
     wide = columns > FORWARD_COLUMNS
     constants: dict[str, Any] = {
         "COLUMNS": columns,
+        "STORES_Z": stores_z,
         "HAS_WEIGHT": has_weight,
         "HAS_BIAS": has_bias,
         "OFFSET": weight_offset,
@@ -154,19 +171,22 @@ def norm_forward(
     weight_offset: float,
     centered: bool,
     out_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    """y ``[..., N]`` in ``out_dtype`` and rstd ``[...]`` in float32."""
+    z_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """y ``[..., N]`` in ``out_dtype``, rstd ``[...]`` in float32, z like y in ``z_dtype`` where given."""
     shape = x.shape
     y, rstd = empty(x, out_dtype), x.new_empty(shape[:-1], dtype=torch.float32)
+    z = None if z_dtype is None else empty(x, z_dtype)
     columns, rows = shape[-1], rstd.numel()
     if rows == 0 or columns == 0:
-        return y, rstd.fill_(eps).rsqrt_() if columns == 0 else rstd
+        return y, rstd.fill_(eps).rsqrt_() if columns == 0 else rstd, z
     x, x_stride = as_rows(x)
     weight, bias = contiguous(weight), contiguous(bias)
     launch, block_rows = _launcher(
-        columns, weight is not None, bias is not None, weight_offset, centered
+        columns, z is not None, weight is not None, bias is not None, weight_offset, centered
     )
-    # an absent vector is never read; any pointer will do
-    tensors = (x, y, rstd, x if weight is None else weight, x if bias is None else bias)
+    # what is absent is never read or written; any pointer will do
+    vectors = (x if weight is None else weight, x if bias is None else bias)
+    tensors = (x, y, rstd, y if z is None else z, *vectors)
     launch((-(-rows // block_rows), 1, 1), tensors, (rows, float(eps)), (x_stride,))
-    return y, rstd
+    return y, rstd, z

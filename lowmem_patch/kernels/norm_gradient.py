@@ -5,7 +5,8 @@ over a row: d(x - mean) = rstd (g - z mean(g z)), since z's own mean square is 1
 needs no division, so
     dx = rstd (g - mean(g) - z mean(dy u)),    since mean(z) = 0; RMSNorm has no mean(g).
     d_weight = (sum over rows of dy u) / gamma,    d_bias = sum over rows of dy.
-Saved: y, rstd, weight, bias.
+Saved: y, rstd, weight, bias. Where z was saved instead (NORMALIZED), nothing is divided:
+    dx = rstd (g - mean(g) - z mean(g z)),    d_weight = sum over rows of dy z.
 The sums over rows go to one partial row per program, then to one sum: no atomics, same bits each run.
 """
 
@@ -81,6 +82,7 @@ def _backward_kernel(
     HAS_BIAS: tl.constexpr,
     OFFSET: tl.constexpr,
     CENTERED: tl.constexpr,
+    NORMALIZED: tl.constexpr,
     NEEDS_WEIGHT: tl.constexpr,
     NEEDS_BIAS: tl.constexpr,
     RELOAD: tl.constexpr,
@@ -117,14 +119,20 @@ def _backward_kernel(
             d_weight += tl.sum(product, axis=0)
         if NEEDS_BIAS:
             d_bias += tl.sum(g, axis=0)
-        along_z = tl.sum(product, axis=1) * (1.0 / COLUMNS)
+        if not NORMALIZED:
+            along_z = tl.sum(product, axis=1) * (1.0 / COLUMNS)
         if RELOAD:
             gamma, inverse, _ = _scales(
                 weight_ptr, bias_ptr, column, inside, HAS_WEIGHT, False, OFFSET
             )
+        if NORMALIZED:
+            if HAS_WEIGHT:
+                product *= gamma[None, :]
+            along_z = tl.sum(product, axis=1) * (1.0 / COLUMNS)
         if HAS_WEIGHT:
             g *= gamma[None, :]
-            z *= inverse[None, :]
+            if not NORMALIZED:
+                z *= inverse[None, :]
         if CENTERED:
             g -= (tl.sum(g, axis=1) * (1.0 / COLUMNS))[:, None]
         dx = tl.fma(z, -along_z[:, None], g) * rstd[:, None]
@@ -132,9 +140,11 @@ def _backward_kernel(
         tl.store(dx_row, dx.to(dx_ptr.dtype.element_ty), mask=mask)
     partial = program.to(tl.int64) * COLUMNS + column
     if NEEDS_WEIGHT:
-        if RELOAD:
-            _, inverse, _ = _scales(weight_ptr, bias_ptr, column, inside, True, False, OFFSET)
-        tl.store(sums_ptr + partial, d_weight * inverse, mask=inside)
+        if not NORMALIZED:
+            if RELOAD:
+                _, inverse, _ = _scales(weight_ptr, bias_ptr, column, inside, True, False, OFFSET)
+            d_weight *= inverse
+        tl.store(sums_ptr + partial, d_weight, mask=inside)
         partial += tl.num_programs(0).to(tl.int64) * COLUMNS
     if NEEDS_BIAS:
         tl.store(sums_ptr + partial, d_bias, mask=inside)
@@ -156,6 +166,7 @@ def _backward_wide_kernel(
     HAS_BIAS: tl.constexpr,
     OFFSET: tl.constexpr,
     CENTERED: tl.constexpr,
+    NORMALIZED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -171,7 +182,10 @@ def _backward_wide_kernel(
         dy = tl.load(dy_ptr + column, mask=mask, other=0.0).to(tl.float32)
         y = tl.load(y_ptr + column, mask=mask, other=0.0).to(tl.float32)
         sum_g += dy * gamma
-        sum_gz += dy * (y - bias)
+        if NORMALIZED:
+            sum_gz += dy * gamma * y
+        else:
+            sum_gz += dy * (y - bias)
     along_z = tl.sum(sum_gz) * (1.0 / COLUMNS)
     mean_g = tl.sum(sum_g) * (1.0 / COLUMNS)
     for start in range(0, COLUMNS, BLOCK):
@@ -184,7 +198,10 @@ def _backward_wide_kernel(
         y = tl.load(y_ptr + column, mask=mask, other=0.0).to(tl.float32)
         if CENTERED:
             g -= mean_g
-        dx = tl.fma((y - bias) * inverse, -along_z, g) * rstd
+        z = y
+        if not NORMALIZED:
+            z = (y - bias) * inverse
+        dx = tl.fma(z, -along_z, g) * rstd
         tl.store(dx_ptr + row * COLUMNS + column, dx.to(dx_ptr.dtype.element_ty), mask=mask)
 
 
@@ -202,6 +219,7 @@ def _sums_kernel(
     COLUMNS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     OFFSET: tl.constexpr,
+    NORMALIZED: tl.constexpr,
     NEEDS_WEIGHT: tl.constexpr,
     NEEDS_BIAS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -222,8 +240,10 @@ def _sums_kernel(
             d_weight += dy * (y - bias)
     partial = group * COLUMNS + column
     if NEEDS_WEIGHT:
-        _, inverse, _ = _scales(weight_ptr, bias_ptr, column, mask, True, False, OFFSET)
-        tl.store(sums_ptr + partial, d_weight * inverse, mask=mask)
+        if not NORMALIZED:
+            _, inverse, _ = _scales(weight_ptr, bias_ptr, column, mask, True, False, OFFSET)
+            d_weight *= inverse
+        tl.store(sums_ptr + partial, d_weight, mask=mask)
         partial += tl.num_programs(1).to(tl.int64) * COLUMNS
     if NEEDS_BIAS:
         tl.store(sums_ptr + partial, d_bias, mask=mask)
@@ -264,6 +284,7 @@ def _dx_launch(
     has_bias: bool,
     weight_offset: float,
     centered: bool,
+    normalized: bool,
     needs_weight: bool,
     needs_bias: bool,
 ) -> tuple[Launch, NormSettings]:
@@ -274,6 +295,7 @@ def _dx_launch(
         "HAS_BIAS": has_bias,
         "OFFSET": weight_offset,
         "CENTERED": centered,
+        "NORMALIZED": normalized,
     }
     kernel = _backward_wide_kernel
     if columns <= BACKWARD_COLUMNS:
@@ -291,7 +313,12 @@ def _dx_launch(
 
 @cache
 def _sums_launch(
-    columns: int, has_bias: bool, weight_offset: float, needs_weight: bool, needs_bias: bool
+    columns: int,
+    has_bias: bool,
+    weight_offset: float,
+    normalized: bool,
+    needs_weight: bool,
+    needs_bias: bool,
 ) -> Launch:
     return Launch(
         _sums_kernel,
@@ -299,6 +326,7 @@ def _sums_launch(
         COLUMNS=columns,
         HAS_BIAS=has_bias,
         OFFSET=weight_offset,
+        NORMALIZED=normalized,
         NEEDS_WEIGHT=needs_weight,
         NEEDS_BIAS=needs_bias,
         BLOCK=SUMS_COLUMNS,
@@ -324,8 +352,12 @@ def norm_backward(
     needs_input: bool,
     needs_weight: bool,
     needs_bias: bool,
+    normalized: bool = False,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """dx ``[..., N]`` in ``input_dtype``, d_weight and d_bias ``[N]`` in their parameters' dtypes."""
+    """dx ``[..., N]`` in ``input_dtype``, d_weight and d_bias ``[N]`` in their parameters' dtypes.
+
+    ``normalized``: z stands in the place of y.
+    """
     columns = dy.shape[-1]
     rows = dy.numel() // columns if columns else 0
     needs_weight = needs_weight and weight is not None
@@ -341,7 +373,7 @@ def norm_backward(
         )
     dy, dy_stride = as_rows(dy)
     y, y_stride = as_rows(y) if needs_input or needs_weight else (dy, dy_stride)
-    weight, bias = contiguous(weight), contiguous(bias)
+    weight, bias = contiguous(weight), None if normalized else contiguous(bias)
     # an absent vector is never read; any pointer will do
     tensors = (dy, y, rstd, dy if weight is None else weight, dy if bias is None else bias)
     strides = (dy_stride, y_stride)
@@ -354,7 +386,9 @@ def norm_backward(
         rows_per_program = -(-rows // programs)
         programs = -(-rows // rows_per_program)
         sums = _partial_sums(dy, len(wanted), programs)
-        launch = _sums_launch(columns, bias is not None, weight_offset, needs_weight, needs_bias)
+        launch = _sums_launch(
+            columns, bias is not None, weight_offset, normalized, needs_weight, needs_bias
+        )
         grid = (-(-columns // SUMS_COLUMNS), programs, 1)
         launch(grid, (dy, y, *tensors[3:], sums), (rows, rows_per_program), strides)
     if dx is not None:
@@ -365,6 +399,7 @@ def norm_backward(
             bias is not None,
             weight_offset,
             centered,
+            normalized,
             needs_weight,
             needs_bias,
         )

@@ -23,15 +23,16 @@ from lowmem_patch.nn.context import (
     autocast_dtype,
     has_backward_hooks,
     has_hooks_of_all,
-    refuse_custom_functions,
+    is_foreign,
 )
 from lowmem_patch.nn.deferred import Deferred, Projection, value_of
-from lowmem_patch.nn.deferred_ops import Kept
+from lowmem_patch.nn.deferred_ops import Saved, project
 from lowmem_patch.nn.dropout import PackedDropout
 from lowmem_patch.nn.forwards import give_forward, release_forward
 
 __all__ = ["adds_products", "is_adapter_forward", "release_adapter", "use_adapter"]
 
+_WITHOUT_TORCH_FUNCTION: Any = torch._C.DisableTorchFunctionSubclass
 # what the forward of PEFT's Linear looks up: one that looks up more computes more
 _KNOWN = frozenset(
     (
@@ -75,25 +76,10 @@ def adds_products(forward: Callable[..., Any]) -> bool:
 
 def forward_kept(layer: Any, lowers: bool, *args: Any, **kwargs: Any) -> Any:
     """The class's forward, on an input of which autograd keeps no copy in another dtype."""
-    if args:
-        x = args[0]
-        if any(has_backward_hooks(part) for part in _parts_of(layer)):
-            x = value_of(x)
-        # of an input that needs no gradient (the first block's) the adapter would keep a cast as well
-        elif isinstance(x, Tensor) and torch.is_grad_enabled() and x.is_floating_point():
-            x = Kept(x, lowers)
-        args = (x, *args[1:])
+    # of an input that needs no gradient (the first block's) the adapter would keep a cast as well
+    if args and torch.is_grad_enabled() and not is_foreign(args[0]) and args[0].is_floating_point():
+        args = (Saved(lowers).of(args[0]), *args[1:])
     return value_of(type(layer).forward(layer, *args, **kwargs))
-
-
-def _parts_of(layer: nn.Module) -> list[nn.Module]:
-    """A LoRA layer and the modules that its forward calls."""
-    children: Any = layer._modules
-    parts = [layer, children["base_layer"]]
-    for table in ("lora_A", "lora_B", "lora_dropout"):
-        if table in children:
-            parts += children[table]._modules.values()
-    return parts
 
 
 def forward_as_one(layer: Any, lowers: bool, *args: Any, **kwargs: Any) -> Any:
@@ -101,11 +87,11 @@ def forward_as_one(layer: Any, lowers: bool, *args: Any, **kwargs: Any) -> Any:
     if len(args) == 1 and not kwargs and torch.is_grad_enabled() and _stands_for(layer):
         x = args[0]
         deferred = isinstance(x, Deferred)
-        if deferred or (isinstance(x, Tensor) and x.is_floating_point()):
-            products = _products(layer, x.dtype, x.lowers if deferred else lowers)
-            if products is not None and not (deferred and x.is_written()):
-                refuse_custom_functions()
-                return _computed(x if deferred else Kept(x), *products)
+        if deferred or (not is_foreign(x) and x.is_floating_point()):
+            with _WITHOUT_TORCH_FUNCTION():
+                products = _products(layer, x.dtype, x.op.lowers if deferred else lowers)
+                if products is not None and not (deferred and x.is_changed()):
+                    return _computed(x, *products)
     return forward_kept(layer, lowers, *args, **kwargs)
 
 
@@ -114,10 +100,10 @@ def _stands_for(layer: nn.Module) -> bool:
     return torch.compiler.is_compiling() or adds_products(type(layer).forward)
 
 
-def _computed(x: Deferred, to: Projection, dtype: torch.dtype, rest: list[LowRank]) -> Tensor:
-    y: Tensor = value_of(x.linear(to, dtype))
+def _computed(x: Tensor, to: Projection, dtype: torch.dtype, rest: list[LowRank]) -> Tensor:
+    y: Tensor = value_of(project(x, to, dtype))
     for down, up, scale in rest:
-        low = value_of(x.linear(Projection(down, None), dtype))
+        low = value_of(project(x, Projection(down, None), dtype))
         product = kept_linear(low, up, None, dtype)
         y = y + (product if scale == 1.0 else product * scale)
     return y

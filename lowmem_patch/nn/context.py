@@ -1,27 +1,20 @@
-"""What torch is set to where a patched module runs: autocast, gradients, hooks, custom functions."""
+"""What torch is set to where a patched module runs: autocast, gradients, hooks, tensors' classes."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules import module as all_modules
 
 __all__ = [
-    "LOST",
     "autocast_dtype",
     "has_backward_hooks",
     "has_hooks_of_all",
-    "in_inference_mode",
+    "is_foreign",
     "is_sharded_alone",
     "needs_gradient",
-    "refuse_custom_functions",
 ]
-
-LOST = (
-    "a deferred activation was read inside a custom autograd function or a reentrant checkpoint, where "
-    "its gradient would be lost: call patch_model again after the model was changed, or leave this "
-    "activation alone"
-)
 
 
 def autocast_dtype(device: str, dtype: torch.dtype) -> torch.dtype | None:
@@ -57,17 +50,10 @@ def needs_gradient(tensor: Tensor) -> bool:
     return torch.is_grad_enabled() and tensor.requires_grad
 
 
-def refuse_custom_functions() -> None:
-    """Raise in the forward of a custom autograd function, which takes gradients of tensors alone.
-
-    Torch switches forward derivatives off there, as it does in inference mode, and nowhere else.
-    """
-    if torch.compiler.is_compiling() or torch._C._is_fwd_grad_enabled():
-        return
-    if not torch.is_inference_mode_enabled():
-        raise RuntimeError(LOST)
-
-
-def in_inference_mode() -> bool:
-    """Whether what is computed now could never be differentiated."""
-    return not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
+def is_foreign(tensor: object) -> bool:
+    """Whether this is a tensor of somebody else's subclass (DTensor, torchao), or none at all: such are
+    left to the subclass's own functions."""
+    kind = type(tensor)
+    if kind is Tensor or kind is nn.Parameter:
+        return False
+    return not isinstance(tensor, FakeTensor)

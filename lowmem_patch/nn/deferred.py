@@ -1,20 +1,22 @@
-"""Deferred tensors: an elementwise op whose value the consumer computes, so that it is not kept.
+"""Deferred tensors: tensors of autograd that know from what they are computed.
 
-An activation or norm slot may return a ``Deferred`` in place of a tensor. It stands for
-``op(*sources)`` and behaves like that tensor: every torch function that does not know better gets
-the computed value, so a consumer that nobody foresaw (an adapter added later, a hook, a print) is
-always right. Five uses are known better:
+An activation, a norm or a cast may return a ``Deferred``. To everybody it is a `torch.Tensor` with a
+``grad_fn``. It comes in two forms:
 
-- a row move (view, permute, roll, window partition) is applied to the sources instead;
-- ``activation * up`` becomes one deferred gated product;
-- ``F.linear`` computes with the value, but what autograd keeps for the weight's gradient are the
-  sources, from which the value is recomputed in backward by one elementwise kernel;
-- a cast to another floating dtype waits too, so that ``F.linear`` repeats it in backward and keeps
-  no second copy (PEFT's float32 adapters, autocast);
-- a dropout draws its mask at once, and keeps that in bits.
+- `Unstored` has no storage. Its values are computed when an op is dispatched on it, in Python or in C++.
+- `Stored` holds its values, as any tensor.
 
-It is a plain object and not a tensor subclass: code that bypasses ``__torch_function__`` fails
-loudly on it and never reads a pre-activation by mistake.
+A few readers know better than to save the values (the table `lowmem_patch.nn.readers`):
+
+- a Linear or a grouped matmul saves what the values are computed from (`Op.linear`, `Op.grouped`);
+- a row move (view, permute, roll, window partition) moves what the values are computed from;
+- ``activation * up`` becomes one gated product, and a scaled sum of an adapter stays in low precision;
+- a cast to another floating dtype is computed when it is read;
+- a dropout draws its mask at once, and saves that in bits.
+
+Every other reader gets the values and sends its gradient to the deferred tensor's own node. Such a
+reader need not be foreseen: a custom autograd function, a hook, a reentrant checkpoint, a foreign kernel.
+A write, a hook or a request for the memory turns all readers into ordinary ones.
 """
 
 from __future__ import annotations
@@ -23,36 +25,23 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_map
 
-from lowmem_patch.dropouts import dropout_call
-from lowmem_patch.functional import LowRank, kept_linear
-from lowmem_patch.nn.context import LOST, autocast_dtype, in_inference_mode, refuse_custom_functions
-from lowmem_patch.rows import function_name, moves_rows
+from lowmem_patch.functional import LowRank, first_order, register_plain
 
 __all__ = [
-    "Deferred",
-    "DeferredCast",
-    "Lowered",
-    "Projection",
-    "value_of",
-]
+    "READERS", "Deferred", "Op", "Projection", "Stored", "Unstored", "defer", "keep", "value_of",
+]  # fmt: skip
 
 _WRITTEN_SOURCE = (
-    "the input of a deferred activation or norm was written in place before its output was read: call "
-    "patch_model with example_inputs that take this path of the forward, or leave this module alone"
+    "lowmem_patch: the input of a deferred activation or norm was written in place before its output was "
+    "read: call patch_model with example_inputs that take this path of the forward, or leave this module "
+    "alone"
 )
-_PASSED_ON = (
-    "a Linear or a view was given this deferred activation before, and its gradient would be missing: "
-    "call it right after the activation"
-)
-_METADATA = frozenset(
-    ("shape", "dtype", "device", "ndim", "layout", "is_cuda", "requires_grad", "names")
-)
-_METADATA_METHODS = frozenset(
-    ("size", "dim", "numel", "ndimension", "is_floating_point", "element_size")
-)
+_wrapper: Any = torch.Tensor._make_wrapper_subclass
+_WITHOUT_TORCH_FUNCTION: Any = torch._C.DisableTorchFunctionSubclass
 
 
 class Projection(NamedTuple):
@@ -63,108 +52,80 @@ class Projection(NamedTuple):
     adapter: LowRank | None = None
 
 
-class Deferred:
-    """Base: an op that is computed when somebody needs its value.
+# By the name of a torch function: gets (func, args, kwargs), and returns NotImplemented where the function
+# itself shall run, on the values. Filled by `lowmem_patch.nn.readers`.
+READERS: dict[str, Callable[..., Any]] = {}
 
-    Args:
-        sources: the tensors it is computed from; ``sources[0]`` has the value's shape.
-        dtype: the value's dtype.
-        lowers: a Linear behind a cast to a wider dtype computes in the dtype from before the cast,
-            as it would under autocast (adapters with float32 weights on a bf16 model).
+
+class Op:
+    """How a deferred tensor is computed, and how its readers save less. Holds no tensor of autograd.
+
+    Attributes:
+        lowers: a Linear behind a cast to a wider dtype computes in the dtype from before the cast, as it
+            would under autocast (adapters with float32 weights on a bf16 model).
+        bypassed: readers send their gradient to the sources, past the tensor, so that a hook on the
+            tensor would miss it.
+        saves: the op's own gradient needs the values of the sources.
     """
 
-    # whether a hook (or retain_grad) on the value would miss the gradient of readers of the sources
     bypassed = True
-    # whether a write into a source would be missed: else the value is the source, or the parent knows
-    watches = True
-    parent: Deferred | None = None  # the deferred op that this one is computed from
+    saves = True
 
-    # attributes of the class until they are set: a step makes hundreds of these
-    _value: Tensor | None = None
-    _alone: Tensor | None = None
-    _version = 0
-    _versions: list[int] | None = None  # of the sources that are watched
-    _spoiled = False
-    _passed_on = False  # sources went to a reader, past the value
+    def __init__(self, lowers: bool = False) -> None:
+        self.lowers = lowers
 
-    def __init__(
-        self, sources: tuple[Tensor, ...], dtype: torch.dtype, lowers: bool = False
-    ) -> None:
-        self.sources, self.dtype, self.lowers = sources, dtype, lowers
-        if self.watches and not torch.compiler.is_compiling():
-            self._versions = [source._version for source in sources]
+    def dtype(self, sources: tuple[Tensor, ...]) -> torch.dtype:
+        """Of the value."""
+        return sources[0].dtype
 
-    def compute(self) -> Tensor:
+    def compute(self, *sources: Tensor) -> Tensor:
+        """The value, from plain tensors."""
         raise NotImplementedError
 
-    def moved(self, sources: tuple[Tensor, ...]) -> Deferred:
+    def gradients(self, dy: Tensor, *sources: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradients of the sources that have a gradient."""
         raise NotImplementedError
 
-    def linear(self, to: Projection, dtype: torch.dtype) -> Any:
-        """The projection computed in ``dtype``, keeping as little as possible."""
+    def linear(self, h: Deferred, to: Projection, dtype: torch.dtype) -> Any:
+        """The projection of ``h`` computed in ``dtype``, which saves as little as possible."""
         raise NotImplementedError
 
-    def grouped(self, func: Callable[..., Any], weight: Tensor, offsets: Tensor) -> Any:
-        """A grouped matmul that keeps as little as possible, or None for the plain one."""
-        return None
+    def moved(self, h: Deferred, move: Callable[[Tensor], Tensor]) -> Any:
+        """``h`` behind a row move, or NotImplemented."""
+        return NotImplemented
 
-    def dropped(self, whole: Deferred, p: float) -> Any:
-        """What a dropout makes of ``whole``, which is this or a cast of it, or None for the plain one."""
-        return None
+    def grouped(
+        self, h: Deferred, func: Callable[..., Any], weight: Tensor, offsets: Tensor
+    ) -> Any:
+        return NotImplemented
 
-    def times(self, other: Any) -> Any:
-        return self.value() * value_of(other)
+    def dropped(self, h: Deferred, p: float) -> Any:
+        return NotImplemented
 
-    def plus(self, other: Any) -> Any:
-        return self.value() + value_of(other)
+    def times(self, h: Deferred, other: Any) -> Any:
+        return NotImplemented
 
-    def value(self) -> Tensor:
-        """The tensor that this stands for, computed once."""
-        if in_inference_mode():
-            with torch.inference_mode(False):
-                return self.value()
-        refuse_custom_functions()
-        if self._value is None:
-            if self.stale:
-                raise RuntimeError(_WRITTEN_SOURCE)
-            # a hook that only looks, under no_grad, must not cut the graph
-            with torch.enable_grad():
-                self._value = self.compute()
-            if not torch.compiler.is_compiling():
-                self._version = self._value._version
-        return self._value
+    def plus(self, h: Deferred, other: Any) -> Any:
+        return NotImplemented
 
-    def value_alone(self) -> Tensor:
-        """The same without a gradient, for ops that take the gradient to the sources themselves."""
-        if self._value is not None:
-            return self._value.detach()
-        if self._alone is None:
-            with torch.no_grad():
-                self._alone = self.compute()
-        return self._alone
+    def matmul(self, h: Deferred, right: Any) -> Any:
+        return NotImplemented
 
-    def is_written(self) -> bool:
-        """Whether readers must read the value: somebody wrote into it, or waits for its gradient."""
-        op: Deferred | None = self
-        while op is not None:
-            if op._spoiled or (op._versions is not None and op.stale):
-                return True
-            value = op._value
-            if value is not None and not torch.compiler.is_compiling():
-                if op.bypassed and (value._backward_hooks or value.retains_grad):
-                    return True
-                if value._version != op._version:
-                    return True
-            op = op.parent
-        return False
 
-    @property
-    def stale(self) -> bool:
-        """Whether somebody wrote into a source since, so that the value cannot be computed from it."""
-        # a compiler's tensors count no versions
-        if self._versions is None or torch.compiler.is_compiling():
-            return False
-        return [source._version for source in self.sources] != self._versions
+class Deferred(Tensor):
+    """Base of `Unstored` and `Stored`; made by `defer` and `keep`.
+
+    Attributes:
+        op: how it is computed, or read.
+        sources: the tensors from which it is computed, with their history.
+    """
+
+    op: Op
+    sources: tuple[Tensor, ...]
+    _versions: list[int] | None = None  # of the sources, where a write into them must be noticed
+    _first_version = 0
+    _exposed = False  # somebody may write into its memory without a trace
+    _bypassed = False  # a reader sends its gradient to the sources
 
     @classmethod
     def __torch_function__(
@@ -174,224 +135,204 @@ class Deferred:
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        first = args[0] if args else None
-        if func is F.linear and len(args) == 3 and isinstance(first, Deferred):
-            refuse_custom_functions()  # ahead of all names: a step calls hundreds of Linears
-            return first._linear(args[1], args[2])
-        kwargs, name = kwargs or {}, function_name(func)
-        if name == "addmm" and len(args) == 3 and not kwargs and isinstance(args[1], Deferred):
-            bias, hidden, weight = args  # GPT-2's Conv1D: a Linear whose weight lies transposed
-            if isinstance(bias, Tensor) and bias.dim() == 1 and isinstance(weight, Tensor):
-                return hidden._linear(weight.t(), bias)
-        if isinstance(first, Deferred):
-            refuse_custom_functions()
-            if name[-1] == "_" and (name[-2:] != "__" or name == "__setitem__"):
-                first._spoiled = True  # written in place
-            if name in ("register_hook", "retain_grad") and first._passed_on and first.bypassed:
-                raise RuntimeError(f"{name}: {_PASSED_ON}")
-            known = first._known(func, name, args, kwargs)
-            if known is not None:
+        kwargs = kwargs or {}
+        with _WITHOUT_TORCH_FUNCTION():
+            reader = READERS.get(getattr(func, "__name__", ""))
+            known = NotImplemented if reader is None else reader(func, args, kwargs)
+            if known is not NotImplemented:
                 return known
-        if name in ("mul", "__mul__", "__rmul__") and len(args) == 2 and not kwargs:
-            left, right = args
-            return left.times(right) if isinstance(left, Deferred) else right.times(left)
-        if name in ("add", "__add__", "__radd__") and len(args) == 2 and not kwargs:
-            left, right = args
-            return left.plus(right) if isinstance(left, Deferred) else right.plus(left)
-        return func(*(value_of(a) for a in args), **{key: value_of(v) for key, v in kwargs.items()})
+            if len(types) == 1 or all(issubclass(kind, Deferred) for kind in types):
+                return func(*args, **kwargs)
+        # another subclass has an opinion, and is given ordinary tensors
+        return func(*tree_map(value_of, args), **tree_map(value_of, kwargs))
 
-    def _known(
-        self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    def plain(self) -> Tensor:
+        """The value as an ordinary tensor, whose gradient comes here."""
+        raise NotImplementedError
+
+    def detached(self) -> Tensor:
+        """The value as an ordinary tensor without a gradient."""
+        raise NotImplementedError
+
+    def is_changed(self) -> bool:
+        """Whether readers must read the value: somebody wrote into it, or waits for its gradient."""
+        if torch.compiler.is_compiling():
+            return False
+        if self._exposed or self._version != self._first_version or self.is_stale():
+            return True
+        if self.op.bypassed and (self._backward_hooks or self.retains_grad):
+            return True
+        first = self.sources[0] if self.sources else None
+        return isinstance(first, Deferred) and first.is_changed()
+
+    def is_stale(self) -> bool:
+        """Whether somebody wrote into a source since, so that the value cannot be computed from it."""
+        if self._versions is None:
+            return False
+        return [source._version for source in self.sources] != self._versions
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        value = self.detached()
+        return value.requires_grad_(self.requires_grad).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+
+class Stored(Deferred):
+    """A tensor that holds its values; see `keep`."""
+
+    def plain(self) -> Tensor:
+        if torch.compiler.is_compiling():
+            return self.view_as(self)
+        return self.as_subclass(Tensor)
+
+    def detached(self) -> Tensor:
+        return self.as_subclass(Tensor).detach()
+
+
+class Unstored(Deferred):
+    """A tensor without storage; see `defer`."""
+
+    _value: Tensor | None = None
+    _value_version = 0
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch types it as an instance's
+        cls,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if name in _MOVES:
-            return None if self.is_written() else self._move(func, name, args, kwargs)
-        if name == "linear":
-            weight = args[1] if len(args) > 1 else kwargs["weight"]
-            bias = args[2] if len(args) > 2 else kwargs.get("bias")
-            return self._linear(weight, bias)
-        if name in ("grouped_mm", "_grouped_mm") and len(args) == 2 and not self.is_written():
-            given = {key: item for key, item in kwargs.items() if item is not None}
-            return self.grouped(func, args[1], given["offs"]) if set(given) == {"offs"} else None
-        if name == "dropout":
-            p, in_place = dropout_call(args, kwargs)
-            if p == 0:
-                return self
-            waits = 0 < p < 1 and not in_place and not self.is_written() and torch.is_grad_enabled()
-            return self.dropped(self, p) if waits and self.sources[0].numel() else None
-        if name in _METADATA_METHODS:
-            return func(self.sources[0], *args[1:], **kwargs)
-        if name in ("to", "float"):
-            dtype = torch.float32 if name == "float" else _only_dtype(args[1:], kwargs)
-            if dtype is not None and dtype.is_floating_point:
-                return self if dtype == self.dtype else DeferredCast(self, dtype)
+        opened: dict[int, Unstored] = {}
+
+        def read(item: Any) -> Any:
+            if not isinstance(item, Unstored):
+                return item
+            value = item.read()
+            opened[id(value)] = item
+            return value
+
+        output = func(*tree_map(read, args), **tree_map(read, kwargs or {}))
+        if not func._schema.is_mutable:
+            return output
+        return tree_map(lambda item: opened.get(id(item), item), output)  # written in place
+
+    def read(self) -> Tensor:
+        """The values, computed once; below autograd."""
+        if self._value is None:
+            if self.is_stale():
+                raise RuntimeError(_WRITTEN_SOURCE)
+            if torch.is_inference_mode_enabled():  # its tensors could never be saved
+                with torch.inference_mode(False):
+                    return self.read()
+            with torch.no_grad(), _WITHOUT_TORCH_FUNCTION():
+                self._value = self.op.compute(*map(_detached, self.sources))
+                self._value_version = self._value._version
+        return self._value
+
+    def plain(self) -> Tensor:
+        return self.view_as(self)
+
+    def detached(self) -> Tensor:
+        return self.read().detach()
+
+    def is_changed(self) -> bool:
+        value = self._value
+        return (value is not None and value._version != self._value_version) or super().is_changed()
+
+
+register_plain(Stored)
+
+
+def _detached(source: Tensor) -> Tensor:
+    return source.detached() if isinstance(source, Deferred) else source.detach()
+
+
+class _Defer(torch.autograd.Function):
+    """op, sources -> a tensor without storage."""
+
+    @staticmethod
+    def forward(ctx: Any, op: Op, *sources: Tensor) -> Unstored:
+        ctx.op = op
+        ctx.set_materialize_grads(False)
+        if op.saves:
+            ctx.save_for_backward(*sources)
+        first = sources[0]
+        h: Unstored = _wrapper(
+            Unstored,
+            first.shape,
+            strides=_strides(first),
+            dtype=op.dtype(sources),
+            device=first.device,
+        )
+        return h
+
+    @staticmethod
+    @first_order("deferred")
+    def backward(ctx: Any, dy: Tensor | None) -> Any:
+        needs = ctx.needs_input_grad[1:]
+        if dy is None:
+            return (None,) * (1 + len(needs))
+        found = ctx.op.gradients(dy, *ctx.saved_tensors)
+        return None, *(g if need else None for g, need in zip(found, needs, strict=True))
+
+
+# Function.apply without its search for torch.func's wrappers, where nothing is deferred
+_defer: Any = super(torch.autograd.Function, _Defer).apply
+
+
+def _strides(like: Tensor) -> tuple[int, ...] | None:
+    """Of an elementwise op's value; None where it is contiguous."""
+    if like.is_contiguous():
         return None
-
-    def _linear(self, weight: Tensor, bias: Tensor | None) -> Any:
-        if not torch.is_grad_enabled():
-            raise RuntimeError(LOST)
-        if self.is_written():
-            return F.linear(self.value(), weight, bias)
-        narrow = autocast_dtype(weight.device.type, self.dtype)
-        if narrow is not None:
-            return self.linear(Projection(weight, bias), narrow)
-        if weight.dtype != self.dtype:
-            return F.linear(self.value(), weight, bias)  # torch's own error for mixed dtypes
-        return self.linear(Projection(weight, bias), self.dtype)
-
-    def _move(
-        self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """The deferred op behind a row move, or None when this call of ``func`` is none."""
-        source = self.sources[0]
-        if name == "view":
-            func = torch.Tensor.reshape  # a source may be strided where the value is contiguous
-        output = func(source, *args[1:], **kwargs)
-        if not isinstance(output, Tensor) or not moves_rows(
-            func, (source, *args[1:]), kwargs, source, output
-        ):
-            return None
-        rest = tuple(func(other, *args[1:], **kwargs) for other in self.sources[1:])
-        self._passed_on = True
-        return self.moved((output, *rest))
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        if name in _METADATA:
-            return getattr(self.sources[0], name)
-        attribute = getattr(torch.Tensor, name)
-        if not callable(attribute):
-            return getattr(self.value(), name)
-
-        def method(*args: Any, **kwargs: Any) -> Any:
-            return Deferred.__torch_function__(attribute, (), (self, *args), kwargs)
-
-        return method
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}(shape={tuple(self.sources[0].shape)}, dtype={self.dtype})"
-
-    def __len__(self) -> int:
-        return int(self.shape[0])
-
-    def __mul__(self, other: Any) -> Any:
-        return self.times(other)
-
-    def __add__(self, other: Any) -> Any:
-        return self.plus(other)
-
-    __rmul__ = __mul__
-    __radd__ = __add__
+    return torch.empty_like(like, device="meta").stride()
 
 
-_MOVES = frozenset(
-    (
-        "view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "contiguous", "permute",
-        "transpose", "roll", "pad", "__getitem__",
-    )
-)  # fmt: skip
+def defer(op: Op, sources: tuple[Tensor, ...]) -> Unstored:
+    """A tensor of the shape and device of ``sources[0]`` whose values are computed when they are read."""
+    h: Unstored = _defer(op, *sources)
+    h.op, h.sources = op, sources
+    h._versions = [source._version for source in sources]
+    return h
+
+
+class _Hold(torch.autograd.Function):
+    """A fake tensor, which cannot become another subclass, as the value of a tensor without storage."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Unstored:
+        h: Unstored = _wrapper(
+            Unstored,
+            tensor.shape,
+            strides=tensor.stride(),
+            dtype=tensor.dtype,
+            device=tensor.device,
+        )
+        return h
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        return dy
+
+
+def keep(tensor: Tensor, op: Op, sources: tuple[Tensor, ...] = ()) -> Deferred:
+    """``tensor``, whose known readers read it as ``op`` says."""
+    h: Deferred
+    if not torch.compiler.is_compiling() and isinstance(tensor, FakeTensor):
+        held: Unstored = _Hold.apply(tensor)  # type: ignore[no-untyped-call]  # of torch
+        held._value = tensor.detach()
+        held._value_version = tensor._version
+        h = held
+    else:
+        h = tensor.as_subclass(Stored)
+        if not torch.compiler.is_compiling():
+            h._first_version = tensor._version
+    h.op, h.sources = op, sources
+    return h
 
 
 def value_of(item: Any) -> Any:
-    if isinstance(item, Deferred):
-        return item.value()
-    if isinstance(item, (tuple, list)) and any(isinstance(i, Deferred) for i in item):
-        return type(item)(value_of(i) for i in item)
-    return item
-
-
-def _operator(name: str, writes: bool = False) -> Callable[..., Any]:
-    def apply(self: Deferred, *others: Any) -> Any:
-        self._spoiled |= writes
-        return getattr(self.value(), name)(*(value_of(other) for other in others))
-
-    return apply
-
-
-def _index(self: Deferred, index: Any) -> Any:
-    return Deferred.__torch_function__(Tensor.__getitem__, (), (self, index), {})
-
-
-# Python looks operators up on the class, so __getattr__ does not see them.
-for _name in (
-    "sub", "rsub", "truediv", "rtruediv", "matmul", "rmatmul", "pow", "neg", "abs", "eq",
-    "ne", "lt", "le", "gt", "ge", "iter", "bool", "float", "int",
-):  # fmt: skip
-    setattr(Deferred, f"__{_name}__", _operator(f"__{_name}__"))
-for _name in ("setitem", "iadd", "isub", "imul", "itruediv"):
-    setattr(Deferred, f"__{_name}__", _operator(f"__{_name}__", writes=True))
-setattr(Deferred, "__getitem__", _index)  # noqa: B010  # set like the operators above
-Deferred.__hash__ = object.__hash__  # type: ignore[method-assign]  # __eq__ is elementwise, as a tensor's
-
-
-def _only_dtype(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:
-    """The dtype of a ``.to`` that changes nothing else."""
-    given = [*args, *kwargs.values()]
-    return given[0] if len(given) == 1 and isinstance(given[0], torch.dtype) else None
-
-
-class DeferredCast(Deferred):
-    """Another deferred op in another floating dtype."""
-
-    watches = False
-    parent: Deferred
-
-    def __init__(self, parent: Deferred, dtype: torch.dtype) -> None:
-        super().__init__(parent.sources, dtype, parent.lowers)
-        self.parent = parent
-
-    def compute(self) -> Tensor:
-        return self.parent.value().to(self.dtype)
-
-    def moved(self, sources: tuple[Tensor, ...]) -> Deferred:
-        return DeferredCast(self.parent.moved(sources), self.dtype)
-
-    def dropped(self, whole: Deferred, p: float) -> Any:
-        if isinstance(self.parent, DeferredCast):
-            return None  # the rounding between the casts would be lost
-        if not self.lowers or self.parent.dtype.itemsize >= self.dtype.itemsize:
-            return self.parent.dropped(whole, p)
-        narrow = self.parent.dropped(self.parent, p)
-        if narrow is None:
-            return Lowered(F.dropout(self.parent.value(), p), self.dtype)
-        return DeferredCast(narrow, self.dtype)
-
-    def linear(self, to: Projection, dtype: torch.dtype) -> Any:
-        self._passed_on = True
-        narrow = self.parent.dtype
-        if self.lowers and dtype == self.dtype and narrow.itemsize < dtype.itemsize:
-            return Lowered(value_of(self.parent.linear(to, narrow)), dtype)
-        return self.parent.linear(to, dtype)
-
-
-class Lowered(Deferred):
-    """A narrow tensor where unpatched code holds a wide one: an adapter's path in bf16, as under autocast.
-
-    It stays narrow through Linears, scaling and the addition to a narrow tensor; anything else gets
-    it in the wide dtype.
-    """
-
-    def __init__(self, tensor: Tensor, dtype: torch.dtype) -> None:
-        super().__init__((tensor,), dtype, lowers=True)
-
-    def compute(self) -> Tensor:
-        return self.sources[0].to(self.dtype)
-
-    def moved(self, sources: tuple[Tensor, ...]) -> Deferred:
-        return Lowered(sources[0], self.dtype)
-
-    def linear(self, to: Projection, dtype: torch.dtype) -> Any:
-        tensor = self.sources[0]
-        narrow = tensor.dtype if dtype == self.dtype else dtype
-        y = kept_linear(tensor, to.weight, to.bias, narrow, to.adapter)
-        return Lowered(y, dtype) if dtype == self.dtype else y
-
-    def times(self, other: Any) -> Any:
-        if isinstance(other, (int, float)):
-            return Lowered(self.sources[0] * other, self.dtype)
-        return super().times(other)
-
-    def plus(self, other: Any) -> Any:
-        if isinstance(other, Tensor) and other.dtype == self.sources[0].dtype:
-            return other + self.sources[0]
-        return super().plus(other)
+    """An ordinary tensor in the place of a deferred one."""
+    if not isinstance(item, Deferred):
+        return item
+    with _WITHOUT_TORCH_FUNCTION():
+        return item.plain()

@@ -1,4 +1,4 @@
-"""The deferred ops: activation, gated product, norm behind row moves, a tensor kept anyway, dropout."""
+"""The ops behind deferred tensors: activation, gated product, a tensor saved once, norm, dropout."""
 
 from __future__ import annotations
 
@@ -11,163 +11,176 @@ from torch import Tensor
 
 from lowmem_patch.functional import (
     ActivationKind,
-    activation,
+    Affine,
+    activation_gradients,
     activation_grouped_matmul,
     activation_linear,
+    affine_linear,
     compiled,
+    computed_again,
     draw_dropout,
     dropout_linear,
-    glu,
     kept_linear,
     kept_matmul,
     packed_dropout,
 )
+from lowmem_patch.nn import (
+    readers as readers,  # fills the table of those who read what is made here
+)
 from lowmem_patch.nn.context import autocast_dtype
-from lowmem_patch.nn.deferred import Deferred, Projection, value_of
-from lowmem_patch.nn.narrow import attached_copy
+from lowmem_patch.nn.deferred import (
+    Deferred,
+    Op,
+    Projection,
+    defer,
+    keep,
+    value_of,
+)
 
-__all__ = ["DeferredActivation", "DeferredNorm", "Dropped", "Kept", "KeptMatrix"]
+__all__ = ["Activation", "Dropped", "Matrix", "Norm", "Normed", "Saved", "project"]
 
 
-class DeferredActivation(Deferred):
+def project(x: Tensor, to: Projection, dtype: torch.dtype) -> Any:
+    """The projection of any tensor computed in ``dtype``, which saves as little as possible."""
+    if isinstance(x, Deferred):
+        return x.op.linear(x, to, dtype)
+    return kept_linear(x, to.weight, to.bias, dtype, to.adapter)
+
+
+class Activation(Op):
     """``act(x)`` or, with two sources, ``act(gate) * up``; elementwise, gradients exact.
 
-    Autograd keeps the sources; the value is recomputed from them where a weight gradient needs it.
+    Autograd saves the sources; the value is recomputed from them where a weight gradient needs it.
     """
 
-    def __init__(
-        self, sources: tuple[Tensor, ...], kind: ActivationKind, lowers: bool = False
-    ) -> None:
+    def __init__(self, kind: ActivationKind, lowers: bool = False) -> None:
+        super().__init__(lowers)
+        self.kind = kind
+
+    def of(self, sources: tuple[Tensor, ...]) -> Deferred:
+        """The deferred value."""
+        if not torch.compiler.is_compiling():
+            return defer(self, sources)
+        # a compiler computes no value that nobody reads
+        if len(sources) == 1:
+            value = compiled.activation(sources[0], self.kind)
+        else:
+            value = compiled.glu(sources[0], sources[1], self.kind)
+        return keep(value, self, sources)
+
+    def dtype(self, sources: tuple[Tensor, ...]) -> torch.dtype:
         dtype = sources[0].dtype
         for other in sources[1:]:
             dtype = torch.promote_types(dtype, other.dtype)
-        super().__init__(sources, dtype, lowers)
-        self.kind = kind
+        return dtype
 
-    def compute(self) -> Tensor:
-        compiling = torch.compiler.is_compiling()
-        if len(self.sources) == 1:
-            one = compiled.activation if compiling else activation
-            return one(self.sources[0], self.kind)
-        gated = compiled.glu if compiling else glu
-        return gated(self.sources[0], self.sources[1], self.kind)
+    def compute(self, *sources: Tensor) -> Tensor:
+        return computed_again((sources[0], sources[1] if len(sources) == 2 else None), self.kind)
 
-    def moved(self, sources: tuple[Tensor, ...]) -> Deferred:
-        return DeferredActivation(sources, self.kind, self.lowers)
+    def gradients(self, dy: Tensor, *sources: Tensor) -> tuple[Tensor | None, ...]:
+        return activation_gradients(dy, sources, self.kind)
 
-    def times(self, other: Any) -> Any:
-        gates = (
-            len(self.sources) == 1
-            and isinstance(other, Tensor)
-            and other.shape == self.sources[0].shape
-        )
-        if gates and self._value is None and other.is_floating_point() and not self.is_written():
-            self._passed_on = True
-            return DeferredActivation((self.sources[0], other), self.kind, self.lowers)
-        return self.value() * value_of(other)
+    def moved(self, h: Deferred, move: Callable[[Tensor], Tensor]) -> Any:
+        h._bypassed = True
+        return self.of(tuple(move(source) for source in h.sources))
 
-    def linear(self, to: Projection, dtype: torch.dtype) -> Tensor:
-        if torch.compiler.is_compiling() and to.adapter is None:
-            return _plain_linear(self.value(), to, dtype)
-        if to.adapter is None and not to.weight.requires_grad:
-            # the value's own node keeps the sources; who else reads the value shares its gradient
-            return Kept(self.value()).linear(to, dtype)
-        hidden = self.value_alone()
-        self._passed_on = True
+    def times(self, h: Deferred, other: Any) -> Any:
+        gates = len(h.sources) == 1 and isinstance(other, Tensor) and other.shape == h.shape
+        if not gates or not other.is_floating_point():
+            return NotImplemented
+        h._bypassed = True
+        return self.of((h.sources[0], value_of(other)))
+
+    def linear(self, h: Deferred, to: Projection, dtype: torch.dtype) -> Tensor:
+        if to.adapter is None:
+            if torch.compiler.is_compiling():
+                return _plain_linear(h.plain(), to, dtype)
+            if not to.weight.requires_grad:
+                # the tensor's own node saves the sources; who else reads it shares its gradient
+                return _saved_linear(h.plain(), to, dtype)
+        h._bypassed = True
         return activation_linear(
-            hidden, self.sources, to.weight, to.bias, self.kind, dtype, to.adapter
+            h.detached(), h.sources, to.weight, to.bias, self.kind, dtype, to.adapter
         )
 
-    def dropped(self, whole: Deferred, p: float) -> Any:
-        return None if torch.compiler.is_compiling() else Dropped(whole, self.sources, self.kind, p)
+    def dropped(self, h: Deferred, p: float) -> Any:
+        sources = h.sources
+        while sources and isinstance(sources[0], Deferred):  # behind a cast
+            sources = sources[0].sources
+        return Dropped.of(h, p, sources, self.kind)
 
-    def grouped(self, func: Callable[..., Any], weight: Tensor, offsets: Tensor) -> Any:
+    def grouped(
+        self, h: Deferred, func: Callable[..., Any], weight: Tensor, offsets: Tensor
+    ) -> Any:
         if weight.dim() != 3 or torch.compiler.is_compiling():
-            return None
-        return activation_grouped_matmul(
-            func, self.value(), self.sources, weight, offsets, self.kind
-        )
+            return NotImplemented
+        return activation_grouped_matmul(func, h.plain(), h.sources, weight, offsets, self.kind)
 
 
-class Kept(Deferred):
-    """A tensor that autograd keeps anyway, so that casts of it need not be kept as well."""
+class Saved(Op):
+    """A stored tensor that autograd saves anyway, so that casts of it need not be saved as well."""
 
     bypassed = False  # all gradients pass through the tensor
-    watches = False
 
-    def __init__(self, tensor: Tensor, lowers: bool = False) -> None:
-        super().__init__((tensor,), tensor.dtype, lowers)
+    def of(self, tensor: Tensor) -> Deferred:
+        return keep(tensor, self)
 
-    def compute(self) -> Tensor:
-        return self.sources[0]
+    def moved(self, h: Deferred, move: Callable[[Tensor], Tensor]) -> Any:
+        return keep(move(h), self)
 
-    def moved(self, sources: tuple[Tensor, ...]) -> Deferred:
-        return Kept(sources[0], self.lowers)
+    def dropped(self, h: Deferred, p: float) -> Any:
+        source = h
+        while source.sources and isinstance(source.sources[0], Deferred):  # behind a cast
+            source = source.sources[0]
+        return Dropped.of(h, p, (source.plain(),), None)
 
-    def dropped(self, whole: Deferred, p: float) -> Any:
-        return None if torch.compiler.is_compiling() else Dropped(whole, (self.value(),), None, p)
-
-    def linear(self, to: Projection, dtype: torch.dtype) -> Tensor:
-        value = self.value()
-        if torch.compiler.is_compiling() and to.adapter is None:
-            return _plain_linear(value, to, dtype)
-        if to.adapter is None and value.dtype == dtype and _suits(to.weight, dtype):
-            return F.linear(value, to.weight, to.bias)
-        return kept_linear(value, to.weight, to.bias, dtype, to.adapter)
+    def linear(self, h: Deferred, to: Projection, dtype: torch.dtype) -> Tensor:
+        return _saved_linear(h.plain(), to, dtype)
 
 
-class Dropped(Deferred):
-    """A dropout, whose mask is drawn at once: the random numbers are those of unpatched code.
-
-    A Linear that trains keeps the mask in bits and what the dropout's input is computed from; any other
-    reader gets the value, whose own node keeps the bits alone.
+class Normed(Saved):
+    """The output of a norm, whose sources are (copy, z), each of which may be absent.
 
     Args:
-        whole: the dropout's input.
-        sources, kind: what ``whole`` is computed from, as `dropout_linear` wants it.
-        p: the probability, above 0 and below 1.
+        copy: the first source is the output in autocast's dtype, which Linears read under autocast.
+        affine: gamma and beta with which the output is computed from z: the norm saves z, and so do
+            the Linears. None: the norm saves its output.
     """
 
-    bypassed = False
-    watches = False  # the value is drawn; of the sources, the whole knows
+    def __init__(self, lowers: bool, copy: bool, affine: Affine | None) -> None:
+        super().__init__(lowers)
+        self.copy = copy
+        self.affine = affine
+        self.bypassed = copy  # the gradient of Linears goes to the copy
 
-    def __init__(
-        self, whole: Deferred, sources: tuple[Tensor, ...], kind: ActivationKind | None, p: float
-    ) -> None:
-        super().__init__(sources, whole.dtype, whole.lowers)
-        self.parent: Deferred = whole
-        self.kind = kind
-        self.p = p
-        self.drawn, self.bits = draw_dropout(whole.value(), p)
+    def moved(self, h: Deferred, move: Callable[[Tensor], Tensor]) -> Any:
+        if self.copy:
+            h._bypassed = True
+        return keep(move(h), self, tuple(move(source) for source in h.sources))
 
-    def compute(self) -> Tensor:
-        return packed_dropout(self.parent.value(), self.drawn, self.bits, self.p)
-
-    def dropped(self, whole: Deferred, p: float) -> Any:
-        return Dropped(whole, (self.value(),), None, p)
-
-    def linear(self, to: Projection, dtype: torch.dtype) -> Tensor:
-        weight, bias, adapter = to
-        if adapter is not None:
-            low = self.linear(Projection(adapter.down, None), dtype)
-            product = kept_linear(low, adapter.up, None, dtype) * adapter.scale
-            return self.linear(Projection(weight, bias), dtype) + product
-        if not weight.requires_grad:
-            return Kept(self.value()).linear(to, dtype)
-        sources = self.sources
-        if self.kind is None and (copy := attached_copy(sources[0])) is not None:
-            # what the norm keeps: the product is rounded to that in any case
-            sources = (copy,) if copy.dtype == dtype else sources
-        settings = (self.p, self.kind, dtype)
-        return dropout_linear(self.value(), sources, self.bits, weight, bias, *settings)
-
-    def _move(
-        self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        return None  # the bits lie in the order of the rows as they are
+    def linear(self, h: Deferred, to: Projection, dtype: torch.dtype) -> Tensor:
+        value = h.plain()
+        if self.copy and h.sources[0].dtype == dtype:
+            h._bypassed = True
+            value = h.sources[0]
+        trains = to.weight.requires_grad or to.adapter is not None
+        if self.affine is None or not trains or torch.compiler.is_compiling():
+            return _saved_linear(value, to, dtype)
+        return affine_linear(
+            value, h.sources[-1], self.affine, to.weight, to.bias, dtype, to.adapter
+        )
 
 
-def _suits(weight: Tensor, dtype: torch.dtype) -> bool:
+def _saved_linear(value: Tensor, to: Projection, dtype: torch.dtype) -> Tensor:
+    if to.adapter is None:
+        if torch.compiler.is_compiling():
+            return _plain_linear(value, to, dtype)
+        if value.dtype == dtype and _torch_serves(to.weight, dtype):
+            return F.linear(value, to.weight, to.bias)
+    return kept_linear(value, to.weight, to.bias, dtype, to.adapter)
+
+
+def _torch_serves(weight: Tensor, dtype: torch.dtype) -> bool:
     """Whether torch's own Linear serves: it costs less time than ours, and under autocast keeps a
     narrow copy of the weight, which only one that trains is worth."""
     if weight.dtype == dtype:
@@ -185,49 +198,109 @@ def _plain_linear(value: Tensor, to: Projection, dtype: torch.dtype) -> Tensor:
     return F.linear(value, weight, to.bias)
 
 
-class DeferredNorm(Kept):
-    """A norm that waits behind row moves, so that it and its Linear keep one tensor between them."""
+class Dropped(Op):
+    """A dropout, whose mask is drawn at once: the random numbers are those of unpatched code.
 
-    bypassed = watches = True  # its value is computed from the tensor
+    A Linear that trains saves the mask in bits and what the dropout's input is computed from; any other
+    reader reads the stored value, whose own node saves the bits alone. The last source is the mask.
 
-    def __init__(
-        self,
-        source: Tensor,
-        dtype: torch.dtype,
-        norm: Callable[[Tensor], Tensor],
-        lowers: bool = False,
-    ) -> None:
-        super().__init__(source, lowers)
-        self.dtype = dtype
+    Args:
+        kind: of the activation that the sources are of, None where the source is the input itself.
+        p: the probability, above 0 and below 1.
+    """
+
+    bypassed = False
+
+    def __init__(self, kind: ActivationKind | None, p: float, lowers: bool) -> None:
+        super().__init__(lowers)
+        self.kind = kind
+        self.p = p
+
+    @classmethod
+    def of(
+        cls, h: Deferred, p: float, sources: tuple[Tensor, ...], kind: ActivationKind | None
+    ) -> Deferred:
+        value = h.plain()
+        drawn, bits = draw_dropout(value, p)
+        return keep(
+            packed_dropout(value, drawn, bits, p), cls(kind, p, h.op.lowers), (*sources, bits)
+        )
+
+    def dropped(self, h: Deferred, p: float) -> Any:
+        return Dropped.of(h, p, (h.plain(),), None)
+
+    def linear(self, h: Deferred, to: Projection, dtype: torch.dtype) -> Tensor:
+        weight, bias, adapter = to
+        if adapter is not None:
+            low = self.linear(h, Projection(adapter.down, None), dtype)
+            product = kept_linear(low, adapter.up, None, dtype) * adapter.scale
+            return self.linear(h, Projection(weight, bias), dtype) + product
+        value = h.plain()
+        if not weight.requires_grad:
+            return _saved_linear(value, to, dtype)
+        *sources, bits = h.sources
+        settings = (self.p, self.kind, dtype)
+        return dropout_linear(value, tuple(sources), bits, weight, bias, *settings)
+
+
+class Norm(Op):
+    """A norm that waits behind row moves, so that it and its Linear save one tensor between them.
+
+    The sources are x and the norm's parameters.
+
+    Args:
+        norm: computes the norm of a tensor of such rows, as the module would.
+    """
+
+    def __init__(self, norm: Callable[[Tensor], Tensor], dtype: torch.dtype, lowers: bool) -> None:
+        super().__init__(lowers)
         self.norm = norm
+        self.to = dtype
 
-    def compute(self) -> Tensor:
-        return self.norm(self.sources[0])
+    def of(self, x: Tensor, *parameters: Tensor) -> Deferred:
+        if torch.compiler.is_compiling():
+            return keep(value_of(self.norm(x)), self, (x, *parameters))
+        return defer(self, (x, *parameters))
 
-    def moved(self, sources: tuple[Tensor, ...]) -> Deferred:
-        return DeferredNorm(sources[0], self.dtype, self.norm, self.lowers)
+    def dtype(self, sources: tuple[Tensor, ...]) -> torch.dtype:
+        return self.to
+
+    def compute(self, *sources: Tensor) -> Tensor:
+        y: Tensor = value_of(self.norm(sources[0]))
+        return y
+
+    def gradients(self, dy: Tensor, *sources: Tensor) -> tuple[Tensor | None, ...]:
+        x, *parameters = sources
+        with torch.enable_grad():
+            leaf = x.detach().requires_grad_()
+            y = value_of(self.norm(leaf))
+            wanted = [leaf, *(p for p in parameters if p.requires_grad)]
+            found = iter(torch.autograd.grad(y, wanted, dy))
+        return (next(found), *(next(found) if p.requires_grad else None for p in parameters))
+
+    def moved(self, h: Deferred, move: Callable[[Tensor], Tensor]) -> Any:
+        h._bypassed = True
+        x, *parameters = h.sources
+        return self.of(move(x), *parameters)
+
+    def linear(self, h: Deferred, to: Projection, dtype: torch.dtype) -> Any:
+        h._bypassed = True
+        return project(self.norm(h.sources[0]), to, dtype)
+
+    def dropped(self, h: Deferred, p: float) -> Any:
+        return Dropped.of(h, p, (h.plain(),), None)
 
 
-class KeptMatrix(Kept):
-    """A wide matrix whose product with another is computed in autocast's dtype, without a kept cast."""
+class Matrix(Saved):
+    """A wide matrix whose product with another is computed in autocast's dtype, without a saved cast."""
 
-    def _known(
-        self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        if name in ("matmul", "__matmul__") and len(args) == 2 and not kwargs:
-            left, right = self.sources[0], args[1]
-            narrow = autocast_dtype(left.device.type, left.dtype)
-            if (
-                isinstance(right, Tensor)
-                and left.dim() == right.dim() > 2
-                and left.shape[:-2] == right.shape[:-2]
-                and narrow is not None
-                and torch.is_grad_enabled()
-                and not self.is_written()
-            ):
-                return kept_matmul(left, right, narrow)
-            return None
-        return super()._known(func, name, args, kwargs)
-
-    def __matmul__(self, other: Any) -> Any:
-        return Deferred.__torch_function__(Tensor.__matmul__, (), (self, other), {})
+    def matmul(self, h: Deferred, right: Any) -> Any:
+        dtype = autocast_dtype(h.device.type, h.dtype)
+        if (
+            dtype is None
+            or not isinstance(right, Tensor)
+            or not h.dim() == right.dim() > 2
+            or h.shape[:-2] != right.shape[:-2]
+        ):
+            return NotImplemented
+        return kept_matmul(h.plain(), value_of(right), dtype)

@@ -1,8 +1,8 @@
 """MS norms: LayerNorm and RMSNorm that keep their output and not their input (MS-BP, arXiv 2406.16282).
 
-The output is also what the next Linear keeps, so the norm itself keeps one number per row. With a
-folded affine the output is z itself; with an affine that stays (``share``) backward recovers
-z = (y - beta) / gamma.
+The output is also what the next Linear saves, so the norm itself saves one number per row. With a
+folded affine the output is z itself. With an affine that stays (``share``) either backward recovers
+z = (y - beta) / gamma, or, where gamma trains or comes near 0, the norm saves z and so do the Linears.
 """
 
 from __future__ import annotations
@@ -12,20 +12,51 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from lowmem_patch.errors import PatchError, UnfoldedWeightsError
-from lowmem_patch.functional import compiled, ms_layer_norm, ms_norm_pair, ms_rms_norm
-from lowmem_patch.nn.context import (
-    autocast_dtype,
-    has_backward_hooks,
-    is_sharded_alone,
-    needs_gradient,
+from lowmem_patch.functional import (
+    Affine,
+    compiled,
+    ms_layer_norm,
+    ms_norm_pair,
+    ms_rms_norm,
+    norm_and_z,
 )
-from lowmem_patch.nn.deferred import value_of
-from lowmem_patch.nn.deferred_ops import DeferredNorm, Kept
-from lowmem_patch.nn.narrow import attach_copy
+from lowmem_patch.nn.context import autocast_dtype, is_foreign, is_sharded_alone, needs_gradient
+from lowmem_patch.nn.deferred import keep, value_of
+from lowmem_patch.nn.deferred_ops import Norm, Normed, Saved
+from lowmem_patch.reference import normalised
 
-__all__ = ["MSLayerNorm", "MSNorm", "MSRMSNorm", "StockMSLayerNorm", "StockMSRMSNorm"]
+__all__ = [
+    "MSLayerNorm",
+    "MSNorm",
+    "MSRMSNorm",
+    "StockMSLayerNorm",
+    "StockMSRMSNorm",
+    "unfit_to_share",
+]
+
+
+# share recovers z = y/gamma - beta/gamma: y's rounding error grows by 1 + |beta/gamma| / |z|
+_LARGEST_SHIFT = 8.0
+# below this share of the largest gamma, y underflows before z does
+_SMALLEST_GAMMA_RATIO = 1e-4
+
+
+def unfit_to_share(weight_offset: float, gamma: Tensor | None, beta: Tensor | None) -> str | None:
+    """Why z cannot be recovered from the output; None where it can. Waits for the device."""
+    if gamma is None or not gamma.numel():
+        return None
+    factor = gamma.detach().double() + weight_offset
+    size = factor.abs()
+    if float(size.min()) < _SMALLEST_GAMMA_RATIO * float(size.max()) or not bool(size.any()):
+        return f"gamma goes down to {float(size.min()):.1e}"
+    if beta is not None:
+        worst = float((beta.detach().double() / factor).abs().max())
+        if worst > _LARGEST_SHIFT:
+            return f"|beta/gamma| goes up to {worst:.1f}"
+    return None
 
 
 class MSNorm(nn.Module):
@@ -42,7 +73,8 @@ class MSNorm(nn.Module):
         sunk: the output is deferred behind row moves, to the Linear that reads it.
         one_copy: ``always`` or ``autocast``: readers that cast the output keep no copy of their own.
         shares_copy: Linears among other readers get one narrow copy of a wide output under autocast.
-        lowers: adapters that read the output compute in its dtype (see :class:`Deferred`).
+        output_saved: an op that is no Linear saves the output, so that the norm had better save it too.
+        lowers: adapters that read the output compute in its dtype (see `lowmem_patch.nn.deferred.Op`).
     """
 
     weight: nn.Parameter | None
@@ -64,6 +96,7 @@ class MSNorm(nn.Module):
         one_copy: str | None = None,
         lowers: bool = False,
         shares_copy: bool = False,
+        output_saved: bool = False,
     ) -> None:
         nn.Module.__init__(self)  # past a stock norm, which would make parameters of its own
         self.register_parameter("weight", weight)
@@ -78,15 +111,22 @@ class MSNorm(nn.Module):
         self.one_copy = one_copy
         self.lowers = lowers
         self.shares_copy = shares_copy
+        self.output_saved = output_saved
+        self._checked: tuple[Any, ...] = ()  # what identifies the values that `fits` was told from
+        self.fits = True
 
     def normalize(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """The norm's value in ``dtype``, by default :meth:`output_dtype`."""
         weight, bias = (None, None) if self.folded else (self.weight, self.bias)
         dtype = dtype or self.output_dtype(x)
+        if is_foreign(x) or (weight is not None and is_foreign(weight)):
+            settings = (self.eps, self.weight_offset, self.centered, dtype)
+            return normalised(x, weight, bias, *settings)[0]
         if torch.compiler.is_compiling():
-            narrow = self._narrow_dtype(x) if self.shares_copy else None
-            settings = (self.eps, self.weight_offset, self.centered, dtype, narrow)
-            return compiled.norm(x, weight, bias, *settings)
+            saved = (self._narrow_dtype(x) if self.shares_copy else None) or dtype
+            norm = compiled.norm if self._affine() is None else compiled.norm_and_z
+            settings = (self.eps, self.weight_offset, self.centered, dtype)
+            return norm(x, weight, bias, *settings, saved)
         if self.centered:
             return ms_layer_norm(x, self.eps, weight, bias, dtype, self.weight_offset)
         return ms_rms_norm(x, self.eps, weight, self.weight_offset, out_dtype=dtype)
@@ -105,24 +145,98 @@ class MSNorm(nn.Module):
             return self.weight.dtype
         return torch.promote_types(x.dtype, self.weight.dtype)
 
-    def forward(self, x: Tensor) -> Tensor | Kept:
-        """``[..., N] -> [..., N]``; deferred where it is sunk or casts wait, and a gradient is wanted."""
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., N] -> [..., N]``; a deferred tensor where a Linear shall save something else."""
         if self.folded and torch.is_grad_enabled():
             self._refuse_training()
         x = value_of(x)  # of an activation or a gated product that waits
-        watched = has_backward_hooks(self) or is_sharded_alone(self)
-        if self.sunk and not watched and needs_gradient(x):
+        if self.sunk and needs_gradient(x) and not is_foreign(x) and not is_sharded_alone(self):
             dtype = self.output_dtype(x)  # autocast may be another one where the value is computed
-            return DeferredNorm(x, dtype, partial(self.normalize, dtype=dtype), self.lowers)
-        if self.shares_copy and not torch.compiler.is_compiling():
-            narrow = self._narrow_dtype(x)
-            if narrow is not None:
-                return self._pair(x, narrow)
-        y = self.normalize(x)
-        if self.one_copy is None or watched or not needs_gradient(y):
-            return y
-        waits = self.one_copy == "always" or torch.is_autocast_enabled(y.device.type)
-        return Kept(y, self.lowers) if waits else y
+            op = Norm(partial(self.normed, dtype=dtype), dtype, self.lowers)
+            return op.of(x, *(p for p in (self.weight, self.bias) if p is not None))
+        return self.normed(x)
+
+    def normed(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """The norm in ``dtype``, by default :meth:`output_dtype`, as its readers shall read it."""
+        dtype = dtype or self.output_dtype(x)
+        weight, bias = (None, None) if self.folded else (self.weight, self.bias)
+        compiling = torch.compiler.is_compiling()
+        if compiling or is_foreign(x) or not self._wants_gradient(x):
+            y = self.normalize(x, dtype)
+            return self._as_one_copy(y) if compiling and y.requires_grad else y
+        affine, copy = self._affine(), self._narrow_dtype(x) if self.shares_copy else None
+        if copy is not None:
+            y, narrow, z = ms_norm_pair(
+                x,
+                self.eps,
+                weight,
+                bias,
+                centered=self.centered,
+                wide=dtype,
+                narrow=copy,
+                weight_offset=self.weight_offset,
+                with_z=affine is not None,
+            )
+            return keep(y, Normed(self.lowers, True, affine), (narrow, z))
+        if affine is not None:
+            y, z = norm_and_z(
+                x,
+                self.eps,
+                weight,
+                bias,
+                centered=self.centered,
+                out_dtype=dtype,
+                z_dtype=dtype,
+                weight_offset=self.weight_offset,
+            )
+            return keep(y, Normed(self.lowers, False, affine), (z,))
+        return self._as_one_copy(self.normalize(x, dtype))
+
+    def _as_one_copy(self, y: Tensor) -> Tensor:
+        if self.one_copy == "always" or (
+            self.one_copy is not None and torch.is_autocast_enabled(y.device.type)
+        ):
+            return Saved(self.lowers).of(y)
+        return y
+
+    def _wants_gradient(self, x: Tensor) -> bool:
+        if not torch.is_grad_enabled():
+            return False
+        return x.requires_grad or any(
+            p is not None and p.requires_grad for p in (self.weight, self.bias)
+        )
+
+    def _affine(self) -> Affine | None:
+        """gamma and beta where z is to be saved; None where the output itself is."""
+        weight, bias = self.weight, self.bias
+        if self.folded or (weight is None and bias is None):
+            return None
+        trains = any(p is not None and p.requires_grad for p in (weight, bias))
+        if (self.output_saved or not trains) and self._fits_share():
+            return None
+        alone = is_sharded_alone(self)  # freed before the Linears' backward
+
+        def apart(vector: Tensor | None) -> Tensor | None:
+            if vector is None:
+                return None
+            return vector.detach().clone() if alone else vector.detach()
+
+        return Affine(apart(weight), apart(bias), self.weight_offset)
+
+    def _fits_share(self) -> bool:
+        """Whether z can be recovered from the output; looked at again when gamma or beta were written."""
+        if torch.compiler.is_compiling():
+            return self.fits
+        vectors = [p.detach() for p in (self.weight, self.bias) if p is not None]
+        if any(is_foreign(v) or v.is_meta or isinstance(v, FakeTensor) for v in vectors):
+            return True
+        checked = tuple((v.data_ptr(), v._version) for v in vectors)
+        if checked != self._checked:
+            if vectors[0].is_cuda and torch.cuda.is_current_stream_capturing():
+                return False  # nobody may look at a value now, and z is always right
+            unfit = unfit_to_share(self.weight_offset, self.weight, self.bias)
+            self._checked, self.fits = checked, unfit is None
+        return self.fits
 
     def _refuse_training(self) -> None:
         for parameter in (self.weight, self.bias):
@@ -139,21 +253,6 @@ class MSNorm(nn.Module):
         if narrow is None or not torch.is_grad_enabled():
             return None
         return narrow if narrow.itemsize < self.output_dtype(x).itemsize else None
-
-    def _pair(self, x: Tensor, narrow: torch.dtype) -> Tensor:
-        weight, bias = (None, None) if self.folded else (self.weight, self.bias)
-        y, copy = ms_norm_pair(
-            x,
-            self.eps,
-            weight,
-            bias,
-            centered=self.centered,
-            wide=self.output_dtype(x),
-            narrow=narrow,
-            weight_offset=self.weight_offset,
-        )
-        attach_copy(y, copy)
-        return y
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         if self.folded:

@@ -1,30 +1,30 @@
-"""An activation whose value is never kept: its consumer recomputes it in backward, exactly."""
+"""An activation whose value is never saved: its readers recompute it in backward, exactly."""
 
 from __future__ import annotations
 
 from torch import Tensor, nn
 
-from lowmem_patch.functional import ActivationKind, activation
-from lowmem_patch.nn.context import has_backward_hooks, needs_gradient
-from lowmem_patch.nn.deferred import Deferred, value_of
-from lowmem_patch.nn.deferred_ops import DeferredActivation
+from lowmem_patch.functional import ActivationKind, activation, is_transformed
+from lowmem_patch.nn.context import is_foreign, needs_gradient
+from lowmem_patch.nn.deferred import value_of
+from lowmem_patch.nn.deferred_ops import Activation
 
 __all__ = ["RecomputedActivation"]
 
 
 class RecomputedActivation(nn.Module):
-    """Returns a :class:`~lowmem_patch.nn.deferred.Deferred` where a gradient is wanted, else ``act(x)``."""
+    """Returns a `lowmem_patch.nn.deferred.Deferred` tensor where a gradient is wanted, else ``act(x)``."""
 
     def __init__(self, kind: ActivationKind, lowers: bool = False) -> None:
         super().__init__()
         self.kind = kind
-        self.lowers = lowers
+        self.op = Activation(kind, lowers)
 
-    def forward(self, x: Tensor) -> Tensor | Deferred:
+    def forward(self, x: Tensor) -> Tensor:
         """Elementwise, any shape; dtype of ``x``."""
         x = value_of(x)
-        if not has_backward_hooks(self) and needs_gradient(x):
-            return DeferredActivation((x,), self.kind, self.lowers)
+        if needs_gradient(x) and not is_foreign(x) and not is_transformed():
+            return self.op.of((x,))
         return activation(x, self.kind)
 
     def extra_repr(self) -> str:

@@ -20,7 +20,6 @@ from lowmem_patch.patching.examples import make_example_inputs
 from lowmem_patch.patching.floor import count_floor
 from lowmem_patch.patching.functional_calls import functional_calls_note
 from lowmem_patch.patching.inputs import ExampleInputs, as_example_inputs
-from lowmem_patch.patching.legality import unfit_to_share
 from lowmem_patch.patching.plan import DropoutPatch, Plan, make_plan, trains_signature
 from lowmem_patch.patching.rotary import rotary_note
 from lowmem_patch.patching.sites import BytesByKind, FoldStep, PatchReport, block_name
@@ -127,9 +126,9 @@ def patch_model(
             f"the patch was undone, since the patched model failed: {error}"
         ) from error
     hook = None
-    if any(site.strategy in ("fold", "share") for site in report.sites):
+    if any(site.strategy == "fold" for site in report.sites):
         register: Any = model.register_load_state_dict_pre_hook  # has no types
-        hook = register(_refuse_unfit_weights)
+        hook = register(_refuse_unfolded_weights)
     model.__dict__[_RECORD] = Record(report, applied, trains_signature(model), hook)
     return model
 
@@ -331,21 +330,10 @@ def _nothing(report: PatchReport, strict: bool) -> None:
     warnings.warn(text, stacklevel=3)
 
 
-def _refuse_unfit_weights(
+def _refuse_unfolded_weights(
     model: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any
 ) -> None:
     """Refuse before anything was loaded, so that the model stays whole."""
     for name, module in model.named_modules():
-        if not isinstance(module, MSNorm):
-            continue
-        path = f"{prefix}{name}." if name else prefix
-        if module.folded:
-            module.refuse_unfolded(state_dict, path)
-            continue
-        gamma, beta = (state_dict.get(path + key) for key in ("weight", "bias"))
-        unfit = unfit_to_share(module.weight_offset, gamma, beta)
-        if unfit is not None:
-            raise PatchError(
-                f"{path}weight does not fit how this norm is patched ({unfit}): call unpatch_model, "
-                "load, and call patch_model again, which decides by the loaded weights"
-            )
+        if isinstance(module, MSNorm) and module.folded:
+            module.refuse_unfolded(state_dict, f"{prefix}{name}." if name else prefix)

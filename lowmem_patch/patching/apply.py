@@ -9,14 +9,7 @@ from torch import Tensor, nn
 from lowmem_patch.errors import PatchError
 from lowmem_patch.nn.activations import CodesActivation
 from lowmem_patch.nn.adapters import release_adapter, use_adapter
-from lowmem_patch.nn.copies import (
-    keep_matrix,
-    keep_weight,
-    release_input,
-    show_value,
-    use_copy,
-    use_value,
-)
+from lowmem_patch.nn.copies import keep_matrix, keep_weight, release_input
 from lowmem_patch.nn.dropout import PackedDropout
 from lowmem_patch.nn.joint import follow_joint
 from lowmem_patch.nn.norms import (
@@ -99,7 +92,8 @@ def _norm(original: nn.Module, patch: NormPatch, lowers: bool) -> MSNorm:
         sunk=patch.sunk,
         one_copy=patch.one_copy,
         lowers=lowers,
-        shares_copy=bool(patch.copy_readers),
+        shares_copy=patch.shares_copy,
+        output_saved=patch.output_saved,
     )
     # what other code may read off the original (variance_epsilon, normalized_shape) stays readable
     for name, value in vars(original).items():
@@ -136,16 +130,10 @@ def apply_plan(model: nn.Module, plan: Plan, *, arithmetic: bool = True) -> Appl
             for slot, child in list(parent._modules.items()):
                 if child is not None and id(child) in replacements:
                     parent._modules[slot] = replacements[id(child)]
-        for name in dict.fromkeys(_copy_readers(plan)):
-            linear = model.get_submodule(name)
-            linear.register_forward_pre_hook(use_copy)
-            applied.hooked.append(linear)
-        for name in plan.given_deferred:
-            reader = model.get_submodule(name)
-            reader.register_forward_pre_hook(show_value)
-            applied.hooked.append(reader)
         for name in plan.adapters.layers:
-            _keep_one_input(model.get_submodule(name), applied, plan.lowers)
+            layer = model.get_submodule(name)
+            use_adapter(layer, plan.lowers)
+            applied.hooked.append(layer)
         for name in plan.frozen_linears:
             linear = model.get_submodule(name)
             linear.register_forward_pre_hook(keep_weight)
@@ -168,20 +156,6 @@ def apply_plan(model: nn.Module, plan: Plan, *, arithmetic: bool = True) -> Appl
             f"the model was put back as it was, since patching failed: {error}"
         ) from error
     return applied
-
-
-def _copy_readers(plan: Plan) -> list[str]:
-    norms = [patch for patch in plan.patches.values() if isinstance(patch, NormPatch)]
-    return [name for norm in norms for name in norm.copy_readers]
-
-
-def _keep_one_input(layer: nn.Module, applied: Applied, lowers: bool) -> None:
-    use_adapter(layer, lowers)
-    applied.hooked.append(layer)
-    base = layer.base_layer
-    if isinstance(base, nn.Module) and type(base) is not nn.Linear:
-        base.register_forward_pre_hook(use_value)
-        applied.hooked.append(base)
 
 
 def _fold(model: nn.Module, step: FoldStep, applied: Applied, arithmetic: bool) -> None:

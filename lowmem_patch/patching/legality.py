@@ -12,12 +12,8 @@ from lowmem_patch.patching.sites import FoldStep, LinearRef
 from lowmem_patch.patching.trace import Trace
 from lowmem_patch.saved import storage_key
 
-__all__ = ["FoldRules", "has_data", "unfit_to_share"]
+__all__ = ["FoldRules", "has_data"]
 
-# share recovers z = y/gamma - beta/gamma: y's rounding error grows by 1 + |beta/gamma| / |z|
-_LARGEST_SHIFT = 8.0
-# below this share of the largest gamma, y underflows before z does
-_SMALLEST_GAMMA_RATIO = 1e-4
 # behind these a Linear's output is no longer the model's output
 _ENDS = frozenset(
     ("linear", "addmm", "layer_norm", "rms_norm", "rsqrt", "scaled_dot_product_attention")
@@ -26,22 +22,6 @@ _ENDS = frozenset(
 
 def has_data(tensor: Tensor) -> bool:
     return not tensor.is_meta and not isinstance(tensor, FakeTensor)
-
-
-def unfit_to_share(weight_offset: float, gamma: Tensor | None, beta: Tensor | None) -> str | None:
-    """Why z cannot be recovered from the output, looked at before anything is divided."""
-    if gamma is None or not has_data(gamma):
-        return None
-    factor = gamma.detach().double() + weight_offset
-    size = factor.abs()
-    if size.numel() == 0:
-        return "its weight is empty (sharded?): patch before sharding"
-    if float(size.min()) < _SMALLEST_GAMMA_RATIO * float(size.max()):
-        return f"cannot share: gamma goes down to {float(size.min()):.1e}, too near 0 to divide by"
-    if beta is not None and float((beta.detach().double() / factor).abs().max()) > _LARGEST_SHIFT:
-        worst = float((beta.detach().double() / factor).abs().max())
-        return f"cannot share: |beta/gamma| goes up to {worst:.1f}, which would lose z's digits"
-    return None
 
 
 def _place(parameter: Tensor) -> tuple[int, int]:

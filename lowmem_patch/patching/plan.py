@@ -18,7 +18,7 @@ from lowmem_patch.patching.adapters import Adapters, find_adapters, frozen_linea
 from lowmem_patch.patching.config import PatchConfig
 from lowmem_patch.patching.fold import identity_affine
 from lowmem_patch.patching.joint import find_joint
-from lowmem_patch.patching.legality import FoldRules, has_data, unfit_to_share
+from lowmem_patch.patching.legality import FoldRules, has_data
 from lowmem_patch.patching.match import (
     NormSpec,
     looks_like_activation,
@@ -31,7 +31,6 @@ from lowmem_patch.patching.readers import (
     Reader,
     Writes,
     behind_dropouts,
-    called_with,
     find_readers,
     weight_read_with,
     weight_trains,
@@ -40,6 +39,7 @@ from lowmem_patch.patching.rotary import find_rotations
 from lowmem_patch.patching.sites import Site
 from lowmem_patch.patching.softmaxes import find_softmaxes
 from lowmem_patch.patching.trace import Call, Trace
+from lowmem_patch.saved import storage_key
 
 __all__ = [
     "ActivationPatch",
@@ -63,7 +63,8 @@ class NormPatch:
     feeds_autocast: bool
     sunk: bool
     one_copy: str | None
-    copy_readers: tuple[str, ...] = ()  # Linears that share one narrow copy under autocast
+    shares_copy: bool = False  # Linears among other readers share one narrow copy under autocast
+    output_saved: bool = False  # an op that is no Linear saves the output
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +97,6 @@ class Plan:
     frozen_linears: tuple[str, ...] = ()  # those that shall keep no copy of their weight
     softmaxes: tuple[str, ...] = ()  # those of whose output a matmul shall keep no copy
     lowers: bool = False  # adapters compute in the activations' dtype
-    given_deferred: tuple[str, ...] = ()  # modules that are called with what waits
     rotations: dict[str, Rotation] = dataclasses.field(default_factory=dict)  # by module
     joint: tuple[str, ...] = ()  # those whose output is q, k and v
 
@@ -117,7 +117,6 @@ class _Planner:
         self.trace = trace
         self.config = config
         self.writes = Writes(trace)
-        self.waits: set[int] = set()  # tensors in whose place a deferred one stands
         self.patches: dict[str, Patch] = {}
         self.specs: dict[object, NormSpec | str] = {}  # of equal modules
         keeps = config.linear_inputs == "keep"
@@ -138,12 +137,11 @@ class _Planner:
         if not keeps:
             for name, p in find_dropouts(self.trace, self.modules, self.adapters).items():
                 self.patches[name] = DropoutPatch(p)
-        given = called_with(self.trace, self.waits, self.adapters.layers)
         fuses = self.config.attention == "fused"
         rotations = find_rotations(self.modules, calls) if fuses else {}
         joint = find_joint(self.trace, calls) if fuses else ()
         return Plan(
-            tuple(sites), self.patches, self.adapters, frozen, softmaxes, lowers, given, rotations, joint,
+            tuple(sites), self.patches, self.adapters, frozen, softmaxes, lowers, rotations, joint,
         )  # fmt: skip
 
     def _site(self, name: str, calls: list[Call]) -> Site | None:
@@ -193,10 +191,6 @@ class _Planner:
         if not fold and not self._share_gains(name, outputs, readers):
             text = "nothing to gain: no Linear keeps its output"
             return self._left(name, spec.kind, text, consumers)
-        unfit = None if fold else unfit_to_share(spec.weight_offset, gamma, beta)
-        if unfit is not None:
-            cannot = f"cannot fold: {why_not}; " if choice == "fold" else ""
-            return self._left(name, spec.kind, cannot + unfit, consumers)
         reason = self._norm_reason(fold, choice, why_not, trains, gamma, beta, spec)
         distinct = {id(reader.tensor) for reader in readers}
         linears = all(reader.kind == "linear" for reader in readers) and bool(readers)
@@ -212,12 +206,15 @@ class _Planner:
             for r in readers
         )
         one_copy = self._one_copy(readers, feeds_autocast) if linears else None
-        copy_readers: tuple[str, ...] = ()
-        if not feeds_autocast and self.config.linear_inputs != "keep":
-            copy_readers = self._copy_readers(readers, around)
-        if sunk or one_copy is not None:
-            self.waits.update(map(id, outputs), (id(reader.tensor) for reader in readers))
-        self.patches[name] = NormPatch(spec, fold, feeds_autocast, sunk, one_copy, copy_readers)
+        shares_copy = (
+            not feeds_autocast
+            and self.config.linear_inputs != "keep"
+            and self._shares_copy(readers, around)
+        )
+        saved = self._saved_by_others(readers)
+        self.patches[name] = NormPatch(
+            spec, fold, feeds_autocast, sunk, one_copy, shares_copy, saved
+        )
         before = self.trace.saved.own.get(name, 0)
         strategy = "fold" if fold else "share"
         return Site(
@@ -232,13 +229,26 @@ class _Planner:
             return "always"
         return None if feeds_autocast and all(map(weight_trains, others)) else "autocast"
 
-    def _copy_readers(self, readers: list[Reader], around: set[bool]) -> tuple[str, ...]:
-        """Stock Linears that read the very output, among readers of other kinds."""
+    def _shares_copy(self, readers: list[Reader], around: set[bool]) -> bool:
+        """Whether stock Linears read the very output, among readers of other kinds."""
         if any(reader.op is not None and {reader.op.autocast} != around for reader in readers):
-            return ()
+            return False
         whole = [reader for reader in readers if not reader.copied and not reader.reshaped]
         names = [reader.linear.module for reader in whole if reader.linear is not None]
-        return tuple(dict.fromkeys(n for n in names if type(self.modules.get(n)) is nn.Linear))
+        return any(type(self.modules.get(name)) is nn.Linear for name in names)
+
+    def _saved_by_others(self, readers: list[Reader]) -> bool:
+        """Whether an op that is no Linear saves the output, so that z beside it would be one more."""
+        others = [r for r in readers if r.kind not in ("linear", "output") and r.op is not None]
+        if not others:
+            return False
+        keys = {storage_key(r.tensor) for r in others if r.tensor is not None}
+        return any(
+            saver.function not in ("linear", "addmm")
+            for storage in self.trace.saved.storages
+            if storage.key in keys
+            for saver in storage.savers
+        )
 
     def _share_gains(self, name: str, outputs: list[Tensor], readers: list[Reader]) -> bool:
         """Whether keeping the output beats keeping what the original keeps."""
@@ -266,22 +276,12 @@ class _Planner:
         module = self.model.get_submodule(name)
         return getattr(module, "weight", None), getattr(module, "bias", None)
 
-    def _opaque(self, readers: list[Reader]) -> str | None:
-        """A reader of the output, or of the gated product, in which a deferred tensor would be lost, or
-        the caller, who must get a tensor."""
-        adapters = self.adapters.layers
-        for reader in readers:
-            if reader.kind == "product" and reader.op is not None:
-                products = self._waiting(list(reader.op.outputs))
-                found = next((r for r in products if r.kind in ("opaque", "output")), None)
-            else:
-                found = reader if reader.kind in ("opaque", "output") else None
-            # the base layer of an adapter that trains is given the value
-            module = found.op.module if found is not None and found.op is not None else ""
-            if found is not None and not any(
-                module.startswith(f"{adapter}.base_layer") for adapter in adapters
-            ):
-                return found.text
+    def _waited_for(self, readers: list[Reader]) -> str | None:
+        """Who hangs a hook on the output, or on the gated product: the gradient must pass through it."""
+        products = [t for r in readers if r.kind == "product" and r.op for t in r.op.outputs]
+        for reader in readers + (self._waiting(products) if products else []):
+            if reader.op is not None and reader.op.name in ("register_hook", "retain_grad"):
+                return reader.text
         return None
 
     def _trains(self, reader: Reader) -> bool:
@@ -326,9 +326,9 @@ class _Planner:
         rows = [reader for reader in readers if not reader.reshaped]  # what can be deferred
         gated = any(reader.kind == "product" for reader in rows)
         linear = next((reader for reader in rows if weight_trains(reader)), None)
-        opaque = self._opaque(readers)
+        waited = self._waited_for(readers)
         if choice == "auto":
-            waits = opaque is None and (gated or linear is not None)
+            waits = waited is None and (gated or linear is not None)
             strategy = "recompute" if waits or kind not in STEP_TABLES else "codes"
         else:
             strategy = choice
@@ -346,14 +346,13 @@ class _Planner:
         if strategy == "codes":
             reason = "2-bit codes in place of its input"
             if choice == "auto":
-                reason += (
-                    f": {f'it is read by {opaque}' if opaque else 'no Linear that trains reads it'}"
-                )
+                why = "no Linear that trains reads it" if waited is None else f"read by {waited}"
+                reason += f": {why}"
         elif in_place:
             text = "cannot recompute: it works in place, where later readers of its input get its output"
             return self._left(name, kind, text, consumers)
-        elif opaque is not None:
-            return self._left(name, kind, f"cannot recompute: it is read by {opaque}", consumers)
+        elif waited is not None:
+            return self._left(name, kind, f"cannot recompute: it is read by {waited}", consumers)
         elif (writer := self._written(calls, "inputs")) is not None:
             text = f"cannot recompute: its input is written in place by {writer}"
             return self._left(name, kind, text, consumers)
@@ -366,10 +365,6 @@ class _Planner:
             return self._left(
                 name, kind, f"nothing to gain: its output is read by {text}", consumers
             )
-        if strategy == "recompute":
-            products = [t for r in readers if r.kind == "product" and r.op for t in r.op.outputs]
-            found = (r.tensor for r in readers + self._waiting(products))
-            self.waits.update(map(id, (*(t for c in calls for t in c.outputs), *products, *found)))
         self.patches[name] = ActivationPatch(kind, strategy, in_place)
         return Site(
             name, kind, strategy, reason, consumers, before, 0, approximate=strategy == "codes"

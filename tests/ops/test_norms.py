@@ -221,7 +221,7 @@ def test_weight_gradients_repeat_bit_for_bit(backend: Backend) -> None:
 def test_pair_adds_the_gradients_of_both_outputs(backend: Backend, used: str) -> None:
     x = torch.randn(6, 40, device=backend.device, requires_grad=True)
     weight = (torch.rand(40, device=backend.device) + 0.5).requires_grad_()
-    (y, copy), saved = saved_storages(
+    (y, copy, _), saved = saved_storages(
         lambda: ms_norm_pair(
             x,
             EPS,

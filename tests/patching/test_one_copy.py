@@ -12,7 +12,6 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from lowmem_patch import patch_model, patch_report, saved_bytes, unpatch_model
-from lowmem_patch.nn.copies import show_value
 from tests.ops.helpers import saved_storages, storage_of
 
 # PEFT reads a name that transformers has since deprecated
@@ -266,9 +265,10 @@ class Alone(Siblings):
 
 @pytest.mark.parametrize("reader", ["trains", "is frozen", "has an adapter"])
 def test_a_norm_waits_only_for_readers_that_would_keep_a_cast(reader: str) -> None:
-    """What waits costs host time at each reader, and modules that are given it run a hook."""
+    """What waits costs host time at each reader."""
     torch.manual_seed(0)
     model: Any = Alone()
+    model.norm.requires_grad_(False)  # or its Linears would have to save z
     if reader == "is frozen":
         model.q.requires_grad_(False)
     if reader == "has an adapter":
@@ -282,8 +282,6 @@ def test_a_norm_waits_only_for_readers_that_would_keep_a_cast(reader: str) -> No
             model(x)
         assert saved.activations == patch_report(model).saved_after
     assert (got == [Tensor]) is (reader != "is frozen")
-    hooked = any(show_value in m._forward_pre_hooks.values() for m in model.modules())
-    assert hooked is (reader == "is frozen")
 
 
 def test_frozen_weights_that_keep_no_copy_give_the_same_bits() -> None:

@@ -239,8 +239,6 @@ class Ending(Toy):
 )
 def test_what_is_returned_is_a_tensor(end: Any, config: Any) -> None:
     patched, twin, original = patched_twin(Ending(end), config)
-    assert type(patched.train()(batch())) is Tensor
-    strategies = {site.name: site.strategy for site in patch_report(patched).sites}
-    assert strategies["act"] == ("codes" if config == "auto" else "keep")
+    assert isinstance(patched.train()(batch()), Tensor)
     if config in CONFIGS:
         assert_equal_steps(*(model.eval() for model in (patched, twin, original)))

@@ -1,0 +1,148 @@
+"""A Linear behind a norm's affine that saves z, and not y = gamma z + beta.
+
+A norm whose gamma trains cannot recover z from y where gamma comes near 0. So it saves z, and the Linears
+behind it save the same z. For the weight's gradient there are two ways, of which the cheaper is taken:
+
+    d_W = dy^T y, with y computed again from z                       a pass over y
+    d_W = (dy^T z) gamma + (sum dy) beta^T                           a pass over d_W
+
+Both are exact for every gamma, 0 included. The input's gradient, dy W, goes to y.
+Saved: z, gamma, beta where the weight or the adapter's A trains; W where the input asks for a gradient.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowmem_patch.functional import _library
+from lowmem_patch.functional._implementation import module, resolve
+from lowmem_patch.functional._linear import IDENTITY, linear_backward, linear_forward
+from lowmem_patch.functional.linear import LowRank
+
+__all__ = ["Affine", "affine_linear"]
+
+
+class Affine(NamedTuple):
+    """y = z (weight + offset) + bias.
+
+    Attributes:
+        weight: ``[N]`` or None for a factor of 1, without a gradient.
+        bias: ``[N]`` or None, without a gradient.
+        offset: 1.0 for norms that multiply by (1 + weight).
+    """
+
+    weight: Tensor | None
+    bias: Tensor | None
+    offset: float
+
+    def of(self, z: Tensor, dtype: torch.dtype) -> Tensor:
+        """y in ``dtype``, from the rounded z."""
+        operations: Any = module(resolve("auto", z) if _library.is_eager(z) else "reference")
+        y: Tensor = operations.affine(z, self.weight, self.bias, self.offset, dtype)
+        return y
+
+    def of_weight(self, gradient: Tensor, row_sums: Tensor | None) -> Tensor:
+        """dy^T y from dy^T z, ``[O, N]``, and sum dy, ``[O]``; overwrites ``gradient``."""
+        if self.weight is not None:
+            gradient.mul_(self.weight + self.offset if self.offset else self.weight)
+        if self.bias is not None and row_sums is not None:
+            gradient.addr_(row_sums.to(gradient.dtype), self.bias.to(gradient.dtype))
+        return gradient
+
+
+class _AffineLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        y: Tensor,
+        z: Tensor,
+        affine: Affine,
+        weight: Tensor,
+        bias: Tensor | None,
+        down: Tensor | None,
+        raised: Tensor | None,
+        scale: float,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        for_y, _, _, for_weight, for_bias, for_down, for_raised, *_ = ctx.needs_input_grad
+        chosen = resolve("auto", y) if _library.is_eager(y) else "reference"
+        out, low = linear_forward(
+            y, y, None, weight, bias, down, raised, scale, IDENTITY, dtype, chosen
+        )
+        saves_z = for_weight or for_down
+        ctx.save_for_backward(
+            z if saves_z else None,
+            affine.weight if saves_z else None,
+            affine.bias if saves_z else None,
+            weight if for_y else None,
+            down if for_y else None,
+            raised if for_y or for_down or for_raised else None,
+            low if for_raised else None,
+        )
+        ctx.needs = [for_y, for_weight, for_bias, for_down, for_raised]
+        ctx.settings = (affine.offset, scale, y.dtype)
+        ctx.dtypes = [(weight if t is None else t).dtype for t in (weight, bias, down, raised)]
+        return out
+
+    @staticmethod
+    @_library.first_order("affine_linear")
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        z, gamma, beta, weight, down, raised, low = ctx.saved_tensors
+        offset, scale, y_dtype = ctx.settings
+        for_y, for_weight, for_bias, for_down, for_raised = ctx.needs
+        affine = Affine(gamma, beta, offset)
+        rows, outputs = dy.numel() // dy.shape[-1] if dy.shape[-1] else 0, dy.shape[-1]
+        by_weight = for_weight and not for_down and rows > outputs
+        source = z
+        if z is not None and not by_weight:
+            source = affine.of(z, dy.dtype)
+        chosen = resolve("auto", dy) if _library.is_eager(dy) else "reference"
+        backward: Any = linear_backward
+        given = (dy, source, None, weight, down, raised, low, scale, IDENTITY, y_dtype)
+        found = iter(backward(*given, ctx.needs, *ctx.dtypes, chosen))
+        d_y = next(found) if for_y else None
+        d_weight = next(found) if for_weight else None
+        d_bias = next(found) if for_bias else None
+        if by_weight and d_weight is not None:
+            sums = None
+            if beta is not None:
+                sums = dy.reshape(-1, outputs).sum(0) if d_bias is None else d_bias
+            d_weight = affine.of_weight(d_weight, sums)
+        d_down = next(found) if for_down else None
+        d_raised = next(found) if for_raised else None
+        return d_y, None, None, d_weight, d_bias, d_down, d_raised, None, None
+
+
+_apply: Any = super(torch.autograd.Function, _AffineLinear).apply
+
+
+def affine_linear(
+    y: Tensor,
+    z: Tensor,
+    affine: Affine,
+    weight: Tensor,
+    bias: Tensor | None,
+    compute_dtype: torch.dtype,
+    adapter: LowRank | None = None,
+) -> Tensor:
+    """F.linear(y, weight, bias), plus an adapter's product, that saves ``z`` where y = affine(z).
+
+    Args:
+        y: ``[..., N]``, the affine's value; the input's gradient goes to it.
+        z: ``[..., N]``, without a gradient.
+        affine: how y is computed from z.
+        weight: ``[O, N]``.
+        bias: ``[O]`` or None.
+        compute_dtype: y, weight and bias are cast to it; the casts are repeated in backward.
+        adapter: a low-rank adapter beside the Linear.
+
+    Returns:
+        ``[..., O]`` in ``compute_dtype``.
+    """
+    down, raised, scale = (None, None, 1.0) if adapter is None else adapter
+    with _library.without_autocast(y.device.type):
+        out: Tensor = _apply(y, z, affine, weight, bias, down, raised, scale, compute_dtype)
+    return out

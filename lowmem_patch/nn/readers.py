@@ -1,0 +1,176 @@
+"""The readers that know deferred tensors: what each saves in the place of the values.
+
+Each gets (func, args, kwargs) of a torch function, and returns NotImplemented where the function itself
+shall run, on the values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowmem_patch.dropouts import dropout_call
+from lowmem_patch.nn.context import autocast_dtype, is_foreign
+from lowmem_patch.nn.deferred import READERS, Deferred, Projection, Unstored
+from lowmem_patch.nn.deferred_casts import Cast
+from lowmem_patch.rows import moves_rows
+
+__all__: list[str] = []
+
+_PASSED_ON = (
+    "lowmem_patch: a Linear or a view has read this deferred tensor, and its gradient goes past it: call "
+    "{name} before the tensor is read"
+)
+
+
+def _project(h: Deferred, weight: Any, bias: Any) -> Any:
+    if not torch.is_grad_enabled() or is_foreign(weight) or h.is_changed():
+        return NotImplemented
+    dtype = autocast_dtype(weight.device.type, h.dtype)
+    if dtype is None and weight.dtype != h.dtype:
+        return NotImplemented  # torch's own error for mixed dtypes
+    return h.op.linear(h, Projection(weight, bias), h.dtype if dtype is None else dtype)
+
+
+def _read_linear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if len(args) == 3 and isinstance(args[0], Deferred):  # as nn.Linear calls it
+        return _project(*args)
+    given = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
+    h = given["input"]
+    return (
+        _project(h, given["weight"], given.get("bias"))
+        if isinstance(h, Deferred)
+        else NotImplemented
+    )
+
+
+def _read_addmm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """GPT-2's Conv1D: a Linear whose weight lies transposed."""
+    if len(args) != 3 or kwargs or not isinstance(args[1], Deferred):
+        return NotImplemented
+    bias, h, weight = args
+    if is_foreign(bias) or is_foreign(weight) or bias.dim() != 1:
+        return NotImplemented
+    return _project(h, weight.t(), bias)
+
+
+def _read_grouped(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    h = args[0]
+    given = {key: item for key, item in kwargs.items() if item is not None}
+    if len(args) != 2 or set(given) != {"offs"} or not _reads(h):
+        return NotImplemented
+    return h.op.grouped(h, func, args[1], given["offs"])
+
+
+def _read_dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    p, in_place = dropout_call(args, kwargs)
+    h = args[0] if args else kwargs["input"]
+    if not isinstance(h, Deferred):
+        return NotImplemented
+    if p == 0:
+        return h
+    waits = 0 < p < 1 and not in_place and h.numel() and not torch.compiler.is_compiling()
+    return h.op.dropped(h, p) if waits and _reads(h) else NotImplemented
+
+
+def _read_product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    h, other = (args[1], args[0]) if not isinstance(args[0], Deferred) else args[:2]
+    return h.op.times(h, other) if len(args) == 2 and not kwargs and _reads(h) else NotImplemented
+
+
+def _read_sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    h, other = (args[1], args[0]) if not isinstance(args[0], Deferred) else args[:2]
+    return h.op.plus(h, other) if len(args) == 2 and not kwargs and _reads(h) else NotImplemented
+
+
+def _read_matmul(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if len(args) != 2 or kwargs or not _reads(args[0]):
+        return NotImplemented
+    return args[0].op.matmul(*args)
+
+
+def _read_cast(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    h = args[0]
+    given = [*args[1:], *kwargs.values()]
+    dtype = torch.float32 if func is Tensor.float else given[0] if len(given) == 1 else None
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or not _reads(h):
+        return NotImplemented
+    return h if dtype == h.dtype else Cast.of(h, dtype)
+
+
+def _read_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    h = args[0]
+    if not _reads(h):
+        return NotImplemented
+    # a source may be strided where the value is contiguous
+    func = Tensor.reshape if func is Tensor.view else func
+    rest = args[1:]
+    like = h
+    while isinstance(like, Deferred) and like._versions is not None:  # what it is computed from
+        like = like.sources[0]
+    output = func(like, *rest, **kwargs)
+    if not isinstance(output, Tensor) or not moves_rows(func, (like, *rest), kwargs, like, output):
+        return NotImplemented
+
+    def move(tensor: Tensor) -> Tensor:
+        return output if tensor is like else func(tensor, *rest, **kwargs)
+
+    return h.op.moved(h, move)
+
+
+def _reads(h: Any) -> bool:
+    """Whether a known reader may save what ``h`` is computed from."""
+    return isinstance(h, Deferred) and torch.is_grad_enabled() and not h.is_changed()
+
+
+def _late_hook(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    h = args[0]
+    if isinstance(h, Deferred) and h._bypassed and h.op.bypassed:
+        raise RuntimeError(_PASSED_ON.format(name=func.__name__))
+    return NotImplemented
+
+
+def _give_memory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A foreign kernel asks for the address: it may write there."""
+    h = args[0]
+    h._exposed = True
+    return func(h.read(), *args[1:], **kwargs) if isinstance(h, Unstored) else NotImplemented
+
+
+def _look_at_memory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    h = args[0]
+    return func(h.read(), *args[1:], **kwargs) if isinstance(h, Unstored) else NotImplemented
+
+
+def _get(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Attributes: a write through ``.data`` leaves no trace."""
+    if func.__self__ is _DATA:
+        args[0]._exposed = True
+    return NotImplemented
+
+
+_DATA = Tensor.data
+
+_TABLE: dict[str, Callable[..., Any]] = {
+    "__get__": _get,
+    "linear": _read_linear,
+    "addmm": _read_addmm,
+    **dict.fromkeys(("grouped_mm", "_grouped_mm"), _read_grouped),
+    "dropout": _read_dropout,
+    **dict.fromkeys(("mul", "__mul__", "__rmul__"), _read_product),
+    **dict.fromkeys(("add", "__add__", "__radd__"), _read_sum),
+    **dict.fromkeys(("matmul", "__matmul__"), _read_matmul),
+    **dict.fromkeys(("to", "float"), _read_cast),
+    **dict.fromkeys(
+        ("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "contiguous", "permute",
+         "transpose", "roll", "pad", "__getitem__"),
+        _read_rows,
+    ),
+    **dict.fromkeys(("register_hook", "retain_grad"), _late_hook),
+    **dict.fromkeys(("data_ptr", "const_data_ptr", "mutable_data_ptr", "__dlpack__"), _give_memory),
+    **dict.fromkeys(("untyped_storage", "storage", "_typed_storage", "tolist", "numpy"), _look_at_memory),
+}  # fmt: skip
+READERS.update(_TABLE)
