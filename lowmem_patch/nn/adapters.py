@@ -78,7 +78,7 @@ def forward_kept(layer: Any, lowers: bool, *args: Any, **kwargs: Any) -> Any:
     """The class's forward, on an input of which autograd keeps no copy in another dtype."""
     # of an input that needs no gradient (the first block's) the adapter would keep a cast as well
     if args and torch.is_grad_enabled() and not is_foreign(args[0]) and args[0].is_floating_point():
-        args = (Saved(lowers).of(args[0]), *args[1:])
+        args = (Saved(lowers).of(args[0], passing=True), *args[1:])
     return value_of(type(layer).forward(layer, *args, **kwargs))
 
 

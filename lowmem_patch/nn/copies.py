@@ -25,7 +25,7 @@ def keep_weight(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | N
     if torch.compiler.is_compiling() or not args or is_foreign(args[0]):
         return None
     if needs_gradient(args[0]) and torch.is_autocast_enabled(args[0].device.type):
-        return (_SAVED.of(args[0]), *args[1:])
+        return (_SAVED.of(args[0], passing=True), *args[1:])
     return None
 
 

@@ -124,6 +124,9 @@ class Deferred(Tensor):
     sources: tuple[Tensor, ...]
     _versions: list[int] | None = None  # of the sources, where a write into them must be noticed
     _first_version = 0
+    _origin: Tensor | None = (
+        None  # the tensor itself, whose gradient readers add to in the usual order
+    )
     _exposed = False  # somebody may write into its memory without a trace
     _bypassed = False  # a reader sends its gradient to the sources
 
@@ -160,10 +163,14 @@ class Deferred(Tensor):
             return False
         if self._exposed or self._version != self._first_version or self.is_stale():
             return True
-        if self.op.bypassed and (self._backward_hooks or self.retains_grad):
+        if self.is_bypassed() and (self._backward_hooks or self.retains_grad):
             return True
         first = self.sources[0] if self.sources else None
         return isinstance(first, Deferred) and first.is_changed()
+
+    def is_bypassed(self) -> bool:
+        """Whether readers send their gradient past this tensor."""
+        return self.op.bypassed or self._origin is not None
 
     def is_stale(self) -> bool:
         """Whether somebody wrote into a source since, so that the value cannot be computed from it."""
@@ -182,7 +189,10 @@ class Stored(Deferred):
     def plain(self) -> Tensor:
         if torch.compiler.is_compiling():
             return self.view_as(self)
-        return self.as_subclass(Tensor)
+        if self._origin is None:
+            return self.as_subclass(Tensor)
+        self._bypassed = True
+        return self._origin
 
     def detached(self) -> Tensor:
         return self.as_subclass(Tensor).detach()
@@ -287,9 +297,14 @@ def _strides(like: Tensor) -> tuple[int, ...] | None:
     return torch.empty_like(like, device="meta").stride()
 
 
+def _end_of_gradient(source: Tensor) -> Tensor:
+    origin = source._origin if isinstance(source, Deferred) else None
+    return source if origin is None else origin
+
+
 def defer(op: Op, sources: tuple[Tensor, ...]) -> Unstored:
     """A tensor of the shape and device of ``sources[0]`` whose values are computed when they are read."""
-    h: Unstored = _defer(op, *sources)
+    h: Unstored = _defer(op, *map(_end_of_gradient, sources))
     h.op, h.sources = op, sources
     h._versions = [source._version for source in sources]
     return h
@@ -314,8 +329,13 @@ class _Hold(torch.autograd.Function):
         return dy
 
 
-def keep(tensor: Tensor, op: Op, sources: tuple[Tensor, ...] = ()) -> Deferred:
-    """``tensor``, whose known readers read it as ``op`` says."""
+def keep(
+    tensor: Tensor, op: Op, sources: tuple[Tensor, ...] = (), *, passing: bool = False
+) -> Deferred:
+    """``tensor``, whose known readers read it as ``op`` says.
+
+    ``passing``: the result only passes through a foreign forward, in the place of ``tensor``.
+    """
     h: Deferred
     if not torch.compiler.is_compiling() and isinstance(tensor, FakeTensor):
         held: Unstored = _Hold.apply(tensor)  # type: ignore[no-untyped-call]  # of torch
@@ -326,6 +346,7 @@ def keep(tensor: Tensor, op: Op, sources: tuple[Tensor, ...] = ()) -> Deferred:
         h = tensor.as_subclass(Stored)
         if not torch.compiler.is_compiling():
             h._first_version = tensor._version
+            h._origin = tensor if passing else None
     h.op, h.sources = op, sources
     return h
 

@@ -122,8 +122,9 @@ class Saved(Op):
 
     bypassed = False  # all gradients pass through the tensor
 
-    def of(self, tensor: Tensor) -> Deferred:
-        return keep(tensor, self)
+    def of(self, tensor: Tensor, *, passing: bool = False) -> Deferred:
+        """``tensor``, read so; ``passing`` as of `keep`."""
+        return keep(tensor, self, passing=passing)
 
     def moved(self, h: Deferred, move: Callable[[Tensor], Tensor]) -> Any:
         return keep(move(h), self)
