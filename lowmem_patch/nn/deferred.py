@@ -124,9 +124,7 @@ class Deferred(Tensor):
     sources: tuple[Tensor, ...]
     _versions: list[int] | None = None  # of the sources, where a write into them must be noticed
     _first_version = 0
-    _origin: Tensor | None = (
-        None  # the tensor itself, whose gradient readers add to in the usual order
-    )
+    _origin: Tensor | None = None  # in whose place this one only passes through a forward
     _exposed = False  # somebody may write into its memory without a trace
     _bypassed = False  # a reader sends its gradient to the sources
 
@@ -145,7 +143,7 @@ class Deferred(Tensor):
             if known is not NotImplemented:
                 return known
             if len(types) == 1 or all(issubclass(kind, Deferred) for kind in types):
-                return func(*args, **kwargs)
+                return func(*map(_origin_of, args), **kwargs)
         # another subclass has an opinion, and is given ordinary tensors
         return func(*tree_map(value_of, args), **tree_map(value_of, kwargs))
 
@@ -163,14 +161,10 @@ class Deferred(Tensor):
             return False
         if self._exposed or self._version != self._first_version or self.is_stale():
             return True
-        if self.is_bypassed() and (self._backward_hooks or self.retains_grad):
+        if self.op.bypassed and (self._backward_hooks or self.retains_grad):
             return True
         first = self.sources[0] if self.sources else None
         return isinstance(first, Deferred) and first.is_changed()
-
-    def is_bypassed(self) -> bool:
-        """Whether readers send their gradient past this tensor."""
-        return self.op.bypassed or self._origin is not None
 
     def is_stale(self) -> bool:
         """Whether somebody wrote into a source since, so that the value cannot be computed from it."""
@@ -189,10 +183,7 @@ class Stored(Deferred):
     def plain(self) -> Tensor:
         if torch.compiler.is_compiling():
             return self.view_as(self)
-        if self._origin is None:
-            return self.as_subclass(Tensor)
-        self._bypassed = True
-        return self._origin
+        return self.as_subclass(Tensor) if self._origin is None else self._origin
 
     def detached(self) -> Tensor:
         return self.as_subclass(Tensor).detach()
@@ -297,14 +288,15 @@ def _strides(like: Tensor) -> tuple[int, ...] | None:
     return torch.empty_like(like, device="meta").stride()
 
 
-def _end_of_gradient(source: Tensor) -> Tensor:
-    origin = source._origin if isinstance(source, Deferred) else None
-    return source if origin is None else origin
+def _origin_of(item: Any) -> Any:
+    """What a gradient for ``item`` goes to."""
+    origin = item._origin if isinstance(item, Deferred) else None
+    return item if origin is None else origin
 
 
 def defer(op: Op, sources: tuple[Tensor, ...]) -> Unstored:
     """A tensor of the shape and device of ``sources[0]`` whose values are computed when they are read."""
-    h: Unstored = _defer(op, *map(_end_of_gradient, sources))
+    h: Unstored = _defer(op, *map(_origin_of, sources))
     h.op, h.sources = op, sources
     h._versions = [source._version for source in sources]
     return h

@@ -128,7 +128,7 @@ def _reads(h: Any) -> bool:
 
 def _late_hook(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     h = args[0]
-    if isinstance(h, Deferred) and h._bypassed and h.is_bypassed():
+    if isinstance(h, Deferred) and h._bypassed and h.op.bypassed:
         raise RuntimeError(_PASSED_ON.format(name=func.__name__))
     return NotImplemented
 
