@@ -143,7 +143,9 @@ class Deferred(Tensor):
             if known is not NotImplemented:
                 return known
             if len(types) == 1 or all(issubclass(kind, Deferred) for kind in types):
-                return func(*map(_origin_of, args), **kwargs)
+                if not torch.compiler.is_compiling():
+                    args = tuple(map(_origin_of, args))
+                return func(*args, **kwargs)
         # another subclass has an opinion, and is given ordinary tensors
         return func(*tree_map(value_of, args), **tree_map(value_of, kwargs))
 
