@@ -182,7 +182,9 @@ def test_a_plot_is_a_picture_of_three_bars(shallow: Path, tmp_path: Path) -> Non
     picture = (tmp_path / "out.svg").read_text()
     for word in ("before", "after", "floor", "linear inputs", "KiB"):
         assert f"<!-- {word} -->" in picture or word in picture
-    refused("inspect", shallow, "--plot", tmp_path / "no" / "out.png", naming="cannot write the plot")
+    refused(
+        "inspect", shallow, "--plot", tmp_path / "no" / "out.png", naming="cannot write the plot"
+    )
     refused("inspect", shallow, "--plot", tmp_path / "out.abc", naming="cannot write the plot")
 
 
