@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 
@@ -13,6 +14,8 @@ os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 import numpy
 import pytest
 import torch
+
+from lowmem_patch.patching import fakes
 
 # Parallel workers share the cores: with more threads than cores everything runs slower.
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -34,3 +37,12 @@ def same_seed() -> None:
     random.seed(0)
     numpy.random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def frozen_heap() -> None:
+    """What was imported and collected leaves the garbage collector's sight: a million objects, which
+    each full collection and each search for caches (two in a trace) would walk."""
+    gc.collect()
+    fakes.find_caches()
+    gc.freeze()

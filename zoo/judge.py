@@ -98,8 +98,9 @@ def judge(built: Built, reload: Reload | None = None, presets: tuple[str, ...] =
         result.status, result.reason = "no reference", "the unpatched model gives NaN or infinity"
         _plan_only(built, result)
         return result
+    lasting = _lasting_buffers(built)
     for preset in presets:
-        result.presets[preset] = _judge_preset(built, preset, reference, reload, result)
+        result.presets[preset] = _judge_preset(built, preset, reference, lasting, reload, result)
     result.settle()
     return result
 
@@ -124,10 +125,14 @@ def _planned(built: Built, preset: str) -> PatchReport:
 
 
 def _judge_preset(
-    built: Built, preset: str, reference: _Reference, reload: Reload | None, result: Result
+    built: Built,
+    preset: str,
+    reference: _Reference,
+    lasting: Set[str],
+    reload: Reload | None,
+    result: Result,
 ) -> PresetResult:
     patched = copy.deepcopy(built.model)
-    lasting = _lasting_buffers(built)
     identities = _identities(patched, lasting)
     found = PresetResult()
     try:

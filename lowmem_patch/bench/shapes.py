@@ -1,14 +1,15 @@
-"""Known models by their shapes, with random weights: nothing is downloaded."""
+"""Known models by their shapes, with random weights: nothing is downloaded.
+
+Their libraries are imported when one is built: a command that measures nothing would wait for them.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
 
-import timm
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaModel, RobertaConfig, RobertaModel
 
 __all__ = ["SHAPES", "Shape"]
 
@@ -32,6 +33,8 @@ class Shape:
 
 
 def _llama_7b(layers: int) -> nn.Module:
+    from transformers import LlamaConfig, LlamaModel
+
     config = LlamaConfig(
         hidden_size=4096, intermediate_size=11008, num_attention_heads=32, num_hidden_layers=layers,
         vocab_size=32000,
@@ -40,6 +43,8 @@ def _llama_7b(layers: int) -> nn.Module:
 
 
 def _llama_3_8b(layers: int) -> nn.Module:
+    from transformers import LlamaConfig, LlamaModel
+
     config = LlamaConfig(
         hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8,
         num_hidden_layers=layers, vocab_size=128256, max_position_embeddings=8192,
@@ -48,11 +53,15 @@ def _llama_3_8b(layers: int) -> nn.Module:
 
 
 def _vit_b(layers: int) -> nn.Module:
+    import timm
+
     model: nn.Module = timm.create_model("vit_base_patch16_224", depth=layers)
     return model
 
 
 def _roberta_base(layers: int) -> nn.Module:
+    from transformers import RobertaConfig, RobertaModel
+
     # without dropout: it makes a new tensor at each place, and most fine-tuning of today has none
     config = RobertaConfig(
         num_hidden_layers=layers, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
@@ -62,6 +71,8 @@ def _roberta_base(layers: int) -> nn.Module:
 
 
 def _swin_t(_layers: int) -> nn.Module:
+    import timm
+
     model: nn.Module = timm.create_model("swin_tiny_patch4_window7_224", drop_path_rate=0.0)
     return model
 

@@ -6,12 +6,13 @@ import contextlib
 import functools
 import gc
 import logging
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-__all__ = ["running_fake"]
+__all__ = ["find_caches", "running_fake"]
 
 _Cache = functools._lru_cache_wrapper
 
@@ -25,21 +26,27 @@ def running_fake(mode: FakeTensorMode) -> Iterator[None]:
     """
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     disabled, logger.disabled = logger.disabled, True
-    misses = {id(cache): cache.cache_info().misses for cache in _caches()}
+    misses = {id(cache): cache.cache_info().misses for cache in find_caches()}
     try:
         with mode:
             yield
     finally:
         logger.disabled = disabled
-        for cache in _caches():
+        for cache in find_caches():
             if cache.cache_info().misses > misses.get(id(cache), 0):
                 cache.cache_clear()
 
 
-def _caches() -> list[_Cache[Any]]:
-    """Every cache of the process but torch's own, also those in closures, which no module lists."""
-    return [
-        thing
-        for thing in gc.get_objects()
-        if type(thing) is _Cache and not str(thing.__module__).startswith("torch.")
-    ]
+_KNOWN: weakref.WeakSet[_Cache[Any]] = weakref.WeakSet()
+
+
+def find_caches() -> list[_Cache[Any]]:
+    """Every cache of the process but torch's own, also those in closures, which no module lists.
+
+    Caches that were seen once are remembered: ``gc.freeze`` hides what it froze from later searches.
+    """
+    referrers = gc.get_referrers(_Cache)  # each cache refers to its type
+    for thing in referrers:
+        if type(thing) is _Cache and not str(thing.__module__).startswith("torch."):
+            _KNOWN.add(thing)
+    return list(_KNOWN)

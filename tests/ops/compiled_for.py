@@ -1,6 +1,8 @@
 """Compiles the kernels for a GPU that need not be there: python compiled_for.py cuda 90 bfloat16
 
-A process of its own, because Triton is told which GPU to compile for once and for all. Prints a JSON
+A process of its own, because Triton is told which GPU to compile for once and for all. With a fourth
+argument, ``widths``, the norms are compiled for each width and rotary for each layout that has a kernel of
+its own; without, for a width that one program holds and one that it does not. Prints a JSON
 list: for each compiled kernel its name, what it was compiled for, and (NVIDIA) the bytes of stack a
 thread needs, which are registers that did not fit.
 """
@@ -28,7 +30,10 @@ from lowmem_patch.kernels._launch import Launch
 
 PLATFORM, ARCHITECTURE = sys.argv[1], sys.argv[2]
 DTYPE = getattr(torch, sys.argv[3])
-COLUMNS = (768, 4096, 16384, 20000)  # the last is longer than a program holds
+EVERY_WIDTH = sys.argv[4:] == ["widths"]
+# the last is longer than a program holds
+COLUMNS = (768, 4096, 16384, 20000) if EVERY_WIDTH else (768, 20000)
+LAYOUTS = ((32, 128, 128), (8, 128, 128), (1, 64, 16), (12, 80, 20))
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
@@ -87,7 +92,7 @@ def dropouts() -> Iterator[Any]:
 
 
 def rotary() -> Iterator[Any]:
-    for heads, columns, size in ((32, 128, 128), (8, 128, 128), (1, 64, 16), (12, 80, 20)):
+    for heads, columns, size in LAYOUTS if EVERY_WIDTH else LAYOUTS[-1:]:
         x = torch.ones(1, 2, heads, columns, dtype=DTYPE).transpose(1, 2)
         for angles in (torch.ones(1, 2, size, dtype=dtype) for dtype in (DTYPE, torch.float32)):
             for transposed in (False, True):
