@@ -7,6 +7,7 @@ z = (y - beta) / gamma.
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 from typing import Any
 
@@ -107,8 +108,8 @@ class MSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor | Kept:
         """``[..., N] -> [..., N]``; deferred where it is sunk or casts wait, and a gradient is wanted."""
-        if self.folded and torch.is_grad_enabled():
-            self._refuse_training()
+        if self.folded:
+            self._refuse_changes()
         x = value_of(x)  # of an activation or a gated product that waits
         watched = has_backward_hooks(self) or is_sharded_alone(self)
         if self.sunk and not watched and needs_gradient(x):
@@ -124,7 +125,22 @@ class MSNorm(nn.Module):
         waits = self.one_copy == "always" or torch.is_autocast_enabled(y.device.type)
         return Kept(y, self.lowers) if waits else y
 
-    def _refuse_training(self) -> None:
+    def _refuse_changes(self) -> None:
+        if self._parameters.keys() != {"weight", "bias"}:
+            raise PatchError(
+                "the weight of a norm was pruned or parametrized after its affine had been folded into the "
+                "next Linears, which would have no effect: call unpatch_model before, and patch_model again"
+            )
+        hooks = (*self._forward_hooks.values(), *self._forward_pre_hooks.values())
+        seen = any(not getattr(hook, "only_looks", False) for hook in hooks)
+        if seen and not torch.compiler.is_compiling() and not is_sharded_alone(self):
+            warnings.warn(
+                "a forward hook sees the output of a norm without gamma and beta, which were folded into the "
+                "next Linears: call patch_model again, which leaves this norm unfolded",
+                stacklevel=2,
+            )
+        if not torch.is_grad_enabled():
+            return
         for parameter in (self.weight, self.bias):
             if parameter is not None and parameter.requires_grad:
                 raise PatchError(

@@ -13,17 +13,25 @@ from torch import Tensor, nn
 
 from lowmem_patch.errors import NothingToPatchError, PatchError, TraceError
 from lowmem_patch.nn.norms import MSNorm
-from lowmem_patch.patching.apply import Applied, apply_plan, is_replacement, undo
+from lowmem_patch.patching.apply import (
+    Applied,
+    apply_plan,
+    folded_now,
+    is_replacement,
+    undo,
+)
 from lowmem_patch.patching.check import check_outputs, preserved, run_real
 from lowmem_patch.patching.config import PatchConfig, load_config
 from lowmem_patch.patching.examples import make_example_inputs
 from lowmem_patch.patching.first_forward import (
+    has_adapter,
     no_longer_as_patched,
     stop_watching,
     watch_first_forward,
 )
 from lowmem_patch.patching.floor import count_floor
 from lowmem_patch.patching.functional_calls import functional_calls_note
+from lowmem_patch.patching.guard import refuse_without_norm
 from lowmem_patch.patching.inputs import ExampleInputs, as_example_inputs
 from lowmem_patch.patching.legality import unfit_to_share
 from lowmem_patch.patching.plan import DropoutPatch, Plan, make_plan, trains_signature
@@ -139,7 +147,9 @@ def patch_model(
         hook = register(_refuse_unfit_weights)
     model.__dict__[_RECORD] = Record(report, applied, trains_signature(model), hook)
     watches = resolved.linear_inputs != "keep"
-    watch_first_forward(model, plan.patches, plan.adapters.layers, adapters=watches)
+    watch_first_forward(
+        model, plan.patches, plan.adapters.layers, report.fold_steps, adapters=watches
+    )
     return model
 
 
@@ -173,7 +183,8 @@ def unpatch_model(model: ModelT) -> ModelT:
 
 
 def _unpatch(holder: nn.Module, record: Record) -> None:
-    adapted = [f.step.norm for f in record.applied.folded if not _reachable(holder, f.step)]
+    steps = [folded.step for folded in folded_now(holder, record.applied)]
+    adapted = [step.norm for step in steps if _is_adapted(holder, step)]
     if adapted:
         warnings.warn(
             f"{len(adapted)} norms stay folded, because adapters were added on the folded weights "
@@ -182,17 +193,17 @@ def _unpatch(holder: nn.Module, record: Record) -> None:
             "get_peft_model",
             stacklevel=3,
         )
-    stop_watching(holder)
     undo(holder, record.applied, unfold=not adapted)
+    stop_watching(holder)
     del holder.__dict__[_RECORD]
     if record.hook is not None:
         record.hook.remove()
 
 
-def _reachable(model: nn.Module, step: FoldStep) -> bool:
-    """Whether the folded Linears are still where they were: PEFT moves them to ``base_layer``."""
-    names = dict(model.named_parameters(remove_duplicate=False))
-    return all(reference.weight in names for reference in step.linears)
+def _is_adapted(model: nn.Module, step: FoldStep) -> bool:
+    """Whether an adapter was put on one of the Linears."""
+    modules = dict(model.named_modules())
+    return any(has_adapter(modules.get(reference.module)) for reference in step.linears)
 
 
 def _find_records(model: nn.Module) -> list[tuple[nn.Module, Record]]:
@@ -294,8 +305,8 @@ def _shadow_of_original(
         undo(holder, record.applied, arithmetic=False)
     if any(is_replacement(module) for module in shadow.model.modules()):
         raise PatchError(
-            f"this {type(model).__name__} is part of a patched model: patch or plan that one, or call "
-            "unpatch_model on it first"
+            f"this {type(model).__name__} is part of a patched model, or shares modules with one: "
+            "patch or plan that one, or call unpatch_model on it first"
         )
     return shadow
 
@@ -350,9 +361,10 @@ def _refuse_unfit_weights(
 ) -> None:
     """Refuse before anything was loaded, so that the model stays whole."""
     for name, module in model.named_modules():
+        path = f"{prefix}{name}." if name else prefix
+        refuse_without_norm(module, state_dict, path)
         if not isinstance(module, MSNorm):
             continue
-        path = f"{prefix}{name}." if name else prefix
         if module.folded:
             module.refuse_unfolded(state_dict, path)
             continue

@@ -8,6 +8,7 @@ the plan said, and who is not told pays without knowing.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import inspect
 import types
 import warnings
@@ -23,8 +24,15 @@ from lowmem_patch.nn.norms import MSNorm
 from lowmem_patch.nn.rotary import is_rotary_forward
 from lowmem_patch.patching.adapters import find_adapters
 from lowmem_patch.patching.apply import is_replacement
+from lowmem_patch.patching.sites import FoldStep
 
-__all__ = ["AsPatched", "no_longer_as_patched", "stop_watching", "watch_first_forward"]
+__all__ = [
+    "AsPatched",
+    "has_adapter",
+    "no_longer_as_patched",
+    "stop_watching",
+    "watch_first_forward",
+]
 
 _AS_PATCHED = "_lowmem_patch_as_patched"
 _MEND = "call patch_model(model) again, which plans for the model as it is now"
@@ -49,16 +57,23 @@ class AsPatched:
         forwards: what the forward was of the modules that were replaced, of those that call them, and of
             adapter layers that got a forward of ours.
         adapters: the plan sees to adapter layers.
+        folded: the Linears into which norms were folded.
     """
 
     trains: dict[str, bool]
     replaced: tuple[str, ...]
     forwards: dict[str, str]
     adapters: bool
+    folded: tuple[str, ...] = ()
 
 
 def watch_first_forward(
-    model: nn.Module, replaced: Iterable[str], adapted: Iterable[str], *, adapters: bool
+    model: nn.Module,
+    replaced: Iterable[str],
+    adapted: Iterable[str],
+    folded: Iterable[FoldStep],
+    *,
+    adapters: bool,
 ) -> None:
     """Remember how the model is now, and warn at its first training forward of what has changed.
 
@@ -66,13 +81,16 @@ def watch_first_forward(
         model: the patched model.
         replaced: names of the modules that were replaced.
         adapted: names of the adapter layers that got a forward of ours.
+        folded: what was folded.
         adapters: whether adapter layers that are added later would get one, too.
     """
     replaced, adapted = tuple(replaced), tuple(adapted)
     calling = (name.rpartition(".")[0] for name in replaced)
     watched = dict.fromkeys((*replaced, *calling, *adapted))
     forwards = {name: _forward_of(model.get_submodule(name)) for name in watched}
-    model.__dict__[_AS_PATCHED] = AsPatched(_trains(model), replaced, forwards, adapters)
+    linears = tuple(linear.module for step in folded for linear in step.linears)
+    facts = AsPatched(_trains(model), replaced, forwards, adapters, linears)
+    model.__dict__[_AS_PATCHED] = facts
     model.register_forward_pre_hook(_look)
 
 
@@ -90,8 +108,17 @@ def no_longer_as_patched(model: nn.Module) -> list[str]:
     facts: AsPatched | None = model.__dict__.get(_AS_PATCHED)
     if facts is None:
         return []
-    found = [*_adapters(model, facts), *_training(model, facts), *_forwards(model, facts)]
-    return [f"{sentence}: {_MEND}" for sentence in found]
+    wrong = list(_folds(model, facts))
+    less = list(_adapters(model, facts))
+    if not (wrong or less):  # who adds adapters freezes the rest: one sentence is enough
+        less = list(_training(model, facts))
+    less += _forwards(model, facts)
+    return [*wrong, *(f"{sentence}: {_MEND}" for sentence in less)]
+
+
+def has_adapter(module: nn.Module | None) -> bool:
+    """Whether PEFT put a layer or a copy of its own in the place of a module."""
+    return hasattr(module, "base_layer") or hasattr(module, "original_module")
 
 
 def _look(model: nn.Module, args: Any) -> None:
@@ -99,8 +126,10 @@ def _look(model: nn.Module, args: Any) -> None:
     if torch.compiler.is_compiling() or not (model.training and torch.is_grad_enabled()):
         return
     _release(model)
-    for sentence in no_longer_as_patched(model):
-        warnings.warn(sentence, stacklevel=2)
+    facts = model.__dict__[_AS_PATCHED]
+    found = [*no_longer_as_patched(model), *_optimizers(model, facts)]
+    if found:
+        warnings.warn("; ".join(found), stacklevel=2)
 
 
 def _release(model: nn.Module) -> None:
@@ -124,7 +153,36 @@ def _adapters(model: nn.Module, facts: AsPatched) -> Iterator[str]:
         and name not in facts.forwards
     ]
     if new:
-        yield f"{len(new)} adapter layers were added since the patch, which did not see to them ({_listed(new)})"
+        yield f"{len(new)} adapter layers were added since the patch and save more ({_listed(new)})"
+
+
+def _folds(model: nn.Module, facts: AsPatched) -> Iterator[str]:
+    """What is no longer right, since other code takes folded weights for stock ones."""
+    modules = dict(model.named_modules())
+    adapted = [name for name in facts.folded if has_adapter(modules.get(name))]
+    if adapted:
+        yield (
+            f"adapters were put on {len(adapted)} Linears into which norms had been folded "
+            f"({_listed(adapted)}): they fit these weights alone, and are wrong on the stock model; merge "
+            "them and save the whole model, or call unpatch_model before get_peft_model and patch_model after"
+        )
+
+
+def _optimizers(model: nn.Module, facts: AsPatched) -> Iterator[str]:
+    """Moments of folded weights that are there before the first step: of the weights as they were."""
+    if not facts.folded:
+        return
+    held = {id(p): n for n, p in model.named_parameters() if n.startswith(facts.folded)}
+    for optimizer in gc.get_objects():
+        if not issubclass(type(optimizer), torch.optim.Optimizer):
+            continue
+        moved = [held[id(parameter)] for parameter in optimizer.state if id(parameter) in held]
+        if moved:
+            yield (
+                f"an optimizer has a state of {len(moved)} weights into which norms were folded "
+                f"({_listed(moved)}): it is wrong unless the same norms had been folded when it was made; "
+                "make the optimizer after the patch"
+            )
 
 
 def _trains(model: nn.Module) -> dict[str, bool]:
