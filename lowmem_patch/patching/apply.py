@@ -199,11 +199,11 @@ def undo(
     """
     folded = folded_now(model, applied)
     names = dict(model.named_parameters(remove_duplicate=False))
-    lost = [f for f in folded if not all(linear.weight in names for linear in f.step.linears)]
+    lost = [(f, ref) for f in folded for ref in f.step.linears if ref.weight not in names]
     if lost and arithmetic and unfold:
         raise PatchError(
-            f"{lost[0].step.norm} was folded into {lost[0].step.linears[0].module}, which is no longer in "
-            "the model: put it back first"
+            f"{lost[0][0].step.norm} was folded into {lost[0][1].module}, which is no longer in the model: "
+            "put it back first"
         )
     for parent in list(model.modules()):
         for slot, current in list(parent._modules.items()):
