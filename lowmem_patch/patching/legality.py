@@ -85,7 +85,7 @@ def _foreign_parameters(model: nn.Module) -> dict[str, str]:
                 held += child.parameters()
         for parameter in held:
             if id(parameter) in names:
-                found[names[id(parameter)]] = f"another {type(module).__name__}"
+                found[names[id(parameter)]] = f"a {type(module).__name__} outside the model"
     return found
 
 

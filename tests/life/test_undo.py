@@ -150,7 +150,10 @@ def test_other_library_replaced_a_norm_is_said_once(make: Make) -> None:
         model(**inputs)
         model(**inputs)
     assert len(texts) == 1
-    assert "1 patched modules were replaced" in texts[0] and "call patch_model(model) again" in texts[0]
+    assert (
+        "1 patched modules were replaced" in texts[0]
+        and "call patch_model(model) again" in texts[0]
+    )
     assert texts[0] in patch_report(model).notes
     patch_model(model, "exact")
     with warnings.catch_warnings():
