@@ -31,7 +31,6 @@ from lowmem_patch.patching.first_forward import (
 )
 from lowmem_patch.patching.floor import count_floor
 from lowmem_patch.patching.functional_calls import functional_calls_note
-from lowmem_patch.patching.guard import refuse_without_norm
 from lowmem_patch.patching.inputs import ExampleInputs, as_example_inputs
 from lowmem_patch.patching.legality import unfit_to_share
 from lowmem_patch.patching.plan import DropoutPatch, Plan, make_plan, trains_signature
@@ -362,7 +361,6 @@ def _refuse_unfit_weights(
     """Refuse before anything was loaded, so that the model stays whole."""
     for name, module in model.named_modules():
         path = f"{prefix}{name}." if name else prefix
-        refuse_without_norm(module, state_dict, path)
         if not isinstance(module, MSNorm):
             continue
         if module.folded:

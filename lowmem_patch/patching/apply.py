@@ -137,6 +137,7 @@ def apply_plan(model: nn.Module, plan: Plan, *, arithmetic: bool = True) -> Appl
         for site in plan.sites:
             if site.fold is not None and site.strategy == "fold":
                 _fold(model, site.fold, applied, arithmetic)
+        guard_weights(model, [folded.step for folded in applied.folded])
         for name in dict.fromkeys(_copy_readers(plan)):
             model.get_submodule(name).register_forward_pre_hook(use_copy)
         for name in plan.given_deferred:
@@ -178,7 +179,6 @@ def _fold(model: nn.Module, step: FoldStep, applied: Applied, arithmetic: bool) 
     trained_with = tuple(weight for weight in weights if weight.requires_grad)
     gamma, beta = fold_step(model, step) if arithmetic else (None, None)
     applied.folded.append(Folded(step, gamma, beta, trained, trained_with))
-    guard_weights(model, step)
     for name in names:
         # an identity that nothing reads: DDP must not wait for its gradient, nor an optimizer move it by
         # one that is left over

@@ -7,6 +7,7 @@ by nothing.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -15,57 +16,53 @@ from torch import nn
 from lowmem_patch.errors import UnfoldedWeightsError
 from lowmem_patch.patching.sites import FoldStep
 
-__all__ = ["guard_weights", "refuse_without_norm", "release_weights"]
+__all__ = ["guard_weights", "release_weights"]
+
+Pairs = tuple[
+    tuple[str | None, str], ...
+]  # a norm's parameter and one of a Linear into which it went
 
 
-def guard_weights(model: nn.Module, step: FoldStep) -> None:
-    """Watch what is loaded into the Linears of one folded norm, also through a submodule."""
-    norm = step.weight or step.bias
-    if norm is None:
-        return
-    for linear in step.linears:
-        for name in filter(None, (linear.weight, linear.bias)):
-            holder: Any = model.get_submodule(name.rpartition(".")[0])  # has no types
-            holder._register_load_state_dict_pre_hook(partial(_refuse, norm, name))
+def guard_weights(model: nn.Module, steps: Iterable[FoldStep]) -> None:
+    """Watch what is loaded into folded Linears: through the model, a part of it, or one of them alone.
+
+    Torch shows a module no keys but its own and its children's, so each module around them is watched.
+    """
+    watched: dict[str, dict[tuple[str | None, str], None]] = {}
+    for step in steps:
+        norm = step.weight or step.bias
+        names = [
+            name for ref in step.linears for name in (ref.weight, ref.bias) if name is not None
+        ]
+        for name in names if norm is not None else ():
+            parts = name.split(".")
+            for depth in range(len(parts)):
+                around = "".join(f"{part}." for part in parts[:depth])
+                inside = norm.removeprefix(around) if norm and norm.startswith(around) else None
+                watched.setdefault(around, {})[inside, name.removeprefix(around)] = None
+    for around, pairs in watched.items():
+        module: Any = model.get_submodule(around.removesuffix("."))  # has no types
+        hook = partial(_refuse, tuple(pairs), around == "")
+        module._register_load_state_dict_pre_hook(hook)
 
 
 def release_weights(module: nn.Module) -> None:
     """Take the watch off again."""
     for key, hook in list(module._load_state_dict_pre_hooks.items()):
-        if _is_guard(hook):
+        function = getattr(hook, "hook", hook)  # torch wraps what it registers
+        if isinstance(function, partial) and function.func is _refuse:
             del module._load_state_dict_pre_hooks[key]
 
 
-def refuse_without_norm(module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
-    """Ask a module's guards before anything is loaded into the model around it.
-
-    Raises:
-        UnfoldedWeightsError: its weight is to be loaded, and the folded norm is not.
-    """
-    for hook in module._load_state_dict_pre_hooks.values():
-        if _is_guard(hook):
-            hook(state_dict, prefix)
-
-
-def _is_guard(hook: Any) -> bool:
-    function = getattr(hook, "hook", hook)  # torch wraps what it registers
-    return isinstance(function, partial) and function.func is _refuse
-
-
-def _refuse(norm: str, name: str, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-    given = prefix + name.rpartition(".")[2]
-    if given not in state_dict:
+def _refuse(
+    pairs: Pairs, outermost: bool, state_dict: dict[str, Any], prefix: str, *args: Any
+) -> None:
+    """Hook before loading; a module inside is asked only where the loading begins with it."""
+    if prefix and not outermost:
         return
-    plain = given.replace("base_layer.", "")
-    if plain.endswith(name):  # loaded through a wrapper, or through the model itself
-        beside: str | None = plain.removesuffix(name) + norm
-    elif name.endswith(plain):  # through a submodule, which may not hold the norm
-        outside = name.removesuffix(plain)
-        beside = norm.removeprefix(outside) if norm.startswith(outside) else None
-    else:
-        return  # the block has another place now
-    if beside is None or beside not in state_dict:
-        raise UnfoldedWeightsError(
-            f"{given} is to be loaded without {norm}, whose affine was folded into it: load both, into an "
-            "unpatched model (unpatch_model), and patch again"
-        )
+    for norm, name in pairs:
+        if prefix + name in state_dict and (norm is None or prefix + norm not in state_dict):
+            raise UnfoldedWeightsError(
+                f"{prefix}{name} is to be loaded without {norm or 'the norm'} whose affine was folded into "
+                "it: load both into an unpatched model (unpatch_model), and patch that again"
+            )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -57,7 +56,7 @@ def test_adapter_on_a_folded_linear_is_said_before_training(target: str, config:
         adapted(batch())
     assert len(texts) == 1 and "Linears into which norms had been folded" in texts[0]
     assert "unpatch_model before get_peft_model" in texts[0]
-    assert texts[0] in patch_report(adapted).notes
+    assert any("Linears into which" in note for note in patch_report(adapted).notes)
 
 
 @BOTH
@@ -86,7 +85,7 @@ def test_state_dict_without_the_norms_is_refused_whole(root: bool, config: Any) 
     part, source = (net, stock) if root else (net.block, stock.block)
     before = {name: value.clone() for name, value in net.state_dict().items()}
     linears = {n: v + 1 for n, v in source.state_dict().items() if "norm" not in n}
-    with pytest.raises(UnfoldedWeightsError, match="without .*norm.weight"):
+    with pytest.raises(UnfoldedWeightsError, match=r"without (block\.)?norm\.weight"):
         part.load_state_dict(linears, strict=False)
     if root:
         assert all(torch.equal(net.state_dict()[name], value) for name, value in before.items())
@@ -99,7 +98,7 @@ def test_weights_of_a_folded_linear_alone_are_refused(through: str, config: Any)
     source = stock.block.up.state_dict()
     if through == "bias":
         del source["weight"]
-    with pytest.raises(UnfoldedWeightsError, match=r"block\.norm\.weight, whose affine was folded"):
+    with pytest.raises(UnfoldedWeightsError, match="whose affine was folded into"):
         net.block.up.load_state_dict(source, strict=False)
 
 
@@ -173,7 +172,8 @@ def test_features_of_a_pooling_vit_stay_right(config: Any) -> None:
         lambda m: m.get_intermediate_layers(x, n=1, norm=True)[0],
         lambda m: m(x),
     ):
-        assert_close(read(net), read(stock), "features")
+        with torch.no_grad():
+            assert_close(read(net), read(stock), "features")
 
 
 @BOTH

@@ -215,6 +215,7 @@ def test_first_look_goes_and_costs_nothing_later(make: Make) -> None:
     assert not model._forward_pre_hooks
 
 
+@pytest.mark.filterwarnings("ignore:.*(script_method|should not be inst):DeprecationWarning")
 def test_first_look_is_harmless_under_compile(make: Make) -> None:
     model, inputs = doubles(make, "timm-vit")
     stock = copy.deepcopy(model)

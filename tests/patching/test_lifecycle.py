@@ -208,7 +208,7 @@ def test_another_config_plans_from_the_original(make: Make) -> None:
 
 def test_freezing_then_patching_again_plans_anew(make: Make) -> None:
     inputs, model = FAMILIES["llama"].inputs(), make("llama")
-    patch_model(model, "auto", example_inputs=inputs)
+    patch_model(model, FOLD, example_inputs=inputs)
     assert patch_report(model).fold_steps
     model.requires_grad_(False)
     model.model.embed_tokens.requires_grad_(True)
