@@ -50,6 +50,7 @@ def assert_same_function(patched: nn.Module, stock: nn.Module, inputs: Inputs) -
 
 
 def assert_close(ours: Tensor, theirs: Tensor, name: str, tolerance: float = TOLERANCE) -> None:
+    ours, theirs = ours.detach(), theirs.detach()
     error = float((ours - theirs).abs().max())
     assert error <= tolerance * (float(theirs.abs().max()) + 1e-3), (name, error)
 
