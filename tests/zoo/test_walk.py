@@ -16,7 +16,7 @@ from tests.zoo import walk_norms as norms
 from zoo.build import Built, randomise
 from zoo.judge import judge
 
-# strategies of a model's sites under `auto`, but with norms folded; words of the reason where a site is kept or not folded
+# strategies of sites under `auto` with norms folded; words of the reason where a site is kept or not folded
 EXPECTED: list[tuple[type[models.Walk], dict[str, tuple[str, str]]]] = [
     (models.ParallelBlock, {"norm": ("fold", ""), "act": ("recompute", "down")}),
     (models.CrossAttention, {"norm": ("fold", "")}),
