@@ -7,6 +7,7 @@ z = (y - beta) / gamma, or, where gamma trains or comes near 0, the norm saves z
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 from typing import Any
 
@@ -147,8 +148,8 @@ class MSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., N] -> [..., N]``; a deferred tensor where a Linear shall save something else."""
-        if self.folded and torch.is_grad_enabled():
-            self._refuse_training()
+        if self.folded:
+            self._refuse_changes()
         x = value_of(x)  # of an activation or a gated product that waits
         if self.sunk and needs_gradient(x) and not is_foreign(x) and not is_sharded_alone(self):
             dtype = self.output_dtype(x)  # autocast may be another one where the value is computed
@@ -238,7 +239,22 @@ class MSNorm(nn.Module):
             self._checked, self.fits = checked, unfit is None
         return self.fits
 
-    def _refuse_training(self) -> None:
+    def _refuse_changes(self) -> None:
+        if self._parameters.keys() != {"weight", "bias"}:
+            raise PatchError(
+                "the weight of a norm was pruned or parametrized after its affine had been folded into the "
+                "next Linears, which would have no effect: call unpatch_model before, and patch_model again"
+            )
+        hooks = (*self._forward_hooks.values(), *self._forward_pre_hooks.values())
+        seen = any(not getattr(hook, "only_looks", False) for hook in hooks)
+        if seen and not torch.compiler.is_compiling() and not is_sharded_alone(self):
+            warnings.warn(
+                "a forward hook sees the output of a norm without gamma and beta, which were folded into the "
+                "next Linears: call patch_model again, which leaves this norm unfolded",
+                stacklevel=2,
+            )
+        if not torch.is_grad_enabled():
+            return
         for parameter in (self.weight, self.bias):
             if parameter is not None and parameter.requires_grad:
                 raise PatchError(

@@ -13,10 +13,22 @@ from torch import Tensor, nn
 
 from lowmem_patch.errors import NothingToPatchError, PatchError, TraceError
 from lowmem_patch.nn.norms import MSNorm
-from lowmem_patch.patching.apply import Applied, apply_plan, is_replacement, undo
+from lowmem_patch.patching.apply import (
+    Applied,
+    apply_plan,
+    folded_now,
+    is_replacement,
+    undo,
+)
 from lowmem_patch.patching.check import check_outputs, preserved, run_real
 from lowmem_patch.patching.config import PatchConfig, load_config
 from lowmem_patch.patching.examples import make_example_inputs
+from lowmem_patch.patching.first_forward import (
+    has_adapter,
+    no_longer_as_patched,
+    stop_watching,
+    watch_first_forward,
+)
 from lowmem_patch.patching.floor import count_floor
 from lowmem_patch.patching.functional_calls import functional_calls_note
 from lowmem_patch.patching.inputs import ExampleInputs, as_example_inputs
@@ -81,7 +93,8 @@ def patch_model(
     """Patch a model in place so that autograd keeps less, and return it.
 
     The model's class, parameter names and state-dict keys stay. Patching again with the same config
-    does nothing; with another config, or after what trains has changed, it re-plans from the original.
+    does nothing; with another config, with ``example_inputs`` or ``check``, or after the model has
+    changed, it re-plans from the original.
 
     Args:
         model, config, example_inputs: as in :func:`plan_patch`.
@@ -100,9 +113,10 @@ def patch_model(
     """
     resolved = load_config(config)
     records = _find_records(model)
-    if len(records) == 1:
-        record = records[0][1]
-        if record.report.config == resolved and record.signature == trains_signature(model):
+    if len(records) == 1 and example_inputs is None and not check:
+        holder, record = records[0]
+        same = record.report.config == resolved and record.signature == trains_signature(model)
+        if same and not no_longer_as_patched(holder):
             return model
     unpatch_model(model)
     report, plan, inputs = _planned(model, resolved, example_inputs)
@@ -130,11 +144,16 @@ def patch_model(
         register: Any = model.register_load_state_dict_pre_hook  # has no types
         hook = register(_refuse_unfolded_weights)
     model.__dict__[_RECORD] = Record(report, applied, trains_signature(model), hook)
+    watches = resolved.linear_inputs != "keep"
+    watch_first_forward(
+        model, plan.patches, plan.adapters.layers, report.fold_steps, adapters=watches
+    )
     return model
 
 
 def patch_report(model: nn.Module) -> PatchReport:
-    """What ``patch_model`` did to this model (or to the model inside a PEFT wrapper).
+    """What ``patch_model`` did to this model (or to the model inside a PEFT wrapper), and in the notes
+    what is no longer so.
 
     Raises:
         PatchError: the model is not patched.
@@ -144,7 +163,9 @@ def patch_report(model: nn.Module) -> PatchReport:
         raise PatchError(
             f"this {type(model).__name__} is not patched: call patch_model(model) first"
         )
-    return records[0][1].report
+    holder, record = records[0]
+    changed = tuple(no_longer_as_patched(holder))
+    return dataclasses.replace(record.report, notes=(*record.report.notes, *changed))
 
 
 def unpatch_model(model: ModelT) -> ModelT:
@@ -160,7 +181,8 @@ def unpatch_model(model: ModelT) -> ModelT:
 
 
 def _unpatch(holder: nn.Module, record: Record) -> None:
-    adapted = [f.step.norm for f in record.applied.folded if not _reachable(holder, f.step)]
+    steps = [folded.step for folded in folded_now(holder, record.applied)]
+    adapted = [step.norm for step in steps if _is_adapted(holder, step)]
     if adapted:
         warnings.warn(
             f"{len(adapted)} norms stay folded, because adapters were added on the folded weights "
@@ -170,15 +192,16 @@ def _unpatch(holder: nn.Module, record: Record) -> None:
             stacklevel=3,
         )
     undo(holder, record.applied, unfold=not adapted)
+    stop_watching(holder)
     del holder.__dict__[_RECORD]
     if record.hook is not None:
         record.hook.remove()
 
 
-def _reachable(model: nn.Module, step: FoldStep) -> bool:
-    """Whether the folded Linears are still where they were: PEFT moves them to ``base_layer``."""
-    names = dict(model.named_parameters(remove_duplicate=False))
-    return all(reference.weight in names for reference in step.linears)
+def _is_adapted(model: nn.Module, step: FoldStep) -> bool:
+    """Whether an adapter was put on one of the Linears."""
+    modules = dict(model.named_modules())
+    return any(has_adapter(modules.get(reference.module)) for reference in step.linears)
 
 
 def _find_records(model: nn.Module) -> list[tuple[nn.Module, Record]]:
@@ -276,11 +299,12 @@ def _shadow_of_original(
         for folded in record.applied.folded:
             name = f"{prefix}.{folded.step.norm}" if prefix else folded.step.norm
             originals[name] = (folded.gamma, folded.beta)
+        stop_watching(holder)
         undo(holder, record.applied, arithmetic=False)
     if any(is_replacement(module) for module in shadow.model.modules()):
         raise PatchError(
-            f"this {type(model).__name__} is part of a patched model: patch or plan that one, or call "
-            "unpatch_model on it first"
+            f"this {type(model).__name__} is part of a patched model, or shares modules with one: "
+            "patch or plan that one, or call unpatch_model on it first"
         )
     return shadow
 

@@ -22,10 +22,11 @@ from lowmem_patch.nn.norms import (
 from lowmem_patch.nn.recompute import RecomputedActivation
 from lowmem_patch.nn.rotary import release_rotary, use_rotary
 from lowmem_patch.patching.fold import fold_step, unfold_step
+from lowmem_patch.patching.guard import guard_weights, release_weights
 from lowmem_patch.patching.plan import ActivationPatch, DropoutPatch, NormPatch, Patch, Plan
-from lowmem_patch.patching.sites import FoldStep
+from lowmem_patch.patching.sites import ORIGINAL, FoldStep, LinearRef
 
-__all__ = ["Applied", "apply_plan", "is_replacement", "undo"]
+__all__ = ["Applied", "Folded", "apply_plan", "folded_now", "is_replacement", "undo"]
 
 
 @dataclasses.dataclass
@@ -44,10 +45,9 @@ class Applied:
     """Everything that was changed, so that it can be changed back."""
 
     folded: list[Folded] = dataclasses.field(default_factory=list)
-    hooked: list[nn.Module] = dataclasses.field(default_factory=list)
 
 
-_ORIGINAL = "_lowmem_patch_original"
+_SITE = "_lowmem_patch_site"  # the name that the replaced module had
 _HOOKS = (
     "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks", "_is_full_backward_hook",
@@ -121,35 +121,27 @@ def apply_plan(model: nn.Module, plan: Plan, *, arithmetic: bool = True) -> Appl
         original = model.get_submodule(name)
         new = replacements[id(original)] = _replacement(original, patch, plan.lowers)
         # not registered: it is no submodule, but travels with every copy of its replacement
-        new.__dict__[_ORIGINAL] = original
+        new.__dict__[ORIGINAL] = original
+        new.__dict__[_SITE] = name
     try:
-        for site in plan.sites:
-            if site.fold is not None and site.strategy == "fold":
-                _fold(model, site.fold, applied, arithmetic)
         for parent in list(model.modules()):
             for slot, child in list(parent._modules.items()):
                 if child is not None and id(child) in replacements:
                     parent._modules[slot] = replacements[id(child)]
+        for site in plan.sites:
+            if site.fold is not None and site.strategy == "fold":
+                _fold(model, site.fold, applied, arithmetic)
+        guard_weights(model, [folded.step for folded in applied.folded])
         for name in plan.adapters.layers:
-            layer = model.get_submodule(name)
-            use_adapter(layer, plan.lowers)
-            applied.hooked.append(layer)
+            use_adapter(model.get_submodule(name), plan.lowers)
         for name in plan.frozen_linears:
-            linear = model.get_submodule(name)
-            linear.register_forward_pre_hook(keep_weight)
-            applied.hooked.append(linear)
+            model.get_submodule(name).register_forward_pre_hook(keep_weight)
         for name in plan.softmaxes:
-            softmax = model.get_submodule(name)
-            softmax.register_forward_hook(keep_matrix)
-            applied.hooked.append(softmax)
+            model.get_submodule(name).register_forward_hook(keep_matrix)
         for name, rotation in plan.rotations.items():
-            attention = model.get_submodule(name)
-            use_rotary(attention, rotation)
-            applied.hooked.append(attention)
+            use_rotary(model.get_submodule(name), rotation)
         for name in plan.joint:
-            joint = model.get_submodule(name)
-            joint.register_forward_hook(follow_joint)
-            applied.hooked.append(joint)
+            model.get_submodule(name).register_forward_hook(follow_joint)
     except Exception as error:  # whatever went wrong, the model must be put back first
         undo(model, applied, arithmetic=arithmetic)
         raise PatchError(
@@ -177,34 +169,84 @@ def undo(
 ) -> None:
     """Put the original modules back and unfold the weights (also after training).
 
-    Replacements are looked for where they are now: an adapter may have wrapped or copied them.
+    Replacements are looked for where they are now: an adapter may have wrapped or copied them, and
+    whoever took blocks out of the model took them along.
+
+    Raises:
+        PatchError: the Linears behind a folded norm are not found; nothing was touched.
     """
+    folded = folded_now(model, applied)
+    names = dict(model.named_parameters(remove_duplicate=False))
+    lost = [(f, ref) for f in folded for ref in f.step.linears if ref.weight not in names]
+    if lost and arithmetic and unfold:
+        raise PatchError(
+            f"{lost[0][0].step.norm} was folded into {lost[0][1].module}, which is no longer in the model: "
+            "put it back first"
+        )
     for parent in list(model.modules()):
         for slot, current in list(parent._modules.items()):
             if current is not None and is_replacement(current):
                 parent._modules[slot] = _original_of(current)
-    for layer in applied.hooked:
-        release_input(layer)
-        release_adapter(layer)
-        release_rotary(layer)
-    for folded in reversed(applied.folded):
+    for module in model.modules():
+        release_input(module)
+        release_adapter(module)
+        release_rotary(module)
+        release_weights(module)
+    for one in reversed(folded):
         if arithmetic and unfold:
-            unfold_step(model, folded.step, folded.gamma, folded.beta)
+            unfold_step(model, one.step, one.gamma, one.beta)
         # who froze those Linears since then did not mean this norm to train
-        if all(weight.requires_grad for weight in folded.trained_with):
-            for name in folded.trained:
+        if all(weight.requires_grad for weight in one.trained_with):
+            for name in one.trained:
                 model.get_parameter(name).requires_grad_(True)
     applied.folded.clear()
-    applied.hooked.clear()
+
+
+def folded_now(model: nn.Module, applied: Applied) -> list[Folded]:
+    """The folded norms that are in the model still, with the names that they and their Linears have now:
+    other blocks may have been taken out before them."""
+    places: dict[str, str] = {}
+    for name, module in model.named_modules():
+        if is_replacement(module):
+            places.setdefault(module.__dict__[_SITE], name)
+    return [
+        _moved(folded, places[folded.step.norm])
+        for folded in applied.folded
+        if folded.step.norm in places
+    ]
+
+
+def _moved(folded: Folded, place: str) -> Folded:
+    """The same with the names of a norm that is now at ``place``."""
+    before, now = folded.step.norm.split("."), place.split(".")
+    while before and now and before[-1] == now[-1]:
+        before.pop(), now.pop()
+    if before == now:
+        return folded
+    old, new = ".".join(before), ".".join(now)
+
+    def name(given: str) -> str:
+        return new + given[len(old) :] if f"{given}.".startswith(f"{old}.") else given
+
+    def maybe(given: str | None) -> str | None:
+        return None if given is None else name(given)
+
+    step = folded.step
+    linears = tuple(
+        LinearRef(name(ref.module), name(ref.weight), maybe(ref.bias), ref.transposed)
+        for ref in step.linears
+    )
+    moved = FoldStep(place, maybe(step.weight), maybe(step.bias), step.weight_offset, linears)
+    return dataclasses.replace(folded, step=moved, trained=tuple(map(name, folded.trained)))
 
 
 def is_replacement(module: nn.Module) -> bool:
     """Whether the module was put in place of another one."""
-    return _ORIGINAL in module.__dict__
+    return ORIGINAL in module.__dict__
 
 
 def _original_of(current: nn.Module) -> nn.Module:
-    original: nn.Module = current.__dict__[_ORIGINAL]
+    original: nn.Module = current.__dict__[ORIGINAL]
     original.training = current.training
     # unlike the tables of hooks, no object that both hold
     original._is_full_backward_hook = current._is_full_backward_hook

@@ -83,6 +83,7 @@ def _watched(model: nn.Module) -> Iterator[list[tuple[str, Tensor]]]:
             elif not any(output is tensor for tensor in folded):
                 found.append((name, _sums(output.detach())))
 
+        leave.__dict__["only_looks"] = True
         handles.append(module.register_forward_hook(leave))
     try:
         yield found

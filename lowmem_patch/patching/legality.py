@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from lowmem_patch.nn.copies import is_own_hook
 from lowmem_patch.patching.match import NormSpec
 from lowmem_patch.patching.readers import Reader, parameter_uses
-from lowmem_patch.patching.sites import FoldStep, LinearRef
+from lowmem_patch.patching.sites import ORIGINAL, FoldStep, LinearRef
 from lowmem_patch.patching.trace import Trace
 from lowmem_patch.saved import storage_key
 
@@ -44,6 +46,29 @@ def _tied_parameters(model: nn.Module) -> dict[str, str]:
     return tied
 
 
+def _foreign_parameters(model: nn.Module) -> dict[str, str]:
+    """Parameters that a module outside this model holds as well: of another model, or of a larger one."""
+    own = {id(module) for module in model.modules()}
+    own |= {id(module.__dict__.get(ORIGINAL)) for module in model.modules()}
+    names = {id(p): name for name, p in model.named_parameters(remove_duplicate=False)}
+    found = {}
+    for module in gc.get_objects():
+        # by the exact type: an isinstance runs code of objects that stand for others
+        if not issubclass(type(module), nn.Module) or id(module) in own:
+            continue
+        state = vars(module)
+        if ORIGINAL in state:  # what it stands for is looked at
+            continue
+        held = [*state.get("_parameters", {}).values()]
+        for child in state.get("_modules", {}).values():
+            if id(child) in own and child is not model:
+                held += child.parameters()
+        for parameter in held:
+            if id(parameter) in names:
+                found[names[id(parameter)]] = f"a {type(module).__name__} outside the model"
+    return found
+
+
 class FoldRules:
     """Whether folding a norm keeps the function, for every input that the model accepts.
 
@@ -63,6 +88,7 @@ class FoldRules:
         self.last_norm = last_norm
         self.uses = parameter_uses(trace)
         self.tied = _tied_parameters(model)
+        self.foreign = _foreign_parameters(model)
 
     def fold(
         self,
@@ -87,6 +113,9 @@ class FoldRules:
                 None,
                 "it is the last norm, whose output other code takes for the model's features",
             )
+        caller = self.modules[name.rpartition(".")[0]]
+        if hasattr(caller, "forward_features"):  # timm's, and what is built on it, return it
+            return None, f"{type(caller).__name__} gives its output to callers of forward_features"
         if any(self._adapted(reader) for reader in readers):
             return None, "an adapter reads it, and must stay valid for the unfolded model"
         if self._hooked(name, readers):
@@ -111,6 +140,8 @@ class FoldRules:
                     return None, f"{parameter} is also used by {alien}"
                 if parameter in self.tied:
                     return None, f"{parameter} shares its memory with {self.tied[parameter]}"
+                if parameter in self.foreign:
+                    return None, f"{parameter} is also a parameter of {self.foreign[parameter]}"
             loss = self._loses_training(name, reference, gamma, beta)
             if loss is not None:
                 return None, loss
@@ -137,6 +168,8 @@ class FoldRules:
                 op.module != name for op in self.uses.get(parameter, ())
             ):
                 return None, f"{parameter} is used outside the norm"
+            if parameter in self.foreign:
+                return None, f"{parameter} is also a parameter of {self.foreign[parameter]}"
         unique = tuple(dict.fromkeys(linears))
         return FoldStep(name, owned[0], owned[1], spec.weight_offset, unique), ""
 

@@ -8,7 +8,9 @@ from typing import Any
 
 from lowmem_patch.patching.config import PatchConfig
 
-__all__ = ["BytesByKind", "FoldStep", "LinearRef", "PatchReport", "Site", "block_name"]
+__all__ = ["ORIGINAL", "BytesByKind", "FoldStep", "LinearRef", "PatchReport", "Site", "block_name"]
+
+ORIGINAL = "_lowmem_patch_original"  # where a replacement holds the module that it stands for
 
 
 @dataclasses.dataclass(frozen=True)

@@ -59,8 +59,9 @@ def passes(result: Result) -> None:
     assert not result.wrong, result.wrong
     assert result.sites
     assert result.patched
-    auto = result.presets["auto"]
-    assert "reload" in auto.errors or "fold" not in auto.strategies
+    paper = result.presets["paper"]
+    assert "reload" in paper.errors or "fold" not in paper.strategies
+    assert "fold" not in result.presets["auto"].strategies
 
 
 @pytest.mark.parametrize("model_type", TRANSFORMERS)

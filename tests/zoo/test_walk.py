@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -14,7 +16,7 @@ from tests.zoo import walk_norms as norms
 from zoo.build import Built, randomise
 from zoo.judge import judge
 
-# strategies of a model's sites under `auto`; words of the reason where a site is kept or not folded
+# strategies of sites under `auto` with norms folded; words of the reason where a site is kept or not folded
 EXPECTED: list[tuple[type[models.Walk], dict[str, tuple[str, str]]]] = [
     (models.ParallelBlock, {"norm": ("fold", ""), "act": ("recompute", "down")}),
     (models.CrossAttention, {"norm": ("fold", "")}),
@@ -78,7 +80,8 @@ def made(model: type[models.Walk]) -> Built:
 )
 def test_walk(model: type[models.Walk], expected: dict[str, tuple[str, str]]) -> None:
     built = made(model)
-    report = plan_patch(built.model, "auto", example_inputs=built.inputs)
+    assert not plan_patch(built.model, "auto", example_inputs=built.inputs).fold_steps
+    report = plan_patch(built.model, {"norms": "fold"}, example_inputs=built.inputs)
     found = {site.name: (site.strategy, site.reason) for site in report.sites}
     for name, (strategy, words) in expected.items():
         assert found[name][0] == strategy, found[name]
@@ -87,8 +90,8 @@ def test_walk(model: type[models.Walk], expected: dict[str, tuple[str, str]]) ->
     assert not result.wrong, result.wrong
 
 
-@pytest.mark.parametrize("preset", ["auto", "exact"])
-def test_torch_layers_that_read_a_folded_norm_themselves(preset: str) -> None:
+@pytest.mark.parametrize("preset", [{"norms": "fold"}, "auto", "exact"], ids=str)
+def test_torch_layers_that_read_a_folded_norm_themselves(preset: Any) -> None:
     """Without gradients torch's encoder layer calls no norm module: it reads weight, bias and eps."""
     built = made(models.EncoderLayers)
     network, args = built.model, built.inputs.args

@@ -1,0 +1,243 @@
+"""Adapters before and after the patch: the same function, and adapters that fit the stock base."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+
+from lowmem_patch import patch_model, patch_report, unpatch_model
+from tests.life.steps import (
+    DOUBLE,
+    EXACT_AUTO,
+    assert_close,
+    assert_same_function,
+    assert_same_parameters,
+    doubles,
+    kept,
+    trained,
+    warned,
+)
+from tests.patching.families import FAMILIES
+from tests.patching.helpers import run
+
+# PEFT reads a name that transformers has since deprecated
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+Make = Callable[[str], Any]
+CONFIGS = {"auto": EXACT_AUTO, "exact": "exact"}
+BOTH = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+ADDED = "14 adapter layers were added since the patch"
+
+
+def lora(**options: Any) -> LoraConfig:
+    return LoraConfig(**{"r": 2, "target_modules": FAMILIES["llama"].linears, **options})
+
+
+def filled(model: Any) -> Any:
+    """B starts as 0, where A has no gradient to compare."""
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                noise = torch.rand(parameter.shape, generator=generator) - 0.5
+                parameter.copy_(0.2 * noise)
+    return model.double()
+
+
+def adapted(model: Any, **options: Any) -> Any:
+    torch.manual_seed(0)
+    return filled(get_peft_model(model, lora(**options)))
+
+
+def silent(model: Any, inputs: Any) -> None:
+    """A training forward of which nothing is said."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        copy.deepcopy(model).train()(**inputs)
+
+
+@BOTH
+@pytest.mark.parametrize("order", ["before", "after", "again"])
+def test_get_peft_model_and_the_patch_in_any_order(order: str, config: Any, make: Make) -> None:
+    model, inputs = doubles(make, "llama")
+    stock = adapted(copy.deepcopy(model))
+    if order != "before":
+        patch_model(model, config, example_inputs=inputs)
+    model = adapted(model)
+    if order != "after":
+        patch_model(model, config, example_inputs=inputs)
+    assert_same_parameters(model, stock)
+    assert_same_function(model, stock, inputs)
+    if order != "after":
+        silent(model, inputs)
+        fresh = patch_model(copy.deepcopy(stock), config, example_inputs=inputs)
+        assert kept(model, inputs) == kept(fresh, inputs) < kept(stock, inputs)
+
+
+@BOTH
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_trained_adapter_fits_the_stock_base(
+    order: str, config: Any, make: Make, tmp_path: Path
+) -> None:
+    model, inputs = doubles(make, "llama")
+    base = copy.deepcopy(model)
+    if order == "after":
+        patch_model(model, config, example_inputs=inputs)
+    model = adapted(model)
+    if order == "before":
+        patch_model(model, config, example_inputs=inputs)
+    trained(model.eval(), inputs, steps=3).save_pretrained(tmp_path)
+    loaded = PeftModel.from_pretrained(base, tmp_path).double()
+    found, expected = (run(net, inputs, DOUBLE, backward=False) for net in (loaded, model))
+    assert_close(found.outputs[0], expected.outputs[0], "output")
+
+
+@BOTH
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_from_pretrained_and_the_patch_in_any_order(
+    order: str, config: Any, make: Make, tmp_path: Path
+) -> None:
+    model, inputs = doubles(make, "llama")
+    stock = adapted(copy.deepcopy(model))
+    stock.save_pretrained(tmp_path)
+    if order == "after":
+        patch_model(model, config, example_inputs=inputs)
+    model = PeftModel.from_pretrained(model, tmp_path, is_trainable=True).double()
+    if order == "before":
+        patch_model(model, config, example_inputs=inputs)
+    assert_same_parameters(model, stock)
+    assert_same_function(model, stock, inputs)
+
+
+@BOTH
+def test_second_adapter_and_switching_after_the_patch(config: Any, make: Make) -> None:
+    model, inputs = doubles(make, "llama")
+    model = adapted(model)
+    stock = copy.deepcopy(model)
+    patch_model(model, config, example_inputs=inputs)
+    for net in (model, stock):
+        torch.manual_seed(1)
+        net.add_adapter("second", lora(r=3))
+        filled(net)
+    assert_same_function(model, stock, inputs)
+    for name in ("second", "default"):
+        for net in (model, stock):
+            net.set_adapter(name)
+        assert_same_function(model, stock, inputs)
+        silent(model, inputs)
+
+
+@BOTH
+def test_loaded_adapter_after_the_patch(config: Any, make: Make, tmp_path: Path) -> None:
+    model, inputs = doubles(make, "llama")
+    adapted(copy.deepcopy(model), r=3).save_pretrained(tmp_path)
+    model = adapted(model)
+    stock = copy.deepcopy(model)
+    patch_model(model, config, example_inputs=inputs)
+    for net in (model, stock):
+        net.load_adapter(tmp_path, "loaded", is_trainable=True)
+        net.double().set_adapter("loaded")
+    assert_same_parameters(model, stock)
+    assert_same_function(model, stock, inputs)
+
+
+@BOTH
+def test_transformers_own_add_adapter_after_the_patch(config: Any, make: Make) -> None:
+    model, inputs = doubles(make, "llama")
+    stock = copy.deepcopy(model)
+    patch_model(model, config, example_inputs=inputs)
+    for net in (model, stock):
+        torch.manual_seed(0)
+        net.add_adapter(lora())
+        filled(net)
+    assert_same_function(model, stock, inputs)
+    with warned() as texts:
+        model.train()(**inputs)
+    assert len(texts) == 1 and ADDED in texts[0]
+
+
+@BOTH
+def test_modules_to_save_of_a_norm_train(config: Any, make: Make) -> None:
+    options = {"modules_to_save": ["input_layernorm", "lm_head"]}
+    for order in ("before", "after"):
+        model, inputs = doubles(make, "llama")
+        stock = adapted(copy.deepcopy(model), **options)
+        if order == "after":
+            patch_model(model, config, example_inputs=inputs)
+        model = adapted(model, **options)
+        if order == "before":
+            patch_model(model, config, example_inputs=inputs)
+        assert_same_function(model, stock, inputs)
+        assert any("input_layernorm" in n for n in run(model, inputs, DOUBLE).gradients)
+
+
+@BOTH
+def test_disabled_adapters_give_the_base_back(config: Any, make: Make) -> None:
+    model, inputs = doubles(make, "llama")
+    base = copy.deepcopy(model)
+    patch_model(model, config, example_inputs=inputs)
+    model = adapted(model)
+    with model.disable_adapter():
+        found = run(model, inputs, DOUBLE, backward=False).outputs[0]
+    assert_close(found, run(base, inputs, DOUBLE, backward=False).outputs[0], "output")
+    merged = model.merge_and_unload()
+    unpatch_model(merged)
+    expected = adapted(base).merge_and_unload()
+    for net in (merged, expected):
+        net.requires_grad_(True)
+    assert_same_function(merged, expected, inputs)
+
+
+@BOTH
+def test_late_adapters_are_said_once_and_mended(config: Any, make: Make) -> None:
+    model, inputs = make("llama"), FAMILIES["llama"].inputs()
+    patch_model(model, config, example_inputs=inputs)
+    torch.manual_seed(0)
+    model = get_peft_model(model, lora()).train()
+    with torch.no_grad():
+        model(**inputs)
+    with warned() as texts:
+        model(**inputs)
+        model(**inputs)
+    assert len(texts) == 1 and ADDED in texts[0] and "call patch_model(model) again" in texts[0]
+    assert [note for note in patch_report(model).notes if ADDED in note] == texts
+    late = kept(model, inputs)
+    patch_model(model, config, example_inputs=inputs)
+    silent(model, inputs)
+    assert kept(model, inputs) == patch_report(model).saved_after <= late
+    assert not [note for note in patch_report(model).notes if ADDED in note]
+
+
+@BOTH
+def test_layers_frozen_after_the_patch_are_said(config: Any, make: Make) -> None:
+    model, inputs = doubles(make, "timm-vit")
+    stock = copy.deepcopy(model)
+    patch_model(model, config, example_inputs=inputs)
+    for net in (model, stock):
+        net.blocks[0].requires_grad_(False)
+    assert_same_function(model, stock, inputs)
+    with warned() as texts:
+        model.train()(**inputs)
+    assert len(texts) == 1 and "12 parameters that trained at the patch are frozen" in texts[0]
+    patch_model(model, config, example_inputs=inputs)
+    silent(model, inputs)
+    fresh = patch_model(stock, config, example_inputs=inputs)
+    assert kept(model, inputs) == kept(fresh, inputs)
+
+
+def test_timm_vit_with_late_adapters_is_right(make: Make) -> None:
+    model, inputs = doubles(make, "timm-vit")
+    stock = copy.deepcopy(model)
+    patch_model(model, "exact", example_inputs=inputs)
+    options = {"target_modules": FAMILIES["timm-vit"].linears, "modules_to_save": ["head"]}
+    model, stock = adapted(model, **options), adapted(stock, **options)
+    assert_same_function(model, stock, inputs)
+    patch_model(model, "exact", example_inputs=inputs)
+    assert_same_function(model, stock, inputs)
+    silent(model, inputs)

@@ -1,0 +1,187 @@
+"""Models that share modules or weights with a patched one, and parameters given from outside."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+
+from lowmem_patch import patch_model, patch_report, unpatch_model
+from lowmem_patch.errors import PatchError
+from lowmem_patch.patching.apply import is_replacement
+from tests.patching.helpers import randomise
+from tests.patching.toys import FOLD, SHARE, Toy, batch, gated, mlp
+
+Change = Callable[[Any, Any], None]
+CONFIGS = {"auto": {"norms": "auto", "activations": "recompute"}, "exact": "exact", "fold": FOLD}
+ALL = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+
+
+def share_norm(one: Any, two: Any) -> None:
+    two.norm = one.norm
+
+
+def share_linear(one: Any, two: Any) -> None:
+    two.up = one.up
+
+
+def share_weight(one: Any, two: Any) -> None:
+    two.norm.weight = one.norm.weight
+
+
+def share_all(one: Any, two: Any) -> None:
+    two.norm, two.up, two.act, two.down = one.norm, one.up, one.act, one.down
+
+
+class Outer(nn.Module):
+    """A block that two models hold."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.block(x))
+
+
+def steps(*models: Any) -> list[torch.Tensor]:
+    """Output and gradients of a step of each."""
+    found = []
+    for model in models:
+        model.zero_grad()
+        y = model(batch().double())
+        y.backward(torch.linspace(-1, 1, y.numel()).double().reshape(y.shape))
+        found += [y.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+        model.zero_grad()
+    return found
+
+
+def assert_equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    assert len(found) == len(expected)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
+
+
+def pair(share: Change) -> tuple[Any, Any]:
+    one, two = randomise(Toy(mlp)).double(), randomise(Toy(mlp), seed=2).double()
+    share(one, two)
+    return one, two
+
+
+@ALL
+@pytest.mark.parametrize("share", [share_norm, share_linear, share_weight, share_all])
+def test_model_that_shares_with_a_patched_one_is_right(share: Change, config: Any) -> None:
+    one, two = pair(share)
+    twins = copy.deepcopy((one, two))
+    patch_model(one, config, example_inputs=batch().double())
+    site = next(s for s in patch_report(one).sites if s.name == "norm")
+    assert site.strategy == "share"
+    if config is FOLD:
+        assert "outside the model" in site.reason
+    assert_equal(steps(one, two), steps(*twins))
+    unpatch_model(one)
+    assert_equal(steps(one, two), steps(*twins))
+
+
+@pytest.mark.parametrize("share", [share_norm, share_linear, share_weight, share_all])
+def test_both_models_that_share_can_be_patched(share: Change) -> None:
+    one, two = pair(share)
+    twins = copy.deepcopy((one, two))
+    for model in (one, two):
+        patch_model(model, SHARE, example_inputs=batch().double())
+    assert_equal(steps(one, two), steps(*twins))
+    unpatch_model(one)
+    assert_equal(steps(one, two), steps(*twins))
+    unpatch_model(two)
+    assert_equal(steps(one, two), steps(*twins))
+    assert not any(is_replacement(module) for model in (one, two) for module in model.modules())
+
+
+def test_patched_block_in_another_model_is_refused_by_name() -> None:
+    block = randomise(Toy(gated)).double()
+    one, two = Outer(block), Outer(block)
+    one.double(), two.double()
+    twins = copy.deepcopy((one, two))
+    patch_model(one, SHARE, example_inputs=batch().double())
+    assert_equal(steps(one, two), steps(*twins))
+    with pytest.raises(PatchError, match="shares modules with one"):
+        patch_model(two, SHARE, example_inputs=batch().double())
+    unpatch_model(one)
+    patch_model(two, SHARE, example_inputs=batch().double())
+    assert_equal(steps(one, two), steps(*twins))
+
+
+@pytest.mark.parametrize("config", ["exact", CONFIGS["auto"]], ids=["exact", "auto"])
+def test_functional_call_uses_the_given_parameters(config: Any) -> None:
+    net = randomise(Toy(gated)).double()
+    twin = copy.deepcopy(net)
+    patch_model(net, config, example_inputs=batch().double())
+    other = dict(randomise(Toy(gated), seed=9).double().named_parameters())
+    found = []
+    for model in (net, twin):
+        given = {n: p.detach().clone().requires_grad_() for n, p in other.items()}
+        y = functional_call(model, given, (batch().double(),))
+        y.square().sum().backward()
+        found.append([y.detach(), *(p.grad for p in given.values())])
+    assert_equal(*found)
+
+
+def assert_follows(average: Any, expected: Any) -> None:
+    names = dict(expected.named_parameters())
+    for name, value in average.named_parameters():
+        torch.testing.assert_close(value, names[name], rtol=1e-6, atol=1e-9)
+
+
+def train(model: Any, follow: Callable[[Any], None]) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    for _ in range(5):
+        optimizer.zero_grad()
+        model(batch().double()).square().mean().backward()
+        optimizer.step()
+        follow(model)
+
+
+@pytest.mark.parametrize("made", ["before", "after"])
+@pytest.mark.parametrize("config", ["exact", CONFIGS["auto"]], ids=["exact", "auto"])
+def test_swa_average_follows_a_patched_model(config: Any, made: str) -> None:
+    from torch.optim.swa_utils import AveragedModel
+
+    averages = []
+    for patched in (True, False):
+        torch.manual_seed(0)
+        net = randomise(Toy(gated)).double()
+        average = AveragedModel(net) if made == "before" else None
+        if patched:
+            patch_model(net, config, example_inputs=batch().double())
+        average = average or AveragedModel(net)
+        train(net, average.update_parameters)
+        averages.append(average)
+    assert_follows(*averages)
+    assert_equal(steps(averages[0]), steps(averages[1]))
+
+
+@pytest.mark.parametrize("config", ["exact", CONFIGS["auto"]], ids=["exact", "auto"])
+def test_hand_written_ema_follows_a_patched_model(config: Any) -> None:
+    averages = []
+    for patched in (True, False):
+        torch.manual_seed(0)
+        net = randomise(Toy(gated)).double()
+        ema = copy.deepcopy(net)  # stock, made before the patch
+        if patched:
+            patch_model(net, config, example_inputs=batch().double())
+
+        def follow(model: Any, ema: Any = ema) -> None:
+            with torch.no_grad():
+                for mean, value in zip(ema.parameters(), model.parameters(), strict=True):
+                    mean.lerp_(value, 0.1)
+
+        train(net, follow)
+        averages.append(ema)
+    assert_follows(*averages)
+    assert_equal(steps(averages[0]), steps(averages[1]))

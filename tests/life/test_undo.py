@@ -1,0 +1,227 @@
+"""Undoing and planning anew, also after somebody took modules out of the model."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from lowmem_patch import patch_model, patch_report, unpatch_model
+from lowmem_patch.errors import PatchError, TraceError
+from lowmem_patch.patching.apply import is_replacement
+from tests.life.steps import (
+    DOUBLE,
+    EXACT_AUTO,
+    assert_close,
+    assert_same_function,
+    doubles,
+    kept,
+    warned,
+)
+from tests.patching.families import FAMILIES
+from tests.patching.helpers import run
+from tests.patching.toys import FOLD, Toy, batch, gated
+
+Make = Callable[[str], Any]
+CONFIGS = {"auto": EXACT_AUTO, "exact": "exact", "fold": FOLD}
+ALL = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+
+
+def assert_same_outputs(model: Any, stock: Any, inputs: Any) -> None:
+    found, expected = (run(net, inputs, DOUBLE, backward=False).outputs for net in (model, stock))
+    for ours, theirs in zip(found, expected, strict=True):
+        assert_close(ours, theirs, "output")
+
+
+@ALL
+@pytest.mark.parametrize("which", ["first", "last"])
+def test_unpatch_after_layers_were_cut(which: str, config: Any, make: Make) -> None:
+    model, inputs = doubles(make, "llama")
+    stock = copy.deepcopy(model)
+    patch_model(model, config, example_inputs=inputs)
+    for net in (model, stock):
+        net.model.layers = net.model.layers[:1] if which == "first" else net.model.layers[1:]
+        net.model.layers[0].self_attn.layer_idx = 0
+        net.config.num_hidden_layers = 1
+        net.config.layer_types = None
+    assert_same_outputs(model, stock, inputs)
+    unpatch_model(model)
+    assert not any(map(is_replacement, model.modules()))
+    for name, parameter in stock.named_parameters():
+        assert_close(model.get_parameter(name).detach(), parameter.detach(), name)
+        assert model.get_parameter(name).requires_grad
+    assert_same_function(model, stock, inputs)
+
+
+@ALL
+def test_planning_anew_after_layers_were_cut(config: Any, make: Make) -> None:
+    model, inputs = doubles(make, "llama")
+    stock = copy.deepcopy(model)
+    patch_model(model, config, example_inputs=inputs)
+    for net in (model, stock):
+        net.model.layers = net.model.layers[:1]
+    patch_model(model, config, example_inputs=inputs)
+    assert not any("layers.1" in site.name for site in patch_report(model).sites)
+    fresh = patch_model(copy.deepcopy(stock), config, example_inputs=inputs)
+    assert kept(model, inputs) == kept(fresh, inputs)
+    assert_same_outputs(model, stock, inputs)
+    if config is not FOLD:
+        assert_same_function(model, stock, inputs)
+
+
+def test_cut_layers_are_not_kept_alive(make: Make) -> None:
+    model, inputs = doubles(make, "llama")
+    patch_model(model, "exact", example_inputs=inputs)
+    weight = model.model.layers[1].self_attn.q_proj.weight
+    model.model.layers = model.model.layers[:1]
+    pickled = len(pickle.dumps(model))
+    unpatch_model(model)
+    assert pickled - len(pickle.dumps(model)) < weight.numel() * weight.itemsize
+
+
+def test_undo_of_a_lost_linear_touches_nothing() -> None:
+    net = patch_model(Toy(gated), FOLD, example_inputs=batch())
+    up = net.up
+    del net.up
+    before = {name: parameter.clone() for name, parameter in net.named_parameters()}
+    with pytest.raises(PatchError, match=r"norm was folded into up, .*put it back"):
+        unpatch_model(net)
+    assert is_replacement(net.norm)
+    assert all(torch.equal(net.get_parameter(name), value) for name, value in before.items())
+    net.up = up
+    unpatch_model(net)
+    assert not any(map(is_replacement, net.modules()))
+
+
+@ALL
+def test_new_example_inputs_plan_anew(config: Any, make: Make) -> None:
+    model, inputs = doubles(make, "llama")
+    patch_model(model, config, example_inputs=inputs)
+    first = patch_report(model)
+    longer = {name: tensor.repeat(1, 2) for name, tensor in inputs.items()}
+    patch_model(model, config, example_inputs=longer)
+    assert patch_report(model).saved_after > first.saved_after
+    assert "2x18" in patch_report(model).inputs
+
+
+def test_check_of_a_patched_model_checks(make: Make) -> None:
+    model, inputs = make("llama"), FAMILIES["llama"].inputs()
+    patch_model(model, "exact", example_inputs=inputs)
+    calls: list[Any] = []
+    model.model.layers[0].register_forward_hook(lambda *args: calls.append(args[0].training))
+    patch_model(model, "exact", example_inputs=inputs, check=True)
+    assert calls.count(False) >= 2  # the original and the patched model ran
+    with pytest.raises(TraceError):
+        patch_model(model, "exact", example_inputs={"no_such_argument": torch.zeros(1)})
+
+
+def test_same_patch_again_changes_nothing(make: Make) -> None:
+    model, inputs = doubles(make, "llama")
+    patch_model(model, "exact", example_inputs=inputs)
+    norm = model.model.norm
+    patch_model(model, "exact")
+    assert model.model.norm is norm
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_copy_of_a_patched_model_is_undone_alone(copied: Any, make: Make) -> None:
+    model, inputs = doubles(make, "llama")
+    stock = copy.deepcopy(model)
+    patch_model(model, "exact", example_inputs=inputs)
+    twin = copied(model)
+    unpatch_model(twin)
+    assert not twin._forward_pre_hooks
+    assert any(map(is_replacement, model.modules()))
+    assert_same_function(twin, stock, inputs)
+    assert_same_function(model, stock, inputs)
+
+
+def test_other_library_replaced_a_norm_is_said_once(make: Make) -> None:
+    model, inputs = doubles(make, "llama")
+    patch_model(model, "exact", example_inputs=inputs)
+    model.model.layers[0].input_layernorm = torch.nn.RMSNorm(32).double()
+    model.train()
+    with warned() as texts:
+        model(**inputs)
+        model(**inputs)
+    assert len(texts) == 1
+    assert (
+        "1 patched modules were replaced" in texts[0]
+        and "call patch_model(model) again" in texts[0]
+    )
+    assert texts[0] in patch_report(model).notes
+    patch_model(model, "exact")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        model(**inputs)
+    assert is_replacement(model.model.layers[0].input_layernorm)
+
+
+@pytest.mark.parametrize("of", ["norm", "mlp", "class"])
+def test_foreign_forward_after_the_patch_is_said(of: str, make: Make, monkeypatch: Any) -> None:
+    model, inputs = doubles(make, "llama")
+    patch_model(model, "exact", example_inputs=inputs)
+    mlp, norm = model.model.layers[0].mlp, model.model.layers[0].input_layernorm
+
+    def foreign(self: Any, x: Any) -> Any:
+        return self.down_proj(torch.nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+    if of == "norm":
+        norm.forward = lambda x: x
+    elif of == "mlp":
+        mlp.forward = foreign.__get__(mlp)
+    else:
+        monkeypatch.setattr(type(mlp), "forward", foreign)
+    named = "input_layernorm" if of == "norm" else "mlp"
+    model.train()
+    with warned() as texts:
+        model(**inputs)
+    assert len(texts) == 1 and named in texts[0] and "another forward" in texts[0]
+    assert texts[0] in patch_report(model).notes
+
+
+def test_wrapped_forward_after_the_patch_is_no_news(make: Make) -> None:
+    import functools
+
+    model, inputs = doubles(make, "llama")
+    patch_model(model, "exact", example_inputs=inputs)
+    for module in model.modules():  # as accelerate does
+        old = module.forward
+        module.forward = functools.wraps(old)(lambda *args, old=old, **named: old(*args, **named))
+    model.train()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        model(**inputs)
+    assert not [note for note in patch_report(model).notes if "patch_model" in note]
+
+
+def test_first_look_goes_and_costs_nothing_later(make: Make) -> None:
+    model, inputs = doubles(make, "llama")
+    patch_model(model, "exact", example_inputs=inputs)
+    model.eval()(**inputs)
+    assert len(model._forward_pre_hooks) == 1
+    with torch.no_grad():
+        model.train()(**inputs)
+    assert len(model._forward_pre_hooks) == 1
+    model(**inputs)
+    assert not model._forward_pre_hooks
+    patch_model(model, "exact", example_inputs=inputs)
+    unpatch_model(model)
+    assert not model._forward_pre_hooks
+
+
+@pytest.mark.filterwarnings("ignore:.*(script_method|should not be inst):DeprecationWarning")
+def test_first_look_is_harmless_under_compile(make: Make) -> None:
+    model, inputs = doubles(make, "timm-vit")
+    stock = copy.deepcopy(model)
+    patch_model(model, "exact", example_inputs=inputs)
+    model.train()
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    assert_close(compiled(**inputs), stock(**inputs), "output")
+    torch._dynamo.reset()

@@ -1,0 +1,87 @@
+"""A patched model's weights are the user's: `auto` and `exact` change none of them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from lowmem_patch import patch_model, patch_report, unpatch_model
+from tests.life.steps import (
+    EXACT_AUTO,
+    assert_same_function,
+    assert_same_parameters,
+    assert_same_weights,
+    doubles,
+    kept,
+    trained,
+)
+from tests.patching.families import FAMILIES
+from tests.patching.toys import FOLD
+
+Make = Callable[[str], Any]
+PRESETS = ["auto", "exact"]
+NAMES = ["llama", "gemma", "timm-vit", "t5"]
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("name", NAMES)
+def test_parameters_are_bit_equal_after_the_patch(name: str, preset: str, make: Make) -> None:
+    model, inputs = doubles(make, name)
+    stock = copy.deepcopy(model)
+    places = {n: id(p) for n, p in model.named_parameters()}
+    patch_model(model, preset, example_inputs=inputs)
+    assert_same_parameters(model, stock)
+    assert {n: id(p) for n, p in model.named_parameters()} == places
+    assert not patch_report(model).fold_steps
+    unpatch_model(model)
+    assert_same_parameters(model, stock)
+
+
+@pytest.mark.parametrize("config", [EXACT_AUTO, "exact"], ids=PRESETS)
+@pytest.mark.parametrize("name", ["llama", "timm-vit"])
+def test_adamw_follows_the_unpatched_trajectory(name: str, config: Any, make: Make) -> None:
+    model, inputs = doubles(make, name)
+    stock = copy.deepcopy(model)
+    patch_model(model, config, example_inputs=inputs)
+    assert kept(model, inputs) < kept(stock, inputs)
+    assert_same_weights(trained(model, inputs), trained(stock, inputs))
+
+
+@pytest.mark.parametrize("name", ["llama", "timm-vit"])
+def test_auto_keeps_no_more_bytes_than_folding(name: str, make: Make) -> None:
+    inputs = FAMILIES[name].inputs()
+    shared = patch_model(make(name), EXACT_AUTO, example_inputs=inputs)
+    folded = patch_model(make(name), FOLD, example_inputs=inputs)
+    assert patch_report(folded).fold_steps and not patch_report(shared).fold_steps
+    assert kept(shared, inputs) == kept(folded, inputs) == patch_report(shared).saved_after
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_state_dict_loads_into_a_stock_model(preset: str, make: Make) -> None:
+    model, inputs = doubles(make, "llama")
+    stock = copy.deepcopy(model)
+    config = EXACT_AUTO if preset == "auto" else preset
+    trained(patch_model(model, config, example_inputs=inputs), inputs, steps=2)
+    stock.load_state_dict(model.state_dict())
+    assert_same_function(model, stock, inputs)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_partial_state_dict_of_a_stock_model_loads(preset: str, make: Make) -> None:
+    model, inputs = doubles(make, "llama")
+    stock = copy.deepcopy(model)
+    patch_model(model, EXACT_AUTO if preset == "auto" else preset, example_inputs=inputs)
+    with torch.no_grad():
+        linears = {n: p * 1.5 for n, p in stock.state_dict().items() if "proj" in n}
+    for net in (model, stock):
+        net.load_state_dict(linears, strict=False)
+        layer = net.model.layers[0]
+        layer.load_state_dict({n: p * 0.5 for n, p in layer.state_dict().items()})
+        query = net.model.layers[1].self_attn.q_proj
+        query.load_state_dict({"weight": query.weight.detach() * 2})
+    assert_same_parameters(model, stock)
+    assert_same_function(model, stock, inputs)
