@@ -17,7 +17,9 @@ from lowmem_patch.patching.apply import Applied, apply_plan, is_replacement, und
 from lowmem_patch.patching.check import check_outputs, preserved, run_real
 from lowmem_patch.patching.config import PatchConfig, load_config
 from lowmem_patch.patching.examples import make_example_inputs
+from lowmem_patch.patching.fakes import ForeignKernelError
 from lowmem_patch.patching.floor import count_floor
+from lowmem_patch.patching.foreign_kernels import foreign_kernels_note
 from lowmem_patch.patching.functional_calls import functional_calls_note
 from lowmem_patch.patching.inputs import ExampleInputs, as_example_inputs
 from lowmem_patch.patching.legality import unfit_to_share
@@ -213,7 +215,8 @@ def _planned(
         notes.append(
             f"gradients of q, k, v that are joined in one pass, for speed: {len(plan.joint)}"
         )
-    notes += [note for note in (rotary, functional, unreached) if note is not None]
+    foreign = foreign_kernels_note(shadow.model, trace)
+    notes += [note for note in (rotary, functional, unreached, foreign) if note is not None]
     if not any(parameter.requires_grad for parameter in model.parameters()):
         notes.append("no parameter trains, so nothing is kept: patch again once something does")
     floor = count_floor(shadow.model, trace)
@@ -255,11 +258,24 @@ def _traced(
             return shadow, trace_forward(shadow)
         except TraceError as error:
             cause = error
-    if any(p.is_meta for p in model.parameters()) or _find_records(model):
+    if _find_records(model):
         raise cause
+    if any(p.is_meta for p in model.parameters()):
+        raise TraceError(
+            f"{cause}. On the meta device there is no data to run it with instead: give the model its "
+            "weights first"
+        ) from cause
     with preserved(model):
         shadow = Shadow(model, inputs, None)
-        trace = trace_forward(shadow)
+        try:
+            trace = trace_forward(shadow)
+        except TraceError as error:
+            if isinstance(cause.__cause__, ForeignKernelError):
+                raise TraceError(
+                    f"{error}. A kernel of its own runs on its own device alone: move the model there "
+                    '(model.to("cuda")) before it is patched'
+                ) from error
+            raise
     notes.append(f"traced with data, since the forward cannot run without: {cause}")
     notes.append(_NOT_COUNTED)
     return shadow, trace
