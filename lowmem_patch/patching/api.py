@@ -18,6 +18,11 @@ from lowmem_patch.patching.check import check_outputs, preserved, run_real
 from lowmem_patch.patching.config import PatchConfig, load_config
 from lowmem_patch.patching.examples import make_example_inputs
 from lowmem_patch.patching.fakes import ForeignKernelError
+from lowmem_patch.patching.first_forward import (
+    no_longer_as_patched,
+    stop_watching,
+    watch_first_forward,
+)
 from lowmem_patch.patching.floor import count_floor
 from lowmem_patch.patching.foreign_kernels import foreign_kernels_note
 from lowmem_patch.patching.functional_calls import functional_calls_note
@@ -84,7 +89,8 @@ def patch_model(
     """Patch a model in place so that autograd keeps less, and return it.
 
     The model's class, parameter names and state-dict keys stay. Patching again with the same config
-    does nothing; with another config, or after what trains has changed, it re-plans from the original.
+    does nothing; with another config, with ``example_inputs`` or ``check``, or after the model has
+    changed, it re-plans from the original.
 
     Args:
         model, config, example_inputs: as in :func:`plan_patch`.
@@ -103,9 +109,10 @@ def patch_model(
     """
     resolved = load_config(config)
     records = _find_records(model)
-    if len(records) == 1:
-        record = records[0][1]
-        if record.report.config == resolved and record.signature == trains_signature(model):
+    if len(records) == 1 and example_inputs is None and not check:
+        holder, record = records[0]
+        same = record.report.config == resolved and record.signature == trains_signature(model)
+        if same and not no_longer_as_patched(holder):
             return model
     unpatch_model(model)
     report, plan, inputs = _planned(model, resolved, example_inputs)
@@ -133,11 +140,15 @@ def patch_model(
         register: Any = model.register_load_state_dict_pre_hook  # has no types
         hook = register(_refuse_unfit_weights)
     model.__dict__[_RECORD] = Record(report, applied, trains_signature(model), hook)
+    watches = resolved.linear_inputs != "keep"
+    given = (*plan.adapters.layers, *plan.rotations)
+    watch_first_forward(model, plan.patches, given, adapters=watches)
     return model
 
 
 def patch_report(model: nn.Module) -> PatchReport:
-    """What ``patch_model`` did to this model (or to the model inside a PEFT wrapper).
+    """What ``patch_model`` did to this model (or to the model inside a PEFT wrapper), and in the notes
+    what is no longer so.
 
     Raises:
         PatchError: the model is not patched.
@@ -147,7 +158,9 @@ def patch_report(model: nn.Module) -> PatchReport:
         raise PatchError(
             f"this {type(model).__name__} is not patched: call patch_model(model) first"
         )
-    return records[0][1].report
+    holder, record = records[0]
+    changed = tuple(no_longer_as_patched(holder))
+    return dataclasses.replace(record.report, notes=(*record.report.notes, *changed))
 
 
 def unpatch_model(model: ModelT) -> ModelT:
@@ -172,6 +185,7 @@ def _unpatch(holder: nn.Module, record: Record) -> None:
             "get_peft_model",
             stacklevel=3,
         )
+    stop_watching(holder)
     undo(holder, record.applied, unfold=not adapted)
     del holder.__dict__[_RECORD]
     if record.hook is not None:
@@ -293,6 +307,7 @@ def _shadow_of_original(
         for folded in record.applied.folded:
             name = f"{prefix}.{folded.step.norm}" if prefix else folded.step.norm
             originals[name] = (folded.gamma, folded.beta)
+        stop_watching(holder)
         undo(holder, record.applied, arithmetic=False)
     if any(is_replacement(module) for module in shadow.model.modules()):
         raise PatchError(

@@ -31,9 +31,9 @@ class PatchConfig:
     """What may be done to norms, activations, the inputs of Linears and attention.
 
     Args:
-        norms: ``"fold"`` folds gamma and beta into the next Linears where that is legal and shares
-            elsewhere; ``"share"`` never changes a weight; ``"auto"`` folds only where the Linears'
-            weights train; ``"keep"`` leaves norms alone.
+        norms: ``"share"``, and ``"auto"``, which means that, never change a weight; ``"fold"`` folds
+            gamma and beta into the next Linears where that is legal and shares elsewhere; ``"keep"``
+            leaves norms alone.
         activations: ``"codes"`` keeps 2-bit codes (approximate gradient); ``"recompute"`` is exact;
             ``"auto"`` recomputes where the next Linear needs the activation's output for its own
             weight gradient and uses codes elsewhere; ``"keep"`` leaves activations alone.

@@ -192,9 +192,12 @@ class _Planner:
             text = f"its output is written in place by {writer}"
             return self._left(name, spec.kind, text, consumers)
         gamma, beta = self._values(name)
-        step, why_not = self.rules.fold(name, spec, readers, gamma, beta)
-        trains = any(self._trains(reader) for reader in readers)
-        fold = step is not None and (choice == "fold" or (choice == "auto" and trains))
+        step, why_not = None, ""
+        if (
+            choice == "fold"
+        ):  # never unasked: a weight that other code knows would get another meaning
+            step, why_not = self.rules.fold(name, spec, readers, gamma, beta)
+        fold = step is not None
         if not fold and not self._share_gains(name, outputs, readers):
             text = "nothing to gain: no Linear keeps its output"
             return self._left(name, spec.kind, text, consumers)
@@ -202,7 +205,7 @@ class _Planner:
         if unfit is not None:
             cannot = f"cannot fold: {why_not}; " if choice == "fold" else ""
             return self._left(name, spec.kind, cannot + unfit, consumers)
-        reason = self._norm_reason(fold, choice, why_not, trains, gamma, beta, spec)
+        reason = self._norm_reason(fold, why_not, gamma, beta, spec)
         distinct = {id(reader.tensor) for reader in readers}
         linears = all(reader.kind == "linear" for reader in readers) and bool(readers)
         rearranged = any(reader.reshaped for reader in readers)
@@ -253,17 +256,14 @@ class _Planner:
         return self.trace.saved.own.get(name, 0) > 1.5 * size
 
     def _norm_reason(
-        self, fold: bool, choice: str, why_not: str, trains: bool, gamma: Tensor | None, beta: Tensor | None,
-        spec: NormSpec,
+        self, fold: bool, why_not: str, gamma: Tensor | None, beta: Tensor | None, spec: NormSpec
     ) -> str:  # fmt: skip
         if fold:
             known = gamma is not None and has_data(gamma)
             if gamma is None or (known and identity_affine(gamma, beta, spec.weight_offset)):
                 return "nothing left to fold: the affine is an identity"
             return "affine folded into its Linears"
-        if choice == "share":
-            return "output kept, affine stays"
-        return f"output kept, affine stays: {why_not if why_not else 'its Linears are frozen'}"
+        return f"output kept, affine stays{f': {why_not}' if why_not else ''}"
 
     def _values(self, name: str) -> tuple[Tensor | None, Tensor | None]:
         if name in self.originals:
@@ -288,12 +288,6 @@ class _Planner:
             ):
                 return found.text
         return None
-
-    def _trains(self, reader: Reader) -> bool:
-        return (
-            reader.linear is not None
-            and self.shadow.get_parameter(reader.linear.weight).requires_grad
-        )
 
     def _written(self, calls: list[Call], tensors: str) -> str | None:
         """Who writes in place into the inputs or outputs of these calls once they are over."""

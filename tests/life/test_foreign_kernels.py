@@ -154,7 +154,9 @@ def test_norm_written_into_by_a_kernel_is_left_alone(where: tuple[str, Any]) -> 
 
 def test_meta_model_is_refused_by_the_module_s_name(where: tuple[str, Any]) -> None:
     model, _ = net(where)
-    with pytest.raises(TraceError, match=r"ForeignRMSNorm in foreign_norm.*give the model its weights"):
+    with pytest.raises(
+        TraceError, match=r"ForeignRMSNorm in foreign_norm.*give the model its weights"
+    ):
         plan_patch(model.to("meta"), "exact", example_inputs=batch("cpu"))
 
 

@@ -1,0 +1,213 @@
+"""What is no longer as it was patched: looked at once, at the first training forward, and by reports.
+
+A patched model is changed by other code without its knowledge: adapters are added, layers are frozen, a
+library sets forwards of its own over ours. Nothing of that makes the model wrong, but it saves less than
+the plan said, and who is not told pays without knowing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import types
+import warnings
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowmem_patch.nn.adapters import is_adapter_forward
+from lowmem_patch.nn.norms import MSNorm
+from lowmem_patch.nn.rotary import is_rotary_forward
+from lowmem_patch.patching.adapters import find_adapters
+from lowmem_patch.patching.apply import is_replacement
+from lowmem_patch.patching.trace import describe
+
+__all__ = ["AsPatched", "no_longer_as_patched", "stop_watching", "watch_first_forward"]
+
+_AS_PATCHED = "_lowmem_patch_as_patched"
+_MEND = "call patch_model(model) again, which plans for the model as it is now"
+_NAMED = 2
+# what other libraries put between the parts of a parameter's name
+_WRAPPERS = (
+    "base_layer",
+    "original_module",
+    "_orig_mod",
+    "_fsdp_wrapped_module",
+    "_checkpoint_wrapped_module",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class AsPatched:
+    """Facts of a model right after the patch; names alone, so that it travels with every copy.
+
+    Attributes:
+        trains: parameters outside adapters, and whether they trained.
+        replaced: modules that were replaced.
+        forwards: what the forward was of the modules that were replaced, of those that call them, and of
+            adapter layers and attention modules that got a forward of ours.
+        adapters: the plan sees to adapter layers.
+    """
+
+    trains: dict[str, bool]
+    replaced: tuple[str, ...]
+    forwards: dict[str, str]
+    adapters: bool
+
+
+def watch_first_forward(
+    model: nn.Module, replaced: Iterable[str], given: Iterable[str], *, adapters: bool
+) -> None:
+    """Remember how the model is now, and warn at its first training forward of what has changed.
+
+    Args:
+        model: the patched model.
+        replaced: names of the modules that were replaced.
+        given: names of the adapter layers and attention modules that got a forward of ours.
+        adapters: whether adapter layers that are added later would get one, too.
+    """
+    replaced = tuple(replaced)
+    calling = (name.rpartition(".")[0] for name in replaced)
+    watched = dict.fromkeys((*replaced, *calling, *given))
+    forwards = {name: _forward_of(model.get_submodule(name)) for name in watched}
+    model.__dict__[_AS_PATCHED] = AsPatched(_trains(model), replaced, forwards, adapters)
+    model.register_forward_pre_hook(_look)
+
+
+def stop_watching(model: nn.Module) -> None:
+    """Take away what :func:`watch_first_forward` left."""
+    model.__dict__.pop(_AS_PATCHED, None)
+    _release(model)
+
+
+def no_longer_as_patched(model: nn.Module) -> list[str]:
+    """Sentences about what has changed since the patch so that less is saved; none if nothing has.
+
+    ``model`` is the very object that was patched.
+    """
+    facts: AsPatched | None = model.__dict__.get(_AS_PATCHED)
+    if facts is None:
+        return []
+    found = [*_adapters(model, facts), *_training(model, facts), *_replaced(model, facts)]
+    return [f"{sentence}: {_MEND}" for sentence in found] + list(_forwards(model, facts))
+
+
+def _look(model: nn.Module, args: Any) -> None:
+    """Forward pre-hook of a patched model, until its first training forward."""
+    if torch.compiler.is_compiling() or not (model.training and torch.is_grad_enabled()):
+        return
+    _release(model)
+    for sentence in no_longer_as_patched(model):
+        warnings.warn(sentence, stacklevel=2)
+
+
+def _release(model: nn.Module) -> None:
+    for key, hook in list(model._forward_pre_hooks.items()):
+        if hook is _look:
+            model._forward_pre_hooks.pop(key, None)  # replicas of nn.DataParallel share the table
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:_NAMED]) + (", ..." if len(names) > _NAMED else "")
+
+
+def _adapters(model: nn.Module, facts: AsPatched) -> Iterator[str]:
+    if not facts.adapters:
+        return
+    modules = dict(model.named_modules())
+    new = [
+        name
+        for name in find_adapters(modules).layers
+        if not is_adapter_forward(modules[name].__dict__.get("forward"))
+        and name not in facts.forwards
+    ]
+    if new:
+        yield (
+            f"{len(new)} adapter layers were added since the patch, which did not see to them "
+            f"({_listed(new)})"
+        )
+
+
+def _trains(model: nn.Module) -> dict[str, bool]:
+    """Which parameters train, by the names that they have without wrappers; adapters are left out, and
+    folded norms, which say themselves that they must not train."""
+    layers = [f"{name}." for name, module in model.named_modules() if hasattr(module, "base_layer")]
+    own = tuple(f"{layer}base_layer." for layer in layers)
+    folded = [f"{n}." for n, m in model.named_modules() if isinstance(m, MSNorm) and m.folded]
+    found: dict[str, bool] = {}
+    for name, parameter in model.named_parameters():
+        if name.startswith((*layers, *folded)) and not name.startswith(own):
+            continue
+        parts = name.split(".")
+        while "modules_to_save" in parts:  # followed by an adapter's name
+            start = parts.index("modules_to_save")
+            del parts[start : start + 2]
+        name = ".".join(part for part in parts if part not in _WRAPPERS)
+        found[name] = found.get(name, False) or parameter.requires_grad
+    return found
+
+
+def _training(model: nn.Module, facts: AsPatched) -> Iterator[str]:
+    now = _trains(model)
+    changed = {name: was for name, was in facts.trains.items() if now.get(name, was) is not was}
+    new = [name for name, trained in changed.items() if not trained]
+    frozen = [name for name, trained in changed.items() if trained]
+    if new:
+        yield f"{len(new)} parameters train now that did not train at the patch ({_listed(new)})"
+    if frozen:
+        yield f"{len(frozen)} parameters that trained at the patch are frozen now ({_listed(frozen)})"
+
+
+def _forward_of(module: nn.Module) -> str:
+    """Whose code a call of the module runs, past the wrappers that call what they wrap."""
+    forward: Any = module.__dict__.get("forward")
+    if forward is None or is_rotary_forward(forward):  # which a pickle does not bring back
+        forward = type(module).forward
+    while True:
+        if hasattr(forward, "__wrapped__"):
+            forward = inspect.unwrap(forward)
+        elif isinstance(forward, partial):
+            forward = forward.func
+        elif isinstance(forward, types.MethodType):
+            forward = forward.__func__
+        else:
+            break
+    code = getattr(forward, "__code__", None)
+    if code is None:
+        return repr(type(forward))
+    return f"{forward.__module__}.{code.co_qualname}"
+
+
+def _gone(model: nn.Module, facts: AsPatched) -> list[str]:
+    modules = dict(model.named_modules(remove_duplicate=False))
+    return [
+        name
+        for name in facts.replaced
+        if name in modules and not any(map(is_replacement, modules[name].modules()))
+    ]
+
+
+def _replaced(model: nn.Module, facts: AsPatched) -> Iterator[str]:
+    if gone := _gone(model, facts):
+        yield f"{len(gone)} patched modules were replaced since the patch ({_listed(gone)})"
+
+
+def _forwards(model: nn.Module, facts: AsPatched) -> Iterator[str]:
+    modules, gone = dict(model.named_modules(remove_duplicate=False)), _gone(model, facts)
+    changed: dict[str, list[str]] = {}  # by the library whose forward it is
+    for name, was in facts.forwards.items():
+        if name not in modules or name in gone:
+            continue
+        forward = _forward_of(modules[name])
+        if forward != was:
+            changed.setdefault(forward.partition(".")[0], []).append(name)
+    for library, names in changed.items():
+        places = _listed([describe(modules[name], name) for name in names])
+        yield (
+            f"{len(names)} modules got a forward of {library} since the patch, which runs in the place of "
+            f"what was patched ({places}): let {library} set it before patch_model, or not at all, or "
+            f"{_MEND}"
+        )
