@@ -363,14 +363,16 @@ def _place(error: BaseException, model: nn.Module) -> str:
     names = {id(module): name for name, module in model.named_modules()}
     innermost: nn.Module = model
     for frame, _ in traceback.walk_tb(error.__traceback__):
-        if id(running := frame.f_locals.get("self")) in names:
+        running = frame.f_locals.get("self")
+        if isinstance(running, nn.Module) and id(running) in names:
             innermost = running
     return describe(innermost, names[id(innermost)])
 
 
 def describe(module: nn.Module, name: str) -> str:
     """``LigerRMSNorm in model.norm``: the class as the module prints it, which others may change."""
-    return f"{module._get_name()} in {name or 'the model itself'}"
+    kind = module._get_name()  # type: ignore[no-untyped-call]  # of torch
+    return f"{kind} in {name or 'the model itself'}"
 
 
 def _plain(output: Any) -> Any:
