@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from lowmem_patch.constants import ActivationKind
 from lowmem_patch.functional._implementation import Implementation
-from lowmem_patch.functional._library import is_transformed
+from lowmem_patch.functional._library import is_exporting, is_transformed
 from lowmem_patch.functional.activations import activation, glu
 from lowmem_patch.functional.codes import codes_activation, regelu2, requickgelu2, resilu2
 from lowmem_patch.functional.dropout import draw_dropout, dropout_linear, packed_dropout
@@ -31,6 +31,7 @@ __all__ = [
     "draw_dropout",
     "dropout_linear",
     "glu",
+    "is_exporting",
     "is_transformed",
     "kept_linear",
     "kept_matmul",

@@ -289,6 +289,8 @@ def _norm(
         return y
     plain = all(t is None or t.dtype == x.dtype for t in (weight, bias))
     plain = plain and weight_offset == 0.0 and not torch.is_autocast_enabled(x.device.type)
+    if _library.is_exporting() and not (plain and centered):  # ONNX has no RMSNorm
+        return _forward(x, weight, bias, eps, weight_offset, centered, out_dtype, "reference")[0]
     if plain and out_dtype == x.dtype:
         if centered:
             return F.layer_norm(x, x.shape[-1:], weight, bias, eps)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowmem_patch.functional import LowRank, kept_linear
+from lowmem_patch.functional import LowRank, is_exporting, kept_linear
 from lowmem_patch.nn.context import (
     autocast_dtype,
     has_backward_hooks,
@@ -75,7 +75,7 @@ def adds_products(forward: Callable[..., Any]) -> bool:
 
 def forward_kept(layer: Any, lowers: bool, *args: Any, **kwargs: Any) -> Any:
     """The class's forward, on an input of which autograd keeps no copy in another dtype."""
-    if args:
+    if args and not is_exporting():
         x = args[0]
         if any(has_backward_hooks(part) for part in _parts_of(layer)):
             x = value_of(x)
@@ -98,7 +98,8 @@ def _parts_of(layer: nn.Module) -> list[nn.Module]:
 
 def forward_as_one(layer: Any, lowers: bool, *args: Any, **kwargs: Any) -> Any:
     """The base Linear and every active adapter as one op, where that is what the class's forward computes."""
-    if len(args) == 1 and not kwargs and torch.is_grad_enabled() and _stands_for(layer):
+    one = len(args) == 1 and not kwargs and torch.is_grad_enabled() and not is_exporting()
+    if one and _stands_for(layer):
         x = args[0]
         deferred = isinstance(x, Deferred)
         if deferred or (isinstance(x, Tensor) and x.is_floating_point()):

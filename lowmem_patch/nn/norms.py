@@ -14,7 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from lowmem_patch.errors import PatchError, UnfoldedWeightsError
-from lowmem_patch.functional import compiled, ms_layer_norm, ms_norm_pair, ms_rms_norm
+from lowmem_patch.functional import (
+    compiled,
+    is_exporting,
+    ms_layer_norm,
+    ms_norm_pair,
+    ms_rms_norm,
+)
 from lowmem_patch.nn.context import (
     autocast_dtype,
     has_backward_hooks,
@@ -83,7 +89,7 @@ class MSNorm(nn.Module):
         """The norm's value in ``dtype``, by default :meth:`output_dtype`."""
         weight, bias = (None, None) if self.folded else (self.weight, self.bias)
         dtype = dtype or self.output_dtype(x)
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() and not is_exporting():
             narrow = self._narrow_dtype(x) if self.shares_copy else None
             settings = (self.eps, self.weight_offset, self.centered, dtype, narrow)
             return compiled.norm(x, weight, bias, *settings)
