@@ -17,7 +17,7 @@ from lowmem_patch.patching.apply import Applied, apply_plan, is_replacement, und
 from lowmem_patch.patching.check import check_outputs, preserved, run_real
 from lowmem_patch.patching.config import PatchConfig, load_config
 from lowmem_patch.patching.examples import make_example_inputs
-from lowmem_patch.patching.fakes import ForeignKernelError
+from lowmem_patch.patching.fakes import ForeignKernelError, is_offloaded
 from lowmem_patch.patching.first_forward import (
     no_longer_as_patched,
     stop_watching,
@@ -274,7 +274,7 @@ def _traced(
             cause = error
     if _find_records(model):
         raise cause
-    if any(p.is_meta for p in model.parameters()):
+    if any(p.is_meta for p in model.parameters()) and not is_offloaded(model):
         raise TraceError(
             f"{cause}. On the meta device there is no data to run it with instead: give the model its "
             "weights first"

@@ -11,12 +11,20 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from lowmem_patch.rows import function_name
 
-__all__ = ["ADDRESSES", "ForeignKernelError", "NoForeignKernels", "make_fake_mode", "running_fake"]
+__all__ = [
+    "ADDRESSES",
+    "ForeignKernelError",
+    "NoForeignKernels",
+    "is_offloaded",
+    "make_fake_mode",
+    "running_fake",
+]
 
 _Cache = functools._lru_cache_wrapper
 
@@ -47,6 +55,12 @@ def make_fake_mode() -> FakeTensorMode:
     """A mode whose tensors give no address to C++ either: an extension called with one raises."""
     with torch._functorch.config.patch(fake_tensor_allow_unsafe_data_ptr_access=False):
         return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def is_offloaded(model: nn.Module) -> bool:
+    """Whether accelerate leaves weights on the meta device, and brings them at each call of a module."""
+    hooks = (getattr(module, "_hf_hook", None) for module in model.modules())
+    return any(getattr(hook, "offload", False) for hook in hooks)
 
 
 @contextlib.contextmanager

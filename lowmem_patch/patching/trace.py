@@ -23,11 +23,11 @@ from torch.utils._pytree import tree_leaves
 
 from lowmem_patch.dropouts import dropout_call
 from lowmem_patch.errors import TraceError
-from lowmem_patch.patching.fakes import ADDRESSES, make_fake_mode, running_fake
+from lowmem_patch.patching.fakes import ADDRESSES, is_offloaded, make_fake_mode, running_fake
 from lowmem_patch.patching.gpu_dropout import GpuDropouts
 from lowmem_patch.patching.inputs import ExampleInputs
 from lowmem_patch.rows import function_name
-from lowmem_patch.saved import SavedBytes, module_stack, saved_bytes
+from lowmem_patch.saved import SavedBytes, module_stack, saved_bytes, storage_key
 
 __all__ = [
     "FOREIGN_KERNEL",
@@ -130,9 +130,11 @@ class _Recorder(TorchFunctionMode):
         self.trace = trace
         self.stack = stack
         self.running = False
+        self.flowing = {storage_key(tensor) for tensor in _tensors(trace.keep_alive)}
 
     def add(self, op: Op) -> None:
         self.trace.ops.append(op)
+        self.flowing.update(map(storage_key, op.outputs))
         for key in {id(tensor) for tensor in _tensors((op.args, op.kwargs))}:
             self.trace.readers.setdefault(key, []).append(op)
 
@@ -151,7 +153,7 @@ class _Recorder(TorchFunctionMode):
             self.running = False
         name = function_name(func)
         module = self.stack[-1] if self.stack else ""
-        if name in ADDRESSES:
+        if name in ADDRESSES and storage_key(args[0]) in self.flowing:  # no weight alone
             # whatever the kernel does that asks for it: it may read the tensor, and write into it
             self.add(Op(FOREIGN_KERNEL, func, module, args, kwargs, (), True, True, _autocast()))
         inputs, outputs = _tensors((args, kwargs)), _tensors(output)
@@ -273,6 +275,10 @@ def make_shadow(model: nn.Module, inputs: ExampleInputs) -> Shadow:
     Raises:
         TraceError: the model cannot be copied, or holds tensors that cannot be faked.
     """
+    if is_offloaded(model):
+        raise DataNeededError(
+            "its weights are offloaded, and come at each call: patch before that to save more"
+        )
     mode = make_fake_mode()
     # what an earlier forward left on a module (LeViT's tables of biases) may hang on its graph, which
     # cannot be copied
@@ -324,9 +330,9 @@ def trace_forward(shadow: Shadow, *, structure: bool = True) -> Trace:
     """
     model, inputs = shadow.model, shadow.inputs
     trace = Trace(fake=shadow.mode is not None)
-    for name, parameter in model.named_parameters():
-        trace.parameters[id(parameter)] = name
-    trace.keep_alive.append((model, inputs))
+    parameters = dict(model.named_parameters())  # offloading exchanges them in the forward
+    trace.parameters.update((id(parameter), name) for name, parameter in parameters.items())
+    trace.keep_alive.append((model, parameters, inputs))
     with contextlib.ExitStack() as contexts:
         contexts.enter_context(_training(model))
         contexts.enter_context(torch.enable_grad())
