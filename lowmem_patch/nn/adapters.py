@@ -23,6 +23,7 @@ from lowmem_patch.nn.context import (
     autocast_dtype,
     has_backward_hooks,
     has_hooks_of_all,
+    is_foreign,
     refuse_custom_functions,
 )
 from lowmem_patch.nn.deferred import Deferred, Projection, value_of
@@ -139,7 +140,7 @@ def _products(
     if has_hooks_of_all():
         return None
     weight = base._parameters.get("weight")
-    if weight is None or layer.disable_adapters or layer.merged:
+    if weight is None or is_foreign(weight) or layer.disable_adapters or layer.merged:
         return None
     narrow = autocast_dtype(weight.device.type, given)
     if narrow is None and weight.dtype != given:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules import module as all_modules
 
 from lowmem_patch.functional import is_exporting
@@ -14,6 +15,7 @@ __all__ = [
     "has_backward_hooks",
     "has_hooks_of_all",
     "in_inference_mode",
+    "is_foreign",
     "is_sharded_alone",
     "needs_gradient",
     "refuse_custom_functions",
@@ -73,3 +75,12 @@ def refuse_custom_functions() -> None:
 def in_inference_mode() -> bool:
     """Whether what is computed now could never be differentiated."""
     return not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
+
+
+def is_foreign(tensor: object) -> bool:
+    """Whether this is a tensor of somebody else's subclass (DTensor, torchao), or none at all: such are
+    left to the subclass's own functions."""
+    kind = type(tensor)
+    if kind is Tensor or kind is nn.Parameter:
+        return False
+    return not isinstance(tensor, FakeTensor)
