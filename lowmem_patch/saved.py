@@ -182,7 +182,9 @@ def saved_bytes(model: nn.Module) -> Iterator[SavedBytes]:
         ...     loss = model(**batch).loss
         >>> saved.activations, saved.by_kind["attention"]
     """
-    weights = {storage_key(t) for t in (*model.parameters(), *model.buffers())}
+    # held as long as their keys: offloading exchanges them in the forward
+    held = (*model.parameters(), *model.buffers())
+    weights = set(map(storage_key, held))
     first: dict[int, Tensor] = {}  # also keeps the storage alive, so that its key stays unique
     savers: dict[int, dict[Saver, None]] = {}
     result = SavedBytes()

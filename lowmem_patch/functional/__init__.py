@@ -7,7 +7,12 @@ from __future__ import annotations
 
 from lowmem_patch.constants import ActivationKind
 from lowmem_patch.functional._implementation import Implementation
-from lowmem_patch.functional._library import first_order, is_transformed, register_plain
+from lowmem_patch.functional._library import (
+    first_order,
+    is_exporting,
+    is_transformed,
+    register_plain,
+)
 from lowmem_patch.functional.activations import (
     activation,
     activation_gradients,
@@ -42,6 +47,7 @@ __all__ = [
     "dropout_linear",
     "first_order",
     "glu",
+    "is_exporting",
     "is_transformed",
     "kept_linear",
     "kept_matmul",

@@ -27,6 +27,7 @@ __all__ = [
     "first_order",
     "in_forward_mode",
     "is_eager",
+    "is_exporting",
     "is_transformed",
     "register_plain",
     "wants_gradient",
@@ -159,13 +160,26 @@ def is_transformed() -> bool:
     return in_forward_mode() or torch._C._are_functorch_transforms_active()
 
 
+def _never() -> bool:
+    return False
+
+
+_exports: Callable[[], bool] = getattr(torch.compiler, "is_exporting", _never)  # since 2.7
+
+
+def is_exporting() -> bool:
+    """Whether torch.export, torch.jit or torch.onnx write down what runs, for places where nobody knows
+    this package: plain ops then, and nothing deferred."""
+    return _exports() if torch.compiler.is_compiling() else torch._C._is_tracing()
+
+
 def wants_gradient(*args: Any) -> bool:
-    """Whether autograd would record an op on these arguments."""
+    """Whether autograd would record an op on these arguments, and it is run to train."""
     if torch.is_grad_enabled():
         # a loop, not any(): this runs at each call of each op
         for argument in args:
             if isinstance(argument, Tensor) and argument.requires_grad:
-                return True
+                return not is_exporting()
     return False
 
 

@@ -306,6 +306,9 @@ def _norm(
         )
     plain = all(t is None or t.dtype == x.dtype for t in (weight, bias))
     plain = plain and weight_offset == 0.0 and not torch.is_autocast_enabled(x.device.type)
+    if _library.is_exporting() and not (plain and centered):  # ONNX has no RMSNorm
+        settings = (eps, weight_offset, centered, out_dtype, None, "reference")
+        return _first(_forward(x, weight, bias, *settings))
     if plain and out_dtype == x.dtype:
         if centered:
             return F.layer_norm(x, x.shape[-1:], weight, bias, eps)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowmem_patch.functional import LowRank, kept_linear
+from lowmem_patch.functional import LowRank, is_exporting, kept_linear
 from lowmem_patch.nn.context import (
     autocast_dtype,
     has_backward_hooks,
@@ -77,14 +77,16 @@ def adds_products(forward: Callable[..., Any]) -> bool:
 def forward_kept(layer: Any, lowers: bool, *args: Any, **kwargs: Any) -> Any:
     """The class's forward, on an input of which autograd keeps no copy in another dtype."""
     # of an input that needs no gradient (the first block's) the adapter would keep a cast as well
-    if args and torch.is_grad_enabled() and not is_foreign(args[0]) and args[0].is_floating_point():
+    plain = args and torch.is_grad_enabled() and not is_exporting() and not is_foreign(args[0])
+    if plain and args[0].is_floating_point():
         args = (Saved(lowers).of(args[0], passing=True), *args[1:])
     return value_of(type(layer).forward(layer, *args, **kwargs))
 
 
 def forward_as_one(layer: Any, lowers: bool, *args: Any, **kwargs: Any) -> Any:
     """The base Linear and every active adapter as one op, where that is what the class's forward computes."""
-    if len(args) == 1 and not kwargs and torch.is_grad_enabled() and _stands_for(layer):
+    one = len(args) == 1 and not kwargs and torch.is_grad_enabled() and not is_exporting()
+    if one and _stands_for(layer):
         x = args[0]
         deferred = isinstance(x, Deferred)
         if deferred or (not is_foreign(x) and x.is_floating_point()):
@@ -124,7 +126,7 @@ def _products(
     if has_hooks_of_all():
         return None
     weight = base._parameters.get("weight")
-    if weight is None or layer.disable_adapters or layer.merged:
+    if weight is None or is_foreign(weight) or layer.disable_adapters or layer.merged:
         return None
     narrow = autocast_dtype(weight.device.type, given)
     if narrow is None and weight.dtype != given:

@@ -7,6 +7,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules import module as all_modules
 
+from lowmem_patch.functional import is_exporting
+
 __all__ = [
     "autocast_dtype",
     "has_backward_hooks",
@@ -46,8 +48,8 @@ def is_sharded_alone(module: nn.Module) -> bool:
 
 
 def needs_gradient(tensor: Tensor) -> bool:
-    """Whether autograd would keep anything for an op on this tensor."""
-    return torch.is_grad_enabled() and tensor.requires_grad
+    """Whether autograd would keep anything for an op on this tensor, and it is run to train."""
+    return torch.is_grad_enabled() and tensor.requires_grad and not is_exporting()
 
 
 def is_foreign(tensor: object) -> bool:

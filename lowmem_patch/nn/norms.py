@@ -19,6 +19,7 @@ from lowmem_patch.errors import PatchError, UnfoldedWeightsError
 from lowmem_patch.functional import (
     Affine,
     compiled,
+    is_exporting,
     ms_layer_norm,
     ms_norm_pair,
     ms_rms_norm,
@@ -123,7 +124,7 @@ class MSNorm(nn.Module):
         if is_foreign(x) or (weight is not None and is_foreign(weight)):
             settings = (self.eps, self.weight_offset, self.centered, dtype)
             return normalised(x, weight, bias, *settings)[0]
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() and not is_exporting():
             saved = (self._narrow_dtype(x) if self.shares_copy else None) or dtype
             norm = compiled.norm if self._affine() is None else compiled.norm_and_z
             settings = (self.eps, self.weight_offset, self.centered, dtype)
@@ -164,7 +165,8 @@ class MSNorm(nn.Module):
         compiling = torch.compiler.is_compiling()
         if compiling or is_foreign(x) or not self._wants_gradient(x):
             y = self.normalize(x, dtype)
-            return self._as_one_copy(y) if compiling and y.requires_grad else y
+            deferred = compiling and y.requires_grad and not is_exporting()
+            return self._as_one_copy(y) if deferred else y
         affine, copy = self._affine(), self._narrow_dtype(x) if self.shares_copy else None
         if copy is not None:
             y, narrow, z = ms_norm_pair(

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowmem_patch.functional import is_transformed, rotary_embedding
+from lowmem_patch.functional import is_exporting, is_transformed, rotary_embedding
 from lowmem_patch.nn.forwards import give_forward, release_forward
 
 __all__ = ["Rotation", "is_rotary_forward", "release_rotary", "use_rotary"]
@@ -54,7 +54,8 @@ class Rotation:
             given[self.optional[i]] = rest[i]
         heads_dim = given.get("unsqueeze_dim", self.heads_dim)
         chosen = given.get("position_ids") is not None  # rows of cos and sin, in some files
-        if chosen or is_transformed() or not self._fits(q, k, cos, sin, heads_dim):
+        elsewhere = is_transformed() or is_exporting()
+        if chosen or elsewhere or not self._fits(q, k, cos, sin, heads_dim):
             return self.function(q, k, cos, sin, *rest, **named)
         dtype = None if self.keeps_dtype else torch.promote_types(q.dtype, cos.dtype)
         if q.dim() == 4:

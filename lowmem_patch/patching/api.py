@@ -23,6 +23,7 @@ from lowmem_patch.patching.apply import (
 from lowmem_patch.patching.check import check_outputs, preserved, run_real
 from lowmem_patch.patching.config import PatchConfig, load_config
 from lowmem_patch.patching.examples import make_example_inputs
+from lowmem_patch.patching.fakes import ForeignKernelError, is_offloaded
 from lowmem_patch.patching.first_forward import (
     has_adapter,
     no_longer_as_patched,
@@ -30,6 +31,7 @@ from lowmem_patch.patching.first_forward import (
     watch_first_forward,
 )
 from lowmem_patch.patching.floor import count_floor
+from lowmem_patch.patching.foreign_kernels import foreign_kernels_note
 from lowmem_patch.patching.functional_calls import functional_calls_note
 from lowmem_patch.patching.inputs import ExampleInputs, as_example_inputs
 from lowmem_patch.patching.plan import DropoutPatch, Plan, make_plan, trains_signature
@@ -145,9 +147,8 @@ def patch_model(
         hook = register(_refuse_unfolded_weights)
     model.__dict__[_RECORD] = Record(report, applied, trains_signature(model), hook)
     watches = resolved.linear_inputs != "keep"
-    watch_first_forward(
-        model, plan.patches, plan.adapters.layers, report.fold_steps, adapters=watches
-    )
+    given = (*plan.adapters.layers, *plan.rotations)
+    watch_first_forward(model, plan.patches, given, report.fold_steps, adapters=watches)
     return model
 
 
@@ -235,7 +236,8 @@ def _planned(
         notes.append(
             f"gradients of q, k, v that are joined in one pass, for speed: {len(plan.joint)}"
         )
-    notes += [note for note in (rotary, functional, unreached) if note is not None]
+    foreign = foreign_kernels_note(shadow.model, trace)
+    notes += [note for note in (rotary, functional, unreached, foreign) if note is not None]
     if not any(parameter.requires_grad for parameter in model.parameters()):
         notes.append("no parameter trains, so nothing is kept: patch again once something does")
     floor = count_floor(shadow.model, trace)
@@ -277,11 +279,24 @@ def _traced(
             return shadow, trace_forward(shadow)
         except TraceError as error:
             cause = error
-    if any(p.is_meta for p in model.parameters()) or _find_records(model):
+    if _find_records(model):
         raise cause
+    if any(p.is_meta for p in model.parameters()) and not is_offloaded(model):
+        raise TraceError(
+            f"{cause}. On the meta device there is no data to run it with instead: give the model its "
+            "weights first"
+        ) from cause
     with preserved(model):
         shadow = Shadow(model, inputs, None)
-        trace = trace_forward(shadow)
+        try:
+            trace = trace_forward(shadow)
+        except TraceError as error:
+            if isinstance(cause.__cause__, ForeignKernelError):
+                raise TraceError(
+                    f"{error}. A kernel of its own runs on its own device alone: move the model there "
+                    '(model.to("cuda")) before it is patched'
+                ) from error
+            raise
     notes.append(f"traced with data, since the forward cannot run without: {cause}")
     notes.append(_NOT_COUNTED)
     return shadow, trace

@@ -1,4 +1,5 @@
-"""Running a foreign forward on fake tensors, so that nothing of it stays behind."""
+"""Running a foreign forward on fake tensors or on a few rows: nothing of it stays behind, and no kernel
+of its own runs."""
 
 from __future__ import annotations
 
@@ -7,19 +8,67 @@ import functools
 import gc
 import logging
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 
-__all__ = ["find_caches", "running_fake"]
+from lowmem_patch.rows import function_name
+
+__all__ = [
+    "ADDRESSES",
+    "ForeignKernelError",
+    "NoForeignKernels",
+    "find_caches",
+    "is_offloaded",
+    "make_fake_mode",
+    "running_fake",
+]
 
 _Cache = functools._lru_cache_wrapper
+
+# How code that is no torch op gets at a tensor's memory: a Triton launch, a call through ctypes, cupy.
+ADDRESSES = frozenset(("data_ptr", "__dlpack__"))
+
+
+class ForeignKernelError(RuntimeError):
+    """A forward came to a kernel that is no torch op, where none may run."""
+
+
+class NoForeignKernels(TorchFunctionMode):
+    """Refuses what every kernel asks for that is no torch op: the address of a tensor."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if function_name(func) in ADDRESSES:
+            raise ForeignKernelError("a kernel of its own needs real memory")
+        return func(*args, **(kwargs or {}))
+
+
+def make_fake_mode() -> FakeTensorMode:
+    """A mode whose tensors give no address to C++ either: an extension called with one raises."""
+    with torch._functorch.config.patch(fake_tensor_allow_unsafe_data_ptr_access=False):
+        return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def is_offloaded(model: nn.Module) -> bool:
+    """Whether accelerate leaves weights on the meta device, and brings them at each call of a module."""
+    hooks = (getattr(module, "_hf_hook", None) for module in model.modules())
+    return any(getattr(hook, "offload", False) for hook in hooks)
 
 
 @contextlib.contextmanager
 def running_fake(mode: FakeTensorMode) -> Iterator[None]:
-    """``mode``, quietly: torch logs each op that refuses fake tensors, which callers handle.
+    """``mode``, quietly and without foreign kernels: torch logs each op that refuses fake tensors, which
+    callers handle, and a kernel would be launched on address 0.
 
     A forward may remember a table (of positions, say) in a functools cache, where the next real
     forward would find a fake one: caches that were filled meanwhile are emptied.
@@ -28,7 +77,7 @@ def running_fake(mode: FakeTensorMode) -> Iterator[None]:
     disabled, logger.disabled = logger.disabled, True
     misses = {id(cache): cache.cache_info().misses for cache in find_caches()}
     try:
-        with mode:
+        with mode, NoForeignKernels():
             yield
     finally:
         logger.disabled = disabled

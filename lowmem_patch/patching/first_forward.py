@@ -25,6 +25,7 @@ from lowmem_patch.nn.rotary import is_rotary_forward
 from lowmem_patch.patching.adapters import find_adapters
 from lowmem_patch.patching.apply import is_replacement
 from lowmem_patch.patching.sites import FoldStep
+from lowmem_patch.patching.trace import describe
 
 __all__ = [
     "AsPatched",
@@ -55,7 +56,7 @@ class AsPatched:
         trains: parameters outside adapters, and whether they trained.
         replaced: modules that were replaced.
         forwards: what the forward was of the modules that were replaced, of those that call them, and of
-            adapter layers that got a forward of ours.
+            adapter layers and attention modules that got a forward of ours.
         adapters: the plan sees to adapter layers.
         folded: the Linears into which norms were folded.
     """
@@ -70,7 +71,7 @@ class AsPatched:
 def watch_first_forward(
     model: nn.Module,
     replaced: Iterable[str],
-    adapted: Iterable[str],
+    given: Iterable[str],
     folded: Iterable[FoldStep],
     *,
     adapters: bool,
@@ -80,13 +81,13 @@ def watch_first_forward(
     Args:
         model: the patched model.
         replaced: names of the modules that were replaced.
-        adapted: names of the adapter layers that got a forward of ours.
+        given: names of the adapter layers and attention modules that got a forward of ours.
         folded: what was folded.
         adapters: whether adapter layers that are added later would get one, too.
     """
-    replaced, adapted = tuple(replaced), tuple(adapted)
+    replaced = tuple(replaced)
     calling = (name.rpartition(".")[0] for name in replaced)
-    watched = dict.fromkeys((*replaced, *calling, *adapted))
+    watched = dict.fromkeys((*replaced, *calling, *given))
     forwards = {name: _forward_of(model.get_submodule(name)) for name in watched}
     linears = tuple(linear.module for step in folded for linear in step.linears)
     facts = AsPatched(_trains(model), replaced, forwards, adapters, linears)
@@ -112,8 +113,8 @@ def no_longer_as_patched(model: nn.Module) -> list[str]:
     less = list(_adapters(model, facts))
     if not (wrong or less):  # who adds adapters freezes the rest: one sentence is enough
         less = list(_training(model, facts))
-    less += _forwards(model, facts)
-    return [*wrong, *(f"{sentence}: {_MEND}" for sentence in less)]
+    less += _replaced(model, facts)
+    return [*wrong, *(f"{sentence}: {_MEND}" for sentence in less), *_forwards(model, facts)]
 
 
 def has_adapter(module: nn.Module | None) -> bool:
@@ -235,22 +236,33 @@ def _forward_of(module: nn.Module) -> str:
     return f"{forward.__module__}.{code.co_qualname}"
 
 
-def _forwards(model: nn.Module, facts: AsPatched) -> Iterator[str]:
+def _gone(model: nn.Module, facts: AsPatched) -> list[str]:
     modules = dict(model.named_modules(remove_duplicate=False))
-    replaced = [
+    return [
         name
         for name in facts.replaced
         if name in modules and not any(map(is_replacement, modules[name].modules()))
     ]
-    if replaced:
-        yield f"{len(replaced)} patched modules were replaced since the patch ({_listed(replaced)})"
-    other = [
-        name
-        for name, was in facts.forwards.items()
-        if name in modules and name not in replaced and _forward_of(modules[name]) != was
-    ]
-    if other:
+
+
+def _replaced(model: nn.Module, facts: AsPatched) -> Iterator[str]:
+    if gone := _gone(model, facts):
+        yield f"{len(gone)} patched modules were replaced since the patch ({_listed(gone)})"
+
+
+def _forwards(model: nn.Module, facts: AsPatched) -> Iterator[str]:
+    modules, gone = dict(model.named_modules(remove_duplicate=False)), _gone(model, facts)
+    changed: dict[str, list[str]] = {}  # by the library whose forward it is
+    for name, was in facts.forwards.items():
+        if name not in modules or name in gone:
+            continue
+        forward = _forward_of(modules[name])
+        if forward != was:
+            changed.setdefault(forward.partition(".")[0], []).append(name)
+    for library, names in changed.items():
+        places = _listed([describe(modules[name], name) for name in names])
         yield (
-            f"{len(other)} modules got another forward since the patch, which runs in the place of what "
-            f"was patched ({_listed(other)})"
+            f"{len(names)} modules got a forward of {library} since the patch, which runs in the place of "
+            f"what was patched ({places}): let {library} set it before patch_model, or not at all, or "
+            f"{_MEND}"
         )

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lowmem_patch import reference
 from lowmem_patch.functional import ActivationKind
+from lowmem_patch.patching.fakes import NoForeignKernels
 from lowmem_patch.patching.trace import Call, Trace
 
 __all__ = ["NormSpec", "looks_like_activation", "looks_like_norm", "match_activation", "match_norm"]
@@ -78,7 +79,7 @@ def _isolated_copy(module: nn.Module) -> nn.Module:
 
 def _run(module: nn.Module, x: Tensor) -> Tensor | None:
     try:
-        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+        with torch.no_grad(), torch.autocast("cpu", enabled=False), NoForeignKernels():
             output = module(x)
     except Exception:  # a module that cannot run on plain rows is no candidate
         return None

@@ -17,6 +17,7 @@ from lowmem_patch.nn.rotary import Rotation
 from lowmem_patch.patching.adapters import Adapters, find_adapters, frozen_linears
 from lowmem_patch.patching.config import PatchConfig
 from lowmem_patch.patching.fold import identity_affine
+from lowmem_patch.patching.foreign_kernels import foreign_kernels
 from lowmem_patch.patching.joint import find_joint
 from lowmem_patch.patching.legality import FoldRules, has_data
 from lowmem_patch.patching.match import (
@@ -117,6 +118,7 @@ class _Planner:
         self.trace = trace
         self.config = config
         self.writes = Writes(trace)
+        self.foreign = foreign_kernels(trace)
         self.patches: dict[str, Patch] = {}
         self.specs: dict[object, NormSpec | str] = {}  # of equal modules
         keeps = config.linear_inputs == "keep"
@@ -148,6 +150,9 @@ class _Planner:
         module = self.modules[name]
         if name == "" or next(module.children(), None) is not None:
             return None
+        if name in self.foreign:
+            known = looks_like_norm(module) or looks_like_activation(module)
+            return self._left(name, "other", "runs a kernel of its own") if known else None
         parameters = {n for n, _ in module.named_parameters()}
         elementwise = all(len(c.outputs) == 1 and len(c.inputs) == 1 for c in calls)
         if not parameters and elementwise:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lowmem_patch.nn.forwards import has_forward_of_others
 from lowmem_patch.nn.rotary import Rotation, is_rotary_forward
+from lowmem_patch.patching.fakes import NoForeignKernels
 from lowmem_patch.patching.trace import Trace
 
 __all__ = ["find_rotations", "rotary_note"]
@@ -115,7 +116,7 @@ def _example(heads_dim: int, rotated: int) -> tuple[Tensor, ...]:
 
 def _call(function: Any, *tensors: Tensor, **named: int) -> tuple[Tensor, ...] | None:
     try:
-        with torch.no_grad():
+        with torch.no_grad(), NoForeignKernels():
             result = function(*tensors, **named)
     except Exception:  # of a function that takes other tensors than these, anything may come
         return None

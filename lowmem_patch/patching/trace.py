@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,13 +23,24 @@ from torch.utils._pytree import tree_leaves
 
 from lowmem_patch.dropouts import dropout_call
 from lowmem_patch.errors import TraceError
-from lowmem_patch.patching.fakes import running_fake
+from lowmem_patch.patching.fakes import ADDRESSES, is_offloaded, make_fake_mode, running_fake
 from lowmem_patch.patching.gpu_dropout import GpuDropouts
 from lowmem_patch.patching.inputs import ExampleInputs
 from lowmem_patch.rows import function_name
-from lowmem_patch.saved import SavedBytes, module_stack, saved_bytes
+from lowmem_patch.saved import SavedBytes, module_stack, saved_bytes, storage_key
 
-__all__ = ["Call", "Op", "Shadow", "Trace", "make_shadow", "trace_forward"]
+__all__ = [
+    "FOREIGN_KERNEL",
+    "Call",
+    "Op",
+    "Shadow",
+    "Trace",
+    "describe",
+    "make_shadow",
+    "trace_forward",
+]
+
+FOREIGN_KERNEL = "a kernel of its own"  # the name of an op that is none of torch's
 
 
 class DataNeededError(TraceError):
@@ -118,9 +130,11 @@ class _Recorder(TorchFunctionMode):
         self.trace = trace
         self.stack = stack
         self.running = False
+        self.flowing = {storage_key(tensor) for tensor in _tensors(trace.keep_alive)}
 
     def add(self, op: Op) -> None:
         self.trace.ops.append(op)
+        self.flowing.update(map(storage_key, op.outputs))
         for key in {id(tensor) for tensor in _tensors((op.args, op.kwargs))}:
             self.trace.readers.setdefault(key, []).append(op)
 
@@ -138,6 +152,10 @@ class _Recorder(TorchFunctionMode):
         finally:
             self.running = False
         name = function_name(func)
+        module = self.stack[-1] if self.stack else ""
+        if name in ADDRESSES and storage_key(args[0]) in self.flowing:  # no weight alone
+            # whatever the kernel does that asks for it: it may read the tensor, and write into it
+            self.add(Op(FOREIGN_KERNEL, func, module, args, kwargs, (), True, True, _autocast()))
         inputs, outputs = _tensors((args, kwargs)), _tensors(output)
         same = bool(inputs) and any(o is i for o in outputs for i in inputs[:1])
         writes = (
@@ -148,7 +166,6 @@ class _Recorder(TorchFunctionMode):
             writes = call.in_place and call.p > 0
         waits = name in ("register_hook", "retain_grad")
         if inputs and (writes or waits or (outputs and not same)):
-            module = self.stack[-1] if self.stack else ""
             opaque = waits or not torch.is_grad_enabled()
             self.add(
                 Op(name, func, module, args, kwargs, tuple(outputs), writes, opaque, _autocast())
@@ -258,7 +275,11 @@ def make_shadow(model: nn.Module, inputs: ExampleInputs) -> Shadow:
     Raises:
         TraceError: the model cannot be copied, or holds tensors that cannot be faked.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    if is_offloaded(model):
+        raise DataNeededError(
+            "its weights are offloaded, and come at each call: patch before that to save more"
+        )
+    mode = make_fake_mode()
     # what an earlier forward left on a module (LeViT's tables of biases) may hang on its graph, which
     # cannot be copied
     memo: dict[int, Any] = {
@@ -309,9 +330,9 @@ def trace_forward(shadow: Shadow, *, structure: bool = True) -> Trace:
     """
     model, inputs = shadow.model, shadow.inputs
     trace = Trace(fake=shadow.mode is not None)
-    for name, parameter in model.named_parameters():
-        trace.parameters[id(parameter)] = name
-    trace.keep_alive.append((model, inputs))
+    parameters = dict(model.named_parameters())  # offloading exchanges them in the forward
+    trace.parameters.update((id(parameter), name) for name, parameter in parameters.items())
+    trace.keep_alive.append((model, parameters, inputs))
     with contextlib.ExitStack() as contexts:
         contexts.enter_context(_training(model))
         contexts.enter_context(torch.enable_grad())
@@ -332,7 +353,7 @@ def trace_forward(shadow: Shadow, *, structure: bool = True) -> Trace:
         ) as error:  # whatever a foreign forward raises, the user is told which model and why
             raise TraceError(
                 f"{type(model).__name__} could not be run on the example inputs ({inputs}): "
-                f"{type(error).__name__}: {error}"
+                f"{_place(error, model)}: {type(error).__name__}: {error}"
             ) from error
     kept = [_plain(output), *(_attributes(module) for module in model.modules())]
     trace.outputs = {id(tensor) for tensor in _tensors(kept)}
@@ -341,6 +362,23 @@ def trace_forward(shadow: Shadow, *, structure: bool = True) -> Trace:
         _record_custom_functions(trace)
     trace.saved = saved
     return trace
+
+
+def _place(error: BaseException, model: nn.Module) -> str:
+    """The innermost module in which an error was raised, as a report names it."""
+    names = {id(module): name for name, module in model.named_modules()}
+    innermost: nn.Module = model
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        running = frame.f_locals.get("self")
+        if isinstance(running, nn.Module) and id(running) in names:
+            innermost = running
+    return describe(innermost, names[id(innermost)])
+
+
+def describe(module: nn.Module, name: str) -> str:
+    """``LigerRMSNorm in model.norm``: the class as the module prints it, which others may change."""
+    kind = module._get_name()  # type: ignore[no-untyped-call]  # of torch
+    return f"{kind} in {name or 'the model itself'}"
 
 
 def _plain(output: Any) -> Any:

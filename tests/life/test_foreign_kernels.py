@@ -1,0 +1,193 @@
+"""Kernels of other people: none runs on fake tensors or in a probe, and the rest is patched."""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lowmem_patch import patch_model, patch_report, plan_patch, saved_bytes, unpatch_model
+from lowmem_patch.errors import TraceError
+from tests.life import foreign
+from tests.life.foreign import INTERPRETED, RAN, ForeignRMSNorm, ForeignSquare, InPlaceDouble
+from tests.patching.helpers import randomise
+
+KERNELS = [
+    pytest.param(("cpu", foreign.ctypes_kernel), id="ctypes"),
+    pytest.param(("cuda", foreign.triton_kernel), id="triton-cuda", marks=pytest.mark.gpu),
+]
+if INTERPRETED:
+    KERNELS = [pytest.param(("cpu", foreign.triton_kernel), id="triton-interpreted")]
+
+
+class Net(nn.Module):
+    """A stock MLP between stock norms, and one of foreign kernels."""
+
+    def __init__(self, kernel: Any) -> None:
+        super().__init__()
+        self.enter = nn.Linear(8, 8)
+        self.norm = nn.LayerNorm(8)
+        self.up, self.act, self.down = nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)
+        self.foreign_norm = ForeignRMSNorm(8, kernel)
+        self.up2, self.foreign_act = nn.Linear(8, 16), ForeignSquare(kernel)
+        self.down2 = nn.Linear(16, 8)
+        self.unused = ForeignSquare(kernel)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        x = x + self.down(self.act(self.up(self.norm(x))))
+        out: Tensor = x + self.down2(self.foreign_act(self.up2(self.foreign_norm(x))))
+        return out
+
+
+@pytest.fixture(params=KERNELS)
+def where(request: pytest.FixtureRequest) -> tuple[str, Any]:
+    RAN.clear()
+    found: tuple[str, Any] = request.param
+    return found
+
+
+def batch(device: str) -> Tensor:
+    return torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(5)).to(device)
+
+
+def net(where: tuple[str, Any]) -> tuple[Any, Tensor]:
+    torch.manual_seed(0)
+    model: Any = randomise(Net(where[1])).to(where[0])
+    return model, batch(where[0])
+
+
+def assert_same_step(model: Any, twin: Any, x: Tensor) -> None:
+    """Outputs and gradients agree with the unpatched model's, to a few roundings of float32."""
+    y, expected = model(x), twin(x)
+    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
+    start = torch.linspace(-1, 1, y.numel(), device=y.device).reshape(y.shape)
+    y.backward(start)
+    expected.backward(start)
+    for (name, ours), theirs in zip(model.named_parameters(), twin.parameters(), strict=True):
+        assert (ours.grad is None) == (theirs.grad is None), name
+        if ours.grad is not None:
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-4, msg=name)
+
+
+def test_no_kernel_runs_on_fake_tensors_or_in_a_probe(where: tuple[str, Any]) -> None:
+    model, x = net(where)
+    plan_patch(model, "exact", example_inputs=x)
+    assert foreign.ran_on_memory()
+    assert {tuple(tensor.shape) for tensor in RAN} == {(2, 6, 8), (2, 6, 16)}
+
+
+def test_everything_else_is_patched_and_trains_the_same(where: tuple[str, Any]) -> None:
+    model, x = net(where)
+    twin = copy.deepcopy(model)
+    patch_model(model, "exact", example_inputs=x)
+    strategies = {site.name: site.strategy for site in patch_report(model).sites}
+    assert strategies["norm"] == "share"
+    assert strategies["act"] == "recompute"
+    assert strategies["foreign_norm"] == "keep"
+    assert_same_step(model, twin, x)
+
+
+def test_report_names_the_modules_with_kernels(where: tuple[str, Any]) -> None:
+    model, x = net(where)
+    report = plan_patch(model, "exact", example_inputs=x)
+    named = "ForeignRMSNorm in foreign_norm, ForeignSquare in foreign_act"
+    assert any("2 modules run kernels of their own" in n and named in n for n in report.notes)
+    reasons = {site.name: site.reason for site in report.sites}
+    assert reasons["foreign_norm"] == "runs a kernel of its own"
+
+
+def test_saved_bytes_are_counted_on_real_tensors(where: tuple[str, Any]) -> None:
+    model, x = net(where)
+    with saved_bytes(model) as before:
+        twin_output = model(x)
+    patch_model(model, "exact", example_inputs=x)
+    with saved_bytes(model) as after:
+        output = model(x)
+    assert output.shape == twin_output.shape
+    report = patch_report(model)
+    assert (report.saved_before, report.saved_after) == (before.activations, after.activations)
+    # the stock norm's input, and the GELU's output
+    assert before.activations - after.activations == 4 * 12 * (8 + 16) + 4 * 12
+
+
+def test_undo_gives_the_model_back(where: tuple[str, Any]) -> None:
+    model, x = net(where)
+    twin = copy.deepcopy(model)
+    unpatch_model(patch_model(model, "exact", example_inputs=x))
+    assert [type(m) for m in model.modules()] == [type(m) for m in twin.modules()]
+    assert torch.equal(model(x), twin(x))
+
+
+def test_forward_bound_to_one_instance_runs_no_probe(where: tuple[str, Any]) -> None:
+    model, x = net(where)
+    model.norm.kernel = where[1]
+    model.norm.variance_epsilon = 1e-6
+    model.norm.forward = ForeignRMSNorm.forward.__get__(model.norm)
+    twin = copy.deepcopy(model)
+    patch_model(model, "exact", example_inputs=x)
+    strategies = {site.name: site.strategy for site in patch_report(model).sites}
+    assert strategies["norm"] == "keep"
+    assert strategies["act"] == "recompute"
+    assert foreign.ran_on_memory()
+    assert_same_step(model, twin, x)
+
+
+def test_norm_written_into_by_a_kernel_is_left_alone(where: tuple[str, Any]) -> None:
+    model, x = net(where)
+    model.norm = nn.Sequential(nn.LayerNorm(8), InPlaceDouble(where[1])).to(where[0])
+    twin = copy.deepcopy(model)
+    patch_model(model, "exact", example_inputs=x)
+    site = next(site for site in patch_report(model).sites if site.name == "norm.0")
+    assert site.strategy == "keep"
+    assert site.reason.startswith("its output is written in place by")
+    assert site.reason.endswith("in norm.1")
+    assert_same_step(model, twin, x)
+
+
+def test_meta_model_is_refused_by_the_module_s_name(where: tuple[str, Any]) -> None:
+    model, _ = net(where)
+    with pytest.raises(
+        TraceError, match=r"ForeignRMSNorm in foreign_norm.*give the model its weights"
+    ):
+        plan_patch(model.to("meta"), "exact", example_inputs=batch("cpu"))
+
+
+def test_kernel_that_takes_the_storage_s_address_gets_none_from_fakes() -> None:
+    class Reader(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            assert x.untyped_storage().data_ptr() != 0
+            return x * 1
+
+    model = nn.Sequential(nn.Linear(8, 8), Reader(), nn.LayerNorm(8), nn.Linear(8, 8))
+    report = plan_patch(model, "exact", example_inputs=batch("cpu"))
+    assert [site.strategy for site in report.sites] == ["share"]
+    assert any("traced with data" in note and "Reader in 1" in note for note in report.notes)
+
+
+@pytest.mark.gpu
+def test_model_still_on_the_cpu_is_told_to_move() -> None:
+    torch.manual_seed(0)
+    with pytest.raises(TraceError, match=r"move the model there"):
+        plan_patch(Net(foreign.triton_kernel), "exact", example_inputs=batch("cpu"))
+
+
+@pytest.mark.skipif(INTERPRETED, reason="already interpreted")
+def test_the_same_under_tritons_interpreter() -> None:
+    pytest.importorskip("triton")
+    finished = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__],
+        env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stdout[-4000:] + finished.stderr[-2000:]

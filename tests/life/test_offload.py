@@ -1,0 +1,84 @@
+"""accelerate's offloading: weights that come at each call, before the patch and after it."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import pytest
+import torch
+from torch import Tensor
+
+from lowmem_patch import patch_model, patch_report, saved_bytes, unpatch_model
+from tests.patching.families import FAMILIES
+from tests.patching.helpers import build
+
+FAMILY = FAMILIES["llama"]
+TOKENS, INNER = 18, 48  # of the example inputs; values of a gate for each of them
+
+
+def offloaded(model: Any, where: str, folder: Path) -> Any:
+    if where == "cpu":
+        accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    else:
+        accelerate.disk_offload(model, str(folder), execution_device=torch.device("cpu"))
+    return model
+
+
+def embedded(model: Any, embeddings: Tensor) -> tuple[Tensor, Tensor, int]:
+    """Logits, the gradient of the embeddings (weights that come and go get none), and saved bytes."""
+    embeddings = embeddings.detach().clone().requires_grad_()
+    with saved_bytes(model) as saved:
+        logits = model(inputs_embeds=embeddings).logits
+    logits.square().sum().backward()
+    assert embeddings.grad is not None
+    return logits.detach(), embeddings.grad, saved.activations
+
+
+@pytest.mark.parametrize("where", ["cpu", "disk"])
+def test_offloaded_before_the_patch_saves_what_can_be_saved(where: str, tmp_path: Path) -> None:
+    plain = build(FAMILY).train()
+    twin = offloaded(copy.deepcopy(plain), where, tmp_path / "twin")
+    model = offloaded(copy.deepcopy(plain), where, tmp_path / "model")
+    embeddings = torch.randn(2, TOKENS // 2, 32)
+    patch_model(model, "exact", example_inputs={"inputs_embeds": embeddings.requires_grad_()})
+    report = patch_report(model)
+    strategies = {site.name.rpartition(".")[2]: site.strategy for site in report.sites}
+    assert strategies["act_fn"] == "recompute"
+    assert {site.reason for site in report.left_alone} == {
+        "its forward is overridden on the instance"
+    }
+    assert any("weights are offloaded" in n and "patch before that" in n for n in report.notes)
+    assert not any("kernels of their own" in note for note in report.notes)
+    ours, theirs = embedded(model, embeddings), embedded(twin, embeddings)
+    torch.testing.assert_close(ours[0], theirs[0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(ours[1], theirs[1], rtol=1e-3, atol=1e-4)
+    # the output of silu in each of two blocks: for a weight that comes and goes nothing is saved
+    gained = theirs[2] - ours[2]
+    assert gained == 2 * 4 * TOKENS * INNER
+    assert report.saved_before - report.saved_after == gained
+
+
+def test_offloaded_after_the_patch_computes_the_same(tmp_path: Path) -> None:
+    plain = build(FAMILY).train()
+    twin = offloaded(copy.deepcopy(plain), "cpu", tmp_path)
+    patch_model(plain, "exact", example_inputs=FAMILY.inputs())
+    model = offloaded(plain, "cpu", tmp_path)
+    embeddings = torch.randn(2, TOKENS // 2, 32)
+    ours, theirs = embedded(model, embeddings), embedded(twin, embeddings)
+    torch.testing.assert_close(ours[0], theirs[0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(ours[1], theirs[1], rtol=1e-3, atol=1e-4)
+    assert ours[2] < theirs[2]
+
+
+def test_undo_leaves_the_offloading(tmp_path: Path) -> None:
+    model = offloaded(build(FAMILY), "cpu", tmp_path)
+    twin = copy.deepcopy(model)
+    kinds = [type(module) for module in model.modules()]
+    unpatch_model(patch_model(model, "exact", example_inputs=FAMILY.inputs()))
+    assert [type(module) for module in model.modules()] == kinds
+    assert all(parameter.is_meta for parameter in model.parameters())
+    with torch.no_grad():
+        assert torch.equal(model(**FAMILY.inputs()).logits, twin(**FAMILY.inputs()).logits)
