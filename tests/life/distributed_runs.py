@@ -1,0 +1,335 @@
+"""Two processes, each way to train on several devices: what a patched LLaMA gives, beside the unpatched one.
+
+``python tests/life/distributed_runs.py FOLDER DEVICE`` leaves ``runs.pt`` in FOLDER: losses, gradients and saved
+bytes by name of the run.
+"""
+
+from __future__ import annotations
+
+import copy
+import datetime
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.multiprocessing import start_processes
+from torch.nn.parallel import DistributedDataParallel
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from lowmem_patch import patch_model
+from lowmem_patch.errors import LowmemPatchError
+from tests.patching.helpers import _StayInFloat64, randomise
+
+WORLD = 2
+MICROBATCHES = 4
+ROWS, LENGTH, VOCABULARY = 4, 12, 64
+COLUMNS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+INPUTS = ("self_attn.o_proj", "mlp.down_proj")
+
+Loss = Callable[[Any, Tensor], Tensor]
+
+
+def llama(trains: str) -> Any:
+    """The same weights in every process."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=VOCABULARY,
+        use_cache=False,
+    )
+    return adapted(randomise(LlamaForCausalLM(config)), trains).train()
+
+
+def adapted(model: Any, trains: str) -> Any:
+    if trains == "full":
+        return model
+    torch.manual_seed(1)
+    return randomise(
+        peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear")), seed=2
+    )
+
+
+def layers_of(model: Any) -> Any:
+    base = model.get_base_model() if isinstance(model, peft.PeftModel) else model
+    return base.model.layers
+
+
+def loss_of(model: Any, tokens: Tensor) -> Tensor:
+    loss: Tensor = model(input_ids=tokens, labels=tokens).loss
+    return loss
+
+
+def whole(tensor: Tensor) -> Tensor:
+    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return full.detach().to("cpu", torch.float64, copy=True)
+
+
+class SavedBytes:
+    """Counts unique storages that autograd holds, weights excluded, also those that FSDP2 gathers."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.kept: dict[int, Tensor] = {}
+        self.weights: dict[int, Tensor] = {}
+        self.model = model
+
+    def __enter__(self) -> SavedBytes:
+        def look(module: nn.Module, _args: Any) -> None:
+            for weight in (*module.parameters(), *module.buffers()):
+                self._add(weight, self.weights)
+
+        look.only_looks = True  # type: ignore[attr-defined]
+        self.hooks = [m.register_forward_pre_hook(look) for m in self.model.modules()]
+        self.context = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
+        self.context.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.context.__exit__(*error)
+        for hook in self.hooks:
+            hook.remove()
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        self._add(tensor, self.kept)
+        return tensor
+
+    def _add(self, tensor: Tensor, to: dict[int, Tensor]) -> None:
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        local = local.detach()
+        to[int(local.untyped_storage()._cdata)] = local
+
+    @property
+    def count(self) -> int:
+        return sum(t.untyped_storage().nbytes() for k, t in self.kept.items() if k not in self.weights)
+
+
+def train(model: Any, tokens: Tensor, step: Loss, read: Any = None) -> dict[str, Any]:
+    """Two steps of SGD: their losses, what the first saves, and the gradients of the second."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    with SavedBytes(model) as saved:
+        losses = [step(model, tokens)]
+    optimizer.step()
+    optimizer.zero_grad()
+    losses.append(step(model, tokens))
+    losses = [loss.detach().double().cpu() for loss in losses]
+    named = model if read is None else read
+    gradients = {n: whole(p.grad) for n, p in named.named_parameters() if p.grad is not None}
+    gradients = {n.removeprefix("module."): g for n, g in gradients.items()}
+    return {"losses": losses, "gradients": gradients, "bytes": saved.count}
+
+
+def backward_of(model: Any, tokens: Tensor) -> Tensor:
+    loss = loss_of(model, tokens)
+    loss.backward()
+    mean = loss.detach().clone()
+    dist.all_reduce(mean)
+    return mean / WORLD
+
+
+class Stage(nn.Module):
+    """Half of a LLaMA."""
+
+    def __init__(self, model: Any, rank: int) -> None:
+        super().__init__()
+        base = model.get_base_model() if isinstance(model, peft.PeftModel) else model
+        self.rank, self.rotary = rank, base.model.rotary_emb
+        self.layer = base.model.layers[rank]
+        if rank == 0:
+            self.embedding = base.model.embed_tokens
+        else:
+            self.norm, self.head = base.model.norm, base.lm_head
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.rank == 0:
+            x = self.embedding(x)
+        positions = torch.arange(x.shape[1], device=x.device)[None]
+        x = self.layer(x, position_ids=positions, position_embeddings=self.rotary(x, positions))
+        return x if self.rank == 0 else self.head(self.norm(x))
+
+
+def next_token_loss(logits: Tensor, tokens: Tensor) -> Tensor:
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+class Runs:
+    """Every run by name; ``device`` decides the backend."""
+
+    def __init__(self, rank: int, device: torch.device, folder: Path) -> None:
+        self.rank, self.device, self.folder = rank, device, folder
+        self.mesh = init_device_mesh(device.type, (WORLD,))
+        generator = torch.Generator().manual_seed(7)
+        self.all = torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=generator).to(device)
+        self.own = self.all.chunk(WORLD)[rank]
+        self.found: dict[str, Any] = {}
+
+    def record(self, name: str, run: Callable[[], dict[str, Any]]) -> None:
+        import time; t0 = time.process_time()
+        try:
+            self.found[name] = run()
+            self.found[name]["cpu"] = time.process_time() - t0
+        except Exception as error:
+            if "DEBUG" in os.environ: raise
+            self.found[name] = {"error": f"{type(error).__name__}: {error}"}
+
+    def model(self, trains: str, preset: str | None) -> Any:
+        model = llama(trains).to(self.device)
+        return model if preset is None else patch_model(model, preset)
+
+    def alone(self, trains: str, preset: str | None, tokens: Tensor) -> dict[str, Any]:
+        def step(model: Any, tokens: Tensor) -> Tensor:
+            loss = loss_of(model, tokens)
+            loss.backward()
+            return loss
+
+        return train(self.model(trains, preset), tokens, step)
+
+    def truth(self, trains: str) -> dict[str, Any]:
+        """Of all rows, in float64, in one process, unpatched."""
+
+        def step(model: Any, tokens: Tensor) -> Tensor:
+            with _StayInFloat64():
+                loss = loss_of(model, tokens)
+            loss.backward()
+            return loss
+
+        model = llama(trains).to(self.device)
+        for parameter in model.parameters():
+            parameter.data = parameter.data.double()
+        return train(model, self.all, step)
+
+    def ddp(self, trains: str, preset: str | None) -> dict[str, Any]:
+        model = self.model(trains, preset)
+        return train(DistributedDataParallel(model), self.own, backward_of)
+
+    def fsdp(self, trains: str, preset: str | None) -> dict[str, Any]:
+        return train(self.sharded(self.model(trains, preset)), self.own, backward_of)
+
+    def sharded(self, model: Any) -> Any:
+        for layer in layers_of(model):
+            fully_shard(layer, mesh=self.mesh)
+        return fully_shard(model, mesh=self.mesh)
+
+    def fsdp_checkpointed(self, trains: str, preset: str | None) -> dict[str, Any]:
+        model = self.model(trains, preset)
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        if trains == "lora":
+            model.enable_input_require_grads()
+        return train(self.sharded(model), self.own, backward_of)
+
+    def fsdp_norms(self, trains: str, preset: str | None) -> dict[str, Any]:
+        """Each norm sharded on its own, under autocast: its weights are gathered again for backward by the
+        tensor that leaves it."""
+
+        def step(model: Any, tokens: Tensor) -> Tensor:
+            with torch.autocast(self.device.type, torch.bfloat16):
+                return backward_of(model, tokens)
+
+        with torch.autocast(self.device.type, torch.bfloat16):
+            model = self.model(trains, preset)
+        for name, module in model.named_modules():
+            if name.endswith("norm"):
+                fully_shard(module, mesh=self.mesh, reshard_after_forward=True)
+        return train(self.sharded(model), self.own, step)
+
+    def gpipe(self, trains: str, preset: str | None) -> dict[str, Any]:
+        model = self.model(trains, preset)
+        stage = Stage(model, self.rank)
+        schedule = ScheduleGPipe(
+            PipelineStage(stage, self.rank, WORLD, self.device), MICROBATCHES, next_token_loss
+        )
+
+        def step(_stage: Any, tokens: Tensor) -> Tensor:
+            losses: list[Tensor] = []
+            if self.rank == 0:
+                schedule.step(tokens)
+            else:
+                schedule.step(target=tokens, losses=losses)
+            mean = torch.stack(losses).mean() if losses else torch.zeros((), device=self.device)
+            dist.broadcast(mean.detach(), WORLD - 1)
+            return mean
+
+        mine = train(stage, self.all, step, read=model)
+        halves: list[Any] = [None] * WORLD
+        dist.all_gather_object(halves, (mine["gradients"], mine["bytes"]))
+        mine["gradients"] = {n: g for gradients, _ in halves for n, g in gradients.items()}
+        mine["bytes"] = sum(count for _, count in halves)
+        return mine
+
+    def tensor_parallel(self, trains: str, preset: str | None) -> dict[str, Any]:
+        model = self.model(trains, preset)
+        plan: dict[str, Any] = {}
+        for name in COLUMNS:
+            if trains == "full":
+                plan[name] = ColwiseParallel()
+            else:  # each rank has all of A and its own columns of the product
+                plan[f"{name}.base_layer"] = ColwiseParallel()
+                plan[f"{name}.lora_B.default"] = ColwiseParallel()
+        for name in INPUTS:
+            if trains == "full":
+                plan[name] = RowwiseParallel()
+            else:
+                plan[f"{name}.base_layer"] = RowwiseParallel()
+                plan[f"{name}.lora_A.default"] = RowwiseParallel()
+        for layer in layers_of(model):
+            parallelize_module(layer, self.mesh, plan)
+        return train(model, self.all, backward_of)
+
+    def run(self) -> None:
+        for trains in ("full", "lora"):
+            self.record(f"truth {trains}", lambda: self.truth(trains))
+            for preset in ("exact", "auto"):
+                self.record(f"alone {trains} {preset}", lambda: self.alone(trains, preset, self.own))
+            ways = (self.ddp, self.fsdp, self.fsdp_checkpointed, self.gpipe, self.tensor_parallel)
+            for way in ways:
+                for preset in (None, "exact", "auto"):
+                    self.record(f"{way.__name__} {trains} {preset}", lambda: way(trains, preset))
+        for preset in (None, "exact"):
+            self.record(f"fsdp_norms full {preset}", lambda: self.fsdp_norms("full", preset))
+
+
+def main(rank: int, folder: Path, device_type: str) -> None:
+    warnings.simplefilter("error")
+    # transformers' own name for it, which PEFT reads and older versions alone have
+    warnings.filterwarnings("ignore", ".*gradient_checkpointing", FutureWarning)
+    torch.set_num_threads(1)
+    device = torch.device(device_type, rank) if device_type == "cuda" else torch.device("cpu")
+    if device_type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl" if device_type == "cuda" else "gloo",
+        init_method=f"file://{folder}/meeting",
+        rank=rank,
+        world_size=WORLD,
+        timeout=datetime.timedelta(seconds=60),
+    )
+    runs = Runs(rank, device, folder)
+    runs.run()
+    if rank == 0:
+        torch.save(runs.found, folder / "runs.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    # forked, so that what is imported is imported once
+    start_processes(main, (Path(sys.argv[1]), sys.argv[2]), WORLD, start_method="fork")
