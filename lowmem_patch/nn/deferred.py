@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowmem_patch.dropouts import dropout_call
-from lowmem_patch.functional import LowRank, kept_linear
+from lowmem_patch.functional import LowRank, is_sharded, kept_linear
 from lowmem_patch.nn.context import LOST, autocast_dtype, in_inference_mode, refuse_custom_functions
 from lowmem_patch.rows import function_name, moves_rows
 
@@ -217,7 +217,8 @@ class Deferred:
             if p == 0:
                 return self
             waits = 0 < p < 1 and not in_place and not self.is_written() and torch.is_grad_enabled()
-            return self.dropped(self, p) if waits and self.sources[0].numel() else None
+            waits &= bool(self.sources[0].numel()) and not is_sharded(self.sources[0])
+            return self.dropped(self, p) if waits else None
         if name in _METADATA_METHODS:
             return func(self.sources[0], *args[1:], **kwargs)
         if name in ("to", "float"):

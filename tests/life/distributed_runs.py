@@ -23,10 +23,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
+    SequenceParallel,
     parallelize_module,
 )
 from torch.multiprocessing import start_processes
@@ -168,6 +170,19 @@ class Stage(nn.Module):
         return x if self.rank == 0 else self.head(self.norm(x))
 
 
+class Block(nn.Module):
+    """A block of a ViT without its attention."""
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.norm, self.act, self.drop = nn.LayerNorm(8), nn.GELU(), nn.Dropout(p)
+        self.fc1, self.fc2 = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.fc2(self.drop(self.act(self.fc1(self.norm(x)))))
+        return y
+
+
 def next_token_loss(logits: Tensor, tokens: Tensor) -> Tensor:
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
@@ -181,20 +196,26 @@ class Runs:
         generator = torch.Generator().manual_seed(7)
         self.all = torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=generator).to(device)
         self.own = self.all.chunk(WORLD)[rank]
+        self.models: dict[Any, Any] = {}
         self.found: dict[str, Any] = {}
 
     def record(self, name: str, run: Callable[[], dict[str, Any]]) -> None:
         import time; t0 = time.process_time()
         try:
+            if os.environ.get("ONLY","") not in name and "truth" not in name: return
             self.found[name] = run()
             self.found[name]["cpu"] = time.process_time() - t0
         except Exception as error:
-            if "DEBUG" in os.environ: raise
+            if os.environ.get("DEBUG","-") in name: raise
             self.found[name] = {"error": f"{type(error).__name__}: {error}"}
 
     def model(self, trains: str, preset: str | None) -> Any:
-        model = llama(trains).to(self.device)
-        return model if preset is None else patch_model(model, preset)
+        """A copy of one that was patched once: a plan costs more than a step."""
+        key = (trains, preset, torch.is_autocast_enabled(self.device.type))
+        if key not in self.models:
+            model = llama(trains).to(self.device)
+            self.models[key] = model if preset is None else patch_model(model, preset)
+        return copy.deepcopy(self.models[key])
 
     def alone(self, trains: str, preset: str | None, tokens: Tensor) -> dict[str, Any]:
         def step(model: Any, tokens: Tensor) -> Tensor:
@@ -295,15 +316,71 @@ class Runs:
             parallelize_module(layer, self.mesh, plan)
         return train(model, self.all, backward_of)
 
+    def replicated(self, trains: str, preset: str | None) -> dict[str, Any]:
+        """Every weight and every activation is a DTensor."""
+
+        def step(model: Any, tokens: Tensor) -> Tensor:
+            with implicit_replication():
+                loss = loss_of(model, DTensor.from_local(tokens, self.mesh, [Replicate()]))
+                loss.backward()
+            return loss.full_tensor()
+
+        model = self.model(trains, preset)
+        model.set_attn_implementation("eager")  # torch shards no other attention on a CPU
+        return train(distribute_module(model, self.mesh), self.all, step)
+
+    def sequence(self, trains: str, preset: str | None, p: float = 0.0) -> dict[str, Any]:
+        """A norm on rows that are sharded, and an activation (and dropout) between two Linears that are."""
+        model = self.block(trains, p)
+        if preset is not None:
+            patch_model(model, preset, example_inputs=self.rows())
+        plan = {
+            "norm": SequenceParallel(),
+            "fc1": ColwiseParallel(input_layouts=Shard(1), use_local_output=False),
+            "fc2": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
+        }
+        parallelize_module(model, self.mesh, plan)
+
+        def step(model: Any, rows: Tensor) -> Tensor:
+            torch.manual_seed(3)
+            loss = model(distribute_tensor(rows, self.mesh, [Shard(1)])).square().mean()
+            loss.backward()
+            return loss.full_tensor()
+
+        return train(model, self.rows(), step)
+
+    def block(self, trains: str, p: float) -> Any:
+        torch.manual_seed(0)
+        block = randomise(Block(p)).to(self.device).train()
+        block.fc2.weight.requires_grad_(trains == "full")
+        return block
+
+    def rows(self) -> Tensor:
+        return torch.randn(ROWS, LENGTH, 8, generator=torch.Generator().manual_seed(5)).to(self.device)
+
+    def sequence_truth(self, trains: str) -> dict[str, Any]:
+        def step(model: Any, rows: Tensor) -> Tensor:
+            loss = model(rows.double()).square().mean()
+            loss.backward()
+            return loss
+
+        return train(self.block(trains, 0.0).double(), self.rows(), step)
+
     def run(self) -> None:
         for trains in ("full", "lora"):
             self.record(f"truth {trains}", lambda: self.truth(trains))
             for preset in ("exact", "auto"):
                 self.record(f"alone {trains} {preset}", lambda: self.alone(trains, preset, self.own))
-            ways = (self.ddp, self.fsdp, self.fsdp_checkpointed, self.gpipe, self.tensor_parallel)
+            ways = (self.ddp, self.fsdp, self.fsdp_checkpointed, self.gpipe, self.tensor_parallel, self.replicated)
             for way in ways:
                 for preset in (None, "exact", "auto"):
                     self.record(f"{way.__name__} {trains} {preset}", lambda: way(trains, preset))
+        for trains in ("full", "frozen"):
+            self.record(f"truth sequence {trains}", lambda: self.sequence_truth(trains))
+            for preset in (None, "exact", "auto"):
+                self.record(f"sequence {trains} {preset}", lambda: self.sequence(trains, preset))
+        for preset in (None, "exact"):
+            self.record(f"sequence dropout {preset}", lambda: self.sequence("full", preset, 0.5))
         for preset in (None, "exact"):
             self.record(f"fsdp_norms full {preset}", lambda: self.fsdp_norms("full", preset))
 
