@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lowmem_patch.errors import PatchError, UnfoldedWeightsError
-from lowmem_patch.functional import compiled, ms_layer_norm, ms_norm_pair, ms_rms_norm
+from lowmem_patch.functional import compiled, is_sharded, ms_layer_norm, ms_norm_pair, ms_rms_norm
 from lowmem_patch.nn.context import (
     autocast_dtype,
     has_backward_hooks,
@@ -110,7 +110,8 @@ class MSNorm(nn.Module):
         if self.folded and torch.is_grad_enabled():
             self._refuse_training()
         x = value_of(x)  # of an activation or a gated product that waits
-        watched = has_backward_hooks(self) or is_sharded_alone(self)
+        # who reads a DTensor looks for one, by isinstance
+        watched = has_backward_hooks(self) or is_sharded_alone(self) or is_sharded(x)
         if self.sunk and not watched and needs_gradient(x):
             dtype = self.output_dtype(x)  # autocast may be another one where the value is computed
             return DeferredNorm(x, dtype, partial(self.normalize, dtype=dtype), self.lowers)

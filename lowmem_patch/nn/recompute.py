@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from lowmem_patch.functional import ActivationKind, activation
+from lowmem_patch.functional import ActivationKind, activation, is_sharded
 from lowmem_patch.nn.context import has_backward_hooks, needs_gradient
 from lowmem_patch.nn.deferred import Deferred, value_of
 from lowmem_patch.nn.deferred_ops import DeferredActivation
@@ -23,7 +23,8 @@ class RecomputedActivation(nn.Module):
     def forward(self, x: Tensor) -> Tensor | Deferred:
         """Elementwise, any shape; dtype of ``x``."""
         x = value_of(x)
-        if not has_backward_hooks(self) and needs_gradient(x):
+        # who reads a DTensor looks for one, by isinstance
+        if not has_backward_hooks(self) and needs_gradient(x) and not is_sharded(x):
             return DeferredActivation((x,), self.kind, self.lowers)
         return activation(x, self.kind)
 
