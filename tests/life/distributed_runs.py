@@ -35,7 +35,7 @@ from torch.multiprocessing import start_processes
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lowmem_patch import patch_model
+from lowmem_patch import patch_model, patch_report
 from lowmem_patch.errors import LowmemPatchError
 from tests.patching.helpers import _StayInFloat64, randomise
 
@@ -67,9 +67,12 @@ def adapted(model: Any, trains: str) -> Any:
     if trains == "full":
         return model
     torch.manual_seed(1)
-    return randomise(
-        peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear")), seed=2
-    )
+    model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear"))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.uniform_(-0.1, 0.1)
+    return model
 
 
 def layers_of(model: Any) -> Any:
@@ -316,6 +319,24 @@ class Runs:
             parallelize_module(layer, self.mesh, plan)
         return train(model, self.all, backward_of)
 
+    def came_sharded(self, trains: str, preset: str | None) -> dict[str, Any]:
+        """transformers' own tensor parallel: the model is sharded before it can be patched."""
+        model = LlamaForCausalLM.from_pretrained(self.folder / "llama", tp_plan="auto")
+        if trains == "lora":
+            model = peft.PeftModel.from_pretrained(model, self.folder / "lora", is_trainable=True)
+        model.train()
+        assert any(isinstance(parameter, DTensor) for parameter in model.parameters())
+        report = None
+        if preset is not None:
+            report = str(patch_report(patch_model(model, preset)))
+        return {**train(model, self.all, backward_of), "report": report}
+
+    def save(self) -> None:
+        if self.rank == 0:
+            llama("full").save_pretrained(self.folder / "llama")
+            llama("lora").save_pretrained(self.folder / "lora")
+        dist.barrier()
+
     def replicated(self, trains: str, preset: str | None) -> dict[str, Any]:
         """Every weight and every activation is a DTensor."""
 
@@ -367,11 +388,12 @@ class Runs:
         return train(self.block(trains, 0.0).double(), self.rows(), step)
 
     def run(self) -> None:
+        self.save()
         for trains in ("full", "lora"):
             self.record(f"truth {trains}", lambda: self.truth(trains))
             for preset in ("exact", "auto"):
                 self.record(f"alone {trains} {preset}", lambda: self.alone(trains, preset, self.own))
-            ways = (self.ddp, self.fsdp, self.fsdp_checkpointed, self.gpipe, self.tensor_parallel, self.replicated)
+            ways = (self.ddp, self.fsdp, self.fsdp_checkpointed, self.gpipe, self.tensor_parallel, self.replicated, self.came_sharded)
             for way in ways:
                 for preset in (None, "exact", "auto"):
                     self.record(f"{way.__name__} {trains} {preset}", lambda: way(trains, preset))
@@ -389,12 +411,15 @@ def main(rank: int, folder: Path, device_type: str) -> None:
     warnings.simplefilter("error")
     # transformers' own name for it, which PEFT reads and older versions alone have
     warnings.filterwarnings("ignore", ".*gradient_checkpointing", FutureWarning)
+    warnings.filterwarnings("ignore", "Passing `tp_plan` directly", FutureWarning)
     # two ranks on CPUs draw the same numbers, which is what the run wants
     warnings.filterwarnings("ignore", "DTensor random operators", UserWarning)
     torch.set_num_threads(1)
     device = torch.device(device_type, rank) if device_type == "cuda" else torch.device("cpu")
     if device_type == "cuda":
         torch.cuda.set_device(device)
+    # as torchrun sets them; transformers reads how many there are
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(WORLD))
     dist.init_process_group(
         "nccl" if device_type == "cuda" else "gloo",
         init_method=f"file://{folder}/meeting",
