@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from lowmem_patch import reference
-from lowmem_patch.functional import compiled
+from lowmem_patch.functional import _library, compiled
 
 __all__ = ["is_sharded", "linear", "norm"]
 
@@ -44,8 +44,10 @@ def norm(
     out_dtype: torch.dtype,
 ) -> Tensor:
     """LayerNorm or RMSNorm over the last dimension, recomputed from ``x`` in backward."""
-    settings = (eps, weight_offset, centered, out_dtype)
-    y: Tensor = checkpoint(_norm, x, weight, bias, *settings, use_reentrant=False)
+    arguments = (x, weight, bias, eps, weight_offset, centered, out_dtype)
+    if not _library.wants_gradient(x, weight, bias):  # a checkpoint would hold the input
+        return _norm(*arguments)
+    y: Tensor = checkpoint(_norm, *arguments, use_reentrant=False)
     return y
 
 

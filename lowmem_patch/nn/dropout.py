@@ -15,8 +15,8 @@ __all__ = ["PackedDropout"]
 class PackedDropout(nn.Dropout):
     """`torch.nn.Dropout`, from the same random numbers, that keeps one bit for each element.
 
-    Out of training, without a gradient, in place, on DTensors and under torch.compile it is the plain one; so it is
-    for a deferred input, which decides itself what is kept.
+    Out of training, without a gradient, in place, on DTensors and under torch.compile it is the plain
+    one; so it is for a deferred input, which decides itself what is kept.
     """
 
     def forward(self, input: Tensor) -> Tensor:

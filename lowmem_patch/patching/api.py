@@ -40,8 +40,8 @@ ConfigLike = str | Path | Mapping[str, Any] | PatchConfig
 ModelT = TypeVar("ModelT", bound=nn.Module)
 _RECORD = "_lowmem_patch_record"
 _OF_THE_WHOLE = (
-    "the model came sharded: planned, and counted, on the whole model that its config makes, of which a device "
-    "keeps its part"
+    "the model came sharded: planned, and counted, on the whole model that its config makes, of which a "
+    "device keeps its part"
 )
 _NOT_COUNTED = "bytes after are counted by patch_model: planning runs no patched forward on data"
 

@@ -1,8 +1,8 @@
 """A model that came sharded (``tp_plan="auto"``): what it is as a whole, told by its config.
 
-The forward of a sharded model talks to other processes, and its local shapes are of one device. So the plan is made
-on a twin: the same class from the same config, without data. It stands for the model only where every module and
-every parameter's whole shape agree.
+The forward of a sharded model talks to other processes, and its local shapes are those of one device.
+So the plan is made on a twin: the same class from the same config, without data. It stands for the model
+only where every module and every parameter's whole shape agree.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def whole_twin(model: Any) -> nn.Module:
     """
     if any(is_sharded_alone(module) for module in model.modules()):
         raise TraceError(
-            "the model was sharded by FSDP2 (fully_shard) already, which looks for its weights in the modules "
+            "the model was sharded by FSDP2 (fully_shard) already, which sets weights in the very modules "
             f"that a patch replaces: {_MEND}"
         )
     twin = _from_config(model)
@@ -61,7 +61,8 @@ def whole_twin(model: Any) -> nn.Module:
     for name, own in twin.named_modules():
         for key, value in vars(modules[name]).items():
             if key == "forward":
-                # the class's own, which does not talk to other processes, but whoever looks sees that there is one
+                # the class's own, which does not talk to other processes, but the planner sees that the
+                # module has one, and leaves it in its place
                 if not (is_adapter_forward(value) or is_rotary_forward(value)):
                     own.__dict__[key] = partial(type(own).forward, own)
             elif isinstance(value, _SETTINGS):
@@ -103,6 +104,6 @@ def _refuse_difference(model: nn.Module, twin: nn.Module) -> None:
         for name in {**found, **made}:
             if found.get(name) != made.get(name):
                 raise TraceError(
-                    "the model's parameters are sharded already (DTensor), and it is not what its config makes: "
-                    f"{what} {name} is {found.get(name)}, by the config {made.get(name)}: {_MEND}"
+                    "the model's parameters are sharded already (DTensor), and it is not what its config "
+                    f"makes: {what} {name} is {found.get(name)}, by the config {made.get(name)}: {_MEND}"
                 )
