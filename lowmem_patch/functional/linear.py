@@ -112,8 +112,11 @@ def activation_linear(
         else:
             compute_dtype = hidden.dtype
     if sharded.is_sharded(*sources, weight, bias, *(adapter or ())[:2]):
-        again = compiled.activation if len(sources) == 1 else compiled.glu
-        return sharded.linear(again(*sources, kind), weight, bias, compute_dtype, adapter)
+        if len(sources) == 1:
+            again = compiled.activation(sources[0], kind)
+        else:
+            again = compiled.glu(sources[0], sources[1], kind)
+        return sharded.linear(again, weight, bias, compute_dtype, adapter)
     chosen = resolve(implementation, *sources)
     return _linear(hidden, sources, weight, bias, adapter, kind, compute_dtype, chosen)
 

@@ -52,7 +52,7 @@ def whole_twin(model: Any) -> nn.Module:
             "the model was sharded by FSDP2 (fully_shard) already, which sets weights in the very modules "
             f"that a patch replaces: {_MEND}"
         )
-    twin = _from_config(model)
+    twin: nn.Module = _from_config(model)
     _refuse_difference(model, twin)
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
     for name, parameter in twin.named_parameters():
