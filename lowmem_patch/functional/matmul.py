@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowmem_patch.functional import _library, sharded
+from lowmem_patch.functional import _library
 
 __all__ = ["kept_matmul"]
 
@@ -64,8 +64,6 @@ def kept_matmul(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
             f"kept_matmul: [..., N, M] and [..., M, K] must share all but the last two dimensions, got "
             f"{tuple(left.shape)} and {tuple(right.shape)}"
         )
-    if sharded.is_sharded(left, right):
-        return left.to(dtype) @ right.to(dtype)
     apply: Any = _KeptMatmul.apply
     y: Tensor = apply(left, right, dtype)
     return y

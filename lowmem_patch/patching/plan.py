@@ -37,7 +37,6 @@ from lowmem_patch.patching.readers import (
     weight_trains,
 )
 from lowmem_patch.patching.rotary import find_rotations
-from lowmem_patch.patching.sharded import whole_tensor
 from lowmem_patch.patching.sites import Site
 from lowmem_patch.patching.softmaxes import find_softmaxes
 from lowmem_patch.patching.trace import Call, Trace
@@ -265,8 +264,7 @@ class _Planner:
         if name in self.originals:
             return self.originals[name]
         module = self.model.get_submodule(name)
-        weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
-        return whole_tensor(weight), whole_tensor(bias)
+        return getattr(module, "weight", None), getattr(module, "bias", None)
 
     def _opaque(self, readers: list[Reader]) -> str | None:
         """A reader of the output, or of the gated product, in which a deferred tensor would be lost, or

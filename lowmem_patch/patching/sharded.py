@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lowmem_patch.errors import TraceError
 from lowmem_patch.functional import is_sharded
@@ -20,7 +20,7 @@ from lowmem_patch.nn.adapters import is_adapter_forward
 from lowmem_patch.nn.context import is_sharded_alone
 from lowmem_patch.nn.rotary import is_rotary_forward
 
-__all__ = ["came_sharded", "whole_tensor", "whole_twin"]
+__all__ = ["came_sharded", "whole_twin"]
 
 _MEND = "call patch_model before sharding, then shard the patched model"
 # settings that a user, or activation checkpointing, may have changed since the model was built
@@ -30,15 +30,6 @@ _SETTINGS = (bool, int, float, str, partial)
 def came_sharded(model: nn.Module) -> bool:
     """Whether a parameter is a DTensor."""
     return is_sharded(*model.parameters())
-
-
-def whole_tensor(tensor: Tensor | None) -> Tensor | None:
-    """The tensor of which each process holds a part; all processes must ask for it."""
-    if tensor is None or not is_sharded(tensor):
-        return tensor
-    sharded: Any = tensor
-    whole: Tensor = sharded.full_tensor()
-    return whole
 
 
 def whole_twin(model: Any) -> nn.Module:
