@@ -29,6 +29,7 @@ from lowmem_patch.functional.norm_pair import ms_norm_pair
 from lowmem_patch.functional.norms import ms_layer_norm, ms_rms_norm, norm_and_z
 from lowmem_patch.functional.packing import pack_bool, unpack_bool
 from lowmem_patch.functional.rotary import rotary_embedding
+from lowmem_patch.functional.sharded import is_sharded
 from lowmem_patch.functional.unbind import unbind_permuted
 
 __all__ = [
@@ -48,6 +49,7 @@ __all__ = [
     "first_order",
     "glu",
     "is_exporting",
+    "is_sharded",
     "is_transformed",
     "kept_linear",
     "kept_matmul",

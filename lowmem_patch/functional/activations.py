@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lowmem_patch import reference
 from lowmem_patch.constants import ActivationKind
-from lowmem_patch.functional import _library
+from lowmem_patch.functional import _library, compiled, sharded
 from lowmem_patch.functional._checks import check_floating, check_kind
 from lowmem_patch.functional._implementation import Implementation, module, resolve
 
@@ -90,6 +90,8 @@ def activation(
     """
     check_kind("activation", kind)
     check_floating("activation", "x", x)
+    if sharded.is_sharded(x):
+        return compiled.activation(x, kind)
     if implementation == "auto" and kind not in _EAGER_ELSEWHERE:
         return reference.activate(x, kind)
     chosen = resolve(implementation, x)
@@ -189,6 +191,8 @@ def glu(
         raise ValueError(
             f"glu: gate and up must have the same shape, got {tuple(gate.shape)} and {tuple(up.shape)}"
         )
+    if sharded.is_sharded(gate, up):
+        return compiled.glu(gate, up, kind)
     chosen = resolve(implementation, gate, up)
     if not _library.wants_gradient(gate, up):
         return reference.activate(gate, kind) * up

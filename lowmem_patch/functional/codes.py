@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lowmem_patch import reference
 from lowmem_patch.constants import CODES_PER_WORD, ActivationKind
-from lowmem_patch.functional import _library
+from lowmem_patch.functional import _library, sharded
 from lowmem_patch.functional._checks import check_floating, check_table
 from lowmem_patch.functional._implementation import Implementation, module, resolve
 
@@ -108,6 +108,8 @@ def codes_activation(
     """
     check_table("codes_activation", kind)
     check_floating("codes_activation", "x", x)
+    if sharded.is_sharded(x):
+        return reference.activate(x, kind)
     chosen = resolve(implementation, x)
     if not _library.wants_gradient(x):
         return reference.activate(x, kind)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lowmem_patch.constants import ActivationKind
-from lowmem_patch.functional import _library
+from lowmem_patch.functional import _library, compiled, sharded
 from lowmem_patch.functional._checks import check_floating, check_kind
 from lowmem_patch.functional._implementation import Implementation, resolve
 from lowmem_patch.functional._linear import IDENTITY, call_linear, linear_forward, linear_operator
@@ -111,6 +111,12 @@ def activation_linear(
             )
         else:
             compute_dtype = hidden.dtype
+    if sharded.is_sharded(*sources, weight, bias, *(adapter or ())[:2]):
+        if len(sources) == 1:
+            again = compiled.activation(sources[0], kind)
+        else:
+            again = compiled.glu(sources[0], sources[1], kind)
+        return sharded.linear(again, weight, bias, compute_dtype, adapter)
     chosen = resolve(implementation, *sources)
     return _linear(hidden, sources, weight, bias, adapter, kind, compute_dtype, chosen)
 
@@ -142,6 +148,8 @@ def kept_linear(
         ValueError: shapes do not fit.
     """
     _check_weights("kept_linear", "x", x, weight, adapter)
+    if sharded.is_sharded(x, weight, bias, *(adapter or ())[:2]):
+        return sharded.linear(x, weight, bias, compute_dtype, adapter)
     chosen = "reference" if adapter is None else resolve("auto", x, adapter.down, adapter.up)
     return _linear(x, (x,), weight, bias, adapter, IDENTITY, compute_dtype, chosen)
 

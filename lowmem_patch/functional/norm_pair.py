@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowmem_patch.functional import _library
+from lowmem_patch.functional import _library, sharded
 from lowmem_patch.functional._checks import check_floating, check_last_dimension
 from lowmem_patch.functional._implementation import Implementation, module, resolve
 from lowmem_patch.functional.norms import norm_gradients
@@ -152,6 +152,10 @@ def ms_norm_pair(
     """
     check_floating("ms_norm_pair", "x", x)
     check_last_dimension("ms_norm_pair", x, weight, bias)
+    if sharded.is_sharded(x, weight, bias):
+        wide_y = sharded.norm(x, weight, bias, eps, weight_offset, centered, wide)
+        copy = wide_y.to(narrow)
+        return wide_y, copy, copy.detach()
     chosen = resolve(implementation, x, weight, bias)
     arguments = (x, weight, bias, eps, weight_offset, centered, wide, narrow, with_z, chosen)
     # through the operator where somebody traces: compilers and fake tensors must not meet a launch

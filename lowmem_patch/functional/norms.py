@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowmem_patch.functional import _library
+from lowmem_patch.functional import _library, sharded
 from lowmem_patch.functional._checks import check_floating, check_last_dimension
 from lowmem_patch.functional._implementation import Implementation, module, resolve
 
@@ -300,6 +300,8 @@ def _norm(
     # the float64 oracle must not be asked for by mixing dtypes by accident
     if (x.dtype == torch.float64) != (out_dtype == torch.float64):
         raise TypeError(f"{operator}: x is {x.dtype} but out_dtype is {out_dtype}")
+    if sharded.is_sharded(x, weight, bias):
+        return sharded.norm(x, weight, bias, eps, weight_offset, centered, out_dtype)
     if _library.wants_gradient(x, weight, bias):
         return _first(
             _call_norm(x, weight, bias, eps, weight_offset, centered, out_dtype, None, chosen)

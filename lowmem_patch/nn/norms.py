@@ -28,7 +28,6 @@ from lowmem_patch.functional import (
 from lowmem_patch.nn.context import autocast_dtype, is_foreign, is_sharded_alone, needs_gradient
 from lowmem_patch.nn.deferred import keep, value_of
 from lowmem_patch.nn.deferred_ops import Norm, Normed, Saved
-from lowmem_patch.reference import normalised
 
 __all__ = [
     "MSLayerNorm",
@@ -121,9 +120,6 @@ class MSNorm(nn.Module):
         """The norm's value in ``dtype``, by default :meth:`output_dtype`."""
         weight, bias = (None, None) if self.folded else (self.weight, self.bias)
         dtype = dtype or self.output_dtype(x)
-        if is_foreign(x) or (weight is not None and is_foreign(weight)):
-            settings = (self.eps, self.weight_offset, self.centered, dtype)
-            return normalised(x, weight, bias, *settings)[0]
         if torch.compiler.is_compiling() and not is_exporting():
             saved = (self._narrow_dtype(x) if self.shares_copy else None) or dtype
             norm = compiled.norm if self._affine() is None else compiled.norm_and_z
@@ -163,7 +159,8 @@ class MSNorm(nn.Module):
         dtype = dtype or self.output_dtype(x)
         weight, bias = (None, None) if self.folded else (self.weight, self.bias)
         compiling = torch.compiler.is_compiling()
-        if compiling or is_foreign(x) or not self._wants_gradient(x):
+        foreign = is_foreign(x) or (weight is not None and is_foreign(weight))
+        if compiling or foreign or not self._wants_gradient(x):
             y = self.normalize(x, dtype)
             deferred = compiling and y.requires_grad and not is_exporting()
             return self._as_one_copy(y) if deferred else y

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowmem_patch.functional import is_exporting, is_transformed, rotary_embedding
+from lowmem_patch.functional import is_exporting, is_sharded, is_transformed, rotary_embedding
 from lowmem_patch.nn.forwards import give_forward, release_forward
 
 __all__ = ["Rotation", "is_rotary_forward", "release_rotary", "use_rotary"]
@@ -73,7 +73,8 @@ class Rotation:
             length -= 1
         rotated, columns = cos.shape[-1], q.shape[-1]
         return (
-            cos.shape == sin.shape
+            not is_sharded(q, k, cos, sin)
+            and cos.shape == sin.shape
             and cos.dtype == sin.dtype
             and q.dtype == k.dtype
             and (q.dtype == cos.dtype or cos.dtype != torch.float64)

@@ -36,6 +36,7 @@ from lowmem_patch.patching.functional_calls import functional_calls_note
 from lowmem_patch.patching.inputs import ExampleInputs, as_example_inputs
 from lowmem_patch.patching.plan import DropoutPatch, Plan, make_plan, trains_signature
 from lowmem_patch.patching.rotary import rotary_note
+from lowmem_patch.patching.sharded import came_sharded
 from lowmem_patch.patching.sites import BytesByKind, FoldStep, PatchReport, block_name
 from lowmem_patch.patching.trace import (
     DataNeededError,
@@ -51,6 +52,10 @@ __all__ = ["patch_model", "patch_report", "plan_patch", "unpatch_model"]
 ConfigLike = str | Path | Mapping[str, Any] | PatchConfig
 ModelT = TypeVar("ModelT", bound=nn.Module)
 _RECORD = "_lowmem_patch_record"
+_OF_THE_WHOLE = (
+    "the model came sharded: planned, and counted, on the whole model that its config makes, of which a "
+    "device keeps its part"
+)
 _NOT_COUNTED = "bytes after are counted by patch_model: planning runs no patched forward on data"
 
 
@@ -222,6 +227,8 @@ def _planned(
     notes: list[str] = []
     shadow, trace = _traced(model, inputs, originals, notes)
     plan = make_plan(model, shadow.model, trace, config, originals)
+    if came_sharded(model):
+        notes.append(_OF_THE_WHOLE)
     notes += plan.adapters.notes
     dropouts = sum(isinstance(patch, DropoutPatch) for patch in plan.patches.values())
     if dropouts:
@@ -279,7 +286,7 @@ def _traced(
             return shadow, trace_forward(shadow)
         except TraceError as error:
             cause = error
-    if _find_records(model):
+    if came_sharded(model) or _find_records(model):
         raise cause
     if any(p.is_meta for p in model.parameters()) and not is_offloaded(model):
         raise TraceError(

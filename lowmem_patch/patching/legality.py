@@ -7,6 +7,7 @@ import gc
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from lowmem_patch.functional import is_sharded
 from lowmem_patch.nn.copies import is_own_hook
 from lowmem_patch.patching.match import NormSpec
 from lowmem_patch.patching.readers import Reader, parameter_uses
@@ -127,6 +128,8 @@ class FoldRules:
             reference = reader.linear
             assert reference is not None
             weight = self.model.get_parameter(reference.weight)
+            if is_sharded(weight):
+                return None, f"{reference.module} is sharded"
             if type(weight) is not nn.Parameter or not weight.is_floating_point():
                 return None, f"{reference.module} is quantised"
             if weight.numel() == 0:

@@ -26,6 +26,7 @@ from lowmem_patch.errors import TraceError
 from lowmem_patch.patching.fakes import ADDRESSES, is_offloaded, make_fake_mode, running_fake
 from lowmem_patch.patching.gpu_dropout import GpuDropouts
 from lowmem_patch.patching.inputs import ExampleInputs
+from lowmem_patch.patching.sharded import came_sharded, whole_twin
 from lowmem_patch.rows import function_name
 from lowmem_patch.saved import SavedBytes, module_stack, saved_bytes, storage_key
 
@@ -272,6 +273,8 @@ def _training(model: nn.Module) -> Iterator[None]:
 def make_shadow(model: nn.Module, inputs: ExampleInputs) -> Shadow:
     """A copy of ``model`` with fake parameters, and fake inputs. The model is not touched.
 
+    Of a model that came sharded it is the whole one.
+
     Raises:
         TraceError: the model cannot be copied, or holds tensors that cannot be faked.
     """
@@ -280,6 +283,11 @@ def make_shadow(model: nn.Module, inputs: ExampleInputs) -> Shadow:
             "its weights are offloaded, and come at each call: patch before that to save more"
         )
     mode = make_fake_mode()
+    elsewhere = any(parameter.is_meta for parameter in model.parameters())
+    somewhere = torch.device("cpu")
+    if came_sharded(model):
+        somewhere = next(model.parameters()).device
+        model = whole_twin(model)
     # what an earlier forward left on a module (LeViT's tables of biases) may hang on its graph, which
     # cannot be copied
     memo: dict[int, Any] = {
@@ -291,13 +299,8 @@ def make_shadow(model: nn.Module, inputs: ExampleInputs) -> Shadow:
     for tensor in (*model.parameters(), *model.buffers()):
         if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
             kind = type(tensor).__name__
-            if kind == "DTensor":
-                raise TraceError(
-                    "the model's parameters are sharded already (DTensor): call patch_model before "
-                    "sharding, then shard the patched model"
-                )
             raise DataNeededError(f"a parameter is a {kind}, which cannot be traced without data")
-        device = torch.device("cpu") if tensor.is_meta else tensor.device
+        device = somewhere if tensor.is_meta else tensor.device
         with mode:
             fake = torch.empty_strided(
                 tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device
@@ -315,7 +318,6 @@ def make_shadow(model: nn.Module, inputs: ExampleInputs) -> Shadow:
             tensor.shape, tensor.stride(), dtype=tensor.dtype,
             device="cpu" if tensor.is_meta else tensor.device, requires_grad=tensor.requires_grad,
         ))  # fmt: skip
-    elsewhere = any(parameter.is_meta for parameter in model.parameters())
     return Shadow(shadow, fakes, mode, elsewhere)
 
 

@@ -1,0 +1,128 @@
+"""A patched model on several devices: function and gradients of the unpatched one, and fewer bytes.
+
+Two processes run `distributed_runs.py` once for all tests: on CPUs with gloo, and with nccl where there
+are two GPUs.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.patching.helpers import MODES, Run, assert_gradients, assert_outputs
+
+ROOT = Path(__file__).parents[2]
+LAYERS, TOKENS = 2, 48
+WAYS = ("ddp", "fsdp", "fsdp_checkpointed", "gpipe", "tensor_parallel", "replicated")
+CASES = [
+    *((way, trains, preset) for way in WAYS for trains in ("full", "lora") for preset in ("exact", "auto")),
+    *(("came_sharded", trains, preset) for trains in ("full", "columns") for preset in ("exact", "auto")),
+    *(("sequence", trains, preset) for trains in ("full", "frozen") for preset in ("exact", "auto")),
+    ("fsdp_norms", "full", "exact"),
+]  # fmt: skip
+
+Runs = dict[str, Any]
+
+
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    if request.param == "cuda" and torch.cuda.device_count() < 2:
+        pytest.skip("fewer than two CUDA devices")
+    folder = tmp_path_factory.mktemp("distributed")
+    script = Path(__file__).with_name("distributed_runs.py")
+    # the package need not be installed, and an installed one is another
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(script), str(folder), request.param]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=280)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: Runs = torch.load(folder / "runs.pt")
+    return {**found, "device": request.param}
+
+
+def run_of(runs: Runs, name: str) -> Run:
+    found = runs[name]
+    assert "error" not in found, f"{name}: {found['error']}"
+    return Run(found["losses"], found["gradients"])
+
+
+def saved(runs: Runs, name: str) -> int:
+    run_of(runs, name)
+    count: int = runs[name]["bytes"]
+    return count
+
+
+@pytest.mark.parametrize("way,trains,preset", CASES)
+def test_trains_as_the_unpatched_model(runs: Runs, way: str, trains: str, preset: str) -> None:
+    truth = run_of(runs, f"truth sequence {trains}" if way == "sequence" else f"truth {trains}")
+    own, found = (run_of(runs, f"{way} {trains} {which}") for which in (None, preset))
+    mode = MODES["autocast" if way == "fsdp_norms" else "fp32"]
+    assert_outputs(found, own, truth, mode)
+    assert_gradients(found, own, truth, mode)
+
+
+@pytest.mark.parametrize("way,trains,preset", CASES)
+def test_saves_no_more_than_the_unpatched_model(
+    runs: Runs, way: str, trains: str, preset: str
+) -> None:
+    before, after = (saved(runs, f"{way} {trains} {which}") for which in (None, preset))
+    assert after < before or (way == "fsdp_checkpointed" and after == before)
+
+
+@pytest.mark.parametrize("preset", ["exact", "auto"])
+@pytest.mark.parametrize("trains", ["full", "lora"])
+@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+def test_saves_what_one_process_saves(runs: Runs, way: str, trains: str, preset: str) -> None:
+    assert saved(runs, f"{way} {trains} {preset}") == saved(runs, f"alone {trains} {preset}")
+
+
+@pytest.mark.parametrize("trains", ["full", "lora"])
+def test_a_pipeline_saves_as_much_less_for_each_row(runs: Runs, trains: str) -> None:
+    # both stages run all rows, each process of DDP half of them
+    pipeline, halves = (
+        saved(runs, f"{way} {trains} None") - saved(runs, f"{way} {trains} exact")
+        for way in ("gpipe", "ddp")
+    )
+    assert pipeline == 2 * halves
+
+
+@pytest.mark.parametrize("way", ["tensor_parallel", "came_sharded"])
+@pytest.mark.parametrize("preset", ["exact", "auto"])
+def test_tensor_parallel_keeps_half_the_columns(runs: Runs, way: str, preset: str) -> None:
+    if runs["device"] != "cpu":
+        pytest.skip("attention keeps other tensors there")
+    # q, k, v, out, log-sum-exp, gate, up; down_proj reads a DTensor, and keeps the product
+    columns = 32 + 16 + 16 + 32 + 4 + 64 + 64
+    half = LAYERS * TOKENS * 4 * columns // 2
+    product = LAYERS * TOKENS * 4 * 64 // 2
+    expected = saved(runs, "all rows full exact") - half + product
+    assert saved(runs, f"{way} full {preset}") == expected
+
+
+def test_dropout_on_dtensors_is_torchs_own(runs: Runs) -> None:
+    own, found = (run_of(runs, f"dropout {preset}") for preset in (None, "exact"))
+    assert_outputs(found, own, own, MODES["fp32"])
+    assert_gradients(found, own, own, MODES["fp32"])
+
+
+@pytest.mark.parametrize("preset", ["exact", "auto"])
+@pytest.mark.parametrize("trains", ["full", "columns"])
+def test_a_model_that_came_sharded_keeps_its_weights_and_says_so(
+    runs: Runs, trains: str, preset: str
+) -> None:
+    name = f"came_sharded {trains} {preset}"
+    run_of(runs, name)
+    found = runs[name]
+    assert found["same weights"] and found["undone"]
+    assert "the model came sharded" in found["report"]
+
+
+def test_a_model_sharded_by_fsdp2_is_refused_untouched(runs: Runs) -> None:
+    found = runs["fsdp_first"]
+    assert "FSDP2" in found["refused"] and "before sharding" in found["refused"]
+    assert found["same"]
