@@ -131,6 +131,7 @@ class _Recorder(TorchFunctionMode):
         self.trace = trace
         self.stack = stack
         self.running = False
+        self.given: list[tuple[Op, Tensor]] = []  # to kernels, with sums over what they were given
         self.flowing = {storage_key(tensor) for tensor in _tensors(trace.keep_alive)}
 
     def add(self, op: Op) -> None:
@@ -138,6 +139,22 @@ class _Recorder(TorchFunctionMode):
         self.flowing.update(map(storage_key, op.outputs))
         for key in {id(tensor) for tensor in _tensors((op.args, op.kwargs))}:
             self.trace.readers.setdefault(key, []).append(op)
+
+    def _sums(self, tensor: Tensor) -> Tensor:
+        self.running = True  # what runs here is no part of the forward
+        with torch.no_grad():
+            wide = tensor.detach().double()
+            sums = torch.stack((wide.sum(), wide.square().sum()))
+        self.running = False
+        return sums
+
+    def find_writes(self) -> None:
+        """Tell which kernels wrote into what they were given: torch knows nothing of it."""
+        for op, before in self.given:
+            if not torch.equal(self._sums(op.args[0]), before):
+                written = dataclasses.replace(op, writes=True)
+                for ops in (self.trace.ops, self.trace.readers[id(op.args[0])]):
+                    ops[ops.index(op)] = written
 
     def __torch_function__(
         self,
@@ -155,8 +172,9 @@ class _Recorder(TorchFunctionMode):
         name = function_name(func)
         module = self.stack[-1] if self.stack else ""
         if name in ADDRESSES and storage_key(args[0]) in self.flowing:  # no weight alone
-            # whatever the kernel does that asks for it: it may read the tensor, and write into it
-            self.add(Op(FOREIGN_KERNEL, func, module, args, kwargs, (), True, True, _autocast()))
+            op = Op(FOREIGN_KERNEL, func, module, args, kwargs, (), False, True, _autocast())
+            self.given.append((op, self._sums(args[0])))
+            self.add(op)
         inputs, outputs = _tensors((args, kwargs)), _tensors(output)
         same = bool(inputs) and any(o is i for o in outputs for i in inputs[:1])
         writes = (
@@ -361,6 +379,7 @@ def trace_forward(shadow: Shadow, *, structure: bool = True) -> Trace:
     trace.outputs = {id(tensor) for tensor in _tensors(kept)}
     trace.keep_alive.append(kept)
     if structure:
+        recorder.find_writes()
         _record_custom_functions(trace)
     trace.saved = saved
     return trace
