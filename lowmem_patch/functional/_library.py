@@ -160,17 +160,12 @@ def is_transformed() -> bool:
     return in_forward_mode() or torch._C._are_functorch_transforms_active()
 
 
-def _never() -> bool:
-    return False
-
-
-_exports: Callable[[], bool] = getattr(torch.compiler, "is_exporting", _never)  # since 2.7
-
-
 def is_exporting() -> bool:
     """Whether torch.export, torch.jit or torch.onnx write down what runs, for places where nobody knows
     this package: plain ops then, and nothing deferred."""
-    return _exports() if torch.compiler.is_compiling() else torch._C._is_tracing()
+    # the flag and not torch.compiler.is_exporting, which is true in all that torch 2.11 compiles
+    exports = torch.compiler.is_compiling() and getattr(torch.compiler, "_is_exporting_flag", False)
+    return bool(exports or torch._C._is_tracing())
 
 
 def wants_gradient(*args: Any) -> bool:

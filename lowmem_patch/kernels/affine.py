@@ -22,7 +22,7 @@ NUM_WARPS = 4
 
 
 @triton.jit(do_not_specialize=["elements"])
-def _kernel(
+def _affine_kernel(
     z_ptr,
     y_ptr,
     weight_ptr,
@@ -48,7 +48,12 @@ def _kernel(
 @cache
 def _launch(has_weight: bool, has_bias: bool, offset: float) -> Launch:
     return Launch(
-        _kernel, NUM_WARPS, HAS_WEIGHT=has_weight, HAS_BIAS=has_bias, OFFSET=offset, BLOCK=BLOCK
+        _affine_kernel,
+        NUM_WARPS,
+        HAS_WEIGHT=has_weight,
+        HAS_BIAS=has_bias,
+        OFFSET=offset,
+        BLOCK=BLOCK,
     )
 
 

@@ -65,11 +65,13 @@ class Op:
             would under autocast (adapters with float32 weights on a bf16 model).
         bypassed: readers send their gradient to the sources, past the tensor, so that a hook on the
             tensor would miss it.
-        saves: the op's own gradient needs the values of the sources.
+        saves: the op's own gradient needs the values of the sources, which its readers save as well.
+        holds: it needs them, and no reader saves them: they are held while the deferred tensor lives.
     """
 
     bypassed = True
     saves = True
+    holds = False
 
     def __init__(self, lowers: bool = False) -> None:
         self.lowers = lowers
@@ -259,6 +261,8 @@ class _Defer(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         if op.saves:
             ctx.save_for_backward(*sources)
+        elif op.holds:
+            ctx.held, ctx.versions = sources, [source._version for source in sources]
         first = sources[0]
         h: Unstored = _wrapper(
             Unstored,
@@ -275,7 +279,12 @@ class _Defer(torch.autograd.Function):
         needs = ctx.needs_input_grad[1:]
         if dy is None:
             return (None,) * (1 + len(needs))
-        found = ctx.op.gradients(dy, *ctx.saved_tensors)
+        sources = ctx.saved_tensors
+        if ctx.op.holds:
+            sources = ctx.held
+            if [source._version for source in sources] != ctx.versions:
+                raise RuntimeError(_WRITTEN_SOURCE)
+        found = ctx.op.gradients(dy, *sources)
         return None, *(g if need else None for g, need in zip(found, needs, strict=True))
 
 

@@ -130,10 +130,14 @@ class Saved(Op):
         return keep(move(h), self)
 
     def dropped(self, h: Deferred, p: float) -> Any:
-        source = h
-        while source.sources and isinstance(source.sources[0], Deferred):  # behind a cast
+        source: Any = h
+        while source.op is not self:  # behind a cast
             source = source.sources[0]
-        return Dropped.of(h, p, (source.plain(),), None)
+        return Dropped.of(h, p, (self.saved_as(source),), None)
+
+    def saved_as(self, h: Deferred) -> Tensor:
+        """What a Linear behind a dropout saves of ``h``."""
+        return h.plain()
 
     def linear(self, h: Deferred, to: Projection, dtype: torch.dtype) -> Tensor:
         return _saved_linear(h.plain(), to, dtype)
@@ -158,6 +162,10 @@ class Normed(Saved):
         if self.copy:
             h._bypassed = True
         return keep(move(h), self, tuple(move(source) for source in h.sources))
+
+    def saved_as(self, h: Deferred) -> Tensor:
+        # the product is rounded to the copy's dtype in any case
+        return h.sources[0] if self.copy else h.plain()
 
     def linear(self, h: Deferred, to: Projection, dtype: torch.dtype) -> Tensor:
         value = h.plain()
@@ -252,6 +260,9 @@ class Norm(Op):
     Args:
         norm: computes the norm of a tensor of such rows, as the module would.
     """
+
+    saves = False
+    holds = True
 
     def __init__(self, norm: Callable[[Tensor], Tensor], dtype: torch.dtype, lowers: bool) -> None:
         super().__init__(lowers)

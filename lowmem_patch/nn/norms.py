@@ -158,7 +158,7 @@ class MSNorm(nn.Module):
         """The norm in ``dtype``, by default :meth:`output_dtype`, as its readers shall read it."""
         dtype = dtype or self.output_dtype(x)
         weight, bias = (None, None) if self.folded else (self.weight, self.bias)
-        compiling = torch.compiler.is_compiling()
+        compiling = torch.compiler.is_compiling() or is_exporting()
         foreign = is_foreign(x) or (weight is not None and is_foreign(weight))
         if compiling or foreign or not self._wants_gradient(x):
             y = self.normalize(x, dtype)

@@ -98,6 +98,8 @@ def _read_cast(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     dtype = torch.float32 if func is Tensor.float else given[0] if len(given) == 1 else None
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or not _reads(h):
         return NotImplemented
+    if torch.float64 in (dtype, h.dtype):
+        return NotImplemented  # neither autocast nor an adapter casts those
     return h if dtype == h.dtype else Cast.of(h, dtype)
 
 
@@ -112,6 +114,8 @@ def _read_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     while isinstance(like, Deferred) and like._versions is not None:  # what it is computed from
         like = like.sources[0]
     output = func(like, *rest, **kwargs)
+    if output is like:
+        return h
     if not isinstance(output, Tensor) or not moves_rows(func, (like, *rest), kwargs, like, output):
         return NotImplemented
 

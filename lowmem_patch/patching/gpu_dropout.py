@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from lowmem_patch.dropouts import dropout_call
+from lowmem_patch.nn.deferred import Deferred
 from lowmem_patch.rows import function_name
 
 __all__ = ["GpuDropouts"]
@@ -34,8 +35,9 @@ class GpuDropouts(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        # a deferred value draws its own mask
-        if function_name(func) == "dropout" and args and isinstance(args[0], Tensor):
+        # a deferred tensor draws its own mask
+        drops = function_name(func) == "dropout" and args and isinstance(args[0], Tensor)
+        if drops and not isinstance(args[0], Deferred):
             call = dropout_call(args, kwargs)
             if 0 < call.p < 1 and not call.in_place and args[0].numel():
                 return torch.native_dropout(args[0], call.p, True)[0]

@@ -79,6 +79,15 @@ def norms() -> Iterator[Any]:
                 yield kernels.norm_backward(*given, False, True, centered)
 
 
+def affines() -> Iterator[Any]:
+    z, vector = torch.ones(2, 768, dtype=DTYPE), torch.ones(768, dtype=DTYPE)
+    for weight, bias in ((vector, None), (vector, vector)):
+        yield kernels.affine(z, weight, bias, 0.0, DTYPE)
+        *given, z = kernels.norm_forward(z, weight, bias, 1e-5, 0.0, bias is not None, DTYPE, DTYPE)
+        given = (z, z, given[1], weight, bias, 0.0, bias is not None, DTYPE)
+        yield kernels.norm_backward(*given, True, True, bias is not None, True)
+
+
 def adapters() -> Iterator[Any]:
     for rank in (4, 8, 12):
         weights = torch.ones(rank, 64), torch.ones(32, rank)
@@ -119,7 +128,7 @@ def main() -> None:
 
     driver.set_active(Absent())
     with mock.patch.object(Launch, "_launch", compile_only):
-        for _ in (*activations(), *adapters(), *norms(), *dropouts(), *rotary()):
+        for _ in (*activations(), *adapters(), *norms(), *affines(), *dropouts(), *rotary()):
             pass
     print(
         json.dumps(
