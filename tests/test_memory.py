@@ -28,7 +28,7 @@ from lowmem_patch.memory import (
 )
 from lowmem_patch.patching.config import load_config
 from lowmem_patch.patching.inputs import ExampleInputs
-from lowmem_patch.patching.trace import Shadow, make_shadow
+from lowmem_patch.patching.shadow import Shadow, make_shadow
 
 
 def llama(layers: int = 2, attention: str = "sdpa") -> Any:

@@ -12,7 +12,8 @@ from lowmem_patch.constants import ACTIVATION_KINDS
 from lowmem_patch.errors import TraceError
 from lowmem_patch.patching.inputs import ExampleInputs
 from lowmem_patch.patching.readers import find_readers
-from lowmem_patch.patching.trace import Shadow, make_shadow, trace_forward
+from lowmem_patch.patching.shadow import Shadow, make_shadow
+from lowmem_patch.patching.trace import trace_forward
 
 __all__ = ["Dataflow", "read_dataflow"]
 

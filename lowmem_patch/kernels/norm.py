@@ -26,7 +26,7 @@ from lowmem_patch.kernels._launch import (
     forward_settings,
 )
 
-__all__ = ["load_vector", "norm_forward"]
+__all__ = ["load_vector", "norm_forward", "scales"]
 
 
 @triton.jit
@@ -35,6 +35,24 @@ def load_vector(pointer, column, mask, PRESENT: tl.constexpr, OTHER: tl.constexp
         return tl.load(pointer + column, mask=mask, other=0.0).to(tl.float32)
     else:
         return tl.full(column.shape, OTHER, tl.float32)
+
+
+@triton.jit
+def scales(
+    weight_ptr,
+    bias_ptr,
+    column,
+    mask,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    OFFSET: tl.constexpr,
+):
+    """gamma, 1 / gamma (0 where gamma is 0) and bias of some columns."""
+    gamma = load_vector(weight_ptr, column, mask, HAS_WEIGHT, 1.0)
+    if HAS_WEIGHT:
+        gamma += OFFSET
+    inverse = tl.where(gamma == 0.0, 0.0, 1.0 / tl.where(gamma == 0.0, 1.0, gamma))
+    return gamma, inverse, load_vector(bias_ptr, column, mask, HAS_BIAS, 0.0)
 
 
 @triton.jit(do_not_specialize=["rows", "eps"])

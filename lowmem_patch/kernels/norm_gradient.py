@@ -33,33 +33,10 @@ from lowmem_patch.kernels._launch import (
     empty,
     multiprocessors,
 )
-from lowmem_patch.kernels.norm import load_vector
+from lowmem_patch.kernels.norm import load_vector, scales
+from lowmem_patch.kernels.norm_sums import SUMS_COLUMNS, TOTAL_COLUMNS, sums_launch, total_launch
 
 __all__ = ["norm_backward"]
-
-# tile of the sum over partial rows: many loads in flight, and programs enough at 768 columns
-TOTAL_ROWS = 128
-TOTAL_COLUMNS = 16
-TOTAL_WARPS = 8
-SUMS_COLUMNS = 1024
-
-
-@triton.jit
-def _scales(
-    weight_ptr,
-    bias_ptr,
-    column,
-    mask,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    OFFSET: tl.constexpr,
-):
-    """gamma, 1 / gamma (0 where gamma is 0) and bias of some columns."""
-    gamma = load_vector(weight_ptr, column, mask, HAS_WEIGHT, 1.0)
-    if HAS_WEIGHT:
-        gamma += OFFSET
-    inverse = tl.where(gamma == 0.0, 0.0, 1.0 / tl.where(gamma == 0.0, 1.0, gamma))
-    return gamma, inverse, load_vector(bias_ptr, column, mask, HAS_BIAS, 0.0)
 
 
 # Compiled without contraction, which would round g once in its mean and not at all in g - mean(g): for
@@ -94,7 +71,7 @@ def _backward_kernel(
     column = tl.arange(0, BLOCK)
     inside = column < COLUMNS
     if not RELOAD:
-        gamma, inverse, bias = _scales(
+        gamma, inverse, bias = scales(
             weight_ptr, bias_ptr, column, inside, HAS_WEIGHT, HAS_BIAS, OFFSET
         )
     d_weight = tl.zeros((BLOCK,), tl.float32)
@@ -122,7 +99,7 @@ def _backward_kernel(
         if not NORMALIZED:
             along_z = tl.sum(product, axis=1) * (1.0 / COLUMNS)
         if RELOAD:
-            gamma, inverse, _ = _scales(
+            gamma, inverse, _ = scales(
                 weight_ptr, bias_ptr, column, inside, HAS_WEIGHT, False, OFFSET
             )
         if NORMALIZED:
@@ -142,7 +119,7 @@ def _backward_kernel(
     if NEEDS_WEIGHT:
         if not NORMALIZED:
             if RELOAD:
-                _, inverse, _ = _scales(weight_ptr, bias_ptr, column, inside, True, False, OFFSET)
+                _, inverse, _ = scales(weight_ptr, bias_ptr, column, inside, True, False, OFFSET)
             d_weight *= inverse
         tl.store(sums_ptr + partial, d_weight, mask=inside)
         partial += tl.num_programs(0).to(tl.int64) * COLUMNS
@@ -178,7 +155,7 @@ def _backward_wide_kernel(
     for start in range(0, COLUMNS, BLOCK):
         column = start + tl.arange(0, BLOCK)
         mask = column < COLUMNS
-        gamma, _, bias = _scales(weight_ptr, bias_ptr, column, mask, HAS_WEIGHT, HAS_BIAS, OFFSET)
+        gamma, _, bias = scales(weight_ptr, bias_ptr, column, mask, HAS_WEIGHT, HAS_BIAS, OFFSET)
         dy = tl.load(dy_ptr + column, mask=mask, other=0.0).to(tl.float32)
         y = tl.load(y_ptr + column, mask=mask, other=0.0).to(tl.float32)
         sum_g += dy * gamma
@@ -191,7 +168,7 @@ def _backward_wide_kernel(
     for start in range(0, COLUMNS, BLOCK):
         column = start + tl.arange(0, BLOCK)
         mask = column < COLUMNS
-        gamma, inverse, bias = _scales(
+        gamma, inverse, bias = scales(
             weight_ptr, bias_ptr, column, mask, HAS_WEIGHT, HAS_BIAS, OFFSET
         )
         g = tl.load(dy_ptr + column, mask=mask, other=0.0).to(tl.float32) * gamma
@@ -203,77 +180,6 @@ def _backward_wide_kernel(
             z = (y - bias) * inverse
         dx = tl.fma(z, -along_z, g) * rstd
         tl.store(dx_ptr + row * COLUMNS + column, dx.to(dx_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit(do_not_specialize=["rows", "rows_per_program"])
-def _sums_kernel(
-    dy_ptr,
-    y_ptr,
-    weight_ptr,
-    bias_ptr,
-    sums_ptr,
-    rows,
-    rows_per_program,
-    dy_stride,
-    y_stride,
-    COLUMNS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    OFFSET: tl.constexpr,
-    NORMALIZED: tl.constexpr,
-    NEEDS_WEIGHT: tl.constexpr,
-    NEEDS_BIAS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """d_weight and d_bias alone, by columns: for wide rows, and where dx is not asked for."""
-    group = tl.program_id(1).to(tl.int64)
-    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = column < COLUMNS
-    bias = load_vector(bias_ptr, column, mask, HAS_BIAS, 0.0)
-    d_weight = tl.zeros((BLOCK,), tl.float32)
-    d_bias = tl.zeros((BLOCK,), tl.float32)
-    first = group * rows_per_program
-    for row in range(first, tl.minimum(first + rows_per_program, rows)):
-        dy = tl.load(dy_ptr + row * dy_stride + column, mask=mask, other=0.0).to(tl.float32)
-        d_bias += dy
-        if NEEDS_WEIGHT:
-            y = tl.load(y_ptr + row * y_stride + column, mask=mask, other=0.0).to(tl.float32)
-            d_weight += dy * (y - bias)
-    partial = group * COLUMNS + column
-    if NEEDS_WEIGHT:
-        if not NORMALIZED:
-            _, inverse, _ = _scales(weight_ptr, bias_ptr, column, mask, True, False, OFFSET)
-            d_weight *= inverse
-        tl.store(sums_ptr + partial, d_weight, mask=mask)
-        partial += tl.num_programs(1).to(tl.int64) * COLUMNS
-    if NEEDS_BIAS:
-        tl.store(sums_ptr + partial, d_bias, mask=mask)
-
-
-@triton.jit(do_not_specialize=["programs"])
-def _total_kernel(
-    sums_ptr,
-    first_ptr,
-    second_ptr,
-    programs,
-    COLUMNS: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """The partial rows of one or two vectors to their sums, rounded once to the parameter's dtype."""
-    which = tl.program_id(1)
-    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < COLUMNS
-    total = tl.zeros((BLOCK_ROWS, BLOCK), tl.float32)
-    for start in range(0, programs, BLOCK_ROWS):
-        row = start + tl.arange(0, BLOCK_ROWS)
-        mask = (row < programs)[:, None] & inside[None, :]
-        offset = (which * programs + row).to(tl.int64) * COLUMNS
-        total += tl.load(sums_ptr + offset[:, None] + column[None, :], mask=mask, other=0.0)
-    result = tl.sum(total, axis=0)
-    if which == 0:
-        tl.store(first_ptr + column, result.to(first_ptr.dtype.element_ty), mask=inside)
-    else:
-        tl.store(second_ptr + column, result.to(second_ptr.dtype.element_ty), mask=inside)
 
 
 @cache
@@ -309,35 +215,6 @@ def _dx_launch(
         }
     constants["BLOCK"] = settings.block_columns
     return Launch(kernel, settings.num_warps, fuse=False, **constants), settings
-
-
-@cache
-def _sums_launch(
-    columns: int,
-    has_bias: bool,
-    weight_offset: float,
-    normalized: bool,
-    needs_weight: bool,
-    needs_bias: bool,
-) -> Launch:
-    return Launch(
-        _sums_kernel,
-        4,
-        COLUMNS=columns,
-        HAS_BIAS=has_bias,
-        OFFSET=weight_offset,
-        NORMALIZED=normalized,
-        NEEDS_WEIGHT=needs_weight,
-        NEEDS_BIAS=needs_bias,
-        BLOCK=SUMS_COLUMNS,
-    )
-
-
-@cache
-def _total_launch(columns: int) -> Launch:
-    return Launch(
-        _total_kernel, TOTAL_WARPS, COLUMNS=columns, BLOCK_ROWS=TOTAL_ROWS, BLOCK=TOTAL_COLUMNS
-    )
 
 
 def norm_backward(
@@ -386,7 +263,7 @@ def norm_backward(
         rows_per_program = -(-rows // programs)
         programs = -(-rows // rows_per_program)
         sums = _partial_sums(dy, len(wanted), programs)
-        launch = _sums_launch(
+        launch = sums_launch(
             columns, bias is not None, weight_offset, normalized, needs_weight, needs_bias
         )
         grid = (-(-columns // SUMS_COLUMNS), programs, 1)
@@ -415,7 +292,7 @@ def norm_backward(
             launch((rows, 1, 1), (*tensors, dx), (rows,), strides)
     if wanted:
         grid = (-(-columns // TOTAL_COLUMNS), len(wanted), 1)
-        _total_launch(columns)(grid, (sums, wanted[0], wanted[-1]), (programs,))
+        total_launch(columns)(grid, (sums, wanted[0], wanted[-1]), (programs,))
     return dx, d_weight, d_bias
 
 

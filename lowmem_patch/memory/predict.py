@@ -21,7 +21,8 @@ from lowmem_patch.patching.apply import apply_plan
 from lowmem_patch.patching.config import PatchConfig
 from lowmem_patch.patching.inputs import ExampleInputs
 from lowmem_patch.patching.plan import make_plan
-from lowmem_patch.patching.trace import Shadow, make_shadow, trace_forward
+from lowmem_patch.patching.shadow import Shadow, make_shadow
+from lowmem_patch.patching.trace import trace_forward
 
 __all__ = ["Footprint", "MemoryReport", "largest_that_fits", "most_positions", "predict_memory"]
 

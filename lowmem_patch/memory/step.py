@@ -19,7 +19,8 @@ from torch.utils._pytree import tree_leaves
 from lowmem_patch.errors import TraceError
 from lowmem_patch.patching.gpu_dropout import GpuDropouts
 from lowmem_patch.patching.inputs import ExampleInputs
-from lowmem_patch.patching.trace import Shadow, trace_forward
+from lowmem_patch.patching.shadow import Shadow
+from lowmem_patch.patching.trace import trace_forward
 from lowmem_patch.saved import DispatchMode, storage_key
 
 __all__ = ["StepBytes", "run_step", "step_bytes", "with_labels"]

@@ -196,6 +196,7 @@ class Stored(Deferred):
 class Unstored(Deferred):
     """A tensor without storage; see `defer`."""
 
+    held = False  # the value was there before, and no source has its shape
     _value: Tensor | None = None
     _value_version = 0
 
@@ -342,6 +343,7 @@ def keep(
     h: Deferred
     if not torch.compiler.is_compiling() and isinstance(tensor, FakeTensor):
         held: Unstored = _Hold.apply(tensor)  # type: ignore[no-untyped-call]  # of torch
+        held.held = True
         held._value = tensor.detach()
         held._value_version = tensor._version
         h = held
@@ -351,6 +353,8 @@ def keep(
             h._first_version = tensor._version
             h._origin = tensor if passing else None
     h.op, h.sources = op, sources
+    if sources and not torch.compiler.is_compiling():
+        h._versions = [source._version for source in sources]
     return h
 
 

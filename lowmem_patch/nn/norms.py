@@ -160,11 +160,12 @@ class MSNorm(nn.Module):
         weight, bias = (None, None) if self.folded else (self.weight, self.bias)
         compiling = torch.compiler.is_compiling() or is_exporting()
         foreign = is_foreign(x) or (weight is not None and is_foreign(weight))
-        if compiling or foreign or not self._wants_gradient(x):
+        if compiling or foreign or not torch.is_grad_enabled():
             y = self.normalize(x, dtype)
             deferred = compiling and y.requires_grad and not is_exporting()
             return self._as_one_copy(y) if deferred else y
-        affine, copy = self._affine(), self._narrow_dtype(x) if self.shares_copy else None
+        affine = self._affine() if self._wants_gradient(x) else None
+        copy = self._narrow_dtype(x) if self.shares_copy else None
         if copy is not None:
             y, narrow, z = ms_norm_pair(
                 x,
@@ -190,7 +191,8 @@ class MSNorm(nn.Module):
                 weight_offset=self.weight_offset,
             )
             return keep(y, Normed(self.lowers, False, affine), (z,))
-        return self._as_one_copy(self.normalize(x, dtype))
+        y = self.normalize(x, dtype)
+        return self._as_one_copy(y) if y.requires_grad else y
 
     def _as_one_copy(self, y: Tensor) -> Tensor:
         if self.one_copy == "always" or (
@@ -200,8 +202,6 @@ class MSNorm(nn.Module):
         return y
 
     def _wants_gradient(self, x: Tensor) -> bool:
-        if not torch.is_grad_enabled():
-            return False
         return x.requires_grad or any(
             p is not None and p.requires_grad for p in (self.weight, self.bias)
         )
@@ -239,7 +239,8 @@ class MSNorm(nn.Module):
         return self.fits
 
     def _refuse_changes(self) -> None:
-        if self._parameters.keys() != {"weight", "bias"}:
+        replica = getattr(self, "_is_replica", False)  # of nn.DataParallel, which has no parameters
+        if self._parameters.keys() != {"weight", "bias"} and not replica:
             raise PatchError(
                 "the weight of a norm was pruned or parametrized after its affine had been folded into the "
                 "next Linears, which would have no effect: call unpatch_model before, and patch_model again"

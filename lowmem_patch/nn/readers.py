@@ -107,11 +107,13 @@ def _read_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     h = args[0]
     if not _reads(h):
         return NotImplemented
-    # a source may be strided where the value is contiguous
-    func = Tensor.reshape if func is Tensor.view else func
     rest = args[1:]
+    if func is Tensor.view:
+        if rest and isinstance(rest[0], torch.dtype):
+            return NotImplemented  # another reading of the same bits
+        func = Tensor.reshape  # a source may be strided where the value is contiguous
     like = h
-    while isinstance(like, Deferred) and like._versions is not None:  # what it is computed from
+    while isinstance(like, Unstored) and not like.held:  # what it is computed from
         like = like.sources[0]
     output = func(like, *rest, **kwargs)
     if output is like:

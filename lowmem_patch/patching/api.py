@@ -36,15 +36,10 @@ from lowmem_patch.patching.functional_calls import functional_calls_note
 from lowmem_patch.patching.inputs import ExampleInputs, as_example_inputs
 from lowmem_patch.patching.plan import DropoutPatch, Plan, make_plan, trains_signature
 from lowmem_patch.patching.rotary import rotary_note
+from lowmem_patch.patching.shadow import DataNeededError, Shadow, make_shadow
 from lowmem_patch.patching.sharded import came_sharded
 from lowmem_patch.patching.sites import BytesByKind, FoldStep, PatchReport, block_name
-from lowmem_patch.patching.trace import (
-    DataNeededError,
-    Shadow,
-    Trace,
-    make_shadow,
-    trace_forward,
-)
+from lowmem_patch.patching.trace import Trace, trace_forward
 from lowmem_patch.patching.unreached import unreached_note
 
 __all__ = ["patch_model", "patch_report", "plan_patch", "unpatch_model"]

@@ -19,7 +19,7 @@ from lowmem_patch.errors import TraceError
 from lowmem_patch.patching.check import preserved
 from lowmem_patch.patching.fakes import running_fake
 from lowmem_patch.patching.inputs import ExampleInputs
-from lowmem_patch.patching.trace import make_shadow
+from lowmem_patch.patching.shadow import make_shadow
 
 __all__ = ["make_example_inputs"]
 

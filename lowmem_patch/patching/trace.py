@@ -1,14 +1,12 @@
 """Run one forward and record who makes and who reads each tensor.
 
-The forward runs on a shadow: a copy of the model whose parameters are fake tensors (shapes and
-dtypes, no data), so a trace costs no memory and works for meta models. Where a model's control flow
-needs data, the model itself runs once on the example inputs instead.
+The forward runs on a shadow (`lowmem_patch.patching.shadow`). Where a model's control flow needs data, the
+model itself runs once on the example inputs instead.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import traceback
 from collections.abc import Callable, Iterator
@@ -16,17 +14,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lowmem_patch.dropouts import dropout_call
 from lowmem_patch.errors import TraceError
-from lowmem_patch.patching.fakes import ADDRESSES, is_offloaded, make_fake_mode, running_fake
+from lowmem_patch.patching.fakes import ADDRESSES, running_fake
 from lowmem_patch.patching.gpu_dropout import GpuDropouts
-from lowmem_patch.patching.inputs import ExampleInputs
-from lowmem_patch.patching.sharded import came_sharded, whole_twin
+from lowmem_patch.patching.shadow import Shadow, attributes_of
 from lowmem_patch.rows import function_name
 from lowmem_patch.saved import SavedBytes, module_stack, saved_bytes, storage_key
 
@@ -34,18 +30,12 @@ __all__ = [
     "FOREIGN_KERNEL",
     "Call",
     "Op",
-    "Shadow",
     "Trace",
     "describe",
-    "make_shadow",
     "trace_forward",
 ]
 
 FOREIGN_KERNEL = "a kernel of its own"  # the name of an op that is none of torch's
-
-
-class DataNeededError(TraceError):
-    """The model holds tensors that have no fake (quantised weights): trace it on real data."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -93,19 +83,6 @@ class Trace:
     saved: SavedBytes = dataclasses.field(default_factory=SavedBytes)
     fake: bool = True
     keep_alive: list[Any] = dataclasses.field(default_factory=list)
-
-
-@dataclasses.dataclass
-class Shadow:
-    """A model that can be run for a trace, with its inputs, in the context that it needs.
-
-    ``elsewhere``: the model is on the meta device, and will run on a GPU.
-    """
-
-    model: nn.Module
-    inputs: ExampleInputs
-    mode: FakeTensorMode | None
-    elsewhere: bool = False
 
 
 # These return their very input when there is nothing to do, which is no write.
@@ -288,57 +265,6 @@ def _training(model: nn.Module) -> Iterator[None]:
             module.training = flag
 
 
-def make_shadow(model: nn.Module, inputs: ExampleInputs) -> Shadow:
-    """A copy of ``model`` with fake parameters, and fake inputs. The model is not touched.
-
-    Of a model that came sharded it is the whole one.
-
-    Raises:
-        TraceError: the model cannot be copied, or holds tensors that cannot be faked.
-    """
-    if is_offloaded(model):
-        raise DataNeededError(
-            "its weights are offloaded, and come at each call: patch before that to save more"
-        )
-    mode = make_fake_mode()
-    elsewhere = any(parameter.is_meta for parameter in model.parameters())
-    somewhere = torch.device("cpu")
-    if came_sharded(model):
-        somewhere = next(model.parameters()).device
-        model = whole_twin(model)
-    # what an earlier forward left on a module (LeViT's tables of biases) may hang on its graph, which
-    # cannot be copied
-    memo: dict[int, Any] = {
-        id(tensor): tensor.detach()
-        for module in model.modules()
-        for tensor in _tensors(_attributes(module))
-        if tensor.grad_fn is not None
-    }
-    for tensor in (*model.parameters(), *model.buffers()):
-        if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
-            kind = type(tensor).__name__
-            raise DataNeededError(f"a parameter is a {kind}, which cannot be traced without data")
-        device = somewhere if tensor.is_meta else tensor.device
-        with mode:
-            fake = torch.empty_strided(
-                tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device
-            )
-            parameter = isinstance(tensor, nn.Parameter)
-            memo[id(tensor)] = (
-                nn.Parameter(fake, requires_grad=tensor.requires_grad) if parameter else fake
-            )
-    try:
-        shadow = copy.deepcopy(model, memo)
-    except (TypeError, RuntimeError, AttributeError, ValueError) as error:
-        raise TraceError(f"the model cannot be copied for a trace: {error}") from error
-    with mode:
-        fakes = inputs.map(lambda tensor: torch.empty_strided(
-            tensor.shape, tensor.stride(), dtype=tensor.dtype,
-            device="cpu" if tensor.is_meta else tensor.device, requires_grad=tensor.requires_grad,
-        ))  # fmt: skip
-    return Shadow(shadow, fakes, mode, elsewhere)
-
-
 def trace_forward(shadow: Shadow, *, structure: bool = True) -> Trace:
     """Run the forward with gradients on, and record the dataflow and what autograd saves.
 
@@ -375,7 +301,7 @@ def trace_forward(shadow: Shadow, *, structure: bool = True) -> Trace:
                 f"{type(model).__name__} could not be run on the example inputs ({inputs}): "
                 f"{_place(error, model)}: {type(error).__name__}: {error}"
             ) from error
-    kept = [_plain(output), *(_attributes(module) for module in model.modules())]
+    kept = [_plain(output), *(attributes_of(module) for module in model.modules())]
     trace.outputs = {id(tensor) for tensor in _tensors(kept)}
     trace.keep_alive.append(kept)
     if structure:
@@ -413,9 +339,3 @@ def _plain(output: Any) -> Any:
     if dataclasses.is_dataclass(output) or type(output).__name__ == "SimpleNamespace":
         return [_plain(value) for value in vars(output).values()]
     return output
-
-
-def _attributes(module: nn.Module) -> list[Any]:
-    """Tensors that a forward left on a module, for somebody to read: as good as returned."""
-    own = ("_parameters", "_modules")
-    return [value for name, value in vars(module).items() if name not in own]

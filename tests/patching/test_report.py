@@ -142,7 +142,7 @@ def test_bad_example_inputs(inputs: Any) -> None:
 def test_a_config_object_equals_its_mapping() -> None:
     net = patch_model(Toy(gated), FOLD, example_inputs=batch())
     norm = net.norm
-    patch_model(net, PatchConfig(**FOLD), example_inputs=batch())
+    patch_model(net, PatchConfig(**FOLD))
     assert net.norm is norm
 
 

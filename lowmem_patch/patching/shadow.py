@@ -1,0 +1,98 @@
+"""A copy of a model that can be run for a trace: its parameters are fake tensors (shapes and dtypes, no
+data), so a trace costs no memory and works for meta models."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
+
+from lowmem_patch.errors import TraceError
+from lowmem_patch.patching.fakes import is_offloaded, make_fake_mode
+from lowmem_patch.patching.inputs import ExampleInputs
+from lowmem_patch.patching.sharded import came_sharded, whole_twin
+
+__all__ = ["DataNeededError", "Shadow", "attributes_of", "make_shadow"]
+
+
+class DataNeededError(TraceError):
+    """The model holds tensors that have no fake (quantised weights): trace it on real data."""
+
+
+@dataclasses.dataclass
+class Shadow:
+    """A model that can be run for a trace, with its inputs, in the context that it needs.
+
+    ``elsewhere``: the model is on the meta device, and will run on a GPU.
+    """
+
+    model: nn.Module
+    inputs: ExampleInputs
+    mode: FakeTensorMode | None
+    elsewhere: bool = False
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def make_shadow(model: nn.Module, inputs: ExampleInputs) -> Shadow:
+    """A copy of ``model`` with fake parameters, and fake inputs. The model is not touched.
+
+    Of a model that came sharded it is the whole one.
+
+    Raises:
+        TraceError: the model cannot be copied, or holds tensors that cannot be faked.
+    """
+    if is_offloaded(model):
+        raise DataNeededError(
+            "its weights are offloaded, and come at each call: patch before that to save more"
+        )
+    mode = make_fake_mode()
+    elsewhere = any(parameter.is_meta for parameter in model.parameters())
+    somewhere = torch.device("cpu")
+    if came_sharded(model):
+        somewhere = next(model.parameters()).device
+        model = whole_twin(model)
+    # what an earlier forward left on a module (LeViT's tables of biases) may hang on its graph, which
+    # cannot be copied
+    memo: dict[int, Any] = {
+        id(tensor): tensor.detach()
+        for module in model.modules()
+        for tensor in _tensors(attributes_of(module))
+        if tensor.grad_fn is not None
+    }
+    for tensor in (*model.parameters(), *model.buffers()):
+        if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
+            kind = type(tensor).__name__
+            raise DataNeededError(f"a parameter is a {kind}, which cannot be traced without data")
+        device = somewhere if tensor.is_meta else tensor.device
+        with mode:
+            fake = torch.empty_strided(
+                tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device
+            )
+            parameter = isinstance(tensor, nn.Parameter)
+            memo[id(tensor)] = (
+                nn.Parameter(fake, requires_grad=tensor.requires_grad) if parameter else fake
+            )
+    try:
+        shadow = copy.deepcopy(model, memo)
+    except (TypeError, RuntimeError, AttributeError, ValueError) as error:
+        raise TraceError(f"the model cannot be copied for a trace: {error}") from error
+    with mode:
+        fakes = inputs.map(lambda tensor: torch.empty_strided(
+            tensor.shape, tensor.stride(), dtype=tensor.dtype,
+            device="cpu" if tensor.is_meta else tensor.device, requires_grad=tensor.requires_grad,
+        ))  # fmt: skip
+    return Shadow(shadow, fakes, mode, elsewhere)
+
+
+def attributes_of(module: nn.Module) -> list[Any]:
+    """Tensors that a forward left on a module, for somebody to read: as good as returned."""
+    own = ("_parameters", "_modules")
+    return [value for name, value in vars(module).items() if name not in own]
