@@ -37,6 +37,7 @@ from lowmem_patch.patching.readers import (
     weight_trains,
 )
 from lowmem_patch.patching.rotary import find_rotations
+from lowmem_patch.patching.sharded import came_sharded
 from lowmem_patch.patching.sites import Site
 from lowmem_patch.patching.softmaxes import find_softmaxes
 from lowmem_patch.patching.trace import Call, Trace
@@ -217,7 +218,8 @@ class _Planner:
             and self.config.linear_inputs != "keep"
             and self._shares_copy(readers, around)
         )
-        saved = self._saved_by_others(readers)
+        # Linears whose weights are sharded save the output of their own
+        saved = self._saved_by_others(readers) or came_sharded(self.model)
         self.patches[name] = NormPatch(
             spec, fold, feeds_autocast, sunk, one_copy, shares_copy, saved
         )
