@@ -164,8 +164,9 @@ def is_exporting() -> bool:
     """Whether torch.export, torch.jit or torch.onnx write down what runs, for places where nobody knows
     this package: plain ops then, and nothing deferred."""
     # the flag and not torch.compiler.is_exporting, which is true in all that torch 2.11 compiles
-    exports = torch.compiler.is_compiling() and getattr(torch.compiler, "_is_exporting_flag", False)
-    return bool(exports or torch._C._is_tracing())
+    if torch.compiler.is_compiling():
+        return bool(getattr(torch.compiler, "_is_exporting_flag", False))
+    return bool(torch._C._is_tracing())
 
 
 def wants_gradient(*args: Any) -> bool:

@@ -17,44 +17,46 @@ from lowmem_patch.kernels.norm import load_vector
 
 __all__ = ["affine"]
 
-BLOCK = 1024
-NUM_WARPS = 4
+TILE = 4096  # elements of a program
+NUM_WARPS = 8
 
 
-@triton.jit(do_not_specialize=["elements"])
+@triton.jit(do_not_specialize=["rows"])
 def _affine_kernel(
     z_ptr,
     y_ptr,
     weight_ptr,
     bias_ptr,
-    elements,
+    rows,
     columns,
     HAS_WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     OFFSET: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = index < elements
-    column = (index % columns).to(tl.int32)
-    y = tl.load(z_ptr + index, mask=mask, other=0.0).to(tl.float32)
+    row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < columns
+    mask = (row < rows)[:, None] & inside[None, :]
+    place = row[:, None] * columns + column[None, :]
+    y = tl.load(z_ptr + place, mask=mask, other=0.0).to(tl.float32)
     if HAS_WEIGHT:
-        y *= load_vector(weight_ptr, column, mask, True, 1.0) + OFFSET
+        y *= (load_vector(weight_ptr, column, inside, True, 1.0) + OFFSET)[None, :]
     if HAS_BIAS:
-        y += load_vector(bias_ptr, column, mask, True, 0.0)
-    tl.store(y_ptr + index, y.to(y_ptr.dtype.element_ty), mask=mask)
+        y += load_vector(bias_ptr, column, inside, True, 0.0)[None, :]
+    tl.store(y_ptr + place, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @cache
-def _launch(has_weight: bool, has_bias: bool, offset: float) -> Launch:
-    return Launch(
-        _affine_kernel,
-        NUM_WARPS,
-        HAS_WEIGHT=has_weight,
-        HAS_BIAS=has_bias,
-        OFFSET=offset,
-        BLOCK=BLOCK,
-    )
+def _launcher(
+    columns: int, has_weight: bool, has_bias: bool, offset: float
+) -> tuple[Launch, int, int]:
+    """The launch for rows of this length; rows and columns of a program."""
+    block = min(triton.next_power_of_2(columns), TILE)
+    constants = {"HAS_WEIGHT": has_weight, "HAS_BIAS": has_bias, "OFFSET": offset}
+    launch = Launch(_affine_kernel, NUM_WARPS, **constants, BLOCK_ROWS=TILE // block, BLOCK=block)
+    return launch, TILE // block, block
 
 
 def affine(
@@ -64,9 +66,12 @@ def affine(
     y = empty(z, dtype)
     if not y.numel():
         return y
+    columns = z.shape[-1]
+    rows = y.numel() // columns
     z, weight, bias = z.contiguous(), contiguous(weight), contiguous(bias)
+    launch, block_rows, block = _launcher(columns, weight is not None, bias is not None, offset)
     # an absent vector is never read; any pointer will do
     tensors = (z, y, z if weight is None else weight, z if bias is None else bias)
-    launch = _launch(weight is not None, bias is not None, offset)
-    launch((-(-y.numel() // BLOCK), 1, 1), tensors, (y.numel(),), (z.shape[-1],))
+    grid = (-(-rows // block_rows), -(-columns // block), 1)
+    launch(grid, tensors, (rows,), (columns,))
     return y

@@ -166,6 +166,8 @@ def patch_report(model: nn.Module) -> PatchReport:
         )
     holder, record = records[0]
     changed = tuple(no_longer_as_patched(holder))
+    if not changed:
+        return record.report
     return dataclasses.replace(record.report, notes=(*record.report.notes, *changed))
 
 

@@ -194,6 +194,9 @@ def _trains(model: nn.Module) -> dict[str, bool]:
     folded = [f"{n}." for n, m in model.named_modules() if isinstance(m, MSNorm) and m.folded]
     found: dict[str, bool] = {}
     for name, parameter in model.named_parameters():
+        given: Any = parameter
+        if not isinstance(given, nn.Parameter):
+            continue  # torch.func.functional_call's
         if name.startswith((*layers, *folded)) and not name.startswith(own):
             continue
         parts = name.split(".")
@@ -207,9 +210,13 @@ def _trains(model: nn.Module) -> dict[str, bool]:
 
 def _training(model: nn.Module, facts: AsPatched) -> Iterator[str]:
     now = _trains(model)
-    new = [name for name, trained in facts.trains.items() if not trained and now.get(name)]
+    changed = {name: was for name, was in facts.trains.items() if now.get(name, was) is not was}
+    new = [name for name, trained in changed.items() if not trained]
+    frozen = [name for name, trained in changed.items() if trained]
     if new:
         yield f"{len(new)} parameters train now that did not train at the patch ({_listed(new)})"
+    if frozen:
+        yield f"{len(frozen)} parameters that trained at the patch are frozen now ({_listed(frozen)})"
 
 
 def _forward_of(module: nn.Module) -> str:

@@ -247,7 +247,9 @@ class _Planner:
 
     def _saved_by_others(self, readers: list[Reader]) -> bool:
         """Whether an op that is no Linear saves the output, so that z beside it would be one more."""
-        others = [r for r in readers if r.kind not in ("linear", "output") and r.op is not None]
+        if any(reader.kind == "output" for reader in readers):
+            return True  # the caller holds it
+        others = [r for r in readers if r.kind != "linear" and r.op is not None]
         if not others:
             return False
         keys = {storage_key(r.tensor) for r in others if r.tensor is not None}

@@ -318,6 +318,7 @@ def main(rank: int, folder: Path, device_type: str) -> None:
         init_method=(folder.resolve() / "meeting").as_uri(),
         rank=rank,
         world_size=WORLD,
+        device_id=device if device_type == "cuda" else None,
         timeout=datetime.timedelta(seconds=60),
     )
     runs = Runs(rank, device, folder)

@@ -217,6 +217,7 @@ def _with_weights(new: nn.Module, old: nn.Module) -> nn.Module:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:nothing was patched")  # its kernels are in every site
 @pytest.mark.parametrize("mode", ["instance", "classes"])
 @pytest.mark.parametrize("config", ["auto", "exact"])
 def test_real_liger_before_the_patch_trains_the_same(mode: str, config: str) -> None:
@@ -240,6 +241,7 @@ def test_real_liger_before_the_patch_trains_the_same(mode: str, config: str) -> 
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:nothing was patched")
 def test_real_liger_after_the_patch_is_named() -> None:
     pytest.importorskip("liger_kernel")
     from liger_kernel.transformers import monkey_patch

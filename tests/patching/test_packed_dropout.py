@@ -80,6 +80,7 @@ def test_what_keeps_no_bits(make: Callable[[], nn.Module], config: dict[str, str
     assert model.get_submodule("drop") is drop
 
 
+@pytest.mark.filterwarnings("ignore:.*are frozen now")
 @pytest.mark.parametrize("change", ["eval", "p 0", "p 1", "in place", "another p", "no gradient"])
 def test_what_changes_after_patching_counts(change: str) -> None:
     model, twin = patched(Residual())

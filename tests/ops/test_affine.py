@@ -1,0 +1,136 @@
+"""Norms that save z, and Linears behind their affine that save the same z: exact for every gamma."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lowmem_patch.functional import Affine, LowRank, affine_linear, norm_and_z
+from lowmem_patch.functional._implementation import module
+from tests.ops.conftest import Backend
+from tests.ops.helpers import assert_within_budget, saved_storages, storage_of
+from tests.ops.test_norms import CASES, DTYPES, EPS, plain
+
+DTYPE_IDS = [str(dtype).removeprefix("torch.") for dtype in DTYPES]
+
+
+def vectors(size: int, device: str, dtype: torch.dtype, centered: bool, offset: float) -> Any:
+    """gamma and beta; a third of gamma is 0, where nothing could be divided."""
+    weight = torch.randn(size, device=device)
+    weight[::3] = 0.0
+    bias = torch.randn(size, device=device).to(dtype).requires_grad_() if centered else None
+    return (weight - offset).to(dtype).requires_grad_(), bias
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (2, 3, 37), (33, 768), (3, 8200), (2, 20000), (0, 16)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
+@pytest.mark.parametrize(("centered", "offset"), CASES)
+def test_norm_gradients_with_a_gamma_of_zero(
+    backend: Backend, centered: bool, offset: float, dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    device, size = backend.device, shape[-1]
+    x = (torch.randn(shape, device=device) + 0.3).to(dtype).requires_grad_()
+    weight, bias = vectors(size, device, dtype, centered, offset)
+    dy = torch.randn(shape, device=device).to(dtype)
+    leaves = [leaf for leaf in (x, weight, bias) if leaf is not None]
+
+    def own() -> tuple[Tensor, Tensor]:
+        return norm_and_z(
+            x,
+            EPS,
+            weight,
+            bias,
+            centered=centered,
+            out_dtype=dtype,
+            z_dtype=dtype,
+            weight_offset=offset,
+            implementation=backend.implementation,  # type: ignore[arg-type]
+        )
+
+    (y, z), saved = saved_storages(own)
+    assert set(saved) - {storage_of(leaf) for leaf in leaves} - {storage_of(z)} <= {
+        key for key, size in saved.items() if size <= 8 * max(1, x.numel() // shape[-1])
+    }
+    assert not z.requires_grad
+    found = torch.autograd.grad(y, leaves, dy)
+    wide = [None if t is None else t.detach().double().requires_grad_() for t in (x, weight, bias)]
+    truth = plain(wide[0], wide[1], wide[2], offset, centered)  # type: ignore[arg-type]
+    exact = torch.autograd.grad(truth, [t for t in wide if t is not None], dy.double())
+    stock = plain(x, weight, bias, offset, centered)
+    theirs = torch.autograd.grad(stock, leaves, dy)
+    assert_within_budget(y, stock, truth)
+    # what the rounding of z costs: half a unit, carried through the formulas
+    wide_x = (
+        wide[0].detach() - wide[0].detach().mean(-1, keepdim=True) if centered else wide[0].detach()
+    )  # type: ignore[union-attr]
+    rstd = (wide_x.square().mean(-1, keepdim=True) + EPS).rsqrt()
+    unit = torch.finfo(dtype).eps / 2 * (wide_x * rstd).abs()
+    g = dy.double() * (weight.detach().double() + offset)
+    along = (g.abs() * unit).mean(-1, keepdim=True)
+    d_x = rstd * (
+        unit * (g * wide_x * rstd).mean(-1, keepdim=True).abs() + (wide_x * rstd).abs() * along
+    )
+    d_weight = (dy.double().abs() * unit).reshape(-1, size).sum(0)
+    extras = (d_x, d_weight, 0.0)
+    for ours, other, right, extra in zip(found, theirs, exact, extras, strict=False):
+        assert_within_budget(ours, other, right, extra)
+
+
+@pytest.mark.parametrize("shape", [(1, 5), (2, 3, 37), (33, 768), (3, 20000), (0, 16)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
+def test_affine_is_rounded_once(
+    backend: Backend, dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    z = torch.randn(shape, device=backend.device).to(dtype)
+    weight, bias = (torch.randn(shape[-1], device=backend.device) for _ in range(2))
+    operations: Any = module(backend.implementation)
+    for beta, offset in ((None, 0.0), (bias, 1.0)):
+        y = operations.affine(z, weight, beta, offset, dtype)
+        exact = z.double() * (weight.double() + offset) + (0.0 if beta is None else beta.double())
+        assert_within_budget(y, exact.to(dtype), exact)
+
+
+@pytest.mark.parametrize("rows", [6, 60], ids=["rows recomputed", "weights corrected"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("beta", [True, False])
+@pytest.mark.parametrize("adapted", [False, True], ids=["plain", "adapter"])
+def test_linear_gradients_with_a_gamma_of_zero(
+    backend: Backend, adapted: bool, beta: bool, dtype: torch.dtype, rows: int
+) -> None:
+    if backend.implementation == "reference" and backend.device == "cuda":
+        pytest.skip("the op chooses")
+    device, size, outputs = backend.device, 24, 16
+    z = torch.randn(2, rows // 2, size, device=device).to(dtype)
+    gamma, shift = vectors(size, device, dtype, beta, 0.0)
+    affine = Affine(gamma.detach(), None if shift is None else shift.detach(), 0.0)
+    weight = torch.randn(outputs, size, device=device).to(dtype).requires_grad_()
+    bias = torch.randn(outputs, device=device).to(dtype).requires_grad_()
+    down = torch.randn(4, size, device=device).to(dtype).requires_grad_()
+    up = torch.randn(outputs, 4, device=device).to(dtype).requires_grad_()
+    adapter = LowRank(down, up, 0.5) if adapted else None
+    y = affine.of(z, dtype).requires_grad_()
+    leaves = [y, weight, bias, *((down, up) if adapted else ())]
+    out, saved = saved_storages(lambda: affine_linear(y, z, affine, weight, bias, dtype, adapter))
+    assert storage_of(z) in saved and storage_of(y) not in saved
+    dout = torch.randn_like(out)
+    found = torch.autograd.grad(out, leaves, dout)
+
+    def step(wide: bool) -> tuple[Tensor, ...]:
+        a, w, b, *low = (t.detach().to(torch.float64 if wide else dtype) for t in leaves)
+        if wide:  # the true y
+            a = z.double() * gamma.double() + (0.0 if shift is None else shift.double())
+        copies = [t.detach().requires_grad_() for t in (a, w, b, *low)]
+        result = F.linear(copies[0], copies[1], copies[2])
+        if low:
+            result = result + 0.5 * F.linear(F.linear(copies[0], copies[3]), copies[4])
+        return torch.autograd.grad(result, copies, dout.to(result.dtype))
+
+    exact, theirs = step(True), step(False)
+    for name, ours, other, right in zip("ywbAB", found, theirs, exact, strict=False):
+        error = (ours.double() - right).norm() / right.norm()
+        own = (other.double() - right).norm() / right.norm()
+        assert error <= 2 * own + torch.finfo(dtype).eps, (name, float(error), float(own))
