@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -54,8 +55,14 @@ def _launcher(
 ) -> tuple[Launch, int, int]:
     """The launch for rows of this length; rows and columns of a program."""
     block = min(triton.next_power_of_2(columns), TILE)
-    constants = {"HAS_WEIGHT": has_weight, "HAS_BIAS": has_bias, "OFFSET": offset}
-    launch = Launch(_affine_kernel, NUM_WARPS, **constants, BLOCK_ROWS=TILE // block, BLOCK=block)
+    constants: dict[str, Any] = {
+        "HAS_WEIGHT": has_weight,
+        "HAS_BIAS": has_bias,
+        "OFFSET": offset,
+        "BLOCK_ROWS": TILE // block,
+        "BLOCK": block,
+    }
+    launch = Launch(_affine_kernel, NUM_WARPS, **constants)
     return launch, TILE // block, block
 
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 import copy
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import LlamaForCausalLM
+from transformers.models.llama import modeling_llama
 
 from lowmem_patch import patch_model, patch_report, saved_bytes, unpatch_model
 from tests.patching.families import FAMILIES, Inputs
@@ -216,10 +218,20 @@ def _with_weights(new: nn.Module, old: nn.Module) -> nn.Module:
     return new.to("cuda", torch.bfloat16)
 
 
+@pytest.fixture
+def stock_llama() -> Iterator[None]:
+    """Liger exchanges names in transformers' file, for every model that is built later."""
+    before, forward = dict(vars(modeling_llama)), LlamaForCausalLM.forward
+    yield
+    vars(modeling_llama).update(before)
+    LlamaForCausalLM.forward = forward  # type: ignore[method-assign]
+
+
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:nothing was patched")  # its kernels are in every site
 @pytest.mark.parametrize("mode", ["instance", "classes"])
 @pytest.mark.parametrize("config", ["auto", "exact"])
+@pytest.mark.usefixtures("stock_llama")
 def test_real_liger_before_the_patch_trains_the_same(mode: str, config: str) -> None:
     model = _liger_model(mode)
     twin = copy.deepcopy(model)
@@ -241,7 +253,7 @@ def test_real_liger_before_the_patch_trains_the_same(mode: str, config: str) -> 
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:nothing was patched")
+@pytest.mark.usefixtures("stock_llama")
 def test_real_liger_after_the_patch_is_named() -> None:
     pytest.importorskip("liger_kernel")
     from liger_kernel.transformers import monkey_patch

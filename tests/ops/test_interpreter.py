@@ -15,14 +15,19 @@ pytest.importorskip("triton")
 OLD_TRITON = ("-W", "ignore:Conversion of an array with ndim:DeprecationWarning")
 
 
-@pytest.mark.timeout(900)  # five hundred interpreted tests; a minute on an idle machine
+# in two parts, so that two workers share them
+PARTS = {
+    "norms": ("affine", "norms"),
+    "others": ("activations", "codes", "dropout", "linear", "packing", "rotary"),
+}
+
+
+@pytest.mark.timeout(900)  # some hundred interpreted tests; a minute on an idle machine
+@pytest.mark.parametrize("part", PARTS)
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="already interpreted")
-def test_kernels_pass_the_same_tests_under_the_interpreter() -> None:
+def test_kernels_pass_the_same_tests_under_the_interpreter(part: str) -> None:
     folder = Path(__file__).parent
-    files = [
-        str(folder / f"test_{name}.py")
-        for name in ("activations", "codes", "dropout", "linear", "norms", "packing", "rotary")
-    ]
+    files = [str(folder / f"test_{name}.py") for name in PARTS[part]]
     finished = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *OLD_TRITON, *files],
         env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
