@@ -30,6 +30,7 @@ __all__ = [
     "is_exporting",
     "is_transformed",
     "register_plain",
+    "saved_tensors",
     "wants_gradient",
     "without_autocast",
 ]
@@ -202,6 +203,20 @@ def first_order(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]
         return guarded
 
     return decorate
+
+
+def saved_tensors(ctx: Any, what: str) -> tuple[Any, ...]:
+    """``ctx.saved_tensors``; who wrote into one of them meanwhile is told what it was."""
+    try:
+        saved: tuple[Any, ...] = ctx.saved_tensors
+    except RuntimeError as error:
+        if "inplace operation" not in str(error):
+            raise
+        raise RuntimeError(
+            f"lowmem_patch: {what} was written in place after it was made, and backward needs it as it was: "
+            "write into a copy, or call patch_model again with example_inputs that take this path"
+        ) from error
+    return saved
 
 
 class _FirstOrder(torch.autograd.Function):

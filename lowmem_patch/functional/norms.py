@@ -206,7 +206,8 @@ class _Norm(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor | None, *_: None) -> Any:
         if dy is None:
             return (None,) * 10
-        return (None, *norm_gradients(ctx, dy, *ctx.saved_tensors), *(None,) * 6)
+        saved = _library.saved_tensors(ctx, "the output of a norm")
+        return (None, *norm_gradients(ctx, dy, *saved), *(None,) * 6)
 
 
 _call_norm = _library.attach_autograd(_norm_forward, _Norm, outputs=3)

@@ -144,7 +144,9 @@ class Deferred(Tensor):
             known = NotImplemented if reader is None else reader(func, args, kwargs)
             if known is not NotImplemented:
                 return known
-            if len(types) == 1 or all(issubclass(kind, Deferred) for kind in types):
+            if len(types) == 1 or all(
+                kind is Tensor or issubclass(kind, Deferred) for kind in types
+            ):
                 if not torch.compiler.is_compiling():
                     args = tuple(map(_origin_of, args))
                 return func(*args, **kwargs)
