@@ -62,7 +62,7 @@ def _foreign_parameters(model: nn.Module) -> dict[str, str]:
             continue
         held = [*state.get("_parameters", {}).values()]
         for child in state.get("_modules", {}).values():
-            if id(child) in own and child is not model:
+            if child is not None and id(child) in own and child is not model:
                 held += child.parameters()
         for parameter in held:
             if id(parameter) in names:

@@ -113,7 +113,8 @@ class _Recorder(TorchFunctionMode):
 
     def add(self, op: Op) -> None:
         self.trace.ops.append(op)
-        self.flowing.update(map(storage_key, op.outputs))
+        if not torch._C._are_functorch_transforms_active():  # whose tensors have no storage
+            self.flowing.update(map(storage_key, op.outputs))
         for key in {id(tensor) for tensor in _tensors((op.args, op.kwargs))}:
             self.trace.readers.setdefault(key, []).append(op)
 

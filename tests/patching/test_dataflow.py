@@ -336,14 +336,16 @@ def test_input_that_needs_no_gradient() -> None:
 @pytest.mark.parametrize("trains", [True, False])
 def test_gamma_of_zero(trains: bool) -> None:
     def zero(net: Any) -> None:
-        net.norm.weight.requires_grad_(trains)
         with torch.no_grad():
             net.norm.weight[0] = 0.0
 
-    patched, twin, _ = patched_twin(Toy(mlp), SHARE, zero)
+    net = Toy(mlp)
+    net.norm.weight.requires_grad_(trains)
+    patched, twin, _ = patched_twin(net, SHARE, zero)
     assert strategies(patched)["norm"] == "share"
     assert_equal_steps(patched, twin, twin)
     net = randomise(Toy(mlp))
+    net.norm.weight.requires_grad_(trains)
     zero(net)
     before = copy.deepcopy(net)
     assert_equal_steps(patch_model(net, SHARE, example_inputs=batch()), before, before)
