@@ -19,7 +19,12 @@ from lowmem_patch.functional.activations import (
     computed_again,
     glu,
 )
-from lowmem_patch.functional.affine import Affine, affine_linear
+from lowmem_patch.functional.affine import (
+    Affine,
+    Recomputed,
+    affine_linear,
+    packs_saved_tensors,
+)
 from lowmem_patch.functional.codes import codes_activation, regelu2, requickgelu2, resilu2
 from lowmem_patch.functional.dropout import draw_dropout, dropout_linear, packed_dropout
 from lowmem_patch.functional.grouped import activation_grouped_matmul
@@ -37,6 +42,7 @@ __all__ = [
     "Affine",
     "Implementation",
     "LowRank",
+    "Recomputed",
     "activation",
     "activation_gradients",
     "activation_grouped_matmul",
@@ -59,6 +65,7 @@ __all__ = [
     "norm_and_z",
     "pack_bool",
     "packed_dropout",
+    "packs_saved_tensors",
     "regelu2",
     "register_plain",
     "requickgelu2",

@@ -29,6 +29,7 @@ __all__ = [
     "is_eager",
     "is_exporting",
     "is_transformed",
+    "refuse_second_order",
     "register_plain",
     "saved_tensors",
     "wants_gradient",
@@ -203,6 +204,15 @@ def first_order(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]
         return guarded
 
     return decorate
+
+
+def refuse_second_order(tensor: Tensor, name: str) -> Tensor:
+    """``tensor``, whose derivative is a `DoubleBackwardError` where a second one is being prepared."""
+    if not torch.is_grad_enabled():
+        return tensor
+    apply: Any = _FirstOrder.apply
+    guarded: Tensor = apply(tensor.requires_grad_(), name)
+    return guarded
 
 
 def saved_tensors(ctx: Any, what: str) -> tuple[Any, ...]:

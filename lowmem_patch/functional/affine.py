@@ -7,7 +7,12 @@ behind it save the same z. For the weight's gradient there are two ways, of whic
     d_W = (dy^T z) gamma + (sum dy) beta^T                           a pass over d_W
 
 Both are exact for every gamma, 0 included. The input's gradient, dy W, goes to y.
-Saved: z, gamma, beta where the weight or the adapter's A trains; W where the input asks for a gradient.
+Saved: z, gamma, beta where the weight or the adapter's A trains; W where the input asks for a gradient, in
+the product's dtype where it trains, as torch's own Linear saves it.
+
+Where nobody else packs saved tensors (checkpointing, offloading and counting do), torch's own Linear serves,
+with z packed in the place of y: it costs a third of the Python. y is computed again once for all Linears
+that read it (`Recomputed`).
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lowmem_patch.functional import _library
@@ -22,7 +28,7 @@ from lowmem_patch.functional._implementation import module, resolve
 from lowmem_patch.functional._linear import IDENTITY, linear_backward, linear_forward
 from lowmem_patch.functional.linear import LowRank
 
-__all__ = ["Affine", "affine_linear"]
+__all__ = ["Affine", "Recomputed", "affine_linear", "packs_saved_tensors"]
 
 
 class Affine(NamedTuple):
@@ -53,6 +59,65 @@ class Affine(NamedTuple):
         return gradient
 
 
+class Recomputed:
+    """y = affine(z), computed again in backward: once for those that packed it.
+
+    Args:
+        z: ``[..., N]``, without a gradient.
+        affine: how y is computed from z.
+        dtype: of y.
+    """
+
+    __slots__ = ("affine", "dtype", "readers", "value", "z")
+
+    def __init__(self, z: Tensor, affine: Affine, dtype: torch.dtype) -> None:
+        self.z, self.affine, self.dtype = z, affine, dtype
+        self.readers = 0  # that have not asked for y yet
+        self.value: Tensor | None = None
+
+    def linear(self, y: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """F.linear(y, weight, bias), which saves z."""
+        address, size = y.data_ptr(), y.numel()
+
+        def pack(tensor: Tensor) -> Any:
+            if tensor.data_ptr() != address or tensor.numel() != size:
+                return tensor
+            self.readers += 1
+            return self, tensor.shape
+
+        _push_hooks(pack, _unpack)
+        try:
+            return F.linear(y, weight, bias)
+        finally:
+            _pop_hooks()
+
+    def again(self) -> Tensor:
+        y = self.value
+        if y is None:
+            with torch.no_grad():
+                y = self.affine.of(self.z, self.dtype)
+        self.readers -= 1
+        self.value = y if self.readers > 0 else None
+        return y
+
+
+def _unpack(packed: Any) -> Tensor:
+    if isinstance(packed, Tensor):
+        return packed
+    recomputed, shape = packed
+    return _library.refuse_second_order(recomputed.again().view(shape), "affine_linear")
+
+
+_push_hooks: Any = torch._C._autograd._push_saved_tensors_default_hooks
+_pop_hooks: Any = torch._C._autograd._pop_saved_tensors_default_hooks
+_top_hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks
+
+
+def packs_saved_tensors() -> bool:
+    """Whether somebody packs what is saved: only the innermost pack is called."""
+    return _top_hooks(True) is not None
+
+
 class _AffineLinear(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -68,6 +133,11 @@ class _AffineLinear(torch.autograd.Function):
         dtype: torch.dtype,
     ) -> Tensor:
         for_y, _, _, for_weight, for_bias, for_down, for_raised, *_ = ctx.needs_input_grad
+        ctx.dtypes = [(weight if t is None else t).dtype for t in (weight, bias, down, raised)]
+        if (
+            for_weight
+        ):  # a copy in the product's dtype is worth its bytes, as torch's own Linear finds
+            weight = weight.to(dtype)
         chosen = resolve("auto", y) if _library.is_eager(y) else "reference"
         out, low = linear_forward(
             y, y, None, weight, bias, down, raised, scale, IDENTITY, dtype, chosen
@@ -84,7 +154,6 @@ class _AffineLinear(torch.autograd.Function):
         )
         ctx.needs = [for_y, for_weight, for_bias, for_down, for_raised]
         ctx.settings = (affine.offset, scale, y.dtype)
-        ctx.dtypes = [(weight if t is None else t).dtype for t in (weight, bias, down, raised)]
         return out
 
     @staticmethod

@@ -192,6 +192,8 @@ class Stored(Deferred):
         return self.as_subclass(Tensor) if self._origin is None else self._origin
 
     def detached(self) -> Tensor:
+        if torch.compiler.is_compiling():
+            return self.view_as(self).detach()
         return self.as_subclass(Tensor).detach()
 
 

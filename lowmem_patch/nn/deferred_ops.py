@@ -12,6 +12,7 @@ from torch import Tensor
 from lowmem_patch.functional import (
     ActivationKind,
     Affine,
+    Recomputed,
     activation_gradients,
     activation_grouped_matmul,
     activation_linear,
@@ -23,6 +24,7 @@ from lowmem_patch.functional import (
     kept_linear,
     kept_matmul,
     packed_dropout,
+    packs_saved_tensors,
 )
 from lowmem_patch.nn import (
     readers as readers,  # fills the table of those who read what is made here
@@ -156,12 +158,14 @@ class Normed(Saved):
         super().__init__(lowers)
         self.copy = copy
         self.affine = affine
+        self.recomputed: Recomputed | None = None
         self.bypassed = copy  # the gradient of Linears goes to the copy
 
     def moved(self, h: Deferred, move: Callable[[Tensor], Tensor]) -> Any:
         if self.copy:
             h._bypassed = True
-        return keep(move(h), self, tuple(move(source) for source in h.sources))
+        op = Normed(self.lowers, self.copy, self.affine)  # z lies in another order there
+        return keep(move(h), op, tuple(move(source) for source in h.sources))
 
     def saved_as(self, h: Deferred) -> Tensor:
         # the product is rounded to the copy's dtype in any case
@@ -175,6 +179,11 @@ class Normed(Saved):
         trains = to.weight.requires_grad or to.adapter is not None
         if self.affine is None or not trains or torch.compiler.is_compiling():
             return _saved_linear(value, to, dtype)
+        plain = to.adapter is None and value.dtype == dtype and type(value) is Tensor
+        if plain and not packs_saved_tensors():
+            if self.recomputed is None:
+                self.recomputed = Recomputed(h.sources[-1], self.affine, dtype)
+            return self.recomputed.linear(value, to.weight, to.bias)
         return affine_linear(
             value, h.sources[-1], self.affine, to.weight, to.bias, dtype, to.adapter
         )

@@ -121,10 +121,12 @@ class MSNorm(nn.Module):
         weight, bias = (None, None) if self.folded else (self.weight, self.bias)
         dtype = dtype or self.output_dtype(x)
         if torch.compiler.is_compiling() and not is_exporting():
-            saved = (self._narrow_dtype(x) if self.shares_copy else None) or dtype
-            norm = compiled.norm if self._affine() is None else compiled.norm_and_z
             settings = (self.eps, self.weight_offset, self.centered, dtype)
-            return norm(x, weight, bias, *settings, saved)
+            narrow = self._narrow_dtype(x) if self.shares_copy else None
+            # a wide output must not be computed from a narrow z
+            if narrow is None and self._affine() is not None:
+                return compiled.norm_and_z(x, weight, bias, *settings, dtype)
+            return compiled.norm(x, weight, bias, *settings, narrow)
         if self.centered:
             return ms_layer_norm(x, self.eps, weight, bias, dtype, self.weight_offset)
         return ms_rms_norm(x, self.eps, weight, self.weight_offset, out_dtype=dtype)

@@ -115,6 +115,7 @@ def _read_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     like = h
     while isinstance(like, Unstored) and not like.held:  # what it is computed from
         like = like.sources[0]
+    whole, like = like, _compiled_plain(like)
     output = func(like, *rest, **kwargs)
     if output is like:
         return h
@@ -122,9 +123,16 @@ def _read_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return NotImplemented
 
     def move(tensor: Tensor) -> Tensor:
-        return output if tensor is like else func(tensor, *rest, **kwargs)
+        return output if tensor is whole else func(_compiled_plain(tensor), *rest, **kwargs)
 
     return h.op.moved(h, move)
+
+
+def _compiled_plain(tensor: Tensor) -> Tensor:
+    """Functions written in Python (pad) ask for a ``__torch_function__`` all the same there."""
+    if torch.compiler.is_compiling() and isinstance(tensor, Deferred):
+        return tensor.plain()
+    return tensor
 
 
 def _reads(h: Any) -> bool:
