@@ -129,6 +129,7 @@ class Deferred(Tensor):
     _origin: Tensor | None = None  # in whose place this one only passes through a forward
     _exposed = False  # somebody may write into its memory without a trace
     _bypassed = False  # a reader sends its gradient to the sources
+    _normed: Tensor | None = None  # of a norm that waited: what its Linears read
 
     @classmethod
     def __torch_function__(

@@ -306,7 +306,9 @@ class Norm(Op):
 
     def linear(self, h: Deferred, to: Projection, dtype: torch.dtype) -> Any:
         h._bypassed = True
-        return project(self.norm(h.sources[0]), to, dtype)
+        if h._normed is None:
+            h._normed = self.norm(h.sources[0])  # once for q, k and v
+        return project(h._normed, to, dtype)
 
     def dropped(self, h: Deferred, p: float) -> Any:
         return Dropped.of(h, p, (h.plain(),), None)

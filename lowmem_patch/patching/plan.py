@@ -247,8 +247,8 @@ class _Planner:
 
     def _saved_by_others(self, readers: list[Reader]) -> bool:
         """Whether an op that is no Linear saves the output, so that z beside it would be one more."""
-        if any(reader.kind == "output" for reader in readers):
-            return True  # the caller holds it
+        if any(reader.kind == "output" or reader.reshaped for reader in readers):
+            return True  # the caller holds it, or a Linear saves it as rows of another length
         others = [r for r in readers if r.kind != "linear" and r.op is not None]
         if not others:
             return False
