@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lowmem_patch import patch_model, saved_bytes
+from lowmem_patch.errors import DoubleBackwardError
 from lowmem_patch.nn.deferred import Deferred
 
 WIDTH, HIDDEN, ROWS = 8, 12, 10
@@ -252,3 +253,58 @@ def test_late_hook_is_refused_by_name() -> None:
     patched.read = lambda b, h: (lambda a: (b.down(a), hooked(a))[0])(b.act(h))
     with pytest.raises(RuntimeError, match=r"lowmem_patch: .* call register_hook before"):
         patched(rows())
+
+
+def backward_of(patched: Block, plain: Block, **options: Any) -> tuple[Any, Any]:
+    found = []
+    for model in (patched, plain):
+        x = rows().requires_grad_()
+        wanted = [x, model.up.weight, model.norm.weight]
+        found.append(torch.autograd.grad(model(x).square().sum(), wanted, **options))
+    return found[0], found[1]
+
+
+def test_second_backward_through_a_norm_that_trains_gives_the_same() -> None:
+    patched, _ = pair()
+    x = rows().requires_grad_()
+    loss = patched(x).square().sum()
+    first = torch.autograd.grad(loss, [x, patched.up.weight], retain_graph=True)
+    second = torch.autograd.grad(loss, [x, patched.up.weight])
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_derivative_of_a_weights_gradient_is_refused() -> None:
+    patched, plain = pair()
+    ours, theirs = backward_of(patched, plain, create_graph=True)
+    for one, two in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-10)
+    with pytest.raises(DoubleBackwardError, match="second derivative"):
+        ours[1].sum().backward()
+
+
+def test_where_saved_tensors_must_not_be_packed() -> None:
+    patched, plain = pair()
+    with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
+        ours, theirs = backward_of(patched, plain)
+    for one, two in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-10)
+
+
+def test_offloaded_saved_tensors_hold_z_once() -> None:
+    patched, plain = pair()
+    with torch.autograd.graph.save_on_cpu():
+        ours, theirs = backward_of(patched, plain)
+    for one, two in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-10)
+
+
+def test_checkpointed_block_keeps_its_input_alone() -> None:
+    patched, plain = pair()
+    x = rows().requires_grad_()
+    with saved_bytes(patched) as saved:
+        y = checkpoint(patched, x, use_reentrant=False)
+    y.square().sum().backward()
+    assert saved.activations == 8 * ROWS * WIDTH  # no pack of ours holds z
+    theirs = rows().requires_grad_()
+    plain(theirs).square().sum().backward()
+    torch.testing.assert_close(x.grad, theirs.grad, rtol=1e-9, atol=1e-10)
