@@ -181,7 +181,8 @@ class Deferred(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         value = self.detached()
-        return value.requires_grad_(self.requires_grad).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        plain: Any = value.requires_grad_(self.requires_grad)
+        return plain.__reduce_ex__(protocol)
 
 
 class Stored(Deferred):
