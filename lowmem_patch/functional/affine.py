@@ -35,14 +35,22 @@ class Affine(NamedTuple):
     """y = z (weight + offset) + bias.
 
     Attributes:
-        weight: ``[N]`` or None for a factor of 1, without a gradient.
-        bias: ``[N]`` or None, without a gradient.
+        weight: ``[N]`` or None for a factor of 1; no gradient goes to it.
+        bias: ``[N]`` or None; no gradient goes to it.
         offset: 1.0 for norms that multiply by (1 + weight).
     """
 
     weight: Tensor | None
     bias: Tensor | None
     offset: float
+
+    def versions(self) -> tuple[int | None, ...]:
+        """Of weight and bias; other ones after a write in place."""
+        weight, bias = self.weight, self.bias
+        return (
+            None if weight is None else weight._version,
+            None if bias is None else bias._version,
+        )
 
     def of(self, z: Tensor, dtype: torch.dtype) -> Tensor:
         """y in ``dtype``, from the rounded z."""
@@ -60,40 +68,42 @@ class Affine(NamedTuple):
 
 
 class Recomputed:
-    """y = affine(z), computed again in backward: once for those that packed it.
+    """y = affine(z), computed again in backward: once for all Linears that packed it.
 
     Args:
+        y: ``[..., N]``, the value that the Linears read.
         z: ``[..., N]``, without a gradient.
         affine: how y is computed from z.
-        dtype: of y.
     """
 
-    __slots__ = ("affine", "dtype", "readers", "value", "z")
+    __slots__ = ("address", "affine", "dtype", "readers", "size", "value", "versions", "z")
 
-    def __init__(self, z: Tensor, affine: Affine, dtype: torch.dtype) -> None:
-        self.z, self.affine, self.dtype = z, affine, dtype
+    def __init__(self, y: Tensor, z: Tensor, affine: Affine) -> None:
+        self.z, self.affine, self.dtype = z, affine, y.dtype
+        self.address, self.size = y.data_ptr(), y.numel()
+        self.versions = affine.versions()
         self.readers = 0  # that have not asked for y yet
         self.value: Tensor | None = None
 
     def linear(self, y: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """F.linear(y, weight, bias), which saves z."""
-        address, size = y.data_ptr(), y.numel()
-
-        def pack(tensor: Tensor) -> Any:
-            if tensor.data_ptr() != address or tensor.numel() != size:
-                return tensor
-            self.readers += 1
-            return self, tensor.shape
-
-        _push_hooks(pack, _unpack)
+        _push_hooks(self._pack, _unpack)
         try:
             return F.linear(y, weight, bias)
         finally:
             _pop_hooks()
 
+    def _pack(self, tensor: Tensor) -> Any:
+        if tensor.data_ptr() == self.address and tensor.numel() == self.size:
+            self.readers += 1
+            return self, tensor.shape
+        return tensor, tensor._version  # torch does not check the version of what is packed
+
     def again(self) -> Tensor:
         y = self.value
         if y is None:
+            if self.affine.versions() != self.versions:
+                raise RuntimeError(_WRITTEN.format("the weight or bias of a norm"))
             with torch.no_grad():
                 y = self.affine.of(self.z, self.dtype)
         self.readers -= 1
@@ -101,11 +111,20 @@ class Recomputed:
         return y
 
 
+_WRITTEN = (
+    "lowmem_patch: one of the variables needed for gradient computation has been modified by an inplace "
+    "operation: {} was written between forward and backward"
+)
+
+
 def _unpack(packed: Any) -> Tensor:
-    if isinstance(packed, Tensor):
-        return packed
-    recomputed, shape = packed
-    return _library.refuse_second_order(recomputed.again().view(shape), "affine_linear")
+    saved, how = packed
+    if isinstance(saved, Recomputed):
+        return _library.refuse_second_order(saved.again().view(how), "affine_linear")
+    tensor: Tensor = saved
+    if tensor._version != how:
+        raise RuntimeError(_WRITTEN.format(f"the weight {tuple(tensor.shape)} of a Linear"))
+    return tensor
 
 
 _autograd: Any = torch._C._autograd  # what torch.autograd.graph.saved_tensors_hooks calls

@@ -166,12 +166,14 @@ class Deferred(Tensor):
         """Whether readers must read the value: somebody wrote into it, or waits for its gradient."""
         if torch.compiler.is_compiling():
             return False
-        if self._exposed or self._version != self._first_version or self.is_stale():
+        if self._exposed or self._version != self._first_version:
+            return True
+        if self._versions is not None and self.is_stale():
             return True
         if self.op.bypassed and (self._backward_hooks or self.retains_grad):
             return True
-        first = self.sources[0] if self.sources else None
-        return isinstance(first, Deferred) and first.is_changed()
+        sources = self.sources
+        return bool(sources) and isinstance(sources[0], Deferred) and sources[0].is_changed()
 
     def is_stale(self) -> bool:
         """Whether somebody wrote into a source since, so that the value cannot be computed from it."""
@@ -340,28 +342,42 @@ class _Hold(torch.autograd.Function):
 
 
 def keep(
-    tensor: Tensor, op: Op, sources: tuple[Tensor, ...] = (), *, passing: bool = False
+    tensor: Tensor,
+    op: Op,
+    sources: tuple[Tensor, ...] = (),
+    *,
+    passing: bool = False,
+    owned: bool = False,
 ) -> Deferred:
     """``tensor``, whose known readers read it as ``op`` says.
 
     ``passing``: the result only passes through a foreign forward, in the place of ``tensor``.
+    ``owned``: nobody else has ``tensor`` and ``sources``: it may become the result itself, and nobody can
+    write into them.
     """
-    h: Deferred
-    if not torch.compiler.is_compiling() and isinstance(tensor, FakeTensor):
-        held: Unstored = _Hold.apply(tensor)  # type: ignore[no-untyped-call]  # of torch
-        held.held = True
-        held._value = tensor.detach()
-        held._value_version = tensor._version
-        h = held
+    h: Any
+    compiling = torch.compiler.is_compiling()
+    if owned and not compiling and type(tensor) is Tensor:
+        h = tensor
+        h._first_version, h.op, h.sources = tensor._version, op, sources
+        h.__class__ = Stored  # as torch's lazy parameters do; a view would cost a node of autograd
+        owner: Deferred = h
+        return owner
+    elif not compiling and isinstance(tensor, FakeTensor):
+        h = _Hold.apply(tensor)  # type: ignore[no-untyped-call]  # of torch
+        h.held = True
+        h._value = tensor.detach()
+        h._value_version = tensor._version
     else:
         h = tensor.as_subclass(Stored)
-        if not torch.compiler.is_compiling():
+        if not compiling:
             h._first_version = tensor._version
             h._origin = tensor if passing else None
     h.op, h.sources = op, sources
-    if sources and not torch.compiler.is_compiling():
+    if sources and not compiling:
         h._versions = [source._version for source in sources]
-    return h
+    deferred: Deferred = h
+    return deferred
 
 
 def value_of(item: Any) -> Any:

@@ -34,6 +34,7 @@ from lowmem_patch.nn.deferred import (
     Deferred,
     Op,
     Projection,
+    Stored,
     defer,
     keep,
     value_of,
@@ -172,17 +173,22 @@ class Normed(Saved):
         return h.sources[0] if self.copy else h.plain()
 
     def linear(self, h: Deferred, to: Projection, dtype: torch.dtype) -> Tensor:
-        value = h.plain()
+        compiling = torch.compiler.is_compiling()
+        value: Tensor
         if self.copy and h.sources[0].dtype == dtype:
             h._bypassed = True
             value = h.sources[0]
+        elif not compiling and type(h) is Stored and h._origin is None:
+            value = h  # no view of it, which would cost a node of autograd
+        else:
+            value = h.plain()
         trains = to.weight.requires_grad or to.adapter is not None
-        if self.affine is None or not trains or torch.compiler.is_compiling():
+        if self.affine is None or not trains or compiling:
             return _saved_linear(value, to, dtype)
-        plain = to.adapter is None and value.dtype == dtype and type(value) is Tensor
-        if plain and not packs_saved_tensors():
+        packs = to.adapter is None and value.dtype == dtype and type(value) in (Tensor, Stored)
+        if packs and not packs_saved_tensors():
             if self.recomputed is None:
-                self.recomputed = Recomputed(h.sources[-1], self.affine, dtype)
+                self.recomputed = Recomputed(value, h.sources[-1], self.affine)
             return self.recomputed.linear(value, to.weight, to.bias)
         return affine_linear(
             value, h.sources[-1], self.affine, to.weight, to.bias, dtype, to.adapter

@@ -118,18 +118,27 @@ class MSNorm(nn.Module):
 
     def normalize(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """The norm's value in ``dtype``, by default :meth:`output_dtype`."""
-        weight, bias = (None, None) if self.folded else (self.weight, self.bias)
+        weight, bias = self._own_affine()
         dtype = dtype or self.output_dtype(x)
         if torch.compiler.is_compiling() and not is_exporting():
             settings = (self.eps, self.weight_offset, self.centered, dtype)
             narrow = self._narrow_dtype(x) if self.shares_copy else None
             # a wide output must not be computed from a narrow z
-            if narrow is None and self._affine() is not None:
+            if narrow is None and self._saves_z(weight, bias):
                 return compiled.norm_and_z(x, weight, bias, *settings, dtype)
             return compiled.norm(x, weight, bias, *settings, narrow)
         if self.centered:
             return ms_layer_norm(x, self.eps, weight, bias, dtype, self.weight_offset)
         return ms_rms_norm(x, self.eps, weight, self.weight_offset, out_dtype=dtype)
+
+    def _own_affine(self) -> tuple[Tensor | None, Tensor | None]:
+        """weight and bias; none where they were folded into the next Linears."""
+        if self.folded:
+            return None, None
+        own = self._parameters
+        if len(own) == 2:  # nn.Module's own look-up costs as much as a small kernel
+            return own["weight"], own["bias"]
+        return self.weight, self.bias  # parametrized, pruned, or a replica of nn.DataParallel
 
     def output_dtype(self, x: Tensor) -> torch.dtype:
         """The dtype that the original would return, or the one its readers would cast that to."""
@@ -158,15 +167,21 @@ class MSNorm(nn.Module):
 
     def normed(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """The norm in ``dtype``, by default :meth:`output_dtype`, as its readers shall read it."""
-        dtype = dtype or self.output_dtype(x)
-        weight, bias = (None, None) if self.folded else (self.weight, self.bias)
+        weight, bias = self._own_affine()
+        if dtype is None:
+            dtype = self.output_dtype(x)
         compiling = torch.compiler.is_compiling() or is_exporting()
         foreign = is_foreign(x) or (weight is not None and is_foreign(weight))
         if compiling or foreign or not torch.is_grad_enabled():
             y = self.normalize(x, dtype)
             deferred = compiling and y.requires_grad and not is_exporting()
             return self._as_one_copy(y) if deferred else y
-        affine = self._affine() if self._wants_gradient(x) else None
+        trains = (weight is not None and weight.requires_grad) or (
+            bias is not None and bias.requires_grad
+        )
+        affine = None
+        if (trains or x.requires_grad) and self._saves_z(weight, bias):
+            affine = self._affine(weight, bias)
         copy = self._narrow_dtype(x) if self.shares_copy else None
         if copy is not None:
             y, narrow, z = ms_norm_pair(
@@ -180,7 +195,7 @@ class MSNorm(nn.Module):
                 weight_offset=self.weight_offset,
                 with_z=affine is not None,
             )
-            return keep(y, Normed(self.lowers, True, affine), (narrow, z))
+            return keep(y, Normed(self.lowers, True, affine), (narrow, z), owned=True)
         if affine is not None:
             y, z = norm_and_z(
                 x,
@@ -192,7 +207,7 @@ class MSNorm(nn.Module):
                 z_dtype=dtype,
                 weight_offset=self.weight_offset,
             )
-            return keep(y, Normed(self.lowers, False, affine), (z,))
+            return keep(y, Normed(self.lowers, False, affine), (z,), owned=True)
         y = self.normalize(x, dtype)
         return self._as_one_copy(y) if y.requires_grad else y
 
@@ -203,27 +218,23 @@ class MSNorm(nn.Module):
             return Saved(self.lowers).of(y)
         return y
 
-    def _wants_gradient(self, x: Tensor) -> bool:
-        return x.requires_grad or any(
-            p is not None and p.requires_grad for p in (self.weight, self.bias)
-        )
+    def _saves_z(self, weight: Tensor | None, bias: Tensor | None) -> bool:
+        """Whether z is to be saved, and not the output."""
+        if weight is None and bias is None:
+            return False
+        if not self.output_saved:
+            if weight is not None and weight.requires_grad:
+                return True
+            if bias is not None and bias.requires_grad:
+                return True
+        return not self._fits_share()
 
-    def _affine(self) -> Affine | None:
-        """gamma and beta where z is to be saved; None where the output itself is."""
-        weight, bias = self.weight, self.bias
-        if self.folded or (weight is None and bias is None):
-            return None
-        trains = any(p is not None and p.requires_grad for p in (weight, bias))
-        if (self.output_saved or not trains) and self._fits_share():
-            return None
-        alone = is_sharded_alone(self)  # freed before the Linears' backward
-
-        def apart(vector: Tensor | None) -> Tensor | None:
-            if vector is None:
-                return None
-            return vector.detach().clone() if alone else vector.detach()
-
-        return Affine(apart(weight), apart(bias), self.weight_offset)
+    def _affine(self, weight: Tensor | None, bias: Tensor | None) -> Affine:
+        """gamma and beta with which the Linears compute the output again."""
+        if is_sharded_alone(self):  # freed before the Linears' backward
+            weight = None if weight is None else weight.detach().clone()
+            bias = None if bias is None else bias.detach().clone()
+        return Affine(weight, bias, self.weight_offset)
 
     def _fits_share(self) -> bool:
         """Whether z can be recovered from the output; looked at again when gamma or beta were written."""

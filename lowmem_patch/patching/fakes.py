@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._functorch import config as functorch_config  # torch does not import it by itself
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
@@ -55,7 +56,7 @@ class NoForeignKernels(TorchFunctionMode):
 
 def make_fake_mode() -> FakeTensorMode:
     """A mode whose tensors give no address to C++ either: an extension called with one raises."""
-    with torch._functorch.config.patch(fake_tensor_allow_unsafe_data_ptr_access=False):
+    with functorch_config.patch(fake_tensor_allow_unsafe_data_ptr_access=False):
         return FakeTensorMode(allow_non_fake_inputs=True)
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from lowmem_patch import patch_model, patch_report, unpatch_model
 from tests.life.steps import (
@@ -85,3 +88,41 @@ def test_partial_state_dict_of_a_stock_model_loads(preset: str, make: Make) -> N
         query.load_state_dict({"weight": query.weight.detach() * 2})
     assert_same_parameters(model, stock)
     assert_same_function(model, stock, inputs)
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.norm, self.out = nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.out(self.norm(self.enter(x)))
+        return out
+
+
+@pytest.mark.parametrize("written", ["out.weight", "norm.weight", "norm.bias"])
+def test_weight_written_between_forward_and_backward_is_an_error(written: str) -> None:
+    """As unpatched: the gradients would be those of other weights."""
+    model, x = _Block(), torch.randn(3, 8)
+    if (
+        written == "norm.weight"
+    ):  # the norm itself does not save it then, the Linear behind needs it
+        model.norm.weight.requires_grad_(False)
+        model.enter.requires_grad_(False)
+    patch_model(model, "exact", example_inputs={"x": x})
+    loss = model(x).square().sum()
+    with torch.no_grad():
+        model.get_parameter(written).mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_process_that_has_only_torch_can_patch() -> None:
+    code = """
+import torch, lowmem_patch
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8), torch.nn.Linear(8, 8))
+lowmem_patch.patch_model(model, example_inputs=(torch.randn(2, 8),))
+print(sum(type(m).__name__ == 'StockMSLayerNorm' for m in model))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "1", done.stderr
