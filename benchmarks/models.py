@@ -28,11 +28,11 @@ from transformers import LlamaModel, Qwen2Config, Qwen2Model
 from lowmem_patch import bench
 from lowmem_patch.bench import SHAPES, Comparison, Shape, compare, compiled, environment
 from lowmem_patch.errors import VariantError
-from lowmem_patch.patching.examples import make_example_inputs
-from lowmem_patch.patching.inputs import ExampleInputs
-from lowmem_patch.patching.shadow import make_shadow
 from lowmem_patch.patching.sites import block_name
-from lowmem_patch.patching.trace import trace_forward
+from lowmem_patch.tracing.example_inputs import make_example_inputs
+from lowmem_patch.tracing.inputs import ExampleInputs
+from lowmem_patch.tracing.shadow import make_shadow
+from lowmem_patch.tracing.trace import trace_forward
 
 LLAMA_LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 VIT_LINEARS = r".*blocks.*\.(qkv|attn\.proj|fc1|fc2)"

@@ -3,7 +3,7 @@
 from lowmem_patch.patching.api import patch_model, patch_report, plan_patch, unpatch_model
 from lowmem_patch.patching.config import PatchConfig
 from lowmem_patch.patching.sites import PatchReport
-from lowmem_patch.saved import saved_bytes
+from lowmem_patch.tracing.saved_bytes import saved_bytes
 from lowmem_patch.verify import verify_model
 
 __all__ = [

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from lowmem_patch.patching.api import ConfigLike, patch_model, patch_report
 from lowmem_patch.patching.sites import PatchReport
-from lowmem_patch.saved import SavedBytes, saved_bytes
+from lowmem_patch.tracing.saved_bytes import SavedBytes, saved_bytes
 
 LLAMA_FOLDER = Path(__file__).parent / "assets" / "tiny-llama"
 VIT_FOLDER = Path(__file__).parent / "assets" / "tiny-vit"

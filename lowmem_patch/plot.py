@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from lowmem_patch.errors import ConfigError
-from lowmem_patch.kinds import KINDS
 from lowmem_patch.patching.sites import PatchReport
+from lowmem_patch.tracing.categories import CATEGORIES
 
 __all__ = ["Point", "pareto", "plot_saved_bytes", "plot_tradeoff", "require_matplotlib"]
 
@@ -41,7 +41,7 @@ def plot_saved_bytes(report: PatchReport, path: Path, title: str) -> None:
     bars = {"before": report.kinds.before, "after": report.kinds.after, "floor": report.kinds.floor}
     unit, scale = _unit(max(report.saved_before, report.saved_after, report.floor))
     below = [0.0] * len(bars)
-    for number, kind in enumerate(KINDS):
+    for number, kind in enumerate(CATEGORIES):
         sizes = [column.get(kind, 0) / scale for column in bars.values()]
         if any(sizes):
             axes.barh(list(bars), sizes, left=below, label=kind, color=f"C{number}")

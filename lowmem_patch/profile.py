@@ -11,8 +11,8 @@ from torch import nn
 from lowmem_patch.memory.step import run_step
 from lowmem_patch.patching.api import patch_model, patch_report, unpatch_model
 from lowmem_patch.patching.config import PatchConfig
-from lowmem_patch.patching.inputs import ExampleInputs
-from lowmem_patch.saved import SavedBytes, saved_bytes
+from lowmem_patch.tracing.inputs import ExampleInputs
+from lowmem_patch.tracing.saved_bytes import SavedBytes, saved_bytes
 
 __all__ = ["Measured", "ProfileResult", "materialise", "measure_step", "profile_model"]
 

@@ -15,7 +15,7 @@ import numpy
 import pytest
 import torch
 
-from lowmem_patch.patching import fakes
+from lowmem_patch.tracing import isolation
 
 # Parallel workers share the cores: with more threads than cores everything runs slower.
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -44,5 +44,5 @@ def frozen_heap() -> None:
     """What was imported and collected leaves the garbage collector's sight: a million objects, which
     each full collection and each search for caches (two in a trace) would walk."""
     gc.collect()
-    fakes.find_caches()
+    isolation.find_caches()
     gc.freeze()

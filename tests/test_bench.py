@@ -18,8 +18,8 @@ from lowmem_patch import saved_bytes
 from lowmem_patch.bench import SHAPES, VARIANTS, Comparison, Row, compare, compiled, unpatched
 from lowmem_patch.cli import app
 from lowmem_patch.errors import VariantError
-from lowmem_patch.patching.inputs import ExampleInputs
 from lowmem_patch.plot import Point, pareto, plot_tradeoff
+from lowmem_patch.tracing.inputs import ExampleInputs
 from tests.tiny_llama import llama, tokens
 
 ROOT = Path(__file__).parent.parent

@@ -16,8 +16,8 @@ from typer.testing import CliRunner, Result
 
 from lowmem_patch import checkpoint
 from lowmem_patch.cli import app
-from lowmem_patch.kinds import KINDS
 from lowmem_patch.memory import standing_bytes
+from lowmem_patch.tracing.categories import CATEGORIES
 
 ROOT = Path(__file__).parent.parent
 GIB = 2**30
@@ -207,7 +207,7 @@ def test_profile_measures_what_inspect_predicts(llama: Path) -> None:
         assert measured["before"]["saved"] == predicted["saved_before"]
         assert measured["after"]["saved"] == predicted["saved_after"]
         assert measured["after"]["by_kind"] == predicted["kinds"]["after"]
-        assert tuple(measured["before"]["by_kind"]) == KINDS
+        assert tuple(measured["before"]["by_kind"]) == CATEGORIES
         assert sum(measured["before"]["by_module"].values()) == measured["before"]["saved"]
         assert measured["device"] == "cpu" and measured["before"]["peak_allocated"] is None
     shown = call("profile", llama, *size, "--device", "cpu")

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from lowmem_patch import PatchReport, plan_patch
 from lowmem_patch.patching.floor import count_floor
-from lowmem_patch.patching.inputs import ExampleInputs
-from lowmem_patch.patching.shadow import Shadow
-from lowmem_patch.patching.trace import trace_forward
+from lowmem_patch.tracing.inputs import ExampleInputs
+from lowmem_patch.tracing.shadow import Shadow
+from lowmem_patch.tracing.trace import trace_forward
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 

@@ -27,8 +27,8 @@ from lowmem_patch.memory import (
     step_bytes,
 )
 from lowmem_patch.patching.config import load_config
-from lowmem_patch.patching.inputs import ExampleInputs
-from lowmem_patch.patching.shadow import Shadow, make_shadow
+from lowmem_patch.tracing.inputs import ExampleInputs
+from lowmem_patch.tracing.shadow import Shadow, make_shadow
 
 
 def llama(layers: int = 2, attention: str = "sdpa") -> Any:

@@ -10,9 +10,9 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from lowmem_patch import plan_patch, saved_bytes
-from lowmem_patch.kinds import KINDS
 from lowmem_patch.patching.config import load_config
 from lowmem_patch.profile import materialise, measure_step, profile_model
+from lowmem_patch.tracing.categories import CATEGORIES
 from tests.tiny_llama import llama, tokens
 
 TOKENS = 2 * 12
@@ -45,7 +45,7 @@ def test_kinds_and_modules_by_hand() -> None:
         "attention": rows * 16 + rows * 3,  # y once, the probabilities
         "rest": 0,
     }
-    assert tuple(saved.by_kind) == KINDS
+    assert tuple(saved.by_kind) == CATEGORIES
     assert sum(saved.by_kind.values()) == saved.activations == sum(saved.by_module.values())
     assert saved.by_module["norm"] == rows * 32 + rows * 2
     assert sum(storage.bytes for storage in saved.storages) == saved.activations

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import transformers
 
-from lowmem_patch.patching.inputs import ExampleInputs
+from lowmem_patch.tracing.inputs import ExampleInputs
 
 
 def llama() -> Any:

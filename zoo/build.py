@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowmem_patch.patching.inputs import ExampleInputs
+from lowmem_patch.tracing.inputs import ExampleInputs
 from zoo.catalog import config_class_of, model_class_of
 from zoo.feeds import feeds
 from zoo.result import TEXT_ALONE

@@ -10,10 +10,10 @@ from typing import Any
 from lowmem_patch import PatchReport
 from lowmem_patch.constants import ACTIVATION_KINDS
 from lowmem_patch.errors import TraceError
-from lowmem_patch.patching.inputs import ExampleInputs
-from lowmem_patch.patching.readers import find_readers
-from lowmem_patch.patching.shadow import Shadow, make_shadow
-from lowmem_patch.patching.trace import trace_forward
+from lowmem_patch.tracing.consumers import find_consumers
+from lowmem_patch.tracing.inputs import ExampleInputs
+from lowmem_patch.tracing.shadow import Shadow, make_shadow
+from lowmem_patch.tracing.trace import trace_forward
 
 __all__ = ["Dataflow", "read_dataflow"]
 
@@ -37,7 +37,7 @@ def read_dataflow(model: Any, inputs: ExampleInputs, report: PatchReport) -> Dat
     except TraceError:
         shadow = Shadow(copy.deepcopy(model), inputs, None)
         trace = trace_forward(shadow)
-    alone, in_front, eligible = [], [], False
+    linear_norms, in_front, eligible = [], [], False
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for site in report.sites:
@@ -48,10 +48,10 @@ def read_dataflow(model: Any, inputs: ExampleInputs, report: PatchReport) -> Dat
             if site.kind not in NORM_KINDS and "norm" not in type(module).__name__.lower():
                 continue
             outputs = [t for call in trace.calls if call.name == site.name for t in call.outputs]
-            kinds = {reader.kind for reader in find_readers(trace, outputs, shadow.model)}
-            if kinds == {"linear"}:
-                alone.append(site.name)
-            if "linear" in kinds:
+            uses = {consumer.use for consumer in find_consumers(trace, outputs)}
+            if uses == {"linear"}:
+                linear_norms.append(site.name)
+            if "linear" in uses:
                 in_front.append(site.name)
                 eligible = eligible or site.kind in NORM_KINDS
-    return Dataflow(tuple(alone), tuple(in_front), eligible)
+    return Dataflow(tuple(linear_norms), tuple(in_front), eligible)

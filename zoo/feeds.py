@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from lowmem_patch.errors import LowmemPatchError
-from lowmem_patch.patching.examples import make_example_inputs
-from lowmem_patch.patching.inputs import ExampleInputs
+from lowmem_patch.tracing.example_inputs import make_example_inputs
+from lowmem_patch.tracing.inputs import ExampleInputs
 from zoo import arrays
 from zoo.own_feeds import FEEDS
 from zoo.senses import text_with_senses

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowmem_patch import reference, saved_bytes
 from lowmem_patch.constants import STEP_TABLES
-from lowmem_patch.patching.inputs import ExampleInputs
+from lowmem_patch.tracing.inputs import ExampleInputs
 from zoo.build import tensors_of
 
 __all__ = ["Step", "StepActivation", "in_float64", "jittered", "run_step"]

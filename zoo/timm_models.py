@@ -13,7 +13,7 @@ import torch
 from timm.models import _registry
 from torch import nn
 
-from lowmem_patch.patching.inputs import ExampleInputs
+from lowmem_patch.tracing.inputs import ExampleInputs
 from zoo.build import Built, CannotBuild, CannotRun, randomise, tensors_of
 
 __all__ = ["build_timm", "reload_timm", "variants"]

@@ -17,7 +17,7 @@ from lowmem_patch.bench.measure import Memory, Step
 from lowmem_patch.bench.result import Comparison, Row
 from lowmem_patch.bench.variants import VARIANTS, Variant
 from lowmem_patch.errors import NothingToPatchError, VariantError
-from lowmem_patch.patching.inputs import ExampleInputs
+from lowmem_patch.tracing.inputs import ExampleInputs
 
 __all__ = ["compare"]
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lowmem_patch.memory.step import with_labels
-from lowmem_patch.patching.inputs import ExampleInputs
-from lowmem_patch.saved import storage_key
+from lowmem_patch.tracing.inputs import ExampleInputs
+from lowmem_patch.tracing.saved_bytes import storage_key
 
 __all__ = ["Memory", "Step"]
 

@@ -12,7 +12,7 @@ import torch
 
 from lowmem_patch.errors import VariantError
 from lowmem_patch.patching.api import patch_model
-from lowmem_patch.patching.inputs import ExampleInputs
+from lowmem_patch.tracing.inputs import ExampleInputs
 
 __all__ = ["VARIANTS", "Variant", "compiled", "unpatched"]
 

@@ -25,9 +25,9 @@ from lowmem_patch.checkpoint.weights import Weights, open_weights
 from lowmem_patch.errors import CheckpointError
 from lowmem_patch.patching.api import plan_patch
 from lowmem_patch.patching.config import PatchConfig
-from lowmem_patch.patching.examples import make_example_inputs
 from lowmem_patch.patching.fold import fold_tensors, identity_affine
 from lowmem_patch.patching.sites import FoldStep, Site
+from lowmem_patch.tracing.example_inputs import make_example_inputs
 
 __all__ = ["ConvertResult", "NormOutcome", "SelfCheckError", "convert"]
 

@@ -14,8 +14,8 @@ from lowmem_patch.checkpoint.load import build_meta_model, load_model
 from lowmem_patch.checkpoint.source import Source, resolve
 from lowmem_patch.checkpoint.weights import stored_dtype
 from lowmem_patch.errors import CheckpointError
-from lowmem_patch.patching.examples import make_example_inputs
-from lowmem_patch.patching.inputs import ExampleInputs
+from lowmem_patch.tracing.example_inputs import make_example_inputs
+from lowmem_patch.tracing.inputs import ExampleInputs
 
 __all__ = ["SelfCheckError", "self_check"]
 

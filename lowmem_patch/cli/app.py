@@ -156,7 +156,7 @@ def verify(
 
         from lowmem_patch import checkpoint, report
         from lowmem_patch.patching.config import load_config
-        from lowmem_patch.patching.examples import make_example_inputs
+        from lowmem_patch.tracing.example_inputs import make_example_inputs
         from lowmem_patch.verify import verify_checkpoints, verify_model
 
         config = load_config(preset)

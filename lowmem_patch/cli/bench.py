@@ -97,7 +97,7 @@ def bench(
 
         from lowmem_patch import report
         from lowmem_patch.bench import SHAPES, compare, environment
-        from lowmem_patch.patching.examples import make_example_inputs
+        from lowmem_patch.tracing.example_inputs import make_example_inputs
 
         if (model is None) == (shape is None):
             raise ConfigError("give either MODEL or --shape: a checkpoint, or random weights")

@@ -90,7 +90,7 @@ def inspect(
         from lowmem_patch import plan_patch, report
         from lowmem_patch.memory import parse_bytes, predict_memory
         from lowmem_patch.patching.config import load_config
-        from lowmem_patch.patching.examples import make_example_inputs
+        from lowmem_patch.tracing.example_inputs import make_example_inputs
 
         config = load_config(preset)
         if solve == Solve.length and memory is None:
@@ -165,8 +165,8 @@ def profile(
 
         from lowmem_patch import report
         from lowmem_patch.patching.config import load_config
-        from lowmem_patch.patching.examples import make_example_inputs
         from lowmem_patch.profile import profile_model
+        from lowmem_patch.tracing.example_inputs import make_example_inputs
 
         config = load_config(preset)
         adapters = lora_targets(train, real=True)

@@ -19,10 +19,10 @@ from lowmem_patch.memory.standing import Standing, standing_bytes
 from lowmem_patch.memory.step import StepBytes, step_bytes
 from lowmem_patch.patching.apply import apply_plan
 from lowmem_patch.patching.config import PatchConfig
-from lowmem_patch.patching.inputs import ExampleInputs
 from lowmem_patch.patching.plan import make_plan
-from lowmem_patch.patching.shadow import Shadow, make_shadow
-from lowmem_patch.patching.trace import trace_forward
+from lowmem_patch.tracing.inputs import ExampleInputs
+from lowmem_patch.tracing.shadow import Shadow, make_shadow
+from lowmem_patch.tracing.trace import trace_forward
 
 __all__ = ["Footprint", "MemoryReport", "largest_that_fits", "most_positions", "predict_memory"]
 

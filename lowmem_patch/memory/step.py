@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lowmem_patch.errors import TraceError
-from lowmem_patch.patching.gpu_dropout import GpuDropouts
-from lowmem_patch.patching.inputs import ExampleInputs
-from lowmem_patch.patching.shadow import Shadow
-from lowmem_patch.patching.trace import trace_forward
-from lowmem_patch.saved import DispatchMode, storage_key
+from lowmem_patch.tracing.gpu_dropout import GpuDropouts
+from lowmem_patch.tracing.inputs import ExampleInputs
+from lowmem_patch.tracing.saved_bytes import DispatchMode, storage_key
+from lowmem_patch.tracing.shadow import Shadow
+from lowmem_patch.tracing.trace import trace_forward
 
 __all__ = ["StepBytes", "run_step", "step_bytes", "with_labels"]
 

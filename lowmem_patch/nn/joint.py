@@ -15,11 +15,12 @@ from torch import Tensor, nn
 
 from lowmem_patch.functional import is_transformed, unbind_permuted
 from lowmem_patch.nn.context import needs_gradient
-from lowmem_patch.rows import function_name
+from lowmem_patch.tracing.op_roles import Role, function_name, names_with
 
 __all__ = ["VIEWS", "Joint", "follow_joint"]
 
-VIEWS = frozenset(("view", "reshape", "unflatten", "permute", "transpose"))
+VIEWS = names_with(Role.RESHAPE | Role.PERMUTE | Role.TRANSPOSE)
+_HOOKS = names_with(Role.HOOK)
 
 _PASSED = (
     "the gradients of q, k and v go past this view, since it was unbound before: call it before unbind, "
@@ -56,7 +57,7 @@ class Joint(Tensor):
                 while view is not None and view is not whole:
                     view._passed, view = True, view.source
                 return parts
-            if this._passed and name in ("register_hook", "retain_grad"):
+            if this._passed and name in _HOOKS:
                 raise RuntimeError(f"{name}: {_PASSED}")
             result = func(*args, **kwargs)
             # a reshape may have made a copy, and a view of another dtype is another reading

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowmem_patch.dropouts import dropout_call
 from lowmem_patch.nn.context import autocast_dtype, is_foreign
 from lowmem_patch.nn.deferred import READERS, Deferred, Projection, Unstored
 from lowmem_patch.nn.deferred_casts import Cast
-from lowmem_patch.rows import moves_rows
+from lowmem_patch.tracing.call_arguments import dropout_call
+from lowmem_patch.tracing.op_roles import Role, names_with
+from lowmem_patch.tracing.row_moves import moves_rows
 
 __all__: list[str] = []
 
@@ -168,23 +169,23 @@ def _get(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 _DATA = Tensor.data
 
-_TABLE: dict[str, Callable[..., Any]] = {
-    "__get__": _get,
-    "linear": _read_linear,
-    "addmm": _read_addmm,
-    **dict.fromkeys(("grouped_mm", "_grouped_mm"), _read_grouped),
-    "dropout": _read_dropout,
-    **dict.fromkeys(("mul", "__mul__", "__rmul__"), _read_product),
-    **dict.fromkeys(("add", "__add__", "__radd__"), _read_sum),
-    **dict.fromkeys(("matmul", "__matmul__"), _read_matmul),
-    **dict.fromkeys(("to", "float"), _read_cast),
-    **dict.fromkeys(
-        ("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "contiguous", "permute",
-         "transpose", "roll", "pad", "__getitem__"),
-        _read_rows,
-    ),
-    **dict.fromkeys(("register_hook", "retain_grad"), _late_hook),
-    **dict.fromkeys(("data_ptr", "const_data_ptr", "mutable_data_ptr", "__dlpack__"), _give_memory),
-    **dict.fromkeys(("untyped_storage", "storage", "_typed_storage", "tolist", "numpy"), _look_at_memory),
-}  # fmt: skip
+# not of a clone, which is asked for a memory of its own
+_MOVES = (
+    Role.RESHAPE | Role.UNIT_DIMENSION | Role.CONTIGUOUS | Role.PERMUTE | Role.TRANSPOSE | Role.ROLL
+    | Role.PAD | Role.INDEX
+)  # fmt: skip
+_BY_ROLE: tuple[tuple[Role, Callable[..., Any]], ...] = (
+    (Role.GROUPED_MATMUL, _read_grouped),
+    (Role.DROPOUT, _read_dropout),
+    (Role.PRODUCT, _read_product),
+    (Role.SUM, _read_sum),
+    (Role.MATMUL, _read_matmul),
+    (Role.CAST, _read_cast),
+    (_MOVES, _read_rows),
+    (Role.HOOK, _late_hook),
+    (Role.ADDRESS, _give_memory),
+    (Role.MEMORY, _look_at_memory),
+)
+_TABLE = {name: reader for role, reader in _BY_ROLE for name in names_with(role)}
+_TABLE |= {"__get__": _get, "linear": _read_linear, "addmm": _read_addmm}
 READERS.update(_TABLE)

@@ -20,10 +20,8 @@ from lowmem_patch.patching.apply import (
     is_replacement,
     undo,
 )
-from lowmem_patch.patching.check import check_outputs, preserved, run_real
+from lowmem_patch.patching.check import check_outputs, run_real
 from lowmem_patch.patching.config import PatchConfig, load_config
-from lowmem_patch.patching.examples import make_example_inputs
-from lowmem_patch.patching.fakes import ForeignKernelError, is_offloaded
 from lowmem_patch.patching.first_forward import (
     has_adapter,
     no_longer_as_patched,
@@ -31,16 +29,16 @@ from lowmem_patch.patching.first_forward import (
     watch_first_forward,
 )
 from lowmem_patch.patching.floor import count_floor
-from lowmem_patch.patching.foreign_kernels import foreign_kernels_note
-from lowmem_patch.patching.functional_calls import functional_calls_note
-from lowmem_patch.patching.inputs import ExampleInputs, as_example_inputs
+from lowmem_patch.patching.notes import foreign_kernels_note, functional_calls_note, not_run_note
 from lowmem_patch.patching.plan import DropoutPatch, Plan, make_plan, trains_signature
 from lowmem_patch.patching.rotary import rotary_note
-from lowmem_patch.patching.shadow import DataNeededError, Shadow, make_shadow
-from lowmem_patch.patching.sharded import came_sharded
 from lowmem_patch.patching.sites import BytesByKind, FoldStep, PatchReport, block_name
-from lowmem_patch.patching.trace import Trace, trace_forward
-from lowmem_patch.patching.unreached import unreached_note
+from lowmem_patch.tracing.example_inputs import make_example_inputs
+from lowmem_patch.tracing.inputs import ExampleInputs, as_example_inputs
+from lowmem_patch.tracing.isolation import ForeignKernelError, is_offloaded, preserved
+from lowmem_patch.tracing.shadow import DataNeededError, Shadow, make_shadow
+from lowmem_patch.tracing.sharded import came_sharded
+from lowmem_patch.tracing.trace import Trace, trace_forward
 
 __all__ = ["patch_model", "patch_report", "plan_patch", "unpatch_model"]
 
@@ -233,7 +231,7 @@ def _planned(
         if shadow.elsewhere:
             notes.append("before, a mask is counted as a GPU keeps it: a byte for each element")
     functional = functional_calls_note(trace, (site.name for site in plan.sites))
-    unreached = unreached_note(shadow.model, trace)
+    not_run = not_run_note(shadow.model, trace)
     fuses = config.attention == "fused"
     rotary = rotary_note(shadow.model, trace, plan.rotations) if fuses else None
     if plan.joint:
@@ -241,7 +239,7 @@ def _planned(
             f"gradients of q, k, v that are joined in one pass, for speed: {len(plan.joint)}"
         )
     foreign = foreign_kernels_note(shadow.model, trace)
-    notes += [note for note in (rotary, functional, unreached, foreign) if note is not None]
+    notes += [note for note in (rotary, functional, not_run, foreign) if note is not None]
     if not any(parameter.requires_grad for parameter in model.parameters()):
         notes.append("no parameter trains, so nothing is kept: patch again once something does")
     floor = count_floor(shadow.model, trace)

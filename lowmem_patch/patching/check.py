@@ -13,9 +13,10 @@ from torch.utils._pytree import tree_leaves
 
 from lowmem_patch.errors import PatchError
 from lowmem_patch.nn.norms import MSNorm
-from lowmem_patch.patching.inputs import ExampleInputs
+from lowmem_patch.tracing.inputs import ExampleInputs
+from lowmem_patch.tracing.isolation import preserved
 
-__all__ = ["RealRun", "check_outputs", "preserved", "run_real"]
+__all__ = ["RealRun", "check_outputs", "run_real"]
 
 # A wrong fold or a misread norm differs by its own size; rounding differs by far less than this share.
 # `lowmem-patch verify` is the judge of rounding, against float64.
@@ -25,23 +26,6 @@ _LARGEST_ERROR = {
     torch.bfloat16: 0.05,
     torch.float16: 0.02,
 }
-
-
-@contextlib.contextmanager
-def preserved(model: nn.Module) -> Iterator[None]:
-    """Put back what a forward in training mode changes: buffers, training flags, random state."""
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    flags = [(module, module.training) for module in model.modules()]
-    devices = sorted({b.device.index for b in model.parameters() if b.is_cuda})
-    with torch.random.fork_rng(devices=devices):
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for buffer, value in buffers:
-                    buffer.copy_(value)
-            for module, flag in flags:
-                module.training = flag
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +53,7 @@ def _watched(model: nn.Module) -> Iterator[list[tuple[str, Tensor]]]:
     """Sums over the output of each module, but for folded norms (whose output must differ) and what
     returns their very output."""
     found: list[tuple[str, Tensor]] = []
-    folded: list[Tensor] = []  # kept, so that no other tensor takes their place in memory
+    folded: list[Tensor] = []  # held, so that no other tensor takes their place in memory
     handles = []
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):

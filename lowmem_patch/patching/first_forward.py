@@ -25,7 +25,7 @@ from lowmem_patch.nn.rotary import is_rotary_forward
 from lowmem_patch.patching.adapters import find_adapters
 from lowmem_patch.patching.apply import is_replacement
 from lowmem_patch.patching.sites import FoldStep
-from lowmem_patch.patching.trace import describe
+from lowmem_patch.tracing.trace import describe
 
 __all__ = [
     "AsPatched",

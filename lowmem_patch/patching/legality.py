@@ -9,18 +9,18 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from lowmem_patch.functional import is_sharded
 from lowmem_patch.nn.copies import is_own_hook
-from lowmem_patch.patching.match import NormSpec
-from lowmem_patch.patching.readers import Reader, parameter_uses
 from lowmem_patch.patching.sites import ORIGINAL, FoldStep, LinearRef
-from lowmem_patch.patching.trace import Trace
-from lowmem_patch.saved import storage_key
+from lowmem_patch.tracing.consumers import Consumer, parameter_uses
+from lowmem_patch.tracing.dataflow import forward
+from lowmem_patch.tracing.op_roles import Role
+from lowmem_patch.tracing.probes import NormSpec
+from lowmem_patch.tracing.saved_bytes import storage_key
+from lowmem_patch.tracing.trace import Trace
 
 __all__ = ["FoldRules", "has_data"]
 
 # behind these a Linear's output is no longer the model's output
-_ENDS = frozenset(
-    ("linear", "addmm", "layer_norm", "rms_norm", "rsqrt", "scaled_dot_product_attention")
-)
+_ENDS = Role.LINEAR | Role.ROW_NORM | Role.RSQRT | Role.FUSED_ATTENTION
 
 
 def has_data(tensor: Tensor) -> bool:
@@ -95,7 +95,7 @@ class FoldRules:
         self,
         name: str,
         spec: NormSpec,
-        readers: list[Reader],
+        readers: list[Consumer],
         gamma: Tensor | None,
         beta: Tensor | None,
     ) -> tuple[FoldStep | None, str]:
@@ -103,9 +103,9 @@ class FoldRules:
         if not readers:
             return None, "nothing reads its output in the traced forward"
         for reader in readers:
-            if reader.kind == "output":
+            if reader.use == "output":
                 return None, "its output is returned by the model"
-            if reader.kind != "linear":
+            if reader.use != "linear":
                 return None, f"its output is also read by {reader.text}"
             if reader.reshaped:
                 return None, f"a reshape before {reader.text} makes other rows of its channels"
@@ -179,7 +179,7 @@ class FoldRules:
     def _alien_use(self, parameter: str | None, reading: set[int]) -> str | None:
         for op in self.uses.get(parameter, ()) if parameter is not None else ():
             if id(op) not in reading:
-                return f"{op.name} in {op.module}" if op.module else op.name
+                return op.place
         return None
 
     def _loses_training(
@@ -196,7 +196,7 @@ class FoldRules:
                 return f"its {slot} trains, and {into} into which it would fold does not"
         return None
 
-    def _hooked(self, name: str, readers: list[Reader]) -> bool:
+    def _hooked(self, name: str, readers: list[Consumer]) -> bool:
         """Whether somebody's hook sees the norm's output, which folding changes."""
         hooks = [*self.model.get_submodule(name)._forward_hooks.values()]
         for reader in readers:
@@ -204,23 +204,13 @@ class FoldRules:
                 hooks += self.model.get_submodule(reader.linear.module)._forward_pre_hooks.values()
         return any(not is_own_hook(hook) for hook in hooks)
 
-    def _is_head(self, reader: Reader) -> bool:
+    def _is_head(self, reader: Consumer) -> bool:
         """Whether the Linear's output reaches the model's output past no other Linear or norm."""
         assert reader.op is not None
-        pending, seen = list(reader.op.outputs), set()
-        while pending:
-            tensor = pending.pop()
-            if id(tensor) in self.trace.outputs:
-                return True
-            if id(tensor) in seen:
-                continue
-            seen.add(id(tensor))
-            for op in self.trace.readers.get(id(tensor), ()):
-                if op.name not in _ENDS:
-                    pending.extend(op.outputs)
-        return False
+        reached = forward(self.trace, reader.op.outputs, lambda op, _: not op.role & _ENDS)
+        return any(id(path.end) in self.trace.outputs for path in reached)
 
-    def _adapted(self, reader: Reader) -> bool:
+    def _adapted(self, reader: Consumer) -> bool:
         """Whether the reading Linear belongs to an adapter layer (PEFT names the original ``base_layer``)."""
         if reader.linear is None:
             return False

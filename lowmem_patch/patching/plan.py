@@ -16,32 +16,33 @@ from lowmem_patch.functional import ActivationKind
 from lowmem_patch.nn.rotary import Rotation
 from lowmem_patch.patching.adapters import Adapters, find_adapters, frozen_linears
 from lowmem_patch.patching.config import PatchConfig
+from lowmem_patch.patching.dropout_masks import find_dropouts
 from lowmem_patch.patching.fold import identity_affine
-from lowmem_patch.patching.foreign_kernels import foreign_kernels
-from lowmem_patch.patching.joint import find_joint
 from lowmem_patch.patching.legality import FoldRules, has_data
-from lowmem_patch.patching.match import (
+from lowmem_patch.patching.notes import foreign_kernels
+from lowmem_patch.patching.packed_qkv import find_packed_qkv
+from lowmem_patch.patching.rotary import find_rotations
+from lowmem_patch.patching.sites import Site
+from lowmem_patch.patching.softmaxes import find_softmaxes
+from lowmem_patch.tracing.consumers import (
+    Consumer,
+    Writes,
+    consumers_behind_dropouts,
+    find_consumers,
+    weight_read_with,
+    weight_trains,
+)
+from lowmem_patch.tracing.op_roles import Role, role_of
+from lowmem_patch.tracing.probes import (
     NormSpec,
     looks_like_activation,
     looks_like_norm,
     match_activation,
     match_norm,
 )
-from lowmem_patch.patching.packed import find_dropouts
-from lowmem_patch.patching.readers import (
-    Reader,
-    Writes,
-    behind_dropouts,
-    find_readers,
-    weight_read_with,
-    weight_trains,
-)
-from lowmem_patch.patching.rotary import find_rotations
-from lowmem_patch.patching.sharded import came_sharded
-from lowmem_patch.patching.sites import Site
-from lowmem_patch.patching.softmaxes import find_softmaxes
-from lowmem_patch.patching.trace import Call, Trace
-from lowmem_patch.saved import storage_key
+from lowmem_patch.tracing.saved_bytes import storage_key
+from lowmem_patch.tracing.sharded import came_sharded
+from lowmem_patch.tracing.trace import Call, Trace
 
 __all__ = [
     "ActivationPatch",
@@ -142,7 +143,7 @@ class _Planner:
                 self.patches[name] = DropoutPatch(p)
         fuses = self.config.attention == "fused"
         rotations = find_rotations(self.modules, calls) if fuses else {}
-        joint = find_joint(self.trace, calls) if fuses else ()
+        joint = find_packed_qkv(self.trace, calls) if fuses else ()
         return Plan(
             tuple(sites), self.patches, self.adapters, frozen, softmaxes, lowers, rotations, joint,
         )  # fmt: skip
@@ -180,12 +181,12 @@ class _Planner:
 
     def _norm(self, name: str, spec: NormSpec, calls: list[Call]) -> Site:
         outputs = [tensor for call in calls for tensor in call.outputs]
-        readers = find_readers(self.trace, outputs, self.shadow)
+        readers = find_consumers(self.trace, outputs)
         consumers = tuple(dict.fromkeys(reader.text for reader in readers))
         choice = self.config.norms
         if choice == "keep":
             return self._left(name, spec.kind, "norms: keep", consumers)
-        writer = next((reader.text for reader in readers if reader.kind == "write"), None)
+        writer = next((reader.text for reader in readers if reader.use == "write"), None)
         writer = writer or self._written(calls, "outputs")
         if writer is not None:
             text = f"its output is written in place by {writer}"
@@ -200,7 +201,7 @@ class _Planner:
             return self._left(name, spec.kind, text, consumers)
         reason = self._norm_reason(fold, why_not, gamma, beta, spec)
         distinct = {id(reader.tensor) for reader in readers}
-        linears = all(reader.kind == "linear" for reader in readers) and bool(readers)
+        linears = all(reader.use == "linear" for reader in readers) and bool(readers)
         rearranged = any(reader.reshaped for reader in readers)
         sunk = linears and len(distinct) == 1 and readers[0].copied and not rearranged
         sunk &= self._written(calls, "inputs") is None
@@ -209,7 +210,7 @@ class _Planner:
         # a norm inside an autocast region whose readers are outside must stay wide, as it was
         around = {call.autocast for call in calls}
         feeds_autocast = bool(readers) and all(
-            r.kind in ("linear", "autocast") and r.op is not None and {r.op.autocast} == around
+            r.use in ("linear", "autocast") and r.op is not None and {r.op.autocast} == around
             for r in readers
         )
         one_copy = self._one_copy(readers, feeds_autocast) if linears else None
@@ -229,7 +230,7 @@ class _Planner:
             name, spec.kind, strategy, reason, consumers, before, 0, fold=step if fold else None
         )
 
-    def _one_copy(self, readers: list[Reader], feeds_autocast: bool) -> str | None:
+    def _one_copy(self, readers: list[Consumer], feeds_autocast: bool) -> str | None:
         """When Linears would keep casts, of the output or of a frozen weight, if it did not wait."""
         prefixes = tuple(f"{name}." for name in self.adapters.layers)  # these see to it themselves
         others = [reader for reader in readers if not reader.text.startswith(prefixes)]
@@ -237,7 +238,7 @@ class _Planner:
             return "always"
         return None if feeds_autocast and all(map(weight_trains, others)) else "autocast"
 
-    def _shares_copy(self, readers: list[Reader], around: set[bool]) -> bool:
+    def _shares_copy(self, readers: list[Consumer], around: set[bool]) -> bool:
         """Whether stock Linears read the very output, among readers of other kinds."""
         if any(reader.op is not None and {reader.op.autocast} != around for reader in readers):
             return False
@@ -245,24 +246,24 @@ class _Planner:
         names = [reader.linear.module for reader in whole if reader.linear is not None]
         return any(type(self.modules.get(name)) is nn.Linear for name in names)
 
-    def _saved_by_others(self, readers: list[Reader]) -> bool:
+    def _saved_by_others(self, readers: list[Consumer]) -> bool:
         """Whether an op that is no Linear saves the output, so that z beside it would be one more."""
-        if any(reader.kind == "output" or reader.reshaped for reader in readers):
+        if any(reader.use == "output" or reader.reshaped for reader in readers):
             return True  # the caller holds it, or a Linear saves it as rows of another length
-        others = [r for r in readers if r.kind != "linear" and r.op is not None]
+        others = [r for r in readers if r.use != "linear" and r.op is not None]
         if not others:
             return False
         keys = {storage_key(r.tensor) for r in others if r.tensor is not None}
         return any(
-            saver.function not in ("linear", "addmm")
+            not role_of(saver.function) & Role.LINEAR
             for storage in self.trace.saved.storages
             if storage.key in keys
             for saver in storage.savers
         )
 
-    def _share_gains(self, name: str, outputs: list[Tensor], readers: list[Reader]) -> bool:
+    def _share_gains(self, name: str, outputs: list[Tensor], readers: list[Consumer]) -> bool:
         """Whether keeping the output beats keeping what the original keeps."""
-        if any(reader.kind in ("linear", "autocast") for reader in readers):
+        if any(reader.use in ("linear", "autocast") for reader in readers):
             return True
         size = sum(tensor.numel() * tensor.element_size() for tensor in outputs)
         return self.trace.saved.own.get(name, 0) > 1.5 * size
@@ -284,11 +285,11 @@ class _Planner:
         module = self.model.get_submodule(name)
         return getattr(module, "weight", None), getattr(module, "bias", None)
 
-    def _waited_for(self, readers: list[Reader]) -> str | None:
+    def _waited_for(self, readers: list[Consumer]) -> str | None:
         """Who hangs a hook on the output, or on the gated product: the gradient must pass through it."""
-        products = [t for r in readers if r.kind == "product" and r.op for t in r.op.outputs]
+        products = [t for r in readers if r.use == "product" and r.op for t in r.op.outputs]
         for reader in readers + (self._waiting(products) if products else []):
-            if reader.op is not None and reader.op.name in ("register_hook", "retain_grad"):
+            if reader.op is not None and reader.op.role & Role.HOOK:
                 return reader.text
         return None
 
@@ -299,13 +300,13 @@ class _Planner:
 
     # activations
 
-    def _waiting(self, outputs: list[Tensor]) -> list[Reader]:
+    def _waiting(self, outputs: list[Tensor]) -> list[Consumer]:
         """Who reads an activation's output or a gated product, also behind a dropout."""
-        readers = find_readers(self.trace, outputs, self.shadow)
-        return behind_dropouts(self.trace, readers, self.shadow)
+        readers = find_consumers(self.trace, outputs)
+        return consumers_behind_dropouts(self.trace, readers)
 
-    def _recomputed(self, readers: list[Reader]) -> str:
-        outputs = [t for r in readers if r.kind == "product" and r.op for t in r.op.outputs]
+    def _recomputed(self, readers: list[Consumer]) -> str:
+        outputs = [t for r in readers if r.use == "product" and r.op for t in r.op.outputs]
         reading = self._waiting(outputs)
         other = next((reader for reader in reading if weight_read_with(reader) is None), None)
         if other is None:
@@ -318,7 +319,7 @@ class _Planner:
         choice = self.config.activations
         if choice == "keep":
             return self._left(name, kind, "activations: keep", consumers)
-        writers = [reader for reader in readers if reader.kind == "write"]
+        writers = [reader for reader in readers if reader.use == "write"]
         own = [w for w in writers if w.op is not None and w.op.module == name]
         in_place = bool(own) and len(own) == len(writers)
         writer = writers[0].text if writers and not in_place else self._written(calls, "outputs")
@@ -326,7 +327,7 @@ class _Planner:
             text = f"its output is written in place by {writer}"
             return self._left(name, kind, text, consumers)
         rows = [reader for reader in readers if not reader.reshaped]  # what can be deferred
-        gated = any(reader.kind == "product" for reader in rows)
+        gated = any(reader.use == "product" for reader in rows)
         linear = next((reader for reader in rows if weight_trains(reader)), None)
         waited = self._waited_for(readers)
         if choice == "auto":

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from lowmem_patch.nn.forwards import has_forward_of_others
 from lowmem_patch.nn.rotary import Rotation, is_rotary_forward
-from lowmem_patch.patching.fakes import NoForeignKernels
-from lowmem_patch.patching.trace import Trace
+from lowmem_patch.tracing.isolation import NoForeignKernels
+from lowmem_patch.tracing.trace import Trace
 
 __all__ = ["find_rotations", "rotary_note"]
 

@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 from lowmem_patch.patching.config import PatchConfig
+from lowmem_patch.tracing.consumers import LinearRef
 
 __all__ = ["ORIGINAL", "BytesByKind", "FoldStep", "LinearRef", "PatchReport", "Site", "block_name"]
 
@@ -15,24 +16,11 @@ ORIGINAL = "_lowmem_patch_original"  # where a replacement holds the module that
 
 @dataclasses.dataclass(frozen=True)
 class BytesByKind:
-    """Saved bytes by what they are kept for (``lowmem_patch.kinds.KINDS``)."""
+    """Saved bytes by what they are kept for (``lowmem_patch.tracing.categories.CATEGORIES``)."""
 
     before: dict[str, int] = dataclasses.field(default_factory=dict)
     after: dict[str, int] = dataclasses.field(default_factory=dict)
     floor: dict[str, int] = dataclasses.field(default_factory=dict)
-
-
-@dataclasses.dataclass(frozen=True)
-class LinearRef:
-    """A Linear that reads a norm, by the names of its parameters in the model.
-
-    ``transposed`` says that the weight is stored ``[in, out]`` (GPT-2's Conv1D) and not ``[out, in]``.
-    """
-
-    module: str
-    weight: str
-    bias: str | None
-    transposed: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

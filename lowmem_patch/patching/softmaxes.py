@@ -1,4 +1,4 @@
-"""Which softmaxes a matmul alone reads: under autocast it keeps a narrow copy of what they keep wide."""
+"""Which softmaxes are read by matmuls alone, which under autocast save a low-precision copy beside theirs."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from lowmem_patch.patching.readers import find_readers
-from lowmem_patch.patching.trace import Call, Trace
+from lowmem_patch.tracing.consumers import find_consumers
+from lowmem_patch.tracing.op_roles import Role
+from lowmem_patch.tracing.trace import Call, Trace
 
 __all__ = ["find_softmaxes"]
 
@@ -21,13 +22,13 @@ def find_softmaxes(
         if type(module) is not nn.Softmax or name not in calls:
             continue
         outputs = [tensor for call in calls[name] for tensor in call.outputs]
-        readers = find_readers(trace, outputs, shadow)
-        if readers and all(
-            reader.op is not None
-            and reader.kind != "opaque"
-            and reader.op.name in ("matmul", "__matmul__")
-            and reader.op.args[0] is reader.tensor
-            for reader in readers
+        consumers = find_consumers(trace, outputs)
+        if consumers and all(
+            consumer.op is not None
+            and consumer.use != "opaque"
+            and consumer.op.role & Role.MATMUL
+            and consumer.op.args[0] is consumer.tensor
+            for consumer in consumers
         ):
             found.append(name)
     return tuple(found)

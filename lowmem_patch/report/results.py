@@ -8,7 +8,6 @@ from rich.console import Console
 
 from lowmem_patch.checkpoint.compare import TensorCheck
 from lowmem_patch.checkpoint.convert import ConvertResult
-from lowmem_patch.kinds import KINDS
 from lowmem_patch.memory import MemoryReport
 from lowmem_patch.patching.sites import PatchReport, Site
 from lowmem_patch.profile import ProfileResult
@@ -21,6 +20,7 @@ from lowmem_patch.report.layout import (
     starred,
     stdout_console,
 )
+from lowmem_patch.tracing.categories import CATEGORIES
 from lowmem_patch.verify import VerifyResult, worst_check
 
 __all__ = [
@@ -130,7 +130,7 @@ def print_profile(result: ProfileResult, title: str) -> None:
         for name in collapse_names(names):
             label = (name or "(the model itself)") + (" (each)" if len(names) > 1 else "")
             table.add_row(label, human_bytes(before), human_bytes(after), fewer(before, after))
-    rows = [(f"kept as {kind}", [m.saved.by_kind[kind] for m in both]) for kind in KINDS]
+    rows = [(f"kept as {kind}", [m.saved.by_kind[kind] for m in both]) for kind in CATEGORIES]
     rows.append(("total", [m.saved.activations for m in both]))
     rows.append(("copies of weights, apart", [m.saved.weight_copies for m in both]))
     rows.append(("peak allocated", [m.peak_allocated or 0 for m in both]))
@@ -156,7 +156,7 @@ def _print_blocks(console: Console, report: PatchReport) -> None:
         for name in collapse_names(names):
             label = name if len(names) == 1 else f"{name} (each)"
             table.add_row(label, *_row(before, after, floor))
-    for kind in KINDS:
+    for kind in CATEGORIES:
         sizes = [part.get(kind, 0) for part in (kinds.before, kinds.after, kinds.floor)]
         if any(sizes):
             # bytes move from kind to kind: shares would say nothing

@@ -15,9 +15,9 @@ from lowmem_patch.checkpoint.compare import cast_parameters
 from lowmem_patch.errors import CheckpointError, LowmemPatchError, PatchError, TraceError
 from lowmem_patch.patching.api import patch_model, patch_report, unpatch_model
 from lowmem_patch.patching.config import PatchConfig, load_config
-from lowmem_patch.patching.examples import make_example_inputs
-from lowmem_patch.patching.inputs import as_example_inputs
 from lowmem_patch.patching.sites import FoldStep
+from lowmem_patch.tracing.example_inputs import make_example_inputs
+from lowmem_patch.tracing.inputs import as_example_inputs
 from lowmem_patch.verify.judge import Judge
 from lowmem_patch.verify.result import VerifyResult
 

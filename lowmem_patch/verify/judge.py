@@ -21,9 +21,9 @@ from lowmem_patch.checkpoint.compare import (
 )
 from lowmem_patch.errors import TraceError
 from lowmem_patch.patching.config import PatchConfig
-from lowmem_patch.patching.inputs import ExampleInputs
 from lowmem_patch.patching.sites import FoldStep
-from lowmem_patch.saved import saved_bytes
+from lowmem_patch.tracing.inputs import ExampleInputs
+from lowmem_patch.tracing.saved_bytes import saved_bytes
 from lowmem_patch.verify.result import RunResult
 
 __all__ = ["GRADIENT_FACTOR", "Judge", "map_gradients"]

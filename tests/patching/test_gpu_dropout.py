@@ -10,7 +10,7 @@ from transformers import BertConfig, BertModel
 from lowmem_patch import PatchReport, plan_patch
 from lowmem_patch.memory import predict_memory
 from lowmem_patch.patching.config import load_config
-from lowmem_patch.patching.inputs import ExampleInputs
+from lowmem_patch.tracing.inputs import ExampleInputs
 
 BATCH, LENGTH, HIDDEN, LAYERS = 2, 24, 32, 2
 

@@ -10,7 +10,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from lowmem_patch import patch_model, patch_report, plan_patch, saved_bytes
-from lowmem_patch.saved import SavedBytes
+from lowmem_patch.tracing.saved_bytes import SavedBytes
 from tests.patching.families import FAMILIES, MORE_FAMILIES, Inputs
 from tests.patching.helpers import MODES, build, cast, in_mode
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lowmem_patch.rows import function_name, moves_rows
+from lowmem_patch.tracing.row_moves import function_name, moves_rows
 
 
 def keeps_rows(source: Tensor, output: Tensor) -> bool:

@@ -9,7 +9,7 @@ import torch
 
 from lowmem_patch import plan_patch
 from lowmem_patch.errors import TraceError
-from lowmem_patch.patching.examples import make_example_inputs
+from lowmem_patch.tracing.example_inputs import make_example_inputs
 from zoo.build import build_transformers
 
 

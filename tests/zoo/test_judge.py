@@ -14,7 +14,7 @@ from lowmem_patch.nn import norms
 from lowmem_patch.nn.activations import CodesActivation
 from lowmem_patch.nn.recompute import RecomputedActivation
 from lowmem_patch.patching import api, fold
-from lowmem_patch.patching.inputs import ExampleInputs
+from lowmem_patch.tracing.inputs import ExampleInputs
 from tests.zoo import walk_gates as gates
 from tests.zoo import walk_models as models
 from zoo.build import Built, randomise

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lowmem_patch import patch_model, plan_patch
-from lowmem_patch.patching.inputs import ExampleInputs
+from lowmem_patch.tracing.inputs import ExampleInputs
 from tests.zoo import walk_gates as gates
 from tests.zoo import walk_models as models
 from tests.zoo import walk_norms as norms

@@ -17,8 +17,14 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lowmem_patch.kinds import KINDS, Saver, kind_of, module_kinds, reads_weight
-from lowmem_patch.rows import function_name
+from lowmem_patch.tracing.categories import (
+    CATEGORIES,
+    Saver,
+    category_of,
+    module_categories,
+    reads_weight,
+)
+from lowmem_patch.tracing.op_roles import function_name
 
 __all__ = [
     "DispatchMode",
@@ -42,7 +48,7 @@ class SavedStorage:
     Attributes:
         bytes: its size.
         shape, dtype: of the tensor that was saved first.
-        kind: one of ``lowmem_patch.kinds.KINDS``.
+        category: one of ``lowmem_patch.tracing.categories.CATEGORIES``.
         savers: the modules and torch functions that saved it, in the order of the forward.
         key: of the storage, as long as the graph lives.
     """
@@ -50,7 +56,7 @@ class SavedStorage:
     bytes: int
     shape: tuple[int, ...]
     dtype: torch.dtype
-    kind: str
+    category: str
     savers: tuple[Saver, ...]
     key: int
 
@@ -64,7 +70,7 @@ class SavedBytes:
         weight_copies: bytes of copies of parameters (casts under autocast) held for backward.
         by_module: activation bytes by the path of the innermost module that saved a storage first.
         own: activation bytes by module path, of storages which that module alone saved.
-        by_kind: activation bytes by what they are kept for (``lowmem_patch.kinds.KINDS``).
+        by_kind: activation bytes by category (``lowmem_patch.tracing.categories.CATEGORIES``).
         storages: every storage behind ``activations``.
     """
 
@@ -72,7 +78,9 @@ class SavedBytes:
     weight_copies: int = 0
     by_module: dict[str, int] = dataclasses.field(default_factory=dict)
     own: dict[str, int] = dataclasses.field(default_factory=dict)
-    by_kind: dict[str, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(KINDS, 0))
+    by_kind: dict[str, int] = dataclasses.field(
+        default_factory=lambda: dict.fromkeys(CATEGORIES, 0)
+    )
     storages: list[SavedStorage] = dataclasses.field(default_factory=list)
 
     @property
@@ -80,9 +88,9 @@ class SavedBytes:
         return self.activations + self.weight_copies
 
     def __repr__(self) -> str:
-        kinds = ", ".join(f"{kind} {size:,}" for kind, size in self.by_kind.items() if size)
+        sizes = ", ".join(f"{name} {size:,}" for name, size in self.by_kind.items() if size)
         copies = f"; copies of weights {self.weight_copies:,}" if self.weight_copies else ""
-        return f"SavedBytes({self.activations:,} bytes of activations: {kinds or 'none'}{copies})"
+        return f"SavedBytes({self.activations:,} bytes of activations: {sizes or 'none'}{copies})"
 
 
 @contextlib.contextmanager
@@ -210,9 +218,9 @@ def saved_bytes(model: nn.Module) -> Iterator[SavedBytes]:
         contexts.enter_context(copies)
         contexts.enter_context(running)
         yield result
-    kept = {key: tensor for key, tensor in first.items() if key not in copies.copies}
+    activations = {key: tensor for key, tensor in first.items() if key not in copies.copies}
     result.weight_copies = sum(_bytes(first[key]) for key in first if key in copies.copies)
-    _add_up(result, model, [(tensor, tuple(savers[key])) for key, tensor in kept.items()])
+    _add_up(result, model, [(tensor, tuple(savers[key])) for key, tensor in activations.items()])
 
 
 def _bytes(tensor: Tensor) -> int:
@@ -220,21 +228,23 @@ def _bytes(tensor: Tensor) -> int:
 
 
 def _add_up(
-    result: SavedBytes, model: nn.Module, kept: Sequence[tuple[Tensor, tuple[Saver, ...]]]
+    result: SavedBytes, model: nn.Module, saved: Sequence[tuple[Tensor, tuple[Saver, ...]]]
 ) -> None:
-    kinds = module_kinds(model)
+    categories = module_categories(model)
     largest: dict[str, int] = {}
-    for tensor, savers in kept:
+    for tensor, savers in saved:
         for saver in savers:
             largest[saver.module] = max(largest.get(saver.module, 0), tensor.numel())
-    for tensor, savers in kept:
+    for tensor, savers in saved:
         size, modules = _bytes(tensor), list(dict.fromkeys(saver.module for saver in savers))
-        kind = kind_of(tensor, savers, kinds, largest[modules[0]])
+        category = category_of(tensor, savers, categories, largest[modules[0]])
         result.storages.append(
-            SavedStorage(size, tuple(tensor.shape), tensor.dtype, kind, savers, storage_key(tensor))
+            SavedStorage(
+                size, tuple(tensor.shape), tensor.dtype, category, savers, storage_key(tensor)
+            )
         )
         result.activations += size
-        result.by_kind[kind] += size
+        result.by_kind[category] += size
         result.by_module[modules[0]] = result.by_module.get(modules[0], 0) + size
         if len(modules) == 1:
             result.own[modules[0]] = result.own.get(modules[0], 0) + size

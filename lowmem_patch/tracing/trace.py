@@ -1,6 +1,6 @@
 """Run one forward and record who makes and who reads each tensor.
 
-The forward runs on a shadow (`lowmem_patch.patching.shadow`). Where a model's control flow needs data, the
+The forward runs on a shadow (`lowmem_patch.tracing.shadow`). Where a model's control flow needs data, the
 model itself runs once on the example inputs instead.
 """
 
@@ -10,21 +10,26 @@ import contextlib
 import dataclasses
 import traceback
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from lowmem_patch.dropouts import dropout_call
 from lowmem_patch.errors import TraceError
-from lowmem_patch.patching.fakes import ADDRESSES, running_fake
-from lowmem_patch.patching.gpu_dropout import GpuDropouts
-from lowmem_patch.patching.shadow import Shadow, attributes_of
-from lowmem_patch.rows import function_name
-from lowmem_patch.saved import SavedBytes, module_stack, saved_bytes, storage_key
+from lowmem_patch.tracing.call_arguments import dropout_call
+from lowmem_patch.tracing.gpu_dropout import GpuDropouts
+from lowmem_patch.tracing.isolation import in_training_mode, running_fake
+from lowmem_patch.tracing.op_roles import NEVER_WRITES, Role, function_name, role_of
+from lowmem_patch.tracing.saved_bytes import (
+    DispatchMode,
+    SavedBytes,
+    module_stack,
+    saved_bytes,
+    storage_key,
+)
+from lowmem_patch.tracing.shadow import Shadow, attributes_of, tensors_in
 
 __all__ = [
     "FOREIGN_KERNEL",
@@ -40,11 +45,15 @@ FOREIGN_KERNEL = "a kernel of its own"  # the name of an op that is none of torc
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Op:
-    """One torch function call; ``module`` is the innermost module that was running.
+    """One call of a torch function.
 
-    ``opaque`` says that it ran where a deferred tensor would lose its gradient: in a custom autograd
-    function, in a scripted one, in a reentrant checkpoint, under no_grad, or that it waits for the
-    tensor's gradient. ``autocast`` says that autocast was on.
+    Attributes:
+        module: the path of the innermost module that was running.
+        writes: it writes in place.
+        opaque: it ran where a deferred tensor would lose its gradient (in a custom autograd function, in a
+            scripted one, in a reentrant checkpoint, under no_grad), or it waits for the tensor's gradient.
+        autocast: autocast was on.
+        role: what a function of this name does.
     """
 
     name: str
@@ -56,6 +65,15 @@ class Op:
     writes: bool
     opaque: bool = False
     autocast: bool = False
+
+    @cached_property
+    def role(self) -> Role:
+        return role_of(self.name)
+
+    @property
+    def place(self) -> str:
+        """As a report names it."""
+        return f"{self.name} in {self.module}" if self.module else self.name
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -73,29 +91,23 @@ class Call:
 
 @dataclasses.dataclass
 class Trace:
-    """Facts of one forward. Tensors are identified by ``id``; the trace keeps them alive."""
+    """Facts of one forward. Tensors are identified by ``id``; the trace keeps them alive.
+
+    Attributes:
+        ops, calls: in the order of the forward; a call stands where it ends.
+        consumers: the ops that read a tensor, by its id.
+        outputs: what the model returns or leaves on its modules.
+        parameters: their names in the model.
+        saved: what autograd holds after the forward.
+    """
 
     ops: list[Op] = dataclasses.field(default_factory=list)
     calls: list[Call] = dataclasses.field(default_factory=list)
-    readers: dict[int, list[Op]] = dataclasses.field(default_factory=dict)
+    consumers: dict[int, list[Op]] = dataclasses.field(default_factory=dict)
     outputs: set[int] = dataclasses.field(default_factory=set)
     parameters: dict[int, str] = dataclasses.field(default_factory=dict)
     saved: SavedBytes = dataclasses.field(default_factory=SavedBytes)
-    fake: bool = True
     keep_alive: list[Any] = dataclasses.field(default_factory=list)
-
-
-# These return their very input when there is nothing to do, which is no write.
-_MAY_RETURN_INPUT = frozenset(
-    (
-        "contiguous", "to", "type_as", "type", "float", "half", "bfloat16", "double", "dropout", "expand",
-        "requires_grad_", "squeeze", "reshape", "view", "flatten", "cpu", "cuda", "expand_as", "permute",
-    )
-)  # fmt: skip
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def _autocast() -> bool:
@@ -109,14 +121,27 @@ class _Recorder(TorchFunctionMode):
         self.stack = stack
         self.running = False
         self.given: list[tuple[Op, Tensor]] = []  # to kernels, with sums over what they were given
-        self.flowing = {storage_key(tensor) for tensor in _tensors(trace.keep_alive)}
+        self.flowing = {storage_key(tensor) for tensor in tensors_in(trace.keep_alive)}
+
+    def op(
+        self,
+        name: str,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        outputs: tuple[Tensor, ...] = (),
+        writes: bool = False,
+        opaque: bool = True,
+    ) -> Op:
+        module = self.stack[-1] if self.stack else ""
+        return Op(name, func, module, args, kwargs, outputs, writes, opaque, _autocast())
 
     def add(self, op: Op) -> None:
         self.trace.ops.append(op)
         if not torch._C._are_functorch_transforms_active():  # whose tensors have no storage
             self.flowing.update(map(storage_key, op.outputs))
-        for key in {id(tensor) for tensor in _tensors((op.args, op.kwargs))}:
-            self.trace.readers.setdefault(key, []).append(op)
+        for key in {id(tensor) for tensor in tensors_in((op.args, op.kwargs))}:
+            self.trace.consumers.setdefault(key, []).append(op)
 
     def _sums(self, tensor: Tensor) -> Tensor:
         self.running = True  # what runs here is no part of the forward
@@ -131,7 +156,7 @@ class _Recorder(TorchFunctionMode):
         for op, before in self.given:
             if not torch.equal(self._sums(op.args[0]), before):
                 written = dataclasses.replace(op, writes=True)
-                for ops in (self.trace.ops, self.trace.readers[id(op.args[0])]):
+                for ops in (self.trace.ops, self.trace.consumers[id(op.args[0])]):
                     ops[ops.index(op)] = written
 
     def __torch_function__(
@@ -148,33 +173,28 @@ class _Recorder(TorchFunctionMode):
         finally:
             self.running = False
         name = function_name(func)
-        module = self.stack[-1] if self.stack else ""
-        if name in ADDRESSES and storage_key(args[0]) in self.flowing:  # no weight alone
-            op = Op(FOREIGN_KERNEL, func, module, args, kwargs, (), False, True, _autocast())
-            self.given.append((op, self._sums(args[0])))
-            self.add(op)
-        inputs, outputs = _tensors((args, kwargs)), _tensors(output)
-        same = bool(inputs) and any(o is i for o in outputs for i in inputs[:1])
-        writes = (
-            name == "__setitem__" or (same and name not in _MAY_RETURN_INPUT) or "out" in kwargs
-        )
-        if name == "dropout" and same:
-            call = dropout_call(args, kwargs)
-            writes = call.in_place and call.p > 0
-        waits = name in ("register_hook", "retain_grad")
-        if inputs and (writes or waits or (outputs and not same)):
-            opaque = waits or not torch.is_grad_enabled()
-            self.add(
-                Op(name, func, module, args, kwargs, tuple(outputs), writes, opaque, _autocast())
-            )
+        role = role_of(name)
+        if role & Role.ADDRESS and storage_key(args[0]) in self.flowing:  # no weight alone
+            self.given.append((self.op(FOREIGN_KERNEL, func, args, kwargs), self._sums(args[0])))
+            self.add(self.given[-1][0])
+        inputs, outputs = tensors_in((args, kwargs)), tuple(tensors_in(output))
+        same = any(tensor is inputs[0] for tensor in outputs) if inputs else False
+        writes = _writes(role, args, kwargs, same)
+        if inputs and (writes or role & Role.HOOK or (outputs and not same)):
+            opaque = bool(role & Role.HOOK) or not torch.is_grad_enabled()
+            self.add(self.op(name, func, args, kwargs, outputs, writes, opaque))
         return output
 
 
-# torch ships no types for this class; Any says so once
-_DispatchMode: Any = TorchDispatchMode
+def _writes(role: Role, args: tuple[Any, ...], kwargs: dict[str, Any], same: bool) -> bool:
+    """Whether a function wrote in place; ``same``: it returned its first tensor."""
+    if role & Role.DROPOUT and same:
+        call = dropout_call(args, kwargs)
+        return call.in_place and call.p > 0
+    return bool(role & Role.WRITE) or (same and not role & NEVER_WRITES) or "out" in kwargs
 
 
-class _ScriptRecorder(_DispatchMode):  # type: ignore[misc]  # a base without types
+class _ScriptRecorder(DispatchMode):  # type: ignore[misc]  # a base without types
     """Records what no torch function announces: the ops inside scripted functions."""
 
     def __init__(self, recorder: _Recorder) -> None:
@@ -191,12 +211,8 @@ class _ScriptRecorder(_DispatchMode):  # type: ignore[misc]  # a base without ty
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
         if not self.recorder.running and func.namespace != "prim":  # prim asks for metadata
-            stack = self.recorder.stack
-            module, outputs = stack[-1] if stack else "", tuple(_tensors(output))
-            writes = bool(func._schema.is_mutable)
-            self.recorder.add(
-                Op(str(func), func, module, args, kwargs, outputs, writes, True, _autocast())
-            )
+            outputs, writes = tuple(tensors_in(output)), bool(func._schema.is_mutable)
+            self.recorder.add(self.recorder.op(str(func), func, args, kwargs, outputs, writes))
         return output
 
 
@@ -208,7 +224,7 @@ def _record_custom_functions(trace: Trace) -> None:
         for tensor in op.outputs
         if tensor.grad_fn is not None
     }
-    pending: list[Any] = [tensor.grad_fn for tensor in _tensors(trace.keep_alive)]
+    pending: list[Any] = [tensor.grad_fn for tensor in tensors_in(trace.keep_alive)]
     seen: set[Any] = {None}
     while pending:
         node = pending.pop()
@@ -219,7 +235,7 @@ def _record_custom_functions(trace: Trace) -> None:
         for parent, number in node.next_functions:
             pending.append(parent)
             tensor = tensors.get((parent, number)) if custom else None
-            known = trace.readers.setdefault(id(tensor), []) if tensor is not None else []
+            known = trace.consumers.setdefault(id(tensor), []) if tensor is not None else []
             if tensor is not None and not any(op.opaque for op in known):
                 op = Op(node.name(), node.apply, "", (tensor,), {}, (), False, True)
                 trace.ops.append(op)
@@ -239,7 +255,7 @@ def _record_calls(model: nn.Module, trace: Trace) -> Iterator[None]:
 
         def leave(_module: nn.Module, _args: Any, output: Any, name: str = name) -> None:
             first, args, kwargs, autocast = starts.pop()
-            inputs, outputs = tuple(_tensors((args, kwargs))), tuple(_tensors(output))
+            inputs, outputs = tuple(tensors_in((args, kwargs))), tuple(tensors_in(output))
             trace.keep_alive.append((inputs, outputs))
             arguments = sum(value is not None for value in (*args, *kwargs.values()))
             last = len(trace.ops)
@@ -254,18 +270,6 @@ def _record_calls(model: nn.Module, trace: Trace) -> Iterator[None]:
             handle.remove()
 
 
-@contextlib.contextmanager
-def _training(model: nn.Module) -> Iterator[None]:
-    """Trace in training mode, so that dropout is seen; every module's own flag is put back."""
-    flags = [(module, module.training) for module in model.modules()]
-    model.train()
-    try:
-        yield
-    finally:
-        for module, flag in flags:
-            module.training = flag
-
-
 def trace_forward(shadow: Shadow, *, structure: bool = True) -> Trace:
     """Run the forward with gradients on, and record the dataflow and what autograd saves.
 
@@ -276,12 +280,12 @@ def trace_forward(shadow: Shadow, *, structure: bool = True) -> Trace:
         TraceError: the forward fails; the cause is chained.
     """
     model, inputs = shadow.model, shadow.inputs
-    trace = Trace(fake=shadow.mode is not None)
+    trace = Trace()
     parameters = dict(model.named_parameters())  # offloading exchanges them in the forward
     trace.parameters.update((id(parameter), name) for name, parameter in parameters.items())
     trace.keep_alive.append((model, parameters, inputs))
     with contextlib.ExitStack() as contexts:
-        contexts.enter_context(_training(model))
+        contexts.enter_context(in_training_mode(model))
         contexts.enter_context(torch.enable_grad())
         if shadow.mode is not None:
             contexts.enter_context(running_fake(shadow.mode))
@@ -295,16 +299,14 @@ def trace_forward(shadow: Shadow, *, structure: bool = True) -> Trace:
             contexts.enter_context(_ScriptRecorder(recorder))
         try:
             output = model(*inputs.args, **inputs.kwargs)
-        except (
-            Exception
-        ) as error:  # whatever a foreign forward raises, the user is told which model and why
+        except Exception as error:  # of a foreign forward: the user is told which model and why
             raise TraceError(
                 f"{type(model).__name__} could not be run on the example inputs ({inputs}): "
-                f"{_place(error, model)}: {type(error).__name__}: {error}"
+                f"{_module_of(error, model)}: {type(error).__name__}: {error}"
             ) from error
-    kept = [_plain(output), *(attributes_of(module) for module in model.modules())]
-    trace.outputs = {id(tensor) for tensor in _tensors(kept)}
-    trace.keep_alive.append(kept)
+    given = [_plain(output), *(attributes_of(module) for module in model.modules())]
+    trace.outputs = {id(tensor) for tensor in tensors_in(given)}
+    trace.keep_alive.append(given)
     if structure:
         recorder.find_writes()
         _record_custom_functions(trace)
@@ -312,7 +314,7 @@ def trace_forward(shadow: Shadow, *, structure: bool = True) -> Trace:
     return trace
 
 
-def _place(error: BaseException, model: nn.Module) -> str:
+def _module_of(error: BaseException, model: nn.Module) -> str:
     """The innermost module in which an error was raised, as a report names it."""
     names = {id(module): name for name, module in model.named_modules()}
     innermost: nn.Module = model
@@ -325,8 +327,8 @@ def _place(error: BaseException, model: nn.Module) -> str:
 
 def describe(module: nn.Module, name: str) -> str:
     """``LigerRMSNorm in model.norm``: the class as the module prints it, which others may change."""
-    kind = module._get_name()  # type: ignore[no-untyped-call]  # of torch
-    return f"{kind} in {name or 'the model itself'}"
+    label = module._get_name()  # type: ignore[no-untyped-call]  # of torch
+    return f"{label} in {name or 'the model itself'}"
 
 
 def _plain(output: Any) -> Any:

@@ -1,7 +1,7 @@
-"""Dropouts as a GPU keeps them, for models on the meta device: those are planned for another machine.
+"""Dropouts as a GPU saves them, for models on the meta device: those are planned for another machine.
 
-On fake CPU tensors torch would count what its CPU code keeps: a number of the tensor's dtype for each
-element of a dropout, and all the probabilities of an attention with dropout. On a GPU a dropout keeps a
+On fake CPU tensors torch would count what its CPU code saves: a number of the tensor's dtype for each
+element of a dropout, and all the probabilities of an attention with dropout. On a GPU a dropout saves a
 bool, and fused attention draws its mask again.
 """
 
@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from lowmem_patch.dropouts import dropout_call
 from lowmem_patch.nn.deferred import Deferred
-from lowmem_patch.rows import function_name
+from lowmem_patch.tracing.call_arguments import dropout_call
+from lowmem_patch.tracing.op_roles import Role, function_name, role_of
 
 __all__ = ["GpuDropouts"]
 
@@ -34,14 +34,17 @@ class GpuDropouts(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        kwargs = kwargs or {}
+        kwargs, name = kwargs or {}, function_name(func)
         # a deferred tensor draws its own mask
-        drops = function_name(func) == "dropout" and args and isinstance(args[0], Tensor)
-        if drops and not isinstance(args[0], Deferred):
+        if role_of(name) & Role.DROPOUT and args and _is_plain(args[0]):
             call = dropout_call(args, kwargs)
             if 0 < call.p < 1 and not call.in_place and args[0].numel():
                 return torch.native_dropout(args[0], call.p, True)[0]
-        if function_name(func) == "scaled_dot_product_attention":
+        if name == "scaled_dot_product_attention":
             named = dict(zip(_BEHIND_THE_MASK, args[4:], strict=False))
             return func(*args[:4], **{**named, **kwargs, "dropout_p": 0.0})
         return func(*args, **kwargs)
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, Tensor) and not isinstance(value, Deferred)

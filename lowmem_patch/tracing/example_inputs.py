@@ -16,10 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from lowmem_patch.errors import TraceError
-from lowmem_patch.patching.check import preserved
-from lowmem_patch.patching.fakes import running_fake
-from lowmem_patch.patching.inputs import ExampleInputs
-from lowmem_patch.patching.shadow import make_shadow
+from lowmem_patch.tracing.inputs import ExampleInputs
+from lowmem_patch.tracing.isolation import preserved, running_fake
+from lowmem_patch.tracing.shadow import make_shadow
 
 __all__ = ["make_example_inputs"]
 
@@ -27,7 +26,6 @@ _MOST_CANDIDATES = 24
 _LARGEST_TOKEN = 1000
 _FRAMES = 128  # of a spectrogram
 _SAMPLES = 6400  # of raw audio: 20 frames of a wav2vec2
-_TEXTS = ("input_ids", "attention_mask")
 
 
 def make_example_inputs(
@@ -148,22 +146,24 @@ class _Maker:
         self.main = list(main) if isinstance(main, (list, tuple)) else [main]
 
     def candidates(self) -> Iterator[ExampleInputs]:
-        """The named main input first, then text alone, then with the other senses that the forward takes."""
-        known = [n for n in (*_MAKERS, "pixel_values_videos") if n in self.accepted]
-        main = [n for n in self.main if n in self.accepted] or known[:1]
+        """The named main input first, then text alone, then with each other modality of the forward."""
         decoder = ["decoder_input_ids"] if self._decodes() else []
-        # a model of one input has nothing to choose
-        single = main == ["input_ids"] and not set(known) & set(_SENSES)
-        sets: list[list[str]] = [[*main, *self.required, *decoder]]
-        if not single:
-            texts = [["input_ids"]] if "input_ids" in known else []
-            pairs = [["input_ids", s] for s in _SENSES if s in known and "input_ids" in known]
-            sets += [[*names, *self.required, *decoder] for names in (*texts, *pairs)]
-            sets += [[s, *self.required, *decoder] for s in _SENSES if s in known]
+        sets = [(*names, *self.required, *decoder) for names in self._choices()]
         for names in dict.fromkeys(tuple(dict.fromkeys(names)) for names in sets):
             options = [self._options(name) for name in names]
             for values in itertools.product(*options):
                 yield ExampleInputs((), dict(zip(names, values, strict=True)))
+
+    def _choices(self) -> list[list[str]]:
+        """Names of inputs that a forward may be called with, beside those that it requires."""
+        known = [n for n in (*_MAKERS, "pixel_values_videos") if n in self.accepted]
+        main = [n for n in self.main if n in self.accepted] or known[:1]
+        modalities = [n for n in _MODALITIES if n in known]
+        if main == ["input_ids"] and not modalities:
+            return [main]  # a model of one input has nothing to choose
+        texts = [["input_ids"]] if "input_ids" in known else []
+        pairs = [[*text, modality] for text in texts for modality in modalities]
+        return [main, *texts, *pairs, *([modality] for modality in modalities)]
 
     def _decodes(self) -> bool:
         return bool(getattr(self.config, "is_encoder_decoder", False)) and (
@@ -274,7 +274,7 @@ _MAKERS = {
     "inputs_embeds": _Maker.states,
     "hidden_states": _Maker.states,
 }
-_SENSES = ("pixel_values", "pixel_values_videos", "input_values", "input_features")
+_MODALITIES = ("pixel_values", "pixel_values_videos", "input_values", "input_features")
 
 
 def _with_parts(config: Any) -> Iterator[Any]:

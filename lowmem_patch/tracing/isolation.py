@@ -1,5 +1,5 @@
-"""Running a foreign forward on fake tensors or on a few rows: nothing of it stays behind, and no kernel
-of its own runs."""
+"""A foreign forward runs, on fake tensors, on a few rows or on data: nothing of it stays behind, and no
+kernel that is no torch op sees a fake address."""
 
 from __future__ import annotations
 
@@ -17,22 +17,20 @@ from torch._functorch import config as functorch_config  # torch does not import
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
-from lowmem_patch.rows import function_name
+from lowmem_patch.tracing.op_roles import Role, function_name, role_of
 
 __all__ = [
-    "ADDRESSES",
     "ForeignKernelError",
     "NoForeignKernels",
     "find_caches",
+    "in_training_mode",
     "is_offloaded",
     "make_fake_mode",
+    "preserved",
     "running_fake",
 ]
 
 _Cache = functools._lru_cache_wrapper
-
-# How code that is no torch op gets at a tensor's memory: a Triton launch, a call through ctypes, cupy.
-ADDRESSES = frozenset(("data_ptr", "__dlpack__"))
 
 
 class ForeignKernelError(RuntimeError):
@@ -40,7 +38,8 @@ class ForeignKernelError(RuntimeError):
 
 
 class NoForeignKernels(TorchFunctionMode):
-    """Refuses what every kernel asks for that is no torch op: the address of a tensor."""
+    """Refuses what every kernel asks for that is no torch op (a Triton launch, a call through ctypes,
+    cupy): the address of a tensor."""
 
     def __torch_function__(
         self,
@@ -49,7 +48,7 @@ class NoForeignKernels(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if function_name(func) in ADDRESSES:
+        if role_of(function_name(func)) & Role.ADDRESS:
             raise ForeignKernelError("a kernel of its own needs real memory")
         return func(*args, **(kwargs or {}))
 
@@ -64,6 +63,38 @@ def is_offloaded(model: nn.Module) -> bool:
     """Whether accelerate leaves weights on the meta device, and brings them at each call of a module."""
     hooks = (getattr(module, "_hf_hook", None) for module in model.modules())
     return any(getattr(hook, "offload", False) for hook in hooks)
+
+
+@contextlib.contextmanager
+def _preserved_flags(model: nn.Module) -> Iterator[None]:
+    flags = [(module, module.training) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, flag in flags:
+            module.training = flag
+
+
+@contextlib.contextmanager
+def in_training_mode(model: nn.Module) -> Iterator[None]:
+    """Training mode for a while, so that a trace sees dropouts; every module's own flag is put back."""
+    with _preserved_flags(model):
+        model.train()
+        yield
+
+
+@contextlib.contextmanager
+def preserved(model: nn.Module) -> Iterator[None]:
+    """Put back what a forward on data changes: buffers, training flags, random state."""
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    devices = sorted({p.device.index for p in model.parameters() if p.is_cuda})
+    with torch.random.fork_rng(devices=devices), _preserved_flags(model):
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for buffer, value in buffers:
+                    buffer.copy_(value)
 
 
 @contextlib.contextmanager

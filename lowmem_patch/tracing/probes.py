@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from lowmem_patch import reference
 from lowmem_patch.functional import ActivationKind
-from lowmem_patch.patching.fakes import NoForeignKernels
-from lowmem_patch.patching.trace import Call, Trace
+from lowmem_patch.tracing.isolation import NoForeignKernels
+from lowmem_patch.tracing.op_roles import Role
+from lowmem_patch.tracing.trace import Call, Trace
 
 __all__ = ["NormSpec", "looks_like_activation", "looks_like_norm", "match_activation", "match_norm"]
 
@@ -93,7 +94,7 @@ def _close(actual: Tensor | None, expected: Tensor) -> bool:
     return bool(((actual.double() - expected).abs().max() / scale) < _TOLERANCE)
 
 
-def _likeness(module: nn.Module, x: Tensor) -> object:
+def _settings(module: nn.Module, x: Tensor) -> object:
     """Equal for modules that compute the same but for their parameters' values; else unequal."""
     plain = (int, float, str, torch.Size, torch.dtype, type(None))
     own = {name: value for name, value in vars(module).items() if not name.startswith("_")}
@@ -126,10 +127,10 @@ def match_norm(
     if "forward" in module.__dict__:
         return "its forward is overridden on the instance"
     known = {} if known is None else known
-    likeness = _likeness(module, x)
-    if likeness not in known:
-        known[likeness] = _probe(module, call, trace)
-    return known[likeness]
+    settings = _settings(module, x)
+    if settings not in known:
+        known[settings] = _probe(module, call, trace)
+    return known[settings]
 
 
 def _probe(module: nn.Module, call: Call, trace: Trace) -> NormSpec | str:
@@ -144,8 +145,7 @@ def _probe(module: nn.Module, call: Call, trace: Trace) -> NormSpec | str:
     if found is None:
         return "computes neither LayerNorm nor RMSNorm over the last dimension"
     kind, eps, offset = found
-    used = {op.name for op in trace.ops[call.first_op : call.last_op]}
-    fused = bool(used & {"layer_norm", "rms_norm", "native_layer_norm", "fused_layer_norm"})
+    fused = any(op.role & Role.ROW_NORM for op in trace.ops[call.first_op : call.last_op])
     output = _output_dtype(isolated, rows) if parameters else "input"
     return NormSpec(kind, eps, offset, output, full_precision_autocast=fused)
 

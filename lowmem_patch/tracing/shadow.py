@@ -13,11 +13,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from lowmem_patch.errors import TraceError
-from lowmem_patch.patching.fakes import is_offloaded, make_fake_mode
-from lowmem_patch.patching.inputs import ExampleInputs
-from lowmem_patch.patching.sharded import came_sharded, whole_twin
+from lowmem_patch.tracing.inputs import ExampleInputs
+from lowmem_patch.tracing.isolation import is_offloaded, make_fake_mode
+from lowmem_patch.tracing.sharded import came_sharded, whole_twin
 
-__all__ = ["DataNeededError", "Shadow", "attributes_of", "make_shadow"]
+__all__ = ["DataNeededError", "Shadow", "attributes_of", "make_shadow", "tensors_in"]
 
 
 class DataNeededError(TraceError):
@@ -37,7 +37,8 @@ class Shadow:
     elsewhere: bool = False
 
 
-def _tensors(value: Any) -> list[Tensor]:
+def tensors_in(value: Any) -> list[Tensor]:
+    """Every tensor in nested tuples, lists and mappings."""
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
@@ -64,18 +65,15 @@ def make_shadow(model: nn.Module, inputs: ExampleInputs) -> Shadow:
     memo: dict[int, Any] = {
         id(tensor): tensor.detach()
         for module in model.modules()
-        for tensor in _tensors(attributes_of(module))
+        for tensor in tensors_in(attributes_of(module))
         if tensor.grad_fn is not None
     }
     for tensor in (*model.parameters(), *model.buffers()):
         if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
             kind = type(tensor).__name__
             raise DataNeededError(f"a parameter is a {kind}, which cannot be traced without data")
-        device = somewhere if tensor.is_meta else tensor.device
         with mode:
-            fake = torch.empty_strided(
-                tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device
-            )
+            fake = _empty_like(tensor, somewhere)
             parameter = isinstance(tensor, nn.Parameter)
             memo[id(tensor)] = (
                 nn.Parameter(fake, requires_grad=tensor.requires_grad) if parameter else fake
@@ -85,11 +83,14 @@ def make_shadow(model: nn.Module, inputs: ExampleInputs) -> Shadow:
     except (TypeError, RuntimeError, AttributeError, ValueError) as error:
         raise TraceError(f"the model cannot be copied for a trace: {error}") from error
     with mode:
-        fakes = inputs.map(lambda tensor: torch.empty_strided(
-            tensor.shape, tensor.stride(), dtype=tensor.dtype,
-            device="cpu" if tensor.is_meta else tensor.device, requires_grad=tensor.requires_grad,
-        ))  # fmt: skip
+        cpu = torch.device("cpu")
+        fakes = inputs.map(lambda t: _empty_like(t, cpu).requires_grad_(t.requires_grad))
     return Shadow(shadow, fakes, mode, elsewhere)
+
+
+def _empty_like(tensor: Tensor, instead_of_meta: torch.device) -> Tensor:
+    device = instead_of_meta if tensor.is_meta else tensor.device
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
 
 def attributes_of(module: nn.Module) -> list[Any]:

@@ -1,0 +1,71 @@
+"""Sentences of a report about norms and activations that are no sites."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+from torch import nn
+
+from lowmem_patch.constants import STEP_TABLES
+from lowmem_patch.tracing.op_roles import Role
+from lowmem_patch.tracing.probes import looks_like_norm, match_activation
+from lowmem_patch.tracing.trace import FOREIGN_KERNEL, Trace, describe
+
+__all__ = ["foreign_kernels", "foreign_kernels_note", "functional_calls_note", "not_run_note"]
+
+_NAMED = 3
+
+
+def _first_of(names: Collection[str]) -> str:
+    return ", ".join(list(names)[:_NAMED]) + (", ..." if len(names) > _NAMED else "")
+
+
+def foreign_kernels(trace: Trace) -> dict[str, None]:
+    """Names of the modules that ran kernels of their own (Liger's, mamba's), of which a trace sees what
+    they read, and no more; in the order of the forward."""
+    return {op.module: None for op in trace.ops if op.name == FOREIGN_KERNEL}
+
+
+def foreign_kernels_note(model: nn.Module, trace: Trace) -> str | None:
+    """How many modules run such kernels, and which; None if there are none."""
+    places = [describe(model.get_submodule(name), name) for name in foreign_kernels(trace)]
+    if not places:
+        return None
+    return f"{len(places)} modules run kernels of their own, which are left alone ({_first_of(places)})"
+
+
+def functional_calls_note(trace: Trace, sites: Iterable[str]) -> str | None:
+    """How many norms and activations are called as functions outside the sites, and where, or None."""
+    known = set(sites)
+    places = [
+        f"F.{op.name} in {op.module or 'the model itself'}"
+        for op in trace.ops
+        if (op.role & Role.ROW_NORM or op.name in STEP_TABLES) and op.module not in known
+    ]
+    if not places:
+        return None
+    return (
+        f"{len(places)} norms or activations are function calls and not modules: left alone "
+        f"({_first_of(dict.fromkeys(places))})"
+    )
+
+
+def not_run_note(model: nn.Module, trace: Trace) -> str | None:
+    """How many norms and activations did not run (an image tower, where the inputs are text), or None."""
+    ran = {call.name for call in trace.calls}
+    # by type: an activation is told by running it, and experts are many
+    known: dict[type, bool] = {}
+    names = []
+    for name, module in model.named_modules():
+        if name in ran:
+            continue
+        if type(module) not in known:
+            known[type(module)] = looks_like_norm(module) or match_activation(module) is not None
+        if known[type(module)]:
+            names.append(name)
+    if not names:
+        return None
+    return (
+        f"{len(names)} norms or activations did not run on the example inputs: left alone "
+        f"({_first_of(names)}); pass example_inputs= that reach them"
+    )

@@ -1,0 +1,50 @@
+"""What the arguments of a call of a torch function ask for."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from lowmem_patch.tracing.op_roles import Role, role_of
+
+__all__ = ["DropoutCall", "WeightMatmul", "argument", "dropout_call", "weight_matmul"]
+
+
+def argument(
+    args: tuple[Any, ...], kwargs: dict[str, Any], index: int, name: str, default: Any
+) -> Any:
+    """An argument that may be given by position or by name."""
+    return kwargs[name] if name in kwargs else (args[index] if len(args) > index else default)
+
+
+class DropoutCall(NamedTuple):
+    """``p`` is 0 where the call does nothing: outside training, or for a probability of 0."""
+
+    p: float
+    in_place: bool
+
+
+def dropout_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> DropoutCall:
+    """Read the arguments of ``F.dropout`` or ``torch.dropout``, which name ``training`` differently."""
+    p = argument(args, kwargs, 1, "p", 0.5)
+    training = argument(args, kwargs, 2, "training", kwargs.get("train", True))
+    in_place = argument(args, kwargs, 3, "inplace", False)
+    return DropoutCall(float(p) if training else 0.0, bool(in_place))
+
+
+class WeightMatmul(NamedTuple):
+    """``input @ weight + bias``; ``transposed``: the weight is stored ``[in, out]`` (GPT-2's Conv1D)."""
+
+    input: Any
+    weight: Any
+    bias: Any = None
+    transposed: bool = False
+
+
+def weight_matmul(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> WeightMatmul | None:
+    """The operands of a call of the functions that a Linear, a Conv1D or experts call, or None."""
+    if name == "addmm":
+        return WeightMatmul(args[1], args[2], args[0], True) if len(args) == 3 else None
+    if not role_of(name) & (Role.LINEAR | Role.GROUPED_MATMUL) or not args:
+        return None
+    weight = argument(args, kwargs, 1, "weight", None)
+    return WeightMatmul(args[0], weight, argument(args, kwargs, 2, "bias", None))

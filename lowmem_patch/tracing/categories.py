@@ -1,0 +1,107 @@
+"""What a saved tensor is saved for, by the torch function and the module that saved it.
+
+Labels for people: nothing is planned from them. A norm and an activation are told by what they run
+(`layer_norm`, `gelu`) or else by their class names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lowmem_patch.tracing.op_roles import MATMULS, WEIGHT_MATMULS, Role, role_of
+
+__all__ = ["CATEGORIES", "Saver", "category_of", "module_categories", "reads_weight"]
+
+CATEGORIES = (
+    "linear inputs",  # of matmuls whose weight trains
+    "attention",
+    "norms",
+    "activations",  # their inputs, and the factors of gated products
+    "codes and statistics",
+    "rest",
+)
+# a frozen weight saves no input: what its matmul saved was deferred
+_BY_ROLE = (
+    (MATMULS | Role.SOFTMAX | Role.FUSED_ATTENTION, "attention"),
+    (Role.ROW_NORM | Role.CHANNEL_NORM, "norms"),
+    (WEIGHT_MATMULS | Role.ELEMENTWISE, "activations"),
+)
+# a statistic holds one number a row; no norm is narrower than this
+_NARROWEST_ROW = 8
+
+
+class Saver(NamedTuple):
+    """Who saved a tensor: the innermost module, the torch function that ran, and whether that is a
+    matmul of a weight that trains."""
+
+    module: str
+    function: str
+    weighted: bool = False
+
+
+def reads_weight(
+    function: str, arguments: Iterable[object], is_weight: Callable[[Tensor], bool]
+) -> bool:
+    """Whether a function is a matmul of a parameter that trains."""
+    if not role_of(function) & (WEIGHT_MATMULS | MATMULS):
+        return False
+    return any(
+        isinstance(item, Tensor) and item.requires_grad and item.dim() > 1 and is_weight(item)
+        for item in arguments
+    )
+
+
+def module_categories(model: nn.Module) -> dict[str, str]:
+    """The category of what a module itself saves, by its path: of norms, of activations and the modules
+    around them, and of adapter layers, which may run as one op that no torch function announces."""
+    categories: dict[str, str] = {}
+    for name, module in model.named_modules():
+        if hasattr(module, "base_layer"):
+            categories[name] = "linear inputs"
+        if next(module.children(), None) is not None:
+            continue
+        label = type(module).__name__.lower()
+        if "norm" in label:
+            categories[name] = "norms"
+        elif any(word in label for word in ("activation", "gelu", "silu", "relu", "swish", "mish")):
+            categories[name] = "activations"
+            # the product of a gated MLP is written in the module around its activation
+            categories.setdefault(name.rpartition(".")[0], "activations")
+    return categories
+
+
+def category_of(
+    tensor: Tensor, savers: Iterable[Saver], categories: dict[str, str], largest: int
+) -> str:
+    """The category of a saved tensor.
+
+    Args:
+        categories: of modules, from :func:`module_categories`.
+        largest: elements of the largest tensor that the first saver's module saved.
+    """
+    savers = tuple(savers)
+    found = {_saver_category(saver, categories) for saver in savers}
+    adapted = any(categories.get(saver.module) == "linear inputs" for saver in savers)
+    packed = not tensor.is_floating_point()
+    # one number a row; x A^T of an adapter has few numbers a row, too
+    statistic = tensor.numel() * _NARROWEST_ROW <= largest and not adapted
+    if "attention" in found:
+        return "attention"
+    for category in ("linear inputs", "norms"):  # a norm may run right before its Linear, in there
+        if category in found:
+            return "codes and statistics" if packed or statistic else category
+    if "activations" in found:
+        return "codes and statistics" if packed else "activations"
+    return "codes and statistics" if tensor.dtype == torch.uint8 else "rest"  # a packed mask
+
+
+def _saver_category(saver: Saver, categories: dict[str, str]) -> str:
+    if saver.weighted:
+        return "linear inputs"
+    role = role_of(saver.function)
+    by_role = (category for roles, category in _BY_ROLE if role & roles)
+    return next(by_role, categories.get(saver.module, "rest"))

@@ -1,0 +1,145 @@
+"""What each torch function does: the one table of their names, which every other file reads.
+
+A name has the roles that the table gives it, and a name that is not in the table has none. A question
+that joins several roles is a union of them: ``CAST | DROPOUT``.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from typing import Any
+
+__all__ = [
+    "MATMULS",
+    "NEVER_WRITES",
+    "REARRANGES",
+    "SELECTS",
+    "WEIGHT_MATMULS",
+    "Role",
+    "function_name",
+    "names_with",
+    "role_of",
+]
+
+
+class Role(enum.Flag):
+    """What a torch function does with its first tensor."""
+
+    # the same elements, in other dimensions or at another place
+    RESHAPE = enum.auto()  # all of them in their order, in rows of any length
+    UNIT_DIMENSION = enum.auto()  # dimensions of length 1 come or go
+    CONTIGUOUS = enum.auto()
+    CLONE = enum.auto()
+    EXPAND = enum.auto()
+    PERMUTE = enum.auto()  # by a list of dimensions
+    TRANSPOSE = enum.auto()  # of two dimensions, which are given
+    MOVE_AXES = enum.auto()  # by other arguments
+    ROLL = enum.auto()
+    FLIP = enum.auto()
+    INDEX = enum.auto()
+    SELECT = enum.auto()  # along one dimension, which is the first argument
+    SPLIT = enum.auto()  # along one dimension, which is the second argument
+    UNBIND = enum.auto()  # into all slices; also a SELECT
+    PAD = enum.auto()
+    DETACH = enum.auto()
+    TRANSFER = enum.auto()  # to another device
+    CAST = enum.auto()
+
+    # matmuls
+    LINEAR = enum.auto()  # of a weight, as a Linear calls it
+    GROUPED_MATMUL = enum.auto()  # of the weights of experts
+    CONVOLUTION = enum.auto()
+    MATMUL = enum.auto()  # of any two tensors, as the operator @
+    CONTRACTION = enum.auto()  # of any two tensors, otherwise
+    FUSED_ATTENTION = enum.auto()
+
+    SOFTMAX = enum.auto()
+    ROW_NORM = enum.auto()  # a norm over the last dimension
+    CHANNEL_NORM = enum.auto()  # a norm over others
+    RSQRT = enum.auto()  # what a norm calls that is written out
+    ELEMENTWISE = enum.auto()  # an activation
+    PRODUCT = enum.auto()
+    SUM = enum.auto()
+    DROPOUT = enum.auto()
+
+    WRITE = enum.auto()  # into its first tensor, of which it returns nothing
+    HOOK = enum.auto()  # waits for the tensor's gradient
+    ADDRESS = enum.auto()  # how a kernel that is no torch op gets at a tensor's memory
+    MEMORY = enum.auto()  # looks at the memory from Python
+
+
+# fmt: off
+_TABLE: tuple[tuple[Role, tuple[str, ...]], ...] = (
+    (Role.RESHAPE, ("view", "reshape", "flatten", "unflatten")),
+    (Role.UNIT_DIMENSION, ("squeeze", "unsqueeze")),
+    (Role.CONTIGUOUS, ("contiguous",)),
+    (Role.CLONE, ("clone",)),
+    (Role.EXPAND, ("expand", "expand_as")),
+    (Role.PERMUTE, ("permute",)),
+    (Role.TRANSPOSE, ("transpose", "swapaxes", "swapdims")),
+    (Role.MOVE_AXES, ("t", "T", "movedim")),
+    (Role.ROLL, ("roll",)),
+    (Role.FLIP, ("flip",)),
+    (Role.INDEX, ("__getitem__",)),
+    (Role.SELECT, ("select", "narrow")),
+    (Role.SELECT | Role.UNBIND, ("unbind",)),
+    (Role.SPLIT, ("chunk", "split", "tensor_split")),
+    (Role.PAD, ("pad", "constant_pad_nd")),
+    (Role.DETACH, ("detach", "requires_grad_")),
+    (Role.TRANSFER, ("cpu", "cuda")),
+    (Role.CAST, ("to", "type_as", "type", "float", "half", "bfloat16", "double")),
+    (Role.LINEAR, ("linear", "addmm")),
+    (Role.GROUPED_MATMUL, ("grouped_mm", "_grouped_mm")),
+    (Role.CONVOLUTION, ("conv1d", "conv2d", "conv3d")),
+    (Role.MATMUL, ("matmul", "__matmul__")),
+    (Role.CONTRACTION, ("mm", "bmm", "baddbmm", "einsum")),
+    (Role.FUSED_ATTENTION, ("scaled_dot_product_attention", "multi_head_attention_forward")),
+    (Role.SOFTMAX, ("softmax",)),
+    (Role.ROW_NORM, ("layer_norm", "rms_norm", "native_layer_norm", "fused_layer_norm")),
+    (Role.CHANNEL_NORM, ("group_norm", "batch_norm")),
+    (Role.RSQRT, ("rsqrt",)),
+    (Role.ELEMENTWISE, (
+        "gelu", "silu", "relu", "sigmoid", "tanh", "relu_", "silu_", "softplus", "mish", "elu", "leaky_relu",
+        "hardswish", "hardtanh", "hardsigmoid", "logsigmoid", "relu6", "celu", "selu",
+    )),
+    (Role.PRODUCT, ("mul", "__mul__", "__rmul__", "multiply")),
+    (Role.SUM, ("add", "__add__", "__radd__")),
+    (Role.DROPOUT, ("dropout",)),
+    (Role.WRITE, ("__setitem__",)),
+    (Role.HOOK, ("register_hook", "retain_grad")),
+    (Role.ADDRESS, ("data_ptr", "const_data_ptr", "mutable_data_ptr", "__dlpack__")),
+    (Role.MEMORY, ("untyped_storage", "storage", "_typed_storage", "tolist", "numpy")),
+)
+# fmt: on
+_ROLES = {name: role for role, names in _TABLE for name in names}
+_NONE = Role(0)
+
+# all elements, each once
+REARRANGES = (
+    Role.RESHAPE | Role.UNIT_DIMENSION | Role.CONTIGUOUS | Role.CLONE | Role.PERMUTE | Role.TRANSPOSE
+    | Role.MOVE_AXES | Role.ROLL | Role.DETACH
+)  # fmt: skip
+SELECTS = Role.INDEX | Role.SELECT | Role.SPLIT | Role.PAD
+# these return their very input where there is nothing to do
+NEVER_WRITES = REARRANGES | SELECTS | Role.EXPAND | Role.CAST | Role.TRANSFER | Role.DROPOUT
+WEIGHT_MATMULS = Role.LINEAR | Role.GROUPED_MATMUL | Role.CONVOLUTION
+MATMULS = Role.MATMUL | Role.CONTRACTION
+
+
+def role_of(name: str) -> Role:
+    """The roles of a torch function by its name, from :func:`function_name`; none where it is unknown."""
+    return _ROLES.get(name, _NONE)
+
+
+def names_with(role: Role) -> frozenset[str]:
+    """The names of the functions that have one of these roles, for tables that are read at each call."""
+    return frozenset(name for name, own in _ROLES.items() if own & role)
+
+
+def function_name(func: Callable[..., Any]) -> str:
+    """``torch.roll`` and ``Tensor.roll`` -> ``roll``; a property's getter -> the property's name."""
+    name = getattr(func, "__name__", type(func).__name__)
+    if name == "__get__":
+        name = getattr(getattr(func, "__self__", None), "__name__", name)
+    return str(name)
