@@ -1,7 +1,8 @@
 """Imports go one way, and each outside package has one door.
 
-``constants <- kernels, reference <- functional <- nn <- patching <- checkpoint, verify, profile, bench <-
-the package's own names <- demo, report <- cli``: what stands left may not import what stands right.
+``constants, op_roles <- kernels, reference <- functional <- nn <- tracing <- patching <- checkpoint, verify,
+profile, bench <- the package's own names <- demo, report <- cli``: what stands left may not import what
+stands right. The files of ``tracing`` have an order of their own, and its first ones lie below ``kernels``.
 All imports count, also those inside functions and under ``TYPE_CHECKING``.
 """
 
@@ -22,11 +23,17 @@ PUBLIC = "(public names)"  # lowmem_patch/__init__.py itself
 # A module may import whatever stands on an earlier line, and itself if it is a package.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
-    ("constants", "dropouts", "kinds", "rows"),
-    ("saved",),
+    ("constants", "tracing", "tracing.inputs", "tracing.observers", "tracing.op_roles"),
+    ("tracing.call_arguments", "tracing.categories"),
+    ("tracing.row_moves", "tracing.saved_bytes"),
     ("kernels", "reference"),
     ("functional",),
     ("nn",),
+    ("tracing.gpu_dropout", "tracing.isolation", "tracing.sharded"),
+    ("tracing.shadow",),
+    ("tracing.example_inputs", "tracing.trace"),
+    ("tracing.dataflow", "tracing.probes"),
+    ("tracing.consumers",),
     ("patching",),
     ("memory",),
     ("bench", "checkpoint", "profile", "verify"),
@@ -49,8 +56,11 @@ RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 
 
 def component(module: str) -> str:
-    """``lowmem_patch.patching.plan`` -> ``patching``."""
+    """``lowmem_patch.patching.plan`` -> ``patching``; ``tracing.trace`` where the files have layers."""
     parts = module.split(".")
+    file = ".".join(parts[1:3])
+    if file in RANK:
+        return file
     return parts[1] if len(parts) > 1 else PUBLIC
 
 
@@ -115,6 +125,10 @@ def test_imports_go_one_way(module: str) -> None:
         ("lowmem_patch.reference", "from lowmem_patch import kernels"),
         ("lowmem_patch.reference", "def late():\n    import lowmem_patch.nn.norms"),
         ("lowmem_patch.nn.norms", "from lowmem_patch.patching.config import PatchConfig"),
+        ("lowmem_patch.nn.readers", "from lowmem_patch.tracing.trace import Trace"),
+        ("lowmem_patch.tracing.trace", "from lowmem_patch.tracing import consumers"),
+        ("lowmem_patch.tracing.trace", "from lowmem_patch.patching.sites import Site"),
+        ("lowmem_patch.tracing.unlisted", "from lowmem_patch.tracing.trace import Trace"),
         ("lowmem_patch.checkpoint", "from lowmem_patch.verify import verify_model"),
         ("lowmem_patch.functional", "import triton.language as tl"),
         ("lowmem_patch.cli", "from rich.console import Console"),
@@ -133,6 +147,7 @@ def test_wrong_imports_are_found(module: str, source: str) -> None:
         ("lowmem_patch.verify", "from lowmem_patch.profile import anything"),
         ("lowmem_patch.cli", "from lowmem_patch import PatchConfig, report\nimport typer"),
         ("lowmem_patch.nn.norms", "import torch\nfrom lowmem_patch import errors, functional"),
+        ("lowmem_patch.nn.readers", "from lowmem_patch.tracing.op_roles import Role"),
     ],
 )
 def test_right_imports_pass(module: str, source: str) -> None:

@@ -19,7 +19,8 @@ from torch.utils._pytree import tree_leaves
 from lowmem_patch.errors import TraceError
 from lowmem_patch.tracing.gpu_dropout import GpuDropouts
 from lowmem_patch.tracing.inputs import ExampleInputs
-from lowmem_patch.tracing.saved_bytes import DispatchMode, storage_key
+from lowmem_patch.tracing.observers import DispatchObserver
+from lowmem_patch.tracing.saved_bytes import storage_key
 from lowmem_patch.tracing.shadow import Shadow
 from lowmem_patch.tracing.trace import trace_forward
 
@@ -41,7 +42,7 @@ class StepBytes:
     peak: int
 
 
-class _LiveBytes(DispatchMode):  # type: ignore[misc]  # a base without types
+class _LiveBytes(DispatchObserver):
     """Counts the storages that are made while it is on, until they die."""
 
     def __init__(self, standing: set[int]) -> None:
@@ -51,14 +52,8 @@ class _LiveBytes(DispatchMode):  # type: ignore[misc]  # a base without types
         self.now = 0
         self.peak = 0
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        output = func(*args, **(kwargs or {}))
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        output = func(*args, **kwargs)
         for tensor in tree_leaves(output):
             if isinstance(tensor, Tensor):
                 self.add(tensor)

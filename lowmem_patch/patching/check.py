@@ -15,6 +15,7 @@ from lowmem_patch.errors import PatchError
 from lowmem_patch.nn.norms import MSNorm
 from lowmem_patch.tracing.inputs import ExampleInputs
 from lowmem_patch.tracing.isolation import preserved
+from lowmem_patch.tracing.observers import observed_calls
 
 __all__ = ["RealRun", "check_outputs", "run_real"]
 
@@ -54,26 +55,17 @@ def _watched(model: nn.Module) -> Iterator[list[tuple[str, Tensor]]]:
     returns their very output."""
     found: list[tuple[str, Tensor]] = []
     folded: list[Tensor] = []  # held, so that no other tensor takes their place in memory
-    handles = []
-    for name, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            continue  # takes no hooks
 
-        def leave(module: nn.Module, _: Any, output: Any, name: str = name) -> None:
-            if not isinstance(output, Tensor) or not output.is_floating_point():
-                return
-            if isinstance(module, MSNorm) and module.folded:
-                folded.append(output)
-            elif not any(output is tensor for tensor in folded):
-                found.append((name, _sums(output.detach())))
+    def leave(name: str, module: nn.Module, output: Any) -> None:
+        if not isinstance(output, Tensor) or not output.is_floating_point():
+            return
+        if isinstance(module, MSNorm) and module.folded:
+            folded.append(output)
+        elif not any(output is tensor for tensor in folded):
+            found.append((name, _sums(output.detach())))
 
-        leave.__dict__["only_looks"] = True
-        handles.append(module.register_forward_hook(leave))
-    try:
+    with observed_calls(model, None, leave):
         yield found
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _sums(tensor: Tensor) -> Tensor:

@@ -7,15 +7,14 @@ bool, and fused attention draws its mask again.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from lowmem_patch.nn.deferred import Deferred
 from lowmem_patch.tracing.call_arguments import dropout_call
+from lowmem_patch.tracing.observers import FunctionObserver
 from lowmem_patch.tracing.op_roles import Role, function_name, role_of
 
 __all__ = ["GpuDropouts"]
@@ -24,17 +23,11 @@ __all__ = ["GpuDropouts"]
 _BEHIND_THE_MASK = ("dropout_p", "is_causal")
 
 
-class GpuDropouts(TorchFunctionMode):
+class GpuDropouts(FunctionObserver):
     """Enter it before any mode that records calls, so that those see the calls as they are."""
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs, name = kwargs or {}, function_name(func)
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        name = function_name(func)
         # a deferred tensor draws its own mask
         if role_of(name) & Role.DROPOUT and args and _is_plain(args[0]):
             call = dropout_call(args, kwargs)

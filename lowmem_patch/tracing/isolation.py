@@ -8,15 +8,15 @@ import functools
 import gc
 import logging
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from torch._functorch import config as functorch_config  # torch does not import it by itself
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.overrides import TorchFunctionMode
 
+from lowmem_patch.tracing.observers import FunctionObserver
 from lowmem_patch.tracing.op_roles import Role, function_name, role_of
 
 __all__ = [
@@ -37,20 +37,14 @@ class ForeignKernelError(RuntimeError):
     """A forward came to a kernel that is no torch op, where none may run."""
 
 
-class NoForeignKernels(TorchFunctionMode):
+class NoForeignKernels(FunctionObserver):
     """Refuses what every kernel asks for that is no torch op (a Triton launch, a call through ctypes,
     cupy): the address of a tensor."""
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if role_of(function_name(func)) & Role.ADDRESS:
             raise ForeignKernelError("a kernel of its own needs real memory")
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
 
 def make_fake_mode() -> FakeTensorMode:

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowmem_patch.tracing.categories import (
     CATEGORIES,
@@ -24,13 +22,12 @@ from lowmem_patch.tracing.categories import (
     module_categories,
     reads_weight,
 )
+from lowmem_patch.tracing.observers import DispatchObserver, FunctionObserver, module_stack
 from lowmem_patch.tracing.op_roles import function_name
 
 __all__ = [
-    "DispatchMode",
     "SavedBytes",
     "SavedStorage",
-    "module_stack",
     "saved_bytes",
     "storage_key",
 ]
@@ -93,37 +90,7 @@ class SavedBytes:
         return f"SavedBytes({self.activations:,} bytes of activations: {sizes or 'none'}{copies})"
 
 
-@contextlib.contextmanager
-def module_stack(model: nn.Module) -> Iterator[list[str]]:
-    """Names of the modules that are running, innermost last, while a forward of ``model`` runs."""
-    stack: list[str] = []
-    handles = []
-    for name, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            continue  # takes no hooks
-
-        def enter(_module: nn.Module, _args: Any, name: str = name) -> None:
-            stack.append(name)
-
-        def leave(_module: nn.Module, _args: Any, _output: Any) -> None:
-            stack.pop()
-
-        for hook in (enter, leave):  # a LoRA layer's one call need not give way to these
-            hook.__dict__["only_looks"] = True
-        handles.append(module.register_forward_pre_hook(enter, prepend=True))
-        handles.append(module.register_forward_hook(leave, always_call=True))
-    try:
-        yield stack
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-# torch ships no types for this class; Any says so once
-DispatchMode: Any = TorchDispatchMode
-
-
-class _WeightCopies(DispatchMode):  # type: ignore[misc]  # a base without types
+class _WeightCopies(DispatchObserver):
     """Remembers the storages that hold a copy of a parameter (a cast, a clone)."""
 
     _COPIES = frozenset(
@@ -136,14 +103,8 @@ class _WeightCopies(DispatchMode):  # type: ignore[misc]  # a base without types
         self.copies: set[int] = set()
         self.keep_alive: list[Tensor] = []
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        output = func(*args, **(kwargs or {}))
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        output = func(*args, **kwargs)
         if func in self._COPIES and isinstance(args[0], Tensor):
             source = storage_key(args[0])
             if source in self.weights or source in self.copies:
@@ -152,7 +113,7 @@ class _WeightCopies(DispatchMode):  # type: ignore[misc]  # a base without types
         return output
 
 
-class _RunningFunction(TorchFunctionMode):
+class _RunningFunction(FunctionObserver):
     """Knows which torch function runs, and whether it reads a weight."""
 
     def __init__(self, weights: set[int]) -> None:
@@ -161,14 +122,7 @@ class _RunningFunction(TorchFunctionMode):
         self.name = ""
         self.weighted = False
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         before = self.name, self.weighted
         self.name = function_name(func)
         self.weighted = reads_weight(self.name, (*args, *kwargs.values()), self._is_weight)

@@ -9,26 +9,25 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from lowmem_patch.errors import TraceError
 from lowmem_patch.tracing.call_arguments import dropout_call
 from lowmem_patch.tracing.gpu_dropout import GpuDropouts
 from lowmem_patch.tracing.isolation import in_training_mode, running_fake
-from lowmem_patch.tracing.op_roles import NEVER_WRITES, Role, function_name, role_of
-from lowmem_patch.tracing.saved_bytes import (
-    DispatchMode,
-    SavedBytes,
+from lowmem_patch.tracing.observers import (
+    DispatchObserver,
+    FunctionObserver,
     module_stack,
-    saved_bytes,
-    storage_key,
+    observed_calls,
 )
+from lowmem_patch.tracing.op_roles import NEVER_WRITES, Role, function_name, role_of
+from lowmem_patch.tracing.saved_bytes import SavedBytes, saved_bytes, storage_key
 from lowmem_patch.tracing.shadow import Shadow, attributes_of, tensors_in
 
 __all__ = [
@@ -114,7 +113,7 @@ def _autocast() -> bool:
     return any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda"))
 
 
-class _Recorder(TorchFunctionMode):
+class _Recorder(FunctionObserver):
     def __init__(self, trace: Trace, stack: list[str]) -> None:
         super().__init__()
         self.trace = trace
@@ -159,14 +158,7 @@ class _Recorder(TorchFunctionMode):
                 for ops in (self.trace.ops, self.trace.consumers[id(op.args[0])]):
                     ops[ops.index(op)] = written
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.running = True  # what it dispatches is part of it
         try:
             output = func(*args, **kwargs)
@@ -194,21 +186,14 @@ def _writes(role: Role, args: tuple[Any, ...], kwargs: dict[str, Any], same: boo
     return bool(role & Role.WRITE) or (same and not role & NEVER_WRITES) or "out" in kwargs
 
 
-class _ScriptRecorder(DispatchMode):  # type: ignore[misc]  # a base without types
+class _ScriptRecorder(DispatchObserver):
     """Records what no torch function announces: the ops inside scripted functions."""
 
     def __init__(self, recorder: _Recorder) -> None:
         super().__init__()
         self.recorder = recorder
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         output = func(*args, **kwargs)
         if not self.recorder.running and func.namespace != "prim":  # prim asks for metadata
             outputs, writes = tuple(tensors_in(output)), bool(func._schema.is_mutable)
@@ -242,32 +227,21 @@ def _record_custom_functions(trace: Trace) -> None:
                 known.append(op)
 
 
-@contextlib.contextmanager
-def _record_calls(model: nn.Module, trace: Trace) -> Iterator[None]:
+def _recorded_calls(model: nn.Module, trace: Trace) -> contextlib.AbstractContextManager[None]:
     starts: list[tuple[int, Any, Any, bool]] = []
-    handles = []
-    for name, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            continue  # takes no hooks
 
-        def enter(_module: nn.Module, args: Any, kwargs: Any) -> None:
-            starts.append((len(trace.ops), args, kwargs, _autocast()))
+    def enter(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        starts.append((len(trace.ops), args, kwargs, _autocast()))
 
-        def leave(_module: nn.Module, _args: Any, output: Any, name: str = name) -> None:
-            first, args, kwargs, autocast = starts.pop()
-            inputs, outputs = tuple(tensors_in((args, kwargs))), tuple(tensors_in(output))
-            trace.keep_alive.append((inputs, outputs))
-            arguments = sum(value is not None for value in (*args, *kwargs.values()))
-            last = len(trace.ops)
-            trace.calls.append(Call(name, inputs, outputs, arguments, first, last, autocast))
+    def leave(name: str, module: nn.Module, output: Any) -> None:
+        first, args, kwargs, autocast = starts.pop()
+        inputs, outputs = tuple(tensors_in((args, kwargs))), tuple(tensors_in(output))
+        trace.keep_alive.append((inputs, outputs))
+        arguments = sum(value is not None for value in (*args, *kwargs.values()))
+        last = len(trace.ops)
+        trace.calls.append(Call(name, inputs, outputs, arguments, first, last, autocast))
 
-        handles.append(module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
-        handles.append(module.register_forward_hook(leave, always_call=True))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    return observed_calls(model, enter, leave, only_looks=False)
 
 
 def trace_forward(shadow: Shadow, *, structure: bool = True) -> Trace:
@@ -294,7 +268,7 @@ def trace_forward(shadow: Shadow, *, structure: bool = True) -> Trace:
         saved = contexts.enter_context(saved_bytes(model))
         if structure:
             stack = contexts.enter_context(module_stack(model))
-            contexts.enter_context(_record_calls(model, trace))
+            contexts.enter_context(_recorded_calls(model, trace))
             recorder = contexts.enter_context(_Recorder(trace, stack))
             contexts.enter_context(_ScriptRecorder(recorder))
         try:

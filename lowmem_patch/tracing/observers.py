@@ -1,0 +1,89 @@
+"""Ways to look at a forward while it runs: at calls of torch functions, of aten ops and of modules."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["DispatchObserver", "FunctionObserver", "module_stack", "observed_calls"]
+
+_untyped: Any = TorchDispatchMode
+
+
+class FunctionObserver(TorchFunctionMode):
+    """Runs each call of a torch function by ``call(func, args, kwargs)``."""
+
+    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        raise NotImplementedError
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:  # fmt: skip
+        return self.call(func, args, kwargs or {})
+
+
+class DispatchObserver(_untyped):  # type: ignore[misc]  # a base without types
+    """Runs each aten op by ``call(func, args, kwargs)``."""
+
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        raise NotImplementedError
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:  # fmt: skip
+        return self.call(func, args, kwargs or {})
+
+
+@contextlib.contextmanager
+def observed_calls(
+    model: nn.Module,
+    enter: Callable[[str, tuple[Any, ...], dict[str, Any]], None] | None,
+    leave: Callable[[str, nn.Module, Any], None],
+    *,
+    only_looks: bool = True,
+) -> Iterator[None]:
+    """Call ``enter(name, args, kwargs)`` and ``leave(name, module, output)`` around each call of a module.
+
+    Args:
+        enter: where it is given, ``leave`` is called after an error too.
+        only_looks: patched modules need not run as the originals do because of these hooks.
+    """
+    handles = []
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            continue  # takes no hooks
+
+        def before(_module: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
+            if enter is not None:
+                enter(name, args, kwargs)
+
+        def after(module: nn.Module, _args: Any, output: Any, name: str = name) -> None:
+            leave(name, module, output)
+
+        before.__dict__["only_looks"] = after.__dict__["only_looks"] = only_looks
+        if enter is not None:
+            handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+        handles.append(module.register_forward_hook(after, always_call=enter is not None))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextlib.contextmanager
+def module_stack(model: nn.Module) -> Iterator[list[str]]:
+    """Names of the modules that are running, innermost last, while a forward of ``model`` runs."""
+    stack: list[str] = []
+
+    def leave(name: str, module: nn.Module, output: Any) -> None:
+        stack.pop()
+
+    with observed_calls(model, lambda name, args, kwargs: stack.append(name), leave):
+        yield stack
