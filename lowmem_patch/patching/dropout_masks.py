@@ -24,7 +24,7 @@ def find_dropouts(
     found: dict[str, float] = {}
     for op in trace.ops:
         module = modules.get(op.module)
-        if not op.role & Role.DROPOUT or type(module) is not nn.Dropout:
+        if not op.role.has(Role.DROPOUT) or type(module) is not nn.Dropout:
             continue
         call = dropout_call(op.args, op.kwargs)
         wanted = 0 < call.p < 1 and not call.in_place and op.outputs[0].requires_grad

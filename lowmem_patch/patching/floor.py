@@ -17,7 +17,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
@@ -42,7 +44,9 @@ __all__ = ["Floor", "FloorItem", "count_floor"]
 _STATISTIC = 4  # bytes of rstd per row: float32 whatever the activations are
 _CODES_PER_BYTE = 4
 _FLAGS_PER_BYTE = 8
+_MATMULS = WEIGHT_MATMULS | MATMULS
 _PART_OF = REARRANGES | SELECTS | Role.CAST
+_SAME_VALUES = _PART_OF | Role.DROPOUT  # where no element is lost
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,18 +76,17 @@ class Floor:
 
     @property
     def by_kind(self) -> dict[str, int]:
-        sizes = dict.fromkeys(CATEGORIES, 0)
+        sizes = Counter(dict.fromkeys(CATEGORIES, 0))
         for item in self.items:
             sizes[item.category] += item.bytes
-        return sizes
+        return dict(sizes)
 
     @property
     def by_block(self) -> dict[str, int]:
-        sizes: dict[str, int] = {}
+        sizes: Counter[str] = Counter()
         for item in self.items:
-            block = block_name(item.module)
-            sizes[block] = sizes.get(block, 0) + item.bytes
-        return sizes
+            sizes[block_name(item.module)] += item.bytes
+        return dict(sizes)
 
 
 def count_floor(model: nn.Module, trace: Trace) -> Floor:
@@ -93,32 +96,36 @@ def count_floor(model: nn.Module, trace: Trace) -> Floor:
         model: the shadow (or model) that was traced, unpatched.
         trace: of its forward, with its structure.
     """
-    return _Counter(model, trace).count()
+    return _FloorCount(model, trace).count()
 
 
 def _is_cast(storage: SavedStorage, softmax: SavedStorage, module: str) -> bool:
     """Whether a matmul saves a low-precision copy of what this softmax saves for its own backward."""
     saver = storage.savers[0]
     return (
-        bool(role_of(saver.function) & MATMULS)
+        role_of(saver.function).has(MATMULS)
         and f"{module}.".startswith(f"{saver.module}.")
         and math.prod(storage.shape) == math.prod(softmax.shape)
         and storage.dtype.itemsize < softmax.dtype.itemsize
     )
 
 
-class _Counter:
+class _SiteCall(NamedTuple):
+    """One call of a norm or an activation, as a module or a function, that has a gradient."""
+
+    module: str
+    source: Tensor
+    output: Tensor
+
+
+class _FloorCount:
     def __init__(self, model: nn.Module, trace: Trace) -> None:
         self.trace = trace
         self.modules = dict(model.named_modules())
         self.makers = makers(trace)
-        self.norms: list[tuple[str, Tensor, Tensor]] = []  # module, input, output
-        self.norm_outputs: set[int] = set()
-        self.activations: dict[int, Tensor] = {}  # input, by the id of the output
-        self.activation_modules: dict[int, str] = {}
-        self.widths: dict[
-            int, int
-        ] = {}  # bytes of an element that a matmul reads, at least, by root
+        self.norms: dict[int, _SiteCall] = {}  # by the id of the output
+        self.activations: dict[int, _SiteCall] = {}
+        self.widths: dict[int, int] = {}  # fewest bytes an element that a matmul reads, by root
         self.specs: dict[object, NormSpec | str] = {}  # of equal modules
         self.items: dict[object, FloorItem] = {}
         self.attention: set[int] = set()  # keys of storages
@@ -138,13 +145,12 @@ class _Counter:
                     self._add(source, op.module, "linear inputs")
         self._products()
         self._dropouts({id(x) for _, (x, weight) in matmuls if weight.requires_grad})
-        for module, source, output in self.norms:
-            self._norm(module, source, output)
-        for key, source in self.activations.items():
+        for norm in self.norms.values():
+            self._norm(norm)
+        for module, source, output in self.activations.values():
             if source.requires_grad and not self._is_saved(source):
                 size = -(-source.numel() // _CODES_PER_BYTE)
-                module = self.activation_modules[key]
-                self.items["codes", key] = FloorItem(module, "codes and statistics", size)
+                self.items["codes", id(output)] = FloorItem(module, "codes and statistics", size)
         return Floor(tuple(self.items.values()))
 
     # what the model does
@@ -184,19 +190,15 @@ class _Counter:
     def _add_site(self, module: str, role: Role, source: Tensor, output: Tensor) -> None:
         if not output.requires_grad or source is output:
             return
-        if role & Role.ROW_NORM:
-            self.norms.append((module, source, output))
-            self.norm_outputs.add(id(output))
-        else:
-            self.activations[id(output)] = source
-            self.activation_modules[id(output)] = module
+        sites = self.norms if role.has(Role.ROW_NORM) else self.activations
+        sites[id(output)] = _SiteCall(module, source, output)
 
     def _attention(self) -> None:
         softmaxes = [
             (storage, saver.module)
             for storage in self.trace.saved.storages
             for saver in storage.savers
-            if role_of(saver.function) & Role.SOFTMAX
+            if role_of(saver.function).has(Role.SOFTMAX)
         ]
         for storage in self.trace.saved.storages:
             if storage.category != "attention":
@@ -211,7 +213,7 @@ class _Counter:
 
     def _matmul(self, op: Op) -> tuple[Tensor, Tensor] | None:
         """Input and weight of a matmul of a parameter."""
-        if not op.role & (WEIGHT_MATMULS | MATMULS):
+        if not op.role.has(_MATMULS):
             return None
         known = weight_matmul(op.name, op.args, op.kwargs)
         given = (*op.args, *op.kwargs.values()) if known is None else (known.input, known.weight)
@@ -221,14 +223,14 @@ class _Counter:
         if len(values) < 2:
             return None
         x, weight = values[:2]
-        if op.role & MATMULS and self._is_parameter(x):
+        if op.role.has(MATMULS) and self._is_parameter(x):
             x, weight = weight, x
-        return (x, weight) if op.role & WEIGHT_MATMULS or self._is_parameter(weight) else None
+        return (x, weight) if op.role.has(WEIGHT_MATMULS) or self._is_parameter(weight) else None
 
     def _is_parameter(self, tensor: Tensor) -> bool:
         """Whether it is a parameter, a part of one or another form of it."""
         forms = backward(
-            self.makers, tensor, lambda op, _: first_input(op) if op.role & _PART_OF else None
+            self.makers, tensor, lambda op, _: first_input(op) if op.role.has(_PART_OF) else None
         )
         return any(id(form) in self.trace.parameters for form in forms)
 
@@ -238,7 +240,7 @@ class _Counter:
 
     def _selected_from(self, op: Op, root: Tensor) -> Tensor | None:
         source = first_input(op)
-        selects = op.role & SELECTS and id(root) not in self.norm_outputs
+        selects = op.role.has(SELECTS) and id(root) not in self.norms
         return self._root(source)[0] if selects and source is not None else None
 
     def _note_width(self, tensor: Tensor, width: int) -> None:
@@ -257,21 +259,22 @@ class _Counter:
     def _same_values(self, op: Op, tensor: Tensor) -> Tensor | None:
         """What ``tensor`` was made from by a cast, a rearrangement of all its elements or a dropout."""
         source = first_input(op)
-        if id(tensor) in self.activations or id(tensor) in self.norm_outputs:
+        if id(tensor) in self.activations or id(tensor) in self.norms:
             return None
         if op.writes or source is None or source is tensor:
             return None
         if not source.is_floating_point() or source.numel() != tensor.numel():
             return None
-        return source if op.role & (_PART_OF | Role.DROPOUT) else None
+        return source if op.role.has(_SAME_VALUES) else None
 
     def _compute_width(self, tensor: Tensor) -> int:
-        """Bytes of an element in the compute dtype: what an adapter makes of a widened copy of a narrow
-        tensor could be as narrow as that tensor."""
+        """Bytes of an element in the compute dtype: an adapter that reads a float32 copy of a bf16
+        tensor could compute in bf16."""
         op = self.makers.get(id(tensor))
-        if op is None or op.name != "linear" or op.autocast:
+        matmul = None if op is None else weight_matmul(op.name, op.args, op.kwargs)
+        if op is None or matmul is None or op.autocast:
             return tensor.element_size()
-        return min(tensor.element_size(), self._root(op.args[0])[1])
+        return min(tensor.element_size(), self._root(matmul.input)[1])
 
     def _sources(self, tensor: Tensor) -> list[Tensor]:
         """What a value is recomputed from: itself, x of act(x), or gate and up."""
@@ -279,12 +282,13 @@ class _Counter:
         product = self._product(root)
         if product is not None:
             return list(product)
-        return [self.activations[id(root)]] if id(root) in self.activations else [tensor]
+        activation = self.activations.get(id(root))
+        return [tensor if activation is None else activation.source]
 
     def _product(self, tensor: Tensor) -> tuple[Tensor, Tensor] | None:
         """gate and up of ``act(gate) * up``."""
         op = self.makers.get(id(tensor))
-        if op is None or not op.role & Role.PRODUCT or len(op.args) != 2:
+        if op is None or not op.role.has(Role.PRODUCT) or len(op.args) != 2:
             return None
         left, right = op.args
         if not isinstance(left, Tensor) or not isinstance(right, Tensor):
@@ -294,7 +298,7 @@ class _Counter:
         for gate, up in ((left, right), (right, left)):
             root = self._root(gate)[0]
             if id(root) in self.activations:
-                return self.activations[id(root)], up
+                return self.activations[id(root)].source, up
         return None
 
     # items
@@ -302,9 +306,9 @@ class _Counter:
     def _whole(self, tensor: Tensor) -> Tensor:
         """The norm's output that ``tensor`` is a selection of (it is saved whole), or ``tensor``."""
         for root in self._wholes(tensor):
-            if id(root) in self.norm_outputs:
+            if id(root) in self.norms:
                 return root
-            if (op := self.makers.get(id(root))) is not None and op.role & Role.PAD:
+            if (op := self.makers.get(id(root))) is not None and op.role.has(Role.PAD):
                 break
         return tensor
 
@@ -332,7 +336,7 @@ class _Counter:
     def _dropouts(self, inputs: set[int]) -> None:
         """Masks, for the gradient of the dropout's input and for a matmul that trains behind it."""
         for op in self.trace.ops:
-            if not op.role & Role.DROPOUT or not 0 < dropout_call(op.args, op.kwargs).p < 1:
+            if not op.role.has(Role.DROPOUT) or not 0 < dropout_call(op.args, op.kwargs).p < 1:
                 continue
             (output,) = op.outputs
             if output.requires_grad or id(output) in inputs:
@@ -340,10 +344,11 @@ class _Counter:
                 item = FloorItem(op.module, "codes and statistics", size)
                 self.items["dropout", id(output)] = item
 
-    def _norm(self, module: str, source: Tensor, output: Tensor) -> None:
-        if not self._is_saved(output) and not self._is_saved(source):
-            self._add(output, module, "norms")
-        if source.requires_grad:
+    def _norm(self, norm: _SiteCall) -> None:
+        output = norm.output
+        if not self._is_saved(output) and not self._is_saved(norm.source):
+            self._add(output, norm.module, "norms")
+        if norm.source.requires_grad:
             rows = output.numel() // max(1, output.shape[-1])
-            key = ("statistics", id(output))
-            self.items[key] = FloorItem(module, "codes and statistics", rows * _STATISTIC)
+            item = FloorItem(norm.module, "codes and statistics", rows * _STATISTIC)
+            self.items["statistics", id(output)] = item

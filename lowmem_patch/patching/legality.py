@@ -207,7 +207,7 @@ class FoldRules:
     def _is_head(self, reader: Consumer) -> bool:
         """Whether the Linear's output reaches the model's output past no other Linear or norm."""
         assert reader.op is not None
-        reached = forward(self.trace, reader.op.outputs, lambda op, _: not op.role & _ENDS)
+        reached = forward(self.trace, reader.op.outputs, lambda op, _: not op.role.has(_ENDS))
         return any(id(path.end) in self.trace.outputs for path in reached)
 
     def _adapted(self, reader: Consumer) -> bool:

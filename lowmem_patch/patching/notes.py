@@ -40,7 +40,7 @@ def functional_calls_note(trace: Trace, sites: Iterable[str]) -> str | None:
     places = [
         f"F.{op.name} in {op.module or 'the model itself'}"
         for op in trace.ops
-        if (op.role & Role.ROW_NORM or op.name in STEP_TABLES) and op.module not in known
+        if (op.role.has(Role.ROW_NORM) or op.name in STEP_TABLES) and op.module not in known
     ]
     if not places:
         return None

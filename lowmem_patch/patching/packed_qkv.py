@@ -42,6 +42,6 @@ def _is_unbound(trace: Trace, output: Tensor) -> bool:
 
     views = [path.end for path in forward(trace, [output], is_view)]
     last = only_consumer(trace, views[-1])
-    # where the order is kept, torch itself makes one pass
-    permuted = last is not None and bool(last.role & Role.UNBIND) and not views[-1].is_contiguous()
+    # where the order stays, torch itself makes one pass
+    permuted = last is not None and last.role.has(Role.UNBIND) and not views[-1].is_contiguous()
     return permuted and not called_with(trace, set(map(id, views)), ())

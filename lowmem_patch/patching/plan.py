@@ -255,7 +255,7 @@ class _Planner:
             return False
         keys = {storage_key(r.tensor) for r in others if r.tensor is not None}
         return any(
-            not role_of(saver.function) & Role.LINEAR
+            not role_of(saver.function).has(Role.LINEAR)
             for storage in self.trace.saved.storages
             if storage.key in keys
             for saver in storage.savers
@@ -289,7 +289,7 @@ class _Planner:
         """Who hangs a hook on the output, or on the gated product: the gradient must pass through it."""
         products = [t for r in readers if r.use == "product" and r.op for t in r.op.outputs]
         for reader in readers + (self._waiting(products) if products else []):
-            if reader.op is not None and reader.op.role & Role.HOOK:
+            if reader.op is not None and reader.op.role.has(Role.HOOK):
                 return reader.text
         return None
 

@@ -1,4 +1,4 @@
-"""Which softmaxes are read by matmuls alone, which under autocast save a low-precision copy beside theirs."""
+"""Which softmaxes are read by matmuls and nothing else, whose low-precision copies can stand for them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def find_softmaxes(
         if consumers and all(
             consumer.op is not None
             and consumer.use != "opaque"
-            and consumer.op.role & Role.MATMUL
+            and consumer.op.role.has(Role.MATMUL)
             and consumer.op.args[0] is consumer.tensor
             for consumer in consumers
         ):

@@ -31,6 +31,9 @@ def dropout_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> DropoutCall:
     return DropoutCall(float(p) if training else 0.0, bool(in_place))
 
 
+_CALLED_WITH_WEIGHT = Role.LINEAR | Role.GROUPED_MATMUL
+
+
 class WeightMatmul(NamedTuple):
     """``input @ weight + bias``; ``transposed``: the weight is stored ``[in, out]`` (GPT-2's Conv1D)."""
 
@@ -44,7 +47,7 @@ def weight_matmul(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> W
     """The operands of a call of the functions that a Linear, a Conv1D or experts call, or None."""
     if name == "addmm":
         return WeightMatmul(args[1], args[2], args[0], True) if len(args) == 3 else None
-    if not role_of(name) & (Role.LINEAR | Role.GROUPED_MATMUL) or not args:
+    if not role_of(name).has(_CALLED_WITH_WEIGHT) or not args:
         return None
     weight = argument(args, kwargs, 1, "weight", None)
     return WeightMatmul(args[0], weight, argument(args, kwargs, 2, "bias", None))

@@ -24,6 +24,7 @@ CATEGORIES = (
     "codes and statistics",
     "rest",
 )
+_MATMULS = WEIGHT_MATMULS | MATMULS
 # a frozen weight saves no input: what its matmul saved was deferred
 _BY_ROLE = (
     (MATMULS | Role.SOFTMAX | Role.FUSED_ATTENTION, "attention"),
@@ -47,7 +48,7 @@ def reads_weight(
     function: str, arguments: Iterable[object], is_weight: Callable[[Tensor], bool]
 ) -> bool:
     """Whether a function is a matmul of a parameter that trains."""
-    if not role_of(function) & (WEIGHT_MATMULS | MATMULS):
+    if not role_of(function).has(_MATMULS):
         return False
     return any(
         isinstance(item, Tensor) and item.requires_grad and item.dim() > 1 and is_weight(item)
@@ -103,5 +104,5 @@ def _saver_category(saver: Saver, categories: dict[str, str]) -> str:
     if saver.weighted:
         return "linear inputs"
     role = role_of(saver.function)
-    by_role = (category for roles, category in _BY_ROLE if role & roles)
+    by_role = (category for roles, category in _BY_ROLE if role.has(roles))
     return next(by_role, categories.get(saver.module, "rest"))

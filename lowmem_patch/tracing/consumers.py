@@ -96,9 +96,9 @@ def _passes_on(op: Op, tensor: Tensor) -> bool:
     """Whether an op only moves, casts or reshapes what it reads."""
     if op.writes or op.opaque or first_input(op) is not tensor:
         return False
-    if op.role & Role.DROPOUT:
+    if op.role.has(Role.DROPOUT):
         return dropout_call(op.args, op.kwargs).p == 0
-    if op.role & Role.CAST and len(op.outputs) == 1 and op.outputs[0].is_floating_point():
+    if op.role.has(Role.CAST) and len(op.outputs) == 1 and op.outputs[0].is_floating_point():
         return True
     return _moves_rows(op) or _reshapes(op)
 
@@ -110,7 +110,7 @@ def _moves_rows(op: Op) -> bool:
 
 def _reshapes(op: Op) -> bool:
     """Whether an op only reads the same memory in rows of another length."""
-    if not op.role & Role.RESHAPE or _moves_rows(op):
+    if not op.role.has(Role.RESHAPE) or _moves_rows(op):
         return False
     source, output = op.args[0], op.outputs[0]
     return bool(output.dtype == source.dtype and storage_key(output) == storage_key(source))
@@ -127,21 +127,23 @@ def _consumer(trace: Trace, op: Op, path: Path) -> Consumer:
     linear = _linear_consumer(trace, op, path)
     if linear is not None:
         return linear
-    if op.role & Role.DROPOUT:
+    if op.role.has(Role.DROPOUT):
         p = dropout_call(op.args, op.kwargs).p
         return Consumer("other", f"a dropout (p={p:g}) in {op.module}", op, tensor=tensor)
-    if op.role & Role.PRODUCT:
+    if op.role.has(Role.PRODUCT):
         others = [arg for arg in op.args if isinstance(arg, Tensor) and arg is not tensor]
         if len(others) == 1 and others[0].shape == tensor.shape:
             return Consumer("product", where, op, tensor=tensor)
-    return Consumer("autocast" if op.role & _LOW_PRECISION else "other", where, op, tensor=tensor)
+    return Consumer(
+        "autocast" if op.role.has(_LOW_PRECISION) else "other", where, op, tensor=tensor
+    )
 
 
 def _linear_consumer(trace: Trace, op: Op, path: Path) -> Consumer | None:
     """The consumer that a Linear is whose weight is a parameter; None for any other op."""
     matmul = _weight_matmul(op, path.end)
     weight = None if matmul is None else trace.parameters.get(id(matmul.weight))
-    if matmul is None or weight is None or not op.role & Role.LINEAR:
+    if matmul is None or weight is None or not op.role.has(Role.LINEAR):
         return None
     bias = trace.parameters.get(id(matmul.bias))
     foreign_bias = matmul.bias is not None and bias is None
@@ -153,7 +155,7 @@ def _linear_consumer(trace: Trace, op: Op, path: Path) -> Consumer | None:
         op,
         LinearRef(op.module, weight, bias, matmul.transposed),
         path.end,
-        padded=any(between.role & Role.PAD for between in path.ops),
+        padded=any(between.role.has(Role.PAD) for between in path.ops),
         copied=storage_key(path.end) != storage_key(path.start),
         foreign_bias=foreign_bias,
         cast=path.end.dtype != path.start.dtype,
@@ -176,7 +178,7 @@ def consumers_behind_dropouts(trace: Trace, consumers: list[Consumer]) -> list[C
     found: list[Consumer] = []
     for consumer in consumers:
         op = consumer.op
-        if op is None or not op.role & Role.DROPOUT or consumer.use != "other":
+        if op is None or not op.role.has(Role.DROPOUT) or consumer.use != "other":
             found.append(consumer)
             continue
         following = find_consumers(trace, op.outputs)

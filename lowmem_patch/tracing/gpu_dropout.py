@@ -29,7 +29,7 @@ class GpuDropouts(FunctionObserver):
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = function_name(func)
         # a deferred tensor draws its own mask
-        if role_of(name) & Role.DROPOUT and args and _is_plain(args[0]):
+        if role_of(name).has(Role.DROPOUT) and args and _is_plain(args[0]):
             call = dropout_call(args, kwargs)
             if 0 < call.p < 1 and not call.in_place and args[0].numel():
                 return torch.native_dropout(args[0], call.p, True)[0]

@@ -42,7 +42,7 @@ class NoForeignKernels(FunctionObserver):
     cupy): the address of a tensor."""
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if role_of(function_name(func)) & Role.ADDRESS:
+        if role_of(function_name(func)).has(Role.ADDRESS):
             raise ForeignKernelError("a kernel of its own needs real memory")
         return func(*args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""What a module computes, established by running it: never by its name.
+"""Numerical probes: a module is taken for a norm or an activation by its outputs, never by its name.
 
 ``isinstance`` over-matches (timm's LayerNorm2d is a LayerNorm) and under-matches (timm's and
 transformers' GELUs are no ``nn.GELU``), and ``config.hidden_act`` can lie. So a candidate is copied
@@ -87,7 +87,7 @@ def _run(module: nn.Module, x: Tensor) -> Tensor | None:
     return output if isinstance(output, Tensor) and output.shape == x.shape else None
 
 
-def _close(actual: Tensor | None, expected: Tensor) -> bool:
+def _is_close(actual: Tensor | None, expected: Tensor) -> bool:
     if actual is None:
         return False
     scale = expected.abs().max().clamp_min(1e-30)
@@ -141,25 +141,26 @@ def _probe(module: nn.Module, call: Call, trace: Trace) -> NormSpec | str:
     generator = torch.Generator().manual_seed(1)
     shape = (1,) * (x.dim() - 2) + (4, size)
     rows = torch.randn(shape, generator=generator) + 0.3
-    found = _find(isolated, rows)
+    found = _find_norm(isolated, rows)
     if found is None:
         return "computes neither LayerNorm nor RMSNorm over the last dimension"
     kind, eps, offset = found
-    fused = any(op.role & Role.ROW_NORM for op in trace.ops[call.first_op : call.last_op])
+    fused = any(op.role.has(Role.ROW_NORM) for op in trace.ops[call.first_op : call.last_op])
     output = _output_dtype(isolated, rows) if parameters else "input"
     return NormSpec(kind, eps, offset, output, full_precision_autocast=fused)
 
 
 def _output_dtype(module: nn.Module, rows: Tensor) -> str:
-    """Which dtype the output has where weight and input differ: a residual or weights kept in float32."""
-    wide_weight = _run(module, rows.bfloat16())
-    wide_input = _run(module.bfloat16(), rows)
-    if wide_weight is None or wide_weight.dtype != torch.float32:
+    """Which dtype the output has where weight and input differ: a residual or weights in float32."""
+    weight_float32 = _run(module, rows.bfloat16())
+    input_float32 = _run(module.bfloat16(), rows)
+    if weight_float32 is None or weight_float32.dtype != torch.float32:
         return "input"
-    return "weight" if wide_input is not None and wide_input.dtype == torch.bfloat16 else "both"
+    by_weight = input_float32 is not None and input_float32.dtype == torch.bfloat16
+    return "weight" if by_weight else "both"
 
 
-def _find(module: nn.Module, rows: Tensor) -> tuple[str, float, float] | None:
+def _find_norm(module: nn.Module, rows: Tensor) -> tuple[str, float, float] | None:
     weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
     gamma = weight.detach().double() if isinstance(weight, Tensor) else None
     beta = bias.detach().double() if isinstance(bias, Tensor) else None
@@ -177,14 +178,14 @@ def _find(module: nn.Module, rows: Tensor) -> tuple[str, float, float] | None:
     ):
         for eps in (*sorted(named), torch.finfo(torch.float32).eps, 0.0):
             if all(
-                _close(output, _expected(kind, rows.double() * scale, eps, gamma, beta, offset))
+                _is_close(output, _norm(kind, rows.double() * scale, eps, gamma, beta, offset))
                 for output, scale in zip(outputs, scales, strict=True)
             ):
                 return kind, eps, offset
     return None
 
 
-def _expected(
+def _norm(
     kind: str, x: Tensor, eps: float, gamma: Tensor | None, beta: Tensor | None, offset: float
 ) -> Tensor:
     centred = x - x.mean(-1, keepdim=True) if kind == "layer_norm" else x
@@ -205,6 +206,6 @@ def match_activation(module: nn.Module) -> ActivationKind | None:
     for kind in get_args(ActivationKind):
         expected = reference.activate(_FAR.double(), kind)
         same = ((far.double() - expected).abs() <= _TOLERANCE * expected.abs().clamp_min(1.0)).all()
-        if same and _close(output, reference.activate(_GRID.double(), kind)):
+        if same and _is_close(output, reference.activate(_GRID.double(), kind)):
             return kind
     return None

@@ -145,8 +145,8 @@ class _Recorder(FunctionObserver):
     def _sums(self, tensor: Tensor) -> Tensor:
         self.running = True  # what runs here is no part of the forward
         with torch.no_grad():
-            wide = tensor.detach().double()
-            sums = torch.stack((wide.sum(), wide.square().sum()))
+            values = tensor.detach().double()
+            sums = torch.stack((values.sum(), values.square().sum()))
         self.running = False
         return sums
 
@@ -166,24 +166,24 @@ class _Recorder(FunctionObserver):
             self.running = False
         name = function_name(func)
         role = role_of(name)
-        if role & Role.ADDRESS and storage_key(args[0]) in self.flowing:  # no weight alone
+        if role.has(Role.ADDRESS) and storage_key(args[0]) in self.flowing:  # and not a weight
             self.given.append((self.op(FOREIGN_KERNEL, func, args, kwargs), self._sums(args[0])))
             self.add(self.given[-1][0])
         inputs, outputs = tensors_in((args, kwargs)), tuple(tensors_in(output))
         same = any(tensor is inputs[0] for tensor in outputs) if inputs else False
         writes = _writes(role, args, kwargs, same)
-        if inputs and (writes or role & Role.HOOK or (outputs and not same)):
-            opaque = bool(role & Role.HOOK) or not torch.is_grad_enabled()
+        if inputs and (writes or role.has(Role.HOOK) or (outputs and not same)):
+            opaque = role.has(Role.HOOK) or not torch.is_grad_enabled()
             self.add(self.op(name, func, args, kwargs, outputs, writes, opaque))
         return output
 
 
 def _writes(role: Role, args: tuple[Any, ...], kwargs: dict[str, Any], same: bool) -> bool:
     """Whether a function wrote in place; ``same``: it returned its first tensor."""
-    if role & Role.DROPOUT and same:
+    if role.has(Role.DROPOUT) and same:
         call = dropout_call(args, kwargs)
         return call.in_place and call.p > 0
-    return bool(role & Role.WRITE) or (same and not role & NEVER_WRITES) or "out" in kwargs
+    return role.has(Role.WRITE) or (same and not role.has(NEVER_WRITES)) or "out" in kwargs
 
 
 class _ScriptRecorder(DispatchObserver):

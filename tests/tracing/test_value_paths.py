@@ -34,7 +34,7 @@ def traced() -> tuple[Trace, Tensor]:
 
 
 def rearranges(op: Op, tensor: Tensor) -> bool:
-    return bool(op.role & REARRANGES) and first_input(op) is tensor
+    return op.role.has(REARRANGES) and first_input(op) is tensor
 
 
 def test_forward_reaches_each_holder_once_and_names_the_way() -> None:
@@ -50,7 +50,9 @@ def test_backward_returns_along_the_same_way() -> None:
     *_, last = forward(trace, [output], rearranges)
     made_by = makers(trace)
     back = list(
-        backward(made_by, last.end, lambda op, _: first_input(op) if op.role & REARRANGES else None)
+        backward(
+            made_by, last.end, lambda op, _: first_input(op) if op.role.has(REARRANGES) else None
+        )
     )
     assert [tuple(tensor.shape) for tensor in back] == [(2, 3, 2, 4), (2, 6, 4), (2, 6, 4)]
     assert back[-1] is output
