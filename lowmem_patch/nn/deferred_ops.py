@@ -148,20 +148,11 @@ class Saved(Op):
 
 
 class Shared(Saved):
-    """The output of a norm that saves it, to recover z from it in backward.
+    """The output of a norm that saves it, to recover z from it in backward; ``node`` is the norm's."""
 
-    Args:
-        y: the output.
-        one_copy: casts of it need not be saved.
-    """
-
-    def __init__(self, lowers: bool, y: Tensor, one_copy: bool) -> None:
+    def __init__(self, lowers: bool, node: Any) -> None:
         super().__init__(lowers)
-        self.one_copy = one_copy
-        self.node = y.grad_fn
-
-    def linear(self, h: Deferred, to: Projection, dtype: torch.dtype) -> Any:
-        return super().linear(h, to, dtype) if self.one_copy else NotImplemented
+        self.node = node
 
     def written_unseen(self, h: Deferred) -> None:
         save_copy(self.node, h.detached())

@@ -28,6 +28,7 @@ from lowmem_patch.nn.context import autocast_dtype, is_foreign, is_sharded_alone
 from lowmem_patch.nn.deferred import keep, value_of
 from lowmem_patch.nn.deferred_ops import Norm, Normed, Saved, Shared
 from lowmem_patch.nn.gammas import Checked, check_gammas, is_capturing, written
+from lowmem_patch.nn.watched import watch
 
 __all__ = [
     "MSLayerNorm",
@@ -185,7 +186,9 @@ class MSNorm(nn.Module):
         y = self.normalize(x, dtype)
         if not y.requires_grad:
             return y
-        return keep(y, Shared(self.lowers, y, self._is_one_copy(y)), owned=True)
+        if self._is_one_copy(y):
+            return keep(y, Shared(self.lowers, y.grad_fn), owned=True)
+        return watch(y)
 
     def _is_one_copy(self, y: Tensor) -> bool:
         """Whether readers that cast the output shall keep no copy of their own."""
