@@ -31,7 +31,7 @@ from lowmem_patch.functional.grouped import activation_grouped_matmul
 from lowmem_patch.functional.linear import LowRank, activation_linear, kept_linear
 from lowmem_patch.functional.matmul import kept_matmul
 from lowmem_patch.functional.norm_pair import ms_norm_pair
-from lowmem_patch.functional.norms import ms_layer_norm, ms_rms_norm, norm_and_z
+from lowmem_patch.functional.norms import ms_layer_norm, ms_rms_norm, norm_and_z, save_copy
 from lowmem_patch.functional.packing import pack_bool, unpack_bool
 from lowmem_patch.functional.rotary import rotary_embedding
 from lowmem_patch.functional.sharded import is_sharded
@@ -71,6 +71,7 @@ __all__ = [
     "requickgelu2",
     "resilu2",
     "rotary_embedding",
+    "save_copy",
     "unbind_permuted",
     "unpack_bool",
 ]

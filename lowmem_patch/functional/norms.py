@@ -22,7 +22,7 @@ from lowmem_patch.functional import _library, sharded
 from lowmem_patch.functional._checks import check_floating, check_last_dimension
 from lowmem_patch.functional._implementation import Implementation, module, resolve
 
-__all__ = ["ms_layer_norm", "ms_rms_norm", "norm_and_z", "norm_gradients"]
+__all__ = ["ms_layer_norm", "ms_rms_norm", "norm_and_z", "norm_gradients", "save_copy"]
 
 
 def _forward(
@@ -165,6 +165,17 @@ def norm_gradients(
     )
 
 
+def save_copy(node: Any, y: Tensor) -> None:
+    """Let a norm's backward read a copy of its output, into which somebody may be about to write unseen.
+
+    Args:
+        node: the ``grad_fn`` of the norm's output; any other is left alone.
+        y: the output, without a gradient.
+    """
+    if getattr(node, "written", True) is None:
+        node.written = y.clone()
+
+
 class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -199,6 +210,7 @@ class _Norm(torch.autograd.Function):
             # d_bias needs dy alone; the empty tensors stand in for what is not read
             ctx.save_for_backward(y.new_empty(0), rstd.new_empty(0), None, bias)
         ctx.settings = (weight_offset, centered, x.dtype, z_dtype is not None, implementation)
+        ctx.written = None  # of `save_copy`
         return y if alone else (y, rstd, z)
 
     @staticmethod
@@ -206,8 +218,9 @@ class _Norm(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor | None, *_: None) -> Any:
         if dy is None:
             return (None,) * 10
-        saved = _library.saved_tensors(ctx, "the output of a norm")
-        return (None, *norm_gradients(ctx, dy, *saved), *(None,) * 6)
+        y, *others = _library.saved_tensors(ctx, "the output of a norm, or its weight or bias,")
+        y = y if ctx.written is None else ctx.written
+        return (None, *norm_gradients(ctx, dy, y, *others), *(None,) * 6)
 
 
 _call_norm = _library.attach_autograd(_norm_forward, _Norm, outputs=3)

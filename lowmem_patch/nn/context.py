@@ -8,6 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules import module as all_modules
 
 from lowmem_patch.functional import is_exporting
+from lowmem_patch.nn.watched import Watched
 
 __all__ = [
     "autocast_dtype",
@@ -56,6 +57,6 @@ def is_foreign(tensor: object) -> bool:
     """Whether this is a tensor of somebody else's subclass (DTensor, torchao), or none at all: such are
     left to the subclass's own functions."""
     kind = type(tensor)
-    if kind is Tensor or kind is nn.Parameter:
+    if kind is Tensor or kind is nn.Parameter or kind is Watched:
         return False
     return not isinstance(tensor, FakeTensor)

@@ -42,6 +42,9 @@ _WRITTEN_SOURCE = (
 )
 _wrapper: Any = torch.Tensor._make_wrapper_subclass
 _WITHOUT_TORCH_FUNCTION: Any = torch._C.DisableTorchFunctionSubclass
+_call: Any = (
+    torch._C._disabled_torch_function_impl
+)  # the function as it is; in less time than the above
 
 
 class Projection(NamedTuple):
@@ -113,6 +116,9 @@ class Op:
     def matmul(self, h: Deferred, right: Any) -> Any:
         return NotImplemented
 
+    def written_unseen(self, h: Deferred) -> None:
+        """Somebody may be about to write into ``h`` without a trace (``.data``)."""
+
 
 class Deferred(Tensor):
     """Base of `Unstored` and `Stored`; made by `defer` and `keep`.
@@ -140,19 +146,21 @@ class Deferred(Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        with _WITHOUT_TORCH_FUNCTION():
-            reader = READERS.get(getattr(func, "__name__", ""))
-            known = NotImplemented if reader is None else reader(func, args, kwargs)
+        reader = READERS.get(getattr(func, "__name__", ""))
+        if reader is not None:
+            with _WITHOUT_TORCH_FUNCTION():
+                known = reader(func, args, kwargs)
             if known is not NotImplemented:
                 return known
-            if len(types) == 1 or all(
-                kind is Tensor or issubclass(kind, Deferred) for kind in types
-            ):
-                if not torch.compiler.is_compiling():
-                    args = tuple(map(_origin_of, args))
+        if not _OWN.issuperset(types) and not all(issubclass(kind, Deferred) for kind in types):
+            # another subclass has an opinion, and is given ordinary tensors
+            with _WITHOUT_TORCH_FUNCTION():
+                args, kwargs = tree_map(value_of, args), tree_map(value_of, kwargs)
+            return func(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            with _WITHOUT_TORCH_FUNCTION():
                 return func(*args, **kwargs)
-        # another subclass has an opinion, and is given ordinary tensors
-        return func(*tree_map(value_of, args), **tree_map(value_of, kwargs))
+        return _call(func, types, tuple(map(_origin_of, args)), kwargs)
 
     def plain(self) -> Tensor:
         """The value as an ordinary tensor, whose gradient comes here."""
@@ -253,6 +261,8 @@ class Unstored(Deferred):
         value = self._value
         return (value is not None and value._version != self._value_version) or super().is_changed()
 
+
+_OWN = frozenset((Tensor, Stored, Unstored))
 
 register_plain(Stored)
 

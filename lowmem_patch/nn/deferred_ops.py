@@ -25,6 +25,7 @@ from lowmem_patch.functional import (
     kept_matmul,
     packed_dropout,
     packs_saved_tensors,
+    save_copy,
 )
 from lowmem_patch.nn import (
     readers as readers,  # fills the table of those who read what is made here
@@ -40,7 +41,7 @@ from lowmem_patch.nn.deferred import (
     value_of,
 )
 
-__all__ = ["Activation", "Dropped", "Matrix", "Norm", "Normed", "Saved", "project"]
+__all__ = ["Activation", "Dropped", "Matrix", "Norm", "Normed", "Saved", "Shared", "project"]
 
 
 def project(x: Tensor, to: Projection, dtype: torch.dtype) -> Any:
@@ -144,6 +145,17 @@ class Saved(Op):
 
     def linear(self, h: Deferred, to: Projection, dtype: torch.dtype) -> Tensor:
         return _saved_linear(h.plain(), to, dtype)
+
+
+class Shared(Saved):
+    """The output of a norm that saves it, to recover z from it in backward; ``node`` is the norm's."""
+
+    def __init__(self, lowers: bool, node: Any) -> None:
+        super().__init__(lowers)
+        self.node = node
+
+    def written_unseen(self, h: Deferred) -> None:
+        save_copy(self.node, h.detached())
 
 
 class Normed(Saved):

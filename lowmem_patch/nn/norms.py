@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from lowmem_patch.errors import PatchError, UnfoldedWeightsError
 from lowmem_patch.functional import (
@@ -27,7 +26,9 @@ from lowmem_patch.functional import (
 )
 from lowmem_patch.nn.context import autocast_dtype, is_foreign, is_sharded_alone, needs_gradient
 from lowmem_patch.nn.deferred import keep, value_of
-from lowmem_patch.nn.deferred_ops import Norm, Normed, Saved
+from lowmem_patch.nn.deferred_ops import Norm, Normed, Saved, Shared
+from lowmem_patch.nn.gammas import Checked, check_gammas, is_capturing, written
+from lowmem_patch.nn.watched import watch
 
 __all__ = [
     "MSLayerNorm",
@@ -35,29 +36,7 @@ __all__ = [
     "MSRMSNorm",
     "StockMSLayerNorm",
     "StockMSRMSNorm",
-    "unfit_to_share",
 ]
-
-
-# share recovers z = y/gamma - beta/gamma: y's rounding error grows by 1 + |beta/gamma| / |z|
-_LARGEST_SHIFT = 8.0
-# below this share of the largest gamma, y underflows before z does
-_SMALLEST_GAMMA_RATIO = 1e-4
-
-
-def unfit_to_share(weight_offset: float, gamma: Tensor | None, beta: Tensor | None) -> str | None:
-    """Why z cannot be recovered from the output; None where it can. Waits for the device."""
-    if gamma is None or not gamma.numel():
-        return None
-    factor = gamma.detach().double() + weight_offset
-    size = factor.abs()
-    if float(size.min()) < _SMALLEST_GAMMA_RATIO * float(size.max()) or not bool(size.any()):
-        return f"gamma goes down to {float(size.min()):.1e}"
-    if beta is not None:
-        worst = float((beta.detach().double() / factor).abs().max())
-        if worst > _LARGEST_SHIFT:
-            return f"|beta/gamma| goes up to {worst:.1f}"
-    return None
 
 
 class MSNorm(nn.Module):
@@ -113,12 +92,11 @@ class MSNorm(nn.Module):
         self.lowers = lowers
         self.shares_copy = shares_copy
         self.output_saved = output_saved
-        self._checked: tuple[Any, ...] = ()  # what identifies the values that `fits` was told from
-        self.fits = True
+        self.checked = Checked()
 
     def normalize(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """The norm's value in ``dtype``, by default :meth:`output_dtype`."""
-        weight, bias = self._own_affine()
+        weight, bias = self.own_affine()
         dtype = dtype or self.output_dtype(x)
         if torch.compiler.is_compiling() and not is_exporting():
             settings = (self.eps, self.weight_offset, self.centered, dtype)
@@ -131,8 +109,8 @@ class MSNorm(nn.Module):
             return ms_layer_norm(x, self.eps, weight, bias, dtype, self.weight_offset)
         return ms_rms_norm(x, self.eps, weight, self.weight_offset, out_dtype=dtype)
 
-    def _own_affine(self) -> tuple[Tensor | None, Tensor | None]:
-        """weight and bias; none where they were folded into the next Linears."""
+    def own_affine(self) -> tuple[Any, Any]:
+        """weight and bias, tensors or None; none where they were folded into the next Linears."""
         if self.folded:
             return None, None
         own = self._parameters
@@ -167,7 +145,7 @@ class MSNorm(nn.Module):
 
     def normed(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """The norm in ``dtype``, by default :meth:`output_dtype`, as its readers shall read it."""
-        weight, bias = self._own_affine()
+        weight, bias = self.own_affine()
         if dtype is None:
             dtype = self.output_dtype(x)
         compiling = torch.compiler.is_compiling() or is_exporting()
@@ -175,12 +153,9 @@ class MSNorm(nn.Module):
         if compiling or foreign or not torch.is_grad_enabled():
             y = self.normalize(x, dtype)
             deferred = compiling and y.requires_grad and not is_exporting()
-            return self._as_one_copy(y) if deferred else y
-        trains = (weight is not None and weight.requires_grad) or (
-            bias is not None and bias.requires_grad
-        )
+            return Saved(self.lowers).of(y) if deferred and self._is_one_copy(y) else y
         affine = None
-        if (trains or x.requires_grad) and self._saves_z(weight, bias):
+        if (x.requires_grad or self.trains()) and self._saves_z(weight, bias):
             affine = self._affine(weight, bias)
         copy = self._narrow_dtype(x) if self.shares_copy else None
         if copy is not None:
@@ -209,25 +184,42 @@ class MSNorm(nn.Module):
             )
             return keep(y, Normed(self.lowers, False, affine), (z,), owned=True)
         y = self.normalize(x, dtype)
-        return self._as_one_copy(y) if y.requires_grad else y
+        if not y.requires_grad:
+            return y
+        if self._is_one_copy(y):
+            return keep(y, Shared(self.lowers, y.grad_fn), owned=True)
+        return watch(y)
 
-    def _as_one_copy(self, y: Tensor) -> Tensor:
-        if self.one_copy == "always" or (
-            self.one_copy is not None and torch.is_autocast_enabled(y.device.type)
-        ):
-            return Saved(self.lowers).of(y)
-        return y
+    def _is_one_copy(self, y: Tensor) -> bool:
+        """Whether readers that cast the output shall keep no copy of their own."""
+        if self.one_copy is None or self.one_copy == "always":
+            return self.one_copy is not None
+        return torch.is_autocast_enabled(y.device.type)
+
+    def trains(self) -> bool:
+        """Whether gamma or beta trains."""
+        weight, bias = self.own_affine()
+        if weight is not None and weight.requires_grad:
+            return True
+        return bias is not None and bool(bias.requires_grad)
 
     def _saves_z(self, weight: Tensor | None, bias: Tensor | None) -> bool:
         """Whether z is to be saved, and not the output."""
         if weight is None and bias is None:
             return False
-        if not self.output_saved:
-            if weight is not None and weight.requires_grad:
+        by_itself = not self.output_saved and self.trains()
+        if torch.compiler.is_compiling():
+            return by_itself or not self.checked.recovers_z
+        now = written(weight, bias)
+        if now is None:
+            return by_itself
+        if by_itself:
+            return self.checked.of_this_forward() != now or not self.checked.recovers_z
+        if self.checked.values != now:
+            if any(is_capturing(vector) for vector in (weight, bias) if vector is not None):
                 return True
-            if bias is not None and bias.requires_grad:
-                return True
-        return not self._fits_share()
+            check_gammas([self])
+        return not self.checked.recovers_z
 
     def _affine(self, weight: Tensor | None, bias: Tensor | None) -> Affine:
         """gamma and beta with which the Linears compute the output again."""
@@ -235,21 +227,6 @@ class MSNorm(nn.Module):
             weight = None if weight is None else weight.detach().clone()
             bias = None if bias is None else bias.detach().clone()
         return Affine(weight, bias, self.weight_offset)
-
-    def _fits_share(self) -> bool:
-        """Whether z can be recovered from the output; looked at again when gamma or beta were written."""
-        if torch.compiler.is_compiling():
-            return self.fits
-        vectors = [p.detach() for p in (self.weight, self.bias) if p is not None]
-        if any(is_foreign(v) or v.is_meta or isinstance(v, FakeTensor) for v in vectors):
-            return True
-        checked = tuple((v.data_ptr(), v._version) for v in vectors)
-        if checked != self._checked:
-            if vectors[0].is_cuda and torch.cuda.is_current_stream_capturing():
-                return False  # nobody may look at a value now, and z is always right
-            unfit = unfit_to_share(self.weight_offset, self.weight, self.bias)
-            self._checked, self.fits = checked, unfit is None
-        return self.fits
 
     def _refuse_changes(self) -> None:
         replica = getattr(self, "_is_replica", False)  # of nn.DataParallel, which has no parameters

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lowmem_patch.nn.context import autocast_dtype, is_foreign
-from lowmem_patch.nn.deferred import READERS, Deferred, Projection, Unstored
+from lowmem_patch.nn.deferred import READERS, Deferred, Op, Projection, Unstored
 from lowmem_patch.nn.deferred_casts import Cast
 from lowmem_patch.tracing.call_arguments import dropout_call
 from lowmem_patch.tracing.op_roles import Role, names_with
@@ -79,11 +79,15 @@ def _read_dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 def _read_product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     h, other = (args[1], args[0]) if not isinstance(args[0], Deferred) else args[:2]
+    if type(h.op).times is Op.times:  # a residual reads a norm's output at each layer
+        return NotImplemented
     return h.op.times(h, other) if len(args) == 2 and not kwargs and _reads(h) else NotImplemented
 
 
 def _read_sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     h, other = (args[1], args[0]) if not isinstance(args[0], Deferred) else args[:2]
+    if type(h.op).plus is Op.plus:
+        return NotImplemented
     return h.op.plus(h, other) if len(args) == 2 and not kwargs and _reads(h) else NotImplemented
 
 
@@ -163,6 +167,7 @@ def _look_at_memory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 def _get(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Attributes: a write through ``.data`` leaves no trace."""
     if func.__self__ is _DATA:
+        args[0].op.written_unseen(args[0])
         args[0]._exposed = True
     return NotImplemented
 

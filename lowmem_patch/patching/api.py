@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lowmem_patch.errors import NothingToPatchError, PatchError, TraceError
+from lowmem_patch.nn.gammas import GammaCheck
 from lowmem_patch.nn.norms import MSNorm
 from lowmem_patch.patching.apply import (
     Applied,
@@ -143,6 +144,7 @@ def patch_model(
     if any(site.strategy == "fold" for site in report.sites):
         register: Any = model.register_load_state_dict_pre_hook  # has no types
         hook = register(_refuse_unfolded_weights)
+    GammaCheck(m for m in model.modules() if isinstance(m, MSNorm) and not m.folded).attach(model)
     model.__dict__[_RECORD] = Record(report, applied, trains_signature(model), hook)
     watches = resolved.linear_inputs != "keep"
     given = (*plan.adapters.layers, *plan.rotations)
@@ -194,6 +196,7 @@ def _unpatch(holder: nn.Module, record: Record) -> None:
         )
     undo(holder, record.applied, unfold=not adapted)
     stop_watching(holder)
+    GammaCheck.detach(holder)
     del holder.__dict__[_RECORD]
     if record.hook is not None:
         record.hook.remove()
@@ -317,6 +320,7 @@ def _shadow_of_original(
             name = f"{prefix}.{folded.step.norm}" if prefix else folded.step.norm
             originals[name] = (folded.gamma, folded.beta)
         stop_watching(holder)
+        GammaCheck.detach(holder)
         undo(holder, record.applied, arithmetic=False)
     if any(is_replacement(module) for module in shadow.model.modules()):
         raise PatchError(

@@ -207,16 +207,17 @@ def test_wrapped_forward_after_the_patch_is_no_news(make: Make) -> None:
 def test_first_look_goes_and_costs_nothing_later(make: Make) -> None:
     model, inputs = doubles(make, "llama")
     patch_model(model, "exact", example_inputs=inputs)
+    hooks = len(model._forward_pre_hooks)
     model.eval()(**inputs)
-    assert len(model._forward_pre_hooks) == 1
+    assert len(model._forward_pre_hooks) == hooks
     with torch.no_grad():
         model.train()(**inputs)
-    assert len(model._forward_pre_hooks) == 1
+    assert len(model._forward_pre_hooks) == hooks
     model(**inputs)
-    assert not model._forward_pre_hooks
+    assert len(model._forward_pre_hooks) == hooks - 1
     patch_model(model, "exact", example_inputs=inputs)
     unpatch_model(model)
-    assert not model._forward_pre_hooks
+    assert not model._forward_pre_hooks and not model._forward_hooks
 
 
 @pytest.mark.filterwarnings("ignore:.*(script_method|should not be inst):DeprecationWarning")

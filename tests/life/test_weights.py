@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import pickle
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,10 +13,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lowmem_patch import patch_model, patch_report, unpatch_model
+from lowmem_patch.nn.norms import MSNorm
 from tests.life.steps import (
     EXACT_AUTO,
+    assert_close,
     assert_same_function,
     assert_same_parameters,
     assert_same_weights,
@@ -100,21 +105,100 @@ class _Block(nn.Module):
         return out
 
 
+class _Parts(_Block):
+    """Calls its parts by themselves, of which the norm was told nothing when the forward began."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.forward(x)
+
+
+@pytest.mark.parametrize("make_block", [_Block, _Parts])
 @pytest.mark.parametrize("written", ["out.weight", "norm.weight", "norm.bias"])
-def test_weight_written_between_forward_and_backward_is_an_error(written: str) -> None:
-    """As unpatched: the gradients would be those of other weights."""
-    model, x = _Block(), torch.randn(3, 8)
+def test_weight_written_between_forward_and_backward_is_no_silent_error(
+    written: str, make_block: type[_Block]
+) -> None:
+    """An error as unpatched, or the gradients of the weights as they were."""
+    model, x = make_block().double(), torch.randn(3, 8, dtype=torch.float64)
     if (
         written == "norm.weight"
-    ):  # the norm itself does not save it then, the Linear behind needs it
+    ):  # the norm itself does not save it then, the Linear behind may need it
         model.norm.weight.requires_grad_(False)
         model.enter.requires_grad_(False)
-    patch_model(model, "exact", example_inputs={"x": x})
+    stock = copy.deepcopy(model)
+    stock(x).square().sum().backward()
+    _Block.__call__(patch_model(model, "exact", example_inputs={"x": x}), x)
     loss = model(x).square().sum()
     with torch.no_grad():
         model.get_parameter(written).mul_(2)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+    try:
         loss.backward()
+    except RuntimeError as error:
+        assert re.search("modified by an inplace operation|lowmem_patch: .* its weight", str(error))
+        return
+    assert written != "out.weight"
+    for name, parameter in stock.named_parameters():
+        if parameter.grad is not None:
+            assert_close(model.get_parameter(name).grad, parameter.grad, name)
+
+
+def _norms_that_save(model: nn.Module, inputs: Any, monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """``z`` and ``output``: what the norms save in one step through ``model``."""
+    found = set()
+    was = MSNorm._saves_z
+
+    def seen(self: MSNorm, *args: Any) -> bool:
+        saves_z = was(self, *args)
+        found.add("z" if saves_z else "output")
+        return saves_z
+
+    monkeypatch.setattr(MSNorm, "_saves_z", seen)
+    model(inputs).sum().backward()
+    monkeypatch.setattr(MSNorm, "_saves_z", was)
+    return found
+
+
+def test_norm_saves_its_output_where_the_forward_looked_at_gamma(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, x = _Block(), torch.randn(3, 8)
+    patch_model(model, "exact", example_inputs={"x": x})
+    assert _norms_that_save(model, x, monkeypatch) == {"output"}
+    assert _norms_that_save(copy.deepcopy(model), x, monkeypatch) == {"output"}
+    assert _norms_that_save(pickle.loads(pickle.dumps(model)), x, monkeypatch) == {"output"}
+    with torch.no_grad():
+        model.norm.weight[3] = 0
+    assert _norms_that_save(model, x, monkeypatch) == {"z"}
+    model.norm.weight.data.fill_(1)  # without a trace
+    assert _norms_that_save(model, x, monkeypatch) == {"output"}
+    model.norm.weight.data[3] = 0
+    assert _norms_that_save(model, x, monkeypatch) == {"z"}
+    # a part that is called by itself was told nothing
+    model.norm.weight.data.fill_(1)
+    model(x)
+    assert _norms_that_save(model.norm, x, monkeypatch) == {"z"}
+
+
+class _Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.reentrant = _Block(), False
+
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(self.block, x, use_reentrant=self.reentrant)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_norm_saves_in_backward_as_in_forward(
+    reentrant: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x = _Checkpointed().double(), torch.randn(3, 8, dtype=torch.float64, requires_grad=True)
+    stock = copy.deepcopy(model)
+    patch_model(model, "exact", example_inputs={"x": x})
+    model.reentrant = stock.reentrant = reentrant
+    assert _norms_that_save(model, x, monkeypatch) == {"output"}
+    stock(x).sum().backward()
+    for name, parameter in stock.named_parameters():
+        assert_close(model.get_parameter(name).grad, parameter.grad, name)
 
 
 def test_a_process_that_has_only_torch_can_patch() -> None:

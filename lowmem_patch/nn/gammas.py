@@ -1,0 +1,151 @@
+"""Which norms can recover z = (y - beta) / gamma from their output y: looked at once a forward.
+
+Where gamma comes near 0, or beta is large against it, the output does not tell z. Of a gamma that trains
+nobody knows that beforehand, and some optimizers write without a trace (``.data``). So the values are looked
+at when the model's forward begins: one small computation for all norms, one wait for the device.
+
+A norm that was not looked at saves z, which is always right, and costs writing z and computing y again:
+a part of the model that is called by itself, sharded weights, a CUDA graph under capture, torch.compile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from lowmem_patch.nn.norms import MSNorm
+
+__all__ = ["Checked", "GammaCheck", "check_gammas", "is_capturing", "written"]
+
+# y's rounding error grows by 1 + |beta/gamma| / |z| on the way to z
+_LARGEST_SHIFT = 8.0
+# below this share of the largest gamma, y underflows before z does
+_SMALLEST_RATIO = 1e-4
+
+_PLAIN = (Tensor, nn.Parameter)
+
+Written = tuple[tuple[int, int], ...]
+
+
+class Checked:
+    """What one norm was told of its gamma and beta; no attribute of a module, which takes long to set.
+
+    Attributes:
+        values: the gamma and beta that were looked at last, as :func:`written` tells them apart.
+        in_forward: the same, while the forward runs at whose beginning they were looked at.
+        in_last_forward: the same of the forward before, parts of which backward may run again.
+        recovers_z: whether the output tells z.
+    """
+
+    __slots__ = ("in_forward", "in_last_forward", "recovers_z", "values")
+
+    def __init__(self) -> None:
+        self.values: Written | None = None
+        self.in_forward: Written | None = None
+        self.in_last_forward: Written | None = None
+        self.recovers_z = True
+
+    def of_this_forward(self) -> Written | None:
+        """The values that the forward was told of that is running, or is run again in backward."""
+        if self.in_forward is None and torch._C._current_graph_task_id() != -1:
+            return self.in_last_forward
+        return self.in_forward
+
+
+def written(*vectors: Tensor | None) -> Written | None:
+    """What changes when somebody writes into gamma or beta; None where their values cannot be looked at."""
+    found = []
+    for vector in vectors:
+        if vector is None:
+            continue
+        if type(vector) not in _PLAIN or vector.is_meta:
+            return None
+        found.append((vector.data_ptr(), vector._version))
+    return tuple(found)
+
+
+def is_capturing(vector: Tensor) -> bool:
+    """Whether a CUDA graph is under capture, in which nobody may wait for a value."""
+    return vector.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _cannot_recover(norms: list[MSNorm]) -> Tensor:
+    """Of norms of one size and device, ``[norms]``: true where the output does not tell z."""
+    weights, biases = zip(*(norm.own_affine() for norm in norms), strict=True)
+    factor = torch.ones((), dtype=torch.float64)
+    lost: Any = False
+    if weights[0] is not None:
+        factor = torch.stack(weights).double() + norms[0].weight_offset
+        size = factor.abs()
+        largest = size.amax(1)
+        lost = (size.amin(1) < _SMALLEST_RATIO * largest) | (largest == 0)
+    if biases[0] is not None:
+        shift = torch.stack(biases).double() / factor.to(biases[0].device)
+        lost = lost | (shift.abs().amax(1) > _LARGEST_SHIFT)
+    answers: Tensor = lost
+    return answers
+
+
+def check_gammas(norms: Iterable[MSNorm]) -> None:
+    """Tell each norm whether its output tells z; waits for the device, once for each."""
+    by_device: dict[torch.device, dict[Any, list[MSNorm]]] = {}
+    for norm in norms:
+        weight, bias = norm.own_affine()
+        one = bias if weight is None else weight
+        norm.checked.values = values = None if one is None else written(weight, bias)
+        if values is None or not one.numel() or is_capturing(one):
+            norm.checked.values = None
+            continue
+        alike = (one.numel(), norm.weight_offset, weight is None, bias is None)
+        by_device.setdefault(one.device, {}).setdefault(alike, []).append(norm)
+    with torch.no_grad():
+        for groups in by_device.values():
+            answers = torch.cat([_cannot_recover(group) for group in groups.values()]).tolist()
+            asked = [norm for group in groups.values() for norm in group]
+            for norm, lost in zip(asked, answers, strict=True):
+                norm.checked.recovers_z = not lost
+
+
+class GammaCheck:
+    """The hooks of a patched model that look at the norms whose gamma trains, around each forward.
+
+    Args:
+        norms: of the model, in any order.
+    """
+
+    def __init__(self, norms: Iterable[MSNorm]) -> None:
+        self.norms = tuple(norms)
+
+    def before(self, model: nn.Module, args: Any) -> None:
+        """Forward pre-hook."""
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return
+        training = [norm for norm in self.norms if norm.trains()]
+        check_gammas(training)
+        for norm in training:
+            norm.checked.in_forward = norm.checked.values
+
+    def after(self, model: nn.Module, args: Any, output: Any) -> None:
+        """Forward hook: from here on somebody may write unseen."""
+        if torch.compiler.is_compiling():
+            return
+        for norm in self.norms:
+            checked = norm.checked
+            if checked.in_forward is not None:
+                checked.in_last_forward, checked.in_forward = checked.in_forward, None
+
+    def attach(self, model: nn.Module) -> None:
+        model.register_forward_pre_hook(self.before)
+        model.register_forward_hook(self.after)
+
+    @staticmethod
+    def detach(model: nn.Module) -> None:
+        """Take the hooks off again."""
+        for hooks in (model._forward_pre_hooks, model._forward_hooks):
+            for key, hook in list(hooks.items()):
+                if isinstance(getattr(hook, "__self__", None), GammaCheck):
+                    del hooks[key]
