@@ -28,7 +28,7 @@ from transformers import LlamaModel, Qwen2Config, Qwen2Model
 from lowmem_patch import bench
 from lowmem_patch.bench import SHAPES, Comparison, Shape, compare, compiled, environment
 from lowmem_patch.errors import VariantError
-from lowmem_patch.patching.sites import block_name
+from lowmem_patch.planning.report import block_name
 from lowmem_patch.tracing.example_inputs import make_example_inputs
 from lowmem_patch.tracing.inputs import ExampleInputs
 from lowmem_patch.tracing.shadow import make_shadow

@@ -1,8 +1,8 @@
 """lowmem-patch: patch a model in one line, so that autograd keeps only what the backward must have."""
 
-from lowmem_patch.patching.api import patch_model, patch_report, plan_patch, unpatch_model
-from lowmem_patch.patching.config import PatchConfig
-from lowmem_patch.patching.sites import PatchReport
+from lowmem_patch.api import patch_model, patch_report, plan_patch, unpatch_model
+from lowmem_patch.config import PatchConfig
+from lowmem_patch.planning.report import PatchReport
 from lowmem_patch.tracing.saved_bytes import saved_bytes
 from lowmem_patch.verify import verify_model
 

@@ -24,8 +24,8 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from lowmem_patch.patching.api import ConfigLike, patch_model, patch_report
-from lowmem_patch.patching.sites import PatchReport
+from lowmem_patch.api import ConfigLike, patch_model, patch_report
+from lowmem_patch.planning.report import PatchReport
 from lowmem_patch.tracing.saved_bytes import SavedBytes, saved_bytes
 
 LLAMA_FOLDER = Path(__file__).parent / "assets" / "tiny-llama"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lowmem_patch.errors import ConfigError
-from lowmem_patch.patching.sites import PatchReport
+from lowmem_patch.planning.report import PatchReport
 from lowmem_patch.tracing.categories import CATEGORIES
 
 __all__ = ["Point", "pareto", "plot_saved_bytes", "plot_tradeoff", "require_matplotlib"]

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from lowmem_patch.api import patch_model, patch_report, unpatch_model
+from lowmem_patch.config import PatchConfig
 from lowmem_patch.memory.step import run_step
-from lowmem_patch.patching.api import patch_model, patch_report, unpatch_model
-from lowmem_patch.patching.config import PatchConfig
 from lowmem_patch.tracing.inputs import ExampleInputs
 from lowmem_patch.tracing.saved_bytes import SavedBytes, saved_bytes
 

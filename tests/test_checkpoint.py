@@ -18,6 +18,7 @@ import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from lowmem_patch.api import patch_model, patch_report
 from lowmem_patch.checkpoint import (
     convert,
     load_model,
@@ -26,7 +27,6 @@ from lowmem_patch.checkpoint import (
     stored_dtype,
 )
 from lowmem_patch.errors import CheckpointError
-from lowmem_patch.patching.api import patch_model, patch_report
 from tests.checkpoint_models import (
     FAMILIES,
     IMAGES,

@@ -17,7 +17,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from lowmem_patch import PatchReport, plan_patch
-from lowmem_patch.patching.floor import count_floor
+from lowmem_patch.planning.floor import count_floor
 from lowmem_patch.tracing.inputs import ExampleInputs
 from lowmem_patch.tracing.shadow import Shadow
 from lowmem_patch.tracing.trace import trace_forward

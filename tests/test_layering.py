@@ -34,7 +34,19 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("tracing.example_inputs", "tracing.trace"),
     ("tracing.dataflow", "tracing.probes"),
     ("tracing.consumers",),
-    ("patching",),
+    ("config",),
+    ("strategies.protocol",),
+    ("strategies.fold_weights", "strategies.swap"),
+    ("strategies.activations", "strategies.fold_loading", "strategies.lora"),
+    ("strategies.share", "strategies.codes", "strategies.recompute", "strategies.one_copy"),
+    ("strategies.dropout_bits", "strategies.speed", "strategies.fold_rules"),
+    ("strategies.fold",),
+    ("strategies",),
+    ("planning.report",),
+    ("planning.plan",),
+    ("planning.apply", "planning.changes", "planning.check", "planning.floor", "planning.notes"),
+    ("planning.planner", "planning"),
+    ("api",),
     ("memory",),
     ("bench", "checkpoint", "profile", "verify"),
     (PUBLIC,),
@@ -43,7 +55,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("__main__",),
 )
 # Reports and verifications give bytes, so `profile` is open to both; `verify` compares checkpoints too.
-EXCEPTIONS = {("patching", "profile"), ("verify", "profile"), ("verify", "checkpoint")}
+EXCEPTIONS = {("verify", "profile"), ("verify", "checkpoint")}
 ONLY_IMPORTERS = {
     "triton": "kernels",
     "rich": "report",
@@ -56,7 +68,7 @@ RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 
 
 def component(module: str) -> str:
-    """``lowmem_patch.patching.plan`` -> ``patching``; ``tracing.trace`` where the files have layers."""
+    """``lowmem_patch.nn.norms`` -> ``nn``; ``tracing.trace`` where the files have layers."""
     parts = module.split(".")
     file = ".".join(parts[1:3])
     if file in RANK:
@@ -124,10 +136,10 @@ def test_imports_go_one_way(module: str) -> None:
     [
         ("lowmem_patch.reference", "from lowmem_patch import kernels"),
         ("lowmem_patch.reference", "def late():\n    import lowmem_patch.nn.norms"),
-        ("lowmem_patch.nn.norms", "from lowmem_patch.patching.config import PatchConfig"),
+        ("lowmem_patch.nn.norms", "from lowmem_patch.config import PatchConfig"),
         ("lowmem_patch.nn.readers", "from lowmem_patch.tracing.trace import Trace"),
         ("lowmem_patch.tracing.trace", "from lowmem_patch.tracing import consumers"),
-        ("lowmem_patch.tracing.trace", "from lowmem_patch.patching.sites import Site"),
+        ("lowmem_patch.tracing.trace", "from lowmem_patch.planning.report import Site"),
         ("lowmem_patch.tracing.unlisted", "from lowmem_patch.tracing.trace import Trace"),
         ("lowmem_patch.checkpoint", "from lowmem_patch.verify import verify_model"),
         ("lowmem_patch.functional", "import triton.language as tl"),

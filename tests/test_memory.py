@@ -16,6 +16,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from lowmem_patch import patch_model, plan_patch
+from lowmem_patch.config import load_config
 from lowmem_patch.errors import ConfigError
 from lowmem_patch.memory import (
     largest_that_fits,
@@ -26,7 +27,6 @@ from lowmem_patch.memory import (
     standing_bytes,
     step_bytes,
 )
-from lowmem_patch.patching.config import load_config
 from lowmem_patch.tracing.inputs import ExampleInputs
 from lowmem_patch.tracing.shadow import Shadow, make_shadow
 

@@ -10,7 +10,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from lowmem_patch import plan_patch, saved_bytes
-from lowmem_patch.patching.config import load_config
+from lowmem_patch.config import load_config
 from lowmem_patch.profile import materialise, measure_step, profile_model
 from lowmem_patch.tracing.categories import CATEGORIES
 from tests.tiny_llama import llama, tokens

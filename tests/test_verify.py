@@ -15,11 +15,11 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from lowmem_patch.api import patch_model, patch_report
 from lowmem_patch.checkpoint import load_model, resolve
 from lowmem_patch.errors import CheckpointError, ConfigError, TraceError
-from lowmem_patch.patching.api import patch_model, patch_report
-from lowmem_patch.patching.fold import fold_tensors
-from lowmem_patch.patching.sites import FoldStep, LinearRef
+from lowmem_patch.strategies.fold_weights import FoldStep, fold_tensors
+from lowmem_patch.tracing.consumers import LinearRef
 from lowmem_patch.verify import (
     FORWARD_FACTOR,
     VerifyResult,
@@ -264,7 +264,7 @@ def test_a_patched_model_is_verified_from_its_original() -> None:
 
 def test_nothing_patched_is_said() -> None:
     config = {"norms": "keep", "activations": "keep"}
-    from lowmem_patch.patching.config import load_config
+    from lowmem_patch.config import load_config
 
     result = verify_model(randomised_llama(), load_config(config), dtypes=F32, autocast=None)
     assert result.patched_sites == 0 and any("nothing was patched" in note for note in result.notes)

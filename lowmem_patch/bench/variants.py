@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from lowmem_patch.api import patch_model
 from lowmem_patch.errors import VariantError
-from lowmem_patch.patching.api import patch_model
 from lowmem_patch.tracing.inputs import ExampleInputs
 
 __all__ = ["VARIANTS", "Variant", "compiled", "unpatched"]

@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from lowmem_patch.api import plan_patch
 from lowmem_patch.checkpoint.compare import TensorCheck
 from lowmem_patch.checkpoint.load import build_meta_model, refuse_quantised, stored_names
 from lowmem_patch.checkpoint.record import copy_description, write_card, write_record
@@ -22,11 +23,10 @@ from lowmem_patch.checkpoint.selfcheck import SelfCheckError, self_check
 from lowmem_patch.checkpoint.source import Source
 from lowmem_patch.checkpoint.stage import check_output, check_space, staged_folder
 from lowmem_patch.checkpoint.weights import Weights, open_weights
+from lowmem_patch.config import PatchConfig
 from lowmem_patch.errors import CheckpointError
-from lowmem_patch.patching.api import plan_patch
-from lowmem_patch.patching.config import PatchConfig
-from lowmem_patch.patching.fold import fold_tensors, identity_affine
-from lowmem_patch.patching.sites import FoldStep, Site
+from lowmem_patch.planning.report import Site
+from lowmem_patch.strategies.fold_weights import FoldStep, fold_tensors, identity_affine
 from lowmem_patch.tracing.example_inputs import make_example_inputs
 
 __all__ = ["ConvertResult", "NormOutcome", "SelfCheckError", "convert"]

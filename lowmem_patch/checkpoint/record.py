@@ -17,7 +17,8 @@ import yaml
 
 from lowmem_patch.checkpoint.source import Source
 from lowmem_patch.errors import CheckpointError
-from lowmem_patch.patching.sites import FoldStep, LinearRef
+from lowmem_patch.strategies.fold_weights import FoldStep
+from lowmem_patch.tracing.consumers import LinearRef
 
 __all__ = ["RECORD_NAME", "copy_description", "read_fold_steps", "write_card", "write_record"]
 

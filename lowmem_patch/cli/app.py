@@ -155,7 +155,7 @@ def verify(
         import torch
 
         from lowmem_patch import checkpoint, report
-        from lowmem_patch.patching.config import load_config
+        from lowmem_patch.config import load_config
         from lowmem_patch.tracing.example_inputs import make_example_inputs
         from lowmem_patch.verify import verify_checkpoints, verify_model
 

@@ -88,8 +88,8 @@ def inspect(
         import torch
 
         from lowmem_patch import plan_patch, report
+        from lowmem_patch.config import load_config
         from lowmem_patch.memory import parse_bytes, predict_memory
-        from lowmem_patch.patching.config import load_config
         from lowmem_patch.tracing.example_inputs import make_example_inputs
 
         config = load_config(preset)
@@ -164,7 +164,7 @@ def profile(
         import torch
 
         from lowmem_patch import report
-        from lowmem_patch.patching.config import load_config
+        from lowmem_patch.config import load_config
         from lowmem_patch.profile import profile_model
         from lowmem_patch.tracing.example_inputs import make_example_inputs
 

@@ -14,12 +14,13 @@ from typing import Any
 
 from torch import nn
 
+from lowmem_patch.config import PatchConfig
 from lowmem_patch.errors import ConfigError
 from lowmem_patch.memory.standing import Standing, standing_bytes
 from lowmem_patch.memory.step import StepBytes, step_bytes
-from lowmem_patch.patching.apply import apply_plan
-from lowmem_patch.patching.config import PatchConfig
-from lowmem_patch.patching.plan import make_plan
+from lowmem_patch.planning.apply import apply_plan
+from lowmem_patch.planning.plan import make_plan
+from lowmem_patch.strategies.protocol import Facts
 from lowmem_patch.tracing.inputs import ExampleInputs
 from lowmem_patch.tracing.shadow import Shadow, make_shadow
 from lowmem_patch.tracing.trace import trace_forward
@@ -152,7 +153,7 @@ class _Predictor:
                 shadow = make_shadow(self.model, inputs)
                 if self.config is not None:
                     trace = trace_forward(shadow)
-                    plan = make_plan(self.model, shadow.model, trace, self.config, {})
+                    plan = make_plan(Facts(self.model, shadow.model, trace, {}), self.config)
                     apply_plan(shadow.model, plan, arithmetic=False)
             self.shadows[depth] = shadow
         return self.shadows[depth]

@@ -6,13 +6,12 @@ gradient. Each layer gets a forward of its own that calls `lowmem_patch.function
 is not of this form (dropout, a hook on a part, a merged adapter) is left to the class's forward, on an
 input of which no cast is kept.
 
-The forward is a ``functools.partial`` that holds its layer: copies and pickles take it along.
+The forward holds its layer (`lowmem_patch.nn.own`): copies and pickles take it along.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -28,9 +27,9 @@ from lowmem_patch.nn.context import (
 from lowmem_patch.nn.deferred import Deferred, Projection, value_of
 from lowmem_patch.nn.deferred_ops import Saved, project
 from lowmem_patch.nn.dropout import PackedDropout
-from lowmem_patch.nn.forwards import give_forward, release_forward
+from lowmem_patch.nn.own import Own, give_forward
 
-__all__ = ["adds_products", "is_adapter_forward", "release_adapter", "use_adapter"]
+__all__ = ["adds_products", "is_adapter_forward", "use_adapter"]
 
 _WITHOUT_TORCH_FUNCTION: Any = torch._C.DisableTorchFunctionSubclass
 # what the forward of PEFT's Linear looks up: one that looks up more computes more
@@ -51,17 +50,12 @@ def use_adapter(layer: nn.Module, lowers: bool) -> None:
         lowers: adapters wider than the input are computed in the input's dtype.
     """
     forward = forward_as_one if adds_products(type(layer).forward) else forward_kept
-    give_forward(layer, partial(forward, layer, lowers))
-
-
-def release_adapter(layer: nn.Module) -> None:
-    """Take it away again."""
-    release_forward(layer, is_adapter_forward)
+    give_forward(layer, forward, lowers)
 
 
 def is_adapter_forward(forward: Any) -> bool:
     """Whether this is what :func:`use_adapter` gives."""
-    return isinstance(forward, partial) and forward.func in (forward_as_one, forward_kept)
+    return isinstance(forward, Own) and forward.func in (forward_as_one, forward_kept)
 
 
 def adds_products(forward: Callable[..., Any]) -> bool:

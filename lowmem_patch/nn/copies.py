@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 from lowmem_patch.nn.context import autocast_dtype, is_foreign, needs_gradient
 from lowmem_patch.nn.deferred_ops import Matrix, Saved
-from lowmem_patch.nn.joint import follow_joint
 
-__all__ = ["is_own_hook", "keep_matrix", "keep_weight", "release_input"]
+__all__ = ["keep_matrix", "keep_weight"]
 
 _SAVED, _MATRIX = Saved(), Matrix()
 
@@ -37,16 +36,3 @@ def keep_matrix(module: nn.Module, args: tuple[Any, ...], output: Any) -> Tensor
     if narrow is None or not needs_gradient(output):
         return None
     return _MATRIX.of(output) if output.dtype.itemsize > narrow.itemsize else None
-
-
-def is_own_hook(hook: Any) -> bool:
-    """Whether a hook is one of the package's, and not a user's."""
-    return hook in (follow_joint, keep_matrix, keep_weight)
-
-
-def release_input(module: nn.Module) -> None:
-    """Take these hooks off again."""
-    for hooks in (module._forward_pre_hooks, module._forward_hooks):
-        for key, hook in list(hooks.items()):
-            if is_own_hook(hook):
-                del hooks[key]

@@ -19,7 +19,14 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from lowmem_patch.nn.norms import MSNorm
 
-__all__ = ["Checked", "GammaCheck", "check_gammas", "is_capturing", "written"]
+__all__ = [
+    "Checked",
+    "check_before_forward",
+    "check_gammas",
+    "forget_after_forward",
+    "is_capturing",
+    "written",
+]
 
 # y's rounding error grows by 1 + |beta/gamma| / |z| on the way to z
 _LARGEST_SHIFT = 8.0
@@ -110,42 +117,23 @@ def check_gammas(norms: Iterable[MSNorm]) -> None:
                 norm.checked.recovers_z = not lost
 
 
-class GammaCheck:
-    """The hooks of a patched model that look at the norms whose gamma trains, around each forward.
+def check_before_forward(norms: tuple[MSNorm, ...], model: nn.Module, args: Any) -> None:
+    """Forward pre-hook of a patched model: looks at the norms whose gamma trains."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return
+    training = [norm for norm in norms if norm.trains()]
+    check_gammas(training)
+    for norm in training:
+        norm.checked.in_forward = norm.checked.values
 
-    Args:
-        norms: of the model, in any order.
-    """
 
-    def __init__(self, norms: Iterable[MSNorm]) -> None:
-        self.norms = tuple(norms)
-
-    def before(self, model: nn.Module, args: Any) -> None:
-        """Forward pre-hook."""
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-            return
-        training = [norm for norm in self.norms if norm.trains()]
-        check_gammas(training)
-        for norm in training:
-            norm.checked.in_forward = norm.checked.values
-
-    def after(self, model: nn.Module, args: Any, output: Any) -> None:
-        """Forward hook: from here on somebody may write unseen."""
-        if torch.compiler.is_compiling():
-            return
-        for norm in self.norms:
-            checked = norm.checked
-            if checked.in_forward is not None:
-                checked.in_last_forward, checked.in_forward = checked.in_forward, None
-
-    def attach(self, model: nn.Module) -> None:
-        model.register_forward_pre_hook(self.before)
-        model.register_forward_hook(self.after)
-
-    @staticmethod
-    def detach(model: nn.Module) -> None:
-        """Take the hooks off again."""
-        for hooks in (model._forward_pre_hooks, model._forward_hooks):
-            for key, hook in list(hooks.items()):
-                if isinstance(getattr(hook, "__self__", None), GammaCheck):
-                    del hooks[key]
+def forget_after_forward(
+    norms: tuple[MSNorm, ...], model: nn.Module, args: Any, output: Any
+) -> None:
+    """Forward hook: from here on somebody may write unseen."""
+    if torch.compiler.is_compiling():
+        return
+    for norm in norms:
+        checked = norm.checked
+        if checked.in_forward is not None:
+            checked.in_last_forward, checked.in_forward = checked.in_forward, None

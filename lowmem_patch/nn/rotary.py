@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from lowmem_patch.functional import is_exporting, is_sharded, is_transformed, rotary_embedding
-from lowmem_patch.nn.forwards import give_forward, release_forward
+from lowmem_patch.nn.own import give_forward
 
-__all__ = ["Rotation", "is_rotary_forward", "release_rotary", "use_rotary"]
+__all__ = ["Rotation", "use_rotary"]
 
 Pair = tuple[Tensor, Tensor]
 
@@ -105,7 +105,7 @@ def _forward(function: types.FunctionType, rotation: Rotation) -> types.Function
     )
     copy.__kwdefaults__, copy.__doc__ = function.__kwdefaults__, function.__doc__
     copy.__module__, copy.__qualname__ = function.__module__, function.__qualname__
-    copy.__annotations__, copy.__dict__["rotation"] = function.__annotations__, rotation
+    copy.__annotations__, copy.__dict__["copied"] = function.__annotations__, True
     return copy
 
 
@@ -117,15 +117,4 @@ def use_rotary(module: nn.Module, rotation: Rotation) -> None:
     if any(copy.__globals__.get(n) is not v for n, v in _names(function, rotation).items()):
         _forward.cache_clear()
         copy = _forward(function, rotation)
-    give_forward(module, types.MethodType(copy, module))
-
-
-def is_rotary_forward(forward: Any) -> bool:
-    """Whether this is what :func:`use_rotary` gives."""
-    function = getattr(forward, "__func__", None)
-    return isinstance(getattr(function, "rotation", None), Rotation)
-
-
-def release_rotary(module: nn.Module) -> None:
-    """Take it away again."""
-    release_forward(module, is_rotary_forward)
+    give_forward(module, copy)

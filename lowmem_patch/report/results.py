@@ -9,7 +9,7 @@ from rich.console import Console
 from lowmem_patch.checkpoint.compare import TensorCheck
 from lowmem_patch.checkpoint.convert import ConvertResult
 from lowmem_patch.memory import MemoryReport
-from lowmem_patch.patching.sites import PatchReport, Site
+from lowmem_patch.planning.report import PatchReport, Site
 from lowmem_patch.profile import ProfileResult
 from lowmem_patch.report.layout import (
     collapse_names,

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import nn
 from torch._functorch import config as functorch_config  # torch does not import it by itself
 from torch._subclasses.fake_tensor import FakeTensorMode

@@ -16,9 +16,8 @@ from torch import nn
 
 from lowmem_patch.errors import TraceError
 from lowmem_patch.functional import is_sharded
-from lowmem_patch.nn.adapters import is_adapter_forward
 from lowmem_patch.nn.context import is_sharded_alone
-from lowmem_patch.nn.rotary import is_rotary_forward
+from lowmem_patch.nn.own import is_own
 
 __all__ = ["came_sharded", "whole_twin"]
 
@@ -54,7 +53,7 @@ def whole_twin(model: Any) -> nn.Module:
             if key == "forward":
                 # the class's own, which does not talk to other processes, but the planner sees that the
                 # module has one, and leaves it in its place
-                if not (is_adapter_forward(value) or is_rotary_forward(value)):
+                if not is_own(value):
                     own.__dict__[key] = partial(type(own).forward, own)
             elif isinstance(value, _SETTINGS):
                 own.__dict__[key] = value

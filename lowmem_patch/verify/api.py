@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from lowmem_patch.api import patch_model, patch_report, unpatch_model
 from lowmem_patch.checkpoint.compare import cast_parameters
+from lowmem_patch.config import PatchConfig, load_config
 from lowmem_patch.errors import CheckpointError, LowmemPatchError, PatchError, TraceError
-from lowmem_patch.patching.api import patch_model, patch_report, unpatch_model
-from lowmem_patch.patching.config import PatchConfig, load_config
-from lowmem_patch.patching.sites import FoldStep
+from lowmem_patch.strategies.fold_weights import FoldStep
 from lowmem_patch.tracing.example_inputs import make_example_inputs
 from lowmem_patch.tracing.inputs import as_example_inputs
 from lowmem_patch.verify.judge import Judge

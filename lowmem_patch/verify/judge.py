@@ -19,9 +19,9 @@ from lowmem_patch.checkpoint.compare import (
     check_tensor,
     named_outputs,
 )
+from lowmem_patch.config import PatchConfig
 from lowmem_patch.errors import TraceError
-from lowmem_patch.patching.config import PatchConfig
-from lowmem_patch.patching.sites import FoldStep
+from lowmem_patch.strategies.fold_weights import FoldStep
 from lowmem_patch.tracing.inputs import ExampleInputs
 from lowmem_patch.tracing.saved_bytes import saved_bytes
 from lowmem_patch.verify.result import RunResult

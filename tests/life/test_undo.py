@@ -13,7 +13,7 @@ import torch
 
 from lowmem_patch import patch_model, patch_report, unpatch_model
 from lowmem_patch.errors import PatchError, TraceError
-from lowmem_patch.patching.apply import is_replacement
+from lowmem_patch.strategies.swap import is_replacement
 from tests.life.steps import (
     DOUBLE,
     EXACT_AUTO,

@@ -8,8 +8,8 @@ from torch import nn
 from transformers import BertConfig, BertModel
 
 from lowmem_patch import PatchReport, plan_patch
+from lowmem_patch.config import load_config
 from lowmem_patch.memory import predict_memory
-from lowmem_patch.patching.config import load_config
 from lowmem_patch.tracing.inputs import ExampleInputs
 
 BATCH, LENGTH, HIDDEN, LAYERS = 2, 24, 32, 2

@@ -17,7 +17,8 @@ from transformers.trainer_pt_utils import get_parameter_names
 from lowmem_patch import patch_model, patch_report, plan_patch, unpatch_model
 from lowmem_patch.errors import PatchError, UnfoldedWeightsError
 from lowmem_patch.nn.norms import MSNorm
-from lowmem_patch.patching import api, apply
+from lowmem_patch import api
+from lowmem_patch.strategies import fold
 from tests.patching.families import FAMILIES, Inputs
 from tests.patching.helpers import EXACT, MODES, assert_same_step, cast, run, twin_of
 from tests.patching.toys import FOLD, SHARE, Toy, batch, gated
@@ -255,7 +256,7 @@ def test_failing_apply_leaves_the_model_as_it_was(
     inputs, model = FAMILIES["llama"].inputs(), make("llama")
     values = {key: value.clone() for key, value in model.state_dict().items()}
     modules = {name: id(module) for name, module in model.named_modules()}
-    real, folds = apply.fold_step, []
+    real, folds = fold.fold_step, []
 
     def fails_at_the_third(target: Any, step: Any) -> Any:
         folds.append(step.norm)

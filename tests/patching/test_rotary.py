@@ -21,7 +21,7 @@ from lowmem_patch import patch_model, patch_report, plan_patch, unpatch_model
 from lowmem_patch.errors import NothingToPatchError
 from lowmem_patch.nn import rotary
 from lowmem_patch.nn.rotary import Rotation
-from lowmem_patch.patching.rotary import _match, find_rotations
+from lowmem_patch.strategies.speed.rotary import _match, find_rotations
 from tests.patching.families import FAMILIES, MORE_FAMILIES
 from tests.patching.helpers import build, skip_where_torch_breaks_the_graph
 

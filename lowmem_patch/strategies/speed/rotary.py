@@ -1,23 +1,26 @@
-"""Which modules rotate q and k by halves in a function that one op can stand for: told by running it."""
+"""rotary: q and k are rotated by halves in one op, where a probe of the module's function says that it can
+stand for it. Saves no byte."""
 
 from __future__ import annotations
 
+import dataclasses
 import dis
 import inspect
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lowmem_patch.nn.forwards import has_forward_of_others
-from lowmem_patch.nn.rotary import Rotation, is_rotary_forward
+from lowmem_patch.config import PatchConfig
+from lowmem_patch.nn.own import has_forward_of_others
+from lowmem_patch.nn.rotary import Rotation, use_rotary
+from lowmem_patch.strategies.protocol import Facts, Found, Patch, Target
 from lowmem_patch.tracing.isolation import NoForeignKernels
-from lowmem_patch.tracing.trace import Trace
 
-__all__ = ["find_rotations", "rotary_note"]
+__all__ = ["FusedRotary", "find"]
 
 _REQUIRED = ["q", "k", "cos", "sin"]
 _OPTIONAL = ("position_ids", "unsqueeze_dim")
@@ -36,19 +39,34 @@ def _looked_up(module: nn.Module) -> dict[str, Any]:
     return {name: f for name, f in found if callable(f) and not isinstance(f, type)}
 
 
-def find_rotations(modules: Mapping[str, nn.Module], ran: Iterable[str]) -> dict[str, Rotation]:
+@dataclasses.dataclass(frozen=True)
+class FusedRotary(Patch):
+    """A module whose rotation of q and k runs as one op."""
+
+    strategy = "rotary"
+
+    rotation: Rotation
+
+    def apply(self, target: Target) -> None:
+        use_rotary(target.model.get_submodule(self.site), self.rotation)
+
+
+def find(facts: Facts, config: PatchConfig) -> Found:
     """The modules among those that ran whose rotation can be one op."""
+    if config.attention != "fused":
+        return Found()
     rotations = {}
-    for name in ran:
-        module = modules[name]
-        if has_forward_of_others(module, is_rotary_forward):
+    for name in facts.calls:
+        module = facts.modules[name]
+        if has_forward_of_others(module):
             continue
         for called, function in _looked_up(module).items():
             rotation = _match(called, function)
             # a copy of its file is where nobody would look for what forward writes
             if rotation is not None and not _writes_names(type(module).forward):
-                rotations[name] = rotation
-    return rotations
+                rotations[name] = FusedRotary(name, rotation)
+    note = _note(facts, rotations)
+    return Found(list(rotations.values()), notes=[] if note is None else [note])
 
 
 def _writes_names(forward: Any) -> bool:
@@ -57,10 +75,9 @@ def _writes_names(forward: Any) -> bool:
     )
 
 
-def rotary_note(model: nn.Module, trace: Trace, rotations: Mapping[str, Rotation]) -> str | None:
+def _note(facts: Facts, rotations: Mapping[str, FusedRotary]) -> str | None:
     """How many modules run their rotation as one op, and which others rotate otherwise."""
-    ran = {call.name: model.get_submodule(call.name) for call in trace.calls}
-    others = [name for name in ran if name not in rotations and _looked_up(ran[name])]
+    others = [n for n in facts.calls if n not in rotations and _looked_up(facts.modules[n])]
     named = ", ".join(others[:_NAMED]) + (", ..." if len(others) > _NAMED else "")
     parts = []
     if rotations:

@@ -6,16 +6,36 @@ Computed in float64 and rounded once to the dtype of the weights.
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import Tensor, nn
 
 from lowmem_patch.errors import PatchError
-from lowmem_patch.patching.sites import FoldStep
+from lowmem_patch.tracing.consumers import LinearRef
 
-__all__ = ["fold_step", "fold_tensors", "identity_affine", "unfold_step", "unfold_tensors"]
+__all__ = [
+    "FoldStep",
+    "fold_step",
+    "fold_tensors",
+    "identity_affine",
+    "unfold_step",
+    "unfold_tensors",
+]
 
 # a smaller gamma cannot be divided out again: unfolding leaves such columns folded
 _SMALLEST_GAMMA = 1e-30
+
+
+@dataclasses.dataclass(frozen=True)
+class FoldStep:
+    """One norm whose affine moves into Linears; names are state-dict keys of the model."""
+
+    norm: str
+    weight: str | None
+    bias: str | None
+    weight_offset: float
+    linears: tuple[LinearRef, ...]
 
 
 def fold_tensors(

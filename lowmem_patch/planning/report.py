@@ -6,12 +6,14 @@ import dataclasses
 import re
 from typing import Any
 
-from lowmem_patch.patching.config import PatchConfig
-from lowmem_patch.tracing.consumers import LinearRef
+from torch import nn
 
-__all__ = ["ORIGINAL", "BytesByKind", "FoldStep", "LinearRef", "PatchReport", "Site", "block_name"]
+from lowmem_patch.config import PatchConfig
+from lowmem_patch.strategies.fold_weights import FoldStep
 
-ORIGINAL = "_lowmem_patch_original"  # where a replacement holds the module that it stands for
+__all__ = ["RECORD", "BytesByKind", "PatchReport", "Record", "Site", "block_name", "find_records"]
+
+RECORD = "_lowmem_patch_record"  # where a patched model holds its own
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,17 +23,6 @@ class BytesByKind:
     before: dict[str, int] = dataclasses.field(default_factory=dict)
     after: dict[str, int] = dataclasses.field(default_factory=dict)
     floor: dict[str, int] = dataclasses.field(default_factory=dict)
-
-
-@dataclasses.dataclass(frozen=True)
-class FoldStep:
-    """One norm whose affine moves into Linears; names are state-dict keys of the model."""
-
-    norm: str
-    weight: str | None
-    bias: str | None
-    weight_offset: float
-    linears: tuple[LinearRef, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +57,7 @@ class PatchReport:
 
     Byte counts are saved activation bytes of one forward on the example inputs, unique storages,
     parameters and buffers excluded; low-precision copies of weights are reported apart. ``floor``
-    holds the bytes that the rule of ``lowmem_patch.patching.floor`` allows, in all and by block.
+    holds the bytes that the rule of ``lowmem_patch.planning.floor`` allows, in all and by block.
     """
 
     model: str
@@ -153,3 +144,22 @@ def block_name(module: str) -> str:
     head, tail = match.group(1), module[match.end() :]
     nested = _BLOCK.match(tail)
     return f"{head}.{nested.group(1)}" if nested and nested.group(1).count(".") == 1 else head
+
+
+@dataclasses.dataclass
+class Record:
+    """What ``patch_model`` leaves on the model, enough to report and to plan again.
+
+    Attributes:
+        signature: what trained at the patch, from ``trains_signature``.
+        hook: the handle of the hook that refuses unfolded weights, where norms were folded.
+    """
+
+    report: PatchReport
+    signature: int
+    hook: Any = None
+
+
+def find_records(model: nn.Module) -> list[tuple[nn.Module, Record]]:
+    """The records of this model and of modules inside it, with the modules that hold them."""
+    return [(m, m.__dict__[RECORD]) for m in model.modules() if RECORD in m.__dict__]

@@ -8,15 +8,15 @@ by nothing.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import partial
 from typing import Any
 
 from torch import nn
 
 from lowmem_patch.errors import UnfoldedWeightsError
-from lowmem_patch.patching.sites import FoldStep
+from lowmem_patch.nn.own import Own
+from lowmem_patch.strategies.fold_weights import FoldStep
 
-__all__ = ["guard_weights", "release_weights"]
+__all__ = ["guard_weights"]
 
 Pairs = tuple[
     tuple[str | None, str], ...
@@ -42,16 +42,8 @@ def guard_weights(model: nn.Module, steps: Iterable[FoldStep]) -> None:
                 watched.setdefault(around, {})[inside, name.removeprefix(around)] = None
     for around, pairs in watched.items():
         module: Any = model.get_submodule(around.removesuffix("."))  # has no types
-        hook = partial(_refuse, tuple(pairs), around == "")
+        hook = Own(_refuse, tuple(pairs), around == "")
         module._register_load_state_dict_pre_hook(hook)
-
-
-def release_weights(module: nn.Module) -> None:
-    """Take the watch off again."""
-    for key, hook in list(module._load_state_dict_pre_hooks.items()):
-        function = getattr(hook, "hook", hook)  # torch wraps what it registers
-        if isinstance(function, partial) and function.func is _refuse:
-            del module._load_state_dict_pre_hooks[key]
 
 
 def _refuse(

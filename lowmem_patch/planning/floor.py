@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from lowmem_patch.patching.sites import block_name
+from lowmem_patch.planning.report import block_name
 from lowmem_patch.tracing.call_arguments import dropout_call, weight_matmul
 from lowmem_patch.tracing.categories import CATEGORIES
 from lowmem_patch.tracing.dataflow import backward, first_input, makers

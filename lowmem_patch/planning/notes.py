@@ -7,11 +7,12 @@ from collections.abc import Collection, Iterable
 from torch import nn
 
 from lowmem_patch.constants import STEP_TABLES
+from lowmem_patch.strategies.protocol import Facts
 from lowmem_patch.tracing.op_roles import Role
 from lowmem_patch.tracing.probes import looks_like_norm, match_activation
-from lowmem_patch.tracing.trace import FOREIGN_KERNEL, Trace, describe
+from lowmem_patch.tracing.trace import Trace, describe
 
-__all__ = ["foreign_kernels", "foreign_kernels_note", "functional_calls_note", "not_run_note"]
+__all__ = ["notes_of_no_sites"]
 
 _NAMED = 3
 
@@ -20,21 +21,25 @@ def _first_of(names: Collection[str]) -> str:
     return ", ".join(list(names)[:_NAMED]) + (", ..." if len(names) > _NAMED else "")
 
 
-def foreign_kernels(trace: Trace) -> dict[str, None]:
-    """Names of the modules that ran kernels of their own (Liger's, mamba's), of which a trace sees what
-    they read, and no more; in the order of the forward."""
-    return {op.module: None for op in trace.ops if op.name == FOREIGN_KERNEL}
+def notes_of_no_sites(facts: Facts, sites: Iterable[str]) -> list[str]:
+    """What a report says of norms and activations that are no sites."""
+    notes = (
+        _functional_calls(facts.trace, sites),
+        _not_run(facts.shadow, facts.trace),
+        _foreign_kernels(facts),
+    )
+    return [note for note in notes if note is not None]
 
 
-def foreign_kernels_note(model: nn.Module, trace: Trace) -> str | None:
+def _foreign_kernels(facts: Facts) -> str | None:
     """How many modules run such kernels, and which; None if there are none."""
-    places = [describe(model.get_submodule(name), name) for name in foreign_kernels(trace)]
+    places = [describe(facts.modules[name], name) for name in facts.foreign_kernels]
     if not places:
         return None
     return f"{len(places)} modules run kernels of their own, which are left alone ({_first_of(places)})"
 
 
-def functional_calls_note(trace: Trace, sites: Iterable[str]) -> str | None:
+def _functional_calls(trace: Trace, sites: Iterable[str]) -> str | None:
     """How many norms and activations are called as functions outside the sites, and where, or None."""
     known = set(sites)
     places = [
@@ -50,7 +55,7 @@ def functional_calls_note(trace: Trace, sites: Iterable[str]) -> str | None:
     )
 
 
-def not_run_note(model: nn.Module, trace: Trace) -> str | None:
+def _not_run(model: nn.Module, trace: Trace) -> str | None:
     """How many norms and activations did not run (an image tower, where the inputs are text), or None."""
     ran = {call.name for call in trace.calls}
     # by type: an activation is told by running it, and experts are many

@@ -12,7 +12,7 @@ import gc
 import inspect
 import types
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -21,10 +21,10 @@ from torch import nn
 
 from lowmem_patch.nn.adapters import is_adapter_forward
 from lowmem_patch.nn.norms import MSNorm
-from lowmem_patch.nn.rotary import is_rotary_forward
-from lowmem_patch.patching.adapters import find_adapters
-from lowmem_patch.patching.apply import is_replacement
-from lowmem_patch.patching.sites import FoldStep
+from lowmem_patch.nn.own import Own, is_own
+from lowmem_patch.planning.plan import Plan
+from lowmem_patch.strategies.lora import trained_lora_layers
+from lowmem_patch.strategies.swap import Swap, is_replacement
 from lowmem_patch.tracing.trace import describe
 
 __all__ = [
@@ -68,31 +68,24 @@ class AsPatched:
     folded: tuple[str, ...] = ()
 
 
-def watch_first_forward(
-    model: nn.Module,
-    replaced: Iterable[str],
-    given: Iterable[str],
-    folded: Iterable[FoldStep],
-    *,
-    adapters: bool,
-) -> None:
+def watch_first_forward(model: nn.Module, plan: Plan, *, adapters: bool) -> None:
     """Remember how the model is now, and warn at its first training forward of what has changed.
 
     Args:
         model: the patched model.
-        replaced: names of the modules that were replaced.
-        given: names of the adapter layers and attention modules that got a forward of ours.
-        folded: what was folded.
-        adapters: whether adapter layers that are added later would get one, too.
+        plan: what was done to it.
+        adapters: whether adapter layers that are added later would be patched, too.
     """
-    replaced = tuple(replaced)
+    replaced = plan.replaced
     calling = (name.rpartition(".")[0] for name in replaced)
+    others = (patch.site for patch in plan.patches if not isinstance(patch, Swap))
+    given = (name for name in others if is_own(model.get_submodule(name).__dict__.get("forward")))
     watched = dict.fromkeys((*replaced, *calling, *given))
     forwards = {name: _forward_of(model.get_submodule(name)) for name in watched}
-    linears = tuple(linear.module for step in folded for linear in step.linears)
+    linears = tuple(linear.module for patch in plan.folded for linear in patch.step.linears)
     facts = AsPatched(_trains(model), replaced, forwards, adapters, linears)
     model.__dict__[_AS_PATCHED] = facts
-    model.register_forward_pre_hook(_look)
+    model.register_forward_pre_hook(Own(_look))
 
 
 def stop_watching(model: nn.Module) -> None:
@@ -135,7 +128,7 @@ def _look(model: nn.Module, args: Any) -> None:
 
 def _release(model: nn.Module) -> None:
     for key, hook in list(model._forward_pre_hooks.items()):
-        if hook is _look:
+        if isinstance(hook, Own) and hook.func is _look:
             model._forward_pre_hooks.pop(key, None)  # replicas of nn.DataParallel share the table
 
 
@@ -149,7 +142,7 @@ def _adapters(model: nn.Module, facts: AsPatched) -> Iterator[str]:
     modules = dict(model.named_modules())
     new = [
         name
-        for name in find_adapters(modules).layers
+        for name in trained_lora_layers(modules)
         if not is_adapter_forward(modules[name].__dict__.get("forward"))
         and name not in facts.forwards
     ]
@@ -222,7 +215,7 @@ def _training(model: nn.Module, facts: AsPatched) -> Iterator[str]:
 def _forward_of(module: nn.Module) -> str:
     """Whose code a call of the module runs, past the wrappers that call what they wrap."""
     forward: Any = module.__dict__.get("forward")
-    if forward is None or is_rotary_forward(forward):  # which a pickle does not bring back
+    if forward is None:
         forward = type(module).forward
     while True:
         if hasattr(forward, "__wrapped__"):

@@ -1,0 +1,212 @@
+"""The public calls: plan, patch, report, unpatch."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch import nn
+
+from lowmem_patch.config import PatchConfig, load_config
+from lowmem_patch.errors import NothingToPatchError, PatchError
+from lowmem_patch.nn.gammas import check_before_forward, forget_after_forward
+from lowmem_patch.nn.norms import MSNorm
+from lowmem_patch.nn.own import Own
+from lowmem_patch.planning.apply import apply_plan, undo
+from lowmem_patch.planning.changes import (
+    has_adapter,
+    no_longer_as_patched,
+    stop_watching,
+    watch_first_forward,
+)
+from lowmem_patch.planning.check import check_outputs, run_real
+from lowmem_patch.planning.plan import trains_signature
+from lowmem_patch.planning.planner import NOT_COUNTED, counted_after, plan_model
+from lowmem_patch.planning.report import RECORD, PatchReport, Record, find_records
+from lowmem_patch.strategies.fold import folded_now
+from lowmem_patch.strategies.fold_weights import FoldStep
+from lowmem_patch.tracing.inputs import ExampleInputs
+from lowmem_patch.tracing.isolation import preserved
+from lowmem_patch.tracing.shadow import Shadow
+from lowmem_patch.tracing.trace import trace_forward
+
+__all__ = ["patch_model", "patch_report", "plan_patch", "unpatch_model"]
+
+ConfigLike = str | Path | Mapping[str, Any] | PatchConfig
+ModelT = TypeVar("ModelT", bound=nn.Module)
+
+
+def plan_patch(
+    model: nn.Module, config: ConfigLike = "auto", *, example_inputs: Any = None
+) -> PatchReport:
+    """What ``patch_model`` would do. Touches nothing; works on the meta device.
+
+    Args:
+        model: a transformers, timm or other module; a PEFT model is planned with its adapters.
+        config: a preset's name (``auto``, ``exact``, ``paper``), a YAML path, a mapping or a PatchConfig.
+        example_inputs: a tensor, a tuple of arguments or a dict of keyword arguments for one forward;
+            default: made from the model's config. Byte counts are for these inputs, and under the
+            autocast context that is active around this call.
+
+    Raises:
+        ConfigError: an unknown preset, key or value.
+        TraceError: the model cannot be run on the inputs.
+        PatchError: the model is part of a larger model that is patched.
+    """
+    return plan_model(model, load_config(config), example_inputs)[0]
+
+
+def patch_model(
+    model: ModelT,
+    config: ConfigLike = "auto",
+    *,
+    example_inputs: Any = None,
+    strict: bool = False,
+    check: bool = False,
+) -> ModelT:
+    """Patch a model in place so that autograd keeps less, and return it.
+
+    The model's class, parameter names and state-dict keys stay. Patching again with the same config
+    does nothing; with another config, with ``example_inputs`` or ``check``, or after the model has
+    changed, it re-plans from the original.
+
+    Args:
+        model, config, example_inputs: as in :func:`plan_patch`.
+        strict: raise instead of warn when no site is patched.
+        check: run the original and the patched model on the example inputs, and put everything back
+            if the outputs differ by more than rounding.
+
+    Raises:
+        ConfigError, TraceError: as in :func:`plan_patch`; the model was not touched.
+        PatchError: applying or checking failed; the model is as it was.
+        NothingToPatchError: ``strict`` and nothing was patched.
+
+    Example:
+        >>> model = patch_model(model, "auto")
+        >>> print(patch_report(model))
+    """
+    resolved = load_config(config)
+    records = find_records(model)
+    if len(records) == 1 and example_inputs is None and not check:
+        holder, record = records[0]
+        same = record.report.config == resolved and record.signature == trains_signature(model)
+        if same and not no_longer_as_patched(holder):
+            return model
+    unpatch_model(model)
+    report, plan, inputs = plan_model(model, resolved, example_inputs)
+    if not plan.patches:
+        _nothing(report, strict)
+    before = run_real(model, inputs) if check else None
+    apply_plan(model, plan)
+    try:
+        if before is not None:
+            check_outputs(before, run_real(model, inputs), model)
+        if not report.saved_after:
+            report = _counted(model, report, inputs)
+    except Exception as error:  # whatever went wrong, the model must be put back first
+        undo(model)
+        if isinstance(error, PatchError):
+            raise
+        raise PatchError(
+            f"the patch was undone, since the patched model failed: {error}"
+        ) from error
+    _attach(model, report)
+    watch_first_forward(model, plan, adapters=resolved.linear_inputs != "keep")
+    return model
+
+
+def _counted(model: nn.Module, report: PatchReport, inputs: ExampleInputs) -> PatchReport:
+    """The report with the bytes that a run of the patched model saves."""
+    with preserved(model):
+        after = trace_forward(Shadow(model, inputs, None), structure=False)
+    notes = tuple(note for note in report.notes if note != NOT_COUNTED)
+    return dataclasses.replace(report, **counted_after(report, after), notes=notes)
+
+
+def _attach(model: nn.Module, report: PatchReport) -> None:
+    """Leave on the model what reports and undoing ask for, and its own hooks."""
+    hook = None
+    if any(site.strategy == "fold" for site in report.sites):
+        register: Any = model.register_load_state_dict_pre_hook  # has no types
+        hook = register(_refuse_unfolded_weights)
+    model.__dict__[RECORD] = Record(report, trains_signature(model), hook)
+    norms = tuple(m for m in model.modules() if isinstance(m, MSNorm) and not m.folded)
+    if norms:
+        model.register_forward_pre_hook(Own(check_before_forward, norms))
+        model.register_forward_hook(Own(forget_after_forward, norms))
+
+
+def patch_report(model: nn.Module) -> PatchReport:
+    """What ``patch_model`` did to this model (or to the model inside a PEFT wrapper), and in the notes
+    what is no longer so.
+
+    Raises:
+        PatchError: the model is not patched.
+    """
+    records = find_records(model)
+    if not records:
+        raise PatchError(
+            f"this {type(model).__name__} is not patched: call patch_model(model) first"
+        )
+    holder, record = records[0]
+    changed = tuple(no_longer_as_patched(holder))
+    if not changed:
+        return record.report
+    return dataclasses.replace(record.report, notes=(*record.report.notes, *changed))
+
+
+def unpatch_model(model: ModelT) -> ModelT:
+    """Put the original modules back and unfold the weights; returns the model.
+
+    Weights that were folded are divided by gamma again in float64, so they agree with the original up
+    to one rounding of their dtype. Where adapters were added on folded weights after patching, the
+    weights stay folded (the adapters were made for them), and a warning says so.
+    """
+    for holder, record in find_records(model):
+        _unpatch(holder, record)
+    return model
+
+
+def _unpatch(holder: nn.Module, record: Record) -> None:
+    steps = [folded.step for folded in folded_now(holder)]
+    adapted = [step.norm for step in steps if _is_adapted(holder, step)]
+    if adapted:
+        warnings.warn(
+            f"{len(adapted)} norms stay folded, because adapters were added on the folded weights "
+            f"({adapted[0]}, ...): the model computes the same, and is a stock model whose norms are "
+            "identities. The adapters fit these weights alone: save the whole model, or patch after "
+            "get_peft_model",
+            stacklevel=3,
+        )
+    undo(holder, unfolds=not adapted)
+    stop_watching(holder)
+    del holder.__dict__[RECORD]
+    if record.hook is not None:
+        record.hook.remove()
+
+
+def _is_adapted(model: nn.Module, step: FoldStep) -> bool:
+    """Whether an adapter was put on one of the Linears."""
+    modules = dict(model.named_modules())
+    return any(has_adapter(modules.get(reference.module)) for reference in step.linears)
+
+
+def _nothing(report: PatchReport, strict: bool) -> None:
+    reasons = dict.fromkeys(f"{site.name}: {site.reason}" for site in report.sites)
+    listed = "; ".join(list(reasons)[:3]) or "it has no norm or activation that lowmem-patch knows"
+    text = f"nothing was patched in {report.model}: {listed}"
+    if strict:
+        raise NothingToPatchError(text)
+    warnings.warn(text, stacklevel=3)
+
+
+def _refuse_unfolded_weights(
+    model: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any
+) -> None:
+    """Refuse before anything was loaded, so that the model stays whole."""
+    for name, module in model.named_modules():
+        if isinstance(module, MSNorm) and module.folded:
+            module.refuse_unfolded(state_dict, f"{prefix}{name}." if name else prefix)

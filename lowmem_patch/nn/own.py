@@ -1,0 +1,81 @@
+"""What a patch hangs on a module that stays in its place: hooks, and a forward in the place of its class's.
+
+Each is an `Own`: a function and its first arguments, which copies and pickles take along, and by whose class
+it is found again, wherever other code has moved its module.
+"""
+
+from __future__ import annotations
+
+import copy
+import types
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+__all__ = ["Own", "give_forward", "has_forward_of_others", "is_own", "remove_own"]
+
+_REPLICATE = "_replicate_for_data_parallel"
+
+
+class Own(partial[Any]):
+    """A hook or a forward of this package; a forward has its module as the first argument."""
+
+    def __deepcopy__(self, memo: Any) -> Own:
+        keywords = copy.deepcopy(self.keywords, memo)
+        return Own(self.func, *copy.deepcopy(self.args, memo), **keywords)
+
+    def __reduce__(self) -> Any:
+        if getattr(self.func, "copied", False):  # no file has it: the class's own comes back
+            module = self.args[0]
+            return types.MethodType, (type(module).forward, module)
+        return super().__reduce__()
+
+
+def is_own(hook: Any) -> bool:
+    """Whether a hook or forward is one of this package's, which torch may have wrapped."""
+    return isinstance(getattr(hook, "hook", hook), Own)
+
+
+def give_forward(module: nn.Module, function: Any, *settings: Any) -> None:
+    """Set ``function(module, *settings, ...)`` as the forward of this very module."""
+    module.forward = Own(function, module, *settings)
+    setattr(module, _REPLICATE, partial(_replicate, module))
+
+
+def _replicate(module: nn.Module) -> nn.Module:
+    """As nn.DataParallel asks for it: what holds the module holds the replica there."""
+    replica: nn.Module = getattr(type(module), _REPLICATE)(module)
+    for name, value in vars(module).items():
+        if isinstance(value, types.MethodType) and value.__self__ is module:
+            replica.__dict__[name] = types.MethodType(value.__func__, replica)
+        elif isinstance(value, partial) and value.args[:1] and value.args[0] is module:
+            replica.__dict__[name] = type(value)(value.func, replica, *value.args[1:])
+    return replica
+
+
+def has_forward_of_others(module: nn.Module) -> bool:
+    """Whether somebody else gave this very module a forward."""
+    forward = module.__dict__.get("forward")
+    # the class's own is what a pickle or `remove_own` brings back
+    of_class = getattr(forward, "__func__", None) is type(module).forward
+    return forward is not None and not of_class and not is_own(forward)
+
+
+def remove_own(module: nn.Module) -> None:
+    """Take hooks and forward off again, also where somebody put the forward aside to call it from his own."""
+    for hooks in (
+        module._forward_pre_hooks,
+        module._forward_hooks,
+        module._load_state_dict_pre_hooks,
+    ):
+        for key in [key for key, hook in hooks.items() if is_own(hook)]:
+            del hooks[key]
+    for name, forward in list(vars(module).items()):
+        if not isinstance(forward, Own):
+            continue
+        module.__dict__.pop(_REPLICATE, None)
+        if name == "forward":
+            del module.__dict__[name]
+        else:
+            module.__dict__[name] = types.MethodType(type(module).forward, module)

@@ -1,0 +1,1 @@
+"""Decide, report, carry out and undo: the strategies' patches on one model."""

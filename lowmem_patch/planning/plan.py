@@ -1,0 +1,88 @@
+"""Decide what is done to each site of a model: every strategy is asked, the first to claim a site has it.
+
+Facts come from the trace (who reads what), from the modules (what they compute) and from the parameters (what
+trains); a model's name plays no part. Nothing is touched.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+
+from torch import nn
+
+from lowmem_patch.config import PatchConfig
+from lowmem_patch.planning.report import Site
+from lowmem_patch.strategies import STRATEGIES
+from lowmem_patch.strategies.fold import FoldedNorm
+from lowmem_patch.strategies.protocol import Facts, Patch, Skip
+from lowmem_patch.strategies.swap import Swap
+
+__all__ = ["Plan", "make_plan", "trains_signature"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What shall be done to a model.
+
+    Attributes:
+        sites: the rows of a report, in the order of the forward.
+        patches: in the order in which they are carried out.
+        notes: sentences of a report.
+    """
+
+    sites: tuple[Site, ...]
+    patches: tuple[Patch, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def replaced(self) -> tuple[str, ...]:
+        """Names of the modules that are replaced."""
+        return tuple(patch.site for patch in self.patches if isinstance(patch, Swap))
+
+    @property
+    def folded(self) -> tuple[FoldedNorm, ...]:
+        return tuple(patch for patch in self.patches if isinstance(patch, FoldedNorm))
+
+
+def make_plan(facts: Facts, config: PatchConfig) -> Plan:
+    """Ask every strategy. One module is replaced once; hooks and forwards may be added to any."""
+    patches: list[Patch] = []
+    rows: dict[str, Site] = {}
+    notes: list[str] = []
+    replaced: set[str] = set()
+    for strategy in STRATEGIES:
+        found = strategy.find(facts, config)
+        for patch in found.patches:
+            if isinstance(patch, Swap):
+                if patch.site in replaced:
+                    continue
+                replaced.add(patch.site)
+            patches.append(patch)
+            if patch.kind is not None:
+                rows[patch.site] = _row(facts, patch)
+        for skip in found.skips:
+            rows.setdefault(skip.site, _skipped(facts, skip))
+        notes += found.notes
+    sites = tuple(rows[name] for name in facts.order if name in rows)
+    return Plan(sites, tuple(patches), tuple(notes))
+
+
+def _row(facts: Facts, patch: Patch) -> Site:
+    step = patch.step if isinstance(patch, FoldedNorm) else None
+    kind = patch.kind or "other"
+    before = facts.saved(patch.site)
+    return Site(
+        patch.site, kind, patch.strategy, patch.reason, patch.consumers, before, 0, patch.approximate, step,
+    )  # fmt: skip
+
+
+def _skipped(facts: Facts, skip: Skip) -> Site:
+    saved = facts.saved(skip.site)
+    return Site(skip.site, skip.kind, "keep", skip.reason, skip.consumers, saved, saved)
+
+
+def trains_signature(model: nn.Module) -> int:
+    """A number that changes when what trains, or the model's structure, changes; the same in any process."""
+    facts = [(name, p.requires_grad, str(p.dtype)) for name, p in model.named_parameters()]
+    return zlib.crc32(repr(facts).encode())

@@ -1,0 +1,179 @@
+"""From a model and a config to a plan and its report: trace, plan, and trace again what was planned."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowmem_patch.config import PatchConfig
+from lowmem_patch.errors import PatchError, TraceError
+from lowmem_patch.planning.apply import apply_plan, undo
+from lowmem_patch.planning.changes import stop_watching
+from lowmem_patch.planning.floor import count_floor
+from lowmem_patch.planning.notes import notes_of_no_sites
+from lowmem_patch.planning.plan import Plan, make_plan
+from lowmem_patch.planning.report import BytesByKind, PatchReport, block_name, find_records
+from lowmem_patch.strategies.fold import folded_now
+from lowmem_patch.strategies.protocol import Facts
+from lowmem_patch.strategies.swap import is_replacement
+from lowmem_patch.tracing.example_inputs import make_example_inputs
+from lowmem_patch.tracing.inputs import ExampleInputs, as_example_inputs
+from lowmem_patch.tracing.isolation import ForeignKernelError, is_offloaded, preserved
+from lowmem_patch.tracing.shadow import DataNeededError, Shadow, make_shadow
+from lowmem_patch.tracing.sharded import came_sharded
+from lowmem_patch.tracing.trace import Trace, trace_forward
+
+__all__ = ["NOT_COUNTED", "counted_after", "plan_model"]
+
+_OF_THE_WHOLE = (
+    "the model came sharded: planned, and counted, on the whole model that its config makes, of which a "
+    "device keeps its part"
+)
+NOT_COUNTED = "bytes after are counted by patch_model: planning runs no patched forward on data"
+
+
+def plan_model(
+    model: nn.Module, config: PatchConfig, example_inputs: Any
+) -> tuple[PatchReport, Plan, ExampleInputs]:
+    """The report, the plan and the inputs; nothing is touched.
+
+    Raises:
+        TraceError: the model cannot be run on the inputs.
+        PatchError: the model is part of a larger model that is patched.
+    """
+    if example_inputs is None:
+        with preserved(model):  # inputs are drawn
+            inputs = make_example_inputs(model)
+    else:
+        inputs = as_example_inputs(example_inputs)
+    originals: dict[str, tuple[Tensor | None, Tensor | None]] = {}
+    notes: list[str] = []
+    shadow, trace = _traced(model, inputs, originals, notes)
+    facts = Facts(model, shadow.model, trace, originals, on_meta=shadow.elsewhere)
+    plan = make_plan(facts, config)
+    if came_sharded(model):
+        notes.append(_OF_THE_WHOLE)
+    notes += [*plan.notes, *notes_of_no_sites(facts, (site.name for site in plan.sites))]
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        notes.append("no parameter trains, so nothing is kept: patch again once something does")
+    floor = count_floor(shadow.model, trace)
+    report = PatchReport(
+        model=type(model).__name__,
+        config=config,
+        sites=plan.sites,
+        inputs=_describe(inputs),
+        saved_before=trace.saved.activations,
+        saved_after=0,
+        weight_copies_before=trace.saved.weight_copies,
+        blocks=tuple((block, size, 0) for block, size in _by_block(trace).items()),
+        notes=tuple(notes),
+        floor=floor.total,
+        floor_blocks=floor.by_block,
+        kinds=BytesByKind(before=trace.saved.by_kind, floor=floor.by_kind),
+    )
+    if shadow.mode is not None:
+        apply_plan(shadow.model, plan, arithmetic=False)
+        report = dataclasses.replace(
+            report, **counted_after(report, trace_forward(shadow, structure=False))
+        )
+    return report, plan, inputs
+
+
+def _traced(
+    model: nn.Module,
+    inputs: ExampleInputs,
+    originals: dict[str, tuple[Tensor | None, Tensor | None]],
+    notes: list[str],
+) -> tuple[Shadow, Trace]:
+    """Trace a shadow, or, where the model cannot run without data, the model itself."""
+    try:
+        shadow = _shadow_of_original(model, inputs, originals)
+    except DataNeededError as error:
+        cause: TraceError = error
+    else:
+        try:
+            return shadow, trace_forward(shadow)
+        except TraceError as error:
+            cause = error
+    if came_sharded(model) or find_records(model):
+        raise cause
+    if any(p.is_meta for p in model.parameters()) and not is_offloaded(model):
+        raise TraceError(
+            f"{cause}. On the meta device there is no data to run it with instead: give the model its "
+            "weights first"
+        ) from cause
+    with preserved(model):
+        shadow = Shadow(model, inputs, None)
+        try:
+            trace = trace_forward(shadow)
+        except TraceError as error:
+            if isinstance(cause.__cause__, ForeignKernelError):
+                raise TraceError(
+                    f"{error}. A kernel of its own runs on its own device alone: move the model there "
+                    '(model.to("cuda")) before it is patched'
+                ) from error
+            raise
+    notes.append(f"traced with data, since the forward cannot run without: {cause}")
+    notes.append(NOT_COUNTED)
+    return shadow, trace
+
+
+def _shadow_of_original(
+    model: nn.Module,
+    inputs: ExampleInputs,
+    originals: dict[str, tuple[Tensor | None, Tensor | None]],
+) -> Shadow:
+    """A shadow of the model as it was before any patch; ``originals`` gets the affines folded away."""
+    shadow = make_shadow(model, inputs)
+    for holder, _ in find_records(shadow.model):
+        prefix = next(name for name, module in shadow.model.named_modules() if module is holder)
+        for folded in folded_now(holder):
+            name = f"{prefix}.{folded.step.norm}" if prefix else folded.step.norm
+            originals[name] = (folded.gamma, folded.beta)
+        stop_watching(holder)
+        undo(holder, arithmetic=False)
+    if any(is_replacement(module) for module in shadow.model.modules()):
+        raise PatchError(
+            f"this {type(model).__name__} is part of a patched model, or shares modules with one: "
+            "patch or plan that one, or call unpatch_model on it first"
+        )
+    return shadow
+
+
+def _by_block(trace: Trace) -> dict[str, int]:
+    blocks: dict[str, int] = {}
+    for module, size in trace.saved.by_module.items():
+        block = block_name(module)
+        blocks[block] = blocks.get(block, 0) + size
+    return blocks
+
+
+def counted_after(report: PatchReport, trace: Trace) -> dict[str, Any]:
+    """The fields of a report that a run of the patched model gives."""
+    own, after = trace.saved.own, _by_block(trace)
+    before = {block: size for block, size, _ in report.blocks}
+    sites = tuple(
+        dataclasses.replace(site, bytes_after=own.get(site.name, 0)) if site.patched else site
+        for site in report.sites
+    )
+    return {
+        "sites": sites,
+        "saved_after": trace.saved.activations,
+        "weight_copies_after": trace.saved.weight_copies,
+        "kinds": dataclasses.replace(report.kinds, after=trace.saved.by_kind),
+        "blocks": tuple(
+            (block, before.get(block, 0), after.get(block, 0)) for block in {**before, **after}
+        ),
+    }
+
+
+def _describe(inputs: ExampleInputs) -> str:
+    for device in ("cpu", "cuda"):
+        if torch.is_autocast_enabled(device):
+            return (
+                f"{inputs}, autocast {str(torch.get_autocast_dtype(device)).removeprefix('torch.')}"
+            )
+    return str(inputs)

@@ -1,0 +1,21 @@
+"""The strategies, in the order in which they are asked: one file each, and a line here."""
+
+from __future__ import annotations
+
+from lowmem_patch.strategies import codes, dropout_bits, fold, lora, one_copy, recompute, share
+from lowmem_patch.strategies.protocol import Strategy
+from lowmem_patch.strategies.speed import packed_qkv, rotary
+
+__all__ = ["STRATEGIES"]
+
+STRATEGIES: tuple[Strategy, ...] = (
+    fold,
+    share,
+    recompute,
+    codes,
+    lora,
+    dropout_bits,
+    one_copy,
+    rotary,
+    packed_qkv,
+)

@@ -1,0 +1,155 @@
+"""fold: a norm's affine moves into the Linears behind it (MS-BP, arXiv 2406.16282), for those who ask for it.
+
+The norm saves z, which is its output then. Gradients are exact, in other coordinates: the weights of the
+Linears get another meaning, and whoever knows them by the old one is wrong. So it is legal only where
+`lowmem_patch.strategies.fold_rules` finds nobody else; any other norm shares.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from torch import Tensor, nn
+
+from lowmem_patch.config import PatchConfig
+from lowmem_patch.errors import PatchError
+from lowmem_patch.nn.norms import MSNorm
+from lowmem_patch.strategies.fold_loading import guard_weights
+from lowmem_patch.strategies.fold_rules import FoldRules, has_data
+from lowmem_patch.strategies.fold_weights import (
+    FoldStep,
+    fold_step,
+    identity_affine,
+    unfold_step,
+)
+from lowmem_patch.strategies.protocol import Facts, Found, Skip, Target
+from lowmem_patch.strategies.share import SharedNorm, norm_sites, share_or_skip, shared_norm
+from lowmem_patch.tracing.consumers import LinearRef
+
+__all__ = ["Folded", "FoldedNorm", "find", "folded_now", "refuse_lost_linears", "unfold"]
+
+_FOLDED = "_lowmem_patch_folded"  # where a folded norm holds what is needed to unfold it
+
+
+@dataclasses.dataclass
+class Folded:
+    """What is needed to unfold one norm: its affine, and which of its parameters trained."""
+
+    step: FoldStep
+    gamma: Tensor | None
+    beta: Tensor | None
+    trained: tuple[str, ...]
+    trained_with: tuple[nn.Parameter, ...]  # weights of the Linears that trained then
+
+
+@dataclasses.dataclass(frozen=True)
+class FoldedNorm(SharedNorm):
+    """A norm whose affine is in its Linears."""
+
+    strategy = "fold"
+    folded = True
+
+    step: FoldStep
+
+    def apply(self, target: Target) -> None:
+        super().apply(target)
+        model, step = target.model, self.step
+        names = [name for name in (step.weight, step.bias) if name is not None]
+        trained = tuple(name for name in names if model.get_parameter(name).requires_grad)
+        weights = (model.get_parameter(linear.weight) for linear in step.linears)
+        trained_with = tuple(weight for weight in weights if weight.requires_grad)
+        gamma, beta = fold_step(model, step) if target.arithmetic else (None, None)
+        own = model.get_submodule(self.site).__dict__
+        own[_FOLDED] = Folded(step, gamma, beta, trained, trained_with)
+        for name in names:
+            # an identity that nothing reads: DDP must not wait for its gradient, nor an optimizer move
+            # it by one that is left over
+            identity = model.get_parameter(name).requires_grad_(False)
+            identity.grad = None
+        guard_weights(model, [step])
+
+
+def find(facts: Facts, config: PatchConfig) -> Found:
+    """Every norm, folded where that is legal and shared elsewhere, if ``norms: fold`` is asked for."""
+    found = Found()
+    if config.norms != "fold":
+        return found
+    rules = FoldRules(facts)
+    for site in norm_sites(facts, config):
+        if isinstance(site, Skip):
+            found.add(site)
+            continue
+        step, why_not = rules.fold(site)
+        if step is None:
+            found.add(share_or_skip(facts, config, site, why_not))
+            continue
+        known = site.gamma is not None and has_data(site.gamma)
+        offset = site.spec.weight_offset
+        if site.gamma is None or (known and identity_affine(site.gamma, site.beta, offset)):
+            reason = "nothing left to fold: the affine is an identity"
+        else:
+            reason = "affine folded into its Linears"
+        found.add(FoldedNorm(**vars(shared_norm(facts, config, site, reason)), step=step))
+    return found
+
+
+def folded_now(model: nn.Module) -> list[Folded]:
+    """The folded norms that are in the model, with the names that they and their Linears have now: other
+    blocks may have been taken out before them."""
+    found: dict[str, Folded] = {}
+    for place, module in model.named_modules():
+        folded: Folded | None = module.__dict__.get(_FOLDED)
+        if folded is not None and isinstance(module, MSNorm):
+            found.setdefault(folded.step.norm, _moved(folded, place))  # an adapter may hold a copy
+    return list(found.values())
+
+
+def _moved(folded: Folded, place: str) -> Folded:
+    """The same with the names of a norm that is now at ``place``."""
+    before, now = folded.step.norm.split("."), place.split(".")
+    while before and now and before[-1] == now[-1]:
+        before.pop(), now.pop()
+    if before == now:
+        return folded
+    old, new = ".".join(before), ".".join(now)
+
+    def name(given: str) -> str:
+        return new + given[len(old) :] if f"{given}.".startswith(f"{old}.") else given
+
+    def maybe(given: str | None) -> str | None:
+        return None if given is None else name(given)
+
+    step = folded.step
+    linears = tuple(
+        LinearRef(name(ref.module), name(ref.weight), maybe(ref.bias), ref.transposed)
+        for ref in step.linears
+    )
+    moved = FoldStep(place, maybe(step.weight), maybe(step.bias), step.weight_offset, linears)
+    return dataclasses.replace(folded, step=moved, trained=tuple(map(name, folded.trained)))
+
+
+def refuse_lost_linears(model: nn.Module, folded: list[Folded]) -> None:
+    """Raise where a Linear into which a norm was folded is no longer in the model.
+
+    Raises:
+        PatchError: such a norm cannot be unfolded.
+    """
+    names = dict(model.named_parameters(remove_duplicate=False))
+    for one in folded:
+        for linear in one.step.linears:
+            if linear.weight not in names:
+                raise PatchError(
+                    f"{one.step.norm} was folded into {linear.module}, which is no longer in the model: "
+                    "put it back first"
+                )
+
+
+def unfold(model: nn.Module, folded: list[Folded], *, arithmetic: bool) -> None:
+    """Give each norm its affine again, and let it train as it did."""
+    for one in reversed(folded):
+        if arithmetic:
+            unfold_step(model, one.step, one.gamma, one.beta)
+        # who froze those Linears since then did not mean this norm to train
+        if all(weight.requires_grad for weight in one.trained_with):
+            for name in one.trained:
+                model.get_parameter(name).requires_grad_(True)

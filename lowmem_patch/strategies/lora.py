@@ -1,0 +1,106 @@
+"""lora: a LoRA layer saves one copy of its input, and runs base and adapters as one op (PEFT's names)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from lowmem_patch.config import PatchConfig
+from lowmem_patch.nn.adapters import adds_products, use_adapter
+from lowmem_patch.nn.own import has_forward_of_others
+from lowmem_patch.strategies.protocol import Facts, Found, Patch, Target
+
+__all__ = ["LoraLayer", "adapter_layers", "find", "trained_lora_layers", "trains"]
+
+
+@dataclasses.dataclass(frozen=True)
+class LoraLayer(Patch):
+    """A LoRA layer that gets a forward of ours; ``lowers`` as of `lowmem_patch.nn.deferred.Op`."""
+
+    strategy = "lora"
+
+    lowers: bool
+
+    def apply(self, target: Target) -> None:
+        use_adapter(target.model.get_submodule(self.site), self.lowers)
+
+
+def find(facts: Facts, config: PatchConfig) -> Found:
+    """Every adapter layer that trains and is a LoRA of a Linear; why others are not, in the notes."""
+    if config.linear_inputs == "keep":
+        return Found()
+    lowers = config.linear_inputs == "activation_dtype"
+    layers = adapter_layers(facts, config)
+    return Found([LoraLayer(name, lowers) for name in layers], notes=_notes(facts, layers))
+
+
+def adapter_layers(facts: Facts, config: PatchConfig) -> tuple[str, ...]:
+    """Names of the adapter layers that save one copy of their input, and see to it themselves."""
+    if config.linear_inputs == "keep":
+        return ()
+    return facts.once(adapter_layers, lambda: tuple(trained_lora_layers(facts.modules)))  # type: ignore[no-any-return]
+
+
+def trained_lora_layers(modules: Mapping[str, nn.Module]) -> Iterator[str]:
+    """Names of the layers that train and that a patch takes."""
+    for name, module in modules.items():
+        if _is_adapter(module) and _reason(module) is None:
+            yield name
+
+
+def _is_adapter(module: nn.Module) -> bool:
+    return hasattr(module, "base_layer") and trains(module)
+
+
+def _notes(facts: Facts, layers: tuple[str, ...]) -> list[str]:
+    taken = [facts.modules[name] for name in layers]
+    adapters = filter(_is_adapter, facts.modules.values())
+    reasons = Counter(reason for reason in map(_reason, adapters) if reason is not None)
+    dropouts = Counter(p for p in map(_dropout, taken) if p > 0)
+    steps = Counter(type(m).__name__ for m in taken if not adds_products(type(m).forward))
+    notes = [f"{len(layers)} adapter layers keep one copy of their input"] if layers else []
+    notes += [
+        f"{count} of them keep one bit more for each element of it: the mask of their dropout of {p:g}"
+        for p, count in dropouts.items()
+    ]
+    notes += [
+        f"{count} of them ({kind}) run base and adapter one after the other, as their own forward does"
+        for kind, count in steps.items()
+    ]
+    return [
+        *notes,
+        *(f"{count} adapter layers are left alone: {why}" for why, count in reasons.items()),
+    ]
+
+
+def trains(module: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in module.parameters())
+
+
+def _active(layer: Any, table: str) -> list[Any]:
+    """Entries of a layer's table of adapters, of those that are active."""
+    entries = getattr(layer, table, {})
+    return [entries[name] for name in layer.active_adapters if name in entries]
+
+
+def _reason(layer: Any) -> str | None:
+    """Why an adapter layer is left alone, or None."""
+    if has_forward_of_others(layer):
+        return "other code gave them a forward of their own"
+    if not isinstance(getattr(layer, "lora_A", None), nn.ModuleDict) or not len(layer.lora_A):
+        return f"{type(layer).__name__} of {type(layer).__module__.split('.')[-2]} is no LoRA of a Linear"
+    kinds = {type(down).__name__ for down in layer.lora_A.values() if type(down) is not nn.Linear}
+    if kinds:
+        return f"their adapter is a {', '.join(sorted(kinds))} and no Linear"
+    variants = {type(variant).__name__ for variant in _active(layer, "lora_variant")}
+    if variants:
+        return f"{', '.join(sorted(variants))} computes more with the input than x A^T B^T"
+    return None
+
+
+def _dropout(layer: Any) -> float:
+    return max((float(getattr(d, "p", 0.0)) for d in _active(layer, "lora_dropout")), default=0.0)

@@ -1,0 +1,194 @@
+"""What a strategy is: one file that finds patches; and what a patch is: data for one change to one model.
+
+A strategy looks at the facts of a trace and returns what it found (`Strategy.find`). A patch is carried out
+on a model (`Patch.apply`). It may be of a norm, of a head, of a block or of the whole model.
+
+Other code may move, wrap and copy afterwards what a patch changed. So undoing does not ask the patches: what
+a patch leaves on a model carries a mark (`ORIGINAL`, `lowmem_patch.nn.own.Own`), and is found by it wherever
+it is now.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
+from typing import Any, ClassVar, Protocol
+
+from torch import Tensor, nn
+
+from lowmem_patch.config import PatchConfig
+from lowmem_patch.functional import ActivationKind
+from lowmem_patch.tracing.consumers import Writes
+from lowmem_patch.tracing.probes import NormSpec, looks_like_norm, match_activation
+from lowmem_patch.tracing.trace import FOREIGN_KERNEL, Call, Trace
+
+__all__ = ["ORIGINAL", "Affines", "Facts", "Found", "Patch", "Skip", "Strategy", "Target"]
+
+ORIGINAL = "_lowmem_patch_original"  # where a replacement holds the module that it stands for
+
+Affines = Mapping[str, tuple[Tensor | None, Tensor | None]]
+
+
+class Facts:
+    """What strategies decide from.
+
+    Args:
+        model: holds the weights.
+        shadow: the copy that was traced; ``model`` itself where that was traced on data.
+        trace: of one forward.
+        originals: gamma and beta of norms whose affine an earlier patch folded away, by name.
+        on_meta: the model has no data, and will run on a GPU.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        shadow: nn.Module,
+        trace: Trace,
+        originals: Affines,
+        *,
+        on_meta: bool = False,
+    ) -> None:
+        self.on_meta = on_meta
+        self.model, self.shadow, self.trace, self.originals = model, shadow, trace, originals
+        self.modules = dict(shadow.named_modules())
+        self.calls: dict[str, list[Call]] = {}
+        for call in trace.calls:
+            self.calls.setdefault(call.name, []).append(call)
+        self.order = sorted(self.calls, key=lambda name: self.calls[name][0].last_op)
+        self.norms: dict[object, NormSpec | str] = {}  # what a probe said of equal modules
+        self._activations: dict[str, ActivationKind | None] = {}
+        self._answers: dict[object, Any] = {}
+
+    @cached_property
+    def writes(self) -> Writes:
+        return Writes(self.trace)
+
+    @cached_property
+    def foreign_kernels(self) -> dict[str, None]:
+        """Names of the modules that ran kernels of their own (Liger's, mamba's), of which a trace sees
+        what they read, and no more; in the order of the forward."""
+        return {op.module: None for op in self.trace.ops if op.name == FOREIGN_KERNEL}
+
+    @cached_property
+    def last_norm(self) -> str:
+        names = (name for name in reversed(self.order) if looks_like_norm(self.modules[name]))
+        return next(names, "")
+
+    def once(self, question: object, answer: Callable[[], Any]) -> Any:
+        """The answer to what several strategies ask, found at the first question."""
+        if question not in self._answers:
+            self._answers[question] = answer()
+        return self._answers[question]
+
+    def activation(self, name: str) -> ActivationKind | None:
+        """Which activation a module is that has no parameters, and takes and returns one tensor."""
+        if name not in self._activations:
+            module, calls = self.modules[name], self.calls[name]
+            single = all(len(call.outputs) == 1 and len(call.inputs) == 1 for call in calls)
+            plain = single and next(module.parameters(), None) is None
+            self._activations[name] = match_activation(module) if plain else None
+        return self._activations[name]
+
+    @property
+    def leaves(self) -> Iterable[str]:
+        """Names of the modules without children that ran, in the order in which they ended."""
+        for name in self.order:
+            if name and next(self.modules[name].children(), None) is None:
+                yield name
+
+    def outputs(self, name: str) -> list[Tensor]:
+        return [tensor for call in self.calls[name] for tensor in call.outputs]
+
+    def saved(self, name: str) -> int:
+        """Bytes that autograd holds for a module alone."""
+        return self.trace.saved.own.get(name, 0)
+
+    def written(self, name: str, tensors: str) -> str | None:
+        """Who writes in place into the ``inputs`` or ``outputs`` of a module's calls once they are over."""
+        found = (
+            self.writes.later(getattr(call, tensors), call.last_op) for call in self.calls[name]
+        )
+        return next((text for text in found if text is not None), None)
+
+
+class Target:
+    """A model that patches are carried out on; the places of its modules are looked up once.
+
+    Args:
+        arithmetic: False for a shadow without data: modules are swapped, no weight is computed.
+    """
+
+    def __init__(self, model: nn.Module, *, arithmetic: bool = True) -> None:
+        self.model, self.arithmetic = model, arithmetic
+        self._slots: dict[int, list[tuple[nn.Module, str]]] = {}
+        for parent in model.modules():
+            for slot, child in parent._modules.items():
+                if child is not None:
+                    self._slots.setdefault(id(child), []).append((parent, slot))
+
+    def put(self, new: nn.Module, old: nn.Module) -> None:
+        """``new`` in every place that holds ``old``."""
+        places = self._slots.get(id(old), [])
+        for parent, slot in places:
+            parent._modules[slot] = new
+        self._slots[id(new)] = places
+
+
+@dataclasses.dataclass(frozen=True)
+class Patch:
+    """One change to one model.
+
+    Attributes:
+        site: path of the module, block or head that is changed.
+        reason: why, as a report prints it.
+        strategy: the strategy's name.
+        approximate: gradients are not exact.
+        kind: of the site (``layer_norm``, ``gelu``); None where a report has no row for it.
+        consumers: who reads the site's output.
+    """
+
+    site: str
+    reason: str = dataclasses.field(default="", kw_only=True)
+    kind: str | None = dataclasses.field(default=None, kw_only=True)
+    consumers: tuple[str, ...] = dataclasses.field(default=(), kw_only=True)
+
+    strategy: ClassVar[str]
+    approximate: ClassVar[bool] = False
+
+    def apply(self, target: Target) -> None:
+        """Carry it out; what it leaves on the model is a replacement, or an `Own`, which undoing finds."""
+        raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True)
+class Skip:
+    """A site that is left alone, and why."""
+
+    site: str
+    kind: str
+    reason: str
+    consumers: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass
+class Found:
+    """What one strategy found: patches, sites that it decides to leave alone, and sentences of a report."""
+
+    patches: list[Any] = dataclasses.field(default_factory=list)
+    skips: list[Skip] = dataclasses.field(default_factory=list)
+    notes: list[str] = dataclasses.field(default_factory=list)
+
+    def add(self, one: Patch | Skip) -> None:
+        if isinstance(one, Skip):
+            self.skips.append(one)
+        else:
+            self.patches.append(one)
+
+
+class Strategy(Protocol):
+    """A file of `lowmem_patch.strategies`."""
+
+    def find(self, facts: Facts, config: PatchConfig) -> Found:
+        """Patches for what this strategy decides on; nothing is touched."""

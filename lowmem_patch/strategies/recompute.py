@@ -1,0 +1,85 @@
+"""recompute: an activation's output is computed again in backward from what is saved anyway; exact."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from torch import nn
+
+from lowmem_patch.config import PatchConfig
+from lowmem_patch.functional import ActivationKind
+from lowmem_patch.nn.recompute import RecomputedActivation
+from lowmem_patch.strategies.activations import (
+    ActivationSite,
+    activation_sites,
+    consumers_of,
+    products,
+    unknown_activations,
+)
+from lowmem_patch.strategies.protocol import Facts, Found, Skip
+from lowmem_patch.strategies.swap import Swap
+from lowmem_patch.tracing.consumers import weight_read_with
+
+__all__ = ["DeferredActivation", "find"]
+
+
+@dataclasses.dataclass(frozen=True)
+class DeferredActivation(Swap):
+    """An activation whose readers compute it again; ``lowers`` as of `lowmem_patch.nn.deferred.Op`."""
+
+    strategy = "recompute"
+
+    activation: ActivationKind
+    lowers: bool
+
+    def make(self, original: nn.Module) -> nn.Module:
+        return RecomputedActivation(self.activation, self.lowers)
+
+
+def find(facts: Facts, config: PatchConfig) -> Found:
+    """Every activation that is better recomputed, and those that no strategy may patch."""
+    found = Found(skips=list(unknown_activations(facts)))
+    lowers = config.linear_inputs == "activation_dtype"
+    for site in activation_sites(facts, config):
+        if isinstance(site, Skip):
+            found.add(site)
+        elif site.chosen == "recompute":
+            reason, why_not = _reason(facts, site), _obstacle(facts, site)
+            if why_not is not None:
+                found.add(site.skip(f"cannot recompute: {why_not}"))
+            elif reason is None:
+                text = site.consumers[0].text if site.consumers else "nothing"
+                found.add(site.skip(f"nothing to gain: its output is read by {text}"))
+            else:
+                found.add(
+                    DeferredActivation(
+                        site.name, site.kind, lowers,
+                        reason=reason, kind=site.kind, consumers=site.texts,
+                    )
+                )  # fmt: skip
+    return found
+
+
+def _obstacle(facts: Facts, site: ActivationSite) -> str | None:
+    if site.in_place:
+        return "it works in place, where later readers of its input get its output"
+    if site.hook is not None:
+        return f"it is read by {site.hook}"
+    writer = facts.written(site.name, "inputs")
+    return None if writer is None else f"its input is written in place by {writer}"
+
+
+def _reason(facts: Facts, site: ActivationSite) -> str | None:
+    """What is saved in the place of the output; None where nobody would gain."""
+    if site.gated:
+        reading = consumers_of(facts, products(site.consumers))
+        other = next((c for c in reading if weight_read_with(c) is None), None)
+        if other is None:
+            return "gate and up kept, their product recomputed"
+        return (
+            "gate and up kept, the activation's output recomputed; their product is read by "
+            f"{other.text}"
+        )
+    if site.linear is not None:
+        return f"input kept, output recomputed for the weight gradient of {site.linear.text}"
+    return None

@@ -1,0 +1,234 @@
+"""share: a norm and the Linears behind it save one tensor between them (MS-BP, arXiv 2406.16282).
+
+The norm saves its output, which its Linears save anyway, and recovers z from it in backward; or z, where the
+output does not tell it (`lowmem_patch.nn.gammas`). No weight changes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from lowmem_patch.config import PatchConfig
+from lowmem_patch.nn.norms import MSLayerNorm, MSNorm, MSRMSNorm, StockMSLayerNorm, StockMSRMSNorm
+from lowmem_patch.strategies.lora import adapter_layers
+from lowmem_patch.strategies.protocol import Facts, Found, Skip
+from lowmem_patch.strategies.swap import Swap
+from lowmem_patch.tracing.consumers import Consumer, find_consumers, weight_trains
+from lowmem_patch.tracing.op_roles import Role, role_of
+from lowmem_patch.tracing.probes import NormSpec, looks_like_norm, match_norm
+from lowmem_patch.tracing.saved_bytes import storage_key
+from lowmem_patch.tracing.sharded import came_sharded
+
+__all__ = ["NormSite", "SharedNorm", "find", "norm_sites", "share_or_skip", "shared_norm"]
+
+
+@dataclasses.dataclass(frozen=True)
+class SharedNorm(Swap):
+    """A norm that saves its output, or z; the fields are those of `lowmem_patch.nn.norms.MSNorm`."""
+
+    strategy = "share"
+
+    spec: NormSpec
+    feeds_autocast: bool
+    sunk: bool
+    one_copy: str | None
+    lowers: bool
+    shares_copy: bool
+    output_saved: bool
+
+    folded: ClassVar[bool] = False
+
+    def make(self, original: nn.Module) -> MSNorm:
+        spec = self.spec
+        new = _class_for(original, spec.kind)(
+            getattr(original, "weight", None),
+            getattr(original, "bias", None),
+            spec.eps,
+            weight_offset=spec.weight_offset,
+            folded=self.folded,
+            feeds_autocast=self.feeds_autocast,
+            full_precision_autocast=spec.full_precision_autocast,
+            output=spec.output,
+            sunk=self.sunk,
+            one_copy=self.one_copy,
+            lowers=self.lowers,
+            shares_copy=self.shares_copy,
+            output_saved=self.output_saved,
+        )
+        # what other code may read off the original (variance_epsilon, normalized_shape) stays readable
+        for name, value in vars(original).items():
+            readable = isinstance(value, (int, float, tuple, str))
+            if readable and not name.startswith("_") and name not in vars(new):
+                setattr(new, name, value)
+        return new
+
+
+def _class_for(original: nn.Module, kind: str) -> type[MSNorm]:
+    if kind == "layer_norm":
+        return StockMSLayerNorm if isinstance(original, nn.LayerNorm) else MSLayerNorm
+    return StockMSRMSNorm if isinstance(original, nn.RMSNorm) else MSRMSNorm
+
+
+@dataclasses.dataclass(frozen=True)
+class NormSite:
+    """A norm that some strategy may patch."""
+
+    name: str
+    spec: NormSpec
+    outputs: list[Tensor]
+    consumers: list[Consumer]
+    gamma: Tensor | None
+    beta: Tensor | None
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """Who reads the output, as a report names them."""
+        return tuple(dict.fromkeys(consumer.text for consumer in self.consumers))
+
+    def skip(self, reason: str) -> Skip:
+        return Skip(self.name, self.spec.kind, reason, self.texts)
+
+
+def norm_sites(facts: Facts, config: PatchConfig) -> Iterator[NormSite | Skip]:
+    """Each norm of the model, in the order of the forward, or why no strategy may patch it."""
+    for name in facts.leaves:
+        module, calls = facts.modules[name], facts.calls[name]
+        if name in facts.foreign_kernels:
+            if looks_like_norm(module):
+                yield Skip(name, "other", "runs a kernel of its own")
+            continue
+        if facts.activation(name) is not None:
+            continue
+        own = {n for n, _ in module.named_parameters()} <= {"weight", "bias"}
+        single = all(len(call.outputs) == 1 and len(call.inputs) == 1 for call in calls)
+        if own and single and not isinstance(module, nn.Linear):
+            spec = match_norm(module, calls[0], facts.trace, facts.norms)
+            if isinstance(spec, NormSpec):
+                site = _site(facts, name, spec)
+                obstacle = _obstacle(facts, site, config)
+                yield site if obstacle is None else site.skip(obstacle)
+            elif looks_like_norm(module):
+                yield Skip(name, "other", spec)
+        elif looks_like_norm(module):
+            yield Skip(name, "other", "takes or returns more than one tensor")
+
+
+def _site(facts: Facts, name: str, spec: NormSpec) -> NormSite:
+    outputs = facts.outputs(name)
+    module = facts.model.get_submodule(name)
+    vectors = (getattr(module, "weight", None), getattr(module, "bias", None))
+    gamma, beta = facts.originals.get(name, vectors)
+    return NormSite(name, spec, outputs, find_consumers(facts.trace, outputs), gamma, beta)
+
+
+def _obstacle(facts: Facts, site: NormSite, config: PatchConfig) -> str | None:
+    if config.norms == "keep":
+        return "norms: keep"
+    writers = (consumer.text for consumer in site.consumers if consumer.use == "write")
+    writer = next(writers, None) or facts.written(site.name, "outputs")
+    return None if writer is None else f"its output is written in place by {writer}"
+
+
+def find(facts: Facts, config: PatchConfig) -> Found:
+    """Every norm whose output a Linear saves, or that saves more than its output."""
+    found = Found()
+    for site in norm_sites(facts, config) if config.norms != "fold" else ():
+        found.add(site if isinstance(site, Skip) else share_or_skip(facts, config, site))
+    return found
+
+
+def share_or_skip(
+    facts: Facts, config: PatchConfig, site: NormSite, why_not_folded: str = ""
+) -> SharedNorm | Skip:
+    """The patch of a norm, or why there is none."""
+    if any(consumer.use in ("linear", "autocast") for consumer in site.consumers):
+        gains = True
+    else:
+        size = sum(tensor.numel() * tensor.element_size() for tensor in site.outputs)
+        gains = facts.saved(site.name) > 1.5 * size
+    if not gains:
+        return site.skip("nothing to gain: no Linear keeps its output")
+    whole = site.gamma is None and site.beta is None
+    reason = f"{'output' if whole else 'output, or z where gamma trains'}, saved once for it and its Linears"
+    if why_not_folded:
+        reason += f": {why_not_folded}"
+    return shared_norm(facts, config, site, reason)
+
+
+def shared_norm(facts: Facts, config: PatchConfig, site: NormSite, reason: str) -> SharedNorm:
+    """The patch of a norm, by who reads its output."""
+    consumers = site.consumers
+    linears = all(consumer.use == "linear" for consumer in consumers) and bool(consumers)
+    sunk = linears and _is_behind_row_moves(consumers)
+    sunk = sunk and facts.written(site.name, "inputs") is None
+    # a norm inside an autocast region whose readers are outside must stay wide, as it was
+    around = {call.autocast for call in facts.calls[site.name]}
+    feeds_autocast = bool(consumers) and all(
+        c.use in ("linear", "autocast") and c.op is not None and {c.op.autocast} == around
+        for c in consumers
+    )
+    others = _without_adapters(facts, config, consumers)
+    saves_casts = config.linear_inputs != "keep"
+    return SharedNorm(
+        site.name,
+        spec=site.spec,
+        feeds_autocast=feeds_autocast,
+        sunk=sunk,
+        one_copy=_one_copy(others, feeds_autocast, saves_casts) if linears else None,
+        lowers=config.linear_inputs == "activation_dtype",
+        shares_copy=not feeds_autocast and saves_casts and _shares_copy(facts, consumers, around),
+        # Linears whose weights are sharded save the output of their own
+        output_saved=_saved_by_others(facts, consumers) or came_sharded(facts.model),
+        reason=f"{reason}; sunk behind the row moves to its Linear" if sunk else reason,
+        kind=site.spec.kind,
+        consumers=site.texts,
+    )
+
+
+def _is_behind_row_moves(consumers: list[Consumer]) -> bool:
+    """Whether Linears read one and the same copy of the output, its rows in another order."""
+    distinct = {id(consumer.tensor) for consumer in consumers}
+    rearranged = any(consumer.reshaped for consumer in consumers)
+    return len(distinct) == 1 and consumers[0].copied and not rearranged
+
+
+def _without_adapters(
+    facts: Facts, config: PatchConfig, consumers: list[Consumer]
+) -> list[Consumer]:
+    """``consumers`` but those in adapter layers, which see to their input themselves."""
+    prefixes = tuple(f"{name}." for name in adapter_layers(facts, config))
+    return [consumer for consumer in consumers if not consumer.text.startswith(prefixes)]
+
+
+def _one_copy(consumers: list[Consumer], feeds_autocast: bool, saves_casts: bool) -> str | None:
+    """When Linears would save casts, of the output or of a frozen weight, if it did not wait."""
+    if saves_casts and any(consumer.cast for consumer in consumers):
+        return "always"
+    return None if feeds_autocast and all(map(weight_trains, consumers)) else "autocast"
+
+
+def _shares_copy(facts: Facts, consumers: list[Consumer], around: set[bool]) -> bool:
+    """Whether stock Linears read the very output, among consumers of other kinds."""
+    if any(c.op is not None and {c.op.autocast} != around for c in consumers):
+        return False
+    whole = [consumer for consumer in consumers if not consumer.copied and not consumer.reshaped]
+    names = [consumer.linear.module for consumer in whole if consumer.linear is not None]
+    return any(type(facts.modules.get(name)) is nn.Linear for name in names)
+
+
+def _saved_by_others(facts: Facts, consumers: list[Consumer]) -> bool:
+    """Whether an op that is no Linear saves the output, so that z beside it would be one more."""
+    if any(consumer.use == "output" or consumer.reshaped for consumer in consumers):
+        return True  # the caller holds it, or a Linear saves it as rows of another length
+    others = [c for c in consumers if c.use != "linear" and c.op is not None]
+    keys = {storage_key(c.tensor) for c in others if c.tensor is not None}
+    return any(
+        not role_of(saver.function).has(Role.LINEAR)
+        for storage in facts.trace.saved.storages
+        if storage.key in keys
+        for saver in storage.savers
+    )

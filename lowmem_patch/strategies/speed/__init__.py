@@ -1,0 +1,1 @@
+"""Strategies that take less time and save no less."""

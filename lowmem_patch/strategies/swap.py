@@ -1,0 +1,64 @@
+"""Patches that put another module in the place of a leaf of the model."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from torch import nn
+
+from lowmem_patch.nn.dropout import PackedDropout
+from lowmem_patch.nn.norms import MSNorm
+from lowmem_patch.strategies.protocol import ORIGINAL, Patch, Target
+
+__all__ = ["Swap", "is_replacement", "put_back"]
+
+_HOOKS = (
+    "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks", "_is_full_backward_hook",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Swap(Patch):
+    """A module that is replaced; the replacement shares its parameters and hooks."""
+
+    def make(self, original: nn.Module) -> nn.Module:
+        """What takes the place of ``original``."""
+        raise NotImplementedError
+
+    def apply(self, target: Target) -> None:
+        original = target.model.get_submodule(self.site)
+        new = self.make(original)
+        new.training = original.training
+        for hooks in _HOOKS:  # a user's hooks stay attached
+            setattr(new, hooks, getattr(original, hooks))
+        # not registered: it is no submodule, but travels with every copy of its replacement
+        new.__dict__[ORIGINAL] = original
+        target.put(new, original)
+
+
+def is_replacement(module: nn.Module) -> bool:
+    """Whether the module was put in place of another one."""
+    return ORIGINAL in module.__dict__
+
+
+def put_back(model: nn.Module) -> None:
+    """The original in the place of each replacement, wherever that is now."""
+    for parent in list(model.modules()):
+        for slot, current in list(parent._modules.items()):
+            if current is not None and is_replacement(current):
+                parent._modules[slot] = _original_of(current)
+
+
+def _original_of(current: nn.Module) -> nn.Module:
+    original: nn.Module = current.__dict__[ORIGINAL]
+    original.training = current.training
+    # unlike the tables of hooks, no object that both hold
+    original._is_full_backward_hook = current._is_full_backward_hook
+    if isinstance(current, PackedDropout) and isinstance(original, nn.Dropout):
+        original.p = current.p  # users set it on every dropout of a model
+    if isinstance(current, MSNorm):  # parameters may have been replaced, by .to() for example
+        for name in ("weight", "bias"):
+            if name in original._parameters:
+                original._parameters[name] = current._parameters[name]
+    return original
