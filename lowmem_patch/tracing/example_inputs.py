@@ -48,27 +48,19 @@ def make_example_inputs(
     parameter = next(base.parameters(), None)
     if device is None:
         device = torch.device("cpu") if parameter is None or parameter.is_meta else parameter.device
-    dtype = torch.float32 if parameter is None else _floating_dtype(base)
+    dtype = next((p.dtype for p in base.parameters() if p.is_floating_point()), torch.float32)
     config = getattr(base, "config", None)
     if config is not None and hasattr(base, "main_input_name"):
         maker = _Maker(base, config, batch_size, sequence_length or 16, device, dtype)
         return _first_that_runs(base, list(itertools.islice(maker.candidates(), _MOST_CANDIDATES)))
     cfg = getattr(base, "pretrained_cfg", None) or getattr(base, "default_cfg", None)
     if cfg is not None:
-        return ExampleInputs(
-            (torch.randn(batch_size, *_image_size(base, cfg), device=device, dtype=dtype),)
-        )
+        shape = (batch_size, *_image_size(base, cfg))
+        return ExampleInputs((torch.randn(shape, device=device, dtype=dtype),))
     raise TraceError(
         f"{type(base).__name__} is neither a transformers nor a timm model, so its inputs are unknown: "
         "pass example_inputs= (a tensor, a tuple or a dict of keyword arguments)"
     )
-
-
-def _floating_dtype(model: nn.Module) -> torch.dtype:
-    for parameter in model.parameters():
-        if parameter.is_floating_point():
-            return parameter.dtype
-    return torch.float32
 
 
 def _image_size(model: Any, cfg: Any) -> tuple[int, int, int]:

@@ -25,12 +25,7 @@ from lowmem_patch.tracing.categories import (
 from lowmem_patch.tracing.observers import DispatchObserver, FunctionObserver, module_stack
 from lowmem_patch.tracing.op_roles import function_name
 
-__all__ = [
-    "SavedBytes",
-    "SavedStorage",
-    "saved_bytes",
-    "storage_key",
-]
+__all__ = ["SavedBytes", "SavedStorage", "saved_bytes", "storage_key"]
 
 
 def storage_key(tensor: Tensor) -> int:
@@ -154,8 +149,7 @@ def saved_bytes(model: nn.Module) -> Iterator[SavedBytes]:
     copies = _WeightCopies(weights)
     # a cast of a weight that autocast remembers from before would not be seen to be one
     torch.clear_autocast_cache()
-    with contextlib.ExitStack() as contexts:
-        stack = contexts.enter_context(module_stack(model))
+    with module_stack(model) as stack:
 
         def pack(tensor: Tensor) -> Tensor:
             key = storage_key(tensor)
@@ -166,15 +160,12 @@ def saved_bytes(model: nn.Module) -> Iterator[SavedBytes]:
                 savers.setdefault(key, {})[saver] = None
             return tensor
 
-        contexts.enter_context(
-            torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
-        )
-        contexts.enter_context(copies)
-        contexts.enter_context(running)
-        yield result
-    activations = {key: tensor for key, tensor in first.items() if key not in copies.copies}
-    result.weight_copies = sum(_bytes(first[key]) for key in first if key in copies.copies)
-    _add_up(result, model, [(tensor, tuple(savers[key])) for key, tensor in activations.items()])
+        hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+        with hooks, copies, running:
+            yield result
+    for key in copies.copies & first.keys():
+        result.weight_copies += _bytes(first.pop(key))
+    _add_up(result, model, [(tensor, tuple(savers[key])) for key, tensor in first.items()])
 
 
 def _bytes(tensor: Tensor) -> int:

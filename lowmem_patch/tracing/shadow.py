@@ -45,7 +45,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 def make_shadow(model: nn.Module, inputs: ExampleInputs) -> Shadow:
     """A copy of ``model`` with fake parameters, and fake inputs. The model is not touched.
 
-    Of a model that came sharded it is the whole one.
+    The copy of a model that came sharded is whole.
 
     Raises:
         TraceError: the model cannot be copied, or holds tensors that cannot be faked.
@@ -70,8 +70,8 @@ def make_shadow(model: nn.Module, inputs: ExampleInputs) -> Shadow:
     }
     for tensor in (*model.parameters(), *model.buffers()):
         if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
-            kind = type(tensor).__name__
-            raise DataNeededError(f"a parameter is a {kind}, which cannot be traced without data")
+            label = type(tensor).__name__
+            raise DataNeededError(f"a parameter is a {label}, which cannot be traced without data")
         with mode:
             fake = _empty_like(tensor, somewhere)
             parameter = isinstance(tensor, nn.Parameter)

@@ -30,14 +30,7 @@ from lowmem_patch.tracing.op_roles import NEVER_WRITES, Role, function_name, rol
 from lowmem_patch.tracing.saved_bytes import SavedBytes, saved_bytes, storage_key
 from lowmem_patch.tracing.shadow import Shadow, attributes_of, tensors_in
 
-__all__ = [
-    "FOREIGN_KERNEL",
-    "Call",
-    "Op",
-    "Trace",
-    "describe",
-    "trace_forward",
-]
+__all__ = ["FOREIGN_KERNEL", "Call", "Op", "Trace", "describe", "trace_forward"]
 
 FOREIGN_KERNEL = "a kernel of its own"  # the name of an op that is none of torch's
 
@@ -202,7 +195,7 @@ class _ScriptRecorder(DispatchObserver):
 
 
 def _record_custom_functions(trace: Trace) -> None:
-    """Add the readers that only autograd knows: custom functions whose kernels are no torch ops."""
+    """Add the consumers that only autograd knows: custom functions whose kernels are no torch ops."""
     tensors = {
         (tensor.grad_fn, tensor.output_nr): tensor
         for op in trace.ops
