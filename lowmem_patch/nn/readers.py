@@ -78,17 +78,26 @@ def _read_dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 
 def _read_product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    h, other = (args[1], args[0]) if not isinstance(args[0], Deferred) else args[:2]
-    if type(h.op).times is Op.times:  # a residual reads a norm's output at each layer
+    pair = _operands(args, kwargs)
+    if pair is None or type(pair[0].op).times is Op.times:
         return NotImplemented
-    return h.op.times(h, other) if len(args) == 2 and not kwargs and _reads(h) else NotImplemented
+    return pair[0].op.times(*pair) if _reads(pair[0]) else NotImplemented
 
 
 def _read_sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    h, other = (args[1], args[0]) if not isinstance(args[0], Deferred) else args[:2]
-    if type(h.op).plus is Op.plus:
+    pair = _operands(args, kwargs)
+    if (
+        pair is None or type(pair[0].op).plus is Op.plus
+    ):  # a residual reads a norm's output at each layer
         return NotImplemented
-    return h.op.plus(h, other) if len(args) == 2 and not kwargs and _reads(h) else NotImplemented
+    return pair[0].op.plus(*pair) if _reads(pair[0]) else NotImplemented
+
+
+def _operands(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Deferred, Any] | None:
+    """The deferred one of two operands, and the other; None where they are given by name."""
+    if len(args) != 2 or kwargs:
+        return None
+    return (args[0], args[1]) if isinstance(args[0], Deferred) else (args[1], args[0])
 
 
 def _read_matmul(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

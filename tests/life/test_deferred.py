@@ -123,6 +123,9 @@ READERS: dict[str, Callable[[Block, Tensor], Tensor]] = {
     ),
     "hook, then another reader": lambda b, h: b.down(hooked(b.act(h)) * 1.5),
     "hook, then the linear": lambda b, h: b.down(hooked(b.act(h))),
+    "operands by name": lambda b, h: b.down(
+        torch.add(input=torch.mul(input=b.act(h), other=h), other=b.act(h))
+    ),
     "write in place": lambda b, h: b.down(b.act(h).mul_(2)),
     "write into a view": lambda b, h: (lambda a: (a.view(-1).mul_(2), b.down(a))[1])(b.act(h)),
     "write through data": lambda b, h: b.down(written(b.act(h))),

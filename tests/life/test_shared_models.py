@@ -13,7 +13,7 @@ from torch.func import functional_call
 
 from lowmem_patch import patch_model, patch_report, unpatch_model
 from lowmem_patch.errors import PatchError
-from lowmem_patch.planning.apply import is_replacement
+from lowmem_patch.strategies.swap import is_replacement
 from tests.patching.helpers import randomise
 from tests.patching.toys import FOLD, SHARE, Toy, batch, gated, mlp
 

@@ -14,10 +14,9 @@ import torch
 from torch import nn
 from transformers.trainer_pt_utils import get_parameter_names
 
-from lowmem_patch import patch_model, patch_report, plan_patch, unpatch_model
+from lowmem_patch import api, patch_model, patch_report, plan_patch, unpatch_model
 from lowmem_patch.errors import PatchError, UnfoldedWeightsError
 from lowmem_patch.nn.norms import MSNorm
-from lowmem_patch import api
 from lowmem_patch.strategies import fold
 from tests.patching.families import FAMILIES, Inputs
 from tests.patching.helpers import EXACT, MODES, assert_same_step, cast, run, twin_of
@@ -264,7 +263,7 @@ def test_failing_apply_leaves_the_model_as_it_was(
             raise RuntimeError("no memory left")
         return real(target, step)
 
-    monkeypatch.setattr(apply, "fold_step", fails_at_the_third)
+    monkeypatch.setattr(fold, "fold_step", fails_at_the_third)
     with pytest.raises(PatchError, match=r"put back as it was.*no memory left"):
         patch_model(model, FOLD, example_inputs=inputs)
     assert {name: id(module) for name, module in model.named_modules()} == modules

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,10 +19,11 @@ from transformers.models.olmo import modeling_olmo
 from transformers.models.qwen2_vl import modeling_qwen2_vl
 
 from lowmem_patch import patch_model, patch_report, plan_patch, unpatch_model
+from lowmem_patch.config import PatchConfig
 from lowmem_patch.errors import NothingToPatchError
 from lowmem_patch.nn import rotary
 from lowmem_patch.nn.rotary import Rotation
-from lowmem_patch.strategies.speed.rotary import _match, find_rotations
+from lowmem_patch.strategies.speed.rotary import _match, find
 from tests.patching.families import FAMILIES, MORE_FAMILIES
 from tests.patching.helpers import build, skip_where_torch_breaks_the_graph
 
@@ -234,7 +236,8 @@ modeling_llama_rotary = modeling_llama.apply_rotary_pos_emb
 
 
 def test_a_forward_that_writes_into_its_file_stays() -> None:
-    assert not find_rotations({"counts": Counts()}, ["counts"])
+    facts: Any = SimpleNamespace(calls={"counts": []}, modules={"counts": Counts()})
+    assert not find(facts, PatchConfig()).patches
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own
