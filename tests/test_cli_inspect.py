@@ -17,7 +17,7 @@ from typer.testing import CliRunner, Result
 from lowmem_patch import checkpoint
 from lowmem_patch.cli import app
 from lowmem_patch.kinds import KINDS
-from lowmem_patch.memory import standing_bytes
+from lowmem_patch.memory import model_state_bytes
 
 ROOT = Path(__file__).parent.parent
 GIB = 2**30
@@ -133,7 +133,7 @@ def test_the_named_optimizer_is_counted(shallow: Path, optimizer: str) -> None:
     model = checkpoint.load_model(checkpoint.resolve(shallow))
     memory = data_of("inspect", shallow, "--optimizer", optimizer)["memory"]
     assert memory["optimizer"] == optimizer
-    assert memory["before"]["optimizer"] == standing_bytes(model, optimizer).optimizer
+    assert memory["before"]["optimizer"] == model_state_bytes(model, optimizer).optimizer
 
 
 def test_qlora_packs_the_base_and_saves_what_lora_saves(tmp_path: Path) -> None:
