@@ -105,7 +105,9 @@ def loss_or_output(output: Any) -> Tensor:
 def run_step(model: nn.Module, inputs: ExampleInputs) -> None:
     """Forward, loss and backward; without a loss of the model's own the output's gradient is 1."""
     inputs = with_labels(model, inputs)
-    result = loss_or_output(model(*inputs.args, **inputs.kwargs))
+    # held during the backward, as a training loop holds it, with its logits
+    output = model(*inputs.args, **inputs.kwargs)
+    result = loss_or_output(output)
     torch.autograd.backward(result, torch.ones_like(result))
 
 
