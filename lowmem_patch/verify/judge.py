@@ -23,7 +23,7 @@ from lowmem_patch.checkpoint.compare import (
 from lowmem_patch.errors import TraceError
 from lowmem_patch.patching.config import PatchConfig
 from lowmem_patch.patching.inputs import ExampleInputs
-from lowmem_patch.patching.sites import FoldStep
+from lowmem_patch.patching.sites import FoldStep, LinearRef
 from lowmem_patch.saved import saved_bytes
 from lowmem_patch.verify.result import RunResult
 
@@ -128,38 +128,47 @@ def _unfolded_gradients(
 ) -> dict[str, Tensor | None]:
     """Gradients of the parameters that one step changed, in float64; None where unknown.
 
-    A Linear's weight that has no gradient of its own is left out.
+    A Linear's weight without a gradient of its own is left out.
     """
     gamma = None if step.weight is None else original[step.weight].double() + step.weight_offset
     beta = None if step.bias is None else original[step.bias].double()
-    beta_folded = beta is not None and bool((beta != 0).any())
+    folded_beta = beta if beta is not None and bool((beta != 0).any()) else None
     found: dict[str, Tensor | None] = {}
     of_gamma: list[Tensor | None] = []
     of_beta: list[Tensor | None] = []
     for linear in step.linears:
-        weight = original[linear.weight].double()
-        of_weight, of_bias = (_gradient(gradients, name) for name in (linear.weight, linear.bias))
-        if linear.transposed:
-            weight, of_weight = weight.t(), None if of_weight is None else of_weight.t()
+        weight = _rows_of_outputs(original[linear.weight], linear)
+        of_weight, of_bias = gradients.get(linear.weight), gradients.get(linear.bias or "")
+        of_weight = None if of_weight is None else _rows_of_outputs(of_weight, linear)
+        of_bias = None if of_bias is None else of_bias.double()
         of_gamma.append(None if of_weight is None else (of_weight * weight).sum(0))
         of_beta.append(None if of_bias is None else weight.t() @ of_bias)
-        if of_weight is None:
-            continue
-        if beta_folded and of_bias is None:
-            found[linear.weight] = None
-            continue
-        result = of_weight if gamma is None else of_weight * gamma
-        if beta_folded and beta is not None and of_bias is not None:
-            result = result + torch.outer(of_bias, beta)
-        found[linear.weight] = result.t() if linear.transposed else result
+        if of_weight is not None:
+            unfolded = _unfolded_weight(of_weight, of_bias, gamma, folded_beta)
+            found[linear.weight] = _as_stored(unfolded, linear)
     for name, parts in ((step.weight, of_gamma), (step.bias, of_beta)):
         if name is not None:
             found[name] = _sum_if_known(parts, torch.zeros_like(original[name]).double())
     return found
 
 
-def _gradient(gradients: Mapping[str, Tensor], name: str | None) -> Tensor | None:
-    return gradients[name].double() if name is not None and name in gradients else None
+def _rows_of_outputs(tensor: Tensor, linear: LinearRef) -> Tensor:
+    """A Linear's weight or its gradient as ``[outputs, inputs]``, in float64."""
+    return tensor.double().t() if linear.transposed else tensor.double()
+
+
+def _as_stored(tensor: Tensor | None, linear: LinearRef) -> Tensor | None:
+    return tensor.t() if tensor is not None and linear.transposed else tensor
+
+
+def _unfolded_weight(
+    of_weight: Tensor, of_bias: Tensor | None, gamma: Tensor | None, beta: Tensor | None
+) -> Tensor | None:
+    """``dL/dW' diag(g) + dL/db' beta^T``; None where beta was folded and dL/db' is unknown."""
+    result = of_weight if gamma is None else of_weight * gamma
+    if beta is None:
+        return result
+    return None if of_bias is None else result + torch.outer(of_bias, beta)
 
 
 def _sum_if_known(parts: Sequence[Tensor | None], start: Tensor) -> Tensor | None:
