@@ -7,8 +7,10 @@ import itertools
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TextIO
 
 from rich.console import Console
+from rich.filesize import pick_unit_and_suffix
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
@@ -16,10 +18,13 @@ __all__ = [
     "collapse_names",
     "error_console",
     "fewer",
+    "group_by_pattern",
     "human_bytes",
     "make_table",
     "pattern_of",
     "print_error",
+    "print_line",
+    "print_table",
     "print_title",
     "progress_bar",
     "starred",
@@ -28,21 +33,33 @@ __all__ = [
 
 # wide enough for a module path beside its reason where output is not a terminal
 _PIPE_WIDTH = 140
+_UNITS = ["B", "KiB", "MiB", "GiB", "TiB"]
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)")
 
 
+def _console(stream: TextIO) -> Console:
+    """A console for a stream; made anew each time, as the stream may have been redirected since."""
+    return Console(file=stream, width=None if stream.isatty() else _PIPE_WIDTH, highlight=False)
+
+
 def stdout_console() -> Console:
-    """For results. Made anew each time: standard output may have been redirected since."""
-    return Console(
-        file=sys.stdout, width=None if sys.stdout.isatty() else _PIPE_WIDTH, highlight=False
-    )
+    """For results."""
+    return _console(sys.stdout)
 
 
 def error_console() -> Console:
     """For everything that is not a result."""
-    return Console(
-        file=sys.stderr, width=None if sys.stderr.isatty() else _PIPE_WIDTH, highlight=False
-    )
+    return _console(sys.stderr)
+
+
+def print_line(text: str, style: str | None = None) -> None:
+    """One line on standard output, never wrapped."""
+    stdout_console().print(text, style=style, markup=False, soft_wrap=True)
+
+
+def print_table(table: Table) -> None:
+    """A table of :func:`make_table` on standard output."""
+    stdout_console().print(table, markup=False)
 
 
 def print_error(message: str) -> None:
@@ -77,22 +94,30 @@ def progress_bar(*, quiet: bool = False) -> Iterator[Callable[[str, int, int], N
 
 def human_bytes(count: int) -> str:
     """1024 bytes = 1 KiB; whole bytes below that."""
-    if abs(count) < 1024:
-        return f"{count} B"
-    size = float(count)
-    for unit in ("KiB", "MiB", "GiB"):
-        size /= 1024
-        if abs(size) < 1024:
-            return f"{size:.1f} {unit}"
-    return f"{size / 1024:.1f} TiB"
+    unit, name = pick_unit_and_suffix(abs(count), _UNITS, 1024)
+    return f"{count} B" if unit == 1 else f"{count / unit:.1f} {name}"
 
 
 def fewer(before: int, after: int) -> str:
+    """The share that was saved, such as ``45.2 %``; ``-`` of nothing."""
     return f"{100 * (1 - after / before):.1f} %" if before else "-"
 
 
 def pattern_of(text: str) -> str:
+    """The name with ``{}`` for each number in its path."""
     return _NUMBER.sub("{}", text)
+
+
+def group_by_pattern(
+    rows: Iterable[tuple[str, tuple[int, ...]]],
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Rows of equal sizes whose names differ in numbers alone as one row: its label and the sizes."""
+    groups: dict[tuple[str, tuple[int, ...]], list[str]] = {}
+    for name, sizes in rows:
+        groups.setdefault((pattern_of(name), sizes), []).append(name)
+    for (_, sizes), names in groups.items():
+        for name in collapse_names(names):
+            yield (f"{name} (each)" if len(names) > 1 else name), sizes
 
 
 def collapse_names(names: Sequence[str]) -> list[str]:
@@ -107,11 +132,12 @@ def collapse_names(names: Sequence[str]) -> list[str]:
         if sorted(numbers) == sorted(itertools.product(*columns)):
             collapsed.append(pattern.format(*map(_ranges, columns)))
         else:
-            by_head: dict[tuple[int, ...], list[int]] = {}
-            for *head, last in numbers:
-                by_head.setdefault(tuple(head), []).append(last)
+            last_numbers: dict[tuple[int, ...], list[int]] = {}
+            for *first, last in numbers:
+                last_numbers.setdefault(tuple(first), []).append(last)
             collapsed += [
-                pattern.format(*head, _ranges(sorted(lasts))) for head, lasts in by_head.items()
+                pattern.format(*first, _ranges(sorted(lasts)))
+                for first, lasts in last_numbers.items()
             ]
     return collapsed
 
@@ -126,10 +152,12 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 
 def starred(text: str) -> str:
+    """The text with ``*`` for each number in a path."""
     return _NUMBER.sub("*", text)
 
 
 def make_table(*headers: str, right: Iterable[str] = ()) -> Table:
+    """A table without borders; the columns named in ``right`` hold numbers."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     numeric = set(right)
     for header in headers:
