@@ -6,30 +6,17 @@ command runs, so that ``--help`` and ``--version`` answer at once.
 
 from __future__ import annotations
 
-import importlib.metadata
 import platform
 import tempfile
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer  # noqa: TID251 - the command line is what typer is for
 
 import lowmem_patch
+from lowmem_patch.cli import options
 from lowmem_patch.cli.bench import bench
 from lowmem_patch.cli.memory import inspect, profile
-from lowmem_patch.cli.options import (
-    BatchOption,
-    DebugOption,
-    Dtype,
-    JsonOption,
-    LengthOption,
-    ModelArgument,
-    PresetOption,
-    RevisionOption,
-    StoredDtype,
-    TrustOption,
-    torch_dtype,
-)
 from lowmem_patch.cli.runtime import (
     DONE,
     FAILED,
@@ -38,6 +25,12 @@ from lowmem_patch.cli.runtime import (
     print_json,
     quiet_libraries,
 )
+
+if TYPE_CHECKING:
+    import torch
+
+    from lowmem_patch.patching.config import PatchConfig
+    from lowmem_patch.verify import VerifyResult
 
 __all__ = ["app"]
 
@@ -49,6 +42,10 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="Exit codes: 0 done, 1 verification failed, 2 bad input, 3 nothing to do.",
 )
+
+_PACKAGES = (
+    "torch", "triton", "transformers", "timm", "peft", "safetensors", "huggingface_hub", "typer", "rich",
+)  # fmt: skip
 
 
 def _show_version(wanted: bool) -> None:
@@ -69,12 +66,12 @@ def main(
 
 @app.command()
 def convert(
-    model: ModelArgument,
+    model: options.ModelArgument,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.")],
-    revision: RevisionOption = None,
+    revision: options.RevisionOption = None,
     dtype: Annotated[
-        StoredDtype, typer.Option("--dtype", help="auto keeps each tensor's.")
-    ] = StoredDtype.auto,
+        options.StoredDtype, typer.Option("--dtype", help="auto keeps each tensor's.")
+    ] = options.StoredDtype.auto,
     max_shard_size: Annotated[str, typer.Option("--max-shard-size", help="Such as 5GB.")] = "5GB",
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace a checkpoint at OUT.")
@@ -88,9 +85,9 @@ def convert(
             "--check/--no-check", help="Compare OUT with MODEL before it is put in place."
         ),
     ] = True,
-    trust_remote_code: TrustOption = False,
-    as_json: JsonOption = False,
-    debug: DebugOption = False,
+    trust_remote_code: options.TrustOption = False,
+    as_json: options.JsonOption = False,
+    debug: options.DebugOption = False,
 ) -> None:
     """Fold the norms of MODEL into its Linears; OUT is a stock checkpoint of the same function.
 
@@ -105,7 +102,7 @@ def convert(
                 model, revision=revision, trust_remote_code=trust_remote_code, weights=not dry_run
             )
             result = checkpoint.convert(
-                source, out, dtype=torch_dtype(dtype), max_shard_size=max_shard_size,
+                source, out, dtype=options.torch_dtype(dtype), max_shard_size=max_shard_size,
                 overwrite=overwrite, dry_run=dry_run, check=check, progress=progress,
             )  # fmt: skip
         if as_json:
@@ -116,7 +113,7 @@ def convert(
 
 
 def _refuse_overlap(model: str, out: Path, overwrite: bool) -> None:
-    """Before a download of gigabytes, not after it."""
+    """Refuse an output that would lose something, before gigabytes are downloaded."""
     from lowmem_patch.checkpoint.stage import check_output
 
     folder = Path(model).expanduser()
@@ -131,17 +128,19 @@ def verify(
     converted: Annotated[
         str | None, typer.Argument(metavar="[CONVERTED]", help="Compare with this checkpoint.")
     ] = None,
-    preset: PresetOption = "auto",
-    dtype: Annotated[list[Dtype] | None, typer.Option("--dtype", help="May be repeated.")] = None,
+    preset: options.PresetOption = "auto",
+    dtype: Annotated[
+        list[options.Dtype] | None, typer.Option("--dtype", help="May be repeated.")
+    ] = None,
     autocast: Annotated[
         bool, typer.Option("--autocast/--no-autocast", help="Also under bfloat16 autocast.")
     ] = True,
-    batch_size: BatchOption = 2,
-    seq_len: LengthOption = None,
-    revision: RevisionOption = None,
-    trust_remote_code: TrustOption = False,
-    as_json: JsonOption = False,
-    debug: DebugOption = False,
+    batch_size: options.BatchOption = 2,
+    seq_len: options.LengthOption = None,
+    revision: options.RevisionOption = None,
+    trust_remote_code: options.TrustOption = False,
+    as_json: options.JsonOption = False,
+    debug: options.DebugOption = False,
 ) -> None:
     """Prove CONVERTED against ORIGINAL, or ORIGINAL patched with --preset against itself.
 
@@ -152,39 +151,16 @@ def verify(
     were rounded to it.
     """
     with command(debug):
-        import torch
-
-        from lowmem_patch import checkpoint, report
+        from lowmem_patch import report
         from lowmem_patch.patching.config import load_config
-        from lowmem_patch.patching.examples import make_example_inputs
-        from lowmem_patch.verify import verify_checkpoints, verify_model
 
         config = load_config(preset)
-        asked = [wanted for wanted in map(torch_dtype, dtype or []) if wanted is not None]
-        settings: dict[str, Any] = {
-            "dtypes": asked or [torch.float32, torch.bfloat16],
-            "autocast": torch.bfloat16 if autocast else None,
-        }
+        dtypes = [found for found in map(options.torch_dtype, dtype or []) if found is not None]
         with quiet_libraries(), report.progress_bar(quiet=as_json) as progress:
-            source = checkpoint.resolve(
-                original, revision=revision, trust_remote_code=trust_remote_code
-            )
-            # float32 holds what any checkpoint stores; config.json may name something coarser
-            model = checkpoint.load_model(source, torch.float32)
-            torch.manual_seed(0)
-            settings["example_inputs"] = make_example_inputs(
-                model, batch_size=batch_size, sequence_length=seq_len
-            )
-            if converted is None:
-                result = verify_model(model, config, progress=progress, **settings)
-            else:
-                other = checkpoint.resolve(converted, trust_remote_code=trust_remote_code)
-                stored = checkpoint.stored_dtype(other.files)
-                if not asked:
-                    settings["dtypes"] = list(dict.fromkeys([stored, torch.bfloat16]))
-                steps = checkpoint.read_fold_steps(other.files)
-                loaded = checkpoint.load_model(other, torch.float32)
-                result = verify_checkpoints(model, loaded, steps, progress=progress, **settings)
+            result = _verdict(
+                original, converted, config, dtypes, autocast=autocast, batch_size=batch_size,
+                length=seq_len, revision=revision, trusted=trust_remote_code, progress=progress,
+            )  # fmt: skip
         if as_json:
             print_json(result.to_dict())
         else:
@@ -194,13 +170,57 @@ def verify(
         raise typer.Exit(DONE if result.passed else FAILED)
 
 
+def _verdict(
+    original: str,
+    converted: str | None,
+    config: PatchConfig,
+    dtypes: list[torch.dtype],
+    *,
+    autocast: bool,
+    batch_size: int,
+    length: int | None,
+    revision: str | None,
+    trusted: bool,
+    progress: Any,
+) -> VerifyResult:
+    """Load what is compared, and compare it; no ``dtypes`` means the usual ones."""
+    import torch
+
+    from lowmem_patch import checkpoint
+    from lowmem_patch.patching.examples import make_example_inputs
+    from lowmem_patch.verify import verify_checkpoints, verify_model
+
+    source = checkpoint.resolve(original, revision=revision, trust_remote_code=trusted)
+    # float32 holds what any checkpoint stores; config.json may name something less precise
+    model = checkpoint.load_model(source, torch.float32)
+    torch.manual_seed(0)
+    settings: dict[str, Any] = {
+        "example_inputs": make_example_inputs(model, batch_size=batch_size, sequence_length=length),
+        "autocast": torch.bfloat16 if autocast else None,
+        "progress": progress,
+    }
+    if converted is None:
+        return verify_model(
+            model, config, dtypes=dtypes or (torch.float32, torch.bfloat16), **settings
+        )
+    other = checkpoint.resolve(converted, trust_remote_code=trusted)
+    stored = checkpoint.stored_dtype(other.files)
+    return verify_checkpoints(
+        model,
+        checkpoint.load_model(other, torch.float32),
+        checkpoint.read_fold_steps(other.files),
+        dtypes=dtypes or list(dict.fromkeys([stored, torch.bfloat16])),
+        **settings,
+    )
+
+
 app.command()(inspect)
 app.command()(profile)
 app.command()(bench)
 
 
 @app.command()
-def demo(as_json: JsonOption = False, debug: DebugOption = False) -> None:
+def demo(as_json: options.JsonOption = False, debug: options.DebugOption = False) -> None:
     """Inspect, convert, verify and fine-tune the two bundled trained models; works offline."""
     with command(debug):
         from lowmem_patch import demo as demonstration
@@ -218,27 +238,14 @@ def demo(as_json: JsonOption = False, debug: DebugOption = False) -> None:
 
 
 @app.command()
-def env(as_json: JsonOption = False) -> None:
+def env(as_json: options.JsonOption = False) -> None:
     """Print versions, for a bug report."""
     import torch
 
-    packages = (
-        "torch",
-        "triton",
-        "transformers",
-        "timm",
-        "peft",
-        "safetensors",
-        "huggingface_hub",
-        "typer",
-        "rich",
-    )
+    from lowmem_patch.bench.environment import package_versions
+
     data = {"lowmem-patch": lowmem_patch.__version__, "python": platform.python_version()}
-    for name in packages:
-        try:
-            data[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            data[name] = "not installed"
+    data |= dict.fromkeys(_PACKAGES, "not installed") | package_versions(_PACKAGES)
     data["platform"] = platform.platform()
     data["gpu"] = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     data["cuda"] = str(torch.version.cuda or "none")

@@ -13,8 +13,7 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
-    "TRAIN",
-    "TRAIN_REAL",
+    "AutocastOption",
     "BatchOption",
     "DebugOption",
     "Device",
@@ -26,8 +25,10 @@ __all__ = [
     "ModelArgument",
     "PresetOption",
     "RankOption",
+    "RealTrainOption",
     "RevisionOption",
     "StoredDtype",
+    "TrainOption",
     "TrustOption",
     "lora_targets",
     "torch_device",
@@ -60,8 +61,15 @@ class Device(enum.StrEnum):
     cuda = "cuda"
 
 
-TRAIN = "What trains: full, lora, lora:q_proj,v_proj, qlora or qlora:q_proj,v_proj."
-TRAIN_REAL = "What trains: full, lora, lora:q_proj,v_proj."
+TrainOption = Annotated[
+    str,
+    typer.Option(
+        "--train", help="What trains: full, lora, lora:q_proj,v_proj, qlora or qlora:q_proj,v_proj."
+    ),
+]
+RealTrainOption = Annotated[
+    str, typer.Option("--train", help="What trains: full, lora, lora:q_proj,v_proj.")
+]
 ModelArgument = Annotated[
     str,
     typer.Argument(
@@ -93,6 +101,7 @@ DtypeOption = Annotated[
     StoredDtype, typer.Option("--dtype", help="Of the parameters; auto: the config's.")
 ]
 RankOption = Annotated[int, typer.Option("--lora-rank", min=1, help="Rank of the adapters.")]
+AutocastOption = Annotated[bool, typer.Option("--autocast", help="Under bfloat16 autocast.")]
 DeviceOption = Annotated[Device, typer.Option("--device", help="auto: a GPU if there is one.")]
 
 
@@ -102,21 +111,21 @@ def lora_targets(train: str, *, real: bool = False) -> list[str] | None:
     Raises:
         ConfigError: ``train`` is none of the forms, or 4-bit for a command that runs a real model.
     """
-    kind, colon, targets = train.partition(":")
+    method, colon, targets = train.partition(":")
     if train == "full":
         return None
     names = [name.strip() for name in targets.split(",") if name.strip()]
-    if kind not in ("lora", "qlora") or bool(colon) != bool(names):
+    if method not in ("lora", "qlora") or bool(colon) != bool(names):
         raise ConfigError(
             f"--train {train!r} is none of full, lora, lora:NAME,NAME, qlora, qlora:NAME,NAME"
         )
-    if real and kind == "qlora":
+    if real and method == "qlora":
         raise ConfigError("what is measured here is run, and has no 4-bit weights: use lora")
     return names
 
 
 def torch_device(device: Device) -> str:
-    """The kind of device that an option asks for.
+    """``cpu`` or ``cuda``, as an option asks.
 
     Raises:
         ConfigError: there is no CUDA device.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from lowmem_patch.checkpoint.compare import TensorCheck
 from lowmem_patch.checkpoint.convert import ConvertResult
@@ -21,6 +21,7 @@ from lowmem_patch.report.layout import (
     print_table,
     starred,
 )
+from lowmem_patch.saved import SavedBytes
 from lowmem_patch.verify import VerifyResult, worst_check
 
 __all__ = [
@@ -144,11 +145,7 @@ def print_profile(result: ProfileResult, title: str) -> None:
     table = make_table("saved bytes in", *_SHARES, right=_SHARES)
     both = (result.before, result.after)
     saved = (result.before.saved, result.after.saved)
-    modules = [
-        (name or "(the model itself)", tuple(s.by_module.get(name, 0) for s in saved))
-        for name in dict.fromkeys([*saved[0].by_module, *saved[1].by_module])
-    ]
-    for label, sizes in group_by_pattern(modules):
+    for label, sizes in group_by_pattern(_bytes_by_module(*saved)):
         table.add_row(label, *map(human_bytes, sizes), fewer(*sizes))
     for kind in KINDS:
         sizes = tuple(s.by_kind[kind] for s in saved)
@@ -156,16 +153,24 @@ def print_profile(result: ProfileResult, title: str) -> None:
             # bytes move from kind to kind: shares would say nothing
             table.add_row(f"kept as {kind}", *map(human_bytes, sizes))
     totals = {
-        "total": [s.activations for s in saved],
-        "copies of weights, apart": [s.weight_copies for s in saved],
-        "peak allocated": [measured.peak_allocated or 0 for measured in both],
-        "peak reserved": [measured.peak_reserved or 0 for measured in both],
+        "total": tuple(s.activations for s in saved),
+        "copies of weights, apart": tuple(s.weight_copies for s in saved),
+        "peak allocated": tuple(measured.peak_allocated or 0 for measured in both),
+        "peak reserved": tuple(measured.peak_reserved or 0 for measured in both),
     }
     for label, sizes in totals.items():
         if any(sizes):
             style = "bold" if label == "total" else None
             table.add_row(label, *map(human_bytes, sizes), fewer(*sizes), style=style)
     print_table(table)
+
+
+def _bytes_by_module(
+    before: SavedBytes, after: SavedBytes
+) -> Iterator[tuple[str, tuple[int, int]]]:
+    for name in dict.fromkeys([*before.by_module, *after.by_module]):
+        sizes = (before.by_module.get(name, 0), after.by_module.get(name, 0))
+        yield name or "(the model itself)", sizes
 
 
 def print_conversion(result: ConvertResult) -> None:
