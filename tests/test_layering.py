@@ -41,6 +41,7 @@ ONLY_IMPORTERS = {
     "triton": "kernels",
     "rich": "report",
     "matplotlib": "plot",
+    "adjustText": "plot",
     "typer": "cli",
     "click": None,
 }
