@@ -341,7 +341,7 @@ def test_models_that_wait_may_lie_in_the_hosts_memory(monkeypatch: pytest.Monkey
     model = llama().cuda()
     chosen = {n: VARIANTS[n] for n in ("unpatched", "auto", "compile")}
     here = compare(model, inputs, chosen, rounds=2, steps=1)
-    monkeypatch.setattr(module, "_crowded", lambda *_: True)
+    monkeypatch.setattr(module, "_needs_host_memory", lambda *_: True)
     parked = compare(model, inputs, chosen, rounds=2, steps=1)
     torch.compiler.reset()
     assert parked.parked and not here.parked

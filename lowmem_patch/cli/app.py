@@ -70,9 +70,9 @@ def convert(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.")],
     revision: options.RevisionOption = None,
     dtype: Annotated[
-        options.StoredDtype, typer.Option("--dtype", help="auto keeps each tensor's.")
+        options.StoredDtype, typer.Option(help="auto keeps each tensor's.")
     ] = options.StoredDtype.auto,
-    max_shard_size: Annotated[str, typer.Option("--max-shard-size", help="Such as 5GB.")] = "5GB",
+    max_shard_size: Annotated[str, typer.Option(help="Such as 5GB.")] = "5GB",
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace a checkpoint at OUT.")
     ] = False,
@@ -129,9 +129,7 @@ def verify(
         str | None, typer.Argument(metavar="[CONVERTED]", help="Compare with this checkpoint.")
     ] = None,
     preset: options.PresetOption = "auto",
-    dtype: Annotated[
-        list[options.Dtype] | None, typer.Option("--dtype", help="May be repeated.")
-    ] = None,
+    dtype: Annotated[list[options.Dtype] | None, typer.Option(help="May be repeated.")] = None,
     autocast: Annotated[
         bool, typer.Option("--autocast/--no-autocast", help="Also under bfloat16 autocast.")
     ] = True,

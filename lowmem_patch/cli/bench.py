@@ -39,33 +39,27 @@ OptionalModel = Annotated[
 ShapeOption = Annotated[
     str | None,
     typer.Option(
-        "--shape",
         help="Instead of MODEL, random weights of llama-7b, llama-3-8b, vit-b, roberta-base or swin-t.",
     ),
 ]
 LayersOption = Annotated[
-    int | None, typer.Option("--layers", min=1, help="Of a --shape; of a LLaMA 4 unless told.")
+    int | None, typer.Option(min=1, help="Of a --shape; of a LLaMA 4 unless told.")
 ]
 VariantsOption = Annotated[
     str | None,
     typer.Option(
-        "--variants",
         help="Of unpatched,paper,exact,auto,checkpointing,liger,compile,auto+compile; "
         "all unless told, but on the CPU none that compiles.",
     ),
 ]
-RowsOption = Annotated[
-    int | None, typer.Option("--batch-size", min=1, help="Rows of a step; 4, or the shape's.")
-]
+RowsOption = Annotated[int | None, typer.Option(min=1, help="Rows of a step; 4, or the shape's.")]
 AutocastOption = Annotated[
     bool | None,
     typer.Option("--autocast/--no-autocast", help="Under bfloat16 autocast; or as the shape."),
 ]
-RoundsOption = Annotated[int, typer.Option("--rounds", min=2, help="Turns of each variant.")]
-StepsOption = Annotated[int, typer.Option("--steps", min=1, help="Timed steps of a turn.")]
-PlotOption = Annotated[
-    Path | None, typer.Option("--plot", help="Write memory against speed as a picture.")
-]
+RoundsOption = Annotated[int, typer.Option(min=2, help="Turns of each variant.")]
+StepsOption = Annotated[int, typer.Option(min=1, help="Timed steps of a turn.")]
+PlotOption = Annotated[Path | None, typer.Option(help="Write memory against speed as a picture.")]
 
 
 def bench(

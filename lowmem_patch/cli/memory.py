@@ -37,16 +37,12 @@ class Solve(enum.StrEnum):
     length = "length"
 
 
-OptimizerOption = Annotated[Optimizer, typer.Option("--optimizer", help="Whose state is counted.")]
+OptimizerOption = Annotated[Optimizer, typer.Option(help="Whose state is counted.")]
 MemoryOption = Annotated[
-    str | None, typer.Option("--memory", help="Say what fits into this much, such as 24GiB.")
+    str | None, typer.Option(help="Say what fits into this much, such as 24GiB.")
 ]
-SolveOption = Annotated[
-    Solve, typer.Option("--solve", help="With --memory: the largest batch, or length.")
-]
-PlotOption = Annotated[
-    Path | None, typer.Option("--plot", help="Write saved bytes by kind as a picture.")
-]
+SolveOption = Annotated[Solve, typer.Option(help="With --memory: the largest batch, or length.")]
+PlotOption = Annotated[Path | None, typer.Option(help="Write saved bytes by kind as a picture.")]
 
 
 def inspect(

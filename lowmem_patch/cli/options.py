@@ -63,25 +63,17 @@ class Device(enum.StrEnum):
 
 TrainOption = Annotated[
     str,
-    typer.Option(
-        "--train", help="What trains: full, lora, lora:q_proj,v_proj, qlora or qlora:q_proj,v_proj."
-    ),
+    typer.Option(help="What trains: full, lora, lora:q_proj,v_proj, qlora or qlora:q_proj,v_proj."),
 ]
-RealTrainOption = Annotated[
-    str, typer.Option("--train", help="What trains: full, lora, lora:q_proj,v_proj.")
-]
+RealTrainOption = Annotated[str, typer.Option(help="What trains: full, lora, lora:q_proj,v_proj.")]
 ModelArgument = Annotated[
     str,
     typer.Argument(
         metavar="MODEL", help="A folder, a hub id (org/name) or a timm name (timm/...)."
     ),
 ]
-PresetOption = Annotated[
-    str, typer.Option("--preset", help="auto, exact, paper, or the path of a YAML file.")
-]
-RevisionOption = Annotated[
-    str | None, typer.Option("--revision", help="Branch, tag or commit on the hub.")
-]
+PresetOption = Annotated[str, typer.Option(help="auto, exact, paper, or the path of a YAML file.")]
+RevisionOption = Annotated[str | None, typer.Option(help="Branch, tag or commit on the hub.")]
 TrustOption = Annotated[
     bool,
     typer.Option(
@@ -92,17 +84,14 @@ JsonOption = Annotated[
     bool, typer.Option("--json", help="Print one JSON object instead of tables.")
 ]
 DebugOption = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
-BatchOption = Annotated[int, typer.Option("--batch-size", min=1, help="Rows of the example input.")]
+BatchOption = Annotated[int, typer.Option(min=1, help="Rows of the example input.")]
 LengthOption = Annotated[
-    int | None,
-    typer.Option("--seq-len", min=1, help="Tokens per row, for models that read tokens."),
+    int | None, typer.Option(min=1, help="Tokens per row, for models that read tokens.")
 ]
-DtypeOption = Annotated[
-    StoredDtype, typer.Option("--dtype", help="Of the parameters; auto: the config's.")
-]
-RankOption = Annotated[int, typer.Option("--lora-rank", min=1, help="Rank of the adapters.")]
+DtypeOption = Annotated[StoredDtype, typer.Option(help="Of the parameters; auto: the config's.")]
+RankOption = Annotated[int, typer.Option(min=1, help="Rank of the adapters.")]
 AutocastOption = Annotated[bool, typer.Option("--autocast", help="Under bfloat16 autocast.")]
-DeviceOption = Annotated[Device, typer.Option("--device", help="auto: a GPU if there is one.")]
+DeviceOption = Annotated[Device, typer.Option(help="auto: a GPU if there is one.")]
 
 
 def lora_targets(train: str, *, real: bool = False) -> list[str] | None:
