@@ -115,7 +115,7 @@ def test_what_fits_is_shown_and_agrees_with_the_totals(shallow: Path) -> None:
     )
     assert row.split()[-2:] == [str(found["largest_before"]), str(found["largest_after"])]
     for kind in ("linear inputs", "attention", "codes and statistics"):
-        assert f"kept as {kind}" in shown
+        assert f"saved as {kind}" in shown
     none = call("inspect", shallow, "--memory", "1KiB").stdout
     assert none.count("does not fit") == 2
 
@@ -211,7 +211,7 @@ def test_profile_measures_what_inspect_predicts(llama: Path) -> None:
         assert sum(measured["before"]["by_module"].values()) == measured["before"]["saved"]
         assert measured["device"] == "cpu" and measured["before"]["peak_allocated"] is None
     shown = call("profile", llama, *size, "--device", "cpu")
-    assert shown.exit_code == 0 and "kept as attention" in shown.stdout, shown.output
+    assert shown.exit_code == 0 and "saved as attention" in shown.stdout, shown.output
     assert "model.layers.{0..1}.self_attn" in shown.stdout and "peak" not in shown.stdout
 
 

@@ -116,7 +116,7 @@ def convert(
         TraceError: the model cannot be run to see who reads its norms.
     """
     out = Path(out).expanduser()
-    tell = progress or _silent
+    tell = progress or (lambda *_: None)
     refuse_quantised(source)
     check_output(out, source.folder, overwrite=overwrite)
     _check_shard_size(max_shard_size)
@@ -331,7 +331,3 @@ def _converted(name: str, weights: Weights, edit: Edit | None, dtype: torch.dtyp
     # pickled tensors may share memory with others, which safetensors refuses
     shared = result is tensor or result.untyped_storage().nbytes() != result.nbytes
     return result.clone() if shared else result
-
-
-def _silent(_what: str, _done: int, _total: int) -> None:
-    """The progress that nobody follows."""

@@ -72,7 +72,7 @@ def self_check(
 @torch.no_grad()
 def _outputs(model: Any, inputs: ExampleInputs, *, float64: bool = False) -> dict[str, Tensor]:
     dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
-    # rounded to bfloat16, which every dtype here can hold: the inputs' rounding is no error of the model
+    # rounded to bfloat16, which every dtype here can hold: their rounding is no error of a model
     cast = inputs.map(lambda t: t.to(torch.bfloat16).to(dtype) if t.is_floating_point() else t)
     with StayInFloat64() if float64 else contextlib.nullcontext():
         output = model(*cast.args, **cast.kwargs)

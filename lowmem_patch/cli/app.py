@@ -23,6 +23,7 @@ from lowmem_patch.cli.runtime import (
     NOTHING_TO_DO,
     command,
     print_json,
+    print_result,
     quiet_libraries,
 )
 
@@ -105,10 +106,7 @@ def convert(
                 source, out, dtype=options.torch_dtype(dtype), max_shard_size=max_shard_size,
                 overwrite=overwrite, dry_run=dry_run, check=check, progress=progress,
             )  # fmt: skip
-        if as_json:
-            print_json(result.to_dict())
-        else:
-            report.print_conversion(result)
+        print_result(as_json, result.to_dict(), report.print_conversion, result)
         raise typer.Exit(DONE if result.folded else NOTHING_TO_DO)
 
 
@@ -159,10 +157,7 @@ def verify(
                 original, converted, config, dtypes, autocast=autocast, batch_size=batch_size,
                 length=seq_len, revision=revision, trusted=trust_remote_code, progress=progress,
             )  # fmt: skip
-        if as_json:
-            print_json(result.to_dict())
-        else:
-            report.print_verification(result)
+        print_result(as_json, result.to_dict(), report.print_verification, result)
         if converted is None and not result.patched_sites:
             raise typer.Exit(NOTHING_TO_DO)
         raise typer.Exit(DONE if result.passed else FAILED)

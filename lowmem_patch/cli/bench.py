@@ -15,7 +15,7 @@ from lowmem_patch.cli.runtime import (
     FAILED,
     NOTHING_TO_DO,
     command,
-    print_json,
+    print_result,
     quiet_libraries,
 )
 from lowmem_patch.errors import ConfigError
@@ -30,16 +30,10 @@ __all__ = ["bench"]
 _BATCH, _LENGTH = 4, 512
 
 
-OptionalModel = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="MODEL", help="A folder, a hub id (org/name) or a timm name (timm/...)."
-    ),
-]
 ShapeOption = Annotated[
     str | None,
     typer.Option(
-        help="Instead of MODEL, random weights of llama-7b, llama-3-8b, vit-b, roberta-base or swin-t.",
+        help="Instead of MODEL, random weights of llama-7b, llama-3-8b, vit-b, roberta-base or swin-t."
     ),
 ]
 LayersOption = Annotated[
@@ -63,7 +57,7 @@ PlotOption = Annotated[Path | None, typer.Option(help="Write memory against spee
 
 
 def bench(
-    model: OptionalModel = None,
+    model: options.OptionalModelArgument = None,
     shape: ShapeOption = None,
     layers: LayersOption = None,
     variants: VariantsOption = None,
@@ -88,6 +82,8 @@ def bench(
     act is what autograd holds. Exits with 1 when every variant failed, with 3 when none could be tried.
     """
     with command(debug):
+        import torch
+
         from lowmem_patch import report
         from lowmem_patch.bench import compare
         from lowmem_patch.plot import require_matplotlib
@@ -99,8 +95,9 @@ def bench(
         if plot is not None:
             require_matplotlib()
         with quiet_libraries(), report.progress_bar(quiet=as_json) as progress:
+            torch.manual_seed(0)
             if shape is not None:
-                setup = _random_setup(shape, layers, wanted, dtype)
+                setup = _shape_setup(shape, layers, wanted, dtype)
             else:
                 setup = _checkpoint_setup(model or "", revision, trust_remote_code, dtype)
             built = with_adapters(setup.model, targets, lora_rank, real=True).train()
@@ -140,15 +137,12 @@ class _Setup:
     autocast: bool | None = None
 
 
-def _random_setup(
-    shape: str, layers: int | None, device: str, dtype: options.StoredDtype
-) -> _Setup:
+def _shape_setup(shape: str, layers: int | None, device: str, dtype: options.StoredDtype) -> _Setup:
     import torch
 
     from lowmem_patch.bench import SHAPES
 
     known = SHAPES[shape]
-    torch.manual_seed(0)
     with torch.device(device):
         model: Any = known.build(layers or known.layers or 0)
     model = model.to(options.torch_dtype(dtype))
@@ -158,11 +152,8 @@ def _random_setup(
 def _checkpoint_setup(
     name: str, revision: str | None, trusted: bool, dtype: options.StoredDtype
 ) -> _Setup:
-    import torch
-
     from lowmem_patch.memory import most_positions
 
-    torch.manual_seed(0)
     model = real_model(name, revision, trusted, dtype)
     return _Setup(model, _BATCH, min(_LENGTH, most_positions(model) or _LENGTH))
 
@@ -197,10 +188,8 @@ def _show(
     title += ", autocast bfloat16" if settings["autocast"] else ""
     if plot is not None and any(row.measured for row in result.rows):
         _plot(result, plot, title)
-    if as_json:
-        print_json({**settings, "environment": environment(device), **result.to_dict()})
-    else:
-        report.print_bench(result, title)
+    data = {**settings, "environment": environment(device), **result.to_dict()}
+    print_result(as_json, data, report.print_bench, result, title)
 
 
 def _plot(result: Comparison, path: Path, title: str) -> None:

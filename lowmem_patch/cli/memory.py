@@ -10,7 +10,14 @@ import typer  # noqa: TID251 - the command line is what typer is for
 
 from lowmem_patch.cli import options
 from lowmem_patch.cli.models import meta_model, real_model, with_adapters
-from lowmem_patch.cli.runtime import DONE, NOTHING_TO_DO, command, print_json, quiet_libraries
+from lowmem_patch.cli.runtime import (
+    DONE,
+    NOTHING_TO_DO,
+    command,
+    print_json,
+    print_result,
+    quiet_libraries,
+)
 from lowmem_patch.errors import ConfigError, TraceError
 
 if TYPE_CHECKING:
@@ -170,8 +177,7 @@ def profile(
             inputs = make_example_inputs(built, batch_size=batch_size, sequence_length=seq_len)
             with _autocast(wanted, autocast):
                 result = profile_model(built, config, inputs)
-        if as_json:
-            print_json({"model": model, "train": train, **result.to_dict()})
-        else:
-            report.print_profile(result, f"{model}: preset {config.name}, train {train}, {inputs}")
+        title = f"{model}: preset {config.name}, train {train}, {inputs}"
+        data = {"model": model, "train": train, **result.to_dict()}
+        print_result(as_json, data, report.print_profile, result, title)
         raise typer.Exit(DONE if result.patched else NOTHING_TO_DO)

@@ -23,6 +23,7 @@ __all__ = [
     "JsonOption",
     "LengthOption",
     "ModelArgument",
+    "OptionalModelArgument",
     "PresetOption",
     "RankOption",
     "RealTrainOption",
@@ -66,12 +67,11 @@ TrainOption = Annotated[
     typer.Option(help="What trains: full, lora, lora:q_proj,v_proj, qlora or qlora:q_proj,v_proj."),
 ]
 RealTrainOption = Annotated[str, typer.Option(help="What trains: full, lora, lora:q_proj,v_proj.")]
-ModelArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL", help="A folder, a hub id (org/name) or a timm name (timm/...)."
-    ),
-]
+_MODEL = typer.Argument(
+    metavar="MODEL", help="A folder, a hub id (org/name) or a timm name (timm/...)."
+)
+ModelArgument = Annotated[str, _MODEL]
+OptionalModelArgument = Annotated[str | None, _MODEL]
 PresetOption = Annotated[str, typer.Option(help="auto, exact, paper, or the path of a YAML file.")]
 RevisionOption = Annotated[str | None, typer.Option(help="Branch, tag or commit on the hub.")]
 TrustOption = Annotated[

@@ -1,4 +1,4 @@
-"""What surrounds every command: errors, signals, the libraries' chatter, JSON."""
+"""The surroundings of every command: errors, signals, messages of libraries, JSON."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -23,6 +23,7 @@ __all__ = [
     "NOTHING_TO_DO",
     "command",
     "print_json",
+    "print_result",
     "quiet_libraries",
 ]
 
@@ -31,7 +32,7 @@ DONE, FAILED, BAD_INPUT, NOTHING_TO_DO = 0, 1, 2, 3
 
 @contextlib.contextmanager
 def command(debug: bool) -> Iterator[None]:
-    """Turn errors into one line and an exit code, and a termination signal into an orderly end."""
+    """Turn an error into one line and an exit code, and a termination signal into an exit that cleans up."""
     from lowmem_patch import report
 
     try:
@@ -51,7 +52,7 @@ def command(debug: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _terminable() -> Iterator[None]:
-    """SIGTERM unwinds the stack like Ctrl-C, so that what is half written is removed."""
+    """SIGTERM unwinds the stack like Ctrl-C, so that half-written files are removed."""
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread may set handlers
         return
@@ -68,7 +69,7 @@ def _terminable() -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet_libraries() -> Iterator[None]:
-    """Whatever transformers, timm and the hub print while they work goes to standard error."""
+    """Messages of transformers, timm and the hub go to standard error."""
     import transformers
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
@@ -78,10 +79,18 @@ def quiet_libraries() -> Iterator[None]:
     if not sys.stderr.isatty():
         disable_progress_bars()
     with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
-        # what libraries tell each other about their next versions is no news for a user
+        # deprecations address the callers of a library, not a user of this command
         warnings.simplefilter("ignore", FutureWarning)
         warnings.simplefilter("ignore", DeprecationWarning)
         yield
+
+
+def print_result(as_json: bool, data: Any, render: Callable[..., None], *arguments: Any) -> None:
+    """The data as one JSON object, or the tables that ``render`` makes of the arguments."""
+    if as_json:
+        print_json(data)
+    else:
+        render(*arguments)
 
 
 def print_json(data: Any) -> None:

@@ -75,7 +75,7 @@ def _quantised_bytes(count: int) -> int:
 
 
 def _packed_weights(model: Any) -> set[int]:
-    """Weights that QLoRA packs: of frozen Linears, but not of the model's head."""
+    """Ids of the weights that QLoRA packs: those of frozen Linears, except the model's head."""
     head = output_head(model)
     linears = [m for m in model.modules() if isinstance(m, nn.Linear) and m is not head]
     tied = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}

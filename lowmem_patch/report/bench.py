@@ -13,7 +13,7 @@ def print_bench(comparison: Comparison, title: str) -> None:
     print_line(f"{title}, on {comparison.device}")
     first = comparison.rows[0]
     on_gpu = any(row.peak is not None for row in comparison.rows)
-    peaks = ["peak", "reserved"] if on_gpu else []  # the CPU's allocator keeps no count
+    peaks = ["peak", "reserved"] if on_gpu else []  # the CPU's allocator counts nothing
     rate = f"{comparison.unit} / s"
     numbers = ["act", "share", *peaks, "step ms", "quartiles", "share of time", rate]
     table = make_table("variant", *numbers, "", right=numbers)

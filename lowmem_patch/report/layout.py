@@ -1,4 +1,4 @@
-"""What every rendering shares: consoles, errors, progress, and how bytes, names and tables look."""
+"""Shared by all renderings: consoles, errors, progress, and the form of bytes, names and tables."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def collapse_names(names: Sequence[str]) -> list[str]:
     collapsed = []
     for pattern, numbers in groups.items():
         columns = [sorted(set(column)) for column in zip(*numbers, strict=True)]
-        # only a full grid of numbers may be written as ranges; else something would be claimed too much
+        # ranges name a full grid of numbers: with any other set they would name absent modules
         if sorted(numbers) == sorted(itertools.product(*columns)):
             collapsed.append(pattern.format(*map(_ranges, columns)))
         else:
@@ -161,7 +161,7 @@ def make_table(*headers: str, right: Iterable[str] = ()) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     numeric = set(right)
     for header in headers:
-        # the first column names things, and the last one explains: only that one may wrap
+        # only the last column, an explanation, may wrap
         last = header == headers[-1] and header not in numeric
         table.add_column(
             header,

@@ -88,7 +88,7 @@ def _print_blocks(report: PatchReport) -> None:
         if any(sizes):
             # bytes move from kind to kind: shares would say nothing
             before, after, floor = map(human_bytes, sizes)
-            table.add_row(f"kept as {kind}", before, after, "", floor, "", style="dim")
+            table.add_row(f"saved as {kind}", before, after, "", floor, "", style="dim")
     total = _with_floor(report.saved_before, report.saved_after, report.floor)
     table.add_row("total", *total, style="bold")
     if report.weight_copies_before or report.weight_copies_after:
@@ -134,7 +134,7 @@ def print_memory(memory: MemoryReport, train: str) -> None:
         text = (
             "qlora by arithmetic: base Linears in 4 bits, doubly quantised, everything else in the "
             "dtype above (PEFT's prepare_model_for_kbit_training makes norms, embeddings and the rows "
-            "between blocks float32, which can keep twice as much); " + text
+            "between blocks float32, which can hold twice as much); " + text
         )
     print_line(text, style="dim")
 
@@ -151,7 +151,7 @@ def print_profile(result: ProfileResult, title: str) -> None:
         sizes = tuple(s.by_kind[kind] for s in saved)
         if any(sizes):
             # bytes move from kind to kind: shares would say nothing
-            table.add_row(f"kept as {kind}", *map(human_bytes, sizes))
+            table.add_row(f"saved as {kind}", *map(human_bytes, sizes))
     totals = {
         "total": tuple(s.activations for s in saved),
         "copies of weights, apart": tuple(s.weight_copies for s in saved),

@@ -52,12 +52,12 @@ def _runs(
     modes: Sequence[_Mode],
     candidate: Candidate,
     exact: PatchConfig | None,
-    progress: Progress,
+    tell: Progress,
 ) -> Iterator[RunResult]:
     for index, mode in enumerate(modes):
-        progress(mode.label, index, len(modes))
+        tell(mode.label, index, len(modes))
         yield judge.judge(mode.label, mode.dtype, mode.autocast, candidate, exact)
-    progress("done", len(modes), len(modes))
+    tell("done", len(modes), len(modes))
 
 
 def verify_model(
@@ -81,7 +81,7 @@ def verify_model(
             when None.
         dtypes: each is tried with parameters and inputs in it.
         autocast: also tried, with float32 parameters; None leaves it out.
-        progress: called with what is done, and how many of how many steps are.
+        progress: called with the present step's name, the number of steps done, and the number of all.
 
     Raises:
         ConfigError: no such preset.
@@ -93,8 +93,8 @@ def verify_model(
     )
     inputs = _inputs(model, example_inputs)
     original = unpatch_model(copy.deepcopy(model)) if _is_patched(model) else model
-    modes, progress = _modes(dtypes, autocast), progress or _silent
-    progress("truth in float64", 0, len(modes))
+    modes, tell = _modes(dtypes, autocast), progress or (lambda *_: None)
+    tell("truth in float64", 0, len(modes))
     judge = Judge(original, inputs, seed)
     patched, approximate = 0, dict[str, None]()
 
@@ -110,7 +110,7 @@ def verify_model(
         approximate.update(dict.fromkeys(names))
         return copied, report.fold_steps, names
 
-    runs = tuple(_runs(judge, modes, candidate, exact, progress))
+    runs = tuple(_runs(judge, modes, candidate, exact, tell))
     if not patched:
         judge.notes.append("nothing was patched: plan_patch says why for each site")
     return VerifyResult(
@@ -145,15 +145,15 @@ def verify_checkpoints(
             "give two checkpoints of one model"
         )
     inputs = _inputs(original, example_inputs)
-    modes, progress = _modes(dtypes, autocast), progress or _silent
-    progress("truth in float64", 0, len(modes))
+    modes, tell = _modes(dtypes, autocast), progress or (lambda *_: None)
+    tell("truth in float64", 0, len(modes))
     judge = Judge(original, inputs, seed)
 
     def candidate(dtype: torch.dtype, _other: PatchConfig | None) -> Any:
         return cast_parameters(copy.deepcopy(converted), dtype).eval(), fold_steps, ()
 
     try:
-        runs = tuple(_runs(judge, modes, candidate, None, progress))
+        runs = tuple(_runs(judge, modes, candidate, None, tell))
     except LowmemPatchError:
         raise
     except (IndexError, RuntimeError, ValueError) as error:
@@ -173,7 +173,3 @@ def _is_patched(model: nn.Module) -> bool:
     except PatchError:
         return False
     return True
-
-
-def _silent(_label: str, _done: int, _total: int) -> None:
-    """The progress that nobody follows."""

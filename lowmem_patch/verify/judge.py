@@ -207,7 +207,7 @@ def _check_gradients(
 
 
 def _as_approximate(check: TensorCheck) -> TensorCheck:
-    """An approximate derivative passes when it is finite and, where there is a direction, follows it."""
+    """The check of an approximate gradient: finite and, where the direction is known, along it."""
     finite = check.error < float("inf")
     known = check.size > _KNOWN_DIRECTION * check.unpatched_error
     return dataclasses.replace(
@@ -225,7 +225,7 @@ class Judge:
     notes: list[str] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
-        # rounded to what every dtype holds, so that the inputs' rounding is nobody's error
+        # rounded to bfloat16, which every dtype here can hold: their rounding is no error of a model
         self.inputs = self.inputs.map(
             lambda t: t.to(torch.bfloat16).double() if t.is_floating_point() else t
         )

@@ -47,7 +47,7 @@ class RunResult:
 
 @dataclasses.dataclass(frozen=True)
 class VerifyResult:
-    """The verdict and what it rests on; plain data, ``str()`` is a readable table."""
+    """The verdict and its checks; plain data, ``str()`` is a readable table."""
 
     model: str
     candidate: str
