@@ -61,7 +61,7 @@ def plot_saved_bytes(report: PatchReport, path: Path, title: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """One way to train: bytes that it needs, and what it processes in a second."""
+    """One way to train: its bytes, and the tokens, images or steps of a second."""
 
     label: str
     memory: float
@@ -83,7 +83,7 @@ def plot_tradeoff(
     """Write memory against rate, one labelled point each; a line joins those that none beats in both.
 
     Args:
-        memory, rate: what the axes show, such as "peak above rest" and "tokens / s".
+        memory, rate: labels of the axes, such as "peak above rest" and "tokens / s".
 
     Raises:
         ConfigError: as in :func:`plot_saved_bytes`.

@@ -54,7 +54,7 @@ class _Entry:
     def row(self) -> Row:
         if self.failed or self.skipped:
             return Row(self.name, failed=self.failed, skipped=self.skipped)
-        # the same in every round, but for what a kernel that was chosen late allocates
+        # equal in every round, except where a kernel that was chosen late allocates more
         act, peak, reserved = (
             _largest([getattr(memory, name) for memory in self.memory])
             for name in ("act", "peak", "reserved")
@@ -68,7 +68,7 @@ def _largest(sizes: list[int | None]) -> int | None:
 
 
 def _one_line(error: BaseException) -> str:
-    # the compiler's errors say in their second line what happened
+    # the cause is in the second line of the compiler's errors
     text = " ".join(str(error).split()) or "no message"
     return text if len(text) <= _LONGEST_MESSAGE else text[: _LONGEST_MESSAGE - 3] + "..."
 

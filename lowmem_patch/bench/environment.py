@@ -17,7 +17,7 @@ _PACKAGES = ("torch", "triton", "transformers", "timm", "peft", "liger-kernel", 
 
 
 def environment(device: str) -> dict[str, str]:
-    """The machine (a GPU by its name), its driver, the date, and the versions of what is installed."""
+    """The machine (a GPU by its name), its driver, the date, and the versions of installed packages."""
     found = {"machine": platform.machine(), "date": datetime.date.today().isoformat()}
     if device == "cuda":
         found["machine"] = torch.cuda.get_device_name()

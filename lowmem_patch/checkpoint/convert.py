@@ -59,7 +59,7 @@ class ConvertResult:
         files: weight files, by name.
         bytes: of all tensors.
         checks: outputs of the converted model against the source's; empty when not checked.
-        notes: what a user should know, such as why the check was left out.
+        notes: remarks for the user, such as the reason for a missing check.
     """
 
     source: str

@@ -25,12 +25,13 @@ _LIBRARY_ERRORS = (
 
 
 @contextlib.contextmanager
-def _naming(source: Source, what: str) -> Iterator[None]:
+def _naming(source: Source, task: str) -> Iterator[None]:
+    """An error of the library names the checkpoint and the task that failed."""
     try:
         yield
     except _LIBRARY_ERRORS as error:
         line = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise CheckpointError(f"{source.name}: {source.library} cannot {what}: {line}") from error
+        raise CheckpointError(f"{source.name}: {source.library} cannot {task}: {line}") from error
 
 
 def refuse_quantised(source: Source) -> None:

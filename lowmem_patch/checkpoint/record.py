@@ -127,7 +127,7 @@ def _description_files(origin: Path, *, with_code: bool) -> list[Path]:
 
 def _description_folders(origin: Path) -> list[str]:
     folders = ["additional_chat_templates"]
-    modules = origin / "modules.json"  # sentence-transformers: what follows the transformer
+    modules = origin / "modules.json"  # sentence-transformers: the layers behind the transformer
     if modules.is_file():
         with contextlib.suppress(ValueError, TypeError, AttributeError):
             folders += [

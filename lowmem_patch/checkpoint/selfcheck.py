@@ -25,7 +25,7 @@ _BYTES_PER_PARAMETER = 14
 
 
 class SelfCheckError(CheckpointError):
-    """The written checkpoint does not compute what its source does; it was removed."""
+    """The written checkpoint computes another function than its source; it was removed."""
 
 
 def self_check(

@@ -25,7 +25,7 @@ from lowmem_patch.errors import CheckpointError
 
 __all__ = ["Source", "resolve"]
 
-# Everything of a hub repository that is small: what describes the model, not its weights.
+# The small files of a hub repository: the description of the model, without its weights.
 _DESCRIPTION = [
     "*.json", "*.txt", "*.model", "*.jinja", "*.md", "*.py", "LICENSE*", "NOTICE*", "*.tiktoken",
 ]  # fmt: skip
@@ -74,7 +74,7 @@ def resolve(
     trust_remote_code: bool = False,
     weights: bool = True,
 ) -> Source:
-    """Find a model; downloads from the hub what is not yet in its cache (``HF_HUB_OFFLINE`` is honoured).
+    """Find a model; files that are not in the hub's cache are downloaded (``HF_HUB_OFFLINE`` is honoured).
 
     Args:
         model: a folder, ``org/name``, ``hf://org/name@revision``, ``timm/name`` or a timm name.

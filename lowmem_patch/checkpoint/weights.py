@@ -1,4 +1,4 @@
-"""Reading the tensors of a checkpoint one by one, and refusing what is broken."""
+"""Read the tensors of a checkpoint one by one, and refuse broken files."""
 
 from __future__ import annotations
 

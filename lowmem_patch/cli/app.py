@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer  # noqa: TID251 - the command line is what typer is for
+import typer  # noqa: TID251 - only the command line imports typer
 
 import lowmem_patch
 from lowmem_patch.cli import options
@@ -176,7 +176,7 @@ def _verdict(
     trusted: bool,
     progress: Any,
 ) -> VerifyResult:
-    """Load what is compared, and compare it; no ``dtypes`` means the usual ones."""
+    """Load the models and compare them; without ``dtypes`` in the usual ones."""
     import torch
 
     from lowmem_patch import checkpoint
@@ -184,7 +184,7 @@ def _verdict(
     from lowmem_patch.verify import verify_checkpoints, verify_model
 
     source = checkpoint.resolve(original, revision=revision, trust_remote_code=trusted)
-    # float32 holds what any checkpoint stores; config.json may name something less precise
+    # float32 holds the values of any checkpoint; config.json may name a less precise dtype
     model = checkpoint.load_model(source, torch.float32)
     torch.manual_seed(0)
     settings: dict[str, Any] = {

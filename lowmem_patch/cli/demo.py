@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import typer  # noqa: TID251 - the command line is what typer is for
+import typer  # noqa: TID251 - only the command line imports typer
 
 from lowmem_patch import checkpoint, plan_patch, report
 from lowmem_patch import demo as demonstration

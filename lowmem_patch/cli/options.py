@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from typing import TYPE_CHECKING, Annotated
 
-import typer  # noqa: TID251 - the command line is what typer is for
+import typer  # noqa: TID251 - only the command line imports typer
 
 from lowmem_patch.errors import ConfigError
 
@@ -55,7 +55,7 @@ class StoredDtype(enum.StrEnum):
 
 
 class Device(enum.StrEnum):
-    """Where a command runs what it measures."""
+    """Devices that a command can measure on."""
 
     auto = "auto"
     cpu = "cpu"

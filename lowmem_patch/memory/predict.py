@@ -64,7 +64,7 @@ class Footprint:
 
 @dataclasses.dataclass(frozen=True)
 class MemoryReport:
-    """Predicted memory for one batch and length, and what fits.
+    """Predicted memory for one batch and length, and the largest size that fits.
 
     Attributes:
         before, after: the unpatched and the patched model.
@@ -200,7 +200,9 @@ def largest_that_fits(total: Callable[[int], int], limit: int, bound: int) -> in
         low, high = high, high + step
         if high > bound > low and total(bound) <= limit:
             return bound
-    high = min(high, bound if bound > low else bound + 1)  # what exceeds the limit, or the bound
+    high = min(
+        high, bound if bound > low else bound + 1
+    )  # the least size known to exceed the limit or the bound
     lines = True
     while high - low > 1:
         guess = (low + high) // 2
@@ -237,7 +239,7 @@ def predict_memory(
     """Predict the peak of a training step from fake tensors, before and after a patch.
 
     Args:
-        model: unpatched, also on the meta device; what trains is read from ``requires_grad``.
+        model: unpatched, also on the meta device; ``requires_grad`` says which parameters train.
         config: the patch.
         make_inputs: makes inputs for a batch and a length.
         optimizer, quantised: as in :func:`model_state_bytes`.

@@ -75,7 +75,7 @@ def print_title(text: str) -> None:
 
 @contextlib.contextmanager
 def progress_bar(*, quiet: bool = False) -> Iterator[Callable[[str, int, int], None] | None]:
-    """A bar on standard error; yields a callback ``(what, done, total)``. No bar when not a terminal."""
+    """A bar on standard error; yields a callback ``(label, done, total)``. No bar when not a terminal."""
     if quiet:
         yield None
         return
@@ -86,8 +86,8 @@ def progress_bar(*, quiet: bool = False) -> Iterator[Callable[[str, int, int], N
     ) as bar:
         task = bar.add_task("", total=None)
 
-        def tell(what: str, done: int, total: int) -> None:
-            bar.update(task, description=what, completed=done, total=total)
+        def tell(label: str, done: int, total: int) -> None:
+            bar.update(task, description=label, completed=done, total=total)
 
         yield tell
 

@@ -38,7 +38,7 @@ _SHARES = (*_BEFORE_AFTER, "fewer")
 
 
 def print_plan(report: PatchReport, title: str) -> None:
-    """A plan or report: sites (rows of repeated blocks collapsed), blocks, total, what is approximate."""
+    """A plan or report: sites (rows of repeated blocks collapsed), blocks, total, approximate gradients."""
     print_line(title)
     _print_sites(report)
     print_line("")
@@ -104,7 +104,7 @@ def _with_floor(before: int, after: int, floor: int) -> tuple[str, ...]:
 
 
 def print_memory(memory: MemoryReport, train: str) -> None:
-    """The predicted peak of a training step, part by part, and what fits."""
+    """The predicted peak of a training step, part by part, and the largest size that fits."""
     length = "" if memory.length is None else f" x {memory.length} tokens"
     heading = f"peak of a step, batch {memory.batch_size}{length}"
     table = make_table(heading, *_BEFORE_AFTER, right=_BEFORE_AFTER)
@@ -174,7 +174,7 @@ def _bytes_by_module(
 
 
 def print_conversion(result: ConvertResult) -> None:
-    """What was folded and what was not, and why."""
+    """The norms: folded into which Linears, or the reason why not."""
     table = make_table("norm", "folded", "into, or why not")
     rows: dict[tuple[str, bool, str], list[str]] = {}
     for norm in result.norms:
@@ -206,7 +206,7 @@ def _self_check(check: TensorCheck) -> str:
 
 
 def print_verification(result: VerifyResult) -> None:
-    """Errors beside the unpatched model's, saved bytes, what is approximate, the verdict."""
+    """Errors beside the unpatched model's, saved bytes, approximate sites, the verdict."""
     print_line(f"{result.model}: {result.candidate}, on {result.inputs}")
     _print_errors(result)
     print_line("")

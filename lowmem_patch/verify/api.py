@@ -133,7 +133,7 @@ def verify_checkpoints(
     """Compare two models that should compute the same function, such as a checkpoint and its conversion.
 
     Args:
-        fold_steps: what was folded on the way; gradients are mapped back through it.
+        fold_steps: the folds of the conversion; gradients are mapped back through them.
 
     Raises:
         CheckpointError: they are models of two classes.

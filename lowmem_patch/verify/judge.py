@@ -30,7 +30,7 @@ from lowmem_patch.verify.result import RunResult
 __all__ = ["GRADIENT_FACTOR", "Candidate", "Judge", "map_gradients"]
 
 # Takes the dtype of the parameters, and a preset in place of the candidate's own (None: its own).
-# Returns the model, what was folded into it, and the sites with approximate derivatives.
+# Returns the model, its folds, and the sites with approximate derivatives.
 Candidate = Callable[
     [torch.dtype, PatchConfig | None], tuple[Any, Sequence[FoldStep], Sequence[str]]
 ]
@@ -105,7 +105,7 @@ def map_gradients(
     Args:
         gradients: of the folded model's parameters.
         original: parameters of the unfolded model.
-        steps: what was folded.
+        steps: the folds.
 
     Returns:
         The mapped gradients, and the names of parameters for which the folded model's frozen
