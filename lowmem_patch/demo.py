@@ -51,7 +51,7 @@ class DemoTask:
 
 @dataclasses.dataclass(frozen=True)
 class FineTuning:
-    """One run of a task: the loss of each step, the scores before and after, and the saved bytes of a step."""
+    """One run of a task: the loss of each step, the scores before and after, saved bytes of a step."""
 
     losses: list[float]
     score_before: float

@@ -17,20 +17,11 @@ import lowmem_patch
 from lowmem_patch.cli import options
 from lowmem_patch.cli.bench import bench
 from lowmem_patch.cli.memory import inspect, profile
-from lowmem_patch.cli.runtime import (
-    DONE,
-    FAILED,
-    NOTHING_TO_DO,
-    command,
-    print_json,
-    print_result,
-    quiet_libraries,
-)
+from lowmem_patch.cli.runtime import ExitCode, command, print_json, print_result, quiet_libraries
 
 if TYPE_CHECKING:
     import torch
 
-    from lowmem_patch.patching.config import PatchConfig
     from lowmem_patch.verify import VerifyResult
 
 __all__ = ["app"]
@@ -52,7 +43,7 @@ _PACKAGES = (
 def _show_version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"lowmem-patch {lowmem_patch.__version__}")
-        raise typer.Exit(DONE)
+        raise typer.Exit(ExitCode.DONE)
 
 
 @app.callback()
@@ -107,7 +98,7 @@ def convert(
                 overwrite=overwrite, dry_run=dry_run, check=check, progress=progress,
             )  # fmt: skip
         print_result(as_json, result.to_dict(), report.print_conversion, result)
-        raise typer.Exit(DONE if result.folded else NOTHING_TO_DO)
+        raise typer.Exit(ExitCode.DONE if result.folded else ExitCode.NOTHING_TO_DO)
 
 
 def _refuse_overlap(model: str, out: Path, overwrite: bool) -> None:
@@ -147,64 +138,50 @@ def verify(
     were rounded to it.
     """
     with command(debug):
-        from lowmem_patch import report
+        import torch
+
+        from lowmem_patch import checkpoint, report
         from lowmem_patch.patching.config import load_config
+        from lowmem_patch.patching.examples import make_example_inputs
+        from lowmem_patch.verify import verify_model
 
         config = load_config(preset)
         dtypes = [found for found in map(options.torch_dtype, dtype or []) if found is not None]
         with quiet_libraries(), report.progress_bar(quiet=as_json) as progress:
-            result = _verdict(
-                original, converted, config, dtypes, autocast=autocast, batch_size=batch_size,
-                length=seq_len, revision=revision, trusted=trust_remote_code, progress=progress,
-            )  # fmt: skip
+            source = checkpoint.resolve(
+                original, revision=revision, trust_remote_code=trust_remote_code
+            )
+            # float32 holds the values of any checkpoint; config.json may name a less precise dtype
+            model = checkpoint.load_model(source, torch.float32)
+            torch.manual_seed(0)
+            inputs = make_example_inputs(model, batch_size=batch_size, sequence_length=seq_len)
+            settings: dict[str, Any] = {"example_inputs": inputs, "progress": progress}
+            settings["autocast"] = torch.bfloat16 if autocast else None
+            if converted is None:
+                settings["dtypes"] = dtypes or (torch.float32, torch.bfloat16)
+                result = verify_model(model, config, **settings)
+            else:
+                result = _verify_converted(model, converted, trust_remote_code, dtypes, settings)
         print_result(as_json, result.to_dict(), report.print_verification, result)
         if converted is None and not result.patched_sites:
-            raise typer.Exit(NOTHING_TO_DO)
-        raise typer.Exit(DONE if result.passed else FAILED)
+            raise typer.Exit(ExitCode.NOTHING_TO_DO)
+        raise typer.Exit(ExitCode.DONE if result.passed else ExitCode.FAILED)
 
 
-def _verdict(
-    original: str,
-    converted: str | None,
-    config: PatchConfig,
-    dtypes: list[torch.dtype],
-    *,
-    autocast: bool,
-    batch_size: int,
-    length: int | None,
-    revision: str | None,
-    trusted: bool,
-    progress: Any,
+def _verify_converted(
+    model: Any, converted: str, trusted: bool, dtypes: list[torch.dtype], settings: dict[str, Any]
 ) -> VerifyResult:
-    """Load the models and compare them; without ``dtypes`` in the usual ones."""
+    """Against the checkpoint; without ``dtypes`` in the one that it is stored in, and bfloat16."""
     import torch
 
     from lowmem_patch import checkpoint
-    from lowmem_patch.patching.examples import make_example_inputs
-    from lowmem_patch.verify import verify_checkpoints, verify_model
+    from lowmem_patch.verify import verify_checkpoints
 
-    source = checkpoint.resolve(original, revision=revision, trust_remote_code=trusted)
-    # float32 holds the values of any checkpoint; config.json may name a less precise dtype
-    model = checkpoint.load_model(source, torch.float32)
-    torch.manual_seed(0)
-    settings: dict[str, Any] = {
-        "example_inputs": make_example_inputs(model, batch_size=batch_size, sequence_length=length),
-        "autocast": torch.bfloat16 if autocast else None,
-        "progress": progress,
-    }
-    if converted is None:
-        return verify_model(
-            model, config, dtypes=dtypes or (torch.float32, torch.bfloat16), **settings
-        )
     other = checkpoint.resolve(converted, trust_remote_code=trusted)
-    stored = checkpoint.stored_dtype(other.files)
-    return verify_checkpoints(
-        model,
-        checkpoint.load_model(other, torch.float32),
-        checkpoint.read_fold_steps(other.files),
-        dtypes=dtypes or list(dict.fromkeys([stored, torch.bfloat16])),
-        **settings,
-    )
+    dtypes = dtypes or list(dict.fromkeys([checkpoint.stored_dtype(other.files), torch.bfloat16]))
+    steps = checkpoint.read_fold_steps(other.files)
+    loaded = checkpoint.load_model(other, torch.float32)
+    return verify_checkpoints(model, loaded, steps, dtypes=dtypes, **settings)
 
 
 app.command()(inspect)
@@ -227,7 +204,7 @@ def demo(as_json: options.JsonOption = False, debug: options.DebugOption = False
                 passed = passed and good
         if as_json:
             print_json(results)
-        raise typer.Exit(DONE if passed else FAILED)
+        raise typer.Exit(ExitCode.DONE if passed else ExitCode.FAILED)
 
 
 @app.command()

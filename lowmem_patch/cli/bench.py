@@ -10,14 +10,7 @@ import typer  # noqa: TID251 - only the command line imports typer
 
 from lowmem_patch.cli import options
 from lowmem_patch.cli.models import real_model, with_adapters
-from lowmem_patch.cli.runtime import (
-    DONE,
-    FAILED,
-    NOTHING_TO_DO,
-    command,
-    print_result,
-    quiet_libraries,
-)
+from lowmem_patch.cli.runtime import ExitCode, command, print_result, quiet_libraries
 from lowmem_patch.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -112,8 +105,10 @@ def bench(
         }  # fmt: skip
         _show(result, settings, wanted, plot, as_json)
         if any(row.measured for row in result.rows):
-            raise typer.Exit(DONE)
-        raise typer.Exit(FAILED if any(row.failed for row in result.rows) else NOTHING_TO_DO)
+            raise typer.Exit(ExitCode.DONE)
+        raise typer.Exit(
+            ExitCode.FAILED if any(row.failed for row in result.rows) else ExitCode.NOTHING_TO_DO
+        )
 
 
 def _check_names(model: str | None, shape: str | None, layers: int | None) -> None:

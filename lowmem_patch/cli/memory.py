@@ -10,14 +10,7 @@ import typer  # noqa: TID251 - only the command line imports typer
 
 from lowmem_patch.cli import options
 from lowmem_patch.cli.models import meta_model, real_model, with_adapters
-from lowmem_patch.cli.runtime import (
-    DONE,
-    NOTHING_TO_DO,
-    command,
-    print_json,
-    print_result,
-    quiet_libraries,
-)
+from lowmem_patch.cli.runtime import ExitCode, command, print_json, print_result, quiet_libraries
 from lowmem_patch.errors import ConfigError, TraceError
 
 if TYPE_CHECKING:
@@ -111,7 +104,7 @@ def inspect(
                 report.print_memory(predicted, train)
             if failed is not None:
                 report.print_error(failed)
-        raise typer.Exit(DONE if plan.patched else NOTHING_TO_DO)
+        raise typer.Exit(ExitCode.DONE if plan.patched else ExitCode.NOTHING_TO_DO)
 
 
 def _predict(
@@ -180,4 +173,4 @@ def profile(
         title = f"{model}: preset {config.name}, train {train}, {inputs}"
         data = {"model": model, "train": train, **result.to_dict()}
         print_result(as_json, data, report.print_profile, result, title)
-        raise typer.Exit(DONE if result.patched else NOTHING_TO_DO)
+        raise typer.Exit(ExitCode.DONE if result.patched else ExitCode.NOTHING_TO_DO)

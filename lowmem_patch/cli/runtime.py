@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import enum
 import json
 import signal
 import sys
@@ -16,18 +17,17 @@ import typer  # noqa: TID251 - only the command line imports typer
 
 from lowmem_patch.errors import LowmemPatchError
 
-__all__ = [
-    "BAD_INPUT",
-    "DONE",
-    "FAILED",
-    "NOTHING_TO_DO",
-    "command",
-    "print_json",
-    "print_result",
-    "quiet_libraries",
-]
+__all__ = ["ExitCode", "command", "print_json", "print_result", "quiet_libraries"]
 
-DONE, FAILED, BAD_INPUT, NOTHING_TO_DO = 0, 1, 2, 3
+
+class ExitCode(enum.IntEnum):
+    """The exit codes of all commands."""
+
+    DONE = 0
+    FAILED = 1
+    BAD_INPUT = 2
+    NOTHING_TO_DO = 3
+    INTERRUPTED = 130
 
 
 @contextlib.contextmanager
@@ -40,14 +40,15 @@ def command(debug: bool) -> Iterator[None]:
             yield
     except KeyboardInterrupt:
         report.print_error("interrupted; nothing was left behind")
-        raise typer.Exit(130) from None
+        raise typer.Exit(ExitCode.INTERRUPTED) from None
     except LowmemPatchError as error:
         if debug:
             raise
         from lowmem_patch.checkpoint import SelfCheckError
 
         report.print_error(str(error))
-        raise typer.Exit(FAILED if isinstance(error, SelfCheckError) else BAD_INPUT) from None
+        wrong_result = isinstance(error, SelfCheckError)
+        raise typer.Exit(ExitCode.FAILED if wrong_result else ExitCode.BAD_INPUT) from None
 
 
 @contextlib.contextmanager

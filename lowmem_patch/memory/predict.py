@@ -200,9 +200,8 @@ def largest_that_fits(total: Callable[[int], int], limit: int, bound: int) -> in
         low, high = high, high + step
         if high > bound > low and total(bound) <= limit:
             return bound
-    high = min(
-        high, bound if bound > low else bound + 1
-    )  # the least size known to exceed the limit or the bound
+    # the least size known to exceed the limit or the bound
+    high = min(high, bound if bound > low else bound + 1)
     lines = True
     while high - low > 1:
         guess = (low + high) // 2

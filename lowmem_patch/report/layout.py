@@ -16,7 +16,6 @@ from rich.table import Table
 
 __all__ = [
     "collapse_names",
-    "error_console",
     "fewer",
     "group_by_pattern",
     "human_bytes",
@@ -28,7 +27,6 @@ __all__ = [
     "print_title",
     "progress_bar",
     "starred",
-    "stdout_console",
 ]
 
 # wide enough for a module path beside its reason where output is not a terminal
@@ -42,35 +40,25 @@ def _console(stream: TextIO) -> Console:
     return Console(file=stream, width=None if stream.isatty() else _PIPE_WIDTH, highlight=False)
 
 
-def stdout_console() -> Console:
-    """For results."""
-    return _console(sys.stdout)
-
-
-def error_console() -> Console:
-    """For everything that is not a result."""
-    return _console(sys.stderr)
-
-
 def print_line(text: str, style: str | None = None) -> None:
     """One line on standard output, never wrapped."""
-    stdout_console().print(text, style=style, markup=False, soft_wrap=True)
+    _console(sys.stdout).print(text, style=style, markup=False, soft_wrap=True)
 
 
 def print_table(table: Table) -> None:
     """A table of :func:`make_table` on standard output."""
-    stdout_console().print(table, markup=False)
+    _console(sys.stdout).print(table, markup=False)
 
 
 def print_error(message: str) -> None:
     """One line on standard error, never wrapped."""
     text = " ".join(message.split())
-    error_console().print(f"error: {text}", style="red", markup=False, soft_wrap=True)
+    _console(sys.stderr).print(f"error: {text}", style="red", markup=False, soft_wrap=True)
 
 
 def print_title(text: str) -> None:
     """A heading between the parts of a longer output."""
-    stdout_console().rule(text, align="left", style="dim")
+    _console(sys.stdout).rule(text, align="left", style="dim")
 
 
 @contextlib.contextmanager
@@ -80,7 +68,7 @@ def progress_bar(*, quiet: bool = False) -> Iterator[Callable[[str, int, int], N
         yield None
         return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    console = error_console()
+    console = _console(sys.stderr)
     with Progress(
         *columns, console=console, transient=True, disable=not console.is_terminal
     ) as bar:
