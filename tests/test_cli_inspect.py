@@ -174,7 +174,7 @@ def test_each_unknown_target_is_named(llama: Path) -> None:
 
 
 def test_a_plot_is_a_picture_of_three_bars(shallow: Path, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("adjustText")
     result = call("inspect", shallow, "--plot", tmp_path / "out.png")
     assert result.exit_code == 0, result.output
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
