@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lowmem_patch.checkpoint.compare import TensorCheck
-from lowmem_patch.checkpoint.edits import Edit, fold_edits, stored_affine
+from lowmem_patch.checkpoint.edits import Edit, fold_edits, fold_refusal, stored_affine
 from lowmem_patch.checkpoint.load import build_meta_model, refuse_quantised, stored_names
 from lowmem_patch.checkpoint.record import copy_description, write_card, write_record
 from lowmem_patch.checkpoint.selfcheck import SelfCheckError, self_check
@@ -27,7 +27,6 @@ from lowmem_patch.errors import CheckpointError
 from lowmem_patch.patching.api import plan_patch
 from lowmem_patch.patching.config import PatchConfig
 from lowmem_patch.patching.examples import make_example_inputs
-from lowmem_patch.patching.fold import identity_affine
 from lowmem_patch.patching.sites import FoldStep, Site
 
 __all__ = ["ConvertResult", "NormOutcome", "SelfCheckError", "convert"]
@@ -236,7 +235,7 @@ def _foldable(
     _check_stored([key for step in planned for key in _keys(step)], names, weights, model)
     steps = []
     for step in planned:
-        refusal = _refusal(step, *stored_affine(step, names, weights))
+        refusal = fold_refusal(step, *stored_affine(step, names, weights))
         if refusal is None:
             steps.append(step)
         else:
@@ -258,18 +257,6 @@ def _check_stored(keys: Sequence[str], names: dict[str, str], weights: Weights, 
                 f"{names[key]} is stored as {stored}, and {type(model).__name__} reads "
                 f"{tuple(own[key].shape)}: does config.json belong to these weights?"
             )
-
-
-def _refusal(step: FoldStep, gamma: Tensor | None, beta: Tensor | None) -> str | None:
-    """Why the stored values cannot be folded, or None."""
-    if identity_affine(gamma, beta, step.weight_offset):
-        return "already an identity"
-    if beta is None or not bool((beta != 0).any()):
-        return None
-    without_bias = next((linear.module for linear in step.linears if linear.bias is None), None)
-    if without_bias is None:
-        return None
-    return f"beta is not 0 and {without_bias} has no bias to take it"
 
 
 def _unknown_tensors(source: Source, weights: Weights, names: dict[str, str]) -> tuple[str, ...]:

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from lowmem_patch.checkpoint.weights import Weights
 from lowmem_patch.errors import CheckpointError
-from lowmem_patch.patching.fold import fold_tensors
+from lowmem_patch.patching.fold import fold_tensors, identity_affine
 from lowmem_patch.patching.sites import FoldStep
 
-__all__ = ["Edit", "fold_edits", "stored_affine"]
+__all__ = ["Edit", "fold_edits", "fold_refusal", "stored_affine"]
 
 # Takes the tensor as stored; returns one of the same shape, which the caller casts.
 Edit = Callable[[Tensor], Tensor]
@@ -27,6 +27,18 @@ def stored_affine(
         None if key is None else weights.read(names[key]) for key in (step.weight, step.bias)
     )
     return gamma, beta
+
+
+def fold_refusal(step: FoldStep, gamma: Tensor | None, beta: Tensor | None) -> str | None:
+    """Why the stored values cannot be folded, or None."""
+    if identity_affine(gamma, beta, step.weight_offset):
+        return "already an identity"
+    if beta is None or not bool((beta != 0).any()):
+        return None
+    without_bias = next((linear.module for linear in step.linears if linear.bias is None), None)
+    if without_bias is None:
+        return None
+    return f"beta is not 0 and {without_bias} has no bias to take it"
 
 
 def fold_edits(
