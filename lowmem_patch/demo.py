@@ -1,4 +1,4 @@
-"""The bundled trained models, their data, and what `lowmem-patch demo` does with them: plain data.
+"""The bundled trained models, their data, and their fine-tuning in `lowmem-patch demo`.
 
 Everything here works offline: the weights ship with the package, the text is the standard library
 of the running interpreter, and the held-out digits lie beside the weights that never saw them.
@@ -51,7 +51,7 @@ class DemoTask:
 
 @dataclasses.dataclass(frozen=True)
 class FineTuning:
-    """One run of a task: the loss of each step, the scores around it, and what one step saves."""
+    """One run of a task: the loss of each step, the scores before and after, saved bytes of a step."""
 
     losses: list[float]
     score_before: float
@@ -97,7 +97,7 @@ def standard_library_text(*, held_out: bool) -> bytes:
 
 
 def text_batches(text: bytes, *, batch_size: int = 8, length: int = 256) -> list[Batch]:
-    """Consecutive windows of a text as token ids and labels; what fills no batch is left out."""
+    """Consecutive windows of a text as token ids and labels; a rest that fills no batch is left out."""
     whole = len(text) // (batch_size * length)
     tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8)[
         : whole * batch_size * length

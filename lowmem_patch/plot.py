@@ -1,4 +1,4 @@
-"""Pictures of saved bytes, and of memory against speed. The only importer of matplotlib."""
+"""Pictures of saved bytes, and of memory against speed. The only importer of matplotlib and adjustText."""
 
 from __future__ import annotations
 
@@ -21,12 +21,15 @@ def require_matplotlib() -> Any:
     """The class of matplotlib's figures, which needs no display.
 
     Raises:
-        ConfigError: matplotlib is not installed.
+        ConfigError: matplotlib or adjustText is not installed.
     """
     try:
+        import adjustText  # noqa: F401 - used when labels are written, asked for before the work
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ConfigError("a plot needs matplotlib: pip install 'lowmem-patch[plot]'") from error
+        raise ConfigError(
+            "a plot needs matplotlib and adjustText: pip install 'lowmem-patch[plot]'"
+        ) from error
     return Figure
 
 
@@ -58,7 +61,7 @@ def plot_saved_bytes(report: PatchReport, path: Path, title: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """One way to train: bytes that it needs, and what it processes in a second."""
+    """One way to train: its bytes, and the tokens, images or steps of a second."""
 
     label: str
     memory: float
@@ -80,7 +83,7 @@ def plot_tradeoff(
     """Write memory against rate, one labelled point each; a line joins those that none beats in both.
 
     Args:
-        memory, rate: what the axes show, such as "peak above rest" and "tokens / s".
+        memory, rate: labels of the axes, such as "peak above rest" and "tokens / s".
 
     Raises:
         ConfigError: as in :func:`plot_saved_bytes`.
@@ -90,9 +93,8 @@ def plot_tradeoff(
     unit, scale = _unit(max(point.memory for point in points))
     best = pareto(points)
     axes.plot([p.memory / scale for p in best], [p.rate for p in best], color="C0", alpha=0.5, lw=1)
-    for point in points:
-        color = "C0" if point in best else "0.5"
-        axes.plot(point.memory / scale, point.rate, "o", color=color)
+    colors = ["C0" if point in best else "0.5" for point in points]
+    axes.scatter([p.memory / scale for p in points], [p.rate for p in points], c=colors, zorder=3)
     axes.margins(0.12)
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
@@ -107,41 +109,19 @@ def plot_tradeoff(
     _write(figure, path)
 
 
-# Where a label may stand beside its point: the direction, and how it is aligned there; then farther off.
-_SIDES = (
-    ((1, 0), "left", "center"),
-    ((-1, 0), "right", "center"),
-    ((0, 1), "center", "bottom"),
-    ((0, -1), "center", "top"),
-    ((1, 1), "left", "bottom"),
-    ((1, -1), "left", "top"),
-    ((-1, 1), "right", "bottom"),
-    ((-1, -1), "right", "top"),
-)
-_PLACES = [
-    ((x * away, y * away), horizontal, vertical)
-    for away in (7, 18, 29)
-    for (x, y), horizontal, vertical in _SIDES
-]
-
-
 def _label(axes: Any, labels: Sequence[tuple[str, float, float, bool]]) -> None:
-    """Write each label in the first place where it covers no point and no other label."""
-    dots = [axes.transData.transform(label[1:3]) for label in labels]
-    taken: list[Any] = []
-    for text, x, y, best in labels:
-        for offset, horizontal, vertical in _PLACES:
-            note = axes.annotate(
-                text, (x, y), offset, textcoords="offset points", ha=horizontal, va=vertical,
-                fontsize="small", weight="bold" if best else "normal",
-            )  # fmt: skip
-            box = note.get_window_extent()
-            inside = axes.bbox.x0 < box.x0 and box.x1 < axes.bbox.x1
-            free = inside and not box.count_overlaps(taken) and not box.count_contains(dots)
-            if free or (offset, horizontal, vertical) == _PLACES[-1]:
-                taken.append(box)
-                break
-            note.remove()
+    """Write each label beside its point, off other labels and points; a line leads to a far one."""
+    from adjustText import adjust_text
+
+    texts = [
+        axes.text(x, y, text, fontsize="small", weight="bold" if best else "normal")
+        for text, x, y, best in labels
+    ]
+    adjust_text(
+        texts, [x for _, x, _, _ in labels], [y for _, _, y, _ in labels], ax=axes,
+        expand=(1.3, 2.0), force_static=(0.2, 0.4), min_arrow_len=12,
+        arrowprops={"arrowstyle": "-", "color": "0.7", "lw": 0.5},
+    )  # fmt: skip
 
 
 def _unit(largest: float) -> tuple[str, int]:

@@ -22,7 +22,7 @@ class Measured:
     """One real step.
 
     Attributes:
-        saved: what autograd held after the forward, without a loss.
+        saved: held by autograd after the forward, without a loss.
         peak_allocated, peak_reserved: bytes on the GPU during the step, with parameters and
             gradients; None on the CPU.
     """
@@ -52,12 +52,8 @@ class ProfileResult:
     patched: int
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "device": self.device,
-            "patched": self.patched,
-            "before": self.before.to_dict(),
-            "after": self.after.to_dict(),
-        }
+        steps = {"before": self.before.to_dict(), "after": self.after.to_dict()}
+        return {"device": self.device, "patched": self.patched, **steps}
 
 
 def materialise(model: nn.Module) -> nn.Module:

@@ -202,7 +202,7 @@ QUICK = ("--device", "cpu", "--rounds", "2", "--steps", "1", "--batch-size", "1"
 
 
 def test_the_table_and_the_picture(folder: Path, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("adjustText")
     picture = tmp_path / "out.png"
     result = call(folder, *QUICK, "--seq-len", "8", "--plot", picture, "--train", "lora")
     assert result.exit_code == 0, result.output
@@ -286,7 +286,7 @@ def test_pareto() -> None:
 def test_the_committed_results_can_be_drawn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("adjustText")
     spec = importlib.util.spec_from_file_location("picture", ROOT / "benchmarks" / "picture.py")
     assert spec is not None and spec.loader is not None
     picture = importlib.util.module_from_spec(spec)
@@ -299,6 +299,7 @@ def test_the_committed_results_can_be_drawn(
 
 def test_labels_cover_neither_each_other_nor_points(tmp_path: Path) -> None:
     figure_module = pytest.importorskip("matplotlib.figure")
+    pytest.importorskip("adjustText")
     drawn: list[Any] = []
     points = [Point(f"variant {n}", 10 + 0.1 * n, 100 + n % 2) for n in range(4)]
     points.append(Point("far away", 1, 1))
@@ -341,7 +342,7 @@ def test_models_that_wait_may_lie_in_the_hosts_memory(monkeypatch: pytest.Monkey
     model = llama().cuda()
     chosen = {n: VARIANTS[n] for n in ("unpatched", "auto", "compile")}
     here = compare(model, inputs, chosen, rounds=2, steps=1)
-    monkeypatch.setattr(module, "_crowded", lambda *_: True)
+    monkeypatch.setattr(module, "_needs_host_memory", lambda *_: True)
     parked = compare(model, inputs, chosen, rounds=2, steps=1)
     torch.compiler.reset()
     assert parked.parked and not here.parked

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from lowmem_patch.checkpoint import SelfCheckError, convert, resolve
+from lowmem_patch.checkpoint import SelfCheckError, convert, edits, resolve
 from lowmem_patch.errors import CheckpointError
 from tests.checkpoint_models import llama, write
 
@@ -21,14 +21,13 @@ from tests.checkpoint_models import llama, write
 def test_a_wrong_fold_is_found_before_it_is_put_in_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module = sys.modules[convert.__module__]
-    real = module.fold_tensors
+    real = edits.fold_tensors
 
     def wrong(*args: Any, **kwargs: Any) -> Any:
         weight, bias = real(*args, **kwargs)
         return weight * 1.001, bias
 
-    monkeypatch.setattr(module, "fold_tensors", wrong)
+    monkeypatch.setattr(edits, "fold_tensors", wrong)
     with pytest.raises(SelfCheckError, match="logits"):
         convert(resolve(write(tmp_path / "in", llama())), tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["in"]

@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 
 from lowmem_patch import checkpoint
 from lowmem_patch.cli import app
-from lowmem_patch.memory import standing_bytes
+from lowmem_patch.memory import model_state_bytes
 from lowmem_patch.tracing.categories import CATEGORIES
 
 ROOT = Path(__file__).parent.parent
@@ -115,7 +115,7 @@ def test_what_fits_is_shown_and_agrees_with_the_totals(shallow: Path) -> None:
     )
     assert row.split()[-2:] == [str(found["largest_before"]), str(found["largest_after"])]
     for kind in ("linear inputs", "attention", "codes and statistics"):
-        assert f"kept as {kind}" in shown
+        assert f"saved as {kind}" in shown
     none = call("inspect", shallow, "--memory", "1KiB").stdout
     assert none.count("does not fit") == 2
 
@@ -133,7 +133,7 @@ def test_the_named_optimizer_is_counted(shallow: Path, optimizer: str) -> None:
     model = checkpoint.load_model(checkpoint.resolve(shallow))
     memory = data_of("inspect", shallow, "--optimizer", optimizer)["memory"]
     assert memory["optimizer"] == optimizer
-    assert memory["before"]["optimizer"] == standing_bytes(model, optimizer).optimizer
+    assert memory["before"]["optimizer"] == model_state_bytes(model, optimizer).optimizer
 
 
 def test_qlora_packs_the_base_and_saves_what_lora_saves(tmp_path: Path) -> None:
@@ -174,7 +174,7 @@ def test_each_unknown_target_is_named(llama: Path) -> None:
 
 
 def test_a_plot_is_a_picture_of_three_bars(shallow: Path, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("adjustText")
     result = call("inspect", shallow, "--plot", tmp_path / "out.png")
     assert result.exit_code == 0, result.output
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
@@ -211,7 +211,7 @@ def test_profile_measures_what_inspect_predicts(llama: Path) -> None:
         assert sum(measured["before"]["by_module"].values()) == measured["before"]["saved"]
         assert measured["device"] == "cpu" and measured["before"]["peak_allocated"] is None
     shown = call("profile", llama, *size, "--device", "cpu")
-    assert shown.exit_code == 0 and "kept as attention" in shown.stdout, shown.output
+    assert shown.exit_code == 0 and "saved as attention" in shown.stdout, shown.output
     assert "model.layers.{0..1}.self_attn" in shown.stdout and "peak" not in shown.stdout
 
 

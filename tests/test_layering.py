@@ -60,6 +60,7 @@ ONLY_IMPORTERS = {
     "triton": "kernels",
     "rich": "report",
     "matplotlib": "plot",
+    "adjustText": "plot",
     "typer": "cli",
     "click": None,
 }

@@ -20,11 +20,11 @@ from lowmem_patch.config import load_config
 from lowmem_patch.errors import ConfigError
 from lowmem_patch.memory import (
     largest_that_fits,
+    model_state_bytes,
     parse_bytes,
     predict,
     predict_memory,
     run_step,
-    standing_bytes,
     step_bytes,
 )
 from lowmem_patch.tracing.inputs import ExampleInputs
@@ -43,7 +43,7 @@ def tokens(batch: int, length: int | None = 24) -> ExampleInputs:
     return ExampleInputs((), {"input_ids": torch.zeros(batch, length or 24, dtype=torch.long)})
 
 
-# what stands
+# model states
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd", "adafactor"])
@@ -67,10 +67,10 @@ def test_optimizer_state_is_what_torch_allocates(name: str, dtype: torch.dtype) 
         for key, value in values.items()
         if isinstance(value, Tensor) and key != "step"
     ]
-    standing = standing_bytes(model, name)
-    assert standing.optimizer == sum(value.numel() * value.element_size() for value in state)
-    assert standing.gradients == sum(p.numel() * p.element_size() for p in trained)
-    assert standing.parameters == sum(p.numel() * p.element_size() for p in model.parameters())
+    states = model_state_bytes(model, name)
+    assert states.optimizer == sum(value.numel() * value.element_size() for value in state)
+    assert states.gradients == sum(p.numel() * p.element_size() for p in trained)
+    assert states.parameters == sum(p.numel() * p.element_size() for p in model.parameters())
 
 
 def test_eight_bit_states_and_four_bit_weights_by_hand() -> None:
@@ -78,23 +78,22 @@ def test_eight_bit_states_and_four_bit_weights_by_hand() -> None:
     count = 4096 * 4096
     # two states of one byte, and a float32 scale per 256 of each
     states = [2 * n + 2 * (n // 256) * 4 for n in (count, 4096)]
-    assert standing_bytes(model, "adamw8bit").optimizer == sum(states)
+    assert model_state_bytes(model, "adamw8bit").optimizer == sum(states)
     small = nn.Linear(8, 8, dtype=torch.bfloat16)
-    assert standing_bytes(small, "adamw8bit").optimizer == 2 * 4 * (
-        64 + 8
-    )  # small ones stay in 32 bits
+    # small ones stay in 32 bits
+    assert model_state_bytes(small, "adamw8bit").optimizer == 2 * 4 * (64 + 8)
     model.requires_grad_(False)
-    packed = standing_bytes(model, "adamw", quantised=True)
+    packed = model_state_bytes(model, "adamw", quantised=True)
     # 4 bits, 8 per 64 weights, 32 per 64 x 256 weights; the bias stays
     assert packed.parameters == count // 2 + count // 64 + count // 16384 * 4 + 4096 * 2
     assert (packed.gradients, packed.optimizer, packed.dequantised) == (0, 0, count * 2)
-    assert standing_bytes(model, "adamw").parameters == (count + 4096) * 2
+    assert model_state_bytes(model, "adamw").parameters == (count + 4096) * 2
 
 
 def test_the_head_and_what_trains_are_not_packed() -> None:
     model = llama().requires_grad_(False)
-    whole = standing_bytes(model, "sgd").parameters
-    packed = standing_bytes(model, "sgd", quantised=True).parameters
+    whole = model_state_bytes(model, "sgd").parameters
+    packed = model_state_bytes(model, "sgd", quantised=True).parameters
     linears = 2 * (4 * 64 * 64 + 3 * 64 * 176)
     scales = sum(n // 64 + -(-n // 64 // 256) * 4 for n in [64 * 64] * 8 + [64 * 176] * 6)
     assert whole - packed == linears * 4 - linears // 2 - scales
@@ -102,7 +101,7 @@ def test_the_head_and_what_trains_are_not_packed() -> None:
 
 def test_unknown_optimizers_are_named() -> None:
     with pytest.raises(ConfigError, match="lion"):
-        standing_bytes(nn.Linear(2, 2), "lion")
+        model_state_bytes(nn.Linear(2, 2), "lion")
 
 
 # one step
@@ -253,12 +252,12 @@ def test_what_is_said_to_fit_fits_and_one_more_does_not(solve: str, attention: s
     assert 0 <= buffers <= 2 * 4 * 8  # the rotary table
     assert memory.largest_after is not None and memory.largest_before is not None
     assert memory.largest_after > memory.largest_before > 1
-    standing = memory.before.parameters + memory.before.gradients + memory.before.optimizer
+    states = memory.before.parameters + memory.before.gradients + memory.before.optimizer
     for preset, size in ((None, memory.largest_before), ("exact", memory.largest_after)):
         for number, fits in ((size, True), (size + 1, False)):
             sizes = (number, 24) if solve == "batch" else (2, number)
             found = whole_steps(llama(2, attention), preset, *sizes)
-            assert (standing + found.peak <= limit) == fits
+            assert (states + found.peak <= limit) == fits
 
 
 def test_a_prediction_adds_up() -> None:

@@ -1,4 +1,4 @@
-"""Run the variants of one model in turn, round after round, so that a noisy spell hits all of them."""
+"""Run the variants of one model in turn, round after round, so that noise reaches all of them."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ Progress = Callable[[str, int, int], None]
 
 # The first step compiles and chooses kernels, the second may compile once more.
 _WARM_UP = 3
-_LONGEST = 300  # of an error's text
+_LONGEST_MESSAGE = 300
 
 
 @dataclasses.dataclass
 class _Entry:
-    """A variant while the rounds go on; without a step when it failed or was skipped."""
+    """A variant during the rounds; without a step when it failed or was skipped."""
 
     name: str
     step: Step | None = None
@@ -40,8 +40,8 @@ class _Entry:
     skipped: str | None = None
 
     @contextlib.contextmanager
-    def kept_apart(self) -> Iterator[None]:
-        """Whatever this variant raises is its own result; the others go on."""
+    def record_errors(self) -> Iterator[None]:
+        """An error becomes the result of this variant; the others go on."""
         try:
             yield
         except (VariantError, NothingToPatchError) as error:
@@ -54,7 +54,7 @@ class _Entry:
     def row(self) -> Row:
         if self.failed or self.skipped:
             return Row(self.name, failed=self.failed, skipped=self.skipped)
-        # the same in every round, but for what a kernel that was chosen late allocates
+        # equal in every round, except where a kernel that was chosen late allocates more
         act, peak, reserved = (
             _largest([getattr(memory, name) for memory in self.memory])
             for name in ("act", "peak", "reserved")
@@ -68,9 +68,9 @@ def _largest(sizes: list[int | None]) -> int | None:
 
 
 def _one_line(error: BaseException) -> str:
-    # the compiler's errors say in their second line what happened
+    # the cause is in the second line of the compiler's errors
     text = " ".join(str(error).split()) or "no message"
-    return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
+    return text if len(text) <= _LONGEST_MESSAGE else text[: _LONGEST_MESSAGE - 3] + "..."
 
 
 def compare(
@@ -85,40 +85,40 @@ def compare(
 ) -> Comparison:
     """Measure each variant on a copy of the model; a variant that fails does not stop the others.
 
-    All copies are alive at once, and take turns: a round measures the memory of one step and the time
-    of ``steps`` more of every variant. Where their weights would fill more than half of the GPU, the
-    copies that wait lie in the host's memory.
+    The copies take turns: a round measures, for every variant, the memory of one step and the time of
+    ``steps`` more. Where all weights together would fill more than half of the GPU's free memory, the
+    copies lie on the host except during their turn.
 
     Args:
-        model: left as it is; on any device, in the mode and with the parameters that are to train.
-        inputs: of a step; they lie on the device to measure on.
+        model: never changed; on any device, in training mode, with ``requires_grad`` as it will train.
+        inputs: of a step, on the device to measure on.
         autocast: under bfloat16 autocast.
-        progress: called with a text, how many turns are done, and how many there are.
+        progress: called with a text, the number of turns done, and the number of all turns.
     """
     tensors = [t for t in tree_leaves((inputs.args, inputs.kwargs)) if isinstance(t, Tensor)]
     device = tensors[0].device
-    parked = device.type == "cuda" and _crowded(model, len(variants), device)
+    parked = device.type == "cuda" and _needs_host_memory(model, len(variants), device)
     entries = [_Entry(name) for name in variants]
     turns = len(entries) * (rounds + 1)
     tell = progress or (lambda *_: None)
     try:
         for number, entry in enumerate(entries):
             tell(f"{entry.name}: first steps", number, turns)
-            with entry.kept_apart():
+            with entry.record_errors():
                 entry.step = _prepare(model, variants[entry.name], inputs, device, autocast)
                 _rest(entry.step, parked)
-            _tidy(device)
+            _free_unused(device)
         for turn in range(len(entries), turns):
             entry = entries[turn % len(entries)]
             if entry.step is not None:
                 tell(f"{entry.name}: round {turn // len(entries)}", turn, turns)
-                with entry.kept_apart():
+                with entry.record_errors():
                     _take_turn(entry, entry.step, steps, parked)
-                _tidy(device)
+                _free_unused(device)
     finally:
         for entry in entries:
             entry.step = None
-        _tidy(device)
+        _free_unused(device)
     work, unit = _work(inputs, tensors)
     rows = tuple(entry.row() for entry in entries)
     return Comparison(rows, str(device), work, unit, rounds, steps, parked)
@@ -128,9 +128,9 @@ def _prepare(
     model: nn.Module, variant: Variant, inputs: ExampleInputs, device: torch.device, autocast: bool
 ) -> Step:
     """A copy of the model, made into the variant, after its first steps."""
-    fresh: Any = copy.deepcopy(model).to(device)
+    copied: Any = copy.deepcopy(model).to(device)
     with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
-        step = Step(variant(fresh, inputs), inputs, autocast=autocast)
+        step = Step(variant(copied, inputs), inputs, autocast=autocast)
     for _ in range(_WARM_UP):
         step.run()
     return step
@@ -139,7 +139,7 @@ def _prepare(
 def _take_turn(entry: _Entry, step: Step, steps: int, parked: bool) -> None:
     if parked:
         step.model.to(step.device)
-    step.run()  # makes the gradients, which then belong to what lies there at rest
+    step.run()  # makes the gradients, which are held before the measured steps
     entry.memory.append(step.memory())
     step.run()  # leaves the caching allocator as a training loop finds it
     entry.times += [step.milliseconds() for _ in range(steps)]
@@ -147,25 +147,25 @@ def _take_turn(entry: _Entry, step: Step, steps: int, parked: bool) -> None:
 
 
 def _rest(step: Step, parked: bool) -> None:
-    """Only the weights stay while others have their turn, or not even these."""
+    """Free the gradients while others have their turn, and move the weights to the host if parked."""
     step.model.zero_grad(set_to_none=True)
     if parked:
         step.model.to("cpu")
 
 
-def _tidy(device: torch.device) -> None:
+def _free_unused(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
-def _crowded(model: nn.Module, copies: int, device: torch.device) -> bool:
+def _needs_host_memory(model: nn.Module, copies: int, device: torch.device) -> bool:
     weights = sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
     return copies * weights > torch.cuda.mem_get_info(device)[0] / 2
 
 
 def _work(inputs: ExampleInputs, tensors: list[Tensor]) -> tuple[int, str]:
-    """How much one step processes, and what to call it."""
+    """The number of tokens, images or rows of a step, and their name."""
     tokens = inputs.kwargs.get("input_ids")
     if isinstance(tokens, Tensor):
         return tokens.numel(), "tokens"

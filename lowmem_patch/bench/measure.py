@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
-from lowmem_patch.memory.step import with_labels
+from lowmem_patch.memory.step import loss_or_output, with_labels
 from lowmem_patch.tracing.inputs import ExampleInputs
 from lowmem_patch.tracing.saved_bytes import storage_key
 
@@ -20,7 +19,7 @@ __all__ = ["Memory", "Step"]
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Bytes of one step above what lay there at rest; see :class:`lowmem_patch.bench.Row`."""
+    """Bytes of one step above those held before it; see :class:`lowmem_patch.bench.Row`."""
 
     act: int
     peak: int | None = None
@@ -40,18 +39,14 @@ class Step:
         """The model's own loss, or the mean square of its first output."""
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast):
             output: Any = self.model(*self.inputs.args, **self.inputs.kwargs)
-        own = getattr(output, "loss", None)
-        if isinstance(own, Tensor):
-            return own
-        leaves = tree_leaves(dict(output) if hasattr(output, "keys") else output)
-        first = next(leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad)
-        return first.float().square().mean()
+        result = loss_or_output(output)
+        return result if result is getattr(output, "loss", None) else result.float().square().mean()
 
     def run(self) -> None:
         torch.autograd.backward(self.loss())
 
     def milliseconds(self) -> float:
-        """Run one step; on a GPU its time is taken there."""
+        """The time of one step; on a GPU as its own clock measures it."""
         if self.device.type != "cuda":
             begun = time.perf_counter()
             self.run()
@@ -66,7 +61,7 @@ class Step:
         return float(start.elapsed_time(end))
 
     def memory(self) -> Memory:
-        """Run one step. What the caching allocator had in reserve is given back first."""
+        """The memory of one step; the caching allocator returns its reserve to the device first."""
         if self.device.type != "cuda":
             return self._saved()
         gc.collect()
@@ -86,17 +81,17 @@ class Step:
         )
 
     def _saved(self) -> Memory:
-        """What autograd holds, by plain hooks: these see into compiled functions as well."""
+        """Saved bytes, by plain hooks, which see into compiled functions as well."""
         weights = {storage_key(t) for t in (*self.model.parameters(), *self.model.buffers())}
-        held: dict[int, Tensor] = {}
+        saved: dict[int, Tensor] = {}
 
         def pack(tensor: Tensor) -> Tensor:
             key = storage_key(tensor)
             if key not in weights:
-                held.setdefault(key, tensor.detach())
+                saved.setdefault(key, tensor.detach())
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             loss = self.loss()
         del loss
-        return Memory(sum(tensor.untyped_storage().nbytes() for tensor in held.values()))
+        return Memory(sum(tensor.untyped_storage().nbytes() for tensor in saved.values()))

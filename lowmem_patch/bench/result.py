@@ -1,4 +1,4 @@
-"""What a comparison found, as plain data."""
+"""The result of a comparison, as plain data."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ __all__ = ["Comparison", "Row"]
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One variant; all bytes are counted above what lay on the device at rest.
+    """One variant; bytes on a device are above those held before the step.
 
     Attributes:
-        act: bytes that lie between forward and backward; on the CPU what autograd holds then.
-        peak, reserved: the most that was allocated, and taken from the device; None on the CPU.
+        act: bytes held between forward and backward; on the CPU those that autograd saves.
+        peak, reserved: the most bytes allocated by tensors, and by the allocator; None on the CPU.
         times: of every timed step, in milliseconds.
-        failed, skipped: why there are no numbers: an error, or a variant without sense here.
+        failed, skipped: the error, or the reason why the variant does not apply; then without numbers.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Row:
         return low, median, high
 
     def to_dict(self, work: int) -> dict[str, Any]:
-        """Plain data; ``work`` counts what one step processes."""
+        """Plain data; ``work`` is the number of tokens, images or rows of a step."""
         if self.failed is not None:
             return {"error": self.failed}
         if self.skipped is not None:
@@ -66,8 +66,8 @@ class Comparison:
     """All variants on one device.
 
     Attributes:
-        work, unit: what one step processes, such as 8192 tokens.
-        parked: whether the waiting models lay in the memory of the host, for lack of room.
+        work, unit: the number of tokens, images or rows of a step, such as 8192 tokens.
+        parked: whether models were moved to the host while another was measured, for lack of memory.
     """
 
     rows: tuple[Row, ...]
@@ -79,9 +79,6 @@ class Comparison:
     parked: bool
 
     def to_dict(self) -> dict[str, Any]:
-        fields = {
-            field.name: getattr(self, field.name)
-            for field in dataclasses.fields(self)
-            if field.name != "rows"
-        }
-        return {**fields, "variants": {row.name: row.to_dict(self.work) for row in self.rows}}
+        data = dataclasses.asdict(self)
+        del data["rows"]
+        return {**data, "variants": {row.name: row.to_dict(self.work) for row in self.rows}}

@@ -1,4 +1,4 @@
-"""The variants that are set side by side: each changes a fresh copy of the model, and that copy alone."""
+"""The variants that are compared; each changes a copy of the model, and that copy alone."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ import torch
 
 from lowmem_patch.api import patch_model
 from lowmem_patch.errors import VariantError
+from lowmem_patch.memory import base_model
 from lowmem_patch.tracing.inputs import ExampleInputs
 
 __all__ = ["VARIANTS", "Variant", "compiled", "unpatched"]
 
-# Takes a model, on its device and in its mode, and the inputs of a step; returns what is trained.
-# Raises VariantError or NothingToPatchError where it has no sense for this model or this machine.
+# Takes a model, on its device and in its mode, and the inputs of a step; returns the model to train.
+# Raises VariantError or NothingToPatchError where it does not apply to this model or machine.
 Variant = Callable[[Any, ExampleInputs], Any]
 
 
@@ -34,7 +35,7 @@ def _preset(name: str) -> Variant:
 
 
 def _checkpointing(model: Any, _inputs: ExampleInputs) -> Any:
-    base = _base(model)
+    base = base_model(model)
     if hasattr(base, "set_grad_checkpointing"):
         base.set_grad_checkpointing(True)
     elif getattr(base, "supports_gradient_checkpointing", False):
@@ -62,12 +63,12 @@ def _liger(model: Any, _inputs: ExampleInputs) -> Any:
         liger = importlib.import_module("liger_kernel.transformers.monkey_patch")
     except ImportError as error:
         raise VariantError("liger-kernel is not installed") from error
-    base = _base(model)
-    kind = getattr(getattr(base, "config", None), "model_type", None)
-    if kind not in liger.MODEL_TYPE_TO_APPLY_LIGER_FN:
-        raise VariantError(f"liger-kernel has nothing for {kind or type(base).__name__}")
+    base = base_model(model)
+    model_type = getattr(getattr(base, "config", None), "model_type", None)
+    if model_type not in liger.MODEL_TYPE_TO_APPLY_LIGER_FN:
+        raise VariantError(f"liger-kernel has nothing for {model_type or type(base).__name__}")
     has_head = base.get_output_embeddings() is not None
-    with _names_kept(type(base).__module__):
+    with _restored_names(type(base).__module__):
         liger._apply_liger_kernel_to_instance(
             base, rope=False, cross_entropy=False, fused_linear_cross_entropy=has_head
         )
@@ -75,8 +76,8 @@ def _liger(model: Any, _inputs: ExampleInputs) -> Any:
 
 
 @contextlib.contextmanager
-def _names_kept(module: str) -> Iterator[None]:
-    """Liger also replaces classes in the module of the model, for all that are built or run later."""
+def _restored_names(module: str) -> Iterator[None]:
+    """Undoes Liger's replacements of classes in a module, which would reach all later models."""
     names = vars(sys.modules[module])
     before = dict(names)
     try:
@@ -84,10 +85,6 @@ def _names_kept(module: str) -> Iterator[None]:
     finally:
         names.clear()
         names.update(before)
-
-
-def _base(model: Any) -> Any:
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 VARIANTS: dict[str, Variant] = {

@@ -1,7 +1,7 @@
-"""Outputs against float64: what a model computes, and by how much two of them may differ.
+"""Outputs against float64, and the error that a candidate may make.
 
-The unpatched model in float64 is the truth; the unpatched model in dtype D shows what error D alone
-makes. A candidate in D may make at most a small factor of that error. Errors are relative L2 norms.
+The unpatched model in float64 is the truth; the unpatched model in dtype D shows the error of D alone.
+A candidate in D may make at most a small factor of that error. Errors are relative L2 norms.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class TensorCheck:
 def cast_parameters(model: Any, dtype: torch.dtype | None) -> Any:
     """Cast parameters and persistent buffers in place.
 
-    Other buffers stay: a rotary table in low precision would drown what is to be measured.
+    Other buffers stay: the error of a rotary table in low precision would exceed all others.
     """
     if dtype is None:
         return model
@@ -68,7 +68,7 @@ def cast_parameters(model: Any, dtype: torch.dtype | None) -> Any:
 
 
 class StayInFloat64(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch leaves it untyped
-    """Undoes the casts to float32 inside a model (RMSNorm, softmax), which would spoil the truth."""
+    """Undoes the casts to float32 inside a model (RMSNorm, softmax), which would round the truth."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped

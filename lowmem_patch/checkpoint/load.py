@@ -14,28 +14,24 @@ from lowmem_patch.checkpoint.compare import cast_parameters
 from lowmem_patch.checkpoint.source import Source
 from lowmem_patch.checkpoint.weights import open_weights
 from lowmem_patch.errors import CheckpointError
+from lowmem_patch.memory import output_head
 
 __all__ = ["add_lora", "build_meta_model", "load_model", "refuse_quantised", "stored_names"]
 
 # transformers and timm report a broken checkpoint with whatever their parsing met first
 _LIBRARY_ERRORS = (
-    OSError,
-    ValueError,
-    RuntimeError,
-    KeyError,
-    TypeError,
-    AttributeError,
-    ImportError,
-)
+    OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError, ImportError,
+)  # fmt: skip
 
 
 @contextlib.contextmanager
-def _naming(source: Source, what: str) -> Iterator[None]:
+def _naming(source: Source, task: str) -> Iterator[None]:
+    """An error of the library names the checkpoint and the task that failed."""
     try:
         yield
     except _LIBRARY_ERRORS as error:
         line = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise CheckpointError(f"{source.name}: {source.library} cannot {what}: {line}") from error
+        raise CheckpointError(f"{source.name}: {source.library} cannot {task}: {line}") from error
 
 
 def refuse_quantised(source: Source) -> None:
@@ -45,10 +41,10 @@ def refuse_quantised(source: Source) -> None:
         CheckpointError: config.json has a quantization_config.
     """
     if source.quantised:
-        method = source.config["quantization_config"]
-        kind = method.get("quant_method", "unknown") if isinstance(method, dict) else "unknown"
+        config = source.config["quantization_config"]
+        method = config.get("quant_method", "unknown") if isinstance(config, dict) else "unknown"
         raise CheckpointError(
-            f"{source.name} is quantised ({kind}): use the full-precision checkpoint first, "
+            f"{source.name} is quantised ({method}): use the full-precision checkpoint first, "
             "then quantise the result"
         )
 
@@ -96,12 +92,9 @@ def load_model(source: Source, dtype: torch.dtype | None = None) -> Any:
     cls = _transformers_class(source, config)
     with _naming(source, f"load it into {cls.__name__}"):
         model, info = cls.from_pretrained(
-            source.folder,
-            config=config,
-            dtype=dtype or "auto",
-            output_loading_info=True,
+            source.folder, config=config, dtype=dtype or "auto", output_loading_info=True,
             local_files_only=True,
-        )
+        )  # fmt: skip
     missing = sorted(info["missing_keys"])
     if missing:
         raise CheckpointError(
@@ -114,23 +107,15 @@ def load_model(source: Source, dtype: torch.dtype | None = None) -> Any:
 def _transformers_config(source: Source) -> Any:
     import transformers
 
-    _check_trust(
-        source, "AutoConfig", lambda: source.config.get("model_type") in transformers.CONFIG_MAPPING
-    )
+    own_code = "AutoConfig" in (source.config.get("auto_map") or {})
+    known = source.config.get("model_type") in transformers.CONFIG_MAPPING
+    if own_code and not known and not source.trust_remote_code:
+        raise CheckpointError(
+            f"{source.name} brings its own Python code: read it, and add --trust-remote-code to run it"
+        )
     with _naming(source, "read its config"):
         return transformers.AutoConfig.from_pretrained(
             source.files, trust_remote_code=source.trust_remote_code, local_files_only=True
-        )
-
-
-def _check_trust(source: Source, entry: str, known: Any) -> None:
-    if (
-        entry in (source.config.get("auto_map") or {})
-        and not source.trust_remote_code
-        and not known()
-    ):
-        raise CheckpointError(
-            f"{source.name} brings its own Python code: read it, and add --trust-remote-code to run it"
         )
 
 
@@ -180,10 +165,10 @@ def _timm_model(source: Source, *, pretrained: bool = False) -> nn.Module:
 
 
 def stored_names(model: Any, stored: Sequence[str]) -> dict[str, str]:
-    """Which tensor of a checkpoint becomes which state-dict entry of the (meta) model, one to one.
+    """State-dict entry of the (meta) model to the stored tensor that becomes it, one to one.
 
-    Follows the renamings that transformers itself applies on loading; a tensor that is merged with
-    others, split or reshaped on the way has no entry.
+    Follows the renamings that transformers applies on loading; a tensor that is merged with others,
+    split or reshaped by them has no entry.
     """
     own = model.state_dict()
     if not hasattr(model, "base_model_prefix"):
@@ -239,7 +224,10 @@ def add_lora(model: Any, target_modules: Sequence[str] | None = None, *, rank: i
         ) from error
     everything = "all-linear" if hasattr(model, "base_model_prefix") else _all_linears(model)
     targets: Any = list(target_modules) if target_modules else everything
-    unknown = [name for name in target_modules or () if not _names_module(model, name)]
+    paths = [f".{path}" for path, _ in model.named_modules()]
+    unknown = [
+        name for name in target_modules or () if not any(p.endswith(f".{name}") for p in paths)
+    ]
     if unknown:
         linears = sorted({name.rpartition(".")[2] for name in _all_linears(model)})
         raise CheckpointError(
@@ -253,12 +241,8 @@ def add_lora(model: Any, target_modules: Sequence[str] | None = None, *, rank: i
         raise CheckpointError(f"--train lora: {error}") from error
 
 
-def _names_module(model: Any, name: str) -> bool:
-    return any(path == name or path.endswith(f".{name}") for path, _ in model.named_modules())
-
-
 def _all_linears(model: Any) -> list[str]:
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    head = output_head(model)
     if head is None and hasattr(model, "get_classifier"):
         head = model.get_classifier()
     return [

@@ -1,4 +1,4 @@
-"""What a converted checkpoint says of itself: lowmem_patch.json, its model card, copied files."""
+"""The description of a converted checkpoint: lowmem_patch.json, its model card, copied files."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def write_record(
     folder: Path,
     source: Source,
     steps: Sequence[FoldStep],
-    kept: Mapping[str, str],
+    unfolded: Mapping[str, str],
     dtype: torch.dtype | None,
 ) -> None:
-    """Write what was folded, from what, with which version."""
+    """Write the record: the folds, the norms left as they are with the reasons, source and version."""
     record = {
         "format": 1,
         "lowmem_patch": _version(),
@@ -50,13 +50,13 @@ def write_record(
         "library": source.library,
         "dtype": str(dtype).removeprefix("torch.") if dtype else "as stored",
         "folded": [dataclasses.asdict(step) for step in steps],
-        "kept": dict(kept),
+        "kept": dict(unfolded),
     }
     (folder / RECORD_NAME).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
 
 def read_fold_steps(folder: Path) -> tuple[FoldStep, ...]:
-    """What was folded into a converted checkpoint; nothing for any other checkpoint.
+    """The folds of a converted checkpoint; none for any other checkpoint.
 
     Raises:
         CheckpointError: its lowmem_patch.json is broken.
@@ -77,23 +77,20 @@ def read_fold_steps(folder: Path) -> tuple[FoldStep, ...]:
 
 
 def write_card(folder: Path, source: Source, steps: Sequence[FoldStep]) -> None:
-    """Write a short model card that keeps the licence and names of the source."""
+    """Write a short model card with the licence, the language and the name of the source."""
     header: dict[str, Any] = {}
     if source.folder is not None and (source.folder / "README.md").is_file():
         # a source's card may hold any YAML; without a readable header there is nothing to keep
         with contextlib.suppress(ValueError, yaml.YAMLError, OSError):
             header = dict(huggingface_hub.metadata_load(source.folder / "README.md") or {})
-    kept: dict[str, Any] = {
-        key: header[key]
-        for key in ("license", "license_name", "license_link", "language")
-        if key in header
-    }
+    copied = ("license", "license_name", "license_link", "language")
+    fields: dict[str, Any] = {key: header[key] for key in copied if key in header}
     if source.revision is not None:
-        kept["base_model"] = source.name.removeprefix("hf://").partition("@")[0]
-    kept["library_name"] = source.library
+        fields["base_model"] = source.name.removeprefix("hf://").partition("@")[0]
+    fields["library_name"] = source.library
     origin = Path(source.name).name if source.revision is None else source.name
     text = (
-        f"---\n{yaml.safe_dump(kept, sort_keys=True)}---\n\n# {origin}, norms folded\n\n"
+        f"---\n{yaml.safe_dump(fields, sort_keys=True)}---\n\n# {origin}, norms folded\n\n"
         f"The same function as `{origin}`: gamma and beta of {len(steps)} norms were folded into the\n"
         f"Linears that read them, and these norms are identities now. Stock {source.library} loads it.\n"
         f"Written by `lowmem-patch convert`; `{RECORD_NAME}` lists every folded norm.\n"
@@ -131,7 +128,7 @@ def _description_files(origin: Path, *, with_code: bool) -> list[Path]:
 
 def _description_folders(origin: Path) -> list[str]:
     folders = ["additional_chat_templates"]
-    modules = origin / "modules.json"  # sentence-transformers: what follows the transformer
+    modules = origin / "modules.json"  # sentence-transformers: the layers behind the transformer
     if modules.is_file():
         with contextlib.suppress(ValueError, TypeError, AttributeError):
             folders += [

@@ -1,7 +1,8 @@
-"""Before a converted checkpoint is put in place: does stock transformers or timm load the same function?"""
+"""The check of a written checkpoint: stock transformers or timm loads it and computes the same outputs."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ _BYTES_PER_PARAMETER = 14
 
 
 class SelfCheckError(CheckpointError):
-    """The written checkpoint does not compute what its source does; it was removed."""
+    """The written checkpoint computes another function than its source; it was removed."""
 
 
 def self_check(
@@ -71,13 +72,10 @@ def self_check(
 @torch.no_grad()
 def _outputs(model: Any, inputs: ExampleInputs, *, float64: bool = False) -> dict[str, Tensor]:
     dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
-    # rounded to what every dtype holds, so that the inputs' rounding is nobody's error
+    # rounded to bfloat16, which every dtype here can hold: their rounding is no error of a model
     cast = inputs.map(lambda t: t.to(torch.bfloat16).to(dtype) if t.is_floating_point() else t)
-    if not float64:
+    with StayInFloat64() if float64 else contextlib.nullcontext():
         output = model(*cast.args, **cast.kwargs)
-    else:
-        with StayInFloat64():
-            output = model(*cast.args, **cast.kwargs)
     return {name: t.double() for name, t in named_outputs(output)}
 
 

@@ -20,33 +20,25 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
+from lowmem_patch.checkpoint.weights import WEIGHT_FILES, find_weights, read_index
 from lowmem_patch.errors import CheckpointError
 
 __all__ = ["Source", "resolve"]
 
-# Everything of a hub repository that is small: what describes the model, not its weights.
+# The small files of a hub repository: the description of the model, without its weights.
 _DESCRIPTION = [
-    "*.json",
-    "*.txt",
-    "*.model",
-    "*.jinja",
-    "*.md",
-    "*.py",
-    "LICENSE*",
-    "NOTICE*",
-    "*.tiktoken",
-]
-_WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
+    "*.json", "*.txt", "*.model", "*.jinja", "*.md", "*.py", "LICENSE*", "NOTICE*", "*.tiktoken",
+]  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """A model that was found; nothing of it but its description was read.
+    """A model that was found; only its description was read.
 
     Attributes:
-        name: what the user wrote.
-        folder: where its files lie; None for a timm name whose weights were not asked for.
-        library: who builds the model.
+        name: the model as the user named it.
+        folder: of its files; None for a timm name whose weights were not asked for.
+        library: the library that builds the model.
         revision: the commit that a hub repository was read at.
         config: the content of config.json.
         trust_remote_code: whether Python files of the checkpoint may run.
@@ -82,7 +74,7 @@ def resolve(
     trust_remote_code: bool = False,
     weights: bool = True,
 ) -> Source:
-    """Find a model; downloads from the hub what is not yet in its cache (``HF_HUB_OFFLINE`` is honoured).
+    """Find a model; files that are not in the hub's cache are downloaded (``HF_HUB_OFFLINE`` is honoured).
 
     Args:
         model: a folder, ``org/name``, ``hf://org/name@revision``, ``timm/name`` or a timm name.
@@ -179,23 +171,14 @@ def _from_hub(
 
 
 def _download_weights(name: str, repository: str, revision: str | None, folder: Path) -> None:
-    for file in _WEIGHT_FILES:
-        index = folder / f"{file}.index.json"
-        if index.is_file():
-            try:
-                shards = sorted(
-                    set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-                )
-            except (ValueError, KeyError, AttributeError) as error:
-                raise CheckpointError(f"{name}: {index.name} is broken ({error})") from error
-            _snapshot(name, repository, revision, shards)
-            return
-        if (folder / file).is_file():
-            return
-    for file in _WEIGHT_FILES:
-        _snapshot(name, repository, revision, [file])
-        if (folder / file).is_file():
-            return
+    found = find_weights(folder)
+    if found is None:
+        for file in WEIGHT_FILES:
+            _snapshot(name, repository, revision, [file])
+            if (folder / file).is_file():
+                return
+    elif found.suffix == ".json":
+        _snapshot(name, repository, revision, read_index(found)[1])
 
 
 def _snapshot(name: str, repository: str, revision: str | None, patterns: list[str]) -> Path:
@@ -216,9 +199,7 @@ def _snapshot(name: str, repository: str, revision: str | None, patterns: list[s
         ) from error
     except HFValidationError as error:
         raise CheckpointError(f"{name} is neither a folder nor a hub id (org/name)") from error
-    except OfflineModeIsEnabled as error:
-        raise CheckpointError(_unreachable(name)) from error
-    except (LocalEntryNotFoundError, EntryNotFoundError) as error:
+    except (OfflineModeIsEnabled, LocalEntryNotFoundError, EntryNotFoundError) as error:
         raise CheckpointError(_unreachable(name)) from error
     except RepositoryNotFoundError as error:
         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""Writing a folder aside and renaming it, so that an interrupted run leaves nothing behind."""
+"""Write a folder beside its final place and rename it, so that an interrupted run leaves nothing."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def check_output(out: Path, source: Path | None, *, overwrite: bool) -> None:
 
 
 def check_space(parent: Path, needed: int) -> None:
-    """Refuse to start what cannot be finished.
+    """Refuse to start where the disk lacks space.
 
     Raises:
         CheckpointError: the disk has fewer bytes free.
@@ -53,7 +53,7 @@ def check_space(parent: Path, needed: int) -> None:
 
 @contextlib.contextmanager
 def staged_folder(out: Path) -> Iterator[Path]:
-    """A hidden folder beside ``out`` that becomes ``out`` when the block ends well, else is removed.
+    """A hidden folder beside ``out``; it becomes ``out`` when the block succeeds, else it is removed.
 
     Raises:
         CheckpointError: the folder beside ``out`` cannot be written.
@@ -80,7 +80,7 @@ def _swap(written: Path, out: Path, old: Path) -> None:
             out.rename(old)
         written.rename(out)
     except BaseException:
-        # whatever stopped it, an interrupt too: what was there before goes back
+        # on any failure, an interrupt too, the former checkpoint goes back
         if old.exists() and not out.exists():
             old.rename(out)
         raise

@@ -1,4 +1,4 @@
-"""Reading the tensors of a checkpoint one by one, and refusing what is broken."""
+"""Read the tensors of a checkpoint one by one, and refuse broken files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,17 @@ from torch import Tensor
 
 from lowmem_patch.errors import CheckpointError
 
-__all__ = ["StoredTensor", "Weights", "open_weights", "stored_dtype"]
+__all__ = [
+    "WEIGHT_FILES",
+    "StoredTensor",
+    "Weights",
+    "find_weights",
+    "open_weights",
+    "read_index",
+    "stored_dtype",
+]
+
+WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 
 _DTYPES = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32,
@@ -27,7 +37,7 @@ _DTYPES = {
 
 @dataclasses.dataclass(frozen=True)
 class StoredTensor:
-    """What a checkpoint says of one tensor."""
+    """Shape and dtype of one tensor of a checkpoint."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -61,7 +71,7 @@ class Weights:
 
 
 def stored_dtype(folder: Path) -> torch.dtype:
-    """The coarsest floating-point dtype that the matrices of a checkpoint are stored in.
+    """The least precise floating-point dtype that the matrices of a checkpoint are stored in.
 
     Raises:
         CheckpointError: as in :func:`open_weights`.
@@ -88,19 +98,18 @@ def open_weights(folder: Path) -> Iterator[Weights]:
             yield _open_pickles(files, index)
 
 
-def _weight_files(folder: Path) -> tuple[list[Path], dict[str, Any]]:
-    for name in ("model.safetensors", "pytorch_model.bin"):
-        if (folder / name).is_file():
-            return [folder / name], {}
-        path = folder / f"{name}.index.json"
-        if path.is_file():
-            return _shards(path)
-    raise CheckpointError(
-        f"{folder} holds no weights: neither model.safetensors nor pytorch_model.bin, whole or sharded"
-    )
+def find_weights(folder: Path) -> Path | None:
+    """The weight file of a checkpoint, or the index of its shards; None where it has neither."""
+    names = (f"{file}{suffix}" for file in WEIGHT_FILES for suffix in ("", ".index.json"))
+    return next((folder / name for name in names if (folder / name).is_file()), None)
 
 
-def _shards(path: Path) -> tuple[list[Path], dict[str, Any]]:
+def read_index(path: Path) -> tuple[dict[str, Any], list[str]]:
+    """The content of a shard index, and the names of the shards.
+
+    Raises:
+        CheckpointError: it is broken, or names files in other folders.
+    """
     try:
         index = json.loads(path.read_text(encoding="utf-8"))
         names = sorted(set(index["weight_map"].values()))
@@ -108,13 +117,25 @@ def _shards(path: Path) -> tuple[list[Path], dict[str, Any]]:
         raise CheckpointError(f"{path} is broken ({error}): restore it from the source") from error
     if not names or any(Path(name).name != name for name in names):
         raise CheckpointError(f"{path} names no shards beside it: restore it from the source")
-    missing = [name for name in names if not (path.parent / name).is_file()]
+    return index, names
+
+
+def _weight_files(folder: Path) -> tuple[list[Path], dict[str, Any]]:
+    found = find_weights(folder)
+    if found is None:
+        raise CheckpointError(
+            f"{folder} holds no weights: neither {' nor '.join(WEIGHT_FILES)}, whole or sharded"
+        )
+    if found.suffix != ".json":
+        return [found], {}
+    index, names = read_index(found)
+    missing = [name for name in names if not (folder / name).is_file()]
     if missing:
         raise CheckpointError(
-            f"{path.parent / missing[0]} is listed in {path.name} but absent "
+            f"{folder / missing[0]} is listed in {found.name} but absent "
             f"({len(missing)} of {len(names)} shards): download it again"
         )
-    return [path.parent / name for name in names], index
+    return [folder / name for name in names], index
 
 
 def _open_safetensors(
@@ -129,12 +150,12 @@ def _open_safetensors(
             metadata.update(handle.metadata() or {})
             for name in handle.keys():  # noqa: SIM118 - a safe_open handle is no mapping
                 part = handle.get_slice(name)
-                kind = part.get_dtype()
-                if kind not in _DTYPES:
+                dtype = part.get_dtype()
+                if dtype not in _DTYPES:
                     raise CheckpointError(
-                        f"{path}: {name} has dtype {kind}, which is not supported"
+                        f"{path}: {name} has dtype {dtype}, which is not supported"
                     )
-                tensors[name] = StoredTensor(tuple(part.get_shape()), _DTYPES[kind])
+                tensors[name] = StoredTensor(tuple(part.get_shape()), _DTYPES[dtype])
                 owners[name] = handle
         except (SafetensorError, OSError) as error:
             raise CheckpointError(

@@ -6,38 +6,23 @@ command runs, so that ``--help`` and ``--version`` answer at once.
 
 from __future__ import annotations
 
-import importlib.metadata
 import platform
 import tempfile
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import typer  # noqa: TID251 - the command line is what typer is for
+import typer  # noqa: TID251 - only the command line imports typer
 
 import lowmem_patch
+from lowmem_patch.cli import options
 from lowmem_patch.cli.bench import bench
 from lowmem_patch.cli.memory import inspect, profile
-from lowmem_patch.cli.options import (
-    BatchOption,
-    DebugOption,
-    Dtype,
-    JsonOption,
-    LengthOption,
-    ModelArgument,
-    PresetOption,
-    RevisionOption,
-    StoredDtype,
-    TrustOption,
-    torch_dtype,
-)
-from lowmem_patch.cli.runtime import (
-    DONE,
-    FAILED,
-    NOTHING_TO_DO,
-    command,
-    print_json,
-    quiet_libraries,
-)
+from lowmem_patch.cli.runtime import ExitCode, command, print_json, print_result, quiet_libraries
+
+if TYPE_CHECKING:
+    import torch
+
+    from lowmem_patch.verify import VerifyResult
 
 __all__ = ["app"]
 
@@ -50,11 +35,15 @@ app = typer.Typer(
     epilog="Exit codes: 0 done, 1 verification failed, 2 bad input, 3 nothing to do.",
 )
 
+_PACKAGES = (
+    "torch", "triton", "transformers", "timm", "peft", "safetensors", "huggingface_hub", "typer", "rich",
+)  # fmt: skip
+
 
 def _show_version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"lowmem-patch {lowmem_patch.__version__}")
-        raise typer.Exit(DONE)
+        raise typer.Exit(ExitCode.DONE)
 
 
 @app.callback()
@@ -69,13 +58,13 @@ def main(
 
 @app.command()
 def convert(
-    model: ModelArgument,
+    model: options.ModelArgument,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.")],
-    revision: RevisionOption = None,
+    revision: options.RevisionOption = None,
     dtype: Annotated[
-        StoredDtype, typer.Option("--dtype", help="auto keeps each tensor's.")
-    ] = StoredDtype.auto,
-    max_shard_size: Annotated[str, typer.Option("--max-shard-size", help="Such as 5GB.")] = "5GB",
+        options.StoredDtype, typer.Option(help="auto keeps each tensor's.")
+    ] = options.StoredDtype.auto,
+    max_shard_size: Annotated[str, typer.Option(help="Such as 5GB.")] = "5GB",
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace a checkpoint at OUT.")
     ] = False,
@@ -88,9 +77,9 @@ def convert(
             "--check/--no-check", help="Compare OUT with MODEL before it is put in place."
         ),
     ] = True,
-    trust_remote_code: TrustOption = False,
-    as_json: JsonOption = False,
-    debug: DebugOption = False,
+    trust_remote_code: options.TrustOption = False,
+    as_json: options.JsonOption = False,
+    debug: options.DebugOption = False,
 ) -> None:
     """Fold the norms of MODEL into its Linears; OUT is a stock checkpoint of the same function.
 
@@ -105,18 +94,15 @@ def convert(
                 model, revision=revision, trust_remote_code=trust_remote_code, weights=not dry_run
             )
             result = checkpoint.convert(
-                source, out, dtype=torch_dtype(dtype), max_shard_size=max_shard_size,
+                source, out, dtype=options.torch_dtype(dtype), max_shard_size=max_shard_size,
                 overwrite=overwrite, dry_run=dry_run, check=check, progress=progress,
             )  # fmt: skip
-        if as_json:
-            print_json(result.to_dict())
-        else:
-            report.print_conversion(result)
-        raise typer.Exit(DONE if result.folded else NOTHING_TO_DO)
+        print_result(as_json, result.to_dict(), report.print_conversion, result)
+        raise typer.Exit(ExitCode.DONE if result.folded else ExitCode.NOTHING_TO_DO)
 
 
 def _refuse_overlap(model: str, out: Path, overwrite: bool) -> None:
-    """Before a download of gigabytes, not after it."""
+    """Refuse an output that would lose something, before gigabytes are downloaded."""
     from lowmem_patch.checkpoint.stage import check_output
 
     folder = Path(model).expanduser()
@@ -131,17 +117,17 @@ def verify(
     converted: Annotated[
         str | None, typer.Argument(metavar="[CONVERTED]", help="Compare with this checkpoint.")
     ] = None,
-    preset: PresetOption = "auto",
-    dtype: Annotated[list[Dtype] | None, typer.Option("--dtype", help="May be repeated.")] = None,
+    preset: options.PresetOption = "auto",
+    dtype: Annotated[list[options.Dtype] | None, typer.Option(help="May be repeated.")] = None,
     autocast: Annotated[
         bool, typer.Option("--autocast/--no-autocast", help="Also under bfloat16 autocast.")
     ] = True,
-    batch_size: BatchOption = 2,
-    seq_len: LengthOption = None,
-    revision: RevisionOption = None,
-    trust_remote_code: TrustOption = False,
-    as_json: JsonOption = False,
-    debug: DebugOption = False,
+    batch_size: options.BatchOption = 2,
+    seq_len: options.LengthOption = None,
+    revision: options.RevisionOption = None,
+    trust_remote_code: options.TrustOption = False,
+    as_json: options.JsonOption = False,
+    debug: options.DebugOption = False,
 ) -> None:
     """Prove CONVERTED against ORIGINAL, or ORIGINAL patched with --preset against itself.
 
@@ -157,41 +143,45 @@ def verify(
         from lowmem_patch import checkpoint, report
         from lowmem_patch.config import load_config
         from lowmem_patch.tracing.example_inputs import make_example_inputs
-        from lowmem_patch.verify import verify_checkpoints, verify_model
+        from lowmem_patch.verify import verify_model
 
         config = load_config(preset)
-        asked = [wanted for wanted in map(torch_dtype, dtype or []) if wanted is not None]
-        settings: dict[str, Any] = {
-            "dtypes": asked or [torch.float32, torch.bfloat16],
-            "autocast": torch.bfloat16 if autocast else None,
-        }
+        dtypes = [found for found in map(options.torch_dtype, dtype or []) if found is not None]
         with quiet_libraries(), report.progress_bar(quiet=as_json) as progress:
             source = checkpoint.resolve(
                 original, revision=revision, trust_remote_code=trust_remote_code
             )
-            # float32 holds what any checkpoint stores; config.json may name something coarser
+            # float32 holds the values of any checkpoint; config.json may name a less precise dtype
             model = checkpoint.load_model(source, torch.float32)
             torch.manual_seed(0)
-            settings["example_inputs"] = make_example_inputs(
-                model, batch_size=batch_size, sequence_length=seq_len
-            )
+            inputs = make_example_inputs(model, batch_size=batch_size, sequence_length=seq_len)
+            settings: dict[str, Any] = {"example_inputs": inputs, "progress": progress}
+            settings["autocast"] = torch.bfloat16 if autocast else None
             if converted is None:
-                result = verify_model(model, config, progress=progress, **settings)
+                settings["dtypes"] = dtypes or (torch.float32, torch.bfloat16)
+                result = verify_model(model, config, **settings)
             else:
-                other = checkpoint.resolve(converted, trust_remote_code=trust_remote_code)
-                stored = checkpoint.stored_dtype(other.files)
-                if not asked:
-                    settings["dtypes"] = list(dict.fromkeys([stored, torch.bfloat16]))
-                steps = checkpoint.read_fold_steps(other.files)
-                loaded = checkpoint.load_model(other, torch.float32)
-                result = verify_checkpoints(model, loaded, steps, progress=progress, **settings)
-        if as_json:
-            print_json(result.to_dict())
-        else:
-            report.print_verification(result)
+                result = _verify_converted(model, converted, trust_remote_code, dtypes, settings)
+        print_result(as_json, result.to_dict(), report.print_verification, result)
         if converted is None and not result.patched_sites:
-            raise typer.Exit(NOTHING_TO_DO)
-        raise typer.Exit(DONE if result.passed else FAILED)
+            raise typer.Exit(ExitCode.NOTHING_TO_DO)
+        raise typer.Exit(ExitCode.DONE if result.passed else ExitCode.FAILED)
+
+
+def _verify_converted(
+    model: Any, converted: str, trusted: bool, dtypes: list[torch.dtype], settings: dict[str, Any]
+) -> VerifyResult:
+    """Against the checkpoint; without ``dtypes`` in the one that it is stored in, and bfloat16."""
+    import torch
+
+    from lowmem_patch import checkpoint
+    from lowmem_patch.verify import verify_checkpoints
+
+    other = checkpoint.resolve(converted, trust_remote_code=trusted)
+    dtypes = dtypes or list(dict.fromkeys([checkpoint.stored_dtype(other.files), torch.bfloat16]))
+    steps = checkpoint.read_fold_steps(other.files)
+    loaded = checkpoint.load_model(other, torch.float32)
+    return verify_checkpoints(model, loaded, steps, dtypes=dtypes, **settings)
 
 
 app.command()(inspect)
@@ -200,7 +190,7 @@ app.command()(bench)
 
 
 @app.command()
-def demo(as_json: JsonOption = False, debug: DebugOption = False) -> None:
+def demo(as_json: options.JsonOption = False, debug: options.DebugOption = False) -> None:
     """Inspect, convert, verify and fine-tune the two bundled trained models; works offline."""
     with command(debug):
         from lowmem_patch import demo as demonstration
@@ -214,31 +204,18 @@ def demo(as_json: JsonOption = False, debug: DebugOption = False) -> None:
                 passed = passed and good
         if as_json:
             print_json(results)
-        raise typer.Exit(DONE if passed else FAILED)
+        raise typer.Exit(ExitCode.DONE if passed else ExitCode.FAILED)
 
 
 @app.command()
-def env(as_json: JsonOption = False) -> None:
+def env(as_json: options.JsonOption = False) -> None:
     """Print versions, for a bug report."""
     import torch
 
-    packages = (
-        "torch",
-        "triton",
-        "transformers",
-        "timm",
-        "peft",
-        "safetensors",
-        "huggingface_hub",
-        "typer",
-        "rich",
-    )
+    from lowmem_patch.bench.environment import package_versions
+
     data = {"lowmem-patch": lowmem_patch.__version__, "python": platform.python_version()}
-    for name in packages:
-        try:
-            data[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            data[name] = "not installed"
+    data |= dict.fromkeys(_PACKAGES, "not installed") | package_versions(_PACKAGES)
     data["platform"] = platform.platform()
     data["gpu"] = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     data["cuda"] = str(torch.version.cuda or "none")

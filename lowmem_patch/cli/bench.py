@@ -2,37 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import typer  # noqa: TID251 - the command line is what typer is for
+import typer  # noqa: TID251 - only the command line imports typer
 
+from lowmem_patch.cli import options
 from lowmem_patch.cli.models import real_model, with_adapters
-from lowmem_patch.cli.options import (
-    TRAIN_REAL,
-    DebugOption,
-    Device,
-    DeviceOption,
-    DtypeOption,
-    JsonOption,
-    LengthOption,
-    RankOption,
-    RevisionOption,
-    StoredDtype,
-    TrustOption,
-    lora_targets,
-    torch_device,
-    torch_dtype,
-)
-from lowmem_patch.cli.runtime import (
-    DONE,
-    FAILED,
-    NOTHING_TO_DO,
-    command,
-    print_json,
-    quiet_libraries,
-)
+from lowmem_patch.cli.runtime import ExitCode, command, print_result, quiet_libraries
 from lowmem_patch.errors import ConfigError
+
+if TYPE_CHECKING:
+    from lowmem_patch.bench import Comparison
+    from lowmem_patch.tracing.inputs import ExampleInputs
 
 __all__ = ["bench"]
 
@@ -40,52 +23,51 @@ __all__ = ["bench"]
 _BATCH, _LENGTH = 4, 512
 
 
+ShapeOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Instead of MODEL, random weights of llama-7b, llama-3-8b, vit-b, roberta-base or swin-t."
+    ),
+]
+LayersOption = Annotated[
+    int | None, typer.Option(min=1, help="Of a --shape; of a LLaMA 4 unless told.")
+]
+VariantsOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Of unpatched,paper,exact,auto,checkpointing,liger,compile,auto+compile; "
+        "all unless told, but on the CPU none that compiles.",
+    ),
+]
+RowsOption = Annotated[int | None, typer.Option(min=1, help="Rows of a step; 4, or the shape's.")]
+AutocastOption = Annotated[
+    bool | None,
+    typer.Option("--autocast/--no-autocast", help="Under bfloat16 autocast; or as the shape."),
+]
+RoundsOption = Annotated[int, typer.Option(min=2, help="Turns of each variant.")]
+StepsOption = Annotated[int, typer.Option(min=1, help="Timed steps of a turn.")]
+PlotOption = Annotated[Path | None, typer.Option(help="Write memory against speed as a picture.")]
+
+
 def bench(
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="MODEL", help="A folder, a hub id (org/name) or a timm name (timm/...)."
-        ),
-    ] = None,
-    shape: Annotated[
-        str | None,
-        typer.Option(
-            "--shape",
-            help="Instead of MODEL, random weights of llama-7b, llama-3-8b, vit-b, roberta-base or swin-t.",
-        ),
-    ] = None,
-    layers: Annotated[
-        int | None, typer.Option("--layers", min=1, help="Of a --shape; of a LLaMA 4 unless told.")
-    ] = None,
-    variants: Annotated[
-        str | None,
-        typer.Option(
-            "--variants",
-            help="Of unpatched,paper,exact,auto,checkpointing,liger,compile,auto+compile; "
-            "all unless told, but on the CPU none that compiles.",
-        ),
-    ] = None,
-    train: Annotated[str, typer.Option("--train", help=TRAIN_REAL)] = "full",
-    lora_rank: RankOption = 8,
-    batch_size: Annotated[
-        int | None, typer.Option("--batch-size", min=1, help="Rows of a step; 4, or the shape's.")
-    ] = None,
-    seq_len: LengthOption = None,
-    dtype: DtypeOption = StoredDtype.auto,
-    autocast: Annotated[
-        bool | None,
-        typer.Option("--autocast/--no-autocast", help="Under bfloat16 autocast; or as the shape."),
-    ] = None,
-    device: DeviceOption = Device.auto,
-    rounds: Annotated[int, typer.Option("--rounds", min=2, help="Turns of each variant.")] = 5,
-    steps: Annotated[int, typer.Option("--steps", min=1, help="Timed steps of a turn.")] = 3,
-    plot: Annotated[
-        Path | None, typer.Option("--plot", help="Write memory against speed as a picture.")
-    ] = None,
-    revision: RevisionOption = None,
-    trust_remote_code: TrustOption = False,
-    as_json: JsonOption = False,
-    debug: DebugOption = False,
+    model: options.OptionalModelArgument = None,
+    shape: ShapeOption = None,
+    layers: LayersOption = None,
+    variants: VariantsOption = None,
+    train: options.RealTrainOption = "full",
+    lora_rank: options.RankOption = 8,
+    batch_size: RowsOption = None,
+    seq_len: options.LengthOption = None,
+    dtype: options.DtypeOption = options.StoredDtype.auto,
+    autocast: AutocastOption = None,
+    device: options.DeviceOption = options.Device.auto,
+    rounds: RoundsOption = 5,
+    steps: StepsOption = 3,
+    plot: PlotOption = None,
+    revision: options.RevisionOption = None,
+    trust_remote_code: options.TrustOption = False,
+    as_json: options.JsonOption = False,
+    debug: options.DebugOption = False,
 ) -> None:
     """Measure memory and step time of MODEL unpatched, patched, checkpointed and compiled, in turn.
 
@@ -96,56 +78,86 @@ def bench(
         import torch
 
         from lowmem_patch import report
-        from lowmem_patch.bench import SHAPES, compare, environment
-        from lowmem_patch.tracing.example_inputs import make_example_inputs
+        from lowmem_patch.bench import compare
+        from lowmem_patch.plot import require_matplotlib
 
-        if (model is None) == (shape is None):
-            raise ConfigError("give either MODEL or --shape: a checkpoint, or random weights")
-        if shape is not None and shape not in SHAPES:
-            raise ConfigError(f"--shape {shape!r} is none of {', '.join(SHAPES)}")
-        if layers is not None and (shape is None or SHAPES[shape].layers is None):
-            raise ConfigError(f"--layers: the depth of {model or shape} is fixed; leave it out")
-        targets = lora_targets(train, real=True)
-        wanted = torch_device(device)
+        _check_names(model, shape, layers)
+        targets = options.lora_targets(train, real=True)
+        wanted = options.torch_device(device)
         chosen = _chosen(variants, wanted)
         if plot is not None:
-            from lowmem_patch.plot import require_matplotlib
-
             require_matplotlib()
         with quiet_libraries(), report.progress_bar(quiet=as_json) as progress:
             torch.manual_seed(0)
             if shape is not None:
-                known = SHAPES[shape]
-                with torch.device(wanted):
-                    built: Any = known.build(layers or known.layers or 0)
-                autocast = known.autocast if autocast is None else autocast
-                batch_size, seq_len = batch_size or known.batch, seq_len or known.length
-                built = built.to(torch_dtype(dtype))
+                setup = _shape_setup(shape, layers, wanted, dtype)
             else:
-                assert model is not None
-                built = real_model(model, revision, trust_remote_code, dtype)
-                batch_size, seq_len = batch_size or _BATCH, seq_len or _usual_length(built)
-            built = with_adapters(built, targets, lora_rank, real=True).train()
-            inputs = make_example_inputs(built, batch_size=batch_size, sequence_length=seq_len)
-            inputs = inputs.map(lambda tensor: tensor.to(wanted))
+                setup = _checkpoint_setup(model or "", revision, trust_remote_code, dtype)
+            built = with_adapters(setup.model, targets, lora_rank, real=True).train()
+            inputs = _inputs(built, batch_size or setup.batch_size, seq_len or setup.length, wanted)
+            autocast = setup.autocast if autocast is None else autocast
             result = compare(
                 built, inputs, chosen, rounds=rounds, steps=steps, autocast=bool(autocast),
                 progress=progress,
             )  # fmt: skip
-        name = shape or model
-        title = f"{name}: train {train}, {inputs}" + (", autocast bfloat16" if autocast else "")
-        measured = [row for row in result.rows if row.measured]
-        if plot is not None and measured:
-            _plot(result, plot, title)
-        if as_json:
-            settings = {"model": name, "train": train, "inputs": str(inputs), "autocast": autocast}
-            print_json({**settings, "environment": environment(wanted), **result.to_dict()})
-        else:
-            report.print_bench(result, title)
-        if not measured:
-            failed = any(row.failed for row in result.rows)
-            raise typer.Exit(FAILED if failed else NOTHING_TO_DO)
-        raise typer.Exit(DONE)
+        settings = {
+            "model": shape or model, "train": train, "inputs": str(inputs), "autocast": autocast,
+        }  # fmt: skip
+        _show(result, settings, wanted, plot, as_json)
+        if any(row.measured for row in result.rows):
+            raise typer.Exit(ExitCode.DONE)
+        raise typer.Exit(
+            ExitCode.FAILED if any(row.failed for row in result.rows) else ExitCode.NOTHING_TO_DO
+        )
+
+
+def _check_names(model: str | None, shape: str | None, layers: int | None) -> None:
+    from lowmem_patch.bench import SHAPES
+
+    if (model is None) == (shape is None):
+        raise ConfigError("give either MODEL or --shape: a checkpoint, or random weights")
+    if shape is not None and shape not in SHAPES:
+        raise ConfigError(f"--shape {shape!r} is none of {', '.join(SHAPES)}")
+    if layers is not None and (shape is None or SHAPES[shape].layers is None):
+        raise ConfigError(f"--layers: the depth of {model or shape} is fixed; leave it out")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Setup:
+    """A model, and how it is run unless an option says otherwise."""
+
+    model: Any
+    batch_size: int
+    length: int | None
+    autocast: bool | None = None
+
+
+def _shape_setup(shape: str, layers: int | None, device: str, dtype: options.StoredDtype) -> _Setup:
+    import torch
+
+    from lowmem_patch.bench import SHAPES
+
+    known = SHAPES[shape]
+    with torch.device(device):
+        model: Any = known.build(layers or known.layers or 0)
+    model = model.to(options.torch_dtype(dtype))
+    return _Setup(model, known.batch, known.length, known.autocast)
+
+
+def _checkpoint_setup(
+    name: str, revision: str | None, trusted: bool, dtype: options.StoredDtype
+) -> _Setup:
+    from lowmem_patch.memory import most_positions
+
+    model = real_model(name, revision, trusted, dtype)
+    return _Setup(model, _BATCH, min(_LENGTH, most_positions(model) or _LENGTH))
+
+
+def _inputs(model: Any, batch_size: int, length: int | None, device: str) -> ExampleInputs:
+    from lowmem_patch.tracing.example_inputs import make_example_inputs
+
+    inputs = make_example_inputs(model, batch_size=batch_size, sequence_length=length)
+    return inputs.map(lambda tensor: tensor.to(device))
 
 
 def _chosen(names: str | None, device: str) -> dict[str, Any]:
@@ -160,20 +172,31 @@ def _chosen(names: str | None, device: str) -> dict[str, Any]:
     return {name: VARIANTS[name] for name in wanted}
 
 
-def _usual_length(model: Any) -> int:
-    from lowmem_patch.memory import most_positions
+def _show(
+    result: Comparison, settings: dict[str, Any], device: str, plot: Path | None, as_json: bool
+) -> None:
+    """Print the result, and draw it where a plot was asked for and anything was measured."""
+    from lowmem_patch import report
+    from lowmem_patch.bench import environment
 
-    return min(_LENGTH, most_positions(model) or _LENGTH)
+    title = f"{settings['model']}: train {settings['train']}, {settings['inputs']}"
+    title += ", autocast bfloat16" if settings["autocast"] else ""
+    if plot is not None and any(row.measured for row in result.rows):
+        _plot(result, plot, title)
+    data = {**settings, "environment": environment(device), **result.to_dict()}
+    print_result(as_json, data, report.print_bench, result, title)
 
 
-def _plot(result: Any, path: Path, title: str) -> None:
-    """Of the peak; where there is none, of what autograd holds."""
+def _plot(result: Comparison, path: Path, title: str) -> None:
+    """Draw the peak against the rate; on the CPU, which counts no peak, the saved bytes."""
     from lowmem_patch.plot import Point, plot_tradeoff
 
     rows = [row for row in result.rows if row.measured]
     on_gpu = all(row.peak is not None for row in rows)
     points = [
-        Point(row.name, row.peak if on_gpu else row.act, 1000 * result.work / row.quartiles[1])
+        Point(
+            row.name, (row.peak if on_gpu else row.act) or 0, 1000 * result.work / row.quartiles[1]
+        )
         for row in rows
     ]
     memory = "peak memory of a step, above rest" if on_gpu else "saved activation bytes"

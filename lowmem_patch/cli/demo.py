@@ -1,4 +1,4 @@
-"""What ``lowmem-patch demo`` does with one bundled model, step by step."""
+"""One bundled model in ``lowmem-patch demo``, step by step."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import typer  # noqa: TID251 - the command line is what typer is for
+import typer  # noqa: TID251 - only the command line imports typer
 
 from lowmem_patch import checkpoint, plan_patch, report
 from lowmem_patch import demo as demonstration
@@ -37,27 +37,19 @@ def run_demo_task(task: Any, out: Path, as_json: bool) -> tuple[dict[str, Any], 
         conversion = checkpoint.convert(source, out, dtype=torch.float32, progress=progress)
     show("lowmem-patch convert", report.print_conversion, conversion)
     with quiet_libraries(), report.progress_bar(quiet=as_json) as progress:
-        original, converted = (
-            task.load(),
-            checkpoint.load_model(checkpoint.resolve(out), torch.float32),
-        )
+        converted = checkpoint.load_model(checkpoint.resolve(out), torch.float32)
         steps = checkpoint.read_fold_steps(out)
-        verdict = verify_checkpoints(original, converted, steps, progress=progress)
+        verdict = verify_checkpoints(task.load(), converted, steps, progress=progress)
     show("lowmem-patch verify", report.print_verification, verdict)
     with quiet_libraries():
         compared = demonstration.compare(task, "exact")
-    runs = (("stock", compared.stock), ("patched", compared.patched))
     rows = [
         (
-            label,
-            run.saved.activations,
-            run.saved.weight_copies,
-            run.score_before,
-            run.score_after,
-            run.seconds,
+            label, run.saved.activations, run.saved.weight_copies, run.score_before,
+            run.score_after, run.seconds,
         )
-        for label, run in runs
-    ]
+        for label, run in (("stock", compared.stock), ("patched", compared.patched))
+    ]  # fmt: skip
     show(
         f"fine-tuning on {task.data}, preset exact", report.print_fine_tuning, rows, task.score_name
     )

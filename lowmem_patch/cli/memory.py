@@ -4,32 +4,19 @@ from __future__ import annotations
 
 import enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import typer  # noqa: TID251 - the command line is what typer is for
+import typer  # noqa: TID251 - only the command line imports typer
 
+from lowmem_patch.cli import options
 from lowmem_patch.cli.models import meta_model, real_model, with_adapters
-from lowmem_patch.cli.options import (
-    TRAIN,
-    TRAIN_REAL,
-    BatchOption,
-    DebugOption,
-    Device,
-    DeviceOption,
-    DtypeOption,
-    JsonOption,
-    LengthOption,
-    ModelArgument,
-    PresetOption,
-    RankOption,
-    RevisionOption,
-    StoredDtype,
-    TrustOption,
-    lora_targets,
-    torch_device,
-)
-from lowmem_patch.cli.runtime import DONE, NOTHING_TO_DO, command, print_json, quiet_libraries
+from lowmem_patch.cli.runtime import ExitCode, command, print_json, print_result, quiet_libraries
 from lowmem_patch.errors import ConfigError, TraceError
+
+if TYPE_CHECKING:
+    from lowmem_patch.config import PatchConfig
+    from lowmem_patch.memory import MemoryReport
+    from lowmem_patch.tracing.inputs import ExampleInputs
 
 __all__ = ["inspect", "profile"]
 
@@ -50,34 +37,31 @@ class Solve(enum.StrEnum):
     length = "length"
 
 
-AutocastOption = Annotated[bool, typer.Option("--autocast", help="Under bfloat16 autocast.")]
+OptimizerOption = Annotated[Optimizer, typer.Option(help="Whose state is counted.")]
+MemoryOption = Annotated[
+    str | None, typer.Option(help="Say what fits into this much, such as 24GiB.")
+]
+SolveOption = Annotated[Solve, typer.Option(help="With --memory: the largest batch, or length.")]
+PlotOption = Annotated[Path | None, typer.Option(help="Write saved bytes by kind as a picture.")]
 
 
 def inspect(
-    model: ModelArgument,
-    preset: PresetOption = "auto",
-    train: Annotated[str, typer.Option("--train", help=TRAIN)] = "full",
-    lora_rank: RankOption = 8,
-    batch_size: BatchOption = 2,
-    seq_len: LengthOption = None,
-    dtype: DtypeOption = StoredDtype.auto,
-    autocast: AutocastOption = False,
-    optimizer: Annotated[
-        Optimizer, typer.Option("--optimizer", help="Whose state is counted.")
-    ] = Optimizer.adamw,
-    memory: Annotated[
-        str | None, typer.Option("--memory", help="Say what fits into this much, such as 24GiB.")
-    ] = None,
-    solve: Annotated[
-        Solve, typer.Option("--solve", help="With --memory: the largest batch, or length.")
-    ] = Solve.batch,
-    plot: Annotated[
-        Path | None, typer.Option("--plot", help="Write saved bytes by kind as a picture.")
-    ] = None,
-    revision: RevisionOption = None,
-    trust_remote_code: TrustOption = False,
-    as_json: JsonOption = False,
-    debug: DebugOption = False,
+    model: options.ModelArgument,
+    preset: options.PresetOption = "auto",
+    train: options.TrainOption = "full",
+    lora_rank: options.RankOption = 8,
+    batch_size: options.BatchOption = 2,
+    seq_len: options.LengthOption = None,
+    dtype: options.DtypeOption = options.StoredDtype.auto,
+    autocast: options.AutocastOption = False,
+    optimizer: OptimizerOption = Optimizer.adamw,
+    memory: MemoryOption = None,
+    solve: SolveOption = Solve.batch,
+    plot: PlotOption = None,
+    revision: options.RevisionOption = None,
+    trust_remote_code: options.TrustOption = False,
+    as_json: options.JsonOption = False,
+    debug: options.DebugOption = False,
 ) -> None:
     """Show what a patch would do to MODEL, what it would save, and what fits; reads no weights.
 
@@ -85,47 +69,29 @@ def inspect(
     and fragmentation come on top. qlora is arithmetic: base Linears in 4 bits, doubly quantised.
     """
     with command(debug):
-        import torch
-
         from lowmem_patch import plan_patch, report
         from lowmem_patch.config import load_config
-        from lowmem_patch.memory import parse_bytes, predict_memory
+        from lowmem_patch.memory import parse_bytes
+        from lowmem_patch.plot import plot_saved_bytes, require_matplotlib
         from lowmem_patch.tracing.example_inputs import make_example_inputs
 
         config = load_config(preset)
         if solve == Solve.length and memory is None:
             raise ConfigError("--solve length needs --memory: say into how much it shall fit")
-        adapters = lora_targets(train)
+        adapters = options.lora_targets(train)
         limit = None if memory is None else parse_bytes(memory)
         if plot is not None:
-            from lowmem_patch.plot import plot_saved_bytes, require_matplotlib
-
             require_matplotlib()
         with quiet_libraries():
             built = meta_model(model, revision, trust_remote_code, dtype)
             built = with_adapters(built, adapters, lora_rank).train()
             inputs = make_example_inputs(built, batch_size=batch_size, sequence_length=seq_len)
-            tokens = inputs.kwargs.get("input_ids")
-
-            def make(batch: int, length: int | None) -> Any:
-                return make_example_inputs(
-                    built, batch_size=batch, sequence_length=length, device="meta"
-                )
-
-            predicted, failed = None, None
-            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            with _autocast("cpu", autocast):
                 plan = plan_patch(built, config, example_inputs=inputs)
-                try:
-                    predicted = predict_memory(
-                        built, config, make, batch_size=batch_size,
-                        length=None if tokens is None else int(tokens.shape[1]),
-                        optimizer=optimizer.value, quantised=train.startswith("qlora"),
-                        limit=limit, solve=solve.value,
-                    )  # fmt: skip
-                except TraceError as error:
-                    if limit is not None:
-                        raise
-                    failed = f"no peak was predicted: {error}"
+                predicted, failed = _predict(
+                    built, config, inputs, batch_size=batch_size, optimizer=optimizer.value,
+                    quantised=train.startswith("qlora"), limit=limit, solve=solve.value,
+                )  # fmt: skip
         title = f"{model}: {plan.model}, preset {config.name}, train {train}, {plan.inputs}"
         if plot is not None:
             plot_saved_bytes(plan, plot, title)
@@ -138,23 +104,49 @@ def inspect(
                 report.print_memory(predicted, train)
             if failed is not None:
                 report.print_error(failed)
-        raise typer.Exit(DONE if plan.patched else NOTHING_TO_DO)
+        raise typer.Exit(ExitCode.DONE if plan.patched else ExitCode.NOTHING_TO_DO)
+
+
+def _predict(
+    model: Any, config: PatchConfig, inputs: ExampleInputs, *, limit: int | None, **settings: Any
+) -> tuple[MemoryReport | None, str | None]:
+    """The predicted peak, or why there is none: an error only where something is to fit."""
+    from lowmem_patch.memory import predict_memory
+    from lowmem_patch.tracing.example_inputs import make_example_inputs
+
+    def make(batch: int, length: int | None) -> ExampleInputs:
+        return make_example_inputs(model, batch_size=batch, sequence_length=length, device="meta")
+
+    tokens = inputs.kwargs.get("input_ids")
+    length = None if tokens is None else int(tokens.shape[1])
+    try:
+        return predict_memory(model, config, make, length=length, limit=limit, **settings), None
+    except TraceError as error:
+        if limit is not None:
+            raise
+        return None, f"no peak was predicted: {error}"
+
+
+def _autocast(device: str, enabled: bool) -> Any:
+    import torch
+
+    return torch.autocast(device, dtype=torch.bfloat16, enabled=enabled)
 
 
 def profile(
-    model: ModelArgument,
-    preset: PresetOption = "auto",
-    train: Annotated[str, typer.Option("--train", help=TRAIN_REAL)] = "full",
-    lora_rank: RankOption = 8,
-    batch_size: BatchOption = 2,
-    seq_len: LengthOption = None,
-    dtype: DtypeOption = StoredDtype.auto,
-    autocast: AutocastOption = False,
-    device: DeviceOption = Device.auto,
-    revision: RevisionOption = None,
-    trust_remote_code: TrustOption = False,
-    as_json: JsonOption = False,
-    debug: DebugOption = False,
+    model: options.ModelArgument,
+    preset: options.PresetOption = "auto",
+    train: options.RealTrainOption = "full",
+    lora_rank: options.RankOption = 8,
+    batch_size: options.BatchOption = 2,
+    seq_len: options.LengthOption = None,
+    dtype: options.DtypeOption = options.StoredDtype.auto,
+    autocast: options.AutocastOption = False,
+    device: options.DeviceOption = options.Device.auto,
+    revision: options.RevisionOption = None,
+    trust_remote_code: options.TrustOption = False,
+    as_json: options.JsonOption = False,
+    debug: options.DebugOption = False,
 ) -> None:
     """Measure a real training step of MODEL with random inputs, before and after a patch.
 
@@ -169,17 +161,16 @@ def profile(
         from lowmem_patch.tracing.example_inputs import make_example_inputs
 
         config = load_config(preset)
-        adapters = lora_targets(train, real=True)
-        wanted = torch_device(device)
+        adapters = options.lora_targets(train, real=True)
+        wanted = options.torch_device(device)
         with quiet_libraries():
             built = real_model(model, revision, trust_remote_code, dtype)
             built = with_adapters(built, adapters, lora_rank, real=True).to(wanted).train()
             torch.manual_seed(0)
             inputs = make_example_inputs(built, batch_size=batch_size, sequence_length=seq_len)
-            with torch.autocast(wanted, dtype=torch.bfloat16, enabled=autocast):
+            with _autocast(wanted, autocast):
                 result = profile_model(built, config, inputs)
-        if as_json:
-            print_json({"model": model, "train": train, **result.to_dict()})
-        else:
-            report.print_profile(result, f"{model}: preset {config.name}, train {train}, {inputs}")
-        raise typer.Exit(DONE if result.patched else NOTHING_TO_DO)
+        title = f"{model}: preset {config.name}, train {train}, {inputs}"
+        data = {"model": model, "train": train, **result.to_dict()}
+        print_result(as_json, data, report.print_profile, result, title)
+        raise typer.Exit(ExitCode.DONE if result.patched else ExitCode.NOTHING_TO_DO)

@@ -11,7 +11,7 @@ __all__ = ["meta_model", "real_model", "with_adapters"]
 
 
 def meta_model(name: str, revision: str | None, trusted: bool, dtype: StoredDtype) -> Any:
-    """Of the right shapes and without weights.
+    """The model on the meta device, without weights.
 
     Raises:
         CheckpointError: the checkpoint is quantised, or there is none.
@@ -25,7 +25,7 @@ def meta_model(name: str, revision: str | None, trusted: bool, dtype: StoredDtyp
 
 
 def real_model(name: str, revision: str | None, trusted: bool, dtype: StoredDtype) -> Any:
-    """With its weights.
+    """The model with its weights, on the CPU.
 
     Raises:
         CheckpointError: there is no such checkpoint.
@@ -37,7 +37,10 @@ def real_model(name: str, revision: str | None, trusted: bool, dtype: StoredDtyp
 
 
 def with_adapters(model: Any, targets: list[str] | None, rank: int, *, real: bool = False) -> Any:
-    """LoRA on ``targets``, where any are asked for; ``real`` ones hold data, others are on meta."""
+    """The model with LoRA on ``targets``; unchanged where they are None.
+
+    Adapters are on the meta device, or hold random values where ``real``.
+    """
     from lowmem_patch import checkpoint
     from lowmem_patch.profile import materialise
 

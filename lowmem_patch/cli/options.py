@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from typing import TYPE_CHECKING, Annotated
 
-import typer  # noqa: TID251 - the command line is what typer is for
+import typer  # noqa: TID251 - only the command line imports typer
 
 from lowmem_patch.errors import ConfigError
 
@@ -13,8 +13,7 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
-    "TRAIN",
-    "TRAIN_REAL",
+    "AutocastOption",
     "BatchOption",
     "DebugOption",
     "Device",
@@ -24,10 +23,13 @@ __all__ = [
     "JsonOption",
     "LengthOption",
     "ModelArgument",
+    "OptionalModelArgument",
     "PresetOption",
     "RankOption",
+    "RealTrainOption",
     "RevisionOption",
     "StoredDtype",
+    "TrainOption",
     "TrustOption",
     "lora_targets",
     "torch_device",
@@ -53,27 +55,25 @@ class StoredDtype(enum.StrEnum):
 
 
 class Device(enum.StrEnum):
-    """Where a command runs what it measures."""
+    """Devices that a command can measure on."""
 
     auto = "auto"
     cpu = "cpu"
     cuda = "cuda"
 
 
-TRAIN = "What trains: full, lora, lora:q_proj,v_proj, qlora or qlora:q_proj,v_proj."
-TRAIN_REAL = "What trains: full, lora, lora:q_proj,v_proj."
-ModelArgument = Annotated[
+TrainOption = Annotated[
     str,
-    typer.Argument(
-        metavar="MODEL", help="A folder, a hub id (org/name) or a timm name (timm/...)."
-    ),
+    typer.Option(help="What trains: full, lora, lora:q_proj,v_proj, qlora or qlora:q_proj,v_proj."),
 ]
-PresetOption = Annotated[
-    str, typer.Option("--preset", help="auto, exact, paper, or the path of a YAML file.")
-]
-RevisionOption = Annotated[
-    str | None, typer.Option("--revision", help="Branch, tag or commit on the hub.")
-]
+RealTrainOption = Annotated[str, typer.Option(help="What trains: full, lora, lora:q_proj,v_proj.")]
+_MODEL = typer.Argument(
+    metavar="MODEL", help="A folder, a hub id (org/name) or a timm name (timm/...)."
+)
+ModelArgument = Annotated[str, _MODEL]
+OptionalModelArgument = Annotated[str | None, _MODEL]
+PresetOption = Annotated[str, typer.Option(help="auto, exact, paper, or the path of a YAML file.")]
+RevisionOption = Annotated[str | None, typer.Option(help="Branch, tag or commit on the hub.")]
 TrustOption = Annotated[
     bool,
     typer.Option(
@@ -84,16 +84,14 @@ JsonOption = Annotated[
     bool, typer.Option("--json", help="Print one JSON object instead of tables.")
 ]
 DebugOption = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
-BatchOption = Annotated[int, typer.Option("--batch-size", min=1, help="Rows of the example input.")]
+BatchOption = Annotated[int, typer.Option(min=1, help="Rows of the example input.")]
 LengthOption = Annotated[
-    int | None,
-    typer.Option("--seq-len", min=1, help="Tokens per row, for models that read tokens."),
+    int | None, typer.Option(min=1, help="Tokens per row, for models that read tokens.")
 ]
-DtypeOption = Annotated[
-    StoredDtype, typer.Option("--dtype", help="Of the parameters; auto: the config's.")
-]
-RankOption = Annotated[int, typer.Option("--lora-rank", min=1, help="Rank of the adapters.")]
-DeviceOption = Annotated[Device, typer.Option("--device", help="auto: a GPU if there is one.")]
+DtypeOption = Annotated[StoredDtype, typer.Option(help="Of the parameters; auto: the config's.")]
+RankOption = Annotated[int, typer.Option(min=1, help="Rank of the adapters.")]
+AutocastOption = Annotated[bool, typer.Option("--autocast", help="Under bfloat16 autocast.")]
+DeviceOption = Annotated[Device, typer.Option(help="auto: a GPU if there is one.")]
 
 
 def lora_targets(train: str, *, real: bool = False) -> list[str] | None:
@@ -102,21 +100,21 @@ def lora_targets(train: str, *, real: bool = False) -> list[str] | None:
     Raises:
         ConfigError: ``train`` is none of the forms, or 4-bit for a command that runs a real model.
     """
-    kind, colon, targets = train.partition(":")
+    method, colon, targets = train.partition(":")
     if train == "full":
         return None
     names = [name.strip() for name in targets.split(",") if name.strip()]
-    if kind not in ("lora", "qlora") or bool(colon) != bool(names):
+    if method not in ("lora", "qlora") or bool(colon) != bool(names):
         raise ConfigError(
             f"--train {train!r} is none of full, lora, lora:NAME,NAME, qlora, qlora:NAME,NAME"
         )
-    if real and kind == "qlora":
+    if real and method == "qlora":
         raise ConfigError("what is measured here is run, and has no 4-bit weights: use lora")
     return names
 
 
 def torch_device(device: Device) -> str:
-    """The kind of device that an option asks for.
+    """``cpu`` or ``cuda``, as an option asks.
 
     Raises:
         ConfigError: there is no CUDA device.

@@ -1,37 +1,38 @@
-"""What surrounds every command: errors, signals, the libraries' chatter, JSON."""
+"""The surroundings of every command: errors, signals, messages of libraries, JSON."""
 
 from __future__ import annotations
 
 import contextlib
+import enum
 import json
 import signal
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
-import typer  # noqa: TID251 - the command line is what typer is for
+import typer  # noqa: TID251 - only the command line imports typer
 
 from lowmem_patch.errors import LowmemPatchError
 
-__all__ = [
-    "BAD_INPUT",
-    "DONE",
-    "FAILED",
-    "NOTHING_TO_DO",
-    "command",
-    "print_json",
-    "quiet_libraries",
-]
+__all__ = ["ExitCode", "command", "print_json", "print_result", "quiet_libraries"]
 
-DONE, FAILED, BAD_INPUT, NOTHING_TO_DO = 0, 1, 2, 3
+
+class ExitCode(enum.IntEnum):
+    """The exit codes of all commands."""
+
+    DONE = 0
+    FAILED = 1
+    BAD_INPUT = 2
+    NOTHING_TO_DO = 3
+    INTERRUPTED = 130
 
 
 @contextlib.contextmanager
 def command(debug: bool) -> Iterator[None]:
-    """Turn errors into one line and an exit code, and a termination signal into an orderly end."""
+    """Turn an error into one line and an exit code, and a termination signal into an exit that cleans up."""
     from lowmem_patch import report
 
     try:
@@ -39,19 +40,20 @@ def command(debug: bool) -> Iterator[None]:
             yield
     except KeyboardInterrupt:
         report.print_error("interrupted; nothing was left behind")
-        raise typer.Exit(130) from None
+        raise typer.Exit(ExitCode.INTERRUPTED) from None
     except LowmemPatchError as error:
         if debug:
             raise
         from lowmem_patch.checkpoint import SelfCheckError
 
         report.print_error(str(error))
-        raise typer.Exit(FAILED if isinstance(error, SelfCheckError) else BAD_INPUT) from None
+        wrong_result = isinstance(error, SelfCheckError)
+        raise typer.Exit(ExitCode.FAILED if wrong_result else ExitCode.BAD_INPUT) from None
 
 
 @contextlib.contextmanager
 def _terminable() -> Iterator[None]:
-    """SIGTERM unwinds the stack like Ctrl-C, so that what is half written is removed."""
+    """SIGTERM unwinds the stack like Ctrl-C, so that half-written files are removed."""
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread may set handlers
         return
@@ -68,7 +70,7 @@ def _terminable() -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet_libraries() -> Iterator[None]:
-    """Whatever transformers, timm and the hub print while they work goes to standard error."""
+    """Messages of transformers, timm and the hub go to standard error."""
     import transformers
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
@@ -78,10 +80,18 @@ def quiet_libraries() -> Iterator[None]:
     if not sys.stderr.isatty():
         disable_progress_bars()
     with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
-        # what libraries tell each other about their next versions is no news for a user
+        # deprecations address the callers of a library, not a user of this command
         warnings.simplefilter("ignore", FutureWarning)
         warnings.simplefilter("ignore", DeprecationWarning)
         yield
+
+
+def print_result(as_json: bool, data: Any, render: Callable[..., None], *arguments: Any) -> None:
+    """The data as one JSON object, or the tables that ``render`` makes of the arguments."""
+    if as_json:
+        print_json(data)
+    else:
+        render(*arguments)
 
 
 def print_json(data: Any) -> None:

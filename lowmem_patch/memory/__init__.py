@@ -1,5 +1,7 @@
 """The peak memory of training, predicted from fake tensors and arithmetic."""
 
+from lowmem_patch.memory.base_model import base_model, output_head
+from lowmem_patch.memory.model_states import OPTIMIZERS, ModelStates, model_state_bytes, parse_bytes
 from lowmem_patch.memory.predict import (
     Footprint,
     MemoryReport,
@@ -7,20 +9,21 @@ from lowmem_patch.memory.predict import (
     most_positions,
     predict_memory,
 )
-from lowmem_patch.memory.standing import OPTIMIZERS, Standing, parse_bytes, standing_bytes
 from lowmem_patch.memory.step import StepBytes, run_step, step_bytes
 
 __all__ = [
     "OPTIMIZERS",
     "Footprint",
     "MemoryReport",
-    "Standing",
+    "ModelStates",
     "StepBytes",
+    "base_model",
     "largest_that_fits",
+    "model_state_bytes",
     "most_positions",
+    "output_head",
     "parse_bytes",
     "predict_memory",
     "run_step",
-    "standing_bytes",
     "step_bytes",
 ]

@@ -1,8 +1,8 @@
 """The peak of a training step before and after a patch, and the largest batch or length that fits.
 
-Models of many equal blocks are measured with two, three and four of them, which gives the slope and
-proves that it is one; others are measured whole. Sizes are measured too, never extrapolated: what is
-said to fit was run at that size.
+A model of many equal blocks is measured with two, three and four of them: bytes grow by the same
+amount with each block, and the third block proves it. Other models are measured whole. Batch sizes
+and lengths are never extrapolated: a size that is said to fit was run.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from torch import nn
 
 from lowmem_patch.config import PatchConfig
 from lowmem_patch.errors import ConfigError
-from lowmem_patch.memory.standing import Standing, standing_bytes
+from lowmem_patch.memory.base_model import base_model
+from lowmem_patch.memory.model_states import ModelStates, model_state_bytes
 from lowmem_patch.memory.step import StepBytes, step_bytes
 from lowmem_patch.planning.apply import apply_plan
 from lowmem_patch.planning.plan import make_plan
@@ -40,11 +41,11 @@ class Footprint:
     """Bytes at the peak of a training step.
 
     Attributes:
-        parameters, gradients, optimizer: what stands for the whole of training.
+        parameters, gradients, optimizer: the model states, held for the whole of training.
         saved: activations that autograd holds after the forward.
         weight_copies: low-precision copies of weights that autograd holds.
-        transient: what comes on top at the peak: logits and loss, the block that is in its backward,
-            copies of weights that autocast remembers, and one dequantised weight with ``qlora``.
+        transient: all other bytes at the peak: logits and loss, the block that is in its backward,
+            copies of weights in autocast's cache, and one dequantised weight with ``qlora``.
     """
 
     parameters: int
@@ -64,7 +65,7 @@ class Footprint:
 
 @dataclasses.dataclass(frozen=True)
 class MemoryReport:
-    """Predicted memory for one batch and length, and what fits.
+    """Predicted memory for one batch and length, and the largest size that fits.
 
     Attributes:
         before, after: the unpatched and the patched model.
@@ -93,9 +94,6 @@ class MemoryReport:
         return data
 
 
-# blocks
-
-
 def _signature(module: nn.Module) -> object:
     parameters = (
         (n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in module.named_parameters()
@@ -103,9 +101,9 @@ def _signature(module: nn.Module) -> object:
     return type(module), tuple(parameters)
 
 
-def _repeated_blocks(model: nn.Module) -> nn.Module | None:
+def _repeated_blocks(model: nn.Module) -> nn.ModuleList | nn.Sequential | None:
     """The list of many equal blocks that holds most parameters."""
-    found: nn.Module | None = None
+    found: nn.ModuleList | nn.Sequential | None = None
     most = 0
     for module in model.modules():
         if not isinstance(module, (nn.ModuleList, nn.Sequential)) or len(module) < _MANY_BLOCKS:
@@ -119,7 +117,7 @@ def _repeated_blocks(model: nn.Module) -> nn.Module | None:
 
 @contextlib.contextmanager
 def _shortened(blocks: nn.Module | None, depth: int | None) -> Iterator[None]:
-    """Only the first blocks, for as long as a shadow is made."""
+    """Only the first ``depth`` blocks while the context is open; all when either is None."""
     if blocks is None or depth is None:
         yield
         return
@@ -141,9 +139,7 @@ class _Predictor:
         self.config = config
         self.make_inputs = make_inputs
         self.blocks = _repeated_blocks(model)
-        self.count = (
-            len(self.blocks) if isinstance(self.blocks, (nn.ModuleList, nn.Sequential)) else 0
-        )
+        self.count = 0 if self.blocks is None else len(self.blocks)
         self.shadows: dict[int | None, Shadow] = {}
         self.known: dict[tuple[int, int | None], StepBytes] = {}
 
@@ -177,13 +173,11 @@ class _Predictor:
         return self.known[batch, length]
 
     def _from_few(self, inputs: ExampleInputs) -> StepBytes | None:
-        """Extended from a few blocks, or None where blocks differ in what they keep."""
+        """Extended from a few blocks, or None where the blocks save different amounts."""
         depths = _DEPTHS if not self.known else _DEPTHS[:2]
         steps = [dataclasses.astuple(self._step(depth, inputs)) for depth in depths]
         slope = [later - earlier for earlier, later in zip(*steps[:2], strict=True)]
-        if (
-            len(steps) > 2
-        ):  # the first time: prove that a third block adds what the second one added
+        if len(steps) > 2:  # the first time: a third block must add as much as the second
             added = [later - earlier for earlier, later in zip(*steps[1:], strict=True)]
             if added[:2] != slope[:2] or abs(added[2] - slope[2]) > 0.01 * max(slope[2], 1):
                 return None
@@ -207,7 +201,8 @@ def largest_that_fits(total: Callable[[int], int], limit: int, bound: int) -> in
         low, high = high, high + step
         if high > bound > low and total(bound) <= limit:
             return bound
-    high = min(high, bound if bound > low else bound + 1)  # what exceeds the limit, or the bound
+    # the least size known to exceed the limit or the bound
+    high = min(high, bound if bound > low else bound + 1)
     lines = True
     while high - low > 1:
         guess = (low + high) // 2
@@ -222,10 +217,10 @@ def largest_that_fits(total: Callable[[int], int], limit: int, bound: int) -> in
     return low
 
 
-def _footprint(standing: Standing, step: StepBytes) -> Footprint:
-    transient = max(0, step.peak - step.saved - step.weight_copies) + standing.dequantised
+def _footprint(states: ModelStates, step: StepBytes) -> Footprint:
+    transient = max(0, step.peak - step.saved - step.weight_copies) + states.dequantised
     return Footprint(
-        standing.parameters, standing.gradients, standing.optimizer, step.saved, step.weight_copies, transient
+        states.parameters, states.gradients, states.optimizer, step.saved, step.weight_copies, transient
     )  # fmt: skip
 
 
@@ -244,17 +239,17 @@ def predict_memory(
     """Predict the peak of a training step from fake tensors, before and after a patch.
 
     Args:
-        model: unpatched, also on the meta device; what trains is read from ``requires_grad``.
+        model: unpatched, also on the meta device; ``requires_grad`` says which parameters train.
         config: the patch.
         make_inputs: makes inputs for a batch and a length.
-        optimizer, quantised: as in :func:`standing_bytes`.
+        optimizer, quantised: as in :func:`model_state_bytes`.
         limit: bytes; solve for the largest ``batch`` (at this length) or ``length`` (at this batch).
 
     Raises:
         ConfigError: an unknown optimizer, or ``solve="length"`` for a model that reads no tokens.
         TraceError: the model cannot be run on fake tensors.
     """
-    standing = standing_bytes(model, optimizer, quantised=quantised)
+    states = model_state_bytes(model, optimizer, quantised=quantised)
     predictors = [_Predictor(model, which, make_inputs) for which in (None, config)]
     if solve not in _LARGEST:
         raise ConfigError(f"solve {solve!r} is none of {', '.join(_LARGEST)}")
@@ -263,25 +258,33 @@ def predict_memory(
         raise ConfigError(
             "the length can be solved for where a model reads tokens, and this reads none"
         )
-    found: list[int | None] = [None, None]
-    if limit is not None:
-        for index, predictor in enumerate(predictors):
 
-            def total(size: int, predictor: _Predictor = predictor) -> int:
-                sizes = (size, length) if solve == "batch" else (batch_size, size)
-                return _footprint(standing, predictor.step(*sizes)).total
+    def largest(predictor: _Predictor) -> int | None:
+        def total(size: int) -> int:
+            sizes = (size, length) if solve == "batch" else (batch_size, size)
+            return _footprint(states, predictor.step(*sizes)).total
 
-            found[index] = largest_that_fits(total, limit, bound or _LARGEST[solve])
-    before, after = (_footprint(standing, p.step(batch_size, length)) for p in predictors)
+        return None if limit is None else largest_that_fits(total, limit, bound or _LARGEST[solve])
+
+    largest_before, largest_after = map(largest, predictors)
+    before, after = (_footprint(states, p.step(batch_size, length)) for p in predictors)
     return MemoryReport(
-        before, after, optimizer, batch_size, length, limit, solve, found[0], found[1], bound
+        before,
+        after,
+        optimizer,
+        batch_size,
+        length,
+        limit,
+        solve,
+        largest_before,
+        largest_after,
+        bound,
     )
 
 
 def most_positions(model: Any) -> int | None:
-    """How many tokens the config has positions for; None where it says nothing of them."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    config: Any = getattr(base, "config", None)
+    """The largest length that the config has positions for; None where it names none."""
+    config: Any = getattr(base_model(model), "config", None)
     if hasattr(config, "get_text_config"):
         config = config.get_text_config()
     positions = getattr(config, "max_position_embeddings", None)

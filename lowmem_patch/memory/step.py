@@ -1,7 +1,7 @@
-"""One training step on fake tensors, with every storage counted from its birth to its death.
+"""One training step on fake tensors, with every storage counted from its allocation to its release.
 
-That is the eager allocation of a real step, without data. Workspaces inside kernels, the CUDA context
-(about 0.5 GiB) and the allocator's fragmentation are not in it.
+The sum is the eager allocation of a real step, without data. Workspaces inside kernels, the CUDA
+context (about 0.5 GiB) and the allocator's fragmentation are not counted.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lowmem_patch.errors import TraceError
+from lowmem_patch.memory.base_model import base_model, output_head
 from lowmem_patch.tracing.gpu_dropout import GpuDropouts
 from lowmem_patch.tracing.inputs import ExampleInputs
 from lowmem_patch.tracing.observers import DispatchObserver
@@ -24,17 +25,17 @@ from lowmem_patch.tracing.saved_bytes import storage_key
 from lowmem_patch.tracing.shadow import Shadow
 from lowmem_patch.tracing.trace import trace_forward
 
-__all__ = ["StepBytes", "run_step", "step_bytes", "with_labels"]
+__all__ = ["StepBytes", "loss_or_output", "run_step", "step_bytes", "with_labels"]
 
 
 @dataclasses.dataclass(frozen=True)
 class StepBytes:
-    """Bytes of one step, inputs among them, above what stands.
+    """Bytes of one step, its inputs included and the model states excluded.
 
     Attributes:
         saved: activations that autograd holds after the forward.
         weight_copies: low-precision copies of weights that it holds.
-        peak: the largest sum of everything alive at one time.
+        peak: the largest sum of all storages alive at one time.
     """
 
     saved: int
@@ -43,11 +44,14 @@ class StepBytes:
 
 
 class _LiveBytes(DispatchObserver):
-    """Counts the storages that are made while it is on, until they die."""
+    """Counts the storages that are allocated while it is on, until they are released.
 
-    def __init__(self, standing: set[int]) -> None:
+    ``model_states`` holds the keys of the storages that are not counted.
+    """
+
+    def __init__(self, model_states: set[int]) -> None:
         super().__init__()
-        self.standing = standing
+        self.model_states = model_states
         self.live: dict[int, tuple[int, Any]] = {}
         self.now = 0
         self.peak = 0
@@ -61,43 +65,45 @@ class _LiveBytes(DispatchObserver):
 
     def add(self, tensor: Tensor) -> None:
         key = storage_key(tensor)
-        if key in self.live or key in self.standing:
+        if key in self.live or key in self.model_states:
             return
         storage = tensor.untyped_storage()
         size = storage.nbytes()
 
-        def died(_reference: Any, key: int = key, size: int = size) -> None:
+        def released(_reference: Any, key: int = key, size: int = size) -> None:
             del self.live[key]
             self.now -= size
 
-        self.live[key] = (size, weakref.ref(storage, died))
+        self.live[key] = (size, weakref.ref(storage, released))
         self.now += size
         self.peak = max(self.peak, self.now)
 
 
 def with_labels(model: Any, inputs: ExampleInputs) -> ExampleInputs:
     """A language model gets labels, so that it makes its own loss."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    get_head = getattr(base, "get_output_embeddings", None)
     tokens = inputs.kwargs.get("decoder_input_ids", inputs.kwargs.get("input_ids"))
-    takes = "labels" in inspect.signature(base.forward).parameters
-    if tokens is None or not takes or get_head is None or get_head() is None:
+    takes_labels = "labels" in inspect.signature(base_model(model).forward).parameters
+    if tokens is None or not takes_labels or output_head(model) is None:
         return inputs
     return ExampleInputs(inputs.args, {**inputs.kwargs, "labels": tokens})
 
 
-def _backward(output: Any) -> None:
-    result = getattr(output, "loss", None)
-    if not isinstance(result, Tensor):
-        leaves = tree_leaves(dict(output) if hasattr(output, "keys") else output)
-        result = next(leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad)
-    torch.autograd.backward(result, torch.ones_like(result))
+def loss_or_output(output: Any) -> Tensor:
+    """The model's own loss, or the first tensor of its output that needs a gradient."""
+    loss = getattr(output, "loss", None)
+    if isinstance(loss, Tensor):
+        return loss
+    leaves = tree_leaves(dict(output) if hasattr(output, "keys") else output)
+    return next(leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad)
 
 
 def run_step(model: nn.Module, inputs: ExampleInputs) -> None:
     """Forward, loss and backward; without a loss of the model's own the output's gradient is 1."""
     inputs = with_labels(model, inputs)
-    _backward(model(*inputs.args, **inputs.kwargs))
+    # held during the backward, as a training loop holds it, with its logits
+    output = model(*inputs.args, **inputs.kwargs)
+    result = loss_or_output(output)
+    torch.autograd.backward(result, torch.ones_like(result))
 
 
 def _peak(shadow: Shadow) -> int:
@@ -112,8 +118,8 @@ def _peak(shadow: Shadow) -> int:
         for parameter in trained:
             parameter.grad = torch.empty_like(parameter)
         gradients = [p.grad for p in trained if p.grad is not None]
-        standing = [*model.parameters(), *model.buffers(), *gradients]
-        live = contexts.enter_context(_LiveBytes({storage_key(tensor) for tensor in standing}))
+        model_states = [*model.parameters(), *model.buffers(), *gradients]
+        live = contexts.enter_context(_LiveBytes(set(map(storage_key, model_states))))
         for tensor in tree_leaves((inputs.args, inputs.kwargs)):
             if isinstance(tensor, Tensor):
                 live.add(tensor)

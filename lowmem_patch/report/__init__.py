@@ -3,12 +3,10 @@
 from lowmem_patch.report.bench import print_bench
 from lowmem_patch.report.layout import (
     collapse_names,
-    error_console,
     human_bytes,
     print_error,
     print_title,
     progress_bar,
-    stdout_console,
 )
 from lowmem_patch.report.results import (
     print_conversion,
@@ -21,7 +19,6 @@ from lowmem_patch.report.results import (
 
 __all__ = [
     "collapse_names",
-    "error_console",
     "human_bytes",
     "print_bench",
     "print_conversion",
@@ -33,5 +30,4 @@ __all__ = [
     "print_title",
     "print_verification",
     "progress_bar",
-    "stdout_console",
 ]

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from lowmem_patch.bench import Comparison, Row
-from lowmem_patch.report.layout import human_bytes, make_table, stdout_console
+from lowmem_patch.report.layout import human_bytes, make_table, print_line, print_table
 
 __all__ = ["print_bench"]
 
 
 def print_bench(comparison: Comparison, title: str) -> None:
     """One line for each variant, also where it failed or was skipped; shares are of the first."""
-    console = stdout_console()
-    console.print(f"{title}, on {comparison.device}", markup=False, soft_wrap=True)
+    print_line(f"{title}, on {comparison.device}")
     first = comparison.rows[0]
     on_gpu = any(row.peak is not None for row in comparison.rows)
-    peaks = ["peak", "reserved"] if on_gpu else []  # the CPU's allocator keeps no count
+    peaks = ["peak", "reserved"] if on_gpu else []  # the CPU's allocator counts nothing
     rate = f"{comparison.unit} / s"
     numbers = ["act", "share", *peaks, "step ms", "quartiles", "share of time", rate]
     table = make_table("variant", *numbers, "", right=numbers)
@@ -25,7 +24,7 @@ def print_bench(comparison: Comparison, title: str) -> None:
             why = f"failed: {row.failed}" if row.failed else f"skipped: {row.skipped}"
             style = "red" if row.failed else "dim"
             table.add_row(row.name, *[""] * len(numbers), why, style=style)
-    console.print(table, markup=False)
+    print_table(table)
     notes = [
         f"a step is forward and backward of {comparison.work} {comparison.unit}; shares are of "
         f"{first.name}; medians of {comparison.rounds} x {comparison.steps} steps, the variants in turn",
@@ -35,7 +34,7 @@ def print_bench(comparison: Comparison, title: str) -> None:
     ]
     if comparison.parked:
         notes.append("the models that waited lay in the host's memory, for lack of room")
-    console.print("; ".join(notes), style="dim", markup=False, soft_wrap=True)
+    print_line("; ".join(notes), style="dim")
 
 
 def _cells(row: Row, first: Row, on_gpu: bool, work: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""What every rendering shares: consoles, errors, progress, and how bytes, names and tables look."""
+"""Shared by all renderings: consoles, errors, progress, and the form of bytes, names and tables."""
 
 from __future__ import annotations
 
@@ -7,92 +7,105 @@ import itertools
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TextIO
 
 from rich.console import Console
+from rich.filesize import pick_unit_and_suffix
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 __all__ = [
     "collapse_names",
-    "error_console",
     "fewer",
+    "group_by_pattern",
     "human_bytes",
     "make_table",
     "pattern_of",
     "print_error",
+    "print_line",
+    "print_table",
     "print_title",
     "progress_bar",
     "starred",
-    "stdout_console",
 ]
 
 # wide enough for a module path beside its reason where output is not a terminal
 _PIPE_WIDTH = 140
+_UNITS = ["B", "KiB", "MiB", "GiB", "TiB"]
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)")
 
 
-def stdout_console() -> Console:
-    """For results. Made anew each time: standard output may have been redirected since."""
-    return Console(
-        file=sys.stdout, width=None if sys.stdout.isatty() else _PIPE_WIDTH, highlight=False
-    )
+def _console(stream: TextIO) -> Console:
+    """A console for a stream; made anew each time, as the stream may have been redirected since."""
+    return Console(file=stream, width=None if stream.isatty() else _PIPE_WIDTH, highlight=False)
 
 
-def error_console() -> Console:
-    """For everything that is not a result."""
-    return Console(
-        file=sys.stderr, width=None if sys.stderr.isatty() else _PIPE_WIDTH, highlight=False
-    )
+def print_line(text: str, style: str | None = None) -> None:
+    """One line on standard output, never wrapped."""
+    _console(sys.stdout).print(text, style=style, markup=False, soft_wrap=True)
+
+
+def print_table(table: Table) -> None:
+    """A table of :func:`make_table` on standard output."""
+    _console(sys.stdout).print(table, markup=False)
 
 
 def print_error(message: str) -> None:
     """One line on standard error, never wrapped."""
     text = " ".join(message.split())
-    error_console().print(f"error: {text}", style="red", markup=False, soft_wrap=True)
+    _console(sys.stderr).print(f"error: {text}", style="red", markup=False, soft_wrap=True)
 
 
 def print_title(text: str) -> None:
     """A heading between the parts of a longer output."""
-    stdout_console().rule(text, align="left", style="dim")
+    _console(sys.stdout).rule(text, align="left", style="dim")
 
 
 @contextlib.contextmanager
 def progress_bar(*, quiet: bool = False) -> Iterator[Callable[[str, int, int], None] | None]:
-    """A bar on standard error; yields a callback ``(what, done, total)``. No bar when not a terminal."""
+    """A bar on standard error; yields a callback ``(label, done, total)``. No bar when not a terminal."""
     if quiet:
         yield None
         return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    console = error_console()
+    console = _console(sys.stderr)
     with Progress(
         *columns, console=console, transient=True, disable=not console.is_terminal
     ) as bar:
         task = bar.add_task("", total=None)
 
-        def tell(what: str, done: int, total: int) -> None:
-            bar.update(task, description=what, completed=done, total=total)
+        def tell(label: str, done: int, total: int) -> None:
+            bar.update(task, description=label, completed=done, total=total)
 
         yield tell
 
 
 def human_bytes(count: int) -> str:
     """1024 bytes = 1 KiB; whole bytes below that."""
-    if abs(count) < 1024:
-        return f"{count} B"
-    size = float(count)
-    for unit in ("KiB", "MiB", "GiB"):
-        size /= 1024
-        if abs(size) < 1024:
-            return f"{size:.1f} {unit}"
-    return f"{size / 1024:.1f} TiB"
+    unit, name = pick_unit_and_suffix(abs(count), _UNITS, 1024)
+    return f"{count} B" if unit == 1 else f"{count / unit:.1f} {name}"
 
 
 def fewer(before: int, after: int) -> str:
+    """The share that was saved, such as ``45.2 %``; ``-`` of nothing."""
     return f"{100 * (1 - after / before):.1f} %" if before else "-"
 
 
 def pattern_of(text: str) -> str:
+    """The name with ``{}`` for each number in its path."""
     return _NUMBER.sub("{}", text)
+
+
+def group_by_pattern(
+    rows: Iterable[tuple[str, tuple[int, ...]]],
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Rows of equal sizes whose names differ in numbers alone as one row: its label and the sizes."""
+    groups: dict[tuple[str, tuple[int, ...]], list[str]] = {}
+    for name, sizes in rows:
+        groups.setdefault((pattern_of(name), sizes), []).append(name)
+    for (_, sizes), names in groups.items():
+        for name in collapse_names(names):
+            yield (f"{name} (each)" if len(names) > 1 else name), sizes
 
 
 def collapse_names(names: Sequence[str]) -> list[str]:
@@ -103,15 +116,16 @@ def collapse_names(names: Sequence[str]) -> list[str]:
     collapsed = []
     for pattern, numbers in groups.items():
         columns = [sorted(set(column)) for column in zip(*numbers, strict=True)]
-        # only a full grid of numbers may be written as ranges; else something would be claimed too much
+        # ranges name a full grid of numbers: with any other set they would name absent modules
         if sorted(numbers) == sorted(itertools.product(*columns)):
             collapsed.append(pattern.format(*map(_ranges, columns)))
         else:
-            by_head: dict[tuple[int, ...], list[int]] = {}
-            for *head, last in numbers:
-                by_head.setdefault(tuple(head), []).append(last)
+            last_numbers: dict[tuple[int, ...], list[int]] = {}
+            for *first, last in numbers:
+                last_numbers.setdefault(tuple(first), []).append(last)
             collapsed += [
-                pattern.format(*head, _ranges(sorted(lasts))) for head, lasts in by_head.items()
+                pattern.format(*first, _ranges(sorted(lasts)))
+                for first, lasts in last_numbers.items()
             ]
     return collapsed
 
@@ -126,14 +140,16 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 
 def starred(text: str) -> str:
+    """The text with ``*`` for each number in a path."""
     return _NUMBER.sub("*", text)
 
 
 def make_table(*headers: str, right: Iterable[str] = ()) -> Table:
+    """A table without borders; the columns named in ``right`` hold numbers."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     numeric = set(right)
     for header in headers:
-        # the first column names things, and the last one explains: only that one may wrap
+        # only the last column, an explanation, may wrap
         last = header == headers[-1] and header not in numeric
         table.add_column(
             header,

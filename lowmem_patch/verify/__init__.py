@@ -1,9 +1,8 @@
 """Prove a patched or converted model against float64.
 
-The unpatched model in float64 is the truth, and the unpatched model in dtype D shows what error D
-alone makes. The candidate in D may make at most ``FORWARD_FACTOR`` times that error in its outputs
-and ``GRADIENT_FACTOR`` times in its gradients. Errors are relative L2 norms per tensor; nothing
-else is tuned by hand.
+The unpatched model in float64 is the truth, and the unpatched model in dtype D shows the error of D
+alone. The candidate in D may make at most ``FORWARD_FACTOR`` times that error in its outputs and
+``GRADIENT_FACTOR`` times in its gradients. Errors are relative L2 norms per tensor.
 """
 
 from lowmem_patch.checkpoint.compare import BAND, FORWARD_FACTOR, TensorCheck

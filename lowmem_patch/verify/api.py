@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,24 +17,47 @@ from lowmem_patch.config import PatchConfig, load_config
 from lowmem_patch.errors import CheckpointError, LowmemPatchError, PatchError, TraceError
 from lowmem_patch.strategies.fold_weights import FoldStep
 from lowmem_patch.tracing.example_inputs import make_example_inputs
-from lowmem_patch.tracing.inputs import as_example_inputs
-from lowmem_patch.verify.judge import Judge
-from lowmem_patch.verify.result import VerifyResult
+from lowmem_patch.tracing.inputs import ExampleInputs, as_example_inputs
+from lowmem_patch.verify.judge import Candidate, Judge
+from lowmem_patch.verify.result import RunResult, VerifyResult
 
 __all__ = ["Progress", "verify_checkpoints", "verify_model"]
 
 Progress = Callable[[str, int, int], None]
 
 
-def _modes(
-    dtypes: Sequence[torch.dtype], autocast: torch.dtype | None
-) -> list[tuple[str, torch.dtype, Any]]:
-    modes: list[tuple[str, torch.dtype, Any]] = [
-        (str(d).removeprefix("torch."), d, None) for d in dtypes
-    ]
+@dataclasses.dataclass(frozen=True)
+class _Mode:
+    """One arithmetic that is tried: its name, the parameters' dtype, and autocast's."""
+
+    label: str
+    dtype: torch.dtype
+    autocast: torch.dtype | None = None
+
+
+def _modes(dtypes: Sequence[torch.dtype], autocast: torch.dtype | None) -> list[_Mode]:
+    modes = [_Mode(str(dtype).removeprefix("torch."), dtype) for dtype in dtypes]
     if autocast is not None:
-        modes.append((f"autocast {str(autocast).removeprefix('torch.')}", torch.float32, autocast))
+        label = f"autocast {str(autocast).removeprefix('torch.')}"
+        modes.append(_Mode(label, torch.float32, autocast))
     return modes
+
+
+def _inputs(model: nn.Module, given: Any) -> ExampleInputs:
+    return make_example_inputs(model) if given is None else as_example_inputs(given)
+
+
+def _runs(
+    judge: Judge,
+    modes: Sequence[_Mode],
+    candidate: Candidate,
+    exact: PatchConfig | None,
+    tell: Progress,
+) -> Iterator[RunResult]:
+    for index, mode in enumerate(modes):
+        tell(mode.label, index, len(modes))
+        yield judge.judge(mode.label, mode.dtype, mode.autocast, candidate, exact)
+    tell("done", len(modes), len(modes))
 
 
 def verify_model(
@@ -58,7 +81,7 @@ def verify_model(
             when None.
         dtypes: each is tried with parameters and inputs in it.
         autocast: also tried, with float32 parameters; None leaves it out.
-        progress: called with what is done, and how many of how many steps are.
+        progress: called with the present step's name, the number of steps done, and the number of all.
 
     Raises:
         ConfigError: no such preset.
@@ -68,37 +91,30 @@ def verify_model(
     exact = dataclasses.replace(
         chosen, activations="recompute", name=f"{chosen.name}, exact activations"
     )
-    inputs = (
-        as_example_inputs(example_inputs)
-        if example_inputs is not None
-        else make_example_inputs(model)
-    )
+    inputs = _inputs(model, example_inputs)
     original = unpatch_model(copy.deepcopy(model)) if _is_patched(model) else model
-    modes = _modes(dtypes, autocast)
-    _tell(progress, "truth in float64", 0, len(modes))
+    modes, tell = _modes(dtypes, autocast), progress or (lambda *_: None)
+    tell("truth in float64", 0, len(modes))
     judge = Judge(original, inputs, seed)
-    runs, approximate, patched = [], dict[str, None](), 0
-    for index, (label, dtype, low) in enumerate(modes):
-        _tell(progress, label, index, len(modes))
+    patched, approximate = 0, dict[str, None]()
 
-        def candidate(other: PatchConfig | None, dtype: torch.dtype = dtype) -> Any:
-            nonlocal patched
-            copied = judge.copy_in(dtype)
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # nothing to patch is said in the result
-                copied = patch_model(copied, other or chosen, example_inputs=judge.inputs_in(dtype))
-            report = patch_report(copied)
-            patched = max(patched, len(report.patched))
-            names = [site.name for site in report.approximate]
-            approximate.update(dict.fromkeys(names))
-            return copied, report.fold_steps, names
+    def candidate(dtype: torch.dtype, other: PatchConfig | None) -> Any:
+        nonlocal patched
+        copied = judge.copy_to(dtype)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the result says when nothing was patched
+            copied = patch_model(copied, other or chosen, example_inputs=judge.inputs_to(dtype))
+        report = patch_report(copied)
+        patched = max(patched, len(report.patched))
+        names = [site.name for site in report.approximate]
+        approximate.update(dict.fromkeys(names))
+        return copied, report.fold_steps, names
 
-        runs.append(judge.judge(label, dtype, low, candidate, exact))
-    _tell(progress, "done", len(modes), len(modes))
+    runs = tuple(_runs(judge, modes, candidate, exact, tell))
     if not patched:
         judge.notes.append("nothing was patched: plan_patch says why for each site")
     return VerifyResult(
-        type(model).__name__, f"patched with preset {chosen.name}", str(inputs), tuple(runs), patched,
+        type(model).__name__, f"patched with preset {chosen.name}", str(inputs), runs, patched,
         tuple(approximate), tuple(judge.notes),
     )  # fmt: skip
 
@@ -117,7 +133,7 @@ def verify_checkpoints(
     """Compare two models that should compute the same function, such as a checkpoint and its conversion.
 
     Args:
-        fold_steps: what was folded on the way; gradients are mapped back through it.
+        fold_steps: the folds of the conversion; gradients are mapped back through them.
 
     Raises:
         CheckpointError: they are models of two classes.
@@ -128,34 +144,26 @@ def verify_checkpoints(
             f"the original is a {type(original).__name__} and the other a {type(converted).__name__}: "
             "give two checkpoints of one model"
         )
-    inputs = (
-        as_example_inputs(example_inputs)
-        if example_inputs is not None
-        else make_example_inputs(original)
-    )
-    modes = _modes(dtypes, autocast)
-    _tell(progress, "truth in float64", 0, len(modes))
+    inputs = _inputs(original, example_inputs)
+    modes, tell = _modes(dtypes, autocast), progress or (lambda *_: None)
+    tell("truth in float64", 0, len(modes))
     judge = Judge(original, inputs, seed)
-    runs = []
-    for index, (label, dtype, low) in enumerate(modes):
-        _tell(progress, label, index, len(modes))
 
-        def candidate(_: PatchConfig | None, dtype: torch.dtype = dtype) -> Any:
-            return cast_parameters(copy.deepcopy(converted), dtype).eval(), fold_steps, ()
+    def candidate(dtype: torch.dtype, _other: PatchConfig | None) -> Any:
+        return cast_parameters(copy.deepcopy(converted), dtype).eval(), fold_steps, ()
 
-        try:
-            runs.append(judge.judge(label, dtype, low, candidate, None))
-        except (IndexError, RuntimeError, ValueError) as error:
-            if isinstance(error, LowmemPatchError):
-                raise
-            raise TraceError(
-                f"the other {type(converted).__name__} does not run on what the original takes "
-                f"({inputs}): {error}"
-            ) from error
-    _tell(progress, "done", len(modes), len(modes))
+    try:
+        runs = tuple(_runs(judge, modes, candidate, None, tell))
+    except LowmemPatchError:
+        raise
+    except (IndexError, RuntimeError, ValueError) as error:
+        raise TraceError(
+            f"the other {type(converted).__name__} does not run on what the original takes "
+            f"({inputs}): {error}"
+        ) from error
     return VerifyResult(
         type(original).__name__, f"converted checkpoint, {len(fold_steps)} norms folded", str(inputs),
-        tuple(runs), len(fold_steps), (), tuple(judge.notes),
+        runs, len(fold_steps), (), tuple(judge.notes),
     )  # fmt: skip
 
 
@@ -165,8 +173,3 @@ def _is_patched(model: nn.Module) -> bool:
     except PatchError:
         return False
     return True
-
-
-def _tell(progress: Progress | None, what: str, done: int, total: int) -> None:
-    if progress is not None:
-        progress(what, done, total)

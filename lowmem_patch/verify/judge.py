@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -22,11 +23,18 @@ from lowmem_patch.checkpoint.compare import (
 from lowmem_patch.config import PatchConfig
 from lowmem_patch.errors import TraceError
 from lowmem_patch.strategies.fold_weights import FoldStep
+from lowmem_patch.tracing.consumers import LinearRef
 from lowmem_patch.tracing.inputs import ExampleInputs
 from lowmem_patch.tracing.saved_bytes import saved_bytes
 from lowmem_patch.verify.result import RunResult
 
-__all__ = ["GRADIENT_FACTOR", "Judge", "map_gradients"]
+__all__ = ["GRADIENT_FACTOR", "Candidate", "Judge", "map_gradients"]
+
+# Takes the dtype of the parameters, and a preset in place of the candidate's own (None: its own).
+# Returns the model, its folds, and the sites with approximate derivatives.
+Candidate = Callable[
+    [torch.dtype, PatchConfig | None], tuple[Any, Sequence[FoldStep], Sequence[str]]
+]
 
 GRADIENT_FACTOR = 3.0
 # The direction of a gradient is known when its size is this many times the unpatched model's error.
@@ -98,7 +106,7 @@ def map_gradients(
     Args:
         gradients: of the folded model's parameters.
         original: parameters of the unfolded model.
-        steps: what was folded.
+        steps: the folds.
 
     Returns:
         The mapped gradients, and the names of parameters for which the folded model's frozen
@@ -107,58 +115,71 @@ def map_gradients(
     mapped = dict(gradients)
     unknown: list[str] = []
     for step in steps:
-        gamma = (
-            original[step.weight].double() + step.weight_offset if step.weight is not None else None
-        )
-        beta = original[step.bias].double() if step.bias is not None else None
-        moved = beta is not None and bool((beta != 0).any())
-        for name in (step.weight, step.bias):
-            if name is not None:
+        for name, gradient in _unfolded_gradients(gradients, original, step).items():
+            if gradient is None:
                 mapped.pop(name, None)
-        of_gamma: Tensor | None = None if gamma is None else torch.zeros_like(gamma)
-        of_beta: Tensor | None = None if beta is None else torch.zeros_like(beta)
-        for linear in step.linears:
-            weight = original[linear.weight].double()
-            new = gradients.get(linear.weight)
-            of_bias = gradients.get(linear.bias) if linear.bias is not None else None
-            if linear.transposed:
-                weight, new = weight.t(), new if new is None else new.t()
-            of_gamma = (
-                None
-                if of_gamma is None or new is None
-                else of_gamma + (new.double() * weight).sum(0)
-            )
-            of_beta = (
-                None
-                if of_beta is None or of_bias is None
-                else of_beta + weight.t() @ of_bias.double()
-            )
-            if new is None:
-                continue
-            if moved and of_bias is None:
-                mapped.pop(linear.weight, None)
-                unknown.append(linear.weight)
-                continue
-            result = new.double() if gamma is None else new.double() * gamma
-            if moved and beta is not None and of_bias is not None:
-                result = result + torch.outer(of_bias.double(), beta)
-            mapped[linear.weight] = result.t() if linear.transposed else result
-        for name, value in ((step.weight, of_gamma), (step.bias, of_beta)):
-            if name is not None and value is not None:
-                mapped[name] = value
-            elif name is not None:
                 unknown.append(name)
+            else:
+                mapped[name] = gradient
     return mapped, tuple(unknown)
 
 
-def _relative_error(found: Mapping[str, Tensor], truth: Mapping[str, Tensor]) -> float:
-    """Of all gradients together."""
-    size = sum(float(t.square().sum()) for t in truth.values()) ** 0.5
-    error = (
-        sum(float((found[name] - t).square().sum()) for name, t in truth.items() if name in found)
-        ** 0.5
-    )
-    return error / size if size else 0.0
+def _unfolded_gradients(
+    gradients: Mapping[str, Tensor], original: Mapping[str, Tensor], step: FoldStep
+) -> dict[str, Tensor | None]:
+    """Gradients of the parameters that one step changed, in float64; None where unknown.
+
+    A Linear's weight without a gradient of its own is left out.
+    """
+    gamma = None if step.weight is None else original[step.weight].double() + step.weight_offset
+    beta = None if step.bias is None else original[step.bias].double()
+    folded_beta = beta if beta is not None and bool((beta != 0).any()) else None
+    found: dict[str, Tensor | None] = {}
+    of_gamma: list[Tensor | None] = []
+    of_beta: list[Tensor | None] = []
+    for linear in step.linears:
+        weight = _rows_of_outputs(original[linear.weight], linear)
+        of_weight, of_bias = gradients.get(linear.weight), gradients.get(linear.bias or "")
+        of_weight = None if of_weight is None else _rows_of_outputs(of_weight, linear)
+        of_bias = None if of_bias is None else of_bias.double()
+        of_gamma.append(None if of_weight is None else (of_weight * weight).sum(0))
+        of_beta.append(None if of_bias is None else weight.t() @ of_bias)
+        if of_weight is not None:
+            unfolded = _unfolded_weight(of_weight, of_bias, gamma, folded_beta)
+            found[linear.weight] = _as_stored(unfolded, linear)
+    for name, parts in ((step.weight, of_gamma), (step.bias, of_beta)):
+        if name is not None:
+            found[name] = _sum_if_known(parts, torch.zeros_like(original[name]).double())
+    return found
+
+
+def _rows_of_outputs(tensor: Tensor, linear: LinearRef) -> Tensor:
+    """A Linear's weight or its gradient as ``[outputs, inputs]``, in float64."""
+    return tensor.double().t() if linear.transposed else tensor.double()
+
+
+def _as_stored(tensor: Tensor | None, linear: LinearRef) -> Tensor | None:
+    return tensor.t() if tensor is not None and linear.transposed else tensor
+
+
+def _unfolded_weight(
+    of_weight: Tensor, of_bias: Tensor | None, gamma: Tensor | None, beta: Tensor | None
+) -> Tensor | None:
+    """``dL/dW' diag(g) + dL/db' beta^T``; None where beta was folded and dL/db' is unknown."""
+    result = of_weight if gamma is None else of_weight * gamma
+    if beta is None:
+        return result
+    return None if of_bias is None else result + torch.outer(of_bias, beta)
+
+
+def _sum_if_known(parts: Sequence[Tensor | None], start: Tensor) -> Tensor | None:
+    known = [part for part in parts if part is not None]
+    return sum(known, start) if len(known) == len(parts) else None
+
+
+def _norm(tensors: Iterable[Tensor]) -> float:
+    """The L2 norm of all tensors together."""
+    return math.sqrt(sum(float(t.square().sum()) for t in tensors))
 
 
 def _check_gradients(
@@ -169,12 +190,14 @@ def _check_gradients(
     A gradient that is 0 in exact arithmetic (a key's bias) is nothing but rounding, so its errors are
     measured against the model's mean gradient.
     """
-    count = sum(t.numel() for t in truth.gradients.values())
-    mean = (sum(float(t.square().sum()) for t in truth.gradients.values()) / max(count, 1)) ** 0.5
-    overall = _relative_error(unpatched.gradients, truth.gradients)
+    size = _norm(truth.gradients.values())
+    mean = size / max(sum(t.numel() for t in truth.gradients.values()), 1) ** 0.5
+    own_gradients = unpatched.gradients
+    error = _norm(own_gradients[n] - t for n, t in truth.gradients.items() if n in own_gradients)
+    overall = error / size if size else 0.0
     checks = []
     for name, gradient in truth.gradients.items():
-        own = unpatched.gradients.get(name, torch.zeros_like(gradient))
+        own = own_gradients.get(name, torch.zeros_like(gradient))
         other = found.get(name, torch.full_like(gradient, torch.nan))
         scale = mean * gradient.numel() ** 0.5
         check = check_tensor(
@@ -185,7 +208,7 @@ def _check_gradients(
 
 
 def _as_approximate(check: TensorCheck) -> TensorCheck:
-    """An approximate derivative passes when it is finite and, where there is a direction, follows it."""
+    """The check of an approximate gradient: finite and, where the direction is known, along it."""
     finite = check.error < float("inf")
     known = check.size > _KNOWN_DIRECTION * check.unpatched_error
     return dataclasses.replace(
@@ -203,11 +226,11 @@ class Judge:
     notes: list[str] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
-        # rounded to what every dtype holds, so that the inputs' rounding is nobody's error
+        # rounded to bfloat16, which every dtype here can hold: their rounding is no error of a model
         self.inputs = self.inputs.map(
             lambda t: t.to(torch.bfloat16).double() if t.is_floating_point() else t
         )
-        exact = self.copy_in(torch.float64)
+        exact = self.copy_to(torch.float64)
         try:
             self.truth = _run(exact, self.inputs, self.seed, float64=True)
         except RuntimeError as error:
@@ -218,10 +241,10 @@ class Judge:
             self.truth = _run(exact, self.inputs, self.seed)
         self.parameters = {name: p.detach() for name, p in exact.named_parameters()}
 
-    def copy_in(self, dtype: torch.dtype) -> Any:
+    def copy_to(self, dtype: torch.dtype) -> Any:
         return cast_parameters(copy.deepcopy(self.model), dtype).eval()
 
-    def inputs_in(self, dtype: torch.dtype) -> ExampleInputs:
+    def inputs_to(self, dtype: torch.dtype) -> ExampleInputs:
         return self.inputs.map(lambda t: t.to(dtype) if t.is_floating_point() else t)
 
     def judge(
@@ -229,25 +252,34 @@ class Judge:
         label: str,
         dtype: torch.dtype,
         autocast: torch.dtype | None,
-        candidate: Callable[[PatchConfig | None], tuple[Any, Sequence[FoldStep], Sequence[str]]],
+        candidate: Candidate,
         exact_config: PatchConfig | None,
     ) -> RunResult:
-        inputs, eps = self.inputs_in(dtype), torch.finfo(autocast or dtype).eps
-        own = _run(self.copy_in(dtype), inputs, self.seed, autocast=autocast)
-        model, steps, approximate = candidate(None)
+        """Compare a candidate in one dtype with the truth.
+
+        Args:
+            label: the name of the dtype in the result.
+            dtype: of parameters and inputs.
+            autocast: the dtype of autocast, or None.
+            candidate: makes the model that is judged; called again with ``exact_config`` where the
+                first one has approximate gradients.
+        """
+        inputs, eps = self.inputs_to(dtype), torch.finfo(autocast or dtype).eps
+        own = _run(self.copy_to(dtype), inputs, self.seed, autocast=autocast)
+        model, steps, approximate = candidate(dtype, None)
         found = _run(model, inputs, self.seed, autocast=autocast)
         del model
         outputs = check_outputs(self.truth.outputs, own.outputs, found.outputs, eps)
         gradients = self._gradients(own, found, steps, eps)
-        coarse: list[TensorCheck] = []
+        approximate_checks: list[TensorCheck] = []
         if approximate:
-            coarse = [_as_approximate(check) for check in gradients]
-            model, steps, _ = candidate(exact_config)
+            approximate_checks = [_as_approximate(check) for check in gradients]
+            model, steps, _ = candidate(dtype, exact_config)
             gradients = self._gradients(
                 own, _run(model, inputs, self.seed, autocast=autocast), steps, eps
             )
         return RunResult(
-            label, outputs, tuple(gradients), tuple(coarse),
+            label, outputs, tuple(gradients), tuple(approximate_checks),
             own.saved, found.saved, own.weight_copies, found.weight_copies,
         )  # fmt: skip
 

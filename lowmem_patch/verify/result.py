@@ -1,4 +1,4 @@
-"""The verdict: plain data."""
+"""The verdict as plain data."""
 
 from __future__ import annotations
 
@@ -35,13 +35,19 @@ class RunResult:
     weight_copies_after: int
 
     @property
+    def checks(self) -> dict[str, tuple[TensorCheck, ...]]:
+        """All checks, by ``outputs``, ``gradients`` and ``approximate``."""
+        names = ("outputs", "gradients", "approximate")
+        return {name: getattr(self, name) for name in names}
+
+    @property
     def passed(self) -> bool:
-        return all(check.passed for check in (*self.outputs, *self.gradients, *self.approximate))
+        return all(check.passed for checks in self.checks.values() for check in checks)
 
 
 @dataclasses.dataclass(frozen=True)
 class VerifyResult:
-    """The verdict and what it rests on; plain data, ``str()`` is a readable table."""
+    """The verdict and its checks; plain data, ``str()`` is a readable table."""
 
     model: str
     candidate: str
@@ -65,16 +71,11 @@ class VerifyResult:
     def __str__(self) -> str:
         lines = [f"{self.model}: {self.candidate}, on {self.inputs}"]
         for run in self.runs:
-            kinds = (
-                ("outputs", run.outputs),
-                ("gradients", run.gradients),
-                ("approximate", run.approximate),
-            )
-            for kind, checks in kinds:
+            for name, checks in run.checks.items():
                 worst = worst_check(checks)
                 if worst is not None:
                     lines.append(
-                        f"{run.dtype:18} {kind:11} error {worst.error:.2e} "
+                        f"{run.dtype:18} {name:11} error {worst.error:.2e} "
                         f"(unpatched {worst.unpatched_error:.2e}, limit {worst.limit:.2e}, "
                         f"cosine {worst.cosine:.6f}) {worst.name}"
                     )

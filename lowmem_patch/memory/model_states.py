@@ -1,4 +1,4 @@
-"""Bytes that stand for the whole of training: parameters, gradients, optimizer state. Arithmetic alone."""
+"""Bytes of the model states (parameters, gradients, optimizer state), by arithmetic alone."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from lowmem_patch.errors import ConfigError
+from lowmem_patch.memory.base_model import output_head
 
-__all__ = ["OPTIMIZERS", "Standing", "parse_bytes", "standing_bytes"]
+__all__ = ["OPTIMIZERS", "ModelStates", "model_state_bytes", "parse_bytes"]
 
 OPTIMIZERS = ("adamw", "adamw8bit", "sgd", "adafactor")
 # bitsandbytes: one float32 scale per 256 values of each 8-bit state; small tensors stay in 32 bits
@@ -39,13 +40,13 @@ def parse_bytes(text: str) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class Standing:
-    """Bytes that stay for the whole of training.
+class ModelStates:
+    """Bytes that are held for the whole of training.
 
     Attributes:
         parameters: and buffers.
-        gradients: of what trains, in its dtype, kept between steps.
-        optimizer: its state.
+        gradients: of the parameters that train, in their dtype, held between steps.
+        optimizer: the state of the optimizer.
         dequantised: the largest quantised weight in the compute dtype (0 without quantisation).
     """
 
@@ -74,17 +75,15 @@ def _quantised_bytes(count: int) -> int:
 
 
 def _packed_weights(model: Any) -> set[int]:
-    """Weights that QLoRA packs: of frozen Linears, but not of the model's head."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    get_head = getattr(base, "get_output_embeddings", None)
-    head = get_head() if get_head is not None else None
+    """Ids of the weights that QLoRA packs: those of frozen Linears, except the model's head."""
+    head = output_head(model)
     linears = [m for m in model.modules() if isinstance(m, nn.Linear) and m is not head]
     tied = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     return {id(m.weight) for m in linears if not m.weight.requires_grad} - tied
 
 
-def standing_bytes(model: nn.Module, optimizer: str, *, quantised: bool = False) -> Standing:
-    """Parameters, gradients and optimizer state; works on the meta device.
+def model_state_bytes(model: nn.Module, optimizer: str, *, quantised: bool = False) -> ModelStates:
+    """Bytes of parameters, gradients and optimizer state; works on the meta device.
 
     Args:
         optimizer: one of ``OPTIMIZERS``. ``adamw`` and ``adafactor`` are torch's, with state in the
@@ -109,4 +108,4 @@ def standing_bytes(model: nn.Module, optimizer: str, *, quantised: bool = False)
         if parameter.requires_grad:
             gradients += size
             state += _state_bytes(parameter, optimizer)
-    return Standing(parameters, gradients, state, dequantised)
+    return ModelStates(parameters, gradients, state, dequantised)

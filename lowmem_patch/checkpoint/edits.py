@@ -1,0 +1,88 @@
+"""The change of each stored tensor when norms are folded; computed in float64, to be rounded once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from lowmem_patch.checkpoint.weights import Weights
+from lowmem_patch.errors import CheckpointError
+from lowmem_patch.strategies.fold_weights import FoldStep, fold_tensors, identity_affine
+
+__all__ = ["Edit", "fold_edits", "fold_refusal", "stored_affine"]
+
+# Takes the tensor as stored; returns one of the same shape, which the caller casts.
+Edit = Callable[[Tensor], Tensor]
+
+
+def stored_affine(
+    step: FoldStep, names: Mapping[str, str], weights: Weights
+) -> tuple[Tensor | None, Tensor | None]:
+    """gamma and beta as stored, each None where the norm has none; ``names`` as in :func:`fold_edits`."""
+    gamma, beta = (
+        None if key is None else weights.read(names[key]) for key in (step.weight, step.bias)
+    )
+    return gamma, beta
+
+
+def fold_refusal(step: FoldStep, gamma: Tensor | None, beta: Tensor | None) -> str | None:
+    """Why the stored values cannot be folded, or None."""
+    if identity_affine(gamma, beta, step.weight_offset):
+        return "already an identity"
+    if beta is None or not bool((beta != 0).any()):
+        return None
+    without_bias = next((linear.module for linear in step.linears if linear.bias is None), None)
+    if without_bias is None:
+        return None
+    return f"beta is not 0 and {without_bias} has no bias to take it"
+
+
+def fold_edits(
+    steps: Sequence[FoldStep], names: Mapping[str, str], weights: Weights
+) -> dict[str, Edit]:
+    """Edits by the names of the stored tensors; other tensors are copied.
+
+    Args:
+        names: state-dict entry to stored tensor, for every parameter of ``steps``.
+
+    Raises:
+        CheckpointError: two folds change one tensor.
+    """
+    edits: dict[str, Edit] = {}
+
+    def add(key: str, edit: Edit) -> None:
+        if names[key] in edits:
+            raise CheckpointError(f"{names[key]} would be folded twice: please report this model")
+        edits[names[key]] = edit
+
+    for step in steps:
+        gamma, beta = stored_affine(step, names, weights)
+        if step.weight is not None:
+            add(step.weight, partial(torch.full_like, fill_value=1.0 - step.weight_offset))
+        if step.bias is not None:
+            add(step.bias, torch.zeros_like)
+        for linear in step.linears:
+            add(linear.weight, partial(_fold_weight, gamma, step.weight_offset, linear.transposed))
+            if linear.bias is not None and beta is not None:
+                read = partial(weights.read, names[linear.weight])
+                add(linear.bias, partial(_fold_bias, beta, read, linear.transposed))
+    return edits
+
+
+def _fold_weight(
+    gamma: Tensor | None, weight_offset: float, transposed: bool, weight: Tensor
+) -> Tensor:
+    return fold_tensors(weight.double(), None, gamma, None, weight_offset, transposed=transposed)[0]
+
+
+def _fold_bias(
+    beta: Tensor, read_weight: Callable[[], Tensor], transposed: bool, bias: Tensor
+) -> Tensor:
+    """Adds W beta to the bias, with W as stored (not folded)."""
+    weight = read_weight().double()
+    folded = fold_tensors(weight, bias.double(), None, beta, transposed=transposed)[1]
+    assert folded is not None
+    return folded
