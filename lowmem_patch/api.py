@@ -97,7 +97,7 @@ def patch_model(
             return model
     unpatch_model(model)
     report, plan, inputs = plan_model(model, resolved, example_inputs)
-    if not plan.patches:
+    if all(patch.for_autocast for patch in plan.patches):
         _nothing(report, strict)
     before = run_real(model, inputs) if check else None
     apply_plan(model, plan)

@@ -27,8 +27,7 @@ class Own(partial[Any]):
 
     def __reduce__(self) -> Any:
         if getattr(self.func, "copied", False):  # no file has it: the class's own comes back
-            module = self.args[0]
-            return types.MethodType, (type(module).forward, module)
+            return getattr, (self.args[0], "forward")
         return super().__reduce__()
 
 

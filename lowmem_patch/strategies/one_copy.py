@@ -23,6 +23,7 @@ class FrozenLinear(Patch):
     """A frozen float32 Linear that under autocast saves its weight, and no copy of it."""
 
     strategy = "one_copy"
+    for_autocast = True
 
     def apply(self, target: Target) -> None:
         target.model.get_submodule(self.site).register_forward_pre_hook(Own(keep_weight))
@@ -33,6 +34,7 @@ class WideSoftmax(Patch):
     """A softmax of whose output the matmul behind it saves no copy under autocast."""
 
     strategy = "one_copy"
+    for_autocast = True
 
     def apply(self, target: Target) -> None:
         target.model.get_submodule(self.site).register_forward_hook(Own(keep_matrix))

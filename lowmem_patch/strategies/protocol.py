@@ -145,6 +145,7 @@ class Patch:
         reason: why, as a report prints it.
         strategy: the strategy's name.
         approximate: gradients are not exact.
+        for_autocast: saves something under autocast alone.
         kind: of the site (``layer_norm``, ``gelu``); None where a report has no row for it.
         consumers: who reads the site's output.
     """
@@ -156,6 +157,7 @@ class Patch:
 
     strategy: ClassVar[str]
     approximate: ClassVar[bool] = False
+    for_autocast: ClassVar[bool] = False
 
     def apply(self, target: Target) -> None:
         """Carry it out; what it leaves on the model is a replacement, or an `Own`, which undoing finds."""

@@ -142,7 +142,7 @@ def test_copies_turn_by_the_op_and_pickles_by_the_class(calls: list[int]) -> Non
     copied = copy.deepcopy(model)
     assert torch.equal(copied(**inputs)[0], wanted) and calls
     bound = [m.__dict__["forward"] for m in copied.modules() if "forward" in m.__dict__]
-    assert all(any(method.__self__ is m for m in copied.modules()) for method in bound)
+    assert all(any(own.args[0] is m for m in copied.modules()) for own in bound)
     unpatch_model(copied)
     assert not any("forward" in module.__dict__ for module in copied.modules())
     del calls[:]
