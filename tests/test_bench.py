@@ -20,7 +20,7 @@ from lowmem_patch.cli import app
 from lowmem_patch.errors import VariantError
 from lowmem_patch.patching.inputs import ExampleInputs
 from lowmem_patch.plot import Point, pareto, plot_tradeoff
-from tests.tiny_llama import llama, tokens
+from tests.support.models import llama, tokens
 
 ROOT = Path(__file__).parent.parent
 # transformers renames a method; timm and the tests' oldest transformers know the old name alone

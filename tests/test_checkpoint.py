@@ -27,7 +27,7 @@ from lowmem_patch.checkpoint import (
 )
 from lowmem_patch.errors import CheckpointError
 from lowmem_patch.patching.api import patch_model, patch_report
-from tests.checkpoint_models import (
+from tests.support.checkpoints import (
     FAMILIES,
     IMAGES,
     SMALL,

@@ -13,7 +13,7 @@ from lowmem_patch import plan_patch, saved_bytes
 from lowmem_patch.kinds import KINDS
 from lowmem_patch.patching.config import load_config
 from lowmem_patch.profile import materialise, measure_step, profile_model
-from tests.tiny_llama import llama, tokens
+from tests.support.models import llama, tokens
 
 TOKENS = 2 * 12
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -10,7 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lowmem_patch import patch_report
-from tests.patching.toys import CONFIGS, SHARE, Toy, assert_equal_steps, batch, patched_twin
+from tests.support.configs import FOLD_AND_SHARE, SHARE
+from tests.support.judge import assert_accurate, assert_close, assert_near, assert_same_outputs
+from tests.support.step import AUTOCAST, DOUBLE, FP32, step
+from tests.support.toys import Toy, assert_same_steps, batch, patched_twin
 
 
 class SquaredReLU(nn.Module):
@@ -60,7 +64,7 @@ def input_of_activation(net: Any, x: Tensor) -> Tensor:
     return net.down(a) + net.down(h)
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=["fold", "share"])
+@pytest.mark.parametrize("config", FOLD_AND_SHARE, ids=["fold", "share"])
 @pytest.mark.parametrize(
     ("body", "left"),
     [
@@ -78,7 +82,7 @@ def test_what_a_forward_writes_into_is_left_alone(body: Any, left: str, config: 
     assert "written in place by" in reason
     for model in (patched, twin, original):
         model.train()
-    assert_equal_steps(patched, twin, original)
+    assert_same_steps(patched, twin, original)
 
 
 class Reversed(torch.autograd.Function):
@@ -108,7 +112,7 @@ def test_custom_function_on_a_path_that_was_not_traced(function: Any) -> None:
         for model in (patched, twin, original):
             if later:
                 model.later = True
-        assert_equal_steps(patched, twin, original)
+        assert_same_steps(patched, twin, original)
 
 
 @pytest.mark.parametrize("computed", [False, True], ids=["waits", "computed"])
@@ -123,11 +127,11 @@ def test_write_on_a_path_that_was_not_traced(computed: bool) -> None:
         return net.down(a)
 
     patched, twin, original = patched_twin(Toy(body), SHARE)
-    assert_equal_steps(patched, twin, original)
+    assert_same_steps(patched, twin, original)
     patched.later = True
     if computed:  # the value is right, and torch itself refuses the gradient, as without the patch
         original.later = True
-        torch.testing.assert_close(patched(batch()), original(batch()))
+        assert_same_outputs(patched, original, batch())
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             patched(batch()).sum().backward()
     else:
@@ -146,10 +150,10 @@ def test_augmented_assignment_reaches_other_names_of_the_tensor() -> None:
     patched, twin, original = patched_twin(Toy(body), SHARE)
     for model in (patched, twin, original):
         model.later = True
-    assert_equal_steps(patched, twin, original)
+    assert_same_steps(patched, twin, original)
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=["fold", "share"])
+@pytest.mark.parametrize("config", FOLD_AND_SHARE, ids=["fold", "share"])
 @pytest.mark.parametrize("site", ["norm", "act"])
 def test_tensor_hooks_in_a_forward_see_the_original_gradient(site: str, config: Any) -> None:
     seen: list[Tensor] = []
@@ -161,12 +165,12 @@ def test_tensor_hooks_in_a_forward_see_the_original_gradient(site: str, config: 
         (h if site == "norm" else a).register_hook(seen.append)
         return y
 
-    patched, _, original = patched_twin(Toy(body), config)
+    patched, _, original = (model.double() for model in patched_twin(Toy(body), config))
     seen.clear()  # tracing may have registered some
     for model in (patched, original):
-        model(batch()).square().mean().backward()
+        step(model, batch(), DOUBLE)
     assert len(seen) == 2
-    torch.testing.assert_close(seen[0], seen[1], rtol=1e-3, atol=1e-5)
+    assert_close(seen[0], seen[1], site)
 
 
 def test_hook_after_a_linear_on_a_path_that_was_not_traced() -> None:
@@ -197,20 +201,19 @@ def test_backward_hooks_of_readers(body: str, name: str, autocast: bool) -> None
     net = Toy(through_dropout)
     net.drop = nn.Dropout(0.0)
     patched, _, original = patched_twin(net, SHARE)
+    exact = copy.deepcopy(original).double()
     seen: list[Tensor] = []
 
     def double(module: nn.Module, inputs: Any, outputs: Any) -> Any:
         seen.append(inputs[0])
         return (inputs[0] * 2,)
 
-    inputs = [batch().requires_grad_() for _ in range(2)]
-    for model, x in zip((patched, original), inputs, strict=True):
+    mode, steps = AUTOCAST if autocast else FP32, []
+    for model in (patched, original, exact):
         model.get_submodule(name).register_full_backward_hook(double)
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            model(x).square().mean().backward()
-    tolerance = {"rtol": 0.05, "atol": 0.005} if autocast else {"rtol": 1e-3, "atol": 1e-5}
-    torch.testing.assert_close(seen[0], seen[1], **tolerance)
-    torch.testing.assert_close(inputs[0].grad, inputs[1].grad, **tolerance)
+        steps.append(step(model, batch().requires_grad_(), DOUBLE if model is exact else mode))
+    assert_accurate(*steps, mode)
+    assert_near(*seen, mode)
 
 
 def test_hook_that_looks_in_inference_mode() -> None:
@@ -220,4 +223,4 @@ def test_hook_that_looks_in_inference_mode() -> None:
 
     patched, twin, original = patched_twin(Toy(lambda net, x: net.down(net.act(net.up(x)))), SHARE)
     patched.act.register_forward_hook(look)
-    assert_equal_steps(patched, twin, original)
+    assert_same_steps(patched, twin, original)

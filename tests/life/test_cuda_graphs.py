@@ -12,8 +12,8 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
 from lowmem_patch import patch_model
-from tests.patching.families import FAMILIES
-from tests.patching.helpers import tensors_of
+from tests.support.models import FAMILIES
+from tests.support.step import tensors_of
 
 pytestmark = [
     pytest.mark.gpu,

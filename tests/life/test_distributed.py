@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.patching.helpers import MODES, Run, assert_gradients, assert_outputs
+from tests.support.judge import assert_gradients, assert_outputs
+from tests.support.step import MODES, Step
 
 ROOT = Path(__file__).parents[2]
 LAYERS, TOKENS = 2, 48
@@ -45,10 +46,10 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return {**found, "device": request.param}
 
 
-def run_of(runs: Runs, name: str) -> Run:
+def run_of(runs: Runs, name: str) -> Step:
     found = runs[name]
     assert "error" not in found, f"{name}: {found['error']}"
-    return Run(found["losses"], found["gradients"])
+    return Step(found["losses"], found["gradients"])
 
 
 def saved(runs: Runs, name: str) -> int:

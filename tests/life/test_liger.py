@@ -19,8 +19,9 @@ from transformers import LlamaForCausalLM
 from transformers.models.llama import modeling_llama
 
 from lowmem_patch import patch_model, patch_report, saved_bytes, unpatch_model
-from tests.patching.families import FAMILIES, Inputs
-from tests.patching.helpers import MODES, assert_same_step, build
+from tests.support.judge import assert_same_step
+from tests.support.models import FAMILIES, Inputs, build
+from tests.support.step import MODES
 
 FAMILY = FAMILIES["llama"]
 

@@ -14,26 +14,19 @@ import torch
 from lowmem_patch import patch_model, patch_report, unpatch_model
 from lowmem_patch.errors import PatchError, TraceError
 from lowmem_patch.patching.apply import is_replacement
-from tests.life.steps import (
-    DOUBLE,
-    EXACT_AUTO,
-    assert_close,
-    assert_same_function,
-    doubles,
-    kept,
-    warned,
-)
-from tests.patching.families import FAMILIES
-from tests.patching.helpers import run
-from tests.patching.toys import FOLD, Toy, batch, gated
+from tests.support.configs import AUTO_WITHOUT_CODES, FOLD
+from tests.support.judge import assert_close, assert_same_function
+from tests.support.models import FAMILIES, doubles
+from tests.support.step import DOUBLE, bytes_of, step, warned
+from tests.support.toys import Toy, batch, gated
 
 Make = Callable[[str], Any]
-CONFIGS = {"auto": EXACT_AUTO, "exact": "exact", "fold": FOLD}
+CONFIGS = {"auto": AUTO_WITHOUT_CODES, "exact": "exact", "fold": FOLD}
 ALL = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 
 
 def assert_same_outputs(model: Any, stock: Any, inputs: Any) -> None:
-    found, expected = (run(net, inputs, DOUBLE, backward=False).outputs for net in (model, stock))
+    found, expected = (step(net, inputs, DOUBLE, backward=False).outputs for net in (model, stock))
     for ours, theirs in zip(found, expected, strict=True):
         assert_close(ours, theirs, "output")
 
@@ -68,7 +61,7 @@ def test_planning_anew_after_layers_were_cut(config: Any, make: Make) -> None:
     patch_model(model, config, example_inputs=inputs)
     assert not any("layers.1" in site.name for site in patch_report(model).sites)
     fresh = patch_model(copy.deepcopy(stock), config, example_inputs=inputs)
-    assert kept(model, inputs) == kept(fresh, inputs)
+    assert bytes_of(model, inputs) == bytes_of(fresh, inputs)
     assert_same_outputs(model, stock, inputs)
     if config is not FOLD:
         assert_same_function(model, stock, inputs)

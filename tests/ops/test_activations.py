@@ -10,7 +10,8 @@ from lowmem_patch import reference
 from lowmem_patch.constants import ACTIVATION_KINDS
 from lowmem_patch.functional import activation, glu
 from tests.ops.conftest import INTERPRETED, Backend
-from tests.ops.helpers import assert_within_budget, saved_storages, storage_of
+from tests.support.judge import assert_within_budget
+from tests.support.saved import saved_storages, storage_of
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SHAPES = [(1,), (3, 5, 37), (4, 1, 1030), (0, 16)]

@@ -10,7 +10,8 @@ from lowmem_patch import reference
 from lowmem_patch.constants import STEP_TABLES
 from lowmem_patch.functional import codes_activation, regelu2, requickgelu2, resilu2
 from tests.ops.conftest import INTERPRETED, Backend
-from tests.ops.helpers import assert_within_budget, saved_storages
+from tests.support.judge import assert_within_budget
+from tests.support.saved import saved_storages
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SHAPES = [(1,), (7,), (8,), (3, 5, 37), (2, 1024), (4099,), (0, 16)]

@@ -23,7 +23,7 @@ from lowmem_patch.functional import (
 )
 from lowmem_patch.functional._implementation import module
 from tests.ops.conftest import INTERPRETED, Backend
-from tests.ops.helpers import saved_storages, storage_of
+from tests.support.saved import saved_storages, storage_of
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 SHAPES = [(1,), (7,), (8,), (3, 5, 37), (4099,), (2, 1024)]

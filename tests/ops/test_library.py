@@ -24,7 +24,7 @@ from lowmem_patch.functional import (
     pack_bool,
     unpack_bool,
 )
-from tests.ops.helpers import saved_storages
+from tests.support.saved import saved_storages
 
 ops = torch.ops.lowmem_patch
 R = "reference"

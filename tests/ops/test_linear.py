@@ -13,7 +13,8 @@ from lowmem_patch.functional import LowRank, activation, activation_linear, glu
 from lowmem_patch.functional._implementation import module
 from lowmem_patch.functional.linear import kept_linear
 from tests.ops.conftest import INTERPRETED, Backend
-from tests.ops.helpers import assert_within_budget, saved_storages, storage_of
+from tests.support.judge import assert_within_budget
+from tests.support.saved import saved_storages, storage_of
 
 FEATURES, OUT = 24, 10
 

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from lowmem_patch.functional import rotary_embedding
 from tests.ops.conftest import INTERPRETED, Backend
-from tests.ops.helpers import assert_within_budget, saved_storages, storage_of
+from tests.support.judge import assert_within_budget
+from tests.support.saved import saved_storages, storage_of
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 # batches, positions, heads of q, heads of k, columns, columns that turn

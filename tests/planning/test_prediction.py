@@ -11,8 +11,8 @@ from peft import LoraConfig, get_peft_model
 
 from lowmem_patch import patch_model, patch_report, plan_patch, saved_bytes
 from lowmem_patch.saved import SavedBytes
-from tests.patching.families import FAMILIES, MORE_FAMILIES, Inputs
-from tests.patching.helpers import MODES, build, cast, in_mode
+from tests.support.models import FAMILIES, MORE_FAMILIES, Inputs, build
+from tests.support.step import MODES, cast, in_mode
 
 # PEFT reads a name that transformers has since deprecated
 pytestmark = [

@@ -15,9 +15,11 @@ from transformers import AutoModel
 
 from lowmem_patch import PatchConfig, patch_model, patch_report, plan_patch, saved_bytes
 from lowmem_patch.errors import ConfigError, NothingToPatchError, TraceError
-from tests.patching.families import FAMILIES
-from tests.patching.helpers import MODES, assert_gradients, assert_outputs, randomise, run, truth_of
-from tests.patching.toys import FOLD, SHARE, Toy, batch, gated, mlp
+from tests.support.configs import FOLD, SHARE
+from tests.support.judge import assert_gradients, assert_outputs
+from tests.support.models import FAMILIES, randomise
+from tests.support.step import MODES, step, truth_of
+from tests.support.toys import Toy, batch, gated, mlp
 
 Make = Callable[[str], Any]
 
@@ -241,7 +243,7 @@ def test_gamma_near_zero_of_a_real_checkpoint() -> None:
     ).eval()  # with its pooler, a Linear that reads the norm
     tokens = torch.randint(1000, 20000, (2, 12), generator=torch.Generator().manual_seed(0))
     inputs, mode = {"input_ids": tokens}, MODES["fp32"]
-    truth, own = truth_of(model, inputs), run(model, inputs, mode)
+    truth, own = truth_of(model, inputs), step(model, inputs, mode)
     for config in (SHARE, {**SHARE, "norms": "fold"}):
         patch_model(model, config, example_inputs=inputs)
         report = patch_report(model)
@@ -251,7 +253,7 @@ def test_gamma_near_zero_of_a_real_checkpoint() -> None:
         shared = [site for site in report.sites if site.strategy == "share"]
         assert len(shared) == 12  # the embeddings' norm is read by a dropout in training
         assert not report.fold_steps  # the residual reads what a fold would change
-        found_run = run(model, inputs, mode)
+        found_run = step(model, inputs, mode)
         assert_outputs(found_run, own, truth, mode)
         assert_gradients(found_run, own, truth, mode)
 

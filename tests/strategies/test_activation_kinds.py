@@ -12,7 +12,8 @@ from torch import nn
 from transformers.activations import ACT2FN
 
 from lowmem_patch import plan_patch
-from tests.patching.toys import SHARE, Toy, assert_equal_steps, batch, patched_twin
+from tests.support.configs import SHARE
+from tests.support.toys import Toy, assert_same_steps, batch, patched_twin
 
 # names to kinds; every other name of the two libraries must be left alone
 KINDS = {
@@ -64,7 +65,7 @@ def test_kind(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_function_and_gradients(name: str) -> None:
-    assert_equal_steps(*patched_twin(with_activation(made(name)), SHARE))
+    assert_same_steps(*patched_twin(with_activation(made(name)), SHARE))
 
 
 def test_activation_that_is_another_one_far_out() -> None:

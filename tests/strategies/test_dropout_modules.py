@@ -15,8 +15,10 @@ from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel
 
 from lowmem_patch import patch_model, patch_report, plan_patch, unpatch_model
 from lowmem_patch.nn.dropout import PackedDropout
-from tests.patching.families import FAMILIES
-from tests.patching.steps import ALONE, ROWS, WIDTH, assert_equal_steps, rows, step
+from tests.support.configs import RECOMPUTE
+from tests.support.judge import assert_equal_steps
+from tests.support.models import FAMILIES
+from tests.support.toys import ROWS, WIDTH, rows
 
 # PEFT reads a name that transformers has since deprecated
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
@@ -42,7 +44,7 @@ MASK, BITS = ROWS * WIDTH * 4, ROWS * WIDTH // 8  # the CPU's mask is as wide as
 def patched(model: nn.Module, **config: Any) -> tuple[Any, Any]:
     """The patched model and its twin."""
     twin = copy.deepcopy(model.train())
-    return patch_model(model, {**ALONE, **config}, example_inputs=rows()), twin
+    return patch_model(model, {**RECOMPUTE, **config}, example_inputs=rows()), twin
 
 
 def test_by_hand() -> None:
@@ -76,7 +78,7 @@ def test_what_keeps_no_bits(make: Callable[[], nn.Module], config: dict[str, str
     model = make().train()
     drop = model.get_submodule("drop")
     with pytest.warns(UserWarning, match="nothing was patched"):
-        patch_model(model, {**ALONE, **config}, example_inputs=rows())
+        patch_model(model, {**RECOMPUTE, **config}, example_inputs=rows())
     assert model.get_submodule("drop") is drop
 
 
@@ -119,7 +121,7 @@ def test_hooks_of_users(hook: Callable[[nn.Module], None], before: bool) -> None
     twin = copy.deepcopy(model)
     if before:
         hook(model.drop)
-    patch_model(model, ALONE, example_inputs=rows())
+    patch_model(model, RECOMPUTE, example_inputs=rows())
     if not before:
         hook(model.drop)
     hook(twin.drop)
@@ -191,7 +193,7 @@ def test_a_gpu_keeps_an_eighth() -> None:
 def test_dropouts_of_adapters_are_given_a_deferred_input() -> None:
     config = LoraConfig(r=2, target_modules=["query", "output.dense"], lora_dropout=P)
     adapted = get_peft_model(bert().train(), config)
-    patch_model(adapted, ALONE, example_inputs=FAMILIES["bert"].inputs())
+    patch_model(adapted, RECOMPUTE, example_inputs=FAMILIES["bert"].inputs())
     packed = [name for name, m in adapted.named_modules() if isinstance(m, PackedDropout)]
     assert packed and not any("lora_dropout" in name for name in packed)
 
@@ -205,9 +207,9 @@ def test_compiled_is_the_plain_one() -> None:
         return graph.forward
 
     torch.manual_seed(7)
-    found = torch.compile(model, fullgraph=True, backend=look)(rows()["x"])
+    found = torch.compile(model, fullgraph=True, backend=look)(rows())
     torch.manual_seed(7)
-    torch.testing.assert_close(found, twin(rows()["x"]), rtol=0, atol=0)
+    assert torch.equal(found, twin(rows()))
     (code,) = graphs
     assert "dropout" in code and "autograd_function" not in code
 
@@ -217,11 +219,6 @@ def test_compiled_is_the_plain_one() -> None:
 def test_on_a_gpu(dtype: torch.dtype) -> None:
     model = Residual().to("cuda", dtype).train()
     twin = copy.deepcopy(model)
-    inputs = {"x": rows()["x"].to("cuda", dtype)}
-    patch_model(model, ALONE, example_inputs=inputs)
-    found, ours, after = step(model, inputs, count=True)
-    expected, theirs, before = step(twin, inputs, count=True)
-    assert torch.equal(found, expected)
-    for name, gradient in theirs.items():
-        assert torch.equal(ours[name], gradient)
-    assert before - after == ROWS * WIDTH - BITS
+    inputs = rows().to("cuda", dtype)
+    patch_model(model, RECOMPUTE, example_inputs=inputs)
+    assert assert_equal_steps(model, twin, inputs) == ROWS * WIDTH - BITS

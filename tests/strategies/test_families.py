@@ -10,18 +10,16 @@ import pytest
 import torch
 
 from lowmem_patch import patch_model, patch_report, plan_patch, saved_bytes, unpatch_model
-from tests.patching.families import FAMILIES
-from tests.patching.helpers import (
-    EXACT,
-    MODES,
+from tests.support.configs import FOLD
+from tests.support.judge import (
+    UNFOLDED,
+    assert_accurate,
+    assert_close,
     assert_gradients,
     assert_outputs,
-    cast,
-    in_mode,
-    run,
-    truth_of,
-    twin_of,
 )
+from tests.support.models import FAMILIES
+from tests.support.step import FP32, MODES, cast, in_mode, step, truth_of, twin_of
 
 Make = Callable[[str], Any]
 
@@ -32,18 +30,17 @@ def test_function_and_exact_gradients(name: str, mode_name: str, make: Make) -> 
     mode = MODES[mode_name]
     inputs = in_mode(FAMILIES[name].inputs(), mode)
     model = cast(make(name), mode.weights)
-    truth, own = truth_of(model, inputs), run(model, inputs, mode)
+    truth, own = truth_of(model, inputs), step(model, inputs, mode)
     with torch.autocast("cpu", torch.bfloat16, enabled=mode.autocast is not None):
         shared = patch_model(copy.deepcopy(model), "exact", example_inputs=inputs)
-        folded = patch_model(copy.deepcopy(model), EXACT, example_inputs=inputs)
-    found = run(shared, inputs, mode)
-    assert_outputs(found, own, truth, mode)
-    assert_gradients(found, own, truth, mode)
-    found = run(folded, inputs, mode)
+        folded = patch_model(copy.deepcopy(model), FOLD, example_inputs=inputs)
+    found = step(shared, inputs, mode)
+    assert_accurate(found, own, truth, mode)
+    found = step(folded, inputs, mode)
     assert_outputs(found, own, truth, mode)
     # gradients of folded weights are those of a stock model with these weights
     twin = twin_of(model, folded)
-    assert_gradients(found, run(twin, inputs, mode), truth_of(twin, inputs), mode)
+    assert_gradients(found, step(twin, inputs, mode), truth_of(twin, inputs), mode)
 
 
 @pytest.mark.parametrize("preset", ["paper", "exact", "auto"])
@@ -54,7 +51,7 @@ def test_plan_is_what_patching_does_and_undoes(name: str, preset: str, make: Mak
     values = {key: value.clone() for key, value in model.state_dict().items()}
     identities = {key: id(module) for key, module in model.named_modules()}
     trains = {key: p.requires_grad for key, p in model.named_parameters()}
-    before = run(model, inputs, MODES["fp32"])
+    truth, before = truth_of(model, inputs), step(model, inputs, FP32)
 
     plan = plan_patch(model, preset, example_inputs=inputs)
     assert {key: id(module) for key, module in model.named_modules()} == identities
@@ -63,8 +60,7 @@ def test_plan_is_what_patching_does_and_undoes(name: str, preset: str, make: Mak
     assert patch_model(model, preset, example_inputs=inputs) is model
     report = patch_report(model)
     assert report == plan
-    for one, two in zip(before.outputs, run(model, inputs, MODES["fp32"]).outputs, strict=True):
-        torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)
+    assert_outputs(step(model, inputs, FP32), before, truth, FP32)
     assert list(model.state_dict()) == list(values)
     changed = {key for key, module in model.named_modules() if id(module) != identities[key]}
     assert changed == {site.name for site in report.patched}
@@ -87,7 +83,5 @@ def test_plan_is_what_patching_does_and_undoes(name: str, preset: str, make: Mak
     assert {key: id(module) for key, module in model.named_modules()} == identities
     assert {key: p.requires_grad for key, p in model.named_parameters()} == trains
     for key, value in model.state_dict().items():
-        torch.testing.assert_close(value, values[key], rtol=1e-6, atol=1e-6, msg=key)
-    after = run(model, inputs, MODES["fp32"])
-    for one, two in zip(before.outputs, after.outputs, strict=True):
-        torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)
+        assert_close(value, values[key], key, UNFOLDED)
+    assert_accurate(step(model, inputs, FP32), before, truth)

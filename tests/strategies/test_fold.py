@@ -15,22 +15,14 @@ from torch.nn.utils import parametrize, prune
 
 from lowmem_patch import patch_model, patch_report, unpatch_model
 from lowmem_patch.errors import PatchError, UnfoldedWeightsError
-from tests.life.steps import assert_close, warned
-from tests.patching.helpers import randomise
-from tests.patching.toys import FOLD, Toy, batch, gated, mlp
+from tests.support.configs import FOLD
+from tests.support.judge import assert_close, assert_same_outputs
+from tests.support.models import randomise
+from tests.support.step import warned
+from tests.support.toys import Outer, Toy, batch, gated, mlp
 
 BOTH = pytest.mark.parametrize("config", ["paper", FOLD], ids=["paper", "fold"])
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
-
-
-class Outer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.block = Toy(mlp)
-        self.head = nn.Linear(4, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.block(x))
 
 
 def folded(config: Any, model: Any = None) -> tuple[Any, Any]:
@@ -81,7 +73,7 @@ def test_modules_to_save_of_a_folded_norm_is_refused(config: Any) -> None:
 @BOTH
 @pytest.mark.parametrize("root", [True, False])
 def test_state_dict_without_the_norms_is_refused_whole(root: bool, config: Any) -> None:
-    net, stock = folded(config, None if root else Outer())
+    net, stock = folded(config, None if root else Outer(Toy(mlp)))
     part, source = (net, stock) if root else (net.block, stock.block)
     before = {name: value.clone() for name, value in net.state_dict().items()}
     linears = {n: v + 1 for n, v in source.state_dict().items() if "norm" not in n}
@@ -94,7 +86,7 @@ def test_state_dict_without_the_norms_is_refused_whole(root: bool, config: Any) 
 @BOTH
 @pytest.mark.parametrize("through", ["linear", "bias"])
 def test_weights_of_a_folded_linear_alone_are_refused(through: str, config: Any) -> None:
-    net, stock = folded(config, Outer())
+    net, stock = folded(config, Outer(Toy(mlp)))
     source = stock.block.up.state_dict()
     if through == "bias":
         del source["weight"]
@@ -104,13 +96,13 @@ def test_weights_of_a_folded_linear_alone_are_refused(through: str, config: Any)
 
 @BOTH
 def test_folded_state_dicts_still_load(config: Any) -> None:
-    net, stock = folded(config, Outer())
+    net, stock = folded(config, Outer(Toy(mlp)))
     net.load_state_dict(net.state_dict())
     net.block.load_state_dict(net.block.state_dict())
     net.load_state_dict({"head.weight": net.head.weight.detach()}, strict=False)
     copy.deepcopy(net).load_state_dict(net.state_dict())
     stock.load_state_dict(net.state_dict())
-    torch.testing.assert_close(stock(batch()), net(batch()))
+    assert_same_outputs(net, stock, batch())
     unpatch_model(net)
     assert not net.block.up._load_state_dict_pre_hooks
     net.block.up.load_state_dict(stock.block.up.state_dict())
@@ -129,8 +121,8 @@ def test_hook_on_a_folded_norm_is_said(config: Any) -> None:
     patch_model(net, {"norms": "fold"}, example_inputs=batch())
     assert "a forward hook reads it" in {s.name: s.reason for s in patch_report(net).sites}["norm"]
     seen.clear()
-    net(batch())
-    torch.testing.assert_close(seen[-1], stock.norm(stock.enter(batch())), rtol=1e-4, atol=1e-5)
+    stock.double(), net.double()(batch().double())
+    assert_close(seen[-1], stock.norm(stock.enter(batch().double())), "norm")
     handle.remove()
 
 

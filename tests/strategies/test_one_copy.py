@@ -12,7 +12,10 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from lowmem_patch import patch_model, patch_report, saved_bytes, unpatch_model
-from tests.ops.helpers import saved_storages, storage_of
+from tests.support.configs import ONE_COPY
+from tests.support.judge import assert_equal_steps, assert_same_step
+from tests.support.saved import saved_storages, storage_of
+from tests.support.step import step
 
 # PEFT reads a name that transformers has since deprecated
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
@@ -44,26 +47,13 @@ def adapted(dtype: torch.dtype = torch.bfloat16, **options: Any) -> Any:
     return get_peft_model(base, LoraConfig(**{**config, **options})).train()
 
 
-def kept(model: Any, preset: str, x: Tensor | None = None) -> int:
-    """Bytes that a step keeps after patching; they must be those of the report."""
+def saved_by(model: Any, preset: str, x: Tensor | None = None) -> int:
+    """Bytes that a step saves after patching; they must be those of the report."""
     x = rows() if x is None else x
     patch_model(model, preset, example_inputs=x)
     with saved_bytes(model) as saved:
         model(x)
     return saved.activations
-
-
-def gradients(model: Any, x: Tensor) -> dict[str, Tensor]:
-    model.zero_grad()
-    torch.manual_seed(5)
-    model(x).float().square().sum().backward()
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-
-def assert_equal_gradients(model: Any, twin: Any, x: Tensor) -> None:
-    ours, theirs = gradients(model, x), gradients(twin, x)
-    assert set(ours) == set(theirs) and theirs
-    assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
 
 
 @pytest.mark.parametrize(("preset", "width"), [("exact", 4), ("auto", 2)])
@@ -74,17 +64,17 @@ def test_siblings_share_x_and_keep_x_a(preset: str, width: int) -> None:
     with saved_bytes(twin) as before:
         twin(rows())
     columns = 8 if width == 2 else RANK  # a rank is padded where the product is 16 bits wide
-    assert kept(model, preset) == ONE + 3 * ROWS * columns * width
+    assert saved_by(model, preset) == ONE + 3 * ROWS * columns * width
     assert before.activations == 3 * 2 * ONE + 3 * ROWS * RANK * 4  # a float32 copy for each
     assert "3 adapter layers keep one copy of their input" in patch_report(model).notes
     if preset == "exact":
-        assert_equal_gradients(model, twin, rows())
+        assert_equal_steps(model, twin, rows())
 
 
 def test_the_bytes_that_are_counted_are_those_of_the_one_call() -> None:
     """The hooks by which `saved_bytes` learns names do not end it: the rank's padding counts."""
     model, x = adapted(), rows()
-    counted = kept(model, "auto", x)
+    counted = saved_by(model, "auto", x)
     with saved_bytes(model) as saved:
         model(x)
     assert saved.by_kind["linear inputs"] == counted
@@ -98,23 +88,25 @@ def test_several_adapters_share_x() -> None:
     model.add_adapter("second", LoraConfig(r=3, target_modules=["q"], init_lora_weights=False))
     model.base_model.set_adapter(["default", "second"])
     twin = copy.deepcopy(model)
-    assert kept(model, "exact") == ONE + 3 * ROWS * RANK * 4 + ROWS * 3 * 4
-    assert_equal_gradients(model, twin, rows())
+    assert saved_by(model, "exact") == ONE + 3 * ROWS * RANK * 4 + ROWS * 3 * 4
+    assert_equal_steps(model, twin, rows())
 
 
 def test_merged_and_disabled_adapters_keep_nothing() -> None:
     model = adapted()
-    assert kept(model, "exact") > ONE
+    twin = copy.deepcopy(model)
+    assert saved_by(model, "exact") > ONE
     x = rows().requires_grad_()
     with model.disable_adapter(), saved_bytes(model) as saved:
         model(x).sum().backward()
     assert saved.activations == 0 and x.grad is not None
-    model.merge_adapter()
+    model.merge_adapter(), twin.merge_adapter()
     with saved_bytes(model) as saved:
         merged = model(rows())
     assert saved.activations == 0
-    model.unmerge_adapter()
-    torch.testing.assert_close(merged, model(rows()), rtol=0.05, atol=0.05)
+    assert torch.equal(merged, twin(rows()))
+    model.unmerge_adapter(), twin.unmerge_adapter()
+    assert_equal_steps(model, twin, rows())
 
 
 def test_a_frozen_a_keeps_x_a_alone() -> None:
@@ -122,29 +114,29 @@ def test_a_frozen_a_keeps_x_a_alone() -> None:
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("lora_B" in name)
     twin = copy.deepcopy(model)
-    assert kept(model, "exact") == 3 * ROWS * RANK * 4
-    assert_equal_gradients(model, twin, rows())
+    assert saved_by(model, "exact") == 3 * ROWS * RANK * 4
+    assert_equal_steps(model, twin, rows())
 
 
 def test_scaled_ranks_are_plain_adapters() -> None:
     model = adapted(use_rslora=True)
     twin = copy.deepcopy(model)
-    assert kept(model, "exact") == ONE + 3 * ROWS * RANK * 4
-    assert_equal_gradients(model, twin, rows())
+    assert saved_by(model, "exact") == ONE + 3 * ROWS * RANK * 4
+    assert_equal_steps(model, twin, rows())
 
 
 def test_a_dropout_keeps_one_bit_for_each_element() -> None:
     model = adapted(lora_dropout=0.25)
     twin, narrow = copy.deepcopy(model), copy.deepcopy(model)
     bits = ROWS * WIDTH // 8
-    assert kept(model, "exact") == ONE + 3 * (bits + ROWS * RANK * 4)
+    assert saved_by(model, "exact") == ONE + 3 * (bits + ROWS * RANK * 4)
     note = "3 of them keep one bit more for each element of it: the mask of their dropout of 0.25"
     assert note in patch_report(model).notes
-    assert_equal_gradients(model, twin, rows())
+    assert_equal_steps(model, twin, rows())
     # auto draws in the activations' dtype
-    assert kept(narrow, "auto") == ONE + 3 * (bits + ROWS * RANK * 2)
-    patched, plain = gradients(narrow, rows()), gradients(twin.to(torch.bfloat16), rows())
-    assert all(bool(patched[name].isfinite().all()) for name in plain)
+    assert saved_by(narrow, "auto") == ONE + 3 * (bits + ROWS * RANK * 2)
+    found, plain = (step(one, rows()).gradients for one in (narrow, twin.to(torch.bfloat16)))
+    assert all(bool(found[name].isfinite().all()) for name in plain)
 
 
 def test_variants_are_left_alone_with_a_reason() -> None:
@@ -154,7 +146,7 @@ def test_variants_are_left_alone_with_a_reason() -> None:
         patch_model(model, "exact", example_inputs=rows())
     (note,) = patch_report(model).notes
     assert note.startswith("3 adapter layers are left alone: DoraLinearVariant computes more")
-    assert_equal_gradients(model, twin, rows())
+    assert_equal_steps(model, twin, rows())
 
 
 def test_variants_behind_patched_sites_are_right() -> None:
@@ -176,10 +168,7 @@ def test_variants_behind_patched_sites_are_right() -> None:
     x = rows(torch.float32)
     patch_model(model, "exact", example_inputs=x)
     assert {site.strategy for site in patch_report(model).patched} >= {"recompute"}
-    ours, theirs = gradients(model, x), gradients(twin, x)
-    assert set(ours) == set(theirs)
-    for name, gradient in theirs.items():
-        torch.testing.assert_close(ours[name], gradient, rtol=1e-4, atol=1e-4, msg=name)
+    assert_same_step(model, twin, x)
 
 
 def test_adapters_that_are_no_linears_are_named() -> None:
@@ -218,7 +207,7 @@ def test_siblings_share_one_cast_under_autocast() -> None:
             model(x)
         assert before.activations == 3 * ONE + 2 * ONE + 2 * ROWS * 4
         # x itself is kept no more: the copy stands for the norm's output
-        assert kept(model, "exact", x) == ONE + ROWS * 4
+        assert saved_by(model, "exact", x) == ONE + ROWS * 4
 
 
 def partly_frozen() -> Any:
@@ -287,13 +276,12 @@ def test_a_norm_waits_only_for_readers_that_would_keep_a_cast(reader: str) -> No
 def test_frozen_weights_that_keep_no_copy_give_the_same_bits() -> None:
     model, x = partly_frozen(), rows(torch.float32)
     twin = copy.deepcopy(model)
-    alone = {"norms": "keep", "activations": "keep", "linear_inputs": "one_copy"}
     with pytest.warns(UserWarning, match="nothing was patched"):
-        patch_model(model, alone, example_inputs=x)  # planned without autocast, run under it
+        patch_model(model, ONE_COPY, example_inputs=x)  # planned without autocast, run under it
     with torch.autocast("cpu", torch.bfloat16):
         assert weight_copies(model, x) < weight_copies(twin, x)
-        assert_equal_gradients(model, twin, x)
-    assert_equal_gradients(model, twin, x)
+        assert_equal_steps(model, twin, x)
+    assert_equal_steps(model, twin, x)
 
 
 # softmax
@@ -319,9 +307,6 @@ class Window(nn.Module):
         return self.proj((weights @ v).transpose(1, 2).reshape(x.shape))
 
 
-ALONE = {"norms": "keep", "activations": "keep", "linear_inputs": "one_copy"}
-
-
 def windows(**options: Any) -> tuple[Any, Any, int]:
     """A patched module, its twin, and by how much they differ in saved bytes under autocast."""
     torch.manual_seed(0)
@@ -331,15 +316,15 @@ def windows(**options: Any) -> tuple[Any, Any, int]:
     with torch.autocast("cpu", torch.bfloat16):
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="nothing was patched")
-            patch_model(model, ALONE, example_inputs=x)
+            patch_model(model, ONE_COPY, example_inputs=x)
         with saved_bytes(twin) as before:
             twin(x)
         with saved_bytes(model) as after:
             model(x)
         report = patch_report(model)
         assert (report.saved_before, report.saved_after) == (before.activations, after.activations)
-        assert_equal_gradients(model, twin, x)
-    assert_equal_gradients(model, twin, x)  # without autocast there is one copy anyway
+        assert_equal_steps(model, twin, x)
+    assert_equal_steps(model, twin, x)  # without autocast there is one copy anyway
     return model, twin, before.activations - after.activations
 
 
@@ -378,5 +363,5 @@ def test_products_of_other_shapes_are_plain() -> None:
     twin = copy.deepcopy(model)
     with torch.autocast("cpu", torch.bfloat16):
         with pytest.warns(UserWarning, match="nothing was patched"):
-            patch_model(model, ALONE, example_inputs=x)
-        assert_equal_gradients(model, twin, x)
+            patch_model(model, ONE_COPY, example_inputs=x)
+        assert_equal_steps(model, twin, x)

@@ -14,19 +14,16 @@ from torch import Tensor, nn
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from lowmem_patch import PatchReport, patch_model, patch_report, saved_bytes
-from tests.patching.families import FAMILIES, MORE_FAMILIES, Inputs
-from tests.patching.helpers import MODES, assert_same_step, build, tensors_of
-from tests.patching.toys import CONFIGS, Toy, assert_equal_steps, batch, patched_twin
+from tests.support.configs import FOLD_AND_SHARE, RECOMPUTE
+from tests.support.judge import assert_equal, assert_same_step
+from tests.support.models import EVERY_FAMILY, build
+from tests.support.step import step
+from tests.support.toys import Around, Toy, assert_same_steps, batch, patched_twin
 
 # PEFT reads a name that transformers has since deprecated
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 
 EPS = torch.finfo(torch.float32).eps
-EVERY = {**FAMILIES, **MORE_FAMILIES}
-# nothing but the activations changes
-RECOMPUTE = {
-    "norms": "keep", "activations": "recompute", "linear_inputs": "one_copy", "attention": "keep",
-}  # fmt: skip
 # they write GELU's formula in Python, which rounds otherwise than a kernel
 FORMULAS = ("t5", "gpt2")
 # values of hidden tensors of the whole model, by hand: rows x width, over all layers
@@ -39,18 +36,7 @@ HIDDEN = {
 }  # fmt: skip
 
 
-def one_step(model: Any, inputs: Inputs) -> tuple[Tensor, dict[str, Tensor], int]:
-    """Output, gradients and saved bytes of a step in training mode."""
-    torch.manual_seed(0)
-    model.train()
-    with saved_bytes(model) as saved:
-        output = tensors_of(model(**inputs))[0]
-    output.square().mean().backward()
-    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    return output.detach(), gradients, saved.activations
-
-
-def compare(model: Any, inputs: Inputs, judge: str = "bits") -> tuple[int, PatchReport]:
+def compare(model: Any, inputs: Any, judge: str = "bits") -> tuple[int, PatchReport]:
     """Bytes that recomputing saves; outputs and gradients must be those of the unpatched model.
 
     ``judge``: ``bits``, ``float64`` (its error there is the unpatched model's) or ``rounding`` (where
@@ -59,22 +45,20 @@ def compare(model: Any, inputs: Inputs, judge: str = "bits") -> tuple[int, Patch
     twin = copy.deepcopy(model)
     patch_model(model, RECOMPUTE, example_inputs=inputs)
     report = patch_report(model)
-    expected, theirs, before = one_step(twin, inputs)
-    found, ours, after = one_step(model, inputs)
-    assert (report.saved_before, report.saved_after) == (before, after)
-    assert set(ours) == set(theirs) and theirs
+    found, expected = (step(one.train(), inputs, count=True) for one in (model, twin))
+    assert (report.saved_before, report.saved_after) == (expected.saved, found.saved)
+    assert set(found.gradients) == set(expected.gradients) and expected.gradients
     if judge == "bits":
-        assert torch.equal(found, expected)
-        assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
+        assert_equal(found, expected)
     elif judge == "float64":
-        model.zero_grad(), twin.zero_grad()
-        assert_same_step(model.eval(), twin.eval(), inputs, MODES["fp32"])
+        assert_same_step(model.eval(), twin.eval(), inputs)
     else:
+        theirs = expected.gradients
         mean = max(float(gradient.norm()) for gradient in theirs.values()) / 100
         for name, gradient in theirs.items():
             size = max(float(gradient.norm()), mean)
-            assert float((ours[name] - gradient).norm()) < 32 * EPS * size, name
-    return before - after, report
+            assert float((found.gradients[name] - gradient).norm()) < 32 * EPS * size, name
+    return expected.saved - found.saved, report
 
 
 def gates(report: PatchReport) -> set[str]:
@@ -83,7 +67,7 @@ def gates(report: PatchReport) -> set[str]:
 
 @pytest.mark.parametrize("name", HIDDEN)
 def test_families(name: str) -> None:
-    family = EVERY[name]
+    family = EVERY_FAMILY[name]
     saved, report = compare(
         build(family), family.inputs(), "float64" if name in FORMULAS else "bits"
     )
@@ -96,21 +80,12 @@ def test_families(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "timm-vit", "bert", "phi3", "t5"])
 def test_adapters_on_every_linear(name: str) -> None:
-    family = EVERY[name]
+    family = EVERY_FAMILY[name]
     options = LoraConfig(r=2, target_modules=family.linears, init_lora_weights=False)
     model = get_peft_model(build(family), options)
     saved, report = compare(model, family.inputs(), "float64")  # its products are one op
     assert gates(report) == {"recompute"}
     assert saved >= HIDDEN[name] * 4
-
-
-class Around(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.enter, self.inner, self.leave = nn.Linear(16, 16), inner, nn.Linear(16, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.leave(self.inner(self.enter(x)))
 
 
 @pytest.mark.parametrize(
@@ -124,7 +99,7 @@ class Around(nn.Module):
     ids=["SwiGLU", "SwiGLUPacked", "GEGLU", "GluMlp"],
 )
 def test_gated_mlps_of_timm(build_mlp: Callable[[], nn.Module]) -> None:
-    saved, report = compare(Around(build_mlp()), {"x": torch.randn(2, 5, 16)})
+    saved, report = compare(Around(build_mlp()), torch.randn(2, 5, 16))
     assert gates(report) == {"recompute"}
     assert saved == 2 * 10 * 32 * 4  # act(gate), and its product with up
 
@@ -156,7 +131,7 @@ def quantised(model: Any, bits: int) -> Any:
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("name", ["llama", "timm-vit"])
 def test_quantised_linears_under_adapters(name: str, bits: int) -> None:
-    family = EVERY[name]
+    family = EVERY_FAMILY[name]
     model = quantised(build(family), bits)
     options = LoraConfig(r=4, target_modules=family.linears, init_lora_weights=False)
     saved, report = compare(get_peft_model(model, options), family.inputs(), "rounding")
@@ -167,7 +142,7 @@ def test_quantised_linears_under_adapters(name: str, bits: int) -> None:
 @pytest.mark.filterwarnings("ignore:.*inputs will be cast")
 @pytest.mark.parametrize("bits", [4, 8])
 def test_quantised_linears_under_adapters_with_dropout(bits: int) -> None:
-    family = EVERY["llama"]
+    family = EVERY_FAMILY["llama"]
     model = quantised(build(family), bits)
     options = {"target_modules": family.linears, "init_lora_weights": False}
     adapted = get_peft_model(model, LoraConfig(r=4, lora_dropout=0.1, **options))
@@ -213,7 +188,7 @@ class Expert(nn.Module):
 
 
 def test_an_expert_without_a_gate() -> None:
-    saved, report = compare(Around(Expert()), {"x": torch.randn(2, 5, 16)})
+    saved, report = compare(Around(Expert()), torch.randn(2, 5, 16))
     assert gates(report) == {"recompute"}
     assert saved == 10 * 32 * 4
 
@@ -226,7 +201,7 @@ class Ending(Toy):
         return self.body(self, x)
 
 
-@pytest.mark.parametrize("config", [*CONFIGS, "auto"], ids=["fold", "share", "auto"])
+@pytest.mark.parametrize("config", [*FOLD_AND_SHARE, "auto"], ids=["fold", "share", "auto"])
 @pytest.mark.parametrize(
     "end",
     [
@@ -240,5 +215,5 @@ class Ending(Toy):
 def test_what_is_returned_is_a_tensor(end: Any, config: Any) -> None:
     patched, twin, original = patched_twin(Ending(end), config)
     assert isinstance(patched.train()(batch()), Tensor)
-    if config in CONFIGS:
-        assert_equal_steps(*(model.eval() for model in (patched, twin, original)))
+    if config in FOLD_AND_SHARE:
+        assert_same_steps(*(model.eval() for model in (patched, twin, original)))

@@ -22,11 +22,11 @@ from lowmem_patch.errors import NothingToPatchError
 from lowmem_patch.nn import rotary
 from lowmem_patch.nn.rotary import Rotation
 from lowmem_patch.patching.rotary import _match, find_rotations
-from tests.patching.families import FAMILIES, MORE_FAMILIES
-from tests.patching.helpers import build, skip_where_torch_breaks_the_graph
-
-KEEP = {"norms": "keep", "activations": "keep", "linear_inputs": "keep"}
-FUSED = {**KEEP, "attention": "fused"}
+from tests.support.compiler import skip_where_torch_breaks_the_graph
+from tests.support.configs import FUSED, KEEP
+from tests.support.judge import assert_accurate, assert_near
+from tests.support.models import FAMILIES, MORE_FAMILIES, build
+from tests.support.step import AUTOCAST, BF16, cast, step, truth_of
 
 
 def neox() -> nn.Module:
@@ -67,27 +67,17 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
-def step(model: Any, inputs: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-    model.zero_grad()
-    output = model(**inputs)[0]
-    output.float().square().mean().backward()
-    return output.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_numbers_and_bytes_stay(name: str, calls: list[int]) -> None:
-    model, inputs = MODELS[name]().double().train(), tokens()
-    output, gradients = step(model, inputs)
+    model, inputs = MODELS[name]().train(), tokens()
+    truth, expected = truth_of(model, inputs), step(model, inputs)
     patch_model(model, FUSED, example_inputs=inputs)
     del calls[:]
-    again, found = step(model, inputs)
+    found = step(model, inputs)
     layers = sum("Attention" in type(module).__name__ for module in model.modules())
     assert len(calls) == layers
     assert f"rotary embeddings that run as one op, for speed: {layers}" in patch_report(model).notes
-    torch.testing.assert_close(again, output, rtol=1e-6, atol=1e-7)  # their tables are float32
-    assert found.keys() == gradients.keys()
-    for key, gradient in gradients.items():
-        torch.testing.assert_close(found[key], gradient, rtol=1e-5, atol=1e-8)
+    assert_accurate(found, expected, truth)
     report = patch_report(model)
     assert report.saved_after <= report.saved_before
 
@@ -96,16 +86,13 @@ def test_numbers_and_bytes_stay(name: str, calls: list[int]) -> None:
 def test_rounding_is_no_more_than_before(autocast: bool) -> None:
     inputs = tokens()
     model = llama().train()
-    exact, exact_gradients = step(copy.deepcopy(model).double(), inputs)
-    model = model if autocast else model.bfloat16()
+    truth, mode = truth_of(model, inputs), AUTOCAST if autocast else BF16
+    model = model if autocast else cast(model, torch.bfloat16)
 
     def errors(patched: Any) -> list[float]:
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            output = patched(**inputs)[0]
-        patched.zero_grad()
-        output.float().square().mean().backward()
-        pairs = [(output.detach(), exact)]
-        pairs += [(p.grad, exact_gradients[n]) for n, p in patched.named_parameters()]
+        found = step(patched, inputs, mode)
+        pairs = [(found.output, truth.output)]
+        pairs += [(found.gradients[name], exact) for name, exact in truth.gradients.items()]
         return [float((a.double() - b).norm() / b.norm()) for a, b in pairs]
 
     before = errors(copy.deepcopy(model))
@@ -135,7 +122,7 @@ def test_the_library_and_other_models_are_not_touched(calls: list[int]) -> None:
 def test_copies_turn_by_the_op_and_pickles_by_the_class(calls: list[int]) -> None:
     model, inputs = llama().eval(), tokens()
     patch_model(model, FUSED, example_inputs=inputs)
-    wanted = model(**inputs)[0]
+    wanted, truth = model(**inputs)[0], truth_of(llama(), inputs)
     del calls[:]
     copied = copy.deepcopy(model)
     assert torch.equal(copied(**inputs)[0], wanted) and calls
@@ -145,7 +132,7 @@ def test_copies_turn_by_the_op_and_pickles_by_the_class(calls: list[int]) -> Non
     assert not any("forward" in module.__dict__ for module in copied.modules())
     del calls[:]
     loaded = pickle.loads(pickle.dumps(model))
-    torch.testing.assert_close(loaded(**inputs)[0], wanted)
+    assert_near(loaded(**inputs)[0], wanted, truth.output)
     assert not calls
     patch_model(unpatch_model(loaded), FUSED, example_inputs=inputs)
     del calls[:]
@@ -373,12 +360,10 @@ def test_compiled_in_one_graph() -> None:
     model, inputs = llama().train(), tokens()
     del inputs["attention_mask"]  # transformers looks into a mask, which breaks its own graph
     skip_where_torch_breaks_the_graph(copy.deepcopy(model), inputs)
+    truth = truth_of(model, inputs)
     patch_model(model, FUSED, example_inputs=inputs)
-    wanted, gradients = step(model, inputs)
+    expected = step(model, inputs)
     torch.compiler.reset()
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    found, others = step(compiled, inputs)
+    found = step(torch.compile(model, fullgraph=True, backend="aot_eager"), inputs)
     torch.compiler.reset()
-    torch.testing.assert_close(found, wanted)
-    for name, gradient in gradients.items():
-        torch.testing.assert_close(others[f"_orig_mod.{name}"], gradient)
+    assert_accurate(found, expected, truth)

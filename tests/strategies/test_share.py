@@ -13,17 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from lowmem_patch import patch_model, patch_report, unpatch_model
-from tests.life.steps import (
-    EXACT_AUTO,
-    assert_same_function,
-    assert_same_parameters,
-    assert_same_weights,
-    doubles,
-    kept,
-    trained,
-)
-from tests.patching.families import FAMILIES
-from tests.patching.toys import FOLD
+from tests.support.configs import AUTO_WITHOUT_CODES, FOLD
+from tests.support.judge import assert_same_function, assert_same_parameters, assert_same_weights
+from tests.support.models import FAMILIES, doubles
+from tests.support.step import bytes_of, trained
 
 Make = Callable[[str], Any]
 PRESETS = ["auto", "exact"]
@@ -44,30 +37,30 @@ def test_parameters_are_bit_equal_after_the_patch(name: str, preset: str, make: 
     assert_same_parameters(model, stock)
 
 
-@pytest.mark.parametrize("config", [EXACT_AUTO, "exact"], ids=PRESETS)
+@pytest.mark.parametrize("config", [AUTO_WITHOUT_CODES, "exact"], ids=PRESETS)
 @pytest.mark.parametrize("name", ["llama", "timm-vit"])
 def test_adamw_follows_the_unpatched_trajectory(name: str, config: Any, make: Make) -> None:
     model, inputs = doubles(make, name)
     stock = copy.deepcopy(model)
     patch_model(model, config, example_inputs=inputs)
-    assert kept(model, inputs) < kept(stock, inputs)
+    assert bytes_of(model, inputs) < bytes_of(stock, inputs)
     assert_same_weights(trained(model, inputs), trained(stock, inputs))
 
 
 @pytest.mark.parametrize("name", ["llama", "timm-vit"])
 def test_auto_keeps_no_more_bytes_than_folding(name: str, make: Make) -> None:
     inputs = FAMILIES[name].inputs()
-    shared = patch_model(make(name), EXACT_AUTO, example_inputs=inputs)
+    shared = patch_model(make(name), AUTO_WITHOUT_CODES, example_inputs=inputs)
     folded = patch_model(make(name), FOLD, example_inputs=inputs)
     assert patch_report(folded).fold_steps and not patch_report(shared).fold_steps
-    assert kept(shared, inputs) == kept(folded, inputs) == patch_report(shared).saved_after
+    assert bytes_of(shared, inputs) == bytes_of(folded, inputs) == patch_report(shared).saved_after
 
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_state_dict_loads_into_a_stock_model(preset: str, make: Make) -> None:
     model, inputs = doubles(make, "llama")
     stock = copy.deepcopy(model)
-    config = EXACT_AUTO if preset == "auto" else preset
+    config = AUTO_WITHOUT_CODES if preset == "auto" else preset
     trained(patch_model(model, config, example_inputs=inputs), inputs, steps=2)
     stock.load_state_dict(model.state_dict())
     assert_same_function(model, stock, inputs)
@@ -77,7 +70,7 @@ def test_state_dict_loads_into_a_stock_model(preset: str, make: Make) -> None:
 def test_partial_state_dict_of_a_stock_model_loads(preset: str, make: Make) -> None:
     model, inputs = doubles(make, "llama")
     stock = copy.deepcopy(model)
-    patch_model(model, EXACT_AUTO if preset == "auto" else preset, example_inputs=inputs)
+    patch_model(model, AUTO_WITHOUT_CODES if preset == "auto" else preset, example_inputs=inputs)
     with torch.no_grad():
         linears = {n: p * 1.5 for n, p in stock.state_dict().items() if "proj" in n}
     for net in (model, stock):

@@ -11,8 +11,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from lowmem_patch import patch_model, patch_report
-from tests.patching.families import FAMILIES, MORE_FAMILIES, Inputs
-from tests.patching.helpers import build, tensors_of
+from tests.support.models import FAMILIES, MORE_FAMILIES, Inputs, build
+from tests.support.step import tensors_of
 
 # PEFT reads a name that transformers has since deprecated
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")

@@ -35,6 +35,9 @@ from transformers import (
     ViTModel,
 )
 
+from lowmem_patch.patching.inputs import ExampleInputs
+from tests.support.step import DOUBLE, cast, in_mode
+
 Inputs = dict[str, Tensor]
 
 
@@ -194,3 +197,42 @@ MORE_FAMILIES: dict[str, Family] = {
     ),
     "gpt2": Family(_gpt2, _tokens, ["c_attn"], r".*\.(c_attn|c_proj|c_fc)", True),
 }  # fmt: skip
+EVERY_FAMILY = {**FAMILIES, **MORE_FAMILIES}
+
+
+def randomise(model: nn.Module, seed: int = 1) -> Any:
+    """Move gammas, betas and biases away from 1 and 0, and every weight to what bf16 holds."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.rand(parameter.shape, generator=generator) - 0.5
+            if parameter.dim() == 1 and name.endswith("weight"):
+                parameter += noise
+            elif parameter.dim() == 1:
+                parameter += 0.5 * noise
+            elif "lora_B" in name:
+                parameter += 0.2 * noise
+            parameter.copy_(parameter.bfloat16())
+    return model
+
+
+def build(family: Family, seed: int = 1) -> Any:
+    """A model of the family with random weights; eval mode, so that repeated runs agree."""
+    torch.manual_seed(seed)
+    return randomise(family.build(), seed).eval()
+
+
+def doubles(make: Callable[[str], Any], name: str) -> tuple[Any, Inputs]:
+    """A family's model and inputs in float64."""
+    inputs: Inputs = in_mode(FAMILIES[name].inputs(), DOUBLE)
+    return cast(make(name), torch.float64), inputs
+
+
+def llama() -> Any:
+    """The family's LLaMA, to train."""
+    return build(FAMILIES["llama"]).train()
+
+
+def tokens() -> ExampleInputs:
+    """What it reads, without a mask."""
+    return ExampleInputs((), {"input_ids": _tokens()["input_ids"]})

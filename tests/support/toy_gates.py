@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.zoo.walk_models import WIDTH, Walk
+from tests.support.toy_blocks import WIDTH, Walk
 
 
 class Glu(Walk):

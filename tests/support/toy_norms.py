@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
-from tests.zoo.walk_models import WIDTH, Walk
+from tests.support.toy_blocks import WIDTH, Walk
 
 
 class Scaleless(nn.Module):

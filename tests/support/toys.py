@@ -1,4 +1,4 @@
-"""A small network whose dataflow a test writes itself, and a comparison with its unpatched twin."""
+"""A small network whose dataflow a test writes itself, and small networks around one module."""
 
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from lowmem_patch import patch_model
-from tests.patching.helpers import randomise, twin_of
-
-FOLD = {"norms": "fold", "activations": "recompute"}
-SHARE = {"norms": "share", "activations": "recompute"}
-CONFIGS = [FOLD, SHARE]
+from tests.support.judge import assert_gradients, assert_outputs
+from tests.support.models import randomise
+from tests.support.step import FP32, step, truth_of, twin_of
 
 
 class FunctionalLinear(torch.autograd.Function):
@@ -86,26 +84,48 @@ def patched_twin(
     return model, twin_of(original, model), original
 
 
-def assert_equal_steps(
+def assert_same_steps(
     patched: Any, twin: Any, original: Any, inputs: Sequence[Tensor] = ()
 ) -> None:
-    """Outputs equal the original's; gradients of every parameter equal the twin's, and none is lost.
+    """Outputs agree with the original's, and gradients of every parameter with the twin's; none is lost.
 
-    Each draws the same random numbers.
+    Folding changes weights, and with them gradients; the outputs must stay.
     """
-
-    def run(model: Any, x: Tensor) -> Tensor:
-        torch.manual_seed(3)
-        y: Tensor = model(x)
-        return y
-
     for x in inputs or (batch(),):
-        y, same, before = (run(model, x) for model in (patched, twin, original))
-        torch.testing.assert_close(y, before, rtol=1e-4, atol=1e-5)
-        start = torch.linspace(-1, 1, y.numel()).reshape(y.shape)
-        y.backward(start)
-        same.backward(start)
-        for (name, ours), theirs in zip(patched.named_parameters(), twin.parameters(), strict=True):
-            assert (ours.grad is None) == (theirs.grad is None), name
-            if ours.grad is not None:
-                torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-3, atol=1e-4, msg=name)
+        found, own, before = (step(model, x, FP32) for model in (patched, twin, original))
+        assert_outputs(found, before, truth_of(original, x, backward=False), FP32)
+        assert_gradients(found, own, truth_of(twin, x), FP32)
+
+
+class Around(nn.Module):
+    """A module between two Linears; ``call(inner, x)`` says how it is called."""
+
+    def __init__(self, inner: nn.Module, width: int = 16) -> None:
+        super().__init__()
+        self.enter, self.inner, self.leave = nn.Linear(width, width), inner, nn.Linear(width, width)
+        self.call: Callable[[nn.Module, Tensor], Tensor] = lambda inner, x: inner(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.leave(self.call(self.inner, self.enter(x)))
+
+
+class Outer(nn.Module):
+    """A model that holds a block, which others may hold as well."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.block(x))
+
+
+# activations of rows, for networks of Linears 16 wide
+ROWS, WIDTH = 10, 16
+
+
+def rows(*shape: int) -> Tensor:
+    """``shape`` is that of the rows, which are ``ROWS`` where none is given."""
+    generator = torch.Generator().manual_seed(4)
+    return torch.randn(*(shape or (ROWS,)), WIDTH, generator=generator)

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from lowmem_patch import patch_model, plan_patch
 from lowmem_patch.patching.inputs import ExampleInputs
-from tests.zoo import walk_gates as gates
-from tests.zoo import walk_models as models
-from tests.zoo import walk_norms as norms
+from tests.support import toy_blocks as models
+from tests.support import toy_gates as gates
+from tests.support import toy_norms as norms
 from zoo.build import Built, randomise
 from zoo.judge import judge
 

@@ -15,8 +15,8 @@ from lowmem_patch.nn.activations import CodesActivation
 from lowmem_patch.nn.recompute import RecomputedActivation
 from lowmem_patch.patching import api, fold
 from lowmem_patch.patching.inputs import ExampleInputs
-from tests.zoo import walk_gates as gates
-from tests.zoo import walk_models as models
+from tests.support import toy_blocks as models
+from tests.support import toy_gates as gates
 from zoo.build import Built, randomise
 from zoo.judge import judge
 from zoo.result import Result
