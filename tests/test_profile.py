@@ -15,8 +15,6 @@ from lowmem_patch.patching.config import load_config
 from lowmem_patch.profile import materialise, measure_step, profile_model
 from tests.support.models import llama, tokens
 
-TOKENS = 2 * 12
-
 
 class Block(nn.Module):
     """Linear, norm, GELU, Linear, attention without weights."""

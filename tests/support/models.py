@@ -82,21 +82,24 @@ def _timm_vit() -> nn.Module:
     )  # fmt: skip
 
 
-def _vit() -> nn.Module:
-    config = ViTConfig(
+def vit_config(**extra: Any) -> ViTConfig:
+    return ViTConfig(
         hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, image_size=32,
-        patch_size=8, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        patch_size=8, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **extra,
     )  # fmt: skip
-    return ViTModel(config, add_pooling_layer=False)
 
 
-def _llama() -> nn.Module:
-    return LlamaForCausalLM(LlamaConfig(**_text(num_key_value_heads=2)))
+def _vit() -> nn.Module:
+    return ViTModel(vit_config(), add_pooling_layer=False)
 
 
-def _gemma() -> nn.Module:
+def llama_of(**extra: Any) -> Any:
+    return LlamaForCausalLM(LlamaConfig(**_text(num_key_value_heads=2, **extra)))
+
+
+def gemma_of(layers: int) -> Any:
     return GemmaForCausalLM(
-        GemmaConfig(**_text(num_hidden_layers=1, num_key_value_heads=1, head_dim=8))
+        GemmaConfig(**_text(num_hidden_layers=layers, num_key_value_heads=1, head_dim=8))
     )
 
 
@@ -155,12 +158,15 @@ def timm_swin(size: int) -> nn.Module:
     )  # fmt: skip
 
 
-def swin(size: int) -> nn.Module:
-    config = SwinConfig(
+def swin_config(size: int) -> SwinConfig:
+    return SwinConfig(
         image_size=size, patch_size=4, window_size=4, embed_dim=16, depths=[2, 1], num_heads=[2, 2],
         drop_path_rate=0.0,
     )  # fmt: skip
-    return SwinModel(config, add_pooling_layer=False)
+
+
+def swin(size: int) -> nn.Module:
+    return SwinModel(swin_config(size), add_pooling_layer=False)
 
 
 _LLAMA = r".*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)"
@@ -170,8 +176,8 @@ _BERT = r".*\.(query|key|value|dense)"
 FAMILIES: dict[str, Family] = {
     "timm-vit": Family(_timm_vit, _images("x", 32), ["qkv"], r".*\.(qkv|proj|fc1|fc2)", True),
     "vit": Family(_vit, _images("pixel_values", 32), _VISION_PAIR, _VISION, True),
-    "llama": Family(_llama, _tokens, ["q_proj", "v_proj"], _LLAMA, True),
-    "gemma": Family(_gemma, _tokens, ["q_proj", "v_proj"], _LLAMA, True),
+    "llama": Family(llama_of, _tokens, ["q_proj", "v_proj"], _LLAMA, True),
+    "gemma": Family(lambda: gemma_of(1), _tokens, ["q_proj", "v_proj"], _LLAMA, True),
     "phi3": Family(_phi3, _tokens, ["qkv_proj"], r".*\.(qkv_proj|o_proj|gate_up_proj|down_proj)", True),
     "bert": Family(_bert, _tokens, ["query", "value"], _BERT, False),
     "roberta": Family(_roberta, _tokens, ["query", "value"], _BERT, False),

@@ -13,6 +13,7 @@ from lowmem_patch.patching.inputs import ExampleInputs
 from tests.support import toy_blocks as models
 from tests.support import toy_gates as gates
 from tests.support import toy_norms as norms
+from tests.support.judge import assert_close
 from zoo.build import Built, randomise
 from zoo.judge import judge
 
@@ -94,12 +95,12 @@ def test_walk(model: type[models.Walk], expected: dict[str, tuple[str, str]]) ->
 def test_torch_layers_that_read_a_folded_norm_themselves(preset: Any) -> None:
     """Without gradients torch's encoder layer calls no norm module: it reads weight, bias and eps."""
     built = made(models.EncoderLayers)
-    network, args = built.model, built.inputs.args
+    network, args = built.model.double(), tuple(tensor.double() for tensor in built.inputs.args)
     with torch.no_grad():
         before = network(*args)
         patch_model(network, preset, example_inputs=args)
         after = network(*args)
-    torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-5)
+    assert_close(after, before, "output")
 
 
 def test_codes_where_another_op_keeps_the_input() -> None:
