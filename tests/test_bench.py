@@ -321,7 +321,7 @@ def test_labels_cover_neither_each_other_nor_points(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-def test_memory_on_a_gpu_does_not_depend_on_the_other_variants() -> None:
+def test_memory_on_a_gpu_depends_on_no_other_variant() -> None:
     inputs = tokens().map(lambda tensor: tensor.cuda())
     model = llama().cuda()
 

@@ -161,7 +161,7 @@ def test_each_tensor_keeps_its_dtype_unless_asked(tmp_path: Path) -> None:
     assert stored_dtype(tmp_path / "out") == torch.bfloat16
 
 
-def test_what_describes_the_model_is_copied_and_what_was_done_recorded(tmp_path: Path) -> None:
+def test_what_describes_the_model_is_copied_and_recorded(tmp_path: Path) -> None:
     source = write(tmp_path / "in", llama())
     (source / "tokenizer.json").write_text("{}")
     (source / "chat_template.jinja").write_text("{{ messages }}")

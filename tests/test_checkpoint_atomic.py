@@ -18,7 +18,7 @@ from lowmem_patch.errors import CheckpointError
 from tests.support.checkpoints import llama, write
 
 
-def test_a_wrong_fold_is_found_before_it_is_put_in_place(
+def test_a_wrong_fold_never_gets_into_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = sys.modules[convert.__module__]

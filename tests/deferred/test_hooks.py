@@ -132,14 +132,14 @@ def outputs_that_wait(modules: list[nn.Module]) -> list[Any]:
     return kept
 
 
-def test_who_waits_for_an_activations_gradient_gets_it() -> None:
+def test_retain_grad_on_an_activation_gets_the_gradient() -> None:
     model, twin = (one.double() for one in pair(adapters=False))
     kept = outputs_that_wait([model.act, twin.act])
     assert_same_function(model, twin, data(2, 5, WIDTH).requires_grad_())
     assert_close(kept[0].grad, kept[1].grad, "act")
 
 
-def test_who_waits_for_the_gradient_of_what_has_a_narrow_copy_gets_all_of_it() -> None:
+def test_a_norm_that_is_cast_gets_its_whole_gradient() -> None:
     model, twin = pair(adapters=False)
     exact, x = copy.deepcopy(twin).double(), data(2, 5, WIDTH).requires_grad_()
     kept = outputs_that_wait([model.norm, twin.norm, exact.norm])

@@ -138,7 +138,7 @@ READERS: dict[str, Callable[[Block, Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", READERS)
-def test_reader_on_a_path_that_was_not_traced(name: str) -> None:
+def test_reader_on_a_path_that_was_not_traced_is_right(name: str) -> None:
     patched, plain = pair()
     for model in (patched, plain):
         model.read = READERS[name]
@@ -161,14 +161,14 @@ def exposed(module: nn.Module, args: tuple[Tensor, ...]) -> None:
 
 @pytest.mark.parametrize("hook", [doubled, doubled_data, exposed])
 @pytest.mark.parametrize("linear", ["up", "down"])
-def test_pre_hook_added_after_the_patch(linear: str, hook: Any) -> None:
+def test_pre_hook_added_after_the_patch_sees_the_value(linear: str, hook: Any) -> None:
     patched, plain = pair()
     for model in (patched, plain):
         model.get_submodule(linear).register_forward_pre_hook(hook)
     assert_same(patched, plain)
 
 
-def test_write_into_the_output_of_a_frozen_norm_names_the_package() -> None:
+def test_write_into_a_frozen_norms_output_names_the_package() -> None:
     torch.manual_seed(0)
     plain = Block().double()
     plain.norm.requires_grad_(False)
@@ -199,7 +199,7 @@ def test_gamma_through_zero_after_the_patch(trains: bool, preset: str) -> None:
         assert_same(patched, plain)
 
 
-def test_gamma_trained_to_zero() -> None:
+def test_gamma_trained_to_zero_keeps_its_gradient() -> None:
     """By weight decay alone, which takes all of it in one step."""
     patched, plain = pair()
     for model in (patched, plain):
@@ -214,7 +214,7 @@ def test_gamma_trained_to_zero() -> None:
 
 
 @pytest.mark.parametrize("unfit", [0.0, 1e-20, None])
-def test_unfit_gamma_at_the_patch_saves_what_a_fit_one_saves(unfit: float | None) -> None:
+def test_unfit_gamma_saves_what_a_fit_one_saves(unfit: float | None) -> None:
     torch.manual_seed(0)
     plain = Block().double()
     if unfit is not None:
@@ -288,7 +288,7 @@ def test_offloaded_saved_tensors_hold_z_once() -> None:
     assert_all_close(ours, theirs)
 
 
-def test_checkpointed_block_keeps_its_input_alone() -> None:
+def test_checkpointed_block_saves_only_its_input() -> None:
     patched, plain = pair()
     x = rows().requires_grad_()
     with saved_bytes(patched) as saved:

@@ -102,7 +102,7 @@ class Viewed(Reversed):
 
 
 @pytest.mark.parametrize("function", [Reversed, Viewed])
-def test_custom_function_on_a_path_that_was_not_traced(function: Any) -> None:
+def test_custom_function_on_an_untraced_path_is_right(function: Any) -> None:
     def body(net: Any, x: Tensor) -> Tensor:
         a = net.act(net.up(net.norm(x)))
         return net.down(function.apply(a) if hasattr(net, "later") else a)
@@ -116,7 +116,7 @@ def test_custom_function_on_a_path_that_was_not_traced(function: Any) -> None:
 
 
 @pytest.mark.parametrize("computed", [False, True], ids=["waits", "computed"])
-def test_write_on_a_path_that_was_not_traced(computed: bool) -> None:
+def test_write_on_an_untraced_path_is_right_or_refused(computed: bool) -> None:
     def body(net: Any, x: Tensor) -> Tensor:
         h = net.up(net.norm(x))
         a = net.act(h)
@@ -173,7 +173,7 @@ def test_tensor_hooks_in_a_forward_see_the_original_gradient(site: str, config: 
     assert_close(seen[0], seen[1], site)
 
 
-def test_hook_after_a_linear_on_a_path_that_was_not_traced() -> None:
+def test_retain_grad_after_the_linear_is_a_clear_error() -> None:
     def body(net: Any, x: Tensor) -> Tensor:
         a = net.act(net.up(net.norm(x)))
         y: Tensor = net.down(a)
@@ -190,7 +190,7 @@ def test_hook_after_a_linear_on_a_path_that_was_not_traced() -> None:
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("name", ["drop", "down", "up"])
 @pytest.mark.parametrize("body", ["mlp", "gated"])
-def test_backward_hooks_of_readers(body: str, name: str, autocast: bool) -> None:
+def test_backward_hooks_of_readers_may_change_the_gradient(body: str, name: str, autocast: bool) -> None:
     """They get, and may change, the gradient of an input in whose place a deferred tensor stands."""
 
     def through_dropout(net: Any, x: Tensor) -> Tensor:

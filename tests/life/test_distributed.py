@@ -117,7 +117,7 @@ def test_dropout_on_dtensors_is_torchs_own(runs: Runs) -> None:
 
 @pytest.mark.parametrize("preset", ["exact", "auto"])
 @pytest.mark.parametrize("trains", ["full", "columns"])
-def test_a_model_that_came_sharded_keeps_its_weights_and_says_so(
+def test_a_model_that_came_sharded_keeps_its_weights(
     runs: Runs, trains: str, preset: str
 ) -> None:
     name = f"came_sharded {trains} {preset}"

@@ -86,7 +86,7 @@ def test_exported_graph_is_plain_and_computes_the_same(
 
 @pytest.mark.parametrize("config", CONFIGS, ids=["exact", "codes"])
 @pytest.mark.parametrize("name", MODELS)
-def test_traced_graph_of_torch_jit_is_plain_and_computes_the_same(name: str, config: Any) -> None:
+def test_jit_traced_graph_is_plain_and_computes_the_same(name: str, config: Any) -> None:
     net, inputs = patched(name, config, train=False)
     traced: Any = torch.jit.trace(net, inputs, check_trace=False)
     kinds = {node.kind() for node in traced.inlined_graph.nodes()}
@@ -113,7 +113,7 @@ def test_onnx_knows_every_op(name: str, dynamo: bool) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_model_saves_and_trains_as_before_once_it_was_exported(name: str) -> None:
+def test_model_trains_as_before_once_it_was_exported(name: str) -> None:
     net, inputs = patched(name, "exact", train=True)
     twin = copy.deepcopy(net)
     torch.export.export(net, inputs, strict=False)

@@ -148,7 +148,7 @@ def test_meta_model_is_refused_by_the_module_s_name(where: tuple[str, Any]) -> N
         plan_patch(model.to("meta"), "exact", example_inputs=batch("cpu"))
 
 
-def test_kernel_that_takes_the_storage_s_address_gets_none_from_fakes() -> None:
+def test_kernel_that_takes_an_address_gets_no_fake_tensor() -> None:
     class Reader(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             assert x.untyped_storage().data_ptr() != 0

@@ -131,7 +131,7 @@ def test_copies_are_patched_and_undone_on_their_own(config: Any, make: Make) -> 
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma", "timm-swin", "bert"])
-def test_cast_after_patching(name: str, make: Make) -> None:
+def test_a_cast_after_patching_trains_the_same(name: str, make: Make) -> None:
     inputs, plain = FAMILIES[name].inputs(), make(name)
     for config in ("exact", FOLD):
         model = patch_model(copy.deepcopy(plain), config, example_inputs=inputs)

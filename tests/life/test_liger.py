@@ -149,7 +149,7 @@ def test_any_forward_in_the_place_of_ours_is_named(
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # PEFT's own
-def test_forward_of_a_lora_layer_in_the_place_of_ours_is_named(inputs: Inputs) -> None:
+def test_another_forward_of_a_lora_layer_is_named(inputs: Inputs) -> None:
     peft = pytest.importorskip("peft")
     model = peft.get_peft_model(build(FAMILY), peft.LoraConfig(target_modules=["q_proj"]))
     patch_model(model, "exact", example_inputs=inputs)

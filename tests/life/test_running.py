@@ -70,7 +70,7 @@ def test_training_flag_reaches_the_originals() -> None:
 
 @pytest.mark.parametrize("name", ["llama", "t5"])
 @pytest.mark.parametrize("config", ["paper", "exact"])
-def test_generation_with_a_cache(config: str, name: str, make: Make) -> None:
+def test_generation_with_a_cache_gives_the_same_tokens(config: str, name: str, make: Make) -> None:
     model = make(name)
     inputs = {"input_ids": FAMILIES[name].inputs()["input_ids"]}
     inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
@@ -96,7 +96,7 @@ def test_every_hidden_state_is_the_original_one(config: Any, make: Make) -> None
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not-reentrant"])
 @pytest.mark.parametrize("mode_name", ["fp32", "autocast"])
-def test_gradient_checkpointing(mode_name: str, reentrant: bool, make: Make) -> None:
+def test_gradient_checkpointing_after_the_patch_trains_the_same(mode_name: str, reentrant: bool, make: Make) -> None:
     mode, plain = MODES[mode_name], make("llama")
     inputs = in_mode(FAMILIES["llama"].inputs(), mode)
     for config in ("exact", {"norms": "fold", "activations": "recompute"}):
@@ -108,7 +108,7 @@ def test_gradient_checkpointing(mode_name: str, reentrant: bool, make: Make) -> 
 
 
 @pytest.mark.filterwarnings("ignore:.*use_reentrant parameter:UserWarning")  # of timm 1.0.9
-def test_checkpointed_before_patching(make: Make) -> None:
+def test_checkpointing_before_the_patch_trains_the_same(make: Make) -> None:
     inputs, plain = FAMILIES["timm-vit"].inputs(), make("timm-vit")
     twin = copy.deepcopy(plain)
     plain.set_grad_checkpointing(True)
@@ -125,7 +125,7 @@ def test_second_derivative_is_a_clear_error(config: Any) -> None:
         first.sum().backward()
 
 
-def test_backward_twice_through_a_kept_graph() -> None:
+def test_backward_twice_through_a_retained_graph_is_right() -> None:
     for config in FOLD_AND_SHARE:
         patched, twin, _ = (model.double() for model in patched_twin(Toy(gated), config))
         gradients = []
@@ -171,7 +171,7 @@ def _why_the_graph_breaks(name: str, unpatched: Any, inputs: dict[str, Any], aut
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 @pytest.mark.parametrize(("name", "config", "mode_name"), COMPILED)
 @pytest.mark.parametrize("dynamic", [None, True], ids=["static", "dynamic"])
-def test_compiled_without_a_graph_break(
+def test_compiled_without_a_graph_break_saves_no_more(
     name: str, config: str, mode_name: str, dynamic: bool | None, make: Make
 ) -> None:
     """The same gradients as eager, and no more kept."""
@@ -233,7 +233,7 @@ def _reads_values(output: Any) -> list[Any]:
 
 @pytest.mark.parametrize("grad", [True, False], ids=["with-grad", "under-no-grad"])
 @pytest.mark.parametrize("config", FOLD_AND_SHARE, ids=["fold", "share"])
-def test_hooks_that_read_activations(config: Any, grad: bool) -> None:
+def test_hooks_that_read_activations_see_the_original_values(config: Any, grad: bool) -> None:
     found: list[list[Any]] = []
 
     def hook(module: nn.Module, args: Any, output: Any) -> None:
@@ -272,7 +272,7 @@ def test_hooks_that_read_activations(config: Any, grad: bool) -> None:
 
 @pytest.mark.parametrize("config", FOLD_AND_SHARE, ids=["fold", "share"])
 @pytest.mark.parametrize("change", ["write", "replace"])
-def test_hooks_that_change_activations(change: str, config: Any) -> None:
+def test_hooks_that_change_activations_change_the_step(change: str, config: Any) -> None:
     def hook(module: nn.Module, args: Any, output: Any) -> Any:
         if change == "replace":
             return output * 2
@@ -285,7 +285,7 @@ def test_hooks_that_change_activations(change: str, config: Any) -> None:
     assert_same_step(patched, twin, batch())
 
 
-def test_hook_that_writes_into_what_has_a_narrow_copy() -> None:
+def test_a_hook_may_write_into_a_cast_norm() -> None:
     def body(net: Any, x: Tensor) -> Tensor:
         h = net.norm(x)
         return net.down(net.act(net.up(h))) + h
@@ -322,7 +322,7 @@ def test_backward_hooks_are_called_with_the_gradient(when: str, config: Any) -> 
     assert_close(seen[0], seen[1], "act")
 
 
-def test_mixed_precision_of_a_t5_that_keeps_wo_in_float32(make: Make) -> None:
+def test_t5_with_wo_in_float32_computes_the_same(make: Make) -> None:
     """Its residual is float32 then, and its norms return the dtype of their bf16 weights."""
     inputs, model = FAMILIES["t5"].inputs(), make("t5").to(torch.bfloat16)
     for name, module in model.named_modules():

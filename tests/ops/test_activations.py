@@ -24,7 +24,7 @@ def gradients(y: Tensor, inputs: tuple[Tensor, ...], dy: Tensor) -> tuple[Tensor
 @pytest.mark.parametrize("kind", ACTIVATION_KINDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_activation(
+def test_activation_is_torchs_within_its_own_error(
     backend: Backend, kind: str, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> None:
     x = (3 * torch.randn(shape)).to(backend.device, dtype).requires_grad_()
@@ -52,7 +52,7 @@ def test_activation_saves_its_input_alone(backend: Backend, kind: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("packed", [False, True], ids=["separate", "packed"])
-def test_glu(
+def test_gated_product_is_torchs_within_its_own_error(
     backend: Backend, kind: str, dtype: torch.dtype, shape: tuple[int, ...], packed: bool
 ) -> None:
     both = (2 * torch.randn(*shape[:-1], 2 * shape[-1])).to(backend.device, dtype)

@@ -29,7 +29,7 @@ def step_derivative(x: Tensor, kind: str) -> Tensor:
 @pytest.mark.parametrize("kind", STEP_TABLES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_forward_and_backward(
+def test_codes_give_the_step_tables_derivative(
     backend: Backend, kind: str, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> None:
     x = (4 * torch.randn(shape)).to(backend.device, dtype).requires_grad_()

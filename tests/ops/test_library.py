@@ -98,7 +98,7 @@ SAMPLES = list(operator_samples())
 @pytest.mark.parametrize(
     ("name", "arguments"), SAMPLES, ids=[f"{n}-{i}" for i, (n, _) in enumerate(SAMPLES)]
 )
-def test_opcheck(name: str, arguments: tuple[Any, ...]) -> None:
+def test_every_operator_passes_torchs_opcheck(name: str, arguments: tuple[Any, ...]) -> None:
     torch.library.opcheck(getattr(ops, name).default, arguments)
 
 

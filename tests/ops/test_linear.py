@@ -44,7 +44,7 @@ def ours(sources: tuple[Tensor, ...], kind: str, backend: Backend) -> Tensor:
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_gradients(
+def test_gradients_are_torchs_within_its_own_error(
     backend: Backend, kind: str, gated: bool, with_bias: bool, dtype: torch.dtype
 ) -> None:
     sources = make_sources(gated, backend.device, dtype)
@@ -117,7 +117,7 @@ def with_adapter(hidden: Tensor, weight: Tensor, bias: Tensor | None, adapter: L
 @pytest.mark.parametrize("form", ["identity", "activation", "gated"])
 @pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "trained"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_gradients_with_an_adapter(
+def test_gradients_with_an_adapter_are_torchs(
     backend: Backend, form: str, frozen: bool, dtype: torch.dtype
 ) -> None:
     sources = make_sources(form == "gated", backend.device, dtype)
@@ -177,7 +177,7 @@ def test_gradients_with_an_adapter(
 @pytest.mark.parametrize("rank", [1, 4, 8, 12])
 @pytest.mark.parametrize("given", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_adapter_weights(
+def test_adapter_weights_are_cast_as_torch_does(
     backend: Backend, rank: int, given: torch.dtype, dtype: torch.dtype
 ) -> None:
     """Cast once, to the nearest; what is padded is zeros, and float32 is not padded."""

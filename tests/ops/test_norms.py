@@ -79,7 +79,7 @@ CASES = [
 @pytest.mark.parametrize(("centered", "offset"), CASES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_forward_and_backward(
+def test_norm_is_torchs_within_its_own_error(
     backend: Backend, centered: bool, offset: float, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> None:
     wide = shape[-1] == 20000 and dtype != torch.float32

@@ -64,7 +64,7 @@ def angles(
 @pytest.mark.parametrize("heads_dim", [1, 2])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_forward_and_backward(
+def test_rotary_is_torchs_within_its_own_error(
     backend: Backend, shape: tuple[int, ...], dtype: torch.dtype, heads_dim: int
 ) -> None:
     batches, positions, q_heads, k_heads, columns, size = shape

@@ -239,7 +239,7 @@ def test_affine_sizes_take_few_runs() -> None:
 
 
 @pytest.mark.parametrize(("solve", "attention"), [("batch", "sdpa"), ("length", "eager")])
-def test_what_is_said_to_fit_fits_and_one_more_does_not(solve: str, attention: str) -> None:
+def test_what_is_said_to_fit_fits_just_so(solve: str, attention: str) -> None:
     with torch.device("meta"):
         model = llama(2, attention)
     limit = 8 * 2**20

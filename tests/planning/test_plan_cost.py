@@ -33,7 +33,7 @@ def seconds(model: Any) -> float:
     return min(times)
 
 
-def test_plan_of_llama_7b() -> None:
+def test_plan_of_llama_7b_takes_seconds_and_little_memory() -> None:
     plan_patch(llama(1))  # what the first plan of a process imports and compiles is not its cost
     model = llama(SEVEN_BILLION_LAYERS)
     unit = 2**10 if sys.platform == "linux" else 1  # macOS counts bytes

@@ -34,7 +34,7 @@ def measured(model: Any, inputs: Inputs) -> SavedBytes:
 
 @pytest.mark.parametrize("mode_name", ["bf16", "autocast"])
 @pytest.mark.parametrize("name", EVERY)
-def test_adapters_with_dropout(name: str, mode_name: str) -> None:
+def test_a_step_with_adapters_saves_what_the_plan_says(name: str, mode_name: str) -> None:
     family, mode = EVERY[name], MODES[mode_name]
     inputs = in_mode(family.inputs(), mode)
     config = LoraConfig(r=2, target_modules=family.linears, lora_dropout=0.1)

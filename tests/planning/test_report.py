@@ -113,7 +113,7 @@ class Unknown(nn.Module):
         (lambda: Unknown(nn.Linear(8, 8), nn.GroupNorm(2, 6)), "layers.1: "),
     ],
 )
-def test_nothing_to_patch(model: Callable[[], nn.Module], why: str) -> None:
+def test_nothing_to_patch_says_why(model: Callable[[], nn.Module], why: str) -> None:
     for strict in (False, True):
         net = model()
         expected = (
@@ -127,7 +127,7 @@ def test_nothing_to_patch(model: Callable[[], nn.Module], why: str) -> None:
 @pytest.mark.parametrize(
     "config", [{"norms": "nope"}, {"norm": "fold"}, "papr", "missing.yaml", {"activations": 3}]
 )
-def test_bad_configs(config: Any) -> None:
+def test_bad_configs_are_named(config: Any) -> None:
     net = Toy(mlp)
     with pytest.raises(ConfigError):
         patch_model(net, config, example_inputs=batch())
@@ -135,7 +135,7 @@ def test_bad_configs(config: Any) -> None:
 
 
 @pytest.mark.parametrize("inputs", [torch.randn(2, 6, 7), 3, {"y": batch()}, None])
-def test_bad_example_inputs(inputs: Any) -> None:
+def test_bad_example_inputs_are_named(inputs: Any) -> None:
     net = Toy(mlp)
     with pytest.raises(TraceError):
         patch_model(net, "exact", example_inputs=inputs)
@@ -160,7 +160,7 @@ def test_the_last_norm_is_never_folded() -> None:
     assert "last norm" in sites["last"].reason
 
 
-def test_a_model_that_needs_data_is_counted_when_it_is_patched() -> None:
+def test_a_model_that_needs_data_is_counted_at_the_patch() -> None:
     def body(net: Any, x: Tensor) -> Tensor:
         return mlp(net, x) if x.sum().item() else x
 

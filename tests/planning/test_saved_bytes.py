@@ -53,7 +53,7 @@ def llama() -> nn.Module:
         ),
     ],
 )
-def test_saved_bytes_of_a_block(
+def test_a_block_saves_the_papers_share_less(
     build: Callable[[], Any], inputs: Any, autocast: bool, block: str, least: float
 ) -> None:
     model = build()

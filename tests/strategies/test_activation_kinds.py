@@ -53,7 +53,7 @@ def with_activation(activation: nn.Module) -> Toy:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_kind(name: str) -> None:
+def test_each_named_activation_is_matched_or_left_alone(name: str) -> None:
     net = with_activation(made(name))
     sites = {site.name: site for site in plan_patch(net, "exact", example_inputs=batch()).sites}
     kind = KINDS.get(name.partition("/")[2])
@@ -64,7 +64,7 @@ def test_kind(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_function_and_gradients(name: str) -> None:
+def test_each_named_activation_keeps_its_function_and_gradients(name: str) -> None:
     assert_same_steps(*patched_twin(with_activation(made(name)), SHARE))
 
 

@@ -34,7 +34,7 @@ def lora(name: str, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
 
 @pytest.mark.parametrize("mode_name", ["fp32", "bf16", "autocast"])
 @pytest.mark.parametrize("name", ["llama", "timm-vit", "bert", "phi3"])
-def test_adapters_on_every_linear(name: str, mode_name: str) -> None:
+def test_adapters_with_dropout_keep_every_bit(name: str, mode_name: str) -> None:
     mode, config = MODES[mode_name], dict(RECOMPUTE)
     if mode_name != "fp32" and name in ("llama", "phi3"):
         config["activations"] = "keep"  # our gated product rounds less often
@@ -121,7 +121,7 @@ def patch_rows(model: Any, **config: Any) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore:nothing was patched")
-def test_by_hand() -> None:
+def test_saved_bytes_of_adapters_by_hand() -> None:
     model, twin = adapted()
     patch_rows(model)
     report = patch_report(model)
@@ -149,7 +149,7 @@ def test_auto_draws_and_computes_in_the_activations_dtype() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:nothing was patched")
-def test_on_a_gpu() -> None:
+def test_a_gpu_draws_and_saves_the_same_mask() -> None:
     """The mask that the fused kernel draws; torch keeps it in bytes there."""
     model, _ = adapted()
     model, inputs = model.cuda(), rows().cuda()
@@ -253,7 +253,7 @@ def _writes_input(module: nn.Module) -> None:
 
 @pytest.mark.filterwarnings("ignore:nothing was patched")
 @pytest.mark.parametrize("attach", [_doubles, _doubles_gradient, _writes_result, _writes_input])
-def test_hooks_on_the_dropout(attach: Callable[[nn.Module], None]) -> None:
+def test_hooks_on_the_dropout_act_as_unpatched(attach: Callable[[nn.Module], None]) -> None:
     model, twin = adapted()
     patch_rows(model)
     for one in (model, twin):

@@ -47,7 +47,7 @@ def patched(model: nn.Module, **config: Any) -> tuple[Any, Any]:
     return patch_model(model, {**RECOMPUTE, **config}, example_inputs=rows()), twin
 
 
-def test_by_hand() -> None:
+def test_saved_bytes_of_a_residual_by_hand() -> None:
     torch.manual_seed(0)
     model, twin = patched(Residual())
     original = twin.drop
@@ -74,7 +74,7 @@ def test_by_hand() -> None:
     ],
     ids=["p 0", "p 1", "in place", "as the framework does", "frozen"],
 )
-def test_what_keeps_no_bits(make: Callable[[], nn.Module], config: dict[str, str]) -> None:
+def test_what_needs_no_bits_is_left_alone(make: Callable[[], nn.Module], config: dict[str, str]) -> None:
     model = make().train()
     drop = model.get_submodule("drop")
     with pytest.warns(UserWarning, match="nothing was patched"):
@@ -116,7 +116,7 @@ def _writes(module: nn.Module) -> None:
 
 @pytest.mark.parametrize("hook", [_doubles, _doubles_gradient, _writes])
 @pytest.mark.parametrize("before", [True, False])
-def test_hooks_of_users(hook: Callable[[nn.Module], None], before: bool) -> None:
+def test_hooks_of_users_act_as_unpatched(hook: Callable[[nn.Module], None], before: bool) -> None:
     model = Residual().train()
     twin = copy.deepcopy(model)
     if before:
@@ -164,7 +164,7 @@ def gpt2() -> Any:
 
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("make", [bert, gpt2])
-def test_models_with_their_dropouts(make: Callable[[], Any], autocast: bool) -> None:
+def test_models_with_their_dropouts_keep_every_bit(make: Callable[[], Any], autocast: bool) -> None:
     torch.manual_seed(0)
     model, inputs = make().train(), FAMILIES["bert"].inputs()
     twin = copy.deepcopy(model)
@@ -216,7 +216,7 @@ def test_compiled_is_the_plain_one() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_on_a_gpu(dtype: torch.dtype) -> None:
+def test_a_gpu_keeps_every_bit_and_saves_an_eighth(dtype: torch.dtype) -> None:
     model = Residual().to("cuda", dtype).train()
     twin = copy.deepcopy(model)
     inputs = rows().to("cuda", dtype)

@@ -113,7 +113,7 @@ BODIES = [
 
 @pytest.mark.parametrize("config", FOLD_AND_SHARE, ids=["fold", "share"])
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
-def test_dataflow(body: Any, config: Any) -> None:
+def test_every_dataflow_keeps_function_and_gradients(body: Any, config: Any) -> None:
     assert_same_steps(*patched_twin(Toy(body), config))
 
 
@@ -161,7 +161,7 @@ def test_custom_function_without_torch_ops_is_found_in_the_graph() -> None:
 @pytest.mark.parametrize("config", FOLD_AND_SHARE, ids=["fold", "share"])
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("needs_data", [False, True])
-def test_scripted_reader(needs_data: bool, config: Any) -> None:
+def test_a_scripted_reader_is_shared_with(needs_data: bool, config: Any) -> None:
     def body(net: Any, x: Tensor) -> Tensor:
         if needs_data and x.sum().item() == 0:
             return x
@@ -175,7 +175,7 @@ def test_scripted_reader(needs_data: bool, config: Any) -> None:
     assert_same_steps(patched, twin, original)
 
 
-def test_memory_shared_with_a_module_that_the_trace_does_not_run() -> None:
+def test_memory_shared_with_an_untraced_module_is_not_folded() -> None:
     net = Toy(mlp)
     net.other = nn.Linear(8, 16)
     net.other.weight = nn.Parameter(net.up.weight.detach())
@@ -297,7 +297,7 @@ def test_frozen_norm_folds_into_what_trains() -> None:
 
 
 @pytest.mark.parametrize("config", FOLD_AND_SHARE, ids=["fold", "share"])
-def test_modules_shared_between_parents(config: Any) -> None:
+def test_modules_shared_between_parents_are_patched_once(config: Any) -> None:
     net = Toy(gated)
     net.shared = nn.ModuleList([net.norm, net.act])
 
@@ -314,7 +314,7 @@ def test_modules_shared_between_parents(config: Any) -> None:
 
 
 @pytest.mark.parametrize("shape", [(0, 6, 8), (1, 6, 8), (1, 1, 8), (6, 8)], ids=str)
-def test_batches_of_other_sizes(shape: tuple[int, ...]) -> None:
+def test_batches_of_other_sizes_are_right(shape: tuple[int, ...]) -> None:
     for config in FOLD_AND_SHARE:
         patched, twin, original = patched_twin(Toy(gated), config)
         assert_same_steps(patched, twin, original, [torch.randn(shape)])
@@ -328,7 +328,7 @@ def test_input_that_needs_no_gradient() -> None:
 
 
 @pytest.mark.parametrize("trains", [True, False])
-def test_gamma_of_zero(trains: bool) -> None:
+def test_gamma_of_zero_keeps_its_gradient(trains: bool) -> None:
     def zero(net: Any) -> None:
         with torch.no_grad():
             net.norm.weight[0] = 0.0

@@ -67,7 +67,7 @@ def randomise_adapters(model: Any) -> Any:
     ],
 )
 @pytest.mark.parametrize("name", ["llama", "timm-vit", "bert", "timm-swin"])
-def test_patched_after_peft(name: str, targets: str, mode_name: str, make: Make) -> None:
+def test_patched_after_peft_trains_the_same(name: str, targets: str, mode_name: str, make: Make) -> None:
     family, mode = FAMILIES[name], MODES[mode_name]
     inputs = in_mode(family.inputs(), mode)
     names = family.query_value if targets == "query-value" else family.linears
@@ -93,7 +93,7 @@ def test_auto_after_peft_with_exact_activations(name: str, make: Make) -> None:
 
 @pytest.mark.parametrize("mode_name", ["fp32", "bf16", "autocast"])
 @pytest.mark.parametrize("name", ["llama", "timm-vit"])
-def test_patched_before_peft(name: str, mode_name: str, make: Make) -> None:
+def test_patched_before_peft_trains_the_same(name: str, mode_name: str, make: Make) -> None:
     family, mode = FAMILIES[name], MODES[mode_name]
     inputs = in_mode(family.inputs(), mode)
     plain = cast(make(name), mode.weights)
@@ -155,7 +155,7 @@ def test_saving_a_folded_norm_through_peft_is_refused(make: Make) -> None:
 
 @pytest.mark.parametrize("mode_name", ["fp32", "bf16", "autocast"])
 @pytest.mark.parametrize("name", ["llama", "timm-vit"])
-def test_dropout_in_adapters(name: str, mode_name: str, make: Make) -> None:
+def test_dropout_in_adapters_draws_the_same_mask(name: str, mode_name: str, make: Make) -> None:
     """The same random numbers are drawn in the same order, so training steps agree."""
     family, mode = FAMILIES[name], MODES[mode_name]
     inputs = in_mode(family.inputs(), mode)
@@ -167,7 +167,7 @@ def test_dropout_in_adapters(name: str, mode_name: str, make: Make) -> None:
 
 
 @pytest.mark.parametrize("preset", ["auto", "paper"])
-def test_lowered_adapters_in_bf16(preset: str, make: Make) -> None:
+def test_adapters_in_bf16_err_no_more_than_autocast(preset: str, make: Make) -> None:
     """auto computes float32 adapters in bf16, as autocast would: no worse than autocast's error."""
     family, mode = FAMILIES["llama"], MODES["bf16"]
     inputs = family.inputs()
@@ -182,7 +182,7 @@ def test_lowered_adapters_in_bf16(preset: str, make: Make) -> None:
     assert_accurate(found, own, truth, mode)
 
 
-def test_merging_and_unloading(make: Make) -> None:
+def test_merging_and_unloading_keeps_the_function(make: Make) -> None:
     family = FAMILIES["llama"]
     inputs = family.inputs()
     patched = patch_model(make("llama"), {"norms": "fold"}, example_inputs=inputs)
@@ -261,7 +261,7 @@ def test_two_adapters_at_once_and_a_mixed_batch(mode_name: str, make: Make) -> N
 
 
 @pytest.mark.filterwarnings("ignore:.*(script_method|should not be inst):DeprecationWarning")
-def test_adapters_wider_than_the_model_compiled(make: Make) -> None:
+def test_adapters_wider_than_the_model_compile(make: Make) -> None:
     """Their products wait for a cast, which the compiler must see."""
     inputs = FAMILIES["llama"].inputs()
     del inputs["attention_mask"]  # transformers looks into a mask, which breaks its own graph

@@ -264,7 +264,7 @@ def test_a_decorated_forward_is_another_one(monkeypatch: pytest.MonkeyPatch) -> 
     assert_same(patched(model), twin)
 
 
-def test_a_forward_that_a_class_got_after_the_patch_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_class_forward_set_after_the_patch_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
     model = adapted()
     twin = copy.deepcopy(model)
     patched(model)
@@ -304,7 +304,7 @@ def test_hooks_on_the_layer_see_tensors() -> None:
     assert [type(item) for item in seen] == [Tensor] * 4
 
 
-def test_a_backward_hook_on_a_layer_behind_an_activation_sees_both_gradients(
+def test_a_backward_hook_behind_an_activation_sees_both_gradients(
     parts: list[int],
 ) -> None:
     torch.manual_seed(0)
@@ -343,7 +343,7 @@ def test_copies_and_pickles_run_it_on_their_own_layers(parts: list[int]) -> None
     assert len(forwards(model)) == 2 and not forwards(unpatch_model(model))
 
 
-def test_a_forward_put_aside_by_a_hook_is_taken_away_too(parts: list[int]) -> None:
+def test_a_forward_that_a_hook_wrapped_is_undone(parts: list[int]) -> None:
     model = adapted()
     patched(model)
     layers = [model.base_model.model.q, model.base_model.model.v]
@@ -372,7 +372,7 @@ def test_a_forward_that_somebody_else_set_stays() -> None:
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_behind_a_checkpoint(reentrant: bool) -> None:
+def test_a_layer_behind_a_checkpoint_trains_the_same(reentrant: bool) -> None:
     model = adapted()
     twin = copy.deepcopy(model)
     patched(model)

@@ -71,7 +71,7 @@ def test_siblings_share_x_and_keep_x_a(preset: str, width: int) -> None:
         assert_equal_steps(model, twin, rows())
 
 
-def test_the_bytes_that_are_counted_are_those_of_the_one_call() -> None:
+def test_counted_bytes_are_those_of_a_plain_call() -> None:
     """The hooks by which `saved_bytes` learns names do not end it: the rank's padding counts."""
     model, x = adapted(), rows()
     counted = saved_by(model, "auto", x)
@@ -226,7 +226,7 @@ def weight_copies(model: Any, x: Tensor) -> int:
 
 
 @pytest.mark.parametrize("preset", [None, "exact", "auto", "paper"])
-def test_frozen_weights_keep_no_narrow_copy(preset: str | None) -> None:
+def test_frozen_weights_save_no_cast_copy(preset: str | None) -> None:
     model, x = partly_frozen(), rows(torch.float32)
     trained, frozen = WIDTH * 4 * 2, 3 * WIDTH * WIDTH * 2
     with torch.autocast("cpu", torch.bfloat16):
@@ -253,7 +253,7 @@ class Alone(Siblings):
 
 
 @pytest.mark.parametrize("reader", ["trains", "is frozen", "has an adapter"])
-def test_a_norm_waits_only_for_readers_that_would_keep_a_cast(reader: str) -> None:
+def test_a_norm_defers_only_for_readers_that_save_casts(reader: str) -> None:
     """What waits costs host time at each reader."""
     torch.manual_seed(0)
     model: Any = Alone()

@@ -203,7 +203,7 @@ def test_hooks_on_the_linear_see_gradients_and_tensors() -> None:
 
 
 @pytest.mark.parametrize("watch", [Tensor.retain_grad, lambda t: t.register_hook(print)])
-def test_who_waits_for_a_gradient_too_late_is_told(watch: Any) -> None:
+def test_a_gradient_asked_for_too_late_is_an_error(watch: Any) -> None:
     model = Split()
     patch_model(model, FUSED, example_inputs=rows())
     held: list[Tensor] = []

@@ -66,7 +66,7 @@ def gates(report: PatchReport) -> set[str]:
 
 
 @pytest.mark.parametrize("name", HIDDEN)
-def test_families(name: str) -> None:
+def test_every_family_recomputes_its_hidden_tensor(name: str) -> None:
     family = EVERY_FAMILY[name]
     saved, report = compare(
         build(family), family.inputs(), "float64" if name in FORMULAS else "bits"
@@ -79,7 +79,7 @@ def test_families(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "timm-vit", "bert", "phi3", "t5"])
-def test_adapters_on_every_linear(name: str) -> None:
+def test_adapters_on_every_linear_recompute(name: str) -> None:
     family = EVERY_FAMILY[name]
     options = LoraConfig(r=2, target_modules=family.linears, init_lora_weights=False)
     model = get_peft_model(build(family), options)
@@ -98,7 +98,7 @@ def test_adapters_on_every_linear(name: str) -> None:
     ],
     ids=["SwiGLU", "SwiGLUPacked", "GEGLU", "GluMlp"],
 )
-def test_gated_mlps_of_timm(build_mlp: Callable[[], nn.Module]) -> None:
+def test_gated_mlps_of_timm_recompute_their_product(build_mlp: Callable[[], nn.Module]) -> None:
     saved, report = compare(Around(build_mlp()), torch.randn(2, 5, 16))
     assert gates(report) == {"recompute"}
     assert saved == 2 * 10 * 32 * 4  # act(gate), and its product with up
@@ -130,7 +130,7 @@ def quantised(model: Any, bits: int) -> Any:
 @pytest.mark.filterwarnings("ignore:.*inputs will be cast")
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("name", ["llama", "timm-vit"])
-def test_quantised_linears_under_adapters(name: str, bits: int) -> None:
+def test_quantised_linears_under_adapters_recompute(name: str, bits: int) -> None:
     family = EVERY_FAMILY[name]
     model = quantised(build(family), bits)
     options = LoraConfig(r=4, target_modules=family.linears, init_lora_weights=False)
@@ -141,7 +141,7 @@ def test_quantised_linears_under_adapters(name: str, bits: int) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*inputs will be cast")
 @pytest.mark.parametrize("bits", [4, 8])
-def test_quantised_linears_under_adapters_with_dropout(bits: int) -> None:
+def test_quantised_linears_with_dropout_keep_masks_in_bits(bits: int) -> None:
     family = EVERY_FAMILY["llama"]
     model = quantised(build(family), bits)
     options = {"target_modules": family.linears, "init_lora_weights": False}
@@ -155,7 +155,7 @@ def test_quantised_linears_under_adapters_with_dropout(bits: int) -> None:
 
 
 @pytest.mark.parametrize("experts", ["eager", "batched_mm", "grouped_mm"])
-def test_experts(experts: str) -> None:
+def test_experts_recompute_for_each_token(experts: str) -> None:
     """Two experts for each of 18 tokens; weights are three-dimensional parameters."""
     config = MixtralConfig(
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
@@ -187,7 +187,7 @@ class Expert(nn.Module):
         )
 
 
-def test_an_expert_without_a_gate() -> None:
+def test_an_expert_without_a_gate_recomputes() -> None:
     saved, report = compare(Around(Expert()), torch.randn(2, 5, 16))
     assert gates(report) == {"recompute"}
     assert saved == 10 * 32 * 4

@@ -68,7 +68,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_numbers_and_bytes_stay(name: str, calls: list[int]) -> None:
+def test_one_op_keeps_numbers_and_bytes(name: str, calls: list[int]) -> None:
     model, inputs = MODELS[name]().train(), tokens()
     truth, expected = truth_of(model, inputs), step(model, inputs)
     patch_model(model, FUSED, example_inputs=inputs)
@@ -165,7 +165,7 @@ def test_a_forward_that_somebody_else_set_stays(calls: list[int]) -> None:
     assert attention.forward is own
 
 
-def test_a_forward_put_aside_by_a_hook_is_taken_away_too(calls: list[int]) -> None:
+def test_a_forward_that_a_hook_wrapped_is_undone(calls: list[int]) -> None:
     model, inputs = llama(), tokens()
     patch_model(model, FUSED, example_inputs=inputs)
     for layer in model.model.layers:
@@ -356,7 +356,7 @@ def test_angles_that_train_keep_their_gradient(calls: list[int]) -> None:
     assert not calls and cos.grad is not None
 
 
-def test_compiled_in_one_graph() -> None:
+def test_compiled_in_one_graph_trains_the_same() -> None:
     model, inputs = llama().train(), tokens()
     del inputs["attention_mask"]  # transformers looks into a mask, which breaks its own graph
     skip_where_torch_breaks_the_graph(copy.deepcopy(model), inputs)

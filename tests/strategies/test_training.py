@@ -56,7 +56,7 @@ def assert_same_curve(model: Any, inputs: Inputs, make_patched: Callable[[Any], 
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_fifty_steps_of_full_training(name: str) -> None:
+def test_fifty_steps_of_training_follow_the_unpatched_curve(name: str) -> None:
     model, inputs = build(EVERY[name]), EVERY[name].inputs()
 
     def patched(model: Any) -> Any:
@@ -70,7 +70,7 @@ def test_fifty_steps_of_full_training(name: str) -> None:
 
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 @pytest.mark.parametrize("name", ["llama", "timm-vit"])
-def test_fifty_steps_of_adapters(name: str, dropout: float) -> None:
+def test_fifty_steps_of_adapters_follow_the_unpatched_curve(name: str, dropout: float) -> None:
     family = FAMILIES[name]
     model, inputs = build(family), family.inputs()
     config = LoraConfig(r=4, lora_alpha=32, target_modules=family.linears, lora_dropout=dropout)

@@ -79,7 +79,7 @@ def made(model: type[models.Walk]) -> Built:
 @pytest.mark.parametrize(
     ("model", "expected"), EXPECTED, ids=[model.__name__ for model, _ in EXPECTED]
 )
-def test_walk(model: type[models.Walk], expected: dict[str, tuple[str, str]]) -> None:
+def test_every_model_is_understood_and_right(model: type[models.Walk], expected: dict[str, tuple[str, str]]) -> None:
     built = made(model)
     assert not plan_patch(built.model, "auto", example_inputs=built.inputs).fold_steps
     report = plan_patch(built.model, {"norms": "fold"}, example_inputs=built.inputs)
