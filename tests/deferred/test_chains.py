@@ -41,7 +41,9 @@ BODIES = {
 @pytest.mark.parametrize("config", FOLD_AND_SHARE, ids=["fold", "share"])
 @pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm])
 @pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
-def test_a_patched_reader_of_a_deferred_value_is_right(body: Any, norm: type[nn.Module], config: Any) -> None:
+def test_a_patched_reader_of_a_deferred_value_is_right(
+    body: Any, norm: type[nn.Module], config: Any
+) -> None:
     assert_same_steps(*patched_twin(Chained(body, norm), config))
 
 

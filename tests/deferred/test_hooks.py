@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,15 +14,17 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from lowmem_patch import patch_model, unpatch_model
-from tests.support.configs import ONE_COPY
+from tests.support.configs import FOLD_AND_SHARE, ONE_COPY
 from tests.support.judge import (
     assert_accurate,
     assert_close,
     assert_near,
     assert_same_function,
+    assert_same_outputs,
     assert_same_step,
 )
 from tests.support.step import AUTOCAST, DOUBLE, step
+from tests.support.toys import Toy, batch, gated, mlp, patched_twin
 
 # PEFT reads a name that transformers has since deprecated
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
@@ -179,3 +183,108 @@ def test_a_softmax_of_any_rank_whose_product_is_written(shape: tuple[int, ...]) 
             patch_model(model, ONE_COPY, example_inputs=data(2, 5, WIDTH))
         assert model.softmax._forward_hooks
     assert_same_step(model, twin, data(*shape).requires_grad_(), AUTOCAST)
+
+
+def _reads_values(output: Any) -> list[Any]:
+    """What hooks do to activations; all must work on what a patched module returns."""
+    return [
+        output.detach().clone(), output.float().mean(), output[..., 0], output[0], output.shape,
+        output.size(-1), output.dtype, output.device, output.dim(), len(output), output + 1, 1 - output,
+        output / 2, output > 0,
+        torch.cat([output, output]), torch.stack([output]), output.chunk(2, -1), torch.isnan(output).any(),
+        output.detach().numpy(), output.max().item(), output.abs().sum().tolist(), output.norm(),
+        torch.allclose(output, output), output.to(torch.float64), output.t() if output.dim() == 2 else None,
+        output @ output.transpose(-1, -2), -output, output**2, output.flatten(0, 1), output.unbind(0),
+        nn.functional.layer_norm(output, output.shape[-1:]), output.requires_grad, output.is_cuda,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("grad", [True, False], ids=["with-grad", "under-no-grad"])
+@pytest.mark.parametrize("config", FOLD_AND_SHARE, ids=["fold", "share"])
+def test_hooks_that_read_activations_see_the_original_values(config: Any, grad: bool) -> None:
+    found: list[list[Any]] = []
+
+    def hook(module: nn.Module, args: Any, output: Any) -> None:
+        with torch.set_grad_enabled(grad):
+            found.append(_reads_values(output))
+
+    def attach(model: Any) -> None:
+        for module in (model.norm, model.act, model.last):
+            module.register_forward_hook(hook)
+
+    patched, twin, _ = (model.double() for model in patched_twin(Toy(gated), config))
+    x = batch().double()
+    attach(patched), attach(twin)
+    with (
+        pytest.warns(UserWarning, match="hook sees") if config["norms"] == "fold" else nullcontext()
+    ):
+        patched(x)
+    twin(x)
+    for ours, theirs in zip(found[:3], found[3:], strict=True):
+        for one, two in zip(ours, theirs, strict=True):
+            if isinstance(two, Tensor) and two.is_floating_point():
+                one = one if isinstance(one, Tensor) else one + 0  # a part may be deferred, too
+                assert_close(one, two, "read")
+            elif isinstance(two, Tensor):
+                assert torch.equal(one, two)
+            elif isinstance(two, tuple) and isinstance(two[0], Tensor):
+                for part, right in zip(one, two, strict=True):
+                    assert_close(part, right, "read")
+            elif isinstance(two, (torch.Size, torch.dtype, torch.device, int)):
+                assert one == two
+    found.clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        assert_same_function(patched, twin, x)
+
+
+@pytest.mark.parametrize("config", FOLD_AND_SHARE, ids=["fold", "share"])
+@pytest.mark.parametrize("change", ["write", "replace"])
+def test_hooks_that_change_activations_change_the_step(change: str, config: Any) -> None:
+    def hook(module: nn.Module, args: Any, output: Any) -> Any:
+        if change == "replace":
+            return output * 2
+        output[..., 1] = 0.5
+        return None
+
+    patched, twin, _ = patched_twin(Toy(mlp), config)
+    for model in (patched, twin):
+        model.act.register_forward_hook(hook)
+    assert_same_step(patched, twin, batch())
+
+
+def test_a_hook_may_write_into_a_cast_norm() -> None:
+    def body(net: Any, x: Tensor) -> Tensor:
+        h = net.norm(x)
+        return net.down(net.act(net.up(h))) + h
+
+    def hook(module: nn.Module, args: Any, output: Any) -> None:
+        with torch.no_grad():
+            output.mul_(2.0)
+
+    patched, twin, _ = patched_twin(Toy(body), "exact")
+    for model in (patched, twin):
+        model.norm.register_forward_hook(hook)
+    assert_same_outputs(patched, twin, batch(), AUTOCAST)
+
+
+@pytest.mark.parametrize("config", FOLD_AND_SHARE, ids=["fold", "share"])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_backward_hooks_are_called_with_the_gradient(when: str, config: Any) -> None:
+    seen: list[Tensor] = []
+
+    def attach(model: Any) -> None:
+        model.act.register_full_backward_hook(lambda m, inputs, outputs: seen.append(outputs[0]))
+
+    net = Toy(mlp)
+    if when == "before":
+        attach(net)
+    patched, twin, _ = patched_twin(net, config, attach if when == "after" else lambda model: None)
+    if when == "after":
+        attach(twin)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        for model in (patched, twin):
+            step(model.double(), batch(), DOUBLE)
+    assert len(seen) == 2
+    assert_close(seen[0], seen[1], "act")

@@ -190,7 +190,9 @@ def test_retain_grad_after_the_linear_is_a_clear_error() -> None:
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("name", ["drop", "down", "up"])
 @pytest.mark.parametrize("body", ["mlp", "gated"])
-def test_backward_hooks_of_readers_may_change_the_gradient(body: str, name: str, autocast: bool) -> None:
+def test_backward_hooks_of_readers_may_change_the_gradient(
+    body: str, name: str, autocast: bool
+) -> None:
     """They get, and may change, the gradient of an input in whose place a deferred tensor stands."""
 
     def through_dropout(net: Any, x: Tensor) -> Tensor:

@@ -113,27 +113,6 @@ def test_check_of_a_patched_model_checks(make: Make) -> None:
         patch_model(model, "exact", example_inputs={"no_such_argument": torch.zeros(1)})
 
 
-def test_same_patch_again_changes_nothing(make: Make) -> None:
-    model, inputs = doubles(make, "llama")
-    patch_model(model, "exact", example_inputs=inputs)
-    norm = model.model.norm
-    patch_model(model, "exact")
-    assert model.model.norm is norm
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
-def test_copy_of_a_patched_model_is_undone_alone(copied: Any, make: Make) -> None:
-    model, inputs = doubles(make, "llama")
-    stock = copy.deepcopy(model)
-    patch_model(model, "exact", example_inputs=inputs)
-    twin = copied(model)
-    unpatch_model(twin)
-    assert not twin._forward_pre_hooks
-    assert any(map(is_replacement, model.modules()))
-    assert_same_function(twin, stock, inputs)
-    assert_same_function(model, stock, inputs)
-
-
 def test_other_library_replaced_a_norm_is_said_once(make: Make) -> None:
     model, inputs = doubles(make, "llama")
     patch_model(model, "exact", example_inputs=inputs)

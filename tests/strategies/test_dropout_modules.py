@@ -74,7 +74,9 @@ def test_saved_bytes_of_a_residual_by_hand() -> None:
     ],
     ids=["p 0", "p 1", "in place", "as the framework does", "frozen"],
 )
-def test_what_needs_no_bits_is_left_alone(make: Callable[[], nn.Module], config: dict[str, str]) -> None:
+def test_what_needs_no_bits_is_left_alone(
+    make: Callable[[], nn.Module], config: dict[str, str]
+) -> None:
     model = make().train()
     drop = model.get_submodule("drop")
     with pytest.warns(UserWarning, match="nothing was patched"):

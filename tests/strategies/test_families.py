@@ -26,7 +26,9 @@ Make = Callable[[str], Any]
 
 @pytest.mark.parametrize("mode_name", ["fp32", "bf16", "autocast"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_family_keeps_its_function_and_gradients(name: str, mode_name: str, make: Make) -> None:
+def test_every_family_keeps_its_function_and_gradients(
+    name: str, mode_name: str, make: Make
+) -> None:
     mode = MODES[mode_name]
     inputs = in_mode(FAMILIES[name].inputs(), mode)
     model = cast(make(name), mode.weights)

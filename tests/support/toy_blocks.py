@@ -1,4 +1,4 @@
-"""Small models by hand, one trap each: a walk that misreads it patches a wrong function."""
+"""Small models by hand, one trap each: a trace that misreads it patches a wrong function."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from transformers.pytorch_utils import Conv1D
 WIDTH = 16
 
 
-class Walk(nn.Module):
+class TokenModel(nn.Module):
     """Tokens in, features out; a body with a norm, an activation and something to get wrong."""
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class Walk(nn.Module):
         return self.head(self.final(self.body(self.embed(x))))
 
 
-class ParallelBlock(Walk):
+class ParallelBlock(TokenModel):
     """Attention and MLP read the same norm."""
 
     def build(self) -> None:
@@ -51,7 +51,7 @@ class ParallelBlock(Walk):
         return x + self.attention(y) + self.down(self.act(self.up(y)))
 
 
-class CrossAttention(Walk):
+class CrossAttention(TokenModel):
     """An encoder's last norm is read by the key and value of every decoder layer, not once."""
 
     def build(self) -> None:
@@ -64,7 +64,7 @@ class CrossAttention(Walk):
         return x
 
 
-class QueryNorm(Walk):
+class QueryNorm(TokenModel):
     """Norms of queries and keys are read by a rotation, not by a Linear."""
 
     def build(self) -> None:
@@ -84,7 +84,7 @@ class QueryNorm(Walk):
         return x + F.scaled_dot_product_attention(query, key, key).flatten(-2)
 
 
-class SandwichNorm(Walk):
+class SandwichNorm(TokenModel):
     """A norm after the block: the residual reads it."""
 
     def build(self) -> None:
@@ -94,7 +94,7 @@ class SandwichNorm(Walk):
         return x + self.after(self.inner(self.norm(x)))
 
 
-class PostNorm(Walk):
+class PostNorm(TokenModel):
     """BERT's habit: the residual reads the norm that the next Linear reads."""
 
     def build(self) -> None:
@@ -105,7 +105,7 @@ class PostNorm(Walk):
         return y + self.next(y)
 
 
-class ReturnedNorm(Walk):
+class ReturnedNorm(TokenModel):
     """The norm's output is read by a Linear and is also one of the model's outputs."""
 
     def build(self) -> None:
@@ -116,7 +116,7 @@ class ReturnedNorm(Walk):
         return self.head(self.final(self.inner(y))), y
 
 
-class SharedBlock(Walk):
+class SharedBlock(TokenModel):
     """ALBERT's habit: the same norm, Linears and activation for every layer."""
 
     def build(self) -> None:
@@ -132,7 +132,7 @@ class SharedBlock(Walk):
         return x
 
 
-class ShiftedWindows(Walk):
+class ShiftedWindows(TokenModel):
     """Swin's attention: rolled, cut into windows and put together again, behind a norm."""
 
     def build(self) -> None:
@@ -146,7 +146,7 @@ class ShiftedWindows(Walk):
         return x + y.reshape(x.shape)
 
 
-class PaddedWindows(Walk):
+class PaddedWindows(TokenModel):
     """As Swin where the image does not divide: zeros are padded behind a norm with a beta."""
 
     def build(self) -> None:
@@ -157,7 +157,7 @@ class PaddedWindows(Walk):
         return x + self.inner(y).view(x.shape[0], -1, WIDTH)[:, : x.shape[1]]
 
 
-class SlicedTokens(Walk):
+class SlicedTokens(TokenModel):
     """Some Linears read some tokens: the first one's class token, the other's the rest."""
 
     def build(self) -> None:
@@ -168,7 +168,7 @@ class SlicedTokens(Walk):
         return x + torch.cat((self.first(y[:, :1]), self.rest(y[:, 1:])), 1)
 
 
-class SlicedChannels(Walk):
+class SlicedChannels(TokenModel):
     """Linears read halves of the channels: gamma would have to be cut as well."""
 
     def build(self) -> None:
@@ -179,7 +179,7 @@ class SlicedChannels(Walk):
         return x + self.one(one) + self.two(two)
 
 
-class OtherDimensions(Walk):
+class OtherDimensions(TokenModel):
     """Norms over channels that are not last: one by a subclass of LayerNorm, one a GroupNorm."""
 
     class LayerNorm2d(nn.LayerNorm):
@@ -197,7 +197,7 @@ class OtherDimensions(Walk):
         return x + self.inner(self.norm(image.flatten(2).transpose(1, 2)))
 
 
-class TransposedWeight(Walk):
+class TransposedWeight(TokenModel):
     """GPT-2's Conv1D holds its weight as [in, out]; square, so that a wrong fold runs."""
 
     def build(self) -> None:
@@ -207,7 +207,7 @@ class TransposedWeight(Walk):
         return x + self.inner(self.norm(x))
 
 
-class PackedAttention(Walk):
+class PackedAttention(TokenModel):
     """nn.MultiheadAttention reads its input with one in_proj weight, here self- and cross-attention."""
 
     def build(self) -> None:
@@ -220,7 +220,7 @@ class PackedAttention(Walk):
         return x + self.cross_attention(x, y, y, need_weights=False)[0]
 
 
-class EncoderLayers(Walk):
+class EncoderLayers(TokenModel):
     """Torch's own layers, which read the norms' weights themselves where no gradient is wanted."""
 
     def build(self) -> None:
@@ -237,7 +237,7 @@ class EncoderLayers(Walk):
         return self.norm(x)
 
 
-class Experts(Walk):
+class Experts(TokenModel):
     """The router's Linear reads the norm, and so do 3-D expert weights that are no Linear."""
 
     def build(self) -> None:
@@ -254,7 +254,7 @@ class Experts(Walk):
         return x + (outputs * scores.transpose(1, 2)[..., None]).sum(1)
 
 
-class NormTwice(Walk):
+class NormTwice(TokenModel):
     """One norm module before two Linears of which one also reads the raw input."""
 
     def build(self) -> None:
@@ -265,7 +265,7 @@ class NormTwice(Walk):
         return x + self.two(self.norm(x)) + self.one(x)
 
 
-class TwoNormsOneLinear(Walk):
+class TwoNormsOneLinear(TokenModel):
     """ALBERT's habit: one Linear behind two norms cannot hold both affines."""
 
     def build(self) -> None:
@@ -277,7 +277,7 @@ class TwoNormsOneLinear(Walk):
         return x + self.inner(self.other(x))
 
 
-class TiedEmbedding(Walk):
+class TiedEmbedding(TokenModel):
     """The Linear's weight is the embedding's, by storage and under another name."""
 
     def build(self) -> None:
@@ -295,7 +295,7 @@ def positions(length: int) -> Tensor:
     return torch.linspace(0, 1, length * WIDTH).reshape(length, WIDTH)
 
 
-class CachedTable(Walk):
+class CachedTable(TokenModel):
     """DINOv3's habit: a table that one forward leaves for all others, and a trace must not."""
 
     def build(self) -> None:
@@ -305,7 +305,7 @@ class CachedTable(Walk):
         return x + self.inner(self.norm(x + positions(x.shape[1])))
 
 
-class FunctionalCalls(Walk):
+class FunctionalCalls(TokenModel):
     """No modules: left alone, and named."""
 
     def build(self) -> None:
@@ -316,7 +316,7 @@ class FunctionalCalls(Walk):
         return x + self.down(F.gelu(self.up(y)))
 
 
-class ViewedChannels(Walk):
+class ViewedChannels(TokenModel):
     """Patch merging: four neighbours become one row between norm and Linear, so gamma would repeat."""
 
     def build(self) -> None:

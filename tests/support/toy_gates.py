@@ -6,10 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.support.toy_blocks import WIDTH, Walk
+from tests.support.toy_blocks import WIDTH, TokenModel
 
 
-class Glu(Walk):
+class Glu(TokenModel):
     """A gated MLP; subclasses spell the gate."""
 
     outputs = 48

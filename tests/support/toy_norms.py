@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
-from tests.support.toy_blocks import WIDTH, Walk
+from tests.support.toy_blocks import WIDTH, TokenModel
 
 
 class Scaleless(nn.Module):
@@ -25,7 +25,7 @@ class Scaleless(nn.Module):
         return y * self.weight if self.with_scale else y
 
 
-class WithScale(Walk):
+class WithScale(TokenModel):
     def build(self) -> None:
         self.norm = Scaleless(with_scale=True)
         self.bare = Scaleless(with_scale=False)
@@ -36,7 +36,7 @@ class WithScale(Walk):
         return x + self.next(self.bare(x))
 
 
-class T5Norm(Walk):
+class T5Norm(TokenModel):
     """T5's norm: no mean, no beta, and its output has the weight's dtype where that is narrow."""
 
     def build(self) -> None:
@@ -60,7 +60,7 @@ class PlusOne(nn.Module):
         return (z * (1 + self.weight.float())).type_as(x)
 
 
-class PlusOneNorm(Walk):
+class PlusOneNorm(TokenModel):
     def build(self) -> None:
         self.norm = PlusOne(WIDTH)
         self.inner = nn.Linear(WIDTH, WIDTH)
@@ -87,7 +87,7 @@ class PlusOneCentered(PlusOneNorm):
         self.norm = PlusOneLayerNorm(WIDTH)
 
 
-class NoWeight(Walk):
+class NoWeight(TokenModel):
     def build(self) -> None:
         self.norm = nn.LayerNorm(WIDTH, elementwise_affine=False)
         self.inner = nn.Linear(WIDTH, WIDTH)
@@ -108,7 +108,7 @@ class BufferNorm(nn.Module):
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
 
 
-class WeightIsBuffer(Walk):
+class WeightIsBuffer(TokenModel):
     def build(self) -> None:
         self.norm = BufferNorm()
         self.inner = nn.Linear(WIDTH, WIDTH)
@@ -129,7 +129,7 @@ class GatedRMSNorm(nn.Module):
         return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
 
 
-class GatedNorm(Walk):
+class GatedNorm(TokenModel):
     def build(self) -> None:
         self.gate, self.gated, self.inner = (
             nn.Linear(WIDTH, WIDTH),

@@ -24,7 +24,7 @@ from zoo.result import Result
 Break = Callable[[pytest.MonkeyPatch], None]
 
 
-def judged(break_it: Break | None = None, model: type[models.Walk] = gates.Glu) -> Result:
+def judged(break_it: Break | None = None, model: type[models.TokenModel] = gates.Glu) -> Result:
     network, args = models.built(model)
     randomise(network)
     built = Built(model.__name__, network, ExampleInputs(args), "", "", 0)
