@@ -28,6 +28,7 @@ from lowmem_patch.verify import (
     verify_checkpoints,
     verify_model,
 )
+from tests.support.checkpoints import vit
 from tests.support.judge import assert_close
 from tests.support.models import FAMILIES, build
 
@@ -36,18 +37,6 @@ F32 = (torch.float32,)
 
 def randomised_llama() -> Any:
     return build(FAMILIES["llama"])
-
-
-def randomised_vit() -> Any:
-    config = transformers.ViTConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-        image_size=32, patch_size=8, num_labels=7,
-    )  # fmt: skip
-    model = transformers.ViTForImageClassification(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_((0.3 if parameter.ndim == 1 else 0.1) * torch.randn_like(parameter))
-    return model
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -127,7 +116,7 @@ def test_frozen_parameters_leave_gradients_unknown() -> None:
 
 
 @pytest.mark.parametrize("preset", ["exact", "auto", "paper"])
-@pytest.mark.parametrize("make", [randomised_llama, randomised_vit])
+@pytest.mark.parametrize("make", [randomised_llama, vit])
 def test_right_patches_pass(make: Callable[[], Any], preset: str) -> None:
     model = make()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}

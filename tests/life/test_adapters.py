@@ -15,7 +15,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from lowmem_patch import patch_model, patch_report, unpatch_model
 from tests.support.configs import AUTO_WITHOUT_CODES
 from tests.support.judge import assert_close, assert_same_function, assert_same_parameters
-from tests.support.models import FAMILIES, doubles
+from tests.support.models import FAMILIES, doubles, fill_adapters
 from tests.support.step import DOUBLE, bytes_of, step, trained, warned
 
 # PEFT reads a name that transformers has since deprecated
@@ -30,20 +30,9 @@ def lora(**options: Any) -> LoraConfig:
     return LoraConfig(**{"r": 2, "target_modules": FAMILIES["llama"].linears, **options})
 
 
-def filled(model: Any) -> Any:
-    """B starts as 0, where A has no gradient to compare."""
-    generator = torch.Generator().manual_seed(2)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                noise = torch.rand(parameter.shape, generator=generator) - 0.5
-                parameter.copy_(0.2 * noise)
-    return model.double()
-
-
 def adapted(model: Any, **options: Any) -> Any:
     torch.manual_seed(0)
-    return filled(get_peft_model(model, lora(**options)))
+    return fill_adapters(get_peft_model(model, lora(**options))).double()
 
 
 def silent(model: Any, inputs: Any) -> None:
@@ -115,7 +104,7 @@ def test_second_adapter_and_switching_after_the_patch(config: Any, make: Make) -
     for net in (model, stock):
         torch.manual_seed(1)
         net.add_adapter("second", lora(r=3))
-        filled(net)
+        fill_adapters(net).double()
     assert_same_function(model, stock, inputs)
     for name in ("second", "default"):
         for net in (model, stock):
@@ -146,7 +135,7 @@ def test_transformers_own_add_adapter_after_the_patch(config: Any, make: Make) -
     for net in (model, stock):
         torch.manual_seed(0)
         net.add_adapter(lora())
-        filled(net)
+        fill_adapters(net).double()
     assert_same_function(model, stock, inputs)
     with warned() as texts:
         model.train()(**inputs)

@@ -29,7 +29,8 @@ def _weighted(output: Tensor) -> Tensor:
     return (output * weights).mean()
 
 
-def step(model: Any, inputs: dict[str, Tensor], *, autocast: bool = True) -> None:
+def capturable_step(model: Any, inputs: dict[str, Tensor], *, autocast: bool = True) -> None:
+    """Without a seed and copies of the inputs, which a graph could not replay."""
     model.zero_grad(set_to_none=False)
     device = next(iter(inputs.values())).device.type
     with torch.autocast(device, torch.bfloat16, enabled=autocast):
@@ -47,7 +48,7 @@ def exact_gradients(model: Any, inputs: dict[str, Tensor]) -> Tensor:
     """Of the patched model in float64."""
     wide = {k: v.double() if v.is_floating_point() else v for k, v in inputs.items()}
     exact = copy.deepcopy(model).double()
-    step(exact, wide, autocast=False)
+    capturable_step(exact, wide, autocast=False)
     return gradients(exact)
 
 
@@ -72,11 +73,11 @@ def test_a_captured_step_gives_what_an_eager_one_gives(
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(3):
-            step(model, inputs)
+            capturable_step(model, inputs)
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        step(model, inputs)
+        capturable_step(model, inputs)
 
     for seed in (1, 2):
         generator = torch.Generator().manual_seed(seed)
@@ -89,7 +90,7 @@ def test_a_captured_step_gives_what_an_eager_one_gives(
             tensor.copy_(new)
         graph.replay()
         found = gradients(model)
-        step(model, inputs)
+        capturable_step(model, inputs)
         eager, exact = gradients(model), exact_gradients(model, inputs)
         # cuBLAS may add in another order in a capture, of a stock model as well
         error, allowed = ((g - exact).norm() for g in (found, eager))

@@ -21,7 +21,7 @@ from tests.support.judge import (
     assert_same_weights,
 )
 from tests.support.models import randomise
-from tests.support.step import DOUBLE, Step, step
+from tests.support.step import DOUBLE, Step, step, trained
 from tests.support.toys import Outer, Toy, batch, gated, mlp
 
 Change = Callable[[Any, Any], None]
@@ -115,15 +115,6 @@ def test_functional_call_uses_the_given_parameters(config: Any) -> None:
     assert_rounded(*found)
 
 
-def train(model: Any, follow: Callable[[Any], None]) -> None:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
-    for _ in range(5):
-        optimizer.zero_grad()
-        model(batch().double()).square().mean().backward()
-        optimizer.step()
-        follow(model)
-
-
 @pytest.mark.parametrize("made", ["before", "after"])
 @pytest.mark.parametrize("config", ["exact", CONFIGS["auto"]], ids=["exact", "auto"])
 def test_swa_average_follows_a_patched_model(config: Any, made: str) -> None:
@@ -137,7 +128,7 @@ def test_swa_average_follows_a_patched_model(config: Any, made: str) -> None:
         if patched:
             patch_model(net, config, example_inputs=batch().double())
         average = average or AveragedModel(net)
-        train(net, average.update_parameters)
+        trained(net, batch().double(), 5, average.update_parameters)
         averages.append(average)
     assert_same_weights(*averages)
     assert_rounded(*(step(average, batch(), DOUBLE) for average in averages), WEIGHTS_TOLERANCE)
@@ -158,7 +149,7 @@ def test_hand_written_ema_follows_a_patched_model(config: Any) -> None:
                 for mean, value in zip(ema.parameters(), model.parameters(), strict=True):
                     mean.lerp_(value, 0.1)
 
-        train(net, follow)
+        trained(net, batch().double(), 5, follow)
         averages.append(ema)
     assert_same_weights(*averages)
     assert_rounded(*(step(average, batch(), DOUBLE) for average in averages), WEIGHTS_TOLERANCE)

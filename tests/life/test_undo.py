@@ -25,7 +25,7 @@ CONFIGS = {"auto": AUTO_WITHOUT_CODES, "exact": "exact", "fold": FOLD}
 ALL = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 
 
-def assert_same_outputs(model: Any, stock: Any, inputs: Any) -> None:
+def assert_outputs_stay(model: Any, stock: Any, inputs: Any) -> None:
     found, expected = (step(net, inputs, DOUBLE, backward=False).outputs for net in (model, stock))
     for ours, theirs in zip(found, expected, strict=True):
         assert_close(ours, theirs, "output")
@@ -42,7 +42,7 @@ def test_unpatch_after_layers_were_cut(which: str, config: Any, make: Make) -> N
         net.model.layers[0].self_attn.layer_idx = 0
         net.config.num_hidden_layers = 1
         net.config.layer_types = None
-    assert_same_outputs(model, stock, inputs)
+    assert_outputs_stay(model, stock, inputs)
     unpatch_model(model)
     assert not any(map(is_replacement, model.modules()))
     for name, parameter in stock.named_parameters():
@@ -62,7 +62,7 @@ def test_planning_anew_after_layers_were_cut(config: Any, make: Make) -> None:
     assert not any("layers.1" in site.name for site in patch_report(model).sites)
     fresh = patch_model(copy.deepcopy(stock), config, example_inputs=inputs)
     assert bytes_of(model, inputs) == bytes_of(fresh, inputs)
-    assert_same_outputs(model, stock, inputs)
+    assert_outputs_stay(model, stock, inputs)
     if config is not FOLD:
         assert_same_function(model, stock, inputs)
 

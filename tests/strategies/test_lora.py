@@ -19,7 +19,7 @@ from tests.support.judge import (
     assert_same_outputs,
     assert_same_step,
 )
-from tests.support.models import FAMILIES, randomise
+from tests.support.models import FAMILIES, fill_adapters, randomise
 from tests.support.step import DOUBLE, MODES, cast, in_mode, step, truth_of, twin_of
 
 # PEFT reads a name that transformers has since deprecated
@@ -42,18 +42,7 @@ NAMES = [
 def adapt(model: Any, targets: Any, **options: Any) -> Any:
     torch.manual_seed(0)
     adapted = get_peft_model(model, LoraConfig(r=2, target_modules=targets, **options))
-    return randomise_adapters(adapted).eval()
-
-
-def randomise_adapters(model: Any) -> Any:
-    """B starts as 0, where A has no gradient to compare."""
-    generator = torch.Generator().manual_seed(2)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                noise = torch.rand(parameter.shape, generator=generator) - 0.5
-                parameter.copy_((0.2 * noise).bfloat16())
-    return model
+    return fill_adapters(adapted).eval()
 
 
 @pytest.mark.parametrize(

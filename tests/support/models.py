@@ -222,6 +222,17 @@ def randomise(model: nn.Module, seed: int = 1) -> Any:
     return model
 
 
+def fill_adapters(model: Any) -> Any:
+    """B starts as 0, where A has no gradient to compare; values that bf16 holds."""
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                noise = torch.rand(parameter.shape, generator=generator) - 0.5
+                parameter.copy_((0.2 * noise).bfloat16())
+    return model
+
+
 def build(family: Family, seed: int = 1) -> Any:
     """A model of the family with random weights; eval mode, so that repeated runs agree."""
     torch.manual_seed(seed)
