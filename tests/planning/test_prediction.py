@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 
 from lowmem_patch import patch_model, patch_report, plan_patch, saved_bytes
 from lowmem_patch.saved import SavedBytes
-from tests.support.models import FAMILIES, MORE_FAMILIES, Inputs, build
+from tests.support.models import EVERY_FAMILY, FAMILIES, Inputs, build
 from tests.support.step import MODES, cast, in_mode
 
 # PEFT reads a name that transformers has since deprecated
@@ -22,8 +22,6 @@ pytestmark = [
     ),  # as it shall be for Conv1D
 ]
 
-EVERY = {**FAMILIES, **MORE_FAMILIES}
-
 
 def measured(model: Any, inputs: Inputs) -> SavedBytes:
     with saved_bytes(model) as saved:
@@ -33,9 +31,9 @@ def measured(model: Any, inputs: Inputs) -> SavedBytes:
 
 
 @pytest.mark.parametrize("mode_name", ["bf16", "autocast"])
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", EVERY_FAMILY)
 def test_a_step_with_adapters_saves_what_the_plan_says(name: str, mode_name: str) -> None:
-    family, mode = EVERY[name], MODES[mode_name]
+    family, mode = EVERY_FAMILY[name], MODES[mode_name]
     inputs = in_mode(family.inputs(), mode)
     config = LoraConfig(r=2, target_modules=family.linears, lora_dropout=0.1)
     model = get_peft_model(cast(build(family), mode.weights), config)

@@ -11,14 +11,15 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from lowmem_patch import patch_model, patch_report
-from tests.support.models import FAMILIES, MORE_FAMILIES, Inputs, build
+from tests.support.models import EVERY_FAMILY, FAMILIES, Inputs, build
 from tests.support.step import tensors_of
 
 # PEFT reads a name that transformers has since deprecated
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 
-STEPS, TOLERANCE = 50, 1e-5
-EVERY = {**FAMILIES, **MORE_FAMILIES}
+STEPS = 50
+# each step may round the loss otherwise, by a unit of float32 at about 2
+TOLERANCE = STEPS * 2 * torch.finfo(torch.float32).eps
 NAMES = [
     "llama", "mistral", "qwen2", "qwen3", "gemma", "phi3", "gpt2", "bert", "roberta", "t5", "timm-vit", "vit",
     "timm-swin", "swin",
@@ -57,7 +58,7 @@ def assert_same_curve(model: Any, inputs: Inputs, make_patched: Callable[[Any], 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_fifty_steps_of_training_follow_the_unpatched_curve(name: str) -> None:
-    model, inputs = build(EVERY[name]), EVERY[name].inputs()
+    model, inputs = build(EVERY_FAMILY[name]), EVERY_FAMILY[name].inputs()
 
     def patched(model: Any) -> Any:
         patch_model(model, "exact", example_inputs=inputs)
