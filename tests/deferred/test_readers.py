@@ -161,14 +161,14 @@ def exposed(module: nn.Module, args: tuple[Tensor, ...]) -> None:
 
 @pytest.mark.parametrize("hook", [doubled, doubled_data, exposed])
 @pytest.mark.parametrize("linear", ["up", "down"])
-def test_pre_hook_added_after_the_patch_sees_the_value(linear: str, hook: Any) -> None:
+def test_pre_hook_added_after_the_patch(linear: str, hook: Any) -> None:
     patched, plain = pair()
     for model in (patched, plain):
         model.get_submodule(linear).register_forward_pre_hook(hook)
     assert_same(patched, plain)
 
 
-def test_write_into_a_frozen_norms_output_names_the_package() -> None:
+def test_write_into_the_output_of_a_frozen_norm_names_the_package() -> None:
     torch.manual_seed(0)
     plain = Block().double()
     plain.norm.requires_grad_(False)
