@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import gc
 import os
 import random
+from collections.abc import Callable
+from typing import Any
 
 # Read once when huggingface_hub is imported, so set before any test module imports transformers.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -46,3 +50,16 @@ def frozen_heap() -> None:
     gc.collect()
     isolation.find_caches()
     gc.freeze()
+
+
+@pytest.fixture
+def make() -> Callable[[str], Any]:
+    """``make("llama")``: a fresh copy of the family's model, built once a process."""
+    return lambda name: copy.deepcopy(_built(name))
+
+
+@functools.cache
+def _built(name: str) -> Any:
+    from tests.support.models import FAMILIES, build  # transformers, for whom needs it alone
+
+    return build(FAMILIES[name])

@@ -125,7 +125,7 @@ def test_card_says_where_the_model_is_from(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("task", demo.demo_tasks(), ids=lambda task: task.name)
-def test_fine_tuning_a_patched_model_saves_less_and_learns_as_much(task: demo.DemoTask) -> None:
+def test_a_patched_model_saves_less_and_learns_as_much(task: demo.DemoTask) -> None:
     few_steps = dataclasses.replace(task, train_batches=task.train_batches[:8])
     result = demo.compare(few_steps, "exact")
     assert result.patched.saved.activations < 0.7 * result.stock.saved.activations

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import timm
 import torch
-import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -27,18 +26,16 @@ from lowmem_patch.checkpoint import (
     stored_dtype,
 )
 from lowmem_patch.errors import CheckpointError
-from tests.checkpoint_models import (
+from tests.support.checkpoints import (
     FAMILIES,
-    IMAGES,
-    SMALL,
     bert,
     example,
     llama,
-    randomise,
     vit,
     write,
     write_timm,
 )
+from tests.support.judge import assert_same_outputs
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -49,9 +46,7 @@ def test_stock_transformers_loads_the_same_function(family: str, tmp_path: Path)
     assert len(result.folded) >= (2 if family == "swin" else 4)  # padding forbids the others
     loaded, info = type(model).from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
-    with torch.no_grad():
-        before, after = model(**example(model)).logits, loaded.eval()(**example(model)).logits
-    torch.testing.assert_close(after, before, rtol=2e-4, atol=2e-5)
+    assert_same_outputs(loaded.eval(), model, example(model))
     steps = read_fold_steps(tmp_path / "out")
     assert [step.norm for step in steps] == [norm.norm for norm in result.folded]
     for step in steps:
@@ -81,25 +76,20 @@ def test_stock_timm_loads_the_same_function(tmp_path: Path) -> None:
     result = convert(resolve(tmp_path / "in"), tmp_path / "out")
     assert len(result.folded) == 4 and all(check.passed for check in result.checks)
     loaded = timm.create_model(f"local-dir:{tmp_path / 'out'}", pretrained=True).eval()
-    images = torch.randn(2, 3, 32, 32)
-    with torch.no_grad():
-        torch.testing.assert_close(loaded(images), model(images), rtol=2e-4, atol=2e-5)
+    assert_same_outputs(loaded, model, torch.randn(2, 3, 32, 32))
     assert bool((loaded.blocks[0].norm1.weight == 1).all())
     assert not bool((model.blocks[0].norm1.weight == 1).all())
 
 
 def test_a_layer_norm_with_beta_needs_biases_that_take_it(tmp_path: Path) -> None:
-    config = transformers.ViTConfig(qkv_bias=False, **IMAGES, **SMALL)
-    model = randomise(transformers.ViTForImageClassification(config))
+    model = vit(qkv_bias=False)
     result = convert(resolve(write(tmp_path / "in", model)), tmp_path / "out", check=False)
     folded = {norm.norm for norm in result.folded}
     assert (
         "vit.layers.0.layernorm_after" in folded and "vit.layers.0.layernorm_before" not in folded
     )
     loaded = type(model).from_pretrained(tmp_path / "out").eval()
-    with torch.no_grad():
-        expected = model(**example(model)).logits
-        torch.testing.assert_close(loaded(**example(model)).logits, expected, rtol=2e-4, atol=2e-5)
+    assert_same_outputs(loaded, model, example(model))
 
 
 def test_the_stored_values_have_the_last_word(
@@ -171,7 +161,7 @@ def test_each_tensor_keeps_its_dtype_unless_asked(tmp_path: Path) -> None:
     assert stored_dtype(tmp_path / "out") == torch.bfloat16
 
 
-def test_what_describes_the_model_is_copied_and_what_was_done_recorded(tmp_path: Path) -> None:
+def test_what_describes_the_model_is_copied_and_recorded(tmp_path: Path) -> None:
     source = write(tmp_path / "in", llama())
     (source / "tokenizer.json").write_text("{}")
     (source / "chat_template.jinja").write_text("{{ messages }}")
@@ -213,9 +203,7 @@ def test_pickled_weights_are_read_without_running_them(tmp_path: Path) -> None:
     result = convert(resolve(source), tmp_path / "out", check=False)
     assert result.files == ("model.safetensors",)
     loaded = type(model).from_pretrained(tmp_path / "out").eval()
-    with torch.no_grad():
-        expected = model(**example(model)).logits
-        torch.testing.assert_close(loaded(**example(model)).logits, expected, rtol=2e-4, atol=2e-5)
+    assert_same_outputs(loaded, model, example(model))
 
     class Attack:
         def __reduce__(self) -> tuple[Any, ...]:

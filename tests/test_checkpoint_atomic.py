@@ -15,10 +15,10 @@ import pytest
 
 from lowmem_patch.checkpoint import SelfCheckError, convert, edits, resolve
 from lowmem_patch.errors import CheckpointError
-from tests.checkpoint_models import llama, write
+from tests.support.checkpoints import llama, write
 
 
-def test_a_wrong_fold_is_found_before_it_is_put_in_place(
+def test_a_wrong_fold_never_gets_into_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = edits.fold_tensors

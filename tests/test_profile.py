@@ -13,9 +13,7 @@ from lowmem_patch import plan_patch, saved_bytes
 from lowmem_patch.config import load_config
 from lowmem_patch.profile import materialise, measure_step, profile_model
 from lowmem_patch.tracing.categories import CATEGORIES
-from tests.tiny_llama import llama, tokens
-
-TOKENS = 2 * 12
+from tests.support.models import llama, tokens
 
 
 class Block(nn.Module):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.patching.helpers import randomise
+from tests.support.models import randomise
 
 WORLD = 2
 MICROBATCHES = 4

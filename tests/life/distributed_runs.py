@@ -54,7 +54,8 @@ from tests.life.distributed_models import (
     train,
     whole,
 )
-from tests.patching.helpers import _StayInFloat64, randomise
+from tests.support.models import randomise
+from tests.support.step import StayInFloat64
 
 
 class Runs:
@@ -95,7 +96,7 @@ class Runs:
         """Of all rows, in float64, in one process, unpatched."""
 
         def step(model: Any, tokens: Tensor) -> Tensor:
-            with _StayInFloat64():
+            with StayInFloat64():
                 loss = loss_of(model, tokens)
             loss.backward()
             return loss

@@ -39,11 +39,12 @@ def triton_kernel(x: Tensor, y: Tensor, out: Tensor) -> None:
 
 
 def _floats(tensor: Tensor) -> Any:
-    return (ctypes.c_float * tensor.numel()).from_address(tensor.data_ptr())
+    number = ctypes.c_float if tensor.dtype == torch.float32 else ctypes.c_double
+    return (number * tensor.numel()).from_address(tensor.data_ptr())
 
 
 def ctypes_kernel(x: Tensor, y: Tensor, out: Tensor) -> None:
-    """``out = x * y`` in C's floats at the tensors' addresses."""
+    """``out = x * y`` in C's numbers at the tensors' addresses."""
     left, right, into = _floats(x), _floats(y), _floats(out)
     for i in range(x.numel()):
         into[i] = left[i] * right[i]

@@ -13,24 +13,15 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 
 from lowmem_patch import patch_model, patch_report, unpatch_model
-from tests.life.steps import (
-    DOUBLE,
-    EXACT_AUTO,
-    assert_close,
-    assert_same_function,
-    assert_same_parameters,
-    doubles,
-    kept,
-    trained,
-    warned,
-)
-from tests.patching.families import FAMILIES
-from tests.patching.helpers import run
+from tests.support.configs import AUTO_WITHOUT_CODES
+from tests.support.judge import assert_close, assert_same_function, assert_same_parameters
+from tests.support.models import FAMILIES, doubles, fill_adapters
+from tests.support.step import DOUBLE, bytes_of, step, trained, warned
 
 # PEFT reads a name that transformers has since deprecated
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 Make = Callable[[str], Any]
-CONFIGS = {"auto": EXACT_AUTO, "exact": "exact"}
+CONFIGS = {"auto": AUTO_WITHOUT_CODES, "exact": "exact"}
 BOTH = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 ADDED = "14 adapter layers were added since the patch"
 
@@ -39,20 +30,9 @@ def lora(**options: Any) -> LoraConfig:
     return LoraConfig(**{"r": 2, "target_modules": FAMILIES["llama"].linears, **options})
 
 
-def filled(model: Any) -> Any:
-    """B starts as 0, where A has no gradient to compare."""
-    generator = torch.Generator().manual_seed(2)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                noise = torch.rand(parameter.shape, generator=generator) - 0.5
-                parameter.copy_(0.2 * noise)
-    return model.double()
-
-
 def adapted(model: Any, **options: Any) -> Any:
     torch.manual_seed(0)
-    return filled(get_peft_model(model, lora(**options)))
+    return fill_adapters(get_peft_model(model, lora(**options))).double()
 
 
 def silent(model: Any, inputs: Any) -> None:
@@ -77,7 +57,7 @@ def test_get_peft_model_and_the_patch_in_any_order(order: str, config: Any, make
     if order != "after":
         silent(model, inputs)
         fresh = patch_model(copy.deepcopy(stock), config, example_inputs=inputs)
-        assert kept(model, inputs) == kept(fresh, inputs) < kept(stock, inputs)
+        assert bytes_of(model, inputs) == bytes_of(fresh, inputs) < bytes_of(stock, inputs)
 
 
 @BOTH
@@ -94,7 +74,7 @@ def test_trained_adapter_fits_the_stock_base(
         patch_model(model, config, example_inputs=inputs)
     trained(model.eval(), inputs, steps=3).save_pretrained(tmp_path)
     loaded = PeftModel.from_pretrained(base, tmp_path).double()
-    found, expected = (run(net, inputs, DOUBLE, backward=False) for net in (loaded, model))
+    found, expected = (step(net, inputs, DOUBLE, backward=False) for net in (loaded, model))
     assert_close(found.outputs[0], expected.outputs[0], "output")
 
 
@@ -124,7 +104,7 @@ def test_second_adapter_and_switching_after_the_patch(config: Any, make: Make) -
     for net in (model, stock):
         torch.manual_seed(1)
         net.add_adapter("second", lora(r=3))
-        filled(net)
+        fill_adapters(net).double()
     assert_same_function(model, stock, inputs)
     for name in ("second", "default"):
         for net in (model, stock):
@@ -155,7 +135,7 @@ def test_transformers_own_add_adapter_after_the_patch(config: Any, make: Make) -
     for net in (model, stock):
         torch.manual_seed(0)
         net.add_adapter(lora())
-        filled(net)
+        fill_adapters(net).double()
     assert_same_function(model, stock, inputs)
     with warned() as texts:
         model.train()(**inputs)
@@ -174,7 +154,7 @@ def test_modules_to_save_of_a_norm_train(config: Any, make: Make) -> None:
         if order == "before":
             patch_model(model, config, example_inputs=inputs)
         assert_same_function(model, stock, inputs)
-        assert any("input_layernorm" in n for n in run(model, inputs, DOUBLE).gradients)
+        assert any("input_layernorm" in n for n in step(model, inputs, DOUBLE).gradients)
 
 
 @BOTH
@@ -184,8 +164,8 @@ def test_disabled_adapters_give_the_base_back(config: Any, make: Make) -> None:
     patch_model(model, config, example_inputs=inputs)
     model = adapted(model)
     with model.disable_adapter():
-        found = run(model, inputs, DOUBLE, backward=False).outputs[0]
-    assert_close(found, run(base, inputs, DOUBLE, backward=False).outputs[0], "output")
+        found = step(model, inputs, DOUBLE, backward=False).outputs[0]
+    assert_close(found, step(base, inputs, DOUBLE, backward=False).outputs[0], "output")
     merged = model.merge_and_unload()
     unpatch_model(merged)
     expected = adapted(base).merge_and_unload()
@@ -207,10 +187,10 @@ def test_late_adapters_are_said_once_and_mended(config: Any, make: Make) -> None
         model(**inputs)
     assert len(texts) == 1 and ADDED in texts[0] and "call patch_model(model) again" in texts[0]
     assert [note for note in patch_report(model).notes if ADDED in note] == texts
-    late = kept(model, inputs)
+    late = bytes_of(model, inputs)
     patch_model(model, config, example_inputs=inputs)
     silent(model, inputs)
-    assert kept(model, inputs) == patch_report(model).saved_after <= late
+    assert bytes_of(model, inputs) == patch_report(model).saved_after <= late
     assert not [note for note in patch_report(model).notes if ADDED in note]
 
 
@@ -228,7 +208,7 @@ def test_layers_frozen_after_the_patch_are_said(config: Any, make: Make) -> None
     patch_model(model, config, example_inputs=inputs)
     silent(model, inputs)
     fresh = patch_model(stock, config, example_inputs=inputs)
-    assert kept(model, inputs) == kept(fresh, inputs)
+    assert bytes_of(model, inputs) == bytes_of(fresh, inputs)
 
 
 def test_timm_vit_with_late_adapters_is_right(make: Make) -> None:

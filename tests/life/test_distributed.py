@@ -9,13 +9,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.patching.helpers import MODES, Run, assert_gradients, assert_outputs
+from tests.support.judge import assert_gradients, assert_outputs
+from tests.support.step import MODES, Step
 
 ROOT = Path(__file__).parents[2]
 LAYERS, TOKENS = 2, 48
@@ -34,21 +36,42 @@ Runs = dict[str, Any]
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     if request.param == "cuda" and torch.cuda.device_count() < 2:
         pytest.skip("fewer than two CUDA devices")
-    folder = tmp_path_factory.mktemp("distributed")
-    script = Path(__file__).with_name("distributed_runs.py")
-    # the package need not be installed, and an installed one is another
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, str(script), str(folder), request.param]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=280)
-    assert done.returncode == 0, done.stderr[-3000:]
+    # once for all workers of pytest, whose folders lie beside each other
+    workers = "PYTEST_XDIST_WORKER" in os.environ
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if workers else base) / f"distributed-{request.param}"
+    outcome = folder / "outcome.txt"
+    try:
+        folder.mkdir()
+    except FileExistsError:
+        while not outcome.exists():
+            time.sleep(0.2)
+    else:
+        run_all(folder, request.param, outcome)
+    assert not outcome.read_text(), outcome.read_text()
     found: Runs = torch.load(folder / "runs.pt")
     return {**found, "device": request.param}
 
 
-def run_of(runs: Runs, name: str) -> Run:
+def run_all(folder: Path, device: str, outcome: Path) -> None:
+    """Leaves ``runs.pt``, and in ``outcome`` the end of the errors, if any, all at once."""
+    script = Path(__file__).with_name("distributed_runs.py")
+    # the package need not be installed, and an installed one is another
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(script), str(folder), device]
+    error = "the runs took too long"
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=280)
+        error = "" if done.returncode == 0 else done.stderr[-3000:] or "the runs failed"
+    finally:
+        (folder / "written").write_text(error)
+        (folder / "written").rename(outcome)
+
+
+def run_of(runs: Runs, name: str) -> Step:
     found = runs[name]
     assert "error" not in found, f"{name}: {found['error']}"
-    return Run(found["losses"], found["gradients"])
+    return Step(found["losses"], found["gradients"])
 
 
 def saved(runs: Runs, name: str) -> int:
@@ -112,9 +135,7 @@ def test_dropout_on_dtensors_is_torchs_own(runs: Runs) -> None:
 
 @pytest.mark.parametrize("preset", ["exact", "auto"])
 @pytest.mark.parametrize("trains", ["full", "columns"])
-def test_a_model_that_came_sharded_keeps_its_weights_and_says_so(
-    runs: Runs, trains: str, preset: str
-) -> None:
+def test_a_model_that_came_sharded_keeps_its_weights(runs: Runs, trains: str, preset: str) -> None:
     name = f"came_sharded {trains} {preset}"
     run_of(runs, name)
     found = runs[name]

@@ -17,7 +17,8 @@ from lowmem_patch import patch_model, patch_report, plan_patch, saved_bytes, unp
 from lowmem_patch.errors import TraceError
 from tests.life import foreign
 from tests.life.foreign import INTERPRETED, RAN, ForeignRMSNorm, ForeignSquare, InPlaceDouble
-from tests.patching.helpers import randomise
+from tests.support.judge import assert_same_step
+from tests.support.models import randomise
 
 KERNELS = [
     pytest.param(("cpu", foreign.ctypes_kernel), id="ctypes"),
@@ -62,19 +63,6 @@ def net(where: tuple[str, Any]) -> tuple[Any, Tensor]:
     torch.manual_seed(0)
     model: Any = randomise(Net(where[1])).to(where[0])
     return model, batch(where[0])
-
-
-def assert_same_step(model: Any, twin: Any, x: Tensor) -> None:
-    """Outputs and gradients agree with the unpatched model's, to a few roundings of float32."""
-    y, expected = model(x), twin(x)
-    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
-    start = torch.linspace(-1, 1, y.numel(), device=y.device).reshape(y.shape)
-    y.backward(start)
-    expected.backward(start)
-    for (name, ours), theirs in zip(model.named_parameters(), twin.parameters(), strict=True):
-        assert (ours.grad is None) == (theirs.grad is None), name
-        if ours.grad is not None:
-            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-4, msg=name)
 
 
 def test_no_kernel_runs_on_fake_tensors_or_in_a_probe(where: tuple[str, Any]) -> None:
@@ -160,7 +148,7 @@ def test_meta_model_is_refused_by_the_module_s_name(where: tuple[str, Any]) -> N
         plan_patch(model.to("meta"), "exact", example_inputs=batch("cpu"))
 
 
-def test_kernel_that_takes_the_storage_s_address_gets_none_from_fakes() -> None:
+def test_kernel_that_takes_an_address_gets_no_fake_tensor() -> None:
     class Reader(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             assert x.untyped_storage().data_ptr() != 0

@@ -19,8 +19,9 @@ from transformers import LlamaForCausalLM
 from transformers.models.llama import modeling_llama
 
 from lowmem_patch import patch_model, patch_report, saved_bytes, unpatch_model
-from tests.patching.families import FAMILIES, Inputs
-from tests.patching.helpers import MODES, assert_same_step, build
+from tests.support.judge import assert_same_step
+from tests.support.models import FAMILIES, Inputs, build
+from tests.support.step import MODES
 
 FAMILY = FAMILIES["llama"]
 
@@ -67,7 +68,7 @@ def inputs() -> Inputs:
     return FAMILY.inputs()
 
 
-def step(model: Any, inputs: Inputs) -> list[str]:
+def texts_of_a_step(model: Any, inputs: Inputs) -> list[str]:
     """One training forward and backward; the texts of its warnings."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -78,11 +79,11 @@ def step(model: Any, inputs: Inputs) -> list[str]:
 def test_liger_after_the_patch_warns_once_with_the_mend(llama: Any, inputs: Inputs) -> None:
     patch_model(llama, "exact", example_inputs=inputs)
     apply_to_instance(llama)
-    (text,) = step(llama, inputs)
+    (text,) = texts_of_a_step(llama, inputs)
     assert text.startswith("7 modules got a forward of tests since the patch")
     assert "LigerRMSNorm in model.layers.0.input_layernorm" in text
     assert "let tests set it before patch_model, or not at all" in text
-    assert step(llama, inputs) == []
+    assert texts_of_a_step(llama, inputs) == []
 
 
 def test_report_says_that_forwards_are_no_longer_ours(llama: Any, inputs: Inputs) -> None:
@@ -98,7 +99,7 @@ def test_liger_after_the_patch_computes_the_same(llama: Any, inputs: Inputs) -> 
     patch_model(llama, "exact", example_inputs=inputs)
     for model in (llama, twin):
         apply_to_instance(model)
-    assert len(step(llama, inputs)) == 1
+    assert len(texts_of_a_step(llama, inputs)) == 1
     llama.zero_grad()
     assert_same_step(llama, twin, inputs, MODES["fp32"])
 
@@ -116,7 +117,7 @@ def test_patching_again_saves_the_bytes_again(llama: Any, inputs: Inputs) -> Non
     with saved_bytes(llama) as regained:
         llama(**inputs)
     assert regained.activations == patched == patch_report(llama).saved_after
-    assert step(llama, inputs) == []
+    assert texts_of_a_step(llama, inputs) == []
 
 
 @pytest.mark.parametrize(
@@ -141,14 +142,14 @@ def test_any_forward_in_the_place_of_ours_is_named(
             return own(self, *args, **kwargs)
 
     bind(module, forward, "Other")
-    texts = step(llama, inputs)
+    texts = texts_of_a_step(llama, inputs)
     assert len(texts) == warns
     said = ("1 modules got a forward of tests", f"what was patched (Other in {path})")
     assert all(part in text for text in texts for part in said)
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # PEFT's own
-def test_forward_of_a_lora_layer_in_the_place_of_ours_is_named(inputs: Inputs) -> None:
+def test_another_forward_of_a_lora_layer_is_named(inputs: Inputs) -> None:
     peft = pytest.importorskip("peft")
     model = peft.get_peft_model(build(FAMILY), peft.LoraConfig(target_modules=["q_proj"]))
     patch_model(model, "exact", example_inputs=inputs)
@@ -159,7 +160,7 @@ def test_forward_of_a_lora_layer_in_the_place_of_ours_is_named(inputs: Inputs) -
         return own(self, x)
 
     bind(model.get_submodule(path), forward, "Other")
-    (text,) = step(model, inputs)
+    (text,) = texts_of_a_step(model, inputs)
     assert f"(Other in {path})" in text
 
 
@@ -176,7 +177,7 @@ def test_liger_before_the_patch_leaves_its_modules_alone(llama: Any, inputs: Inp
     assert {sites[f"model.layers.{i}.post_attention_layernorm"].strategy for i in (0, 1)} == {
         "share"
     }
-    assert step(llama, inputs) == []
+    assert texts_of_a_step(llama, inputs) == []
     llama.zero_grad()
     assert_same_step(llama, twin, inputs, MODES["fp32"])
 
@@ -188,7 +189,7 @@ def test_undo_after_liger_gives_the_stock_modules_back(llama: Any, inputs: Input
         bind(block.input_layernorm, norm_forward, "LigerRMSNorm")
     unpatch_model(llama)
     assert [type(module) for module in llama.modules()] == types_before
-    assert step(llama, inputs) == []
+    assert texts_of_a_step(llama, inputs) == []
 
 
 def _liger_model(mode: str) -> Any:

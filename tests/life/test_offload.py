@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowmem_patch import patch_model, patch_report, saved_bytes, unpatch_model
-from tests.patching.families import FAMILIES
-from tests.patching.helpers import build
+from lowmem_patch import patch_model, patch_report, unpatch_model
+from tests.support.judge import assert_accurate
+from tests.support.models import FAMILIES, build
+from tests.support.step import Step, step, truth_of
 
 FAMILY = FAMILIES["llama"]
 TOKENS, INNER = 18, 48  # of the example inputs; values of a gate for each of them
@@ -27,14 +28,15 @@ def offloaded(model: Any, where: str, folder: Path) -> Any:
     return model
 
 
-def embedded(model: Any, embeddings: Tensor) -> tuple[Tensor, Tensor, int]:
-    """Logits, the gradient of the embeddings (weights that come and go get none), and saved bytes."""
-    embeddings = embeddings.detach().clone().requires_grad_()
-    with saved_bytes(model) as saved:
-        logits = model(inputs_embeds=embeddings).logits
-    logits.square().sum().backward()
-    assert embeddings.grad is not None
-    return logits.detach(), embeddings.grad, saved.activations
+def embedded() -> dict[str, Tensor]:
+    embeddings = torch.randn(2, TOKENS // 2, 32, generator=torch.Generator().manual_seed(0))
+    return {"inputs_embeds": embeddings.requires_grad_()}
+
+
+def embedding_alone(found: Step) -> Step:
+    """Weights that come and go get no gradient."""
+    name = "input.inputs_embeds"
+    return found._replace(gradients={name: found.gradients[name]})
 
 
 @pytest.mark.parametrize("where", ["cpu", "disk"])
@@ -42,8 +44,8 @@ def test_offloaded_before_the_patch_saves_what_can_be_saved(where: str, tmp_path
     plain = build(FAMILY).train()
     twin = offloaded(copy.deepcopy(plain), where, tmp_path / "twin")
     model = offloaded(copy.deepcopy(plain), where, tmp_path / "model")
-    embeddings = torch.randn(2, TOKENS // 2, 32)
-    patch_model(model, "exact", example_inputs={"inputs_embeds": embeddings.requires_grad_()})
+    inputs = embedded()
+    patch_model(model, "exact", example_inputs=inputs)
     report = patch_report(model)
     strategies = {site.name.rpartition(".")[2]: site.strategy for site in report.sites}
     assert strategies["act_fn"] == "recompute"
@@ -52,11 +54,10 @@ def test_offloaded_before_the_patch_saves_what_can_be_saved(where: str, tmp_path
     }
     assert any("weights are offloaded" in n and "patch before that" in n for n in report.notes)
     assert not any("kernels of their own" in note for note in report.notes)
-    ours, theirs = embedded(model, embeddings), embedded(twin, embeddings)
-    torch.testing.assert_close(ours[0], theirs[0], rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(ours[1], theirs[1], rtol=1e-3, atol=1e-4)
+    found, own = (step(one, inputs, count=True) for one in (model, twin))
+    assert_accurate(found, own, embedding_alone(truth_of(plain, inputs)))
     # the output of silu and its product with up, in each of two blocks
-    gained = theirs[2] - ours[2]
+    gained = own.saved - found.saved
     assert gained == 2 * 2 * 4 * TOKENS * INNER
     assert report.saved_before - report.saved_after == gained
 
@@ -64,13 +65,13 @@ def test_offloaded_before_the_patch_saves_what_can_be_saved(where: str, tmp_path
 def test_offloaded_after_the_patch_computes_the_same(tmp_path: Path) -> None:
     plain = build(FAMILY).train()
     twin = offloaded(copy.deepcopy(plain), "cpu", tmp_path)
+    inputs = embedded()
+    truth = embedding_alone(truth_of(plain, inputs))
     patch_model(plain, "exact", example_inputs=FAMILY.inputs())
     model = offloaded(plain, "cpu", tmp_path)
-    embeddings = torch.randn(2, TOKENS // 2, 32)
-    ours, theirs = embedded(model, embeddings), embedded(twin, embeddings)
-    torch.testing.assert_close(ours[0], theirs[0], rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(ours[1], theirs[1], rtol=1e-3, atol=1e-4)
-    assert ours[2] < theirs[2]
+    found, own = (step(one, inputs, count=True) for one in (model, twin))
+    assert_accurate(found, own, truth)
+    assert found.saved < own.saved
 
 
 def test_undo_leaves_the_offloading(tmp_path: Path) -> None:

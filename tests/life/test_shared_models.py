@@ -8,14 +8,21 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.func import functional_call
 
 from lowmem_patch import patch_model, patch_report, unpatch_model
 from lowmem_patch.errors import PatchError
 from lowmem_patch.strategies.swap import is_replacement
-from tests.patching.helpers import randomise
-from tests.patching.toys import FOLD, SHARE, Toy, batch, gated, mlp
+from tests.support.configs import FOLD, SHARE
+from tests.support.judge import (
+    WEIGHTS_TOLERANCE,
+    assert_rounded,
+    assert_same_function,
+    assert_same_weights,
+)
+from tests.support.models import randomise
+from tests.support.step import DOUBLE, Step, step, trained
+from tests.support.toys import Outer, Toy, batch, gated, mlp
 
 Change = Callable[[Any, Any], None]
 CONFIGS = {"auto": {"norms": "auto", "activations": "recompute"}, "exact": "exact", "fold": FOLD}
@@ -38,34 +45,9 @@ def share_all(one: Any, two: Any) -> None:
     two.norm, two.up, two.act, two.down = one.norm, one.up, one.act, one.down
 
 
-class Outer(nn.Module):
-    """A block that two models hold."""
-
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        self.block = block
-        self.head = nn.Linear(4, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.block(x))
-
-
-def steps(*models: Any) -> list[torch.Tensor]:
-    """Output and gradients of a step of each."""
-    found = []
-    for model in models:
-        model.zero_grad()
-        y = model(batch().double())
-        y.backward(torch.linspace(-1, 1, y.numel()).double().reshape(y.shape))
-        found += [y.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
-        model.zero_grad()
-    return found
-
-
-def assert_equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
-    assert len(found) == len(expected)
-    for ours, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
+def assert_same_steps(models: Any, twins: Any) -> None:
+    for model, twin in zip(models, twins, strict=True):
+        assert_same_function(model, twin, batch())
 
 
 def pair(share: Change) -> tuple[Any, Any]:
@@ -84,9 +66,9 @@ def test_model_that_shares_with_a_patched_one_is_right(share: Change, config: An
     assert site.strategy == "share"
     if config is FOLD:
         assert "outside the model" in site.reason
-    assert_equal(steps(one, two), steps(*twins))
+    assert_same_steps((one, two), twins)
     unpatch_model(one)
-    assert_equal(steps(one, two), steps(*twins))
+    assert_same_steps((one, two), twins)
 
 
 @pytest.mark.parametrize("share", [share_norm, share_linear, share_weight, share_all])
@@ -95,11 +77,11 @@ def test_both_models_that_share_can_be_patched(share: Change) -> None:
     twins = copy.deepcopy((one, two))
     for model in (one, two):
         patch_model(model, SHARE, example_inputs=batch().double())
-    assert_equal(steps(one, two), steps(*twins))
+    assert_same_steps((one, two), twins)
     unpatch_model(one)
-    assert_equal(steps(one, two), steps(*twins))
+    assert_same_steps((one, two), twins)
     unpatch_model(two)
-    assert_equal(steps(one, two), steps(*twins))
+    assert_same_steps((one, two), twins)
     assert not any(is_replacement(module) for model in (one, two) for module in model.modules())
 
 
@@ -109,12 +91,12 @@ def test_patched_block_in_another_model_is_refused_by_name() -> None:
     one.double(), two.double()
     twins = copy.deepcopy((one, two))
     patch_model(one, SHARE, example_inputs=batch().double())
-    assert_equal(steps(one, two), steps(*twins))
+    assert_same_steps((one, two), twins)
     with pytest.raises(PatchError, match="shares modules with one"):
         patch_model(two, SHARE, example_inputs=batch().double())
     unpatch_model(one)
     patch_model(two, SHARE, example_inputs=batch().double())
-    assert_equal(steps(one, two), steps(*twins))
+    assert_same_steps((one, two), twins)
 
 
 @pytest.mark.parametrize("config", ["exact", CONFIGS["auto"]], ids=["exact", "auto"])
@@ -128,23 +110,9 @@ def test_functional_call_uses_the_given_parameters(config: Any) -> None:
         given = {n: p.detach().clone().requires_grad_() for n, p in other.items()}
         y = functional_call(model, given, (batch().double(),))
         y.square().sum().backward()
-        found.append([y.detach(), *(p.grad for p in given.values())])
-    assert_equal(*found)
-
-
-def assert_follows(average: Any, expected: Any) -> None:
-    names = dict(expected.named_parameters())
-    for name, value in average.named_parameters():
-        torch.testing.assert_close(value, names[name], rtol=1e-6, atol=1e-9)
-
-
-def train(model: Any, follow: Callable[[Any], None]) -> None:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
-    for _ in range(5):
-        optimizer.zero_grad()
-        model(batch().double()).square().mean().backward()
-        optimizer.step()
-        follow(model)
+        gradients = {name: p.grad for name, p in given.items() if p.grad is not None}
+        found.append(Step([y.detach()], gradients))
+    assert_rounded(*found)
 
 
 @pytest.mark.parametrize("made", ["before", "after"])
@@ -160,10 +128,10 @@ def test_swa_average_follows_a_patched_model(config: Any, made: str) -> None:
         if patched:
             patch_model(net, config, example_inputs=batch().double())
         average = average or AveragedModel(net)
-        train(net, average.update_parameters)
+        trained(net, batch().double(), 5, average.update_parameters)
         averages.append(average)
-    assert_follows(*averages)
-    assert_equal(steps(averages[0]), steps(averages[1]))
+    assert_same_weights(*averages)
+    assert_rounded(*(step(average, batch(), DOUBLE) for average in averages), WEIGHTS_TOLERANCE)
 
 
 @pytest.mark.parametrize("config", ["exact", CONFIGS["auto"]], ids=["exact", "auto"])
@@ -181,7 +149,7 @@ def test_hand_written_ema_follows_a_patched_model(config: Any) -> None:
                 for mean, value in zip(ema.parameters(), model.parameters(), strict=True):
                     mean.lerp_(value, 0.1)
 
-        train(net, follow)
+        trained(net, batch().double(), 5, follow)
         averages.append(ema)
-    assert_follows(*averages)
-    assert_equal(steps(averages[0]), steps(averages[1]))
+    assert_same_weights(*averages)
+    assert_rounded(*(step(average, batch(), DOUBLE) for average in averages), WEIGHTS_TOLERANCE)

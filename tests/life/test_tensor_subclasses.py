@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from lowmem_patch import patch_model, patch_report, saved_bytes, unpatch_model
-from tests.patching.families import FAMILIES
-from tests.patching.helpers import build
+from lowmem_patch import patch_model, patch_report, unpatch_model
+from tests.support.judge import assert_accurate
+from tests.support.models import FAMILIES, build
+from tests.support.step import DOUBLE, step
 
 FAMILY = FAMILIES["llama"]
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
@@ -58,28 +59,29 @@ def with_lora(model: Any, seed: int = 2) -> Any:
     return peft.get_peft_model(model, config).train()
 
 
-def assert_same_step(model: Any, twin: Any) -> tuple[int, int]:
-    """Logits and gradients agree to a few roundings of float32; saved bytes of both."""
-    inputs, logits, saved = FAMILY.inputs(), [], []
-    for one in (model, twin):
-        with saved_bytes(one) as counted:
-            logits.append(one(**inputs).logits)
-        saved.append(counted.activations)
-        logits[-1].square().sum().backward()
-    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-5)
-    theirs = dict(twin.named_parameters())
-    for name, ours in model.named_parameters():
-        assert (ours.grad is None) == (theirs[name].grad is None), name
-        if ours.grad is not None:
-            torch.testing.assert_close(ours.grad, theirs[name].grad, rtol=1e-3, atol=1e-4, msg=name)
-    return saved[0], saved[1]
+def plain(model: Any) -> Any:
+    """A copy whose weights are ordinary tensors of the same values, in float64."""
+    model = copy.deepcopy(model)
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            value = parameter.inner if isinstance(parameter, Halves) else parameter.detach()
+            setattr(module, name, nn.Parameter(value.double(), parameter.requires_grad))
+    return model
+
+
+def same_step(model: Any, twin: Any) -> tuple[int, int]:
+    """The saved bytes of both, whose logits and gradients must agree."""
+    inputs = FAMILY.inputs()
+    found, own = (step(one, inputs, count=True) for one in (model, twin))
+    assert_accurate(found, own, step(plain(twin), inputs, DOUBLE))
+    return found.saved, own.saved
 
 
 def test_frozen_model_trains_its_norms_the_same() -> None:
     model = quantised()
     twin = copy.deepcopy(model)
     patch_model(model, "exact", example_inputs=FAMILY.inputs())
-    ours, theirs = assert_same_step(model, twin)
+    ours, theirs = same_step(model, twin)
     report = patch_report(model)
     assert (report.saved_before, report.saved_after) == (theirs, ours)
     assert ours < theirs
@@ -105,7 +107,7 @@ def test_adapters_before_the_patch_train_the_same(config: str) -> None:
         {"activations": "recompute"} if config == "auto" else config,
         example_inputs=FAMILY.inputs(),
     )
-    ours, theirs = assert_same_step(model, twin)
+    ours, theirs = same_step(model, twin)
     assert ours < theirs
 
 
@@ -115,5 +117,5 @@ def test_adapters_after_the_patch_train_the_same() -> None:
     patch_model(base, "exact", example_inputs=FAMILY.inputs())
     model = with_lora(base)
     with pytest.warns(UserWarning, match="adapter layers were added since the patch"):
-        ours, theirs = assert_same_step(model, twin)
+        ours, theirs = same_step(model, twin)
     assert ours < theirs

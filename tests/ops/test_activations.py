@@ -10,7 +10,8 @@ from lowmem_patch import reference
 from lowmem_patch.constants import ACTIVATION_KINDS
 from lowmem_patch.functional import activation, glu
 from tests.ops.conftest import INTERPRETED, Backend
-from tests.ops.helpers import assert_within_budget, saved_storages, storage_of
+from tests.support.judge import assert_within_budget
+from tests.support.saved import saved_storages, storage_of
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SHAPES = [(1,), (3, 5, 37), (4, 1, 1030), (0, 16)]
@@ -23,7 +24,7 @@ def gradients(y: Tensor, inputs: tuple[Tensor, ...], dy: Tensor) -> tuple[Tensor
 @pytest.mark.parametrize("kind", ACTIVATION_KINDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_activation(
+def test_activation_is_torchs_within_its_own_error(
     backend: Backend, kind: str, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> None:
     x = (3 * torch.randn(shape)).to(backend.device, dtype).requires_grad_()
@@ -51,7 +52,7 @@ def test_activation_saves_its_input_alone(backend: Backend, kind: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("packed", [False, True], ids=["separate", "packed"])
-def test_glu(
+def test_gated_product_is_torchs_within_its_own_error(
     backend: Backend, kind: str, dtype: torch.dtype, shape: tuple[int, ...], packed: bool
 ) -> None:
     both = (2 * torch.randn(*shape[:-1], 2 * shape[-1])).to(backend.device, dtype)

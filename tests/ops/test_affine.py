@@ -12,8 +12,9 @@ from torch import Tensor
 from lowmem_patch.functional import Affine, LowRank, affine_linear, norm_and_z
 from lowmem_patch.functional._implementation import module
 from tests.ops.conftest import Backend
-from tests.ops.helpers import assert_within_budget, saved_storages, storage_of
 from tests.ops.test_norms import CASES, DTYPES, EPS, plain
+from tests.support.judge import assert_within_budget
+from tests.support.saved import saved_storages, storage_of
 
 DTYPE_IDS = [str(dtype).removeprefix("torch.") for dtype in DTYPES]
 

@@ -10,7 +10,8 @@ from lowmem_patch import reference
 from lowmem_patch.constants import STEP_TABLES
 from lowmem_patch.functional import codes_activation, regelu2, requickgelu2, resilu2
 from tests.ops.conftest import INTERPRETED, Backend
-from tests.ops.helpers import assert_within_budget, saved_storages
+from tests.support.judge import assert_within_budget
+from tests.support.saved import saved_storages
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SHAPES = [(1,), (7,), (8,), (3, 5, 37), (2, 1024), (4099,), (0, 16)]
@@ -28,7 +29,7 @@ def step_derivative(x: Tensor, kind: str) -> Tensor:
 @pytest.mark.parametrize("kind", STEP_TABLES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_forward_and_backward(
+def test_codes_give_the_step_tables_derivative(
     backend: Backend, kind: str, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> None:
     x = (4 * torch.randn(shape)).to(backend.device, dtype).requires_grad_()

@@ -14,7 +14,8 @@ from lowmem_patch import reference
 from lowmem_patch.constants import ACTIVATION_KINDS
 from lowmem_patch.functional import compiled
 from tests.ops.conftest import INTERPRETED
-from tests.ops.helpers import assert_within_budget, saved_storages, storage_of
+from tests.support.judge import assert_within_budget
+from tests.support.saved import saved_storages, storage_of
 
 pytestmark = [
     pytest.mark.skipif(INTERPRETED, reason="no kernel takes part"),

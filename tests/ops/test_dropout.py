@@ -23,7 +23,7 @@ from lowmem_patch.functional import (
 )
 from lowmem_patch.functional._implementation import module
 from tests.ops.conftest import INTERPRETED, Backend
-from tests.ops.helpers import saved_storages, storage_of
+from tests.support.saved import saved_storages, storage_of
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 SHAPES = [(1,), (7,), (8,), (3, 5, 37), (4099,), (2, 1024)]
@@ -83,11 +83,11 @@ def test_infinity_and_nan_are_as_in_torch(backend: Backend) -> None:
     x = torch.tensor([torch.inf, -torch.inf, torch.nan, -0.0, 1.0] * 9, device=backend.device)
     mine, theirs = x.detach().requires_grad_(), x.detach().requires_grad_()
     (y, _), (expected, _) = seeded(packed, mine, 0.5), seeded(F.dropout, theirs, 0.5)
-    torch.testing.assert_close(y, expected, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(y, expected, rtol=0, atol=0, equal_nan=True)  # bits, NaN too
     with numpy.errstate(invalid="ignore"):  # of an interpreted kernel
         (found,) = torch.autograd.grad(y, mine, x)
     (exact,) = torch.autograd.grad(expected, theirs, x)
-    torch.testing.assert_close(found, exact, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(found, exact, rtol=0, atol=0, equal_nan=True)  # bits, NaN too
 
 
 @pytest.mark.parametrize("shape", [*SHAPES, (0, 5)], ids=str)

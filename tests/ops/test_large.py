@@ -35,7 +35,7 @@ def gradient(y: Tensor, x: Tensor) -> Tensor:
     return found
 
 
-def test_codes() -> None:
+def test_codes_beyond_32_bit_indices_are_right() -> None:
     x = large()
     y = codes_activation(x, "gelu")
     tail = x.detach()[TAIL].clone().requires_grad_()
@@ -44,7 +44,7 @@ def test_codes() -> None:
     assert torch.equal(gradient(y, x)[TAIL], gradient(expected, tail))
 
 
-def test_norm() -> None:
+def test_norms_beyond_32_bit_indices_are_right() -> None:
     x = large()
     y = ms_layer_norm(x, 1e-5)
     exact = F.layer_norm(x.detach()[TAIL].double(), (COLUMNS,), eps=1e-5)
@@ -52,7 +52,7 @@ def test_norm() -> None:
     assert torch.isfinite(gradient(y, x)[TAIL]).all()
 
 
-def test_glu() -> None:
+def test_gated_products_beyond_32_bit_indices_are_right() -> None:
     x = large()
     y = glu(x, x, "silu")
     tail = x.detach()[TAIL].clone().requires_grad_()
@@ -61,7 +61,7 @@ def test_glu() -> None:
     assert torch.equal(gradient(y, x)[TAIL], gradient(expected, tail))
 
 
-def test_dropout() -> None:
+def test_dropouts_beyond_32_bit_indices_are_right() -> None:
     x = large()
     value, bits = draw_dropout(x, 0.5)
     y = packed_dropout(x, value, bits, 0.5)
@@ -72,7 +72,7 @@ def test_dropout() -> None:
 
 
 @pytest.mark.parametrize("outermost", ["position", "head", "batch"])
-def test_rotary(outermost: str) -> None:
+def test_rotations_beyond_32_bit_indices_are_right(outermost: str) -> None:
     x = large()
     if outermost == "position":
         q = x.view(1, ROWS, 32, 128).transpose(1, 2)

@@ -24,7 +24,7 @@ from lowmem_patch.functional import (
     pack_bool,
     unpack_bool,
 )
-from tests.ops.helpers import saved_storages
+from tests.support.saved import saved_storages
 
 ops = torch.ops.lowmem_patch
 R = "reference"
@@ -98,7 +98,7 @@ SAMPLES = list(operator_samples())
 @pytest.mark.parametrize(
     ("name", "arguments"), SAMPLES, ids=[f"{n}-{i}" for i, (n, _) in enumerate(SAMPLES)]
 )
-def test_opcheck(name: str, arguments: tuple[Any, ...]) -> None:
+def test_every_operator_passes_torchs_opcheck(name: str, arguments: tuple[Any, ...]) -> None:
     torch.library.opcheck(getattr(ops, name).default, arguments)
 
 

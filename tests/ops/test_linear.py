@@ -13,7 +13,8 @@ from lowmem_patch.functional import LowRank, activation, activation_linear, glu
 from lowmem_patch.functional._implementation import module
 from lowmem_patch.functional.linear import kept_linear
 from tests.ops.conftest import INTERPRETED, Backend
-from tests.ops.helpers import assert_within_budget, saved_storages, storage_of
+from tests.support.judge import assert_within_budget
+from tests.support.saved import saved_storages, storage_of
 
 FEATURES, OUT = 24, 10
 
@@ -43,7 +44,7 @@ def ours(sources: tuple[Tensor, ...], kind: str, backend: Backend) -> Tensor:
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_gradients(
+def test_gradients_are_torchs_within_its_own_error(
     backend: Backend, kind: str, gated: bool, with_bias: bool, dtype: torch.dtype
 ) -> None:
     sources = make_sources(gated, backend.device, dtype)
@@ -116,7 +117,7 @@ def with_adapter(hidden: Tensor, weight: Tensor, bias: Tensor | None, adapter: L
 @pytest.mark.parametrize("form", ["identity", "activation", "gated"])
 @pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "trained"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_gradients_with_an_adapter(
+def test_gradients_with_an_adapter_are_torchs(
     backend: Backend, form: str, frozen: bool, dtype: torch.dtype
 ) -> None:
     sources = make_sources(form == "gated", backend.device, dtype)
@@ -176,7 +177,7 @@ def test_gradients_with_an_adapter(
 @pytest.mark.parametrize("rank", [1, 4, 8, 12])
 @pytest.mark.parametrize("given", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_adapter_weights(
+def test_adapter_weights_are_cast_as_torch_does(
     backend: Backend, rank: int, given: torch.dtype, dtype: torch.dtype
 ) -> None:
     """Cast once, to the nearest; what is padded is zeros, and float32 is not padded."""
@@ -186,10 +187,10 @@ def test_adapter_weights(
     padded = rank if dtype == torch.float32 else {1: 8, 4: 8, 8: 8, 12: 16}[rank]
     assert [tuple(t.shape) for t in found] == [(padded, FEATURES), (OUT, padded)]
     assert not found[0][rank:].any() and not found[1][:, rank:].any()
-    # Triton's interpreter cuts off what does not fit into bfloat16
-    ulps = torch.finfo(dtype).eps if INTERPRETED and dtype == torch.bfloat16 != given else 0
+    cuts_off = INTERPRETED and dtype == torch.bfloat16 != given  # as Triton's interpreter casts
+    unit = torch.finfo(dtype).eps if cuts_off else 0.0
     for narrow, wide in ((found[0][:rank], down), (found[1][:, :rank], raised)):
-        torch.testing.assert_close(narrow, wide.to(dtype), rtol=ulps, atol=0)
+        torch.testing.assert_close(narrow, wide.to(dtype), rtol=unit, atol=0)  # a cast: to the bit
 
 
 @pytest.mark.parametrize("trains", ["x", "down", "up"])

@@ -10,7 +10,7 @@ import torch
 
 from lowmem_patch.functional import codes_activation
 from lowmem_patch.nn.activations import CodesActivation, ReGELU2, ReQuickGELU2, ReSiLU2
-from tests.ops.helpers import saved_storages
+from tests.support.saved import saved_storages
 
 MODULES = [
     (ReGELU2(), "gelu"),

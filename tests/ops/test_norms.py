@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from lowmem_patch.functional import ms_layer_norm, ms_rms_norm
 from lowmem_patch.functional.norm_pair import ms_norm_pair
 from tests.ops.conftest import INTERPRETED, Backend
-from tests.ops.helpers import assert_within_budget, saved_storages, storage_of
+from tests.support.judge import assert_within_budget
+from tests.support.saved import saved_storages, storage_of
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SHAPES = [(1, 1), (5,), (2, 3, 37), (33, 768), (3, 8200), (2, 20000), (0, 16), (2, 0, 16)]
@@ -78,7 +79,7 @@ CASES = [
 @pytest.mark.parametrize(("centered", "offset"), CASES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_forward_and_backward(
+def test_norm_is_torchs_within_its_own_error(
     backend: Backend, centered: bool, offset: float, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> None:
     wide = shape[-1] == 20000 and dtype != torch.float32

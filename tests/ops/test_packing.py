@@ -11,7 +11,7 @@ from lowmem_patch.functional import pack_bool, unpack_bool
 
 
 @given(st.lists(st.booleans(), max_size=70))
-def test_round_trip(flags: list[bool]) -> None:
+def test_packed_bits_are_unpacked_the_same(flags: list[bool]) -> None:
     mask = torch.tensor(flags, dtype=torch.bool)
     packed = pack_bool(mask)
     assert packed.dtype == torch.uint8

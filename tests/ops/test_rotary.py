@@ -11,7 +11,8 @@ from torch import Tensor
 
 from lowmem_patch.functional import rotary_embedding
 from tests.ops.conftest import INTERPRETED, Backend
-from tests.ops.helpers import assert_within_budget, saved_storages, storage_of
+from tests.support.judge import assert_within_budget
+from tests.support.saved import saved_storages, storage_of
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 # batches, positions, heads of q, heads of k, columns, columns that turn
@@ -63,7 +64,7 @@ def angles(
 @pytest.mark.parametrize("heads_dim", [1, 2])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_forward_and_backward(
+def test_rotary_is_torchs_within_its_own_error(
     backend: Backend, shape: tuple[int, ...], dtype: torch.dtype, heads_dim: int
 ) -> None:
     batches, positions, q_heads, k_heads, columns, size = shape

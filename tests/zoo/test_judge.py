@@ -16,8 +16,8 @@ from lowmem_patch.nn.activations import CodesActivation
 from lowmem_patch.nn.recompute import RecomputedActivation
 from lowmem_patch.strategies import fold_weights as fold
 from lowmem_patch.tracing.inputs import ExampleInputs
-from tests.zoo import walk_gates as gates
-from tests.zoo import walk_models as models
+from tests.support import toy_blocks as models
+from tests.support import toy_gates as gates
 from zoo.build import Built, randomise
 from zoo.judge import judge
 from zoo.result import Result
@@ -25,7 +25,7 @@ from zoo.result import Result
 Break = Callable[[pytest.MonkeyPatch], None]
 
 
-def judged(break_it: Break | None = None, model: type[models.Walk] = gates.Glu) -> Result:
+def judged(break_it: Break | None = None, model: type[models.TokenModel] = gates.Glu) -> Result:
     network, args = models.built(model)
     randomise(network)
     built = Built(model.__name__, network, ExampleInputs(args), "", "", 0)

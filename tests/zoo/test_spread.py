@@ -65,14 +65,14 @@ def passes(result: Result) -> None:
 
 
 @pytest.mark.parametrize("model_type", TRANSFORMERS)
-def test_transformers(model_type: str) -> None:
+def test_transformers_models_are_right(model_type: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of foreign code
         passes(judge_transformers(model_type))
 
 
 @pytest.mark.parametrize("variant", TIMM)
-def test_timm(variant: str) -> None:
+def test_timm_models_are_right(variant: str) -> None:
     if not timm.is_model(variant):
         pytest.skip(f"timm {timm.__version__} has no {variant}")
     with warnings.catch_warnings():

@@ -1,0 +1,79 @@
+"""A patched module that reads what another one defers: it must take the value, with its gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lowmem_patch import patch_report
+from lowmem_patch.functional import activation, ms_layer_norm, ms_norm_pair
+from lowmem_patch.nn.deferred_ops import Activation
+from tests.support.configs import FOLD_AND_SHARE, SHARE
+from tests.support.judge import assert_same_step
+from tests.support.toys import Toy, assert_same_steps, batch, patched_twin
+
+
+class Chained(Toy):
+    """With a norm and a second activation of the inner width (EVA-02 and BitNet norm the product)."""
+
+    def __init__(self, body: Any, norm: type[nn.Module]) -> None:
+        super().__init__(body)
+        self.inner = norm(16)
+        self.second = nn.SiLU()
+
+
+BODIES = {
+    "activation, norm": lambda net, x: net.down(net.inner(net.act(net.up(net.norm(x))))),
+    "product, norm": lambda net, x: net.down(
+        net.inner(net.act(net.gate(net.norm(x))) * net.up(net.norm(x)))
+    ),
+    "activation, norm, view": lambda net, x: net.down(
+        net.inner(net.act(net.up(net.norm(x)))).flatten(0, 1).view(*x.shape[:-1], 16)
+    ),
+    "activation, activation": lambda net, x: net.down(net.second(net.act(net.up(net.norm(x))))),
+    "norm, activation": lambda net, x: net.down(net.act(net.inner(net.up(x)))),
+}
+
+
+@pytest.mark.parametrize("config", FOLD_AND_SHARE, ids=["fold", "share"])
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm])
+@pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
+def test_a_patched_reader_of_a_deferred_value_is_right(
+    body: Any, norm: type[nn.Module], config: Any
+) -> None:
+    assert_same_steps(*patched_twin(Chained(body, norm), config))
+
+
+@pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
+def test_a_chain_of_frozen_weights_is_right(body: Any) -> None:
+    def freeze(net: Any) -> None:
+        for name, parameter in net.named_parameters():
+            parameter.requires_grad_(name.startswith("enter"))
+
+    net = Chained(body, nn.LayerNorm)
+    freeze(net)
+    patched, twin, _ = patched_twin(net, SHARE, freeze)
+    assert_same_step(patched, twin, batch())
+    assert patch_report(patched).sites
+
+
+def test_ops_read_the_values_of_a_deferred_tensor() -> None:
+    x = torch.randn(2, 8, requires_grad=True)
+    ones = torch.ones(8, requires_grad=True)
+    calls: list[Any] = [
+        lambda h: ms_layer_norm(h, 1e-5, ones),
+        lambda h: activation(h, "quick_gelu"),
+        lambda h: ms_norm_pair(
+            h, 1e-5, None, None, centered=True, wide=torch.float32, narrow=torch.bfloat16
+        )[0],
+    ]
+    for call in calls:
+        found = []
+        for h in (Activation("gelu").of((x,)), nn.functional.gelu(x)):
+            y = call(h)
+            found.append((y.detach(), *torch.autograd.grad(y.square().sum(), x)))
+        for ours, theirs in zip(*found, strict=True):
+            assert torch.equal(ours, theirs)

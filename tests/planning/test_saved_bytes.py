@@ -1,0 +1,63 @@
+"""The paper's savings at real widths, counted on fake tensors: deterministic, and no memory is used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import timm
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import LlamaConfig, LlamaModel
+
+from lowmem_patch import plan_patch
+
+# PEFT reads a name that transformers has since deprecated
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+
+LLAMA_LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def vit() -> nn.Module:
+    with torch.device("meta"):
+        model = timm.create_model("vit_base_patch16_224", depth=2)
+        return get_peft_model(
+            model, LoraConfig(r=4, target_modules=r".*blocks.*\.(qkv|attn\.proj|fc1|fc2)")
+        )
+
+
+def llama() -> nn.Module:
+    config = LlamaConfig(
+        hidden_size=4096, intermediate_size=11008, num_hidden_layers=2, num_attention_heads=32
+    )
+    with torch.device("meta"):
+        model = LlamaModel(config).to(torch.bfloat16)
+        lora = LoraConfig(r=16, target_modules=LLAMA_LINEARS)
+        # on meta PEFT leaves its adapters in float32
+        return get_peft_model(model, lora, autocast_adapter_dtype=False).to(torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("build", "inputs", "autocast", "block", "least"),
+    [
+        pytest.param(vit, (torch.empty(4, 3, 224, 224),), True, "blocks.1", 0.39, id="vit-b-16"),
+        pytest.param(
+            llama,
+            {"input_ids": torch.ones(1, 2048, dtype=torch.int64)},
+            False,
+            "layers.1",
+            0.29,
+            id="llama-7b",
+        ),
+    ],
+)
+def test_a_block_saves_the_papers_share_less(
+    build: Callable[[], Any], inputs: Any, autocast: bool, block: str, least: float
+) -> None:
+    model = build()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        report = plan_patch(model, "paper", example_inputs=inputs)
+    (counts,) = [(b, a) for name, b, a in report.blocks if name.endswith(block)]
+    assert 1 - counts[1] / counts[0] >= least
