@@ -31,12 +31,12 @@ def _activation_backward(
     return dx.contiguous()
 
 
-_activation = _library.define(
+_activation = _library.Operator(
     "activation(Tensor x, str kind, str implementation) -> Tensor",
     _activation_forward,
     lambda x, kind, implementation: x.new_empty(x.shape),
 )
-_activation_gradient = _library.define(
+_activation_gradient = _library.Operator(
     "activation_backward(Tensor dy, Tensor x, str kind, str implementation) -> Tensor",
     _activation_backward,
     lambda dy, x, kind, implementation: x.new_empty(x.shape),
@@ -45,27 +45,22 @@ _activation_gradient = _library.define(
 
 class _Activation(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, direct: bool, x: Tensor, kind: ActivationKind, implementation: str
-    ) -> Any:
-        if direct:
-            y = _activation_forward(x, kind, implementation)
-        else:
-            with _library.below_autograd():
-                y = _activation(x, kind, implementation)
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        _Activation.save(ctx, arguments)
+        return _activation_forward(*arguments)
+
+    @staticmethod
+    def save(ctx: Any, inputs: tuple[Any, ...], output: Any = None) -> None:
+        x, *ctx.settings = inputs
         ctx.save_for_backward(x)
-        ctx.settings = (kind, implementation)
-        return y
 
     @staticmethod
     @_library.first_order("activation")
     def backward(ctx: Any, dy: Tensor) -> Any:
-        (x,) = ctx.saved_tensors
-        backward = _activation_backward if _library.is_eager(dy, x) else _activation_gradient
-        return None, backward(dy, x, *ctx.settings), None, None
+        return _activation_gradient(dy, *ctx.saved_tensors, *ctx.settings), None, None
 
 
-_call_activation = _library.attach_autograd(_activation, _Activation)
+_call_activation = _activation.differentiable(_Activation)
 
 
 def activation(
@@ -119,12 +114,12 @@ def _glu_backward(
     return d_gate, d_up
 
 
-_glu = _library.define(
+_glu = _library.Operator(
     "glu(Tensor gate, Tensor up, str kind, str implementation) -> Tensor",
     _glu_forward,
     _glu_forward_fake,
 )
-_glu_gradient = _library.define(
+_glu_gradient = _library.Operator(
     "glu_backward(Tensor dy, Tensor gate, Tensor up, str kind, str implementation) "
     "-> (Tensor, Tensor)",
     _glu_backward,
@@ -134,34 +129,24 @@ _glu_gradient = _library.define(
 
 class _Glu(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        direct: bool,
-        gate: Tensor,
-        up: Tensor,
-        kind: ActivationKind,
-        implementation: str,
-    ) -> Any:
-        if direct:
-            y = _glu_forward(gate, up, kind, implementation)
-        else:
-            with _library.below_autograd():
-                y = _glu(gate, up, kind, implementation)
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        _Glu.save(ctx, arguments)
+        return _glu_forward(*arguments)
+
+    @staticmethod
+    def save(ctx: Any, inputs: tuple[Any, ...], output: Any = None) -> None:
+        gate, up, *ctx.settings = inputs
         ctx.save_for_backward(gate, up)
-        ctx.settings = (kind, implementation)
-        return y
 
     @staticmethod
     @_library.first_order("glu")
     def backward(ctx: Any, dy: Tensor) -> Any:
-        gate, up = ctx.saved_tensors
-        backward = _glu_backward if _library.is_eager(dy, gate, up) else _glu_gradient
-        d_gate, d_up = backward(dy, gate, up, *ctx.settings)
-        _, needs_gate, needs_up, *_ = ctx.needs_input_grad
-        return None, d_gate if needs_gate else None, d_up if needs_up else None, None, None
+        d_gate, d_up = _glu_gradient(dy, *ctx.saved_tensors, *ctx.settings)
+        needs_gate, needs_up, *_ = ctx.needs_input_grad
+        return d_gate if needs_gate else None, d_up if needs_up else None, None, None
 
 
-_call_glu = _library.attach_autograd(_glu, _Glu)
+_call_glu = _glu.differentiable(_Glu)
 
 
 def glu(
@@ -203,29 +188,24 @@ def glu(
 def computed_again(sources: tuple[Tensor, Tensor | None], kind: ActivationKind) -> Tensor:
     """The bits that `activation` or, with two sources, `glu` gave for these sources; no gradient."""
     x, up = sources
-    eager = _library.is_eager(x, up)
     chosen = resolve("auto", x, up)
-    y: Tensor
     if up is not None:
-        y = (_glu_forward if eager else _glu)(x, up, kind, chosen)
-    elif kind in _EAGER_ELSEWHERE:
-        y = (_activation_forward if eager else _activation)(x, kind, chosen)
-    else:
-        y = reference.activate(x, kind)
-    return y
+        y: Tensor = _glu(x, up, kind, chosen)
+        return y
+    if kind in _EAGER_ELSEWHERE:
+        y = _activation(x, kind, chosen)
+        return y
+    return reference.activate(x, kind)
 
 
 def activation_gradients(
     dy: Tensor, sources: tuple[Tensor, ...], kind: ActivationKind
 ) -> tuple[Tensor, ...]:
     """The gradients of x of h(x), or of gate and up of h(gate) * up; no graph is recorded."""
-    eager = _library.is_eager(dy, *sources)
     chosen = resolve("auto", *sources)
     if len(sources) == 2:
-        gated = _glu_backward if eager else _glu_gradient
-        d_gate, d_up = gated(dy, sources[0], sources[1], kind, chosen)
+        d_gate, d_up = _glu_gradient(dy, *sources, kind, chosen)
         return d_gate, d_up
-    if kind not in _EAGER_ELSEWHERE:
-        return (reference.activate_backward(dy, sources[0], kind),)
-    one = _activation_backward if eager else _activation_gradient
-    return (one(dy, sources[0], kind, chosen),)
+    if kind in _EAGER_ELSEWHERE:
+        return (_activation_gradient(dy, *sources, kind, chosen),)
+    return (reference.activate_backward(dy, sources[0], kind),)

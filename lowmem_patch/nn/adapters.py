@@ -2,7 +2,7 @@
 
 PEFT computes ``base(x) + B(A(x)) * scale`` in five modules' calls and eager steps: two more passes over the
 output for the product, two for the scale, three for the sum, and in backward three more over the input's
-gradient. Each layer gets a forward of its own that calls `lowmem_patch.functional.kept_linear` once. What
+gradient. Each layer gets a forward of its own that calls `lowmem_patch.functional.recast_linear` once. What
 is not of this form (dropout, a hook on a part, a merged adapter) is left to the class's forward, on an
 input of which no cast is kept.
 
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowmem_patch.functional import LowRank, is_exporting, kept_linear
+from lowmem_patch.functional import LowRank, is_exporting, recast_linear
 from lowmem_patch.nn.context import (
     autocast_dtype,
     has_backward_hooks,
@@ -106,7 +106,7 @@ def _computed(x: Tensor, to: Projection, dtype: torch.dtype, rest: list[LowRank]
     y: Tensor = value_of(project(x, to, dtype))
     for down, up, scale in rest:
         low = value_of(project(x, Projection(down, None), dtype))
-        product = kept_linear(low, up, None, dtype)
+        product = recast_linear(low, up, None, dtype)
         y = y + (product if scale == 1.0 else product * scale)
     return y
 

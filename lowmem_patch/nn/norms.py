@@ -18,12 +18,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from lowmem_patch.errors import PatchError, UnfoldedWeightsError
 from lowmem_patch.functional import (
     Affine,
+    NormSettings,
     compiled,
     is_exporting,
-    ms_layer_norm,
-    ms_norm_pair,
-    ms_rms_norm,
-    norm_and_z,
+    ms_norm,
 )
 from lowmem_patch.nn.context import autocast_dtype, is_foreign, is_sharded_alone, needs_gradient
 from lowmem_patch.nn.deferred import keep, value_of
@@ -104,6 +102,7 @@ class MSNorm(nn.Module):
         self.register_parameter("bias", bias)
         self.eps = eps
         self.weight_offset = weight_offset
+        self.settings = NormSettings(eps, weight_offset, self.centered)
         self.folded = folded
         self.feeds_autocast = feeds_autocast
         self.full_precision_autocast = full_precision_autocast
@@ -121,15 +120,11 @@ class MSNorm(nn.Module):
         weight, bias = self._own_affine()
         dtype = dtype or self.output_dtype(x)
         if torch.compiler.is_compiling() and not is_exporting():
-            settings = (self.eps, self.weight_offset, self.centered, dtype)
             narrow = self._narrow_dtype(x) if self.shares_copy else None
             # a wide output must not be computed from a narrow z
-            if narrow is None and self._saves_z(weight, bias):
-                return compiled.norm_and_z(x, weight, bias, *settings, dtype)
-            return compiled.norm(x, weight, bias, *settings, narrow)
-        if self.centered:
-            return ms_layer_norm(x, self.eps, weight, bias, dtype, self.weight_offset)
-        return ms_rms_norm(x, self.eps, weight, self.weight_offset, out_dtype=dtype)
+            saves_z = narrow is None and self._saves_z(weight, bias)
+            return compiled.norm(x, weight, bias, self.settings, dtype, narrow, saves_z=saves_z)
+        return ms_norm(x, weight, bias, self.settings, dtype)[0]
 
     def _own_affine(self) -> tuple[Tensor | None, Tensor | None]:
         """weight and bias; none where they were folded into the next Linears."""
@@ -183,31 +178,11 @@ class MSNorm(nn.Module):
         if (trains or x.requires_grad) and self._saves_z(weight, bias):
             affine = self._affine(weight, bias)
         copy = self._narrow_dtype(x) if self.shares_copy else None
-        if copy is not None:
-            y, narrow, z = ms_norm_pair(
-                x,
-                self.eps,
-                weight,
-                bias,
-                centered=self.centered,
-                wide=dtype,
-                narrow=copy,
-                weight_offset=self.weight_offset,
-                with_z=affine is not None,
-            )
-            return keep(y, Normed(self.lowers, True, affine), (narrow, z), owned=True)
-        if affine is not None:
-            y, z = norm_and_z(
-                x,
-                self.eps,
-                weight,
-                bias,
-                centered=self.centered,
-                out_dtype=dtype,
-                z_dtype=dtype,
-                weight_offset=self.weight_offset,
-            )
-            return keep(y, Normed(self.lowers, False, affine), (z,), owned=True)
+        if copy is not None or affine is not None:
+            z_dtype = None if affine is None else dtype if copy is None else copy
+            y, *sources = ms_norm(x, weight, bias, self.settings, dtype, copy, z_dtype)
+            given = tuple(source for source in sources if source is not None)
+            return keep(y, Normed(self.lowers, copy is not None, affine), given, owned=True)
         y = self.normalize(x, dtype)
         return self._as_one_copy(y) if y.requires_grad else y
 
@@ -234,7 +209,7 @@ class MSNorm(nn.Module):
         if is_sharded_alone(self):  # freed before the Linears' backward
             weight = None if weight is None else weight.detach().clone()
             bias = None if bias is None else bias.detach().clone()
-        return Affine(weight, bias, self.weight_offset)
+        return Affine(weight, bias, self.settings)
 
     def _fits_share(self) -> bool:
         """Whether z can be recovered from the output; looked at again when gamma or beta were written."""
