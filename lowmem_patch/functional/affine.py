@@ -164,7 +164,8 @@ class _AffineLinear(torch.autograd.Function):
         dtype: torch.dtype,
     ) -> Tensor:
         for_y, _, _, for_weight, for_bias, for_A, for_B, *_ = ctx.needs_input_grad
-        dtypes = [(weight if t is None else t).dtype for t in (weight, bias, lora_A, lora_B)]
+        # an absent tensor's dtype is never read
+        ctx.dtypes = [(weight if t is None else t).dtype for t in (y, weight, bias, lora_A, lora_B)]
         if for_weight:
             # a copy in the product's dtype is worth its bytes, as torch's own Linear finds
             weight = weight.to(dtype)
@@ -178,7 +179,7 @@ class _AffineLinear(torch.autograd.Function):
         )
         ctx.needs = (for_y, for_weight, for_bias, for_A, for_B)
         ctx.norm = affine.settings
-        ctx.settings = (scale, IDENTITY, y.dtype, ctx.needs, dtypes)
+        ctx.settings = (scale, IDENTITY, ctx.needs)
         return out
 
     @staticmethod
@@ -191,7 +192,7 @@ class _AffineLinear(torch.autograd.Function):
         source = z if z is None or corrects else affine.of(z, dy.dtype)
         rest = (*linear, *ctx.settings, _implementation(dy))
         found = linear_backward(dy, source, None, *rest)
-        d_y, d_weight, d_bias, d_A, d_B = one_for_each(found, ctx.needs)
+        d_y, d_weight, d_bias, d_A, d_B = one_for_each(found, ctx.needs, ctx.dtypes)
         if corrects:
             sums = d_bias
             if beta is not None and d_bias is None:

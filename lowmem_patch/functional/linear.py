@@ -148,18 +148,24 @@ def _low_gradient(
     return _scaled(scale, rows, padded_B), padded_A
 
 
+def _hidden_gradient(dy: Tensor, rows: Tensor, weight: Tensor, by_adapter: Tensor | None) -> Tensor:
+    """dy W, added to the adapter's part in the order of the forward."""
+    weight = cast(weight, dy.dtype)
+    d_hidden = rows.mm(weight) if by_adapter is None else by_adapter.addmm_(rows, weight)
+    return d_hidden.view(*dy.shape[:-1], weight.shape[1])
+
+
 def _source_gradients(
     ops: Any,
     d_hidden: Tensor,
     source: Any,
     up: Tensor | None,
     kind: str,
-    input_dtype: torch.dtype,
     hidden: Tensor | None,
 ) -> list[Tensor]:
     """The gradients of source and up; h(source) (or h(source) * up) goes into ``hidden``, where given."""
     if kind == IDENTITY:
-        return [cast(d_hidden, input_dtype)]
+        return [d_hidden]
     if up is None:
         return [ops.activate_backward(d_hidden, source, kind, hidden)]
     return [*ops.glu_backward(d_hidden, source, up, kind, hidden)]
@@ -194,14 +200,12 @@ def linear_backward(
     low: Any,
     scale: float,
     kind: str,
-    input_dtype: torch.dtype,
     needs: Sequence[bool],
-    dtypes: Sequence[torch.dtype],
     implementation: str,
 ) -> list[Tensor]:
     """Gradients of source (and up), weight, bias, lora_A and lora_B, those that ``needs`` asks for.
 
-    ``dtypes`` are those of weight, bias, lora_A and lora_B. What is not read may be None.
+    They have the dtype of ``dy``, or of source and up behind an activation. What is not read may be None.
     """
     needs_input, needs_weight, needs_bias, needs_A, needs_B = needs
     ops: Any = module(implementation)
@@ -213,27 +217,23 @@ def linear_backward(
         if lora_B is not None and (needs_input or needs_A):
             d_low, padded_A = _low_gradient(ops, rows, lora_A, lora_B, scale)
         if needs_input:
-            matrix = cast(weight, dy.dtype)
-            # with an adapter in the order of the forward
             by_adapter = None if lora_A is None else d_low.mm(padded_A)
-            product = rows.mm(matrix) if by_adapter is None else by_adapter.addmm_(rows, matrix)
-            d_hidden = product.view(*dy.shape[:-1], matrix.shape[1])
+            d_hidden = _hidden_gradient(dy, rows, weight, by_adapter)
             if kind != IDENTITY and (needs_weight or needs_A):
                 hidden = d_hidden  # takes the place of its gradient: the peak of a plain backward
-            gradients += _source_gradients(ops, d_hidden, source, up, kind, input_dtype, hidden)
+            gradients += _source_gradients(ops, d_hidden, source, up, kind, hidden)
         if needs_weight or needs_A:
-            hidden = _hidden(ops, source, up, kind, dy.dtype) if hidden is None else hidden
+            if hidden is None:
+                hidden = _hidden(ops, source, up, kind, dy.dtype)
             hidden = hidden.reshape(-1, hidden.shape[-1])
         if needs_weight:  # the order of torch's own mm backward, for equal bits
-            gradients.append(cast(rows.t().mm(hidden), dtypes[0]))
+            gradients.append(rows.t().mm(hidden))
         if needs_bias:
-            gradients.append(cast(rows.sum(0), dtypes[1]))
+            gradients.append(rows.sum(0))
         if needs_A:
-            d_A = _without_padding(d_low.t().mm(hidden), 0, lora_B)
-            gradients.append(cast(d_A, dtypes[2]))
+            gradients.append(_without_padding(d_low.t().mm(hidden), 0, lora_B))
         if needs_B:
-            d_B = _without_padding(_scaled(scale, rows.t(), low), 1, lora_B)
-            gradients.append(cast(d_B, dtypes[3]))
+            gradients.append(_without_padding(_scaled(scale, rows.t(), low), 1, lora_B))
     return gradients
 
 
@@ -247,24 +247,20 @@ def _backward_fake(
     low: Any,
     scale: float,
     kind: str,
-    input_dtype: torch.dtype,
     needs: Sequence[bool],
-    dtypes: Sequence[torch.dtype],
     implementation: str,
 ) -> list[Tensor]:
-    needs_input, *needs_vectors = needs
+    needs_input, *needs_weights = needs
     gradients = []
     if needs_input and kind == IDENTITY:
-        gradients.append(dy.new_empty((*dy.shape[:-1], weight.shape[1]), dtype=input_dtype))
+        gradients.append(dy.new_empty((*dy.shape[:-1], weight.shape[1])))
     elif needs_input:
         gradients.extend(t.new_empty(t.shape) for t in (source, up) if t is not None)
     outputs, rank = dy.shape[-1], 0 if lora_B is None else lora_B.shape[1]
     features = 0 if source is None else source.shape[-1]
     shapes = ((outputs, features), (outputs,), (rank, features), (outputs, rank))
     return gradients + [
-        dy.new_empty(shape, dtype=dtype)
-        for shape, dtype, need in zip(shapes, dtypes, needs_vectors, strict=True)
-        if need
+        dy.new_empty(shape) for shape, need in zip(shapes, needs_weights, strict=True) if need
     ]
 
 
@@ -277,17 +273,20 @@ _linear_op = _library.Operator(
 )
 _linear_backward = _library.Operator(
     "activation_linear_backward(Tensor dy, Tensor? source, Tensor? up, Tensor? weight, "
-    "Tensor? lora_A, Tensor? lora_B, Tensor? low, float scale, str kind, ScalarType input_dtype, "
-    "bool[] needs, ScalarType[] dtypes, str implementation) -> Tensor[]",
+    "Tensor? lora_A, Tensor? lora_B, Tensor? low, float scale, str kind, "
+    "bool[] needs, str implementation) -> Tensor[]",
     linear_backward,
     _backward_fake,
 )
 
 
-def one_for_each(found: Iterable[Any], needs: Iterable[bool]) -> tuple[Any, ...]:
-    """The results that ``needs`` asked for, with None for each of the others."""
-    results = iter(found)
-    return tuple(next(results) if need else None for need in needs)
+def one_for_each(
+    found: Iterable[Tensor], needs: Iterable[bool], dtypes: Iterable[torch.dtype]
+) -> tuple[Any, ...]:
+    """The gradients that ``needs`` asked for, each in its dtype, and None for each of the others."""
+    gradients = iter(found)
+    pairs = zip(needs, dtypes, strict=True)
+    return tuple(cast(next(gradients), dtype) if need else None for need, dtype in pairs)
 
 
 class _ActivationLinear(torch.autograd.Function):
@@ -299,7 +298,7 @@ class _ActivationLinear(torch.autograd.Function):
 
     @staticmethod
     def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-        _, source, up, weight, bias, lora_A, lora_B, scale, kind, _, implementation = inputs
+        _, source, up, weight, _, lora_A, lora_B, scale, kind, _, implementation = inputs
         _, for_source, for_up, for_weight, for_bias, for_A, for_B, *_ = ctx.needs_input_grad
         for_input = for_source or for_up
         for_hidden = for_weight or for_A or (for_input and kind != IDENTITY)
@@ -310,9 +309,9 @@ class _ActivationLinear(torch.autograd.Function):
             output[1] if for_B else None,
         )
         ctx.needs = (for_input, for_weight, for_bias, for_A, for_B)
-        # an absent vector's dtype is never read
-        dtypes = [(weight if t is None else t).dtype for t in (weight, bias, lora_A, lora_B)]
-        ctx.settings = (scale, kind, source.dtype, ctx.needs, dtypes, implementation)
+        ctx.settings = (scale, kind, ctx.needs, implementation)
+        # an absent tensor's dtype is never read
+        ctx.dtypes = [(weight if t is None else t).dtype for t in inputs[1:7]]
 
     @staticmethod
     @_library.first_order("activation_linear")
@@ -322,7 +321,7 @@ class _ActivationLinear(torch.autograd.Function):
         saved = ctx.saved_tensors
         for_input, *for_rest = ctx.needs
         needs = (for_input, for_input and saved[1] is not None, *for_rest)
-        found = one_for_each(_linear_backward(dy, *saved, *ctx.settings), needs)
+        found = one_for_each(_linear_backward(dy, *saved, *ctx.settings), needs, ctx.dtypes)
         return (None, *found, None, None, None, None)
 
 

@@ -146,16 +146,15 @@ class _Norm(torch.autograd.Function):
         else:
             # d_bias needs dy alone; the empty tensors stand in for what is not read
             ctx.save_for_backward(y.new_empty(0), rstd.new_empty(0), None, bias)
+        ctx.copies = copy_dtype is not None
         ctx.settings = settings, x.dtype
         ctx.rest = z_dtype is not None, implementation
 
     @staticmethod
     @_library.first_order("norm")
     def backward(ctx: Any, dy: Tensor | None, d_copy: Tensor | None = None, *_: None) -> Any:
-        if dy is None or d_copy is None:
-            dy = d_copy if dy is None else dy
-        else:
-            dy = torch.add(dy, d_copy)
+        if d_copy is not None and ctx.copies:
+            dy = d_copy if dy is None else torch.add(dy, d_copy)
         if dy is None:
             return (None,) * 8
         saved = _library.saved_tensors(ctx, "the output of a norm")

@@ -128,7 +128,10 @@ def test_norm_saves_one_tensor(
     weight = (torch.rand(COLUMNS) + 0.5).to(dtype).requires_grad_()
     rest = (weight, leaf(COLUMNS, dtype=dtype))[: (2 if centered else 1) if affine else 0]
     inputs = (leaf(ROWS, COLUMNS, dtype=dtype), leaf(5, COLUMNS, dtype=low), *rest)
-    assert check(run, plain, inputs) == ROWS * COLUMNS * low.itemsize + 4 * ROWS
+    kept = check(run, plain, inputs)
+    one = ROWS * COLUMNS * low.itemsize + 4 * ROWS
+    # z may be computed from x again, which costs the compiler nothing here
+    assert kept <= one if saves_z else kept == one
 
 
 def test_linear_keeps_no_casts() -> None:
