@@ -148,10 +148,14 @@ def _low_gradient(
     return _scaled(scale, rows, padded_B), padded_A
 
 
-def _hidden_gradient(dy: Tensor, rows: Tensor, weight: Tensor, by_adapter: Tensor | None) -> Tensor:
-    """dy W, added to the adapter's part in the order of the forward."""
+def _hidden_gradient(
+    dy: Tensor, rows: Tensor, weight: Tensor, d_low: Tensor | None, padded_A: Tensor | None
+) -> Tensor:
     weight = cast(weight, dy.dtype)
-    d_hidden = rows.mm(weight) if by_adapter is None else by_adapter.addmm_(rows, weight)
+    if d_low is None or padded_A is None:
+        d_hidden = rows.mm(weight)
+    else:  # in the order of the forward
+        d_hidden = d_low.mm(padded_A).addmm_(rows, weight)
     return d_hidden.view(*dy.shape[:-1], weight.shape[1])
 
 
@@ -213,12 +217,12 @@ def linear_backward(
     gradients: list[Tensor] = []
     hidden: Any = None
     d_low: Any = None
+    padded_A: Any = None
     with _library.without_autocast(dy.device.type):
         if lora_B is not None and (needs_input or needs_A):
             d_low, padded_A = _low_gradient(ops, rows, lora_A, lora_B, scale)
         if needs_input:
-            by_adapter = None if lora_A is None else d_low.mm(padded_A)
-            d_hidden = _hidden_gradient(dy, rows, weight, by_adapter)
+            d_hidden = _hidden_gradient(dy, rows, weight, d_low, padded_A)
             if kind != IDENTITY and (needs_weight or needs_A):
                 hidden = d_hidden  # takes the place of its gradient: the peak of a plain backward
             gradients += _source_gradients(ops, d_hidden, source, up, kind, hidden)

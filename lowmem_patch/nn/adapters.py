@@ -130,9 +130,9 @@ def _products(
     for name in layer.active_adapters:
         if name not in tables[0]:
             continue
-        parts = [table[name] for table in tables]
-        adapter = None if name in layer.lora_variant else _low_rank(*parts, layer.scaling[name])
-        if adapter is None:
+        lora_A, lora_B, dropout = (table[name] for table in tables)
+        adapter = _low_rank(lora_A, lora_B, dropout, layer.scaling[name])
+        if adapter is None or name in layer.lora_variant:
             return None
         own = adapter.lora_A.dtype
         seen = own if getattr(layer, "cast_input_dtype_enabled", True) else given

@@ -179,12 +179,19 @@ class MSNorm(nn.Module):
             affine = self._affine(weight, bias)
         copy = self._narrow_dtype(x) if self.shares_copy else None
         if copy is not None or affine is not None:
-            z_dtype = None if affine is None else dtype if copy is None else copy
-            y, *sources = ms_norm(x, weight, bias, self.settings, dtype, copy, z_dtype)
-            given = tuple(source for source in sources if source is not None)
-            return keep(y, Normed(self.lowers, copy is not None, affine), given, owned=True)
+            return self._deferred(x, dtype, copy, affine)
         y = self.normalize(x, dtype)
         return self._as_one_copy(y) if y.requires_grad else y
+
+    def _deferred(
+        self, x: Tensor, dtype: torch.dtype, copy: torch.dtype | None, affine: Affine | None
+    ) -> Tensor:
+        """The norm with a copy of its output, with z, or with both, which Linears save in its place."""
+        saved = dtype if copy is None else copy
+        z_dtype = None if affine is None else saved
+        y, *more = ms_norm(x, *self._own_affine(), self.settings, dtype, copy, z_dtype)
+        sources = tuple(source for source in more if source is not None)
+        return keep(y, Normed(self.lowers, copy is not None, affine), sources, owned=True)
 
     def _as_one_copy(self, y: Tensor) -> Tensor:
         if self.one_copy == "always" or (
