@@ -31,7 +31,7 @@ from lowmem_patch.functional.dropout import draw_dropout, dropout_linear, packed
 from lowmem_patch.functional.grouped import activation_grouped_matmul
 from lowmem_patch.functional.linear import LowRank, activation_linear, recast_linear
 from lowmem_patch.functional.matmul import recast_matmul
-from lowmem_patch.functional.norms import ms_layer_norm, ms_norm, ms_rms_norm
+from lowmem_patch.functional.norms import ms_layer_norm, ms_norm, ms_rms_norm, save_copy
 from lowmem_patch.functional.packing import pack_bool, unpack_bool
 from lowmem_patch.functional.rotary import rotary_embedding
 from lowmem_patch.functional.sharded import is_sharded
@@ -69,6 +69,7 @@ __all__ = [
     "recast_matmul",
     "register_plain",
     "rotary_embedding",
+    "save_copy",
     "unbind_permuted",
     "unpack_bool",
 ]

@@ -1,4 +1,4 @@
-"""Exact activations and gated products that keep their inputs and nothing else."""
+"""Exact activations and gated products that save their inputs and nothing else."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def activation(
     """h(x), exact; saves ``x`` and nothing else.
 
     Under ``"auto"`` torch's own operator does this where there is one; QuickGELU and squared ReLU are
-    eager Python elsewhere and keep more.
+    eager Python elsewhere and save more.
 
     Args:
         x: ``[...]``, float16, bfloat16, float32 or float64.
@@ -154,7 +154,7 @@ def glu(
 ) -> Tensor:
     """h(gate) * up, exact; saves ``gate`` and ``up`` as they were given and nothing else.
 
-    d_gate = dy * up * h'(gate), d_up = dy * h(gate); one kernel each way. Torch keeps h(gate) too.
+    d_gate = dy * up * h'(gate), d_up = dy * h(gate); one kernel each way. Torch saves h(gate) too.
 
     Args:
         gate: ``[..., F]``; may be a strided view, such as half of a packed projection.

@@ -1,4 +1,4 @@
-"""Norms that keep their output, which the next Linear keeps anyway, instead of their input.
+"""Norms that save their output, which the next Linear saves anyway, instead of their input.
 
 MS-BP (arXiv 2406.16282, section 5): with z = (x - mean) rstd and y = z gamma + bias, backward needs z and
 rstd only, and z = (y - bias) / gamma:
@@ -10,7 +10,7 @@ the input of the Linears behind it. Where gamma may come near 0, z is saved in t
 Linears save the same z (`affine_linear`).
 
 Post-norm models under autocast (BERT) read y in two dtypes: in full by a residual, in low precision by
-Linears, each of which would keep a copy of its own. The norm makes this copy once, and saves it in the place
+Linears, each of which would save a copy of its own. The norm makes this copy once, and saves it in the place
 of y; the gradients of both are added first.
 """
 
@@ -28,7 +28,7 @@ from lowmem_patch.functional import _library, sharded
 from lowmem_patch.functional._checks import check_floating, check_last_dimension
 from lowmem_patch.functional._implementation import Implementation, module, resolve
 
-__all__ = ["ms_layer_norm", "ms_norm", "ms_rms_norm"]
+__all__ = ["ms_layer_norm", "ms_norm", "ms_rms_norm", "save_copy"]
 
 Outputs = tuple[Tensor, Tensor | None, Tensor | None]
 
@@ -120,6 +120,17 @@ _norm_backward = _library.Operator(
 )
 
 
+def save_copy(node: Any, y: Tensor) -> None:
+    """Let a norm's backward read a copy of its output, into which somebody may be about to write unseen.
+
+    Args:
+        node: the ``grad_fn`` of the norm's output, which it saves; any other is left as it is.
+        y: the output, without a gradient.
+    """
+    if getattr(node, "written", True) is None:
+        node.written = y.clone()
+
+
 class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Any:
@@ -147,6 +158,7 @@ class _Norm(torch.autograd.Function):
             # d_bias needs dy alone; the empty tensors stand in for what is not read
             ctx.save_for_backward(y.new_empty(0), rstd.new_empty(0), None, bias)
         ctx.copies = copy_dtype is not None
+        ctx.written = None  # of `save_copy`
         ctx.settings = settings, x.dtype
         ctx.rest = z_dtype is not None, implementation
 
@@ -157,9 +169,11 @@ class _Norm(torch.autograd.Function):
             dy = d_copy if dy is None else torch.add(dy, d_copy)
         if dy is None:
             return (None,) * 8
-        saved = _library.saved_tensors(ctx, "the output of a norm")
+        y, *others = _library.saved_tensors(ctx, "the output of a norm, or its weight or bias,")
+        if ctx.written is not None:
+            y = ctx.written
         needs = ctx.needs_input_grad[:3]
-        found = iter(_norm_backward(dy, *saved, *ctx.settings, needs, *ctx.rest))
+        found = iter(_norm_backward(dy, y, *others, *ctx.settings, needs, *ctx.rest))
         return (*(next(found) if need else None for need in needs), *(None,) * 5)
 
 

@@ -1,6 +1,6 @@
 """The ops on DTensors: made of torch's own, since torch knows of no other op how to shard it.
 
-Values of elementwise ops are recomputed in backward, casts repeated. A norm keeps its input: where that is
+Values of elementwise ops are recomputed in backward, casts repeated. A norm saves its input: where that is
 sharded by the sequence, the Linears behind it read a gathered copy of its output, and share nothing with it.
 """
 

@@ -44,7 +44,7 @@ _KNOWN = frozenset(
 
 
 def use_adapter(layer: nn.Module, lowers: bool) -> None:
-    """Give a LoRA layer a forward that keeps one copy of its input.
+    """Give a LoRA layer a forward that saves one copy of its input.
 
     Args:
         layer: a LoRA layer of a Linear.
@@ -75,8 +75,8 @@ def adds_products(forward: Callable[..., Any]) -> bool:
 
 
 def forward_kept(layer: Any, lowers: bool, *args: Any, **kwargs: Any) -> Any:
-    """The class's forward, on an input of which autograd keeps no copy in another dtype."""
-    # of an input that needs no gradient (the first block's) the adapter would keep a cast as well
+    """The class's forward, on an input of which autograd saves no copy in another dtype."""
+    # of an input that needs no gradient (the first block's) the adapter would save a cast as well
     plain = args and torch.is_grad_enabled() and not is_exporting() and not is_foreign(args[0])
     if plain and args[0].is_floating_point():
         args = (Saved(lowers).of(args[0], passing=True), *args[1:])

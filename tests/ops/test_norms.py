@@ -270,7 +270,9 @@ def test_writing_into_the_saved_output_is_noticed(backend: Backend) -> None:
     y = ours(x, None, None, 0.0, True, backend)
     with torch.no_grad():
         y.mul_(2)
-    with pytest.raises(RuntimeError, match="the output of a norm was written in place"):
+    with pytest.raises(
+        RuntimeError, match="the output of a norm, or its weight or bias, was written in place"
+    ):
         y.sum().backward()
 
 
