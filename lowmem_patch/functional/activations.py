@@ -11,7 +11,7 @@ from lowmem_patch import reference
 from lowmem_patch.constants import ActivationKind
 from lowmem_patch.functional import _library, compiled, sharded
 from lowmem_patch.functional._checks import check_floating, check_kind
-from lowmem_patch.functional._implementation import Implementation, module, resolve
+from lowmem_patch.functional._implementation import Implementation, dispatched, module, resolve
 
 __all__ = ["activation", "activation_gradients", "computed_again", "glu"]
 
@@ -24,13 +24,6 @@ def _activation_forward(x: Tensor, kind: ActivationKind, implementation: str) ->
     return y.contiguous()
 
 
-def _activation_backward(
-    dy: Tensor, x: Tensor, kind: ActivationKind, implementation: str
-) -> Tensor:
-    dx: Tensor = module(implementation).activate_backward(dy, x, kind)
-    return dx.contiguous()
-
-
 _activation = _library.Operator(
     "activation(Tensor x, str kind, str implementation) -> Tensor",
     _activation_forward,
@@ -38,7 +31,7 @@ _activation = _library.Operator(
 )
 _activation_gradient = _library.Operator(
     "activation_backward(Tensor dy, Tensor x, str kind, str implementation) -> Tensor",
-    _activation_backward,
+    lambda *arguments: module(arguments[-1]).activate_backward(*arguments[:-1]).contiguous(),
     lambda dy, x, kind, implementation: x.new_empty(x.shape),
 )
 
@@ -96,33 +89,17 @@ def activation(
     return y
 
 
-def _glu_forward(gate: Tensor, up: Tensor, kind: ActivationKind, implementation: str) -> Tensor:
-    y: Tensor = module(implementation).glu_forward(gate, up, kind)
-    return y
-
-
-def _glu_forward_fake(
-    gate: Tensor, up: Tensor, kind: ActivationKind, implementation: str
-) -> Tensor:
-    return gate.new_empty(gate.shape, dtype=torch.promote_types(gate.dtype, up.dtype))
-
-
-def _glu_backward(
-    dy: Tensor, gate: Tensor, up: Tensor, kind: ActivationKind, implementation: str
-) -> tuple[Tensor, Tensor]:
-    d_gate, d_up = module(implementation).glu_backward(dy, gate, up, kind)
-    return d_gate, d_up
-
-
 _glu = _library.Operator(
     "glu(Tensor gate, Tensor up, str kind, str implementation) -> Tensor",
-    _glu_forward,
-    _glu_forward_fake,
+    dispatched("glu_forward"),
+    lambda gate, up, kind, implementation: gate.new_empty(
+        gate.shape, dtype=torch.promote_types(gate.dtype, up.dtype)
+    ),
 )
 _glu_gradient = _library.Operator(
     "glu_backward(Tensor dy, Tensor gate, Tensor up, str kind, str implementation) "
     "-> (Tensor, Tensor)",
-    _glu_backward,
+    dispatched("glu_backward"),
     lambda dy, gate, up, kind, implementation: (gate.new_empty(gate.shape), up.new_empty(up.shape)),
 )
 
@@ -131,7 +108,8 @@ class _Glu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
         _Glu.save(ctx, arguments)
-        return _glu_forward(*arguments)
+        y: Tensor = _glu.implementation(*arguments)
+        return y
 
     @staticmethod
     def save(ctx: Any, inputs: tuple[Any, ...], output: Any = None) -> None:

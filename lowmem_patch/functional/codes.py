@@ -15,14 +15,9 @@ from lowmem_patch import reference
 from lowmem_patch.constants import CODES_PER_WORD, ActivationKind
 from lowmem_patch.functional import _library, sharded
 from lowmem_patch.functional._checks import check_floating, check_table
-from lowmem_patch.functional._implementation import Implementation, module, resolve
+from lowmem_patch.functional._implementation import Implementation, dispatched, resolve
 
 __all__ = ["codes_activation"]
-
-
-def _forward(x: Tensor, kind: ActivationKind, implementation: str) -> tuple[Tensor, Tensor]:
-    y, codes = module(implementation).codes_forward(x, kind)
-    return y, codes
 
 
 def _forward_fake(x: Tensor, kind: ActivationKind, implementation: str) -> tuple[Tensor, Tensor]:
@@ -30,38 +25,25 @@ def _forward_fake(x: Tensor, kind: ActivationKind, implementation: str) -> tuple
     return x.new_empty(x.shape), x.new_empty(words, dtype=torch.int16)
 
 
-def _backward(
-    dy: Tensor, codes: Tensor, kind: ActivationKind, dtype: torch.dtype, implementation: str
-) -> Tensor:
-    dx: Tensor = module(implementation).codes_backward(dy, codes, kind, dtype)
-    return dx
-
-
-def _backward_fake(
-    dy: Tensor, codes: Tensor, kind: ActivationKind, dtype: torch.dtype, implementation: str
-) -> Tensor:
-    return dy.new_empty(dy.shape, dtype=dtype)
-
-
 _codes = _library.Operator(
     "codes_activation(Tensor x, str kind, str implementation) -> (Tensor, Tensor)",
-    _forward,
+    dispatched("codes_forward"),
     _forward_fake,
 )
 _codes_backward = _library.Operator(
     "codes_activation_backward(Tensor dy, Tensor codes, str kind, ScalarType dtype, "
     "str implementation) -> Tensor",
-    _backward,
-    _backward_fake,
+    dispatched("codes_backward"),
+    lambda dy, codes, kind, dtype, implementation: dy.new_empty(dy.shape, dtype=dtype),
 )
 
 
 class _CodesActivation(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> Tensor:
-        output = _forward(*arguments)
-        _CodesActivation.save(ctx, arguments, output)
-        return output[0]
+    def forward(ctx: Any, *arguments: Any) -> Any:
+        y, codes = _codes.implementation(*arguments)
+        _CodesActivation.save(ctx, arguments, (y, codes))
+        return y
 
     @staticmethod
     def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -119,19 +119,8 @@ def _forward(
     return linear_forward(hidden, weight, bias, adapter, compute_dtype, implementation)
 
 
-def _forward_fake(
-    hidden: Tensor,
-    source: Tensor,
-    up: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    lora_A: Tensor | None,
-    lora_B: Tensor | None,
-    scale: float,
-    kind: str,
-    compute_dtype: torch.dtype,
-    implementation: str,
-) -> tuple[Tensor, Tensor | None]:
+def _forward_fake(hidden: Tensor, *rest: Any) -> tuple[Tensor, Tensor | None]:
+    _, _, weight, _, lora_A, *_, compute_dtype, _ = rest
     y = hidden.new_empty((*hidden.shape[:-1], weight.shape[0]), dtype=compute_dtype)
     if lora_A is None:
         return y, None
@@ -241,19 +230,8 @@ def linear_backward(
     return gradients
 
 
-def _backward_fake(
-    dy: Tensor,
-    source: Any,
-    up: Tensor | None,
-    weight: Any,
-    lora_A: Tensor | None,
-    lora_B: Any,
-    low: Any,
-    scale: float,
-    kind: str,
-    needs: Sequence[bool],
-    implementation: str,
-) -> list[Tensor]:
+def _backward_fake(dy: Tensor, *rest: Any) -> list[Tensor]:
+    source, up, weight, _, lora_B, _, _, kind, needs, _ = rest
     needs_input, *needs_weights = needs
     gradients = []
     if needs_input and kind == IDENTITY:

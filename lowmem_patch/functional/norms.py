@@ -16,7 +16,6 @@ of y; the gradients of both are added first.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -49,54 +48,24 @@ def _forward(
 
 
 def _forward_fake(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    settings: NormSettings,
-    out_dtype: torch.dtype,
-    copy_dtype: torch.dtype | None,
-    z_dtype: torch.dtype | None,
-    implementation: str,
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
+    x: Tensor, *rest: Any
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor]:
+    *_, out_dtype, copy_dtype, z_dtype, _ = rest
     y, copy, z = (
         None if dtype is None else x.new_empty(x.shape, dtype=dtype)
         for dtype in (out_dtype, copy_dtype, z_dtype)
     )
-    assert y is not None
     rstd_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     return y, copy, z, x.new_empty(x.shape[:-1], dtype=rstd_dtype)
 
 
-def _backward(
-    dy: Tensor,
-    y: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    settings: NormSettings,
-    input_dtype: torch.dtype,
-    needs: Sequence[bool],
-    normalized: bool,
-    implementation: str,
-) -> list[Tensor]:
-    gradients = module(implementation).norm_backward(
-        dy, y, rstd, weight, bias, settings, input_dtype, needs, normalized
-    )
+def _backward(*arguments: Any) -> list[Tensor]:
+    gradients = module(arguments[-1]).norm_backward(*arguments[:-1])
     return [gradient for gradient in gradients if gradient is not None]
 
 
-def _backward_fake(
-    dy: Tensor,
-    y: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    settings: NormSettings,
-    input_dtype: torch.dtype,
-    needs: Sequence[bool],
-    normalized: bool,
-    implementation: str,
-) -> list[Tensor]:
+def _backward_fake(dy: Tensor, *rest: Any) -> list[Tensor]:
+    _, _, weight, bias, _, input_dtype, needs, *_ = rest
     gradients = [dy.new_empty(dy.shape, dtype=input_dtype)] if needs[0] else []
     vectors = zip((weight, bias), needs[1:], strict=True)
     return gradients + [torch.empty_like(v) for v, need in vectors if need and v is not None]

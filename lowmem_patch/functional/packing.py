@@ -10,19 +10,14 @@ from torch import Tensor
 
 from lowmem_patch import reference
 from lowmem_patch.functional import _library
-from lowmem_patch.functional._implementation import Implementation, module, resolve
+from lowmem_patch.functional._implementation import Implementation, dispatched, resolve
 
 __all__ = ["pack_bool", "unpack_bool"]
 
 
-def _pack_forward(mask: Tensor, implementation: str) -> Tensor:
-    bits: Tensor = module(implementation).pack_bool(mask)
-    return bits
-
-
 _pack = _library.Operator(
     "pack_bool(Tensor mask, str implementation) -> Tensor",
-    _pack_forward,
+    dispatched("pack_bool"),
     lambda mask, implementation: mask.new_empty((mask.numel() + 7) // 8, dtype=torch.uint8),
 )
 

@@ -7,7 +7,6 @@ and sin, as in the framework's own formula, which takes five passes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,39 +14,15 @@ from torch import Tensor
 
 from lowmem_patch.functional import _library
 from lowmem_patch.functional._checks import check_floating
-from lowmem_patch.functional._implementation import Implementation, module, resolve
+from lowmem_patch.functional._implementation import Implementation, dispatched, resolve
 
 __all__ = ["rotary_embedding"]
 
 _OPERATOR = "rotary_embedding"
 
 
-def _rotate(
-    x: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    heads_dim: int,
-    transposed: bool,
-    strides: Sequence[int] | None,
-    out_dtype: torch.dtype,
-    implementation: str,
-) -> Tensor:
-    y: Tensor = module(implementation).rotate(
-        x, cos, sin, heads_dim, transposed, strides, out_dtype
-    )
-    return y
-
-
-def _rotate_fake(
-    x: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    heads_dim: int,
-    transposed: bool,
-    strides: Sequence[int] | None,
-    out_dtype: torch.dtype,
-    implementation: str,
-) -> Tensor:
+def _rotate_fake(x: Tensor, *rest: Any) -> Tensor:
+    *_, strides, out_dtype, _ = rest
     if strides is None:
         return torch.empty_like(x, dtype=out_dtype)
     return torch.empty_strided(x.shape, strides, dtype=out_dtype, device=x.device)
@@ -56,7 +31,7 @@ def _rotate_fake(
 _rotary = _library.Operator(
     "rotary(Tensor x, Tensor cos, Tensor sin, int heads_dim, bool transposed, SymInt[]? strides, "
     "ScalarType out_dtype, str implementation) -> Tensor",
-    _rotate,
+    dispatched("rotate"),
     _rotate_fake,
 )
 
@@ -64,7 +39,7 @@ _rotary = _library.Operator(
 class _Rotary(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
-        y = _rotate(*arguments)
+        y: Tensor = _rotary.implementation(*arguments)
         _Rotary.save(ctx, arguments, y)
         return y
 
