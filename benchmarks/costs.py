@@ -13,12 +13,12 @@ from torch import Tensor
 from lowmem_patch.functional import (
     LowRank,
     activation_linear,
+    codes_activation,
     glu,
-    kept_linear,
-    kept_matmul,
     ms_layer_norm,
     ms_rms_norm,
-    regelu2,
+    recast_linear,
+    recast_matmul,
 )
 
 EPS = 1e-5
@@ -56,16 +56,16 @@ def lora_calls(rows: int, columns: int, outputs: int) -> dict[str, tuple[Call, C
     dy = tensor(rows, outputs)
 
     def eager() -> Tensor:
-        low = F.linear(x, adapter.down)
-        return F.linear(x, weight) + F.linear(low, adapter.up) * adapter.scale
+        low = F.linear(x, adapter.lora_A)
+        return F.linear(x, weight) + F.linear(low, adapter.lora_B) * adapter.scale
 
     forwards: dict[str, tuple[Callable[[], Tensor], list[Tensor]]] = {
         "plain": (lambda: F.linear(x, weight), [x]),
         "ours": (
-            lambda: kept_linear(x, weight, None, DTYPE, adapter),
-            [x, adapter.down, adapter.up],
+            lambda: recast_linear(x, weight, None, DTYPE, adapter),
+            [x, adapter.lora_A, adapter.lora_B],
         ),
-        "eager": (eager, [x, adapter.down, adapter.up]),
+        "eager": (eager, [x, adapter.lora_A, adapter.lora_B]),
     }
     calls = {}
     for by, (forward, wanted) in forwards.items():
@@ -117,14 +117,14 @@ def launch_costs() -> list[dict[str, Any]]:
             lambda: F.layer_norm(x, size, frozen, shift, EPS),
         ],
         "rms_norm": [lambda: ms_rms_norm(x, EPS, weight), lambda: F.rms_norm(x, size, weight, EPS)],
-        "gelu -> 2 bits": [lambda: regelu2(x), lambda: F.gelu(x)],
+        "gelu -> 2 bits": [lambda: codes_activation(x, "gelu"), lambda: F.gelu(x)],
         "silu * up": [lambda: glu(x, up, "silu"), lambda: F.silu(x) * up],
     }
     apply: Any = _Nothing.apply
     ops["nothing (layer_norm)"] = [lambda: apply(x, weight, bias), ops["layer_norm"][1]]
     ops["layer_norm (folded)"] = [lambda: ms_layer_norm(x, EPS), ops["layer_norm (frozen)"][1]]
     matrix = tensor(columns, columns, grad=True)
-    base, down, raised = (
+    base, lora_A, lora_B = (
         matrix.detach(),
         tensor(16, columns, grad=True),
         tensor(columns, 16, grad=True),
@@ -140,14 +140,14 @@ def launch_costs() -> list[dict[str, Any]]:
         lambda: F.linear(F.silu(x) * up, matrix),
     ]
     ops["LoRA Linear"] = [
-        lambda: kept_linear(x, base, None, DTYPE, LowRank(down, raised, 2.0)),
-        lambda: F.linear(x, base) + F.linear(F.linear(x, down), raised) * 2.0,
+        lambda: recast_linear(x, base, None, DTYPE, LowRank(lora_A, lora_B, 2.0)),
+        lambda: F.linear(x, base) + F.linear(F.linear(x, lora_A), lora_B) * 2.0,
     ]
     ops["matmul of a wide matrix"] = [
-        lambda: kept_matmul(square, x, DTYPE),
+        lambda: recast_matmul(square, x, DTYPE),
         lambda: square.to(DTYPE) @ x,
     ]
-    leaves = (x, up, weight, bias, matrix, down, raised, square)
+    leaves = (x, up, weight, bias, matrix, lora_A, lora_B, square)
 
     def step(call: Callable[[], Tensor]) -> None:
         call().backward(dy)

@@ -33,7 +33,7 @@ from timing import DTYPE, Call, Timer, tensor
 from torch import Tensor
 
 from lowmem_patch import kernels
-from lowmem_patch.functional import unbind_permuted
+from lowmem_patch.functional import NormSettings, unbind_permuted
 
 NORM_SHAPES = ((32768, 4096), (16384, 8192), (8192, 16384), (50432, 768), (12608, 768))
 # under autocast: x and dx float32, y and dy bfloat16
@@ -114,16 +114,15 @@ def our_norm_cases(shape: tuple[int, int], centered: bool, wide: torch.dtype) ->
     backward_bytes = rows * (columns * (element + DTYPE.itemsize) + 4)
     weight, bias = tensor(columns, dtype=wide), tensor(columns, dtype=wide)
     affine = (weight, bias if centered else None)
+    settings = NormSettings(EPS, centered=centered)
     xs = [tensor(*shape, dtype=wide) for _ in input_sets(rows * columns * 2)]
     for name, vectors in (("", affine), (" (folded)", (None, None))):
         calls = [
-            lambda x=x, vectors=vectors: kernels.norm_forward(
-                x, *vectors, EPS, 0.0, centered, DTYPE
-            )
+            lambda x=x, vectors=vectors: kernels.norm_forward(x, *vectors, settings, DTYPE)
             for x in xs
         ]
         yield Case(f"{op} forward{name}", shape, "ours", forward_bytes, calls)
-    saved = [(tensor(*shape), *call()) for call in calls]
+    saved = [(tensor(*shape), *call()[:2]) for call in calls]
     for name, vectors, needs in (
         ("", affine, (True, True, centered)),
         (" (frozen)", affine, (True, False, False)),
@@ -131,7 +130,7 @@ def our_norm_cases(shape: tuple[int, int], centered: bool, wide: torch.dtype) ->
     ):
         calls = [
             lambda s=s, vectors=vectors, needs=needs: kernels.norm_backward(
-                *s, *vectors, 0.0, centered, wide, *needs
+                *s, *vectors, settings, wide, needs
             )
             for s in saved
         ]

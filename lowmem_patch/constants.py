@@ -1,4 +1,4 @@
-"""Numbers that several layers need: the activations and their step tables. The only copy.
+"""Data that several layers need: a norm's settings, the activations and their step tables. The only copy.
 
 A codes activation runs the framework's function forward and, backward, the derivative of
 
@@ -22,9 +22,10 @@ relu_squared(x) = relu(x)^2 has no table: its derivative has no bound that four 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, Literal, get_args
+from typing import Final, Literal, NamedTuple, get_args
 
 import torch
+from torch import Tensor
 
 __all__ = [
     "ACTIVATION_KINDS",
@@ -34,6 +35,7 @@ __all__ = [
     "TANH_CUBIC",
     "TANH_SCALE",
     "ActivationKind",
+    "NormSettings",
     "StepTable",
     "padded_rank",
 ]
@@ -88,6 +90,35 @@ STEP_TABLES: Final[dict[ActivationKind, StepTable]] = {
     "silu": _SILU,
     "quick_gelu": _SILU.scaled(QUICK_GELU_SCALE),
 }
+
+
+class NormSettings(NamedTuple):
+    """What a norm computes over the last dimension, made once for each module.
+
+        z = (x - mean) / sqrt(variance + eps),    y = z gamma + bias,    gamma = weight + weight_offset
+
+    Attributes:
+        eps: added to the variance (mean square).
+        weight_offset: 1.0 where the norm multiplies by (1 + weight), else 0.0.
+        centered: the mean is subtracted (LayerNorm) or not (RMSNorm).
+    """
+
+    eps: float
+    weight_offset: float = 0.0
+    centered: bool = True
+
+    @property
+    def identity_weight(self) -> float:
+        """The weight whose gamma is 1."""
+        return 1.0 - self.weight_offset
+
+    def gamma_of(self, weight: Tensor) -> Tensor:
+        """The factor of z, in the dtype of ``weight``; ``weight`` itself where that is the factor."""
+        return weight + self.weight_offset if self.weight_offset else weight
+
+    def weight_of(self, gamma: Tensor) -> Tensor:
+        """The inverse of `gamma_of`."""
+        return gamma - self.weight_offset if self.weight_offset else gamma
 
 
 def padded_rank(rank: int, dtype: torch.dtype) -> int:

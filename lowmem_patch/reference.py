@@ -1,7 +1,8 @@
 """Every op in eager torch: any device, float64-capable; the oracle of the tests and the fallback.
 
 Functions take and return tensors only: no autograd, no choice of implementation. The module
-`lowmem_patch.kernels` has the same functions with the same signatures. Arithmetic is float64 for
+`lowmem_patch.kernels` has the same functions with the same signatures, and tests compare the two; so these
+stand together, and not in the files of the ops, which decide what is saved. Arithmetic is float64 for
 float64 tensors and float32 otherwise; each result is rounded once, to its own dtype.
 """
 
@@ -19,6 +20,7 @@ from lowmem_patch.constants import (
     QUICK_GELU_SCALE,
     STEP_TABLES,
     ActivationKind,
+    NormSettings,
     padded_rank,
 )
 
@@ -33,9 +35,9 @@ __all__ = [
     "drop",
     "glu_backward",
     "glu_forward",
+    "norm",
     "norm_backward",
     "norm_forward",
-    "normalised",
     "pack_bool",
     "rotate",
     "unpack_bool",
@@ -144,9 +146,9 @@ def glu_backward(
     ``hidden``, where given, is overwritten with h(gate) * up; it may be ``dy`` itself.
     """
     dtype = _arithmetic_dtype(torch.promote_types(gate.dtype, up.dtype))
-    wide_dy, wide_gate = dy.to(dtype), gate.to(dtype)
-    d_gate = activate_backward(wide_dy * up.to(dtype), wide_gate, kind).to(gate.dtype)
-    d_up = (wide_dy * activate(wide_gate, kind)).to(up.dtype)
+    d_y, x = dy.to(dtype), gate.to(dtype)
+    d_gate = activate_backward(d_y * up.to(dtype), x, kind).to(gate.dtype)
+    d_up = (d_y * activate(x, kind)).to(up.dtype)
     if hidden is not None:
         hidden.copy_(activate(gate, kind) * up)
     return d_gate.contiguous(), d_up.contiguous()
@@ -156,68 +158,70 @@ def norm_forward(
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
-    eps: float,
-    weight_offset: float,
-    centered: bool,
+    settings: NormSettings,
     out_dtype: torch.dtype,
     z_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """y = z (weight + weight_offset) + bias with z = (x - mean) rstd over the last dimension.
+    """y = z gamma + bias over the last dimension, with z and gamma as `NormSettings` says.
 
     Args:
         x: ``[..., N]``.
         weight: ``[N]`` or None for no factor at all.
         bias: ``[N]`` or None.
-        eps: added to the variance.
-        weight_offset: 1 for norms that multiply by (1 + w).
-        centered: subtract the mean (LayerNorm) or not (RMSNorm).
+        settings: of the norm.
         out_dtype: dtype of y.
         z_dtype: dtype of z, None where it is not asked for.
 
     Returns:
         y ``[..., N]``, contiguous; rstd ``[...]`` in float32 (float64 for a float64 x); z like y, or None.
     """
-    z, rstd = normalised(x, None, None, eps, 0.0, centered, _arithmetic_dtype(x.dtype))
-    y = affine(z, weight, bias, weight_offset, out_dtype)
-    kept = None if z_dtype is None else cast(z, z_dtype).contiguous()
-    return y, rstd.squeeze(-1).contiguous(), kept
+    z, rstd = _normalized(x, settings)
+    y = affine(z, weight, bias, settings, out_dtype)
+    return (
+        y,
+        rstd.squeeze(-1).contiguous(),
+        None if z_dtype is None else cast(z, z_dtype).contiguous(),
+    )
 
 
-def affine(
-    z: Tensor, weight: Tensor | None, bias: Tensor | None, offset: float, dtype: torch.dtype
-) -> Tensor:
-    """z (weight + offset) + bias over the last dimension, contiguous, in ``dtype``."""
-    y = cast(z, _arithmetic_dtype(z.dtype))
-    if weight is not None:
-        gamma = cast(weight, y.dtype)
-        y = y * (gamma + offset if offset else gamma)
-    if bias is not None:
-        y = y + cast(bias, y.dtype)
-    return cast(y, dtype).contiguous()
-
-
-def normalised(
+def norm(
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
-    eps: float,
-    weight_offset: float,
-    centered: bool,
+    settings: NormSettings,
     out_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """The formula of `norm_forward`, in whatever strides; rstd ``[..., 1]``."""
-    dtype = _arithmetic_dtype(x.dtype)
-    wide = cast(x, dtype)
-    if centered:
-        wide = wide - wide.mean(-1, keepdim=True)
-    rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    y = wide * rstd
-    if weight is not None:
-        gamma = cast(weight, dtype)
-        y = y * (gamma + weight_offset if weight_offset else gamma)
-    if bias is not None:
-        y = y + cast(bias, dtype)
-    return cast(y, out_dtype), rstd
+    """y of `norm_forward`, in whatever strides, and rstd ``[..., 1]``."""
+    z, rstd = _normalized(x, settings)
+    return cast(_affine(z, weight, bias, settings), out_dtype), rstd
+
+
+def affine(
+    z: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    settings: NormSettings,
+    dtype: torch.dtype,
+) -> Tensor:
+    """z gamma + bias over the last dimension, contiguous, in ``dtype``."""
+    y = _affine(cast(z, _arithmetic_dtype(z.dtype)), weight, bias, settings)
+    return cast(y, dtype).contiguous()
+
+
+def _affine(
+    z: Tensor, weight: Tensor | None, bias: Tensor | None, settings: NormSettings
+) -> Tensor:
+    y = z if weight is None else z * settings.gamma_of(cast(weight, z.dtype))
+    return y if bias is None else y + cast(bias, z.dtype)
+
+
+def _normalized(x: Tensor, settings: NormSettings) -> tuple[Tensor, Tensor]:
+    """z ``[..., N]`` and rstd ``[..., 1]``, in the dtype of the arithmetic."""
+    x = cast(x, _arithmetic_dtype(x.dtype))
+    if settings.centered:
+        x = x - x.mean(-1, keepdim=True)
+    rstd = torch.rsqrt(x.square().mean(-1, keepdim=True) + settings.eps)
+    return x * rstd, rstd
 
 
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -232,45 +236,45 @@ def norm_backward(
     rstd: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
-    weight_offset: float,
-    centered: bool,
+    settings: NormSettings,
     input_dtype: torch.dtype,
-    needs_input: bool,
-    needs_weight: bool,
-    needs_bias: bool,
+    needs: Sequence[bool],
     normalized: bool = False,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of `norm_forward` from its output, or from z (``normalized``) in the place of y.
 
-    gamma = weight + weight_offset, z = (y - bias) / gamma, g = dy gamma:
+    z = (y - bias) / gamma, g = dy gamma:
     dx = rstd (g - mean(g) - z mean(g z)), without mean(g) when not centered;
     d_weight = sum over rows of dy z; d_bias = sum over rows of dy.
     Where gamma is exactly 0, z cannot be recovered and 0 is used in its place.
     Saved: y, rstd, weight, bias; x is not needed.
+
+    Args:
+        needs: which of the gradients of x, weight and bias are asked for.
     """
-    dtype = rstd.dtype
-    size = dy.shape[-1]
-    wide_dy = dy.to(dtype)
+    needs_input, needs_weight, needs_bias = needs
+    dtype, size = rstd.dtype, dy.shape[-1]
+    dy = dy.to(dtype)
     dx = d_weight = d_bias = None
     if needs_bias and bias is not None:
-        d_bias = wide_dy.reshape(-1, size).sum(0).to(bias.dtype)
+        d_bias = dy.reshape(-1, size).sum(0).to(bias.dtype)
     if not (needs_input or needs_weight):
         return dx, d_weight, d_bias
-    g, z = wide_dy, y.to(dtype)
+    g, z = dy, y.to(dtype)
     if bias is not None and not normalized:
         z = z - bias.to(dtype)
     if weight is not None:
-        gamma = weight.to(dtype) + weight_offset
+        gamma = settings.gamma_of(weight.to(dtype))
         if not normalized:
             z = torch.where(gamma == 0, 0.0, z / gamma)
         g = g * gamma
     if needs_input:
         dx = g - z * (g * z).mean(-1, keepdim=True)
-        if centered:
+        if settings.centered:
             dx = dx - g.mean(-1, keepdim=True)
         dx = (dx * rstd.unsqueeze(-1)).to(input_dtype).contiguous()
     if needs_weight and weight is not None:
-        d_weight = (wide_dy * z).reshape(-1, size).sum(0).to(weight.dtype)
+        d_weight = (dy * z).reshape(-1, size).sum(0).to(weight.dtype)
     return dx, d_weight, d_bias
 
 
@@ -336,11 +340,11 @@ def rotate(
         y = torch.empty_strided(x.shape, strides, dtype=out_dtype, device=x.device)
     size, partial = cos.shape[-1], cos.shape[-1] < x.shape[-1]
     x_turning, y_turning = (x[..., :size], y[..., :size]) if partial else (x, y)
-    wide = cast(x_turning, dtype)
+    operand = cast(x_turning, dtype)
     cos, sin = (cast(angles.unsqueeze(heads_dim), dtype) for angles in (cos, sin))
     # in place where no rounding comes behind
-    turned = torch.mul(wide, cos, out=y_turning) if out_dtype == dtype else wide * cos
-    (x1, x2), (y1, y2), (s1, s2) = (t.chunk(2, -1) for t in (wide, turned, sin))
+    turned = torch.mul(operand, cos, out=y_turning) if out_dtype == dtype else operand * cos
+    (x1, x2), (y1, y2), (s1, s2) = (t.chunk(2, -1) for t in (operand, turned, sin))
     y1.addcmul_(x2, s2 if transposed else s1, value=1 if transposed else -1)
     y2.addcmul_(x1, s1 if transposed else s2, value=-1 if transposed else 1)
     if turned is not y_turning:
@@ -350,14 +354,14 @@ def rotate(
     return y
 
 
-def adapter_weights(down: Tensor, raised: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def adapter_weights(lora_A: Tensor, lora_B: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Both weights of a low-rank adapter in ``dtype``, their rank padded with zeros (`padded_rank`).
 
     Args:
-        down: A, ``[r, F]``.
-        raised: B, ``[O, r]``.
+        lora_A: ``[r, F]``.
+        lora_B: ``[O, r]``.
         dtype: of the results, ``[R, F]`` and ``[O, R]``.
     """
-    more = padded_rank(down.shape[0], dtype) - down.shape[0]
-    down, raised = cast(down, dtype), cast(raised, dtype)
-    return (F.pad(down, (0, 0, 0, more)), F.pad(raised, (0, more))) if more else (down, raised)
+    more = padded_rank(lora_A.shape[0], dtype) - lora_A.shape[0]
+    lora_A, lora_B = cast(lora_A, dtype), cast(lora_B, dtype)
+    return (F.pad(lora_A, (0, 0, 0, more)), F.pad(lora_B, (0, more))) if more else (lora_A, lora_B)

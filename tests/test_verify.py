@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lowmem_patch.api import patch_model, patch_report
 from lowmem_patch.checkpoint import load_model, resolve
+from lowmem_patch.constants import NormSettings
 from lowmem_patch.errors import CheckpointError, ConfigError, TraceError
 from lowmem_patch.strategies.fold_weights import FoldStep, fold_tensors
 from lowmem_patch.tracing.consumers import LinearRef
@@ -78,7 +79,7 @@ def test_gradients_are_mapped_back_exactly(
             original[f"{name}.bias"].detach() if with_bias else None,
             gamma.detach(),
             original["norm.bias"].detach() if with_bias else None,
-            offset,
+            NormSettings(0.0, offset),
         )
         folded[f"{name}.weight"] = weight.requires_grad_()
         if bias is not None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lowmem_patch.checkpoint.weights import Weights
+from lowmem_patch.constants import NormSettings
 from lowmem_patch.errors import CheckpointError
 from lowmem_patch.strategies.fold_weights import FoldStep, fold_tensors, identity_affine
 
@@ -30,7 +31,7 @@ def stored_affine(
 
 def fold_refusal(step: FoldStep, gamma: Tensor | None, beta: Tensor | None) -> str | None:
     """Why the stored values cannot be folded, or None."""
-    if identity_affine(gamma, beta, step.weight_offset):
+    if identity_affine(gamma, beta, step.settings):
         return "already an identity"
     if beta is None or not bool((beta != 0).any()):
         return None
@@ -61,11 +62,11 @@ def fold_edits(
     for step in steps:
         gamma, beta = stored_affine(step, names, weights)
         if step.weight is not None:
-            add(step.weight, partial(torch.full_like, fill_value=1.0 - step.weight_offset))
+            add(step.weight, partial(torch.full_like, fill_value=step.settings.identity_weight))
         if step.bias is not None:
             add(step.bias, torch.zeros_like)
         for linear in step.linears:
-            add(linear.weight, partial(_fold_weight, gamma, step.weight_offset, linear.transposed))
+            add(linear.weight, partial(_fold_weight, gamma, step.settings, linear.transposed))
             if linear.bias is not None and beta is not None:
                 read = partial(weights.read, names[linear.weight])
                 add(linear.bias, partial(_fold_bias, beta, read, linear.transposed))
@@ -73,9 +74,9 @@ def fold_edits(
 
 
 def _fold_weight(
-    gamma: Tensor | None, weight_offset: float, transposed: bool, weight: Tensor
+    gamma: Tensor | None, settings: NormSettings, transposed: bool, weight: Tensor
 ) -> Tensor:
-    return fold_tensors(weight.double(), None, gamma, None, weight_offset, transposed=transposed)[0]
+    return fold_tensors(weight.double(), None, gamma, None, settings, transposed=transposed)[0]
 
 
 def _fold_bias(

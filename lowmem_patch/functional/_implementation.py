@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import warnings
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from lowmem_patch import reference
 
-__all__ = ["Implementation", "module", "resolve"]
+__all__ = ["Implementation", "dispatched", "module", "resolve"]
 
 Implementation = Literal["auto", "triton", "reference"]
 
@@ -89,3 +90,12 @@ def module(implementation: str) -> Any:
 
         _kernels = kernels
     return _kernels
+
+
+def dispatched(name: str) -> Callable[..., Any]:
+    """The function of this name, of the implementation that is given as its last argument."""
+
+    def run(*arguments: Any) -> Any:
+        return getattr(module(arguments[-1]), name)(*arguments[:-1])
+
+    return run

@@ -4,7 +4,7 @@ Each op is one torch.library operator, opaque to torch.compile: its tracers see 
 tensors that its autograd formula saves, so no partitioner turns a recompute back into a save. In
 eager mode the formula (a `torch.autograd.Function`) is applied directly and calls the implementation
 directly (`is_eager`): small models are bound by Python, and each pass through the dispatcher costs as
-much as a small kernel. Both ways run the same Function.
+much as a small kernel. Both ways save and differentiate by the same functions.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.library import Library, register_fake
+from torch.library import Library, register_autograd, register_fake
 
+from lowmem_patch.constants import NormSettings
 from lowmem_patch.errors import DoubleBackwardError
 
 __all__ = [
-    "attach_autograd",
-    "below_autograd",
-    "define",
+    "Operator",
     "first_order",
+    "in_compiler",
     "in_forward_mode",
     "is_eager",
     "is_exporting",
@@ -41,8 +41,14 @@ _NAMESPACE = "lowmem_patch"
 _make_library: Any = Library
 _library: Any = _make_library(_NAMESPACE, "DEF")
 
-# the arguments of an operator, where no tensor is of a subclass that would want to see the operator
-_PLAIN = {Tensor, torch.nn.Parameter, type(None), bool, int, float, str, torch.dtype}
+# the arguments of an op, where no tensor is of a subclass that would want to see the operator; in a tuple or
+# list no op takes tensors
+_PLAIN = {
+    Tensor, torch.nn.Parameter, NormSettings, type(None), bool, int, float, str, tuple, list, torch.dtype,
+}  # fmt: skip
+
+# whether a compiler traces what runs: the one place where torch is asked
+in_compiler = torch.compiler.is_compiling
 
 
 class without_autocast:
@@ -64,69 +70,112 @@ class without_autocast:
             torch.set_autocast_enabled(self._device, True)
 
 
-# what torch.library itself wraps around the forward of an op with an autograd formula
-below_autograd = torch._C._AutoDispatchBelowAutograd
+class Operator:
+    """One op: called directly where nobody but autograd looks on, elsewhere as an operator of torch.library.
 
-
-def define(schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-    """Register ``lowmem_patch::<schema>`` and return its overload.
+    Calling it computes the results without a gradient; `differentiable` gives the call with one.
 
     Args:
         schema: ``name(arguments) -> results`` without default values.
-        implementation: computes it, on every backend.
-        fake: gives results of the right shape, dtype and strides from fake tensors.
-    """
-    name = schema.partition("(")[0]
-    _library.define(schema)
-    _library.impl(name, implementation, "CompositeExplicitAutograd")
-    register_fake(f"{_NAMESPACE}::{name}", fake, lib=_library)
-    return getattr(torch.ops.lowmem_patch, name).default
-
-
-def attach_autograd(op: Any, function: Any, outputs: int = 1) -> Callable[..., Any]:
-    """Register ``function`` as autograd formula of ``op``; return the leanest differentiable call.
-
-    ``function`` is a `torch.autograd.Function` whose forward takes ``direct`` and the arguments of
-    ``op``. Where ``direct`` is false it calls ``op`` inside `below_autograd` and returns what ``op``
-    returns; where it is true it calls the implementation and returns the first ``outputs`` results.
-
-    Args:
-        op: the operator, as `define` returned it.
-        function: its formula.
-        outputs: how many results callers see; the others are kept for backward alone.
-
-    Returns:
-        a function of the arguments of ``op`` that returns its first ``outputs`` results.
+        implementation: computes it, on every backend; None in the place of an absent result, which the
+            operator gives as an empty tensor.
+        fake: the same from fake tensors: results of the right shape, dtype and strides.
+        settings: the place of a `NormSettings` among the arguments of both. Operators take no tuple: the
+            schema has its fields there.
     """
 
-    def autograd_kernel(_keyset: Any, *args: Any) -> Any:
-        if wants_gradient(*args):
-            return function.apply(False, *args)
-        with below_autograd():
-            return op(*args)
+    def __init__(
+        self,
+        schema: str,
+        implementation: Callable[..., Any],
+        fake: Callable[..., Any],
+        settings: int | None = None,
+    ) -> None:
+        self.name = schema.partition("(")[0]
+        self.implementation = implementation
+        self._settings = settings
+        _library.define(schema)
+        _library.impl(self.name, self._of_fields(implementation), "CompositeExplicitAutograd")
+        register_fake(f"{_NAMESPACE}::{self.name}", self._of_fields(fake), lib=_library)
+        self._overload = getattr(torch.ops.lowmem_patch, self.name).default
 
-    _library.impl(op._schema.name.partition("::")[2], autograd_kernel, "Autograd", with_keyset=True)
-    # Function.apply without its search for torch.func's wrappers, which `call` refuses
-    apply = super(torch.autograd.Function, function).apply
+    def __call__(self, *args: Any) -> Any:
+        return self.implementation(*args) if is_eager(*args) else self.traced(*args)
 
-    def first(results: Any) -> Any:
-        if not isinstance(results, tuple):
+    def traced(self, *args: Any) -> Any:
+        """The operator, of the same arguments; absent results are empty tensors."""
+        if self._settings is not None:
+            place = self._settings
+            args = (*args[:place], *args[place], *args[place + 1 :])
+        return self._overload(*args)
+
+    def differentiable(
+        self, function: Any, outputs: int = 1, with_gradient: int = 1
+    ) -> Callable[..., Any]:
+        """Register ``function`` as the autograd formula; return the leanest differentiable call.
+
+        Args:
+            function: a `torch.autograd.Function` of the arguments of the implementation, which calls it.
+                Its ``save(ctx, inputs, output)`` is what `torch.library.register_autograd` calls
+                ``setup_context``; its backward gives one gradient for each argument.
+            outputs: how many results the call returns; the others are saved for backward alone.
+            with_gradient: how many of them have one.
+        """
+
+        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+            if isinstance(output, tuple):
+                # without this, backward would be handed zeros of the size of each
+                ctx.set_materialize_grads(False)
+                ctx.mark_non_differentiable(*output[with_gradient:])
+            function.save(ctx, self._with_settings(inputs), output)
+
+        def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+            found = function.backward(ctx, *gradients)
+            more = 0 if self._settings is None else len(NormSettings._fields) - 1
+            return (*found, *(None,) * more)  # settings stand behind all that is differentiable
+
+        register_autograd(self._overload, backward, setup_context=setup_context, lib=_library)
+        # Function.apply without its search for torch.func's wrappers, which `call` refuses
+        base: Any = super(torch.autograd.Function, function)
+        apply = base.apply
+
+        def visible(results: Any) -> Any:
+            if not isinstance(results, tuple):
+                return results
+            return results[0] if outputs == 1 else results[:outputs]
+
+        def call(*args: Any) -> Any:
+            if in_compiler():
+                return visible(self.traced(*args))
+            if torch._C._are_functorch_transforms_active():
+                raise RuntimeError(
+                    f"{self._overload} does not compose with torch.func.grad and its relatives; use "
+                    "torch.autograd, or leave this module unpatched"
+                )
+            # a Function refuses forward mode, of which an operator knows nothing
+            if is_eager(*args) or in_forward_mode():
+                return apply(*args)
+            return visible(self.traced(*args))
+
+        return call
+
+    def _with_settings(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        place = self._settings
+        if place is None:
+            return args
+        end = place + len(NormSettings._fields)
+        return (*args[:place], NormSettings(*args[place:end]), *args[end:])
+
+    def _of_fields(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """``function`` with the arguments and results of the operator."""
+
+        def of_fields(*args: Any) -> Any:
+            results = function(*self._with_settings(args))
+            if isinstance(results, tuple):
+                return tuple(results[0].new_empty(0) if r is None else r for r in results)
             return results
-        return results[0] if outputs == 1 else results[:outputs]
 
-    def call(*args: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return first(op(*args))
-        if torch._C._are_functorch_transforms_active():
-            raise RuntimeError(
-                f"{op} does not compose with torch.func.grad and its relatives; use torch.autograd, "
-                "or leave this module unpatched"
-            )
-        if is_eager(*args):
-            return apply(True, *args)
-        return first(function.apply(False, *args))
-
-    return call
+        return of_fields
 
 
 def is_eager(*args: Any) -> bool:
@@ -135,11 +184,7 @@ def is_eager(*args: Any) -> bool:
     False while a compiler or tracer runs, under a dispatch mode (fake tensors, counters), and for
     tensor subclasses.
     """
-    if (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._is_tracing()
-    ):
+    if in_compiler() or torch._C._len_torch_dispatch_stack() or torch._C._is_tracing():
         return False
     return _PLAIN.issuperset(map(type, args))
 
@@ -152,12 +197,12 @@ def register_plain(kind: type) -> None:
 def in_forward_mode() -> bool:
     """Whether forward-mode differentiation is under way: a kernel would drop a tangent without a word,
     while a `Function` refuses it."""
-    return not torch.compiler.is_compiling() and forward_ad._current_level >= 0
+    return not in_compiler() and forward_ad._current_level >= 0
 
 
 def is_transformed() -> bool:
     """Whether torch.func or forward-mode differentiation is under way, of which no op here knows."""
-    if torch.compiler.is_compiling():
+    if in_compiler():
         return False
     return in_forward_mode() or torch._C._are_functorch_transforms_active()
 
@@ -166,7 +211,7 @@ def is_exporting() -> bool:
     """Whether torch.export, torch.jit or torch.onnx write down what runs, for places where nobody knows
     this package: plain ops then, and nothing deferred."""
     # the flag and not torch.compiler.is_exporting, which is true in all that torch 2.11 compiles
-    if torch.compiler.is_compiling():
+    if in_compiler():
         return bool(getattr(torch.compiler, "_is_exporting_flag", False))
     return bool(torch._C._is_tracing())
 
@@ -187,6 +232,7 @@ def first_order(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]
     With create_graph=True the gradients carry a node that raises `DoubleBackwardError` when
     somebody differentiates them; codes and recovered inputs would give a wrong second derivative.
     """
+    # not torch's once_differentiable, whose error names neither the op nor the mend
 
     def decorate(backward: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(backward)

@@ -1,4 +1,4 @@
-"""Exact activations and gated products that keep their inputs and nothing else."""
+"""Exact activations and gated products that save their inputs and nothing else."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lowmem_patch import reference
 from lowmem_patch.constants import ActivationKind
 from lowmem_patch.functional import _library, compiled, sharded
 from lowmem_patch.functional._checks import check_floating, check_kind
-from lowmem_patch.functional._implementation import Implementation, module, resolve
+from lowmem_patch.functional._implementation import Implementation, dispatched, module, resolve
 
 __all__ = ["activation", "activation_gradients", "computed_again", "glu"]
 
@@ -24,48 +24,36 @@ def _activation_forward(x: Tensor, kind: ActivationKind, implementation: str) ->
     return y.contiguous()
 
 
-def _activation_backward(
-    dy: Tensor, x: Tensor, kind: ActivationKind, implementation: str
-) -> Tensor:
-    dx: Tensor = module(implementation).activate_backward(dy, x, kind)
-    return dx.contiguous()
-
-
-_activation = _library.define(
+_activation = _library.Operator(
     "activation(Tensor x, str kind, str implementation) -> Tensor",
     _activation_forward,
     lambda x, kind, implementation: x.new_empty(x.shape),
 )
-_activation_gradient = _library.define(
+_activation_gradient = _library.Operator(
     "activation_backward(Tensor dy, Tensor x, str kind, str implementation) -> Tensor",
-    _activation_backward,
+    lambda *arguments: module(arguments[-1]).activate_backward(*arguments[:-1]).contiguous(),
     lambda dy, x, kind, implementation: x.new_empty(x.shape),
 )
 
 
 class _Activation(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, direct: bool, x: Tensor, kind: ActivationKind, implementation: str
-    ) -> Any:
-        if direct:
-            y = _activation_forward(x, kind, implementation)
-        else:
-            with _library.below_autograd():
-                y = _activation(x, kind, implementation)
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        _Activation.save(ctx, arguments)
+        return _activation_forward(*arguments)
+
+    @staticmethod
+    def save(ctx: Any, inputs: tuple[Any, ...], output: Any = None) -> None:
+        x, *ctx.settings = inputs
         ctx.save_for_backward(x)
-        ctx.settings = (kind, implementation)
-        return y
 
     @staticmethod
     @_library.first_order("activation")
     def backward(ctx: Any, dy: Tensor) -> Any:
-        (x,) = ctx.saved_tensors
-        backward = _activation_backward if _library.is_eager(dy, x) else _activation_gradient
-        return None, backward(dy, x, *ctx.settings), None, None
+        return _activation_gradient(dy, *ctx.saved_tensors, *ctx.settings), None, None
 
 
-_call_activation = _library.attach_autograd(_activation, _Activation)
+_call_activation = _activation.differentiable(_Activation)
 
 
 def activation(
@@ -74,7 +62,7 @@ def activation(
     """h(x), exact; saves ``x`` and nothing else.
 
     Under ``"auto"`` torch's own operator does this where there is one; QuickGELU and squared ReLU are
-    eager Python elsewhere and keep more.
+    eager Python elsewhere and save more.
 
     Args:
         x: ``[...]``, float16, bfloat16, float32 or float64.
@@ -101,67 +89,42 @@ def activation(
     return y
 
 
-def _glu_forward(gate: Tensor, up: Tensor, kind: ActivationKind, implementation: str) -> Tensor:
-    y: Tensor = module(implementation).glu_forward(gate, up, kind)
-    return y
-
-
-def _glu_forward_fake(
-    gate: Tensor, up: Tensor, kind: ActivationKind, implementation: str
-) -> Tensor:
-    return gate.new_empty(gate.shape, dtype=torch.promote_types(gate.dtype, up.dtype))
-
-
-def _glu_backward(
-    dy: Tensor, gate: Tensor, up: Tensor, kind: ActivationKind, implementation: str
-) -> tuple[Tensor, Tensor]:
-    d_gate, d_up = module(implementation).glu_backward(dy, gate, up, kind)
-    return d_gate, d_up
-
-
-_glu = _library.define(
+_glu = _library.Operator(
     "glu(Tensor gate, Tensor up, str kind, str implementation) -> Tensor",
-    _glu_forward,
-    _glu_forward_fake,
+    dispatched("glu_forward"),
+    lambda gate, up, kind, implementation: gate.new_empty(
+        gate.shape, dtype=torch.promote_types(gate.dtype, up.dtype)
+    ),
 )
-_glu_gradient = _library.define(
+_glu_gradient = _library.Operator(
     "glu_backward(Tensor dy, Tensor gate, Tensor up, str kind, str implementation) "
     "-> (Tensor, Tensor)",
-    _glu_backward,
+    dispatched("glu_backward"),
     lambda dy, gate, up, kind, implementation: (gate.new_empty(gate.shape), up.new_empty(up.shape)),
 )
 
 
 class _Glu(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        direct: bool,
-        gate: Tensor,
-        up: Tensor,
-        kind: ActivationKind,
-        implementation: str,
-    ) -> Any:
-        if direct:
-            y = _glu_forward(gate, up, kind, implementation)
-        else:
-            with _library.below_autograd():
-                y = _glu(gate, up, kind, implementation)
-        ctx.save_for_backward(gate, up)
-        ctx.settings = (kind, implementation)
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        _Glu.save(ctx, arguments)
+        y: Tensor = _glu.implementation(*arguments)
         return y
+
+    @staticmethod
+    def save(ctx: Any, inputs: tuple[Any, ...], output: Any = None) -> None:
+        gate, up, *ctx.settings = inputs
+        ctx.save_for_backward(gate, up)
 
     @staticmethod
     @_library.first_order("glu")
     def backward(ctx: Any, dy: Tensor) -> Any:
-        gate, up = ctx.saved_tensors
-        backward = _glu_backward if _library.is_eager(dy, gate, up) else _glu_gradient
-        d_gate, d_up = backward(dy, gate, up, *ctx.settings)
-        _, needs_gate, needs_up, *_ = ctx.needs_input_grad
-        return None, d_gate if needs_gate else None, d_up if needs_up else None, None, None
+        d_gate, d_up = _glu_gradient(dy, *ctx.saved_tensors, *ctx.settings)
+        needs_gate, needs_up, *_ = ctx.needs_input_grad
+        return d_gate if needs_gate else None, d_up if needs_up else None, None, None
 
 
-_call_glu = _library.attach_autograd(_glu, _Glu)
+_call_glu = _glu.differentiable(_Glu)
 
 
 def glu(
@@ -169,7 +132,7 @@ def glu(
 ) -> Tensor:
     """h(gate) * up, exact; saves ``gate`` and ``up`` as they were given and nothing else.
 
-    d_gate = dy * up * h'(gate), d_up = dy * h(gate); one kernel each way. Torch keeps h(gate) too.
+    d_gate = dy * up * h'(gate), d_up = dy * h(gate); one kernel each way. Torch saves h(gate) too.
 
     Args:
         gate: ``[..., F]``; may be a strided view, such as half of a packed projection.
@@ -203,29 +166,24 @@ def glu(
 def computed_again(sources: tuple[Tensor, Tensor | None], kind: ActivationKind) -> Tensor:
     """The bits that `activation` or, with two sources, `glu` gave for these sources; no gradient."""
     x, up = sources
-    eager = _library.is_eager(x, up)
     chosen = resolve("auto", x, up)
-    y: Tensor
     if up is not None:
-        y = (_glu_forward if eager else _glu)(x, up, kind, chosen)
-    elif kind in _EAGER_ELSEWHERE:
-        y = (_activation_forward if eager else _activation)(x, kind, chosen)
-    else:
-        y = reference.activate(x, kind)
-    return y
+        y: Tensor = _glu(x, up, kind, chosen)
+        return y
+    if kind in _EAGER_ELSEWHERE:
+        y = _activation(x, kind, chosen)
+        return y
+    return reference.activate(x, kind)
 
 
 def activation_gradients(
     dy: Tensor, sources: tuple[Tensor, ...], kind: ActivationKind
 ) -> tuple[Tensor, ...]:
     """The gradients of x of h(x), or of gate and up of h(gate) * up; no graph is recorded."""
-    eager = _library.is_eager(dy, *sources)
     chosen = resolve("auto", *sources)
     if len(sources) == 2:
-        gated = _glu_backward if eager else _glu_gradient
-        d_gate, d_up = gated(dy, sources[0], sources[1], kind, chosen)
+        d_gate, d_up = _glu_gradient(dy, *sources, kind, chosen)
         return d_gate, d_up
-    if kind not in _EAGER_ELSEWHERE:
-        return (reference.activate_backward(dy, sources[0], kind),)
-    one = _activation_backward if eager else _activation_gradient
-    return (one(dy, sources[0], kind, chosen),)
+    if kind in _EAGER_ELSEWHERE:
+        return (_activation_gradient(dy, *sources, kind, chosen),)
+    return (reference.activate_backward(dy, sources[0], kind),)

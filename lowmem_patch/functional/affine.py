@@ -23,26 +23,36 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lowmem_patch.constants import NormSettings
 from lowmem_patch.functional import _library
 from lowmem_patch.functional._implementation import module, resolve
-from lowmem_patch.functional._linear import IDENTITY, linear_backward, linear_forward
-from lowmem_patch.functional.linear import LowRank
+from lowmem_patch.functional.linear import (
+    IDENTITY,
+    LowRank,
+    linear_backward,
+    linear_forward,
+    one_for_each,
+)
 
 __all__ = ["Affine", "Recomputed", "affine_linear", "packs_saved_tensors"]
 
 
+def _implementation(tensor: Tensor) -> str:
+    return resolve("auto", tensor) if _library.is_eager(tensor) else "reference"
+
+
 class Affine(NamedTuple):
-    """y = z (weight + offset) + bias.
+    """y = z gamma + bias.
 
     Attributes:
         weight: ``[N]`` or None for a factor of 1; no gradient goes to it.
         bias: ``[N]`` or None; no gradient goes to it.
-        offset: 1.0 for norms that multiply by (1 + weight).
+        settings: of the norm, which give gamma.
     """
 
     weight: Tensor | None
     bias: Tensor | None
-    offset: float
+    settings: NormSettings
 
     def versions(self) -> tuple[int | None, ...]:
         """Of weight and bias; other ones after a write in place."""
@@ -54,14 +64,14 @@ class Affine(NamedTuple):
 
     def of(self, z: Tensor, dtype: torch.dtype) -> Tensor:
         """y in ``dtype``, from the rounded z."""
-        operations: Any = module(resolve("auto", z) if _library.is_eager(z) else "reference")
-        y: Tensor = operations.affine(z, self.weight, self.bias, self.offset, dtype)
+        operations: Any = module(_implementation(z))
+        y: Tensor = operations.affine(z, *self, dtype)
         return y
 
     def of_weight(self, gradient: Tensor, row_sums: Tensor | None) -> Tensor:
         """dy^T y from dy^T z, ``[O, N]``, and sum dy, ``[O]``; overwrites ``gradient``."""
         if self.weight is not None:
-            gradient.mul_(self.weight + self.offset if self.offset else self.weight)
+            gradient.mul_(self.settings.gamma_of(self.weight))
         if self.bias is not None and row_sums is not None:
             gradient.addr_(row_sums.to(gradient.dtype), self.bias.to(gradient.dtype))
         return gradient
@@ -148,62 +158,47 @@ class _AffineLinear(torch.autograd.Function):
         affine: Affine,
         weight: Tensor,
         bias: Tensor | None,
-        down: Tensor | None,
-        raised: Tensor | None,
+        lora_A: Tensor | None,
+        lora_B: Tensor | None,
         scale: float,
         dtype: torch.dtype,
     ) -> Tensor:
-        for_y, _, _, for_weight, for_bias, for_down, for_raised, *_ = ctx.needs_input_grad
-        ctx.dtypes = [(weight if t is None else t).dtype for t in (weight, bias, down, raised)]
-        if (
-            for_weight
-        ):  # a copy in the product's dtype is worth its bytes, as torch's own Linear finds
+        for_y, _, _, for_weight, for_bias, for_A, for_B, *_ = ctx.needs_input_grad
+        # an absent tensor's dtype is never read
+        ctx.dtypes = [(weight if t is None else t).dtype for t in (y, weight, bias, lora_A, lora_B)]
+        if for_weight:
+            # a copy in the product's dtype is worth its bytes, as torch's own Linear finds
             weight = weight.to(dtype)
-        chosen = resolve("auto", y) if _library.is_eager(y) else "reference"
-        out, low = linear_forward(
-            y, y, None, weight, bias, down, raised, scale, IDENTITY, dtype, chosen
-        )
-        saves_z = for_weight or for_down
+        adapter = None if lora_A is None or lora_B is None else (lora_A, lora_B, scale)
+        out, low = linear_forward(y, weight, bias, adapter, dtype, _implementation(y))
         ctx.save_for_backward(
-            z if saves_z else None,
-            affine.weight if saves_z else None,
-            affine.bias if saves_z else None,
-            weight if for_y else None,
-            down if for_y else None,
-            raised if for_y or for_down or for_raised else None,
-            low if for_raised else None,
+            *((z, affine.weight, affine.bias) if for_weight or for_A else (None, None, None)),
+            *((weight, lora_A) if for_y else (None, None)),
+            lora_B if for_y or for_A or for_B else None,
+            low if for_B else None,
         )
-        ctx.needs = [for_y, for_weight, for_bias, for_down, for_raised]
-        ctx.settings = (affine.offset, scale, y.dtype)
+        ctx.needs = (for_y, for_weight, for_bias, for_A, for_B)
+        ctx.norm = affine.settings
+        ctx.settings = (scale, IDENTITY, ctx.needs)
         return out
 
     @staticmethod
     @_library.first_order("affine_linear")
     def backward(ctx: Any, dy: Tensor) -> Any:
-        z, gamma, beta, weight, down, raised, low = ctx.saved_tensors
-        offset, scale, y_dtype = ctx.settings
-        for_y, for_weight, for_bias, for_down, for_raised = ctx.needs
-        affine = Affine(gamma, beta, offset)
-        rows, outputs = dy.numel() // dy.shape[-1] if dy.shape[-1] else 0, dy.shape[-1]
-        by_weight = for_weight and not for_down and rows > outputs
-        source = z
-        if z is not None and not by_weight:
-            source = affine.of(z, dy.dtype)
-        chosen = resolve("auto", dy) if _library.is_eager(dy) else "reference"
-        backward: Any = linear_backward
-        given = (dy, source, None, weight, down, raised, low, scale, IDENTITY, y_dtype)
-        found = iter(backward(*given, ctx.needs, *ctx.dtypes, chosen))
-        d_y = next(found) if for_y else None
-        d_weight = next(found) if for_weight else None
-        d_bias = next(found) if for_bias else None
-        if by_weight and d_weight is not None:
-            sums = None
-            if beta is not None:
-                sums = dy.reshape(-1, outputs).sum(0) if d_bias is None else d_bias
+        z, gamma, beta, *linear = ctx.saved_tensors
+        affine = Affine(gamma, beta, ctx.norm)
+        outputs = dy.shape[-1]
+        corrects = ctx.needs[1] and not ctx.needs[3] and dy.numel() > outputs * outputs
+        source = z if z is None or corrects else affine.of(z, dy.dtype)
+        rest = (*linear, *ctx.settings, _implementation(dy))
+        found = linear_backward(dy, source, None, *rest)
+        d_y, d_weight, d_bias, d_A, d_B = one_for_each(found, ctx.needs, ctx.dtypes)
+        if corrects:
+            sums = d_bias
+            if beta is not None and d_bias is None:
+                sums = dy.reshape(-1, outputs).sum(0)
             d_weight = affine.of_weight(d_weight, sums)
-        d_down = next(found) if for_down else None
-        d_raised = next(found) if for_raised else None
-        return d_y, None, None, d_weight, d_bias, d_down, d_raised, None, None
+        return d_y, None, None, d_weight, d_bias, d_A, d_B, None, None
 
 
 _apply: Any = super(torch.autograd.Function, _AffineLinear).apply
@@ -232,7 +227,7 @@ def affine_linear(
     Returns:
         ``[..., O]`` in ``compute_dtype``.
     """
-    down, raised, scale = (None, None, 1.0) if adapter is None else adapter
+    low_rank = (None, None, 1.0) if adapter is None else adapter
     with _library.without_autocast(y.device.type):
-        out: Tensor = _apply(y, z, affine, weight, bias, down, raised, scale, compute_dtype)
+        out: Tensor = _apply(y, z, affine, weight, bias, *low_rank, compute_dtype)
     return out

@@ -1,8 +1,8 @@
-"""The ops as torch.compile sees them: plain tensor code, with marks that say what is kept.
+"""The ops as torch.compile sees them: plain tensor code, with marks that say what is saved.
 
 An operator that the compiler cannot look into costs the fusion with its neighbours: a norm with the
 residual's addition, a cast with a product. So nothing here is one. Left to itself, the compiler's
-partitioner would keep what it can, and undo the plan; two means hold it:
+partitioner would save what it can, and undo the plan; two means hold it:
 
 - elementwise ops stand in a region of activation checkpointing, whose tags the partitioner obeys: their
   values are recomputed in backward, fused into whatever reads them;
@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from lowmem_patch import reference
-from lowmem_patch.constants import ActivationKind
+from lowmem_patch.constants import ActivationKind, NormSettings
 
-__all__ = ["activation", "cast", "glu", "linear", "norm", "norm_and_z"]
+__all__ = ["activation", "cast", "glu", "linear", "norm"]
 
 
 def _recomputed(function: Callable[..., Tensor], *args: Any) -> Tensor:
@@ -65,7 +65,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -
 
 
 class _Norm(torch.autograd.Function):
-    """`reference.normalised` and `reference.norm_backward`."""
+    """`reference.norm` and `reference.norm_backward`."""
 
     @staticmethod
     def forward(
@@ -73,82 +73,42 @@ class _Norm(torch.autograd.Function):
         x: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
-        eps: float,
-        weight_offset: float,
-        centered: bool,
+        settings: NormSettings,
         out_dtype: torch.dtype,
-        kept_dtype: torch.dtype,
+        saved_dtype: torch.dtype,
     ) -> Tensor:
-        y, rstd = reference.normalised(x, weight, bias, eps, weight_offset, centered, out_dtype)
-        ctx.save_for_backward(reference.cast(y, kept_dtype), rstd, weight, bias)
-        ctx.settings = (weight_offset, centered, x.dtype)
+        y, rstd = reference.norm(x, weight, bias, settings, out_dtype)
+        ctx.save_for_backward(reference.cast(y, saved_dtype), rstd, weight, bias)
+        ctx.settings, ctx.input_dtype = settings, x.dtype
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
         y, rstd, weight, bias = ctx.saved_tensors
-        needs = ctx.needs_input_grad[:3]
-        gradients = reference.norm_backward(
-            dy, y, rstd.squeeze(-1), weight, bias, *ctx.settings, *needs
-        )
-        return (*gradients, None, None, None, None, None)
+        rest = (ctx.settings, ctx.input_dtype, ctx.needs_input_grad[:3])
+        gradients = reference.norm_backward(dy, y, rstd.squeeze(-1), weight, bias, *rest)
+        return (*gradients, None, None, None)
 
 
 def norm(
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
-    eps: float,
-    weight_offset: float,
-    centered: bool,
+    settings: NormSettings,
     out_dtype: torch.dtype,
-    kept_dtype: torch.dtype | None = None,
+    saved_dtype: torch.dtype | None = None,
+    *,
+    saves_z: bool = False,
 ) -> Tensor:
-    """LayerNorm or RMSNorm that keeps its output, rounded to ``kept_dtype``.
+    """LayerNorm or RMSNorm that saves its output or, right for a gamma of 0, z, rounded to ``saved_dtype``.
 
-    Give the dtype to which Linears cast the output: the compiler makes one cast of the two.
+    By default that is ``out_dtype``. Give the dtype to which Linears cast the output: the compiler makes one
+    cast of the two. Behind z, the affine is computed again in backward, fused into whatever reads it.
     """
-    kept = out_dtype if kept_dtype is None else kept_dtype
     apply: Any = _Norm.apply
-    y: Tensor = apply(x, weight, bias, eps, weight_offset, centered, out_dtype, kept)
-    return y
-
-
-class _Normalized(torch.autograd.Function):
-    """z of a norm without an affine, and its backward in terms of z."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, eps: float, centered: bool, dtype: torch.dtype) -> Tensor:
-        z, rstd = reference.normalised(x, None, None, eps, 0.0, centered, dtype)
-        ctx.save_for_backward(z, rstd)
-        ctx.centered, ctx.dtype = centered, x.dtype
-        return z
-
-    @staticmethod
-    def backward(ctx: Any, dz: Tensor) -> Any:
-        z, rstd = ctx.saved_tensors
-        rstd = rstd.squeeze(-1)
-        centered, dtype = ctx.centered, ctx.dtype
-        dx, _, _ = reference.norm_backward(
-            dz, z, rstd, None, None, 0.0, centered, dtype, True, False, False
-        )
-        return dx, None, None, None
-
-
-def norm_and_z(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    weight_offset: float,
-    centered: bool,
-    out_dtype: torch.dtype,
-    kept_dtype: torch.dtype,
-) -> Tensor:
-    """LayerNorm or RMSNorm that keeps z, rounded to ``kept_dtype``: right for a gamma of 0.
-
-    The affine is computed again in backward, fused into whatever reads it.
-    """
-    apply: Any = _Normalized.apply
-    z: Tensor = apply(x, eps, centered, kept_dtype)
-    return _recomputed(reference.affine, z, weight, bias, weight_offset, out_dtype)
+    saved = out_dtype if saved_dtype is None else saved_dtype
+    if not saves_z:
+        y: Tensor = apply(x, weight, bias, settings, out_dtype, saved)
+        return y
+    z = apply(x, None, None, settings, saved, saved)
+    return _recomputed(reference.affine, z, weight, bias, settings, out_dtype)

@@ -1,7 +1,7 @@
-"""Dropout whose mask is kept in one bit for each element, and a Linear behind it that keeps no input.
+"""Dropout whose mask is saved in one bit for each element, and a Linear behind it that saves no input.
 
-Torch keeps a bool for each element (on the CPU a number of the tensor's dtype), and a Linear behind the
-dropout keeps what is left. Here the numbers are drawn as torch draws them, the mask is packed, and the
+Torch saves a bool for each element (on the CPU a number of the tensor's dtype), and a Linear behind the
+dropout saves what is left. Here the numbers are drawn as torch draws them, the mask is packed, and the
 Linear recomputes its input for the weight's gradient:
 
     value = x m s,    dx = dy m s        with m the mask and s = 1 / (1 - p).    Saved: m, in bits
@@ -20,8 +20,8 @@ from torch import Tensor
 from lowmem_patch.constants import ActivationKind
 from lowmem_patch.functional import _library
 from lowmem_patch.functional._implementation import module, resolve
-from lowmem_patch.functional._linear import linear_forward
 from lowmem_patch.functional.activations import computed_again
+from lowmem_patch.functional.linear import linear_forward
 from lowmem_patch.functional.packing import pack_bool
 from lowmem_patch.reference import cast
 
@@ -37,9 +37,9 @@ def _scale(p: float, dtype: torch.dtype, fused: bool, gradient: bool) -> float:
     """
     if not fused:
         return float(torch.ones((), dtype=dtype, device="cpu").div_(1 - p))
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    kept = 1 - p if gradient else float(torch.tensor(1 - p, dtype=wide, device="cpu"))
-    return float(torch.tensor(1 / kept, dtype=wide, device="cpu"))
+    arithmetic = torch.float64 if dtype == torch.float64 else torch.float32
+    stays = 1 - p if gradient else float(torch.tensor(1 - p, dtype=arithmetic, device="cpu"))
+    return float(torch.tensor(1 / stays, dtype=arithmetic, device="cpu"))
 
 
 def _drop(
@@ -56,7 +56,7 @@ def _drop(
     return y
 
 
-_drop_op = _library.define(
+_drop_bits = _library.Operator(
     "drop(Tensor x, Tensor bits, float p, bool gradient, ScalarType dtype, ScalarType out_dtype, "
     "str implementation) -> Tensor",
     _drop,
@@ -69,8 +69,7 @@ _drop_op = _library.define(
 def _dropped(
     x: Tensor, bits: Tensor, p: float, gradient: bool, dtype: torch.dtype, out_dtype: torch.dtype
 ) -> Tensor:
-    call = _drop if _library.is_eager(x, bits) else _drop_op
-    y: Tensor = call(x, bits, p, gradient, dtype, out_dtype, resolve("auto", x))
+    y: Tensor = _drop_bits(x, bits, p, gradient, dtype, out_dtype, resolve("auto", x))
     return y
 
 
@@ -148,8 +147,7 @@ class _DropoutLinear(torch.autograd.Function):
         )
         ctx.settings = (p, kind, value.dtype)
         ctx.dtypes = (weight.dtype, weight.dtype if bias is None else bias.dtype)
-        rest = (weight, bias, None, None, 1.0, "", compute_dtype, "")
-        return linear_forward(value, source, up, *rest)[0]
+        return linear_forward(value, weight, bias, None, compute_dtype)[0]
 
     @staticmethod
     @_library.first_order("dropout_linear")
@@ -183,7 +181,7 @@ def dropout_linear(
     kind: ActivationKind | None,
     compute_dtype: torch.dtype,
 ) -> Tensor:
-    """F.linear(value, weight, bias) behind a dropout, that keeps ``sources`` and ``bits``, not ``value``.
+    """F.linear(value, weight, bias) behind a dropout, that saves ``sources`` and ``bits``, not ``value``.
 
     The gradient of ``sources`` does not pass through this op: it flows through the node that
     computed ``value``.

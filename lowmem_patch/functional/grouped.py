@@ -1,6 +1,6 @@
-"""A grouped matmul (one weight per expert) behind an activation, which keeps the activation's input.
+"""A grouped matmul (one weight per expert) behind an activation, which saves the activation's input.
 
-As ``linear``: torch's grouped_mm keeps hidden = h(x) or h(gate) * up for the weights' gradient, and here
+As ``linear``: torch's grouped_mm saves hidden = h(x) or h(gate) * up for the weights' gradient, and here
 hidden is recomputed from the sources when that is due.
 """
 
@@ -66,7 +66,7 @@ def activation_grouped_matmul(
     offsets: Tensor,
     kind: ActivationKind,
 ) -> Tensor:
-    """``multiply(hidden, weight, offs=offsets)`` that keeps ``sources`` instead of ``hidden``.
+    """``multiply(hidden, weight, offs=offsets)`` that saves ``sources`` instead of ``hidden``.
 
     The gradient of ``sources`` does not pass through this op: it flows through the node that
     computed ``hidden``.

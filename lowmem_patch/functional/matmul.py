@@ -1,7 +1,7 @@
-"""A batched matmul that keeps its wide left operand and no narrow copy of it.
+"""A batched matmul that saves its left operand in high precision and no copy of it in low precision.
 
-Under autocast, softmax gives float32 and keeps that for its own backward; the matmul behind it casts it
-to bf16 and keeps this copy, too. Here the cast is repeated in backward.
+Under autocast, softmax gives float32 and saves that for its own backward; the matmul behind it casts it
+to bf16 and saves this copy, too. Here the cast is repeated in backward.
 """
 
 from __future__ import annotations
@@ -13,39 +13,39 @@ from torch import Tensor
 
 from lowmem_patch.functional import _library
 
-__all__ = ["kept_matmul"]
+__all__ = ["recast_matmul"]
 
 
-class _KeptMatmul(torch.autograd.Function):
+class _RecastMatmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, left: Tensor, right: Tensor, dtype: torch.dtype) -> Any:
         with _library.without_autocast(left.device.type):
-            # three dimensions and a whole operand, as torch's own matmul multiplies and keeps them
-            narrow = right.to(dtype).reshape(-1, *right.shape[-2:])
-            y = left.to(dtype).reshape(-1, *left.shape[-2:]).bmm(narrow)
+            # three dimensions and a whole operand, as torch's own matmul multiplies and saves them
+            right_cast = right.to(dtype).reshape(-1, *right.shape[-2:])
+            y = left.to(dtype).reshape(-1, *left.shape[-2:]).bmm(right_cast)
         needs_left, needs_right = ctx.needs_input_grad[:2]
-        ctx.save_for_backward(left if needs_right else None, narrow if needs_left else None)
+        ctx.save_for_backward(left if needs_right else None, right_cast if needs_left else None)
         ctx.shapes, ctx.dtypes = (left.shape, right.shape), (left.dtype, right.dtype)
         # no view, which autograd would not let anybody write into
         return torch.ops.aten._unsafe_view.default(y, (*left.shape[:-1], right.shape[-1]))
 
     @staticmethod
-    @_library.first_order("kept_matmul")
+    @_library.first_order("recast_matmul")
     def backward(ctx: Any, dy: Tensor) -> Any:
-        left, narrow = ctx.saved_tensors
+        left, right_cast = ctx.saved_tensors
         rows = dy.reshape(-1, *dy.shape[-2:])
         d_left = d_right = None
         with _library.without_autocast(dy.device.type):
-            if narrow is not None:
-                d_left = rows.bmm(narrow.transpose(1, 2)).view(ctx.shapes[0]).to(ctx.dtypes[0])
+            if right_cast is not None:
+                d_left = rows.bmm(right_cast.transpose(1, 2)).view(ctx.shapes[0]).to(ctx.dtypes[0])
             if left is not None:
                 again = left.to(dy.dtype).reshape(-1, *left.shape[-2:])
                 d_right = again.transpose(1, 2).bmm(rows).view(ctx.shapes[1]).to(ctx.dtypes[1])
         return d_left, d_right, None
 
 
-def kept_matmul(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """``left.to(dtype) @ right.to(dtype)`` that keeps ``left`` as it is given.
+def recast_matmul(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """``left.to(dtype) @ right.to(dtype)`` that saves ``left`` as it is given.
 
     Args:
         left: ``[..., N, M]``.
@@ -61,9 +61,9 @@ def kept_matmul(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     fits = left.shape[:-2] == right.shape[:-2] and left.shape[-1:] == right.shape[-2:-1]
     if left.dim() < 3 or not fits:
         raise ValueError(
-            f"kept_matmul: [..., N, M] and [..., M, K] must share all but the last two dimensions, got "
+            f"recast_matmul: [..., N, M] and [..., M, K] must share all but the last two dimensions, got "
             f"{tuple(left.shape)} and {tuple(right.shape)}"
         )
-    apply: Any = _KeptMatmul.apply
+    apply: Any = _RecastMatmul.apply
     y: Tensor = apply(left, right, dtype)
     return y

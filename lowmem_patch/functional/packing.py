@@ -10,25 +10,15 @@ from torch import Tensor
 
 from lowmem_patch import reference
 from lowmem_patch.functional import _library
-from lowmem_patch.functional._implementation import Implementation, module, resolve
+from lowmem_patch.functional._implementation import Implementation, dispatched, resolve
 
 __all__ = ["pack_bool", "unpack_bool"]
 
 
-def _pack_forward(mask: Tensor, implementation: str) -> Tensor:
-    bits: Tensor = module(implementation).pack_bool(mask)
-    return bits
-
-
-_pack = _library.define(
+_pack = _library.Operator(
     "pack_bool(Tensor mask, str implementation) -> Tensor",
-    _pack_forward,
+    dispatched("pack_bool"),
     lambda mask, implementation: mask.new_empty((mask.numel() + 7) // 8, dtype=torch.uint8),
-)
-_unpack = _library.define(
-    "unpack_bool(Tensor packed, SymInt[] shape) -> Tensor",
-    reference.unpack_bool,
-    lambda packed, shape: packed.new_empty(shape, dtype=torch.bool),
 )
 
 
@@ -47,8 +37,7 @@ def pack_bool(mask: Tensor, *, implementation: Implementation = "auto") -> Tenso
     """
     if mask.dtype != torch.bool:
         raise TypeError(f"pack_bool: mask must be bool, got {mask.dtype}")
-    chosen = resolve(implementation, mask)
-    packed: Tensor = (_pack_forward if _library.is_eager(mask) else _pack)(mask, chosen)
+    packed: Tensor = _pack(mask, resolve(implementation, mask))
     return packed
 
 
@@ -73,5 +62,4 @@ def unpack_bool(packed: Tensor, shape: Sequence[int]) -> Tensor:
         raise ValueError(
             f"unpack_bool: shape {tuple(shape)} needs {expected} bytes, got {packed.numel()}"
         )
-    mask: Tensor = _unpack(packed, list(shape))
-    return mask
+    return reference.unpack_bool(packed, shape)

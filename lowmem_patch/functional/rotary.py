@@ -7,7 +7,6 @@ and sin, as in the framework's own formula, which takes five passes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,93 +14,55 @@ from torch import Tensor
 
 from lowmem_patch.functional import _library
 from lowmem_patch.functional._checks import check_floating
-from lowmem_patch.functional._implementation import Implementation, module, resolve
+from lowmem_patch.functional._implementation import Implementation, dispatched, resolve
 
 __all__ = ["rotary_embedding"]
 
 _OPERATOR = "rotary_embedding"
 
 
-def _rotate(
-    x: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    heads_dim: int,
-    transposed: bool,
-    strides: Sequence[int] | None,
-    out_dtype: torch.dtype,
-    implementation: str,
-) -> Tensor:
-    y: Tensor = module(implementation).rotate(
-        x, cos, sin, heads_dim, transposed, strides, out_dtype
-    )
-    return y
-
-
-def _rotate_fake(
-    x: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    heads_dim: int,
-    transposed: bool,
-    strides: Sequence[int] | None,
-    out_dtype: torch.dtype,
-    implementation: str,
-) -> Tensor:
+def _rotate_fake(x: Tensor, *rest: Any) -> Tensor:
+    *_, strides, out_dtype, _ = rest
     if strides is None:
         return torch.empty_like(x, dtype=out_dtype)
     return torch.empty_strided(x.shape, strides, dtype=out_dtype, device=x.device)
 
 
-_rotary = _library.define(
+_rotary = _library.Operator(
     "rotary(Tensor x, Tensor cos, Tensor sin, int heads_dim, bool transposed, SymInt[]? strides, "
     "ScalarType out_dtype, str implementation) -> Tensor",
-    _rotate,
+    dispatched("rotate"),
     _rotate_fake,
 )
 
 
 class _Rotary(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        direct: bool,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        heads_dim: int,
-        transposed: bool,
-        strides: Sequence[int] | None,
-        out_dtype: torch.dtype,
-        implementation: str,
-    ) -> Tensor:
-        arguments = (x, cos, sin, heads_dim, transposed, strides, out_dtype, implementation)
-        if direct:
-            y = _rotate(*arguments)
-        else:
-            with _library.below_autograd():
-                y = _rotary(*arguments)
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        y: Tensor = _rotary.implementation(*arguments)
+        _Rotary.save(ctx, arguments, y)
+        return y
+
+    @staticmethod
+    def save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, cos, sin, heads_dim, transposed, _, _, implementation = inputs
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(cos, sin)
         # the gradient has the layout of x, whatever that of dy, so that views of it stay free
-        ctx.settings = (heads_dim, not transposed, y.stride(), x.dtype, implementation)
-        return y
+        ctx.settings = (heads_dim, not transposed, output.stride(), x.dtype, implementation)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None) -> Any:
         dx = None if dy is None else _apply(dy, *ctx.saved_tensors, *ctx.settings)
-        return None, dx, *(None,) * 7
+        return dx, *(None,) * 7
 
 
-_call_rotary = _library.attach_autograd(_rotary, _Rotary)
+_call_rotary = _rotary.differentiable(_Rotary)
 
 
-def _apply(x: Tensor, cos: Tensor, sin: Tensor, *settings: Any) -> Tensor:
-    if _library.wants_gradient(x) or _library.in_forward_mode():
-        call = _call_rotary
-    else:
-        call = _rotate if _library.is_eager(x, cos, sin) else _rotary
-    y: Tensor = call(x, cos, sin, *settings)
+def _apply(x: Tensor, *rest: Any) -> Tensor:
+    records = _library.wants_gradient(x) or _library.in_forward_mode()
+    y: Tensor = (_call_rotary if records else _rotary)(x, *rest)
     return y
 
 

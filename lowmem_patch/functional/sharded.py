@@ -1,6 +1,6 @@
 """The ops on DTensors: made of torch's own, since torch knows of no other op how to shard it.
 
-Values of elementwise ops are recomputed in backward, casts repeated. A norm keeps its input: where that is
+Values of elementwise ops are recomputed in backward, casts repeated. A norm saves its input: where that is
 sharded by the sequence, the Linears behind it read a gathered copy of its output, and share nothing with it.
 """
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from lowmem_patch import reference
+from lowmem_patch.constants import NormSettings
 from lowmem_patch.functional import _library, compiled
 
 __all__ = ["is_sharded", "linear", "norm"]
@@ -23,7 +24,7 @@ _PLAIN = (Tensor, torch.nn.Parameter, type(None))
 
 def is_sharded(*tensors: Tensor | None) -> bool:
     """Whether one of them is a DTensor."""
-    if torch.compiler.is_compiling():
+    if _library.in_compiler():
         return False
     # a loop that most calls leave at once: this runs at each call of each op
     for tensor in tensors:
@@ -38,21 +39,23 @@ def norm(
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
-    eps: float,
-    weight_offset: float,
-    centered: bool,
+    settings: NormSettings,
     out_dtype: torch.dtype,
-) -> Tensor:
-    """LayerNorm or RMSNorm over the last dimension, recomputed from ``x`` in backward."""
-    arguments = (x, weight, bias, eps, weight_offset, centered, out_dtype)
-    if not _library.wants_gradient(x, weight, bias):  # a checkpoint would hold the input
-        return _norm(*arguments)
-    y: Tensor = checkpoint(_norm, *arguments, use_reentrant=False)
-    return y
+    copy_dtype: torch.dtype | None,
+    z_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """`ms_norm`, recomputed from ``x`` in backward."""
+    z = None if z_dtype is None else _norm(x.detach(), None, None, settings, z_dtype)
+    arguments = (x, weight, bias, settings, out_dtype)
+    if _library.wants_gradient(x, weight, bias):
+        y: Tensor = checkpoint(_norm, *arguments, use_reentrant=False)
+    else:  # a checkpoint would hold the input
+        y = _norm(*arguments)
+    return y, None if copy_dtype is None else y.to(copy_dtype), z
 
 
 def _norm(*arguments: Any) -> Tensor:
-    return reference.normalised(*arguments)[0]
+    return reference.norm(*arguments)[0]
 
 
 def linear(
@@ -66,5 +69,6 @@ def linear(
     y = compiled.linear(x, weight, bias, dtype)
     if adapter is None:
         return y
-    down, up, scale = adapter
-    return y + compiled.linear(compiled.linear(x, down, None, dtype), up, None, dtype) * scale
+    lora_A, lora_B, scale = adapter
+    low = compiled.linear(x, lora_A, None, dtype)
+    return y + compiled.linear(low, lora_B, None, dtype) * scale

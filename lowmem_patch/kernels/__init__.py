@@ -6,14 +6,14 @@ modules, no choice of implementation. Importing this package imports Triton.
 
 from __future__ import annotations
 
-from lowmem_patch.kernels.adapter import adapter_weights
+from lowmem_patch.kernels.activations import activate, activate_backward, glu_backward, glu_forward
 from lowmem_patch.kernels.affine import affine
+from lowmem_patch.kernels.codes import codes_backward, codes_forward
 from lowmem_patch.kernels.dropout import drop, pack_bool
-from lowmem_patch.kernels.norm import norm_forward
-from lowmem_patch.kernels.norm_gradient import norm_backward
-from lowmem_patch.kernels.pointwise import activate, activate_backward, glu_backward, glu_forward
+from lowmem_patch.kernels.linear import adapter_weights
+from lowmem_patch.kernels.norms import norm_forward
+from lowmem_patch.kernels.norms_backward import norm_backward
 from lowmem_patch.kernels.rotary import rotate
-from lowmem_patch.kernels.step_codes import codes_backward, codes_forward
 
 __all__ = [
     "activate",

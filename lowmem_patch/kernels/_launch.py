@@ -15,20 +15,20 @@ __all__ = [
     "BACKWARD_COLUMNS",
     "FORWARD_COLUMNS",
     "Launch",
-    "NormSettings",
+    "NormTiles",
     "as_rows",
-    "backward_settings",
+    "backward_tiles",
     "common_rows",
     "contiguous",
     "empty",
-    "forward_settings",
+    "forward_tiles",
     "multiprocessors",
 ]
 
 # A row longer than this does not fit the registers of one program and is looped over instead.
 FORWARD_COLUMNS = 16384
 BACKWARD_COLUMNS = 16384
-WIDE_BLOCK = 4096
+LONG_ROW_BLOCK = 4096
 
 # Backward up to this keeps gamma, 1 / gamma, bias and two sums per column in registers; longer rows
 # read the vectors again for each row (from the first-level cache) unless they have gamma alone.
@@ -50,7 +50,9 @@ _REUSES_COMPILED = _TRITON >= (3, 6) and torch.version.hip is None
 _CALLS_RUN = _TRITON in ((3, 6), (3, 7))
 
 
-class NormSettings(NamedTuple):
+class NormTiles(NamedTuple):
+    """The part of a norm's rows that one program takes, and how it is launched."""
+
     block_rows: int
     block_columns: int
     num_warps: int
@@ -60,18 +62,16 @@ class NormSettings(NamedTuple):
 
 
 @cache
-def forward_settings(columns: int) -> NormSettings:
+def forward_tiles(columns: int) -> NormTiles:
     """A program per tile of about 2048 elements or one row, 32 elements a thread."""
-    wide = columns > FORWARD_COLUMNS
-    block_columns = WIDE_BLOCK if wide else triton.next_power_of_2(columns)
+    looped = columns > FORWARD_COLUMNS
+    block_columns = LONG_ROW_BLOCK if looped else triton.next_power_of_2(columns)
     block_rows = max(1, min(16, 2048 // block_columns))
-    return NormSettings(
-        block_rows, block_columns, max(1, min(16, block_rows * block_columns // 1024))
-    )
+    return NormTiles(block_rows, block_columns, max(1, min(16, block_rows * block_columns // 1024)))
 
 
 @cache
-def backward_settings(columns: int, nbytes: int, vectors: int, sums: bool) -> NormSettings:
+def backward_tiles(columns: int, nbytes: int, vectors: int, sums: bool) -> NormTiles:
     """Tiles of the backward, 16 elements a thread.
 
     Without vectors a program per tile. With them, programs that stay and walk over tiles: they read
@@ -85,19 +85,19 @@ def backward_settings(columns: int, nbytes: int, vectors: int, sums: bool) -> No
         sums: their gradients are asked for.
     """
     if columns > BACKWARD_COLUMNS:
-        return NormSettings(1, WIDE_BLOCK, 16)
+        return NormTiles(1, LONG_ROW_BLOCK, 16)
     block = triton.next_power_of_2(columns)
     if not vectors:
         rows = max(1, min(16, 1024 // block))
-        return NormSettings(rows, block, max(1, min(16, rows * block // 512)))
+        return NormTiles(rows, block, max(1, min(16, rows * block // 512)))
     if block > _VECTORS_IN_REGISTERS:
         reload = sums or vectors > 1
-        return NormSettings(1, block, 32 if reload and not sums else 16, 1, 1, reload)
+        return NormTiles(1, block, 32 if reload and not sums else 16, 1, 1, reload)
     num_warps = max(4, min(16, block // 256))
     rows = max(1, min(16, 512 * num_warps // block))
     programs = {4: 3, 8: 2, 16: 1}[num_warps]  # 4 would have to fit 128 registers a thread
     stages = min(4, 1 + _AHEAD_BYTES // (programs * rows * block * nbytes))
-    return NormSettings(rows, block, num_warps, stages, programs)
+    return NormTiles(rows, block, num_warps, stages, programs)
 
 
 @cache

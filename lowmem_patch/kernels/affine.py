@@ -1,4 +1,4 @@
-"""y = z (weight + offset) + bias over the last dimension, one pass."""
+"""y = z gamma + bias over the last dimension, one pass."""
 
 # triton ships no types
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -13,8 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lowmem_patch.constants import NormSettings
 from lowmem_patch.kernels._launch import Launch, contiguous, empty
-from lowmem_patch.kernels.norm import load_vector
+from lowmem_patch.kernels.norms import affine_constants, load_vector
 
 __all__ = ["affine"]
 
@@ -51,14 +52,12 @@ def _affine_kernel(
 
 @cache
 def _launcher(
-    columns: int, has_weight: bool, has_bias: bool, offset: float
+    columns: int, has_weight: bool, has_bias: bool, settings: NormSettings
 ) -> tuple[Launch, int, int]:
     """The launch for rows of this length; rows and columns of a program."""
     block = min(triton.next_power_of_2(columns), TILE)
     constants: dict[str, Any] = {
-        "HAS_WEIGHT": has_weight,
-        "HAS_BIAS": has_bias,
-        "OFFSET": offset,
+        **affine_constants(has_weight, has_bias, settings),
         "BLOCK_ROWS": TILE // block,
         "BLOCK": block,
     }
@@ -67,7 +66,11 @@ def _launcher(
 
 
 def affine(
-    z: Tensor, weight: Tensor | None, bias: Tensor | None, offset: float, dtype: torch.dtype
+    z: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    settings: NormSettings,
+    dtype: torch.dtype,
 ) -> Tensor:
     """``[..., N]`` in ``dtype``, contiguous."""
     y = empty(z, dtype)
@@ -76,9 +79,9 @@ def affine(
     columns = z.shape[-1]
     rows = y.numel() // columns
     z, weight, bias = z.contiguous(), contiguous(weight), contiguous(bias)
-    launch, block_rows, block = _launcher(columns, weight is not None, bias is not None, offset)
+    launch, block_rows, block = _launcher(columns, weight is not None, bias is not None, settings)
+    grid = (-(-rows // block_rows), -(-columns // block), 1)
     # an absent vector is never read; any pointer will do
     tensors = (z, y, z if weight is None else weight, z if bias is None else bias)
-    grid = (-(-rows // block_rows), -(-columns // block), 1)
     launch(grid, tensors, (rows,), (columns,))
     return y

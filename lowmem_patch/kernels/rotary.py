@@ -30,10 +30,30 @@ TILE = 4096  # elements of a program, 32 a thread
 
 
 @triton.jit
-def _load_angles(pointer, offsets, mask, HALF: tl.constexpr):
+def _load_angles(pointer, position, stride, column, mask, HALF: tl.constexpr):
+    """Both halves of cos or sin at some positions, ``[positions, heads or 1, columns]`` as ``mask`` is."""
+    offsets = tl.broadcast_to(position * stride + column, mask.shape)
     first = tl.load(pointer + offsets, mask=mask, other=0.0).to(tl.float32)
     second = tl.load(pointer + HALF + offsets, mask=mask, other=0.0).to(tl.float32)
     return first, second
+
+
+@triton.jit
+def _turn(x1, x2, c1, c2, s1, s2, TRANSPOSED: tl.constexpr):
+    if TRANSPOSED:
+        return x1 * c1 + x2 * s2, x2 * c2 - x1 * s1
+    else:
+        return x1 * c1 - x2 * s1, x2 * c2 + x1 * s2
+
+
+@triton.jit
+def _copy_rest(x_ptr, y_ptr, present, REST: tl.constexpr, BLOCK: tl.constexpr):
+    """The columns that do not turn."""
+    column = tl.arange(0, BLOCK)[None, None, :]
+    mask = present & (column < REST)
+    # by way of float32: not every backend casts one half type to the other
+    rest = tl.load(x_ptr + column, mask=mask, other=0.0).to(tl.float32)
+    tl.store(y_ptr + column, rest.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["blocks", "positions", "heads"])
@@ -67,46 +87,27 @@ def _rotate_kernel(
     batch = (program // blocks).to(tl.int64)
     position = (program % blocks).to(tl.int64) * BLOCK_POSITIONS + tl.arange(0, BLOCK_POSITIONS)
     head = tl.program_id(1).to(tl.int64) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
-    column = tl.arange(0, BLOCK)
-
-    inside = (position < positions)[:, None, None]
-    present = inside & (head < heads)[None, :, None]
-    mask = present & (column < HALF)[None, None, :]
-
-    cos_offsets = position[:, None, None] * cos_position + column[None, None, :]
-    sin_offsets = position[:, None, None] * sin_position + column[None, None, :]
-    if BLOCK_POSITIONS > 1:
-        # each head reads its own, from the first-level cache: a tile without heads would be spread over
-        # the threads in another way, and shared memory is slower
-        cos_offsets = tl.broadcast_to(cos_offsets, mask.shape)
-        sin_offsets = tl.broadcast_to(sin_offsets, mask.shape)
-        along = mask
-    else:
-        along = inside & (column < HALF)[None, None, :]
-    c1, c2 = _load_angles(cos_ptr + batch * cos_batch, cos_offsets, along, HALF)
-    s1, s2 = _load_angles(sin_ptr + batch * sin_batch, sin_offsets, along, HALF)
-
-    x_rows = position[:, None, None] * x_position + head[None, :, None] * x_head
-    y_rows = position[:, None, None] * y_position + head[None, :, None] * y_head
-    x_ptr += batch * x_batch + x_rows
-    y_ptr += batch * y_batch + y_rows
-    x1 = tl.load(x_ptr + column[None, None, :], mask=mask, other=0.0).to(tl.float32)
-    x2 = tl.load(x_ptr + HALF + column[None, None, :], mask=mask, other=0.0).to(tl.float32)
-    if TRANSPOSED:
-        y1 = x1 * c1 + x2 * s2
-        y2 = x2 * c2 - x1 * s1
-    else:
-        y1 = x1 * c1 - x2 * s1
-        y2 = x2 * c2 + x1 * s2
-    tl.store(y_ptr + column[None, None, :], y1.to(y_ptr.dtype.element_ty), mask=mask)
-    tl.store(y_ptr + HALF + column[None, None, :], y2.to(y_ptr.dtype.element_ty), mask=mask)
+    position, head = position[:, None, None], head[None, :, None]
+    column = tl.arange(0, BLOCK)[None, None, :]
+    inside = position < positions
+    present = inside & (head < heads)
+    mask = present & (column < HALF)
+    # Of several positions each head reads its own angles, from the first-level cache: a tile without heads
+    # would be spread over the threads in another way, and shared memory is slower.
+    along = mask
+    if BLOCK_POSITIONS == 1:
+        along = inside & (column < HALF)
+    c1, c2 = _load_angles(cos_ptr + batch * cos_batch, position, cos_position, column, along, HALF)
+    s1, s2 = _load_angles(sin_ptr + batch * sin_batch, position, sin_position, column, along, HALF)
+    x_ptr += batch * x_batch + (position * x_position + head * x_head)
+    y_ptr += batch * y_batch + (position * y_position + head * y_head)
+    x1 = tl.load(x_ptr + column, mask=mask, other=0.0).to(tl.float32)
+    x2 = tl.load(x_ptr + HALF + column, mask=mask, other=0.0).to(tl.float32)
+    y1, y2 = _turn(x1, x2, c1, c2, s1, s2, TRANSPOSED)
+    tl.store(y_ptr + column, y1.to(y_ptr.dtype.element_ty), mask=mask)
+    tl.store(y_ptr + HALF + column, y2.to(y_ptr.dtype.element_ty), mask=mask)
     if REST > 0:
-        column = tl.arange(0, BLOCK_REST)
-        mask = present & (column < REST)[None, None, :]
-        rest = tl.load(x_ptr + 2 * HALF + column[None, None, :], mask=mask, other=0.0)
-        # by way of float32: not every backend casts one half type to the other
-        rest = rest.to(tl.float32).to(y_ptr.dtype.element_ty)
-        tl.store(y_ptr + 2 * HALF + column[None, None, :], rest, mask=mask)
+        _copy_rest(x_ptr + 2 * HALF, y_ptr + 2 * HALF, present, REST, BLOCK_REST)
 
 
 @cache

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from torch import Tensor, nn
 
 from lowmem_patch.functional import ActivationKind, codes_activation
 from lowmem_patch.nn.deferred import value_of
 
-__all__ = ["CodesActivation", "ReGELU2", "ReQuickGELU2", "ReSiLU2"]
+__all__ = ["CodesActivation"]
 
 
 class CodesActivation(nn.Module):
@@ -34,26 +32,3 @@ class CodesActivation(nn.Module):
 
     def extra_repr(self) -> str:
         return f"strategy={self.strategy}, kind={self.kind}"
-
-
-class ReGELU2(CodesActivation):
-    """GELU with a 2-bit derivative; ``approximate`` as in `torch.nn.GELU`."""
-
-    def __init__(self, approximate: Literal["none", "tanh"] = "none") -> None:
-        if approximate not in ("none", "tanh"):
-            raise ValueError(f"approximate must be 'none' or 'tanh', got {approximate!r}")
-        super().__init__("gelu" if approximate == "none" else "gelu_tanh")
-
-
-class ReSiLU2(CodesActivation):
-    """SiLU with a 2-bit derivative."""
-
-    def __init__(self) -> None:
-        super().__init__("silu")
-
-
-class ReQuickGELU2(CodesActivation):
-    """QuickGELU, x sigmoid(1.702 x), with a 2-bit derivative."""
-
-    def __init__(self) -> None:
-        super().__init__("quick_gelu")

@@ -2,9 +2,9 @@
 
 PEFT computes ``base(x) + B(A(x)) * scale`` in five modules' calls and eager steps: two more passes over the
 output for the product, two for the scale, three for the sum, and in backward three more over the input's
-gradient. Each layer gets a forward of its own that calls `lowmem_patch.functional.kept_linear` once. What
+gradient. Each layer gets a forward of its own that calls `lowmem_patch.functional.recast_linear` once. What
 is not of this form (dropout, a hook on a part, a merged adapter) is left to the class's forward, on an
-input of which no cast is kept.
+input of which no cast is saved.
 
 The forward holds its layer (`lowmem_patch.nn.own`): copies and pickles take it along.
 """
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowmem_patch.functional import LowRank, is_exporting, kept_linear
+from lowmem_patch.functional import LowRank, in_compiler, is_exporting, recast_linear
 from lowmem_patch.nn.context import (
     autocast_dtype,
     has_backward_hooks,
@@ -43,7 +43,7 @@ _KNOWN = frozenset(
 
 
 def use_adapter(layer: nn.Module, lowers: bool) -> None:
-    """Give a LoRA layer a forward that keeps one copy of its input.
+    """Give a LoRA layer a forward that saves one copy of its input.
 
     Args:
         layer: a LoRA layer of a Linear.
@@ -69,8 +69,8 @@ def adds_products(forward: Callable[..., Any]) -> bool:
 
 
 def forward_kept(layer: Any, lowers: bool, *args: Any, **kwargs: Any) -> Any:
-    """The class's forward, on an input of which autograd keeps no copy in another dtype."""
-    # of an input that needs no gradient (the first block's) the adapter would keep a cast as well
+    """The class's forward, on an input of which autograd saves no copy in another dtype."""
+    # of an input that needs no gradient (the first block's) the adapter would save a cast as well
     plain = args and torch.is_grad_enabled() and not is_exporting() and not is_foreign(args[0])
     if plain and args[0].is_floating_point():
         args = (Saved(lowers).of(args[0], passing=True), *args[1:])
@@ -80,7 +80,7 @@ def forward_kept(layer: Any, lowers: bool, *args: Any, **kwargs: Any) -> Any:
 def forward_as_one(layer: Any, lowers: bool, *args: Any, **kwargs: Any) -> Any:
     """The base Linear and every active adapter as one op, where that is what the class's forward computes."""
     one = len(args) == 1 and not kwargs and torch.is_grad_enabled() and not is_exporting()
-    if one and _stands_for(layer):
+    if one and _is_known(layer):
         x = args[0]
         deferred = isinstance(x, Deferred)
         if deferred or (not is_foreign(x) and x.is_floating_point()):
@@ -91,16 +91,16 @@ def forward_as_one(layer: Any, lowers: bool, *args: Any, **kwargs: Any) -> Any:
     return forward_kept(layer, lowers, *args, **kwargs)
 
 
-def _stands_for(layer: nn.Module) -> bool:
+def _is_known(layer: nn.Module) -> bool:
     """Whether the class's forward is the known one still: somebody may have set another since."""
-    return torch.compiler.is_compiling() or adds_products(type(layer).forward)
+    return in_compiler() or adds_products(type(layer).forward)
 
 
 def _computed(x: Tensor, to: Projection, dtype: torch.dtype, rest: list[LowRank]) -> Tensor:
     y: Tensor = value_of(project(x, to, dtype))
-    for down, up, scale in rest:
-        low = value_of(project(x, Projection(down, None), dtype))
-        product = kept_linear(low, up, None, dtype)
+    for lora_A, lora_B, scale in rest:
+        low = value_of(project(x, Projection(lora_A, None), dtype))
+        product = recast_linear(low, lora_B, None, dtype)
         y = y + (product if scale == 1.0 else product * scale)
     return y
 
@@ -112,54 +112,70 @@ def _products(
 
     None where the layer would compute anything else, or somebody looks at a part of it.
     """
-    # tables of modules and parameters, past nn.Module's search by name: this runs in each forward
-    children = layer._modules
-    base = children["base_layer"]
-    if type(base) is not nn.Linear or _is_watched(base) or has_backward_hooks(layer):
+    base = _plain_base(layer)
+    if base is None:
         return None
-    if has_hooks_of_all():
+    weight: Tensor = base["weight"]
+    autocast = autocast_dtype(weight.device.type, given)
+    if autocast is None and weight.dtype != given:
         return None
-    weight = base._parameters.get("weight")
-    if weight is None or is_foreign(weight) or layer.disable_adapters or layer.merged:
-        return None
-    narrow = autocast_dtype(weight.device.type, given)
-    if narrow is None and weight.dtype != given:
-        return None
-    downs, ups = children["lora_A"]._modules, children["lora_B"]._modules
-    dropouts = children["lora_dropout"]._modules
+    tables = [layer._modules[name]._modules for name in ("lora_A", "lora_B", "lora_dropout")]
     adapters = []
     for name in layer.active_adapters:
-        if name not in downs:
+        if name not in tables[0]:
             continue
-        if name in layer.lora_variant or not _passes(dropouts[name]):
+        lora_A, lora_B, dropout = (table[name] for table in tables)
+        adapter = _low_rank(lora_A, lora_B, dropout, layer.scaling[name])
+        if adapter is None or name in layer.lora_variant:
             return None
-        down, up, scale = _weight(downs[name]), _weight(ups[name]), layer.scaling[name]
-        if down is None or up is None or up.dtype != down.dtype:
+        own = adapter.lora_A.dtype
+        seen = own if getattr(layer, "cast_input_dtype_enabled", True) else given
+        if not _has_dtype_of_base(given, autocast, seen, own, lowers):
             return None
-        seen = down.dtype if getattr(layer, "cast_input_dtype_enabled", True) else given
-        if not _fits(given, narrow, seen, down.dtype, lowers) or not isinstance(
-            scale, (int, float)
-        ):
-            return None
-        adapters.append(LowRank(down, up, float(scale)))
+        adapters.append(adapter)
     if not adapters:
         return None
-    to = Projection(weight, base._parameters.get("bias"), adapters[0])
-    return to, given if narrow is None else narrow, adapters[1:]
+    to = Projection(weight, base.get("bias"), adapters[0])
+    return to, given if autocast is None else autocast, adapters[1:]
+
+
+def _plain_base(layer: Any) -> dict[str, Any] | None:
+    """The parameters of the base Linear, None where the layer computes more than products and sums."""
+    # tables of modules and parameters, past nn.Module's search by name: this runs in each forward
+    base = layer._modules["base_layer"]
+    if type(base) is not nn.Linear or _is_watched(base) or has_backward_hooks(layer):
+        return None
+    if has_hooks_of_all() or layer.disable_adapters or layer.merged:
+        return None
+    parameters: dict[str, Any] = base._parameters
+    weight = parameters.get("weight")
+    return None if weight is None or is_foreign(weight) else parameters
+
+
+def _low_rank(
+    lora_A: nn.Module, lora_B: nn.Module, dropout: nn.Module, scale: Any
+) -> LowRank | None:
+    """The adapter of these modules, None if it is more than two products."""
+    first, second = _weight(lora_A), _weight(lora_B)
+    if first is None or second is None or first.dtype != second.dtype:
+        return None
+    if not _is_identity(dropout) or not isinstance(scale, (int, float)):
+        return None
+    return LowRank(first, second, float(scale))
 
 
 def _is_watched(part: nn.Module) -> bool:
     """Whether somebody may write into what this part sees, wait for its gradient, or run in its place."""
     hooks = (part._forward_hooks, part._forward_pre_hooks)
     return bool(
-        ((hooks[0] or hooks[1]) and any(map(_acts, (*hooks[0].values(), *hooks[1].values()))))
+        ((hooks[0] or hooks[1]) and any(map(_may_write, (*hooks[0].values(), *hooks[1].values()))))
         or part._backward_hooks
         or part._backward_pre_hooks
         or "forward" in part.__dict__
     )
 
 
-def _acts(hook: Any) -> bool:
+def _may_write(hook: Any) -> bool:
     """Whether a hook may do more than look: those of `saved_bytes` do not."""
     return not getattr(hook, "only_looks", False)
 
@@ -172,7 +188,7 @@ def _weight(part: nn.Module) -> Tensor | None:
     return parameters.get("weight")
 
 
-def _passes(dropout: nn.Module) -> bool:
+def _is_identity(dropout: nn.Module) -> bool:
     """Whether a dropout gives what it is given."""
     if type(dropout) is nn.Identity:
         return not _is_watched(dropout)
@@ -180,9 +196,9 @@ def _passes(dropout: nn.Module) -> bool:
     return plain and not (dropout.training and dropout.p)
 
 
-def _fits(
+def _has_dtype_of_base(
     given: torch.dtype,
-    narrow: torch.dtype | None,
+    autocast: torch.dtype | None,
     seen: torch.dtype,
     own: torch.dtype,
     lowers: bool,
@@ -191,11 +207,11 @@ def _fits(
 
     Args:
         given: of the layer's input.
-        narrow: autocast's.
+        autocast: in which autocast computes both.
         seen: of the input as A gets it.
         own: of A.
         lowers: as of the layer.
     """
-    if narrow is not None:
+    if autocast is not None:
         return seen != torch.float64  # autocast leaves that alone
     return own == seen and (seen == given or (lowers and given.itemsize < seen.itemsize))

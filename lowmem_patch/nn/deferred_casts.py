@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowmem_patch.functional import kept_linear
+from lowmem_patch.functional import recast_linear
 from lowmem_patch.nn.deferred import Deferred, Op, Projection, defer, keep, value_of
 
 __all__ = ["Cast", "Lowered", "lowered"]
@@ -97,7 +97,7 @@ class Lowered(Op):
         h._bypassed = True
         tensor = h.sources[0]
         narrow = tensor.dtype if dtype == self.to else dtype
-        y = kept_linear(tensor, to.weight, to.bias, narrow, to.adapter)
+        y = recast_linear(tensor, to.weight, to.bias, narrow, to.adapter)
         return lowered(y, dtype) if dtype == self.to else y
 
     def times(self, h: Deferred, other: Any) -> Any:

@@ -21,10 +21,10 @@ from lowmem_patch.functional import (
     computed_again,
     draw_dropout,
     dropout_linear,
-    kept_linear,
-    kept_matmul,
     packed_dropout,
     packs_saved_tensors,
+    recast_linear,
+    recast_matmul,
     save_copy,
 )
 from lowmem_patch.nn import (
@@ -48,7 +48,7 @@ def project(x: Tensor, to: Projection, dtype: torch.dtype) -> Any:
     """The projection of any tensor computed in ``dtype``, which saves as little as possible."""
     if isinstance(x, Deferred):
         return x.op.linear(x, to, dtype)
-    return kept_linear(x, to.weight, to.bias, dtype, to.adapter)
+    return recast_linear(x, to.weight, to.bias, dtype, to.adapter)
 
 
 class Activation(Op):
@@ -213,7 +213,7 @@ def _saved_linear(value: Tensor, to: Projection, dtype: torch.dtype) -> Tensor:
             return _plain_linear(value, to, dtype)
         if value.dtype == dtype and _torch_serves(to.weight, dtype):
             return F.linear(value, to.weight, to.bias)
-    return kept_linear(value, to.weight, to.bias, dtype, to.adapter)
+    return recast_linear(value, to.weight, to.bias, dtype, to.adapter)
 
 
 def _torch_serves(weight: Tensor, dtype: torch.dtype) -> bool:
@@ -268,8 +268,8 @@ class Dropped(Op):
     def linear(self, h: Deferred, to: Projection, dtype: torch.dtype) -> Tensor:
         weight, bias, adapter = to
         if adapter is not None:
-            low = self.linear(h, Projection(adapter.down, None), dtype)
-            product = kept_linear(low, adapter.up, None, dtype) * adapter.scale
+            low = self.linear(h, Projection(adapter.lora_A, None), dtype)
+            product = recast_linear(low, adapter.lora_B, None, dtype) * adapter.scale
             return self.linear(h, Projection(weight, bias), dtype) + product
         value = h.plain()
         if not weight.requires_grad:
@@ -346,4 +346,4 @@ class Matrix(Saved):
             or h.shape[:-2] != right.shape[:-2]
         ):
             return NotImplemented
-        return kept_matmul(h.plain(), value_of(right), dtype)
+        return recast_matmul(h.plain(), value_of(right), dtype)

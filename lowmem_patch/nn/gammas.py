@@ -86,7 +86,7 @@ def _cannot_recover(norms: list[MSNorm]) -> Tensor:
     factor = torch.ones((), dtype=torch.float64)
     lost: Any = False
     if weights[0] is not None:
-        factor = torch.stack(weights).double() + norms[0].weight_offset
+        factor = norms[0].settings.gamma_of(torch.stack(weights).double())
         size = factor.abs()
         largest = size.amax(1)
         lost = (size.amin(1) < _SMALLEST_RATIO * largest) | (largest == 0)
@@ -107,7 +107,7 @@ def check_gammas(norms: Iterable[MSNorm]) -> None:
         if values is None or not one.numel() or is_capturing(one):
             norm.checked.values = None
             continue
-        alike = (one.numel(), norm.weight_offset, weight is None, bias is None)
+        alike = (one.numel(), norm.settings, weight is None, bias is None)
         by_device.setdefault(one.device, {}).setdefault(alike, []).append(norm)
     with torch.no_grad():
         for groups in by_device.values():

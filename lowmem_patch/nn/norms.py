@@ -17,12 +17,10 @@ from torch import Tensor, nn
 from lowmem_patch.errors import PatchError, UnfoldedWeightsError
 from lowmem_patch.functional import (
     Affine,
+    NormSettings,
     compiled,
     is_exporting,
-    ms_layer_norm,
-    ms_norm_pair,
-    ms_rms_norm,
-    norm_and_z,
+    ms_norm,
 )
 from lowmem_patch.nn.context import autocast_dtype, is_foreign, is_sharded_alone, needs_gradient
 from lowmem_patch.nn.deferred import keep, value_of
@@ -43,8 +41,7 @@ class MSNorm(nn.Module):
     """Base of both; made from an existing norm by :meth:`from_module`, whose parameters it shares.
 
     Attributes:
-        eps: as in the original.
-        weight_offset: 1.0 where the original multiplies by ``1 + weight`` (Gemma), else 0.0.
+        settings: what it computes.
         folded: the affine lives in the next Linears; weight and bias stay behind as identities, so
             that the state dict is the original's.
         feeds_autocast: all readers are ops that autocast casts: the output takes autocast's dtype.
@@ -59,15 +56,13 @@ class MSNorm(nn.Module):
 
     weight: nn.Parameter | None
     bias: nn.Parameter | None
-    centered: bool
 
     def __init__(
         self,
         weight: nn.Parameter | None,
         bias: nn.Parameter | None,
-        eps: float,
+        settings: NormSettings,
         *,
-        weight_offset: float = 0.0,
         folded: bool = False,
         feeds_autocast: bool = False,
         full_precision_autocast: bool = False,
@@ -81,8 +76,7 @@ class MSNorm(nn.Module):
         nn.Module.__init__(self)  # past a stock norm, which would make parameters of its own
         self.register_parameter("weight", weight)
         self.register_parameter("bias", bias)
-        self.eps = eps
-        self.weight_offset = weight_offset
+        self.settings = settings
         self.folded = folded
         self.feeds_autocast = feeds_autocast
         self.full_precision_autocast = full_precision_autocast
@@ -99,15 +93,11 @@ class MSNorm(nn.Module):
         weight, bias = self.own_affine()
         dtype = dtype or self.output_dtype(x)
         if torch.compiler.is_compiling() and not is_exporting():
-            settings = (self.eps, self.weight_offset, self.centered, dtype)
             narrow = self._narrow_dtype(x) if self.shares_copy else None
             # a wide output must not be computed from a narrow z
-            if narrow is None and self._saves_z(weight, bias):
-                return compiled.norm_and_z(x, weight, bias, *settings, dtype)
-            return compiled.norm(x, weight, bias, *settings, narrow)
-        if self.centered:
-            return ms_layer_norm(x, self.eps, weight, bias, dtype, self.weight_offset)
-        return ms_rms_norm(x, self.eps, weight, self.weight_offset, out_dtype=dtype)
+            saves_z = narrow is None and self._saves_z(weight, bias)
+            return compiled.norm(x, weight, bias, self.settings, dtype, narrow, saves_z=saves_z)
+        return ms_norm(x, weight, bias, self.settings, dtype)[0]
 
     def own_affine(self) -> tuple[Any, Any]:
         """weight and bias, tensors or None; none where they were folded into the next Linears."""
@@ -158,37 +148,24 @@ class MSNorm(nn.Module):
         if (x.requires_grad or self.trains()) and self._saves_z(weight, bias):
             affine = self._affine(weight, bias)
         copy = self._narrow_dtype(x) if self.shares_copy else None
-        if copy is not None:
-            y, narrow, z = ms_norm_pair(
-                x,
-                self.eps,
-                weight,
-                bias,
-                centered=self.centered,
-                wide=dtype,
-                narrow=copy,
-                weight_offset=self.weight_offset,
-                with_z=affine is not None,
-            )
-            return keep(y, Normed(self.lowers, True, affine), (narrow, z), owned=True)
-        if affine is not None:
-            y, z = norm_and_z(
-                x,
-                self.eps,
-                weight,
-                bias,
-                centered=self.centered,
-                out_dtype=dtype,
-                z_dtype=dtype,
-                weight_offset=self.weight_offset,
-            )
-            return keep(y, Normed(self.lowers, False, affine), (z,), owned=True)
+        if copy is not None or affine is not None:
+            return self._deferred(x, dtype, copy, affine)
         y = self.normalize(x, dtype)
         if not y.requires_grad:
             return y
         if self._is_one_copy(y):
             return keep(y, Shared(self.lowers, y.grad_fn), owned=True)
         return watch(y)
+
+    def _deferred(
+        self, x: Tensor, dtype: torch.dtype, copy: torch.dtype | None, affine: Affine | None
+    ) -> Tensor:
+        """The norm with a copy of its output, with z, or with both, which Linears save in its place."""
+        saved = dtype if copy is None else copy
+        z_dtype = None if affine is None else saved
+        y, *more = ms_norm(x, *self.own_affine(), self.settings, dtype, copy, z_dtype)
+        sources = tuple(source for source in more if source is not None)
+        return keep(y, Normed(self.lowers, copy is not None, affine), sources, owned=True)
 
     def _is_one_copy(self, y: Tensor) -> bool:
         """Whether readers that cast the output shall keep no copy of their own."""
@@ -226,7 +203,7 @@ class MSNorm(nn.Module):
         if is_sharded_alone(self):  # freed before the Linears' backward
             weight = None if weight is None else weight.detach().clone()
             bias = None if bias is None else bias.detach().clone()
-        return Affine(weight, bias, self.weight_offset)
+        return Affine(weight, bias, self.settings)
 
     def _refuse_changes(self) -> None:
         replica = getattr(self, "_is_replica", False)  # of nn.DataParallel, which has no parameters
@@ -271,7 +248,7 @@ class MSNorm(nn.Module):
         Raises:
             UnfoldedWeightsError: gamma is not 1 (0 for 1 + w norms) or beta is not 0.
         """
-        for name, identity in (("weight", 1.0 - self.weight_offset), ("bias", 0.0)):
+        for name, identity in (("weight", self.settings.identity_weight), ("bias", 0.0)):
             value = state_dict.get(prefix + name)
             if value is not None and bool((value != identity).any()):
                 raise UnfoldedWeightsError(
@@ -282,24 +259,20 @@ class MSNorm(nn.Module):
 
     def extra_repr(self) -> str:
         size = None if self.weight is None else self.weight.numel()
-        parts = [f"{size}", f"eps={self.eps:g}", "fold" if self.folded else "share"]
-        if self.weight_offset:
-            parts.append(f"weight_offset={self.weight_offset:g}")
+        parts = [f"{size}", f"eps={self.settings.eps:g}", "fold" if self.folded else "share"]
+        if self.settings.identity_weight != 1.0:
+            parts.append("1 + weight")
         if self.sunk:
             parts.append("sunk")
         return ", ".join(parts)
 
 
 class MSLayerNorm(MSNorm):
-    """LayerNorm over the last dimension that keeps its output (paper, MS-LayerNorm)."""
-
-    centered = True
+    """LayerNorm over the last dimension that saves its output (paper, MS-LayerNorm)."""
 
 
 class MSRMSNorm(MSNorm):
-    """RMSNorm over the last dimension that keeps its output (paper, MS-RMSNorm)."""
-
-    centered = False
+    """RMSNorm over the last dimension that saves its output (paper, MS-RMSNorm)."""
 
 
 class StockMSLayerNorm(MSLayerNorm, nn.LayerNorm):  # type: ignore[misc]  # its weight may be None

@@ -55,7 +55,7 @@ class Rotation:
         heads_dim = given.get("unsqueeze_dim", self.heads_dim)
         chosen = given.get("position_ids") is not None  # rows of cos and sin, in some files
         elsewhere = is_transformed() or is_exporting()
-        if chosen or elsewhere or not self._fits(q, k, cos, sin, heads_dim):
+        if chosen or elsewhere or not self._takes(q, k, cos, sin, heads_dim):
             return self.function(q, k, cos, sin, *rest, **named)
         dtype = None if self.keeps_dtype else torch.promote_types(q.dtype, cos.dtype)
         if q.dim() == 4:
@@ -64,29 +64,44 @@ class Rotation:
         q, k = rotary_embedding(q, k, cos, sin, heads_dim, dtype)
         return q.squeeze(0), k.squeeze(0)
 
-    def _fits(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads_dim: Any) -> bool:
+    def _takes(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads_dim: Any) -> bool:
+        """Whether the op computes the rotation of these tensors."""
+        return (
+            _have_dtypes_of_op(q, k, cos, sin)
+            and self._have_shapes_of_op(q, k, cos, sin, heads_dim)
+            and not (cos.requires_grad or sin.requires_grad)
+            and not is_sharded(q, k, cos, sin)
+        )
+
+    def _have_shapes_of_op(
+        self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads_dim: Any
+    ) -> bool:
         """``[B, H, S, D]`` or ``[B, S, H, D]`` and ``[B or 1, S, R]``, or all without B."""
-        dims, length = q.dim(), 3 - heads_dim if heads_dim in (1, 2) else 0
-        if dims not in (3, 4) or not length or k.dim() != dims or cos.dim() != dims - 1:
+        dims = q.dim()
+        if dims not in (3, 4) or heads_dim not in (1, 2):
             return False
-        if dims == 3:
-            length -= 1
+        if k.dim() != dims or cos.dim() != dims - 1 or cos.shape != sin.shape:
+            return False
+        if dims == 4 and not (q.shape[0] == k.shape[0] and cos.shape[0] in (1, q.shape[0])):
+            return False
+        length = dims - 1 - heads_dim
         rotated, columns = cos.shape[-1], q.shape[-1]
         return (
-            not is_sharded(q, k, cos, sin)
-            and cos.shape == sin.shape
-            and cos.dtype == sin.dtype
-            and q.dtype == k.dtype
-            and (q.dtype == cos.dtype or cos.dtype != torch.float64)
-            and q.is_floating_point()
-            and cos.is_floating_point()
-            and not (cos.requires_grad or sin.requires_grad)
-            and q.shape[length] == k.shape[length] == cos.shape[-2]
+            q.shape[length] == k.shape[length] == cos.shape[-2]
             and columns == k.shape[-1]
             and rotated % 2 == 0
             and (rotated == columns or (self.partial and rotated < columns))
-            and (dims == 3 or (q.shape[0] == k.shape[0] and cos.shape[0] in (1, q.shape[0])))
         )
+
+
+def _have_dtypes_of_op(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
+    return (
+        q.is_floating_point()
+        and cos.is_floating_point()
+        and q.dtype == k.dtype
+        and cos.dtype == sin.dtype
+        and (q.dtype == cos.dtype or cos.dtype != torch.float64)
+    )
 
 
 def _names(function: types.FunctionType, rotation: Rotation) -> dict[str, Any]:

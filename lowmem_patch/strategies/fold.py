@@ -84,8 +84,9 @@ def find(facts: Facts, config: PatchConfig) -> Found:
             found.add(share_or_skip(facts, config, site, why_not))
             continue
         known = site.gamma is not None and has_data(site.gamma)
-        offset = site.spec.weight_offset
-        if site.gamma is None or (known and identity_affine(site.gamma, site.beta, offset)):
+        if site.gamma is None or (
+            known and identity_affine(site.gamma, site.beta, site.spec.settings)
+        ):
             reason = "nothing left to fold: the affine is an identity"
         else:
             reason = "affine folded into its Linears"
@@ -124,7 +125,9 @@ def _moved(folded: Folded, place: str) -> Folded:
         LinearRef(name(ref.module), name(ref.weight), maybe(ref.bias), ref.transposed)
         for ref in step.linears
     )
-    moved = FoldStep(place, maybe(step.weight), maybe(step.bias), step.weight_offset, linears)
+    moved = dataclasses.replace(
+        step, norm=place, weight=maybe(step.weight), bias=maybe(step.bias), linears=linears
+    )
     return dataclasses.replace(folded, step=moved, trained=tuple(map(name, folded.trained)))
 
 

@@ -11,6 +11,7 @@ import dataclasses
 import torch
 from torch import Tensor, nn
 
+from lowmem_patch.constants import NormSettings
 from lowmem_patch.errors import PatchError
 from lowmem_patch.tracing.consumers import LinearRef
 
@@ -23,13 +24,18 @@ __all__ = [
     "unfold_tensors",
 ]
 
+_PLAIN = NormSettings(0.0)
+
 # a smaller gamma cannot be divided out again: unfolding leaves such columns folded
 _SMALLEST_GAMMA = 1e-30
 
 
 @dataclasses.dataclass(frozen=True)
 class FoldStep:
-    """One norm whose affine moves into Linears; names are state-dict keys of the model."""
+    """One norm whose affine moves into Linears; names are state-dict keys of the model.
+
+    The fields are those of a converted checkpoint's record.
+    """
 
     norm: str
     weight: str | None
@@ -37,13 +43,29 @@ class FoldStep:
     weight_offset: float
     linears: tuple[LinearRef, ...]
 
+    @classmethod
+    def of(
+        cls,
+        norm: str,
+        weight: str | None,
+        bias: str | None,
+        settings: NormSettings,
+        linears: tuple[LinearRef, ...],
+    ) -> FoldStep:
+        return cls(norm, weight, bias, settings.weight_offset, linears)
+
+    @property
+    def settings(self) -> NormSettings:
+        """Of the norm, as far as folding asks for them."""
+        return NormSettings(0.0, self.weight_offset)
+
 
 def fold_tensors(
     weight: Tensor,
     bias: Tensor | None,
     gamma: Tensor | None,
     beta: Tensor | None,
-    weight_offset: float = 0.0,
+    settings: NormSettings = _PLAIN,
     *,
     transposed: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
@@ -52,7 +74,7 @@ def fold_tensors(
     Args:
         weight: ``[out, in]``, or ``[in, out]`` if ``transposed``.
         bias: ``[out]`` or None.
-        gamma: the norm's weight as stored, ``[in]``; the factor is ``weight_offset + gamma``.
+        gamma: the norm's weight as stored, ``[in]``; the factor is ``settings.gamma_of(gamma)``.
         beta: ``[in]`` or None.
 
     Raises:
@@ -67,7 +89,7 @@ def fold_tensors(
         elif bool((beta != 0).any()):
             raise PatchError("beta is not 0 and the Linear has no bias to take it")
     if gamma is not None:
-        matrix = matrix * (gamma.double() + weight_offset)
+        matrix = matrix * settings.gamma_of(gamma.double())
     folded = matrix.t() if transposed else matrix
     return folded.to(weight.dtype).contiguous(), new_bias
 
@@ -77,14 +99,14 @@ def unfold_tensors(
     bias: Tensor | None,
     gamma: Tensor | None,
     beta: Tensor | None,
-    weight_offset: float = 0.0,
+    settings: NormSettings = _PLAIN,
     *,
     transposed: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """The inverse of :func:`fold_tensors`, up to one rounding; columns with gamma = 0 stay folded."""
     matrix = weight.double().t() if transposed else weight.double()
     if gamma is not None:
-        matrix = matrix / _divisor(gamma, weight_offset)
+        matrix = matrix / _divisor(gamma, settings)
     new_bias = bias
     if beta is not None and bias is not None:
         new_bias = (bias.double() - matrix @ beta.double()).to(bias.dtype)
@@ -92,14 +114,14 @@ def unfold_tensors(
     return unfolded.to(weight.dtype).contiguous(), new_bias
 
 
-def _divisor(gamma: Tensor, weight_offset: float) -> Tensor:
-    factor = gamma.double() + weight_offset
+def _divisor(gamma: Tensor, settings: NormSettings) -> Tensor:
+    factor = settings.gamma_of(gamma.double())
     return torch.where(factor.abs() < _SMALLEST_GAMMA, torch.ones_like(factor), factor)
 
 
-def identity_affine(gamma: Tensor | None, beta: Tensor | None, weight_offset: float) -> bool:
+def identity_affine(gamma: Tensor | None, beta: Tensor | None, settings: NormSettings) -> bool:
     """Whether the affine does nothing: gamma is 1 (0 for 1 + w norms) and beta is 0."""
-    one = gamma is None or bool((gamma == 1.0 - weight_offset).all())
+    one = gamma is None or bool((gamma == settings.identity_weight).all())
     return one and (beta is None or bool((beta == 0).all()))
 
 
@@ -116,14 +138,12 @@ def fold_step(model: nn.Module, step: FoldStep) -> tuple[Tensor | None, Tensor |
     """
     gamma, beta = _parameter(model, step.weight), _parameter(model, step.bias)
     kept = tuple(None if t is None else t.detach().clone() for t in (gamma, beta))
-    if gamma is not None and not gamma.is_meta and identity_affine(gamma, beta, step.weight_offset):
+    if gamma is not None and not gamma.is_meta and identity_affine(gamma, beta, step.settings):
         return kept[0], kept[1]
     folded = []
     for linear in step.linears:
         weight, bias = model.get_parameter(linear.weight), _parameter(model, linear.bias)
-        new = fold_tensors(
-            weight, bias, gamma, beta, step.weight_offset, transposed=linear.transposed
-        )
+        new = fold_tensors(weight, bias, gamma, beta, step.settings, transposed=linear.transposed)
         if any(t is not None and not t.is_meta and not bool(torch.isfinite(t).all()) for t in new):
             raise PatchError(
                 f"folding {step.norm} into {linear.module} gives weights that are not finite"
@@ -134,7 +154,7 @@ def fold_step(model: nn.Module, step: FoldStep) -> tuple[Tensor | None, Tensor |
         if bias is not None and new_bias is not None:
             bias.copy_(new_bias)
     if gamma is not None:
-        gamma.fill_(1.0 - step.weight_offset)
+        gamma.fill_(step.settings.identity_weight)
     if beta is not None:
         beta.zero_()
     return kept[0], kept[1]
@@ -151,16 +171,14 @@ def unfold_step(
     own_gamma, own_beta = _parameter(model, step.weight), _parameter(model, step.bias)
     gamma = None if gamma is None or own_gamma is None else gamma.to(own_gamma)
     beta = None if beta is None or own_beta is None else beta.to(own_beta)
-    if identity_affine(gamma, beta, step.weight_offset):
+    if identity_affine(gamma, beta, step.settings):
         return
     for weight, bias, ref in weights:
-        new = unfold_tensors(
-            weight, bias, gamma, beta, step.weight_offset, transposed=ref.transposed
-        )
+        new = unfold_tensors(weight, bias, gamma, beta, step.settings, transposed=ref.transposed)
         weight.copy_(new[0])
         if bias is not None and new[1] is not None:
             bias.copy_(new[1])
     if own_gamma is not None and gamma is not None:
-        own_gamma.copy_(_divisor(gamma, step.weight_offset) - step.weight_offset)
+        own_gamma.copy_(step.settings.weight_of(_divisor(gamma, step.settings)))
     if own_beta is not None and beta is not None:
         own_beta.copy_(beta)

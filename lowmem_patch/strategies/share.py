@@ -47,8 +47,7 @@ class SharedNorm(Swap):
         new = _class_for(original, spec.kind)(
             getattr(original, "weight", None),
             getattr(original, "bias", None),
-            spec.eps,
-            weight_offset=spec.weight_offset,
+            spec.settings,
             folded=self.folded,
             feeds_autocast=self.feeds_autocast,
             full_precision_autocast=spec.full_precision_autocast,

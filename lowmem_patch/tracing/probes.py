@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lowmem_patch import reference
+from lowmem_patch.constants import NormSettings
 from lowmem_patch.functional import ActivationKind
 from lowmem_patch.tracing.isolation import NoForeignKernels
 from lowmem_patch.tracing.op_roles import Role
@@ -26,11 +27,10 @@ __all__ = ["NormSpec", "looks_like_activation", "looks_like_norm", "match_activa
 
 @dataclasses.dataclass(frozen=True)
 class NormSpec:
-    """What a norm computes over the last dimension: gamma * z + beta with gamma = offset + weight."""
+    """What a norm computes over the last dimension."""
 
     kind: str  # layer_norm or rms_norm
-    eps: float
-    weight_offset: float
+    settings: NormSettings
     output: str  # its dtype follows the "input", the "weight" or, promoted, "both"
     full_precision_autocast: bool
 
@@ -147,7 +147,9 @@ def _probe(module: nn.Module, call: Call, trace: Trace) -> NormSpec | str:
     kind, eps, offset = found
     fused = any(op.role.has(Role.ROW_NORM) for op in trace.ops[call.first_op : call.last_op])
     output = _output_dtype(isolated, rows) if parameters else "input"
-    return NormSpec(kind, eps, offset, output, full_precision_autocast=fused)
+    return NormSpec(
+        kind, NormSettings(eps, offset, kind == "layer_norm"), output, full_precision_autocast=fused
+    )
 
 
 def _output_dtype(module: nn.Module, rows: Tensor) -> str:

@@ -131,7 +131,9 @@ def _unfolded_gradients(
 
     A Linear's weight without a gradient of its own is left out.
     """
-    gamma = None if step.weight is None else original[step.weight].double() + step.weight_offset
+    gamma = None
+    if step.weight is not None:
+        gamma = step.settings.gamma_of(original[step.weight].double())
     beta = None if step.bias is None else original[step.bias].double()
     folded_beta = beta if beta is not None and bool((beta != 0).any()) else None
     found: dict[str, Tensor | None] = {}

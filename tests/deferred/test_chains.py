@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lowmem_patch import patch_report
-from lowmem_patch.functional import activation, ms_layer_norm, ms_norm_pair
+from lowmem_patch.functional import NormSettings, activation, ms_layer_norm, ms_norm
 from lowmem_patch.nn.deferred_ops import Activation
 from tests.support.configs import FOLD_AND_SHARE, SHARE
 from tests.support.judge import assert_same_step
@@ -66,9 +66,7 @@ def test_ops_read_the_values_of_a_deferred_tensor() -> None:
     calls: list[Any] = [
         lambda h: ms_layer_norm(h, 1e-5, ones),
         lambda h: activation(h, "quick_gelu"),
-        lambda h: ms_norm_pair(
-            h, 1e-5, None, None, centered=True, wide=torch.float32, narrow=torch.bfloat16
-        )[0],
+        lambda h: ms_norm(h, None, None, NormSettings(1e-5), copy_dtype=torch.bfloat16)[0],
     ]
     for call in calls:
         found = []

@@ -21,15 +21,16 @@ from lowmem_patch import patch_model, patch_report, plan_patch, unpatch_model
 from lowmem_patch.errors import TraceError
 from lowmem_patch.functional import (
     LowRank,
+    NormSettings,
     activation,
     activation_linear,
     codes_activation,
     glu,
-    kept_linear,
-    kept_matmul,
     ms_layer_norm,
-    ms_norm_pair,
+    ms_norm,
     ms_rms_norm,
+    recast_linear,
+    recast_matmul,
 )
 from lowmem_patch.nn.dropout import PackedDropout
 from tests.support.judge import BAND, assert_close
@@ -52,7 +53,7 @@ def mesh() -> Iterator[DeviceMesh]:
 
 
 def with_adapter(x: Tensor, weight: Tensor, down: Tensor, up: Tensor) -> Tensor:
-    return kept_linear(x, weight, None, x.dtype, LowRank(down, up, 0.5))
+    return recast_linear(x, weight, None, x.dtype, LowRank(down, up, 0.5))
 
 
 def gated(gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -75,9 +76,9 @@ OPS: dict[str, tuple[list[tuple[int, ...]], Callable[..., Tensor], Callable[...,
         lambda x, w: ms_rms_norm(x, 1e-5, w, 1.0),
         lambda x, w: F.rms_norm(x, (8,), 1 + w, 1e-5),
     ),
-    "norm pair": (
+    "norm with a copy": (
         [(3, 8), (8,)],
-        lambda x, w: ms_norm_pair(x, 1e-5, w, None, centered=False, wide=x.dtype, narrow=NARROW)[0],
+        lambda x, w: ms_norm(x, w, None, NormSettings(1e-5, centered=False), copy_dtype=NARROW)[0],
         lambda x, w: F.rms_norm(x, (8,), w, 1e-5),
     ),
     "linear with an adapter": (
@@ -92,7 +93,7 @@ OPS: dict[str, tuple[list[tuple[int, ...]], Callable[..., Tensor], Callable[...,
     ),
     "matmul": (
         [(2, 3, 8), (2, 8, 5)],
-        lambda x, y: kept_matmul(x, y, torch.float64),
+        lambda x, y: recast_matmul(x, y, torch.float64),
         lambda x, y: x @ y,
     ),
 }  # fmt: skip

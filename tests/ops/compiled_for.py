@@ -25,7 +25,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from lowmem_patch import kernels
-from lowmem_patch.constants import ACTIVATION_KINDS, STEP_TABLES
+from lowmem_patch.constants import ACTIVATION_KINDS, STEP_TABLES, NormSettings
 from lowmem_patch.kernels._launch import Launch
 
 PLATFORM, ARCHITECTURE = sys.argv[1], sys.argv[2]
@@ -71,21 +71,23 @@ def norms() -> Iterator[Any]:
         x, vector = torch.ones(2, columns, dtype=DTYPE), torch.ones(columns, dtype=DTYPE)
         for weight, bias in ((None, None), (vector, None), (vector, vector)):
             centered = bias is not None
-            y, rstd, _ = kernels.norm_forward(x, weight, bias, 1e-5, 0.0, centered, DTYPE)
-            given = (x, y, rstd, weight, bias, 0.0, centered, DTYPE)
+            settings = NormSettings(1e-5, centered=centered)
+            y, rstd, _ = kernels.norm_forward(x, weight, bias, settings, DTYPE)
+            given = (x, y, rstd, weight, bias, settings, DTYPE)
             for trains in {False, weight is not None}:
-                yield kernels.norm_backward(*given, True, trains, trains and centered)
+                yield kernels.norm_backward(*given, (True, trains, trains and centered))
             if weight is not None:
-                yield kernels.norm_backward(*given, False, True, centered)
+                yield kernels.norm_backward(*given, (False, True, centered))
 
 
 def affines() -> Iterator[Any]:
     z, vector = torch.ones(2, 768, dtype=DTYPE), torch.ones(768, dtype=DTYPE)
     for weight, bias in ((vector, None), (vector, vector)):
-        yield kernels.affine(z, weight, bias, 0.0, DTYPE)
-        *given, z = kernels.norm_forward(z, weight, bias, 1e-5, 0.0, bias is not None, DTYPE, DTYPE)
-        given = (z, z, given[1], weight, bias, 0.0, bias is not None, DTYPE)
-        yield kernels.norm_backward(*given, True, True, bias is not None, True)
+        settings = NormSettings(1e-5, centered=bias is not None)
+        yield kernels.affine(z, weight, bias, settings, DTYPE)
+        _, rstd, z = kernels.norm_forward(z, weight, bias, settings, DTYPE, DTYPE)
+        needs = (True, True, bias is not None)
+        yield kernels.norm_backward(z, z, rstd, weight, bias, settings, DTYPE, needs, True)
 
 
 def adapters() -> Iterator[Any]:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowmem_patch.functional import Affine, LowRank, affine_linear, norm_and_z
+from lowmem_patch.functional import Affine, LowRank, NormSettings, affine_linear, ms_norm
 from lowmem_patch.functional._implementation import module
 from tests.ops.conftest import Backend
 from tests.ops.test_norms import CASES, DTYPES, EPS, plain
@@ -40,17 +40,16 @@ def test_norm_gradients_with_a_gamma_of_zero(
     leaves = [leaf for leaf in (x, weight, bias) if leaf is not None]
 
     def own() -> tuple[Tensor, Tensor]:
-        return norm_and_z(
+        y, _, z = ms_norm(
             x,
-            EPS,
             weight,
             bias,
-            centered=centered,
-            out_dtype=dtype,
+            NormSettings(EPS, offset, centered),
             z_dtype=dtype,
-            weight_offset=offset,
             implementation=backend.implementation,  # type: ignore[arg-type]
         )
+        assert z is not None
+        return y, z
 
     (y, z), saved = saved_storages(own)
     assert set(saved) - {storage_of(leaf) for leaf in leaves} - {storage_of(z)} <= {
@@ -90,7 +89,7 @@ def test_affine_is_rounded_once(
     weight, bias = (torch.randn(shape[-1], device=backend.device) for _ in range(2))
     operations: Any = module(backend.implementation)
     for beta, offset in ((None, 0.0), (bias, 1.0)):
-        y = operations.affine(z, weight, beta, offset, dtype)
+        y = operations.affine(z, weight, beta, NormSettings(EPS, offset), dtype)
         exact = z.double() * (weight.double() + offset) + (0.0 if beta is None else beta.double())
         assert_within_budget(y, exact.to(dtype), exact)
 
@@ -107,14 +106,14 @@ def test_linear_gradients_with_a_gamma_of_zero(
     device, size, outputs = backend.device, 24, 16
     z = torch.randn(2, rows // 2, size, device=device).to(dtype)
     gamma, shift = vectors(size, device, dtype, beta, 0.0)
-    affine = Affine(gamma.detach(), None if shift is None else shift.detach(), 0.0)
+    affine = Affine(gamma.detach(), None if shift is None else shift.detach(), NormSettings(EPS))
     weight = torch.randn(outputs, size, device=device).to(dtype).requires_grad_()
     bias = torch.randn(outputs, device=device).to(dtype).requires_grad_()
-    down = torch.randn(4, size, device=device).to(dtype).requires_grad_()
-    up = torch.randn(outputs, 4, device=device).to(dtype).requires_grad_()
-    adapter = LowRank(down, up, 0.5) if adapted else None
+    lora_A = torch.randn(4, size, device=device).to(dtype).requires_grad_()
+    lora_B = torch.randn(outputs, 4, device=device).to(dtype).requires_grad_()
+    adapter = LowRank(lora_A, lora_B, 0.5) if adapted else None
     y = affine.of(z, dtype).requires_grad_()
-    leaves = [y, weight, bias, *((down, up) if adapted else ())]
+    leaves = [y, weight, bias, *((lora_A, lora_B) if adapted else ())]
     out, saved = saved_storages(lambda: affine_linear(y, z, affine, weight, bias, dtype, adapter))
     assert storage_of(z) in saved and storage_of(y) not in saved
     dout = torch.randn_like(out)

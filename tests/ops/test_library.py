@@ -50,15 +50,16 @@ def operator_samples() -> Iterator[tuple[str, tuple[Any, ...]]]:
     packed = torch.randn(4, 12)
     yield "glu", (*(half.requires_grad_() for half in packed.chunk(2, -1)), "silu", R)
     yield "glu_backward", (*torch.randn(3, 4, 6).unbind(), "silu", R)
-    yield "norm", (randn(4, 6), randn(6), randn(6), 1e-5, 0.0, True, torch.float32, None, R)
-    yield "norm", (randn(4, 6), None, None, 1e-5, 0.0, False, torch.bfloat16, torch.bfloat16, R)
-    narrow = (1e-5, 0.0, True, torch.float32, torch.bfloat16)
-    yield "norm_pair", (randn(4, 6), randn(6), randn(6), *narrow, False, R)
-    yield "norm_pair", (randn(4, 6), randn(6), randn(6), *narrow, True, R)
+    low = torch.bfloat16
+    vectors, centered, rms = (randn(6), randn(6)), (1e-5, 0.0, True), (1e-5, 1.0, False)
+    yield "norm", (randn(4, 6), *vectors, *centered, torch.float32, None, None, R)
+    yield "norm", (randn(4, 6), None, None, *rms, low, None, low, R)
+    yield "norm", (randn(4, 6), *vectors, *centered, torch.float32, low, None, R)
+    yield "norm", (randn(4, 6), *vectors, *centered, torch.float32, low, low, R)
     y, rstd, vector = torch.randn(4, 6), torch.rand(4), torch.randn(6)
-    flags = (0.0, True, torch.float32, True, True, True)
-    yield "norm_backward", (y, y.clone(), rstd, vector, vector.clone(), *flags, False, R)
-    yield "norm_backward", (y, y.clone(), rstd, vector, vector.clone(), *flags, True, R)
+    given = (y, y.clone(), rstd, vector, vector.clone(), *centered, torch.float32, [True] * 3)
+    yield "norm_backward", (*given, False, R)
+    yield "norm_backward", (*given, True, R)
     hidden, source, weight = torch.randn(2, 3, 6), randn(2, 3, 6), randn(5, 6)
     rest = (1.0, "gelu", torch.float32, R)
     yield "activation_linear", (hidden, source, None, weight, randn(5), None, None, *rest)
@@ -69,10 +70,8 @@ def operator_samples() -> Iterator[tuple[str, tuple[Any, ...]]]:
         (hidden, source, randn(2, 3, 6), *frozen, *adapter, "silu", torch.float32, R),
     )
     source, dy, low = torch.randn(2, 3, 6), torch.randn(2, 3, 5), torch.randn(6, 2)
-    dtypes = (torch.float32,) * 4
     weights = (torch.randn(5, 6), torch.randn(2, 6), torch.randn(5, 2))
-    every = [True] * 5
-    tail = (torch.float32, every, *dtypes, R)
+    tail = ([True] * 5, R)
     yield (
         "activation_linear_backward",
         (dy, source, source * 2, *weights, low, 0.5, "silu", *tail),
@@ -88,7 +87,6 @@ def operator_samples() -> Iterator[tuple[str, tuple[Any, ...]]]:
     yield "pack_bool", (torch.rand(3, 5) > 0.5, R)
     bits = torch.zeros(3, dtype=torch.uint8)
     yield "drop", (torch.randn(7, 3).t(), bits, 0.3, True, torch.float32, torch.bfloat16, R)
-    yield "unpack_bool", (torch.zeros(2, dtype=torch.uint8), [3, 5])
 
 
 SAMPLES = list(operator_samples())

@@ -11,7 +11,7 @@ from lowmem_patch import reference
 from lowmem_patch.constants import ACTIVATION_KINDS
 from lowmem_patch.functional import LowRank, activation, activation_linear, glu
 from lowmem_patch.functional._implementation import module
-from lowmem_patch.functional.linear import kept_linear
+from lowmem_patch.functional.linear import recast_linear
 from tests.ops.conftest import INTERPRETED, Backend
 from tests.support.judge import assert_within_budget
 from tests.support.saved import saved_storages, storage_of
@@ -105,12 +105,12 @@ def test_float32_bits_are_those_of_linear(
 
 
 def make_adapter(device: str, dtype: torch.dtype, rank: int = 3) -> LowRank:
-    down = torch.randn(rank, FEATURES).to(device, dtype).requires_grad_()
-    return LowRank(down, torch.randn(OUT, rank).to(device, dtype).requires_grad_(), 0.7)
+    lora_A = torch.randn(rank, FEATURES).to(device, dtype).requires_grad_()
+    return LowRank(lora_A, torch.randn(OUT, rank).to(device, dtype).requires_grad_(), 0.7)
 
 
 def with_adapter(hidden: Tensor, weight: Tensor, bias: Tensor | None, adapter: LowRank) -> Tensor:
-    added = F.linear(F.linear(hidden, adapter.down), adapter.up) * adapter.scale
+    added = F.linear(F.linear(hidden, adapter.lora_A), adapter.lora_B) * adapter.scale
     return F.linear(hidden, weight, bias) + added
 
 
@@ -124,14 +124,16 @@ def test_gradients_with_an_adapter_are_torchs(
     weight = torch.randn(OUT, FEATURES).to(backend.device, dtype).requires_grad_(not frozen)
     bias = torch.randn(OUT).to(backend.device, dtype).requires_grad_(not frozen)
     adapter = make_adapter(backend.device, dtype)
-    inputs = tuple(t for t in (*sources, weight, bias, adapter.down, adapter.up) if t.requires_grad)
+    inputs = tuple(
+        t for t in (*sources, weight, bias, adapter.lora_A, adapter.lora_B) if t.requires_grad
+    )
 
     def hidden_of(tensors: tuple[Tensor, ...]) -> Tensor:
         return tensors[0] if form == "identity" else plain(tensors, "gelu")
 
     def run() -> Tensor:
         if form == "identity":
-            return kept_linear(sources[0], weight, bias, dtype, adapter)
+            return recast_linear(sources[0], weight, bias, dtype, adapter)
         hidden = ours(sources, "gelu", backend)
         return activation_linear(
             hidden,
@@ -145,7 +147,7 @@ def test_gradients_with_an_adapter_are_torchs(
         )
 
     y, saved = saved_storages(run)
-    kept = {storage_of(t) for t in (*sources, weight, adapter.down, adapter.up)}
+    kept = {storage_of(t) for t in (*sources, weight, adapter.lora_A, adapter.lora_B)}
     rank = 8 if dtype == torch.bfloat16 else 3  # padded where tensor cores want it
     low = 6 * rank * y.element_size()  # x A^T
     assert kept < set(saved) and sum(saved[s] for s in set(saved) - kept) == low
@@ -181,41 +183,43 @@ def test_adapter_weights_are_cast_as_torch_does(
     backend: Backend, rank: int, given: torch.dtype, dtype: torch.dtype
 ) -> None:
     """Cast once, to the nearest; what is padded is zeros, and float32 is not padded."""
-    down = torch.randn(rank, FEATURES).to(backend.device, given)
-    raised = torch.randn(OUT, 2 * rank).to(backend.device, given)[:, ::2]  # in strides
-    found = module(backend.implementation).adapter_weights(down, raised, dtype)
+    lora_A = torch.randn(rank, FEATURES).to(backend.device, given)
+    lora_B = torch.randn(OUT, 2 * rank).to(backend.device, given)[:, ::2]  # in strides
+    found = module(backend.implementation).adapter_weights(lora_A, lora_B, dtype)
     padded = rank if dtype == torch.float32 else {1: 8, 4: 8, 8: 8, 12: 16}[rank]
     assert [tuple(t.shape) for t in found] == [(padded, FEATURES), (OUT, padded)]
     assert not found[0][rank:].any() and not found[1][:, rank:].any()
     cuts_off = INTERPRETED and dtype == torch.bfloat16 != given  # as Triton's interpreter casts
     unit = torch.finfo(dtype).eps if cuts_off else 0.0
-    for narrow, wide in ((found[0][:rank], down), (found[1][:, :rank], raised)):
+    for narrow, wide in ((found[0][:rank], lora_A), (found[1][:, :rank], lora_B)):
         torch.testing.assert_close(narrow, wide.to(dtype), rtol=unit, atol=0)  # a cast: to the bit
 
 
-@pytest.mark.parametrize("trains", ["x", "down", "up"])
+@pytest.mark.parametrize("trains", ["x", "lora_A", "lora_B"])
 def test_one_part_of_an_adapted_linear_trains(backend: Backend, trains: str) -> None:
     """A rank that is padded, with weights wider than the product."""
     (x,) = (t.detach() for t in make_sources(False, backend.device))
     weight = torch.randn(OUT, FEATURES, device=backend.device)
     adapter = LowRank(*(t.detach() for t in make_adapter(backend.device, torch.float32)[:2]), 0.7)
-    one = {"x": x, "down": adapter.down, "up": adapter.up}[trains].requires_grad_()
-    y = kept_linear(x, weight, None, torch.bfloat16, adapter)
+    one = {"x": x, "lora_A": adapter.lora_A, "lora_B": adapter.lora_B}[trains].requires_grad_()
+    y = recast_linear(x, weight, None, torch.bfloat16, adapter)
     dy = torch.randn_like(y)
     if (
-        trains == "down"
+        trains == "lora_A"
     ):  # its gradient does not ask for it, so that an optimizer may have written it
         with torch.no_grad():
-            adapter.down.add_(0)
+            adapter.lora_A.add_(0)
     (found,) = torch.autograd.grad(y, one, dy)
     with torch.autocast(backend.device, torch.bfloat16):
         theirs = with_adapter(x, weight, None, adapter)
     (other,) = torch.autograd.grad(theirs, one, dy)
-    x, weight, down, up = (
+    x, weight, lora_A, lora_B = (
         t.detach().double().requires_grad_(t is one) for t in (x, weight, *adapter[:2])
     )
-    exact = with_adapter(x, weight, None, LowRank(down, up, adapter.scale))
-    (true,) = torch.autograd.grad(exact, [t for t in (x, down, up) if t.requires_grad], dy.double())
+    exact = with_adapter(x, weight, None, LowRank(lora_A, lora_B, adapter.scale))
+    (true,) = torch.autograd.grad(
+        exact, [t for t in (x, lora_A, lora_B) if t.requires_grad], dy.double()
+    )
     assert found.dtype == torch.float32 and found.is_contiguous()
     assert_within_budget(found, other, true, torch.finfo(torch.bfloat16).eps * true.abs().max())
 
@@ -227,8 +231,8 @@ def test_an_adapter_without_a_bias(monkeypatch: pytest.MonkeyPatch) -> None:
     (x,) = make_sources(False, "cpu", torch.float64)
     weight = torch.randn(OUT, FEATURES, dtype=torch.float64, requires_grad=True)
     adapter = make_adapter("cpu", torch.float64)
-    inputs = (x, weight, adapter.down, adapter.up)
-    y = kept_linear(x, weight, None, torch.float64, adapter)
+    inputs = (x, weight, adapter.lora_A, adapter.lora_B)
+    y = recast_linear(x, weight, None, torch.float64, adapter)
     theirs = with_adapter(x, weight, torch.zeros(OUT, dtype=torch.float64), adapter)
     torch.testing.assert_close(y, theirs)
     dy = torch.randn_like(y)
@@ -330,12 +334,12 @@ def test_without_gradients_nothing_is_saved(backend: Backend) -> None:
 
 @pytest.mark.skipif(INTERPRETED, reason="no kernel takes part")
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_kept_linear_repeats_its_casts(with_bias: bool) -> None:
+def test_recast_linear_repeats_its_casts(with_bias: bool) -> None:
     x = torch.randn(2, 3, FEATURES, requires_grad=True)
     weight = torch.randn(OUT, FEATURES, requires_grad=True)
     bias = torch.randn(OUT, requires_grad=True) if with_bias else None
     inputs = (x, weight) if bias is None else (x, weight, bias)
-    y, saved = saved_storages(lambda: kept_linear(x, weight, bias, torch.bfloat16))
+    y, saved = saved_storages(lambda: recast_linear(x, weight, bias, torch.bfloat16))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         theirs = F.linear(x, weight, bias)
     assert set(saved) == {storage_of(x), storage_of(weight)}
@@ -363,6 +367,6 @@ def test_errors_name_the_shapes() -> None:
     with pytest.raises(ValueError, match=r"\(4, 3\) for \(2, 4\)"):
         activation_linear(x, (x,), weight.t(), None, "gelu")
     with pytest.raises(ValueError, match=r"\(2, 4\) and \(3, 5\)"):
-        kept_linear(x, weight, None, x.dtype, LowRank(torch.randn(2, 4), torch.randn(3, 5), 1.0))
+        recast_linear(x, weight, None, x.dtype, LowRank(torch.randn(2, 4), torch.randn(3, 5), 1.0))
     with pytest.raises(TypeError, match="give compute_dtype"):
         activation_linear(x, (x,), weight.bfloat16(), None, "gelu")

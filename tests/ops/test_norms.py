@@ -7,8 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lowmem_patch.functional import ms_layer_norm, ms_rms_norm
-from lowmem_patch.functional.norm_pair import ms_norm_pair
+from lowmem_patch.functional import NormSettings, ms_layer_norm, ms_norm, ms_rms_norm
 from tests.ops.conftest import INTERPRETED, Backend
 from tests.support.judge import assert_within_budget
 from tests.support.saved import saved_storages, storage_of
@@ -221,26 +220,24 @@ def test_weight_gradients_repeat_bit_for_bit(backend: Backend) -> None:
     assert torch.equal(runs[0], runs[2])
 
 
-@pytest.mark.parametrize("used", ["both", "wide", "narrow"])
-def test_pair_adds_the_gradients_of_both_outputs(backend: Backend, used: str) -> None:
+@pytest.mark.parametrize("used", ["both", "output", "copy"])
+def test_a_copy_adds_its_gradient_to_that_of_the_output(backend: Backend, used: str) -> None:
     x = torch.randn(6, 40, device=backend.device, requires_grad=True)
     weight = (torch.rand(40, device=backend.device) + 0.5).requires_grad_()
     (y, copy, _), saved = saved_storages(
-        lambda: ms_norm_pair(
+        lambda: ms_norm(
             x,
-            EPS,
             weight,
             None,
-            centered=True,
-            wide=torch.float32,
-            narrow=torch.bfloat16,
+            NormSettings(EPS),
+            copy_dtype=torch.bfloat16,
             implementation=backend.implementation,
         )
     )
     assert sum(saved.values()) == copy.nbytes + 6 * 4 + weight.nbytes
     dy, d_copy = torch.randn_like(y), torch.randn_like(copy)
-    outputs = {"both": (y, copy), "wide": (y,), "narrow": (copy,)}[used]
-    given = {"both": (dy, d_copy), "wide": (dy,), "narrow": (d_copy,)}[used]
+    outputs = {"both": (y, copy), "output": (y,), "copy": (copy,)}[used]
+    given = {"both": (dy, d_copy), "output": (dy,), "copy": (d_copy,)}[used]
     total = sum(g.double() for g in given)
     exact = plain(x.double(), weight.double(), None, 0.0, True)
     extra = recovery_error(x.detach(), total, copy.detach(), weight.detach(), 0.0, True)
@@ -309,19 +306,16 @@ def test_without_gradients_under_autocast(backend: Backend) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own
-@pytest.mark.parametrize("pair", [False, True])
-def test_forward_mode_is_refused_where_a_kernel_would_run(backend: Backend, pair: bool) -> None:
+@pytest.mark.parametrize("copies", [False, True])
+def test_forward_mode_is_refused_where_a_kernel_would_run(backend: Backend, copies: bool) -> None:
     x = torch.randn(3, 16, device=backend.device)
     weight = torch.zeros(16, device=backend.device)
     with torch.autograd.forward_ad.dual_level():
         dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
         with pytest.raises(NotImplementedError, match="forward mode"):
-            if pair:
-                dtypes = {"wide": torch.float32, "narrow": torch.bfloat16}
-                chosen = backend.implementation
-                ms_norm_pair(
-                    dual, EPS, weight, None, centered=False, **dtypes, implementation=chosen
-                )
+            if copies:
+                settings, chosen = NormSettings(EPS, centered=False), backend.implementation
+                ms_norm(dual, weight, None, settings, None, torch.bfloat16, implementation=chosen)
             else:
                 ours(dual, weight, None, 1.0, False, backend)
 

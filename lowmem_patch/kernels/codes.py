@@ -1,4 +1,4 @@
-"""Activation with two bits per element kept for backward, and the backward from those bits.
+"""Activation with two bits per element saved for backward, and the backward from those bits.
 
 h~(x) = sum a_i relu(x - c_i) stands in for h in backward (arXiv 2406.16282, section 4):
 dx = dy h~'(x), and h~'(x) = level[code] with code = number of thresholds below x, 0..3.

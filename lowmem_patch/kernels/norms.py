@@ -1,7 +1,7 @@
 """LayerNorm and RMSNorm forward: one pass over rows that fit registers, three over longer ones.
 
-z = (x - mean) rstd, y = z (weight + offset) + bias; RMSNorm subtracts no mean. Saved: y, or z where it is
-asked for, and rstd; see `lowmem_patch.kernels.norm_gradient`.
+z = (x - mean) rstd, y = z gamma + bias; RMSNorm subtracts no mean. Saved: y, or z where it is asked for, and
+rstd; see `lowmem_patch.kernels.norms_backward`.
 """
 
 # triton ships no types
@@ -17,16 +17,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lowmem_patch.constants import NormSettings
 from lowmem_patch.kernels._launch import (
     FORWARD_COLUMNS,
     Launch,
     as_rows,
     contiguous,
     empty,
-    forward_settings,
+    forward_tiles,
 )
 
-__all__ = ["load_vector", "norm_forward", "scales"]
+__all__ = ["affine_constants", "load_vector", "norm_forward", "scales", "tile_mask"]
+
+
+def affine_constants(has_weight: bool, has_bias: bool, settings: NormSettings) -> dict[str, Any]:
+    """What the kernels are told of gamma and beta, in the order of their arguments."""
+    return {"HAS_WEIGHT": has_weight, "HAS_BIAS": has_bias, "OFFSET": settings.weight_offset}
 
 
 @triton.jit
@@ -55,6 +61,15 @@ def scales(
     return gamma, inverse, load_vector(bias_ptr, column, mask, HAS_BIAS, 0.0)
 
 
+@triton.jit
+def tile_mask(row, rows, inside, BLOCK_ROWS: tl.constexpr):
+    """``inside``, the columns that exist, of the rows that exist."""
+    if BLOCK_ROWS > 1:
+        return (row < rows)[:, None] & inside[None, :]
+    else:
+        return inside[None, :]
+
+
 @triton.jit(do_not_specialize=["rows", "eps"])
 def _forward_kernel(
     x_ptr,
@@ -78,9 +93,7 @@ def _forward_kernel(
     row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     column = tl.arange(0, BLOCK)
     inside = column < COLUMNS
-    mask = inside[None, :]
-    if BLOCK_ROWS > 1:
-        mask &= (row < rows)[:, None]
+    mask = tile_mask(row, rows, inside, BLOCK_ROWS)
     x = tl.load(x_ptr + row[:, None] * x_stride + column[None, :], mask=mask, other=0.0)
     x = x.to(tl.float32)
     if CENTERED:
@@ -102,7 +115,7 @@ def _forward_kernel(
 
 
 @triton.jit(do_not_specialize=["rows", "eps"])
-def _forward_wide_kernel(
+def _forward_long_row_kernel(
     x_ptr,
     y_ptr,
     rstd_ptr,
@@ -157,37 +170,28 @@ def _forward_wide_kernel(
 
 @cache
 def _launcher(
-    columns: int,
-    stores_z: bool,
-    has_weight: bool,
-    has_bias: bool,
-    weight_offset: float,
-    centered: bool,
+    columns: int, stores_z: bool, has_weight: bool, has_bias: bool, settings: NormSettings
 ) -> tuple[Any, int]:
     """The launch for rows of this length, and the rows of a program."""
-    settings = forward_settings(columns)
-    wide = columns > FORWARD_COLUMNS
+    tiles = forward_tiles(columns)
+    looped = columns > FORWARD_COLUMNS
     constants: dict[str, Any] = {
         "COLUMNS": columns,
         "STORES_Z": stores_z,
-        "HAS_WEIGHT": has_weight,
-        "HAS_BIAS": has_bias,
-        "OFFSET": weight_offset,
-        "CENTERED": centered,
-        **({} if wide else {"BLOCK_ROWS": settings.block_rows}),
-        "BLOCK": settings.block_columns,
+        **affine_constants(has_weight, has_bias, settings),
+        "CENTERED": settings.centered,
+        **({} if looped else {"BLOCK_ROWS": tiles.block_rows}),
+        "BLOCK": tiles.block_columns,
     }
-    kernel = _forward_wide_kernel if wide else _forward_kernel
-    return Launch(kernel, settings.num_warps, **constants), settings.block_rows
+    kernel = _forward_long_row_kernel if looped else _forward_kernel
+    return Launch(kernel, tiles.num_warps, **constants), tiles.block_rows
 
 
 def norm_forward(
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
-    eps: float,
-    weight_offset: float,
-    centered: bool,
+    settings: NormSettings,
     out_dtype: torch.dtype,
     z_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -197,14 +201,20 @@ def norm_forward(
     z = None if z_dtype is None else empty(x, z_dtype)
     columns, rows = shape[-1], rstd.numel()
     if rows == 0 or columns == 0:
-        return y, rstd.fill_(eps).rsqrt_() if columns == 0 else rstd, z
+        return y, rstd.fill_(settings.eps).rsqrt_() if columns == 0 else rstd, z
     x, x_stride = as_rows(x)
     weight, bias = contiguous(weight), contiguous(bias)
     launch, block_rows = _launcher(
-        columns, z is not None, weight is not None, bias is not None, weight_offset, centered
+        columns, z is not None, weight is not None, bias is not None, settings
     )
     # what is absent is never read or written; any pointer will do
-    vectors = (x if weight is None else weight, x if bias is None else bias)
-    tensors = (x, y, rstd, y if z is None else z, *vectors)
-    launch((-(-rows // block_rows), 1, 1), tensors, (rows, float(eps)), (x_stride,))
+    tensors = (
+        x,
+        y,
+        rstd,
+        y if z is None else z,
+        x if weight is None else weight,
+        x if bias is None else bias,
+    )
+    launch((-(-rows // block_rows), 1, 1), tensors, (rows, float(settings.eps)), (x_stride,))
     return y, rstd, z
