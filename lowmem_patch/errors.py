@@ -27,7 +27,7 @@ __all__ = [
 
 
 class LowmemPatchError(Exception):
-    """Base of all errors raised on purpose; its text names the thing and the mend."""
+    """Base of this package's own errors; the text names the thing and the mend."""
 
 
 class ConfigError(LowmemPatchError, ValueError):

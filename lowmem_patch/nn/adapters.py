@@ -42,15 +42,15 @@ _KNOWN = frozenset(
 )  # fmt: skip
 
 
-def use_adapter(layer: nn.Module, lowers: bool) -> None:
+def use_adapter(layer: nn.Module, low_precision: bool) -> None:
     """Give a LoRA layer a forward that saves one copy of its input.
 
     Args:
         layer: a LoRA layer of a Linear.
-        lowers: adapters wider than the input are computed in the input's dtype.
+        low_precision: adapters wider than the input are computed in the input's dtype.
     """
     forward = forward_as_one if adds_products(type(layer).forward) else forward_kept
-    give_forward(layer, forward, lowers)
+    give_forward(layer, forward, low_precision)
 
 
 def is_adapter_forward(forward: Any) -> bool:
@@ -68,16 +68,16 @@ def adds_products(forward: Callable[..., Any]) -> bool:
     return _KNOWN.issuperset(code.co_names)
 
 
-def forward_kept(layer: Any, lowers: bool, *args: Any, **kwargs: Any) -> Any:
+def forward_kept(layer: Any, low_precision: bool, *args: Any, **kwargs: Any) -> Any:
     """The class's forward, on an input of which autograd saves no copy in another dtype."""
     # of an input that needs no gradient (the first block's) the adapter would save a cast as well
     plain = args and torch.is_grad_enabled() and not is_exporting() and not is_foreign(args[0])
     if plain and args[0].is_floating_point():
-        args = (Saved(lowers).of(args[0], passing=True), *args[1:])
+        args = (Saved(low_precision).of(args[0], passing=True), *args[1:])
     return value_of(type(layer).forward(layer, *args, **kwargs))
 
 
-def forward_as_one(layer: Any, lowers: bool, *args: Any, **kwargs: Any) -> Any:
+def forward_as_one(layer: Any, low_precision: bool, *args: Any, **kwargs: Any) -> Any:
     """The base Linear and every active adapter as one op, where that is what the class's forward computes."""
     one = len(args) == 1 and not kwargs and torch.is_grad_enabled() and not is_exporting()
     if one and _is_known(layer):
@@ -85,10 +85,12 @@ def forward_as_one(layer: Any, lowers: bool, *args: Any, **kwargs: Any) -> Any:
         deferred = isinstance(x, Deferred)
         if deferred or (not is_foreign(x) and x.is_floating_point()):
             with _WITHOUT_TORCH_FUNCTION():
-                products = _products(layer, x.dtype, x.op.lowers if deferred else lowers)
+                products = _products(
+                    layer, x.dtype, x.op.low_precision if deferred else low_precision
+                )
                 if products is not None and not (deferred and x.is_changed()):
                     return _computed(x, *products)
-    return forward_kept(layer, lowers, *args, **kwargs)
+    return forward_kept(layer, low_precision, *args, **kwargs)
 
 
 def _is_known(layer: nn.Module) -> bool:
@@ -106,7 +108,7 @@ def _computed(x: Tensor, to: Projection, dtype: torch.dtype, rest: list[LowRank]
 
 
 def _products(
-    layer: Any, given: torch.dtype, lowers: bool
+    layer: Any, given: torch.dtype, low_precision: bool
 ) -> tuple[Projection, torch.dtype, list[LowRank]] | None:
     """The base Linear with the first adapter, the dtype of the product, and the other adapters.
 
@@ -130,7 +132,7 @@ def _products(
             return None
         own = adapter.lora_A.dtype
         seen = own if getattr(layer, "cast_input_dtype_enabled", True) else given
-        if not _has_dtype_of_base(given, autocast, seen, own, lowers):
+        if not _has_dtype_of_base(given, autocast, seen, own, low_precision):
             return None
         adapters.append(adapter)
     if not adapters:
@@ -201,7 +203,7 @@ def _has_dtype_of_base(
     autocast: torch.dtype | None,
     seen: torch.dtype,
     own: torch.dtype,
-    lowers: bool,
+    low_precision: bool,
 ) -> bool:
     """Whether an adapter's product has the dtype of the base's.
 
@@ -210,8 +212,8 @@ def _has_dtype_of_base(
         autocast: in which autocast computes both.
         seen: of the input as A gets it.
         own: of A.
-        lowers: as of the layer.
+        low_precision: as of the layer.
     """
     if autocast is not None:
         return seen != torch.float64  # autocast leaves that alone
-    return own == seen and (seen == given or (lowers and given.itemsize < seen.itemsize))
+    return own == seen and (seen == given or (low_precision and given.itemsize < seen.itemsize))

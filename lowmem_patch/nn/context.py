@@ -15,7 +15,7 @@ __all__ = [
     "has_backward_hooks",
     "has_hooks_of_all",
     "is_foreign",
-    "is_sharded_alone",
+    "is_fsdp_unit",
     "needs_gradient",
 ]
 
@@ -42,7 +42,7 @@ def has_hooks_of_all() -> bool:
     return bool(all_modules._has_any_global_hook())  # type: ignore[no-untyped-call]  # of torch
 
 
-def is_sharded_alone(module: nn.Module) -> bool:
+def is_fsdp_unit(module: nn.Module) -> bool:
     """Whether FSDP2 frees the weights of this very module after its forward: it gathers them again for
     backward through the tensors that leave the module, and changes its class to one with ``unshard``."""
     return hasattr(type(module), "unshard")

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lowmem_patch.functional import in_compiler
 from lowmem_patch.nn.context import autocast_dtype, is_foreign, needs_gradient
 from lowmem_patch.nn.deferred_ops import Matrix, Saved
 
@@ -19,9 +20,9 @@ _SAVED, _MATRIX = Saved(), Matrix()
 
 
 def keep_weight(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """Forward pre-hook of a frozen Linear: under autocast it keeps its weight, and no narrow copy of it,
-    for its input's gradient."""
-    if torch.compiler.is_compiling() or not args or is_foreign(args[0]):
+    """Forward pre-hook of a frozen Linear: under autocast it saves its weight for its input's
+    gradient, and no low-precision copy of it."""
+    if in_compiler() or not args or is_foreign(args[0]):
         return None
     if needs_gradient(args[0]) and torch.is_autocast_enabled(args[0].device.type):
         return (_SAVED.of(args[0], passing=True), *args[1:])
@@ -30,9 +31,9 @@ def keep_weight(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | N
 
 def keep_matrix(module: nn.Module, args: tuple[Any, ...], output: Any) -> Tensor | None:
     """Forward hook of a softmax: under autocast the matmul behind it keeps no copy of the float32 output."""
-    if torch.compiler.is_compiling() or is_foreign(output):
+    if in_compiler() or is_foreign(output):
         return None
-    narrow = autocast_dtype(output.device.type, output.dtype)
-    if narrow is None or not needs_gradient(output):
+    low = autocast_dtype(output.device.type, output.dtype)
+    if low is None or not needs_gradient(output):
         return None
-    return _MATRIX.of(output) if output.dtype.itemsize > narrow.itemsize else None
+    return _MATRIX.of(output) if output.dtype.itemsize > low.itemsize else None

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map
 
-from lowmem_patch.functional import LowRank, first_order, register_plain
+from lowmem_patch.functional import LowRank, first_order, in_compiler, register_plain
 
 __all__ = [
     "READERS", "Deferred", "Op", "Projection", "Stored", "Unstored", "defer", "keep", "value_of",
@@ -64,8 +64,8 @@ class Op:
     """How a deferred tensor is computed, and how its readers save less. Holds no tensor of autograd.
 
     Attributes:
-        lowers: a Linear behind a cast to a wider dtype computes in the dtype from before the cast, as it
-            would under autocast (adapters with float32 weights on a bf16 model).
+        low_precision: a Linear behind a cast to high precision computes in the dtype from before the cast,
+            as it would under autocast (adapters with float32 weights on a bf16 model).
         bypassed: readers send their gradient to the sources, past the tensor, so that a hook on the
             tensor would miss it.
         saves: the op's own gradient needs the values of the sources, which its readers save as well.
@@ -76,8 +76,8 @@ class Op:
     saves = True
     holds = False
 
-    def __init__(self, lowers: bool = False) -> None:
-        self.lowers = lowers
+    def __init__(self, low_precision: bool = False) -> None:
+        self.low_precision = low_precision
 
     def dtype(self, sources: tuple[Tensor, ...]) -> torch.dtype:
         """Of the value."""
@@ -157,7 +157,7 @@ class Deferred(Tensor):
             with _WITHOUT_TORCH_FUNCTION():
                 args, kwargs = tree_map(value_of, args), tree_map(value_of, kwargs)
             return func(*args, **kwargs)
-        if torch.compiler.is_compiling():
+        if in_compiler():
             with _WITHOUT_TORCH_FUNCTION():
                 return func(*args, **kwargs)
         return _call(func, types, tuple(map(_origin_of, args)), kwargs)
@@ -172,7 +172,7 @@ class Deferred(Tensor):
 
     def is_changed(self) -> bool:
         """Whether readers must read the value: somebody wrote into it, or waits for its gradient."""
-        if torch.compiler.is_compiling():
+        if in_compiler():
             return False
         if self._exposed or self._version != self._first_version:
             return True
@@ -199,12 +199,12 @@ class Stored(Deferred):
     """A tensor that holds its values; see `keep`."""
 
     def plain(self) -> Tensor:
-        if torch.compiler.is_compiling():
+        if in_compiler():
             return self.view_as(self)
         return self.as_subclass(Tensor) if self._origin is None else self._origin
 
     def detached(self) -> Tensor:
-        if torch.compiler.is_compiling():
+        if in_compiler():
             return self.view_as(self).detach()
         return self.as_subclass(Tensor).detach()
 
@@ -366,7 +366,7 @@ def keep(
     write into them.
     """
     h: Any
-    compiling = torch.compiler.is_compiling()
+    compiling = in_compiler()
     if owned and not compiling and type(tensor) is Tensor:
         h = tensor
         h._first_version, h.op, h.sources = tensor._version, op, sources

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowmem_patch.functional import recast_linear
+from lowmem_patch.functional import in_compiler, recast_linear
 from lowmem_patch.nn.deferred import Deferred, Op, Projection, defer, keep, value_of
 
-__all__ = ["Cast", "Lowered", "lowered"]
+__all__ = ["Cast", "LowPrecision", "in_low_precision"]
 
 
 class Cast(Op):
@@ -20,14 +20,14 @@ class Cast(Op):
 
     saves = False
 
-    def __init__(self, to: torch.dtype, lowers: bool) -> None:
-        super().__init__(lowers)
+    def __init__(self, to: torch.dtype, low_precision: bool) -> None:
+        super().__init__(low_precision)
         self.to = to
 
     @classmethod
     def of(cls, h: Deferred, dtype: torch.dtype) -> Deferred:
-        op = cls(dtype, h.op.lowers)
-        if torch.compiler.is_compiling():
+        op = cls(dtype, h.op.low_precision)
+        if in_compiler():
             return keep(h.plain().to(dtype), op, (h,))
         return defer(op, (h,))
 
@@ -49,35 +49,35 @@ class Cast(Op):
         source: Any = h.sources[0]
         if isinstance(source.op, Cast):
             return NotImplemented  # the rounding between the casts would be lost
-        if not self.lowers or source.dtype.itemsize >= self.to.itemsize:
+        if not self.low_precision or source.dtype.itemsize >= self.to.itemsize:
             return source.op.dropped(h, p)
-        narrow = source.op.dropped(source, p)
-        if narrow is NotImplemented:
-            narrow = F.dropout(source.plain(), p)
+        low = source.op.dropped(source, p)
+        if low is NotImplemented:
+            low = F.dropout(source.plain(), p)
         return (
-            Cast.of(narrow, self.to) if isinstance(narrow, Deferred) else lowered(narrow, self.to)
+            Cast.of(low, self.to) if isinstance(low, Deferred) else in_low_precision(low, self.to)
         )
 
     def linear(self, h: Deferred, to: Projection, dtype: torch.dtype) -> Any:
         source: Any = h.sources[0]
         h._bypassed = True
-        narrow = source.dtype
-        if self.lowers and dtype == self.to and narrow.itemsize < dtype.itemsize:
-            return lowered(value_of(source.op.linear(source, to, narrow)), dtype)
+        low = source.dtype
+        if self.low_precision and dtype == self.to and low.itemsize < dtype.itemsize:
+            return in_low_precision(value_of(source.op.linear(source, to, low)), dtype)
         return source.op.linear(source, to, dtype)
 
 
-class Lowered(Op):
-    """A narrow tensor where unpatched code holds a wide one: an adapter's path in bf16, as under autocast.
+class LowPrecision(Op):
+    """A low-precision tensor where unpatched code holds a high-precision one: an adapter's path in bf16.
 
-    It stays narrow through Linears, scaling and the addition to a narrow tensor; anything else gets
-    it in the wide dtype.
+    It stays so through Linears, scaling and the addition to a low-precision tensor; anything else gets
+    it in the high-precision dtype.
     """
 
     saves = False
 
     def __init__(self, to: torch.dtype) -> None:
-        super().__init__(lowers=True)
+        super().__init__(low_precision=True)
         self.to = to
 
     def dtype(self, sources: tuple[Tensor, ...]) -> torch.dtype:
@@ -91,20 +91,20 @@ class Lowered(Op):
 
     def moved(self, h: Deferred, move: Callable[[Tensor], Tensor]) -> Any:
         h._bypassed = True
-        return lowered(move(h.sources[0]), self.to)
+        return in_low_precision(move(h.sources[0]), self.to)
 
     def linear(self, h: Deferred, to: Projection, dtype: torch.dtype) -> Any:
         h._bypassed = True
         tensor = h.sources[0]
-        narrow = tensor.dtype if dtype == self.to else dtype
-        y = recast_linear(tensor, to.weight, to.bias, narrow, to.adapter)
-        return lowered(y, dtype) if dtype == self.to else y
+        low = tensor.dtype if dtype == self.to else dtype
+        y = recast_linear(tensor, to.weight, to.bias, low, to.adapter)
+        return in_low_precision(y, dtype) if dtype == self.to else y
 
     def times(self, h: Deferred, other: Any) -> Any:
         if not isinstance(other, (int, float)):
             return NotImplemented
         h._bypassed = True
-        return lowered(h.sources[0] * other, self.to)
+        return in_low_precision(h.sources[0] * other, self.to)
 
     def plus(self, h: Deferred, other: Any) -> Any:
         if not isinstance(other, Tensor) or other.dtype != h.sources[0].dtype:
@@ -113,8 +113,8 @@ class Lowered(Op):
         return value_of(other) + h.sources[0]
 
 
-def lowered(tensor: Tensor, dtype: torch.dtype) -> Deferred:
-    """A narrow tensor that stands for itself in a wider dtype."""
-    if torch.compiler.is_compiling():
-        return keep(tensor.to(dtype), Lowered(dtype), (tensor,))
-    return defer(Lowered(dtype), (tensor,))
+def in_low_precision(tensor: Tensor, dtype: torch.dtype) -> Deferred:
+    """A low-precision tensor that stands for itself in high precision."""
+    if in_compiler():
+        return keep(tensor.to(dtype), LowPrecision(dtype), (tensor,))
+    return defer(LowPrecision(dtype), (tensor,))

@@ -21,6 +21,7 @@ from lowmem_patch.functional import (
     computed_again,
     draw_dropout,
     dropout_linear,
+    in_compiler,
     packed_dropout,
     packs_saved_tensors,
     recast_linear,
@@ -57,13 +58,13 @@ class Activation(Op):
     Autograd saves the sources; the value is recomputed from them where a weight gradient needs it.
     """
 
-    def __init__(self, kind: ActivationKind, lowers: bool = False) -> None:
-        super().__init__(lowers)
+    def __init__(self, kind: ActivationKind, low_precision: bool = False) -> None:
+        super().__init__(low_precision)
         self.kind = kind
 
     def of(self, sources: tuple[Tensor, ...]) -> Deferred:
         """The deferred value."""
-        if not torch.compiler.is_compiling():
+        if not in_compiler():
             return defer(self, sources)
         # a compiler computes no value that nobody reads
         if len(sources) == 1:
@@ -97,7 +98,7 @@ class Activation(Op):
 
     def linear(self, h: Deferred, to: Projection, dtype: torch.dtype) -> Tensor:
         if to.adapter is None:
-            if torch.compiler.is_compiling():
+            if in_compiler():
                 return _plain_linear(h.plain(), to, dtype)
             if not to.weight.requires_grad:
                 # the tensor's own node saves the sources; who else reads it shares its gradient
@@ -116,7 +117,7 @@ class Activation(Op):
     def grouped(
         self, h: Deferred, func: Callable[..., Any], weight: Tensor, offsets: Tensor
     ) -> Any:
-        if weight.dim() != 3 or torch.compiler.is_compiling():
+        if weight.dim() != 3 or in_compiler():
             return NotImplemented
         return activation_grouped_matmul(func, h.plain(), h.sources, weight, offsets, self.kind)
 
@@ -150,8 +151,8 @@ class Saved(Op):
 class Shared(Saved):
     """The output of a norm that saves it, to recover z from it in backward; ``node`` is the norm's."""
 
-    def __init__(self, lowers: bool, node: Any) -> None:
-        super().__init__(lowers)
+    def __init__(self, low_precision: bool, node: Any) -> None:
+        super().__init__(low_precision)
         self.node = node
 
     def written_unseen(self, h: Deferred) -> None:
@@ -167,8 +168,8 @@ class Normed(Saved):
             the Linears. None: the norm saves its output.
     """
 
-    def __init__(self, lowers: bool, copy: bool, affine: Affine | None) -> None:
-        super().__init__(lowers)
+    def __init__(self, low_precision: bool, copy: bool, affine: Affine | None) -> None:
+        super().__init__(low_precision)
         self.copy = copy
         self.affine = affine
         self.recomputed: Recomputed | None = None
@@ -177,7 +178,7 @@ class Normed(Saved):
     def moved(self, h: Deferred, move: Callable[[Tensor], Tensor]) -> Any:
         if self.copy:
             h._bypassed = True
-        op = Normed(self.lowers, self.copy, self.affine)  # z lies in another order there
+        op = Normed(self.low_precision, self.copy, self.affine)  # z lies in another order there
         return keep(move(h), op, tuple(move(source) for source in h.sources))
 
     def saved_as(self, h: Deferred) -> Tensor:
@@ -185,7 +186,7 @@ class Normed(Saved):
         return h.sources[0] if self.copy else h.plain()
 
     def linear(self, h: Deferred, to: Projection, dtype: torch.dtype) -> Tensor:
-        compiling = torch.compiler.is_compiling()
+        compiling = in_compiler()
         value: Tensor
         if self.copy and h.sources[0].dtype == dtype:
             h._bypassed = True
@@ -209,7 +210,7 @@ class Normed(Saved):
 
 def _saved_linear(value: Tensor, to: Projection, dtype: torch.dtype) -> Tensor:
     if to.adapter is None:
-        if torch.compiler.is_compiling():
+        if in_compiler():
             return _plain_linear(value, to, dtype)
         if value.dtype == dtype and _torch_serves(to.weight, dtype):
             return F.linear(value, to.weight, to.bias)
@@ -218,7 +219,7 @@ def _saved_linear(value: Tensor, to: Projection, dtype: torch.dtype) -> Tensor:
 
 def _torch_serves(weight: Tensor, dtype: torch.dtype) -> bool:
     """Whether torch's own Linear serves: it costs less time than ours, and under autocast keeps a
-    narrow copy of the weight, which only one that trains is worth."""
+    low-precision copy of the weight, which only one that trains is worth."""
     if weight.dtype == dtype:
         return True
     return weight.requires_grad and torch.is_autocast_enabled(weight.device.type)
@@ -247,8 +248,8 @@ class Dropped(Op):
 
     bypassed = False
 
-    def __init__(self, kind: ActivationKind | None, p: float, lowers: bool) -> None:
-        super().__init__(lowers)
+    def __init__(self, kind: ActivationKind | None, p: float, low_precision: bool) -> None:
+        super().__init__(low_precision)
         self.kind = kind
         self.p = p
 
@@ -259,7 +260,9 @@ class Dropped(Op):
         value = h.plain()
         drawn, bits = draw_dropout(value, p)
         return keep(
-            packed_dropout(value, drawn, bits, p), cls(kind, p, h.op.lowers), (*sources, bits)
+            packed_dropout(value, drawn, bits, p),
+            cls(kind, p, h.op.low_precision),
+            (*sources, bits),
         )
 
     def dropped(self, h: Deferred, p: float) -> Any:
@@ -291,13 +294,15 @@ class Norm(Op):
     saves = False
     holds = True
 
-    def __init__(self, norm: Callable[[Tensor], Tensor], dtype: torch.dtype, lowers: bool) -> None:
-        super().__init__(lowers)
+    def __init__(
+        self, norm: Callable[[Tensor], Tensor], dtype: torch.dtype, low_precision: bool
+    ) -> None:
+        super().__init__(low_precision)
         self.norm = norm
         self.to = dtype
 
     def of(self, x: Tensor, *parameters: Tensor) -> Deferred:
-        if torch.compiler.is_compiling():
+        if in_compiler():
             return keep(value_of(self.norm(x)), self, (x, *parameters))
         return defer(self, (x, *parameters))
 
@@ -324,7 +329,7 @@ class Norm(Op):
 
     def linear(self, h: Deferred, to: Projection, dtype: torch.dtype) -> Any:
         h._bypassed = True
-        if torch.compiler.is_compiling():
+        if in_compiler():
             return project(self.norm(h.sources[0]), to, dtype)
         if h._normed is None:
             h._normed = self.norm(h.sources[0])  # once for q, k and v
@@ -335,7 +340,7 @@ class Norm(Op):
 
 
 class Matrix(Saved):
-    """A wide matrix whose product with another is computed in autocast's dtype, without a saved cast."""
+    """A high-precision matrix whose product is computed in autocast's dtype, without a saved cast."""
 
     def matmul(self, h: Deferred, right: Any) -> Any:
         dtype = autocast_dtype(h.device.type, h.dtype)

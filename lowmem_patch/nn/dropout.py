@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
-from lowmem_patch.functional import draw_dropout, is_sharded, packed_dropout
+from lowmem_patch.functional import draw_dropout, in_compiler, is_sharded, packed_dropout
 from lowmem_patch.nn.context import needs_gradient
 from lowmem_patch.nn.deferred import Deferred
 
@@ -25,7 +24,7 @@ class PackedDropout(nn.Dropout):
             isinstance(input, Deferred)
             or self.inplace
             or not (self.training and 0 < self.p < 1 and input.numel() and needs_gradient(input))
-            or torch.compiler.is_compiling()
+            or in_compiler()
             or is_sharded(input)
         ):
             return super().forward(input)

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from lowmem_patch.functional import in_compiler
+
 if TYPE_CHECKING:
     from lowmem_patch.nn.norms import MSNorm
 
@@ -119,7 +121,7 @@ def check_gammas(norms: Iterable[MSNorm]) -> None:
 
 def check_before_forward(norms: tuple[MSNorm, ...], model: nn.Module, args: Any) -> None:
     """Forward pre-hook of a patched model: looks at the norms whose gamma trains."""
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+    if in_compiler() or not torch.is_grad_enabled():
         return
     training = [norm for norm in norms if norm.trains()]
     check_gammas(training)
@@ -131,7 +133,7 @@ def forget_after_forward(
     norms: tuple[MSNorm, ...], model: nn.Module, args: Any, output: Any
 ) -> None:
     """Forward hook: from here on somebody may write unseen."""
-    if torch.compiler.is_compiling():
+    if in_compiler():
         return
     for norm in norms:
         checked = norm.checked

@@ -19,10 +19,11 @@ from lowmem_patch.functional import (
     Affine,
     NormSettings,
     compiled,
+    in_compiler,
     is_exporting,
     ms_norm,
 )
-from lowmem_patch.nn.context import autocast_dtype, is_foreign, is_sharded_alone, needs_gradient
+from lowmem_patch.nn.context import autocast_dtype, is_foreign, is_fsdp_unit, needs_gradient
 from lowmem_patch.nn.deferred import keep, value_of
 from lowmem_patch.nn.deferred_ops import Norm, Normed, Saved, Shared
 from lowmem_patch.nn.gammas import Checked, check_gammas, is_capturing, written
@@ -47,11 +48,11 @@ class MSNorm(nn.Module):
         feeds_autocast: all readers are ops that autocast casts: the output takes autocast's dtype.
         full_precision_autocast: under autocast the original computes and returns float32.
         output: the dtype follows the ``input`` (Gemma), the ``weight`` (T5) or ``both``, promoted (LLaMA).
-        sunk: the output is deferred behind row moves, to the Linear that reads it.
+        behind_row_moves: the output is deferred behind row moves, to the Linear that reads it.
         one_copy: ``always`` or ``autocast``: readers that cast the output keep no copy of their own.
-        shares_copy: Linears among other readers get one narrow copy of a wide output under autocast.
+        shares_copy: under autocast, Linears among other readers get one low-precision copy of the output.
         output_saved: an op that is no Linear saves the output, so that the norm had better save it too.
-        lowers: adapters that read the output compute in its dtype (see `lowmem_patch.nn.deferred.Op`).
+        low_precision: adapters that read the output compute in its dtype (see `lowmem_patch.nn.deferred.Op`).
     """
 
     weight: nn.Parameter | None
@@ -67,9 +68,9 @@ class MSNorm(nn.Module):
         feeds_autocast: bool = False,
         full_precision_autocast: bool = False,
         output: str = "input",
-        sunk: bool = False,
+        behind_row_moves: bool = False,
         one_copy: str | None = None,
-        lowers: bool = False,
+        low_precision: bool = False,
         shares_copy: bool = False,
         output_saved: bool = False,
     ) -> None:
@@ -81,9 +82,9 @@ class MSNorm(nn.Module):
         self.feeds_autocast = feeds_autocast
         self.full_precision_autocast = full_precision_autocast
         self.output = output
-        self.sunk = sunk
+        self.behind_row_moves = behind_row_moves
         self.one_copy = one_copy
-        self.lowers = lowers
+        self.low_precision = low_precision
         self.shares_copy = shares_copy
         self.output_saved = output_saved
         self.checked = Checked()
@@ -92,11 +93,11 @@ class MSNorm(nn.Module):
         """The norm's value in ``dtype``, by default :meth:`output_dtype`."""
         weight, bias = self.own_affine()
         dtype = dtype or self.output_dtype(x)
-        if torch.compiler.is_compiling() and not is_exporting():
-            narrow = self._narrow_dtype(x) if self.shares_copy else None
-            # a wide output must not be computed from a narrow z
-            saves_z = narrow is None and self._saves_z(weight, bias)
-            return compiled.norm(x, weight, bias, self.settings, dtype, narrow, saves_z=saves_z)
+        if in_compiler() and not is_exporting():
+            low = self._low_dtype(x) if self.shares_copy else None
+            # a high-precision output must not be computed from a low-precision z
+            saves_z = low is None and self._saves_z(weight, bias)
+            return compiled.norm(x, weight, bias, self.settings, dtype, low, saves_z=saves_z)
         return ms_norm(x, weight, bias, self.settings, dtype)[0]
 
     def own_affine(self) -> tuple[Any, Any]:
@@ -110,10 +111,10 @@ class MSNorm(nn.Module):
 
     def output_dtype(self, x: Tensor) -> torch.dtype:
         """The dtype that the original would return, or the one its readers would cast that to."""
-        narrow = autocast_dtype(x.device.type, x.dtype)
-        if narrow is not None:
+        low = autocast_dtype(x.device.type, x.dtype)
+        if low is not None:
             if self.feeds_autocast:
-                return narrow
+                return low
             if self.full_precision_autocast:
                 return torch.float32
         if self.output == "input" or self.weight is None:
@@ -127,9 +128,14 @@ class MSNorm(nn.Module):
         if self.folded:
             self._refuse_changes()
         x = value_of(x)  # of an activation or a gated product that waits
-        if self.sunk and needs_gradient(x) and not is_foreign(x) and not is_sharded_alone(self):
+        if (
+            self.behind_row_moves
+            and needs_gradient(x)
+            and not is_foreign(x)
+            and not is_fsdp_unit(self)
+        ):
             dtype = self.output_dtype(x)  # autocast may be another one where the value is computed
-            op = Norm(partial(self.normed, dtype=dtype), dtype, self.lowers)
+            op = Norm(partial(self.normed, dtype=dtype), dtype, self.low_precision)
             return op.of(x, *(p for p in (self.weight, self.bias) if p is not None))
         return self.normed(x)
 
@@ -138,24 +144,26 @@ class MSNorm(nn.Module):
         weight, bias = self.own_affine()
         if dtype is None:
             dtype = self.output_dtype(x)
-        compiling = torch.compiler.is_compiling() or is_exporting()
+        if in_compiler():
+            return self._compiled(x, dtype)
         foreign = is_foreign(x) or (weight is not None and is_foreign(weight))
-        if compiling or foreign or not torch.is_grad_enabled():
-            y = self.normalize(x, dtype)
-            deferred = compiling and y.requires_grad and not is_exporting()
-            return Saved(self.lowers).of(y) if deferred and self._is_one_copy(y) else y
-        affine = None
-        if (x.requires_grad or self.trains()) and self._saves_z(weight, bias):
-            affine = self._affine(weight, bias)
-        copy = self._narrow_dtype(x) if self.shares_copy else None
+        trains = x.requires_grad or self.trains()
+        if foreign or not trains or not torch.is_grad_enabled() or is_exporting():
+            return self.normalize(x, dtype)
+        affine = self._affine(weight, bias) if self._saves_z(weight, bias) else None
+        copy = self._low_dtype(x) if self.shares_copy else None
         if copy is not None or affine is not None:
             return self._deferred(x, dtype, copy, affine)
         y = self.normalize(x, dtype)
-        if not y.requires_grad:
-            return y
         if self._is_one_copy(y):
-            return keep(y, Shared(self.lowers, y.grad_fn), owned=True)
+            return keep(y, Shared(self.low_precision, y.grad_fn), owned=True)
         return watch(y)
+
+    def _compiled(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """The norm as a compiler sees it."""
+        y = self.normalize(x, dtype)
+        waits = y.requires_grad and not is_exporting() and self._is_one_copy(y)
+        return Saved(self.low_precision).of(y) if waits else y
 
     def _deferred(
         self, x: Tensor, dtype: torch.dtype, copy: torch.dtype | None, affine: Affine | None
@@ -165,7 +173,7 @@ class MSNorm(nn.Module):
         z_dtype = None if affine is None else saved
         y, *more = ms_norm(x, *self.own_affine(), self.settings, dtype, copy, z_dtype)
         sources = tuple(source for source in more if source is not None)
-        return keep(y, Normed(self.lowers, copy is not None, affine), sources, owned=True)
+        return keep(y, Normed(self.low_precision, copy is not None, affine), sources, owned=True)
 
     def _is_one_copy(self, y: Tensor) -> bool:
         """Whether readers that cast the output shall keep no copy of their own."""
@@ -185,7 +193,7 @@ class MSNorm(nn.Module):
         if weight is None and bias is None:
             return False
         by_itself = not self.output_saved and self.trains()
-        if torch.compiler.is_compiling():
+        if in_compiler():
             return by_itself or not self.checked.recovers_z
         now = written(weight, bias)
         if now is None:
@@ -200,7 +208,7 @@ class MSNorm(nn.Module):
 
     def _affine(self, weight: Tensor | None, bias: Tensor | None) -> Affine:
         """gamma and beta with which the Linears compute the output again."""
-        if is_sharded_alone(self):  # freed before the Linears' backward
+        if is_fsdp_unit(self):  # freed before the Linears' backward
             weight = None if weight is None else weight.detach().clone()
             bias = None if bias is None else bias.detach().clone()
         return Affine(weight, bias, self.settings)
@@ -214,7 +222,7 @@ class MSNorm(nn.Module):
             )
         hooks = (*self._forward_hooks.values(), *self._forward_pre_hooks.values())
         seen = any(not getattr(hook, "only_looks", False) for hook in hooks)
-        if seen and not torch.compiler.is_compiling() and not is_sharded_alone(self):
+        if seen and not in_compiler() and not is_fsdp_unit(self):
             warnings.warn(
                 "a forward hook sees the output of a norm without gamma and beta, which were folded into the "
                 "next Linears: call patch_model again, which leaves this norm unfolded",
@@ -230,12 +238,12 @@ class MSNorm(nn.Module):
                     "last change of what trains and after get_peft_model"
                 )
 
-    def _narrow_dtype(self, x: Tensor) -> torch.dtype | None:
+    def _low_dtype(self, x: Tensor) -> torch.dtype | None:
         """The dtype in which autocast would make a copy of the output for each Linear that reads it."""
-        narrow = autocast_dtype(x.device.type, x.dtype)
-        if narrow is None or not torch.is_grad_enabled():
+        low = autocast_dtype(x.device.type, x.dtype)
+        if low is None or not torch.is_grad_enabled():
             return None
-        return narrow if narrow.itemsize < self.output_dtype(x).itemsize else None
+        return low if low.itemsize < self.output_dtype(x).itemsize else None
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         if self.folded:
@@ -262,8 +270,8 @@ class MSNorm(nn.Module):
         parts = [f"{size}", f"eps={self.settings.eps:g}", "fold" if self.folded else "share"]
         if self.settings.identity_weight != 1.0:
             parts.append("1 + weight")
-        if self.sunk:
-            parts.append("sunk")
+        if self.behind_row_moves:
+            parts.append("behind_row_moves")
         return ", ".join(parts)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["Own", "give_forward", "has_forward_of_others", "is_own", "remove_own"]
+__all__ = ["Own", "give_forward", "has_foreign_forward", "is_own", "remove_own"]
 
 _REPLICATE = "_replicate_for_data_parallel"
 
@@ -53,7 +53,7 @@ def _replicate(module: nn.Module) -> nn.Module:
     return replica
 
 
-def has_forward_of_others(module: nn.Module) -> bool:
+def has_foreign_forward(module: nn.Module) -> bool:
     """Whether somebody else gave this very module a forward."""
     forward = module.__dict__.get("forward")
     # the class's own is what a pickle or `remove_own` brings back

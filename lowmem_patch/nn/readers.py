@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowmem_patch.functional import in_compiler
 from lowmem_patch.nn.context import autocast_dtype, is_foreign
 from lowmem_patch.nn.deferred import READERS, Deferred, Op, Projection, Unstored
 from lowmem_patch.nn.deferred_casts import Cast
@@ -73,7 +74,7 @@ def _read_dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         return NotImplemented
     if p == 0:
         return h
-    waits = 0 < p < 1 and not in_place and h.numel() and not torch.compiler.is_compiling()
+    waits = 0 < p < 1 and not in_place and h.numel() and not in_compiler()
     return h.op.dropped(h, p) if waits and _reads(h) else NotImplemented
 
 
@@ -144,7 +145,7 @@ def _read_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _compiled_plain(tensor: Tensor) -> Tensor:
     """Functions written in Python (pad) ask for a ``__torch_function__`` all the same there."""
-    if torch.compiler.is_compiling() and isinstance(tensor, Deferred):
+    if in_compiler() and isinstance(tensor, Deferred):
         return tensor.plain()
     return tensor
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lowmem_patch.functional import in_compiler
 from lowmem_patch.nn.adapters import is_adapter_forward
 from lowmem_patch.nn.norms import MSNorm
 from lowmem_patch.nn.own import Own, is_own
@@ -117,7 +118,7 @@ def has_adapter(module: nn.Module | None) -> bool:
 
 def _look(model: nn.Module, args: Any) -> None:
     """Forward pre-hook of a patched model, until its first training forward."""
-    if torch.compiler.is_compiling() or not (model.training and torch.is_grad_enabled()):
+    if in_compiler() or not (model.training and torch.is_grad_enabled()):
         return
     _release(model)
     facts = model.__dict__[_AS_PATCHED]

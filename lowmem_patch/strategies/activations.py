@@ -101,12 +101,17 @@ def _site(facts: Facts, name: str, kind: ActivationKind, config: PatchConfig) ->
     gated = any(consumer.use == "product" for consumer in rows)
     linear = next((consumer for consumer in rows if weight_trains(consumer)), None)
     hook = _hook(facts, consumers)
-    chosen = config.activations
-    if chosen == "auto":
-        waits = hook is None and (gated or linear is not None)
-        chosen = "recompute" if waits or kind not in STEP_TABLES else "codes"
+    gains = hook is None and (gated or linear is not None)
+    chosen = _choose(config, kind, recomputing_gains=gains)
     in_place = bool(own) and len(own) == len(writers)
     return ActivationSite(name, kind, consumers, in_place, gated, linear, hook, chosen)
+
+
+def _choose(config: PatchConfig, kind: ActivationKind, *, recomputing_gains: bool) -> str:
+    """The strategy that decides on an activation."""
+    if config.activations != "auto":
+        return config.activations
+    return "recompute" if recomputing_gains or kind not in STEP_TABLES else "codes"
 
 
 def _hook(facts: Facts, consumers: list[Consumer]) -> str | None:

@@ -149,15 +149,19 @@ def fold_step(model: nn.Module, step: FoldStep) -> tuple[Tensor | None, Tensor |
                 f"folding {step.norm} into {linear.module} gives weights that are not finite"
             )
         folded.append((weight, bias, new))
-    for weight, bias, (new_weight, new_bias) in folded:
-        weight.copy_(new_weight)
-        if bias is not None and new_bias is not None:
-            bias.copy_(new_bias)
+    for weight, bias, new in folded:
+        _write(weight, bias, new)
     if gamma is not None:
         gamma.fill_(step.settings.identity_weight)
     if beta is not None:
         beta.zero_()
     return kept[0], kept[1]
+
+
+def _write(weight: Tensor, bias: Tensor | None, new: tuple[Tensor, Tensor | None]) -> None:
+    weight.copy_(new[0])
+    if bias is not None and new[1] is not None:
+        bias.copy_(new[1])
 
 
 @torch.no_grad()
@@ -175,9 +179,7 @@ def unfold_step(
         return
     for weight, bias, ref in weights:
         new = unfold_tensors(weight, bias, gamma, beta, step.settings, transposed=ref.transposed)
-        weight.copy_(new[0])
-        if bias is not None and new[1] is not None:
-            bias.copy_(new[1])
+        _write(weight, bias, new)
     if own_gamma is not None and gamma is not None:
         own_gamma.copy_(step.settings.weight_of(_divisor(gamma, step.settings)))
     if own_beta is not None and beta is not None:

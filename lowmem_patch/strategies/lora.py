@@ -11,7 +11,7 @@ from torch import nn
 
 from lowmem_patch.config import PatchConfig
 from lowmem_patch.nn.adapters import adds_products, use_adapter
-from lowmem_patch.nn.own import has_forward_of_others
+from lowmem_patch.nn.own import has_foreign_forward
 from lowmem_patch.strategies.protocol import Facts, Found, Patch, Target
 
 __all__ = ["LoraLayer", "adapter_layers", "find", "trained_lora_layers", "trains"]
@@ -19,23 +19,23 @@ __all__ = ["LoraLayer", "adapter_layers", "find", "trained_lora_layers", "trains
 
 @dataclasses.dataclass(frozen=True)
 class LoraLayer(Patch):
-    """A LoRA layer that gets a forward of ours; ``lowers`` as of `lowmem_patch.nn.deferred.Op`."""
+    """A LoRA layer that gets a forward of ours; ``low_precision`` as of `lowmem_patch.nn.deferred.Op`."""
 
     strategy = "lora"
 
-    lowers: bool
+    low_precision: bool
 
     def apply(self, target: Target) -> None:
-        use_adapter(target.model.get_submodule(self.site), self.lowers)
+        use_adapter(target.model.get_submodule(self.site), self.low_precision)
 
 
 def find(facts: Facts, config: PatchConfig) -> Found:
     """Every adapter layer that trains and is a LoRA of a Linear; why others are not, in the notes."""
     if config.linear_inputs == "keep":
         return Found()
-    lowers = config.linear_inputs == "activation_dtype"
+    low_precision = config.linear_inputs == "activation_dtype"
     layers = adapter_layers(facts, config)
-    return Found([LoraLayer(name, lowers) for name in layers], notes=_notes(facts, layers))
+    return Found([LoraLayer(name, low_precision) for name in layers], notes=_notes(facts, layers))
 
 
 def adapter_layers(facts: Facts, config: PatchConfig) -> tuple[str, ...]:
@@ -89,7 +89,7 @@ def _active(layer: Any, table: str) -> list[Any]:
 
 def _reason(layer: Any) -> str | None:
     """Why an adapter layer is left alone, or None."""
-    if has_forward_of_others(layer):
+    if has_foreign_forward(layer):
         return "other code gave them a forward of their own"
     if not isinstance(getattr(layer, "lora_A", None), nn.ModuleDict) or not len(layer.lora_A):
         return f"{type(layer).__name__} of {type(layer).__module__.split('.')[-2]} is no LoRA of a Linear"

@@ -25,21 +25,21 @@ __all__ = ["DeferredActivation", "find"]
 
 @dataclasses.dataclass(frozen=True)
 class DeferredActivation(Swap):
-    """An activation whose readers compute it again; ``lowers`` as of `lowmem_patch.nn.deferred.Op`."""
+    """An activation whose readers compute it again; ``low_precision`` as of `lowmem_patch.nn.deferred.Op`."""
 
     strategy = "recompute"
 
     activation: ActivationKind
-    lowers: bool
+    low_precision: bool
 
     def make(self, original: nn.Module) -> nn.Module:
-        return RecomputedActivation(self.activation, self.lowers)
+        return RecomputedActivation(self.activation, self.low_precision)
 
 
 def find(facts: Facts, config: PatchConfig) -> Found:
     """Every activation that is better recomputed, and those that no strategy may patch."""
     found = Found(skips=list(unknown_activations(facts)))
-    lowers = config.linear_inputs == "activation_dtype"
+    low_precision = config.linear_inputs == "activation_dtype"
     for site in activation_sites(facts, config):
         if isinstance(site, Skip):
             found.add(site)
@@ -53,7 +53,7 @@ def find(facts: Facts, config: PatchConfig) -> Found:
             else:
                 found.add(
                     DeferredActivation(
-                        site.name, site.kind, lowers,
+                        site.name, site.kind, low_precision,
                         reason=reason, kind=site.kind, consumers=site.texts,
                     )
                 )  # fmt: skip

@@ -34,9 +34,9 @@ class SharedNorm(Swap):
 
     spec: NormSpec
     feeds_autocast: bool
-    sunk: bool
+    behind_row_moves: bool
     one_copy: str | None
-    lowers: bool
+    low_precision: bool
     shares_copy: bool
     output_saved: bool
 
@@ -52,9 +52,9 @@ class SharedNorm(Swap):
             feeds_autocast=self.feeds_autocast,
             full_precision_autocast=spec.full_precision_autocast,
             output=spec.output,
-            sunk=self.sunk,
+            behind_row_moves=self.behind_row_moves,
             one_copy=self.one_copy,
-            lowers=self.lowers,
+            low_precision=self.low_precision,
             shares_copy=self.shares_copy,
             output_saved=self.output_saved,
         )
@@ -162,9 +162,9 @@ def shared_norm(facts: Facts, config: PatchConfig, site: NormSite, reason: str) 
     """The patch of a norm, by who reads its output."""
     consumers = site.consumers
     linears = all(consumer.use == "linear" for consumer in consumers) and bool(consumers)
-    sunk = linears and _is_behind_row_moves(consumers)
-    sunk = sunk and facts.written(site.name, "inputs") is None
-    # a norm inside an autocast region whose readers are outside must stay wide, as it was
+    behind_row_moves = linears and _is_behind_row_moves(consumers)
+    behind_row_moves = behind_row_moves and facts.written(site.name, "inputs") is None
+    # a norm inside an autocast region whose readers are outside must stay in high precision, as it was
     around = {call.autocast for call in facts.calls[site.name]}
     feeds_autocast = bool(consumers) and all(
         c.use in ("linear", "autocast") and c.op is not None and {c.op.autocast} == around
@@ -176,13 +176,15 @@ def shared_norm(facts: Facts, config: PatchConfig, site: NormSite, reason: str) 
         site.name,
         spec=site.spec,
         feeds_autocast=feeds_autocast,
-        sunk=sunk,
+        behind_row_moves=behind_row_moves,
         one_copy=_one_copy(others, feeds_autocast, saves_casts) if linears else None,
-        lowers=config.linear_inputs == "activation_dtype",
+        low_precision=config.linear_inputs == "activation_dtype",
         shares_copy=not feeds_autocast and saves_casts and _shares_copy(facts, consumers, around),
         # Linears whose weights are sharded save the output of their own
         output_saved=_saved_by_others(facts, consumers) or came_sharded(facts.model),
-        reason=f"{reason}; sunk behind the row moves to its Linear" if sunk else reason,
+        reason=f"{reason}; computed behind the row moves, at its Linear"
+        if behind_row_moves
+        else reason,
         kind=site.spec.kind,
         consumers=site.texts,
     )

@@ -16,7 +16,7 @@ from torch import nn
 
 from lowmem_patch.errors import TraceError
 from lowmem_patch.functional import is_sharded
-from lowmem_patch.nn.context import is_sharded_alone
+from lowmem_patch.nn.context import is_fsdp_unit
 from lowmem_patch.nn.own import is_own
 
 __all__ = ["came_sharded", "whole_twin"]
@@ -37,7 +37,7 @@ def whole_twin(model: Any) -> nn.Module:
     Raises:
         TraceError: FSDP2 sharded it, it has no config, or it is not what its config makes.
     """
-    if any(is_sharded_alone(module) for module in model.modules()):
+    if any(is_fsdp_unit(module) for module in model.modules()):
         raise TraceError(
             "the model was sharded by FSDP2 (fully_shard) already, which sets weights in the very modules "
             f"that a patch replaces: {_MEND}"

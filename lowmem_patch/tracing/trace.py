@@ -282,7 +282,7 @@ def trace_forward(shadow: Shadow, *, structure: bool = True) -> Trace:
 
 
 def _module_of(error: BaseException, model: nn.Module) -> str:
-    """The innermost module in which an error was raised, as a report names it."""
+    """The innermost module in which an error came up, as a report names it."""
     names = {id(module): name for name, module in model.named_modules()}
     innermost: nn.Module = model
     for frame, _ in traceback.walk_tb(error.__traceback__):

@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lowmem_patch import patch_model, patch_report, plan_patch, unpatch_model
 from lowmem_patch.errors import NothingToPatchError
-from lowmem_patch.nn import joint
-from lowmem_patch.nn.joint import Joint
+from lowmem_patch.nn import packed_qkv
+from lowmem_patch.nn.packed_qkv import PackedOutput
 from tests.support.configs import FUSED, KEEP
 from tests.support.judge import assert_accurate, assert_equal
 from tests.support.step import step, truth_of
@@ -61,13 +61,13 @@ def images() -> Tensor:
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Grows with each call of the op."""
     seen: list[int] = []
-    original = joint.unbind_permuted
+    original = packed_qkv.unbind_permuted
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         seen.append(1)
         return original(*args, **kwargs)
 
-    monkeypatch.setattr(joint, "unbind_permuted", counted)
+    monkeypatch.setattr(packed_qkv, "unbind_permuted", counted)
     return seen
 
 
@@ -209,7 +209,7 @@ def test_a_gradient_asked_for_too_late_is_an_error(watch: Any) -> None:
     held: list[Tensor] = []
     model.on_the_way = lambda t: held.append(t) or t
     model(rows())
-    assert type(held[0]) is Joint
+    assert type(held[0]) is PackedOutput
     with pytest.raises(RuntimeError, match="call it before unbind"):
         watch(held[0])
 
@@ -263,7 +263,7 @@ def test_nothing_is_held_beyond_the_step() -> None:
 
     def hold(tensor: Tensor) -> Tensor:
         held.append(weakref.ref(tensor))
-        assert type(tensor) is Joint
+        assert type(tensor) is PackedOutput
         return tensor
 
     model.on_the_way = hold

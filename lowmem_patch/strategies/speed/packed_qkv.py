@@ -8,8 +8,8 @@ import dataclasses
 from torch import Tensor
 
 from lowmem_patch.config import PatchConfig
-from lowmem_patch.nn.joint import VIEWS, follow_joint
 from lowmem_patch.nn.own import Own
+from lowmem_patch.nn.packed_qkv import VIEWS, follow_packed
 from lowmem_patch.strategies.protocol import Facts, Found, Patch, Target
 from lowmem_patch.tracing.consumers import called_with
 from lowmem_patch.tracing.dataflow import forward, only_consumer
@@ -27,7 +27,7 @@ class PackedQKV(Patch):
     strategy = "packed_qkv"
 
     def apply(self, target: Target) -> None:
-        target.model.get_submodule(self.site).register_forward_hook(Own(follow_joint))
+        target.model.get_submodule(self.site).register_forward_hook(Own(follow_packed))
 
 
 def find(facts: Facts, config: PatchConfig) -> Found:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lowmem_patch.config import PatchConfig
-from lowmem_patch.nn.own import has_forward_of_others
+from lowmem_patch.nn.own import has_foreign_forward
 from lowmem_patch.nn.rotary import Rotation, use_rotary
 from lowmem_patch.strategies.protocol import Facts, Found, Patch, Target
 from lowmem_patch.tracing.isolation import NoForeignKernels
@@ -58,7 +58,7 @@ def find(facts: Facts, config: PatchConfig) -> Found:
     rotations = {}
     for name in facts.calls:
         module = facts.modules[name]
-        if has_forward_of_others(module):
+        if has_foreign_forward(module):
             continue
         for called, function in _looked_up(module).items():
             rotation = _match(called, function)

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowmem_patch.functional import is_transformed, unbind_permuted
+from lowmem_patch.functional import in_compiler, is_transformed, unbind_permuted
 from lowmem_patch.nn.context import needs_gradient
 from lowmem_patch.tracing.op_roles import Role, function_name, names_with
 
-__all__ = ["VIEWS", "Joint", "follow_joint"]
+__all__ = ["VIEWS", "PackedOutput", "follow_packed"]
 
 VIEWS = names_with(Role.RESHAPE | Role.PERMUTE | Role.TRANSPOSE)
 _HOOKS = names_with(Role.HOOK)
@@ -28,14 +28,14 @@ _PASSED = (
 )
 
 
-class Joint(Tensor):
+class PackedOutput(Tensor):
     """The output of a Linear, or a view of that.
 
     Attributes:
         source: what this is a view of, None for the output itself.
     """
 
-    source: Joint | None
+    source: PackedOutput | None
     _passed = False  # parts were given out, whose gradients go past this view
 
     @classmethod
@@ -49,11 +49,11 @@ class Joint(Tensor):
         kwargs, name = kwargs or {}, function_name(func)
         with torch._C.DisableTorchFunctionSubclass():
             this = args[0] if args else None
-            if not isinstance(this, Joint):
+            if not isinstance(this, PackedOutput):
                 return func(*args, **kwargs)
             if name == "unbind" and (whole := this._unwatched()) is not None:
                 parts = unbind_permuted(whole, this, *args[1:], **kwargs)
-                view: Joint | None = this
+                view: PackedOutput | None = this
                 while view is not None and view is not whole:
                     view._passed, view = True, view.source
                 return parts
@@ -62,13 +62,13 @@ class Joint(Tensor):
             result = func(*args, **kwargs)
             # a reshape may have made a copy, and a view of another dtype is another reading
             same = name in VIEWS and result.data_ptr() == this.data_ptr()
-            return _joint(result, this) if same and result.dtype == this.dtype else result
+            return _packed(result, this) if same and result.dtype == this.dtype else result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         plain: Any = self.as_subclass(Tensor)
         return plain.__reduce_ex__(protocol)
 
-    def _unwatched(self) -> Joint | None:
+    def _unwatched(self) -> PackedOutput | None:
         """The output, unless somebody waits for a gradient on the way, which would not be made."""
         view = self
         while view.source is not None:
@@ -78,18 +78,18 @@ class Joint(Tensor):
         return view
 
 
-def _joint(tensor: Tensor, source: Joint | None) -> Joint:
-    joint = tensor.as_subclass(Joint)
-    joint.source = source
-    return joint
+def _packed(tensor: Tensor, source: PackedOutput | None) -> PackedOutput:
+    packed = tensor.as_subclass(PackedOutput)
+    packed.source = source
+    return packed
 
 
-def follow_joint(module: nn.Module, args: tuple[Any, ...], output: Any) -> Joint | None:
+def follow_packed(module: nn.Module, args: tuple[Any, ...], output: Any) -> PackedOutput | None:
     """Forward hook of a Linear: its output is followed to where it is taken apart."""
-    if torch.compiler.is_compiling() or type(output) is not Tensor or is_transformed():
+    if in_compiler() or type(output) is not Tensor or is_transformed():
         return None
     if torch._C._is_tracing():  # torch.jit
         return None
     if not needs_gradient(output) or not output.is_contiguous() or not output.numel():
         return None
-    return _joint(output, None)
+    return _packed(output, None)
