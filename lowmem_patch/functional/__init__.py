@@ -29,10 +29,11 @@ from lowmem_patch.functional.affine import (
 from lowmem_patch.functional.codes import codes_activation
 from lowmem_patch.functional.dropout import draw_dropout, dropout_linear, packed_dropout
 from lowmem_patch.functional.grouped import activation_grouped_matmul
-from lowmem_patch.functional.linear import LowRank, activation_linear, recast_linear
+from lowmem_patch.functional.linear import activation_linear, recast_linear
 from lowmem_patch.functional.matmul import recast_matmul
 from lowmem_patch.functional.norms import ms_layer_norm, ms_norm, ms_rms_norm, save_copy
 from lowmem_patch.functional.packing import pack_bool, unpack_bool
+from lowmem_patch.functional.products import LowRank
 from lowmem_patch.functional.rotary import rotary_embedding
 from lowmem_patch.functional.sharded import is_sharded
 from lowmem_patch.functional.unbind import unbind_permuted

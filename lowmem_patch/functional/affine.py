@@ -26,7 +26,7 @@ from torch import Tensor
 from lowmem_patch.constants import NormSettings
 from lowmem_patch.functional import _library
 from lowmem_patch.functional._implementation import module, resolve
-from lowmem_patch.functional.linear import (
+from lowmem_patch.functional.products import (
     IDENTITY,
     LowRank,
     linear_backward,

@@ -21,8 +21,8 @@ from lowmem_patch.constants import ActivationKind
 from lowmem_patch.functional import _library
 from lowmem_patch.functional._implementation import module, resolve
 from lowmem_patch.functional.activations import computed_again
-from lowmem_patch.functional.linear import linear_forward
 from lowmem_patch.functional.packing import pack_bool
+from lowmem_patch.functional.products import linear_forward
 from lowmem_patch.reference import cast
 
 __all__ = ["draw_dropout", "dropout_linear", "packed_dropout"]

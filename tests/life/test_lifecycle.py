@@ -293,7 +293,8 @@ def test_check_undoes_a_wrong_patch(
         applied = real(target, plan, **options)
         if target is model:
             norm: Any = model.get_submodule("model.layers.1.post_attention_layernorm")
-            norm.eps = 3.0 if planted == "wrong" else "none"
+            eps: Any = 3.0 if planted == "wrong" else "none"
+            norm.settings = norm.settings._replace(eps=eps)
         return applied
 
     monkeypatch.setattr(api, "apply_plan", wrong)
