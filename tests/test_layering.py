@@ -1,6 +1,6 @@
 """Imports go one way, and each outside package has one door.
 
-``constants, op_roles <- kernels, reference <- functional <- nn <- tracing <- patching <- checkpoint, verify,
+``constants, op_roles <- kernels, reference <- functional <- nn <- tracing <- strategies <- planning <- checkpoint, verify,
 profile, bench <- the package's own names <- demo, report <- cli``: what stands left may not import what
 stands right. The files of ``tracing`` have an order of their own, and its first ones lie below ``kernels``.
 All imports count, also those inside functions and under ``TYPE_CHECKING``.

@@ -196,7 +196,9 @@ def _fold_of(site: Site) -> FoldStep | None:
 def _outcome(site: Site) -> NormOutcome:
     fold = _fold_of(site)
     linears = () if fold is None else tuple(linear.module for linear in fold.linears)
-    reason = site.reason.removeprefix("cannot fold: ")
+    reason = site.reason
+    if site.strategy == "share":  # how it would be shared is no answer here
+        reason = reason.partition(": ")[2] or reason
     return NormOutcome(site.name, fold is not None, reason, linears)
 
 

@@ -10,7 +10,8 @@ a part of the model that is called by itself, sharded weights, a CUDA graph unde
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -82,21 +83,33 @@ def is_capturing(vector: Tensor) -> bool:
     return vector.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def _cannot_recover(norms: list[MSNorm]) -> Tensor:
-    """Of norms of one size and device, ``[norms]``: true where the output does not tell z."""
-    weights, biases = zip(*(norm.own_affine() for norm in norms), strict=True)
-    factor = torch.ones((), dtype=torch.float64)
-    lost: Any = False
-    if weights[0] is not None:
-        factor = norms[0].settings.gamma_of(torch.stack(weights).double())
-        size = factor.abs()
-        largest = size.amax(1)
-        lost = (size.amin(1) < _SMALLEST_RATIO * largest) | (largest == 0)
-    if biases[0] is not None:
-        shift = torch.stack(biases).double() / factor.to(biases[0].device)
-        lost = lost | (shift.abs().amax(1) > _LARGEST_SHIFT)
-    answers: Tensor = lost
-    return answers
+def _largest(vectors: Sequence[Tensor]) -> list[Tensor]:
+    """The largest absolute value of each, in few kernels for all sizes together."""
+    return list(torch._foreach_norm(tuple(vectors), math.inf))
+
+
+def _extremes(norms: list[MSNorm]) -> Tensor:
+    """Of norms that are alike, ``[3, norms]``: 1 / min |gamma|, max |gamma|, max |beta / gamma|."""
+    pairs = [norm.own_affine() for norm in norms]
+    weights, biases = [weight for weight, _ in pairs], [bias for _, bias in pairs]
+    if weights[0] is None:
+        shifts = _largest(biases)
+        ones = [torch.ones_like(shift) for shift in shifts]
+        return torch.stack([*ones, *ones, *shifts]).float().view(3, -1)
+    offset = 1.0 - norms[0].settings.identity_weight
+    gammas = list(torch._foreach_add(weights, offset)) if offset else weights
+    inverses = torch._foreach_reciprocal(gammas)
+    shifts = _largest(torch._foreach_mul(inverses, biases)) if biases[0] is not None else []
+    largest = _largest(gammas)
+    shifts = shifts or [torch.zeros_like(one) for one in largest]
+    return torch.stack([*_largest(inverses), *largest, *shifts]).float().view(3, -1)
+
+
+def _recovers(inverse: float, largest: float, shift: float) -> bool:
+    """Whether the output tells z."""
+    return not (
+        inverse * largest > 1.0 / _SMALLEST_RATIO or largest == 0.0 or shift > _LARGEST_SHIFT
+    )
 
 
 def check_gammas(norms: Iterable[MSNorm]) -> None:
@@ -105,18 +118,19 @@ def check_gammas(norms: Iterable[MSNorm]) -> None:
     for norm in norms:
         weight, bias = norm.own_affine()
         one = bias if weight is None else weight
-        norm.checked.values = values = None if one is None else written(weight, bias)
+        values = None if one is None else written(weight, bias)
         if values is None or not one.numel() or is_capturing(one):
             norm.checked.values = None
             continue
-        alike = (one.numel(), norm.settings, weight is None, bias is None)
+        norm.checked.values = values
+        alike = (norm.settings.identity_weight, weight is None, bias is None, one.dtype)
         by_device.setdefault(one.device, {}).setdefault(alike, []).append(norm)
     with torch.no_grad():
         for groups in by_device.values():
-            answers = torch.cat([_cannot_recover(group) for group in groups.values()]).tolist()
+            found = torch.cat([_extremes(group) for group in groups.values()], 1).tolist()
             asked = [norm for group in groups.values() for norm in group]
-            for norm, lost in zip(asked, answers, strict=True):
-                norm.checked.recovers_z = not lost
+            for norm, *extremes in zip(asked, *found, strict=True):
+                norm.checked.recovers_z = _recovers(*extremes)
 
 
 def check_before_forward(norms: tuple[MSNorm, ...], model: nn.Module, args: Any) -> None:

@@ -152,7 +152,13 @@ def share_or_skip(
     if not gains:
         return site.skip("nothing to gain: no Linear keeps its output")
     whole = site.gamma is None and site.beta is None
-    reason = f"{'output' if whole else 'output, or z where gamma trains'}, saved once for it and its Linears"
+    what = "output" if whole else "output, or z where the output does not tell it"
+    where = (
+        "once for it and its Linears"
+        if any(map(weight_trains, site.consumers))
+        else "for its input"
+    )
+    reason = f"{what}, saved {where}"
     if why_not_folded:
         reason += f": {why_not_folded}"
     return shared_norm(facts, config, site, reason)

@@ -7,7 +7,7 @@ neither. A copy of a tensor of the same size is timed too: small tensors do not 
 large ones. Launch cost is wall time per call of a tiny op, where nothing but Python counts. Peers are
 timed where they are installed.
 
-Usage: python benchmarks/kernels.py [--only norm] [--json PATH]
+Usage: python benchmarks/op_speed.py [--only norm] [--json PATH]
 """
 
 from __future__ import annotations
