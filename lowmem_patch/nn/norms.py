@@ -52,6 +52,8 @@ class MSNorm(nn.Module):
         one_copy: ``always`` or ``autocast``: readers that cast the output keep no copy of their own.
         shares_copy: under autocast, Linears among other readers get one low-precision copy of the output.
         output_saved: an op that is no Linear saves the output, so that the norm had better save it too.
+        output_moved: Linears read views of the output that are not contiguous: each would save a copy of the
+            output, and saves none of z.
         low_precision: adapters that read the output compute in its dtype (see `lowmem_patch.nn.deferred.Op`).
     """
 
@@ -73,6 +75,7 @@ class MSNorm(nn.Module):
         low_precision: bool = False,
         shares_copy: bool = False,
         output_saved: bool = False,
+        output_moved: bool = False,
     ) -> None:
         nn.Module.__init__(self)  # past a stock norm, which would make parameters of its own
         self.register_parameter("weight", weight)
@@ -87,6 +90,7 @@ class MSNorm(nn.Module):
         self.low_precision = low_precision
         self.shares_copy = shares_copy
         self.output_saved = output_saved
+        self.output_moved = output_moved
         self.checked = Checked()
 
     def normalize(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -199,6 +203,8 @@ class MSNorm(nn.Module):
         if now is None:
             return by_itself
         if by_itself:
+            if self.output_moved:
+                return True
             return self.checked.of_this_forward() != now or not self.checked.recovers_z
         if self.checked.values != now:
             if any(is_capturing(vector) for vector in (weight, bias) if vector is not None):

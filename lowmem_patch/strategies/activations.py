@@ -32,7 +32,8 @@ class ActivationSite:
         in_place: it overwrites its input, and nobody else writes into the output.
         gated: the output is multiplied with another tensor of its shape.
         linear: a Linear that trains, and reads the output.
-        hook: what waits for the gradient of the output or of the gated product, as a report names it.
+        hook: what waits for the gradient of the output or of the gated product, or asks for the memory, as a
+            report names it.
         chosen: the strategy that decides on it, ``codes`` or ``recompute``.
     """
 
@@ -115,10 +116,10 @@ def _choose(config: PatchConfig, kind: ActivationKind, *, recomputing_gains: boo
 
 
 def _hook(facts: Facts, consumers: list[Consumer]) -> str | None:
-    """Who hangs a hook on the output, or on the gated product: the gradient must pass through it."""
+    """Who hangs a hook on the output or on the gated product, or asks for its memory: it cannot wait then."""
     behind = products(consumers)
     for consumer in consumers + (consumers_of(facts, behind) if behind else []):
-        if consumer.op is not None and consumer.op.role.has(Role.HOOK):
+        if consumer.op is not None and consumer.op.role.has(Role.HOOK | Role.UNTRACKED):
             return consumer.text
     return None
 

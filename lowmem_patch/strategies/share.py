@@ -39,6 +39,7 @@ class SharedNorm(Swap):
     low_precision: bool
     shares_copy: bool
     output_saved: bool
+    output_moved: bool
 
     folded: ClassVar[bool] = False
 
@@ -57,6 +58,7 @@ class SharedNorm(Swap):
             low_precision=self.low_precision,
             shares_copy=self.shares_copy,
             output_saved=self.output_saved,
+            output_moved=self.output_moved,
         )
         # what other code may read off the original (variance_epsilon, normalized_shape) stays readable
         for name, value in vars(original).items():
@@ -188,12 +190,19 @@ def shared_norm(facts: Facts, config: PatchConfig, site: NormSite, reason: str) 
         shares_copy=not feeds_autocast and saves_casts and _shares_copy(facts, consumers, around),
         # Linears whose weights are sharded save the output of their own
         output_saved=_saved_by_others(facts, consumers) or came_sharded(facts.model),
+        output_moved=any(_reads_a_moved_view(consumer) for consumer in consumers),
         reason=f"{reason}; computed behind the row moves, at its Linear"
         if behind_row_moves
         else reason,
         kind=site.spec.kind,
         consumers=site.texts,
     )
+
+
+def _reads_a_moved_view(consumer: Consumer) -> bool:
+    """Whether a Linear reads a view of the output of which it would save a contiguous copy of its own."""
+    view = consumer.tensor
+    return consumer.use == "linear" and view is not None and not view.is_contiguous()
 
 
 def _is_behind_row_moves(consumers: list[Consumer]) -> bool:

@@ -69,6 +69,7 @@ class Role(enum.Flag):
 
     WRITE = enum.auto()  # into its first tensor, of which it returns nothing
     HOOK = enum.auto()  # waits for the tensor's gradient
+    UNTRACKED = enum.auto()  # gives the memory to whoever writes there without a trace
     ADDRESS = enum.auto()  # how a kernel that is no torch op gets at a tensor's memory
     MEMORY = enum.auto()  # looks at the memory from Python
 
@@ -112,6 +113,7 @@ _TABLE: tuple[tuple[Role, tuple[str, ...]], ...] = (
     (Role.DROPOUT, ("dropout",)),
     (Role.WRITE, ("__setitem__",)),
     (Role.HOOK, ("register_hook", "retain_grad")),
+    (Role.UNTRACKED, ("data",)),
     (Role.ADDRESS, ("data_ptr", "const_data_ptr", "mutable_data_ptr", "__dlpack__")),
     (Role.MEMORY, ("untyped_storage", "storage", "_typed_storage", "tolist", "numpy")),
 )
