@@ -12,7 +12,7 @@ from torch import nn
 
 from lowmem_patch.config import PatchConfig, load_config
 from lowmem_patch.errors import NothingToPatchError, PatchError
-from lowmem_patch.nn.gammas import check_before_forward, forget_after_forward
+from lowmem_patch.nn.gammas import forget_after_forward, look_at_gammas, look_before_forward
 from lowmem_patch.nn.norms import MSNorm
 from lowmem_patch.nn.own import Own
 from lowmem_patch.planning.apply import apply_plan, undo
@@ -135,7 +135,8 @@ def _attach(model: nn.Module, report: PatchReport) -> None:
     model.__dict__[RECORD] = Record(report, trains_signature(model), hook)
     norms = tuple(m for m in model.modules() if isinstance(m, MSNorm) and not m.folded)
     if norms:
-        model.register_forward_pre_hook(Own(check_before_forward, norms))
+        look_at_gammas(norms)  # for a compiler, under which nobody looks
+        model.register_forward_pre_hook(Own(look_before_forward, norms))
         model.register_forward_hook(Own(forget_after_forward, norms))
 
 

@@ -89,15 +89,14 @@ _norm_backward = _library.Operator(
 )
 
 
-def save_copy(node: Any, y: Tensor) -> None:
+def save_copy(node: Any) -> None:
     """Let a norm's backward read a copy of its output, into which somebody may be about to write unseen.
 
     Args:
         node: the ``grad_fn`` of the norm's output, which it saves; any other is left as it is.
-        y: the output, without a gradient.
     """
     if getattr(node, "written", True) is None:
-        node.written = y.clone()
+        node.written = node.saved_tensors[0].detach().clone()
 
 
 class _Norm(torch.autograd.Function):

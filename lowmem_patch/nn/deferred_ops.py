@@ -156,7 +156,7 @@ class Shared(Saved):
         self.node = node
 
     def written_unseen(self, h: Deferred) -> None:
-        save_copy(self.node, h.detached())
+        save_copy(self.node)
 
 
 class Normed(Saved):

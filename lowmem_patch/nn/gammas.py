@@ -11,24 +11,27 @@ a part of the model that is called by itself, sharded weights, a CUDA graph unde
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch._guards import detect_fake_mode
 
-from lowmem_patch.functional import in_compiler
+from lowmem_patch.functional import in_compiler, is_exporting, is_transformed
 
 if TYPE_CHECKING:
     from lowmem_patch.nn.norms import MSNorm
 
 __all__ = [
-    "Checked",
-    "check_before_forward",
-    "check_gammas",
+    "Look",
+    "Looks",
+    "can_be_looked_at",
     "forget_after_forward",
     "is_capturing",
-    "written",
+    "look_at_gammas",
+    "look_before_forward",
 ]
 
 # y's rounding error grows by 1 + |beta/gamma| / |z| on the way to z
@@ -38,44 +41,74 @@ _SMALLEST_RATIO = 1e-4
 
 _PLAIN = (Tensor, nn.Parameter)
 
-Written = tuple[tuple[int, int], ...]
 
+class Look:
+    """One look at gamma and beta, and what it told.
 
-class Checked:
-    """What one norm was told of its gamma and beta; no attribute of a module, which takes long to set.
+    Args:
+        vectors: gamma and beta, each a tensor or None.
 
     Attributes:
-        values: the gamma and beta that were looked at last, as :func:`written` tells them apart.
-        in_forward: the same, while the forward runs at whose beginning they were looked at.
-        in_last_forward: the same of the forward before, parts of which backward may run again.
         recovers_z: whether the output tells z.
     """
 
-    __slots__ = ("in_forward", "in_last_forward", "recovers_z", "values")
+    __slots__ = ("_vectors", "recovers_z")
 
-    def __init__(self) -> None:
-        self.values: Written | None = None
-        self.in_forward: Written | None = None
-        self.in_last_forward: Written | None = None
+    def __init__(self, *vectors: Tensor | None) -> None:
+        self._vectors = [_identity(vector) for vector in vectors if vector is not None]
         self.recovers_z = True
 
-    def of_this_forward(self) -> Written | None:
-        """The values that the forward was told of that is running, or is run again in backward."""
-        if self.in_forward is None and torch._C._current_graph_task_id() != -1:
-            return self.in_last_forward
-        return self.in_forward
+    def was_of(self, *vectors: Tensor | None) -> bool:
+        """Whether these are the very tensors, and nobody wrote into them since; a write through ``.data``
+        leaves no trace."""
+        given = [vector for vector in vectors if vector is not None]
+        if len(given) != len(self._vectors):
+            return False
+        for vector, (seen, address, version) in zip(given, self._vectors, strict=True):
+            if seen() is not vector or vector.data_ptr() != address or vector._version != version:
+                return False
+        return True
 
 
-def written(*vectors: Tensor | None) -> Written | None:
-    """What changes when somebody writes into gamma or beta; None where their values cannot be looked at."""
-    found = []
+def _identity(vector: Tensor) -> tuple[weakref.ref[Tensor], int, int]:
+    # another tensor may come to lie at the address, sharded ones are gathered somewhere else
+    return weakref.ref(vector), vector.data_ptr(), vector._version
+
+
+class Looks:
+    """The looks at one norm's gamma and beta; no attributes of the module, which take long to set.
+
+    Attributes:
+        last: the last one, None where a write may have left no trace since.
+        of_forward: the one at whose gamma the running forward began.
+        of_last_forward: that of the forward before, parts of which backward may run again.
+        recovers_z: what the last one told, for torch.compile, under which nobody looks.
+    """
+
+    __slots__ = ("last", "of_forward", "of_last_forward", "recovers_z")
+
+    def __init__(self, recovers_z: bool = True) -> None:
+        self.last: Look | None = None
+        self.of_forward: Look | None = None
+        self.of_last_forward: Look | None = None
+        self.recovers_z = recovers_z
+
+    def __reduce__(self) -> Any:  # the tensors of a copy are others
+        return Looks, (self.recovers_z,)
+
+    def now(self) -> Look | None:
+        """That of the forward that is running, or is run again in backward."""
+        if self.of_forward is None and torch._C._current_graph_task_id() != -1:
+            return self.of_last_forward
+        return self.of_forward
+
+
+def can_be_looked_at(*vectors: Tensor | None) -> bool:
+    """Whether gamma and beta are ordinary tensors with data."""
     for vector in vectors:
-        if vector is None:
-            continue
-        if type(vector) not in _PLAIN or vector.is_meta:
-            return None
-        found.append((vector.data_ptr(), vector._version))
-    return tuple(found)
+        if vector is not None and (type(vector) not in _PLAIN or vector.is_meta):
+            return False
+    return True
 
 
 def is_capturing(vector: Tensor) -> bool:
@@ -112,17 +145,22 @@ def _recovers(inverse: float, largest: float, shift: float) -> bool:
     )
 
 
-def check_gammas(norms: Iterable[MSNorm]) -> None:
-    """Tell each norm whether its output tells z; waits for the device, once for each."""
+def look_at_gammas(norms: Iterable[MSNorm]) -> None:
+    """Tell each norm whether its output tells z; waits for the device, once for each.
+
+    Nobody looks under fake tensors and torch.func, nor where a CUDA graph is under capture.
+    """
+    if is_transformed() or detect_fake_mode(()) is not None:
+        return
     by_device: dict[torch.device, dict[Any, list[MSNorm]]] = {}
     for norm in norms:
         weight, bias = norm.own_affine()
         one = bias if weight is None else weight
-        values = None if one is None else written(weight, bias)
-        if values is None or not one.numel() or is_capturing(one):
-            norm.checked.values = None
+        norm.looks.last = None
+        if one is None or not one.numel() or not can_be_looked_at(weight, bias):
             continue
-        norm.checked.values = values
+        if is_capturing(one):
+            continue
         alike = (norm.settings.identity_weight, weight is None, bias is None, one.dtype)
         by_device.setdefault(one.device, {}).setdefault(alike, []).append(norm)
     with torch.no_grad():
@@ -130,17 +168,18 @@ def check_gammas(norms: Iterable[MSNorm]) -> None:
             found = torch.cat([_extremes(group) for group in groups.values()], 1).tolist()
             asked = [norm for group in groups.values() for norm in group]
             for norm, *extremes in zip(asked, *found, strict=True):
-                norm.checked.recovers_z = _recovers(*extremes)
+                look = norm.looks.last = Look(*norm.own_affine())
+                look.recovers_z = norm.looks.recovers_z = _recovers(*extremes)
 
 
-def check_before_forward(norms: tuple[MSNorm, ...], model: nn.Module, args: Any) -> None:
+def look_before_forward(norms: tuple[MSNorm, ...], model: nn.Module, args: Any) -> None:
     """Forward pre-hook of a patched model: looks at the norms whose gamma trains."""
-    if in_compiler() or not torch.is_grad_enabled():
+    if in_compiler() or is_exporting() or not torch.is_grad_enabled():
         return
     training = [norm for norm in norms if norm.trains()]
-    check_gammas(training)
+    look_at_gammas(training)
     for norm in training:
-        norm.checked.in_forward = norm.checked.values
+        norm.looks.of_forward = norm.looks.last
 
 
 def forget_after_forward(
@@ -150,6 +189,6 @@ def forget_after_forward(
     if in_compiler():
         return
     for norm in norms:
-        checked = norm.checked
-        if checked.in_forward is not None:
-            checked.in_last_forward, checked.in_forward = checked.in_forward, None
+        looks = norm.looks
+        if looks.of_forward is not None:
+            looks.of_last_forward, looks.of_forward, looks.last = looks.of_forward, None, None

@@ -26,7 +26,7 @@ from lowmem_patch.functional import (
 from lowmem_patch.nn.context import autocast_dtype, is_foreign, is_fsdp_unit, needs_gradient
 from lowmem_patch.nn.deferred import keep, value_of
 from lowmem_patch.nn.deferred_ops import Norm, Normed, Saved, Shared
-from lowmem_patch.nn.gammas import Checked, check_gammas, is_capturing, written
+from lowmem_patch.nn.gammas import Looks, can_be_looked_at, is_capturing, look_at_gammas
 from lowmem_patch.nn.watched import watch
 
 __all__ = [
@@ -54,6 +54,7 @@ class MSNorm(nn.Module):
         output_saved: an op that is no Linear saves the output, so that the norm had better save it too.
         output_moved: Linears read views of the output that are not contiguous: each would save a copy of the
             output, and saves none of z.
+        default_eps: eps was left to torch, which takes that of the input's dtype in float64.
         low_precision: adapters that read the output compute in its dtype (see `lowmem_patch.nn.deferred.Op`).
     """
 
@@ -76,6 +77,7 @@ class MSNorm(nn.Module):
         shares_copy: bool = False,
         output_saved: bool = False,
         output_moved: bool = False,
+        default_eps: bool = False,
     ) -> None:
         nn.Module.__init__(self)  # past a stock norm, which would make parameters of its own
         self.register_parameter("weight", weight)
@@ -91,25 +93,33 @@ class MSNorm(nn.Module):
         self.shares_copy = shares_copy
         self.output_saved = output_saved
         self.output_moved = output_moved
-        self.checked = Checked()
+        self.default_eps = default_eps
+        self.looks = Looks()
 
     def normalize(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """The norm's value in ``dtype``, by default :meth:`output_dtype`."""
         weight, bias = self.own_affine()
-        dtype = dtype or self.output_dtype(x)
+        dtype, settings = dtype or self.output_dtype(x), self._settings_for(x)
         if in_compiler() and not is_exporting():
             low = self._low_dtype(x) if self.shares_copy else None
             # a high-precision output must not be computed from a low-precision z
             saves_z = low is None and self._saves_z(weight, bias)
-            return compiled.norm(x, weight, bias, self.settings, dtype, low, saves_z=saves_z)
-        return ms_norm(x, weight, bias, self.settings, dtype)[0]
+            return compiled.norm(x, weight, bias, settings, dtype, low, saves_z=saves_z)
+        return ms_norm(x, weight, bias, settings, dtype)[0]
+
+    def _settings_for(self, x: Tensor) -> NormSettings:
+        if self.default_eps and x.dtype == torch.float64:
+            return self.settings._replace(eps=torch.finfo(torch.float64).eps)
+        return self.settings
 
     def own_affine(self) -> tuple[Any, Any]:
         """weight and bias, tensors or None; none where they were folded into the next Linears."""
         if self.folded:
             return None, None
         own = self._parameters
-        if len(own) == 2:  # nn.Module's own look-up costs as much as a small kernel
+        if (
+            "weight" in own and "bias" in own
+        ):  # nn.Module's own look-up costs as much as a small kernel
             return own["weight"], own["bias"]
         return self.weight, self.bias  # parametrized, pruned, or a replica of nn.DataParallel
 
@@ -175,7 +185,7 @@ class MSNorm(nn.Module):
         """The norm with a copy of its output, with z, or with both, which Linears save in its place."""
         saved = dtype if copy is None else copy
         z_dtype = None if affine is None else saved
-        y, *more = ms_norm(x, *self.own_affine(), self.settings, dtype, copy, z_dtype)
+        y, *more = ms_norm(x, *self.own_affine(), self._settings_for(x), dtype, copy, z_dtype)
         sources = tuple(source for source in more if source is not None)
         return keep(y, Normed(self.low_precision, copy is not None, affine), sources, owned=True)
 
@@ -196,21 +206,19 @@ class MSNorm(nn.Module):
         """Whether z is to be saved, and not the output."""
         if weight is None and bias is None:
             return False
-        by_itself = not self.output_saved and self.trains()
+        looks, trains = self.looks, self.trains()
+        by_itself = trains and not self.output_saved
         if in_compiler():
-            return by_itself or not self.checked.recovers_z
-        now = written(weight, bias)
-        if now is None:
+            return by_itself or not looks.recovers_z
+        if not can_be_looked_at(weight, bias) or (by_itself and self.output_moved):
             return by_itself
-        if by_itself:
-            if self.output_moved:
-                return True
-            return self.checked.of_this_forward() != now or not self.checked.recovers_z
-        if self.checked.values != now:
-            if any(is_capturing(vector) for vector in (weight, bias) if vector is not None):
-                return True
-            check_gammas([self])
-        return not self.checked.recovers_z
+        look = looks.now() if trains else looks.last
+        if look is not None and look.was_of(weight, bias):
+            return not look.recovers_z
+        if by_itself or any(is_capturing(v) for v in (weight, bias) if v is not None):
+            return True
+        look_at_gammas([self])
+        return looks.last is None or not looks.last.recovers_z
 
     def _affine(self, weight: Tensor | None, bias: Tensor | None) -> Affine:
         """gamma and beta with which the Linears compute the output again."""

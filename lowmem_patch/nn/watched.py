@@ -30,8 +30,8 @@ class Watched(Tensor):
     ) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             if getattr(func, "__self__", None) is _DATA:
-                save_copy(args[0].grad_fn, args[0].detach())
-            if len(types) > 1 and not all(issubclass(kind, Watched) for kind in types):
+                save_copy(args[0].grad_fn)
+            if len(types) > 1 and not _OWN.issuperset(types):
                 # another subclass has an opinion, and is given ordinary tensors
                 args, kwargs = tree_map(_plain, args), tree_map(_plain, kwargs)
                 types = None
@@ -49,6 +49,8 @@ class Watched(Tensor):
 def _plain(item: Any) -> Any:
     return item.as_subclass(Tensor) if isinstance(item, Watched) else item
 
+
+_OWN = frozenset((Tensor, Watched))
 
 register_plain(Watched)
 

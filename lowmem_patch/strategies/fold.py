@@ -40,6 +40,7 @@ class Folded:
     beta: Tensor | None
     trained: tuple[str, ...]
     trained_with: tuple[nn.Parameter, ...]  # weights of the Linears that trained then
+    linears: tuple[nn.Module, ...]  # in the order of the step's
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +61,8 @@ class FoldedNorm(SharedNorm):
         trained_with = tuple(weight for weight in weights if weight.requires_grad)
         gamma, beta = fold_step(model, step) if target.arithmetic else (None, None)
         own = model.get_submodule(self.site).__dict__
-        own[_FOLDED] = Folded(step, gamma, beta, trained, trained_with)
+        linears = tuple(model.get_submodule(linear.module) for linear in step.linears)
+        own[_FOLDED] = Folded(step, gamma, beta, trained, trained_with, linears)
         for name in names:
             # an identity that nothing reads: DDP must not wait for its gradient, nor an optimizer move
             # it by one that is left over
@@ -132,14 +134,19 @@ def _moved(folded: Folded, place: str) -> Folded:
 
 
 def refuse_lost_linears(model: nn.Module, folded: list[Folded]) -> None:
-    """Raise where a Linear into which a norm was folded is no longer in the model.
+    """Raise where a Linear into which a norm was folded is no longer in the model, or is another one now.
 
     Raises:
         PatchError: such a norm cannot be unfolded.
     """
     names = dict(model.named_parameters(remove_duplicate=False))
     for one in folded:
-        for linear in one.step.linears:
+        for linear, module in zip(one.step.linears, one.linears, strict=True):
+            if linear.weight in names and model.get_submodule(linear.module) is not module:
+                raise PatchError(
+                    f"{one.step.norm} was folded into {linear.module}, in whose place another module stands "
+                    "now: put that one back first"
+                )
             if linear.weight not in names:
                 raise PatchError(
                     f"{one.step.norm} was folded into {linear.module}, which is no longer in the model: "

@@ -59,6 +59,7 @@ class SharedNorm(Swap):
             shares_copy=self.shares_copy,
             output_saved=self.output_saved,
             output_moved=self.output_moved,
+            default_eps=getattr(original, "eps", 0.0) is None,
         )
         # what other code may read off the original (variance_epsilon, normalized_shape) stays readable
         for name, value in vars(original).items():

@@ -57,8 +57,14 @@ def _original_of(current: nn.Module) -> nn.Module:
     original._is_full_backward_hook = current._is_full_backward_hook
     if isinstance(current, PackedDropout) and isinstance(original, nn.Dropout):
         original.p = current.p  # users set it on every dropout of a model
-    if isinstance(current, MSNorm):  # parameters may have been replaced, by .to() for example
+    if isinstance(current, MSNorm):
+        # what .to(), pruning and others have put in the place of its parameters
+        own = {name for name in ("weight", "bias") if name not in original._parameters}
+        kept = {name: p for name, p in current._parameters.items() if name not in own}
+        original._parameters.clear()
+        original._parameters.update(kept)
+        original._buffers.update(current._buffers)
         for name in ("weight", "bias"):
-            if name in original._parameters:
-                original._parameters[name] = current._parameters[name]
+            if name in current.__dict__:
+                original.__dict__[name] = current.__dict__[name]
     return original

@@ -1,0 +1,192 @@
+"""Whether a norm's output tells z is looked at anew whenever somebody may have written gamma or beta."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.utils import prune
+
+from lowmem_patch import patch_model, unpatch_model
+from lowmem_patch.errors import PatchError
+from tests.support.configs import FOLD
+from tests.support.judge import assert_close
+
+
+class Block(nn.Module):
+    def __init__(self, norm: nn.Module | None = None) -> None:
+        super().__init__()
+        self.enter, self.out = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.norm = norm or nn.LayerNorm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.out(self.norm(self.enter(x)))
+        return out
+
+
+def pair(*, frozen: bool = False, norm: nn.Module | None = None) -> tuple[Block, Block]:
+    """A patched block and its stock twin, in float64."""
+    torch.manual_seed(0)
+    stock = Block(norm).double()
+    stock.norm.requires_grad_(not frozen)
+    return patch_model(copy.deepcopy(stock), "exact", example_inputs={"x": rows()}), stock
+
+
+def rows() -> Tensor:
+    return torch.randn(3, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def assert_same_gradients(
+    patched: nn.Module, stock: nn.Module, run: Any = None, tolerance: float = 1e-9
+) -> None:
+    for model in (patched, stock):
+        model.zero_grad()
+        (model if run is None else run(model))(rows()).square().sum().backward()
+    for name, parameter in stock.named_parameters():
+        if parameter.grad is not None:
+            assert_close(patched.get_parameter(name).grad, parameter.grad, name, tolerance)
+
+
+def zero(model: Block) -> None:
+    model.norm.weight.data[3] = 0
+
+
+@pytest.mark.filterwarnings("ignore:.*(script_method|should not be inst):DeprecationWarning")
+def test_compiled_model_with_a_frozen_gamma_of_zero_is_right() -> None:
+    torch.manual_seed(0)
+    stock = Block().double()
+    zero(stock)
+    stock.norm.requires_grad_(False)
+    patched = patch_model(copy.deepcopy(stock), "exact", example_inputs={"x": rows()})
+    assert_same_gradients(patched, stock, lambda model: torch.compile(model, backend="aot_eager"))
+    torch.compiler.reset()
+
+
+def test_gamma_written_unseen_before_it_is_frozen_is_looked_at() -> None:
+    patched, stock = pair()
+    patched(rows())
+    for model in (patched, stock):
+        zero(model)
+        model.norm.requires_grad_(False)
+    assert_same_gradients(patched, stock)
+
+
+def test_another_gamma_at_the_same_address_is_looked_at() -> None:
+    patched, stock = pair(frozen=True)
+    assert_same_gradients(patched, stock)
+    norm: Any = patched.norm
+    old = norm.weight
+    new = torch.empty(0, dtype=old.dtype).set_(old.untyped_storage(), 0, old.shape)
+    new.data[3] = 0
+    norm.weight = nn.Parameter(new, requires_grad=False)
+    zero(stock)
+    assert norm.weight.data_ptr() == old.data_ptr()
+    assert_same_gradients(patched, stock)
+
+
+def test_functional_call_with_another_gamma_is_looked_at() -> None:
+    patched, stock = pair(frozen=True)
+    given = stock.norm.weight.detach().clone()
+    given[3] = 0
+
+    def run(model: nn.Module) -> Any:
+        return lambda x: functional_call(model, {"norm.weight": given}, (x,))
+
+    assert_same_gradients(patched, stock, run)
+
+
+def test_norm_whose_output_others_save_is_looked_at_without_the_root() -> None:
+    class Returned(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.norm(self.enter(x))
+            out: Tensor = self.out(y) + y.sin()
+            return out
+
+    torch.manual_seed(0)
+    stock = Returned().double()
+    patched = patch_model(copy.deepcopy(stock), "exact", example_inputs={"x": rows()})
+    patched(rows())
+    for model in (patched, stock):
+        zero(model)
+    assert_same_gradients(patched, stock, lambda model: model.forward)
+
+
+@pytest.mark.parametrize(
+    "view", [lambda o: o.transpose(0, 1), lambda o: o[-1], lambda o: o.roll(1, 0)]
+)
+def test_reading_data_of_a_view_changes_no_gradient(view: Any) -> None:
+    torch.manual_seed(0)
+    stock = Block()
+    stock.norm.requires_grad_(False)
+    stock.out.requires_grad_(False)
+    patched = copy.deepcopy(stock)
+    x, found = torch.randn(3, 8), []
+
+    def look(_module: nn.Module, _args: Any, output: Tensor) -> None:
+        _ = view(output).data
+
+    with torch.autocast("cpu", torch.bfloat16):
+        patch_model(patched, "exact", example_inputs={"x": x})
+        for watches in (False, True):
+            patched.zero_grad()
+            if watches:
+                patched.norm.register_forward_hook(look)
+            patched(x).float().square().sum().backward()
+            found.append(patched.enter.weight.grad.clone())
+    assert torch.equal(*found)
+
+
+def test_gradient_of_a_norms_output_is_given() -> None:
+    patched, stock = pair()
+    gradients = []
+    for model in (patched, stock):
+        y = model.norm(model.enter(rows()))
+        gradients.append(torch.autograd.grad(model.out(y).square().sum(), y)[0])
+    assert_close(*gradients, "output")
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-6])
+def test_eps_left_to_torch_is_that_of_the_dtype(scale: float) -> None:
+    patched, stock = pair(norm=nn.RMSNorm(8))
+    for model in (patched, stock):
+        with torch.no_grad():
+            model.enter.weight.mul_(scale), model.enter.bias.mul_(scale)
+    assert_close(patched(rows()), stock(rows()), "output")
+
+
+def test_undo_refuses_a_linear_that_stands_where_a_norm_was_folded_into_another() -> None:
+    torch.manual_seed(0)
+    last = (nn.LayerNorm(8), nn.Linear(8, 8))
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8), *last)
+    with torch.no_grad():
+        model[1].weight.uniform_(0.5, 2)
+    patch_model(model, FOLD, example_inputs=torch.randn(2, 8))
+    model[2] = nn.Linear(8, 8)
+    with pytest.raises(PatchError, match="another module stands"):
+        unpatch_model(model)
+
+
+def test_undo_of_a_pruned_norm_leaves_no_replacement() -> None:
+    patched, stock = pair()
+    prune.l1_unstructured(patched.norm, "weight", amount=2)
+    patched(rows()).sum().backward()
+    unpatch_model(patched)
+    assert type(patched.norm) is nn.LayerNorm
+    prune.l1_unstructured(stock.norm, "weight", amount=2)
+    assert_same_gradients(patched, stock)
+
+
+def test_torch_func_names_the_reason() -> None:
+    patched, _ = pair()
+    parameters = dict(patched.named_parameters())
+
+    def loss(given: Any) -> Tensor:
+        out: Tensor = functional_call(patched, given, (rows(),))
+        return out.sum()
+
+    with pytest.raises(RuntimeError, match=r"torch\.func"):
+        torch.func.grad(loss)(parameters)
