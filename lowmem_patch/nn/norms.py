@@ -21,12 +21,13 @@ from lowmem_patch.functional import (
     compiled,
     in_compiler,
     is_exporting,
+    is_transformed,
     ms_norm,
 )
 from lowmem_patch.nn.context import autocast_dtype, is_foreign, is_fsdp_unit, needs_gradient
 from lowmem_patch.nn.deferred import keep, value_of
 from lowmem_patch.nn.deferred_ops import Norm, Normed, Saved, Shared
-from lowmem_patch.nn.gammas import Looks, can_be_looked_at, is_capturing, look_at_gammas
+from lowmem_patch.nn.gammas import Look, Looks, can_be_looked_at, is_capturing, look_at_gammas
 from lowmem_patch.nn.watched import watch
 
 __all__ = [
@@ -234,6 +235,7 @@ class MSNorm(nn.Module):
                 "the weight of a norm was pruned or parametrized after its affine had been folded into the "
                 "next Linears, which would have no effect: call unpatch_model before, and patch_model again"
             )
+        self._refuse_writes()
         hooks = (*self._forward_hooks.values(), *self._forward_pre_hooks.values())
         seen = any(not getattr(hook, "only_looks", False) for hook in hooks)
         if seen and not in_compiler() and not is_fsdp_unit(self):
@@ -251,6 +253,23 @@ class MSNorm(nn.Module):
                     "(requires_grad), which would have no effect: call patch_model again, after the "
                     "last change of what trains and after get_peft_model"
                 )
+
+    def _refuse_writes(self) -> None:
+        """Raise where somebody wrote into a folded gamma or beta, or set another, which nobody would read."""
+        weight, bias, looks = self.weight, self.bias, self.looks
+        if in_compiler() or is_transformed() or not can_be_looked_at(weight, bias):
+            return
+        if looks.last is not None and looks.last.was_of(weight, bias):
+            return
+        if any(is_capturing(v) for v in (weight, bias) if v is not None):
+            return
+        for vector, identity in ((weight, self.settings.identity_weight), (bias, 0.0)):
+            if vector is not None and bool((vector.detach() != identity).any()):
+                raise PatchError(
+                    "gamma or beta of a norm was written after both had been folded into the next Linears, "
+                    "which would have no effect: call unpatch_model before, and patch_model again"
+                )
+        looks.last = Look(weight, bias)
 
     def _low_dtype(self, x: Tensor) -> torch.dtype | None:
         """The dtype in which autocast would make a copy of the output for each Linear that reads it."""

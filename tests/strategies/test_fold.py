@@ -209,3 +209,37 @@ def test_optimizer_state_of_another_shape_is_refused_by_torch() -> None:
     after = torch.optim.Adam([p for p in net.parameters() if p.requires_grad])
     with pytest.raises(ValueError, match="doesn't match the size"):
         after.load_state_dict(state)
+
+
+def folded_block() -> nn.Sequential:
+    torch.manual_seed(0)
+    last = (nn.LayerNorm(8), nn.Linear(8, 8))
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8), *last)
+    with torch.no_grad():
+        model[1].weight.uniform_(0.5, 2)  # type: ignore[operator]
+    return patch_model(model, FOLD, example_inputs=torch.randn(2, 8))
+
+
+def written(norm: Any) -> None:
+    with torch.no_grad():
+        norm.weight.mul_(2)
+
+
+def replaced(norm: Any) -> None:
+    norm.weight = nn.Parameter(torch.full((8,), 2.0), requires_grad=False)
+
+
+@pytest.mark.parametrize("change", [written, replaced])
+def test_a_write_into_a_folded_gamma_is_refused(change: Any) -> None:
+    model = folded_block()
+    model(torch.randn(2, 8))
+    change(model[1])
+    with pytest.raises(PatchError, match="would have no effect"):
+        model(torch.randn(2, 8))
+
+
+def test_folded_weights_may_be_loaded_again() -> None:
+    model, x = folded_block(), torch.randn(2, 8)
+    before = model(x)
+    model.load_state_dict(copy.deepcopy(model.state_dict()))
+    assert torch.equal(model(x), before)
