@@ -162,14 +162,20 @@ class MSNorm(nn.Module):
         if in_compiler():
             return self._compiled(x, dtype)
         foreign = is_foreign(x) or (weight is not None and is_foreign(weight))
-        trains = x.requires_grad or self.trains()
-        if foreign or not trains or not torch.is_grad_enabled() or is_exporting():
+        if foreign or not torch.is_grad_enabled() or is_exporting():
             return self.normalize(x, dtype)
-        affine = self._affine(weight, bias) if self._saves_z(weight, bias) else None
+        trains = x.requires_grad or self.trains()
+        affine = self._affine(weight, bias) if trains and self._saves_z(weight, bias) else None
         copy = self._low_dtype(x) if self.shares_copy else None
-        if copy is not None or affine is not None:
+        if (
+            copy is not None or affine is not None
+        ):  # an adapter may save the copy of what needs no gradient
             return self._deferred(x, dtype, copy, affine)
         y = self.normalize(x, dtype)
+        return self._shared(y) if trains else y
+
+    def _shared(self, y: Tensor) -> Tensor:
+        """The output, which the norm itself saves."""
         if self._is_one_copy(y):
             return keep(y, Shared(self.low_precision, y.grad_fn), owned=True)
         return watch(y)
@@ -216,10 +222,9 @@ class MSNorm(nn.Module):
         look = looks.now() if trains else looks.last
         if look is not None and look.was_of(weight, bias):
             return not look.recovers_z
-        if by_itself or any(is_capturing(v) for v in (weight, bias) if v is not None):
-            return True
-        look_at_gammas([self])
-        return looks.last is None or not looks.last.recovers_z
+        if not by_itself:
+            look_at_gammas([self])  # which nobody may do in a CUDA graph
+        return by_itself or looks.last is None or not looks.last.recovers_z
 
     def _affine(self, weight: Tensor | None, bias: Tensor | None) -> Affine:
         """gamma and beta with which the Linears compute the output again."""

@@ -156,11 +156,9 @@ def share_or_skip(
         return site.skip("nothing to gain: no Linear keeps its output")
     whole = site.gamma is None and site.beta is None
     what = "output" if whole else "output, or z where the output does not tell it"
-    where = (
-        "once for it and its Linears"
-        if any(map(weight_trains, site.consumers))
-        else "for its input"
-    )
+    adapters = tuple(f"{name}." for name in adapter_layers(facts, config))
+    read = any(weight_trains(c) or c.text.startswith(adapters) for c in site.consumers)
+    where = "once for it and its Linears" if read else "in the place of its input"
     reason = f"{what}, saved {where}"
     if why_not_folded:
         reason += f": {why_not_folded}"
@@ -171,14 +169,12 @@ def shared_norm(facts: Facts, config: PatchConfig, site: NormSite, reason: str) 
     """The patch of a norm, by who reads its output."""
     consumers = site.consumers
     linears = all(consumer.use == "linear" for consumer in consumers) and bool(consumers)
-    behind_row_moves = linears and _is_behind_row_moves(consumers)
-    behind_row_moves = behind_row_moves and facts.written(site.name, "inputs") is None
+    behind_row_moves = (
+        linears and _is_behind_row_moves(consumers) and facts.written(site.name, "inputs") is None
+    )
     # a norm inside an autocast region whose readers are outside must stay in high precision, as it was
     around = {call.autocast for call in facts.calls[site.name]}
-    feeds_autocast = bool(consumers) and all(
-        c.use in ("linear", "autocast") and c.op is not None and {c.op.autocast} == around
-        for c in consumers
-    )
+    feeds_autocast = _feeds_autocast(consumers, around)
     others = _without_adapters(facts, config, consumers)
     saves_casts = config.linear_inputs != "keep"
     return SharedNorm(
@@ -192,11 +188,17 @@ def shared_norm(facts: Facts, config: PatchConfig, site: NormSite, reason: str) 
         # Linears whose weights are sharded save the output of their own
         output_saved=_saved_by_others(facts, consumers) or came_sharded(facts.model),
         output_moved=any(_reads_a_moved_view(consumer) for consumer in consumers),
-        reason=f"{reason}; computed behind the row moves, at its Linear"
-        if behind_row_moves
-        else reason,
+        reason=reason + "; computed behind the row moves, at its Linear" * behind_row_moves,
         kind=site.spec.kind,
         consumers=site.texts,
+    )
+
+
+def _feeds_autocast(consumers: list[Consumer], around: set[bool]) -> bool:
+    """Whether all that read the output are ops that autocast casts, where the norm itself runs."""
+    return bool(consumers) and all(
+        c.use in ("linear", "autocast") and c.op is not None and {c.op.autocast} == around
+        for c in consumers
     )
 
 
