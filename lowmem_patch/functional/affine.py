@@ -140,13 +140,14 @@ def _unpack(packed: Any) -> Tensor:
 _autograd: Any = torch._C._autograd  # what torch.autograd.graph.saved_tensors_hooks calls
 _push_hooks = _autograd._push_saved_tensors_default_hooks
 _pop_hooks = _autograd._pop_saved_tensors_default_hooks
-_top_hooks = _autograd._top_saved_tensors_default_hooks
+# torch 2.6 does not tell whether somebody packs
+_top_hooks = getattr(_autograd, "_top_saved_tensors_default_hooks", None)
 _hooks_are_enabled = _autograd._saved_tensors_hooks_is_enabled
 
 
 def packs_saved_tensors() -> bool:
     """Whether somebody packs what is saved, of which only the innermost pack is called, or forbids it."""
-    return _top_hooks(True) is not None or not _hooks_are_enabled()
+    return _top_hooks is None or _top_hooks(True) is not None or not _hooks_are_enabled()
 
 
 class _AffineLinear(torch.autograd.Function):
