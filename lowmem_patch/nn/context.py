@@ -39,7 +39,12 @@ def has_backward_hooks(module: nn.Module) -> bool:
 
 def has_hooks_of_all() -> bool:
     """Whether there are hooks that torch calls for every module, ours and those that ours stand for."""
-    return bool(all_modules._has_any_global_hook())  # type: ignore[no-untyped-call]  # of torch
+    return bool(
+        all_modules._global_forward_hooks
+        or all_modules._global_forward_pre_hooks
+        or all_modules._global_backward_hooks
+        or all_modules._global_backward_pre_hooks
+    )
 
 
 def is_fsdp_unit(module: nn.Module) -> bool:
