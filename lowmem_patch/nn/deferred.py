@@ -351,6 +351,10 @@ class _Hold(torch.autograd.Function):
         return dy
 
 
+# the compiler of torch 2.6 fails where a tensor becomes a subclass of ours
+_COMPILER_MAKES_SUBCLASSES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 7)
+
+
 def keep(
     tensor: Tensor,
     op: Op,
@@ -365,8 +369,10 @@ def keep(
     ``owned``: nobody else has ``tensor`` and ``sources``: it may become the result itself, and nobody can
     write into them.
     """
-    h: Any
+    h: Any = tensor
     compiling = in_compiler()
+    if compiling and not _COMPILER_MAKES_SUBCLASSES:
+        return h  # type: ignore[no-any-return]  # right, and nothing is deferred
     if owned and not compiling and type(tensor) is Tensor:
         h = tensor
         h._first_version, h.op, h.sources = tensor._version, op, sources
