@@ -374,16 +374,12 @@ def keep(
     if compiling and not _COMPILER_MAKES_SUBCLASSES:
         return h  # type: ignore[no-any-return]  # right, and nothing is deferred
     if owned and not compiling and type(tensor) is Tensor:
-        h = tensor
         h._first_version, h.op, h.sources = tensor._version, op, sources
         h.__class__ = Stored  # as torch's lazy parameters do; a view would cost a node of autograd
-        owner: Deferred = h
-        return owner
-    elif not compiling and isinstance(tensor, FakeTensor):
+        return h  # type: ignore[no-any-return]  # a Stored
+    if not compiling and isinstance(tensor, FakeTensor):
         h = _Hold.apply(tensor)  # type: ignore[no-untyped-call]  # of torch
-        h.held = True
-        h._value = tensor.detach()
-        h._value_version = tensor._version
+        h.held, h._value, h._value_version = True, tensor.detach(), tensor._version
     else:
         h = tensor.as_subclass(Stored)
         if not compiling:
@@ -392,8 +388,7 @@ def keep(
     h.op, h.sources = op, sources
     if sources and not compiling:
         h._versions = [source._version for source in sources]
-    deferred: Deferred = h
-    return deferred
+    return h  # type: ignore[no-any-return]  # a Deferred
 
 
 def value_of(item: Any) -> Any:
