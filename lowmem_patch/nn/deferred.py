@@ -372,11 +372,11 @@ def keep(
     h: Any = tensor
     compiling = in_compiler()
     if compiling and not _COMPILER_MAKES_SUBCLASSES:
-        return h  # type: ignore[no-any-return]  # right, and nothing is deferred
+        return h  # type: ignore[no-any-return]  # a plain tensor is read rightly, too
     if owned and not compiling and type(tensor) is Tensor:
         h._first_version, h.op, h.sources = tensor._version, op, sources
         h.__class__ = Stored  # as torch's lazy parameters do; a view would cost a node of autograd
-        return h  # type: ignore[no-any-return]  # a Stored
+        return h  # type: ignore[no-any-return]  # its class was assigned, which no type checker sees
     if not compiling and isinstance(tensor, FakeTensor):
         h = _Hold.apply(tensor)  # type: ignore[no-untyped-call]  # of torch
         h.held, h._value, h._value_version = True, tensor.detach(), tensor._version
@@ -388,7 +388,7 @@ def keep(
     h.op, h.sources = op, sources
     if sources and not compiling:
         h._versions = [source._version for source in sources]
-    return h  # type: ignore[no-any-return]  # a Deferred
+    return h  # type: ignore[no-any-return]  # Any, since Function.apply and as_subclass have no types
 
 
 def value_of(item: Any) -> Any:

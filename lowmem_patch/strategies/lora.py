@@ -42,7 +42,10 @@ def adapter_layers(facts: Facts, config: PatchConfig) -> tuple[str, ...]:
     """Names of the adapter layers that save one copy of their input, and see to it themselves."""
     if config.linear_inputs == "keep":
         return ()
-    return facts.once(adapter_layers, lambda: tuple(trained_lora_layers(facts.modules)))  # type: ignore[no-any-return]
+    names: tuple[str, ...] = facts.once(
+        adapter_layers, lambda: tuple(trained_lora_layers(facts.modules))
+    )
+    return names
 
 
 def trained_lora_layers(modules: Mapping[str, nn.Module]) -> Iterator[str]:
