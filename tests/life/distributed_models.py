@@ -117,7 +117,8 @@ class SavedBytes:
 def train(model: Any, tokens: Tensor, step: Loss, read: Any = None) -> dict[str, Any]:
     """Two steps of SGD: their losses, and the gradients and saved bytes of the second."""
     parameters = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    # one by one: torch's fused update takes no mixture of tensors and DTensors
+    optimizer = torch.optim.SGD(parameters, lr=0.1, foreach=False)
     losses = [step(model, tokens)]
     optimizer.step()
     optimizer.zero_grad()
