@@ -27,6 +27,7 @@ from lowmem_patch.functional.affine import (
     packs_saved_tensors,
 )
 from lowmem_patch.functional.codes import codes_activation
+from lowmem_patch.functional.cross_entropy import Head, Labels, linear_cross_entropy, linear_losses
 from lowmem_patch.functional.dropout import draw_dropout, dropout_linear, packed_dropout
 from lowmem_patch.functional.grouped import activation_grouped_matmul
 from lowmem_patch.functional.linear import activation_linear, recast_linear
@@ -41,7 +42,9 @@ from lowmem_patch.functional.unbind import unbind_permuted
 __all__ = [
     "ActivationKind",
     "Affine",
+    "Head",
     "Implementation",
+    "Labels",
     "LowRank",
     "NormSettings",
     "Recomputed",
@@ -60,6 +63,8 @@ __all__ = [
     "is_exporting",
     "is_sharded",
     "is_transformed",
+    "linear_cross_entropy",
+    "linear_losses",
     "ms_layer_norm",
     "ms_norm",
     "ms_rms_norm",

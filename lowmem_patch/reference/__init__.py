@@ -23,6 +23,7 @@ from lowmem_patch.constants import (
     NormSettings,
     padded_rank,
 )
+from lowmem_patch.reference.cross_entropy import cross_entropy_backward, cross_entropy_forward
 
 __all__ = [
     "activate",
@@ -32,6 +33,8 @@ __all__ = [
     "cast",
     "codes_backward",
     "codes_forward",
+    "cross_entropy_backward",
+    "cross_entropy_forward",
     "drop",
     "glu_backward",
     "glu_forward",

@@ -1,0 +1,344 @@
+"""Cross entropy of the outputs of a Linear, in chunks of rows: the logits are never whole.
+
+    a = x W^T + b + low B^T,    y = s a   or, with a soft cap c,   y = c tanh(s a)
+    q = (1 - e) w_t [class t] + e w / V,    Q = sum q        (e: label smoothing, w: class weights)
+    loss = Q logsumexp(y) - sum q y                          (0 where the label is to be ignored)
+    d_y = (Q softmax(y) - q) d_loss,    d_a = s d_y   or   s (c - y^2 / c) d_y
+    d_x = d_a W,    d_W = d_a^T x,    d_b = sum d_a,    d_low = d_a B,    d_B = d_a^T low
+
+Where the losses are added up, the gradient of each row is known but for one factor of all rows. So the
+forward makes it while a chunk's logits are there: three products in all. Saved: d_x and d_low; the
+gradients of the weights are there from then on. Where each row has its own loss, the forward saves
+logsumexp(y), and the backward computes the logits again: four products.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from lowmem_patch.functional import _library
+from lowmem_patch.functional._implementation import Implementation, dispatched, resolve
+from lowmem_patch.functional._library import in_compiler
+from lowmem_patch.functional.head import (
+    WEIGHTS,
+    Head,
+    HeadGradients,
+    chunk_rows,
+    in_compute_dtype,
+    logits_in_chunks,
+    statistics_dtype,
+)
+
+__all__ = ["Head", "Labels", "linear_cross_entropy", "linear_losses"]
+
+# Probabilities below float16's range would be lost; what is multiplied with them is divided out again.
+_HALF_FACTOR = 256.0
+
+
+class Labels(NamedTuple):
+    """What the logits are compared with.
+
+    Attributes:
+        target: ``[N]`` int64; None for logsumexp(y) in the place of a loss.
+        class_weight: ``[V]``.
+        ignore_index, smoothing: as of `torch.nn.functional.cross_entropy`.
+    """
+
+    target: Tensor | None
+    class_weight: Tensor | None = None
+    ignore_index: int = -100
+    smoothing: float = 0.0
+
+
+_SETTINGS = "int ignore_index, float smoothing, float scale, float cap"
+
+
+def _losses_fake(logits: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    rows, dtype = logits.shape[0], statistics_dtype(logits.dtype)
+    return logits.new_empty(rows, dtype=dtype), logits.new_empty(rows, dtype=dtype)
+
+
+# both write the gradient of a over the logits
+_forward = _library.Operator(
+    "cross_entropy_forward(Tensor(a!) logits, Tensor? target, Tensor? class_weight, Tensor? factor, "
+    f"{_SETTINGS}, bool gradient, str implementation) -> (Tensor, Tensor)",
+    dispatched("cross_entropy_forward"),
+    _losses_fake,
+)
+_backward = _library.Operator(
+    "cross_entropy_backward(Tensor(a!) logits, Tensor logsumexp, Tensor d_losses, Tensor? target, "
+    f"Tensor? class_weight, {_SETTINGS}, str implementation) -> ()",
+    dispatched("cross_entropy_backward"),
+    lambda *_: None,
+)
+
+
+def _labelled_rows(labels: Labels) -> Tensor | None:
+    """The rows whose label is not ignored, where the others are worth leaving out; waits for the device."""
+    target = labels.target
+    if target is None or isinstance(target, FakeTensor):
+        return None
+    labelled = (target != labels.ignore_index).nonzero().squeeze(1)
+    return labelled if len(labelled) < _WORTH * len(target) else None
+
+
+_WORTH = 0.9  # share of the rows
+
+
+def _divisor(labels: Labels, dtype: torch.dtype) -> Tensor:
+    """What a mean divides by: the labels that are not ignored, or their class weights."""
+    assert labels.target is not None
+    counts = labels.target != labels.ignore_index
+    if labels.class_weight is None:
+        return counts.sum(dtype=dtype)
+    weights = labels.class_weight.to(dtype)[torch.where(counts, labels.target, 0)]
+    return (weights * counts).sum()
+
+
+def _sum_forward(*arguments: Any) -> tuple[Tensor | None, ...]:
+    """loss, the gradients of the five tensors, the labelled rows where x and low have gradients for them
+    alone, and the factor that float16 gradients lack."""
+    given, labels, (mean, selects, needs, implementation) = _unpacked(arguments)
+    dtype = statistics_dtype(given.compute_dtype)
+    with _library.without_autocast(given.x.device.type):
+        labelled = _labelled_rows(labels) if selects else None
+        head, target = in_compute_dtype(given, labelled), arguments[8]
+        divisor = _divisor(labels, dtype) if mean else target.new_ones((), dtype=dtype)
+        if labelled is not None:
+            target = target.index_select(0, labelled)
+        half = given.compute_dtype == torch.float16
+        factor = torch.full_like(divisor, _HALF_FACTOR) if half else divisor.reciprocal()
+        size = chunk_rows(head)
+        gradients = HeadGradients(head, needs, size)
+        loss = torch.zeros_like(divisor)
+        settings = (*labels[2:], head.scale, head.cap, any(needs), implementation)
+        for chunk, logits in logits_in_chunks(head, size):
+            losses, _ = _forward(logits, target[chunk], labels.class_weight, factor, *settings)
+            loss += losses.sum()
+            gradients.add(chunk, logits)
+        lacking = (divisor * _HALF_FACTOR).reciprocal().nan_to_num(posinf=0.0) if half else None
+        return (loss / divisor, *gradients.take(given), labelled, lacking)
+
+
+def _unpacked(arguments: tuple[Any, ...]) -> tuple[Head, Labels, tuple[Any, ...]]:
+    """The head, the labels, and the arguments behind them."""
+    return Head(*arguments[:8]), Labels(*arguments[8:12]), arguments[12:]
+
+
+def _sum_fake(*arguments: Any) -> tuple[Tensor | None, ...]:
+    head, _, (_, _, needs, _) = _unpacked(arguments)
+    loss = head.x.new_empty((), dtype=statistics_dtype(head.compute_dtype))
+    lacking = torch.empty_like(loss) if head.compute_dtype == torch.float16 else None
+    return (loss, *_gradients_fake(head, needs), None, lacking)
+
+
+def _gradients_fake(head: Head, needs: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
+    found: list[Tensor | None] = []
+    for place, (tensor, need) in enumerate(zip(head.tensors, needs, strict=True)):
+        if tensor is None or not need:
+            found.append(None)
+            continue
+        dtype = tensor.dtype if place in WEIGHTS else head.compute_dtype
+        half = place in WEIGHTS and dtype == torch.float16
+        found.append(torch.empty_like(tensor, dtype=torch.float32 if half else dtype))
+    return tuple(found)
+
+
+_TENSORS = "Tensor x, Tensor weight, Tensor? bias, Tensor? low, Tensor? lora_B"
+_HEAD = f"{_TENSORS}, float scale, float cap, ScalarType dtype"
+_LABELS = "Tensor? target, Tensor? class_weight, int ignore_index, float smoothing"
+_sum = _library.Operator(
+    f"linear_cross_entropy({_HEAD}, {_LABELS}, "
+    "bool mean, bool selects, bool[] needs, str implementation) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _sum_forward,
+    _sum_fake,
+)
+
+
+class _SumOfLosses(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> Any:
+        loss, d_x, d_weight, d_bias, d_low, d_B, *rest = _sum_forward(*arguments)
+        _SumOfLosses.save(ctx, arguments, (loss, d_x, None, None, d_low, None, *rest))
+        # the first backward takes the gradients of weights, and scales them in place: they are as large
+        # as the weights; a second one (retain_graph) makes them again
+        ctx.early = (None, d_weight, d_bias, None, d_B)
+        return loss
+
+    @staticmethod
+    def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+        ctx.save_for_backward(*inputs[:5], *inputs[8:10], *output[1:])
+        ctx.scaling, ctx.rest, ctx.rows = inputs[5:8], inputs[10:], inputs[0].shape[0]
+        ctx.early = output[1:6]
+
+    @staticmethod
+    @_library.first_order("linear_cross_entropy")
+    def backward(ctx: Any, d_loss: Tensor | None, *_: None) -> Any:
+        if d_loss is None:
+            return (None,) * 16
+        saved = _library.saved_tensors(ctx, "the input, the weight or the label of a head")
+        tensors, labels, found = saved[:5], saved[5:7], list(saved[7:12])
+        selects, needs = ctx.rest[3:5]
+        labelled, lacking = saved[12] if selects else None, saved[13]
+        if lacking is not None and lacking.numel():
+            d_loss = d_loss * lacking
+        in_place = not in_compiler()
+        if in_place:
+            early, ctx.early = ctx.early, None
+            if early is None:
+                early = _sum_forward(*tensors, *ctx.scaling, *labels, *ctx.rest)[1:6]
+            for place in WEIGHTS:
+                found[place] = early[place]
+        gradients: list[Tensor | None] = []
+        for place, need in enumerate(needs):
+            gradient = found[place] if need else None
+            found[place] = None
+            if gradient is not None and place in WEIGHTS and in_place:
+                gradient = gradient.mul_(d_loss)
+            elif gradient is not None:
+                gradient = gradient * d_loss
+                if labelled is not None and place not in WEIGHTS:
+                    zeros = gradient.new_zeros(ctx.rows, gradient.shape[1])
+                    gradient = zeros.index_copy_(0, labelled, gradient)
+            gradients.append(gradient)
+        return (*gradients, *(None,) * 11)
+
+
+_call_sum = _sum.differentiable(_SumOfLosses)
+
+
+def _rows_forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """The loss and logsumexp(y) of each row."""
+    given, labels, (implementation,) = _unpacked(arguments)
+    dtype, rows = statistics_dtype(given.compute_dtype), given.x.shape[0]
+    with _library.without_autocast(given.x.device.type):
+        head = in_compute_dtype(given)
+        found = [head.x.new_empty(rows, dtype=dtype) for _ in range(2)]
+        settings = (*labels[2:], head.scale, head.cap, False, implementation)
+        for chunk, logits in logits_in_chunks(head, chunk_rows(head)):
+            target = None if labels.target is None else labels.target[chunk]
+            parts = _forward(logits, target, labels.class_weight, None, *settings)
+            for whole, part in zip(found, parts, strict=True):
+                whole[chunk] = part
+        return found[0], found[1]
+
+
+def _rows_backward(
+    d_losses: Tensor, logsumexp: Tensor, needs: tuple[bool, ...], *arguments: Any
+) -> tuple[Tensor | None, ...]:
+    given, labels, (implementation,) = _unpacked(arguments)
+    with _library.without_autocast(given.x.device.type):
+        head = in_compute_dtype(given)
+        size = chunk_rows(head)
+        gradients = HeadGradients(head, needs, size)
+        settings = (*labels[2:], head.scale, head.cap, implementation)
+        for chunk, logits in logits_in_chunks(head, size):
+            target = None if labels.target is None else labels.target[chunk]
+            given_rows = (logsumexp[chunk], d_losses[chunk], target, labels.class_weight)
+            _backward(logits, *given_rows, *settings)
+            gradients.add(chunk, logits)
+        return tuple(gradients.take(given))
+
+
+_rows = _library.Operator(
+    f"linear_cross_entropy_rows({_HEAD}, {_LABELS}, str implementation) -> (Tensor, Tensor)",
+    _rows_forward,
+    lambda x, *rest: (
+        x.new_empty(x.shape[0], dtype=statistics_dtype(rest[6])),
+        x.new_empty(x.shape[0], dtype=statistics_dtype(rest[6])),
+    ),
+)
+_rows_gradient = _library.Operator(
+    f"linear_cross_entropy_rows_backward(Tensor d_losses, Tensor logsumexp, bool[] needs, {_HEAD}, "
+    f"{_LABELS}, str implementation) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _rows_backward,
+    lambda d_losses, logsumexp, needs, *rest: _gradients_fake(Head(*rest[:8]), needs),
+)
+
+
+class _Losses(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> Any:
+        losses, logsumexp = _rows_forward(*arguments)
+        _Losses.save(ctx, arguments, (losses, logsumexp))
+        return losses
+
+    @staticmethod
+    def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+        ctx.save_for_backward(*inputs[:5], *inputs[8:10], output[1])
+        ctx.scaling, ctx.rest, ctx.needs = inputs[5:8], inputs[10:], ctx.needs_input_grad[:5]
+
+    @staticmethod
+    @_library.first_order("linear_cross_entropy_rows")
+    def backward(ctx: Any, d_losses: Tensor | None, *_: None) -> Any:
+        if d_losses is None:
+            return (None,) * 13
+        *saved, logsumexp = _library.saved_tensors(
+            ctx, "the input, the weight or the label of a head"
+        )
+        arguments = (*saved[:5], *ctx.scaling, *saved[5:], *ctx.rest)
+        found = _rows_gradient(d_losses, logsumexp, ctx.needs, *arguments)
+        wanted = (g if need else None for g, need in zip(found, ctx.needs, strict=True))
+        return (*wanted, *(None,) * 8)
+
+
+_call_rows = _rows.differentiable(_Losses)
+
+
+def linear_cross_entropy(
+    head: Head,
+    labels: Labels,
+    reduction: str = "mean",
+    *,
+    selects: bool = False,
+    implementation: Implementation = "auto",
+) -> Tensor:
+    """Cross entropy of a head's logits with class labels, the logits never whole.
+
+    Args:
+        head: the Linear; gradients flow to its tensors.
+        labels: what the logits are compared with.
+        reduction: ``mean``, ``sum`` or ``none``, as of `torch.nn.functional.cross_entropy`.
+        selects: leave rows out whose label is ignored; on a GPU this waits for the labels.
+        implementation: see `resolve`.
+
+    Returns:
+        ``[]``, or ``[N]`` for ``none``; float32, float64 for a float64 head.
+
+    Raises:
+        IndexError: a label is neither a class nor to be ignored (on a GPU a device-side assertion).
+    """
+    target = labels.target
+    assert target is not None
+    _check_labels(target, labels.ignore_index, head.weight.shape[0])
+    if reduction == "none":
+        return linear_losses(head, labels, implementation=implementation)
+    needs = tuple(
+        tensor is not None and torch.is_grad_enabled() and tensor.requires_grad
+        for tensor in head.tensors
+    )
+    chosen = resolve(implementation, head.x.new_empty(0, dtype=head.compute_dtype))
+    loss: Tensor = _call_sum(*head, *labels, reduction == "mean", selects, needs, chosen)
+    return loss
+
+
+def linear_losses(head: Head, labels: Labels, *, implementation: Implementation = "auto") -> Tensor:
+    """The loss of each row, ``[N]``; without labels logsumexp(y). As `linear_cross_entropy` otherwise."""
+    chosen = resolve(implementation, head.x.new_empty(0, dtype=head.compute_dtype))
+    losses: Tensor = _call_rows(*head, *labels, chosen)
+    return losses
+
+
+def _check_labels(target: Tensor, ignore_index: int, classes: int) -> None:
+    if in_compiler() or isinstance(target, FakeTensor) or target.is_meta:
+        return
+    right = ((target >= 0) & (target < classes)) | (target == ignore_index)
+    if target.is_cuda:
+        torch._assert_async(right.all())
+    elif not right.all():
+        raise IndexError(f"Target {int(target[~right][0])} is out of bounds.")

@@ -1,0 +1,175 @@
+"""A Linear whose outputs are logits, computed a chunk of rows at a time, and the gradients of its tensors.
+
+The gradient of a 16-bit weight is added up over the chunks in float32 and rounded once, as one product over
+all rows would be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+__all__ = [
+    "WEIGHTS",
+    "Head",
+    "HeadGradients",
+    "chunk_rows",
+    "in_compute_dtype",
+    "logits_in_chunks",
+    "statistics_dtype",
+]
+
+# Above this many rows the products of a chunk take no less time for each of them (H200, 4096 x 128,256).
+_ROWS = 1024
+_FEWEST_ROWS = 64
+_FREE_SHARE = 4  # a chunk takes at most this part of the free memory
+
+
+class Head(NamedTuple):
+    """A Linear whose outputs are logits.
+
+    Attributes:
+        x: ``[N, D]``.
+        weight: ``[V, D]``.
+        bias: ``[V]``.
+        low, lora_B: ``[N, r]`` and ``[V, r]``, an adapter's part: ``low lora_B^T`` is added.
+        scale, cap: y = scale a, or cap tanh(scale a) where the cap is not 0.
+        compute_dtype: of the products, and of a.
+    """
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    low: Tensor | None
+    lora_B: Tensor | None
+    scale: float
+    cap: float
+    compute_dtype: torch.dtype
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return self[:5]
+
+
+def chunk_rows(head: Head) -> int:
+    """How many rows are computed at a time: few where memory is short, as many as pay otherwise."""
+    rows, row = head.x.shape[0], head.weight.shape[0] * head.compute_dtype.itemsize
+    most, device = _ROWS, head.x.device
+    real = device.type == "cuda" and not isinstance(head.x, FakeTensor)
+    if real and not torch.cuda.is_current_stream_capturing():
+        free = torch.cuda.mem_get_info(device)[0]
+        if free < _FREE_SHARE * _ROWS * row:  # what torch's allocator holds is as good
+            held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+            most = max(_FEWEST_ROWS, min(_ROWS, (free + held) // (_FREE_SHARE * row)))
+    chunks = max(1, -(-rows // most))
+    return -(-rows // chunks)
+
+
+def logits_in_chunks(head: Head, size: int) -> Iterator[tuple[slice, Tensor]]:
+    """The rows of each chunk and their logits, all in the same memory."""
+    rows = head.x.shape[0]
+    memory = head.x.new_empty(size, head.weight.shape[0])
+    for start in range(0, rows, max(1, size)):
+        chunk = slice(start, min(start + size, rows))
+        logits = memory[: chunk.stop - start]
+        if head.bias is None:
+            torch.mm(head.x[chunk], head.weight.t(), out=logits)
+        else:
+            torch.addmm(head.bias, head.x[chunk], head.weight.t(), out=logits)
+        if head.low is not None and head.lora_B is not None:
+            logits.addmm_(head.low[chunk], head.lora_B.t())
+        yield chunk, logits
+
+
+def in_compute_dtype(head: Head, rows: Tensor | None = None) -> Head:
+    """The head in its compute dtype, without history; of these rows alone where they are given."""
+    x, low = head.x, head.low
+    if rows is not None:
+        x = x.index_select(0, rows)
+        low = None if low is None else low.index_select(0, rows)
+
+    def cast(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor.detach().to(head.compute_dtype)
+
+    return head._replace(
+        x=x.detach().to(head.compute_dtype),
+        weight=head.weight.detach().to(head.compute_dtype),
+        bias=cast(head.bias),
+        low=cast(low),
+        lora_B=cast(head.lora_B),
+    )
+
+
+class HeadGradients:
+    """The gradients of a head's tensors, made chunk by chunk from that of the logits.
+
+    Args:
+        head: in its compute dtype.
+        needs: which of its five tensors have a gradient.
+        size: rows of a chunk.
+    """
+
+    def __init__(self, head: Head, needs: Sequence[bool], size: int) -> None:
+        self.head = head
+        one_chunk = head.x.shape[0] <= size and head.compute_dtype != torch.float16
+        total = head.compute_dtype if one_chunk else statistics_dtype(head.compute_dtype)
+        dtypes = (head.compute_dtype, total, total, head.compute_dtype, total)
+        self.sums = [
+            torch.zeros_like(tensor, dtype=dtype) if tensor is not None and need else None
+            for tensor, dtype, need in zip(head.tensors, dtypes, needs, strict=True)
+        ]
+
+    def add(self, chunk: slice, d_logits: Tensor) -> None:
+        head = self.head
+        d_x, d_weight, d_bias, d_low, d_B = self.sums
+        if d_x is not None:
+            torch.mm(d_logits, head.weight, out=d_x[chunk])
+        if d_weight is not None:
+            _add_product(d_weight, d_logits, head.x[chunk])
+        if d_bias is not None:
+            d_bias += d_logits.sum(0, dtype=d_bias.dtype)
+        if d_low is not None and head.lora_B is not None:
+            torch.mm(d_logits, head.lora_B, out=d_low[chunk])
+        if d_B is not None and head.low is not None:
+            _add_product(d_B, d_logits, head.low[chunk])
+
+    def take(self, given: Head) -> list[Tensor | None]:
+        """The gradients: of rows in the compute dtype, of weights in their own, but for float16, which
+        cannot hold them before they are scaled."""
+        found: list[Tensor | None] = []
+        for place, tensor in enumerate(given.tensors):
+            total, self.sums[place] = self.sums[place], None  # released one by one
+            if total is not None and tensor is not None and place in WEIGHTS:
+                total = total if tensor.dtype == torch.float16 else total.to(tensor.dtype)
+            found.append(total)
+        return found
+
+
+WEIGHTS = (1, 2, 4)  # places among a head's tensors
+
+
+def _add_product(total: Tensor, d_logits: Tensor, x: Tensor) -> None:
+    """total += d_logits^T x, in the precision of ``total``."""
+    left = d_logits.t()
+    if total.dtype == x.dtype:
+        total.addmm_(left, x)
+    elif x.is_cuda and _HAS_OUT_DTYPE:
+        torch.ops.aten.addmm.dtype_out(total, left, x, total.dtype, out=total)
+    else:
+        x = x.to(total.dtype)
+        block = max(1, _BLOCK // max(1, x.shape[1]))
+        for start in range(0, total.shape[0], block):
+            part = slice(start, start + block)
+            total[part].addmm_(left[part].to(total.dtype), x)
+
+
+_HAS_OUT_DTYPE = hasattr(torch.ops.aten.addmm, "dtype_out")  # since torch 2.8
+_BLOCK = 1 << 24  # elements of a float32 copy that is made of d_logits
+
+
+def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
