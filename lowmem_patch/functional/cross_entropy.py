@@ -75,6 +75,11 @@ _backward = _library.Operator(
     dispatched("cross_entropy_backward"),
     lambda *_: None,
 )
+_scale = _library.Operator(
+    "scale_in_place(Tensor(a!) tensor, Tensor factor, str implementation) -> ()",
+    dispatched("scale_in_place"),
+    lambda *_: None,
+)
 
 
 def _labelled_rows(labels: Labels) -> Tensor | None:
@@ -199,7 +204,7 @@ class _SumOfLosses(torch.autograd.Function):
             gradient = found[place] if need else None
             found[place] = None
             if gradient is not None and place in WEIGHTS and in_place:
-                gradient = gradient.mul_(d_loss)
+                _scale(gradient, d_loss, ctx.rest[5])
             elif gradient is not None:
                 gradient = gradient * d_loss
                 if labelled is not None and place not in WEIGHTS:

@@ -1,8 +1,4 @@
-"""A Linear whose outputs are logits, computed a chunk of rows at a time, and the gradients of its tensors.
-
-The gradient of a 16-bit weight is added up over the chunks in float32 and rounded once, as one product over
-all rows would be.
-"""
+"""A Linear whose outputs are logits, computed a chunk of rows at a time, and the gradients of its tensors."""
 
 from __future__ import annotations
 
@@ -26,6 +22,9 @@ __all__ = [
 # Above this many rows the products of a chunk take no less time for each of them (H200, 4096 x 128,256).
 _ROWS = 1024
 _FEWEST_ROWS = 64
+# The gradient of a 16-bit weight is rounded with each chunk that is added to it. So often that costs less than
+# the rounding of the logits, which one product over all rows has as well; more chunks are added in float32.
+_ROUNDINGS = 8
 _FREE_SHARE = 4  # a chunk takes at most this part of the free memory
 
 
@@ -115,11 +114,12 @@ class HeadGradients:
 
     def __init__(self, head: Head, needs: Sequence[bool], size: int) -> None:
         self.head = head
-        one_chunk = head.x.shape[0] <= size and head.compute_dtype != torch.float16
-        total = head.compute_dtype if one_chunk else statistics_dtype(head.compute_dtype)
+        few = head.x.shape[0] <= _ROUNDINGS * size and head.compute_dtype != torch.float16
+        total = head.compute_dtype if few else statistics_dtype(head.compute_dtype)
         dtypes = (head.compute_dtype, total, total, head.compute_dtype, total)
+        make = torch.empty_like if len(head.x) else torch.zeros_like  # no chunk writes then
         self.sums = [
-            torch.zeros_like(tensor, dtype=dtype) if tensor is not None and need else None
+            make(tensor, dtype=dtype) if tensor is not None and need else None
             for tensor, dtype, need in zip(head.tensors, dtypes, needs, strict=True)
         ]
 
@@ -128,14 +128,16 @@ class HeadGradients:
         d_x, d_weight, d_bias, d_low, d_B = self.sums
         if d_x is not None:
             torch.mm(d_logits, head.weight, out=d_x[chunk])
+        first = chunk.start == 0
         if d_weight is not None:
-            _add_product(d_weight, d_logits, head.x[chunk])
+            _add_product(d_weight, d_logits, head.x[chunk], first)
         if d_bias is not None:
-            d_bias += d_logits.sum(0, dtype=d_bias.dtype)
+            column_sums = d_logits.sum(0, dtype=d_bias.dtype)
+            d_bias.copy_(column_sums) if first else d_bias.add_(column_sums)
         if d_low is not None and head.lora_B is not None:
             torch.mm(d_logits, head.lora_B, out=d_low[chunk])
         if d_B is not None and head.low is not None:
-            _add_product(d_B, d_logits, head.low[chunk])
+            _add_product(d_B, d_logits, head.low[chunk], first)
 
     def take(self, given: Head) -> list[Tensor | None]:
         """The gradients: of rows in the compute dtype, of weights in their own, but for float16, which
@@ -152,19 +154,19 @@ class HeadGradients:
 WEIGHTS = (1, 2, 4)  # places among a head's tensors
 
 
-def _add_product(total: Tensor, d_logits: Tensor, x: Tensor) -> None:
-    """total += d_logits^T x, in the precision of ``total``."""
-    left = d_logits.t()
+def _add_product(total: Tensor, d_logits: Tensor, x: Tensor, first: bool) -> None:
+    """total += d_logits^T x, or for the first chunk total = d_logits^T x, in the precision of ``total``."""
+    left, beta = d_logits.t(), 0 if first else 1  # 0 reads nothing
     if total.dtype == x.dtype:
-        total.addmm_(left, x)
+        total.addmm_(left, x, beta=beta)
     elif x.is_cuda and _HAS_OUT_DTYPE:
-        torch.ops.aten.addmm.dtype_out(total, left, x, total.dtype, out=total)
+        torch.ops.aten.addmm.dtype_out(total, left, x, total.dtype, beta=beta, out=total)
     else:
         x = x.to(total.dtype)
         block = max(1, _BLOCK // max(1, x.shape[1]))
         for start in range(0, total.shape[0], block):
             part = slice(start, start + block)
-            total[part].addmm_(left[part].to(total.dtype), x)
+            total[part].addmm_(left[part].to(total.dtype), x, beta=beta)
 
 
 _HAS_OUT_DTYPE = hasattr(torch.ops.aten.addmm, "dtype_out")  # since torch 2.8

@@ -9,7 +9,11 @@ from __future__ import annotations
 from lowmem_patch.kernels.activations import activate, activate_backward, glu_backward, glu_forward
 from lowmem_patch.kernels.affine import affine
 from lowmem_patch.kernels.codes import codes_backward, codes_forward
-from lowmem_patch.kernels.cross_entropy import cross_entropy_backward, cross_entropy_forward
+from lowmem_patch.kernels.cross_entropy import (
+    cross_entropy_backward,
+    cross_entropy_forward,
+    scale_in_place,
+)
 from lowmem_patch.kernels.dropout import drop, pack_bool
 from lowmem_patch.kernels.linear import adapter_weights
 from lowmem_patch.kernels.norms import norm_forward
@@ -32,4 +36,5 @@ __all__ = [
     "norm_forward",
     "pack_bool",
     "rotate",
+    "scale_in_place",
 ]

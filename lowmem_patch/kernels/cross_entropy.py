@@ -10,12 +10,16 @@ comes from the second-level cache, which holds the rows that are in work at a ti
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["cross_entropy_backward", "cross_entropy_forward"]
+from lowmem_patch.kernels._launch import Launch
+
+__all__ = ["cross_entropy_backward", "cross_entropy_forward", "scale_in_place"]
 
 BLOCK = 8192
 NUM_WARPS = 16
@@ -33,7 +37,7 @@ def _scores(a, scale, cap, SCALED: tl.constexpr, CAPPED: tl.constexpr):
     return y
 
 
-@triton.jit(do_not_specialize=["classes", "ignore_index"])
+@triton.jit(do_not_specialize=["ignore_index", "smoothing", "scale", "cap"])
 def _cross_entropy_kernel(
     logits_ptr,
     target_ptr,
@@ -41,12 +45,12 @@ def _cross_entropy_kernel(
     factor_ptr,
     losses_ptr,
     logsumexp_ptr,
-    row_stride,
-    classes,
     ignore_index,
     smoothing,
     scale,
     cap,
+    row_stride,
+    classes,
     LABELLED: tl.constexpr,
     WEIGHTED: tl.constexpr,
     SMOOTHED: tl.constexpr,
@@ -113,8 +117,8 @@ def _cross_entropy_kernel(
         loss = logsumexp
         if LABELLED:
             safe = tl.where(ignored, 0, target)
-            y = _scores(tl.load(start + safe), scale, cap, SCALED, CAPPED)
-            loss = together * logsumexp - tl.where(label == 0.0, 0.0, label * y)
+            picked = _scores(tl.load(start + safe), scale, cap, SCALED, CAPPED)
+            loss = together * logsumexp - tl.where(label == 0.0, 0.0, label * picked)
             if SMOOTHED:
                 loss -= each * tl.sum(weighted, 0)
             loss = tl.where(ignored, 0.0, loss)
@@ -149,6 +153,34 @@ def _cross_entropy_kernel(
             tl.store(start + first + columns, d.to(logits_ptr.dtype.element_ty), mask=inside)
 
 
+@cache
+def _kernel(
+    classes: int,
+    labelled: bool,
+    weighted: bool,
+    smoothed: bool,
+    scaled: bool,
+    capped: bool,
+    forward: bool,
+    gradient: bool,
+    factor: str,
+) -> Launch:
+    long = classes > BLOCK // 2
+    return Launch(
+        _cross_entropy_kernel,
+        NUM_WARPS if long else 4,
+        LABELLED=labelled,
+        WEIGHTED=weighted,
+        SMOOTHED=smoothed,
+        SCALED=scaled,
+        CAPPED=capped,
+        FORWARD=forward,
+        GRADIENT=gradient,
+        FACTOR=factor,
+        BLOCK=BLOCK if long else max(128, triton.next_power_of_2(classes)),
+    )
+
+
 def _launch(
     logits: Tensor,
     target: Tensor | None,
@@ -156,42 +188,26 @@ def _launch(
     factor: Tensor | None,
     losses: Tensor | None,
     logsumexp: Tensor,
-    ignore_index: int,
-    smoothing: float,
-    scale: float,
-    cap: float,
+    settings: tuple[int, float, float, float],
     gradient: bool,
     factor_of: str,
 ) -> None:
     rows, classes = logits.shape
     if rows == 0 or classes == 0:
         return
-    absent = logsumexp  # never read
+    ignore_index, smoothing, scale, cap = settings
     labelled = target is not None
-    _cross_entropy_kernel[(rows,)](
-        logits,
-        target.contiguous() if target is not None else absent,
-        class_weight.contiguous() if class_weight is not None else absent,
-        absent if factor is None else factor,
-        absent if losses is None else losses,
-        logsumexp,
-        logits.stride(0),
-        classes,
-        ignore_index,
-        float(smoothing),
-        float(scale),
-        float(cap),
-        LABELLED=labelled,
-        WEIGHTED=labelled and class_weight is not None,
-        SMOOTHED=labelled and smoothing != 0,
-        SCALED=scale != 1,
-        CAPPED=cap != 0,
-        FORWARD=losses is not None,
-        GRADIENT=gradient,
-        FACTOR=factor_of,
-        BLOCK=min(BLOCK, max(128, triton.next_power_of_2(classes))),
-        num_warps=NUM_WARPS if classes > BLOCK // 2 else 4,
-    )
+    weighted = labelled and class_weight is not None
+    tensors = [target, class_weight, factor, losses]
+    launch = _kernel(
+        classes, labelled, weighted, labelled and smoothing != 0, scale != 1, cap != 0,
+        losses is not None, gradient, factor_of,
+    )  # fmt: skip
+    # what is absent is never read
+    present = [logsumexp if tensor is None else tensor.contiguous() for tensor in tensors]
+    numbers = (ignore_index, float(smoothing), float(scale), float(cap))
+    # a row's length decides how it is read, as a stride does
+    launch((rows, 1, 1), (logits, *present, logsumexp), numbers, (logits.stride(0), classes))
 
 
 def cross_entropy_forward(
@@ -208,9 +224,9 @@ def cross_entropy_forward(
     """Loss and logsumexp ``[n]`` float32; ``[n, V]`` logits become ``factor`` times their gradient."""
     losses = logits.new_empty(logits.shape[0], dtype=torch.float32)
     logsumexp = torch.empty_like(losses)
-    settings = (ignore_index, smoothing, scale, cap, gradient)
+    settings = (ignore_index, smoothing, scale, cap)
     factor_of = "none" if factor is None else "one"
-    _launch(logits, target, class_weight, factor, losses, logsumexp, *settings, factor_of)
+    _launch(logits, target, class_weight, factor, losses, logsumexp, settings, gradient, factor_of)
     return losses, logsumexp
 
 
@@ -226,6 +242,27 @@ def cross_entropy_backward(
     cap: float,
 ) -> None:
     """Overwrite ``[n, V]`` logits with their gradient."""
-    settings = (ignore_index, smoothing, scale, cap, True)
-    d_losses = d_losses.contiguous()
-    _launch(logits, target, class_weight, d_losses, None, logsumexp, *settings, "row")
+    settings = (ignore_index, smoothing, scale, cap)
+    _launch(logits, target, class_weight, d_losses, None, logsumexp, settings, True, "row")
+
+
+@triton.jit(do_not_specialize=["elements"])
+def _scale_kernel(tensor_ptr, factor_ptr, elements, BLOCK: tl.constexpr):
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    factor = tl.load(factor_ptr).to(tl.float32)
+    # one condition for 16 elements, so that the access stays a vector
+    inside = offsets // 16 * 16 < elements
+    value = tl.load(tensor_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+    tl.store(tensor_ptr + offsets, (value * factor).to(tensor_ptr.dtype.element_ty), mask=inside)
+
+
+_scale_launch = Launch(_scale_kernel, 4, BLOCK=4096)
+
+
+def scale_in_place(tensor: Tensor, factor: Tensor) -> None:
+    """tensor *= factor ``[]``; torch's own kernel for this reads one element at a time."""
+    elements = tensor.numel()
+    if elements % 16 or not tensor.is_contiguous():
+        tensor.mul_(factor)
+    elif elements:
+        _scale_launch((-(-elements // 4096), 1, 1), (tensor, factor), (elements,))

@@ -23,7 +23,11 @@ from lowmem_patch.constants import (
     NormSettings,
     padded_rank,
 )
-from lowmem_patch.reference.cross_entropy import cross_entropy_backward, cross_entropy_forward
+from lowmem_patch.reference.cross_entropy import (
+    cross_entropy_backward,
+    cross_entropy_forward,
+    scale_in_place,
+)
 
 __all__ = [
     "activate",
@@ -43,6 +47,7 @@ __all__ = [
     "norm_forward",
     "pack_bool",
     "rotate",
+    "scale_in_place",
     "unpack_bool",
 ]
 

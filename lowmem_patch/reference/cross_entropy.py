@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["cross_entropy_backward", "cross_entropy_forward"]
+__all__ = ["cross_entropy_backward", "cross_entropy_forward", "scale_in_place"]
 
 
 def cross_entropy_forward(
@@ -83,3 +83,8 @@ def _label_weights(
     index = torch.where(target == ignore_index, 0, target)
     q = (smoothing / y.shape[1] * weights).repeat(len(target), 1)
     return q.scatter_add(1, index[:, None], (1 - smoothing) * weights[index][:, None])
+
+
+def scale_in_place(tensor: Tensor, factor: Tensor) -> None:
+    """tensor *= factor ``[]``."""
+    tensor.mul_(factor)
