@@ -18,17 +18,19 @@ NORM_CHOICES = ("auto", "fold", "share", "keep")
 ACTIVATION_CHOICES = ("auto", "codes", "recompute", "keep")
 LINEAR_INPUT_CHOICES = ("one_copy", "activation_dtype", "keep")
 ATTENTION_CHOICES = ("fused", "keep")
+HEAD_CHOICES = ("chunked", "keep")
 CHOICES = {
     "norms": NORM_CHOICES,
     "activations": ACTIVATION_CHOICES,
     "linear_inputs": LINEAR_INPUT_CHOICES,
     "attention": ATTENTION_CHOICES,
+    "head": HEAD_CHOICES,
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class PatchConfig:
-    """What may be done to norms, activations, the inputs of Linears and attention.
+    """What may be done to norms, activations, the inputs of Linears, attention and the head.
 
     Args:
         norms: ``"share"``, and ``"auto"``, which means that, never change a weight; ``"fold"`` folds
@@ -45,6 +47,8 @@ class PatchConfig:
         attention: ``"fused"`` runs transformers' rotary embeddings of q and k as one op, and joins the
             gradients of a joint q, k, v in one pass, which keeps no less but takes less time;
             ``"keep"`` leaves both alone.
+        head: ``"chunked"`` computes logits where they are read, and a cross entropy of them a chunk of rows
+            at a time; exact. ``"keep"`` leaves the head alone.
         name: shown in reports.
 
     Raises:
@@ -55,6 +59,7 @@ class PatchConfig:
     activations: str = "auto"
     linear_inputs: str = "activation_dtype"
     attention: str = "fused"
+    head: str = "chunked"
     name: str = dataclasses.field(default="custom", compare=False)
 
     def __post_init__(self) -> None:

@@ -13,6 +13,7 @@ from lowmem_patch.functional._library import (
     is_exporting,
     is_transformed,
     register_plain,
+    without_autocast,
 )
 from lowmem_patch.functional.activations import (
     activation,
@@ -30,6 +31,7 @@ from lowmem_patch.functional.codes import codes_activation
 from lowmem_patch.functional.cross_entropy import Head, Labels, linear_cross_entropy, linear_losses
 from lowmem_patch.functional.dropout import draw_dropout, dropout_linear, packed_dropout
 from lowmem_patch.functional.grouped import activation_grouped_matmul
+from lowmem_patch.functional.head import in_compute_dtype, logits_in_chunks
 from lowmem_patch.functional.linear import activation_linear, recast_linear
 from lowmem_patch.functional.matmul import recast_matmul
 from lowmem_patch.functional.norms import ms_layer_norm, ms_norm, ms_rms_norm, save_copy
@@ -60,11 +62,13 @@ __all__ = [
     "first_order",
     "glu",
     "in_compiler",
+    "in_compute_dtype",
     "is_exporting",
     "is_sharded",
     "is_transformed",
     "linear_cross_entropy",
     "linear_losses",
+    "logits_in_chunks",
     "ms_layer_norm",
     "ms_norm",
     "ms_rms_norm",
@@ -78,4 +82,5 @@ __all__ = [
     "save_copy",
     "unbind_permuted",
     "unpack_bool",
+    "without_autocast",
 ]

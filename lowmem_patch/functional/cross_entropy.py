@@ -168,18 +168,22 @@ _sum = _library.Operator(
 class _SumOfLosses(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Any:
-        loss, d_x, d_weight, d_bias, d_low, d_B, *rest = _sum_forward(*arguments)
-        _SumOfLosses.save(ctx, arguments, (loss, d_x, None, None, d_low, None, *rest))
-        # the first backward takes the gradients of weights, and scales them in place: they are as large
-        # as the weights; a second one (retain_graph) makes them again
-        ctx.early = (None, d_weight, d_bias, None, d_B)
-        return loss
+        output = _sum_forward(*arguments)
+        _SumOfLosses.save(ctx, arguments, output)
+        return output[0]
 
     @staticmethod
     def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-        ctx.save_for_backward(*inputs[:5], *inputs[8:10], *output[1:])
+        gradients = list(output[1:6])
+        ctx.early = None
+        if not in_compiler():
+            # the first backward takes the gradients of weights, and scales them in place: they are as large
+            # as the weights; a second one (retain_graph) makes them again
+            ctx.early = [gradients[place] for place in WEIGHTS]
+            for place in WEIGHTS:
+                gradients[place] = None
+        ctx.save_for_backward(*inputs[:5], *inputs[8:10], *gradients, *output[6:])
         ctx.scaling, ctx.rest, ctx.rows = inputs[5:8], inputs[10:], inputs[0].shape[0]
-        ctx.early = output[1:6]
 
     @staticmethod
     @_library.first_order("linear_cross_entropy")
@@ -188,23 +192,27 @@ class _SumOfLosses(torch.autograd.Function):
             return (None,) * 16
         saved = _library.saved_tensors(ctx, "the input, the weight or the label of a head")
         tensors, labels, found = saved[:5], saved[5:7], list(saved[7:12])
-        selects, needs = ctx.rest[3:5]
-        labelled, lacking = saved[12] if selects else None, saved[13]
+        labelled, lacking = saved[12:]
+        needs, implementation = ctx.rest[4:]
+        # an operator gives an empty tensor for what is absent
+        if labelled is not None and labelled.dtype != torch.int64:
+            labelled = None
         if lacking is not None and lacking.numel():
             d_loss = d_loss * lacking
         in_place = not in_compiler()
         if in_place:
             early, ctx.early = ctx.early, None
             if early is None:
-                early = _sum_forward(*tensors, *ctx.scaling, *labels, *ctx.rest)[1:6]
-            for place in WEIGHTS:
-                found[place] = early[place]
+                again = _sum_forward(*tensors, *ctx.scaling, *labels, *ctx.rest)[1:6]
+                early = [again[place] for place in WEIGHTS]
+            for place, gradient in zip(WEIGHTS, early, strict=True):
+                found[place] = gradient
         gradients: list[Tensor | None] = []
         for place, need in enumerate(needs):
             gradient = found[place] if need else None
             found[place] = None
             if gradient is not None and place in WEIGHTS and in_place:
-                _scale(gradient, d_loss, ctx.rest[5])
+                _scale(gradient, d_loss, implementation)
             elif gradient is not None:
                 gradient = gradient * d_loss
                 if labelled is not None and place not in WEIGHTS:

@@ -22,8 +22,8 @@ __all__ = [
 # Above this many rows the products of a chunk take no less time for each of them (H200, 4096 x 128,256).
 _ROWS = 1024
 _FEWEST_ROWS = 64
-# The gradient of a 16-bit weight is rounded with each chunk that is added to it. So often that costs less than
-# the rounding of the logits, which one product over all rows has as well; more chunks are added in float32.
+# The gradient of a 16-bit weight is rounded with each chunk that is added to it. So often, that costs less
+# than the rounding of the logits, which one product over all rows has, too; more are added in float32.
 _ROUNDINGS = 8
 _FREE_SHARE = 4  # a chunk takes at most this part of the free memory
 
@@ -68,9 +68,10 @@ def chunk_rows(head: Head) -> int:
     return -(-rows // chunks)
 
 
-def logits_in_chunks(head: Head, size: int) -> Iterator[tuple[slice, Tensor]]:
-    """The rows of each chunk and their logits, all in the same memory."""
+def logits_in_chunks(head: Head, size: int | None = None) -> Iterator[tuple[slice, Tensor]]:
+    """The rows of each chunk and a, all in the same memory; the head is in its compute dtype."""
     rows = head.x.shape[0]
+    size = chunk_rows(head) if size is None else size
     memory = head.x.new_empty(size, head.weight.shape[0])
     for start in range(0, rows, max(1, size)):
         chunk = slice(start, min(start + size, rows))

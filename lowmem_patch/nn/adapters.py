@@ -29,7 +29,13 @@ from lowmem_patch.nn.deferred_ops import Saved, project
 from lowmem_patch.nn.dropout import PackedDropout
 from lowmem_patch.nn.own import Own, give_forward
 
-__all__ = ["adds_products", "is_adapter_forward", "use_adapter"]
+__all__ = [
+    "adds_products",
+    "forward_as_one",
+    "is_adapter_forward",
+    "low_rank_products",
+    "use_adapter",
+]
 
 _WITHOUT_TORCH_FUNCTION: Any = torch._C.DisableTorchFunctionSubclass
 # what the forward of PEFT's Linear looks up: one that looks up more computes more
@@ -85,7 +91,7 @@ def forward_as_one(layer: Any, low_precision: bool, *args: Any, **kwargs: Any) -
         deferred = isinstance(x, Deferred)
         if deferred or (not is_foreign(x) and x.is_floating_point()):
             with _WITHOUT_TORCH_FUNCTION():
-                products = _products(
+                products = low_rank_products(
                     layer, x.dtype, x.op.low_precision if deferred else low_precision
                 )
                 if products is not None and not (deferred and x.is_changed()):
@@ -107,7 +113,7 @@ def _computed(x: Tensor, to: Projection, dtype: torch.dtype, rest: list[LowRank]
     return y
 
 
-def _products(
+def low_rank_products(
     layer: Any, given: torch.dtype, low_precision: bool
 ) -> tuple[Projection, torch.dtype, list[LowRank]] | None:
     """The base Linear with the first adapter, the dtype of the product, and the other adapters.

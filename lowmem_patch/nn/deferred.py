@@ -22,14 +22,15 @@ A write, a hook or a request for the memory turns all readers into ordinary ones
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map
 
-from lowmem_patch.functional import LowRank, first_order, in_compiler, register_plain
+from lowmem_patch.functional import first_order, in_compiler, register_plain
+from lowmem_patch.nn.op import Op, Projection
 
 __all__ = [
     "READERS", "Deferred", "Op", "Projection", "Stored", "Unstored", "defer", "keep", "value_of",
@@ -47,77 +48,9 @@ _call: Any = (
 )  # the function as it is; in less time than the above
 
 
-class Projection(NamedTuple):
-    """What a value is multiplied with: a Linear's weight and bias, and the adapter beside it."""
-
-    weight: Tensor
-    bias: Tensor | None
-    adapter: LowRank | None = None
-
-
 # By the name of a torch function: gets (func, args, kwargs), and returns NotImplemented where the function
 # itself shall run, on the values. Filled by `lowmem_patch.nn.readers`.
 READERS: dict[str, Callable[..., Any]] = {}
-
-
-class Op:
-    """How a deferred tensor is computed, and how its readers save less. Holds no tensor of autograd.
-
-    Attributes:
-        low_precision: a Linear behind a cast to high precision computes in the dtype from before the cast,
-            as it would under autocast (adapters with float32 weights on a bf16 model).
-        bypassed: readers send their gradient to the sources, past the tensor, so that a hook on the
-            tensor would miss it.
-        saves: the op's own gradient needs the values of the sources, which its readers save as well.
-        holds: it needs them, and no reader saves them: they are held while the deferred tensor lives.
-    """
-
-    bypassed = True
-    saves = True
-    holds = False
-
-    def __init__(self, low_precision: bool = False) -> None:
-        self.low_precision = low_precision
-
-    def dtype(self, sources: tuple[Tensor, ...]) -> torch.dtype:
-        """Of the value."""
-        return sources[0].dtype
-
-    def compute(self, *sources: Tensor) -> Tensor:
-        """The value, from plain tensors."""
-        raise NotImplementedError
-
-    def gradients(self, dy: Tensor, *sources: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradients of the sources that have a gradient."""
-        raise NotImplementedError
-
-    def linear(self, h: Deferred, to: Projection, dtype: torch.dtype) -> Any:
-        """The projection of ``h`` computed in ``dtype``, which saves as little as possible."""
-        raise NotImplementedError
-
-    def moved(self, h: Deferred, move: Callable[[Tensor], Tensor]) -> Any:
-        """``h`` behind a row move, or NotImplemented."""
-        return NotImplemented
-
-    def grouped(
-        self, h: Deferred, func: Callable[..., Any], weight: Tensor, offsets: Tensor
-    ) -> Any:
-        return NotImplemented
-
-    def dropped(self, h: Deferred, p: float) -> Any:
-        return NotImplemented
-
-    def times(self, h: Deferred, other: Any) -> Any:
-        return NotImplemented
-
-    def plus(self, h: Deferred, other: Any) -> Any:
-        return NotImplemented
-
-    def matmul(self, h: Deferred, right: Any) -> Any:
-        return NotImplemented
-
-    def written_unseen(self, h: Deferred) -> None:
-        """Somebody may be about to write into ``h`` without a trace (``.data``)."""
 
 
 class Deferred(Tensor):
@@ -229,6 +162,8 @@ class Unstored(Deferred):
         def read(item: Any) -> Any:
             if not isinstance(item, Unstored):
                 return item
+            if item._value is None:
+                item.op.note_reader(func.overloadpacket.__name__)
             value = item.read()
             opened[id(value)] = item
             return value
@@ -282,11 +217,11 @@ class _Defer(torch.autograd.Function):
             ctx.save_for_backward(*sources)
         elif op.holds:
             ctx.held, ctx.versions = sources, [source._version for source in sources]
-        first = sources[0]
+        first, shape = sources[0], op.shape(sources)
         h: Unstored = _wrapper(
             Unstored,
-            first.shape,
-            strides=_strides(first),
+            shape,
+            strides=_strides(first) if shape == first.shape else None,
             dtype=op.dtype(sources),
             device=first.device,
         )
@@ -325,7 +260,7 @@ def _origin_of(item: Any) -> Any:
 
 
 def defer(op: Op, sources: tuple[Tensor, ...]) -> Unstored:
-    """A tensor of the shape and device of ``sources[0]`` whose values are computed when they are read."""
+    """A tensor on the device of ``sources[0]`` whose values are computed when they are read."""
     h: Unstored = _defer(op, *map(_origin_of, sources))
     h.op, h.sources = op, sources
     h._versions = [source._version for source in sources]

@@ -115,13 +115,18 @@ def _read_cast(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return NotImplemented
     if torch.float64 in (dtype, h.dtype):
         return NotImplemented  # neither autocast nor an adapter casts those
-    return h if dtype == h.dtype else Cast.of(h, dtype)
+    if dtype == h.dtype:
+        return h
+    found = h.op.cast(h, dtype)
+    return Cast.of(h, dtype) if found is NotImplemented else found
 
 
 def _read_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     h = args[0]
     if not _reads(h):
         return NotImplemented
+    if (known := h.op.rearranged(h, func, args, kwargs)) is not None:
+        return known
     rest = args[1:]
     if func is Tensor.view:
         if rest and isinstance(rest[0], torch.dtype):
@@ -157,7 +162,9 @@ def _reads(h: Any) -> bool:
 
 def _late_hook(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     h = args[0]
-    if isinstance(h, Deferred) and h._bypassed and h.op.bypassed:
+    # FSDP gathers weights when a gradient comes to what its module returned, the loss among it
+    of_torch = str(getattr(args[-1], "__module__", "")).startswith("torch.distributed.")
+    if isinstance(h, Deferred) and h._bypassed and h.op.bypassed and not of_torch:
         raise RuntimeError(_PASSED_ON.format(name=func.__name__))
     return NotImplemented
 

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from lowmem_patch.strategies import codes, dropout_bits, fold, lora, one_copy, recompute, share
+from lowmem_patch.strategies import (
+    codes,
+    dropout_bits,
+    fold,
+    head,
+    lora,
+    one_copy,
+    recompute,
+    share,
+)
 from lowmem_patch.strategies.protocol import Strategy
 from lowmem_patch.strategies.speed import packed_qkv, rotary
 
@@ -16,6 +25,7 @@ STRATEGIES: tuple[Strategy, ...] = (
     lora,
     dropout_bits,
     one_copy,
+    head,
     rotary,
     packed_qkv,
 )

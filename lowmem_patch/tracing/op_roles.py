@@ -59,12 +59,19 @@ class Role(enum.Flag):
     FUSED_ATTENTION = enum.auto()
 
     SOFTMAX = enum.auto()
+    LOG_SOFTMAX = enum.auto()
+    LOG_SUM_EXP = enum.auto()
+    CROSS_ENTROPY = enum.auto()  # of logits, or of their log_softmax, with labels
+    GATHER = enum.auto()
+    ARGMAX = enum.auto()
     ROW_NORM = enum.auto()  # a norm over the last dimension
     CHANNEL_NORM = enum.auto()  # a norm over others
     RSQRT = enum.auto()  # what a norm calls that is written out
     ELEMENTWISE = enum.auto()  # an activation
     PRODUCT = enum.auto()
     SUM = enum.auto()
+    DIVISION = enum.auto()
+    NEGATION = enum.auto()
     DROPOUT = enum.auto()
 
     WRITE = enum.auto()  # into its first tensor, of which it returns nothing
@@ -101,6 +108,11 @@ _TABLE: tuple[tuple[Role, tuple[str, ...]], ...] = (
     (Role.CONTRACTION, ("mm", "bmm", "baddbmm", "einsum")),
     (Role.FUSED_ATTENTION, ("scaled_dot_product_attention", "multi_head_attention_forward")),
     (Role.SOFTMAX, ("softmax",)),
+    (Role.LOG_SOFTMAX, ("log_softmax",)),
+    (Role.LOG_SUM_EXP, ("logsumexp",)),
+    (Role.CROSS_ENTROPY, ("cross_entropy", "nll_loss")),
+    (Role.GATHER, ("gather",)),
+    (Role.ARGMAX, ("argmax",)),
     (Role.ROW_NORM, ("layer_norm", "rms_norm", "native_layer_norm", "fused_layer_norm")),
     (Role.CHANNEL_NORM, ("group_norm", "batch_norm")),
     (Role.RSQRT, ("rsqrt",)),
@@ -110,6 +122,8 @@ _TABLE: tuple[tuple[Role, tuple[str, ...]], ...] = (
     )),
     (Role.PRODUCT, ("mul", "__mul__", "__rmul__", "multiply")),
     (Role.SUM, ("add", "__add__", "__radd__")),
+    (Role.DIVISION, ("div", "__truediv__", "divide", "true_divide")),
+    (Role.NEGATION, ("neg", "__neg__", "negative")),
     (Role.DROPOUT, ("dropout",)),
     (Role.WRITE, ("__setitem__",)),
     (Role.HOOK, ("register_hook", "retain_grad")),

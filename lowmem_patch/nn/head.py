@@ -1,0 +1,108 @@
+"""The forward of a head: logits that wait to be read (`lowmem_patch.nn.logits`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowmem_patch.functional import in_compiler, is_exporting, is_transformed, recast_linear
+from lowmem_patch.nn import (
+    logits_readers as logits_readers,  # fills the table of those who read what is made here
+)
+from lowmem_patch.nn.adapters import forward_as_one, low_rank_products
+from lowmem_patch.nn.context import (
+    autocast_dtype,
+    has_backward_hooks,
+    has_hooks_of_all,
+    is_foreign,
+    is_fsdp_unit,
+)
+from lowmem_patch.nn.deferred import Deferred, value_of
+from lowmem_patch.nn.deferred_ops import Saved
+from lowmem_patch.nn.head_reads import HeadReads
+from lowmem_patch.nn.logits import Logits
+from lowmem_patch.nn.own import give_forward
+
+__all__ = ["defer_logits", "forward_head"]
+
+_WITHOUT_TORCH_FUNCTION: Any = torch._C.DisableTorchFunctionSubclass
+FREED = "its weight is freed after its own forward"
+
+
+def defer_logits(module: nn.Module, low_precision: bool | None) -> None:
+    """Give a head a forward that returns logits which nobody has computed.
+
+    Args:
+        module: an nn.Linear, or a LoRA layer of one.
+        low_precision: of a LoRA layer, as of `lowmem_patch.nn.adapters.use_adapter`; None for a Linear.
+    """
+    give_forward(module, forward_head, HeadReads(), low_precision)
+
+
+def forward_head(
+    module: Any, reads: HeadReads, low_precision: bool | None, *args: Any, **kwargs: Any
+) -> Any:
+    """Deferred logits where gradients are recorded, and the class's forward where not."""
+    if len(args) == 1 and not kwargs and _waits(module, reads, args[0]):
+        with _WITHOUT_TORCH_FUNCTION():
+            found = _deferred(module, reads, low_precision, args[0])
+        if found is not None:
+            return found
+    if low_precision is None:
+        return type(module).forward(module, *args, **kwargs)
+    return forward_as_one(module, low_precision, *args, **kwargs)
+
+
+def _waits(module: nn.Module, reads: HeadReads, x: Any) -> bool:
+    if not torch.is_grad_enabled() or in_compiler() or is_exporting() or is_transformed():
+        return False
+    if has_backward_hooks(module) or has_hooks_of_all():
+        return False
+    if not isinstance(x, Tensor) or (is_foreign(x) and not isinstance(x, Deferred)) or not x.dim():
+        return False
+    # ZeRO-3 marks its parameters, accelerate's offloading its modules
+    weight = module._parameters.get("weight")
+    if is_fsdp_unit(module) or hasattr(weight, "ds_id") or hasattr(module, "_hf_hook"):
+        reads.not_deferred = FREED
+        return False
+    return True
+
+
+def _deferred(
+    module: Any, reads: HeadReads, low_precision: bool | None, x: Tensor
+) -> Deferred | None:
+    if low_precision is None:
+        weight, bias = module._parameters["weight"], module._parameters["bias"]
+        dtype = autocast_dtype(weight.device.type, x.dtype)
+        adapter = None
+    else:
+        products = low_rank_products(module, x.dtype, low_precision)
+        if products is None or products[2]:
+            return None  # more than one adapter
+        (weight, bias, adapter), dtype = products[0], products[1]
+    if is_foreign(weight) or x.device != weight.device or x.shape[-1] != weight.shape[-1]:
+        return None  # torch's own error
+    if dtype is None:
+        dtype = x.dtype
+        if weight.dtype != dtype:
+            return None
+    x = _saved(x)
+    trained = [t for t in (x, weight, bias, *(adapter or ())[:2]) if isinstance(t, Tensor)]
+    if not any(t.requires_grad for t in trained):
+        return None
+    sources = [x, weight] if bias is None else [x, weight, bias]
+    if adapter is not None:
+        low = recast_linear(x, adapter.lora_A, None, dtype)
+        sources += [low if adapter.scale == 1 else low * adapter.scale, adapter.lora_B]
+    op = Logits(reads, dtype, bias=bias is not None, adapter=adapter is not None)
+    return op.of(tuple(sources))
+
+
+def _saved(x: Tensor) -> Tensor:
+    """The input as autograd saves it anyway."""
+    if isinstance(x, Deferred) and isinstance(x.op, Saved) and not x.is_changed():
+        return x.op.saved_as(x)
+    value: Tensor = value_of(x)
+    return value

@@ -1,0 +1,224 @@
+"""Logits that nobody has computed: a deferred tensor, and the readers that never need it whole.
+
+A head returns `Unstored` logits. Casts, scales, soft caps and moves of rows only note what is to be done.
+These readers work on a chunk of rows at a time:
+
+- a cross entropy, and `nll_loss` of a log_softmax: `lowmem_patch.functional.cross_entropy`;
+- logsumexp, and the gather of one class a row, from logits or from a log_softmax;
+- argmax.
+
+Anybody else gets the logits, computed whole, and sends a gradient to the head by the logits' own node.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lowmem_patch.functional import (
+    Head,
+    without_autocast,
+)
+from lowmem_patch.nn.deferred import Deferred, Op, defer, value_of
+from lowmem_patch.nn.head_reads import HeadReads
+from lowmem_patch.tracing.op_roles import Role, function_name, role_of
+from lowmem_patch.tracing.row_moves import moves_rows
+
+__all__ = ["Logits", "wide"]
+
+_FREED = (
+    "lowmem_patch: the weight of a head was freed before its logits were read (FSDP and ZeRO free weights "
+    "after a forward): compute the loss inside the model's forward, or keep the weights of the root "
+    "(reshard_after_forward=False), or patch with head: keep"
+)
+
+
+class Logits(Op):
+    """``scale a`` or ``cap tanh(scale a)`` of a = x W^T + b + low B^T, or its log_softmax times ``sign``.
+
+    The sources are x ``[..., D]``, W ``[V, D]`` and, where they are there, b ``[V]``, low ``[..., r]`` and B
+    ``[V, r]``.
+
+    Args:
+        reads: where to note who reads them whole.
+        compute_dtype: of the product.
+        bias, adapter: whether b, and whether low and B, are among the sources.
+    """
+
+    def __init__(
+        self, reads: HeadReads, compute_dtype: torch.dtype, *, bias: bool, adapter: bool
+    ) -> None:
+        super().__init__()
+        self.reads, self.compute_dtype = reads, compute_dtype
+        self.bias, self.adapter = bias, adapter
+        self.to = compute_dtype
+        self.scale, self.cap = 1.0, 0.0
+        self.second = False  # the classes are dimension 1, and not the last
+        self.normalised, self.sign = False, 1.0
+
+    def changed(self, **settings: Any) -> Logits:
+        op = copy.copy(self)
+        vars(op).update(settings)
+        return op
+
+    def of(self, sources: tuple[Tensor, ...]) -> Deferred:
+        """The deferred logits."""
+        return defer(self, sources)
+
+    def head(self, sources: tuple[Tensor, ...]) -> Head:
+        """The sources as rows."""
+        x, weight = sources[:2]
+        rest = list(sources[2:])
+        bias = rest.pop(0) if self.bias else None
+        low, lora_B = rest if self.adapter else (None, None)
+        if (weight.numel() and not weight.untyped_storage().nbytes()) or weight.dim() != 2:
+            raise RuntimeError(_FREED)
+        x = x.reshape(-1, x.shape[-1])
+        low = None if low is None else low.reshape(-1, low.shape[-1])
+        return Head(x, weight, bias, low, lora_B, self.scale, self.cap, self.compute_dtype)
+
+    # as an op
+
+    def dtype(self, sources: tuple[Tensor, ...]) -> torch.dtype:
+        return self.to
+
+    def shape(self, sources: tuple[Tensor, ...]) -> torch.Size:
+        lead, classes = sources[0].shape[:-1], sources[1].shape[0]
+        return torch.Size((lead[0], classes, *lead[1:]) if self.second else (*lead, classes))
+
+    def compute(self, *sources: Tensor) -> Tensor:
+        return self._finished(self._product(sources), sources)
+
+    def note_reader(self, name: str) -> None:
+        self.reads.whole[name] += 1
+
+    def _product(self, sources: tuple[Tensor, ...]) -> Tensor:
+        """a, ``[rows, V]``, in the compute dtype."""
+        head = self.head(sources)
+        with without_autocast(head.x.device.type):
+            x, weight, bias, low, lora_B = (
+                None if t is None else t.to(self.compute_dtype) for t in head.tensors
+            )
+            a = F.linear(x, weight, bias)  # type: ignore[arg-type]  # both are there
+            if low is not None and lora_B is not None:
+                a = a + low @ lora_B.t()
+        return a
+
+    def _finished(self, a: Tensor, sources: tuple[Tensor, ...]) -> Tensor:
+        y = a
+        if self.cap:
+            y = self.cap * torch.tanh(a.to(wide(a.dtype)) * self.scale)
+        elif self.scale != 1:
+            y = a.to(wide(a.dtype)) * self.scale
+        if self.normalised:
+            y = F.log_softmax(y, -1, dtype=wide(y.dtype)) * self.sign
+        y = y.to(self.to).view(*sources[0].shape[:-1], a.shape[-1])
+        return y.movedim(-1, 1).contiguous() if self.second else y
+
+    def gradients(self, dy: Tensor, *sources: Tensor) -> tuple[Tensor | None, ...]:
+        head = self.head(sources)
+        if self.second:
+            dy = dy.movedim(1, -1)
+        plain = not self.cap and self.scale == 1 and not self.normalised
+        if plain:
+            d_a = dy.reshape(head.x.shape[0], -1).to(self.compute_dtype)
+        else:
+            with torch.enable_grad():
+                a = self._product(sources).requires_grad_()
+                op = self.changed(second=False)
+                y = op._finished(a, sources)
+                (d_a,) = torch.autograd.grad(y, a, dy.reshape(y.shape))
+        with without_autocast(d_a.device.type):
+            dtype, x, low = self.compute_dtype, head.x, head.low
+            found: list[Tensor | None] = [
+                (d_a @ head.weight.to(dtype)).view(sources[0].shape),
+                d_a.t() @ x.to(dtype),
+            ]
+            if self.bias:
+                found.append(d_a.sum(0))
+            if low is not None and head.lora_B is not None:
+                found.append((d_a @ head.lora_B.to(dtype)).view(*sources[0].shape[:-1], -1))
+                found.append(d_a.t() @ low.to(dtype))
+        return tuple(found)
+
+    # readers
+
+    def rows(
+        self, h: Deferred, move: Callable[[Tensor], Any], **settings: Any
+    ) -> Deferred | tuple[Deferred, ...]:
+        """The logits of moved rows, or of each part of rows that ``move`` takes apart."""
+        h._bypassed = True
+        x, *rest = h.sources
+        places = [len(rest) - 2] if self.adapter else []  # of low
+        moved_x, moved_low = move(x), [move(rest[place]) for place in places]
+        op = self.changed(**settings)
+        if isinstance(moved_x, Tensor):
+            for place, low in zip(places, moved_low, strict=True):
+                rest[place] = low
+            return op.of((moved_x, *rest))
+        parts = []
+        for number, part in enumerate(moved_x):
+            for place, low in zip(places, moved_low, strict=True):
+                rest[place] = low[number]
+            parts.append(op.of((part, *rest)))
+        return tuple(parts)
+
+    def rearranged(
+        self, h: Deferred, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if self.second:
+            return NotImplemented
+        role, rest = role_of(function_name(func)), args[1:]
+        classes = h.shape[-1]
+        if role.has(Role.RESHAPE):
+            if rest and isinstance(rest[0], torch.dtype):
+                return NotImplemented  # another reading of the same bits
+            shape = func(torch.empty(h.shape, device="meta"), *rest, **kwargs).shape
+            if not shape or shape[-1] != classes:
+                return NotImplemented
+            return self.rows(h, lambda t: t.reshape(*shape[:-1], t.shape[-1]))
+        x = h.sources[0]
+        moved = func(x, *rest, **kwargs)
+        if moved is x:
+            return h
+        if moves_rows(func, (x, *rest), kwargs, x, moved):
+            return self.rows(h, lambda t: moved if t is x else func(t, *rest, **kwargs))
+        if role.has(Role.TRANSPOSE | Role.PERMUTE) and h.dim() > 2:
+            like = torch.empty(h.shape, device="meta")
+            if func(like, *rest, **kwargs).stride() == like.movedim(-1, 1).stride():
+                h._bypassed = True
+                return self.changed(second=True).of(h.sources)
+        return NotImplemented
+
+    def cast(self, h: Deferred, dtype: torch.dtype) -> Any:
+        h._bypassed = True
+        return self.changed(to=dtype).of(h.sources)
+
+    def times(self, h: Deferred, other: Any) -> Any:
+        if isinstance(other, bool) or not isinstance(other, (int, float)) or other == 0:
+            return NotImplemented
+        h._bypassed = True
+        name = "sign" if self.normalised else "cap" if self.cap else "scale"
+        return self.changed(**{name: getattr(self, name) * other}).of(h.sources)
+
+    def plus(self, h: Deferred, other: Any) -> Any:
+        """A bias that is added behind the product."""
+        plain = not (self.cap or self.second or self.normalised or self.bias or self.adapter)
+        if not plain or self.scale != 1 or not isinstance(other, Tensor):
+            return NotImplemented
+        fits = other.numel() == other.shape[-1:].numel() == h.shape[-1] and other.dim() <= h.dim()
+        if not fits or other.device != h.device or not other.is_floating_point():
+            return NotImplemented
+        to = torch.promote_types(self.to, other.dtype) if other.dim() else self.to
+        h._bypassed = True
+        return self.changed(bias=True, to=to).of((*h.sources, value_of(other).reshape(-1)))
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """In which scales, soft caps and log_softmax are computed."""
+    return torch.promote_types(dtype, torch.float32)

@@ -1,0 +1,247 @@
+"""The readers that never need logits whole; each gets the arguments of its torch function by their names."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lowmem_patch.functional import (
+    Labels,
+    in_compiler,
+    in_compute_dtype,
+    linear_cross_entropy,
+    linear_losses,
+    logits_in_chunks,
+    without_autocast,
+)
+from lowmem_patch.nn.deferred import READERS, Deferred
+from lowmem_patch.nn.logits import Logits, wide
+from lowmem_patch.tracing.op_roles import Role, names_with
+
+__all__: list[str] = []
+
+_NO_CLASS = -(1 << 31)  # ignored nowhere
+
+
+def _logits(h: Any) -> Logits | None:
+    """The op of deferred logits that nobody has written into, or hangs a hook on."""
+    if not isinstance(h, Deferred) or not isinstance(h.op, Logits):
+        return None
+    return None if in_compiler() or h.is_changed() else h.op
+
+
+Reader = Callable[[Logits, Deferred, dict[str, Any]], Any]
+
+
+def _reader(reader: Reader, like: Callable[..., Any]) -> Callable[..., Any]:
+    """What the table of readers holds: it gets logits, and the arguments by the names of ``like``'s."""
+    signature = inspect.signature(like)
+    first = next(iter(signature.parameters))
+
+    def read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        op = _logits(args[0] if args else kwargs.get(first))
+        if op is None:
+            return NotImplemented
+        try:
+            bound = signature.bind(*args, **kwargs)
+        except TypeError:
+            return NotImplemented  # torch's own error
+        bound.apply_defaults()
+        h = bound.arguments.pop(first)
+        return reader(op, h, bound.arguments)
+
+    return read
+
+
+def _read_cross_entropy(op: Logits, h: Deferred, given: dict[str, Any]) -> Any:
+    labels = _labels(op, h, given)
+    legacy = given["size_average"] is not None or given["reduce"] is not None
+    if op.normalised or labels is None or legacy:
+        return NotImplemented
+    return _loss(op, h, labels, given["reduction"])
+
+
+def _read_nll(op: Logits, h: Deferred, given: dict[str, Any]) -> Any:
+    labels = _labels(op, h, given)
+    legacy = given["size_average"] is not None or given["reduce"] is not None
+    if not op.normalised or op.sign != 1 or labels is None or legacy:
+        return NotImplemented
+    return _loss(op, h, labels, given["reduction"])
+
+
+def _labels(op: Logits, h: Deferred, given: dict[str, Any]) -> Labels | None:
+    """Labels of classes for every row, None where they are anything else."""
+    target, weight = given["target"], given["weight"]
+    if type(target) is not Tensor and not hasattr(target, "fake_mode"):
+        return None
+    lead = op.changed(second=False).shape(h.sources)[:-1]
+    if target.dtype != torch.int64 or target.shape != lead or target.device != h.device:
+        return None
+    if len(lead) > 1 and not op.second:
+        return None  # torch takes the second dimension for the classes
+    if weight is not None and (weight.shape != h.shape[1:2] or weight.device != h.device):
+        return None
+    smoothing = given.get("label_smoothing", 0.0)
+    if not 0 <= smoothing <= 1:
+        return None
+    return Labels(target.reshape(-1), weight, given["ignore_index"], smoothing)
+
+
+def _loss(op: Logits, h: Deferred, labels: Labels, reduction: str) -> Any:
+    if reduction not in ("mean", "sum", "none"):
+        return NotImplemented
+    h._bypassed = True
+    head, target = op.head(h.sources), labels.target
+    assert target is not None
+    selects = reduction != "none" and op.reads.selects(target, labels.ignore_index)
+    loss = linear_cross_entropy(head, labels, reduction, selects=selects)
+    if reduction == "none":
+        shape = op.changed(second=False).shape(h.sources)[:-1]
+        loss = loss.view(shape)
+    return loss.to(_loss_dtype(h))
+
+
+def _loss_dtype(h: Tensor) -> torch.dtype:
+    """Autocast computes losses in float32."""
+    autocast = torch.is_autocast_enabled(h.device.type) and h.dtype != torch.float64
+    return torch.float32 if autocast else h.dtype
+
+
+def _is_last(h: Tensor, dim: Any) -> bool:
+    return isinstance(dim, int) and dim in (-1, h.dim() - 1)
+
+
+def _read_log_softmax(op: Logits, h: Deferred, given: dict[str, Any]) -> Any:
+    dim = given["dim"]
+    at_classes = dim in (1, 1 - h.dim()) if op.second else _is_last(h, dim)
+    if op.normalised or not at_classes:
+        return NotImplemented
+    h._bypassed = True
+    to = _loss_dtype(h) if given["dtype"] is None else given["dtype"]
+    return op.changed(normalised=True, to=to).of(h.sources)
+
+
+def _read_logsumexp(op: Logits, h: Deferred, given: dict[str, Any]) -> Any:
+    dim = given["dim"]
+    if isinstance(dim, (tuple, list)) and len(dim) == 1:
+        (dim,) = dim
+    if op.normalised or op.second or not _is_last(h, dim):
+        return NotImplemented
+    h._bypassed = True
+    found = linear_losses(op.head(h.sources), Labels(None)).view(h.shape[:-1]).to(_loss_dtype(h))
+    return found.unsqueeze(-1) if given["keepdim"] else found
+
+
+def _read_gather(op: Logits, h: Deferred, given: dict[str, Any]) -> Any:
+    """One class of each row."""
+    index = given["index"]
+    fits = index.dim() == h.dim() and index.shape == (*h.shape[:-1], 1)
+    if op.second or not _is_last(h, given["dim"]) or not fits or given["sparse_grad"]:
+        return NotImplemented
+    h._bypassed = True
+    classes = index.reshape(-1)
+    if op.normalised:
+        labels = Labels(classes, None, _NO_CLASS)
+        found = linear_cross_entropy(op.head(h.sources), labels, "none") * -op.sign
+    else:
+        found = _scores_of(op, h, classes)
+    return found.view(index.shape).to(op.to)
+
+
+def _scores_of(op: Logits, h: Deferred, classes: Tensor) -> Tensor:
+    """y of one class a row, by as many rows of the weight."""
+    head, dtype = op.head(h.sources), op.compute_dtype
+    with without_autocast(h.device.type):
+
+        def products(x: Tensor, weight: Tensor) -> Tensor:
+            chosen = F.embedding(classes, weight).to(dtype)
+            return torch.bmm(x.to(dtype).unsqueeze(1), chosen.unsqueeze(2)).view(-1)
+
+        a = products(head.x, head.weight)
+        if head.bias is not None:
+            a = a + head.bias.to(dtype)[classes]
+        if head.low is not None and head.lora_B is not None:
+            a = a + products(head.low, head.lora_B)
+        a = a.to(wide(dtype)) * op.scale
+        return op.cap * torch.tanh(a) if op.cap else a
+
+
+def _read_sum(op: Logits, h: Deferred, given: dict[str, Any]) -> Any:
+    """Of all log-probabilities of a row, as label smoothing asks for it."""
+    dim = given["dim"]
+    if isinstance(dim, (tuple, list)) and len(dim) == 1:
+        (dim,) = dim
+    if not op.normalised or op.second or not _is_last(h, dim):
+        return NotImplemented
+    h._bypassed = True
+    head = op.head(h.sources)
+    labels = Labels(
+        torch.zeros(head.x.shape[0], dtype=torch.int64, device=h.device), None, _NO_CLASS, 1.0
+    )
+    found = linear_cross_entropy(head, labels, "none") * (-op.sign * h.shape[-1])
+    found = found.view(h.shape[:-1]).to(op.to if given["dtype"] is None else given["dtype"])
+    return found.unsqueeze(-1) if given["keepdim"] else found
+
+
+def _read_argmax(op: Logits, h: Deferred, given: dict[str, Any]) -> Any:
+    grows = op.sign > 0 if op.normalised else op.scale > 0 and op.cap >= 0
+    if op.second or not _is_last(h, given["dim"]) or not grows:
+        return NotImplemented
+    with torch.no_grad(), without_autocast(h.device.type):
+        head = in_compute_dtype(op.head(h.sources))
+        parts = [a.argmax(-1) for _, a in logits_in_chunks(head)]
+        found = torch.cat(parts).view(h.shape[:-1])
+    return found.unsqueeze(-1) if given["keepdim"] else found
+
+
+def _read_detach(op: Logits, h: Deferred, given: dict[str, Any]) -> Any:
+    return op.of(tuple(source.detach() for source in h.sources))
+
+
+def _read_division(op: Logits, h: Deferred, given: dict[str, Any]) -> Any:
+    other = given["other"]
+    if given["rounding_mode"] is not None or not isinstance(other, (int, float)) or not other:
+        return NotImplemented
+    return op.times(h, 1 / other)
+
+
+def _read_tanh(op: Logits, h: Deferred, given: dict[str, Any]) -> Any:
+    if op.cap or op.normalised or op.to == torch.float64:
+        return NotImplemented
+    h._bypassed = True
+    return op.changed(cap=1.0).of(h.sources)
+
+
+def _read_negative(op: Logits, h: Deferred, given: dict[str, Any]) -> Any:
+    return op.times(h, -1)
+
+
+def _read_parts(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """One row, or all parts: as ``for row in logits``."""
+    op = _logits(args[0])
+    return NotImplemented if op is None else op.rearranged(args[0], func, args, kwargs)
+
+
+# torch's functions in C++ have no signatures of their own; named as torch names their arguments
+_BY_ROLE: tuple[tuple[Role, Reader, Callable[..., Any]], ...] = (
+    (Role.LOG_SOFTMAX, _read_log_softmax, lambda input, dim=None, _stacklevel=3, dtype=None: None),
+    (Role.LOG_SUM_EXP, _read_logsumexp, lambda input, dim, keepdim=False: None),
+    (Role.GATHER, _read_gather, lambda input, dim, index, sparse_grad=False: None),
+    (Role.ARGMAX, _read_argmax, lambda input, dim=None, keepdim=False: None),
+    (Role.DIVISION, _read_division, lambda input, other, rounding_mode=None: None),
+    (Role.NEGATION, _read_negative, lambda input: None),
+)
+READERS.update(
+    {name: _reader(read, like) for role, read, like in _BY_ROLE for name in names_with(role)}
+)
+READERS.update((name, _read_parts) for name in names_with(Role.SELECT | Role.SPLIT))
+READERS["cross_entropy"] = _reader(_read_cross_entropy, F.cross_entropy)
+READERS["nll_loss"] = _reader(_read_nll, F.nll_loss)
+READERS["sum"] = _reader(_read_sum, lambda input, dim=None, keepdim=False, dtype=None: None)
+READERS["tanh"] = _reader(_read_tanh, lambda input: None)
+READERS["detach"] = _reader(_read_detach, lambda input: None)

@@ -1,0 +1,101 @@
+"""What a deferred tensor is computed by: the base of the ops, and what their readers ask them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowmem_patch.functional import LowRank
+
+if TYPE_CHECKING:
+    from lowmem_patch.nn.deferred import Deferred
+
+__all__ = ["Op", "Projection"]
+
+
+class Projection(NamedTuple):
+    """What a value is multiplied with: a Linear's weight and bias, and the adapter beside it."""
+
+    weight: Tensor
+    bias: Tensor | None
+    adapter: LowRank | None = None
+
+
+class Op:
+    """How a deferred tensor is computed, and how its readers save less. Holds no tensor of autograd.
+
+    Attributes:
+        low_precision: a Linear behind a cast to high precision computes in the dtype from before the cast,
+            as it would under autocast (adapters with float32 weights on a bf16 model).
+        bypassed: readers send their gradient to the sources, past the tensor, so that a hook on the
+            tensor would miss it.
+        saves: the op's own gradient needs the values of the sources, which its readers save as well.
+        holds: it needs them, and no reader saves them: they are held while the deferred tensor lives.
+    """
+
+    bypassed = True
+    saves = True
+    holds = False
+
+    def __init__(self, low_precision: bool = False) -> None:
+        self.low_precision = low_precision
+
+    def dtype(self, sources: tuple[Tensor, ...]) -> torch.dtype:
+        """Of the value."""
+        return sources[0].dtype
+
+    def shape(self, sources: tuple[Tensor, ...]) -> torch.Size:
+        """Of the value."""
+        return sources[0].shape
+
+    def compute(self, *sources: Tensor) -> Tensor:
+        """The value, from plain tensors."""
+        raise NotImplementedError
+
+    def gradients(self, dy: Tensor, *sources: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradients of the sources that have a gradient."""
+        raise NotImplementedError
+
+    def linear(self, h: Deferred, to: Projection, dtype: torch.dtype) -> Any:
+        """The projection of ``h`` computed in ``dtype``, which saves as little as possible."""
+        raise NotImplementedError
+
+    def moved(self, h: Deferred, move: Callable[[Tensor], Tensor]) -> Any:
+        """``h`` behind a row move, or NotImplemented."""
+        return NotImplemented
+
+    def rearranged(
+        self, h: Deferred, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """What a function that may only move rows returns, where the sources have other rows than ``h``."""
+        return None
+
+    def cast(self, h: Deferred, dtype: torch.dtype) -> Any:
+        """``h`` in another floating dtype; NotImplemented for a cast that waits by itself."""
+        return NotImplemented
+
+    def note_reader(self, name: str) -> None:
+        """The torch function of this name needs the values."""
+
+    def grouped(
+        self, h: Deferred, func: Callable[..., Any], weight: Tensor, offsets: Tensor
+    ) -> Any:
+        return NotImplemented
+
+    def dropped(self, h: Deferred, p: float) -> Any:
+        return NotImplemented
+
+    def times(self, h: Deferred, other: Any) -> Any:
+        return NotImplemented
+
+    def plus(self, h: Deferred, other: Any) -> Any:
+        return NotImplemented
+
+    def matmul(self, h: Deferred, right: Any) -> Any:
+        return NotImplemented
+
+    def written_unseen(self, h: Deferred) -> None:
+        """Somebody may be about to write into ``h`` without a trace (``.data``)."""
