@@ -37,90 +37,115 @@ def _scores(a, scale, cap, SCALED: tl.constexpr, CAPPED: tl.constexpr):
     return y
 
 
+@triton.jit
+def _statistics(
+    start, weight_ptr, classes, scale, cap,
+    WEIGHTED: tl.constexpr, SMOOTHED: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """logsumexp(y) of a row, and for smoothing sum w y."""
+    columns = tl.arange(0, BLOCK)
+    largest = tl.full((BLOCK,), -float("inf"), tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    weighted = tl.zeros((BLOCK,), tl.float32)
+    for first in range(0, classes, BLOCK):
+        inside = first + columns < classes
+        a = tl.load(start + first + columns, mask=inside, other=-float("inf"))
+        y = _scores(a, scale, cap, SCALED, CAPPED)
+        if CAPPED:
+            y = tl.where(inside, y, -float("inf"))
+        larger = tl.maximum(largest, y)
+        # a lane that has seen nothing but -inf has no largest to subtract
+        base = tl.where(larger == -float("inf"), 0.0, larger)
+        total = total * tl.exp(largest - base) + tl.exp(y - base)
+        largest = larger
+        if SMOOTHED:
+            w = tl.where(inside, 1.0, 0.0)
+            if WEIGHTED:
+                w = tl.load(weight_ptr + first + columns, mask=inside, other=0.0).to(tl.float32)
+            weighted += tl.where(w != 0.0, w * y, 0.0)
+    base = tl.max(largest, 0)
+    base = tl.where(base == -float("inf"), 0.0, base)
+    return base + tl.log(tl.sum(total * tl.exp(largest - base), 0)), tl.sum(weighted, 0)
+
+
+@triton.jit
+def _sum_of_weights(weight_ptr, classes, BLOCK: tl.constexpr):
+    columns = tl.arange(0, BLOCK)
+    sums = tl.zeros((BLOCK,), tl.float32)
+    for first in range(0, classes, BLOCK):
+        inside = first + columns < classes
+        sums += tl.load(weight_ptr + first + columns, mask=inside, other=0.0).to(tl.float32)
+    return tl.sum(sums, 0)
+
+
+@triton.jit
+def _write_gradient(
+    start, weight_ptr, target, logsumexp, factor, together, label, each, classes, scale, cap,
+    WEIGHTED: tl.constexpr, SMOOTHED: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A row of a becomes its gradient; ``factor`` of 0 where the row is to be ignored."""
+    columns = tl.arange(0, BLOCK)
+    for first in range(0, classes, BLOCK):
+        inside = first + columns < classes
+        a = tl.load(start + first + columns, mask=inside, other=0.0)
+        y = _scores(a, scale, cap, SCALED, CAPPED)
+        d = together * tl.exp(y - logsumexp) - tl.where(first + columns == target, label, 0.0)
+        if SMOOTHED:
+            w = 1.0
+            if WEIGHTED:
+                w = tl.load(weight_ptr + first + columns, mask=inside, other=0.0).to(tl.float32)
+            d -= each * w
+        if CAPPED:
+            d *= scale * (cap - y * y / cap)
+        elif SCALED:
+            d *= scale
+        d = tl.where(factor == 0.0, 0.0, d * factor)
+        tl.store(start + first + columns, d.to(start.dtype.element_ty), mask=inside)
+
+
 @triton.jit(do_not_specialize=["ignore_index", "smoothing", "scale", "cap"])
 def _cross_entropy_kernel(
-    logits_ptr,
-    target_ptr,
-    weight_ptr,
-    factor_ptr,
-    losses_ptr,
-    logsumexp_ptr,
-    ignore_index,
-    smoothing,
-    scale,
-    cap,
-    row_stride,
-    classes,
-    LABELLED: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-    SMOOTHED: tl.constexpr,
-    SCALED: tl.constexpr,
-    CAPPED: tl.constexpr,
-    FORWARD: tl.constexpr,
-    GRADIENT: tl.constexpr,
-    FACTOR: tl.constexpr,
+    logits_ptr, target_ptr, weight_ptr, factor_ptr, losses_ptr, logsumexp_ptr,
+    ignore_index, smoothing, scale, cap, row_stride, classes,
+    LABELLED: tl.constexpr, WEIGHTED: tl.constexpr, SMOOTHED: tl.constexpr, SCALED: tl.constexpr,
+    CAPPED: tl.constexpr, FORWARD: tl.constexpr, GRADIENT: tl.constexpr, FACTOR: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     start = logits_ptr + row * row_stride
-    columns = tl.arange(0, BLOCK)
     target = tl.full((), -1, tl.int64)
-    ignored = False
+    ignored = target != -1
     if LABELLED:
         target = tl.load(target_ptr + row)
         ignored = target == ignore_index
+    safe = tl.where(ignored, 0, target)
 
+    weighted = 0.0
     if FORWARD:
-        largest = tl.full((BLOCK,), -float("inf"), tl.float32)
-        total = tl.zeros((BLOCK,), tl.float32)
-        weighted = tl.zeros((BLOCK,), tl.float32)
-        for first in range(0, classes, BLOCK):
-            inside = first + columns < classes
-            a = tl.load(start + first + columns, mask=inside, other=-float("inf"))
-            y = _scores(a, scale, cap, SCALED, CAPPED)
-            if CAPPED:
-                y = tl.where(inside, y, -float("inf"))
-            larger = tl.maximum(largest, y)
-            # a lane that has seen nothing but -inf has no largest to subtract
-            base = tl.where(larger == -float("inf"), 0.0, larger)
-            total = total * tl.exp(largest - base) + tl.exp(y - base)
-            largest = larger
-            if SMOOTHED:
-                if WEIGHTED:
-                    w = tl.load(weight_ptr + first + columns, mask=inside, other=0.0).to(tl.float32)
-                    weighted += tl.where(inside & (w != 0.0), w * y, 0.0)
-                else:
-                    weighted += tl.where(inside, y, 0.0)
-        base = tl.max(largest, 0)
-        base = tl.where(base == -float("inf"), 0.0, base)
-        logsumexp = base + tl.log(tl.sum(total * tl.exp(largest - base), 0))
+        logsumexp, weighted = _statistics(
+            start, weight_ptr, classes, scale, cap, WEIGHTED, SMOOTHED, SCALED, CAPPED, BLOCK
+        )
         tl.store(logsumexp_ptr + row, logsumexp)
     else:
         logsumexp = tl.load(logsumexp_ptr + row)
 
     # what the label is worth, what each class is worth, and both together
-    label = 1.0 - smoothing
-    each = smoothing / classes
-    together = 1.0
-    if LABELLED and WEIGHTED:
-        safe = tl.where(ignored, 0, target)
+    label, each, together = 1.0 - smoothing, smoothing / classes, 1.0
+    if WEIGHTED:
         label = label * tl.load(weight_ptr + safe).to(tl.float32)
         together = label
-    if WEIGHTED and SMOOTHED:
-        sums = tl.zeros((BLOCK,), tl.float32)
-        for first in range(0, classes, BLOCK):
-            inside = first + columns < classes
-            sums += tl.load(weight_ptr + first + columns, mask=inside, other=0.0).to(tl.float32)
-        together += each * tl.sum(sums, 0)
+        if SMOOTHED:
+            together += each * _sum_of_weights(weight_ptr, classes, BLOCK)
 
     if FORWARD:
         loss = logsumexp
         if LABELLED:
-            safe = tl.where(ignored, 0, target)
             picked = _scores(tl.load(start + safe), scale, cap, SCALED, CAPPED)
             loss = together * logsumexp - tl.where(label == 0.0, 0.0, label * picked)
             if SMOOTHED:
-                loss -= each * tl.sum(weighted, 0)
+                loss -= each * weighted
             loss = tl.where(ignored, 0.0, loss)
         tl.store(losses_ptr + row, loss)
 
@@ -130,27 +155,11 @@ def _cross_entropy_kernel(
             factor = tl.load(factor_ptr).to(tl.float32)
         elif FACTOR == "row":
             factor = tl.load(factor_ptr + row).to(tl.float32)
-        for first in range(0, classes, BLOCK):
-            inside = first + columns < classes
-            a = tl.load(start + first + columns, mask=inside, other=0.0)
-            y = _scores(a, scale, cap, SCALED, CAPPED)
-            d = together * tl.exp(y - logsumexp)
-            if LABELLED:
-                d -= tl.where(first + columns == target, label, 0.0)
-            if SMOOTHED:
-                if WEIGHTED:
-                    w = tl.load(weight_ptr + first + columns, mask=inside, other=0.0).to(tl.float32)
-                    d -= each * w
-                else:
-                    d -= each
-            d *= factor
-            if CAPPED:
-                d *= scale * (cap - y * y / cap)
-            elif SCALED:
-                d *= scale
-            if LABELLED:
-                d = tl.where(ignored, 0.0, d)
-            tl.store(start + first + columns, d.to(logits_ptr.dtype.element_ty), mask=inside)
+        factor = tl.where(ignored, 0.0, factor)
+        _write_gradient(
+            start, weight_ptr, target, logsumexp, factor, together, label, each, classes, scale, cap,
+            WEIGHTED, SMOOTHED, SCALED, CAPPED, BLOCK,
+        )  # fmt: skip
 
 
 @cache

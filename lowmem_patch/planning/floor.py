@@ -8,7 +8,8 @@ The rule (for each token, and nothing else):
 2. what attention itself saves, as the model implements it, but no cast of a softmax's output;
 3. 2-bit codes of an activation whose input nothing above saves, per-row statistics of norms, one bit
    for each element of a dropout, and what no backward can do without: the output of a norm that no
-   trained matmul reads, and both factors of an act(gate) * up that no trained matmul reads.
+   trained matmul reads, and both factors of an act(gate) * up that no trained matmul reads;
+4. of a head and a cross entropy of its logits the gradient of the head's input, never logits.
 
 It is counted on the unpatched model, so that it does not depend on what a patch can do.
 """
@@ -46,6 +47,10 @@ _CODES_PER_BYTE = 4
 _FLAGS_PER_BYTE = 8
 _MATMULS = WEIGHT_MATMULS | MATMULS
 _PART_OF = REARRANGES | SELECTS | Role.CAST
+# from a head's output to its cross entropy
+_LOGITS = (
+    _PART_OF | Role.SUM | Role.PRODUCT | Role.DIVISION | Role.ELEMENTWISE | Role.LOG_SOFTMAX
+)  # fmt: skip
 _SAME_VALUES = _PART_OF | Role.DROPOUT  # where no element is lost
 
 
@@ -144,6 +149,7 @@ class _FloorCount:
                 for source in self._sources(x):
                     self._add(source, op.module, "linear inputs")
         self._products()
+        self._losses()
         self._dropouts({id(x) for _, (x, weight) in matmuls if weight.requires_grad})
         for norm in self.norms.values():
             self._norm(norm)
@@ -332,6 +338,24 @@ class _FloorCount:
             self._add(gate, op.module, "activations")
             if gate.requires_grad:
                 self._add(up, op.module, "activations")
+
+    def _losses(self) -> None:
+        """The gradient of a head's input for each row whose logits a cross entropy reads."""
+        for op in self.trace.ops:
+            logits = first_input(op)
+            if not op.role.has(Role.CROSS_ENTROPY) or logits is None:
+                continue
+            forms = backward(
+                self.makers, logits, lambda op, _: first_input(op) if op.role.has(_LOGITS) else None
+            )
+            maker = self.makers.get(id(list(forms)[-1]))
+            matmul = None if maker is None else weight_matmul(maker.name, maker.args, maker.kwargs)
+            if maker is None or matmul is None or not matmul.input.requires_grad:
+                continue
+            rows = logits.numel() // maker.outputs[0].shape[-1]
+            width = min(self._root(matmul.input)[1], maker.outputs[0].element_size())
+            size = rows * matmul.input.shape[-1] * width
+            self.items["loss", id(logits)] = FloorItem(maker.module, "head and loss", size)
 
     def _dropouts(self, inputs: set[int]) -> None:
         """Masks, for the gradient of the dropout's input and for a matmul that trains behind it."""

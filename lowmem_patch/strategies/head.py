@@ -14,7 +14,7 @@ from lowmem_patch.strategies.lora import adapter_layers
 from lowmem_patch.strategies.protocol import Facts, Found, Patch, Target
 from lowmem_patch.tracing.op_roles import REARRANGES, SELECTS, Role
 
-__all__ = ["DeferredLogits", "find"]
+__all__ = ["DeferredLogits", "find", "head_names"]
 
 # What is wider than that against its input is a vocabulary: logits are larger than all that one layer saves.
 _WIDER = 2
@@ -42,7 +42,7 @@ def find(facts: Facts, config: PatchConfig) -> Found:
     if config.head == "keep":
         return found
     adapted = adapter_layers(facts, config)
-    for name in _heads(facts, adapted):
+    for name in head_names(facts, config):
         low_precision = config.linear_inputs == "activation_dtype" if name in adapted else None
         found.add(DeferredLogits(name, low_precision=low_precision))
         classes = facts.outputs(name)[0].shape[-1]
@@ -52,6 +52,15 @@ def find(facts: Facts, config: PatchConfig) -> Found:
         )
     found.notes += _others(facts, tuple(patch.site for patch in found.patches))
     return found
+
+
+def head_names(facts: Facts, config: PatchConfig) -> tuple[str, ...]:
+    """Names of the heads whose logits wait."""
+    if config.head == "keep":
+        return ()
+    adapted = adapter_layers(facts, config)
+    names: tuple[str, ...] = facts.once(head_names, lambda: tuple(_heads(facts, adapted)))
+    return names
 
 
 def _heads(facts: Facts, adapted: tuple[str, ...]) -> Iterator[str]:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lowmem_patch.config import PatchConfig
 from lowmem_patch.nn.norms import MSLayerNorm, MSNorm, MSRMSNorm, StockMSLayerNorm, StockMSRMSNorm
+from lowmem_patch.strategies.head import head_names
 from lowmem_patch.strategies.lora import adapter_layers
 from lowmem_patch.strategies.protocol import Facts, Found, Skip
 from lowmem_patch.strategies.swap import Swap
@@ -185,8 +186,10 @@ def shared_norm(facts: Facts, config: PatchConfig, site: NormSite, reason: str) 
         one_copy=_one_copy(others, feeds_autocast, saves_casts) if linears else None,
         low_precision=config.linear_inputs == "activation_dtype",
         shares_copy=not feeds_autocast and saves_casts and _shares_copy(facts, consumers, around),
-        # Linears whose weights are sharded save the output of their own
-        output_saved=_saved_by_others(facts, consumers) or came_sharded(facts.model),
+        # Linears whose weights are sharded save the output of their own, and heads the rows that they read
+        output_saved=_saved_by_others(facts, consumers)
+        or came_sharded(facts.model)
+        or any(c.use == "linear" and c.text in head_names(facts, config) for c in consumers),
         output_moved=any(_reads_a_moved_view(consumer) for consumer in consumers),
         reason=reason + "; computed behind the row moves, at its Linear" * behind_row_moves,
         kind=site.spec.kind,

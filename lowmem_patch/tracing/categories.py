@@ -22,6 +22,7 @@ CATEGORIES = (
     "norms",
     "activations",  # their inputs, and the factors of gated products
     "codes and statistics",
+    "head and loss",
     "rest",
 )
 _MATMULS = WEIGHT_MATMULS | MATMULS
@@ -29,6 +30,7 @@ _MATMULS = WEIGHT_MATMULS | MATMULS
 _BY_ROLE = (
     (MATMULS | Role.SOFTMAX | Role.FUSED_ATTENTION, "attention"),
     (Role.ROW_NORM | Role.CHANNEL_NORM, "norms"),
+    (Role.CROSS_ENTROPY | Role.LOG_SOFTMAX | Role.LOG_SUM_EXP | Role.GATHER, "head and loss"),
     (WEIGHT_MATMULS | Role.ELEMENTWISE, "activations"),
 )
 # a statistic holds one number a row; no norm is narrower than this
@@ -95,6 +97,8 @@ def category_of(
     for category in ("linear inputs", "norms"):  # a norm may run right before its Linear, in there
         if category in found:
             return "codes and statistics" if packed or statistic else category
+    if "head and loss" in found:
+        return "head and loss"
     if "activations" in found:
         return "codes and statistics" if packed else "activations"
     return "codes and statistics" if tensor.dtype == torch.uint8 else "rest"  # a packed mask

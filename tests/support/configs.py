@@ -13,7 +13,7 @@ AUTO_WITHOUT_CODES: Config = {"norms": "auto", "activations": "recompute"}
 FOLD_AND_SHARE = [FOLD, SHARE]
 
 # one strategy at work; with the norms as they are every bit stays, since sharing rounds their input
-KEEP: Config = {"norms": "keep", "activations": "keep", "linear_inputs": "keep"}
+KEEP: Config = {"norms": "keep", "activations": "keep", "linear_inputs": "keep", "head": "keep"}
 FUSED: Config = {**KEEP, "attention": "fused"}
-ONE_COPY: Config = {"norms": "keep", "activations": "keep", "linear_inputs": "one_copy"}
+ONE_COPY: Config = {**KEEP, "linear_inputs": "one_copy"}
 RECOMPUTE: Config = {**ONE_COPY, "activations": "recompute", "attention": "keep"}
