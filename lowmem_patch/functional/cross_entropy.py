@@ -199,27 +199,37 @@ class _SumOfLosses(torch.autograd.Function):
             labelled = None
         if lacking is not None and lacking.numel():
             d_loss = d_loss * lacking
-        in_place = not in_compiler()
-        if in_place:
+        if not in_compiler():
             early, ctx.early = ctx.early, None
             if early is None:
                 again = _sum_forward(*tensors, *ctx.scaling, *labels, *ctx.rest)[1:6]
                 early = [again[place] for place in WEIGHTS]
             for place, gradient in zip(WEIGHTS, early, strict=True):
+                if gradient is not None:
+                    _scale(gradient, d_loss, implementation)
                 found[place] = gradient
-        gradients: list[Tensor | None] = []
-        for place, need in enumerate(needs):
-            gradient = found[place] if need else None
-            found[place] = None
-            if gradient is not None and place in WEIGHTS and in_place:
-                _scale(gradient, d_loss, implementation)
-            elif gradient is not None:
-                gradient = gradient * d_loss
-                if labelled is not None and place not in WEIGHTS:
-                    zeros = gradient.new_zeros(ctx.rows, gradient.shape[1])
-                    gradient = zeros.index_copy_(0, labelled, gradient)
-            gradients.append(gradient)
-        return (*gradients, *(None,) * 11)
+        else:
+            for place in WEIGHTS:
+                found[place] = found[place] * d_loss
+        for place in _ROWS:
+            found[place] = _of_all_rows(found[place], d_loss, labelled, ctx.rows)
+        wanted = (g if need else None for g, need in zip(found, needs, strict=True))
+        return (*wanted, *(None,) * 11)
+
+
+_ROWS = (0, 3)  # places among a head's tensors
+
+
+def _of_all_rows(
+    gradient: Tensor | None, d_loss: Tensor, labelled: Tensor | None, rows: int
+) -> Tensor | None:
+    """The gradient of x or low, which for rows without a label is 0."""
+    if gradient is None or gradient.dim() != 2:
+        return None  # an operator gives an empty tensor for what is absent
+    gradient = gradient * d_loss
+    if labelled is None:
+        return gradient
+    return gradient.new_zeros(rows, gradient.shape[1]).index_copy_(0, labelled, gradient)
 
 
 _call_sum = _sum.differentiable(_SumOfLosses)

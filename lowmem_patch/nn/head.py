@@ -19,7 +19,7 @@ from lowmem_patch.nn.context import (
     is_foreign,
     is_fsdp_unit,
 )
-from lowmem_patch.nn.deferred import Deferred, value_of
+from lowmem_patch.nn.deferred import Deferred, Projection, value_of
 from lowmem_patch.nn.deferred_ops import Saved
 from lowmem_patch.nn.head_reads import HeadReads
 from lowmem_patch.nn.logits import Logits
@@ -73,31 +73,37 @@ def _waits(module: nn.Module, reads: HeadReads, x: Any) -> bool:
 def _deferred(
     module: Any, reads: HeadReads, low_precision: bool | None, x: Tensor
 ) -> Deferred | None:
-    if low_precision is None:
-        weight, bias = module._parameters["weight"], module._parameters["bias"]
-        dtype = autocast_dtype(weight.device.type, x.dtype)
-        adapter = None
-    else:
-        products = low_rank_products(module, x.dtype, low_precision)
-        if products is None or products[2]:
-            return None  # more than one adapter
-        (weight, bias, adapter), dtype = products[0], products[1]
+    product = _product(module, low_precision, x.dtype)
+    if product is None:
+        return None
+    (weight, bias, adapter), dtype = product
     if is_foreign(weight) or x.device != weight.device or x.shape[-1] != weight.shape[-1]:
         return None  # torch's own error
-    if dtype is None:
-        dtype = x.dtype
-        if weight.dtype != dtype:
-            return None
     x = _saved(x)
-    trained = [t for t in (x, weight, bias, *(adapter or ())[:2]) if isinstance(t, Tensor)]
-    if not any(t.requires_grad for t in trained):
-        return None
     sources = [x, weight] if bias is None else [x, weight, bias]
     if adapter is not None:
         low = recast_linear(x, adapter.lora_A, None, dtype)
         sources += [low if adapter.scale == 1 else low * adapter.scale, adapter.lora_B]
+    if not any(source.requires_grad for source in sources):
+        return None
     op = Logits(reads, dtype, bias=bias is not None, adapter=adapter is not None)
     return op.of(tuple(sources))
+
+
+def _product(
+    module: Any, low_precision: bool | None, given: torch.dtype
+) -> tuple[Projection, torch.dtype] | None:
+    """What the module multiplies an input of dtype ``given`` with, and in which dtype; None where it does
+    more than that, or torch raises an error."""
+    if low_precision is not None:
+        products = low_rank_products(module, given, low_precision)
+        return None if products is None or products[2] else products[:2]
+    weight = module._parameters["weight"]
+    dtype = autocast_dtype(weight.device.type, given)
+    if dtype is None and weight.dtype != given:
+        return None
+    to = Projection(weight, module._parameters["bias"])
+    return to, given if dtype is None else dtype
 
 
 def _saved(x: Tensor) -> Tensor:

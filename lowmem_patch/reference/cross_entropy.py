@@ -37,8 +37,13 @@ def cross_entropy_forward(
     logsumexp = y.logsumexp(-1)
     losses = logsumexp
     if target is not None:
-        q = _label_weights(y, target, class_weight, ignore_index, smoothing)
-        losses = q.sum(-1) * logsumexp - torch.where(q == 0, 0, q * y).sum(-1)
+        index, label, each, together = _label_weights(
+            y, target, class_weight, ignore_index, smoothing
+        )
+        picked = y.gather(1, index[:, None]).squeeze(1)
+        losses = together * logsumexp - torch.where(label == 0, 0, label * picked)
+        if smoothing:
+            losses = losses - (each * y if class_weight is None else _product(each, y)).sum(-1)
         losses = torch.where(target == ignore_index, 0, losses)
     if gradient:
         d_losses = torch.ones_like(losses) if factor is None else factor.expand(losses.shape)
@@ -60,29 +65,44 @@ def cross_entropy_backward(
 ) -> None:
     """Overwrite ``[n, V]`` logits with their gradient, for ``d_losses`` ``[n]``."""
     y = _scores(logits, scale, cap)
-    d_y = (y - logsumexp[:, None]).exp()
+    slope = scale if cap == 0 else scale * (cap - y * y / cap)
+    d_y = y.sub_(
+        logsumexp[:, None]
+    ).exp_()  # the logits themselves, where nothing was cast or scaled
     if target is not None:
-        q = _label_weights(y, target, class_weight, ignore_index, smoothing)
-        d_y = q.sum(-1, keepdim=True) * d_y - q
-    d_y = d_y * d_losses[:, None]
+        index, label, each, together = _label_weights(
+            y, target, class_weight, ignore_index, smoothing
+        )
+        d_y.mul_(together[:, None]).scatter_add_(1, index[:, None], -label[:, None])
+        if smoothing:
+            d_y.sub_(each)
+    d_y.mul_(d_losses[:, None]).mul_(slope)
     if target is not None:  # a factor of infinity, too, where every row is to be ignored
-        d_y = torch.where((target == ignore_index)[:, None], 0, d_y)
-    logits.copy_(d_y * (scale if cap == 0 else scale * (cap - y * y / cap)))
+        d_y.masked_fill_((target == ignore_index)[:, None], 0)
+    logits.copy_(d_y)
 
 
 def _scores(logits: Tensor, scale: float, cap: float) -> Tensor:
-    y = logits.to(torch.promote_types(logits.dtype, torch.float32)) * scale
-    return y if cap == 0 else cap * y.tanh()
+    y = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if cap:
+        return cap * torch.tanh(y * scale)
+    return y if scale == 1 else y * scale
+
+
+def _product(weights: Tensor, y: Tensor) -> Tensor:
+    """weights y, where a weight of 0 takes no part, whatever y is."""
+    return torch.where(weights == 0, 0, weights * y)
 
 
 def _label_weights(
     y: Tensor, target: Tensor, class_weight: Tensor | None, ignore_index: int, smoothing: float
-) -> Tensor:
-    """q of each row: how much of the loss each class is."""
-    weights = y.new_ones(y.shape[1]) if class_weight is None else class_weight.to(y.dtype)
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of each row the label, what it is worth, what each class is worth, and both together."""
+    classes = y.shape[1]
+    weights = y.new_ones(classes) if class_weight is None else class_weight.to(y.dtype)
     index = torch.where(target == ignore_index, 0, target)
-    q = (smoothing / y.shape[1] * weights).repeat(len(target), 1)
-    return q.scatter_add(1, index[:, None], (1 - smoothing) * weights[index][:, None])
+    label, each = (1 - smoothing) * weights[index], smoothing / classes * weights
+    return index, label, each, label + each.sum()
 
 
 def scale_in_place(tensor: Tensor, factor: Tensor) -> None:
