@@ -63,7 +63,7 @@ def _statistics(
             w = tl.where(inside, 1.0, 0.0)
             if WEIGHTED:
                 w = tl.load(weight_ptr + first + columns, mask=inside, other=0.0).to(tl.float32)
-            weighted += tl.where(w != 0.0, w * y, 0.0)
+            weighted += w * tl.where(w != 0.0, y, 0.0)
     base = tl.max(largest, 0)
     base = tl.where(base == -float("inf"), 0.0, base)
     return base + tl.log(tl.sum(total * tl.exp(largest - base), 0)), tl.sum(weighted, 0)
