@@ -13,6 +13,7 @@ from torch import nn
 from lowmem_patch.config import PatchConfig, load_config
 from lowmem_patch.errors import NothingToPatchError, PatchError
 from lowmem_patch.nn.gammas import forget_after_forward, look_at_gammas, look_before_forward
+from lowmem_patch.nn.head import notes_of_heads
 from lowmem_patch.nn.norms import MSNorm
 from lowmem_patch.nn.own import Own
 from lowmem_patch.planning.apply import apply_plan, undo
@@ -142,7 +143,7 @@ def _attach(model: nn.Module, report: PatchReport) -> None:
 
 def patch_report(model: nn.Module) -> PatchReport:
     """What ``patch_model`` did to this model (or to the model inside a PEFT wrapper), and in the notes
-    what is no longer so.
+    what is no longer so, and who read logits whole.
 
     Raises:
         PatchError: the model is not patched.
@@ -153,7 +154,7 @@ def patch_report(model: nn.Module) -> PatchReport:
             f"this {type(model).__name__} is not patched: call patch_model(model) first"
         )
     holder, record = records[0]
-    changed = tuple(no_longer_as_patched(holder))
+    changed = (*no_longer_as_patched(holder), *notes_of_heads(holder))
     if not changed:
         return record.report
     return dataclasses.replace(record.report, notes=(*record.report.notes, *changed))

@@ -41,6 +41,7 @@ def test_kinds_and_modules_by_hand() -> None:
         "activations": rows * 32,
         "codes and statistics": rows * 2,  # mean and rstd
         "attention": rows * 16 + rows * 3,  # y once, the probabilities
+        "head and loss": 0,
         "rest": 0,
     }
     assert tuple(saved.by_kind) == CATEGORIES

@@ -31,7 +31,7 @@ from lowmem_patch.functional.codes import codes_activation
 from lowmem_patch.functional.cross_entropy import Head, Labels, linear_cross_entropy, linear_losses
 from lowmem_patch.functional.dropout import draw_dropout, dropout_linear, packed_dropout
 from lowmem_patch.functional.grouped import activation_grouped_matmul
-from lowmem_patch.functional.head import in_compute_dtype, logits_in_chunks
+from lowmem_patch.functional.head import flat, in_compute_dtype, logits_in_chunks
 from lowmem_patch.functional.linear import activation_linear, recast_linear
 from lowmem_patch.functional.matmul import recast_matmul
 from lowmem_patch.functional.norms import ms_layer_norm, ms_norm, ms_rms_norm, save_copy
@@ -60,6 +60,7 @@ __all__ = [
     "draw_dropout",
     "dropout_linear",
     "first_order",
+    "flat",
     "glu",
     "in_compiler",
     "in_compute_dtype",

@@ -28,6 +28,7 @@ from lowmem_patch.functional.head import (
     Head,
     HeadGradients,
     chunk_rows,
+    flat,
     in_compute_dtype,
     logits_in_chunks,
     statistics_dtype,
@@ -138,18 +139,24 @@ def _sum_fake(*arguments: Any) -> tuple[Tensor | None, ...]:
     head, _, (_, _, needs, _) = _unpacked(arguments)
     loss = head.x.new_empty((), dtype=statistics_dtype(head.compute_dtype))
     lacking = torch.empty_like(loss) if head.compute_dtype == torch.float16 else None
-    return (loss, *_gradients_fake(head, needs), None, lacking)
+    return (loss, *_gradients_fake(head, needs, flatten=True), None, lacking)
 
 
-def _gradients_fake(head: Head, needs: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
+def _gradients_fake(
+    head: Head, needs: tuple[bool, ...], *, flatten: bool
+) -> tuple[Tensor | None, ...]:
     found: list[Tensor | None] = []
     for place, (tensor, need) in enumerate(zip(head.tensors, needs, strict=True)):
         if tensor is None or not need:
             found.append(None)
             continue
-        dtype = tensor.dtype if place in WEIGHTS else head.compute_dtype
-        half = place in WEIGHTS and dtype == torch.float16
-        found.append(torch.empty_like(tensor, dtype=torch.float32 if half else dtype))
+        if place in WEIGHTS:
+            half = tensor.dtype == torch.float16
+            found.append(torch.empty_like(tensor, dtype=torch.float32 if half else tensor.dtype))
+        else:
+            found.append(
+                torch.empty_like(flat(tensor) if flatten else tensor, dtype=head.compute_dtype)
+            )
     return tuple(found)
 
 
@@ -183,7 +190,7 @@ class _SumOfLosses(torch.autograd.Function):
             for place in WEIGHTS:
                 gradients[place] = None
         ctx.save_for_backward(*inputs[:5], *inputs[8:10], *gradients, *output[6:])
-        ctx.scaling, ctx.rest, ctx.rows = inputs[5:8], inputs[10:], inputs[0].shape[0]
+        ctx.scaling, ctx.rest = inputs[5:8], inputs[10:]
 
     @staticmethod
     @_library.first_order("linear_cross_entropy")
@@ -212,7 +219,7 @@ class _SumOfLosses(torch.autograd.Function):
             for place in WEIGHTS:
                 found[place] = found[place] * d_loss
         for place in _ROWS:
-            found[place] = _of_all_rows(found[place], d_loss, labelled, ctx.rows)
+            found[place] = _of_all_rows(found[place], d_loss, labelled, tensors[place])
         wanted = (g if need else None for g, need in zip(found, needs, strict=True))
         return (*wanted, *(None,) * 11)
 
@@ -221,15 +228,16 @@ _ROWS = (0, 3)  # places among a head's tensors
 
 
 def _of_all_rows(
-    gradient: Tensor | None, d_loss: Tensor, labelled: Tensor | None, rows: int
+    gradient: Tensor | None, d_loss: Tensor, labelled: Tensor | None, like: Tensor | None
 ) -> Tensor | None:
     """The gradient of x or low, which for rows without a label is 0."""
-    if gradient is None or gradient.dim() != 2:
+    if gradient is None or like is None or gradient.dim() != 2:
         return None  # an operator gives an empty tensor for what is absent
     gradient = gradient * d_loss
     if labelled is None:
-        return gradient
-    return gradient.new_zeros(rows, gradient.shape[1]).index_copy_(0, labelled, gradient)
+        return gradient.view(like.shape)
+    zeros = gradient.new_zeros(like.numel() // like.shape[-1], like.shape[-1])
+    return zeros.index_copy_(0, labelled, gradient).view(like.shape)
 
 
 _call_sum = _sum.differentiable(_SumOfLosses)
@@ -238,9 +246,10 @@ _call_sum = _sum.differentiable(_SumOfLosses)
 def _rows_forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     """The loss and logsumexp(y) of each row."""
     given, labels, (implementation,) = _unpacked(arguments)
-    dtype, rows = statistics_dtype(given.compute_dtype), given.x.shape[0]
+    dtype = statistics_dtype(given.compute_dtype)
     with _library.without_autocast(given.x.device.type):
         head = in_compute_dtype(given)
+        rows = head.x.shape[0]
         found = [head.x.new_empty(rows, dtype=dtype) for _ in range(2)]
         settings = (*labels[2:], head.scale, head.cap, False, implementation)
         for chunk, logits in logits_in_chunks(head, chunk_rows(head)):
@@ -265,22 +274,28 @@ def _rows_backward(
             given_rows = (logsumexp[chunk], d_losses[chunk], target, labels.class_weight)
             _backward(logits, *given_rows, *settings)
             gradients.add(chunk, logits)
-        return tuple(gradients.take(given))
+        found = gradients.take(given)
+        for place in _ROWS:
+            tensor, gradient = given.tensors[place], found[place]
+            if tensor is not None and gradient is not None:
+                found[place] = gradient.view(tensor.shape)
+        return tuple(found)
 
 
 _rows = _library.Operator(
     f"linear_cross_entropy_rows({_HEAD}, {_LABELS}, str implementation) -> (Tensor, Tensor)",
     _rows_forward,
-    lambda x, *rest: (
-        x.new_empty(x.shape[0], dtype=statistics_dtype(rest[6])),
-        x.new_empty(x.shape[0], dtype=statistics_dtype(rest[6])),
+    lambda x, *rest: tuple(
+        x.new_empty(x.numel() // x.shape[-1], dtype=statistics_dtype(rest[6])) for _ in range(2)
     ),
 )
 _rows_gradient = _library.Operator(
     f"linear_cross_entropy_rows_backward(Tensor d_losses, Tensor logsumexp, bool[] needs, {_HEAD}, "
     f"{_LABELS}, str implementation) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _rows_backward,
-    lambda d_losses, logsumexp, needs, *rest: _gradients_fake(Head(*rest[:8]), needs),
+    lambda d_losses, logsumexp, needs, *rest: _gradients_fake(
+        Head(*rest[:8]), needs, flatten=False
+    ),
 )
 
 

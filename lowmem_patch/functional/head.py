@@ -14,6 +14,7 @@ __all__ = [
     "Head",
     "HeadGradients",
     "chunk_rows",
+    "flat",
     "in_compute_dtype",
     "logits_in_chunks",
     "statistics_dtype",
@@ -32,10 +33,10 @@ class Head(NamedTuple):
     """A Linear whose outputs are logits.
 
     Attributes:
-        x: ``[N, D]``.
+        x: ``[..., D]``, N rows.
         weight: ``[V, D]``.
         bias: ``[V]``.
-        low, lora_B: ``[N, r]`` and ``[V, r]``, an adapter's part: ``low lora_B^T`` is added.
+        low, lora_B: ``[..., r]`` and ``[V, r]``, an adapter's part: ``low lora_B^T`` is added.
         scale, cap: y = scale a, or cap tanh(scale a) where the cap is not 0.
         compute_dtype: of the products, and of a.
     """
@@ -86,8 +87,8 @@ def logits_in_chunks(head: Head, size: int | None = None) -> Iterator[tuple[slic
 
 
 def in_compute_dtype(head: Head, rows: Tensor | None = None) -> Head:
-    """The head in its compute dtype, without history; of these rows alone where they are given."""
-    x, low = head.x, head.low
+    """The head in its compute dtype, without history, x as ``[N, D]``; of these rows alone, if given."""
+    x, low = flat(head.x), None if head.low is None else flat(head.low)
     if rows is not None:
         x = x.index_select(0, rows)
         low = None if low is None else low.index_select(0, rows)
@@ -102,6 +103,11 @@ def in_compute_dtype(head: Head, rows: Tensor | None = None) -> Head:
         low=cast(low),
         lora_B=cast(head.lora_B),
     )
+
+
+def flat(x: Tensor) -> Tensor:
+    """``[..., D]`` as ``[N, D]``."""
+    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
 
 
 class HeadGradients:

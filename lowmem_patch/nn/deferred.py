@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from lowmem_patch.functional import first_order, in_compiler, register_plain
 from lowmem_patch.nn.op import Op, Projection
@@ -51,6 +51,9 @@ _call: Any = (
 # By the name of a torch function: gets (func, args, kwargs), and returns NotImplemented where the function
 # itself shall run, on the values. Filled by `lowmem_patch.nn.readers`.
 READERS: dict[str, Callable[..., Any]] = {}
+
+
+_RUN_BACKWARD = (Tensor.backward, torch.autograd.grad)
 
 
 class Deferred(Tensor):
@@ -79,6 +82,13 @@ class Deferred(Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if (
+            func in _RUN_BACKWARD
+        ):  # in which a checkpoint may run modules again: not without torch functions
+            with _WITHOUT_TORCH_FUNCTION():
+                args = (tree_map(value_of, args[0]), *args[1:])
+            if not any(isinstance(item, Deferred) for item in tree_leaves(args)):
+                return func(*args, **kwargs)
         reader = READERS.get(getattr(func, "__name__", ""))
         if reader is not None:
             with _WITHOUT_TORCH_FUNCTION():

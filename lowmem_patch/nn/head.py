@@ -23,9 +23,9 @@ from lowmem_patch.nn.deferred import Deferred, Projection, value_of
 from lowmem_patch.nn.deferred_ops import Saved
 from lowmem_patch.nn.head_reads import HeadReads
 from lowmem_patch.nn.logits import Logits
-from lowmem_patch.nn.own import give_forward
+from lowmem_patch.nn.own import Own, give_forward
 
-__all__ = ["defer_logits", "forward_head"]
+__all__ = ["defer_logits", "forward_head", "notes_of_heads"]
 
 _WITHOUT_TORCH_FUNCTION: Any = torch._C.DisableTorchFunctionSubclass
 FREED = "its weight is freed after its own forward"
@@ -77,7 +77,10 @@ def _deferred(
     if product is None:
         return None
     (weight, bias, adapter), dtype = product
-    if is_foreign(weight) or x.device != weight.device or x.shape[-1] != weight.shape[-1]:
+    if is_foreign(weight):
+        reads.not_deferred = f"its weight is a {type(weight).__name__}"
+        return None
+    if x.device != weight.device or x.shape[-1] != weight.shape[-1]:
         return None  # torch's own error
     x = _saved(x)
     sources = [x, weight] if bias is None else [x, weight, bias]
@@ -98,11 +101,11 @@ def _product(
     if low_precision is not None:
         products = low_rank_products(module, given, low_precision)
         return None if products is None or products[2] else products[:2]
-    weight = module._parameters["weight"]
+    weight = module.weight  # which a replica of nn.DataParallel has as an attribute
     dtype = autocast_dtype(weight.device.type, given)
     if dtype is None and weight.dtype != given:
         return None
-    to = Projection(weight, module._parameters["bias"])
+    to = Projection(weight, module.bias)
     return to, given if dtype is None else dtype
 
 
@@ -112,3 +115,20 @@ def _saved(x: Tensor) -> Tensor:
         return x.op.saved_as(x)
     value: Tensor = value_of(x)
     return value
+
+
+def notes_of_heads(model: nn.Module) -> list[str]:
+    """What a report says of the heads' logits since the patch."""
+    notes = []
+    for name, module in model.named_modules():
+        forward = module.__dict__.get("forward")
+        if not isinstance(forward, Own) or forward.func is not forward_head:
+            continue
+        reads: HeadReads = forward.args[1]
+        if reads.whole:
+            asked = ", ".join(reads.whole)
+            times = sum(reads.whole.values())
+            notes.append(f"{name}: logits were computed whole {times} times, for {asked}")
+        if reads.not_deferred:
+            notes.append(f"{name}: logits are computed at once, since {reads.not_deferred}")
+    return notes

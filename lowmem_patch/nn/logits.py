@@ -22,6 +22,7 @@ from torch import Tensor
 
 from lowmem_patch.functional import (
     Head,
+    flat,
     without_autocast,
 )
 from lowmem_patch.nn.deferred import Deferred, Op, defer, value_of
@@ -58,6 +59,9 @@ class Logits(Op):
         self.bias, self.adapter = bias, adapter
         self.to = compute_dtype
         self.scale, self.cap = 1.0, 0.0
+        self.lead: tuple[int, ...] | None = (
+            None  # dimensions before the classes, where x has others
+        )
         self.second = False  # the classes are dimension 1, and not the last
         self.normalised, self.sign = False, 1.0
 
@@ -71,15 +75,13 @@ class Logits(Op):
         return defer(self, sources)
 
     def head(self, sources: tuple[Tensor, ...]) -> Head:
-        """The sources as rows."""
+        """The sources as the ops read them."""
         x, weight = sources[:2]
         rest = list(sources[2:])
         bias = rest.pop(0) if self.bias else None
         low, lora_B = rest if self.adapter else (None, None)
         if (weight.numel() and not weight.untyped_storage().nbytes()) or weight.dim() != 2:
             raise RuntimeError(_FREED)
-        x = x.reshape(-1, x.shape[-1])
-        low = None if low is None else low.reshape(-1, low.shape[-1])
         return Head(x, weight, bias, low, lora_B, self.scale, self.cap, self.compute_dtype)
 
     # as an op
@@ -87,8 +89,12 @@ class Logits(Op):
     def dtype(self, sources: tuple[Tensor, ...]) -> torch.dtype:
         return self.to
 
+    def rows_shape(self, sources: tuple[Tensor, ...]) -> tuple[int, ...]:
+        """The dimensions but that of the classes."""
+        return tuple(sources[0].shape[:-1]) if self.lead is None else self.lead
+
     def shape(self, sources: tuple[Tensor, ...]) -> torch.Size:
-        lead, classes = sources[0].shape[:-1], sources[1].shape[0]
+        lead, classes = self.rows_shape(sources), sources[1].shape[0]
         return torch.Size((lead[0], classes, *lead[1:]) if self.second else (*lead, classes))
 
     def compute(self, *sources: Tensor) -> Tensor:
@@ -107,7 +113,7 @@ class Logits(Op):
             a = F.linear(x, weight, bias)  # type: ignore[arg-type]  # both are there
             if low is not None and lora_B is not None:
                 a = a + low @ lora_B.t()
-        return a
+        return a.view(-1, a.shape[-1])
 
     def _finished(self, a: Tensor, sources: tuple[Tensor, ...]) -> Tensor:
         y = a
@@ -117,7 +123,7 @@ class Logits(Op):
             y = a.to(wide(a.dtype)) * self.scale
         if self.normalised:
             y = F.log_softmax(y, -1, dtype=wide(y.dtype)) * self.sign
-        y = y.to(self.to).view(*sources[0].shape[:-1], a.shape[-1])
+        y = y.to(self.to).view(*self.rows_shape(sources), a.shape[-1])
         return y.movedim(-1, 1).contiguous() if self.second else y
 
     def gradients(self, dy: Tensor, *sources: Tensor) -> tuple[Tensor | None, ...]:
@@ -126,7 +132,7 @@ class Logits(Op):
             dy = dy.movedim(1, -1)
         plain = not self.cap and self.scale == 1 and not self.normalised
         if plain:
-            d_a = dy.reshape(head.x.shape[0], -1).to(self.compute_dtype)
+            d_a = dy.reshape(-1, head.weight.shape[0]).to(self.compute_dtype)
         else:
             with torch.enable_grad():
                 a = self._product(sources).requires_grad_()
@@ -134,7 +140,7 @@ class Logits(Op):
                 y = op._finished(a, sources)
                 (d_a,) = torch.autograd.grad(y, a, dy.reshape(y.shape))
         with without_autocast(d_a.device.type):
-            dtype, x, low = self.compute_dtype, head.x, head.low
+            dtype, x, low = self.compute_dtype, flat(head.x), head.low
             found: list[Tensor | None] = [
                 (d_a @ head.weight.to(dtype)).view(sources[0].shape),
                 d_a.t() @ x.to(dtype),
@@ -142,8 +148,8 @@ class Logits(Op):
             if self.bias:
                 found.append(d_a.sum(0))
             if low is not None and head.lora_B is not None:
-                found.append((d_a @ head.lora_B.to(dtype)).view(*sources[0].shape[:-1], -1))
-                found.append(d_a.t() @ low.to(dtype))
+                found.append((d_a @ head.lora_B.to(dtype)).view(low.shape))
+                found.append(d_a.t() @ flat(low).to(dtype))
         return tuple(found)
 
     # readers
@@ -154,6 +160,13 @@ class Logits(Op):
         """The logits of moved rows, or of each part of rows that ``move`` takes apart."""
         h._bypassed = True
         x, *rest = h.sources
+        if self.lead is not None:
+            lead, given = self.lead, move
+            settings["lead"] = None
+
+            def move(tensor: Tensor) -> Any:
+                return given(tensor.reshape(*lead, tensor.shape[-1]))
+
         places = [len(rest) - 2] if self.adapter else []  # of low
         moved_x, moved_low = move(x), [move(rest[place]) for place in places]
         op = self.changed(**settings)
@@ -181,13 +194,16 @@ class Logits(Op):
             shape = func(torch.empty(h.shape, device="meta"), *rest, **kwargs).shape
             if not shape or shape[-1] != classes:
                 return NotImplemented
-            return self.rows(h, lambda t: t.reshape(*shape[:-1], t.shape[-1]))
+            h._bypassed = True
+            return self.changed(lead=tuple(shape[:-1])).of(h.sources)
         x = h.sources[0]
+        if self.lead is not None:
+            x = x.reshape(*self.lead, x.shape[-1])
         moved = func(x, *rest, **kwargs)
-        if moved is x:
+        if moved is x or role.has(Role.CONTIGUOUS):
             return h
         if moves_rows(func, (x, *rest), kwargs, x, moved):
-            return self.rows(h, lambda t: moved if t is x else func(t, *rest, **kwargs))
+            return self.rows(h, lambda t: func(t, *rest, **kwargs))
         if role.has(Role.TRANSPOSE | Role.PERMUTE) and h.dim() > 2:
             like = torch.empty(h.shape, device="meta")
             if func(like, *rest, **kwargs).stride() == like.movedim(-1, 1).stride():

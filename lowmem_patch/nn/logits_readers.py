@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lowmem_patch.functional import (
     Labels,
+    flat,
     in_compiler,
     in_compute_dtype,
     linear_cross_entropy,
@@ -79,7 +80,7 @@ def _labels(op: Logits, h: Deferred, given: dict[str, Any]) -> Labels | None:
     target, weight = given["target"], given["weight"]
     if type(target) is not Tensor and not hasattr(target, "fake_mode"):
         return None
-    lead = op.changed(second=False).shape(h.sources)[:-1]
+    lead = op.rows_shape(h.sources)
     if target.dtype != torch.int64 or target.shape != lead or target.device != h.device:
         return None
     if len(lead) > 1 and not op.second:
@@ -101,15 +102,25 @@ def _loss(op: Logits, h: Deferred, labels: Labels, reduction: str) -> Any:
     selects = reduction != "none" and op.reads.selects(target, labels.ignore_index)
     loss = linear_cross_entropy(head, labels, reduction, selects=selects)
     if reduction == "none":
-        shape = op.changed(second=False).shape(h.sources)[:-1]
-        loss = loss.view(shape)
-    return loss.to(_loss_dtype(h))
+        loss = loss.view(op.rows_shape(h.sources))
+    return loss.to(
+        _result_dtype(F.cross_entropy, h, torch.zeros(1, dtype=torch.int64, device=h.device))
+    )
 
 
-def _loss_dtype(h: Tensor) -> torch.dtype:
-    """Autocast computes losses in float32."""
-    autocast = torch.is_autocast_enabled(h.device.type) and h.dtype != torch.float64
-    return torch.float32 if autocast else h.dtype
+def _result_dtype(func: Callable[..., Any], h: Tensor, *rest: Any) -> torch.dtype:
+    """Of a torch function of logits: autocast has its own list of those that it computes in float32."""
+    device = h.device.type
+    if not torch.is_autocast_enabled(device):
+        return h.dtype
+    key = (func, device, h.dtype, torch.get_autocast_dtype(device))
+    if key not in _DTYPES:
+        like = torch.zeros(1, 2, dtype=h.dtype, device=h.device)
+        _DTYPES[key] = func(like, *rest).dtype
+    return _DTYPES[key]
+
+
+_DTYPES: dict[Any, torch.dtype] = {}
 
 
 def _is_last(h: Tensor, dim: Any) -> bool:
@@ -122,7 +133,7 @@ def _read_log_softmax(op: Logits, h: Deferred, given: dict[str, Any]) -> Any:
     if op.normalised or not at_classes:
         return NotImplemented
     h._bypassed = True
-    to = _loss_dtype(h) if given["dtype"] is None else given["dtype"]
+    to = _result_dtype(F.log_softmax, h, -1) if given["dtype"] is None else given["dtype"]
     return op.changed(normalised=True, to=to).of(h.sources)
 
 
@@ -133,7 +144,8 @@ def _read_logsumexp(op: Logits, h: Deferred, given: dict[str, Any]) -> Any:
     if op.normalised or op.second or not _is_last(h, dim):
         return NotImplemented
     h._bypassed = True
-    found = linear_losses(op.head(h.sources), Labels(None)).view(h.shape[:-1]).to(_loss_dtype(h))
+    found = linear_losses(op.head(h.sources), Labels(None)).view(h.shape[:-1])
+    found = found.to(_result_dtype(torch.logsumexp, h, -1))
     return found.unsqueeze(-1) if given["keepdim"] else found
 
 
@@ -162,11 +174,11 @@ def _scores_of(op: Logits, h: Deferred, classes: Tensor) -> Tensor:
             chosen = F.embedding(classes, weight).to(dtype)
             return torch.bmm(x.to(dtype).unsqueeze(1), chosen.unsqueeze(2)).view(-1)
 
-        a = products(head.x, head.weight)
+        a = products(flat(head.x), head.weight)
         if head.bias is not None:
             a = a + head.bias.to(dtype)[classes]
         if head.low is not None and head.lora_B is not None:
-            a = a + products(head.low, head.lora_B)
+            a = a + products(flat(head.low), head.lora_B)
         a = a.to(wide(dtype)) * op.scale
         return op.cap * torch.tanh(a) if op.cap else a
 
@@ -181,7 +193,7 @@ def _read_sum(op: Logits, h: Deferred, given: dict[str, Any]) -> Any:
     h._bypassed = True
     head = op.head(h.sources)
     labels = Labels(
-        torch.zeros(head.x.shape[0], dtype=torch.int64, device=h.device), None, _NO_CLASS, 1.0
+        torch.zeros(flat(head.x).shape[0], dtype=torch.int64, device=h.device), None, _NO_CLASS, 1.0
     )
     found = linear_cross_entropy(head, labels, "none") * (-op.sign * h.shape[-1])
     found = found.view(h.shape[:-1]).to(op.to if given["dtype"] is None else given["dtype"])

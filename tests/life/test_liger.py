@@ -127,7 +127,7 @@ def test_patching_again_saves_the_bytes_again(llama: Any, inputs: Inputs) -> Non
         ("model.layers.0.mlp.act_fn", lambda self, x: nn.functional.silu(x), True),
         ("model.layers.1.mlp", mlp_forward, True),
         ("model.layers.1.self_attn", "class", True),
-        ("lm_head", lambda self, x: nn.functional.linear(x, self.weight), False),
+        ("lm_head", lambda self, x: nn.functional.linear(x, self.weight), True),
     ],
 )
 def test_any_forward_in_the_place_of_ours_is_named(
