@@ -10,6 +10,7 @@ import copy
 import datetime
 import os
 import sys
+import traceback
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -74,7 +75,8 @@ class Runs:
         try:
             self.found[name] = run(*args)
         except Exception as error:  # one run that fails is one red test
-            self.found[name] = {"error": f"{type(error).__name__}: {error}"}
+            where = "".join(traceback.format_tb(error.__traceback__)[-3:])
+            self.found[name] = {"error": f"{type(error).__name__}: {error}\n{where}"}
 
     def model(self, trains: str, preset: str | None) -> Any:
         """A copy of one that was patched once: a plan costs more than a step."""
