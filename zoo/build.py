@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -116,15 +117,15 @@ def _make(model_class: Any, config: Any) -> Any:
     return make(config)
 
 
-def build_transformers(model_type: str) -> Built:
-    """A runnable tiny model of a model type.
+def build_transformers(model_type: str, class_of: Callable[[str], Any] = model_class_of) -> Built:
+    """A runnable tiny model of a model type, of the class that ``class_of`` names.
 
     Raises:
         NoModel, CannotBuild, CannotRun: with the reason of the last try.
     """
     try:
         config_class = config_class_of(model_type)
-        model_class = model_class_of(model_type)
+        model_class = class_of(model_type)
     except LookupError as error:
         raise NoModel(str(error)) from error
     except (ImportError, AttributeError) as error:
