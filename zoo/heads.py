@@ -78,13 +78,13 @@ def _judged(built: Built) -> Result:
     inputs = _with_labels(built)
     if inputs is None:
         return Result(name, "no loss", "its forward takes no labels beside tokens")
+    patched = copy.deepcopy(model)  # before a forward, of which some models keep a state
     try:
         own = _step(model, inputs)
     except Exception as error:  # whatever a foreign forward raises
         return Result(name, "no loss", f"{type(error).__name__}: {str(error)[:160]}")
     if own is None:
         return Result(name, "no loss", "its output has no loss that needs a gradient")
-    patched = copy.deepcopy(model)
     patch_model(patched, "exact", example_inputs=built.inputs)
     found = _step(patched, inputs)
     assert found is not None
@@ -92,6 +92,8 @@ def _judged(built: Built) -> Result:
     wide = [note for note in report.notes if "are computed where they are read" in note]
     whole = [note for note in report.notes if "computed whole" in note or "at once" in note]
     status = WHOLE if whole else NEVER if wide else NONE
+    if status == NONE:
+        whole = ["no Linear that is twice as wide as its input gives logits to the caller"]
     wrong = _differences(own, found)
     status, reason = (WRONG, "; ".join(wrong)) if wrong else (status, "; ".join(whole))
     return Result(name, status, reason, built.parameters, built.shrink, built.feed)
@@ -139,7 +141,7 @@ def _write_table(results: list[Result]) -> None:
     lines = [
         "# Loss heads",
         "",
-        "Which architectures of transformers, when they are patched, make their own loss without ever computing",
+        "Which architectures of transformers, once patched, make their own loss without ever computing",
         f"their logits whole; made by `python -m zoo.heads` ({versions}, float32, one step, `exact`).",
         "",
         "| outcome | model types |",

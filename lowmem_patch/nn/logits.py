@@ -187,15 +187,10 @@ class Logits(Op):
         if self.second:
             return NotImplemented
         role, rest = role_of(function_name(func)), args[1:]
-        classes = h.shape[-1]
         if role.has(Role.RESHAPE):
-            if rest and isinstance(rest[0], torch.dtype):
-                return NotImplemented  # another reading of the same bits
-            shape = func(torch.empty(h.shape, device="meta"), *rest, **kwargs).shape
-            if not shape or shape[-1] != classes:
-                return NotImplemented
-            h._bypassed = True
-            return self.changed(lead=tuple(shape[:-1])).of(h.sources)
+            return self._reshaped(h, func, rest, kwargs)
+        if role.has(Role.INDEX) and (chosen := _class_slice(rest[0], h.dim())):
+            return self._of_classes(h, func, *chosen)
         x = h.sources[0]
         if self.lead is not None:
             x = x.reshape(*self.lead, x.shape[-1])
@@ -210,6 +205,33 @@ class Logits(Op):
                 h._bypassed = True
                 return self.changed(second=True).of(h.sources)
         return NotImplemented
+
+    def _reshaped(
+        self, h: Deferred, func: Callable[..., Any], rest: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Rows in other dimensions; x stays as it is, since a slice of it would have to be copied."""
+        if rest and isinstance(rest[0], torch.dtype):
+            return NotImplemented  # another reading of the same bits
+        shape = func(torch.empty(h.shape, device="meta"), *rest, **kwargs).shape
+        if not shape or shape[-1] != h.shape[-1]:
+            return NotImplemented
+        h._bypassed = True
+        return self.changed(lead=tuple(shape[:-1])).of(h.sources)
+
+    def _of_classes(
+        self, h: Deferred, func: Callable[..., Any], rows: tuple[Any, ...], classes: slice
+    ) -> Any:
+        """Some classes of rows: those of a vocabulary without its padding."""
+        moved = self.rearranged(h, func, (h, rows), {})
+        if not isinstance(moved, Deferred):
+            return NotImplemented
+        op: Any = moved.op
+        x, weight, *rest = moved.sources
+        places = [0] * self.bias + [len(rest) - 1] * self.adapter  # of b and B
+        for place in places:
+            rest[place] = rest[place][classes]
+        moved._bypassed = True
+        return op.of((x, weight[classes], *rest))
 
     def cast(self, h: Deferred, dtype: torch.dtype) -> Any:
         h._bypassed = True
@@ -233,6 +255,17 @@ class Logits(Op):
         to = torch.promote_types(self.to, other.dtype) if other.dim() else self.to
         h._bypassed = True
         return self.changed(bias=True, to=to).of((*h.sources, value_of(other).reshape(-1)))
+
+
+def _class_slice(item: Any, dim: int) -> tuple[tuple[Any, ...], slice] | None:
+    """An index that chooses classes by a slice of the last dimension: that of rows, and the slice."""
+    if not isinstance(item, tuple) or not item or not isinstance(item[-1], slice):
+        return None
+    whole = any(one is Ellipsis for one in item) or sum(one is not None for one in item) == dim
+    last = item[-1]
+    if not whole or last == slice(None) or last.step not in (None, 1):
+        return None
+    return (*item[:-1], slice(None)), last
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

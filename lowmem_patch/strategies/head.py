@@ -24,6 +24,9 @@ _PASSES_ON = (
 )  # fmt: skip
 
 
+_READS_CHUNKS = Role.CROSS_ENTROPY | Role.LOG_SUM_EXP | Role.GATHER | Role.ARGMAX
+
+
 @dataclasses.dataclass(frozen=True)
 class DeferredLogits(Patch):
     """A head whose logits wait; ``low_precision`` of a LoRA layer as of `lowmem_patch.strategies.lora`."""
@@ -50,7 +53,7 @@ def find(facts: Facts, config: PatchConfig) -> Found:
             f"{name}: its {classes:,} logits a row are computed where they are read, and a cross entropy "
             "reads them a chunk of rows at a time"
         )
-    found.notes += _others(facts, tuple(patch.site for patch in found.patches))
+    found.notes += _others(facts, adapted)
     return found
 
 
@@ -64,53 +67,61 @@ def head_names(facts: Facts, config: PatchConfig) -> tuple[str, ...]:
 
 
 def _heads(facts: Facts, adapted: tuple[str, ...]) -> Iterator[str]:
-    inside = tuple(f"{name}." for name in adapted)
     for name in facts.order:
-        module = facts.modules[name]
-        plain = type(module) is nn.Linear and not name.startswith(inside)
-        if (plain or name in adapted) and _is_head(facts, name):
+        if _is_wide(facts, name, adapted) and _readers(facts, name) == []:
             yield name
 
 
-def _is_head(facts: Facts, name: str) -> bool:
+def _is_wide(facts: Facts, name: str, adapted: tuple[str, ...]) -> bool:
+    """Whether a Linear, or a LoRA layer of one, has the width of a vocabulary."""
     module = facts.modules[name]
+    inside = name.startswith(tuple(f"{layer}." for layer in adapted))
+    if (type(module) is not nn.Linear or inside) and name not in adapted:
+        return False
     if has_foreign_forward(module) or name in facts.foreign_kernels:
         return False
-    for call in facts.calls[name]:
-        if len(call.inputs) != 1 or len(call.outputs) != 1:
-            return False
-        logits, x = call.outputs[0], call.inputs[0]
-        if logits.shape[-1] < _WIDER * x.shape[-1] or not _reaches_caller(facts, logits):
-            return False
-    return True
+    return all(
+        len(call.inputs) == len(call.outputs) == 1
+        and call.outputs[0].shape[-1] >= _WIDER * call.inputs[0].shape[-1]
+        for call in facts.calls[name]
+    )
 
 
-def _reaches_caller(facts: Facts, logits: Tensor) -> bool:
-    """Whether the caller, or a cross entropy, gets logits that were only moved, cast, scaled or capped."""
-    pending, seen = [logits], {id(logits)}
+def _readers(facts: Facts, name: str) -> list[str] | None:
+    """Who reads the logits whole in the model's own forward; None where they are no logits: neither the
+    caller nor a cross entropy gets them, moved, cast, scaled or capped."""
+    pending, seen = facts.outputs(name), set(map(id, facts.outputs(name)))
+    reached, readers = False, []
     while pending:
         tensor = pending.pop()
-        if id(tensor) in facts.trace.outputs:
-            return True
+        reached = reached or id(tensor) in facts.trace.outputs
         for op in facts.trace.consumers.get(id(tensor), ()):
-            if op.role.has(Role.CROSS_ENTROPY):
-                return True
-            if op.role.has(_PASSES_ON):
+            reached = reached or op.role.has(Role.CROSS_ENTROPY)
+            if op.role.has(_PASSES_ON) and not op.writes:
                 new = [t for t in op.outputs if id(t) not in seen and t.is_floating_point()]
                 seen.update(map(id, new))
                 pending += new
-    return False
+            elif not op.role.has(_READS_CHUNKS):
+                readers.append(op.place)
+    return readers if reached else None
 
 
-def _others(facts: Facts, heads: tuple[str, ...]) -> Iterator[str]:
-    """Modules that look like heads and are left alone, with the reason."""
-    for name in facts.leaves:
+def _others(facts: Facts, adapted: tuple[str, ...]) -> Iterator[str]:
+    """Heads whose logits are computed whole, with the reason."""
+    for name in facts.order:
+        if _is_wide(facts, name, adapted):
+            if readers := _readers(facts, name):
+                yield f"{name}: logits are computed whole, since {readers[0]} reads them"
+            continue
         module, outputs = facts.modules[name], facts.outputs(name)
-        weight = getattr(module, "weight", None)
-        if (name.startswith(heads) and heads) or type(module) is nn.Linear or not outputs:
+        label, weight = type(module).__name__, getattr(module, "weight", None)
+        if (
+            type(module) is nn.Linear
+            or "linear" not in label.lower()
+            or not isinstance(weight, Tensor)
+        ):
             continue
-        if "linear" not in type(module).__name__.lower() or not isinstance(weight, Tensor):
-            continue
-        wide = outputs[0].shape[-1] >= _WIDER * facts.calls[name][0].inputs[0].shape[-1]
-        if wide and any(id(output) in facts.trace.outputs for output in outputs):
-            yield f"{name}: logits are computed whole, since the head is a {type(module).__name__}"
+        x = facts.calls[name][0].inputs
+        wide = x and outputs and outputs[0].shape[-1] >= _WIDER * x[0].shape[-1]
+        if wide and _readers(facts, name) == []:
+            yield f"{name}: logits are computed whole, since the head is a {label}"

@@ -166,6 +166,9 @@ FUSED: dict[str, Loss] = {
             + 0 * (y.argmax(-1) == IDS).float().mean()
         )
     )(logits_of(m)),
+    "a vocabulary without its padding": lambda m: F.cross_entropy(
+        logits_of(m)[..., :150].reshape(-1, 150), IDS.view(-1) % 150
+    ),
     "two losses of halves": lambda m: (
         lambda y: sum(
             F.cross_entropy(half.reshape(-1, CLASSES), IDS.chunk(2)[n].reshape(-1))
@@ -191,8 +194,8 @@ READ: dict[str, Loss] = {
             F.cross_entropy(y.view(-1, CLASSES), IDS.view(-1)),
         )[1]
     )(logits_of(m)),
-    "some classes": lambda m: F.cross_entropy(
-        logits_of(m)[..., :80].reshape(-1, 80), IDS.view(-1) % 80
+    "every other class": lambda m: F.cross_entropy(
+        logits_of(m)[..., ::2].reshape(-1, 80), IDS.view(-1) % 80
     ),
     "softmax": lambda m: logits_of(m).softmax(-1).square().sum(),
     "a learned temperature": lambda m: F.cross_entropy(
@@ -217,7 +220,7 @@ def test_a_loss_is_torchs_and_never_reads_logits_whole(name: str) -> None:
         keep = loss(patched)
     del keep
     logits = IDS.numel() * CLASSES * 4
-    assert after.activations <= before.activations - logits * 0.75
+    assert after.activations <= before.activations - logits * 0.7
 
 
 @pytest.mark.parametrize("name", READ)
@@ -469,6 +472,21 @@ def test_other_heads_are_left_alone() -> None:
 
     report = plan_patch(Classifier(), HEAD, example_inputs=torch.randn(4, 8))
     assert not any("logits" in note for note in report.notes)
+
+
+def test_logits_that_the_model_reads_itself_are_left_alone() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = nn.Linear(8, 16), nn.Linear(16, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            logits: Tensor = self.head(self.body(x))
+            logits[..., 3] = -9.0
+            return logits
+
+    report = plan_patch(Masked(), HEAD, example_inputs=torch.randn(4, 3, 8))
+    assert report.notes == ("head: logits are computed whole, since __setitem__ reads them",)
 
 
 def test_the_report_names_head_and_reader() -> None:
