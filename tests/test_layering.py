@@ -39,6 +39,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("strategies.protocol",),
     ("strategies.fold_weights", "strategies.swap"),
     ("strategies.activations", "strategies.fold_loading", "strategies.lora"),
+    ("strategies.head",),
     ("strategies.share", "strategies.codes", "strategies.recompute", "strategies.one_copy"),
     ("strategies.dropout_bits", "strategies.speed", "strategies.fold_rules"),
     ("strategies.fold",),
