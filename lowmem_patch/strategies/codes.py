@@ -1,6 +1,7 @@
-"""codes: an activation saves two bits for each element, and not its input (Approx-BP, arXiv 2406.16282).
+"""codes: an activation saves a few bits for each element, and not its input (Approx-BP, arXiv 2406.16282).
 
-The gradient is that of a step function: approximate, and said so.
+The gradient is that of a step function: approximate, and said so. Where the activation's own derivative is
+such a function (ReLU and its kin), one bit is exact.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from lowmem_patch.config import PatchConfig
 from lowmem_patch.constants import STEP_TABLES
 from lowmem_patch.functional import ActivationKind
 from lowmem_patch.nn.activations import CodesActivation
-from lowmem_patch.strategies.activations import activation_sites
+from lowmem_patch.strategies.activations import NOTHING_TO_GAIN, ActivationSite, activation_sites
 from lowmem_patch.strategies.protocol import Facts, Found, Skip
 from lowmem_patch.strategies.swap import Swap
 
-__all__ = ["CodedActivation", "find"]
+__all__ = ["CodedActivation", "ExactlyCodedActivation", "find"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,10 +29,18 @@ class CodedActivation(Swap):
     approximate = True
 
     activation: ActivationKind
+    bits: int
     in_place: bool
 
     def make(self, original: nn.Module) -> nn.Module:
-        return CodesActivation(self.activation, self.in_place)
+        return CodesActivation(self.activation, self.bits, self.in_place)
+
+
+@dataclasses.dataclass(frozen=True)
+class ExactlyCodedActivation(CodedActivation):
+    """One whose derivative takes the two values that a bit tells apart."""
+
+    approximate = False
 
 
 def find(facts: Facts, config: PatchConfig) -> Found:
@@ -44,17 +53,25 @@ def find(facts: Facts, config: PatchConfig) -> Found:
             found.add(site.skip(f"no step table for {site.kind}: `recompute` is exact"))
             continue
         if not facts.saved(site.name):
-            text = "nothing to gain: its input is kept for another op, or not at all"
-            found.add(site.skip(text))
+            found.add(site.skip(NOTHING_TO_GAIN))
             continue
-        reason = "2-bit codes in place of its input"
-        if config.activations == "auto":
-            none = "no Linear that trains reads it"
-            reason += f": {none if site.hook is None else f'read by {site.hook}'}"
+        exact = STEP_TABLES[site.kind][config.bits].exact
+        patch = ExactlyCodedActivation if exact else CodedActivation
         found.add(
-            CodedActivation(
-                site.name, site.kind, site.in_place,
-                reason=reason, kind=site.kind, consumers=site.texts,
+            patch(
+                site.name, site.kind, config.bits, site.in_place,
+                reason=_reason(site, config), kind=site.kind, consumers=site.texts,
             )
         )  # fmt: skip
     return found
+
+
+def _reason(site: ActivationSite, config: PatchConfig) -> str:
+    table = STEP_TABLES[site.kind][config.bits]
+    reason = f"{table.bits}-bit codes in place of its {site.saves}"
+    if table.exact:
+        return f"{reason}: exact, since its derivative takes two values"
+    if config.activations != "auto":
+        return reason
+    why = "no Linear that trains reads it" if site.hook is None else f"read by {site.hook}"
+    return f"{reason}: {why}"

@@ -133,6 +133,6 @@ def test_errors_name_the_shapes() -> None:
     with pytest.raises(ValueError, match=r"\(2, 4\) and \(2, 3\)"):
         glu(x, x[:, :3], "silu")
     with pytest.raises(ValueError, match="kind must be one of"):
-        glu(x, x, "relu")
+        glu(x, x, "swishglu")
     with pytest.raises(TypeError, match=r"torch\.int64"):
         activation(torch.arange(3), "silu")
