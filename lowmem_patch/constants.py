@@ -12,6 +12,7 @@ relu_squared(x) = relu(x)^2 has no table: its derivative has no limit that a ste
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
@@ -97,6 +98,15 @@ class StepTable:
     def exact(self) -> bool:
         """Whether the steps are the activation's own derivative."""
         return self.squared_distance == 0
+
+    @property
+    def mean_derivative_bound(self) -> float:
+        """What |E h'(x) - E h~'(x)| can be at most for standard normal x.
+
+        With the density p of x, integration by parts and Cauchy's inequality: |integral of (h' - h~') p| =
+        |integral of (h - h~) p'| is at most the L2 norm of h - h~ times that of p'.
+        """
+        return math.sqrt(self.squared_distance / (4 * math.sqrt(math.pi)))
 
     @property
     def slopes(self) -> tuple[float, ...]:

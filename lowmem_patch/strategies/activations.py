@@ -139,7 +139,7 @@ def _saves_output(facts: Facts, name: str) -> bool:
 
 
 def _choose(config: PatchConfig, kind: ActivationKind, *, gains: bool, possible: bool) -> str:
-    """The strategy that decides on an activation, by what recomputing gains, and whether it can be done then."""
+    """The strategy that decides on an activation: by what recomputing gains, and whether it is possible."""
     tables = STEP_TABLES.get(kind)
     if tables is not None and tables[config.bits].exact and not possible:
         return "keep" if config.activations == "keep" else "codes"  # no approximation

@@ -100,7 +100,8 @@ def parse_activation(text: str) -> Callable[[Tensor], Tensor]:
         except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:
             raise FitError(f"{text!r} cannot be computed: {error}") from error
         if not isinstance(value, Tensor) or not value.is_floating_point():
-            raise FitError(f"{text!r} gives {type(value).__name__}, and no real numbers")
+            given = value.dtype if isinstance(value, Tensor) else type(value).__name__
+            raise FitError(f"{text!r} gives no real numbers, but {given}")
         return value
 
     return function

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
 from torch import Tensor
@@ -11,7 +13,10 @@ from lowmem_patch.constants import STEP_BITS, StepTable
 from lowmem_patch.errors import FitError
 from lowmem_patch.tables.function import Array, Curve, make_curve
 
-__all__ = ["chain_of", "fit_step_table", "table_of"]
+if TYPE_CHECKING:
+    from lowmem_patch.tables import search  # needs scipy
+
+__all__ = ["derivative_at", "fit_step_table", "primitive_at", "table_of"]
 
 _DIGITS = 12  # of thresholds; float32, in which they are compared, has 7
 
@@ -52,32 +57,44 @@ def table_of(curve: Curve, bits: int) -> StepTable:
         from lowmem_patch.tables import search
     except ImportError as error:
         raise FitError(
-            "fitting a step table needs scipy: pip install 'lowmem-patch[tables]'"
+            "a step table is fitted with scipy: pip install 'lowmem-patch[tables]'"
         ) from error
-
     cyclic = curve.left.slope == curve.right.slope
     for fewer in range(1, bits + 1):
         exact = search.exact_chain(curve, 2**fewer - (not cyclic))
         if exact is not None:
-            return _table(curve, exact.knots, exact.heights, 0.0)
+            return _table(curve, exact, 0.0)
     found = search.best_chain(curve, 2**bits - (not cyclic))
-    return _table(curve, found.knots, found.heights, found.distance)
+    return _table(curve, found, found.distance)
 
 
-def _table(curve: Curve, knots: Array, heights: Array, distance: float) -> StepTable:
-    inner = np.diff(heights) / np.diff(knots)
-    levels = [curve.left.slope, *np.round(inner, 15).tolist(), curve.right.slope]
+def derivative_at(table: StepTable, x: Array) -> Array:
+    """h~'(x)."""
+    levels = np.array(
+        (*table.levels, table.levels[0])
+    )  # a cyclic table comes to its first level again
+    found: Array = levels[np.searchsorted(np.array(table.thresholds), x)]
+    return found
+
+
+def primitive_at(table: StepTable, curve: Curve, x: Array) -> Array:
+    """h~(x)."""
+    value = curve.left(x)
+    for threshold, slope in zip(table.thresholds, table.slopes, strict=True):
+        value = value + slope * np.maximum(x - threshold, 0.0)
+    return value
+
+
+def _table(curve: Curve, chain: search.Chain, distance: float) -> StepTable:
+    inner = np.diff(chain.heights) / np.diff(chain.knots)
+    levels = (curve.left.slope, *np.round(inner, 15).tolist(), curve.right.slope)
     if curve.left.slope == curve.right.slope:
-        levels.pop()
-    thresholds = np.round(knots, _DIGITS) + 0.0  # no -0.0
-    x = np.union1d(np.linspace(curve.edges[0], curve.edges[-1], 200_001), knots)
-    off = np.abs(curve(x) - chain_of(curve, knots, heights, x))
-    largest = 0.0 if distance == 0 else float(off.max())
-    return StepTable(tuple(thresholds.tolist()), tuple(levels), distance, largest)
-
-
-def chain_of(curve: Curve, knots: Array, heights: Array, x: Array) -> Array:
-    """h~ at x."""
-    chain = np.interp(x, knots, heights)
-    chain = np.where(x < knots[0], curve.left(x), chain)
-    return np.where(x > knots[-1], curve.right(x), chain)
+        levels = levels[:-1]
+    thresholds = np.round(chain.knots, _DIGITS) + 0.0  # no -0.0
+    table = StepTable(tuple(thresholds.tolist()), levels, distance, 0.0)
+    if table.exact:
+        return table
+    # the peaks are at the thresholds, or between them
+    x = np.union1d(np.linspace(curve.edges[0], curve.edges[-1], 200_001), thresholds)
+    largest = float(np.abs(curve(x) - primitive_at(table, curve, x)).max())
+    return dataclasses.replace(table, largest_difference=largest)

@@ -20,11 +20,12 @@ __all__ = ["Array", "Curve", "Line", "make_curve"]
 Array = NDArray[np.float64]
 
 _FAR = (256.0, 512.0, 1024.0)  # where an activation must have become a straight line
-_SLOPE_TOLERANCE = 1e-6
+_SLOPE_TOLERANCE = 1e-4
 _LINE_TOLERANCE = 1e-9
 # closer to its line than this, relative to the largest distance, nothing is left to fit
 _NEGLIGIBLE = 1e-14
 _SMALLEST_CELL = 1e-7
+_LARGEST_STEP = 1e-3  # across such a cell
 _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(16)
 
 
@@ -190,7 +191,18 @@ def _mesh(function: Callable[[Array], Array], name: str, left: Line, right: Line
         raise FitError(f"{name} is a straight line: its derivative needs no bits")
     low, high = min(float(begin[0]), float(end[-1])), max(float(begin[0]), float(end[-1]))
     edges = np.arange(np.floor(low) - 1, np.ceil(high) + 1.5, 0.5)
+    _check_continuous(function, name, edges - _SMALLEST_CELL / 2, edges + _SMALLEST_CELL / 2)
     return _refined(function, name, edges)
+
+
+def _check_continuous(
+    function: Callable[[Array], Array], name: str, low: Array, high: Array
+) -> None:
+    """Of small cells."""
+    jumps = np.abs(function(high) - function(low)) > _LARGEST_STEP
+    if jumps.any():
+        place = float((low + high)[jumps][0]) / 2
+        raise FitError(f"{name} is not continuous: it jumps at x = {place:.6g}")
 
 
 def _refined(function: Callable[[Array], Array], name: str, edges: Array) -> Array:
@@ -208,10 +220,8 @@ def _refined(function: Callable[[Array], Array], name: str, edges: Array) -> Arr
         scale = np.maximum(1.0, np.abs(function(middle)))
         rough = np.abs(whole - parts) > 1e-13 * scale * np.minimum(1.0, 2 * half)
         rough &= half > _SMALLEST_CELL / 2
-        jumps = np.abs(function(high) - function(low)) > 1e-3
-        if (jumps & (half <= _SMALLEST_CELL)).any():
-            place = float(middle[jumps & (half <= _SMALLEST_CELL)][0])
-            raise FitError(f"{name} is not continuous: it jumps at x = {place:.6g}")
+        small = half <= _SMALLEST_CELL
+        _check_continuous(function, name, low[small], high[small])
         middle = middle[rough]
         done.append(middle)
         low, high = np.concatenate((low[rough], middle)), np.concatenate((middle, high[rough]))
