@@ -47,13 +47,31 @@ def as_text(kinds: dict[str, dict[str, Any]]) -> str:
     return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
+def derivative_error(kind: str, row: dict[str, Any]) -> float:
+    """The root mean square of h' - h~' over standard normal x."""
+    import torch
+
+    from lowmem_patch import formulas
+
+    x = torch.linspace(-12, 12, 240_001, dtype=torch.float64)
+    levels = torch.tensor((*row["levels"], row["levels"][0]), dtype=torch.float64)
+    steps = levels[torch.bucketize(x, torch.tensor(row["thresholds"], dtype=torch.float64))]
+    slopes = formulas.BACKWARD[kind](torch.ones_like(x), x)  # type: ignore[index]
+    density = torch.exp(-x.square() / 2)
+    return float(((slopes - steps).square() * density).sum() / density.sum()) ** 0.5
+
+
 def tables_of(kinds: dict[str, dict[str, Any]]) -> str:
-    """The tables of the page."""
+    """The tables of the page; to each row its error is added."""
     columns = [f"{bits} bit{'s' * (bits > 1)}" for bits in (1, 2, 3, 4)]
+    for kind, rows in kinds.items():
+        for row in rows.values():
+            row["error"] = derivative_error(kind, row)
     found = []
     for title, key in (
         ("integral of (h - h~)^2", "squared_distance"),
         ("largest difference of h and h~", "largest_difference"),
+        ("root mean square of h' - h~' for standard normal x", "error"),
     ):
         lines = [f"| {title} | {' | '.join(columns)} |", "|---" * 5 + "|"]
         for kind, rows in kinds.items():

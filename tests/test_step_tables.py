@@ -1,4 +1,4 @@
-"""`fit_step_table` and ``tables``: the best steps of any activation, or a sentence that says why there are none."""
+"""`fit_step_table` and ``tables``: the best steps of any activation, or why there are none."""
 
 from __future__ import annotations
 
@@ -152,10 +152,11 @@ def test_bits_are_1_to_4(bits: Any) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "__import__('os').system('true')", "x.data", "x[0]", "(lambda: x)()", "[x for x in x]", "x if x else x",
-        "open('x')", "getattr(x, 'data')", "x := 3", "x; x", "f'{x}'", "exec('1')", "y", "1 + 1", "sigmoid",
-        "sigmoid(x, out=x)", "x and x", "not x", "'x'", "x @ x", "True", "x + 1j", "", "x" * 1001, "(" * 300,
-        "~x", "9 ** 9 ** 9 ** 9 * x", "(-1) ** 0.5 * x", "elu(x, x)", "exp()", "x > 0",
+        "__import__('os').system('true')", "x.data", "x[0]", "(lambda: x)()", "[x for x in x]",
+        "x if x else x", "open('x')", "getattr(x, 'data')", "x := 3", "x; x", "f'{x}'", "exec('1')",
+        "y", "1 + 1", "sigmoid", "sigmoid(x, out=x)", "x and x", "not x", "'x'", "x @ x", "True", "x + 1j",
+        "", "x" * 1001, "(" * 300, "~x", "9 ** 9 ** 9 ** 9 * x", "(-1) ** 0.5 * x", "elu(x, x)", "exp()",
+        "x > 0",
     ],
 )  # fmt: skip
 def test_only_expressions_of_x_are_read(text: str) -> None:

@@ -50,91 +50,111 @@ def _tile(elements, groups, EVEN: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _store_plane(codes_ptr, group, groups, values, mask, WIDTH: tl.constexpr):
-    """Pack values of WIDTH bits, eight a word, into the plane at ``codes_ptr``."""
-    shift = (WIDTH * tl.arange(0, GROUP))[None, :]
-    packed = tl.sum(tl.where(mask, values << shift, 0), axis=1)
-    if WIDTH == 1:
-        tl.store(codes_ptr + group, packed.to(tl.uint8), mask=group < groups)
-    elif WIDTH == 2:
-        words = codes_ptr.to(tl.pointer_type(tl.int16))
-        tl.store(words + group, packed.to(tl.int16), mask=group < groups)
+def _unit(mask, WIDTH: tl.constexpr, EVEN: tl.constexpr):
+    """1 at each element's place in its group's word; 0 where there is no element."""
+    unit = tl.broadcast_to((1 << (WIDTH * tl.arange(0, GROUP)))[None, :], mask.shape)
+    if EVEN:
+        return unit  # the word of no group is never written
     else:
-        words = codes_ptr.to(tl.pointer_type(tl.int32))
-        tl.store(words + group, packed.to(tl.int32), mask=group < groups)
+        return tl.where(mask, unit, 0)
+
+
+@triton.jit
+def _words(codes_ptr, WIDTH: tl.constexpr):
+    """The plane of codes of WIDTH bits, by groups."""
+    if WIDTH == 1:
+        return codes_ptr
+    elif WIDTH == 2:
+        return codes_ptr.to(tl.pointer_type(tl.int16))
+    else:
+        return codes_ptr.to(tl.pointer_type(tl.int32))
+
+
+@triton.jit
+def _store_plane(codes_ptr, group, groups, places, WIDTH: tl.constexpr):
+    """Store the sums of what each element has at its place ``[BLOCK, 8]``."""
+    words = _words(codes_ptr, WIDTH) + group
+    packed = tl.sum(places, axis=1)
+    tl.store(words, packed.to(words.dtype.element_ty), mask=group < groups)
 
 
 @triton.jit
 def _load_plane(codes_ptr, group, groups, WIDTH: tl.constexpr):
-    """The values ``[BLOCK, 8]`` of a plane."""
-    if WIDTH == 1:
-        words = codes_ptr
-    elif WIDTH == 2:
-        words = codes_ptr.to(tl.pointer_type(tl.int16))
-    else:
-        words = codes_ptr.to(tl.pointer_type(tl.int32))
-    packed = tl.load(words + group, mask=group < groups, other=0).to(tl.int32)
-    shift = (WIDTH * tl.arange(0, GROUP))[None, :]
-    return (packed[:, None] >> shift) & ((1 << WIDTH) - 1)
+    packed = tl.load(_words(codes_ptr, WIDTH) + group, mask=group < groups, other=0)
+    return packed.to(tl.int32)[:, None]
 
 
-# Codes and levels are found by halving: with 4 bits, 4 comparisons and 11 selections for 15 comparisons.
 @triton.jit
-def _code_of(
-    x,
+def _is_set(packed, BIT: tl.constexpr, WIDTH: tl.constexpr):
+    """Whether a bit of each element's code is 1."""
+    return (packed & (1 << (WIDTH * tl.arange(0, GROUP) + BIT))[None, :]) != 0
+
+
+# Codes and levels are found by halving: with 4 bits, 4 comparisons and 11 selections for 15 comparisons. Each
+# bit goes to its place in the word at once, and is tested there: no code is put together or taken apart.
+@triton.jit
+def _places_of(
+    x, unit, high_unit,
     C1: tl.constexpr, C2: tl.constexpr, C3: tl.constexpr, C4: tl.constexpr, C5: tl.constexpr,
     C6: tl.constexpr, C7: tl.constexpr, C8: tl.constexpr, C9: tl.constexpr, C10: tl.constexpr,
     C11: tl.constexpr, C12: tl.constexpr, C13: tl.constexpr, C14: tl.constexpr, C15: tl.constexpr,
-    LAST: tl.constexpr, CYCLIC: tl.constexpr, BITS: tl.constexpr,
+    BITS: tl.constexpr,
 ):  # fmt: skip
-    """How many of the 2^BITS - 1 thresholds lie below x; 0 from LAST on."""
+    """How many of the 2^BITS - 1 thresholds lie below x, in units of each plane."""
+    high = tl.zeros_like(unit)
     if BITS == 1:
-        code = (x > C1).to(tl.int32)
+        low = tl.where(x > C1, unit, 0)
     elif BITS == 2:
-        code = (x > C1).to(tl.int32) + (x > C2).to(tl.int32) + (x > C3).to(tl.int32)
+        low = tl.where(x > C1, unit, 0) + tl.where(x > C2, unit, 0) + tl.where(x > C3, unit, 0)
     elif BITS == 3:
         b2 = x > C4
         b1 = x > tl.where(b2, C6, C2)
         b0 = x > tl.where(b2, tl.where(b1, C7, C5), tl.where(b1, C3, C1))
-        code = 4 * b2.to(tl.int32) + 2 * b1.to(tl.int32) + b0.to(tl.int32)
+        low = tl.where(b1, 2 * unit, 0) + tl.where(b0, unit, 0)
+        high = tl.where(b2, high_unit, 0)
     else:
         b3 = x > C8
         b2 = x > tl.where(b3, C12, C4)
         b1 = x > tl.where(b3, tl.where(b2, C14, C10), tl.where(b2, C6, C2))
-        low = tl.where(b2, tl.where(b1, C7, C5), tl.where(b1, C3, C1))
-        high = tl.where(b2, tl.where(b1, C15, C13), tl.where(b1, C11, C9))
-        b0 = x > tl.where(b3, high, low)
-        code = 8 * b3.to(tl.int32) + 4 * b2.to(tl.int32) + 2 * b1.to(tl.int32) + b0.to(tl.int32)
-    if CYCLIC:
-        code = tl.where(x >= LAST, 0, code)
-    return code
+        below = tl.where(b2, tl.where(b1, C7, C5), tl.where(b1, C3, C1))
+        above = tl.where(b2, tl.where(b1, C15, C13), tl.where(b1, C11, C9))
+        b0 = x > tl.where(b3, above, below)
+        low = tl.where(b3, 8 * unit, 0) + tl.where(b2, 4 * unit, 0)
+        low += tl.where(b1, 2 * unit, 0) + tl.where(b0, unit, 0)
+    return low, high
 
 
 @triton.jit
-def _one_of_four(code, L0: tl.constexpr, L1: tl.constexpr, L2: tl.constexpr, L3: tl.constexpr):
-    odd = (code & 1) == 1
-    return tl.where((code & 2) == 2, tl.where(odd, L3, L2), tl.where(odd, L1, L0))
+def _one_of_four(two, one, L0: tl.constexpr, L1: tl.constexpr, L2: tl.constexpr, L3: tl.constexpr):
+    return tl.where(two, tl.where(one, L3, L2), tl.where(one, L1, L0))
 
 
 @triton.jit
 def _level_of(
-    code,
+    packed, high_packed,
     L0: tl.constexpr, L1: tl.constexpr, L2: tl.constexpr, L3: tl.constexpr,
     L4: tl.constexpr, L5: tl.constexpr, L6: tl.constexpr, L7: tl.constexpr,
     L8: tl.constexpr, L9: tl.constexpr, L10: tl.constexpr, L11: tl.constexpr,
     L12: tl.constexpr, L13: tl.constexpr, L14: tl.constexpr, L15: tl.constexpr,
     BITS: tl.constexpr,
 ):  # fmt: skip
+    WIDTH: tl.constexpr = 2 if BITS == 3 else BITS
+    one = _is_set(packed, 0, WIDTH)
     if BITS == 1:
-        level = tl.where(code == 1, L1, L0)
+        return tl.where(one, L1, L0)
     else:
-        level = _one_of_four(code, L0, L1, L2, L3)
-    if BITS >= 3:
-        level = tl.where((code & 4) == 4, _one_of_four(code, L4, L5, L6, L7), level)
-    if BITS == 4:
-        low, high = _one_of_four(code, L8, L9, L10, L11), _one_of_four(code, L12, L13, L14, L15)
-        level = tl.where((code & 8) == 8, tl.where((code & 4) == 4, high, low), level)
-    return level
+        two = _is_set(packed, 1, WIDTH)
+        level = _one_of_four(two, one, L0, L1, L2, L3)
+        if BITS == 3:
+            four = _is_set(high_packed, 0, 1)
+            level = tl.where(four, _one_of_four(two, one, L4, L5, L6, L7), level)
+        elif BITS == 4:
+            four, eight = _is_set(packed, 2, WIDTH), _is_set(packed, 3, WIDTH)
+            level = tl.where(four, _one_of_four(two, one, L4, L5, L6, L7), level)
+            low = _one_of_four(two, one, L8, L9, L10, L11)
+            high = _one_of_four(two, one, L12, L13, L14, L15)
+            level = tl.where(eight, tl.where(four, high, low), level)
+        return level
 
 
 @triton.jit(do_not_specialize=["elements", "groups"])
@@ -155,14 +175,16 @@ def _codes_forward_kernel(
     x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
     y = _math.activate(x, KIND, PRECISE, COARSE)
     tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask=mask)
-    code = _code_of(
-        x, C1, C2, C3, C4, C5, C6, C7, C8, C9, C10, C11, C12, C13, C14, C15, LAST, CYCLIC, BITS
-    )
+    WIDTH: tl.constexpr = 2 if BITS == 3 else BITS
+    low, high = _places_of(
+        x, _unit(mask, WIDTH, EVEN), _unit(mask, 1, EVEN),
+        C1, C2, C3, C4, C5, C6, C7, C8, C9, C10, C11, C12, C13, C14, C15, BITS,
+    )  # fmt: skip
+    if CYCLIC:
+        low, high = tl.where(x >= LAST, 0, low), tl.where(x >= LAST, 0, high)
+    _store_plane(codes_ptr, group, groups, low, WIDTH)
     if BITS == 3:
-        _store_plane(codes_ptr, group, groups, code & 3, mask, 2)
-        _store_plane(codes_ptr + 2 * groups.to(tl.int64), group, groups, code >> 2, mask, 1)
-    else:
-        _store_plane(codes_ptr, group, groups, code, mask, BITS)
+        _store_plane(codes_ptr + 2 * groups.to(tl.int64), group, groups, high, 1)
 
 
 @triton.jit(do_not_specialize=["elements", "groups"])
@@ -180,14 +202,14 @@ def _codes_backward_kernel(
 ):  # fmt: skip
     group, offsets, mask = _tile(elements, groups, EVEN, BLOCK)
     dy = tl.load(dy_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    packed = _load_plane(codes_ptr, group, groups, 2 if BITS == 3 else BITS)
+    high_packed = packed
     if BITS == 3:
-        code = _load_plane(codes_ptr, group, groups, 2)
-        code |= _load_plane(codes_ptr + 2 * groups.to(tl.int64), group, groups, 1) << 2
-    else:
-        code = _load_plane(codes_ptr, group, groups, BITS)
+        high_packed = _load_plane(codes_ptr + 2 * groups.to(tl.int64), group, groups, 1)
     slope = _level_of(
-        code, L0, L1, L2, L3, L4, L5, L6, L7, L8, L9, L10, L11, L12, L13, L14, L15, BITS
-    )
+        packed, high_packed,
+        L0, L1, L2, L3, L4, L5, L6, L7, L8, L9, L10, L11, L12, L13, L14, L15, BITS,
+    )  # fmt: skip
     tl.store(dx_ptr + offsets, (dy * slope).to(dx_ptr.dtype.element_ty), mask=mask)
 
 

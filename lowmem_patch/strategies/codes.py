@@ -68,7 +68,9 @@ def find(facts: Facts, config: PatchConfig) -> Found:
 
 def _reason(site: ActivationSite, config: PatchConfig) -> str:
     table = STEP_TABLES[site.kind][config.bits]
-    reason = f"{table.bits}-bit codes in place of its {site.saves}"
+    # in place, some activations save their output, and some a copy of their input
+    saved = "what it saves" if site.in_place else f"its {site.saves}"
+    reason = f"{table.bits}-bit codes in place of {saved}"
     if table.exact:
         return f"{reason}: exact, since its derivative takes two values"
     if config.activations != "auto":
