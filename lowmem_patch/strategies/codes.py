@@ -21,6 +21,10 @@ from lowmem_patch.strategies.swap import Swap
 __all__ = ["CodedActivation", "ExactlyCodedActivation", "find"]
 
 
+# of all saved bytes: below this, `auto` leaves a sigmoid or tanh exact
+_WORTH = 1e-3
+
+
 @dataclasses.dataclass(frozen=True)
 class CodedActivation(Swap):
     """An activation that saves codes; ``in_place``: it overwrites its input."""
@@ -49,11 +53,9 @@ def find(facts: Facts, config: PatchConfig) -> Found:
     for site in activation_sites(facts, config):
         if isinstance(site, Skip) or site.chosen != "codes":
             continue
-        if site.kind not in STEP_TABLES:
-            found.add(site.skip(f"no step table for {site.kind}: `recompute` is exact"))
-            continue
-        if not facts.saved(site.name):
-            found.add(site.skip(NOTHING_TO_GAIN))
+        why_not = _obstacle(facts, site, config)
+        if why_not is not None:
+            found.add(site.skip(why_not))
             continue
         exact = STEP_TABLES[site.kind][config.bits].exact
         patch = ExactlyCodedActivation if exact else CodedActivation
@@ -64,6 +66,23 @@ def find(facts: Facts, config: PatchConfig) -> Found:
             )
         )  # fmt: skip
     return found
+
+
+def _obstacle(facts: Facts, site: ActivationSite, config: PatchConfig) -> str | None:
+    if site.kind not in STEP_TABLES:
+        return f"no step table for {site.kind}: `recompute` is exact"
+    saved = facts.saved(site.name)
+    # behind a dropout, whose result is recomputed, a Linear keeps the output all the same
+    kept = site.saves == "output" and site.linear is not None and config.linear_inputs != "keep"
+    if not saved or kept:
+        return NOTHING_TO_GAIN
+    # a pooler's tanh, a gate's sigmoid for each image: the gradient stays exact for so little
+    share = saved / facts.trace.saved.activations
+    exact = STEP_TABLES[site.kind][config.bits].exact
+    chooses = config.activations == "auto" and site.saves == "output"
+    if chooses and not exact and share < _WORTH:
+        return f"next to nothing to gain: it saves {share:.1e} of all that is saved"
+    return None
 
 
 def _reason(site: ActivationSite, config: PatchConfig) -> str:

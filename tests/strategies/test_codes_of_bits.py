@@ -134,6 +134,39 @@ def test_a_gate_before_a_frozen_linear_gains_nothing(kind: str) -> None:
     assert patch_report(model).sites[0].reason.startswith("nothing to gain")
 
 
+class Classifier(nn.Module):
+    """A pooler: an activation and a dropout before a Linear that trains; behind a large body."""
+
+    def __init__(self, act: nn.Module, trains: bool, width: int = 2) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8))
+        self.pool, self.act, self.dropout = nn.Linear(8, width), act, nn.Dropout(0.1)
+        self.out = nn.Linear(width, 3).requires_grad_(trains)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.dropout(self.act(self.pool(self.body(x)[:1]))))
+
+
+@pytest.mark.parametrize("kind", ["relu", "tanh"])
+@pytest.mark.parametrize("config", ["auto", "exact"])
+def test_a_linear_behind_a_dropout_keeps_the_output_too(kind: str, config: str) -> None:
+    report = plan_patch(
+        Classifier(MODULES[kind](), trains=True, width=64), config, example_inputs=batch()
+    )
+    (site,) = (site for site in report.sites if site.name == "act")
+    assert (site.strategy, site.kind) == ("keep", kind)
+    assert site.reason.startswith("nothing to gain")
+
+
+def test_auto_leaves_a_small_tanh_exact() -> None:
+    rows = torch.randn(2000, 8)
+    for config, strategy in (("auto", "keep"), ({"activations": "codes"}, "codes")):
+        report = plan_patch(Classifier(nn.Tanh(), trains=False), config, example_inputs=rows)
+        (site,) = (site for site in report.sites if site.name == "act")
+        assert site.strategy == strategy
+        assert strategy == "codes" or "next to nothing to gain" in site.reason
+
+
 @pytest.mark.parametrize("bits", STEP_BITS)
 @pytest.mark.parametrize("kind", sorted(set(MODULES) - set(EXACT)))
 def test_codes_take_the_bits_that_are_asked_for(kind: str, bits: int) -> None:
