@@ -11,7 +11,7 @@ import dataclasses
 from torch import nn
 
 from lowmem_patch.config import PatchConfig
-from lowmem_patch.constants import STEP_TABLES
+from lowmem_patch.constants import STEP_TABLES, codes_bytes
 from lowmem_patch.functional import ActivationKind
 from lowmem_patch.nn.activations import CodesActivation
 from lowmem_patch.strategies.activations import NOTHING_TO_GAIN, ActivationSite, activation_sites
@@ -71,16 +71,17 @@ def find(facts: Facts, config: PatchConfig) -> Found:
 def _obstacle(facts: Facts, site: ActivationSite, config: PatchConfig) -> str | None:
     if site.kind not in STEP_TABLES:
         return f"no step table for {site.kind}: `recompute` is exact"
-    saved = facts.saved(site.name)
+    table, saved = STEP_TABLES[site.kind][config.bits], facts.saved(site.name)
+    # one module may be called at many places, and others keep what it saves at most of them
+    cost = sum(codes_bytes(output.numel(), table.bits) for output in facts.outputs(site.name))
     # behind a dropout, whose result is recomputed, a Linear keeps the output all the same
     kept = site.saves == "output" and site.linear is not None and config.linear_inputs != "keep"
-    if not saved or kept:
+    if saved <= cost or kept:
         return NOTHING_TO_GAIN
     # a pooler's tanh, a gate's sigmoid for each image: the gradient stays exact for so little
     share = saved / facts.trace.saved.activations
-    exact = STEP_TABLES[site.kind][config.bits].exact
     chooses = config.activations == "auto" and site.saves == "output"
-    if chooses and not exact and share < _WORTH:
+    if chooses and not table.exact and share < _WORTH:
         return f"next to nothing to gain: it saves {share:.1e} of all that is saved"
     return None
 

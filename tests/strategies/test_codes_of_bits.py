@@ -158,6 +158,33 @@ def test_a_linear_behind_a_dropout_keeps_the_output_too(kind: str, config: str) 
     assert site.reason.startswith("nothing to gain")
 
 
+class Reused(nn.Module):
+    """One ReLU at many places, of which all but the last are before a Linear that trains."""
+
+    def __init__(self, places: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(places))
+        self.act, self.last = nn.Hardsigmoid(), nn.Linear(8, 8).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = 4 * layer(x)
+            kept = 2 * x if layer is self.layers[-1] else x.square()
+            x = self.act(kept if layer is self.layers[-1] else x) + 0 * kept
+        return self.last(x)
+
+
+@pytest.mark.parametrize(("places", "strategy"), [(2, "codes"), (40, "keep")])
+def test_codes_of_all_calls_may_cost_more_than_one_saves(places: int, strategy: str) -> None:
+    model = Reused(places)
+    report = plan_patch(model, {"activations": "codes"}, example_inputs=batch())
+    (site,) = report.sites
+    assert site.strategy == strategy
+    assert strategy == "codes" or site.reason.startswith("nothing to gain")
+    if strategy == "codes":
+        assert report.saved_after < report.saved_before
+
+
 def test_auto_leaves_a_small_tanh_exact() -> None:
     rows = torch.randn(2000, 8)
     for config, strategy in (("auto", "keep"), ({"activations": "codes"}, "codes")):
