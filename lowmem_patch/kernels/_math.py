@@ -169,7 +169,7 @@ def _tanh_and_slope(x, PRECISE: tl.constexpr):
 @triton.jit
 def _piecewise(x, KIND: tl.constexpr):
     """h(x) and h'(x) of activations made of polynomials; at the joints the slopes that torch takes."""
-    positive = tl.where(x < 0, 0.0, x)  # NaN stays
+    positive = tl.where(x < 0, 0.0, x)
     if KIND == "relu":
         return positive, tl.where(x > 0, 1.0, 0.0)
     elif KIND == "relu_squared":
@@ -191,6 +191,13 @@ def _piecewise(x, KIND: tl.constexpr):
 @triton.jit
 def _other_activation(x, KIND: tl.constexpr, PRECISE: tl.constexpr):
     """h(x) and h'(x) of the activations that are no product of x and a sigmoid."""
+    y, slope = _of_numbers(x, KIND, PRECISE)
+    # minimum and maximum of the hardware drop a NaN
+    return tl.where(x == x, y, x), tl.where(x == x, slope, x)
+
+
+@triton.jit
+def _of_numbers(x, KIND: tl.constexpr, PRECISE: tl.constexpr):
     if KIND == "sigmoid":
         s, rest = _sigmoid_pair(x, PRECISE)
         return s, s * rest
