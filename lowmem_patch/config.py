@@ -37,8 +37,8 @@ class PatchConfig:
             leaves norms alone.
         activations: ``"codes"`` keeps codes (approximate gradient); ``"recompute"`` is exact;
             ``"auto"`` recomputes where the next Linear needs the activation's output for its own
-            weight gradient and uses codes elsewhere; ``"keep"`` leaves activations alone. ReLU and its kin
-            get codes of 1 bit, which are exact, in all of these.
+            weight gradient and uses codes elsewhere; ``"keep"`` leaves activations alone. In the others ReLU
+            and its kin get codes of 1 bit, which are exact, where that saves anything.
         bits: of a code, 1 to 4; docs/step-tables.md says how far from the truth each is.
         linear_inputs: ``"one_copy"`` lets adapters and autocast share one copy of a Linear's input;
             ``"activation_dtype"`` does so too and computes float32 adapters on a bf16 model in bf16, as
