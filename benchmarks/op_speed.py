@@ -8,6 +8,7 @@ large ones. Launch cost is wall time per call of a tiny op, where nothing but Py
 timed where they are installed.
 
 Usage: python benchmarks/op_speed.py [--only norm] [--json PATH]
+       python benchmarks/op_speed.py --only bit [--json PATH]    # codes of 1 to 4 bits alone
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from timing import DTYPE, Call, Timer, tensor
 from torch import Tensor
 
 from lowmem_patch import kernels
+from lowmem_patch.constants import STEP_TABLES, codes_bytes
 from lowmem_patch.functional import NormSettings, unbind_permuted
 
 NORM_SHAPES = ((32768, 4096), (16384, 8192), (8192, 16384), (50432, 768), (12608, 768))
@@ -175,17 +177,30 @@ def norm_cases(shape: tuple[int, int], centered: bool) -> Iterator[Case]:
 
 
 def codes_cases(kind: str) -> Iterator[Case]:
+    """Codes of each number of bits that the activation has a table for; an exact table is one bit."""
+    size = torch.Size(CODES_SHAPE).numel() * 2
+    xs = [tensor(*CODES_SHAPE) for _ in input_sets(size)]
+    tables = STEP_TABLES[kind]
+    for bits in sorted({table.bits for table in tables.values()}):
+        nbytes = 2 * size + codes_bytes(xs[0].numel(), bits)
+        op = f"{kind} -> {bits} bit{'s' * (bits > 1)}"
+        with torch.no_grad():
+            forwards = [lambda x=x, bits=bits: kernels.codes_forward(x, kind, bits) for x in xs]
+            yield Case(f"{op} forward", CODES_SHAPE, "ours", nbytes, forwards)
+            saved = [(torch.randn_like(x), kernels.codes_forward(x, kind, bits)[1]) for x in xs]
+            backwards = [
+                lambda s=s, bits=bits: kernels.codes_backward(*s, kind, bits, DTYPE) for s in saved
+            ]
+            yield Case(f"{op} backward", CODES_SHAPE, "ours", nbytes, backwards)
+            del saved, forwards, backwards
+
+
+def activation_cases(kind: str) -> Iterator[Case]:
     elements = torch.Size(CODES_SHAPE).numel()
     size, codes = elements * 2, elements // 4
     op, sizes = f"{kind} -> 2 bits", (2 * size + codes, 2 * size + codes)
     xs = [tensor(*CODES_SHAPE, grad=True) for _ in input_sets(size)]
     with torch.no_grad():
-        forwards = [lambda x=x: kernels.codes_forward(x, kind) for x in xs]
-        yield Case(f"{op} forward", CODES_SHAPE, "ours", sizes[0], forwards)
-        saved = [(torch.randn_like(x), kernels.codes_forward(x, kind)[1]) for x in xs]
-        backwards = [lambda s=s: kernels.codes_backward(*s, kind, DTYPE) for s in saved]
-        yield Case(f"{op} backward", CODES_SHAPE, "ours", sizes[1], backwards)
-        del saved, backwards
         forwards = [lambda x=x: kernels.activate(x, kind) for x in xs]
         yield Case(f"{kind} forward", CODES_SHAPE, "ours", 2 * size, forwards)
         dys = [torch.randn_like(x) for x in xs]
@@ -309,8 +324,10 @@ def all_cases() -> Iterator[Callable[[], Iterator[Case]]]:
     yield lambda: torch.no_grad()(our_norm_cases)(AUTOCAST_SHAPE, True, torch.float32)
     for shape, centered in itertools.product(NORM_SHAPES, (True, False)):
         yield lambda shape=shape, centered=centered: norm_cases(shape, centered)
-    for kind in ("gelu", "silu"):
+    for kind in STEP_TABLES:
         yield lambda kind=kind: codes_cases(kind)
+    for kind in ("gelu", "silu"):
+        yield lambda kind=kind: activation_cases(kind)
     for packed in (False, True):
         yield lambda packed=packed: glu_cases(packed)
     yield rotary_cases
@@ -324,7 +341,9 @@ def driver_version() -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default="", help="run the ops whose name contains this")
+    parser.add_argument(
+        "--only", default="", help="run the ops whose name contains this, and no more"
+    )
     parser.add_argument("--json", type=Path, help="write the results and the machine here")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
@@ -348,8 +367,8 @@ def main() -> int:
                 flush=True,
             )
         torch.cuda.empty_cache()
-    lora = lora_costs(timer)
-    costs = launch_costs()
+    lora = {} if arguments.only else lora_costs(timer)
+    costs = {} if arguments.only else launch_costs()
     if arguments.json:
         record = {
             "gpu": torch.cuda.get_device_name(),

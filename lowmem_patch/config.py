@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from lowmem_patch.constants import STEP_BITS
 from lowmem_patch.errors import ConfigError
 
 __all__ = ["PatchConfig", "load_config", "preset_names"]
@@ -36,9 +37,11 @@ class PatchConfig:
         norms: ``"share"``, and ``"auto"``, which means that, never change a weight; ``"fold"`` folds
             gamma and beta into the next Linears where that is legal and shares elsewhere; ``"keep"``
             leaves norms alone.
-        activations: ``"codes"`` keeps 2-bit codes (approximate gradient); ``"recompute"`` is exact;
+        activations: ``"codes"`` keeps codes (approximate gradient); ``"recompute"`` is exact;
             ``"auto"`` recomputes where the next Linear needs the activation's output for its own
-            weight gradient and uses codes elsewhere; ``"keep"`` leaves activations alone.
+            weight gradient and uses codes elsewhere; ``"keep"`` leaves activations alone. In the others ReLU
+            and its kin get codes of 1 bit, which are exact, where that saves anything.
+        bits: of a code, 1 to 4; docs/step-tables.md says how far from the truth each is.
         linear_inputs: ``"one_copy"`` lets adapters and autocast share one copy of a Linear's input;
             ``"activation_dtype"`` does so too and computes float32 adapters on a bf16 model in bf16, as
             autocast would; both keep the masks of dropouts in bits; ``"keep"`` leaves Linear inputs and
@@ -52,11 +55,12 @@ class PatchConfig:
         name: shown in reports.
 
     Raises:
-        ConfigError: a value is not one of the choices.
+        ConfigError: a value is none of the choices.
     """
 
     norms: str = "auto"
     activations: str = "auto"
+    bits: int = 2
     linear_inputs: str = "activation_dtype"
     attention: str = "fused"
     head: str = "chunked"
@@ -67,8 +71,10 @@ class PatchConfig:
             value = getattr(self, key)
             if value not in choices:
                 raise ConfigError(f"{key}: {value!r} is not one of {', '.join(choices)}")
+        if self.bits not in STEP_BITS or type(self.bits) is not int:
+            raise ConfigError(f"bits: {self.bits!r} is not one of {', '.join(map(str, STEP_BITS))}")
 
-    def to_dict(self) -> dict[str, str]:
+    def to_dict(self) -> dict[str, str | int]:
         return dataclasses.asdict(self)
 
 

@@ -1,27 +1,22 @@
 """Data that several layers need: a norm's settings, the activations and their step tables. The only copy.
 
-A codes activation runs the framework's function forward and, backward, the derivative of
+A codes activation runs the framework's function h forward and, backward, the derivative of a chain of
+straight lines h~ (arXiv 2406.16282, section 4). That is a step function: it takes 2^k values, which k bits an
+element tell apart. h~ is equal to h at both ends, far out, and among those the tables of `step_tables.json`
+minimise the L2 distance, the integral of (h - h~)^2 over the real line. `scripts/derive_step_tables.py` finds
+all of them again (`lowmem_patch.tables`). The paper's own are those of GELU and SiLU with 2 bits.
 
-    h~(x) = sum_i a_i relu(x - c_i),    i = 1..3,    c_1 < c_2 < c_3,
-
-which takes four values and needs two bits per element (arXiv 2406.16282, section 4). h~ follows the
-activation h at both ends only if sum a_i = 1 and sum a_i c_i = 0; among those, the tables below
-minimise the L2 distance, the integral of (h - h~)^2 over the real line. h(x) - relu(x) is even for
-GELU and SiLU and the optimum is symmetric: c = (-t, 0, t), a = (s, 1 - 2s, s), so that both
-constraints hold by construction. `scripts/derive_step_tables.py` recomputes t and s in seconds:
-
-    activation   t           s             distance reached
-    gelu         3.1713098   -0.04957521   0.0095069
-    gelu_tanh    3.1628801   -0.04978613   0.0095522
-    silu         6.3199334   -0.04052429   0.0399413
-
-quick_gelu(x) = x sigmoid(1.702 x) = silu(1.702 x) / 1.702, so its optimum is SiLU's with x scaled.
-relu_squared(x) = relu(x)^2 has no table: its derivative has no bound that four levels could reach.
+relu_squared(x) = relu(x)^2 has no table: its derivative has no limit that a step function could reach.
 """
 
 from __future__ import annotations
 
+import json
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import resources
+from itertools import pairwise
 from typing import Final, Literal, NamedTuple, get_args
 
 import torch
@@ -29,67 +24,112 @@ from torch import Tensor
 
 __all__ = [
     "ACTIVATION_KINDS",
-    "CODES_PER_WORD",
+    "CODES_PER_GROUP",
     "QUICK_GELU_SCALE",
+    "SELU_ALPHA",
+    "SELU_SCALE",
+    "STEP_BITS",
     "STEP_TABLES",
     "TANH_CUBIC",
     "TANH_SCALE",
     "ActivationKind",
     "NormSettings",
     "StepTable",
+    "codes_bytes",
     "padded_rank",
 ]
 
-ActivationKind = Literal["gelu", "gelu_tanh", "silu", "quick_gelu", "relu_squared"]
+# those with parameters (a slope, an alpha) are meant with torch's default values
+ActivationKind = Literal[
+    "gelu", "gelu_tanh", "silu", "quick_gelu", "relu_squared", "relu", "leaky_relu", "relu6",
+    "hardsigmoid", "hardswish", "sigmoid", "tanh", "elu", "selu", "softplus", "mish",
+]  # fmt: skip
 ACTIVATION_KINDS: Final[tuple[ActivationKind, ...]] = get_args(ActivationKind)
 
 QUICK_GELU_SCALE: Final = 1.702
 # gelu_tanh(x) = x sigmoid(2 u) with u = TANH_SCALE (x + TANH_CUBIC x^3); the scale is sqrt(2 / pi)
 TANH_SCALE: Final = 0.7978845608028654
 TANH_CUBIC: Final = 0.044715
+SELU_ALPHA: Final = 1.6732632423543772
+SELU_SCALE: Final = 1.0507009873554805
 
-# Codes lie two bits each, first element lowest, in int16 words; only the last word is padded. Read
-# as bytes (little endian) this is four codes per byte, so wider words show the same bits.
-CODES_PER_WORD: Final = 8
+# Codes are stored for eight elements at a time, which one thread loads as 16 bytes of a half tensor, and
+# which make whole bytes for any number of bits; only the last group is padded.
+CODES_PER_GROUP: Final = 8
+STEP_BITS: Final = (1, 2, 3, 4)
+
+
+def codes_bytes(elements: int, bits: int) -> int:
+    """Bytes of the codes of so many elements."""
+    return -(-elements // CODES_PER_GROUP) * bits
 
 
 @dataclass(frozen=True)
 class StepTable:
-    """The derivative of h~: four levels cut at three thresholds.
+    """The derivative of h~, which stands for that of an activation h: one value between two thresholds.
 
-    Args:
-        thresholds: (c_1, c_2, c_3), ascending.
-        slopes: (a_1, a_2, a_3), the steps of the derivative at the thresholds.
+    The code of x is the number of thresholds below x. Where both ends have the same slope, the first and the
+    last interval share code 0: there are as many thresholds as levels then, and from the last one on
+    (x >= c) the code is 0 again.
+
+    Attributes:
+        thresholds: c_1 < c_2 < ..., values of x.
+        levels: the derivative for each code, 2^bits values, or 2 where these are exact.
+        squared_distance: the integral of (h - h~)^2 over the real line; 0 where the derivative is exact.
+        largest_difference: of h and h~ at any x.
     """
 
-    thresholds: tuple[float, float, float]
-    slopes: tuple[float, float, float]
-
-    @classmethod
-    def symmetric(cls, threshold: float, step: float) -> StepTable:
-        """The table c = (-t, 0, t), a = (s, 1 - 2s, s)."""
-        return cls((-threshold, 0.0, threshold), (step, 1.0 - 2.0 * step, step))
-
-    def scaled(self, scale: float) -> StepTable:
-        """The table of h(scale * x) / scale."""
-        first, second, third = self.thresholds
-        return StepTable((first / scale, second / scale, third / scale), self.slopes)
+    thresholds: tuple[float, ...]
+    levels: tuple[float, ...]
+    squared_distance: float
+    largest_difference: float
 
     @property
-    def levels(self) -> tuple[float, float, float, float]:
-        """The derivative for codes 0..3: (0, a_1, a_1 + a_2, 1)."""
-        first, second, _ = self.slopes
-        return (0.0, first, first + second, 1.0)
+    def bits(self) -> int:
+        """Bits that a code takes."""
+        return (len(self.levels) - 1).bit_length()
+
+    @property
+    def cyclic(self) -> bool:
+        """Whether the interval behind the last threshold has code 0."""
+        return len(self.thresholds) == len(self.levels)
+
+    @property
+    def exact(self) -> bool:
+        """Whether the steps are the activation's own derivative."""
+        return self.squared_distance == 0
+
+    @property
+    def mean_derivative_bound(self) -> float:
+        """What |E h'(x) - E h~'(x)| can be at most for standard normal x.
+
+        With the density p of x, integration by parts and Cauchy's inequality: |integral of (h' - h~') p| =
+        |integral of (h - h~) p'| is at most the L2 norm of h - h~ times that of p'.
+        """
+        return math.sqrt(self.squared_distance / (4 * math.sqrt(math.pi)))
+
+    @property
+    def slopes(self) -> tuple[float, ...]:
+        """The steps of the derivative at the thresholds."""
+        levels = (*self.levels, self.levels[0]) if self.cyclic else self.levels
+        return tuple(behind - before for before, behind in pairwise(levels))
 
 
-_SILU: Final = StepTable.symmetric(6.3199334, -0.04052429)
+def _shipped_tables() -> dict[ActivationKind, dict[int, StepTable]]:
+    source = resources.files("lowmem_patch") / "step_tables.json"
+    kinds = json.loads(source.read_text(encoding="utf-8"))
+    return {
+        kind: {
+            int(bits): StepTable(tuple(row.pop("thresholds")), tuple(row.pop("levels")), **row)
+            for bits, row in rows.items()
+        }
+        for kind, rows in kinds.items()
+    }
 
-STEP_TABLES: Final[dict[ActivationKind, StepTable]] = {
-    "gelu": StepTable.symmetric(3.1713098, -0.04957521),
-    "gelu_tanh": StepTable.symmetric(3.1628801, -0.04978613),
-    "silu": _SILU,
-    "quick_gelu": _SILU.scaled(QUICK_GELU_SCALE),
-}
+
+# By the number of bits that a user asks for. A derivative that takes two values is exact with 1 bit, and that
+# table stands for 2 to 4 bits as well.
+STEP_TABLES: Final[Mapping[ActivationKind, Mapping[int, StepTable]]] = _shipped_tables()
 
 
 class NormSettings(NamedTuple):

@@ -6,6 +6,7 @@ LowmemPatchError
 ├── NothingToPatchError     strict=True and no site was patched
 ├── PatchError              a patch could not be applied, checked or undone; the model is as it was
 ├── UnfoldedWeightsError    unfolded weights were loaded into a folded model
+├── FitError                no step table can be fitted to this function                (also ValueError)
 ├── VariantError            a variant of a benchmark that has no sense for this model or machine
 ├── CheckpointError         a model that cannot be found, read or written
 └── DoubleBackwardError     a second derivative of an op that has none
@@ -17,6 +18,7 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "DoubleBackwardError",
+    "FitError",
     "LowmemPatchError",
     "NothingToPatchError",
     "PatchError",
@@ -48,6 +50,10 @@ class PatchError(LowmemPatchError, RuntimeError):
 
 class UnfoldedWeightsError(LowmemPatchError, RuntimeError):
     """Weights whose norms are not identities were loaded into a folded model."""
+
+
+class FitError(LowmemPatchError, ValueError):
+    """No step table can be fitted to a function: it is no activation, or grows in a way that none follows."""
 
 
 class VariantError(LowmemPatchError, RuntimeError):

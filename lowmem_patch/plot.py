@@ -7,11 +7,23 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from lowmem_patch.constants import StepTable
 from lowmem_patch.errors import ConfigError
 from lowmem_patch.planning.report import PatchReport
+from lowmem_patch.tables.fit import derivative_at, primitive_at
+from lowmem_patch.tables.function import Curve
 from lowmem_patch.tracing.categories import CATEGORIES
 
-__all__ = ["Point", "pareto", "plot_saved_bytes", "plot_tradeoff", "require_matplotlib"]
+__all__ = [
+    "Point",
+    "pareto",
+    "plot_saved_bytes",
+    "plot_step_table",
+    "plot_tradeoff",
+    "require_matplotlib",
+]
 
 _DPI = 150
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
@@ -106,6 +118,30 @@ def plot_tradeoff(
     figure.draw_without_rendering()  # sizes are known only then, and must stay
     figure.set_layout_engine("none")
     _label(axes, [(p.label, p.memory / scale, p.rate, p in best) for p in points])
+    _write(figure, path)
+
+
+def plot_step_table(name: str, curve: Curve, table: StepTable, path: Path) -> None:
+    """Write an activation's derivative beside its steps, and below how far h~ is from the activation.
+
+    Raises:
+        ConfigError: as in :func:`plot_saved_bytes`.
+    """
+    figure = require_matplotlib()(figsize=(7, 4.2), dpi=_DPI, layout="constrained")
+    above, below = figure.subplots(2, sharex=True, height_ratios=(2, 1))
+    margin = 1 + 0.25 * (table.thresholds[-1] - table.thresholds[0])
+    x = np.linspace(table.thresholds[0] - margin, table.thresholds[-1] + margin, 4001)
+    step = 1e-5
+    above.plot(x, (curve(x + step) - curve(x - step)) / (2 * step), color="C0", label="h'")
+    above.step(x, derivative_at(table, x), color="C1", label=f"h~', {table.bits} bits")
+    below.plot(x, curve(x) - primitive_at(table, curve, x), color="C1")
+    below.set_ylabel("h - h~")
+    below.set_xlabel("x")
+    above.legend(frameon=False)
+    for axes in (above, below):
+        axes.grid(alpha=0.2)
+    integral = f"integral of (h - h~)^2: {table.squared_distance:.4g}"
+    above.set_title(f"{name}: {integral}", fontsize="small", wrap=True)
     _write(figure, path)
 
 

@@ -1,82 +1,115 @@
-"""Recompute the step tables of `lowmem_patch.constants` with a plain optimiser (seconds, needs scipy).
+"""Find the step tables of `lowmem_patch/step_tables.json` again, and write the page that lists their errors.
 
-For an activation h, the function whose derivative takes four values is h~(x) = sum_i a_i relu(x - c_i),
-i = 1..3. It follows h at both ends only if sum a_i = 1 and sum a_i c_i = 0, and its distance to h is
-the integral of (h - h~)^2 over the real line (arXiv 2406.16282, section 4).
-
-h(x) - relu(x) is even for GELU and SiLU, and the search over all four free parameters ends at a
-symmetric table. With c = (-t, 0, t) and a = (s, 1 - 2s, s) both constraints hold by construction and
-two free parameters are left.
-
-Usage: python scripts/derive_step_tables.py
+python scripts/derive_step_tables.py            # fit all tables (a minute, needs scipy), write both files
+python scripts/derive_step_tables.py --page     # write docs/step-tables.md from the committed tables
+python scripts/derive_step_tables.py --check    # exit 1 if the page does not show the committed tables
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from itertools import pairwise
-from math import pi, sqrt
+import argparse
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-from scipy import optimize, special
-
-Array = NDArray[np.float64]
-
-NODES, WEIGHTS = np.polynomial.legendre.leggauss(400)
-
-
-def gelu(x: Array) -> Array:
-    return x * special.ndtr(x)
+ROOT = Path(__file__).resolve().parent.parent
+DATA = ROOT / "lowmem_patch" / "step_tables.json"
+PAGE = ROOT / "docs" / "step-tables.md"
+BEGIN, END = "<!-- tables -->", "<!-- /tables -->"
 
 
-def gelu_tanh(x: Array) -> Array:
-    return x * special.expit(2.0 * sqrt(2.0 / pi) * (x + 0.044715 * x**3))
+def derive() -> dict[str, dict[str, Any]]:
+    """A row for each activation and number of bits; none for an activation that has no table."""
+    from lowmem_patch.constants import ACTIVATION_KINDS, STEP_BITS
+    from lowmem_patch.errors import FitError
+    from lowmem_patch.tables import fit_step_table
+
+    kinds: dict[str, dict[str, Any]] = {}
+    for kind in ACTIVATION_KINDS:
+        try:
+            tables = {str(bits): fit_step_table(kind, bits) for bits in STEP_BITS}
+        except FitError as error:
+            print(error, file=sys.stderr)
+            continue
+        kinds[kind] = {bits: dataclasses.asdict(table) for bits, table in tables.items()}
+        print(kind, *(f"{table.squared_distance:.5g}" for table in tables.values()))
+    return kinds
 
 
-def silu(x: Array) -> Array:
-    return x * special.expit(x)
+def as_text(kinds: dict[str, dict[str, Any]]) -> str:
+    """JSON with one line for each list of numbers."""
+    parts = []
+    for kind, rows in kinds.items():
+        lines = [f'  "{bits}": {json.dumps(row)}' for bits, row in rows.items()]
+        parts.append(f' "{kind}": {{\n' + ",\n".join(lines) + "\n }")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
-# function, start of the search, and how far beyond the last threshold |h - relu| is above 1e-16
-SEARCHES: dict[str, tuple[Callable[[Array], Array], tuple[float, float], float]] = {
-    "gelu": (gelu, (3.0, -0.05), 12.0),
-    "gelu_tanh": (gelu_tanh, (3.0, -0.05), 12.0),
-    "silu": (silu, (6.0, -0.04), 60.0),
-}
+def derivative_error(kind: str, row: dict[str, Any]) -> float:
+    """The root mean square of h' - h~' over standard normal x."""
+    import torch
+
+    from lowmem_patch import formulas
+
+    x = torch.linspace(-12, 12, 240_001, dtype=torch.float64)
+    levels = torch.tensor((*row["levels"], row["levels"][0]), dtype=torch.float64)
+    steps = levels[torch.bucketize(x, torch.tensor(row["thresholds"], dtype=torch.float64))]
+    slopes = formulas.BACKWARD[kind](torch.ones_like(x), x)  # type: ignore[index]
+    density = torch.exp(-x.square() / 2)
+    return float(((slopes - steps).square() * density).sum() / density.sum()) ** 0.5
 
 
-def squared_distance(
-    h: Callable[[Array], Array],
-    thresholds: tuple[float, ...],
-    slopes: tuple[float, ...],
-    tail: float,
-) -> float:
-    """Integral of (h - h~)^2, piece by piece so that each piece is smooth (Gauss-Legendre)."""
-    edges = (thresholds[0] - tail, *thresholds, thresholds[-1] + tail)
-    total = 0.0
-    for low, high in pairwise(edges):
-        x = 0.5 * (high - low) * NODES + 0.5 * (high + low)
-        pieces = zip(slopes, thresholds, strict=True)
-        approximation = sum(a * np.maximum(x - c, 0.0) for a, c in pieces)
-        total += 0.5 * (high - low) * float(np.sum(WEIGHTS * (h(x) - approximation) ** 2))
-    return total
+def tables_of(kinds: dict[str, dict[str, Any]]) -> str:
+    """The tables of the page; to each row its error is added."""
+    columns = [f"{bits} bit{'s' * (bits > 1)}" for bits in (1, 2, 3, 4)]
+    for kind, rows in kinds.items():
+        for row in rows.values():
+            row["error"] = derivative_error(kind, row)
+    found = []
+    for title, key in (
+        ("integral of (h - h~)^2", "squared_distance"),
+        ("largest difference of h and h~", "largest_difference"),
+        ("root mean square of h' - h~' for standard normal x", "error"),
+    ):
+        lines = [f"| {title} | {' | '.join(columns)} |", "|---" * 5 + "|"]
+        for kind, rows in kinds.items():
+            cells = [
+                f"{row[key]:.3g}" if row["squared_distance"] else "exact" for row in rows.values()
+            ]
+            lines.append(f"| {kind} | {' | '.join(cells)} |")
+        found.append("\n".join(lines))
+    return "\n\n".join(found)
 
 
-def derive(name: str) -> tuple[float, float, float]:
-    """The outer threshold t, the outer slope step s and the distance reached, for one activation."""
-    h, start, tail = SEARCHES[name]
+def page(kinds: dict[str, dict[str, Any]]) -> str:
+    """The page with its tables written anew."""
+    text = PAGE.read_text(encoding="utf-8")
+    before, _, rest = text.partition(BEGIN)
+    _, _, behind = rest.partition(END)
+    return f"{before}{BEGIN}\n{tables_of(kinds)}\n{END}{behind}"
 
-    def objective(parameters: Array) -> float:
-        t, s = float(parameters[0]), float(parameters[1])
-        return squared_distance(h, (-t, 0.0, t), (s, 1.0 - 2.0 * s, s), tail)
 
-    options = {"xatol": 1e-12, "fatol": 1e-18, "maxiter": 10_000, "maxfev": 10_000}
-    found = optimize.minimize(objective, start, method="Nelder-Mead", options=options)
-    return float(found.x[0]), float(found.x[1]), float(found.fun)
+def page_is_current() -> bool:
+    """Whether the page shows the committed tables."""
+    kinds = json.loads(DATA.read_text(encoding="utf-8"))
+    return page(kinds) == PAGE.read_text(encoding="utf-8")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--page", action="store_true", help="write the page alone")
+    parser.add_argument("--check", action="store_true", help="compare the page; write nothing")
+    arguments = parser.parse_args()
+    if not (arguments.page or arguments.check):
+        DATA.write_text(as_text(derive()), encoding="utf-8")
+    if arguments.check:
+        return int(not page_is_current())
+    kinds = json.loads(DATA.read_text(encoding="utf-8"))
+    PAGE.write_text(page(kinds), encoding="utf-8")
+    return 0
 
 
 if __name__ == "__main__":
-    for activation in SEARCHES:
-        threshold, step, distance = derive(activation)
-        print(f"{activation:10s} t={threshold:.7f} s={step:.8f} distance={distance:.9f}")
+    sys.exit(main())

@@ -1,9 +1,9 @@
 """Imports go one way, and each outside package has one door.
 
-``constants, op_roles <- kernels, reference <- functional <- nn <- tracing <- strategies <- planning <- api <-
-checkpoint, verify, profile, bench <- the package's own names <- demo, report <- cli``: what stands left may
-not import what stands right. The files of ``tracing``, ``strategies`` and ``planning`` have an order of their
-own, and the first ones of ``tracing`` lie below ``kernels``.
+``constants, op_roles <- formulas <- kernels, reference <- functional, tables <- nn <- tracing <- strategies
+<- planning <- api <- checkpoint, verify, profile, bench <- the package's own names <- demo, report <- cli``:
+what stands left may not import what stands right. The files of ``tracing``, ``strategies`` and ``planning``
+have an order of their own, and the first ones of ``tracing`` lie below ``kernels``.
 All imports count, also those inside functions and under ``TYPE_CHECKING``.
 """
 
@@ -27,8 +27,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("constants", "tracing", "tracing.inputs", "tracing.observers", "tracing.op_roles"),
     ("tracing.call_arguments", "tracing.categories"),
     ("tracing.row_moves", "tracing.saved_bytes"),
+    ("formulas",),
     ("kernels", "reference"),
-    ("functional",),
+    ("functional", "tables"),
     ("nn",),
     ("tracing.gpu_dropout", "tracing.isolation", "tracing.sharded"),
     ("tracing.shadow",),

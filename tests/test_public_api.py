@@ -13,6 +13,7 @@ PUBLIC_NAMES = [
     "PatchConfig",
     "PatchReport",
     "__version__",
+    "fit_step_table",
     "patch_model",
     "patch_report",
     "plan_patch",

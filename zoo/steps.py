@@ -130,9 +130,11 @@ class _StepFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         (x,) = ctx.saved_tensors
-        table = STEP_TABLES[ctx.kind]
+        table = STEP_TABLES[ctx.kind][2]  # the presets' bits
         thresholds = torch.tensor(table.thresholds, dtype=x.dtype)
-        levels = torch.tensor(table.levels, dtype=x.dtype)
+        levels = torch.tensor(
+            (*table.levels, table.levels[0]), dtype=x.dtype
+        )  # cyclic tables use both ends
         return gradient * levels[torch.bucketize(x.contiguous(), thresholds)], None, None
 
 

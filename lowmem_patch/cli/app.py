@@ -18,6 +18,7 @@ from lowmem_patch.cli import options
 from lowmem_patch.cli.bench import bench
 from lowmem_patch.cli.memory import inspect, profile
 from lowmem_patch.cli.runtime import ExitCode, command, print_json, print_result, quiet_libraries
+from lowmem_patch.cli.tables import tables
 
 if TYPE_CHECKING:
     import torch
@@ -187,6 +188,7 @@ def _verify_converted(
 app.command()(inspect)
 app.command()(profile)
 app.command()(bench)
+app.add_typer(tables, name="tables")
 
 
 @app.command()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lowmem_patch.constants import ACTIVATION_KINDS, STEP_TABLES
+from lowmem_patch.constants import ACTIVATION_KINDS, STEP_BITS, STEP_TABLES
 
 __all__ = ["check_floating", "check_kind", "check_last_dimension", "check_table"]
 
@@ -26,11 +26,13 @@ def check_kind(operator: str, kind: str) -> None:
         raise ValueError(f"{operator}: kind must be one of {ACTIVATION_KINDS}, got {kind!r}")
 
 
-def check_table(operator: str, kind: str) -> None:
+def check_table(operator: str, kind: str, bits: int) -> None:
     if kind not in STEP_TABLES:
         raise ValueError(
             f"{operator}: kind must be one of {tuple(STEP_TABLES)}, which have a step table, got {kind!r}"
         )
+    if bits not in STEP_BITS:
+        raise ValueError(f"{operator}: bits must be one of {STEP_BITS}, got {bits!r}")
 
 
 def check_last_dimension(

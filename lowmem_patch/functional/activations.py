@@ -15,8 +15,8 @@ from lowmem_patch.functional._implementation import Implementation, dispatched, 
 
 __all__ = ["activation", "activation_gradients", "computed_again", "glu"]
 
-# torch has no operator of its own for these
-_EAGER_ELSEWHERE = ("quick_gelu", "relu_squared")
+# torch has no operator of its own for the first two, and its operators save the output of the others
+_OWN_OPERATOR = ("quick_gelu", "relu_squared", "relu", "sigmoid", "tanh")
 
 
 def _activation_forward(x: Tensor, kind: ActivationKind, implementation: str) -> Tensor:
@@ -62,7 +62,7 @@ def activation(
     """h(x), exact; saves ``x`` and nothing else.
 
     Under ``"auto"`` torch's own operator does this where there is one; QuickGELU and squared ReLU are
-    eager Python elsewhere and save more.
+    eager Python elsewhere and save more, and torch's ReLU, sigmoid and tanh save their output.
 
     Args:
         x: ``[...]``, float16, bfloat16, float32 or float64.
@@ -80,7 +80,7 @@ def activation(
     check_floating("activation", "x", x)
     if sharded.is_sharded(x):
         return compiled.activation(x, kind)
-    if implementation == "auto" and kind not in _EAGER_ELSEWHERE:
+    if implementation == "auto" and kind not in _OWN_OPERATOR:
         return reference.activate(x, kind)
     chosen = resolve(implementation, x)
     if not _library.wants_gradient(x):
@@ -170,7 +170,7 @@ def computed_again(sources: tuple[Tensor, Tensor | None], kind: ActivationKind) 
     if up is not None:
         y: Tensor = _glu(x, up, kind, chosen)
         return y
-    if kind in _EAGER_ELSEWHERE:
+    if kind in _OWN_OPERATOR:
         y = _activation(x, kind, chosen)
         return y
     return reference.activate(x, kind)
@@ -184,6 +184,6 @@ def activation_gradients(
     if len(sources) == 2:
         d_gate, d_up = _glu_gradient(dy, *sources, kind, chosen)
         return d_gate, d_up
-    if kind in _EAGER_ELSEWHERE:
+    if kind in _OWN_OPERATOR:
         return (_activation_gradient(dy, *sources, kind, chosen),)
     return (reference.activate_backward(dy, sources[0], kind),)

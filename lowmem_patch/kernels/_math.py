@@ -26,6 +26,8 @@ LN2_LOW = tl.constexpr(-2.12194440e-4)
 RSQRT_2 = tl.constexpr(0.7071067811865476)
 RSQRT_2PI = tl.constexpr(0.3989422804014327)
 QUICK_GELU_SCALE = tl.constexpr(constants.QUICK_GELU_SCALE)
+SELU_SCALE = tl.constexpr(constants.SELU_SCALE)
+SELU_PRODUCT = tl.constexpr(constants.SELU_SCALE * constants.SELU_ALPHA)
 TANH_SCALE = tl.constexpr(constants.TANH_SCALE)
 TANH_CUBIC = tl.constexpr(constants.TANH_CUBIC)
 
@@ -137,6 +139,98 @@ def _normal_cdf_and_bell(x):
 
 
 @triton.jit
+def _expm1(x, PRECISE: tl.constexpr):
+    """exp(x) - 1 for x <= 0, also near 0, where that difference has no digits."""
+    series = 1.0 + x * (1 / 3) * (1.0 + x * (1 / 4) * (1.0 + x * (1 / 5) * (1.0 + x * (1 / 6))))
+    near = x + x * x * 0.5 * series
+    return tl.where(x > -0.25, near, _exp(x, PRECISE) - 1.0)
+
+
+@triton.jit
+def _log1p(x):
+    """log(1 + x) for x >= 0: what 1 + x loses is lost in both, and cancels."""
+    sum = 1.0 + x
+    return tl.where(sum == 1.0, x, tl.log(sum) * (x / tl.where(sum == 1.0, 1.0, sum - 1.0)))
+
+
+@triton.jit
+def _tanh_and_slope(x, PRECISE: tl.constexpr):
+    # far out all is rounded to 1 and 0, and the exponential stays finite
+    e = _exp(tl.maximum(-2.0 * tl.abs(x), -80.0), PRECISE)
+    reciprocal = _reciprocal(1.0 + e, PRECISE)
+    far = (1.0 - e) * reciprocal
+    far = tl.where(x < 0, -far, far)
+    square = x * x
+    near = ((square * (62 / 2835) - 17 / 315) * square + 2 / 15) * square - 1 / 3
+    near = x + x * square * near
+    return tl.where(tl.abs(x) < 0.25, near, far), 4.0 * e * reciprocal * reciprocal
+
+
+@triton.jit
+def _piecewise(x, KIND: tl.constexpr):
+    """h(x) and h'(x) of activations made of polynomials; at the joints the slopes that torch takes."""
+    positive = tl.where(x < 0, 0.0, x)
+    if KIND == "relu":
+        return positive, tl.where(x > 0, 1.0, 0.0)
+    elif KIND == "relu_squared":
+        return positive * positive, 2.0 * positive
+    elif KIND == "leaky_relu":
+        return tl.where(x > 0, x, x * 0.01), tl.where(x > 0, 1.0, 0.01)
+    elif KIND == "relu6":
+        return tl.where(x > 6, 6.0, positive), tl.where((x > 0) & (x < 6), 1.0, 0.0)
+    else:
+        shifted = tl.where(x < -3, 0.0, tl.where(x > 3, 6.0, x + 3.0)) * (1 / 6)
+        if KIND == "hardsigmoid":
+            return shifted, tl.where((x > -3) & (x < 3), 1 / 6, 0.0)
+        else:
+            tl.static_assert(KIND == "hardswish")
+            slope = tl.where(x <= -3, 0.0, tl.where(x < 3, x * (1 / 3) + 0.5, 1.0))
+            return x * shifted, slope
+
+
+@triton.jit
+def _other_activation(x, KIND: tl.constexpr, PRECISE: tl.constexpr):
+    """h(x) and h'(x) of the activations that are no product of x and a sigmoid."""
+    y, slope = _of_numbers(x, KIND, PRECISE)
+    # minimum and maximum of the hardware drop a NaN
+    return tl.where(x == x, y, x), tl.where(x == x, slope, x)
+
+
+@triton.jit
+def _of_numbers(x, KIND: tl.constexpr, PRECISE: tl.constexpr):
+    if KIND == "sigmoid":
+        s, rest = _sigmoid_pair(x, PRECISE)
+        return s, s * rest
+    elif KIND == "tanh":
+        return _tanh_and_slope(x, PRECISE)
+    elif KIND == "elu":
+        negative = tl.minimum(x, 0.0)
+        return (
+            tl.where(x > 0, x, _expm1(negative, PRECISE)),
+            tl.where(x > 0, 1.0, _exp(negative, PRECISE)),
+        )
+    elif KIND == "selu":
+        negative = tl.minimum(x, 0.0)
+        return (
+            tl.where(x > 0, x * SELU_SCALE, _expm1(negative, PRECISE) * SELU_PRODUCT),
+            tl.where(x > 0, SELU_SCALE, _exp(negative, PRECISE) * SELU_PRODUCT),
+        )
+    elif KIND == "softplus":
+        y = tl.maximum(x, 0.0) + _log1p(_exp(-tl.abs(x), PRECISE))
+        return tl.where(x > 20, x, y), tl.where(x > 20, 1.0, _sigmoid(x, PRECISE))
+    elif KIND == "mish":
+        # tanh(log(1 + e)) = n / (n + 2) with e = exp(x), n = e (e + 2); behind 20 it is 1
+        e = _exp(tl.minimum(x, 20.0), PRECISE)
+        n = e * (e + 2.0)
+        reciprocal = _reciprocal(n + 2.0, PRECISE)
+        gate = n * reciprocal
+        inner = tl.minimum(x, 20.0)  # its factor is 0 there, where x may be infinite
+        return x * gate, gate + 4.0 * inner * e * (1.0 + e) * reciprocal * reciprocal
+    else:
+        return _piecewise(x, KIND)
+
+
+@triton.jit
 def activate(x, KIND: tl.constexpr, PRECISE: tl.constexpr, COARSE: tl.constexpr):
     """h(x)."""
     if KIND == "gelu":
@@ -149,9 +243,7 @@ def activate(x, KIND: tl.constexpr, PRECISE: tl.constexpr, COARSE: tl.constexpr)
     elif KIND == "quick_gelu":
         return x * _sigmoid(x * QUICK_GELU_SCALE, PRECISE)
     else:
-        tl.static_assert(KIND == "relu_squared")
-        positive = tl.where(x < 0, 0.0, x)  # NaN stays
-        return positive * positive
+        return _other_activation(x, KIND, PRECISE)[0]
 
 
 @triton.jit
@@ -176,6 +268,4 @@ def activate_and_slope(x, KIND: tl.constexpr, PRECISE: tl.constexpr):
         s, rest = _sigmoid_pair(x * QUICK_GELU_SCALE, PRECISE)
         return x * s, s * (1.0 + x * QUICK_GELU_SCALE * rest)
     else:
-        tl.static_assert(KIND == "relu_squared")
-        positive = tl.where(x < 0, 0.0, x)  # NaN stays
-        return positive * positive, 2.0 * positive
+        return _other_activation(x, KIND, PRECISE)

@@ -6,9 +6,9 @@ The rule (for each token, and nothing else):
    Where that input is act(x) or act(gate) * up, x or gate and up count instead, since the input is
    recomputed from them; a cast made for an adapter, and a dropout's result, count as their source;
 2. what attention itself saves, as the model implements it, but no cast of a softmax's output;
-3. 2-bit codes of an activation whose input nothing above saves, per-row statistics of norms, one bit
-   for each element of a dropout, and what no backward can do without: the output of a norm that no
-   trained matmul reads, and both factors of an act(gate) * up that no trained matmul reads;
+3. 2-bit codes of an activation whose input nothing above saves (1 bit where that is exact), statistics of
+   a norm's rows, one bit for each element of a dropout, and what no backward can do without: the output of
+   a norm that no trained matmul reads, and both factors of an act(gate) * up that no trained matmul reads;
 4. of a head and a cross entropy of its logits the gradient of the head's input, never logits.
 
 It is counted on the unpatched model, so that it does not depend on what a patch can do.
@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
+from lowmem_patch.constants import STEP_TABLES
 from lowmem_patch.planning.report import block_name
 from lowmem_patch.tracing.call_arguments import dropout_call, weight_matmul
 from lowmem_patch.tracing.categories import CATEGORIES
@@ -43,7 +44,7 @@ from lowmem_patch.tracing.trace import Call, Op, Trace
 __all__ = ["Floor", "FloorItem", "count_floor"]
 
 _STATISTIC = 4  # bytes of rstd per row: float32 whatever the activations are
-_CODES_PER_BYTE = 4
+_CODE_BITS = 2
 _FLAGS_PER_BYTE = 8
 _MATMULS = WEIGHT_MATMULS | MATMULS
 _PART_OF = REARRANGES | SELECTS | Role.CAST
@@ -155,11 +156,19 @@ class _FloorCount:
             self._norm(norm)
         for module, source, output in self.activations.values():
             if source.requires_grad and not self._is_saved(source):
-                size = -(-source.numel() // _CODES_PER_BYTE)
+                size = -(-source.numel() * self._code_bits(output) // 8)
                 self.items["codes", id(output)] = FloorItem(module, "codes and statistics", size)
         return Floor(tuple(self.items.values()))
 
     # what the model does
+
+    def _code_bits(self, output: Tensor) -> int:
+        """Bits of the codes behind which an activation's output stands: 1 where that is exact."""
+        op = self.makers.get(id(output))
+        for kind, tables in STEP_TABLES.items():
+            if op is not None and op.name == kind:
+                return tables[_CODE_BITS].bits
+        return _CODE_BITS
 
     def _find_sites(self) -> None:
         covered: set[int] = set()

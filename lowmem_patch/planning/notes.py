@@ -10,7 +10,7 @@ from lowmem_patch.constants import STEP_TABLES
 from lowmem_patch.strategies.protocol import Facts
 from lowmem_patch.tracing.op_roles import Role
 from lowmem_patch.tracing.probes import looks_like_norm, match_activation
-from lowmem_patch.tracing.trace import Trace, describe
+from lowmem_patch.tracing.trace import Op, Trace, describe
 
 __all__ = ["notes_of_no_sites"]
 
@@ -45,7 +45,7 @@ def _functional_calls(trace: Trace, sites: Iterable[str]) -> str | None:
     places = [
         f"F.{op.name} in {op.module or 'the model itself'}"
         for op in trace.ops
-        if (op.role.has(Role.ROW_NORM) or op.name in STEP_TABLES) and op.module not in known
+        if (op.role.has(Role.ROW_NORM) or _saves_more(op)) and op.module not in known
     ]
     if not places:
         return None
@@ -53,6 +53,11 @@ def _functional_calls(trace: Trace, sites: Iterable[str]) -> str | None:
         f"{len(places)} norms or activations are function calls and not modules: left alone "
         f"({_first_of(dict.fromkeys(places))})"
     )
+
+
+def _saves_more(op: Op) -> bool:
+    """Whether an activation saves its input; an output is often saved by its reader anyway."""
+    return op.name in STEP_TABLES and not op.role.has(Role.SAVES_OUTPUT)
 
 
 def _not_run(model: nn.Module, trace: Trace) -> str | None:

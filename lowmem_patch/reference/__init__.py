@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lowmem_patch import formulas
 from lowmem_patch.constants import (
-    CODES_PER_WORD,
-    QUICK_GELU_SCALE,
+    CODES_PER_GROUP,
     STEP_TABLES,
     ActivationKind,
     NormSettings,
@@ -64,17 +64,7 @@ def activate(x: Tensor, kind: ActivationKind, out_dtype: torch.dtype | None = No
         kind: which activation.
         out_dtype: dtype of the result, ``x.dtype`` by default.
     """
-    match kind:
-        case "gelu":
-            y = F.gelu(x)
-        case "gelu_tanh":
-            y = F.gelu(x, approximate="tanh")
-        case "silu":
-            y = F.silu(x)
-        case "quick_gelu":
-            y = x * torch.sigmoid(QUICK_GELU_SCALE * x)
-        case "relu_squared":
-            y = F.relu(x).square()
+    y = formulas.FORWARD[kind](x)
     return y if out_dtype is None else y.to(out_dtype)
 
 
@@ -85,56 +75,71 @@ def activate_backward(
 
     ``hidden``, where given, is overwritten with h(x); it may be ``dy`` itself.
     """
-    dy = dy.to(x.dtype)
-    dx: Tensor
-    match kind:
-        case "gelu":
-            dx = torch.ops.aten.gelu_backward(dy, x)
-        case "gelu_tanh":
-            dx = torch.ops.aten.gelu_backward(dy, x, approximate="tanh")
-        case "silu":
-            dx = torch.ops.aten.silu_backward(dy, x)
-        case "quick_gelu":
-            # h(x) = silu(s x) / s, so h'(x) = silu'(s x)
-            dtype = _arithmetic_dtype(x.dtype)
-            scaled = QUICK_GELU_SCALE * x.to(dtype)
-            dx = torch.ops.aten.silu_backward(dy.to(dtype), scaled).to(x.dtype)
-        case "relu_squared":
-            dx = dy * (2 * F.relu(x))
+    dx = formulas.BACKWARD[kind](dy.to(x.dtype), x)
     if hidden is not None:
         hidden.copy_(activate(x, kind))
     return dx
 
 
-def codes_forward(x: Tensor, kind: ActivationKind) -> tuple[Tensor, Tensor]:
-    """y = h(x) and, for each element, the number of thresholds below it in two bits.
+def codes_forward(x: Tensor, kind: ActivationKind, bits: int) -> tuple[Tensor, Tensor]:
+    """y = h(x) and the code of each element in the step table for ``bits``.
+
+    The codes of eight elements are one group, first element lowest. With 1, 2 and 4 bits a code, a group is
+    one word of 8, 16 or 32 bits. With 3 bits it is a word of 16 bits, which holds the two lower bits of each
+    code as the codes of 2 bits lie, and a byte of the highest ones; all bytes lie behind all words.
 
     Args:
         x: ``[...]``, n elements.
-        kind: which activation and which step table.
+        kind: which activation and which step tables.
+        bits: which of these; the table may take fewer.
 
     Returns:
-        y like ``x``, contiguous; codes ``[ceil(n / 8)]`` int16, laid out as `CODES_PER_WORD` says.
+        y like ``x``, contiguous; codes ``[codes_bytes(n, table.bits)]`` uint8, words in little endian.
     """
+    table = STEP_TABLES[kind][bits]
     # float32, because comparing a half tensor with a Python number rounds the number to half
     flat = x.reshape(-1).to(_arithmetic_dtype(x.dtype))
-    codes = torch.zeros_like(flat, dtype=torch.int16)
-    for threshold in STEP_TABLES[kind].thresholds:
+    codes = torch.zeros_like(flat, dtype=torch.uint8)
+    for threshold in table.thresholds:
         codes += flat > threshold
-    codes = F.pad(codes, (0, -flat.numel() % CODES_PER_WORD)).view(-1, CODES_PER_WORD)
-    words = torch.zeros(codes.shape[0], dtype=torch.int16, device=x.device)
-    for position in range(CODES_PER_WORD):
-        words |= codes[:, position] << 2 * position
-    return activate(x, kind).contiguous(), words
+    if table.cyclic:
+        codes.masked_fill_(flat >= table.thresholds[-1], 0)
+    codes = F.pad(codes, (0, -flat.numel() % CODES_PER_GROUP))
+    planes = [_pack(codes >> low & (1 << width) - 1, width) for low, width in _PLANES[table.bits]]
+    return activate(x, kind).contiguous(), torch.cat(planes)
 
 
-def codes_backward(dy: Tensor, codes: Tensor, kind: ActivationKind, dtype: torch.dtype) -> Tensor:
+# the lowest bit of a code that a plane holds, and how many
+_PLANES = {1: ((0, 1),), 2: ((0, 2),), 3: ((0, 2), (2, 1)), 4: ((0, 4),)}
+
+
+def _pack(values: Tensor, width: int) -> Tensor:
+    """Values of ``width`` bits, the first one lowest in its byte."""
+    values = values.view(-1, 8 // width)
+    packed = torch.zeros(values.shape[0], dtype=torch.uint8, device=values.device)
+    for position in range(8 // width):
+        packed |= values[:, position] << width * position
+    return packed
+
+
+def _unpack(packed: Tensor, width: int) -> Tensor:
+    positions = torch.arange(0, 8, width, dtype=torch.uint8, device=packed.device)
+    return (packed[:, None] >> positions & (1 << width) - 1).view(-1)
+
+
+def codes_backward(
+    dy: Tensor, codes: Tensor, kind: ActivationKind, bits: int, dtype: torch.dtype
+) -> Tensor:
     """dx = dy * level[code], shape of ``dy``, contiguous, in ``dtype``."""
-    positions = torch.arange(0, 2 * CODES_PER_WORD, 2, dtype=torch.int16, device=dy.device)
-    unpacked = (codes[:, None] >> positions) & 3
+    table = STEP_TABLES[kind][bits]
+    groups = codes.numel() // table.bits
+    unpacked = torch.zeros((), dtype=torch.int32, device=dy.device)
+    for low, width in _PLANES[table.bits]:
+        plane, codes = codes[: groups * width], codes[groups * width :]
+        unpacked = unpacked + (_unpack(plane, width).int() << low)
     arithmetic = _arithmetic_dtype(dy.dtype)
-    levels = torch.tensor(STEP_TABLES[kind].levels, dtype=arithmetic, device=dy.device)
-    slopes = levels[unpacked.view(-1)[: dy.numel()].int()].view(dy.shape)
+    levels = torch.tensor(table.levels, dtype=arithmetic, device=dy.device)
+    slopes = levels[unpacked[: dy.numel()]].view(dy.shape)
     return (dy.contiguous().to(arithmetic) * slopes).to(dtype)
 
 
@@ -288,18 +293,12 @@ def norm_backward(
 
 def pack_bool(mask: Tensor) -> Tensor:
     """Eight flags a byte, first flag lowest: ``[ceil(n / 8)]`` uint8."""
-    flags = F.pad(mask.reshape(-1).to(torch.uint8), (0, -mask.numel() % 8)).view(-1, 8)
-    packed = torch.zeros(flags.shape[0], dtype=torch.uint8, device=mask.device)
-    for position in range(8):
-        packed |= flags[:, position] << position
-    return packed
+    return _pack(F.pad(mask.reshape(-1).to(torch.uint8), (0, -mask.numel() % 8)), 1)
 
 
 def unpack_bool(packed: Tensor, shape: Sequence[int]) -> Tensor:
     """The bool tensor of ``shape`` that `pack_bool` packed."""
-    positions = torch.arange(8, dtype=torch.uint8, device=packed.device)
-    flags = (packed[:, None] >> positions) & 1
-    return flags.view(-1)[: prod(shape)].view(*shape).bool()
+    return _unpack(packed, 1)[: prod(shape)].view(*shape).bool()
 
 
 def drop(

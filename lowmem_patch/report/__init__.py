@@ -16,6 +16,7 @@ from lowmem_patch.report.results import (
     print_profile,
     print_verification,
 )
+from lowmem_patch.report.tables import print_step_table, print_step_tables
 
 __all__ = [
     "collapse_names",
@@ -27,6 +28,8 @@ __all__ = [
     "print_memory",
     "print_plan",
     "print_profile",
+    "print_step_table",
+    "print_step_tables",
     "print_title",
     "print_verification",
     "progress_bar",

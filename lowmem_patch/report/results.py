@@ -46,7 +46,7 @@ def print_plan(report: PatchReport, title: str) -> None:
     if report.approximate:
         kinds = ", ".join(sorted({site.kind for site in report.approximate}))
         print_line(
-            f"approximate: the gradients of {len(report.approximate)} activations ({kinds}) use 2-bit "
+            f"approximate: the gradients of {len(report.approximate)} activations ({kinds}) use "
             "step derivatives; every other gradient formula is exact"
         )
     for note in report.notes:

@@ -20,7 +20,9 @@ from lowmem_patch.tracing.consumers import (
 from lowmem_patch.tracing.op_roles import Role
 from lowmem_patch.tracing.probes import looks_like_activation, looks_like_norm
 
-__all__ = ["ActivationSite", "activation_sites", "unknown_activations"]
+__all__ = ["NOTHING_TO_GAIN", "ActivationSite", "activation_sites", "unknown_activations"]
+
+NOTHING_TO_GAIN = "nothing to gain: what it needs is kept for another op, or not at all"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +34,8 @@ class ActivationSite:
         in_place: it overwrites its input, and nobody else writes into the output.
         gated: the output is multiplied with another tensor of its shape.
         linear: a Linear that trains, and reads the output.
+        saves: what autograd saves of the activation, its ``input`` or its ``output``.
+        recomputing_gains: fewer bytes are saved where the output is computed again.
         hook: what waits for the gradient of the output or of the gated product, or asks for the memory, as a
             report names it.
         chosen: the strategy that decides on it, ``codes`` or ``recompute``.
@@ -44,6 +48,8 @@ class ActivationSite:
     gated: bool
     linear: Consumer | None
     hook: str | None
+    saves: str
+    recomputing_gains: bool
     chosen: str
 
     @property
@@ -81,7 +87,9 @@ def unknown_activations(facts: Facts) -> Iterator[Skip]:
         if name in facts.foreign_kernels:
             yield Skip(name, "other", "runs a kernel of its own")
         elif facts.activation(name) is None:
-            yield Skip(name, "other", f"no step table for {type(module).__name__}")
+            # with its parameters: LeakyReLU(negative_slope=0.1) is none of ours
+            unknown = f"no step table for {str(module).removesuffix('()')}"
+            yield Skip(name, "other", unknown if facts.saved(name) else NOTHING_TO_GAIN)
 
 
 def products(consumers: list[Consumer]) -> list[Tensor]:
@@ -96,23 +104,48 @@ def consumers_of(facts: Facts, outputs: list[Tensor]) -> list[Consumer]:
 
 def _site(facts: Facts, name: str, kind: ActivationKind, config: PatchConfig) -> ActivationSite:
     consumers = consumers_of(facts, facts.outputs(name))
-    writers = [consumer for consumer in consumers if consumer.use == "write"]
-    own = [w for w in writers if w.op is not None and w.op.module == name]
     rows = [consumer for consumer in consumers if not consumer.reshaped]  # what can be deferred
+    hook = _hook(facts, consumers)
+    saves = "output" if _saves_output(facts, name) else "input"
     gated = any(consumer.use == "product" for consumer in rows)
     linear = next((consumer for consumer in rows if weight_trains(consumer)), None)
-    hook = _hook(facts, consumers)
-    gains = hook is None and (gated or linear is not None)
-    chosen = _choose(config, kind, recomputing_gains=gains)
-    in_place = bool(own) and len(own) == len(writers)
-    return ActivationSite(name, kind, consumers, in_place, gated, linear, hook, chosen)
+    gains = gated or linear is not None
+    if saves == "output":
+        # a Linear or a product keeps what the activation does; only a product that a Linear keeps can go
+        gains = any(map(weight_trains, consumers_of(facts, products(rows))))
+    gains = gains and hook is None
+    in_place = _works_in_place(name, consumers)
+    chosen = _choose(config, kind, gains=gains, possible=gains and not in_place)
+    return ActivationSite(
+        name, kind, consumers, in_place, gated, linear, hook, saves, gains, chosen
+    )
 
 
-def _choose(config: PatchConfig, kind: ActivationKind, *, recomputing_gains: bool) -> str:
-    """The strategy that decides on an activation."""
-    if config.activations != "auto":
-        return config.activations
-    return "recompute" if recomputing_gains or kind not in STEP_TABLES else "codes"
+def _works_in_place(name: str, consumers: list[Consumer]) -> bool:
+    """Whether the module itself writes into its output, and nobody else does."""
+    writers = [consumer for consumer in consumers if consumer.use == "write"]
+    return bool(writers) and all(w.op is not None and w.op.module == name for w in writers)
+
+
+def _saves_output(facts: Facts, name: str) -> bool:
+    """Whether torch's derivative of each call's last op is one of the output."""
+    return all(
+        any(
+            op.role.has(Role.SAVES_OUTPUT) and any(made is call.outputs[0] for made in op.outputs)
+            for op in facts.trace.ops[call.first_op : call.last_op]
+        )
+        for call in facts.calls[name]
+    )
+
+
+def _choose(config: PatchConfig, kind: ActivationKind, *, gains: bool, possible: bool) -> str:
+    """The strategy that decides on an activation: by what recomputing gains, and whether it is possible."""
+    tables = STEP_TABLES.get(kind)
+    if tables is not None and tables[config.bits].exact and not possible:
+        return "keep" if config.activations == "keep" else "codes"  # no approximation
+    if config.activations == "auto":
+        return "recompute" if gains or tables is None else "codes"
+    return config.activations
 
 
 def _hook(facts: Facts, consumers: list[Consumer]) -> str | None:

@@ -1,6 +1,7 @@
-"""codes: an activation saves two bits for each element, and not its input (Approx-BP, arXiv 2406.16282).
+"""codes: an activation saves a few bits for each element, and not its input (Approx-BP, arXiv 2406.16282).
 
-The gradient is that of a step function: approximate, and said so.
+The gradient is that of a step function: approximate, and said so. Where the activation's own derivative is
+such a function (ReLU and its kin), one bit is exact.
 """
 
 from __future__ import annotations
@@ -10,14 +11,18 @@ import dataclasses
 from torch import nn
 
 from lowmem_patch.config import PatchConfig
-from lowmem_patch.constants import STEP_TABLES
+from lowmem_patch.constants import STEP_TABLES, codes_bytes
 from lowmem_patch.functional import ActivationKind
 from lowmem_patch.nn.activations import CodesActivation
-from lowmem_patch.strategies.activations import activation_sites
+from lowmem_patch.strategies.activations import NOTHING_TO_GAIN, ActivationSite, activation_sites
 from lowmem_patch.strategies.protocol import Facts, Found, Skip
 from lowmem_patch.strategies.swap import Swap
 
-__all__ = ["CodedActivation", "find"]
+__all__ = ["CodedActivation", "ExactlyCodedActivation", "find"]
+
+
+# of all saved bytes: below this, `auto` leaves a sigmoid or tanh exact
+_WORTH = 1e-3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,10 +33,18 @@ class CodedActivation(Swap):
     approximate = True
 
     activation: ActivationKind
+    bits: int
     in_place: bool
 
     def make(self, original: nn.Module) -> nn.Module:
-        return CodesActivation(self.activation, self.in_place)
+        return CodesActivation(self.activation, self.bits, self.in_place)
+
+
+@dataclasses.dataclass(frozen=True)
+class ExactlyCodedActivation(CodedActivation):
+    """One whose derivative takes the two values that a bit tells apart."""
+
+    approximate = False
 
 
 def find(facts: Facts, config: PatchConfig) -> Found:
@@ -40,21 +53,47 @@ def find(facts: Facts, config: PatchConfig) -> Found:
     for site in activation_sites(facts, config):
         if isinstance(site, Skip) or site.chosen != "codes":
             continue
-        if site.kind not in STEP_TABLES:
-            found.add(site.skip(f"no step table for {site.kind}: `recompute` is exact"))
+        why_not = _obstacle(facts, site, config)
+        if why_not is not None:
+            found.add(site.skip(why_not))
             continue
-        if not facts.saved(site.name):
-            text = "nothing to gain: its input is kept for another op, or not at all"
-            found.add(site.skip(text))
-            continue
-        reason = "2-bit codes in place of its input"
-        if config.activations == "auto":
-            none = "no Linear that trains reads it"
-            reason += f": {none if site.hook is None else f'read by {site.hook}'}"
+        exact = STEP_TABLES[site.kind][config.bits].exact
+        patch = ExactlyCodedActivation if exact else CodedActivation
         found.add(
-            CodedActivation(
-                site.name, site.kind, site.in_place,
-                reason=reason, kind=site.kind, consumers=site.texts,
+            patch(
+                site.name, site.kind, config.bits, site.in_place,
+                reason=_reason(site, config), kind=site.kind, consumers=site.texts,
             )
         )  # fmt: skip
     return found
+
+
+def _obstacle(facts: Facts, site: ActivationSite, config: PatchConfig) -> str | None:
+    if site.kind not in STEP_TABLES:
+        return f"no step table for {site.kind}: `recompute` is exact"
+    table, saved = STEP_TABLES[site.kind][config.bits], facts.saved(site.name)
+    # one module may be called at many places, and others keep what it saves at most of them
+    cost = sum(codes_bytes(output.numel(), table.bits) for output in facts.outputs(site.name))
+    # behind a dropout, whose result is recomputed, a Linear keeps the output all the same
+    kept = site.saves == "output" and site.linear is not None and config.linear_inputs != "keep"
+    if saved <= cost or kept:
+        return NOTHING_TO_GAIN
+    # a pooler's tanh, a gate's sigmoid for each image: the gradient stays exact for so little
+    share = saved / facts.trace.saved.activations
+    chooses = config.activations == "auto" and site.saves == "output"
+    if chooses and not table.exact and share < _WORTH:
+        return f"next to nothing to gain: it saves {share:.1e} of all that is saved"
+    return None
+
+
+def _reason(site: ActivationSite, config: PatchConfig) -> str:
+    table = STEP_TABLES[site.kind][config.bits]
+    # in place, some activations save their output, and some a copy of their input
+    saved = "what it saves" if site.in_place else f"its {site.saves}"
+    reason = f"{table.bits}-bit codes in place of {saved}"
+    if table.exact:
+        return f"{reason}: exact, since its derivative takes two values"
+    if config.activations != "auto":
+        return reason
+    why = "no Linear that trains reads it" if site.hook is None else f"read by {site.hook}"
+    return f"{reason}: {why}"

@@ -71,6 +71,8 @@ def _obstacle(facts: Facts, site: ActivationSite) -> str | None:
 
 def _reason(facts: Facts, site: ActivationSite) -> str | None:
     """What is saved in the place of the output; None where nobody would gain."""
+    if site.saves == "output" and not site.recomputing_gains:
+        return None
     if site.gated:
         reading = consumers_of(facts, products(site.consumers))
         other = next((c for c in reading if weight_read_with(c) is None), None)

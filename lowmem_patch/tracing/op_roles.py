@@ -68,6 +68,9 @@ class Role(enum.Flag):
     CHANNEL_NORM = enum.auto()  # a norm over others
     RSQRT = enum.auto()  # what a norm calls that is written out
     ELEMENTWISE = enum.auto()  # an activation
+    SAVES_OUTPUT = (
+        enum.auto()
+    )  # whose derivative torch computes from the output, and not from the input
     PRODUCT = enum.auto()
     SUM = enum.auto()
     DIVISION = enum.auto()
@@ -117,9 +120,11 @@ _TABLE: tuple[tuple[Role, tuple[str, ...]], ...] = (
     (Role.CHANNEL_NORM, ("group_norm", "batch_norm")),
     (Role.RSQRT, ("rsqrt",)),
     (Role.ELEMENTWISE, (
-        "gelu", "silu", "relu", "sigmoid", "tanh", "relu_", "silu_", "softplus", "mish", "elu", "leaky_relu",
-        "hardswish", "hardtanh", "hardsigmoid", "logsigmoid", "relu6", "celu", "selu",
+        "gelu", "silu", "silu_", "softplus", "mish", "elu", "leaky_relu", "hardswish", "hardtanh",
+        "hardsigmoid", "logsigmoid", "relu6", "celu", "selu",
     )),
+    (Role.ELEMENTWISE | Role.SAVES_OUTPUT, ("relu", "relu_", "sigmoid", "tanh")),
+    (Role.SAVES_OUTPUT, ("sigmoid_", "tanh_", "elu_", "selu_", "celu_")),
     (Role.PRODUCT, ("mul", "__mul__", "__rmul__", "multiply")),
     (Role.SUM, ("add", "__add__", "__radd__")),
     (Role.DIVISION, ("div", "__truediv__", "divide", "true_divide")),

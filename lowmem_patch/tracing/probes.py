@@ -38,8 +38,12 @@ class NormSpec:
 # Relative to the largest output; candidates compute in float32 whatever they are given.
 _TOLERANCE = 2e-5
 _GRID = torch.linspace(-9, 9, 721)
-# an activation may be another one far out (GELU clipped at 10), where values of the grid would hide it
+# an activation may be another one far out (GELU clipped at 10)
 _FAR = torch.tensor([-1e4, -300.0, -30.0, -11.0, 11.0, 30.0, 300.0, 1e4])
+_NEAR = torch.tensor([-1e-2, -1e-3, -1e-4, 1e-4, 1e-3, 1e-2])  # a threshold beside 0
+_ACTIVATION_INPUTS = torch.cat((_GRID, _FAR, _NEAR))
+_ACTIVATION_TOLERANCE = 1e-5
+_SMALL = 0.1
 
 
 def _is_leaf(module: nn.Module) -> bool:
@@ -200,14 +204,14 @@ def match_activation(module: nn.Module) -> ActivationKind | None:
     """The kind of a parameterless elementwise module, or None."""
     if not _is_leaf(module) or list(module.parameters()) or "forward" in module.__dict__:
         return None
-    isolated = _isolated_copy(module)
-    output, far = _run(isolated, _GRID.clone()), _run(isolated, _FAR.clone())
-    if output is None or far is None:
+    output = _run(_isolated_copy(module), _ACTIVATION_INPUTS.clone())
+    if output is None:
         return None
     kind: ActivationKind
     for kind in get_args(ActivationKind):
-        expected = reference.activate(_FAR.double(), kind)
-        same = ((far.double() - expected).abs() <= _TOLERANCE * expected.abs().clamp_min(1.0)).all()
-        if same and _is_close(output, reference.activate(_GRID.double(), kind)):
+        expected = reference.activate(_ACTIVATION_INPUTS.double(), kind)
+        # each value by its own size: where h is small, a slope or an alpha shows that is another one
+        size = expected.abs().clamp_min(_SMALL)
+        if ((output.double() - expected).abs() <= _ACTIVATION_TOLERANCE * size).all():
             return kind
     return None

@@ -61,9 +61,9 @@ def activations() -> Iterator[Any]:
         yield kernels.glu_forward(x, x, kind)
         yield kernels.glu_backward(x, x, x, kind)
         yield kernels.glu_backward(x, x, x, kind, torch.ones_like(x))
-        if kind in STEP_TABLES:
-            _, codes = kernels.codes_forward(x, kind)
-            yield kernels.codes_backward(x, codes, kind, DTYPE)
+        for bits in STEP_TABLES.get(kind, ()):
+            _, codes = kernels.codes_forward(x, kind, bits)
+            yield kernels.codes_backward(x, codes, kind, bits, DTYPE)
 
 
 def norms() -> Iterator[Any]:

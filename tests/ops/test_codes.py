@@ -1,13 +1,15 @@
-"""codes_activation: framework's forward, step-function derivative, two bits per element."""
+"""codes_activation: framework's forward, step-function derivative, one to four bits per element."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from lowmem_patch import reference
-from lowmem_patch.constants import STEP_TABLES
+from lowmem_patch.constants import STEP_BITS, STEP_TABLES
 from lowmem_patch.functional import codes_activation
 from tests.ops.conftest import INTERPRETED, Backend
 from tests.support.judge import assert_within_budget
@@ -17,86 +19,143 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SHAPES = [(1,), (7,), (8,), (3, 5, 37), (2, 1024), (4099,), (0, 16)]
 
 
-def step_derivative(x: Tensor, kind: str) -> Tensor:
+EXACT = [kind for kind, tables in STEP_TABLES.items() if tables[2].exact]
+APPROXIMATE = [kind for kind in STEP_TABLES if kind not in EXACT]
+# exact tables stand for every number of bits
+TABLES = [(kind, bits) for kind in APPROXIMATE for bits in STEP_BITS] + [(k, 1) for k in EXACT]
+
+
+def step_derivative(x: Tensor, kind: str, bits: int = 2) -> Tensor:
     """h~'(x) written as the paper does, without codes."""
-    table = STEP_TABLES[kind]
-    derivative = torch.zeros_like(x)
+    table = STEP_TABLES[kind][bits]
+    derivative = torch.full_like(x, table.levels[0])
     for threshold, slope in zip(table.thresholds, table.slopes, strict=True):
         derivative = derivative + slope * (x > threshold).to(x.dtype)
+    if table.cyclic:
+        derivative = torch.where(x >= table.thresholds[-1], table.levels[0], derivative)
     return derivative
 
 
-@pytest.mark.parametrize("kind", STEP_TABLES)
+@pytest.mark.parametrize(("kind", "bits"), TABLES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_codes_give_the_step_tables_derivative(
-    backend: Backend, kind: str, dtype: torch.dtype, shape: tuple[int, ...]
+    backend: Backend, kind: str, bits: int, dtype: torch.dtype
+) -> None:
+    for shape in SHAPES:
+        _judge_step(backend, kind, bits, dtype, shape)
+
+
+def _judge_step(
+    backend: Backend, kind: str, bits: int, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> None:
     x = (4 * torch.randn(shape)).to(backend.device, dtype).requires_grad_()
     dy = torch.randn(shape).to(backend.device, dtype)
-    y = codes_activation(x, kind, implementation=backend.implementation)
+    y = codes_activation(x, kind, bits, implementation=backend.implementation)
     y.backward(dy)
     wide = x.detach().double()
     assert y.is_contiguous()
     assert_within_budget(y, reference.activate(x.detach(), kind), reference.activate(wide, kind))
     # float32 decides on which side of a threshold an element lies
-    slope = step_derivative(x.detach().float(), kind).double()
+    slope = step_derivative(x.detach().float(), kind, bits).double()
     assert_within_budget(x.grad, (dy.double() * slope).to(dtype), dy.double() * slope)
 
 
-@pytest.mark.parametrize("kind", STEP_TABLES)
-def test_float64_runs_on_the_reference(kind: str) -> None:
+@pytest.mark.parametrize(("kind", "bits"), TABLES)
+def test_float64_runs_on_the_reference(kind: str, bits: int) -> None:
     x = torch.randn(33, dtype=torch.float64, requires_grad=True)
-    codes_activation(x, kind).sum().backward()
-    exact = step_derivative(x.detach(), kind)
-    assert float((x.grad - exact).abs().max()) < 1e-15
+    codes_activation(x, kind, bits).sum().backward()
+    exact = step_derivative(x.detach(), kind, bits)
+    assert float((x.grad - exact).abs().max()) < 1e-14
 
 
-@pytest.mark.parametrize("kind", STEP_TABLES)
-def test_values_far_out_and_at_thresholds(backend: Backend, kind: str) -> None:
-    thresholds = torch.tensor(STEP_TABLES[kind].thresholds)
+@pytest.mark.parametrize("kind", EXACT)
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
+def test_one_bit_is_exact_where_the_derivative_has_two_values(
+    backend: Backend, kind: str, dtype: torch.dtype
+) -> None:
+    kinks = torch.tensor([-6.0, -3.0, -0.0, 0.0, 3.0, 6.0, float("inf"), -float("inf")])
+    x = torch.cat((kinks, 4 * torch.randn(1000))).to(backend.device, dtype).requires_grad_()
+    if dtype == torch.float64 and backend.implementation == "triton":
+        pytest.skip("float64 runs on the reference")
+    y = codes_activation(x, kind, 4, implementation=backend.implementation)
+    plain = reference.activate(x, kind)
+    assert torch.equal(y, plain) or dtype != torch.float64
+    dy = torch.randn(x.shape).to(backend.device, dtype)
+    (ours,), (theirs,) = (torch.autograd.grad(result, x, dy) for result in (y, plain))
+    assert_within_budget(ours, theirs, theirs.double())
+    assert torch.equal(ours == 0, theirs == 0)
+
+
+@pytest.mark.parametrize(("kind", "bits"), TABLES)
+def test_values_far_out_and_at_thresholds(backend: Backend, kind: str, bits: int) -> None:
+    thresholds = torch.tensor(STEP_TABLES[kind][bits].thresholds)
     x = torch.cat((thresholds, thresholds.nextafter(torch.tensor(9.0)), torch.tensor([-0.0, 0.0])))
     x = torch.cat((x, torch.tensor([-1e4, 1e4, -90.0, 90.0, 1e-30]))).to(backend.device)
     x.requires_grad_()
-    y = codes_activation(x, kind, implementation=backend.implementation)
+    y = codes_activation(x, kind, bits, implementation=backend.implementation)
     y.sum().backward()
     assert bool(y.isfinite().all())
-    exact = step_derivative(x.detach(), kind).double()
+    exact = step_derivative(x.detach(), kind, bits).double()
     assert_within_budget(x.grad, exact.float(), exact)
 
 
+@pytest.mark.parametrize("bits", STEP_BITS)
 @pytest.mark.parametrize("n", [1, 7, 8, 9, 1000, 4096])
-def test_saves_two_bits_per_element(backend: Backend, n: int) -> None:
+def test_saves_so_many_bits_per_element(backend: Backend, n: int, bits: int) -> None:
     x = torch.randn(n, device=backend.device).bfloat16().requires_grad_()
     _, saved = saved_storages(
-        lambda: codes_activation(x, "gelu", implementation=backend.implementation)
+        lambda: codes_activation(x, "gelu", bits, implementation=backend.implementation)
     )
-    assert list(saved.values()) == [2 * ((n + 7) // 8)]
+    assert list(saved.values()) == [bits * ((n + 7) // 8)]
 
 
-def test_codes_are_four_to_a_byte_first_lowest(backend: Backend) -> None:
+@pytest.mark.parametrize("kind", EXACT)
+def test_exact_tables_save_one_bit_whatever_is_asked_for(backend: Backend, kind: str) -> None:
+    x = torch.randn(1000, device=backend.device, requires_grad=True)
+    _, saved = saved_storages(
+        lambda: codes_activation(x, kind, 3, implementation=backend.implementation)
+    )
+    assert list(saved.values()) == [125]
+
+
+def _ops(backend: Backend) -> Any:
     if backend.implementation == "triton":
-        from lowmem_patch import kernels as ops
-    else:
-        ops = reference
+        from lowmem_patch import kernels
+
+        return kernels
+    return reference
+
+
+def test_codes_lie_first_lowest(backend: Backend) -> None:
     x = torch.tensor([-9.0, -1.0, 1.0, 9.0, 9.0, 9.0, -9.0, 1.0, 1.0], device=backend.device)
-    _, codes = ops.codes_forward(x, "gelu")
-    assert codes.view(torch.uint8).tolist() == [0b11100100, 0b10001111, 0b00000010, 0]
+    ops = _ops(backend)
+    _, codes = ops.codes_forward(x, "gelu", 2)
+    assert codes.tolist() == [0b11100100, 0b10001111, 0b00000010, 0]
+    _, codes = ops.codes_forward(x, "gelu", 1)
+    assert codes.tolist() == [0b10111100, 0b1]
+    # 0 to 7: in two planes, the lower bits of all groups before the highest ones
+    places = [-9.0, *(t + 1e-3 for t in STEP_TABLES["gelu"][3].thresholds), 9.0]
+    _, codes = ops.codes_forward(torch.tensor(places, device=backend.device), "gelu", 3)
+    assert codes.tolist() == [0b11100100, 0b11100100, 0b00000011, 0, 0b11110000, 0b1]
+    places = [-9.0, *(t + 1e-3 for t in STEP_TABLES["gelu"][4].thresholds)]
+    _, codes = ops.codes_forward(torch.tensor(places, device=backend.device), "gelu", 4)
+    assert codes.tolist() == [0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE]
 
 
-def test_either_backward_reads_either_forward(backend: Backend) -> None:
+@pytest.mark.parametrize(("kind", "bits"), TABLES)
+def test_either_backward_reads_either_forward(backend: Backend, kind: str, bits: int) -> None:
     if backend.implementation != "triton":
         pytest.skip("compares the kernels with the reference")
     from lowmem_patch import kernels
 
-    x, dy = torch.randn(2, 1003, device=backend.device).unbind()
-    _, ours = kernels.codes_forward(x, "silu")
-    _, theirs = reference.codes_forward(x, "silu")
+    x, dy = 3 * torch.randn(2, 5003, device=backend.device)
+    _, ours = kernels.codes_forward(x, kind, bits)
+    _, theirs = reference.codes_forward(x, kind, bits)
     assert torch.equal(ours, theirs)
     for codes in (ours, theirs):
         assert torch.equal(
-            kernels.codes_backward(dy, codes, "silu", torch.float32),
-            reference.codes_backward(dy, codes, "silu", torch.float32),
+            kernels.codes_backward(dy, codes, kind, bits, torch.float32),
+            reference.codes_backward(dy, codes, kind, bits, torch.float32),
         )
 
 
@@ -133,6 +192,8 @@ def test_autocast_keeps_the_input_dtype(backend: Backend) -> None:
 @pytest.mark.skipif(INTERPRETED, reason="checks arguments, not kernels")
 def test_errors_name_the_argument() -> None:
     with pytest.raises(ValueError, match="kind must be one of"):
-        codes_activation(torch.randn(16), "relu")
+        codes_activation(torch.randn(16), "relu_squared")
+    with pytest.raises(ValueError, match="bits must be one of"):
+        codes_activation(torch.randn(16), "gelu", 5)
     with pytest.raises(TypeError, match=r"torch\.int64"):
         codes_activation(torch.arange(3), "gelu")

@@ -41,10 +41,10 @@ def randn(*shape: int, grad: bool = True) -> Tensor:
 
 
 def operator_samples() -> Iterator[tuple[str, tuple[Any, ...]]]:
-    yield "codes_activation", (randn(3, 7), "gelu", R)
-    yield "codes_activation", (randn(3, 7, grad=False), "gelu", R)
-    codes = torch.zeros(3, dtype=torch.int16)
-    yield "codes_activation_backward", (randn(3, 7, grad=False), codes, "silu", torch.float32, R)
+    yield "codes_activation", (randn(3, 7), "gelu", 2, R)
+    yield "codes_activation", (randn(3, 7, grad=False), "gelu", 3, R)
+    codes = torch.zeros(9, dtype=torch.uint8)
+    yield "codes_activation_backward", (randn(3, 7, grad=False), codes, "silu", 3, torch.float32, R)
     yield "activation", (torch.randn(4, 3).t().requires_grad_(), "quick_gelu", R)
     yield "activation_backward", (randn(3, 4, grad=False), randn(3, 4, grad=False), "gelu", R)
     packed = torch.randn(4, 12)

@@ -21,6 +21,6 @@ def test_modules_are_the_function(kind: ActivationKind) -> None:
     for each in (module, copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
         y, saved = saved_storages(lambda m=each: m(x))
         assert torch.equal(y, codes_activation(x, kind))
-        assert sum(saved.values()) == 4
-    assert f"strategy=codes, kind={kind}" in repr(module)
+        assert sum(saved.values()) == 2 * STEP_TABLES[kind][2].bits
+    assert f"strategy=codes, kind={kind}, bits={STEP_TABLES[kind][2].bits}" in repr(module)
     assert not module.state_dict()

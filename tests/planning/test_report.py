@@ -109,7 +109,10 @@ class Unknown(nn.Module):
     [
         (lambda: Unknown(nn.Linear(8, 8), nn.Linear(8, 8)), "has no norm or activation"),
         (lambda: Unknown(nn.Linear(8, 8), nn.LayerNorm(8)), "layers.1: nothing to gain"),
-        (lambda: Unknown(nn.Linear(8, 8), nn.Softplus()), "layers.1: no step table for Softplus"),
+        (
+            lambda: Unknown(nn.Linear(8, 8), nn.Softshrink()),
+            "layers.1: no step table for Softshrink",
+        ),
         (lambda: Unknown(nn.Linear(8, 8), nn.GroupNorm(2, 6)), "layers.1: "),
     ],
 )

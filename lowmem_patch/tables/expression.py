@@ -1,0 +1,160 @@
+"""Activations written as text, such as ``x * sigmoid(1.5 * x)``, of which no code is run."""
+
+from __future__ import annotations
+
+import ast
+import math
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lowmem_patch import reference
+from lowmem_patch.constants import ACTIVATION_KINDS
+from lowmem_patch.errors import FitError
+
+__all__ = ["function_names", "parse_activation"]
+
+_LONGEST = 1000  # characters; a deeper tree than these can write would exhaust Python's stack
+
+_BINARY: Final[Mapping[type, Callable[[Any, Any], Any]]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.Pow: operator.pow,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+}
+_UNARY: Final[Mapping[type, Callable[[Any], Any]]] = {
+    ast.USub: operator.neg,
+    ast.UAdd: operator.pos,
+}
+_CONSTANTS: Final = {"pi": math.pi, "e": math.e}
+
+
+def _of_kind(kind: Any) -> Callable[[Tensor], Tensor]:
+    return lambda x: reference.activate(x, kind)
+
+
+# Functions of tensors and numbers; numbers become tensors where torch wants them.
+_FUNCTIONS: Final[dict[str, Callable[..., Any]]] = {
+    **{kind: _of_kind(kind) for kind in ACTIVATION_KINDS},
+    **{
+        name: getattr(torch, name)
+        for name in (
+            "abs", "atan", "cos", "cosh", "tanh", "erf", "erfc", "exp", "expm1", "log", "log1p", "maximum",
+            "minimum", "sign", "sin", "sinh", "sqrt", "square", "where",
+        )
+    },
+    "celu": F.celu,
+    "clamp": torch.clamp,
+    "elu": F.elu,
+    "hardshrink": F.hardshrink,
+    "hardtanh": F.hardtanh,
+    "leaky_relu": F.leaky_relu,
+    "logsigmoid": F.logsigmoid,
+    "softplus": F.softplus,
+    "softshrink": F.softshrink,
+    "softsign": F.softsign,
+    "swish": F.silu,
+    "tanhshrink": F.tanhshrink,
+}  # fmt: skip
+_TENSORS_ALONE = frozenset(("maximum", "minimum", "where"))
+
+
+def function_names() -> tuple[str, ...]:
+    """The functions that a text may use, in alphabetical order."""
+    return tuple(sorted(_FUNCTIONS))
+
+
+def parse_activation(text: str) -> Callable[[Tensor], Tensor]:
+    """The function of x that a text names (``mish``) or writes out (``x * tanh(softplus(x))``).
+
+    Numbers, ``x``, ``pi``, ``e``, ``+ - * / **``, comparisons and the functions of `function_names` make
+    a text; their further arguments are numbers (``elu(x, 0.5)``). Nothing else is looked up or run.
+
+    Raises:
+        FitError: the text is none of these; the error says which part.
+    """
+    if len(text) > _LONGEST:
+        raise FitError(f"the expression has {len(text)} characters: it may have {_LONGEST} at most")
+    try:
+        body = ast.parse(text.strip(), mode="eval").body
+    except (SyntaxError, ValueError) as error:
+        raise FitError(f"{text!r} is no expression of x: {error}") from error
+    if isinstance(body, ast.Name) and body.id in _FUNCTIONS:
+        body = ast.Call(body, [ast.Name("x")], [])
+    _check(body, text)
+    if not any(isinstance(node, ast.Name) and node.id == "x" for node in ast.walk(body)):
+        raise FitError(f"{text!r} does not depend on x")
+
+    def function(x: Tensor) -> Tensor:
+        try:
+            value = _evaluate(body, x)
+        except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:
+            raise FitError(f"{text!r} cannot be computed: {error}") from error
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            given = value.dtype if isinstance(value, Tensor) else type(value).__name__
+            raise FitError(f"{text!r} gives no real numbers, but {given}")
+        return value
+
+    return function
+
+
+def _check(node: ast.AST, text: str) -> None:
+    """Refuse every node that `_evaluate` does not know, before anything is computed."""
+    part = ast.unparse(node)
+    children: list[ast.expr] = []
+    match node:
+        case ast.Constant(value=value) if type(value) in (int, float):
+            pass
+        case ast.Name(id=name):
+            if name != "x" and name not in _CONSTANTS:
+                hint = " (a function needs its argument)" if name in _FUNCTIONS else ""
+                raise FitError(f"{text!r}: {name!r} is neither x nor pi nor e{hint}")
+        case ast.BinOp(left=left, op=sign, right=right) if type(sign) in _BINARY:
+            children = [left, right]
+        case ast.UnaryOp(op=sign, operand=operand) if type(sign) in _UNARY:
+            children = [operand]
+        case ast.Compare(left=left, ops=[sign], comparators=[right]) if type(sign) in _BINARY:
+            children = [left, right]
+        case ast.Call(func=ast.Name(id=name), args=args, keywords=[]):
+            if name not in _FUNCTIONS:
+                known = ", ".join(function_names())
+                raise FitError(f"{text!r}: {name!r} is none of the functions {known}")
+            children = args
+        case _:
+            raise FitError(
+                f"{text!r}: {part!r} is no number, x, sum, product, power or function of these"
+            )
+    for child in children:
+        _check(child, text)
+
+
+def _evaluate(node: ast.AST, x: Tensor) -> Any:
+    match node:
+        case ast.Constant(value=value):
+            assert isinstance(value, int | float)
+            return float(value)  # an int could be raised to a power that never ends
+        case ast.Name(id=name):
+            return x if name == "x" else _CONSTANTS[name]
+        case ast.BinOp(left=left, op=sign, right=right):
+            return _BINARY[type(sign)](_evaluate(left, x), _evaluate(right, x))
+        case ast.UnaryOp(op=sign, operand=operand):
+            return _UNARY[type(sign)](_evaluate(operand, x))
+        case ast.Compare(left=left, ops=[sign], comparators=[right]):
+            return _BINARY[type(sign)](_evaluate(left, x), _evaluate(right, x))
+        case ast.Call(func=ast.Name(id=name), args=args):
+            values = [_evaluate(argument, x) for argument in args]
+            tensors = [
+                torch.tensor(value, dtype=x.dtype) if isinstance(value, float) else value
+                for value in (values if name in _TENSORS_ALONE else values[:1])
+            ]
+            return _FUNCTIONS[name](*tensors, *values[len(tensors) :])
+    raise AssertionError(node)  # `_check` has refused it
