@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 from lowmem_patch.cli import app
 from lowmem_patch.errors import ConfigError, TraceError
 from lowmem_patch.integrations.script import ScriptPatching, run_script
+from tests.integrations.trainings import SEVERAL_PROCESSES
 from tests.support.judge import TOLERANCE, assert_close
 
 ROOT = Path(__file__).parents[2]
@@ -235,7 +236,7 @@ LAUNCHES = {
 }
 
 
-@pytest.mark.parametrize("way", LAUNCHES)
+@pytest.mark.parametrize("way", ["ddp", pytest.param("fsdp2", marks=SEVERAL_PROCESSES)])
 def test_two_processes_train_as_they_did(tmp_path: Path, way: str) -> None:
     script = [SCRIPTS / "accelerate_loop.py", *(["--fsdp2"] if way == "fsdp2" else [])]
     results = {}

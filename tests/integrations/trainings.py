@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from transformers import Trainer, TrainingArguments
@@ -15,6 +17,10 @@ from lowmem_patch import saved_bytes
 from tests.support.judge import assert_gradients, assert_outputs
 from tests.support.step import FP32, Mode, StayInFloat64, Step, cast
 
+# what starts several processes, beside what an ordinary run of the tests has of that kind already
+SEVERAL_PROCESSES = pytest.mark.skipif(
+    "LOWMEM_PATCH_INTEGRATIONS" not in os.environ, reason="make test-integrations"
+)
 STEPS = 4
 ROWS, LENGTH = 2, 12
 
