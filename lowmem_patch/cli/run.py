@@ -27,6 +27,9 @@ def run(
     ],
     preset: options.PresetOption = "auto",
     fit: Annotated[str | None, typer.Option(help="A memory budget, such as 24GiB.")] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Rows of a step, for --fit in a loop of one's own.")
+    ] = None,
     seq_len: options.LengthOption = None,
     as_module: Annotated[
         bool, typer.Option("-m", help="SCRIPT is a module's name, as of python -m.")
@@ -45,7 +48,7 @@ def run(
         from lowmem_patch.errors import ConfigError
         from lowmem_patch.integrations.script import ScriptPatching, run_script
 
-        patching = ScriptPatching(preset, fit, None, seq_len, strict)
+        patching = ScriptPatching(preset, fit, None, seq_len, batch_size, strict)
         if not (as_module or Path(script).is_file()):
             raise ConfigError(f"there is no script {script}; a module's name needs -m")
     # outside: errors and signals of the script are its own

@@ -41,9 +41,10 @@ class LowmemLightningCallback(Callback):  # type: ignore[misc]  # Lightning need
 
     Args:
         preset: ``auto``, ``exact``, ``paper``, a YAML path, a mapping or a PatchConfig.
-        fit: a memory budget such as ``"24GiB"``; it needs ``sequence_length`` or ``example_inputs``.
+        fit: a memory budget such as ``"24GiB"``; it needs ``batch_size``, and for text ``sequence_length``.
         example_inputs: arguments of the module's forward; the module is then patched as a whole.
         sequence_length: tokens per row.
+        batch_size: rows of a training step on one device.
 
     Raises:
         ConfigError: an unknown preset; in the fit, what cannot be used beside the patch.
@@ -61,9 +62,10 @@ class LowmemLightningCallback(Callback):  # type: ignore[misc]  # Lightning need
         fit: str | int | None = None,
         example_inputs: Any = None,
         sequence_length: int | None = None,
+        batch_size: int | None = None,
     ) -> None:
         super().__init__()
-        self.patching = Patching(preset, fit, example_inputs, sequence_length)
+        self.patching = Patching(preset, fit, example_inputs, sequence_length, batch_size)
 
     def setup(self, trainer: Any, pl_module: nn.Module, stage: str) -> None:
         """Patch what is there before ``configure_model``."""

@@ -34,7 +34,8 @@ class Patching:
         preset: as ``config`` of :func:`lowmem_patch.patch_model`.
         fit: a memory budget such as ``"24GiB"``, as in :func:`lowmem_patch.patch_model`.
         example_inputs: as in :func:`lowmem_patch.patch_model`; default: made from the model's config.
-        sequence_length: tokens per row of the training, which ``fit`` needs to know.
+        sequence_length, batch_size: tokens per row and rows of a training step on one device, which ``fit``
+            needs where the trainer does not tell them.
 
     Raises:
         ConfigError: an unknown preset, key or value.
@@ -44,6 +45,7 @@ class Patching:
     fit: str | int | None = None
     example_inputs: Any = None
     sequence_length: int | None = None
+    batch_size: int | None = None
 
     def __post_init__(self) -> None:
         load_config(self.preset)  # a mistake is said before a model is loaded
@@ -81,17 +83,20 @@ class Patching:
                 patch_model(part, self.preset, example_inputs=inputs, **budget)
         return [patch_report(part) for part in found]
 
-    def _inputs(self, model: nn.Module, batch_size: int | None, length: int | None) -> Any:
+    def _inputs(self, model: nn.Module, rows: int | None, length: int | None) -> Any:
         """Of a real step where a budget must be met; else what ``patch_model`` makes for itself."""
         if self.fit is None:
             return None
-        length = self.sequence_length or length
+        length, rows = self.sequence_length or length, self.batch_size or rows
+        unknown = ["batch_size"] if rows is None else []
         if length is None and reads_tokens(model):
+            unknown.append("sequence_length")
+        if rows is None or unknown:
             raise ConfigError(
-                f"fit={self.fit!r} needs the length of your rows, which this trainer does not tell: give "
-                "sequence_length= (tokens per row), or example_inputs= (one batch)"
+                f"fit={self.fit!r} needs the size of a training step, which this trainer does not tell: give "
+                f"{' and '.join(f'{name}=' for name in unknown)}, or example_inputs= (one batch)"
             )
-        return make_example_inputs(model, batch_size=batch_size or 1, sequence_length=length)
+        return make_example_inputs(model, batch_size=rows, sequence_length=length)
 
 
 def _autocast(

@@ -12,7 +12,8 @@ from torch import nn
 from transformers import ViTForImageClassification
 
 from lowmem_patch import patch_model, patch_report
-from lowmem_patch.errors import TraceError
+from lowmem_patch.errors import ConfigError, TraceError
+from lowmem_patch.integrations import patching
 from lowmem_patch.integrations.script import ScriptPatching, run_script
 from lowmem_patch.planning.report import find_records
 from tests.life.distributed_models import SavedBytes
@@ -177,6 +178,13 @@ def test_a_module_of_ones_own_with_its_example_inputs(tmp_path: Path) -> None:
     assert [site.name for site in patch_report(found).patched] == ["norm", "act"]
 
 
+class NeverCopied(lightning.Callback):  # type: ignore[misc]
+    """Stands for the data and the logs that hang on a trainer."""
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise AssertionError("the trainer was copied with the module")
+
+
 def test_a_module_that_says_nothing_is_refused_with_the_mend(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="pass example_inputs="):
         fitted(tmp_path, Own(example=False), "exact", data=batches(8))
@@ -185,7 +193,7 @@ def test_a_module_that_says_nothing_is_refused_with_the_mend(tmp_path: Path) -> 
         "exact", example_inputs=torch.zeros(2, 8, dtype=torch.float64)
     )
     trainer = trainer_of(tmp_path)
-    trainer.callbacks.append(callback)
+    trainer.callbacks.extend([callback, NeverCopied()])
     trainer.fit(module, data)
     assert patch_report(module).patched and module.trainer is trainer
 
@@ -196,6 +204,24 @@ def test_autocast_of_the_trainer_is_that_of_the_report(tmp_path: Path) -> None:
     data = batches(3, 32, 32, dtype=torch.float32)
     fitted(tmp_path, module, "exact", data=data, precision="bf16-mixed")
     assert "autocast bfloat16" in patch_report(module).inputs
+
+
+def test_a_budget_needs_the_rows_of_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = trainer_of(tmp_path)
+    trainer.callbacks.append(LowmemLightningCallback("exact", fit="24GiB"))
+    with pytest.raises(ConfigError, match="does not tell: give batch_size=, or"):
+        trainer.fit(Classifier(), batches(3, 32, 32))
+    calls: list[Any] = []
+
+    def patch(model: Any, config: Any, *, example_inputs: Any, **more: Any) -> None:
+        calls.append((str(example_inputs), more))
+        patch_model(model, config)
+
+    monkeypatch.setattr(patching, "patch_model", patch)
+    trainer = trainer_of(tmp_path)
+    trainer.callbacks.append(LowmemLightningCallback("exact", fit="24GiB", batch_size=2))
+    trainer.fit(Classifier(), batches(3, 32, 32))
+    assert calls == [("pixel_values 2x3x32x32", {"fit": "24GiB"})]
 
 
 def test_evaluation_alone_patches_nothing(tmp_path: Path) -> None:
