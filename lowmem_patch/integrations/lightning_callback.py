@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -83,23 +81,10 @@ class LowmemLightningCallback(Callback):  # type: ignore[misc]  # Lightning need
         example = self.patching.example_inputs
         if example is None and inner_models(module) == [module]:
             example = getattr(module, "example_input_array", None)
-        with _detached(module):
-            reports = self.patching.patch(
-                module, example_inputs=example, autocast=_AUTOCAST.get(str(trainer.precision))
-            )
+        autocast = _AUTOCAST.get(str(trainer.precision))
+        reports = self.patching.patch(module, example_inputs=example, autocast=autocast)
         for report in reports:
             rank_zero_info(f"lowmem-patch: {summary(report)}")
-
-
-@contextlib.contextmanager
-def _detached(module: Any) -> Iterator[None]:
-    """Without its trainer, which a copy of the module for a trace would copy as well, with all data."""
-    trainer = module.__dict__.get("_trainer")
-    module.__dict__["_trainer"] = None
-    try:
-        yield
-    finally:
-        module.__dict__["_trainer"] = trainer
 
 
 def _folder_of(trainer: Any) -> Path:
