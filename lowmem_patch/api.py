@@ -6,7 +6,7 @@ import dataclasses
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from torch import nn
 
@@ -29,6 +29,7 @@ from lowmem_patch.planning.planner import NOT_COUNTED, counted_after, plan_model
 from lowmem_patch.planning.report import RECORD, PatchReport, Record, find_records
 from lowmem_patch.strategies.fold import folded_now
 from lowmem_patch.strategies.fold_weights import FoldStep
+from lowmem_patch.tracing.example_inputs import inner_model
 from lowmem_patch.tracing.inputs import ExampleInputs
 from lowmem_patch.tracing.isolation import preserved
 from lowmem_patch.tracing.shadow import Shadow
@@ -49,14 +50,17 @@ def plan_patch(
         model: a transformers, timm or other module; a PEFT model is planned with its adapters.
         config: a preset's name (``auto``, ``exact``, ``paper``), a YAML path, a mapping or a PatchConfig.
         example_inputs: a tensor, a tuple of arguments or a dict of keyword arguments for one forward;
-            default: made from the model's config. Byte counts are for these inputs, and under the
-            autocast context that is active around this call.
+            default: made from the model's config. Where the model itself has none (a SentenceTransformer,
+            a LightningModule), the one model inside it that has is meant. Byte counts are for these
+            inputs, and under the autocast context that is active around this call.
 
     Raises:
         ConfigError: an unknown preset, key or value.
         TraceError: the model cannot be run on the inputs.
         PatchError: the model is part of a larger model that is patched.
     """
+    if example_inputs is None:
+        model = _with_known_inputs(model)
     return plan_model(model, load_config(config), example_inputs)[0]
 
 
@@ -89,13 +93,15 @@ def patch_model(
         >>> model = patch_model(model, "auto")
         >>> print(patch_report(model))
     """
-    resolved = load_config(config)
+    resolved, outer = load_config(config), model
+    if example_inputs is None:
+        model = _with_known_inputs(model)
     records = find_records(model)
     if len(records) == 1 and example_inputs is None and not check:
         holder, record = records[0]
         same = record.report.config == resolved and record.signature == trains_signature(model)
         if same and not no_longer_as_patched(holder):
-            return model
+            return outer
     unpatch_model(model)
     report, plan, inputs = plan_model(model, resolved, example_inputs)
     if all(patch.for_autocast for patch in plan.patches):
@@ -116,7 +122,12 @@ def patch_model(
         ) from error
     _attach(model, report)
     watch_first_forward(model, plan, adapters=resolved.linear_inputs != "keep")
-    return model
+    return outer
+
+
+def _with_known_inputs(model: ModelT) -> ModelT:
+    """The model itself, or the transformers, timm or diffusers model that it holds and that trains."""
+    return model if RECORD in model.__dict__ else cast(ModelT, inner_model(model))
 
 
 def _counted(model: nn.Module, report: PatchReport, inputs: ExampleInputs) -> PatchReport:

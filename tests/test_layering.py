@@ -1,7 +1,7 @@
 """Imports go one way, and each outside package has one door.
 
 ``constants, op_roles <- formulas <- kernels, reference <- functional, tables <- nn <- tracing <- strategies
-<- planning <- api <- checkpoint, verify, profile, bench <- the package's own names <- demo, report <- cli``:
+<- planning <- api <- checkpoint, verify, profile, bench, integrations <- the package's own names <- demo, report <- cli``:
 what stands left may not import what stands right. The files of ``tracing``, ``strategies`` and ``planning``
 have an order of their own, and the first ones of ``tracing`` lie below ``kernels``.
 All imports count, also those inside functions and under ``TYPE_CHECKING``.
@@ -33,7 +33,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("nn",),
     ("tracing.gpu_dropout", "tracing.isolation", "tracing.sharded"),
     ("tracing.shadow",),
-    ("tracing.example_inputs", "tracing.trace"),
+    ("tracing.diffusion_inputs", "tracing.trace"),
+    ("tracing.example_inputs",),
     ("tracing.dataflow", "tracing.probes"),
     ("tracing.consumers",),
     ("config",),
@@ -51,7 +52,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("planning.planner", "planning"),
     ("api",),
     ("memory",),
-    ("bench", "checkpoint", "profile", "verify"),
+    ("bench", "checkpoint", "integrations", "profile", "verify"),
     (PUBLIC,),
     ("demo", "plot", "report"),
     ("cli",),

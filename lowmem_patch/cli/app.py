@@ -17,6 +17,7 @@ import lowmem_patch
 from lowmem_patch.cli import options
 from lowmem_patch.cli.bench import bench
 from lowmem_patch.cli.memory import inspect, profile
+from lowmem_patch.cli.run import RUN_SETTINGS, run
 from lowmem_patch.cli.runtime import ExitCode, command, print_json, print_result, quiet_libraries
 from lowmem_patch.cli.tables import tables
 
@@ -189,6 +190,7 @@ app.command()(inspect)
 app.command()(profile)
 app.command()(bench)
 app.add_typer(tables, name="tables")
+app.command(context_settings=RUN_SETTINGS)(run)
 
 
 @app.command()

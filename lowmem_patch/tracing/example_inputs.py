@@ -16,11 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from lowmem_patch.errors import TraceError
+from lowmem_patch.tracing.diffusion_inputs import diffusion_inputs, is_diffusers
 from lowmem_patch.tracing.inputs import ExampleInputs
 from lowmem_patch.tracing.isolation import preserved, running_fake
 from lowmem_patch.tracing.shadow import make_shadow
 
-__all__ = ["make_example_inputs"]
+__all__ = ["inner_model", "inner_models", "make_example_inputs", "reads_tokens"]
 
 _MOST_CANDIDATES = 24
 _LARGEST_TOKEN = 1000
@@ -35,7 +36,7 @@ def make_example_inputs(
     sequence_length: int | None = None,
     device: torch.device | str | None = None,
 ) -> ExampleInputs:
-    """Inputs for a transformers or timm model (also inside a PEFT wrapper), from its config.
+    """Inputs for a transformers, timm or diffusers model (also inside a PEFT wrapper), from its config.
 
     Args:
         sequence_length: tokens per row for models that read tokens (default 16).
@@ -44,23 +45,84 @@ def make_example_inputs(
     Raises:
         TraceError: the model says nothing about its inputs; pass ``example_inputs=``.
     """
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = _base_of(model)
     parameter = next(base.parameters(), None)
     if device is None:
         device = torch.device("cpu") if parameter is None or parameter.is_meta else parameter.device
     dtype = next((p.dtype for p in base.parameters() if p.is_floating_point()), torch.float32)
-    config = getattr(base, "config", None)
-    if config is not None and hasattr(base, "main_input_name"):
-        maker = _Maker(base, config, batch_size, sequence_length or 16, device, dtype)
+    if _is_transformers(base):
+        maker = _Maker(base, base.config, batch_size, sequence_length or 16, device, dtype)
         return _first_that_runs(base, list(itertools.islice(maker.candidates(), _MOST_CANDIDATES)))
-    cfg = getattr(base, "pretrained_cfg", None) or getattr(base, "default_cfg", None)
+    cfg = _timm_config(base)
     if cfg is not None:
         shape = (batch_size, *_image_size(base, cfg))
         return ExampleInputs((torch.randn(shape, device=device, dtype=dtype),))
+    if is_diffusers(base):
+        candidates = diffusion_inputs(base, batch_size, sequence_length, device, dtype)
+        return _first_that_runs(base, list(itertools.islice(candidates, _MOST_CANDIDATES)))
     raise TraceError(
-        f"{type(base).__name__} is neither a transformers nor a timm model, so its inputs are unknown: "
-        "pass example_inputs= (a tensor, a tuple or a dict of keyword arguments)"
+        f"{type(base).__name__} is neither a transformers, a timm nor a diffusers model, so its inputs are "
+        "unknown: pass example_inputs= (a tensor, a tuple or a dict of keyword arguments)"
     )
+
+
+def inner_models(model: nn.Module) -> list[nn.Module]:
+    """The model itself if its inputs are known; else the outermost models within whose are, and that train.
+
+    A SentenceTransformer, a LightningModule or a DistributedDataParallel holds such models. Without any, the
+    model itself.
+    """
+    found: dict[nn.Module, None] = {}
+
+    def look(module: nn.Module) -> None:
+        if _says_its_inputs(module):
+            found[module] = None
+            return
+        for child in module.children():
+            look(child)
+
+    look(model)
+    training = [one for one in found if any(p.requires_grad for p in one.parameters())]
+    return training or list(found) or [model]
+
+
+def inner_model(model: nn.Module) -> nn.Module:
+    """The only one of :func:`inner_models`.
+
+    Raises:
+        TraceError: there are several.
+    """
+    found = inner_models(model)
+    if len(found) > 1:
+        names = [name for name, module in model.named_modules() if module in found]
+        raise TraceError(
+            f"{type(model).__name__} holds {len(found)} models that train ({', '.join(names)}): patch each "
+            "by itself, or all at once with example_inputs="
+        )
+    return found[0]
+
+
+def reads_tokens(model: nn.Module) -> bool:
+    """Whether the length of a row is the user's choice, as it is for text."""
+    main = getattr(_base_of(model), "main_input_name", None)
+    return "input_ids" in (main if isinstance(main, (list, tuple)) else [main])
+
+
+def _base_of(model: Any) -> Any:
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _is_transformers(model: Any) -> bool:
+    return getattr(model, "config", None) is not None and hasattr(model, "main_input_name")
+
+
+def _timm_config(model: Any) -> Any:
+    return getattr(model, "pretrained_cfg", None) or getattr(model, "default_cfg", None)
+
+
+def _says_its_inputs(model: nn.Module) -> bool:
+    base = _base_of(model)
+    return _is_transformers(base) or _timm_config(base) is not None or is_diffusers(base)
 
 
 def _image_size(model: Any, cfg: Any) -> tuple[int, int, int]:
@@ -81,7 +143,8 @@ def _first_that_runs(model: Any, candidates: list[ExampleInputs]) -> ExampleInpu
     name = type(model).__name__
     if not candidates:
         raise TraceError(
-            f"{name} reads {model.main_input_name!r}, for which no example can be made: pass example_inputs="
+            f"{name} reads {getattr(model, 'main_input_name', 'arguments')!r}, for which no example can be "
+            "made: pass example_inputs="
         )
     if len(candidates) == 1:
         return candidates[0]

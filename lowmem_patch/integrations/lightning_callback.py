@@ -1,0 +1,94 @@
+"""Lightning: a callback that patches the models inside a LightningModule before a strategy wraps it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from lowmem_patch.api import ConfigLike
+from lowmem_patch.integrations.patching import Patching, reports_of, summary, write_reports
+from lowmem_patch.planning.report import find_records
+from lowmem_patch.tracing.example_inputs import inner_models
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Callback
+    from lightning.pytorch.utilities import rank_zero_info
+elif "pytorch_lightning" in sys.modules and "lightning" not in sys.modules:
+    from pytorch_lightning import Callback
+    from pytorch_lightning.utilities import rank_zero_info
+else:
+    from lightning.pytorch import Callback
+    from lightning.pytorch.utilities import rank_zero_info
+
+__all__ = ["LowmemLightningCallback"]
+
+_AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+
+
+class LowmemLightningCallback(Callback):  # type: ignore[misc]  # Lightning need not be installed
+    """Patches what trains in a LightningModule when a fit is set up.
+
+    Meant are the transformers, timm and diffusers models inside the module; where there are none, the module
+    itself, with its own ``example_input_array``. A model that ``setup`` or ``configure_model`` makes is
+    patched when the fit starts. What was done is logged by Lightning, and written to ``lowmem_patch.json``
+    beside the checkpoints.
+
+    Args:
+        preset: ``auto``, ``exact``, ``paper``, a YAML path, a mapping or a PatchConfig.
+        fit: a memory budget such as ``"24GiB"``; it needs ``batch_size``, and for text ``sequence_length``.
+        example_inputs: arguments of the module's forward; the module is then patched as a whole.
+        sequence_length: tokens per row.
+        batch_size: rows of a training step on one device.
+
+    Raises:
+        ConfigError: an unknown preset; in the fit, what cannot be used beside the patch.
+        TraceError: in the fit, a module that says nothing of its inputs.
+        PatchError: in the fit, a model that ``configure_model`` has sharded already.
+
+    Example:
+        >>> Trainer(callbacks=[LowmemLightningCallback()]).fit(module, data)
+    """
+
+    def __init__(
+        self,
+        preset: ConfigLike = "auto",
+        *,
+        fit: str | int | None = None,
+        example_inputs: Any = None,
+        sequence_length: int | None = None,
+        batch_size: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.patching = Patching(preset, fit, example_inputs, sequence_length, batch_size)
+
+    def setup(self, trainer: Any, pl_module: nn.Module, stage: str) -> None:
+        """Patch what is there before ``configure_model``."""
+        if stage == "fit" and inner_models(pl_module) != [pl_module]:
+            self._patch(trainer, pl_module)
+
+    def on_fit_start(self, trainer: Any, pl_module: nn.Module) -> None:
+        """Patch what was made since, and write the report."""
+        if not find_records(pl_module):
+            self._patch(trainer, pl_module)
+        if trainer.is_global_zero:
+            write_reports(_folder_of(trainer), reports_of(pl_module), self.patching)
+
+    def _patch(self, trainer: Any, module: Any) -> None:
+        example = self.patching.example_inputs
+        if example is None and inner_models(module) == [module]:
+            example = getattr(module, "example_input_array", None)
+        autocast = _AUTOCAST.get(str(trainer.precision))
+        reports = self.patching.patch(module, example_inputs=example, autocast=autocast)
+        for report in reports:
+            rank_zero_info(f"lowmem-patch: {summary(report)}")
+
+
+def _folder_of(trainer: Any) -> Path:
+    """Where the checkpoints of this fit will lie."""
+    checkpoints = getattr(trainer, "checkpoint_callback", None)
+    folder = getattr(checkpoints, "dirpath", None) or trainer.log_dir or trainer.default_root_dir
+    return Path(str(folder))

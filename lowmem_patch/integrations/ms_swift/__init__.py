@@ -1,0 +1,1 @@
+"""A plugin file for ms-swift."""

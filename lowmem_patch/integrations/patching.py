@@ -1,0 +1,152 @@
+"""What all integrations share: which model is patched and how, and what is reported of it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.metadata
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowmem_patch.api import ConfigLike, patch_model, patch_report
+from lowmem_patch.config import load_config
+from lowmem_patch.errors import ConfigError
+from lowmem_patch.integrations.refusals import refuse_model
+from lowmem_patch.planning.report import PatchReport, find_records
+from lowmem_patch.tracing.example_inputs import inner_models, make_example_inputs, reads_tokens
+
+__all__ = ["REPORT_FILE", "Patching", "reports_of", "summary", "write_reports"]
+
+REPORT_FILE = "lowmem_patch.json"
+_PACKAGES = ("torch", "transformers", "peft", "trl", "accelerate", "lightning", "timm", "diffusers")
+
+
+@dataclasses.dataclass(frozen=True)
+class Patching:
+    """How models are patched that a trainer hands over.
+
+    Args:
+        preset: as ``config`` of :func:`lowmem_patch.patch_model`.
+        fit: a memory budget such as ``"24GiB"``, as in :func:`lowmem_patch.patch_model`.
+        example_inputs: as in :func:`lowmem_patch.patch_model`; default: made from the model's config.
+        sequence_length, batch_size: tokens per row and rows of a training step on one device, which ``fit``
+            needs where the trainer does not tell them.
+
+    Raises:
+        ConfigError: an unknown preset, key or value.
+    """
+
+    preset: ConfigLike = "auto"
+    fit: str | int | None = None
+    example_inputs: Any = None
+    sequence_length: int | None = None
+    batch_size: int | None = None
+
+    def __post_init__(self) -> None:
+        load_config(self.preset)  # a mistake is said before a model is loaded
+
+    def patch(
+        self,
+        model: nn.Module,
+        *,
+        example_inputs: Any = None,
+        batch_size: int | None = None,
+        sequence_length: int | None = None,
+        autocast: torch.dtype | None = None,
+    ) -> list[PatchReport]:
+        """Patch every model that trains in ``model``, and return their reports.
+
+        Args:
+            model: a model, or a module that holds some (a SentenceTransformer, a LightningModule).
+            example_inputs: instead of the settings' own.
+            batch_size, sequence_length: of a training step, if the trainer knows them.
+            autocast: the dtype in which the trainer will run it, where that is another than the weights'.
+
+        Raises:
+            ConfigError: the model cannot be patched together with what else was asked for.
+            TraceError, PatchError: as :func:`lowmem_patch.patch_model`; the model was not touched.
+        """
+        given = self.example_inputs if example_inputs is None else example_inputs
+        found = [model] if given is not None else inner_models(model)
+        for part in found:
+            refuse_model(part)
+        for part in found:
+            inputs = self._inputs(part, batch_size, sequence_length) if given is None else given
+            with _autocast(part, autocast):
+                # ``fit`` is passed on where it was given
+                budget: dict[str, Any] = {} if self.fit is None else {"fit": self.fit}
+                patch_model(part, self.preset, example_inputs=inputs, **budget)
+        return [patch_report(part) for part in found]
+
+    def _inputs(self, model: nn.Module, rows: int | None, length: int | None) -> Any:
+        """Of a real step where a budget must be met; else what ``patch_model`` makes for itself."""
+        if self.fit is None:
+            return None
+        length, rows = self.sequence_length or length, self.batch_size or rows
+        unknown = ["batch_size"] if rows is None else []
+        if length is None and reads_tokens(model):
+            unknown.append("sequence_length")
+        if rows is None or unknown:
+            raise ConfigError(
+                f"fit={self.fit!r} needs the size of a training step, which this trainer does not tell: give "
+                f"{' and '.join(f'{name}=' for name in unknown)}, or example_inputs= (one batch)"
+            )
+        return make_example_inputs(model, batch_size=rows, sequence_length=length)
+
+
+def _autocast(
+    model: nn.Module, dtype: torch.dtype | None
+) -> contextlib.AbstractContextManager[Any]:
+    if dtype is None:
+        return contextlib.nullcontext()
+    parameter = next(model.parameters(), None)
+    device = "cpu" if parameter is None or parameter.is_meta else parameter.device.type
+    return torch.autocast(device, dtype)
+
+
+def reports_of(model: nn.Module) -> list[PatchReport]:
+    """The reports of all patched models in ``model``, with what has changed since the patch."""
+    return [patch_report(holder) for holder, _ in find_records(model)]
+
+
+def summary(report: PatchReport) -> str:
+    """A report in one line, and its notes below."""
+    text = (
+        f"{report.model}, preset {report.config.name}: {len(report.patched)} of {len(report.sites)} sites "
+        "patched"
+    )
+    if report.saved_before and report.saved_after:
+        share = 100 * (1 - report.saved_after / report.saved_before)
+        text += (
+            f"; saved activation bytes {report.saved_before:,} -> {report.saved_after:,} "
+            f"({share:.1f} % fewer) for {report.inputs}"
+        )
+    if report.approximate:
+        text += (
+            f"; gradients are approximate at {len(report.approximate)} activations "
+            f"({report.approximate[0].name}, ...): preset exact has none"
+        )
+    return "\n  ".join([text, *report.notes])
+
+
+def write_reports(folder: Path, reports: Sequence[PatchReport], settings: Patching) -> Path:
+    """Write ``lowmem_patch.json`` with every site of every model into ``folder``, and return its path."""
+    versions = {}
+    for package in ("lowmem-patch", *_PACKAGES):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    data = {
+        "versions": versions,
+        "fit": settings.fit,
+        "models": [report.to_dict() for report in reports],
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / REPORT_FILE
+    # a dtype or path in a report is best read as its text
+    path.write_text(json.dumps(data, indent=2, default=str) + "\n", encoding="utf-8")
+    return path

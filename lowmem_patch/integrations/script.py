@@ -1,0 +1,211 @@
+"""Run an unmodified script with its models patched: what ``lowmem-patch run`` does.
+
+In this process alone, four places of libraries hand their models over: the end of ``transformers.Trainer()``
+(and so of all trainers built on it), ``Accelerator.prepare``, Lightning's ``Trainer.fit`` and
+``timm.create_model``. Everything is put back when the script has ended.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import runpy
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowmem_patch.errors import PatchError, TraceError
+from lowmem_patch.integrations.late_imports import AfterImport, Replacements
+from lowmem_patch.integrations.patching import Patching, summary
+from lowmem_patch.planning.changes import no_longer_as_patched
+from lowmem_patch.planning.report import PatchReport, find_records
+
+__all__ = ["ScriptPatching", "run_script"]
+
+_PLACES = "transformers.Trainer, accelerate's Accelerator.prepare, Lightning's Trainer.fit, timm.create_model"
+# they hand the model on to a trainer, or build it for another model
+_BUILDERS = ("timm", "transformers")
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclasses.dataclass(frozen=True)
+class ScriptPatching(Patching):
+    """Patches what a script's libraries hand over, and remembers it.
+
+    Args:
+        strict: a model that cannot be patched ends the script; else it is left as it is, and named.
+    """
+
+    strict: bool = False
+    reports: dict[int, PatchReport] = dataclasses.field(default_factory=dict)
+    left_alone: dict[str, None] = dataclasses.field(default_factory=dict)
+
+    def patch(self, model: nn.Module, **details: Any) -> list[PatchReport]:
+        """As :meth:`Patching.patch`; nothing where a model cannot be patched, unless ``strict``."""
+        try:
+            reports = super().patch(model, **details)
+        except (TraceError, PatchError) as error:
+            if self.strict:
+                raise
+            reason = f"{type(model).__name__} is left as it is: {error}"
+            if reason not in self.left_alone:
+                _say(reason)
+            self.left_alone[reason] = None
+            return []
+        self.reports.update((id(model) + place, report) for place, report in enumerate(reports))
+        return reports
+
+    def account(self) -> str:
+        """What was patched in the end."""
+        if self.reports:
+            count = len(self.reports)
+            listed = "\n".join(summary(report) for report in self.reports.values())
+            return f"{count} model{'s' if count > 1 else ''} patched\n{listed}"
+        why = "; ".join(self.left_alone) or (
+            f"the script gave no model that trains to any of {_PLACES}. In a loop of your own, call "
+            "lowmem_patch.patch_model(model) before the optimizer is made"
+        )
+        return f"nothing was patched: {why}"
+
+
+def run_script(
+    script: str, arguments: Sequence[str], patching: ScriptPatching, *, as_module: bool = False
+) -> None:
+    """Run a script as ``python script arguments`` would, in this process.
+
+    What was patched is said on standard error, by the first process where there are several.
+
+    Args:
+        script: a path, or with ``as_module`` a module's name, as of ``python -m``.
+        arguments: for the script.
+
+    Raises:
+        SystemExit: the script's own, as every error of the script.
+    """
+    argv, search = sys.argv, sys.path[:]
+    sys.argv = [script, *arguments]
+    sys.path[0] = str(Path.cwd() if as_module else Path(script).resolve().parent)
+    replaced = Replacements()
+    _say(f"in this process alone, models are patched that are given to {_PLACES}")
+    try:
+        with AfterImport(_actions(patching, replaced)):
+            if as_module:
+                runpy.run_module(script, run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(script, run_name="__main__")
+    finally:
+        replaced.undo()
+        sys.argv, sys.path[:] = argv, search
+        _say(patching.account())
+
+
+def _say(text: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        sys.stderr.write("lowmem-patch run: " + text.replace("\n", "\n  ") + "\n")
+        sys.stderr.flush()
+
+
+def _actions(
+    patching: ScriptPatching, replaced: Replacements
+) -> dict[str, Callable[[ModuleType], None]]:
+    """What is done to each library's module once it is there."""
+
+    def bound(action: Callable[..., None]) -> Callable[[ModuleType], None]:
+        return functools.partial(action, patching, replaced)
+
+    return {
+        "transformers.trainer": bound(_at_trainer),
+        "accelerate.accelerator": bound(_at_prepare),
+        "lightning.pytorch.trainer.trainer": bound(_at_fit),
+        "pytorch_lightning.trainer.trainer": bound(_at_fit),
+        "timm.models._factory": bound(_at_create_model),
+    }
+
+
+def _at_trainer(patching: ScriptPatching, replaced: Replacements, module: Any) -> None:
+    """At the end of ``Trainer.__init__``, when callbacks are told so."""
+    original = module.Trainer.__init__
+
+    @functools.wraps(original)
+    def __init__(trainer: Any, *args: Any, **kwargs: Any) -> None:
+        from lowmem_patch.integrations.trainer_callback import LowmemTrainerCallback
+
+        original(trainer, *args, **kwargs)
+        present = trainer.callback_handler.callbacks
+        if any(isinstance(callback, LowmemTrainerCallback) for callback in present):
+            return  # the script's own
+        callback = LowmemTrainerCallback(patching.preset)
+        callback.patching = patching
+        trainer.add_callback(callback)
+        callback.on_init_end(trainer.args, trainer.state, trainer.control, trainer.model)
+
+    replaced.put(module.Trainer, "__init__", __init__)
+
+
+def _at_prepare(patching: ScriptPatching, replaced: Replacements, module: Any) -> None:
+    """Before ``Accelerator.prepare`` wraps or shards the models that train."""
+    original = module.Accelerator.prepare
+
+    @functools.wraps(original)
+    def prepare(accelerator: Any, *args: Any, **kwargs: Any) -> Any:
+        autocast = _AUTOCAST.get(str(accelerator.mixed_precision))
+        for model in args:
+            if isinstance(model, nn.Module) and _wants(model):
+                for report in patching.patch(model, autocast=autocast):
+                    _say(f"at Accelerator.prepare: {summary(report)}")
+        return original(accelerator, *args, **kwargs)
+
+    replaced.put(module.Accelerator, "prepare", prepare)
+
+
+def _wants(model: nn.Module) -> bool:
+    """Whether something trains, and is not patched as it is now."""
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        return False
+    records = find_records(model)
+    return not records or any(no_longer_as_patched(holder) for holder, _ in records)
+
+
+def _at_fit(patching: ScriptPatching, replaced: Replacements, module: Any) -> None:
+    """When Lightning's ``Trainer.fit`` begins: a callback sees to the rest."""
+    original = module.Trainer.fit
+
+    @functools.wraps(original)
+    def fit(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        from lowmem_patch.integrations.lightning_callback import LowmemLightningCallback
+
+        if not any(isinstance(callback, LowmemLightningCallback) for callback in trainer.callbacks):
+            callback = LowmemLightningCallback(patching.preset)
+            callback.patching = patching
+            trainer.callbacks.insert(0, callback)
+        return original(trainer, *args, **kwargs)
+
+    replaced.put(module.Trainer, "fit", fit)
+
+
+def _at_create_model(patching: ScriptPatching, replaced: Replacements, module: Any) -> None:
+    """When a script, and no library, calls ``timm.create_model``."""
+    original = module.create_model
+
+    @functools.wraps(original)
+    def create_model(*args: Any, **kwargs: Any) -> Any:
+        model = original(*args, **kwargs)
+        caller = str(sys._getframe(1).f_globals.get("__name__"))
+        if caller.partition(".")[0] not in _BUILDERS and _wants(model):
+            for report in patching.patch(model):
+                _say(f"at timm.create_model: {summary(report)}")
+        return model
+
+    # copies of the name where timm was imported before
+    for other in list(sys.modules.values()):
+        if (
+            str(getattr(other, "__name__", "")).startswith("timm")
+            and vars(other).get("create_model") is original
+        ):
+            replaced.put(other, "create_model", create_model)

@@ -1,0 +1,99 @@
+"""transformers' Trainer and all that is built on it: TRL, sentence-transformers, Axolotl, ms-swift."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.utils import logging
+
+from lowmem_patch.api import ConfigLike
+from lowmem_patch.integrations.patching import Patching, reports_of, summary, write_reports
+from lowmem_patch.integrations.refusals import notes_on_arguments, refuse_arguments
+from lowmem_patch.planning.report import find_records
+
+__all__ = ["LowmemTrainerCallback"]
+
+# below "transformers", so that the trainer's own verbosity and handlers hold
+_LOGGER: Any = logging.get_logger("transformers.lowmem_patch")
+
+
+class LowmemTrainerCallback(TrainerCallback):
+    """Patches the model of a Trainer when the Trainer is complete.
+
+    By then TRL has loaded the model and added adapters, and neither DDP, FSDP nor ZeRO has wrapped it. What
+    was done is logged by the trainer's logger, and written to ``lowmem_patch.json`` in ``output_dir`` when
+    training begins.
+
+    Args:
+        preset: ``auto``, ``exact``, ``paper``, a YAML path, a mapping or a PatchConfig.
+        fit: a memory budget such as ``"24GiB"``.
+        example_inputs: one batch, for a model that says nothing of its inputs.
+        sequence_length: tokens per row, which ``fit`` needs where the trainer has no ``max_length``.
+
+    Raises:
+        ConfigError: an unknown preset; in the trainer, an argument that cannot be used beside the patch.
+
+    Example:
+        >>> trainer = SFTTrainer(model="org/name", ..., callbacks=[LowmemTrainerCallback()])
+        >>> trainer.train()
+    """
+
+    def __init__(
+        self,
+        preset: ConfigLike = "auto",
+        *,
+        fit: str | int | None = None,
+        example_inputs: Any = None,
+        sequence_length: int | None = None,
+    ) -> None:
+        self.patching = Patching(preset, fit, example_inputs, sequence_length)
+
+    def on_init_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Patch the model, and say so."""
+        if model is None:
+            return
+        refuse_arguments(args, model, fit=self.patching.fit)
+        reports = self.patching.patch(
+            model,
+            batch_size=args.per_device_train_batch_size,
+            sequence_length=getattr(args, "max_length", None),
+            autocast=_autocast_dtype(args),
+        )
+        if state.is_world_process_zero:
+            lines = [*map(summary, reports), *notes_on_arguments(args)]
+            # a warning, since the default verbosity shows nothing less
+            _LOGGER.warning("lowmem-patch: %s", "\n  ".join(lines))
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Write the report; patch what ``model_init`` has made anew."""
+        if model is None:
+            return
+        if not find_records(model):
+            self.on_init_end(args, state, control, model)
+        if state.is_world_process_zero:
+            write_reports(Path(str(args.output_dir)), reports_of(model), self.patching)
+
+
+def _autocast_dtype(args: TrainingArguments) -> torch.dtype | None:
+    """The dtype of the trainer's autocast."""
+    if args.bf16:
+        return torch.bfloat16
+    return torch.float16 if args.fp16 else None

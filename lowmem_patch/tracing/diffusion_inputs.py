@@ -1,0 +1,183 @@
+"""Example inputs for the UNets and transformers of diffusers, from their configs.
+
+The arguments of a forward have the same names throughout the library, and the config gives their widths. The
+layout of the latents (an image, its tokens, a video) is a choice: each is a candidate.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowmem_patch.tracing.inputs import ExampleInputs
+
+__all__ = ["diffusion_inputs", "is_diffusers"]
+
+_SIDE = 16  # of the latents, where the config has none: an image of 128 or 256 pixels
+_TOKENS = 77  # of a prompt, as CLIP reads it
+_FRAMES = 5  # of the latents of a video
+_STEPS = 1000
+_TIME_IDS = 6  # original size, crop and target size of SDXL, each two numbers
+# widths of the prompt's embedding, the first that a config has
+_PROMPT_WIDTHS = (
+    "caption_channels", "text_embed_dim", "text_dim", "joint_attention_dim", "encoder_hid_dim",
+    "cross_attention_dim",
+)  # fmt: skip
+_LATENTS = ("hidden_states", "sample")
+
+
+def is_diffusers(model: Any) -> bool:
+    """Whether the model has a config as diffusers writes it."""
+    return hasattr(model, "register_to_config") and isinstance(getattr(model, "config", None), dict)
+
+
+def diffusion_inputs(
+    model: Any,
+    batch_size: int,
+    tokens: int | None,
+    device: torch.device | str,
+    dtype: torch.dtype,
+) -> Iterator[ExampleInputs]:
+    """Candidates for one forward; none where an argument is required that is not known here.
+
+    Args:
+        tokens: of the prompt (default 77).
+    """
+    maker = _Maker(model, batch_size, tokens or _TOKENS, device, dtype)
+    parameters = inspect.signature(model.forward).parameters
+    for latents in maker.latents(parameters):
+        values: dict[str, list[Any]] = {}
+        for name, parameter in parameters.items():
+            required = parameter.default is inspect.Parameter.empty
+            options = [latents] if name in _LATENTS else maker.options(name, required)
+            if options:
+                values[name] = options
+            elif required:
+                return  # and unknown
+        for chosen in itertools.product(*values.values()):
+            yield ExampleInputs((), dict(zip(values, chosen, strict=True)))
+
+
+class _Maker:
+    """Makes arguments by their names."""
+
+    def __init__(
+        self,
+        model: Any,
+        batch: int,
+        tokens: int,
+        device: torch.device | str,
+        dtype: torch.dtype,
+    ) -> None:
+        self.config: dict[str, Any] = model.config
+        self.batch, self.tokens = batch, self.config.get("max_text_seq_length") or tokens
+        self.device, self.dtype = device, dtype
+        size = self.config.get("sample_size")
+        sides = [size, size] if isinstance(size, int) else list(size or [_SIDE, _SIDE])
+        self.height = int(self.config.get("sample_height") or sides[0])
+        self.width = int(self.config.get("sample_width") or sides[-1])
+        frames, ratio = (
+            self.config.get(k) for k in ("sample_frames", "temporal_compression_ratio")
+        )
+        self.frames = (frames - 1) // ratio + 1 if frames and ratio else _FRAMES
+
+    def options(self, name: str, required: bool) -> list[Any]:
+        """What an argument may be; nothing where it is left out, as a mask is where it may."""
+        if name.endswith("_mask") and not required:
+            return []
+        maker = getattr(self, f"_{name}", None)
+        return [] if maker is None else list(maker())
+
+    def latents(self, accepted: Any) -> list[Tensor]:
+        """An image or a video; tokens where their positions are told beside them."""
+        channels = self.config.get("in_channels") or 4
+        if any(name in accepted for name in ("img_ids", "img_shapes", "num_frames")):
+            self.height = self.width = _SIDE
+            return [self._noise(self.batch, _SIDE * _SIDE, channels)]
+        plane = (self.height, self.width)
+        image = self._noise(self.batch, channels, *plane)
+        videos = [
+            self._noise(self.batch, channels, self.frames, *plane),
+            self._noise(self.batch, self.frames, channels, *plane),
+        ]
+        return [image, *videos]
+
+    def _noise(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, device=self.device, dtype=self.dtype)
+
+    def _numbers(self, below: int) -> Tensor:
+        return torch.randint(0, below, (self.batch,), device=self.device)
+
+    def _timestep(self) -> list[Any]:
+        return [self._numbers(_STEPS)]
+
+    def _encoder_hidden_states(self) -> list[Any]:
+        width = next((self.config[k] for k in _PROMPT_WIDTHS if self.config.get(k)), None)
+        if width is None:
+            return []
+        return [self._noise(self.batch, self.tokens, width if isinstance(width, int) else width[0])]
+
+    def _encoder_attention_mask(self) -> list[Any]:
+        if not self._encoder_hidden_states():
+            return []
+        return [torch.ones(self.batch, self.tokens, dtype=torch.long, device=self.device)]
+
+    def _pooled_projections(self) -> list[Any]:
+        width = self.config.get("pooled_projection_dim")
+        return [self._noise(self.batch, width)] if width else []
+
+    def _guidance(self) -> list[Any]:
+        wanted = self.config.get("guidance_embeds")
+        return [torch.ones(self.batch, device=self.device)] if wanted else []
+
+    def _positions(self, count: int) -> list[Any]:
+        """Of rotary embeddings; for all rows at once, or each."""
+        axes = len(self.config.get("axes_dims_rope") or (0, 0, 0))
+        joint = torch.zeros(count, axes, device=self.device)
+        return [joint, joint.expand(self.batch, count, axes)]
+
+    def _img_ids(self) -> list[Any]:
+        return self._positions(self.height * self.width)
+
+    def _txt_ids(self) -> list[Any]:
+        return self._positions(self.tokens)
+
+    def _img_shapes(self) -> list[Any]:
+        return [[[(1, self.height, self.width)]] * self.batch]
+
+    def _num_frames(self) -> list[Any]:
+        return [1]
+
+    def _height(self) -> list[Any]:
+        return [self.height]
+
+    def _width(self) -> list[Any]:
+        return [self.width]
+
+    def _class_labels(self) -> list[Any]:
+        if self.config.get("norm_type") == "ada_norm_zero":
+            return [self._numbers(self.config["num_embeds_ada_norm"])]
+        if self.config.get("class_embed_type") == "projection":
+            return [self._noise(self.batch, self.config["projection_class_embeddings_input_dim"])]
+        count = self.config.get("num_class_embeds")
+        return [self._numbers(count)] if count else []
+
+    def _added_cond_kwargs(self) -> list[Any]:
+        """Of SDXL a pooled prompt and sizes; of PixArt sizes, or none."""
+        if self.config.get("addition_embed_type") == "text_time":
+            times = _TIME_IDS * self.config["addition_time_embed_dim"]
+            pooled = self.config["projection_class_embeddings_input_dim"] - times
+            sizes = torch.ones(self.batch, _TIME_IDS, device=self.device)
+            return [{"text_embeds": self._noise(self.batch, pooled), "time_ids": sizes}]
+        if self.config.get("norm_type") != "ada_norm_single":
+            return []
+        shapes = {
+            "resolution": self._noise(self.batch, 2),
+            "aspect_ratio": self._noise(self.batch, 1),
+        }
+        return [dict.fromkeys(shapes), shapes]

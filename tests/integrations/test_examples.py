@@ -1,0 +1,76 @@
+"""Every example runs as it is, on the bundled models."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.integrations.trainings import SEVERAL_PROCESSES
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+NEEDS = {"trl_sft.py": "trl", "lightning_finetune.py": "lightning"}
+REPORTS = {
+    "lora_trainer.py": "lowmem_patch.json",
+    "trl_sft.py": "lowmem_patch.json",
+    "lightning_finetune.py": "checkpoints/lowmem_patch.json",
+}
+
+
+def run(*command: str | Path, **environment: str) -> str:
+    """What a command prints, in a process of its own, without a GPU."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", *map(str, command)], capture_output=True, text=True, timeout=240,
+        env={
+            **os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
+            **environment,
+        },
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout + done.stderr
+
+
+def test_every_example_is_named_where_one_looks() -> None:
+    listed = (EXAMPLES / "README.md").read_text(encoding="utf-8")
+    scripts = sorted(path.name for path in EXAMPLES.glob("*.py"))
+    assert scripts and all(f"[{name}]({name})" in listed for name in scripts)
+
+
+@pytest.mark.parametrize("name", sorted(REPORTS))
+def test_an_example_with_a_trainer_runs_and_reports(name: str, tmp_path: Path) -> None:
+    if name in NEEDS and importlib.util.find_spec(NEEDS[name]) is None:
+        pytest.skip(f"{NEEDS[name]} is not installed: make test-integrations")
+    run(EXAMPLES / name, "--steps", "2", "--out", tmp_path)
+    (model,) = json.loads((tmp_path / REPORTS[name]).read_text())["models"]
+    assert 0 < model["saved_after"] < model["saved_before"]
+
+
+def test_the_timm_example_runs() -> None:
+    text = run(EXAMPLES / "timm_finetune.py", "--steps", "2")
+    assert "sites patched" in text and "last loss" in text
+
+
+@SEVERAL_PROCESSES
+def test_the_fsdp2_example_runs_on_two_processes(tmp_path: Path) -> None:
+    # accelerate has FSDP2 for accelerators alone, torch for CPUs as well
+    wrapper = tmp_path / "on_cpu.py"
+    wrapper.write_text(
+        "import runpy, sys\nfrom accelerate import DistributedType, PartialState\n"
+        "PartialState(cpu=True).distributed_type = DistributedType.MULTI_GPU\n"
+        f"sys.argv[0] = {str(EXAMPLES / 'fsdp2_accelerate.py')!r}\n"
+        "runpy.run_path(sys.argv[0], run_name='__main__')\n"
+    )
+    text = run(
+        "-m", "accelerate.commands.launch", "--num-processes", "2", "--num-machines", "1",
+        "--main-process-port", "0", "--mixed-precision", "no", "--dynamo-backend", "no", "--use-fsdp",
+        "--fsdp-version", "2", "--fsdp-auto-wrap-policy", "TRANSFORMER_BASED_WRAP",
+        "--fsdp-transformer-layer-cls-to-wrap", "LlamaDecoderLayer", wrapper, "--steps", "2",
+        ACCELERATE_USE_CPU="true",
+    )  # fmt: skip
+    assert "last loss" in text and "on 2 processes" in text
