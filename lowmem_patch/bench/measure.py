@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowmem_patch.memory.step import loss_or_output, with_labels
+from lowmem_patch.memory.step import step_loss, with_labels
 from lowmem_patch.tracing.inputs import ExampleInputs
 from lowmem_patch.tracing.saved_bytes import storage_key
 
@@ -39,8 +39,7 @@ class Step:
         """The model's own loss, or the mean square of its first output."""
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast):
             output: Any = self.model(*self.inputs.args, **self.inputs.kwargs)
-        result = loss_or_output(output)
-        return result if result is getattr(output, "loss", None) else result.float().square().mean()
+        return step_loss(output)
 
     def run(self) -> None:
         torch.autograd.backward(self.loss())

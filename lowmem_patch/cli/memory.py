@@ -25,7 +25,10 @@ class Optimizer(enum.StrEnum):
     """Optimizers whose state is known."""
 
     adamw = "adamw"
+    adamw_foreach = "adamw_foreach"
     adamw8bit = "adamw8bit"
+    paged_adamw = "paged_adamw"
+    paged_adamw8bit = "paged_adamw8bit"
     sgd = "sgd"
     adafactor = "adafactor"
 

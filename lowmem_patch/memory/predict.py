@@ -1,15 +1,15 @@
 """The peak of a training step before and after a patch, and the largest batch or length that fits.
 
-A model of many equal blocks is measured with two, three and four of them: bytes grow by the same
-amount with each block, and the third block proves it. Other models are measured whole. Batch sizes
-and lengths are never extrapolated: a size that is said to fit was run.
+A model of many equal blocks is run with two, three and four of them (`lowmem_patch.memory.blocks`):
+the bytes of each place in the step grow by an equal amount with each block, and the third block proves
+it. Other models are run whole. Batch sizes and lengths are never extrapolated: a size that is said to
+fit was run.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
@@ -17,6 +17,8 @@ from torch import nn
 from lowmem_patch.config import PatchConfig
 from lowmem_patch.errors import ConfigError
 from lowmem_patch.memory.base_model import base_model
+from lowmem_patch.memory.blocks import DEPTHS, extended, grow_equally, repeated_blocks, shortened
+from lowmem_patch.memory.live_bytes import BACKWARD, FORWARD
 from lowmem_patch.memory.model_states import ModelStates, model_state_bytes
 from lowmem_patch.memory.step import StepBytes, step_bytes
 from lowmem_patch.planning.apply import apply_plan
@@ -28,9 +30,6 @@ from lowmem_patch.tracing.trace import trace_forward
 
 __all__ = ["Footprint", "MemoryReport", "largest_that_fits", "most_positions", "predict_memory"]
 
-# fewer equal blocks than this are all measured
-_MANY_BLOCKS = 6
-_DEPTHS = (2, 3, 4)
 _LARGEST = {"batch": 1 << 20, "length": 1 << 24}
 
 MakeInputs = Callable[[int, int | None], ExampleInputs]
@@ -38,14 +37,16 @@ MakeInputs = Callable[[int, int | None], ExampleInputs]
 
 @dataclasses.dataclass(frozen=True)
 class Footprint:
-    """Bytes at the peak of a training step.
+    """Bytes of a training step on one GPU.
 
     Attributes:
-        parameters, gradients, optimizer: the model states, held for the whole of training.
-        saved: activations that autograd holds after the forward.
+        parameters, optimizer: held for the whole of training.
+        gradients: of all parameters that train, held from the backward (with accumulation, from the
+            beginning) to the optimizer's step.
+        saved: activations that autograd holds between forward and backward.
         weight_copies: low-precision copies of weights that autograd holds.
-        transient: all other bytes at the peak: logits and loss, the block that is in its backward,
-            copies of weights in autocast's cache, and one dequantised weight with ``qlora``.
+        moments: all bytes that are held at one time, at most, in each moment of the step: ``forward``,
+            ``loss``, ``backward``, ``after the backward``, ``optimizer step``.
     """
 
     parameters: int
@@ -53,14 +54,20 @@ class Footprint:
     optimizer: int
     saved: int
     weight_copies: int
-    transient: int
+    moments: Mapping[str, int]
 
     @property
     def total(self) -> int:
-        return sum(dataclasses.astuple(self))
+        """The peak."""
+        return max(self.moments.values())
 
-    def to_dict(self) -> dict[str, int]:
-        return {**dataclasses.asdict(self), "total": self.total}
+    @property
+    def peak_moment(self) -> str:
+        return max(self.moments, key=lambda moment: self.moments[moment])
+
+    def to_dict(self) -> dict[str, Any]:
+        data = {**dataclasses.asdict(self), "moments": dict(self.moments)}
+        return {**data, "peak_moment": self.peak_moment, "total": self.total}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +78,7 @@ class MemoryReport:
         before, after: the unpatched and the patched model.
         optimizer: its name.
         batch_size, length: of the prediction; length is None where the model reads no tokens.
+        accumulates: gradients of an earlier batch are held.
         limit: bytes that may be used, if one was given.
         solved: ``batch`` or ``length``, the size that was solved for.
         largest_before, largest_after: the largest such size within the limit; 0: not even 1 fits.
@@ -82,6 +90,7 @@ class MemoryReport:
     optimizer: str
     batch_size: int
     length: int | None
+    accumulates: bool = False
     limit: int | None = None
     solved: str = "batch"
     largest_before: int | None = None
@@ -89,63 +98,34 @@ class MemoryReport:
     bound: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        data = dataclasses.asdict(self)
-        data["before"], data["after"] = self.before.to_dict(), self.after.to_dict()
-        return data
-
-
-def _signature(module: nn.Module) -> object:
-    parameters = (
-        (n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in module.named_parameters()
-    )
-    return type(module), tuple(parameters)
-
-
-def _repeated_blocks(model: nn.Module) -> nn.ModuleList | nn.Sequential | None:
-    """The list of many equal blocks that holds most parameters."""
-    found: nn.ModuleList | nn.Sequential | None = None
-    most = 0
-    for module in model.modules():
-        if not isinstance(module, (nn.ModuleList, nn.Sequential)) or len(module) < _MANY_BLOCKS:
-            continue
-        if len({_signature(child) for child in module}) == 1:
-            size = sum(p.numel() for p in module.parameters())
-            if size > most:
-                found, most = module, size
-    return found
-
-
-@contextlib.contextmanager
-def _shortened(blocks: nn.Module | None, depth: int | None) -> Iterator[None]:
-    """Only the first ``depth`` blocks while the context is open; all when either is None."""
-    if blocks is None or depth is None:
-        yield
-        return
-    every = blocks._modules
-    blocks._modules = dict(list(every.items())[:depth])
-    try:
-        yield
-    finally:
-        blocks._modules = every
+        fields = (field.name for field in dataclasses.fields(self))
+        data = {name: getattr(self, name) for name in fields}
+        return {**data, "before": self.before.to_dict(), "after": self.after.to_dict()}
 
 
 class _Predictor:
     """Steps of one model, unpatched (``config`` None) or patched, at any size."""
 
     def __init__(
-        self, model: nn.Module, config: PatchConfig | None, make_inputs: MakeInputs
+        self,
+        model: nn.Module,
+        config: PatchConfig | None,
+        make_inputs: MakeInputs,
+        *,
+        optimizer: str = "adamw",
+        accumulates: bool = False,
     ) -> None:
         self.model = model
         self.config = config
         self.make_inputs = make_inputs
-        self.blocks = _repeated_blocks(model)
-        self.count = 0 if self.blocks is None else len(self.blocks)
+        self.settings: dict[str, Any] = {"optimizer": optimizer, "accumulates": accumulates}
+        self.blocks = repeated_blocks(model)
         self.shadows: dict[int | None, Shadow] = {}
         self.known: dict[tuple[int, int | None], StepBytes] = {}
 
     def _shadow(self, depth: int | None, inputs: ExampleInputs) -> Shadow:
         if depth not in self.shadows:
-            with _shortened(self.blocks, depth):
+            with shortened(self.model, self.blocks, depth):
                 shadow = make_shadow(self.model, inputs)
                 if self.config is not None:
                     trace = trace_forward(shadow)
@@ -159,7 +139,8 @@ class _Predictor:
         assert shadow.mode is not None
         with shadow.mode:
             fakes = inputs.map(lambda tensor: tensor.new_empty(tensor.shape, device="cpu"))
-        return step_bytes(dataclasses.replace(shadow, inputs=fakes))
+        blocks = None if self.blocks is None else shadow.model.get_submodule(self.blocks)
+        return step_bytes(dataclasses.replace(shadow, inputs=fakes), blocks=blocks, **self.settings)
 
     def step(self, batch: int, length: int | None) -> StepBytes:
         """Bytes of one step of the whole model."""
@@ -174,17 +155,14 @@ class _Predictor:
 
     def _from_few(self, inputs: ExampleInputs) -> StepBytes | None:
         """Extended from a few blocks, or None where the blocks save different amounts."""
-        depths = _DEPTHS if not self.known else _DEPTHS[:2]
-        steps = [dataclasses.astuple(self._step(depth, inputs)) for depth in depths]
-        slope = [later - earlier for earlier, later in zip(*steps[:2], strict=True)]
-        if len(steps) > 2:  # the first time: a third block must add as much as the second
-            added = [later - earlier for earlier, later in zip(*steps[1:], strict=True)]
-            if added[:2] != slope[:2] or abs(added[2] - slope[2]) > 0.01 * max(slope[2], 1):
-                return None
-        more = self.count - depths[0]
-        return StepBytes(
-            *(first + more * rise for first, rise in zip(steps[0], slope, strict=True))
-        )
+        assert self.blocks is not None
+        depths = DEPTHS if not self.known else DEPTHS[1:]
+        steps = [self._step(depth, inputs) for depth in depths]
+        if len(steps) == len(DEPTHS) and not grow_equally(steps):
+            return None
+        count = sum(1 for _ in self.model.get_submodule(self.blocks).children())
+        few, more = steps[-2:]
+        return extended(few, more, DEPTHS[1], count)
 
 
 def largest_that_fits(total: Callable[[int], int], limit: int, bound: int) -> int:
@@ -218,9 +196,14 @@ def largest_that_fits(total: Callable[[int], int], limit: int, bound: int) -> in
 
 
 def _footprint(states: ModelStates, step: StepBytes) -> Footprint:
-    transient = max(0, step.peak - step.saved - step.weight_copies) + states.dequantised
+    held = states.parameters + states.optimizer
+    moments = {}
+    for moment, size in step.moments.items():
+        # QLoRA multiplies by one weight after the other, each in the compute dtype for a while
+        multiplies = moment in (FORWARD, BACKWARD)
+        moments[moment] = held + size + (states.dequantised if multiplies else 0)
     return Footprint(
-        states.parameters, states.gradients, states.optimizer, step.saved, step.weight_copies, transient
+        states.parameters, states.gradients, states.optimizer, step.saved, step.weight_copies, moments
     )  # fmt: skip
 
 
@@ -233,6 +216,7 @@ def predict_memory(
     length: int | None = None,
     optimizer: str = "adamw",
     quantised: bool = False,
+    accumulates: bool = False,
     limit: int | None = None,
     solve: str = "batch",
 ) -> MemoryReport:
@@ -243,6 +227,7 @@ def predict_memory(
         config: the patch.
         make_inputs: makes inputs for a batch and a length.
         optimizer, quantised: as in :func:`model_state_bytes`.
+        accumulates: of a step that adds to the gradients of an earlier batch.
         limit: bytes; solve for the largest ``batch`` (at this length) or ``length`` (at this batch).
 
     Raises:
@@ -250,7 +235,10 @@ def predict_memory(
         TraceError: the model cannot be run on fake tensors.
     """
     states = model_state_bytes(model, optimizer, quantised=quantised)
-    predictors = [_Predictor(model, which, make_inputs) for which in (None, config)]
+    predictors = [
+        _Predictor(model, which, make_inputs, optimizer=optimizer, accumulates=accumulates)
+        for which in (None, config)
+    ]
     if solve not in _LARGEST:
         raise ConfigError(f"solve {solve!r} is none of {', '.join(_LARGEST)}")
     bound = most_positions(model) if solve == "length" else None
@@ -269,17 +257,9 @@ def predict_memory(
     largest_before, largest_after = map(largest, predictors)
     before, after = (_footprint(states, p.step(batch_size, length)) for p in predictors)
     return MemoryReport(
-        before,
-        after,
-        optimizer,
-        batch_size,
-        length,
-        limit,
-        solve,
-        largest_before,
-        largest_after,
-        bound,
-    )
+        before, after, optimizer, batch_size, length, accumulates, limit, solve, largest_before,
+        largest_after, bound,
+    )  # fmt: skip
 
 
 def most_positions(model: Any) -> int | None:

@@ -104,22 +104,27 @@ def _with_floor(before: int, after: int, floor: int) -> tuple[str, ...]:
 
 
 def print_memory(memory: MemoryReport, train: str) -> None:
-    """The predicted peak of a training step, part by part, and the largest size that fits."""
+    """What is held, the most that is alive in each moment of a step, and the largest size that fits."""
     length = "" if memory.length is None else f" x {memory.length} tokens"
-    heading = f"peak of a step, batch {memory.batch_size}{length}"
+    heading = f"one step, batch {memory.batch_size}{length}"
     table = make_table(heading, *_BEFORE_AFTER, right=_BEFORE_AFTER)
+    both = (memory.before, memory.after)
+    since = "from the beginning" if memory.accumulates else "from the backward on"
     parts = {
-        "parameters": "parameters",
-        "gradients": "gradients",
-        f"state of {memory.optimizer}": "optimizer",
+        "parameters, always held": "parameters",
+        f"state of {memory.optimizer}, always held": "optimizer",
+        f"gradients, held {since}": "gradients",
         "saved activations": "saved",
         "copies of weights": "weight_copies",
-        "loss and one block's backward": "transient",
-        "total": "total",
     }
     for label, name in parts.items():
-        sizes = (getattr(memory.before, name), getattr(memory.after, name))
-        table.add_row(label, *map(human_bytes, sizes), style="bold" if name == "total" else None)
+        table.add_row(label, *(human_bytes(getattr(footprint, name)) for footprint in both))
+    for moment in memory.before.moments:
+        sizes = (human_bytes(footprint.moments[moment]) for footprint in both)
+        table.add_row(f"most in: {moment}", *sizes, style="dim")
+    moments = list(dict.fromkeys(footprint.peak_moment for footprint in both))
+    label = f"peak (in: {', then '.join(moments)})"
+    table.add_row(label, *(human_bytes(footprint.total) for footprint in both), style="bold")
     if memory.limit is not None:
         largest = (memory.largest_before, memory.largest_after)
         cells = [str(size) if size else "does not fit" for size in largest]
