@@ -72,10 +72,9 @@ def inspect(
     and fragmentation come on top. qlora is arithmetic: base Linears in 4 bits, doubly quantised.
     """
     with command(debug):
-        from lowmem_patch import plan_patch, report
+        from lowmem_patch import report
         from lowmem_patch.config import load_config
-        from lowmem_patch.memory import parse_bytes
-        from lowmem_patch.plot import plot_saved_bytes, require_matplotlib
+        from lowmem_patch.memory import make_plans, parse_bytes
         from lowmem_patch.tracing.example_inputs import make_example_inputs
 
         config = load_config(preset)
@@ -84,16 +83,19 @@ def inspect(
         adapters = options.lora_targets(train)
         limit = None if memory is None else parse_bytes(memory)
         if plot is not None:
+            from lowmem_patch.plot import plot_saved_bytes, require_matplotlib
+
             require_matplotlib()
         with quiet_libraries():
             built = meta_model(model, revision, trust_remote_code, dtype)
             built = with_adapters(built, adapters, lora_rank).train()
             inputs = make_example_inputs(built, batch_size=batch_size, sequence_length=seq_len)
             with _autocast("cpu", autocast):
-                plan = plan_patch(built, config, example_inputs=inputs)
+                plans = make_plans(built, config, inputs)
+                plan = plans.report
                 predicted, failed = _predict(
                     built, config, inputs, batch_size=batch_size, optimizer=optimizer.value,
-                    quantised=train.startswith("qlora"), limit=limit, solve=solve.value,
+                    quantised=train.startswith("qlora"), limit=limit, solve=solve.value, plans=plans,
                 )  # fmt: skip
         title = f"{model}: {plan.model}, preset {config.name}, train {train}, {plan.inputs}"
         if plot is not None:

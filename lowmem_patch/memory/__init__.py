@@ -1,6 +1,7 @@
 """The peak memory of training, predicted from fake tensors and arithmetic."""
 
 from lowmem_patch.memory.base_model import base_model, output_head
+from lowmem_patch.memory.few_blocks import Plans, make_plans
 from lowmem_patch.memory.live_bytes import MOMENTS
 from lowmem_patch.memory.model_states import ModelStates, model_state_bytes, parse_bytes
 from lowmem_patch.memory.optimizers import OPTIMIZERS
@@ -19,9 +20,11 @@ __all__ = [
     "Footprint",
     "MemoryReport",
     "ModelStates",
+    "Plans",
     "StepBytes",
     "base_model",
     "largest_that_fits",
+    "make_plans",
     "model_state_bytes",
     "most_positions",
     "output_head",

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from lowmem_patch.memory.base_model import base_model
-from lowmem_patch.memory.live_bytes import MOMENTS, PartBytes
-from lowmem_patch.memory.step import StepBytes
+from lowmem_patch.memory.live_bytes import MOMENTS, Part, PartBytes
 
-__all__ = ["DEPTHS", "extended", "grow_equally", "repeated_blocks", "shortened"]
+__all__ = ["DEPTHS", "extended", "repeated_blocks", "shortened"]
 
 # fewer equal blocks than this are all run
 _MANY_BLOCKS = 6
-DEPTHS = (2, 3, 4)  # the least of them proves that the others grow by equal amounts
+DEPTHS = (2, 3, 4)  # what the third block saves is compared with what the fourth saves
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
 
 
@@ -95,50 +94,30 @@ def shortened(model: nn.Module, blocks: str | None, depth: int | None) -> Iterat
         module._modules = every
 
 
-def extended(few: StepBytes, more: StepBytes, depth: int, count: int) -> StepBytes | None:
-    """A step of ``count`` blocks, from one of ``depth`` blocks (2 or 3) and one of a block more.
+def extended(
+    few: Mapping[Part, PartBytes], more: Mapping[Part, PartBytes], count: int
+) -> dict[Part, PartBytes] | None:
+    """A step of ``count`` blocks, from those of three blocks and of four.
 
     The bytes of each place grow by an equal amount with each block. So the largest of all blocks is one
     of the first two, of which the first may be special, or one of the last two. None: the steps have
     not the same parts.
     """
-    # places counted from the front, and from behind; each of the few blocks is one of them, or both
-    front = [(place, place, place) for place in range((depth + 1) // 2 + 1)]
-    behind = [
-        (place, place + 1, place + count - depth) for place in range(depth // 2 + 1, depth + 2)
-    ]
+    depth = DEPTHS[1]
+    # places counted from the front, and from behind: the middle one of three blocks is both
+    front = [(place, place, place) for place in range(depth)]
+    behind = [(place, place + 1, place + count - depth) for place in range(depth - 1, depth + 2)]
     parts = {}
     for moment in MOMENTS:
         for place, other, target in (*front, *behind):
-            first, second = few.parts.get((moment, place)), more.parts.get((moment, other))
+            first, second = few.get((moment, place)), more.get((moment, other))
             if first is not None and second is not None:
                 parts[moment, target] = _line(first, second, count - depth)
             elif first is not second:
                 return None
-    return StepBytes(
-        few.saved + (count - depth) * (more.saved - few.saved),
-        few.weight_copies + (count - depth) * (more.weight_copies - few.weight_copies),
-        parts,
-    )
+    return parts
 
 
 def _line(few: PartBytes, more: PartBytes, blocks: int) -> PartBytes:
     pairs = zip(dataclasses.astuple(few), dataclasses.astuple(more), strict=True)
     return PartBytes(*(first + blocks * (second - first) for first, second in pairs))
-
-
-def grow_equally(steps: list[StepBytes]) -> bool:
-    """Whether steps of two, three and four blocks lie on a line: the last block adds as much as the
-    third, in each part (1 % is for scalars, whose order of birth and death differs)."""
-    expected = extended(steps[0], steps[1], DEPTHS[0], DEPTHS[2])
-    found, before = steps[2], steps[1]
-    if expected is None or (expected.saved, expected.weight_copies) != (
-        found.saved,
-        found.weight_copies,
-    ):
-        return False
-    allowed = max(0.01 * (found.saved - before.saved), 1)
-    return all(
-        part in found.parts and abs(found.parts[part].peak - size.peak) <= allowed
-        for part, size in expected.parts.items()
-    )

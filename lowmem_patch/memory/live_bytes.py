@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from lowmem_patch.tracing.saved_bytes import storage_key
 
 __all__ = [
     "AFTER_BACKWARD", "BACKWARD", "FORWARD", "LOSS", "MOMENTS", "OPTIMIZER", "LiveBytes", "Part", "PartBytes",
+    "most_of_moments",
 ]  # fmt: skip
 
 FORWARD, LOSS, BACKWARD = "forward", "loss", "backward"
@@ -40,6 +41,15 @@ class PartBytes:
     peak: int
     activations: int
     gradients: int
+
+
+def most_of_moments(parts: Mapping[Part, PartBytes]) -> dict[str, int]:
+    """The largest sum of each moment of the step, in their order."""
+    return {
+        moment: max(part.peak for (name, _), part in parts.items() if name == moment)
+        for moment in MOMENTS
+        if any(name == moment for name, _ in parts)
+    }
 
 
 class LiveBytes(DispatchObserver):

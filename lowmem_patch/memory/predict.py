@@ -17,16 +17,15 @@ from torch import nn
 from lowmem_patch.config import PatchConfig
 from lowmem_patch.errors import ConfigError
 from lowmem_patch.memory.base_model import base_model
-from lowmem_patch.memory.blocks import DEPTHS, extended, grow_equally, repeated_blocks, shortened
-from lowmem_patch.memory.live_bytes import BACKWARD, FORWARD
+from lowmem_patch.memory.blocks import DEPTHS, extended, shortened
+from lowmem_patch.memory.few_blocks import Plans, make_plans
+from lowmem_patch.memory.live_bytes import BACKWARD, FORWARD, Part, PartBytes, most_of_moments
 from lowmem_patch.memory.model_states import ModelStates, model_state_bytes
-from lowmem_patch.memory.step import StepBytes, step_bytes
+from lowmem_patch.memory.step import step_parts
 from lowmem_patch.planning.apply import apply_plan
-from lowmem_patch.planning.plan import make_plan
-from lowmem_patch.strategies.protocol import Facts
+from lowmem_patch.planning.planner import plan_model
 from lowmem_patch.tracing.inputs import ExampleInputs
 from lowmem_patch.tracing.shadow import Shadow, make_shadow
-from lowmem_patch.tracing.trace import trace_forward
 
 __all__ = ["Footprint", "MemoryReport", "largest_that_fits", "most_positions", "predict_memory"]
 
@@ -104,65 +103,61 @@ class MemoryReport:
 
 
 class _Predictor:
-    """Steps of one model, unpatched (``config`` None) or patched, at any size."""
+    """Steps of one model, as it is or patched, at any size."""
 
     def __init__(
         self,
         model: nn.Module,
-        config: PatchConfig | None,
+        plans: Plans,
         make_inputs: MakeInputs,
         *,
+        patched: bool,
         optimizer: str = "adamw",
         accumulates: bool = False,
     ) -> None:
         self.model = model
-        self.config = config
+        self.plans = plans
         self.make_inputs = make_inputs
+        self.patched = patched
         self.settings: dict[str, Any] = {"optimizer": optimizer, "accumulates": accumulates}
-        self.blocks = repeated_blocks(model)
+        self.blocks = plans.blocks
         self.shadows: dict[int | None, Shadow] = {}
-        self.known: dict[tuple[int, int | None], StepBytes] = {}
+        self.known: dict[tuple[int, int | None], Mapping[Part, PartBytes]] = {}
 
     def _shadow(self, depth: int | None, inputs: ExampleInputs) -> Shadow:
         if depth not in self.shadows:
             with shortened(self.model, self.blocks, depth):
                 shadow = make_shadow(self.model, inputs)
-                if self.config is not None:
-                    trace = trace_forward(shadow)
-                    plan = make_plan(Facts(self.model, shadow.model, trace, {}), self.config)
-                    apply_plan(shadow.model, plan, arithmetic=False)
+            if self.patched:
+                plan = self.plans.plans.get(depth)
+                if plan is None:
+                    _, plan, _ = plan_model(self.model, self.plans.report.config, inputs)
+                apply_plan(shadow.model, plan, arithmetic=False)
             self.shadows[depth] = shadow
         return self.shadows[depth]
 
-    def _step(self, depth: int | None, inputs: ExampleInputs) -> StepBytes:
+    def _step(self, depth: int | None, inputs: ExampleInputs) -> Mapping[Part, PartBytes]:
         shadow = self._shadow(depth, inputs)
         assert shadow.mode is not None
         with shadow.mode:
             fakes = inputs.map(lambda tensor: tensor.new_empty(tensor.shape, device="cpu"))
         blocks = None if self.blocks is None else shadow.model.get_submodule(self.blocks)
-        return step_bytes(dataclasses.replace(shadow, inputs=fakes), blocks=blocks, **self.settings)
+        return step_parts(dataclasses.replace(shadow, inputs=fakes), blocks=blocks, **self.settings)
 
-    def step(self, batch: int, length: int | None) -> StepBytes:
+    def step(self, batch: int, length: int | None) -> Mapping[Part, PartBytes]:
         """Bytes of one step of the whole model."""
         if (batch, length) not in self.known:
             inputs = self.make_inputs(batch, length)
-            found = self._from_few(inputs) if self.blocks is not None else None
+            found: Mapping[Part, PartBytes] | None = None
+            if self.blocks is not None:
+                count = sum(1 for _ in self.model.get_submodule(self.blocks).children())
+                few, more = (self._step(depth, inputs) for depth in DEPTHS[1:])
+                found = extended(few, more, count)
             if found is None:
                 self.blocks = None
                 found = self._step(None, inputs)
             self.known[batch, length] = found
         return self.known[batch, length]
-
-    def _from_few(self, inputs: ExampleInputs) -> StepBytes | None:
-        """Extended from a few blocks, or None where the blocks save different amounts."""
-        assert self.blocks is not None
-        depths = DEPTHS if not self.known else DEPTHS[1:]
-        steps = [self._step(depth, inputs) for depth in depths]
-        if len(steps) == len(DEPTHS) and not grow_equally(steps):
-            return None
-        count = sum(1 for _ in self.model.get_submodule(self.blocks).children())
-        few, more = steps[-2:]
-        return extended(few, more, DEPTHS[1], count)
 
 
 def largest_that_fits(total: Callable[[int], int], limit: int, bound: int) -> int:
@@ -195,16 +190,14 @@ def largest_that_fits(total: Callable[[int], int], limit: int, bound: int) -> in
     return low
 
 
-def _footprint(states: ModelStates, step: StepBytes) -> Footprint:
+def _moments(states: ModelStates, parts: Mapping[Part, PartBytes]) -> dict[str, int]:
+    """All bytes that are held at one time, at most, in each moment."""
     held = states.parameters + states.optimizer
-    moments = {}
-    for moment, size in step.moments.items():
-        # QLoRA multiplies by one weight after the other, each in the compute dtype for a while
-        multiplies = moment in (FORWARD, BACKWARD)
-        moments[moment] = held + size + (states.dequantised if multiplies else 0)
-    return Footprint(
-        states.parameters, states.gradients, states.optimizer, step.saved, step.weight_copies, moments
-    )  # fmt: skip
+    # QLoRA multiplies by one weight after the other, each in the compute dtype for a while
+    more = dict.fromkeys((FORWARD, BACKWARD), states.dequantised)
+    return {
+        moment: held + size + more.get(moment, 0) for moment, size in most_of_moments(parts).items()
+    }
 
 
 def predict_memory(
@@ -219,6 +212,7 @@ def predict_memory(
     accumulates: bool = False,
     limit: int | None = None,
     solve: str = "batch",
+    plans: Plans | None = None,
 ) -> MemoryReport:
     """Predict the peak of a training step from fake tensors, before and after a patch.
 
@@ -229,15 +223,18 @@ def predict_memory(
         optimizer, quantised: as in :func:`model_state_bytes`.
         accumulates: of a step that adds to the gradients of an earlier batch.
         limit: bytes; solve for the largest ``batch`` (at this length) or ``length`` (at this batch).
+        plans: of this model, config and size, where they were made before.
 
     Raises:
         ConfigError: an unknown optimizer, or ``solve="length"`` for a model that reads no tokens.
         TraceError: the model cannot be run on fake tensors.
     """
     states = model_state_bytes(model, optimizer, quantised=quantised)
+    plans = plans or make_plans(model, config, make_inputs(batch_size, length))
+    settings: dict[str, Any] = {"optimizer": optimizer, "accumulates": accumulates}
     predictors = [
-        _Predictor(model, which, make_inputs, optimizer=optimizer, accumulates=accumulates)
-        for which in (None, config)
+        _Predictor(model, plans, make_inputs, patched=patched, **settings)
+        for patched in (False, True)
     ]
     if solve not in _LARGEST:
         raise ConfigError(f"solve {solve!r} is none of {', '.join(_LARGEST)}")
@@ -250,12 +247,20 @@ def predict_memory(
     def largest(predictor: _Predictor) -> int | None:
         def total(size: int) -> int:
             sizes = (size, length) if solve == "batch" else (batch_size, size)
-            return _footprint(states, predictor.step(*sizes)).total
+            return max(_moments(states, predictor.step(*sizes)).values())
 
         return None if limit is None else largest_that_fits(total, limit, bound or _LARGEST[solve])
 
     largest_before, largest_after = map(largest, predictors)
-    before, after = (_footprint(states, p.step(batch_size, length)) for p in predictors)
+    report, held = plans.report, (states.parameters, states.gradients, states.optimizer)
+    saved = (
+        (report.saved_before, report.weight_copies_before),
+        (report.saved_after, report.weight_copies_after),
+    )
+    before, after = (
+        Footprint(*held, *sizes, _moments(states, predictor.step(batch_size, length)))
+        for predictor, sizes in zip(predictors, saved, strict=True)
+    )
     return MemoryReport(
         before, after, optimizer, batch_size, length, accumulates, limit, solve, largest_before,
         largest_after, bound,

@@ -16,18 +16,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from lowmem_patch.errors import TraceError
+from lowmem_patch.errors import LowmemPatchError, TraceError
 from lowmem_patch.memory.base_model import base_model, output_head
 from lowmem_patch.memory.live_bytes import (
     AFTER_BACKWARD,
     BACKWARD,
     FORWARD,
     LOSS,
-    MOMENTS,
     OPTIMIZER,
     LiveBytes,
     Part,
     PartBytes,
+    most_of_moments,
 )
 from lowmem_patch.memory.optimizers import FakeOptimizer
 from lowmem_patch.tracing.gpu_dropout import GpuDropouts
@@ -36,7 +36,7 @@ from lowmem_patch.tracing.observers import observed_calls
 from lowmem_patch.tracing.shadow import Shadow
 from lowmem_patch.tracing.trace import trace_forward
 
-__all__ = ["StepBytes", "run_step", "step_bytes", "step_loss", "with_labels"]
+__all__ = ["StepBytes", "run_step", "step_bytes", "step_loss", "step_parts", "with_labels"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,11 +56,7 @@ class StepBytes:
     @property
     def moments(self) -> dict[str, int]:
         """The largest sum of each moment of the step, in their order."""
-        return {
-            moment: max(part.peak for (name, _), part in self.parts.items() if name == moment)
-            for moment in MOMENTS
-            if any(name == moment for name, _ in self.parts)
-        }
+        return most_of_moments(self.parts)
 
     @property
     def peak(self) -> int:
@@ -122,9 +118,39 @@ def _observed_moments(
         yield
 
 
+def step_parts(
+    shadow: Shadow,
+    *,
+    optimizer: str = "adamw",
+    accumulates: bool = False,
+    blocks: nn.Module | None = None,
+) -> Mapping[Part, PartBytes]:
+    """Run a whole step of a shadow in training mode.
+
+    Args:
+        optimizer: one of ``OPTIMIZERS``.
+        accumulates: gradients of an earlier batch are held from the beginning of the step.
+        blocks: a list of blocks of the shadow's model, each of which is a place of its own.
+
+    Raises:
+        ConfigError: an unknown optimizer.
+        TraceError: the forward or the backward fails.
+    """
+    shadow.model.train()
+    try:
+        return _parts(shadow, optimizer, accumulates, blocks)
+    except (RuntimeError, NotImplementedError, TypeError, ValueError, StopIteration) as error:
+        if isinstance(error, LowmemPatchError):
+            raise
+        raise TraceError(
+            f"a training step of {type(shadow.model).__name__} could not be run on fake tensors: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
 def _parts(
     shadow: Shadow, optimizer: str, accumulates: bool, blocks: nn.Module | None
-) -> dict[Part, PartBytes]:
+) -> Mapping[Part, PartBytes]:
     model, inputs = shadow.model, with_labels(shadow.model, shadow.inputs)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     torch.clear_autocast_cache()
@@ -162,31 +188,9 @@ def _parts(
     return live.result()
 
 
-def step_bytes(
-    shadow: Shadow,
-    *,
-    optimizer: str = "adamw",
-    accumulates: bool = False,
-    blocks: nn.Module | None = None,
-) -> StepBytes:
-    """Run the forward, then a whole step, of a shadow in training mode.
-
-    Args:
-        optimizer: one of ``OPTIMIZERS``.
-        accumulates: gradients of an earlier batch are held from the beginning of the step.
-        blocks: a list of blocks of the shadow's model, each of which is a place of its own.
-
-    Raises:
-        ConfigError: an unknown optimizer.
-        TraceError: the forward or the backward fails.
-    """
+def step_bytes(shadow: Shadow, *, optimizer: str = "adamw", accumulates: bool = False) -> StepBytes:
+    """Run the forward, then a whole step, of a shadow in training mode; as :func:`step_parts`."""
     shadow.model.train()
     saved = trace_forward(shadow, structure=False).saved
-    try:
-        parts = _parts(shadow, optimizer, accumulates, blocks)
-    except (RuntimeError, NotImplementedError, TypeError, ValueError, StopIteration) as error:
-        raise TraceError(
-            f"a training step of {type(shadow.model).__name__} could not be run on fake tensors: "
-            f"{type(error).__name__}: {error}"
-        ) from error
+    parts = step_parts(shadow, optimizer=optimizer, accumulates=accumulates)
     return StepBytes(saved.activations, saved.weight_copies, parts)
