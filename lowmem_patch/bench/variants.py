@@ -12,7 +12,7 @@ import torch
 
 from lowmem_patch.api import patch_model
 from lowmem_patch.errors import VariantError
-from lowmem_patch.memory import base_model
+from lowmem_patch.memory import base_model, switch_checkpointing_on
 from lowmem_patch.tracing.inputs import ExampleInputs
 
 __all__ = ["VARIANTS", "Variant", "compiled", "unpatched"]
@@ -35,13 +35,8 @@ def _preset(name: str) -> Variant:
 
 
 def _checkpointing(model: Any, _inputs: ExampleInputs) -> Any:
-    base = base_model(model)
-    if hasattr(base, "set_grad_checkpointing"):
-        base.set_grad_checkpointing(True)
-    elif getattr(base, "supports_gradient_checkpointing", False):
-        base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    else:
-        raise VariantError(f"{type(base).__name__} has no gradient checkpointing")
+    if not switch_checkpointing_on(model):
+        raise VariantError(f"{type(base_model(model)).__name__} has no gradient checkpointing")
     return model
 
 

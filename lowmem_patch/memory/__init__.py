@@ -1,9 +1,9 @@
 """The peak memory of training, predicted from fake tensors and arithmetic."""
 
-from lowmem_patch.memory.base_model import base_model, output_head
+from lowmem_patch.memory.base_model import base_model, output_head, switch_checkpointing_on
 from lowmem_patch.memory.few_blocks import Plans, make_plans
 from lowmem_patch.memory.live_bytes import MOMENTS
-from lowmem_patch.memory.model_states import ModelStates, model_state_bytes, parse_bytes
+from lowmem_patch.memory.model_states import ModelStates, Training, model_state_bytes, parse_bytes
 from lowmem_patch.memory.optimizers import OPTIMIZERS
 from lowmem_patch.memory.predict import (
     Footprint,
@@ -22,6 +22,7 @@ __all__ = [
     "ModelStates",
     "Plans",
     "StepBytes",
+    "Training",
     "base_model",
     "largest_that_fits",
     "make_plans",
@@ -33,4 +34,5 @@ __all__ = [
     "run_step",
     "step_bytes",
     "step_loss",
+    "switch_checkpointing_on",
 ]

@@ -16,13 +16,13 @@ from lowmem_patch.tracing.observers import DispatchObserver
 from lowmem_patch.tracing.saved_bytes import storage_key
 
 __all__ = [
-    "AFTER_BACKWARD", "BACKWARD", "FORWARD", "LOSS", "MOMENTS", "OPTIMIZER", "LiveBytes", "Part", "PartBytes",
-    "most_of_moments",
+    "AFTER_BACKWARD", "AFTER_LOSS", "BACKWARD", "FORWARD", "LOSS", "MOMENTS", "OPTIMIZER",
+    "LiveBytes", "Part", "PartBytes", "most_of_moments",
 ]  # fmt: skip
 
-FORWARD, LOSS, BACKWARD = "forward", "loss", "backward"
-AFTER_BACKWARD, OPTIMIZER = "after the backward", "optimizer step"
-MOMENTS = (FORWARD, LOSS, BACKWARD, AFTER_BACKWARD, OPTIMIZER)
+FORWARD, LOSS, AFTER_LOSS = "forward", "loss", "after the loss"
+BACKWARD, AFTER_BACKWARD, OPTIMIZER = "backward", "after the backward", "optimizer step"
+MOMENTS = (FORWARD, LOSS, AFTER_LOSS, BACKWARD, AFTER_BACKWARD, OPTIMIZER)
 
 # A moment, and a place among n repeated blocks: 0 in front of them, 1..n a block, n + 1 behind them.
 Part = tuple[str, int]
@@ -88,6 +88,10 @@ class LiveBytes(DispatchObserver):
     def begin(self, moment: str) -> None:
         """The next moment, at the present place."""
         self.enter(moment, self.place)
+
+    def mark(self, moment: str) -> None:
+        """What is alive right now is all of this moment."""
+        self.parts[moment, 0] = [self.now, self.now - self.gradients, self.gradients]
 
     def not_the_loss(self) -> None:
         """What was taken for the loss since the last module returned belongs to the forward."""

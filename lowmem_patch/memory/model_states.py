@@ -12,7 +12,7 @@ from lowmem_patch.errors import ConfigError
 from lowmem_patch.memory.base_model import output_head
 from lowmem_patch.memory.optimizers import check_optimizer
 
-__all__ = ["ModelStates", "model_state_bytes", "parse_bytes"]
+__all__ = ["USUAL_TRAINING", "ModelStates", "Training", "model_state_bytes", "parse_bytes"]
 
 # bitsandbytes: one float32 scale per 256 values of each 8-bit state; small tensors stay in 32 bits
 _STATE_BLOCK, _SMALLEST_8BIT = 256, 4096
@@ -38,6 +38,28 @@ def parse_bytes(text: str) -> int:
     if not (math.isfinite(size) and size >= 1):
         raise ConfigError(f"{text!r} is no size of memory: write it as 24GiB, 80GB or 900MiB")
     return int(size)
+
+
+@dataclasses.dataclass(frozen=True)
+class Training:
+    """How a model is trained, as far as memory goes.
+
+    Attributes:
+        optimizer: one of ``OPTIMIZERS``.
+        quantised: the frozen Linears of the base model lie in 4 bits, doubly quantised, as in QLoRA.
+        accumulates: a step adds to the gradients of an earlier batch.
+        checkpointing: by the model's own switch, each layer's activations are computed again.
+        gpus: over which FSDP2 shards the model states, block by block.
+    """
+
+    optimizer: str = "adamw"
+    quantised: bool = False
+    accumulates: bool = False
+    checkpointing: bool = False
+    gpus: int = 1
+
+
+USUAL_TRAINING = Training()
 
 
 @dataclasses.dataclass(frozen=True)

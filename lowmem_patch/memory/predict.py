@@ -16,11 +16,12 @@ from torch import nn
 
 from lowmem_patch.config import PatchConfig
 from lowmem_patch.errors import ConfigError
-from lowmem_patch.memory.base_model import base_model
-from lowmem_patch.memory.blocks import DEPTHS, extended, shortened
+from lowmem_patch.memory.base_model import base_model, switch_checkpointing_on
+from lowmem_patch.memory.blocks import DEPTHS, extended, repeated_blocks, shortened
 from lowmem_patch.memory.few_blocks import Plans, make_plans
 from lowmem_patch.memory.live_bytes import BACKWARD, FORWARD, Part, PartBytes, most_of_moments
-from lowmem_patch.memory.model_states import ModelStates, model_state_bytes
+from lowmem_patch.memory.model_states import USUAL_TRAINING, Training, model_state_bytes
+from lowmem_patch.memory.sharding import gathered, shard, sharded_moments
 from lowmem_patch.memory.step import step_parts
 from lowmem_patch.planning.apply import apply_plan
 from lowmem_patch.planning.planner import plan_model
@@ -42,10 +43,10 @@ class Footprint:
         parameters, optimizer: held for the whole of training.
         gradients: of all parameters that train, held from the backward (with accumulation, from the
             beginning) to the optimizer's step.
-        saved: activations that autograd holds between forward and backward.
+        saved: activations that autograd holds between forward and backward, without checkpointing.
         weight_copies: low-precision copies of weights that autograd holds.
         moments: all bytes that are held at one time, at most, in each moment of the step: ``forward``,
-            ``loss``, ``backward``, ``after the backward``, ``optimizer step``.
+            ``loss``, ``after the loss``, ``backward``, ``after the backward``, ``optimizer step``.
     """
 
     parameters: int
@@ -75,9 +76,8 @@ class MemoryReport:
 
     Attributes:
         before, after: the unpatched and the patched model.
-        optimizer: its name.
+        training: what was assumed.
         batch_size, length: of the prediction; length is None where the model reads no tokens.
-        accumulates: gradients of an earlier batch are held.
         limit: bytes that may be used, if one was given.
         solved: ``batch`` or ``length``, the size that was solved for.
         largest_before, largest_after: the largest such size within the limit; 0: not even 1 fits.
@@ -86,10 +86,9 @@ class MemoryReport:
 
     before: Footprint
     after: Footprint
-    optimizer: str
+    training: Training
     batch_size: int
     length: int | None
-    accumulates: bool = False
     limit: int | None = None
     solved: str = "batch"
     largest_before: int | None = None
@@ -99,6 +98,10 @@ class MemoryReport:
     def to_dict(self) -> dict[str, Any]:
         fields = (field.name for field in dataclasses.fields(self))
         data = {name: getattr(self, name) for name in fields}
+        data |= {
+            "training": dataclasses.asdict(self.training),
+            "optimizer": self.training.optimizer,
+        }
         return {**data, "before": self.before.to_dict(), "after": self.after.to_dict()}
 
 
@@ -112,14 +115,13 @@ class _Predictor:
         make_inputs: MakeInputs,
         *,
         patched: bool,
-        optimizer: str = "adamw",
-        accumulates: bool = False,
+        training: Training = USUAL_TRAINING,
     ) -> None:
         self.model = model
         self.plans = plans
         self.make_inputs = make_inputs
         self.patched = patched
-        self.settings: dict[str, Any] = {"optimizer": optimizer, "accumulates": accumulates}
+        self.training = training
         self.blocks = plans.blocks
         self.shadows: dict[int | None, Shadow] = {}
         self.known: dict[tuple[int, int | None], Mapping[Part, PartBytes]] = {}
@@ -133,6 +135,9 @@ class _Predictor:
                 if plan is None:
                     _, plan, _ = plan_model(self.model, self.plans.report.config, inputs)
                 apply_plan(shadow.model, plan, arithmetic=False)
+            if self.training.checkpointing and not switch_checkpointing_on(shadow.model):
+                name = type(base_model(self.model)).__name__
+                raise ConfigError(f"{name} has no activation checkpointing of its own to switch on")
             self.shadows[depth] = shadow
         return self.shadows[depth]
 
@@ -142,7 +147,10 @@ class _Predictor:
         with shadow.mode:
             fakes = inputs.map(lambda tensor: tensor.new_empty(tensor.shape, device="cpu"))
         blocks = None if self.blocks is None else shadow.model.get_submodule(self.blocks)
-        return step_parts(dataclasses.replace(shadow, inputs=fakes), blocks=blocks, **self.settings)
+        return step_parts(
+            dataclasses.replace(shadow, inputs=fakes), optimizer=self.training.optimizer,
+            accumulates=self.training.accumulates, blocks=blocks,
+        )  # fmt: skip
 
     def step(self, batch: int, length: int | None) -> Mapping[Part, PartBytes]:
         """Bytes of one step of the whole model."""
@@ -190,14 +198,26 @@ def largest_that_fits(total: Callable[[int], int], limit: int, bound: int) -> in
     return low
 
 
-def _moments(states: ModelStates, parts: Mapping[Part, PartBytes]) -> dict[str, int]:
-    """All bytes that are held at one time, at most, in each moment."""
-    held = states.parameters + states.optimizer
-    # QLoRA multiplies by one weight after the other, each in the compute dtype for a while
-    more = dict.fromkeys((FORWARD, BACKWARD), states.dequantised)
-    return {
-        moment: held + size + more.get(moment, 0) for moment, size in most_of_moments(parts).items()
-    }
+class _Totals:
+    """All bytes of one GPU, from those of a step."""
+
+    def __init__(self, model: nn.Module, training: Training) -> None:
+        if training.gpus > 1 and training.quantised:
+            raise ConfigError("4-bit weights are not counted on several GPUs: use lora, or one GPU")
+        states = model_state_bytes(model, training.optimizer, quantised=training.quantised)
+        self.training = training
+        self.states = shard(states, training.gpus)
+        self.gathered = gathered(model, repeated_blocks(model))
+
+    def moments(self, parts: Mapping[Part, PartBytes]) -> dict[str, int]:
+        """All bytes that are held at one time, at most, in each moment."""
+        gpus, held = self.training.gpus, self.states.parameters + self.states.optimizer
+        sizes = most_of_moments(parts)
+        if gpus > 1:
+            sizes = sharded_moments(parts, gpus, self.gathered)
+        # QLoRA multiplies by one weight after the other, each in the compute dtype for a while
+        more = dict.fromkeys((FORWARD, BACKWARD), self.states.dequantised)
+        return {moment: held + size + more.get(moment, 0) for moment, size in sizes.items()}
 
 
 def predict_memory(
@@ -207,9 +227,7 @@ def predict_memory(
     *,
     batch_size: int,
     length: int | None = None,
-    optimizer: str = "adamw",
-    quantised: bool = False,
-    accumulates: bool = False,
+    training: Training = USUAL_TRAINING,
     limit: int | None = None,
     solve: str = "batch",
     plans: Plans | None = None,
@@ -220,51 +238,45 @@ def predict_memory(
         model: unpatched, also on the meta device; ``requires_grad`` says which parameters train.
         config: the patch.
         make_inputs: makes inputs for a batch and a length.
-        optimizer, quantised: as in :func:`model_state_bytes`.
-        accumulates: of a step that adds to the gradients of an earlier batch.
         limit: bytes; solve for the largest ``batch`` (at this length) or ``length`` (at this batch).
         plans: of this model, config and size, where they were made before.
 
     Raises:
-        ConfigError: an unknown optimizer, or ``solve="length"`` for a model that reads no tokens.
+        ConfigError: an unknown optimizer, checkpointing of a model that has none, 4-bit weights on several
+            GPUs, or ``solve="length"`` for a model that reads no tokens.
         TraceError: the model cannot be run on fake tensors.
     """
-    states = model_state_bytes(model, optimizer, quantised=quantised)
-    plans = plans or make_plans(model, config, make_inputs(batch_size, length))
-    settings: dict[str, Any] = {"optimizer": optimizer, "accumulates": accumulates}
-    predictors = [
-        _Predictor(model, plans, make_inputs, patched=patched, **settings)
-        for patched in (False, True)
-    ]
     if solve not in _LARGEST:
         raise ConfigError(f"solve {solve!r} is none of {', '.join(_LARGEST)}")
-    bound = most_positions(model) if solve == "length" else None
     if solve == "length" and length is None:
         raise ConfigError(
             "the length can be solved for where a model reads tokens, and this reads none"
         )
+    totals = _Totals(model, training)
+    plans = plans or make_plans(model, config, make_inputs(batch_size, length))
+    bound = most_positions(model) if solve == "length" else None
+    report, states = plans.report, totals.states
+    sides: list[tuple[Footprint, int | None]] = []
+    for patched, saved, copies in (
+        (False, report.saved_before, report.weight_copies_before),
+        (True, report.saved_after, report.weight_copies_after),
+    ):
+        predictor = _Predictor(model, plans, make_inputs, patched=patched, training=training)
 
-    def largest(predictor: _Predictor) -> int | None:
-        def total(size: int) -> int:
+        def total(size: int, predictor: _Predictor = predictor) -> int:
             sizes = (size, length) if solve == "batch" else (batch_size, size)
-            return max(_moments(states, predictor.step(*sizes)).values())
+            return max(totals.moments(predictor.step(*sizes)).values())
 
-        return None if limit is None else largest_that_fits(total, limit, bound or _LARGEST[solve])
-
-    largest_before, largest_after = map(largest, predictors)
-    report, held = plans.report, (states.parameters, states.gradients, states.optimizer)
-    saved = (
-        (report.saved_before, report.weight_copies_before),
-        (report.saved_after, report.weight_copies_after),
-    )
-    before, after = (
-        Footprint(*held, *sizes, _moments(states, predictor.step(batch_size, length)))
-        for predictor, sizes in zip(predictors, saved, strict=True)
-    )
+        largest = None
+        if limit is not None:
+            largest = largest_that_fits(total, limit, bound or _LARGEST[solve])
+        moments = totals.moments(predictor.step(batch_size, length))
+        held = (states.parameters, states.gradients, states.optimizer)
+        sides.append((Footprint(*held, saved, copies, moments), largest))
+    (before, most_before), (after, most_after) = sides
     return MemoryReport(
-        before, after, optimizer, batch_size, length, accumulates, limit, solve, largest_before,
-        largest_after, bound,
-    )  # fmt: skip
+        before, after, training, batch_size, length, limit, solve, most_before, most_after, bound
+    )
 
 
 def most_positions(model: Any) -> int | None:

@@ -20,6 +20,7 @@ from lowmem_patch.errors import LowmemPatchError, TraceError
 from lowmem_patch.memory.base_model import base_model, output_head
 from lowmem_patch.memory.live_bytes import (
     AFTER_BACKWARD,
+    AFTER_LOSS,
     BACKWARD,
     FORWARD,
     LOSS,
@@ -177,9 +178,10 @@ def _parts(
         contexts.enter_context(torch.enable_grad())
         with _observed_moments(model, live, blocks):
             loss = step_loss(model(*inputs.args, **inputs.kwargs))
+            live.mark(AFTER_LOSS)
             live.begin(BACKWARD)
             torch.autograd.backward(loss)
-        live.enter(AFTER_BACKWARD, 0)
+        live.mark(AFTER_BACKWARD)
         live.enter(OPTIMIZER, 0)
         fake.step()
     for parameter in trained:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from lowmem_patch.checkpoint.compare import TensorCheck
 from lowmem_patch.checkpoint.convert import ConvertResult
@@ -37,9 +37,14 @@ _BEFORE_AFTER = ("before", "after")
 _SHARES = (*_BEFORE_AFTER, "fewer")
 
 
-def print_plan(report: PatchReport, title: str) -> None:
-    """A plan or report: sites (rows of repeated blocks collapsed), blocks, total, approximate gradients."""
+def print_plan(report: PatchReport, title: str, assumed: Mapping[str, str] | None = None) -> None:
+    """A plan or report: sites (rows of repeated blocks collapsed), blocks, total, approximate gradients.
+
+    ``assumed``: name to text, of what the numbers depend on.
+    """
     print_line(title)
+    for name, text in (assumed or {}).items():
+        print_line(f"  {name}: {text}", style="dim")
     _print_sites(report)
     print_line("")
     _print_blocks(report)
@@ -109,12 +114,13 @@ def print_memory(memory: MemoryReport, train: str) -> None:
     heading = f"one step, batch {memory.batch_size}{length}"
     table = make_table(heading, *_BEFORE_AFTER, right=_BEFORE_AFTER)
     both = (memory.before, memory.after)
-    since = "from the beginning" if memory.accumulates else "from the backward on"
+    since = "from the beginning" if memory.training.accumulates else "from the backward on"
     parts = {
         "parameters, always held": "parameters",
-        f"state of {memory.optimizer}, always held": "optimizer",
+        f"state of {memory.training.optimizer}, always held": "optimizer",
         f"gradients, held {since}": "gradients",
-        "saved activations": "saved",
+        "saved activations"
+        + (", without checkpointing" if memory.training.checkpointing else ""): "saved",
         "copies of weights": "weight_copies",
     }
     for label, name in parts.items():
@@ -132,6 +138,11 @@ def print_memory(memory: MemoryReport, train: str) -> None:
         table.add_row(label, *cells, style="bold")
     print_line("")
     print_table(table)
+    _print_bounds(memory, train)
+
+
+def _print_bounds(memory: MemoryReport, train: str) -> None:
+    """What the numbers do not hold."""
     if memory.bound is not None and memory.bound in (memory.largest_before, memory.largest_after):
         print_line(f"{memory.bound} is as long as the model's positions reach")
     text = "the CUDA context (about 0.5 GiB) and fragmentation come on top"

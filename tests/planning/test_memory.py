@@ -18,6 +18,7 @@ from lowmem_patch import patch_model, plan_patch
 from lowmem_patch.config import load_config
 from lowmem_patch.errors import ConfigError
 from lowmem_patch.memory import (
+    Training,
     largest_that_fits,
     make_plans,
     model_state_bytes,
@@ -245,7 +246,7 @@ def test_what_is_said_to_fit_fits_just_so(solve: str, attention: str) -> None:
 def test_a_prediction_adds_up() -> None:
     model = llama(2)
     memory = predict_memory(
-        model, load_config("auto"), tokens, batch_size=2, length=24, optimizer="sgd"
+        model, load_config("auto"), tokens, batch_size=2, length=24, training=Training("sgd")
     )
     found = whole_steps(llama(2), None, 2, 24)
     before = memory.before
@@ -271,7 +272,12 @@ def test_layers_of_seventy_billion_parameters(train: str) -> None:
     model.train()
     report = plan_patch(model, "auto", example_inputs=tokens(1, 4096))
     memory = predict_memory(
-        model, load_config("auto"), tokens, batch_size=1, length=4096, quantised=train == "qlora"
+        model,
+        load_config("auto"),
+        tokens,
+        batch_size=1,
+        length=4096,
+        training=Training(quantised=train == "qlora"),
     )
     assert time.process_time() - started < 60
     unit = 1024 if sys.platform != "darwin" else 1  # of ru_maxrss, in bytes
