@@ -217,10 +217,16 @@ def test_profile_measures_what_inspect_predicts(llama: Path) -> None:
         assert measured["after"]["by_kind"] == predicted["kinds"]["after"]
         assert tuple(measured["before"]["by_kind"]) == CATEGORIES
         assert sum(measured["before"]["by_module"].values()) == measured["before"]["saved"]
+        assert {tuple(row) for row in measured["blocks"]} == {
+            tuple(row) for row in predicted["blocks"]
+        }
+        assert not measured["wide_masks"]
         assert measured["device"] == "cpu" and measured["before"]["peak_allocated"] is None
     shown = call("profile", llama, *size, "--device", "cpu")
     assert shown.exit_code == 0 and "saved as attention" in shown.stdout, shown.output
     assert "model.layers.{0..1}.self_attn" in shown.stdout and "peak" not in shown.stdout
+    for text in (shown.stdout, call("inspect", llama, *size).stdout):
+        assert any(line.split()[:1] == ["model.layers.1"] for line in text.splitlines())
 
 
 def test_profile_refuses_what_it_cannot_run(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:

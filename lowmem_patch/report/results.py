@@ -46,6 +46,7 @@ def print_plan(report: PatchReport, title: str, assumed: Mapping[str, str] | Non
     for name, text in (assumed or {}).items():
         print_line(f"  {name}: {text}", style="dim")
     _print_sites(report)
+    print_line("bytes of a site: what it alone saves, and no Linear does", style="dim")
     print_line("")
     _print_blocks(report)
     if report.approximate:
@@ -159,26 +160,46 @@ def print_profile(result: ProfileResult, title: str) -> None:
     """Saved bytes by kind and by module, before and after, and the peaks of a GPU."""
     print_line(f"{title}, on {result.device}")
     table = make_table("saved bytes in", *_SHARES, right=_SHARES)
-    both = (result.before, result.after)
     saved = (result.before.saved, result.after.saved)
-    for label, sizes in group_by_pattern(_bytes_by_module(*saved)):
+    for label, sizes in group_by_pattern((name, tuple(sizes)) for name, *sizes in result.blocks):
         table.add_row(label, *map(human_bytes, sizes), fewer(*sizes))
     for kind in CATEGORIES:
         sizes = tuple(s.by_kind[kind] for s in saved)
         if any(sizes):
             # bytes move from kind to kind: shares would say nothing
             table.add_row(f"saved as {kind}", *map(human_bytes, sizes))
-    totals = {
-        "total": tuple(s.activations for s in saved),
-        "copies of weights, apart": tuple(s.weight_copies for s in saved),
-        "peak allocated": tuple(measured.peak_allocated or 0 for measured in both),
-        "peak reserved": tuple(measured.peak_reserved or 0 for measured in both),
-    }
-    for label, sizes in totals.items():
-        if any(sizes):
-            style = "bold" if label == "total" else None
-            table.add_row(label, *map(human_bytes, sizes), fewer(*sizes), style=style)
+    for label, sizes in _totals(result).items():
+        style = "bold" if label == "total" else None
+        table.add_row(label, *map(human_bytes, sizes), fewer(*sizes), style=style)
     print_table(table)
+    print_line("")
+    _print_modules(*saved)
+    if result.wide_masks:
+        text = "on a CPU a dropout's mask is as wide as the tensor: inspect counts a GPU's, of one byte"
+        print_line(text, style="dim")
+
+
+def _totals(result: ProfileResult) -> dict[str, tuple[int, int]]:
+    """The sums before and after that are known, and not 0."""
+    before, after = result.before, result.after
+    totals = {
+        "total": (before.saved.activations, after.saved.activations),
+        "copies of weights, apart": (before.saved.weight_copies, after.saved.weight_copies),
+        "peak allocated": (before.peak_allocated or 0, after.peak_allocated or 0),
+        "peak reserved": (before.peak_reserved or 0, after.peak_reserved or 0),
+    }
+    return {label: sizes for label, sizes in totals.items() if any(sizes)}
+
+
+def _print_modules(before: SavedBytes, after: SavedBytes) -> None:
+    table = make_table("by module", *_BEFORE_AFTER, right=_BEFORE_AFTER)
+    for label, sizes in group_by_pattern(_bytes_by_module(before, after)):
+        table.add_row(label, *map(human_bytes, sizes))
+    print_table(table)
+    print_line(
+        "a tensor stands at the module that saved it first; a patch may let another one be the first",
+        style="dim",
+    )
 
 
 def _bytes_by_module(
@@ -226,11 +247,16 @@ def print_verification(result: VerifyResult) -> None:
     print_line(f"{result.model}: {result.candidate}, on {result.inputs}")
     _print_errors(result)
     print_line("")
-    table = make_table("saved bytes", *_SHARES, right=_SHARES)
-    for run in result.runs:
-        sizes = (run.saved_before, run.saved_after)
-        table.add_row(run.dtype, *map(human_bytes, sizes), fewer(*sizes))
-    print_table(table)
+    if any(run.saved_before != run.saved_after for run in result.runs):
+        table = make_table("saved bytes", *_SHARES, right=_SHARES)
+        for run in result.runs:
+            sizes = (run.saved_before, run.saved_after)
+            table.add_row(run.dtype, *map(human_bytes, sizes), fewer(*sizes))
+        print_table(table)
+    else:
+        why = "; a conversion prepares weights, and saves none by itself: patch_model does"
+        converted = result.candidate.startswith("converted")
+        print_line(f"saved bytes: the same in both{why if converted else ''}")
     print_line("errors: relative L2 against the unpatched model in float64", style="dim")
     if result.approximate_sites:
         names = ", ".join(collapse_names(result.approximate_sites))
