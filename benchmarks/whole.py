@@ -214,7 +214,11 @@ def predicted(case: Case, variant: str, trial: Trial, batch: int, length: int) -
     if words - {"unpatched", "checkpointing", *presets}:
         return None
     with torch.device("meta"):
-        model = adapted(case, build(case, trial)).train()
+        model = build(case, trial)
+        # without a cache transformers looks whether sequences are packed; fake positions do not tell, so
+        # that it makes masks, which real ones do not
+        model.config.use_cache = True
+        model = adapted(case, model).train()
 
     def make(rows: int, tokens: int | None) -> ExampleInputs:
         ids = torch.zeros(rows, tokens or length, dtype=torch.long, device="meta")

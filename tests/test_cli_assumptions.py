@@ -63,6 +63,13 @@ def test_a_long_model_is_taken_at_4096_tokens(llama: Path, tmp_path: Path) -> No
     assert data_of(tmp_path)["memory"]["length"] == 4096
 
 
+def test_a_config_without_cache_counts_no_masks(llama: Path, tmp_path: Path) -> None:
+    config = json.loads((llama / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "use_cache": False}))
+    assert moments(tmp_path) == moments(llama)
+    assert data_of(tmp_path)["saved_before"] == data_of(llama)["saved_before"]
+
+
 def test_accumulation_holds_gradients_in_the_forward(llama: Path) -> None:
     data = data_of(llama, "--accumulation", "4")["memory"]["after"]
     once = moments(llama)

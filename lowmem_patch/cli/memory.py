@@ -135,12 +135,17 @@ def _look(
 ) -> _Look:  # fmt: skip
     """The plan, and the predicted peak; a peak that cannot be predicted is an error only where something
     is to fit."""
-    from lowmem_patch.memory import make_plans, predict_memory
+    from lowmem_patch.memory import base_model, make_plans, predict_memory
     from lowmem_patch.tracing.example_inputs import make_example_inputs
 
     def make(batch: int, size: int | None) -> ExampleInputs:
         return make_example_inputs(model, batch_size=batch, sequence_length=size, device="meta")
 
+    config_of: Any = getattr(base_model(model), "config", None)
+    if hasattr(config_of, "use_cache"):
+        # without a cache transformers looks whether sequences are packed; fake positions do not tell, so
+        # that it makes masks, which real ones do not
+        config_of.use_cache = True
     inputs = make(batch_size, length or default_length(model))
     assumed = assumptions(model, inputs, training, batches=batches, given_length=length is not None)
     tokens = inputs.kwargs.get("input_ids")
