@@ -21,7 +21,7 @@ from lowmem_patch.tracing.trace import trace_forward
 __all__ = ["Plans", "make_plans"]
 
 T = TypeVar("T")
-_NUMBER = re.compile(r"\d+")
+_NUMBER = re.compile(r"\d+(?:,\d{3})*")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,8 +134,17 @@ def _line_of_text(few: str, more: str, blocks: int) -> str | None:
     if _NUMBER.sub("", few) != _NUMBER.sub("", more):
         return None
     pairs = zip(_NUMBER.findall(few), _NUMBER.findall(more), strict=True)
-    numbers = iter([int(first) + blocks * (int(second) - int(first)) for first, second in pairs])
-    return _NUMBER.sub(lambda _: str(next(numbers)), more)
+    numbers = iter([_line_of_number(first, second, blocks) for first, second in pairs])
+    return _NUMBER.sub(lambda _: next(numbers), more)
+
+
+def _line_of_number(few: str, more: str, blocks: int) -> str:
+    """Written as the two are, such as 1,000."""
+    if few == more:
+        return more
+    first, second = (int(text.replace(",", "")) for text in (few, more))
+    number = first + blocks * (second - first)
+    return f"{number:,}" if "," in more else str(number)
 
 
 class _Repeated:

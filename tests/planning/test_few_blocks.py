@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from typing import Any
 
 import pytest
@@ -9,10 +10,12 @@ import timm
 import torch
 import transformers
 from peft import LoraConfig, get_peft_model
+from torch import nn
 
 from lowmem_patch import plan_patch
 from lowmem_patch.config import load_config
-from lowmem_patch.memory.few_blocks import make_plans
+from lowmem_patch.memory.blocks import repeated_blocks
+from lowmem_patch.memory.few_blocks import _line_of_text, make_plans
 from lowmem_patch.tracing.example_inputs import make_example_inputs
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
@@ -56,6 +59,28 @@ def test_the_report_is_that_of_the_whole(make: Any, preset: str) -> None:
     for name in ("sites", "blocks", "notes", "floor_blocks", "kinds"):
         assert getattr(plans.report, name) == getattr(whole, name), name
     assert plans.report == whole
+
+
+@pytest.mark.parametrize(
+    ("kinds", "found"), [("aaaaaaaa", "blocks"), ("baaaaaaa", "blocks"), ("abababab", None)]
+)
+def test_the_config_may_tell_blocks_apart(kinds: str, found: str | None) -> None:
+    """Such as transformers' ``layer_types``; the first block may always be another."""
+    model = nn.Module()
+    model.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in kinds)
+    model.config = types.SimpleNamespace(layer_types=list(kinds))  # type: ignore[assignment]
+    assert repeated_blocks(model) == found
+
+
+def test_a_setting_may_count_the_blocks_and_no_more() -> None:
+    model = nn.Module()
+    model.blocks = nn.ModuleList(nn.Dropout(0.5) for _ in range(8))
+    for number, block in enumerate(model.blocks):
+        block.register_parameter("weight", nn.Parameter(torch.ones(3)))
+        block.layer_idx = number  # type: ignore[assignment]
+    assert repeated_blocks(model) == "blocks"
+    model.blocks[5].p = 0.25  # type: ignore[assignment]
+    assert repeated_blocks(model) is None
 
 
 def test_layers_of_two_kinds_are_all_planned() -> None:
