@@ -62,6 +62,19 @@ def test_the_report_is_that_of_the_whole(make: Any, preset: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("few", "more", "found"),
+    [
+        ("3 rotary embeddings: 21", "4 rotary embeddings: 28", "10 rotary embeddings: 70"),
+        ("its 1,000 logits, layers.0", "its 1,000 logits, layers.0", "its 1,000 logits, layers.0"),
+        ("1,500 of 007", "2,000 of 007", "5,000 of 007"),
+        ("3 of (a, b)", "4 of (a, b, ...)", None),
+    ],
+)
+def test_numbers_in_sentences_grow(few: str, more: str, found: str | None) -> None:
+    assert _line_of_text(few, more, 7) == found
+
+
+@pytest.mark.parametrize(
     ("kinds", "found"), [("aaaaaaaa", "blocks"), ("baaaaaaa", "blocks"), ("abababab", None)]
 )
 def test_the_config_may_tell_blocks_apart(kinds: str, found: str | None) -> None:
