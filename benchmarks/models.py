@@ -5,9 +5,10 @@
     python benchmarks/models.py --json results.json
 
 Byte counts come from fake tensors and are exact and deterministic. On a GPU, ``act`` is what is still
-allocated between forward and backward, ``peak`` the peak above the resting level of a training step
-(forward and backward, no optimizer), ``step`` the median time of one. The variants of a case take turns,
-as in ``lowmem-patch bench``; peers take part when importable.
+allocated between forward and backward, ``peak`` the peak of a training step (forward, loss, backward, fused
+AdamW) above what rests between steps, ``step`` the median time of one. The variants of a case take turns,
+as in ``lowmem-patch bench``; peers take part when importable. Most cases are some of a model's blocks,
+without its head, as their results say; whole models are in ``benchmarks/whole.py``.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ QV = ["q_proj", "v_proj"]
 ALL, BF16 = LLAMA_LINEARS, False
 LLAMA, LLAMA_3 = SHAPES["llama-7b"], SHAPES["llama-3-8b"]
 VIT, ROBERTA, SWIN = SHAPES["vit-b"], SHAPES["roberta-base"], SHAPES["swin-t"]
-QWEN = Shape(qwen, 24, 4, 2048, False)
+QWEN = Shape(qwen, 24, 4, 2048, False, "Qwen2-0.5B", 24)
 CASES = [
     Case("LLaMA-7B LoRA all, PEFT defaults", LLAMA, lora(ALL, 16), "layers.1"),
     Case("LLaMA-7B LoRA all, bf16 adapters", LLAMA, lora(ALL, 16, BF16), "layers.1"),
@@ -200,9 +201,10 @@ def main() -> None:
     found = environment(options.device)
     if options.device == "cpu":
         found["machine"] += ", fake tensors"
-    results: dict[str, Any] = {"environment": found, "cases": {}}
+    results: dict[str, Any] = {"environment": found, "cases": {}, "parts": {}}
     if options.json and options.json.exists():  # more variants of the same run
-        results["cases"] = json.loads(options.json.read_text())["cases"]
+        before = json.loads(options.json.read_text())
+        results |= {"cases": before["cases"], "parts": before.get("parts", {})}
     for case in CASES:
         if options.case not in case.name:
             continue
@@ -216,6 +218,7 @@ def main() -> None:
         else:
             rows = show(case, measure(case, options.variants, options.rounds, options.steps))
         results["cases"].setdefault(case.name, {}).update(rows)
+        results["parts"][case.name] = case.shape.part(2 if options.device == "cpu" else None)
         if options.json:
             options.json.write_text(json.dumps(results, indent=1) + "\n")
 

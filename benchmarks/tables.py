@@ -36,11 +36,12 @@ def bytes_table() -> str:
         "| saved bytes of one block, and what is left of them | unpatched | `paper` | `exact` | `auto` |",
         "|---|---|---|---|---|",
     ]
+    parts = data.get("parts", {})
     for case, variants in data["cases"].items():
         whole = variants["unpatched"]["block"]
         cells = [f"{whole / 2**20:.1f} MiB"]
         cells += [f"{variants[p]['block'] / whole:.1%}" for p in ("paper", "exact", "auto")]
-        rows.append(f"| {case} | {' | '.join(cells)} |")
+        rows.append(f"| {_named(case, parts)} | {' | '.join(cells)} |")
     command = "python benchmarks/models.py --json benchmarks/results/saved-bytes.json"
     return "\n".join(
         [
@@ -49,6 +50,11 @@ def bytes_table() -> str:
             f"`{command}`: {_environment(data)}",
         ]
     )
+
+
+def _named(case: str, parts: dict[str, str]) -> str:
+    """The case with the part of its model that was run."""
+    return f"{case} ({parts[case]})" if case in parts else case
 
 
 _COLUMNS = (
@@ -86,13 +92,40 @@ def gpu_table(name: str) -> str:
                 cells.append("")
             else:
                 cells.append(f"{row['act_mib']:.0f} / {row['peak_mib']:.0f} / {_step(row)}")
-        rows.append(f"| {case} | {' | '.join(cells)} |")
+        rows.append(f"| {_named(case, data.get('parts', {}))} | {' | '.join(cells)} |")
     command = f"python benchmarks/models.py --device cuda --json benchmarks/results/{name}"
     return "\n".join([*rows, "", f"`{command}`: {_environment(data)}"])
 
 
+def whole_table(name: str) -> str:
+    """Step peak, its prediction, time and rate of whole steps."""
+    data = _load(name)
+    rows = []
+    for case, variants in data["cases"].items():
+        rows += [
+            f"**{case}**",
+            "",
+            "| variant | step peak MiB | predicted | step ms | tokens/s |",
+            "|---|---|---|---|---|",
+        ]
+        for variant, row in variants.items():
+            if "error" in row:
+                rows.append(f"| {variant} | {row['error']} | | | |")
+                continue
+            peak, said = (
+                "" if row[key] is None else f"{row[key]:,.0f}"
+                for key in ("step_peak_mib", "predicted_mib")
+            )
+            rate = f"{row['tokens_per_second']:,.0f}"
+            rows.append(f"| {variant} | {peak} | {said} | {_step(row)} | {rate} |")
+        rows.append("")
+    command = f"python benchmarks/whole.py --json benchmarks/results/{name}"
+    return "\n".join([*rows, f"`{command}`: {_environment(data)}"])
+
+
 TABLES = {
     "bytes": bytes_table,
+    "whole": partial(whole_table, "whole-h200.json"),
     "gpu": partial(gpu_table, "models-h200.json"),
     "gpu-earlier": partial(gpu_table, "models-h200-earlier.json"),
 }
@@ -101,6 +134,8 @@ TABLES = {
 def render(text: str) -> str:
     """README text with each marked table replaced."""
     for name, table in TABLES.items():
+        if f"<!-- {name} -->" not in text:
+            continue
         pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
         rendered = table() + "\n"
         text = pattern.sub(lambda match, new=rendered: match[1] + new + match[2], text)

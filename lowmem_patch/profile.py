@@ -11,6 +11,7 @@ from torch import nn
 from lowmem_patch.api import patch_model, patch_report, unpatch_model
 from lowmem_patch.config import PatchConfig
 from lowmem_patch.memory.step import run_step
+from lowmem_patch.planning.report import by_block
 from lowmem_patch.tracing.inputs import ExampleInputs
 from lowmem_patch.tracing.saved_bytes import SavedBytes, saved_bytes
 
@@ -44,16 +45,31 @@ class Measured:
 
 @dataclasses.dataclass(frozen=True)
 class ProfileResult:
-    """A step before and after the patch; ``patched`` counts the sites that were patched."""
+    """A step before and after the patch.
+
+    Attributes:
+        patched: the number of sites that were patched.
+        wide_masks: dropouts ran on a CPU, which saves a number for each element where a GPU saves a bool.
+    """
 
     before: Measured
     after: Measured
     device: str
     patched: int
+    wide_masks: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         steps = {"before": self.before.to_dict(), "after": self.after.to_dict()}
-        return {"device": self.device, "patched": self.patched, **steps}
+        data = {"device": self.device, "patched": self.patched, "blocks": self.blocks}
+        return {**data, "wide_masks": self.wide_masks, **steps}
+
+    @property
+    def blocks(self) -> tuple[tuple[str, int, int], ...]:
+        """Saved bytes before and after by block, as a plan gives them."""
+        before, after = by_block(self.before.saved), by_block(self.after.saved)
+        return tuple(
+            (name, before.get(name, 0), after.get(name, 0)) for name in {**before, **after}
+        )
 
 
 def materialise(model: nn.Module) -> nn.Module:
@@ -105,4 +121,7 @@ def profile_model(model: nn.Module, config: PatchConfig, inputs: ExampleInputs) 
         report = patch_report(model)
     finally:
         unpatch_model(model)
-    return ProfileResult(before, after, str(next(model.parameters()).device), len(report.patched))
+    device = next(model.parameters()).device
+    dropouts = any(isinstance(m, nn.Dropout) and m.p > 0 and m.training for m in model.modules())
+    wide_masks = dropouts and device.type == "cpu"
+    return ProfileResult(before, after, str(device), len(report.patched), wide_masks)

@@ -256,7 +256,7 @@ def test_a_failure_is_in_the_table_and_exit_codes(
         (("--shape", "gpt-5"), "llama-3-8b"),
         (("--shape", "swin-t", "--layers", "2"), "--layers"),
         (("x", "--layers", "2"), "--layers"),
-        (("--shape", "vit-b", "--variants", "fastest"), "auto+compile"),
+        (("--shape", "vit-b", "--variants", "fastest"), "joined by +"),
         (("--shape", "vit-b", "--train", "qlora"), "4-bit"),
         (("--shape", "vit-b", "--layers", "1", "--train", "lora:nonsense"), "qkv"),
         (("/nowhere/at/all",), "no such folder"),

@@ -74,6 +74,8 @@ def test_convert_then_verify(llama: Path, tmp_path: Path) -> None:
     assert "self-check: logits" in result.stdout and "folded 4 of 5 norms" in result.stdout
     verified = call("verify", llama, tmp_path / "out", "--json")
     assert verified.exit_code == 0, verified.output
+    shown = call("verify", llama, tmp_path / "out", "--dtype", "float32").stdout
+    assert "saved bytes: the same in both; a conversion" in shown and "0.0 %" not in shown
     data = json.loads(verified.stdout)
     assert data["passed"] and {run["dtype"] for run in data["runs"]} >= {"float32", "bfloat16"}
     assert len(data["runs"][0]["gradients"]) == len(load_file(llama / "model.safetensors"))

@@ -13,6 +13,7 @@ from lowmem_patch import plan_patch, saved_bytes
 from lowmem_patch.config import load_config
 from lowmem_patch.profile import materialise, measure_step, profile_model
 from lowmem_patch.tracing.categories import CATEGORIES
+from lowmem_patch.tracing.inputs import as_example_inputs
 from tests.support.models import llama, tokens
 
 
@@ -101,3 +102,10 @@ def test_peaks_on_a_gpu() -> None:
     for measured in (result.before, result.after):
         assert measured.peak_allocated is not None and measured.peak_reserved is not None
         assert measured.saved.activations < measured.peak_allocated <= measured.peak_reserved
+
+
+def test_masks_of_a_cpu_are_said_to_be_wide() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Dropout(0.5), nn.Linear(4, 4))
+    inputs = as_example_inputs(torch.ones(2, 4))
+    assert profile_model(model.train(), load_config("exact"), inputs).wide_masks
+    assert not profile_model(model.eval(), load_config("exact"), inputs).wide_masks

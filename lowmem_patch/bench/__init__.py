@@ -4,7 +4,7 @@ from lowmem_patch.bench.compare import compare
 from lowmem_patch.bench.environment import environment
 from lowmem_patch.bench.result import Comparison, Row
 from lowmem_patch.bench.shapes import SHAPES, Shape
-from lowmem_patch.bench.variants import VARIANTS, Variant, compiled, unpatched
+from lowmem_patch.bench.variants import VARIANTS, Variant, compiled, find_variant, unpatched
 
 __all__ = [
     "SHAPES",
@@ -16,5 +16,6 @@ __all__ = [
     "compare",
     "compiled",
     "environment",
+    "find_variant",
     "unpatched",
 ]

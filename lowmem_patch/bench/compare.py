@@ -17,6 +17,7 @@ from lowmem_patch.bench.measure import Memory, Step
 from lowmem_patch.bench.result import Comparison, Row
 from lowmem_patch.bench.variants import VARIANTS, Variant
 from lowmem_patch.errors import NothingToPatchError, VariantError
+from lowmem_patch.memory import model_state_bytes
 from lowmem_patch.tracing.inputs import ExampleInputs
 
 __all__ = ["compare"]
@@ -138,8 +139,8 @@ def _prepare(
 
 def _take_turn(entry: _Entry, step: Step, steps: int, parked: bool) -> None:
     if parked:
-        step.model.to(step.device)
-    step.run()  # makes the gradients, which are held before the measured steps
+        step.move(step.device)
+    step.run()
     entry.memory.append(step.memory())
     step.run()  # leaves the caching allocator as a training loop finds it
     entry.times += [step.milliseconds() for _ in range(steps)]
@@ -147,10 +148,9 @@ def _take_turn(entry: _Entry, step: Step, steps: int, parked: bool) -> None:
 
 
 def _rest(step: Step, parked: bool) -> None:
-    """Free the gradients while others have their turn, and move the weights to the host if parked."""
-    step.model.zero_grad(set_to_none=True)
+    """Move weights and optimizer to the host while others have their turn, if parked."""
     if parked:
-        step.model.to("cpu")
+        step.move("cpu")
 
 
 def _free_unused(device: torch.device) -> None:
@@ -161,6 +161,7 @@ def _free_unused(device: torch.device) -> None:
 
 def _needs_host_memory(model: nn.Module, copies: int, device: torch.device) -> bool:
     weights = sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
+    weights += model_state_bytes(model, "adamw").optimizer
     return copies * weights > torch.cuda.mem_get_info(device)[0] / 2
 
 

@@ -1,4 +1,4 @@
-"""Memory and time of one training step: forward, loss and backward, without an optimizer."""
+"""Memory and time of one whole training step: forward, loss, backward and a fused AdamW."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowmem_patch.memory.step import loss_or_output, with_labels
+from lowmem_patch.memory.step import step_loss, with_labels
 from lowmem_patch.tracing.inputs import ExampleInputs
 from lowmem_patch.tracing.saved_bytes import storage_key
 
@@ -34,16 +34,30 @@ class Step:
         self.inputs = with_labels(getattr(model, "_orig_mod", model), inputs)
         self.device = next(iter(model.parameters())).device
         self.autocast = autocast
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        # a rate that leaves the weights as they are: all steps are alike
+        self.optimizer = torch.optim.AdamW(trained, lr=1e-8, weight_decay=0.0, fused=True)
 
     def loss(self) -> Tensor:
         """The model's own loss, or the mean square of its first output."""
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast):
             output: Any = self.model(*self.inputs.args, **self.inputs.kwargs)
-        result = loss_or_output(output)
-        return result if result is getattr(output, "loss", None) else result.float().square().mean()
+        return step_loss(output)
 
-    def run(self) -> None:
-        torch.autograd.backward(self.loss())
+    def run(self) -> Tensor:
+        """One step; gradients are freed at its end. Returns the loss."""
+        loss = self.loss()
+        torch.autograd.backward(loss)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+    def move(self, device: torch.device | str) -> None:
+        """Move the weights and the optimizer's states."""
+        self.model.to(device)
+        for state in self.optimizer.state.values():
+            for name, value in state.items():
+                state[name] = value.to(device) if isinstance(value, Tensor) else value
 
     def milliseconds(self) -> float:
         """The time of one step; on a GPU as its own clock measures it."""
@@ -73,6 +87,8 @@ class Step:
         loss = self.loss()
         act = torch.cuda.memory_allocated(self.device) - rest
         torch.autograd.backward(loss)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
         torch.cuda.synchronize(self.device)
         return Memory(
             act,

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from lowmem_patch.api import patch_model
-from lowmem_patch.errors import VariantError
-from lowmem_patch.memory import base_model
+from lowmem_patch.errors import ConfigError, VariantError
+from lowmem_patch.memory import base_model, switch_checkpointing_on
 from lowmem_patch.tracing.inputs import ExampleInputs
 
-__all__ = ["VARIANTS", "Variant", "compiled", "unpatched"]
+__all__ = ["VARIANTS", "Variant", "compiled", "find_variant", "unpatched"]
 
 # Takes a model, on its device and in its mode, and the inputs of a step; returns the model to train.
 # Raises VariantError or NothingToPatchError where it does not apply to this model or machine.
@@ -35,13 +35,8 @@ def _preset(name: str) -> Variant:
 
 
 def _checkpointing(model: Any, _inputs: ExampleInputs) -> Any:
-    base = base_model(model)
-    if hasattr(base, "set_grad_checkpointing"):
-        base.set_grad_checkpointing(True)
-    elif getattr(base, "supports_gradient_checkpointing", False):
-        base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    else:
-        raise VariantError(f"{type(base).__name__} has no gradient checkpointing")
+    if not switch_checkpointing_on(model):
+        raise VariantError(f"{type(base_model(model)).__name__} has no gradient checkpointing")
     return model
 
 
@@ -97,3 +92,29 @@ VARIANTS: dict[str, Variant] = {
     "compile": compiled(unpatched),
     "auto+compile": compiled(_preset("auto")),
 }
+
+
+def find_variant(name: str) -> Variant:
+    """The variant of a name, or of names joined by ``+``: checkpointing is switched on first, and the
+    compiler comes last, wherever they stand (``auto+checkpointing``).
+
+    Raises:
+        ConfigError: there is no such variant.
+    """
+    if name in VARIANTS:
+        return VARIANTS[name]
+    words = name.split("+")
+    unknown = [word for word in words if word not in VARIANTS]
+    if unknown or len(set(words)) < len(words):
+        known = ", ".join(word for word in VARIANTS if "+" not in word)
+        raise ConfigError(f"variant {name!r} is none of {known}, nor several of them joined by +")
+    order = ["checkpointing", *(word for word in words if word not in ("checkpointing", "compile"))]
+    order.append("compile")
+
+    def combined(model: Any, inputs: ExampleInputs) -> Any:
+        for word in order:
+            if word in words:
+                model = VARIANTS[word](model, inputs)
+        return model
+
+    return combined

@@ -26,16 +26,17 @@ _BATCH, _LENGTH = 4, 512
 ShapeOption = Annotated[
     str | None,
     typer.Option(
-        help="Instead of MODEL, random weights of llama-7b, llama-3-8b, vit-b, roberta-base or swin-t."
+        help="Instead of MODEL, random weights of llama-3.1-8b, qwen2.5-0.5b (with head and loss), "
+        "llama-7b, llama-3-8b (blocks alone), vit-b, roberta-base or swin-t."
     ),
 ]
 LayersOption = Annotated[
-    int | None, typer.Option(min=1, help="Of a --shape; of a LLaMA 4 unless told.")
+    int | None, typer.Option(min=1, help="Of a --shape; all, but 4 where it is of blocks alone.")
 ]
 VariantsOption = Annotated[
     str | None,
     typer.Option(
-        help="Of unpatched,paper,exact,auto,checkpointing,liger,compile,auto+compile; "
+        help="Of unpatched,paper,exact,auto,checkpointing,liger,compile,auto+compile; others joined by +; "
         "all unless told, but on the CPU none that compiles.",
     ),
 ]
@@ -71,8 +72,9 @@ def bench(
 ) -> None:
     """Measure memory and step time of MODEL unpatched, patched, checkpointed and compiled, in turn.
 
-    Random inputs; forward and backward, no optimizer. On a GPU act, peak and reserved memory; on the CPU
-    act is what autograd holds. Exits with 1 when every variant failed, with 3 when none could be tried.
+    Random inputs; forward, loss, backward and a fused AdamW. On a GPU act, peak and reserved memory above
+    what rests between steps; on the CPU act is what autograd holds. Exits with 1 when every variant
+    failed, with 3 when none could be tried.
     """
     with command(debug):
         import torch
@@ -102,13 +104,16 @@ def bench(
             )  # fmt: skip
         settings = {
             "model": shape or model, "train": train, "inputs": str(inputs), "autocast": autocast,
+            "part": setup.part,
         }  # fmt: skip
         _show(result, settings, wanted, plot, as_json)
-        if any(row.measured for row in result.rows):
-            raise typer.Exit(ExitCode.DONE)
-        raise typer.Exit(
-            ExitCode.FAILED if any(row.failed for row in result.rows) else ExitCode.NOTHING_TO_DO
-        )
+        raise typer.Exit(_exit_code(result))
+
+
+def _exit_code(result: Comparison) -> ExitCode:
+    if any(row.measured for row in result.rows):
+        return ExitCode.DONE
+    return ExitCode.FAILED if any(row.failed for row in result.rows) else ExitCode.NOTHING_TO_DO
 
 
 def _check_names(model: str | None, shape: str | None, layers: int | None) -> None:
@@ -130,6 +135,7 @@ class _Setup:
     batch_size: int
     length: int | None
     autocast: bool | None = None
+    part: str = "the whole model"
 
 
 def _shape_setup(shape: str, layers: int | None, device: str, dtype: options.StoredDtype) -> _Setup:
@@ -141,7 +147,7 @@ def _shape_setup(shape: str, layers: int | None, device: str, dtype: options.Sto
     with torch.device(device):
         model: Any = known.build(layers or known.layers or 0)
     model = model.to(options.torch_dtype(dtype))
-    return _Setup(model, known.batch, known.length, known.autocast)
+    return _Setup(model, known.batch, known.length, known.autocast, known.part(layers))
 
 
 def _checkpoint_setup(
@@ -161,15 +167,12 @@ def _inputs(model: Any, batch_size: int, length: int | None, device: str) -> Exa
 
 
 def _chosen(names: str | None, device: str) -> dict[str, Any]:
-    from lowmem_patch.bench import VARIANTS
+    from lowmem_patch.bench import VARIANTS, find_variant
 
     if names is None:  # compiling for the CPU takes minutes, and a C++ compiler
         return {n: v for n, v in VARIANTS.items() if device == "cuda" or "compile" not in n}
     wanted = [name.strip() for name in names.split(",")]
-    for name in wanted:
-        if name not in VARIANTS:
-            raise ConfigError(f"--variants {name!r} is none of {', '.join(VARIANTS)}")
-    return {name: VARIANTS[name] for name in wanted}
+    return {name: find_variant(name) for name in wanted}
 
 
 def _show(
@@ -179,7 +182,9 @@ def _show(
     from lowmem_patch import report
     from lowmem_patch.bench import environment
 
-    title = f"{settings['model']}: train {settings['train']}, {settings['inputs']}"
+    title = (
+        f"{settings['model']} ({settings['part']}): train {settings['train']}, {settings['inputs']}"
+    )
     title += ", autocast bfloat16" if settings["autocast"] else ""
     if plot is not None and any(row.measured for row in result.rows):
         _plot(result, plot, title)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -9,13 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer  # noqa: TID251 - only the command line imports typer
 
 from lowmem_patch.cli import options
+from lowmem_patch.cli.assumptions import assumptions, default_length
+from lowmem_patch.cli.light_imports import freeze_imports, light_imports
 from lowmem_patch.cli.models import meta_model, real_model, with_adapters
 from lowmem_patch.cli.runtime import ExitCode, command, print_json, print_result, quiet_libraries
 from lowmem_patch.errors import ConfigError, TraceError
 
 if TYPE_CHECKING:
     from lowmem_patch.config import PatchConfig
-    from lowmem_patch.memory import MemoryReport
+    from lowmem_patch.memory import MemoryReport, Training
+    from lowmem_patch.planning.report import PatchReport
     from lowmem_patch.tracing.inputs import ExampleInputs
 
 __all__ = ["inspect", "profile"]
@@ -25,7 +29,10 @@ class Optimizer(enum.StrEnum):
     """Optimizers whose state is known."""
 
     adamw = "adamw"
+    adamw_foreach = "adamw_foreach"
     adamw8bit = "adamw8bit"
+    paged_adamw = "paged_adamw"
+    paged_adamw8bit = "paged_adamw8bit"
     sgd = "sgd"
     adafactor = "adafactor"
 
@@ -37,12 +44,26 @@ class Solve(enum.StrEnum):
     length = "length"
 
 
-OptimizerOption = Annotated[Optimizer, typer.Option(help="Whose state is counted.")]
+OptimizerOption = Annotated[
+    Optimizer, typer.Option(help="Whose state and temporaries are counted; adamw is the fused one.")
+]
 MemoryOption = Annotated[
     str | None, typer.Option(help="Say what fits into this much, such as 24GiB.")
 ]
 SolveOption = Annotated[Solve, typer.Option(help="With --memory: the largest batch, or length.")]
 PlotOption = Annotated[Path | None, typer.Option(help="Write saved bytes by kind as a picture.")]
+AccumulationOption = Annotated[
+    int, typer.Option(min=1, help="Batches of a step; above 1, gradients are held between them.")
+]
+CheckpointingOption = Annotated[
+    bool, typer.Option("--checkpointing", help="With the model's own activation checkpointing.")
+]
+GpusOption = Annotated[
+    int, typer.Option(min=1, help="Shard model states over so many, as FSDP2 does.")
+]
+InspectLengthOption = Annotated[
+    int | None, typer.Option(min=1, help="Tokens per row; the model's length, at most 4096.")
+]
 
 
 def inspect(
@@ -51,10 +72,13 @@ def inspect(
     train: options.TrainOption = "full",
     lora_rank: options.RankOption = 8,
     batch_size: options.BatchOption = 2,
-    seq_len: options.LengthOption = None,
+    seq_len: InspectLengthOption = None,
     dtype: options.DtypeOption = options.StoredDtype.auto,
     autocast: options.AutocastOption = False,
     optimizer: OptimizerOption = Optimizer.adamw,
+    accumulation: AccumulationOption = 1,
+    checkpointing: CheckpointingOption = False,
+    gpus: GpusOption = 1,
     memory: MemoryOption = None,
     solve: SolveOption = Solve.batch,
     plot: PlotOption = None,
@@ -69,11 +93,8 @@ def inspect(
     and fragmentation come on top. qlora is arithmetic: base Linears in 4 bits, doubly quantised.
     """
     with command(debug):
-        from lowmem_patch import plan_patch, report
         from lowmem_patch.config import load_config
-        from lowmem_patch.memory import parse_bytes
-        from lowmem_patch.plot import plot_saved_bytes, require_matplotlib
-        from lowmem_patch.tracing.example_inputs import make_example_inputs
+        from lowmem_patch.memory import Training, parse_bytes
 
         config = load_config(preset)
         if solve == Solve.length and memory is None:
@@ -81,50 +102,85 @@ def inspect(
         adapters = options.lora_targets(train)
         limit = None if memory is None else parse_bytes(memory)
         if plot is not None:
+            from lowmem_patch.plot import require_matplotlib
+
             require_matplotlib()
-        with quiet_libraries():
+        with light_imports(model), quiet_libraries():
             built = meta_model(model, revision, trust_remote_code, dtype)
             built = with_adapters(built, adapters, lora_rank).train()
-            inputs = make_example_inputs(built, batch_size=batch_size, sequence_length=seq_len)
-            with _autocast("cpu", autocast):
-                plan = plan_patch(built, config, example_inputs=inputs)
-                predicted, failed = _predict(
-                    built, config, inputs, batch_size=batch_size, optimizer=optimizer.value,
-                    quantised=train.startswith("qlora"), limit=limit, solve=solve.value,
-                )  # fmt: skip
-        title = f"{model}: {plan.model}, preset {config.name}, train {train}, {plan.inputs}"
-        if plot is not None:
-            plot_saved_bytes(plan, plot, title)
-        if as_json:
-            prediction = None if predicted is None else predicted.to_dict()
-            print_json({"model": model, "train": train, **plan.to_dict(), "memory": prediction})
-        else:
-            report.print_plan(plan, title)
-            if predicted is not None:
-                report.print_memory(predicted, train)
-            if failed is not None:
-                report.print_error(failed)
-        raise typer.Exit(ExitCode.DONE if plan.patched else ExitCode.NOTHING_TO_DO)
+            freeze_imports()
+            quantised = train.startswith("qlora")
+            training = Training(optimizer.value, quantised, accumulation > 1, checkpointing, gpus)
+            found = _look(
+                built, config, training, batch_size=batch_size, length=seq_len, batches=accumulation,
+                autocast=autocast, limit=limit, solve=solve.value,
+            )  # fmt: skip
+        _show(found, model, train, plot, as_json)
+        raise typer.Exit(ExitCode.DONE if found.plan.patched else ExitCode.NOTHING_TO_DO)
 
 
-def _predict(
-    model: Any, config: PatchConfig, inputs: ExampleInputs, *, limit: int | None, **settings: Any
-) -> tuple[MemoryReport | None, str | None]:
-    """The predicted peak, or why there is none: an error only where something is to fit."""
-    from lowmem_patch.memory import predict_memory
+@dataclasses.dataclass(frozen=True)
+class _Look:
+    """What is known of a model, and why no peak was predicted where none was."""
+
+    plan: PatchReport
+    assumed: dict[str, str]
+    memory: MemoryReport | None
+    failed: str | None
+
+
+def _look(
+    model: Any, config: PatchConfig, training: Training, *, batch_size: int, length: int | None,
+    batches: int, autocast: bool, limit: int | None, solve: str,
+) -> _Look:  # fmt: skip
+    """The plan, and the predicted peak; a peak that cannot be predicted is an error only where something
+    is to fit."""
+    from lowmem_patch.memory import base_model, make_plans, predict_memory
     from lowmem_patch.tracing.example_inputs import make_example_inputs
 
-    def make(batch: int, length: int | None) -> ExampleInputs:
-        return make_example_inputs(model, batch_size=batch, sequence_length=length, device="meta")
+    def make(batch: int, size: int | None) -> ExampleInputs:
+        return make_example_inputs(model, batch_size=batch, sequence_length=size, device="meta")
 
+    config_of: Any = getattr(base_model(model), "config", None)
+    if hasattr(config_of, "use_cache"):
+        # without a cache transformers looks whether sequences are packed; fake positions do not tell, so
+        # that it makes masks, which real ones do not
+        config_of.use_cache = True
+    inputs = make(batch_size, length or default_length(model))
+    assumed = assumptions(model, inputs, training, batches=batches, given_length=length is not None)
     tokens = inputs.kwargs.get("input_ids")
-    length = None if tokens is None else int(tokens.shape[1])
-    try:
-        return predict_memory(model, config, make, length=length, limit=limit, **settings), None
-    except TraceError as error:
-        if limit is not None:
-            raise
-        return None, f"no peak was predicted: {error}"
+    with _autocast("cpu", autocast):
+        plans = make_plans(model, config, inputs)
+        try:
+            memory = predict_memory(
+                model, config, make, batch_size=batch_size, training=training, limit=limit, solve=solve,
+                length=None if tokens is None else int(tokens.shape[1]), plans=plans,
+            )  # fmt: skip
+        except TraceError as error:
+            if limit is not None:
+                raise
+            return _Look(plans.report, assumed, None, f"no peak was predicted: {error}")
+    return _Look(plans.report, assumed, memory, None)
+
+
+def _show(found: _Look, model: str, train: str, plot: Path | None, as_json: bool) -> None:
+    from lowmem_patch import report
+
+    plan, memory = found.plan, found.memory
+    title = f"{model}: {plan.model}, preset {plan.config.name}, train {train}, {plan.inputs}"
+    if plot is not None:
+        from lowmem_patch.plot import plot_saved_bytes
+
+        plot_saved_bytes(plan, plot, title)
+    if as_json:
+        data = {"model": model, "train": train, "assumptions": found.assumed, **plan.to_dict()}
+        print_json({**data, "memory": None if memory is None else memory.to_dict()})
+        return
+    report.print_plan(plan, title, found.assumed)
+    if memory is not None:
+        report.print_memory(memory, train)
+    if found.failed is not None:
+        report.print_error(found.failed)
 
 
 def _autocast(device: str, enabled: bool) -> Any:

@@ -1,7 +1,10 @@
 """The peak memory of training, predicted from fake tensors and arithmetic."""
 
-from lowmem_patch.memory.base_model import base_model, output_head
-from lowmem_patch.memory.model_states import OPTIMIZERS, ModelStates, model_state_bytes, parse_bytes
+from lowmem_patch.memory.base_model import base_model, output_head, switch_checkpointing_on
+from lowmem_patch.memory.few_blocks import Plans, make_plans
+from lowmem_patch.memory.live_bytes import MOMENTS
+from lowmem_patch.memory.model_states import ModelStates, Training, model_state_bytes, parse_bytes
+from lowmem_patch.memory.optimizers import OPTIMIZERS
 from lowmem_patch.memory.predict import (
     Footprint,
     MemoryReport,
@@ -9,16 +12,20 @@ from lowmem_patch.memory.predict import (
     most_positions,
     predict_memory,
 )
-from lowmem_patch.memory.step import StepBytes, run_step, step_bytes
+from lowmem_patch.memory.step import StepBytes, run_step, step_bytes, step_loss
 
 __all__ = [
+    "MOMENTS",
     "OPTIMIZERS",
     "Footprint",
     "MemoryReport",
     "ModelStates",
+    "Plans",
     "StepBytes",
+    "Training",
     "base_model",
     "largest_that_fits",
+    "make_plans",
     "model_state_bytes",
     "most_positions",
     "output_head",
@@ -26,4 +33,6 @@ __all__ = [
     "predict_memory",
     "run_step",
     "step_bytes",
+    "step_loss",
+    "switch_checkpointing_on",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["base_model", "output_head"]
+__all__ = ["base_model", "output_head", "switch_checkpointing_on"]
 
 
 def base_model(model: Any) -> Any:
@@ -16,3 +16,17 @@ def output_head(model: Any) -> Any:
     """The module that makes a language model's logits, or None."""
     get_head = getattr(base_model(model), "get_output_embeddings", None)
     return None if get_head is None else get_head()
+
+
+def switch_checkpointing_on(model: Any) -> bool:
+    """The model's own activation checkpointing, layer by layer, non-reentrant; False where it has none."""
+    base = base_model(model)
+    if hasattr(base, "set_grad_checkpointing"):
+        base.set_grad_checkpointing(True)
+    elif getattr(base, "supports_gradient_checkpointing", False):
+        # transformers' newer name, where it has it
+        enable = getattr(base, "activation_checkpointing_enable", None)
+        (enable or base.gradient_checkpointing_enable)({"use_reentrant": False})
+    else:
+        return False
+    return True

@@ -10,12 +10,13 @@ from torch import Tensor, nn
 
 from lowmem_patch.errors import ConfigError
 from lowmem_patch.memory.base_model import output_head
+from lowmem_patch.memory.optimizers import check_optimizer
 
-__all__ = ["OPTIMIZERS", "ModelStates", "model_state_bytes", "parse_bytes"]
+__all__ = ["USUAL_TRAINING", "ModelStates", "Training", "model_state_bytes", "parse_bytes"]
 
-OPTIMIZERS = ("adamw", "adamw8bit", "sgd", "adafactor")
 # bitsandbytes: one float32 scale per 256 values of each 8-bit state; small tensors stay in 32 bits
 _STATE_BLOCK, _SMALLEST_8BIT = 256, 4096
+_SMALLEST_PAGED = 100_000  # elements: smaller states of a paged optimizer stay on the GPU
 # QLoRA: 4 bits a weight, an 8-bit scale per 64 weights, a float32 scale per 256 of those scales
 _WEIGHT_BLOCK, _SCALE_BLOCK = 64, 256
 _UNITS = {"b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
@@ -40,6 +41,28 @@ def parse_bytes(text: str) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
+class Training:
+    """How a model is trained, as far as memory goes.
+
+    Attributes:
+        optimizer: one of ``OPTIMIZERS``.
+        quantised: the frozen Linears of the base model lie in 4 bits, doubly quantised, as in QLoRA.
+        accumulates: a step adds to the gradients of an earlier batch.
+        checkpointing: by the model's own switch, each layer's activations are computed again.
+        gpus: over which FSDP2 shards the model states, block by block.
+    """
+
+    optimizer: str = "adamw"
+    quantised: bool = False
+    accumulates: bool = False
+    checkpointing: bool = False
+    gpus: int = 1
+
+
+USUAL_TRAINING = Training()
+
+
+@dataclasses.dataclass(frozen=True)
 class ModelStates:
     """Bytes that are held for the whole of training.
 
@@ -58,9 +81,13 @@ class ModelStates:
 
 def _state_bytes(parameter: Tensor, optimizer: str) -> int:
     count, width, shape = parameter.numel(), parameter.element_size(), parameter.shape
-    if optimizer == "adamw":  # two moments in the parameter's dtype
+    if optimizer.startswith("paged_") and count >= _SMALLEST_PAGED:
+        return 0
+    if optimizer in ("adamw", "adamw_foreach"):  # two moments in the parameter's dtype
         return 2 * count * width
-    if optimizer == "adamw8bit":
+    if optimizer == "paged_adamw":
+        return 2 * count * 4
+    if optimizer in ("adamw8bit", "paged_adamw8bit"):
         if count < _SMALLEST_8BIT:
             return 2 * count * 4
         return 2 * (count + -(-count // _STATE_BLOCK) * 4)
@@ -86,15 +113,14 @@ def model_state_bytes(model: nn.Module, optimizer: str, *, quantised: bool = Fal
     """Bytes of parameters, gradients and optimizer state; works on the meta device.
 
     Args:
-        optimizer: one of ``OPTIMIZERS``. ``adamw`` and ``adafactor`` are torch's, with state in the
-            parameters' dtype; ``adamw8bit`` is bitsandbytes'; ``sgd`` has no momentum.
+        optimizer: one of ``OPTIMIZERS``. Torch's have their state in the parameters' dtype; of paged
+            states, which may lie on the host, the small ones are counted that never do.
         quantised: count the frozen Linears of the base model in 4 bits, doubly quantised, as QLoRA.
 
     Raises:
         ConfigError: an unknown optimizer.
     """
-    if optimizer not in OPTIMIZERS:
-        raise ConfigError(f"optimizer {optimizer!r} is none of {', '.join(OPTIMIZERS)}")
+    check_optimizer(optimizer)
     packed = _packed_weights(model) if quantised else set()
     parameters = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
     gradients = state = dequantised = 0

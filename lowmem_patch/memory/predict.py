@@ -1,36 +1,35 @@
 """The peak of a training step before and after a patch, and the largest batch or length that fits.
 
-A model of many equal blocks is measured with two, three and four of them: bytes grow by the same
-amount with each block, and the third block proves it. Other models are measured whole. Batch sizes
-and lengths are never extrapolated: a size that is said to fit was run.
+A model of many equal blocks is run with two, three and four of them (`lowmem_patch.memory.blocks`):
+the bytes of each place in the step grow by an equal amount with each block, and the third block proves
+it. Other models are run whole. Batch sizes and lengths are never extrapolated: a size that is said to
+fit was run.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
 
 from lowmem_patch.config import PatchConfig
 from lowmem_patch.errors import ConfigError
-from lowmem_patch.memory.base_model import base_model
-from lowmem_patch.memory.model_states import ModelStates, model_state_bytes
-from lowmem_patch.memory.step import StepBytes, step_bytes
+from lowmem_patch.memory.base_model import base_model, switch_checkpointing_on
+from lowmem_patch.memory.blocks import DEPTHS, extended, repeated_blocks, shortened
+from lowmem_patch.memory.few_blocks import Plans, make_plans
+from lowmem_patch.memory.live_bytes import BACKWARD, FORWARD, Part, PartBytes, most_of_moments
+from lowmem_patch.memory.model_states import USUAL_TRAINING, Training, model_state_bytes
+from lowmem_patch.memory.sharding import gathered, shard, sharded_moments
+from lowmem_patch.memory.step import step_parts
 from lowmem_patch.planning.apply import apply_plan
-from lowmem_patch.planning.plan import make_plan
-from lowmem_patch.strategies.protocol import Facts
+from lowmem_patch.planning.planner import plan_model
 from lowmem_patch.tracing.inputs import ExampleInputs
 from lowmem_patch.tracing.shadow import Shadow, make_shadow
-from lowmem_patch.tracing.trace import trace_forward
 
 __all__ = ["Footprint", "MemoryReport", "largest_that_fits", "most_positions", "predict_memory"]
 
-# fewer equal blocks than this are all measured
-_MANY_BLOCKS = 6
-_DEPTHS = (2, 3, 4)
 _LARGEST = {"batch": 1 << 20, "length": 1 << 24}
 
 MakeInputs = Callable[[int, int | None], ExampleInputs]
@@ -38,14 +37,16 @@ MakeInputs = Callable[[int, int | None], ExampleInputs]
 
 @dataclasses.dataclass(frozen=True)
 class Footprint:
-    """Bytes at the peak of a training step.
+    """Bytes of a training step on one GPU.
 
     Attributes:
-        parameters, gradients, optimizer: the model states, held for the whole of training.
-        saved: activations that autograd holds after the forward.
+        parameters, optimizer: held for the whole of training.
+        gradients: of all parameters that train, held from the backward (with accumulation, from the
+            beginning) to the optimizer's step.
+        saved: activations that autograd holds between forward and backward, without checkpointing.
         weight_copies: low-precision copies of weights that autograd holds.
-        transient: all other bytes at the peak: logits and loss, the block that is in its backward,
-            copies of weights in autocast's cache, and one dequantised weight with ``qlora``.
+        moments: all bytes that are held at one time, at most, in each moment of the step: ``forward``,
+            ``loss``, ``after the loss``, ``backward``, ``after the backward``, ``optimizer step``.
     """
 
     parameters: int
@@ -53,14 +54,20 @@ class Footprint:
     optimizer: int
     saved: int
     weight_copies: int
-    transient: int
+    moments: Mapping[str, int]
 
     @property
     def total(self) -> int:
-        return sum(dataclasses.astuple(self))
+        """The peak."""
+        return max(self.moments.values())
 
-    def to_dict(self) -> dict[str, int]:
-        return {**dataclasses.asdict(self), "total": self.total}
+    @property
+    def peak_moment(self) -> str:
+        return max(self.moments, key=lambda moment: self.moments[moment])
+
+    def to_dict(self) -> dict[str, Any]:
+        data = {**dataclasses.asdict(self), "moments": dict(self.moments)}
+        return {**data, "peak_moment": self.peak_moment, "total": self.total}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +76,7 @@ class MemoryReport:
 
     Attributes:
         before, after: the unpatched and the patched model.
-        optimizer: its name.
+        training: what was assumed.
         batch_size, length: of the prediction; length is None where the model reads no tokens.
         limit: bytes that may be used, if one was given.
         solved: ``batch`` or ``length``, the size that was solved for.
@@ -79,7 +86,7 @@ class MemoryReport:
 
     before: Footprint
     after: Footprint
-    optimizer: str
+    training: Training
     batch_size: int
     length: int | None
     limit: int | None = None
@@ -89,102 +96,76 @@ class MemoryReport:
     bound: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        data = dataclasses.asdict(self)
-        data["before"], data["after"] = self.before.to_dict(), self.after.to_dict()
-        return data
-
-
-def _signature(module: nn.Module) -> object:
-    parameters = (
-        (n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in module.named_parameters()
-    )
-    return type(module), tuple(parameters)
-
-
-def _repeated_blocks(model: nn.Module) -> nn.ModuleList | nn.Sequential | None:
-    """The list of many equal blocks that holds most parameters."""
-    found: nn.ModuleList | nn.Sequential | None = None
-    most = 0
-    for module in model.modules():
-        if not isinstance(module, (nn.ModuleList, nn.Sequential)) or len(module) < _MANY_BLOCKS:
-            continue
-        if len({_signature(child) for child in module}) == 1:
-            size = sum(p.numel() for p in module.parameters())
-            if size > most:
-                found, most = module, size
-    return found
-
-
-@contextlib.contextmanager
-def _shortened(blocks: nn.Module | None, depth: int | None) -> Iterator[None]:
-    """Only the first ``depth`` blocks while the context is open; all when either is None."""
-    if blocks is None or depth is None:
-        yield
-        return
-    every = blocks._modules
-    blocks._modules = dict(list(every.items())[:depth])
-    try:
-        yield
-    finally:
-        blocks._modules = every
+        fields = (field.name for field in dataclasses.fields(self))
+        data = {name: getattr(self, name) for name in fields}
+        data |= {
+            "training": dataclasses.asdict(self.training),
+            "optimizer": self.training.optimizer,
+        }
+        return {**data, "before": self.before.to_dict(), "after": self.after.to_dict()}
 
 
 class _Predictor:
-    """Steps of one model, unpatched (``config`` None) or patched, at any size."""
+    """Steps of one model, as it is or patched, at any size."""
 
     def __init__(
-        self, model: nn.Module, config: PatchConfig | None, make_inputs: MakeInputs
+        self,
+        model: nn.Module,
+        plans: Plans,
+        make_inputs: MakeInputs,
+        *,
+        patched: bool,
+        training: Training = USUAL_TRAINING,
     ) -> None:
         self.model = model
-        self.config = config
+        self.plans = plans
         self.make_inputs = make_inputs
-        self.blocks = _repeated_blocks(model)
-        self.count = 0 if self.blocks is None else len(self.blocks)
+        self.patched = patched
+        self.training = training
+        self.blocks = plans.blocks
         self.shadows: dict[int | None, Shadow] = {}
-        self.known: dict[tuple[int, int | None], StepBytes] = {}
+        self.known: dict[tuple[int, int | None], Mapping[Part, PartBytes]] = {}
 
     def _shadow(self, depth: int | None, inputs: ExampleInputs) -> Shadow:
         if depth not in self.shadows:
-            with _shortened(self.blocks, depth):
+            with shortened(self.model, self.blocks, depth):
                 shadow = make_shadow(self.model, inputs)
-                if self.config is not None:
-                    trace = trace_forward(shadow)
-                    plan = make_plan(Facts(self.model, shadow.model, trace, {}), self.config)
-                    apply_plan(shadow.model, plan, arithmetic=False)
+            if self.patched:
+                plan = self.plans.plans.get(depth)
+                if plan is None:
+                    _, plan, _ = plan_model(self.model, self.plans.report.config, inputs)
+                apply_plan(shadow.model, plan, arithmetic=False)
+            if self.training.checkpointing and not switch_checkpointing_on(shadow.model):
+                name = type(base_model(self.model)).__name__
+                raise ConfigError(f"{name} has no activation checkpointing of its own to switch on")
             self.shadows[depth] = shadow
         return self.shadows[depth]
 
-    def _step(self, depth: int | None, inputs: ExampleInputs) -> StepBytes:
+    def _step(self, depth: int | None, inputs: ExampleInputs) -> Mapping[Part, PartBytes]:
         shadow = self._shadow(depth, inputs)
         assert shadow.mode is not None
         with shadow.mode:
             fakes = inputs.map(lambda tensor: tensor.new_empty(tensor.shape, device="cpu"))
-        return step_bytes(dataclasses.replace(shadow, inputs=fakes))
+        blocks = None if self.blocks is None else shadow.model.get_submodule(self.blocks)
+        return step_parts(
+            dataclasses.replace(shadow, inputs=fakes), optimizer=self.training.optimizer,
+            accumulates=self.training.accumulates, blocks=blocks,
+        )  # fmt: skip
 
-    def step(self, batch: int, length: int | None) -> StepBytes:
+    def step(self, batch: int, length: int | None) -> Mapping[Part, PartBytes]:
         """Bytes of one step of the whole model."""
         if (batch, length) not in self.known:
             inputs = self.make_inputs(batch, length)
-            found = self._from_few(inputs) if self.blocks is not None else None
+            found: Mapping[Part, PartBytes] | None = None
+            if self.blocks is not None:
+                count = sum(1 for _ in self.model.get_submodule(self.blocks).children())
+                few, more = (self._step(depth, inputs) for depth in DEPTHS[1:])
+                found = extended(few, more, count)
             if found is None:
                 self.blocks = None
                 found = self._step(None, inputs)
             self.known[batch, length] = found
         return self.known[batch, length]
-
-    def _from_few(self, inputs: ExampleInputs) -> StepBytes | None:
-        """Extended from a few blocks, or None where the blocks save different amounts."""
-        depths = _DEPTHS if not self.known else _DEPTHS[:2]
-        steps = [dataclasses.astuple(self._step(depth, inputs)) for depth in depths]
-        slope = [later - earlier for earlier, later in zip(*steps[:2], strict=True)]
-        if len(steps) > 2:  # the first time: a third block must add as much as the second
-            added = [later - earlier for earlier, later in zip(*steps[1:], strict=True)]
-            if added[:2] != slope[:2] or abs(added[2] - slope[2]) > 0.01 * max(slope[2], 1):
-                return None
-        more = self.count - depths[0]
-        return StepBytes(
-            *(first + more * rise for first, rise in zip(steps[0], slope, strict=True))
-        )
 
 
 def largest_that_fits(total: Callable[[int], int], limit: int, bound: int) -> int:
@@ -217,11 +198,26 @@ def largest_that_fits(total: Callable[[int], int], limit: int, bound: int) -> in
     return low
 
 
-def _footprint(states: ModelStates, step: StepBytes) -> Footprint:
-    transient = max(0, step.peak - step.saved - step.weight_copies) + states.dequantised
-    return Footprint(
-        states.parameters, states.gradients, states.optimizer, step.saved, step.weight_copies, transient
-    )  # fmt: skip
+class _Totals:
+    """All bytes of one GPU, from those of a step."""
+
+    def __init__(self, model: nn.Module, training: Training) -> None:
+        if training.gpus > 1 and training.quantised:
+            raise ConfigError("4-bit weights are not counted on several GPUs: use lora, or one GPU")
+        states = model_state_bytes(model, training.optimizer, quantised=training.quantised)
+        self.training = training
+        self.states = shard(states, training.gpus)
+        self.gathered = gathered(model, repeated_blocks(model))
+
+    def moments(self, parts: Mapping[Part, PartBytes]) -> dict[str, int]:
+        """All bytes that are held at one time, at most, in each moment."""
+        gpus, held = self.training.gpus, self.states.parameters + self.states.optimizer
+        sizes = most_of_moments(parts)
+        if gpus > 1:
+            sizes = sharded_moments(parts, gpus, self.gathered)
+        # QLoRA multiplies by one weight after the other, each in the compute dtype for a while
+        more = dict.fromkeys((FORWARD, BACKWARD), self.states.dequantised)
+        return {moment: held + size + more.get(moment, 0) for moment, size in sizes.items()}
 
 
 def predict_memory(
@@ -231,10 +227,10 @@ def predict_memory(
     *,
     batch_size: int,
     length: int | None = None,
-    optimizer: str = "adamw",
-    quantised: bool = False,
+    training: Training = USUAL_TRAINING,
     limit: int | None = None,
     solve: str = "batch",
+    plans: Plans | None = None,
 ) -> MemoryReport:
     """Predict the peak of a training step from fake tensors, before and after a patch.
 
@@ -242,43 +238,44 @@ def predict_memory(
         model: unpatched, also on the meta device; ``requires_grad`` says which parameters train.
         config: the patch.
         make_inputs: makes inputs for a batch and a length.
-        optimizer, quantised: as in :func:`model_state_bytes`.
         limit: bytes; solve for the largest ``batch`` (at this length) or ``length`` (at this batch).
+        plans: of this model, config and size, where they were made before.
 
     Raises:
-        ConfigError: an unknown optimizer, or ``solve="length"`` for a model that reads no tokens.
+        ConfigError: an unknown optimizer, checkpointing of a model that has none, 4-bit weights on several
+            GPUs, or ``solve="length"`` for a model that reads no tokens.
         TraceError: the model cannot be run on fake tensors.
     """
-    states = model_state_bytes(model, optimizer, quantised=quantised)
-    predictors = [_Predictor(model, which, make_inputs) for which in (None, config)]
     if solve not in _LARGEST:
         raise ConfigError(f"solve {solve!r} is none of {', '.join(_LARGEST)}")
-    bound = most_positions(model) if solve == "length" else None
     if solve == "length" and length is None:
         raise ConfigError(
             "the length can be solved for where a model reads tokens, and this reads none"
         )
+    totals = _Totals(model, training)
+    plans = plans or make_plans(model, config, make_inputs(batch_size, length))
+    bound = most_positions(model) if solve == "length" else None
+    report, states = plans.report, totals.states
+    sides: list[tuple[Footprint, int | None]] = []
+    for patched, saved, copies in (
+        (False, report.saved_before, report.weight_copies_before),
+        (True, report.saved_after, report.weight_copies_after),
+    ):
+        predictor = _Predictor(model, plans, make_inputs, patched=patched, training=training)
 
-    def largest(predictor: _Predictor) -> int | None:
-        def total(size: int) -> int:
+        def total(size: int, predictor: _Predictor = predictor) -> int:
             sizes = (size, length) if solve == "batch" else (batch_size, size)
-            return _footprint(states, predictor.step(*sizes)).total
+            return max(totals.moments(predictor.step(*sizes)).values())
 
-        return None if limit is None else largest_that_fits(total, limit, bound or _LARGEST[solve])
-
-    largest_before, largest_after = map(largest, predictors)
-    before, after = (_footprint(states, p.step(batch_size, length)) for p in predictors)
+        largest = None
+        if limit is not None:
+            largest = largest_that_fits(total, limit, bound or _LARGEST[solve])
+        moments = totals.moments(predictor.step(batch_size, length))
+        held = (states.parameters, states.gradients, states.optimizer)
+        sides.append((Footprint(*held, saved, copies, moments), largest))
+    (before, most_before), (after, most_after) = sides
     return MemoryReport(
-        before,
-        after,
-        optimizer,
-        batch_size,
-        length,
-        limit,
-        solve,
-        largest_before,
-        largest_after,
-        bound,
+        before, after, training, batch_size, length, limit, solve, most_before, most_after, bound
     )
 
 

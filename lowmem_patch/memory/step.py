@@ -9,74 +9,59 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
-import weakref
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from lowmem_patch.errors import TraceError
+from lowmem_patch.errors import LowmemPatchError, TraceError
 from lowmem_patch.memory.base_model import base_model, output_head
+from lowmem_patch.memory.live_bytes import (
+    AFTER_BACKWARD,
+    AFTER_LOSS,
+    BACKWARD,
+    FORWARD,
+    LOSS,
+    OPTIMIZER,
+    LiveBytes,
+    Part,
+    PartBytes,
+    most_of_moments,
+)
+from lowmem_patch.memory.optimizers import FakeOptimizer
 from lowmem_patch.tracing.gpu_dropout import GpuDropouts
 from lowmem_patch.tracing.inputs import ExampleInputs
-from lowmem_patch.tracing.observers import DispatchObserver
-from lowmem_patch.tracing.saved_bytes import storage_key
+from lowmem_patch.tracing.observers import observed_calls
 from lowmem_patch.tracing.shadow import Shadow
 from lowmem_patch.tracing.trace import trace_forward
 
-__all__ = ["StepBytes", "loss_or_output", "run_step", "step_bytes", "with_labels"]
+__all__ = ["StepBytes", "run_step", "step_bytes", "step_loss", "step_parts", "with_labels"]
 
 
 @dataclasses.dataclass(frozen=True)
 class StepBytes:
-    """Bytes of one step, its inputs included and the model states excluded.
+    """Bytes of one step: its inputs and gradients included, parameters and optimizer state excluded.
 
     Attributes:
         saved: activations that autograd holds after the forward.
         weight_copies: low-precision copies of weights that it holds.
-        peak: the largest sum of all storages alive at one time.
+        parts: the largest sums of all storages alive at one time, by moment and place.
     """
 
     saved: int
     weight_copies: int
-    peak: int
+    parts: Mapping[Part, PartBytes]
 
+    @property
+    def moments(self) -> dict[str, int]:
+        """The largest sum of each moment of the step, in their order."""
+        return most_of_moments(self.parts)
 
-class _LiveBytes(DispatchObserver):
-    """Counts the storages that are allocated while it is on, until they are released.
-
-    ``model_states`` holds the keys of the storages that are not counted.
-    """
-
-    def __init__(self, model_states: set[int]) -> None:
-        super().__init__()
-        self.model_states = model_states
-        self.live: dict[int, tuple[int, Any]] = {}
-        self.now = 0
-        self.peak = 0
-
-    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        output = func(*args, **kwargs)
-        for tensor in tree_leaves(output):
-            if isinstance(tensor, Tensor):
-                self.add(tensor)
-        return output
-
-    def add(self, tensor: Tensor) -> None:
-        key = storage_key(tensor)
-        if key in self.live or key in self.model_states:
-            return
-        storage = tensor.untyped_storage()
-        size = storage.nbytes()
-
-        def released(_reference: Any, key: int = key, size: int = size) -> None:
-            del self.live[key]
-            self.now -= size
-
-        self.live[key] = (size, weakref.ref(storage, released))
-        self.now += size
-        self.peak = max(self.peak, self.now)
+    @property
+    def peak(self) -> int:
+        return max(self.moments.values())
 
 
 def with_labels(model: Any, inputs: ExampleInputs) -> ExampleInputs:
@@ -88,62 +73,126 @@ def with_labels(model: Any, inputs: ExampleInputs) -> ExampleInputs:
     return ExampleInputs(inputs.args, {**inputs.kwargs, "labels": tokens})
 
 
-def loss_or_output(output: Any) -> Tensor:
-    """The model's own loss, or the first tensor of its output that needs a gradient."""
+def step_loss(output: Any) -> Tensor:
+    """The model's own loss, or the mean square of the first tensor of its output that needs a gradient."""
     loss = getattr(output, "loss", None)
     if isinstance(loss, Tensor):
         return loss
     leaves = tree_leaves(dict(output) if hasattr(output, "keys") else output)
-    return next(leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad)
+    first = next(leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad)
+    return first.float().square().mean()
 
 
 def run_step(model: nn.Module, inputs: ExampleInputs) -> None:
-    """Forward, loss and backward; without a loss of the model's own the output's gradient is 1."""
+    """Forward, loss and backward. The outputs are released before the backward, as trainers do; a loop
+    that holds them holds the logits for longer."""
     inputs = with_labels(model, inputs)
-    # held during the backward, as a training loop holds it, with its logits
-    output = model(*inputs.args, **inputs.kwargs)
-    result = loss_or_output(output)
-    torch.autograd.backward(result, torch.ones_like(result))
+    loss = step_loss(model(*inputs.args, **inputs.kwargs))
+    torch.autograd.backward(loss)
 
 
-def _peak(shadow: Shadow) -> int:
-    model, inputs = shadow.model, shadow.inputs
+@contextlib.contextmanager
+def _observed_moments(
+    model: nn.Module, live: LiveBytes, blocks: nn.Module | None
+) -> Iterator[None]:
+    """Tell ``live`` when a block begins, when the last one ends, and where the loss begins: behind the
+    last module that has parameters and no children, such as the head."""
+    names = {id(module): name for name, module in model.named_modules()}
+    children = [] if blocks is None else list(blocks.children())
+    places = {names[id(child)]: place for place, child in enumerate(children, 1)}
+    last = next(reversed(places), None)
+
+    def enter(name: str, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
+        if name in places and live.moment in (FORWARD, LOSS):
+            live.enter(FORWARD, places[name])
+
+    def leave(name: str, module: nn.Module, _output: Any) -> None:
+        if live.moment not in (FORWARD, LOSS):
+            return  # computed again in the backward
+        if next(module.children(), None) is None and next(module.parameters(), None) is not None:
+            live.not_the_loss()
+            live.begin(LOSS)
+        if name == last:
+            live.enter(FORWARD, len(places) + 1)
+
+    with observed_calls(model, enter, leave):
+        yield
+
+
+def step_parts(
+    shadow: Shadow,
+    *,
+    optimizer: str = "adamw",
+    accumulates: bool = False,
+    blocks: nn.Module | None = None,
+) -> Mapping[Part, PartBytes]:
+    """Run a whole step of a shadow in training mode.
+
+    Args:
+        optimizer: one of ``OPTIMIZERS``.
+        accumulates: gradients of an earlier batch are held from the beginning of the step.
+        blocks: a list of blocks of the shadow's model, each of which is a place of its own.
+
+    Raises:
+        ConfigError: an unknown optimizer.
+        TraceError: the forward or the backward fails.
+    """
+    shadow.model.train()
+    try:
+        return _parts(shadow, optimizer, accumulates, blocks)
+    except (RuntimeError, NotImplementedError, TypeError, ValueError, StopIteration) as error:
+        if isinstance(error, LowmemPatchError):
+            raise
+        raise TraceError(
+            f"a training step of {type(shadow.model).__name__} could not be run on fake tensors: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def _parts(
+    shadow: Shadow, optimizer: str, accumulates: bool, blocks: nn.Module | None
+) -> Mapping[Part, PartBytes]:
+    model, inputs = shadow.model, with_labels(shadow.model, shadow.inputs)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     torch.clear_autocast_cache()
     with contextlib.ExitStack() as contexts:
         if shadow.mode is not None:
             contexts.enter_context(shadow.mode)
         if shadow.elsewhere:
             contexts.enter_context(GpuDropouts())
-        trained = [p for p in model.parameters() if p.requires_grad]
+        fake = FakeOptimizer(optimizer, trained if shadow.mode is not None else ())
+        gradients: list[Tensor] = []
         for parameter in trained:
-            parameter.grad = torch.empty_like(parameter)
-        gradients = [p.grad for p in trained if p.grad is not None]
-        model_states = [*model.parameters(), *model.buffers(), *gradients]
-        live = contexts.enter_context(_LiveBytes(set(map(storage_key, model_states))))
+            parameter.grad = torch.empty_like(parameter) if accumulates else None
+            gradients += [] if parameter.grad is None else [parameter.grad]
+        held = [*model.parameters(), *model.buffers(), *fake.state]
+        live: LiveBytes = contexts.enter_context(LiveBytes(held, gradients))
+        if not accumulates:
+            for parameter in trained:
+                register: Any = parameter.register_post_accumulate_grad_hook  # has no types
+                contexts.callback(register(live.made_gradient).remove)
+        gradients.clear()
         for tensor in tree_leaves((inputs.args, inputs.kwargs)):
             if isinstance(tensor, Tensor):
                 live.add(tensor)
         contexts.enter_context(torch.enable_grad())
-        run_step(model, inputs)
+        with _observed_moments(model, live, blocks):
+            loss = step_loss(model(*inputs.args, **inputs.kwargs))
+            live.mark(AFTER_LOSS)
+            live.begin(BACKWARD)
+            torch.autograd.backward(loss)
+        live.mark(AFTER_BACKWARD)
+        live.enter(OPTIMIZER, 0)
+        fake.step()
     for parameter in trained:
         parameter.grad = None
     torch.clear_autocast_cache()
-    return int(live.peak)
+    return live.result()
 
 
-def step_bytes(shadow: Shadow) -> StepBytes:
-    """Run the forward, then a whole step, of a shadow in training mode.
-
-    Raises:
-        TraceError: the forward or the backward fails.
-    """
+def step_bytes(shadow: Shadow, *, optimizer: str = "adamw", accumulates: bool = False) -> StepBytes:
+    """Run the forward, then a whole step, of a shadow in training mode; as :func:`step_parts`."""
     shadow.model.train()
     saved = trace_forward(shadow, structure=False).saved
-    try:
-        peak = _peak(shadow)
-    except (RuntimeError, NotImplementedError, TypeError, ValueError, StopIteration) as error:
-        raise TraceError(
-            f"a training step of {type(shadow.model).__name__} could not be run on fake tensors: "
-            f"{type(error).__name__}: {error}"
-        ) from error
-    return StepBytes(saved.activations, saved.weight_copies, peak)
+    parts = step_parts(shadow, optimizer=optimizer, accumulates=accumulates)
+    return StepBytes(saved.activations, saved.weight_copies, parts)

@@ -15,7 +15,7 @@ from lowmem_patch.planning.changes import stop_watching
 from lowmem_patch.planning.floor import count_floor
 from lowmem_patch.planning.notes import notes_of_no_sites
 from lowmem_patch.planning.plan import Plan, make_plan
-from lowmem_patch.planning.report import BytesByKind, PatchReport, block_name, find_records
+from lowmem_patch.planning.report import BytesByKind, PatchReport, by_block, find_records
 from lowmem_patch.strategies.fold import folded_now
 from lowmem_patch.strategies.protocol import Facts
 from lowmem_patch.strategies.swap import is_replacement
@@ -68,7 +68,7 @@ def plan_model(
         saved_before=trace.saved.activations,
         saved_after=0,
         weight_copies_before=trace.saved.weight_copies,
-        blocks=tuple((block, size, 0) for block, size in _by_block(trace).items()),
+        blocks=tuple((block, size, 0) for block, size in by_block(trace.saved).items()),
         notes=tuple(notes),
         floor=floor.total,
         floor_blocks=floor.by_block,
@@ -143,17 +143,9 @@ def _shadow_of_original(
     return shadow
 
 
-def _by_block(trace: Trace) -> dict[str, int]:
-    blocks: dict[str, int] = {}
-    for module, size in trace.saved.by_module.items():
-        block = block_name(module)
-        blocks[block] = blocks.get(block, 0) + size
-    return blocks
-
-
 def counted_after(report: PatchReport, trace: Trace) -> dict[str, Any]:
     """The fields of a report that a run of the patched model gives."""
-    own, after = trace.saved.own, _by_block(trace)
+    own, after = trace.saved.own, by_block(trace.saved)
     before = {block: size for block, size, _ in report.blocks}
     sites = tuple(
         dataclasses.replace(site, bytes_after=own.get(site.name, 0)) if site.patched else site

@@ -10,8 +10,18 @@ from torch import nn
 
 from lowmem_patch.config import PatchConfig
 from lowmem_patch.strategies.fold_weights import FoldStep
+from lowmem_patch.tracing.saved_bytes import SavedBytes
 
-__all__ = ["RECORD", "BytesByKind", "PatchReport", "Record", "Site", "block_name", "find_records"]
+__all__ = [
+    "RECORD",
+    "BytesByKind",
+    "PatchReport",
+    "Record",
+    "Site",
+    "block_name",
+    "by_block",
+    "find_records",
+]
 
 RECORD = "_lowmem_patch_record"  # where a patched model holds its own
 
@@ -144,6 +154,15 @@ def block_name(module: str) -> str:
     head, tail = match.group(1), module[match.end() :]
     nested = _BLOCK.match(tail)
     return f"{head}.{nested.group(1)}" if nested and nested.group(1).count(".") == 1 else head
+
+
+def by_block(saved: SavedBytes) -> dict[str, int]:
+    """Saved bytes by the block of the module that saved a storage first."""
+    blocks: dict[str, int] = {}
+    for module, size in saved.by_module.items():
+        block = block_name(module)
+        blocks[block] = blocks.get(block, 0) + size
+    return blocks
 
 
 @dataclasses.dataclass

@@ -26,9 +26,10 @@ def print_bench(comparison: Comparison, title: str) -> None:
             table.add_row(row.name, *[""] * len(numbers), why, style=style)
     print_table(table)
     notes = [
-        f"a step is forward and backward of {comparison.work} {comparison.unit}; shares are of "
-        f"{first.name}; medians of {comparison.rounds} x {comparison.steps} steps, the variants in turn",
-        "bytes are above what lies on the device at rest"
+        f"a step is forward, loss, backward and fused AdamW of {comparison.work} {comparison.unit}; "
+        f"shares are of {first.name}; medians of {comparison.rounds} x "
+        f"{comparison.steps} steps, the variants in turn",
+        "bytes are above what lies on the device between steps: weights and optimizer"
         if on_gpu
         else "act is what autograd holds",
     ]

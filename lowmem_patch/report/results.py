@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from lowmem_patch.checkpoint.compare import TensorCheck
 from lowmem_patch.checkpoint.convert import ConvertResult
@@ -37,10 +37,16 @@ _BEFORE_AFTER = ("before", "after")
 _SHARES = (*_BEFORE_AFTER, "fewer")
 
 
-def print_plan(report: PatchReport, title: str) -> None:
-    """A plan or report: sites (rows of repeated blocks collapsed), blocks, total, approximate gradients."""
+def print_plan(report: PatchReport, title: str, assumed: Mapping[str, str] | None = None) -> None:
+    """A plan or report: sites (rows of repeated blocks collapsed), blocks, total, approximate gradients.
+
+    ``assumed``: name to text, of what the numbers depend on.
+    """
     print_line(title)
+    for name, text in (assumed or {}).items():
+        print_line(f"  {name}: {text}", style="dim")
     _print_sites(report)
+    print_line("bytes of a site: what it alone saves, and no Linear does", style="dim")
     print_line("")
     _print_blocks(report)
     if report.approximate:
@@ -104,22 +110,28 @@ def _with_floor(before: int, after: int, floor: int) -> tuple[str, ...]:
 
 
 def print_memory(memory: MemoryReport, train: str) -> None:
-    """The predicted peak of a training step, part by part, and the largest size that fits."""
+    """What is held, the most that is alive in each moment of a step, and the largest size that fits."""
     length = "" if memory.length is None else f" x {memory.length} tokens"
-    heading = f"peak of a step, batch {memory.batch_size}{length}"
+    heading = f"one step, batch {memory.batch_size}{length}"
     table = make_table(heading, *_BEFORE_AFTER, right=_BEFORE_AFTER)
+    both = (memory.before, memory.after)
+    since = "from the beginning" if memory.training.accumulates else "from the backward on"
     parts = {
-        "parameters": "parameters",
-        "gradients": "gradients",
-        f"state of {memory.optimizer}": "optimizer",
-        "saved activations": "saved",
+        "parameters, always held": "parameters",
+        f"state of {memory.training.optimizer}, always held": "optimizer",
+        f"gradients, held {since}": "gradients",
+        "saved activations"
+        + (", without checkpointing" if memory.training.checkpointing else ""): "saved",
         "copies of weights": "weight_copies",
-        "loss and one block's backward": "transient",
-        "total": "total",
     }
     for label, name in parts.items():
-        sizes = (getattr(memory.before, name), getattr(memory.after, name))
-        table.add_row(label, *map(human_bytes, sizes), style="bold" if name == "total" else None)
+        table.add_row(label, *(human_bytes(getattr(footprint, name)) for footprint in both))
+    for moment in memory.before.moments:
+        sizes = (human_bytes(footprint.moments[moment]) for footprint in both)
+        table.add_row(f"most in: {moment}", *sizes, style="dim")
+    moments = list(dict.fromkeys(footprint.peak_moment for footprint in both))
+    label = f"peak (in: {', then '.join(moments)})"
+    table.add_row(label, *(human_bytes(footprint.total) for footprint in both), style="bold")
     if memory.limit is not None:
         largest = (memory.largest_before, memory.largest_after)
         cells = [str(size) if size else "does not fit" for size in largest]
@@ -127,6 +139,11 @@ def print_memory(memory: MemoryReport, train: str) -> None:
         table.add_row(label, *cells, style="bold")
     print_line("")
     print_table(table)
+    _print_bounds(memory, train)
+
+
+def _print_bounds(memory: MemoryReport, train: str) -> None:
+    """What the numbers do not hold."""
     if memory.bound is not None and memory.bound in (memory.largest_before, memory.largest_after):
         print_line(f"{memory.bound} is as long as the model's positions reach")
     text = "the CUDA context (about 0.5 GiB) and fragmentation come on top"
@@ -143,26 +160,46 @@ def print_profile(result: ProfileResult, title: str) -> None:
     """Saved bytes by kind and by module, before and after, and the peaks of a GPU."""
     print_line(f"{title}, on {result.device}")
     table = make_table("saved bytes in", *_SHARES, right=_SHARES)
-    both = (result.before, result.after)
     saved = (result.before.saved, result.after.saved)
-    for label, sizes in group_by_pattern(_bytes_by_module(*saved)):
+    for label, sizes in group_by_pattern((name, tuple(sizes)) for name, *sizes in result.blocks):
         table.add_row(label, *map(human_bytes, sizes), fewer(*sizes))
     for kind in CATEGORIES:
         sizes = tuple(s.by_kind[kind] for s in saved)
         if any(sizes):
             # bytes move from kind to kind: shares would say nothing
             table.add_row(f"saved as {kind}", *map(human_bytes, sizes))
-    totals = {
-        "total": tuple(s.activations for s in saved),
-        "copies of weights, apart": tuple(s.weight_copies for s in saved),
-        "peak allocated": tuple(measured.peak_allocated or 0 for measured in both),
-        "peak reserved": tuple(measured.peak_reserved or 0 for measured in both),
-    }
-    for label, sizes in totals.items():
-        if any(sizes):
-            style = "bold" if label == "total" else None
-            table.add_row(label, *map(human_bytes, sizes), fewer(*sizes), style=style)
+    for label, sizes in _totals(result).items():
+        style = "bold" if label == "total" else None
+        table.add_row(label, *map(human_bytes, sizes), fewer(*sizes), style=style)
     print_table(table)
+    print_line("")
+    _print_modules(*saved)
+    if result.wide_masks:
+        text = "on a CPU a dropout's mask is as wide as the tensor: inspect counts a GPU's, of one byte"
+        print_line(text, style="dim")
+
+
+def _totals(result: ProfileResult) -> dict[str, tuple[int, int]]:
+    """The sums before and after that are known, and not 0."""
+    before, after = result.before, result.after
+    totals = {
+        "total": (before.saved.activations, after.saved.activations),
+        "copies of weights, apart": (before.saved.weight_copies, after.saved.weight_copies),
+        "peak allocated": (before.peak_allocated or 0, after.peak_allocated or 0),
+        "peak reserved": (before.peak_reserved or 0, after.peak_reserved or 0),
+    }
+    return {label: sizes for label, sizes in totals.items() if any(sizes)}
+
+
+def _print_modules(before: SavedBytes, after: SavedBytes) -> None:
+    table = make_table("by module", *_BEFORE_AFTER, right=_BEFORE_AFTER)
+    for label, sizes in group_by_pattern(_bytes_by_module(before, after)):
+        table.add_row(label, *map(human_bytes, sizes))
+    print_table(table)
+    print_line(
+        "a tensor stands at the module that saved it first; a patch may let another one be the first",
+        style="dim",
+    )
 
 
 def _bytes_by_module(
@@ -210,11 +247,16 @@ def print_verification(result: VerifyResult) -> None:
     print_line(f"{result.model}: {result.candidate}, on {result.inputs}")
     _print_errors(result)
     print_line("")
-    table = make_table("saved bytes", *_SHARES, right=_SHARES)
-    for run in result.runs:
-        sizes = (run.saved_before, run.saved_after)
-        table.add_row(run.dtype, *map(human_bytes, sizes), fewer(*sizes))
-    print_table(table)
+    if any(run.saved_before != run.saved_after for run in result.runs):
+        table = make_table("saved bytes", *_SHARES, right=_SHARES)
+        for run in result.runs:
+            sizes = (run.saved_before, run.saved_after)
+            table.add_row(run.dtype, *map(human_bytes, sizes), fewer(*sizes))
+        print_table(table)
+    else:
+        why = "; a conversion prepares weights, and saves none by itself: patch_model does"
+        converted = result.candidate.startswith("converted")
+        print_line(f"saved bytes: the same in both{why if converted else ''}")
     print_line("errors: relative L2 against the unpatched model in float64", style="dim")
     if result.approximate_sites:
         names = ", ".join(collapse_names(result.approximate_sites))

@@ -9,7 +9,7 @@ from transformers import BertConfig, BertModel
 
 from lowmem_patch import PatchReport, plan_patch
 from lowmem_patch.config import load_config
-from lowmem_patch.memory import predict_memory
+from lowmem_patch.memory import Training, predict_memory
 from lowmem_patch.tracing.inputs import ExampleInputs
 
 BATCH, LENGTH, HIDDEN, LAYERS = 2, 24, 32, 2
@@ -58,7 +58,7 @@ def test_the_predicted_peak_agrees(preset: str | None) -> None:
     def peak(model: nn.Module) -> int:
         found = predict_memory(
             model, load_config(preset or "exact"), lambda batch, length: inputs(batch, length),
-            batch_size=BATCH, length=LENGTH, optimizer="sgd",
+            batch_size=BATCH, length=LENGTH, training=Training("sgd"),
         )  # fmt: skip
         side = found.before if preset is None else found.after
         return side.total

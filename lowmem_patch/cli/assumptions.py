@@ -1,0 +1,75 @@
+"""What a prediction assumes, in words: the head of ``inspect``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lowmem_patch.memory import Training
+    from lowmem_patch.tracing.inputs import ExampleInputs
+
+__all__ = ["LONGEST", "assumptions", "default_length"]
+
+LONGEST = 4096  # tokens, unless told
+_NAMED = 8
+
+
+def default_length(model: Any) -> int:
+    """As many tokens as the model has positions for, at most ``LONGEST``."""
+    from lowmem_patch.memory import most_positions
+
+    return min(most_positions(model) or LONGEST, LONGEST)
+
+
+def assumptions(
+    model: Any, inputs: ExampleInputs, training: Training, *, batches: int, given_length: bool
+) -> dict[str, str]:
+    """Name to text, of what the prediction depends on."""
+    from lowmem_patch.memory import OPTIMIZERS, base_model, output_head
+
+    base = base_model(model)
+    found = {"inputs": str(inputs)}
+    tokens = inputs.kwargs.get("input_ids")
+    if tokens is not None:
+        source = "--seq-len" if given_length else f"the model's, at most {LONGEST}; --seq-len"
+        found["length"] = f"{tokens.shape[1]} tokens ({source})"
+    found["parameters"] = ", ".join(_dtypes(model))
+    attention = getattr(getattr(base, "config", None), "_attn_implementation", None)
+    if attention is not None:
+        found["attention"] = str(attention)
+    for adapter in getattr(model, "peft_config", {}).values():
+        targets = sorted(adapter.target_modules)
+        named = ", ".join(targets[:_NAMED]) + (", ..." if len(targets) > _NAMED else "")
+        found["adapters"] = f"LoRA, rank {adapter.r}, on {named}"
+    found["optimizer"] = OPTIMIZERS[training.optimizer]
+    if batches > 1:
+        found["accumulation"] = f"{batches} batches a step, whose gradients are held between them"
+    else:
+        found["accumulation"] = "none: gradients are freed between steps (--accumulation)"
+    own = output_head(model) is not None
+    loss = "the model's own" if own else "the mean square of the output"
+    found["loss"] = f"{loss}; the outputs are released before the backward, as trainers do"
+    found["checkpointing"] = "the model's own, each layer" if training.checkpointing else "none"
+    if training.gpus > 1:
+        found["gpus"] = (
+            f"{training.gpus}: FSDP2 shards model states block by block; bytes are of one"
+        )
+    return found
+
+
+def _dtypes(model: Any) -> list[str]:
+    """Of the parameters, with what has them where there are several."""
+    frozen, trains = (
+        dict.fromkeys(
+            str(p.dtype).removeprefix("torch.")
+            for p in model.parameters()
+            if p.requires_grad is wanted
+        )
+        for wanted in (False, True)
+    )
+    if not frozen or list(frozen) == list(trains):
+        return list(trains or frozen)
+    return [
+        f"{', '.join(frozen)} (frozen)",
+        *([f"{', '.join(trains)} (trained)"] if trains else []),
+    ]

@@ -1,0 +1,73 @@
+"""Libraries that other libraries import when they find them, and that a look at a config does not need.
+
+Each takes up to a second: bitsandbytes (which PEFT and transformers import), torchvision, scipy and
+scikit-learn (which transformers imports for images, for losses of detectors and for text generation).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+__all__ = ["freeze_imports", "light_imports"]
+
+_QUANTISATION = ("bitsandbytes",)
+_NOT_FOR_TEXT = ("torchvision", "scipy", "sklearn")
+# keys of a config.json, or parts of them, of a model that may ask for them
+_NOT_TEXT = ("image", "vision", "video", "backbone", "timm", "audio", "auto_map", "quantization")
+
+
+@contextlib.contextmanager
+def light_imports(model: str) -> Iterator[None]:
+    """While this is open, what ``model`` (a folder or a hub id) does not need cannot be imported.
+
+    Nothing is done in a process that has imported transformers before: it knows its libraries.
+    """
+    hidden = (*_QUANTISATION, *(_NOT_FOR_TEXT if _reads_text_alone(model) else ()))
+    if {"transformers", "peft"} & sys.modules.keys():
+        hidden = ()
+    hidden = tuple(name for name in hidden if name not in sys.modules)
+    modules: dict[str, Any] = sys.modules
+    modules |= dict.fromkeys(hidden)  # None: there is no such module
+    try:
+        yield
+    finally:
+        for name in hidden:
+            del modules[name]
+
+
+def _reads_text_alone(model: str) -> bool:
+    """As far as a config.json says that lies here; one that must be loaded first may say anything."""
+    path = Path(model).expanduser() / "config.json"
+    if not path.is_file():
+        path = _cached(model) or path
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(config, dict) and not any(word in key for key in config for word in _NOT_TEXT)
+
+
+def _cached(model: str) -> Path | None:
+    import huggingface_hub
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = huggingface_hub.try_to_load_from_cache(model, "config.json")
+    except HFValidationError:
+        return None
+    return Path(found) if isinstance(found, str) else None
+
+
+def freeze_imports() -> None:
+    """What was imported leaves the garbage collector's sight: a million objects, which each search for
+    caches (two in a trace) would walk. For a process that runs one command."""
+    from lowmem_patch.tracing.isolation import find_caches
+
+    find_caches()
+    gc.freeze()

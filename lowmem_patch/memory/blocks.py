@@ -1,0 +1,123 @@
+"""The repeated blocks of a model: which are equal, and what few of them tell of many."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowmem_patch.memory.base_model import base_model
+from lowmem_patch.memory.live_bytes import MOMENTS, Part, PartBytes
+
+__all__ = ["DEPTHS", "extended", "repeated_blocks", "shortened"]
+
+# fewer equal blocks than this are all run
+_MANY_BLOCKS = 6
+DEPTHS = (2, 3, 4)  # what the third block saves is compared with what the fourth saves
+_PLAIN = (bool, int, float, str, type(None), torch.dtype)
+
+
+def repeated_blocks(model: nn.Module) -> str | None:
+    """The path of the list of many equal blocks that holds most parameters; its first may differ."""
+    found: str | None = None
+    most = 0
+    for name, module in model.named_modules():
+        if not isinstance(module, (nn.ModuleList, nn.Sequential)) or len(module) < _MANY_BLOCKS:
+            continue
+        size = sum(parameter.numel() for parameter in module.parameters())
+        if size > most and _are_equal(model, list(module)[1:]):
+            found, most = name, size
+    return found
+
+
+def _are_equal(model: nn.Module, blocks: list[nn.Module]) -> bool:
+    """Whether blocks have equal parts, with equal settings; a setting may count the blocks."""
+    if len({_parts(block) for block in blocks}) > 1:
+        return False
+    settings = [_settings(block) for block in blocks]
+    for number, kind in enumerate(_kinds(model, len(blocks) + 1)):
+        for setting, value in zip(settings, kind[1:], strict=True):
+            setting["kind", number] = value
+    if len({tuple(setting) for setting in settings}) > 1:
+        return False
+    return all(_same_or_counting([setting[key] for setting in settings]) for key in settings[0])
+
+
+def _parts(block: nn.Module) -> object:
+    modules = tuple((name, type(module)) for name, module in block.named_modules())
+    tensors = (*block.named_parameters(), *block.named_buffers())
+    return modules, tuple((n, tuple(t.shape), t.dtype, t.requires_grad) for n, t in tensors)
+
+
+def _settings(block: nn.Module) -> dict[object, Any]:
+    return {
+        (name, key): value
+        for name, module in block.named_modules()
+        for key, value in vars(module).items()
+        if isinstance(value, _PLAIN)
+    }
+
+
+def _kinds(model: nn.Module, count: int) -> list[list[Any]]:
+    """Lists in the config with an entry for each block, such as its kind of attention."""
+    config: Any = getattr(base_model(model), "config", None)
+    if hasattr(config, "get_text_config"):
+        with contextlib.suppress(ValueError):  # it has several
+            config = config.get_text_config()
+    lists = [v for v in getattr(config, "__dict__", {}).values() if isinstance(v, (list, tuple))]
+    return [list(value) for value in lists if len(value) == count]
+
+
+def _same_or_counting(values: list[Any]) -> bool:
+    if all(value == values[0] for value in values):
+        return True
+    whole = all(isinstance(value, int) for value in values)
+    return whole and len({value - number for number, value in enumerate(values)}) == 1
+
+
+@contextlib.contextmanager
+def shortened(model: nn.Module, blocks: str | None, depth: int | None) -> Iterator[None]:
+    """Only the first ``depth`` blocks while the context is open; all when either is None."""
+    if blocks is None or depth is None:
+        yield
+        return
+    module = model.get_submodule(blocks)
+    every = module._modules
+    module._modules = dict(list(every.items())[:depth])
+    try:
+        yield
+    finally:
+        module._modules = every
+
+
+def extended(
+    few: Mapping[Part, PartBytes], more: Mapping[Part, PartBytes], count: int
+) -> dict[Part, PartBytes] | None:
+    """A step of ``count`` blocks, from those of three blocks and of four.
+
+    The bytes of each place grow by an equal amount with each block. So the largest of all blocks is one
+    of the first two, of which the first may be special, or one of the last two. None: the steps have
+    not the same parts.
+    """
+    depth = DEPTHS[1]
+    # places counted from the front, and from behind: the middle one of three blocks is both
+    front = [(place, place, place) for place in range(depth)]
+    behind = [(place, place + 1, place + count - depth) for place in range(depth - 1, depth + 2)]
+    parts = {}
+    for moment in MOMENTS:
+        for place, other, target in (*front, *behind):
+            first, second = few.get((moment, place)), more.get((moment, other))
+            if first is not None and second is not None:
+                parts[moment, target] = _line(first, second, count - depth)
+            elif first is not second:
+                return None
+    return parts
+
+
+def _line(few: PartBytes, more: PartBytes, blocks: int) -> PartBytes:
+    pairs = zip(dataclasses.astuple(few), dataclasses.astuple(more), strict=True)
+    return PartBytes(*(first + blocks * (second - first) for first, second in pairs))

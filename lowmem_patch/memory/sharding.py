@@ -1,0 +1,76 @@
+"""Model states over several GPUs, as FSDP2 shards them when each block is a group, and the rest another."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+
+from torch import Tensor, nn
+
+from lowmem_patch.memory.live_bytes import BACKWARD, FORWARD, MOMENTS, OPTIMIZER, Part, PartBytes
+from lowmem_patch.memory.model_states import ModelStates
+
+__all__ = ["Gathered", "gathered", "shard", "sharded_moments"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Gathered:
+    """Bytes that a GPU holds whole for a while.
+
+    Attributes:
+        rest, block: parameters outside of the blocks, and of the largest block.
+        rest_gradients, block_gradients: theirs.
+    """
+
+    rest: int
+    rest_gradients: int
+    block: int
+    block_gradients: int
+
+    def most(self, moment: str) -> int:
+        """The rest from the first forward to the end of the backward; of the blocks the one that is
+        computed, and the next, which is on its way. Gradients wait whole to be reduced."""
+        held = self.rest if moment in MOMENTS[: MOMENTS.index(BACKWARD) + 1] else 0
+        if moment in (FORWARD, BACKWARD):
+            held += 2 * self.block
+        if moment == BACKWARD:
+            held += self.rest_gradients + 2 * self.block_gradients
+        return held
+
+
+def gathered(model: nn.Module, blocks: str | None) -> Gathered:
+    """``blocks``: the path of the list of repeated blocks; without one the model is one group."""
+    children = [] if blocks is None else list(model.get_submodule(blocks).children())
+    inside = {id(parameter) for block in children for parameter in block.parameters()}
+    rest = [parameter for parameter in model.parameters() if id(parameter) not in inside]
+    sizes = [(_bytes(block.parameters()), _gradients(block.parameters())) for block in children]
+    block, block_gradients = (
+        (max(column) for column in zip(*sizes, strict=True)) if sizes else (0, 0)
+    )
+    return Gathered(_bytes(rest), _gradients(rest), block, block_gradients)
+
+
+def _bytes(parameters: Iterable[Tensor]) -> int:
+    return sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+
+
+def _gradients(parameters: Iterable[Tensor]) -> int:
+    return _bytes(parameter for parameter in parameters if parameter.requires_grad)
+
+
+def shard(states: ModelStates, gpus: int) -> ModelStates:
+    """The share of one GPU; rounded up."""
+    names = ("parameters", "gradients", "optimizer")
+    return dataclasses.replace(states, **{n: -(-getattr(states, n) // gpus) for n in names})
+
+
+def sharded_moments(parts: Mapping[Part, PartBytes], gpus: int, whole: Gathered) -> dict[str, int]:
+    """The largest sum of each moment, gradients sharded, and what is gathered added."""
+    moments: dict[str, int] = {}
+    for (moment, _), part in parts.items():
+        own = part.activations
+        if moment == OPTIMIZER:  # whose temporaries are of the shards
+            own = -(-own // gpus)
+        size = own + -(-part.gradients // gpus) + whole.most(moment)
+        moments[moment] = max(size, moments.get(moment, 0))
+    return {moment: moments[moment] for moment in MOMENTS if moment in moments}

@@ -1,0 +1,96 @@
+"""How long a command line waits before its work begins: what it imports, and the processor's time."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lowmem_patch.cli.light_imports import light_imports
+
+ROOT = Path(__file__).parent.parent
+RUN = """
+import json, runpy, sys
+try:
+    runpy.run_module("lowmem_patch", run_name="__main__")
+except SystemExit as stopped:
+    print(json.dumps({"code": stopped.code or 0, "modules": [*sys.modules]}), file=sys.stderr)
+"""
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096,
+    "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "vocab_size": 128256, "dtype": "bfloat16",
+}  # fmt: skip
+
+
+def started(*arguments: str | Path) -> tuple[int, set[str], float]:
+    """The exit code, all imported modules, and the seconds of the processor."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, *map(str, arguments)], capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    found = json.loads(done.stderr.splitlines()[-1])
+    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return found["code"], set(found["modules"]), seconds
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["--help"], 0),
+        (["--version"], 0),
+        (["inspect", "--help"], 0),
+        (["inspect"], 2),
+        (["bench", "--nope"], 2),
+        (["inspect", "x", "--optimizer", "lion"], 2),
+    ],
+)
+def test_what_needs_no_model_imports_no_torch(arguments: list[str], code: int) -> None:
+    found, modules, seconds = started(*arguments)
+    assert found == code
+    assert not {"torch", "transformers", "timm", "peft", "numpy"} & modules
+    assert seconds <= 0.4
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    return tmp_path
+
+
+@pytest.mark.parametrize("train", ["full", "lora"])
+def test_a_look_at_a_config_imports_what_it_needs(folder: Path, train: str) -> None:
+    code, modules, seconds = started("inspect", folder, "--seq-len", "2048", "--train", train)
+    assert code == 0
+    assert not {"bitsandbytes", "torchvision", "sklearn", "timm", "matplotlib"} & modules
+    # 5 on a machine that does nothing else; the processor's time, too, grows with its other guests
+    assert seconds <= 12
+
+
+def test_what_a_model_of_images_may_need_is_found(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("transformers", "peft", "torchvision", "bitsandbytes"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    with light_imports(str(folder)):
+        assert sys.modules["torchvision"] is sys.modules["bitsandbytes"] is None
+    assert "torchvision" not in sys.modules
+    (folder / "config.json").write_text(json.dumps({**CONFIG, "vision_config": {}}))
+    for model in (str(folder), "timm/vit_tiny_patch16_224", "no/such-model", "no such / name"):
+        with light_imports(model):
+            assert "torchvision" not in sys.modules and sys.modules["bitsandbytes"] is None
+
+
+def test_nothing_is_hidden_from_libraries_that_are_there(folder: Path) -> None:
+    import transformers  # noqa: F401
+
+    before = dict(sys.modules)
+    with light_imports(str(folder)):
+        assert sys.modules == before
