@@ -38,7 +38,12 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("config",),
     ("strategies.protocol",),
     ("strategies.fold_weights", "strategies.swap"),
-    ("strategies.activations", "strategies.fold_loading", "strategies.lora"),
+    (
+        "strategies.activations",
+        "strategies.checkpointing",
+        "strategies.fold_loading",
+        "strategies.lora",
+    ),
     ("strategies.share", "strategies.codes", "strategies.recompute", "strategies.one_copy"),
     ("strategies.dropout_bits", "strategies.speed", "strategies.fold_rules"),
     ("strategies.fold",),
