@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from lowmem_patch.functional import in_compiler, is_exporting, is_sharded, is_transformed
 from lowmem_patch.nn.context import is_fsdp_unit
-from lowmem_patch.nn.deferred import value_of
+from lowmem_patch.nn.deferred import Deferred, value_of
 from lowmem_patch.nn.host_memory import HostMemory
 from lowmem_patch.nn.own import Own, give_forward, is_own
 from lowmem_patch.nn.segments import Call, made_by, remember
@@ -192,10 +192,13 @@ class _Run:
         floating = [tensor for tensor in given if tensor.is_floating_point()]
         trained = (tensor for tensor in floating if tensor.requires_grad)
         self.input: Tensor | None = next(trained, floating[0] if floating else None)
-        self.waits = self._waiting_input()
-        # a deferred tensor would be another one in the second run, whose blocks would save otherwise
+        # a deferred tensor would be a plain one in the second run, in which other readers would read it
         self.tensors = tuple(map(value_of, given))
+        # without their history, by which a deferred tensor would keep its sources alive
+        self.saved = tuple(map(_detached, given))
+        self.trains = [tensor.requires_grad for tensor in given]
         self.place = next((i for i, t in enumerate(given) if t is self.input), -1)
+        self.waits = self._waiting_input()
         self.runs = 0
 
     def _waiting_input(self) -> Any:
@@ -203,27 +206,32 @@ class _Run:
         if self.input is None or self.how.input == "device":
             return None
         if self.how.input == "host":
-            return None if self.how.host is None else self.how.host.keep(value_of(self.input))
+            host = self.how.host
+            return None if host is None else host.keep(self.saved[self.place], self.input)
         return None if _is_gathered(self.block) else made_by(self.input)
 
     def checkpointed(self) -> Any:
-        fake = isinstance(self.input, FakeTensor)
+        fake = any(isinstance(tensor, FakeTensor) for tensor in self.saved)
         contexts: dict[str, Any] = {"context_fn": _around_attention} if self.how.attention else {}
         call = self._call() if self.how.continues and self.input is not None else None
-        tensors = self.tensors
+        saved = self.saved
         packing: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if self.waits is not None:
-            packing = _Packing(tensors[self.place], self.waits)
-        self.tensors, self.input = (), None  # torch's checkpoint saves them
+            packing = _Packing(saved[self.place], self.waits)
+        self.saved, self.input = (), None
         with packing:
             output = checkpoint(
-                self._body, *tensors, use_reentrant=False, preserve_rng_state=not fake, **contexts
+                self._body, *saved, use_reentrant=False, preserve_rng_state=not fake, **contexts
             )
         if call is not None:
             remember(call, output)
         return output
 
     def _body(self, *tensors: Tensor) -> Any:
+        if not self.runs:
+            tensors, self.tensors = self.tensors, ()
+        else:
+            tensors = tuple(map(_with_gradient, tensors, self.trains))
         self.runs += 1
         buffers = self.how.buffers if self.runs > 1 else ()
         # a tensor of a subclass whose backward() runs leaves torch functions off, which deferred tensors need
@@ -235,7 +243,15 @@ class _Run:
 
     def _call(self) -> Call:
         """What gives the output again."""
-        return Call(self._body, self.tensors, self.place, self.waits, halves=self.how.halves)
+        return Call(self._body, self.saved, self.place, self.waits, halves=self.how.halves)
+
+
+def _detached(tensor: Tensor) -> Tensor:
+    return tensor.detached() if isinstance(tensor, Deferred) else tensor.detach()
+
+
+def _with_gradient(tensor: Tensor, trains: bool) -> Tensor:
+    return tensor.detach().requires_grad_(trains)
 
 
 class _Packing(contextlib.AbstractContextManager[None]):

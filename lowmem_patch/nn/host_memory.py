@@ -41,18 +41,19 @@ class HostMemory:
         copies = [reference() for reference in self.kept]
         return sum(copy.size for copy in copies if copy is not None)
 
-    def keep(self, tensor: Tensor) -> HostCopy:
+    def keep(self, tensor: Tensor, source: Tensor | None = None) -> HostCopy:
         """A copy of ``tensor``, whose memory on the device is free once nobody else has it; the copy that
-        there is, if the tensor was given before.
+        there is, if ``source``, whose values these are, was given before.
 
         Raises:
             HostMemoryError: the host has no memory for it.
         """
+        source = tensor if source is None else source
         copies = [reference() for reference in self.kept]
         for known in copies:
-            if known is not None and known.is_of(tensor):
+            if known is not None and known.is_of(source):
                 return known
-        copy = HostCopy(self, tensor)
+        copy = HostCopy(self, tensor, source)
         self.kept = [weakref.ref(known) for known in (*copies, copy) if known is not None]
         return copy
 
@@ -100,12 +101,12 @@ class HostMemory:
 class HostCopy:
     """One tensor in host memory; `value` gives it back on its device."""
 
-    def __init__(self, memory: HostMemory, tensor: Tensor) -> None:
+    def __init__(self, memory: HostMemory, tensor: Tensor, source: Tensor) -> None:
         self.memory, self.device = memory, tensor.device
         self.shape, self.dtype = tensor.shape, tensor.dtype
         self.strides = torch.empty_like(tensor, device="meta").stride()  # without gaps
         self.size = tensor.numel() * tensor.element_size()
-        self.source, self.version = weakref.ref(tensor), tensor._version
+        self.source, self.version = weakref.ref(source), source._version
         self.coming: tuple[Tensor, Any] | None = None
         self.buffer: Tensor | None = None
         self.like: Tensor | None = None

@@ -52,7 +52,6 @@ class Call:
         self.run, self.place, self.waits, self.halves = run, place, waits, halves
         given = tensors[place]
         self.tensors = [tensor.detach() for tensor in tensors]
-        self.trains = [tensor.requires_grad for tensor in tensors]
         self.versions = [tensor._version for tensor in tensors]
         if waits is not None:
             self.tensors[place] = given.new_empty(0)
@@ -89,14 +88,10 @@ class Call:
                 tensors[place] = x
             elif tensors[place]._version != version:
                 raise RuntimeError(_CHANGED)
-        given = [
-            tensor.detach().requires_grad_(trains)
-            for tensor, trains in zip(tensors, self.trains, strict=True)
-        ]
         # as the first run, whose ops were recorded: without gradients they might be others
         nothing: Any = _saved_tensors_hooks(lambda tensor: None, lambda _: None)
         with self.state.restored(), torch.enable_grad(), nothing:
-            return _first_tensor(self.run(*given)).detach()
+            return _first_tensor(self.run(*tensors)).detach()
 
 
 class _State:

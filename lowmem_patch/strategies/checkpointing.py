@@ -90,7 +90,7 @@ def find_blocks(facts: Facts) -> Blocks:
     chains = _chains(facts)
     sites: list[str] = []
     for chain in chains:
-        if not any(site != chain and _inside(chain, site) for site in chains):
+        if not any(other != chain and _inside(other, chain) for other in chains):
             sites += _members(facts, chains, chain)
     chosen = {site for site in sites if _has_gradient(facts.calls[site])}
     calls = [call for call in facts.trace.calls if call.name in chosen]
