@@ -51,6 +51,11 @@ class LiveBytes(TorchDispatchMode):
     def _remove(self, key: int) -> None:
         del self.held[key], self.references[key]
 
+    def count(self, *tensors: Tensor) -> None:
+        """Count these, which were there before."""
+        for tensor in tensors:
+            self._add(tensor)
+
     def ignore(self, *tensors: Tensor) -> None:
         """Count these no more (of model states that were there before)."""
         for tensor in tensors:
