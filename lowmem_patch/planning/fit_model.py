@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from lowmem_patch.errors import FitError, TraceError
 from lowmem_patch.memory.model_states import model_state_bytes
+from lowmem_patch.nn.gammas import would_tell_z
+from lowmem_patch.nn.norms import MSNorm
 from lowmem_patch.planning.budget import Budget, free_host_bytes, make_budget
 from lowmem_patch.planning.costs import RunSeconds, device_of, run_seconds, scaled, timed_forward
 from lowmem_patch.planning.fit import Fitting, NoFit
@@ -59,6 +61,7 @@ def fit_planned(
     timed = _is_on_gpu(model) if timed is None else timed
     if timed and blocks.runs:
         seconds = _timed(model, planned.inputs, blocks, seconds)
+    _assume_looks(model, planned.shadow.model)
     host = free_host_bytes() if host is None else host
     fitting = Fitting(planned.shadow, blocks, seconds, device, states, optimizer, host)
     try:
@@ -68,6 +71,16 @@ def fit_planned(
     plan = dataclasses.replace(planned.plan, patches=(*planned.plan.patches, *fitted.patches))
     report = dataclasses.replace(planned.report, fit=fitted.report)
     return planned._replace(plan=plan, report=report)
+
+
+def _assume_looks(model: nn.Module, shadow: nn.Module) -> None:
+    """Tell the norms of a patched shadow, which has no data, what their gammas and betas are like."""
+    modules = dict(model.named_modules())
+    for name, norm in shadow.named_modules():
+        if isinstance(norm, MSNorm) and not norm.folded and name in modules:
+            own = modules[name]._parameters
+            found = would_tell_z(own.get("weight"), own.get("bias"), norm.settings)
+            norm.looks.assumed = found
 
 
 def _is_on_gpu(model: nn.Module) -> bool:
