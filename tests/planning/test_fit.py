@@ -282,7 +282,7 @@ def test_a_switch_that_is_on_before_counts(library: str) -> None:
     assert found.predicted < 0.8 * free.predicted and set(found.levels) == {"patched"}
     assert all("another library's checkpointing" in block.reason for block in found.blocks)
     again, report = fitted(model, inputs, found.predicted, "exact")
-    # torch's checkpoint keeps states of random numbers (5056 bytes) for each block: tensors in a fake run alone
+    # torch's checkpoint keeps states of random numbers (5056 bytes), which are tensors in a fake run alone
     states = 5056 * (2 * len(report.blocks) + 2)
     assert_predicted(report, again, inputs, more=states)
 
