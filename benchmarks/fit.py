@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from lowmem_patch import patch_model, patch_report, unpatch_model
-from lowmem_patch.errors import FitError
+from lowmem_patch.errors import BudgetError
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-3.1-8b": {
@@ -95,7 +95,7 @@ def row(model: Any, tokens: torch.Tensor, arguments: argparse.Namespace, above: 
     try:
         inputs = {"input_ids": tokens}
         patch_model(model, arguments.preset, example_inputs=inputs, fit=budget, optimizer="sgd")
-    except FitError as error:
+    except BudgetError as error:
         return {**found, "error": str(error)}
     report = patch_report(model).fit
     assert report is not None

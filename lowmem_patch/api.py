@@ -67,7 +67,7 @@ def plan_patch(
         ConfigError: an unknown preset, key or value, a budget that is no size, an unknown optimizer.
         TraceError: the model cannot be run on the inputs.
         PatchError: the model is part of a larger model that is patched.
-        FitError: nothing fits in the budget; the text names the least one, and what would help.
+        BudgetError: nothing fits in the budget; the text names the least one, and what would help.
     """
     asked = None if fit is None else (fit, optimizer)
     return _planned(model, load_config(config), example_inputs, asked)[0]
@@ -105,7 +105,7 @@ def patch_model(
             if the outputs differ by more than rounding.
 
     Raises:
-        ConfigError, TraceError, FitError: as in :func:`plan_patch`; the model is as it was, unpatched.
+        ConfigError, TraceError, BudgetError: as in :func:`plan_patch`; the model is as it was, unpatched.
         PatchError: applying or checking failed; the model is as it was.
         NothingToPatchError: ``strict`` and nothing was patched.
 

@@ -9,17 +9,17 @@ LowmemPatchError
 ├── VariantError            a variant of a benchmark that has no sense for this model or machine
 ├── CheckpointError         a model that cannot be found, read or written
 ├── DoubleBackwardError     a second derivative of an op that has none
-├── FitError                no training step of this model fits in the budget
+├── BudgetError             no training step of this model fits in the budget
 └── HostMemoryError         the host has no memory for what shall wait there
 """
 
 from __future__ import annotations
 
 __all__ = [
+    "BudgetError",
     "CheckpointError",
     "ConfigError",
     "DoubleBackwardError",
-    "FitError",
     "HostMemoryError",
     "LowmemPatchError",
     "NothingToPatchError",
@@ -70,6 +70,6 @@ class HostMemoryError(LowmemPatchError, RuntimeError):
     """The host has no memory for what shall wait there for backward."""
 
 
-class FitError(LowmemPatchError, RuntimeError):
+class BudgetError(LowmemPatchError, RuntimeError):
     """No choice of blocks to run again makes the training step fit in the budget; the text names the least
     budget, and what would help."""

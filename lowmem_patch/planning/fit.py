@@ -11,7 +11,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from lowmem_patch.errors import FitError
+from lowmem_patch.errors import BudgetError
 from lowmem_patch.memory.model_states import ModelStates
 from lowmem_patch.nn.checkpointing import is_checkpointed, is_switched_on, keep_block
 from lowmem_patch.planning.budget import Budget
@@ -154,7 +154,7 @@ class Fitting:
         runs, profiles = self.blocks.runs, self.profiles
         count = len(profiles["patched"].runs)
         if count != len(runs):
-            raise FitError(
+            raise BudgetError(
                 f"the model ran {len(runs)} blocks in its trace and {count} in a training step, which cannot "
                 "be planned: give example_inputs= with which both are the same"
             )

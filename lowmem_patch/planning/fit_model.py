@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
-from lowmem_patch.errors import FitError, TraceError
+from lowmem_patch.errors import BudgetError, TraceError
 from lowmem_patch.memory.model_states import model_state_bytes
 from lowmem_patch.nn.gammas import would_tell_z
 from lowmem_patch.nn.norms import MSNorm
@@ -46,12 +46,12 @@ def fit_planned(
 
     Raises:
         ConfigError: a budget that is no size, or an unknown optimizer.
-        FitError: nothing fits, or the model cannot run on fake tensors.
+        BudgetError: nothing fits, or the model cannot run on fake tensors.
     """
     budget = make_budget(fit, model)
     states = model_state_bytes(model, optimizer)
     if planned.shadow.mode is None:
-        raise FitError(
+        raise BudgetError(
             f"fit={fit!r}: this {type(model).__name__} runs on data alone (its weights have no fake "
             "tensors), so its step cannot be planned: leave fit away, and use the library's own checkpointing"
         )
@@ -67,7 +67,7 @@ def fit_planned(
     try:
         fitted = fitting.fit(budget, planned.report.inputs)
     except NoFit as found:
-        raise FitError(_too_small(fitting, budget, found, planned.report.inputs)) from None
+        raise BudgetError(_too_small(fitting, budget, found, planned.report.inputs)) from None
     plan = dataclasses.replace(planned.plan, patches=(*planned.plan.patches, *fitted.patches))
     report = dataclasses.replace(planned.report, fit=fitted.report)
     return planned._replace(plan=plan, report=report)

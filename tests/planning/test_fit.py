@@ -26,7 +26,7 @@ from transformers import (
 
 from lowmem_patch import patch_model, patch_report, plan_patch, unpatch_model
 from lowmem_patch.config import load_config
-from lowmem_patch.errors import ConfigError, FitError, HostMemoryError
+from lowmem_patch.errors import BudgetError, ConfigError, HostMemoryError
 from lowmem_patch.memory.step import run_step
 from lowmem_patch.nn.checkpointing import is_checkpointed
 from lowmem_patch.nn.host_memory import HostMemory
@@ -183,7 +183,7 @@ def test_predicted_peak_is_measured_and_the_budget_holds(name: str) -> None:
     wanted = step(copy.deepcopy(patched), inputs)
     held, seconds = report.held, 0.0
     budgets = [states + int(share * (whole.predicted - states)) for share in (0.7, 0.5)]
-    with pytest.raises(FitError) as error:
+    with pytest.raises(BudgetError) as error:
         plan_patch(model, config, example_inputs=inputs, fit=states + 1000)
     least = least_of(str(error.value))
     for budget in (*(budget for budget in budgets if budget > least), least):
@@ -327,7 +327,7 @@ def test_too_small_a_budget_names_the_least_and_what_helps() -> None:
     model, inputs = made("llama")
     model = llama_of(num_hidden_layers=4, hidden_size=64, intermediate_size=128).train()
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(FitError) as error:
+    with pytest.raises(BudgetError) as error:
         patch_model(model, "exact", example_inputs=inputs, fit="100KiB")
     text = str(error.value)
     assert "the parameters alone are larger than the budget" in text
@@ -339,7 +339,7 @@ def test_too_small_a_budget_names_the_least_and_what_helps() -> None:
     assert not any(map(is_checkpointed, model.modules()))
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     fitted(model, inputs, least_of(text), "exact")
-    with pytest.raises(FitError):
+    with pytest.raises(BudgetError):
         plan_patch(model, "exact", example_inputs=inputs, fit=int(0.97 * least_of(text)))
 
 
@@ -348,7 +348,7 @@ def test_what_a_rung_says_is_so() -> None:
     model, inputs = made("vit")
     texts = []
     for given in (inputs, {"pixel_values": inputs["pixel_values"][:1]}):
-        with pytest.raises(FitError) as error:
+        with pytest.raises(BudgetError) as error:
             plan_patch(model, "exact", example_inputs=given, fit="1KiB")
         texts.append(str(error.value))
     said = re.search(r"a batch of 1 in the place of 4: ([\d.]+) KiB", texts[0])
@@ -360,7 +360,7 @@ def test_a_model_without_blocks_says_so() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3))
     found = plan_patch(model, "exact", example_inputs=rows(), fit="1GiB").fit
     assert found is not None and found.blocks == () and "no blocks were found" in str(found)
-    with pytest.raises(FitError, match="least budget"):
+    with pytest.raises(BudgetError, match="least budget"):
         plan_patch(model, "exact", example_inputs=rows(), fit="1KiB")
 
 
@@ -373,7 +373,7 @@ def test_no_host_memory_and_little_of_it() -> None:
     model, x = Stack(PlainBlock() for _ in range(24)).train(), rows()
     levels = {}
     for host in (0, 5 * x.numel() * 4, 1 << 30):
-        with pytest.raises(FitError) as error:
+        with pytest.raises(BudgetError) as error:
             fit_planned(model, planned(model, x), 1, "adamw", host=host)
         budget = least_of(str(error.value))
         report = fit_planned(model, planned(model, x), budget, "adamw", host=host).report.fit
