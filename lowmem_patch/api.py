@@ -24,7 +24,8 @@ from lowmem_patch.planning.changes import (
     watch_first_forward,
 )
 from lowmem_patch.planning.check import check_outputs, run_real
-from lowmem_patch.planning.plan import trains_signature
+from lowmem_patch.planning.fit_model import fit_planned
+from lowmem_patch.planning.plan import Plan, trains_signature
 from lowmem_patch.planning.planner import NOT_COUNTED, counted_after, plan_model
 from lowmem_patch.planning.report import RECORD, PatchReport, Record, find_records
 from lowmem_patch.strategies.fold import folded_now
@@ -38,11 +39,17 @@ from lowmem_patch.tracing.trace import trace_forward
 __all__ = ["patch_model", "patch_report", "plan_patch", "unpatch_model"]
 
 ConfigLike = str | Path | Mapping[str, Any] | PatchConfig
+Asked = tuple[str | int, str]  # a budget, and the optimizer
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
 
 def plan_patch(
-    model: nn.Module, config: ConfigLike = "auto", *, example_inputs: Any = None
+    model: nn.Module,
+    config: ConfigLike = "auto",
+    *,
+    example_inputs: Any = None,
+    fit: str | int | None = None,
+    optimizer: str = "adamw",
 ) -> PatchReport:
     """What ``patch_model`` would do. Touches nothing; works on the meta device.
 
@@ -53,15 +60,31 @@ def plan_patch(
             default: made from the model's config. Where the model itself has none (a SentenceTransformer,
             a LightningModule), the one model inside it that has is meant. Byte counts are for these
             inputs, and under the autocast context that is active around this call.
+        fit: the bytes that a training step may take on one device, model states included: text with a unit
+            (``"24GiB"``, ``"24GB"``, ``"24g"``), a number of bytes, or ``"auto"`` (what the GPU has free,
+            less a reserve). Blocks run again in backward, only as far as that needs, in the least time.
+            The example inputs say for which batch and length.
+        optimizer: whose state counts, of ``lowmem_patch.memory.OPTIMIZERS``.
 
     Raises:
-        ConfigError: an unknown preset, key or value.
+        ConfigError: an unknown preset, key or value, a budget that is no size, an unknown optimizer.
         TraceError: the model cannot be run on the inputs.
         PatchError: the model is part of a larger model that is patched.
+        BudgetError: nothing fits in the budget; the text names the least one, and what would help.
     """
     if example_inputs is None:
         model = _with_known_inputs(model)
-    return plan_model(model, load_config(config), example_inputs)[0]
+    asked = None if fit is None else (fit, optimizer)
+    return _planned(model, load_config(config), example_inputs, asked)[0]
+
+
+def _planned(
+    model: nn.Module, config: PatchConfig, example_inputs: Any, asked: Asked | None
+) -> tuple[PatchReport, Plan, ExampleInputs]:
+    planned = plan_model(model, config, example_inputs)
+    if asked is not None:
+        planned = fit_planned(model, planned, *asked)
+    return planned.report, planned.plan, planned.inputs
 
 
 def patch_model(
@@ -69,6 +92,8 @@ def patch_model(
     config: ConfigLike = "auto",
     *,
     example_inputs: Any = None,
+    fit: str | int | None = None,
+    optimizer: str = "adamw",
     strict: bool = False,
     check: bool = False,
 ) -> ModelT:
@@ -79,31 +104,29 @@ def patch_model(
     changed, it re-plans from the original.
 
     Args:
-        model, config, example_inputs: as in :func:`plan_patch`.
+        model, config, example_inputs, fit, optimizer: as in :func:`plan_patch`.
         strict: raise instead of warn when no site is patched.
         check: run the original and the patched model on the example inputs, and put everything back
             if the outputs differ by more than rounding.
 
     Raises:
-        ConfigError, TraceError: as in :func:`plan_patch`; the model was not touched.
+        ConfigError, TraceError, BudgetError: as in :func:`plan_patch`; the model is as it was, unpatched.
         PatchError: applying or checking failed; the model is as it was.
         NothingToPatchError: ``strict`` and nothing was patched.
 
     Example:
         >>> model = patch_model(model, "auto")
         >>> print(patch_report(model))
+        >>> model = patch_model(model, fit="24GiB", example_inputs=batch)
     """
     resolved, outer = load_config(config), model
+    asked = None if fit is None else (fit, optimizer)
     if example_inputs is None:
         model = _with_known_inputs(model)
-    records = find_records(model)
-    if len(records) == 1 and example_inputs is None and not check:
-        holder, record = records[0]
-        same = record.report.config == resolved and record.signature == trains_signature(model)
-        if same and not no_longer_as_patched(holder):
+        if not check and _is_patched_so(model, resolved, asked):
             return outer
     unpatch_model(model)
-    report, plan, inputs = plan_model(model, resolved, example_inputs)
+    report, plan, inputs = _planned(model, resolved, example_inputs, asked)
     if all(patch.for_autocast for patch in plan.patches):
         _nothing(report, strict)
     before = run_real(model, inputs) if check else None
@@ -120,7 +143,7 @@ def patch_model(
         raise PatchError(
             f"the patch was undone, since the patched model failed: {error}"
         ) from error
-    _attach(model, report)
+    _attach(model, report, asked)
     watch_first_forward(model, plan, adapters=resolved.linear_inputs != "keep")
     return outer
 
@@ -138,13 +161,23 @@ def _counted(model: nn.Module, report: PatchReport, inputs: ExampleInputs) -> Pa
     return dataclasses.replace(report, **counted_after(report, after), notes=notes)
 
 
-def _attach(model: nn.Module, report: PatchReport) -> None:
+def _is_patched_so(model: nn.Module, config: PatchConfig, asked: Asked | None) -> bool:
+    """Whether nothing is to do; of a budget counts what was asked, not what a GPU has free now."""
+    records = find_records(model)
+    if len(records) != 1:
+        return False
+    holder, record = records[0]
+    same = record.report.config == config and record.signature == trains_signature(model)
+    return same and record.fit == asked and not no_longer_as_patched(holder)
+
+
+def _attach(model: nn.Module, report: PatchReport, fit: Asked | None) -> None:
     """Leave on the model what reports and undoing ask for, and its own hooks."""
     hook = None
     if any(site.strategy == "fold" for site in report.sites):
         register: Any = model.register_load_state_dict_pre_hook  # has no types
         hook = register(_refuse_unfolded_weights)
-    model.__dict__[RECORD] = Record(report, trains_signature(model), hook)
+    model.__dict__[RECORD] = Record(report, trains_signature(model), hook, fit)
     norms = tuple(m for m in model.modules() if isinstance(m, MSNorm) and not m.folded)
     if norms:
         look_at_gammas(norms)  # for a compiler, under which nobody looks

@@ -9,16 +9,20 @@ LowmemPatchError
 ├── FitError                no step table can be fitted to this function                (also ValueError)
 ├── VariantError            a variant of a benchmark that has no sense for this model or machine
 ├── CheckpointError         a model that cannot be found, read or written
-└── DoubleBackwardError     a second derivative of an op that has none
+├── DoubleBackwardError     a second derivative of an op that has none
+├── BudgetError             no training step of this model fits in the budget
+└── HostMemoryError         the host has no memory for what shall wait there
 """
 
 from __future__ import annotations
 
 __all__ = [
+    "BudgetError",
     "CheckpointError",
     "ConfigError",
     "DoubleBackwardError",
     "FitError",
+    "HostMemoryError",
     "LowmemPatchError",
     "NothingToPatchError",
     "PatchError",
@@ -66,3 +70,12 @@ class CheckpointError(LowmemPatchError, RuntimeError):
 
 class DoubleBackwardError(LowmemPatchError, RuntimeError):
     """A second derivative was asked of an op that keeps too little to give one."""
+
+
+class HostMemoryError(LowmemPatchError, RuntimeError):
+    """The host has no memory for what shall wait there for backward."""
+
+
+class BudgetError(LowmemPatchError, RuntimeError):
+    """No choice of blocks to run again makes the training step fit in the budget; the text names the least
+    budget, and what would help."""

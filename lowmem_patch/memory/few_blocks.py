@@ -50,20 +50,21 @@ def make_plans(model: nn.Module, config: PatchConfig, inputs: ExampleInputs) -> 
         found = _few(model, config, inputs, name)
         if found is not None:
             return found
-    report, plan, _ = plan_model(model, config, inputs)
-    return Plans(report, None, {None: plan})
+    planned = plan_model(model, config, inputs)
+    return Plans(planned.report, None, {None: planned.plan})
 
 
 def _few(model: nn.Module, config: PatchConfig, inputs: ExampleInputs, name: str) -> Plans | None:
     """None where the blocks save different amounts, or a report names what cannot be counted on."""
     least, few, more = DEPTHS
     plans: dict[int | None, Plan] = {}
-    reports = {}
+    reports: dict[int, PatchReport] = {}
     with shortened(model, name, least):
         saved = trace_forward(make_shadow(model, inputs), structure=False).saved
     for depth in (few, more):
         with shortened(model, name, depth):
-            reports[depth], plans[depth], _ = plan_model(model, config, inputs)
+            planned = plan_model(model, config, inputs)
+            reports[depth], plans[depth] = planned.report, planned.plan
     if reports[more].saved_before - reports[few].saved_before != (
         reports[few].saved_before - saved.activations
     ):

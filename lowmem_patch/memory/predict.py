@@ -133,7 +133,7 @@ class _Predictor:
             if self.patched:
                 plan = self.plans.plans.get(depth)
                 if plan is None:
-                    _, plan, _ = plan_model(self.model, self.plans.report.config, inputs)
+                    plan = plan_model(self.model, self.plans.report.config, inputs).plan
                 apply_plan(shadow.model, plan, arithmetic=False)
             if self.training.checkpointing and not switch_checkpointing_on(shadow.model):
                 name = type(base_model(self.model)).__name__

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 
+from lowmem_patch.constants import NormSettings
 from lowmem_patch.functional import in_compiler, is_exporting, is_transformed
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ __all__ = [
     "is_capturing",
     "look_at_gammas",
     "look_before_forward",
+    "would_tell_z",
 ]
 
 # y's rounding error grows by 1 + |beta/gamma| / |z| on the way to z
@@ -83,15 +85,17 @@ class Looks:
         of_forward: the one at whose gamma the running forward began.
         of_last_forward: that of the forward before, parts of which backward may run again.
         recovers_z: what the last one told, for torch.compile, under which nobody looks.
+        assumed: what a look would tell, for a copy without data.
     """
 
-    __slots__ = ("last", "of_forward", "of_last_forward", "recovers_z")
+    __slots__ = ("assumed", "last", "of_forward", "of_last_forward", "recovers_z")
 
     def __init__(self, recovers_z: bool = True) -> None:
         self.last: Look | None = None
         self.of_forward: Look | None = None
         self.of_last_forward: Look | None = None
         self.recovers_z = recovers_z
+        self.assumed: bool | None = None
 
     def __reduce__(self) -> Any:  # the tensors of a copy are others
         return Looks, (self.recovers_z,)
@@ -143,6 +147,25 @@ def _recovers(inverse: float, largest: float, shift: float) -> bool:
     return not (
         inverse * largest > 1.0 / _SMALLEST_RATIO or largest == 0.0 or shift > _LARGEST_SHIFT
     )
+
+
+class _Values:
+    """gamma and beta of a norm that is not patched."""
+
+    def __init__(self, weight: Tensor | None, bias: Tensor | None, settings: NormSettings) -> None:
+        self.weight, self.bias, self.settings = weight, bias, settings
+
+    def own_affine(self) -> tuple[Any, Any]:
+        return self.weight, self.bias
+
+
+def would_tell_z(weight: Tensor | None, bias: Tensor | None, settings: NormSettings) -> bool | None:
+    """Whether the output of a norm with these gamma and beta tells z; None where nobody can look."""
+    if (weight is None and bias is None) or not can_be_looked_at(weight, bias):
+        return None
+    values: Any = _Values(weight, bias, settings)
+    with torch.no_grad():
+        return _recovers(*_extremes([values]).flatten().tolist())
 
 
 def look_at_gammas(norms: Iterable[MSNorm]) -> None:

@@ -213,13 +213,24 @@ class MSNorm(nn.Module):
         """Whether z is to be saved, and not the output."""
         if weight is None and bias is None:
             return False
-        looks, trains = self.looks, self.trains()
-        by_itself = trains and not self.output_saved
+        looks = self.looks
+        by_itself = self.trains() and not self.output_saved
         if in_compiler():
             return by_itself or not looks.recovers_z
-        if not can_be_looked_at(weight, bias) or (by_itself and self.output_moved):
+        if by_itself and self.output_moved:
+            return True
+        if looks.assumed is not None:
+            return not looks.assumed
+        if not can_be_looked_at(weight, bias):
             return by_itself
-        look = looks.now() if trains else looks.last
+        return self._is_told_to_save_z(weight, bias, by_itself)
+
+    def _is_told_to_save_z(
+        self, weight: Tensor | None, bias: Tensor | None, by_itself: bool
+    ) -> bool:
+        """What the values of gamma and beta say."""
+        looks = self.looks
+        look = looks.now() if self.trains() else looks.last
         if look is not None and look.was_of(weight, bias):
             return not look.recovers_z
         if not by_itself:

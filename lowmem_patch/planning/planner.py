@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ from lowmem_patch.tracing.shadow import DataNeededError, Shadow, make_shadow
 from lowmem_patch.tracing.sharded import came_sharded
 from lowmem_patch.tracing.trace import Trace, trace_forward
 
-__all__ = ["NOT_COUNTED", "counted_after", "plan_model"]
+__all__ = ["NOT_COUNTED", "Planned", "counted_after", "plan_model"]
 
 _OF_THE_WHOLE = (
     "the model came sharded: planned, and counted, on the whole model that its config makes, of which a "
@@ -35,10 +35,25 @@ _OF_THE_WHOLE = (
 NOT_COUNTED = "bytes after are counted by patch_model: planning runs no patched forward on data"
 
 
-def plan_model(
-    model: nn.Module, config: PatchConfig, example_inputs: Any
-) -> tuple[PatchReport, Plan, ExampleInputs]:
-    """The report, the plan and the inputs; nothing is touched.
+class Planned(NamedTuple):
+    """What was planned.
+
+    Attributes:
+        report, plan: what will be done.
+        inputs: for which it was planned.
+        facts: of the trace of the unpatched model.
+        shadow: the copy that was traced, patched now; where it has no mode, the model itself, unpatched.
+    """
+
+    report: PatchReport
+    plan: Plan
+    inputs: ExampleInputs
+    facts: Facts
+    shadow: Shadow
+
+
+def plan_model(model: nn.Module, config: PatchConfig, example_inputs: Any) -> Planned:
+    """The report, the plan and what they were made from; nothing is touched.
 
     Raises:
         TraceError: the model cannot be run on the inputs.
@@ -79,7 +94,7 @@ def plan_model(
         report = dataclasses.replace(
             report, **counted_after(report, trace_forward(shadow, structure=False))
         )
-    return report, plan, inputs
+    return Planned(report, plan, inputs, facts, shadow)
 
 
 def _traced(

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from lowmem_patch.config import PatchConfig
+from lowmem_patch.planning.fit_report import FitReport
 from lowmem_patch.strategies.fold_weights import FoldStep
 from lowmem_patch.tracing.saved_bytes import SavedBytes
 
@@ -67,7 +68,8 @@ class PatchReport:
 
     Byte counts are saved activation bytes of one forward on the example inputs, unique storages,
     parameters and buffers excluded; low-precision copies of weights are reported apart. ``floor``
-    holds the bytes that the rule of ``lowmem_patch.planning.floor`` allows, in all and by block.
+    holds the bytes that the rule of ``lowmem_patch.planning.floor`` allows, in all and by block. ``fit``
+    says which blocks run again for a budget; the byte counts are those of blocks as patched.
     """
 
     model: str
@@ -83,6 +85,7 @@ class PatchReport:
     floor: int = 0
     floor_blocks: dict[str, int] = dataclasses.field(default_factory=dict)
     kinds: BytesByKind = dataclasses.field(default_factory=BytesByKind)
+    fit: FitReport | None = None
 
     @property
     def above_floor(self) -> float:
@@ -136,6 +139,8 @@ class PatchReport:
             lines.append(f"saved activation bytes: {self.saved_before:,} before, for {self.inputs}")
         if self.floor and self.saved_after:
             lines.append(f"floor: {self.floor:,} bytes; kept {self.above_floor:.3f} times that")
+        if self.fit is not None:
+            lines.append(str(self.fit))
         lines.extend(self.notes)
         return "\n".join(lines)
 
@@ -172,11 +177,13 @@ class Record:
     Attributes:
         signature: what trained at the patch, from ``trains_signature``.
         hook: the handle of the hook that refuses unfolded weights, where norms were folded.
+        fit: the budget and the optimizer that were asked for.
     """
 
     report: PatchReport
     signature: int
     hook: Any = None
+    fit: tuple[str | int, str] | None = None
 
 
 def find_records(model: nn.Module) -> list[tuple[nn.Module, Record]]:

@@ -1,0 +1,335 @@
+"""A block whose forward saves its input alone, and is run again in backward (activation checkpointing).
+
+`checkpointed` is the forward of such a block: torch's own non-reentrant checkpoint around the forward that
+the block had. Its `Recompute` says what is saved beside the input (`attention`), and where the input waits:
+
+- ``"device"``: where it is;
+- ``"host"``: in host memory (`lowmem_patch.nn.host_memory`);
+- ``"segment"``: nowhere. It is the output of the block before, which is computed again from the input of the
+  segment's first block (`lowmem_patch.nn.segments`).
+
+Whoever checkpoints the block otherwise (transformers' and timm's switches, a user's own call) is noticed when
+the block runs, and then this forward does nothing of its own: a block is never run twice for one backward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from lowmem_patch.functional import in_compiler, is_exporting, is_sharded, is_transformed
+from lowmem_patch.nn.context import is_fsdp_unit
+from lowmem_patch.nn.deferred import Deferred, value_of
+from lowmem_patch.nn.host_memory import HostMemory
+from lowmem_patch.nn.own import Own, give_forward, is_own
+from lowmem_patch.nn.segments import Call, made_by, remember
+from lowmem_patch.tracing.observers import FunctionObserver
+from lowmem_patch.tracing.op_roles import Role, function_name, role_of
+
+__all__ = ["Recompute", "checkpoint_block", "is_checkpointed", "is_switched_on", "keep_block"]
+
+# transformers' and timm's names for a switch that is on
+_SWITCHES = ("gradient_checkpointing", "grad_checkpointing")
+
+
+@dataclasses.dataclass(frozen=True)
+class Recompute:
+    """How a block is run again in backward.
+
+    Attributes:
+        attention: what fused attention gives is saved, and attention is not run again.
+        input: where the block's input waits: ``"device"``, ``"host"`` or ``"segment"``.
+        continues: the next block's input is not saved, and computed from this block's.
+        halves: a segment runs again in halves: its inputs cost O(log n) bytes and O(n log n) time,
+            not n and n.
+        buffers: names of the block's buffers that its forward writes, which a second run must not.
+        host: holds the inputs that wait in host memory.
+    """
+
+    attention: bool = False
+    input: str = "device"
+    continues: bool = False
+    halves: bool = False
+    buffers: tuple[str, ...] = ()
+    host: HostMemory | None = None
+
+
+def checkpoint_block(block: nn.Module, how: Recompute) -> None:
+    """Set `checkpointed` as the forward of a block, around the forward that it has."""
+    given = block.__dict__.get("forward")
+    give_forward(block, checkpointed, how, given if is_own(given) else None)
+
+
+def is_checkpointed(block: nn.Module) -> bool:
+    """Whether the block has that forward."""
+    forward = block.__dict__.get("forward")
+    return isinstance(forward, Own) and forward.func is checkpointed
+
+
+def keep_block(block: nn.Module) -> None:
+    """Take `checkpointed` off again, and leave the forward that the block had."""
+    inner: Own | None = block.__dict__["forward"].args[2]
+    if inner is None:
+        del block.__dict__["forward"]
+    else:
+        give_forward(block, inner.func, *inner.args[1:])
+
+
+def checkpointed(
+    block: nn.Module, how: Recompute, given: Own | None, /, *args: Any, **kwargs: Any
+) -> Any:
+    """The forward of a block that is run again in backward."""
+    forward = partial(type(block).forward, block)
+    if given is not None:  # the block of a replica is another one
+        forward = partial(given.func, block, *given.args[1:])
+    plain = not torch.is_grad_enabled() or is_exporting() or is_transformed()
+    if plain or is_switched_on(block):
+        return forward(*args, **kwargs)
+    if in_compiler():
+        return checkpoint(partial(forward, **kwargs), *args, use_reentrant=False)
+    if _is_run_again():
+        return forward(*args, **kwargs)
+    taken = _without_empty_caches(block, args, kwargs)
+    if taken is None:
+        return forward(*args, **kwargs)  # a second run would write into the cache again
+    return _Run(block, how, forward, *taken).checkpointed()
+
+
+def is_switched_on(block: nn.Module) -> bool:
+    """Whether transformers' or timm's own checkpointing is on in the block."""
+    return any(module.__dict__.get(name) for module in block.modules() for name in _SWITCHES)
+
+
+# torch 2.6 does not tell who packs
+_top_hooks: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+
+
+def _is_run_again() -> bool:
+    """Whether somebody else checkpoints what is running, or runs it again in backward."""
+    if torch._C._current_graph_task_id() != -1:
+        return True
+    hooks = None if _top_hooks is None else _top_hooks(True)
+    name = "" if hooks is None else getattr(hooks[0], "__qualname__", "")
+    return name.startswith(("_checkpoint_hook.", "_recomputation_hook."))
+
+
+def _without_empty_caches(
+    block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """The arguments without caches of keys and values that hold nothing yet, as transformers' own
+    checkpointing gives them; None where one holds something."""
+    library = sys.modules.get("transformers.cache_utils")
+    if library is None or getattr(block, "_can_checkpoint_with_cache", False):
+        return args, kwargs
+    caches = [value for value in (*args, *kwargs.values()) if isinstance(value, library.Cache)]
+    if not caches:
+        return args, kwargs
+    if not all(_is_empty(block, cache) for cache in caches):
+        return None
+
+    def without(value: Any) -> Any:
+        return None if isinstance(value, library.Cache) else value
+
+    named = {name: without(value) for name, value in kwargs.items()}
+    if named.get("use_cache"):
+        named["use_cache"] = False
+    return tuple(map(without, args)), named
+
+
+def _is_empty(block: nn.Module, cache: Any) -> bool:
+    layers = (getattr(module, "layer_idx", None) for module in block.modules())
+    layer = next((number for number in layers if isinstance(number, int)), 0)
+    return not int(cache.get_seq_length(layer))
+
+
+class _Place(int):
+    """Where a tensor stood among the arguments."""
+
+
+def _taken_out(value: Any, tensors: list[Tensor]) -> Any:
+    """``value`` with places for its tensors, which are added to ``tensors``; a list, a dict or another
+    object, into which a block may write, stays itself."""
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return _Place(len(tensors) - 1)
+    if type(value) is tuple:
+        return tuple(_taken_out(item, tensors) for item in value)
+    return value
+
+
+def _put_back(value: Any, tensors: tuple[Tensor, ...]) -> Any:
+    if type(value) is _Place:
+        return tensors[value]
+    if type(value) is tuple:
+        return tuple(_put_back(item, tensors) for item in value)
+    return value
+
+
+class _Run:
+    """One run of a block."""
+
+    def __init__(
+        self,
+        block: nn.Module,
+        how: Recompute,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        self.block, self.how, self.forward = block, how, forward
+        given: list[Tensor] = []
+        self.args = _taken_out(args, given)
+        self.kwargs = {name: _taken_out(value, given) for name, value in kwargs.items()}
+        floating = [tensor for tensor in given if tensor.is_floating_point()]
+        trained = (tensor for tensor in floating if tensor.requires_grad)
+        self.input: Tensor | None = next(trained, floating[0] if floating else None)
+        # a deferred tensor would be a plain one in the second run, in which other readers would read it
+        self.tensors = tuple(map(value_of, given))
+        # without their history, by which a deferred tensor would keep its sources alive
+        self.saved = tuple(map(_detached, given))
+        self.trains = [tensor.requires_grad for tensor in given]
+        self.place = next((i for i, t in enumerate(given) if t is self.input), -1)
+        self.waits = self._waiting_input()
+        self.runs = 0
+
+    def _waiting_input(self) -> Any:
+        """What gives the input again, where it is not saved as it is."""
+        if self.input is None or self.how.input == "device":
+            return None
+        if self.how.input == "host":
+            host = self.how.host
+            return None if host is None else host.keep(self.saved[self.place], self.input)
+        return None if _is_gathered(self.block) else made_by(self.input)
+
+    def checkpointed(self) -> Any:
+        fake = any(isinstance(tensor, FakeTensor) for tensor in self.saved)
+        contexts: dict[str, Any] = {"context_fn": _around_attention} if self.how.attention else {}
+        call = self._call() if self.how.continues and self.input is not None else None
+        saved = self.saved
+        packing: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if self.waits is not None:
+            packing = _Packing(saved[self.place], self.waits)
+        self.saved, self.input = (), None
+        with packing:
+            output = checkpoint(
+                self._body, *saved, use_reentrant=False, preserve_rng_state=not fake, **contexts
+            )
+        if call is not None:
+            remember(call, output)
+        return output
+
+    def _body(self, *tensors: Tensor) -> Any:
+        if not self.runs:
+            tensors, self.tensors = self.tensors, ()
+        else:
+            tensors = tuple(map(_with_gradient, tensors, self.trains))
+        self.runs += 1
+        buffers = self.how.buffers if self.runs > 1 else ()
+        # a tensor of a subclass whose backward() runs leaves torch functions off, which deferred tensors need
+        with _as_they_were(self.block, buffers), torch._C._EnableTorchFunction():
+            return self.forward(*_put_back(self.args, tensors), **self._keywords(tensors))
+
+    def _keywords(self, tensors: tuple[Tensor, ...]) -> dict[str, Any]:
+        return {name: _put_back(value, tensors) for name, value in self.kwargs.items()}
+
+    def _call(self) -> Call:
+        """What gives the output again."""
+        return Call(self._body, self.saved, self.place, self.waits, halves=self.how.halves)
+
+
+def _detached(tensor: Tensor) -> Tensor:
+    return tensor.detached() if isinstance(tensor, Deferred) else tensor.detach()
+
+
+def _with_gradient(tensor: Tensor, trains: bool) -> Tensor:
+    return tensor.detach().requires_grad_(trains)
+
+
+class _Packing(contextlib.AbstractContextManager[None]):
+    """A context in which what waits for a block's input is saved in its place."""
+
+    def __init__(self, given: Tensor, waits: Any) -> None:
+        self.input: Tensor | None = given
+        self.waits = waits
+        self.hooks: Any = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+
+    def __enter__(self) -> None:
+        self.hooks.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self.hooks.__exit__(*error)
+        # autograd holds the hook as long as what it packed
+        self.input = self.waits = self.hooks = None
+
+    def _pack(self, tensor: Tensor) -> Any:
+        return self.waits if _is_same(tensor, self.input) else tensor
+
+
+def _unpack(packed: Any) -> Tensor:
+    tensor: Tensor = packed if isinstance(packed, Tensor) else packed.value()
+    return tensor
+
+
+def _is_gathered(block: nn.Module) -> bool:
+    """Whether the weights are there while this very block runs (FSDP, ZeRO-3), and no other."""
+    marks = ("ds_id", "_fsdp_flattened")
+    return is_fsdp_unit(block) or any(
+        is_sharded(parameter) or any(hasattr(parameter, mark) for mark in marks)
+        for parameter in block.parameters()
+    )
+
+
+def _is_same(one: Tensor, other: Tensor | None) -> bool:
+    return one is other or (
+        other is not None
+        and one.untyped_storage()._cdata == other.untyped_storage()._cdata
+        and (one.shape, one.stride(), one.storage_offset())
+        == (other.shape, other.stride(), other.storage_offset())
+    )
+
+
+@contextlib.contextmanager
+def _as_they_were(block: nn.Module, names: tuple[str, ...]) -> Iterator[None]:
+    """Put back what a second run writes into buffers: the first one has written it."""
+    buffers = [block.get_buffer(name) for name in names]
+    before = [buffer.detach().clone() for buffer in buffers]
+    try:
+        yield
+    finally:
+        for buffer, value in zip(buffers, before, strict=True):
+            buffer.data.copy_(value)  # past autograd, which would take the write for a change
+
+
+class _AroundAttention(FunctionObserver):
+    """Runs fused attention under a mode. Under that mode all ops would run as torch.compile's do, so
+    nothing else does."""
+
+    def __init__(self, mode: Any) -> None:
+        super().__init__()
+        self.mode = mode
+
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not role_of(function_name(func)).has(Role.FUSED_ATTENTION):
+            return func(*args, **kwargs)
+        with self.mode:
+            return func(*args, **kwargs)
+
+
+def _saves_attention(context: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
+    return "attention" in op.name()
+
+
+def _around_attention() -> tuple[Any, Any]:
+    """Contexts of the first and the second run: attention is saved in one, and found in the other."""
+    make: Any = create_selective_checkpoint_contexts  # has no types
+    first, second = make(_saves_attention)
+    return _AroundAttention(first), _AroundAttention(second)

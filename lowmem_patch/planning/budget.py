@@ -1,0 +1,89 @@
+"""A budget of bytes as a user gives it, and what of it is left free."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from lowmem_patch.errors import ConfigError
+from lowmem_patch.memory.model_states import parse_bytes
+from lowmem_patch.planning.fit_report import size_text
+
+__all__ = ["Budget", "free_host_bytes", "make_budget"]
+
+_FRAGMENTS = 0.03  # of what a GPU's allocator gives beside the model states
+_RESERVE, _LEAST_RESERVE = 0.02, 512 * 2**20  # of a GPU, for its context and other processes
+_SHORT = {"k": "KiB", "m": "MiB", "g": "GiB", "t": "TiB"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Budget:
+    """Bytes that a training step may take on one device.
+
+    Attributes:
+        bytes: in all.
+        asked: as it was asked for.
+        fragments: the share of the bytes beside the model states that the allocator may lose.
+    """
+
+    bytes: int
+    asked: str
+    fragments: float = 0.0
+
+    def reserve(self, room: int) -> int:
+        """What of ``room``, the bytes beside the model states, is left for fragmentation."""
+        return int(room * self.fragments)
+
+    def reserve_above(self, peak: int) -> int:
+        """What must be left where ``peak`` bytes are used beside the model states."""
+        return int(peak / (1 - self.fragments)) - peak + 1 if self.fragments else 0
+
+
+def make_budget(fit: str | int, model: nn.Module) -> Budget:
+    """Read ``"24GiB"`` (also ``"24GB"``, ``"24g"``), bytes or ``"auto"``.
+
+    Raises:
+        ConfigError: it is no size, or ``"auto"`` for a model that is on no GPU.
+    """
+    parameter = next(model.parameters(), None)
+    cuda = parameter is not None and parameter.is_cuda
+    fragments = _FRAGMENTS if cuda else 0.0
+    if isinstance(fit, bool) or not isinstance(fit, (str, int)):
+        raise ConfigError(f"fit {fit!r} is no budget: give it as 24GiB, as bytes, or auto")
+    if isinstance(fit, int):
+        if fit < 1:
+            raise ConfigError(f"fit {fit!r} is no budget: it must be a number of bytes above 0")
+        return Budget(fit, size_text(fit), fragments)
+    text = fit.strip()
+    if text.lower() == "auto":
+        if parameter is None or not cuda:
+            place = "nowhere" if parameter is None else parameter.device.type
+            raise ConfigError(
+                f'fit "auto" is what the GPU has free, and the model is on {place}: move it to the GPU '
+                "first, or name a size (24GiB)"
+            )
+        return _free_on_gpu(parameter.device)
+    short = _SHORT.get(text[-1:].lower())
+    return Budget(parse_bytes(text[:-1] + short if short else text), text, fragments)
+
+
+def _free_on_gpu(device: torch.device) -> Budget:
+    """What this process has of the GPU and could have, less a reserve."""
+    free, total = torch.cuda.mem_get_info(device)
+    mine = torch.cuda.memory_reserved(device)
+    size = free + mine - max(int(_RESERVE * total), _LEAST_RESERVE)
+    return Budget(max(size, 1), f"auto ({size_text(max(size, 1))})", _FRAGMENTS)
+
+
+def free_host_bytes() -> int:
+    """Half of the memory that the host has available, as far as it says so: the rest is for loaders and other
+    processes."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:  # no Linux
+        return 0
+    found = (line.split()[1] for line in lines if line.startswith("MemAvailable:"))
+    return int(next(found, 0)) * 1024 // 2

@@ -1,0 +1,218 @@
+"""The time of each run of a block: products and traffic of its ops on a device, or a clock.
+
+The model: an op takes the longer of its floating-point operations at the device's rate and its bytes at the
+bandwidth. On a GPU one forward without gradients is timed, which scales the model's times block by block.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowmem_patch.strategies.checkpointing import Blocks
+from lowmem_patch.strategies.protocol import Facts
+from lowmem_patch.tracing.call_arguments import weight_matmul
+from lowmem_patch.tracing.inputs import ExampleInputs
+from lowmem_patch.tracing.isolation import preserved
+from lowmem_patch.tracing.observers import observed_calls
+from lowmem_patch.tracing.op_roles import MATMULS, REARRANGES, SELECTS, Role
+from lowmem_patch.tracing.trace import Op
+
+__all__ = ["Device", "RunSeconds", "device_of", "run_seconds", "scaled", "timed_forward"]
+
+_VIEWS = (REARRANGES | SELECTS | Role.EXPAND) & ~(Role.CONTIGUOUS | Role.CLONE)
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """What a device does in a second, as far as kernels of usual sizes reach it.
+
+    Attributes:
+        name: as a report prints it.
+        products: floating-point operations in 16 bits; in 32 bits a quarter of it.
+        traffic: bytes of its memory.
+        host: bytes between it and the host, one way.
+        launch: seconds that no op is shorter than.
+    """
+
+    name: str
+    products: float
+    traffic: float
+    host: float
+    launch: float = 5e-6
+
+    def seconds(self, operations: float, moved: float, width: int) -> float:
+        rate = self.products if width <= 2 else self.products / 4
+        return max(operations / rate, moved / self.traffic, self.launch)
+
+
+# 65 % of the data sheets' dense products and 80 % of their bandwidth; PCIe 4 or 5
+_DEVICES = (
+    Device("B200", 1460e12, 6.4e12, 50e9),
+    Device("H200", 640e12, 3.8e12, 50e9),
+    Device("H100", 640e12, 2.7e12, 50e9),
+    Device("A100", 200e12, 1.3e12, 22e9),
+    Device("L40", 118e12, 0.7e12, 22e9),
+    Device("4090", 107e12, 0.8e12, 22e9),
+    Device("3090", 46e12, 0.75e12, 22e9),
+    Device("T4", 42e12, 0.25e12, 11e9),
+)
+_OTHER_GPU = Device("a GPU like the A100", 200e12, 1.3e12, 22e9)
+_CPU = Device("the CPU", 2e11, 2e10, 2e10)
+
+
+def device_of(model: nn.Module) -> Device:
+    """That of the model's weights; a model on the meta device will run on a GPU."""
+    parameter = next(model.parameters(), None)
+    if parameter is None or parameter.device.type == "cpu":
+        return _CPU
+    if not parameter.is_cuda:
+        return _OTHER_GPU
+    name = torch.cuda.get_device_name(parameter.device)
+    return next((device for device in _DEVICES if device.name in name), _OTHER_GPU)
+
+
+@dataclasses.dataclass(frozen=True)
+class RunSeconds:
+    """Seconds of one run of a block: its forward, the fused attention in it, and its backward."""
+
+    forward: float
+    attention: float
+    backward: float
+
+
+def _operations(op: Op) -> float:
+    """Floating-point operations of a forward."""
+    out = op.outputs[0]
+    if op.role.has(Role.FUSED_ATTENTION):
+        q, k = op.args[0], op.args[1]
+        causal = bool(op.kwargs.get("is_causal", False))
+        pairs = float(math.prod(q.shape[:-1])) * (k.shape[-2] if k.dim() > 1 else 1)
+        return float(4 * pairs * q.shape[-1] * (0.5 if causal else 1.0))
+    known = weight_matmul(op.name, op.args, op.kwargs)
+    if known is not None:
+        return float(2 * out.numel() * known.input.shape[-1])
+    if op.role.has(Role.CONVOLUTION):
+        return float(2 * out.numel() * math.prod(op.args[1].shape[1:]))
+    if op.role.has(MATMULS):
+        factors = [argument for argument in op.args if isinstance(argument, Tensor)]
+        return float(2 * out.numel() * (factors[0].shape[-1] if factors else 1))
+    return 0.0
+
+
+def _tensors(op: Op) -> list[Tensor]:
+    given = [value for value in (*op.args, *op.kwargs.values()) if isinstance(value, Tensor)]
+    return [*given, *op.outputs]
+
+
+def _op_seconds(op: Op, device: Device) -> tuple[float, float]:
+    """Of the forward and the backward."""
+    if not op.outputs or op.role.has(_VIEWS):
+        return 0.0, 0.0
+    tensors = _tensors(op)
+    if op.role.has(Role.CAST) and op.outputs[0] is tensors[0]:
+        return 0.0, 0.0
+    moved = float(sum(tensor.numel() * tensor.element_size() for tensor in tensors))
+    operations, width = _operations(op), op.outputs[0].element_size()
+    forward = device.seconds(operations, moved, width)
+    if not op.outputs[0].requires_grad:
+        return forward, 0.0
+    gradients = sum(tensor.requires_grad for tensor in tensors[: -len(op.outputs)])
+    if op.role.has(Role.FUSED_ATTENTION):
+        return forward, 2.5 * forward
+    return forward, forward * max(1, min(gradients, 2))
+
+
+def run_seconds(facts: Facts, blocks: Blocks, device: Device) -> tuple[RunSeconds, ...]:
+    """By the model of the device, in the order of the forward."""
+    sites = {block.site for block in blocks.blocks}
+    calls = sorted((c for c in facts.trace.calls if c.name in sites), key=lambda c: c.first_op)
+    found = []
+    for call in calls:
+        forward = attention = backward = 0.0
+        for op in facts.trace.ops[call.first_op : call.last_op]:
+            ahead, back = _op_seconds(op, device)
+            forward, backward = forward + ahead, backward + back
+            if op.role.has(Role.FUSED_ATTENTION):
+                attention += ahead
+        found.append(RunSeconds(forward, attention, backward))
+    return tuple(found)
+
+
+def timed_forward(
+    model: nn.Module, inputs: ExampleInputs, sites: Sequence[str], repeats: int = 3
+) -> tuple[float, ...]:
+    """Seconds of each run of the blocks in a forward without gradients, by a clock: the least of some.
+
+    Nothing of it stays on the model.
+    """
+    wanted = frozenset(sites)
+    best: list[float] = []
+    parameter = next(model.parameters())
+    for _ in range(repeats + 1):  # the first warms up
+        clock = _Clock(parameter.device)
+        starts: list[int] = []
+        pairs: list[tuple[int, int]] = []
+
+        def enter(
+            name: str, args: Any, kwargs: Any, clock: _Clock = clock, starts: list[int] = starts
+        ) -> None:
+            if name in wanted:
+                starts.append(clock.mark())
+
+        def leave(
+            name: str,
+            module: nn.Module,
+            output: Any,
+            clock: _Clock = clock,
+            starts: list[int] = starts,
+            pairs: list[tuple[int, int]] = pairs,
+        ) -> None:
+            if name in wanted:
+                pairs.append((starts.pop(), clock.mark()))
+
+        with preserved(model), torch.no_grad(), observed_calls(model, enter, leave):
+            model(*inputs.args, **inputs.kwargs)
+        seconds = [clock.between(*pair) for pair in pairs]
+        best = seconds if not best else [min(pair) for pair in zip(best, seconds, strict=True)]
+    return tuple(best)
+
+
+class _Clock:
+    """Marks points of time, on a GPU in its stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.marks = device, list[Any]()
+
+    def mark(self) -> int:
+        if self.device.type == "cuda":
+            make: Any = torch.cuda.Event  # has no types
+            event = make(enable_timing=True)
+            event.record(torch.cuda.current_stream(self.device))
+            self.marks.append(event)
+        else:
+            self.marks.append(time.perf_counter())
+        return len(self.marks) - 1
+
+    def between(self, start: int, end: int) -> float:
+        if self.device.type != "cuda":
+            return float(self.marks[end] - self.marks[start])
+        self.marks[end].synchronize()
+        return float(self.marks[start].elapsed_time(self.marks[end])) / 1e3
+
+
+def scaled(model: Sequence[RunSeconds], measured: Sequence[float]) -> tuple[RunSeconds, ...]:
+    """The model's times with the measured forwards, if there is one for each run."""
+    if len(model) != len(measured):
+        return tuple(model)
+    found = []
+    for one, seconds in zip(model, measured, strict=True):
+        factor = seconds / one.forward if one.forward else 1.0
+        found.append(RunSeconds(seconds, one.attention * factor, one.backward * factor))
+    return tuple(found)

@@ -1,0 +1,366 @@
+"""Fit: the least slow training step within a budget of bytes.
+
+Steps of the patched model run on fake tensors: with all blocks at one level, and by turns, which gives what
+each run of a block holds and needs at each level. `lowmem_patch.planning.solve` chooses from that, and the
+choice is run once more: the peak of that step, and no sum, is what is predicted and held against the budget.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+from lowmem_patch.errors import BudgetError
+from lowmem_patch.memory.model_states import ModelStates
+from lowmem_patch.nn.checkpointing import is_checkpointed, is_switched_on, keep_block
+from lowmem_patch.planning.budget import Budget
+from lowmem_patch.planning.costs import Device, RunSeconds
+from lowmem_patch.planning.fit_report import FitReport, FittedBlock, size_text
+from lowmem_patch.planning.fit_sums import Sums, bytes_of, temporaries_of
+from lowmem_patch.planning.solve import Choice, Solution, Step, least_limit, solve
+from lowmem_patch.planning.timeline import Timeline, run_timeline
+from lowmem_patch.strategies.checkpointing import Blocks, CheckpointedBlock, patches_of
+from lowmem_patch.strategies.protocol import Target
+from lowmem_patch.tracing.inputs import ExampleInputs
+from lowmem_patch.tracing.shadow import Shadow
+
+__all__ = ["Fitted", "Fitting", "NoFit"]
+
+_TRIES = 6  # to hold what the sums did not foresee
+_ALONE = ("patched", "attention", "checkpointed", "host")
+_OVERLAP = 0.02  # of a copy's time is seen though it runs beside the computation
+
+
+@dataclasses.dataclass(frozen=True)
+class Fitted:
+    """What was chosen: the patches, and the report."""
+
+    patches: tuple[CheckpointedBlock, ...]
+    report: FitReport
+
+
+class NoFit(Exception):
+    """No choice fits.
+
+    Attributes:
+        least: the least budget that can be met.
+        peak: of a step at that choice, without the model states.
+        levels: that choice, by site.
+    """
+
+    def __init__(self, least: int, peak: int, levels: dict[str, str]) -> None:
+        super().__init__()
+        self.least, self.peak, self.levels = least, peak, levels
+
+
+class Fitting:
+    """One model, patched on fake tensors, whose blocks are given levels.
+
+    Args:
+        shadow: the patched shadow.
+        blocks: that it has.
+        seconds: of each run.
+        device: that has these times.
+        states: of the model, whose gradients are not counted: the step makes them.
+        optimizer: its name.
+        host: bytes of host memory that may be used.
+    """
+
+    def __init__(
+        self,
+        shadow: Shadow,
+        blocks: Blocks,
+        seconds: Sequence[RunSeconds],
+        device: Device,
+        states: ModelStates,
+        optimizer: str,
+        host: int,
+    ) -> None:
+        self.shadow, self.blocks, self.seconds, self.device = shadow, blocks, seconds, device
+        self.states, self.optimizer, self.host = states, optimizer, host
+        self.sites = [block.site for block in blocks.blocks]
+        self.resident = states.parameters + states.optimizer + states.dequantised
+        self.free = [b for b in blocks.blocks if not b.refusal and not self._is_switched_on(b.site)]
+        self.temporaries = temporaries_of(shadow, optimizer)
+        names = _ALONE if self.free else ("patched",)
+        self.profiles = {level: self.run(self._all(level)) for level in names}
+        self.steps = self._steps()
+
+    def _is_switched_on(self, site: str) -> bool:
+        """Whether another library's checkpointing is on in the block or around it."""
+        modules = dict(self.shadow.model.named_modules())
+        parts = site.split(".")
+        around = [modules[".".join(parts[:length])] for length in range(len(parts))]
+        switches = ("gradient_checkpointing", "grad_checkpointing")
+        return is_switched_on(modules[site]) or any(
+            module.__dict__.get(name) for module in around for name in switches
+        )
+
+    # steps on fake tensors
+
+    def _all(self, level: str) -> dict[str, str]:
+        return {block.site: level for block in self.free}
+
+    def run(
+        self,
+        levels: Mapping[str, str],
+        *,
+        settled: bool = False,
+        inputs: ExampleInputs | None = None,
+    ) -> Timeline:
+        """A step in which the blocks have these levels.
+
+        Args:
+            settled: no input is on its way to the host any more when the forward ends.
+            inputs: in the place of the shadow's.
+        """
+        model = self.shadow.model
+        patches = patches_of(self.blocks, levels)
+        target = Target(model)
+        shadow = self.shadow if inputs is None else dataclasses.replace(self.shadow, inputs=inputs)
+        hosts = [patch.how.host for patch in patches if patch.how.host is not None]
+        settle: Callable[[], None] | None = hosts[0].release if settled and hosts else None
+        try:
+            for patch in patches:
+                patch.apply(target)
+            return run_timeline(shadow, self.sites, settle)
+        finally:
+            for module in model.modules():
+                if is_checkpointed(module):
+                    keep_block(module)
+
+    def _kept(self) -> tuple[list[bool], list[bool]]:
+        """Whether a patched run holds its output, and its input: seen beside runs that hold nothing."""
+        runs = self.blocks.runs
+        as_patched = [run.output_lives for run in self.profiles["patched"].runs]
+        outputs, inputs = list(as_patched), [False, *as_patched[:-1]]
+        for parity in (0, 1):
+            levels = {b.site: "host" for b in self.free if self.sites.index(b.site) % 2 == parity}
+            found = self.run(levels, settled=True).runs
+            for number in range(len(runs) - 1):
+                one, other = (
+                    levels.get(self.sites[runs[number + n].block], "patched") for n in (0, 1)
+                )
+                if (one, other) == ("patched", "host"):
+                    outputs[number] = found[number].output_lives
+                elif (one, other) == ("host", "patched"):
+                    inputs[number + 1] = found[number].output_lives
+        return outputs, inputs
+
+    # the sums
+
+    def _steps(self) -> list[Step]:
+        runs, profiles = self.blocks.runs, self.profiles
+        count = len(profiles["patched"].runs)
+        if count != len(runs):
+            raise BudgetError(
+                f"the model ran {len(runs)} blocks in its trace and {count} in a training step, which cannot "
+                "be planned: give example_inputs= with which both are the same"
+            )
+        least = min(timeline.outside for timeline in profiles.values())
+        sums = {level: Sums(timeline, least) for level, timeline in profiles.items()}
+        outputs, inputs = self._kept() if self.free else ([], [])
+        free = {block.site for block in self.free}
+        steps = []
+        for number, run in enumerate(runs):
+            patched = sums["patched"].choice("patched", number, 0.0)
+            choices = [patched]
+            if self.sites[run.block] in free:
+                patched = dataclasses.replace(
+                    patched, keeps_input=inputs[number], keeps_output=outputs[number]
+                )
+                choices = [patched, *self._recomputed(sums, number)]
+            output = profiles["patched"].runs[number].output
+            # inputs on their way to the host are seen when the choice is run
+            behind = max(one.behind(number) for level, one in sums.items() if level != "host")
+            linked = run.links and self.sites[run.block] in free
+            again = self.seconds[number].forward
+            steps.append(Step(tuple(choices), output, behind, run.block, linked, again))
+        return steps
+
+    def _recomputed(self, sums: Mapping[str, Sums], number: int) -> list[Choice]:
+        seconds = self.seconds[number]
+        plain = sums["checkpointed"].choice("checkpointed", number, seconds.forward)
+        saved = sums["attention"].choice(
+            "attention", number, max(0.0, seconds.forward - seconds.attention)
+        )
+        choices = [plain]
+        if saved.own > plain.own and saved.seconds < plain.seconds:
+            choices.append(saved)
+        size = self._input_bytes(number)
+        if size and self._host_before(number) + size <= self.host:
+            copy = size / self.device.host
+            stall = max(0.0, copy - seconds.forward)
+            stall += max(0.0, copy - seconds.forward - seconds.backward) + _OVERLAP * 2 * copy
+            away = sums["host"].choice("host", number, seconds.forward + stall)
+            choices.append(dataclasses.replace(away, keeps_input=False))
+        return choices
+
+    def _input_bytes(self, number: int) -> int:
+        runs = self.profiles["patched"].runs
+        return runs[number - 1].output if number else runs[0].output
+
+    def _host_before(self, number: int) -> int:
+        """Bytes of the inputs of all runs before this one: those wait for the longest time."""
+        return sum(self._input_bytes(earlier) for earlier in range(number))
+
+    # the choice
+
+    def _site_levels(self, solution: Solution) -> dict[str, str]:
+        found = {}
+        for run, level in zip(self.blocks.runs, solution.levels, strict=True):
+            found[self.sites[run.block]] = level
+        return found
+
+    def _least(self) -> tuple[dict[str, str], Timeline]:
+        """The levels of the least peak, and its step."""
+        enough = max(timeline.peak[0] for timeline in self.profiles.values())
+        limit = least_limit(self.steps, 2 * enough)
+        solution = solve(self.steps, limit)
+        assert solution is not None
+        levels = self._site_levels(solution)
+        return levels, self.run(levels)
+
+    def _moment_of_optimizer(self, timeline: Timeline) -> int:
+        return timeline.end + self.temporaries
+
+    def fit(self, budget: Budget, inputs: str) -> Fitted:
+        """The patches for a budget.
+
+        Raises:
+            NoFit: none fits.
+        """
+        room = budget.bytes - self.resident
+        room -= budget.reserve(max(room, 0))
+        found = self._within(room) if room > 0 else None
+        if found is None:
+            levels, timeline = self._least()
+            peak = max(timeline.peak[0], self._moment_of_optimizer(timeline))
+            if peak > room:
+                least = self.resident + peak
+                raise NoFit(least + budget.reserve_above(peak), peak, levels)
+            found = levels, timeline
+        return self._fitted(*found, budget, inputs)
+
+    def _within(self, room: int) -> tuple[dict[str, str], Timeline] | None:
+        """The best choice whose step was run and takes no more than ``room`` bytes.
+
+        The sums may say a little too much or too little: the limit that they are given moves until their
+        choice fills the room.
+        """
+        patched = self.profiles["patched"]
+        if self._moment_of_optimizer(patched) > room:
+            return None
+        if patched.peak[0] <= room:
+            return {}, patched
+        best: tuple[dict[str, str], Timeline] | None = None
+        seconds, limit = math.inf, room
+        tried: set[tuple[str, ...]] = set()
+        for _ in range(_TRIES):
+            solution = solve(self.steps, limit)
+            if solution is None or solution.levels in tried:
+                break
+            tried.add(solution.levels)
+            levels = self._site_levels(solution)
+            timeline = self.run(levels)
+            if timeline.peak[0] <= room and solution.seconds < seconds:
+                best, seconds = (levels, timeline), solution.seconds
+            limit += room - timeline.peak[0]
+        return best
+
+    def _fitted(
+        self, levels: dict[str, str], timeline: Timeline, budget: Budget, inputs: str
+    ) -> Fitted:
+        blocks = self._rows(levels, timeline)
+        reasons = {block.site: block.reason for block in blocks}
+        peak, part, number = timeline.peak
+        moment = self._name(part, number)
+        if self._moment_of_optimizer(timeline) > peak:
+            peak, moment = self._moment_of_optimizer(timeline), "the optimizer's step"
+        room = max(0, budget.bytes - self.resident)
+        report = FitReport(
+            asked=budget.asked,
+            budget=budget.bytes,
+            reserve=budget.reserve(room),
+            predicted=self.resident + peak,
+            moment=moment,
+            parameters=self.states.parameters,
+            optimizer_state=self.states.optimizer,
+            gradients=self.states.gradients,
+            held=timeline.held,
+            optimizer=self.optimizer,
+            device=self.device.name,
+            extra_seconds=sum(block.seconds for block in blocks),
+            step_seconds=sum(one.forward + one.backward for one in self.seconds),
+            on_host=sum(
+                self._input_bytes(number)
+                for number, run in enumerate(self.blocks.runs)
+                if levels.get(self.sites[run.block]) == "host"
+            ),
+            inputs=inputs,
+            blocks=blocks,
+            notes=tuple(self._notes(levels)),
+        )
+        return Fitted(patches_of(self.blocks, levels, reasons), report)
+
+    def _name(self, part: str, number: int) -> str:
+        if part == "before":
+            return "the forward before the blocks"
+        site = self.sites[self.blocks.runs[number].block]
+        if part == "behind":
+            last = number == len(self.blocks.runs) - 1
+            return "head and loss" if last else f"the forward behind {site}"
+        return f"the {part} of {site}"
+
+    def _rows(self, levels: Mapping[str, str], timeline: Timeline) -> tuple[FittedBlock, ...]:
+        rows = []
+        for number, site in enumerate(self.sites):
+            runs = [i for i, run in enumerate(self.blocks.runs) if run.block == number]
+            level = levels.get(site, "patched")
+            patched = sum(bytes_of(self.profiles["patched"], i) for i in runs)
+            held = sum(bytes_of(timeline, i) for i in runs)
+            seconds = sum(self._seconds(i, level) for i in runs)
+            rows.append(
+                FittedBlock(site, level, self._reason(number, level), patched, held, seconds)
+            )
+        return tuple(rows)
+
+    def _seconds(self, number: int, level: str) -> float:
+        step = self.steps[number]
+        known = {choice.level: choice.seconds for choice in step.choices}
+        if level in known:
+            return known[level]
+        return known["checkpointed"] + self.seconds[number].forward  # of a segment
+
+    def _reason(self, number: int, level: str) -> str:
+        block = self.blocks.blocks[number]
+        if block.refusal:
+            return f"left as patched: {block.refusal}"
+        if block not in self.free:
+            return "left as patched: another library's checkpointing is on, and runs it again"
+        return {
+            "patched": "the budget holds what it saves",
+            "attention": "its input and what attention gives are saved, the rest runs again",
+            "checkpointed": "its input is saved, and it runs again",
+            "host": "its input waits in host memory, and it runs again",
+            "segment": "its input is computed again from its segment's, and it runs again",
+            "halves": "its input is computed again by halves of its segment, and it runs again",
+        }[level]
+
+    def _notes(self, levels: Mapping[str, str]) -> list[str]:
+        notes = []
+        if not self.blocks.blocks:
+            notes.append("no blocks were found that could run again: all stays as patched")
+        if self.states.gradients:
+            notes.append(
+                "gradients are counted from the backward on, as after zero_grad(); where they are "
+                f"accumulated, the forward has up to {size_text(self.states.gradients)} more"
+            )
+        if any(level != "patched" for level in levels.values()):
+            notes.append(
+                "in training, blocks that run again get no empty cache of keys and values (use_cache), as "
+                "with transformers' own checkpointing; torch.compile checkpoints them by its own means, "
+                "without host memory and segments"
+            )
+        return notes

@@ -1,0 +1,106 @@
+"""Plain data: how a training step was made to fit in a budget."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+
+__all__ = ["FitReport", "FittedBlock", "size_text"]
+
+_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
+
+
+def size_text(size: int) -> str:
+    """``25769803776`` -> ``24.00 GiB``."""
+    for name, unit in _UNITS:
+        if size >= unit:
+            return f"{size / unit:.2f} {name}"
+    return f"{size} B"
+
+
+@dataclasses.dataclass(frozen=True)
+class FittedBlock:
+    """One block.
+
+    Attributes:
+        site: its path.
+        level: of ``lowmem_patch.strategies.checkpointing.LEVELS``.
+        reason: why.
+        patched, held: bytes that it holds until backward as patched, and at this level.
+        seconds: that the level takes more in each step.
+    """
+
+    site: str
+    level: str
+    reason: str
+    patched: int
+    held: int
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class FitReport:
+    """The choice for each block, and what it leads to. Bytes of one GPU, seconds of one step.
+
+    Attributes:
+        asked: the budget as it was asked for.
+        budget: bytes of it.
+        reserve: bytes of it that are left for the allocator's fragmentation.
+        predicted: the largest sum of bytes in a step, model states included.
+        moment: when that is.
+        parameters, optimizer_state, gradients: bytes of the model states, gradients at the end of the
+            backward.
+        held: activations that are alive when the forward ends.
+        optimizer: its name.
+        device: whose times they are.
+        extra_seconds: predicted, that the levels cost in a step.
+        step_seconds: predicted, of forward and backward of the blocks as patched.
+        on_host: bytes of host memory.
+        inputs: for which batch and length.
+        blocks: in the order of the forward.
+        notes: sentences.
+    """
+
+    asked: str
+    budget: int
+    reserve: int
+    predicted: int
+    moment: str
+    parameters: int
+    optimizer_state: int
+    gradients: int
+    held: int
+    optimizer: str
+    device: str
+    extra_seconds: float
+    step_seconds: float
+    on_host: int
+    inputs: str
+    blocks: tuple[FittedBlock, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def levels(self) -> dict[str, int]:
+        """How many blocks have each level."""
+        return dict(Counter(block.level for block in self.blocks))
+
+    def __str__(self) -> str:
+        levels = ", ".join(f"{count} {level}" for level, count in self.levels.items())
+        share = 100 * self.extra_seconds / self.step_seconds if self.step_seconds else 0.0
+        lines = [
+            f"fit {self.asked}: predicted peak {size_text(self.predicted)} in {self.moment}, for "
+            f"{self.inputs} and {self.optimizer}; {levels}",
+            f"  parameters {size_text(self.parameters)}, optimizer state {size_text(self.optimizer_state)}, "
+            f"gradients {size_text(self.gradients)}, activations after the forward {size_text(self.held)}"
+            + (f", on the host {size_text(self.on_host)}" if self.on_host else "")
+            + (f", left for fragmentation {size_text(self.reserve)}" if self.reserve else ""),
+            f"  predicted time: {1e3 * self.extra_seconds:.1f} ms more in each step ({share:.0f} % of the "
+            f"blocks' {1e3 * self.step_seconds:.1f} ms, times of {self.device})",
+        ]
+        for block in self.blocks:
+            lines.append(
+                f"  {block.site}: {block.level}, {size_text(block.patched)} -> {size_text(block.held)}, "
+                f"{1e3 * block.seconds:.2f} ms: {block.reason}"
+            )
+        lines += [f"  {note}" for note in self.notes]
+        return "\n".join(lines)

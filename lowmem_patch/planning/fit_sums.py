@@ -1,0 +1,45 @@
+"""What steps on fake tensors say of each run of a block, and of the optimizer's step."""
+
+from __future__ import annotations
+
+from lowmem_patch.planning.solve import Choice
+from lowmem_patch.planning.timeline import Timeline
+from lowmem_patch.tracing.shadow import Shadow
+
+__all__ = ["Sums", "bytes_of", "temporaries_of"]
+
+
+def bytes_of(timeline: Timeline, number: int) -> int:
+    run = timeline.runs[number]
+    return run.own + (run.output if run.output_lives else 0)
+
+
+class Sums:
+    """What one profile says of each run, less what the runs before it hold in that profile."""
+
+    def __init__(self, timeline: Timeline, outside: int) -> None:
+        self.runs = timeline.runs
+        more = timeline.outside - outside  # the first block's input
+        self.own = [run.own + (more if number == 0 else 0) for number, run in enumerate(self.runs)]
+        self.outputs = [run.output if run.output_lives else 0 for run in self.runs]
+
+    def choice(self, level: str, number: int, seconds: float) -> Choice:
+        run, own = self.runs[number], sum(self.own[:number])
+        forward = run.forward - own - sum(self.outputs[: max(0, number - 1)])
+        backward = run.backward - own - sum(self.outputs[:number])
+        return Choice(level, self.own[number], forward, backward, seconds)
+
+    def behind(self, number: int) -> int:
+        own = sum(self.own[: number + 1])
+        return self.runs[number].behind - own - sum(self.outputs[:number])
+
+
+def temporaries_of(shadow: Shadow, optimizer: str) -> int:
+    """Bytes that an optimizer's step allocates for a while: torch's AdamW takes all weights of a GPU at once,
+    and one after the other on a CPU."""
+    trained = [p for p in shadow.model.parameters() if p.requires_grad]
+    sizes = [parameter.numel() * parameter.element_size() for parameter in trained]
+    if not sizes or optimizer not in ("adamw", "adafactor"):
+        return 0
+    on_cpu = trained[0].device.type == "cpu" and not shadow.elsewhere
+    return 2 * max(sizes) if on_cpu else sum(sizes)

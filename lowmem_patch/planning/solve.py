@@ -1,0 +1,278 @@
+"""The levels of blocks that take the least time within a limit of bytes: solved exactly, by dynamic
+programming.
+
+Each run of a block has choices. What a run holds until backward counts in every later part of the forward,
+and in the backward of every later run. So a choice is bound by the bytes that the runs before it hold, and by
+nothing else of them: for each run the pairs (bytes held, seconds) that no other pair beats in both are kept.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+__all__ = ["Choice", "Solution", "Step", "least_limit", "solve"]
+
+_SEGMENTS = ("segment", "halves")
+_LONGEST = 64  # runs of a segment whose inputs are all computed at one time
+# more pairs than this are told apart by this share of the limit only
+_MOST_PAIRS, _GRAINS = 4096, 1 << 14
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """A level of one run.
+
+    Attributes:
+        level: its name.
+        own: bytes that it holds until backward, without the run's input and output.
+        forward, backward: the largest sums in these parts of the step, less what the runs before it hold.
+        seconds: more than as patched.
+        keeps_input, keeps_output: it holds these too.
+    """
+
+    level: str
+    own: int
+    forward: int
+    backward: int
+    seconds: float
+    keeps_input: bool = True
+    keeps_output: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One run of a block.
+
+    Attributes:
+        choices: one for each level that it may have.
+        output: bytes of what it gives to the next.
+        behind: the largest sum behind it, up to the next run, less what it and those before it hold.
+        block: the number of its block; runs of one block have one level.
+        links: it reads the very output of the run before.
+        again: seconds of its forward, for a segment.
+    """
+
+    choices: tuple[Choice, ...]
+    output: int
+    behind: int
+    block: int
+    links: bool = False
+    again: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Solution:
+    """The level of each run, the seconds that they cost, and the bytes that they hold."""
+
+    levels: tuple[str, ...]
+    seconds: float
+    held: int
+
+
+class _Pair(NamedTuple):
+    """What the runs so far hold, without the last one's output, and the seconds that they cost."""
+
+    held: int
+    seconds: float
+    levels: _Path | None
+
+
+class _Path(NamedTuple):
+    """Levels of the last runs, behind those of a pair before."""
+
+    before: _Pair | None
+    last: tuple[str, ...]
+
+
+_Front = dict[bool, list[_Pair]]  # by whether the last run holds its output
+
+
+def _unbeaten(pairs: list[_Pair], limit: int) -> list[_Pair]:
+    """The pairs that no other beats in bytes and seconds."""
+    grain = max(1, limit // _GRAINS) if len(pairs) > _MOST_PAIRS else 1
+    found: list[_Pair] = []
+    for pair in sorted(pairs, key=lambda p: (-(-p.held // grain), p.seconds)):
+        if found and pair.seconds >= found[-1].seconds:
+            continue
+        if found and -(-pair.held // grain) == -(-found[-1].held // grain):
+            continue
+        found.append(pair)
+    return found
+
+
+def _single(
+    front: _Front, steps: Sequence[Step], number: int, choice: Choice, limit: int
+) -> Iterator[_Pair]:
+    """Pairs behind one run that has this level."""
+    step = steps[number]
+    output = steps[number - 1].output if number else 0
+    for kept, pairs in front.items():
+        more = output if kept or choice.keeps_input else 0
+        room = min(
+            limit - choice.forward,
+            limit - choice.backward - more,
+            limit - step.behind - choice.own - more,
+        )
+        for pair in pairs:
+            if pair.held > room:
+                break  # they are sorted
+            yield _Pair(
+                pair.held + more + choice.own, pair.seconds + choice.seconds, _Path(pair, (choice.level,))
+            )  # fmt: skip
+
+
+class _Segment:
+    """A segment that begins at a run and grows by one run at a time.
+
+    Attributes:
+        own, seconds: of its runs.
+        needed: bytes that must be free beside those that were held before it and its input.
+    """
+
+    def __init__(self, steps: Sequence[Step], start: int, first: Choice, kind: str) -> None:
+        self.steps, self.start, self.kind = steps, start, kind
+        self.own, self.seconds = first.own, first.seconds
+        self.levels: tuple[str, ...] = (first.level,)
+        self.waiting = self.largest = 0
+        behind = first.own + steps[start].behind
+        # its own input is among what its forward needs
+        output = steps[start - 1].output if start else 0
+        self.needed = max(first.forward - output, first.backward, behind)
+
+    def grow(self, number: int, choice: Choice) -> None:
+        output = self.steps[number - 1].output
+        self.waiting, self.largest = self.waiting + output, max(self.largest, output)
+        known = self.waiting
+        if self.kind == "halves":
+            known = min(known, self.largest * ((number - self.start).bit_length() + 1))
+        self.needed = max(
+            self.needed,
+            self.own + choice.forward,
+            self.own + choice.own + self.steps[number].behind,
+            self.own + known + choice.backward,
+        )
+        self.own, self.seconds = self.own + choice.own, self.seconds + choice.seconds
+        self.levels = (*self.levels, self.kind)
+
+    def behind(self, front: _Front, last: int, limit: int) -> Iterator[_Pair]:
+        """Pairs behind it, where it ends with the run ``last``."""
+        output = self.steps[self.start - 1].output if self.start else 0
+        seconds = self.seconds + _again(self.steps, self.start, last, self.kind)
+        for pairs in front.values():
+            for pair in pairs:
+                held = pair.held + output
+                if held + self.needed > limit:
+                    break  # they are sorted
+                yield _Pair(held + self.own, pair.seconds + seconds, _Path(pair, self.levels))
+
+
+def _segments(
+    front: _Front, steps: Sequence[Step], start: int, limit: int, kind: str
+) -> Iterator[tuple[int, list[_Pair]]]:
+    """Pairs behind a segment that begins at a run, with the number of the run behind it."""
+    first = _checkpointed(steps[start])
+    if first is None:
+        return
+    segment = _Segment(steps, start, first, kind)
+    longest = len(steps) if kind == "halves" else start + _LONGEST
+    for number in range(start + 1, min(len(steps), longest)):
+        step, choice = steps[number], _checkpointed(steps[number])
+        if choice is None or not step.links or step.block == steps[start].block:
+            return
+        segment.grow(number, choice)
+        found = list(segment.behind(front, number, limit))
+        if found:
+            yield number + 1, found
+
+
+def _checkpointed(step: Step) -> Choice | None:
+    return next((choice for choice in step.choices if choice.level == "checkpointed"), None)
+
+
+def _again(steps: Sequence[Step], start: int, last: int, kind: str) -> float:
+    """Seconds of the runs that give the inputs of a segment again."""
+    once = sum(step.again for step in steps[start:last])
+    if kind == "segment":
+        return once
+    # each half runs again for the one before it
+    return once * max(1.0, (last - start).bit_length() / 2)
+
+
+def _solve(steps: Sequence[Step], limit: int, kinds: Sequence[str]) -> Solution | None:
+    fronts: list[_Front] = [{True: [], False: []} for _ in range(len(steps) + 1)]
+    fronts[0][False] = [_Pair(0, 0.0, None)]
+    for number, step in enumerate(steps):
+        front = {kept: _unbeaten(pairs, limit) for kept, pairs in fronts[number].items()}
+        for choice in step.choices:
+            fronts[number + 1][choice.keeps_output] += _single(front, steps, number, choice, limit)
+        for kind in kinds:
+            for behind, pairs in _segments(front, steps, number, limit, kind):
+                fronts[behind][False] += pairs
+    last = [pair for pairs in fronts[-1].values() for pair in pairs]
+    if not last:
+        return None
+    best = min(last, key=lambda pair: (pair.seconds, pair.held))
+    return Solution(tuple(_levels(best)), best.seconds, best.held)
+
+
+def _levels(pair: _Pair | None) -> list[str]:
+    found: list[tuple[str, ...]] = []
+    while pair is not None and pair.levels is not None:
+        found.append(pair.levels.last)
+        pair = pair.levels.before
+    return [level for part in reversed(found) for level in part]
+
+
+def _tied(steps: Sequence[Step]) -> list[int]:
+    """Blocks that run several times."""
+    counts: dict[int, int] = {}
+    for step in steps:
+        counts[step.block] = counts.get(step.block, 0) + 1
+    return [block for block, count in counts.items() if count > 1]
+
+
+def _fixed(steps: Sequence[Step], levels: Mapping[int, str]) -> list[Step]:
+    return [
+        step
+        if step.block not in levels
+        else dataclasses.replace(
+            step, choices=tuple(c for c in step.choices if c.level == levels[step.block])
+        )
+        for step in steps
+    ]
+
+
+def solve(steps: Sequence[Step], limit: int) -> Solution | None:
+    """The levels that take the least time, where no part of the step exceeds ``limit`` bytes; None where
+    there are none.
+
+    Segments are looked at where single blocks do not fit: they cost a second forward.
+    """
+    tied = _tied(steps)
+    names = list(dict.fromkeys(choice.level for step in steps for choice in step.choices))
+    for kinds in ((), ("segment",), _SEGMENTS):
+        found = []
+        for levels in itertools.product(names, repeat=min(len(tied), 2)):
+            # more than two blocks that run several times share the last level
+            given = {block: levels[min(i, len(levels) - 1)] for i, block in enumerate(tied)}
+            solution = _solve(_fixed(steps, given), limit, kinds)
+            if solution is not None:
+                found.append(solution)
+        if found:
+            return min(found, key=lambda solution: solution.seconds)
+    return None
+
+
+def least_limit(steps: Sequence[Step], enough: int) -> int:
+    """The least limit that can be met, up to 1 in 1000; ``enough`` is one that can."""
+    low, high = 0, enough
+    while high - low > max(1, high // 1000):
+        middle = (low + high) // 2
+        if solve(steps, middle) is None:
+            low = middle
+        else:
+            high = middle
+    return high

@@ -1,0 +1,227 @@
+"""The bytes of one training step on fake tensors, run by run of the blocks.
+
+Each storage is counted from its allocation to its release, and belongs to the run of a block in which it was
+allocated. The sums are taken for each part of the step: a block's forward, what lies behind it up to the next
+(behind the last one, head and loss), and a block's backward, with whatever is computed again in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from lowmem_patch.errors import TraceError
+from lowmem_patch.memory.step import run_step
+from lowmem_patch.nn.deferred import Unstored
+from lowmem_patch.tracing.gpu_dropout import GpuDropouts
+from lowmem_patch.tracing.isolation import in_training_mode, running_fake
+from lowmem_patch.tracing.observers import DispatchObserver, observed_calls
+from lowmem_patch.tracing.saved_bytes import storage_key
+from lowmem_patch.tracing.shadow import Shadow, tensors_in
+
+__all__ = ["RunBytes", "Timeline", "run_timeline"]
+
+_OUTSIDE = -1
+Part = tuple[str, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class RunBytes:
+    """Bytes of one run of a block.
+
+    Attributes:
+        own: allocated in its forward and alive when the forward of the model ends, but for its outputs.
+        output: of its outputs, as far as it made them.
+        output_lives: whether they are alive then.
+        forward, behind, backward: the largest sums of all storages alive in these parts of the step.
+    """
+
+    own: int
+    output: int
+    output_lives: bool
+    forward: int
+    behind: int
+    backward: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Timeline:
+    """Bytes of one step; parameters, buffers and the optimizer's state are not counted, gradients are.
+
+    Attributes:
+        runs: of the blocks, in the order of the forward.
+        before: the largest sum before the first run.
+        outside: alive when the forward ends, and allocated in no run.
+        held: alive when the forward ends.
+        end: alive after the backward: the gradients.
+    """
+
+    runs: tuple[RunBytes, ...]
+    before: int
+    outside: int
+    held: int
+    end: int
+
+    @property
+    def peak(self) -> tuple[int, str, int]:
+        """The largest sum, in which part, of which run."""
+        parts = [(self.before, "before", 0)]
+        for number, run in enumerate(self.runs):
+            parts += [
+                (run.forward, "forward", number),
+                (run.behind, "behind", number),
+                (run.backward, "backward", number),
+            ]
+        return max(parts)
+
+
+class _LiveRuns(DispatchObserver):
+    """Counts storages until they are released; ``ignored`` are the keys of those that are not counted."""
+
+    def __init__(self, ignored: set[int]) -> None:
+        super().__init__()
+        self.ignored = ignored
+        self.live: dict[int, tuple[int, int, Any]] = {}  # bytes, run, reference
+        self.now, self.run = 0, _OUTSIDE
+        self.part: Part = ("before", 0)
+        self.most: dict[Part, int] = {}
+
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        output = func(*args, **kwargs)
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, Tensor):
+                self.add(tensor)
+        return output
+
+    def add(self, tensor: Tensor) -> None:
+        key = storage_key(tensor)
+        if key in self.live or key in self.ignored:
+            return
+        storage = tensor.untyped_storage()
+        size = storage.nbytes()
+
+        def released(_: Any, key: int = key, size: int = size) -> None:
+            del self.live[key]
+            self.now -= size
+
+        self.live[key] = (size, self.run, weakref.ref(storage, released))
+        self.now += size
+        self.most[self.part] = max(self.most.get(self.part, 0), self.now)
+
+    def begin(self, part: Part, run: int = _OUTSIDE) -> None:
+        self.part, self.run = part, run
+        self.most[part] = max(self.most.get(part, 0), self.now)
+
+
+class _Marks:
+    """Follows the runs of the blocks through one step."""
+
+    def __init__(
+        self, live: _LiveRuns, sites: frozenset[str], settle: Callable[[], None] | None
+    ) -> None:
+        self.live, self.sites, self.settle = live, sites, settle
+        self.outputs: list[dict[int, int]] = []  # bytes by key, of what the run made
+        self.alive: dict[int, tuple[int, int, Any]] | None = None  # when the forward ended
+
+    def enter(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if name in self.sites and self.alive is None:
+            number = len(self.outputs)
+            self.outputs.append({})
+            self.live.begin(("forward", number), number)
+
+    def leave(self, name: str, module: nn.Module, output: Any) -> None:
+        if self.alive is not None:
+            return
+        if name == "":
+            if self.settle is not None:
+                self.settle()
+            self.alive = dict(self.live.live)
+        if name not in self.sites:
+            return
+        number = len(self.outputs) - 1
+        tensors = [t for t in tensors_in(output) if not isinstance(t, Unstored)]
+        for key in map(storage_key, tensors):
+            size, run, _ = self.live.live.get(key, (0, _OUTSIDE, None))
+            if run == number:
+                self.outputs[number][key] = size
+        nodes = [t.grad_fn for t in tensors_in(output) if t.grad_fn is not None]
+        if nodes:  # no hook on the tensor, for which a deferred one would be computed
+            nodes[0].register_prehook(lambda _: self.live.begin(("backward", number)))
+        self.live.begin(("behind", number))
+
+    def timeline(self) -> Timeline:
+        alive, most = self.alive or {}, self.live.most
+        runs = []
+        for number, made in enumerate(self.outputs):
+            own = {key: size for key, (size, run, _) in alive.items() if run == number}
+            runs.append(
+                RunBytes(
+                    sum(size for key, size in own.items() if key not in made),
+                    sum(made.values()),
+                    any(key in own for key in made),
+                    *(most.get((part, number), 0) for part in ("forward", "behind", "backward")),
+                )
+            )
+        outside = sum(size for size, run, _ in alive.values() if run == _OUTSIDE)
+        held = sum(size for size, _, _ in alive.values())
+        return Timeline(tuple(runs), most.get(("before", 0), 0), outside, held, self.live.now)
+
+
+@contextlib.contextmanager
+def _without_gradients(model: nn.Module) -> Iterator[None]:
+    """Gradients are none before the step, and are put back after it."""
+    held = [(parameter, parameter.grad) for parameter in model.parameters()]
+    for parameter, _ in held:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in held:
+            parameter.grad = gradient
+
+
+def run_timeline(
+    shadow: Shadow, sites: Sequence[str], settle: Callable[[], None] | None = None
+) -> Timeline:
+    """One step of a shadow in training mode; gradients are made in it, as after ``zero_grad()``.
+
+    Args:
+        sites: paths of the blocks.
+        settle: called when the forward ends, before it is looked what is alive.
+
+    Raises:
+        TraceError: the forward or the backward fails.
+    """
+    model, inputs = shadow.model, shadow.inputs
+    torch.clear_autocast_cache()
+    with contextlib.ExitStack() as contexts:
+        contexts.enter_context(in_training_mode(model))
+        contexts.enter_context(_without_gradients(model))
+        contexts.enter_context(torch.enable_grad())
+        if shadow.mode is not None:
+            contexts.enter_context(running_fake(shadow.mode))
+        if shadow.elsewhere:
+            contexts.enter_context(GpuDropouts())
+        live = _LiveRuns({storage_key(t) for t in (*model.parameters(), *model.buffers())})
+        marks = _Marks(live, frozenset(sites), settle)
+        contexts.enter_context(observed_calls(model, marks.enter, marks.leave))
+        contexts.enter_context(live)
+        for tensor in tensors_in((inputs.args, inputs.kwargs)):
+            live.add(tensor)
+        try:
+            run_step(model, inputs)
+        except Exception as error:  # of a foreign forward
+            raise TraceError(
+                f"a training step of {type(model).__name__} could not be run to plan how it fits: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        timeline = marks.timeline()
+    torch.clear_autocast_cache()
+    return timeline

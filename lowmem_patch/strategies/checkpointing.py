@@ -1,0 +1,231 @@
+"""checkpointing: blocks that save their input alone, and run again in backward.
+
+Which blocks a model has is a fact of its trace: the modules of a list that run one after the other, each on
+what the one before gave. Which of them are run again is decided from a budget (`lowmem_patch.planning.fit`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from lowmem_patch.nn.checkpointing import Recompute, checkpoint_block
+from lowmem_patch.nn.host_memory import HostMemory
+from lowmem_patch.nn.own import has_foreign_forward
+from lowmem_patch.strategies.protocol import Facts, Patch, Target
+from lowmem_patch.tracing.trace import Call
+
+__all__ = [
+    "LEVELS",
+    "Block",
+    "BlockRun",
+    "Blocks",
+    "CheckpointedBlock",
+    "find_blocks",
+    "patches_of",
+]
+
+# what a block saves, from most to least
+LEVELS = ("patched", "attention", "checkpointed", "host", "segment", "halves")
+_LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+# of its saved bytes that a block's own list of blocks has, so that these are the blocks
+_MOST = 0.5
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointedBlock(Patch):
+    """A block that is run again in backward."""
+
+    strategy = "checkpointing"
+
+    how: Recompute
+
+    def apply(self, target: Target) -> None:
+        checkpoint_block(target.model.get_submodule(self.site), self.how)
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """One module that may be run again.
+
+    Attributes:
+        site: its path.
+        buffers: names of those that its forward writes.
+        refusal: why it cannot be run again, or an empty text.
+    """
+
+    site: str
+    buffers: tuple[str, ...] = ()
+    refusal: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockRun:
+    """One call of a block, in the order of the forward.
+
+    Attributes:
+        block: its number.
+        links: it reads the very tensor that the run before gave.
+    """
+
+    block: int
+    links: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """The blocks of a model and their runs."""
+
+    blocks: tuple[Block, ...]
+    runs: tuple[BlockRun, ...]
+
+
+def find_blocks(facts: Facts) -> Blocks:
+    """The repeated blocks of a traced model, through which the gradient runs; of stages that hold blocks,
+    the blocks."""
+    chains = _chains(facts)
+    sites: list[str] = []
+    for chain in chains:
+        if not any(other != chain and _inside(other, chain) for other in chains):
+            sites += _members(facts, chains, chain)
+    chosen = {site for site in sites if _has_gradient(facts.calls[site])}
+    calls = [call for call in facts.trace.calls if call.name in chosen]
+    calls.sort(key=lambda call: call.first_op)
+    order = list(dict.fromkeys(call.name for call in calls))
+    runs = tuple(
+        BlockRun(order.index(call.name), number > 0 and _is_link(calls[number - 1], call))
+        for number, call in enumerate(calls)
+    )
+    return Blocks(tuple(_block(facts, site) for site in order), runs)
+
+
+def _block(facts: Facts, site: str) -> Block:
+    module = facts.modules[site]
+    refusal = "other code gave it a forward of its own" if has_foreign_forward(module) else ""
+    return Block(site, tuple(_written_buffers(module)), refusal)
+
+
+def _written_buffers(module: nn.Module) -> Iterator[str]:
+    """Statistics that a forward in training mode updates."""
+    for name, inner in module.named_modules():
+        if getattr(inner, "running_mean", None) is not None:
+            yield from (f"{name}.{buffer}" if name else buffer for buffer in inner._buffers)
+
+
+def _has_gradient(calls: list[Call]) -> bool:
+    return any(tensor.requires_grad for call in calls for tensor in call.outputs)
+
+
+def _inside(outer: str, inner: str) -> bool:
+    return inner.startswith(f"{outer}.") or outer == ""
+
+
+def _chains(facts: Facts) -> dict[str, list[str]]:
+    """Lists of blocks: their members. Where no list repeats any, the outermost ones count."""
+    lists = {name: _blocks_in(facts, name) for name in facts.modules}
+    repeated = {name: members for name, members in lists.items() if _repeats(facts, members)}
+    known = [name for name, members in lists.items() if members]
+    return repeated or {
+        name: lists[name] for name in known if not any(_inside(n, name) for n in known if n != name)
+    }
+
+
+def _blocks_in(facts: Facts, name: str) -> list[str]:
+    module = facts.modules[name]
+    if not isinstance(module, _LISTS):
+        return []
+    slots = (f"{name}.{slot}" if name else slot for slot in module._modules)
+    return [slot for slot in slots if slot in facts.calls and _is_large(facts.modules[slot])]
+
+
+def _repeats(facts: Facts, members: list[str]) -> bool:
+    """Whether blocks of one class run one after the other, each on what the one before gave (experts run
+    side by side)."""
+    calls = sorted(
+        (call for member in members for call in facts.calls[member]), key=lambda c: c.first_op
+    )
+    classes = [type(facts.modules[call.name]) for call in calls]
+    pairs = itertools.pairwise(calls)
+    return len(set(classes)) < len(classes) and all(_follows(facts, *pair) for pair in pairs)
+
+
+def _is_large(module: nn.Module) -> bool:
+    """Whether it is more than one layer."""
+    return any(True for _ in module.children()) and any(True for _ in module.parameters())
+
+
+def _follows(facts: Facts, first: Call, second: Call) -> bool:
+    """Whether the second call reads what was made from the outputs of the first."""
+    made = {id(tensor) for tensor in first.outputs}
+    wanted = {id(tensor) for tensor in second.inputs}
+    for op in facts.trace.ops[first.last_op : second.first_op]:
+        if any(id(argument) in made for argument in _arguments(op.args)):
+            made.update(id(output) for output in op.outputs)
+    return bool(made & wanted)
+
+
+def _arguments(args: Iterable[Any]) -> Iterator[Any]:
+    for argument in args:
+        if isinstance(argument, (tuple, list)):
+            yield from argument
+        else:
+            yield argument
+
+
+def _is_link(first: Call, second: Call) -> bool:
+    return bool(first.outputs) and any(tensor is first.outputs[0] for tensor in second.inputs)
+
+
+def _members(facts: Facts, chains: Mapping[str, list[str]], chain: str) -> Iterator[str]:
+    """The members of a list, or the blocks that a member is mostly made of."""
+    for member in chains[chain]:
+        inner = [name for name in chains if name == member or _inside(member, name)]
+        outermost = [n for n in inner if not any(o != n and _inside(o, n) for o in inner)]
+        found = [site for name in outermost for site in _members(facts, chains, name)]
+        if found and sum(_bytes(facts, s) for s in found) >= _MOST * _bytes(facts, member):
+            yield from found
+        else:
+            yield member
+
+
+def _bytes(facts: Facts, site: str) -> int:
+    saved = facts.trace.saved.by_module
+    return sum(size for name, size in saved.items() if name == site or _inside(site, name))
+
+
+def patches_of(
+    blocks: Blocks, levels: Mapping[str, str], reasons: Mapping[str, str] | None = None
+) -> tuple[CheckpointedBlock, ...]:
+    """The patches that give each block its level.
+
+    Args:
+        levels: by site, of ``LEVELS``; blocks that are not named stay as patched. A run of blocks of
+            the level ``"segment"`` or ``"halves"`` continues the segment that the nearest block before it
+            begins, which is ``"checkpointed"`` or ``"host"``.
+        reasons: by site, what a report says.
+    """
+    host = HostMemory()
+    first_runs = {run.block: number for number, run in reversed(list(enumerate(blocks.runs)))}
+    found = []
+    for number, block in enumerate(blocks.blocks):
+        level = levels.get(block.site, "patched")
+        if level == "patched":
+            continue
+        behind = first_runs[number] + 1
+        after = blocks.blocks[blocks.runs[behind].block].site if behind < len(blocks.runs) else ""
+        next_level = levels.get(after, "patched")
+        waits = {"segment": "segment", "halves": "segment", "host": "host"}.get(level, "device")
+        how = Recompute(
+            attention=level == "attention",
+            input=waits,
+            continues=next_level in ("segment", "halves"),
+            halves="halves" in (level, next_level),
+            buffers=block.buffers,
+            host=host if level == "host" else None,
+        )
+        found.append(CheckpointedBlock(block.site, how, reason=(reasons or {}).get(block.site, "")))
+    return tuple(found)

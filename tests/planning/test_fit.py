@@ -1,0 +1,121 @@
+"""A budget of bytes: what is chosen holds it, is predicted as it is measured, and computes the same."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+
+from lowmem_patch import patch_model, patch_report, plan_patch, unpatch_model
+from lowmem_patch.errors import BudgetError
+from lowmem_patch.nn.checkpointing import is_checkpointed
+from tests.support.fitted import MODELS, assert_predicted, fitted, least_of, made
+from tests.support.stacks import rows, stack
+from tests.support.step import step, warned
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning"),
+    pytest.mark.timeout(600),
+]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_predicted_peak_is_measured_and_the_budget_holds(name: str) -> None:
+    model, inputs = made(name)
+    config = "auto" if "lora" in name else "exact"
+    whole = plan_patch(model, config, example_inputs=inputs, fit="1TiB").fit
+    assert whole is not None and set(whole.levels) == {"patched"}
+    states = whole.parameters + whole.optimizer_state
+    patched, report = fitted(model, inputs, states + (whole.predicted - states), config)
+    assert report.predicted == whole.predicted and report.extra_seconds == 0
+    assert_predicted(report, patched, inputs)
+    wanted = step(copy.deepcopy(patched), inputs)
+    held, seconds = report.held, 0.0
+    budgets = [states + int(share * (whole.predicted - states)) for share in (0.7, 0.5)]
+    with pytest.raises(BudgetError) as error:
+        plan_patch(model, config, example_inputs=inputs, fit=states + 1000)
+    least = least_of(str(error.value))
+    for budget in (*(budget for budget in budgets if budget > least), least):
+        again, report = fitted(model, inputs, budget, config)
+        assert report.held <= held and report.extra_seconds > 0.95 * seconds
+        held, seconds = report.held, report.extra_seconds
+        assert_predicted(report, again, inputs)
+        found = step(again, inputs)
+        assert all(map(torch.equal, found.outputs, wanted.outputs))
+        assert found.gradients.keys() == wanted.gradients.keys()
+        assert all(torch.equal(g, wanted.gradients[n]) for n, g in found.gradients.items())
+
+
+def small_fit(budget: str | int | None = None, **settings: Any) -> Any:
+    model, x = stack(), rows()
+    whole = plan_patch(model, "exact", example_inputs=x, fit="1GiB").fit
+    assert whole is not None
+    states = whole.parameters + whole.optimizer_state
+    budget = int(states + 0.75 * (whole.predicted - states)) if budget is None else budget
+    return model, x, budget
+
+
+# life
+
+
+def test_patch_fit_unpatch_and_fit_again() -> None:
+    model, x, budget = small_fit()
+    keys = list(model.state_dict())
+    plain = copy.deepcopy(model)
+    with warned():
+        patch_model(model, "exact", example_inputs=x)
+        wanted = step(copy.deepcopy(model), x)
+        patch_model(model, "exact", example_inputs=x, fit=budget)
+    first = patch_report(model)
+    assert first.fit is not None and any(map(is_checkpointed, model.modules()))
+    text = str(first)
+    assert f"predicted peak {first.fit.predicted / 1024:.2f} KiB" in text
+    for block in first.fit.blocks:
+        assert f"{block.site}: {block.level}" in text
+    assert "3x8x16" in text and "adamw" in text
+    with warned():
+        assert patch_model(model, "exact", fit=budget) is model
+    assert patch_report(model) is first  # nothing was planned again
+    stored = io.BytesIO()
+    model.between = None
+    torch.save(model, stored)
+    stored.seek(0)
+    read = torch.load(stored, weights_only=False)
+    read.between = model.between = lambda tensor: tensor
+    for twin in (read, copy.deepcopy(model)):
+        assert patch_report(twin).fit == first.fit and list(twin.state_dict()) == keys
+        found = step(twin, x)
+        assert all(torch.equal(g, wanted.gradients[n]) for n, g in found.gradients.items())
+    with warned():
+        patch_model(model, "exact", example_inputs=x, fit="1GiB")
+    second = patch_report(model).fit
+    assert second is not None and set(second.levels) == {"patched"}
+    assert not any(map(is_checkpointed, model.modules()))
+    with warned():
+        patch_model(model, "exact", example_inputs=x, fit=budget)
+        patch_model(model, "exact", example_inputs=x)
+    assert patch_report(model).fit is None and not any(map(is_checkpointed, model.modules()))
+    unpatch_model(model)
+    assert list(model.state_dict()) == keys
+    before, after = step(plain, x), step(model, x)
+    assert all(torch.equal(g, after.gradients[n]) for n, g in before.gradients.items())
+
+
+def test_plan_touches_nothing_and_works_on_the_meta_device() -> None:
+    model, x, budget = small_fit()
+    plan_patch(model, "exact", example_inputs=x, fit=budget)
+    assert not any(map(is_checkpointed, model.modules()))
+    found = plan_patch(model.to("meta"), "exact", example_inputs=x, fit=10 * budget).fit
+    assert found is not None and "A100" in found.device
+
+
+def test_forwards_that_are_taken_away_are_told() -> None:
+    model, x, budget = small_fit()
+    with warned():
+        patch_model(model, "exact", example_inputs=x, fit=budget)
+    block = next(module for module in model.modules() if is_checkpointed(module))
+    del block.__dict__["forward"]
+    assert any("forward" in note for note in patch_report(model).notes)

@@ -1,0 +1,201 @@
+"""fit: switches, sizes, errors, host memory and costs."""
+
+from __future__ import annotations
+
+import copy
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lowmem_patch import patch_model, plan_patch
+from lowmem_patch.config import load_config
+from lowmem_patch.errors import BudgetError, ConfigError, HostMemoryError
+from lowmem_patch.nn.checkpointing import is_checkpointed
+from lowmem_patch.nn.host_memory import HostMemory
+from lowmem_patch.planning.budget import Budget, free_host_bytes, make_budget
+from lowmem_patch.planning.costs import RunSeconds, device_of, run_seconds, scaled, timed_forward
+from lowmem_patch.planning.fit_model import fit_planned
+from lowmem_patch.planning.planner import Planned, plan_model
+from lowmem_patch.strategies.protocol import Facts
+from lowmem_patch.tracing.inputs import as_example_inputs
+from lowmem_patch.tracing.shadow import make_shadow
+from lowmem_patch.tracing.trace import trace_forward
+from tests.support.fitted import (
+    GIB,
+    assert_predicted,
+    fitted,
+    least_of,
+    made,
+    tokens,
+)
+from tests.support.models import llama_of
+from tests.support.stacks import WIDTH, PlainBlock, Stack, blocks_of, rows, stack
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning"),
+    pytest.mark.timeout(600),
+]
+
+
+@pytest.mark.parametrize("library", ["transformers", "timm"])
+def test_a_switch_that_is_on_before_counts(library: str) -> None:
+    model, inputs = made("llama" if library == "transformers" else "swin")
+    free = plan_patch(model, "exact", example_inputs=inputs, fit="1TiB").fit
+    if library == "transformers":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    else:
+        model.set_grad_checkpointing()
+    found = plan_patch(model, "exact", example_inputs=inputs, fit="1TiB").fit
+    assert free is not None and found is not None
+    assert found.predicted < 0.8 * free.predicted and set(found.levels) == {"patched"}
+    assert all("another library's checkpointing" in block.reason for block in found.blocks)
+    again, report = fitted(model, inputs, found.predicted, "exact")
+    # torch's checkpoint keeps states of random numbers (5056 bytes), which are tensors in a fake run alone
+    states = 5056 * (2 * len(report.blocks) + 2)
+    assert_predicted(report, again, inputs, more=states)
+
+
+# budgets
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("24GiB", 24 * GIB), ("24g", 24 * GIB), ("24G", 24 * GIB), ("24GB", 24 * 10**9), ("900m", 900 * 2**20),
+     (" 1.5 GiB ", 3 * GIB // 2), (12345, 12345)],
+)  # fmt: skip
+def test_sizes(text: str | int, size: int) -> None:
+    budget = make_budget(text, nn.Linear(2, 2))
+    assert budget.bytes == size and budget.reserve(1000) == 0
+
+
+@pytest.mark.parametrize("text", ["", "24", "24 apples", "GiB", "-3GiB", 0, -5, 2.5, True, "nan g"])
+def test_what_is_no_size(text: Any) -> None:
+    with pytest.raises(ConfigError, match=r"fit|size"):
+        plan_patch(stack(), "exact", example_inputs=rows(), fit=text)
+
+
+def test_auto_asks_a_gpu() -> None:
+    with pytest.raises(ConfigError, match="the model is on cpu"):
+        plan_patch(stack(), "exact", example_inputs=rows(), fit="auto")
+
+
+def test_reserve_is_told_apart() -> None:
+    budget = Budget(1000, "1000", 0.03)
+    assert budget.reserve(1000) == 30
+    above = budget.reserve_above(970)
+    assert 970 + above - budget.reserve(970 + above) >= 970
+
+
+def test_an_optimizer_that_is_none() -> None:
+    with pytest.raises(ConfigError, match="optimizer"):
+        plan_patch(stack(), "exact", example_inputs=rows(), fit="1GiB", optimizer="magic")
+
+
+def test_too_small_a_budget_names_the_least_and_what_helps() -> None:
+    model, inputs = made("llama")
+    model = llama_of(num_hidden_layers=4, hidden_size=64, intermediate_size=128).train()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(BudgetError) as error:
+        patch_model(model, "exact", example_inputs=inputs, fit="100KiB")
+    text = str(error.value)
+    assert "the parameters alone are larger than the budget" in text
+    assert "4x48" in text and "adamw" in text
+    rungs = dict(re.findall(r"^  (.*): ([\d.]+ [KM]iB)", text, flags=re.MULTILINE))
+    assert {"24 tokens in the place of 48", "a batch of 1 in the place of 4"} <= rungs.keys()
+    assert any("8-bit" in name for name in rungs) and any("QLoRA" in name for name in rungs)
+    assert any("FSDP over 2 GPUs" in name for name in rungs)
+    assert not any(map(is_checkpointed, model.modules()))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    fitted(model, inputs, least_of(text), "exact")
+    with pytest.raises(BudgetError):
+        plan_patch(model, "exact", example_inputs=inputs, fit=int(0.97 * least_of(text)))
+
+
+def test_what_a_rung_says_is_so() -> None:
+    """The least budget for one row is what the error for four rows says of it, or less."""
+    model, inputs = made("vit")
+    texts = []
+    for given in (inputs, {"pixel_values": inputs["pixel_values"][:1]}):
+        with pytest.raises(BudgetError) as error:
+            plan_patch(model, "exact", example_inputs=given, fit="1KiB")
+        texts.append(str(error.value))
+    said = re.search(r"a batch of 1 in the place of 4: ([\d.]+) KiB", texts[0])
+    assert said is not None
+    assert 0.7 * float(said[1]) < least_of(texts[1]) / 1024 <= 1.01 * float(said[1])
+
+
+def test_a_model_without_blocks_says_so() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3))
+    found = plan_patch(model, "exact", example_inputs=rows(), fit="1GiB").fit
+    assert found is not None and found.blocks == () and "no blocks were found" in str(found)
+    with pytest.raises(BudgetError, match="least budget"):
+        plan_patch(model, "exact", example_inputs=rows(), fit="1KiB")
+
+
+def planned(model: Any, inputs: Any) -> Planned:
+    return plan_model(model, load_config("exact"), inputs)
+
+
+def test_no_host_memory_and_little_of_it() -> None:
+    torch.manual_seed(0)
+    model, x = Stack(PlainBlock() for _ in range(24)).train(), rows()
+    levels = {}
+    for host in (0, 5 * x.numel() * 4, 1 << 30):
+        with pytest.raises(BudgetError) as error:
+            fit_planned(model, planned(model, x), 1, "adamw", host=host)
+        budget = least_of(str(error.value))
+        report = fit_planned(model, planned(model, x), budget, "adamw", host=host).report.fit
+        assert report is not None and report.on_host <= host
+        levels[host] = report.levels
+    none, little, much = levels.values()
+    assert "host" not in none and none.keys() & {"segment", "halves"}
+    assert 0 < little["host"] <= 5 < much["host"]
+    assert free_host_bytes() > 0
+
+
+def test_a_host_without_memory_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_left(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("cannot allocate")
+
+    memory, x = HostMemory(), rows()
+    monkeypatch.setattr(torch, "empty", none_left)
+    with pytest.raises(HostMemoryError, match="fit="):
+        memory.buffer(x.numel(), pinned=False)
+
+
+# times
+
+
+def test_the_cost_model_counts_products() -> None:
+    model, x = llama_of(num_hidden_layers=3).train(), {"input_ids": tokens()}
+    blocks = blocks_of(model, x)
+    shadow = make_shadow(model, as_example_inputs(x))
+    facts = Facts(model, shadow.model, trace_forward(shadow), {})
+    device = device_of(model)
+    slow = run_seconds(facts, blocks, device)
+    assert len(slow) == 3 and slow[0] == slow[1]
+    assert 0 < slow[0].attention < slow[0].forward < slow[0].backward < 3 * slow[0].forward
+    for block in model.model.layers:
+        block.requires_grad_(False)  # the gradient of the input alone
+    shadow = make_shadow(model, as_example_inputs(x))
+    frozen = run_seconds(Facts(model, shadow.model, trace_forward(shadow), {}), blocks, device)
+    assert frozen[1].backward < slow[1].backward
+
+
+def test_blocks_are_timed_and_nothing_of_it_stays() -> None:
+    model, x = stack(), rows()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state = torch.get_rng_state()
+    sites = [block.site for block in blocks_of(model, x).blocks]
+    seconds = timed_forward(model, as_example_inputs(x), sites)
+    assert len(seconds) == len(sites) and all(0 < one < 1 for one in seconds)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), state) and model.training
+    found = scaled([RunSeconds(1.0, 0.25, 2.0)], [0.5])
+    assert found == (RunSeconds(0.5, 0.125, 1.0),)
+    assert scaled([RunSeconds(1.0, 0.25, 2.0)], [0.5, 0.5]) == (RunSeconds(1.0, 0.25, 2.0),)
+    timed = fit_planned(model, planned(model, x), "1GiB", "adamw", timed=True).report.fit
+    assert timed is not None and timed.step_seconds > 0

@@ -1,0 +1,242 @@
+"""checkpointing: caches, copies, shared layers, switches, and other ways to run a model."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AlbertConfig, AlbertModel
+from transformers.cache_utils import DynamicCache
+
+from lowmem_patch import unpatch_model
+from lowmem_patch.nn.checkpointing import is_checkpointed, keep_block
+from lowmem_patch.nn.own import Own
+from tests.support.checkpointed import (
+    LEVELS,
+    MODELS,
+    assert_same_bits,
+    one_step,
+    swin_with_paths,
+    t5_with_dropout,
+)
+from tests.support.models import FAMILIES, llama_of
+from tests.support.stacks import (
+    WIDTH,
+    AttentionBlock,
+    PlainBlock,
+    Stack,
+    all_of,
+    blocks_of,
+    give_levels,
+    patched,
+    rows,
+    stack,
+)
+from tests.support.step import step, warned
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
+
+
+def test_nothing_is_run_again_without_gradients() -> None:
+    model, x = stack(), rows()
+    blocks = blocks_of(model, x)
+    fitted = give_levels(patched(model, x), blocks, all_of(blocks, "host"))
+    with torch.no_grad(), warned():
+        fitted(x)
+    assert fitted.blocks[0].forward.args[1].host.kept == []
+
+
+@pytest.mark.parametrize("level", ["checkpointed", "segment"])
+def test_caches(level: str) -> None:
+    torch.manual_seed(0)
+    model, inputs = llama_of().train(), FAMILIES["llama"].inputs()
+    blocks = blocks_of(model, inputs)
+    model = patched(model, inputs)
+    fitted = give_levels(model, blocks, all_of(blocks, level))
+    cached = {**inputs, "use_cache": True}
+    assert_same_bits(one_step(fitted, cached), one_step(model, cached))
+    with torch.no_grad():
+        wanted = model.eval().generate(**inputs, max_new_tokens=4, do_sample=False)
+        assert torch.equal(
+            fitted.eval().generate(**inputs, max_new_tokens=4, do_sample=False), wanted
+        )
+    # one that holds something is written once
+    outputs = []
+    for each in (model, fitted):
+        cache = DynamicCache()
+        with torch.no_grad():
+            each(inputs["input_ids"], past_key_values=cache)
+        each.zero_grad()
+        each(inputs["input_ids"], past_key_values=cache).logits.sum().backward()
+        assert cache.get_seq_length() == 2 * inputs["input_ids"].shape[1]
+        outputs.append([parameter.grad for parameter in each.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*outputs, strict=True))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_layer_that_is_called_several_times(level: str) -> None:
+    torch.manual_seed(0)
+    config = AlbertConfig(
+        vocab_size=64, hidden_size=32, embedding_size=16, intermediate_size=48, num_hidden_layers=4,
+        num_attention_heads=4, hidden_dropout_prob=0.1,
+    )  # fmt: skip
+    model, inputs = AlbertModel(config, add_pooling_layer=False).train(), FAMILIES["bert"].inputs()
+    blocks = blocks_of(model, inputs)
+    assert len(blocks.blocks) == 1 and [run.block for run in blocks.runs] == [0] * 4
+    model = patched(model, inputs)
+    levels = {blocks.blocks[0].site: level}
+    assert_same_bits(one_step(give_levels(model, blocks, levels), inputs), one_step(model, inputs))
+
+
+@pytest.mark.parametrize(
+    "between", [lambda x: x * 1.5, lambda x: x.mul_(1.5), lambda x: x[:, :]], ids=["new", "in place", "view"]
+)  # fmt: skip
+def test_what_lies_between_the_blocks_of_a_segment_is_computed(between: Any) -> None:
+    model, x = stack(between=between), rows()
+    blocks = blocks_of(model, x)
+    model = patched(model, x)
+    fitted = give_levels(model, blocks, all_of(blocks, "segment"))
+    assert_same_bits(one_step(fitted, x), one_step(model, x))
+
+
+def test_outputs_of_blocks_that_are_returned() -> None:
+    torch.manual_seed(0)
+    model, inputs = llama_of(num_hidden_layers=4).train(), FAMILIES["llama"].inputs()
+    blocks = blocks_of(model, inputs)
+    model = patched(model, inputs)
+    inputs = {**inputs, "output_hidden_states": True}
+    fitted = give_levels(model, blocks, all_of(blocks, "segment"))
+    assert_same_bits(one_step(fitted, inputs), one_step(model, inputs))
+
+
+@pytest.mark.parametrize("level", ["checkpointed", "host", "segment", "halves"])
+def test_backward_twice(level: str) -> None:
+    model, x = stack(), rows()
+    blocks = blocks_of(model, x)
+    fitted = give_levels(patched(model, x), blocks, all_of(blocks, level))
+    with warned():
+        loss = fitted(x).square().sum()
+    parameters = list(fitted.parameters())
+    first = torch.autograd.grad(loss, parameters, retain_graph=True)
+    assert all(map(torch.equal, first, torch.autograd.grad(loss, parameters)))
+
+
+def test_an_input_that_is_written_before_backward_is_an_error() -> None:
+    model, x = stack(), rows()
+    blocks = blocks_of(model, x)
+    fitted = give_levels(patched(model, x), blocks, all_of(blocks, "segment"))
+    x = x.clone()
+    with warned():
+        loss = fitted(x).square().sum()
+    x.zero_()
+    with pytest.raises(RuntimeError, match=r"written in place|modified by an inplace"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_autocast_is_that_of_the_forward(level: str) -> None:
+    model, x = stack(), rows()
+    blocks = blocks_of(model, x)
+    model = patched(model, x)
+    fitted = give_levels(model, blocks, all_of(blocks, level))
+    found = []
+    for each in (model, fitted):
+        torch.manual_seed(3)
+        with warned(), torch.autocast("cpu", torch.bfloat16):
+            loss = each(x).float().square().sum()
+        loss.backward()
+        found.append([parameter.grad for parameter in each.parameters()])
+    assert all(map(torch.equal, *found))
+
+
+# life
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_copies_pickles_and_undoing(level: str) -> None:
+    model, x = stack(), rows()
+    blocks = blocks_of(model, x)
+    keys = list(model.state_dict())
+    model = patched(model, x)
+    wanted = one_step(model, x)
+    fitted = give_levels(model, blocks, all_of(blocks, level))
+    assert list(fitted.state_dict()) == keys
+    stored = io.BytesIO()
+    del fitted.between, model.between
+    fitted.between = None
+    torch.save(fitted.blocks, stored)
+    stored.seek(0)
+    read = torch.load(stored, weights_only=False)
+    twin = copy.deepcopy(fitted)
+    twin.blocks = read
+    twin.between = fitted.between = lambda tensor: tensor
+    assert all(is_checkpointed(block) and block.forward.args[0] is block for block in twin.blocks)
+    assert_same_bits(one_step(twin, x), wanted)
+    unpatch_model(fitted)
+    assert not any(
+        isinstance(value, Own) for module in fitted.modules() for value in vars(module).values()
+    )
+    keep_block(twin.blocks[0])
+    assert not is_checkpointed(twin.blocks[0])
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("level", LEVELS)
+def test_compiled(level: str) -> None:
+    torch.manual_seed(0)
+    model, x = Stack(PlainBlock() for _ in range(3)).train(), rows()
+    blocks = blocks_of(model, x)
+    model = patched(model, x)
+    fitted = give_levels(model, blocks, all_of(blocks, level))
+    wanted = one_step(model, x)
+    torch._dynamo.reset()
+    found = one_step(torch.compile(fitted, backend="aot_eager", fullgraph=True), x)
+    for name, gradient in wanted.gradients.items():
+        torch.testing.assert_close(found.gradients[name], gradient)
+
+
+# which blocks there are
+
+
+def test_blocks_of_stages_and_experts() -> None:
+    swin = swin_with_paths()
+    blocks = blocks_of(swin, MODELS["swin-drop-path"][1]())
+    assert [b.site for b in blocks.blocks] == [
+        f"layers.{s}.blocks.{b}" for s in (0, 1) for b in (0, 1)
+    ]
+    assert [run.links for run in blocks.runs] == [False, True, False, True]
+    t5 = blocks_of(t5_with_dropout(), FAMILIES["t5"].inputs())
+    names = [f"{part}.block.{i}" for part in ("encoder", "decoder") for i in range(3)]
+    assert [block.site for block in t5.blocks] == names
+
+    class Experts(PlainBlock):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH)) for _ in range(3))
+
+        def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+            return x + sum(expert(x).relu() for expert in self.experts)
+
+    blocks = blocks_of(Stack(Experts() for _ in range(2)), rows())
+    assert [block.site for block in blocks.blocks] == ["blocks.0", "blocks.1"]
+
+
+def test_blocks_that_do_not_train_and_foreign_forwards() -> None:
+    model, x = Stack(PlainBlock() for _ in range(4)), rows()
+    for block in list(model.blocks)[:2]:
+        block.requires_grad_(False)
+    model.blocks[3].forward = lambda x, scale: x + scale  # somebody else's
+    found = blocks_of(model, x).blocks
+    assert [block.site for block in found] == ["blocks.2", "blocks.3"]
+    assert [bool(block.refusal) for block in found] == [False, True]
+
+
+def test_attention_block_draws() -> None:
+    """The dropout of the stack is no ornament: other numbers give other gradients."""
+    model, x = Stack([AttentionBlock(), AttentionBlock()]).train(), rows()
+    one, other = step(model, x, seed=1), step(model, x, seed=2)
+    assert not torch.equal(one.output, other.output)
