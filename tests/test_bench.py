@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 from typer.testing import CliRunner, Result
 
-from lowmem_patch import saved_bytes
+from lowmem_patch import patch_model, saved_bytes
 from lowmem_patch.bench import SHAPES, VARIANTS, Comparison, Row, compare, compiled, unpatched
 from lowmem_patch.cli import app
+from lowmem_patch.config import load_config
 from lowmem_patch.errors import VariantError
 from lowmem_patch.plot import Point, pareto, plot_tradeoff
 from lowmem_patch.tracing.inputs import ExampleInputs
@@ -129,10 +130,16 @@ def test_rows_of_a_real_model() -> None:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, inside its compiler
 def test_what_a_compiled_model_holds_is_seen() -> None:
+    # a compiled head computes its logits whole
+    config = {**load_config("auto").to_dict(), "head": "keep"}
+
+    def patched(model: Any, inputs: Any) -> Any:
+        return patch_model(model, config, example_inputs=inputs)
+
     variants = {
-        "auto": VARIANTS["auto"],
+        "auto": patched,
         "compile": compiled(unpatched, backend="aot_eager_decomp_partition"),
-        "auto+compile": compiled(VARIANTS["auto"], backend="aot_eager_decomp_partition"),
+        "auto+compile": compiled(patched, backend="aot_eager_decomp_partition"),
     }
     auto, plain, both = compare(llama(), tokens(), variants, rounds=2, steps=1).rows
     torch.compiler.reset()

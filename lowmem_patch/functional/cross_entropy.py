@@ -14,7 +14,7 @@ logsumexp(y), and the backward computes the logits again: four products.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,32 +27,18 @@ from lowmem_patch.functional.head import (
     WEIGHTS,
     Head,
     HeadGradients,
-    chunk_rows,
+    chunk_memory,
     flat,
     in_compute_dtype,
     logits_in_chunks,
     statistics_dtype,
 )
+from lowmem_patch.functional.labels import Labels, divisor_of, labelled_rows
 
 __all__ = ["Head", "Labels", "linear_cross_entropy", "linear_losses"]
 
 # Probabilities below float16's range would be lost; what is multiplied with them is divided out again.
 _HALF_FACTOR = 256.0
-
-
-class Labels(NamedTuple):
-    """What the logits are compared with.
-
-    Attributes:
-        target: ``[N]`` int64; None for logsumexp(y) in the place of a loss.
-        class_weight: ``[V]``.
-        ignore_index, smoothing: as of `torch.nn.functional.cross_entropy`.
-    """
-
-    target: Tensor | None
-    class_weight: Tensor | None = None
-    ignore_index: int = -100
-    smoothing: float = 0.0
 
 
 _SETTINGS = "int ignore_index, float smoothing, float scale, float cap"
@@ -83,51 +69,29 @@ _scale = _library.Operator(
 )
 
 
-def _labelled_rows(labels: Labels) -> Tensor | None:
-    """The rows whose label is not ignored, where the others are worth leaving out; waits for the device."""
-    target = labels.target
-    if target is None or isinstance(target, FakeTensor):
-        return None
-    labelled = (target != labels.ignore_index).nonzero().squeeze(1)
-    return labelled if len(labelled) < _WORTH * len(target) else None
-
-
-_WORTH = 0.9  # share of the rows
-
-
-def _divisor(labels: Labels, dtype: torch.dtype) -> Tensor:
-    """What a mean divides by: the labels that are not ignored, or their class weights."""
-    assert labels.target is not None
-    counts = labels.target != labels.ignore_index
-    if labels.class_weight is None:
-        return counts.sum(dtype=dtype)
-    weights = labels.class_weight.to(dtype)[torch.where(counts, labels.target, 0)]
-    return (weights * counts).sum()
-
-
 def _sum_forward(*arguments: Any) -> tuple[Tensor | None, ...]:
     """loss, the gradients of the five tensors, the labelled rows where x and low have gradients for them
-    alone, and the factor that float16 gradients lack."""
+    alone, the factor that float16 gradients lack, and the memory of a chunk, for who counts bytes."""
     given, labels, (mean, selects, needs, implementation) = _unpacked(arguments)
     dtype = statistics_dtype(given.compute_dtype)
     with _library.without_autocast(given.x.device.type):
-        labelled = _labelled_rows(labels) if selects else None
+        labelled = labelled_rows(labels) if selects else None
         head, target = in_compute_dtype(given, labelled), arguments[8]
-        divisor = _divisor(labels, dtype) if mean else target.new_ones((), dtype=dtype)
+        divisor = divisor_of(labels, dtype) if mean else target.new_ones((), dtype=dtype)
         if labelled is not None:
             target = target.index_select(0, labelled)
         half = given.compute_dtype == torch.float16
         factor = torch.full_like(divisor, _HALF_FACTOR) if half else divisor.reciprocal()
-        size = chunk_rows(head)
-        gradients = HeadGradients(head, needs, size)
+        memory = chunk_memory(head)
+        gradients = HeadGradients(head, needs, memory.shape[0])
         loss = torch.zeros_like(divisor)
         settings = (*labels[2:], head.scale, head.cap, any(needs), implementation)
-        for chunk, logits in logits_in_chunks(head, size):
+        for chunk, logits in logits_in_chunks(head, memory):
             losses, _ = _forward(logits, target[chunk], labels.class_weight, factor, *settings)
             loss += losses.sum()
             gradients.add(chunk, logits)
         lacking = (divisor * _HALF_FACTOR).reciprocal().nan_to_num(posinf=0.0) if half else None
-        return (loss / divisor, *gradients.take(given), labelled, lacking)
+        return (loss / divisor, *gradients.take(given), labelled, lacking, memory)
 
 
 def _unpacked(arguments: tuple[Any, ...]) -> tuple[Head, Labels, tuple[Any, ...]]:
@@ -139,7 +103,7 @@ def _sum_fake(*arguments: Any) -> tuple[Tensor | None, ...]:
     head, _, (_, _, needs, _) = _unpacked(arguments)
     loss = head.x.new_empty((), dtype=statistics_dtype(head.compute_dtype))
     lacking = torch.empty_like(loss) if head.compute_dtype == torch.float16 else None
-    return (loss, *_gradients_fake(head, needs, flatten=True), None, lacking)
+    return (loss, *_gradients_fake(head, needs, flatten=True), None, lacking, chunk_memory(head))
 
 
 def _gradients_fake(
@@ -166,10 +130,16 @@ _LABELS = "Tensor? target, Tensor? class_weight, int ignore_index, float smoothi
 _sum = _library.Operator(
     f"linear_cross_entropy({_HEAD}, {_LABELS}, "
     "bool mean, bool selects, bool[] needs, str implementation) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _sum_forward,
     _sum_fake,
 )
+
+
+def _is_graph_made() -> bool:
+    """Whether a compiler writes down what runs, and so must see every tensor that backward takes."""
+    proxies: Any = torch._C._TorchDispatchModeKey.PROXY
+    return in_compiler() or torch._C._get_dispatch_mode(proxies) is not None
 
 
 class _SumOfLosses(torch.autograd.Function):
@@ -177,19 +147,22 @@ class _SumOfLosses(torch.autograd.Function):
     def forward(ctx: Any, *arguments: Any) -> Any:
         output = _sum_forward(*arguments)
         _SumOfLosses.save(ctx, arguments, output)
+        ctx.in_place = True
         return output[0]
 
     @staticmethod
     def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+        # the results of an operator are its caller's; who counts bytes counts what happens without him
+        ctx.in_place = bool(torch._C._len_torch_dispatch_stack())
         gradients = list(output[1:6])
-        ctx.early = None
-        if not in_compiler():
+        ctx.early, ctx.in_graph = None, _is_graph_made()
+        if not ctx.in_graph:
             # the first backward takes the gradients of weights, and scales them in place: they are as large
             # as the weights; a second one (retain_graph) makes them again
             ctx.early = [gradients[place] for place in WEIGHTS]
             for place in WEIGHTS:
                 gradients[place] = None
-        ctx.save_for_backward(*inputs[:5], *inputs[8:10], *gradients, *output[6:])
+        ctx.save_for_backward(*inputs[:5], *inputs[8:10], *gradients, *output[6:8])
         ctx.scaling, ctx.rest = inputs[5:8], inputs[10:]
 
     @staticmethod
@@ -206,22 +179,33 @@ class _SumOfLosses(torch.autograd.Function):
             labelled = None
         if lacking is not None and lacking.numel():
             d_loss = d_loss * lacking
-        if not in_compiler():
-            early, ctx.early = ctx.early, None
-            if early is None:
-                again = _sum_forward(*tensors, *ctx.scaling, *labels, *ctx.rest)[1:6]
-                early = [again[place] for place in WEIGHTS]
-            for place, gradient in zip(WEIGHTS, early, strict=True):
-                if gradient is not None:
-                    _scale(gradient, d_loss, implementation)
-                found[place] = gradient
+        if ctx.in_graph:
+            weights = [found[place] * d_loss for place in WEIGHTS]
         else:
-            for place in WEIGHTS:
-                found[place] = found[place] * d_loss
+            arguments = (*tensors, *ctx.scaling, *labels, *ctx.rest)
+            weights = _early_gradients(ctx, arguments, d_loss, implementation)
+        for place, gradient in zip(WEIGHTS, weights, strict=True):
+            found[place] = gradient
         for place in _ROWS:
             found[place] = _of_all_rows(found[place], d_loss, labelled, tensors[place])
         wanted = (g if need else None for g, need in zip(found, needs, strict=True))
         return (*wanted, *(None,) * 11)
+
+
+def _early_gradients(
+    ctx: Any, arguments: tuple[Any, ...], d_loss: Tensor, implementation: str
+) -> list[Tensor | None]:
+    """Those of the weights, made by the forward or, for a second backward, made again."""
+    early, ctx.early = ctx.early, None
+    if early is None:
+        again = _sum_forward(*arguments)[1:6]
+        early = [again[place] for place in WEIGHTS]
+    if not ctx.in_place:
+        return [None if gradient is None else gradient * d_loss for gradient in early]
+    for gradient in early:
+        if gradient is not None:
+            _scale(gradient, d_loss, implementation)
+    return list(early)
 
 
 _ROWS = (0, 3)  # places among a head's tensors
@@ -243,8 +227,8 @@ def _of_all_rows(
 _call_sum = _sum.differentiable(_SumOfLosses)
 
 
-def _rows_forward(*arguments: Any) -> tuple[Tensor, Tensor]:
-    """The loss and logsumexp(y) of each row."""
+def _rows_forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """The loss and logsumexp(y) of each row, and the memory of a chunk."""
     given, labels, (implementation,) = _unpacked(arguments)
     dtype = statistics_dtype(given.compute_dtype)
     with _library.without_autocast(given.x.device.type):
@@ -252,12 +236,20 @@ def _rows_forward(*arguments: Any) -> tuple[Tensor, Tensor]:
         rows = head.x.shape[0]
         found = [head.x.new_empty(rows, dtype=dtype) for _ in range(2)]
         settings = (*labels[2:], head.scale, head.cap, False, implementation)
-        for chunk, logits in logits_in_chunks(head, chunk_rows(head)):
+        memory = chunk_memory(head)
+        for chunk, logits in logits_in_chunks(head, memory):
             target = None if labels.target is None else labels.target[chunk]
             parts = _forward(logits, target, labels.class_weight, None, *settings)
             for whole, part in zip(found, parts, strict=True):
                 whole[chunk] = part
-        return found[0], found[1]
+        return found[0], found[1], memory
+
+
+def _rows_fake(*arguments: Any) -> tuple[Tensor, ...]:
+    head = Head(*arguments[:8])
+    rows = flat(head.x).shape[0]
+    found = (head.x.new_empty(rows, dtype=statistics_dtype(head.compute_dtype)) for _ in range(2))
+    return (*found, chunk_memory(head))
 
 
 def _rows_backward(
@@ -266,10 +258,10 @@ def _rows_backward(
     given, labels, (implementation,) = _unpacked(arguments)
     with _library.without_autocast(given.x.device.type):
         head = in_compute_dtype(given)
-        size = chunk_rows(head)
-        gradients = HeadGradients(head, needs, size)
+        memory = chunk_memory(head)
+        gradients = HeadGradients(head, needs, memory.shape[0])
         settings = (*labels[2:], head.scale, head.cap, implementation)
-        for chunk, logits in logits_in_chunks(head, size):
+        for chunk, logits in logits_in_chunks(head, memory):
             target = None if labels.target is None else labels.target[chunk]
             given_rows = (logsumexp[chunk], d_losses[chunk], target, labels.class_weight)
             _backward(logits, *given_rows, *settings)
@@ -279,32 +271,35 @@ def _rows_backward(
             tensor, gradient = given.tensors[place], found[place]
             if tensor is not None and gradient is not None:
                 found[place] = gradient.view(tensor.shape)
-        return tuple(found)
+        return (*found, memory)
+
+
+def _rows_backward_fake(
+    d_losses: Tensor, logsumexp: Tensor, needs: tuple[bool, ...], *arguments: Any
+) -> tuple[Tensor | None, ...]:
+    head = Head(*arguments[:8])
+    return (*_gradients_fake(head, needs, flatten=False), chunk_memory(head))
 
 
 _rows = _library.Operator(
-    f"linear_cross_entropy_rows({_HEAD}, {_LABELS}, str implementation) -> (Tensor, Tensor)",
+    f"linear_cross_entropy_rows({_HEAD}, {_LABELS}, str implementation) -> (Tensor, Tensor, Tensor)",
     _rows_forward,
-    lambda x, *rest: tuple(
-        x.new_empty(x.numel() // x.shape[-1], dtype=statistics_dtype(rest[6])) for _ in range(2)
-    ),
+    _rows_fake,
 )
 _rows_gradient = _library.Operator(
     f"linear_cross_entropy_rows_backward(Tensor d_losses, Tensor logsumexp, bool[] needs, {_HEAD}, "
-    f"{_LABELS}, str implementation) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"{_LABELS}, str implementation) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _rows_backward,
-    lambda d_losses, logsumexp, needs, *rest: _gradients_fake(
-        Head(*rest[:8]), needs, flatten=False
-    ),
+    _rows_backward_fake,
 )
 
 
 class _Losses(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Any:
-        losses, logsumexp = _rows_forward(*arguments)
-        _Losses.save(ctx, arguments, (losses, logsumexp))
-        return losses
+        output = _rows_forward(*arguments)
+        _Losses.save(ctx, arguments, output)
+        return output[0]
 
     @staticmethod
     def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
@@ -321,7 +316,7 @@ class _Losses(torch.autograd.Function):
         )
         arguments = (*saved[:5], *ctx.scaling, *saved[5:], *ctx.rest)
         found = _rows_gradient(d_losses, logsumexp, ctx.needs, *arguments)
-        wanted = (g if need else None for g, need in zip(found, ctx.needs, strict=True))
+        wanted = (g if need else None for g, need in zip(found[:5], ctx.needs, strict=True))
         return (*wanted, *(None,) * 8)
 
 

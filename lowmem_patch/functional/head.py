@@ -13,6 +13,7 @@ __all__ = [
     "WEIGHTS",
     "Head",
     "HeadGradients",
+    "chunk_memory",
     "chunk_rows",
     "flat",
     "in_compute_dtype",
@@ -57,7 +58,8 @@ class Head(NamedTuple):
 
 def chunk_rows(head: Head) -> int:
     """How many rows are computed at a time: few where memory is short, as many as pay otherwise."""
-    rows, row = head.x.shape[0], head.weight.shape[0] * head.compute_dtype.itemsize
+    rows = head.x.numel() // max(1, head.x.shape[-1])
+    row = head.weight.shape[0] * head.compute_dtype.itemsize
     most, device = _ROWS, head.x.device
     real = device.type == "cuda" and not isinstance(head.x, FakeTensor)
     if real and not torch.cuda.is_current_stream_capturing():
@@ -69,11 +71,15 @@ def chunk_rows(head: Head) -> int:
     return -(-rows // chunks)
 
 
-def logits_in_chunks(head: Head, size: int | None = None) -> Iterator[tuple[slice, Tensor]]:
+def chunk_memory(head: Head) -> Tensor:
+    """Memory for the logits of one chunk."""
+    return head.x.new_empty(chunk_rows(head), head.weight.shape[0], dtype=head.compute_dtype)
+
+
+def logits_in_chunks(head: Head, memory: Tensor | None = None) -> Iterator[tuple[slice, Tensor]]:
     """The rows of each chunk and a, all in the same memory; the head is in its compute dtype."""
-    rows = head.x.shape[0]
-    size = chunk_rows(head) if size is None else size
-    memory = head.x.new_empty(size, head.weight.shape[0])
+    memory = chunk_memory(head) if memory is None else memory
+    rows, size = head.x.shape[0], memory.shape[0]
     for start in range(0, rows, max(1, size)):
         chunk = slice(start, min(start + size, rows))
         logits = memory[: chunk.stop - start]

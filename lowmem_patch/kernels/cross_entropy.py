@@ -163,7 +163,7 @@ def _cross_entropy_kernel(
 
 
 @cache
-def _kernel(
+def _cross_entropy_launch(
     classes: int,
     labelled: bool,
     weighted: bool,
@@ -208,7 +208,7 @@ def _launch(
     labelled = target is not None
     weighted = labelled and class_weight is not None
     tensors = [target, class_weight, factor, losses]
-    launch = _kernel(
+    launch = _cross_entropy_launch(
         classes, labelled, weighted, labelled and smoothing != 0, scale != 1, cap != 0,
         losses is not None, gradient, factor_of,
     )  # fmt: skip

@@ -35,7 +35,7 @@ def cross_entropy_forward(
     """
     y = _scores(logits, scale, cap)
     logsumexp = y.logsumexp(-1)
-    losses = logsumexp
+    losses = logsumexp.clone()
     if target is not None:
         index, label, each, together = _label_weights(
             y, target, class_weight, ignore_index, smoothing

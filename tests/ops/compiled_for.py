@@ -110,6 +110,23 @@ def rotary() -> Iterator[Any]:
                 yield kernels.rotate(x, angles, angles, 1, transposed, None, DTYPE)
 
 
+def heads() -> Iterator[Any]:
+    logits, target = torch.ones(2, 32000, dtype=DTYPE), torch.zeros(2, dtype=torch.int64)
+    weight, factor = torch.ones(32000), torch.ones(())
+    for labels, weights, smoothing, scale, cap in (
+        (None, None, 0.0, 1.0, 0.0),
+        (target, None, 0.0, 1.0, 0.0),
+        (target, weight, 0.1, 0.5, 30.0),
+    ):
+        given = (labels, weights)
+        _, sums = kernels.cross_entropy_forward(
+            logits, *given, factor, -100, smoothing, scale, cap, True
+        )
+        rest = (-100, smoothing, scale, cap)
+        yield kernels.cross_entropy_backward(logits, sums, sums, *given, *rest)
+    yield kernels.scale_in_place(logits, factor)
+
+
 def stack_bytes(cubin: bytes) -> int:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -130,7 +147,15 @@ def main() -> None:
 
     driver.set_active(Absent())
     with mock.patch.object(Launch, "_launch", compile_only):
-        for _ in (*activations(), *adapters(), *norms(), *affines(), *dropouts(), *rotary()):
+        for _ in (
+            *activations(),
+            *adapters(),
+            *norms(),
+            *affines(),
+            *dropouts(),
+            *rotary(),
+            *heads(),
+        ):
             pass
     print(
         json.dumps(
