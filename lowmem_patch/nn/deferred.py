@@ -53,9 +53,6 @@ _call: Any = (
 READERS: dict[str, Callable[..., Any]] = {}
 
 
-_RUN_BACKWARD = (Tensor.backward, torch.autograd.grad)
-
-
 class Deferred(Tensor):
     """Base of `Unstored` and `Stored`; made by `defer` and `keep`.
 

@@ -7,14 +7,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from lowmem_patch.functional import register_plain, save_copy
 
-__all__ = ["Watched", "watch"]
+__all__ = ["RUN_BACKWARD", "Watched", "watch"]
 
 _call: Any = torch._C._disabled_torch_function_impl
 _DATA: Any = Tensor.data
+RUN_BACKWARD = (Tensor.backward, torch.autograd.grad)
 
 
 class Watched(Tensor):
@@ -28,6 +29,13 @@ class Watched(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if (
+            func in RUN_BACKWARD
+        ):  # in which a checkpoint may run modules again: not without torch functions
+            with torch._C.DisableTorchFunctionSubclass():
+                args = (tree_map(_plain, args[0]), *args[1:])
+            if not any(isinstance(item, Watched) for item in tree_leaves(args)):
+                return func(*args, **(kwargs or {}))
         with torch._C.DisableTorchFunctionSubclass():
             if getattr(func, "__self__", None) is _DATA:
                 save_copy(args[0].grad_fn)

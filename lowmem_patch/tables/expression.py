@@ -141,7 +141,7 @@ def _evaluate(node: ast.AST, x: Tensor) -> Any:
     match node:
         case ast.Constant(value=value):
             assert isinstance(value, int | float)
-            return float(value)  # an int could be raised to a power that never ends
+            return float(value)  # an int to a large power would take forever
         case ast.Name(id=name):
             return x if name == "x" else _CONSTANTS[name]
         case ast.BinOp(left=left, op=sign, right=right):
