@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from lowmem_patch.functional import first_order, in_compiler, register_plain
 from lowmem_patch.nn.op import Op, Projection
+from lowmem_patch.nn.watched import RUN_BACKWARD
 
 __all__ = [
     "READERS", "Deferred", "Op", "Projection", "Stored", "Unstored", "defer", "keep", "value_of",
@@ -79,9 +80,8 @@ class Deferred(Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if (
-            func in _RUN_BACKWARD
-        ):  # in which a checkpoint may run modules again: not without torch functions
+        # a checkpoint may run modules again in a backward, and they need torch functions
+        if func in RUN_BACKWARD:
             with _WITHOUT_TORCH_FUNCTION():
                 args = (tree_map(value_of, args[0]), *args[1:])
             if not any(isinstance(item, Deferred) for item in tree_leaves(args)):

@@ -29,9 +29,8 @@ class Watched(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if (
-            func in RUN_BACKWARD
-        ):  # in which a checkpoint may run modules again: not without torch functions
+        # a checkpoint may run modules again in a backward, and they need torch functions
+        if func in RUN_BACKWARD:
             with torch._C.DisableTorchFunctionSubclass():
                 args = (tree_map(_plain, args[0]), *args[1:])
             if not any(isinstance(item, Watched) for item in tree_leaves(args)):
