@@ -81,8 +81,15 @@ def saved(runs: Runs, name: str) -> int:
     return count
 
 
+def skip_what_peft_cannot(runs: Runs, way: str, trains: str) -> None:
+    """PEFT 0.21.0 adds an adapter of all columns to a base of some (transformers 5.17), patched or not."""
+    if "error" in runs[f"{way} {trains} None"] and (way, trains) == ("came_sharded", "columns"):
+        pytest.skip("the unpatched model fails as well")
+
+
 @pytest.mark.parametrize("way,trains,preset", CASES)
 def test_trains_as_the_unpatched_model(runs: Runs, way: str, trains: str, preset: str) -> None:
+    skip_what_peft_cannot(runs, way, trains)
     truth = run_of(runs, f"truth sequence {trains}" if way == "sequence" else f"truth {trains}")
     own, found = (run_of(runs, f"{way} {trains} {which}") for which in (None, preset))
     mode = MODES["autocast" if way == "fsdp_norms" else "fp32"]
@@ -94,6 +101,7 @@ def test_trains_as_the_unpatched_model(runs: Runs, way: str, trains: str, preset
 def test_saves_no_more_than_the_unpatched_model(
     runs: Runs, way: str, trains: str, preset: str
 ) -> None:
+    skip_what_peft_cannot(runs, way, trains)
     before, after = (saved(runs, f"{way} {trains} {which}") for which in (None, preset))
     assert after < before or (way == "fsdp_checkpointed" and after == before)
 
@@ -141,6 +149,7 @@ def test_dropout_on_dtensors_is_torchs_own(runs: Runs) -> None:
 @pytest.mark.parametrize("preset", ["exact", "auto"])
 @pytest.mark.parametrize("trains", ["full", "columns"])
 def test_a_model_that_came_sharded_keeps_its_weights(runs: Runs, trains: str, preset: str) -> None:
+    skip_what_peft_cannot(runs, "came_sharded", trains)
     name = f"came_sharded {trains} {preset}"
     run_of(runs, name)
     found = runs[name]
