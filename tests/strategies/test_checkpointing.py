@@ -33,6 +33,11 @@ from tests.support.step import call, warned
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
 
 
+@pytest.fixture(scope="module")
+def steps() -> dict[str, Any]:
+    return {}
+
+
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("name", MODELS)
 def test_every_level_gives_the_same_bits(name: str, level: str, steps: dict[str, Any]) -> None:

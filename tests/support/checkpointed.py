@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import timm
 import torch
 from peft import LoraConfig, get_peft_model
@@ -71,11 +70,6 @@ MODELS: dict[str, tuple[Any, Any]] = {
         for name in ("bert", "vit", "timm-swin-pads")
     },
 }
-
-
-@pytest.fixture(scope="module")
-def steps() -> dict[str, Any]:
-    return {}
 
 
 def prepared(name: str, steps: dict[str, Any]) -> Any:
