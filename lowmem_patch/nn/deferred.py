@@ -37,11 +37,6 @@ __all__ = [
     "READERS", "Deferred", "Op", "Projection", "Stored", "Unstored", "defer", "keep", "value_of",
 ]  # fmt: skip
 
-_WRITTEN_SOURCE = (
-    "lowmem_patch: the input of a deferred activation or norm was written in place before its output was "
-    "read: call patch_model with example_inputs that take this path of the forward, or leave this module "
-    "alone"
-)
 _wrapper: Any = torch.Tensor._make_wrapper_subclass
 _WITHOUT_TORCH_FUNCTION: Any = torch._C.DisableTorchFunctionSubclass
 _call: Any = (
@@ -83,6 +78,8 @@ class Deferred(Tensor):
         # a checkpoint may run modules again in a backward, and they need torch functions
         if func in RUN_BACKWARD:
             with _WITHOUT_TORCH_FUNCTION():
+                inputs = kwargs["inputs"] if "inputs" in kwargs else args[1:2]
+                _refuse_bypassed(inputs if func is torch.autograd.grad else ())
                 args = (tree_map(value_of, args[0]), *args[1:])
             if not any(isinstance(item, Deferred) for item in tree_leaves(args)):
                 return func(*args, **kwargs)
@@ -116,6 +113,8 @@ class Deferred(Tensor):
             return False
         if self._exposed or self._version != self._first_version:
             return True
+        if self.requires_grad and self.grad_fn is None:  # a leaf of its own, after detach()
+            return True
         if self._versions is not None and self.is_stale():
             return True
         if self.op.bypassed and (self._backward_hooks or self.retains_grad):
@@ -129,10 +128,31 @@ class Deferred(Tensor):
             return False
         return [source._version for source in self.sources] != self._versions
 
+    def __deepcopy__(self, memo: Any) -> Any:
+        if self.grad_fn is not None:
+            raise RuntimeError(
+                "Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol"
+            )
+        return self.detached().clone().requires_grad_(self.requires_grad)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         value = self.detached()
         plain: Any = value.requires_grad_(self.requires_grad)
         return plain.__reduce_ex__(protocol)
+
+
+def _refuse_bypassed(inputs: Any) -> None:
+    """Raise where a gradient is asked for that went past the tensor."""
+    for item in tree_leaves(inputs):
+        if isinstance(item, Deferred) and item._bypassed and item.op.bypassed:
+            raise RuntimeError(_NO_GRADIENT)
+
+
+_NO_GRADIENT = (
+    "lowmem_patch: torch.autograd.grad asks for the gradient of a deferred tensor (logits, an activation) "
+    "after a loss, a Linear or a view has read it, and their gradients go past it: call retain_grad() "
+    "before, or leave this module alone (head: keep, activations: keep)"
+)
 
 
 class Stored(Deferred):
@@ -165,6 +185,8 @@ class Unstored(Deferred):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         opened: dict[int, Unstored] = {}
+        if func._schema.is_mutable and args and isinstance(args[0], Unstored):
+            args[0].op.refuse_write(args[0])
 
         def read(item: Any) -> Any:
             if not isinstance(item, Unstored):
@@ -184,7 +206,7 @@ class Unstored(Deferred):
         """The values, computed once; below autograd."""
         if self._value is None:
             if self.is_stale():
-                raise RuntimeError(_WRITTEN_SOURCE)
+                raise RuntimeError(self.op.written_source)
             if torch.is_inference_mode_enabled():  # its tensors could never be saved
                 with torch.inference_mode(False):
                     return self.read()
@@ -244,7 +266,7 @@ class _Defer(torch.autograd.Function):
         if ctx.op.holds:
             sources = ctx.held
             if [source._version for source in sources] != ctx.versions:
-                raise RuntimeError(_WRITTEN_SOURCE)
+                raise RuntimeError(ctx.op.written_source)
         found = ctx.op.gradients(dy, *sources)
         return None, *(g if need else None for g, need in zip(found, needs, strict=True))
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from lowmem_patch.functional import (
     Head,
@@ -32,11 +33,22 @@ from lowmem_patch.tracing.row_moves import moves_rows
 
 __all__ = ["Logits", "wide"]
 
+_STALE = (
+    "lowmem_patch: these logits were not computed before the weight of their head, or its input, was written "
+    "(by an optimizer's step): read them, or a clone of them, before that, or patch with head: keep"
+)
+_VIEWED = (
+    "lowmem_patch: logits were written in place while others that share their memory (a view, a slice, a "
+    "detached tensor) are held, and would not see it: write into a clone, or patch with head: keep"
+)
 _FREED = (
     "lowmem_patch: the weight of a head was freed before its logits were read (FSDP and ZeRO free weights "
     "after a forward): compute the loss inside the model's forward, or keep the weights of the root "
     "(reshard_after_forward=False), or patch with head: keep"
 )
+
+
+_VIEWS = frozenset(("lead", "second"))  # settings that leave the memory as it is
 
 
 class Logits(Op):
@@ -58,6 +70,7 @@ class Logits(Op):
         self.reads, self.compute_dtype = reads, compute_dtype
         self.bias, self.adapter = bias, adapter
         self.to = compute_dtype
+        self.views: Any = WeakIdKeyDictionary()  # the tensors that share its memory
         self.scale, self.cap = 1.0, 0.0
         self.lead: tuple[int, ...] | None = (
             None  # dimensions before the classes, where x has others
@@ -66,13 +79,18 @@ class Logits(Op):
         self.normalised, self.sign = False, 1.0
 
     def changed(self, **settings: Any) -> Logits:
+        """Other values of the same product: those of another memory, but for moves of rows."""
         op = copy.copy(self)
+        if settings.keys() - _VIEWS:
+            op.views = WeakIdKeyDictionary()
         vars(op).update(settings)
         return op
 
     def of(self, sources: tuple[Tensor, ...]) -> Deferred:
         """The deferred logits."""
-        return defer(self, sources)
+        h = defer(self, sources)
+        self.views[h] = None
+        return h
 
     def head(self, sources: tuple[Tensor, ...]) -> Head:
         """The sources as the ops read them."""
@@ -83,6 +101,8 @@ class Logits(Op):
         if (weight.numel() and not weight.untyped_storage().nbytes()) or weight.dim() != 2:
             raise RuntimeError(_FREED)
         return Head(x, weight, bias, low, lora_B, self.scale, self.cap, self.compute_dtype)
+
+    written_source = _STALE
 
     # as an op
 
@@ -102,6 +122,10 @@ class Logits(Op):
 
     def note_reader(self, name: str) -> None:
         self.reads.whole[name] += 1
+
+    def refuse_write(self, h: Deferred) -> None:
+        if any(one is not h for one in self.views):
+            raise RuntimeError(_VIEWED)
 
     def _product(self, sources: tuple[Tensor, ...]) -> Tensor:
         """a, ``[rows, V]``, in the compute dtype."""
@@ -194,7 +218,10 @@ class Logits(Op):
         x = h.sources[0]
         if self.lead is not None:
             x = x.reshape(*self.lead, x.shape[-1])
-        moved = func(x, *rest, **kwargs)
+        try:
+            moved = func(x, *rest, **kwargs)
+        except (IndexError, RuntimeError, TypeError, ValueError):
+            return NotImplemented  # it asks for classes, of which x has none
         if moved is x or role.has(Role.CONTIGUOUS):
             return h
         if moves_rows(func, (x, *rest), kwargs, x, moved):
@@ -227,6 +254,9 @@ class Logits(Op):
         self, h: Deferred, func: Callable[..., Any], rows: tuple[Any, ...], classes: slice
     ) -> Any:
         """Some classes of rows: those of a vocabulary without its padding."""
+        none = not len(range(h.shape[-1])[classes])
+        if self.normalised or none:
+            return NotImplemented  # a log_softmax is one over all classes
         moved = self.rearranged(h, func, (h, rows), {})
         if not isinstance(moved, Deferred):
             return NotImplemented

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -85,12 +86,19 @@ def _labels(op: Logits, h: Deferred, given: dict[str, Any]) -> Labels | None:
         return None
     if len(lead) > 1 and not op.second:
         return None  # torch takes the second dimension for the classes
-    if weight is not None and (weight.shape != h.shape[1:2] or weight.device != h.device):
+    if weight is not None and not _fits(weight, h):
         return None
     smoothing = given.get("label_smoothing", 0.0)
     if not 0 <= smoothing <= 1:
         return None
     return Labels(target.reshape(-1), weight, given["ignore_index"], smoothing)
+
+
+def _fits(weight: Tensor, h: Deferred) -> bool:
+    """Whether torch takes these class weights; elsewhere it raises its own error."""
+    same = weight.dtype == h.dtype or torch.is_autocast_enabled(h.device.type)
+    placed = weight.shape == h.shape[1:2] and weight.device == h.device
+    return same and placed and not weight.requires_grad
 
 
 def _loss(op: Logits, h: Deferred, labels: Labels, reduction: str) -> Any:
@@ -201,7 +209,8 @@ def _read_sum(op: Logits, h: Deferred, given: dict[str, Any]) -> Any:
 
 
 def _read_argmax(op: Logits, h: Deferred, given: dict[str, Any]) -> Any:
-    grows = op.sign > 0 if op.normalised else op.scale > 0 and op.cap >= 0
+    finite = math.isfinite(op.scale) and math.isfinite(op.cap) and h.numel()
+    grows = finite and (op.sign > 0 if op.normalised else op.scale > 0 and op.cap >= 0)
     if op.second or not _is_last(h, given["dim"]) or not grows:
         return NotImplemented
     with torch.no_grad(), without_autocast(h.device.type):

@@ -33,9 +33,15 @@ class Op:
         bypassed: readers send their gradient to the sources, past the tensor, so that a hook on the
             tensor would miss it.
         saves: the op's own gradient needs the values of the sources, which its readers save as well.
+        written_source: the error where a source was written before the values were computed.
         holds: it needs them, and no reader saves them: they are held while the deferred tensor lives.
     """
 
+    written_source = (
+        "lowmem_patch: the input of a deferred activation or norm was written in place before its output was "
+        "read: call patch_model with example_inputs that take this path of the forward, or leave this module "
+        "alone"
+    )
     bypassed = True
     saves = True
     holds = False
@@ -79,6 +85,9 @@ class Op:
 
     def note_reader(self, name: str) -> None:
         """The torch function of this name needs the values."""
+
+    def refuse_write(self, h: Deferred) -> None:
+        """Raise where somebody who shares memory with ``h`` would not see that it is written."""
 
     def grouped(
         self, h: Deferred, func: Callable[..., Any], weight: Tensor, offsets: Tensor

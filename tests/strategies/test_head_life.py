@@ -252,3 +252,91 @@ def test_float64_follows_the_unpatched_path() -> None:
     patched = patch_model(copy.deepcopy(model), HEAD)
     loss = FUSED["a user's own"]
     assert_rounded(run(patched, loss), run(model, loss))
+
+
+def test_classes_are_indexed_as_classes() -> None:
+    model = llama()
+    patched = patch_model(copy.deepcopy(model), HEAD)
+
+    def loss(m: Any) -> Tensor:
+        y = logits_of(m)
+        chosen = (
+            y[:, -1, 140],
+            y[:, -1, [3, 150]],
+            y.select(-1, 99),
+            y.narrow(-1, 40, 100),
+            y[y > 0.5],
+        )
+        some = y.log_softmax(-1)[..., :40].square().sum() + y[:, :0].argmax(-1).sum()
+        return torch.cat([part.square().flatten() for part in chosen]).sum() + some
+
+    assert_accurate(run(patched, loss), run(model, loss), truth(model, loss))
+
+
+def test_detached_logits_are_a_leaf_of_their_own() -> None:
+    model = llama()
+    patched = patch_model(copy.deepcopy(model), HEAD)
+
+    def loss(m: Any) -> Tensor:
+        y = logits_of(m)
+        leaf = y.detach().requires_grad_()
+        inner = F.cross_entropy(leaf.view(-1, CLASSES), IDS.view(-1)) + leaf.square().mean()
+        (gradient,) = torch.autograd.grad(inner, leaf)
+        return (y * gradient).sum()
+
+    assert_accurate(run(patched, loss), run(model, loss), truth(model, loss))
+
+
+def test_a_reentrant_checkpoint_around_the_loss() -> None:
+    def loss(m: Any) -> Tensor:
+        scale = torch.ones((), requires_grad=True, dtype=m.lm_head.weight.dtype)
+
+        def scaled(y: Tensor, scale: Tensor) -> Tensor:
+            return F.cross_entropy(y.view(-1, CLASSES), IDS.view(-1)) * scale
+
+        value: Tensor = torch.utils.checkpoint.checkpoint(
+            scaled, logits_of(m), scale, use_reentrant=True
+        )
+        return value
+
+    model = llama()
+    patched = patch_model(copy.deepcopy(model), HEAD)
+    assert_accurate(run(patched, loss), run(model, loss), truth(model, loss))
+
+
+def test_writes_that_a_view_would_not_see_are_refused() -> None:
+    patched = patch_model(llama(), HEAD)
+    for write in (
+        lambda y: y.view(-1, CLASSES)[:, 40:].fill_(-1.0),
+        lambda y: (y[:, :-1], y.mul_(2)),
+        lambda y: y.transpose(1, 2).mul_(2),
+        lambda y: y.detach().mul_(2),
+    ):
+        y = logits_of(patched)
+        with pytest.raises(RuntimeError, match="share their memory"):
+            write(y)
+        with torch.no_grad():  # where views are those of torch
+            y.view(-1, CLASSES)[:, 40:].fill_(-1.0)
+        assert bool((y[..., 40:] == -1).all())
+
+
+def test_logits_that_are_read_after_a_step_are_named() -> None:
+    patched = patch_model(llama(), HEAD)
+    output = patched(input_ids=IDS, labels=IDS)
+    output.loss.backward()
+    torch.optim.SGD(patched.parameters(), lr=0.1).step()
+    with pytest.raises(RuntimeError, match="before the weight of their head"):
+        output.logits.argmax(-1)
+
+
+def test_a_gradient_that_went_past_the_logits_is_refused() -> None:
+    patched = patch_model(llama(), HEAD)
+    output = patched(input_ids=IDS, labels=IDS)
+    with pytest.raises(RuntimeError, match="go past it"):
+        torch.autograd.grad(output.loss, output.logits)
+
+
+def test_detached_logits_can_be_copied() -> None:
+    patched = patch_model(llama(), HEAD)
+    logits = logits_of(patched).detach()
+    assert torch.equal(copy.deepcopy(logits), logits + 0)
