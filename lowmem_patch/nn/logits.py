@@ -21,11 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lowmem_patch.functional import (
-    Head,
-    flat,
-    without_autocast,
-)
+from lowmem_patch.functional import Head, flat, without_autocast
 from lowmem_patch.nn.deferred import Deferred, Op, defer, value_of
 from lowmem_patch.nn.head_reads import HeadReads
 from lowmem_patch.tracing.op_roles import Role, function_name, role_of
@@ -275,9 +271,12 @@ class Logits(Op):
     def times(self, h: Deferred, other: Any) -> Any:
         if isinstance(other, bool) or not isinstance(other, (int, float)) or other == 0:
             return NotImplemented
-        h._bypassed = True
         name = "sign" if self.normalised else "cap" if self.cap else "scale"
-        return self.changed(**{name: getattr(self, name) * other}).of(h.sources)
+        factor = getattr(self, name) * other
+        if factor == 0:  # too small for a float; a cap of 0 would be none
+            return NotImplemented
+        h._bypassed = True
+        return self.changed(**{name: factor}).of(h.sources)
 
     def plus(self, h: Deferred, other: Any) -> Any:
         """A bias that is added behind the product."""

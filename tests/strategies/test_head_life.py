@@ -340,3 +340,10 @@ def test_detached_logits_can_be_copied() -> None:
     patched = patch_model(llama(), HEAD)
     logits = logits_of(patched).detach()
     assert torch.equal(copy.deepcopy(logits), logits + 0)
+
+
+def test_a_soft_cap_that_underflows_is_no_missing_one() -> None:
+    model = llama()
+    for one in (model, patch_model(copy.deepcopy(model), HEAD)):
+        capped = torch.tanh(logits_of(one)) * 1e-200 * 1e-200
+        assert float((capped + 0).abs().max()) == 0
