@@ -346,4 +346,4 @@ def test_a_soft_cap_that_underflows_is_no_missing_one() -> None:
     model = llama()
     for one in (model, patch_model(copy.deepcopy(model), HEAD)):
         capped = torch.tanh(logits_of(one)) * 1e-200 * 1e-200
-        assert float((capped + 0).abs().max()) == 0
+        assert bool((capped + 0 == 0).all())
