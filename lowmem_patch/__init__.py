@@ -8,14 +8,40 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lowmem_patch.api import patch_model, patch_report, plan_patch, unpatch_model
     from lowmem_patch.config import PatchConfig
+    from lowmem_patch.errors import (
+        BudgetError,
+        CheckpointError,
+        ConfigError,
+        DoubleBackwardError,
+        FitError,
+        HostMemoryError,
+        LowmemPatchError,
+        NothingToPatchError,
+        PatchError,
+        TraceError,
+        UnfoldedWeightsError,
+        VariantError,
+    )
     from lowmem_patch.planning.report import PatchReport
     from lowmem_patch.tables import fit_step_table
     from lowmem_patch.tracing.saved_bytes import saved_bytes
     from lowmem_patch.verify import verify_model
 
 __all__ = [
+    "BudgetError",
+    "CheckpointError",
+    "ConfigError",
+    "DoubleBackwardError",
+    "FitError",
+    "HostMemoryError",
+    "LowmemPatchError",
+    "NothingToPatchError",
     "PatchConfig",
+    "PatchError",
     "PatchReport",
+    "TraceError",
+    "UnfoldedWeightsError",
+    "VariantError",
     "__version__",
     "fit_step_table",
     "patch_model",
@@ -29,8 +55,20 @@ __version__ = "0.1.0"
 
 # Imported when they are first asked for: torch takes seconds, for which `lowmem-patch --help` shall not wait.
 _HOMES = {
+    "BudgetError": "errors",
+    "CheckpointError": "errors",
+    "ConfigError": "errors",
+    "DoubleBackwardError": "errors",
+    "FitError": "errors",
+    "HostMemoryError": "errors",
+    "LowmemPatchError": "errors",
+    "NothingToPatchError": "errors",
     "PatchConfig": "config",
+    "PatchError": "errors",
     "PatchReport": "planning.report",
+    "TraceError": "errors",
+    "UnfoldedWeightsError": "errors",
+    "VariantError": "errors",
     "fit_step_table": "tables",
     "patch_model": "api",
     "patch_report": "api",
@@ -50,4 +88,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted(__all__)

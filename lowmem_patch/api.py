@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from torch import nn
 
-from lowmem_patch.config import PatchConfig, load_config
+from lowmem_patch.config import ConfigLike, PatchConfig, given_config, load_config
 from lowmem_patch.errors import NothingToPatchError, PatchError
 from lowmem_patch.nn.gammas import forget_after_forward, look_at_gammas, look_before_forward
 from lowmem_patch.nn.head import notes_of_heads
@@ -23,7 +21,7 @@ from lowmem_patch.planning.changes import (
     stop_watching,
     watch_first_forward,
 )
-from lowmem_patch.planning.check import check_outputs, run_real
+from lowmem_patch.planning.check import check_outputs, checked_model, run_real
 from lowmem_patch.planning.fit_model import fit_planned
 from lowmem_patch.planning.plan import Plan, trains_signature
 from lowmem_patch.planning.planner import NOT_COUNTED, counted_after, plan_model
@@ -36,26 +34,34 @@ from lowmem_patch.tracing.isolation import preserved
 from lowmem_patch.tracing.shadow import Shadow
 from lowmem_patch.tracing.trace import trace_forward
 
-__all__ = ["patch_model", "patch_report", "plan_patch", "unpatch_model"]
+__all__ = [
+    "ConfigLike",
+    "checked_model",
+    "patch_model",
+    "patch_report",
+    "plan_patch",
+    "unpatch_model",
+]
 
-ConfigLike = str | Path | Mapping[str, Any] | PatchConfig
 Asked = tuple[str | int, str]  # a budget, and the optimizer
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
 
 def plan_patch(
     model: nn.Module,
-    config: ConfigLike = "auto",
+    preset: ConfigLike | None = None,
     *,
     example_inputs: Any = None,
     fit: str | int | None = None,
     optimizer: str = "adamw",
+    config: ConfigLike | None = None,
 ) -> PatchReport:
     """What ``patch_model`` would do. Touches nothing; works on the meta device.
 
     Args:
         model: a transformers, timm or other module; a PEFT model is planned with its adapters.
-        config: a preset's name (``auto``, ``exact``, ``paper``), a YAML path, a mapping or a PatchConfig.
+        preset: a preset's name (``auto``, the default, ``exact``, ``paper``), a YAML path, a mapping or a
+            PatchConfig.
         example_inputs: a tensor, a tuple of arguments or a dict of keyword arguments for one forward;
             default: made from the model's config. Where the model itself has none (a SentenceTransformer,
             a LightningModule), the one model inside it that has is meant. Byte counts are for these
@@ -63,19 +69,29 @@ def plan_patch(
         fit: the bytes that a training step may take on one device, model states included: text with a unit
             (``"24GiB"``, ``"24GB"``, ``"24g"``), a number of bytes, or ``"auto"`` (what the GPU has free,
             less a reserve). Blocks run again in backward, only as far as that needs, in the least time.
-            The example inputs say for which batch and length.
+            The example inputs say for which batch and length. Default: the config's ``fit``.
         optimizer: whose state counts, of ``lowmem_patch.memory.OPTIMIZERS``.
+        config: another name of ``preset``.
 
     Raises:
-        ConfigError: an unknown preset, key or value, a budget that is no size, an unknown optimizer.
+        ConfigError: ``model`` is no model, an unknown preset, key, value or optimizer, a budget that is no
+            size.
         TraceError: the model cannot be run on the inputs.
         PatchError: the model is part of a larger model that is patched.
         BudgetError: nothing fits in the budget; the text names the least one, and what would help.
     """
+    checked_model(model, "plan_patch")
+    config = given_config(preset, config)
     if example_inputs is None:
         model = _with_known_inputs(model)
-    asked = None if fit is None else (fit, optimizer)
-    return _planned(model, load_config(config), example_inputs, asked)[0]
+    resolved = load_config(config)
+    return _planned(model, resolved, example_inputs, _asked(resolved, fit, optimizer))[0]
+
+
+def _asked(config: PatchConfig, fit: str | int | None, optimizer: str) -> Asked | None:
+    """The budget of the call, or of the config."""
+    budget = config.fit if fit is None else fit
+    return None if budget is None else (budget, optimizer)
 
 
 def _planned(
@@ -89,13 +105,14 @@ def _planned(
 
 def patch_model(
     model: ModelT,
-    config: ConfigLike = "auto",
+    preset: ConfigLike | None = None,
     *,
     example_inputs: Any = None,
     fit: str | int | None = None,
     optimizer: str = "adamw",
     strict: bool = False,
     check: bool = False,
+    config: ConfigLike | None = None,
 ) -> ModelT:
     """Patch a model in place so that autograd keeps less, and return it.
 
@@ -104,7 +121,7 @@ def patch_model(
     changed, it re-plans from the original.
 
     Args:
-        model, config, example_inputs, fit, optimizer: as in :func:`plan_patch`.
+        model, preset, example_inputs, fit, optimizer, config: as in :func:`plan_patch`.
         strict: raise instead of warn when no site is patched.
         check: run the original and the patched model on the example inputs, and put everything back
             if the outputs differ by more than rounding.
@@ -115,12 +132,13 @@ def patch_model(
         NothingToPatchError: ``strict`` and nothing was patched.
 
     Example:
-        >>> model = patch_model(model, "auto")
-        >>> print(patch_report(model))
+        >>> print(patch_report(patch_model(model, preset="auto")))
         >>> model = patch_model(model, fit="24GiB", example_inputs=batch)
     """
+    checked_model(model, "patch_model")
+    config = given_config(preset, config)
     resolved, outer = load_config(config), model
-    asked = None if fit is None else (fit, optimizer)
+    asked = _asked(resolved, fit, optimizer)
     if example_inputs is None:
         model = _with_known_inputs(model)
         if not check and _is_patched_so(model, resolved, asked):
@@ -140,9 +158,7 @@ def patch_model(
         undo(model)
         if isinstance(error, PatchError):
             raise
-        raise PatchError(
-            f"the patch was undone, since the patched model failed: {error}"
-        ) from error
+        raise PatchError(f"the patch was undone: the patched model failed: {error}") from error
     _attach(model, report, asked)
     watch_first_forward(model, plan, adapters=resolved.linear_inputs != "keep")
     return outer
@@ -190,8 +206,10 @@ def patch_report(model: nn.Module) -> PatchReport:
     what is no longer so, and who read logits whole.
 
     Raises:
-        PatchError: the model is not patched.
+        ConfigError: ``model`` is no model.
+        PatchError: it is not patched.
     """
+    checked_model(model, "patch_report")
     records = find_records(model)
     if not records:
         raise PatchError(
@@ -210,7 +228,11 @@ def unpatch_model(model: ModelT) -> ModelT:
     Weights that were folded are divided by gamma again in float64, so they agree with the original up
     to one rounding of their dtype. Where adapters were added on folded weights after patching, the
     weights stay folded (the adapters were made for them), and a warning says so.
+
+    Raises:
+        ConfigError: ``model`` is no model.
     """
+    checked_model(model, "unpatch_model")
     for holder, record in find_records(model):
         _unpatch(holder, record)
     return model

@@ -13,19 +13,21 @@ import yaml
 from lowmem_patch.constants import STEP_BITS
 from lowmem_patch.errors import ConfigError
 
-__all__ = ["PatchConfig", "load_config", "preset_names"]
+__all__ = ["ConfigLike", "PatchConfig", "given_config", "load_config", "preset_names"]
 
 NORM_CHOICES = ("auto", "fold", "share", "keep")
 ACTIVATION_CHOICES = ("auto", "codes", "recompute", "keep")
 LINEAR_INPUT_CHOICES = ("one_copy", "activation_dtype", "keep")
 ATTENTION_CHOICES = ("fused", "keep")
 HEAD_CHOICES = ("chunked", "keep")
+STORAGE_CHOICES = ("exact", "eight_bit")
 CHOICES = {
     "norms": NORM_CHOICES,
     "activations": ACTIVATION_CHOICES,
     "linear_inputs": LINEAR_INPUT_CHOICES,
     "attention": ATTENTION_CHOICES,
     "head": HEAD_CHOICES,
+    "storage": STORAGE_CHOICES,
 }
 
 
@@ -47,11 +49,16 @@ class PatchConfig:
             autocast would; both keep the masks of dropouts in bits; ``"keep"`` leaves Linear inputs and
             masks to the framework, except that readers of a patched norm share its output under
             autocast.
-        attention: ``"fused"`` runs transformers' rotary embeddings of q and k as one op, and joins the
-            gradients of a joint q, k, v in one pass, which keeps no less but takes less time;
-            ``"keep"`` leaves both alone.
+        attention: ``"fused"`` runs transformers' rotary embeddings of q and k as one op, joins the gradients
+            of a joint q, k, v in one pass, and gives compiled attention no mask where the mask is the causal
+            one, which keeps no less but takes less time; ``"keep"`` leaves all three alone.
         head: ``"chunked"`` computes logits where they are read, and a cross entropy of them a chunk of rows
             at a time; exact. ``"keep"`` leaves the head alone.
+        fit: the bytes that a training step may take on one device, as ``patch_model`` takes them
+            (``24GiB``, a number of bytes, ``auto``); None: no budget.
+        storage: ``"eight_bit"`` stores the inputs of Linears that train, and q, k, v and the output of fused
+            attention, in 8 bits between forward and backward: the forward is the same, gradients are
+            approximate. ``"exact"`` saves them in their own dtype.
         name: shown in reports.
 
     Raises:
@@ -60,10 +67,12 @@ class PatchConfig:
 
     norms: str = "auto"
     activations: str = "auto"
-    bits: int = 2
+    bits: int = 3
     linear_inputs: str = "activation_dtype"
     attention: str = "fused"
     head: str = "chunked"
+    fit: str | int | None = None
+    storage: str = "exact"
     name: str = dataclasses.field(default="custom", compare=False)
 
     def __post_init__(self) -> None:
@@ -73,8 +82,12 @@ class PatchConfig:
                 raise ConfigError(f"{key}: {value!r} is not one of {', '.join(choices)}")
         if self.bits not in STEP_BITS or type(self.bits) is not int:
             raise ConfigError(f"bits: {self.bits!r} is not one of {', '.join(map(str, STEP_BITS))}")
+        if isinstance(self.fit, bool) or not isinstance(self.fit, (str, int, type(None))):
+            raise ConfigError(
+                f"fit: {self.fit!r} is no budget: write it as 24GiB, as bytes, or auto"
+            )
 
-    def to_dict(self) -> dict[str, str | int]:
+    def to_dict(self) -> dict[str, str | int | None]:
         return dataclasses.asdict(self)
 
 
@@ -108,6 +121,21 @@ def load_config(config: str | Path | Mapping[str, Any] | PatchConfig) -> PatchCo
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read config file {text}: {error}") from error
     return _parse(content, name=path.stem, where=text)
+
+
+ConfigLike = str | Path | Mapping[str, Any] | PatchConfig
+
+
+def given_config(preset: ConfigLike | None, config: ConfigLike | None) -> ConfigLike:
+    """What was asked for under one of two names of one argument; the preset ``auto`` where nothing was.
+
+    Raises:
+        ConfigError: both were given.
+    """
+    if preset is not None and config is not None:
+        raise ConfigError("preset and config are two names of one argument: give one of them")
+    given = config if preset is None else preset
+    return "auto" if given is None else given
 
 
 def _parse(content: str, *, name: str, where: str) -> PatchConfig:

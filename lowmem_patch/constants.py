@@ -25,6 +25,8 @@ from torch import Tensor
 __all__ = [
     "ACTIVATION_KINDS",
     "CODES_PER_GROUP",
+    "EIGHT_BIT_GROUP",
+    "EIGHT_BIT_LEVELS",
     "QUICK_GELU_SCALE",
     "SELU_ALPHA",
     "SELU_SCALE",
@@ -57,6 +59,10 @@ SELU_SCALE: Final = 1.0507009873554805
 # which make whole bytes for any number of bits; only the last group is padded.
 CODES_PER_GROUP: Final = 8
 STEP_BITS: Final = (1, 2, 3, 4)
+
+# In 8-bit storage so many neighbours in memory share a scale; the largest of them is about so many steps.
+EIGHT_BIT_GROUP: Final = 128
+EIGHT_BIT_LEVELS: Final = 127
 
 
 def codes_bytes(elements: int, bits: int) -> int:

@@ -78,4 +78,15 @@ class HostMemoryError(LowmemPatchError, RuntimeError):
 
 class BudgetError(LowmemPatchError, RuntimeError):
     """No choice of blocks to run again makes the training step fit in the budget; the text names the least
-    budget, and what would help."""
+    budget, and what would help.
+
+    Attributes:
+        least: bytes of the least budget, where it is known.
+    """
+
+    def __init__(self, text: str, least: int | None = None) -> None:
+        super().__init__(text, least)
+        self.least = least
+
+    def __str__(self) -> str:
+        return str(self.args[0])

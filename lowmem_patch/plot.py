@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,11 @@ __all__ = [
     "Point",
     "pareto",
     "plot_saved_bytes",
+    "plot_saved_bytes_of",
     "plot_step_table",
     "plot_tradeoff",
+    "plot_variant_kinds",
+    "plot_variants",
     "require_matplotlib",
 ]
 
@@ -51,15 +54,35 @@ def plot_saved_bytes(report: PatchReport, path: Path, title: str) -> None:
     Raises:
         ConfigError: matplotlib is not installed, or the file cannot be written.
     """
-    figure = require_matplotlib()(figsize=(7, 4.2), dpi=_DPI, layout="constrained")
-    axes = figure.subplots()
+    plot_saved_bytes_of({title: report}, path)
+
+
+def plot_saved_bytes_of(reports: Mapping[str, PatchReport], path: Path) -> None:
+    """The same of several models, by their titles, one below the other.
+
+    Raises:
+        ConfigError: as in :func:`plot_saved_bytes`.
+    """
+    size = (7, 1.6 + 2.6 * len(reports))
+    figure = require_matplotlib()(figsize=size, dpi=_DPI, layout="constrained")
+    labels: dict[str, Any] = {}
+    for row, (title, report) in enumerate(reports.items()):
+        _draw_bars(figure.add_subplot(len(reports), 1, row + 1), report, title, labels)
+    figure.legend(
+        labels.values(), labels.keys(), loc="outside lower center", ncols=3, frameon=False
+    )
+    _write(figure, path)
+
+
+def _draw_bars(axes: Any, report: PatchReport, title: str, labels: dict[str, Any]) -> None:
+    """Three bars by kind; ``labels`` gets one bar for each kind."""
     bars = {"before": report.kinds.before, "after": report.kinds.after, "floor": report.kinds.floor}
     unit, scale = _unit(max(report.saved_before, report.saved_after, report.floor))
     below = [0.0] * len(bars)
     for number, kind in enumerate(CATEGORIES):
         sizes = [column.get(kind, 0) / scale for column in bars.values()]
         if any(sizes):
-            axes.barh(list(bars), sizes, left=below, label=kind, color=f"C{number}")
+            labels[kind] = axes.barh(list(bars), sizes, left=below, color=f"C{number}")
             below = [left + size for left, size in zip(below, sizes, strict=True)]
     for row, total in enumerate(below):
         axes.text(total, row, f" {total:,.1f}", va="center")
@@ -67,7 +90,77 @@ def plot_saved_bytes(report: PatchReport, path: Path, title: str) -> None:
     axes.margins(x=0.15)
     axes.set_xlabel(f"saved activation bytes, {unit}")
     axes.set_title(title, fontsize="small", wrap=True)
-    figure.legend(loc="outside lower center", ncols=3, frameon=False)
+
+
+def plot_variants(
+    rows: Mapping[str, Mapping[str, int]], path: Path, title: str, *, whole: str
+) -> None:
+    """Write a group of bars for each row: bytes of each variant, as percent of the variant ``whole``.
+
+    Args:
+        rows: name of a row -> name of a variant -> bytes.
+
+    Raises:
+        ConfigError: as in :func:`plot_saved_bytes`.
+    """
+    figure = require_matplotlib()(
+        figsize=(7, 1.4 + 0.42 * len(rows)), dpi=_DPI, layout="constrained"
+    )
+    axes = figure.subplots()
+    variants = [name for name in next(iter(rows.values())) if name != whole]
+    height = 0.8 / len(variants)
+    for number, variant in enumerate(variants):
+        shares = [100 * row[variant] / row[whole] for row in rows.values()]
+        places = [row + (number - (len(variants) - 1) / 2) * height for row in range(len(rows))]
+        axes.barh(places, shares, height, label=variant, color=f"C{number}")
+        for place, share in zip(places, shares, strict=True):
+            axes.text(share, place, f" {share:.0f}", va="center", fontsize="x-small")
+    names = [f"{name}\n({row[whole] / 2**20:,.0f} MiB {whole})" for name, row in rows.items()]
+    axes.set_yticks(range(len(rows)), names, fontsize="x-small")
+    axes.invert_yaxis()
+    axes.set_xlim(0, 105)
+    axes.set_xlabel(f"% of {whole}  (less is better)")
+    axes.set_title(title, fontsize="small", wrap=True)
+    figure.legend(loc="outside lower center", ncols=len(variants), frameon=False)
+    _write(figure, path)
+
+
+def plot_variant_kinds(
+    cases: Mapping[str, Mapping[str, Mapping[str, int]]], path: Path, title: str
+) -> None:
+    """Write a panel for each case: a bar for each variant, stacked of its kinds of bytes.
+
+    Args:
+        cases: name of a case -> name of a variant -> kind (of ``tracing.categories.CATEGORIES``) -> bytes.
+
+    Raises:
+        ConfigError: as in :func:`plot_saved_bytes`.
+    """
+    size = (7, 1.4 + 1.6 * len(cases))
+    figure = require_matplotlib()(figsize=size, dpi=_DPI, layout="constrained")
+    labels: dict[str, Any] = {}
+    panels = figure.subplots(len(cases), squeeze=False)[:, 0]
+    for axes, (case, variants) in zip(panels, cases.items(), strict=True):
+        # two digits at least before the point
+        unit, scale = _unit(max(sum(kinds.values()) for kinds in variants.values()) // 10)
+        below = [0.0] * len(variants)
+        for number, kind in enumerate(CATEGORIES):
+            sizes = [kinds.get(kind, 0) / scale for kinds in variants.values()]
+            if any(sizes):
+                labels[kind] = axes.barh(list(variants), sizes, left=below, color=f"C{number}")
+            below = [left + size for left, size in zip(below, sizes, strict=True)]
+        for row, total in enumerate(below):
+            axes.text(total, row, f" {total:,.1f}", va="center", fontsize="x-small")
+        axes.invert_yaxis()
+        axes.set_xlim(0, 1.1 * max(below))
+        axes.set_xlabel(f"saved activation bytes, {unit}  (less is better)", fontsize="small")
+        axes.set_title(case, fontsize="small")
+        axes.tick_params(labelsize="small")
+    figure.suptitle(title, fontsize="small")
+    figure.legend(
+        labels.values(), labels.keys(), loc="outside lower center", ncols=5, frameon=False,
+        fontsize="small",
+    )  # fmt: skip
     _write(figure, path)
 
 
@@ -107,9 +200,8 @@ def plot_tradeoff(
     axes.plot([p.memory / scale for p in best], [p.rate for p in best], color="C0", alpha=0.5, lw=1)
     colors = ["C0" if point in best else "0.5" for point in points]
     axes.scatter([p.memory / scale for p in points], [p.rate for p in points], c=colors, zorder=3)
-    axes.margins(0.12)
-    axes.set_xlim(left=0)
-    axes.set_ylim(bottom=0)
+    axes.set_xlim(0, 1.15 * max(p.memory / scale for p in points))  # room for the labels
+    axes.set_ylim(0, 1.15 * max(p.rate for p in points))
     axes.set_xlabel(f"{memory}, {unit}  (less is better)")
     axes.set_ylabel(f"{rate}  (more is better)")
     axes.yaxis.set_major_formatter(lambda value, _position: f"{value:,.10g}")
@@ -117,8 +209,29 @@ def plot_tradeoff(
     axes.grid(alpha=0.2)
     figure.draw_without_rendering()  # sizes are known only then, and must stay
     figure.set_layout_engine("none")
-    _label(axes, [(p.label, p.memory / scale, p.rate, p in best) for p in points])
+    labels = [
+        (", ".join(p.label for p in near), near[0].memory / scale, near[0].rate, near[0] in best)
+        for near in _together([*best, *(p for p in points if p not in best)])
+    ]
+    _label(axes, labels)
     _write(figure, path)
+
+
+def _together(points: Sequence[Point]) -> list[list[Point]]:
+    """Points that lie on each other, within a fiftieth of the largest values: they share one label."""
+    memory, rate = (max(getattr(p, name) for p in points) / 50 for name in ("memory", "rate"))
+    groups: list[list[Point]] = []
+    for point in points:
+        for group in groups:
+            if (
+                abs(group[0].memory - point.memory) < memory
+                and abs(group[0].rate - point.rate) < rate
+            ):
+                group.append(point)
+                break
+        else:
+            groups.append([point])
+    return groups
 
 
 def plot_step_table(name: str, curve: Curve, table: StepTable, path: Path) -> None:
@@ -137,6 +250,7 @@ def plot_step_table(name: str, curve: Curve, table: StepTable, path: Path) -> No
     below.plot(x, curve(x) - primitive_at(table, curve, x), color="C1")
     below.set_ylabel("h - h~")
     below.set_xlabel("x")
+    above.set_ylabel("derivative")
     above.legend(frameon=False)
     for axes in (above, below):
         axes.grid(alpha=0.2)
@@ -148,14 +262,18 @@ def plot_step_table(name: str, curve: Curve, table: StepTable, path: Path) -> No
 def _label(axes: Any, labels: Sequence[tuple[str, float, float, bool]]) -> None:
     """Write each label beside its point, off other labels and points; a line leads to a far one."""
     from adjustText import adjust_text
+    from matplotlib.patheffects import withStroke
 
+    outline = [withStroke(linewidth=3, foreground="white")]  # over the line that joins the best
     texts = [
-        axes.text(x, y, text, fontsize="small", weight="bold" if best else "normal")
+        axes.text(
+            x, y, text, fontsize="small", weight="bold" if best else "normal", path_effects=outline
+        )
         for text, x, y, best in labels
     ]
     adjust_text(
         texts, [x for _, x, _, _ in labels], [y for _, _, y, _ in labels], ax=axes,
-        expand=(1.3, 2.0), force_static=(0.2, 0.4), min_arrow_len=12,
+        expand=(1.2, 1.8), force_static=(0.2, 0.4), min_arrow_len=12, ensure_inside_axes=True,
         arrowprops={"arrowstyle": "-", "color": "0.7", "lw": 0.5},
     )  # fmt: skip
 

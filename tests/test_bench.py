@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 import types
@@ -19,7 +18,7 @@ from lowmem_patch.bench import SHAPES, VARIANTS, Comparison, Row, compare, compi
 from lowmem_patch.cli import app
 from lowmem_patch.config import load_config
 from lowmem_patch.errors import VariantError
-from lowmem_patch.plot import Point, pareto, plot_tradeoff
+from lowmem_patch.plot import Point, pareto
 from lowmem_patch.tracing.inputs import ExampleInputs
 from tests.support.models import llama, tokens
 
@@ -103,13 +102,13 @@ def test_a_variant_without_sense_is_skipped_with_the_reason() -> None:
 
 def test_rows_of_a_real_model() -> None:
     model, inputs = llama(), tokens()
-    names = ("unpatched", "paper", "exact", "auto", "checkpointing")
+    names = ("unpatched", "paper", "exact", "auto", "compact", "checkpointing")
     before = {name: value.clone() for name, value in model.state_dict().items()}
     result = compare(model, inputs, {n: VARIANTS[n] for n in names}, rounds=2, steps=2)
     acts = {row.name: row.act for row in result.rows}
-    assert None not in acts.values() and [row.failed for row in result.rows] == [None] * 5
+    assert None not in acts.values() and [row.failed for row in result.rows] == [None] * 6
     labels = {**inputs.kwargs, "labels": inputs.kwargs["input_ids"]}
-    for name in names[:4]:  # what autograd holds with the model's own loss, counted another way
+    for name in names[:5]:  # with the model's own loss
         own = VARIANTS[name](llama(), inputs)
         with saved_bytes(own) as saved:
             output = own(**labels)
@@ -217,9 +216,12 @@ def test_the_table_and_the_picture(folder: Path, tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     lines = {line.split()[0]: line for line in result.stdout.splitlines() if line.strip()}
     assert set(lines) >= {"variant", *VARIANTS} - {"compile", "auto+compile"}
-    assert "tokens / s" in lines["variant"] and "peak" not in lines["variant"]
+    head = result.stdout.splitlines()
+    assert any("tokens" in line for line in head) and not any(
+        "peak" in line.split() for line in head[:3]
+    )
     assert ("1.00x" in lines["unpatched"] and "MiB" in lines["auto"]) or "KiB" in lines["auto"]
-    assert "skipped: liger-kernel" in lines["liger"] or "x" in lines["liger"]
+    assert "skipped: liger-kernel" in result.stdout or "x" in lines["liger"]
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
@@ -290,42 +292,6 @@ def test_pareto() -> None:
         Point("e", 5, 9),
     ]
     assert [point.label for point in pareto(points)] == ["b", "a"]
-
-
-def test_the_committed_results_can_be_drawn(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("adjustText")
-    spec = importlib.util.spec_from_file_location("picture", ROOT / "benchmarks" / "picture.py")
-    assert spec is not None and spec.loader is not None
-    picture = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(picture)
-    out = tmp_path / "out.svg"
-    monkeypatch.setattr(sys, "argv", ["picture.py", "--out", str(out)])
-    picture.main()
-    assert out.read_text().count("</g>") > 10
-
-
-def test_labels_cover_neither_each_other_nor_points(tmp_path: Path) -> None:
-    figure_module = pytest.importorskip("matplotlib.figure")
-    pytest.importorskip("adjustText")
-    drawn: list[Any] = []
-    points = [Point(f"variant {n}", 10 + 0.1 * n, 100 + n % 2) for n in range(4)]
-    points.append(Point("far away", 1, 1))
-
-    class Kept(figure_module.Figure):  # type: ignore[misc, name-defined]
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            drawn.append(self)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(figure_module, "Figure", Kept)
-        plot_tradeoff(points, tmp_path / "x.png", "t", memory="m", rate="r")
-    (axes,) = drawn[0].axes
-    boxes = [text.get_window_extent() for text in axes.texts]
-    assert [text.get_text() for text in axes.texts] == [point.label for point in points]
-    for number, box in enumerate(boxes):
-        assert not box.count_overlaps(boxes[:number])
 
 
 @pytest.mark.gpu

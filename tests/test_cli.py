@@ -134,6 +134,11 @@ def test_inspect_reads_no_weights(llama: Path) -> None:
     assert "approximate" not in result.stdout
     paper = call("inspect", llama, "--preset", "paper")
     assert "approximate: the gradients of 2 activations (silu)" in paper.stdout
+    compact = call("inspect", llama, "--preset", "compact")
+    assert (
+        "approximate: backward reads what 16 Linears and attentions store in 8 bits"
+        in compact.stdout
+    )
 
 
 def test_inspect_counts_what_a_plan_counts(llama: Path) -> None:
@@ -195,7 +200,7 @@ def test_missing_models_are_named(tmp_path: Path) -> None:
 
 
 def test_presets_and_keys_are_named(llama: Path, tmp_path: Path) -> None:
-    refused("inspect", llama, "--preset", "fastest", naming="auto, exact, paper")
+    refused("inspect", llama, "--preset", "fastest", naming="auto, compact, exact, paper")
     (tmp_path / "bad.yaml").write_text("norm: fold\n")
     refused("verify", llama, "--preset", tmp_path / "bad.yaml", naming="unknown key norm")
     assert "max-shard-size" in refused(
@@ -346,20 +351,29 @@ def test_what_libraries_print_is_no_result(
         assert json.loads(result.stdout) and "hello" in result.stderr
 
 
-def test_demo_shows_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_demo_shows_every_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     short = [
-        dataclasses.replace(task, train_batches=task.train_batches[:1], score=lambda _model: 0.5)
+        dataclasses.replace(task, train_batches=task.train_batches[:2], score=lambda _model: 0.5)
         for task in demo.demo_tasks()
     ]
     monkeypatch.setattr(demo, "demo_tasks", lambda: short)
-    data = json.loads(call("demo", "--json").stdout)
+    data = json.loads(call("demo", "--json", "--plot", tmp_path / "demo.png").stdout)["tasks"]
+    assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
     assert set(data) == {task.name for task in short} and len(data) == 2
     for result in data.values():
-        assert result["verify"]["passed"] and result["convert"]["folded"] == 8
-        stock, patched = (result["fine_tuning"][which] for which in ("stock", "patched"))
+        assert result["verify"]["passed"]
+        stock, patched = (result["fine_tuning"][which] for which in ("unpatched", "patched"))
         assert patched["saved_bytes"] < 0.7 * stock["saved_bytes"]
+        assert patched["last_loss"] == pytest.approx(stock["last_loss"], rel=1e-3)
     monkeypatch.setattr(demo, "demo_tasks", lambda: short[1:])
     shown = call("demo")
     assert shown.exit_code == 0, shown.output
-    for step in ("inspect", "convert", "verify", "fine-tuning", "self-check", "passed"):
+    for step in (
+        "memory, preset auto",
+        "####",
+        "fine-tuning",
+        "gradients against float64",
+        "passed",
+    ):
         assert step in shown.stdout
+    assert "second" not in shown.stdout

@@ -8,10 +8,23 @@ import re
 import pytest
 
 import lowmem_patch
+from lowmem_patch import errors
 
 PUBLIC_NAMES = [
+    "BudgetError",
+    "CheckpointError",
+    "ConfigError",
+    "DoubleBackwardError",
+    "FitError",
+    "HostMemoryError",
+    "LowmemPatchError",
+    "NothingToPatchError",
     "PatchConfig",
+    "PatchError",
     "PatchReport",
+    "TraceError",
+    "UnfoldedWeightsError",
+    "VariantError",
     "__version__",
     "fit_step_table",
     "patch_model",
@@ -24,7 +37,12 @@ PUBLIC_NAMES = [
 
 
 def test_public_names_are_pinned() -> None:
-    assert sorted(lowmem_patch.__all__) == PUBLIC_NAMES
+    assert sorted(lowmem_patch.__all__) == PUBLIC_NAMES == dir(lowmem_patch)
+
+
+def test_every_error_is_exported() -> None:
+    assert set(errors.__all__) < set(PUBLIC_NAMES)
+    assert all(getattr(lowmem_patch, name) is getattr(errors, name) for name in errors.__all__)
 
 
 @pytest.mark.parametrize("name", PUBLIC_NAMES)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,14 @@ def test_fitting_finds_the_shipped_table(kind: str, bits: int) -> None:
     shipped = STEP_TABLES[kind][bits]  # type: ignore[index]  # kinds, as text
     assert table.thresholds == pytest.approx(shipped.thresholds, abs=1e-8)
     assert table.levels == pytest.approx(shipped.levels, abs=1e-8)
+
+
+@pytest.mark.parametrize("kind", STEP_TABLES)
+def test_a_bit_more_is_never_worse(kind: str) -> None:
+    """By the objective, in which a table of more bits may have the steps of one with fewer."""
+    tables = [STEP_TABLES[kind][bits] for bits in (1, 2, 3, 4)]  # type: ignore[index]
+    for fewer, more in pairwise(tables):
+        assert more == fewer if fewer.exact else more.squared_distance < fewer.squared_distance
 
 
 def test_functions_modules_and_expressions_are_the_same() -> None:
@@ -205,7 +214,7 @@ def test_the_command_refuses_in_one_line() -> None:
 def test_the_command_lists_what_ships() -> None:
     lines = call("list").stdout.splitlines()
     assert {line.split()[0] for line in lines[1:]} == set(STEP_TABLES)
-    assert set(json.loads(call("list", "--json").stdout)) == set(STEP_TABLES)
+    assert set(json.loads(call("list", "--json").stdout)["tables"]) == set(STEP_TABLES)
 
 
 def test_without_scipy_the_mend_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -188,6 +188,8 @@ def _judge_patched(
     found.saved_before, found.saved_after = reference.own[True].saved, steps[True].saved
     if found.saved_after > found.saved_before:
         found.wrong(f"keeps {found.saved_after} bytes, unpatched {found.saved_before}")
+    if report.floor > report.saved_after:
+        found.wrong(f"floor of {report.floor} bytes above {report.saved_after} that are saved")
     if found.saved_after != report.saved_after:
         found.notes.append(f"plan said {report.saved_after} bytes")
     _note(found, "gradient", _gradients(steps[True], patched, report, reference))

@@ -1,6 +1,7 @@
 """Training variants of one model side by side: memory and time of a step, interleaved in one process."""
 
 from lowmem_patch.bench.compare import compare
+from lowmem_patch.bench.curve import curve_variants
 from lowmem_patch.bench.environment import environment
 from lowmem_patch.bench.result import Comparison, Row
 from lowmem_patch.bench.shapes import SHAPES, Shape
@@ -15,6 +16,7 @@ __all__ = [
     "Variant",
     "compare",
     "compiled",
+    "curve_variants",
     "environment",
     "find_variant",
     "unpatched",

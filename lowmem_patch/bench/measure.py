@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lowmem_patch.memory.step import step_loss, with_labels
 from lowmem_patch.tracing.inputs import ExampleInputs
-from lowmem_patch.tracing.saved_bytes import storage_key
+from lowmem_patch.tracing.saved_bytes import saved_bytes, storage_key
 
 __all__ = ["Memory", "Step"]
 
@@ -97,7 +97,12 @@ class Step:
         )
 
     def _saved(self) -> Memory:
-        """Saved bytes, by plain hooks, which see into compiled functions as well."""
+        """Saved bytes; in compiled functions, into which `saved_bytes` does not see, by plain hooks."""
+        if not hasattr(self.model, "_orig_mod"):
+            with saved_bytes(self.model) as counted:
+                loss = self.loss()
+            del loss
+            return Memory(counted.total)
         weights = {storage_key(t) for t in (*self.model.parameters(), *self.model.buffers())}
         saved: dict[int, Tensor] = {}
 

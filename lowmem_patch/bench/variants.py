@@ -6,13 +6,18 @@ import contextlib
 import importlib
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from lowmem_patch.api import patch_model
-from lowmem_patch.errors import ConfigError, VariantError
+from lowmem_patch.config import preset_names
+from lowmem_patch.errors import BudgetError, ConfigError, VariantError
 from lowmem_patch.memory import base_model, switch_checkpointing_on
+from lowmem_patch.memory.blocks import repeated_blocks
+from lowmem_patch.planning.budget import parse_budget
 from lowmem_patch.tracing.inputs import ExampleInputs
 
 __all__ = ["VARIANTS", "Variant", "compiled", "find_variant", "unpatched"]
@@ -87,6 +92,7 @@ VARIANTS: dict[str, Variant] = {
     "paper": _preset("paper"),
     "exact": _preset("exact"),
     "auto": _preset("auto"),
+    "compact": _preset("compact"),
     "checkpointing": _checkpointing,
     "liger": _liger,
     "compile": compiled(unpatched),
@@ -94,27 +100,82 @@ VARIANTS: dict[str, Variant] = {
 }
 
 
+def _fit(preset: str, budget: str) -> Variant:
+    """A preset within a budget of bytes, weights and the optimizer's state included."""
+
+    def fitted(model: Any, inputs: ExampleInputs) -> Any:
+        try:
+            return patch_model(model, preset, example_inputs=inputs, fit=budget)
+        except BudgetError as error:
+            raise VariantError(str(error).split(": parameters ")[0]) from error
+
+    return fitted
+
+
+def _every(count: str) -> Variant:
+    """Torch's checkpoint around every n-th of the repeated blocks, as is done by hand."""
+    if not count.isdecimal() or not int(count):
+        raise ConfigError(f"variant 'every={count}': the number of blocks must be 1 or more")
+
+    def checkpointed(model: Any, _inputs: ExampleInputs) -> Any:
+        path = repeated_blocks(model, least=2)
+        if path is None:
+            raise VariantError(f"{type(base_model(model)).__name__} has no list of equal blocks")
+        config: Any = getattr(base_model(model), "config", None)
+        if hasattr(config, "use_cache"):
+            config.use_cache = False  # a second run would write into the cache again
+        for block in list(model.get_submodule(path).children())[:: int(count)]:
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        return model
+
+    return checkpointed
+
+
+def _of_word(word: str, words: list[str]) -> Variant:
+    kind, _, value = word.partition("=")
+    if kind == "fit":
+        parse_budget(value)
+        return _fit(next((w for w in words if w in preset_names()), "auto"), value)
+    if kind == "every":
+        return _every(value)
+    return VARIANTS[word]
+
+
 def find_variant(name: str) -> Variant:
     """The variant of a name, or of names joined by ``+``: checkpointing is switched on first, and the
     compiler comes last, wherever they stand (``auto+checkpointing``).
 
+    ``fit=24GiB`` is the preset ``auto`` within a budget (``exact+fit=24GiB`` another preset), ``every=2``
+    checkpoints every second block.
+
     Raises:
         ConfigError: there is no such variant.
     """
-    if name in VARIANTS:
-        return VARIANTS[name]
-    words = name.split("+")
-    unknown = [word for word in words if word not in VARIANTS]
-    if unknown or len(set(words)) < len(words):
+    words = name.split("+") if name not in VARIANTS else [name]
+    if len(set(words)) < len(words) or not all(map(_is_known, words)):
         known = ", ".join(word for word in VARIANTS if "+" not in word)
-        raise ConfigError(f"variant {name!r} is none of {known}, nor several of them joined by +")
-    order = ["checkpointing", *(word for word in words if word not in ("checkpointing", "compile"))]
-    order.append("compile")
+        raise ConfigError(
+            f"variant {name!r} is none of {known}, fit=24GiB, every=2, nor several of them joined by +"
+        )
+    chosen = {word: _of_word(word, words) for word in words}
+    if any(word.startswith("fit=") for word in words):  # which patches with the preset
+        chosen = {word: variant for word, variant in chosen.items() if word not in preset_names()}
+    found = [chosen[word] for word in sorted(chosen, key=_order)]
 
     def combined(model: Any, inputs: ExampleInputs) -> Any:
-        for word in order:
-            if word in words:
-                model = VARIANTS[word](model, inputs)
+        for variant in found:
+            model = variant(model, inputs)
         return model
 
-    return combined
+    return combined if len(found) > 1 else found[0]
+
+
+def _is_known(word: str) -> bool:
+    return word in VARIANTS or word.startswith(("fit=", "every="))
+
+
+def _order(word: str) -> int:
+    """What wraps blocks comes before the patch, which sees it, and the compiler last."""
+    if word == "checkpointing" or word.startswith("every="):
+        return 0
+    return 2 if "compile" in word else 1

@@ -25,7 +25,8 @@ from lowmem_patch.checkpoint.source import Source
 from lowmem_patch.checkpoint.stage import check_output, check_space, staged_folder
 from lowmem_patch.checkpoint.weights import Weights, find_weights, open_weights
 from lowmem_patch.config import PatchConfig
-from lowmem_patch.errors import CheckpointError
+from lowmem_patch.errors import CheckpointError, ConfigError
+from lowmem_patch.memory import parse_bytes
 from lowmem_patch.planning.report import Site
 from lowmem_patch.strategies.fold_weights import FoldStep
 from lowmem_patch.tracing.example_inputs import make_example_inputs
@@ -105,7 +106,7 @@ def convert(
 
     Args:
         dtype: of the floating-point tensors; None keeps each as stored.
-        max_shard_size: such as ``"5GB"``; timm checkpoints are always one file.
+        max_shard_size: such as ``"5GB"``, ``"5GiB"`` or ``"5g"``; timm checkpoints are always one file.
         dry_run: plan only; without local weights, whether a beta is 0 is not known.
         check: compare outputs of the written checkpoint with the source's before it is put in place.
 
@@ -119,7 +120,7 @@ def convert(
     tell = progress or (lambda *_: None)
     refuse_quantised(source)
     check_output(out, source.folder, overwrite=overwrite)
-    _check_shard_size(max_shard_size)
+    shard_bytes = _shard_bytes(max_shard_size)
     tell("plan", 0, 1)
     model, planned, outcomes = _plan(source)
     tell("plan", 1, 1)
@@ -137,7 +138,7 @@ def convert(
         if dry_run or not steps:
             return result
         check_space(_existing(out.parent), size + _ROOM_FOR_THE_REST)
-        limit = max_shard_size if source.library == "transformers" else size + 1
+        limit = shard_bytes if source.library == "transformers" else size + 1
         edits = fold_edits(steps, names, weights)
         with staged_folder(out) as folder:
             files = _write_weights(folder, weights, edits, dtype, limit, tell)
@@ -202,17 +203,11 @@ def _outcome(site: Site) -> NormOutcome:
     return NormOutcome(site.name, fold is not None, reason, linears)
 
 
-def _check_shard_size(text: str) -> None:
-    """Refuse a size before anything is read; the hub library parses it, and takes any number."""
-    pair = {name: torch.empty(1, dtype=torch.uint8, device="meta") for name in "ab"}
+def _shard_bytes(text: str) -> int:
     try:
-        split = huggingface_hub.split_torch_state_dict_into_shards(pair, max_shard_size=text)
-    except (ValueError, OverflowError) as error:
-        raise CheckpointError(
-            f"--max-shard-size {text!r} is no size such as 5GB or 500MB"
-        ) from error
-    if split.is_sharded:  # not even two bytes may lie together
-        raise CheckpointError(f"--max-shard-size {text!r} must be more than 0")
+        return parse_bytes(text)
+    except ConfigError as error:
+        raise CheckpointError(f"--max-shard-size: {error}") from error
 
 
 def _target(stored: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
@@ -278,7 +273,7 @@ def _write_weights(
     weights: Weights,
     edits: dict[str, Edit],
     dtype: torch.dtype | None,
-    max_shard_size: int | str,
+    max_shard_size: int,
     tell: Progress,
 ) -> tuple[str, ...]:
     """Write all tensors, shard by shard; returns the names of the files."""

@@ -7,7 +7,6 @@ command runs, so that ``--help`` and ``--version`` answer at once.
 from __future__ import annotations
 
 import platform
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,8 +17,17 @@ from lowmem_patch.cli import options
 from lowmem_patch.cli.bench import bench
 from lowmem_patch.cli.memory import inspect, profile
 from lowmem_patch.cli.run import RUN_SETTINGS, run
-from lowmem_patch.cli.runtime import ExitCode, command, print_json, print_result, quiet_libraries
+from lowmem_patch.cli.runtime import (
+    ExitCode,
+    JsonErrors,
+    command,
+    print_json,
+    print_note,
+    print_result,
+    quiet_libraries,
+)
 from lowmem_patch.cli.tables import tables
+from lowmem_patch.cli.unused import name_unused
 
 if TYPE_CHECKING:
     import torch
@@ -29,6 +37,7 @@ if TYPE_CHECKING:
 __all__ = ["app"]
 
 app = typer.Typer(
+    cls=JsonErrors,
     help="Fine-tune transformers and timm models with less activation memory.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -58,7 +67,7 @@ def main(
     """Fine-tune transformers and timm models with less activation memory."""
 
 
-@app.command()
+@app.command(epilog="Example: lowmem-patch convert meta-llama/Llama-3.1-8B llama-folded")
 def convert(
     model: options.ModelArgument,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.")],
@@ -87,9 +96,11 @@ def convert(
 
     Exits with 3 and writes nothing when no norm can be folded into a stock checkpoint.
     """
-    with command(debug):
+    with command(debug, as_json):
         from lowmem_patch import checkpoint, report
 
+        if dry_run and overwrite:
+            print_note("--overwrite does nothing here: a dry run writes nothing")
         with quiet_libraries(), report.progress_bar(quiet=as_json) as progress:
             _refuse_overlap(model, out, overwrite)
             source = checkpoint.resolve(
@@ -111,7 +122,7 @@ def _refuse_overlap(model: str, out: Path, overwrite: bool) -> None:
     check_output(out.expanduser(), folder if folder.is_dir() else None, overwrite=overwrite)
 
 
-@app.command()
+@app.command(epilog="Example: lowmem-patch verify meta-llama/Llama-3.2-1B --preset exact")
 def verify(
     original: Annotated[
         str, typer.Argument(metavar="ORIGINAL", help="A folder, hub id or timm name.")
@@ -119,7 +130,7 @@ def verify(
     converted: Annotated[
         str | None, typer.Argument(metavar="[CONVERTED]", help="Compare with this checkpoint.")
     ] = None,
-    preset: options.PresetOption = "auto",
+    preset: options.OptionalPresetOption = None,
     dtype: Annotated[list[options.Dtype] | None, typer.Option(help="May be repeated.")] = None,
     autocast: Annotated[
         bool, typer.Option("--autocast/--no-autocast", help="Also under bfloat16 autocast.")
@@ -135,11 +146,11 @@ def verify(
 
     Outputs may be off from float64 by at most 2 times the unpatched model's own error in the same
     dtype and 4 times its epsilon, gradients by 3 times and as much; exits with 1 if not. Approximate
-    gradients (2-bit codes) need only point the same way; their error and cosine are shown. The dtypes
+    gradients (codes) need only point the same way; their error and cosine are shown. The dtypes
     are float32 and bfloat16, with CONVERTED the one that it is stored in and bfloat16: folded weights
     were rounded to it.
     """
-    with command(debug):
+    with command(debug, as_json):
         import torch
 
         from lowmem_patch import checkpoint, report
@@ -147,7 +158,9 @@ def verify(
         from lowmem_patch.tracing.example_inputs import make_example_inputs
         from lowmem_patch.verify import verify_model
 
-        config = load_config(preset)
+        config = load_config(preset or "auto")
+        if preset is not None and converted is not None:
+            print_note("--preset does nothing here: CONVERTED is compared, and nothing is patched")
         dtypes = [found for found in map(options.torch_dtype, dtype or []) if found is not None]
         with quiet_libraries(), report.progress_bar(quiet=as_json) as progress:
             source = checkpoint.resolve(
@@ -155,6 +168,7 @@ def verify(
             )
             # float32 holds the values of any checkpoint; config.json may name a less precise dtype
             model = checkpoint.load_model(source, torch.float32)
+            name_unused(model, train="", length=seq_len)
             torch.manual_seed(0)
             inputs = make_example_inputs(model, batch_size=batch_size, sequence_length=seq_len)
             settings: dict[str, Any] = {"example_inputs": inputs, "progress": progress}
@@ -186,32 +200,56 @@ def _verify_converted(
     return verify_checkpoints(model, loaded, steps, dtypes=dtypes, **settings)
 
 
-app.command()(inspect)
-app.command()(profile)
-app.command()(bench)
+app.command(
+    epilog="Example: lowmem-patch inspect meta-llama/Llama-3.1-8B --train lora --memory 24g"
+)(inspect)
+app.command(epilog="Example: lowmem-patch profile timm/vit_base_patch16_224 --batch-size 32")(
+    profile
+)
+app.command(epilog="Example: lowmem-patch bench --shape llama-3.1-8b --layers 4 --train lora")(
+    bench
+)
 app.add_typer(tables, name="tables")
-app.command(context_settings=RUN_SETTINGS)(run)
+app.command(
+    context_settings=RUN_SETTINGS,
+    epilog="Example: lowmem-patch run --preset exact train.py --epochs 3",
+)(run)
 
 
-@app.command()
-def demo(as_json: options.JsonOption = False, debug: options.DebugOption = False) -> None:
-    """Inspect, convert, verify and fine-tune the two bundled trained models; works offline."""
-    with command(debug):
+@app.command(epilog="Example: lowmem-patch demo --plot demo.png")
+def demo(
+    plot: Annotated[Path | None, typer.Option(help="Write the bars as a picture.")] = None,
+    as_json: options.JsonOption = False,
+    debug: options.DebugOption = False,
+) -> None:
+    """Show on two bundled models what a patch saves, that they train alike, and prove it; works offline.
+
+    Times are left out: a CPU has none of the kernels that make a patched model fast.
+    """
+    with command(debug, as_json):
         from lowmem_patch import demo as demonstration
         from lowmem_patch.cli.demo import run_demo_task
 
+        if plot is not None:
+            from lowmem_patch.plot import require_matplotlib
+
+            require_matplotlib()
         results: dict[str, Any] = {}
+        plans = {}
         passed = True
-        with tempfile.TemporaryDirectory(prefix="lowmem-patch-demo-") as folder:
-            for task in demonstration.demo_tasks():
-                results[task.name], good = run_demo_task(task, Path(folder) / task.name, as_json)
-                passed = passed and good
+        for task in demonstration.demo_tasks():
+            results[task.name], plans[task.name], good = run_demo_task(task, as_json)
+            passed = passed and good
+        if plot is not None:
+            from lowmem_patch.plot import plot_saved_bytes_of
+
+            plot_saved_bytes_of(plans, plot)
         if as_json:
-            print_json(results)
+            print_json({"tasks": results})
         raise typer.Exit(ExitCode.DONE if passed else ExitCode.FAILED)
 
 
-@app.command()
+@app.command(epilog="Example: lowmem-patch env --json")
 def env(as_json: options.JsonOption = False) -> None:
     """Print versions, for a bug report."""
     import torch

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from lowmem_patch.memory import Training
     from lowmem_patch.tracing.inputs import ExampleInputs
 
-__all__ = ["LONGEST", "assumptions", "default_length"]
+__all__ = ["LONGEST", "assumptions", "default_length", "model_settings"]
 
 LONGEST = 4096  # tokens, unless told
 _NAMED = 8
@@ -25,22 +25,14 @@ def assumptions(
     model: Any, inputs: ExampleInputs, training: Training, *, batches: int, given_length: bool
 ) -> dict[str, str]:
     """Name to text, of what the prediction depends on."""
-    from lowmem_patch.memory import OPTIMIZERS, base_model, output_head
+    from lowmem_patch.memory import OPTIMIZERS, output_head
 
-    base = base_model(model)
     found = {"inputs": str(inputs)}
     tokens = inputs.kwargs.get("input_ids")
     if tokens is not None:
         source = "--seq-len" if given_length else f"the model's, at most {LONGEST}; --seq-len"
         found["length"] = f"{tokens.shape[1]} tokens ({source})"
-    found["parameters"] = ", ".join(_dtypes(model))
-    attention = getattr(getattr(base, "config", None), "_attn_implementation", None)
-    if attention is not None:
-        found["attention"] = str(attention)
-    for adapter in getattr(model, "peft_config", {}).values():
-        targets = sorted(adapter.target_modules)
-        named = ", ".join(targets[:_NAMED]) + (", ..." if len(targets) > _NAMED else "")
-        found["adapters"] = f"LoRA, rank {adapter.r}, on {named}"
+    found |= model_settings(model)
     found["optimizer"] = OPTIMIZERS[training.optimizer]
     if batches > 1:
         found["accumulation"] = f"{batches} batches a step, whose gradients are held between them"
@@ -54,6 +46,21 @@ def assumptions(
         found["gpus"] = (
             f"{training.gpus}: FSDP2 shards model states block by block; bytes are of one"
         )
+    return found
+
+
+def model_settings(model: Any) -> dict[str, str]:
+    """Name to text, of what a model was loaded with: dtypes, attention, adapters."""
+    from lowmem_patch.memory import base_model
+
+    found = {"parameters": ", ".join(_dtypes(model))}
+    attention = getattr(getattr(base_model(model), "config", None), "_attn_implementation", None)
+    if attention is not None:
+        found["attention"] = str(attention)
+    for adapter in getattr(model, "peft_config", {}).values():
+        targets = sorted(adapter.target_modules)
+        named = ", ".join(targets[:_NAMED]) + (", ..." if len(targets) > _NAMED else "")
+        found["adapters"] = f"LoRA, rank {adapter.r}, on {named}"
     return found
 
 

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer  # noqa: TID251 - only the command line imports typer
 
 from lowmem_patch.cli import options
+from lowmem_patch.cli.assumptions import model_settings
 from lowmem_patch.cli.models import real_model, with_adapters
 from lowmem_patch.cli.runtime import ExitCode, command, print_result, quiet_libraries
+from lowmem_patch.cli.unused import name_unused
 from lowmem_patch.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -36,8 +38,16 @@ LayersOption = Annotated[
 VariantsOption = Annotated[
     str | None,
     typer.Option(
-        help="Of unpatched,paper,exact,auto,checkpointing,liger,compile,auto+compile; others joined by +; "
-        "all unless told, but on the CPU none that compiles.",
+        help="Of unpatched,paper,exact,auto,compact,checkpointing,liger,compile,auto+compile; others joined "
+        "by +; all unless told, but on the CPU none that compiles. fit=24GiB: within a budget, weights and "
+        "optimizer included; every=2: every second block checkpointed.",
+    ),
+]
+CurveOption = Annotated[
+    bool,
+    typer.Option(
+        "--curve",
+        help="Memory against time: auto at several budgets, and blocks checkpointed by hand.",
     ),
 ]
 RowsOption = Annotated[int | None, typer.Option(min=1, help="Rows of a step; 4, or the shape's.")]
@@ -55,8 +65,9 @@ def bench(
     shape: ShapeOption = None,
     layers: LayersOption = None,
     variants: VariantsOption = None,
+    curve: CurveOption = False,
     train: options.RealTrainOption = "full",
-    lora_rank: options.RankOption = 8,
+    lora_rank: options.RankOption = None,
     batch_size: RowsOption = None,
     seq_len: options.LengthOption = None,
     dtype: options.DtypeOption = options.StoredDtype.auto,
@@ -76,35 +87,36 @@ def bench(
     what rests between steps; on the CPU act is what autograd holds. Exits with 1 when every variant
     failed, with 3 when none could be tried.
     """
-    with command(debug):
+    with command(debug, as_json):
         import torch
 
         from lowmem_patch import report
-        from lowmem_patch.bench import compare
+        from lowmem_patch.bench import compare, curve_variants
         from lowmem_patch.plot import require_matplotlib
 
         _check_names(model, shape, layers)
         targets = options.lora_targets(train, real=True)
         wanted = options.torch_device(device)
-        chosen = _chosen(variants, wanted)
+        chosen = _chosen(variants, wanted, curve=curve)
         if plot is not None:
             require_matplotlib()
         with quiet_libraries(), report.progress_bar(quiet=as_json) as progress:
             torch.manual_seed(0)
-            if shape is not None:
-                setup = _shape_setup(shape, layers, wanted, dtype)
-            else:
-                setup = _checkpoint_setup(model or "", revision, trust_remote_code, dtype)
+            setup = _shape_setup(shape, layers, wanted, dtype) if shape else None
+            setup = setup or _checkpoint_setup(model or "", revision, trust_remote_code, dtype)
             built = with_adapters(setup.model, targets, lora_rank, real=True).train()
+            name_unused(built, train=train, rank=lora_rank, length=seq_len)
             inputs = _inputs(built, batch_size or setup.batch_size, seq_len or setup.length, wanted)
             autocast = setup.autocast if autocast is None else autocast
+            with torch.autocast(wanted, torch.bfloat16, enabled=bool(autocast)):
+                chosen = chosen or curve_variants(built, inputs)
             result = compare(
                 built, inputs, chosen, rounds=rounds, steps=steps, autocast=bool(autocast),
                 progress=progress,
             )  # fmt: skip
         settings = {
             "model": shape or model, "train": train, "inputs": str(inputs), "autocast": autocast,
-            "part": setup.part,
+            "part": setup.part, "settings": model_settings(built),
         }  # fmt: skip
         _show(result, settings, wanted, plot, as_json)
         raise typer.Exit(_exit_code(result))
@@ -166,9 +178,14 @@ def _inputs(model: Any, batch_size: int, length: int | None, device: str) -> Exa
     return inputs.map(lambda tensor: tensor.to(device))
 
 
-def _chosen(names: str | None, device: str) -> dict[str, Any]:
+def _chosen(names: str | None, device: str, *, curve: bool) -> dict[str, Any]:
+    """The variants of a command; none for a curve, whose budgets are known with the model."""
     from lowmem_patch.bench import VARIANTS, find_variant
 
+    if curve and names is not None:
+        raise ConfigError("--curve has variants of its own: leave --variants out")
+    if curve:
+        return {}
     if names is None:  # compiling for the CPU takes minutes, and a C++ compiler
         return {n: v for n, v in VARIANTS.items() if device == "cuda" or "compile" not in n}
     wanted = [name.strip() for name in names.split(",")]
@@ -186,6 +203,7 @@ def _show(
         f"{settings['model']} ({settings['part']}): train {settings['train']}, {settings['inputs']}"
     )
     title += ", autocast bfloat16" if settings["autocast"] else ""
+    title += "".join(f"; {name}: {text}" for name, text in settings["settings"].items())
     if plot is not None and any(row.measured for row in result.rows):
         _plot(result, plot, title)
     data = {**settings, "environment": environment(device), **result.to_dict()}

@@ -1,25 +1,25 @@
-"""One bundled model in ``lowmem-patch demo``, step by step."""
+"""One bundled model in ``lowmem-patch demo``: its memory, its training, and the proof."""
 
 from __future__ import annotations
 
-from pathlib import Path
+import dataclasses
 from typing import Any
 
 import torch
 import typer  # noqa: TID251 - only the command line imports typer
 
-from lowmem_patch import checkpoint, plan_patch, report
 from lowmem_patch import demo as demonstration
+from lowmem_patch import report, verify_model
 from lowmem_patch.cli.runtime import quiet_libraries
-from lowmem_patch.verify import verify_checkpoints
+from lowmem_patch.planning.report import PatchReport
 
 __all__ = ["run_demo_task"]
 
+_STEPS = 16  # as many as a minute allows on two cores
 
-def run_demo_task(task: Any, out: Path, as_json: bool) -> tuple[dict[str, Any], bool]:
-    """Inspect, convert, verify and fine-tune; returns the results as plain data, and whether all is well."""
-    folder = demonstration.LLAMA_FOLDER if task.name == "tiny-llama" else demonstration.VIT_FOLDER
-    source = checkpoint.resolve(folder)
+
+def run_demo_task(task: Any, as_json: bool) -> tuple[dict[str, Any], PatchReport, bool]:
+    """Memory, fine-tuning, proof; returns the results as plain data, the report, and whether all is well."""
 
     def show(title: str, render: Any, *arguments: Any) -> None:
         if not as_json:
@@ -27,38 +27,33 @@ def run_demo_task(task: Any, out: Path, as_json: bool) -> tuple[dict[str, Any], 
             render(*arguments)
             typer.echo()
 
-    with quiet_libraries():
-        plan = plan_patch(
-            checkpoint.build_meta_model(source).train(), "auto", example_inputs=task.example_inputs
-        )
-    show("lowmem-patch inspect", report.print_plan, plan, f"preset auto, {plan.inputs}")
-    with quiet_libraries(), report.progress_bar(quiet=as_json) as progress:
-        # the bundled weights are in half precision; float32 shows that nothing but rounding changes
-        conversion = checkpoint.convert(source, out, dtype=torch.float32, progress=progress)
-    show("lowmem-patch convert", report.print_conversion, conversion)
-    with quiet_libraries(), report.progress_bar(quiet=as_json) as progress:
-        converted = checkpoint.load_model(checkpoint.resolve(out), torch.float32)
-        steps = checkpoint.read_fold_steps(out)
-        verdict = verify_checkpoints(task.load(), converted, steps, progress=progress)
-    show("lowmem-patch verify", report.print_verification, verdict)
-    with quiet_libraries():
-        compared = demonstration.compare(task, "exact")
+    task = dataclasses.replace(task, train_batches=task.train_batches[:_STEPS])
+    with quiet_libraries(), report.spinner(f"{task.name}: {_STEPS} steps unpatched and patched"):
+        compared = demonstration.compare(task, "auto")
+    plan, stock, patched = compared.report, compared.stock, compared.patched
+    show(f"memory, preset auto, {plan.inputs}", report.print_bars, _bars(plan))
     rows = [
-        (
-            label, run.saved.activations, run.saved.weight_copies, run.score_before,
-            run.score_after, run.seconds,
-        )
-        for label, run in (("stock", compared.stock), ("patched", compared.patched))
+        (label, run.losses[0], run.losses[-1], run.score_before, run.score_after)
+        for label, run in (("unpatched", stock), ("patched", patched))
     ]  # fmt: skip
-    show(
-        f"fine-tuning on {task.data}, preset exact", report.print_fine_tuning, rows, task.score_name
-    )
-    keys = ("saved_bytes", "weight_copies", "score_before", "score_after", "seconds")
-    tuning = {row[0]: dict(zip(keys, row[1:], strict=True)) for row in rows}
+    title = f"{len(stock.losses)} steps of fine-tuning on {task.data}"
+    show(title, report.print_fine_tuning, rows, task.score_name)
+    with quiet_libraries(), report.progress_bar(quiet=as_json) as progress:
+        verdict = verify_model(
+            task.load(), "auto", dtypes=[torch.float32], autocast=None, progress=progress
+        )
+    show("gradients against float64", report.print_verification, verdict)
+    keys = ("first_loss", "last_loss", "score_before", "score_after")
+    tuning: dict[str, dict[str, Any]] = {r[0]: dict(zip(keys, r[1:], strict=True)) for r in rows}
+    for run, name in ((stock, "unpatched"), (patched, "patched")):
+        tuning[name]["saved_bytes"] = run.saved.activations
     data = {
         "plan": plan.to_dict(),
-        "convert": conversion.to_dict(),
         "verify": verdict.to_dict(),
         "fine_tuning": {"data": task.data, "score": task.score_name, **tuning},
     }
-    return data, verdict.passed
+    return data, plan, verdict.passed
+
+
+def _bars(plan: PatchReport) -> dict[str, int]:
+    return {"unpatched": plan.saved_before, "patched": plan.saved_after, "floor": plan.floor}

@@ -10,15 +10,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer  # noqa: TID251 - only the command line imports typer
 
 from lowmem_patch.cli import options
-from lowmem_patch.cli.assumptions import assumptions, default_length
+from lowmem_patch.cli.assumptions import assumptions, default_length, model_settings
 from lowmem_patch.cli.light_imports import freeze_imports, light_imports
 from lowmem_patch.cli.models import meta_model, real_model, with_adapters
 from lowmem_patch.cli.runtime import ExitCode, command, print_json, print_result, quiet_libraries
+from lowmem_patch.cli.unused import name_unused
 from lowmem_patch.errors import ConfigError, TraceError
 
 if TYPE_CHECKING:
     from lowmem_patch.config import PatchConfig
     from lowmem_patch.memory import MemoryReport, Training
+    from lowmem_patch.planning.ladder import Rung
     from lowmem_patch.planning.report import PatchReport
     from lowmem_patch.tracing.inputs import ExampleInputs
 
@@ -48,7 +50,15 @@ OptimizerOption = Annotated[
     Optimizer, typer.Option(help="Whose state and temporaries are counted; adamw is the fused one.")
 ]
 MemoryOption = Annotated[
-    str | None, typer.Option(help="Say what fits into this much, such as 24GiB.")
+    str | None,
+    typer.Option(help="Say what fits into this much, such as 24GiB, and what would help."),
+]
+FitOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Choose which blocks run again so that a step fits into this much, such as 24GiB; "
+        "auto: what the GPU here has free."
+    ),
 ]
 SolveOption = Annotated[Solve, typer.Option(help="With --memory: the largest batch, or length.")]
 PlotOption = Annotated[Path | None, typer.Option(help="Write saved bytes by kind as a picture.")]
@@ -70,7 +80,7 @@ def inspect(
     model: options.ModelArgument,
     preset: options.PresetOption = "auto",
     train: options.TrainOption = "full",
-    lora_rank: options.RankOption = 8,
+    lora_rank: options.RankOption = None,
     batch_size: options.BatchOption = 2,
     seq_len: InspectLengthOption = None,
     dtype: options.DtypeOption = options.StoredDtype.auto,
@@ -80,6 +90,7 @@ def inspect(
     checkpointing: CheckpointingOption = False,
     gpus: GpusOption = 1,
     memory: MemoryOption = None,
+    fit: FitOption = None,
     solve: SolveOption = Solve.batch,
     plot: PlotOption = None,
     revision: options.RevisionOption = None,
@@ -92,15 +103,14 @@ def inspect(
     Saved bytes and the peak come from the model run on fake tensors. The CUDA context (about 0.5 GiB)
     and fragmentation come on top. qlora is arithmetic: base Linears in 4 bits, doubly quantised.
     """
-    with command(debug):
+    with command(debug, as_json):
         from lowmem_patch.config import load_config
-        from lowmem_patch.memory import Training, parse_bytes
+        from lowmem_patch.memory import Training
 
         config = load_config(preset)
         if solve == Solve.length and memory is None:
             raise ConfigError("--solve length needs --memory: say into how much it shall fit")
         adapters = options.lora_targets(train)
-        limit = None if memory is None else parse_bytes(memory)
         if plot is not None:
             from lowmem_patch.plot import require_matplotlib
 
@@ -108,15 +118,27 @@ def inspect(
         with light_imports(model), quiet_libraries():
             built = meta_model(model, revision, trust_remote_code, dtype)
             built = with_adapters(built, adapters, lora_rank).train()
+            name_unused(built, train=train, rank=lora_rank, length=seq_len)
             freeze_imports()
             quantised = train.startswith("qlora")
             training = Training(optimizer.value, quantised, accumulation > 1, checkpointing, gpus)
-            found = _look(
-                built, config, training, batch_size=batch_size, length=seq_len, batches=accumulation,
-                autocast=autocast, limit=limit, solve=solve.value,
-            )  # fmt: skip
+            asked = _Asked(batch_size, seq_len, accumulation, autocast, memory, fit, solve.value)
+            found = _look(built, config, training, asked)
         _show(found, model, train, plot, as_json)
         raise typer.Exit(ExitCode.DONE if found.plan.patched else ExitCode.NOTHING_TO_DO)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Asked:
+    """Sizes, and what is to be found out."""
+
+    batch_size: int
+    length: int | None
+    batches: int
+    autocast: bool
+    memory: str | None
+    fit: str | None
+    solve: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,16 +148,18 @@ class _Look:
     plan: PatchReport
     assumed: dict[str, str]
     memory: MemoryReport | None
-    failed: str | None
+    failed: str | None = None
+    ladder: tuple[Rung, ...] = ()
+    device: str = ""
 
 
-def _look(
-    model: Any, config: PatchConfig, training: Training, *, batch_size: int, length: int | None,
-    batches: int, autocast: bool, limit: int | None, solve: str,
-) -> _Look:  # fmt: skip
+def _look(model: Any, config: PatchConfig, training: Training, asked: _Asked) -> _Look:
     """The plan, and the predicted peak; a peak that cannot be predicted is an error only where something
     is to fit."""
     from lowmem_patch.memory import base_model, make_plans, predict_memory
+    from lowmem_patch.planning.budget import make_budget
+    from lowmem_patch.planning.costs import device_of
+    from lowmem_patch.planning.ladder import find_rungs
     from lowmem_patch.tracing.example_inputs import make_example_inputs
 
     def make(batch: int, size: int | None) -> ExampleInputs:
@@ -146,25 +170,50 @@ def _look(
         # without a cache transformers looks whether sequences are packed; fake positions do not tell, so
         # that it makes masks, which real ones do not
         config_of.use_cache = True
-    inputs = make(batch_size, length or default_length(model))
-    assumed = assumptions(model, inputs, training, batches=batches, given_length=length is not None)
+    budget = None if asked.memory is None else make_budget(asked.memory, model)
+    inputs = make(asked.batch_size, asked.length or default_length(model))
+    given = asked.length is not None
+    assumed = assumptions(model, inputs, training, batches=asked.batches, given_length=given)
     tokens = inputs.kwargs.get("input_ids")
-    with _autocast("cpu", autocast):
+    with _autocast("cpu", asked.autocast):
         plans = make_plans(model, config, inputs)
+        report = plans.report
+        if asked.fit is not None:
+            report = _fitted(model, config, inputs, training, asked.fit, report)
         try:
             memory = predict_memory(
-                model, config, make, batch_size=batch_size, training=training, limit=limit, solve=solve,
-                length=None if tokens is None else int(tokens.shape[1]), plans=plans,
+                model, config, make, batch_size=asked.batch_size, training=training, solve=asked.solve,
+                limit=None if budget is None else budget.bytes, plans=plans,
+                length=None if tokens is None else int(tokens.shape[1]),
             )  # fmt: skip
         except TraceError as error:
-            if limit is not None:
+            if budget is not None:
                 raise
-            return _Look(plans.report, assumed, None, f"no peak was predicted: {error}")
-    return _Look(plans.report, assumed, memory, None)
+            return _Look(report, assumed, None, f"no peak was predicted: {error}")
+        rungs = find_rungs(model, config, inputs, training, budget) if budget else ()
+    return _Look(report, assumed, memory, ladder=rungs, device=device_of(model).name)
+
+
+def _fitted(
+    model: Any, config: PatchConfig, inputs: ExampleInputs, training: Training, fit: str, report: PatchReport
+) -> PatchReport:  # fmt: skip
+    """The report with the choice of levels for a budget."""
+    from lowmem_patch.planning.fit_model import fit_planned
+    from lowmem_patch.planning.planner import plan_model
+
+    if training.gpus > 1 or training.checkpointing or training.accumulates:
+        raise ConfigError(
+            "--fit chooses for one GPU, without accumulation and with no other checkpointing: leave "
+            "--gpus, --accumulation and --checkpointing out"
+        )
+    planned = plan_model(model, config, inputs)
+    fitted = fit_planned(model, planned, fit, training.optimizer, quantised=training.quantised)
+    return dataclasses.replace(report, fit=fitted.report.fit)
 
 
 def _show(found: _Look, model: str, train: str, plot: Path | None, as_json: bool) -> None:
     from lowmem_patch import report
+    from lowmem_patch.report.fit import print_fit, print_ladder
 
     plan, memory = found.plan, found.memory
     title = f"{model}: {plan.model}, preset {plan.config.name}, train {train}, {plan.inputs}"
@@ -174,11 +223,16 @@ def _show(found: _Look, model: str, train: str, plot: Path | None, as_json: bool
         plot_saved_bytes(plan, plot, title)
     if as_json:
         data = {"model": model, "train": train, "assumptions": found.assumed, **plan.to_dict()}
+        data["ladder"] = [dataclasses.asdict(rung) for rung in found.ladder]
         print_json({**data, "memory": None if memory is None else memory.to_dict()})
         return
     report.print_plan(plan, title, found.assumed)
     if memory is not None:
         report.print_memory(memory, train)
+        if found.ladder and memory.limit is not None:
+            print_ladder(found.ladder, memory.limit, found.device)
+    if plan.fit is not None:
+        print_fit(plan.fit)
     if found.failed is not None:
         report.print_error(found.failed)
 
@@ -193,7 +247,7 @@ def profile(
     model: options.ModelArgument,
     preset: options.PresetOption = "auto",
     train: options.RealTrainOption = "full",
-    lora_rank: options.RankOption = 8,
+    lora_rank: options.RankOption = None,
     batch_size: options.BatchOption = 2,
     seq_len: options.LengthOption = None,
     dtype: options.DtypeOption = options.StoredDtype.auto,
@@ -208,7 +262,7 @@ def profile(
 
     Saved bytes by module and by kind, and on a GPU the peak of allocated and reserved memory.
     """
-    with command(debug):
+    with command(debug, as_json):
         import torch
 
         from lowmem_patch import report
@@ -222,11 +276,14 @@ def profile(
         with quiet_libraries():
             built = real_model(model, revision, trust_remote_code, dtype)
             built = with_adapters(built, adapters, lora_rank, real=True).to(wanted).train()
+            name_unused(built, train=train, rank=lora_rank, length=seq_len)
             torch.manual_seed(0)
             inputs = make_example_inputs(built, batch_size=batch_size, sequence_length=seq_len)
             with _autocast(wanted, autocast):
                 result = profile_model(built, config, inputs)
+        settings = model_settings(built)
         title = f"{model}: preset {config.name}, train {train}, {inputs}"
-        data = {"model": model, "train": train, **result.to_dict()}
+        title += "".join(f"; {name}: {text}" for name, text in settings.items())
+        data = {"model": model, "train": train, "settings": settings, **result.to_dict()}
         print_result(as_json, data, report.print_profile, result, title)
         raise typer.Exit(ExitCode.DONE if result.patched else ExitCode.NOTHING_TO_DO)

@@ -9,6 +9,8 @@ from lowmem_patch.errors import CheckpointError
 
 __all__ = ["meta_model", "real_model", "with_adapters"]
 
+_RANK = 8
+
 
 def meta_model(name: str, revision: str | None, trusted: bool, dtype: StoredDtype) -> Any:
     """The model on the meta device, without weights.
@@ -36,8 +38,10 @@ def real_model(name: str, revision: str | None, trusted: bool, dtype: StoredDtyp
     return checkpoint.load_model(source, torch_dtype(dtype))
 
 
-def with_adapters(model: Any, targets: list[str] | None, rank: int, *, real: bool = False) -> Any:
-    """The model with LoRA on ``targets``; unchanged where they are None.
+def with_adapters(
+    model: Any, targets: list[str] | None, rank: int | None, *, real: bool = False
+) -> Any:
+    """The model with LoRA on ``targets``, of rank 8 unless told; unchanged where they are None.
 
     Adapters are on the meta device, or hold random values where ``real``.
     """
@@ -46,5 +50,5 @@ def with_adapters(model: Any, targets: list[str] | None, rank: int, *, real: boo
 
     if targets is None:
         return model
-    adapted = checkpoint.add_lora(model, targets, rank=rank)
+    adapted = checkpoint.add_lora(model, targets, rank=rank or _RANK)
     return materialise(adapted) if real else adapted

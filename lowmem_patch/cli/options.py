@@ -24,6 +24,7 @@ __all__ = [
     "LengthOption",
     "ModelArgument",
     "OptionalModelArgument",
+    "OptionalPresetOption",
     "PresetOption",
     "RankOption",
     "RealTrainOption",
@@ -72,7 +73,19 @@ _MODEL = typer.Argument(
 )
 ModelArgument = Annotated[str, _MODEL]
 OptionalModelArgument = Annotated[str | None, _MODEL]
-PresetOption = Annotated[str, typer.Option(help="auto, exact, paper, or the path of a YAML file.")]
+
+
+def _preset_names() -> list[str]:
+    from lowmem_patch.config import preset_names  # torch stands behind it
+
+    return [*preset_names()]
+
+
+_PRESET = typer.Option(
+    help="auto, exact, compact, paper, or the path of a YAML file.", autocompletion=_preset_names
+)
+PresetOption = Annotated[str, _PRESET]
+OptionalPresetOption = Annotated[str | None, _PRESET]
 RevisionOption = Annotated[str | None, typer.Option(help="Branch, tag or commit on the hub.")]
 TrustOption = Annotated[
     bool,
@@ -89,7 +102,7 @@ LengthOption = Annotated[
     int | None, typer.Option(min=1, help="Tokens per row, for models that read tokens.")
 ]
 DtypeOption = Annotated[StoredDtype, typer.Option(help="Of the parameters; auto: the config's.")]
-RankOption = Annotated[int, typer.Option(min=1, help="Rank of the adapters.")]
+RankOption = Annotated[int | None, typer.Option(min=1, help="Rank of the adapters; 8.")]
 AutocastOption = Annotated[bool, typer.Option("--autocast", help="Under bfloat16 autocast.")]
 DeviceOption = Annotated[Device, typer.Option(help="auto: a GPU if there is one.")]
 

@@ -44,7 +44,7 @@ def run(
     Trainer, accelerate or timm.create_model has it. With several processes: torchrun ... -m lowmem_patch run
     SCRIPT, or accelerate launch -m lowmem_patch run SCRIPT. The exit code is the script's.
     """
-    with command(debug=False):
+    with command(debug=False, waiting=None):
         from lowmem_patch.errors import ConfigError
         from lowmem_patch.integrations.script import ScriptPatching, run_script
 

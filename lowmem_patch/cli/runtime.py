@@ -5,19 +5,32 @@ from __future__ import annotations
 import contextlib
 import enum
 import json
+import logging
 import signal
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
 import typer  # noqa: TID251 - only the command line imports typer
+from typer.core import TyperGroup  # noqa: TID251
 
-from lowmem_patch.errors import LowmemPatchError
+import lowmem_patch
+from lowmem_patch.errors import BudgetError, LowmemPatchError
 
-__all__ = ["ExitCode", "command", "print_json", "print_result", "quiet_libraries"]
+JSON_SCHEMA = 1  # of the objects of --json; another number where a key goes or changes its meaning
+
+__all__ = [
+    "JSON_SCHEMA",
+    "ExitCode",
+    "command",
+    "print_json",
+    "print_note",
+    "print_result",
+    "quiet_libraries",
+]
 
 
 class ExitCode(enum.IntEnum):
@@ -31,24 +44,34 @@ class ExitCode(enum.IntEnum):
 
 
 @contextlib.contextmanager
-def command(debug: bool) -> Iterator[None]:
-    """Turn an error into one line and an exit code, and a termination signal into an exit that cleans up."""
+def command(debug: bool, as_json: bool = False, waiting: str | None = "working") -> Iterator[None]:
+    """Turn an error into one line and an exit code, and a termination signal into an exit that cleans up.
+
+    With ``as_json`` the error is an object on standard output as well. ``waiting`` is shown with a spinner
+    until something is printed.
+    """
     from lowmem_patch import report
 
     try:
-        with _terminable():
+        with _terminable(), report.spinner(waiting):
             yield
     except KeyboardInterrupt:
         report.print_error("interrupted; nothing was left behind")
+        if as_json:
+            _print_json_error("KeyboardInterrupt", "interrupted", ExitCode.INTERRUPTED)
         raise typer.Exit(ExitCode.INTERRUPTED) from None
     except LowmemPatchError as error:
         if debug:
             raise
         from lowmem_patch.checkpoint import SelfCheckError
 
-        report.print_error(str(error))
+        # its proposals stand one below the other
+        report.print_error(str(error), lines=isinstance(error, BudgetError))
         wrong_result = isinstance(error, SelfCheckError)
-        raise typer.Exit(ExitCode.FAILED if wrong_result else ExitCode.BAD_INPUT) from None
+        code = ExitCode.FAILED if wrong_result else ExitCode.BAD_INPUT
+        if as_json:
+            _print_json_error(type(error).__name__, str(error), code)
+        raise typer.Exit(code) from None
 
 
 @contextlib.contextmanager
@@ -70,20 +93,42 @@ def _terminable() -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet_libraries() -> Iterator[None]:
-    """Messages of transformers, timm and the hub go to standard error."""
+    """What libraries print goes to standard error; their warnings, which address their callers, nowhere."""
     import transformers
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
-    logging: Any = transformers.logging  # its functions have no types
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    verbosity: Any = transformers.logging  # its functions have no types
+    verbosity.set_verbosity_error()
+    verbosity.disable_progress_bar()
     if not sys.stderr.isatty():
         disable_progress_bars()
-    with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
-        # deprecations address the callers of a library, not a user of this command
-        warnings.simplefilter("ignore", FutureWarning)
-        warnings.simplefilter("ignore", DeprecationWarning)
+    with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings(), _errors_alone_logged():
+        warnings.simplefilter("ignore")
+        warnings.filterwarnings("default", module="lowmem_patch")
         yield
+
+
+@contextlib.contextmanager
+def _errors_alone_logged() -> Iterator[None]:
+    """Of loggers without a handler of their own."""
+    handler = logging.lastResort
+    if handler is None:
+        yield
+        return
+    before = handler.level
+    handler.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        handler.setLevel(before)
+
+
+def print_note(text: str) -> None:
+    """One line on standard error: of what was asked for, what does nothing here."""
+    from lowmem_patch import report
+
+    report.stop_spinner()
+    typer.echo(f"note: {text}", err=True)
 
 
 def print_result(as_json: bool, data: Any, render: Callable[..., None], *arguments: Any) -> None:
@@ -94,7 +139,29 @@ def print_result(as_json: bool, data: Any, render: Callable[..., None], *argumen
         render(*arguments)
 
 
-def print_json(data: Any) -> None:
-    """One JSON object on standard output."""
+def print_json(data: Mapping[str, Any]) -> None:
+    """One JSON object on standard output, with the number of its schema and the version that wrote it."""
+    head = {"schema": JSON_SCHEMA, "version": lowmem_patch.__version__}
+    from lowmem_patch import report
+
+    report.stop_spinner()
     # a path or dtype in a record is best shown as its text
-    typer.echo(json.dumps(data, indent=2, default=str))
+    typer.echo(json.dumps({**head, **data}, indent=2, default=str))
+
+
+class JsonErrors(TyperGroup):
+    """Commands whose usage errors, which typer finds before a command begins, are JSON as well."""
+
+    def main(self, args: Sequence[str] | None = None, *rest: Any, **more: Any) -> Any:
+        given = sys.argv[1:] if args is None else list(args)
+        try:
+            return super().main(args, *rest, **more)
+        except SystemExit as stopped:
+            message = getattr(stopped.__context__, "format_message", None)
+            if message is not None and "--json" in given:
+                _print_json_error("UsageError", message(), ExitCode.BAD_INPUT)
+            raise
+
+
+def _print_json_error(kind: str, message: str, code: ExitCode) -> None:
+    print_json({"error": {"type": kind, "message": message, "exit_code": int(code)}})

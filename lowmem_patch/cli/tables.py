@@ -19,7 +19,7 @@ tables = typer.Typer(
 )
 
 
-@tables.command()
+@tables.command(epilog="Example: lowmem-patch tables fit 'x * sigmoid(1.5 * x)' --bits 3")
 def fit(
     activation: Annotated[
         str,
@@ -40,7 +40,7 @@ def fit(
     h~, whose derivative the step function is, is equal to the activation h at both ends; the integral of
     (h - h~)^2 is the smallest there is. The same ACTIVATION gives the same result each time.
     """
-    with command(debug):
+    with command(debug, as_json):
         from lowmem_patch import report
         from lowmem_patch.plot import plot_step_table, require_matplotlib
         from lowmem_patch.tables.fit import table_of
@@ -61,10 +61,10 @@ def fit(
         print_result(as_json, data, report.print_step_table, activation, table)
 
 
-@tables.command("list")
+@tables.command("list", epilog="Example: lowmem-patch tables list --json")
 def list_tables(as_json: options.JsonOption = False, debug: options.DebugOption = False) -> None:
     """Show the tables that ship: how far each is from its activation."""
-    with command(debug):
+    with command(debug, as_json):
         from lowmem_patch import report
         from lowmem_patch.constants import STEP_TABLES
 
@@ -72,4 +72,4 @@ def list_tables(as_json: options.JsonOption = False, debug: options.DebugOption 
             kind: {str(bits): dataclasses.asdict(table) for bits, table in rows.items()}
             for kind, rows in STEP_TABLES.items()
         }
-        print_result(as_json, data, report.print_step_tables, STEP_TABLES)
+        print_result(as_json, {"tables": data}, report.print_step_tables, STEP_TABLES)

@@ -30,6 +30,7 @@ from lowmem_patch.functional.affine import (
 from lowmem_patch.functional.codes import codes_activation
 from lowmem_patch.functional.cross_entropy import Head, Labels, linear_cross_entropy, linear_losses
 from lowmem_patch.functional.dropout import draw_dropout, dropout_linear, packed_dropout
+from lowmem_patch.functional.eight_bit import EIGHT_BIT_DTYPES, from_eight_bits, to_eight_bits
 from lowmem_patch.functional.grouped import activation_grouped_matmul
 from lowmem_patch.functional.head import flat, in_compute_dtype, logits_in_chunks
 from lowmem_patch.functional.linear import activation_linear, recast_linear
@@ -42,6 +43,7 @@ from lowmem_patch.functional.sharded import is_sharded
 from lowmem_patch.functional.unbind import unbind_permuted
 
 __all__ = [
+    "EIGHT_BIT_DTYPES",
     "ActivationKind",
     "Affine",
     "Head",
@@ -61,6 +63,7 @@ __all__ = [
     "dropout_linear",
     "first_order",
     "flat",
+    "from_eight_bits",
     "glu",
     "in_compiler",
     "in_compute_dtype",
@@ -81,6 +84,7 @@ __all__ = [
     "register_plain",
     "rotary_embedding",
     "save_copy",
+    "to_eight_bits",
     "unbind_permuted",
     "unpack_bool",
     "without_autocast",

@@ -73,6 +73,7 @@ def _sum_forward(*arguments: Any) -> tuple[Tensor | None, ...]:
     """loss, the gradients of the five tensors, the labelled rows where x and low have gradients for them
     alone, the factor that float16 gradients lack, and the memory of a chunk, for who counts bytes."""
     given, labels, (mean, selects, needs, implementation) = _unpacked(arguments)
+    _check_labels(labels, given.weight.shape[0])
     dtype = statistics_dtype(given.compute_dtype)
     with _library.without_autocast(given.x.device.type):
         labelled = labelled_rows(labels) if selects else None
@@ -230,6 +231,7 @@ _call_sum = _sum.differentiable(_SumOfLosses)
 def _rows_forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """The loss and logsumexp(y) of each row, and the memory of a chunk."""
     given, labels, (implementation,) = _unpacked(arguments)
+    _check_labels(labels, given.weight.shape[0])
     dtype = statistics_dtype(given.compute_dtype)
     with _library.without_autocast(given.x.device.type):
         head = in_compute_dtype(given)
@@ -346,9 +348,7 @@ def linear_cross_entropy(
     Raises:
         IndexError: a label is neither a class nor to be ignored (on a GPU a device-side assertion).
     """
-    target = labels.target
-    assert target is not None
-    _check_labels(target, labels.ignore_index, head.weight.shape[0])
+    assert labels.target is not None
     if reduction == "none":
         return linear_losses(head, labels, implementation=implementation)
     needs = tuple(
@@ -367,10 +367,11 @@ def linear_losses(head: Head, labels: Labels, *, implementation: Implementation 
     return losses
 
 
-def _check_labels(target: Tensor, ignore_index: int, classes: int) -> None:
-    if in_compiler() or isinstance(target, FakeTensor) or target.is_meta:
+def _check_labels(labels: Labels, classes: int) -> None:
+    target = labels.target
+    if target is None or isinstance(target, FakeTensor) or target.is_meta:
         return
-    right = ((target >= 0) & (target < classes)) | (target == ignore_index)
+    right = ((target >= 0) & (target < classes)) | (target == labels.ignore_index)
     if target.is_cuda:
         torch._assert_async(right.all())
     elif not right.all():

@@ -27,7 +27,9 @@ from lowmem_patch.functional.products import (
     IDENTITY,
     LowRank,
     linear_backward_op,
+    linear_forward,
     linear_op,
+    low_product,
     one_for_each,
     padded_forward,
 )
@@ -74,6 +76,52 @@ class _ActivationLinear(torch.autograd.Function):
 _call_linear = linear_op.differentiable(_ActivationLinear)
 
 
+class _SavedFirst(_ActivationLinear):
+    """The op in a block that is run again in backward: it saves, and its caller computes y afterwards.
+
+    Where it is the last to save, torch.utils.checkpoint stops the second run as soon as it has saved
+    (`set_checkpoint_early_stop`), and the largest product of the block is not computed again.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        *given, low = arguments
+        hidden, weight, dtype = given[0], given[3], given[9]
+        shape = (*hidden.shape[:-1], weight.shape[0])
+        # without memory, and no view, which autograd would not let anybody write into
+        y: Tensor = hidden.new_empty_strided(shape, (0,) * len(shape), dtype=dtype)
+        _ActivationLinear.save(ctx, tuple(given), (y, low))
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        return (*_ActivationLinear.backward(ctx, *gradients), None)
+
+
+def _saved_first(*arguments: Any) -> Any:
+    hidden, _, _, weight, bias, lora_A, lora_B, scale, _, dtype, implementation = arguments
+    low = adapter = None
+    with torch.no_grad():
+        if lora_A is not None:
+            adapter = (lora_A, lora_B, scale)
+            low = low_product(hidden, lora_A, lora_B, dtype, implementation)
+    apply: Any = _SavedFirst.apply  # has no types
+    y: Any = apply(*arguments, low)
+    with torch.no_grad():
+        y.data = linear_forward(hidden, weight, bias, adapter, dtype, implementation, low)[0]
+    return y
+
+
+def _is_run_again(arguments: tuple[Any, ...]) -> bool:
+    """Whether a forward runs in backward, and nobody but autograd looks on."""
+    return (
+        not _library.in_compiler()
+        and torch._C._current_graph_task_id() != -1
+        and _library.is_eager(*arguments)
+        and not _library.is_transformed()
+    )
+
+
 def _linear(
     hidden: Tensor,
     sources: tuple[Tensor, ...],
@@ -90,7 +138,8 @@ def _linear(
         hidden, sources[0], up, weight, bias, lora_A, lora_B, scale, kind, compute_dtype, implementation,
     )  # fmt: skip
     if _library.wants_gradient(*sources, weight, bias, lora_A, lora_B):
-        y: Tensor = _call_linear(*arguments)
+        call: Any = _saved_first if _is_run_again(arguments) else _call_linear
+        y: Tensor = call(*arguments)
         return y
     with torch.no_grad():  # hidden may ask for a gradient that does not flow through here
         result: Tensor = linear_op(*arguments)[0]

@@ -25,6 +25,7 @@ __all__ = [
     "linear_backward_op",
     "linear_forward",
     "linear_op",
+    "low_product",
     "one_for_each",
     "padded_forward",
 ]
@@ -60,8 +61,9 @@ def linear_forward(
     adapter: tuple[Tensor, Tensor, float] | None,
     compute_dtype: torch.dtype,
     implementation: str = "reference",
+    low: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """y ``[..., O]`` and, with an adapter, low ``[rows, R]``, both in ``compute_dtype``."""
+    """y ``[..., O]`` and, with an adapter, low ``[rows, R]``, both in ``compute_dtype``; low may be given."""
     outputs = weight.shape[0]
     with _library.without_autocast(hidden.device.type):
         hidden, weight = cast(hidden, compute_dtype), cast(weight, compute_dtype)
@@ -71,7 +73,7 @@ def linear_forward(
         rows = hidden.reshape(-1, hidden.shape[-1])
         ops = module(implementation)
         lora_A, lora_B = ops.adapter_weights(adapter[0], adapter[1], compute_dtype)
-        low = F.linear(rows, lora_A)
+        low = F.linear(rows, lora_A) if low is None else low
         # The adapter's product first, to which cuBLAS adds the large one while it computes: the other
         # way round a second product reads and writes y.
         if bias is None:
@@ -80,6 +82,16 @@ def linear_forward(
             y = torch.addmm(bias, low, lora_B.t(), alpha=adapter[2])
         y.addmm_(rows, weight.t())
     return y.resize_(*hidden.shape[:-1], outputs), low
+
+
+def low_product(
+    hidden: Tensor, lora_A: Tensor, lora_B: Tensor, compute_dtype: torch.dtype, implementation: str
+) -> Tensor:
+    """low ``[rows, R]`` in ``compute_dtype``, as `linear_forward` gives it."""
+    with _library.without_autocast(hidden.device.type):
+        rows = cast(hidden, compute_dtype).reshape(-1, hidden.shape[-1])
+        padded_A, _ = module(implementation).adapter_weights(lora_A, lora_B, compute_dtype)
+        return F.linear(rows, padded_A)
 
 
 def _product(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -191,6 +203,7 @@ def linear_backward(
     """Gradients of source (and up), weight, bias, lora_A and lora_B, those that ``needs`` asks for.
 
     They have the dtype of ``dy``, or of source and up behind an activation. What is not read may be None.
+    Behind them stands the memory that is needed meanwhile, for who counts bytes.
     """
     needs_input, needs_weight, needs_bias, needs_A, needs_B = needs
     ops: Any = module(implementation)
@@ -199,15 +212,18 @@ def linear_backward(
     hidden: Any = None
     d_low: Any = None
     padded_A: Any = None
+    meanwhile: list[Tensor] = []
+    for_hidden = needs_weight or needs_A
     with _library.without_autocast(dy.device.type):
         if lora_B is not None and (needs_input or needs_A):
             d_low, padded_A = _low_gradient(ops, rows, lora_A, lora_B, scale)
         if needs_input:
             d_hidden = _hidden_gradient(dy, rows, weight, d_low, padded_A)
-            if kind != IDENTITY and (needs_weight or needs_A):
+            meanwhile = [] if kind == IDENTITY else [d_hidden]
+            if meanwhile and for_hidden:
                 hidden = d_hidden  # takes the place of its gradient: the peak of a plain backward
             gradients += _source_gradients(ops, d_hidden, source, up, kind, hidden)
-        if needs_weight or needs_A:
+        if for_hidden:
             if hidden is None:
                 hidden = _hidden(ops, source, up, kind, dy.dtype)
             hidden = hidden.reshape(-1, hidden.shape[-1])
@@ -219,7 +235,7 @@ def linear_backward(
             gradients.append(_without_padding(d_low.t().mm(hidden), 0, lora_B))
         if needs_B:
             gradients.append(_without_padding(_scaled(scale, rows.t(), low), 1, lora_B))
-    return gradients
+    return gradients + meanwhile
 
 
 def _backward_fake(dy: Tensor, *rest: Any) -> list[Tensor]:
@@ -233,9 +249,12 @@ def _backward_fake(dy: Tensor, *rest: Any) -> list[Tensor]:
     outputs, rank = dy.shape[-1], 0 if lora_B is None else lora_B.shape[1]
     features = 0 if source is None else source.shape[-1]
     shapes = ((outputs, features), (outputs,), (rank, features), (outputs, rank))
-    return gradients + [
+    gradients += [
         dy.new_empty(shape) for shape, need in zip(shapes, needs_weights, strict=True) if need
     ]
+    if needs_input and kind != IDENTITY:
+        gradients.append(dy.new_empty((*dy.shape[:-1], weight.shape[1])))
+    return gradients
 
 
 linear_op = _library.Operator(

@@ -24,7 +24,7 @@ class LowmemAxolotlArguments(BaseModel):
     """The keys of the YAML file.
 
     Attributes:
-        lowmem_patch_preset: ``auto``, ``exact``, ``paper``, or the path of a YAML file.
+        lowmem_patch_preset: ``auto``, ``exact``, ``compact``, ``paper``, or the path of a YAML file.
         lowmem_patch_fit: a memory budget such as ``24GiB``.
     """
 

@@ -128,7 +128,7 @@ def summary(report: PatchReport) -> str:
         )
     if report.approximate:
         text += (
-            f"; gradients are approximate at {len(report.approximate)} activations "
+            f"; gradients are approximate at {len(report.approximate)} sites "
             f"({report.approximate[0].name}, ...): preset exact has none"
         )
     return "\n  ".join([text, *report.notes])

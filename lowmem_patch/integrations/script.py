@@ -68,10 +68,10 @@ class ScriptPatching(Patching):
             listed = "\n".join(summary(report) for report in self.reports.values())
             return f"{count} model{'s' if count > 1 else ''} patched\n{listed}"
         why = "; ".join(self.left_alone) or (
-            f"the script gave no model that trains to any of {_PLACES}. In a loop of your own, call "
-            "lowmem_patch.patch_model(model) before the optimizer is made"
+            f"the script gave no model that trains, and that it had not patched itself, to any of {_PLACES}. "
+            "In a loop of your own, call lowmem_patch.patch_model(model) before the optimizer is made"
         )
-        return f"nothing was patched: {why}"
+        return f"nothing was patched by this command: {why}"
 
 
 def run_script(

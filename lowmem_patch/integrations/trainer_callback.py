@@ -29,7 +29,7 @@ class LowmemTrainerCallback(TrainerCallback):
     training begins.
 
     Args:
-        preset: ``auto``, ``exact``, ``paper``, a YAML path, a mapping or a PatchConfig.
+        preset: ``auto``, ``exact``, ``compact``, ``paper``, a YAML path, a mapping or a PatchConfig.
         fit: a memory budget such as ``"24GiB"``.
         example_inputs: one batch, for a model that says nothing of its inputs.
         sequence_length: tokens per row, which ``fit`` needs where the trainer has no ``max_length``.

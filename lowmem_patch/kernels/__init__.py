@@ -15,6 +15,7 @@ from lowmem_patch.kernels.cross_entropy import (
     scale_in_place,
 )
 from lowmem_patch.kernels.dropout import drop, pack_bool
+from lowmem_patch.kernels.eight_bit import from_eight_bits, to_eight_bits
 from lowmem_patch.kernels.linear import adapter_weights
 from lowmem_patch.kernels.norms import norm_forward
 from lowmem_patch.kernels.norms_backward import norm_backward
@@ -30,6 +31,7 @@ __all__ = [
     "cross_entropy_backward",
     "cross_entropy_forward",
     "drop",
+    "from_eight_bits",
     "glu_backward",
     "glu_forward",
     "norm_backward",
@@ -37,4 +39,5 @@ __all__ = [
     "pack_bool",
     "rotate",
     "scale_in_place",
+    "to_eight_bits",
 ]

@@ -9,6 +9,11 @@ are 24 bits: a word of 16 with the two lower bits of each code, in the first two
 byte of the highest ones in the last third. So no bit is wasted, no two threads share a word, and each plane
 is read and written as one vector. Ten codes in an int32 would take 3.2 bits and loads that no vector fits.
 Element i has the bits from i * bits of its word; only the last group is padded (with zeros).
+
+With 3 and 4 bits comparisons and selections would take longer than the memory traffic: on an H200 there is
+time for 31 instructions an element, of which comparisons and selections count twice. So codes and levels are
+looked up (`_bins`). Sums and words are made in float32, exactly, since they stay below 2^24: its additions
+and multiplications take half the time of integers' shifts.
 """
 
 # triton ships no types
@@ -24,94 +29,55 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowmem_patch.constants import CODES_PER_GROUP, STEP_TABLES, ActivationKind, codes_bytes
+from lowmem_patch.constants import (
+    CODES_PER_GROUP,
+    STEP_TABLES,
+    ActivationKind,
+    codes_bytes,
+)
 from lowmem_patch.kernels import _math
+from lowmem_patch.kernels._bins import GATHERS, Bins, bin_of, bins_of, looked_up
 from lowmem_patch.kernels._launch import Launch, empty
 
 __all__ = ["codes_backward", "codes_forward"]
 
-BLOCK_GROUPS = 256
 NUM_WARPS = 4
 GROUP = tl.constexpr(CODES_PER_GROUP)
-MOST_LEVELS = 16
+MOST_LEVELS = tl.constexpr(16)
 
 
 @triton.jit
 def _tile(elements, groups, EVEN: tl.constexpr, BLOCK: tl.constexpr):
-    """Groups, offsets of their elements ``[BLOCK, 8]``, and which of these exist."""
-    group = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    """The program's first group, how many it has, offsets of their elements ``[BLOCK, 8]``, which exist.
+
+    Offsets count from the program's first element, so that 32 bits hold them.
+    """
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    own = tl.minimum(groups - first, BLOCK).to(tl.int32)
+    group = tl.arange(0, BLOCK)
     offsets = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     if EVEN:
         # one condition for a whole group, so that the access stays one vector
-        mask = tl.broadcast_to((group < groups)[:, None], offsets.shape)
+        mask = tl.broadcast_to((group < own)[:, None], offsets.shape)
     else:
-        mask = offsets < elements
-    return group, offsets, mask
+        mask = offsets < tl.minimum(elements - first * GROUP, BLOCK * GROUP).to(tl.int32)
+    return first, own, offsets, mask
 
 
 @triton.jit
-def _unit(mask, WIDTH: tl.constexpr, EVEN: tl.constexpr):
-    """1 at each element's place in its group's word; 0 where there is no element."""
-    unit = tl.broadcast_to((1 << (WIDTH * tl.arange(0, GROUP)))[None, :], mask.shape)
-    if EVEN:
-        return unit  # the word of no group is never written
-    else:
-        return tl.where(mask, unit, 0)
-
-
-@triton.jit
-def _words(codes_ptr, WIDTH: tl.constexpr):
-    """The plane of codes of WIDTH bits, by groups."""
-    if WIDTH == 1:
-        return codes_ptr
-    elif WIDTH == 2:
-        return codes_ptr.to(tl.pointer_type(tl.int16))
-    else:
-        return codes_ptr.to(tl.pointer_type(tl.int32))
-
-
-@triton.jit
-def _store_plane(codes_ptr, group, groups, places, WIDTH: tl.constexpr):
-    """Store the sums of what each element has at its place ``[BLOCK, 8]``."""
-    words = _words(codes_ptr, WIDTH) + group
-    packed = tl.sum(places, axis=1)
-    tl.store(words, packed.to(words.dtype.element_ty), mask=group < groups)
-
-
-@triton.jit
-def _load_plane(codes_ptr, group, groups, WIDTH: tl.constexpr):
-    packed = tl.load(_words(codes_ptr, WIDTH) + group, mask=group < groups, other=0)
-    return packed.to(tl.int32)[:, None]
-
-
-@triton.jit
-def _is_set(packed, BIT: tl.constexpr, WIDTH: tl.constexpr):
-    """Whether a bit of each element's code is 1."""
-    return (packed & (1 << (WIDTH * tl.arange(0, GROUP) + BIT))[None, :]) != 0
-
-
-# Codes and levels are found by halving: with 4 bits, 4 comparisons and 11 selections for 15 comparisons. Each
-# bit goes to its place in the word at once, and is tested there: no code is put together or taken apart.
-@triton.jit
-def _places_of(
-    x, unit, high_unit,
+def _halved(
+    x,
     C1: tl.constexpr, C2: tl.constexpr, C3: tl.constexpr, C4: tl.constexpr, C5: tl.constexpr,
     C6: tl.constexpr, C7: tl.constexpr, C8: tl.constexpr, C9: tl.constexpr, C10: tl.constexpr,
     C11: tl.constexpr, C12: tl.constexpr, C13: tl.constexpr, C14: tl.constexpr, C15: tl.constexpr,
     BITS: tl.constexpr,
 ):  # fmt: skip
-    """How many of the 2^BITS - 1 thresholds lie below x, in units of each plane."""
-    high = tl.zeros_like(unit)
-    if BITS == 1:
-        low = tl.where(x > C1, unit, 0)
-    elif BITS == 2:
-        low = tl.where(x > C1, unit, 0) + tl.where(x > C2, unit, 0) + tl.where(x > C3, unit, 0)
-    elif BITS == 3:
+    """How many of 7 or 15 thresholds lie below x, found by halving."""
+    if BITS == 3:
         b2 = x > C4
         b1 = x > tl.where(b2, C6, C2)
         b0 = x > tl.where(b2, tl.where(b1, C7, C5), tl.where(b1, C3, C1))
-        low = tl.where(b1, 2 * unit, 0) + tl.where(b0, unit, 0)
-        high = tl.where(b2, high_unit, 0)
+        high = tl.where(b2, 4, 0)
     else:
         b3 = x > C8
         b2 = x > tl.where(b3, C12, C4)
@@ -119,42 +85,141 @@ def _places_of(
         below = tl.where(b2, tl.where(b1, C7, C5), tl.where(b1, C3, C1))
         above = tl.where(b2, tl.where(b1, C15, C13), tl.where(b1, C11, C9))
         b0 = x > tl.where(b3, above, below)
-        low = tl.where(b3, 8 * unit, 0) + tl.where(b2, 4 * unit, 0)
-        low += tl.where(b1, 2 * unit, 0) + tl.where(b0, unit, 0)
-    return low, high
+        high = tl.where(b3, 8, 0) + tl.where(b2, 4, 0)
+    return high + tl.where(b1, 2, 0) + tl.where(b0, 1, 0)
 
 
 @triton.jit
-def _one_of_four(two, one, L0: tl.constexpr, L1: tl.constexpr, L2: tl.constexpr, L3: tl.constexpr):
-    return tl.where(two, tl.where(one, L3, L2), tl.where(one, L1, L0))
+def _one_of_four(two, one, V0: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, V3: tl.constexpr):
+    return tl.where(two, tl.where(one, V3, V2), tl.where(one, V1, V0))
+
+
+@triton.jit
+def _value_of(
+    code,
+    V0: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, V3: tl.constexpr,
+    V4: tl.constexpr, V5: tl.constexpr, V6: tl.constexpr, V7: tl.constexpr,
+    V8: tl.constexpr, V9: tl.constexpr, V10: tl.constexpr, V11: tl.constexpr,
+    V12: tl.constexpr, V13: tl.constexpr, V14: tl.constexpr, V15: tl.constexpr,
+):  # fmt: skip
+    """The value with the number ``code``, 0 to 15."""
+    one, two = (code & 1) != 0, (code & 2) != 0
+    four, eight = (code & 4) != 0, (code & 8) != 0
+    first = _one_of_four(two, one, V0, V1, V2, V3)
+    second = _one_of_four(two, one, V4, V5, V6, V7)
+    third = _one_of_four(two, one, V8, V9, V10, V11)
+    fourth = _one_of_four(two, one, V12, V13, V14, V15)
+    return tl.where(eight, tl.where(four, fourth, third), tl.where(four, second, first))
+
+
+@triton.jit
+def _code_of(
+    x,
+    C1: tl.constexpr, C2: tl.constexpr, C3: tl.constexpr, C4: tl.constexpr, C5: tl.constexpr,
+    C6: tl.constexpr, C7: tl.constexpr, C8: tl.constexpr, C9: tl.constexpr, C10: tl.constexpr,
+    C11: tl.constexpr, C12: tl.constexpr, C13: tl.constexpr, C14: tl.constexpr, C15: tl.constexpr,
+    SCALE: tl.constexpr, SHIFT: tl.constexpr, BINS: tl.constexpr, BITS: tl.constexpr,
+):  # fmt: skip
+    """How many of the 2^BITS - 1 thresholds lie below x, in float32."""
+    if BITS == 1:
+        return tl.where(x > C1, 1.0, 0.0)
+    elif BITS == 2:
+        return tl.where(x > C1, 1.0, 0.0) + tl.where(x > C2, 1.0, 0.0) + tl.where(x > C3, 1.0, 0.0)
+    elif not GATHERS:
+        code = _halved(x, C1, C2, C3, C4, C5, C6, C7, C8, C9, C10, C11, C12, C13, C14, C15, BITS)
+        return code.to(tl.float32)
+    else:
+        # of each bin: how many thresholds lie below its lower end, and the next one
+        ends = (tl.arange(0, BINS).to(tl.float32) - (0.5 + SHIFT)) * (1 / SCALE)
+        below = _halved(
+            ends, C1, C2, C3, C4, C5, C6, C7, C8, C9, C10, C11, C12, C13, C14, C15, BITS
+        )
+        # behind the last one of 7 there is 0.0 in the list, which nothing is to be compared with
+        LAST: tl.constexpr = float("inf")
+        EIGHTH: tl.constexpr = LAST if BITS == 3 else C8
+        following = _value_of(
+            below, C1, C2, C3, C4, C5, C6, C7, EIGHTH, C9, C10, C11, C12, C13, C14, C15, LAST
+        )
+        bins = bin_of(x, SCALE, SHIFT, BINS)
+        above = tl.where(x > looked_up(following, bins), 1.0, 0.0)
+        return looked_up(below.to(tl.float32), bins) + above
+
+
+@triton.jit
+def _store_codes(codes_ptr, code, groups, first, own, BITS: tl.constexpr, BLOCK: tl.constexpr):
+    """Pack and store codes ``[BLOCK, 8]``, given in float32."""
+    place, group = tl.arange(0, GROUP)[None, :], tl.arange(0, BLOCK)
+    exists = group < own
+    words = codes_ptr.to(tl.pointer_type(tl.int16)) + first * (1 if BITS < 4 else 2)
+    if BITS == 1:
+        packed = tl.sum(code * (1 << place).to(tl.float32), axis=1).to(tl.int32)
+        tl.store(codes_ptr + first + group, packed.to(codes_ptr.dtype.element_ty), mask=exists)
+    elif BITS == 2:
+        packed = tl.sum(code * (1 << 2 * place).to(tl.float32), axis=1).to(tl.int32)
+        tl.store(words + group, packed.to(tl.int16), mask=exists)
+    elif BITS == 3:
+        # both planes in one sum, the bytes above the words: a high bit goes from the one to the other
+        high = tl.where(code >= 4.0, 1.0, 0.0)
+        moved = ((65536 << place) - (4 << 2 * place)).to(tl.float32)
+        places = code * (1 << 2 * place).to(tl.float32) + high * moved
+        packed = tl.sum(places, axis=1).to(tl.int32)
+        tl.store(words + group, packed.to(tl.int16), mask=exists)
+        high_plane = codes_ptr + (2 * groups.to(tl.int64) + first)
+        tl.store(high_plane + group, (packed >> 16).to(codes_ptr.dtype.element_ty), mask=exists)
+    else:
+        # a word of 32 bits would not be exact: two of 16
+        HALF: tl.constexpr = GROUP // 2
+        places = tl.reshape(code, [2 * BLOCK, HALF]) * (1 << 4 * tl.arange(0, HALF)[None, :]).to(
+            tl.float32
+        )
+        packed = tl.sum(places, axis=1).to(tl.int32)
+        half = tl.arange(0, 2 * BLOCK)
+        tl.store(words + half, packed.to(tl.int16), mask=half < 2 * own)
+
+
+@triton.jit
+def _load_plane(codes_ptr, first, own, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """The program's part of the plane of codes of WIDTH bits, by groups."""
+    if WIDTH == 2:
+        codes_ptr = codes_ptr.to(tl.pointer_type(tl.int16))
+    elif WIDTH == 4:
+        codes_ptr = codes_ptr.to(tl.pointer_type(tl.int32))
+    group = tl.arange(0, BLOCK)
+    packed = tl.load(codes_ptr + first + group, mask=group < own, other=0)
+    return packed.to(tl.int32)[:, None]
 
 
 @triton.jit
 def _level_of(
-    packed, high_packed,
+    codes_ptr, groups, first, own,
     L0: tl.constexpr, L1: tl.constexpr, L2: tl.constexpr, L3: tl.constexpr,
     L4: tl.constexpr, L5: tl.constexpr, L6: tl.constexpr, L7: tl.constexpr,
     L8: tl.constexpr, L9: tl.constexpr, L10: tl.constexpr, L11: tl.constexpr,
     L12: tl.constexpr, L13: tl.constexpr, L14: tl.constexpr, L15: tl.constexpr,
-    BITS: tl.constexpr,
+    BITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    WIDTH: tl.constexpr = 2 if BITS == 3 else BITS
-    one = _is_set(packed, 0, WIDTH)
+    """The slopes of the codes, ``[BLOCK, 8]``."""
+    place = tl.arange(0, GROUP)[None, :]
     if BITS == 1:
-        return tl.where(one, L1, L0)
+        packed = _load_plane(codes_ptr, first, own, 1, BLOCK)
+        return tl.where((packed & (1 << place)) != 0, L1, L0)
+    elif BITS == 2:
+        # bits are tested where they lie: no code is taken out
+        packed = _load_plane(codes_ptr, first, own, 2, BLOCK)
+        one, two = (packed & (1 << 2 * place)) != 0, (packed & (2 << 2 * place)) != 0
+        return _one_of_four(two, one, L0, L1, L2, L3)
     else:
-        two = _is_set(packed, 1, WIDTH)
-        level = _one_of_four(two, one, L0, L1, L2, L3)
         if BITS == 3:
-            four = _is_set(high_packed, 0, 1)
-            level = tl.where(four, _one_of_four(two, one, L4, L5, L6, L7), level)
-        elif BITS == 4:
-            four, eight = _is_set(packed, 2, WIDTH), _is_set(packed, 3, WIDTH)
-            level = tl.where(four, _one_of_four(two, one, L4, L5, L6, L7), level)
-            low = _one_of_four(two, one, L8, L9, L10, L11)
-            high = _one_of_four(two, one, L12, L13, L14, L15)
-            level = tl.where(eight, tl.where(four, high, low), level)
-        return level
+            low = _load_plane(codes_ptr, first, own, 2, BLOCK) >> 2 * place
+            high = _load_plane(codes_ptr + 2 * groups.to(tl.int64), first, own, 1, BLOCK)
+            code = (low & 3) | ((high << 2) >> place) & 4
+        else:
+            code = (_load_plane(codes_ptr, first, own, 4, BLOCK) >> 4 * place) & 15
+        numbers = tl.arange(0, MOST_LEVELS) if GATHERS else code
+        levels = _value_of(
+            numbers, L0, L1, L2, L3, L4, L5, L6, L7, L8, L9, L10, L11, L12, L13, L14, L15
+        )
+        return looked_up(levels, code) if GATHERS else levels
 
 
 @triton.jit(do_not_specialize=["elements", "groups"])
@@ -168,23 +233,23 @@ def _codes_forward_kernel(
     C6: tl.constexpr, C7: tl.constexpr, C8: tl.constexpr, C9: tl.constexpr, C10: tl.constexpr,
     C11: tl.constexpr, C12: tl.constexpr, C13: tl.constexpr, C14: tl.constexpr, C15: tl.constexpr,
     LAST: tl.constexpr, CYCLIC: tl.constexpr, BITS: tl.constexpr,
+    SCALE: tl.constexpr, SHIFT: tl.constexpr, BINS: tl.constexpr,
     KIND: tl.constexpr, PRECISE: tl.constexpr, COARSE: tl.constexpr,
     EVEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    group, offsets, mask = _tile(elements, groups, EVEN, BLOCK)
-    x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    first, own, offsets, mask = _tile(elements, groups, EVEN, BLOCK)
+    x = tl.load(x_ptr + first * GROUP + offsets, mask=mask, other=0.0).to(tl.float32)
     y = _math.activate(x, KIND, PRECISE, COARSE)
-    tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask=mask)
-    WIDTH: tl.constexpr = 2 if BITS == 3 else BITS
-    low, high = _places_of(
-        x, _unit(mask, WIDTH, EVEN), _unit(mask, 1, EVEN),
-        C1, C2, C3, C4, C5, C6, C7, C8, C9, C10, C11, C12, C13, C14, C15, BITS,
+    tl.store(y_ptr + first * GROUP + offsets, y.to(y_ptr.dtype.element_ty), mask=mask)
+    code = _code_of(
+        x, C1, C2, C3, C4, C5, C6, C7, C8, C9, C10, C11, C12, C13, C14, C15,
+        SCALE, SHIFT, BINS, BITS,
     )  # fmt: skip
     if CYCLIC:
-        low, high = tl.where(x >= LAST, 0, low), tl.where(x >= LAST, 0, high)
-    _store_plane(codes_ptr, group, groups, low, WIDTH)
-    if BITS == 3:
-        _store_plane(codes_ptr + 2 * groups.to(tl.int64), group, groups, high, 1)
+        code = tl.where(x >= LAST, 0.0, code)
+    if not EVEN:  # of a group that is not there nothing is written
+        code = tl.where(mask, code, 0.0)
+    _store_codes(codes_ptr, code, groups, first, own, BITS, BLOCK)
 
 
 @triton.jit(do_not_specialize=["elements", "groups"])
@@ -200,25 +265,27 @@ def _codes_backward_kernel(
     L12: tl.constexpr, L13: tl.constexpr, L14: tl.constexpr, L15: tl.constexpr,
     BITS: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    group, offsets, mask = _tile(elements, groups, EVEN, BLOCK)
-    dy = tl.load(dy_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-    packed = _load_plane(codes_ptr, group, groups, 2 if BITS == 3 else BITS)
-    high_packed = packed
-    if BITS == 3:
-        high_packed = _load_plane(codes_ptr + 2 * groups.to(tl.int64), group, groups, 1)
+    first, own, offsets, mask = _tile(elements, groups, EVEN, BLOCK)
+    dy = tl.load(dy_ptr + first * GROUP + offsets, mask=mask, other=0.0).to(tl.float32)
     slope = _level_of(
-        packed, high_packed,
-        L0, L1, L2, L3, L4, L5, L6, L7, L8, L9, L10, L11, L12, L13, L14, L15, BITS,
+        codes_ptr, groups, first, own,
+        L0, L1, L2, L3, L4, L5, L6, L7, L8, L9, L10, L11, L12, L13, L14, L15, BITS, BLOCK,
     )  # fmt: skip
-    tl.store(dx_ptr + offsets, (dy * slope).to(dx_ptr.dtype.element_ty), mask=mask)
+    tl.store(dx_ptr + first * GROUP + offsets, (dy * slope).to(dx_ptr.dtype.element_ty), mask=mask)
+
+
+def _block_groups(bits: int) -> int:
+    """Groups of a program: more where it makes a table first."""
+    return 512 if bits > 2 else 256
 
 
 @cache
 def _forward_launch(kind: ActivationKind, bits: int, dtype: torch.dtype, even: bool) -> Launch:
     table = STEP_TABLES[kind][bits]
     inner = table.thresholds[: len(table.levels) - 1]
-    thresholds = (*inner, *(0.0,) * (MOST_LEVELS - 1 - len(inner)))
+    thresholds = (*inner, *(0.0,) * (MOST_LEVELS.value - 1 - len(inner)))
     constants: dict[str, Any] = {f"C{number}": value for number, value in enumerate(thresholds, 1)}
+    bins = bins_of(table) if table.bits > 2 else Bins(1.0, 0.0, 1)
     return Launch(
         _codes_forward_kernel,
         NUM_WARPS,
@@ -226,18 +293,21 @@ def _forward_launch(kind: ActivationKind, bits: int, dtype: torch.dtype, even: b
         LAST=table.thresholds[-1],
         CYCLIC=table.cyclic,
         BITS=table.bits,
+        SCALE=bins.scale,
+        SHIFT=bins.shift,
+        BINS=bins.number,
         KIND=kind,
         PRECISE=dtype == torch.float32,
         COARSE=dtype == torch.bfloat16,
         EVEN=even,
-        BLOCK=BLOCK_GROUPS,
+        BLOCK=_block_groups(table.bits),
     )
 
 
 @cache
 def _backward_launch(kind: ActivationKind, bits: int, even: bool) -> Launch:
     table = STEP_TABLES[kind][bits]
-    levels = (*table.levels, *(0.0,) * (MOST_LEVELS - len(table.levels)))
+    levels = (*table.levels, *(0.0,) * (MOST_LEVELS.value - len(table.levels)))
     constants: dict[str, Any] = {f"L{number}": value for number, value in enumerate(levels)}
     return Launch(
         _codes_backward_kernel,
@@ -245,7 +315,7 @@ def _backward_launch(kind: ActivationKind, bits: int, even: bool) -> Launch:
         **constants,
         BITS=table.bits,
         EVEN=even,
-        BLOCK=BLOCK_GROUPS,
+        BLOCK=_block_groups(table.bits),
     )
 
 
@@ -259,7 +329,8 @@ def codes_forward(x: Tensor, kind: ActivationKind, bits: int) -> tuple[Tensor, T
         return y, codes
     groups = -(-elements // CODES_PER_GROUP)
     launch = _forward_launch(kind, bits, x.dtype, elements % CODES_PER_GROUP == 0)
-    launch((-(-groups // BLOCK_GROUPS), 1, 1), (x, y, codes), (elements, groups))
+    block = _block_groups(STEP_TABLES[kind][bits].bits)
+    launch((-(-groups // block), 1, 1), (x, y, codes), (elements, groups))
     return y, codes
 
 
@@ -274,5 +345,6 @@ def codes_backward(
         return dx
     groups = -(-elements // CODES_PER_GROUP)
     launch = _backward_launch(kind, bits, elements % CODES_PER_GROUP == 0)
-    launch((-(-groups // BLOCK_GROUPS), 1, 1), (dy, codes, dx), (elements, groups))
+    block = _block_groups(STEP_TABLES[kind][bits].bits)
+    launch((-(-groups // block), 1, 1), (dy, codes, dx), (elements, groups))
     return dx

@@ -21,12 +21,13 @@ DEPTHS = (2, 3, 4)  # what the third block saves is compared with what the fourt
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
 
 
-def repeated_blocks(model: nn.Module) -> str | None:
-    """The path of the list of many equal blocks that holds most parameters; its first may differ."""
+def repeated_blocks(model: nn.Module, least: int = _MANY_BLOCKS) -> str | None:
+    """The path of the list of equal blocks, ``least`` or more, that holds most parameters; its first may
+    differ."""
     found: str | None = None
     most = 0
     for name, module in model.named_modules():
-        if not isinstance(module, (nn.ModuleList, nn.Sequential)) or len(module) < _MANY_BLOCKS:
+        if not isinstance(module, (nn.ModuleList, nn.Sequential)) or len(module) < least:
             continue
         size = sum(parameter.numel() for parameter in module.parameters())
         if size > most and _are_equal(model, list(module)[1:]):

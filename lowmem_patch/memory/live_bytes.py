@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
-from lowmem_patch.tracing.observers import DispatchObserver
-from lowmem_patch.tracing.saved_bytes import storage_key
+from lowmem_patch.tracing.live_storages import LiveStorages
 
 __all__ = [
     "AFTER_BACKWARD", "AFTER_LOSS", "BACKWARD", "FORWARD", "LOSS", "MOMENTS", "OPTIMIZER",
@@ -52,19 +49,14 @@ def most_of_moments(parts: Mapping[Part, PartBytes]) -> dict[str, int]:
     }
 
 
-class LiveBytes(DispatchObserver):
-    """Counts the storages that are allocated while it is on, until they are released.
-
-    The maximum is kept for each part. ``place`` of a backward op is that of the forward op which it
-    belongs to: autograd numbers its nodes in the order of the forward.
+class LiveBytes(LiveStorages):
+    """The maximum is kept for each part of a step. ``place`` of a backward op is that of the forward op to
+    which it belongs: autograd numbers its nodes in the order of the forward.
     """
 
     def __init__(self, model_states: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         """``model_states`` are not counted; ``gradients`` are held from the beginning."""
-        super().__init__()
-        self.uncounted = set(map(storage_key, model_states))
-        self.live: dict[int, tuple[int, Any]] = {}
-        self.now = 0
+        super().__init__(model_states)
         self.gradients = 0
         self.parts: dict[Part, list[int]] = {}
         self.moment, self.place = FORWARD, 0
@@ -83,7 +75,7 @@ class LiveBytes(DispatchObserver):
         elif moment == FORWARD:
             self.starts.append((_next_number(), place))
         self.moment, self.place = moment, place
-        self._note()
+        self.grown()
 
     def begin(self, moment: str) -> None:
         """The next moment, at the present place."""
@@ -103,34 +95,15 @@ class LiveBytes(DispatchObserver):
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.moment == BACKWARD:
             self._find_place()
-        output = func(*args, **kwargs)
-        for tensor in tree_leaves(output):
-            if isinstance(tensor, Tensor):
-                self.add(tensor)
-        return output
-
-    def add(self, tensor: Tensor) -> None:
-        key = storage_key(tensor)
-        if key in self.live or key in self.uncounted:
-            return
-        storage = tensor.untyped_storage()
-        size = storage.nbytes()
-
-        def released(_reference: Any, key: int = key, size: int = size) -> None:
-            del self.live[key]
-            self.now -= size
-
-        self.live[key] = (size, weakref.ref(storage, released))
-        self.now += size
-        self._note()
+        return super().call(func, args, kwargs)
 
     def made_gradient(self, parameter: Tensor) -> None:
         """A hook: a parameter has its first gradient of this step."""
         if parameter.grad is not None:
             self.gradients += parameter.grad.numel() * parameter.grad.element_size()
-            self._note()
+            self.grown()
 
-    def _note(self) -> None:
+    def grown(self) -> None:
         sums = self.now, self.now - self.gradients, self.gradients
         known = self.parts.setdefault((self.moment, self.place), list(sums))
         for number, size in enumerate(sums):

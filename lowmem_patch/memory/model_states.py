@@ -20,11 +20,12 @@ _SMALLEST_PAGED = 100_000  # elements: smaller states of a paged optimizer stay 
 # QLoRA: 4 bits a weight, an 8-bit scale per 64 weights, a float32 scale per 256 of those scales
 _WEIGHT_BLOCK, _SCALE_BLOCK = 64, 256
 _UNITS = {"b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
+          "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40,  # as for Docker and Slurm
           "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}  # fmt: skip
 
 
 def parse_bytes(text: str) -> int:
-    """``"24GiB"`` -> 25769803776; also MiB, GB (1000s), or B.
+    """``"24GiB"`` -> 25769803776; also MiB, ``24g`` (the same), GB (1000s), or B.
 
     Raises:
         ConfigError: it is no positive size.

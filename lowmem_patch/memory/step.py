@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -37,7 +38,15 @@ from lowmem_patch.tracing.observers import observed_calls
 from lowmem_patch.tracing.shadow import Shadow
 from lowmem_patch.tracing.trace import trace_forward
 
-__all__ = ["StepBytes", "run_step", "step_bytes", "step_loss", "step_parts", "with_labels"]
+__all__ = [
+    "StepBytes",
+    "as_on_data",
+    "run_step",
+    "step_bytes",
+    "step_loss",
+    "step_parts",
+    "with_labels",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +80,37 @@ def with_labels(model: Any, inputs: ExampleInputs) -> ExampleInputs:
     if tokens is None or not takes_labels or output_head(model) is None:
         return inputs
     return ExampleInputs(inputs.args, {**inputs.kwargs, "labels": tokens})
+
+
+def as_on_data(model: nn.Module, inputs: ExampleInputs) -> ExampleInputs:
+    """Inputs for a step on fake tensors that take the same way through a transformers model as data.
+
+    A model without a cache of keys and values looks whether positions tell of packed sequences. On fake
+    tensors, whose values nobody knows, it makes an attention mask for them, and repeats the keys and values
+    of grouped heads (`transformers.masking_utils.find_packed_sequence_indices`). It does not look where it
+    gets a cache: this one holds nothing.
+    """
+    base = base_model(model)
+    config = getattr(base, "config", None)
+    given = {name for name, value in inputs.kwargs.items() if value is not None}
+    # transformers' own checkpointing turns the cache off
+    checkpointed = any(vars(module).get("gradient_checkpointing") for module in base.modules())
+    if (
+        not (checkpointed or getattr(config, "use_cache", None) is False)
+        or getattr(config, "is_encoder_decoder", False)
+        or "past_key_values" not in inspect.signature(base.forward).parameters
+        or given & {"attention_mask", "position_ids", "past_key_values"}
+    ):
+        return inputs
+    library = sys.modules.get("transformers.cache_utils")
+    if library is None:
+        return inputs
+
+    class NothingCached(library.DynamicCache):  # type: ignore[name-defined, misc]  # of a module found late
+        def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+            return keys, values
+
+    return ExampleInputs(inputs.args, {**inputs.kwargs, "past_key_values": NothingCached()})
 
 
 def step_loss(output: Any) -> Tensor:
@@ -152,7 +192,8 @@ def step_parts(
 def _parts(
     shadow: Shadow, optimizer: str, accumulates: bool, blocks: nn.Module | None
 ) -> Mapping[Part, PartBytes]:
-    model, inputs = shadow.model, with_labels(shadow.model, shadow.inputs)
+    model = shadow.model
+    inputs = as_on_data(model, with_labels(model, shadow.inputs))
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     torch.clear_autocast_cache()
     with contextlib.ExitStack() as contexts:
@@ -193,6 +234,7 @@ def _parts(
 def step_bytes(shadow: Shadow, *, optimizer: str = "adamw", accumulates: bool = False) -> StepBytes:
     """Run the forward, then a whole step, of a shadow in training mode; as :func:`step_parts`."""
     shadow.model.train()
-    saved = trace_forward(shadow, structure=False).saved
+    forward = dataclasses.replace(shadow, inputs=as_on_data(shadow.model, shadow.inputs))
+    saved = trace_forward(forward, structure=False).saved
     parts = step_parts(shadow, optimizer=optimizer, accumulates=accumulates)
     return StepBytes(saved.activations, saved.weight_copies, parts)

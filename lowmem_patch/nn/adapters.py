@@ -60,8 +60,12 @@ def use_adapter(layer: nn.Module, low_precision: bool) -> None:
 
 
 def is_adapter_forward(forward: Any) -> bool:
-    """Whether this is what :func:`use_adapter` gives."""
-    return isinstance(forward, Own) and forward.func in (forward_as_one, forward_kept)
+    """Whether this is what :func:`use_adapter` gives, also where another forward of ours is around it."""
+    while isinstance(forward, Own):
+        if forward.func in (forward_as_one, forward_kept):
+            return True
+        forward = next((inner for inner in forward.args if isinstance(inner, Own)), None)
+    return False
 
 
 def adds_products(forward: Callable[..., Any]) -> bool:

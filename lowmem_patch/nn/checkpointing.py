@@ -148,7 +148,10 @@ def _without_empty_caches(
 def _is_empty(block: nn.Module, cache: Any) -> bool:
     layers = (getattr(module, "layer_idx", None) for module in block.modules())
     layer = next((number for number in layers if isinstance(number, int)), 0)
-    return not int(cache.get_seq_length(layer))
+    try:
+        return not int(cache.get_seq_length(layer))
+    except ValueError:  # a layer that has the keys and values of another (Gemma-3n)
+        return not int(cache.get_seq_length())
 
 
 class _Place(int):
@@ -271,12 +274,26 @@ class _Packing(contextlib.AbstractContextManager[None]):
         self.input = self.waits = self.hooks = None
 
     def _pack(self, tensor: Tensor) -> Any:
-        return self.waits if _is_same(tensor, self.input) else tensor
+        # torch looks at versions itself only where nobody packs
+        return self.waits if _is_same(tensor, self.input) else (tensor, tensor._version)
 
 
 def _unpack(packed: Any) -> Tensor:
-    tensor: Tensor = packed if isinstance(packed, Tensor) else packed.value()
+    if not isinstance(packed, tuple):
+        waiting: Tensor = packed.value()
+        return waiting
+    tensor: Tensor
+    tensor, version = packed
+    if tensor._version != version:
+        raise RuntimeError(_WRITTEN.format(shape=tuple(tensor.shape), dtype=tensor.dtype))
     return tensor
+
+
+# torch's own words come first, by which others know the error
+_WRITTEN = (
+    "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+    "tensor {shape} of {dtype}, which a block that runs again was given; write into a copy of it"
+)
 
 
 def _is_gathered(block: nn.Module) -> bool:
@@ -310,18 +327,34 @@ def _as_they_were(block: nn.Module, names: tuple[str, ...]) -> Iterator[None]:
 
 
 class _AroundAttention(FunctionObserver):
-    """Runs fused attention under a mode. Under that mode all ops would run as torch.compile's do, so
-    nothing else does."""
+    """Runs fused attention under modes of selective checkpointing: it is saved in the first run of a block,
+    and found in the second. Each call has modes of its own, since torch 2.15 counts the calls from the
+    entry of a mode on. Under such a mode all ops would run as torch.compile's do, so nothing else does."""
 
-    def __init__(self, mode: Any) -> None:
+    def __init__(self, seconds: list[Any], saves: bool) -> None:
         super().__init__()
-        self.mode = mode
+        self.seconds = seconds  # modes of the second run, in the order of the calls
+        self.saves = saves
+        self.calls = 0
+
+    def __enter__(self) -> Any:
+        self.calls = 0
+        return super().__enter__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not role_of(function_name(func)).has(Role.FUSED_ATTENTION):
             return func(*args, **kwargs)
-        with self.mode:
+        with self._mode():
             return func(*args, **kwargs)
+
+    def _mode(self) -> Any:
+        if self.saves:
+            make: Any = create_selective_checkpoint_contexts  # has no types
+            first, second = make(_saves_attention)
+            self.seconds.append(second)
+            return first
+        self.calls += 1
+        return self.seconds[self.calls - 1]
 
 
 def _saves_attention(context: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
@@ -329,7 +362,6 @@ def _saves_attention(context: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
 
 
 def _around_attention() -> tuple[Any, Any]:
-    """Contexts of the first and the second run: attention is saved in one, and found in the other."""
-    make: Any = create_selective_checkpoint_contexts  # has no types
-    first, second = make(_saves_attention)
-    return _AroundAttention(first), _AroundAttention(second)
+    """Contexts of the first and the second run."""
+    seconds: list[Any] = []
+    return _AroundAttention(seconds, saves=True), _AroundAttention(seconds, saves=False)

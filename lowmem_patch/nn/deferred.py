@@ -89,8 +89,8 @@ class Deferred(Tensor):
                 known = reader(func, args, kwargs)
             if known is not NotImplemented:
                 return known
-        if not _OWN.issuperset(types) and not all(issubclass(kind, Deferred) for kind in types):
-            # another subclass has an opinion, and is given ordinary tensors
+        if not _OWN.issuperset(types):
+            # another subclass has an opinion, and is given ordinary tensors; or a compiler asks for values
             with _WITHOUT_TORCH_FUNCTION():
                 args, kwargs = tree_map(value_of, args), tree_map(value_of, kwargs)
             return func(*args, **kwargs)
@@ -223,6 +223,10 @@ class Unstored(Deferred):
 
     def is_changed(self) -> bool:
         value = self._value
+        if (
+            in_compiler()
+        ):  # made outside of its graph: whoever read the values may have written into them
+            return value is not None
         return (value is not None and value._version != self._value_version) or super().is_changed()
 
 

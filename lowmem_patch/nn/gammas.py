@@ -86,11 +86,21 @@ class Looks:
         of_last_forward: that of the forward before, parts of which backward may run again.
         recovers_z: what the last one told, for torch.compile, under which nobody looks.
         assumed: what a look would tell, for a copy without data.
+        smallest_ratio: of the least |gamma| to the largest, where the output tells z.
+        largest_shift: of |beta / gamma| there.
     """
 
-    __slots__ = ("assumed", "last", "of_forward", "of_last_forward", "recovers_z")
+    __slots__ = (
+        "assumed", "largest_shift", "last", "of_forward", "of_last_forward", "recovers_z", "smallest_ratio",
+    )  # fmt: skip
 
-    def __init__(self, recovers_z: bool = True) -> None:
+    def __init__(
+        self,
+        recovers_z: bool = True,
+        smallest_ratio: float = _SMALLEST_RATIO,
+        largest_shift: float = _LARGEST_SHIFT,
+    ) -> None:
+        self.smallest_ratio, self.largest_shift = smallest_ratio, largest_shift
         self.last: Look | None = None
         self.of_forward: Look | None = None
         self.of_last_forward: Look | None = None
@@ -98,7 +108,12 @@ class Looks:
         self.assumed: bool | None = None
 
     def __reduce__(self) -> Any:  # the tensors of a copy are others
-        return Looks, (self.recovers_z,)
+        return Looks, (self.recovers_z, self.smallest_ratio, self.largest_shift)
+
+    def tell_z(self, inverse: float, largest: float, shift: float) -> bool:
+        """Whether the output tells z, from 1 / min |gamma|, max |gamma| and max |beta / gamma|."""
+        few = inverse * largest > 1.0 / self.smallest_ratio
+        return not (few or largest == 0.0 or shift > self.largest_shift)
 
     def now(self) -> Look | None:
         """That of the forward that is running, or is run again in backward."""
@@ -142,13 +157,6 @@ def _extremes(norms: list[MSNorm]) -> Tensor:
     return torch.stack([*_largest(inverses), *largest, *shifts]).float().view(3, -1)
 
 
-def _recovers(inverse: float, largest: float, shift: float) -> bool:
-    """Whether the output tells z."""
-    return not (
-        inverse * largest > 1.0 / _SMALLEST_RATIO or largest == 0.0 or shift > _LARGEST_SHIFT
-    )
-
-
 class _Values:
     """gamma and beta of a norm that is not patched."""
 
@@ -165,7 +173,7 @@ def would_tell_z(weight: Tensor | None, bias: Tensor | None, settings: NormSetti
         return None
     values: Any = _Values(weight, bias, settings)
     with torch.no_grad():
-        return _recovers(*_extremes([values]).flatten().tolist())
+        return Looks().tell_z(*_extremes([values]).flatten().tolist())
 
 
 def look_at_gammas(norms: Iterable[MSNorm]) -> None:
@@ -192,7 +200,7 @@ def look_at_gammas(norms: Iterable[MSNorm]) -> None:
             asked = [norm for group in groups.values() for norm in group]
             for norm, *extremes in zip(asked, *found, strict=True):
                 look = norm.looks.last = Look(*norm.own_affine())
-                look.recovers_z = norm.looks.recovers_z = _recovers(*extremes)
+                look.recovers_z = norm.looks.recovers_z = norm.looks.tell_z(*extremes)
 
 
 def look_before_forward(norms: tuple[MSNorm, ...], model: nn.Module, args: Any) -> None:

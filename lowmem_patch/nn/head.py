@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowmem_patch.functional import in_compiler, is_exporting, is_transformed, recast_linear
+from lowmem_patch.functional import is_exporting, is_transformed, recast_linear
 from lowmem_patch.nn import (
     logits_readers as logits_readers,  # fills the table of those who read what is made here
 )
@@ -22,8 +22,8 @@ from lowmem_patch.nn.context import (
 from lowmem_patch.nn.deferred import Deferred, Projection, value_of
 from lowmem_patch.nn.deferred_ops import Saved
 from lowmem_patch.nn.head_reads import HeadReads
-from lowmem_patch.nn.logits import Logits
-from lowmem_patch.nn.own import Own, give_forward
+from lowmem_patch.nn.logits import Logits, Settings
+from lowmem_patch.nn.own import Own, aligns_devices_alone, forward_slot, give_forward
 
 __all__ = ["defer_logits", "forward_head", "notes_of_heads"]
 
@@ -38,7 +38,7 @@ def defer_logits(module: nn.Module, low_precision: bool | None) -> None:
         module: an nn.Linear, or a LoRA layer of one.
         low_precision: of a LoRA layer, as of `lowmem_patch.nn.adapters.use_adapter`; None for a Linear.
     """
-    give_forward(module, forward_head, HeadReads(), low_precision)
+    give_forward(module, forward_head, HeadReads(), low_precision, slot=forward_slot(module))
 
 
 def forward_head(
@@ -56,7 +56,7 @@ def forward_head(
 
 
 def _waits(module: nn.Module, reads: HeadReads, x: Any) -> bool:
-    if not torch.is_grad_enabled() or in_compiler() or is_exporting() or is_transformed():
+    if not torch.is_grad_enabled() or is_exporting() or is_transformed():
         return False
     if has_backward_hooks(module) or has_hooks_of_all():
         return False
@@ -64,7 +64,8 @@ def _waits(module: nn.Module, reads: HeadReads, x: Any) -> bool:
         return False
     # ZeRO-3 marks its parameters, accelerate's offloading its modules
     weight = module._parameters.get("weight")
-    if is_fsdp_unit(module) or hasattr(weight, "ds_id") or hasattr(module, "_hf_hook"):
+    offloaded = hasattr(module, "_hf_hook") and not aligns_devices_alone(module)
+    if is_fsdp_unit(module) or hasattr(weight, "ds_id") or offloaded:
         reads.not_deferred = FREED
         return False
     return True
@@ -89,8 +90,8 @@ def _deferred(
         sources += [low if adapter.scale == 1 else low * adapter.scale, adapter.lora_B]
     if not any(source.requires_grad for source in sources):
         return None
-    op = Logits(reads, dtype, bias=bias is not None, adapter=adapter is not None)
-    return op.of(tuple(sources))
+    settings = Settings(dtype, dtype, bias=bias is not None, adapter=adapter is not None)
+    return Logits(reads, settings).of(tuple(sources))
 
 
 def _product(
@@ -121,8 +122,10 @@ def notes_of_heads(model: nn.Module) -> list[str]:
     """What a report says of the heads' logits since the patch."""
     notes = []
     for name, module in model.named_modules():
-        forward = module.__dict__.get("forward")
-        if not isinstance(forward, Own) or forward.func is not forward_head:
+        # accelerate puts it aside
+        slots = (module.__dict__.get(slot) for slot in ("forward", "_old_forward"))
+        forward = next((found for found in slots if isinstance(found, Own)), None)
+        if forward is None or forward.func is not forward_head:
             continue
         reads: HeadReads = forward.args[1]
         if reads.whole:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 __all__ = ["HeadReads"]
 
@@ -36,6 +37,8 @@ class HeadReads:
         worth it where the last steps ignored many."""
         if not labels.is_cuda:
             return True
+        if isinstance(labels, FakeTensor):
+            return False  # there are no values, and nothing to wait for
         if torch.cuda.is_current_stream_capturing():
             return False
         if self._pending is not None and self._pending[1].query():

@@ -121,6 +121,9 @@ class HostCopy:
 
     def __del__(self) -> None:
         self.memory.release()  # a graph that nobody runs backward through lets go, too
+        if self.coming is not None and self.coming[1] is not None:
+            # nobody gets the memory that the other stream still writes
+            torch.cuda.current_stream(self.device).wait_event(self.coming[1])
         if self.buffer is not None:
             self.memory.free.setdefault(self.buffer.numel(), []).append(self.buffer)
 

@@ -12,22 +12,22 @@ Anybody else gets the logits, computed whole, and sends a gradient to the head b
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lowmem_patch.functional import Head, flat, without_autocast
-from lowmem_patch.nn.deferred import Deferred, Op, defer, value_of
+from lowmem_patch.functional import Head, flat, in_compiler, recast_linear, without_autocast
+from lowmem_patch.nn.deferred import Deferred, Op, Projection, defer, value_of
 from lowmem_patch.nn.head_reads import HeadReads
+from lowmem_patch.nn.traced import trace
 from lowmem_patch.tracing.op_roles import Role, function_name, role_of
 from lowmem_patch.tracing.row_moves import moves_rows
 
-__all__ = ["Logits", "wide"]
+__all__ = ["Logits", "Settings", "wide"]
 
 _STALE = (
     "lowmem_patch: these logits were not computed before the weight of their head, or its input, was written "
@@ -47,6 +47,32 @@ _FREED = (
 _VIEWS = frozenset(("lead", "second"))  # settings that leave the memory as it is
 
 
+class Settings(NamedTuple):
+    """Which sources there are, and what is done with their product.
+
+    Attributes:
+        compute_dtype: of the product.
+        to: of the values.
+        bias, adapter: whether b, and whether low and B, are among the sources.
+        scale, cap, sign, normalised: the formula, as of `Logits`.
+        lead: the dimensions before the classes, where x has others.
+        second: the classes are dimension 1, and not the last.
+        viewed: others may share the memory, as far as a compiler is told of them.
+    """
+
+    compute_dtype: torch.dtype
+    to: torch.dtype
+    bias: bool
+    adapter: bool
+    scale: float = 1.0
+    cap: float = 0.0
+    sign: float = 1.0
+    normalised: bool = False
+    lead: tuple[int, ...] | None = None
+    second: bool = False
+    viewed: bool = False
+
+
 class Logits(Op):
     """``scale a`` or ``cap tanh(scale a)`` of a = x W^T + b + low B^T, or its log_softmax times ``sign``.
 
@@ -55,38 +81,36 @@ class Logits(Op):
 
     Args:
         reads: where to note who reads them whole.
-        compute_dtype: of the product.
-        bias, adapter: whether b, and whether low and B, are among the sources.
+        settings: which sources there are, and what is done with their product.
+        views: the tensors that share the memory; None for a memory of its own.
     """
 
-    def __init__(
-        self, reads: HeadReads, compute_dtype: torch.dtype, *, bias: bool, adapter: bool
-    ) -> None:
+    def __init__(self, reads: HeadReads, settings: Settings, views: Any = None) -> None:
         super().__init__()
-        self.reads, self.compute_dtype = reads, compute_dtype
-        self.bias, self.adapter = bias, adapter
-        self.to = compute_dtype
-        self.views: Any = WeakIdKeyDictionary()  # the tensors that share its memory
-        self.scale, self.cap = 1.0, 0.0
-        self.lead: tuple[int, ...] | None = (
-            None  # dimensions before the classes, where x has others
-        )
-        self.second = False  # the classes are dimension 1, and not the last
-        self.normalised, self.sign = False, 1.0
+        self.reads, self.settings = reads, settings
+        self.compute_dtype, self.to, self.bias, self.adapter = settings[:4]
+        self.scale, self.cap, self.sign, self.normalised = settings[4:8]
+        self.lead, self.second, self.viewed = settings[8:]
+        self.views = views
+        if views is None and not in_compiler():
+            self.views = WeakIdKeyDictionary()
 
     def changed(self, **settings: Any) -> Logits:
         """Other values of the same product: those of another memory, but for moves of rows."""
-        op = copy.copy(self)
-        if settings.keys() - _VIEWS:
-            op.views = WeakIdKeyDictionary()
-        vars(op).update(settings)
-        return op
+        shares = _VIEWS.issuperset(settings)
+        changed = self.settings._replace(**settings, viewed=shares)
+        return Logits(self.reads, changed, self.views if shares else None)
 
     def of(self, sources: tuple[Tensor, ...]) -> Deferred:
         """The deferred logits."""
+        if in_compiler():
+            return trace(Logits, (self.reads, self.settings), sources)
         h = defer(self, sources)
-        self.views[h] = None
+        self.deferred(h)
         return h
+
+    def deferred(self, h: Deferred) -> None:
+        self.views[h] = None
 
     def head(self, sources: tuple[Tensor, ...]) -> Head:
         """The sources as the ops read them."""
@@ -94,7 +118,7 @@ class Logits(Op):
         rest = list(sources[2:])
         bias = rest.pop(0) if self.bias else None
         low, lora_B = rest if self.adapter else (None, None)
-        if (weight.numel() and not weight.untyped_storage().nbytes()) or weight.dim() != 2:
+        if not in_compiler() and (_is_freed(weight) or weight.dim() != 2):
             raise RuntimeError(_FREED)
         return Head(x, weight, bias, low, lora_B, self.scale, self.cap, self.compute_dtype)
 
@@ -120,7 +144,11 @@ class Logits(Op):
         self.reads.whole[name] += 1
 
     def refuse_write(self, h: Deferred) -> None:
-        if any(one is not h for one in self.views):
+        if in_compiler():
+            shared = self.viewed or h._bypassed
+        else:
+            shared = any(one is not h for one in self.views)
+        if shared:
             raise RuntimeError(_VIEWED)
 
     def _product(self, sources: tuple[Tensor, ...]) -> Tensor:
@@ -145,6 +173,9 @@ class Logits(Op):
             y = F.log_softmax(y, -1, dtype=wide(y.dtype)) * self.sign
         y = y.to(self.to).view(*self.rows_shape(sources), a.shape[-1])
         return y.movedim(-1, 1).contiguous() if self.second else y
+
+    def linear(self, h: Deferred, to: Projection, dtype: torch.dtype) -> Tensor:
+        return recast_linear(value_of(h), to.weight, to.bias, dtype, to.adapter)
 
     def gradients(self, dy: Tensor, *sources: Tensor) -> tuple[Tensor | None, ...]:
         head = self.head(sources)
@@ -300,6 +331,10 @@ def _class_slice(item: Any, dim: int) -> tuple[tuple[Any, ...], slice] | None:
     if not whole or last == slice(None) or last.step not in (None, 1):
         return None
     return (*item[:-1], slice(None)), last
+
+
+def _is_freed(weight: Tensor) -> bool:
+    return bool(weight.numel()) and not weight.untyped_storage().nbytes()
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

@@ -34,7 +34,7 @@ def _logits(h: Any) -> Logits | None:
     """The op of deferred logits that nobody has written into, or hangs a hook on."""
     if not isinstance(h, Deferred) or not isinstance(h.op, Logits):
         return None
-    return None if in_compiler() or h.is_changed() else h.op
+    return None if h.is_changed() else h.op
 
 
 Reader = Callable[[Logits, Deferred, dict[str, Any]], Any]
@@ -42,20 +42,25 @@ Reader = Callable[[Logits, Deferred, dict[str, Any]], Any]
 
 def _reader(reader: Reader, like: Callable[..., Any]) -> Callable[..., Any]:
     """What the table of readers holds: it gets logits, and the arguments by the names of ``like``'s."""
-    signature = inspect.signature(like)
-    first = next(iter(signature.parameters))
+    parameters = inspect.signature(like).parameters
+    first, *names = parameters
+    empty = inspect.Parameter.empty
+    defaults = {n: parameters[n].default for n in names if parameters[n].default is not empty}
 
     def read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        op = _logits(args[0] if args else kwargs.get(first))
-        if op is None:
+        h: Any = args[0] if args else kwargs.get(first)
+        op = _logits(h)
+        if op is None or len(args) > len(parameters):
             return NotImplemented
-        try:
-            bound = signature.bind(*args, **kwargs)
-        except TypeError:
-            return NotImplemented  # torch's own error
-        bound.apply_defaults()
-        h = bound.arguments.pop(first)
-        return reader(op, h, bound.arguments)
+        # not Signature.bind, which no compiler reads
+        given = dict(zip(names, args[1:], strict=False))
+        for name, value in kwargs.items():
+            if name in given or name not in parameters or (name == first and args):
+                return NotImplemented  # torch's own error
+            if name != first:
+                given[name] = value
+        given = {**defaults, **given}
+        return reader(op, h, given) if len(given) == len(names) else NotImplemented
 
     return read
 
@@ -107,7 +112,8 @@ def _loss(op: Logits, h: Deferred, labels: Labels, reduction: str) -> Any:
     h._bypassed = True
     head, target = op.head(h.sources), labels.target
     assert target is not None
-    selects = reduction != "none" and op.reads.selects(target, labels.ignore_index)
+    waits = reduction != "none" and not in_compiler()
+    selects = waits and op.reads.selects(target, labels.ignore_index)
     loss = linear_cross_entropy(head, labels, reduction, selects=selects)
     if reduction == "none":
         loss = loss.view(op.rows_shape(h.sources))
@@ -121,11 +127,17 @@ def _result_dtype(func: Callable[..., Any], h: Tensor, *rest: Any) -> torch.dtyp
     device = h.device.type
     if not torch.is_autocast_enabled(device):
         return h.dtype
+    if in_compiler():
+        return _asked_dtype(func, h, *rest)
     key = (func, device, h.dtype, torch.get_autocast_dtype(device))
     if key not in _DTYPES:
-        like = torch.zeros(1, 2, dtype=h.dtype, device=h.device)
-        _DTYPES[key] = func(like, *rest).dtype
+        _DTYPES[key] = _asked_dtype(func, h, *rest)
     return _DTYPES[key]
+
+
+def _asked_dtype(func: Callable[..., Any], h: Tensor, *rest: Any) -> torch.dtype:
+    dtype: torch.dtype = func(torch.zeros(1, 2, dtype=h.dtype, device=h.device), *rest).dtype
+    return dtype
 
 
 _DTYPES: dict[Any, torch.dtype] = {}
@@ -248,6 +260,12 @@ def _read_parts(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     return NotImplemented if op is None else op.rearranged(args[0], func, args, kwargs)
 
 
+def _read_iter(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """As eager code: a compiler asks for the iterator itself."""
+    parts = _read_parts(torch.unbind, args, kwargs)
+    return parts if parts is NotImplemented else iter(parts)
+
+
 # torch's functions in C++ have no signatures of their own; named as torch names their arguments
 _BY_ROLE: tuple[tuple[Role, Reader, Callable[..., Any]], ...] = (
     (Role.LOG_SOFTMAX, _read_log_softmax, lambda input, dim=None, _stacklevel=3, dtype=None: None),
@@ -261,6 +279,7 @@ READERS.update(
     {name: _reader(read, like) for role, read, like in _BY_ROLE for name in names_with(role)}
 )
 READERS.update((name, _read_parts) for name in names_with(Role.SELECT | Role.SPLIT))
+READERS["__iter__"] = _read_iter
 READERS["cross_entropy"] = _reader(_read_cross_entropy, F.cross_entropy)
 READERS["nll_loss"] = _reader(_read_nll, F.nll_loss)
 READERS["sum"] = _reader(_read_sum, lambda input, dim=None, keepdim=False, dtype=None: None)

@@ -83,6 +83,9 @@ class Op:
         """``h`` in another floating dtype; NotImplemented for a cast that waits by itself."""
         return NotImplemented
 
+    def deferred(self, h: Deferred) -> None:
+        """``h`` has just been made by this op."""
+
     def note_reader(self, name: str) -> None:
         """The torch function of this name needs the values."""
 

@@ -7,13 +7,22 @@ it is found again, wherever other code has moved its module.
 from __future__ import annotations
 
 import copy
+import sys
 import types
 from functools import partial
 from typing import Any
 
 from torch import nn
 
-__all__ = ["Own", "give_forward", "has_foreign_forward", "is_own", "remove_own"]
+__all__ = [
+    "Own",
+    "aligns_devices_alone",
+    "forward_slot",
+    "give_forward",
+    "has_foreign_forward",
+    "is_own",
+    "remove_own",
+]
 
 _REPLICATE = "_replicate_for_data_parallel"
 
@@ -36,9 +45,31 @@ def is_own(hook: Any) -> bool:
     return isinstance(getattr(hook, "hook", hook), Own)
 
 
-def give_forward(module: nn.Module, function: Any, *settings: Any) -> None:
-    """Set ``function(module, *settings, ...)`` as the forward of this very module."""
-    module.forward = Own(function, module, *settings)
+def aligns_devices_alone(module: nn.Module) -> bool:
+    """Whether accelerate's hook on a module (``device_map``) moves inputs and outputs between devices, and
+    leaves the weights where they are."""
+    accelerate: Any = sys.modules.get("accelerate.hooks")
+    hook = getattr(module, "_hf_hook", None)
+    if accelerate is None or hook is None:
+        return False
+    hooks = hook.hooks if type(hook) is accelerate.SequentialHook else (hook,)
+    return all(type(one) is accelerate.AlignDevicesHook and not one.offload for one in hooks)
+
+
+def forward_slot(module: nn.Module) -> str:
+    """The attribute that holds the module's own forward: accelerate puts it aside, and calls it there."""
+    aside = module.__dict__.get("_old_forward")
+    of_class = getattr(aside, "__func__", None) is type(module).forward
+    return (
+        "_old_forward"
+        if (of_class or is_own(aside)) and aligns_devices_alone(module)
+        else "forward"
+    )
+
+
+def give_forward(module: nn.Module, function: Any, *settings: Any, slot: str = "forward") -> None:
+    """Set ``function(module, *settings, ...)`` as the forward of this very module, or in its ``slot``."""
+    setattr(module, slot, Own(function, module, *settings))
     setattr(module, _REPLICATE, partial(_replicate, module))
 
 
@@ -70,6 +101,7 @@ def remove_own(module: nn.Module) -> None:
     ):
         for key in [key for key, hook in hooks.items() if is_own(hook)]:
             del hooks[key]
+            module._forward_pre_hooks_with_kwargs.pop(key, None)
     for name, forward in list(vars(module).items()):
         if not isinstance(forward, Own):
             continue

@@ -6,13 +6,13 @@ import dataclasses
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lowmem_patch.errors import ConfigError
 from lowmem_patch.memory.model_states import parse_bytes
 from lowmem_patch.planning.fit_report import size_text
 
-__all__ = ["Budget", "free_host_bytes", "make_budget"]
+__all__ = ["Budget", "free_host_bytes", "make_budget", "parse_budget"]
 
 _FRAGMENTS = 0.03  # of what a GPU's allocator gives beside the model states
 _RESERVE, _LEAST_RESERVE = 0.02, 512 * 2**20  # of a GPU, for its context and other processes
@@ -49,8 +49,8 @@ def make_budget(fit: str | int, model: nn.Module) -> Budget:
         ConfigError: it is no size, or ``"auto"`` for a model that is on no GPU.
     """
     parameter = next(model.parameters(), None)
-    cuda = parameter is not None and parameter.is_cuda
-    fragments = _FRAGMENTS if cuda else 0.0
+    # a model on the meta device will run on a GPU
+    fragments = _FRAGMENTS if parameter is not None and parameter.device.type != "cpu" else 0.0
     if isinstance(fit, bool) or not isinstance(fit, (str, int)):
         raise ConfigError(f"fit {fit!r} is no budget: give it as 24GiB, as bytes, or auto")
     if isinstance(fit, int):
@@ -59,15 +59,31 @@ def make_budget(fit: str | int, model: nn.Module) -> Budget:
         return Budget(fit, size_text(fit), fragments)
     text = fit.strip()
     if text.lower() == "auto":
-        if parameter is None or not cuda:
-            place = "nowhere" if parameter is None else parameter.device.type
-            raise ConfigError(
-                f'fit "auto" is what the GPU has free, and the model is on {place}: move it to the GPU '
-                "first, or name a size (24GiB)"
-            )
-        return _free_on_gpu(parameter.device)
+        return _free_on_gpu(_gpu_of(parameter))
+    return Budget(parse_budget(text), text, fragments)
+
+
+def parse_budget(text: str) -> int:
+    """``"24g"``, ``"24GiB"`` -> 25769803776; as `parse_bytes`, and one letter for KiB, MiB, GiB or TiB.
+
+    Raises:
+        ConfigError: it is no positive size.
+    """
     short = _SHORT.get(text[-1:].lower())
-    return Budget(parse_bytes(text[:-1] + short if short else text), text, fragments)
+    return parse_bytes(text[:-1] + short if short else text)
+
+
+def _gpu_of(parameter: Tensor | None) -> torch.device:
+    """The GPU that holds a model's weights, or will hold them."""
+    if parameter is not None and parameter.is_cuda:
+        return parameter.device
+    if parameter is not None and parameter.is_meta and torch.cuda.is_available():
+        return torch.device("cuda")
+    place = "nowhere" if parameter is None else parameter.device.type
+    raise ConfigError(
+        f'fit "auto" is what the GPU has free, and the model is on {place}: move it to the GPU first, or '
+        "name a size (24GiB)"
+    )
 
 
 def _free_on_gpu(device: torch.device) -> Budget:

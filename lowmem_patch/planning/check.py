@@ -1,23 +1,25 @@
-"""The guard behind ``patch_model(check=True)``: the patched model must compute the same outputs."""
+"""What a call is given must be a model; and behind ``patch_model(check=True)``, the patched model must
+compute the same outputs."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 from collections.abc import Iterator
+from os import PathLike
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from lowmem_patch.errors import PatchError
+from lowmem_patch.errors import ConfigError, PatchError
 from lowmem_patch.nn.norms import MSNorm
 from lowmem_patch.tracing.inputs import ExampleInputs
 from lowmem_patch.tracing.isolation import preserved
 from lowmem_patch.tracing.observers import observed_calls
 
-__all__ = ["RealRun", "check_outputs", "run_real"]
+__all__ = ["RealRun", "check_outputs", "checked_model", "run_real"]
 
 # A wrong fold or a misread norm differs by its own size; rounding differs by far less than this share.
 # `lowmem-patch verify` is the judge of rounding, against float64.
@@ -35,6 +37,28 @@ class RealRun:
 
     outputs: list[Tensor]
     modules: list[tuple[str, Tensor]]
+
+
+def checked_model(model: object, call: str) -> None:
+    """
+    Raises:
+        ConfigError: ``model``, an argument of ``call``, is no module.
+    """
+    if isinstance(model, nn.Module):
+        return
+    if isinstance(model, (str, PathLike)):
+        raise ConfigError(
+            f"{call} takes a model that is loaded, and {str(model)!r} is a name: load it first, such as "
+            f"model = AutoModelForCausalLM.from_pretrained({str(model)!r})"
+        )
+    if isinstance(model, type):
+        raise ConfigError(
+            f"{call} takes a model, and {model.__name__} is a class: make a model of it"
+        )
+    raise ConfigError(
+        f"{call} takes a torch.nn.Module, and got a {type(model).__name__}: give the model that it holds, "
+        "such as trainer.model or pipeline.unet"
+    )
 
 
 def run_real(model: nn.Module, inputs: ExampleInputs) -> RealRun:

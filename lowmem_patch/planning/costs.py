@@ -1,7 +1,7 @@
 """The time of each run of a block: products and traffic of its ops on a device, or a clock.
 
 The model: an op takes the longer of its floating-point operations at the device's rate and its bytes at the
-bandwidth. On a GPU one forward without gradients is timed, which scales the model's times block by block.
+bandwidth. On a GPU forwards are timed, which scales the model's times block by block.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from lowmem_patch.strategies.checkpointing import Blocks
 from lowmem_patch.strategies.protocol import Facts
@@ -21,11 +22,12 @@ from lowmem_patch.tracing.call_arguments import weight_matmul
 from lowmem_patch.tracing.inputs import ExampleInputs
 from lowmem_patch.tracing.isolation import preserved
 from lowmem_patch.tracing.observers import observed_calls
-from lowmem_patch.tracing.op_roles import MATMULS, REARRANGES, SELECTS, Role
+from lowmem_patch.tracing.op_roles import MATMULS, REARRANGES, SELECTS, WEIGHT_MATMULS, Role
 from lowmem_patch.tracing.trace import Op
 
 __all__ = ["Device", "RunSeconds", "device_of", "run_seconds", "scaled", "timed_forward"]
 
+_SAVES_NOTHING = REARRANGES | SELECTS | Role.EXPAND | Role.CAST | Role.SUM
 _VIEWS = (REARRANGES | SELECTS | Role.EXPAND) & ~(Role.CONTIGUOUS | Role.CLONE)
 
 
@@ -80,11 +82,23 @@ def device_of(model: nn.Module) -> Device:
 
 @dataclasses.dataclass(frozen=True)
 class RunSeconds:
-    """Seconds of one run of a block: its forward, the fused attention in it, and its backward."""
+    """Seconds of one run of a block.
+
+    Attributes:
+        forward, backward: of these.
+        attention: of the fused attention in its forward.
+        last: of what its forward computes when all is saved: a second run ends before it.
+    """
 
     forward: float
     attention: float
     backward: float
+    last: float = 0.0
+
+    @property
+    def again(self) -> float:
+        """Of a second run in backward."""
+        return self.forward - self.last
 
 
 def _operations(op: Op) -> float:
@@ -99,7 +113,8 @@ def _operations(op: Op) -> float:
     if known is not None:
         return float(2 * out.numel() * known.input.shape[-1])
     if op.role.has(Role.CONVOLUTION):
-        return float(2 * out.numel() * math.prod(op.args[1].shape[1:]))
+        weights = [argument for argument in op.args[1:] if isinstance(argument, Tensor)]
+        return float(2 * out.numel() * (math.prod(weights[0].shape[1:]) if weights else 1))
     if op.role.has(MATMULS):
         factors = [argument for argument in op.args if isinstance(argument, Tensor)]
         return float(2 * out.numel() * (factors[0].shape[-1] if factors else 1))
@@ -136,21 +151,38 @@ def run_seconds(facts: Facts, blocks: Blocks, device: Device) -> tuple[RunSecond
     found = []
     for call in calls:
         forward = attention = backward = 0.0
-        for op in facts.trace.ops[call.first_op : call.last_op]:
+        ops = facts.trace.ops[call.first_op : call.last_op]
+        for op in ops:
             ahead, back = _op_seconds(op, device)
             forward, backward = forward + ahead, backward + back
             if op.role.has(Role.FUSED_ATTENTION):
                 attention += ahead
-        found.append(RunSeconds(forward, attention, backward))
+        found.append(RunSeconds(forward, attention, backward, _last_seconds(ops, device)))
     return tuple(found)
+
+
+def _last_seconds(ops: Sequence[Op], device: Device) -> float:
+    """Of the ops whose results no op of the block saves: a Linear saves what it reads, and then computes."""
+    saved: set[int] = set()  # identities of tensors
+    seconds = 0.0
+    for op in reversed(ops):
+        given = [value for value in (*op.args, *op.kwargs.values()) if isinstance(value, Tensor)]
+        linear = op.role.has(WEIGHT_MATMULS)
+        passes = op.role.has(_SAVES_NOTHING) or (op.role.has(Role.PRODUCT) and len(given) == 1)
+        if (linear or passes) and saved.isdisjoint(map(id, op.outputs)):
+            seconds += _op_seconds(op, device)[0]
+            if passes:
+                continue
+        saved.update(map(id, given))
+    return seconds
 
 
 def timed_forward(
     model: nn.Module, inputs: ExampleInputs, sites: Sequence[str], repeats: int = 3
 ) -> tuple[float, ...]:
-    """Seconds of each run of the blocks in a forward without gradients, by a clock: the least of some.
+    """Seconds of each run of the blocks in a forward, by a clock: the least of some.
 
-    Nothing of it stays on the model.
+    Autograd records it, as in training, and saves nothing. Nothing of it stays on the model.
     """
     wanted = frozenset(sites)
     best: list[float] = []
@@ -177,11 +209,21 @@ def timed_forward(
             if name in wanted:
                 pairs.append((starts.pop(), clock.mark()))
 
-        with preserved(model), torch.no_grad(), observed_calls(model, enter, leave):
+        nothing_saved: Any = saved_tensors_hooks(_nothing, _nothing)
+        with (
+            preserved(model),
+            torch.enable_grad(),
+            nothing_saved,
+            observed_calls(model, enter, leave),
+        ):
             model(*inputs.args, **inputs.kwargs)
         seconds = [clock.between(*pair) for pair in pairs]
         best = seconds if not best else [min(pair) for pair in zip(best, seconds, strict=True)]
     return tuple(best)
+
+
+def _nothing(_: Any) -> Any:
+    return None
 
 
 class _Clock:
@@ -214,5 +256,6 @@ def scaled(model: Sequence[RunSeconds], measured: Sequence[float]) -> tuple[RunS
     found = []
     for one, seconds in zip(model, measured, strict=True):
         factor = seconds / one.forward if one.forward else 1.0
-        found.append(RunSeconds(seconds, one.attention * factor, one.backward * factor))
+        times = (one.attention, one.backward, one.last)
+        found.append(RunSeconds(seconds, *(factor * part for part in times)))
     return tuple(found)

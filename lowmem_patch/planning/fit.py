@@ -7,29 +7,31 @@ choice is run once more: the peak of that step, and no sum, is what is predicted
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-from lowmem_patch.errors import BudgetError
+from lowmem_patch.errors import BudgetError, TraceError
 from lowmem_patch.memory.model_states import ModelStates
-from lowmem_patch.nn.checkpointing import is_checkpointed, is_switched_on, keep_block
+from lowmem_patch.nn.checkpointing import is_switched_on
 from lowmem_patch.planning.budget import Budget
 from lowmem_patch.planning.costs import Device, RunSeconds
+from lowmem_patch.planning.few_runs import FewRuns, few_runs
 from lowmem_patch.planning.fit_report import FitReport, FittedBlock, size_text
-from lowmem_patch.planning.fit_sums import Sums, bytes_of, temporaries_of
+from lowmem_patch.planning.fit_sums import Sums, bytes_of, more_seconds, temporaries_of
+from lowmem_patch.planning.levels import run_levels
 from lowmem_patch.planning.solve import Choice, Solution, Step, least_limit, solve
-from lowmem_patch.planning.timeline import Timeline, run_timeline
-from lowmem_patch.strategies.checkpointing import Blocks, CheckpointedBlock, patches_of
-from lowmem_patch.strategies.protocol import Target
+from lowmem_patch.planning.timeline import Timeline
+from lowmem_patch.strategies.checkpointing import ALONE, Blocks, CheckpointedBlock, patches_of
 from lowmem_patch.tracing.inputs import ExampleInputs
 from lowmem_patch.tracing.shadow import Shadow
 
 __all__ = ["Fitted", "Fitting", "NoFit"]
 
-_TRIES = 6  # to hold what the sums did not foresee
-_ALONE = ("patched", "attention", "checkpointed", "host")
-_OVERLAP = 0.02  # of a copy's time is seen though it runs beside the computation
+_TRIES = 6  # steps that are run to hold what the sums did not foresee
+_SOLUTIONS = 64  # that are looked at
+_WORTH = 0.01  # of the seconds that levels cost: less is worth no further step on fake tensors
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,9 +84,10 @@ class Fitting:
         self.sites = [block.site for block in blocks.blocks]
         self.resident = states.parameters + states.optimizer + states.dequantised
         self.free = [b for b in blocks.blocks if not b.refusal and not self._is_switched_on(b.site)]
-        self.temporaries = temporaries_of(shadow, optimizer)
-        names = _ALONE if self.free else ("patched",)
-        self.profiles = {level: self.run(self._all(level)) for level in names}
+        self.temporaries = temporaries_of(shadow.model, optimizer, elsewhere=shadow.elsewhere)
+        names = ALONE if self.free else ("patched",)
+        self.few = few_runs(shadow.model, blocks)
+        self.profiles = {level: self._profile(self._all(level)) for level in names}
         self.steps = self._steps()
 
     def _is_switched_on(self, site: str) -> bool:
@@ -102,33 +105,26 @@ class Fitting:
     def _all(self, level: str) -> dict[str, str]:
         return {block.site: level for block in self.free}
 
+    def _profile(self, levels: Mapping[str, str]) -> Timeline:
+        """A step in which all blocks that are free have one level: of few of them, where that tells all."""
+        if self.few is not None:
+            with contextlib.suppress(TraceError):  # not every model runs with fewer blocks
+                found = self.few.extended(self.run(levels, few=self.few))
+                if found is not None:
+                    return found
+            self.few = None
+        return self.run(levels)
+
     def run(
         self,
         levels: Mapping[str, str],
         *,
         settled: bool = False,
         inputs: ExampleInputs | None = None,
+        few: FewRuns | None = None,
     ) -> Timeline:
-        """A step in which the blocks have these levels.
-
-        Args:
-            settled: no input is on its way to the host any more when the forward ends.
-            inputs: in the place of the shadow's.
-        """
-        model = self.shadow.model
-        patches = patches_of(self.blocks, levels)
-        target = Target(model)
-        shadow = self.shadow if inputs is None else dataclasses.replace(self.shadow, inputs=inputs)
-        hosts = [patch.how.host for patch in patches if patch.how.host is not None]
-        settle: Callable[[], None] | None = hosts[0].release if settled and hosts else None
-        try:
-            for patch in patches:
-                patch.apply(target)
-            return run_timeline(shadow, self.sites, settle)
-        finally:
-            for module in model.modules():
-                if is_checkpointed(module):
-                    keep_block(module)
+        """As `run_levels`."""
+        return run_levels(self.shadow, self.blocks, levels, settled=settled, inputs=inputs, few=few)
 
     def _kept(self) -> tuple[list[bool], list[bool]]:
         """Whether a patched run holds its output, and its input: seen beside runs that hold nothing."""
@@ -137,15 +133,16 @@ class Fitting:
         outputs, inputs = list(as_patched), [False, *as_patched[:-1]]
         for parity in (0, 1):
             levels = {b.site: "host" for b in self.free if self.sites.index(b.site) % 2 == parity}
-            found = self.run(levels, settled=True).runs
+            found = self.run(levels, settled=True, few=self.few).runs
             for number in range(len(runs) - 1):
+                lives = found[self.few.stands_for(number) if self.few else number].output_lives
                 one, other = (
                     levels.get(self.sites[runs[number + n].block], "patched") for n in (0, 1)
                 )
                 if (one, other) == ("patched", "host"):
-                    outputs[number] = found[number].output_lives
+                    outputs[number] = lives
                 elif (one, other) == ("host", "patched"):
-                    inputs[number + 1] = found[number].output_lives
+                    inputs[number + 1] = lives
         return outputs, inputs
 
     # the sums
@@ -175,25 +172,24 @@ class Fitting:
             # inputs on their way to the host are seen when the choice is run
             behind = max(one.behind(number) for level, one in sums.items() if level != "host")
             linked = run.links and self.sites[run.block] in free
-            again = self.seconds[number].forward
+            again = self.seconds[number].again
             steps.append(Step(tuple(choices), output, behind, run.block, linked, again))
         return steps
 
     def _recomputed(self, sums: Mapping[str, Sums], number: int) -> list[Choice]:
         seconds = self.seconds[number]
-        plain = sums["checkpointed"].choice("checkpointed", number, seconds.forward)
-        saved = sums["attention"].choice(
-            "attention", number, max(0.0, seconds.forward - seconds.attention)
+        plain, saved = (
+            sums[level].choice(level, number, more_seconds(level, seconds))
+            for level in ("checkpointed", "attention")
         )
         choices = [plain]
         if saved.own > plain.own and saved.seconds < plain.seconds:
             choices.append(saved)
         size = self._input_bytes(number)
         if size and self._host_before(number) + size <= self.host:
-            copy = size / self.device.host
-            stall = max(0.0, copy - seconds.forward)
-            stall += max(0.0, copy - seconds.forward - seconds.backward) + _OVERLAP * 2 * copy
-            away = sums["host"].choice("host", number, seconds.forward + stall)
+            away = sums["host"].choice(
+                "host", number, more_seconds("host", seconds, size, self.device)
+            )
             choices.append(dataclasses.replace(away, keeps_input=False))
         return choices
 
@@ -220,7 +216,14 @@ class Fitting:
         solution = solve(self.steps, limit)
         assert solution is not None
         levels = self._site_levels(solution)
-        return levels, self.run(levels)
+        found = levels, self.run(levels)
+        # the sums of a mix may be above one level for all, whose step was run
+        for level, profile in self.profiles.items():
+            on_host = self._host_before(len(self.steps)) if level == "host" else 0
+            if profile.peak[0] < found[1].peak[0] and on_host <= self.host:
+                levels = self._all(level)
+                found = min(found, (levels, self.run(levels)), key=lambda one: one[1].peak[0])
+        return found
 
     def _moment_of_optimizer(self, timeline: Timeline) -> int:
         return timeline.end + self.temporaries
@@ -253,13 +256,20 @@ class Fitting:
         if self._moment_of_optimizer(patched) > room:
             return None
         if patched.peak[0] <= room:
-            return {}, patched
+            whole = self.run({}) if self.few else patched
+            if whole.peak[0] <= room:
+                return {}, whole
         best: tuple[dict[str, str], Timeline] | None = None
         seconds, limit = math.inf, room
         tried: set[tuple[str, ...]] = set()
-        for _ in range(_TRIES):
+        for _ in range(_SOLUTIONS):
             solution = solve(self.steps, limit)
-            if solution is None or solution.levels in tried:
+            if solution is None or len(tried) == _TRIES:
+                break
+            if solution.levels in tried and best is None:
+                limit -= max(1, room // _SOLUTIONS)
+                continue
+            if solution.levels in tried or solution.seconds > (1 - _WORTH) * seconds:
                 break
             tried.add(solution.levels)
             levels = self._site_levels(solution)
@@ -320,18 +330,19 @@ class Fitting:
             level = levels.get(site, "patched")
             patched = sum(bytes_of(self.profiles["patched"], i) for i in runs)
             held = sum(bytes_of(timeline, i) for i in runs)
-            seconds = sum(self._seconds(i, level) for i in runs)
+            seconds = sum(self.seconds_of(i, level) for i in runs)
             rows.append(
                 FittedBlock(site, level, self._reason(number, level), patched, held, seconds)
             )
         return tuple(rows)
 
-    def _seconds(self, number: int, level: str) -> float:
+    def seconds_of(self, number: int, level: str) -> float:
+        """That a run takes more at a level."""
         step = self.steps[number]
         known = {choice.level: choice.seconds for choice in step.choices}
         if level in known:
             return known[level]
-        return known["checkpointed"] + self.seconds[number].forward  # of a segment
+        return known["checkpointed"] + self.seconds[number].again  # of a segment
 
     def _reason(self, number: int, level: str) -> str:
         block = self.blocks.blocks[number]

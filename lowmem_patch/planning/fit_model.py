@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
-from collections.abc import Iterator
 
-from torch import Tensor, nn
+from torch import nn
 
-from lowmem_patch.errors import BudgetError, TraceError
+from lowmem_patch.errors import BudgetError
 from lowmem_patch.memory.model_states import model_state_bytes
 from lowmem_patch.nn.gammas import would_tell_z
 from lowmem_patch.nn.norms import MSNorm
+from lowmem_patch.planning.apply import apply_plan, undo
 from lowmem_patch.planning.budget import Budget, free_host_bytes, make_budget
 from lowmem_patch.planning.costs import RunSeconds, device_of, run_seconds, scaled, timed_forward
 from lowmem_patch.planning.fit import Fitting, NoFit
 from lowmem_patch.planning.fit_report import size_text
+from lowmem_patch.planning.ladder import Base, smaller_rungs
 from lowmem_patch.planning.planner import Planned
+from lowmem_patch.planning.report import find_records
 from lowmem_patch.strategies.checkpointing import Blocks, find_blocks
-from lowmem_patch.tracing.inputs import ExampleInputs
-from lowmem_patch.tracing.shadow import tensors_in
 
 __all__ = ["fit_planned"]
-
-_GPUS = (2, 4, 8, 16, 32, 64)
-_RANK = 16  # of the adapters that stand for full training
-_ADAPTER_WIDTH = 4  # bytes of an adapter's weight
 
 
 def fit_planned(
@@ -36,6 +31,7 @@ def fit_planned(
     *,
     host: int | None = None,
     timed: bool | None = None,
+    quantised: bool = False,
 ) -> Planned:
     """The plan with the patches of the blocks that run again, and the report with what was chosen.
 
@@ -43,13 +39,14 @@ def fit_planned(
         fit, optimizer: as in ``patch_model``.
         host: bytes of host memory for inputs of blocks; default: half of what is available.
         timed: time a forward of the model; default: where it is on a GPU.
+        quantised: count the frozen Linears in 4 bits, as QLoRA will have them.
 
     Raises:
         ConfigError: a budget that is no size, or an unknown optimizer.
         BudgetError: nothing fits, or the model cannot run on fake tensors.
     """
     budget = make_budget(fit, model)
-    states = model_state_bytes(model, optimizer)
+    states = model_state_bytes(model, optimizer, quantised=quantised)
     if planned.shadow.mode is None:
         raise BudgetError(
             f"fit={fit!r}: this {type(model).__name__} runs on data alone (its weights have no fake "
@@ -60,14 +57,15 @@ def fit_planned(
     seconds = run_seconds(planned.facts, blocks, device)
     timed = _is_on_gpu(model) if timed is None else timed
     if timed and blocks.runs:
-        seconds = _timed(model, planned.inputs, blocks, seconds)
+        seconds = _timed(model, planned, blocks, seconds)
     _assume_looks(model, planned.shadow.model)
     host = free_host_bytes() if host is None else host
     fitting = Fitting(planned.shadow, blocks, seconds, device, states, optimizer, host)
     try:
         fitted = fitting.fit(budget, planned.report.inputs)
     except NoFit as found:
-        raise BudgetError(_too_small(fitting, budget, found, planned.report.inputs)) from None
+        text = _too_small(fitting, budget, found, planned.report.inputs)
+        raise BudgetError(text, found.least) from None
     plan = dataclasses.replace(planned.plan, patches=(*planned.plan.patches, *fitted.patches))
     report = dataclasses.replace(planned.report, fit=fitted.report)
     return planned._replace(plan=plan, report=report)
@@ -88,26 +86,27 @@ def _is_on_gpu(model: nn.Module) -> bool:
 
 
 def _timed(
-    model: nn.Module, inputs: ExampleInputs, blocks: Blocks, seconds: tuple[RunSeconds, ...]
+    model: nn.Module, planned: Planned, blocks: Blocks, seconds: tuple[RunSeconds, ...]
 ) -> tuple[RunSeconds, ...]:
+    """By a clock, with the model patched meanwhile; as it is where it is patched, or weights would change."""
     device = next(model.parameters()).device
-    there = inputs.map(lambda tensor: tensor.to(device))
-    return scaled(seconds, timed_forward(model, there, [block.site for block in blocks.blocks]))
-
-
-# what would help
-
-
-@dataclasses.dataclass(frozen=True)
-class _Rung:
-    """One thing that would help, and the bytes that a step takes then."""
-
-    name: str
-    total: int
+    there = planned.inputs.map(lambda tensor: tensor.to(device))
+    sites = [block.site for block in blocks.blocks]
+    if planned.plan.folded or find_records(model):
+        return scaled(seconds, timed_forward(model, there, sites))
+    apply_plan(model, planned.plan)
+    try:
+        return scaled(seconds, timed_forward(model, there, sites))
+    finally:
+        undo(model)
 
 
 def _too_small(fitting: Fitting, budget: Budget, found: NoFit, inputs: str) -> str:
-    rungs = sorted(_rungs(fitting, budget, found), key=lambda rung: -rung.total)
+    found_rungs = smaller_rungs(
+        _base(fitting, budget, found),
+        lambda smaller: fitting.run(found.levels, inputs=smaller).peak[0],
+    )
+    rungs = sorted(found_rungs, key=lambda rung: -rung.total)
     states, weights = fitting.resident, fitting.states.parameters
     lines = [
         f"fit {budget.asked}: no training step of this model fits. The least budget is "
@@ -125,84 +124,13 @@ def _too_small(fitting: Fitting, budget: Budget, found: NoFit, inputs: str) -> s
     return "\n".join(lines)
 
 
-def _rungs(fitting: Fitting, budget: Budget, found: NoFit) -> Iterator[_Rung]:
-    """With every block at the level of the least budget."""
-    model, optimizer = fitting.shadow.model, fitting.optimizer
-    for name, smaller in _smaller(fitting.shadow.inputs):
-        try:
-            peak = fitting.run(found.levels, inputs=smaller).peak[0]
-        except TraceError:  # not every model takes another size
-            continue
-        total = fitting.resident + max(peak, fitting.states.gradients)
-        yield _Rung(name, total + budget.reserve_above(peak))
-    above = found.least - fitting.resident
-    if optimizer != "adamw8bit":
-        states = model_state_bytes(model, "adamw8bit")
-        yield _Rung("an 8-bit optimizer (adamw8bit)", states.parameters + states.optimizer + above)
-    for gpus in _GPUS:
-        shared = fitting.resident + fitting.states.gradients
-        part = -(-shared // gpus) + _largest_block(fitting) + above - fitting.states.gradients
-        yield _Rung(f"FSDP over {gpus} GPUs, on each", part)
-        if part <= budget.bytes:
-            break
-    yield _Rung(f"QLoRA, rank {_RANK}, {optimizer}", _qlora(fitting, above))
-
-
-def _smaller(inputs: ExampleInputs) -> Iterator[tuple[str, ExampleInputs]]:
-    """The inputs with one row, and with half the length and a quarter of it."""
-    tensors = [tensor for tensor in tensors_in((inputs.args, inputs.kwargs)) if tensor.dim() > 1]
-    if not tensors:
-        return
-    rows = Counter(tensor.shape[0] for tensor in tensors).most_common(1)[0][0]
-    if rows > 1:
-        yield f"a batch of 1 in the place of {rows}", _cut(inputs, 0, rows, 1)
-    tokens = [tensor for tensor in tensors if not tensor.is_floating_point() and tensor.dim() == 2]
-    length = tokens[0].shape[1] if tokens else 0
-    for part in (2, 4):
-        if length >= 2 * part:
-            yield (
-                f"{length // part} tokens in the place of {length}",
-                _cut(inputs, 1, length, length // part),
-            )
-
-
-def _cut(inputs: ExampleInputs, dim: int, size: int, smaller: int) -> ExampleInputs:
-    def cut(tensor: Tensor) -> Tensor:
-        shape = list(tensor.shape)
-        for place in range(dim, len(shape) if dim else min(1, len(shape))):
-            if shape[place] == size:
-                shape[place] = smaller
-        return tensor.new_empty(shape)
-
-    return inputs.map(cut)
-
-
-def _largest_block(fitting: Fitting) -> int:
-    """Bytes of the weights of the largest block, which FSDP gathers while it runs."""
-    model = fitting.shadow.model
-    sizes = [
-        sum(p.numel() * p.element_size() for p in model.get_submodule(site).parameters())
-        for site in fitting.sites
-    ]
-    return max(sizes, default=0)
-
-
-def _qlora(fitting: Fitting, above: int) -> int:
-    """Weights of frozen Linears in 4 bits; where all weights train, adapters train in their place."""
-    model = fitting.shadow.model
-    trained = {name: p.requires_grad for name, p in model.named_parameters()}
-    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
-    full = all(module.weight.requires_grad for module in linears)
-    adapters = 0
-    try:
-        if full:
-            model.requires_grad_(False)
-            adapters = sum(_RANK * (m.in_features + m.out_features) for m in linears)
-        states = model_state_bytes(model, fitting.optimizer, quantised=True)
-    finally:
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(trained[name])
-    # weights, gradients and two moments of the adapters
-    own = 4 * _ADAPTER_WIDTH * adapters
-    gradients = fitting.states.gradients if full else 0
-    return states.parameters + states.optimizer + states.dequantised + own + above - gradients
+def _base(fitting: Fitting, budget: Budget, found: NoFit) -> Base:
+    """A step with every block at the level of the least budget."""
+    more = sum(
+        fitting.seconds_of(number, found.levels.get(fitting.sites[run.block], "patched"))
+        for number, run in enumerate(fitting.blocks.runs)
+    )
+    return Base(
+        fitting.shadow.model, fitting.shadow.inputs, fitting.sites, fitting.states, fitting.optimizer,
+        budget, found.peak, fitting.seconds, more, fitting.device, fitting.states.dequantised > 0,
+    )  # fmt: skip

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from torch import nn
+
+from lowmem_patch.planning.costs import Device, RunSeconds
 from lowmem_patch.planning.solve import Choice
 from lowmem_patch.planning.timeline import Timeline
-from lowmem_patch.tracing.shadow import Shadow
 
-__all__ = ["Sums", "bytes_of", "temporaries_of"]
+__all__ = ["Sums", "bytes_of", "more_seconds", "temporaries_of"]
+
+_OVERLAP = 0.02  # of a copy's time is seen though it runs beside the computation
 
 
 def bytes_of(timeline: Timeline, number: int) -> int:
@@ -34,12 +38,34 @@ class Sums:
         return self.runs[number].behind - own - sum(self.outputs[:number])
 
 
-def temporaries_of(shadow: Shadow, optimizer: str) -> int:
-    """Bytes that an optimizer's step allocates for a while: torch's AdamW takes all weights of a GPU at once,
-    and one after the other on a CPU."""
-    trained = [p for p in shadow.model.parameters() if p.requires_grad]
+def more_seconds(level: str, one: RunSeconds, size: int = 0, device: Device | None = None) -> float:
+    """Seconds of a step that one run takes more at a level than as patched.
+
+    Args:
+        size: bytes of its input.
+        device: for the copies to the host and back.
+    """
+    if level == "patched":
+        return 0.0
+    if level == "attention":
+        return max(0.0, one.again - one.attention)
+    if level != "host" or device is None:
+        return one.again
+    copy = size / device.host
+    stall = max(0.0, copy - one.forward) + max(0.0, copy - one.forward - one.backward)
+    return one.again + stall + _OVERLAP * 2 * copy
+
+
+def temporaries_of(model: nn.Module, optimizer: str, *, elsewhere: bool) -> int:
+    """Bytes that an optimizer's step allocates for a while: torch's optimizers take all weights of a GPU at
+    once, and one after the other on a CPU; its fused AdamW allocates nothing.
+
+    Args:
+        elsewhere: the model will run on a GPU, wherever it is now.
+    """
+    trained = [p for p in model.parameters() if p.requires_grad]
     sizes = [parameter.numel() * parameter.element_size() for parameter in trained]
-    if not sizes or optimizer not in ("adamw", "adafactor"):
+    if not sizes or optimizer not in ("adamw_foreach", "adafactor"):
         return 0
-    on_cpu = trained[0].device.type == "cpu" and not shadow.elsewhere
+    on_cpu = trained[0].device.type == "cpu" and not elsewhere
     return 2 * max(sizes) if on_cpu else sum(sizes)

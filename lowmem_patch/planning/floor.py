@@ -377,9 +377,18 @@ class _FloorCount:
                 item = FloorItem(op.module, "codes and statistics", size)
                 self.items["dropout", id(output)] = item
 
+    def _gamma_trains(self, module: str) -> bool:
+        """Whether the backward needs z for it; a beta alone needs nothing."""
+        known = self.modules[module]._parameters
+        gamma = known.get("weight")
+        if gamma is None:  # a function's may be anywhere
+            return not known.keys() & {"weight", "bias"}
+        return bool(gamma.requires_grad)
+
     def _norm(self, norm: _SiteCall) -> None:
         output = norm.output
-        if not self._is_saved(output) and not self._is_saved(norm.source):
+        seen = self._is_saved(output) or self._is_saved(norm.source)
+        if not seen and (norm.source.requires_grad or self._gamma_trains(norm.module)):
             self._add(output, norm.module, "norms")
         if norm.source.requires_grad:
             rows = output.numel() // max(1, output.shape[-1])

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import html
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from lowmem_patch.config import PatchConfig
+from lowmem_patch.errors import ConfigError
 from lowmem_patch.planning.fit_report import FitReport
+from lowmem_patch.planning.names import collapse_names, fewer, human_bytes, pattern_of, starred
 from lowmem_patch.strategies.fold_weights import FoldStep
 from lowmem_patch.tracing.saved_bytes import SavedBytes
 
@@ -19,6 +22,7 @@ __all__ = [
     "PatchReport",
     "Record",
     "Site",
+    "SiteRow",
     "block_name",
     "by_block",
     "find_records",
@@ -60,6 +64,25 @@ class Site:
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
+
+
+class SiteRow(NamedTuple):
+    """Sites of equal kind, strategy, reason and bytes.
+
+    Attributes:
+        names: paths, with ``{0..3}`` for their numbers.
+        before, after: bytes of each site.
+    """
+
+    names: tuple[str, ...]
+    kind: str
+    strategy: str
+    before: int
+    after: int
+    reason: str
+
+
+_HEADERS = ("site", "kind", "strategy", "before", "after", "reason")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,33 +139,94 @@ class PatchReport:
         data["above_floor"] = self.above_floor
         return data
 
-    def __str__(self) -> str:
-        lines = [
-            f"{self.model}: preset {self.config.name}, {len(self.patched)} of {len(self.sites)} sites patched"
-        ]
-        rows = [("site", "kind", "strategy", "bytes before", "after", "reason")]
-        for site in self.sites:
-            strategy = site.strategy + (" (approximate)" if site.approximate else "")
-            before, after = f"{site.bytes_before:,}", f"{site.bytes_after:,}"
-            rows.append((site.name, site.kind, strategy, before, after, site.reason))
-        widths = [max(len(row[i]) for row in rows) for i in range(5)]
-        for row in rows:
-            cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
-            lines.append("  ".join([*cells, row[5]]).rstrip())
+    def to_dataframe(self) -> Any:
+        """One row a site, as a pandas DataFrame.
+
+        Raises:
+            ConfigError: pandas is not installed.
+        """
+        try:
+            import pandas
+        except ImportError as error:
+            raise ConfigError("a data frame needs pandas: pip install pandas") from error
+        columns = [field.name for field in dataclasses.fields(Site) if field.name != "fold"]
+        rows = [[getattr(site, name) for name in columns] for site in self.sites]
+        return pandas.DataFrame(rows, columns=columns)
+
+    def site_rows(self) -> list[SiteRow]:
+        """Sites that differ in the numbers of their paths alone are one row; patched ones come first."""
+        groups: dict[tuple[object, ...], list[Site]] = {}
+        for site in (*self.patched, *self.left_alone):
+            key = (
+                site.strategy, site.kind, pattern_of(site.name), starred(site.reason),
+                site.approximate, site.bytes_before, site.bytes_after,
+            )  # fmt: skip
+            groups.setdefault(key, []).append(site)
+        rows = []
+        for sites in groups.values():
+            first, several = sites[0], len(sites) > 1
+            strategy = first.strategy + (" (approximate)" if first.approximate else "")
+            names = collapse_names([site.name for site in sites])
+            rows.append(
+                SiteRow(
+                    tuple(f"{name} (each)" if several else name for name in names), first.kind,
+                    strategy, first.bytes_before, first.bytes_after,
+                    starred(first.reason) if several else first.reason,
+                )
+            )  # fmt: skip
+        return rows
+
+    def _summary(self) -> list[str]:
+        """Sentences behind the table."""
+        lines = []
         if self.saved_before and self.saved_after:
-            share = 100 * (1 - self.saved_after / self.saved_before)
             lines.append(
-                f"saved activation bytes: {self.saved_before:,} -> {self.saved_after:,} "
-                f"({share:.1f} % fewer) for {self.inputs}"
+                f"saved activation bytes: {human_bytes(self.saved_before)} -> "
+                f"{human_bytes(self.saved_after)} ({fewer(self.saved_before, self.saved_after)} fewer) "
+                f"for {self.inputs}"
             )
         elif self.saved_before:
-            lines.append(f"saved activation bytes: {self.saved_before:,} before, for {self.inputs}")
+            lines.append(
+                f"saved activation bytes: {human_bytes(self.saved_before)} before, for {self.inputs}"
+            )
         if self.floor and self.saved_after:
-            lines.append(f"floor: {self.floor:,} bytes; kept {self.above_floor:.3f} times that")
-        if self.fit is not None:
-            lines.append(str(self.fit))
-        lines.extend(self.notes)
-        return "\n".join(lines)
+            lines.append(
+                f"floor: {human_bytes(self.floor)}; saved are {self.above_floor:.3f} times that"
+            )
+        return [*lines, *([str(self.fit)] if self.fit is not None else []), *self.notes]
+
+    @property
+    def _title(self) -> str:
+        sites = f"{len(self.patched)} of {len(self.sites)} sites patched"
+        return f"{self.model}: preset {self.config.name}, {sites}"
+
+    def __str__(self) -> str:
+        rows = [
+            (name, *cells, row.reason if name == row.names[0] else "")
+            for row in self.site_rows()
+            for name in row.names
+            for cells in [(row.kind, row.strategy, *map(human_bytes, row[3:5]))]
+        ]
+        table = [_HEADERS, *rows]
+        widths = [max(len(row[i]) for row in table) for i in range(5)]
+        lines = [self._title]
+        for row in table:
+            cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
+            lines.append("  ".join([*cells, row[5]]).rstrip())
+        return "\n".join([*lines, *self._summary()])
+
+    def _repr_html_(self) -> str:
+        """For notebooks."""
+        head = "".join(f"<th>{name}</th>" for name in _HEADERS)
+        body = "".join(
+            f"<tr><td>{'<br>'.join(map(html.escape, row.names))}</td><td>{row.kind}</td>"
+            f"<td>{row.strategy}</td><td>{human_bytes(row.before)}</td>"
+            f"<td>{human_bytes(row.after)}</td><td>{html.escape(row.reason)}</td></tr>"
+            for row in self.site_rows()
+        )
+        table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        rest = "".join(f"<p>{html.escape(line)}</p>" for line in self._summary())
+        return f"<p><b>{html.escape(self._title)}</b></p>{table}{rest}"
 
 
 _BLOCK = re.compile(r"^(.*?\.\d+)(?:\.|$)")

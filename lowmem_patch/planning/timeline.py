@@ -9,20 +9,19 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from lowmem_patch.errors import TraceError
-from lowmem_patch.memory.step import run_step
+from lowmem_patch.memory.step import as_on_data, run_step
 from lowmem_patch.nn.deferred import Unstored
 from lowmem_patch.tracing.gpu_dropout import GpuDropouts
 from lowmem_patch.tracing.isolation import in_training_mode, running_fake
-from lowmem_patch.tracing.observers import DispatchObserver, observed_calls
+from lowmem_patch.tracing.live_storages import LiveStorages
+from lowmem_patch.tracing.observers import observed_calls
 from lowmem_patch.tracing.saved_bytes import storage_key
 from lowmem_patch.tracing.shadow import Shadow, tensors_in
 
@@ -82,42 +81,20 @@ class Timeline:
         return max(parts)
 
 
-class _LiveRuns(DispatchObserver):
-    """Counts storages until they are released; ``ignored`` are the keys of those that are not counted."""
+class _LiveRuns(LiveStorages):
+    """The owner of a storage is the run in which it was allocated."""
 
-    def __init__(self, ignored: set[int]) -> None:
-        super().__init__()
-        self.ignored = ignored
-        self.live: dict[int, tuple[int, int, Any]] = {}  # bytes, run, reference
-        self.now, self.run = 0, _OUTSIDE
+    def __init__(self, ignored: Iterable[Tensor]) -> None:
+        super().__init__(ignored)
         self.part: Part = ("before", 0)
         self.most: dict[Part, int] = {}
 
-    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        output = func(*args, **kwargs)
-        for tensor in tree_leaves(output):
-            if isinstance(tensor, Tensor):
-                self.add(tensor)
-        return output
-
-    def add(self, tensor: Tensor) -> None:
-        key = storage_key(tensor)
-        if key in self.live or key in self.ignored:
-            return
-        storage = tensor.untyped_storage()
-        size = storage.nbytes()
-
-        def released(_: Any, key: int = key, size: int = size) -> None:
-            del self.live[key]
-            self.now -= size
-
-        self.live[key] = (size, self.run, weakref.ref(storage, released))
-        self.now += size
+    def grown(self) -> None:
         self.most[self.part] = max(self.most.get(self.part, 0), self.now)
 
     def begin(self, part: Part, run: int = _OUTSIDE) -> None:
-        self.part, self.run = part, run
-        self.most[part] = max(self.most.get(part, 0), self.now)
+        self.part, self.owner = part, run
+        self.grown()
 
 
 class _Marks:
@@ -200,6 +177,7 @@ def run_timeline(
         TraceError: the forward or the backward fails.
     """
     model, inputs = shadow.model, shadow.inputs
+    given = tensors_in((inputs.args, inputs.kwargs))
     torch.clear_autocast_cache()
     with contextlib.ExitStack() as contexts:
         contexts.enter_context(in_training_mode(model))
@@ -209,14 +187,14 @@ def run_timeline(
             contexts.enter_context(running_fake(shadow.mode))
         if shadow.elsewhere:
             contexts.enter_context(GpuDropouts())
-        live = _LiveRuns({storage_key(t) for t in (*model.parameters(), *model.buffers())})
+        live = _LiveRuns((*model.parameters(), *model.buffers()))
         marks = _Marks(live, frozenset(sites), settle)
         contexts.enter_context(observed_calls(model, marks.enter, marks.leave))
         contexts.enter_context(live)
-        for tensor in tensors_in((inputs.args, inputs.kwargs)):
+        for tensor in given:
             live.add(tensor)
         try:
-            run_step(model, inputs)
+            run_step(model, as_on_data(model, inputs))
         except Exception as error:  # of a foreign forward
             raise TraceError(
                 f"a training step of {type(model).__name__} could not be run to plan how it fits: "

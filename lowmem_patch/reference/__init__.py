@@ -28,6 +28,7 @@ from lowmem_patch.reference.cross_entropy import (
     cross_entropy_forward,
     scale_in_place,
 )
+from lowmem_patch.reference.eight_bit import from_eight_bits, to_eight_bits
 
 __all__ = [
     "activate",
@@ -40,6 +41,7 @@ __all__ = [
     "cross_entropy_backward",
     "cross_entropy_forward",
     "drop",
+    "from_eight_bits",
     "glu_backward",
     "glu_forward",
     "norm",
@@ -48,6 +50,7 @@ __all__ = [
     "pack_bool",
     "rotate",
     "scale_in_place",
+    "to_eight_bits",
     "unpack_bool",
 ]
 

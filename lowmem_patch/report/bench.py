@@ -16,14 +16,14 @@ def print_bench(comparison: Comparison, title: str) -> None:
     peaks = ["peak", "reserved"] if on_gpu else []  # the CPU's allocator counts nothing
     rate = f"{comparison.unit} / s"
     numbers = ["act", "share", *peaks, "step ms", "quartiles", "share of time", rate]
-    table = make_table("variant", *numbers, "", right=numbers)
+    table = make_table("variant", *numbers, "why", right=numbers)
     for row in comparison.rows:
         if row.measured:
             table.add_row(row.name, *_cells(row, first, on_gpu, comparison.work))
         else:
             why = f"failed: {row.failed}" if row.failed else f"skipped: {row.skipped}"
             style = "red" if row.failed else "dim"
-            table.add_row(row.name, *[""] * len(numbers), why, style=style)
+            table.add_row(row.name, note=why, style=style)
     print_table(table)
     notes = [
         f"a step is forward, loss, backward and fused AdamW of {comparison.work} {comparison.unit}; "

@@ -1,18 +1,32 @@
-"""Shared by all renderings: consoles, errors, progress, and the form of bytes, names and tables."""
+"""Shared by all renderings: consoles and their width, errors, progress, and the form of tables."""
 
 from __future__ import annotations
 
 import contextlib
-import itertools
-import re
+import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import TextIO
 
 from rich.console import Console
-from rich.filesize import pick_unit_and_suffix
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-from rich.table import Table
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
+
+from lowmem_patch.planning.names import (
+    collapse_names,
+    fewer,
+    group_by_pattern,
+    human_bytes,
+    pattern_of,
+    starred,
+)
+from lowmem_patch.report.columns import Column, Table, wrapped
 
 __all__ = [
     "collapse_names",
@@ -26,33 +40,56 @@ __all__ = [
     "print_table",
     "print_title",
     "progress_bar",
+    "spinner",
     "starred",
+    "stop_spinner",
+    "text_width",
 ]
 
-# wide enough for a module path beside its reason where output is not a terminal
-_PIPE_WIDTH = 140
-_UNITS = ["B", "KiB", "MiB", "GiB", "TiB"]
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)")
+_FILE_WIDTH = 100  # of a table where output is no terminal and COLUMNS says nothing
+
+
+_spinning: list[Progress] = []  # on the terminal now, which has one cursor
+
+
+def text_width(stream: TextIO) -> int | None:
+    """COLUMNS, or the terminal's width; None for a file, whose lines have no end."""
+    columns = os.environ.get("COLUMNS", "")
+    if columns.isdigit() and int(columns) > 0:
+        return int(columns)
+    return Console(file=stream).width if stream.isatty() else None
 
 
 def _console(stream: TextIO) -> Console:
     """A console for a stream; made anew each time, as the stream may have been redirected since."""
-    return Console(file=stream, width=None if stream.isatty() else _PIPE_WIDTH, highlight=False)
+    stop_spinner()
+    return Console(file=stream, width=text_width(stream) or _FILE_WIDTH, highlight=False)
+
+
+def _output_width() -> int | None:
+    return text_width(sys.stdout)
 
 
 def print_line(text: str, style: str | None = None) -> None:
-    """One line on standard output, never wrapped."""
-    _console(sys.stdout).print(text, style=style, markup=False, soft_wrap=True)
+    """A sentence on standard output, wrapped at words to the width; never wrapped in a file."""
+    for line in wrapped(text, _output_width()):
+        _console(sys.stdout).print(line, style=style, markup=False, soft_wrap=True)
 
 
 def print_table(table: Table) -> None:
-    """A table of :func:`make_table` on standard output."""
-    _console(sys.stdout).print(table, markup=False)
+    """A table of :func:`make_table` on standard output, and its footnotes."""
+    width = _output_width()
+    for number, part in enumerate(table.rendered(width or _FILE_WIDTH)):
+        if number:
+            print_line("")
+        _console(sys.stdout).print(part, markup=False)
+    for line in table.notes(width):
+        _console(sys.stdout).print(line, style="dim", markup=False, soft_wrap=True)
 
 
-def print_error(message: str) -> None:
-    """One line on standard error, never wrapped."""
-    text = " ".join(message.split())
+def print_error(message: str, *, lines: bool = False) -> None:
+    """One line on standard error, never wrapped; ``lines``: those of the message."""
+    text = message if lines else " ".join(message.split())
     _console(sys.stderr).print(f"error: {text}", style="red", markup=False, soft_wrap=True)
 
 
@@ -70,7 +107,7 @@ def progress_bar(*, quiet: bool = False) -> Iterator[Callable[[str, int, int], N
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     console = _console(sys.stderr)
     with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
+        *columns, console=console, transient=True, disable=not sys.stderr.isatty()
     ) as bar:
         task = bar.add_task("", total=None)
 
@@ -80,81 +117,40 @@ def progress_bar(*, quiet: bool = False) -> Iterator[Callable[[str, int, int], N
         yield tell
 
 
-def human_bytes(count: int) -> str:
-    """1024 bytes = 1 KiB; whole bytes below that."""
-    unit, name = pick_unit_and_suffix(abs(count), _UNITS, 1024)
-    return f"{count} B" if unit == 1 else f"{count / unit:.1f} {name}"
+@contextlib.contextmanager
+def spinner(text: str | None) -> Iterator[None]:
+    """``text`` and the seconds on standard error, where that is a terminal, until something else is shown."""
+    if text is None or not sys.stderr.isatty():
+        yield
+        return
+    console = _console(sys.stderr)
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as display:
+        display.add_task(text, total=None)
+        _spinning.append(display)
+        try:
+            yield
+        finally:
+            stop_spinner()
 
 
-def fewer(before: int, after: int) -> str:
-    """The share that was saved, such as ``45.2 %``; ``-`` of nothing."""
-    return f"{100 * (1 - after / before):.1f} %" if before else "-"
+def stop_spinner() -> None:
+    """Clear the line of a spinner, before anything is printed."""
+    while _spinning:
+        _spinning.pop().stop()
 
 
-def pattern_of(text: str) -> str:
-    """The name with ``{}`` for each number in its path."""
-    return _NUMBER.sub("{}", text)
+def make_table(
+    *headers: str,
+    right: Iterable[str] = (),
+    names: Iterable[str] = (),
+) -> Table:
+    """A table without borders.
 
-
-def group_by_pattern(
-    rows: Iterable[tuple[str, tuple[int, ...]]],
-) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Rows of equal sizes whose names differ in numbers alone as one row: its label and the sizes."""
-    groups: dict[tuple[str, tuple[int, ...]], list[str]] = {}
-    for name, sizes in rows:
-        groups.setdefault((pattern_of(name), sizes), []).append(name)
-    for (_, sizes), names in groups.items():
-        for name in collapse_names(names):
-            yield (f"{name} (each)" if len(names) > 1 else name), sizes
-
-
-def collapse_names(names: Sequence[str]) -> list[str]:
-    """``["layers.0.norm", "layers.1.norm"]`` -> ``["layers.{0..1}.norm"]``; others stay apart."""
-    groups: dict[str, list[tuple[int, ...]]] = {}
-    for name in names:
-        groups.setdefault(pattern_of(name), []).append(tuple(int(n) for n in _NUMBER.findall(name)))
-    collapsed = []
-    for pattern, numbers in groups.items():
-        columns = [sorted(set(column)) for column in zip(*numbers, strict=True)]
-        # ranges name a full grid of numbers: with any other set they would name absent modules
-        if sorted(numbers) == sorted(itertools.product(*columns)):
-            collapsed.append(pattern.format(*map(_ranges, columns)))
-        else:
-            last_numbers: dict[tuple[int, ...], list[int]] = {}
-            for *first, last in numbers:
-                last_numbers.setdefault(tuple(first), []).append(last)
-            collapsed += [
-                pattern.format(*first, _ranges(sorted(lasts)))
-                for first, lasts in last_numbers.items()
-            ]
-    return collapsed
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """``[0, 1, 2, 5]`` -> ``{0..2,5}``; a single number stays bare."""
-    parts: list[str] = []
-    for _, run in itertools.groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
-        values = [number for _, number in run]
-        parts.append(str(values[0]) if len(values) == 1 else f"{values[0]}..{values[-1]}")
-    return parts[0] if len(numbers) == 1 else "{" + ",".join(parts) + "}"
-
-
-def starred(text: str) -> str:
-    """The text with ``*`` for each number in a path."""
-    return _NUMBER.sub("*", text)
-
-
-def make_table(*headers: str, right: Iterable[str] = ()) -> Table:
-    """A table without borders; the columns named in ``right`` hold numbers."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    numeric = set(right)
-    for header in headers:
-        # only the last column, an explanation, may wrap
-        last = header == headers[-1] and header not in numeric
-        table.add_column(
-            header,
-            justify="right" if header in numeric else "left",
-            no_wrap=not last,
-            overflow="fold",
-        )
-    return table
+    Args:
+        right: columns of numbers, which are never cut.
+        names: columns beside the first whose texts may be shortened; all others wrap at spaces.
+    """
+    numbers, shortens = set(right), {headers[0], *names}
+    kinds = ("number" if h in numbers else "name" if h in shortens else "words" for h in headers)
+    return Table([Column(header, kind) for header, kind in zip(headers, kinds, strict=True)])

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from lowmem_patch.checkpoint.compare import TensorCheck
 from lowmem_patch.checkpoint.convert import ConvertResult
 from lowmem_patch.memory import MemoryReport
-from lowmem_patch.planning.report import PatchReport, Site
+from lowmem_patch.planning.report import PatchReport
 from lowmem_patch.profile import ProfileResult
 from lowmem_patch.report.layout import (
     collapse_names,
@@ -25,6 +25,7 @@ from lowmem_patch.tracing.saved_bytes import SavedBytes
 from lowmem_patch.verify import VerifyResult, worst_check
 
 __all__ = [
+    "print_bars",
     "print_conversion",
     "print_fine_tuning",
     "print_memory",
@@ -34,6 +35,7 @@ __all__ = [
 ]
 
 _BEFORE_AFTER = ("before", "after")
+_BAR = 32  # characters
 _SHARES = (*_BEFORE_AFTER, "fewer")
 
 
@@ -50,32 +52,28 @@ def print_plan(report: PatchReport, title: str, assumed: Mapping[str, str] | Non
     print_line("")
     _print_blocks(report)
     if report.approximate:
-        kinds = ", ".join(sorted({site.kind for site in report.approximate}))
-        print_line(
-            f"approximate: the gradients of {len(report.approximate)} activations ({kinds}) use "
-            "step derivatives; every other gradient formula is exact"
-        )
+        print_line(f"approximate: {_approximations(report)}; every other gradient formula is exact")
     for note in report.notes:
         print_line(note)
 
 
+def _approximations(report: PatchReport) -> str:
+    stored = [site for site in report.approximate if site.strategy == "eight_bit"]
+    steps = [site for site in report.approximate if site not in stored]
+    parts = []
+    if steps:
+        kinds = ", ".join(sorted({site.kind for site in steps}))
+        parts.append(f"the gradients of {len(steps)} activations ({kinds}) use step derivatives")
+    if stored:
+        parts.append(f"backward reads what {len(stored)} Linears and attentions store in 8 bits")
+    return "; ".join(parts)
+
+
 def _print_sites(report: PatchReport) -> None:
     table = make_table("site", "kind", "strategy", *_BEFORE_AFTER, "why", right=_BEFORE_AFTER)
-    groups: dict[tuple[object, ...], list[Site]] = {}
-    for site in (*report.patched, *report.left_alone):
-        key = (
-            site.strategy, site.kind, pattern_of(site.name), starred(site.reason), site.approximate,
-            site.bytes_before, site.bytes_after,
-        )  # fmt: skip
-        groups.setdefault(key, []).append(site)
-    for sites in groups.values():
-        first = sites[0]
-        reason = first.reason if len(sites) == 1 else starred(first.reason)
-        strategy = first.strategy + (" (approximate)" if first.approximate else "")
-        sizes = (human_bytes(first.bytes_before), human_bytes(first.bytes_after))
-        each = " (each)" if len(sites) > 1 else ""
-        names = "\n".join(name + each for name in collapse_names([site.name for site in sites]))
-        table.add_row(names, first.kind, strategy, *sizes, reason)
+    for names, kind, strategy, before, after, reason in report.site_rows():
+        sizes = (human_bytes(before), human_bytes(after))
+        table.add_row("\n".join(names), kind, strategy, *sizes, note=reason)
     print_table(table)
 
 
@@ -215,10 +213,10 @@ def print_conversion(result: ConvertResult) -> None:
     table = make_table("norm", "folded", "into, or why not")
     rows: dict[tuple[str, bool, str], list[str]] = {}
     for norm in result.norms:
-        text = ", ".join(norm.linears) if norm.folded else norm.reason
+        text = f"into {', '.join(norm.linears)}" if norm.folded else norm.reason
         rows.setdefault((pattern_of(norm.norm), norm.folded, starred(text)), []).append(norm.norm)
     for (_, folded, text), names in rows.items():
-        table.add_row("\n".join(collapse_names(names)), "yes" if folded else "no", text)
+        table.add_row("\n".join(collapse_names(names)), "yes" if folded else "no", note=text)
     print_table(table)
     for check in result.checks:
         print_line(_self_check(check))
@@ -271,7 +269,7 @@ def print_verification(result: VerifyResult) -> None:
 
 def _print_errors(result: VerifyResult) -> None:
     numbers = ("error", "unpatched", "allowed", "cosine")
-    table = make_table("dtype", "what", *numbers, "worst at", "", right=numbers)
+    table = make_table("dtype", "what", *numbers, "worst at", "", right=numbers, names=["worst at"])
     for run in result.runs:
         for name, checks in run.checks.items():
             worst = worst_check(checks)
@@ -287,13 +285,22 @@ def _print_errors(result: VerifyResult) -> None:
     print_table(table)
 
 
+def print_bars(sizes: Mapping[str, int]) -> None:
+    """One bar for each number of bytes; shares are of the first."""
+    first, longest = next(iter(sizes.values())), max([*sizes.values(), 1])
+    table = make_table("saved bytes", "", "size", "share", right=["size", "share"])
+    for label, size in sizes.items():
+        bar = "#" * max(1, round(_BAR * size / longest))
+        table.add_row(label, bar, human_bytes(size), f"{100 * size / max(first, 1):.0f} %")
+    print_table(table)
+
+
 def print_fine_tuning(
-    rows: Sequence[tuple[str, int, int, float, float, float]], score_name: str
+    rows: Sequence[tuple[str, float, float, float, float]], score_name: str
 ) -> None:
-    """Fine-tuning runs: label, saved bytes, weight copies, score before and after, seconds."""
-    numbers = ("saved bytes", "copies of weights", f"{score_name} before", "after", "seconds")
-    table = make_table("fine-tuning", *numbers, right=numbers)
-    for label, saved, copies, before, after, seconds in rows:
-        sizes = (human_bytes(saved), human_bytes(copies))
-        table.add_row(label, *sizes, f"{before:.3f}", f"{after:.3f}", f"{seconds:.1f}")
+    """Fine-tuning runs: label, first and last loss, score before and after."""
+    numbers = ("first loss", "last loss", f"{score_name} before", "after")
+    table = make_table("model", *numbers, right=numbers)
+    for label, *values in rows:
+        table.add_row(label, *(f"{value:.4f}" for value in values))
     print_table(table)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from lowmem_patch.strategies import (
     codes,
     dropout_bits,
+    eight_bit,
     fold,
     head,
     lora,
@@ -13,7 +14,7 @@ from lowmem_patch.strategies import (
     share,
 )
 from lowmem_patch.strategies.protocol import Strategy
-from lowmem_patch.strategies.speed import packed_qkv, rotary
+from lowmem_patch.strategies.speed import causal_mask, packed_qkv, rotary
 
 __all__ = ["STRATEGIES"]
 
@@ -28,4 +29,6 @@ STRATEGIES: tuple[Strategy, ...] = (
     head,
     rotary,
     packed_qkv,
+    causal_mask,
+    eight_bit,
 )

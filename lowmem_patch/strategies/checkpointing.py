@@ -20,6 +20,7 @@ from lowmem_patch.strategies.protocol import Facts, Patch, Target
 from lowmem_patch.tracing.trace import Call
 
 __all__ = [
+    "ALONE",
     "LEVELS",
     "Block",
     "BlockRun",
@@ -31,6 +32,7 @@ __all__ = [
 
 # what a block saves, from most to least
 LEVELS = ("patched", "attention", "checkpointed", "host", "segment", "halves")
+ALONE = LEVELS[:4]  # that a block has by itself, without its neighbours
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 # of its saved bytes that a block's own list of blocks has, so that these are the blocks
 _MOST = 0.5

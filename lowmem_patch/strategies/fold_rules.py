@@ -114,8 +114,10 @@ class FoldRules:
 
     def _of_callers(self, site: NormSite) -> str | None:
         """Whether other code than the traced forward takes the output, or writes on its Linears."""
-        if site.name == self.last_norm:
-            return "it is the last norm, whose output other code takes for the model's features"
+        # of a block of many nobody takes an inner norm's output, be it the last one that runs
+        in_block = any(part.isdigit() for part in site.name.split(".")[:-1])
+        if site.name == self.last_norm and not in_block:
+            return "it is the last norm, whose output other code may take for the model's features"
         caller = self.modules[site.name.rpartition(".")[0]]
         if hasattr(caller, "forward_features"):  # timm's, and what is built on it, return it
             return f"{type(caller).__name__} gives its output to callers of forward_features"
@@ -142,7 +144,10 @@ class FoldRules:
             if why_not is not None:
                 return why_not
             if self._is_head(consumer):
-                return f"{linear.module} makes the model's output: the last norm stays as it is"
+                return (
+                    f"{linear.module}, which reads it, makes the model's output: other code may take the "
+                    "norm's for the model's features"
+                )
         return None
 
     def _of_weight(self, linear: LinearRef) -> str | None:

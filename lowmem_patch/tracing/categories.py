@@ -89,7 +89,7 @@ def category_of(
     savers = tuple(savers)
     found = {_saver_category(saver, categories) for saver in savers}
     adapted = any(categories.get(saver.module) == "linear inputs" for saver in savers)
-    packed = not tensor.is_floating_point()
+    packed = not tensor.is_floating_point() and tensor.dtype != torch.int8  # values in 8 bits
     # one number a row; x A^T of an adapter has few numbers a row, too
     statistic = tensor.numel() * _NARROWEST_ROW <= largest and not adapted
     if "attention" in found:

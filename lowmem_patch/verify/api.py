@@ -13,8 +13,9 @@ from torch import nn
 
 from lowmem_patch.api import patch_model, patch_report, unpatch_model
 from lowmem_patch.checkpoint.compare import cast_parameters
-from lowmem_patch.config import PatchConfig, load_config
+from lowmem_patch.config import ConfigLike, PatchConfig, given_config, load_config
 from lowmem_patch.errors import CheckpointError, LowmemPatchError, PatchError, TraceError
+from lowmem_patch.planning.check import checked_model
 from lowmem_patch.strategies.fold_weights import FoldStep
 from lowmem_patch.tracing.example_inputs import make_example_inputs
 from lowmem_patch.tracing.inputs import ExampleInputs, as_example_inputs
@@ -62,34 +63,37 @@ def _runs(
 
 def verify_model(
     model: nn.Module,
-    config: str | PatchConfig = "auto",
+    preset: ConfigLike | None = None,
     *,
     example_inputs: Any = None,
     dtypes: Sequence[torch.dtype] = (torch.float32, torch.bfloat16),
     autocast: torch.dtype | None = torch.bfloat16,
     seed: int = 0,
     progress: Progress | None = None,
+    config: ConfigLike | None = None,
 ) -> VerifyResult:
     """Compare a model with itself patched; the model is copied, never changed.
 
     Dropout is off (eval mode), gradients are on. Where the preset uses approximate derivatives, the
-    norms and everything else are proven on a second copy whose activations are exact, and the
+    norms and everything else are proven on a second copy whose activations and storage are exact, and the
     approximate gradients are reported by their error and cosine.
 
     Args:
-        example_inputs: a tensor, a tuple or a dict of keyword arguments; made from the model's config
-            when None.
-        dtypes: each is tried with parameters and inputs in it.
-        autocast: also tried, with float32 parameters; None leaves it out.
+        preset, config, example_inputs: as in :func:`lowmem_patch.patch_model`.
+        dtypes, autocast: each is tried; autocast with float32 parameters, and not where it is None.
         progress: called with the present step's name, the number of steps done, and the number of all.
 
     Raises:
-        ConfigError: no such preset.
+        ConfigError: ``model`` is no model, or there is no such preset.
         TraceError: no inputs could be made, or the model did not run on them.
     """
-    chosen = load_config(config)
+    checked_model(model, "verify_model")
+    chosen = load_config(given_config(preset, config))
     exact = dataclasses.replace(
-        chosen, activations="recompute", name=f"{chosen.name}, exact activations"
+        chosen,
+        activations="recompute",
+        storage="exact",
+        name=f"{chosen.name}, exact activations and storage",
     )
     inputs = _inputs(model, example_inputs)
     original = unpatch_model(copy.deepcopy(model)) if _is_patched(model) else model

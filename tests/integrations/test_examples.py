@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,7 +39,7 @@ def run(*command: str | Path, **environment: str) -> str:
 
 def test_every_example_is_named_where_one_looks() -> None:
     listed = (EXAMPLES / "README.md").read_text(encoding="utf-8")
-    scripts = sorted(path.name for path in EXAMPLES.glob("*.py"))
+    scripts = sorted(path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".ipynb"))
     assert scripts and all(f"[{name}]({name})" in listed for name in scripts)
 
 
@@ -54,6 +55,26 @@ def test_an_example_with_a_trainer_runs_and_reports(name: str, tmp_path: Path) -
 def test_the_timm_example_runs() -> None:
     text = run(EXAMPLES / "timm_finetune.py", "--steps", "2")
     assert "sites patched" in text and "last loss" in text
+
+
+def test_the_notebook_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    notebook = json.loads((EXAMPLES / "quickstart.ipynb").read_text(encoding="utf-8"))
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert not any(cell["outputs"] for cell in cells), "commit it without outputs"
+    names: dict[str, Any] = {"__name__": "notebook"}
+    for number, cell in enumerate(cells):
+        exec(compile("".join(cell["source"]), f"quickstart.ipynb, cell {number}", "exec"), names)
+    assert 0 < names["bytes_after"] < names["bytes_before"]
+    assert capsys.readouterr().out.splitlines()[-1] == "True"
+
+
+@SEVERAL_PROCESSES
+def test_the_gpipe_example_runs_in_two_stages() -> None:
+    text = run(
+        "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", EXAMPLES / "gpipe.py",
+        "--steps", "2",
+    )  # fmt: skip
+    assert "sites patched" in text and "in 2 stages" in text
 
 
 @SEVERAL_PROCESSES

@@ -136,7 +136,7 @@ def test_a_model_that_cannot_be_patched_is_left_and_named(
     run_script(script(tmp_path, UNKNOWN), [], ScriptPatching())
     output = capsys.readouterr()
     assert output.out == "done\n"
-    assert "nothing was patched: Sequential is left as it is" in output.err
+    assert "nothing was patched by this command: Sequential is left as it is" in output.err
     assert "example_inputs=" in output.err
 
 

@@ -20,7 +20,7 @@ MODELS = ["llama", "lora", "bert", "vit"]
 CONFIGS: list[Any] = ["exact", {"activations": "codes"}]
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit"),
     pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning"),
     # of transformers, with torch.export
     pytest.mark.filterwarnings("ignore:While compiling, we found certain side effects"),

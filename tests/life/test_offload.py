@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lowmem_patch import patch_model, patch_report, unpatch_model
+from lowmem_patch.nn.deferred import Deferred
 from tests.support.judge import assert_accurate
 from tests.support.models import FAMILIES, build
 from tests.support.step import Step, step, truth_of
@@ -72,6 +73,36 @@ def test_offloaded_after_the_patch_computes_the_same(tmp_path: Path) -> None:
     found, own = (step(one, inputs, count=True) for one in (model, twin))
     assert_accurate(found, own, truth)
     assert found.saved < own.saved
+
+
+@pytest.mark.parametrize("first", ["hooks", "patch"])
+def test_a_head_whose_weight_stays_is_deferred(first: str) -> None:
+    """``device_map`` on one device puts a hook on each module, and moves no weight."""
+    plain = build(FAMILY).train()
+    inputs = {**FAMILY.inputs()}
+    inputs["labels"] = inputs["input_ids"]
+    model, own = copy.deepcopy(plain), step(copy.deepcopy(plain), inputs)
+    for act in (first, "patch" if first == "hooks" else "hooks"):
+        if act == "hooks":
+            accelerate.dispatch_model(model, {"": "cpu"}, force_hooks=True)
+            assert hasattr(model.lm_head, "_hf_hook")
+        else:
+            patch_model(model, {"norms": "keep", "activations": "keep"}, example_inputs=inputs)
+    assert any("lm_head: its" in note for note in patch_report(model).notes)
+    logits = model(**FAMILY.inputs()).logits
+    assert isinstance(logits, Deferred)
+    assert_accurate(step(model, inputs), own, truth_of(plain, inputs))
+    assert not any("computed at once" in note for note in patch_report(model).notes)
+    unpatch_model(model)
+    assert not isinstance(model(**FAMILY.inputs()).logits, Deferred)
+    assert hasattr(model.lm_head, "_hf_hook")
+
+
+def test_a_head_whose_weight_leaves_says_so(tmp_path: Path) -> None:
+    model = patch_model(build(FAMILY).train(), "exact", example_inputs=FAMILY.inputs())
+    offloaded(model, "cpu", tmp_path)
+    model(**embedded())
+    assert any("its weight is freed" in note for note in patch_report(model).notes)
 
 
 def test_undo_leaves_the_offloading(tmp_path: Path) -> None:

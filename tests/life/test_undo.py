@@ -70,11 +70,11 @@ def test_planning_anew_after_layers_were_cut(config: Any, make: Make) -> None:
 def test_cut_layers_are_not_kept_alive(make: Make) -> None:
     model, inputs = doubles(make, "llama")
     patch_model(model, "exact", example_inputs=inputs)
-    weight = model.model.layers[1].self_attn.q_proj.weight
+    attention = sum(p.nbytes for p in model.model.layers[1].self_attn.parameters())
     model.model.layers = model.model.layers[:1]
     pickled = len(pickle.dumps(model))
     unpatch_model(model)
-    assert pickled - len(pickle.dumps(model)) < weight.numel() * weight.itemsize
+    assert pickled - len(pickle.dumps(model)) < attention
 
 
 def test_undo_of_a_lost_linear_touches_nothing() -> None:

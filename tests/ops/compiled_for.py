@@ -102,6 +102,12 @@ def dropouts() -> Iterator[Any]:
         yield kernels.drop(torch.ones(elements, dtype=DTYPE), bits, 1.25, DTYPE, DTYPE)
 
 
+def eight_bits() -> Iterator[Any]:
+    for elements in (1024, 1023):
+        parts = kernels.to_eight_bits(torch.ones(elements, dtype=DTYPE))
+        yield kernels.from_eight_bits(*parts, DTYPE)
+
+
 def rotary() -> Iterator[Any]:
     for heads, columns, size in LAYOUTS if EVERY_WIDTH else LAYOUTS[-1:]:
         x = torch.ones(1, 2, heads, columns, dtype=DTYPE).transpose(1, 2)
@@ -153,6 +159,7 @@ def main() -> None:
             *norms(),
             *affines(),
             *dropouts(),
+            *eight_bits(),
             *rotary(),
             *heads(),
         ):

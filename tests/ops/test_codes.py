@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor
@@ -157,6 +158,71 @@ def test_either_backward_reads_either_forward(backend: Backend, kind: str, bits:
             kernels.codes_backward(dy, codes, kind, bits, torch.float32),
             reference.codes_backward(dy, codes, kind, bits, torch.float32),
         )
+
+
+def every_half(dtype: torch.dtype) -> Tensor:
+    """All 65536 numbers of a half format: infinities, subnormals and NaN among them."""
+    x = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+    if INTERPRETED and dtype == torch.bfloat16:
+        # Triton's interpreter reads powers of two among these as 0
+        x[x.abs() < torch.finfo(dtype).tiny] = 0
+    return x
+
+
+# without tl.gather, as in Triton 3.2, kernels compare and select
+HALVES = [(kind, bits, torch.bfloat16, True) for kind, bits in TABLES if bits > 1]
+HALVES += [
+    (kind, bits, torch.float16, gathers)
+    for kind in ("gelu", "sigmoid")
+    for bits in (3, 4)
+    for gathers in (True, False)
+]
+
+
+@pytest.mark.parametrize(("kind", "bits", "dtype", "gathers"), HALVES)
+def test_codes_of_every_half_number_are_the_references(
+    backend: Backend,
+    kind: str,
+    bits: int,
+    dtype: torch.dtype,
+    gathers: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if backend.implementation != "triton":
+        pytest.skip("compares the kernels with the reference")
+    from lowmem_patch import kernels
+
+    if not gathers:
+        if not INTERPRETED:
+            pytest.skip("compiled kernels are what their Triton makes")
+        import triton.language as tl
+
+        monkeypatch.setattr(kernels.codes, "GATHERS", tl.constexpr(False))
+    x = every_half(dtype).to(backend.device)
+    with numpy.errstate(all="ignore"):  # an interpreted activation of infinities
+        _, ours = kernels.codes_forward(x, kind, bits)
+    _, theirs = reference.codes_forward(x, kind, bits)
+    assert torch.equal(ours, theirs)
+    dy = torch.ones_like(x, dtype=torch.float32)
+    assert torch.equal(
+        kernels.codes_backward(dy, ours, kind, bits, torch.float32),
+        reference.codes_backward(dy, ours, kind, bits, torch.float32),
+    )
+
+
+@pytest.mark.skipif(INTERPRETED, reason="numbers of the tables, no kernels")
+@pytest.mark.parametrize(("kind", "bits"), [pair for pair in TABLES if pair[1] > 2])
+def test_no_bin_has_two_thresholds(kind: str, bits: int) -> None:
+    """And none lies so near the end of its bin that rounding could put it into another."""
+    bins_of = pytest.importorskip("lowmem_patch.kernels._bins").bins_of
+    table = STEP_TABLES[kind][bits]
+    bins = bins_of(table)
+    thresholds = torch.tensor(table.thresholds[: len(table.levels) - 1], dtype=torch.float64)
+    places = thresholds * bins.scale + bins.shift
+    numbers = places.round().clamp(0, bins.number - 1)
+    assert numbers.unique().numel() == len(thresholds)
+    # float32 is off by less than this part of the largest place
+    assert float((places - places.floor() - 0.5).abs().min()) > 100 * bins.number * 2**-24
 
 
 def test_strided_input_and_gradient(backend: Backend) -> None:

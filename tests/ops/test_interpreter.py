@@ -18,7 +18,16 @@ OLD_TRITON = ("-W", "ignore:Conversion of an array with ndim:DeprecationWarning"
 # in two parts, so that two workers share them
 PARTS = {
     "norms": ("affine", "norms"),
-    "others": ("activations", "codes", "cross_entropy", "dropout", "linear", "packing", "rotary"),
+    "others": (
+        "activations",
+        "codes",
+        "cross_entropy",
+        "dropout",
+        "eight_bit",
+        "linear",
+        "packing",
+        "rotary",
+    ),
 }
 
 

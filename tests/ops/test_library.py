@@ -87,6 +87,9 @@ def operator_samples() -> Iterator[tuple[str, tuple[Any, ...]]]:
     yield "pack_bool", (torch.rand(3, 5) > 0.5, R)
     bits = torch.zeros(3, dtype=torch.uint8)
     yield "drop", (torch.randn(7, 3).t(), bits, 0.3, True, torch.float32, torch.bfloat16, R)
+    yield "to_eight_bits", (torch.randn(130), R)
+    integers = torch.zeros(130, dtype=torch.int8)
+    yield "from_eight_bits", (integers, torch.rand(2).bfloat16(), torch.float16, R)
 
 
 def head_samples() -> Iterator[tuple[str, tuple[Any, ...]]]:
@@ -124,6 +127,9 @@ SAMPLES = [*operator_samples(), *head_samples()]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # raised inside torch's own checks
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf"
+)  # so since 2.15
 @pytest.mark.parametrize(
     ("name", "arguments"), SAMPLES, ids=[f"{n}-{i}" for i, (n, _) in enumerate(SAMPLES)]
 )
@@ -251,7 +257,7 @@ def saved_storages_by_identity(function: Callable[[], Any]) -> tuple[Any, int]:
     return result, sum(sizes.values())
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.jit.script, inside torch.func.jvp
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # inside torch.func.jvp
 def test_function_transforms_work_or_say_no() -> None:
     x = randn(3, 8, grad=False)
     plain = torch.nn.functional.gelu(x)

@@ -47,7 +47,7 @@ def gemma() -> Any:
     return transformers.Gemma3ForCausalLM(config)
 
 
-@pytest.mark.parametrize("preset", ["auto", "exact", "paper"])
+@pytest.mark.parametrize("preset", ["auto", "exact", "paper", "compact"])
 @pytest.mark.parametrize("make", [llama, lora, bert, vit])
 def test_the_report_is_that_of_the_whole(make: Any, preset: str) -> None:
     with torch.device("meta"):

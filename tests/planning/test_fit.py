@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
 
 from lowmem_patch import patch_model, patch_report, plan_patch, unpatch_model
+from lowmem_patch.demo import LLAMA_FOLDER
 from lowmem_patch.errors import BudgetError
 from lowmem_patch.nn.checkpointing import is_checkpointed
 from tests.support.fitted import MODELS, assert_predicted, fitted, least_of, made
@@ -38,6 +41,7 @@ def test_predicted_peak_is_measured_and_the_budget_holds(name: str) -> None:
     with pytest.raises(BudgetError) as error:
         plan_patch(model, config, example_inputs=inputs, fit=states + 1000)
     least = least_of(str(error.value))
+    assert error.value.least == least
     for budget in (*(budget for budget in budgets if budget > least), least):
         again, report = fitted(model, inputs, budget, config)
         assert report.held <= held and report.extra_seconds > 0.95 * seconds
@@ -119,3 +123,13 @@ def test_forwards_that_are_taken_away_are_told() -> None:
     block = next(module for module in model.modules() if is_checkpointed(module))
     del block.__dict__["forward"]
     assert any("forward" in note for note in patch_report(model).notes)
+
+
+def test_the_least_budget_is_no_more_than_one_level_for_all_blocks_takes() -> None:
+    """A step with every block's input on the host fits, so that a budget that holds it is met."""
+    model = AutoModelForCausalLM.from_pretrained(LLAMA_FOLDER)
+    adapters = LoraConfig(r=8, target_modules="all-linear", lora_dropout=0.0)
+    model = get_peft_model(model, adapters).train()
+    batch = {"input_ids": torch.zeros(4, 128, dtype=torch.long)}
+    report = plan_patch(model, "auto", example_inputs=batch, fit="5.3MiB").fit
+    assert report is not None and report.predicted <= 5.3 * 2**20

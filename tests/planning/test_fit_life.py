@@ -19,6 +19,7 @@ from lowmem_patch.planning.budget import Budget, free_host_bytes, make_budget
 from lowmem_patch.planning.costs import RunSeconds, device_of, run_seconds, scaled, timed_forward
 from lowmem_patch.planning.fit_model import fit_planned
 from lowmem_patch.planning.planner import Planned, plan_model
+from lowmem_patch.planning.report import find_records
 from lowmem_patch.strategies.protocol import Facts
 from lowmem_patch.tracing.inputs import as_example_inputs
 from lowmem_patch.tracing.shadow import make_shadow
@@ -194,8 +195,9 @@ def test_blocks_are_timed_and_nothing_of_it_stays() -> None:
     assert len(seconds) == len(sites) and all(0 < one < 1 for one in seconds)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), state) and model.training
-    found = scaled([RunSeconds(1.0, 0.25, 2.0)], [0.5])
-    assert found == (RunSeconds(0.5, 0.125, 1.0),)
+    found = scaled([RunSeconds(1.0, 0.25, 2.0, 0.5)], [0.5])
+    assert found == (RunSeconds(0.5, 0.125, 1.0, 0.25),)
     assert scaled([RunSeconds(1.0, 0.25, 2.0)], [0.5, 0.5]) == (RunSeconds(1.0, 0.25, 2.0),)
     timed = fit_planned(model, planned(model, x), "1GiB", "adamw", timed=True).report.fit
     assert timed is not None and timed.step_seconds > 0
+    assert not find_records(model) and not any("forward" in vars(m) for m in model.modules())

@@ -95,6 +95,7 @@ class Case(NamedTuple):
     layer: int
     floor: Callable[[], float] | None = None
     padding: int = 0  # columns that padded ranks add to x A^T, in all Linears of a layer
+    third_bit: int = 0  # bytes of a row that codes of `auto` have beyond the two bits of the rule
 
 
 TOKENS, PATCHES = ROWS * LENGTH, ROWS * 197
@@ -180,8 +181,8 @@ CASES = {
         lambda: vit_floor(full=False, gelu=4, adapters=16), padding=4 * 4,
     ),
     "ViT-B/16 LoRA qkv": Case(
-        vit, lora(r".*blocks.*\.qkv", 4), True, "auto", 1.04, 52, 54, 50,
-        lambda: vit_floor(full=False, gelu=0.5, adapters=4), padding=4,
+        vit, lora(r".*blocks.*\.qkv", 4), True, "auto", 1.07, 52, 56, 52,
+        lambda: vit_floor(full=False, gelu=0.5, adapters=4), padding=4, third_bit=3072 // 8,
     ),
     "RoBERTa-base full": Case(roberta, same, True, "exact", 1.05, 50, 52, 50, roberta_floor),
     "Swin-T full": Case(swin, same, True, "exact", 1.10, 55, 64, 64),
@@ -223,7 +224,7 @@ def test_saved_bytes_reach_the_floor(name: str) -> None:
             for which in ("saved_before", "saved_after", "floor")
         )
         # an inner layer keeps what the rule allows, to the byte
-        assert after == floor + PATCHES * case.padding * 2
+        assert after == floor + PATCHES * (case.padding * 2 + case.third_bit)
         assert percent(after, before) <= case.layer
         shares, floors = [*shares, case.layer], [*floors, percent(floor, before)]
     assert min(shares) <= case.aim or min(floors) > case.aim  # reached, or beyond the rule

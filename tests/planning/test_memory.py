@@ -312,6 +312,7 @@ def test_lengths_end_where_positions_do() -> None:
     ("text", "size"),
     [
         ("24GiB", 24 * 2**30),
+        ("24g", 24 * 2**30),
         ("80 GB", 80 * 10**9),
         ("1.5MiB", 1572864),
         ("4096B", 4096),

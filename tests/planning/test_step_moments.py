@@ -41,7 +41,7 @@ pytestmark = [
 WIDTHS: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 176, "num_attention_heads": 4}
 # What a kernel allocates for itself, and numbers of a few bytes, are nobody's prediction.
 WORKSPACE = 256
-MASK = 2 * 96 * 96 * (1 + 4)  # bools, and the numbers that attention adds
+RANDOM_STATES = 3 * 5056  # bytes of states of the CPU's random numbers, which are no fake tensors
 HIDDEN_ROWS = 3 * 2 * 96 * 64 * 4  # z, the output and its sum, of one norm
 
 
@@ -97,6 +97,10 @@ CASES: dict[str, tuple[Callable[[], Any], ExampleInputs]] = {
     "llama": (llama, tokens(2, 96)),
     "llama, eager": (lambda: llama(attn_implementation="eager"), tokens(2, 96)),
     "llama, checkpointed": (lambda: checkpointed(llama()), tokens(2, 96)),
+    "llama, grouped, no cache": (
+        lambda: llama(num_key_value_heads=2, use_cache=False),
+        tokens(2, 96),
+    ),
     "llama, lora": (lora, tokens(2, 96)),
     "llama, one token": (llama, tokens(1, 1)),
     "qwen, tied": (qwen, tokens(2, 96)),
@@ -194,8 +198,8 @@ def test_the_peak_is_the_real_one(case: str, preset: str | None, accumulates: bo
     real = real_peak(model, inputs, accumulates=accumulates, count=count)
     # a fake gamma has no values: its norm is counted as one that saves z, and computes more for a moment
     more = 0 if preset is None else HIDDEN_ROWS
-    # without a cache, transformers asks the positions whether sequences are packed: fakes cannot tell
-    more += MASK if case == "llama, checkpointed" else 0
+    # torch's checkpoint holds up to three while a layer runs again
+    real -= RANDOM_STATES if case == "llama, checkpointed" else 0
     assert_real(found.peak, real, more)
     assert 0 <= found.saved < found.peak and found.weight_copies == 0
 

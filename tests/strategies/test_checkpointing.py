@@ -9,9 +9,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lowmem_patch.functional import linear
 from lowmem_patch.nn.checkpointing import is_checkpointed
 from lowmem_patch.nn.host_memory import HostMemory
-from tests.support.checkpointed import LEVELS, MODELS, assert_same_bits, one_step, prepared
+from tests.support.checkpointed import (
+    LEVELS,
+    MODELS,
+    assert_same_bits,
+    lora_with_dropout,
+    one_step,
+    prepared,
+)
 from tests.support.live import LiveBytes
 from tests.support.models import FAMILIES
 from tests.support.stacks import (
@@ -204,3 +212,22 @@ def test_a_switch_of_the_library_is_not_doubled(library: str, level: str) -> Non
     switch = getattr(fitted, "gradient_checkpointing_disable", None)
     fitted.set_grad_checkpointing(False) if switch is None else switch()
     assert count_runs(fitted, inputs) == alone
+
+
+def test_the_last_product_of_a_block_is_not_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It saves what it reads before it computes."""
+    inputs = FAMILIES["llama"].inputs()
+    model = patched(lora_with_dropout().train(), inputs, "auto")
+    wanted = one_step(model, inputs)
+    base = model.get_base_model()
+    base.gradient_checkpointing_enable({"use_reentrant": False})
+    products = []
+    given = linear.linear_forward
+
+    def counted(*arguments: Any, **more: Any) -> Any:
+        products.append(torch._C._current_graph_task_id() != -1)
+        return given(*arguments, **more)
+
+    monkeypatch.setattr(linear, "linear_forward", counted)
+    assert_same_bits(one_step(model, inputs), wanted)
+    assert products.count(True) == 6 * len(base.model.layers)

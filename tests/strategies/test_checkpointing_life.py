@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import copy
 import io
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import AlbertConfig, AlbertModel
 from transformers.cache_utils import DynamicCache
 
-from lowmem_patch import unpatch_model
+from lowmem_patch import patch_model, unpatch_model
 from lowmem_patch.nn.checkpointing import is_checkpointed, keep_block
 from lowmem_patch.nn.own import Own
 from tests.support.checkpointed import (
@@ -240,3 +242,29 @@ def test_attention_block_draws() -> None:
     model, x = Stack([AttentionBlock(), AttentionBlock()]).train(), rows()
     one, other = step(model, x, seed=1), step(model, x, seed=2)
     assert not torch.equal(one.output, other.output)
+
+
+class _WrittenInto(nn.Module):
+    """An MLP whose output is written into, and then saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.act, self.down = nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.down(self.act(self.up(x)))
+        h += x
+        return h.sigmoid()
+
+
+def test_the_output_of_a_linear_that_saves_first_may_be_written_into() -> None:
+    torch.manual_seed(0)
+    model = patch_model(_WrittenInto(), "exact", example_inputs=(torch.randn(3, 8),))
+    x = torch.randn(3, 8, requires_grad=True)
+    grads = []
+    for run in (model, partial(checkpoint, model, use_reentrant=False)):
+        run(x).square().sum().backward()
+        grads.append([x.grad, *(parameter.grad for parameter in model.parameters())])
+        x.grad = None
+        model.zero_grad()
+    assert all(torch.equal(one, other) for one, other in zip(*grads, strict=True))

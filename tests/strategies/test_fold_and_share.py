@@ -158,7 +158,7 @@ def test_custom_function_without_torch_ops_is_found_in_the_graph() -> None:
 
 
 @pytest.mark.parametrize("config", FOLD_AND_SHARE, ids=["fold", "share"])
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
 @pytest.mark.parametrize("needs_data", [False, True])
 def test_a_scripted_reader_is_shared_with(needs_data: bool, config: Any) -> None:
     def body(net: Any, x: Tensor) -> Tensor:

@@ -226,8 +226,7 @@ def test_what_a_hook_kept_is_saved_as_a_tensor() -> None:
     assert type(loaded) is Tensor and torch.equal(loaded, held[0])
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:.*torch.jit:FutureWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
 def test_traced_it_is_plain_code(calls: list[int]) -> None:
     model = Split()
     patch_model(model, FUSED, example_inputs=rows())

@@ -7,8 +7,36 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
+from torch.utils._pytree import tree_leaves
 
 from tests.support.models import Inputs
+
+
+class Graphs:
+    """A backend that runs what it is given, and looks at the tensors of forward and backward."""
+
+    def __init__(self) -> None:
+        torch._dynamo.reset()
+        self.made: list[torch.fx.GraphModule] = []
+        run: Any = aot_autograd(fw_compiler=self._note, bw_compiler=self._note)
+        self.backend = run
+
+    def _note(self, graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        self.made.append(graph)
+        return make_boxed_func(graph)
+
+    def largest(self) -> int:
+        """Numbers of the largest floating tensor with a memory of its own that the graphs make."""
+        found = [0]
+        for graph in self.made:
+            for node in graph.graph.nodes:
+                made = node.meta.get("val") if node.op == "call_function" else None
+                for tensor in tree_leaves(made):
+                    if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
+                        found.append(tensor.untyped_storage().nbytes() // tensor.itemsize)
+        return max(found)
 
 
 def why_unsupported(function: Callable[..., Any], *args: Any) -> str:

@@ -29,9 +29,10 @@ HEAD = {**KEEP, "attention": "keep", "head": "chunked"}
 Loss = Callable[[Any], Tensor]
 
 
-def llama(tied: bool = False) -> Any:
+def llama(tied: bool = False, layers: int = 2) -> Any:
     torch.manual_seed(0)
-    config = LlamaConfig(**SIZES, num_key_value_heads=2, tie_word_embeddings=tied)
+    sizes = {**SIZES, "num_hidden_layers": layers}
+    config = LlamaConfig(**sizes, num_key_value_heads=2, tie_word_embeddings=tied)
     return randomise(LlamaForCausalLM(config)).train()
 
 

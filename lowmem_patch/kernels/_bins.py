@@ -1,0 +1,81 @@
+"""Numbers looked up in a table instead of compared with each threshold.
+
+x falls into one of equal bins so narrow that no bin has two thresholds. The bin says how many thresholds lie
+below it, and the only one that x is still to be compared with. In which bin an x is may be rounded, and
+differently by different machines, as long as a larger x is in no lower bin and each threshold is in its own:
+the comparison alone decides.
+"""
+
+# triton ships no types
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from lowmem_patch.constants import StepTable
+from lowmem_patch.kernels import _math
+
+__all__ = ["GATHERS", "Bins", "bin_of", "bins_of", "looked_up"]
+
+GATHERS = tl.constexpr(hasattr(tl, "gather"))  # Triton 3.2 has none: there all is compared
+ROUNDING = tl.constexpr(1.5 * 2**23)
+
+
+class Bins(NamedTuple):
+    """x is in the bin with the number x * scale + shift, rounded and cut to 0 .. number - 1."""
+
+    scale: float
+    shift: float
+    number: int
+
+
+@cache
+def bins_of(table: StepTable) -> Bins:
+    """Bins of which none has two thresholds, with these as far from the bins' ends as they can be."""
+    thresholds = table.thresholds[: len(table.levels) - 1]
+    number = 4 * len(table.levels)
+    scale = (number - 2) / (thresholds[-1] - thresholds[0])
+
+    def distance(part: int) -> float:
+        places = ((value - thresholds[0]) * scale + part / 64 for value in thresholds)
+        return min(abs(place % 1 - 0.5) for place in places)
+
+    shift = max(range(64), key=distance) / 64 - thresholds[0] * scale
+    return Bins(scale, shift, number)
+
+
+@triton.jit
+def looked_up(table, index):
+    """``table[index]`` for a table of one dimension and an index of two."""
+    flat = tl.gather(table, tl.reshape(index, [index.shape[0] * index.shape[1]]), 0)
+    return tl.reshape(flat, index.shape)
+
+
+@triton.jit
+def bin_of(x, SCALE: tl.constexpr, SHIFT: tl.constexpr, BINS: tl.constexpr):
+    """x * SCALE + SHIFT, rounded, between 0 and BINS - 1."""
+    LAST: tl.constexpr = BINS - 1
+    if _math.NVIDIA:
+        # one instruction, where a multiplication, a minimum and a maximum take the time of five
+        part = tl.inline_asm_elementwise(
+            "fma.rn.sat.f32 $0, $1, $2, $3;",
+            "=f,f,f,f",
+            [
+                x,
+                tl.full(x.shape, SCALE / LAST, tl.float32),
+                tl.full(x.shape, SHIFT / LAST, tl.float32),
+            ],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )
+        place = part * LAST
+    else:
+        place = tl.minimum(tl.maximum(x * SCALE + SHIFT, 0.0), LAST * 1.0)
+    # with this added, a number's lowest bits are those of the nearest integer
+    return (place + ROUNDING).to(tl.int32, bitcast=True) & LAST

@@ -1,0 +1,127 @@
+"""8-bit storage: one pass that makes integers and scales, one that makes values of them again.
+
+A program holds whole groups, so that the largest value of each is found in registers and memory is read once.
+"""
+
+# triton ships no types
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lowmem_patch.constants import EIGHT_BIT_GROUP, EIGHT_BIT_LEVELS
+from lowmem_patch.kernels._launch import Launch
+
+__all__ = ["from_eight_bits", "to_eight_bits"]
+
+BLOCK_GROUPS = 32
+NUM_WARPS = 4
+GROUP = tl.constexpr(EIGHT_BIT_GROUP)
+LEVELS = tl.constexpr(float(EIGHT_BIT_LEVELS))
+STEP = tl.constexpr(1 / EIGHT_BIT_LEVELS)
+TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
+# adding it to a float32 below 2^22 rounds that to the nearest integer, of two to the even one
+TO_INTEGER = tl.constexpr(1.5 * 2.0**23)
+
+
+@triton.jit
+def _tile(elements, groups, EVEN: tl.constexpr, BLOCK: tl.constexpr):
+    group = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    offsets = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    if EVEN:
+        # one condition for a whole group, so that the access stays one vector
+        mask = tl.broadcast_to((group < groups)[:, None], offsets.shape)
+    else:
+        mask = offsets < elements
+    return group, offsets, mask
+
+
+@triton.jit(do_not_specialize=["elements", "groups"])
+def _to_kernel(
+    x_ptr, integers_ptr, scales_ptr, elements, groups, EVEN: tl.constexpr, BLOCK: tl.constexpr
+):
+    group, offsets, mask = _tile(elements, groups, EVEN, BLOCK)
+    x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    size = tl.abs(x)
+    largest = tl.max(size, axis=1)
+    # up to what bfloat16 holds, whose 16 bits are the upper ones of a float32
+    bits = (largest * STEP).to(tl.int32, bitcast=True)
+    wide = ((bits + 0xFFFF) & -0x10000).to(tl.float32, bitcast=True)
+    wide = tl.where(wide < TINY, 0.0, wide)
+    # a maximum may pass a NaN over, and a NaN's bits differ from GPU to GPU
+    strange = tl.sum(tl.where(size < float("inf"), 0, 1), axis=1) > 0
+    wide = tl.where(strange, float("nan"), wide)
+    # where the scale is 0, so are the integers
+    divisor = tl.where(wide == 0.0, float("inf"), wide)
+    inverse = tl.div_rn(tl.full(wide.shape, 1.0, tl.float32), divisor)
+    scaled = tl.where(size < float("inf"), x, 0.0) * inverse[:, None]
+    scaled = tl.where(scaled == scaled, scaled, 0.0)
+    scaled = tl.minimum(tl.maximum(scaled, -LEVELS), LEVELS)
+    rounded = (scaled + TO_INTEGER) - TO_INTEGER
+    tl.store(integers_ptr + offsets, rounded.to(tl.int8), mask=mask)
+    tl.store(scales_ptr + group, wide.to(tl.bfloat16), mask=group < groups)
+
+
+@triton.jit(do_not_specialize=["elements", "groups"])
+def _from_kernel(
+    integers_ptr,
+    scales_ptr,
+    y_ptr,
+    elements,
+    groups,
+    LARGEST: tl.constexpr,
+    EVEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    group, offsets, mask = _tile(elements, groups, EVEN, BLOCK)
+    integers = tl.load(integers_ptr + offsets, mask=mask, other=0).to(tl.float32)
+    scale = tl.load(scales_ptr + group, mask=group < groups, other=0.0).to(tl.float32)
+    y = integers * scale[:, None]
+    # the scale was rounded up, so that 127 of it may lie above the largest number; NaN stays NaN
+    y = tl.where(y > LARGEST, LARGEST, y)
+    y = tl.where(y < -LARGEST, -LARGEST, y)
+    tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@cache
+def _to_launch(even: bool) -> Launch:
+    # a fused multiplication and addition would round other values up than the reference does
+    return Launch(_to_kernel, NUM_WARPS, fuse=False, EVEN=even, BLOCK=BLOCK_GROUPS)
+
+
+@cache
+def _from_launch(even: bool, dtype: torch.dtype) -> Launch:
+    largest = torch.finfo(dtype).max
+    return Launch(_from_kernel, NUM_WARPS, LARGEST=largest, EVEN=even, BLOCK=BLOCK_GROUPS)
+
+
+def to_eight_bits(x: Tensor) -> tuple[Tensor, Tensor]:
+    """``[n]`` -> integers ``[n]`` int8 and scales ``[ceil(n / group)]`` bfloat16."""
+    elements = x.numel()
+    groups = -(-elements // EIGHT_BIT_GROUP)
+    integers = torch.empty_like(x, dtype=torch.int8)
+    scales = x.new_empty(groups, dtype=torch.bfloat16)
+    if elements:
+        launch = _to_launch(elements % EIGHT_BIT_GROUP == 0)
+        launch(_grid(groups), (x, integers, scales), (elements, groups))
+    return integers, scales
+
+
+def from_eight_bits(integers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """``[n]`` in ``dtype``, of the results of `to_eight_bits`."""
+    elements = integers.numel()
+    y = torch.empty_like(integers, dtype=dtype)
+    if elements:
+        launch = _from_launch(elements % EIGHT_BIT_GROUP == 0, dtype)
+        launch(_grid(scales.numel()), (integers, scales, y), (elements, scales.numel()))
+    return y
+
+
+def _grid(groups: int) -> tuple[int, int, int]:
+    return (-(-groups // BLOCK_GROUPS), 1, 1)

@@ -1,0 +1,342 @@
+"""What autograd saves inside a module, in 8 bits; the forwards of such modules.
+
+Autograd hands every tensor that it saves to a pack hook, and gets it back from an unpack hook in backward.
+The hooks are set while a module runs that a strategy chose (`stores_input`, `stores_attention`); they store
+what that module's matmul or attention reads in 8 bits (`lowmem_patch.functional.eight_bit`), and save all
+else as it is. The forward computes with the values as they were.
+
+One memory is stored once, whoever saves it: a norm and the Linears behind it, q, k and v as parts of one
+Linear's output, attention and the Linear behind it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, NamedTuple, TypeGuard
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+
+from lowmem_patch.errors import DoubleBackwardError
+from lowmem_patch.functional import (
+    EIGHT_BIT_DTYPES,
+    from_eight_bits,
+    in_compiler,
+    is_exporting,
+    is_transformed,
+    to_eight_bits,
+)
+from lowmem_patch.nn.context import is_foreign
+from lowmem_patch.nn.deferred import Deferred, Unstored
+from lowmem_patch.nn.gammas import look_at_gammas
+from lowmem_patch.nn.norms import MSNorm
+from lowmem_patch.nn.own import Own, give_forward
+from lowmem_patch.tracing.op_roles import Role, names_with
+
+__all__ = ["store_attention", "store_input"]
+
+# of gammas, and of beta to gamma, where the 8 bits of a norm's output still tell z
+_SMALLEST_RATIO, _LARGEST_SHIFT = 1 / 16, 1.0
+
+_FUSED = names_with(Role.FUSED_ATTENTION)
+_weak: Any = StorageWeakRef  # has no types
+_WITHOUT_TORCH_FUNCTION: Any = torch._C.DisableTorchFunctionSubclass
+_autograd: Any = torch._C._autograd  # has no types
+_hooks_are_enabled = _autograd._saved_tensors_hooks_is_enabled
+# torch 2.6 does not tell who packs
+_top_hooks = getattr(_autograd, "_top_saved_tensors_default_hooks", None)
+
+
+def store_input(module: nn.Module) -> None:
+    """Let a norm, a Linear or a LoRA layer save what has the shape of its input in 8 bits."""
+    if isinstance(module, MSNorm):
+        # z = (y - beta) / gamma has the error of the group's largest y, divided by its own gamma
+        module.looks.smallest_ratio, module.looks.largest_shift = _SMALLEST_RATIO, _LARGEST_SHIFT
+        look_at_gammas([module])
+    _give(module, _stores_input)
+
+
+def store_attention(module: nn.Module) -> None:
+    """Let fused attention that runs in a module save q, k, v and its output in 8 bits."""
+    _give(module, _stores_attention)
+
+
+def _give(module: nn.Module, function: Callable[..., Any]) -> None:
+    given = module.__dict__.get("forward")
+    give_forward(module, function, given if isinstance(given, Own) else None)
+
+
+def _forward_of(module: nn.Module, given: Own | None) -> Callable[..., Any]:
+    """The forward that the module had; that of a replica has the replica."""
+    if isinstance(given, Own):
+        return partial(given.func, module, *given.args[1:])
+    return partial(type(module).forward, module)
+
+
+def _stores_input(module: nn.Module, given: Own | None, /, *args: Any, **kwargs: Any) -> Any:
+    forward = _forward_of(module, given)
+    x = args[0] if args else next(iter(kwargs.values()), None)
+    if not _may_store() or not _is_storable(x):
+        return forward(*args, **kwargs)
+    numel, changed = x.numel(), isinstance(x, Deferred) and x.is_changed()
+    key = _storage_key(x)
+
+    def is_stored(tensor: Tensor) -> bool:
+        if tensor.numel() != numel:
+            return False
+        own = _storage_key(tensor)
+        return own == key or not any(_is_of(tensor, own, p) for p in module.parameters())
+
+    with _Storing(is_stored, shared=not changed):
+        return forward(*args, **kwargs)
+
+
+def _is_of(tensor: Tensor, key: int | None, parameter: nn.Parameter) -> bool:
+    """Whether a tensor is a parameter, a view of it or its copy under autocast: it may have as many elements
+    as the input."""
+    if sorted(tensor.shape) == sorted(parameter.shape):
+        return True
+    return not is_foreign(parameter) and key == _storage_key(parameter)
+
+
+def _storage_key(tensor: Tensor) -> int | None:
+    if isinstance(tensor, Unstored):
+        return None
+    if type(tensor) is Tensor:
+        return int(tensor.untyped_storage()._cdata)
+    with _WITHOUT_TORCH_FUNCTION():
+        return int(tensor.untyped_storage()._cdata)
+
+
+def _stores_attention(module: nn.Module, given: Own | None, /, *args: Any, **kwargs: Any) -> Any:
+    forward = _forward_of(module, given)
+    if not _may_store():
+        return forward(*args, **kwargs)
+    with _AroundAttention(_packer()):
+        return forward(*args, **kwargs)
+
+
+def _packer() -> Any:
+    """Who packs what autograd saves here."""
+    return None if _top_hooks is None else _top_hooks(True)
+
+
+class _AroundAttention(TorchFunctionMode):
+    """Runs fused attention with hooks.
+
+    Args:
+        packer: who packed when the module began. A checkpoint inside of it would find nothing stored when
+            it runs again, past the module.
+    """
+
+    def __init__(self, packer: Any) -> None:
+        super().__init__()
+        self.packer = packer
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        # at once for all other functions, of which a module may call a hundred
+        if getattr(func, "__name__", "") not in _FUSED or _packer() != self.packer:
+            return func(*args, **kwargs)
+        named = dict(zip(("query", "key", "value"), args, strict=False)) | kwargs
+        q, k, v = (named.get(name) for name in ("query", "key", "value"))
+        if q is None or k is None or v is None or not all(map(_is_storable, (q, k, v))):
+            return func(*args, **kwargs)
+        output = q.numel() // max(q.shape[-1], 1) * v.shape[-1]
+        sizes = {q.numel(), k.numel(), v.numel(), output}
+        widths, dims = {q.shape[-1], v.shape[-1]}, q.dim()
+
+        own = {_storage_key(one) for one in (q, k, v)}
+
+        # autograd holds this as long as what was packed, so that it must not hold q, k or v
+        def is_stored(tensor: Tensor) -> bool:
+            shape = tensor.shape  # the log-sum-exp has one number a row
+            fits = len(shape) == dims and shape[-1] in widths and tensor.numel() in sizes
+            # a mask may have the shape of q: infinite numbers have no 8 bits
+            return fits and (tensor.requires_grad or _storage_key(tensor) in own)
+
+        with _Storing(is_stored, shared=True, packed=_packed_storages((q, k, v))):
+            return func(*args, **kwargs)
+
+
+def _packed_storages(parts: Iterable[Tensor]) -> frozenset[int]:
+    """The storages that these tensors cover together, as parts of one Linear's output do."""
+    elements: dict[int, int] = {}
+    whole: dict[int, int] = {}
+    seen = set()
+    for part in parts:
+        key = _storage_key(part)
+        place = (key, part.storage_offset(), part.shape)
+        if key is None or place in seen:
+            continue
+        seen.add(place)
+        elements[key] = elements.get(key, 0) + part.numel()
+        whole[key] = part.untyped_storage().nbytes() // part.element_size()
+    return frozenset(key for key, count in elements.items() if count == whole[key])
+
+
+def _may_store() -> bool:
+    """Whether autograd saves anything here, and lets us say how."""
+    if not torch.is_grad_enabled() or in_compiler() or is_exporting() or is_transformed():
+        return False
+    return bool(_hooks_are_enabled())
+
+
+def _is_storable(x: Any) -> TypeGuard[Tensor]:
+    """Whether this is a tensor of ours that 8 bits may stand for."""
+    if not isinstance(x, Tensor) or (is_foreign(x) and not isinstance(x, Deferred)):
+        return False
+    if x.layout is not torch.strided or x.is_nested:
+        return False
+    return x.dtype in EIGHT_BIT_DTYPES and x.numel() > 0
+
+
+class _Memory:
+    """A tensor's memory in 8 bits; read by as many as saved it, it is made once in a backward.
+
+    Args:
+        flat: the memory, ``[n]``.
+        version: of the tensor, when it was saved.
+        outer: pack and unpack of who packs what we save (activation checkpointing, offloading), or None.
+    """
+
+    def __init__(self, flat: Tensor, version: int, outer: Any) -> None:
+        parts = to_eight_bits(flat)
+        # keeps the address of the storage, not its bytes: no other storage has it while this is known by it
+        self.storage = _weak(flat.untyped_storage())
+        # a second run of a checkpointed block may get attention's output from the first, and packs it itself
+        self.state = flat.dtype, version, outer
+        hooks: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] = outer or (_same, _same)
+        pack, self.unpack = hooks
+        self.parts = tuple(pack(part) for part in parts)
+        self.savers = self.waiting = 0
+        self.value: Tensor | None = None
+
+    def saved(self) -> _Memory:
+        self.savers += 1
+        self.waiting += 1
+        return self
+
+    def read(self) -> Tensor:
+        value = self.value
+        if value is None:
+            integers, scales = map(self.unpack, self.parts)
+            value = from_eight_bits(integers, scales, self.state[0])
+        self.waiting -= 1
+        # the last to read it lets it go; with retain_graph they all come again
+        self.value = value if self.waiting > 0 else None
+        if self.waiting <= 0:
+            self.waiting = self.savers
+        return value
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+# By the address of the storage; held by the nodes of autograd that saved them, and gone with them.
+_MEMORIES: weakref.WeakValueDictionary[int, _Memory] = weakref.WeakValueDictionary()
+
+
+class _Stored(NamedTuple):
+    """Where a tensor lies in a memory."""
+
+    memory: _Memory
+    size: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+
+class _Plain(NamedTuple):
+    """A tensor that is saved as it is, by us or by who packs what we save."""
+
+    tensor: Any
+    version: int
+    unpack: Any
+
+
+class _Storing(torch.autograd.graph.saved_tensors_hooks):
+    """Inside, what ``is_stored`` says is saved in 8 bits.
+
+    Args:
+        shared: a memory that others stored is taken from them.
+        packed: storages that are stored whole though a tensor is a part of them.
+    """
+
+    def __init__(
+        self,
+        is_stored: Callable[[Tensor], bool],
+        *,
+        shared: bool,
+        packed: frozenset[int] = frozenset(),
+    ) -> None:
+        outer = _packer()
+
+        def pack(tensor: Tensor) -> _Stored | _Plain:
+            with _WITHOUT_TORCH_FUNCTION():
+                if isinstance(tensor, Deferred):
+                    tensor = tensor.detached()
+                if _is_storable(tensor) and is_stored(tensor):
+                    return _store(tensor, outer, packed, shared=shared)
+                if outer is not None:
+                    return _Plain(outer[0](tensor), 0, outer[1])
+                # not an output itself: it holds the node that would hold it
+                kept = tensor if tensor.is_leaf else tensor.detach()
+                return _Plain(kept, tensor._version, None)
+
+        super().__init__(pack, _read)
+
+
+def _store(tensor: Tensor, outer: Any, packed: frozenset[int], *, shared: bool) -> _Stored:
+    storage = tensor.untyped_storage()
+    elements = storage.nbytes() // tensor.element_size()
+    # beside a part may lie what nobody reads, of any size, in its groups
+    if tensor.numel() != elements and storage._cdata not in packed:
+        flat = tensor.detach().contiguous().view(-1)
+        own = torch.empty_like(tensor, device="meta", memory_format=torch.contiguous_format)
+        memory = _Memory(flat, tensor._version, outer)
+        return _Stored(memory.saved(), tuple(tensor.shape), own.stride(), 0)
+    key = int(storage._cdata)
+    found = _MEMORIES.get(key) if shared else None
+    if found is None or found.state != (tensor.dtype, tensor._version, outer):
+        flat = tensor.detach().as_strided((elements,), (1,), 0)
+        found = _Memory(flat, tensor._version, outer)
+        if shared:
+            _MEMORIES[key] = found
+    offset = int(tensor.storage_offset())
+    return _Stored(found.saved(), tuple(tensor.shape), tensor.stride(), offset)
+
+
+def _read(saved: _Stored | _Plain) -> Tensor:
+    if isinstance(saved, _Stored):
+        if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
+            raise DoubleBackwardError(_SECOND)
+        return saved.memory.read().as_strided(saved.size, saved.strides, saved.offset)
+    if saved.unpack is not None:
+        tensor: Tensor = saved.unpack(saved.tensor)
+        return tensor
+    kept: Tensor = saved.tensor
+    if kept._version != saved.version:
+        raise RuntimeError(_WRITTEN.format(shape=tuple(kept.shape), dtype=kept.dtype))
+    return kept
+
+
+_SECOND = (
+    "lowmem_patch: create_graph=True asks for a second derivative of a Linear or an attention whose inputs "
+    "are stored in 8 bits, which would be one of rounded values: patch with storage: exact"
+)
+# torch's own words come first, by which others know the error
+_WRITTEN = (
+    "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+    "tensor {shape} of {dtype}, which a module with 8-bit storage saved as it is"
+)

@@ -1,0 +1,295 @@
+"""What makes a training step smaller, one thing after the other, with the bytes and the time of each."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+
+from torch import Tensor, nn
+
+from lowmem_patch.config import PatchConfig
+from lowmem_patch.errors import TraceError
+from lowmem_patch.memory.blocks import repeated_blocks, shortened
+from lowmem_patch.memory.model_states import ModelStates, Training, model_state_bytes
+from lowmem_patch.planning.budget import Budget
+from lowmem_patch.planning.costs import Device, RunSeconds, device_of, run_seconds
+from lowmem_patch.planning.few_runs import FewRuns, few_of, few_runs
+from lowmem_patch.planning.fit_sums import more_seconds, temporaries_of
+from lowmem_patch.planning.levels import run_levels
+from lowmem_patch.planning.planner import Planned, plan_model
+from lowmem_patch.planning.timeline import Timeline
+from lowmem_patch.strategies.checkpointing import ALONE, find_blocks
+from lowmem_patch.tracing.inputs import ExampleInputs
+from lowmem_patch.tracing.shadow import tensors_in
+
+__all__ = ["Base", "Rung", "find_rungs", "smaller_rungs"]
+
+_GPUS = (2, 4, 8, 16, 32, 64)
+_RANK = 16  # of the adapters that stand for full training
+_ADAPTER_WIDTH = 4  # bytes of an adapter's weight
+_PACKED = 0.5  # bytes of a weight in 4 bits
+
+
+@dataclasses.dataclass(frozen=True)
+class Rung:
+    """One thing that would help.
+
+    Attributes:
+        name: what it is.
+        total: bytes that a step takes then on one GPU, model states and the reserve for fragmentation
+            included.
+        seconds: predicted, of forward and backward of the blocks in that step.
+    """
+
+    name: str
+    total: int
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Base:
+    """A step from which further rungs are counted.
+
+    Attributes:
+        model: whose weights count.
+        inputs: of the step.
+        sites: paths of the blocks.
+        states: of the model.
+        optimizer: its name.
+        budget: of which the reserve and the size count.
+        peak: bytes of the step beside parameters and optimizer state.
+        runs: predicted times of the blocks' runs.
+        more: predicted seconds that their levels cost.
+        device: that has these times.
+        quantised: the weights lie in 4 bits already.
+    """
+
+    model: nn.Module
+    inputs: ExampleInputs
+    sites: Sequence[str]
+    states: ModelStates
+    optimizer: str
+    budget: Budget
+    peak: int
+    runs: Sequence[RunSeconds]
+    more: float
+    device: Device
+    quantised: bool = False
+
+    @property
+    def resident(self) -> int:
+        return self.states.parameters + self.states.optimizer + self.states.dequantised
+
+    @property
+    def seconds(self) -> float:
+        return sum(run.forward + run.backward for run in self.runs) + self.more
+
+    def total(self, peak: int, states: int | None = None) -> int:
+        """Bytes of a step with this peak beside ``states``, by default those of the model."""
+        states = self.resident if states is None else states
+        return states + peak + self.budget.reserve_above(peak)
+
+
+def smaller_rungs(base: Base, peak_of: Callable[[ExampleInputs], int]) -> Iterator[Rung]:
+    """Smaller inputs, another optimizer, 4-bit weights and several GPUs: each alone on top of the base.
+
+    Args:
+        peak_of: bytes of a step with other inputs, beside parameters and optimizer state.
+    """
+    for name, smaller, rows, tokens in _smaller(base.inputs):
+        try:
+            peak = peak_of(smaller)
+        except TraceError:  # not every model takes another size
+            continue
+        seconds = _part_of(base.runs, rows, tokens) * base.seconds
+        yield Rung(name, base.total(max(peak, base.states.gradients)), seconds)
+    if not base.quantised:
+        yield _qlora(base)
+    if base.optimizer != "adamw8bit":
+        states = model_state_bytes(base.model, "adamw8bit", quantised=base.quantised)
+        held = states.parameters + states.optimizer + states.dequantised
+        yield Rung("an 8-bit optimizer (adamw8bit)", base.total(base.peak, held), base.seconds)
+    yield from _sharded(base)
+
+
+def _sharded(base: Base) -> Iterator[Rung]:
+    """The weights of the largest block are whole while it runs."""
+    if base.quantised:
+        return
+    sizes = [
+        sum(p.numel() * p.element_size() for p in base.model.get_submodule(site).parameters())
+        for site in base.sites
+    ]
+    activations = base.peak - base.states.gradients
+    for gpus in _GPUS:
+        part = -(-(base.resident + base.states.gradients) // gpus) + max(sizes, default=0)
+        rung = Rung(f"FSDP over {gpus} GPUs, on each", base.total(activations, part), base.seconds)
+        yield rung
+        if rung.total <= base.budget.bytes:
+            break
+
+
+def _part_of(runs: Sequence[RunSeconds], rows: float, tokens: float) -> float:
+    """What is left of the blocks' time with this part of the rows and of the length."""
+    forward = sum(run.forward for run in runs)
+    attention = sum(run.attention for run in runs) / forward if forward else 0.0
+    return rows * tokens * (1 - attention + attention * tokens)
+
+
+def _smaller(inputs: ExampleInputs) -> Iterator[tuple[str, ExampleInputs, float, float]]:
+    """The inputs with one row, and with half the length and a quarter of it; and what parts these are."""
+    tensors = [tensor for tensor in tensors_in((inputs.args, inputs.kwargs)) if tensor.dim() > 1]
+    if not tensors:
+        return
+    rows = Counter(tensor.shape[0] for tensor in tensors).most_common(1)[0][0]
+    tokens = [tensor for tensor in tensors if not tensor.is_floating_point() and tensor.dim() == 2]
+    length = tokens[0].shape[1] if tokens else 0
+    for part in (2, 4):
+        if length >= 2 * part:
+            shorter = _cut(inputs, 1, length, length // part)
+            yield f"{length // part} tokens in the place of {length}", shorter, 1.0, 1 / part
+    if rows > 1:
+        yield f"a batch of 1 in the place of {rows}", _cut(inputs, 0, rows, 1), 1 / rows, 1.0
+
+
+def _cut(inputs: ExampleInputs, dim: int, size: int, smaller: int) -> ExampleInputs:
+    def cut(tensor: Tensor) -> Tensor:
+        shape = list(tensor.shape)
+        for place in range(dim, len(shape) if dim else min(1, len(shape))):
+            if shape[place] == size:
+                shape[place] = smaller
+        return tensor.new_empty(shape)
+
+    return inputs.map(cut)
+
+
+def _qlora(base: Base) -> Rung:
+    """Weights of frozen Linears in 4 bits; where all weights train, adapters train in their place.
+
+    Each pass over a block writes each weight in the compute dtype first.
+    """
+    model = base.model
+    trained = {name: p.requires_grad for name, p in model.named_parameters()}
+    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    full = all(module.weight.requires_grad for module in linears)
+    adapters = 0
+    try:
+        if full:
+            model.requires_grad_(False)
+            adapters = sum(_RANK * (m.in_features + m.out_features) for m in linears)
+        states = model_state_bytes(model, base.optimizer, quantised=True)
+    finally:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(trained[name])
+    # weights, gradients and two moments of the adapters
+    held = states.parameters + states.optimizer + states.dequantised + 4 * _ADAPTER_WIDTH * adapters
+    peak = base.peak - (base.states.gradients if full else 0)
+    moved = sum(m.weight.numel() * (_PACKED + m.weight.element_size()) for m in linears)
+    passes = 3 if base.more else 2
+    seconds = base.seconds + passes * moved / base.device.traffic
+    return Rung(f"QLoRA, rank {_RANK}, {base.optimizer}", base.total(peak, held), seconds)
+
+
+# of a whole model
+
+
+_NAMES = {
+    "patched": "patched",
+    "attention": "all blocks run again, attention saved",
+    "checkpointed": "all blocks run again (checkpointed)",
+    "host": "all blocks run again, inputs on the host",
+}
+
+
+class _Steps:
+    """Steps of the patched model, of few of its blocks where these tell all."""
+
+    def __init__(self, model: nn.Module, config: PatchConfig, inputs: ExampleInputs) -> None:
+        self.planned, self.few = _planned(model, config, inputs)
+        self.blocks = find_blocks(self.planned.facts)
+        self.device = device_of(model)
+        runs = run_seconds(self.planned.facts, self.blocks, self.device)
+        self.runs = runs if self.few is None else self.few.extended_runs(runs)
+
+    def run(self, level: str, inputs: ExampleInputs | None = None) -> Timeline:
+        levels = {block.site: level for block in self.blocks.blocks if not block.refusal}
+        found = run_levels(self.planned.shadow, self.blocks, levels, inputs=inputs)
+        if self.few is None:
+            return found
+        extended = self.few.extended(found)
+        if extended is None:
+            raise _Uneven
+        return extended
+
+
+class _Uneven(Exception):
+    """Few blocks do not tell what many need."""
+
+
+def _planned(
+    model: nn.Module, config: PatchConfig, inputs: ExampleInputs
+) -> tuple[Planned, FewRuns | None]:
+    path = repeated_blocks(model)
+    if path is not None:
+        few = few_of(path, len(model.get_submodule(path)))  # type: ignore[arg-type]  # a list
+        if few is not None:
+            with contextlib.suppress(TraceError), shortened(model, path, few.depth):
+                planned = plan_model(model, config, inputs)
+                first = few_runs(planned.shadow.model, find_blocks(planned.facts), few)
+                if first is not None:
+                    return planned, first
+    return plan_model(model, config, inputs), None
+
+
+def find_rungs(
+    model: nn.Module,
+    config: PatchConfig,
+    inputs: ExampleInputs,
+    training: Training,
+    budget: Budget,
+) -> tuple[Rung, ...]:
+    """The ladder of a model: each level for all blocks, and, on top of the last, what else helps.
+
+    Args:
+        model: unpatched, also on the meta device.
+        training: how; its own checkpointing and several GPUs are not looked at.
+        budget: the number of GPUs is looked for that fits in it.
+
+    Raises:
+        TraceError: the model cannot be run on the inputs.
+    """
+    steps = _Steps(model, config, inputs)
+    with contextlib.suppress(_Uneven):
+        return tuple(_rungs(model, steps, training, budget))
+    steps.planned, steps.few = plan_model(model, config, inputs), None
+    steps.blocks = find_blocks(steps.planned.facts)
+    return tuple(_rungs(model, steps, training, budget))
+
+
+def _rungs(model: nn.Module, steps: _Steps, training: Training, budget: Budget) -> Iterator[Rung]:
+    states = model_state_bytes(model, training.optimizer, quantised=training.quantised)
+    # gradients of earlier batches are there from the beginning
+    earlier = states.gradients if training.accumulates else 0
+    temporaries = temporaries_of(model, training.optimizer, elsewhere=True)
+    names = ALONE if steps.blocks.blocks else ALONE[:1]
+
+    def peak_of(timeline: Timeline) -> int:
+        return max(timeline.peak[0] + earlier, timeline.end + temporaries)
+
+    sites = [block.site for block in steps.blocks.blocks]
+    base = Base(
+        model, steps.planned.shadow.inputs, sites, states, training.optimizer, budget, 0, steps.runs, 0.0,
+        steps.device, training.quantised,
+    )  # fmt: skip
+    for level in names:
+        timeline = steps.run(level)
+        outputs = [run.output for run in timeline.runs]
+        more = sum(
+            more_seconds(level, one, size, steps.device)
+            for one, size in zip(steps.runs, outputs, strict=False)
+        )
+        base = dataclasses.replace(base, peak=peak_of(timeline), more=more)
+        yield Rung(_NAMES[level], base.total(base.peak), base.seconds)
+    yield from smaller_rungs(base, lambda smaller: peak_of(steps.run(names[-1], smaller)))

@@ -1,0 +1,45 @@
+"""8-bit storage in eager torch; see `lowmem_patch.functional.eight_bit`."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lowmem_patch.constants import EIGHT_BIT_GROUP, EIGHT_BIT_LEVELS
+
+__all__ = ["from_eight_bits", "to_eight_bits"]
+
+
+def to_eight_bits(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The integers and the scale of each group of `EIGHT_BIT_GROUP` neighbours.
+
+    Args:
+        x: ``[n]``, float16, bfloat16 or float32.
+
+    Returns:
+        ``[n]`` int8 and ``[ceil(n / group)]`` bfloat16: x is about integer * scale.
+    """
+    groups = -(-x.numel() // EIGHT_BIT_GROUP)
+    rows = F.pad(x.float(), (0, groups * EIGHT_BIT_GROUP - x.numel())).view(groups, EIGHT_BIT_GROUP)
+    wide = _rounded_up(rows.abs().amax(1) * (1 / EIGHT_BIT_LEVELS))
+    # float32 does not hold the inverse of a smaller one
+    wide = torch.where(wide < torch.finfo(torch.float32).tiny, 0.0, wide)
+    inverse = torch.where(wide == 0.0, 0.0, 1.0 / wide)
+    integers = (rows * inverse[:, None]).nan_to_num(0.0).round()
+    integers = integers.clamp(-EIGHT_BIT_LEVELS, EIGHT_BIT_LEVELS).to(torch.int8)
+    return integers.view(-1)[: x.numel()].clone(), wide.bfloat16()
+
+
+def _rounded_up(x: Tensor) -> Tensor:
+    """Positive numbers up to what bfloat16 holds, whose 16 bits are the upper ones of a float32."""
+    bits = torch.where(x.isfinite(), x, torch.nan).view(torch.int32)
+    return ((bits + 0xFFFF) & ~0xFFFF).view(torch.float32)
+
+
+def from_eight_bits(integers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """``[n]`` in ``dtype``, of the results of `to_eight_bits`."""
+    spread = scales.float().repeat_interleave(EIGHT_BIT_GROUP)[: integers.numel()]
+    # the scale was rounded up, so that 127 of it may lie above the largest number; NaN stays NaN
+    largest = torch.finfo(dtype).max
+    return (integers.float() * spread).clamp(-largest, largest).to(dtype)

@@ -1,0 +1,111 @@
+"""to_eight_bits and from_eight_bits: integers, a scale for each group, and what is made of them again."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from lowmem_patch import reference
+from lowmem_patch.constants import EIGHT_BIT_GROUP, EIGHT_BIT_LEVELS
+from lowmem_patch.functional import from_eight_bits, to_eight_bits
+from tests.ops.conftest import Backend
+from tests.support.judge import assert_within_budget
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+SIZES = [0, 1, 127, 128, 129, 4096, 5000]
+GROUPS = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+def stored(x: Tensor, backend: Backend) -> tuple[Tensor, Tensor, Tensor]:
+    integers, scales = to_eight_bits(x, implementation=backend.implementation)  # type: ignore[arg-type]
+    y = from_eight_bits(integers, scales, x.dtype, implementation=backend.implementation)  # type: ignore[arg-type]
+    return integers, scales, y
+
+
+def by_element(per_group: Tensor, size: int) -> Tensor:
+    return per_group.repeat_interleave(EIGHT_BIT_GROUP)[:size]
+
+
+@GROUPS
+@pytest.mark.parametrize("size", SIZES)
+def test_values_come_back_to_half_a_step(backend: Backend, dtype: torch.dtype, size: int) -> None:
+    generator = torch.Generator().manual_seed(size)
+    x = torch.randn(size, generator=generator) * torch.randn(size, generator=generator).exp()
+    x = x.to(backend.device, dtype)
+    integers, scales, y = stored(x, backend)
+    assert (integers.dtype, scales.dtype, y.dtype) == (torch.int8, torch.bfloat16, dtype)
+    assert integers.shape == y.shape == x.shape
+    assert scales.shape == (-(-size // EIGHT_BIT_GROUP),)
+    step = by_element(scales, size).double()
+    assert bool((integers.abs() <= EIGHT_BIT_LEVELS).all())
+    # half a step, and the rounding of float32 arithmetic and of the result
+    band = 4 * torch.finfo(torch.float32).eps * x.double().abs()
+    band += torch.finfo(dtype).eps * x.double().abs()
+    assert bool(((y.double() - x.double()).abs() <= step / 2 + band).all())
+    largest = torch.nn.functional.pad(x, (0, -size % EIGHT_BIT_GROUP)).view(-1, EIGHT_BIT_GROUP)
+    exact = largest.double().abs().amax(1) / EIGHT_BIT_LEVELS
+    # rounded up, so that the integers stay in their range
+    wide, eps = torch.finfo(torch.float32).eps, torch.finfo(torch.bfloat16).eps
+    assert bool((scales.double() >= exact * (1 - wide)).all())
+    assert bool((scales.double() <= exact * (1 + eps)).all())
+
+
+@GROUPS
+def test_equal_bytes_by_the_reference(backend: Backend, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = (3 * torch.randn(128 * 40 + 5, generator=generator)).to(backend.device, dtype)
+    x[:128], x[200], x[300], x[400] = 0, torch.inf, -torch.inf, torch.nan
+    x[512:640] *= torch.finfo(dtype).tiny
+    integers, scales, y = stored(x, backend)
+    expected = reference.to_eight_bits(x)
+    assert torch.equal(integers, expected[0])
+    assert torch.equal(scales.nan_to_num(7.0), expected[1].nan_to_num(7.0))
+    again = reference.from_eight_bits(*expected, dtype)
+    assert torch.equal(y.isnan(), again.isnan())
+    exact = reference.from_eight_bits(*expected, torch.float32)
+    # Triton's interpreter cuts a float32 off where it makes a bfloat16 of it
+    assert_within_budget(y.nan_to_num(7.0), again.nan_to_num(7.0), exact.nan_to_num(7.0))
+
+
+@GROUPS
+def test_what_is_not_finite_makes_its_group_so_and_no_other(
+    backend: Backend, dtype: torch.dtype
+) -> None:
+    for value in (torch.inf, -torch.inf, torch.nan):
+        x = torch.ones(3 * EIGHT_BIT_GROUP, device=backend.device, dtype=dtype)
+        x[EIGHT_BIT_GROUP + 3] = value
+        _, _, y = stored(x, backend)
+        first, second, third = y.view(3, EIGHT_BIT_GROUP)
+        assert bool(second.isnan().all())
+        assert bool(first.isfinite().all() and third.isfinite().all())
+
+
+@GROUPS
+def test_zeros_are_zeros_and_the_smallest_numbers_come_near(
+    backend: Backend, dtype: torch.dtype
+) -> None:
+    tiny = torch.finfo(dtype).tiny
+    x = torch.zeros(2 * EIGHT_BIT_GROUP, device=backend.device, dtype=dtype)
+    x[EIGHT_BIT_GROUP:] = tiny
+    _, _, y = stored(x, backend)
+    assert bool((y[:EIGHT_BIT_GROUP] == 0).all())
+    assert float((y - x).abs().max()) <= tiny
+
+
+def test_no_gradient_flows_and_misuse_is_named() -> None:
+    x = torch.randn(256, requires_grad=True)
+    integers, scales = to_eight_bits(x)
+    assert not from_eight_bits(integers, scales, torch.float32).requires_grad
+    with pytest.raises(TypeError, match="float64"):
+        to_eight_bits(x.double())
+    with pytest.raises(ValueError, match=r"\(16, 16\)"):
+        to_eight_bits(x.view(16, 16))
+    with pytest.raises(ValueError, match="contiguous"):
+        to_eight_bits(x[::2])
+    with pytest.raises(TypeError, match="int8"):
+        from_eight_bits(scales, scales, torch.float32)
+    with pytest.raises(TypeError, match="float64"):
+        from_eight_bits(integers, scales, torch.float64)
+    with pytest.raises(ValueError, match="256 integers"):
+        from_eight_bits(integers, scales[:1], torch.float32)

@@ -1,0 +1,60 @@
+"""A step of many equal blocks, told from a step of few of them: byte for byte the step of all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import Gemma2Config, Gemma2ForCausalLM
+
+from lowmem_patch.config import load_config
+from lowmem_patch.memory.model_states import model_state_bytes
+from lowmem_patch.planning.costs import device_of, run_seconds
+from lowmem_patch.planning.few_runs import few_runs
+from lowmem_patch.planning.fit import Fitting
+from lowmem_patch.planning.planner import plan_model
+from lowmem_patch.strategies.checkpointing import find_blocks
+from tests.support.fitted import made, tokens
+from tests.support.models import llama_of
+
+pytestmark = pytest.mark.timeout(600)
+
+
+def fitting(model: Any, inputs: Any) -> Fitting:
+    planned = plan_model(model, load_config("exact"), inputs)
+    blocks, device = find_blocks(planned.facts), device_of(model)
+    seconds = run_seconds(planned.facts, blocks, device)
+    states = model_state_bytes(model, "adamw")
+    return Fitting(planned.shadow, blocks, seconds, device, states, "adamw", 1 << 30)
+
+
+@pytest.mark.parametrize("count", [9, 12])
+def test_few_blocks_tell_the_step_of_all(count: int) -> None:
+    model = llama_of(num_hidden_layers=count).train()
+    found = fitting(model, {"input_ids": tokens()})
+    assert found.few is not None and found.few.depth == 6 + count % 2
+    few, sides = found.few, found._kept()
+    assert few.depth + few.more == count
+    for level, timeline in found.profiles.items():
+        assert timeline == found.run({} if level == "patched" else found._all(level)), level
+    found.few = None
+    assert sides == found._kept()
+    assert [few.stands_for(n) for n in (0, 2, 3, 4, count - 1)] == [0, 2, 3, 2, few.depth - 1]
+
+
+def test_blocks_that_differ_are_all_run() -> None:
+    torch.manual_seed(0)
+    config = Gemma2Config(
+        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=10, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8, sliding_window=8, max_position_embeddings=64,
+    )  # fmt: skip
+    model, inputs = Gemma2ForCausalLM(config).train(), {"input_ids": tokens()}
+    assert fitting(model, inputs).few is None
+    model = llama_of(num_hidden_layers=10).train()
+    model.model.layers[7].requires_grad_(False)
+    planned = plan_model(model, load_config("exact"), inputs)
+    assert few_runs(planned.shadow.model, find_blocks(planned.facts)) is None
+    short, inputs = made("llama")  # six blocks
+    planned = plan_model(short, load_config("exact"), inputs)
+    assert few_runs(planned.shadow.model, find_blocks(planned.facts)) is None

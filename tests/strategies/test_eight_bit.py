@@ -1,0 +1,182 @@
+"""storage: eight_bit: what is stored, its bytes, its gradients; the forward is equal."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from lowmem_patch import patch_model, patch_report, plan_patch, saved_bytes, verify_model
+from lowmem_patch.config import load_config
+from lowmem_patch.constants import EIGHT_BIT_GROUP
+from lowmem_patch.demo import demo_tasks
+from tests.support.models import EVERY_FAMILY, build, fill_adapters
+from tests.support.step import MODES, Step, cast, in_mode, step
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+
+COMPACT = load_config("compact")
+EXACT = dataclasses.replace(COMPACT, storage="exact")
+LEAST_COSINE = 0.999  # that is asked of a layer's gradient
+
+
+def wide_llama(dtype: torch.dtype = torch.bfloat16) -> tuple[Any, dict[str, Tensor]]:
+    """Two layers whose tensors are whole groups."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=512,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+    )
+    tokens = torch.randint(0, 512, (2, 64))
+    model = LlamaForCausalLM(config).to(dtype)
+    return model, {"input_ids": tokens, "labels": tokens}
+
+
+def both(model: Any, inputs: Any) -> tuple[Any, Any]:
+    """The model with 8-bit storage and without."""
+    return tuple(
+        patch_model(copy.deepcopy(model), config, example_inputs=inputs)
+        for config in (COMPACT, EXACT)
+    )  # type: ignore[return-value]
+
+
+def assert_along(found: Step, exact: Step) -> None:
+    """Gradients of weights are along those that nothing was rounded for, unless they are but rounding."""
+    size = max(float(gradient.norm()) for gradient in exact.gradients.values())
+    for name, gradient in exact.gradients.items():
+        ours, theirs = found.gradients[name].double(), gradient.double()
+        if gradient.dim() > 1 and float(theirs.norm()) > 1e-4 * size:
+            cosine = float((ours * theirs).sum() / (ours.norm() * theirs.norm()))
+            assert cosine >= LEAST_COSINE, (name, cosine)
+
+
+@pytest.mark.parametrize("adapted", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("mode_name", ["fp32", "autocast"])
+@pytest.mark.parametrize("name", ["llama", "timm-vit", "bert", "gpt2", "timm-swin", "t5", "qwen3"])
+def test_the_forward_is_equal_and_gradients_are_along(
+    name: str, mode_name: str, adapted: bool
+) -> None:
+    family, mode = EVERY_FAMILY[name], MODES[mode_name]
+    model = cast(build(family), mode.weights)
+    if adapted:
+        transposed = name == "gpt2"
+        config = LoraConfig(r=2, target_modules=family.linears, fan_in_fan_out=transposed)
+        model = fill_adapters(get_peft_model(model, config)).eval()
+    inputs = in_mode(family.inputs(), mode)
+    with torch.autocast("cpu", torch.bfloat16, enabled=mode.autocast is not None):
+        compact, exact = both(model, inputs)
+    found, expected = (step(one, inputs, mode, count=True) for one in (compact, exact))
+    assert all(map(torch.equal, found.outputs, expected.outputs))
+    assert found.saved < expected.saved
+    if name != "gpt2":  # which was planned with its dropouts
+        ours, theirs = (patch_report(one).saved_after for one in (compact, exact))
+        assert expected.saved - found.saved == theirs - ours
+    assert_along(found, expected)
+    assert any(
+        not torch.equal(found.gradients[name], gradient)
+        for name, gradient in expected.gradients.items()
+    )
+
+
+def stored(elements: int) -> int:
+    """Bytes of so many elements, in whole groups."""
+    return elements + 2 * elements // EIGHT_BIT_GROUP
+
+
+def test_saved_bytes_of_a_llama() -> None:
+    model, inputs = wide_llama()
+    compact, exact = both(model, inputs)
+    rows, width, inner = 128, 128, 256
+    layer = 6 * rows * width + 2 * rows * inner  # two x; q, k, v and out; gate and up
+    with saved_bytes(exact) as before:
+        exact(**inputs)
+    with saved_bytes(compact) as after:
+        compact(**inputs)
+    gained = 2 * (2 * layer - stored(layer))
+    assert before.activations - after.activations == gained
+    report = patch_report(compact)
+    assert (report.saved_after, patch_report(exact).saved_after) == (
+        after.activations,
+        before.activations,
+    )
+    head = 2 * (2 * rows * width)  # the last norm's output, and the gradient of the head's input
+    assert after.activations - head < 0.58 * (report.floor - head)
+
+
+def test_the_report_says_that_it_is_approximate() -> None:
+    model, inputs = wide_llama()
+    report = plan_patch(model, "compact", example_inputs=inputs)
+    names = {site.name for site in report.approximate}
+    parts = ("q_proj", "k_proj", "v_proj", "o_proj")
+    assert {f"model.layers.0.self_attn.{part}" for part in parts} <= names
+    assert {"model.layers.1.mlp.down_proj", "model.layers.1.self_attn"} <= names
+    assert "lm_head" not in names
+    assert "eight_bit (approximate)" in str(report)
+    assert any("the inputs of 14 Linears and q, k, v" in note for note in report.notes)
+    assert not plan_patch(model, "auto", example_inputs=inputs).approximate
+
+
+@pytest.mark.parametrize("task", demo_tasks(), ids=lambda task: task.name)
+def test_trained_models_have_gradients_along_the_truth(task: Any) -> None:
+    model, batch = task.load().float().train(), task.train_batches[0]
+    truth = copy.deepcopy(model).double()
+    wide = {name: t.double() if t.is_floating_point() else t for name, t in batch.items()}
+    task.loss(truth, wide).backward()
+    patched = patch_model(model, "compact", example_inputs=task.example_inputs)
+    task.loss(patched, batch).backward()
+    exact = dict(truth.named_parameters())
+    for name, parameter in patched.named_parameters():
+        ours, theirs = parameter.grad.double(), exact[name].grad
+        cosine = float((ours * theirs).sum() / (ours.norm() * theirs.norm()))
+        assert cosine >= LEAST_COSINE, (name, cosine)
+
+
+def test_verify_proves_the_rest_and_names_what_is_approximate() -> None:
+    model, inputs = wide_llama(torch.float32)
+    result = verify_model(
+        model, "compact", example_inputs=inputs, dtypes=(torch.float32,), autocast=None
+    )
+    assert result.passed
+    assert "model.layers.0.self_attn.q_proj" in result.approximate_sites
+
+
+class Read(nn.Module):
+    """A Linear whose input somebody else reads."""
+
+    def __init__(self, read: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.linear = nn.Linear(128, 128), nn.Linear(128, 128)
+        self.read = read
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return self.read(x, self.linear(x))
+
+
+def stored_sites(model: nn.Module, inputs: Any) -> list[str]:
+    report = plan_patch(model, "compact", example_inputs=inputs)
+    return [site.name for site in report.sites if site.strategy == "eight_bit"]
+
+
+def test_an_input_that_others_save_in_full_is_not_stored_beside_that() -> None:
+    x = torch.randn(4, 128)
+    assert stored_sites(Read(lambda x, y: x + y), (x,)) == ["first", "linear"]
+    assert stored_sites(Read(lambda x, y: x * y), (x,)) == ["first"]
+
+
+def test_float64_and_frozen_weights_store_nothing() -> None:
+    model, x = Read(torch.add), torch.randn(4, 128)
+    assert stored_sites(copy.deepcopy(model).double(), (x.double(),)) == []
+    model.first.requires_grad_(False)
+    assert stored_sites(model, (x,)) == ["linear"]
+    assert stored_sites(model.requires_grad_(False), (x,)) == []

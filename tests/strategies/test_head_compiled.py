@@ -1,0 +1,158 @@
+"""head under torch.compile: one graph, no logits in it, and deferred logits outside."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from transformers import Trainer, TrainingArguments
+
+from lowmem_patch import patch_model
+from lowmem_patch.functional import head as chunks
+from lowmem_patch.nn.deferred import Unstored
+from tests.support.compiler import Graphs
+from tests.support.heads import (
+    CLASSES,
+    FUSED,
+    HEAD,
+    IDS,
+    READ,
+    Loss,
+    llama,
+    logits_of,
+    run,
+    truth,
+    whole_reads,
+)
+from tests.support.judge import assert_accurate
+from tests.support.step import MODES, cast
+
+# what torch's own compiler does to torch
+pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+# of the tensors that a step needs, the head's weight is the largest; logits are larger
+WEIGHT = CLASSES * 32
+CRITERION = nn.CrossEntropyLoss(label_smoothing=0.1)
+CHUNKED: dict[str, Loss] = {
+    name: FUSED[name]
+    for name in (
+        "num_items_in_batch", "a user's own", "transposed", "class weights", "none", "soft cap", "row by row",
+    )
+} | {"a criterion": lambda m: CRITERION(logits_of(m).flatten(0, 1), IDS.flatten())}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunks, "_ROWS", 16)
+
+
+def compiled(loss: Loss, graphs: Graphs) -> Loss:
+    """The whole step in one graph."""
+    made: Any = torch.compile(loss, fullgraph=True, backend=graphs.backend)
+    return made  # type: ignore[no-any-return]  # torch types it for functions of known arguments
+
+
+@pytest.mark.parametrize("name", CHUNKED)
+def test_a_compiled_loss_is_torchs_and_has_no_logits(name: str) -> None:
+    model, loss, graphs = llama(layers=0), CHUNKED[name], Graphs()
+    patched = patch_model(copy.deepcopy(model), HEAD)
+    found = run(patched, compiled(loss, graphs))
+    assert_accurate(found, run(model, loss), truth(model, loss))
+    assert len(graphs.made) == 2
+    assert graphs.largest() == WEIGHT
+
+
+# a criterion that is made in the graph is a function of the compiler's own
+@pytest.mark.parametrize("name", ["CrossEntropyLoss", "a write in place", "squares"])
+def test_who_else_reads_them_in_a_graph_gets_them(name: str) -> None:
+    model, loss, graphs = llama(layers=0), (FUSED | READ)[name], Graphs()
+    patched = patch_model(copy.deepcopy(model), HEAD)
+    found = run(patched, compiled(loss, graphs))
+    assert_accurate(found, run(model, loss), truth(model, loss))
+    assert graphs.largest() == IDS.numel() * CLASSES
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
+@pytest.mark.parametrize("trains", ["all", "tied", "body", "adapters"])
+def test_a_compiled_model_returns_deferred_logits(trains: str) -> None:
+    model = cast(llama(trains == "tied", layers=1), MODES["bf16"].weights)
+    if trains == "body":
+        model.lm_head.requires_grad_(False)
+    if trains == "adapters":
+        config = LoraConfig(r=4, target_modules=["q_proj", "lm_head"], init_lora_weights=False)
+        model = get_peft_model(model, config).train()
+    patched, graphs = patch_model(copy.deepcopy(model), "auto"), Graphs()
+    patched.compile(fullgraph=True, backend=graphs.backend)
+    loss = FUSED["the model's own"]
+    assert_accurate(run(patched, loss), run(model, loss), truth(model, loss))
+    assert graphs.largest() <= WEIGHT
+    outputs = patched(input_ids=IDS, labels=IDS)
+    assert type(outputs.logits) is Unstored
+    assert whole_reads(patched) == 0
+    expected = model(input_ids=IDS).logits
+    assert outputs.logits.dtype == expected.dtype
+    torch.testing.assert_close(outputs.logits, expected, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("name", ["a user's own", "softmax"])
+def test_returned_logits_have_gradients(name: str) -> None:
+    model, graphs = llama(layers=0), Graphs()
+    patched, loss = patch_model(copy.deepcopy(model), HEAD), (FUSED | READ)[name]
+    step: Any = torch.compile(patched, fullgraph=True, backend=graphs.backend)
+    found = run(patched, lambda _: loss(step))
+    assert_accurate(found, run(model, loss), truth(model, loss))
+    assert whole_reads(patched) == (name == "softmax")
+    assert graphs.largest() == WEIGHT
+
+
+def test_logits_that_leave_a_graph_after_a_write() -> None:
+    patched = patch_model(llama(layers=0), HEAD)
+    expected = logits_of(patched).detach().clone()
+    expected[..., :9] = -5.0
+
+    def written() -> Tensor:
+        logits = logits_of(patched)
+        logits[..., :9] = -5.0
+        return logits
+
+    logits: Tensor = torch.compile(written, fullgraph=True, backend=Graphs().backend)()
+    torch.testing.assert_close(logits, expected)
+    logits.sum().backward()
+    assert patched.lm_head.weight.grad[:9].count_nonzero() == 0
+    assert patched.lm_head.weight.grad[9:].count_nonzero()
+
+
+def test_a_label_out_of_range_is_an_error() -> None:
+    patched = patch_model(llama(layers=0), HEAD)
+    labels = torch.full_like(IDS, CLASSES)
+    with pytest.raises(IndexError, match="out of bounds"):
+        torch.compile(
+            lambda: F.cross_entropy(logits_of(patched).transpose(1, 2), labels),
+            backend=Graphs().backend,
+        )()
+
+
+def test_a_trainer_that_compiles(tmp_path: Path) -> None:
+    losses = []
+    for preset in (None, "auto"):
+        model = llama(layers=1)
+        if preset:
+            patch_model(model, preset)
+        torch._dynamo.reset()
+        arguments = TrainingArguments(
+            str(tmp_path), max_steps=2, per_device_train_batch_size=2, torch_compile=True,
+            torch_compile_backend="aot_eager", report_to=[], save_strategy="no", logging_steps=1,
+            use_cpu=True, disable_tqdm=True,
+        )  # fmt: skip
+        rows = [{"input_ids": ids, "labels": ids} for ids in IDS.repeat(2, 1)]
+        trainer = Trainer(model, arguments, train_dataset=rows)
+        trainer.train()
+        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+        if preset:
+            assert whole_reads(model) == 0
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)

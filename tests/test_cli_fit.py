@@ -1,0 +1,91 @@
+"""Budgets on the command line and in configs: the ladder, the choice, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from typer.testing import CliRunner
+
+from lowmem_patch import plan_patch
+from lowmem_patch.cli import app
+from lowmem_patch.config import load_config
+from lowmem_patch.errors import BudgetError, ConfigError
+from tests.support.stacks import rows, stack
+
+LAYERS = 9  # more than are run
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=LAYERS,
+        num_attention_heads=2, max_position_embeddings=512,
+    )  # fmt: skip
+    folder = tmp_path_factory.mktemp("models") / "llama"
+    folder.mkdir()
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(folder)
+    return folder
+
+
+def call(*arguments: object) -> Any:
+    return CliRunner().invoke(app, ["inspect", *map(str, arguments)])
+
+
+def test_the_ladder_and_the_choice(llama: Path) -> None:
+    result = call(llama, "--memory", "9MiB", "--fit", "9m", "--json")
+    assert result.exit_code == 0, result.output
+    data = json.loads(result.stdout)
+    names = [rung["name"] for rung in data["ladder"]]
+    totals = [rung["total"] for rung in data["ladder"]]
+    assert names[:4] == [
+        "patched", "all blocks run again, attention saved", "all blocks run again (checkpointed)",
+        "all blocks run again, inputs on the host",
+    ]  # fmt: skip
+    assert names[4:] == [
+        "256 tokens in the place of 512", "128 tokens in the place of 512", "a batch of 1 in the place of 2",
+        "QLoRA, rank 16, adamw", "an 8-bit optimizer (adamw8bit)", "FSDP over 2 GPUs, on each",
+    ]  # fmt: skip
+    assert totals[0] > totals[1] >= totals[2] >= totals[3] > max(totals[5:7])
+    seconds = [rung["seconds"] for rung in data["ladder"]]
+    assert seconds[0] < seconds[1] <= seconds[2] <= seconds[3] and seconds[4] < seconds[0]
+    # what few blocks tell is what the whole model takes, and 3 % for fragmentation
+    after = data["memory"]["after"]
+    states = after["parameters"] + after["optimizer"]
+    assert totals[0] - states == pytest.approx((after["total"] - states) / 0.97, rel=0.01)
+    fit = data["fit"]
+    assert totals[2] < fit["predicted"] <= fit["budget"] == 9 * 2**20 < totals[0]
+    assert len(fit["blocks"]) == LAYERS and 0 < fit["extra_seconds"] < seconds[3] - seconds[0]
+
+
+def test_both_are_shown(llama: Path) -> None:
+    shown = call(llama, "--memory", "9MiB", "--fit", "9MiB", "--seq-len", "256").stdout
+    assert "to fit in 9.0 MiB" in shown and "GPU like the A100" in shown
+    assert "fit 9MiB" in shown and "predicted peak" in shown
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [(("--fit", "24"), "size"), (("--fit", "24 apples"), "24 apples"), (("--fit", "auto"), "GPU"),
+     (("--fit", "9MiB", "--gpus", "2"), "--gpus"), (("--fit", "1KiB"), "least budget")],
+)  # fmt: skip
+def test_what_is_refused(llama: Path, options: tuple[str, ...], text: str) -> None:
+    result = call(llama, "--seq-len", "32", *options)
+    assert result.exit_code == 2 and text in result.stderr
+
+
+def test_a_config_names_the_budget(tmp_path: Path) -> None:
+    model, x = stack(), rows()
+    file = tmp_path / "small.yaml"
+    file.write_text("norms: share\nfit: 1GiB\n")
+    found = plan_patch(model, file, example_inputs=x)
+    assert found.fit is not None and found.fit.asked == "1GiB" and found.config.name == "small"
+    with pytest.raises(BudgetError, match="fit 1KiB"):
+        plan_patch(model, file, example_inputs=x, fit="1KiB")  # the call's own comes first
+    with pytest.raises(ConfigError, match="fit"):
+        load_config({"fit": 2.5})
+    assert plan_patch(model, "auto", example_inputs=x).fit is None

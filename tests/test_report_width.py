@@ -1,0 +1,146 @@
+"""What commands print is whole at any width: no line is longer, no number is cut, each reason stands once."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import pkgutil
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from lowmem_patch import demo, report
+from lowmem_patch.cli import app
+from lowmem_patch.report import layout
+from lowmem_patch.report.columns import Table, shortened
+from lowmem_patch.report.layout import make_table
+
+LLAMA, VIT = str(demo.LLAMA_FOLDER), str(demo.VIT_FOLDER)
+SHORT = ("--seq-len", "16")
+# a number with its unit, that is no part of a name
+NUMBER = re.compile(r"(?<![\w.{[/-])-?\d[\d,.]*(?:e[-+]\d+)?(?: (?:[KMGT]iB|B|%)|x)?(?![\w}\]/.-])")
+WIDTHS = (60, 80)
+Printed = list[tuple[str, Callable[[], None]]]
+
+
+@pytest.fixture
+def printed(monkeypatch: pytest.MonkeyPatch) -> Printed:
+    """What is printed, to be printed again at another width: a command runs once."""
+    again: Printed = []
+    rooms = [f"lowmem_patch.report.{room.name}" for room in pkgutil.iter_modules(report.__path__)]
+    for room in rooms:
+        importlib.import_module(room)  # before anything is replaced that they take
+    for name in ("print_line", "print_table", "print_title"):
+        real: Any = getattr(layout, name)
+
+        def record(*args: Any, _real: Any = real, _name: str = name, **kwargs: Any) -> None:
+            again.append((_name, lambda: _real(*args, **kwargs)))
+
+        for room in rooms:
+            monkeypatch.setattr(f"{room}.{name}", record, raising=False)
+    return again
+
+
+def at(width: int, calls: Printed, monkeypatch: pytest.MonkeyPatch, kind: str = "") -> str:
+    monkeypatch.setenv("COLUMNS", str(width))
+    stream = io.StringIO()
+    monkeypatch.setattr("sys.stdout", stream)
+    for name, call in calls:
+        if name.startswith(kind):
+            call()
+    monkeypatch.undo()
+    return stream.getvalue()
+
+
+COMMANDS: dict[str, tuple[str, ...]] = {
+    "inspect": ("inspect", LLAMA, *SHORT, "--memory", "1GiB", "--preset", "paper"),
+    "inspect, lora": ("inspect", LLAMA, *SHORT, "--train", "lora"),
+    "inspect, vit": ("inspect", VIT, "--autocast"),
+    "verify": ("verify", VIT, "--dtype", "float32", "--no-autocast"),
+    "profile": ("profile", LLAMA, *SHORT, "--device", "cpu"),
+    "bench": (
+        "bench", LLAMA, *SHORT, "--rounds", "2", "--steps", "1", "--batch-size", "1", "--device", "cpu",
+        "--variants", "unpatched,auto,liger,auto+checkpointing",
+    ),
+    "convert": ("convert", LLAMA, "OUT", "--dry-run"),
+    "tables fit": ("tables", "fit", "mish", "--bits", "3"),
+    "tables list": ("tables", "list"),
+    "demo": ("demo",),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_no_line_is_longer_and_no_number_is_cut(
+    name: str, printed: Printed, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    if name == "demo":
+        task = demo.demo_tasks()[1]
+        monkeypatch.setattr(demo, "demo_tasks", lambda: [task])
+        monkeypatch.setattr("lowmem_patch.cli.demo._STEPS", 1)
+    arguments = [str(tmp_path / "out") if a == "OUT" else a for a in COMMANDS[name]]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert any(kind == "print_table" for kind, _ in printed)
+    whole = at(10_000, printed, monkeypatch, "print_table")
+    assert NUMBER.findall(whole) or name == "convert"
+    for width in WIDTHS:
+        lines = at(width, printed, monkeypatch).splitlines()
+        assert max(map(len, lines)) <= width
+        narrow = at(width, printed, monkeypatch, "print_table")
+        # a number that stands in a label may have gone with the label's middle
+        assert set(NUMBER.findall(whole)) <= set(NUMBER.findall(narrow))
+        for mark in set(re.findall(r"^\[\d+\] .*", whole, re.M)):
+            assert narrow.count(f"\n{mark[:12]}") == 1
+
+
+def test_columns_are_obeyed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for width in WIDTHS:
+        result = CliRunner().invoke(app, ["tables", "list"], env={"COLUMNS": str(width)})
+        assert max(map(len, result.stdout.splitlines())) <= width
+    monkeypatch.delenv("COLUMNS", raising=False)
+    assert layout.text_width(io.StringIO()) is None  # a file's lines are as long as their sentences
+    monkeypatch.setenv("COLUMNS", "77")
+    assert layout.text_width(io.StringIO()) == 77
+
+
+def drawn(table: Table, width: int) -> str:
+    stream = io.StringIO()
+    console = Console(file=stream, width=width)
+    for part in table.rendered(width):
+        console.print(part, markup=False)
+    return stream.getvalue()
+
+
+def wide() -> Table:
+    table = make_table("site", "kind", "before", "after", "why", right=["before", "after"])
+    for number in (3, 10):
+        name = f"base_model.model.model.layers.{number}.post_attention_layernorm"
+        table.add_row(name, "rms_norm", "1,234.5 MiB", "678.9 KiB", note="the same reason")
+    table.add_row("base_model.model.model.norm", "rms_norm", "1.5 MiB", "0 B", note="another one")
+    return table
+
+
+def test_a_prefix_goes_first_and_names_are_told_apart() -> None:
+    text = drawn(wide(), 80)
+    assert "site in base_model.model.model" in text
+    assert "layers.10.post_attention_layernorm" in text and "..." not in text
+    narrow = drawn(wide(), 50)
+    rows = [line.split()[0] for line in narrow.splitlines() if "..." in line]
+    assert len(set(rows)) == 2 and "1,234.5 MiB" in narrow
+
+
+def test_columns_without_room_stand_in_a_table_of_their_own() -> None:
+    text = drawn(wide(), 40)
+    assert max(map(len, text.splitlines())) <= 40
+    assert "1,234.5 MiB" in text and "678.9 KiB" in text and text.count("site in") >= 2
+    assert wide().notes(None) == ["[1] the same reason", "[2] another one"]
+
+
+def test_the_end_of_a_name_says_more() -> None:
+    assert shortened("model.layers.0.mlp", 18) == "model.layers.0.mlp"
+    assert shortened("model.layers.0.mlp", 12) == "mod....0.mlp"
