@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from timing import DTYPE, Call, Timer, tensor, wall_microseconds
 from torch import Tensor
 
+from lowmem_patch import kernels
+from lowmem_patch.constants import EIGHT_BIT_GROUP
 from lowmem_patch.functional import (
     LowRank,
     activation_linear,
@@ -165,3 +167,16 @@ def launch_costs() -> list[dict[str, Any]]:
         names = ("forward", "torch_forward", "both", "torch_both")
         costs.append({"op": op, **dict(zip(names, times, strict=True))})
     return costs
+
+
+def eight_bit_calls(rows: int, columns: int) -> Iterator[tuple[str, int, list[Call]]]:
+    """Storing an input of a Linear in 8 bits and reading it again: op, bytes that it moves, calls.
+
+    Two inputs take turns: of a down_proj, each is larger than a second-level cache.
+    """
+    elements = rows * columns
+    nbytes = elements * (DTYPE.itemsize + 1) + 2 * elements // EIGHT_BIT_GROUP
+    xs = [tensor(elements) for _ in range(2)]
+    yield "eight bits store", nbytes, [lambda x=x: kernels.to_eight_bits(x) for x in xs]
+    parts = [kernels.to_eight_bits(x) for x in xs]
+    yield "eight bits read", nbytes, [lambda p=p: kernels.from_eight_bits(*p, DTYPE) for p in parts]

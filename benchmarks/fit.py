@@ -2,8 +2,9 @@
 
     python benchmarks/fit.py --device cuda
 
-Each budget is given as the step's peak above weights and optimizer state, in GB (10^9 bytes). A model with
-random weights is patched for each budget in turn, and runs some steps; peaks are those of torch's allocator.
+Each budget is given as the step's peak above weights and optimizer state, in MiB. A model with random
+weights is patched for each budget in turn, and runs some steps with fused AdamW; peaks are those of torch's
+allocator.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ import torch
 from torch import nn
 
 from lowmem_patch import patch_model, patch_report, unpatch_model
+from lowmem_patch.bench import environment
 from lowmem_patch.errors import BudgetError
+from lowmem_patch.memory import model_state_bytes
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-3.1-8b": {
@@ -33,7 +36,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2, "vocab_size": 256, "max_position_embeddings": 512,
     },
 }  # fmt: skip
-GB = 10**9
+MIB = 2**20
+NO_BUDGET = 10**6  # MiB
 
 
 def build(arguments: argparse.Namespace) -> Any:
@@ -52,22 +56,23 @@ def build(arguments: argparse.Namespace) -> Any:
     if arguments.full:
         return model.train()
     adapters = LoraConfig(r=arguments.rank, target_modules="all-linear", lora_dropout=0.0)
-    return get_peft_model(model, adapters, autocast_adapter_dtype=False).train()
+    return get_peft_model(model, adapters).train()
 
 
 def step(model: nn.Module, optimizer: Any, tokens: torch.Tensor) -> None:
     # without a name for the output, as in trainers: its logits are free before the backward
     model(input_ids=tokens, labels=tokens).loss.backward()
-    if optimizer is not None:
-        optimizer.step()
+    optimizer.step()
     model.zero_grad(set_to_none=True)
 
 
 def measure(model: nn.Module, tokens: torch.Tensor, steps: int) -> tuple[float, float]:
     """Bytes at the peak of forward and backward above what lay there before, and milliseconds of a step."""
     cuda = tokens.is_cuda
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=True)
     for _ in range(2):
-        step(model, None, tokens)
+        step(model, optimizer, tokens)
     gc.collect()
     peak, times = 0, []
     if cuda:
@@ -77,7 +82,7 @@ def measure(model: nn.Module, tokens: torch.Tensor, steps: int) -> tuple[float, 
         torch.cuda.reset_peak_memory_stats()
     for _ in range(steps):
         start = time.perf_counter()
-        step(model, None, tokens)
+        step(model, optimizer, tokens)
         if cuda:
             torch.cuda.synchronize()
         times.append(1e3 * (time.perf_counter() - start))
@@ -88,29 +93,30 @@ def measure(model: nn.Module, tokens: torch.Tensor, steps: int) -> tuple[float, 
 
 def row(model: Any, tokens: torch.Tensor, arguments: argparse.Namespace, above: float) -> Any:
     """One budget: what was chosen, predicted and measured."""
-    states = sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
-    found: dict[str, Any] = {"asked_gb": above}
-    budget = states + round(above * GB)
+    states = model_state_bytes(model, "adamw")
+    found: dict[str, Any] = {"asked_mib": above}
+    budget = states.parameters + states.optimizer + round(above * MIB)
     start = time.perf_counter()
     try:
         inputs = {"input_ids": tokens}
-        patch_model(model, arguments.preset, example_inputs=inputs, fit=budget, optimizer="sgd")
+        patch_model(model, arguments.preset, example_inputs=inputs, fit=budget, optimizer="adamw")
     except BudgetError as error:
         return {**found, "error": str(error)}
     report = patch_report(model).fit
     assert report is not None
+    planned = time.perf_counter() - start
     peak, milliseconds = measure(model, tokens, arguments.steps)
     return {
         **found,
-        "plan_s": time.perf_counter() - start,
-        "predicted_gb": (report.predicted - report.parameters - report.optimizer_state) / GB,
-        "reserve_gb": report.reserve / GB,
-        "measured_gb": peak / GB,
+        "plan_s": planned,
+        "predicted_mib": (report.predicted - report.parameters - report.optimizer_state) / MIB,
+        "reserve_mib": report.reserve / MIB,
+        "measured_mib": peak / MIB,
         "step_ms": milliseconds,
         "predicted_extra_ms": 1e3 * report.extra_seconds,
         "moment": report.moment,
         "levels": report.levels,
-        "reserved_gb": torch.cuda.max_memory_reserved() / GB if tokens.is_cuda else 0.0,
+        "host_mib": report.on_host / MIB,
     }
 
 
@@ -126,7 +132,8 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument(
-        "--budgets", type=float, nargs="+", default=[1000.0, 24.3, 13.7, 8.3, 3.7, 2.1], metavar="GB",
+        "--budgets", type=float, nargs="+", metavar="MIB",
+        default=[NO_BUDGET, 24383, 13714, 8315, 3655, 3200, 2114, 1600],
         help="peaks of a step above weights and optimizer state",
     )  # fmt: skip
     parser.add_argument("--json", type=Path, help="write the rows there")
@@ -142,17 +149,18 @@ def main() -> None:
         found = row(model, tokens, arguments, above)
         rows.append(found)
         if "error" in found:
-            print(f"{above:7.1f} GB: {found['error']}")
+            print(f"{above:9.0f} MiB: {found['error']}", flush=True)
             continue
         print(
-            f"{above:7.1f} GB: predicted {found['predicted_gb']:.3f}, measured "
-            f"{found['measured_gb']:.3f} GB, "
-            f"{found['step_ms']:.1f} ms (predicted {found['predicted_extra_ms']:.1f} ms more), "
+            f"{above:9.0f} MiB: predicted {found['predicted_mib']:.0f}, measured "
+            f"{found['measured_mib']:.0f}, planned in {found['plan_s']:.0f} s, "
+            f"{found['step_ms']:.1f} ms (predicted {found['predicted_extra_ms']:.1f} more), "
             f"peak in {found['moment']}, {found['levels']}",
             flush=True,
         )
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+        data = {"environment": environment(arguments.device), "rows": rows}
+        arguments.json.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

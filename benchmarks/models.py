@@ -134,7 +134,7 @@ VARIANTS = {
 def count_bytes(case: Case) -> dict[str, Any]:
     """Saved activation bytes of one inner block and of all, two layers, per preset; no data is touched."""
     rows = {}
-    for preset in ("unpatched", "paper", "exact", "auto"):
+    for preset in ("unpatched", "paper", "exact", "auto", "compact"):
         with torch.device("meta"):
             model = case.shape.build(2)
         model = case.adapt(model)

@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from costs import TINY, launch_costs, lora_costs
+from costs import TINY, eight_bit_calls, launch_costs, lora_costs
 from timing import DTYPE, Call, Timer, tensor
 from torch import Tensor
 
@@ -318,6 +318,11 @@ def unbind_cases() -> Iterator[Case]:
         yield Case("unbind q, k, v backward", UNBIND_SHAPE, by, nbytes, calls)
 
 
+def eight_bit_cases() -> Iterator[Case]:
+    for op, nbytes, calls in eight_bit_calls(*GLU_SHAPE):
+        yield Case(op, GLU_SHAPE, "ours", nbytes, calls)
+
+
 def all_cases() -> Iterator[Callable[[], Iterator[Case]]]:
     for shape in NORM_SHAPES:
         yield lambda shape=shape: copy_cases(shape)
@@ -332,6 +337,7 @@ def all_cases() -> Iterator[Callable[[], Iterator[Case]]]:
         yield lambda packed=packed: glu_cases(packed)
     yield rotary_cases
     yield unbind_cases
+    yield eight_bit_cases
 
 
 def driver_version() -> str:

@@ -1,7 +1,7 @@
-"""Write the README's tables from the committed results, so that every number there has its data file.
+"""Write the tables of the documents from the committed results, so that every number has its data file.
 
-python benchmarks/tables.py            # rewrite the tables in README.md
-python benchmarks/tables.py --check    # exit 1 if README.md does not show the committed results
+python benchmarks/tables.py            # rewrite the tables in README.md and docs/benchmarks.md
+python benchmarks/tables.py --check    # exit 1 if a page does not show the committed results
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+PAGES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md")
 
 
 def _load(name: str) -> dict[str, Any]:
@@ -25,8 +26,9 @@ def _load(name: str) -> dict[str, Any]:
 def _environment(data: dict[str, Any]) -> str:
     environment = dict(data["environment"])
     machine, date = environment.pop("machine"), environment.pop("date")
+    step = environment.pop("step", "")
     versions = ", ".join(f"{name} {version}" for name, version in environment.items())
-    return f"{machine}, {date}; {versions}."
+    return f"{machine}, {date}; {versions}{step and f'; a step is {step}'}."
 
 
 def bytes_table() -> str:
@@ -62,6 +64,7 @@ _COLUMNS = (
     "paper",
     "exact",
     "auto",
+    "compact",
     "lomem",
     "liger",
     "checkpointing",
@@ -76,7 +79,7 @@ def _step(row: dict[str, Any]) -> str:
     return f"{median:.1f} ± {spread:.1f}" if spread > 0.05 * median else f"{median:.1f}"
 
 
-def gpu_table(name: str) -> str:
+def gpu_table(name: str, options: str = "") -> str:
     """act / peak+ / step on the GPU."""
     data = _load(name)
     shown = [c for c in _COLUMNS if any(c in variants for variants in data["cases"].values())]
@@ -93,7 +96,7 @@ def gpu_table(name: str) -> str:
             else:
                 cells.append(f"{row['act_mib']:.0f} / {row['peak_mib']:.0f} / {_step(row)}")
         rows.append(f"| {_named(case, data.get('parts', {}))} | {' | '.join(cells)} |")
-    command = f"python benchmarks/models.py --device cuda --json benchmarks/results/{name}"
+    command = f"python benchmarks/models.py --device cuda{options} --json benchmarks/results/{name}"
     return "\n".join([*rows, "", f"`{command}`: {_environment(data)}"])
 
 
@@ -123,16 +126,152 @@ def whole_table(name: str) -> str:
     return "\n".join([*rows, f"`{command}`: {_environment(data)}"])
 
 
+_HEADLINE_CASE = "Llama-3.1-8B LoRA all, 2 x 4096 tokens"
+
+
+def headline(name: str) -> str:
+    """The one sentence of the README: memory and speed of a whole step, beside the unpatched one."""
+    data = _load(name)
+    variants = next(v for case, v in data["cases"].items() if case.startswith(_HEADLINE_CASE))
+    stock, patched = variants["unpatched"], variants["auto"]
+    before, after = (row["step_peak_mib"] / 1024 for row in (stock, patched))
+    speed = patched["tokens_per_second"] / stock["tokens_per_second"]
+    machine = data["environment"]["machine"]
+    return (
+        f"**A training step of Llama-3.1-8B with LoRA takes {after:.1f} GiB instead of {before:.1f} GiB, "
+        f"and it is {speed:.2f} times\nas fast.** The numbers are peaks of GPU memory above the weights and "
+        "the optimizer's states. The step has head, loss and\noptimizer; it reads 2 x 4096 tokens on one "
+        f"{machine}."
+    )
+
+
+def summary_table(name: str) -> str:
+    """Whole steps in five rows: peak and rate, and both beside the unpatched model's."""
+    data = _load(name)
+    rows = ["| training | model | step peak, GiB | tokens / s |", "|---|---|---|---|"]
+    for case, variants in data["cases"].items():
+        stock = variants["unpatched"]
+        for variant in ("unpatched", "auto", "auto+checkpointing"):
+            row = variants.get(variant)
+            if row is None or "error" in row:
+                continue
+            peak, rate = row["step_peak_mib"] / 1024, row["tokens_per_second"]
+            less = f" ({row['step_peak_mib'] / stock['step_peak_mib']:.0%})"
+            more = f" ({rate / stock['tokens_per_second']:.2f} x)"
+            spread = row["step_spread_ms"] / row["step_ms"]
+            if variant == "unpatched":
+                less = more = ""
+            if spread > 0.05:
+                more += f", ± {spread:.0%}"
+            rows.append(
+                f"| {case.partition(' (')[0]} | {variant} | {peak:.1f}{less} | {rate:,.0f}{more} |"
+            )
+    return "\n".join([*rows, "", f"{_environment(data)}"])
+
+
+def fit_table(name: str) -> str:
+    """What a budget chose, its peak and its time."""
+    data = _load(name)
+    rows = [
+        "| budget | step peak MiB | step ms | in host memory | blocks |",
+        "|---|---|---|---|---|",
+    ]
+    for row in data["rows"]:
+        budget = "none" if row["asked_mib"] >= 10**6 else f"{row['asked_mib']:,.0f} MiB"
+        if "error" in row:
+            rows.append(f"| {budget} | does not fit | | | |")
+            continue
+        levels = ", ".join(f"{count} {level}" for level, count in row["levels"].items())
+        peak, host = f"{row['measured_mib']:,.0f}", f"{row['host_mib']:,.0f} MiB"
+        rows.append(f"| {budget} | {peak} | {row['step_ms']:.1f} | {host} | {levels} |")
+    command = f"python benchmarks/fit.py --json benchmarks/results/{name}"
+    return "\n".join([*rows, "", f"`{command}`: {_environment(data)}"])
+
+
+def predicted_table(name: str) -> str:
+    """Predicted peaks beside those of the allocator."""
+    data = _load(name)
+    rows = [
+        "| model | trains | optimizer | layers | budget | predicted GiB | measured GiB | error |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in data["rows"]:
+        cells = [row["model"], row["train"], row["optimizer"], str(row["layers"])]
+        cells.append(f"{row['budget'] / 2**30:.2f} GiB" if "budget" in row else "none")
+        cells += [f"{row[key] / 2**30:.3f}" for key in ("predicted", "measured")]
+        rows.append(f"| {' | '.join(cells)} | {row['error']:+.2%} |")
+    command = f"python benchmarks/predicted.py --time-limit 105 --json benchmarks/results/{name}"
+    return "\n".join([*rows, "", f"`{command}`: {_environment(data)}"])
+
+
+def head_table(name: str) -> str:
+    """Time and memory of the head and its loss alone."""
+    data = _load(name)
+    variants = list(dict.fromkeys(row["variant"] for row in data["rows"]))
+    cells: dict[tuple[str, ...], dict[str, str]] = {}
+    for row in data["rows"]:
+        trains = "trains" if row["trains"] else "frozen"
+        case = (f"{row['vocabulary']:,} x {row['width']:,}, {trains}", f"{row['rows']:,}")
+        memory = f" / {row['extra_mib']:,.0f}" if "extra_mib" in row else ""
+        cells.setdefault(case, {})[row["variant"]] = f"{row['ms']:.1f}{memory}"
+    rows = [
+        f"| ms / extra MiB | rows | {' | '.join(variants)} |",
+        "|---" * (2 + len(variants)) + "|",
+    ]
+    for case, found in cells.items():
+        rows.append(f"| {' | '.join([*case, *(found.get(v, '') for v in variants)])} |")
+    command = f"python benchmarks/head.py --json benchmarks/results/{name}"
+    return "\n".join([*rows, "", f"`{command}`: {_environment(data)}"])
+
+
+def _shares(name: str, command: str, columns: str) -> str:
+    """Bandwidth of each op beside that of a copy; a column for each writer, or for each count of bits."""
+    data = _load(name)
+    shown: dict[str, None] = {}
+    cells: dict[tuple[str, ...], dict[str, str]] = {}
+    for row in data["results"]:
+        case, column = (row["op"], row["shape"]), row["by"]
+        if columns == "bits":
+            known = re.fullmatch(r"(\w+) -> (\d bits?) (\w+)", row["op"])
+            if known is None:
+                continue
+            activation, column, way = known.groups()
+            case = (activation, way)
+        shown[column] = None
+        cells.setdefault(case, {})[column] = f"{row['share']:.0%}"
+    first = "activation | pass" if columns == "bits" else "op | shape"
+    rows = [f"| {first} | {' | '.join(shown)} |", "|---" * (2 + len(shown)) + "|"]
+    for case, found in cells.items():
+        rows.append(f"| {' | '.join([*case, *(found.get(c, '') for c in shown)])} |")
+    bandwidth = data["copy_bytes_per_second"] / 1e12
+    machine = f"{data['gpu']}, {data['date'][:10]}; driver {data['driver']}, torch {data['torch']}"
+    said = f"triton {data['triton']}; {data['dtype']}; a copy moves {bandwidth:.2f} TB/s."
+    return "\n".join([*rows, "", f"`{command}`: {machine}, {said}"])
+
+
+_OP_SPEED = "python benchmarks/op_speed.py --json benchmarks/results/"
 TABLES = {
+    "headline": partial(headline, "whole-h200.json"),
+    "summary": partial(summary_table, "whole-h200.json"),
+    "head": partial(head_table, "head-h200.json"),
+    "codes": partial(
+        _shares, "codes-h200.json", f"{_OP_SPEED}codes-h200.json --only bit", columns="bits"
+    ),
+    "kernels": partial(_shares, "kernels-h200.json", f"{_OP_SPEED}kernels-h200.json", columns="by"),
     "bytes": bytes_table,
     "whole": partial(whole_table, "whole-h200.json"),
+    "fit": partial(fit_table, "fit-h200.json"),
+    "predicted": partial(predicted_table, "predicted-h200.json"),
+    "compact": partial(
+        gpu_table, "models-h200-compact.json", " --variants unpatched exact auto compact"
+    ),
     "gpu": partial(gpu_table, "models-h200.json"),
     "gpu-earlier": partial(gpu_table, "models-h200-earlier.json"),
 }
 
 
 def render(text: str) -> str:
-    """README text with each marked table replaced."""
+    """A page's text with each marked table replaced."""
     for name, table in TABLES.items():
         if f"<!-- {name} -->" not in text:
             continue
@@ -143,13 +282,14 @@ def render(text: str) -> str:
 
 
 def main() -> int:
-    readme = ROOT / "README.md"
-    before = readme.read_text(encoding="utf-8")
-    after = render(before)
-    if "--check" in sys.argv:
-        return int(before != after)
-    readme.write_text(after, encoding="utf-8")
-    return 0
+    differs = False
+    for page in PAGES:
+        before = page.read_text(encoding="utf-8")
+        after = render(before)
+        differs |= before != after
+        if "--check" not in sys.argv:
+            page.write_text(after, encoding="utf-8")
+    return int(differs and "--check" in sys.argv)
 
 
 if __name__ == "__main__":
