@@ -1,7 +1,8 @@
 """Draw every picture of the documents from the committed results: python benchmarks/picture.py
 
-docs/pareto.png       a whole step: peak memory against tokens per second
-docs/pictures/*.png   the blocks alone, saved bytes, step tables
+docs/pareto.png           a whole step: peak memory against tokens per second
+docs/training-truth.png   learning curves of the training runs, and their differences
+docs/pictures/*.png       the blocks alone, saved bytes, step tables
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+
+import truth_report
 
 from lowmem_patch.constants import STEP_TABLES
 from lowmem_patch.plot import (
@@ -126,6 +129,9 @@ def main(folder: Path) -> None:
     pictures = folder / "pictures"
     pictures.mkdir(exist_ok=True)
     whole_step(folder / "pareto.png")
+    truth_report.draw(
+        truth_report.load(RESULTS / "truth-h200.jsonl"), folder / truth_report.PICTURE.name
+    )
     budgets(pictures / "budgets.png")
     blocks(pictures)
     saved_bytes(pictures / "saved-bytes.png")

@@ -130,7 +130,7 @@ def test_inspect_reads_no_weights(llama: Path) -> None:
     (llama / "model.safetensors").unlink()
     result = call("inspect", llama, "--batch-size", "3", "--seq-len", "7")
     assert result.exit_code == 0, result.output
-    assert "model.layers.{0..1}.mlp.act_fn" in result.stdout and "3x7" in result.stdout
+    assert "layers.{0..1}.mlp.act_fn" in result.stdout and "3x7" in result.stdout
     assert "approximate" not in result.stdout
     paper = call("inspect", llama, "--preset", "paper")
     assert "approximate: the gradients of 2 activations (silu)" in paper.stdout

@@ -228,7 +228,8 @@ def _gradients(
 ) -> tuple[Comparison, bool]:
     """Against a stock model with the weights that the patched one has now (folded ones, too), whose
     activations have the derivative that the step tables give where codes are kept."""
-    codes = {site.name: site.kind for site in report.sites if site.strategy == "codes"}
+    bits = report.config.bits
+    codes = {site.name: (site.kind, bits) for site in report.sites if site.strategy == "codes"}
     if not report.fold_steps and not codes:
         model, own, truth = reference.model, reference.own[True], reference.truth[True]
     else:
@@ -248,7 +249,7 @@ def _gradients(
 
 
 def _twin(
-    original: nn.Module, patched: nn.Module, codes: dict[str, str], shift: float = 0.0
+    original: nn.Module, patched: nn.Module, codes: dict[str, tuple[str, int]], shift: float = 0.0
 ) -> nn.Module:
     twin = copy.deepcopy(original)
     twin.load_state_dict(patched.state_dict())
@@ -256,10 +257,10 @@ def _twin(
     for name, parameter in twin.named_parameters():
         parameter.requires_grad_(trains[name])
     replaced = {}
-    for name, kind in codes.items():
+    for name, (kind, bits) in codes.items():
         module = twin.get_submodule(name)
         in_place = bool(getattr(module, "inplace", False))
-        replaced[id(module)] = StepActivation(kind, shift, in_place)
+        replaced[id(module)] = StepActivation(kind, bits, shift, in_place)
     for parent in list(twin.modules()):
         for slot, child in list(parent._modules.items()):
             if child is not None and id(child) in replaced:

@@ -122,20 +122,20 @@ def _backward(outputs: list[Tensor]) -> None:
 
 class _StepFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, kind: str, shift: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, kind: str, bits: int, shift: float) -> Tensor:
         ctx.save_for_backward(x + shift)
-        ctx.kind = kind
+        ctx.table = STEP_TABLES[kind][bits]
         return reference.activate(x, kind)  # type: ignore[arg-type]
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         (x,) = ctx.saved_tensors
-        table = STEP_TABLES[ctx.kind][2]  # the presets' bits
+        table = ctx.table
         thresholds = torch.tensor(table.thresholds, dtype=x.dtype)
         levels = torch.tensor(
             (*table.levels, table.levels[0]), dtype=x.dtype
         )  # cyclic tables use both ends
-        return gradient * levels[torch.bucketize(x.contiguous(), thresholds)], None, None
+        return gradient * levels[torch.bucketize(x.contiguous(), thresholds)], None, None, None
 
 
 class StepActivation(nn.Module):
@@ -145,12 +145,13 @@ class StepActivation(nn.Module):
     overwrites the input, as the original does.
     """
 
-    def __init__(self, kind: str, shift: float = 0.0, in_place: bool = False) -> None:
+    def __init__(self, kind: str, bits: int, shift: float = 0.0, in_place: bool = False) -> None:
         super().__init__()
         self.kind = kind
+        self.bits = bits
         self.shift = shift
         self.in_place = in_place
 
     def forward(self, x: Tensor) -> Tensor:
-        y = _StepFunction.apply(x, self.kind, self.shift)
+        y = _StepFunction.apply(x, self.kind, self.bits, self.shift)
         return x.copy_(y) if self.in_place else y

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import weakref
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -110,15 +108,6 @@ class _WeightCopies(DispatchObserver):
         return output
 
 
-class _Held:
-    """What autograd holds in a tensor's place; it dies with the node that saved the tensor."""
-
-    __slots__ = ("__weakref__", "tensor")
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-
-
 class _RunningFunction(FunctionObserver):
     """Knows which torch function runs, and whether it reads a weight."""
 
@@ -145,9 +134,6 @@ class _RunningFunction(FunctionObserver):
 def saved_bytes(model: nn.Module) -> Iterator[SavedBytes]:
     """Count what autograd saves while the context is open; read the result after it closed.
 
-    What a forward saved and let go again before it ended (a node of whose result nobody took the gradient) is
-    not counted.
-
     Example:
         >>> with saved_bytes(model) as saved:
         ...     loss = model(**batch).loss
@@ -158,8 +144,6 @@ def saved_bytes(model: nn.Module) -> Iterator[SavedBytes]:
     weights = set(map(storage_key, held))
     first: dict[int, Tensor] = {}  # also keeps the storage alive, so that its key stays unique
     savers: dict[int, dict[Saver, None]] = {}
-    times: Counter[int] = Counter()  # how often autograd holds a storage
-    watched: set[weakref.ref[_Held]] = set()
     result = SavedBytes()
     running = _RunningFunction(weights)
     copies = _WeightCopies(weights)
@@ -167,27 +151,16 @@ def saved_bytes(model: nn.Module) -> Iterator[SavedBytes]:
     torch.clear_autocast_cache()
     with module_stack(model) as stack:
 
-        def pack(tensor: Tensor) -> _Held:
-            key, held = storage_key(tensor), _Held(tensor)
-            if key in weights:
-                return held
+        def pack(tensor: Tensor) -> Tensor:
+            key = storage_key(tensor)
+            if key not in weights:
+                if key not in first:
+                    first[key] = tensor.detach()
+                saver = Saver(stack[-1] if stack else "", running.name, running.weighted)
+                savers.setdefault(key, {})[saver] = None
+            return tensor
 
-            def let_go(reference: weakref.ref[_Held]) -> None:
-                watched.discard(reference)
-                if stack:  # and not because the caller dropped what the forward gave
-                    times[key] -= 1
-                    if not times[key]:
-                        del first[key], savers[key]
-
-            if key not in first:
-                first[key] = tensor.detach()
-            saver = Saver(stack[-1] if stack else "", running.name, running.weighted)
-            savers.setdefault(key, {})[saver] = None
-            times[key] += 1
-            watched.add(weakref.ref(held, let_go))
-            return held
-
-        hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda held: held.tensor)
+        hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
         with hooks, copies, running:
             yield result
     for key in copies.copies & first.keys():

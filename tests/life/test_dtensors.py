@@ -159,10 +159,6 @@ def test_what_came_sharded_is_planned_as_the_whole(mesh: DeviceMesh) -> None:
     assert not any("came sharded" in note for note in whole.notes)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="the mask of a checkpointed block is counted in the plan of the whole model alone: 1152 bytes",
-)
 def test_what_trains_and_checkpointing_reach_the_plan(mesh: DeviceMesh) -> None:
     model = randomise(llama()).bfloat16().requires_grad_(False)
     model.model.layers[1].requires_grad_(True)
