@@ -190,10 +190,10 @@ def documented_functions(source: bytes) -> Iterator[tuple[str, str]]:
                 bodies.append(node.body)
             if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 continue
-            docstring = ast.get_docstring(node)
-            if docstring and len(node.body) > 1:
-                first, after = node.body[0].lineno, node.body[1].lineno
-                own = lines[node.lineno - 1 : first - 1] + lines[after - 1 : node.end_lineno]
+            docstring, first = ast.get_docstring(node), node.body[0]
+            if docstring and len(node.body) > 1 and first.lineno > node.lineno:
+                own = lines[node.lineno - 1 : first.lineno - 1]
+                own += lines[first.end_lineno : node.end_lineno]
                 yield docstring.split("\n\n")[0], "\n".join(own)
 
 
