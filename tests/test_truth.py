@@ -260,30 +260,31 @@ def test_other_pairs_are_refused(truth: Truth, tmp_path: Path) -> None:
 
 
 def test_rows_with_other_bits_are_made_again_and_no_others(truth: Truth, tmp_path: Path) -> None:
-    source = ROOT / "benchmarks" / "results" / "truth-h200.jsonl"
-    out = tmp_path / "results.jsonl"
-    out.write_bytes(source.read_bytes())
-    known, command = truth.tasks.variants(), truth.command
-    done = {
-        truth.tasks.Job(run["task"], run["variant"], run["seed"], run["length"]): run
-        for run in truth.report.load(out).runs
-    }
-    stale = [job for job, run in done.items() if command.has_other_bits(run)]
-    bits = {job.variant: truth.tasks.config_of(job.variant).bits for job in stale}
-    for job in stale:
-        assert done[job]["bits"] != bits[job.variant]
-    jobs = command.all_jobs(5, [task for task in TASKS if task != "minilm"], known)
+    command, job, out = truth.command, truth.tasks.Job, tmp_path / "results.jsonl"
+    results = truth.report.load(ROOT / "benchmarks" / "results" / "truth-h200.jsonl")
+    stale, now = {job("gpt2-qkv", "auto", seed) for seed in range(5)}, {}
+    for run in results.runs:
+        one = job(run["task"], run["variant"], run["seed"], run["length"])
+        if "bits" in run:
+            bits = truth.tasks.config_of(one.variant).bits
+            run["bits"] = bits - 1 if one in stale else bits
+        now[one] = run
+    assert len(now) >= 305 and stale < now.keys()
+    out.write_text("".join(json.dumps(line) + "\n" for line in (results.header, *results.runs)))
+    jobs = command.all_jobs(5, [*{run["task"]: 0 for run in results.runs}], truth.tasks.variants())
     for base in command.BASES:
         truth.tasks.base_path(tmp_path, base).touch()
-    assert set(command.missing(jobs, done, tmp_path)) == set(stale)
-    first = truth.tasks.Job("gpt2-qkv", "auto", 3)
-    new = done[first] | {"bits": 4}
+    assert set(command.missing(jobs, now, tmp_path)) == stale
+    first = job("gpt2-qkv", "auto", 3)
+    new = {**now[first], "bits": now[first]["bits"] + 1, "loss": 2.0}
+    command.write(out, job("gpt2-qkv", "auto", 4), {"error": "lost"})
+    assert truth.report.load(out).runs == results.runs, "an error takes no row's place"
     command.write(out, first, {key: new[key] for key in ("bits", "loss", "curve")})
-    left = truth.report.load(out).runs
-    assert len(left) == len(done) - 5 + 1, "the five of auto went"
-    assert [run for run in left if (run["task"], run["variant"]) != ("gpt2-qkv", "auto")] == [
-        run for job, run in done.items() if (job.task, job.variant) != ("gpt2-qkv", "auto")
-    ]
+    left = {
+        job(r["task"], r["variant"], r["seed"], r["length"]): r for r in truth.report.load(out).runs
+    }
+    assert left.pop(first)["loss"] == 2.0
+    assert left == {one: run for one, run in now.items() if one not in stale}
 
 
 def test_adapters_wait_for_their_base(truth: Truth, tmp_path: Path) -> None:
