@@ -156,14 +156,13 @@ def tables(results: Results) -> str:
     long = _long_table(results)
     parts += ["One seed, ten times as long:", long] if long else []
     if results.errors:
-        kinds = sorted(
-            {
-                f"{e.get('task', e.get('base'))}, {e.get('variant')}: {e['error']}"
-                for e in results.errors
-            }
-        )
+        kinds = sorted({f"{_failed(line)}: {line['error']}" for line in results.errors})
         parts.append("Runs that failed: " + "; ".join(kinds))
     return "\n\n".join(parts)
+
+
+def _failed(line: dict[str, Any]) -> str:
+    return f"base of {line['base']}" if "base" in line else f"{line['task']}, {line['variant']}"
 
 
 def _source(results: Results, path: Path) -> str:

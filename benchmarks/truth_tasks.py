@@ -235,9 +235,10 @@ class Runs:
             found = trial.run(job)
             if any(found[key] != base.proof[key] for key in ("loss", "curve")):
                 raise RuntimeError(
-                    f"this is not the base of the file's runs: from it {job.task}, seed {job.seed}, "
-                    f"{job.variant} has a loss of {found['loss']}, in the file {base.proof['loss']}; "
-                    "new runs would be no pairs of those. Train them all again in a new file (--out)"
+                    f"this is not the base of the file's runs: {job.task}, seed {job.seed}, "
+                    f"{job.variant} has another loss or learning curve from it ({found['loss']}, "
+                    f"in the file {base.proof['loss']}). New runs would be no pairs of those: "
+                    "train all runs of the task again in a new file (--out)"
                 )
         partial.rename(base_path(self.folder, base.task))
 
