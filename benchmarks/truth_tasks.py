@@ -6,6 +6,7 @@ Weights are float32 and steps run under autocast to bfloat16, as fine-tuning doe
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import math
 import time
@@ -23,9 +24,12 @@ from truth_data import (
     Batches,
     Data,
     digit_batches,
+    library_folder,
     package_batches,
+    package_folders,
     text_batches,
 )
+from truth_pairs import Pairs, Retriever, encoder, find_pairs, pair_batches
 
 from lowmem_patch import patch_model, patch_report
 from lowmem_patch.config import PatchConfig, load_config, preset_names
@@ -50,6 +54,16 @@ class Sizes:
     held_out: int = 12  # batches
     corpus: int = 8_000_000  # bytes
 
+    @property
+    def minilm_layers(self) -> int:
+        """All six, but in a trial."""
+        return 6 if self.layers == Sizes.layers else self.layers
+
+    @property
+    def pair_tokens(self) -> int:
+        """Of a docstring's first paragraph, and of a function's beginning."""
+        return min(64, self.length)
+
 
 TRIAL = Sizes(steps=3, rows=16, length=16, width=32, layers=1, held_out=1, corpus=60_000)
 
@@ -65,12 +79,20 @@ class Job:
 
 
 @dataclasses.dataclass(frozen=True)
+class Base:
+    """The training of a task's model for others to adapt; ``proof`` is a run that it must give again."""
+
+    task: str
+    proof: dict[str, Any] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class Task:
     """A model from scratch, or adapters (``adapted``: what their names end with) on one that was trained."""
 
     title: str
-    build: Callable[[Sizes, int], nn.Module]  # sizes, number of classes
-    corpus: str  # of `Data`: python, adapted, packages or digits
+    build: Callable[[Sizes, Data], nn.Module]
+    corpus: str  # of `Data`: python, adapted, packages, digits or pairs
     rate: float
     weight_decay: float
     steps: float = 1  # times those of the sizes
@@ -85,12 +107,12 @@ class Task:
 class Digits(nn.Module):
     """timm's ViT with the call of a transformers classifier."""
 
-    def __init__(self, sizes: Sizes, classes: int) -> None:
+    def __init__(self, sizes: Sizes, data: Data) -> None:
         from timm.models.vision_transformer import VisionTransformer
 
         super().__init__()
         self.vit = VisionTransformer(
-            img_size=CANVAS, patch_size=3, in_chans=1, num_classes=classes, depth=sizes.layers,
+            img_size=CANVAS, patch_size=3, in_chans=1, num_classes=10, depth=sizes.layers,
             embed_dim=sizes.width // 2, num_heads=4, global_pool="avg",
         )  # fmt: skip
 
@@ -99,7 +121,7 @@ class Digits(nn.Module):
         return {"loss": F.cross_entropy(logits, labels), "logits": logits}
 
 
-def llama(sizes: Sizes, classes: int) -> nn.Module:
+def llama(sizes: Sizes, data: Data) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     # as many classes again as there are bytes: wide enough that the head is computed in chunks
@@ -112,7 +134,7 @@ def llama(sizes: Sizes, classes: int) -> nn.Module:
     )  # fmt: skip
 
 
-def gpt2(sizes: Sizes, classes: int) -> nn.Module:
+def gpt2(sizes: Sizes, data: Data) -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     return GPT2LMHeadModel(
@@ -124,18 +146,31 @@ def gpt2(sizes: Sizes, classes: int) -> nn.Module:
     )  # fmt: skip
 
 
-def roberta(sizes: Sizes, classes: int) -> nn.Module:
+def roberta(sizes: Sizes, data: Data) -> nn.Module:
     from transformers import RobertaConfig, RobertaForSequenceClassification
 
     return RobertaForSequenceClassification(
         RobertaConfig(
             vocab_size=256, hidden_size=sizes.width, intermediate_size=4 * sizes.width,
-            num_hidden_layers=sizes.layers, num_attention_heads=4, num_labels=classes,
+            num_hidden_layers=sizes.layers, num_attention_heads=4, num_labels=len(data.packages),
             # it counts positions from the padding's number on; no byte of a source is 0
             pad_token_id=0, max_position_embeddings=sizes.length + 2,
             hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
         )
     )  # fmt: skip
+
+
+def minilm(sizes: Sizes, data: Data) -> nn.Module:
+    """From its real weights: seeds differ in their batches alone."""
+    assert data.pairs is not None
+    return Retriever(encoder(data.pairs.folder, sizes.minilm_layers))
+
+
+def minilm_pairs(folder: Path, sizes: Sizes) -> Pairs:
+    """As many as the rows of so many steps; ``folder`` holds the weights."""
+    sources = package_folders() | {"python": library_folder()}
+    shape = (sizes.steps * sizes.rows, sizes.pair_tokens)
+    return find_pairs(folder, sources, sizes.minilm_layers, shape)
 
 
 TASKS = {
@@ -149,6 +184,7 @@ TASKS = {
     ),
     "vit": Task("ViT on digits", Digits, "digits", 2e-3, 0.05, steps=2.5),
     "roberta": Task("RoBERTa tells packages apart", roberta, "packages", 5e-4, 0.01, steps=1.2),
+    "minilm": Task("MiniLM finds a docstring's function", minilm, "pairs", 1e-4, 0.01, steps=2),
 }  # fmt: skip
 
 
@@ -180,20 +216,39 @@ class Runs:
         self.data, self.sizes, self.device = data.to(device), sizes, device
         self.folder = folder  # of trained bases
 
-    def train_base(self, task: str) -> None:
-        """Train what ``task`` gives others to adapt, twice as long as the task itself."""
-        model = self._model(TASKS[task], BASE_SEED)
-        self._train(model, TASKS[task], BASE_SEED, self._steps(task, 2), split=False)
-        partial = base_path(self.folder, task).with_suffix(".partial")
+    def train_base(self, base: Base) -> None:
+        """Train what ``base.task`` gives others to adapt, twice as long as the task itself.
+
+        Raises:
+            RuntimeError: the run ``base.proof`` comes out otherwise, so that new runs would be no pairs.
+        """
+        model = self._model(TASKS[base.task], BASE_SEED)
+        steps = self._steps(base.task, 2)
+        self._train(model, TASKS[base.task], BASE_SEED, steps, split=False)
+        trial = copy.copy(self)
+        trial.folder = self.folder / "partial"
+        trial.folder.mkdir(exist_ok=True)
+        partial = base_path(trial.folder, base.task)
         torch.save(model.state_dict(), partial)
-        partial.rename(base_path(self.folder, task))
+        if base.proof is not None:
+            job = Job(**{field.name: base.proof[field.name] for field in dataclasses.fields(Job)})
+            found = trial.run(job)
+            if any(found[key] != base.proof[key] for key in ("loss", "curve")):
+                raise RuntimeError(
+                    f"this is not the base of the file's runs: {job.task}, seed {job.seed}, "
+                    f"{job.variant} has another loss or learning curve from it ({found['loss']}, "
+                    f"in the file {base.proof['loss']}). New runs would be no pairs of those: "
+                    "train all runs of the task again in a new file (--out)"
+                )
+        partial.rename(base_path(self.folder, base.task))
 
     def run(self, job: Job) -> dict[str, Any]:
         """The result of one run: a line of the results.
 
         ``loss`` is the mean held-out loss in the task's unit, ``accuracy`` is that of classifiers, ``curve``
         holds the means of each 20 training losses, ``saved`` the bytes that autograd holds by the plan
-        before and after the patch, ``approximate`` the number of sites with an approximate gradient.
+        before and after the patch, ``approximate`` the number of sites with an approximate gradient,
+        ``bits`` those of its codes, ``data`` the fingerprint of what the task alone reads.
         """
         begin = time.perf_counter()
         task = TASKS[job.task]
@@ -208,6 +263,11 @@ class Runs:
             report = patch_report(model)
             facts["saved"] = [report.saved_before, report.saved_after]
             facts["approximate"] = len(report.approximate)
+            if any(site.strategy == "codes" for site in report.sites):
+                facts["bits"] = config.bits
+        if task.corpus == "pairs":
+            assert self.data.pairs is not None
+            facts["data"] = self.data.pairs.fingerprint
         curve = self._train(model, task, job.seed, steps, split=job.variant == HALVES)
         loss, accuracy = self._held_out(model, task)
         if accuracy is not None:
@@ -225,7 +285,7 @@ class Runs:
 
     def _model(self, task: Task, seed: int) -> nn.Module:
         torch.manual_seed(seed)
-        model = task.build(self.sizes, 10 if task.corpus == "digits" else len(self.data.packages))
+        model = task.build(self.sizes, self.data)
         if task.base is not None:
             model.load_state_dict(torch.load(base_path(self.folder, task.base), weights_only=True))
             targets = task.adapted if isinstance(task.adapted, str) else list(task.adapted)
@@ -245,6 +305,9 @@ class Runs:
             shape = (4 * rows, self.sizes.length)
             corpora = [getattr(split, part) for split in data.packages.values()]
             return package_batches(corpora, steps, shape, seed)
+        if task.corpus == "pairs":
+            many = rows if part == "train" else 4 * rows
+            return pair_batches(getattr(data.pairs, part), steps, many, seed)
         return text_batches(getattr(getattr(data, task.corpus), part), steps, shape, seed)
 
     def _train(
