@@ -27,11 +27,13 @@ class Budget:
         bytes: in all.
         asked: as it was asked for.
         fragments: the share of the bytes beside the model states that the allocator may lose.
+        bare: it was asked for as a number without a unit, which is one of bytes.
     """
 
     bytes: int
     asked: str
     fragments: float = 0.0
+    bare: bool = False
 
     def reserve(self, room: int) -> int:
         """What of ``room``, the bytes beside the model states, is left for fragmentation."""
@@ -56,7 +58,7 @@ def make_budget(fit: str | int, model: nn.Module) -> Budget:
     if isinstance(fit, int):
         if fit < 1:
             raise ConfigError(f"fit {fit!r} is no budget: it must be a number of bytes above 0")
-        return Budget(fit, size_text(fit), fragments)
+        return Budget(fit, size_text(fit), fragments, bare=True)
     text = fit.strip()
     if text.lower() == "auto":
         return _free_on_gpu(_gpu_of(parameter))
