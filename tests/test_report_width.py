@@ -175,7 +175,7 @@ def test_each_row_says_what_it_is(width: int, monkeypatch: pytest.MonkeyPatch) -
 def test_the_shape_stands_beside_the_bytes() -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(LLAMA)
     made = " ".join(str(plan_patch(model)).split())
-    assert "saves for input_ids 2x16, a small example (for your own batch: example_inputs=)" in made
+    assert "saves for input_ids 2x16, a small example made from the config" in made
     assert "fewer) for input_ids 2x16, a small example" in made
     given = " ".join(str(plan_patch(model, example_inputs=torch.zeros(3, 24).long())).split())
     assert "saves for input 0 3x24, and no Linear does" in given and "small example" not in given

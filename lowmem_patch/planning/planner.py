@@ -36,7 +36,7 @@ NOTHING_TRAINS = (
     "no parameter trains, so autograd saves nothing, and a patch can save no memory: call get_peft_model for "
     "LoRA, or model.requires_grad_(True) for all weights, and then patch_model(model) again"
 )
-_SMALL = ", a small example (for your own batch: example_inputs=)"
+_SMALL = ", a small example made from the config"
 NOT_COUNTED = "bytes after are counted by patch_model: planning runs no patched forward on data"
 
 
