@@ -13,7 +13,7 @@ from lowmem_patch.errors import NothingToPatchError, PatchError
 from lowmem_patch.nn.gammas import forget_after_forward, look_at_gammas, look_before_forward
 from lowmem_patch.nn.head import notes_of_heads
 from lowmem_patch.nn.norms import MSNorm
-from lowmem_patch.nn.own import Own
+from lowmem_patch.nn.own import Own, within_compiled
 from lowmem_patch.planning.apply import apply_plan, undo
 from lowmem_patch.planning.changes import (
     has_adapter,
@@ -21,10 +21,15 @@ from lowmem_patch.planning.changes import (
     stop_watching,
     watch_first_forward,
 )
-from lowmem_patch.planning.check import check_outputs, checked_model, run_real
+from lowmem_patch.planning.check import (
+    check_outputs,
+    checked_model,
+    refuse_compiled,
+    run_real,
+)
 from lowmem_patch.planning.fit_model import fit_planned
 from lowmem_patch.planning.plan import Plan, trains_signature
-from lowmem_patch.planning.planner import NOT_COUNTED, counted_after, plan_model
+from lowmem_patch.planning.planner import NOT_COUNTED, NOTHING_TRAINS, counted_after, plan_model
 from lowmem_patch.planning.report import RECORD, PatchReport, Record, find_records
 from lowmem_patch.strategies.fold import folded_now
 from lowmem_patch.strategies.fold_weights import FoldStep
@@ -77,13 +82,14 @@ def plan_patch(
         ConfigError: ``model`` is no model, an unknown preset, key, value or optimizer, a budget that is no
             size.
         TraceError: the model cannot be run on the inputs.
-        PatchError: the model is part of a larger model that is patched.
+        PatchError: the model is part of a larger model that is patched, or torch.compile wraps it.
         BudgetError: nothing fits in the budget; the text names the least one, and what would help.
     """
     checked_model(model, "plan_patch")
     config = given_config(preset, config)
     if example_inputs is None:
         model = _with_known_inputs(model)
+    refuse_compiled(model)
     resolved = load_config(config)
     return _planned(model, resolved, example_inputs, _asked(resolved, fit, optimizer))[0]
 
@@ -122,14 +128,14 @@ def patch_model(
 
     Args:
         model, preset, example_inputs, fit, optimizer, config: as in :func:`plan_patch`.
-        strict: raise instead of warn when no site is patched.
+        strict: raise instead of warn when no site is patched or no parameter trains.
         check: run the original and the patched model on the example inputs, and put everything back
             if the outputs differ by more than rounding.
 
     Raises:
         ConfigError, TraceError, BudgetError: as in :func:`plan_patch`; the model is as it was, unpatched.
-        PatchError: applying or checking failed; the model is as it was.
-        NothingToPatchError: ``strict`` and nothing was patched.
+        PatchError: torch.compile wraps the model, or applying or checking failed; the model is as it was.
+        NothingToPatchError: ``strict``, and nothing was patched or nothing trains.
 
     Example:
         >>> print(patch_report(patch_model(model, preset="auto")))
@@ -143,10 +149,10 @@ def patch_model(
         model = _with_known_inputs(model)
         if not check and _is_patched_so(model, resolved, asked):
             return outer
+    refuse_compiled(model)
     unpatch_model(model)
     report, plan, inputs = _planned(model, resolved, example_inputs, asked)
-    if all(patch.for_autocast for patch in plan.patches):
-        _nothing(report, strict)
+    _say_if_nothing(report, plan, strict)
     before = run_real(model, inputs) if check else None
     apply_plan(model, plan)
     try:
@@ -179,6 +185,7 @@ def _counted(model: nn.Module, report: PatchReport, inputs: ExampleInputs) -> Pa
 
 def _is_patched_so(model: nn.Module, config: PatchConfig, asked: Asked | None) -> bool:
     """Whether nothing is to do; of a budget counts what was asked, not what a GPU has free now."""
+    model = within_compiled(model) or model
     records = find_records(model)
     if len(records) != 1:
         return False
@@ -262,10 +269,16 @@ def _is_adapted(model: nn.Module, step: FoldStep) -> bool:
     return any(has_adapter(modules.get(reference.module)) for reference in step.linears)
 
 
-def _nothing(report: PatchReport, strict: bool) -> None:
+def _say_if_nothing(report: PatchReport, plan: Plan, strict: bool) -> None:
+    """Warn, or raise where ``strict``, if nothing trains or nothing is patched."""
     reasons = dict.fromkeys(f"{site.name}: {site.reason}" for site in report.sites)
     listed = "; ".join(list(reasons)[:3]) or "it has no norm or activation that lowmem-patch knows"
-    text = f"nothing was patched in {report.model}: {listed}"
+    if NOTHING_TRAINS in report.notes:
+        text = f"{report.model}: {NOTHING_TRAINS}"
+    elif all(patch.for_autocast for patch in plan.patches):
+        text = f"nothing was patched in {report.model}: {listed}"
+    else:
+        return
     if strict:
         raise NothingToPatchError(text)
     warnings.warn(text, stacklevel=3)

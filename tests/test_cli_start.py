@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import resource
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from lowmem_patch.cli.light_imports import light_imports
+from lowmem_patch.cli.light_imports import light_imports, uncollected_imports
 
 ROOT = Path(__file__).parent.parent
 RUN = """
@@ -97,3 +98,39 @@ def test_nothing_is_hidden_from_libraries_that_are_there(folder: Path) -> None:
     before = dict(sys.modules)
     with light_imports(str(folder)):
         assert sys.modules == before
+
+
+def test_the_collector_rests_until_the_imports_are_done() -> None:
+    assert gc.isenabled()
+    frozen = gc.get_freeze_count()
+    try:
+        with uncollected_imports() as done:
+            assert not gc.isenabled()
+            done()
+            assert gc.isenabled() and gc.get_freeze_count() > frozen
+    finally:
+        gc.unfreeze()
+    with pytest.raises(ZeroDivisionError), uncollected_imports():
+        1 / 0  # noqa: B018
+    assert gc.isenabled()
+
+
+COLLECTED = """
+import gc, sys
+runs = []
+gc.callbacks.append(lambda phase, info: runs.append(info["generation"]))
+import runpy
+try:
+    runpy.run_module("lowmem_patch", run_name="__main__")
+except SystemExit:
+    print(runs.count(2), file=sys.stderr)
+"""
+
+
+def test_a_look_at_a_config_searches_no_imports_for_garbage(folder: Path) -> None:
+    """Of the oldest generation, which holds them: a second of the processor."""
+    done = subprocess.run(
+        [sys.executable, "-c", COLLECTED, "inspect", str(folder), "--seq-len", "64"],
+        capture_output=True, text=True, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert int(done.stderr.split()[-1]) <= 6  # one search is two calls

@@ -57,7 +57,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     ("strategies.fold",),
     ("strategies",),
-    ("planning.fit_report", "planning.names"),
+    ("planning.columns", "planning.fit_report", "planning.names"),
     ("planning.report",),
     ("planning.plan",),
     ("planning.apply", "planning.changes", "planning.check", "planning.floor", "planning.notes"),

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
+import torch
+import transformers
 from typer.testing import CliRunner
 
-from lowmem_patch import demo, report
+from lowmem_patch import demo, plan_patch, report
 from lowmem_patch.cli import app
+from lowmem_patch.planning.columns import Table, make_table, shortened, text_width
 from lowmem_patch.report import layout
-from lowmem_patch.report.columns import Table, shortened
-from lowmem_patch.report.layout import make_table
 
 LLAMA, VIT = str(demo.LLAMA_FOLDER), str(demo.VIT_FOLDER)
 SHORT = ("--seq-len", "16")
@@ -103,17 +103,13 @@ def test_columns_are_obeyed(monkeypatch: pytest.MonkeyPatch) -> None:
         result = CliRunner().invoke(app, ["tables", "list"], env={"COLUMNS": str(width)})
         assert max(map(len, result.stdout.splitlines())) <= width
     monkeypatch.delenv("COLUMNS", raising=False)
-    assert layout.text_width(io.StringIO()) is None  # a file's lines are as long as their sentences
+    assert text_width(io.StringIO()) is None  # a file's lines are as long as their sentences
     monkeypatch.setenv("COLUMNS", "77")
-    assert layout.text_width(io.StringIO()) == 77
+    assert text_width(io.StringIO()) == 77
 
 
 def drawn(table: Table, width: int) -> str:
-    stream = io.StringIO()
-    console = Console(file=stream, width=width)
-    for part in table.rendered(width):
-        console.print(part, markup=False)
-    return stream.getvalue()
+    return "\n".join(line.text for line in table.lines(width))
 
 
 def wide() -> Table:
@@ -144,3 +140,44 @@ def test_columns_without_room_stand_in_a_table_of_their_own() -> None:
 def test_the_end_of_a_name_says_more() -> None:
     assert shortened("model.layers.0.mlp", 18) == "model.layers.0.mlp"
     assert shortened("model.layers.0.mlp", 12) == "mod....0.mlp"
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_a_report_is_printed_as_the_command_line_does(
+    width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(LLAMA)
+    found = plan_patch(model)
+    monkeypatch.setenv("COLUMNS", str(width))
+    print(found)
+    by_print = capsys.readouterr().out
+    report.print_plan(found, "title")
+    by_command = capsys.readouterr().out
+    assert max(map(len, by_print.splitlines())) <= width
+    table = found.site_table().lines(width)
+    assert len(table) > 5
+    for text in (by_print, by_command):
+        assert "\n".join(line.text for line in table) in text
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_each_row_says_what_it_is(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No row begins with dots or a number, or has a name of which little is left."""
+    monkeypatch.setenv("COLUMNS", str(width))
+    result = CliRunner().invoke(app, ["inspect", LLAMA, *SHORT, "--train", "lora"])
+    rows = [x for x in result.stdout.splitlines() if re.search(r"\d [KM]?i?B( |$)", x)]
+    assert len(rows) > 20
+    for row in rows:
+        name = row.split("  ")[0]
+        assert re.match(r"[a-z_]{3}", name) and len(name.replace(".", "")) >= 4, row
+
+
+def test_the_shape_stands_beside_the_bytes() -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(LLAMA)
+    made = " ".join(str(plan_patch(model)).split())
+    assert "saves for input_ids 2x16, a small example made from the config" in made
+    assert "fewer) for input_ids 2x16, a small example" in made
+    given = " ".join(str(plan_patch(model, example_inputs=torch.zeros(3, 24).long())).split())
+    assert "saves for input 0 3x24, and no Linear does" in given and "small example" not in given
+    shown = CliRunner().invoke(app, ["inspect", LLAMA, *SHORT], env={"COLUMNS": "300"}).stdout
+    assert "what it alone saves for input_ids 2x16, and" in shown

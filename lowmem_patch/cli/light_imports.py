@@ -10,11 +10,11 @@ import contextlib
 import gc
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["freeze_imports", "light_imports"]
+__all__ = ["light_imports", "uncollected_imports"]
 
 _QUANTISATION = ("bitsandbytes",)
 _NOT_FOR_TEXT = ("torchvision", "scipy", "sklearn")
@@ -64,10 +64,27 @@ def _cached(model: str) -> Path | None:
     return Path(found) if isinstance(found, str) else None
 
 
-def freeze_imports() -> None:
-    """What was imported leaves the garbage collector's sight: a million objects, which each search for
-    caches (two in a trace) would walk. For a process that runs one command."""
-    from lowmem_patch.tracing.isolation import find_caches
+@contextlib.contextmanager
+def uncollected_imports() -> Iterator[Callable[[], None]]:
+    """While this is open, the garbage collector rests, which would walk a million imported objects again and
+    again: a sixth of the processor's time. For a process that runs one command.
 
-    find_caches()
-    gc.freeze()
+    What is yielded is called when the imports are done: they leave the collector's sight, for the search for
+    caches too (two in a trace), and it works again.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+
+    def done() -> None:
+        from lowmem_patch.tracing.isolation import find_caches
+
+        find_caches()
+        gc.freeze()
+        if enabled:
+            gc.enable()
+
+    try:
+        yield done
+    finally:
+        if enabled:
+            gc.enable()

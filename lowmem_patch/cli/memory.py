@@ -11,7 +11,7 @@ import typer  # noqa: TID251 - only the command line imports typer
 
 from lowmem_patch.cli import options
 from lowmem_patch.cli.assumptions import assumptions, default_length, model_settings
-from lowmem_patch.cli.light_imports import freeze_imports, light_imports
+from lowmem_patch.cli.light_imports import light_imports, uncollected_imports
 from lowmem_patch.cli.models import meta_model, real_model, with_adapters
 from lowmem_patch.cli.runtime import ExitCode, command, print_json, print_result, quiet_libraries
 from lowmem_patch.cli.unused import name_unused
@@ -103,7 +103,7 @@ def inspect(
     Saved bytes and the peak come from the model run on fake tensors. The CUDA context (about 0.5 GiB)
     and fragmentation come on top. qlora is arithmetic: base Linears in 4 bits, doubly quantised.
     """
-    with command(debug, as_json):
+    with command(debug, as_json), uncollected_imports() as imports_done:
         from lowmem_patch.config import load_config
         from lowmem_patch.memory import Training
 
@@ -119,7 +119,7 @@ def inspect(
             built = meta_model(model, revision, trust_remote_code, dtype)
             built = with_adapters(built, adapters, lora_rank).train()
             name_unused(built, train=train, rank=lora_rank, length=seq_len)
-            freeze_imports()
+            imports_done()
             quantised = train.startswith("qlora")
             training = Training(optimizer.value, quantised, accumulation > 1, checkpointing, gpus)
             asked = _Asked(batch_size, seq_len, accumulation, autocast, memory, fit, solve.value)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
+import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer  # noqa: TID251 - only the command line imports typer
 
 from lowmem_patch.cli import options
-from lowmem_patch.cli.runtime import ExitCode, command
+from lowmem_patch.cli.runtime import ExitCode, command, print_note
+from lowmem_patch.errors import LowmemPatchError
 
 __all__ = ["RUN_SETTINGS", "run"]
 
@@ -30,29 +34,67 @@ def run(
     batch_size: Annotated[
         int | None, typer.Option(min=1, help="Rows of a step, for --fit in a loop of one's own.")
     ] = None,
-    seq_len: options.LengthOption = None,
+    seq_len: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tokens per row of a step, for --fit where no trainer tells it."),
+    ] = None,
     as_module: Annotated[
         bool, typer.Option("-m", help="SCRIPT is a module's name, as of python -m.")
     ] = False,
     strict: Annotated[
         bool, typer.Option("--strict", help="A model that cannot be patched ends the script.")
     ] = False,
+    debug: options.DebugOption = False,
 ) -> None:
     """Run SCRIPT with its models patched, without a change to it: in this process alone, and said.
+
+    Options of run stand before SCRIPT: whatever stands behind it goes to the script.
 
     A model is patched when transformers' Trainer (TRL, sentence-transformers, LLaMA-Factory), Lightning's
     Trainer, accelerate or timm.create_model has it. With several processes: torchrun ... -m lowmem_patch run
     SCRIPT, or accelerate launch -m lowmem_patch run SCRIPT. The exit code is the script's.
     """
-    with command(debug=False, waiting=None):
+    with command(debug, waiting=None):
         from lowmem_patch.errors import ConfigError
         from lowmem_patch.integrations.script import ScriptPatching, run_script
 
         patching = ScriptPatching(preset, fit, None, seq_len, batch_size, strict)
         if not (as_module or Path(script).is_file()):
             raise ConfigError(f"there is no script {script}; a module's name needs -m")
+        own = [name for parameter in context.command.params for name in parameter.opts]
+        _name_late_options(script, context.args, own)
     # outside: errors and signals of the script are its own
     try:
         run_script(script, context.args, patching, as_module=as_module)
     except KeyboardInterrupt:
         raise SystemExit(ExitCode.INTERRUPTED) from None
+    except LowmemPatchError as error:
+        place = _place_in(script, error)
+        with command(debug, waiting=None):
+            raise type(error)(f"{error}{place}") from error
+
+
+def _name_late_options(script: str, arguments: Sequence[str], own: Sequence[str]) -> None:
+    """Say which options of ``run`` stand behind a script whose text has none of that name."""
+    path = Path(script)
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    for given in arguments:
+        option = given.partition("=")[0]
+        if option not in own or not option.startswith("--"):
+            continue
+        name = option.removeprefix("--").replace("-", "[-_]")
+        if not re.search(rf"--{name}\b|\b{name}\s*:|['\"]{name}['\"]", text):
+            print_note(
+                f"{option} stands behind the script and goes to it: options of run stand before, as in "
+                f"lowmem-patch run {option} ... {path.name}"
+            )
+
+
+def _place_in(script: str, error: BaseException) -> str:
+    """Where the script was, as its traceback would say."""
+    lines = [
+        frame.lineno
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename == script
+    ]
+    return f" ({Path(script).name}, line {lines[-1]})" if lines else ""

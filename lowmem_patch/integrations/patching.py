@@ -8,7 +8,7 @@ import importlib.metadata
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from lowmem_patch.api import ConfigLike, patch_model, patch_report
 from lowmem_patch.config import load_config
 from lowmem_patch.errors import ConfigError
 from lowmem_patch.integrations.refusals import refuse_model
+from lowmem_patch.planning.budget import checked_budget
 from lowmem_patch.planning.report import PatchReport, find_records
 from lowmem_patch.tracing.example_inputs import inner_models, make_example_inputs, reads_tokens
 
@@ -47,8 +48,17 @@ class Patching:
     sequence_length: int | None = None
     batch_size: int | None = None
 
+    # how a user writes them
+    names: ClassVar[dict[str, str]] = {
+        "batch_size": "batch_size=",
+        "sequence_length": "sequence_length=",
+        "example_inputs": ", or example_inputs= (one batch)",
+    }
+
     def __post_init__(self) -> None:
         load_config(self.preset)  # a mistake is said before a model is loaded
+        if self.fit is not None:
+            checked_budget(self.fit)
 
     def patch(
         self,
@@ -94,7 +104,7 @@ class Patching:
         if rows is None or unknown:
             raise ConfigError(
                 f"fit={self.fit!r} needs the size of a training step, which this trainer does not tell: give "
-                f"{' and '.join(f'{name}=' for name in unknown)}, or example_inputs= (one batch)"
+                f"{' and '.join(self.names[name] for name in unknown)}{self.names['example_inputs']}"
             )
         return make_example_inputs(model, batch_size=rows, sequence_length=length)
 

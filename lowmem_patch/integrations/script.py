@@ -15,12 +15,12 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
-from lowmem_patch.errors import PatchError, TraceError
+from lowmem_patch.errors import LowmemPatchError, PatchError, TraceError
 from lowmem_patch.integrations.late_imports import AfterImport, Replacements
 from lowmem_patch.integrations.patching import Patching, summary
 from lowmem_patch.planning.changes import no_longer_as_patched
@@ -45,6 +45,13 @@ class ScriptPatching(Patching):
     strict: bool = False
     reports: dict[int, PatchReport] = dataclasses.field(default_factory=dict)
     left_alone: dict[str, None] = dataclasses.field(default_factory=dict)
+
+    # as options of `run`, which takes no example inputs
+    names: ClassVar[dict[str, str]] = {
+        "batch_size": "--batch-size",
+        "sequence_length": "--seq-len",
+        "example_inputs": " before the script",
+    }
 
     def patch(self, model: nn.Module, **details: Any) -> list[PatchReport]:
         """As :meth:`Patching.patch`; nothing where a model cannot be patched, unless ``strict``."""
@@ -87,11 +94,12 @@ def run_script(
 
     Raises:
         SystemExit: the script's own, as every error of the script.
+        LowmemPatchError: what was asked for cannot be done with a model of the script.
     """
     argv, search = sys.argv, sys.path[:]
     sys.argv = [script, *arguments]
     sys.path[0] = str(Path.cwd() if as_module else Path(script).resolve().parent)
-    replaced = Replacements()
+    replaced, refused = Replacements(), False
     _say(f"in this process alone, models are patched that are given to {_PLACES}")
     try:
         with AfterImport(_actions(patching, replaced)):
@@ -99,10 +107,14 @@ def run_script(
                 runpy.run_module(script, run_name="__main__", alter_sys=True)
             else:
                 runpy.run_path(script, run_name="__main__")
+    except LowmemPatchError:  # it says itself why nothing was patched
+        refused = True
+        raise
     finally:
         replaced.undo()
         sys.argv, sys.path[:] = argv, search
-        _say(patching.account())
+        if not refused:
+            _say(patching.account())
 
 
 def _say(text: str) -> None:

@@ -22,6 +22,7 @@ __all__ = [
     "has_foreign_forward",
     "is_own",
     "remove_own",
+    "within_compiled",
 ]
 
 _REPLICATE = "_replicate_for_data_parallel"
@@ -90,6 +91,11 @@ def has_foreign_forward(module: nn.Module) -> bool:
     # the class's own is what a pickle or `remove_own` brings back
     of_class = getattr(forward, "__func__", None) is type(module).forward
     return forward is not None and not of_class and not is_own(forward)
+
+
+def within_compiled(module: nn.Module) -> nn.Module | None:
+    """What ``torch.compile(module)`` wraps and calls; None for a module that it has not made."""
+    return module._modules.get("_orig_mod")
 
 
 def remove_own(module: nn.Module) -> None:

@@ -12,7 +12,7 @@ from lowmem_patch.errors import ConfigError
 from lowmem_patch.memory.model_states import parse_bytes
 from lowmem_patch.planning.fit_report import size_text
 
-__all__ = ["Budget", "free_host_bytes", "make_budget", "parse_budget"]
+__all__ = ["Budget", "checked_budget", "free_host_bytes", "make_budget", "parse_budget"]
 
 _FRAGMENTS = 0.03  # of what a GPU's allocator gives beside the model states
 _RESERVE, _LEAST_RESERVE = 0.02, 512 * 2**20  # of a GPU, for its context and other processes
@@ -27,11 +27,13 @@ class Budget:
         bytes: in all.
         asked: as it was asked for.
         fragments: the share of the bytes beside the model states that the allocator may lose.
+        bare: it was asked for as a number without a unit, which is one of bytes.
     """
 
     bytes: int
     asked: str
     fragments: float = 0.0
+    bare: bool = False
 
     def reserve(self, room: int) -> int:
         """What of ``room``, the bytes beside the model states, is left for fragmentation."""
@@ -51,16 +53,27 @@ def make_budget(fit: str | int, model: nn.Module) -> Budget:
     parameter = next(model.parameters(), None)
     # a model on the meta device will run on a GPU
     fragments = _FRAGMENTS if parameter is not None and parameter.device.type != "cpu" else 0.0
+    size = checked_budget(fit)
+    if size is None:
+        return _free_on_gpu(_gpu_of(parameter))
+    if isinstance(fit, int):
+        return Budget(size, size_text(size), fragments, bare=True)
+    return Budget(size, fit.strip(), fragments)
+
+
+def checked_budget(fit: str | int) -> int | None:
+    """The bytes of a budget; None for ``"auto"``, which asks for a GPU.
+
+    Raises:
+        ConfigError: it is no size.
+    """
     if isinstance(fit, bool) or not isinstance(fit, (str, int)):
         raise ConfigError(f"fit {fit!r} is no budget: give it as 24GiB, as bytes, or auto")
     if isinstance(fit, int):
         if fit < 1:
             raise ConfigError(f"fit {fit!r} is no budget: it must be a number of bytes above 0")
-        return Budget(fit, size_text(fit), fragments)
-    text = fit.strip()
-    if text.lower() == "auto":
-        return _free_on_gpu(_gpu_of(parameter))
-    return Budget(parse_budget(text), text, fragments)
+        return fit
+    return None if fit.strip().lower() == "auto" else parse_budget(fit.strip())
 
 
 def parse_budget(text: str) -> int:

@@ -22,7 +22,7 @@ from torch import nn
 from lowmem_patch.functional import in_compiler
 from lowmem_patch.nn.adapters import is_adapter_forward
 from lowmem_patch.nn.norms import MSNorm
-from lowmem_patch.nn.own import Own, is_own
+from lowmem_patch.nn.own import Own, is_own, within_compiled
 from lowmem_patch.planning.plan import Plan
 from lowmem_patch.strategies.lora import trained_lora_layers
 from lowmem_patch.strategies.swap import Swap, is_replacement
@@ -253,7 +253,7 @@ def _forwards(model: nn.Module, facts: AsPatched) -> Iterator[str]:
     for name, was in facts.forwards.items():
         if name not in modules or name in gone:
             continue
-        forward = _forward_of(modules[name])
+        forward = _forward_of(within_compiled(modules[name]) or modules[name])
         if forward != was:
             changed.setdefault(forward.partition(".")[0], []).append(name)
     for library, names in changed.items():

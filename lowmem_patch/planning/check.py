@@ -1,5 +1,5 @@
-"""What a call is given must be a model; and behind ``patch_model(check=True)``, the patched model must
-compute the same outputs."""
+"""What a call is given must be a model, which torch.compile does not wrap; and behind
+``patch_model(check=True)``, the patched model must compute the same outputs."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ from torch.utils._pytree import tree_leaves
 
 from lowmem_patch.errors import ConfigError, PatchError
 from lowmem_patch.nn.norms import MSNorm
+from lowmem_patch.nn.own import within_compiled
 from lowmem_patch.tracing.inputs import ExampleInputs
 from lowmem_patch.tracing.isolation import preserved
 from lowmem_patch.tracing.observers import observed_calls
+from lowmem_patch.tracing.trace import describe
 
-__all__ = ["RealRun", "check_outputs", "checked_model", "run_real"]
+__all__ = ["RealRun", "check_outputs", "checked_model", "refuse_compiled", "run_real"]
 
 # A wrong fold or a misread norm differs by its own size; rounding differs by far less than this share.
 # `lowmem-patch verify` is the judge of rounding, against float64.
@@ -59,6 +61,23 @@ def checked_model(model: object, call: str) -> None:
         f"{call} takes a torch.nn.Module, and got a {type(model).__name__}: give the model that it holds, "
         "such as trainer.model or pipeline.unet"
     )
+
+
+def refuse_compiled(model: nn.Module) -> None:
+    """Refuse what ``torch.compile`` wraps: a patch inside would break its graphs.
+
+    ``module.compile()`` wraps nothing: graphs are made when the patched module runs.
+
+    Raises:
+        PatchError: the model, or a module in it, is wrapped.
+    """
+    for name, module in model.named_modules():
+        inner = within_compiled(module)
+        if inner is not None:
+            raise PatchError(
+                f"torch.compile wraps {describe(inner, name)} already: patch the model first and "
+                "compile it after that, as in model = torch.compile(patch_model(model))"
+            )
 
 
 def run_real(model: nn.Module, inputs: ExampleInputs) -> RealRun:

@@ -116,6 +116,10 @@ def _too_small(fitting: Fitting, budget: Budget, found: NoFit, inputs: str) -> s
     ]
     if budget.bytes <= weights:
         lines.append("the parameters alone are larger than the budget")
+        if budget.bare:
+            lines.append(
+                f'fit={budget.bytes} is a number of bytes: a size with a unit is text, such as fit="24GiB"'
+            )
     lines += [
         f"  {rung.name}: {size_text(rung.total)}" + (", fits" if rung.total <= budget.bytes else "")
         for rung in rungs

@@ -26,12 +26,17 @@ from lowmem_patch.tracing.shadow import DataNeededError, Shadow, make_shadow
 from lowmem_patch.tracing.sharded import came_sharded
 from lowmem_patch.tracing.trace import Trace, trace_forward
 
-__all__ = ["NOT_COUNTED", "Planned", "counted_after", "plan_model"]
+__all__ = ["NOTHING_TRAINS", "NOT_COUNTED", "Planned", "counted_after", "plan_model"]
 
 _OF_THE_WHOLE = (
     "the model came sharded: planned, and counted, on the whole model that its config makes, of which a "
     "device keeps its part"
 )
+NOTHING_TRAINS = (
+    "no parameter trains, so autograd saves nothing, and a patch can save no memory: call get_peft_model for "
+    "LoRA, or model.requires_grad_(True) for all weights, and then patch_model(model) again"
+)
+_SMALL = ", a small example made from the config"
 NOT_COUNTED = "bytes after are counted by patch_model: planning runs no patched forward on data"
 
 
@@ -64,6 +69,7 @@ def plan_model(model: nn.Module, config: PatchConfig, example_inputs: Any) -> Pl
             inputs = make_example_inputs(model)
     else:
         inputs = as_example_inputs(example_inputs)
+    described = _describe(inputs) + (_SMALL if example_inputs is None else "")
     originals: dict[str, tuple[Tensor | None, Tensor | None]] = {}
     notes: list[str] = []
     shadow, trace = _traced(model, inputs, originals, notes)
@@ -72,14 +78,15 @@ def plan_model(model: nn.Module, config: PatchConfig, example_inputs: Any) -> Pl
     if came_sharded(model):
         notes.append(_OF_THE_WHOLE)
     notes += [*plan.notes, *notes_of_no_sites(facts, (site.name for site in plan.sites))]
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        notes.append("no parameter trains, so nothing is kept: patch again once something does")
+    # inputs may have gradients, as those of a frozen part of a larger model
+    if not (trace.saved.activations or any(p.requires_grad for p in model.parameters())):
+        notes.append(NOTHING_TRAINS)
     floor = count_floor(shadow.model, trace)
     report = PatchReport(
         model=type(model).__name__,
         config=config,
         sites=plan.sites,
-        inputs=_describe(inputs),
+        inputs=described,
         saved_before=trace.saved.activations,
         saved_after=0,
         weight_copies_before=trace.saved.weight_copies,

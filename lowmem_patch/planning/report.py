@@ -11,6 +11,7 @@ from torch import nn
 
 from lowmem_patch.config import PatchConfig
 from lowmem_patch.errors import ConfigError
+from lowmem_patch.planning.columns import Table, make_table, text_width, wrapped
 from lowmem_patch.planning.fit_report import FitReport
 from lowmem_patch.planning.names import collapse_names, fewer, human_bytes, pattern_of, starred
 from lowmem_patch.strategies.fold_weights import FoldStep
@@ -200,20 +201,27 @@ class PatchReport:
         sites = f"{len(self.patched)} of {len(self.sites)} sites patched"
         return f"{self.model}: preset {self.config.name}, {sites}"
 
+    def site_table(self) -> Table:
+        """The sites as both the command line and ``print`` show them; reasons are footnotes."""
+        *headers, _ = _HEADERS
+        table = make_table(*headers, "why", right=("before", "after"))
+        for names, kind, strategy, before, after, reason in self.site_rows():
+            sizes = (human_bytes(before), human_bytes(after))
+            table.add_row("\n".join(names), kind, strategy, *sizes, note=reason)
+        return table
+
+    @property
+    def about_sites(self) -> str:
+        """What the numbers of :meth:`site_table` are."""
+        return f"bytes of a site: what it alone saves for {self.inputs}, and no Linear does"
+
     def __str__(self) -> str:
-        rows = [
-            (name, *cells, row.reason if name == row.names[0] else "")
-            for row in self.site_rows()
-            for name in row.names
-            for cells in [(row.kind, row.strategy, *map(human_bytes, row[3:5]))]
-        ]
-        table = [_HEADERS, *rows]
-        widths = [max(len(row[i]) for row in table) for i in range(5)]
-        lines = [self._title]
-        for row in table:
-            cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
-            lines.append("  ".join([*cells, row[5]]).rstrip())
-        return "\n".join([*lines, *self._summary()])
+        """As wide as the terminal (or COLUMNS)."""
+        width = text_width()
+        table = [line.text for line in self.site_table().lines(width)]
+        sentences = "\n".join([self.about_sites, *self._summary()]).splitlines()
+        rest = [line for sentence in sentences for line in wrapped(sentence, width)]
+        return "\n".join([*wrapped(self._title, width), *table, *rest])
 
     def _repr_html_(self) -> str:
         """For notebooks."""

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import TextIO
 
 from rich.console import Console
@@ -18,6 +17,7 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
+from lowmem_patch.planning.columns import FILE_WIDTH, Table, make_table, text_width, wrapped
 from lowmem_patch.planning.names import (
     collapse_names,
     fewer,
@@ -26,7 +26,6 @@ from lowmem_patch.planning.names import (
     pattern_of,
     starred,
 )
-from lowmem_patch.report.columns import Column, Table, wrapped
 
 __all__ = [
     "collapse_names",
@@ -46,45 +45,25 @@ __all__ = [
     "text_width",
 ]
 
-_FILE_WIDTH = 100  # of a table where output is no terminal and COLUMNS says nothing
-
-
 _spinning: list[Progress] = []  # on the terminal now, which has one cursor
-
-
-def text_width(stream: TextIO) -> int | None:
-    """COLUMNS, or the terminal's width; None for a file, whose lines have no end."""
-    columns = os.environ.get("COLUMNS", "")
-    if columns.isdigit() and int(columns) > 0:
-        return int(columns)
-    return Console(file=stream).width if stream.isatty() else None
 
 
 def _console(stream: TextIO) -> Console:
     """A console for a stream; made anew each time, as the stream may have been redirected since."""
     stop_spinner()
-    return Console(file=stream, width=text_width(stream) or _FILE_WIDTH, highlight=False)
-
-
-def _output_width() -> int | None:
-    return text_width(sys.stdout)
+    return Console(file=stream, width=text_width(stream) or FILE_WIDTH, highlight=False)
 
 
 def print_line(text: str, style: str | None = None) -> None:
     """A sentence on standard output, wrapped at words to the width; never wrapped in a file."""
-    for line in wrapped(text, _output_width()):
+    for line in wrapped(text, text_width()):
         _console(sys.stdout).print(line, style=style, markup=False, soft_wrap=True)
 
 
 def print_table(table: Table) -> None:
     """A table of :func:`make_table` on standard output, and its footnotes."""
-    width = _output_width()
-    for number, part in enumerate(table.rendered(width or _FILE_WIDTH)):
-        if number:
-            print_line("")
-        _console(sys.stdout).print(part, markup=False)
-    for line in table.notes(width):
-        _console(sys.stdout).print(line, style="dim", markup=False, soft_wrap=True)
+    for line in table.lines(text_width()):
+        _console(sys.stdout).print(line.text, style=line.style, markup=False, soft_wrap=True)
 
 
 def print_error(message: str, *, lines: bool = False) -> None:
@@ -138,19 +117,3 @@ def stop_spinner() -> None:
     """Clear the line of a spinner, before anything is printed."""
     while _spinning:
         _spinning.pop().stop()
-
-
-def make_table(
-    *headers: str,
-    right: Iterable[str] = (),
-    names: Iterable[str] = (),
-) -> Table:
-    """A table without borders.
-
-    Args:
-        right: columns of numbers, which are never cut.
-        names: columns beside the first whose texts may be shortened; all others wrap at spaces.
-    """
-    numbers, shortens = set(right), {headers[0], *names}
-    kinds = ("number" if h in numbers else "name" if h in shortens else "words" for h in headers)
-    return Table([Column(header, kind) for header, kind in zip(headers, kinds, strict=True)])

@@ -36,6 +36,8 @@ __all__ = [
 
 _BEFORE_AFTER = ("before", "after")
 _BAR = 32  # characters
+# what the data call otherwise: a block that is none, and a kind of tensor
+_LABELS = {"(rest)": "outside the blocks", "rest": "other tensors"}
 _SHARES = (*_BEFORE_AFTER, "fewer")
 
 
@@ -47,8 +49,8 @@ def print_plan(report: PatchReport, title: str, assumed: Mapping[str, str] | Non
     print_line(title)
     for name, text in (assumed or {}).items():
         print_line(f"  {name}: {text}", style="dim")
-    _print_sites(report)
-    print_line("bytes of a site: what it alone saves, and no Linear does", style="dim")
+    print_table(report.site_table())
+    print_line(report.about_sites, style="dim")
     print_line("")
     _print_blocks(report)
     if report.approximate:
@@ -69,19 +71,11 @@ def _approximations(report: PatchReport) -> str:
     return "; ".join(parts)
 
 
-def _print_sites(report: PatchReport) -> None:
-    table = make_table("site", "kind", "strategy", *_BEFORE_AFTER, "why", right=_BEFORE_AFTER)
-    for names, kind, strategy, before, after, reason in report.site_rows():
-        sizes = (human_bytes(before), human_bytes(after))
-        table.add_row("\n".join(names), kind, strategy, *sizes, note=reason)
-    print_table(table)
-
-
 def _print_blocks(report: PatchReport) -> None:
     numbers = (*_SHARES, "floor", "after / floor")
     table = make_table("saved bytes in", *numbers, right=numbers)
     blocks = [
-        (name, (before, after, report.floor_blocks.get(name, 0)))
+        (_LABELS.get(name, name), (before, after, report.floor_blocks.get(name, 0)))
         for name, before, after in report.blocks
     ]
     for label, sizes in group_by_pattern(blocks):
@@ -92,7 +86,9 @@ def _print_blocks(report: PatchReport) -> None:
         if any(sizes):
             # bytes move from kind to kind: shares would say nothing
             before, after, floor = map(human_bytes, sizes)
-            table.add_row(f"saved as {kind}", before, after, "", floor, "", style="dim")
+            table.add_row(
+                f"saved as {_LABELS.get(kind, kind)}", before, after, "", floor, "", style="dim"
+            )
     total = _with_floor(report.saved_before, report.saved_after, report.floor)
     table.add_row("total", *total, style="bold")
     if report.weight_copies_before or report.weight_copies_after:
@@ -159,13 +155,15 @@ def print_profile(result: ProfileResult, title: str) -> None:
     print_line(f"{title}, on {result.device}")
     table = make_table("saved bytes in", *_SHARES, right=_SHARES)
     saved = (result.before.saved, result.after.saved)
-    for label, sizes in group_by_pattern((name, tuple(sizes)) for name, *sizes in result.blocks):
+    for label, sizes in group_by_pattern(
+        (_LABELS.get(name, name), tuple(sizes)) for name, *sizes in result.blocks
+    ):
         table.add_row(label, *map(human_bytes, sizes), fewer(*sizes))
     for kind in CATEGORIES:
         sizes = tuple(s.by_kind[kind] for s in saved)
         if any(sizes):
             # bytes move from kind to kind: shares would say nothing
-            table.add_row(f"saved as {kind}", *map(human_bytes, sizes))
+            table.add_row(f"saved as {_LABELS.get(kind, kind)}", *map(human_bytes, sizes))
     for label, sizes in _totals(result).items():
         style = "bold" if label == "total" else None
         table.add_row(label, *map(human_bytes, sizes), fewer(*sizes), style=style)

@@ -37,16 +37,21 @@ class ExampleInputs:
 
 
 def as_example_inputs(inputs: Any) -> ExampleInputs:
-    """A tensor, a tuple of arguments or a mapping of keyword arguments, as a user gives them."""
+    """A tensor, a tuple of arguments or a mapping of keyword arguments, as a user gives them.
+
+    Raises:
+        TraceError: it is something else, such as a list of rows, which is no batch yet.
+    """
     if isinstance(inputs, ExampleInputs):
         return inputs
     if isinstance(inputs, Tensor):
         return ExampleInputs((inputs,))
     if hasattr(inputs, "keys"):
         return ExampleInputs((), dict(inputs))
-    if isinstance(inputs, (tuple, list)):
-        return ExampleInputs(tuple(inputs))
+    if isinstance(inputs, tuple):
+        return ExampleInputs(inputs)
     raise TraceError(
-        "example_inputs must be a tensor, a tuple or a dict of keyword arguments, "
-        f"got {type(inputs).__name__}"
+        "example_inputs must be one batch: a mapping of tensors (the forward's keyword arguments), a tuple "
+        f"of its arguments, or one tensor. This is a {type(inputs).__name__}: take one batch, such as "
+        "next(iter(dataloader))"
     )

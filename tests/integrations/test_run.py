@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 from lowmem_patch.cli import app
 from lowmem_patch.errors import ConfigError, TraceError
+from lowmem_patch.integrations import LowmemTrainerCallback
 from lowmem_patch.integrations.script import ScriptPatching, run_script
 from tests.integrations.trainings import SEVERAL_PROCESSES
 from tests.support.judge import TOLERANCE, assert_close
@@ -201,6 +202,48 @@ def test_the_command_refuses_what_it_cannot_use(tmp_path: Path) -> None:
     assert missing.exit_code == 2 and "there is no script" in missing.stderr
     preset = runner.invoke(app, ["run", "--preset", "nonsense", script(tmp_path, "pass")])
     assert preset.exit_code == 2 and "unknown preset" in preset.stderr
+
+
+TRAINER = """
+import sys
+from transformers import Trainer, TrainingArguments
+from tests.support.models import llama
+Trainer(llama(), TrainingArguments("unused", use_cpu=True, report_to=[]))
+"""
+
+
+def test_a_length_that_no_trainer_tells_is_asked_for_in_one_line(tmp_path: Path) -> None:
+    path = script(tmp_path, TRAINER)
+    asked = CliRunner().invoke(app, ["run", "--fit", "24GiB", path])
+    assert asked.exit_code == 2, asked.output
+    line = asked.stderr.strip().splitlines()[-1]
+    assert line.startswith("error: fit='24GiB' needs the size of a training step")
+    assert line.endswith("give --seq-len before the script (script.py, line 5)")
+    assert "Traceback" not in asked.output and "nothing was patched" not in asked.stderr
+    told = CliRunner().invoke(app, ["run", "--fit", "24GiB", "--seq-len", "16", path])
+    assert told.exit_code == 0 and "1 model patched" in told.stderr
+
+
+def test_a_budget_without_a_unit_is_refused_before_the_script_runs(tmp_path: Path) -> None:
+    found = CliRunner().invoke(app, ["run", "--fit", "24", script(tmp_path, "print('ran')")])
+    assert found.exit_code == 2 and "24GiB" in found.stderr and "ran" not in found.stdout
+    with pytest.raises(ConfigError, match="24GiB"):
+        LowmemTrainerCallback(fit="24")
+
+
+def test_options_behind_the_script_are_named_unless_it_has_them(tmp_path: Path) -> None:
+    late = ["--preset", "exact", "--seq-len=8", "--epochs", "3"]
+    plain = CliRunner().invoke(
+        app, ["run", script(tmp_path, "import sys; print(sys.argv[1:])"), *late]
+    )
+    assert str(late) in plain.stdout
+    notes = [line for line in plain.stderr.splitlines() if line.startswith("note: ")]
+    assert [note.split()[1] for note in notes] == ["--preset", "--seq-len"]
+    assert "options of run stand before, as in lowmem-patch run --preset ... script.py" in notes[0]
+    parses = "parser.add_argument('--preset')"
+    fields = "class Arguments:\n    seq_len: int = 1"
+    own = script(tmp_path, f"if False:\n    {parses}\n{fields}")
+    assert "note: " not in CliRunner().invoke(app, ["run", own, *late]).stderr
 
 
 def launched(*command: str | Path, code: int = 0, **environment: str) -> str:

@@ -61,14 +61,16 @@ def test_sites_say_what_was_found(make: Make) -> None:
     assert "mask 2x9" in report.inputs
 
 
-def test_report_as_text_and_as_data(make: Make) -> None:
+def test_report_as_text_and_as_data(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "400")
     report = plan_patch(make("bert"), "paper", example_inputs=FAMILIES["bert"].inputs())
     text = str(report)
     for site in report.sites:
         assert site.name in text or re.sub(r"\.\d+\.", ".{0..1}.", site.name) in text
         assert site.reason in text or starred(site.reason) in text
     assert "codes (approximate)" in text
-    assert len(text.splitlines()) < len(report.sites) + 5
+    reasons = {row.reason for row in report.site_rows()}
+    assert len(text.splitlines()) < len(report.sites) + len(reasons) + 5
     assert f"{human_bytes(report.saved_before)} -> {human_bytes(report.saved_after)}" in text
     data = json.loads(json.dumps(report.to_dict()))
     assert data["config"]["name"] == "paper"

@@ -8,12 +8,26 @@ Explanations stand below the table as footnotes, each once.
 from __future__ import annotations
 
 import dataclasses
+import os
+import sys
 import textwrap
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple, TextIO
 
-from rich.table import Table as RichTable
+__all__ = [
+    "FILE_WIDTH",
+    "HEADER",
+    "Column",
+    "Line",
+    "Table",
+    "make_table",
+    "shortened",
+    "text_width",
+    "wrapped",
+]
 
-__all__ = ["Column", "Table", "shortened", "wrapped"]
+FILE_WIDTH = 100  # of a table where output is no terminal and COLUMNS says nothing
+HEADER = "bold"  # the style of a heading
 
 _GAP = 2  # spaces between columns
 _SHORTEST_NAME = 16
@@ -23,6 +37,13 @@ _FIRST = (
     "words",
     "number",
 )  # who gets more room; numbers are whole, and only their headers wrap
+
+
+class Line(NamedTuple):
+    """One line of a table, and the style of its row: bold, dim, red or none."""
+
+    text: str
+    style: str | None = None
 
 
 @dataclasses.dataclass
@@ -74,12 +95,18 @@ class Table:
             column.cells.append(cell)
         self.styles.append(style)
 
-    def rendered(self, width: int) -> list[RichTable]:
-        """One table, or several below each other, none wider than ``width``."""
-        columns = self.columns
-        if _total(column.natural for column in columns) > width:
+    def lines(self, width: int | None) -> list[Line]:
+        """One table, or several below each other, none wider than ``width``; and the footnotes.
+
+        Where there is no width, as in a file, a footnote is one line.
+        """
+        columns, room = self.columns, width or FILE_WIDTH
+        if _total(column.natural for column in columns) > room:
             columns = [_without_prefix(column) for column in columns]
-        return [_drawn(part, self.styles, width) for part in _parts(columns, width)]
+        lines: list[Line] = []
+        for part in _parts(columns, room):
+            lines += [*([Line("")] if lines else []), *_drawn(part, self.styles, room)]
+        return [*lines, *(Line(text, "dim") for text in self.notes(width))]
 
     def notes(self, width: int | None) -> list[str]:
         """The footnotes as lines."""
@@ -88,6 +115,37 @@ class Table:
             for text, number in self.footnotes.items()
             for line in wrapped(f"[{number}] {text}", width, indent="    ")
         ]
+
+
+def make_table(
+    *headers: str,
+    right: Iterable[str] = (),
+    names: Iterable[str] = (),
+) -> Table:
+    """A table without borders.
+
+    Args:
+        right: columns of numbers, which are never cut.
+        names: columns beside the first whose texts may be shortened; all others wrap at spaces.
+    """
+    numbers, shortens = set(right), {headers[0], *names}
+    kinds = ("number" if h in numbers else "name" if h in shortens else "words" for h in headers)
+    return Table([Column(header, kind) for header, kind in zip(headers, kinds, strict=True)])
+
+
+def text_width(stream: TextIO | None = None) -> int | None:
+    """COLUMNS, or the width of the terminal that a stream (default: standard output) is.
+
+    None for a file, whose lines have no end.
+    """
+    columns = os.environ.get("COLUMNS", "")
+    if columns.isdigit() and int(columns) > 0:
+        return int(columns)
+    stream = sys.stdout if stream is None else stream
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or None if stream.isatty() else None
+    except (OSError, ValueError):  # a stream of its own, which is no file of the system
+        return None
 
 
 def wrapped(text: str, width: int | None, *, indent: str = "  ") -> list[str]:
@@ -170,32 +228,49 @@ def _widths(columns: list[Column], width: int) -> list[int]:
     return widths
 
 
-def _drawn(columns: list[Column], styles: list[str | None], width: int) -> RichTable:
-    table = RichTable(
-        box=None,
-        pad_edge=False,
-        header_style="bold",
-        padding=(0, _GAP, 0, 0),
-        collapse_padding=True,
-    )
+def _drawn(columns: list[Column], styles: list[str | None], width: int) -> list[Line]:
     widths = _widths(columns, width)
-    for column, size in zip(columns, widths, strict=True):
-        header = textwrap.wrap(column.header, size, break_long_words=False, break_on_hyphens=False)
-        table.add_column(
-            "\n".join(shortened(line, size) for line in header),
-            justify="right" if column.kind == "number" else "left",
-            width=size,
-            no_wrap=column.kind != "words",
-            overflow="fold",
-        )
+    header = [
+        [shortened(line, size) for line in wrapped_words(column.header, size)]
+        for column, size in zip(columns, widths, strict=True)
+    ]
+    tallest = max(map(len, header))
+    header = [[""] * (tallest - len(cell)) + cell for cell in header]
+    lines = _row(header, columns, widths, HEADER)
     for row, style in enumerate(styles):
         if columns[0].cells[row] and not any(column.cells[row] for column in columns[1:]):
             continue
-        cells = []
-        for column, size in zip(columns, widths, strict=True):
-            cell = column.cells[row]
-            if column.kind == "name":
-                cell = "\n".join(_fitted(line, size) for line in cell.split("\n"))
-            cells.append(cell)
-        table.add_row(*cells, style=style)
-    return table
+        cells = [
+            _cell(column, column.cells[row], size)
+            for column, size in zip(columns, widths, strict=True)
+        ]
+        lines += _row(cells, columns, widths, style)
+    return lines
+
+
+def _cell(column: Column, text: str, width: int) -> list[str]:
+    """The lines of a cell."""
+    lines = text.split("\n")
+    if column.kind == "name":
+        return [part for line in lines for part in _fitted(line, width).split("\n")]
+    return [part for line in lines for part in (wrapped_words(line, width) or [""])]
+
+
+def wrapped_words(text: str, width: int) -> list[str]:
+    """Lines of whole words."""
+    return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
+
+
+def _row(
+    cells: list[list[str]], columns: list[Column], widths: list[int], style: str | None
+) -> list[Line]:
+    """Cells of one or several lines side by side, numbers to the right."""
+    lines = []
+    for place in range(max(map(len, cells))):
+        texts = [cell[place] if place < len(cell) else "" for cell in cells]
+        padded = (
+            text.rjust(width) if column.kind == "number" else text.ljust(width)
+            for text, column, width in zip(texts, columns, widths, strict=True)
+        )
+        lines.append(Line((" " * _GAP).join(padded).rstrip(), style))
+    return lines
