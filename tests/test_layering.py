@@ -32,7 +32,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("kernels", "reference"),
     ("functional", "tables"),
     ("nn",),
-    ("tracing.gpu_dropout", "tracing.isolation", "tracing.sharded"),
+    ("tracing.gpu_dropout", "tracing.isolation", "tracing.quantised", "tracing.sharded"),
     ("tracing.shadow",),
     ("tracing.diffusion_inputs", "tracing.trace"),
     ("tracing.example_inputs",),

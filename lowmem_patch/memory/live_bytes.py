@@ -54,9 +54,15 @@ class LiveBytes(LiveStorages):
     which it belongs: autograd numbers its nodes in the order of the forward.
     """
 
-    def __init__(self, model_states: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-        """``model_states`` are not counted; ``gradients`` are held from the beginning."""
-        super().__init__(model_states)
+    def __init__(
+        self,
+        model_states: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        packed: Sequence[Tensor] = (),
+    ) -> None:
+        """``model_states`` are not counted, ``packed`` weights among them; ``gradients`` are held from the
+        beginning."""
+        super().__init__(model_states, packed)
         self.gradients = 0
         self.parts: dict[Part, list[int]] = {}
         self.moment, self.place = FORWARD, 0

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lowmem_patch.errors import ConfigError
 from lowmem_patch.memory.base_model import output_head
 from lowmem_patch.memory.optimizers import check_optimizer
+from lowmem_patch.tracing.quantised import held_beside, own_bytes
 
 __all__ = ["USUAL_TRAINING", "ModelStates", "Training", "model_state_bytes", "parse_bytes"]
 
@@ -68,7 +69,7 @@ class ModelStates:
     """Bytes that are held for the whole of training.
 
     Attributes:
-        parameters: and buffers.
+        parameters: and buffers, and what quantised weights hold beside them (scales).
         gradients: of the parameters that train, in their dtype, held between steps.
         optimizer: the state of the optimizer.
         dequantised: the largest quantised weight in the compute dtype (0 without quantisation).
@@ -123,7 +124,8 @@ def model_state_bytes(model: nn.Module, optimizer: str, *, quantised: bool = Fal
     """
     check_optimizer(optimizer)
     packed = _packed_weights(model) if quantised else set()
-    parameters = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
+    parameters = sum(map(own_bytes, model.buffers()))
+    parameters += sum(tensor.untyped_storage().nbytes() for tensor in held_beside(model))
     gradients = state = dequantised = 0
     for parameter in model.parameters():
         size = parameter.numel() * parameter.element_size()
@@ -131,7 +133,7 @@ def model_state_bytes(model: nn.Module, optimizer: str, *, quantised: bool = Fal
             parameters += _quantised_bytes(parameter.numel())
             dequantised = max(dequantised, size)
         else:
-            parameters += size
+            parameters += own_bytes(parameter)
         if parameter.requires_grad:
             gradients += size
             state += _state_bytes(parameter, optimizer)

@@ -206,8 +206,8 @@ def _parts(
         for parameter in trained:
             parameter.grad = torch.empty_like(parameter) if accumulates else None
             gradients += [] if parameter.grad is None else [parameter.grad]
-        held = [*model.parameters(), *model.buffers(), *fake.state]
-        live: LiveBytes = contexts.enter_context(LiveBytes(held, gradients))
+        held = [*model.parameters(), *model.buffers(), *shadow.beside, *fake.state]
+        live: LiveBytes = contexts.enter_context(LiveBytes(held, gradients, shadow.packed))
         if not accumulates:
             for parameter in trained:
                 register: Any = parameter.register_post_accumulate_grad_hook  # has no types

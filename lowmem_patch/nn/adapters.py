@@ -27,7 +27,7 @@ from lowmem_patch.nn.context import (
 from lowmem_patch.nn.deferred import Deferred, Projection, value_of
 from lowmem_patch.nn.deferred_ops import Saved, project
 from lowmem_patch.nn.dropout import PackedDropout
-from lowmem_patch.nn.own import Own, give_forward
+from lowmem_patch.nn.own import Own, give_forward, runs_class_forward
 
 __all__ = [
     "adds_products",
@@ -183,7 +183,7 @@ def _is_watched(part: nn.Module) -> bool:
         ((hooks[0] or hooks[1]) and any(map(_may_write, (*hooks[0].values(), *hooks[1].values()))))
         or part._backward_hooks
         or part._backward_pre_hooks
-        or "forward" in part.__dict__
+        or ("forward" in part.__dict__ and not runs_class_forward(part))
     )
 
 

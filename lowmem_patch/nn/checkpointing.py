@@ -30,7 +30,7 @@ from lowmem_patch.functional import in_compiler, is_exporting, is_sharded, is_tr
 from lowmem_patch.nn.context import is_fsdp_unit
 from lowmem_patch.nn.deferred import Deferred, value_of
 from lowmem_patch.nn.host_memory import HostMemory
-from lowmem_patch.nn.own import Own, give_forward, is_own
+from lowmem_patch.nn.own import Own, drop_forward, give_forward, given_forward, is_own
 from lowmem_patch.nn.segments import Call, made_by, remember
 from lowmem_patch.tracing.observers import FunctionObserver
 from lowmem_patch.tracing.op_roles import Role, function_name, role_of
@@ -65,21 +65,21 @@ class Recompute:
 
 def checkpoint_block(block: nn.Module, how: Recompute) -> None:
     """Set `checkpointed` as the forward of a block, around the forward that it has."""
-    given = block.__dict__.get("forward")
+    given = given_forward(block)
     give_forward(block, checkpointed, how, given if is_own(given) else None)
 
 
 def is_checkpointed(block: nn.Module) -> bool:
     """Whether the block has that forward."""
-    forward = block.__dict__.get("forward")
+    forward = given_forward(block)
     return isinstance(forward, Own) and forward.func is checkpointed
 
 
 def keep_block(block: nn.Module) -> None:
     """Take `checkpointed` off again, and leave the forward that the block had."""
-    inner: Own | None = block.__dict__["forward"].args[2]
+    inner: Own | None = given_forward(block).args[2]
     if inner is None:
-        del block.__dict__["forward"]
+        drop_forward(block)
     else:
         give_forward(block, inner.func, *inner.args[1:])
 

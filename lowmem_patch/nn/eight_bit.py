@@ -34,7 +34,7 @@ from lowmem_patch.nn.context import is_foreign
 from lowmem_patch.nn.deferred import Deferred, Unstored
 from lowmem_patch.nn.gammas import look_at_gammas
 from lowmem_patch.nn.norms import MSNorm
-from lowmem_patch.nn.own import Own, give_forward
+from lowmem_patch.nn.own import Own, give_forward, given_forward
 from lowmem_patch.tracing.op_roles import Role, names_with
 
 __all__ = ["store_attention", "store_input"]
@@ -66,7 +66,7 @@ def store_attention(module: nn.Module) -> None:
 
 
 def _give(module: nn.Module, function: Callable[..., Any]) -> None:
-    given = module.__dict__.get("forward")
+    given = given_forward(module)
     give_forward(module, function, given if isinstance(given, Own) else None)
 
 

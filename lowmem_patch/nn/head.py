@@ -23,7 +23,7 @@ from lowmem_patch.nn.deferred import Deferred, Projection, value_of
 from lowmem_patch.nn.deferred_ops import Saved
 from lowmem_patch.nn.head_reads import HeadReads
 from lowmem_patch.nn.logits import Logits, Settings
-from lowmem_patch.nn.own import Own, aligns_devices_alone, forward_slot, give_forward
+from lowmem_patch.nn.own import aligns_devices_alone, give_forward, given_forward, is_own
 
 __all__ = ["defer_logits", "forward_head", "notes_of_heads"]
 
@@ -38,7 +38,7 @@ def defer_logits(module: nn.Module, low_precision: bool | None) -> None:
         module: an nn.Linear, or a LoRA layer of one.
         low_precision: of a LoRA layer, as of `lowmem_patch.nn.adapters.use_adapter`; None for a Linear.
     """
-    give_forward(module, forward_head, HeadReads(), low_precision, slot=forward_slot(module))
+    give_forward(module, forward_head, HeadReads(), low_precision)
 
 
 def forward_head(
@@ -122,9 +122,9 @@ def notes_of_heads(model: nn.Module) -> list[str]:
     """What a report says of the heads' logits since the patch."""
     notes = []
     for name, module in model.named_modules():
-        # accelerate puts it aside
-        slots = (module.__dict__.get(slot) for slot in ("forward", "_old_forward"))
-        forward = next((found for found in slots if isinstance(found, Own)), None)
+        # offloading puts it aside, too
+        slots = (given_forward(module), module.__dict__.get("_old_forward"))
+        forward = next((found for found in slots if is_own(found)), None)
         if forward is None or forward.func is not forward_head:
             continue
         reads: HeadReads = forward.args[1]

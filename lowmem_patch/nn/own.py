@@ -9,19 +9,22 @@ from __future__ import annotations
 import copy
 import sys
 import types
-from functools import partial
+from functools import partial, update_wrapper
 from typing import Any
 
 from torch import nn
 
 __all__ = [
     "Own",
+    "align_as",
     "aligns_devices_alone",
-    "forward_slot",
+    "drop_forward",
     "give_forward",
+    "given_forward",
     "has_foreign_forward",
     "is_own",
     "remove_own",
+    "runs_class_forward",
     "within_compiled",
 ]
 
@@ -57,21 +60,47 @@ def aligns_devices_alone(module: nn.Module) -> bool:
     return all(type(one) is accelerate.AlignDevicesHook and not one.offload for one in hooks)
 
 
-def forward_slot(module: nn.Module) -> str:
+def align_as(module: nn.Module, other: nn.Module) -> None:
+    """Give ``module``, which takes the place of ``other``, accelerate's hook of that one, or none."""
+    if "_hf_hook" in module.__dict__:
+        for name in ("_hf_hook", "_old_forward", "forward"):
+            module.__dict__.pop(name, None)
+    around = other.__dict__.get("forward")
+    if "_hf_hook" in other.__dict__ and isinstance(around, partial):
+        own = types.MethodType(type(module).forward, module)
+        hooked = update_wrapper(partial(around.func, module), own)
+        vars(module).update(_hf_hook=other._hf_hook, _old_forward=own, forward=hooked)
+
+
+def _forward_slot(module: nn.Module) -> str:
     """The attribute that holds the module's own forward: accelerate puts it aside, and calls it there."""
     aside = module.__dict__.get("_old_forward")
-    of_class = getattr(aside, "__func__", None) is type(module).forward
-    return (
-        "_old_forward"
-        if (of_class or is_own(aside)) and aligns_devices_alone(module)
-        else "forward"
-    )
+    own = _is_of_class(module, aside) or is_own(aside)
+    return "_old_forward" if own and aligns_devices_alone(module) else "forward"
 
 
-def give_forward(module: nn.Module, function: Any, *settings: Any, slot: str = "forward") -> None:
-    """Set ``function(module, *settings, ...)`` as the forward of this very module, or in its ``slot``."""
-    setattr(module, slot, Own(function, module, *settings))
+def _is_of_class(module: nn.Module, forward: Any) -> bool:
+    return getattr(forward, "__func__", None) is type(module).forward
+
+
+def given_forward(module: nn.Module) -> Any:
+    """The forward that this very module was given, which runs beneath accelerate's hook; or None."""
+    return module.__dict__.get(_forward_slot(module))
+
+
+def give_forward(module: nn.Module, function: Any, *settings: Any) -> None:
+    """Set ``function(module, *settings, ...)`` as the forward of this very module."""
+    setattr(module, _forward_slot(module), Own(function, module, *settings))
     setattr(module, _REPLICATE, partial(_replicate, module))
+
+
+def drop_forward(module: nn.Module) -> None:
+    """Take off what `give_forward` set."""
+    slot = _forward_slot(module)
+    if slot == "forward":
+        del module.__dict__[slot]
+    else:
+        module.__dict__[slot] = types.MethodType(type(module).forward, module)
 
 
 def _replicate(module: nn.Module) -> nn.Module:
@@ -85,12 +114,15 @@ def _replicate(module: nn.Module) -> nn.Module:
     return replica
 
 
+def runs_class_forward(module: nn.Module) -> bool:
+    """Whether this very module has no forward but its class's, which a pickle or `remove_own` brings back."""
+    forward = given_forward(module)
+    return forward is None or _is_of_class(module, forward)
+
+
 def has_foreign_forward(module: nn.Module) -> bool:
     """Whether somebody else gave this very module a forward."""
-    forward = module.__dict__.get("forward")
-    # the class's own is what a pickle or `remove_own` brings back
-    of_class = getattr(forward, "__func__", None) is type(module).forward
-    return forward is not None and not of_class and not is_own(forward)
+    return not runs_class_forward(module) and not is_own(given_forward(module))
 
 
 def within_compiled(module: nn.Module) -> nn.Module | None:

@@ -22,7 +22,7 @@ from torch import nn
 from lowmem_patch.functional import in_compiler
 from lowmem_patch.nn.adapters import is_adapter_forward
 from lowmem_patch.nn.norms import MSNorm
-from lowmem_patch.nn.own import Own, is_own, within_compiled
+from lowmem_patch.nn.own import Own, given_forward, is_own, within_compiled
 from lowmem_patch.planning.plan import Plan
 from lowmem_patch.strategies.lora import trained_lora_layers
 from lowmem_patch.strategies.swap import Swap, is_replacement
@@ -80,7 +80,7 @@ def watch_first_forward(model: nn.Module, plan: Plan, *, adapters: bool) -> None
     replaced = plan.replaced
     calling = (name.rpartition(".")[0] for name in replaced)
     others = (patch.site for patch in plan.patches if not isinstance(patch, Swap))
-    given = (name for name in others if is_own(model.get_submodule(name).__dict__.get("forward")))
+    given = (name for name in others if is_own(given_forward(model.get_submodule(name))))
     watched = dict.fromkeys((*replaced, *calling, *given))
     forwards = {name: _forward_of(model.get_submodule(name)) for name in watched}
     linears = tuple(linear.module for patch in plan.folded for linear in patch.step.linears)
@@ -144,8 +144,7 @@ def _adapters(model: nn.Module, facts: AsPatched) -> Iterator[str]:
     new = [
         name
         for name in trained_lora_layers(modules)
-        if not is_adapter_forward(modules[name].__dict__.get("forward"))
-        and name not in facts.forwards
+        if not is_adapter_forward(given_forward(modules[name])) and name not in facts.forwards
     ]
     if new:
         yield f"{len(new)} adapter layers were added since the patch and save more ({_listed(new)})"
@@ -215,7 +214,7 @@ def _training(model: nn.Module, facts: AsPatched) -> Iterator[str]:
 
 def _forward_of(module: nn.Module) -> str:
     """Whose code a call of the module runs, past the wrappers that call what they wrap."""
-    forward: Any = module.__dict__.get("forward")
+    forward: Any = given_forward(module)
     if forward is None:
         forward = type(module).forward
     while True:

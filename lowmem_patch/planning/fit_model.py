@@ -136,5 +136,6 @@ def _base(fitting: Fitting, budget: Budget, found: NoFit) -> Base:
     )
     return Base(
         fitting.shadow.model, fitting.shadow.inputs, fitting.sites, fitting.states, fitting.optimizer,
-        budget, found.peak, fitting.seconds, more, fitting.device, fitting.states.dequantised > 0,
+        budget, found.peak, fitting.seconds, more, fitting.device,
+        fitting.states.dequantised > 0 or bool(fitting.shadow.beside),
     )  # fmt: skip

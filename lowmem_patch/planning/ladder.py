@@ -63,7 +63,7 @@ class Base:
         runs: predicted times of the blocks' runs.
         more: predicted seconds that their levels cost.
         device: that has these times.
-        quantised: the weights lie in 4 bits already.
+        quantised: frozen weights lie in few bits already.
     """
 
     model: nn.Module
@@ -108,8 +108,8 @@ def smaller_rungs(base: Base, peak_of: Callable[[ExampleInputs], int]) -> Iterat
     if not base.quantised:
         yield _qlora(base)
     if base.optimizer != "adamw8bit":
-        states = model_state_bytes(base.model, "adamw8bit", quantised=base.quantised)
-        held = states.parameters + states.optimizer + states.dequantised
+        optimizer = model_state_bytes(base.model, "adamw8bit").optimizer
+        held = base.resident - base.states.optimizer + optimizer
         yield Rung("an 8-bit optimizer (adamw8bit)", base.total(base.peak, held), base.seconds)
     yield from _sharded(base)
 

@@ -84,8 +84,8 @@ class Timeline:
 class _LiveRuns(LiveStorages):
     """The owner of a storage is the run in which it was allocated."""
 
-    def __init__(self, ignored: Iterable[Tensor]) -> None:
-        super().__init__(ignored)
+    def __init__(self, ignored: Iterable[Tensor], packed: Iterable[Tensor]) -> None:
+        super().__init__(ignored, packed)
         self.part: Part = ("before", 0)
         self.most: dict[Part, int] = {}
 
@@ -187,7 +187,8 @@ def run_timeline(
             contexts.enter_context(running_fake(shadow.mode))
         if shadow.elsewhere:
             contexts.enter_context(GpuDropouts())
-        live = _LiveRuns((*model.parameters(), *model.buffers()))
+        held = (*model.parameters(), *model.buffers(), *shadow.beside)
+        live = _LiveRuns(held, shadow.packed)
         marks = _Marks(live, frozenset(sites), settle)
         contexts.enter_context(observed_calls(model, marks.enter, marks.leave))
         contexts.enter_context(live)

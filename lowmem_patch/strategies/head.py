@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lowmem_patch.config import PatchConfig
 from lowmem_patch.nn.head import defer_logits
-from lowmem_patch.nn.own import forward_slot, has_foreign_forward
+from lowmem_patch.nn.own import has_foreign_forward
 from lowmem_patch.strategies.lora import adapter_layers
 from lowmem_patch.strategies.protocol import Facts, Found, Patch, Target
 from lowmem_patch.tracing.op_roles import REARRANGES, SELECTS, Role
@@ -78,8 +78,7 @@ def _is_wide(facts: Facts, name: str, adapted: tuple[str, ...]) -> bool:
     inside = name.startswith(tuple(f"{layer}." for layer in adapted))
     if (type(module) is not nn.Linear or inside) and name not in adapted:
         return False
-    foreign = has_foreign_forward(module) and forward_slot(module) == "forward"
-    if foreign or name in facts.foreign_kernels:
+    if has_foreign_forward(module) or name in facts.foreign_kernels:
         return False
     return all(
         len(call.inputs) == len(call.outputs) == 1

@@ -9,7 +9,7 @@ from torch import nn
 
 from lowmem_patch.config import PatchConfig
 from lowmem_patch.nn.copies import keep_matrix, keep_weight
-from lowmem_patch.nn.own import Own
+from lowmem_patch.nn.own import Own, runs_class_forward
 from lowmem_patch.strategies.lora import adapter_layers, trains
 from lowmem_patch.strategies.protocol import Facts, Found, Patch, Target
 from lowmem_patch.tracing.consumers import find_consumers
@@ -58,7 +58,7 @@ def _frozen_linears(facts: Facts, config: PatchConfig) -> Iterator[str]:
     # the base Linears of LoRA layers save none anyway
     bases = {id(facts.modules[name].base_layer) for name in adapter_layers(facts, config)}
     for name, module in facts.modules.items():
-        if type(module) is not nn.Linear or id(module) in bases or "forward" in module.__dict__:
+        if type(module) is not nn.Linear or id(module) in bases or not runs_class_forward(module):
             continue
         if not module.weight.requires_grad and module.weight.dtype.itemsize == 4:
             yield name

@@ -8,6 +8,7 @@ from torch import nn
 
 from lowmem_patch.nn.dropout import PackedDropout
 from lowmem_patch.nn.norms import MSNorm
+from lowmem_patch.nn.own import align_as
 from lowmem_patch.strategies.protocol import ORIGINAL, Patch, Target
 
 __all__ = ["Swap", "is_replacement", "put_back"]
@@ -32,6 +33,7 @@ class Swap(Patch):
         new.training = original.training
         for hooks in _HOOKS:  # a user's hooks stay attached
             setattr(new, hooks, getattr(original, hooks))
+        align_as(new, original)
         # not registered: it is no submodule, but travels with every copy of its replacement
         new.__dict__[ORIGINAL] = original
         target.put(new, original)
@@ -53,6 +55,7 @@ def put_back(model: nn.Module) -> None:
 def _original_of(current: nn.Module) -> nn.Module:
     original: nn.Module = current.__dict__[ORIGINAL]
     original.training = current.training
+    align_as(original, current)
     # unlike the tables of hooks, no object that both hold
     original._is_full_backward_hook = current._is_full_backward_hook
     if isinstance(current, PackedDropout) and isinstance(original, nn.Dropout):

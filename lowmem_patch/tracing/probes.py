@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from lowmem_patch import reference
 from lowmem_patch.constants import NormSettings
 from lowmem_patch.functional import ActivationKind
+from lowmem_patch.nn.own import align_as, runs_class_forward
 from lowmem_patch.tracing.isolation import NoForeignKernels
 from lowmem_patch.tracing.op_roles import Role
 from lowmem_patch.tracing.trace import Call, Trace
@@ -79,6 +80,7 @@ def _isolated_copy(module: nn.Module) -> nn.Module:
     isolated = copy.deepcopy(module, memo)
     for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
         getattr(isolated, hooks).clear()
+    align_as(isolated, nn.Identity())  # without accelerate's hook, which moves rows to its device
     return isolated.eval()
 
 
@@ -101,7 +103,11 @@ def _is_close(actual: Tensor | None, expected: Tensor) -> bool:
 def _settings(module: nn.Module, x: Tensor) -> object:
     """Equal for modules that compute the same but for their parameters' values; else unequal."""
     plain = (int, float, str, torch.Size, torch.dtype, type(None))
-    own = {name: value for name, value in vars(module).items() if not name.startswith("_")}
+    own = {
+        name: value
+        for name, value in vars(module).items()
+        if not name.startswith("_") and name != "forward"  # accelerate's, around the class's
+    }
     held = [*module._buffers, *module._modules]
     if held or not all(isinstance(value, plain) for value in own.values()):
         return object()
@@ -128,7 +134,7 @@ def match_norm(
         return "does not normalise the last dimension alone"
     if {name for name, _ in module.named_buffers()} & {"weight", "bias"}:
         return "its weight or bias is a buffer and no parameter"
-    if "forward" in module.__dict__:
+    if not runs_class_forward(module):
         return "its forward is overridden on the instance"
     known = {} if known is None else known
     settings = _settings(module, x)
@@ -202,7 +208,7 @@ def _norm(
 
 def match_activation(module: nn.Module) -> ActivationKind | None:
     """The kind of a parameterless elementwise module, or None."""
-    if not _is_leaf(module) or list(module.parameters()) or "forward" in module.__dict__:
+    if not _is_leaf(module) or list(module.parameters()) or not runs_class_forward(module):
         return None
     output = _run(_isolated_copy(module), _ACTIVATION_INPUTS.clone())
     if output is None:

@@ -15,26 +15,32 @@ from torch.utils._pytree import tree_leaves
 from lowmem_patch.errors import TraceError
 from lowmem_patch.tracing.inputs import ExampleInputs
 from lowmem_patch.tracing.isolation import is_offloaded, make_fake_mode
+from lowmem_patch.tracing.quantised import Fakes
 from lowmem_patch.tracing.sharded import came_sharded, whole_twin
 
 __all__ = ["DataNeededError", "Shadow", "attributes_of", "make_shadow", "tensors_in"]
 
 
 class DataNeededError(TraceError):
-    """The model holds tensors that have no fake (quantised weights): trace it on real data."""
+    """The model holds tensors that have no fake: trace it on real data."""
 
 
 @dataclasses.dataclass
 class Shadow:
     """A model that can be run for a trace, with its inputs, in the context that it needs.
 
-    ``elsewhere``: the model is on the meta device, and will run on a GPU.
+    Attributes:
+        elsewhere: the model is on the meta device, and will run on a GPU.
+        packed: its quantised weights of few bits.
+        beside: what holds quantised weights beside parameters and buffers.
     """
 
     model: nn.Module
     inputs: ExampleInputs
     mode: FakeTensorMode | None
     elsewhere: bool = False
+    packed: tuple[Tensor, ...] = ()
+    beside: tuple[Tensor, ...] = ()
 
 
 def tensors_in(value: Any) -> list[Tensor]:
@@ -68,16 +74,11 @@ def make_shadow(model: nn.Module, inputs: ExampleInputs) -> Shadow:
         for tensor in tensors_in(attributes_of(module))
         if tensor.grad_fn is not None
     }
-    for tensor in (*model.parameters(), *model.buffers()):
-        if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
-            label = type(tensor).__name__
-            raise DataNeededError(f"a parameter is a {label}, which cannot be traced without data")
-        with mode:
-            fake = _empty_like(tensor, somewhere)
-            parameter = isinstance(tensor, nn.Parameter)
-            memo[id(tensor)] = (
-                nn.Parameter(fake, requires_grad=tensor.requires_grad) if parameter else fake
-            )
+    try:
+        found = Fakes(model, mode, somewhere)
+    except TypeError as error:
+        raise DataNeededError(f"{error}, which cannot be traced without data") from error
+    memo |= found.memo
     try:
         shadow = copy.deepcopy(model, memo)
     except (TypeError, RuntimeError, AttributeError, ValueError) as error:
@@ -85,7 +86,7 @@ def make_shadow(model: nn.Module, inputs: ExampleInputs) -> Shadow:
     with mode:
         cpu = torch.device("cpu")
         fakes = inputs.map(lambda t: _empty_like(t, cpu).requires_grad_(t.requires_grad))
-    return Shadow(shadow, fakes, mode, elsewhere)
+    return Shadow(shadow, fakes, mode, elsewhere, found.packed, found.beside)
 
 
 def _empty_like(tensor: Tensor, instead_of_meta: torch.device) -> Tensor:

@@ -9,15 +9,20 @@ from typing import Any
 import accelerate
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
-from lowmem_patch import patch_model, patch_report, unpatch_model
+from lowmem_patch import patch_model, patch_report, plan_patch, unpatch_model
+from lowmem_patch.errors import BudgetError
 from lowmem_patch.nn.deferred import Deferred
+from lowmem_patch.nn.norms import MSNorm
+from lowmem_patch.nn.own import is_own
 from tests.support.judge import assert_accurate
 from tests.support.models import FAMILIES, build
 from tests.support.step import Step, step, truth_of
 
 FAMILY = FAMILIES["llama"]
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 TOKENS, INNER = 18, 48  # of the example inputs; values of a gate for each of them
 
 
@@ -114,3 +119,74 @@ def test_undo_leaves_the_offloading(tmp_path: Path) -> None:
     assert all(parameter.is_meta for parameter in model.parameters())
     with torch.no_grad():
         assert torch.equal(model(**FAMILY.inputs()).logits, twin(**FAMILY.inputs()).logits)
+
+
+def qlora(dispatched: bool) -> Any:
+    torch.manual_seed(0)
+    options = {"target_modules": "all-linear", "init_lora_weights": False, "lora_dropout": 0.1}
+    model = get_peft_model(build(FAMILY), LoraConfig(r=4, **options)).train()
+    if dispatched:
+        accelerate.dispatch_model(model, {"": "cpu"}, force_hooks=True)
+    return model
+
+
+@pytest.mark.parametrize("preset", ["auto", "exact", "compact"])
+def test_hooks_of_a_device_map_change_nothing(preset: str) -> None:
+    """What is patched runs beneath accelerate's hooks, and saves the same."""
+    inputs = FAMILY.inputs()
+    plain, hooked = (
+        patch_model(qlora(dispatched), preset, example_inputs=inputs)
+        for dispatched in (False, True)
+    )
+    sites = [[(s.name, s.strategy) for s in patch_report(m).sites] for m in (plain, hooked)]
+    assert sites[0] == sites[1]
+    norms = [m for m in hooked.modules() if isinstance(m, MSNorm)]
+    assert norms and all(hasattr(m, "_hf_hook") for m in hooked.modules() if list(m.parameters()))
+    wanted, found = (step(model, inputs, count=True) for model in (plain, hooked))
+    assert found.saved == wanted.saved == patch_report(hooked).saved_after
+    assert all(map(torch.equal, found.outputs, wanted.outputs))
+    assert all(torch.equal(g, wanted.gradients[n]) for n, g in found.gradients.items())
+    assert found.gradients.keys() == wanted.gradients.keys()
+
+
+def test_the_hook_of_a_replaced_module_runs() -> None:
+    model = qlora(dispatched=True)
+    patch_model(model, "exact", example_inputs=FAMILY.inputs())
+    norm: Any = next(m for m in model.modules() if isinstance(m, MSNorm))
+    before, seen = norm._hf_hook.pre_forward, []
+    norm._hf_hook.pre_forward = lambda m, *args: (seen.append(m), before(m, *args))[1]
+    norm(torch.randn(2, 32))
+    assert seen == [norm]
+
+
+@pytest.mark.parametrize("removed", [False, True])
+def test_undo_leaves_the_hooks_as_they_are_now(removed: bool) -> None:
+    twin, model = qlora(dispatched=True), qlora(dispatched=True)
+    inputs = FAMILY.inputs()
+    patch_model(model, "exact", example_inputs=inputs, fit=least_budget(model, inputs))
+    for one in (twin, model) if removed else ():
+        accelerate.hooks.remove_hook_from_module(one, recurse=True)
+    unpatch_model(model)
+    pairs = zip(model.named_modules(), twin.named_modules(), strict=True)
+    for (name, module), (_, own) in pairs:
+        assert type(module) is type(own), name
+        assert (
+            hasattr(module, "_hf_hook")
+            == hasattr(own, "_hf_hook")
+            == (not removed and bool(list(own.parameters()) or own is twin))
+        ), name
+        for slot in ("forward", "_old_forward"):
+            forwards = [getattr(m, slot, None) for m in (module, own)]
+            kinds = [getattr(f, "__func__", getattr(f, "func", f)) for f in forwards]
+            names = {getattr(kind, "__qualname__", None) for kind in kinds}
+            assert len(names) == 1 and not is_own(forwards[0]), (name, slot)
+    found, wanted = step(model, inputs, count=True), step(twin, inputs, count=True)
+    assert found.saved == wanted.saved
+    assert all(torch.equal(g, wanted.gradients[n]) for n, g in found.gradients.items())
+
+
+def least_budget(model: Any, inputs: Any) -> int:
+    with pytest.raises(BudgetError) as error:
+        plan_patch(model, "exact", example_inputs=inputs, fit=1)
+    assert error.value.least is not None
+    return error.value.least

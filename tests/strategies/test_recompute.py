@@ -17,6 +17,7 @@ from lowmem_patch import PatchReport, patch_model, patch_report, saved_bytes
 from tests.support.configs import FOLD_AND_SHARE, RECOMPUTE
 from tests.support.judge import assert_equal, assert_same_step
 from tests.support.models import EVERY_FAMILY, build
+from tests.support.quantised import in_bits
 from tests.support.step import step
 from tests.support.toys import Around, Toy, assert_same_steps, batch, patched_twin
 
@@ -104,35 +105,12 @@ def test_gated_mlps_of_timm_recompute_their_product(build_mlp: Callable[[], nn.M
     assert saved == 2 * 10 * 32 * 4  # act(gate), and its product with up
 
 
-def quantised(model: Any, bits: int) -> Any:
-    bitsandbytes = pytest.importorskip("bitsandbytes")
-    for name, module in list(model.named_modules()):
-        if not isinstance(module, nn.Linear) or "lm_head" in name or "head" in name:
-            continue
-        sizes, bias = (module.in_features, module.out_features), module.bias
-        if bits == 4:
-            new = bitsandbytes.nn.Linear4bit(*sizes, bias=bias is not None, quant_type="nf4")
-            new.weight = bitsandbytes.nn.Params4bit(
-                module.weight.data, requires_grad=False, quant_type="nf4"
-            )
-        else:
-            new = bitsandbytes.nn.Linear8bitLt(
-                *sizes, bias=bias is not None, has_fp16_weights=False
-            )
-            new.weight = bitsandbytes.nn.Int8Params(
-                module.weight.data, requires_grad=False, has_fp16_weights=False
-            )
-        new.bias = bias
-        model.set_submodule(name, new)
-    return model.to("cpu").requires_grad_(False)
-
-
 @pytest.mark.filterwarnings("ignore:.*inputs will be cast")
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("name", ["llama", "timm-vit"])
 def test_quantised_linears_under_adapters_recompute(name: str, bits: int) -> None:
     family = EVERY_FAMILY[name]
-    model = quantised(build(family), bits)
+    model = in_bits(build(family), bits)
     options = LoraConfig(r=4, target_modules=family.linears, init_lora_weights=False)
     saved, report = compare(get_peft_model(model, options), family.inputs(), "rounding")
     assert gates(report) == {"recompute"}
@@ -143,7 +121,7 @@ def test_quantised_linears_under_adapters_recompute(name: str, bits: int) -> Non
 @pytest.mark.parametrize("bits", [4, 8])
 def test_quantised_linears_with_dropout_keep_masks_in_bits(bits: int) -> None:
     family = EVERY_FAMILY["llama"]
-    model = quantised(build(family), bits)
+    model = in_bits(build(family), bits)
     options = {"target_modules": family.linears, "init_lora_weights": False}
     adapted = get_peft_model(model, LoraConfig(r=4, lora_dropout=0.1, **options))
     saved, report = compare(adapted, family.inputs(), "rounding")

@@ -26,8 +26,10 @@ from lowmem_patch.memory.step import run_step
 from lowmem_patch.nn.checkpointing import is_checkpointed
 from lowmem_patch.planning.fit_report import FitReport
 from lowmem_patch.tracing.inputs import as_example_inputs
+from lowmem_patch.tracing.quantised import held_beside
 from tests.support.live import LiveBytes
 from tests.support.models import llama_of
+from tests.support.quantised import qlora
 from tests.support.step import warned
 
 GIB = 2**30
@@ -97,6 +99,9 @@ def numbers(*shape: int) -> Any:
 MODELS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "llama": (lambda: llama_of(num_hidden_layers=6), lambda: {"input_ids": tokens()}),
     "llama-lora": (llama_lora, lambda: {"input_ids": tokens()}),
+    "llama-qlora-4bit": (lambda: qlora("4bit"), lambda: {"input_ids": tokens()}),
+    "llama-qlora-8bit": (lambda: qlora("8bit"), lambda: {"input_ids": tokens()}),
+    "llama-qlora-wrapper": (lambda: qlora("wrapper"), lambda: {"input_ids": tokens()}),
     "vit": (vit, lambda: {"pixel_values": numbers(4, 3, 32, 32)}),
     "swin": (swin, lambda: numbers(4, 3, 64, 64)),
     "bert": (bert, lambda: {"input_ids": tokens()}),
@@ -120,7 +125,7 @@ def measured_peak(model: Any, inputs: Any) -> int:
         run_step(model, inputs)  # looks at gammas, and fills the buffers of the host
     model.zero_grad(set_to_none=True)
     with LiveBytes() as live:
-        live.ignore(*model.parameters(), *model.buffers())
+        live.ignore(*model.parameters(), *model.buffers(), *held_beside(model))
         for module in filter(is_checkpointed, model.modules()):
             host = module.forward.args[1].host  # type: ignore[union-attr]
             for waiting in () if host is None else host.free.values():
