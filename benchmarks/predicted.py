@@ -172,8 +172,8 @@ class CountedPeak(LiveStorages):
 
     most = 0
 
-    def grown(self) -> None:
-        self.most = max(self.most, self.now)
+    def grown(self, now: int) -> None:
+        self.most = max(self.most, now)
 
 
 def measure(model: Any, inputs: ExampleInputs, optimizer: str, before: int, fit: FitReport) -> int:

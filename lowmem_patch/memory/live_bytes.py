@@ -74,8 +74,9 @@ class LiveBytes(LiveStorages):
             self.end = _next_number()
         elif moment == FORWARD:
             self.starts.append((_next_number(), place))
+        self.settle()
         self.moment, self.place = moment, place
-        self.grown()
+        self.grown(self.now)
 
     def begin(self, moment: str) -> None:
         """The next moment, at the present place."""
@@ -83,6 +84,7 @@ class LiveBytes(LiveStorages):
 
     def mark(self, moment: str) -> None:
         """What is alive right now is all of this moment."""
+        self.settle()
         self.parts[moment, 0] = [self.now, self.now - self.gradients, self.gradients]
 
     def not_the_loss(self) -> None:
@@ -101,10 +103,10 @@ class LiveBytes(LiveStorages):
         """A hook: a parameter has its first gradient of this step."""
         if parameter.grad is not None:
             self.gradients += parameter.grad.numel() * parameter.grad.element_size()
-            self.grown()
+            self.grown(self.now)
 
-    def grown(self) -> None:
-        sums = self.now, self.now - self.gradients, self.gradients
+    def grown(self, now: int) -> None:
+        sums = now, now - self.gradients, self.gradients
         known = self.parts.setdefault((self.moment, self.place), list(sums))
         for number, size in enumerate(sums):
             known[number] = max(known[number], size)

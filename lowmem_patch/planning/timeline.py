@@ -89,12 +89,13 @@ class _LiveRuns(LiveStorages):
         self.part: Part = ("before", 0)
         self.most: dict[Part, int] = {}
 
-    def grown(self) -> None:
-        self.most[self.part] = max(self.most.get(self.part, 0), self.now)
+    def grown(self, now: int) -> None:
+        self.most[self.part] = max(self.most.get(self.part, 0), now)
 
     def begin(self, part: Part, run: int = _OUTSIDE) -> None:
+        self.settle()
         self.part, self.owner = part, run
-        self.grown()
+        self.grown(self.now)
 
 
 class _Marks:
@@ -134,6 +135,7 @@ class _Marks:
         self.live.begin(("behind", number))
 
     def timeline(self) -> Timeline:
+        self.live.settle()
         alive, most = self.alive or {}, self.live.most
         runs = []
         for number, made in enumerate(self.outputs):
