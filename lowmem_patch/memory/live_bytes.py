@@ -54,9 +54,11 @@ class LiveBytes(LiveStorages):
     which it belongs: autograd numbers its nodes in the order of the forward.
     """
 
-    def __init__(self, model_states: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    def __init__(
+        self, model_states: Sequence[Tensor], gradients: Sequence[Tensor], *, on_gpu: bool = False
+    ) -> None:
         """``model_states`` are not counted; ``gradients`` are held from the beginning."""
-        super().__init__(model_states)
+        super().__init__(model_states, on_gpu=on_gpu)
         self.gradients = 0
         self.parts: dict[Part, list[int]] = {}
         self.moment, self.place = FORWARD, 0

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from lowmem_patch.tracing.gpu_temporaries import temporary_bytes
 from lowmem_patch.tracing.observers import DispatchObserver
 from lowmem_patch.tracing.saved_bytes import storage_key
 
@@ -34,12 +35,16 @@ class LiveStorages(DispatchObserver):
         owner: to whom the next allocations belong.
     """
 
-    def __init__(self, ignored: Iterable[Tensor]) -> None:
-        """``ignored``: tensors whose storages are not counted."""
+    def __init__(self, ignored: Iterable[Tensor], *, on_gpu: bool = False) -> None:
+        """
+        Args:
+            ignored: tensors whose storages are not counted.
+            on_gpu: count what a GPU's kernels take for a while.
+        """
         super().__init__()
         self.ignored = set(map(storage_key, ignored))
         self.live: dict[int, tuple[int, int, Any]] = {}
-        self.now, self.owner = 0, -1
+        self.now, self.owner, self.on_gpu = 0, -1, on_gpu
         self._sum: tuple[int, int] | None = None  # key of the first gradient, bytes with a third
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -52,6 +57,9 @@ class LiveStorages(DispatchObserver):
         for tensor in tree_leaves(output):
             if isinstance(tensor, Tensor):
                 self.add(tensor)
+        temporary = temporary_bytes(func, args) if self.on_gpu else 0
+        if temporary:
+            self.grown(self.now + temporary)
         return output
 
     def settle(self) -> None:
@@ -96,7 +104,6 @@ def _sums_gradients(func: Any, args: tuple[Any, ...]) -> bool:
         or torch.is_grad_enabled()
         or torch._C._current_graph_task_id() < 0
         or args[0]._base is not None  # which a view holds
-        or not torch.ops.aten.is_non_overlapping_and_dense.default(args[0])
     ):
         return False
     frame: Any = sys._getframe()

@@ -36,6 +36,11 @@ class Shadow:
     mode: FakeTensorMode | None
     elsewhere: bool = False
 
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the model is on a GPU, or will be."""
+        return self.elsewhere or any(parameter.is_cuda for parameter in self.model.parameters())
+
 
 def tensors_in(value: Any) -> list[Tensor]:
     """Every tensor in nested tuples, lists and mappings."""
