@@ -32,7 +32,7 @@ from lowmem_patch import patch_model, patch_report, unpatch_model
 from lowmem_patch.bench import environment
 from lowmem_patch.config import load_config
 from lowmem_patch.errors import BudgetError
-from lowmem_patch.memory import run_step
+from lowmem_patch.memory import Training, run_step
 from lowmem_patch.nn.checkpointing import is_checkpointed
 from lowmem_patch.planning.fit_model import fit_planned
 from lowmem_patch.planning.fit_report import FitReport
@@ -172,8 +172,8 @@ class CountedPeak(LiveStorages):
 
     most = 0
 
-    def grown(self) -> None:
-        self.most = max(self.most, self.now)
+    def grown(self, now: int) -> None:
+        self.most = max(self.most, now)
 
 
 def measure(model: Any, inputs: ExampleInputs, optimizer: str, before: int, fit: FitReport) -> int:
@@ -232,7 +232,7 @@ def rows_of(
     if train == "qlora":
         twin = adapt(build(shape, "meta", tiny), "lora")
         planned = plan_model(twin, load_config("auto"), inputs.map(lambda t: t.to("meta")))
-        fit = fit_planned(twin, planned, HUGE, optimizer, quantised=True).report.fit
+        fit = fit_planned(twin, planned, HUGE, Training(optimizer, quantised=True)).report.fit
         patch_model(model, "auto", example_inputs=inputs)
         assert fit is not None
         yield {**known, **_row(model, inputs, optimizer, before, fit, 0.0)}

@@ -9,7 +9,8 @@ from typing import Any, TypeVar, cast
 from torch import nn
 
 from lowmem_patch.config import ConfigLike, PatchConfig, given_config, load_config
-from lowmem_patch.errors import NothingToPatchError, PatchError
+from lowmem_patch.errors import ConfigError, NothingToPatchError, PatchError
+from lowmem_patch.memory.model_states import Training
 from lowmem_patch.nn.gammas import forget_after_forward, look_at_gammas, look_before_forward
 from lowmem_patch.nn.head import notes_of_heads
 from lowmem_patch.nn.norms import MSNorm
@@ -48,7 +49,9 @@ __all__ = [
     "unpatch_model",
 ]
 
-Asked = tuple[str | int, str]  # a budget, and the optimizer
+Asked = tuple[
+    str | int, str, bool
+]  # a budget, the optimizer, and whether gradients are accumulated
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
 
@@ -59,6 +62,7 @@ def plan_patch(
     example_inputs: Any = None,
     fit: str | int | None = None,
     optimizer: str = "adamw",
+    accumulation: int = 1,
     config: ConfigLike | None = None,
 ) -> PatchReport:
     """What ``patch_model`` would do. Touches nothing; works on the meta device.
@@ -76,6 +80,7 @@ def plan_patch(
             less a reserve). Blocks run again in backward, only as far as that needs, in the least time.
             The example inputs say for which batch and length. Default: the config's ``fit``.
         optimizer: whose state counts, of ``lowmem_patch.memory.OPTIMIZERS``.
+        accumulation: batches of a step; above 1 the budget counts their gradients, which are held meanwhile.
         config: another name of ``preset``.
 
     Raises:
@@ -91,13 +96,19 @@ def plan_patch(
         model = _with_known_inputs(model)
     refuse_compiled(model)
     resolved = load_config(config)
-    return _planned(model, resolved, example_inputs, _asked(resolved, fit, optimizer))[0]
+    return _planned(
+        model, resolved, example_inputs, _asked(resolved, fit, optimizer, accumulation)
+    )[0]
 
 
-def _asked(config: PatchConfig, fit: str | int | None, optimizer: str) -> Asked | None:
+def _asked(
+    config: PatchConfig, fit: str | int | None, optimizer: str, accumulation: int
+) -> Asked | None:
     """The budget of the call, or of the config."""
+    if type(accumulation) is not int or accumulation < 1:
+        raise ConfigError(f"accumulation {accumulation!r} is no number of batches: 1 or more")
     budget = config.fit if fit is None else fit
-    return None if budget is None else (budget, optimizer)
+    return None if budget is None else (budget, optimizer, accumulation > 1)
 
 
 def _planned(
@@ -105,7 +116,8 @@ def _planned(
 ) -> tuple[PatchReport, Plan, ExampleInputs]:
     planned = plan_model(model, config, example_inputs)
     if asked is not None:
-        planned = fit_planned(model, planned, *asked)
+        budget, optimizer, accumulates = asked
+        planned = fit_planned(model, planned, budget, Training(optimizer, accumulates=accumulates))
     return planned.report, planned.plan, planned.inputs
 
 
@@ -116,6 +128,7 @@ def patch_model(
     example_inputs: Any = None,
     fit: str | int | None = None,
     optimizer: str = "adamw",
+    accumulation: int = 1,
     strict: bool = False,
     check: bool = False,
     config: ConfigLike | None = None,
@@ -127,7 +140,7 @@ def patch_model(
     changed, it re-plans from the original.
 
     Args:
-        model, preset, example_inputs, fit, optimizer, config: as in :func:`plan_patch`.
+        model, preset, example_inputs, fit, optimizer, accumulation, config: as in :func:`plan_patch`.
         strict: raise instead of warn when no site is patched or no parameter trains.
         check: run the original and the patched model on the example inputs, and put everything back
             if the outputs differ by more than rounding.
@@ -144,7 +157,7 @@ def patch_model(
     checked_model(model, "patch_model")
     config = given_config(preset, config)
     resolved, outer = load_config(config), model
-    asked = _asked(resolved, fit, optimizer)
+    asked = _asked(resolved, fit, optimizer, accumulation)
     if example_inputs is None:
         model = _with_known_inputs(model)
         if not check and _is_patched_so(model, resolved, asked):

@@ -27,6 +27,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("constants", "tracing", "tracing.inputs", "tracing.observers", "tracing.op_roles"),
     ("tracing.call_arguments", "tracing.categories"),
     ("tracing.row_moves", "tracing.saved_bytes"),
+    ("tracing.gpu_temporaries",),
     ("tracing.live_storages",),
     ("formulas",),
     ("kernels", "reference"),

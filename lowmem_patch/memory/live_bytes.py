@@ -59,10 +59,12 @@ class LiveBytes(LiveStorages):
         model_states: Sequence[Tensor],
         gradients: Sequence[Tensor],
         packed: Sequence[Tensor] = (),
+        *,
+        on_gpu: bool = False,
     ) -> None:
         """``model_states`` are not counted, ``packed`` weights among them; ``gradients`` are held from the
         beginning."""
-        super().__init__(model_states, packed)
+        super().__init__(model_states, packed, on_gpu=on_gpu)
         self.gradients = 0
         self.parts: dict[Part, list[int]] = {}
         self.moment, self.place = FORWARD, 0
@@ -80,8 +82,9 @@ class LiveBytes(LiveStorages):
             self.end = _next_number()
         elif moment == FORWARD:
             self.starts.append((_next_number(), place))
+        self.settle()
         self.moment, self.place = moment, place
-        self.grown()
+        self.grown(self.now)
 
     def begin(self, moment: str) -> None:
         """The next moment, at the present place."""
@@ -89,6 +92,7 @@ class LiveBytes(LiveStorages):
 
     def mark(self, moment: str) -> None:
         """What is alive right now is all of this moment."""
+        self.settle()
         self.parts[moment, 0] = [self.now, self.now - self.gradients, self.gradients]
 
     def not_the_loss(self) -> None:
@@ -107,10 +111,10 @@ class LiveBytes(LiveStorages):
         """A hook: a parameter has its first gradient of this step."""
         if parameter.grad is not None:
             self.gradients += parameter.grad.numel() * parameter.grad.element_size()
-            self.grown()
+            self.grown(self.now)
 
-    def grown(self) -> None:
-        sums = self.now, self.now - self.gradients, self.gradients
+    def grown(self, now: int) -> None:
+        sums = now, now - self.gradients, self.gradients
         known = self.parts.setdefault((self.moment, self.place), list(sums))
         for number, size in enumerate(sums):
             known[number] = max(known[number], size)

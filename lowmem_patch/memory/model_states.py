@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lowmem_patch.errors import ConfigError
 from lowmem_patch.memory.base_model import output_head
+from lowmem_patch.memory.cublas import workspace_bytes
 from lowmem_patch.memory.optimizers import check_optimizer
 from lowmem_patch.tracing.quantised import held_beside, own_bytes
 
@@ -18,6 +19,7 @@ __all__ = ["USUAL_TRAINING", "ModelStates", "Training", "model_state_bytes", "pa
 # bitsandbytes: one float32 scale per 256 values of each 8-bit state; small tensors stay in 32 bits
 _STATE_BLOCK, _SMALLEST_8BIT = 256, 4096
 _SMALLEST_PAGED = 100_000  # elements: smaller states of a paged optimizer stay on the GPU
+_LEAST_BLOCK = 512  # bytes that the allocator of a GPU gives for one number
 # QLoRA: 4 bits a weight, an 8-bit scale per 64 weights, a float32 scale per 256 of those scales
 _WEIGHT_BLOCK, _SCALE_BLOCK = 64, 256
 _UNITS = {"b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
@@ -73,12 +75,19 @@ class ModelStates:
         gradients: of the parameters that train, in their dtype, held between steps.
         optimizer: the state of the optimizer.
         dequantised: the largest quantised weight in the compute dtype (0 without quantisation).
+        workspace: cuBLAS's, on a GPU.
     """
 
     parameters: int
     gradients: int
     optimizer: int
     dequantised: int = 0
+    workspace: int = 0
+
+    @property
+    def resident(self) -> int:
+        """All but the gradients."""
+        return self.parameters + self.optimizer + self.dequantised + self.workspace
 
 
 def _state_bytes(parameter: Tensor, optimizer: str) -> int:
@@ -86,7 +95,9 @@ def _state_bytes(parameter: Tensor, optimizer: str) -> int:
     if optimizer.startswith("paged_") and count >= _SMALLEST_PAGED:
         return 0
     if optimizer in ("adamw", "adamw_foreach"):  # two moments in the parameter's dtype
-        return 2 * count * width
+        # the fused one counts its steps where the parameter is
+        steps = _LEAST_BLOCK if optimizer == "adamw" and parameter.device.type != "cpu" else 0
+        return 2 * count * width + steps
     if optimizer == "paged_adamw":
         return 2 * count * 4
     if optimizer in ("adamw8bit", "paged_adamw8bit"):
@@ -137,4 +148,4 @@ def model_state_bytes(model: nn.Module, optimizer: str, *, quantised: bool = Fal
         if parameter.requires_grad:
             gradients += size
             state += _state_bytes(parameter, optimizer)
-    return ModelStates(parameters, gradients, state, dequantised)
+    return ModelStates(parameters, gradients, state, dequantised, workspace_bytes(model))

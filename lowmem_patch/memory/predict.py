@@ -45,6 +45,7 @@ class Footprint:
             beginning) to the optimizer's step.
         saved: activations that autograd holds between forward and backward, without checkpointing.
         weight_copies: low-precision copies of weights that autograd holds.
+        workspace: cuBLAS's, on a GPU, held from the first product on.
         moments: all bytes that are held at one time, at most, in each moment of the step: ``forward``,
             ``loss``, ``after the loss``, ``backward``, ``after the backward``, ``optimizer step``.
     """
@@ -54,6 +55,7 @@ class Footprint:
     optimizer: int
     saved: int
     weight_copies: int
+    workspace: int
     moments: Mapping[str, int]
 
     @property
@@ -211,7 +213,7 @@ class _Totals:
 
     def moments(self, parts: Mapping[Part, PartBytes]) -> dict[str, int]:
         """All bytes that are held at one time, at most, in each moment."""
-        gpus, held = self.training.gpus, self.states.parameters + self.states.optimizer
+        gpus, held = self.training.gpus, self.states.resident - self.states.dequantised
         sizes = most_of_moments(parts)
         if gpus > 1:
             sizes = sharded_moments(parts, gpus, self.gathered)
@@ -272,7 +274,7 @@ def predict_memory(
             largest = largest_that_fits(total, limit, bound or _LARGEST[solve])
         moments = totals.moments(predictor.step(batch_size, length))
         held = (states.parameters, states.gradients, states.optimizer)
-        sides.append((Footprint(*held, saved, copies, moments), largest))
+        sides.append((Footprint(*held, saved, copies, states.workspace, moments), largest))
     (before, most_before), (after, most_after) = sides
     return MemoryReport(
         before, after, training, batch_size, length, limit, solve, most_before, most_after, bound

@@ -1,7 +1,8 @@
 """One training step on fake tensors, with every storage counted from its allocation to its release.
 
-The sum is the eager allocation of a real step, without data. Workspaces inside kernels, the CUDA
-context (about 0.5 GiB) and the allocator's fragmentation are not counted.
+The sum is the eager allocation of a real step, without data. Of what kernels take for themselves, that of a
+table's gradient is counted (`lowmem_patch.tracing.gpu_temporaries`). The CUDA context (about 0.5 GiB) and the
+allocator's fragmentation are not.
 """
 
 from __future__ import annotations
@@ -207,7 +208,9 @@ def _parts(
             parameter.grad = torch.empty_like(parameter) if accumulates else None
             gradients += [] if parameter.grad is None else [parameter.grad]
         held = [*model.parameters(), *model.buffers(), *shadow.beside, *fake.state]
-        live: LiveBytes = contexts.enter_context(LiveBytes(held, gradients, shadow.packed))
+        live: LiveBytes = contexts.enter_context(
+            LiveBytes(held, gradients, shadow.packed, on_gpu=shadow.on_gpu)
+        )
         if not accumulates:
             for parameter in trained:
                 register: Any = parameter.register_post_accumulate_grad_hook  # has no types

@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from lowmem_patch.errors import BudgetError, TraceError
-from lowmem_patch.memory.model_states import ModelStates
+from lowmem_patch.memory.model_states import ModelStates, Training
 from lowmem_patch.nn.checkpointing import is_switched_on
 from lowmem_patch.planning.budget import Budget
 from lowmem_patch.planning.costs import Device, RunSeconds
@@ -64,8 +64,8 @@ class Fitting:
         blocks: that it has.
         seconds: of each run.
         device: that has these times.
-        states: of the model, whose gradients are not counted: the step makes them.
-        optimizer: its name.
+        states: of the model; gradients are counted where the step makes them.
+        training: of which its optimizer counts, and whether gradients of earlier batches are held.
         host: bytes of host memory that may be used.
     """
 
@@ -76,15 +76,18 @@ class Fitting:
         seconds: Sequence[RunSeconds],
         device: Device,
         states: ModelStates,
-        optimizer: str,
+        training: Training,
         host: int,
     ) -> None:
         self.shadow, self.blocks, self.seconds, self.device = shadow, blocks, seconds, device
-        self.states, self.optimizer, self.host = states, optimizer, host
+        self.states, self.training, self.host = states, training, host
         self.sites = [block.site for block in blocks.blocks]
-        self.resident = states.parameters + states.optimizer + states.dequantised
+        self.earlier = states.gradients if training.accumulates else 0
+        self.resident = states.resident + self.earlier
         self.free = [b for b in blocks.blocks if not b.refusal and not self._is_switched_on(b.site)]
-        self.temporaries = temporaries_of(shadow.model, optimizer, elsewhere=shadow.elsewhere)
+        self.temporaries = temporaries_of(
+            shadow.model, training.optimizer, elsewhere=shadow.elsewhere
+        )
         names = ALONE if self.free else ("patched",)
         self.few = few_runs(shadow.model, blocks)
         self.profiles = {level: self._profile(self._all(level)) for level in names}
@@ -124,7 +127,10 @@ class Fitting:
         few: FewRuns | None = None,
     ) -> Timeline:
         """As `run_levels`."""
-        return run_levels(self.shadow, self.blocks, levels, settled=settled, inputs=inputs, few=few)
+        return run_levels(
+            self.shadow, self.blocks, levels, settled=settled, inputs=inputs, few=few,
+            accumulates=self.training.accumulates,
+        )  # fmt: skip
 
     def _kept(self) -> tuple[list[bool], list[bool]]:
         """Whether a patched run holds its output, and its input: seen beside runs that hold nothing."""
@@ -297,9 +303,11 @@ class Fitting:
             moment=moment,
             parameters=self.states.parameters,
             optimizer_state=self.states.optimizer,
+            workspace=self.states.workspace,
             gradients=self.states.gradients,
             held=timeline.held,
-            optimizer=self.optimizer,
+            optimizer=self.training.optimizer,
+            accumulates=self.training.accumulates,
             device=self.device.name,
             extra_seconds=sum(block.seconds for block in blocks),
             step_seconds=sum(one.forward + one.backward for one in self.seconds),
@@ -363,10 +371,10 @@ class Fitting:
         notes = []
         if not self.blocks.blocks:
             notes.append("no blocks were found that could run again: all stays as patched")
-        if self.states.gradients:
+        if self.states.gradients and not self.training.accumulates:
             notes.append(
-                "gradients are counted from the backward on, as after zero_grad(); where they are "
-                f"accumulated, the forward has up to {size_text(self.states.gradients)} more"
+                "gradients are counted from the backward on, as after zero_grad(); those of several batches "
+                f"(accumulation=) take up to {size_text(self.states.gradients)} more"
             )
         if any(level != "patched" for level in levels.values()):
             notes.append(

@@ -7,7 +7,7 @@ import dataclasses
 from torch import nn
 
 from lowmem_patch.errors import BudgetError
-from lowmem_patch.memory.model_states import model_state_bytes
+from lowmem_patch.memory.model_states import Training, model_state_bytes
 from lowmem_patch.nn.gammas import would_tell_z
 from lowmem_patch.nn.norms import MSNorm
 from lowmem_patch.planning.apply import apply_plan, undo
@@ -27,26 +27,26 @@ def fit_planned(
     model: nn.Module,
     planned: Planned,
     fit: str | int,
-    optimizer: str,
+    training: Training,
     *,
     host: int | None = None,
     timed: bool | None = None,
-    quantised: bool = False,
 ) -> Planned:
     """The plan with the patches of the blocks that run again, and the report with what was chosen.
 
     Args:
-        fit, optimizer: as in ``patch_model``.
+        fit: as in ``patch_model``.
+        training: its optimizer, whether frozen Linears are counted in 4 bits, as QLoRA will have them, and
+            whether gradients of earlier batches are held.
         host: bytes of host memory for inputs of blocks; default: half of what is available.
         timed: time a forward of the model; default: where it is on a GPU.
-        quantised: count the frozen Linears in 4 bits, as QLoRA will have them.
 
     Raises:
         ConfigError: a budget that is no size, or an unknown optimizer.
         BudgetError: nothing fits, or the model cannot run on fake tensors.
     """
     budget = make_budget(fit, model)
-    states = model_state_bytes(model, optimizer, quantised=quantised)
+    states = model_state_bytes(model, training.optimizer, quantised=training.quantised)
     if planned.shadow.mode is None:
         raise BudgetError(
             f"fit={fit!r}: this {type(model).__name__} runs on data alone (its weights have no fake "
@@ -60,7 +60,7 @@ def fit_planned(
         seconds = _timed(model, planned, blocks, seconds)
     _assume_looks(model, planned.shadow.model)
     host = free_host_bytes() if host is None else host
-    fitting = Fitting(planned.shadow, blocks, seconds, device, states, optimizer, host)
+    fitting = Fitting(planned.shadow, blocks, seconds, device, states, training, host)
     try:
         fitted = fitting.fit(budget, planned.report.inputs)
     except NoFit as found:
@@ -104,15 +104,16 @@ def _timed(
 def _too_small(fitting: Fitting, budget: Budget, found: NoFit, inputs: str) -> str:
     found_rungs = smaller_rungs(
         _base(fitting, budget, found),
-        lambda smaller: fitting.run(found.levels, inputs=smaller).peak[0],
+        lambda smaller: fitting.run(found.levels, inputs=smaller).peak[0] + fitting.earlier,
     )
     rungs = sorted(found_rungs, key=lambda rung: -rung.total)
-    states, weights = fitting.resident, fitting.states.parameters
+    weights, workspace = fitting.states.parameters, fitting.states.workspace
     lines = [
         f"fit {budget.asked}: no training step of this model fits. The least budget is "
-        f"{size_text(found.least)} ({found.least} bytes) for {inputs} and {fitting.optimizer}: parameters "
-        f"{size_text(weights)}, optimizer state {size_text(states - weights)}, gradients and activations "
-        f"{size_text(found.peak)}"
+        f"{size_text(found.least)} ({found.least} bytes) for {inputs} and {fitting.training.optimizer}: "
+        f"parameters {size_text(weights)}, optimizer state {size_text(fitting.states.optimizer)}, "
+        f"gradients and activations {size_text(found.peak + fitting.earlier)}"
+        + (f", cuBLAS's workspaces {size_text(workspace)}" if workspace else "")
     ]
     if budget.bytes <= weights:
         lines.append("the parameters alone are larger than the budget")
@@ -134,8 +135,8 @@ def _base(fitting: Fitting, budget: Budget, found: NoFit) -> Base:
         fitting.seconds_of(number, found.levels.get(fitting.sites[run.block], "patched"))
         for number, run in enumerate(fitting.blocks.runs)
     )
+    shadow, states, peak = fitting.shadow, fitting.states, found.peak + fitting.earlier
     return Base(
-        fitting.shadow.model, fitting.shadow.inputs, fitting.sites, fitting.states, fitting.optimizer,
-        budget, found.peak, fitting.seconds, more, fitting.device,
-        fitting.states.dequantised > 0 or bool(fitting.shadow.beside),
+        shadow.model, shadow.inputs, fitting.sites, states, fitting.training.optimizer, budget, peak,
+        fitting.seconds, more, fitting.device, states.dequantised > 0 or bool(shadow.beside),
     )  # fmt: skip

@@ -50,8 +50,10 @@ class FitReport:
         moment: when that is.
         parameters, optimizer_state, gradients: bytes of the model states, gradients at the end of the
             backward.
+        workspace: cuBLAS's, on a GPU.
         held: activations that are alive when the forward ends.
         optimizer: its name.
+        accumulates: gradients of earlier batches are held from the beginning of the step.
         device: whose times they are.
         extra_seconds: predicted, that the levels cost in a step.
         step_seconds: predicted, of forward and backward of the blocks as patched.
@@ -69,8 +71,10 @@ class FitReport:
     parameters: int
     optimizer_state: int
     gradients: int
+    workspace: int
     held: int
     optimizer: str
+    accumulates: bool
     device: str
     extra_seconds: float
     step_seconds: float
@@ -84,19 +88,30 @@ class FitReport:
         """How many blocks have each level."""
         return dict(Counter(block.level for block in self.blocks))
 
-    def __str__(self) -> str:
+    @property
+    def head(self) -> tuple[str, ...]:
+        """Lines of all blocks together."""
+        since = " (held from the beginning)" if self.accumulates else ""
         levels = ", ".join(f"{count} {level}" for level, count in self.levels.items())
         share = 100 * self.extra_seconds / self.step_seconds if self.step_seconds else 0.0
-        lines = [
+        workspace = (
+            f"  cuBLAS's workspaces {size_text(self.workspace)}, held from the first product on"
+        )
+        return (
             f"fit {self.asked}: predicted peak {size_text(self.predicted)} in {self.moment}, for "
             f"{self.inputs} and {self.optimizer}; {levels}",
             f"  parameters {size_text(self.parameters)}, optimizer state {size_text(self.optimizer_state)}, "
-            f"gradients {size_text(self.gradients)}, activations after the forward {size_text(self.held)}"
+            f"gradients {size_text(self.gradients)}{since}, "
+            f"activations after the forward {size_text(self.held)}"
             + (f", on the host {size_text(self.on_host)}" if self.on_host else "")
             + (f", left for fragmentation {size_text(self.reserve)}" if self.reserve else ""),
+            *((workspace,) if self.workspace else ()),
             f"  predicted time: {1e3 * self.extra_seconds:.1f} ms more in each step ({share:.0f} % of the "
             f"blocks' {1e3 * self.step_seconds:.1f} ms, times of {self.device})",
-        ]
+        )
+
+    def __str__(self) -> str:
+        lines = list(self.head)
         for block in self.blocks:
             lines.append(
                 f"  {block.site}: {block.level}, {size_text(block.patched)} -> {size_text(block.held)}, "

@@ -80,7 +80,7 @@ class Base:
 
     @property
     def resident(self) -> int:
-        return self.states.parameters + self.states.optimizer + self.states.dequantised
+        return self.states.resident
 
     @property
     def seconds(self) -> float:
@@ -124,7 +124,8 @@ def _sharded(base: Base) -> Iterator[Rung]:
     ]
     activations = base.peak - base.states.gradients
     for gpus in _GPUS:
-        part = -(-(base.resident + base.states.gradients) // gpus) + max(sizes, default=0)
+        shared = base.resident - base.states.workspace + base.states.gradients
+        part = -(-shared // gpus) + base.states.workspace + max(sizes, default=0)
         rung = Rung(f"FSDP over {gpus} GPUs, on each", base.total(activations, part), base.seconds)
         yield rung
         if rung.total <= base.budget.bytes:
@@ -184,7 +185,7 @@ def _qlora(base: Base) -> Rung:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(trained[name])
     # weights, gradients and two moments of the adapters
-    held = states.parameters + states.optimizer + states.dequantised + 4 * _ADAPTER_WIDTH * adapters
+    held = states.resident + 4 * _ADAPTER_WIDTH * adapters
     peak = base.peak - (base.states.gradients if full else 0)
     moved = sum(m.weight.numel() * (_PACKED + m.weight.element_size()) for m in linears)
     passes = 3 if base.more else 2
@@ -213,9 +214,11 @@ class _Steps:
         runs = run_seconds(self.planned.facts, self.blocks, self.device)
         self.runs = runs if self.few is None else self.few.extended_runs(runs)
 
-    def run(self, level: str, inputs: ExampleInputs | None = None) -> Timeline:
+    def run(self, level: str, accumulates: bool, inputs: ExampleInputs | None = None) -> Timeline:
         levels = {block.site: level for block in self.blocks.blocks if not block.refusal}
-        found = run_levels(self.planned.shadow, self.blocks, levels, inputs=inputs)
+        found = run_levels(
+            self.planned.shadow, self.blocks, levels, inputs=inputs, accumulates=accumulates
+        )
         if self.few is None:
             return found
         extended = self.few.extended(found)
@@ -276,7 +279,7 @@ def _rungs(model: nn.Module, steps: _Steps, training: Training, budget: Budget) 
     names = ALONE if steps.blocks.blocks else ALONE[:1]
 
     def peak_of(timeline: Timeline) -> int:
-        return max(timeline.peak[0] + earlier, timeline.end + temporaries)
+        return earlier + max(timeline.peak[0], timeline.end + temporaries)
 
     sites = [block.site for block in steps.blocks.blocks]
     base = Base(
@@ -284,7 +287,7 @@ def _rungs(model: nn.Module, steps: _Steps, training: Training, budget: Budget) 
         steps.device, training.quantised,
     )  # fmt: skip
     for level in names:
-        timeline = steps.run(level)
+        timeline = steps.run(level, training.accumulates)
         outputs = [run.output for run in timeline.runs]
         more = sum(
             more_seconds(level, one, size, steps.device)
@@ -292,4 +295,6 @@ def _rungs(model: nn.Module, steps: _Steps, training: Training, budget: Budget) 
         )
         base = dataclasses.replace(base, peak=peak_of(timeline), more=more)
         yield Rung(_NAMES[level], base.total(base.peak), base.seconds)
-    yield from smaller_rungs(base, lambda smaller: peak_of(steps.run(names[-1], smaller)))
+    yield from smaller_rungs(
+        base, lambda smaller: peak_of(steps.run(names[-1], training.accumulates, smaller))
+    )

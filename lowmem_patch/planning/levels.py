@@ -25,6 +25,7 @@ def run_levels(
     settled: bool = False,
     inputs: ExampleInputs | None = None,
     few: FewRuns | None = None,
+    accumulates: bool = False,
 ) -> Timeline:
     """A step in which the blocks have these levels; afterwards they have none.
 
@@ -32,6 +33,7 @@ def run_levels(
         settled: no input is on its way to the host any more when the forward ends.
         inputs: in the place of the shadow's.
         few: only these blocks of a list are run.
+        accumulates: as `run_timeline`.
 
     Raises:
         TraceError: the step fails.
@@ -49,7 +51,8 @@ def run_levels(
             for patch in patches:
                 if patch.site in there:
                     patch.apply(target)
-            return run_timeline(shadow, [block.site for block in blocks.blocks], settle)
+            sites = [block.site for block in blocks.blocks]
+            return run_timeline(shadow, sites, settle, accumulates=accumulates)
         finally:
             for module in model.modules():
                 if is_checkpointed(module):

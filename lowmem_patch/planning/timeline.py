@@ -52,7 +52,8 @@ class RunBytes:
 
 @dataclasses.dataclass(frozen=True)
 class Timeline:
-    """Bytes of one step; parameters, buffers and the optimizer's state are not counted, gradients are.
+    """Bytes of one step; parameters, buffers and the optimizer's state are not counted, nor gradients of an
+    earlier batch; those that the step makes are.
 
     Attributes:
         runs: of the blocks, in the order of the forward.
@@ -84,17 +85,20 @@ class Timeline:
 class _LiveRuns(LiveStorages):
     """The owner of a storage is the run in which it was allocated."""
 
-    def __init__(self, ignored: Iterable[Tensor], packed: Iterable[Tensor]) -> None:
-        super().__init__(ignored, packed)
+    def __init__(
+        self, ignored: Iterable[Tensor], packed: Iterable[Tensor], *, on_gpu: bool
+    ) -> None:
+        super().__init__(ignored, packed, on_gpu=on_gpu)
         self.part: Part = ("before", 0)
         self.most: dict[Part, int] = {}
 
-    def grown(self) -> None:
-        self.most[self.part] = max(self.most.get(self.part, 0), self.now)
+    def grown(self, now: int) -> None:
+        self.most[self.part] = max(self.most.get(self.part, 0), now)
 
     def begin(self, part: Part, run: int = _OUTSIDE) -> None:
+        self.settle()
         self.part, self.owner = part, run
-        self.grown()
+        self.grown(self.now)
 
 
 class _Marks:
@@ -134,6 +138,7 @@ class _Marks:
         self.live.begin(("behind", number))
 
     def timeline(self) -> Timeline:
+        self.live.settle()
         alive, most = self.alive or {}, self.live.most
         runs = []
         for number, made in enumerate(self.outputs):
@@ -152,11 +157,12 @@ class _Marks:
 
 
 @contextlib.contextmanager
-def _without_gradients(model: nn.Module) -> Iterator[None]:
-    """Gradients are none before the step, and are put back after it."""
+def _gradients(model: nn.Module, accumulates: bool) -> Iterator[None]:
+    """Gradients are none before the step, or those of an earlier batch, and are put back after it."""
     held = [(parameter, parameter.grad) for parameter in model.parameters()]
     for parameter, _ in held:
-        parameter.grad = None
+        earlier = accumulates and parameter.requires_grad
+        parameter.grad = torch.empty_like(parameter) if earlier else None
     try:
         yield
     finally:
@@ -165,13 +171,18 @@ def _without_gradients(model: nn.Module) -> Iterator[None]:
 
 
 def run_timeline(
-    shadow: Shadow, sites: Sequence[str], settle: Callable[[], None] | None = None
+    shadow: Shadow,
+    sites: Sequence[str],
+    settle: Callable[[], None] | None = None,
+    *,
+    accumulates: bool = False,
 ) -> Timeline:
     """One step of a shadow in training mode; gradients are made in it, as after ``zero_grad()``.
 
     Args:
         sites: paths of the blocks.
         settle: called when the forward ends, before it is looked what is alive.
+        accumulates: it adds to the gradients of an earlier batch, which are not counted, as parameters.
 
     Raises:
         TraceError: the forward or the backward fails.
@@ -181,14 +192,15 @@ def run_timeline(
     torch.clear_autocast_cache()
     with contextlib.ExitStack() as contexts:
         contexts.enter_context(in_training_mode(model))
-        contexts.enter_context(_without_gradients(model))
         contexts.enter_context(torch.enable_grad())
         if shadow.mode is not None:
             contexts.enter_context(running_fake(shadow.mode))
+        contexts.enter_context(_gradients(model, accumulates))
         if shadow.elsewhere:
             contexts.enter_context(GpuDropouts())
-        held = (*model.parameters(), *model.buffers(), *shadow.beside)
-        live = _LiveRuns(held, shadow.packed)
+        earlier = [p.grad for p in model.parameters() if p.grad is not None]
+        states = (*model.parameters(), *model.buffers(), *shadow.beside, *earlier)
+        live = _LiveRuns(states, shadow.packed, on_gpu=shadow.on_gpu)
         marks = _Marks(live, frozenset(sites), settle)
         contexts.enter_context(observed_calls(model, marks.enter, marks.leave))
         contexts.enter_context(live)

@@ -46,6 +46,5 @@ def print_fit(fit: FitReport) -> None:
         seconds = sum(block.seconds for block in blocks)
         table.add_row(level, str(count), *map(human_bytes, sizes), f"{1e3 * seconds:.1f}")
     print_table(table)
-    lines = str(fit).splitlines()
-    for line in (*lines[:3], *fit.notes):
+    for line in (*fit.head, *fit.notes):
         print_line(line.strip())

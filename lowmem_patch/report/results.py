@@ -118,6 +118,8 @@ def print_memory(memory: MemoryReport, train: str) -> None:
         + (", without checkpointing" if memory.training.checkpointing else ""): "saved",
         "copies of weights": "weight_copies",
     }
+    if memory.before.workspace:
+        parts["workspaces of cuBLAS"] = "workspace"
     for label, name in parts.items():
         table.add_row(label, *(human_bytes(getattr(footprint, name)) for footprint in both))
     for moment in memory.before.moments:

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from lowmem_patch.tracing.gpu_temporaries import temporary_bytes
 from lowmem_patch.tracing.observers import DispatchObserver
 from lowmem_patch.tracing.saved_bytes import storage_key
 
 __all__ = ["LiveStorages"]
 
 _WEIGHTS_OF_A_SCALE, _SCALE = 64, 4  # bitsandbytes: one float32 for so many weights
+_TORCH = str(Path(torch.__file__).parent)
 
 
 class LiveStorages(DispatchObserver):
     """Counts each storage from the op that allocates it to its release.
+
+    Where two gradients of one tensor meet (a tied weight, a residual stream), autograd adds the second to the
+    first in place, unless somebody else holds the first. It makes a third tensor for fake ones, and while a
+    dispatch mode such as this one is on: that is counted as what a step without either takes.
 
     Attributes:
         live: by key: bytes, the ``owner`` when it was allocated, and a reference.
@@ -26,27 +35,37 @@ class LiveStorages(DispatchObserver):
         owner: to whom the next allocations belong.
     """
 
-    def __init__(self, ignored: Iterable[Tensor], packed: Iterable[Tensor] = ()) -> None:
-        """Args:
-        ignored: tensors whose storages are not counted.
-        packed: weights of few bits, which a product of another library unpacks for a while.
+    def __init__(
+        self, ignored: Iterable[Tensor], packed: Iterable[Tensor] = (), *, on_gpu: bool = False
+    ) -> None:
+        """
+        Args:
+            ignored: tensors whose storages are not counted.
+            packed: weights of few bits, which a product of another library unpacks for a while.
+            on_gpu: count what a GPU's kernels take for a while.
         """
         super().__init__()
         self.ignored = set(map(storage_key, ignored))
         self.packed = set(map(storage_key, packed))
         self.live: dict[int, tuple[int, int, Any]] = {}
-        self.now, self.owner = 0, -1
+        self.now, self.owner, self.on_gpu = 0, -1, on_gpu
+        self._sum: tuple[int, int] | None = None  # key of the first gradient, bytes with a third
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.settle()
         output = func(*args, **kwargs)
+        if _sums_gradients(func, args):
+            self._count(output)
+            self._sum = storage_key(args[0]), self.now
+            return output
         for tensor in tree_leaves(output):
             if isinstance(tensor, Tensor):
                 self.add(tensor)
+        temporary = temporary_bytes(func, args) if self.on_gpu else 0
         if self.packed and func.namespace != "aten":
-            unpacked = self._unpacked(args, output)
-            self.now += unpacked
-            self.grown()
-            self.now -= unpacked
+            temporary += self._unpacked(args, output)
+        if temporary:
+            self.grown(self.now + temporary)
         return output
 
     def _unpacked(self, args: tuple[Any, ...], output: Any) -> int:
@@ -60,11 +79,22 @@ class LiveStorages(DispatchObserver):
             return 0
         return weights * given[0].element_size() + -(-weights // _WEIGHTS_OF_A_SCALE) * _SCALE
 
+    def settle(self) -> None:
+        """Look whether the first of two gradients that were added was released by that."""
+        if self._sum is not None:
+            (first, most), self._sum = self._sum, None
+            if first in self.live or first in self.ignored:
+                self.grown(most)
+
     def add(self, tensor: Tensor) -> None:
         """Count a tensor's storage, unless it is counted or ignored."""
+        if self._count(tensor):
+            self.grown(self.now)
+
+    def _count(self, tensor: Tensor) -> bool:
         key = storage_key(tensor)
         if key in self.live or key in self.ignored:
-            return
+            return False
         storage = tensor.untyped_storage()
         size = storage.nbytes()
 
@@ -74,8 +104,31 @@ class LiveStorages(DispatchObserver):
 
         self.live[key] = (size, self.owner, weakref.ref(storage, released))
         self.now += size
-        self.grown()
+        return True
 
-    def grown(self) -> None:
-        """Called when ``now`` has grown."""
+    def grown(self, now: int) -> None:
+        """Called when the bytes that are alive have grown to ``now``."""
         raise NotImplementedError
+
+
+def _sums_gradients(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether an op is autograd's own sum of two gradients of one tensor, and the first could hold it.
+
+    It is an addition in a backward, with nobody's code but torch's between it and the call of the backward.
+    """
+    if (
+        func is not torch.ops.aten.add.Tensor
+        or torch.is_grad_enabled()
+        or torch._C._current_graph_task_id() < 0
+        or args[0]._base is not None  # which a view holds
+    ):
+        return False
+    frame: Any = sys._getframe()
+    while frame is not None and frame.f_code.co_name != "__torch_dispatch__":
+        frame = frame.f_back
+    frame = None if frame is None else frame.f_back
+    while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
+        if frame.f_code.co_name == "_engine_run_backward":
+            return True
+        frame = frame.f_back
+    return frame is None  # a thread of the engine's own, or somebody's code

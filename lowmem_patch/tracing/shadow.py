@@ -42,6 +42,11 @@ class Shadow:
     packed: tuple[Tensor, ...] = ()
     beside: tuple[Tensor, ...] = ()
 
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the model is on a GPU, or will be."""
+        return self.elsewhere or any(parameter.is_cuda for parameter in self.model.parameters())
+
 
 def tensors_in(value: Any) -> list[Tensor]:
     """Every tensor in nested tuples, lists and mappings."""

@@ -9,7 +9,7 @@ import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from lowmem_patch.config import load_config
-from lowmem_patch.memory.model_states import model_state_bytes
+from lowmem_patch.memory.model_states import USUAL_TRAINING, model_state_bytes
 from lowmem_patch.planning.costs import device_of, run_seconds
 from lowmem_patch.planning.few_runs import few_runs
 from lowmem_patch.planning.fit import Fitting
@@ -26,7 +26,7 @@ def fitting(model: Any, inputs: Any) -> Fitting:
     blocks, device = find_blocks(planned.facts), device_of(model)
     seconds = run_seconds(planned.facts, blocks, device)
     states = model_state_bytes(model, "adamw")
-    return Fitting(planned.shadow, blocks, seconds, device, states, "adamw", 1 << 30)
+    return Fitting(planned.shadow, blocks, seconds, device, states, USUAL_TRAINING, 1 << 30)
 
 
 @pytest.mark.parametrize("count", [9, 12])

@@ -13,6 +13,7 @@ from torch import nn
 from lowmem_patch import patch_model, plan_patch
 from lowmem_patch.config import load_config
 from lowmem_patch.errors import BudgetError, ConfigError, HostMemoryError
+from lowmem_patch.memory.model_states import USUAL_TRAINING
 from lowmem_patch.nn.checkpointing import is_checkpointed
 from lowmem_patch.nn.host_memory import HostMemory
 from lowmem_patch.planning.budget import Budget, free_host_bytes, make_budget
@@ -146,9 +147,9 @@ def test_no_host_memory_and_little_of_it() -> None:
     levels = {}
     for host in (0, 5 * x.numel() * 4, 1 << 30):
         with pytest.raises(BudgetError) as error:
-            fit_planned(model, planned(model, x), 1, "adamw", host=host)
+            fit_planned(model, planned(model, x), 1, USUAL_TRAINING, host=host)
         budget = least_of(str(error.value))
-        report = fit_planned(model, planned(model, x), budget, "adamw", host=host).report.fit
+        report = fit_planned(model, planned(model, x), budget, USUAL_TRAINING, host=host).report.fit
         assert report is not None and report.on_host <= host
         levels[host] = report.levels
     none, little, much = levels.values()
@@ -198,6 +199,6 @@ def test_blocks_are_timed_and_nothing_of_it_stays() -> None:
     found = scaled([RunSeconds(1.0, 0.25, 2.0, 0.5)], [0.5])
     assert found == (RunSeconds(0.5, 0.125, 1.0, 0.25),)
     assert scaled([RunSeconds(1.0, 0.25, 2.0)], [0.5, 0.5]) == (RunSeconds(1.0, 0.25, 2.0),)
-    timed = fit_planned(model, planned(model, x), "1GiB", "adamw", timed=True).report.fit
+    timed = fit_planned(model, planned(model, x), "1GiB", USUAL_TRAINING, timed=True).report.fit
     assert timed is not None and timed.step_seconds > 0
     assert not find_records(model) and not any("forward" in vars(m) for m in model.modules())

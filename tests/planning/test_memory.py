@@ -27,6 +27,7 @@ from lowmem_patch.memory import (
     predict_memory,
     step_bytes,
 )
+from lowmem_patch.memory.cublas import workspace_bytes
 from lowmem_patch.memory.live_bytes import most_of_moments
 from lowmem_patch.tracing.inputs import ExampleInputs
 from lowmem_patch.tracing.shadow import Shadow, make_shadow
@@ -224,18 +225,19 @@ def test_affine_sizes_take_few_runs() -> None:
 def test_what_is_said_to_fit_fits_just_so(solve: str, attention: str) -> None:
     with torch.device("meta"):
         model = llama(2, attention)
-    limit = 8 * 2**20
+    limit = 8 * 2**20 + workspace_bytes(model)
     memory = predict_memory(
         model, load_config("exact"), tokens, batch_size=2, length=24, limit=limit, solve=solve
     )
     parameters = 2 * 320 * 64 + 2 * (4 * 64 * 64 + 3 * 64 * 176 + 2 * 64) + 64
     assert memory.before.gradients == parameters * 4
-    assert memory.before.optimizer == 2 * memory.before.gradients
+    # the fused AdamW of a GPU counts the steps of each of the two layers' 9 parameters, and of 3 more
+    assert memory.before.optimizer == 2 * memory.before.gradients + (2 * 9 + 3) * 512
     buffers = memory.before.parameters - parameters * 4
     assert 0 <= buffers <= 2 * 4 * 8  # the rotary table
     assert memory.largest_after is not None and memory.largest_before is not None
     assert memory.largest_after > memory.largest_before > 1
-    states = memory.before.parameters + memory.before.optimizer
+    states = memory.before.parameters + memory.before.optimizer + workspace_bytes(model)
     for preset, size in ((None, memory.largest_before), ("exact", memory.largest_after)):
         for number, fits in ((size, True), (size + 1, False)):
             sizes = (number, 24) if solve == "batch" else (2, number)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -33,6 +32,7 @@ from lowmem_patch.memory.live_bytes import most_of_moments
 from lowmem_patch.memory.predict import _Predictor, _Totals
 from lowmem_patch.tracing.inputs import ExampleInputs
 from lowmem_patch.tracing.shadow import make_shadow
+from tests.support.live import allocated
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*profil"),
@@ -137,17 +137,6 @@ class Alive(TorchDispatchMode):
 
 def is_tensor(value: object) -> bool:
     return isinstance(value, torch.Tensor)
-
-
-def allocated(run: Callable[[], None]) -> int:
-    """The largest sum of allocations minus frees that torch's profiler sees."""
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        run()
-    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
-    sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
-    return max(itertools.accumulate(sizes))
 
 
 def alive(run: Callable[[], None]) -> int:

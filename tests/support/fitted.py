@@ -126,13 +126,18 @@ def measured_peak(model: Any, inputs: Any) -> int:
     model.zero_grad(set_to_none=True)
     with LiveBytes() as live:
         live.ignore(*model.parameters(), *model.buffers(), *held_beside(model))
-        for module in filter(is_checkpointed, model.modules()):
-            host = module.forward.args[1].host  # type: ignore[union-attr]
-            for waiting in () if host is None else host.free.values():
-                live.ignore(*waiting)
+        live.ignore(*host_memory(model))
         live.count(*inputs.args, *inputs.kwargs.values())
         run_step(model, inputs)
         return live.peak
+
+
+def host_memory(model: Any) -> list[torch.Tensor]:
+    """Its buffers that wait for the next step."""
+    blocks: list[Any] = [module for module in model.modules() if is_checkpointed(module)]
+    hosts = [block.forward.args[1].host for block in blocks]
+    free = [waiting for host in hosts if host is not None for waiting in host.free.values()]
+    return [buffer for buffers in free for buffer in buffers]
 
 
 def least_of(error: str) -> int:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import importlib
+import itertools
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -66,3 +68,14 @@ class LiveBytes(TorchDispatchMode):
         """Count these no more (of model states that were there before)."""
         for tensor in tensors:
             self.held[tensor.untyped_storage()._cdata] = 0
+
+
+def allocated(run: Callable[[], None]) -> int:
+    """The largest sum of allocations minus frees that torch's profiler sees."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        run()
+    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+    sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    return max(itertools.accumulate(sizes))
