@@ -182,7 +182,7 @@ def test_a_hook_that_comes_too_late_is_an_error() -> None:
 
 
 def test_hooks_that_begin_a_backward_may_come_late() -> None:
-    """DeepSpeed sets one on every tensor that a model returns: logits that the loss has read, and the loss."""
+    """DeepSpeed sets one on all that a model returns: the loss, and the logits that it has read."""
     begun: list[str] = []
 
     def begins(gradient: Tensor) -> Tensor:
