@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import runpy
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,35 +11,21 @@ import pytest
 import torch
 import yaml
 
-from lowmem_patch.demo import LLAMA_FOLDER, load_demo_llama
-from lowmem_patch.integrations.script import ScriptPatching, run_script
 from tests.integrations.trainings import assert_same_training
+from tests.integrations.watched import LAYERS, STEPS, launched, result_of, save_base
 from tests.support.judge import assert_outputs
 from tests.support.step import FP32, Step
 
 pytest.importorskip("llamafactory")
 
-ROOT = Path(__file__).parents[2]
-SCRIPT = Path(__file__).parent / "scripts" / "llamafactory_train.py"
-STEPS, ROWS, LAYERS = 3, 16, 4
-
-pytestmark = pytest.mark.filterwarnings("ignore")  # theirs
-
-
-@pytest.fixture(autouse=True)
-def search_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A script's folder takes the first place of the search path, which must not be the repository's."""
-    monkeypatch.syspath_prepend(str(ROOT))
-    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+ROWS = 16
+UNCHECKPOINTED = {"disable_gradient_checkpointing": True}
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The bundled model in float32, and rows to train it on."""
-    folder = tmp_path_factory.mktemp("base")
-    load_demo_llama().save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(LLAMA_FOLDER / name, folder)
+    folder = save_base(tmp_path_factory.mktemp("base"))
     rows = [
         {"instruction": f"Add {i} and {i + 1}.", "input": "", "output": f"It is {2 * i + 1}."}
         for i in range(ROWS)
@@ -69,62 +51,73 @@ def config_file(base: Path, folder: Path, **changes: Any) -> Path:
     return path
 
 
-def trained(base: Path, folder: Path, preset: str | None, *more: str, **changes: Any) -> Step:
-    """Losses, changes of the adapters, and bytes of a batch."""
+def trained(
+    base: Path, folder: Path, *run: str, double: bool = False, **changes: Any
+) -> tuple[Step, str]:
+    """A training that is watched, and what it writes; ``run``: by that command."""
     config, out = config_file(base, folder, **changes), folder / "result.pt"
-    given = [str(config), "--out", str(out), *more]
-    if preset is None:
-        before, sys.argv = sys.argv, [str(SCRIPT), *given]
-        try:
-            runpy.run_path(str(SCRIPT), run_name="__main__")
-        finally:
-            sys.argv = before
-    else:
-        run_script(str(SCRIPT), given, ScriptPatching(preset, strict=True))
-    result = torch.load(out)
-    moved = {name: value - result["before"][name] for name, value in result["after"].items()}
-    assert moved and all("lora_" in name for name in moved)
-    losses = torch.tensor(result["losses"], dtype=torch.float64)
-    return Step([losses], moved, saved=result["saved"])
+    more = {"WATCH_DOUBLE": "1"} if double else {}
+    script = "tests.integrations.scripts.llamafactory_train"
+    command = (*run, "-m", script) if run else (script,)
+    text = launched(*command, config, WATCH_OUT=str(out), **more)
+    return result_of(out), text
 
 
-@pytest.mark.parametrize("checkpointed", [True, False], ids=["as it comes", "no checkpointing"])
-def test_exact_trains_as_the_unpatched_model(
-    base: Path, tmp_path: Path, checkpointed: bool, capsys: pytest.CaptureFixture[str]
+RUN = ("lowmem_patch", "run", "--preset", "exact", "--strict")
+
+
+@pytest.fixture(scope="module")
+def as_it_comes(base: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Step, Step]:
+    """Unpatched, and unpatched in float64."""
+    return unpatched(base, tmp_path_factory.mktemp("unpatched"))
+
+
+def unpatched(base: Path, folder: Path, **changes: Any) -> tuple[Step, Step]:
+    own, truth = (
+        trained(base, folder / str(double), double=double, **changes)[0] for double in (False, True)
+    )
+    return own, truth
+
+
+def assert_trains_the_same(
+    base: Path, folder: Path, own: Step, truth: Step, *, checkpointed: bool, **changes: Any
 ) -> None:
-    changes = {} if checkpointed else {"disable_gradient_checkpointing": True}
-    own = trained(base, tmp_path / "own", None, **changes)
-    truth = trained(base, tmp_path / "truth", None, "--double", **changes)
-    found = trained(base, tmp_path / "patched", "exact", **changes)
+    found, text = trained(base, folder, *RUN, **changes)
     assert_same_training(found, own, truth)
-    assert len(found.outputs[0]) == STEPS and found.saved < own.saved
-    text = capsys.readouterr().err
+    assert found.saved < own.saved
     assert "1 model patched" in text and "PeftModelForCausalLM, preset exact" in text
     assert ("activation checkpointing is on" in text) is checkpointed
-    (report,) = json.loads((tmp_path / "patched/out/lowmem_patch.json").read_text())["models"]
+    (report,) = json.loads((folder / "out/lowmem_patch.json").read_text())["models"]
     # the adapters were there: seven Linears of each layer, beside two norms, an activation, and the last norm
     assert f"{7 * LAYERS} adapter layers keep one copy of their input" in report["notes"]
     strategies = [site["strategy"] for site in report["sites"]]
     assert len(strategies) == 3 * LAYERS + 1 and "keep" not in strategies
 
 
+def test_as_it_comes_with_reentrant_checkpointing(
+    base: Path, tmp_path: Path, as_it_comes: tuple[Step, Step]
+) -> None:
+    assert_trains_the_same(base, tmp_path, *as_it_comes, checkpointed=True)
+
+
+def test_without_its_checkpointing(base: Path, tmp_path: Path) -> None:
+    own, truth = unpatched(base, tmp_path, **UNCHECKPOINTED)
+    assert_trains_the_same(
+        base, tmp_path / "patched", own, truth, checkpointed=False, **UNCHECKPOINTED
+    )
+
+
 @pytest.mark.parametrize("command", ["llamafactory-cli", "-m llamafactory.launcher"])
-def test_its_commands_run_unchanged(base: Path, tmp_path: Path, command: str) -> None:
-    config = str(config_file(base, tmp_path))
+def test_its_commands_run_unchanged(
+    base: Path, tmp_path: Path, command: str, as_it_comes: tuple[Step, Step]
+) -> None:
+    config = config_file(base, tmp_path)
     script = [str(Path(sys.executable).parent / "llamafactory-cli"), "train"]
-    done = subprocess.run(
-        [sys.executable, "-m", "lowmem_patch", "run", "--preset", "exact", "--strict",
-         *(script if command == "llamafactory-cli" else command.split()), config],
-        capture_output=True, text=True, timeout=240, cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "1 model patched\n  PeftModelForCausalLM, preset exact: 13 of 13 sites" in done.stderr
+    text = launched(*RUN, *(script if command == "llamafactory-cli" else command.split()), config)
+    assert "1 model patched\n  PeftModelForCausalLM, preset exact: 13 of 13 sites" in text
     log = (tmp_path / "out" / "trainer_log.jsonl").read_text().splitlines()
     losses = [entry["loss"] for entry in map(json.loads, log) if "loss" in entry]
-    own = trained(base, tmp_path / "own", None)
-    truth = trained(base, tmp_path / "truth", None, "--double")
-    found = Step([torch.tensor(losses, dtype=torch.float64)], {})
     assert len(losses) == STEPS
-    assert_outputs(found, own, truth, FP32)
+    found = Step([torch.tensor(losses, dtype=torch.float64)], {})
+    assert_outputs(found, *as_it_comes, FP32)
     assert (tmp_path / "out" / "adapter_model.safetensors").exists()
