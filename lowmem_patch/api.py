@@ -30,7 +30,13 @@ from lowmem_patch.planning.check import (
 )
 from lowmem_patch.planning.fit_model import fit_planned
 from lowmem_patch.planning.plan import Plan, trains_signature
-from lowmem_patch.planning.planner import NOT_COUNTED, NOTHING_TRAINS, counted_after, plan_model
+from lowmem_patch.planning.planner import (
+    NOT_COUNTED,
+    NOTHING_TRAINS,
+    counted_after,
+    plan_model,
+    trace_whole,
+)
 from lowmem_patch.planning.report import RECORD, PatchReport, Record, find_records
 from lowmem_patch.strategies.fold import folded_now
 from lowmem_patch.strategies.fold_weights import FoldStep
@@ -38,7 +44,6 @@ from lowmem_patch.tracing.example_inputs import inner_model
 from lowmem_patch.tracing.inputs import ExampleInputs
 from lowmem_patch.tracing.isolation import preserved
 from lowmem_patch.tracing.shadow import Shadow
-from lowmem_patch.tracing.trace import trace_forward
 
 __all__ = [
     "ConfigLike",
@@ -191,7 +196,7 @@ def _with_known_inputs(model: ModelT) -> ModelT:
 def _counted(model: nn.Module, report: PatchReport, inputs: ExampleInputs) -> PatchReport:
     """The report with the bytes that a run of the patched model saves."""
     with preserved(model):
-        after = trace_forward(Shadow(model, inputs, None), structure=False)
+        after = trace_whole(Shadow(model, inputs, None), structure=False)
     notes = tuple(note for note in report.notes if note != NOT_COUNTED)
     return dataclasses.replace(report, **counted_after(report, after), notes=notes)
 

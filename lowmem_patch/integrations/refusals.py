@@ -40,7 +40,8 @@ def refuse_model(model: nn.Module) -> None:
     if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         raise ConfigError(
             "DeepSpeed ZeRO-3 has taken the weights apart while the model was loaded, so no forward can be "
-            "traced: use ZeRO-2 or FSDP2, which take the model apart after the patch"
+            "traced: load the model before the TrainingArguments are made, or use ZeRO-2 or FSDP2, so that "
+            "it is taken apart after the patch"
         )
 
 

@@ -12,11 +12,10 @@ from torch import nn
 from lowmem_patch.config import PatchConfig
 from lowmem_patch.memory.blocks import DEPTHS, repeated_blocks, shortened
 from lowmem_patch.planning.plan import Plan
-from lowmem_patch.planning.planner import plan_model
+from lowmem_patch.planning.planner import plan_model, trace_whole
 from lowmem_patch.planning.report import PatchReport
 from lowmem_patch.tracing.inputs import ExampleInputs
 from lowmem_patch.tracing.shadow import make_shadow
-from lowmem_patch.tracing.trace import trace_forward
 
 __all__ = ["Plans", "make_plans"]
 
@@ -60,7 +59,7 @@ def _few(model: nn.Module, config: PatchConfig, inputs: ExampleInputs, name: str
     plans: dict[int | None, Plan] = {}
     reports: dict[int, PatchReport] = {}
     with shortened(model, name, least):
-        saved = trace_forward(make_shadow(model, inputs), structure=False).saved
+        saved = trace_whole(make_shadow(model, inputs), structure=False).saved
     for depth in (few, more):
         with shortened(model, name, depth):
             planned = plan_model(model, config, inputs)

@@ -35,10 +35,17 @@ from lowmem_patch.nn.segments import Call, made_by, remember
 from lowmem_patch.tracing.observers import FunctionObserver
 from lowmem_patch.tracing.op_roles import Role, function_name, role_of
 
-__all__ = ["Recompute", "checkpoint_block", "is_checkpointed", "is_switched_on", "keep_block"]
+__all__ = [
+    "SWITCHES",
+    "Recompute",
+    "checkpoint_block",
+    "is_checkpointed",
+    "is_switched_on",
+    "keep_block",
+]
 
-# transformers' and timm's names for a switch that is on
-_SWITCHES = ("gradient_checkpointing", "grad_checkpointing")
+# the names of transformers, diffusers and timm for a switch of their own checkpointing
+SWITCHES = ("gradient_checkpointing", "grad_checkpointing")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +113,7 @@ def checkpointed(
 
 def is_switched_on(block: nn.Module) -> bool:
     """Whether transformers' or timm's own checkpointing is on in the block."""
-    return any(module.__dict__.get(name) for module in block.modules() for name in _SWITCHES)
+    return any(module.__dict__.get(name) for module in block.modules() for name in SWITCHES)
 
 
 # torch 2.6 does not tell who packs

@@ -160,11 +160,15 @@ def _reads(h: Any) -> bool:
     return isinstance(h, Deferred) and torch.is_grad_enabled() and not h.is_changed()
 
 
+# FSDP and DeepSpeed begin a backward (FSDP gathers weights) when a gradient comes to any tensor that their
+# module returned: one that goes past the logits has come to the loss, which they hold a hook of as well
+_BEGINS_BACKWARD = ("torch.distributed.", "deepspeed.")
+
+
 def _late_hook(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     h = args[0]
-    # FSDP gathers weights when a gradient comes to what its module returned, the loss among it
-    of_torch = str(getattr(args[-1], "__module__", "")).startswith("torch.distributed.")
-    if isinstance(h, Deferred) and h._bypassed and h.op.bypassed and not of_torch:
+    begins = str(getattr(args[-1], "__module__", "")).startswith(_BEGINS_BACKWARD)
+    if isinstance(h, Deferred) and h._bypassed and h.op.bypassed and not begins:
         raise RuntimeError(_PASSED_ON.format(name=func.__name__))
     return NotImplemented
 

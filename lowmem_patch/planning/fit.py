@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 
 from lowmem_patch.errors import BudgetError, TraceError
 from lowmem_patch.memory.model_states import ModelStates, Training
-from lowmem_patch.nn.checkpointing import is_switched_on
+from lowmem_patch.nn.checkpointing import SWITCHES, is_switched_on
 from lowmem_patch.planning.budget import Budget
 from lowmem_patch.planning.costs import Device, RunSeconds
 from lowmem_patch.planning.few_runs import FewRuns, few_runs
@@ -98,9 +98,8 @@ class Fitting:
         modules = dict(self.shadow.model.named_modules())
         parts = site.split(".")
         around = [modules[".".join(parts[:length])] for length in range(len(parts))]
-        switches = ("gradient_checkpointing", "grad_checkpointing")
         return is_switched_on(modules[site]) or any(
-            module.__dict__.get(name) for module in around for name in switches
+            module.__dict__.get(name) for module in around for name in SWITCHES
         )
 
     # steps on fake tensors

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lowmem_patch.config import PatchConfig
 from lowmem_patch.errors import PatchError, TraceError
+from lowmem_patch.nn.checkpointing import is_switched_on
 from lowmem_patch.planning.apply import apply_plan, undo
 from lowmem_patch.planning.changes import stop_watching
 from lowmem_patch.planning.floor import count_floor
@@ -21,12 +22,24 @@ from lowmem_patch.strategies.protocol import Facts
 from lowmem_patch.strategies.swap import is_replacement
 from lowmem_patch.tracing.example_inputs import make_example_inputs
 from lowmem_patch.tracing.inputs import ExampleInputs, as_example_inputs
-from lowmem_patch.tracing.isolation import ForeignKernelError, is_offloaded, preserved
+from lowmem_patch.tracing.isolation import (
+    ForeignKernelError,
+    is_offloaded,
+    preserved,
+    without_checkpointing,
+)
 from lowmem_patch.tracing.shadow import DataNeededError, Shadow, make_shadow
 from lowmem_patch.tracing.sharded import came_sharded
 from lowmem_patch.tracing.trace import Trace, trace_forward
 
-__all__ = ["NOTHING_TRAINS", "NOT_COUNTED", "Planned", "counted_after", "plan_model"]
+__all__ = [
+    "NOTHING_TRAINS",
+    "NOT_COUNTED",
+    "Planned",
+    "counted_after",
+    "plan_model",
+    "trace_whole",
+]
 
 _OF_THE_WHOLE = (
     "the model came sharded: planned, and counted, on the whole model that its config makes, of which a "
@@ -37,6 +50,10 @@ NOTHING_TRAINS = (
     "LoRA, or model.requires_grad_(True) for all weights, and then patch_model(model) again"
 )
 _SMALL = ", a small example made from the config"
+_CHECKPOINTED = (
+    "activation checkpointing is on: bytes are counted as without it, and are saved while a block runs "
+    "again; at the end of the forward autograd holds the inputs of blocks alone"
+)
 NOT_COUNTED = "bytes after are counted by patch_model: planning runs no patched forward on data"
 
 
@@ -77,6 +94,8 @@ def plan_model(model: nn.Module, config: PatchConfig, example_inputs: Any) -> Pl
     plan = make_plan(facts, config)
     if came_sharded(model):
         notes.append(_OF_THE_WHOLE)
+    if is_switched_on(model):
+        notes.append(_CHECKPOINTED)
     notes += [*plan.notes, *notes_of_no_sites(facts, (site.name for site in plan.sites))]
     # inputs may have gradients, as those of a frozen part of a larger model
     if not (trace.saved.activations or any(p.requires_grad for p in model.parameters())):
@@ -99,9 +118,15 @@ def plan_model(model: nn.Module, config: PatchConfig, example_inputs: Any) -> Pl
     if shadow.mode is not None:
         apply_plan(shadow.model, plan, arithmetic=False)
         report = dataclasses.replace(
-            report, **counted_after(report, trace_forward(shadow, structure=False))
+            report, **counted_after(report, trace_whole(shadow, structure=False))
         )
     return Planned(report, plan, inputs, facts, shadow)
+
+
+def trace_whole(shadow: Shadow, *, structure: bool = True) -> Trace:
+    """As :func:`trace_forward`, of blocks as they run again where another library checkpoints them."""
+    with without_checkpointing(shadow.model):
+        return trace_forward(shadow, structure=structure)
 
 
 def _traced(
@@ -117,7 +142,7 @@ def _traced(
         cause: TraceError = error
     else:
         try:
-            return shadow, trace_forward(shadow)
+            return shadow, trace_whole(shadow)
         except TraceError as error:
             cause = error
     if came_sharded(model) or find_records(model):
@@ -130,7 +155,7 @@ def _traced(
     with preserved(model):
         shadow = Shadow(model, inputs, None)
         try:
-            trace = trace_forward(shadow)
+            trace = trace_whole(shadow)
         except TraceError as error:
             if isinstance(cause.__cause__, ForeignKernelError):
                 raise TraceError(

@@ -16,6 +16,7 @@ from torch import nn
 from torch._functorch import config as functorch_config  # torch does not import it by itself
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from lowmem_patch.nn.checkpointing import SWITCHES
 from lowmem_patch.tracing.observers import FunctionObserver
 from lowmem_patch.tracing.op_roles import Role, function_name, role_of
 
@@ -28,6 +29,7 @@ __all__ = [
     "make_fake_mode",
     "preserved",
     "running_fake",
+    "without_checkpointing",
 ]
 
 _Cache = functools._lru_cache_wrapper
@@ -75,6 +77,28 @@ def in_training_mode(model: nn.Module) -> Iterator[None]:
     with _preserved_flags(model):
         model.train()
         yield
+
+
+@contextlib.contextmanager
+def without_checkpointing(model: nn.Module) -> Iterator[None]:
+    """Other libraries' activation checkpointing off for a while.
+
+    A reentrant checkpoint runs its block without gradients, and again with them in backward: a trace of the
+    forward would find nothing in the block that autograd keeps.
+    """
+    switched = [
+        (module, name)
+        for module in model.modules()
+        for name in SWITCHES
+        if module.__dict__.get(name) is True
+    ]
+    try:
+        for module, name in switched:
+            setattr(module, name, False)
+        yield
+    finally:
+        for module, name in switched:
+            setattr(module, name, True)
 
 
 @contextlib.contextmanager

@@ -1,18 +1,26 @@
-"""Axolotl's own plugin manager with the plugin: nothing until its keys stand in the YAML file."""
+"""Axolotl's plugin manager with the plugin, and its training: nothing until keys stand in the YAML file."""
 
 from __future__ import annotations
 
+import json
 import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from transformers import Trainer
 
 from lowmem_patch import patch_report
 from lowmem_patch.errors import ConfigError
 from lowmem_patch.planning.report import find_records
-from tests.integrations.trainings import arguments, token_rows
+from tests.integrations.trainings import (
+    SEVERAL_PROCESSES,
+    arguments,
+    assert_same_training,
+    token_rows,
+)
+from tests.integrations.watched import STEPS, launched, result_of, save_base, save_chats
 from tests.support.models import llama
 
 base = pytest.importorskip("axolotl.integrations.base")
@@ -85,3 +93,39 @@ def test_kernels_of_axolotl_that_write_over_saved_tensors_are_refused(
     callbacks = callbacks_of(manager, {"lowmem_patch_preset": "exact"})
     with pytest.raises(ConfigError, match="set lora_mlp_kernel"):
         Trainer(model, arguments(tmp_path), callbacks=callbacks)
+
+
+@SEVERAL_PROCESSES
+def test_its_own_training_is_the_unpatched_one(tmp_path: Path) -> None:
+    """``axolotl train`` of a YAML file that has a key of the plugin's."""
+    pytest.importorskip("posthog")  # without which Axolotl trains nothing
+    base, rows = save_base(tmp_path / "base"), save_chats(tmp_path / "rows.jsonl")
+    settings = {
+        "base_model": str(base), "adapter": "lora", "lora_r": 4, "lora_alpha": 8,
+        "lora_target_linear": True, "lora_mlp_kernel": False, "lora_qkv_kernel": False,
+        "lora_o_kernel": False, "chat_template": "chatml", "sequence_len": 256, "micro_batch_size": 2,
+        "datasets": [{"path": str(rows), "ds_type": "json", "type": "chat_template"}],
+        "dataset_prepared_path": str(tmp_path / "prepared"), "dataset_num_proc": 1,
+        "gradient_accumulation_steps": 1, "max_steps": STEPS, "num_epochs": 1, "optimizer": "sgd",
+        "lr_scheduler": "constant", "learning_rate": 0.05, "max_grad_norm": 0.0, "bf16": False, "fp16": False,
+        "tf32": False, "use_cpu": True, "save_strategy": "no", "logging_steps": 1,
+        "plugins": ["tests.integrations.scripts.axolotl_watch.WatchPlugin"],
+    }  # fmt: skip
+
+    def trained(name: str, **more: str) -> Any:
+        out = tmp_path / name
+        keys = {"lowmem_patch_preset": "exact"} if name == "patched" else {}
+        config = tmp_path / f"{name}.yaml"
+        config.write_text(yaml.safe_dump({**settings, **keys, "output_dir": str(out)}))
+        result = tmp_path / f"{name}.pt"
+        more |= {"WATCH_OUT": str(result), "AXOLOTL_DO_NOT_TRACK": "1"}
+        text = launched("axolotl.cli.train", config, **more)
+        return result_of(result), text
+
+    (own, plain), (truth, _) = trained("own"), trained("truth", WATCH_DOUBLE="1")
+    found, text = trained("patched")
+    assert_same_training(found, own, truth)
+    assert found.saved < own.saved
+    assert "lowmem-patch" not in plain
+    assert "PeftModelForCausalLM, preset exact: 13 of 13 sites patched" in text
+    assert json.loads((tmp_path / "patched" / "lowmem_patch.json").read_text())["models"]

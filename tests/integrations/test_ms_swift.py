@@ -1,8 +1,9 @@
-"""ms-swift's own import of external plugins, and its table of callbacks."""
+"""ms-swift's own import of external plugins, its table of callbacks, and a training."""
 
 from __future__ import annotations
 
 import importlib
+import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,20 @@ from transformers import Trainer
 
 import lowmem_patch
 from lowmem_patch import patch_report
-from tests.integrations.trainings import arguments, token_rows
+from tests.integrations.trainings import (
+    SEVERAL_PROCESSES,
+    arguments,
+    assert_same_training,
+    token_rows,
+)
+from tests.integrations.watched import (
+    SCRIPTS,
+    STEPS,
+    launched,
+    result_of,
+    save_base,
+    save_chats,
+)
 from tests.support.models import llama
 
 swift_utils = pytest.importorskip("swift.utils")
@@ -60,3 +74,40 @@ def test_the_folder_on_the_search_path_hides_nothing(callbacks: Any) -> None:
     assert sys.path[0] == str(FILE.parent)
     assert importlib.import_module("transformers").__name__ == "transformers"
     assert {path.stem for path in FILE.parent.glob("*.py")} == {"__init__", "lowmem_patch_plugin"}
+
+
+@SEVERAL_PROCESSES
+def test_its_own_training_is_the_unpatched_one(tmp_path: Path) -> None:
+    """``swift sft`` with the file, and with reentrant checkpointing, as it comes."""
+    pytest.importorskip("dacite")  # without which swift trains nothing
+    base, rows = save_base(tmp_path / "base"), save_chats(tmp_path / "rows.jsonl")
+    settings = {
+        "model": base, "model_type": "llama", "template": "default", "tuner_type": "lora", "lora_rank": 4,
+        "lora_dropout": 0, "dataset": rows, "max_steps": STEPS, "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 1, "use_cpu": "true", "torch_dtype": "float32", "fp16": "false",
+        "bf16": "false", "optim": "sgd", "learning_rate": 0.05, "lr_scheduler_type": "constant",
+        "warmup_ratio": 0, "max_grad_norm": 0, "max_length": 512, "logging_steps": 1, "report_to": "none",
+        "save_strategy": "no", "eval_strategy": "no", "dataset_num_proc": 1, "use_hf": "true",
+        "dataloader_num_workers": 0, "add_version": "false",
+    }  # fmt: skip
+
+    def trained(name: str, **more: str) -> Any:
+        command = ["swift.cli.sft", "--output_dir", str(tmp_path / name)]
+        for key, value in settings.items():
+            command += [f"--{key}", str(value)]
+        patched = name == "patched"
+        command += ["--external_plugins", str(SCRIPTS / "swift_watch.py"), *([str(FILE)] * patched)]
+        command += ["--callbacks", "watch", *(["lowmem_patch"] * patched)]
+        result = tmp_path / f"{name}.pt"
+        more |= {"WATCH_OUT": str(result), "MODELSCOPE_CACHE": str(tmp_path / "modelscope")}
+        text = launched(*command, LOWMEM_PATCH_PRESET="exact", **more)
+        return result_of(result), text
+
+    (own, plain), (truth, _) = trained("own"), trained("truth", WATCH_DOUBLE="1")
+    found, text = trained("patched")
+    assert_same_training(found, own, truth)
+    assert found.saved <= own.saved
+    assert "lowmem-patch" not in plain
+    assert "PeftModelForCausalLM, preset exact: 13 of 13 sites patched" in text
+    assert "gradient_checkpointing=True" in text
+    assert json.loads((tmp_path / "patched" / "lowmem_patch.json").read_text())["models"]

@@ -11,7 +11,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
-from lowmem_patch import patch_model, saved_bytes
+from lowmem_patch import patch_model, patch_report, saved_bytes
 from lowmem_patch.errors import DoubleBackwardError
 from tests.support.compiler import why_unsupported
 from tests.support.configs import FOLD, FOLD_AND_SHARE
@@ -110,6 +110,32 @@ def test_checkpointing_before_the_patch_trains_the_same(make: Make) -> None:
     plain.set_grad_checkpointing(True)
     model = patch_model(plain, "exact", example_inputs=inputs)
     assert_same_step(model.train(), twin.train(), inputs, FP32)
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not-reentrant"])
+@pytest.mark.parametrize("adapted", [False, True], ids=["full", "lora"])
+def test_checkpointing_that_is_on_before_hides_no_site(
+    adapted: bool, reentrant: bool, make: Make
+) -> None:
+    """A reentrant checkpoint runs its blocks without gradients in the forward: nothing is saved there."""
+    inputs, model = FAMILIES["llama"].inputs(), make("llama").train()
+    if adapted:
+        adapters = LoraConfig(r=4, target_modules=FAMILIES["llama"].linears)
+        model = randomise(get_peft_model(model, adapters)).train()
+    free = patch_report(patch_model(copy.deepcopy(model), "exact", example_inputs=inputs))
+    twin = copy.deepcopy(model)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    report = patch_report(patch_model(model, "exact", example_inputs=inputs))
+    switches = [vars(module).get("gradient_checkpointing", True) for module in model.modules()]
+    assert all(switches)  # on again
+    assert [s.strategy for s in report.sites] == [s.strategy for s in free.sites] and report.patched
+    assert any("activation checkpointing is on" in note for note in report.notes)
+    with saved_bytes(model) as saved:
+        model(**inputs)
+    assert saved.activations < report.saved_after  # as the note says
+    assert_same_step(model, twin, inputs, FP32)
 
 
 @pytest.mark.parametrize("config", [*FOLD_AND_SHARE, "paper"], ids=["fold", "share", "paper"])

@@ -181,6 +181,28 @@ def test_a_hook_that_comes_too_late_is_an_error() -> None:
         logits.register_hook(lambda g: g)
 
 
+def test_hooks_that_begin_a_backward_may_come_late() -> None:
+    """DeepSpeed sets one on all that a model returns: the loss, and the logits that it has read."""
+    begun: list[str] = []
+
+    def begins(gradient: Tensor) -> Tensor:
+        begun.append("backward")
+        return gradient
+
+    begins.__module__ = "deepspeed.runtime.utils"
+    model = llama()
+    patched = patch_model(copy.deepcopy(model), HEAD)
+
+    def loss(model: Any) -> Tensor:
+        output = model(input_ids=IDS, labels=IDS)
+        assert [output[name].register_hook(begins) for name in ("loss", "logits")]
+        found: Tensor = output.loss
+        return found
+
+    assert_accurate(run(patched, loss), run(model, loss), truth(model, loss))
+    assert begun
+
+
 @pytest.mark.parametrize(
     "target,error",
     [
