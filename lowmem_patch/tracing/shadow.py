@@ -33,6 +33,7 @@ class Shadow:
         elsewhere: the model is on the meta device, and will run on a GPU.
         packed: its quantised weights of few bits.
         beside: what holds quantised weights beside parameters and buffers.
+        needs_data: why it cannot be run on fake tensors, where it has no mode.
     """
 
     model: nn.Module
@@ -41,6 +42,7 @@ class Shadow:
     elsewhere: bool = False
     packed: tuple[Tensor, ...] = ()
     beside: tuple[Tensor, ...] = ()
+    needs_data: str = ""
 
     @property
     def on_gpu(self) -> bool:
