@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import weakref
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -108,6 +110,15 @@ class _WeightCopies(DispatchObserver):
         return output
 
 
+class _Held:
+    """What autograd holds in a tensor's place; it dies with the node that saved the tensor."""
+
+    __slots__ = ("__weakref__", "tensor")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
 class _RunningFunction(FunctionObserver):
     """Knows which torch function runs, and whether it reads a weight."""
 
@@ -134,6 +145,9 @@ class _RunningFunction(FunctionObserver):
 def saved_bytes(model: nn.Module) -> Iterator[SavedBytes]:
     """Count what autograd saves while the context is open; read the result after it closed.
 
+    What a module saved and what was let go again before the module that called it ended (a node of whose
+    result nobody took the gradient) is not counted.
+
     Example:
         >>> with saved_bytes(model) as saved:
         ...     loss = model(**batch).loss
@@ -144,6 +158,8 @@ def saved_bytes(model: nn.Module) -> Iterator[SavedBytes]:
     weights = set(map(storage_key, held))
     first: dict[int, Tensor] = {}  # also keeps the storage alive, so that its key stays unique
     savers: dict[int, dict[Saver, None]] = {}
+    times: Counter[int] = Counter()  # how often autograd holds a storage
+    watched: set[weakref.ref[_Held]] = set()
     result = SavedBytes()
     running = _RunningFunction(weights)
     copies = _WeightCopies(weights)
@@ -151,16 +167,31 @@ def saved_bytes(model: nn.Module) -> Iterator[SavedBytes]:
     torch.clear_autocast_cache()
     with module_stack(model) as stack:
 
-        def pack(tensor: Tensor) -> Tensor:
-            key = storage_key(tensor)
-            if key not in weights:
-                if key not in first:
-                    first[key] = tensor.detach()
-                saver = Saver(stack[-1] if stack else "", running.name, running.weighted)
-                savers.setdefault(key, {})[saver] = None
-            return tensor
+        def pack(tensor: Tensor) -> _Held:
+            key, held = storage_key(tensor), _Held(tensor)
+            if key in weights:
+                return held
 
-        hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+            depth = max(len(stack) - 1, 1)  # of the call of the module that calls this one
+            caller = stack[depth - 1 : depth]
+
+            def let_go(reference: weakref.ref[_Held]) -> None:
+                watched.discard(reference)
+                # later, it hangs on who else holds what the modules gave, a trace for one
+                if caller and stack[depth - 1 : depth] == caller:
+                    times[key] -= 1
+                    if not times[key]:
+                        del first[key], savers[key]
+
+            if key not in first:
+                first[key] = tensor.detach()
+            saver = Saver(stack[-1] if stack else "", running.name, running.weighted)
+            savers.setdefault(key, {})[saver] = None
+            times[key] += 1
+            watched.add(weakref.ref(held, let_go))
+            return held
+
+        hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda held: held.tensor)
         with hooks, copies, running:
             yield result
     for key in copies.copies & first.keys():
