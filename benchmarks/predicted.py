@@ -217,6 +217,7 @@ def rows_of(
     shape = SHAPES[name]
     gc.collect()
     if device == "cuda":
+        torch._C._cuda_clearCublasWorkspaces()  # of earlier set-ups: a prediction counts its own
         torch.cuda.empty_cache()
         torch.cuda.synchronize()
     before = torch.cuda.memory_allocated() if device == "cuda" else 0

@@ -32,8 +32,31 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(autouse=True)
+def no_workspaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These models are far smaller than cuBLAS's workspaces."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
+
+
 def call(*arguments: object) -> Any:
     return CliRunner().invoke(app, ["inspect", *map(str, arguments)])
+
+
+def test_accumulation_is_in_the_budget(llama: Path) -> None:
+    once, twice = (
+        json.loads(
+            call(llama, "--fit", "64MiB", "--accumulation", n, "--seq-len", "64", "--json").stdout
+        )
+        for n in (1, 2)
+    )
+    assert (once["fit"]["accumulates"], twice["fit"]["accumulates"]) == (False, True)
+    more = twice["fit"]["predicted"] - once["fit"]["predicted"]
+    assert 0 < more <= once["fit"]["gradients"]
+    # as the step that `inspect` predicts without a budget
+    wanted = (one["memory"]["after"]["total"] for one in (once, twice))
+    assert [one["fit"]["predicted"] for one in (once, twice)] == pytest.approx(
+        list(wanted), rel=0.01
+    )
 
 
 def test_the_ladder_and_the_choice(llama: Path) -> None:
