@@ -24,6 +24,7 @@ from transformers import (
 from lowmem_patch import patch_model, patch_report
 from lowmem_patch.memory.step import run_step
 from lowmem_patch.nn.checkpointing import is_checkpointed
+from lowmem_patch.nn.own import given_forward
 from lowmem_patch.planning.fit_report import FitReport
 from lowmem_patch.tracing.inputs import as_example_inputs
 from lowmem_patch.tracing.quantised import held_beside
@@ -127,7 +128,7 @@ def measured_peak(model: Any, inputs: Any) -> int:
     with LiveBytes() as live:
         live.ignore(*model.parameters(), *model.buffers(), *held_beside(model))
         for module in filter(is_checkpointed, model.modules()):
-            host = module.forward.args[1].host  # type: ignore[union-attr]
+            host = given_forward(module).args[1].host
             for waiting in () if host is None else host.free.values():
                 live.ignore(*waiting)
         live.count(*inputs.args, *inputs.kwargs.values())
