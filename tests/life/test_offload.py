@@ -17,8 +17,10 @@ from lowmem_patch.errors import BudgetError
 from lowmem_patch.nn.deferred import Deferred
 from lowmem_patch.nn.norms import MSNorm
 from lowmem_patch.nn.own import is_own
+from tests.support.fitted import assert_predicted, tokens
 from tests.support.judge import assert_accurate
 from tests.support.models import FAMILIES, build
+from tests.support.quantised import qlora as four_bits
 from tests.support.step import Step, step, truth_of
 
 FAMILY = FAMILIES["llama"]
@@ -183,6 +185,18 @@ def test_undo_leaves_the_hooks_as_they_are_now(removed: bool) -> None:
     found, wanted = step(model, inputs, count=True), step(twin, inputs, count=True)
     assert found.saved == wanted.saved
     assert all(torch.equal(g, wanted.gradients[n]) for n, g in found.gradients.items())
+
+
+def test_a_budget_beneath_hooks_holds() -> None:
+    """A model in 4 bits on one device, as ``from_pretrained`` with ``device_map`` loads it."""
+    inputs = {"input_ids": tokens(2, 24)}
+    model = four_bits("4bit")
+    accelerate.dispatch_model(model, {"": "cpu"}, force_hooks=True)
+    budget = least_budget(model, inputs)
+    patch_model(model, "exact", example_inputs=inputs, fit=budget)
+    report = patch_report(model).fit
+    assert report is not None and "patched" not in report.levels
+    assert_predicted(report, model, inputs)
 
 
 def least_budget(model: Any, inputs: Any) -> int:

@@ -24,6 +24,7 @@ from transformers import (
 from lowmem_patch import patch_model, patch_report
 from lowmem_patch.memory.step import run_step
 from lowmem_patch.nn.checkpointing import is_checkpointed
+from lowmem_patch.nn.own import given_forward
 from lowmem_patch.planning.fit_report import FitReport
 from lowmem_patch.tracing.inputs import as_example_inputs
 from lowmem_patch.tracing.quantised import held_beside
@@ -135,7 +136,7 @@ def measured_peak(model: Any, inputs: Any) -> int:
 def host_memory(model: Any) -> list[torch.Tensor]:
     """Its buffers that wait for the next step."""
     blocks: list[Any] = [module for module in model.modules() if is_checkpointed(module)]
-    hosts = [block.forward.args[1].host for block in blocks]
+    hosts = [given_forward(block).args[1].host for block in blocks]
     free = [waiting for host in hosts if host is not None for waiting in host.free.values()]
     return [buffer for buffers in free for buffer in buffers]
 
