@@ -20,7 +20,14 @@ from tests.integrations.trainings import (
     assert_same_training,
     token_rows,
 )
-from tests.integrations.watched import STEPS, launched, result_of, save_base, save_chats
+from tests.integrations.watched import (
+    STEPS,
+    assert_repeats,
+    launched,
+    result_of,
+    save_base,
+    save_chats,
+)
 from tests.support.models import llama
 
 base = pytest.importorskip("axolotl.integrations.base")
@@ -123,6 +130,7 @@ def test_its_own_training_is_the_unpatched_one(tmp_path: Path) -> None:
         return result_of(result), text
 
     (own, plain), (truth, _) = trained("own"), trained("truth", WATCH_DOUBLE="1")
+    assert_repeats(own, truth)
     found, text = trained("patched")
     assert_same_training(found, own, truth)
     assert found.saved < own.saved

@@ -12,7 +12,14 @@ import torch
 import yaml
 
 from tests.integrations.trainings import assert_same_training
-from tests.integrations.watched import LAYERS, STEPS, launched, result_of, save_base
+from tests.integrations.watched import (
+    LAYERS,
+    STEPS,
+    assert_repeats,
+    launched,
+    result_of,
+    save_base,
+)
 from tests.support.judge import assert_outputs
 from tests.support.step import FP32, Step
 
@@ -76,6 +83,7 @@ def unpatched(base: Path, folder: Path, **changes: Any) -> tuple[Step, Step]:
     own, truth = (
         trained(base, folder / str(double), double=double, **changes)[0] for double in (False, True)
     )
+    assert_repeats(own, truth)
     return own, truth
 
 

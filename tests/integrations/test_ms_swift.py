@@ -23,6 +23,7 @@ from tests.integrations.trainings import (
 from tests.integrations.watched import (
     SCRIPTS,
     STEPS,
+    assert_repeats,
     launched,
     result_of,
     save_base,
@@ -104,6 +105,7 @@ def test_its_own_training_is_the_unpatched_one(tmp_path: Path) -> None:
         return result_of(result), text
 
     (own, plain), (truth, _) = trained("own"), trained("truth", WATCH_DOUBLE="1")
+    assert_repeats(own, truth)
     found, text = trained("patched")
     assert_same_training(found, own, truth)
     assert found.saved <= own.saved

@@ -13,4 +13,4 @@ class WatchPlugin(BasePlugin):
     """Adds the callback."""
 
     def add_callbacks_pre_trainer(self, cfg: Any, model: Any) -> list[Any]:
-        return [Watch()]
+        return [Watch(fills=True)]

@@ -20,13 +20,23 @@ _READ = ("input_ids", "attention_mask", "position_ids", "labels")
 
 
 class Watch(TrainerCallback):
-    """Leaves the losses, what happened to the weights that train, and the bytes of a batch."""
+    """Leaves the losses, what happened to the weights that train, and the bytes of a batch.
 
-    def __init__(self) -> None:
+    ``fills``: adapters begin with the same values in each run, for a trainer that draws them without a seed.
+    """
+
+    def __init__(self, *, fills: bool = False) -> None:
+        self.fills = fills
         self.double = "WATCH_DOUBLE" in os.environ
         self.contexts = contextlib.ExitStack()
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        if self.fills:
+            generator = torch.Generator().manual_seed(1)
+            with torch.no_grad():
+                for name, parameter in model.named_parameters():
+                    if "lora_" in name:
+                        parameter.uniform_(-0.1, 0.1, generator=generator)
         if self.double:
             cast(model, torch.float64)
 
