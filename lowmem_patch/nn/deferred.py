@@ -31,6 +31,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from lowmem_patch.functional import first_order, in_compiler, register_plain
 from lowmem_patch.nn.op import Op, Projection
+from lowmem_patch.nn.shared_memory import (
+    MADE_OUTSIDE,
+    SharedMemory,
+    opened,
+    watch_views,
+    written_arguments,
+)
 from lowmem_patch.nn.watched import RUN_BACKWARD
 
 __all__ = [
@@ -89,6 +96,12 @@ class Deferred(Tensor):
                 known = reader(func, args, kwargs)
             if known is not NotImplemented:
                 return known
+        if in_compiler():
+            with _WITHOUT_TORCH_FUNCTION():
+                items, writes = opened(func, args, kwargs)
+                for item in items:
+                    if isinstance(item, Deferred):
+                        item.open(writes)
         if not _OWN.issuperset(types):
             # another subclass has an opinion, and is given ordinary tensors; or a compiler asks for values
             with _WITHOUT_TORCH_FUNCTION():
@@ -121,6 +134,9 @@ class Deferred(Tensor):
             return True
         sources = self.sources
         return bool(sources) and isinstance(sources[0], Deferred) and sources[0].is_changed()
+
+    def open(self, writes: bool) -> None:
+        """Somebody writes into the memory in a compiled graph, or may do so through a view."""
 
     def is_stale(self) -> bool:
         """Whether somebody wrote into a source since, so that the value cannot be computed from it."""
@@ -175,6 +191,8 @@ class Unstored(Deferred):
     held = False  # the value was there before, and no source has its shape
     _value: Tensor | None = None
     _value_version = 0
+    _memory: SharedMemory | None = None
+    _watch: Tensor | None = None  # has the version of this one
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch types it as an instance's
@@ -184,9 +202,9 @@ class Unstored(Deferred):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        opened: dict[int, Unstored] = {}
-        if func._schema.is_mutable and args and isinstance(args[0], Unstored):
-            args[0].op.refuse_write(args[0])
+        kwargs = kwargs or {}
+        origins: dict[int, Unstored] = {}
+        written = written_arguments(func, args, kwargs, Unstored)
 
         def read(item: Any) -> Any:
             if not isinstance(item, Unstored):
@@ -194,16 +212,21 @@ class Unstored(Deferred):
             if item._value is None:
                 item.op.note_reader(func.overloadpacket.__name__)
             value = item.read()
-            opened[id(value)] = item
+            origins[id(value)] = item
             return value
 
-        output = func(*tree_map(read, args), **tree_map(read, kwargs or {}))
+        output = func(*tree_map(read, args), **tree_map(read, kwargs))
         if not func._schema.is_mutable:
+            watch_views(func, origins.values())
             return output
-        return tree_map(lambda item: opened.get(id(item), item), output)  # written in place
+        if written and written[0] is not args[0]:  # torch counts no writes into a list
+            torch.autograd.graph.increment_version(written)
+        return tree_map(lambda item: origins.get(id(item), item), output)  # written in place
 
     def read(self) -> Tensor:
         """The values, computed once; below autograd."""
+        if self._memory is not None:
+            self._memory.refuse_read(self)
         if self._value is None:
             if self.is_stale():
                 raise RuntimeError(self.op.written_source)
@@ -225,9 +248,16 @@ class Unstored(Deferred):
         value = self._value
         if (
             in_compiler()
-        ):  # made outside of its graph: whoever read the values may have written into them
-            return value is not None
+        ):  # made outside of its graph: who read the values may have written into them
+            return value is not None or self._exposed
+        if self._memory is not None:
+            self._memory.refuse_read(self)
         return (value is not None and value._version != self._value_version) or super().is_changed()
+
+    def open(self, writes: bool) -> None:
+        if writes or self._bypassed:
+            raise RuntimeError(MADE_OUTSIDE)  # the compiler leaves this to eager code
+        self._exposed = True
 
 
 _OWN = frozenset((Tensor, Stored, Unstored))

@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from lowmem_patch.functional import Head, flat, in_compiler, recast_linear, without_autocast
 from lowmem_patch.nn.deferred import Deferred, Op, Projection, defer, value_of
 from lowmem_patch.nn.head_reads import HeadReads
+from lowmem_patch.nn.shared_memory import SharedMemory
 from lowmem_patch.nn.traced import trace
 from lowmem_patch.tracing.op_roles import Role, function_name, role_of
 from lowmem_patch.tracing.row_moves import moves_rows
@@ -44,9 +44,6 @@ _FREED = (
 )
 
 
-_VIEWS = frozenset(("lead", "second"))  # settings that leave the memory as it is
-
-
 class Settings(NamedTuple):
     """Which sources there are, and what is done with their product.
 
@@ -57,7 +54,6 @@ class Settings(NamedTuple):
         scale, cap, sign, normalised: the formula, as of `Logits`.
         lead: the dimensions before the classes, where x has others.
         second: the classes are dimension 1, and not the last.
-        viewed: others may share the memory, as far as a compiler is told of them.
     """
 
     compute_dtype: torch.dtype
@@ -70,7 +66,6 @@ class Settings(NamedTuple):
     normalised: bool = False
     lead: tuple[int, ...] | None = None
     second: bool = False
-    viewed: bool = False
 
 
 class Logits(Op):
@@ -82,35 +77,26 @@ class Logits(Op):
     Args:
         reads: where to note who reads them whole.
         settings: which sources there are, and what is done with their product.
-        views: the tensors that share the memory; None for a memory of its own.
     """
 
-    def __init__(self, reads: HeadReads, settings: Settings, views: Any = None) -> None:
+    def __init__(self, reads: HeadReads, settings: Settings) -> None:
         super().__init__()
         self.reads, self.settings = reads, settings
         self.compute_dtype, self.to, self.bias, self.adapter = settings[:4]
         self.scale, self.cap, self.sign, self.normalised = settings[4:8]
-        self.lead, self.second, self.viewed = settings[8:]
-        self.views = views
-        if views is None and not in_compiler():
-            self.views = WeakIdKeyDictionary()
+        self.lead, self.second = settings[8:]
 
     def changed(self, **settings: Any) -> Logits:
-        """Other values of the same product: those of another memory, but for moves of rows."""
-        shares = _VIEWS.issuperset(settings)
-        changed = self.settings._replace(**settings, viewed=shares)
-        return Logits(self.reads, changed, self.views if shares else None)
+        """Other values of the same product, or the same in another order."""
+        return Logits(self.reads, self.settings._replace(**settings))
 
     def of(self, sources: tuple[Tensor, ...]) -> Deferred:
         """The deferred logits."""
         if in_compiler():
             return trace(Logits, (self.reads, self.settings), sources)
         h = defer(self, sources)
-        self.deferred(h)
+        SharedMemory.of(h)  # for a compiled function to which these may be given
         return h
-
-    def deferred(self, h: Deferred) -> None:
-        self.views[h] = None
 
     def head(self, sources: tuple[Tensor, ...]) -> Head:
         """The sources as the ops read them."""
@@ -122,7 +108,7 @@ class Logits(Op):
             raise RuntimeError(_FREED)
         return Head(x, weight, bias, low, lora_B, self.scale, self.cap, self.compute_dtype)
 
-    written_source = _STALE
+    written_source, written_view = _STALE, _VIEWED
 
     # as an op
 
@@ -142,14 +128,6 @@ class Logits(Op):
 
     def note_reader(self, name: str) -> None:
         self.reads.whole[name] += 1
-
-    def refuse_write(self, h: Deferred) -> None:
-        if in_compiler():
-            shared = self.viewed or h._bypassed
-        else:
-            shared = any(one is not h for one in self.views)
-        if shared:
-            raise RuntimeError(_VIEWED)
 
     def _product(self, sources: tuple[Tensor, ...]) -> Tensor:
         """a, ``[rows, V]``, in the compute dtype."""

@@ -23,6 +23,7 @@ from lowmem_patch.functional import (
 )
 from lowmem_patch.nn.deferred import READERS, Deferred
 from lowmem_patch.nn.logits import Logits, wide
+from lowmem_patch.nn.traced import join
 from lowmem_patch.tracing.op_roles import Role, names_with
 
 __all__: list[str] = []
@@ -233,7 +234,8 @@ def _read_argmax(op: Logits, h: Deferred, given: dict[str, Any]) -> Any:
 
 
 def _read_detach(op: Logits, h: Deferred, given: dict[str, Any]) -> Any:
-    return op.of(tuple(source.detach() for source in h.sources))
+    found = op.of(tuple(source.detach() for source in h.sources))
+    return join(found, h, Tensor.detach, (h,), {})
 
 
 def _read_division(op: Logits, h: Deferred, given: dict[str, Any]) -> Any:
@@ -257,7 +259,9 @@ def _read_negative(op: Logits, h: Deferred, given: dict[str, Any]) -> Any:
 def _read_parts(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """One row, or all parts: as ``for row in logits``."""
     op = _logits(args[0])
-    return NotImplemented if op is None else op.rearranged(args[0], func, args, kwargs)
+    if op is None:
+        return NotImplemented
+    return join(op.rearranged(args[0], func, args, kwargs), args[0], func, args, kwargs)
 
 
 def _read_iter(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

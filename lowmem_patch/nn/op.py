@@ -34,6 +34,7 @@ class Op:
             tensor would miss it.
         saves: the op's own gradient needs the values of the sources, which its readers save as well.
         written_source: the error where a source was written before the values were computed.
+        written_view: the error where it was written, and another that shares its memory would not see it.
         holds: it needs them, and no reader saves them: they are held while the deferred tensor lives.
     """
 
@@ -41,6 +42,11 @@ class Op:
         "lowmem_patch: the input of a deferred activation or norm was written in place before its output was "
         "read: call patch_model with example_inputs that take this path of the forward, or leave this module "
         "alone"
+    )
+    written_view = (
+        "lowmem_patch: the output of a deferred activation or norm was written in place while others that "
+        "share its memory (a view, a slice) are held, and would not see it: write into a clone, or leave "
+        "this module alone (activations: keep, norms: keep)"
     )
     bypassed = True
     saves = True
@@ -83,14 +89,8 @@ class Op:
         """``h`` in another floating dtype; NotImplemented for a cast that waits by itself."""
         return NotImplemented
 
-    def deferred(self, h: Deferred) -> None:
-        """``h`` has just been made by this op."""
-
     def note_reader(self, name: str) -> None:
         """The torch function of this name needs the values."""
-
-    def refuse_write(self, h: Deferred) -> None:
-        """Raise where somebody who shares memory with ``h`` would not see that it is written."""
 
     def grouped(
         self, h: Deferred, func: Callable[..., Any], weight: Tensor, offsets: Tensor

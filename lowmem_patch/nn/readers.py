@@ -16,6 +16,7 @@ from lowmem_patch.functional import in_compiler
 from lowmem_patch.nn.context import autocast_dtype, is_foreign
 from lowmem_patch.nn.deferred import READERS, Deferred, Op, Projection, Unstored
 from lowmem_patch.nn.deferred_casts import Cast
+from lowmem_patch.nn.traced import join
 from lowmem_patch.tracing.call_arguments import dropout_call
 from lowmem_patch.tracing.op_roles import Role, names_with
 from lowmem_patch.tracing.row_moves import moves_rows
@@ -126,8 +127,8 @@ def _read_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not _reads(h):
         return NotImplemented
     if (known := h.op.rearranged(h, func, args, kwargs)) is not None:
-        return known
-    rest = args[1:]
+        return join(known, h, func, args, kwargs)
+    given, rest = func, args[1:]
     if func is Tensor.view:
         if rest and isinstance(rest[0], torch.dtype):
             return NotImplemented  # another reading of the same bits
@@ -145,7 +146,7 @@ def _read_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     def move(tensor: Tensor) -> Tensor:
         return output if tensor is whole else func(_compiled_plain(tensor), *rest, **kwargs)
 
-    return h.op.moved(h, move)
+    return join(h.op.moved(h, move), h, given, args, kwargs)
 
 
 def _compiled_plain(tensor: Tensor) -> Tensor:

@@ -17,28 +17,37 @@ from torch._compile import (
     _disable_dynamo,
 )  # as torch.compiler.disable, without its import of the compiler
 
-from lowmem_patch.functional import in_compiler
-from lowmem_patch.nn.deferred import READERS, Deferred, Op, Unstored, defer
+from lowmem_patch.nn.deferred import Deferred, Op, Unstored, defer
+from lowmem_patch.nn.shared_memory import MADE_OUTSIDE, SharedMemory
+from lowmem_patch.tracing.op_roles import Role, function_name, role_of
 
-__all__ = ["Traced", "trace"]
+__all__ = ["Traced", "join", "trace"]
+
+# places in a memory: the values, once somebody may write there; who shares it outside of the graph; how the
+# values are made, where they are made in the graph
+_VALUES, _OUTSIDE, _MAKER = range(3)
 
 
 class Traced(Deferred):
     """A deferred tensor in a compiled graph; made by `trace`.
 
-    The recipe is (class of the op, its arguments, the sources, the values after a write in place or None).
+    The recipe is (class of the op, its arguments, the sources, the memory, the path to it). The memory is a
+    list that all views share, and the path the functions that make this one of the memory's values.
     """
 
     @_disable_dynamo  # torch.compiler.disable, without its import of the compiler, which would compile this
     def _leave(self, recipe: Any) -> None:
-        kind, arguments, sources, written = recipe
+        kind, arguments, sources, memory, path = recipe
         swap: Any = torch.utils.swap_tensors
-        if written is not None:
-            swap(self, written.view_as(written))
+        values = memory[_VALUES]
+        if values is not None:
+            with torch.enable_grad():
+                swap(self, _along(path, values.view_as(values)))
             return
-        op = kind(*arguments)
-        swap(self, defer(op, sources))
-        op.deferred(self)
+        swap(self, defer(kind(*arguments), sources))
+        if memory[_OUTSIDE] is None:
+            memory[_OUTSIDE] = SharedMemory()
+        memory[_OUTSIDE].add(self)
 
     recipe: Any = property(None, _leave)  # a compiler reads what it was set to
 
@@ -53,28 +62,83 @@ class Traced(Deferred):
         return found
 
     def is_changed(self) -> bool:
-        return self.recipe[3] is not None
+        return self.recipe[3][_VALUES] is not None
 
     def plain(self) -> Tensor:
-        written = self.recipe[3]
-        value: Tensor = self.op.compute(*self.sources) if written is None else written
-        return value
+        values = self.recipe[3][_VALUES]
+        return self.op.compute(*self.sources) if values is None else _along(self.recipe[4], values)
 
     def detached(self) -> Tensor:
         return self.plain().detach()
+
+    def open(self, writes: bool) -> None:
+        memory = self.recipe[3]
+        if memory[_VALUES] is not None:
+            return
+        if memory[_MAKER] is None:
+            raise RuntimeError(MADE_OUTSIDE)
+        kind, arguments, sources = memory[_MAKER]
+        with torch.enable_grad():
+            memory[_VALUES] = kind(*arguments).compute(*sources)
+
+
+def _along(path: tuple[Any, ...], tensor: Tensor) -> Tensor:
+    for name, args, kwargs, part in path:
+        moved: Any = getattr(Tensor, name)(tensor, *args, **kwargs)
+        tensor = moved if part is None else moved[part]
+    return tensor
 
 
 def trace(kind: type[Op], arguments: tuple[Any, ...], sources: tuple[Tensor, ...]) -> Deferred:
     """A deferred tensor of the op ``kind(*arguments)``, in a compiled graph."""
     op = kind(*arguments)
+    maker: Any = (kind, arguments, sources)
     if _builds_criterion():
         seen = op.compute(*sources)  # which the compiler drops where nobody reads it
+        maker = None  # its reader would not see what is written elsewhere
     else:
         seen = sources[0].detach().new_full((), torch.nan, dtype=op.dtype(sources))
         seen = seen.expand(op.shape(sources))
     h: Any = seen.as_subclass(Traced)
-    h.recipe, h._bypassed = (kind, arguments, sources, None), False
+    h.recipe, h._bypassed = (kind, arguments, sources, [None, None, maker], ()), False
     return h  # type: ignore[no-any-return]  # as_subclass has no types
+
+
+def join(
+    found: Any, h: Deferred, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """``found``, which ``func`` gave of ``h``: a deferred tensor or several, in the memory of h."""
+    name = function_name(func)
+    if found is h or found is NotImplemented or role_of(name).has(_COPIES):
+        return found
+    several = isinstance(found, tuple)
+    may_copy = role_of(name).has(Role.RESHAPE | Role.CONTIGUOUS)
+    for number, one in enumerate(found if several else (found,)):
+        if isinstance(one, Traced):
+            _join_traced(one, h, (name, args[1:], kwargs, number if several else None), may_copy)
+        elif isinstance(one, Unstored) and isinstance(h, Unstored):
+            copied = may_copy and one.is_contiguous() and not h.is_contiguous()
+            if not (copied or h.held):
+                SharedMemory.of(h).add(one)
+    return found
+
+
+_COPIES = Role.ROLL | Role.PAD
+
+
+def _join_traced(one: Traced, h: Any, move: tuple[Any, ...], may_copy: bool) -> None:
+    if not isinstance(h, Traced):  # made outside
+        one.recipe = (*one.recipe[:3], [None, h._memory, None], ())
+        return
+    memory, path = h.recipe[3:]
+    maker = memory[_MAKER]
+    if may_copy and maker is not None:
+        kind, arguments, sources = maker
+        like = torch.empty(kind(*arguments).shape(sources), device="meta")
+        before = _along(path, like)
+        if not before.is_contiguous() and _along((move,), before).is_contiguous():
+            return
+    one.recipe = (*one.recipe[:3], memory, (*path, move))
 
 
 def _builds_criterion() -> bool:
@@ -92,33 +156,3 @@ def _builds_criterion() -> bool:
 
 # torch.compiler.assume_constant_result, without its import of the compiler
 _builds_criterion._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch's mark
-
-
-def _write(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """From here on the values are what was written."""
-    h = args[0] if args else None
-    if isinstance(h, Unstored):
-        if in_compiler():
-            raise RuntimeError(_OUTSIDE)  # the compiler leaves this to eager code
-        h.op.refuse_write(h)
-    if not isinstance(h, Traced):
-        return NotImplemented
-    if not h.is_changed():
-        h.op.refuse_write(h)
-    value = h.plain()
-    func(value, *args[1:], **kwargs)
-    h.recipe = (*h.recipe[:3], value)
-    return h
-
-
-_OUTSIDE = (
-    "lowmem_patch: a compiled function writes into logits that were made outside of it: write before, or "
-    "compile the model with it"
-)
-_NAMES = frozenset(dir(Tensor))
-_NO_VALUES = frozenset(("requires_grad_", "share_memory_", "rename_"))
-_IN_PLACE = [
-    name for name in _NAMES - _NO_VALUES if name.endswith("_") and not name.startswith("_")
-]
-_OPERATORS = [name for name in _NAMES if name.startswith("__i") and f"__{name[3:]}" in _NAMES]
-READERS.update((name, _write) for name in (*_IN_PLACE, *_OPERATORS, "__setitem__"))

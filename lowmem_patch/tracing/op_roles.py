@@ -36,6 +36,7 @@ class Role(enum.Flag):
     CONTIGUOUS = enum.auto()
     CLONE = enum.auto()
     EXPAND = enum.auto()
+    ALIAS = enum.auto()  # the same memory, which torch's signatures do not tell
     PERMUTE = enum.auto()  # by a list of dimensions
     TRANSPOSE = enum.auto()  # of two dimensions, which are given
     MOVE_AXES = enum.auto()  # by other arguments
@@ -95,6 +96,10 @@ _TABLE: tuple[tuple[Role, tuple[str, ...]], ...] = (
     (Role.TRANSPOSE, ("transpose", "swapaxes", "swapdims")),
     (Role.MOVE_AXES, ("t", "T", "movedim")),
     (Role.ROLL, ("roll",)),
+    (Role.ALIAS, (
+        "alias", "H", "mT", "mH", "as_subclass", "atleast_1d", "atleast_2d", "atleast_3d",
+        "broadcast_tensors", "meshgrid",
+    )),
     (Role.FLIP, ("flip",)),
     (Role.INDEX, ("__getitem__",)),
     (Role.SELECT, ("select", "narrow")),

@@ -1,0 +1,134 @@
+"""Who shares the memory of a deferred tensor, and which torch functions let somebody write into it.
+
+Deferred tensors that would be views of each other, were their values there, are computed each on its own. A
+write into one of them must not be lost on the others: it is refused where it is noticed at once, and where
+it comes through a view of torch's own, the others are refused when they are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._compile import _disable_dynamo  # as torch.compiler.disable, without its import
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
+
+from lowmem_patch.tracing.op_roles import REARRANGES, SELECTS, Role, function_name, names_with
+
+__all__ = ["MADE_OUTSIDE", "SharedMemory", "opened", "watch_views", "written_arguments"]
+
+MADE_OUTSIDE = (
+    "lowmem_patch: a compiled function writes into logits, or takes a view of them, that were made outside "
+    "of it or are read by an nn.CrossEntropyLoss() of its own: write before, compile the model with it, or "
+    "call F.cross_entropy"
+)
+
+
+class SharedMemory:
+    """The memory of tensors without values."""
+
+    def __init__(self) -> None:
+        self._members: Any = WeakIdKeyDictionary()
+        self._watched: list[tuple[Tensor, int]] = []
+
+    @classmethod
+    def of(cls, h: Any) -> SharedMemory:
+        """That in which ``h`` lies."""
+        if h._memory is None:
+            cls().add(h)
+        memory: SharedMemory = h._memory
+        return memory
+
+    def add(self, h: Any) -> None:
+        h._memory = self
+        self._members[h] = None
+
+    def refuse_write(self, h: Any) -> None:
+        """Raise where others are held, which would not see it."""
+        if any(one is not h for one in self._members):
+            raise RuntimeError(h.op.written_view)
+
+    def refuse_read(self, h: Any) -> None:
+        """Raise where somebody wrote through a view that torch made of another one."""
+        for watch, version in self._watched:
+            if watch._version != version and watch is not h._watch:
+                raise RuntimeError(h.op.written_view)
+
+    @_disable_dynamo  # which would compile it as a frame of its own, behind a break of a graph
+    def watch(self, h: Any) -> None:
+        """``h`` gives a view of its values to torch; below autograd."""
+        if h._watch is None and not h.held:
+            # a tensor without values that has the version of h, which may be gone when somebody writes
+            below: Any = torch._C._SetExcludeDispatchKeyGuard
+            with (
+                below(torch._C.DispatchKey.ADInplaceOrView, False),
+                torch._C._DisableTorchDispatch(),
+            ):
+                h._watch = torch.ops.aten.detach(h)
+            self._watched.append((h._watch, h._watch._version))
+
+
+def written_arguments(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], kind: type
+) -> list[Any]:
+    """The tensors of a kind into which an operator writes; raises where others would not see it."""
+    schema = func._schema
+    if not schema.is_mutable:
+        return []
+    given = dict(zip((one.name for one in schema.arguments), args, strict=False)) | kwargs
+    items = [
+        given.get(one.name)
+        for one in schema.arguments
+        if one.alias_info is not None and one.alias_info.is_write
+    ]
+    written: list[Any] = [item for item in tree_leaves(items) if isinstance(item, kind)]
+    for item in written:
+        if item._memory is not None:
+            item._memory.refuse_write(item)
+    return written
+
+
+def watch_views(func: Any, items: Iterable[Any]) -> None:
+    """An operator has read tensors, and may have returned views of their values."""
+    if any(one.alias_info is not None for one in func._schema.returns):
+        for item in items:
+            SharedMemory.of(item).watch(item)
+
+
+def opened(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[list[Any], bool]:
+    """The arguments into which a torch function writes, or of which it may give a view; whether it writes."""
+    if "out" in kwargs:
+        return tree_leaves(kwargs["out"]), True
+    name = function_name(func)
+    if _writes(name) or kwargs.get("inplace") or any(one is True for one in args[1:]):
+        return tree_leaves(args[0] if args else kwargs), True
+    return (tree_leaves((args, kwargs)), False) if name in _VIEWS else ([], False)
+
+
+def _writes(name: str) -> bool:
+    if name.startswith("__"):
+        return name in _OPERATORS
+    return name.endswith("_") and name not in _NO_VALUES
+
+
+_NAMES = frozenset(dir(Tensor))
+_NO_VALUES = frozenset(("requires_grad_", "share_memory_", "rename_"))
+_OPERATORS = {name for name in _NAMES if name.startswith("__i") and f"__{name[3:]}" in _NAMES}
+_OPERATORS |= names_with(Role.WRITE)
+
+
+def _gives_view(name: str) -> bool:
+    """By torch's own signatures."""
+    schemas = torch._C._jit_get_schemas_for_operator(f"aten::{name}")
+    return any(one.alias_info is not None for schema in schemas for one in schema.returns)
+
+
+_VIEWS = names_with(REARRANGES | SELECTS | Role.CAST | Role.TRANSFER | Role.UNTRACKED | Role.ALIAS)
+_VIEWS |= {
+    name for name in {*_NAMES, *dir(torch)} if not name.startswith("_") and _gives_view(name)
+}
