@@ -98,9 +98,20 @@ def _stores_input(module: nn.Module, given: Own | None, /, *args: Any, **kwargs:
 def _is_of(tensor: Tensor, key: int | None, parameter: nn.Parameter) -> bool:
     """Whether a tensor is a parameter, a view of it or its copy under autocast: it may have as many elements
     as the input."""
-    if sorted(tensor.shape) == sorted(parameter.shape):
+    if not is_foreign(parameter) and key == _storage_key(parameter):
         return True
-    return not is_foreign(parameter) and key == _storage_key(parameter)
+    if sorted(tensor.shape) != sorted(parameter.shape):
+        return False
+    # autocast's copy of one that trains has its history; that of another may be the input's
+    return not parameter.requires_grad or _is_computed_from(tensor, parameter)
+
+
+def _is_computed_from(tensor: Tensor, parameter: nn.Parameter) -> bool:
+    """Whether a tensor is a parameter behind casts and views."""
+    node = tensor.grad_fn
+    while node is not None and len(node.next_functions) == 1:
+        node = node.next_functions[0][0]
+    return getattr(node, "variable", None) is parameter
 
 
 def _storage_key(tensor: Tensor) -> int | None:
@@ -232,12 +243,27 @@ class _Memory:
         if value is None:
             integers, scales = map(self.unpack, self.parts)
             value = from_eight_bits(integers, scales, self.state[0])
+            if torch._C._current_graph_task_id() == -1:
+                return value  # somebody looks at what is saved
+            if self.waiting > 1:
+                # a backward of a part may not come to the others
+                _engine.queue_callback(partial(_let_go, weakref.ref(self)))
         self.waiting -= 1
         # the last to read it lets it go; with retain_graph they all come again
         self.value = value if self.waiting > 0 else None
         if self.waiting <= 0:
             self.waiting = self.savers
         return value
+
+
+def _let_go(of: weakref.ref[_Memory]) -> None:
+    """At the end of a backward."""
+    memory = of()
+    if memory is not None:
+        memory.value, memory.waiting = None, memory.savers
+
+
+_engine: Any = torch.autograd.Variable._execution_engine
 
 
 def _same(tensor: Tensor) -> Tensor:

@@ -127,6 +127,20 @@ def test_backward_twice(level: str) -> None:
     assert all(map(torch.equal, first, torch.autograd.grad(loss, parameters)))
 
 
+@pytest.mark.parametrize("part", ["all", "a part"])
+def test_attention_that_is_saved_for_one_backward_is_torchs_error_in_a_second(part: str) -> None:
+    model, x = stack(), rows()
+    blocks = blocks_of(model, x)
+    fitted = give_levels(patched(model, x), blocks, all_of(blocks, "attention"))
+    with warned():
+        loss = fitted(x).square().sum()
+    parameters = list(fitted.parameters())
+    wanted = parameters if part == "all" else parameters[:1]
+    torch.autograd.grad(loss, wanted, retain_graph=True)
+    with pytest.raises(RuntimeError, match="Trying to backward an extra time"):
+        torch.autograd.grad(loss, parameters)
+
+
 def test_an_input_that_is_written_before_backward_is_an_error() -> None:
     model, x = stack(), rows()
     blocks = blocks_of(model, x)

@@ -130,6 +130,20 @@ def test_nothing_is_held_after_backward_and_nothing_by_a_graph_that_is_dropped(
         gc.enable()
 
 
+def test_a_backward_of_a_part_holds_nothing_in_full(patched: Any) -> None:
+    model, inputs = patched
+    once = gradients(model, model(**inputs).loss)
+    name = next(name for name in once if "q_proj" in name)
+    loss = model(**inputs).loss
+    held = list(eight_bit._MEMORIES.values())
+    for _ in range(2):
+        (found,) = torch.autograd.grad(loss, model.get_parameter(name), retain_graph=True)
+        assert torch.equal(found, once[name])
+        assert all(memory.value is None for memory in held)
+    assert_equal(gradients(model, loss), once)
+    assert all(memory.value is None for memory in held)
+
+
 def test_copies_pickles_and_undoing(stock: Any) -> None:
     original, inputs = stock
     config = dataclasses.replace(
@@ -257,6 +271,9 @@ def test_as_many_rows_as_a_weight_has_are_told_from_the_weight() -> None:
             (found,) = torch.autograd.grad(ours(x).float().square().sum(), x)
             (expected,) = torch.autograd.grad(exact(x).float().square().sum(), x)
         assert torch.equal(found, expected)
+    with saved_bytes(ours) as saved, torch.autocast("cpu", torch.bfloat16):
+        ours(torch.randn(128, 128))
+    assert saved.activations == 2 * (128 * 128 + 2 * 128)
 
 
 def test_a_weight_that_is_written_before_backward_is_an_error(patched: Any) -> None:
