@@ -49,8 +49,9 @@ def fit_planned(
     states = model_state_bytes(model, optimizer, quantised=quantised)
     if planned.shadow.mode is None:
         raise BudgetError(
-            f"fit={fit!r}: this {type(model).__name__} runs on data alone (its weights have no fake "
-            "tensors), so its step cannot be planned: leave fit away, and use the library's own checkpointing"
+            f"fit={fit!r}: this {type(model).__name__} runs on data alone, so its step cannot be planned: "
+            "leave fit away, and use the library's own checkpointing; or, if training skips layers at random "
+            f"(layerdrop), turn that off. On fake tensors: {planned.shadow.needs_data}"
         )
     blocks = find_blocks(planned.facts)
     device = device_of(model)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from torch import nn
-
 from lowmem_patch.constants import STEP_TABLES
 from lowmem_patch.strategies.protocol import Facts
 from lowmem_patch.tracing.op_roles import Role
@@ -25,7 +23,7 @@ def notes_of_no_sites(facts: Facts, sites: Iterable[str]) -> list[str]:
     """What a report says of norms and activations that are no sites."""
     notes = (
         _functional_calls(facts.trace, sites),
-        _not_run(facts.shadow, facts.trace),
+        _not_run(facts),
         _foreign_kernels(facts),
     )
     return [note for note in notes if note is not None]
@@ -60,13 +58,13 @@ def _saves_more(op: Op) -> bool:
     return op.name in STEP_TABLES and not op.role.has(Role.SAVES_OUTPUT)
 
 
-def _not_run(model: nn.Module, trace: Trace) -> str | None:
+def _not_run(facts: Facts) -> str | None:
     """How many norms and activations did not run (an image tower, where the inputs are text), or None."""
-    ran = {call.name for call in trace.calls}
+    ran = {call.name for call in facts.trace.calls}
     # by type: an activation is told by running it, and experts are many
     known: dict[type, bool] = {}
     names = []
-    for name, module in model.named_modules():
+    for name, module in facts.shadow.named_modules():
         if name in ran:
             continue
         if type(module) not in known:
@@ -75,7 +73,12 @@ def _not_run(model: nn.Module, trace: Trace) -> str | None:
             names.append(name)
     if not names:
         return None
+    mend = "pass example_inputs= that reach them"
+    if facts.shadow is facts.model:  # on fake tensors nothing is left to chance
+        mend += (
+            ", or, if training skips layers at random (layerdrop), patch while that is turned off"
+        )
     return (
         f"{len(names)} norms or activations did not run on the example inputs: left alone "
-        f"({_first_of(names)}); pass example_inputs= that reach them"
+        f"({_first_of(names)}); {mend}"
     )

@@ -121,7 +121,7 @@ def _traced(
             "weights first"
         ) from cause
     with preserved(model):
-        shadow = Shadow(model, inputs, None)
+        shadow = Shadow(model, inputs, None, needs_data=str(cause))
         try:
             trace = trace_forward(shadow)
         except TraceError as error:

@@ -28,13 +28,16 @@ class DataNeededError(TraceError):
 class Shadow:
     """A model that can be run for a trace, with its inputs, in the context that it needs.
 
-    ``elsewhere``: the model is on the meta device, and will run on a GPU.
+    Attributes:
+        elsewhere: the model is on the meta device, and will run on a GPU.
+        needs_data: why it cannot be run on fake tensors, where it has no mode.
     """
 
     model: nn.Module
     inputs: ExampleInputs
     mode: FakeTensorMode | None
     elsewhere: bool = False
+    needs_data: str = ""
 
 
 def tensors_in(value: Any) -> list[Tensor]:
