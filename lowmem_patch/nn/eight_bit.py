@@ -98,20 +98,9 @@ def _stores_input(module: nn.Module, given: Own | None, /, *args: Any, **kwargs:
 def _is_of(tensor: Tensor, key: int | None, parameter: nn.Parameter) -> bool:
     """Whether a tensor is a parameter, a view of it or its copy under autocast: it may have as many elements
     as the input."""
-    if not is_foreign(parameter) and key == _storage_key(parameter):
+    if sorted(tensor.shape) == sorted(parameter.shape):
         return True
-    if sorted(tensor.shape) != sorted(parameter.shape):
-        return False
-    # autocast's copy of one that trains has its history; that of another may be the input's
-    return not parameter.requires_grad or _is_computed_from(tensor, parameter)
-
-
-def _is_computed_from(tensor: Tensor, parameter: nn.Parameter) -> bool:
-    """Whether a tensor is a parameter behind casts and views."""
-    node = tensor.grad_fn
-    while node is not None and len(node.next_functions) == 1:
-        node = node.next_functions[0][0]
-    return getattr(node, "variable", None) is parameter
+    return not is_foreign(parameter) and key == _storage_key(parameter)
 
 
 def _storage_key(tensor: Tensor) -> int | None:

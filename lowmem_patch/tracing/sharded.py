@@ -57,6 +57,9 @@ def whole_twin(model: Any) -> nn.Module:
                     own.__dict__[key] = partial(type(own).forward, own)
             elif isinstance(value, _SETTINGS):
                 own.__dict__[key] = value
+        # transformers' hook, without which adapters in checkpointed blocks get no gradient
+        if "_require_grads_hook" in vars(modules[name]):
+            own.enable_input_require_grads()
     return twin
 
 

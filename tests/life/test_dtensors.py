@@ -162,11 +162,11 @@ def test_what_came_sharded_is_planned_as_the_whole(mesh: DeviceMesh) -> None:
 def test_what_trains_and_checkpointing_reach_the_plan(mesh: DeviceMesh) -> None:
     model = randomise(llama()).bfloat16().requires_grad_(False)
     model.model.layers[1].requires_grad_(True)
-    plain = plan_patch(model, "exact", example_inputs=tokens())
     model.gradient_checkpointing_enable({"use_reentrant": False})
     whole = plan_patch(model, "exact", example_inputs=tokens())
-    assert whole.saved_before < plain.saved_before
     report = plan_patch(shard(model, mesh), "exact", example_inputs=tokens())
+    for plan in (whole, report):
+        assert any("activation checkpointing is on" in note for note in plan.notes)
     assert (report.saved_before, report.saved_after) == (whole.saved_before, whole.saved_after)
 
 

@@ -113,7 +113,8 @@ def test_saved_bytes_of_a_llama() -> None:
     assert after.activations - head < 0.58 * (report.floor - head)
 
 
-def test_the_report_says_that_it_is_approximate() -> None:
+def test_the_report_says_that_it_is_approximate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
     model, inputs = wide_llama()
     report = plan_patch(model, "compact", example_inputs=inputs)
     names = {site.name for site in report.approximate}

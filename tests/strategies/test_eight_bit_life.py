@@ -271,9 +271,6 @@ def test_as_many_rows_as_a_weight_has_are_told_from_the_weight() -> None:
             (found,) = torch.autograd.grad(ours(x).float().square().sum(), x)
             (expected,) = torch.autograd.grad(exact(x).float().square().sum(), x)
         assert torch.equal(found, expected)
-    with saved_bytes(ours) as saved, torch.autocast("cpu", torch.bfloat16):
-        ours(torch.randn(128, 128))
-    assert saved.activations == 2 * (128 * 128 + 2 * 128)
 
 
 def test_a_weight_that_is_written_before_backward_is_an_error(patched: Any) -> None:

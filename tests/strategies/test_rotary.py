@@ -228,6 +228,7 @@ def test_a_forward_that_writes_into_its_file_stays() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # torch's own: a FutureWarning since 2.15
+@pytest.mark.filterwarnings("ignore:.*no parameter trains")
 @pytest.mark.parametrize("trained", [False, True])
 def test_forward_mode_and_functional_transforms(trained: bool) -> None:
     inputs = tokens()
