@@ -80,7 +80,9 @@ def _forward_slot(module: nn.Module) -> str:
 
 
 def _is_of_class(module: nn.Module, forward: Any) -> bool:
-    return getattr(forward, "__func__", None) is type(module).forward
+    function = getattr(forward, "__func__", None)
+    # a scripted class has none
+    return function is not None and function is getattr(type(module), "forward", None)
 
 
 def given_forward(module: nn.Module) -> Any:
@@ -127,7 +129,7 @@ def has_foreign_forward(module: nn.Module) -> bool:
 
 def within_compiled(module: nn.Module) -> nn.Module | None:
     """What ``torch.compile(module)`` wraps and calls; None for a module that it has not made."""
-    return module._modules.get("_orig_mod")
+    return dict(module.named_children()).get("_orig_mod")
 
 
 def remove_own(module: nn.Module) -> None:

@@ -52,6 +52,7 @@ def test_a_step_with_adapters_saves_what_the_plan_says(name: str, mode_name: str
         assert before.activations == plan.saved_before
 
 
+@pytest.mark.filterwarnings("ignore:.*no parameter trains")
 def test_what_trains_is_planned_again() -> None:
     family = FAMILIES["llama"]
     model, inputs = build(family), family.inputs()
