@@ -177,7 +177,7 @@ def saved_bytes(model: nn.Module) -> Iterator[SavedBytes]:
 
             def let_go(reference: weakref.ref[_Held]) -> None:
                 watched.discard(reference)
-                # later, it hangs on who else holds what the modules gave, a trace for one
+                # a later release depends on who else holds the outputs: a trace holds all of them
                 if caller and stack[depth - 1 : depth] == caller:
                     times[key] -= 1
                     if not times[key]:

@@ -9,10 +9,10 @@ import pytest
 import timm
 import torch
 from peft import LoraConfig, get_peft_model
-from torch import nn
+from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaModel
 
-from lowmem_patch import plan_patch
+from lowmem_patch import plan_patch, saved_bytes
 
 # PEFT reads a name that transformers has since deprecated
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
@@ -61,3 +61,39 @@ def test_a_block_saves_the_papers_share_less(
         report = plan_patch(model, "paper", example_inputs=inputs)
     (counts,) = [(b, a) for name, b, a in report.blocks if name.endswith(block)]
     assert 1 - counts[1] / counts[0] >= least
+
+
+class Sine(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sin()  # saves its input
+
+
+class Beside(nn.Module):
+    """Computes something beside its input, and drops it or returns it."""
+
+    def __init__(self, drops: bool) -> None:
+        super().__init__()
+        self.sine, self.drops = Sine(), drops
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        beside = self.sine(x)
+        return x * 1.0, None if self.drops else beside
+
+
+class DropsBeside(nn.Module):
+    def __init__(self, inside: Beside) -> None:
+        super().__init__()
+        self.inside = inside
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, beside = self.inside(x)
+        del beside
+        return y * 1.0  # by a number: saves nothing
+
+
+@pytest.mark.parametrize("drops", [True, False], ids=["by its caller", "further out"])
+def test_only_what_its_caller_drops_is_not_counted(drops: bool) -> None:
+    model = DropsBeside(Beside(drops))
+    with saved_bytes(model) as saved:
+        model(torch.randn(4, 8, requires_grad=True))
+    assert saved.activations == (0 if drops else 4 * 8 * 4)
