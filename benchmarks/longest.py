@@ -10,8 +10,8 @@ from that line is told. A step at hundreds of thousands of tokens would take min
 
 - bf16 weights, all of the GPU's memory: unpatched, with transformers' checkpointing, Liger's, `auto`, and
   *fit*: the least budget of `auto`, at which blocks run again from inputs in host memory;
-- 4-bit weights, 24 GiB: the same without *fit*, which cannot plan weights that have no fake tensors. Where
-  bitsandbytes is not installed these rows are left out: bf16 weights within another memory are not the same.
+- 4-bit weights, 24 GiB: what runs blocks again, and *fit*. Where bitsandbytes is not installed these rows are
+  left out: bf16 weights within another memory are not the same.
 """
 
 from __future__ import annotations
@@ -200,7 +200,9 @@ def main() -> None:
     if not cuda or importlib.util.find_spec("bitsandbytes") is None:
         print("4 bits within 24 GiB: left out, without a GPU or bitsandbytes")
     else:
-        cases.append(Case("4 bits, 24 GiB", 24 * GIB, quantised=True, variants=PLAIN[1::2]))
+        cases.append(
+            Case("4 bits, 24 GiB", 24 * GIB, quantised=True, variants=(*PLAIN[1::2], "fit"))
+        )
     if arguments.variants:
         cases = [
             dataclasses.replace(c, variants=tuple(v for v in c.variants if v in arguments.variants))

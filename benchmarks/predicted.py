@@ -6,9 +6,8 @@
 Models have the widths of the real ones, random weights, and as many layers as the table says: few where all
 of them would not fit the time. A row is one set-up without a budget and one within a budget halfway between
 the weights and that peak, or the least one. *Predicted* is what ``patch_report(model).fit`` says, *measured*
-the most that the allocator gave in the third step, above what lay there before the model was made. QLoRA is
-predicted on the model in bfloat16, by arithmetic, since 4-bit weights have no fake tensors: it has no row
-within a budget. On a CPU, storages are counted one by one, but for those that stand for host memory.
+the most that the allocator gave in the third step, above what lay there before the model was made. On a CPU,
+storages are counted one by one, but for those that stand for host memory.
 """
 
 from __future__ import annotations
@@ -30,13 +29,10 @@ from torch import nn
 
 from lowmem_patch import patch_model, patch_report, unpatch_model
 from lowmem_patch.bench import environment
-from lowmem_patch.config import load_config
 from lowmem_patch.errors import BudgetError
-from lowmem_patch.memory import Training, run_step
+from lowmem_patch.memory import run_step
 from lowmem_patch.nn.checkpointing import is_checkpointed
-from lowmem_patch.planning.fit_model import fit_planned
 from lowmem_patch.planning.fit_report import FitReport
-from lowmem_patch.planning.planner import plan_model
 from lowmem_patch.tracing.example_inputs import make_example_inputs
 from lowmem_patch.tracing.inputs import ExampleInputs
 from lowmem_patch.tracing.live_storages import LiveStorages
@@ -82,7 +78,7 @@ SHAPES = {
     "ViT-L/16": Shape("", "vit_large_patch16_224", {}, ("depth",), 12, 64, None),
     "Swin-B": Shape("", "swin_base_patch4_window7_224", {"drop_path_rate": 0.0}, (), 24, 32, None),
 }  # fmt: skip
-# every set-up makes a row without a budget and one within one, QLoRA the first alone
+# every set-up makes a row without a budget and one within one
 SETUPS = (
     ("Llama-3.1-8B", "lora", "adamw"), ("Llama-3.1-8B", "lora", "sgd"), ("Llama-3.1-8B", "full", "adamw"),
     ("Llama-3.1-8B", "full", "adamw8bit"), ("Llama-3.1-8B", "qlora", "adamw"),
@@ -230,14 +226,6 @@ def rows_of(
     )
     fixed = {"train": train, "optimizer": optimizer, "layers": 3 if tiny else shape.depth}
     known = {"model": name, **fixed, "inputs": str(inputs)}
-    if train == "qlora":
-        twin = adapt(build(shape, "meta", tiny), "lora")
-        planned = plan_model(twin, load_config("auto"), inputs.map(lambda t: t.to("meta")))
-        fit = fit_planned(twin, planned, HUGE, Training(optimizer, quantised=True)).report.fit
-        patch_model(model, "auto", example_inputs=inputs)
-        assert fit is not None
-        yield {**known, **_row(model, inputs, optimizer, before, fit, 0.0)}
-        return
     start = time.perf_counter()
     fit = _fitted(model, inputs, optimizer, HUGE)
     yield {**known, **_row(model, inputs, optimizer, before, fit, time.perf_counter() - start)}
