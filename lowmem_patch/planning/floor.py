@@ -20,11 +20,11 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from torch import Tensor, nn
 
 from lowmem_patch.constants import STEP_TABLES
+from lowmem_patch.planning.floor_sites import SiteCall, find_sites
 from lowmem_patch.planning.report import block_name
 from lowmem_patch.tracing.call_arguments import dropout_call, weight_matmul
 from lowmem_patch.tracing.categories import CATEGORIES
@@ -37,9 +37,9 @@ from lowmem_patch.tracing.op_roles import (
     Role,
     role_of,
 )
-from lowmem_patch.tracing.probes import NormSpec, looks_like_norm, match_activation, match_norm
 from lowmem_patch.tracing.saved_bytes import SavedStorage, storage_key
-from lowmem_patch.tracing.trace import Call, Op, Trace
+from lowmem_patch.tracing.shadow import tensors_in
+from lowmem_patch.tracing.trace import Op, Trace
 
 __all__ = ["Floor", "FloorItem", "count_floor"]
 
@@ -116,37 +116,31 @@ def _is_cast(storage: SavedStorage, softmax: SavedStorage, module: str) -> bool:
     )
 
 
-class _SiteCall(NamedTuple):
-    """One call of a norm or an activation, as a module or a function, that has a gradient."""
-
-    module: str
-    source: Tensor
-    output: Tensor
-
-
 class _FloorCount:
     def __init__(self, model: nn.Module, trace: Trace) -> None:
         self.trace = trace
         self.modules = dict(model.named_modules())
         self.makers = makers(trace)
-        self.norms: dict[int, _SiteCall] = {}  # by the id of the output
-        self.activations: dict[int, _SiteCall] = {}
+        self.norms, self.activations = find_sites(model, trace)
         self.widths: dict[int, int] = {}  # fewest bytes an element that a matmul reads, by root
-        self.specs: dict[object, NormSpec | str] = {}  # of equal modules
         self.items: dict[object, FloorItem] = {}
         self.attention: set[int] = set()  # keys of storages
+        self.saved_by: dict[str, list[SavedStorage]] = {}
+        for storage in trace.saved.storages:
+            for module in dict.fromkeys(saver.module for saver in storage.savers):
+                self.saved_by.setdefault(module, []).append(storage)
+        self.live = self._reach_the_output()
 
     def count(self) -> Floor:
-        self._find_sites()
         self._attention()
-        matmuls = [(op, found) for op in self.trace.ops if (found := self._matmul(op)) is not None]
+        matmuls = [(op, found) for op in self.live if (found := self._matmul(op)) is not None]
         for op, (x, _) in matmuls:
             width = self._root(x)[1]
             if op.autocast:
                 width = min(width, op.outputs[0].element_size())
             self._note_width(x, width)
         for op, (x, weight) in matmuls:
-            if weight.requires_grad:
+            if weight.requires_grad and op.outputs[0].requires_grad:  # not under no_grad
                 for source in self._sources(x):
                     self._add(source, op.module, "linear inputs")
         self._products()
@@ -162,6 +156,20 @@ class _FloorCount:
 
     # what the model does
 
+    def _reach_the_output(self) -> list[Op]:
+        """Ops on which an output of the model depends: autograd lets go of what the others saved."""
+        reached: set[int] = (
+            set()
+        )  # storages, so that a write into a view reaches what it is a view of
+        for op in self.trace.ops:
+            reached.update(storage_key(t) for t in op.outputs if id(t) in self.trace.outputs)
+        found = []
+        for op in reversed(self.trace.ops):
+            if not reached.isdisjoint(map(storage_key, op.outputs)):
+                reached.update(map(storage_key, tensors_in((op.args, op.kwargs))))
+                found.append(op)
+        return found[::-1]
+
     def _code_bits(self, output: Tensor) -> int:
         """Bits of the codes behind which an activation's output stands: 1 where that is exact."""
         op = self.makers.get(id(output))
@@ -169,44 +177,6 @@ class _FloorCount:
             if op is not None and op.name == kind:
                 return tables[_CODE_BITS].bits
         return _CODE_BITS
-
-    def _find_sites(self) -> None:
-        covered: set[int] = set()
-        roles: dict[str, Role] = {}
-        for call in self.trace.calls:
-            if call.name not in roles:
-                roles[call.name] = self._module_role(call)
-            role = roles[call.name]
-            if role and len(call.inputs) == len(call.outputs) == 1:
-                covered.update(range(call.first_op, call.last_op))
-                self._add_site(call.name, role, call.inputs[0], call.outputs[0])
-        for number, op in enumerate(self.trace.ops):
-            role, source = op.role & (Role.ELEMENTWISE | Role.ROW_NORM), first_input(op)
-            if role and number not in covered and source is not None and len(op.outputs) == 1:
-                self._add_site(op.module, role, source, op.outputs[0])
-
-    def _module_role(self, call: Call) -> Role:
-        """What a module without children does to its one input: a norm, an activation or neither."""
-        module, neither = self.modules[call.name], Role(0)
-        if call.name == "" or next(module.children(), None) is not None:
-            return neither
-        if len(call.inputs) != 1 or len(call.outputs) != 1:
-            return neither
-        if looks_like_norm(module):
-            return Role.ROW_NORM
-        names = {name for name, _ in module.named_parameters()}
-        if not names and call.outputs[0].shape == call.inputs[0].shape:
-            return neither if match_activation(module) is None else Role.ELEMENTWISE
-        if names and names <= {"weight", "bias"} and not isinstance(module, nn.Linear):
-            found = match_norm(module, call, self.trace, self.specs)
-            return Role.ROW_NORM if isinstance(found, NormSpec) else neither
-        return neither
-
-    def _add_site(self, module: str, role: Role, source: Tensor, output: Tensor) -> None:
-        if not output.requires_grad or source is output:
-            return
-        sites = self.norms if role.has(Role.ROW_NORM) else self.activations
-        sites[id(output)] = _SiteCall(module, source, output)
 
     def _attention(self) -> None:
         softmaxes = [
@@ -385,12 +355,18 @@ class _FloorCount:
             return not known.keys() & {"weight", "bias"}
         return bool(gamma.requires_grad)
 
-    def _norm(self, norm: _SiteCall) -> None:
-        output = norm.output
-        seen = self._is_saved(output) or self._is_saved(norm.source)
-        if not seen and (norm.source.requires_grad or self._gamma_trains(norm.module)):
+    def _norm(self, norm: SiteCall) -> None:
+        output, source = norm.output, norm.source
+        held = self.saved_by.get(norm.module, [])
+        if not any(math.prod(storage.shape) >= source.numel() for storage in held):
+            return  # constants, as those of a frozen batch norm, need no input
+        seen = self._is_saved(output) or all(map(self._is_saved, self._sources(source)))
+        if not seen and (source.requires_grad or self._gamma_trains(norm.module)):
             self._add(output, norm.module, "norms")
-        if norm.source.requires_grad:
+        if source.requires_grad:
             rows = output.numel() // max(1, output.shape[-1])
-            item = FloorItem(norm.module, "codes and statistics", rows * _STATISTIC)
+            # of a batch norm there are fewer, one for each channel
+            own = sum(s.bytes for s in held if math.prod(s.shape) < source.numel())
+            size = min(rows * _STATISTIC, own)
+            item = FloorItem(norm.module, "codes and statistics", size)
             self.items["statistics", id(output)] = item

@@ -1,0 +1,73 @@
+"""The norms and activations of an unpatched model, whose outputs need not be saved."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from lowmem_patch.tracing.dataflow import first_input
+from lowmem_patch.tracing.op_roles import Role
+from lowmem_patch.tracing.probes import NormSpec, looks_like_norm, match_activation, match_norm
+from lowmem_patch.tracing.trace import Call, Trace
+
+__all__ = ["SiteCall", "find_sites"]
+
+
+class SiteCall(NamedTuple):
+    """One call of a norm or an activation, as a module or a function, that has a gradient."""
+
+    module: str
+    source: Tensor
+    output: Tensor
+
+
+Sites = dict[int, SiteCall]  # by the id of the output
+
+
+def find_sites(model: nn.Module, trace: Trace) -> tuple[Sites, Sites]:
+    """Norms and activations, each module's and each function's."""
+    norms: Sites = {}
+    activations: Sites = {}
+
+    def add(module: str, role: Role, source: Tensor, output: Tensor) -> None:
+        if output.requires_grad and source is not output:
+            sites = norms if role.has(Role.ROW_NORM) else activations
+            sites[id(output)] = SiteCall(module, source, output)
+
+    modules = dict(model.named_modules())
+    specs: dict[object, NormSpec | str] = {}  # of equal modules
+    covered: set[int] = set()
+    roles: dict[str, Role] = {}
+    for call in trace.calls:
+        if call.name not in roles:
+            roles[call.name] = _module_role(modules[call.name], call, trace, specs)
+        role = roles[call.name]
+        if role and len(call.inputs) == len(call.outputs) == 1:
+            covered.update(range(call.first_op, call.last_op))
+            add(call.name, role, call.inputs[0], call.outputs[0])
+    for number, op in enumerate(trace.ops):
+        role, source = op.role & (Role.ELEMENTWISE | Role.ROW_NORM), first_input(op)
+        if role and number not in covered and source is not None and len(op.outputs) == 1:
+            add(op.module, role, source, op.outputs[0])
+    return norms, activations
+
+
+def _module_role(
+    module: nn.Module, call: Call, trace: Trace, specs: dict[object, NormSpec | str]
+) -> Role:
+    """What a module without children does to its one input: a norm, an activation or neither."""
+    neither = Role(0)
+    if call.name == "" or next(module.children(), None) is not None:
+        return neither
+    if len(call.inputs) != 1 or len(call.outputs) != 1:
+        return neither
+    if looks_like_norm(module):
+        return Role.ROW_NORM
+    names = {name for name, _ in module.named_parameters()}
+    if not names and call.outputs[0].shape == call.inputs[0].shape:
+        return neither if match_activation(module) is None else Role.ELEMENTWISE
+    if names and names <= {"weight", "bias"} and not isinstance(module, nn.Linear):
+        found = match_norm(module, call, trace, specs)
+        return Role.ROW_NORM if isinstance(found, NormSpec) else neither
+    return neither

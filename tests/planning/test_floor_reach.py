@@ -1,0 +1,73 @@
+"""The floor counts what the backward can ask for: no branch whose result is dropped, no constant's input."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from lowmem_patch.planning.floor import count_floor
+from lowmem_patch.tracing.inputs import ExampleInputs
+from lowmem_patch.tracing.shadow import Shadow
+from lowmem_patch.tracing.trace import trace_forward
+
+ROWS, WIDTH = 4, 8
+ONE = ROWS * WIDTH * 4  # bytes of one activation
+
+
+class FrozenBatchNorm(nn.BatchNorm1d):
+    """Scale and shift by constants, as detection models freeze their batch norms."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.running_var.rsqrt() - self.running_mean
+
+
+class Toy(nn.Module):
+    """Two Linears, and between them what a test names."""
+
+    def __init__(self, between: str) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.norm: nn.Module = (
+            FrozenBatchNorm(WIDTH, affine=False) if between == "frozen" else nn.BatchNorm1d(WIDTH)
+        )
+        self.between = between
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.between == "no_grad":
+            with torch.no_grad():
+                x = self.first(x)
+            return self.second(x)
+        hidden = self.first(x)
+        if self.between == "dropped":
+            self.second(hidden)
+            return hidden
+        if self.between == "frozen":
+            return self.norm(hidden)
+        hidden = hidden.relu()
+        return self.second(hidden) + self.norm(hidden)
+
+
+def floor(between: str) -> dict[str, int]:
+    x = torch.randn(ROWS, WIDTH)
+    model = Toy(between)
+    trace = trace_forward(Shadow(model, ExampleInputs((x,)), None))
+    return {kind: size for kind, size in count_floor(model, trace).by_kind.items() if size}
+
+
+def test_an_op_without_gradient_needs_no_input() -> None:
+    assert floor("no_grad") == {"linear inputs": ONE}
+
+
+def test_a_branch_whose_result_is_dropped_needs_nothing() -> None:
+    assert floor("dropped") == {"linear inputs": ONE}
+
+
+def test_a_norm_of_constants_needs_nothing() -> None:
+    assert floor("frozen") == {"linear inputs": ONE}
+
+
+def test_a_batch_norm_behind_a_recomputed_activation_needs_statistics_alone() -> None:
+    found = floor("batch norm")
+    assert found["linear inputs"] == 2 * ONE
+    assert "norms" not in found
+    assert found["codes and statistics"] == ROWS * 4  # of the fewer: rows, channels
