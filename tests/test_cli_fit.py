@@ -36,6 +36,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def no_workspaces(monkeypatch: pytest.MonkeyPatch) -> None:
     """These models are far smaller than cuBLAS's workspaces."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
+    monkeypatch.setenv("CUBLASLT_WORKSPACE_SIZE", "0")
 
 
 def call(*arguments: object) -> Any:

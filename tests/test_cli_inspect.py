@@ -64,6 +64,7 @@ def shallow(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def no_workspaces(monkeypatch: pytest.MonkeyPatch) -> None:
     """These models are far smaller than cuBLAS's workspaces."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
+    monkeypatch.setenv("CUBLASLT_WORKSPACE_SIZE", "0")
 
 
 def test_the_workspaces_of_a_gpu_are_a_row(shallow: Path, monkeypatch: pytest.MonkeyPatch) -> None:

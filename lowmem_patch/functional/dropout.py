@@ -158,6 +158,8 @@ class _DropoutLinear(torch.autograd.Function):
         rows = dy.reshape(-1, dy.shape[-1])
         d_value = d_weight = d_bias = None
         with _library.without_autocast(dy.device.type):
+            if ctx.needs_input_grad[5]:  # first, as in `linear_backward`
+                d_bias = cast(rows.sum(0), bias_dtype)
             if weight is not None:
                 d_value = cast(rows.mm(cast(weight, dy.dtype)), value_dtype)
                 d_value = d_value.view(*dy.shape[:-1], weight.shape[1])
@@ -166,8 +168,6 @@ class _DropoutLinear(torch.autograd.Function):
                 hidden = _dropped(x, bits, p, False, value_dtype, dy.dtype)
                 # the order of torch's own mm backward, for equal bits
                 d_weight = cast(rows.t().mm(hidden.view(-1, hidden.shape[-1])), weight_dtype)
-            if ctx.needs_input_grad[5]:
-                d_bias = cast(rows.sum(0), bias_dtype)
         return d_value, None, None, None, d_weight, d_bias, None, None, None
 
 

@@ -1,8 +1,8 @@
 """cuBLAS's workspaces: memory of a GPU that the first products of a process take, and that stays.
 
 torch gives each cuBLAS handle a workspace, and each thread that multiplies has a handle: the one that runs
-the forward, and autograd's own. The sizes are torch's (``aten/src/ATen/cuda/CublasHandlePool.cpp``). Those of
-AMD's libraries are not known here.
+the forward, and autograd's own. cuBLASLt, which adds biases, has one in the forward. The sizes are torch's
+(``aten/src/ATen/cuda/CublasHandlePool.cpp``, ``CUDABlas.cpp``). Those of AMD's libraries are not known here.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import nn
 __all__ = ["workspace_bytes"]
 
 _HANDLES = 2  # of the forward's thread, and of autograd's
+_LT = 1024  # KiB
 _LARGE, _SMALL = 32 * 2**20, (2 * 4096 + 8 * 16) * 2**10
 _WITH_LARGE = (9, 10, 12)  # compute capabilities: Hopper and Blackwell
 
@@ -31,7 +32,14 @@ def workspace_bytes(model: nn.Module) -> int:
     major = _WITH_LARGE[0]
     if parameter.is_cuda or torch.cuda.is_available():
         major = torch.cuda.get_device_capability(parameter.device if parameter.is_cuda else None)[0]
-    return _HANDLES * _of_one(os.environ.get("CUBLAS_WORKSPACE_CONFIG"), major)
+    return _HANDLES * _of_one(os.environ.get("CUBLAS_WORKSPACE_CONFIG"), major) + _of_lt(
+        os.environ.get("CUBLASLT_WORKSPACE_SIZE")
+    )
+
+
+def _of_lt(config: str | None) -> int:
+    """A number of KiB."""
+    return (int(config) if config and config.isdecimal() else _LT) * 2**10
 
 
 def _of_one(config: str | None, major: int) -> int:

@@ -2,25 +2,52 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-__all__ = ["temporary_bytes"]
+__all__ = ["Temporary", "column_sum_bytes", "temporary_of"]
 
 _UNSORTED = 3072  # so many rows of a table are added without an order
 _ROWS = 10  # of one token that are added up at a time
+_THREADS, _WARP, _VECTOR = (
+    512,
+    32,
+    4,
+)  # of a reduction: most of a block, and columns that a thread adds
+_LEAST_VALUES, _MOST_VALUES = 16, 256  # rows that a thread adds
+_H200 = (132, 2048)  # multiprocessors, threads of one
+_BIAS = 2  # place in `needs` of lowmem_patch::activation_linear_backward
+_SUMS = (torch.ops.aten.sum.dim_IntList, torch.ops.aten.mean.dim)
 
 
-def temporary_bytes(func: Any, args: tuple[Any, ...]) -> int:
-    """Of one op on a GPU, as far as it is large and known.
+class Temporary(NamedTuple):
+    """Bytes for a while: beside what an op returns, or released before it makes that."""
 
-    The gradient of a table is made of sorted tokens: parts of its rows are added in float32 first
-    (torch's ``EmbeddingBackwardKernel.cu``).
-    """
-    if func is not torch.ops.aten.embedding_dense_backward.default:
-        return 0
-    gradient, tokens, rows, _, by_frequency = args
+    bytes: int
+    beside_outputs: bool = True
+
+
+def temporary_of(func: Any, args: tuple[Any, ...]) -> Temporary:
+    """Of one op on a GPU, as far as it is large and known."""
+    if func is torch.ops.aten.embedding_dense_backward.default:
+        return Temporary(_table_gradient_bytes(*args))
+    if func in _SUMS and len(args) > 1:
+        return Temporary(_sum_bytes(args[0], args[1]))
+    if func.namespace == "lowmem_patch" and func._opname == "activation_linear_backward":
+        needs = next(value for value in args if isinstance(value, (list, tuple)))
+        if needs[_BIAS]:  # whose gradient is made first
+            return Temporary(_sum_bytes(args[0], range(args[0].dim() - 1)), beside_outputs=False)
+    return Temporary(0)
+
+
+def _table_gradient_bytes(
+    gradient: Tensor, tokens: Tensor, rows: int, _padding: int, by_frequency: bool
+) -> int:
+    """The gradient of a table is made of sorted tokens: parts of its rows are added in float32 first
+    (torch's ``EmbeddingBackwardKernel.cu``)."""
     count, width = tokens.numel(), gradient.shape[-1]
     if count <= _UNSORTED and not by_frequency:
         return 0
@@ -30,3 +57,52 @@ def temporary_bytes(func: Any, args: tuple[Any, ...]) -> int:
     numbers = (4 if by_frequency else 3) * count + 2 * different + parts
     sums = parts * width * max(4, gradient.element_size())
     return int(sums + numbers * tokens.element_size())
+
+
+def _sum_bytes(tensor: Tensor, dims: Any) -> int:
+    """Of a sum over the leading dimensions, as of a bias' gradient; others take next to nothing."""
+    leading = sorted(dim % tensor.dim() for dim in dims or ())
+    count = len(leading)
+    if not 0 < count < tensor.dim() or leading != list(range(count)) or not tensor.is_contiguous():
+        return 0
+    if tensor.numel() == 0:
+        return 0
+    rows = math.prod(tensor.shape[:count])
+    return column_sum_bytes(
+        rows, tensor.numel() // rows, max(4, tensor.element_size()), tensor.device
+    )
+
+
+def column_sum_bytes(rows: int, columns: int, size: int, device: torch.device) -> int:
+    """Partial sums, ``size`` bytes each, of blocks that share the rows of one column.
+
+    torch takes them once for each thread of a block, though one of them writes (``setReduceConfig`` and
+    ``global_memory_size`` in ``Reduce.cuh``): for 12,608 x 1,024 in bfloat16 four times the tensor.
+    """
+    vector = math.gcd(columns, _VECTOR)
+    threads = _THREADS // vector
+    width = min(_power_of_two(columns // vector), _WARP)
+    height = min(_power_of_two(rows), threads // width)
+    width = min(_power_of_two(columns // vector), threads // height)
+    if rows < min(height * _LEAST_VALUES, _MOST_VALUES):
+        return 0
+    values = -(-rows // height)  # of a thread
+    grid = -(-columns // vector // width)
+    processors, resident = _processors(device)
+    target = processors * (resident // (width * height))
+    if values < _MOST_VALUES or grid > target:
+        return 0
+    blocks = max(min(-(-target // grid), -(-values // _LEAST_VALUES)), -(-values // _MOST_VALUES))
+    return size * columns * blocks * width * vector if blocks > 1 else 0
+
+
+def _power_of_two(number: int) -> int:
+    """The largest that is not above."""
+    return 1 << (number.bit_length() - 1)
+
+
+def _processors(device: torch.device) -> tuple[int, int]:
+    if not torch.cuda.is_available():
+        return _H200
+    known = torch.cuda.get_device_properties(device if device.type == "cuda" else None)
+    return known.multi_processor_count, known.max_threads_per_multi_processor

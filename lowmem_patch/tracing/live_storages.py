@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from lowmem_patch.tracing.gpu_temporaries import temporary_bytes
+from lowmem_patch.tracing.gpu_temporaries import Temporary, temporary_of
 from lowmem_patch.tracing.observers import DispatchObserver
 from lowmem_patch.tracing.saved_bytes import storage_key
 
@@ -53,6 +53,9 @@ class LiveStorages(DispatchObserver):
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.settle()
+        taken = temporary_of(func, args) if self.on_gpu else Temporary(0)
+        if not taken.beside_outputs:
+            self.grown(self.now + taken.bytes)
         output = func(*args, **kwargs)
         if _sums_gradients(func, args):
             self._count(output)
@@ -61,7 +64,7 @@ class LiveStorages(DispatchObserver):
         for tensor in tree_leaves(output):
             if isinstance(tensor, Tensor):
                 self.add(tensor)
-        temporary = temporary_bytes(func, args) if self.on_gpu else 0
+        temporary = taken.bytes if taken.beside_outputs else 0
         if self.packed and func.namespace != "aten":
             temporary += self._unpacked(args, output)
         if temporary:

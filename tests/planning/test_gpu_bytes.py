@@ -11,7 +11,7 @@ from torch import nn
 from lowmem_patch import plan_patch
 from lowmem_patch.memory import model_state_bytes, step_bytes
 from lowmem_patch.memory.cublas import _of_one, workspace_bytes
-from lowmem_patch.tracing.gpu_temporaries import temporary_bytes
+from lowmem_patch.tracing.gpu_temporaries import column_sum_bytes, temporary_of
 from lowmem_patch.tracing.inputs import ExampleInputs
 from lowmem_patch.tracing.shadow import make_shadow
 from tests.support.models import llama_of
@@ -40,12 +40,21 @@ def test_a_workspace_is_as_large_as_torch_makes_it(
     assert _of_one(config, major) == size
 
 
+def test_the_workspace_of_cublaslt_is_in_kib(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
+    sizes = {}
+    for text in ("", "0", "2048"):
+        monkeypatch.setenv("CUBLASLT_WORKSPACE_SIZE", text)
+        sizes[text] = workspace_bytes(nn.Linear(8, 8).to("meta"))
+    assert sizes == {"": MIB, "0": 0, "2048": 2 * MIB}
+
+
 def test_only_a_gpu_has_workspaces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:3")
     model = nn.Linear(8, 8)
     assert workspace_bytes(model) == model_state_bytes(model, "sgd").workspace == 0
     model = model.to("meta")
-    assert workspace_bytes(model) == 2 * 3 * 4 * MIB  # of two threads
+    assert workspace_bytes(model) == 2 * 3 * 4 * MIB + MIB  # of two threads, and cuBLASLt's
     states = model_state_bytes(model, "sgd")
     assert states.resident == states.parameters + workspace_bytes(model)
 
@@ -60,7 +69,7 @@ def test_a_budget_holds_the_workspaces_and_says_them(monkeypatch: pytest.MonkeyP
     few, many = found
     assert few is not None and many is not None
     assert many.predicted - few.predicted == many.workspace - few.workspace == 2 * 4 * 4 * MIB
-    assert "cuBLAS's workspaces 40.00 MiB" in str(many)
+    assert "cuBLAS's workspaces 41.00 MiB" in str(many)
     on_cpu = plan_patch(llama_of(), "auto", example_inputs=batch, fit="1GiB").fit
     assert on_cpu is not None and on_cpu.workspace == 0 and "cuBLAS" not in str(on_cpu)
 
@@ -73,14 +82,34 @@ def gradient_of_a_table(tokens: int, rows: int, width: int, dtype: torch.dtype) 
 def test_the_gradient_of_a_table_takes_memory_by_the_kernel() -> None:
     backward = torch.ops.aten.embedding_dense_backward.default
     few = gradient_of_a_table(3072, 128, 16, torch.bfloat16)
-    assert temporary_bytes(backward, few) == 0
+    assert temporary_of(backward, few).bytes == 0
     # 409 parts of ten tokens and one of each of 128 rows, in float32
     many = gradient_of_a_table(4096, 128, 16, torch.bfloat16)
     parts = 409 + 128
-    assert temporary_bytes(backward, many) == parts * 16 * 4 + (3 * 4096 + 2 * 128 + parts) * 8
+    assert temporary_of(backward, many).bytes == parts * 16 * 4 + (3 * 4096 + 2 * 128 + parts) * 8
     wide = gradient_of_a_table(4096, 128, 16, torch.float64)
-    assert temporary_bytes(backward, wide) - temporary_bytes(backward, many) == parts * 16 * 4
-    assert temporary_bytes(torch.ops.aten.mm.default, many) == 0
+    assert temporary_of(backward, wide).bytes - temporary_of(backward, many).bytes == parts * 16 * 4
+    assert temporary_of(torch.ops.aten.mm.default, many).bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "measured"),
+    [(12608, 1024, 103_284_736), (8192, 768, 50_331_648), (6272, 2048, 102_760_448)],
+)
+def test_the_sum_of_a_bias_gradient_takes_what_an_h200_was_seen_to_take(
+    rows: int, columns: int, measured: int
+) -> None:
+    dy = torch.empty(rows // 4, 4, columns, dtype=torch.bfloat16, device="meta")
+    assert column_sum_bytes(rows, columns, 4, dy.device) == measured
+    total = torch.ops.aten.sum.dim_IntList
+    assert temporary_of(total, (dy, [0, 1])).bytes == measured
+    assert temporary_of(total, (dy.view(rows, columns), [0], True)).bytes == measured
+    assert temporary_of(total, (dy, [-1])).bytes == temporary_of(total, (dy[:, :2], [0])).bytes == 0
+    needs, rest = [True, True, True, False, False], (None,) * 6 + (1.0, "gelu")
+    backward = torch.ops.lowmem_patch.activation_linear_backward.default
+    assert temporary_of(backward, (dy, *rest, needs, "triton")) == (measured, False)
+    needs[2] = False
+    assert temporary_of(backward, (dy, *rest, needs, "triton")).bytes == 0
 
 
 class Table(nn.Module):
@@ -112,7 +141,7 @@ def test_what_is_counted_accounts_for_what_was_measured() -> None:
     first_lora, second_lora, full = 67_306_872, 140_664, 74_051_064
     assert first_lora - second_lora == 2 * _of_one(None, 9) + 112 * 512
     table = gradient_of_a_table(4096, 128256, 4096, torch.bfloat16)
-    kernel = temporary_bytes(torch.ops.aten.embedding_dense_backward.default, table)
+    kernel = temporary_of(torch.ops.aten.embedding_dense_backward.default, table).bytes
     assert 0 <= full - kernel - 75 * 512 < 4096
     lora, states = nn.ParameterList(nn.Parameter(torch.empty(16, 64)) for _ in range(112)), {}
     for device in ("cpu", "meta"):
