@@ -21,7 +21,7 @@ This page is written by `make zoo` (`python -m zoo`); the data is in `zoo/result
 with random weights whose gammas, betas and biases were moved from 1 and 0, and is judged against
 float64: outputs of the patched model may be off by at most twice the unpatched model's own float32
 error, gradients by at most three times, per tensor. Gradients of `paper` are those of a stock model with
-the folded weights; where 2-bit codes are kept, the step tables' derivative is the judge.
+the folded weights; where codes are kept, the step tables' derivative is the judge.
 Checked besides: state-dict keys, the checkpoint loaded by the stock class, saved bytes, and that
 unpatching gives back the function and the very module objects.
 """
