@@ -188,6 +188,22 @@ def fit_table(name: str) -> str:
     return "\n".join([*rows, "", f"`{command}`: {_environment(data)}"])
 
 
+def longest_table(name: str) -> str:
+    """The longest sequence that fits, and the time of a token."""
+    data = _load(name)
+    rows = [
+        "| weights, memory | variant | longest sequence | KiB a token | ms a token |",
+        "|---|---|---|---|---|",
+    ]
+    for row in data["rows"]:
+        if "skipped" not in row:
+            cells = [row["case"], row["variant"], f"{row['longest']:,}"]
+            cells += [f"{row['bytes_per_token'] / 2**10:,.0f}", f"{row['ms_per_token']:.4f}"]
+            rows.append(f"| {' | '.join(cells)} |")
+    command = f"python benchmarks/longest.py --json benchmarks/results/{name}"
+    return "\n".join([*rows, "", f"`{command}`: {_environment(data)}"])
+
+
 def predicted_table(name: str) -> str:
     """Predicted peaks beside those of the allocator."""
     data = _load(name)
@@ -261,9 +277,10 @@ TABLES = {
     "bytes": bytes_table,
     "whole": partial(whole_table, "whole-h200.json"),
     "fit": partial(fit_table, "fit-h200.json"),
+    "longest": partial(longest_table, "longest-h200.json"),
     "predicted": partial(predicted_table, "predicted-h200.json"),
     "compact": partial(
-        gpu_table, "models-h200-compact.json", " --variants unpatched exact auto compact"
+        gpu_table, "models-h200-compact.json", " --variants unpatched paper exact auto compact"
     ),
     "gpu": partial(gpu_table, "models-h200.json"),
     "gpu-earlier": partial(gpu_table, "models-h200-earlier.json"),

@@ -12,6 +12,7 @@ from lowmem_patch.errors import ConfigError
 from lowmem_patch.memory.base_model import output_head
 from lowmem_patch.memory.cublas import workspace_bytes
 from lowmem_patch.memory.optimizers import check_optimizer
+from lowmem_patch.memory.rounding import rounding_bytes
 from lowmem_patch.tracing.quantised import held_beside, own_bytes
 
 __all__ = ["USUAL_TRAINING", "ModelStates", "Training", "model_state_bytes", "parse_bytes"]
@@ -75,7 +76,7 @@ class ModelStates:
         gradients: of the parameters that train, in their dtype, held between steps.
         optimizer: the state of the optimizer.
         dequantised: the largest quantised weight in the compute dtype (0 without quantisation).
-        workspace: cuBLAS's, on a GPU.
+        workspace: on a GPU, of cuBLAS, and what the allocator rounds up for parameters and optimizer state.
     """
 
     parameters: int
@@ -90,23 +91,27 @@ class ModelStates:
         return self.parameters + self.optimizer + self.dequantised + self.workspace
 
 
-def _state_bytes(parameter: Tensor, optimizer: str) -> int:
+def _state_sizes(parameter: Tensor, optimizer: str) -> tuple[int, ...]:
+    """Bytes of each tensor of a parameter's state."""
     count, width, shape = parameter.numel(), parameter.element_size(), parameter.shape
     if optimizer.startswith("paged_") and count >= _SMALLEST_PAGED:
-        return 0
+        return ()
     if optimizer in ("adamw", "adamw_foreach"):  # two moments in the parameter's dtype
         # the fused one counts its steps where the parameter is
         steps = _LEAST_BLOCK if optimizer == "adamw" and parameter.device.type != "cpu" else 0
-        return 2 * count * width + steps
+        return count * width, count * width, steps
     if optimizer == "paged_adamw":
-        return 2 * count * 4
+        return count * 4, count * 4
     if optimizer in ("adamw8bit", "paged_adamw8bit"):
         if count < _SMALLEST_8BIT:
-            return 2 * count * 4
-        return 2 * (count + -(-count // _STATE_BLOCK) * 4)
+            return count * 4, count * 4
+        scales = -(-count // _STATE_BLOCK) * 4
+        return count, count, scales, scales
     if optimizer == "adafactor":  # a row and a column of second moments
-        return (count // shape[-1] + count // shape[-2] if len(shape) > 1 else count) * width
-    return 0  # sgd without momentum
+        if len(shape) > 1:
+            return count // shape[-1] * width, count // shape[-2] * width
+        return (count * width,)
+    return ()  # sgd without momentum
 
 
 def _quantised_bytes(count: int) -> int:
@@ -135,17 +140,20 @@ def model_state_bytes(model: nn.Module, optimizer: str, *, quantised: bool = Fal
     """
     check_optimizer(optimizer)
     packed = _packed_weights(model) if quantised else set()
-    parameters = sum(map(own_bytes, model.buffers()))
-    parameters += sum(tensor.untyped_storage().nbytes() for tensor in held_beside(model))
-    gradients = state = dequantised = 0
+    held = list(map(own_bytes, model.buffers()))
+    held += [tensor.untyped_storage().nbytes() for tensor in held_beside(model)]
+    states: list[int] = []
+    gradients = dequantised = 0
     for parameter in model.parameters():
         size = parameter.numel() * parameter.element_size()
         if id(parameter) in packed:
-            parameters += _quantised_bytes(parameter.numel())
+            held.append(_quantised_bytes(parameter.numel()))
             dequantised = max(dequantised, size)
         else:
-            parameters += own_bytes(parameter)
+            held.append(own_bytes(parameter))
         if parameter.requires_grad:
             gradients += size
-            state += _state_bytes(parameter, optimizer)
-    return ModelStates(parameters, gradients, state, dequantised, workspace_bytes(model))
+            states += _state_sizes(parameter, optimizer)
+    on_gpu = any(parameter.device.type != "cpu" for parameter in model.parameters())
+    beside = workspace_bytes(model) + (rounding_bytes((*held, *states)) if on_gpu else 0)
+    return ModelStates(sum(held), gradients, sum(states), dequantised, beside)

@@ -45,7 +45,7 @@ class Footprint:
             beginning) to the optimizer's step.
         saved: activations that autograd holds between forward and backward, without checkpointing.
         weight_copies: low-precision copies of weights that autograd holds.
-        workspace: cuBLAS's, on a GPU, held from the first product on.
+        workspace: on a GPU, of cuBLAS, and what the allocator rounds up for parameters and optimizer state.
         moments: all bytes that are held at one time, at most, in each moment of the step: ``forward``,
             ``loss``, ``after the loss``, ``backward``, ``after the backward``, ``optimizer step``.
     """

@@ -114,7 +114,7 @@ def _too_small(fitting: Fitting, budget: Budget, found: NoFit, inputs: str) -> s
         f"{size_text(found.least)} ({found.least} bytes) for {inputs} and {fitting.training.optimizer}: "
         f"parameters {size_text(weights)}, optimizer state {size_text(fitting.states.optimizer)}, "
         f"gradients and activations {size_text(found.peak + fitting.earlier)}"
-        + (f", cuBLAS's workspaces {size_text(workspace)}" if workspace else "")
+        + (f", cuBLAS's workspaces and rounding {size_text(workspace)}" if workspace else "")
     ]
     if budget.bytes <= weights:
         lines.append("the parameters alone are larger than the budget")

@@ -18,6 +18,21 @@ def size_text(size: int) -> str:
     return f"{size} B"
 
 
+def _ranges(sites: list[str]) -> str:
+    """``layers.0, layers.1, layers.2`` -> ``layers.0 to 2``."""
+    runs: list[list[str]] = []
+    for site in sites:
+        stem, _, number = site.rpartition(".")
+        last, _, before = runs[-1][-1].rpartition(".") if runs else ("", "", "")
+        if stem == last and number.isdecimal() and before == str(int(number) - 1):
+            runs[-1].append(site)
+        else:
+            runs.append([site])
+    return ", ".join(
+        run[0] if len(run) == 1 else f"{run[0]} to {run[-1].rpartition('.')[2]}" for run in runs
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class FittedBlock:
     """One block.
@@ -50,7 +65,7 @@ class FitReport:
         moment: when that is.
         parameters, optimizer_state, gradients: bytes of the model states, gradients at the end of the
             backward.
-        workspace: cuBLAS's, on a GPU.
+        workspace: on a GPU, of cuBLAS, and what the allocator rounds up for parameters and optimizer state.
         held: activations that are alive when the forward ends.
         optimizer: its name.
         accumulates: gradients of earlier batches are held from the beginning of the step.
@@ -95,7 +110,7 @@ class FitReport:
         levels = ", ".join(f"{count} {level}" for level, count in self.levels.items())
         share = 100 * self.extra_seconds / self.step_seconds if self.step_seconds else 0.0
         workspace = (
-            f"  cuBLAS's workspaces {size_text(self.workspace)}, held from the first product on"
+            f"  cuBLAS's workspaces, and what the allocator rounds up: {size_text(self.workspace)}"
         )
         return (
             f"fit {self.asked}: predicted peak {size_text(self.predicted)} in {self.moment}, for "
@@ -112,10 +127,14 @@ class FitReport:
 
     def __str__(self) -> str:
         lines = list(self.head)
+        groups: dict[tuple[str, str], list[FittedBlock]] = {}
         for block in self.blocks:
+            groups.setdefault((block.level, block.reason), []).append(block)
+        for (level, reason), blocks in groups.items():
+            patched, held = (sum(getattr(b, key) for b in blocks) for key in ("patched", "held"))
             lines.append(
-                f"  {block.site}: {block.level}, {size_text(block.patched)} -> {size_text(block.held)}, "
-                f"{1e3 * block.seconds:.2f} ms: {block.reason}"
+                f"  {level} ({_ranges([block.site for block in blocks])}): {size_text(patched)} -> "
+                f"{size_text(held)}, {1e3 * sum(block.seconds for block in blocks):.2f} ms: {reason}"
             )
         lines += [f"  {note}" for note in self.notes]
         return "\n".join(lines)

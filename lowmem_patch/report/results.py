@@ -119,7 +119,7 @@ def print_memory(memory: MemoryReport, train: str) -> None:
         "copies of weights": "weight_copies",
     }
     if memory.before.workspace:
-        parts["workspaces of cuBLAS"] = "workspace"
+        parts["workspaces of cuBLAS, rounding"] = "workspace"
     for label, name in parts.items():
         table.add_row(label, *(human_bytes(getattr(footprint, name)) for footprint in both))
     for moment in memory.before.moments:

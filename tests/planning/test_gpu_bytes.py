@@ -11,6 +11,8 @@ from torch import nn
 from lowmem_patch import plan_patch
 from lowmem_patch.memory import model_state_bytes, step_bytes
 from lowmem_patch.memory.cublas import _of_one, workspace_bytes
+from lowmem_patch.memory.rounding import rounding_bytes
+from lowmem_patch.planning.fit_report import _ranges, size_text
 from lowmem_patch.tracing.gpu_temporaries import column_sum_bytes, temporary_of
 from lowmem_patch.tracing.inputs import ExampleInputs
 from lowmem_patch.tracing.shadow import make_shadow
@@ -69,7 +71,7 @@ def test_a_budget_holds_the_workspaces_and_says_them(monkeypatch: pytest.MonkeyP
     few, many = found
     assert few is not None and many is not None
     assert many.predicted - few.predicted == many.workspace - few.workspace == 2 * 4 * 4 * MIB
-    assert "cuBLAS's workspaces 41.00 MiB" in str(many)
+    assert "rounds up: 41.00 MiB" in str(many)
     on_cpu = plan_patch(llama_of(), "auto", example_inputs=batch, fit="1GiB").fit
     assert on_cpu is not None and on_cpu.workspace == 0 and "cuBLAS" not in str(on_cpu)
 
@@ -112,6 +114,26 @@ def test_the_sum_of_a_bias_gradient_takes_what_an_h200_was_seen_to_take(
     assert temporary_of(backward, (dy, *rest, needs, "triton")).bytes == 0
 
 
+def test_the_allocator_rounds_up_what_it_cannot_split() -> None:
+    assert rounding_bytes([MIB, 1000, 2 * MIB, 12 * MIB]) == 0  # small, and whole multiples
+    assert rounding_bytes([13 * MIB]) == MIB  # a segment of 14
+    assert rounding_bytes([12 * MIB + 512]) == 0  # what is left of 14 is a block of its own
+    assert rounding_bytes([9 * MIB, 9 * MIB]) == 0  # the rest, 2 MiB, is a block
+    assert rounding_bytes([9 * MIB, 9 * MIB, 3 * MIB // 2]) == MIB // 2  # which is taken first
+    # seventeen of 1.125 MiB fill 20 but for 0.875
+    assert (
+        rounding_bytes([9 * MIB // 8] * 17) == 7 * MIB // 8 == rounding_bytes([9 * MIB // 8] * 18)
+    )
+
+
+def test_model_states_on_a_gpu_hold_what_is_rounded_up() -> None:
+    layers = nn.ModuleList(nn.Linear(768, 768, bias=False) for _ in range(9)).bfloat16()
+    assert model_state_bytes(layers, "adamw").workspace == 0
+    layers = layers.to("meta")
+    rounded = model_state_bytes(layers, "adamw").workspace - workspace_bytes(layers)
+    assert rounded == rounding_bytes([768 * 768 * 2] * 27) > 0  # weights, two moments
+
+
 class Table(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -147,3 +169,14 @@ def test_what_is_counted_accounts_for_what_was_measured() -> None:
     for device in ("cpu", "meta"):
         states[device] = model_state_bytes(lora.to(device), "adamw").optimizer
     assert states["meta"] - states["cpu"] == 112 * 512
+
+
+def test_blocks_of_one_level_stand_in_one_line() -> None:
+    assert _ranges(["a.0", "a.1", "a.2", "a.4", "b.5", "c"]) == "a.0 to 2, a.4, b.5, c"
+    batch = {"input_ids": torch.zeros(2, 16, dtype=torch.long)}
+    fit = plan_patch(llama_of(), "auto", example_inputs=batch, fit="1GiB").fit
+    assert fit is not None and fit.levels == {"patched": len(fit.blocks)}
+    lines = [line for line in str(fit).splitlines() if "the budget holds" in line]
+    total = size_text(sum(block.patched for block in fit.blocks))
+    assert len(lines) == 1 and f"model.layers.0 to {len(fit.blocks) - 1}" in lines[0]
+    assert total in lines[0]
