@@ -77,8 +77,9 @@ def test_patch_fit_unpatch_and_fit_again() -> None:
     assert first.fit is not None and any(map(is_checkpointed, model.modules()))
     text = str(first)
     assert f"predicted peak {first.fit.predicted / 1024:.2f} KiB" in text
-    for block in first.fit.blocks:
-        assert f"{block.site}: {block.level}" in text
+    for level in first.fit.levels:
+        site = next(block.site for block in first.fit.blocks if block.level == level)
+        assert f"  {level} ({site}" in text
     assert "3x8x16" in text and "adamw" in text
     with warned():
         assert patch_model(model, "exact", fit=budget) is model
