@@ -216,7 +216,7 @@ def linear_backward(
     for_hidden = needs_weight or needs_A
     with _library.without_autocast(dy.device.type):
         # first: torch's sum takes a multiple of dy for a while, and nothing else is there yet
-        d_bias = rows.sum(0) if needs_bias else None
+        d_bias = [rows.sum(0)] if needs_bias else []
         if lora_B is not None and (needs_input or needs_A):
             d_low, padded_A = _low_gradient(ops, rows, lora_A, lora_B, scale)
         if needs_input:
@@ -231,8 +231,7 @@ def linear_backward(
             hidden = hidden.reshape(-1, hidden.shape[-1])
         if needs_weight:  # the order of torch's own mm backward, for equal bits
             gradients.append(rows.t().mm(hidden))
-        if d_bias is not None:
-            gradients.append(d_bias)
+        gradients += d_bias
         if needs_A:
             gradients.append(_without_padding(d_low.t().mm(hidden), 0, lora_B))
         if needs_B:

@@ -290,9 +290,9 @@ def test_few_blocks_tell_where_the_peak_of_many_is(
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw_foreach"])
 def test_states_on_four_gpus_by_hand(optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Shares of all states; whole for a while: the rest, two blocks, and their gradients."""
-    monkeypatch.setenv(
-        "CUBLAS_WORKSPACE_CONFIG", ":0:0"
-    )  # each GPU has its own, as large as the model
+    # each GPU has its own, as large as the model
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
+    monkeypatch.setenv("CUBLASLT_WORKSPACE_SIZE", "0")
 
     def predicted(gpus: int) -> Any:
         training = Training(optimizer, accumulates=True, gpus=gpus)
