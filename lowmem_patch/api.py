@@ -168,6 +168,7 @@ def patch_model(
         if not check and _is_patched_so(model, resolved, asked):
             return outer
     refuse_compiled(model)
+    _say_if_without_budget(model, asked)
     unpatch_model(model)
     report, plan, inputs = _planned(model, resolved, example_inputs, asked)
     _say_if_nothing(report, plan, strict)
@@ -210,6 +211,17 @@ def _is_patched_so(model: nn.Module, config: PatchConfig, asked: Asked | None) -
     holder, record = records[0]
     same = record.report.config == config and record.signature == trains_signature(model)
     return same and record.fit == asked and not no_longer_as_patched(holder)
+
+
+def _say_if_without_budget(model: nn.Module, asked: Asked | None) -> None:
+    """A budget of an earlier patch is one of its batch and optimizer, so that it is not taken over."""
+    budgets = [record.fit[0] for _, record in find_records(model) if record.fit is not None]
+    if budgets and asked is None:
+        warnings.warn(
+            f"this patch has no budget, and takes the place of one with fit={budgets[0]!r}: give fit= and "
+            "example_inputs= again to keep it",
+            stacklevel=3,
+        )
 
 
 def _attach(model: nn.Module, report: PatchReport, fit: Asked | None) -> None:

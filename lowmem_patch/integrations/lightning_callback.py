@@ -82,7 +82,10 @@ class LowmemLightningCallback(Callback):  # type: ignore[misc]  # Lightning need
         if example is None and inner_models(module) == [module]:
             example = getattr(module, "example_input_array", None)
         autocast = _AUTOCAST.get(str(trainer.precision))
-        reports = self.patching.patch(module, example_inputs=example, autocast=autocast)
+        batches = trainer.accumulate_grad_batches
+        reports = self.patching.patch(
+            module, example_inputs=example, autocast=autocast, accumulation=batches
+        )
         for report in reports:
             rank_zero_info(f"lowmem-patch: {summary(report)}")
 

@@ -68,6 +68,7 @@ class Patching:
         batch_size: int | None = None,
         sequence_length: int | None = None,
         autocast: torch.dtype | None = None,
+        accumulation: int = 1,
     ) -> list[PatchReport]:
         """Patch every model that trains in ``model``, and return their reports.
 
@@ -76,6 +77,7 @@ class Patching:
             example_inputs: instead of the settings' own.
             batch_size, sequence_length: of a training step, if the trainer knows them.
             autocast: the dtype in which the trainer will run it, where that is another than the weights'.
+            accumulation: batches of a step, whose gradients a budget counts.
 
         Raises:
             ConfigError: the model cannot be patched together with what else was asked for.
@@ -89,7 +91,9 @@ class Patching:
             inputs = self._inputs(part, batch_size, sequence_length) if given is None else given
             with _autocast(part, autocast):
                 # ``fit`` is passed on where it was given
-                budget: dict[str, Any] = {} if self.fit is None else {"fit": self.fit}
+                budget: dict[str, Any] = {}
+                if self.fit is not None:
+                    budget = {"fit": self.fit, "accumulation": accumulation}
                 patch_model(part, self.preset, example_inputs=inputs, **budget)
         return [patch_report(part) for part in found]
 
@@ -141,7 +145,8 @@ def summary(report: PatchReport) -> str:
             f"; gradients are approximate at {len(report.approximate)} sites "
             f"({report.approximate[0].name}, ...): preset exact has none"
         )
-    return "\n  ".join([text, *report.notes])
+    fitted = () if report.fit is None else map(str.strip, report.fit.head)
+    return "\n  ".join([text, *fitted, *report.notes])
 
 
 def write_reports(folder: Path, reports: Sequence[PatchReport], settings: Patching) -> Path:

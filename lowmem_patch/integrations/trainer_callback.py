@@ -69,6 +69,7 @@ class LowmemTrainerCallback(TrainerCallback):
             batch_size=args.per_device_train_batch_size,
             sequence_length=getattr(args, "max_length", None),
             autocast=_autocast_dtype(args),
+            accumulation=args.gradient_accumulation_steps,
         )
         if state.is_world_process_zero:
             lines = [*map(summary, reports), *notes_on_arguments(args)]
