@@ -298,9 +298,15 @@ class MSNorm(nn.Module):
             return None
         return low if low.itemsize < self.output_dtype(x).itemsize else None
 
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        self.looks.forget()
+        apply: Any = super()._apply  # has no types
+        return apply(*args, **kwargs)
+
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         if self.folded:
             self.refuse_unfolded(state_dict, prefix)
+        self.looks.forget()
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def refuse_unfolded(self, state_dict: dict[str, Any], prefix: str) -> None:
