@@ -40,6 +40,7 @@ from lowmem_patch.planning.planner import (
 from lowmem_patch.planning.report import RECORD, PatchReport, Record, find_records
 from lowmem_patch.strategies.fold import folded_now
 from lowmem_patch.strategies.fold_weights import FoldStep
+from lowmem_patch.strategies.swap import is_replacement
 from lowmem_patch.tracing.example_inputs import inner_model
 from lowmem_patch.tracing.inputs import ExampleInputs
 from lowmem_patch.tracing.isolation import preserved
@@ -169,7 +170,7 @@ def patch_model(
             return outer
     refuse_compiled(model)
     _say_if_without_budget(model, asked)
-    unpatch_model(model)
+    _unpatch(model)
     report, plan, inputs = _planned(model, resolved, example_inputs, asked)
     _say_if_nothing(report, plan, strict)
     before = run_real(model, inputs) if check else None
@@ -248,6 +249,12 @@ def patch_report(model: nn.Module) -> PatchReport:
     """
     checked_model(model, "patch_report")
     records = find_records(model)
+    if not records and any(map(is_replacement, model.modules())):
+        raise PatchError(
+            f"this {type(model).__name__} is a part of a patched model, which alone has the report. Where "
+            "the whole is gone (PEFT's merge_and_unload takes it away), call unpatch_model(model), then "
+            "patch_model(model)"
+        )
     if not records:
         raise PatchError(
             f"this {type(model).__name__} is not patched: call patch_model(model) first"
@@ -264,33 +271,40 @@ def unpatch_model(model: ModelT) -> ModelT:
 
     Weights that were folded are divided by gamma again in float64, so they agree with the original up
     to one rounding of their dtype. Where adapters were added on folded weights after patching, the
-    weights stay folded (the adapters were made for them), and a warning says so.
+    weights stay folded (the adapters were made for them), and a warning says so. A part of a patched model
+    (what PEFT's ``merge_and_unload`` returns) is put back as well; the rest of that model stays patched.
 
     Raises:
         ConfigError: ``model`` is no model.
     """
     checked_model(model, "unpatch_model")
-    for holder, record in find_records(model):
-        _unpatch(holder, record)
+    _unpatch(model)
+    _put_back(model)  # of a whole that nobody holds any more
     return model
 
 
-def _unpatch(holder: nn.Module, record: Record) -> None:
-    steps = [folded.step for folded in folded_now(holder)]
-    adapted = [step.norm for step in steps if _is_adapted(holder, step)]
+def _unpatch(model: nn.Module) -> None:
+    """Put back each model that was patched as a whole, and no part of another."""
+    for holder, record in find_records(model):
+        _put_back(holder)
+        stop_watching(holder)
+        del holder.__dict__[RECORD]
+        if record.hook is not None:
+            record.hook.remove()
+
+
+def _put_back(model: nn.Module) -> None:
+    steps = [folded.step for folded in folded_now(model)]
+    adapted = [step.norm for step in steps if _is_adapted(model, step)]
     if adapted:
         warnings.warn(
             f"{len(adapted)} norms stay folded, because adapters were added on the folded weights "
             f"({adapted[0]}, ...): the model computes the same, and is a stock model whose norms are "
             "identities. The adapters fit these weights alone: save the whole model, or patch after "
             "get_peft_model",
-            stacklevel=3,
+            stacklevel=4,
         )
-    undo(holder, unfolds=not adapted)
-    stop_watching(holder)
-    del holder.__dict__[RECORD]
-    if record.hook is not None:
-        record.hook.remove()
+    undo(model, unfolds=not adapted)
 
 
 def _is_adapted(model: nn.Module, step: FoldStep) -> bool:

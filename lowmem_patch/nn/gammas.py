@@ -115,6 +115,10 @@ class Looks:
         few = inverse * largest > 1.0 / self.smallest_ratio
         return not (few or largest == 0.0 or shift > self.largest_shift)
 
+    def forget(self) -> None:
+        """Before gamma and beta are exchanged: torch swaps no tensors that are weakly referenced."""
+        self.last = self.of_forward = self.of_last_forward = None
+
     def now(self) -> Look | None:
         """That of the forward that is running, or is run again in backward."""
         if self.of_forward is None and torch._C._current_graph_task_id() != -1:

@@ -55,7 +55,8 @@ class MSNorm(nn.Module):
         output_saved: an op that is no Linear saves the output, so that the norm had better save it too.
         output_moved: Linears read views of the output that are not contiguous: each would save a copy of the
             output, and saves none of z.
-        default_eps: eps was left to torch, which takes that of the input's dtype in float64.
+        eps_name: the attribute that holds eps, as it did in the original: users set it. None in it leaves
+            eps to torch, which takes that of the input's dtype in float64. Empty: that of ``settings`` stays.
         low_precision: adapters that read the output compute in its dtype (see `lowmem_patch.nn.deferred.Op`).
     """
 
@@ -78,7 +79,7 @@ class MSNorm(nn.Module):
         shares_copy: bool = False,
         output_saved: bool = False,
         output_moved: bool = False,
-        default_eps: bool = False,
+        eps_name: str = "",
     ) -> None:
         nn.Module.__init__(self)  # past a stock norm, which would make parameters of its own
         self.register_parameter("weight", weight)
@@ -94,7 +95,7 @@ class MSNorm(nn.Module):
         self.shares_copy = shares_copy
         self.output_saved = output_saved
         self.output_moved = output_moved
-        self.default_eps = default_eps
+        self.eps_name = eps_name
         self.looks = Looks()
 
     def normalize(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -109,9 +110,12 @@ class MSNorm(nn.Module):
         return ms_norm(x, weight, bias, settings, dtype)[0]
 
     def _settings_for(self, x: Tensor) -> NormSettings:
-        if self.default_eps and x.dtype == torch.float64:
-            return self.settings._replace(eps=torch.finfo(torch.float64).eps)
-        return self.settings
+        eps = getattr(self, self.eps_name) if self.eps_name else self.settings.eps
+        if eps is None and x.dtype == torch.float64:
+            eps = torch.finfo(torch.float64).eps
+        if eps is None or eps == self.settings.eps:
+            return self.settings
+        return self.settings._replace(eps=eps)
 
     def own_affine(self) -> tuple[Any, Any]:
         """weight and bias, tensors or None; none where they were folded into the next Linears."""
@@ -294,9 +298,15 @@ class MSNorm(nn.Module):
             return None
         return low if low.itemsize < self.output_dtype(x).itemsize else None
 
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        self.looks.forget()
+        apply: Any = super()._apply  # has no types
+        return apply(*args, **kwargs)
+
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         if self.folded:
             self.refuse_unfolded(state_dict, prefix)
+        self.looks.forget()
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def refuse_unfolded(self, state_dict: dict[str, Any], prefix: str) -> None:

@@ -185,7 +185,7 @@ def _shadow_of_original(
     if any(is_replacement(module) for module in shadow.model.modules()):
         raise PatchError(
             f"this {type(model).__name__} is part of a patched model, or shares modules with one: "
-            "patch or plan that one, or call unpatch_model on it first"
+            "patch or plan that one, or call unpatch_model on that one or on this first"
         )
     return shadow
 

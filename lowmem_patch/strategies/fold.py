@@ -114,10 +114,11 @@ def _moved(folded: Folded, place: str) -> Folded:
         before.pop(), now.pop()
     if before == now:
         return folded
-    old, new = ".".join(before), ".".join(now)
 
     def name(given: str) -> str:
-        return new + given[len(old) :] if f"{given}.".startswith(f"{old}.") else given
+        parts = given.split(".")
+        moves = parts[: len(before)] == before
+        return ".".join([*now, *parts[len(before) :]]) if moves else given
 
     def maybe(given: str | None) -> str | None:
         return None if given is None else name(given)

@@ -60,14 +60,22 @@ class SharedNorm(Swap):
             shares_copy=self.shares_copy,
             output_saved=self.output_saved,
             output_moved=self.output_moved,
-            default_eps=getattr(original, "eps", 0.0) is None,
+            eps_name=_eps_name(original, spec.settings.eps),
         )
         # what other code may read off the original (variance_epsilon, normalized_shape) stays readable
         for name, value in vars(original).items():
-            readable = isinstance(value, (int, float, tuple, str))
+            readable = isinstance(value, (int, float, tuple, str, type(None)))
             if readable and not name.startswith("_") and name not in vars(new):
                 setattr(new, name, value)
         return new
+
+
+def _eps_name(original: nn.Module, eps: float) -> str:
+    """The one attribute that has this value, or leaves it to torch."""
+    if getattr(original, "eps", eps) is None:
+        return "eps"
+    names = [n for n, v in vars(original).items() if type(v) is float and v == eps]
+    return names[0] if len(names) == 1 and not names[0].startswith("_") else ""
 
 
 def _class_for(original: nn.Module, kind: str) -> type[MSNorm]:

@@ -61,6 +61,8 @@ def _original_of(current: nn.Module) -> nn.Module:
     if isinstance(current, PackedDropout) and isinstance(original, nn.Dropout):
         original.p = current.p  # users set it on every dropout of a model
     if isinstance(current, MSNorm):
+        if current.eps_name:
+            setattr(original, current.eps_name, getattr(current, current.eps_name))
         # what .to(), pruning and others have put in the place of its parameters
         own = {name for name in ("weight", "bias") if name not in original._parameters}
         kept = {name: p for name, p in current._parameters.items() if name not in own}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 
 from lowmem_patch import patch_model, patch_report, unpatch_model
+from lowmem_patch.errors import PatchError
+from lowmem_patch.nn.own import given_forward, is_own
+from lowmem_patch.strategies.swap import is_replacement
 from tests.support.configs import AUTO_WITHOUT_CODES
 from tests.support.judge import assert_close, assert_same_function, assert_same_parameters
 from tests.support.models import FAMILIES, doubles, fill_adapters
@@ -172,6 +176,24 @@ def test_disabled_adapters_give_the_base_back(config: Any, make: Make) -> None:
     for net in (merged, expected):
         net.requires_grad_(True)
     assert_same_function(merged, expected, inputs)
+
+
+@BOTH
+def test_merged_model_can_be_put_back_without_the_whole(config: Any, make: Make) -> None:
+    model, inputs = doubles(make, "llama")
+    model = adapted(model)
+    expected = copy.deepcopy(model).merge_and_unload()
+    merged = patch_model(model, config, example_inputs=inputs).merge_and_unload()
+    for call in (patch_report, partial(patch_model, example_inputs=inputs)):
+        with pytest.raises(PatchError, match="part of a patched model"):
+            call(merged)
+    unpatch_model(merged)
+    assert not any(is_replacement(module) for module in merged.modules())
+    assert not any(map(is_own, map(given_forward, merged.modules())))
+    for net in (merged, expected):
+        net.requires_grad_(True)
+    assert_same_function(patch_model(merged, config, example_inputs=inputs), expected, inputs)
+    assert patch_report(merged).patched
 
 
 @BOTH

@@ -73,6 +73,49 @@ def test_stock_norms_stay_instances_of_their_class(norm: Any) -> None:
     assert net.norm.normalized_shape == (8,)
 
 
+@pytest.mark.parametrize("preset", ["exact", "paper"])
+@pytest.mark.parametrize("name", ["timm-vit", "llama"])
+def test_eps_that_is_set_after_the_patch_counts(name: str, preset: str, make: Make) -> None:
+    """Under the name that the model's norms give it, also in what `unpatch_model` puts back."""
+    inputs, model = FAMILIES[name].inputs(), make(name)
+    stock = copy.deepcopy(model)
+    patch_model(model, preset, example_inputs=inputs)
+    for net in (model, stock):
+        for module in net.modules():
+            for eps in ("eps", "variance_epsilon"):
+                if isinstance(getattr(module, eps, None), float):
+                    setattr(module, eps, 0.1)
+    assert_same_outputs(model, stock, inputs)
+    assert_same_outputs(copy.deepcopy(model), stock, inputs)
+    assert_same_outputs(unpatch_model(model), stock, inputs)
+
+
+def test_eps_that_was_left_to_torch_can_be_set() -> None:
+    net = Toy(gated)
+    net.norm = nn.RMSNorm(8)
+    stock = copy.deepcopy(net)
+    patch_model(net, SHARE, example_inputs=batch())
+    assert net.norm.eps is None
+    net.norm.eps = stock.norm.eps = 0.1
+    assert_same_outputs(net, stock, batch())
+    assert_same_outputs(unpatch_model(net), stock, batch())
+
+
+def test_parameters_that_torch_swaps(make: Make) -> None:
+    """As torch does for some subclasses always: ``.to()`` and loading make no other Parameter objects."""
+    model, inputs = doubles(make, "bert")
+    stock = copy.deepcopy(model)
+    patch_model(model, "exact", example_inputs=inputs)
+    model.train()(**inputs)
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model.float().double()
+        model.load_state_dict(stock.state_dict())
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert_same_function(model, stock, inputs)
+
+
 def test_optimizer_with_gradients_from_before_a_fold() -> None:
     """Left over, they would move the identity that the checkpoint must hold."""
     net = Toy(gated)
@@ -294,7 +337,7 @@ def test_check_undoes_a_wrong_patch(
         if target is model:
             norm: Any = model.get_submodule("model.layers.1.post_attention_layernorm")
             eps: Any = 3.0 if planted == "wrong" else "none"
-            norm.settings = norm.settings._replace(eps=eps)
+            norm.settings, norm.eps_name = norm.settings._replace(eps=eps), ""
         return applied
 
     monkeypatch.setattr(api, "apply_plan", wrong)

@@ -77,6 +77,24 @@ def test_cut_layers_are_not_kept_alive(make: Make) -> None:
     assert pickled - len(pickle.dumps(model)) < attention
 
 
+@pytest.mark.parametrize("to", ["shallower", "deeper"])
+def test_norms_unfold_where_the_whole_is_gone(to: str, make: Make) -> None:
+    """What PEFT's merge_and_unload returns has other names, and no record of the patch."""
+    model, inputs = doubles(make, "llama")
+    stock = copy.deepcopy(model)
+    patch_model(model, FOLD, example_inputs=inputs)
+    layers = model.model.layers
+    outer = torch.nn.Module()
+    outer.inner = torch.nn.Module()
+    outer.inner.model = torch.nn.Module()
+    outer.inner.model.layers = layers
+    unpatch_model(layers if to == "shallower" else outer)
+    assert not any(map(is_replacement, layers.modules()))
+    for name, parameter in stock.model.layers.named_parameters():
+        assert_close(layers.get_parameter(name).detach(), parameter.detach(), name)
+    assert_same_function(unpatch_model(model), stock, inputs)
+
+
 def test_undo_of_a_lost_linear_touches_nothing() -> None:
     net = patch_model(Toy(gated), FOLD, example_inputs=batch())
     up = net.up
