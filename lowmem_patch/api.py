@@ -141,9 +141,8 @@ def patch_model(
 ) -> ModelT:
     """Patch a model in place so that autograd keeps less, and return it.
 
-    The model's class, parameter names and state-dict keys stay. Patching again with the same config
-    does nothing; with another config, with ``example_inputs`` or ``check``, or after the model has
-    changed, it re-plans from the original.
+    The model's class, parameter names and state-dict keys stay. Patching again with the same config does
+    nothing; with another one, with ``example_inputs`` or ``check``, or on a changed model, it re-plans.
 
     Args:
         model, preset, example_inputs, fit, optimizer, accumulation, config: as in :func:`plan_patch`.

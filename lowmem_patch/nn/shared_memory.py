@@ -71,7 +71,8 @@ class SharedMemory:
             self._watched.append((h._watch, h._watch._version))
 
 
-@torch.compiler.assume_constant_result  # the compiler of torch 2.15 cannot read a schema
+# the compiler of torch 2.15 cannot read a schema
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _written_names(func: Any) -> tuple[tuple[int, str], ...]:
     """Places and names of the arguments into which an operator writes."""
     schema = func._schema
@@ -84,7 +85,7 @@ def _written_names(func: Any) -> tuple[tuple[int, str], ...]:
     )
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _may_give_views(func: Any) -> bool:
     return any(one.alias_info is not None for one in func._schema.returns)
 
