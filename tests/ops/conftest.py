@@ -33,8 +33,11 @@ else:
 def norm_grid(
     shapes: Sequence[tuple[int, ...]], cases: Sequence[Any], dtypes: Sequence[torch.dtype]
 ) -> list[Any]:
-    """Parameters (shape, centered, offset, dtype). The interpreter, which needs seconds for a wide row, takes a
-    part of them in which each two values meet, and of the wide rows two cases that take every branch."""
+    """Parameters (shape, centered, offset, dtype).
+
+    The interpreter, which needs seconds for a wide row, takes a part of them in which each two values
+    meet, and of the wide rows two cases that take every branch.
+    """
     chosen = []
     for i, shape in enumerate(shapes):
         for j, case in enumerate(cases):
