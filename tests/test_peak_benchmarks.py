@@ -12,7 +12,10 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parent.parent
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning"),
+    pytest.mark.timeout(600),
+]
 
 
 @pytest.fixture

@@ -100,7 +100,18 @@ def test_the_command_writes_what_it_measured(
 ) -> None:
     """Each variant is measured in a process of its own, which runs the script."""
     out = tmp_path / "out.json"
-    sizes = "--layers 1 --width 64 --vocabulary 64 --batch 1 --length 8".split()
+    sizes = [
+        "--layers",
+        "1",
+        "--width",
+        "64",
+        "--vocabulary",
+        "64",
+        "--batch",
+        "1",
+        "--length",
+        "8",
+    ]
     command = [str(SCRIPT), "--device", "cpu", "--case", "qwen", "--steps", "2", *sizes]
     variants = ["--variants", "unpatched", "unsloth", "--json", str(out)]
     monkeypatch.setattr(sys, "argv", [*command, *variants])
