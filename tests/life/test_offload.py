@@ -190,7 +190,7 @@ def test_undo_leaves_the_hooks_as_they_are_now(removed: bool) -> None:
 def test_a_budget_beneath_hooks_holds() -> None:
     """A model in 4 bits on one device, as ``from_pretrained`` with ``device_map`` loads it."""
     inputs = {"input_ids": tokens(2, 24)}
-    model = four_bits("4bit")
+    model = four_bits("4bit", num_hidden_layers=2)
     accelerate.dispatch_model(model, {"": "cpu"}, force_hooks=True)
     budget = least_budget(model, inputs)
     patch_model(model, "exact", example_inputs=inputs, fit=budget)
