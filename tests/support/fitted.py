@@ -42,12 +42,12 @@ def tokens(rows_: int = 4, length: int = 48) -> Any:
 
 def llama_lora() -> Any:
     config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, lora_dropout=0.1)
-    return get_peft_model(llama_of(num_hidden_layers=4), config)
+    return get_peft_model(llama_of(num_hidden_layers=3), config)
 
 
 def vit() -> Any:
     config = ViTConfig(
-        hidden_size=32, num_hidden_layers=4, num_attention_heads=4, intermediate_size=64, image_size=32,
+        hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=64, image_size=32,
         patch_size=4, hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.0,
     )  # fmt: skip
     return ViTModel(config, add_pooling_layer=False)
@@ -65,7 +65,7 @@ def bert() -> Any:
         vocab_size=64,
         hidden_size=32,
         intermediate_size=48,
-        num_hidden_layers=4,
+        num_hidden_layers=3,
         num_attention_heads=4,
     )
     return BertModel(config, add_pooling_layer=False)
