@@ -1,8 +1,9 @@
 """Fit: the least slow training step within a budget of bytes.
 
-Steps of the patched model run on fake tensors: with all blocks at one level, and by turns, which gives what
-each run of a block holds and needs at each level. `lowmem_patch.planning.solve` chooses from that, and the
-choice is run once more: the peak of that step, and no sum, is what is predicted and held against the budget.
+A step of the patched model runs on fake tensors. Where the budget does not hold it, so do steps with all
+blocks at one level, and by turns, which gives what each run of a block holds and needs at each level.
+`lowmem_patch.planning.solve` chooses from that, and the choice is run once more: the peak of that step, and
+no sum, is what is predicted and held against the budget.
 """
 
 from __future__ import annotations

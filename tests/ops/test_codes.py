@@ -46,7 +46,7 @@ STEPS = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "bits", "dtype"), STEPS)
+@pytest.mark.parametrize(("kind", "bits", "dtype"), STEPS, ids=str)
 def test_codes_give_the_step_tables_derivative(
     backend: Backend, kind: str, bits: int, dtype: torch.dtype
 ) -> None:

@@ -80,8 +80,7 @@ def test_who_else_reads_them_in_a_graph_gets_them(name: str) -> None:
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
 @pytest.mark.parametrize("trains", ["all", "tied", "body", "adapters"])
 def test_a_compiled_model_returns_deferred_logits(trains: str) -> None:
-    layers = int(trains in ("all", "adapters"))
-    model = cast(llama(trains == "tied", layers=layers), MODES["bf16"].weights)
+    model = cast(llama(trains == "tied", layers=1), MODES["bf16"].weights)
     if trains == "body":
         model.lm_head.requires_grad_(False)
     if trains == "adapters":
