@@ -19,17 +19,25 @@ from tests.support.stacks import rows, stack
 LAYERS = 9  # more than are run
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def written(folder: Path, layers: int) -> Path:
     config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=LAYERS,
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=layers,
         num_attention_heads=2, max_position_embeddings=512,
     )  # fmt: skip
-    folder = tmp_path_factory.mktemp("models") / "llama"
     folder.mkdir()
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return written(tmp_path_factory.mktemp("models") / "llama", LAYERS)
+
+
+@pytest.fixture(scope="module")
+def shallow(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return written(tmp_path_factory.mktemp("models") / "shallow", 1)
 
 
 @pytest.fixture(autouse=True)
@@ -86,8 +94,8 @@ def test_the_ladder_and_the_choice(llama: Path) -> None:
     assert len(fit["blocks"]) == LAYERS and 0 < fit["extra_seconds"] < seconds[3] - seconds[0]
 
 
-def test_both_are_shown(llama: Path) -> None:
-    shown = call(llama, "--memory", "9MiB", "--fit", "9MiB", "--seq-len", "256").stdout
+def test_both_are_shown(shallow: Path) -> None:
+    shown = call(shallow, "--memory", "9MiB", "--fit", "9MiB", "--seq-len", "256").stdout
     assert "to fit in 9.0 MiB" in shown and "GPU like the A100" in shown
     assert "fit 9MiB" in shown and "predicted peak" in shown
 
@@ -97,8 +105,8 @@ def test_both_are_shown(llama: Path) -> None:
     [(("--fit", "24"), "size"), (("--fit", "24 apples"), "24 apples"), (("--fit", "auto"), "GPU"),
      (("--fit", "9MiB", "--gpus", "2"), "--gpus"), (("--fit", "1KiB"), "least budget")],
 )  # fmt: skip
-def test_what_is_refused(llama: Path, options: tuple[str, ...], text: str) -> None:
-    result = call(llama, "--seq-len", "32", *options)
+def test_what_is_refused(shallow: Path, options: tuple[str, ...], text: str) -> None:
+    result = call(shallow, "--seq-len", "32", *options)
     assert result.exit_code == 2 and text in result.stderr
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -96,9 +95,12 @@ def test_words_are_joined_in_the_order_in_which_they_work() -> None:
             find_variant(name)
 
 
-def test_the_command_writes_what_it_measured(tmp_path: Path) -> None:
+def test_the_command_writes_what_it_measured(
+    whole: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each variant is measured in a process of its own, which runs the script."""
     out = tmp_path / "out.json"
-    sizes = (
+    sizes = [
         "--layers",
         "1",
         "--width",
@@ -109,19 +111,18 @@ def test_the_command_writes_what_it_measured(tmp_path: Path) -> None:
         "1",
         "--length",
         "8",
-    )
-    command = [sys.executable, SCRIPT, "--device", "cpu", "--case", "qwen", "--steps", "2", *sizes]
-    done = subprocess.run(
-        [*command, "--variants", "unpatched", "unsloth", "--json", out], capture_output=True,
-        text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    ]
+    command = [str(SCRIPT), "--device", "cpu", "--case", "qwen", "--steps", "2", *sizes]
+    variants = ["--variants", "unpatched", "unsloth", "--json", str(out)]
+    monkeypatch.setattr(sys, "argv", [*command, *variants])
+    whole.main()
     data = json.loads(out.read_text())
     (rows,) = data["cases"].values()
-    assert "tokens/s" in done.stdout and rows["unpatched"]["step_ms"] > 0
-    assert "skipped: unsloth is not installed" in done.stdout and "unsloth" not in rows
+    shown = capsys.readouterr().out
+    assert "tokens/s" in shown and rows["unpatched"]["step_ms"] > 0
+    assert "skipped: unsloth is not installed" in shown and "unsloth" not in rows
     assert data["environment"]["torch"] and "AdamW" in data["environment"]["step"]
-    wrong = subprocess.run(
-        [*command, "--variants", "fastest"], capture_output=True, text=True, check=False
-    )
-    assert wrong.returncode == 2 and "fastest" in wrong.stderr
+    monkeypatch.setattr(sys, "argv", [*command, "--variants", "fastest"])
+    with pytest.raises(SystemExit) as end:
+        whole.main()
+    assert end.value.code == 2 and "fastest" in capsys.readouterr().err

@@ -1,14 +1,16 @@
 """Fit: the least slow training step within a budget of bytes.
 
-Steps of the patched model run on fake tensors: with all blocks at one level, and by turns, which gives what
-each run of a block holds and needs at each level. `lowmem_patch.planning.solve` chooses from that, and the
-choice is run once more: the peak of that step, and no sum, is what is predicted and held against the budget.
+A step of the patched model runs on fake tensors. Where the budget does not hold it, so do steps with all
+blocks at one level, and by turns, which gives what each run of a block holds and needs at each level.
+`lowmem_patch.planning.solve` chooses from that, and the choice is run once more: the peak of that step, and
+no sum, is what is predicted and held against the budget.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence
 
@@ -88,10 +90,14 @@ class Fitting:
         self.temporaries = temporaries_of(
             shadow.model, training.optimizer, elsewhere=shadow.elsewhere
         )
-        names = ALONE if self.free else ("patched",)
         self.few = few_runs(shadow.model, blocks)
-        self.profiles = {level: self._profile(self._all(level)) for level in names}
-        self.steps = self._steps()
+        self.patched = self._profile(self._all("patched"))
+        count = len(self.patched.runs)
+        if count != len(blocks.runs):
+            raise BudgetError(
+                f"the model ran {len(blocks.runs)} blocks in its trace and {count} in a training step, which "
+                "cannot be planned: give example_inputs= with which both are the same"
+            )
 
     def _is_switched_on(self, site: str) -> bool:
         """Whether another library's checkpointing is on in the block or around it."""
@@ -103,6 +109,12 @@ class Fitting:
         )
 
     # steps on fake tensors
+
+    @functools.cached_property
+    def profiles(self) -> dict[str, Timeline]:
+        """The step at each level; a budget that holds the patched one needs no other."""
+        others = [level for level in ALONE if self.free and level != "patched"]
+        return {"patched": self.patched} | {n: self._profile(self._all(n)) for n in others}
 
     def _all(self, level: str) -> dict[str, str]:
         return {block.site: level for block in self.free}
@@ -134,7 +146,7 @@ class Fitting:
     def _kept(self) -> tuple[list[bool], list[bool]]:
         """Whether a patched run holds its output, and its input: seen beside runs that hold nothing."""
         runs = self.blocks.runs
-        as_patched = [run.output_lives for run in self.profiles["patched"].runs]
+        as_patched = [run.output_lives for run in self.patched.runs]
         outputs, inputs = list(as_patched), [False, *as_patched[:-1]]
         for parity in (0, 1):
             levels = {b.site: "host" for b in self.free if self.sites.index(b.site) % 2 == parity}
@@ -152,14 +164,9 @@ class Fitting:
 
     # the sums
 
-    def _steps(self) -> list[Step]:
+    @functools.cached_property
+    def steps(self) -> list[Step]:
         runs, profiles = self.blocks.runs, self.profiles
-        count = len(profiles["patched"].runs)
-        if count != len(runs):
-            raise BudgetError(
-                f"the model ran {len(runs)} blocks in its trace and {count} in a training step, which cannot "
-                "be planned: give example_inputs= with which both are the same"
-            )
         least = min(timeline.outside for timeline in profiles.values())
         sums = {level: Sums(timeline, least) for level, timeline in profiles.items()}
         outputs, inputs = self._kept() if self.free else ([], [])
@@ -199,7 +206,7 @@ class Fitting:
         return choices
 
     def _input_bytes(self, number: int) -> int:
-        runs = self.profiles["patched"].runs
+        runs = self.patched.runs
         return runs[number - 1].output if number else runs[0].output
 
     def _host_before(self, number: int) -> int:
@@ -257,7 +264,7 @@ class Fitting:
         The sums may say a little too much or too little: the limit that they are given moves until their
         choice fills the room.
         """
-        patched = self.profiles["patched"]
+        patched = self.patched
         if self._moment_of_optimizer(patched) > room:
             return None
         if patched.peak[0] <= room:
@@ -335,7 +342,7 @@ class Fitting:
         for number, site in enumerate(self.sites):
             runs = [i for i, run in enumerate(self.blocks.runs) if run.block == number]
             level = levels.get(site, "patched")
-            patched = sum(bytes_of(self.profiles["patched"], i) for i in runs)
+            patched = sum(bytes_of(self.patched, i) for i in runs)
             held = sum(bytes_of(timeline, i) for i in runs)
             seconds = sum(self.seconds_of(i, level) for i in runs)
             rows.append(
@@ -345,6 +352,8 @@ class Fitting:
 
     def seconds_of(self, number: int, level: str) -> float:
         """That a run takes more at a level."""
+        if level == "patched":
+            return 0.0
         step = self.steps[number]
         known = {choice.level: choice.seconds for choice in step.choices}
         if level in known:

@@ -161,11 +161,16 @@ def test_the_hook_of_a_replaced_module_runs() -> None:
     assert seen == [norm]
 
 
+@pytest.fixture(scope="module")
+def least() -> int:
+    return least_budget(qlora(dispatched=True), FAMILY.inputs())
+
+
 @pytest.mark.parametrize("removed", [False, True])
-def test_undo_leaves_the_hooks_as_they_are_now(removed: bool) -> None:
+def test_undo_leaves_the_hooks_as_they_are_now(removed: bool, least: int) -> None:
     twin, model = qlora(dispatched=True), qlora(dispatched=True)
     inputs = FAMILY.inputs()
-    patch_model(model, "exact", example_inputs=inputs, fit=least_budget(model, inputs))
+    patch_model(model, "exact", example_inputs=inputs, fit=least)
     for one in (twin, model) if removed else ():
         accelerate.hooks.remove_hook_from_module(one, recurse=True)
     unpatch_model(model)

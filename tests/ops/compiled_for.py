@@ -1,10 +1,10 @@
 """Compiles the kernels for a GPU that need not be there: python compiled_for.py cuda 90 bfloat16
 
 A process of its own, because Triton is told which GPU to compile for once and for all. With a fourth
-argument, ``widths``, the norms are compiled for each width and rotary for each layout that has a kernel of
-its own; without, for a width that one program holds and one that it does not. Prints a JSON
-list: for each compiled kernel its name, what it was compiled for, and (NVIDIA) the bytes of stack a
-thread needs, which are registers that did not fit.
+argument, ``widths``, the norms are compiled for each width, rotary for each layout that has a kernel of
+its own, and products and codes for each activation; without, for a width that one program holds and one
+that it does not, and for two activations. Prints a JSON list: for each compiled kernel its name, what it
+was compiled for, and (NVIDIA) the bytes of stack a thread needs, which are registers that did not fit.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ DTYPE = getattr(torch, sys.argv[3])
 EVERY_WIDTH = sys.argv[4:] == ["widths"]
 # the last is longer than a program holds
 COLUMNS = (768, 4096, 16384, 20000) if EVERY_WIDTH else (768, 20000)
+# kinds with every number of bits, of a table that is cyclic and of one that is not: others differ in numbers
+CODED = ("gelu", "sigmoid")
 LAYOUTS = ((32, 128, 128), (8, 128, 128), (1, 64, 16), (12, 80, 20))
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
@@ -54,14 +56,16 @@ class Absent:
 
 def activations() -> Iterator[Any]:
     x = torch.ones(2, 1024, dtype=DTYPE)
-    for kind in ACTIVATION_KINDS:
+    for number, kind in enumerate(ACTIVATION_KINDS):
         yield kernels.activate(x, kind)
         yield kernels.activate_backward(x, x, kind)
         yield kernels.activate_backward(x, x, kind, torch.ones_like(x))
-        yield kernels.glu_forward(x, x, kind)
-        yield kernels.glu_backward(x, x, x, kind)
-        yield kernels.glu_backward(x, x, x, kind, torch.ones_like(x))
-        for bits in STEP_TABLES.get(kind, ()):
+        if EVERY_WIDTH or kind in CODED:
+            yield kernels.glu_forward(x, x, kind)
+            yield kernels.glu_backward(x, x, x, kind)
+            yield kernels.glu_backward(x, x, x, kind, torch.ones_like(x))
+        tables = STEP_TABLES.get(kind, ())
+        for bits in tables if kind in CODED else [1 + number % 4] if tables and EVERY_WIDTH else ():
             _, codes = kernels.codes_forward(x, kind, bits)
             yield kernels.codes_backward(x, codes, kind, bits, DTYPE)
 

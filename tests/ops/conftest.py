@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy
@@ -28,6 +28,26 @@ else:
         pytest.param(Backend("cuda", "reference"), id="reference-cuda", marks=pytest.mark.gpu),
         pytest.param(Backend("cuda", "triton"), id="triton-cuda", marks=pytest.mark.gpu),
     ]
+
+
+def norm_grid(
+    shapes: Sequence[tuple[int, ...]], cases: Sequence[Any], dtypes: Sequence[torch.dtype]
+) -> list[Any]:
+    """Parameters (shape, centered, offset, dtype).
+
+    The interpreter, which needs seconds for a wide row, takes a part of them in which each two values
+    meet, and of the wide rows two cases that take every branch.
+    """
+    chosen = []
+    for i, shape in enumerate(shapes):
+        for j, case in enumerate(cases):
+            for k, dtype in enumerate(dtypes):
+                wide = shape[-1] > 8192
+                if INTERPRETED and ((i + j - k) % len(dtypes) or (wide and j not in (1, 2))):
+                    continue
+                name = f"{shape}-{case.id}-{str(dtype).removeprefix('torch.')}"
+                chosen.append(pytest.param(shape, *case.values, dtype, id=name))
+    return chosen
 
 
 def _poison(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:

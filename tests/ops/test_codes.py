@@ -37,8 +37,16 @@ def step_derivative(x: Tensor, kind: str, bits: int = 2) -> Tensor:
     return derivative
 
 
-@pytest.mark.parametrize(("kind", "bits"), TABLES)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+# the interpreter takes each table in one dtype, and all numbers of bfloat16 below
+STEPS = [
+    (kind, bits, dtype)
+    for i, (kind, bits) in enumerate(TABLES)
+    for k, dtype in enumerate(DTYPES)
+    if not INTERPRETED or (i + i // len(DTYPES)) % len(DTYPES) == k
+]
+
+
+@pytest.mark.parametrize(("kind", "bits", "dtype"), STEPS, ids=str)
 def test_codes_give_the_step_tables_derivative(
     backend: Backend, kind: str, bits: int, dtype: torch.dtype
 ) -> None:

@@ -100,7 +100,7 @@ LABELS: dict[str, dict[str, Any]] = {
 }
 CASES = [
     *((of, "plain") for of in HEADS),
-    *(("plain", labels) for labels in LABELS),
+    *(("plain", labels) for labels in LABELS if labels != "plain"),
     ("soft cap", "both"),
 ]
 

@@ -96,7 +96,7 @@ def test_without_accumulation_a_second_batch_would_break_the_budget() -> None:
 
 
 def test_too_small_a_budget_counts_the_gradients() -> None:
-    model, inputs = made("llama")
+    model, inputs = llama_of(num_hidden_layers=3).train(), {"input_ids": tokens()}
     least = []
     for accumulation in (1, 2):
         with pytest.raises(BudgetError) as error:

@@ -42,12 +42,12 @@ def tokens(rows_: int = 4, length: int = 48) -> Any:
 
 def llama_lora() -> Any:
     config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, lora_dropout=0.1)
-    return get_peft_model(llama_of(num_hidden_layers=6), config)
+    return get_peft_model(llama_of(num_hidden_layers=3), config)
 
 
 def vit() -> Any:
     config = ViTConfig(
-        hidden_size=32, num_hidden_layers=5, num_attention_heads=4, intermediate_size=64, image_size=32,
+        hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=64, image_size=32,
         patch_size=4, hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.0,
     )  # fmt: skip
     return ViTModel(config, add_pooling_layer=False)
@@ -65,7 +65,7 @@ def bert() -> Any:
         vocab_size=64,
         hidden_size=32,
         intermediate_size=48,
-        num_hidden_layers=5,
+        num_hidden_layers=3,
         num_attention_heads=4,
     )
     return BertModel(config, add_pooling_layer=False)
@@ -77,7 +77,7 @@ def t5() -> Any:
         d_model=32,
         d_kv=8,
         d_ff=48,
-        num_layers=3,
+        num_layers=2,
         num_heads=4,
         decoder_start_token_id=0,
     )
@@ -100,9 +100,18 @@ def numbers(*shape: int) -> Any:
 MODELS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "llama": (lambda: llama_of(num_hidden_layers=6), lambda: {"input_ids": tokens()}),
     "llama-lora": (llama_lora, lambda: {"input_ids": tokens()}),
-    "llama-qlora-4bit": (lambda: qlora("4bit"), lambda: {"input_ids": tokens()}),
-    "llama-qlora-8bit": (lambda: qlora("8bit"), lambda: {"input_ids": tokens()}),
-    "llama-qlora-wrapper": (lambda: qlora("wrapper"), lambda: {"input_ids": tokens()}),
+    "llama-qlora-4bit": (
+        lambda: qlora("4bit", num_hidden_layers=3),
+        lambda: {"input_ids": tokens()},
+    ),
+    "llama-qlora-8bit": (
+        lambda: qlora("8bit", num_hidden_layers=3),
+        lambda: {"input_ids": tokens()},
+    ),
+    "llama-qlora-wrapper": (
+        lambda: qlora("wrapper", num_hidden_layers=3),
+        lambda: {"input_ids": tokens()},
+    ),
     "vit": (vit, lambda: {"pixel_values": numbers(4, 3, 32, 32)}),
     "swin": (swin, lambda: numbers(4, 3, 64, 64)),
     "bert": (bert, lambda: {"input_ids": tokens()}),
