@@ -216,7 +216,7 @@ def predicted_table(name: str) -> str:
         cells.append(f"{row['budget'] / 2**30:.2f} GiB" if "budget" in row else "none")
         cells += [f"{row[key] / 2**30:.3f}" for key in ("predicted", "measured")]
         rows.append(f"| {' | '.join(cells)} | {row['error']:+.2%} |")
-    command = f"python benchmarks/predicted.py --time-limit 105 --json benchmarks/results/{name}"
+    command = f"python benchmarks/predicted.py --time-limit 600 --json benchmarks/results/{name}"
     return "\n".join([*rows, "", f"`{command}`: {_environment(data)}"])
 
 

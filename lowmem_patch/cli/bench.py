@@ -84,8 +84,8 @@ def bench(
     """Measure memory and step time of MODEL unpatched, patched, checkpointed and compiled, in turn.
 
     Random inputs; forward, loss, backward and a fused AdamW. On a GPU act, peak and reserved memory above
-    what rests between steps; on the CPU act is what autograd holds. Exits with 1 when every variant
-    failed, with 3 when none could be tried.
+    what rests between steps; on the CPU act is what autograd holds. Exits with 1 when every variant failed,
+    with 3 when none could be tried.
     """
     with command(debug, as_json):
         import torch
@@ -109,7 +109,7 @@ def bench(
             inputs = _inputs(built, batch_size or setup.batch_size, seq_len or setup.length, wanted)
             autocast = setup.autocast if autocast is None else autocast
             with torch.autocast(wanted, torch.bfloat16, enabled=bool(autocast)):
-                chosen = chosen or curve_variants(built, inputs)
+                chosen = chosen or curve_variants(built.to(wanted), inputs)
             result = compare(
                 built, inputs, chosen, rounds=rounds, steps=steps, autocast=bool(autocast),
                 progress=progress,

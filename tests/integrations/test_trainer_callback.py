@@ -265,10 +265,17 @@ def test_a_budget_is_passed_on_with_the_sizes_of_a_step(
 ) -> None:
     calls = budget(monkeypatch)
     callback = LowmemTrainerCallback("exact", fit="24GiB", sequence_length=33)
-    Trainer(llama(), arguments(tmp_path, per_device_train_batch_size=3), callbacks=[callback])
-    assert calls == [{"inputs": "input_ids 3x33", "fit": "24GiB"}]
+    args = arguments(tmp_path, per_device_train_batch_size=3, gradient_accumulation_steps=2)
+    Trainer(llama(), args, callbacks=[callback])
+    assert calls == [{"inputs": "input_ids 3x33", "fit": "24GiB", "accumulation": 2}]
     Trainer(llama(), arguments(tmp_path), callbacks=[LowmemTrainerCallback("exact")])
     assert calls[1:] == [{"inputs": "None"}]
+
+
+def test_the_log_says_what_a_budget_chose(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    callback = LowmemTrainerCallback("exact", fit="1GiB", sequence_length=9)
+    Trainer(llama(), arguments(tmp_path), callbacks=[callback])
+    assert "fit 1GiB: predicted peak" in caplog.text and "patched" in caplog.text
 
 
 def test_a_budget_needs_the_length_of_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

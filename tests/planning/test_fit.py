@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import warnings
 from typing import Any
 
 import pytest
@@ -136,3 +137,15 @@ def test_the_least_budget_is_no_more_than_one_level_for_all_blocks_takes() -> No
     batch = {"input_ids": torch.zeros(4, 128, dtype=torch.long)}
     report = plan_patch(model, "auto", example_inputs=batch, fit="5.3MiB").fit
     assert report is not None and report.predicted <= 5.3 * 2**20
+
+
+def test_a_patch_without_a_budget_says_that_it_drops_one() -> None:
+    model, x, budget = small_fit()
+    with warned():
+        patch_model(model, "exact", example_inputs=x, fit=budget)
+    with pytest.warns(UserWarning, match="no budget, and takes the place of one with fit="):
+        patch_model(model, "exact", example_inputs=x)
+    assert patch_report(model).fit is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        patch_model(model, "auto", example_inputs=x)
