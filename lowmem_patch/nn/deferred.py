@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -195,6 +196,7 @@ class Unstored(Deferred):
     _watch: Tensor | None = None  # has the version of this one
 
     @classmethod
+    @_disable_dynamo  # torch 2.15 compiles it as a frame of its own, behind a break of a graph
     def __torch_dispatch__(  # type: ignore[override]  # torch types it as an instance's
         cls,
         func: Any,

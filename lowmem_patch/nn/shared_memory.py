@@ -71,32 +71,18 @@ class SharedMemory:
             self._watched.append((h._watch, h._watch._version))
 
 
-# the compiler of torch 2.15 cannot read a schema
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _written_names(func: Any) -> tuple[tuple[int, str], ...]:
-    """Places and names of the arguments into which an operator writes."""
-    schema = func._schema
-    if not schema.is_mutable:
-        return ()
-    return tuple(
-        (place, one.name)
-        for place, one in enumerate(schema.arguments)
-        if one.alias_info is not None and one.alias_info.is_write
-    )
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _may_give_views(func: Any) -> bool:
-    return any(one.alias_info is not None for one in func._schema.returns)
-
-
 def written_arguments(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], kind: type
 ) -> list[Any]:
     """The tensors of a kind into which an operator writes; raises where others would not see it."""
+    schema = func._schema
+    if not schema.is_mutable:
+        return []
+    given = dict(zip((one.name for one in schema.arguments), args, strict=False)) | kwargs
     items = [
-        args[place] if place < len(args) else kwargs.get(name)
-        for place, name in _written_names(func)
+        given.get(one.name)
+        for one in schema.arguments
+        if one.alias_info is not None and one.alias_info.is_write
     ]
     written: list[Any] = [item for item in tree_leaves(items) if isinstance(item, kind)]
     for item in written:
@@ -107,7 +93,7 @@ def written_arguments(
 
 def watch_views(func: Any, items: Iterable[Any]) -> None:
     """An operator has read tensors, and may have returned views of their values."""
-    if _may_give_views(func):
+    if any(one.alias_info is not None for one in func._schema.returns):
         for item in items:
             SharedMemory.of(item).watch(item)
 

@@ -172,6 +172,11 @@ def test_a_compiled_write_into_logits_from_outside() -> None:
 
 
 @breaks
+@pytest.mark.xfail(
+    torch.__version__ >= (2, 13),
+    reason="the compiler of torch 2.15 asks nobody for y[...] = value (limits.md)",
+    strict=False,
+)
 def test_a_write_before_a_criterion_of_the_graphs_own() -> None:
     model = llama(layers=0)
     patched = patch_model(copy.deepcopy(model), HEAD)
