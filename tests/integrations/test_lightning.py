@@ -221,7 +221,7 @@ def test_a_budget_needs_the_rows_of_a_step(tmp_path: Path, monkeypatch: pytest.M
     trainer = trainer_of(tmp_path)
     trainer.callbacks.append(LowmemLightningCallback("exact", fit="24GiB", batch_size=2))
     trainer.fit(Classifier(), batches(3, 32, 32))
-    assert calls == [("pixel_values 2x3x32x32", {"fit": "24GiB"})]
+    assert calls == [("pixel_values 2x3x32x32", {"fit": "24GiB", "accumulation": 1})]
 
 
 def test_evaluation_alone_patches_nothing(tmp_path: Path) -> None:
