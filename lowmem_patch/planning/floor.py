@@ -158,9 +158,8 @@ class _FloorCount:
 
     def _reach_the_output(self) -> list[Op]:
         """Ops on which an output of the model depends: autograd lets go of what the others saved."""
-        reached: set[int] = (
-            set()
-        )  # storages, so that a write into a view reaches what it is a view of
+        # storages, so that a write into a view reaches what it is a view of
+        reached: set[int] = set()
         for op in self.trace.ops:
             reached.update(storage_key(t) for t in op.outputs if id(t) in self.trace.outputs)
         found = []

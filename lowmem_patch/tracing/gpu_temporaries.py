@@ -12,11 +12,8 @@ __all__ = ["Temporary", "column_sum_bytes", "temporary_of"]
 
 _UNSORTED = 3072  # so many rows of a table are added without an order
 _ROWS = 10  # of one token that are added up at a time
-_THREADS, _WARP, _VECTOR = (
-    512,
-    32,
-    4,
-)  # of a reduction: most of a block, and columns that a thread adds
+# of a reduction: most threads of a block, those of a warp, columns that a thread adds
+_THREADS, _WARP, _VECTOR = 512, 32, 4
 _LEAST_VALUES, _MOST_VALUES = 16, 256  # rows that a thread adds
 _H200 = (132, 2048)  # multiprocessors, threads of one
 _BIAS = 2  # place in `needs` of lowmem_patch::activation_linear_backward
