@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowmem_patch import plan_patch
+from lowmem_patch.functional.products import linear_backward
 from lowmem_patch.memory import model_state_bytes, step_bytes
 from lowmem_patch.memory.cublas import _of_one, workspace_bytes
 from lowmem_patch.memory.rounding import rounding_bytes
@@ -132,6 +134,26 @@ def test_model_states_on_a_gpu_hold_what_is_rounded_up() -> None:
     layers = layers.to("meta")
     rounded = model_state_bytes(layers, "adamw").workspace - workspace_bytes(layers)
     assert rounded == rounding_bytes([768 * 768 * 2] * 27) > 0  # weights, two moments
+
+
+class Names(TorchDispatchMode):
+    """The ops that run, in their order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_bias_gradient_is_made_while_nothing_else_is_there() -> None:
+    dy, x, weight = torch.randn(6, 4), torch.randn(6, 3), torch.randn(4, 3)
+    needs = (True, True, True, False, False)
+    with Names() as names:
+        linear_backward(dy, x, None, weight, None, None, None, 1.0, "gelu", needs, "reference")
+    assert names.found.index("sum") < names.found.index("mm")
 
 
 class Table(nn.Module):
