@@ -31,7 +31,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lowmem_patch.functional import first_order, in_compiler, register_plain
-from lowmem_patch.nn.op import Op, Projection
+from lowmem_patch.nn.op import Op, Projection, refuse_bypassed
 from lowmem_patch.nn.shared_memory import (
     MADE_OUTSIDE,
     SharedMemory,
@@ -87,7 +87,7 @@ class Deferred(Tensor):
         if func in RUN_BACKWARD:
             with _WITHOUT_TORCH_FUNCTION():
                 inputs = kwargs["inputs"] if "inputs" in kwargs else args[1:2]
-                _refuse_bypassed(inputs if func is torch.autograd.grad else ())
+                refuse_bypassed(inputs if func is torch.autograd.grad else ())
                 args = (tree_map(value_of, args[0]), *args[1:])
             if not any(isinstance(item, Deferred) for item in tree_leaves(args)):
                 return func(*args, **kwargs)
@@ -158,20 +158,6 @@ class Deferred(Tensor):
         return plain.__reduce_ex__(protocol)
 
 
-def _refuse_bypassed(inputs: Any) -> None:
-    """Raise where a gradient is asked for that went past the tensor."""
-    for item in tree_leaves(inputs):
-        if isinstance(item, Deferred) and item._bypassed and item.op.bypassed:
-            raise RuntimeError(_NO_GRADIENT)
-
-
-_NO_GRADIENT = (
-    "lowmem_patch: torch.autograd.grad asks for the gradient of a deferred tensor (logits, an activation) "
-    "after a loss, a Linear or a view has read it, and their gradients go past it: call retain_grad() "
-    "before, or leave this module alone (head: keep, activations: keep)"
-)
-
-
 class Stored(Deferred):
     """A tensor that holds its values; see `keep`."""
 
@@ -192,6 +178,7 @@ class Unstored(Deferred):
     held = False  # the value was there before, and no source has its shape
     _value: Tensor | None = None
     _value_version = 0
+    _times_read = 0
     _memory: SharedMemory | None = None
     _watch: Tensor | None = None  # has the version of this one
 
@@ -220,6 +207,8 @@ class Unstored(Deferred):
         output = func(*tree_map(read, args), **tree_map(read, kwargs))
         if not func._schema.is_mutable:
             watch_views(func, origins.values())
+            for item in origins.values():
+                item.op.was_read(item)
             return output
         if written and written[0] is not args[0]:  # torch counts no writes into a list
             torch.autograd.graph.increment_version(written)
@@ -239,6 +228,16 @@ class Unstored(Deferred):
                 self._value = self.op.compute(*map(_detached, self.sources))
                 self._value_version = self._value._version
         return self._value
+
+    def held_values(self) -> Tensor | None:
+        """The values, where somebody has read them and others may."""
+        return self._value
+
+    def let_go(self) -> None:
+        """Hold the values no longer, unless somebody wrote into them or has a view of them."""
+        value = self._value
+        if value is not None and value._version == self._value_version and self._memory is None:
+            self._value = None if not self.held else value
 
     def plain(self) -> Tensor:
         return self.view_as(self)

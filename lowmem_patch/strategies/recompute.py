@@ -13,6 +13,7 @@ from lowmem_patch.strategies.activations import (
     ActivationSite,
     activation_sites,
     consumers_of,
+    input_read_later,
     products,
     unknown_activations,
 )
@@ -25,15 +26,17 @@ __all__ = ["DeferredActivation", "find"]
 
 @dataclasses.dataclass(frozen=True)
 class DeferredActivation(Swap):
-    """An activation whose readers compute it again; ``low_precision`` as of `lowmem_patch.nn.deferred.Op`."""
+    """An activation whose readers compute it again; ``low_precision`` as of `lowmem_patch.nn.deferred.Op`,
+    ``reads`` as of `lowmem_patch.nn.deferred_ops.Activation`."""
 
     strategy = "recompute"
 
     activation: ActivationKind
     low_precision: bool
+    reads: int
 
     def make(self, original: nn.Module) -> nn.Module:
-        return RecomputedActivation(self.activation, self.low_precision)
+        return RecomputedActivation(self.activation, self.low_precision, self.reads)
 
 
 def find(facts: Facts, config: PatchConfig) -> Found:
@@ -53,7 +56,7 @@ def find(facts: Facts, config: PatchConfig) -> Found:
             else:
                 found.add(
                     DeferredActivation(
-                        site.name, site.kind, low_precision,
+                        site.name, site.kind, low_precision, site.reads,
                         reason=reason, kind=site.kind, consumers=site.texts,
                     )
                 )  # fmt: skip
@@ -61,11 +64,12 @@ def find(facts: Facts, config: PatchConfig) -> Found:
 
 
 def _obstacle(facts: Facts, site: ActivationSite) -> str | None:
-    if site.in_place:
-        return "it works in place, where later readers of its input get its output"
+    reader = input_read_later(facts, site.name) if site.in_place else None
+    if reader is not None:
+        return f"it works in place, and {reader} reads what its input was"
     if site.hook is not None:
         return f"it is read by {site.hook}"
-    writer = facts.written(site.name, "inputs")
+    writer = None if site.in_place else facts.written(site.name, "inputs")
     return None if writer is None else f"its input is written in place by {writer}"
 
 
@@ -84,4 +88,7 @@ def _reason(facts: Facts, site: ActivationSite) -> str | None:
         )
     if site.linear is not None:
         return f"input kept, output recomputed for the weight gradient of {site.linear.text}"
+    if site.reads:
+        readers = dict.fromkeys(c.text for c in site.consumers if c.use in ("other", "autocast"))
+        return f"input kept, output recomputed in the backward of {next(iter(readers))}"
     return None

@@ -160,6 +160,7 @@ def saved_bytes(model: nn.Module) -> Iterator[SavedBytes]:
     savers: dict[int, dict[Saver, None]] = {}
     times: Counter[int] = Counter()  # how often autograd holds a storage
     watched: set[weakref.ref[_Held]] = set()
+    unstored: list[tuple[weakref.ref[_Held], Any, Saver]] = []  # deferred tensors
     result = SavedBytes()
     running = _RunningFunction(weights)
     copies = _WeightCopies(weights)
@@ -167,8 +168,15 @@ def saved_bytes(model: nn.Module) -> Iterator[SavedBytes]:
     torch.clear_autocast_cache()
     with module_stack(model) as stack:
 
+        def saver() -> Saver:
+            return Saver(stack[-1] if stack else "", running.name, running.weighted)
+
         def pack(tensor: Tensor) -> _Held:
-            key, held = storage_key(tensor), _Held(tensor)
+            held = _Held(tensor)
+            if hasattr(tensor, "held_values"):
+                unstored.append((weakref.ref(held), tensor, saver()))
+                return held
+            key = storage_key(tensor)
             if key in weights:
                 return held
 
@@ -185,8 +193,7 @@ def saved_bytes(model: nn.Module) -> Iterator[SavedBytes]:
 
             if key not in first:
                 first[key] = tensor.detach()
-            saver = Saver(stack[-1] if stack else "", running.name, running.weighted)
-            savers.setdefault(key, {})[saver] = None
+            savers.setdefault(key, {})[saver()] = None
             times[key] += 1
             watched.add(weakref.ref(held, let_go))
             return held
@@ -194,6 +201,11 @@ def saved_bytes(model: nn.Module) -> Iterator[SavedBytes]:
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda held: held.tensor)
         with hooks, copies, running:
             yield result
+    for alive, deferred, by in unstored:  # which may have let its values go since
+        values = None if alive() is None else deferred.held_values()
+        if values is not None:
+            first.setdefault(storage_key(values), values)
+            savers.setdefault(storage_key(values), {})[by] = None
     for key in copies.copies & first.keys():
         result.weight_copies += _bytes(first.pop(key))
     _add_up(result, model, [(tensor, tuple(savers[key])) for key, tensor in first.items()])
