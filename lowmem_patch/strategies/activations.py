@@ -114,22 +114,31 @@ def _site(facts: Facts, name: str, kind: ActivationKind, config: PatchConfig) ->
     consumers = consumers_of(facts, facts.outputs(name))
     rows = [consumer for consumer in consumers if not consumer.reshaped]  # what can be deferred
     hook = _hook(facts, consumers)
-    saves = "output" if _saves_output(facts, name) else "input"
+    in_place = _works_in_place(facts, name)
+    # in place, some save their output, and some a copy of their input
+    of_output = _saves_output(facts, name) or (in_place and not facts.saved(name))
     gated = any(consumer.use == "product" for consumer in rows)
-    linear = next((consumer for consumer in rows if weight_trains(consumer)), None)
+    linear = next(filter(weight_trains, rows), None)
     reads = _reads(facts, name, rows)
-    gains = gated or linear is not None or reads > 0
-    if saves == "output":
+    if of_output:
         # a Linear or a product keeps what the activation does; only a product that a Linear keeps can go
         gains = any(map(weight_trains, consumers_of(facts, products(rows))))
+    else:
+        gains = bool(gated or linear or reads)
     gains = gains and hook is None
-    in_place = _works_in_place(facts, name)
-    possible = gains and not (in_place and input_read_later(facts, name))
-    frozen = any(weight_read_with(c) is not None and not weight_trains(c) for c in consumers)
-    chosen = _choose(config, kind, gains=gains, possible=possible, frozen=frozen)
+    chosen = _choose(
+        config, kind, gains=gains, frozen=any(map(_is_frozen, consumers)),
+        possible=gains and not (in_place and input_read_later(facts, name)),
+    )  # fmt: skip
     return ActivationSite(
-        name, kind, consumers, in_place, gated, linear, hook, saves, reads, gains, chosen
-    )
+        name, kind, consumers, in_place, gated, linear, hook, "output" if of_output else "input",
+        reads, gains, chosen,
+    )  # fmt: skip
+
+
+def _is_frozen(consumer: Consumer) -> bool:
+    """Whether it is a matmul of a weight that does not train."""
+    return weight_read_with(consumer) is not None and not weight_trains(consumer)
 
 
 def _reads(facts: Facts, name: str, consumers: list[Consumer]) -> int:
