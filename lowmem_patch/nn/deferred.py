@@ -234,10 +234,9 @@ class Unstored(Deferred):
         return self._value
 
     def let_go(self) -> None:
-        """Hold the values no longer, unless somebody wrote into them or has a view of them."""
-        value = self._value
-        if value is not None and value._version == self._value_version and self._memory is None:
-            self._value = None if not self.held else value
+        """Hold the values no longer, unless somebody wrote into them, or may do so."""
+        if self._memory is None and not self.held and not self.is_changed():
+            self._value = None
 
     def plain(self) -> Tensor:
         return self.view_as(self)
