@@ -1,10 +1,9 @@
 """Deferred tensors: tensors of autograd that know from what they are computed.
 
 An activation, a norm or a cast may return a ``Deferred``. To everybody it is a `torch.Tensor` with a
-``grad_fn``. It comes in two forms:
-
-- `Unstored` has no storage. Its values are computed when an op is dispatched on it, in Python or in C++.
-- `Stored` holds its values, as any tensor.
+``grad_fn``. It comes in two forms: `Stored` holds its values, as any tensor. `Unstored` has no storage. Its
+values are computed when an op is dispatched on it, in Python or in C++; they may be let go between a forward
+and a backward that has saved it (`Op.was_read`).
 
 A few readers know better than to save the values (the table `lowmem_patch.nn.readers`):
 
@@ -35,8 +34,9 @@ from lowmem_patch.nn.op import Op, Projection, refuse_bypassed
 from lowmem_patch.nn.shared_memory import (
     MADE_OUTSIDE,
     SharedMemory,
+    effects_of,
     opened,
-    watch_views,
+    watch_view,
     written_arguments,
 )
 from lowmem_patch.nn.watched import RUN_BACKWARD
@@ -193,9 +193,12 @@ class Unstored(Deferred):
     ) -> Any:
         kwargs = kwargs or {}
         origins: dict[int, Unstored] = {}
-        written = written_arguments(func, args, kwargs, Unstored)
+        mutable, views = effects_of(func)
+        written = written_arguments(func, args, kwargs, Unstored) if mutable else []
 
         def read(item: Any) -> Any:
+            if isinstance(item, (list, tuple)):
+                return [read(one) for one in item]
             if not isinstance(item, Unstored):
                 return item
             if item._value is None:
@@ -204,10 +207,11 @@ class Unstored(Deferred):
             origins[id(value)] = item
             return value
 
-        output = func(*tree_map(read, args), **tree_map(read, kwargs))
-        if not func._schema.is_mutable:
-            watch_views(func, origins.values())
+        output = func(*map(read, args), **{name: read(item) for name, item in kwargs.items()})
+        if not mutable:
             for item in origins.values():
+                if views:
+                    watch_view(item)
                 item.op.was_read(item)
             return output
         if written and written[0] is not args[0]:  # torch counts no writes into a list
@@ -230,12 +234,13 @@ class Unstored(Deferred):
         return self._value
 
     def held_values(self) -> Tensor | None:
-        """The values, where somebody has read them and others may."""
+        """The values, if they are there."""
         return self._value
 
     def let_go(self) -> None:
         """Hold the values no longer, unless somebody wrote into them, or may do so."""
-        if self._memory is None and not self.held and not self.is_changed():
+        unseen = self.held or self._exposed or self._memory is not None
+        if not unseen and self._version == self._first_version and not self.is_stale():
             self._value = None
 
     def plain(self) -> Tensor:
@@ -246,9 +251,7 @@ class Unstored(Deferred):
 
     def is_changed(self) -> bool:
         value = self._value
-        if (
-            in_compiler()
-        ):  # made outside of its graph: who read the values may have written into them
+        if in_compiler():  # made outside of its graph: readers may have written into the values
             return value is not None or self._exposed
         if self._memory is not None:
             self._memory.refuse_read(self)
