@@ -47,9 +47,7 @@ __all__ = [
 
 _wrapper: Any = torch.Tensor._make_wrapper_subclass
 _WITHOUT_TORCH_FUNCTION: Any = torch._C.DisableTorchFunctionSubclass
-_call: Any = (
-    torch._C._disabled_torch_function_impl
-)  # the function as it is; in less time than the above
+_call: Any = torch._C._disabled_torch_function_impl  # in less time than the above
 
 
 # By the name of a torch function: gets (func, args, kwargs), and returns NotImplemented where the function
