@@ -95,5 +95,5 @@ def _reason(site: ActivationSite, config: PatchConfig) -> str:
         return f"{reason}: exact, since its derivative takes two values"
     if config.activations != "auto":
         return reason
-    why = "no Linear that trains reads it" if site.hook is None else f"read by {site.hook}"
+    why = "a frozen Linear reads it" if site.hook is None else f"read by {site.hook}"
     return f"{reason}: {why}"
