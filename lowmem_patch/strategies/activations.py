@@ -24,7 +24,8 @@ from lowmem_patch.tracing.probes import looks_like_activation, looks_like_norm
 from lowmem_patch.tracing.saved_bytes import storage_key
 
 __all__ = [
-    "NOTHING_TO_GAIN", "ActivationSite", "activation_sites", "input_read_later", "unknown_activations",
+    "NOTHING_TO_GAIN", "ActivationSite", "activation_sites", "input_read_later", "next_to_nothing",
+    "unknown_activations",
 ]  # fmt: skip
 
 NOTHING_TO_GAIN = "nothing to gain: what it needs is kept for another op, or not at all"
@@ -134,6 +135,12 @@ def _site(facts: Facts, name: str, kind: ActivationKind, config: PatchConfig) ->
         name, kind, consumers, in_place, gated, linear, hook, "output" if of_output else "input",
         reads, gains, chosen,
     )  # fmt: skip
+
+
+def next_to_nothing(facts: Facts, gain: int, worth: float) -> str | None:
+    """Why so few bytes, less than the share ``worth`` of all that is saved, need no patch; None for more."""
+    share = gain / max(1, facts.trace.saved.activations)
+    return None if share >= worth else f"next to nothing to gain: {share:.1e} of all that is saved"
 
 
 def _is_frozen(consumer: Consumer) -> bool:

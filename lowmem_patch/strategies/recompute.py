@@ -14,6 +14,7 @@ from lowmem_patch.strategies.activations import (
     activation_sites,
     consumers_of,
     input_read_later,
+    next_to_nothing,
     products,
     unknown_activations,
 )
@@ -22,6 +23,8 @@ from lowmem_patch.strategies.swap import Swap
 from lowmem_patch.tracing.consumers import weight_read_with
 
 __all__ = ["DeferredActivation", "find"]
+
+_WORTH = 1e-4  # the gate of a squeeze and excitation has one number a channel
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,9 +50,15 @@ def find(facts: Facts, config: PatchConfig) -> Found:
         if isinstance(site, Skip):
             found.add(site)
         elif site.chosen == "recompute":
-            reason, why_not = _reason(facts, site), _obstacle(facts, site)
+            reason, why_not, little = (
+                _reason(facts, site),
+                _obstacle(facts, site),
+                _little(facts, site),
+            )
             if why_not is not None:
                 found.add(site.skip(f"cannot recompute: {why_not}"))
+            elif reason is not None and little is not None:
+                found.add(site.skip(little))
             elif reason is None:
                 text = site.consumers[0].text if site.consumers else "nothing"
                 found.add(site.skip(f"nothing to gain: its output is read by {text}"))
@@ -71,6 +80,14 @@ def _obstacle(facts: Facts, site: ActivationSite) -> str | None:
         return f"it is read by {site.hook}"
     writer = None if site.in_place else facts.written(site.name, "inputs")
     return None if writer is None else f"its input is written in place by {writer}"
+
+
+def _little(facts: Facts, site: ActivationSite) -> str | None:
+    """Why an output is saved that a Python call would have to compute again."""
+    if site.gated or site.linear is not None:
+        return None
+    gain = sum(output.nbytes for output in facts.outputs(site.name))
+    return next_to_nothing(facts, gain, _WORTH)
 
 
 def _reason(facts: Facts, site: ActivationSite) -> str | None:

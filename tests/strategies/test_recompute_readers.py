@@ -217,3 +217,23 @@ def test_input_that_is_read_later_stays_in_place() -> None:
     (site,) = patch_report(model).sites
     assert "works in place, and mean reads what its input was" in site.reason
     assert_equal(step(model, x), step(twin, x))
+
+
+def test_small_gate_is_left_alone() -> None:
+    class Squeezed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.act, self.second = nn.Conv2d(3, 8, 3), nn.SiLU(), nn.Conv2d(8, 8, 1)
+            self.gate = nn.SiLU()
+            self.last = nn.Conv2d(8, 8, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.act(self.first(x))
+            return hidden * self.last(self.gate(self.second(hidden.mean((2, 3), keepdim=True))))
+
+    model, x = Squeezed(), torch.randn(1, 3, 200, 200)
+    report = patch_report(patch_model(model, "exact", example_inputs=x))
+    strategies = {site.name: site.strategy for site in report.sites}
+    assert strategies == {"act": "recompute", "gate": "keep"}
+    (reason,) = (site.reason for site in report.sites if site.name == "gate")
+    assert reason.startswith("next to nothing to gain: 1.")
