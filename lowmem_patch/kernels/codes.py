@@ -156,9 +156,8 @@ def _code_of(
             below, C1, C2, C3, C4, C5, C6, C7, EIGHTH, C9, C10, C11, C12, C13, C14, C15, LAST
         )
         bins = bin_of(x, SCALE, SHIFT, BINS)
-        return looked_up(below.to(tl.float32), bins) + above(
-            x, looked_up(prepared(following), bins)
-        )
+        end = looked_up(prepared(following, FAR), bins)
+        return looked_up(below.to(tl.float32), bins) + above(x, end, FAR)
 
 
 @triton.jit
