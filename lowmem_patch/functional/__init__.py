@@ -28,11 +28,12 @@ from lowmem_patch.functional.affine import (
     packs_saved_tensors,
 )
 from lowmem_patch.functional.codes import codes_activation
-from lowmem_patch.functional.cross_entropy import Head, Labels, linear_cross_entropy, linear_losses
+from lowmem_patch.functional.cross_entropy import linear_cross_entropy, linear_losses
 from lowmem_patch.functional.dropout import draw_dropout, dropout_linear, packed_dropout
 from lowmem_patch.functional.eight_bit import EIGHT_BIT_DTYPES, from_eight_bits, to_eight_bits
 from lowmem_patch.functional.grouped import activation_grouped_matmul
-from lowmem_patch.functional.head import flat, in_compute_dtype, logits_in_chunks
+from lowmem_patch.functional.head import Head, flat, in_compute_dtype, logits_in_chunks
+from lowmem_patch.functional.labels import Labels
 from lowmem_patch.functional.linear import activation_linear, recast_linear
 from lowmem_patch.functional.matmul import recast_matmul
 from lowmem_patch.functional.norms import ms_norm, save_copy

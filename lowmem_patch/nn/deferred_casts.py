@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowmem_patch.functional import in_compiler, recast_linear
-from lowmem_patch.nn.deferred import Deferred, Op, Projection, defer, keep, value_of
+from lowmem_patch.nn.deferred import Deferred, defer, keep, value_of
+from lowmem_patch.nn.op import Op, Projection
 
 __all__ = ["Cast", "LowPrecision", "in_low_precision"]
 
