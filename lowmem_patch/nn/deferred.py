@@ -30,7 +30,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lowmem_patch.functional import first_order, in_compiler, register_plain
-from lowmem_patch.nn.op import Op, Projection, refuse_bypassed
+from lowmem_patch.nn.op import Op, refuse_bypassed
 from lowmem_patch.nn.shared_memory import (
     MADE_OUTSIDE,
     SharedMemory,
@@ -42,7 +42,7 @@ from lowmem_patch.nn.shared_memory import (
 from lowmem_patch.nn.watched import RUN_BACKWARD
 
 __all__ = [
-    "READERS", "Deferred", "Op", "Projection", "Stored", "Unstored", "defer", "keep", "value_of",
+    "READERS", "Deferred", "Stored", "Unstored", "defer", "keep", "value_of",
 ]  # fmt: skip
 
 _wrapper: Any = torch.Tensor._make_wrapper_subclass

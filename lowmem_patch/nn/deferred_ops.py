@@ -32,15 +32,8 @@ from lowmem_patch.nn import (
     readers as readers,  # fills the table of those who read what is made here
 )
 from lowmem_patch.nn.context import autocast_dtype
-from lowmem_patch.nn.deferred import (
-    Deferred,
-    Op,
-    Projection,
-    Stored,
-    defer,
-    keep,
-    value_of,
-)
+from lowmem_patch.nn.deferred import Deferred, Stored, defer, keep, value_of
+from lowmem_patch.nn.op import Op, Projection
 
 __all__ = ["Activation", "Dropped", "Matrix", "Norm", "Normed", "Saved", "Shared", "project"]
 
