@@ -32,7 +32,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 from lowmem_patch.functional import first_order, in_compiler, register_plain
 from lowmem_patch.nn.op import Op, refuse_bypassed
 from lowmem_patch.nn.shared_memory import (
-    MADE_OUTSIDE, SharedMemory, effects_of, opened, watch_view, written_arguments,
+    MADE_OUTSIDE,
+    SharedMemory,
+    effects_of,
+    opened,
+    watch_view,
+    written_arguments,
 )  # fmt: skip
 from lowmem_patch.nn.watched import RUN_BACKWARD
 
