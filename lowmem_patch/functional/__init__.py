@@ -31,13 +31,13 @@ from lowmem_patch.functional.codes import codes_activation
 from lowmem_patch.functional.cross_entropy import Head, Labels, linear_cross_entropy, linear_losses
 from lowmem_patch.functional.dropout import draw_dropout, dropout_linear, packed_dropout
 from lowmem_patch.functional.eight_bit import EIGHT_BIT_DTYPES, from_eight_bits, to_eight_bits
-from lowmem_patch.functional.grouped import activation_grouped_matmul
 from lowmem_patch.functional.head import flat, in_compute_dtype, logits_in_chunks
 from lowmem_patch.functional.linear import activation_linear, recast_linear
 from lowmem_patch.functional.matmul import recast_matmul
 from lowmem_patch.functional.norms import ms_layer_norm, ms_norm, ms_rms_norm, save_copy
 from lowmem_patch.functional.packing import pack_bool, unpack_bool
 from lowmem_patch.functional.products import LowRank
+from lowmem_patch.functional.recomputed import GroupedMatmul, recomputed_linear
 from lowmem_patch.functional.rotary import rotary_embedding
 from lowmem_patch.functional.sharded import is_sharded
 from lowmem_patch.functional.unbind import unbind_permuted
@@ -46,6 +46,7 @@ __all__ = [
     "EIGHT_BIT_DTYPES",
     "ActivationKind",
     "Affine",
+    "GroupedMatmul",
     "Head",
     "Implementation",
     "Labels",
@@ -54,7 +55,6 @@ __all__ = [
     "Recomputed",
     "activation",
     "activation_gradients",
-    "activation_grouped_matmul",
     "activation_linear",
     "affine_linear",
     "codes_activation",
@@ -81,6 +81,7 @@ __all__ = [
     "packs_saved_tensors",
     "recast_linear",
     "recast_matmul",
+    "recomputed_linear",
     "register_plain",
     "rotary_embedding",
     "save_copy",

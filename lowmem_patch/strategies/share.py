@@ -18,7 +18,12 @@ from lowmem_patch.strategies.head import head_names
 from lowmem_patch.strategies.lora import adapter_layers
 from lowmem_patch.strategies.protocol import Facts, Found, Skip
 from lowmem_patch.strategies.swap import Swap
-from lowmem_patch.tracing.consumers import Consumer, find_consumers, weight_trains
+from lowmem_patch.tracing.consumers import (
+    Consumer,
+    find_consumers,
+    gathers_for_a_weight,
+    weight_trains,
+)
 from lowmem_patch.tracing.op_roles import Role, role_of
 from lowmem_patch.tracing.probes import NormSpec, looks_like_norm, match_norm
 from lowmem_patch.tracing.saved_bytes import storage_key
@@ -254,6 +259,8 @@ def _saved_by_others(facts: Facts, consumers: list[Consumer]) -> bool:
     """Whether an op that is no Linear saves the output, so that z beside it would be one more."""
     if any(consumer.use == "output" or consumer.reshaped for consumer in consumers):
         return True  # the caller holds it, or a Linear saves it as rows of another length
+    if any(c.op is not None and gathers_for_a_weight(facts.trace, c.op) for c in consumers):
+        return True  # experts, in the place of the rows
     others = [c for c in consumers if c.use != "linear" and c.op is not None]
     keys = {storage_key(c.tensor) for c in others if c.tensor is not None}
     return any(
