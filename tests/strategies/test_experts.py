@@ -29,7 +29,7 @@ SIZES = {
     "num_local_experts": EXPERTS, "num_experts": EXPERTS, "shared_expert_intermediate_size": 40,
     "head_dim": 8,
 }  # fmt: skip
-NAMES = ("Mixtral", "Qwen2Moe", "Qwen3Moe", "Olmoe", "Phimoe")
+NAMES = ("Mixtral", "Qwen2Moe", "Qwen3Moe", "Olmoe", "Phimoe", "FlexOlmo")
 
 
 def experts(name: str, how: str = "grouped_mm") -> Any:
@@ -73,6 +73,8 @@ def test_rows_and_products_of_experts_are_not_saved(name: str) -> None:
     model, stock = patched(experts(name))
     assert (ROWS, WIDTH) in shapes(stock)
     assert (ROWS, WIDTH) not in shapes(model)
+    report = patch_report(model)
+    assert report.floor <= report.saved_after
     assert_same(model, stock)
 
 
