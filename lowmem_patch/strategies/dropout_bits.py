@@ -7,14 +7,16 @@ import dataclasses
 from torch import nn
 
 from lowmem_patch.config import PatchConfig
-from lowmem_patch.nn.dropout import PackedDropout
+from lowmem_patch.nn.dropout import PackedDropout, keep_for_dropout
+from lowmem_patch.nn.own import Own
 from lowmem_patch.strategies.lora import adapter_layers
-from lowmem_patch.strategies.protocol import Facts, Found
+from lowmem_patch.strategies.protocol import Facts, Found, Patch, Target
 from lowmem_patch.strategies.swap import Swap
 from lowmem_patch.tracing.call_arguments import dropout_call
+from lowmem_patch.tracing.dataflow import first_input
 from lowmem_patch.tracing.op_roles import Role
 
-__all__ = ["BitDropout", "find"]
+__all__ = ["BitDropout", "DroppedOutput", "find"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,23 +31,43 @@ class BitDropout(Swap):
         return PackedDropout(self.p)
 
 
+@dataclasses.dataclass(frozen=True)
+class DroppedOutput(Patch):
+    """A Linear of whose output a forward calls ``F.dropout``, which saves bits."""
+
+    strategy = "dropout_bits"
+
+    def apply(self, target: Target) -> None:
+        target.model.get_submodule(self.site).register_forward_hook(Own(keep_for_dropout))
+
+
 def find(facts: Facts, config: PatchConfig) -> Found:
-    """Every dropout module that drops, and whose gradient is asked for, in the order of the forward.
+    """Every dropout module that drops, and whose gradient is asked for, in the order of the forward; and
+    the Linears of whose output a dropout is called as a function.
 
     Those in adapter layers are left out: they are given a deferred input, which saves bits by itself.
     """
-    found: dict[str, BitDropout] = {}
+    found: dict[str, BitDropout | DroppedOutput] = {}
     if config.linear_inputs == "keep":
         return Found()
-    layers = tuple(f"{name}." for name in adapter_layers(facts, config))
+    adapted = adapter_layers(facts, config)
+    layers = tuple(f"{name}." for name in adapted)
+    # a call stands where it ends: the innermost comes first
+    calls = reversed(facts.trace.calls)
+    made_by = {id(tensor): call.name for call in calls for tensor in call.outputs}
     for op in facts.trace.ops:
         module = facts.modules.get(op.module)
-        if not op.role.has(Role.DROPOUT) or type(module) is not nn.Dropout:
+        if not op.role.has(Role.DROPOUT) or op.module.startswith(layers):
             continue
         call = dropout_call(op.args, op.kwargs)
-        wanted = 0 < call.p < 1 and not call.in_place and op.outputs[0].requires_grad
-        if wanted and not op.module.startswith(layers):
+        if not 0 < call.p < 1 or call.in_place or not op.outputs[0].requires_grad:
+            continue
+        if type(module) is nn.Dropout:
             found[op.module] = BitDropout(op.module, call.p)
+        elif (source := first_input(op)) is not None:
+            name = made_by.get(id(source), "")
+            if type(facts.modules[name]) is nn.Linear or name in adapted:
+                found[name] = DroppedOutput(name)
     notes = []
     if found:
         notes.append(f"dropouts whose mask is kept in bits, one for each element: {len(found)}")

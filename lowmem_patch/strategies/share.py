@@ -20,6 +20,7 @@ from lowmem_patch.strategies.protocol import Facts, Found, Skip
 from lowmem_patch.strategies.swap import Swap
 from lowmem_patch.tracing.consumers import (
     Consumer,
+    consumers_behind_dropouts,
     find_consumers,
     gathers_for_a_weight,
     weight_trains,
@@ -161,7 +162,8 @@ def share_or_skip(
     facts: Facts, config: PatchConfig, site: NormSite, why_not_folded: str = ""
 ) -> SharedNorm | Skip:
     """The patch of a norm, or why there is none."""
-    if any(consumer.use in ("linear", "autocast") for consumer in site.consumers):
+    consumers = _who_saves_it(facts, config, site.consumers)
+    if any(consumer.use in ("linear", "autocast") for consumer in consumers):
         gains = True
     else:
         size = sum(tensor.numel() * tensor.element_size() for tensor in site.outputs)
@@ -171,7 +173,7 @@ def share_or_skip(
     whole = site.gamma is None and site.beta is None
     what = "output" if whole else "output, or z where the output does not tell it"
     adapters = tuple(f"{name}." for name in adapter_layers(facts, config))
-    read = any(weight_trains(c) or c.text.startswith(adapters) for c in site.consumers)
+    read = any(weight_trains(c) or c.text.startswith(adapters) for c in consumers)
     where = "once for it and its Linears" if read else "in the place of its input"
     reason = f"{what}, saved {where}"
     if why_not_folded:
@@ -191,16 +193,20 @@ def shared_norm(facts: Facts, config: PatchConfig, site: NormSite, reason: str) 
     feeds_autocast = _feeds_autocast(consumers, around)
     others = _without_adapters(facts, config, consumers)
     saves_casts = config.linear_inputs != "keep"
+    # Linears behind a dropout save the bits of the mask beside the very output
+    behind = _who_saves_it(facts, config, consumers)
+    dropped = "always" if any(consumer not in consumers for consumer in behind) else None
     return SharedNorm(
         site.name,
         spec=site.spec,
         feeds_autocast=feeds_autocast,
         behind_row_moves=behind_row_moves,
-        one_copy=_one_copy(others, feeds_autocast, saves_casts) if linears else None,
+        one_copy=_one_copy(others, feeds_autocast, saves_casts) if linears else dropped,
         low_precision=config.linear_inputs == "activation_dtype",
         shares_copy=not feeds_autocast and saves_casts and _shares_copy(facts, consumers, around),
         # Linears whose weights are sharded save the output of their own, and heads the rows that they read
         output_saved=_saved_by_others(facts, consumers)
+        or dropped is not None
         or came_sharded(facts.model)
         or any(c.use == "linear" and c.text in head_names(facts, config) for c in consumers),
         output_moved=any(_reads_a_moved_view(consumer) for consumer in consumers),
@@ -208,6 +214,13 @@ def shared_norm(facts: Facts, config: PatchConfig, site: NormSite, reason: str) 
         kind=site.spec.kind,
         consumers=site.texts,
     )
+
+
+def _who_saves_it(facts: Facts, config: PatchConfig, consumers: list[Consumer]) -> list[Consumer]:
+    """``consumers``, with those behind a dropout that save its input and the mask."""
+    if config.linear_inputs == "keep":
+        return consumers
+    return consumers_behind_dropouts(facts.trace, consumers)
 
 
 def _feeds_autocast(consumers: list[Consumer], around: set[bool]) -> bool:
