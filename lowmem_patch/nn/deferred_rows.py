@@ -11,7 +11,8 @@ from torch import Tensor
 
 from lowmem_patch.constants import ActivationKind
 from lowmem_patch.functional import GroupedMatmul, computed_again, recast_linear, recomputed_linear
-from lowmem_patch.nn.deferred import Deferred, Op, Projection, keep, value_of
+from lowmem_patch.nn.deferred import Deferred, keep, value_of
+from lowmem_patch.nn.op import Op, Projection
 
 __all__ = ["GatheredRows", "Product"]
 

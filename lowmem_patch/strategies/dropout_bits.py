@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
 from torch import nn
 
@@ -47,30 +48,31 @@ def find(facts: Facts, config: PatchConfig) -> Found:
 
     Those in adapter layers are left out: they are given a deferred input, which saves bits by itself.
     """
-    found: dict[str, BitDropout | DroppedOutput] = {}
     if config.linear_inputs == "keep":
         return Found()
-    adapted = adapter_layers(facts, config)
-    layers = tuple(f"{name}." for name in adapted)
-    # a call stands where it ends: the innermost comes first
-    calls = reversed(facts.trace.calls)
-    made_by = {id(tensor): call.name for call in calls for tensor in call.outputs}
-    for op in facts.trace.ops:
-        module = facts.modules.get(op.module)
-        if not op.role.has(Role.DROPOUT) or op.module.startswith(layers):
-            continue
-        call = dropout_call(op.args, op.kwargs)
-        if not 0 < call.p < 1 or call.in_place or not op.outputs[0].requires_grad:
-            continue
-        if type(module) is nn.Dropout:
-            found[op.module] = BitDropout(op.module, call.p)
-        elif (source := first_input(op)) is not None:
-            name = made_by.get(id(source), "")
-            if type(facts.modules[name]) is nn.Linear or name in adapted:
-                found[name] = DroppedOutput(name)
+    found = {patch.site: patch for patch in _patches(facts, adapter_layers(facts, config))}
     notes = []
     if found:
         notes.append(f"dropouts whose mask is kept in bits, one for each element: {len(found)}")
         if facts.on_meta:
             notes.append("before, a mask is counted as a GPU keeps it: a byte for each element")
     return Found(list(found.values()), notes=notes)
+
+
+def _patches(facts: Facts, adapted: tuple[str, ...]) -> Iterator[BitDropout | DroppedOutput]:
+    inside = tuple(f"{name}." for name in adapted)
+    # a call stands where it ends: the innermost comes first
+    calls = reversed(facts.trace.calls)
+    made_by = {id(tensor): call.name for call in calls for tensor in call.outputs}
+    for op in facts.trace.ops:
+        if not op.role.has(Role.DROPOUT) or op.module.startswith(inside):
+            continue
+        call = dropout_call(op.args, op.kwargs)
+        if not 0 < call.p < 1 or call.in_place or not op.outputs[0].requires_grad:
+            continue
+        if type(facts.modules.get(op.module)) is nn.Dropout:
+            yield BitDropout(op.module, call.p)
+        else:
+            name = made_by.get(id(first_input(op)), "")
+            if type(facts.modules[name]) is nn.Linear or name in adapted:
+                yield DroppedOutput(name)

@@ -193,20 +193,18 @@ def shared_norm(facts: Facts, config: PatchConfig, site: NormSite, reason: str) 
     feeds_autocast = _feeds_autocast(consumers, around)
     others = _without_adapters(facts, config, consumers)
     saves_casts = config.linear_inputs != "keep"
-    # Linears behind a dropout save the bits of the mask beside the very output
-    behind = _who_saves_it(facts, config, consumers)
-    dropped = "always" if any(consumer not in consumers for consumer in behind) else None
+    dropped = _is_dropped(facts, config, consumers)
     return SharedNorm(
         site.name,
         spec=site.spec,
         feeds_autocast=feeds_autocast,
         behind_row_moves=behind_row_moves,
-        one_copy=_one_copy(others, feeds_autocast, saves_casts) if linears else dropped,
+        one_copy=_one_copy(others, feeds_autocast, saves_casts, linears, dropped),
         low_precision=config.linear_inputs == "activation_dtype",
         shares_copy=not feeds_autocast and saves_casts and _shares_copy(facts, consumers, around),
         # Linears whose weights are sharded save the output of their own, and heads the rows that they read
-        output_saved=_saved_by_others(facts, consumers)
-        or dropped is not None
+        output_saved=dropped
+        or _saved_by_others(facts, consumers)
         or came_sharded(facts.model)
         or any(c.use == "linear" and c.text in head_names(facts, config) for c in consumers),
         output_moved=any(_reads_a_moved_view(consumer) for consumer in consumers),
@@ -252,8 +250,19 @@ def _without_adapters(
     return [consumer for consumer in consumers if not consumer.text.startswith(prefixes)]
 
 
-def _one_copy(consumers: list[Consumer], feeds_autocast: bool, saves_casts: bool) -> str | None:
-    """When Linears would save casts, of the output or of a frozen weight, if it did not wait."""
+def _is_dropped(facts: Facts, config: PatchConfig, consumers: list[Consumer]) -> bool:
+    """Whether Linears behind a dropout save the very output, with the bits of the mask."""
+    behind = _who_saves_it(facts, config, consumers)
+    return any(weight_trains(consumer) and consumer not in consumers for consumer in behind)
+
+
+def _one_copy(
+    consumers: list[Consumer], feeds_autocast: bool, saves_casts: bool, linears: bool, dropped: bool
+) -> str | None:
+    """When Linears would save casts, of the output or of a frozen weight, or what a dropout gives, if it
+    did not wait."""
+    if not linears:
+        return "always" if dropped else None
     if saves_casts and any(consumer.cast for consumer in consumers):
         return "always"
     return None if feeds_autocast and all(map(weight_trains, consumers)) else "autocast"
