@@ -298,8 +298,8 @@ class _FloorCount:
                 return root
             if (op := self.makers.get(id(root))) is not None and op.role.has(Role.PAD):
                 break
-            source = None if op is None else first_input(op)
-            if source is not None and self.gathered[id(source)] >= max(1, source.numel()):
+            source = first_input(op) if op is not None and op.role.has(Role.INDEX) else None
+            if source is not None and self.gathered[id(source)] >= source.numel():
                 tensor = source
         return tensor
 

@@ -78,6 +78,16 @@ def test_rows_and_products_of_experts_are_not_saved(name: str) -> None:
     assert_same(model, stock)
 
 
+@pytest.mark.parametrize(
+    ("name", "shared"), [("Mixtral", 0), ("Qwen2Moe", 2 * 40), ("FlexOlmo", 0)]
+)
+def test_the_floor_of_experts_by_hand(name: str, shared: int) -> None:
+    """What q, k and v read, what experts gather of, and what the head reads; gate and up of each row."""
+    report = plan_patch(experts(name), "exact", example_inputs=tokens())
+    by_token, by_row = 3 * WIDTH + shared, 2 * INNER
+    assert report.kinds.floor["linear inputs"] == (TOKENS * by_token + ROWS * by_row) * 4
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("preset", ["exact", "auto", "paper"])
 def test_a_step_is_as_accurate_as_the_unpatched_one(preset: str, mode: str) -> None:
