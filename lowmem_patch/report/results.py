@@ -130,9 +130,12 @@ def print_memory(memory: MemoryReport, train: str) -> None:
     table.add_row(label, *(human_bytes(footprint.total) for footprint in both), style="bold")
     if memory.limit is not None:
         largest = (memory.largest_before, memory.largest_after)
-        cells = [str(size) if size else "does not fit" for size in largest]
         label = f"largest {memory.solved} within {human_bytes(memory.limit)}"
-        table.add_row(label, *cells, style="bold")
+        table.add_row(label, *(str(size) if size else "none" for size in largest), style="bold")
+        if not all(largest):
+            least = (memory.least_before, memory.least_after)
+            smallest = f"a batch of 1{length}" if memory.solved == "batch" else "a length of 1"
+            table.add_row(f"peak of {smallest}", *(human_bytes(size or 0) for size in least))
     print_line("")
     print_table(table)
     _print_bounds(memory, train)

@@ -35,7 +35,7 @@ class DispatchObserver(_untyped):  # type: ignore[misc]  # a base without types
     """Runs each aten op by ``call(func, args, kwargs)``."""
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        raise NotImplementedError
+        return func(*args, **kwargs)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -119,6 +120,23 @@ class _Held:
         self.tensor = tensor
 
 
+class _First(NamedTuple):
+    """A storage that autograd holds, and the tensor that showed it first. No tensor is held here: one without
+    a graph would be one more op."""
+
+    storage: torch.UntypedStorage
+    shape: torch.Size
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        return self.storage.nbytes()
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+
 class _RunningFunction(FunctionObserver):
     """Knows which torch function runs, and whether it reads a weight."""
 
@@ -156,7 +174,7 @@ def saved_bytes(model: nn.Module) -> Iterator[SavedBytes]:
     # held as long as their keys: offloading exchanges them in the forward
     held = (*model.parameters(), *model.buffers())
     weights = set(map(storage_key, held))
-    first: dict[int, Tensor] = {}  # also keeps the storage alive, so that its key stays unique
+    first: dict[int, _First] = {}  # also keeps the storage alive, so that its key stays unique
     savers: dict[int, dict[Saver, None]] = {}
     times: Counter[int] = Counter()  # how often autograd holds a storage
     watched: set[weakref.ref[_Held]] = set()
@@ -184,7 +202,7 @@ def saved_bytes(model: nn.Module) -> Iterator[SavedBytes]:
                         del first[key], savers[key]
 
             if key not in first:
-                first[key] = tensor.detach()
+                first[key] = _First(tensor.untyped_storage(), tensor.shape, tensor.dtype)
             saver = Saver(stack[-1] if stack else "", running.name, running.weighted)
             savers.setdefault(key, {})[saver] = None
             times[key] += 1
@@ -195,29 +213,23 @@ def saved_bytes(model: nn.Module) -> Iterator[SavedBytes]:
         with hooks, copies, running:
             yield result
     for key in copies.copies & first.keys():
-        result.weight_copies += _bytes(first.pop(key))
-    _add_up(result, model, [(tensor, tuple(savers[key])) for key, tensor in first.items()])
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.untyped_storage().nbytes()
+        result.weight_copies += first.pop(key).bytes
+    _add_up(result, model, {key: (one, tuple(savers[key])) for key, one in first.items()})
 
 
 def _add_up(
-    result: SavedBytes, model: nn.Module, saved: Sequence[tuple[Tensor, tuple[Saver, ...]]]
+    result: SavedBytes, model: nn.Module, saved: Mapping[int, tuple[_First, tuple[Saver, ...]]]
 ) -> None:
     categories = module_categories(model)
     largest: dict[str, int] = {}
-    for tensor, savers in saved:
+    for one, savers in saved.values():
         for saver in savers:
-            largest[saver.module] = max(largest.get(saver.module, 0), tensor.numel())
-    for tensor, savers in saved:
-        size, modules = _bytes(tensor), list(dict.fromkeys(saver.module for saver in savers))
-        category = category_of(tensor, savers, categories, largest[modules[0]])
+            largest[saver.module] = max(largest.get(saver.module, 0), one.elements)
+    for key, (one, savers) in saved.items():
+        size, modules = one.bytes, list(dict.fromkeys(saver.module for saver in savers))
+        category = category_of(one.dtype, one.elements, savers, categories, largest[modules[0]])
         result.storages.append(
-            SavedStorage(
-                size, tuple(tensor.shape), tensor.dtype, category, savers, storage_key(tensor)
-            )
+            SavedStorage(size, tuple(one.shape), one.dtype, category, savers, key)
         )
         result.activations += size
         result.by_kind[category] += size
