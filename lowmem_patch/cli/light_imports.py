@@ -1,8 +1,8 @@
 """What makes a look at a config quick: libraries that it does not need, the garbage collector, threads.
 
 Libraries that other libraries import when they find them take up to a second each: bitsandbytes (which PEFT
-and transformers import), torchvision, scipy and scikit-learn (which transformers imports for images, for losses
-of detectors and for text generation).
+and transformers import), torchvision, scipy and scikit-learn (which transformers imports for images, for
+losses of detectors and for text generation).
 """
 
 from __future__ import annotations
