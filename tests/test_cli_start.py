@@ -123,7 +123,7 @@ import runpy
 try:
     runpy.run_module("lowmem_patch", run_name="__main__")
 except SystemExit:
-    print(runs.count(2), file=sys.stderr)
+    print("searches", runs.count(2), file=sys.stderr)
 """
 
 
@@ -133,4 +133,6 @@ def test_a_look_at_a_config_searches_no_imports_for_garbage(folder: Path) -> Non
         [sys.executable, "-c", COLLECTED, "inspect", str(folder), "--seq-len", "64"],
         capture_output=True, text=True, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
-    assert int(done.stderr.split()[-1]) <= 6  # one search is two calls
+    # Triton 3.9 reports leaks of its own when the interpreter ends, after our line
+    found = next(line for line in done.stderr.splitlines() if line.startswith("searches "))
+    assert int(found.split()[1]) <= 6  # one search is two calls
