@@ -274,7 +274,9 @@ def predict_memory(
             largest = largest_that_fits(total, limit, bound or _LARGEST[solve])
         moments = totals.moments(predictor.step(batch_size, length))
         held = (states.parameters, states.gradients, states.optimizer)
-        sides.append((Footprint(*held, saved, copies, states.workspace, moments), largest))
+        sides.append(
+            (Footprint(*held, saved, copies, states.workspace + states.rounding, moments), largest)
+        )
     (before, most_before), (after, most_after) = sides
     return MemoryReport(
         before, after, training, batch_size, length, limit, solve, most_before, most_after, bound

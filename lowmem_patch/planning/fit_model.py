@@ -105,14 +105,15 @@ def _timed(
 def _too_small(fitting: Fitting, budget: Budget, found: NoFit, inputs: str) -> str:
     found_rungs = smaller_rungs(
         _base(fitting, budget, found),
-        lambda smaller: fitting.run(found.levels, inputs=smaller).peak[0] + fitting.earlier,
+        lambda smaller: fitting.beside(fitting.run(found.levels, inputs=smaller)) + fitting.earlier,
     )
     rungs = sorted(found_rungs, key=lambda rung: -rung.total)
-    weights, workspace = fitting.states.parameters, fitting.states.workspace
+    states = fitting.states
+    weights, workspace = states.parameters, states.workspace + states.rounding
     lines = [
         f"fit {budget.asked}: no training step of this model fits. The least budget is "
         f"{size_text(found.least)} ({found.least} bytes) for {inputs} and {fitting.training.optimizer}: "
-        f"parameters {size_text(weights)}, optimizer state {size_text(fitting.states.optimizer)}, "
+        f"parameters {size_text(weights)}, optimizer state {size_text(states.optimizer)}, "
         f"gradients and activations {size_text(found.peak + fitting.earlier)}"
         + (f", cuBLAS's workspaces and rounding {size_text(workspace)}" if workspace else "")
     ]

@@ -56,9 +56,9 @@ def more_seconds(level: str, one: RunSeconds, size: int = 0, device: Device | No
     return one.again + stall + _OVERLAP * 2 * copy
 
 
-def temporaries_of(model: nn.Module, optimizer: str, *, elsewhere: bool) -> int:
-    """Bytes that an optimizer's step allocates for a while: torch's optimizers take all weights of a GPU at
-    once, and one after the other on a CPU; its fused AdamW allocates nothing.
+def temporaries_of(model: nn.Module, optimizer: str, *, elsewhere: bool) -> tuple[int, ...]:
+    """Bytes of what an optimizer's step holds at one time for a while: torch's optimizers take all weights of
+    a GPU at once, and one after the other on a CPU; its fused AdamW allocates nothing.
 
     Args:
         elsewhere: the model will run on a GPU, wherever it is now.
@@ -66,6 +66,6 @@ def temporaries_of(model: nn.Module, optimizer: str, *, elsewhere: bool) -> int:
     trained = [p for p in model.parameters() if p.requires_grad]
     sizes = [parameter.numel() * parameter.element_size() for parameter in trained]
     if not sizes or optimizer not in ("adamw_foreach", "adafactor"):
-        return 0
+        return ()
     on_cpu = trained[0].device.type == "cpu" and not elsewhere
-    return 2 * max(sizes) if on_cpu else sum(sizes)
+    return 2 * (max(sizes),) if on_cpu else tuple(sizes)

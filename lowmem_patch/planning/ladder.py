@@ -124,8 +124,9 @@ def _sharded(base: Base) -> Iterator[Rung]:
     ]
     activations = base.peak - base.states.gradients
     for gpus in _GPUS:
-        shared = base.resident - base.states.workspace + base.states.gradients
-        part = -(-shared // gpus) + base.states.workspace + max(sizes, default=0)
+        whole = base.states.workspace + base.states.rounding
+        shared = base.resident - whole + base.states.gradients
+        part = -(-shared // gpus) + whole + max(sizes, default=0)
         rung = Rung(f"FSDP over {gpus} GPUs, on each", base.total(activations, part), base.seconds)
         yield rung
         if rung.total <= base.budget.bytes:
@@ -275,7 +276,7 @@ def _rungs(model: nn.Module, steps: _Steps, training: Training, budget: Budget) 
     states = model_state_bytes(model, training.optimizer, quantised=training.quantised)
     # gradients of earlier batches are there from the beginning
     earlier = states.gradients if training.accumulates else 0
-    temporaries = temporaries_of(model, training.optimizer, elsewhere=True)
+    temporaries = sum(temporaries_of(model, training.optimizer, elsewhere=True))
     names = ALONE if steps.blocks.blocks else ALONE[:1]
 
     def peak_of(timeline: Timeline) -> int:
