@@ -92,6 +92,7 @@ def test_blocks_are_split_and_joined() -> None:
     allocator.give_back(first, 9 * MIB)
     assert allocator.take(11 * MIB).address == 0  # of the whole segment
     assert allocator.reserved == 42 * MIB and allocator.most == 41 * MIB // 2 + 1024
+    assert allocator.large == 2
 
 
 def test_a_training_is_played_from_its_beginning() -> None:
@@ -135,6 +136,16 @@ def test_requests_are_what_is_counted() -> None:
     assert not timeline_of("cpu").events
 
 
+def test_what_a_kernel_takes_for_a_while_is_asked_for() -> None:
+    table = nn.Embedding(4096, 32).to("meta")
+    tokens = torch.zeros(4, 1024, dtype=torch.long, device="meta")
+    events = run_timeline(make_shadow(table, ExampleInputs((tokens,))), []).events
+    parts = 409 + 4096  # of ten tokens, and of each row
+    kernel = parts * 32 * 4 + (3 * 4096 + 2 * 4096 + parts) * 8
+    taken = next(number for number, size in events if size == kernel)
+    assert events[[*events].index((taken, kernel)) + 1] == (taken, 0)
+
+
 class Sums(nn.Module):
     """Two gradients of one tensor meet; ``holds`` says whether somebody holds the first."""
 
@@ -147,10 +158,10 @@ class Sums(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = x @ self.weight
         one, other = y.relu(), y.sin()
-        if self.holds:
-            other.register_hook(self.held.append)
-            one.register_hook(self.held.append)
-        return one + other + y
+        for tensor in (one, other) if self.holds else ():
+            assert tensor.grad_fn is not None
+            tensor.grad_fn.register_hook(lambda gradients, _: self.held.extend(gradients))
+        return one + other
 
 
 def test_a_sum_of_gradients_stays_where_the_first_was() -> None:
