@@ -103,7 +103,7 @@ def test_both_are_shown(shallow: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [(("--fit", "24"), "size"), (("--fit", "24 apples"), "24 apples"), (("--fit", "auto"), "GPU"),
-     (("--fit", "9MiB", "--gpus", "2"), "--gpus"), (("--fit", "1KiB"), "least budget")],
+     (("--fit", "9MiB", "--checkpointing"), "--checkpointing out"), (("--fit", "1KiB"), "least budget")],
 )  # fmt: skip
 def test_what_is_refused(shallow: Path, options: tuple[str, ...], text: str) -> None:
     result = call(shallow, "--seq-len", "32", *options)

@@ -57,7 +57,7 @@ def allocated_in_step(
         temporaries: that the optimizer's step holds all at once.
     """
     played = _Played()
-    played.keep(sizes.held)
+    played.keep((*sizes.held, *sizes.workspaces))
     if accumulates:
         played.keep(sizes.gradients)
     for number in range(_STEPS):

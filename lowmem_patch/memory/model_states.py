@@ -79,12 +79,14 @@ class StateSizes:
     """Bytes of each tensor that is held for the whole of training, in the order of their allocation.
 
     Attributes:
-        held: parameters and buffers, what quantised weights hold beside them, and workspaces of cuBLAS.
+        held: parameters and buffers, and what quantised weights hold beside them.
+        workspaces: of cuBLAS.
         gradients: of the parameters that train.
         optimizer: the state of the optimizer, which its first step makes.
     """
 
     held: tuple[int, ...] = ()
+    workspaces: tuple[int, ...] = ()
     gradients: tuple[int, ...] = ()
     optimizer: tuple[int, ...] = ()
 
@@ -101,6 +103,7 @@ class ModelStates:
         workspace: on a GPU, of cuBLAS.
         rounding: what a GPU's allocator rounds up for parameters and optimizer state alone.
         sizes: of the single tensors.
+        gathered: of several GPUs, what one holds whole for a while (`lowmem_patch.memory.sharding`).
     """
 
     parameters: int
@@ -110,11 +113,13 @@ class ModelStates:
     workspace: int = 0
     rounding: int = 0
     sizes: StateSizes = StateSizes()
+    gathered: int = 0
 
     @property
     def counted(self) -> int:
         """All but the gradients, and but what is rounded up."""
-        return self.parameters + self.optimizer + self.dequantised + self.workspace
+        beside = self.dequantised + self.workspace + self.gathered
+        return self.parameters + self.optimizer + beside
 
     @property
     def resident(self) -> int:
@@ -195,5 +200,5 @@ def model_state_bytes(model: nn.Module, optimizer: str, *, quantised: bool = Fal
         dequantised,
         sum(workspaces),
         rounding_bytes((*held, *states)) if on_gpu else 0,
-        StateSizes((*held, dequantised, *workspaces), tuple(gradients), tuple(states)),
+        StateSizes((*held, dequantised), workspaces, tuple(gradients), tuple(states)),
     )

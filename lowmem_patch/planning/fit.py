@@ -88,9 +88,7 @@ class Fitting:
         self.earlier = states.gradients if training.accumulates else 0
         self.resident = states.resident + self.earlier
         self.free = [b for b in blocks.blocks if not b.refusal and not self._is_switched_on(b.site)]
-        self.temporaries = temporaries_of(
-            shadow.model, training.optimizer, elsewhere=shadow.elsewhere
-        )
+        self.temporaries = temporaries_of(shadow.model, training, elsewhere=shadow.elsewhere)
         self.few = few_runs(shadow.model, blocks)
         self.patched = self._profile(self._all("patched"))
         count = len(self.patched.runs)

@@ -269,13 +269,14 @@ class Record:
     Attributes:
         signature: what trained at the patch, from ``trains_signature``.
         hook: the handle of the hook that refuses unfolded weights, where norms were folded.
-        fit: the budget, the optimizer and whether gradients are accumulated, as they were asked for.
+        fit: the budget, the optimizer, whether gradients are accumulated and the number of GPUs, as they were
+            asked for.
     """
 
     report: PatchReport
     signature: int
     hook: Any = None
-    fit: tuple[str | int, str, bool] | None = None
+    fit: tuple[str | int, str, bool, int] | None = None
 
 
 def find_records(model: nn.Module) -> list[tuple[nn.Module, Record]]:
