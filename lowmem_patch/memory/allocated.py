@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from lowmem_patch.memory.caching_allocator import Block, CachingAllocator
 from lowmem_patch.memory.model_states import StateSizes
 
-__all__ = ["Allocated", "allocated_in_step"]
+__all__ = ["Allocated", "allocated_in_step", "margin_of"]
 
 _STEPS = 3
 _MIB = 2**20
@@ -37,7 +37,7 @@ class Allocated:
 
     @property
     def bound(self) -> int:
-        """The most, whatever was allocated before."""
+        """The most, by all that is expected of earlier requests."""
         return self.bytes + self.margin
 
 
