@@ -6,8 +6,9 @@
 Models have the widths of the real ones, random weights, and as many layers as the table says: few where all
 of them would not fit the time. A row is one set-up without a budget and one within a budget halfway between
 the weights and that peak, or the least one. *Predicted* is what ``patch_report(model).fit`` says, *measured*
-the most that the allocator gave in the third step, above what lay there before the model was made. On a CPU,
-storages are counted one by one, but for those that stand for host memory.
+the most that the allocator gave in the third step, above what lay there before the model was made. *Reserved*
+is what it had taken from the GPU by then; both rows of a set-up begin with an empty cache. On a CPU, storages
+are counted one by one, but for those that stand for host memory, and nothing is reserved.
 """
 
 from __future__ import annotations
@@ -211,11 +212,7 @@ def rows_of(
 ) -> Iterator[dict[str, Any]]:
     """Without a budget, and within one."""
     shape = SHAPES[name]
-    gc.collect()
-    if device == "cuda":
-        torch._C._cuda_clearCublasWorkspaces()  # of earlier set-ups: a prediction counts its own
-        torch.cuda.empty_cache()
-        torch.cuda.synchronize()
+    empty_cache(device)
     before = torch.cuda.memory_allocated() if device == "cuda" else 0
     model = adapt_and_pack(build(shape, device, tiny), train)
     size = {"batch_size": 2 if tiny else shape.rows}
@@ -232,6 +229,7 @@ def rows_of(
     held = fit.parameters + fit.optimizer_state
     budget = held + (fit.predicted - held) // 2
     unpatch_model(model)
+    empty_cache(device)
     start = time.perf_counter()
     try:
         fit = _fitted(model, inputs, optimizer, budget)
@@ -242,6 +240,14 @@ def rows_of(
         fit = _fitted(model, inputs, optimizer, budget)
     seconds = time.perf_counter() - start
     yield {**known, "budget": budget, **_row(model, inputs, optimizer, before, fit, seconds)}
+
+
+def empty_cache(device: str) -> None:
+    gc.collect()
+    if device == "cuda":
+        torch._C._cuda_clearCublasWorkspaces()  # of earlier rows: a prediction counts its own
+        torch.cuda.empty_cache()
+        torch.cuda.synchronize()
 
 
 def adapt_and_pack(model: Any, train: str) -> Any:
@@ -262,8 +268,11 @@ def _row(
     model: Any, inputs: ExampleInputs, optimizer: str, before: int, fit: FitReport, seconds: float
 ) -> dict[str, Any]:
     measured = measure(model, inputs, optimizer, before, fit)
+    reserved = torch.cuda.memory_reserved() if next(model.parameters()).is_cuda else 0
     return {
         "predicted": fit.predicted, "measured": measured, "error": fit.predicted / measured - 1,
+        "rounding": fit.rounding, "margin": fit.margin,
+        "reserved": {"predicted": fit.reserved, "measured": reserved},
         "moment": fit.moment, "levels": fit.levels, "plan_s": seconds,
         "states": fit.parameters + fit.optimizer_state,
     }  # fmt: skip
@@ -306,10 +315,11 @@ def run(
             show(f"{label:38} failed: {type(error).__name__}: {str(error)[:300]}")
     worst = max((abs(row["error"]) for row in rows), default=0.0)
     below = [row for row in rows if row["error"] < 0]
+    passed = [row for row in rows if row["measured"] > row.get("budget", row["measured"])]
     seconds = time.perf_counter() - start
     show(
         f"{len(rows)} rows, worst error {100 * worst:.2f} %, {len(below)} below what was measured, "
-        f"{seconds:.0f} s"
+        f"{len(passed)} budgets passed, {seconds:.0f} s"
     )
     return {
         "environment": environment(device),

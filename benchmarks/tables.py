@@ -207,15 +207,23 @@ def longest_table(name: str) -> str:
 def predicted_table(name: str) -> str:
     """Predicted peaks beside those of the allocator."""
     data = _load(name)
+    sides = ("predicted", "measured")
+    with_reserved = all("reserved" in row for row in data["rows"])
+    more = " of it margin MiB | reserved GiB: predicted | measured |" if with_reserved else ""
     rows = [
-        "| model | trains | optimizer | layers | budget | predicted GiB | measured GiB | error |",
-        "|---|---|---|---|---|---|---|---|",
+        "| model | trains | optimizer | layers | budget | predicted GiB | measured GiB | error |"
+        + more,
+        "|---|---|---|---|---|---|---|---|" + (3 * "---|" if with_reserved else ""),
     ]
     for row in data["rows"]:
         cells = [row["model"], row["train"], row["optimizer"], str(row["layers"])]
         cells.append(f"{row['budget'] / 2**30:.2f} GiB" if "budget" in row else "none")
-        cells += [f"{row[key] / 2**30:.3f}" for key in ("predicted", "measured")]
-        rows.append(f"| {' | '.join(cells)} | {row['error']:+.2%} |")
+        cells += [f"{row[key] / 2**30:.3f}" for key in sides]
+        cells.append(f"{row['error']:+.2%}")
+        if with_reserved:
+            cells.append(f"{row['margin'] / 2**20:.1f}")
+            cells += [f"{row['reserved'][key] / 2**30:.3f}" for key in sides]
+        rows.append(f"| {' | '.join(cells)} |")
     command = f"python benchmarks/predicted.py --time-limit 600 --json benchmarks/results/{name}"
     return "\n".join([*rows, "", f"`{command}`: {_environment(data)}"])
 

@@ -50,9 +50,7 @@ __all__ = [
     "unpatch_model",
 ]
 
-Asked = tuple[
-    str | int, str, bool
-]  # a budget, the optimizer, and whether gradients are accumulated
+Asked = tuple[str | int, str, bool, int]  # as in `planning.report.Record`
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
 
@@ -64,6 +62,7 @@ def plan_patch(
     fit: str | int | None = None,
     optimizer: str = "adamw",
     accumulation: int = 1,
+    gpus: int = 1,
     config: ConfigLike | None = None,
 ) -> PatchReport:
     """What ``patch_model`` would do. Touches nothing; works on the meta device.
@@ -82,6 +81,8 @@ def plan_patch(
             The example inputs say for which batch and length. Default: the config's ``fit``.
         optimizer: whose state counts, of ``lowmem_patch.memory.OPTIMIZERS``.
         accumulation: batches of a step; above 1 the budget counts their gradients, which are held meanwhile.
+        gpus: over which FSDP2 will shard the model, block by block; the budget is then one of each GPU. DDP
+            shards nothing.
         config: another name of ``preset``.
 
     Raises:
@@ -98,18 +99,20 @@ def plan_patch(
     refuse_compiled(model)
     resolved = load_config(config)
     return _planned(
-        model, resolved, example_inputs, _asked(resolved, fit, optimizer, accumulation)
+        model, resolved, example_inputs, _asked(resolved, fit, optimizer, accumulation, gpus)
     )[0]
 
 
 def _asked(
-    config: PatchConfig, fit: str | int | None, optimizer: str, accumulation: int
+    config: PatchConfig, fit: str | int | None, optimizer: str, accumulation: int, gpus: int
 ) -> Asked | None:
     """The budget of the call, or of the config."""
     if type(accumulation) is not int or accumulation < 1:
         raise ConfigError(f"accumulation {accumulation!r} is no number of batches: 1 or more")
+    if type(gpus) is not int or gpus < 1:
+        raise ConfigError(f"gpus {gpus!r} is no number of GPUs: 1 or more")
     budget = config.fit if fit is None else fit
-    return None if budget is None else (budget, optimizer, accumulation > 1)
+    return None if budget is None else (budget, optimizer, accumulation > 1, gpus)
 
 
 def _planned(
@@ -117,8 +120,9 @@ def _planned(
 ) -> tuple[PatchReport, Plan, ExampleInputs]:
     planned = plan_model(model, config, example_inputs)
     if asked is not None:
-        budget, optimizer, accumulates = asked
-        planned = fit_planned(model, planned, budget, Training(optimizer, accumulates=accumulates))
+        budget, optimizer, accumulates, gpus = asked
+        training = Training(optimizer, accumulates=accumulates, gpus=gpus)
+        planned = fit_planned(model, planned, budget, training)
     return planned.report, planned.plan, planned.inputs
 
 
@@ -130,6 +134,7 @@ def patch_model(
     fit: str | int | None = None,
     optimizer: str = "adamw",
     accumulation: int = 1,
+    gpus: int = 1,
     strict: bool = False,
     check: bool = False,
     config: ConfigLike | None = None,
@@ -140,7 +145,7 @@ def patch_model(
     nothing; with another one, with ``example_inputs`` or ``check``, or on a changed model, it re-plans.
 
     Args:
-        model, preset, example_inputs, fit, optimizer, accumulation, config: as in :func:`plan_patch`.
+        model, preset, example_inputs, fit, optimizer, accumulation, gpus, config: as in :func:`plan_patch`.
         strict: raise instead of warn when no site is patched or no parameter trains.
         check: run the original and the patched model on the example inputs, and put everything back
             if the outputs differ by more than rounding.
@@ -151,13 +156,12 @@ def patch_model(
         NothingToPatchError: ``strict``, and nothing was patched or nothing trains.
 
     Example:
-        >>> print(patch_report(patch_model(model, preset="auto")))
         >>> model = patch_model(model, fit="24GiB", example_inputs=batch)
     """
     checked_model(model, "patch_model")
     config = given_config(preset, config)
     resolved, outer = load_config(config), model
-    asked = _asked(resolved, fit, optimizer, accumulation)
+    asked = _asked(resolved, fit, optimizer, accumulation, gpus)
     if example_inputs is None:
         model = _with_known_inputs(model)
         if not check and _is_patched_so(model, resolved, asked):

@@ -112,7 +112,7 @@ def test_both_are_shown(shallow: Path) -> None:
     [(("--fit", "24"), "write 24GiB, or 24B for bytes"),
      (("--memory", "25769803776"), "write 25769803776B"), (("--fit", "24 apples"), "24 apples"),
      (("--fit", "auto"), "GPU"),
-     (("--fit", "9MiB", "--gpus", "2"), "--gpus"), (("--fit", "1KiB"), "least budget")],
+     (("--fit", "9MiB", "--checkpointing"), "--checkpointing out"), (("--fit", "1KiB"), "least budget")],
 )  # fmt: skip
 def test_what_is_refused(shallow: Path, options: tuple[str, ...], text: str) -> None:
     result = call(shallow, "--seq-len", "32", *options)

@@ -67,7 +67,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("planning.planner", "planning"),
     ("memory",),
     ("planning.budget", "planning.costs", "planning.solve", "planning.timeline"),
-    ("planning.few_runs", "planning.fit_sums"),
+    ("planning.few_runs", "planning.fit_sums", "planning.need"),
     ("planning.levels",),
     ("planning.fit", "planning.ladder"),
     ("planning.fit_model",),

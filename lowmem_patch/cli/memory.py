@@ -201,10 +201,8 @@ def _fitted(
     from lowmem_patch.planning.fit_model import fit_planned
     from lowmem_patch.planning.planner import plan_model
 
-    if training.gpus > 1 or training.checkpointing:
-        raise ConfigError(
-            "--fit chooses for one GPU, with no other checkpointing: leave --gpus and --checkpointing out"
-        )
+    if training.checkpointing:
+        raise ConfigError("--fit decides what runs again: leave --checkpointing out")
     planned = plan_model(model, config, inputs)
     fitted = fit_planned(model, planned, fit, training)
     return dataclasses.replace(report, fit=fitted.report.fit)

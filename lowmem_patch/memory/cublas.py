@@ -1,7 +1,8 @@
 """cuBLAS's workspaces: memory of a GPU that the first products of a process take, and that stays.
 
 torch gives each cuBLAS handle a workspace, and each thread that multiplies has a handle: the one that runs
-the forward, and autograd's own. cuBLASLt, which adds biases, has one in the forward. The sizes are torch's
+the forward, and autograd's own. cuBLASLt, which adds biases, has one in the forward, and another in the
+backward where blocks run again: both are counted. The sizes are torch's
 (``aten/src/ATen/cuda/CublasHandlePool.cpp``, ``CUDABlas.cpp``). Those of AMD's libraries are not known here.
 """
 
@@ -13,7 +14,7 @@ import re
 import torch
 from torch import nn
 
-__all__ = ["workspace_bytes"]
+__all__ = ["workspace_bytes", "workspace_sizes"]
 
 _HANDLES = 2  # of the forward's thread, and of autograd's
 _LT = 1024  # KiB
@@ -22,19 +23,23 @@ _WITH_LARGE = (9, 10, 12)  # compute capabilities: Hopper and Blackwell
 
 
 def workspace_bytes(model: nn.Module) -> int:
-    """Of a process that trains the model on the GPU where it is, or will be; 0 on a CPU.
+    """All of them."""
+    return sum(workspace_sizes(model))
+
+
+def workspace_sizes(model: nn.Module) -> tuple[int, ...]:
+    """Of a process that trains the model on the GPU where it is, or will be; none on a CPU.
 
     A model on the meta device is planned for the GPU that is here, and without one for the largest default.
     """
     parameter = next(model.parameters(), None)
     if parameter is None or not (parameter.is_cuda or parameter.is_meta) or torch.version.hip:
-        return 0
+        return ()
     major = _WITH_LARGE[0]
     if parameter.is_cuda or torch.cuda.is_available():
         major = torch.cuda.get_device_capability(parameter.device if parameter.is_cuda else None)[0]
-    return _HANDLES * _of_one(os.environ.get("CUBLAS_WORKSPACE_CONFIG"), major) + _of_lt(
-        os.environ.get("CUBLASLT_WORKSPACE_SIZE")
-    )
+    one = _of_one(os.environ.get("CUBLAS_WORKSPACE_CONFIG"), major)
+    return _HANDLES * (one, _of_lt(os.environ.get("CUBLASLT_WORKSPACE_SIZE")))
 
 
 def _of_lt(config: str | None) -> int:

@@ -10,15 +10,16 @@ from torch import Tensor, nn
 
 from lowmem_patch.errors import ConfigError
 from lowmem_patch.memory.base_model import output_head
-from lowmem_patch.memory.cublas import workspace_bytes
+from lowmem_patch.memory.caching_allocator import rounding_bytes
+from lowmem_patch.memory.cublas import workspace_sizes
 from lowmem_patch.memory.optimizers import check_optimizer
-from lowmem_patch.memory.rounding import rounding_bytes
 from lowmem_patch.tracing.quantised import held_beside, own_bytes
 
 __all__ = [
     "FEWEST_BYTES",
     "USUAL_TRAINING",
     "ModelStates",
+    "StateSizes",
     "Training",
     "model_state_bytes",
     "parse_bytes",
@@ -80,6 +81,23 @@ USUAL_TRAINING = Training()
 
 
 @dataclasses.dataclass(frozen=True)
+class StateSizes:
+    """Bytes of each tensor that is held for the whole of training, in the order of their allocation.
+
+    Attributes:
+        held: parameters and buffers, and what quantised weights hold beside them.
+        workspaces: of cuBLAS.
+        gradients: of the parameters that train.
+        optimizer: the state of the optimizer, which its first step makes.
+    """
+
+    held: tuple[int, ...] = ()
+    workspaces: tuple[int, ...] = ()
+    gradients: tuple[int, ...] = ()
+    optimizer: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
 class ModelStates:
     """Bytes that are held for the whole of training.
 
@@ -88,7 +106,10 @@ class ModelStates:
         gradients: of the parameters that train, in their dtype, held between steps.
         optimizer: the state of the optimizer.
         dequantised: the largest quantised weight in the compute dtype (0 without quantisation).
-        workspace: on a GPU, of cuBLAS, and what the allocator rounds up for parameters and optimizer state.
+        workspace: on a GPU, of cuBLAS.
+        rounding: what a GPU's allocator rounds up for parameters and optimizer state alone.
+        sizes: of the single tensors.
+        gathered: of several GPUs, what one holds whole for a while (`lowmem_patch.memory.sharding`).
     """
 
     parameters: int
@@ -96,11 +117,20 @@ class ModelStates:
     optimizer: int
     dequantised: int = 0
     workspace: int = 0
+    rounding: int = 0
+    sizes: StateSizes = StateSizes()
+    gathered: int = 0
+
+    @property
+    def counted(self) -> int:
+        """All but the gradients, and but what is rounded up."""
+        beside = self.dequantised + self.workspace + self.gathered
+        return self.parameters + self.optimizer + beside
 
     @property
     def resident(self) -> int:
         """All but the gradients."""
-        return self.parameters + self.optimizer + self.dequantised + self.workspace
+        return self.counted + self.rounding
 
 
 def _state_sizes(parameter: Tensor, optimizer: str) -> tuple[int, ...]:
@@ -154,8 +184,9 @@ def model_state_bytes(model: nn.Module, optimizer: str, *, quantised: bool = Fal
     packed = _packed_weights(model) if quantised else set()
     held = list(map(own_bytes, model.buffers()))
     held += [tensor.untyped_storage().nbytes() for tensor in held_beside(model)]
+    gradients: list[int] = []
     states: list[int] = []
-    gradients = dequantised = 0
+    dequantised = 0
     for parameter in model.parameters():
         size = parameter.numel() * parameter.element_size()
         if id(parameter) in packed:
@@ -164,8 +195,16 @@ def model_state_bytes(model: nn.Module, optimizer: str, *, quantised: bool = Fal
         else:
             held.append(own_bytes(parameter))
         if parameter.requires_grad:
-            gradients += size
+            gradients.append(size)
             states += _state_sizes(parameter, optimizer)
+    workspaces = workspace_sizes(model)
     on_gpu = any(parameter.device.type != "cpu" for parameter in model.parameters())
-    beside = workspace_bytes(model) + (rounding_bytes((*held, *states)) if on_gpu else 0)
-    return ModelStates(sum(held), gradients, sum(states), dequantised, beside)
+    return ModelStates(
+        sum(held),
+        sum(gradients),
+        sum(states),
+        dequantised,
+        sum(workspaces),
+        rounding_bytes((*held, *states)) if on_gpu else 0,
+        StateSizes((*held, dequantised), workspaces, tuple(gradients), tuple(states)),
+    )

@@ -289,7 +289,8 @@ def predict_memory(
             largest, least = largest_that_fits(total, limit, bound or _LARGEST[solve]), total(1)
         moments = totals.moments(predictor.step(batch_size, length))
         held = (states.parameters, states.gradients, states.optimizer)
-        sides.append((Footprint(*held, saved, copies, states.workspace, moments), largest, least))
+        workspace = states.workspace + states.rounding
+        sides.append((Footprint(*held, saved, copies, workspace, moments), largest, least))
     (before, most_before, least_before), (after, most_after, least_after) = sides
     return MemoryReport(
         before, after, training, batch_size, length, limit, solve, most_before, most_after, bound,

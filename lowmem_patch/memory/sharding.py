@@ -7,10 +7,11 @@ from collections.abc import Iterable, Mapping
 
 from torch import Tensor, nn
 
+from lowmem_patch.memory.caching_allocator import rounding_bytes
 from lowmem_patch.memory.live_bytes import BACKWARD, FORWARD, MOMENTS, OPTIMIZER, Part, PartBytes
-from lowmem_patch.memory.model_states import ModelStates
+from lowmem_patch.memory.model_states import ModelStates, StateSizes
 
-__all__ = ["Gathered", "gathered", "shard", "sharded_moments"]
+__all__ = ["Gathered", "gathered", "shard", "sharded_moments", "states_of_one"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +63,28 @@ def shard(states: ModelStates, gpus: int) -> ModelStates:
     """The share of one GPU; rounded up."""
     names = ("parameters", "gradients", "optimizer")
     return dataclasses.replace(states, **{n: -(-getattr(states, n) // gpus) for n in names})
+
+
+def states_of_one(states: ModelStates, whole: Gathered, gpus: int) -> ModelStates:
+    """Of one GPU at any time of a step: its shards, and the most that is gathered, as in the backward."""
+    sizes = states.sizes
+    pieces = (whole.rest, whole.rest_gradients, *2 * (whole.block, whole.block_gradients))
+    shards = StateSizes(
+        (*_shares(sizes.held, gpus), *pieces),
+        sizes.workspaces,
+        _shares(sizes.gradients, gpus),
+        _shares(sizes.optimizer, gpus),
+    )
+    return dataclasses.replace(
+        shard(states, gpus),
+        sizes=shards,
+        gathered=sum(pieces),
+        rounding=rounding_bytes((*shards.held, *shards.optimizer)) if sizes.workspaces else 0,
+    )
+
+
+def _shares(sizes: Iterable[int], gpus: int) -> tuple[int, ...]:
+    return tuple(-(-size // gpus) for size in sizes)
 
 
 def sharded_moments(parts: Mapping[Part, PartBytes], gpus: int, whole: Gathered) -> dict[str, int]:

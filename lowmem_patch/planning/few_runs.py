@@ -73,6 +73,8 @@ class FewRuns:
             runs=(*front, *put_in, *behind),
             held=few.held + more * held,
             end=few.end + more * gradients,
+            events=(),
+            begins=(),
         )
 
 

@@ -23,6 +23,7 @@ from lowmem_patch.planning.few_runs import FewRuns, few_runs
 from lowmem_patch.planning.fit_report import FitReport, FittedBlock, size_text
 from lowmem_patch.planning.fit_sums import Sums, bytes_of, more_seconds, temporaries_of
 from lowmem_patch.planning.levels import run_levels
+from lowmem_patch.planning.need import OPTIMIZER_STEP, Need, need_of
 from lowmem_patch.planning.solve import Choice, Solution, Step, least_limit, solve
 from lowmem_patch.planning.timeline import Timeline
 from lowmem_patch.strategies.checkpointing import ALONE, Blocks, CheckpointedBlock, patches_of
@@ -87,9 +88,7 @@ class Fitting:
         self.earlier = states.gradients if training.accumulates else 0
         self.resident = states.resident + self.earlier
         self.free = [b for b in blocks.blocks if not b.refusal and not self._is_switched_on(b.site)]
-        self.temporaries = temporaries_of(
-            shadow.model, training.optimizer, elsewhere=shadow.elsewhere
-        )
+        self.temporaries = temporaries_of(shadow.model, training, elsewhere=shadow.elsewhere)
         self.few = few_runs(shadow.model, blocks)
         self.patched = self._profile(self._all("patched"))
         count = len(self.patched.runs)
@@ -162,6 +161,13 @@ class Fitting:
                     inputs[number + 1] = lives
         return outputs, inputs
 
+    def _need(self, timeline: Timeline) -> Need:
+        return need_of(timeline, self.states, self.training, self.temporaries)
+
+    def beside(self, timeline: Timeline) -> int:
+        """Bytes of a step beside what is held for the whole of training."""
+        return self._need(timeline).total - self.resident
+
     # the sums
 
     @functools.cached_property
@@ -216,10 +222,8 @@ class Fitting:
     # the choice
 
     def _site_levels(self, solution: Solution) -> dict[str, str]:
-        found = {}
-        for run, level in zip(self.blocks.runs, solution.levels, strict=True):
-            found[self.sites[run.block]] = level
-        return found
+        pairs = zip(self.blocks.runs, solution.levels, strict=True)
+        return {self.sites[run.block]: level for run, level in pairs}
 
     def _least(self) -> tuple[dict[str, str], Timeline]:
         """The levels of the least peak, and its step."""
@@ -237,9 +241,6 @@ class Fitting:
                 found = min(found, (levels, self.run(levels)), key=lambda one: one[1].peak[0])
         return found
 
-    def _moment_of_optimizer(self, timeline: Timeline) -> int:
-        return timeline.end + self.temporaries
-
     def fit(self, budget: Budget, inputs: str) -> Fitted:
         """The patches for a budget.
 
@@ -251,7 +252,7 @@ class Fitting:
         found = self._within(room) if room > 0 else None
         if found is None:
             levels, timeline = self._least()
-            peak = max(timeline.peak[0], self._moment_of_optimizer(timeline))
+            peak = self.beside(timeline)
             if peak > room:
                 least = self.resident + peak
                 raise NoFit(least + budget.reserve_above(peak), peak, levels)
@@ -265,11 +266,11 @@ class Fitting:
         choice fills the room.
         """
         patched = self.patched
-        if self._moment_of_optimizer(patched) > room:
+        if patched.end + sum(self.temporaries) > room:
             return None
-        if patched.peak[0] <= room:
+        if self.beside(patched) <= room:
             whole = self.run({}) if self.few else patched
-            if whole.peak[0] <= room:
+            if self.beside(whole) <= room:
                 return {}, whole
         best: tuple[dict[str, str], Timeline] | None = None
         seconds, limit = math.inf, room
@@ -286,9 +287,10 @@ class Fitting:
             tried.add(solution.levels)
             levels = self._site_levels(solution)
             timeline = self.run(levels)
-            if timeline.peak[0] <= room and solution.seconds < seconds:
+            left = room - self.beside(timeline)
+            if left >= 0 and solution.seconds < seconds:
                 best, seconds = (levels, timeline), solution.seconds
-            limit += room - timeline.peak[0]
+            limit += left
         return best
 
     def _fitted(
@@ -296,20 +298,19 @@ class Fitting:
     ) -> Fitted:
         blocks = self._rows(levels, timeline)
         reasons = {block.site: block.reason for block in blocks}
-        peak, part, number = timeline.peak
-        moment = self._name(part, number)
-        if self._moment_of_optimizer(timeline) > peak:
-            peak, moment = self._moment_of_optimizer(timeline), "the optimizer's step"
-        room = max(0, budget.bytes - self.resident)
+        need = self._need(timeline)
         report = FitReport(
             asked=budget.asked,
             budget=budget.bytes,
-            reserve=budget.reserve(room),
-            predicted=self.resident + peak,
-            moment=moment,
+            reserve=budget.reserve(max(0, budget.bytes - self.resident)),
+            predicted=need.total,
+            reserved=need.reserved,
+            moment=self._name(need.part, need.run),
             parameters=self.states.parameters,
             optimizer_state=self.states.optimizer,
             workspace=self.states.workspace,
+            rounding=need.rounding,
+            margin=need.margin,
             gradients=self.states.gradients,
             held=timeline.held,
             optimizer=self.training.optimizer,
@@ -329,6 +330,8 @@ class Fitting:
         return Fitted(patches_of(self.blocks, levels, reasons), report)
 
     def _name(self, part: str, number: int) -> str:
+        if part == OPTIMIZER_STEP:
+            return "the optimizer's step"
         if part == "before":
             return "the forward before the blocks"
         site = self.sites[self.blocks.runs[number].block]

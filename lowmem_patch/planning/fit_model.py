@@ -6,15 +6,17 @@ import dataclasses
 
 from torch import nn
 
-from lowmem_patch.errors import BudgetError
+from lowmem_patch.errors import BudgetError, ConfigError
+from lowmem_patch.memory.blocks import repeated_blocks
 from lowmem_patch.memory.model_states import FEWEST_BYTES, Training, model_state_bytes
+from lowmem_patch.memory.sharding import gathered, states_of_one
 from lowmem_patch.nn.gammas import would_tell_z
 from lowmem_patch.nn.norms import MSNorm
 from lowmem_patch.planning.apply import apply_plan, undo
 from lowmem_patch.planning.budget import Budget, free_host_bytes, make_budget
 from lowmem_patch.planning.costs import RunSeconds, device_of, run_seconds, scaled, timed_forward
 from lowmem_patch.planning.fit import Fitting, NoFit
-from lowmem_patch.planning.fit_report import size_text
+from lowmem_patch.planning.fit_report import FitReport, size_text
 from lowmem_patch.planning.ladder import Base, smaller_rungs
 from lowmem_patch.planning.planner import Planned
 from lowmem_patch.planning.report import find_records
@@ -36,13 +38,13 @@ def fit_planned(
 
     Args:
         fit: as in ``patch_model``.
-        training: its optimizer, whether frozen Linears are counted in 4 bits, as QLoRA will have them, and
-            whether gradients of earlier batches are held.
+        training: its optimizer, whether frozen Linears are counted in 4 bits, as QLoRA will have them,
+            whether gradients of earlier batches are held, and over how many GPUs FSDP2 shards the model.
         host: bytes of host memory for inputs of blocks; default: half of what is available.
         timed: time a forward of the model; default: where it is on a GPU.
 
     Raises:
-        ConfigError: a budget that is no size, or an unknown optimizer.
+        ConfigError: a budget that is no size, an unknown optimizer, or quantised weights on several GPUs.
         BudgetError: nothing fits, or the model cannot run on fake tensors.
     """
     budget = make_budget(fit, model)
@@ -53,6 +55,13 @@ def fit_planned(
             "leave fit away, and use the library's own checkpointing; or, if training skips layers at random "
             f"(layerdrop), turn that off. On fake tensors: {planned.shadow.needs_data}"
         )
+    if training.gpus > 1:
+        if states.dequantised or planned.shadow.packed or planned.shadow.beside:
+            raise ConfigError("quantised weights are not counted on several GPUs: leave gpus= out")
+        whole = gathered(model, repeated_blocks(model))
+        states = states_of_one(states, whole, training.gpus)
+        # the shards of gradients count from the beginning, and those that wait whole are gathered
+        training = dataclasses.replace(training, accumulates=True)
     blocks = find_blocks(planned.facts)
     device = device_of(model)
     seconds = run_seconds(planned.facts, blocks, device)
@@ -68,8 +77,21 @@ def fit_planned(
         text = _too_small(fitting, budget, found, planned.report.inputs)
         raise BudgetError(text, found.least) from None
     plan = dataclasses.replace(planned.plan, patches=(*planned.plan.patches, *fitted.patches))
-    report = dataclasses.replace(planned.report, fit=fitted.report)
+    report = dataclasses.replace(
+        planned.report, fit=_of_several_gpus(fitted.report, training.gpus, states.gathered)
+    )
     return planned._replace(plan=plan, report=report)
+
+
+def _of_several_gpus(report: FitReport, gpus: int, whole: int) -> FitReport:
+    if gpus == 1:
+        return report
+    note = (
+        f"bytes are those of one of {gpus} GPUs, over which FSDP2 shards model states block by block; two "
+        f"blocks and all outside of them are held whole, with their gradients: {size_text(whole)}. Times are "
+        "without its communication"
+    )
+    return dataclasses.replace(report, notes=(*report.notes, note))
 
 
 def _assume_looks(model: nn.Module, shadow: nn.Module) -> None:
@@ -105,19 +127,22 @@ def _timed(
 def _too_small(fitting: Fitting, budget: Budget, found: NoFit, inputs: str) -> str:
     found_rungs = smaller_rungs(
         _base(fitting, budget, found),
-        lambda smaller: fitting.run(found.levels, inputs=smaller).peak[0] + fitting.earlier,
+        lambda smaller: fitting.beside(fitting.run(found.levels, inputs=smaller)) + fitting.earlier,
     )
     rungs = sorted(found_rungs, key=lambda rung: -rung.total)
-    weights, workspace = fitting.states.parameters, fitting.states.workspace
+    states = fitting.states
+    weights, workspace = states.parameters, states.workspace + states.rounding
     lines = []
     if budget.bare and budget.bytes <= weights:
         meant = f"{budget.bytes}GiB" if budget.bytes < FEWEST_BYTES else "24GiB"
         lines.append(f'fit={budget.bytes} is {budget.bytes} bytes: did you mean fit="{meant}"?')
     lines.append(
         f"fit {budget.asked}: no training step of this model fits. The least budget is "
-        f"{size_text(found.least)} ({found.least} bytes) for {inputs} and {fitting.training.optimizer}: "
-        f"parameters {size_text(weights)}, optimizer state {size_text(fitting.states.optimizer)}, "
+        f"{size_text(found.least)} ({found.least} bytes) for {inputs} and {fitting.training.optimizer}"
+        + (f" on each of {fitting.training.gpus} GPUs: " if states.gathered else ": ")
+        + f"parameters {size_text(weights)}, optimizer state {size_text(states.optimizer)}, "
         f"gradients and activations {size_text(found.peak + fitting.earlier)}"
+        + (f", gathered {size_text(states.gathered)}" if states.gathered else "")
         + (f", cuBLAS's workspaces and rounding {size_text(workspace)}" if workspace else "")
     )
     if budget.bytes <= weights:
@@ -142,4 +167,5 @@ def _base(fitting: Fitting, budget: Budget, found: NoFit) -> Base:
     return Base(
         shadow.model, shadow.inputs, fitting.sites, states, fitting.training.optimizer, budget, peak,
         fitting.seconds, more, fitting.device, states.dequantised > 0 or bool(shadow.beside),
+        fitting.training.gpus,
     )  # fmt: skip

@@ -61,11 +61,14 @@ class FitReport:
         asked: the budget as it was asked for.
         budget: bytes of it.
         reserve: bytes of it that are left for the allocator's fragmentation.
-        predicted: the largest sum of bytes in a step, model states included.
+        predicted: the most bytes that are allocated in a step, model states included.
+        reserved: on a GPU, what its allocator takes for that; the rest is free, in pieces.
         moment: when that is.
         parameters, optimizer_state, gradients: bytes of the model states, gradients at the end of the
             backward.
-        workspace: on a GPU, of cuBLAS, and what the allocator rounds up for parameters and optimizer state.
+        workspace: on a GPU, of cuBLAS.
+        rounding: what its allocator rounds up at the peak.
+        margin: what it may round up more, by what was allocated before the training.
         held: activations that are alive when the forward ends.
         optimizer: its name.
         accumulates: gradients of earlier batches are held from the beginning of the step.
@@ -82,11 +85,14 @@ class FitReport:
     budget: int
     reserve: int
     predicted: int
+    reserved: int
     moment: str
     parameters: int
     optimizer_state: int
     gradients: int
     workspace: int
+    rounding: int
+    margin: int
     held: int
     optimizer: str
     accumulates: bool
@@ -109,8 +115,10 @@ class FitReport:
         since = " (held from the beginning)" if self.accumulates else ""
         levels = ", ".join(f"{count} {level}" for level, count in self.levels.items())
         share = 100 * self.extra_seconds / self.step_seconds if self.step_seconds else 0.0
-        workspace = (
-            f"  cuBLAS's workspaces, and what the allocator rounds up: {size_text(self.workspace)}"
+        of_gpu = (
+            f"  cuBLAS's workspaces {size_text(self.workspace)}, rounded up by the allocator "
+            f"{size_text(self.rounding)}, margin {size_text(self.margin)} (the rounding varies with what was "
+            f"allocated before); reserved {size_text(self.reserved)}"
         )
         return (
             f"fit {self.asked}: predicted peak {size_text(self.predicted)} in {self.moment}, for "
@@ -120,7 +128,7 @@ class FitReport:
             f"activations after the forward {size_text(self.held)}"
             + (f", on the host {size_text(self.on_host)}" if self.on_host else "")
             + (f", left for fragmentation {size_text(self.reserve)}" if self.reserve else ""),
-            *((workspace,) if self.workspace else ()),
+            *((of_gpu,) if self.reserved else ()),
             f"  predicted time: {1e3 * self.extra_seconds:.1f} ms more in each step ({share:.0f} % of the "
             f"blocks' {1e3 * self.step_seconds:.1f} ms, times of {self.device})",
         )

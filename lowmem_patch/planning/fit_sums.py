@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from lowmem_patch.memory.model_states import Training
 from lowmem_patch.planning.costs import Device, RunSeconds
 from lowmem_patch.planning.solve import Choice
 from lowmem_patch.planning.timeline import Timeline
@@ -56,16 +57,17 @@ def more_seconds(level: str, one: RunSeconds, size: int = 0, device: Device | No
     return one.again + stall + _OVERLAP * 2 * copy
 
 
-def temporaries_of(model: nn.Module, optimizer: str, *, elsewhere: bool) -> int:
-    """Bytes that an optimizer's step allocates for a while: torch's optimizers take all weights of a GPU at
-    once, and one after the other on a CPU; its fused AdamW allocates nothing.
+def temporaries_of(model: nn.Module, training: Training, *, elsewhere: bool) -> tuple[int, ...]:
+    """Bytes of what an optimizer's step holds at one time for a while: torch's optimizers take all weights of
+    a GPU at once, and one after the other on a CPU; its fused AdamW allocates nothing.
 
     Args:
         elsewhere: the model will run on a GPU, wherever it is now.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     sizes = [parameter.numel() * parameter.element_size() for parameter in trained]
-    if not sizes or optimizer not in ("adamw_foreach", "adafactor"):
-        return 0
+    if not sizes or training.optimizer not in ("adamw_foreach", "adafactor"):
+        return ()
     on_cpu = trained[0].device.type == "cpu" and not elsewhere
-    return 2 * max(sizes) if on_cpu else sum(sizes)
+    shares = [-(-size // training.gpus) for size in sizes]
+    return 2 * (max(shares),) if on_cpu else tuple(shares)

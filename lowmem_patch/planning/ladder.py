@@ -69,6 +69,7 @@ class Base:
         more: predicted seconds that their levels cost.
         device: that has these times.
         quantised: frozen weights lie in few bits already.
+        gpus: over which the model states are sharded already.
     """
 
     model: nn.Module
@@ -82,6 +83,7 @@ class Base:
     more: float
     device: Device
     quantised: bool = False
+    gpus: int = 1
 
     @property
     def resident(self) -> int:
@@ -98,7 +100,8 @@ class Base:
 
 
 def smaller_rungs(base: Base, peak_of: Callable[[ExampleInputs], int]) -> Iterator[Rung]:
-    """Smaller inputs, another optimizer, 4-bit weights and several GPUs: each alone on top of the base.
+    """Smaller inputs, another optimizer, 4-bit weights and several GPUs: each alone on top of the base; of a
+    base on several GPUs smaller inputs only.
 
     Args:
         peak_of: bytes of a step with other inputs, beside parameters and optimizer state.
@@ -110,6 +113,8 @@ def smaller_rungs(base: Base, peak_of: Callable[[ExampleInputs], int]) -> Iterat
             continue
         seconds = _part_of(base.runs, rows, tokens) * base.seconds
         yield Rung(name, base.total(max(peak, base.states.gradients)), seconds, on_top=True)
+    if base.gpus > 1:
+        return
     if not base.quantised:
         yield _qlora(base)
     if base.optimizer != "adamw8bit":
@@ -131,10 +136,11 @@ def _sharded(base: Base) -> Rung:
         for site in base.sites
     ]
     activations = base.peak - base.states.gradients
-    shared = base.resident - base.states.workspace + base.states.gradients
+    whole = base.states.workspace + base.states.rounding
+    shared = base.resident - whole + base.states.gradients
 
     def total(gpus: int) -> int:
-        part = -(-shared // gpus) + base.states.workspace + max(sizes, default=0)
+        part = -(-shared // gpus) + whole + max(sizes, default=0)
         return base.total(activations, part)
 
     found = next((gpus for gpus in _GPUS if total(gpus) <= base.budget.bytes), _GPUS[-1])
@@ -306,7 +312,7 @@ def _rungs(model: nn.Module, steps: _Steps, training: Training, budget: Budget) 
     states = model_state_bytes(model, training.optimizer, quantised=training.quantised)
     # gradients of earlier batches are there from the beginning
     earlier = states.gradients if training.accumulates else 0
-    temporaries = temporaries_of(model, training.optimizer, elsewhere=True)
+    temporaries = sum(temporaries_of(model, training, elsewhere=True))
     names = ALONE if steps.blocks.blocks else ALONE[:1]
 
     def peak_of(timeline: Timeline) -> int:

@@ -289,13 +289,14 @@ class Record:
 
     Attributes:
         signature: what trained at the patch, from ``trains_signature``.
-        fit: the budget, the optimizer and whether gradients are accumulated, as they were asked for.
+        fit: the budget, the optimizer, whether gradients are accumulated and the number of GPUs, as they were
+            asked for.
         as_patched: what is compared with the model later.
     """
 
     report: PatchReport
     signature: int
-    fit: tuple[str | int, str, bool] | None = None
+    fit: tuple[str | int, str, bool, int] | None = None
     as_patched: AsPatched | None = None
 
 

@@ -61,6 +61,8 @@ class Timeline:
         outside: alive when the forward ends, and allocated in no run.
         held: alive when the forward ends.
         end: alive after the backward: the gradients.
+        events: on a GPU, what its allocator is asked for (`LiveStorages`).
+        begins: by part of the step, the number of the event with which it begins.
     """
 
     runs: tuple[RunBytes, ...]
@@ -68,6 +70,12 @@ class Timeline:
     outside: int
     held: int
     end: int
+    events: tuple[tuple[int, int], ...] = ()
+    begins: tuple[tuple[int, Part], ...] = ()
+
+    def part_of(self, event: int) -> Part:
+        """The part of the step to which an event belongs."""
+        return [part for begin, part in self.begins if begin <= event][-1]
 
     @property
     def peak(self) -> tuple[int, str, int]:
@@ -91,6 +99,7 @@ class _LiveRuns(LiveStorages):
         super().__init__(ignored, packed, on_gpu=on_gpu)
         self.part: Part = ("before", 0)
         self.most: dict[Part, int] = {}
+        self.begins = [(0, self.part)] if on_gpu else []
 
     def grown(self, now: int) -> None:
         self.most[self.part] = max(self.most.get(self.part, 0), now)
@@ -98,6 +107,8 @@ class _LiveRuns(LiveStorages):
     def begin(self, part: Part, run: int = _OUTSIDE) -> None:
         self.settle()
         self.part, self.owner = part, run
+        if self.on_gpu:
+            self.begins.append((len(self.events), part))
         self.grown(self.now)
 
 
@@ -153,7 +164,10 @@ class _Marks:
             )
         outside = sum(size for size, run, _ in alive.values() if run == _OUTSIDE)
         held = sum(size for size, _, _ in alive.values())
-        return Timeline(tuple(runs), most.get(("before", 0), 0), outside, held, self.live.now)
+        return Timeline(
+            tuple(runs), most.get(("before", 0), 0), outside, held, self.live.now,
+            tuple(self.live.events), tuple(self.live.begins),
+        )  # fmt: skip
 
 
 @contextlib.contextmanager

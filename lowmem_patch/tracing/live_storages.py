@@ -19,6 +19,7 @@ from lowmem_patch.tracing.saved_bytes import storage_key
 __all__ = ["LiveStorages"]
 
 _WEIGHTS_OF_A_SCALE, _SCALE = 64, 4  # bitsandbytes: one float32 for so many weights
+_TEMPORARY = -1  # number of what a kernel takes and gives back
 _TORCH = str(Path(torch.__file__).parent)
 
 
@@ -33,6 +34,8 @@ class LiveStorages(DispatchObserver):
         live: by key: bytes, the ``owner`` when it was allocated, and a reference.
         now: bytes that are alive.
         owner: to whom the next allocations belong.
+        events: on a GPU, what an allocator is asked in this order: the number of a storage with its bytes
+            when it is made, and with 0 when it is released.
     """
 
     def __init__(
@@ -49,17 +52,20 @@ class LiveStorages(DispatchObserver):
         self.packed = set(map(storage_key, packed))
         self.live: dict[int, tuple[int, int, Any]] = {}
         self.now, self.owner, self.on_gpu = 0, -1, on_gpu
-        self._sum: tuple[int, int] | None = None  # key of the first gradient, bytes with a third
+        self.events: list[tuple[int, int]] = []
+        self._numbers: dict[int, int] = {}  # of the storages in the events, by key
+        # key of the first gradient, of the sum, bytes with a third
+        self._sum: tuple[int, int, int] | None = None
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.settle()
         taken = temporary_of(func, args) if self.on_gpu else Temporary(0)
         if not taken.beside_outputs:
-            self.grown(self.now + taken.bytes)
+            self._take_for_a_while(taken.bytes)
         output = func(*args, **kwargs)
         if _sums_gradients(func, args):
-            self._count(output)
-            self._sum = storage_key(args[0]), self.now
+            if self._count(output):
+                self._sum = storage_key(args[0]), storage_key(output), self.now
             return output
         for tensor in tree_leaves(output):
             if isinstance(tensor, Tensor):
@@ -68,8 +74,13 @@ class LiveStorages(DispatchObserver):
         if self.packed and func.namespace != "aten":
             temporary += self._unpacked(args, output)
         if temporary:
-            self.grown(self.now + temporary)
+            self._take_for_a_while(temporary)
         return output
+
+    def _take_for_a_while(self, size: int) -> None:
+        self.grown(self.now + size)
+        if self.on_gpu:
+            self.events += (_TEMPORARY, size), (_TEMPORARY, 0)
 
     def _unpacked(self, args: tuple[Any, ...], output: Any) -> int:
         """Bytes of a weight, with its scales, that a product of another library unpacks inside: torch sees
@@ -85,14 +96,30 @@ class LiveStorages(DispatchObserver):
     def settle(self) -> None:
         """Look whether the first of two gradients that were added was released by that."""
         if self._sum is not None:
-            (first, most), self._sum = self._sum, None
+            (first, third, most), self._sum = self._sum, None
             if first in self.live or first in self.ignored:
+                self._made(third)
                 self.grown(most)
 
     def add(self, tensor: Tensor) -> None:
         """Count a tensor's storage, unless it is counted or ignored."""
         if self._count(tensor):
+            self._made(storage_key(tensor))
             self.grown(self.now)
+
+    def _made(self, key: int) -> None:
+        if self.on_gpu and key in self.live:
+            self._numbers[key] = len(self.events)
+            self.events.append((len(self.events), self.live[key][0]))
+
+    def _released(self, key: int) -> None:
+        number = self._numbers.pop(key, None)
+        if number is None:
+            return
+        if self._sum is not None and key == self._sum[0]:
+            self._numbers[self._sum[1]] = number  # the sum is where the first gradient was
+        else:
+            self.events.append((number, 0))
 
     def _count(self, tensor: Tensor) -> bool:
         key = storage_key(tensor)
@@ -104,6 +131,7 @@ class LiveStorages(DispatchObserver):
         def released(_reference: Any, key: int = key, size: int = size) -> None:
             del self.live[key]
             self.now -= size
+            self._released(key)
 
         self.live[key] = (size, self.owner, weakref.ref(storage, released))
         self.now += size

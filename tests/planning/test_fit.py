@@ -112,7 +112,8 @@ def test_patch_fit_unpatch_and_fit_again() -> None:
 
 
 def test_plan_touches_nothing_and_works_on_the_meta_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")  # larger than the model
+    for name in ("CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE"):  # larger than the model
+        monkeypatch.setenv(name, ":0:0" if "CONFIG" in name else "0")
     model, x, budget = small_fit()
     plan_patch(model, "exact", example_inputs=x, fit=budget)
     assert not any(map(is_checkpointed, model.modules()))

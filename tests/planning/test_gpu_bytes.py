@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lowmem_patch import plan_patch
 from lowmem_patch.functional.products import linear_backward
 from lowmem_patch.memory import model_state_bytes
+from lowmem_patch.memory.caching_allocator import rounding_bytes
 from lowmem_patch.memory.cublas import _of_one, workspace_bytes
-from lowmem_patch.memory.rounding import rounding_bytes
 from lowmem_patch.planning.fit_report import _ranges, size_text
 from lowmem_patch.tracing.gpu_temporaries import column_sum_bytes, temporary_of
 from lowmem_patch.tracing.inputs import ExampleInputs
@@ -51,7 +51,7 @@ def test_the_workspace_of_cublaslt_is_in_kib(monkeypatch: pytest.MonkeyPatch) ->
     for text in ("", "0", "2048"):
         monkeypatch.setenv("CUBLASLT_WORKSPACE_SIZE", text)
         sizes[text] = workspace_bytes(nn.Linear(8, 8).to("meta"))
-    assert sizes == {"": MIB, "0": 0, "2048": 2 * MIB}
+    assert sizes == {"": 2 * MIB, "0": 0, "2048": 4 * MIB}  # of two threads
 
 
 def test_only_a_gpu_has_workspaces(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,7 +59,7 @@ def test_only_a_gpu_has_workspaces(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Linear(8, 8)
     assert workspace_bytes(model) == model_state_bytes(model, "sgd").workspace == 0
     model = model.to("meta")
-    assert workspace_bytes(model) == 2 * 3 * 4 * MIB + MIB  # of two threads, and cuBLASLt's
+    assert workspace_bytes(model) == 2 * (3 * 4 * MIB + MIB)  # of two threads, and cuBLASLt's
     states = model_state_bytes(model, "sgd")
     assert states.resident == states.parameters + workspace_bytes(model)
 
@@ -74,7 +74,7 @@ def test_a_budget_holds_the_workspaces_and_says_them(monkeypatch: pytest.MonkeyP
     few, many = found
     assert few is not None and many is not None
     assert many.predicted - few.predicted == many.workspace - few.workspace == 2 * 4 * 4 * MIB
-    assert "rounds up: 41.00 MiB" in str(many)
+    assert "cuBLAS's workspaces 42.00 MiB" in str(many)
     on_cpu = plan_patch(llama_of(), "auto", example_inputs=batch, fit="1GiB").fit
     assert on_cpu is not None and on_cpu.workspace == 0 and "cuBLAS" not in str(on_cpu)
 
@@ -131,10 +131,12 @@ def test_the_allocator_rounds_up_what_it_cannot_split() -> None:
 
 def test_model_states_on_a_gpu_hold_what_is_rounded_up() -> None:
     layers = nn.ModuleList(nn.Linear(768, 768, bias=False) for _ in range(9)).bfloat16()
-    assert model_state_bytes(layers, "adamw").workspace == 0
+    assert model_state_bytes(layers, "adamw").rounding == 0
     layers = layers.to("meta")
-    rounded = model_state_bytes(layers, "adamw").workspace - workspace_bytes(layers)
-    assert rounded == rounding_bytes([768 * 768 * 2] * 27) > 0  # weights, two moments
+    states = model_state_bytes(layers, "adamw")
+    assert states.workspace == workspace_bytes(layers)
+    assert states.resident - states.counted == states.rounding
+    assert states.rounding == rounding_bytes([768 * 768 * 2] * 27) > 0  # weights, two moments
 
 
 class Names(TorchDispatchMode):
