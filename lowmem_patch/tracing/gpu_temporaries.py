@@ -16,7 +16,8 @@ _ROWS = 10  # of one token that are added up at a time
 _THREADS, _WARP, _VECTOR = 512, 32, 4
 _LEAST_VALUES, _MOST_VALUES = 16, 256  # rows that a thread adds
 _H200 = (132, 2048)  # multiprocessors, threads of one
-_BIAS = 2  # place in `needs` of lowmem_patch::activation_linear_backward
+_LINEAR_BACKWARD = "activation_linear_backward"  # and the one that overwrites what it is given
+_BIAS = 2  # place in its `needs`
 _SUMS = (torch.ops.aten.sum.dim_IntList, torch.ops.aten.mean.dim)
 
 
@@ -33,7 +34,7 @@ def temporary_of(func: Any, args: tuple[Any, ...]) -> Temporary:
         return Temporary(_table_gradient_bytes(*args))
     if func in _SUMS and len(args) > 1:
         return Temporary(_sum_bytes(args[0], args[1]))
-    if func.namespace == "lowmem_patch" and func._opname == "activation_linear_backward":
+    if func.namespace == "lowmem_patch" and func._opname.startswith(_LINEAR_BACKWARD):
         needs = next(value for value in args if isinstance(value, (list, tuple)))
         if needs[_BIAS]:  # whose gradient is made first
             return Temporary(_sum_bytes(args[0], range(args[0].dim() - 1)), beside_outputs=False)

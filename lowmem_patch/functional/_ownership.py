@@ -1,0 +1,44 @@
+"""Whether a backward has a saved tensor for itself, so that a gradient may take the tensor's place.
+
+Autograd holds what it saved until the backward is over, and for the next one where the graph is retained.
+Only torch's non-reentrant checkpoint gives it away: it computes the tensors of a block again for one
+backward, gives each once, and holds it no longer. So where checkpoint packed a tensor, and no other tensor
+has its memory, nobody reads its values any more.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowmem_patch.functional._library import in_compiler
+
+__all__ = ["is_checkpoint_packing", "is_held_alone"]
+
+# torch 2.6 does not tell who packs
+_top_hooks: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+_HOOKS = ("_checkpoint_hook.", "_recomputation_hook.")
+
+
+def is_checkpoint_packing() -> bool:
+    """Whether torch's checkpoint packs what is saved now, in a block's first run or a later one."""
+    if in_compiler():
+        return False
+    hooks = None if _top_hooks is None else _top_hooks(True)
+    name: str = "" if hooks is None else getattr(hooks[0], "__qualname__", "")
+    return name.startswith(_HOOKS)
+
+
+def _holders(tensor: Tensor) -> int:
+    storage = tensor.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata)
+
+
+_ONE_HOLDER = _holders(torch.empty(1))
+
+
+def is_held_alone(tensor: Tensor) -> bool:
+    """Whether no other tensor, of Python or of autograd, has the memory of this one."""
+    return _holders(tensor) == _ONE_HOLDER
