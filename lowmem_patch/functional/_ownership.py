@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lowmem_patch.functional._library import in_compiler
 
-__all__ = ["is_checkpoint_packing", "is_held_alone"]
+__all__ = ["can_be_overwritten", "is_checkpoint_packing"]
 
 # torch 2.6 does not tell who packs
 _top_hooks: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
@@ -39,6 +39,14 @@ def _holders(tensor: Tensor) -> int:
 _ONE_HOLDER = _holders(torch.empty(1))
 
 
-def is_held_alone(tensor: Tensor) -> bool:
-    """Whether no other tensor, of Python or of autograd, has the memory of this one."""
-    return _holders(tensor) == _ONE_HOLDER
+def can_be_overwritten(dy: Tensor, *saved: Tensor | None) -> bool:
+    """Whether contiguous results of the dtype of ``dy`` may take the places of what checkpoint gave."""
+    return all(
+        tensor is None
+        or (
+            tensor.is_contiguous()
+            and tensor.dtype == dy.dtype
+            and _holders(tensor) == _ONE_HOLDER  # no other tensor, of Python or of autograd, has it
+        )
+        for tensor in saved
+    )

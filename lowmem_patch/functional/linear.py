@@ -24,7 +24,7 @@ from lowmem_patch.constants import ActivationKind
 from lowmem_patch.functional import _library, compiled, sharded
 from lowmem_patch.functional._checks import check_floating, check_kind
 from lowmem_patch.functional._implementation import Implementation, resolve
-from lowmem_patch.functional._ownership import is_checkpoint_packing, is_held_alone
+from lowmem_patch.functional._ownership import can_be_overwritten, is_checkpoint_packing
 from lowmem_patch.functional.products import (
     IDENTITY,
     LowRank,
@@ -73,7 +73,7 @@ class _ActivationLinear(torch.autograd.Function):
         saved = ctx.saved_tensors
         for_input, *for_rest = ctx.needs
         needs = (for_input, for_input and saved[1] is not None, *for_rest)
-        if ctx.given_away and for_input and _can_be_overwritten(dy, *saved[:2]):
+        if ctx.given_away and for_input and can_be_overwritten(dy, *saved[:2]):
             gradients = linear_backward_over_op(dy, *saved, *ctx.settings)
             if saved[1] is not None:
                 gradients.insert(0, saved[1])
@@ -81,15 +81,6 @@ class _ActivationLinear(torch.autograd.Function):
             gradients = linear_backward_op(dy, *saved, *ctx.settings)
         found = one_for_each(gradients, needs, ctx.dtypes)
         return (None, *found, None, None, None, None)
-
-
-def _can_be_overwritten(dy: Tensor, *saved: Tensor | None) -> bool:
-    """Whether results of the dtype of ``dy`` may take the places of these tensors."""
-    return all(
-        tensor is None
-        or (tensor.is_contiguous() and tensor.dtype == dy.dtype and is_held_alone(tensor))
-        for tensor in saved
-    )
 
 
 _call_linear = linear_op.differentiable(_ActivationLinear)

@@ -30,7 +30,7 @@ from torch._compile import _disable_dynamo
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lowmem_patch.functional import first_order, in_compiler, register_plain
+from lowmem_patch.functional import first_order, in_compiler, is_checkpoint_packing, register_plain
 from lowmem_patch.nn.op import Op, Projection
 from lowmem_patch.nn.shared_memory import (
     MADE_OUTSIDE,
@@ -276,7 +276,7 @@ class _Defer(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, op: Op, *sources: Tensor) -> Unstored:
-        ctx.op = op
+        ctx.op = op.in_checkpoint() if is_checkpoint_packing() else op
         ctx.set_materialize_grads(False)
         if op.saves:
             ctx.save_for_backward(*sources)
