@@ -29,7 +29,7 @@ from lowmem_patch.functional.products import (
     IDENTITY,
     LowRank,
     linear_backward_op,
-    linear_backward_over_op,
+    linear_backward_over,
     linear_forward,
     linear_op,
     low_product_op,
@@ -74,9 +74,7 @@ class _ActivationLinear(torch.autograd.Function):
         for_input, *for_rest = ctx.needs
         needs = (for_input, for_input and saved[1] is not None, *for_rest)
         if ctx.given_away and for_input and can_be_overwritten(dy, *saved[:2]):
-            gradients = linear_backward_over_op(dy, *saved, *ctx.settings)
-            if saved[1] is not None:
-                gradients.insert(0, saved[1])
+            gradients = linear_backward_over(dy, *saved, *ctx.settings)
         else:
             gradients = linear_backward_op(dy, *saved, *ctx.settings)
         found = one_for_each(gradients, needs, ctx.dtypes)
@@ -128,8 +126,8 @@ def _saved_first(*arguments: Any) -> Any:
 def _is_run_again(arguments: tuple[Any, ...]) -> bool:
     """Whether a forward runs in backward, on tensors with or without data."""
     return (
-        torch._C._current_graph_task_id() != -1
-        and not _library.is_traced()
+        not _library.is_traced()
+        and torch._C._current_graph_task_id() != -1
         and _library.is_plain(*arguments)
         and not _library.is_transformed()
     )

@@ -23,7 +23,7 @@ __all__ = [
     "LowRank",
     "linear_backward",
     "linear_backward_op",
-    "linear_backward_over_op",
+    "linear_backward_over",
     "linear_forward",
     "linear_op",
     "low_product_op",
@@ -286,16 +286,18 @@ def _backward_fake(dy: Tensor, *rest: Any) -> list[Tensor]:
     return gradients
 
 
-def _backward_over(dy: Tensor, source: Tensor, up: Tensor | None, *rest: Any) -> list[Tensor]:
-    """`linear_backward` over source and up, but for the gradient that lies in ``up``."""
-    gradients = linear_backward(dy, source, up, *rest, over=True)
-    return gradients if up is None else gradients[1:]
+def _backward_over(
+    dy: Tensor, source: Tensor, up: Tensor | None, *rest: Any
+) -> tuple[Tensor | None, ...]:
+    """What `linear_backward` computes over source and up, but for the gradient that lies in ``up``."""
+    gradients = iter(linear_backward(dy, source, up, *rest, over=True)[0 if up is None else 1 :])
+    return tuple(next(gradients) if need else None for need in rest[-2])
 
 
-def _backward_over_fake(dy: Tensor, *rest: Any) -> list[Tensor]:
-    source, _, weight, lora_A, lora_B, low, scale, _, (_, *needs), implementation = rest
-    arguments = (source, None, weight, lora_A, lora_B, low, scale, IDENTITY, (True, *needs))
-    return _backward_fake(dy, *arguments, implementation)
+def _backward_over_fake(dy: Tensor, source: Tensor, _: Any, *rest: Any) -> tuple[Any, ...]:
+    *others, _kind, needs, implementation = rest
+    found = iter(_backward_fake(dy, source, None, *others, IDENTITY, needs, implementation))
+    return tuple(next(found) if need else None for need in needs)
 
 
 linear_op = _library.Operator(
@@ -312,13 +314,20 @@ linear_backward_op = _library.Operator(
     linear_backward,
     _backward_fake,
 )
-linear_backward_over_op = _library.Operator(
+_backward_over_op = _library.Operator(
     "activation_linear_backward_over(Tensor dy, Tensor(a!) source, Tensor(b!)? up, Tensor weight, "
     "Tensor? lora_A, Tensor? lora_B, Tensor? low, float scale, str kind, "
-    "bool[] needs, str implementation) -> Tensor[]",
+    "bool[] needs, str implementation) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _backward_over,
     _backward_over_fake,
 )
+
+
+def linear_backward_over(dy: Tensor, source: Tensor, up: Tensor | None, *rest: Any) -> list[Tensor]:
+    """As `linear_backward` with ``over``; the gradient of the input must be asked for."""
+    found = _backward_over_op(dy, source, up, *rest)
+    gradients = [gradient for gradient, need in zip(found, rest[-2], strict=True) if need]
+    return gradients if up is None else [up, *gradients]
 
 
 def one_for_each(
