@@ -169,7 +169,7 @@ def test_halves_of_one_tensor_other_strides_and_dtypes_stay(overwritten: list[bo
         return activation_linear(glu(gate, up, "silu").detach(), (gate, up), weight, None, "silu")
 
     def turned(x: Tensor) -> Tensor:
-        gate, up = ((x.t() * factor).t() for factor in (2, 3))
+        gate, up = ((x * factor).t().contiguous().t() for factor in (2, 3))
         return activation_linear(glu(gate, up, "silu").detach(), (gate, up), weight, None, "silu")
 
     def mixed(x: Tensor) -> Tensor:
