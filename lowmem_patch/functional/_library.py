@@ -199,10 +199,8 @@ def is_plain(*args: Any) -> bool:
 
 
 def is_traced() -> bool:
-    """Whether a compiler or tracer writes down what runs."""
-    if in_compiler() or torch._C._is_tracing():
-        return True
-    return torch._C._get_dispatch_mode(_PROXY) is not None
+    """Whether a tracer writes down what runs, of which `in_compiler` does not know (torch.jit, make_fx)."""
+    return torch._C._is_tracing() or torch._C._get_dispatch_mode(_PROXY) is not None
 
 
 def register_plain(kind: type) -> None:

@@ -291,7 +291,8 @@ def _backward_over(
 ) -> tuple[Tensor | None, ...]:
     """What `linear_backward` computes over source and up, but for the gradient that lies in ``up``."""
     gradients = iter(linear_backward(dy, source, up, *rest, over=True)[0 if up is None else 1 :])
-    return tuple(next(gradients) if need else None for need in rest[-2])
+    *_, needs, _ = rest
+    return tuple(next(gradients) if need else None for need in needs)
 
 
 def _backward_over_fake(dy: Tensor, source: Tensor, _: Any, *rest: Any) -> tuple[Any, ...]:
@@ -325,8 +326,9 @@ _backward_over_op = _library.Operator(
 
 def linear_backward_over(dy: Tensor, source: Tensor, up: Tensor | None, *rest: Any) -> list[Tensor]:
     """As `linear_backward` with ``over``; the gradient of the input must be asked for."""
+    *_, needs, _ = rest
     found = _backward_over_op(dy, source, up, *rest)
-    gradients = [gradient for gradient, need in zip(found, rest[-2], strict=True) if need]
+    gradients = [gradient for gradient, need in zip(found, needs, strict=True) if need]
     return gradients if up is None else [up, *gradients]
 
 
