@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lowmem_patch.functional._library import in_compiler
 
-__all__ = ["can_be_overwritten", "is_checkpoint_packing"]
+__all__ = ["TELLS_HOLDERS", "can_be_overwritten", "is_checkpoint_packing"]
 
 # torch 2.6 does not tell who packs
 _top_hooks: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
@@ -31,17 +31,22 @@ def is_checkpoint_packing() -> bool:
     return name.startswith(_HOOKS)
 
 
+# builds of torch for a CPU alone do not have it
+_use_count: Any = getattr(torch._C, "_storage_Use_Count", None)
+TELLS_HOLDERS = _use_count is not None and _top_hooks is not None
+
+
 def _holders(tensor: Tensor) -> int:
     storage = tensor.untyped_storage()
-    return torch._C._storage_Use_Count(storage._cdata)
+    return int(_use_count(storage._cdata))
 
 
-_ONE_HOLDER = _holders(torch.empty(1))
+_ONE_HOLDER = _holders(torch.empty(1)) if TELLS_HOLDERS else 0
 
 
 def can_be_overwritten(dy: Tensor, *saved: Tensor | None) -> bool:
     """Whether contiguous results of the dtype of ``dy`` may take the places of what checkpoint gave."""
-    return all(
+    return TELLS_HOLDERS and all(
         tensor is None
         or (
             tensor.is_contiguous()
