@@ -133,7 +133,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument(
         "--budgets", type=float, nargs="+", metavar="MIB",
-        default=[NO_BUDGET, 24383, 13714, 8315, 3655, 3200, 2114, 1600],
+        default=[NO_BUDGET, 24383, 13714, 8315, 3655, 3200, 2114, 1526],
         help="peaks of a step above weights and optimizer state",
     )  # fmt: skip
     parser.add_argument("--json", type=Path, help="write the rows there")

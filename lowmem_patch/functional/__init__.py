@@ -15,6 +15,7 @@ from lowmem_patch.functional._library import (
     register_plain,
     without_autocast,
 )
+from lowmem_patch.functional._ownership import is_checkpoint_packing
 from lowmem_patch.functional.activations import (
     activation,
     activation_gradients,
@@ -68,6 +69,7 @@ __all__ = [
     "glu",
     "in_compiler",
     "in_compute_dtype",
+    "is_checkpoint_packing",
     "is_exporting",
     "is_sharded",
     "is_transformed",

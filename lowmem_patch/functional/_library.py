@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.library import Library, register_autograd
 
@@ -28,6 +29,8 @@ __all__ = [
     "in_forward_mode",
     "is_eager",
     "is_exporting",
+    "is_plain",
+    "is_traced",
     "is_transformed",
     "refuse_second_order",
     "register_plain",
@@ -49,6 +52,7 @@ _PLAIN = {
 
 # whether a compiler traces what runs: the one place where torch is asked
 in_compiler = torch.compiler.is_compiling
+_PROXY: Any = torch._C._TorchDispatchModeKey.PROXY  # has no types
 
 
 class without_autocast:
@@ -189,6 +193,16 @@ def is_eager(*args: Any) -> bool:
     if in_compiler() or torch._C._len_torch_dispatch_stack() or torch._C._is_tracing():
         return False
     return _PLAIN.issuperset(map(type, args))
+
+
+def is_plain(*args: Any) -> bool:
+    """As `is_eager`, for arguments of which modes may see other ops than the operator; fake tensors count."""
+    return all(type(argument) in _PLAIN or type(argument) is FakeTensor for argument in args)
+
+
+def is_traced() -> bool:
+    """Whether a tracer writes down what runs, of which `in_compiler` does not know (torch.jit, make_fx)."""
+    return torch._C._is_tracing() or torch._C._get_dispatch_mode(_PROXY) is not None
 
 
 def register_plain(kind: type) -> None:

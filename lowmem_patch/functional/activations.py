@@ -12,6 +12,7 @@ from lowmem_patch.constants import ActivationKind
 from lowmem_patch.functional import _library, compiled, sharded
 from lowmem_patch.functional._checks import check_floating, check_kind
 from lowmem_patch.functional._implementation import Implementation, dispatched, module, resolve
+from lowmem_patch.functional._ownership import can_be_overwritten
 
 __all__ = ["activation", "activation_gradients", "computed_again", "glu"]
 
@@ -104,6 +105,21 @@ _glu_gradient = _library.Operator(
 )
 
 
+def _glu_backward_over(
+    dy: Tensor, gate: Tensor, up: Tensor, kind: ActivationKind, implementation: str
+) -> None:
+    """d_gate takes the place of up, and d_up that of gate."""
+    module(implementation).glu_backward(dy, gate, up, kind, None, (up, gate))
+
+
+_glu_gradient_over = _library.Operator(
+    "glu_backward_over(Tensor dy, Tensor(a!) gate, Tensor(b!) up, str kind, str implementation) "
+    "-> ()",
+    _glu_backward_over,
+    lambda dy, gate, up, kind, implementation: None,
+)
+
+
 class _Glu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
@@ -177,11 +193,21 @@ def computed_again(sources: tuple[Tensor, Tensor | None], kind: ActivationKind) 
 
 
 def activation_gradients(
-    dy: Tensor, sources: tuple[Tensor, ...], kind: ActivationKind
+    dy: Tensor, sources: tuple[Tensor, ...], kind: ActivationKind, given_away: bool = False
 ) -> tuple[Tensor, ...]:
-    """The gradients of x of h(x), or of gate and up of h(gate) * up; no graph is recorded."""
+    """The gradients of x of h(x), or of gate and up of h(gate) * up; no graph is recorded.
+
+    Args:
+        dy: gradient of the value.
+        sources: x, or gate and up.
+        kind: which activation.
+        given_away: checkpoint computed the sources again, for this alone: gradients may take their places.
+    """
     chosen = resolve("auto", *sources)
     if len(sources) == 2:
+        if given_away and can_be_overwritten(dy, *sources):
+            _glu_gradient_over(dy, *sources, kind, chosen)
+            return sources[::-1]
         d_gate, d_up = _glu_gradient(dy, *sources, kind, chosen)
         return d_gate, d_up
     if kind in _OWN_OPERATOR:

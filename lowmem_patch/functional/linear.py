@@ -8,6 +8,7 @@ x (gate, up) alone: in backward one elementwise kernel gives their gradients and
     d_low = s dy B,      d_hidden = dy W + d_low A,     d_x = d_hidden h'(x) (or as in `glu`)
     d_W = dy^T hidden,   d_b = sum dy,   d_A = d_low^T hidden,   d_B = s dy^T low
 
+In a block that runs again in backward nobody else reads x (gate, up) then, and results take their places.
 Saved: x (gate, up) if W or A trains or h is not the identity; low, with its rank padded; W, A and B where
 d_hidden, d_A or d_B asks for them, as they are given: casts are repeated in backward and leave no copies.
 """
@@ -23,13 +24,15 @@ from lowmem_patch.constants import ActivationKind
 from lowmem_patch.functional import _library, compiled, sharded
 from lowmem_patch.functional._checks import check_floating, check_kind
 from lowmem_patch.functional._implementation import Implementation, resolve
+from lowmem_patch.functional._ownership import can_be_overwritten, is_checkpoint_packing
 from lowmem_patch.functional.products import (
     IDENTITY,
     LowRank,
     linear_backward_op,
+    linear_backward_over,
     linear_forward,
     linear_op,
-    low_product,
+    low_product_op,
     one_for_each,
     padded_forward,
 )
@@ -58,6 +61,7 @@ class _ActivationLinear(torch.autograd.Function):
         )
         ctx.needs = (for_input, for_weight, for_bias, for_A, for_B)
         ctx.settings = (scale, kind, ctx.needs, implementation)
+        ctx.given_away = kind != IDENTITY and is_checkpoint_packing()
         # an absent tensor's dtype is never read
         ctx.dtypes = [(weight if t is None else t).dtype for t in inputs[1:7]]
 
@@ -69,7 +73,11 @@ class _ActivationLinear(torch.autograd.Function):
         saved = ctx.saved_tensors
         for_input, *for_rest = ctx.needs
         needs = (for_input, for_input and saved[1] is not None, *for_rest)
-        found = one_for_each(linear_backward_op(dy, *saved, *ctx.settings), needs, ctx.dtypes)
+        if ctx.given_away and for_input and can_be_overwritten(dy, *saved[:2]):
+            gradients = linear_backward_over(dy, *saved, *ctx.settings)
+        else:
+            gradients = linear_backward_op(dy, *saved, *ctx.settings)
+        found = one_for_each(gradients, needs, ctx.dtypes)
         return (None, *found, None, None, None, None)
 
 
@@ -104,20 +112,24 @@ def _saved_first(*arguments: Any) -> Any:
     with torch.no_grad():
         if lora_A is not None:
             adapter = (lora_A, lora_B, scale)
-            low = low_product(hidden, lora_A, lora_B, dtype, implementation)
+            low = low_product_op(hidden, lora_A, lora_B, dtype, implementation)
     apply: Any = _SavedFirst.apply  # has no types
     y: Any = apply(*arguments, low)
     with torch.no_grad():
-        y.data = linear_forward(hidden, weight, bias, adapter, dtype, implementation, low)[0]
+        if _library.is_eager(*arguments):
+            y.data = linear_forward(hidden, weight, bias, adapter, dtype, implementation, low)[0]
+        else:
+            y.data = linear_op(*arguments)[0]
     return y
 
 
 def _is_run_again(arguments: tuple[Any, ...]) -> bool:
-    """Whether a forward runs in backward, and nobody but autograd looks on."""
+    """Whether a forward runs in backward, on tensors with or without data."""
     return (
         not _library.in_compiler()
         and torch._C._current_graph_task_id() != -1
-        and _library.is_eager(*arguments)
+        and not _library.is_traced()
+        and _library.is_plain(*arguments)
         and not _library.is_transformed()
     )
 

@@ -24,9 +24,10 @@ __all__ = [
     "LowRank",
     "linear_backward",
     "linear_backward_op",
+    "linear_backward_over",
     "linear_forward",
     "linear_op",
-    "low_product",
+    "low_product_op",
     "one_for_each",
     "padded_forward",
 ]
@@ -107,6 +108,17 @@ def _product(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return y.resize_(*hidden.shape[:-1], weight.shape[0])
 
 
+low_product_op = _library.Operator(
+    "low_product(Tensor hidden, Tensor lora_A, Tensor lora_B, ScalarType compute_dtype, "
+    "str implementation) -> Tensor",
+    low_product,
+    lambda hidden, lora_A, lora_B, compute_dtype, implementation: hidden.new_empty(
+        (hidden.numel() // hidden.shape[-1], padded_rank(lora_A.shape[0], compute_dtype)),
+        dtype=compute_dtype,
+    ),
+)
+
+
 def padded_forward(
     hidden: Tensor,
     source: Tensor,
@@ -160,13 +172,19 @@ def _source_gradients(
     up: Tensor | None,
     kind: str,
     hidden: Tensor | None,
+    over: bool,
 ) -> list[Tensor]:
-    """The gradients of source and up; h(source) (or h(source) * up) goes into ``hidden``, where given."""
+    """The gradients of source and up; h(source) (or h(source) * up) goes into ``hidden``, where given.
+
+    ``over``: they take the places of ``up`` and ``d_hidden``.
+    """
     if kind == IDENTITY:
         return [d_hidden]
     if up is None:
-        return [ops.activate_backward(d_hidden, source, kind, hidden)]
-    return [*ops.glu_backward(d_hidden, source, up, kind, hidden)]
+        into = d_hidden if over else None
+        return [ops.activate_backward(d_hidden, source, kind, hidden, into)]
+    places = (up, d_hidden) if over else None
+    return [*ops.glu_backward(d_hidden, source, up, kind, hidden, places)]
 
 
 def _hidden(ops: Any, source: Any, up: Tensor | None, kind: str, dtype: torch.dtype) -> Tensor:
@@ -200,11 +218,16 @@ def linear_backward(
     kind: str,
     needs: Sequence[bool],
     implementation: str,
+    *,
+    over: bool = False,
 ) -> list[Tensor]:
     """Gradients of source (and up), weight, bias, lora_A and lora_B, those that ``needs`` asks for.
 
     They have the dtype of ``dy``, or of source and up behind an activation. What is not read may be None.
     Behind them stands the memory that is needed meanwhile, for who counts bytes.
+
+    ``over``: source and up, contiguous and of the dtype of ``dy``, are overwritten, and ``up`` becomes the
+    gradient of source.
     """
     needs_input, needs_weight, needs_bias, needs_A, needs_B = needs
     ops: Any = module(implementation)
@@ -222,10 +245,15 @@ def linear_backward(
             d_low, padded_A = _low_gradient(ops, rows, lora_A, lora_B, scale)
         if needs_input:
             d_hidden = _hidden_gradient(dy, rows, weight, d_low, padded_A)
-            meanwhile = [] if kind == IDENTITY else [d_hidden]
-            if meanwhile and for_hidden:
-                hidden = d_hidden  # takes the place of its gradient: the peak of a plain backward
-            gradients += _source_gradients(ops, d_hidden, source, up, kind, hidden)
+            if over:
+                hidden = source
+            elif kind != IDENTITY:
+                meanwhile = [d_hidden]
+                if for_hidden:
+                    hidden = (
+                        d_hidden  # takes the place of its gradient: the peak of a plain backward
+                    )
+            gradients += _source_gradients(ops, d_hidden, source, up, kind, hidden, over)
         if for_hidden:
             if hidden is None:
                 hidden = _hidden(ops, source, up, kind, dy.dtype)
@@ -259,6 +287,21 @@ def _backward_fake(dy: Tensor, *rest: Any) -> list[Tensor]:
     return gradients
 
 
+def _backward_over(
+    dy: Tensor, source: Tensor, up: Tensor | None, *rest: Any
+) -> tuple[Tensor | None, ...]:
+    """What `linear_backward` computes over source and up, but for the gradient that lies in ``up``."""
+    gradients = iter(linear_backward(dy, source, up, *rest, over=True)[0 if up is None else 1 :])
+    *_, needs, _ = rest
+    return tuple(next(gradients) if need else None for need in needs)
+
+
+def _backward_over_fake(dy: Tensor, source: Tensor, _: Any, *rest: Any) -> tuple[Any, ...]:
+    *others, _kind, needs, implementation = rest
+    found = iter(_backward_fake(dy, source, None, *others, IDENTITY, needs, implementation))
+    return tuple(next(found) if need else None for need in needs)
+
+
 linear_op = _library.Operator(
     "activation_linear(Tensor hidden, Tensor source, Tensor? up, Tensor weight, Tensor? bias, "
     "Tensor? lora_A, Tensor? lora_B, float scale, str kind, ScalarType compute_dtype, "
@@ -273,6 +316,21 @@ linear_backward_op = _library.Operator(
     linear_backward,
     _backward_fake,
 )
+_backward_over_op = _library.Operator(
+    "activation_linear_backward_over(Tensor dy, Tensor(a!) source, Tensor(b!)? up, Tensor weight, "
+    "Tensor? lora_A, Tensor? lora_B, Tensor? low, float scale, str kind, "
+    "bool[] needs, str implementation) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _backward_over,
+    _backward_over_fake,
+)
+
+
+def linear_backward_over(dy: Tensor, source: Tensor, up: Tensor | None, *rest: Any) -> list[Tensor]:
+    """As `linear_backward` with ``over``; the gradient of the input must be asked for."""
+    *_, needs, _ = rest
+    found = _backward_over_op(dy, source, up, *rest)
+    gradients = [gradient for gradient, need in zip(found, needs, strict=True) if need]
+    return gradients if up is None else [up, *gradients]
 
 
 def _backward_temporary(dy: Tensor, *rest: Any) -> Temporary:
@@ -281,6 +339,7 @@ def _backward_temporary(dy: Tensor, *rest: Any) -> Temporary:
 
 
 OF_OPERATORS[torch.ops.lowmem_patch.activation_linear_backward.default] = _backward_temporary
+OF_OPERATORS[torch.ops.lowmem_patch.activation_linear_backward_over.default] = _backward_temporary
 
 
 def one_for_each(

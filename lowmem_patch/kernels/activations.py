@@ -2,7 +2,8 @@
 
 y = h(gate) up:  d_gate = dy up h'(gate),  d_up = dy h(gate).  Saved: gate and up.
 y = h(x):        dx = dy h'(x).                                Saved: x.
-The backward can write y again as well, for a weight's gradient, in the place of dy if asked to.
+The backward can write y again as well, for a weight's gradient. Its results may take the place of what it
+reads: each that of a tensor from which it is computed, or y that of dy, whose last use lies before.
 Inputs are read in place through their row stride (halves of a packed projection); outputs are
 contiguous. Contiguous tensors are one long row.
 """
@@ -139,10 +140,17 @@ def _forward(x: Tensor, up: Tensor | None, kind: ActivationKind, out_dtype: torc
 
 
 def _backward(
-    dy: Tensor, x: Tensor, up: Tensor | None, kind: ActivationKind, hidden: Tensor | None
+    dy: Tensor,
+    x: Tensor,
+    up: Tensor | None,
+    kind: ActivationKind,
+    hidden: Tensor | None,
+    dx: Tensor | None,
+    d_up: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
-    dx = empty(x, x.dtype)
-    d_up = None if up is None else empty(up, up.dtype)
+    dx = empty(x, x.dtype) if dx is None else dx
+    if up is not None and d_up is None:
+        d_up = empty(up, up.dtype)
     if x.numel() == 0:
         return dx, d_up
     given = (dy, x) if up is None else (dy, x, up)
@@ -165,10 +173,18 @@ def activate(x: Tensor, kind: ActivationKind, out_dtype: torch.dtype | None = No
 
 
 def activate_backward(
-    dy: Tensor, x: Tensor, kind: ActivationKind, hidden: Tensor | None = None
+    dy: Tensor,
+    x: Tensor,
+    kind: ActivationKind,
+    hidden: Tensor | None = None,
+    into: Tensor | None = None,
 ) -> Tensor:
-    """dx = dy * h'(x), contiguous, dtype of ``x``; h(x) into ``hidden`` (contiguous, may be ``dy``)."""
-    return _backward(dy, x, None, kind, hidden)[0]
+    """dx = dy * h'(x), contiguous, dtype of ``x``.
+
+    h(x) goes into ``hidden``, where given (contiguous, may be ``dy`` or ``x``), and dx into ``into``
+    (contiguous, may be ``dy``, or ``x`` where hidden is not).
+    """
+    return _backward(dy, x, None, kind, hidden, into, None)[0]
 
 
 def glu_forward(
@@ -181,12 +197,18 @@ def glu_forward(
 
 
 def glu_backward(
-    dy: Tensor, gate: Tensor, up: Tensor, kind: ActivationKind, hidden: Tensor | None = None
+    dy: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    kind: ActivationKind,
+    hidden: Tensor | None = None,
+    into: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """d_gate = dy * up * h'(gate) and d_up = dy * h(gate), contiguous.
 
-    h(gate) * up goes into ``hidden``, where given (contiguous, may be ``dy``).
+    h(gate) * up goes into ``hidden``, where given (contiguous, may be ``dy``), and d_gate and d_up go into
+    ``into``. Places of what is read: hidden that of gate, d_gate that of up, d_up that of dy or gate.
     """
-    d_gate, d_up = _backward(dy, gate, up, kind, hidden)
+    d_gate, d_up = _backward(dy, gate, up, kind, hidden, *(into or (None, None)))
     assert d_up is not None
     return d_gate, d_up

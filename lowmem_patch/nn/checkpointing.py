@@ -26,7 +26,13 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from lowmem_patch.functional import in_compiler, is_exporting, is_sharded, is_transformed
+from lowmem_patch.functional import (
+    in_compiler,
+    is_checkpoint_packing,
+    is_exporting,
+    is_sharded,
+    is_transformed,
+)
 from lowmem_patch.nn.context import is_fsdp_unit
 from lowmem_patch.nn.deferred import Deferred, value_of
 from lowmem_patch.nn.host_memory import HostMemory
@@ -116,17 +122,11 @@ def is_switched_on(block: nn.Module) -> bool:
     return any(module.__dict__.get(name) for module in block.modules() for name in SWITCHES)
 
 
-# torch 2.6 does not tell who packs
-_top_hooks: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-
-
 def _is_run_again() -> bool:
     """Whether somebody else checkpoints what is running, or runs it again in backward."""
     if torch._C._current_graph_task_id() != -1:
         return True
-    hooks = None if _top_hooks is None else _top_hooks(True)
-    name = "" if hooks is None else getattr(hooks[0], "__qualname__", "")
-    return name.startswith(("_checkpoint_hook.", "_recomputation_hook."))
+    return is_checkpoint_packing()
 
 
 def _without_empty_caches(

@@ -2,8 +2,7 @@
 
 An activation, a norm or a cast may return a ``Deferred``. To everybody it is a `torch.Tensor` with a
 ``grad_fn``. It comes in two forms: `Stored` holds its values, as any tensor. `Unstored` has no storage. Its
-values are computed when an op is dispatched on it, in Python or in C++; they may be let go between a forward
-and a backward that has saved it (`Op.was_read`).
+values are computed when an op is dispatched on it, in Python or in C++, and may be let go after (`Op.was_read`).
 
 A few readers know better than to save the values (the table `lowmem_patch.nn.readers`):
 
@@ -29,7 +28,7 @@ from torch._compile import _disable_dynamo
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lowmem_patch.functional import first_order, in_compiler, register_plain
+from lowmem_patch.functional import first_order, in_compiler, is_checkpoint_packing, register_plain
 from lowmem_patch.nn.op import Op, refuse_bypassed
 from lowmem_patch.nn.shared_memory import (
     MADE_OUTSIDE,
@@ -277,7 +276,7 @@ class _Defer(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, op: Op, *sources: Tensor) -> Unstored:
-        ctx.op = op
+        ctx.op = op.in_checkpoint() if is_checkpoint_packing() else op
         ctx.set_materialize_grads(False)
         if op.saves:
             ctx.save_for_backward(*sources)

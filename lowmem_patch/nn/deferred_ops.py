@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -55,6 +56,8 @@ class Activation(Op):
             stay as long as the tensor. It is a guess: one reader more computes them again.
     """
 
+    given_away = False  # the gradients of the sources may take their places
+
     def __init__(self, kind: ActivationKind, low_precision: bool = False, reads: int = 0) -> None:
         super().__init__(low_precision)
         self.kind = kind
@@ -86,7 +89,12 @@ class Activation(Op):
         return computed_again((sources[0], sources[1] if len(sources) == 2 else None), self.kind)
 
     def gradients(self, dy: Tensor, *sources: Tensor) -> tuple[Tensor | None, ...]:
-        return activation_gradients(dy, sources, self.kind)
+        return activation_gradients(dy, sources, self.kind, self.given_away)
+
+    def in_checkpoint(self) -> Activation:
+        op = copy.copy(self)
+        op.given_away = True
+        return op
 
     def moved(self, h: Deferred, move: Callable[[Tensor], Tensor]) -> Any:
         h._bypassed = True

@@ -72,6 +72,10 @@ class Op:
         """The gradients of the sources that have a gradient."""
         raise NotImplementedError
 
+    def in_checkpoint(self) -> Op:
+        """The op of a block that torch's checkpoint runs again: the gradient has the sources for itself."""
+        return self
+
     def linear(self, h: Deferred, to: Projection, dtype: torch.dtype) -> Any:
         """The projection of ``h`` computed in ``dtype``, which saves as little as possible."""
         raise NotImplementedError

@@ -72,16 +72,20 @@ def activate(x: Tensor, kind: ActivationKind, out_dtype: torch.dtype | None = No
 
 
 def activate_backward(
-    dy: Tensor, x: Tensor, kind: ActivationKind, hidden: Tensor | None = None
+    dy: Tensor,
+    x: Tensor,
+    kind: ActivationKind,
+    hidden: Tensor | None = None,
+    into: Tensor | None = None,
 ) -> Tensor:
     """dx = dy * h'(x), shape and dtype of ``x``; torch's own formulas.
 
-    ``hidden``, where given, is overwritten with h(x); it may be ``dy`` itself.
+    ``hidden`` and ``into``, where given, are overwritten with h(x) and dx; they may be ``dy`` or ``x``.
     """
     dx = formulas.BACKWARD[kind](dy.to(x.dtype), x)
     if hidden is not None:
         hidden.copy_(activate(x, kind))
-    return dx
+    return dx if into is None else into.copy_(dx)
 
 
 def codes_forward(x: Tensor, kind: ActivationKind, bits: int) -> tuple[Tensor, Tensor]:
@@ -155,11 +159,17 @@ def glu_forward(
 
 
 def glu_backward(
-    dy: Tensor, gate: Tensor, up: Tensor, kind: ActivationKind, hidden: Tensor | None = None
+    dy: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    kind: ActivationKind,
+    hidden: Tensor | None = None,
+    into: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """d_gate = dy * up * h'(gate) and d_up = dy * h(gate), contiguous, each in its input's dtype.
 
-    ``hidden``, where given, is overwritten with h(gate) * up; it may be ``dy`` itself.
+    ``hidden`` and ``into``, where given, are overwritten with h(gate) * up and with d_gate and d_up; they may
+    be ``dy``, ``gate`` or ``up``.
     """
     dtype = _arithmetic_dtype(torch.promote_types(gate.dtype, up.dtype))
     d_y, x = dy.to(dtype), gate.to(dtype)
@@ -167,6 +177,8 @@ def glu_backward(
     d_up = (d_y * activate(x, kind)).to(up.dtype)
     if hidden is not None:
         hidden.copy_(activate(gate, kind) * up)
+    if into is not None:
+        return into[0].copy_(d_gate), into[1].copy_(d_up)
     return d_gate.contiguous(), d_up.contiguous()
 
 

@@ -26,6 +26,7 @@ PARTS = {
         "eight_bit",
         "linear",
         "packing",
+        "places",
         "rotary",
     ),
 }

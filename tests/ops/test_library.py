@@ -50,6 +50,7 @@ def operator_samples() -> Iterator[tuple[str, tuple[Any, ...]]]:
     packed = torch.randn(4, 12)
     yield "glu", (*(half.requires_grad_() for half in packed.chunk(2, -1)), "silu", R)
     yield "glu_backward", (*torch.randn(3, 4, 6).unbind(), "silu", R)
+    yield "glu_backward_over", (*(torch.randn(4, 6) for _ in range(3)), "silu", R)
     low = torch.bfloat16
     vectors, centered, rms = (randn(6), randn(6)), (1e-5, 0.0, True), (1e-5, 1.0, False)
     yield "norm", (randn(4, 6), *vectors, *centered, torch.float32, None, None, R)
@@ -77,6 +78,10 @@ def operator_samples() -> Iterator[tuple[str, tuple[Any, ...]]]:
         (dy, source, source * 2, *weights, low, 0.5, "silu", *tail),
     )
     yield "activation_linear_backward", (dy, source, None, *weights, low, 0.5, "identity", *tail)
+    for up in (source * 2, None):
+        given = (dy, source.clone(), up, *weights, low, 0.5, "silu", *tail)
+        yield "activation_linear_backward_over", given
+    yield "low_product", (source, *weights[1:], torch.bfloat16, R)
     q = torch.randn(2, 5, 3, 8).transpose(1, 2)
     cos, sin = torch.randn(2, 5, 6), torch.randn(1, 5, 6).expand(2, -1, -1)
     narrow_q, rest = q[..., :6].bfloat16(), (1, False, None, torch.float32, R)

@@ -15,8 +15,10 @@ from transformers import AutoModelForCausalLM
 from lowmem_patch import patch_model, patch_report, plan_patch, unpatch_model
 from lowmem_patch.demo import LLAMA_FOLDER
 from lowmem_patch.errors import BudgetError
+from lowmem_patch.functional._ownership import TELLS_HOLDERS
 from lowmem_patch.nn.checkpointing import is_checkpointed
 from tests.support.fitted import MODELS, assert_predicted, fitted, least_of, made
+from tests.support.models import llama_of
 from tests.support.stacks import rows, stack
 from tests.support.step import step, warned
 
@@ -138,6 +140,22 @@ def test_the_least_budget_is_no_more_than_one_level_for_all_blocks_takes() -> No
     batch = {"input_ids": torch.zeros(4, 128, dtype=torch.long)}
     report = plan_patch(model, "auto", example_inputs=batch, fit="5.3MiB").fit
     assert report is not None and report.predicted <= 5.3 * 2**20
+
+
+@pytest.mark.skipif(not TELLS_HOLDERS, reason="this torch does not tell who holds a tensor")
+@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "v_proj"]], ids=["all", "attention"])
+def test_the_least_budget_holds_three_tensors_of_a_wide_mlp_and_not_five(targets: Any) -> None:
+    """Where no down_proj trains, and where one has an adapter; on a CPU and without data."""
+    width, batch = 2048, {"input_ids": torch.ones(4, 64, dtype=torch.long)}
+    model = llama_of(intermediate_size=width, num_hidden_layers=3).train()
+    adapters = LoraConfig(r=4, target_modules=targets, init_lora_weights=False, lora_dropout=0.0)
+    model = get_peft_model(model, adapters)
+    with pytest.raises(BudgetError) as error:
+        plan_patch(model, "exact", example_inputs=batch, fit="64KiB")
+    fitted_model, report = fitted(model, batch, least_of(str(error.value)), "exact")
+    assert_predicted(report, fitted_model, batch)
+    peak = report.predicted - report.parameters - report.optimizer_state
+    assert peak < 4 * batch["input_ids"].numel() * width * 4
 
 
 def test_a_patch_without_a_budget_says_that_it_drops_one() -> None:

@@ -1,0 +1,57 @@
+"""Whether a backward has a saved tensor for itself, so that a gradient may take the tensor's place.
+
+Autograd holds what it saved until the backward is over, and for the next one where the graph is retained.
+Only torch's non-reentrant checkpoint gives it away: it computes the tensors of a block again for one
+backward, gives each once, and holds it no longer. So where checkpoint packed a tensor, and no other tensor
+has its memory, nobody reads its values any more.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowmem_patch.functional._library import in_compiler
+
+__all__ = ["TELLS_HOLDERS", "can_be_overwritten", "is_checkpoint_packing"]
+
+# torch 2.6 does not tell who packs
+_top_hooks: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+_HOOKS = ("_checkpoint_hook.", "_recomputation_hook.")
+
+
+def is_checkpoint_packing() -> bool:
+    """Whether torch's checkpoint packs what is saved now, in a block's first run or a later one."""
+    if in_compiler():
+        return False
+    hooks = None if _top_hooks is None else _top_hooks(True)
+    name: str = "" if hooks is None else getattr(hooks[0], "__qualname__", "")
+    return name.startswith(_HOOKS)
+
+
+# builds of torch for a CPU alone do not have it
+_use_count: Any = getattr(torch._C, "_storage_Use_Count", None)
+TELLS_HOLDERS = _use_count is not None and _top_hooks is not None
+
+
+def _holders(tensor: Tensor) -> int:
+    storage = tensor.untyped_storage()
+    return int(_use_count(storage._cdata))
+
+
+_ONE_HOLDER = _holders(torch.empty(1)) if TELLS_HOLDERS else 0
+
+
+def can_be_overwritten(dy: Tensor, *saved: Tensor | None) -> bool:
+    """Whether contiguous results of the dtype of ``dy`` may take the places of what checkpoint gave."""
+    return TELLS_HOLDERS and all(
+        tensor is None
+        or (
+            tensor.is_contiguous()
+            and tensor.dtype == dy.dtype
+            and _holders(tensor) == _ONE_HOLDER  # no other tensor, of Python or of autograd, has it
+        )
+        for tensor in saved
+    )
