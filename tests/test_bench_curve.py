@@ -15,7 +15,7 @@ from lowmem_patch.bench import compare, find_variant
 from lowmem_patch.cli import app
 from lowmem_patch.errors import ConfigError
 from lowmem_patch.tracing.inputs import as_example_inputs
-from tests.support.fitted import made
+from tests.support.fitted import made, planned_once
 from tests.support.step import step, warned
 
 ASSETS = Path(__file__).parent.parent / "lowmem_patch" / "assets"
@@ -26,7 +26,8 @@ def test_a_budget_is_a_variant() -> None:
     model, inputs = made("llama")
     given = as_example_inputs(inputs)
     names = ("exact", "exact+fit=1g", "exact+fit=1KiB", "fit=1g")
-    rows = compare(model, given, {n: find_variant(n) for n in names}, rounds=2, steps=1).rows
+    with planned_once():
+        rows = compare(model, given, {n: find_variant(n) for n in names}, rounds=2, steps=1).rows
     plain, large, small, auto = rows
     assert plain.act == large.act and large.measured and auto.measured
     assert small.skipped is not None and "least budget" in small.skipped and not small.failed
@@ -66,7 +67,8 @@ def test_the_curve_and_its_picture(tmp_path: Path) -> None:
         "bench", str(ASSETS / "tiny-vit"), "--curve", "--batch-size", "32", "--rounds", "2", "--steps", "1",
         "--device", "cpu", "--plot", str(picture), "--json",
     )  # fmt: skip
-    result = CliRunner().invoke(app, arguments)
+    with planned_once():
+        result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     rows = json.loads(result.stdout)["variants"]
     fitted = [row for name, row in rows.items() if name.startswith("fit=")]

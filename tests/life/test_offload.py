@@ -17,7 +17,7 @@ from lowmem_patch.errors import BudgetError
 from lowmem_patch.nn.deferred import Deferred
 from lowmem_patch.nn.norms import MSNorm
 from lowmem_patch.nn.own import is_own
-from tests.support.fitted import assert_predicted, tokens
+from tests.support.fitted import assert_predicted, planned_once, tokens
 from tests.support.judge import assert_accurate
 from tests.support.models import FAMILIES, build
 from tests.support.quantised import qlora as four_bits
@@ -197,8 +197,8 @@ def test_a_budget_beneath_hooks_holds() -> None:
     inputs = {"input_ids": tokens(2, 24)}
     model = four_bits("4bit")
     accelerate.dispatch_model(model, {"": "cpu"}, force_hooks=True)
-    budget = least_budget(model, inputs)
-    patch_model(model, "exact", example_inputs=inputs, fit=budget)
+    with planned_once():
+        patch_model(model, "exact", example_inputs=inputs, fit=least_budget(model, inputs))
     report = patch_report(model).fit
     assert report is not None and "patched" not in report.levels
     assert_predicted(report, model, inputs)

@@ -14,7 +14,7 @@ from lowmem_patch import patch_model, patch_report, plan_patch
 from lowmem_patch.errors import BudgetError
 from lowmem_patch.planning import fit_model
 from lowmem_patch.planning.fit_report import FitReport, FittedBlock
-from tests.support.fitted import assert_predicted, made, tokens
+from tests.support.fitted import assert_predicted, made, planned_once, tokens
 from tests.support.stacks import PlainBlock, Stack, rows
 from tests.support.step import step, warned
 
@@ -56,7 +56,8 @@ def fit_at(model: Any, inputs: Any, share: float) -> FitReport:
 @pytest.mark.parametrize("name", ["swin", "whisper", "moe"])
 def test_the_plan_differs_by_the_kind_of_block(name: str) -> None:
     model, inputs = moe() if name == "moe" else made(name)
-    found = fit_at(model, inputs, 0.5)
+    with planned_once():
+        found = fit_at(model, inputs, 0.5)
     kinds: dict[str, list[FittedBlock]] = defaultdict(list)
     for block in found.blocks:
         kinds[kind_of(name, block.site)].append(block)
@@ -73,11 +74,11 @@ def test_some_inputs_wait_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model, x = Stack(PlainBlock() for _ in range(12)).train(), rows()
     monkeypatch.setattr(fit_model, "free_host_bytes", lambda: 4 * x.numel() * 4)
-    with warned(), pytest.raises(BudgetError) as error:
-        patch_model(model, "exact", example_inputs=x, fit=1, optimizer="sgd")
-    least = error.value.least
-    assert least is not None
-    with warned():
+    with planned_once(), warned():
+        with pytest.raises(BudgetError) as error:
+            patch_model(model, "exact", example_inputs=x, fit=1, optimizer="sgd")
+        least = error.value.least
+        assert least is not None
         plain = step(patch_model(copy.deepcopy(model), "exact", example_inputs=x), x)
         patch_model(model, "exact", example_inputs=x, fit=least, optimizer="sgd")
     report = patch_report(model).fit
