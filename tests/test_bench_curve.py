@@ -15,7 +15,8 @@ from lowmem_patch.bench import compare, find_variant
 from lowmem_patch.cli import app
 from lowmem_patch.errors import ConfigError
 from lowmem_patch.tracing.inputs import as_example_inputs
-from tests.support.fitted import made, planned_once
+from tests.support.fitted import planned_once, tokens
+from tests.support.models import llama_of
 from tests.support.step import step, warned
 
 ASSETS = Path(__file__).parent.parent / "lowmem_patch" / "assets"
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.timeout(600)
 
 
 def test_a_budget_is_a_variant() -> None:
-    model, inputs = made("llama")
+    model, inputs = llama_of(num_hidden_layers=2).train(), {"input_ids": tokens()}
     given = as_example_inputs(inputs)
     names = ("exact", "exact+fit=1g", "exact+fit=1KiB", "fit=1g")
     with planned_once():
@@ -38,7 +39,7 @@ def test_a_budget_is_a_variant() -> None:
 
 def test_every_nth_block_is_checkpointed_and_computes_the_same() -> None:
     torch.manual_seed(0)
-    model, inputs = made("llama")
+    model, inputs = llama_of(num_hidden_layers=3).train(), {"input_ids": tokens()}
     wanted = step(copy.deepcopy(model), inputs)
     names = ("unpatched", "every=3", "every=1", "exact", "exact+every=1")
     given = as_example_inputs(inputs)

@@ -31,14 +31,14 @@ else:
     ]
 
 
-def part(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """All combinations where there is a GPU; elsewhere a third of them, in which each two values meet."""
+def part(*axes: Sequence[Any], of: int = 3) -> list[tuple[Any, ...]]:
+    """All combinations where there is a GPU; elsewhere one of so many, in which each two values meet."""
     found = itertools.product(*(enumerate(axis) for axis in axes))
     thinned = INTERPRETED or not torch.cuda.is_available()
     return [
         tuple(value for _, value in combination)
         for combination in found
-        if not (thinned and sum(number for number, _ in combination) % 3)
+        if not (thinned and sum(number for number, _ in combination) % of)
     ]
 
 
