@@ -145,7 +145,7 @@ def planned(model: Any, inputs: Any) -> Planned:
 
 def test_no_host_memory_and_little_of_it() -> None:
     torch.manual_seed(0)
-    model, x = Stack(PlainBlock() for _ in range(24)).train(), rows()
+    model, x = Stack(PlainBlock() for _ in range(16)).train(), rows()
     levels, plan = {}, planned(model, x)
     for host in (0, 5 * x.numel() * 4, 1 << 30):
         with planned_once():

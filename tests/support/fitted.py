@@ -181,8 +181,8 @@ def assert_predicted(report: FitReport, model: Any, inputs: Any, more: int = 0) 
 
 @contextlib.contextmanager
 def planned_once() -> Iterator[None]:
-    """A model is planned once for all budgets that it is given in here: a plan is data about the trace, the
-    same for each copy of the model, and a budget chooses from the same steps on fake tensors."""
+    """In here a model, which nothing else may change, is planned once for all budgets: a plan is data about
+    the trace, the same for each copy, and a budget chooses from the same steps on fake tensors."""
     plans: list[tuple[Any, Planned]] = []
     fittings: list[tuple[Any, Fitting]] = []
 
