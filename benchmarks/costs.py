@@ -14,16 +14,17 @@ from lowmem_patch import kernels
 from lowmem_patch.constants import EIGHT_BIT_GROUP
 from lowmem_patch.functional import (
     LowRank,
+    NormSettings,
     activation_linear,
     codes_activation,
     glu,
-    ms_layer_norm,
-    ms_rms_norm,
+    ms_norm,
     recast_linear,
     recast_matmul,
 )
 
 EPS = 1e-5
+LAYER, RMS = NormSettings(EPS), NormSettings(EPS, centered=False)
 TINY = (1, 128, 768)
 # rows, input and output features of Linears of LLaMA-7B, four sequences of 2048
 LORA_SHAPES = ((8192, 4096, 4096), (8192, 4096, 11008), (8192, 11008, 4096))
@@ -111,20 +112,26 @@ def launch_costs() -> list[dict[str, Any]]:
     size, dy = (columns,), tensor(*TINY)
     ops: dict[str, list[Callable[[], Tensor]]] = {
         "layer_norm": [
-            lambda: ms_layer_norm(x, EPS, weight, bias),
+            lambda: ms_norm(x, weight, bias, LAYER)[0],
             lambda: F.layer_norm(x, size, weight, bias, EPS),
         ],
         "layer_norm (frozen)": [
-            lambda: ms_layer_norm(x, EPS, frozen, shift),
+            lambda: ms_norm(x, frozen, shift, LAYER)[0],
             lambda: F.layer_norm(x, size, frozen, shift, EPS),
         ],
-        "rms_norm": [lambda: ms_rms_norm(x, EPS, weight), lambda: F.rms_norm(x, size, weight, EPS)],
+        "rms_norm": [
+            lambda: ms_norm(x, weight, None, RMS)[0],
+            lambda: F.rms_norm(x, size, weight, EPS),
+        ],
         "gelu -> 2 bits": [lambda: codes_activation(x, "gelu"), lambda: F.gelu(x)],
         "silu * up": [lambda: glu(x, up, "silu"), lambda: F.silu(x) * up],
     }
     apply: Any = _Nothing.apply
     ops["nothing (layer_norm)"] = [lambda: apply(x, weight, bias), ops["layer_norm"][1]]
-    ops["layer_norm (folded)"] = [lambda: ms_layer_norm(x, EPS), ops["layer_norm (frozen)"][1]]
+    ops["layer_norm (folded)"] = [
+        lambda: ms_norm(x, None, None, LAYER)[0],
+        ops["layer_norm (frozen)"][1],
+    ]
     matrix = tensor(columns, columns, grad=True)
     base, lora_A, lora_B = (
         matrix.detach(),

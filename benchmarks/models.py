@@ -20,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import timm
 import torch
 from peft import LoraConfig, get_peft_model
 from timm.models.vision_transformer import VisionTransformer
@@ -58,6 +59,10 @@ def qwen(layers: int) -> nn.Module:
     return Qwen2Model(config).to(torch.bfloat16)
 
 
+def efficientnet(_layers: int) -> nn.Module:
+    return timm.create_model("efficientnet_b0")
+
+
 def full(model: nn.Module) -> nn.Module:
     return model
 
@@ -77,6 +82,7 @@ ALL, BF16 = LLAMA_LINEARS, False
 LLAMA, LLAMA_3 = SHAPES["llama-7b"], SHAPES["llama-3-8b"]
 VIT, ROBERTA, SWIN = SHAPES["vit-b"], SHAPES["roberta-base"], SHAPES["swin-t"]
 QWEN = Shape(qwen, 24, 4, 2048, False, "Qwen2-0.5B", 24)
+EFFICIENTNET = Shape(efficientnet, None, 128, None, True, "EfficientNet-B0", head=True)
 CASES = [
     Case("LLaMA-7B LoRA all, PEFT defaults", LLAMA, lora(ALL, 16), "layers.1"),
     Case("LLaMA-7B LoRA all, bf16 adapters", LLAMA, lora(ALL, 16, BF16), "layers.1"),
@@ -90,6 +96,7 @@ CASES = [
     Case("ViT-B/16 LoRA qkv", VIT, lora(r".*blocks.*\.qkv", 4), "blocks.1"),
     Case("RoBERTa-base full", ROBERTA, full, "encoder.layer.1"),
     Case("Swin-T full", SWIN, full, "layers.1.blocks.1"),
+    Case("EfficientNet-B0 full", EFFICIENTNET, full, "blocks.1"),
 ]
 
 

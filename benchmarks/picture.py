@@ -8,6 +8,7 @@ docs/pictures/*.png       the blocks alone, saved bytes, step tables
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,14 @@ import truth_report
 
 from lowmem_patch.constants import STEP_TABLES
 from lowmem_patch.plot import (
+    DPI,
     Point,
     plot_step_table,
     plot_tradeoff,
-    plot_variant_kinds,
-    plot_variants,
+    require_matplotlib,
+    stack_bars,
+    unit_of,
+    write_picture,
 )
 from lowmem_patch.tables.function import make_curve
 
@@ -113,6 +117,63 @@ def kinds(path: Path) -> None:
     data = _load("saved-kinds.json")
     title = f"Saved activation bytes of one block by kind, {data['rows']} rows of tokens or images"
     plot_variant_kinds(data["cases"], path, title)
+
+
+def plot_variants(
+    rows: Mapping[str, Mapping[str, int]], path: Path, title: str, *, whole: str
+) -> None:
+    """Write a group of bars for each row: bytes of each variant, as percent of the variant ``whole``.
+
+    Args:
+        rows: name of a row -> name of a variant -> bytes.
+    """
+    size = (7, 1.4 + 0.42 * len(rows))
+    figure = require_matplotlib()(figsize=size, dpi=DPI, layout="constrained")
+    axes = figure.subplots()
+    variants = [name for name in next(iter(rows.values())) if name != whole]
+    height = 0.8 / len(variants)
+    for number, variant in enumerate(variants):
+        shares = [100 * row[variant] / row[whole] for row in rows.values()]
+        places = [row + (number - (len(variants) - 1) / 2) * height for row in range(len(rows))]
+        axes.barh(places, shares, height, label=variant, color=f"C{number}")
+        for place, share in zip(places, shares, strict=True):
+            axes.text(share, place, f" {share:.0f}", va="center", fontsize="x-small")
+    names = [f"{name}\n({row[whole] / 2**20:,.0f} MiB {whole})" for name, row in rows.items()]
+    axes.set_yticks(range(len(rows)), names, fontsize="x-small")
+    axes.invert_yaxis()
+    axes.set_xlim(0, 105)
+    axes.set_xlabel(f"% of {whole}  (less is better)")
+    axes.set_title(title, fontsize="small", wrap=True)
+    figure.legend(loc="outside lower center", ncols=len(variants), frameon=False)
+    write_picture(figure, path)
+
+
+def plot_variant_kinds(
+    cases: Mapping[str, Mapping[str, Mapping[str, int]]], path: Path, title: str
+) -> None:
+    """Write a panel for each case: a bar for each variant, stacked of its kinds of bytes.
+
+    Args:
+        cases: name of a case -> name of a variant -> kind of bytes -> bytes.
+    """
+    size = (7, 1.4 + 1.6 * len(cases))
+    figure = require_matplotlib()(figsize=size, dpi=DPI, layout="constrained")
+    labels: dict[str, Any] = {}
+    panels = figure.subplots(len(cases), squeeze=False)[:, 0]
+    for axes, (case, variants) in zip(panels, cases.items(), strict=True):
+        largest = max(sum(kinds.values()) for kinds in variants.values())
+        unit, scale = unit_of(largest // 10)  # two digits at least before the point
+        stack_bars(axes, variants, scale, labels, fontsize="x-small")
+        axes.set_xlim(0, 1.1 * largest / scale)
+        axes.set_xlabel(f"saved activation bytes, {unit}  (less is better)", fontsize="small")
+        axes.set_title(case, fontsize="small")
+        axes.tick_params(labelsize="small")
+    figure.suptitle(title, fontsize="small")
+    figure.legend(
+        labels.values(), labels.keys(), loc="outside lower center", ncols=5, frameon=False,
+        fontsize="small",
+    )  # fmt: skip
+    write_picture(figure, path)
 
 
 def step_tables(folder: Path) -> None:

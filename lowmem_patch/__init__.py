@@ -5,23 +5,24 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from lowmem_patch.errors import (
+    BudgetError,
+    CheckpointError,
+    ConfigError,
+    DoubleBackwardError,
+    FitError,
+    HostMemoryError,
+    LowmemPatchError,
+    NothingToPatchError,
+    PatchError,
+    TraceError,
+    UnfoldedWeightsError,
+    VariantError,
+)
+
 if TYPE_CHECKING:
     from lowmem_patch.api import patch_model, patch_report, plan_patch, unpatch_model
     from lowmem_patch.config import PatchConfig
-    from lowmem_patch.errors import (
-        BudgetError,
-        CheckpointError,
-        ConfigError,
-        DoubleBackwardError,
-        FitError,
-        HostMemoryError,
-        LowmemPatchError,
-        NothingToPatchError,
-        PatchError,
-        TraceError,
-        UnfoldedWeightsError,
-        VariantError,
-    )
     from lowmem_patch.planning.report import PatchReport
     from lowmem_patch.tables import fit_step_table
     from lowmem_patch.tracing.saved_bytes import saved_bytes
@@ -55,20 +56,8 @@ __version__ = "0.1.0"
 
 # Imported when they are first asked for: torch takes seconds, for which `lowmem-patch --help` shall not wait.
 _HOMES = {
-    "BudgetError": "errors",
-    "CheckpointError": "errors",
-    "ConfigError": "errors",
-    "DoubleBackwardError": "errors",
-    "FitError": "errors",
-    "HostMemoryError": "errors",
-    "LowmemPatchError": "errors",
-    "NothingToPatchError": "errors",
     "PatchConfig": "config",
-    "PatchError": "errors",
     "PatchReport": "planning.report",
-    "TraceError": "errors",
-    "UnfoldedWeightsError": "errors",
-    "VariantError": "errors",
     "fit_step_table": "tables",
     "patch_model": "api",
     "patch_report": "api",

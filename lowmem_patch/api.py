@@ -16,12 +16,7 @@ from lowmem_patch.nn.head import notes_of_heads
 from lowmem_patch.nn.norms import MSNorm
 from lowmem_patch.nn.own import Own, within_compiled
 from lowmem_patch.planning.apply import apply_plan, undo
-from lowmem_patch.planning.changes import (
-    has_adapter,
-    no_longer_as_patched,
-    stop_watching,
-    watch_first_forward,
-)
+from lowmem_patch.planning.changes import has_adapter, no_longer_as_patched, watch_first_forward
 from lowmem_patch.planning.check import (
     check_outputs,
     checked_model,
@@ -226,11 +221,10 @@ def _say_if_without_budget(model: nn.Module, asked: Asked | None) -> None:
 
 def _attach(model: nn.Module, report: PatchReport, fit: Asked | None) -> None:
     """Leave on the model what reports and undoing ask for, and its own hooks."""
-    hook = None
     if any(site.strategy == "fold" for site in report.sites):
         register: Any = model.register_load_state_dict_pre_hook  # has no types
-        hook = register(_refuse_unfolded_weights)
-    model.__dict__[RECORD] = Record(report, trains_signature(model), hook, fit)
+        register(Own(_refuse_unfolded_weights))
+    model.__dict__[RECORD] = Record(report, trains_signature(model), fit)
     norms = tuple(m for m in model.modules() if isinstance(m, MSNorm) and not m.folded)
     if norms:
         look_at_gammas(norms)  # for a compiler, under which nobody looks
@@ -284,12 +278,9 @@ def unpatch_model(model: ModelT) -> ModelT:
 
 def _unpatch(model: nn.Module) -> None:
     """Put back each model that was patched as a whole, and no part of another."""
-    for holder, record in find_records(model):
+    for holder, _ in find_records(model):
         _put_back(holder)
-        stop_watching(holder)
         del holder.__dict__[RECORD]
-        if record.hook is not None:
-            record.hook.remove()
 
 
 def _put_back(model: nn.Module) -> None:

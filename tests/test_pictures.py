@@ -16,14 +16,17 @@ ROOT = Path(__file__).parent.parent
 pytest.importorskip("adjustText")
 
 
-def test_the_committed_results_can_be_drawn(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def picture(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))  # as for a script of that folder
     spec = importlib.util.spec_from_file_location("picture", ROOT / "benchmarks" / "picture.py")
     assert spec is not None and spec.loader is not None
-    picture = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(picture)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_committed_results_can_be_drawn(tmp_path: Path, picture: Any) -> None:
     picture.main(tmp_path)
     drawn = {path.relative_to(tmp_path) for path in tmp_path.rglob("*.png")}
     assert drawn == {path.relative_to(ROOT / "docs") for path in (ROOT / "docs").rglob("*.png")}
@@ -64,19 +67,19 @@ def test_points_on_each_other_share_a_label(tmp_path: Path, figures: list[Any]) 
     assert {text.get_text() for text in figures[0].axes[0].texts} == {"a, b", "c", "d"}
 
 
-def test_shares_are_percents_of_the_whole(tmp_path: Path, figures: list[Any]) -> None:
+def test_shares_are_percents_of_the_whole(tmp_path: Path, figures: list[Any], picture: Any) -> None:
     rows = {"one block": {"unpatched": 2**22, "auto": 2**20}}
-    plot.plot_variants(rows, tmp_path / "x.png", "t", whole="unpatched")
+    picture.plot_variants(rows, tmp_path / "x.png", "t", whole="unpatched")
     (axes,) = figures[0].axes
     assert [text.get_text() for text in axes.texts] == [" 25"]
     assert axes.get_yticklabels()[0].get_text() == "one block\n(4 MiB unpatched)"
 
 
-def test_kinds_add_up_to_a_variants_bytes(tmp_path: Path, figures: list[Any]) -> None:
+def test_kinds_add_up_to_a_variants_bytes(tmp_path: Path, figures: list[Any], picture: Any) -> None:
     cases = {
         "one block": {"unpatched": {"norms": 2**24, "activations": 2**24}, "auto": {"norms": 2**24}}
     }
-    plot.plot_variant_kinds(cases, tmp_path / "x.png", "t")
+    picture.plot_variant_kinds(cases, tmp_path / "x.png", "t")
     (axes,) = figures[0].axes
     assert [text.get_text() for text in axes.texts] == [" 32.0", " 16.0"]
     assert "MiB" in axes.get_xlabel()

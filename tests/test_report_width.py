@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from lowmem_patch import demo, plan_patch, report
 from lowmem_patch.cli import app
 from lowmem_patch.planning.columns import Table, make_table, shortened, text_width
-from lowmem_patch.report import layout
+from lowmem_patch.report import layout, results
 
 LLAMA, VIT = str(demo.LLAMA_FOLDER), str(demo.VIT_FOLDER)
 SHORT = ("--seq-len", "16")
@@ -159,7 +159,7 @@ def test_a_report_is_printed_as_the_command_line_does(
         monkeypatch.setenv("COLUMNS", str(width))
         print(found)
         by_print = capsys.readouterr().out
-        report.print_plan(found, "title")
+        results.print_plan(found, "title")
         by_command = capsys.readouterr().out
         assert max(map(len, by_print.splitlines())) <= width
         table = found.site_table().lines(width)

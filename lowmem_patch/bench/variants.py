@@ -15,9 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from lowmem_patch.api import patch_model
 from lowmem_patch.config import preset_names
 from lowmem_patch.errors import BudgetError, ConfigError, VariantError
-from lowmem_patch.memory import base_model, switch_checkpointing_on
+from lowmem_patch.memory import base_model, parse_bytes, switch_checkpointing_on
 from lowmem_patch.memory.blocks import repeated_blocks
-from lowmem_patch.planning.budget import parse_budget
 from lowmem_patch.tracing.inputs import ExampleInputs
 
 __all__ = ["VARIANTS", "Variant", "compiled", "find_variant", "unpatched"]
@@ -134,7 +133,7 @@ def _every(count: str) -> Variant:
 def _of_word(word: str, words: list[str]) -> Variant:
     kind, _, value = word.partition("=")
     if kind == "fit":
-        parse_budget(value)
+        parse_bytes(value)
         return _fit(next((w for w in words if w in preset_names()), "auto"), value)
     if kind == "every":
         return _every(value)

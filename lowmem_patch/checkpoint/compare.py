@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowmem_patch.errors import TraceError
+from lowmem_patch.tracing.observers import DispatchObserver
 
 __all__ = [
     "BAND",
@@ -67,24 +67,14 @@ def cast_parameters(model: Any, dtype: torch.dtype | None) -> Any:
     return model
 
 
-class StayInFloat64(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch leaves it untyped
+class StayInFloat64(DispatchObserver):
     """Undoes the casts to float32 inside a model (RMSNorm, softmax), which would round the truth."""
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = dict(kwargs or {})
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is torch.ops.aten._to_copy.default and args[0].dtype == torch.float64:
             wanted = kwargs.get("dtype")
             if wanted is not None and wanted.is_floating_point:
-                kwargs["dtype"] = torch.float64
+                kwargs = {**kwargs, "dtype": torch.float64}
         return func(*args, **kwargs)
 
 

@@ -20,7 +20,7 @@ from lowmem_patch.checkpoint.compare import TensorCheck
 from lowmem_patch.checkpoint.edits import Edit, fold_edits, fold_refusal, stored_affine
 from lowmem_patch.checkpoint.load import build_meta_model, refuse_quantised, stored_names
 from lowmem_patch.checkpoint.record import copy_description, write_card, write_record
-from lowmem_patch.checkpoint.selfcheck import SelfCheckError, self_check
+from lowmem_patch.checkpoint.selfcheck import self_check
 from lowmem_patch.checkpoint.source import Source
 from lowmem_patch.checkpoint.stage import check_output, check_space, staged_folder
 from lowmem_patch.checkpoint.weights import Weights, find_weights, open_weights
@@ -31,7 +31,7 @@ from lowmem_patch.planning.report import Site
 from lowmem_patch.strategies.fold_weights import FoldStep
 from lowmem_patch.tracing.example_inputs import make_example_inputs
 
-__all__ = ["ConvertResult", "NormOutcome", "SelfCheckError", "convert"]
+__all__ = ["ConvertResult", "NormOutcome", "convert"]
 
 _FOLD_ONLY = PatchConfig(norms="fold", activations="keep", name="convert")
 # config, tokenizer and record beside the weights

@@ -15,6 +15,7 @@ from lowmem_patch.checkpoint.load import build_meta_model, load_model
 from lowmem_patch.checkpoint.source import Source, resolve
 from lowmem_patch.checkpoint.weights import stored_dtype
 from lowmem_patch.errors import CheckpointError
+from lowmem_patch.planning.budget import available_host_bytes
 from lowmem_patch.tracing.example_inputs import make_example_inputs
 from lowmem_patch.tracing.inputs import ExampleInputs
 
@@ -82,12 +83,7 @@ def _outputs(model: Any, inputs: ExampleInputs, *, float64: bool = False) -> dic
 def _free_memory() -> int | None:
     """Bytes that a new allocation can have, or None where the system does not say."""
     try:
-        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except (OSError, ValueError):
-        pass
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        known = available_host_bytes()
+        return known or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):
         return None

@@ -97,11 +97,12 @@ def convert(
     Exits with 3 and writes nothing when no norm can be folded into a stock checkpoint.
     """
     with command(debug, as_json):
-        from lowmem_patch import checkpoint, report
+        from lowmem_patch import checkpoint
+        from lowmem_patch.report import layout, results
 
         if dry_run and overwrite:
             print_note("--overwrite does nothing here: a dry run writes nothing")
-        with quiet_libraries(), report.progress_bar(quiet=as_json) as progress:
+        with quiet_libraries(), layout.progress_bar(quiet=as_json) as progress:
             _refuse_overlap(model, out, overwrite)
             source = checkpoint.resolve(
                 model, revision=revision, trust_remote_code=trust_remote_code, weights=not dry_run
@@ -110,7 +111,7 @@ def convert(
                 source, out, dtype=options.torch_dtype(dtype), max_shard_size=max_shard_size,
                 overwrite=overwrite, dry_run=dry_run, check=check, progress=progress,
             )  # fmt: skip
-        print_result(as_json, result.to_dict(), report.print_conversion, result)
+        print_result(as_json, result.to_dict(), results.print_conversion, result)
         raise typer.Exit(ExitCode.DONE if result.folded else ExitCode.NOTHING_TO_DO)
 
 
@@ -153,8 +154,9 @@ def verify(
     with command(debug, as_json):
         import torch
 
-        from lowmem_patch import checkpoint, report
+        from lowmem_patch import checkpoint
         from lowmem_patch.config import load_config
+        from lowmem_patch.report import layout, results
         from lowmem_patch.tracing.example_inputs import make_example_inputs
         from lowmem_patch.verify import verify_model
 
@@ -162,7 +164,7 @@ def verify(
         if preset is not None and converted is not None:
             print_note("--preset does nothing here: CONVERTED is compared, and nothing is patched")
         dtypes = [found for found in map(options.torch_dtype, dtype or []) if found is not None]
-        with quiet_libraries(), report.progress_bar(quiet=as_json) as progress:
+        with quiet_libraries(), layout.progress_bar(quiet=as_json) as progress:
             source = checkpoint.resolve(
                 original, revision=revision, trust_remote_code=trust_remote_code
             )
@@ -178,7 +180,7 @@ def verify(
                 result = verify_model(model, config, **settings)
             else:
                 result = _verify_converted(model, converted, trust_remote_code, dtypes, settings)
-        print_result(as_json, result.to_dict(), report.print_verification, result)
+        print_result(as_json, result.to_dict(), results.print_verification, result)
         if converted is None and not result.patched_sites:
             raise typer.Exit(ExitCode.NOTHING_TO_DO)
         raise typer.Exit(ExitCode.DONE if result.passed else ExitCode.FAILED)

@@ -90,9 +90,9 @@ def bench(
     with command(debug, as_json):
         import torch
 
-        from lowmem_patch import report
         from lowmem_patch.bench import compare, curve_variants
         from lowmem_patch.plot import require_matplotlib
+        from lowmem_patch.report.layout import progress_bar
 
         _check_names(model, shape, layers)
         targets = options.lora_targets(train, real=True)
@@ -100,7 +100,7 @@ def bench(
         chosen = _chosen(variants, wanted, curve=curve)
         if plot is not None:
             require_matplotlib()
-        with quiet_libraries(), report.progress_bar(quiet=as_json) as progress:
+        with quiet_libraries(), progress_bar(quiet=as_json) as progress:
             torch.manual_seed(0)
             setup = _shape_setup(shape, layers, wanted, dtype) if shape else None
             setup = setup or _checkpoint_setup(model or "", revision, trust_remote_code, dtype)
@@ -196,8 +196,8 @@ def _show(
     result: Comparison, settings: dict[str, Any], device: str, plot: Path | None, as_json: bool
 ) -> None:
     """Print the result, and draw it where a plot was asked for and anything was measured."""
-    from lowmem_patch import report
     from lowmem_patch.bench import environment
+    from lowmem_patch.report.bench import print_bench
 
     title = (
         f"{settings['model']} ({settings['part']}): train {settings['train']}, {settings['inputs']}"
@@ -207,7 +207,7 @@ def _show(
     if plot is not None and any(row.measured for row in result.rows):
         _plot(result, plot, title)
     data = {**settings, "environment": environment(device), **result.to_dict()}
-    print_result(as_json, data, report.print_bench, result, title)
+    print_result(as_json, data, print_bench, result, title)
 
 
 def _plot(result: Comparison, path: Path, title: str) -> None:

@@ -9,9 +9,10 @@ import torch
 import typer  # noqa: TID251 - only the command line imports typer
 
 from lowmem_patch import demo as demonstration
-from lowmem_patch import report, verify_model
+from lowmem_patch import verify_model
 from lowmem_patch.cli.runtime import quiet_libraries
 from lowmem_patch.planning.report import PatchReport
+from lowmem_patch.report import layout, results
 
 __all__ = ["run_demo_task"]
 
@@ -23,26 +24,26 @@ def run_demo_task(task: Any, as_json: bool) -> tuple[dict[str, Any], PatchReport
 
     def show(title: str, render: Any, *arguments: Any) -> None:
         if not as_json:
-            report.print_title(f"{task.name}: {title}")
+            layout.print_title(f"{task.name}: {title}")
             render(*arguments)
             typer.echo()
 
     task = dataclasses.replace(task, train_batches=task.train_batches[:_STEPS])
-    with quiet_libraries(), report.spinner(f"{task.name}: {_STEPS} steps unpatched and patched"):
+    with quiet_libraries(), layout.spinner(f"{task.name}: {_STEPS} steps unpatched and patched"):
         compared = demonstration.compare(task, "auto")
     plan, stock, patched = compared.report, compared.stock, compared.patched
-    show(f"memory, preset auto, {plan.inputs}", report.print_bars, _bars(plan))
+    show(f"memory, preset auto, {plan.inputs}", results.print_bars, _bars(plan))
     rows = [
         (label, run.losses[0], run.losses[-1], run.score_before, run.score_after)
         for label, run in (("unpatched", stock), ("patched", patched))
     ]  # fmt: skip
     title = f"{len(stock.losses)} steps of fine-tuning on {task.data}"
-    show(title, report.print_fine_tuning, rows, task.score_name)
-    with quiet_libraries(), report.progress_bar(quiet=as_json) as progress:
+    show(title, results.print_fine_tuning, rows, task.score_name)
+    with quiet_libraries(), layout.progress_bar(quiet=as_json) as progress:
         verdict = verify_model(
             task.load(), "auto", dtypes=[torch.float32], autocast=None, progress=progress
         )
-    show("gradients against float64", report.print_verification, verdict)
+    show("gradients against float64", results.print_verification, verdict)
     keys = ("first_loss", "last_loss", "score_before", "score_after")
     tuning: dict[str, dict[str, Any]] = {r[0]: dict(zip(keys, r[1:], strict=True)) for r in rows}
     for run, name in ((stock, "unpatched"), (patched, "patched")):

@@ -211,8 +211,9 @@ def _fitted(
 
 
 def _show(found: _Look, model: str, train: str, plot: Path | None, as_json: bool) -> None:
-    from lowmem_patch import report
     from lowmem_patch.report.fit import print_fit, print_ladder
+    from lowmem_patch.report.layout import print_error
+    from lowmem_patch.report.results import print_memory, print_plan
 
     plan, memory = found.plan, found.memory
     title = f"{model}: {plan.model}, preset {plan.config.name}, train {train}, {plan.inputs}"
@@ -225,15 +226,15 @@ def _show(found: _Look, model: str, train: str, plot: Path | None, as_json: bool
         data["ladder"] = [dataclasses.asdict(rung) for rung in found.ladder]
         print_json({**data, "memory": None if memory is None else memory.to_dict()})
         return
-    report.print_plan(plan, title, found.assumed)
+    print_plan(plan, title, found.assumed)
     if memory is not None:
-        report.print_memory(memory, train)
+        print_memory(memory, train)
         if found.ladder and memory.limit is not None:
             print_ladder(found.ladder, memory.limit, found.device)
     if plan.fit is not None:
         print_fit(plan.fit)
     if found.failed is not None:
-        report.print_error(found.failed)
+        print_error(found.failed)
 
 
 def _autocast(device: str, enabled: bool) -> Any:
@@ -264,9 +265,9 @@ def profile(
     with command(debug, as_json):
         import torch
 
-        from lowmem_patch import report
         from lowmem_patch.config import load_config
         from lowmem_patch.profile import profile_model
+        from lowmem_patch.report.results import print_profile
         from lowmem_patch.tracing.example_inputs import make_example_inputs
 
         config = load_config(preset)
@@ -284,5 +285,5 @@ def profile(
         title = f"{model}: preset {config.name}, train {train}, {inputs}"
         title += "".join(f"; {name}: {text}" for name, text in settings.items())
         data = {"model": model, "train": train, "settings": settings, **result.to_dict()}
-        print_result(as_json, data, report.print_profile, result, title)
+        print_result(as_json, data, print_profile, result, title)
         raise typer.Exit(ExitCode.DONE if result.patched else ExitCode.NOTHING_TO_DO)

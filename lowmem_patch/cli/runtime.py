@@ -50,13 +50,13 @@ def command(debug: bool, as_json: bool = False, waiting: str | None = "working")
     With ``as_json`` the error is an object on standard output as well. ``waiting`` is shown with a spinner
     until something is printed.
     """
-    from lowmem_patch import report
+    from lowmem_patch.report.layout import print_error, spinner
 
     try:
-        with _terminable(), report.spinner(waiting):
+        with _terminable(), spinner(waiting):
             yield
     except KeyboardInterrupt:
-        report.print_error("interrupted; nothing was left behind")
+        print_error("interrupted; nothing was left behind")
         if as_json:
             _print_json_error("KeyboardInterrupt", "interrupted", ExitCode.INTERRUPTED)
         raise typer.Exit(ExitCode.INTERRUPTED) from None
@@ -66,7 +66,7 @@ def command(debug: bool, as_json: bool = False, waiting: str | None = "working")
         from lowmem_patch.checkpoint import SelfCheckError
 
         # its proposals stand one below the other
-        report.print_error(str(error), lines=isinstance(error, BudgetError))
+        print_error(str(error), lines=isinstance(error, BudgetError))
         wrong_result = isinstance(error, SelfCheckError)
         code = ExitCode.FAILED if wrong_result else ExitCode.BAD_INPUT
         if as_json:
@@ -125,9 +125,9 @@ def _errors_alone_logged() -> Iterator[None]:
 
 def print_note(text: str) -> None:
     """One line on standard error: of what was asked for, what does nothing here."""
-    from lowmem_patch import report
+    from lowmem_patch.report.layout import stop_spinner
 
-    report.stop_spinner()
+    stop_spinner()
     typer.echo(f"note: {text}", err=True)
 
 
@@ -142,9 +142,9 @@ def print_result(as_json: bool, data: Any, render: Callable[..., None], *argumen
 def print_json(data: Mapping[str, Any]) -> None:
     """One JSON object on standard output, with the number of its schema and the version that wrote it."""
     head = {"schema": JSON_SCHEMA, "version": lowmem_patch.__version__}
-    from lowmem_patch import report
+    from lowmem_patch.report.layout import stop_spinner
 
-    report.stop_spinner()
+    stop_spinner()
     # a path or dtype in a record is best shown as its text
     typer.echo(json.dumps({**head, **data}, indent=2, default=str))
 

@@ -41,8 +41,8 @@ def fit(
     (h - h~)^2 is the smallest there is. The same ACTIVATION gives the same result each time.
     """
     with command(debug, as_json):
-        from lowmem_patch import report
         from lowmem_patch.plot import plot_step_table, require_matplotlib
+        from lowmem_patch.report.tables import print_step_table
         from lowmem_patch.tables.fit import table_of
         from lowmem_patch.tables.function import make_curve
 
@@ -58,18 +58,18 @@ def fit(
             **dataclasses.asdict(table),
             "mean_derivative_bound": table.mean_derivative_bound,
         }
-        print_result(as_json, data, report.print_step_table, activation, table)
+        print_result(as_json, data, print_step_table, activation, table)
 
 
 @tables.command("list", epilog="Example: lowmem-patch tables list --json")
 def list_tables(as_json: options.JsonOption = False, debug: options.DebugOption = False) -> None:
     """Show the tables that ship: how far each is from its activation."""
     with command(debug, as_json):
-        from lowmem_patch import report
         from lowmem_patch.constants import STEP_TABLES
+        from lowmem_patch.report.tables import print_step_tables
 
         data = {
             kind: {str(bits): dataclasses.asdict(table) for bits, table in rows.items()}
             for kind, rows in STEP_TABLES.items()
         }
-        print_result(as_json, {"tables": data}, report.print_step_tables, STEP_TABLES)
+        print_result(as_json, {"tables": data}, print_step_tables, STEP_TABLES)

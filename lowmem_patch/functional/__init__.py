@@ -28,15 +28,16 @@ from lowmem_patch.functional.affine import (
     packs_saved_tensors,
 )
 from lowmem_patch.functional.codes import codes_activation
-from lowmem_patch.functional.cross_entropy import Head, Labels, linear_cross_entropy, linear_losses
+from lowmem_patch.functional.cross_entropy import linear_cross_entropy, linear_losses
 from lowmem_patch.functional.dropout import draw_dropout, dropout_linear, packed_dropout
 from lowmem_patch.functional.eight_bit import EIGHT_BIT_DTYPES, from_eight_bits, to_eight_bits
 from lowmem_patch.functional.grouped import activation_grouped_matmul
-from lowmem_patch.functional.head import flat, in_compute_dtype, logits_in_chunks
+from lowmem_patch.functional.head import Head, flat, in_compute_dtype, logits_in_chunks
+from lowmem_patch.functional.labels import Labels
 from lowmem_patch.functional.linear import activation_linear, recast_linear
 from lowmem_patch.functional.matmul import recast_matmul
-from lowmem_patch.functional.norms import ms_layer_norm, ms_norm, ms_rms_norm, save_copy
-from lowmem_patch.functional.packing import pack_bool, unpack_bool
+from lowmem_patch.functional.norms import ms_norm, save_copy
+from lowmem_patch.functional.packing import pack_bool
 from lowmem_patch.functional.products import LowRank
 from lowmem_patch.functional.rotary import rotary_embedding
 from lowmem_patch.functional.sharded import is_sharded
@@ -73,9 +74,7 @@ __all__ = [
     "linear_cross_entropy",
     "linear_losses",
     "logits_in_chunks",
-    "ms_layer_norm",
     "ms_norm",
-    "ms_rms_norm",
     "pack_bool",
     "packed_dropout",
     "packs_saved_tensors",
@@ -86,6 +85,5 @@ __all__ = [
     "save_copy",
     "to_eight_bits",
     "unbind_permuted",
-    "unpack_bool",
     "without_autocast",
 ]

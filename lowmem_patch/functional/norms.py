@@ -27,7 +27,7 @@ from lowmem_patch.functional import _library, sharded
 from lowmem_patch.functional._checks import check_floating, check_last_dimension
 from lowmem_patch.functional._implementation import Implementation, module, resolve
 
-__all__ = ["ms_layer_norm", "ms_norm", "ms_rms_norm", "save_copy"]
+__all__ = ["ms_norm", "save_copy"]
 
 Outputs = tuple[Tensor, Tensor | None, Tensor | None]
 
@@ -183,7 +183,7 @@ def ms_norm(
         TypeError: a tensor is not floating point, or ``out_dtype`` mixes float64 with other dtypes.
         ValueError: shapes do not fit.
     """
-    operator = "ms_layer_norm" if settings.centered else "ms_rms_norm"
+    operator = "ms_norm"
     check_floating(operator, "x", x)
     check_last_dimension(operator, x, weight, bias)
     out_dtype = x.dtype if out_dtype is None else out_dtype
@@ -226,32 +226,3 @@ def _without_gradient(
     if settings.centered:
         return F.layer_norm(x, x.shape[-1:], weight, bias, settings.eps)
     return F.rms_norm(x, x.shape[-1:], weight, settings.eps)
-
-
-def ms_layer_norm(
-    x: Tensor,
-    eps: float,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    weight_offset: float = 0.0,
-    *,
-    implementation: Implementation = "auto",
-) -> Tensor:
-    """LayerNorm over the last dimension that saves its output and one rstd per row: y of `ms_norm`."""
-    settings = NormSettings(eps, weight_offset)
-    return ms_norm(x, weight, bias, settings, out_dtype, implementation=implementation)[0]
-
-
-def ms_rms_norm(
-    x: Tensor,
-    eps: float,
-    weight: Tensor | None = None,
-    weight_offset: float = 0.0,
-    out_dtype: torch.dtype | None = None,
-    *,
-    implementation: Implementation = "auto",
-) -> Tensor:
-    """RMSNorm over the last dimension that saves its output and one rstd per row: y of `ms_norm`."""
-    settings = NormSettings(eps, weight_offset, centered=False)
-    return ms_norm(x, weight, None, settings, out_dtype, implementation=implementation)[0]

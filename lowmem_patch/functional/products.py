@@ -17,6 +17,7 @@ from lowmem_patch.constants import padded_rank
 from lowmem_patch.functional import _library
 from lowmem_patch.functional._implementation import module
 from lowmem_patch.reference import cast
+from lowmem_patch.tracing.gpu_temporaries import OF_OPERATORS, Temporary, sum_bytes
 
 __all__ = [
     "IDENTITY",
@@ -272,6 +273,14 @@ linear_backward_op = _library.Operator(
     linear_backward,
     _backward_fake,
 )
+
+
+def _backward_temporary(dy: Tensor, *rest: Any) -> Temporary:
+    _, _, needs_bias, *_ = rest[-2]
+    return Temporary(sum_bytes(dy, range(dy.dim() - 1)) if needs_bias else 0, beside_outputs=False)
+
+
+OF_OPERATORS[torch.ops.lowmem_patch.activation_linear_backward.default] = _backward_temporary
 
 
 def one_for_each(

@@ -20,10 +20,11 @@ import triton.language as tl
 from lowmem_patch.constants import StepTable
 from lowmem_patch.kernels import _math
 
-__all__ = ["GATHERS", "Bins", "bin_of", "bins_of", "looked_up"]
+__all__ = ["GATHERS", "Bins", "above", "bin_of", "bins_of", "looked_up", "prepared"]
 
 GATHERS = tl.constexpr(hasattr(tl, "gather"))  # Triton 3.2 has none: there all is compared
 ROUNDING = tl.constexpr(1.5 * 2**23)
+HUGE = tl.constexpr(2.0**100)
 
 
 class Bins(NamedTuple):
@@ -57,22 +58,34 @@ def looked_up(table, index):
 
 
 @triton.jit
+def prepared(threshold, FAR: tl.constexpr):
+    """Thresholds as `above` takes them. FAR: none is 0, so that every difference to one is above 2^-100.
+
+    On NVIDIA's GPUs a comparison and a selection take the time of four instructions. There
+    (x - threshold) * 2^100 is cut to 0 .. 1. It is rounded once, so that its sign is right.
+    """
+    return threshold * -HUGE if FAR and _math.NVIDIA else threshold
+
+
+@triton.jit
+def above(x, threshold, FAR: tl.constexpr):
+    """1.0 where x lies above ``threshold``, from `prepared`; else 0.0."""
+    if FAR and _math.NVIDIA:
+        return _math.saturated(x, tl.full(x.shape, HUGE, tl.float32), threshold)
+    else:
+        return tl.where(x > threshold, 1.0, 0.0)
+
+
+@triton.jit
 def bin_of(x, SCALE: tl.constexpr, SHIFT: tl.constexpr, BINS: tl.constexpr):
     """x * SCALE + SHIFT, rounded, between 0 and BINS - 1."""
     LAST: tl.constexpr = BINS - 1
     if _math.NVIDIA:
         # one instruction, where a multiplication, a minimum and a maximum take the time of five
-        part = tl.inline_asm_elementwise(
-            "fma.rn.sat.f32 $0, $1, $2, $3;",
-            "=f,f,f,f",
-            [
-                x,
-                tl.full(x.shape, SCALE / LAST, tl.float32),
-                tl.full(x.shape, SHIFT / LAST, tl.float32),
-            ],
-            dtype=tl.float32,
-            is_pure=True,
-            pack=1,
+        part = _math.saturated(
+            x,
+            tl.full(x.shape, SCALE / LAST, tl.float32),
+            tl.full(x.shape, SHIFT / LAST, tl.float32),
         )
         place = part * LAST
     else:

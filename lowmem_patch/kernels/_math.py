@@ -17,7 +17,7 @@ import triton.language as tl
 
 from lowmem_patch import constants
 
-__all__ = ["activate", "activate_and_slope"]
+__all__ = ["activate", "activate_and_slope", "saturated"]
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 # ln 2 = high + low with so few bits in high that n * high is exact for every exponent n
@@ -76,6 +76,19 @@ def _reciprocal_fast(x):
         )
     else:
         return 1.0 / x
+
+
+@triton.jit
+def saturated(x, scale, shift):
+    """x * scale + shift, rounded once, between 0 and 1; NaN gives 0. NVIDIA's alone."""
+    return tl.inline_asm_elementwise(
+        "fma.rn.sat.f32 $0, $1, $2, $3;",
+        "=f,f,f,f",
+        [x, scale, shift],
+        dtype=tl.float32,
+        is_pure=True,
+        pack=1,
+    )
 
 
 @triton.jit

@@ -36,7 +36,15 @@ from lowmem_patch.constants import (
     codes_bytes,
 )
 from lowmem_patch.kernels import _math
-from lowmem_patch.kernels._bins import GATHERS, Bins, bin_of, bins_of, looked_up
+from lowmem_patch.kernels._bins import (
+    GATHERS,
+    Bins,
+    above,
+    bin_of,
+    bins_of,
+    looked_up,
+    prepared,
+)
 from lowmem_patch.kernels._launch import Launch, empty
 
 __all__ = ["codes_backward", "codes_forward"]
@@ -113,18 +121,25 @@ def _value_of(
 
 
 @triton.jit
+def _above(x, C: tl.constexpr):
+    """1.0 where x lies above C, else 0.0."""
+    FAR: tl.constexpr = C != 0.0
+    return above(x, prepared(tl.full(x.shape, C, tl.float32), FAR), FAR)
+
+
+@triton.jit
 def _code_of(
     x,
     C1: tl.constexpr, C2: tl.constexpr, C3: tl.constexpr, C4: tl.constexpr, C5: tl.constexpr,
     C6: tl.constexpr, C7: tl.constexpr, C8: tl.constexpr, C9: tl.constexpr, C10: tl.constexpr,
     C11: tl.constexpr, C12: tl.constexpr, C13: tl.constexpr, C14: tl.constexpr, C15: tl.constexpr,
-    SCALE: tl.constexpr, SHIFT: tl.constexpr, BINS: tl.constexpr, BITS: tl.constexpr,
+    SCALE: tl.constexpr, SHIFT: tl.constexpr, BINS: tl.constexpr, FAR: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
     """How many of the 2^BITS - 1 thresholds lie below x, in float32."""
     if BITS == 1:
         return tl.where(x > C1, 1.0, 0.0)
     elif BITS == 2:
-        return tl.where(x > C1, 1.0, 0.0) + tl.where(x > C2, 1.0, 0.0) + tl.where(x > C3, 1.0, 0.0)
+        return _above(x, C1) + _above(x, C2) + _above(x, C3)
     elif not GATHERS:
         code = _halved(x, C1, C2, C3, C4, C5, C6, C7, C8, C9, C10, C11, C12, C13, C14, C15, BITS)
         return code.to(tl.float32)
@@ -141,8 +156,8 @@ def _code_of(
             below, C1, C2, C3, C4, C5, C6, C7, EIGHTH, C9, C10, C11, C12, C13, C14, C15, LAST
         )
         bins = bin_of(x, SCALE, SHIFT, BINS)
-        above = tl.where(x > looked_up(following, bins), 1.0, 0.0)
-        return looked_up(below.to(tl.float32), bins) + above
+        end = looked_up(prepared(following, FAR), bins)
+        return looked_up(below.to(tl.float32), bins) + above(x, end, FAR)
 
 
 @triton.jit
@@ -159,7 +174,12 @@ def _store_codes(codes_ptr, code, groups, first, own, BITS: tl.constexpr, BLOCK:
         tl.store(words + group, packed.to(tl.int16), mask=exists)
     elif BITS == 3:
         # both planes in one sum, the bytes above the words: a high bit goes from the one to the other
-        high = tl.where(code >= 4.0, 1.0, 0.0)
+        if _math.NVIDIA:  # 4 * code - 15 is below 0 or from 1 on
+            high = _math.saturated(
+                code, tl.full(code.shape, 4.0, tl.float32), tl.full(code.shape, -15.0, tl.float32)
+            )
+        else:
+            high = tl.where(code >= 4.0, 1.0, 0.0)
         moved = ((65536 << place) - (4 << 2 * place)).to(tl.float32)
         places = code * (1 << 2 * place).to(tl.float32) + high * moved
         packed = tl.sum(places, axis=1).to(tl.int32)
@@ -233,7 +253,7 @@ def _codes_forward_kernel(
     C6: tl.constexpr, C7: tl.constexpr, C8: tl.constexpr, C9: tl.constexpr, C10: tl.constexpr,
     C11: tl.constexpr, C12: tl.constexpr, C13: tl.constexpr, C14: tl.constexpr, C15: tl.constexpr,
     LAST: tl.constexpr, CYCLIC: tl.constexpr, BITS: tl.constexpr,
-    SCALE: tl.constexpr, SHIFT: tl.constexpr, BINS: tl.constexpr,
+    SCALE: tl.constexpr, SHIFT: tl.constexpr, BINS: tl.constexpr, FAR: tl.constexpr,
     KIND: tl.constexpr, PRECISE: tl.constexpr, COARSE: tl.constexpr,
     EVEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -243,7 +263,7 @@ def _codes_forward_kernel(
     tl.store(y_ptr + first * GROUP + offsets, y.to(y_ptr.dtype.element_ty), mask=mask)
     code = _code_of(
         x, C1, C2, C3, C4, C5, C6, C7, C8, C9, C10, C11, C12, C13, C14, C15,
-        SCALE, SHIFT, BINS, BITS,
+        SCALE, SHIFT, BINS, FAR, BITS,
     )  # fmt: skip
     if CYCLIC:
         code = tl.where(x >= LAST, 0.0, code)
@@ -296,6 +316,7 @@ def _forward_launch(kind: ActivationKind, bits: int, dtype: torch.dtype, even: b
         SCALE=bins.scale,
         SHIFT=bins.shift,
         BINS=bins.number,
+        FAR=0.0 not in inner,
         KIND=kind,
         PRECISE=dtype == torch.float32,
         COARSE=dtype == torch.bfloat16,

@@ -48,23 +48,22 @@ def _to_kernel(
 ):
     group, offsets, mask = _tile(elements, groups, EVEN, BLOCK)
     x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-    size = tl.abs(x)
-    largest = tl.max(size, axis=1)
+    largest = tl.max(tl.abs(x), axis=1)
     # up to what bfloat16 holds, whose 16 bits are the upper ones of a float32
     bits = (largest * STEP).to(tl.int32, bitcast=True)
     wide = ((bits + 0xFFFF) & -0x10000).to(tl.float32, bitcast=True)
     wide = tl.where(wide < TINY, 0.0, wide)
-    # a maximum may pass a NaN over, and a NaN's bits differ from GPU to GPU
-    strange = tl.sum(tl.where(size < float("inf"), 0, 1), axis=1) > 0
-    wide = tl.where(strange, float("nan"), wide)
+    # 0 times what is not finite is NaN, which a maximum may pass over
+    zero = tl.sum(x * 0.0, axis=1)
+    strange = zero != zero
     # where the scale is 0, so are the integers
     divisor = tl.where(wide == 0.0, float("inf"), wide)
     inverse = tl.div_rn(tl.full(wide.shape, 1.0, tl.float32), divisor)
-    scaled = tl.where(size < float("inf"), x, 0.0) * inverse[:, None]
-    scaled = tl.where(scaled == scaled, scaled, 0.0)
-    scaled = tl.minimum(tl.maximum(scaled, -LEVELS), LEVELS)
-    rounded = (scaled + TO_INTEGER) - TO_INTEGER
-    tl.store(integers_ptr + offsets, rounded.to(tl.int8), mask=mask)
+    scaled = tl.where(strange[:, None], 0.0, x * inverse[:, None])
+    # the lowest bits of the sum are those of the integer; a conversion takes twice the time
+    integers = (scaled + TO_INTEGER).to(tl.int32, bitcast=True).to(tl.int8)
+    tl.store(integers_ptr + offsets, integers, mask=mask)
+    wide = tl.where(strange, float("nan"), wide)
     tl.store(scales_ptr + group, wide.to(tl.bfloat16), mask=group < groups)
 
 
@@ -84,8 +83,7 @@ def _from_kernel(
     scale = tl.load(scales_ptr + group, mask=group < groups, other=0.0).to(tl.float32)
     y = integers * scale[:, None]
     # the scale was rounded up, so that 127 of it may lie above the largest number; NaN stays NaN
-    y = tl.where(y > LARGEST, LARGEST, y)
-    y = tl.where(y < -LARGEST, -LARGEST, y)
+    y = tl.clamp(y, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
     tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 

@@ -12,7 +12,7 @@ from lowmem_patch.memory.predict import (
     most_positions,
     predict_memory,
 )
-from lowmem_patch.memory.step import StepBytes, run_step, step_bytes, step_loss
+from lowmem_patch.memory.step import run_step, step_loss
 
 __all__ = [
     "MOMENTS",
@@ -21,7 +21,6 @@ __all__ = [
     "MemoryReport",
     "ModelStates",
     "Plans",
-    "StepBytes",
     "Training",
     "base_model",
     "largest_that_fits",
@@ -32,7 +31,6 @@ __all__ = [
     "parse_bytes",
     "predict_memory",
     "run_step",
-    "step_bytes",
     "step_loss",
     "switch_checkpointing_on",
 ]

@@ -8,7 +8,6 @@ allocator's fragmentation are not.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import inspect
 import sys
 from collections.abc import Iterator, Mapping
@@ -30,48 +29,20 @@ from lowmem_patch.memory.live_bytes import (
     LiveBytes,
     Part,
     PartBytes,
-    most_of_moments,
 )
 from lowmem_patch.memory.optimizers import FakeOptimizer
 from lowmem_patch.tracing.gpu_dropout import GpuDropouts
 from lowmem_patch.tracing.inputs import ExampleInputs
 from lowmem_patch.tracing.observers import observed_calls
 from lowmem_patch.tracing.shadow import Shadow
-from lowmem_patch.tracing.trace import trace_forward
 
 __all__ = [
-    "StepBytes",
     "as_on_data",
     "run_step",
-    "step_bytes",
     "step_loss",
     "step_parts",
     "with_labels",
 ]
-
-
-@dataclasses.dataclass(frozen=True)
-class StepBytes:
-    """Bytes of one step: its inputs and gradients included, parameters and optimizer state excluded.
-
-    Attributes:
-        saved: activations that autograd holds after the forward.
-        weight_copies: low-precision copies of weights that it holds.
-        parts: the largest sums of all storages alive at one time, by moment and place.
-    """
-
-    saved: int
-    weight_copies: int
-    parts: Mapping[Part, PartBytes]
-
-    @property
-    def moments(self) -> dict[str, int]:
-        """The largest sum of each moment of the step, in their order."""
-        return most_of_moments(self.parts)
-
-    @property
-    def peak(self) -> int:
-        return max(self.moments.values())
 
 
 def with_labels(model: Any, inputs: ExampleInputs) -> ExampleInputs:
@@ -232,12 +203,3 @@ def _parts(
         parameter.grad = None
     torch.clear_autocast_cache()
     return live.result()
-
-
-def step_bytes(shadow: Shadow, *, optimizer: str = "adamw", accumulates: bool = False) -> StepBytes:
-    """Run the forward, then a whole step, of a shadow in training mode; as :func:`step_parts`."""
-    shadow.model.train()
-    forward = dataclasses.replace(shadow, inputs=as_on_data(shadow.model, shadow.inputs))
-    saved = trace_forward(forward, structure=False).saved
-    parts = step_parts(shadow, optimizer=optimizer, accumulates=accumulates)
-    return StepBytes(saved.activations, saved.weight_copies, parts)

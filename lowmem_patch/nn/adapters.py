@@ -24,9 +24,10 @@ from lowmem_patch.nn.context import (
     has_hooks_of_all,
     is_foreign,
 )
-from lowmem_patch.nn.deferred import Deferred, Projection, value_of
+from lowmem_patch.nn.deferred import Deferred, value_of
 from lowmem_patch.nn.deferred_ops import Saved, project
 from lowmem_patch.nn.dropout import PackedDropout
+from lowmem_patch.nn.op import Projection
 from lowmem_patch.nn.own import Own, give_forward, runs_class_forward
 
 __all__ = [

@@ -1,10 +1,9 @@
 """Deferred tensors: tensors of autograd that know from what they are computed.
 
 An activation, a norm or a cast may return a ``Deferred``. To everybody it is a `torch.Tensor` with a
-``grad_fn``. It comes in two forms:
-
-- `Unstored` has no storage. Its values are computed when an op is dispatched on it, in Python or in C++.
-- `Stored` holds its values, as any tensor.
+``grad_fn``. It comes in two forms: `Stored` holds its values, as any tensor. `Unstored` has no storage. Its
+values are computed when an op is dispatched on it, in Python or in C++; they may be let go between a forward
+and a backward that has saved it (`Op.was_read`).
 
 A few readers know better than to save the values (the table `lowmem_patch.nn.readers`):
 
@@ -31,25 +30,24 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lowmem_patch.functional import first_order, in_compiler, register_plain
-from lowmem_patch.nn.op import Op, Projection
+from lowmem_patch.nn.op import Op, refuse_bypassed
 from lowmem_patch.nn.shared_memory import (
     MADE_OUTSIDE,
     SharedMemory,
+    effects_of,
     opened,
-    watch_views,
+    watch_view,
     written_arguments,
 )
 from lowmem_patch.nn.watched import RUN_BACKWARD
 
 __all__ = [
-    "READERS", "Deferred", "Op", "Projection", "Stored", "Unstored", "defer", "keep", "value_of",
+    "READERS", "Deferred", "Stored", "Unstored", "defer", "keep", "value_of",
 ]  # fmt: skip
 
 _wrapper: Any = torch.Tensor._make_wrapper_subclass
 _WITHOUT_TORCH_FUNCTION: Any = torch._C.DisableTorchFunctionSubclass
-_call: Any = (
-    torch._C._disabled_torch_function_impl
-)  # the function as it is; in less time than the above
+_call: Any = torch._C._disabled_torch_function_impl  # in less time than the above
 
 
 # By the name of a torch function: gets (func, args, kwargs), and returns NotImplemented where the function
@@ -87,7 +85,7 @@ class Deferred(Tensor):
         if func in RUN_BACKWARD:
             with _WITHOUT_TORCH_FUNCTION():
                 inputs = kwargs["inputs"] if "inputs" in kwargs else args[1:2]
-                _refuse_bypassed(inputs if func is torch.autograd.grad else ())
+                refuse_bypassed(inputs if func is torch.autograd.grad else ())
                 args = (tree_map(value_of, args[0]), *args[1:])
             if not any(isinstance(item, Deferred) for item in tree_leaves(args)):
                 return func(*args, **kwargs)
@@ -158,20 +156,6 @@ class Deferred(Tensor):
         return plain.__reduce_ex__(protocol)
 
 
-def _refuse_bypassed(inputs: Any) -> None:
-    """Raise where a gradient is asked for that went past the tensor."""
-    for item in tree_leaves(inputs):
-        if isinstance(item, Deferred) and item._bypassed and item.op.bypassed:
-            raise RuntimeError(_NO_GRADIENT)
-
-
-_NO_GRADIENT = (
-    "lowmem_patch: torch.autograd.grad asks for the gradient of a deferred tensor (logits, an activation) "
-    "after a loss, a Linear or a view has read it, and their gradients go past it: call retain_grad() "
-    "before, or leave this module alone (head: keep, activations: keep)"
-)
-
-
 class Stored(Deferred):
     """A tensor that holds its values; see `keep`."""
 
@@ -192,6 +176,7 @@ class Unstored(Deferred):
     held = False  # the value was there before, and no source has its shape
     _value: Tensor | None = None
     _value_version = 0
+    _times_read = 0
     _memory: SharedMemory | None = None
     _watch: Tensor | None = None  # has the version of this one
 
@@ -206,9 +191,12 @@ class Unstored(Deferred):
     ) -> Any:
         kwargs = kwargs or {}
         origins: dict[int, Unstored] = {}
-        written = written_arguments(func, args, kwargs, Unstored)
+        mutable, views = effects_of(func)
+        written = written_arguments(func, args, kwargs, Unstored) if mutable else []
 
         def read(item: Any) -> Any:
+            if isinstance(item, (list, tuple)):
+                return [read(one) for one in item]
             if not isinstance(item, Unstored):
                 return item
             if item._value is None:
@@ -217,9 +205,12 @@ class Unstored(Deferred):
             origins[id(value)] = item
             return value
 
-        output = func(*tree_map(read, args), **tree_map(read, kwargs))
-        if not func._schema.is_mutable:
-            watch_views(func, origins.values())
+        output = func(*map(read, args), **{name: read(item) for name, item in kwargs.items()})
+        if not mutable:
+            for item in origins.values():
+                if views:
+                    watch_view(item)
+                item.op.was_read(item)
             return output
         if written and written[0] is not args[0]:  # torch counts no writes into a list
             torch.autograd.graph.increment_version(written)
@@ -240,6 +231,16 @@ class Unstored(Deferred):
                 self._value_version = self._value._version
         return self._value
 
+    def held_values(self) -> Tensor | None:
+        """The values, if they are there."""
+        return self._value
+
+    def let_go(self) -> None:
+        """Hold the values no longer, unless somebody wrote into them, or may do so."""
+        unseen = self.held or self._exposed or self._memory is not None
+        if not unseen and self._version == self._first_version and not self.is_stale():
+            self._value = None
+
     def plain(self) -> Tensor:
         return self.view_as(self)
 
@@ -248,9 +249,7 @@ class Unstored(Deferred):
 
     def is_changed(self) -> bool:
         value = self._value
-        if (
-            in_compiler()
-        ):  # made outside of its graph: who read the values may have written into them
+        if in_compiler():  # made outside of its graph: readers may have written into the values
             return value is not None or self._exposed
         if self._memory is not None:
             self._memory.refuse_read(self)

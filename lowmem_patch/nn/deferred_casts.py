@@ -10,26 +10,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowmem_patch.functional import in_compiler, recast_linear
-from lowmem_patch.nn.deferred import Deferred, Op, Projection, defer, keep, value_of
+from lowmem_patch.nn.deferred import Deferred, defer, keep, value_of
+from lowmem_patch.nn.op import Op, Projection
 
 __all__ = ["Cast", "LowPrecision", "in_low_precision"]
 
 
-class Cast(Op):
-    """A deferred tensor in another floating dtype."""
+class _WaitingCast(Op):
+    """A cast of the one source to the dtype ``to``."""
 
     saves = False
 
-    def __init__(self, to: torch.dtype, low_precision: bool) -> None:
+    def __init__(self, to: torch.dtype, low_precision: bool = True) -> None:
         super().__init__(low_precision)
         self.to = to
-
-    @classmethod
-    def of(cls, h: Deferred, dtype: torch.dtype) -> Deferred:
-        op = cls(dtype, h.op.low_precision)
-        if in_compiler():
-            return keep(h.plain().to(dtype), op, (h,))
-        return defer(op, (h,))
 
     def dtype(self, sources: tuple[Tensor, ...]) -> torch.dtype:
         return self.to
@@ -39,6 +33,17 @@ class Cast(Op):
 
     def gradients(self, dy: Tensor, *sources: Tensor) -> tuple[Tensor | None, ...]:
         return (dy,)  # autograd casts a gradient to the dtype of what it belongs to
+
+
+class Cast(_WaitingCast):
+    """A deferred tensor in another floating dtype."""
+
+    @classmethod
+    def of(cls, h: Deferred, dtype: torch.dtype) -> Deferred:
+        op = cls(dtype, h.op.low_precision)
+        if in_compiler():
+            return keep(h.plain().to(dtype), op, (h,))
+        return defer(op, (h,))
 
     def moved(self, h: Deferred, move: Callable[[Tensor], Tensor]) -> Any:
         source: Any = h.sources[0]
@@ -67,27 +72,12 @@ class Cast(Op):
         return source.op.linear(source, to, dtype)
 
 
-class LowPrecision(Op):
+class LowPrecision(_WaitingCast):
     """A low-precision tensor where unpatched code holds a high-precision one: an adapter's path in bf16.
 
     It stays so through Linears, scaling and the addition to a low-precision tensor; anything else gets
     it in the high-precision dtype.
     """
-
-    saves = False
-
-    def __init__(self, to: torch.dtype) -> None:
-        super().__init__(low_precision=True)
-        self.to = to
-
-    def dtype(self, sources: tuple[Tensor, ...]) -> torch.dtype:
-        return self.to
-
-    def compute(self, *sources: Tensor) -> Tensor:
-        return sources[0].to(self.to)
-
-    def gradients(self, dy: Tensor, *sources: Tensor) -> tuple[Tensor | None, ...]:
-        return (dy,)
 
     def moved(self, h: Deferred, move: Callable[[Tensor], Tensor]) -> Any:
         h._bypassed = True

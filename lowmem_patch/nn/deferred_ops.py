@@ -32,15 +32,8 @@ from lowmem_patch.nn import (
     readers as readers,  # fills the table of those who read what is made here
 )
 from lowmem_patch.nn.context import autocast_dtype
-from lowmem_patch.nn.deferred import (
-    Deferred,
-    Op,
-    Projection,
-    Stored,
-    defer,
-    keep,
-    value_of,
-)
+from lowmem_patch.nn.deferred import Deferred, Stored, defer, keep, value_of
+from lowmem_patch.nn.op import Op, Projection
 
 __all__ = ["Activation", "Dropped", "Matrix", "Norm", "Normed", "Saved", "Shared", "project"]
 
@@ -55,12 +48,22 @@ def project(x: Tensor, to: Projection, dtype: torch.dtype) -> Any:
 class Activation(Op):
     """``act(x)`` or, with two sources, ``act(gate) * up``; elementwise, gradients exact.
 
-    Autograd saves the sources; the value is recomputed from them where a weight gradient needs it.
+    Autograd saves the sources; the value is recomputed from them where a gradient needs it.
+
+    Args:
+        reads: how many operators read the values before they are let go, in forward as in backward; 0: they
+            stay as long as the tensor. It is a guess: one reader more computes them again.
     """
 
-    def __init__(self, kind: ActivationKind, low_precision: bool = False) -> None:
+    def __init__(self, kind: ActivationKind, low_precision: bool = False, reads: int = 0) -> None:
         super().__init__(low_precision)
         self.kind = kind
+        self.reads = reads
+
+    def was_read(self, h: Any) -> None:
+        h._times_read += 1
+        if self.reads and h._times_read % self.reads == 0:
+            h.let_go()
 
     def of(self, sources: tuple[Tensor, ...]) -> Deferred:
         """The deferred value."""

@@ -20,8 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowmem_patch.functional import Head, flat, in_compiler, recast_linear, without_autocast
-from lowmem_patch.nn.deferred import Deferred, Op, Projection, defer, value_of
+from lowmem_patch.nn.deferred import Deferred, defer, value_of
 from lowmem_patch.nn.head_reads import HeadReads
+from lowmem_patch.nn.op import Op, Projection
 from lowmem_patch.nn.shared_memory import SharedMemory
 from lowmem_patch.nn.traced import trace
 from lowmem_patch.tracing.op_roles import Role, function_name, role_of

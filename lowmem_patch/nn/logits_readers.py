@@ -67,19 +67,11 @@ def _reader(reader: Reader, like: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _read_cross_entropy(op: Logits, h: Deferred, given: dict[str, Any]) -> Any:
-    labels = _labels(op, h, given)
-    legacy = given["size_average"] is not None or given["reduce"] is not None
-    if op.normalised or labels is None or legacy:
-        return NotImplemented
-    return _loss(op, h, labels, given["reduction"])
+    return NotImplemented if op.normalised else _loss(op, h, given)
 
 
 def _read_nll(op: Logits, h: Deferred, given: dict[str, Any]) -> Any:
-    labels = _labels(op, h, given)
-    legacy = given["size_average"] is not None or given["reduce"] is not None
-    if not op.normalised or op.sign != 1 or labels is None or legacy:
-        return NotImplemented
-    return _loss(op, h, labels, given["reduction"])
+    return _loss(op, h, given) if op.normalised and op.sign == 1 else NotImplemented
 
 
 def _labels(op: Logits, h: Deferred, given: dict[str, Any]) -> Labels | None:
@@ -107,8 +99,10 @@ def _fits(weight: Tensor, h: Deferred) -> bool:
     return same and placed and not weight.requires_grad
 
 
-def _loss(op: Logits, h: Deferred, labels: Labels, reduction: str) -> Any:
-    if reduction not in ("mean", "sum", "none"):
+def _loss(op: Logits, h: Deferred, given: dict[str, Any]) -> Any:
+    labels, reduction = _labels(op, h, given), given["reduction"]
+    legacy = given["size_average"] is not None or given["reduce"] is not None
+    if labels is None or legacy or reduction not in ("mean", "sum", "none"):
         return NotImplemented
     h._bypassed = True
     head, target = op.head(h.sources), labels.target
@@ -148,6 +142,11 @@ def _is_last(h: Tensor, dim: Any) -> bool:
     return isinstance(dim, int) and dim in (-1, h.dim() - 1)
 
 
+def _single(dim: Any) -> Any:
+    """The dimension of a function that takes a list of them."""
+    return dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim
+
+
 def _read_log_softmax(op: Logits, h: Deferred, given: dict[str, Any]) -> Any:
     dim = given["dim"]
     at_classes = dim in (1, 1 - h.dim()) if op.second else _is_last(h, dim)
@@ -159,10 +158,7 @@ def _read_log_softmax(op: Logits, h: Deferred, given: dict[str, Any]) -> Any:
 
 
 def _read_logsumexp(op: Logits, h: Deferred, given: dict[str, Any]) -> Any:
-    dim = given["dim"]
-    if isinstance(dim, (tuple, list)) and len(dim) == 1:
-        (dim,) = dim
-    if op.normalised or op.second or not _is_last(h, dim):
+    if op.normalised or op.second or not _is_last(h, _single(given["dim"])):
         return NotImplemented
     h._bypassed = True
     found = linear_losses(op.head(h.sources), Labels(None)).view(h.shape[:-1])
@@ -206,10 +202,7 @@ def _scores_of(op: Logits, h: Deferred, classes: Tensor) -> Tensor:
 
 def _read_sum(op: Logits, h: Deferred, given: dict[str, Any]) -> Any:
     """Of all log-probabilities of a row, as label smoothing asks for it."""
-    dim = given["dim"]
-    if isinstance(dim, (tuple, list)) and len(dim) == 1:
-        (dim,) = dim
-    if not op.normalised or op.second or not _is_last(h, dim):
+    if not op.normalised or op.second or not _is_last(h, _single(given["dim"])):
         return NotImplemented
     h._bypassed = True
     head = op.head(h.sources)
@@ -252,10 +245,6 @@ def _read_tanh(op: Logits, h: Deferred, given: dict[str, Any]) -> Any:
     return op.changed(cap=1.0).of(h.sources)
 
 
-def _read_negative(op: Logits, h: Deferred, given: dict[str, Any]) -> Any:
-    return op.times(h, -1)
-
-
 def _read_parts(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """One row, or all parts: as ``for row in logits``."""
     op = _logits(args[0])
@@ -277,7 +266,7 @@ _BY_ROLE: tuple[tuple[Role, Reader, Callable[..., Any]], ...] = (
     (Role.GATHER, _read_gather, lambda input, dim, index, sparse_grad=False: None),
     (Role.ARGMAX, _read_argmax, lambda input, dim=None, keepdim=False: None),
     (Role.DIVISION, _read_division, lambda input, other, rounding_mode=None: None),
-    (Role.NEGATION, _read_negative, lambda input: None),
+    (Role.NEGATION, lambda op, h, given: op.times(h, -1), lambda input: None),
 )
 READERS.update(
     {name: _reader(read, like) for role, read, like in _BY_ROLE for name in names_with(role)}

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from lowmem_patch.functional import LowRank
 
 if TYPE_CHECKING:
     from lowmem_patch.nn.deferred import Deferred
 
-__all__ = ["Op", "Projection"]
+__all__ = ["Op", "Projection", "refuse_bypassed"]
 
 
 class Projection(NamedTuple):
@@ -92,6 +93,9 @@ class Op:
     def note_reader(self, name: str) -> None:
         """The torch function of this name needs the values."""
 
+    def was_read(self, h: Any) -> None:
+        """An operator has read the values of ``h``, an `Unstored`."""
+
     def grouped(
         self, h: Deferred, func: Callable[..., Any], weight: Tensor, offsets: Tensor
     ) -> Any:
@@ -111,3 +115,17 @@ class Op:
 
     def written_unseen(self, h: Deferred) -> None:
         """Somebody may be about to write into ``h`` without a trace (``.data``)."""
+
+
+_NO_GRADIENT = (
+    "lowmem_patch: torch.autograd.grad asks for the gradient of a deferred tensor (logits, an activation) "
+    "after a loss, a Linear or a view has read it, and their gradients go past it: call retain_grad() "
+    "before, or leave this module alone (head: keep, activations: keep)"
+)
+
+
+def refuse_bypassed(inputs: Any) -> None:
+    """Raise where a gradient is asked for that went past a deferred tensor."""
+    for item in tree_leaves(inputs):
+        if getattr(item, "_bypassed", False) and item.op.bypassed:
+            raise RuntimeError(_NO_GRADIENT)

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from lowmem_patch.functional import in_compiler
 from lowmem_patch.nn.context import autocast_dtype, is_foreign
-from lowmem_patch.nn.deferred import READERS, Deferred, Op, Projection, Unstored
+from lowmem_patch.nn.deferred import READERS, Deferred, Unstored
 from lowmem_patch.nn.deferred_casts import Cast
+from lowmem_patch.nn.op import Op, Projection
 from lowmem_patch.nn.traced import join
 from lowmem_patch.tracing.call_arguments import dropout_call
 from lowmem_patch.tracing.op_roles import Role, names_with

@@ -15,10 +15,10 @@ __all__ = ["RecomputedActivation"]
 class RecomputedActivation(nn.Module):
     """Returns a `lowmem_patch.nn.deferred.Deferred` tensor where a gradient is wanted, else ``act(x)``."""
 
-    def __init__(self, kind: ActivationKind, low_precision: bool = False) -> None:
+    def __init__(self, kind: ActivationKind, low_precision: bool = False, reads: int = 0) -> None:
         super().__init__()
         self.kind = kind
-        self.op = Activation(kind, low_precision)
+        self.op = Activation(kind, low_precision, reads)
 
     def forward(self, x: Tensor) -> Tensor:
         """Elementwise, any shape; dtype of ``x``."""

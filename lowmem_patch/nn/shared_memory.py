@@ -7,7 +7,8 @@ it comes through a view of torch's own, the others are refused when they are rea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,7 +19,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lowmem_patch.tracing.op_roles import REARRANGES, SELECTS, Role, function_name, names_with
 
-__all__ = ["MADE_OUTSIDE", "SharedMemory", "opened", "watch_views", "written_arguments"]
+__all__ = [
+    "MADE_OUTSIDE",
+    "SharedMemory",
+    "effects_of",
+    "opened",
+    "watch_view",
+    "written_arguments",
+]
 
 MADE_OUTSIDE = (
     "lowmem_patch: a compiled function writes into logits, or takes a view of them, that were made outside "
@@ -76,8 +84,6 @@ def written_arguments(
 ) -> list[Any]:
     """The tensors of a kind into which an operator writes; raises where others would not see it."""
     schema = func._schema
-    if not schema.is_mutable:
-        return []
     given = dict(zip((one.name for one in schema.arguments), args, strict=False)) | kwargs
     items = [
         given.get(one.name)
@@ -91,11 +97,16 @@ def written_arguments(
     return written
 
 
-def watch_views(func: Any, items: Iterable[Any]) -> None:
-    """An operator has read tensors, and may have returned views of their values."""
-    if any(one.alias_info is not None for one in func._schema.returns):
-        for item in items:
-            SharedMemory.of(item).watch(item)
+@cache
+def effects_of(func: Any) -> tuple[bool, bool]:
+    """Whether an operator writes into an argument, and whether it may return a view of one."""
+    schema = func._schema
+    return schema.is_mutable, any(one.alias_info is not None for one in schema.returns)
+
+
+def watch_view(h: Any) -> None:
+    """An operator has read a tensor, and may have returned a view of its values."""
+    SharedMemory.of(h).watch(h)
 
 
 def opened(

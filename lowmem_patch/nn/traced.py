@@ -17,7 +17,8 @@ from torch._compile import (
     _disable_dynamo,
 )  # as torch.compiler.disable, without its import of the compiler
 
-from lowmem_patch.nn.deferred import Deferred, Op, Unstored, defer
+from lowmem_patch.nn.deferred import Deferred, Unstored, defer
+from lowmem_patch.nn.op import Op
 from lowmem_patch.nn.shared_memory import MADE_OUTSIDE, SharedMemory
 from lowmem_patch.tracing.op_roles import Role, function_name, role_of
 

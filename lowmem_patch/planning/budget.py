@@ -12,11 +12,10 @@ from lowmem_patch.errors import ConfigError
 from lowmem_patch.memory.model_states import parse_bytes
 from lowmem_patch.planning.fit_report import size_text
 
-__all__ = ["Budget", "checked_budget", "free_host_bytes", "make_budget", "parse_budget"]
+__all__ = ["Budget", "available_host_bytes", "checked_budget", "free_host_bytes", "make_budget"]
 
 _FRAGMENTS = 0.03  # of what a GPU's allocator gives beside the model states
 _RESERVE, _LEAST_RESERVE = 0.02, 512 * 2**20  # of a GPU, for its context and other processes
-_SHORT = {"k": "KiB", "m": "MiB", "g": "GiB", "t": "TiB"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,17 +72,7 @@ def checked_budget(fit: str | int) -> int | None:
         if fit < 1:
             raise ConfigError(f"fit {fit!r} is no budget: it must be a number of bytes above 0")
         return fit
-    return None if fit.strip().lower() == "auto" else parse_budget(fit.strip())
-
-
-def parse_budget(text: str) -> int:
-    """``"24g"``, ``"24GiB"`` -> 25769803776; as `parse_bytes`, and one letter for KiB, MiB, GiB or TiB.
-
-    Raises:
-        ConfigError: it is no positive size.
-    """
-    short = _SHORT.get(text[-1:].lower())
-    return parse_bytes(text[:-1] + short if short else text)
+    return None if fit.strip().lower() == "auto" else parse_bytes(fit.strip())
 
 
 def _gpu_of(parameter: Tensor | None) -> torch.device:
@@ -107,12 +96,17 @@ def _free_on_gpu(device: torch.device) -> Budget:
     return Budget(max(size, 1), f"auto ({size_text(max(size, 1))})", _FRAGMENTS)
 
 
-def free_host_bytes() -> int:
-    """Half of the memory that the host has available, as far as it says so: the rest is for loaders and other
-    processes."""
+def available_host_bytes() -> int | None:
+    """What a new allocation can have of the host's memory, where the system says so."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:  # no Linux
-        return 0
+        return None
     found = (line.split()[1] for line in lines if line.startswith("MemAvailable:"))
-    return int(next(found, 0)) * 1024 // 2
+    return int(next(found, 0)) * 1024
+
+
+def free_host_bytes() -> int:
+    """Half of the memory that the host has available, as far as it says so: the rest is for loaders and other
+    processes."""
+    return (available_host_bytes() or 0) // 2

@@ -7,7 +7,6 @@ the plan said, and who is not told pays without knowing.
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import inspect
 import types
@@ -24,19 +23,13 @@ from lowmem_patch.nn.adapters import is_adapter_forward
 from lowmem_patch.nn.norms import MSNorm
 from lowmem_patch.nn.own import Own, given_forward, is_own, within_compiled
 from lowmem_patch.planning.plan import Plan
+from lowmem_patch.planning.report import RECORD, AsPatched, Record
 from lowmem_patch.strategies.lora import trained_lora_layers
 from lowmem_patch.strategies.swap import Swap, is_replacement
 from lowmem_patch.tracing.trace import describe
 
-__all__ = [
-    "AsPatched",
-    "has_adapter",
-    "no_longer_as_patched",
-    "stop_watching",
-    "watch_first_forward",
-]
+__all__ = ["has_adapter", "no_longer_as_patched", "watch_first_forward"]
 
-_AS_PATCHED = "_lowmem_patch_as_patched"
 _MEND = "call patch_model(model) again, which plans for the model as it is now"
 _NAMED = 2
 # what other libraries put between the parts of a parameter's name
@@ -49,31 +42,11 @@ _WRAPPERS = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class AsPatched:
-    """Facts of a model right after the patch; names alone, so that it travels with every copy.
-
-    Attributes:
-        trains: parameters outside adapters, and whether they trained.
-        replaced: modules that were replaced.
-        forwards: what the forward was of the modules that were replaced, of those that call them, and of
-            adapter layers and attention modules that got a forward of ours.
-        adapters: the plan sees to adapter layers.
-        folded: the Linears into which norms were folded.
-    """
-
-    trains: dict[str, bool]
-    replaced: tuple[str, ...]
-    forwards: dict[str, str]
-    adapters: bool
-    folded: tuple[str, ...] = ()
-
-
 def watch_first_forward(model: nn.Module, plan: Plan, *, adapters: bool) -> None:
     """Remember how the model is now, and warn at its first training forward of what has changed.
 
     Args:
-        model: the patched model.
+        model: the patched model, with its record.
         plan: what was done to it.
         adapters: whether adapter layers that are added later would be patched, too.
     """
@@ -85,14 +58,8 @@ def watch_first_forward(model: nn.Module, plan: Plan, *, adapters: bool) -> None
     forwards = {name: _forward_of(model.get_submodule(name)) for name in watched}
     linears = tuple(linear.module for patch in plan.folded for linear in patch.step.linears)
     facts = AsPatched(_trains(model), replaced, forwards, adapters, linears)
-    model.__dict__[_AS_PATCHED] = facts
+    model.__dict__[RECORD].as_patched = facts
     model.register_forward_pre_hook(Own(_look))
-
-
-def stop_watching(model: nn.Module) -> None:
-    """Take away what :func:`watch_first_forward` left."""
-    model.__dict__.pop(_AS_PATCHED, None)
-    _release(model)
 
 
 def no_longer_as_patched(model: nn.Module) -> list[str]:
@@ -100,7 +67,8 @@ def no_longer_as_patched(model: nn.Module) -> list[str]:
 
     ``model`` is the very object that was patched.
     """
-    facts: AsPatched | None = model.__dict__.get(_AS_PATCHED)
+    record: Record | None = model.__dict__.get(RECORD)
+    facts = None if record is None else record.as_patched
     if facts is None:
         return []
     wrong = list(_folds(model, facts))
@@ -120,17 +88,13 @@ def _look(model: nn.Module, args: Any) -> None:
     """Forward pre-hook of a patched model, until its first training forward."""
     if in_compiler() or not (model.training and torch.is_grad_enabled()):
         return
-    _release(model)
-    facts = model.__dict__[_AS_PATCHED]
-    found = [*no_longer_as_patched(model), *_optimizers(model, facts)]
-    if found:
-        warnings.warn("; ".join(found), stacklevel=2)
-
-
-def _release(model: nn.Module) -> None:
     for key, hook in list(model._forward_pre_hooks.items()):
         if isinstance(hook, Own) and hook.func is _look:
             model._forward_pre_hooks.pop(key, None)  # replicas of nn.DataParallel share the table
+    facts = model.__dict__[RECORD].as_patched
+    found = [*no_longer_as_patched(model), *_optimizers(model, facts)]
+    if found:
+        warnings.warn("; ".join(found), stacklevel=2)
 
 
 def _listed(names: list[str]) -> str:

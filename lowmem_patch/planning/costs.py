@@ -184,41 +184,28 @@ def timed_forward(
 
     Autograd records it, as in training, and saves nothing. Nothing of it stays on the model.
     """
+    clock = _Clock(next(model.parameters()).device)
+    starts: list[int] = []
+    pairs: list[tuple[int, int]] = []
     wanted = frozenset(sites)
+
+    def enter(name: str, args: Any, kwargs: Any) -> None:
+        if name in wanted:
+            starts.append(clock.mark())
+
+    def leave(name: str, module: nn.Module, output: Any) -> None:
+        if name in wanted:
+            pairs.append((starts.pop(), clock.mark()))
+
+    nothing_saved: Any = saved_tensors_hooks(_nothing, _nothing)
     best: list[float] = []
-    parameter = next(model.parameters())
     for _ in range(repeats + 1):  # the first warms up
-        clock = _Clock(parameter.device)
-        starts: list[int] = []
-        pairs: list[tuple[int, int]] = []
-
-        def enter(
-            name: str, args: Any, kwargs: Any, clock: _Clock = clock, starts: list[int] = starts
-        ) -> None:
-            if name in wanted:
-                starts.append(clock.mark())
-
-        def leave(
-            name: str,
-            module: nn.Module,
-            output: Any,
-            clock: _Clock = clock,
-            starts: list[int] = starts,
-            pairs: list[tuple[int, int]] = pairs,
-        ) -> None:
-            if name in wanted:
-                pairs.append((starts.pop(), clock.mark()))
-
-        nothing_saved: Any = saved_tensors_hooks(_nothing, _nothing)
-        with (
-            preserved(model),
-            torch.enable_grad(),
-            nothing_saved,
-            observed_calls(model, enter, leave),
-        ):
+        pairs.clear()
+        observed = observed_calls(model, enter, leave)
+        with preserved(model), torch.enable_grad(), nothing_saved, observed:
             model(*inputs.args, **inputs.kwargs)
         seconds = [clock.between(*pair) for pair in pairs]
-        best = seconds if not best else [min(pair) for pair in zip(best, seconds, strict=True)]
+        best = [min(pair) for pair in zip(best, seconds, strict=True)] if best else seconds
     return tuple(best)
 
 

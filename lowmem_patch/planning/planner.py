@@ -12,7 +12,6 @@ from lowmem_patch.config import PatchConfig
 from lowmem_patch.errors import PatchError, TraceError
 from lowmem_patch.nn.checkpointing import is_switched_on
 from lowmem_patch.planning.apply import apply_plan, undo
-from lowmem_patch.planning.changes import stop_watching
 from lowmem_patch.planning.floor import count_floor
 from lowmem_patch.planning.notes import notes_of_no_sites
 from lowmem_patch.planning.plan import Plan, make_plan
@@ -180,7 +179,6 @@ def _shadow_of_original(
         for folded in folded_now(holder):
             name = f"{prefix}.{folded.step.norm}" if prefix else folded.step.norm
             originals[name] = (folded.gamma, folded.beta)
-        stop_watching(holder)
         undo(holder, arithmetic=False)
     if any(is_replacement(module) for module in shadow.model.modules()):
         raise PatchError(

@@ -19,6 +19,7 @@ from lowmem_patch.tracing.saved_bytes import SavedBytes
 
 __all__ = [
     "RECORD",
+    "AsPatched",
     "BytesByKind",
     "PatchReport",
     "Record",
@@ -262,20 +263,40 @@ def by_block(saved: SavedBytes) -> dict[str, int]:
     return blocks
 
 
+@dataclasses.dataclass(frozen=True)
+class AsPatched:
+    """Facts of a model right after the patch; names alone, so that it travels with every copy.
+
+    Attributes:
+        trains: parameters outside adapters, and whether they trained.
+        replaced: modules that were replaced.
+        forwards: what the forward was of the modules that were replaced, of those that call them, and of
+            adapter layers and attention modules that got a forward of ours.
+        adapters: the plan sees to adapter layers.
+        folded: the Linears into which norms were folded.
+    """
+
+    trains: dict[str, bool]
+    replaced: tuple[str, ...]
+    forwards: dict[str, str]
+    adapters: bool
+    folded: tuple[str, ...] = ()
+
+
 @dataclasses.dataclass
 class Record:
     """What ``patch_model`` leaves on the model, enough to report and to plan again.
 
     Attributes:
         signature: what trained at the patch, from ``trains_signature``.
-        hook: the handle of the hook that refuses unfolded weights, where norms were folded.
         fit: the budget, the optimizer and whether gradients are accumulated, as they were asked for.
+        as_patched: what is compared with the model later.
     """
 
     report: PatchReport
     signature: int
-    hook: Any = None
     fit: tuple[str | int, str, bool] | None = None
+    as_patched: AsPatched | None = None
 
 
 def find_records(model: nn.Module) -> list[tuple[nn.Module, Record]]:

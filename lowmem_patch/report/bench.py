@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from lowmem_patch.bench import Comparison, Row
-from lowmem_patch.report.layout import human_bytes, make_table, print_line, print_table
+from lowmem_patch.planning.columns import make_table
+from lowmem_patch.planning.names import human_bytes
+from lowmem_patch.report.layout import print_line, print_table
 
 __all__ = ["print_bench"]
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from lowmem_patch.planning.columns import make_table
 from lowmem_patch.planning.fit_report import FitReport
 from lowmem_patch.planning.ladder import Rung
-from lowmem_patch.report.layout import human_bytes, make_table, print_line, print_table
+from lowmem_patch.planning.names import human_bytes
+from lowmem_patch.report.layout import print_line, print_table
 
 __all__ = ["print_fit", "print_ladder"]
 

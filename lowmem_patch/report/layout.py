@@ -17,32 +17,16 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
-from lowmem_patch.planning.columns import FILE_WIDTH, Table, make_table, text_width, wrapped
-from lowmem_patch.planning.names import (
-    collapse_names,
-    fewer,
-    group_by_pattern,
-    human_bytes,
-    pattern_of,
-    starred,
-)
+from lowmem_patch.planning.columns import FILE_WIDTH, Table, text_width, wrapped
 
 __all__ = [
-    "collapse_names",
-    "fewer",
-    "group_by_pattern",
-    "human_bytes",
-    "make_table",
-    "pattern_of",
     "print_error",
     "print_line",
     "print_table",
     "print_title",
     "progress_bar",
     "spinner",
-    "starred",
     "stop_spinner",
-    "text_width",
 ]
 
 _spinning: list[Progress] = []  # on the terminal now, which has one cursor

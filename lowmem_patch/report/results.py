@@ -7,19 +7,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from lowmem_patch.checkpoint.compare import TensorCheck
 from lowmem_patch.checkpoint.convert import ConvertResult
 from lowmem_patch.memory import MemoryReport
-from lowmem_patch.planning.report import PatchReport
-from lowmem_patch.profile import ProfileResult
-from lowmem_patch.report.layout import (
+from lowmem_patch.planning.columns import make_table
+from lowmem_patch.planning.names import (
     collapse_names,
     fewer,
     group_by_pattern,
     human_bytes,
-    make_table,
     pattern_of,
-    print_line,
-    print_table,
     starred,
 )
+from lowmem_patch.planning.report import PatchReport
+from lowmem_patch.profile import ProfileResult
+from lowmem_patch.report.layout import print_line, print_table
 from lowmem_patch.tracing.categories import CATEGORIES
 from lowmem_patch.tracing.saved_bytes import SavedBytes
 from lowmem_patch.verify import VerifyResult, worst_check

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from lowmem_patch.constants import STEP_BITS, StepTable
-from lowmem_patch.report.layout import make_table, print_line, print_table
+from lowmem_patch.planning.columns import make_table
+from lowmem_patch.report.layout import print_line, print_table
 
 __all__ = ["print_step_table", "print_step_tables"]
 

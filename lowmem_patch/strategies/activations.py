@@ -15,12 +15,18 @@ from lowmem_patch.tracing.consumers import (
     Consumer,
     consumers_behind_dropouts,
     find_consumers,
+    weight_read_with,
     weight_trains,
 )
+from lowmem_patch.tracing.dataflow import first_input
 from lowmem_patch.tracing.op_roles import Role
 from lowmem_patch.tracing.probes import looks_like_activation, looks_like_norm
+from lowmem_patch.tracing.saved_bytes import storage_key
 
-__all__ = ["NOTHING_TO_GAIN", "ActivationSite", "activation_sites", "unknown_activations"]
+__all__ = [
+    "NOTHING_TO_GAIN", "ActivationSite", "activation_sites", "input_read_later", "next_to_nothing",
+    "unknown_activations",
+]  # fmt: skip
 
 NOTHING_TO_GAIN = "nothing to gain: what it needs is kept for another op, or not at all"
 
@@ -31,10 +37,12 @@ class ActivationSite:
 
     Attributes:
         consumers: who reads the output, also behind a dropout.
-        in_place: it overwrites its input, and nobody else writes into the output.
+        in_place: it overwrites its input.
         gated: the output is multiplied with another tensor of its shape.
         linear: a Linear that trains, and reads the output.
         saves: what autograd saves of the activation, its ``input`` or its ``output``.
+        reads: how many operators read the output as it is, where autograd saves it for one of them; for that
+            one it can be computed again.
         recomputing_gains: fewer bytes are saved where the output is computed again.
         hook: what waits for the gradient of the output or of the gated product, or asks for the memory, as a
             report names it.
@@ -49,6 +57,7 @@ class ActivationSite:
     linear: Consumer | None
     hook: str | None
     saves: str
+    reads: int
     recomputing_gains: bool
     chosen: str
 
@@ -106,25 +115,80 @@ def _site(facts: Facts, name: str, kind: ActivationKind, config: PatchConfig) ->
     consumers = consumers_of(facts, facts.outputs(name))
     rows = [consumer for consumer in consumers if not consumer.reshaped]  # what can be deferred
     hook = _hook(facts, consumers)
-    saves = "output" if _saves_output(facts, name) else "input"
+    in_place = _works_in_place(facts, name)
+    # in place, some save their output, and some a copy of their input
+    of_output = _saves_output(facts, name) or (in_place and not facts.saved(name))
     gated = any(consumer.use == "product" for consumer in rows)
-    linear = next((consumer for consumer in rows if weight_trains(consumer)), None)
-    gains = gated or linear is not None
-    if saves == "output":
+    linear = next(filter(weight_trains, rows), None)
+    reads = _reads(facts, name, rows)
+    if of_output:
         # a Linear or a product keeps what the activation does; only a product that a Linear keeps can go
         gains = any(map(weight_trains, consumers_of(facts, products(rows))))
+    else:
+        gains = bool(gated or linear or reads)
     gains = gains and hook is None
-    in_place = _works_in_place(name, consumers)
-    chosen = _choose(config, kind, gains=gains, possible=gains and not in_place)
+    chosen = _choose(
+        config, kind, gains=gains, frozen=any(map(_is_frozen, consumers)),
+        possible=gains and not (in_place and input_read_later(facts, name)),
+    )  # fmt: skip
     return ActivationSite(
-        name, kind, consumers, in_place, gated, linear, hook, saves, gains, chosen
+        name, kind, consumers, in_place, gated, linear, hook, "output" if of_output else "input",
+        reads, gains, chosen,
+    )  # fmt: skip
+
+
+def next_to_nothing(facts: Facts, gain: int, worth: float) -> str | None:
+    """Why so few bytes, less than the share ``worth`` of all that is saved, need no patch; None for more."""
+    share = gain / max(1, facts.trace.saved.activations)
+    return None if share >= worth else f"next to nothing to gain: {share:.1e} of all that is saved"
+
+
+def _is_frozen(consumer: Consumer) -> bool:
+    """Whether it is a matmul of a weight that does not train."""
+    return weight_read_with(consumer) is not None and not weight_trains(consumer)
+
+
+def _reads(facts: Facts, name: str, consumers: list[Consumer]) -> int:
+    """How many operators read an output as it is, if autograd saves it for one of them."""
+    outputs = {id(tensor) for tensor in facts.outputs(name)}
+    readers = [
+        consumer.op
+        for consumer in consumers
+        if consumer.op is not None
+        and consumer.use in ("other", "autocast")
+        and id(consumer.tensor) in outputs
+    ]
+    places = {storage_key(tensor) for tensor in facts.outputs(name)}
+    savers = {
+        (saver.module, saver.function)
+        for storage in facts.trace.saved.storages
+        if storage.key in places
+        for saver in storage.savers
+    }
+    return len(readers) if any((op.module, op.name) in savers for op in readers) else 0
+
+
+def _works_in_place(facts: Facts, name: str) -> bool:
+    """Whether the module itself writes into its input."""
+    return any(
+        op.writes and first_input(op) is not None
+        for call in facts.calls[name]
+        for op in facts.trace.ops[call.first_op : call.last_op]
+        if storage_key(call.inputs[0]) == storage_key(call.outputs[0])
     )
 
 
-def _works_in_place(name: str, consumers: list[Consumer]) -> bool:
-    """Whether the module itself writes into its output, and nobody else does."""
-    writers = [consumer for consumer in consumers if consumer.use == "write"]
-    return bool(writers) and all(w.op is not None and w.op.module == name for w in writers)
+def input_read_later(facts: Facts, name: str) -> str | None:
+    """Who reads the input of a module after it, by the input's own name; as a report names it."""
+    number = facts.once(input_read_later, lambda: {id(o): n for n, o in enumerate(facts.trace.ops)})
+    for call in facts.calls[name]:
+        (given,) = call.inputs
+        if id(given) in facts.trace.outputs:
+            return "the caller of the model"
+        for op in facts.trace.consumers.get(id(given), ()):
+            if number[id(op)] >= call.last_op:
+                return op.place
+    return None
 
 
 def _saves_output(facts: Facts, name: str) -> bool:
@@ -138,13 +202,19 @@ def _saves_output(facts: Facts, name: str) -> bool:
     )
 
 
-def _choose(config: PatchConfig, kind: ActivationKind, *, gains: bool, possible: bool) -> str:
-    """The strategy that decides on an activation: by what recomputing gains, and whether it is possible."""
+def _choose(
+    config: PatchConfig, kind: ActivationKind, *, gains: bool, possible: bool, frozen: bool
+) -> str:
+    """The strategy that decides on an activation: by what recomputing gains, and whether it is possible.
+
+    `auto` approximates where a ``frozen`` Linear reads the output, and nowhere else: only there have
+    training runs shown what that costs.
+    """
     tables = STEP_TABLES.get(kind)
     if tables is not None and tables[config.bits].exact and not possible:
         return "keep" if config.activations == "keep" else "codes"  # no approximation
     if config.activations == "auto":
-        return "recompute" if gains or tables is None else "codes"
+        return "codes" if frozen and not gains and tables is not None else "recompute"
     return config.activations
 
 

@@ -14,15 +14,18 @@ from lowmem_patch.config import PatchConfig
 from lowmem_patch.constants import STEP_TABLES, codes_bytes
 from lowmem_patch.functional import ActivationKind
 from lowmem_patch.nn.activations import CodesActivation
-from lowmem_patch.strategies.activations import NOTHING_TO_GAIN, ActivationSite, activation_sites
+from lowmem_patch.strategies.activations import (
+    NOTHING_TO_GAIN,
+    ActivationSite,
+    activation_sites,
+    next_to_nothing,
+)
 from lowmem_patch.strategies.protocol import Facts, Found, Skip
 from lowmem_patch.strategies.swap import Swap
 
 __all__ = ["CodedActivation", "ExactlyCodedActivation", "find"]
 
-
-# of all saved bytes: below this, `auto` leaves a sigmoid or tanh exact
-_WORTH = 1e-3
+_WORTH = 1e-3  # `auto` leaves a sigmoid or tanh exact that saves less
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,11 +82,8 @@ def _obstacle(facts: Facts, site: ActivationSite, config: PatchConfig) -> str | 
     if saved <= cost or kept:
         return NOTHING_TO_GAIN
     # a pooler's tanh, a gate's sigmoid for each image: the gradient stays exact for so little
-    share = saved / facts.trace.saved.activations
     chooses = config.activations == "auto" and site.saves == "output"
-    if chooses and not table.exact and share < _WORTH:
-        return f"next to nothing to gain: it saves {share:.1e} of all that is saved"
-    return None
+    return next_to_nothing(facts, saved, _WORTH) if chooses and not table.exact else None
 
 
 def _reason(site: ActivationSite, config: PatchConfig) -> str:
@@ -95,5 +95,5 @@ def _reason(site: ActivationSite, config: PatchConfig) -> str:
         return f"{reason}: exact, since its derivative takes two values"
     if config.activations != "auto":
         return reason
-    why = "no Linear that trains reads it" if site.hook is None else f"read by {site.hook}"
+    why = "a frozen Linear reads it" if site.hook is None else f"read by {site.hook}"
     return f"{reason}: {why}"

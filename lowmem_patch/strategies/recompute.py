@@ -13,6 +13,8 @@ from lowmem_patch.strategies.activations import (
     ActivationSite,
     activation_sites,
     consumers_of,
+    input_read_later,
+    next_to_nothing,
     products,
     unknown_activations,
 )
@@ -22,18 +24,22 @@ from lowmem_patch.tracing.consumers import weight_read_with
 
 __all__ = ["DeferredActivation", "find"]
 
+_WORTH = 1e-4  # the gate of a squeeze and excitation has one number a channel
+
 
 @dataclasses.dataclass(frozen=True)
 class DeferredActivation(Swap):
-    """An activation whose readers compute it again; ``low_precision`` as of `lowmem_patch.nn.deferred.Op`."""
+    """An activation whose readers compute it again; ``low_precision`` as of `lowmem_patch.nn.deferred.Op`,
+    ``reads`` as of `lowmem_patch.nn.deferred_ops.Activation`."""
 
     strategy = "recompute"
 
     activation: ActivationKind
     low_precision: bool
+    reads: int
 
     def make(self, original: nn.Module) -> nn.Module:
-        return RecomputedActivation(self.activation, self.low_precision)
+        return RecomputedActivation(self.activation, self.low_precision, self.reads)
 
 
 def find(facts: Facts, config: PatchConfig) -> Found:
@@ -44,16 +50,22 @@ def find(facts: Facts, config: PatchConfig) -> Found:
         if isinstance(site, Skip):
             found.add(site)
         elif site.chosen == "recompute":
-            reason, why_not = _reason(facts, site), _obstacle(facts, site)
+            reason, why_not, little = (
+                _reason(facts, site),
+                _obstacle(facts, site),
+                _little(facts, site),
+            )
             if why_not is not None:
                 found.add(site.skip(f"cannot recompute: {why_not}"))
+            elif reason is not None and little is not None:
+                found.add(site.skip(little))
             elif reason is None:
                 text = site.consumers[0].text if site.consumers else "nothing"
                 found.add(site.skip(f"nothing to gain: its output is read by {text}"))
             else:
                 found.add(
                     DeferredActivation(
-                        site.name, site.kind, low_precision,
+                        site.name, site.kind, low_precision, site.reads,
                         reason=reason, kind=site.kind, consumers=site.texts,
                     )
                 )  # fmt: skip
@@ -61,12 +73,21 @@ def find(facts: Facts, config: PatchConfig) -> Found:
 
 
 def _obstacle(facts: Facts, site: ActivationSite) -> str | None:
-    if site.in_place:
-        return "it works in place, where later readers of its input get its output"
+    reader = input_read_later(facts, site.name) if site.in_place else None
+    if reader is not None:
+        return f"it works in place, and {reader} reads what its input was"
     if site.hook is not None:
         return f"it is read by {site.hook}"
-    writer = facts.written(site.name, "inputs")
+    writer = None if site.in_place else facts.written(site.name, "inputs")
     return None if writer is None else f"its input is written in place by {writer}"
+
+
+def _little(facts: Facts, site: ActivationSite) -> str | None:
+    """Why an output is saved that a Python call would have to compute again."""
+    if site.gated or site.linear is not None:
+        return None
+    gain = sum(output.nbytes for output in facts.outputs(site.name))
+    return next_to_nothing(facts, gain, _WORTH)
 
 
 def _reason(facts: Facts, site: ActivationSite) -> str | None:
@@ -84,4 +105,7 @@ def _reason(facts: Facts, site: ActivationSite) -> str | None:
         )
     if site.linear is not None:
         return f"input kept, output recomputed for the weight gradient of {site.linear.text}"
+    if site.reads:
+        readers = dict.fromkeys(c.text for c in site.consumers if c.use in ("other", "autocast"))
+        return f"input kept, output recomputed in the backward of {next(iter(readers))}"
     return None

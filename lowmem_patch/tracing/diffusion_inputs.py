@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -64,7 +64,7 @@ def diffusion_inputs(
 
 
 class _Maker:
-    """Makes arguments by their names."""
+    """Knows the sizes of a model's arguments; by their names they are in `_ARGUMENTS`."""
 
     def __init__(
         self,
@@ -90,94 +90,87 @@ class _Maker:
         """What an argument may be; nothing where it is left out, as a mask is where it may."""
         if name.endswith("_mask") and not required:
             return []
-        maker = getattr(self, f"_{name}", None)
-        return [] if maker is None else list(maker())
+        maker = _ARGUMENTS.get(name)
+        return [] if maker is None else list(maker(self))
 
     def latents(self, accepted: Any) -> list[Tensor]:
         """An image or a video; tokens where their positions are told beside them."""
         channels = self.config.get("in_channels") or 4
         if any(name in accepted for name in ("img_ids", "img_shapes", "num_frames")):
             self.height = self.width = _SIDE
-            return [self._noise(self.batch, _SIDE * _SIDE, channels)]
+            return [self.noise(self.batch, _SIDE * _SIDE, channels)]
         plane = (self.height, self.width)
-        image = self._noise(self.batch, channels, *plane)
+        image = self.noise(self.batch, channels, *plane)
         videos = [
-            self._noise(self.batch, channels, self.frames, *plane),
-            self._noise(self.batch, self.frames, channels, *plane),
+            self.noise(self.batch, channels, self.frames, *plane),
+            self.noise(self.batch, self.frames, channels, *plane),
         ]
         return [image, *videos]
 
-    def _noise(self, *shape: int) -> Tensor:
+    def noise(self, *shape: int) -> Tensor:
         return torch.randn(*shape, device=self.device, dtype=self.dtype)
 
-    def _numbers(self, below: int) -> Tensor:
+    def numbers(self, below: int) -> Tensor:
         return torch.randint(0, below, (self.batch,), device=self.device)
 
-    def _timestep(self) -> list[Any]:
-        return [self._numbers(_STEPS)]
-
-    def _encoder_hidden_states(self) -> list[Any]:
+    def encoder_hidden_states(self) -> list[Any]:
         width = next((self.config[k] for k in _PROMPT_WIDTHS if self.config.get(k)), None)
         if width is None:
             return []
-        return [self._noise(self.batch, self.tokens, width if isinstance(width, int) else width[0])]
+        return [self.noise(self.batch, self.tokens, width if isinstance(width, int) else width[0])]
 
-    def _encoder_attention_mask(self) -> list[Any]:
-        if not self._encoder_hidden_states():
-            return []
-        return [torch.ones(self.batch, self.tokens, dtype=torch.long, device=self.device)]
-
-    def _pooled_projections(self) -> list[Any]:
-        width = self.config.get("pooled_projection_dim")
-        return [self._noise(self.batch, width)] if width else []
-
-    def _guidance(self) -> list[Any]:
-        wanted = self.config.get("guidance_embeds")
-        return [torch.ones(self.batch, device=self.device)] if wanted else []
-
-    def _positions(self, count: int) -> list[Any]:
+    def positions(self, count: int) -> list[Any]:
         """Of rotary embeddings; for all rows at once, or each."""
         axes = len(self.config.get("axes_dims_rope") or (0, 0, 0))
         joint = torch.zeros(count, axes, device=self.device)
         return [joint, joint.expand(self.batch, count, axes)]
 
-    def _img_ids(self) -> list[Any]:
-        return self._positions(self.height * self.width)
-
-    def _txt_ids(self) -> list[Any]:
-        return self._positions(self.tokens)
-
-    def _img_shapes(self) -> list[Any]:
-        return [[[(1, self.height, self.width)]] * self.batch]
-
-    def _num_frames(self) -> list[Any]:
-        return [1]
-
-    def _height(self) -> list[Any]:
-        return [self.height]
-
-    def _width(self) -> list[Any]:
-        return [self.width]
-
-    def _class_labels(self) -> list[Any]:
+    def class_labels(self) -> list[Any]:
         if self.config.get("norm_type") == "ada_norm_zero":
-            return [self._numbers(self.config["num_embeds_ada_norm"])]
+            return [self.numbers(self.config["num_embeds_ada_norm"])]
         if self.config.get("class_embed_type") == "projection":
-            return [self._noise(self.batch, self.config["projection_class_embeddings_input_dim"])]
+            return [self.noise(self.batch, self.config["projection_class_embeddings_input_dim"])]
         count = self.config.get("num_class_embeds")
-        return [self._numbers(count)] if count else []
+        return [self.numbers(count)] if count else []
 
-    def _added_cond_kwargs(self) -> list[Any]:
+    def added_cond_kwargs(self) -> list[Any]:
         """Of SDXL a pooled prompt and sizes; of PixArt sizes, or none."""
         if self.config.get("addition_embed_type") == "text_time":
             times = _TIME_IDS * self.config["addition_time_embed_dim"]
             pooled = self.config["projection_class_embeddings_input_dim"] - times
             sizes = torch.ones(self.batch, _TIME_IDS, device=self.device)
-            return [{"text_embeds": self._noise(self.batch, pooled), "time_ids": sizes}]
+            return [{"text_embeds": self.noise(self.batch, pooled), "time_ids": sizes}]
         if self.config.get("norm_type") != "ada_norm_single":
             return []
         shapes = {
-            "resolution": self._noise(self.batch, 2),
-            "aspect_ratio": self._noise(self.batch, 1),
+            "resolution": self.noise(self.batch, 2),
+            "aspect_ratio": self.noise(self.batch, 1),
         }
         return [dict.fromkeys(shapes), shapes]
+
+
+_ARGUMENTS: dict[str, Callable[[_Maker], list[Any]]] = {
+    "timestep": lambda m: [m.numbers(_STEPS)],
+    "encoder_hidden_states": _Maker.encoder_hidden_states,
+    "encoder_attention_mask": lambda m: (
+        [torch.ones(m.batch, m.tokens, dtype=torch.long, device=m.device)]
+        if m.encoder_hidden_states()
+        else []
+    ),
+    "pooled_projections": lambda m: (
+        [m.noise(m.batch, m.config["pooled_projection_dim"])]
+        if m.config.get("pooled_projection_dim")
+        else []
+    ),
+    "guidance": lambda m: (
+        [torch.ones(m.batch, device=m.device)] if m.config.get("guidance_embeds") else []
+    ),
+    "img_ids": lambda m: m.positions(m.height * m.width),
+    "txt_ids": lambda m: m.positions(m.tokens),
+    "img_shapes": lambda m: [[[(1, m.height, m.width)]] * m.batch],
+    "num_frames": lambda m: [1],
+    "height": lambda m: [m.height],
+    "width": lambda m: [m.width],
+    "class_labels": _Maker.class_labels,
+    "added_cond_kwargs": _Maker.added_cond_kwargs,
+}

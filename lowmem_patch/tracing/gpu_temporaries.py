@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["Temporary", "column_sum_bytes", "temporary_of"]
+__all__ = ["OF_OPERATORS", "Temporary", "column_sum_bytes", "sum_bytes", "temporary_of"]
 
 _UNSORTED = 3072  # so many rows of a table are added without an order
 _ROWS = 10  # of one token that are added up at a time
@@ -16,7 +17,6 @@ _ROWS = 10  # of one token that are added up at a time
 _THREADS, _WARP, _VECTOR = 512, 32, 4
 _LEAST_VALUES, _MOST_VALUES = 16, 256  # rows that a thread adds
 _H200 = (132, 2048)  # multiprocessors, threads of one
-_BIAS = 2  # place in `needs` of lowmem_patch::activation_linear_backward
 _SUMS = (torch.ops.aten.sum.dim_IntList, torch.ops.aten.mean.dim)
 
 
@@ -27,17 +27,18 @@ class Temporary(NamedTuple):
     beside_outputs: bool = True
 
 
+# of operators that say it themselves, from their arguments
+OF_OPERATORS: dict[Any, Callable[..., Temporary]] = {}
+
+
 def temporary_of(func: Any, args: tuple[Any, ...]) -> Temporary:
     """Of one op on a GPU, as far as it is large and known."""
     if func is torch.ops.aten.embedding_dense_backward.default:
         return Temporary(_table_gradient_bytes(*args))
     if func in _SUMS and len(args) > 1:
-        return Temporary(_sum_bytes(args[0], args[1]))
-    if func.namespace == "lowmem_patch" and func._opname == "activation_linear_backward":
-        needs = next(value for value in args if isinstance(value, (list, tuple)))
-        if needs[_BIAS]:  # whose gradient is made first
-            return Temporary(_sum_bytes(args[0], range(args[0].dim() - 1)), beside_outputs=False)
-    return Temporary(0)
+        return Temporary(sum_bytes(args[0], args[1]))
+    known = OF_OPERATORS.get(func)
+    return Temporary(0) if known is None else known(*args)
 
 
 def _table_gradient_bytes(
@@ -56,7 +57,7 @@ def _table_gradient_bytes(
     return int(sums + numbers * tokens.element_size())
 
 
-def _sum_bytes(tensor: Tensor, dims: Any) -> int:
+def sum_bytes(tensor: Tensor, dims: Any) -> int:
     """Of a sum over the leading dimensions, as of a bias' gradient; others take next to nothing."""
     leading = sorted(dim % tensor.dim() for dim in dims or ())
     count = len(leading)

@@ -154,12 +154,10 @@ def _probe(module: nn.Module, call: Call, trace: Trace) -> NormSpec | str:
     found = _find_norm(isolated, rows)
     if found is None:
         return "computes neither LayerNorm nor RMSNorm over the last dimension"
-    kind, eps, offset = found
+    kind = "layer_norm" if found.centered else "rms_norm"
     fused = any(op.role.has(Role.ROW_NORM) for op in trace.ops[call.first_op : call.last_op])
     output = _output_dtype(isolated, rows) if parameters else "input"
-    return NormSpec(
-        kind, NormSettings(eps, offset, kind == "layer_norm"), output, full_precision_autocast=fused
-    )
+    return NormSpec(kind, found, output, full_precision_autocast=fused)
 
 
 def _output_dtype(module: nn.Module, rows: Tensor) -> str:
@@ -172,7 +170,7 @@ def _output_dtype(module: nn.Module, rows: Tensor) -> str:
     return "weight" if by_weight else "both"
 
 
-def _find_norm(module: nn.Module, rows: Tensor) -> tuple[str, float, float] | None:
+def _find_norm(module: nn.Module, rows: Tensor) -> NormSettings | None:
     weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
     gamma = weight.detach().double() if isinstance(weight, Tensor) else None
     beta = bias.detach().double() if isinstance(bias, Tensor) else None
@@ -182,28 +180,16 @@ def _find_norm(module: nn.Module, rows: Tensor) -> tuple[str, float, float] | No
     if outputs[0] is None:
         return None
     named = {v for v in vars(module).values() if isinstance(v, float) and 0 <= v < 1}
-    for kind, offset in (
-        ("layer_norm", 0.0),
-        ("rms_norm", 0.0),
-        ("rms_norm", 1.0),
-        ("layer_norm", 1.0),
-    ):
+    for offset, centered in ((0.0, True), (0.0, False), (1.0, False), (1.0, True)):
         for eps in (*sorted(named), torch.finfo(torch.float32).eps, 0.0):
-            if all(
-                _is_close(output, _norm(kind, rows.double() * scale, eps, gamma, beta, offset))
-                for output, scale in zip(outputs, scales, strict=True)
-            ):
-                return kind, eps, offset
+            settings = NormSettings(eps, offset, centered)
+            wanted = (
+                reference.norm(rows.double() * scale, gamma, beta, settings, torch.float64)[0]
+                for scale in scales
+            )
+            if all(map(_is_close, outputs, wanted)):
+                return settings
     return None
-
-
-def _norm(
-    kind: str, x: Tensor, eps: float, gamma: Tensor | None, beta: Tensor | None, offset: float
-) -> Tensor:
-    centred = x - x.mean(-1, keepdim=True) if kind == "layer_norm" else x
-    z = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
-    z = z if gamma is None else z * (gamma + offset)
-    return z if beta is None else z + beta
 
 
 def match_activation(module: nn.Module) -> ActivationKind | None:

@@ -140,6 +140,9 @@ class _RunningFunction(FunctionObserver):
     def _is_weight(self, tensor: Tensor) -> bool:
         return storage_key(tensor) in self.weights
 
+    def saver(self, stack: Sequence[str]) -> Saver:
+        return Saver(stack[-1] if stack else "", self.name, self.weighted)
+
 
 @contextlib.contextmanager
 def saved_bytes(model: nn.Module) -> Iterator[SavedBytes]:
@@ -160,6 +163,7 @@ def saved_bytes(model: nn.Module) -> Iterator[SavedBytes]:
     savers: dict[int, dict[Saver, None]] = {}
     times: Counter[int] = Counter()  # how often autograd holds a storage
     watched: set[weakref.ref[_Held]] = set()
+    deferred: list[tuple[weakref.ref[_Held], Saver]] = []
     result = SavedBytes()
     running = _RunningFunction(weights)
     copies = _WeightCopies(weights)
@@ -168,7 +172,11 @@ def saved_bytes(model: nn.Module) -> Iterator[SavedBytes]:
     with module_stack(model) as stack:
 
         def pack(tensor: Tensor) -> _Held:
-            key, held = storage_key(tensor), _Held(tensor)
+            held, saver = _Held(tensor), running.saver(stack)
+            if hasattr(tensor, "held_values"):
+                deferred.append((weakref.ref(held), saver))
+                return held
+            key = storage_key(tensor)
             if key in weights:
                 return held
 
@@ -185,7 +193,6 @@ def saved_bytes(model: nn.Module) -> Iterator[SavedBytes]:
 
             if key not in first:
                 first[key] = tensor.detach()
-            saver = Saver(stack[-1] if stack else "", running.name, running.weighted)
             savers.setdefault(key, {})[saver] = None
             times[key] += 1
             watched.add(weakref.ref(held, let_go))
@@ -194,9 +201,24 @@ def saved_bytes(model: nn.Module) -> Iterator[SavedBytes]:
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda held: held.tensor)
         with hooks, copies, running:
             yield result
+    _add_held(deferred, first, savers)
     for key in copies.copies & first.keys():
         result.weight_copies += _bytes(first.pop(key))
     _add_up(result, model, [(tensor, tuple(savers[key])) for key, tensor in first.items()])
+
+
+def _add_held(
+    deferred: Sequence[tuple[weakref.ref[_Held], Saver]],
+    first: dict[int, Tensor],
+    savers: dict[int, dict[Saver, None]],
+) -> None:
+    """Add the values of deferred tensors that autograd saved; those that were let go hold none."""
+    for reference, saver in deferred:
+        held: Any = reference()
+        values = None if held is None else held.tensor.held_values()
+        if values is not None:
+            first.setdefault(storage_key(values), values)
+            savers.setdefault(storage_key(values), {})[saver] = None
 
 
 def _bytes(tensor: Tensor) -> int:

@@ -62,7 +62,6 @@ def _run(
     *,
     autocast: torch.dtype | None = None,
     float64: bool = False,
-    gradients: bool = True,
 ) -> _Run:
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     with contextlib.ExitStack() as stack:
@@ -70,7 +69,7 @@ def _run(
             torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
         )
         torch.manual_seed(seed)
-        stack.enter_context(torch.set_grad_enabled(gradients))
+        stack.enter_context(torch.enable_grad())
         if autocast is not None:
             stack.enter_context(torch.autocast(device.type, dtype=autocast))
         if float64:
@@ -83,15 +82,14 @@ def _run(
         )
     run = _Run({name: t.detach().double() for name, t in outputs.items()}, {})
     run.saved, run.weight_copies = saved.activations, saved.weight_copies
-    if gradients:
-        ends = [t for t in outputs.values() if t.requires_grad]
-        starts = [_integers(t.shape, seed + i).to(t) for i, t in enumerate(ends)]
-        if ends:
-            torch.autograd.backward(ends, starts)
-        for name, parameter in model.named_parameters():
-            if parameter.grad is not None:
-                run.gradients[name] = parameter.grad.double()
-        model.zero_grad(set_to_none=True)
+    ends = [t for t in outputs.values() if t.requires_grad]
+    starts = [_integers(t.shape, seed + i).to(t) for i, t in enumerate(ends)]
+    if ends:
+        torch.autograd.backward(ends, starts)
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            run.gradients[name] = parameter.grad.double()
+    model.zero_grad(set_to_none=True)
     return run
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lowmem_patch import patch_report
-from lowmem_patch.functional import NormSettings, activation, ms_layer_norm, ms_norm
+from lowmem_patch.functional import NormSettings, activation, ms_norm
 from lowmem_patch.nn.deferred_ops import Activation
 from tests.support.configs import FOLD_AND_SHARE, SHARE
 from tests.support.judge import assert_same_step
@@ -64,7 +64,7 @@ def test_ops_read_the_values_of_a_deferred_tensor() -> None:
     x = torch.randn(2, 8, requires_grad=True)
     ones = torch.ones(8, requires_grad=True)
     calls: list[Any] = [
-        lambda h: ms_layer_norm(h, 1e-5, ones),
+        lambda h: ms_norm(h, ones, None, NormSettings(1e-5))[0],
         lambda h: activation(h, "quick_gelu"),
         lambda h: ms_norm(h, None, None, NormSettings(1e-5), copy_dtype=torch.bfloat16)[0],
     ]

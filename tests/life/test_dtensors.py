@@ -26,9 +26,7 @@ from lowmem_patch.functional import (
     activation_linear,
     codes_activation,
     glu,
-    ms_layer_norm,
     ms_norm,
-    ms_rms_norm,
     recast_linear,
     recast_matmul,
 )
@@ -68,12 +66,12 @@ OPS: dict[str, tuple[list[tuple[int, ...]], Callable[..., Tensor], Callable[...,
     "glu": ([(3, 8)] * 2, lambda g, u: glu(g, u, "silu"), lambda g, u: F.silu(g) * u),
     "layer norm": (
         [(3, 8), (8,), (8,)],
-        lambda x, w, b: ms_layer_norm(x, 1e-5, w, b),
+        lambda x, w, b: ms_norm(x, w, b, NormSettings(1e-5))[0],
         lambda x, w, b: F.layer_norm(x, (8,), w, b),
     ),
     "rms norm": (
         [(3, 8), (8,)],
-        lambda x, w: ms_rms_norm(x, 1e-5, w, 1.0),
+        lambda x, w: ms_norm(x, w, None, NormSettings(1e-5, 1.0, centered=False))[0],
         lambda x, w: F.rms_norm(x, (8,), 1 + w, 1e-5),
     ),
     "norm with a copy": (

@@ -19,9 +19,9 @@ from lowmem_patch.functional import (
     glu,
     pack_bool,
     packed_dropout,
-    unpack_bool,
 )
 from lowmem_patch.functional._implementation import module
+from lowmem_patch.reference import unpack_bool
 from tests.ops.conftest import INTERPRETED, Backend, part
 from tests.support.saved import saved_storages, storage_of
 

@@ -14,16 +14,16 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lowmem_patch.errors import DoubleBackwardError
 from lowmem_patch.functional import (
+    NormSettings,
     _implementation,
     activation,
     activation_linear,
     codes_activation,
     glu,
-    ms_layer_norm,
-    ms_rms_norm,
+    ms_norm,
     pack_bool,
-    unpack_bool,
 )
+from lowmem_patch.reference import unpack_bool
 from tests.support.saved import saved_storages
 
 ops = torch.ops.lowmem_patch
@@ -175,8 +175,10 @@ FUNCTIONS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "codes": lambda x, weight, bias: codes_activation(x, "gelu"),
     "quick_gelu": lambda x, weight, bias: activation(x, "quick_gelu"),
     "glu": lambda x, weight, bias: glu(x, x * 2, "gelu_tanh"),
-    "layer_norm": lambda x, weight, bias: ms_layer_norm(x, 1e-5, weight[0], bias),
-    "rms_norm": lambda x, weight, bias: ms_rms_norm(x, 1e-5, weight[0], 1.0),
+    "layer_norm": lambda x, weight, bias: ms_norm(x, weight[0], bias, NormSettings(1e-5))[0],
+    "rms_norm": lambda x, weight, bias: ms_norm(
+        x, weight[0], None, NormSettings(1e-5, 1.0, centered=False)
+    )[0],
     "mlp": mlp,
     "gated_mlp": gated_mlp,
 }

@@ -1,4 +1,4 @@
-"""ms_layer_norm and ms_rms_norm: exact gradients from the output."""
+"""ms_norm: exact gradients from the output."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lowmem_patch.functional import NormSettings, ms_layer_norm, ms_norm, ms_rms_norm
+from lowmem_patch.functional import NormSettings, ms_norm
 from tests.ops.conftest import INTERPRETED, Backend, norm_grid
 from tests.support.judge import assert_within_budget
 from tests.support.saved import saved_storages, storage_of
@@ -36,10 +36,9 @@ def ours(
     backend: Backend,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    chosen = backend.implementation
-    if centered:
-        return ms_layer_norm(x, EPS, weight, bias, out_dtype, offset, implementation=chosen)
-    return ms_rms_norm(x, EPS, weight, offset, out_dtype, implementation=chosen)
+    settings = NormSettings(EPS, offset, centered)
+    vectors = weight, bias if centered else None
+    return ms_norm(x, *vectors, settings, out_dtype, implementation=backend.implementation)[0]
 
 
 def recovery_error(
@@ -161,9 +160,7 @@ def test_output_is_the_tensor_that_linears_save(backend: Backend, autocast: bool
 
     def block() -> list[Tensor]:
         with torch.autocast(backend.device, dtype=torch.bfloat16, enabled=autocast):
-            y = ms_rms_norm(
-                x, EPS, weight, out_dtype=torch.bfloat16, implementation=backend.implementation
-            )
+            y = ours(x, weight, None, 0.0, False, backend, torch.bfloat16)
             return [y, *(linear(y) for linear in linears)]
 
     outputs, saved = saved_storages(block)
@@ -177,14 +174,12 @@ def test_output_is_the_tensor_that_linears_save(backend: Backend, autocast: bool
 def test_mixed_dtypes(backend: Backend) -> None:
     x = torch.randn(4, 40, device=backend.device).bfloat16().requires_grad_()
     weight = (torch.rand(40, device=backend.device) + 0.5).requires_grad_()
-    y = ms_rms_norm(x, EPS, weight, implementation=backend.implementation)
+    y = ours(x, weight, None, 0.0, False, backend)
     assert y.dtype == torch.bfloat16
     y.float().sum().backward()
     assert (x.grad.dtype, weight.grad.dtype) == (torch.bfloat16, torch.float32)
     wide = x.detach().float().requires_grad_()
-    z = ms_rms_norm(
-        wide, EPS, weight, out_dtype=torch.bfloat16, implementation=backend.implementation
-    )
+    z = ours(wide, weight, None, 0.0, False, backend, torch.bfloat16)
     assert z.dtype == torch.bfloat16
     assert torch.autograd.grad(z.float().sum(), wide)[0].dtype == torch.float32
 
@@ -292,12 +287,9 @@ def test_float64(centered: bool) -> None:
 def test_without_gradients_under_autocast(backend: Backend) -> None:
     x = torch.randn(4, 40, device=backend.device)
     with torch.autocast(backend.device, dtype=torch.bfloat16):
-        y = ms_layer_norm(x, EPS, out_dtype=torch.bfloat16, implementation=backend.implementation)
+        y = ours(x, None, None, 0.0, True, backend, torch.bfloat16)
     assert y.dtype == torch.bfloat16
-    assert torch.equal(
-        ms_layer_norm(x, EPS, implementation=backend.implementation),
-        plain(x, None, None, 0.0, True),
-    )
+    assert torch.equal(ours(x, None, None, 0.0, True, backend), plain(x, None, None, 0.0, True))
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # torch's own: a FutureWarning since 2.15
@@ -318,8 +310,8 @@ def test_forward_mode_is_refused_where_a_kernel_would_run(backend: Backend, copi
 @pytest.mark.skipif(INTERPRETED, reason="checks arguments, not kernels")
 def test_errors_name_the_shapes() -> None:
     with pytest.raises(ValueError, match=r"\(4,\)"):
-        ms_layer_norm(torch.randn(2, 4), EPS, torch.ones(3))
+        ms_norm(torch.randn(2, 4), torch.ones(3), None, NormSettings(EPS))
     with pytest.raises(ValueError, match="at least one dimension"):
-        ms_rms_norm(torch.tensor(1.0), EPS)
+        ms_norm(torch.tensor(1.0), None, None, NormSettings(EPS))
     with pytest.raises(TypeError, match=r"torch\.int64"):
-        ms_rms_norm(torch.arange(4), EPS)
+        ms_norm(torch.arange(4), None, None, NormSettings(EPS))

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowmem_patch import plan_patch
 from lowmem_patch.functional.products import linear_backward
-from lowmem_patch.memory import model_state_bytes, step_bytes
+from lowmem_patch.memory import model_state_bytes
 from lowmem_patch.memory.cublas import _of_one, workspace_bytes
 from lowmem_patch.memory.rounding import rounding_bytes
 from lowmem_patch.planning.fit_report import _ranges, size_text
@@ -19,6 +19,7 @@ from lowmem_patch.tracing.gpu_temporaries import column_sum_bytes, temporary_of
 from lowmem_patch.tracing.inputs import ExampleInputs
 from lowmem_patch.tracing.shadow import make_shadow
 from tests.support.models import llama_of
+from tests.support.step_bytes import step_bytes
 
 MIB = 2**20
 

@@ -16,7 +16,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from lowmem_patch import patch_model, patch_report
-from lowmem_patch.memory import run_step, step_bytes
+from lowmem_patch.memory import run_step
 from lowmem_patch.planning.fit_report import FitReport
 from lowmem_patch.tracing.inputs import ExampleInputs
 from lowmem_patch.tracing.live_storages import LiveStorages
@@ -24,6 +24,7 @@ from lowmem_patch.tracing.shadow import make_shadow
 from tests.support.fitted import assert_predicted
 from tests.support.live import allocated
 from tests.support.step import warned
+from tests.support.step_bytes import step_bytes
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*profil"),

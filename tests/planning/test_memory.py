@@ -25,12 +25,12 @@ from lowmem_patch.memory import (
     parse_bytes,
     predict,
     predict_memory,
-    step_bytes,
 )
 from lowmem_patch.memory.cublas import workspace_bytes
 from lowmem_patch.memory.live_bytes import most_of_moments
 from lowmem_patch.tracing.inputs import ExampleInputs
 from lowmem_patch.tracing.shadow import Shadow, make_shadow
+from tests.support.step_bytes import step_bytes
 
 
 def llama(layers: int = 2, attention: str = "sdpa") -> Any:

@@ -25,7 +25,6 @@ from lowmem_patch.memory import (
     model_state_bytes,
     predict_memory,
     run_step,
-    step_bytes,
     switch_checkpointing_on,
 )
 from lowmem_patch.memory.live_bytes import most_of_moments
@@ -33,6 +32,7 @@ from lowmem_patch.memory.predict import _Predictor, _Totals
 from lowmem_patch.tracing.inputs import ExampleInputs
 from lowmem_patch.tracing.shadow import make_shadow
 from tests.support.live import allocated
+from tests.support.step_bytes import step_bytes
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*profil"),

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lowmem_patch import patch_model, patch_report, plan_patch, saved_bytes
+from lowmem_patch import PatchConfig, patch_model, patch_report, plan_patch, saved_bytes
 from lowmem_patch.nn.activations import CodesActivation
 from lowmem_patch.tracing.inputs import ExampleInputs
 from tests.support.toy_blocks import built
@@ -38,9 +38,8 @@ def test_in_place_activation_keeps_codes_in_place(returned: bool) -> None:
     model, x = InPlaceConv(returned), torch.randn(2, 3, 9, 9)
     with saved_bytes(model) as before:
         expected = model(x)
-    (left,) = plan_patch(model, "exact", example_inputs=x).sites
-    assert left.strategy == "keep" and "works in place" in left.reason
-    patched = patch_model(copy.deepcopy(model), "auto", example_inputs=x)
+    config = PatchConfig(activations="codes", bits=3)
+    patched = patch_model(copy.deepcopy(model), config, example_inputs=x)
     assert patch_report(patched).sites[0].strategy == "codes"
     with saved_bytes(patched) as after:
         found = patched(x)
@@ -57,6 +56,14 @@ def test_in_place_activation_keeps_codes_in_place(returned: bool) -> None:
         assert torch.equal(one.grad, two.grad)
     with torch.no_grad():
         assert torch.equal(patched(x), expected)
+
+
+def test_auto_approximates_behind_no_convolution() -> None:
+    model, x = InPlaceConv(returned=False), torch.randn(2, 3, 9, 9)
+    for config in ("auto", "exact"):
+        (site,) = plan_patch(model, config, example_inputs=x).sites
+        assert site.strategy == "keep"
+        assert "works in place, and conv2d in second reads what its input was" in site.reason
 
 
 def test_codes_where_another_op_keeps_the_input() -> None:
