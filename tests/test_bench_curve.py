@@ -11,7 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 from lowmem_patch import patch_report
-from lowmem_patch.bench import compare, find_variant
+from lowmem_patch.bench import compare, curve_variants, find_variant
 from lowmem_patch.cli import app
 from lowmem_patch.errors import ConfigError
 from lowmem_patch.tracing.inputs import as_example_inputs
@@ -59,6 +59,21 @@ def test_every_nth_block_is_checkpointed_and_computes_the_same() -> None:
 def test_what_is_no_variant(name: str) -> None:
     with pytest.raises(ConfigError, match=r"variant|size"):
         find_variant(name)
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
+def test_a_curve_is_planned_where_the_inputs_are() -> None:
+    """Adapters that were made on the CPU for a model elsewhere go there: the meta device stands for a GPU."""
+    model, inputs = made("llama-lora")
+    meta = as_example_inputs(inputs).map(lambda tensor: tensor.to("meta"))
+    model.to("meta")
+    for name, module in model.named_modules():
+        if name.endswith(("lora_A.default", "lora_B.default")):
+            module.to_empty(device="cpu")
+    assert {p.device.type for p in model.parameters()} == {"cpu", "meta"}
+    names = curve_variants(model, meta)
+    assert {p.device.type for p in model.parameters()} == {"meta"}
+    assert len([name for name in names if name.startswith("fit=")]) == 5
 
 
 def test_the_curve_and_its_picture(tmp_path: Path) -> None:

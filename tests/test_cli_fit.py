@@ -75,14 +75,16 @@ def test_the_ladder_and_the_choice(llama: Path) -> None:
     names = [rung["name"] for rung in data["ladder"]]
     totals = [rung["total"] for rung in data["ladder"]]
     assert names[:4] == [
-        "patched", "all blocks run again, attention saved", "all blocks run again (checkpointed)",
-        "all blocks run again, inputs on the host",
+        "patched, and no block runs again", "all blocks run again, their attention is saved",
+        "all blocks run again", "all blocks run again, their inputs in host memory",
     ]  # fmt: skip
     assert names[4:] == [
-        "256 tokens in the place of 512", "128 tokens in the place of 512", "a batch of 1 in the place of 2",
-        "QLoRA, rank 16, adamw", "an 8-bit optimizer (adamw8bit)", "FSDP over 2 GPUs, on each",
+        "256 tokens a row, not 512", "a batch of 1, not 2",
+        "QLoRA: weights in 4 bits, adapters of rank 16 train",
+        "adamw8bit, an 8-bit optimizer, not adamw", "FSDP over 2 GPUs: of each",
     ]  # fmt: skip
-    assert totals[0] > totals[1] >= totals[2] >= totals[3] > max(totals[5:7])
+    assert [rung["on_top"] for rung in data["ladder"]] == [False] * 4 + [True] * 5
+    assert totals[0] > totals[1] >= totals[2] >= totals[3] > max(totals[4:6])
     seconds = [rung["seconds"] for rung in data["ladder"]]
     assert seconds[0] < seconds[1] <= seconds[2] <= seconds[3] and seconds[4] < seconds[0]
     # what few blocks tell is what the whole model takes, and 3 % for fragmentation
@@ -97,12 +99,19 @@ def test_the_ladder_and_the_choice(llama: Path) -> None:
 def test_both_are_shown(shallow: Path) -> None:
     shown = call(shallow, "--memory", "9MiB", "--fit", "9MiB", "--seq-len", "256").stdout
     assert "to fit in 9.0 MiB" in shown and "GPU like the A100" in shown
+    lines = shown.splitlines()
+    ways = next(n for n, line in enumerate(lines) if line.startswith("patched, and no block"))
+    heading = next(n for n, line in enumerate(lines) if line.startswith("the last row above"))
+    assert ways < heading and any(line.startswith("a batch of 1") for line in lines[heading:])
+    assert not any(line.startswith("a batch of 1") for line in lines[:heading])
     assert "fit 9MiB" in shown and "predicted peak" in shown
 
 
 @pytest.mark.parametrize(
     ("options", "text"),
-    [(("--fit", "24"), "size"), (("--fit", "24 apples"), "24 apples"), (("--fit", "auto"), "GPU"),
+    [(("--fit", "24"), "write 24GiB, or 24B for bytes"),
+     (("--memory", "25769803776"), "write 25769803776B"), (("--fit", "24 apples"), "24 apples"),
+     (("--fit", "auto"), "GPU"),
      (("--fit", "9MiB", "--gpus", "2"), "--gpus"), (("--fit", "1KiB"), "least budget")],
 )  # fmt: skip
 def test_what_is_refused(shallow: Path, options: tuple[str, ...], text: str) -> None:

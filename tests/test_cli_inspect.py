@@ -17,6 +17,7 @@ from typer.testing import CliRunner, Result
 from lowmem_patch import checkpoint
 from lowmem_patch.cli import app
 from lowmem_patch.memory import model_state_bytes
+from lowmem_patch.report import human_bytes
 from lowmem_patch.tracing.categories import CATEGORIES
 
 ROOT = Path(__file__).parent.parent
@@ -145,8 +146,16 @@ def test_what_fits_is_shown_and_agrees_with_the_totals(shallow: Path) -> None:
     assert row.split()[-2:] == [str(found["largest_before"]), str(found["largest_after"])]
     for kind in ("linear inputs", "attention", "codes and statistics"):
         assert f"saved as {kind}" in shown
-    none = call("inspect", shallow, "--memory", "1KiB").stdout
-    assert none.count("does not fit") == 2
+    none = call("inspect", shallow, "--seq-len", "32", "--memory", "1KiB")
+    rows = {line[:28].strip(): line[28:].split() for line in none.stdout.splitlines()}
+    assert rows["largest batch within 1.0 KiB"] == ["none", "none"]
+    line = next(
+        line for line in none.stdout.splitlines() if line.startswith("peak of a batch of 1 x 32")
+    )
+    single = data_of("inspect", shallow, "--seq-len", "32", "--batch-size", "1")["memory"]
+    wanted = (human_bytes(single[side]["total"]) for side in ("before", "after"))
+    assert line.split("tokens")[1].split() == " ".join(wanted).split()
+    assert "peak of a batch" not in shown
 
 
 def test_solving_for_the_length_ends_at_the_positions(shallow: Path) -> None:

@@ -53,6 +53,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     (
         "strategies.dropout_bits",
         "strategies.eight_bit",
+        "strategies.rows",
         "strategies.speed",
         "strategies.fold_rules",
     ),

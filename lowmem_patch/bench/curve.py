@@ -9,6 +9,7 @@ from lowmem_patch.bench.variants import Variant, find_variant
 from lowmem_patch.errors import BudgetError
 from lowmem_patch.planning.fit_report import size_text
 from lowmem_patch.tracing.inputs import ExampleInputs
+from lowmem_patch.tracing.shadow import tensors_in
 
 __all__ = ["curve_variants"]
 
@@ -22,12 +23,14 @@ def curve_variants(model: Any, inputs: ExampleInputs) -> dict[str, Variant]:
     today: the unpatched model, Liger's, and both with checkpointing.
 
     Args:
-        model: unpatched, as it will train.
+        model: unpatched, as it will train. All of it is moved to where the inputs are: its adapters may have
+            been made elsewhere.
         inputs: of a step.
 
     Raises:
         TraceError: the model cannot be planned on the inputs.
     """
+    model.to(tensors_in((inputs.args, inputs.kwargs))[0].device)
     sizes = [size_text(size).replace(" ", "") for size in _budgets(model, inputs)]
     names = ["auto", *(f"fit={size}" for size in sizes)]
     names += [f"auto+every={count}" for count in _EVERY]

@@ -109,7 +109,7 @@ def bench(
             inputs = _inputs(built, batch_size or setup.batch_size, seq_len or setup.length, wanted)
             autocast = setup.autocast if autocast is None else autocast
             with torch.autocast(wanted, torch.bfloat16, enabled=bool(autocast)):
-                chosen = chosen or curve_variants(built.to(wanted), inputs)
+                chosen = chosen or curve_variants(built, inputs)
             result = compare(
                 built, inputs, chosen, rounds=rounds, steps=steps, autocast=bool(autocast),
                 progress=progress,

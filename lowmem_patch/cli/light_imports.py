@@ -1,7 +1,8 @@
-"""Libraries that other libraries import when they find them, and that a look at a config does not need.
+"""What makes a look at a config quick: libraries that it does not need, the garbage collector, threads.
 
-Each takes up to a second: bitsandbytes (which PEFT and transformers import), torchvision, scipy and
-scikit-learn (which transformers imports for images, for losses of detectors and for text generation).
+Libraries that other libraries import when they find them take up to a second each: bitsandbytes (which PEFT
+and transformers import), torchvision, scipy and scikit-learn (which transformers imports for images, for
+losses of detectors and for text generation).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["light_imports", "uncollected_imports"]
+__all__ = ["light_imports", "one_thread", "uncollected_imports"]
 
 _QUANTISATION = ("bitsandbytes",)
 _NOT_FOR_TEXT = ("torchvision", "scipy", "sklearn")
@@ -62,6 +63,22 @@ def _cached(model: str) -> Path | None:
     except HFValidationError:
         return None
     return Path(found) if isinstance(found, str) else None
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """While this is open, torch computes on one thread.
+
+    The numbers of a probe are few, and threads that wait for work take a second on a busy machine.
+    """
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 @contextlib.contextmanager

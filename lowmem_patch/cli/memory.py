@@ -11,7 +11,7 @@ import typer  # noqa: TID251 - only the command line imports typer
 
 from lowmem_patch.cli import options
 from lowmem_patch.cli.assumptions import assumptions, default_length, model_settings
-from lowmem_patch.cli.light_imports import light_imports, uncollected_imports
+from lowmem_patch.cli.light_imports import light_imports, one_thread, uncollected_imports
 from lowmem_patch.cli.models import meta_model, real_model, with_adapters
 from lowmem_patch.cli.runtime import ExitCode, command, print_json, print_result, quiet_libraries
 from lowmem_patch.cli.unused import name_unused
@@ -175,7 +175,7 @@ def _look(model: Any, config: PatchConfig, training: Training, asked: _Asked) ->
     given = asked.length is not None
     assumed = assumptions(model, inputs, training, batches=asked.batches, given_length=given)
     tokens = inputs.kwargs.get("input_ids")
-    with _autocast("cpu", asked.autocast):
+    with one_thread(), _autocast("cpu", asked.autocast):
         plans = make_plans(model, config, inputs)
         report = plans.report
         if asked.fit is not None:

@@ -31,7 +31,6 @@ from lowmem_patch.functional.codes import codes_activation
 from lowmem_patch.functional.cross_entropy import linear_cross_entropy, linear_losses
 from lowmem_patch.functional.dropout import draw_dropout, dropout_linear, packed_dropout
 from lowmem_patch.functional.eight_bit import EIGHT_BIT_DTYPES, from_eight_bits, to_eight_bits
-from lowmem_patch.functional.grouped import activation_grouped_matmul
 from lowmem_patch.functional.head import Head, flat, in_compute_dtype, logits_in_chunks
 from lowmem_patch.functional.labels import Labels
 from lowmem_patch.functional.linear import activation_linear, recast_linear
@@ -39,6 +38,7 @@ from lowmem_patch.functional.matmul import recast_matmul
 from lowmem_patch.functional.norms import ms_norm, save_copy
 from lowmem_patch.functional.packing import pack_bool
 from lowmem_patch.functional.products import LowRank
+from lowmem_patch.functional.recomputed import GroupedMatmul, recomputed_linear
 from lowmem_patch.functional.rotary import rotary_embedding
 from lowmem_patch.functional.sharded import is_sharded
 from lowmem_patch.functional.unbind import unbind_permuted
@@ -47,6 +47,7 @@ __all__ = [
     "EIGHT_BIT_DTYPES",
     "ActivationKind",
     "Affine",
+    "GroupedMatmul",
     "Head",
     "Implementation",
     "Labels",
@@ -55,7 +56,6 @@ __all__ = [
     "Recomputed",
     "activation",
     "activation_gradients",
-    "activation_grouped_matmul",
     "activation_linear",
     "affine_linear",
     "codes_activation",
@@ -80,6 +80,7 @@ __all__ = [
     "packs_saved_tensors",
     "recast_linear",
     "recast_matmul",
+    "recomputed_linear",
     "register_plain",
     "rotary_embedding",
     "save_copy",

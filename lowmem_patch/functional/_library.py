@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.library import Library, register_autograd, register_fake
+from torch.library import Library, register_autograd
 
 from lowmem_patch.constants import NormSettings
 from lowmem_patch.errors import DoubleBackwardError
@@ -96,7 +96,9 @@ class Operator:
         self._settings = settings
         _library.define(schema)
         _library.impl(self.name, self._of_fields(implementation), "CompositeExplicitAutograd")
-        register_fake(f"{_NAMESPACE}::{self.name}", self._of_fields(fake), lib=_library)
+        # no register_fake, whose tensors are fake ones, each with a dispatch of its own: these are of torch's
+        # device without data, and one dispatch makes them fake
+        _library.impl(self.name, self._of_fields(fake), "Meta")
         self._overload = getattr(torch.ops.lowmem_patch, self.name).default
 
     def __call__(self, *args: Any) -> Any:

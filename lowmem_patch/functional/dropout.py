@@ -10,7 +10,7 @@ Linear recomputes its input for the weight's gradient:
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -22,8 +22,7 @@ from lowmem_patch.functional import _library
 from lowmem_patch.functional._implementation import module, resolve
 from lowmem_patch.functional.activations import computed_again
 from lowmem_patch.functional.packing import pack_bool
-from lowmem_patch.functional.products import linear_forward
-from lowmem_patch.reference import cast
+from lowmem_patch.functional.recomputed import recomputed_linear
 
 __all__ = ["draw_dropout", "dropout_linear", "packed_dropout"]
 
@@ -124,51 +123,18 @@ def packed_dropout(x: Tensor, value: Tensor, bits: Tensor, p: float) -> Tensor:
     return y
 
 
-class _DropoutLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        value: Tensor,
-        source: Tensor,
-        up: Tensor | None,
-        bits: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        p: float,
-        kind: ActivationKind | None,
-        compute_dtype: torch.dtype,
-    ) -> Tensor:
-        for_value, _, _, _, for_weight, *_ = ctx.needs_input_grad
-        ctx.save_for_backward(
-            source if for_weight else None,
-            up if for_weight else None,
-            bits if for_weight else None,
-            weight if for_value else None,
-        )
-        ctx.settings = (p, kind, value.dtype)
-        ctx.dtypes = (weight.dtype, weight.dtype if bias is None else bias.dtype)
-        return linear_forward(value, weight, bias, None, compute_dtype)[0]
-
-    @staticmethod
-    @_library.first_order("dropout_linear")
-    def backward(ctx: Any, dy: Tensor) -> Any:
-        source, up, bits, weight = ctx.saved_tensors
-        p, kind, value_dtype = ctx.settings
-        weight_dtype, bias_dtype = ctx.dtypes
-        rows = dy.reshape(-1, dy.shape[-1])
-        d_value = d_weight = d_bias = None
-        with _library.without_autocast(dy.device.type):
-            if ctx.needs_input_grad[5]:  # first, as in `linear_backward`
-                d_bias = cast(rows.sum(0), bias_dtype)
-            if weight is not None:
-                d_value = cast(rows.mm(cast(weight, dy.dtype)), value_dtype)
-                d_value = d_value.view(*dy.shape[:-1], weight.shape[1])
-            if source is not None:
-                x = source if kind is None else computed_again((source, up), kind)
-                hidden = _dropped(x, bits, p, False, value_dtype, dy.dtype)
-                # the order of torch's own mm backward, for equal bits
-                d_weight = cast(rows.t().mm(hidden.view(-1, hidden.shape[-1])), weight_dtype)
-        return d_value, None, None, None, d_weight, d_bias, None, None, None
+def _input_again(
+    *sources: Tensor,
+    p: float,
+    kind: ActivationKind | None,
+    value_dtype: torch.dtype,
+    dtype: torch.dtype,
+) -> Tensor:
+    """The dropout's result in ``dtype``, from what its input is computed from, and the mask."""
+    x, *more, bits = sources
+    if kind is not None:
+        x = computed_again((x, more[0] if more else None), kind)
+    return _dropped(x, bits, p, False, value_dtype, dtype)
 
 
 def dropout_linear(
@@ -207,7 +173,5 @@ def dropout_linear(
             f"dropout_linear: weight must be [O, F] for value [..., F], got {tuple(weight.shape)} "
             f"for {tuple(value.shape)}"
         )
-    up = sources[1] if len(sources) == 2 else None
-    apply: Any = _DropoutLinear.apply
-    y: Tensor = apply(value, sources[0], up, bits, weight, bias, p, kind, compute_dtype)
-    return y
+    again = partial(_input_again, p=p, kind=kind, value_dtype=value.dtype)
+    return recomputed_linear(value, again, (*sources, bits), weight, bias, compute_dtype)

@@ -15,7 +15,7 @@ from lowmem_patch.planning.plan import Plan
 from lowmem_patch.planning.planner import plan_model, trace_whole
 from lowmem_patch.planning.report import PatchReport
 from lowmem_patch.tracing.inputs import ExampleInputs
-from lowmem_patch.tracing.shadow import make_shadow
+from lowmem_patch.tracing.shadow import Shadow, make_shadow
 
 __all__ = ["Plans", "make_plans"]
 
@@ -31,11 +31,13 @@ class Plans:
         report: of the whole model.
         blocks: the path of its repeated blocks, where the plans are of a few of them; or None.
         plans: by the number of blocks; of the whole model by None.
+        shadows: the patched copies from which the report was counted, by the same.
     """
 
     report: PatchReport
     blocks: str | None
     plans: Mapping[int | None, Plan]
+    shadows: Mapping[int | None, Shadow]
 
 
 def make_plans(model: nn.Module, config: PatchConfig, inputs: ExampleInputs) -> Plans:
@@ -50,20 +52,22 @@ def make_plans(model: nn.Module, config: PatchConfig, inputs: ExampleInputs) -> 
         if found is not None:
             return found
     planned = plan_model(model, config, inputs)
-    return Plans(planned.report, None, {None: planned.plan})
+    return Plans(planned.report, None, {None: planned.plan}, {None: planned.shadow})
 
 
 def _few(model: nn.Module, config: PatchConfig, inputs: ExampleInputs, name: str) -> Plans | None:
     """None where the blocks save different amounts, or a report names what cannot be counted on."""
     least, few, more = DEPTHS
     plans: dict[int | None, Plan] = {}
+    shadows: dict[int | None, Shadow] = {}
     reports: dict[int, PatchReport] = {}
     with shortened(model, name, least):
         saved = trace_whole(make_shadow(model, inputs), structure=False).saved
     for depth in (few, more):
         with shortened(model, name, depth):
             planned = plan_model(model, config, inputs)
-            reports[depth], plans[depth] = planned.report, planned.plan
+        reports[depth], plans[depth] = planned.report, planned.plan
+        shadows[depth] = planned.shadow
     if reports[more].saved_before - reports[few].saved_before != (
         reports[few].saved_before - saved.activations
     ):
@@ -72,7 +76,7 @@ def _few(model: nn.Module, config: PatchConfig, inputs: ExampleInputs, name: str
     report = _extended(reports[few], reports[more], name, count)
     if report is None:
         return None
-    return Plans(report, name, plans)
+    return Plans(report, name, plans, shadows)
 
 
 def _extended(few: PatchReport, more: PatchReport, name: str, count: int) -> PatchReport | None:

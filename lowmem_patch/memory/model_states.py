@@ -15,8 +15,16 @@ from lowmem_patch.memory.optimizers import check_optimizer
 from lowmem_patch.memory.rounding import rounding_bytes
 from lowmem_patch.tracing.quantised import held_beside, own_bytes
 
-__all__ = ["USUAL_TRAINING", "ModelStates", "Training", "model_state_bytes", "parse_bytes"]
+__all__ = [
+    "FEWEST_BYTES",
+    "USUAL_TRAINING",
+    "ModelStates",
+    "Training",
+    "model_state_bytes",
+    "parse_bytes",
+]
 
+FEWEST_BYTES = 10_000  # of a budget: who writes a number below that means GiB
 # bitsandbytes: one float32 scale per 256 values of each 8-bit state; small tensors stay in 32 bits
 _STATE_BLOCK, _SMALLEST_8BIT = 256, 4096
 _SMALLEST_PAGED = 100_000  # elements: smaller states of a paged optimizer stay on the GPU
@@ -40,6 +48,10 @@ def parse_bytes(text: str) -> int:
         size = float(number) * _UNITS[unit]
     except (ValueError, KeyError):
         size = 0.0
+    if number.isdecimal() and not unit and int(number):
+        few = int(number) < FEWEST_BYTES
+        mend = f"{number}GiB, or {number}B for bytes" if few else f"{number}B"
+        raise ConfigError(f"{text!r} is a size of memory without a unit: write {mend}")
     if not (math.isfinite(size) and size >= 1):
         raise ConfigError(f"{text!r} is no size of memory: write it as 24GiB, 80GB or 900MiB")
     return int(size)

@@ -69,11 +69,12 @@ class FakeOptimizer:
             return
         kind, settings = _TORCH[name]
         self._optimizer = getattr(torch.optim, kind)(parameters, lr=1e-3, **settings)
-        for parameter in parameters:
-            parameter.grad = torch.empty_like(parameter)
-        self.step()  # the first makes the state
-        for parameter in parameters:
-            parameter.grad = None
+        with DispatchObserver():  # which answers at once where torch asks for devices
+            for parameter in parameters:
+                parameter.grad = torch.empty_like(parameter)
+            self.step()  # the first makes the state
+            for parameter in parameters:
+                parameter.grad = None
         leaves = tree_leaves(list(self._optimizer.state.values()))
         self.state = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 

@@ -21,6 +21,7 @@ from lowmem_patch.memory.blocks import DEPTHS, extended, repeated_blocks, shorte
 from lowmem_patch.memory.few_blocks import Plans, make_plans
 from lowmem_patch.memory.live_bytes import BACKWARD, FORWARD, Part, PartBytes, most_of_moments
 from lowmem_patch.memory.model_states import USUAL_TRAINING, Training, model_state_bytes
+from lowmem_patch.memory.optimizers import FakeOptimizer
 from lowmem_patch.memory.sharding import gathered, shard, sharded_moments
 from lowmem_patch.memory.step import step_parts
 from lowmem_patch.planning.apply import apply_plan
@@ -83,6 +84,7 @@ class MemoryReport:
         limit: bytes that may be used, if one was given.
         solved: ``batch`` or ``length``, the size that was solved for.
         largest_before, largest_after: the largest such size within the limit; 0: not even 1 fits.
+        least_before, least_after: bytes that the size 1 takes, where a limit was given.
         bound: a largest size that the model itself allows (positions), if it has one.
     """
 
@@ -96,6 +98,8 @@ class MemoryReport:
     largest_before: int | None = None
     largest_after: int | None = None
     bound: int | None = None
+    least_before: int | None = None
+    least_after: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
         fields = (field.name for field in dataclasses.fields(self))
@@ -126,31 +130,42 @@ class _Predictor:
         self.training = training
         self.blocks = plans.blocks
         self.shadows: dict[int | None, Shadow] = {}
+        self.optimizers: dict[int | None, FakeOptimizer] = {}
         self.known: dict[tuple[int, int | None], Mapping[Part, PartBytes]] = {}
 
     def _shadow(self, depth: int | None, inputs: ExampleInputs) -> Shadow:
         if depth not in self.shadows:
-            with shortened(self.model, self.blocks, depth):
-                shadow = make_shadow(self.model, inputs)
-            if self.patched:
-                plan = self.plans.plans.get(depth)
-                if plan is None:
-                    plan = plan_model(self.model, self.plans.report.config, inputs).plan
-                apply_plan(shadow.model, plan, arithmetic=False)
-            if self.training.checkpointing and not switch_checkpointing_on(shadow.model):
-                name = type(base_model(self.model)).__name__
-                raise ConfigError(f"{name} has no activation checkpointing of its own to switch on")
-            self.shadows[depth] = shadow
+            self.shadows[depth] = self._made(depth, inputs)
         return self.shadows[depth]
+
+    def _made(self, depth: int | None, inputs: ExampleInputs) -> Shadow:
+        known = self.plans.shadows.get(depth) if self.patched else None
+        # checkpointing stays switched on in a copy: another prediction may be without
+        if known is not None and known.mode is not None and not self.training.checkpointing:
+            return known
+        with shortened(self.model, self.blocks, depth):
+            shadow = make_shadow(self.model, inputs)
+        if self.patched:
+            plan = self.plans.plans.get(depth)
+            if plan is None:
+                plan = plan_model(self.model, self.plans.report.config, inputs).plan
+            apply_plan(shadow.model, plan, arithmetic=False)
+        if self.training.checkpointing and not switch_checkpointing_on(shadow.model):
+            name = type(base_model(self.model)).__name__
+            raise ConfigError(f"{name} has no activation checkpointing of its own to switch on")
+        return shadow
 
     def _step(self, depth: int | None, inputs: ExampleInputs) -> Mapping[Part, PartBytes]:
         shadow = self._shadow(depth, inputs)
         assert shadow.mode is not None
         with shadow.mode:
             fakes = inputs.map(lambda tensor: tensor.new_empty(tensor.shape, device="cpu"))
+            if depth not in self.optimizers:
+                trained = [p for p in shadow.model.parameters() if p.requires_grad]
+                self.optimizers[depth] = FakeOptimizer(self.training.optimizer, trained)
         blocks = None if self.blocks is None else shadow.model.get_submodule(self.blocks)
         return step_parts(
-            dataclasses.replace(shadow, inputs=fakes), optimizer=self.training.optimizer,
+            dataclasses.replace(shadow, inputs=fakes), optimizer=self.optimizers[depth],
             accumulates=self.training.accumulates, blocks=blocks,
         )  # fmt: skip
 
@@ -258,7 +273,7 @@ def predict_memory(
     plans = plans or make_plans(model, config, make_inputs(batch_size, length))
     bound = most_positions(model) if solve == "length" else None
     report, states = plans.report, totals.states
-    sides: list[tuple[Footprint, int | None]] = []
+    sides: list[tuple[Footprint, int | None, int | None]] = []
     for patched, saved, copies in (
         (False, report.saved_before, report.weight_copies_before),
         (True, report.saved_after, report.weight_copies_after),
@@ -269,16 +284,17 @@ def predict_memory(
             sizes = (size, length) if solve == "batch" else (batch_size, size)
             return max(totals.moments(predictor.step(*sizes)).values())
 
-        largest = None
+        largest = least = None
         if limit is not None:
-            largest = largest_that_fits(total, limit, bound or _LARGEST[solve])
+            largest, least = largest_that_fits(total, limit, bound or _LARGEST[solve]), total(1)
         moments = totals.moments(predictor.step(batch_size, length))
         held = (states.parameters, states.gradients, states.optimizer)
-        sides.append((Footprint(*held, saved, copies, states.workspace, moments), largest))
-    (before, most_before), (after, most_after) = sides
+        sides.append((Footprint(*held, saved, copies, states.workspace, moments), largest, least))
+    (before, most_before, least_before), (after, most_after, least_after) = sides
     return MemoryReport(
-        before, after, training, batch_size, length, limit, solve, most_before, most_after, bound
-    )
+        before, after, training, batch_size, length, limit, solve, most_before, most_after, bound,
+        least_before, least_after,
+    )  # fmt: skip
 
 
 def most_positions(model: Any) -> int | None:

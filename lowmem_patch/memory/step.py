@@ -134,14 +134,14 @@ def _observed_moments(
 def step_parts(
     shadow: Shadow,
     *,
-    optimizer: str = "adamw",
+    optimizer: str | FakeOptimizer = "adamw",
     accumulates: bool = False,
     blocks: nn.Module | None = None,
 ) -> Mapping[Part, PartBytes]:
     """Run a whole step of a shadow in training mode.
 
     Args:
-        optimizer: one of ``OPTIMIZERS``.
+        optimizer: one of ``OPTIMIZERS``, or the one of an earlier step of this shadow.
         accumulates: gradients of an earlier batch are held from the beginning of the step.
         blocks: a list of blocks of the shadow's model, each of which is a place of its own.
 
@@ -162,7 +162,7 @@ def step_parts(
 
 
 def _parts(
-    shadow: Shadow, optimizer: str, accumulates: bool, blocks: nn.Module | None
+    shadow: Shadow, optimizer: str | FakeOptimizer, accumulates: bool, blocks: nn.Module | None
 ) -> Mapping[Part, PartBytes]:
     model = shadow.model
     inputs = as_on_data(model, with_labels(model, shadow.inputs))
@@ -173,7 +173,9 @@ def _parts(
             contexts.enter_context(shadow.mode)
         if shadow.elsewhere:
             contexts.enter_context(GpuDropouts())
-        fake = FakeOptimizer(optimizer, trained if shadow.mode is not None else ())
+        fake = optimizer
+        if isinstance(fake, str):
+            fake = FakeOptimizer(fake, trained if shadow.mode is not None else ())
         gradients: list[Tensor] = []
         for parameter in trained:
             parameter.grad = torch.empty_like(parameter) if accumulates else None

@@ -1,4 +1,4 @@
-"""One copy of a Linear's input or weight: casts wait, so that autograd saves one tensor.
+"""One copy of a Linear's input or weight: casts and gathered rows wait, so that autograd saves one tensor.
 
 All are forward hooks, so that no layer is replaced.
 """
@@ -14,7 +14,7 @@ from lowmem_patch.functional import in_compiler
 from lowmem_patch.nn.context import autocast_dtype, is_foreign, needs_gradient
 from lowmem_patch.nn.deferred_ops import Matrix, Saved
 
-__all__ = ["keep_matrix", "keep_weight"]
+__all__ = ["keep_matrix", "keep_rows", "keep_weight"]
 
 _SAVED, _MATRIX = Saved(), Matrix()
 
@@ -37,3 +37,19 @@ def keep_matrix(module: nn.Module, args: tuple[Any, ...], output: Any) -> Tensor
     if low is None or not needs_gradient(output):
         return None
     return _MATRIX.of(output) if output.dtype.itemsize > low.itemsize else None
+
+
+def keep_rows(
+    place: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Forward pre-hook of experts: matmuls save the input at ``place`` among the tensors that they get, and
+    not the rows that they gather of it."""
+    given = [*args, *kwargs.values()]
+    places = [number for number, item in enumerate(given) if isinstance(item, Tensor)]
+    if in_compiler() or place >= len(places):
+        return None
+    x = given[places[place]]
+    if is_foreign(x) or not needs_gradient(x):
+        return None
+    given[places[place]] = _SAVED.of(x, passing=True)
+    return tuple(given[: len(args)]), dict(zip(kwargs, given[len(args) :], strict=True))

@@ -38,7 +38,7 @@ from lowmem_patch.nn.shared_memory import (
     opened,
     watch_view,
     written_arguments,
-)
+)  # fmt: skip
 from lowmem_patch.nn.watched import RUN_BACKWARD
 
 __all__ = [
@@ -195,8 +195,6 @@ class Unstored(Deferred):
         written = written_arguments(func, args, kwargs, Unstored) if mutable else []
 
         def read(item: Any) -> Any:
-            if isinstance(item, (list, tuple)):
-                return [read(one) for one in item]
             if not isinstance(item, Unstored):
                 return item
             if item._value is None:
@@ -205,7 +203,11 @@ class Unstored(Deferred):
             origins[id(value)] = item
             return value
 
-        output = func(*map(read, args), **{name: read(item) for name, item in kwargs.items()})
+        # no function calls itself here: it would hold what it has read until garbage is collected
+        def read_all(item: Any) -> Any:
+            return [read(one) for one in item] if isinstance(item, (list, tuple)) else read(item)
+
+        output = func(*map(read_all, args), **{k: read_all(v) for k, v in kwargs.items()})
         if not mutable:
             for item in origins.values():
                 if views:

@@ -14,7 +14,6 @@ from lowmem_patch.functional import (
     Affine,
     Recomputed,
     activation_gradients,
-    activation_grouped_matmul,
     activation_linear,
     affine_linear,
     compiled,
@@ -33,6 +32,7 @@ from lowmem_patch.nn import (
 )
 from lowmem_patch.nn.context import autocast_dtype
 from lowmem_patch.nn.deferred import Deferred, Stored, defer, keep, value_of
+from lowmem_patch.nn.deferred_rows import GatheredRows, Product
 from lowmem_patch.nn.op import Op, Projection
 
 __all__ = ["Activation", "Dropped", "Matrix", "Norm", "Normed", "Saved", "Shared", "project"]
@@ -122,7 +122,7 @@ class Activation(Op):
     ) -> Any:
         if weight.dim() != 3 or in_compiler():
             return NotImplemented
-        return activation_grouped_matmul(func, h.plain(), h.sources, weight, offsets, self.kind)
+        return Product.of_activation(func, h.plain(), h.sources, weight, offsets, self.kind)
 
 
 class Saved(Op):
@@ -136,6 +136,9 @@ class Saved(Op):
 
     def moved(self, h: Deferred, move: Callable[[Tensor], Tensor]) -> Any:
         return keep(move(h), self)
+
+    def gathered(self, h: Deferred, index: Tensor) -> Any:
+        return GatheredRows.of(h.plain(), index)
 
     def dropped(self, h: Deferred, p: float) -> Any:
         source: Any = h
@@ -183,6 +186,10 @@ class Normed(Saved):
             h._bypassed = True
         op = Normed(self.low_precision, self.copy, self.affine)  # z lies in another order there
         return keep(move(h), op, tuple(move(source) for source in h.sources))
+
+    def gathered(self, h: Deferred, index: Tensor) -> Any:
+        # nobody saves the output itself: a few of its rows are fewer bytes
+        return NotImplemented if len(index) < len(h) else super().gathered(h, index)
 
     def saved_as(self, h: Deferred) -> Tensor:
         # the product is rounded to the copy's dtype in any case

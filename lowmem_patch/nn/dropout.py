@@ -1,14 +1,19 @@
-"""A dropout whose mask autograd keeps in bits."""
+"""Dropouts whose mask autograd keeps in bits: modules, and calls of the function."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from torch import Tensor, nn
 
 from lowmem_patch.functional import draw_dropout, in_compiler, is_sharded, packed_dropout
-from lowmem_patch.nn.context import needs_gradient
+from lowmem_patch.nn.context import is_foreign, needs_gradient
 from lowmem_patch.nn.deferred import Deferred
+from lowmem_patch.nn.deferred_ops import Saved
 
-__all__ = ["PackedDropout"]
+__all__ = ["PackedDropout", "keep_for_dropout"]
+
+_SAVED = Saved()
 
 
 class PackedDropout(nn.Dropout):
@@ -30,3 +35,10 @@ class PackedDropout(nn.Dropout):
             return super().forward(input)
         value, bits = draw_dropout(input, self.p)
         return packed_dropout(input, value, bits, self.p)
+
+
+def keep_for_dropout(module: nn.Module, args: tuple[Any, ...], output: Any) -> Tensor | None:
+    """Forward hook of a Linear: ``F.dropout`` of its output keeps one bit for each element."""
+    if in_compiler() or not module.training or is_foreign(output) or not needs_gradient(output):
+        return None
+    return _SAVED.of(output)

@@ -86,6 +86,10 @@ class Op:
         """What a function that may only move rows returns, where the sources have other rows than ``h``."""
         return None
 
+    def gathered(self, h: Deferred, index: Tensor) -> Any:
+        """``h[index]``: the rows of these numbers."""
+        return NotImplemented
+
     def cast(self, h: Deferred, dtype: torch.dtype) -> Any:
         """``h`` in another floating dtype; NotImplemented for a cast that waits by itself."""
         return NotImplemented

@@ -64,7 +64,7 @@ def _read_addmm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 def _read_grouped(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     h = args[0]
     given = {key: item for key, item in kwargs.items() if item is not None}
-    if len(args) != 2 or set(given) != {"offs"} or not _reads(h):
+    if len(args) != 2 or set(given) != {"offs"} or not _reads(h) or is_foreign(args[1]):
         return NotImplemented
     return h.op.grouped(h, func, args[1], given["offs"])
 
@@ -130,6 +130,8 @@ def _read_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if (known := h.op.rearranged(h, func, args, kwargs)) is not None:
         return join(known, h, func, args, kwargs)
     given, rest = func, args[1:]
+    if func is Tensor.__getitem__ and _are_row_numbers(rest[0]):
+        return NotImplemented if in_compiler() else h.op.gathered(h, rest[0])
     if func is Tensor.view:
         if rest and isinstance(rest[0], torch.dtype):
             return NotImplemented  # another reading of the same bits
@@ -148,6 +150,14 @@ def _read_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return output if tensor is whole else func(_compiled_plain(tensor), *rest, **kwargs)
 
     return join(h.op.moved(h, move), h, given, args, kwargs)
+
+
+def _are_row_numbers(index: Any) -> bool:
+    """Whether ``tensor[index]`` gathers rows of a tensor."""
+    return isinstance(index, Tensor) and index.dim() == 1 and index.dtype in _INTEGERS
+
+
+_INTEGERS = (torch.int64, torch.int32)
 
 
 def _compiled_plain(tensor: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ import dataclasses
 from torch import nn
 
 from lowmem_patch.errors import BudgetError
-from lowmem_patch.memory.model_states import Training, model_state_bytes
+from lowmem_patch.memory.model_states import FEWEST_BYTES, Training, model_state_bytes
 from lowmem_patch.nn.gammas import would_tell_z
 from lowmem_patch.nn.norms import MSNorm
 from lowmem_patch.planning.apply import apply_plan, undo
@@ -109,24 +109,26 @@ def _too_small(fitting: Fitting, budget: Budget, found: NoFit, inputs: str) -> s
     )
     rungs = sorted(found_rungs, key=lambda rung: -rung.total)
     weights, workspace = fitting.states.parameters, fitting.states.workspace
-    lines = [
+    lines = []
+    if budget.bare and budget.bytes <= weights:
+        meant = f"{budget.bytes}GiB" if budget.bytes < FEWEST_BYTES else "24GiB"
+        lines.append(f'fit={budget.bytes} is {budget.bytes} bytes: did you mean fit="{meant}"?')
+    lines.append(
         f"fit {budget.asked}: no training step of this model fits. The least budget is "
         f"{size_text(found.least)} ({found.least} bytes) for {inputs} and {fitting.training.optimizer}: "
         f"parameters {size_text(weights)}, optimizer state {size_text(fitting.states.optimizer)}, "
         f"gradients and activations {size_text(found.peak + fitting.earlier)}"
         + (f", cuBLAS's workspaces and rounding {size_text(workspace)}" if workspace else "")
-    ]
+    )
     if budget.bytes <= weights:
         lines.append("the parameters alone are larger than the budget")
-        if budget.bare:
-            lines.append(
-                f'fit={budget.bytes} is a number of bytes: a size with a unit is text, such as fit="24GiB"'
-            )
-    lines += [
+    helps = [
         f"  {rung.name}: {size_text(rung.total)}" + (", fits" if rung.total <= budget.bytes else "")
         for rung in rungs
         if rung.total < found.least
     ]
+    if helps:
+        lines += ["the least budget becomes smaller with any one of these changes:", *helps]
     return "\n".join(lines)
 
 

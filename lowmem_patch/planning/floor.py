@@ -4,7 +4,8 @@ The rule (for each token, and nothing else):
 
 1. the input of a matmul whose weight trains: once, in the compute dtype, shared by all its readers.
    Where that input is act(x) or act(gate) * up, x or gate and up count instead, since the input is
-   recomputed from them; a cast made for an adapter, and a dropout's result, count as their source;
+   recomputed from them; a cast made for an adapter, a dropout's result, and rows that experts gather
+   count as their source;
 2. what attention itself saves, as the model implements it, but no cast of a softmax's output;
 3. 2-bit codes of an activation whose input nothing above saves (1 bit where that is exact), statistics of
    a norm's rows, one bit for each element of a dropout, and what no backward can do without: the output of
@@ -28,6 +29,7 @@ from lowmem_patch.planning.floor_sites import SiteCall, find_sites
 from lowmem_patch.planning.report import block_name
 from lowmem_patch.tracing.call_arguments import dropout_call, weight_matmul
 from lowmem_patch.tracing.categories import CATEGORIES
+from lowmem_patch.tracing.consumers import gathers_for_a_weight
 from lowmem_patch.tracing.dataflow import backward, first_input, makers
 from lowmem_patch.tracing.op_roles import (
     MATMULS,
@@ -130,6 +132,7 @@ class _FloorCount:
             for module in dict.fromkeys(saver.module for saver in storage.savers):
                 self.saved_by.setdefault(module, []).append(storage)
         self.live = self._reach_the_output()
+        self.gathered = self._count_gathered()
 
     def count(self) -> Floor:
         self._attention()
@@ -288,13 +291,25 @@ class _FloorCount:
     # items
 
     def _whole(self, tensor: Tensor) -> Tensor:
-        """The norm's output that ``tensor`` is a selection of (it is saved whole), or ``tensor``."""
+        """The norm's output that ``tensor`` is a selection of (it is saved whole), or ``tensor``; in the
+        place of at least as many rows that are gathered of it, what they are gathered of."""
         for root in self._wholes(tensor):
             if id(root) in self.norms:
                 return root
             if (op := self.makers.get(id(root))) is not None and op.role.has(Role.PAD):
                 break
+            source = first_input(op) if op is not None and op.role.has(Role.INDEX) else None
+            if source is not None and self.gathered[id(source)] >= source.numel():
+                tensor = source
         return tensor
+
+    def _count_gathered(self) -> Counter[int]:
+        """Numbers that matmuls gather of a tensor, by its id."""
+        found: Counter[int] = Counter()
+        for op in self.trace.ops:
+            if gathers_for_a_weight(self.trace, op):
+                found[id(op.args[0])] += op.outputs[0].numel()
+        return found
 
     def _add(self, tensor: Tensor, module: str, category: str) -> None:
         root, width, storages = self._root(self._whole(tensor))

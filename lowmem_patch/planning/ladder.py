@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
@@ -13,16 +14,18 @@ from lowmem_patch.config import PatchConfig
 from lowmem_patch.errors import TraceError
 from lowmem_patch.memory.blocks import repeated_blocks, shortened
 from lowmem_patch.memory.model_states import ModelStates, Training, model_state_bytes
+from lowmem_patch.planning.apply import apply_plan
 from lowmem_patch.planning.budget import Budget
 from lowmem_patch.planning.costs import Device, RunSeconds, device_of, run_seconds
 from lowmem_patch.planning.few_runs import FewRuns, few_of, few_runs
 from lowmem_patch.planning.fit_sums import more_seconds, temporaries_of
 from lowmem_patch.planning.levels import run_levels
-from lowmem_patch.planning.planner import Planned, plan_model
+from lowmem_patch.planning.planner import facts_and_plan
 from lowmem_patch.planning.timeline import Timeline
 from lowmem_patch.strategies.checkpointing import ALONE, find_blocks
+from lowmem_patch.strategies.protocol import Facts
 from lowmem_patch.tracing.inputs import ExampleInputs
-from lowmem_patch.tracing.shadow import tensors_in
+from lowmem_patch.tracing.shadow import Shadow, tensors_in
 
 __all__ = ["Base", "Rung", "find_rungs", "smaller_rungs"]
 
@@ -41,11 +44,13 @@ class Rung:
         total: bytes that a step takes then on one GPU, model states and the reserve for fragmentation
             included.
         seconds: predicted, of forward and backward of the blocks in that step.
+        on_top: of the last way in which all blocks run again, or of the least budget: a change more, alone.
     """
 
     name: str
     total: int
     seconds: float
+    on_top: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,32 +109,36 @@ def smaller_rungs(base: Base, peak_of: Callable[[ExampleInputs], int]) -> Iterat
         except TraceError:  # not every model takes another size
             continue
         seconds = _part_of(base.runs, rows, tokens) * base.seconds
-        yield Rung(name, base.total(max(peak, base.states.gradients)), seconds)
+        yield Rung(name, base.total(max(peak, base.states.gradients)), seconds, on_top=True)
     if not base.quantised:
         yield _qlora(base)
     if base.optimizer != "adamw8bit":
         optimizer = model_state_bytes(base.model, "adamw8bit").optimizer
-        held = base.resident - base.states.optimizer + optimizer
-        yield Rung("an 8-bit optimizer (adamw8bit)", base.total(base.peak, held), base.seconds)
-    yield from _sharded(base)
+        total = base.total(base.peak, base.resident - base.states.optimizer + optimizer)
+        name = f"adamw8bit, an 8-bit optimizer, not {base.optimizer}"
+        yield Rung(name, total, base.seconds, on_top=True)
+    if not base.quantised:
+        yield _sharded(base)
 
 
-def _sharded(base: Base) -> Iterator[Rung]:
-    """The weights of the largest block are whole while it runs."""
-    if base.quantised:
-        return
+def _sharded(base: Base) -> Rung:
+    """The least number of GPUs that fits, or the largest that is looked at.
+
+    The weights of the largest block are whole while it runs.
+    """
     sizes = [
         sum(p.numel() * p.element_size() for p in base.model.get_submodule(site).parameters())
         for site in base.sites
     ]
     activations = base.peak - base.states.gradients
-    for gpus in _GPUS:
-        shared = base.resident - base.states.workspace + base.states.gradients
+    shared = base.resident - base.states.workspace + base.states.gradients
+
+    def total(gpus: int) -> int:
         part = -(-shared // gpus) + base.states.workspace + max(sizes, default=0)
-        rung = Rung(f"FSDP over {gpus} GPUs, on each", base.total(activations, part), base.seconds)
-        yield rung
-        if rung.total <= base.budget.bytes:
-            break
+        return base.total(activations, part)
+
+    found = next((gpus for gpus in _GPUS if total(gpus) <= base.budget.bytes), _GPUS[-1])
+    return Rung(f"FSDP over {found} GPUs: of each", total(found), base.seconds, on_top=True)
 
 
 def _part_of(runs: Sequence[RunSeconds], rows: float, tokens: float) -> float:
@@ -140,19 +149,22 @@ def _part_of(runs: Sequence[RunSeconds], rows: float, tokens: float) -> float:
 
 
 def _smaller(inputs: ExampleInputs) -> Iterator[tuple[str, ExampleInputs, float, float]]:
-    """The inputs with one row, and with half the length and a quarter of it; and what parts these are."""
+    """The inputs with one row, and with half the length; and what parts these are."""
     tensors = [tensor for tensor in tensors_in((inputs.args, inputs.kwargs)) if tensor.dim() > 1]
     if not tensors:
         return
     rows = Counter(tensor.shape[0] for tensor in tensors).most_common(1)[0][0]
     tokens = [tensor for tensor in tensors if not tensor.is_floating_point() and tensor.dim() == 2]
     length = tokens[0].shape[1] if tokens else 0
-    for part in (2, 4):
-        if length >= 2 * part:
-            shorter = _cut(inputs, 1, length, length // part)
-            yield f"{length // part} tokens in the place of {length}", shorter, 1.0, 1 / part
+    if length >= 4:
+        yield (
+            f"{length // 2} tokens a row, not {length}",
+            _cut(inputs, 1, length, length // 2),
+            1.0,
+            0.5,
+        )
     if rows > 1:
-        yield f"a batch of 1 in the place of {rows}", _cut(inputs, 0, rows, 1), 1 / rows, 1.0
+        yield f"a batch of 1, not {rows}", _cut(inputs, 0, rows, 1), 1 / rows, 1.0
 
 
 def _cut(inputs: ExampleInputs, dim: int, size: int, smaller: int) -> ExampleInputs:
@@ -190,17 +202,18 @@ def _qlora(base: Base) -> Rung:
     moved = sum(m.weight.numel() * (_PACKED + m.weight.element_size()) for m in linears)
     passes = 3 if base.more else 2
     seconds = base.seconds + passes * moved / base.device.traffic
-    return Rung(f"QLoRA, rank {_RANK}, {base.optimizer}", base.total(peak, held), seconds)
+    adapted = f", adapters of rank {_RANK} train" if full else ""
+    return Rung(f"QLoRA: weights in 4 bits{adapted}", base.total(peak, held), seconds, on_top=True)
 
 
 # of a whole model
 
 
 _NAMES = {
-    "patched": "patched",
-    "attention": "all blocks run again, attention saved",
-    "checkpointed": "all blocks run again (checkpointed)",
-    "host": "all blocks run again, inputs on the host",
+    "patched": "patched, and no block runs again",
+    "attention": "all blocks run again, their attention is saved",
+    "checkpointed": "all blocks run again",
+    "host": "all blocks run again, their inputs in host memory",
 }
 
 
@@ -213,6 +226,11 @@ class _Steps:
         self.device = device_of(model)
         runs = run_seconds(self.planned.facts, self.blocks, self.device)
         self.runs = runs if self.few is None else self.few.extended_runs(runs)
+
+    def run_all(self, model: nn.Module, config: PatchConfig, inputs: ExampleInputs) -> None:
+        """Run all blocks from now on."""
+        self.planned, self.few = _Patched.of(model, config, inputs), None
+        self.blocks = find_blocks(self.planned.facts)
 
     def run(self, level: str, accumulates: bool, inputs: ExampleInputs | None = None) -> Timeline:
         levels = {block.site: level for block in self.blocks.blocks if not block.refusal}
@@ -231,19 +249,33 @@ class _Uneven(Exception):
     """Few blocks do not tell what many need."""
 
 
+class _Patched(NamedTuple):
+    """The facts of a model, and a patched copy."""
+
+    facts: Facts
+    shadow: Shadow
+
+    @classmethod
+    def of(cls, model: nn.Module, config: PatchConfig, inputs: ExampleInputs) -> _Patched:
+        facts, plan, shadow = facts_and_plan(model, config, inputs, [])
+        if shadow.mode is not None:
+            apply_plan(shadow.model, plan, arithmetic=False)
+        return cls(facts, shadow)
+
+
 def _planned(
     model: nn.Module, config: PatchConfig, inputs: ExampleInputs
-) -> tuple[Planned, FewRuns | None]:
+) -> tuple[_Patched, FewRuns | None]:
     path = repeated_blocks(model)
     if path is not None:
         few = few_of(path, len(model.get_submodule(path)))  # type: ignore[arg-type]  # a list
         if few is not None:
             with contextlib.suppress(TraceError), shortened(model, path, few.depth):
-                planned = plan_model(model, config, inputs)
+                planned = _Patched.of(model, config, inputs)
                 first = few_runs(planned.shadow.model, find_blocks(planned.facts), few)
                 if first is not None:
                     return planned, first
-    return plan_model(model, config, inputs), None
+    return _Patched.of(model, config, inputs), None
 
 
 def find_rungs(
@@ -266,8 +298,7 @@ def find_rungs(
     steps = _Steps(model, config, inputs)
     with contextlib.suppress(_Uneven):
         return tuple(_rungs(model, steps, training, budget))
-    steps.planned, steps.few = plan_model(model, config, inputs), None
-    steps.blocks = find_blocks(steps.planned.facts)
+    steps.run_all(model, config, inputs)
     return tuple(_rungs(model, steps, training, budget))
 
 

@@ -36,6 +36,7 @@ __all__ = [
     "NOT_COUNTED",
     "Planned",
     "counted_after",
+    "facts_and_plan",
     "plan_model",
     "trace_whole",
 ]
@@ -73,6 +74,23 @@ class Planned(NamedTuple):
     shadow: Shadow
 
 
+def facts_and_plan(
+    model: nn.Module, config: PatchConfig, inputs: ExampleInputs, notes: list[str]
+) -> tuple[Facts, Plan, Shadow]:
+    """What a trace tells, the plan, and the copy that was traced, unpatched.
+
+    Args:
+        notes: gets what a report must say of the trace.
+
+    Raises:
+        TraceError, PatchError: as `plan_model`.
+    """
+    originals: dict[str, tuple[Tensor | None, Tensor | None]] = {}
+    shadow, trace = _traced(model, inputs, originals, notes)
+    facts = Facts(model, shadow.model, trace, originals, on_meta=shadow.elsewhere)
+    return facts, make_plan(facts, config), shadow
+
+
 def plan_model(model: nn.Module, config: PatchConfig, example_inputs: Any) -> Planned:
     """The report, the plan and what they were made from; nothing is touched.
 
@@ -86,11 +104,9 @@ def plan_model(model: nn.Module, config: PatchConfig, example_inputs: Any) -> Pl
     else:
         inputs = as_example_inputs(example_inputs)
     described = _describe(inputs) + (_SMALL if example_inputs is None else "")
-    originals: dict[str, tuple[Tensor | None, Tensor | None]] = {}
     notes: list[str] = []
-    shadow, trace = _traced(model, inputs, originals, notes)
-    facts = Facts(model, shadow.model, trace, originals, on_meta=shadow.elsewhere)
-    plan = make_plan(facts, config)
+    facts, plan, shadow = facts_and_plan(model, config, inputs, notes)
+    trace = facts.trace
     if came_sharded(model):
         notes.append(_OF_THE_WHOLE)
     if is_switched_on(model):

@@ -14,13 +14,38 @@ __all__ = ["print_fit", "print_ladder"]
 
 
 def print_ladder(rungs: Sequence[Rung], limit: int, device: str) -> None:
-    """Each rung with its total and its time; those that fit are bold."""
+    """Ways in which all blocks run, and what else would help; those that fit are bold."""
+    ways = [rung for rung in rungs if not rung.on_top]
+    more = [rung for rung in rungs if rung.on_top]
+    _print_rungs(f"to fit in {human_bytes(limit)}", ways, limit, ways[0].seconds)
+    if more:
+        heading = "the last row above, with one change more"
+        _print_rungs(heading, more, limit, ways[0].seconds)
+    if len(ways) > 1:
+        print_line(
+            "a block that runs again saves its input alone, and in the backward its forward is computed "
+            "once more (activation checkpointing); --fit does this to as few blocks as the budget needs",
+            style="dim",
+        )
+    print_line(
+        "total: weights, gradients and optimizer included, and 3 % of the rest for fragmentation",
+        style="dim",
+    )
+    print_line(
+        f"step ms: predicted, of forward and backward of the blocks on {device}, FSDP without its "
+        "communication; time: beside the first row",
+        style="dim",
+    )
+
+
+def _print_rungs(heading: str, rungs: Sequence[Rung], limit: int, patched: float) -> None:
+    """Each rung with its total, and its time beside that of the patched step."""
     print_line("")
     columns = ("total", "fits", "step ms", "time")
-    table = make_table(f"to fit in {human_bytes(limit)}", *columns, right=columns)
+    table = make_table(heading, *columns, right=columns)
     for rung in rungs:
         fits = rung.total <= limit
-        share = f"{rung.seconds / rungs[0].seconds:.2f}x" if rungs[0].seconds else "-"
+        share = f"{rung.seconds / patched:.2f}x" if patched else "-"
         cells = (
             human_bytes(rung.total),
             "yes" if fits else "no",
@@ -29,12 +54,6 @@ def print_ladder(rungs: Sequence[Rung], limit: int, device: str) -> None:
         )
         table.add_row(rung.name, *cells, style="bold" if fits else None)
     print_table(table)
-    print_line(
-        f"step ms: predicted, of forward and backward of the blocks on {device}; FSDP without its "
-        "communication. From the last way to run blocks again on, each row stands alone on top of that one. "
-        "--fit finds the least slow mix",
-        style="dim",
-    )
 
 
 def print_fit(fit: FitReport) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from lowmem_patch.checkpoint.compare import TensorCheck
 from lowmem_patch.checkpoint.convert import ConvertResult
 from lowmem_patch.memory import MemoryReport
-from lowmem_patch.planning.columns import make_table
+from lowmem_patch.planning.columns import Table, make_table
 from lowmem_patch.planning.names import (
     collapse_names,
     fewer,
@@ -128,13 +128,21 @@ def print_memory(memory: MemoryReport, train: str) -> None:
     label = f"peak (in: {', then '.join(moments)})"
     table.add_row(label, *(human_bytes(footprint.total) for footprint in both), style="bold")
     if memory.limit is not None:
-        largest = (memory.largest_before, memory.largest_after)
-        cells = [str(size) if size else "does not fit" for size in largest]
-        label = f"largest {memory.solved} within {human_bytes(memory.limit)}"
-        table.add_row(label, *cells, style="bold")
+        _add_largest(table, memory, memory.limit, length)
     print_line("")
     print_table(table)
     _print_bounds(memory, train)
+
+
+def _add_largest(table: Table, memory: MemoryReport, limit: int, length: str) -> None:
+    """The largest size that fits, and where none does what the size 1 takes."""
+    largest = (memory.largest_before, memory.largest_after)
+    label = f"largest {memory.solved} within {human_bytes(limit)}"
+    table.add_row(label, *(str(size) if size else "none" for size in largest), style="bold")
+    if not all(largest):
+        least = (memory.least_before, memory.least_after)
+        smallest = f"a batch of 1{length}" if memory.solved == "batch" else "a length of 1"
+        table.add_row(f"peak of {smallest}", *(human_bytes(size or 0) for size in least))
 
 
 def _print_bounds(memory: MemoryReport, train: str) -> None:

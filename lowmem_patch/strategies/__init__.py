@@ -11,6 +11,7 @@ from lowmem_patch.strategies import (
     lora,
     one_copy,
     recompute,
+    rows,
     share,
 )
 from lowmem_patch.strategies.protocol import Strategy
@@ -26,6 +27,7 @@ STRATEGIES: tuple[Strategy, ...] = (
     lora,
     dropout_bits,
     one_copy,
+    rows,
     head,
     rotary,
     packed_qkv,

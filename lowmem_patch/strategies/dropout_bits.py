@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
 from torch import nn
 
 from lowmem_patch.config import PatchConfig
-from lowmem_patch.nn.dropout import PackedDropout
+from lowmem_patch.nn.dropout import PackedDropout, keep_for_dropout
+from lowmem_patch.nn.own import Own
 from lowmem_patch.strategies.lora import adapter_layers
-from lowmem_patch.strategies.protocol import Facts, Found
+from lowmem_patch.strategies.protocol import Facts, Found, Patch, Target
 from lowmem_patch.strategies.swap import Swap
 from lowmem_patch.tracing.call_arguments import dropout_call
+from lowmem_patch.tracing.dataflow import first_input
 from lowmem_patch.tracing.op_roles import Role
 
-__all__ = ["BitDropout", "find"]
+__all__ = ["BitDropout", "DroppedOutput", "find"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,26 +32,47 @@ class BitDropout(Swap):
         return PackedDropout(self.p)
 
 
+@dataclasses.dataclass(frozen=True)
+class DroppedOutput(Patch):
+    """A Linear of whose output a forward calls ``F.dropout``, which saves bits."""
+
+    strategy = "dropout_bits"
+
+    def apply(self, target: Target) -> None:
+        target.model.get_submodule(self.site).register_forward_hook(Own(keep_for_dropout))
+
+
 def find(facts: Facts, config: PatchConfig) -> Found:
-    """Every dropout module that drops, and whose gradient is asked for, in the order of the forward.
+    """Every dropout module that drops, and whose gradient is asked for, in the order of the forward; and
+    the Linears of whose output a dropout is called as a function.
 
     Those in adapter layers are left out: they are given a deferred input, which saves bits by itself.
     """
-    found: dict[str, BitDropout] = {}
     if config.linear_inputs == "keep":
         return Found()
-    layers = tuple(f"{name}." for name in adapter_layers(facts, config))
-    for op in facts.trace.ops:
-        module = facts.modules.get(op.module)
-        if not op.role.has(Role.DROPOUT) or type(module) is not nn.Dropout:
-            continue
-        call = dropout_call(op.args, op.kwargs)
-        wanted = 0 < call.p < 1 and not call.in_place and op.outputs[0].requires_grad
-        if wanted and not op.module.startswith(layers):
-            found[op.module] = BitDropout(op.module, call.p)
+    found = {patch.site: patch for patch in _patches(facts, adapter_layers(facts, config))}
     notes = []
     if found:
         notes.append(f"dropouts whose mask is kept in bits, one for each element: {len(found)}")
         if facts.on_meta:
             notes.append("before, a mask is counted as a GPU keeps it: a byte for each element")
     return Found(list(found.values()), notes=notes)
+
+
+def _patches(facts: Facts, adapted: tuple[str, ...]) -> Iterator[BitDropout | DroppedOutput]:
+    inside = tuple(f"{name}." for name in adapted)
+    # a call stands where it ends: the innermost comes first
+    calls = reversed(facts.trace.calls)
+    made_by = {id(tensor): call.name for call in calls for tensor in call.outputs}
+    for op in facts.trace.ops:
+        if not op.role.has(Role.DROPOUT) or op.module.startswith(inside):
+            continue
+        call = dropout_call(op.args, op.kwargs)
+        if not 0 < call.p < 1 or call.in_place or not op.outputs[0].requires_grad:
+            continue
+        if type(facts.modules.get(op.module)) is nn.Dropout:
+            yield BitDropout(op.module, call.p)
+        else:
+            name = made_by.get(id(first_input(op)), "")
+            if type(facts.modules[name]) is nn.Linear or name in adapted:
+                yield DroppedOutput(name)

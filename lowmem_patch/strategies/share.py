@@ -18,7 +18,13 @@ from lowmem_patch.strategies.head import head_names
 from lowmem_patch.strategies.lora import adapter_layers
 from lowmem_patch.strategies.protocol import Facts, Found, Skip
 from lowmem_patch.strategies.swap import Swap
-from lowmem_patch.tracing.consumers import Consumer, find_consumers, weight_trains
+from lowmem_patch.tracing.consumers import (
+    Consumer,
+    consumers_behind_dropouts,
+    find_consumers,
+    gathers_for_a_weight,
+    weight_trains,
+)
 from lowmem_patch.tracing.op_roles import Role, role_of
 from lowmem_patch.tracing.probes import NormSpec, looks_like_norm, match_norm
 from lowmem_patch.tracing.saved_bytes import storage_key
@@ -156,7 +162,8 @@ def share_or_skip(
     facts: Facts, config: PatchConfig, site: NormSite, why_not_folded: str = ""
 ) -> SharedNorm | Skip:
     """The patch of a norm, or why there is none."""
-    if any(consumer.use in ("linear", "autocast") for consumer in site.consumers):
+    consumers = _who_saves_it(facts, config, site.consumers)
+    if any(consumer.use in ("linear", "autocast") for consumer in consumers):
         gains = True
     else:
         size = sum(tensor.numel() * tensor.element_size() for tensor in site.outputs)
@@ -166,7 +173,7 @@ def share_or_skip(
     whole = site.gamma is None and site.beta is None
     what = "output" if whole else "output, or z where the output does not tell it"
     adapters = tuple(f"{name}." for name in adapter_layers(facts, config))
-    read = any(weight_trains(c) or c.text.startswith(adapters) for c in site.consumers)
+    read = any(weight_trains(c) or c.text.startswith(adapters) for c in consumers)
     where = "once for it and its Linears" if read else "in the place of its input"
     reason = f"{what}, saved {where}"
     if why_not_folded:
@@ -186,16 +193,18 @@ def shared_norm(facts: Facts, config: PatchConfig, site: NormSite, reason: str) 
     feeds_autocast = _feeds_autocast(consumers, around)
     others = _without_adapters(facts, config, consumers)
     saves_casts = config.linear_inputs != "keep"
+    dropped = _is_dropped(facts, config, consumers)
     return SharedNorm(
         site.name,
         spec=site.spec,
         feeds_autocast=feeds_autocast,
         behind_row_moves=behind_row_moves,
-        one_copy=_one_copy(others, feeds_autocast, saves_casts) if linears else None,
+        one_copy=_one_copy(others, feeds_autocast, saves_casts, linears, dropped),
         low_precision=config.linear_inputs == "activation_dtype",
         shares_copy=not feeds_autocast and saves_casts and _shares_copy(facts, consumers, around),
         # Linears whose weights are sharded save the output of their own, and heads the rows that they read
-        output_saved=_saved_by_others(facts, consumers)
+        output_saved=dropped
+        or _saved_by_others(facts, consumers)
         or came_sharded(facts.model)
         or any(c.use == "linear" and c.text in head_names(facts, config) for c in consumers),
         output_moved=any(_reads_a_moved_view(consumer) for consumer in consumers),
@@ -203,6 +212,13 @@ def shared_norm(facts: Facts, config: PatchConfig, site: NormSite, reason: str) 
         kind=site.spec.kind,
         consumers=site.texts,
     )
+
+
+def _who_saves_it(facts: Facts, config: PatchConfig, consumers: list[Consumer]) -> list[Consumer]:
+    """``consumers``, with those behind a dropout that save its input and the mask."""
+    if config.linear_inputs == "keep":
+        return consumers
+    return consumers_behind_dropouts(facts.trace, consumers)
 
 
 def _feeds_autocast(consumers: list[Consumer], around: set[bool]) -> bool:
@@ -234,8 +250,19 @@ def _without_adapters(
     return [consumer for consumer in consumers if not consumer.text.startswith(prefixes)]
 
 
-def _one_copy(consumers: list[Consumer], feeds_autocast: bool, saves_casts: bool) -> str | None:
-    """When Linears would save casts, of the output or of a frozen weight, if it did not wait."""
+def _is_dropped(facts: Facts, config: PatchConfig, consumers: list[Consumer]) -> bool:
+    """Whether Linears behind a dropout save the very output, with the bits of the mask."""
+    behind = _who_saves_it(facts, config, consumers)
+    return any(weight_trains(consumer) and consumer not in consumers for consumer in behind)
+
+
+def _one_copy(
+    consumers: list[Consumer], feeds_autocast: bool, saves_casts: bool, linears: bool, dropped: bool
+) -> str | None:
+    """When Linears would save casts, of the output or of a frozen weight, or what a dropout gives, if it
+    did not wait."""
+    if not linears:
+        return "always" if dropped else None
     if saves_casts and any(consumer.cast for consumer in consumers):
         return "always"
     return None if feeds_autocast and all(map(weight_trains, consumers)) else "autocast"
@@ -254,6 +281,8 @@ def _saved_by_others(facts: Facts, consumers: list[Consumer]) -> bool:
     """Whether an op that is no Linear saves the output, so that z beside it would be one more."""
     if any(consumer.use == "output" or consumer.reshaped for consumer in consumers):
         return True  # the caller holds it, or a Linear saves it as rows of another length
+    if any(c.op is not None and gathers_for_a_weight(facts.trace, c.op) for c in consumers):
+        return True  # experts, in the place of the rows
     others = [c for c in consumers if c.use != "linear" and c.op is not None]
     keys = {storage_key(c.tensor) for c in others if c.tensor is not None}
     return any(

@@ -78,20 +78,25 @@ def module_categories(model: nn.Module) -> dict[str, str]:
 
 
 def category_of(
-    tensor: Tensor, savers: Iterable[Saver], categories: dict[str, str], largest: int
+    dtype: torch.dtype,
+    elements: int,
+    savers: Iterable[Saver],
+    categories: dict[str, str],
+    largest: int,
 ) -> str:
     """The category of a saved tensor.
 
     Args:
+        elements: how many the tensor has.
         categories: of modules, from :func:`module_categories`.
         largest: elements of the largest tensor that the first saver's module saved.
     """
     savers = tuple(savers)
     found = {_saver_category(saver, categories) for saver in savers}
     adapted = any(categories.get(saver.module) == "linear inputs" for saver in savers)
-    packed = not tensor.is_floating_point() and tensor.dtype != torch.int8  # values in 8 bits
+    packed = not dtype.is_floating_point and dtype != torch.int8  # values in 8 bits
     # one number a row; x A^T of an adapter has few numbers a row, too
-    statistic = tensor.numel() * _NARROWEST_ROW <= largest and not adapted
+    statistic = elements * _NARROWEST_ROW <= largest and not adapted
     if "attention" in found:
         return "attention"
     for category in ("linear inputs", "norms"):  # a norm may run right before its Linear, in there
@@ -101,7 +106,7 @@ def category_of(
         return "head and loss"
     if "activations" in found:
         return "codes and statistics" if packed else "activations"
-    return "codes and statistics" if tensor.dtype == torch.uint8 else "rest"  # a packed mask
+    return "codes and statistics" if dtype == torch.uint8 else "rest"  # a packed mask
 
 
 def _saver_category(saver: Saver, categories: dict[str, str]) -> str:

@@ -23,6 +23,7 @@ __all__ = [
     "called_with",
     "consumers_behind_dropouts",
     "find_consumers",
+    "gathers_for_a_weight",
     "parameter_uses",
     "weight_read_with",
     "weight_trains",
@@ -206,6 +207,16 @@ def weight_trains(consumer: Consumer) -> bool:
     """Whether it is such a matmul, and its weight's gradient asks for what it reads."""
     weight = weight_read_with(consumer)
     return weight is not None and weight.requires_grad
+
+
+def gathers_for_a_weight(trace: Trace, op: Op) -> bool:
+    """Whether an op gathers rows by their numbers, which a matmul of a weight that trains would save."""
+    if not op.role.has(Role.INDEX) or op.writes or op.opaque:
+        return False
+    numbers = op.args[1]
+    if not isinstance(numbers, Tensor) or numbers.dim() != 1 or numbers.is_floating_point():
+        return False
+    return any(map(weight_trains, find_consumers(trace, op.outputs)))
 
 
 class Writes:

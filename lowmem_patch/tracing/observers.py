@@ -8,12 +8,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = ["DispatchObserver", "FunctionObserver", "module_stack", "observed_calls"]
 
 _untyped: Any = TorchDispatchMode
+# torch's C++ asks a fake tensor for its device, five times an op: no op, and answered at once
+_DEVICE = torch.ops.prim.device.default
 
 
 class FunctionObserver(TorchFunctionMode):
@@ -32,11 +35,13 @@ class DispatchObserver(_untyped):  # type: ignore[misc]  # a base without types
     """Runs each aten op by ``call(func, args, kwargs)``."""
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        raise NotImplementedError
+        return func(*args, **kwargs)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:  # fmt: skip
+        if func is _DEVICE and type(args[0]) is FakeTensor:
+            return args[0].device
         return self.call(func, args, kwargs or {})
 
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -119,6 +120,23 @@ class _Held:
         self.tensor = tensor
 
 
+class _First(NamedTuple):
+    """A storage that autograd holds, and the tensor that showed it first. No tensor is held here: one without
+    a graph would be one more op."""
+
+    storage: torch.UntypedStorage
+    shape: torch.Size
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        return self.storage.nbytes()
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+
 class _RunningFunction(FunctionObserver):
     """Knows which torch function runs, and whether it reads a weight."""
 
@@ -159,7 +177,7 @@ def saved_bytes(model: nn.Module) -> Iterator[SavedBytes]:
     # held as long as their keys: offloading exchanges them in the forward
     held = (*model.parameters(), *model.buffers())
     weights = set(map(storage_key, held))
-    first: dict[int, Tensor] = {}  # also keeps the storage alive, so that its key stays unique
+    first: dict[int, _First] = {}  # also keeps the storage alive, so that its key stays unique
     savers: dict[int, dict[Saver, None]] = {}
     times: Counter[int] = Counter()  # how often autograd holds a storage
     watched: set[weakref.ref[_Held]] = set()
@@ -192,7 +210,7 @@ def saved_bytes(model: nn.Module) -> Iterator[SavedBytes]:
                         del first[key], savers[key]
 
             if key not in first:
-                first[key] = tensor.detach()
+                first[key] = _First(tensor.untyped_storage(), tensor.shape, tensor.dtype)
             savers.setdefault(key, {})[saver] = None
             times[key] += 1
             watched.add(weakref.ref(held, let_go))
@@ -203,13 +221,13 @@ def saved_bytes(model: nn.Module) -> Iterator[SavedBytes]:
             yield result
     _add_held(deferred, first, savers)
     for key in copies.copies & first.keys():
-        result.weight_copies += _bytes(first.pop(key))
-    _add_up(result, model, [(tensor, tuple(savers[key])) for key, tensor in first.items()])
+        result.weight_copies += first.pop(key).bytes
+    _add_up(result, model, {key: (one, tuple(savers[key])) for key, one in first.items()})
 
 
 def _add_held(
     deferred: Sequence[tuple[weakref.ref[_Held], Saver]],
-    first: dict[int, Tensor],
+    first: dict[int, _First],
     savers: dict[int, dict[Saver, None]],
 ) -> None:
     """Add the values of deferred tensors that autograd saved; those that were let go hold none."""
@@ -217,29 +235,24 @@ def _add_held(
         held: Any = reference()
         values = None if held is None else held.tensor.held_values()
         if values is not None:
-            first.setdefault(storage_key(values), values)
+            one = _First(values.untyped_storage(), values.shape, values.dtype)
+            first.setdefault(storage_key(values), one)
             savers.setdefault(storage_key(values), {})[saver] = None
 
 
-def _bytes(tensor: Tensor) -> int:
-    return tensor.untyped_storage().nbytes()
-
-
 def _add_up(
-    result: SavedBytes, model: nn.Module, saved: Sequence[tuple[Tensor, tuple[Saver, ...]]]
+    result: SavedBytes, model: nn.Module, saved: Mapping[int, tuple[_First, tuple[Saver, ...]]]
 ) -> None:
     categories = module_categories(model)
     largest: dict[str, int] = {}
-    for tensor, savers in saved:
+    for one, savers in saved.values():
         for saver in savers:
-            largest[saver.module] = max(largest.get(saver.module, 0), tensor.numel())
-    for tensor, savers in saved:
-        size, modules = _bytes(tensor), list(dict.fromkeys(saver.module for saver in savers))
-        category = category_of(tensor, savers, categories, largest[modules[0]])
+            largest[saver.module] = max(largest.get(saver.module, 0), one.elements)
+    for key, (one, savers) in saved.items():
+        size, modules = one.bytes, list(dict.fromkeys(saver.module for saver in savers))
+        category = category_of(one.dtype, one.elements, savers, categories, largest[modules[0]])
         result.storages.append(
-            SavedStorage(
-                size, tuple(tensor.shape), tensor.dtype, category, savers, storage_key(tensor)
-            )
+            SavedStorage(size, tuple(one.shape), one.dtype, category, savers, key)
         )
         result.activations += size
         result.by_kind[category] += size

@@ -201,7 +201,7 @@ def test_second_derivatives_are_refused_by_name() -> None:
     value, bits = draw_dropout(x, 0.3)
     value = packed_dropout(x, value, bits, 0.3)
     y = dropout_linear(value, (x,), bits, weight, None, 0.3, None, torch.float32)
-    for result, name in ((value, "packed_dropout"), (y, "dropout_linear")):
+    for result, name in ((value, "packed_dropout"), (y, "recomputed_linear")):
         (gradient,) = torch.autograd.grad(
             result.square().sum(), value if result is y else x, create_graph=True
         )

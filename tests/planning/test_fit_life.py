@@ -111,11 +111,27 @@ def test_too_small_a_budget_names_the_least_and_what_helps() -> None:
     assert "the parameters alone are larger than the budget" in text
     assert "4x48" in text and "adamw" in text
     rungs = dict(re.findall(r"^  (.*): ([\d.]+ [KM]iB)", text, flags=re.MULTILINE))
-    assert {"24 tokens in the place of 48", "a batch of 1 in the place of 4"} <= rungs.keys()
+    assert {"24 tokens a row, not 48", "a batch of 1, not 4"} <= rungs.keys()
     assert any("8-bit" in name for name in rungs) and any("QLoRA" in name for name in rungs)
-    assert any("FSDP over 2 GPUs" in name for name in rungs)
+    # no number of GPUs suffices: what the most of them leave is said
+    assert any("FSDP over 64 GPUs" in name for name in rungs)
     assert not any(map(is_checkpointed, model.modules()))
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize(("fit", "meant"), [(24, "24GiB"), (12345, "24GiB"), ("24KiB", None)])
+def test_a_number_without_a_unit_is_asked_about_first(fit: Any, meant: str | None) -> None:
+    model, inputs = made("llama")
+    with pytest.raises(BudgetError) as error:
+        plan_patch(model, "exact", example_inputs=inputs, fit=fit)
+    first, second = str(error.value).splitlines()[:2]
+    if meant is None:
+        assert first.startswith("fit 24KiB: no training step") and "did you mean" not in str(
+            error.value
+        )
+    else:
+        assert first == f'fit={fit} is {fit} bytes: did you mean fit="{meant}"?'
+        assert second.startswith("fit") and "no training step of this model fits" in second
 
 
 def test_what_a_rung_says_is_so() -> None:
@@ -126,7 +142,7 @@ def test_what_a_rung_says_is_so() -> None:
         with pytest.raises(BudgetError) as error:
             plan_patch(model, "exact", example_inputs=given, fit="1KiB")
         texts.append(str(error.value))
-    said = re.search(r"a batch of 1 in the place of 4: ([\d.]+) KiB", texts[0])
+    said = re.search(r"a batch of 1, not 4: ([\d.]+) KiB", texts[0])
     assert said is not None
     assert 0.7 * float(said[1]) < least_of(texts[1]) / 1024 <= 1.01 * float(said[1])
 

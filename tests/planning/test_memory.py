@@ -331,6 +331,16 @@ def test_sizes_that_are_none(text: str) -> None:
         parse_bytes(text)
 
 
+@pytest.mark.parametrize(
+    ("text", "mend"),
+    [("24", "24GiB, or 24B"), ("25769803776", "write 25769803776B"), ("10000", "write 10000B")],
+)
+def test_a_size_without_a_unit_is_told_how_to_have_one(text: str, mend: str) -> None:
+    with pytest.raises(ConfigError, match=mend):
+        parse_bytes(text)
+    assert parse_bytes(f"{text}B") == int(text)
+
+
 def test_autocast_copies_of_weights_are_apart() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     inputs = ExampleInputs((torch.ones(8, 64),))

@@ -7,14 +7,22 @@ import sys
 import time
 from typing import Any
 
+import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lowmem_patch import plan_patch
+from lowmem_patch.config import load_config
+from lowmem_patch.memory import Training, make_plans, predict_memory
+from lowmem_patch.planning import ladder
+from lowmem_patch.planning.budget import make_budget
+from lowmem_patch.tracing.inputs import ExampleInputs
 
 SEVEN_BILLION_LAYERS = 32
 SECONDS = 20.0  # of one core; it takes 2
 GIB = 2.0
+OPS = 20_000
 
 
 def llama(layers: int) -> Any:
@@ -51,3 +59,35 @@ def test_cost_grows_no_faster_than_depth() -> None:
     plan_patch(llama(1))
     shallow, deep = seconds(llama(8)), seconds(llama(24))
     assert deep < 1.3 * 3 * shallow  # quadratic would be 9 times
+
+
+def test_what_fits_takes_few_steps_and_few_ops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `inspect --memory` runs, by what costs time in it: ops on fake tensors."""
+    ops: list[str] = []
+    steps: list[str] = []
+    dispatch, run_levels = FakeTensorMode.dispatch, ladder.run_levels
+
+    def dispatched(self: Any, func: Any, *rest: Any, **more: Any) -> Any:
+        ops.append(str(func))
+        return dispatch(self, func, *rest, **more)
+
+    def ran(*given: Any, **more: Any) -> Any:
+        steps.append("step")
+        return run_levels(*given, **more)
+
+    monkeypatch.setattr(FakeTensorMode, "dispatch", dispatched)
+    monkeypatch.setattr(ladder, "run_levels", ran)
+    model, config = llama(SEVEN_BILLION_LAYERS), load_config("auto")
+
+    def make(rows: int, length: int | None) -> ExampleInputs:
+        tokens = torch.empty(rows, length or 64, dtype=torch.long, device="meta")
+        return ExampleInputs((), {"input_ids": tokens})
+
+    plans = make_plans(model, config, make(2, 64))
+    predict_memory(
+        model, config, make, batch_size=2, length=64, limit=2**34, solve="batch", plans=plans
+    )
+    found = ladder.find_rungs(model, config, make(2, 64), Training(), make_budget("16GiB", model))
+    assert len(steps) == len([rung for rung in found if not rung.on_top]) + 2  # length and batch
+    assert ops.count("prim.device.default") < 0.02 * len(ops)
+    assert len(ops) < OPS

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -237,3 +239,17 @@ def test_small_gate_is_left_alone() -> None:
     assert strategies == {"act": "recompute", "gate": "keep"}
     (reason,) = (site.reason for site in report.sites if site.name == "gate")
     assert reason.startswith("next to nothing to gain: 1.")
+
+
+def test_nothing_waits_for_the_garbage_collector() -> None:
+    model, x = net("two", nn.SiLU())
+    patch_model(model, "exact", example_inputs=x)
+    gone: list[Any] = []
+    model.act.register_forward_hook(lambda module, args, output: gone.append(weakref.ref(output)))
+    gc.collect()
+    gc.disable()
+    try:
+        model(x).sum().backward()
+        assert gone[0]() is None
+    finally:
+        gc.enable()

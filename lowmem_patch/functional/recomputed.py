@@ -1,0 +1,181 @@
+"""Products of trained weights whose input is computed again in backward, from what is saved anyway.
+
+A Linear, or a grouped matmul (one weight per expert), saves its input x for the weight's gradient. Here it
+saves the tensors ``sources`` with x = again(sources): gate and up of act(gate) up, or a tensor of which x is
+some rows. x's own gradient goes to the node that made x.
+
+Experts multiply each row of their last product, y = x W, with a routing weight w, whose gradient is
+<dy, y>. y need not be saved for it:
+
+    d_hidden = dy W^T,    d_w = <dy, x W> = <d_hidden, x>,    d_x = w d_hidden,    d_W = x^T (w dy)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowmem_patch.functional import _library
+from lowmem_patch.functional.products import linear_forward
+from lowmem_patch.reference import cast
+
+__all__ = ["GroupedMatmul", "recomputed_linear"]
+
+Again = Callable[..., Tensor]
+
+
+class GroupedMatmul(NamedTuple):
+    """``multiply(x, weight, offs=offsets)``, which saves ``sources`` and not x.
+
+    Attributes:
+        multiply: torch's grouped_mm.
+        again: gives x, from ``sources``.
+        x: ``[S, F]``; its gradient flows to the node that computed it.
+        weight: ``[E, F, O]``.
+        offsets: ``[E]``, the end of each expert's rows.
+        sources: no gradient flows to them from here.
+    """
+
+    multiply: Callable[..., Tensor]
+    again: Again
+    x: Tensor
+    weight: Tensor
+    offsets: Tensor
+    sources: tuple[Tensor, ...]
+
+    def product(self) -> Tensor:
+        """``[S, O]``."""
+        y: Tensor = _apply_grouped(None, None, *self[:-1], *self.sources)
+        return y
+
+    def weighted(self, product: Tensor, factors: Tensor) -> Tensor:
+        """``product * factors``, without a saved product.
+
+        Args:
+            product: what `product` gave; no gradient flows to it.
+            factors: ``[S, 1]``, floating point.
+        """
+        y: Tensor = _apply_grouped(product.detach(), factors, *self[:-1], *self.sources)
+        return y
+
+
+class _GroupedMatmul(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        product: Tensor | None,
+        factors: Tensor | None,
+        multiply: Callable[..., Tensor],
+        again: Again,
+        x: Tensor,
+        weight: Tensor,
+        offsets: Tensor,
+        *sources: Tensor,
+    ) -> Tensor:
+        _, needs_factors, _, _, needs_x, needs_weight, *_ = ctx.needs_input_grad
+        ctx.save_for_backward(
+            factors,
+            weight if needs_x or needs_factors else None,
+            offsets,
+            *(sources if needs_weight or needs_factors else ()),
+        )
+        ctx.multiply, ctx.again, ctx.dtype = multiply, again, x.dtype
+        if product is None or factors is None:
+            return multiply(x, weight, offs=offsets)
+        return product * factors
+
+    @staticmethod
+    @_library.first_order("grouped_matmul")
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        factors, weight, offsets, *sources = ctx.saved_tensors
+        _, needs_factors, _, _, needs_x, needs_weight, *_ = ctx.needs_input_grad
+        d_factors = d_weight = None
+        d_hidden: Any = None
+        x = ctx.again(*sources) if sources else None
+        if weight is not None:
+            rows = dy.to(ctx.dtype).contiguous()
+            d_hidden = ctx.multiply(rows, weight.transpose(-2, -1), offs=offsets)
+        if needs_factors:
+            wide = torch.promote_types(ctx.dtype, torch.float32)
+            d_factors = (d_hidden * x).sum(-1, keepdim=True, dtype=wide).to(factors.dtype)
+        if factors is not None:
+            d_hidden = (d_hidden * factors).to(ctx.dtype) if needs_x else None
+            dy = dy * factors if needs_weight else dy
+        if needs_weight:
+            # the order of torch's own backward, for equal bits
+            rows = dy.to(ctx.dtype).contiguous()
+            d_weight = ctx.multiply(rows.t(), x, offs=offsets).transpose(-2, -1)
+        unneeded = (None,) * (1 + len(sources))
+        return None, d_factors, None, None, d_hidden, d_weight, *unneeded
+
+
+_apply_grouped: Any = _GroupedMatmul.apply
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        again: Again,
+        weight: Tensor,
+        bias: Tensor | None,
+        compute_dtype: torch.dtype,
+        *sources: Tensor,
+    ) -> Tensor:
+        needs_x, _, needs_weight, *_ = ctx.needs_input_grad
+        ctx.save_for_backward(weight if needs_x else None, *(sources if needs_weight else ()))
+        ctx.again, ctx.number = again, len(sources)
+        # an absent tensor's dtype is never read
+        ctx.dtypes = (x.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
+        return linear_forward(x, weight, bias, None, compute_dtype)[0]
+
+    @staticmethod
+    @_library.first_order("recomputed_linear")
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        weight, *sources = ctx.saved_tensors
+        x_dtype, weight_dtype, bias_dtype = ctx.dtypes
+        rows = dy.reshape(-1, dy.shape[-1])
+        d_x = d_weight = d_bias = None
+        with _library.without_autocast(dy.device.type):
+            if ctx.needs_input_grad[3]:  # first, as in `linear_backward`
+                d_bias = cast(rows.sum(0), bias_dtype)
+            if weight is not None:
+                d_x = cast(rows.mm(cast(weight, dy.dtype)), x_dtype)
+                d_x = d_x.view(*dy.shape[:-1], weight.shape[1])
+            if sources:
+                x = ctx.again(*sources, dtype=dy.dtype)
+                # the order of torch's own mm backward, for equal bits
+                d_weight = cast(rows.t().mm(x.reshape(-1, x.shape[-1])), weight_dtype)
+        return d_x, None, d_weight, d_bias, None, *(None,) * ctx.number
+
+
+def recomputed_linear(
+    x: Tensor,
+    again: Again,
+    sources: tuple[Tensor, ...],
+    weight: Tensor,
+    bias: Tensor | None,
+    compute_dtype: torch.dtype,
+) -> Tensor:
+    """F.linear(x, weight, bias) that saves ``sources`` and not x.
+
+    The gradient of x flows to the node that computed it, and none to the sources.
+
+    Args:
+        x: ``[..., F]``.
+        again: gives x in a ``dtype``, from the sources.
+        sources: what x is computed from.
+        weight: ``[O, F]``.
+        bias: ``[O]`` or None.
+        compute_dtype: x, weight and bias are cast to it; the casts are repeated in backward.
+
+    Returns:
+        ``[..., O]`` in ``compute_dtype``.
+    """
+    apply: Any = _Linear.apply
+    y: Tensor = apply(x, again, weight, bias, compute_dtype, *sources)
+    return y

@@ -1,0 +1,102 @@
+"""The ops behind what experts read and give: gathered rows of a tensor, and products with a weight each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowmem_patch.constants import ActivationKind
+from lowmem_patch.functional import GroupedMatmul, computed_again, recast_linear, recomputed_linear
+from lowmem_patch.nn.deferred import Deferred, keep, value_of
+from lowmem_patch.nn.op import Op, Projection
+
+__all__ = ["GatheredRows", "Product"]
+
+
+def _gathered(tensor: Tensor, index: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    return tensor[index].to(dtype or tensor.dtype)
+
+
+class _Value(Op):
+    """A stored tensor that most readers read as it is; all gradients pass through it."""
+
+    bypassed = False
+
+    def linear(self, h: Deferred, to: Projection, dtype: torch.dtype) -> Tensor:
+        return recast_linear(h.plain(), to.weight, to.bias, dtype, to.adapter)
+
+
+class GatheredRows(_Value):
+    """``tensor[index]``: matmuls of trained weights save the tensor and the index, and gather again.
+
+    The sources are both.
+    """
+
+    @classmethod
+    def of(cls, tensor: Tensor, index: Tensor) -> Deferred:
+        return keep(tensor[index], cls(), (tensor, index))
+
+    def linear(self, h: Deferred, to: Projection, dtype: torch.dtype) -> Tensor:
+        if to.adapter is not None or not to.weight.requires_grad:
+            return super().linear(h, to, dtype)
+        return recomputed_linear(h.plain(), _gathered, h.sources, to.weight, to.bias, dtype)
+
+    def grouped(
+        self, h: Deferred, func: Callable[..., Any], weight: Tensor, offsets: Tensor
+    ) -> Any:
+        if weight.dim() != 3 or not weight.requires_grad:
+            return NotImplemented
+        return Product.of(GroupedMatmul(func, _gathered, h.plain(), weight, offsets, h.sources))
+
+
+class Product(_Value):
+    """The product of a grouped matmul; where each row of it is multiplied with a number, it is not saved.
+
+    The sources are what the product is made of, until it is multiplied.
+
+    Args:
+        multiply, again: as of `GroupedMatmul`.
+    """
+
+    def __init__(self, multiply: Callable[..., Tensor], again: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.multiply = multiply
+        self.again = again
+
+    @classmethod
+    def of(cls, matmul: GroupedMatmul) -> Deferred:
+        multiply, again, x, weight, offsets, sources = matmul
+        op = cls(multiply, again)
+        return keep(matmul.product(), op, (x, weight, offsets, *sources), owned=True)
+
+    @classmethod
+    def of_activation(
+        cls,
+        multiply: Callable[..., Tensor],
+        x: Tensor,
+        sources: tuple[Tensor, ...],
+        weight: Tensor,
+        offsets: Tensor,
+        kind: ActivationKind,
+    ) -> Deferred:
+        """Of an activation's value x, or of that of a gated product."""
+        again = partial(_activated, kind=kind)
+        return cls.of(GroupedMatmul(multiply, again, x, weight, offsets, sources))
+
+    def times(self, h: Deferred, other: Any) -> Any:
+        weighs = isinstance(other, Tensor) and other.requires_grad and other.is_floating_point()
+        if not weighs or not h.sources or other.shape != (*h.shape[:-1], 1):
+            return NotImplemented
+        x, weight, offsets, *sources = h.sources
+        h.sources = ()  # the caller may hold the product for longer, which need not hold x
+        h._bypassed = True
+        matmul = GroupedMatmul(self.multiply, self.again, x, weight, offsets, tuple(sources))
+        return matmul.weighted(h.detached(), value_of(other))
+
+
+def _activated(*sources: Tensor, kind: ActivationKind) -> Tensor:
+    return computed_again((sources[0], sources[1] if len(sources) == 2 else None), kind)
