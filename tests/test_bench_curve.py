@@ -15,7 +15,7 @@ from lowmem_patch.bench import compare, curve_variants, find_variant
 from lowmem_patch.cli import app
 from lowmem_patch.errors import ConfigError
 from lowmem_patch.tracing.inputs import as_example_inputs
-from tests.support.fitted import planned_once, tokens
+from tests.support.fitted import made, planned_once, tokens
 from tests.support.models import llama_of
 from tests.support.step import step, warned
 
