@@ -42,8 +42,8 @@ def vit() -> nn.Module:
 def test_llama_scores_what_its_card_says(llama: transformers.LlamaForCausalLM) -> None:
     stated = card_number(demo.LLAMA_FOLDER, r"bits per byte \| ([\d.]+)")
     assert stated < 2.5
-    # Every eighth of the held-out batches, on whatever Python runs: a few per cent from the card.
-    batches = demo.text_batches(demo.standard_library_text(held_out=True))[::8]
+    # Every sixteenth of the held-out batches, on whatever Python runs: a few per cent from the card.
+    batches = demo.text_batches(demo.standard_library_text(held_out=True))[::16]
     assert demo.bits_per_byte(llama, batches) == pytest.approx(stated, rel=0.1)
 
 

@@ -15,7 +15,8 @@ from lowmem_patch.bench import compare, curve_variants, find_variant
 from lowmem_patch.cli import app
 from lowmem_patch.errors import ConfigError
 from lowmem_patch.tracing.inputs import as_example_inputs
-from tests.support.fitted import made
+from tests.support.fitted import made, planned_once, tokens
+from tests.support.models import llama_of
 from tests.support.step import step, warned
 
 ASSETS = Path(__file__).parent.parent / "lowmem_patch" / "assets"
@@ -23,10 +24,11 @@ pytestmark = pytest.mark.timeout(600)
 
 
 def test_a_budget_is_a_variant() -> None:
-    model, inputs = made("llama")
+    model, inputs = llama_of(num_hidden_layers=2).train(), {"input_ids": tokens()}
     given = as_example_inputs(inputs)
     names = ("exact", "exact+fit=1g", "exact+fit=1KiB", "fit=1g")
-    rows = compare(model, given, {n: find_variant(n) for n in names}, rounds=2, steps=1).rows
+    with planned_once():
+        rows = compare(model, given, {n: find_variant(n) for n in names}, rounds=2, steps=1).rows
     plain, large, small, auto = rows
     assert plain.act == large.act and large.measured and auto.measured
     assert small.skipped is not None and "least budget" in small.skipped and not small.failed
@@ -37,7 +39,7 @@ def test_a_budget_is_a_variant() -> None:
 
 def test_every_nth_block_is_checkpointed_and_computes_the_same() -> None:
     torch.manual_seed(0)
-    model, inputs = made("llama")
+    model, inputs = llama_of(num_hidden_layers=3).train(), {"input_ids": tokens()}
     wanted = step(copy.deepcopy(model), inputs)
     names = ("unpatched", "every=3", "every=1", "exact", "exact+every=1")
     given = as_example_inputs(inputs)
@@ -81,7 +83,8 @@ def test_the_curve_and_its_picture(tmp_path: Path) -> None:
         "bench", str(ASSETS / "tiny-vit"), "--curve", "--batch-size", "32", "--rounds", "2", "--steps", "1",
         "--device", "cpu", "--plot", str(picture), "--json",
     )  # fmt: skip
-    result = CliRunner().invoke(app, arguments)
+    with planned_once():
+        result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     rows = json.loads(result.stdout)["variants"]
     fitted = [row for name, row in rows.items() if name.startswith("fit=")]

@@ -51,10 +51,10 @@ def call(*arguments: object) -> Any:
     return CliRunner().invoke(app, ["inspect", *map(str, arguments)])
 
 
-def test_accumulation_is_in_the_budget(llama: Path) -> None:
+def test_accumulation_is_in_the_budget(shallow: Path) -> None:
     once, twice = (
         json.loads(
-            call(llama, "--fit", "64MiB", "--accumulation", n, "--seq-len", "64", "--json").stdout
+            call(shallow, "--fit", "64MiB", "--accumulation", n, "--seq-len", "64", "--json").stdout
         )
         for n in (1, 2)
     )

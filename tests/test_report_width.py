@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import io
+import json
 import pkgutil
 import re
 from collections.abc import Callable
@@ -58,7 +59,7 @@ def at(width: int, calls: Printed, monkeypatch: pytest.MonkeyPatch, kind: str = 
 
 
 COMMANDS: dict[str, tuple[str, ...]] = {
-    "inspect": ("inspect", LLAMA, *SHORT, "--memory", "1GiB", "--preset", "paper"),
+    "inspect": ("inspect", "SHALLOW", *SHORT, "--memory", "1GiB", "--preset", "paper"),
     "inspect, lora": ("inspect", LLAMA, *SHORT, "--train", "lora"),
     "inspect, vit": ("inspect", VIT, "--autocast"),
     "verify": ("verify", VIT, "--dtype", "float32", "--no-autocast"),
@@ -74,6 +75,13 @@ COMMANDS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 
+def shallow(folder: Path) -> Path:
+    """The bundled LLaMA's config, with one layer: what fits is found by many steps."""
+    config = json.loads((demo.LLAMA_FOLDER / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
+    return folder
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_no_line_is_longer_and_no_number_is_cut(
     name: str, printed: Printed, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -82,7 +90,8 @@ def test_no_line_is_longer_and_no_number_is_cut(
         task = demo.demo_tasks()[1]
         monkeypatch.setattr(demo, "demo_tasks", lambda: [task])
         monkeypatch.setattr("lowmem_patch.cli.demo._STEPS", 1)
-    arguments = [str(tmp_path / "out") if a == "OUT" else a for a in COMMANDS[name]]
+    paths = {"OUT": str(tmp_path / "out"), "SHALLOW": str(shallow(tmp_path))}
+    arguments = [paths.get(argument, argument) for argument in COMMANDS[name]]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     assert any(kind == "print_table" for kind, _ in printed)
@@ -142,34 +151,34 @@ def test_the_end_of_a_name_says_more() -> None:
     assert shortened("model.layers.0.mlp", 12) == "mod....0.mlp"
 
 
-@pytest.mark.parametrize("width", [60, 80, 120])
 def test_a_report_is_printed_as_the_command_line_does(
-    width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = transformers.AutoModelForCausalLM.from_pretrained(LLAMA)
-    found = plan_patch(model)
-    monkeypatch.setenv("COLUMNS", str(width))
-    print(found)
-    by_print = capsys.readouterr().out
-    results.print_plan(found, "title")
-    by_command = capsys.readouterr().out
-    assert max(map(len, by_print.splitlines())) <= width
-    table = found.site_table().lines(width)
-    assert len(table) > 5
-    for text in (by_print, by_command):
-        assert "\n".join(line.text for line in table) in text
+    found = plan_patch(transformers.AutoModelForCausalLM.from_pretrained(LLAMA))
+    for width in (60, 80, 120):
+        monkeypatch.setenv("COLUMNS", str(width))
+        print(found)
+        by_print = capsys.readouterr().out
+        results.print_plan(found, "title")
+        by_command = capsys.readouterr().out
+        assert max(map(len, by_print.splitlines())) <= width
+        table = found.site_table().lines(width)
+        assert len(table) > 5
+        for text in (by_print, by_command):
+            assert "\n".join(line.text for line in table) in text
 
 
-@pytest.mark.parametrize("width", [60, 80, 120])
-def test_each_row_says_what_it_is(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_row_says_what_it_is(printed: Printed, monkeypatch: pytest.MonkeyPatch) -> None:
     """No row begins with dots or a number, or has a name of which little is left."""
-    monkeypatch.setenv("COLUMNS", str(width))
-    result = CliRunner().invoke(app, ["inspect", LLAMA, *SHORT, "--train", "lora"])
-    rows = [x for x in result.stdout.splitlines() if re.search(r"\d [KM]?i?B( |$)", x)]
-    assert len(rows) > 20
-    for row in rows:
-        name = row.split("  ")[0]
-        assert re.match(r"[a-z_]{3}", name) and len(name.replace(".", "")) >= 4, row
+    result = CliRunner().invoke(app, COMMANDS["inspect, lora"])
+    assert result.exit_code == 0, result.output
+    for width in (60, 80, 120):
+        shown = at(width, printed, monkeypatch)
+        rows = [x for x in shown.splitlines() if re.search(r"\d [KM]?i?B( |$)", x)]
+        assert len(rows) > 20
+        for row in rows:
+            name = row.split("  ")[0]
+            assert re.match(r"[a-z_]{3}", name) and len(name.replace(".", "")) >= 4, row
 
 
 def test_the_shape_stands_beside_the_bytes() -> None:

@@ -9,7 +9,6 @@ import importlib
 import json
 import math
 import multiprocessing
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -193,15 +192,19 @@ def test_whole_sets_of_variants_come_first(truth: Truth) -> None:
     assert [job.length for job in jobs] == [1] * 4 + [10] * 2 + [1] * 4
 
 
-def test_the_command_goes_on_with_what_is_missing(truth: Truth, tmp_path: Path) -> None:
+def test_the_command_goes_on_with_what_is_missing(
+    truth: Truth,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """In a worker's process of its own."""
     out = tmp_path / "truth.jsonl"
     common = ["--devices", "0", "--workers", "1", "--seeds", "1", "--trial", "--tasks", "gpt2-qkv"]
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), "--out", str(out), *common, "--variants", "unpatched"],
-        capture_output=True, text=True, check=False, cwd=ROOT,
-        env={"PYTHONPATH": str(ROOT), "PATH": "", "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    command = [str(SCRIPT), "--out", str(out), *common, "--variants", "unpatched"]
+    monkeypatch.setattr(sys, "argv", command)
+    truth.command.main()
+    assert "unpatched" in capsys.readouterr().out
     results = truth.report.load(out)
     assert [(run["variant"], run["loss"] > 0) for run in results.runs] == [("unpatched", True)]
     jobs = truth.command.all_jobs(1, ["gpt2-qkv"], ["unpatched", "exact"])

@@ -2,7 +2,7 @@
 
 An activation, a norm or a cast may return a ``Deferred``. To everybody it is a `torch.Tensor` with a
 ``grad_fn``. It comes in two forms: `Stored` holds its values, as any tensor. `Unstored` has no storage. Its
-values are computed when an op is dispatched on it, in Python or in C++, and may be let go after (`Op.was_read`).
+values are computed when an op is dispatched on it, in Python or C++, and may be let go then (`Op.was_read`).
 
 A few readers know better than to save the values (the table `lowmem_patch.nn.readers`):
 

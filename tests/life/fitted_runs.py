@@ -73,4 +73,5 @@ def run(rank: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    start_processes(run, (Path(sys.argv[1]),), nprocs=WORLD, start_method="spawn")
+    # forked, what is imported is imported once
+    start_processes(run, (Path(sys.argv[1]),), nprocs=WORLD, start_method="fork")

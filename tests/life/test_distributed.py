@@ -31,6 +31,7 @@ CASES = [
 ]  # fmt: skip
 
 Runs = dict[str, Any]
+pytestmark = pytest.mark.timeout(400)
 
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -17,7 +17,7 @@ from lowmem_patch.errors import BudgetError
 from lowmem_patch.nn.deferred import Deferred
 from lowmem_patch.nn.norms import MSNorm
 from lowmem_patch.nn.own import is_own
-from tests.support.fitted import assert_predicted, tokens
+from tests.support.fitted import assert_predicted, planned_once, tokens
 from tests.support.judge import assert_accurate
 from tests.support.models import FAMILIES, build
 from tests.support.quantised import qlora as four_bits
@@ -161,19 +161,23 @@ def test_the_hook_of_a_replaced_module_runs() -> None:
     assert seen == [norm]
 
 
-@pytest.fixture(scope="module")
-def least() -> int:
-    return least_budget(qlora(dispatched=True), FAMILY.inputs())
+def test_undo_leaves_the_hooks_as_they_are_now() -> None:
+    inputs, models = FAMILY.inputs(), [qlora(dispatched=True) for _ in range(2)]
+    with planned_once():
+        least = least_budget(models[0], inputs)
+        for model in models:
+            patch_model(model, "exact", example_inputs=inputs, fit=least)
+    for removed, model in zip((False, True), models, strict=True):
+        twin = qlora(dispatched=True)
+        for one in (twin, model) if removed else ():
+            accelerate.hooks.remove_hook_from_module(one, recurse=True)
+        assert_undone(unpatch_model(model), twin, removed)
+        found, wanted = step(model, inputs, count=True), step(twin, inputs, count=True)
+        assert found.saved == wanted.saved
+        assert all(torch.equal(g, wanted.gradients[n]) for n, g in found.gradients.items())
 
 
-@pytest.mark.parametrize("removed", [False, True])
-def test_undo_leaves_the_hooks_as_they_are_now(removed: bool, least: int) -> None:
-    twin, model = qlora(dispatched=True), qlora(dispatched=True)
-    inputs = FAMILY.inputs()
-    patch_model(model, "exact", example_inputs=inputs, fit=least)
-    for one in (twin, model) if removed else ():
-        accelerate.hooks.remove_hook_from_module(one, recurse=True)
-    unpatch_model(model)
+def assert_undone(model: Any, twin: Any, removed: bool) -> None:
     pairs = zip(model.named_modules(), twin.named_modules(), strict=True)
     for (name, module), (_, own) in pairs:
         assert type(module) is type(own), name
@@ -187,9 +191,6 @@ def test_undo_leaves_the_hooks_as_they_are_now(removed: bool, least: int) -> Non
             kinds = [getattr(f, "__func__", getattr(f, "func", f)) for f in forwards]
             names = {getattr(kind, "__qualname__", None) for kind in kinds}
             assert len(names) == 1 and not is_own(forwards[0]), (name, slot)
-    found, wanted = step(model, inputs, count=True), step(twin, inputs, count=True)
-    assert found.saved == wanted.saved
-    assert all(torch.equal(g, wanted.gradients[n]) for n, g in found.gradients.items())
 
 
 def test_a_budget_beneath_hooks_holds() -> None:
@@ -197,8 +198,8 @@ def test_a_budget_beneath_hooks_holds() -> None:
     inputs = {"input_ids": tokens(2, 24)}
     model = four_bits("4bit")
     accelerate.dispatch_model(model, {"": "cpu"}, force_hooks=True)
-    budget = least_budget(model, inputs)
-    patch_model(model, "exact", example_inputs=inputs, fit=budget)
+    with planned_once():
+        patch_model(model, "exact", example_inputs=inputs, fit=least_budget(model, inputs))
     report = patch_report(model).fit
     assert report is not None and "patched" not in report.levels
     assert_predicted(report, model, inputs)

@@ -3,8 +3,9 @@
 A process of its own, because Triton is told which GPU to compile for once and for all. With a fourth
 argument, ``widths``, the norms are compiled for each width, rotary for each layout that has a kernel of
 its own, and products and codes for each activation; without, for a width that one program holds and one
-that it does not, and for two activations. Prints a JSON list: for each compiled kernel its name, what it
-was compiled for, and (NVIDIA) the bytes of stack a thread needs, which are registers that did not fit.
+that it does not, and for two activations (for AMD, whose functions are others, for each). Prints a JSON
+list: for each compiled kernel its name, what it was compiled for, and (with ``widths``) the bytes of
+stack a thread needs, which are registers that did not fit.
 """
 
 from __future__ import annotations
@@ -57,13 +58,16 @@ class Absent:
 def activations() -> Iterator[Any]:
     x = torch.ones(2, 1024, dtype=DTYPE)
     for number, kind in enumerate(ACTIVATION_KINDS):
-        yield kernels.activate(x, kind)
-        yield kernels.activate_backward(x, x, kind)
-        yield kernels.activate_backward(x, x, kind, torch.ones_like(x))
-        if EVERY_WIDTH or kind in CODED:
+        if kind in CODED:
+            yield kernels.activate(x, kind)
+            yield kernels.activate_backward(x, x, kind)
             yield kernels.glu_forward(x, x, kind)
             yield kernels.glu_backward(x, x, x, kind)
+        if kind in CODED or EVERY_WIDTH:
             yield kernels.glu_backward(x, x, x, kind, torch.ones_like(x))
+        if kind in CODED or EVERY_WIDTH or PLATFORM == "hip":
+            # the value, and what the derivative makes of a gradient
+            yield kernels.activate_backward(x, x, kind, torch.ones_like(x))
         tables = STEP_TABLES.get(kind, ())
         for bits in tables if kind in CODED else [1 + number % 4] if tables and EVERY_WIDTH else ():
             _, codes = kernels.codes_forward(x, kind, bits)
@@ -174,7 +178,7 @@ def main() -> None:
                 {
                     "kernel": name,
                     "constants": {key: str(value) for key, value in constants.items()},
-                    "stack": stack_bytes(kernel.asm["cubin"]) if PLATFORM == "cuda" else 0,
+                    "stack": stack_bytes(kernel.asm["cubin"]) if EVERY_WIDTH else 0,
                 }
                 for name, constants, kernel in compiled.values()
             ]

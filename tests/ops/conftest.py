@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -27,6 +28,17 @@ else:
         pytest.param(Backend("cpu", "reference"), id="reference"),
         pytest.param(Backend("cuda", "reference"), id="reference-cuda", marks=pytest.mark.gpu),
         pytest.param(Backend("cuda", "triton"), id="triton-cuda", marks=pytest.mark.gpu),
+    ]
+
+
+def part(*axes: Sequence[Any], of: int = 3) -> list[tuple[Any, ...]]:
+    """All combinations where there is a GPU; elsewhere one of so many, in which each two values meet."""
+    found = itertools.product(*(enumerate(axis) for axis in axes))
+    thinned = INTERPRETED or not torch.cuda.is_available()
+    return [
+        tuple(value for _, value in combination)
+        for combination in found
+        if not (thinned and sum(number for number, _ in combination) % of)
     ]
 
 
@@ -56,6 +68,16 @@ def _poison(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return tensor.fill_(torch.nan if tensor.is_floating_point() else -1)
 
     return poisoned
+
+
+@pytest.fixture(autouse=True, scope="session")
+def few_programs() -> Iterator[None]:
+    """A program of the sums over partial rows takes 16 columns, and the interpreter milliseconds: here it
+    takes 128, which leaves several programs for a wide row, the last of them with columns to spare."""
+    with pytest.MonkeyPatch.context() as patch:
+        if INTERPRETED:
+            patch.setattr("lowmem_patch.kernels.norms_sums.TOTAL_COLUMNS", 128)
+        yield
 
 
 @pytest.fixture(params=BACKENDS)

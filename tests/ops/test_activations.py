@@ -10,7 +10,7 @@ from torch import Tensor
 from lowmem_patch import reference
 from lowmem_patch.constants import ACTIVATION_KINDS
 from lowmem_patch.functional import activation, glu
-from tests.ops.conftest import INTERPRETED, Backend
+from tests.ops.conftest import INTERPRETED, Backend, part
 from tests.support.judge import assert_within_budget
 from tests.support.saved import saved_storages, storage_of
 
@@ -22,9 +22,9 @@ def gradients(y: Tensor, inputs: tuple[Tensor, ...], dy: Tensor) -> tuple[Tensor
     return torch.autograd.grad(y, inputs, dy.to(y.dtype))
 
 
-@pytest.mark.parametrize("kind", ACTIVATION_KINDS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    ("kind", "dtype", "shape"), part(ACTIVATION_KINDS, DTYPES, SHAPES), ids=str
+)
 def test_activation_is_torchs_within_its_own_error(
     backend: Backend, kind: str, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> None:
@@ -49,10 +49,11 @@ def test_activation_saves_its_input_alone(backend: Backend, kind: str) -> None:
         assert set(saved) == {storage_of(x)}
 
 
-@pytest.mark.parametrize("kind", ACTIVATION_KINDS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("packed", [False, True], ids=["separate", "packed"])
+@pytest.mark.parametrize(
+    ("kind", "dtype", "shape", "packed"),
+    part(ACTIVATION_KINDS, DTYPES, SHAPES, [False, True]),
+    ids=str,
+)
 def test_gated_product_is_torchs_within_its_own_error(
     backend: Backend, kind: str, dtype: torch.dtype, shape: tuple[int, ...], packed: bool
 ) -> None:

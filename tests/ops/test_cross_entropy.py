@@ -105,8 +105,16 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("of,labels", CASES)
+# the interpreter takes each case with one of them
+REDUCED = [
+    (*case, reduction)
+    for i, case in enumerate(CASES)
+    for k, reduction in enumerate(("mean", "sum", "none"))
+    if not INTERPRETED or i % 3 == k
+]
+
+
+@pytest.mark.parametrize("of,labels,reduction", REDUCED)
 def test_loss_and_gradients_are_torchs(
     backend: Backend, of: str, labels: str, reduction: str
 ) -> None:

@@ -22,7 +22,7 @@ from lowmem_patch.functional import (
 )
 from lowmem_patch.functional._implementation import module
 from lowmem_patch.reference import unpack_bool
-from tests.ops.conftest import INTERPRETED, Backend
+from tests.ops.conftest import INTERPRETED, Backend, part
 from tests.support.saved import saved_storages, storage_of
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
@@ -62,10 +62,10 @@ def packed(x: Tensor, p: float) -> Tensor:
     return packed_dropout(x, *draw_dropout(x, p), p)
 
 
-@pytest.mark.parametrize("p", [0.05, 0.1, 0.5, 0.9])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("layout", [whole, transposed, half_of_rows])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    ("shape", "layout", "dtype", "p"),
+    part(SHAPES, [whole, transposed, half_of_rows], DTYPES, [0.05, 0.1, 0.5, 0.9]),
+)
 def test_every_bit_is_torchs(
     backend: Backend, shape: tuple[int, ...], layout: Any, dtype: torch.dtype, p: float
 ) -> None:

@@ -12,7 +12,7 @@ from lowmem_patch.constants import ACTIVATION_KINDS
 from lowmem_patch.functional import LowRank, activation, activation_linear, glu
 from lowmem_patch.functional._implementation import module
 from lowmem_patch.functional.linear import recast_linear
-from tests.ops.conftest import INTERPRETED, Backend
+from tests.ops.conftest import INTERPRETED, Backend, part
 from tests.support.judge import assert_within_budget
 from tests.support.saved import saved_storages, storage_of
 
@@ -40,10 +40,10 @@ def ours(sources: tuple[Tensor, ...], kind: str, backend: Backend) -> Tensor:
         return activation(sources[0], kind, implementation=backend.implementation)
 
 
-@pytest.mark.parametrize("kind", ACTIVATION_KINDS)
-@pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "gated", "with_bias", "dtype"),
+    part(ACTIVATION_KINDS, [False, True], [False, True], [torch.float32, torch.bfloat16]),
+)
 def test_gradients_are_torchs_within_its_own_error(
     backend: Backend, kind: str, gated: bool, with_bias: bool, dtype: torch.dtype
 ) -> None:

@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("triton")
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("platform", "architecture", "dtype"),
     [

@@ -45,7 +45,8 @@ def test_every_family_keeps_its_function_and_gradients(
     assert_gradients(found, step(twin, inputs, mode), truth_of(twin, inputs), mode)
 
 
-@pytest.mark.parametrize("preset", ["paper", "exact", "auto"])
+# `exact` does what `auto` does, but for codes, and is what the test above patches with
+@pytest.mark.parametrize("preset", ["paper", "auto"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_plan_is_what_patching_does_and_undoes(name: str, preset: str, make: Make) -> None:
     inputs = FAMILIES[name].inputs()

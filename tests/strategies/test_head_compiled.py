@@ -20,10 +20,10 @@ from tests.support.compiler import Graphs
 from tests.support.heads import (
     CLASSES,
     FUSED,
-    HEAD,
     IDS,
     READ,
     Loss,
+    bare,
     llama,
     logits_of,
     run,
@@ -41,7 +41,7 @@ CRITERION = nn.CrossEntropyLoss(label_smoothing=0.1)
 CHUNKED: dict[str, Loss] = {
     name: FUSED[name]
     for name in (
-        "num_items_in_batch", "a user's own", "transposed", "class weights", "none", "soft cap", "row by row",
+        "a user's own", "transposed", "class weights", "none", "soft cap", "row by row",
     )
 } | {"a criterion": lambda m: CRITERION(logits_of(m).flatten(0, 1), IDS.flatten())}  # fmt: skip
 
@@ -59,8 +59,7 @@ def compiled(loss: Loss, graphs: Graphs) -> Loss:
 
 @pytest.mark.parametrize("name", CHUNKED)
 def test_a_compiled_loss_is_torchs_and_has_no_logits(name: str) -> None:
-    model, loss, graphs = llama(layers=0), CHUNKED[name], Graphs()
-    patched = patch_model(copy.deepcopy(model), HEAD)
+    (model, patched), loss, graphs = bare(), CHUNKED[name], Graphs()
     found = run(patched, compiled(loss, graphs))
     assert_accurate(found, run(model, loss), truth(model, loss))
     assert len(graphs.made) == 2
@@ -70,8 +69,7 @@ def test_a_compiled_loss_is_torchs_and_has_no_logits(name: str) -> None:
 # a criterion that is made in the graph is a function of the compiler's own
 @pytest.mark.parametrize("name", ["CrossEntropyLoss", "a write in place", "squares"])
 def test_who_else_reads_them_in_a_graph_gets_them(name: str) -> None:
-    model, loss, graphs = llama(layers=0), (FUSED | READ)[name], Graphs()
-    patched = patch_model(copy.deepcopy(model), HEAD)
+    (model, patched), loss, graphs = bare(), (FUSED | READ)[name], Graphs()
     found = run(patched, compiled(loss, graphs))
     assert_accurate(found, run(model, loss), truth(model, loss))
     assert graphs.largest() == IDS.numel() * CLASSES
@@ -88,7 +86,7 @@ def test_a_compiled_model_returns_deferred_logits(trains: str) -> None:
         model = get_peft_model(model, config).train()
     patched, graphs = patch_model(copy.deepcopy(model), "auto"), Graphs()
     patched.compile(fullgraph=True, backend=graphs.backend)
-    loss = FUSED["the model's own"]
+    loss = FUSED["num_items_in_batch" if trains == "body" else "the model's own"]
     assert_accurate(run(patched, loss), run(model, loss), truth(model, loss))
     assert graphs.largest() <= WEIGHT
     outputs = patched(input_ids=IDS, labels=IDS)
@@ -101,8 +99,7 @@ def test_a_compiled_model_returns_deferred_logits(trains: str) -> None:
 
 @pytest.mark.parametrize("name", ["a user's own", "softmax"])
 def test_returned_logits_have_gradients(name: str) -> None:
-    model, graphs = llama(layers=0), Graphs()
-    patched, loss = patch_model(copy.deepcopy(model), HEAD), (FUSED | READ)[name]
+    (model, patched), graphs, loss = bare(), Graphs(), (FUSED | READ)[name]
     step: Any = torch.compile(patched, fullgraph=True, backend=graphs.backend)
     found = run(patched, lambda _: loss(step))
     assert_accurate(found, run(model, loss), truth(model, loss))
@@ -111,7 +108,7 @@ def test_returned_logits_have_gradients(name: str) -> None:
 
 
 def test_logits_that_leave_a_graph_after_a_write() -> None:
-    patched = patch_model(llama(layers=0), HEAD)
+    _, patched = bare()
     expected = logits_of(patched).detach().clone()
     expected[..., :9] = -5.0
 
@@ -128,7 +125,7 @@ def test_logits_that_leave_a_graph_after_a_write() -> None:
 
 
 def test_a_label_out_of_range_is_an_error() -> None:
-    patched = patch_model(llama(layers=0), HEAD)
+    _, patched = bare()
     labels = torch.full_like(IDS, CLASSES)
     with pytest.raises(IndexError, match="out of bounds"):
         torch.compile(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -11,9 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lowmem_patch import patch_model
 from tests.support.compiler import Graphs
-from tests.support.heads import CLASSES, HEAD, IDS, llama, logits_of, run, truth
+from tests.support.heads import CLASSES, IDS, bare, logits_of, run, truth
 from tests.support.judge import assert_accurate
 
 # what torch's own compiler does to torch
@@ -60,9 +58,8 @@ def cross_entropy(y: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("name", VIEWED | OTHERS)
 def test_a_write_in_a_graph_is_torchs(name: str) -> None:
-    """Both losses in one graph, each of logits of its own: to compile takes two seconds."""
-    model, write = llama(layers=0), (VIEWED | OTHERS)[name]
-    patched = patch_model(copy.deepcopy(model), HEAD)
+    """Both losses in one graph, each of logits of its own."""
+    (model, patched), write = bare(), (VIEWED | OTHERS)[name]
 
     def step(m: Any) -> Tensor:
         one, other = [loss(logits_of(m), write) for loss in LOSSES.values()]
@@ -74,15 +71,14 @@ def test_a_write_in_a_graph_is_torchs(name: str) -> None:
 
 @pytest.mark.parametrize("name", VIEWED)
 def test_an_eager_write_into_a_view_is_refused(name: str) -> None:
-    y = logits_of(patch_model(llama(layers=0), HEAD))
+    y = logits_of(bare()[1])
     with pytest.raises(RuntimeError, match=REFUSED):
         LOSSES["read behind"](y, VIEWED[name])
 
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_an_eager_write_through_another_view(name: str) -> None:
-    model, write = llama(layers=0), OTHERS[name]
-    patched = patch_model(copy.deepcopy(model), HEAD)
+    (model, patched), write = bare(), OTHERS[name]
 
     def step(m: Any) -> Tensor:
         return LOSSES["read behind"](logits_of(m), write)
@@ -93,7 +89,7 @@ def test_an_eager_write_through_another_view(name: str) -> None:
 
 
 def test_a_view_of_a_view_that_is_gone_when_it_is_read() -> None:
-    y = logits_of(patch_model(llama(layers=0), HEAD))
+    y = logits_of(bare()[1])
     y.view(-1, CLASSES).T.mul_(2)
     with pytest.raises(RuntimeError, match=REFUSED):
         cross_entropy(y)
@@ -101,7 +97,7 @@ def test_a_view_of_a_view_that_is_gone_when_it_is_read() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*_foreach:UserWarning")
 def test_a_list_is_written() -> None:
-    y = logits_of(patch_model(llama(layers=0), HEAD))
+    y = logits_of(bare()[1])
     expected = y.detach().clone() * 2
     with torch.no_grad():
         torch._foreach_mul_([y], 2.0)
@@ -109,8 +105,7 @@ def test_a_list_is_written() -> None:
 
 
 def test_a_copy_has_a_memory_of_its_own() -> None:
-    model = llama(layers=0)
-    patched = patch_model(copy.deepcopy(model), HEAD)
+    model, patched = bare()
 
     def step(m: Any) -> Tensor:
         y = logits_of(m)
@@ -124,7 +119,7 @@ def test_a_copy_has_a_memory_of_its_own() -> None:
 
 
 def test_tensors_that_leave_a_graph_share_their_memory() -> None:
-    patched = patch_model(llama(layers=0), HEAD)
+    _, patched = bare()
 
     def views() -> tuple[Tensor, ...]:
         y = logits_of(patched)
@@ -138,7 +133,7 @@ def test_tensors_that_leave_a_graph_share_their_memory() -> None:
 
 
 def test_tensors_that_leave_a_graph_after_a_write_are_views() -> None:
-    patched = patch_model(llama(layers=0), HEAD)
+    _, patched = bare()
 
     def views() -> tuple[Tensor, ...]:
         y = logits_of(patched)
@@ -157,8 +152,7 @@ def test_tensors_that_leave_a_graph_after_a_write_are_views() -> None:
 
 @breaks
 def test_a_compiled_write_into_logits_from_outside() -> None:
-    model = llama(layers=0)
-    patched = patch_model(copy.deepcopy(model), HEAD)
+    model, patched = bare()
     compiled: Any = torch.compile(LOSSES["read behind"], backend=Graphs().backend)
 
     def step(m: Any, loss: Any = LOSSES["read behind"]) -> Tensor:
@@ -178,8 +172,7 @@ def test_a_compiled_write_into_logits_from_outside() -> None:
     strict=False,
 )
 def test_a_write_before_a_criterion_of_the_graphs_own() -> None:
-    model = llama(layers=0)
-    patched = patch_model(copy.deepcopy(model), HEAD)
+    model, patched = bare()
 
     def step(m: Any) -> Tensor:
         y = logits_of(m)

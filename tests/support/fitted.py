@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import timm
 import torch
@@ -21,13 +23,18 @@ from transformers import (
     WhisperForConditionalGeneration,
 )
 
-from lowmem_patch import patch_model, patch_report
+from lowmem_patch import api, patch_model, patch_report
+from lowmem_patch.config import PatchConfig
 from lowmem_patch.memory.step import run_step
 from lowmem_patch.nn.checkpointing import is_checkpointed
 from lowmem_patch.nn.own import given_forward
+from lowmem_patch.planning import fit_model
+from lowmem_patch.planning.fit import Fitting
 from lowmem_patch.planning.fit_report import FitReport
+from lowmem_patch.planning.planner import Planned, plan_model
 from lowmem_patch.tracing.inputs import as_example_inputs
 from lowmem_patch.tracing.quantised import held_beside
+from lowmem_patch.tracing.shadow import Shadow
 from tests.support.live import LiveBytes
 from tests.support.models import llama_of
 from tests.support.quantised import qlora
@@ -170,3 +177,35 @@ def assert_predicted(report: FitReport, model: Any, inputs: Any, more: int = 0) 
     measured = measured_peak(model, inputs)
     predicted = report.predicted - report.parameters - report.optimizer_state
     assert measured <= predicted <= 1.03 * measured + more, (report.levels, predicted, measured)
+
+
+@contextlib.contextmanager
+def planned_once() -> Iterator[None]:
+    """In here a model, which nothing else may change, is planned once for all budgets: a plan is data about
+    the trace, the same for each copy, and a budget chooses from the same steps on fake tensors."""
+    plans: list[tuple[Any, Planned]] = []
+    fittings: list[tuple[Any, Fitting]] = []
+
+    def kept(found: list[tuple[Any, Any]], key: Any, make: Callable[[], Any]) -> Any:
+        for known, value in found:
+            if known == key:
+                return value
+        found.append((key, make()))
+        return found[-1][1]
+
+    def plan(model: Any, config: PatchConfig, inputs: Any) -> Planned:
+        trained = [(name, p.requires_grad) for name, p in model.named_parameters()]
+        key = (config, str(as_example_inputs(inputs)), trained, model.training)
+        made: Planned = kept(plans, key, lambda: plan_model(model, config, inputs))
+        return made
+
+    def fitting(shadow: Shadow, *given: Any) -> Fitting:
+        *_, training, _host = given
+        made: Fitting = kept(fittings, (id(shadow), training), lambda: Fitting(shadow, *given))
+        return made
+
+    with (
+        mock.patch.object(api, "plan_model", plan),
+        mock.patch.object(fit_model, "Fitting", fitting),
+    ):
+        yield

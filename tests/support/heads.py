@@ -13,8 +13,9 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
 )
+from transformers.modeling_outputs import CausalLMOutput
 
-from lowmem_patch import patch_report
+from lowmem_patch import patch_model, patch_report
 from tests.support.configs import KEEP
 from tests.support.models import randomise
 from tests.support.step import MODES, Mode, StayInFloat64, Step, cast
@@ -34,6 +35,27 @@ def llama(tied: bool = False, layers: int = 2) -> Any:
     sizes = {**SIZES, "num_hidden_layers": layers}
     config = LlamaConfig(**sizes, num_key_value_heads=2, tie_word_embeddings=tied)
     return randomise(LlamaForCausalLM(config)).train()
+
+
+class Bare(nn.Module):
+    """An embedding and a head: all that a compiler needs to see of a model whose losses are tested."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed_tokens, self.lm_head = (
+            nn.Embedding(CLASSES, 32),
+            nn.Linear(32, CLASSES, bias=False),
+        )
+
+    def forward(self, input_ids: Tensor) -> CausalLMOutput:
+        return CausalLMOutput(logits=self.lm_head(F.silu(self.embed_tokens(input_ids))))
+
+
+def bare() -> tuple[Any, Any]:
+    """A bare model, and a copy of it whose head is patched."""
+    torch.manual_seed(0)
+    model = Bare().train()
+    return model, patch_model(copy.deepcopy(model), HEAD, example_inputs={"input_ids": IDS})
 
 
 def run(model: Any, loss_of: Loss, mode: Mode = MODES["fp32"]) -> Step:

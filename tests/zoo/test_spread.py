@@ -1,6 +1,7 @@
 """The fixed spread of architectures that every run judges; ``make zoo`` judges all of them.
 
-Each is here for a dataflow that the others lack.
+Each is here for a dataflow that the others lack, and the families of `tests/strategies/test_families.py` as
+well: LLaMA, BERT, T5, ViT, Swin.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from zoo.result import Result
 from zoo.run import judge_timm, judge_transformers
 
 TRANSFORMERS = {
-    "llama": "gated MLP, RMSNorm without beta",
     "gemma2": "1 + weight, sandwich norms",
     "gpt2": "transposed weights",
     "nemotron": "LayerNorm with 1 + weight",
@@ -26,14 +26,11 @@ TRANSFORMERS = {
     "mixtral": "3-D expert weights",
     "gpt_oss": "clamped interleaved experts",
     "mamba2": "gated norm of two inputs",
-    "bert": "post-norm: nothing folds",
     "albert": "one block for every layer",
     "modernbert": "packed gate and up",
-    "t5": "cross-attention, RMSNorm of its own",
     "bart": "post-norm encoder-decoder",
     "whisper": "spectrograms, cross-attention",
     "wav2vec2": "raw audio, GroupNorm among LayerNorms",
-    "swin": "window partition, patch merging",
     "swinv2": "norms behind the blocks, functional Linears",
     "convnext": "norms over channels, which are not last",
     "segformer": "strided attention behind reshapes",
@@ -43,11 +40,9 @@ TRANSFORMERS = {
 }
 
 TIMM = {
-    "test_vit": "plain blocks",
     "test_convnext": "LayerNorm over channels as a module",
     "eva02_tiny_patch14_224": "SwiGLU, norms inside the attention",
     "xcit_nano_12_p16_224": "attention over channels",
-    "swin_tiny_patch4_window7_224": "window partition",
     "mvitv2_tiny": "pooled attention with norms of its own",
     "gmlp_ti16_224": "gating by tokens",
     "test_mambaout": "gated convolutions",
