@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lowmem_patch.constants import EIGHT_BIT_GROUP, EIGHT_BIT_LEVELS
+from lowmem_patch.kernels import _math
 from lowmem_patch.kernels._launch import Launch
 
 __all__ = ["from_eight_bits", "to_eight_bits"]
@@ -53,9 +54,14 @@ def _to_kernel(
     bits = (largest * STEP).to(tl.int32, bitcast=True)
     wide = ((bits + 0xFFFF) & -0x10000).to(tl.float32, bitcast=True)
     wide = tl.where(wide < TINY, 0.0, wide)
-    # 0 times what is not finite is NaN, which a maximum may pass over
-    zero = tl.sum(x * 0.0, axis=1)
-    strange = zero != zero
+    if _math.NVIDIA:
+        # 0 times what is not finite is NaN, which a maximum may pass over
+        zero = tl.sum(x * 0.0, axis=1)
+        strange = zero != zero
+    else:
+        finite = tl.abs(x) < float("inf")
+        strange = tl.sum(tl.where(finite, 0, 1), axis=1) > 0
+        x = tl.where(finite, x, 0.0)
     # where the scale is 0, so are the integers
     divisor = tl.where(wide == 0.0, float("inf"), wide)
     inverse = tl.div_rn(tl.full(wide.shape, 1.0, tl.float32), divisor)
