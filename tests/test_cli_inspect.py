@@ -17,7 +17,7 @@ from typer.testing import CliRunner, Result
 from lowmem_patch import checkpoint
 from lowmem_patch.cli import app
 from lowmem_patch.memory import model_state_bytes
-from lowmem_patch.report import human_bytes
+from lowmem_patch.planning.names import human_bytes
 from lowmem_patch.tracing.categories import CATEGORIES
 
 ROOT = Path(__file__).parent.parent

@@ -29,7 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lowmem_patch.functional import first_order, in_compiler, is_checkpoint_packing, register_plain
-from lowmem_patch.nn.op import Op, refuse_bypassed
+from lowmem_patch.nn.op import Op, refuse_bypassed, strides_like
 from lowmem_patch.nn.shared_memory import (
     MADE_OUTSIDE,
     SharedMemory,
@@ -44,7 +44,7 @@ __all__ = [
     "READERS", "Deferred", "Stored", "Unstored", "defer", "keep", "value_of",
 ]  # fmt: skip
 
-_wrapper: Any = torch.Tensor._make_wrapper_subclass
+_wrapper: Any = Tensor._make_wrapper_subclass
 _WITHOUT_TORCH_FUNCTION: Any = torch._C.DisableTorchFunctionSubclass
 _call: Any = torch._C._disabled_torch_function_impl  # in less time than the above
 
@@ -286,7 +286,7 @@ class _Defer(torch.autograd.Function):
         h: Unstored = _wrapper(
             Unstored,
             shape,
-            strides=_strides(first) if shape == first.shape else None,
+            strides=strides_like(first) if shape == first.shape else None,
             dtype=op.dtype(sources),
             device=first.device,
         )
@@ -309,13 +309,6 @@ class _Defer(torch.autograd.Function):
 
 # Function.apply without its search for torch.func's wrappers, where nothing is deferred
 _defer: Any = super(torch.autograd.Function, _Defer).apply
-
-
-def _strides(like: Tensor) -> tuple[int, ...] | None:
-    """Of an elementwise op's value; None where it is contiguous."""
-    if like.is_contiguous():
-        return None
-    return torch.empty_like(like, device="meta").stride()
 
 
 def _origin_of(item: Any) -> Any:

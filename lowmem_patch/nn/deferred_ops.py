@@ -281,6 +281,7 @@ class Dropped(Op):
             packed_dropout(value, drawn, bits, p),
             cls(kind, p, h.op.low_precision),
             (*sources, bits),
+            passing=True,  # all gradients are added at the result, as those of a block that runs again
         )
 
     def dropped(self, h: Deferred, p: float) -> Any:

@@ -14,7 +14,7 @@ from lowmem_patch.functional import LowRank
 if TYPE_CHECKING:
     from lowmem_patch.nn.deferred import Deferred
 
-__all__ = ["Op", "Projection", "refuse_bypassed"]
+__all__ = ["Op", "Projection", "refuse_bypassed", "strides_like"]
 
 
 class Projection(NamedTuple):
@@ -137,3 +137,10 @@ def refuse_bypassed(inputs: Any) -> None:
     for item in tree_leaves(inputs):
         if getattr(item, "_bypassed", False) and item.op.bypassed:
             raise RuntimeError(_NO_GRADIENT)
+
+
+def strides_like(like: Tensor) -> tuple[int, ...] | None:
+    """Of an elementwise op's value; None where it is contiguous."""
+    if like.is_contiguous():
+        return None
+    return torch.empty_like(like, device="meta").stride()

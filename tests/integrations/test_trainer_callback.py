@@ -6,13 +6,14 @@ import copy
 import json
 import logging
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
 import peft
 import pytest
 import torch
+import transformers
 from torch import nn
 from transformers import LlamaForCausalLM, Trainer
 
@@ -49,6 +50,15 @@ def adapted(model: Any) -> Any:
             if "lora_B" in name:
                 parameter.uniform_(-0.1, 0.1)
     return model.train()
+
+
+@pytest.fixture(autouse=True)
+def usual_logs() -> Iterator[None]:
+    """As a program finds them, whatever a command that ran here before has silenced."""
+    before = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_warning()
+    yield
+    transformers.logging.set_verbosity(before)
 
 
 @pytest.fixture

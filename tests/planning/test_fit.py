@@ -55,7 +55,9 @@ def assert_budgets_hold(model: Any, inputs: Any, config: str, shares: tuple[floa
     assert error.value.least == least
     for budget in (*(budget for budget in budgets if budget > least), least):
         again, report = fitted(model, inputs, budget, config)
-        assert report.held <= held and report.extra_seconds > 0.95 * seconds
+        assert report.held <= held
+        # of a tiny model in 8 bits no level lowers the peak, which lies in a forward's product
+        assert report.extra_seconds > 0.95 * seconds or report.predicted == whole.predicted
         held, seconds = report.held, report.extra_seconds
         assert_predicted(report, again, inputs)
         assert_equal(step(again, inputs), wanted)
