@@ -82,7 +82,7 @@ class _GroupedMatmul(torch.autograd.Function):
             offsets,
             *(sources if needs_weight or needs_factors else ()),
         )
-        ctx.multiply, ctx.again, ctx.dtype = multiply, again, x.dtype
+        ctx.multiply, ctx.again, ctx.dtype, ctx.number = multiply, again, x.dtype, len(sources)
         if product is None or factors is None:
             return multiply(x, weight, offs=offsets)
         return product * factors
@@ -108,7 +108,7 @@ class _GroupedMatmul(torch.autograd.Function):
             # the order of torch's own backward, for equal bits
             rows = dy.to(ctx.dtype).contiguous()
             d_weight = ctx.multiply(rows.t(), x, offs=offsets).transpose(-2, -1)
-        unneeded = (None,) * (1 + len(sources))
+        unneeded = (None,) * (1 + ctx.number)
         return None, d_factors, None, None, d_hidden, d_weight, *unneeded
 
 

@@ -20,8 +20,9 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
+import torch
 from torch import Tensor, nn
 
 from lowmem_patch.constants import STEP_TABLES
@@ -107,6 +108,13 @@ def count_floor(model: nn.Module, trace: Trace) -> Floor:
     return _FloorCount(model, trace).count()
 
 
+def _storages(tensors: Iterable[Tensor]) -> Iterator[int]:
+    """Keys of their storages; tensors inside of torch.vmap (masks of attention) have none."""
+    return (
+        storage_key(t) for t in tensors if not torch._C._functorch.is_functorch_wrapped_tensor(t)
+    )
+
+
 def _is_cast(storage: SavedStorage, softmax: SavedStorage, module: str) -> bool:
     """Whether a matmul saves a low-precision copy of what this softmax saves for its own backward."""
     saver = storage.savers[0]
@@ -164,11 +172,11 @@ class _FloorCount:
         # storages, so that a write into a view reaches what it is a view of
         reached: set[int] = set()
         for op in self.trace.ops:
-            reached.update(storage_key(t) for t in op.outputs if id(t) in self.trace.outputs)
+            reached.update(_storages(t for t in op.outputs if id(t) in self.trace.outputs))
         found = []
         for op in reversed(self.trace.ops):
-            if not reached.isdisjoint(map(storage_key, op.outputs)):
-                reached.update(map(storage_key, tensors_in((op.args, op.kwargs))))
+            if not reached.isdisjoint(_storages(op.outputs)):
+                reached.update(_storages(tensors_in((op.args, op.kwargs))))
                 found.append(op)
         return found[::-1]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from lowmem_patch import plan_patch
 from lowmem_patch.planning.floor import count_floor
 from lowmem_patch.tracing.inputs import ExampleInputs
 from lowmem_patch.tracing.shadow import Shadow
@@ -71,3 +72,20 @@ def test_a_batch_norm_behind_a_recomputed_activation_needs_statistics_alone() ->
     assert found["linear inputs"] == 2 * ONE
     assert "norms" not in found
     assert found["codes and statistics"] == ROWS * 4  # of the fewer: rows, channels
+
+
+def test_masks_that_are_made_under_vmap() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.linear = nn.LayerNorm(8), nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            places = torch.arange(x.shape[1])
+            mask = torch.vmap(lambda one: one >= places)(places)
+            y = self.linear(self.norm(x))
+            return torch.nn.functional.scaled_dot_product_attention(y, y, y, attn_mask=mask)
+
+    report = plan_patch(Masked(), "exact", example_inputs=torch.randn(2, 5, 8))
+    assert [site.strategy for site in report.sites] == ["share"]
+    assert 0 < report.floor <= report.saved_after

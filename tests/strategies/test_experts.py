@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lowmem_patch import patch_model, patch_report, plan_patch, saved_bytes
+from lowmem_patch.functional import GroupedMatmul
 from tests.support.judge import assert_accurate, assert_same_step
 from tests.support.models import randomise
 from tests.support.step import FP32, MODES, Mode, cast, step, truth_of, twin_of
@@ -307,3 +308,18 @@ def test_real_widths_reach_the_floor(name: str, limit: float, more: dict[str, An
     ids = torch.zeros(1, 1024, dtype=torch.long)
     report = plan_patch(model, "exact", example_inputs={"input_ids": ids, "labels": ids})
     assert 1 <= report.above_floor <= limit
+
+
+def test_a_frozen_product_gives_its_rows_a_gradient() -> None:
+    x, weight = torch.randn(6, 4, requires_grad=True), torch.randn(2, 4, 3)
+    offsets = torch.tensor([2, 6], dtype=torch.int32)
+
+    def multiply(x: Tensor, weight: Tensor, *, offs: Tensor) -> Tensor:
+        return torch.cat((x[:2] @ weight[0], x[2:] @ weight[1]))
+
+    sources = (x.detach(), torch.arange(6))  # neither is saved
+    GroupedMatmul(
+        multiply, torch.index_select, x, weight, offsets, sources
+    ).product().sum().backward()
+    (wanted,) = torch.autograd.grad(multiply(x, weight, offs=offsets).sum(), x)
+    assert torch.equal(x.grad, wanted)
