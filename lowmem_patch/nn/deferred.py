@@ -108,7 +108,10 @@ class Deferred(Tensor):
         if in_compiler():
             with _WITHOUT_TORCH_FUNCTION():
                 return func(*args, **kwargs)
-        return _call(func, types, tuple(map(_origin_of, args)), kwargs)
+        output = _call(func, types, tuple(map(_origin_of, args)), kwargs)
+        # a function that returns what it was given, as .to() may, returns this tensor and not its origin
+        same = bool(args) and isinstance(args[0], Deferred) and output is _origin_of(args[0])
+        return args[0] if same else output
 
     def plain(self) -> Tensor:
         """The value as an ordinary tensor, whose gradient comes here."""
