@@ -108,10 +108,7 @@ class Deferred(Tensor):
         if in_compiler():
             with _WITHOUT_TORCH_FUNCTION():
                 return func(*args, **kwargs)
-        output = _call(func, types, tuple(map(_origin_of, args)), kwargs)
-        # a function that returns what it was given, as .to() may, returns this tensor and not its origin
-        same = bool(args) and isinstance(args[0], Deferred) and output is _origin_of(args[0])
-        return args[0] if same else output
+        return _on_origins(func, types, args, kwargs)
 
     def plain(self) -> Tensor:
         """The value as an ordinary tensor, whose gradient comes here."""
@@ -318,6 +315,13 @@ def _origin_of(item: Any) -> Any:
     """What a gradient for ``item`` goes to."""
     origin = item._origin if isinstance(item, Deferred) else None
     return item if origin is None else origin
+
+
+def _on_origins(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A function on the origins; what returns its own input, as .to() may, returns no origin."""
+    output, first = _call(func, types, tuple(map(_origin_of, args)), kwargs), args[0] if args else 0
+    same = isinstance(first, Deferred) and first._origin is output is not None
+    return first if same else output
 
 
 def defer(op: Op, sources: tuple[Tensor, ...]) -> Unstored:
