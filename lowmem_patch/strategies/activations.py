@@ -149,7 +149,7 @@ def _is_frozen(consumer: Consumer) -> bool:
 
 
 def _reads(facts: Facts, name: str, consumers: list[Consumer]) -> int:
-    """How many operators read an output as it is, if autograd saves it for one of them."""
+    """How many operators read the output of a call as it is, if autograd saves it for one of them."""
     outputs = {id(tensor) for tensor in facts.outputs(name)}
     readers = [
         consumer.op
@@ -165,7 +165,8 @@ def _reads(facts: Facts, name: str, consumers: list[Consumer]) -> int:
         if storage.key in places
         for saver in storage.savers
     }
-    return len(readers) if any((op.module, op.name) in savers for op in readers) else 0
+    saved = any((op.module, op.name) in savers for op in readers)
+    return -(-len(readers) // len(facts.calls[name])) if saved else 0
 
 
 def _works_in_place(facts: Facts, name: str) -> bool:

@@ -181,7 +181,7 @@ def saved_bytes(model: nn.Module) -> Iterator[SavedBytes]:
     savers: dict[int, dict[Saver, None]] = {}
     times: Counter[int] = Counter()  # how often autograd holds a storage
     watched: set[weakref.ref[_Held]] = set()
-    deferred: list[tuple[weakref.ref[_Held], Saver]] = []
+    deferred: list[tuple[Any, Saver]] = []  # counted at the end: they may let their values go
     result = SavedBytes()
     running = _RunningFunction(weights)
     copies = _WeightCopies(weights)
@@ -192,7 +192,7 @@ def saved_bytes(model: nn.Module) -> Iterator[SavedBytes]:
         def pack(tensor: Tensor) -> _Held:
             held, saver = _Held(tensor), running.saver(stack)
             if hasattr(tensor, "held_values"):
-                deferred.append((weakref.ref(held), saver))
+                deferred.append((tensor, saver))
                 return held
             key = storage_key(tensor)
             if key in weights:
@@ -226,14 +226,13 @@ def saved_bytes(model: nn.Module) -> Iterator[SavedBytes]:
 
 
 def _add_held(
-    deferred: Sequence[tuple[weakref.ref[_Held], Saver]],
+    deferred: Sequence[tuple[Any, Saver]],
     first: dict[int, _First],
     savers: dict[int, dict[Saver, None]],
 ) -> None:
     """Add the values of deferred tensors that autograd saved; those that were let go hold none."""
-    for reference, saver in deferred:
-        held: Any = reference()
-        values = None if held is None else held.tensor.held_values()
+    for tensor, saver in deferred:
+        values = tensor.held_values()
         if values is not None:
             one = _First(values.untyped_storage(), values.shape, values.dtype)
             first.setdefault(storage_key(values), one)

@@ -253,3 +253,40 @@ def test_nothing_waits_for_the_garbage_collector() -> None:
         assert gone[0]() is None
     finally:
         gc.enable()
+
+
+class TwoCalls(nn.Module):
+    """One activation behind two convolutions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, CHANNELS, 3), nn.Conv2d(CHANNELS, CHANNELS, 3)
+        self.last, self.act = nn.Conv2d(CHANNELS, 4, 3), nn.SiLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.act(self.second(self.act(self.first(x)))))
+
+
+def test_each_call_of_a_shared_activation_lets_its_values_go() -> None:
+    torch.manual_seed(0)
+    model, x = TwoCalls(), torch.randn(2, 3, 12, 12)
+    twin = copy.deepcopy(model)
+    patch_model(model, "exact", example_inputs=x)
+    seen: list[Any] = []
+    model.act.register_forward_hook(lambda module, args, output: seen.append(output))
+    y = model(x)
+    assert [h.held_values() for h in seen] == [None, None]
+    y.sum().backward()
+    assert_equal(step(model, x), step(twin, x))
+
+
+def test_held_values_are_counted_when_the_graph_is_gone() -> None:
+    model, x = net("two", nn.SiLU())
+    patch_model(model, "exact", example_inputs=x)
+    model.read = lambda hidden, one, other: one(hidden)  # fewer readers than the trace has seen
+    with saved_bytes(model) as kept:
+        y = model(x)
+    with saved_bytes(model) as gone:
+        model(x)
+    assert y.requires_grad
+    assert gone.activations == kept.activations >= 2 * 4 * 2 * CHANNELS * 10 * 10
