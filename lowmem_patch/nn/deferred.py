@@ -34,10 +34,10 @@ from lowmem_patch.nn.shared_memory import (
     MADE_OUTSIDE,
     SharedMemory,
     effects_of,
-    opened,
+    open_written,
     watch_view,
     written_arguments,
-)  # fmt: skip
+)
 from lowmem_patch.nn.watched import RUN_BACKWARD
 
 __all__ = [
@@ -96,10 +96,7 @@ class Deferred(Tensor):
                 return known
         if in_compiler():
             with _WITHOUT_TORCH_FUNCTION():
-                items, writes = opened(func, args, kwargs)
-                for item in items:
-                    if isinstance(item, Deferred):
-                        item.open(writes)
+                open_written(func, args, kwargs, Deferred)
         if not _OWN.issuperset(types):
             # another subclass has an opinion, and is given ordinary tensors; or a compiler asks for values
             with _WITHOUT_TORCH_FUNCTION():
@@ -108,7 +105,10 @@ class Deferred(Tensor):
         if in_compiler():
             with _WITHOUT_TORCH_FUNCTION():
                 return func(*args, **kwargs)
-        return _on_origins(func, types, args, kwargs)
+        output: Any = _call(func, types, tuple(map(_origin_of, args)), kwargs)
+        if args and output is not None and output is getattr(args[0], "_origin", None):
+            return args[0]  # a function that returns its own input, as .to() may
+        return output
 
     def plain(self) -> Tensor:
         """The value as an ordinary tensor, whose gradient comes here."""
@@ -315,13 +315,6 @@ def _origin_of(item: Any) -> Any:
     """What a gradient for ``item`` goes to."""
     origin = item._origin if isinstance(item, Deferred) else None
     return item if origin is None else origin
-
-
-def _on_origins(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A function on the origins; what returns its own input, as .to() may, returns no origin."""
-    output, first = _call(func, types, tuple(map(_origin_of, args)), kwargs), args[0] if args else 0
-    same = isinstance(first, Deferred) and first._origin is output is not None
-    return first if same else output
 
 
 def defer(op: Op, sources: tuple[Tensor, ...]) -> Unstored:

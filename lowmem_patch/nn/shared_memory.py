@@ -23,7 +23,7 @@ __all__ = [
     "MADE_OUTSIDE",
     "SharedMemory",
     "effects_of",
-    "opened",
+    "open_written",
     "watch_view",
     "written_arguments",
 ]
@@ -80,7 +80,7 @@ class SharedMemory:
 
 
 def written_arguments(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], kind: type
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], kind: type[Any]
 ) -> list[Any]:
     """The tensors of a kind into which an operator writes; raises where others would not see it."""
     schema = func._schema
@@ -109,16 +109,21 @@ def watch_view(h: Any) -> None:
     SharedMemory.of(h).watch(h)
 
 
-def opened(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[list[Any], bool]:
-    """The arguments into which a torch function writes, or of which it may give a view; whether it writes."""
+def open_written(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], kind: type[Any]
+) -> None:
+    """Open the tensors of a kind into which a torch function writes, or of which it may give a view."""
+    name, writes = function_name(func), True
+    items: Any = ()
     if "out" in kwargs:
-        return tree_leaves(kwargs["out"]), True
-    name = function_name(func)
-    if _writes(name) or kwargs.get("inplace") or any(one is True for one in args[1:]):
-        return tree_leaves(args[0] if args else kwargs), True
-    return (tree_leaves((args, kwargs)), False) if name in _VIEWS else ([], False)
+        items = kwargs["out"]
+    elif _writes(name) or kwargs.get("inplace") or any(one is True for one in args[1:]):
+        items = args[0] if args else kwargs
+    elif name in _VIEWS:
+        items, writes = (args, kwargs), False
+    for item in tree_leaves(items):
+        if isinstance(item, kind):
+            item.open(writes)
 
 
 def _writes(name: str) -> bool:
