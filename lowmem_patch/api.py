@@ -41,15 +41,6 @@ from lowmem_patch.tracing.inputs import ExampleInputs
 from lowmem_patch.tracing.isolation import preserved
 from lowmem_patch.tracing.shadow import Shadow
 
-__all__ = [
-    "ConfigLike",
-    "checked_model",
-    "patch_model",
-    "patch_report",
-    "plan_patch",
-    "unpatch_model",
-]
-
 Asked = tuple[str | int, str, bool, int]  # as in `planning.report.Record`
 ModelT = TypeVar("ModelT", bound=nn.Module)
 

@@ -13,8 +13,6 @@ import yaml
 from lowmem_patch.constants import STEP_BITS
 from lowmem_patch.errors import ConfigError
 
-__all__ = ["ConfigLike", "PatchConfig", "given_config", "load_config", "preset_names"]
-
 CHOICES = {
     "norms": ("auto", "fold", "share", "keep"),
     "activations": ("auto", "codes", "recompute", "keep"),

@@ -22,25 +22,6 @@ from typing import Final, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-__all__ = [
-    "ACTIVATION_KINDS",
-    "CODES_PER_GROUP",
-    "EIGHT_BIT_GROUP",
-    "EIGHT_BIT_LEVELS",
-    "QUICK_GELU_SCALE",
-    "SELU_ALPHA",
-    "SELU_SCALE",
-    "STEP_BITS",
-    "STEP_TABLES",
-    "TANH_CUBIC",
-    "TANH_SCALE",
-    "ActivationKind",
-    "NormSettings",
-    "StepTable",
-    "codes_bytes",
-    "padded_rank",
-]
-
 # those with parameters (a slope, an alpha) are meant with torch's default values
 ActivationKind = Literal[
     "gelu", "gelu_tanh", "silu", "quick_gelu", "relu_squared", "relu", "leaky_relu", "relu6",

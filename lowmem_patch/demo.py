@@ -24,7 +24,8 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from lowmem_patch.api import ConfigLike, patch_model, patch_report
+from lowmem_patch.api import patch_model, patch_report
+from lowmem_patch.config import ConfigLike
 from lowmem_patch.planning.report import PatchReport
 from lowmem_patch.tracing.saved_bytes import SavedBytes, saved_bytes
 

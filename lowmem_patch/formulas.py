@@ -12,8 +12,6 @@ from torch import Tensor
 
 from lowmem_patch.constants import QUICK_GELU_SCALE, SELU_ALPHA, SELU_SCALE, ActivationKind
 
-__all__ = ["BACKWARD", "FORWARD"]
-
 _aten = torch.ops.aten
 FORWARD: Final[dict[ActivationKind, Callable[[Tensor], Tensor]]] = {
     "gelu": F.gelu,

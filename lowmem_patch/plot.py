@@ -16,20 +16,6 @@ from lowmem_patch.tables.fit import derivative_at, primitive_at
 from lowmem_patch.tables.function import Curve
 from lowmem_patch.tracing.categories import CATEGORIES
 
-__all__ = [
-    "DPI",
-    "Point",
-    "pareto",
-    "plot_saved_bytes",
-    "plot_saved_bytes_of",
-    "plot_step_table",
-    "plot_tradeoff",
-    "require_matplotlib",
-    "stack_bars",
-    "unit_of",
-    "write_picture",
-]
-
 DPI = 150
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 

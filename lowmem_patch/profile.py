@@ -15,8 +15,6 @@ from lowmem_patch.planning.report import by_block
 from lowmem_patch.tracing.inputs import ExampleInputs
 from lowmem_patch.tracing.saved_bytes import SavedBytes, saved_bytes
 
-__all__ = ["Measured", "ProfileResult", "materialise", "measure_step", "profile_model"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Measured:

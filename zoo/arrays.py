@@ -8,33 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = [
-    "bins",
-    "boxes",
-    "codebooks",
-    "codes",
-    "features",
-    "frames",
-    "future",
-    "future_features",
-    "grids",
-    "image",
-    "image_pairs",
-    "number",
-    "part",
-    "parts",
-    "patch_images",
-    "patch_map",
-    "patch_rows",
-    "patch_strip",
-    "positions",
-    "series",
-    "spectrogram",
-    "states",
-    "time_features",
-    "tokens",
-]
-
 
 def parts(config: Any) -> Iterator[Any]:
     """A config and the configs inside it, the outer ones first."""

@@ -18,16 +18,6 @@ from zoo.result import TEXT_ALONE
 from zoo.senses import lacks_senses
 from zoo.shrink import shrunk_configs, supply
 
-__all__ = [
-    "Built",
-    "CannotBuild",
-    "CannotRun",
-    "NoModel",
-    "build_transformers",
-    "randomise",
-    "tensors_of",
-]
-
 LARGEST = 40_000_000  # parameters
 _STUCK = 3  # kinds of shrinks that fail in the very same words before the others are not tried
 _SUPPLIED = 5  # values that a config may lack

@@ -14,8 +14,6 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_M
 
 from zoo.overrides import OVERRIDES
 
-__all__ = ["config_class_of", "model_class_of", "model_types"]
-
 
 def model_types() -> list[str]:
     """Every model type of the auto mappings."""

@@ -15,8 +15,6 @@ from lowmem_patch.tracing.inputs import ExampleInputs
 from lowmem_patch.tracing.shadow import Shadow, make_shadow
 from lowmem_patch.tracing.trace import trace_forward
 
-__all__ = ["Dataflow", "read_dataflow"]
-
 NORM_KINDS = ("layer_norm", "rms_norm")
 
 

@@ -10,14 +10,6 @@ from torch import Tensor
 
 from zoo.steps import Step
 
-__all__ = [
-    "FORWARD_FACTOR",
-    "GRADIENT_FACTOR",
-    "Comparison",
-    "compare_gradients",
-    "compare_outputs",
-]
-
 FORWARD_FACTOR = 2.0
 GRADIENT_FACTOR = 3.0
 # allowed on top: a value that the unpatched model happens to hit exactly

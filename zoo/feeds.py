@@ -15,8 +15,6 @@ from zoo import arrays
 from zoo.own_feeds import FEEDS
 from zoo.senses import text_with_senses
 
-__all__ = ["feeds"]
-
 
 def feeds(model_type: str, model: Any) -> Iterator[tuple[str, ExampleInputs]]:
     """Inputs to try, each with where it comes from; the package's own first."""

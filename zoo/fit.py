@@ -9,8 +9,6 @@ from typing import Any
 
 from zoo.arrays import parts
 
-__all__ = ["fit"]
-
 
 def fit(config: Any) -> None:
     """Mend a shrunk config and the configs inside it, the inner ones first."""

@@ -20,8 +20,6 @@ from zoo.errors import Comparison, compare_gradients, compare_outputs
 from zoo.result import PresetResult, Result
 from zoo.steps import Step, StepActivation, in_float64, jittered, run_step
 
-__all__ = ["PRESETS", "judge"]
-
 PRESETS = ("paper", "exact", "auto")
 Reload = Callable[[Any, str], Any]
 # the more often a model is jittered, the surer its kinks show (a maximum that another element takes)

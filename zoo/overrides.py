@@ -6,8 +6,6 @@ from typing import Any
 
 from transformers import SwinConfig
 
-__all__ = ["OVERRIDES"]
-
 
 def _inside(path: str, values: dict[str, Any]) -> dict[str, Any]:
     """The same values of a config inside another."""

@@ -18,8 +18,6 @@ from typing import Any
 
 from zoo.result import Result
 
-__all__ = ["Limits", "run_all"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Limits:

@@ -10,8 +10,6 @@ from typing import Any
 from lowmem_patch import PatchReport
 from zoo.dataflow import Dataflow
 
-__all__ = ["TEXT_ALONE", "PresetResult", "Result"]
-
 TEXT_ALONE = "text alone"  # in the feed of a model that makes features of images or sounds as well
 
 # names of modules and numbers differ from site to site; the reason is the rest

@@ -15,8 +15,6 @@ from zoo.judge import PRESETS, judge
 from zoo.result import Result
 from zoo.timm_models import build_timm, reload_timm
 
-__all__ = ["judge_name", "judge_timm", "judge_transformers"]
-
 
 def _reload_transformers(model: Any, folder: str) -> Any:
     model.save_pretrained(folder)

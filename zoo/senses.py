@@ -15,8 +15,6 @@ from torch import Tensor
 
 from zoo import arrays
 
-__all__ = ["lacks_senses", "text_with_senses"]
-
 Made = dict[str, Any]
 _ARRAYS = ("pixel_values", "input_features", "input_values")
 _LEAD, _TAIL = 4, 4  # words before and after what the text holds

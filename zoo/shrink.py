@@ -17,8 +17,6 @@ import timm
 from zoo.fit import fit
 from zoo.overrides import OVERRIDES
 
-__all__ = ["shrunk_configs", "supply"]
-
 Rule = tuple[str, float]
 VOCABULARY = 160
 FIRST_SPECIAL = 128  # ids from here on are special tokens of shrunk configs

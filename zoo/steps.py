@@ -17,8 +17,6 @@ from lowmem_patch.constants import STEP_TABLES
 from lowmem_patch.tracing.inputs import ExampleInputs
 from zoo.build import tensors_of
 
-__all__ = ["Step", "StepActivation", "in_float64", "jittered", "run_step"]
-
 
 @dataclasses.dataclass
 class Step:

@@ -9,8 +9,6 @@ from pathlib import Path
 
 from zoo.result import Result
 
-__all__ = ["LIBRARIES", "add", "library_of", "load", "tidy"]
-
 RESULTS = Path(__file__).parent / "results"
 LIBRARIES = ("transformers", "timm")
 # messages of other libraries name files of this machine; their last part says enough

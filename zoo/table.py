@@ -9,8 +9,6 @@ from pathlib import Path
 
 from zoo.result import TEXT_ALONE, PresetResult, Result
 
-__all__ = ["write_table"]
-
 JUDGED = ("judged", "judged in part")
 PLANNED = (*JUDGED, "no reference")
 PAGE = Path(__file__).parent.parent / "docs" / "coverage.md"

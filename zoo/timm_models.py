@@ -16,8 +16,6 @@ from torch import nn
 from lowmem_patch.tracing.inputs import ExampleInputs
 from zoo.build import Built, CannotBuild, CannotRun, randomise, tensors_of
 
-__all__ = ["build_timm", "reload_timm", "variants"]
-
 # from the smallest: words of variants' names
 _SMALL = (
     "test", "atto", "femto", "pico", "nano", "xxs", "xxtiny", "xs", "xtiny", "tiny", "t", "s0", "b0", "0",

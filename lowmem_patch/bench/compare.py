@@ -20,8 +20,6 @@ from lowmem_patch.errors import NothingToPatchError, VariantError
 from lowmem_patch.memory import model_state_bytes
 from lowmem_patch.tracing.inputs import ExampleInputs
 
-__all__ = ["compare"]
-
 Progress = Callable[[str, int, int], None]
 
 # The first step compiles and chooses kernels, the second may compile once more.

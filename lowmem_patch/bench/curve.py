@@ -11,8 +11,6 @@ from lowmem_patch.planning.fit_report import size_text
 from lowmem_patch.tracing.inputs import ExampleInputs
 from lowmem_patch.tracing.shadow import tensors_in
 
-__all__ = ["curve_variants"]
-
 # of the memory between the least budget and what a patched step takes
 _SHARES = (0.7, 0.4, 0.2, 0.1, 0.02)
 _EVERY = (4, 2, 1)

@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch.utils import collect_env
 
-__all__ = ["environment", "package_versions"]
-
 _PACKAGES = ("torch", "triton", "transformers", "timm", "peft", "liger-kernel", "lowmem-patch")
 
 

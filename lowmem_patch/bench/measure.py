@@ -14,8 +14,6 @@ from lowmem_patch.memory.step import step_loss, with_labels
 from lowmem_patch.tracing.inputs import ExampleInputs
 from lowmem_patch.tracing.saved_bytes import saved_bytes, storage_key
 
-__all__ = ["Memory", "Step"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Memory:

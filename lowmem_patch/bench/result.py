@@ -6,8 +6,6 @@ import dataclasses
 import statistics
 from typing import Any
 
-__all__ = ["Comparison", "Row"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Row:

@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["SHAPES", "Shape"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Shape:

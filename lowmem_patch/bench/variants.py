@@ -19,8 +19,6 @@ from lowmem_patch.memory import base_model, parse_bytes, switch_checkpointing_on
 from lowmem_patch.memory.blocks import repeated_blocks
 from lowmem_patch.tracing.inputs import ExampleInputs
 
-__all__ = ["VARIANTS", "Variant", "compiled", "find_variant", "unpatched"]
-
 # Takes a model, on its device and in its mode, and the inputs of a step; returns the model to train.
 # Raises VariantError or NothingToPatchError where it does not apply to this model or machine.
 Variant = Callable[[Any, ExampleInputs], Any]

@@ -16,17 +16,6 @@ from torch import Tensor
 from lowmem_patch.errors import TraceError
 from lowmem_patch.tracing.observers import DispatchObserver
 
-__all__ = [
-    "BAND",
-    "FORWARD_FACTOR",
-    "StayInFloat64",
-    "TensorCheck",
-    "cast_parameters",
-    "check_outputs",
-    "check_tensor",
-    "named_outputs",
-]
-
 FORWARD_FACTOR = 2.0
 # Allowed on top, in eps of the dtype: an output that the unpatched model happens to hit exactly.
 BAND = 4.0

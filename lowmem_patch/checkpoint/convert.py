@@ -31,8 +31,6 @@ from lowmem_patch.planning.report import Site
 from lowmem_patch.strategies.fold_weights import FoldStep
 from lowmem_patch.tracing.example_inputs import make_example_inputs
 
-__all__ = ["ConvertResult", "NormOutcome", "convert"]
-
 _FOLD_ONLY = PatchConfig(norms="fold", activations="keep", name="convert")
 # config, tokenizer and record beside the weights
 _ROOM_FOR_THE_REST = 64_000_000

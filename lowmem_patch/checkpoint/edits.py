@@ -13,8 +13,6 @@ from lowmem_patch.constants import NormSettings
 from lowmem_patch.errors import CheckpointError
 from lowmem_patch.strategies.fold_weights import FoldStep, fold_tensors, identity_affine
 
-__all__ = ["Edit", "fold_edits", "fold_refusal", "stored_affine"]
-
 # Takes the tensor as stored; returns one of the same shape, which the caller casts.
 Edit = Callable[[Tensor], Tensor]
 

@@ -16,8 +16,6 @@ from lowmem_patch.checkpoint.weights import open_weights
 from lowmem_patch.errors import CheckpointError
 from lowmem_patch.memory import output_head
 
-__all__ = ["add_lora", "build_meta_model", "load_model", "refuse_quantised", "stored_names"]
-
 # transformers and timm report a broken checkpoint with whatever their parsing met first
 _LIBRARY_ERRORS = (
     OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError, ImportError,

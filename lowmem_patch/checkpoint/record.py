@@ -20,8 +20,6 @@ from lowmem_patch.errors import CheckpointError
 from lowmem_patch.strategies.fold_weights import FoldStep
 from lowmem_patch.tracing.consumers import LinearRef
 
-__all__ = ["RECORD_NAME", "copy_description", "read_fold_steps", "write_card", "write_record"]
-
 RECORD_NAME = "lowmem_patch.json"
 _SUFFIXES = {".json", ".txt", ".model", ".jinja", ".tiktoken", ".vocab", ".bpe"}
 _LEFT_BEHIND = {RECORD_NAME, "config.json", "README.md", "trainer_state.json"}

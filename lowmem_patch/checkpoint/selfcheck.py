@@ -19,8 +19,6 @@ from lowmem_patch.planning.budget import available_host_bytes
 from lowmem_patch.tracing.example_inputs import make_example_inputs
 from lowmem_patch.tracing.inputs import ExampleInputs
 
-__all__ = ["SelfCheckError", "self_check"]
-
 # float64 weights, the stored ones while they load, and activations of a small input
 _BYTES_PER_PARAMETER = 14
 

@@ -23,8 +23,6 @@ from huggingface_hub.errors import (
 from lowmem_patch.checkpoint.weights import WEIGHT_FILES, find_weights, read_index
 from lowmem_patch.errors import CheckpointError
 
-__all__ = ["Source", "resolve"]
-
 # The small files of a hub repository: the description of the model, without its weights.
 _DESCRIPTION = [
     "*.json", "*.txt", "*.model", "*.jinja", "*.md", "*.py", "LICENSE*", "NOTICE*", "*.tiktoken",

@@ -10,8 +10,6 @@ from pathlib import Path
 
 from lowmem_patch.errors import CheckpointError
 
-__all__ = ["check_output", "check_space", "staged_folder"]
-
 
 def check_output(out: Path, source: Path | None, *, overwrite: bool) -> None:
     """Refuse an output that would lose something.

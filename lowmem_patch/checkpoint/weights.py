@@ -16,16 +16,6 @@ from torch import Tensor
 
 from lowmem_patch.errors import CheckpointError
 
-__all__ = [
-    "WEIGHT_FILES",
-    "StoredTensor",
-    "Weights",
-    "find_weights",
-    "open_weights",
-    "read_index",
-    "stored_dtype",
-]
-
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 
 _DTYPES = {

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 
     from lowmem_patch.verify import VerifyResult
 
-__all__ = ["app"]
-
 app = typer.Typer(
     cls=JsonErrors,
     help="Fine-tune transformers and timm models with less activation memory.",

@@ -8,8 +8,6 @@ if TYPE_CHECKING:
     from lowmem_patch.memory import Training
     from lowmem_patch.tracing.inputs import ExampleInputs
 
-__all__ = ["LONGEST", "assumptions", "default_length", "model_settings"]
-
 LONGEST = 4096  # tokens, unless told
 _NAMED = 8
 

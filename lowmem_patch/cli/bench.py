@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from lowmem_patch.bench import Comparison
     from lowmem_patch.tracing.inputs import ExampleInputs
 
-__all__ = ["bench"]
-
 # A checkpoint is run on so much unless told; a few tokens would measure how fast kernels are launched.
 _BATCH, _LENGTH = 4, 512
 

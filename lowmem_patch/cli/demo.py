@@ -14,8 +14,6 @@ from lowmem_patch.cli.runtime import quiet_libraries
 from lowmem_patch.planning.report import PatchReport
 from lowmem_patch.report import layout, results
 
-__all__ = ["run_demo_task"]
-
 _STEPS = 16  # as many as a minute allows on two cores
 
 

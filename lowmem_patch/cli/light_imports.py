@@ -15,8 +15,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["light_imports", "one_thread", "uncollected_imports"]
-
 _QUANTISATION = ("bitsandbytes",)
 _NOT_FOR_TEXT = ("torchvision", "scipy", "sklearn")
 # keys of a config.json, or parts of them, of a model that may ask for them

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from lowmem_patch.planning.report import PatchReport
     from lowmem_patch.tracing.inputs import ExampleInputs
 
-__all__ = ["inspect", "profile"]
-
 
 class Optimizer(enum.StrEnum):
     """Optimizers whose state is known."""

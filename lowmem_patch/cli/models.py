@@ -7,8 +7,6 @@ from typing import Any
 from lowmem_patch.cli.options import StoredDtype, torch_dtype
 from lowmem_patch.errors import CheckpointError
 
-__all__ = ["meta_model", "real_model", "with_adapters"]
-
 _RANK = 8
 
 

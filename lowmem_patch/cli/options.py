@@ -12,31 +12,6 @@ from lowmem_patch.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "AutocastOption",
-    "BatchOption",
-    "DebugOption",
-    "Device",
-    "DeviceOption",
-    "Dtype",
-    "DtypeOption",
-    "JsonOption",
-    "LengthOption",
-    "ModelArgument",
-    "OptionalModelArgument",
-    "OptionalPresetOption",
-    "PresetOption",
-    "RankOption",
-    "RealTrainOption",
-    "RevisionOption",
-    "StoredDtype",
-    "TrainOption",
-    "TrustOption",
-    "lora_targets",
-    "torch_device",
-    "torch_dtype",
-]
-
 
 class Dtype(enum.StrEnum):
     """Dtypes that can be asked for."""

@@ -14,8 +14,6 @@ from lowmem_patch.cli import options
 from lowmem_patch.cli.runtime import ExitCode, command, print_note
 from lowmem_patch.errors import LowmemPatchError
 
-__all__ = ["RUN_SETTINGS", "run"]
-
 # what stands behind the script is the script's own
 RUN_SETTINGS = {
     "allow_extra_args": True,

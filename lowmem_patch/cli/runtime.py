@@ -22,16 +22,6 @@ from lowmem_patch.errors import BudgetError, LowmemPatchError
 
 JSON_SCHEMA = 1  # of the objects of --json; another number where a key goes or changes its meaning
 
-__all__ = [
-    "JSON_SCHEMA",
-    "ExitCode",
-    "command",
-    "print_json",
-    "print_note",
-    "print_result",
-    "quiet_libraries",
-]
-
 
 class ExitCode(enum.IntEnum):
     """The exit codes of all commands."""

@@ -11,8 +11,6 @@ import typer  # noqa: TID251 - only the command line imports typer
 from lowmem_patch.cli import options
 from lowmem_patch.cli.runtime import command, print_result
 
-__all__ = ["tables"]
-
 tables = typer.Typer(
     help="Step functions for the derivatives of activations: what codes of 1 to 4 bits stand for.",
     no_args_is_help=True,

@@ -6,8 +6,6 @@ from typing import Any
 
 from lowmem_patch.cli.runtime import print_note
 
-__all__ = ["name_unused"]
-
 
 def name_unused(
     model: Any, *, train: str, rank: int | None = None, length: int | None = None

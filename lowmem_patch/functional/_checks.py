@@ -7,8 +7,6 @@ from torch import Tensor
 
 from lowmem_patch.constants import ACTIVATION_KINDS, STEP_BITS, STEP_TABLES
 
-__all__ = ["check_floating", "check_kind", "check_last_dimension", "check_table"]
-
 _DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 
 

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from lowmem_patch import reference
 
-__all__ = ["Implementation", "dispatched", "module", "resolve"]
-
 Implementation = Literal["auto", "triton", "reference"]
 
 # bool: the flags that are packed

@@ -22,23 +22,6 @@ from torch.library import Library, register_autograd
 from lowmem_patch.constants import NormSettings
 from lowmem_patch.errors import DoubleBackwardError
 
-__all__ = [
-    "Operator",
-    "first_order",
-    "in_compiler",
-    "in_forward_mode",
-    "is_eager",
-    "is_exporting",
-    "is_plain",
-    "is_traced",
-    "is_transformed",
-    "refuse_second_order",
-    "register_plain",
-    "saved_tensors",
-    "wants_gradient",
-    "without_autocast",
-]
-
 _NAMESPACE = "lowmem_patch"
 # torch ships no types for Library; Any says so once
 _make_library: Any = Library

@@ -15,8 +15,6 @@ from torch import Tensor
 
 from lowmem_patch.functional._library import in_compiler
 
-__all__ = ["TELLS_HOLDERS", "can_be_overwritten", "is_checkpoint_packing"]
-
 # torch 2.6 does not tell who packs
 _top_hooks: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 _HOOKS = ("_checkpoint_hook.", "_recomputation_hook.")

@@ -14,8 +14,6 @@ from lowmem_patch.functional._checks import check_floating, check_kind
 from lowmem_patch.functional._implementation import Implementation, dispatched, module, resolve
 from lowmem_patch.functional._ownership import can_be_overwritten
 
-__all__ = ["activation", "activation_gradients", "computed_again", "glu"]
-
 # torch has no operator of its own for the first two, and its operators save the output of the others
 _OWN_OPERATOR = ("quick_gelu", "relu_squared", "relu", "sigmoid", "tanh")
 

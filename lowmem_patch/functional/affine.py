@@ -34,8 +34,6 @@ from lowmem_patch.functional.products import (
     one_for_each,
 )
 
-__all__ = ["Affine", "Recomputed", "affine_linear", "packs_saved_tensors"]
-
 
 def _implementation(tensor: Tensor) -> str:
     return resolve("auto", tensor) if _library.is_eager(tensor) else "reference"

@@ -18,8 +18,6 @@ from lowmem_patch.functional import _library, sharded
 from lowmem_patch.functional._checks import check_floating, check_table
 from lowmem_patch.functional._implementation import Implementation, dispatched, resolve
 
-__all__ = ["codes_activation"]
-
 
 def _forward_fake(
     x: Tensor, kind: ActivationKind, bits: int, implementation: str

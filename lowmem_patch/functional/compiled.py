@@ -22,8 +22,6 @@ from torch.utils.checkpoint import checkpoint
 from lowmem_patch import reference
 from lowmem_patch.constants import ActivationKind, NormSettings
 
-__all__ = ["activation", "cast", "glu", "linear", "norm"]
-
 
 def _recomputed(function: Callable[..., Tensor], *args: Any) -> Tensor:
     y: Tensor = checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)

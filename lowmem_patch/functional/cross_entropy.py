@@ -35,8 +35,6 @@ from lowmem_patch.functional.head import (
 )
 from lowmem_patch.functional.labels import Labels, divisor_of, labelled_rows
 
-__all__ = ["linear_cross_entropy", "linear_losses"]
-
 # Probabilities below float16's range would be lost; what is multiplied with them is divided out again.
 _HALF_FACTOR = 256.0
 

@@ -24,8 +24,6 @@ from lowmem_patch.functional.activations import computed_again
 from lowmem_patch.functional.packing import pack_bool
 from lowmem_patch.functional.recomputed import recomputed_linear
 
-__all__ = ["draw_dropout", "dropout_linear", "packed_dropout"]
-
 
 @cache
 def _scale(p: float, dtype: torch.dtype, fused: bool, gradient: bool) -> float:

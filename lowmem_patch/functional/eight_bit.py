@@ -28,8 +28,6 @@ from lowmem_patch.constants import EIGHT_BIT_GROUP
 from lowmem_patch.functional import _library
 from lowmem_patch.functional._implementation import Implementation, dispatched, resolve
 
-__all__ = ["EIGHT_BIT_DTYPES", "from_eight_bits", "to_eight_bits"]
-
 EIGHT_BIT_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32))
 
 

@@ -9,18 +9,6 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-__all__ = [
-    "WEIGHTS",
-    "Head",
-    "HeadGradients",
-    "chunk_memory",
-    "chunk_rows",
-    "flat",
-    "in_compute_dtype",
-    "logits_in_chunks",
-    "statistics_dtype",
-]
-
 # Above this many rows the products of a chunk take no less time for each of them (H200, 4096 x 128,256).
 _ROWS = 1024
 _FEWEST_ROWS = 64

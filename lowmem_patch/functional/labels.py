@@ -8,8 +8,6 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-__all__ = ["Labels", "divisor_of", "labelled_rows"]
-
 
 class Labels(NamedTuple):
     """What the logits are compared with.

@@ -37,8 +37,6 @@ from lowmem_patch.functional.products import (
     padded_forward,
 )
 
-__all__ = ["activation_linear", "recast_linear"]
-
 
 class _ActivationLinear(torch.autograd.Function):
     @staticmethod

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from lowmem_patch.functional import _library
 
-__all__ = ["recast_matmul"]
-
 
 class _RecastMatmul(torch.autograd.Function):
     @staticmethod

@@ -27,8 +27,6 @@ from lowmem_patch.functional import _library, sharded
 from lowmem_patch.functional._checks import check_floating, check_last_dimension
 from lowmem_patch.functional._implementation import Implementation, module, resolve
 
-__all__ = ["ms_norm", "save_copy"]
-
 Outputs = tuple[Tensor, Tensor | None, Tensor | None]
 
 

@@ -8,9 +8,6 @@ from torch import Tensor
 from lowmem_patch.functional import _library
 from lowmem_patch.functional._implementation import Implementation, dispatched, resolve
 
-__all__ = ["pack_bool"]
-
-
 _pack = _library.Operator(
     "pack_bool(Tensor mask, str implementation) -> Tensor",
     dispatched("pack_bool"),

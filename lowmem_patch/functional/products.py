@@ -19,19 +19,6 @@ from lowmem_patch.functional._implementation import module
 from lowmem_patch.reference import cast
 from lowmem_patch.tracing.gpu_temporaries import OF_OPERATORS, Temporary, sum_bytes
 
-__all__ = [
-    "IDENTITY",
-    "LowRank",
-    "linear_backward",
-    "linear_backward_op",
-    "linear_backward_over",
-    "linear_forward",
-    "linear_op",
-    "low_product_op",
-    "one_for_each",
-    "padded_forward",
-]
-
 # the kind of a Linear whose input is saved as it is, in its own dtype
 IDENTITY = "identity"
 

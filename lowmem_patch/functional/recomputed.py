@@ -22,8 +22,6 @@ from lowmem_patch.functional import _library
 from lowmem_patch.functional.products import linear_forward
 from lowmem_patch.reference import cast
 
-__all__ = ["GroupedMatmul", "recomputed_linear"]
-
 Again = Callable[..., Tensor]
 
 

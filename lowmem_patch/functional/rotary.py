@@ -16,8 +16,6 @@ from lowmem_patch.functional import _library
 from lowmem_patch.functional._checks import check_floating
 from lowmem_patch.functional._implementation import Implementation, dispatched, resolve
 
-__all__ = ["rotary_embedding"]
-
 _OPERATOR = "rotary_embedding"
 
 

@@ -17,8 +17,6 @@ from lowmem_patch import reference
 from lowmem_patch.constants import NormSettings
 from lowmem_patch.functional import _library, compiled
 
-__all__ = ["is_sharded", "linear", "norm"]
-
 _PLAIN = (Tensor, torch.nn.Parameter, type(None))
 
 

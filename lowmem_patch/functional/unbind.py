@@ -16,8 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["unbind_permuted"]
-
 
 @lru_cache(maxsize=256)
 def _order(shape: Sequence[int], strides: Sequence[int], dim: int) -> tuple[list[int], int, int]:

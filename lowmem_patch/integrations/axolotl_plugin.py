@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 else:
     from axolotl.integrations.base import BasePlugin
 
-__all__ = ["LowmemAxolotlArguments", "LowmemAxolotlPlugin"]
-
 
 class LowmemAxolotlArguments(BaseModel):
     """The keys of the YAML file.

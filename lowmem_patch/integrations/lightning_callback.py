@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from lowmem_patch.api import ConfigLike
+from lowmem_patch.config import ConfigLike
 from lowmem_patch.integrations.patching import Patching, reports_of, summary, write_reports
 from lowmem_patch.planning.report import find_records
 from lowmem_patch.tracing.example_inputs import inner_models
@@ -23,8 +23,6 @@ elif "pytorch_lightning" in sys.modules and "lightning" not in sys.modules:
 else:
     from lightning.pytorch import Callback
     from lightning.pytorch.utilities import rank_zero_info
-
-__all__ = ["LowmemLightningCallback"]
 
 _AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 

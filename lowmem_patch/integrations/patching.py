@@ -13,15 +13,13 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from lowmem_patch.api import ConfigLike, patch_model, patch_report
-from lowmem_patch.config import load_config
+from lowmem_patch.api import patch_model, patch_report
+from lowmem_patch.config import ConfigLike, load_config
 from lowmem_patch.errors import ConfigError
 from lowmem_patch.integrations.refusals import refuse_model
 from lowmem_patch.planning.budget import checked_budget
 from lowmem_patch.planning.report import PatchReport, find_records
 from lowmem_patch.tracing.example_inputs import inner_models, make_example_inputs, reads_tokens
-
-__all__ = ["REPORT_FILE", "Patching", "reports_of", "summary", "write_reports"]
 
 REPORT_FILE = "lowmem_patch.json"
 _PACKAGES = ("torch", "transformers", "peft", "trl", "accelerate", "lightning", "timm", "diffusers")

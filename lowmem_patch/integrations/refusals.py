@@ -10,8 +10,6 @@ from torch import nn
 
 from lowmem_patch.errors import ConfigError
 
-__all__ = ["notes_on_arguments", "refuse_arguments", "refuse_model"]
-
 # Kernels that write gradients over what others save, by the beginning of their module's name, and the mend.
 _OVERWRITE = {
     "unsloth": "load the model with transformers, or use Unsloth without lowmem-patch",

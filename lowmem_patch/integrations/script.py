@@ -26,8 +26,6 @@ from lowmem_patch.integrations.patching import Patching, summary
 from lowmem_patch.planning.changes import no_longer_as_patched
 from lowmem_patch.planning.report import PatchReport, find_records
 
-__all__ = ["ScriptPatching", "run_script"]
-
 _PLACES = "transformers.Trainer, accelerate's Accelerator.prepare, Lightning's Trainer.fit, timm.create_model"
 # they hand the model on to a trainer, or build it for another model
 _BUILDERS = ("timm", "transformers")

@@ -10,12 +10,10 @@ from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.utils import logging
 
-from lowmem_patch.api import ConfigLike
+from lowmem_patch.config import ConfigLike
 from lowmem_patch.integrations.patching import Patching, reports_of, summary, write_reports
 from lowmem_patch.integrations.refusals import notes_on_arguments, refuse_arguments
 from lowmem_patch.planning.report import find_records
-
-__all__ = ["LowmemTrainerCallback"]
 
 # below "transformers", so that the trainer's own verbosity and handlers hold
 _LOGGER: Any = logging.get_logger("transformers.lowmem_patch")

@@ -20,8 +20,6 @@ import triton.language as tl
 from lowmem_patch.constants import StepTable
 from lowmem_patch.kernels import _math
 
-__all__ = ["GATHERS", "Bins", "above", "bin_of", "bins_of", "looked_up", "prepared"]
-
 GATHERS = tl.constexpr(hasattr(tl, "gather"))  # Triton 3.2 has none: there all is compared
 ROUNDING = tl.constexpr(1.5 * 2**23)
 HUGE = tl.constexpr(2.0**100)

@@ -11,20 +11,6 @@ import torch
 import triton
 from torch import Tensor
 
-__all__ = [
-    "BACKWARD_COLUMNS",
-    "FORWARD_COLUMNS",
-    "Launch",
-    "NormTiles",
-    "as_rows",
-    "backward_tiles",
-    "common_rows",
-    "contiguous",
-    "empty",
-    "forward_tiles",
-    "multiprocessors",
-]
-
 # A row longer than this does not fit the registers of one program and is looped over instead.
 FORWARD_COLUMNS = 16384
 BACKWARD_COLUMNS = 16384

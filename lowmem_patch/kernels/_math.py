@@ -17,8 +17,6 @@ import triton.language as tl
 
 from lowmem_patch import constants
 
-__all__ = ["activate", "activate_and_slope", "saturated"]
-
 LOG2_E = tl.constexpr(1.4426950408889634)
 # ln 2 = high + low with so few bits in high that n * high is exact for every exponent n
 LN2_HIGH = tl.constexpr(0.693359375)

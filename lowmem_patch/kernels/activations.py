@@ -24,8 +24,6 @@ from lowmem_patch.constants import ActivationKind
 from lowmem_patch.kernels import _math
 from lowmem_patch.kernels._launch import Launch, common_rows, empty
 
-__all__ = ["activate", "activate_backward", "glu_backward", "glu_forward"]
-
 BLOCK = 1024
 NUM_WARPS = 4
 

@@ -17,8 +17,6 @@ from lowmem_patch.constants import NormSettings
 from lowmem_patch.kernels._launch import Launch, contiguous, empty
 from lowmem_patch.kernels.norms import affine_constants, load_vector
 
-__all__ = ["affine"]
-
 TILE = 4096  # elements of a program
 NUM_WARPS = 8
 

@@ -47,8 +47,6 @@ from lowmem_patch.kernels._bins import (
 )
 from lowmem_patch.kernels._launch import Launch, empty
 
-__all__ = ["codes_backward", "codes_forward"]
-
 NUM_WARPS = 4
 GROUP = tl.constexpr(CODES_PER_GROUP)
 MOST_LEVELS = tl.constexpr(16)

@@ -19,8 +19,6 @@ from torch import Tensor
 
 from lowmem_patch.kernels._launch import Launch
 
-__all__ = ["cross_entropy_backward", "cross_entropy_forward", "scale_in_place"]
-
 BLOCK = 8192
 NUM_WARPS = 16
 

@@ -19,8 +19,6 @@ from torch import Tensor
 
 from lowmem_patch.kernels._launch import Launch, empty
 
-__all__ = ["drop", "pack_bool"]
-
 BLOCK_BYTES = 256
 NUM_WARPS = 4
 _ROUNDS = {torch.float32: "", torch.float16: "fp16", torch.bfloat16: "bf16"}

@@ -19,8 +19,6 @@ from lowmem_patch.constants import EIGHT_BIT_GROUP, EIGHT_BIT_LEVELS
 from lowmem_patch.kernels import _math
 from lowmem_patch.kernels._launch import Launch
 
-__all__ = ["from_eight_bits", "to_eight_bits"]
-
 BLOCK_GROUPS = 32
 NUM_WARPS = 4
 GROUP = tl.constexpr(EIGHT_BIT_GROUP)

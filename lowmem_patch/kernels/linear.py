@@ -20,8 +20,6 @@ from torch import Tensor
 from lowmem_patch.constants import padded_rank
 from lowmem_patch.kernels._launch import Launch
 
-__all__ = ["adapter_weights"]
-
 BLOCK = 1024
 NUM_WARPS = 4
 

@@ -27,8 +27,6 @@ from lowmem_patch.kernels._launch import (
     forward_tiles,
 )
 
-__all__ = ["affine_constants", "load_vector", "norm_forward", "scales", "tile_mask"]
-
 
 def affine_constants(has_weight: bool, has_bias: bool, settings: NormSettings) -> dict[str, Any]:
     """What the kernels are told of gamma and beta, in the order of their arguments."""

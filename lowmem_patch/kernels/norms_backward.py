@@ -43,8 +43,6 @@ from lowmem_patch.kernels.norms_sums import (
     sum_partial,
 )
 
-__all__ = ["norm_backward"]
-
 
 @triton.jit
 def _without_bias(y, bias, bias_ptr, column, inside, HAS_BIAS: tl.constexpr, RELOAD: tl.constexpr):

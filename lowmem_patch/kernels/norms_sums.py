@@ -21,8 +21,6 @@ from lowmem_patch.constants import NormSettings
 from lowmem_patch.kernels._launch import Launch, multiprocessors
 from lowmem_patch.kernels.norms import affine_constants, load_vector, scales
 
-__all__ = ["BackwardCase", "partial_sums", "store_sums", "sum_columns", "sum_partial"]
-
 # tile of the sum over partial rows: many loads in flight, and programs enough at 768 columns
 TOTAL_ROWS = 128
 TOTAL_COLUMNS = 16

@@ -24,8 +24,6 @@ from torch import Tensor
 
 from lowmem_patch.kernels._launch import Launch
 
-__all__ = ["rotate"]
-
 TILE = 4096  # elements of a program, 32 a thread
 
 

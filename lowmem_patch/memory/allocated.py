@@ -13,8 +13,6 @@ from collections.abc import Iterable, Sequence
 from lowmem_patch.memory.caching_allocator import Block, CachingAllocator
 from lowmem_patch.memory.model_states import StateSizes
 
-__all__ = ["Allocated", "allocated_in_step", "margin_of"]
-
 _STEPS = 3
 _MIB = 2**20
 

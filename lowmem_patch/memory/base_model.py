@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["base_model", "output_head", "switch_checkpointing_on"]
-
 
 def base_model(model: Any) -> Any:
     """The model that PEFT wraps, or the model itself."""

@@ -13,8 +13,6 @@ from torch import nn
 from lowmem_patch.memory.base_model import base_model
 from lowmem_patch.memory.live_bytes import MOMENTS, Part, PartBytes
 
-__all__ = ["DEPTHS", "extended", "repeated_blocks", "shortened"]
-
 # fewer equal blocks than this are all run
 _MANY_BLOCKS = 6
 DEPTHS = (2, 3, 4)  # what the third block saves is compared with what the fourth saves

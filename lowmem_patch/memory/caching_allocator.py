@@ -12,8 +12,6 @@ from __future__ import annotations
 import bisect
 from collections.abc import Iterable
 
-__all__ = ["Block", "CachingAllocator", "rounding_bytes"]
-
 _MIB = 2**20
 _UNIT = 512
 _SMALL, _SMALL_SEGMENT = _MIB, 2 * _MIB

@@ -14,8 +14,6 @@ import re
 import torch
 from torch import nn
 
-__all__ = ["workspace_bytes", "workspace_sizes"]
-
 _HANDLES = 2  # of the forward's thread, and of autograd's
 _LT = 1024  # KiB
 _LARGE, _SMALL = 32 * 2**20, (2 * 4096 + 8 * 16) * 2**10

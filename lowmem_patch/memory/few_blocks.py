@@ -17,8 +17,6 @@ from lowmem_patch.planning.report import PatchReport
 from lowmem_patch.tracing.inputs import ExampleInputs
 from lowmem_patch.tracing.shadow import Shadow, make_shadow
 
-__all__ = ["Plans", "make_plans"]
-
 T = TypeVar("T")
 _NUMBER = re.compile(r"\d+(?:,\d{3})*")
 

@@ -12,11 +12,6 @@ from torch import Tensor
 
 from lowmem_patch.tracing.live_storages import LiveStorages
 
-__all__ = [
-    "AFTER_BACKWARD", "AFTER_LOSS", "BACKWARD", "FORWARD", "LOSS", "MOMENTS", "OPTIMIZER",
-    "LiveBytes", "Part", "PartBytes", "most_of_moments",
-]  # fmt: skip
-
 FORWARD, LOSS, AFTER_LOSS = "forward", "loss", "after the loss"
 BACKWARD, AFTER_BACKWARD, OPTIMIZER = "backward", "after the backward", "optimizer step"
 MOMENTS = (FORWARD, LOSS, AFTER_LOSS, BACKWARD, AFTER_BACKWARD, OPTIMIZER)

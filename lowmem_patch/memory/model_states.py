@@ -15,16 +15,6 @@ from lowmem_patch.memory.cublas import workspace_sizes
 from lowmem_patch.memory.optimizers import check_optimizer
 from lowmem_patch.tracing.quantised import held_beside, own_bytes
 
-__all__ = [
-    "FEWEST_BYTES",
-    "USUAL_TRAINING",
-    "ModelStates",
-    "StateSizes",
-    "Training",
-    "model_state_bytes",
-    "parse_bytes",
-]
-
 FEWEST_BYTES = 10_000  # of a budget: who writes a number below that means GiB
 # bitsandbytes: one float32 scale per 256 values of each 8-bit state; small tensors stay in 32 bits
 _STATE_BLOCK, _SMALLEST_8BIT = 256, 4096

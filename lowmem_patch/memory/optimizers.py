@@ -12,8 +12,6 @@ from torch.utils._pytree import tree_leaves
 from lowmem_patch.errors import ConfigError
 from lowmem_patch.tracing.observers import DispatchObserver
 
-__all__ = ["OPTIMIZERS", "FakeOptimizer", "check_optimizer"]
-
 # Name to what is meant by it, as a report prints it.
 OPTIMIZERS = {
     "adamw": "torch's AdamW, fused, as transformers trains by default: no temporaries",

@@ -29,8 +29,6 @@ from lowmem_patch.planning.planner import plan_model
 from lowmem_patch.tracing.inputs import ExampleInputs
 from lowmem_patch.tracing.shadow import Shadow, make_shadow
 
-__all__ = ["Footprint", "MemoryReport", "largest_that_fits", "most_positions", "predict_memory"]
-
 _LARGEST = {"batch": 1 << 20, "length": 1 << 24}
 
 MakeInputs = Callable[[int, int | None], ExampleInputs]

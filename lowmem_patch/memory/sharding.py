@@ -11,8 +11,6 @@ from lowmem_patch.memory.caching_allocator import rounding_bytes
 from lowmem_patch.memory.live_bytes import BACKWARD, FORWARD, MOMENTS, OPTIMIZER, Part, PartBytes
 from lowmem_patch.memory.model_states import ModelStates, StateSizes
 
-__all__ = ["Gathered", "gathered", "shard", "sharded_moments", "states_of_one"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Gathered:

@@ -36,14 +36,6 @@ from lowmem_patch.tracing.inputs import ExampleInputs
 from lowmem_patch.tracing.observers import observed_calls
 from lowmem_patch.tracing.shadow import Shadow
 
-__all__ = [
-    "as_on_data",
-    "run_step",
-    "step_loss",
-    "step_parts",
-    "with_labels",
-]
-
 
 def with_labels(model: Any, inputs: ExampleInputs) -> ExampleInputs:
     """A language model gets labels, so that it makes its own loss."""

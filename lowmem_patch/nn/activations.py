@@ -8,8 +8,6 @@ from lowmem_patch.constants import STEP_TABLES
 from lowmem_patch.functional import ActivationKind, codes_activation
 from lowmem_patch.nn.deferred import value_of
 
-__all__ = ["CodesActivation"]
-
 
 class CodesActivation(nn.Module):
     """`codes_activation` as a module: exact forward, step-function derivative (arXiv 2406.16282).

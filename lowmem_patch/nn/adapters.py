@@ -30,14 +30,6 @@ from lowmem_patch.nn.dropout import PackedDropout
 from lowmem_patch.nn.op import Projection
 from lowmem_patch.nn.own import Own, give_forward, runs_class_forward
 
-__all__ = [
-    "adds_products",
-    "forward_as_one",
-    "is_adapter_forward",
-    "low_rank_products",
-    "use_adapter",
-]
-
 _WITHOUT_TORCH_FUNCTION: Any = torch._C.DisableTorchFunctionSubclass
 # what the forward of PEFT's Linear looks up: one that looks up more computes more
 _KNOWN = frozenset(

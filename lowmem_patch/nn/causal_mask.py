@@ -17,8 +17,6 @@ from torch import Tensor, fx, nn
 
 from lowmem_patch.functional import in_compiler, is_exporting
 
-__all__ = ["drop_causal_mask"]
-
 _KEY = "lowmem_patch_causal"
 _NAMES = frozenset(operator.__all__)
 _OPERATORS = frozenset(getattr(operator, name) for name in _NAMES)  # and_, or_ write nothing

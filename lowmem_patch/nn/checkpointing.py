@@ -41,15 +41,6 @@ from lowmem_patch.nn.segments import Call, made_by, remember
 from lowmem_patch.tracing.observers import FunctionObserver
 from lowmem_patch.tracing.op_roles import Role, function_name, role_of
 
-__all__ = [
-    "SWITCHES",
-    "Recompute",
-    "checkpoint_block",
-    "is_checkpointed",
-    "is_switched_on",
-    "keep_block",
-]
-
 # the names of transformers, diffusers and timm for a switch of their own checkpointing
 SWITCHES = ("gradient_checkpointing", "grad_checkpointing")
 

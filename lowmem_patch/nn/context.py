@@ -10,15 +10,6 @@ from torch.nn.modules import module as all_modules
 from lowmem_patch.functional import is_exporting
 from lowmem_patch.nn.watched import Watched
 
-__all__ = [
-    "autocast_dtype",
-    "has_backward_hooks",
-    "has_hooks_of_all",
-    "is_foreign",
-    "is_fsdp_unit",
-    "needs_gradient",
-]
-
 
 def autocast_dtype(device: str, dtype: torch.dtype) -> torch.dtype | None:
     """To what autocast casts a Linear's input of ``dtype``, or None: it leaves float64 alone."""

@@ -14,8 +14,6 @@ from lowmem_patch.functional import in_compiler
 from lowmem_patch.nn.context import autocast_dtype, is_foreign, needs_gradient
 from lowmem_patch.nn.deferred_ops import Matrix, Saved
 
-__all__ = ["keep_matrix", "keep_rows", "keep_weight"]
-
 _SAVED, _MATRIX = Saved(), Matrix()
 
 

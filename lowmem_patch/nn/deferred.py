@@ -40,10 +40,6 @@ from lowmem_patch.nn.shared_memory import (
 )
 from lowmem_patch.nn.watched import RUN_BACKWARD
 
-__all__ = [
-    "READERS", "Deferred", "Stored", "Unstored", "defer", "keep", "value_of",
-]  # fmt: skip
-
 _wrapper: Any = Tensor._make_wrapper_subclass
 _WITHOUT_TORCH_FUNCTION: Any = torch._C.DisableTorchFunctionSubclass
 _call: Any = torch._C._disabled_torch_function_impl  # in less time than the above

@@ -13,8 +13,6 @@ from lowmem_patch.functional import in_compiler, recast_linear
 from lowmem_patch.nn.deferred import Deferred, defer, keep, value_of
 from lowmem_patch.nn.op import Op, Projection
 
-__all__ = ["Cast", "LowPrecision", "in_low_precision"]
-
 
 class _WaitingCast(Op):
     """A cast of the one source to the dtype ``to``."""

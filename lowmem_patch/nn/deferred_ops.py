@@ -36,8 +36,6 @@ from lowmem_patch.nn.deferred import Deferred, Stored, defer, keep, value_of
 from lowmem_patch.nn.deferred_rows import GatheredRows, Product
 from lowmem_patch.nn.op import Op, Projection
 
-__all__ = ["Activation", "Dropped", "Matrix", "Norm", "Normed", "Saved", "Shared", "project"]
-
 
 def project(x: Tensor, to: Projection, dtype: torch.dtype) -> Any:
     """The projection of any tensor computed in ``dtype``, which saves as little as possible."""

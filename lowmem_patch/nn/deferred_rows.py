@@ -14,8 +14,6 @@ from lowmem_patch.functional import GroupedMatmul, computed_again, recast_linear
 from lowmem_patch.nn.deferred import Deferred, keep, value_of
 from lowmem_patch.nn.op import Op, Projection
 
-__all__ = ["GatheredRows", "Product"]
-
 
 def _gathered(tensor: Tensor, index: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return tensor[index].to(dtype or tensor.dtype)

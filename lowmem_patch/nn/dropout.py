@@ -11,8 +11,6 @@ from lowmem_patch.nn.context import is_foreign, needs_gradient
 from lowmem_patch.nn.deferred import Deferred
 from lowmem_patch.nn.deferred_ops import Saved
 
-__all__ = ["PackedDropout", "keep_for_dropout"]
-
 _SAVED = Saved()
 
 

@@ -37,8 +37,6 @@ from lowmem_patch.nn.norms import MSNorm
 from lowmem_patch.nn.own import Own, give_forward, given_forward
 from lowmem_patch.tracing.op_roles import Role, names_with
 
-__all__ = ["store_attention", "store_input"]
-
 # of gammas, and of beta to gamma, where the 8 bits of a norm's output still tell z
 _SMALLEST_RATIO, _LARGEST_SHIFT = 1 / 16, 1.0
 

@@ -25,17 +25,6 @@ from lowmem_patch.functional import in_compiler, is_exporting, is_transformed
 if TYPE_CHECKING:
     from lowmem_patch.nn.norms import MSNorm
 
-__all__ = [
-    "Look",
-    "Looks",
-    "can_be_looked_at",
-    "forget_after_forward",
-    "is_capturing",
-    "look_at_gammas",
-    "look_before_forward",
-    "would_tell_z",
-]
-
 # y's rounding error grows by 1 + |beta/gamma| / |z| on the way to z
 _LARGEST_SHIFT = 8.0
 # below this share of the largest gamma, y underflows before z does

@@ -26,8 +26,6 @@ from lowmem_patch.nn.logits import Logits, Settings
 from lowmem_patch.nn.op import Projection
 from lowmem_patch.nn.own import aligns_devices_alone, give_forward, given_forward, is_own
 
-__all__ = ["defer_logits", "forward_head", "notes_of_heads"]
-
 _WITHOUT_TORCH_FUNCTION: Any = torch._C.DisableTorchFunctionSubclass
 FREED = "its weight is freed after its own forward"
 

@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-__all__ = ["HeadReads"]
-
 _WORTH_WAITING = 0.25  # of the labels are ignored
 
 

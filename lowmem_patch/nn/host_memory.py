@@ -17,8 +17,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from lowmem_patch.errors import HostMemoryError
 
-__all__ = ["HostCopy", "HostMemory"]
-
 _LEAVING = 2  # tensors at one time
 _ROUNDED = 512  # bytes of a buffer, so that more tensors share its size
 

@@ -28,8 +28,6 @@ from lowmem_patch.nn.traced import trace
 from lowmem_patch.tracing.op_roles import Role, function_name, role_of
 from lowmem_patch.tracing.row_moves import moves_rows
 
-__all__ = ["Logits", "Settings", "wide"]
-
 _STALE = (
     "lowmem_patch: these logits were not computed before the weight of their head, or its input, was written "
     "(by an optimizer's step): read them, or a clone of them, before that, or patch with head: keep"

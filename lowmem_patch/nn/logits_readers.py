@@ -26,8 +26,6 @@ from lowmem_patch.nn.logits import Logits, wide
 from lowmem_patch.nn.traced import join
 from lowmem_patch.tracing.op_roles import Role, names_with
 
-__all__: list[str] = []
-
 _NO_CLASS = -(1 << 31)  # ignored nowhere
 
 

@@ -30,14 +30,6 @@ from lowmem_patch.nn.deferred_ops import Norm, Normed, Saved, Shared
 from lowmem_patch.nn.gammas import Look, Looks, can_be_looked_at, is_capturing, look_at_gammas
 from lowmem_patch.nn.watched import watch
 
-__all__ = [
-    "MSLayerNorm",
-    "MSNorm",
-    "MSRMSNorm",
-    "StockMSLayerNorm",
-    "StockMSRMSNorm",
-]
-
 
 class MSNorm(nn.Module):
     """Base of both; made from an existing norm by :meth:`from_module`, whose parameters it shares.

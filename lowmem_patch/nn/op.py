@@ -14,8 +14,6 @@ from lowmem_patch.functional import LowRank
 if TYPE_CHECKING:
     from lowmem_patch.nn.deferred import Deferred
 
-__all__ = ["Op", "Projection", "refuse_bypassed", "strides_like"]
-
 
 class Projection(NamedTuple):
     """What a value is multiplied with: a Linear's weight and bias, and the adapter beside it."""

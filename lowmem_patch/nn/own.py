@@ -14,20 +14,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = [
-    "Own",
-    "align_as",
-    "aligns_devices_alone",
-    "drop_forward",
-    "give_forward",
-    "given_forward",
-    "has_foreign_forward",
-    "is_own",
-    "remove_own",
-    "runs_class_forward",
-    "within_compiled",
-]
-
 _REPLICATE = "_replicate_for_data_parallel"
 
 

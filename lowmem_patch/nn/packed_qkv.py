@@ -17,8 +17,6 @@ from lowmem_patch.functional import in_compiler, is_transformed, unbind_permuted
 from lowmem_patch.nn.context import needs_gradient
 from lowmem_patch.tracing.op_roles import Role, function_name, names_with
 
-__all__ = ["VIEWS", "PackedOutput", "follow_packed"]
-
 VIEWS = names_with(Role.RESHAPE | Role.PERMUTE | Role.TRANSPOSE)
 _HOOKS = names_with(Role.HOOK)
 

@@ -22,8 +22,6 @@ from lowmem_patch.tracing.call_arguments import dropout_call
 from lowmem_patch.tracing.op_roles import Role, names_with
 from lowmem_patch.tracing.row_moves import moves_rows
 
-__all__: list[str] = []
-
 _PASSED_ON = (
     "lowmem_patch: a Linear or a view has read this deferred tensor, and its gradient goes past it: call "
     "{name} before the tensor is read"

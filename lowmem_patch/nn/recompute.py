@@ -9,8 +9,6 @@ from lowmem_patch.nn.context import is_foreign, needs_gradient
 from lowmem_patch.nn.deferred import value_of
 from lowmem_patch.nn.deferred_ops import Activation
 
-__all__ = ["RecomputedActivation"]
-
 
 class RecomputedActivation(nn.Module):
     """Returns a `lowmem_patch.nn.deferred.Deferred` tensor where a gradient is wanted, else ``act(x)``."""

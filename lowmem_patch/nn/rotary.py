@@ -20,8 +20,6 @@ from torch import Tensor, nn
 from lowmem_patch.functional import is_exporting, is_sharded, is_transformed, rotary_embedding
 from lowmem_patch.nn.own import give_forward
 
-__all__ = ["Rotation", "use_rotary"]
-
 Pair = tuple[Tensor, Tensor]
 
 

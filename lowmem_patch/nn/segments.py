@@ -19,8 +19,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.checkpoint import get_device_states, set_device_states
 
-__all__ = ["Call", "made_by", "remember"]
-
 _saved_tensors_hooks: Any = torch.autograd.graph.saved_tensors_hooks  # typed for tensors alone
 _MADE_BY = "_lowmem_patch_made_by"
 _CHANGED = (

@@ -19,15 +19,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lowmem_patch.tracing.op_roles import REARRANGES, SELECTS, Role, function_name, names_with
 
-__all__ = [
-    "MADE_OUTSIDE",
-    "SharedMemory",
-    "effects_of",
-    "open_written",
-    "watch_view",
-    "written_arguments",
-]
-
 MADE_OUTSIDE = (
     "lowmem_patch: a compiled function writes into logits, or takes a view of them, that were made outside "
     "of it or are read by an nn.CrossEntropyLoss() of its own: write before, compile the model with it, or "

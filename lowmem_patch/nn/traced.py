@@ -22,8 +22,6 @@ from lowmem_patch.nn.op import Op
 from lowmem_patch.nn.shared_memory import MADE_OUTSIDE, SharedMemory
 from lowmem_patch.tracing.op_roles import Role, function_name, role_of
 
-__all__ = ["Traced", "join", "trace"]
-
 # places in a memory: the values, once somebody may write there; who shares it outside of the graph; how the
 # values are made, where they are made in the graph
 _VALUES, _OUTSIDE, _MAKER = range(3)

@@ -11,8 +11,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from lowmem_patch.functional import register_plain, save_copy
 
-__all__ = ["RUN_BACKWARD", "Watched", "watch"]
-
 _call: Any = torch._C._disabled_torch_function_impl
 _DATA: Any = Tensor.data
 RUN_BACKWARD = (Tensor.backward, torch.autograd.grad)

@@ -11,8 +11,6 @@ from lowmem_patch.strategies.fold import folded_now, refuse_lost_linears, unfold
 from lowmem_patch.strategies.protocol import Target
 from lowmem_patch.strategies.swap import put_back
 
-__all__ = ["apply_plan", "undo"]
-
 
 def apply_plan(model: nn.Module, plan: Plan, *, arithmetic: bool = True) -> None:
     """Carry out every patch of a plan, in place.

@@ -28,8 +28,6 @@ from lowmem_patch.strategies.lora import trained_lora_layers
 from lowmem_patch.strategies.swap import Swap, is_replacement
 from lowmem_patch.tracing.trace import describe
 
-__all__ = ["has_adapter", "no_longer_as_patched", "watch_first_forward"]
-
 _MEND = "call patch_model(model) again, which plans for the model as it is now"
 _NAMED = 2
 # what other libraries put between the parts of a parameter's name

@@ -21,8 +21,6 @@ from lowmem_patch.tracing.isolation import preserved
 from lowmem_patch.tracing.observers import observed_calls
 from lowmem_patch.tracing.trace import describe
 
-__all__ = ["RealRun", "check_outputs", "checked_model", "refuse_compiled", "run_real"]
-
 # A wrong fold or a misread norm differs by its own size; rounding differs by far less than this share.
 # `lowmem-patch verify` is the judge of rounding, against float64.
 _LARGEST_ERROR = {

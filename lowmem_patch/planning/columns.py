@@ -14,18 +14,6 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TextIO
 
-__all__ = [
-    "FILE_WIDTH",
-    "HEADER",
-    "Column",
-    "Line",
-    "Table",
-    "make_table",
-    "shortened",
-    "text_width",
-    "wrapped",
-]
-
 FILE_WIDTH = 100  # of a table where output is no terminal and COLUMNS says nothing
 HEADER = "bold"  # the style of a heading
 

@@ -25,8 +25,6 @@ from lowmem_patch.tracing.observers import observed_calls
 from lowmem_patch.tracing.op_roles import MATMULS, REARRANGES, SELECTS, WEIGHT_MATMULS, Role
 from lowmem_patch.tracing.trace import Op
 
-__all__ = ["Device", "RunSeconds", "device_of", "run_seconds", "scaled", "timed_forward"]
-
 _SAVES_NOTHING = REARRANGES | SELECTS | Role.EXPAND | Role.CAST | Role.SUM
 _VIEWS = (REARRANGES | SELECTS | Role.EXPAND) & ~(Role.CONTIGUOUS | Role.CLONE)
 

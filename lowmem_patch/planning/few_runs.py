@@ -16,8 +16,6 @@ from lowmem_patch.memory.blocks import repeated_blocks
 from lowmem_patch.planning.timeline import RunBytes, Timeline
 from lowmem_patch.strategies.checkpointing import Blocks
 
-__all__ = ["FewRuns", "few_of", "few_runs"]
-
 T = TypeVar("T")
 _DEPTH = 6  # blocks that are run, or one more: as many more are even
 _THIRD = 2

@@ -30,8 +30,6 @@ from lowmem_patch.strategies.checkpointing import ALONE, Blocks, CheckpointedBlo
 from lowmem_patch.tracing.inputs import ExampleInputs
 from lowmem_patch.tracing.shadow import Shadow
 
-__all__ = ["Fitted", "Fitting", "NoFit"]
-
 _TRIES = 6  # steps that are run to hold what the sums did not foresee
 _SOLUTIONS = 64  # that are looked at
 _WORTH = 0.01  # of the seconds that levels cost: less is worth no further step on fake tensors

@@ -22,8 +22,6 @@ from lowmem_patch.planning.planner import Planned
 from lowmem_patch.planning.report import find_records
 from lowmem_patch.strategies.checkpointing import Blocks, find_blocks
 
-__all__ = ["fit_planned"]
-
 
 def fit_planned(
     model: nn.Module,

@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 
-__all__ = ["FitReport", "FittedBlock", "size_text"]
-
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
 

@@ -9,8 +9,6 @@ from lowmem_patch.planning.costs import Device, RunSeconds
 from lowmem_patch.planning.solve import Choice
 from lowmem_patch.planning.timeline import Timeline
 
-__all__ = ["Sums", "bytes_of", "more_seconds", "temporaries_of"]
-
 _OVERLAP = 0.02  # of a copy's time is seen though it runs beside the computation
 
 

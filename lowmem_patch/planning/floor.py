@@ -44,8 +44,6 @@ from lowmem_patch.tracing.saved_bytes import SavedStorage, storage_key
 from lowmem_patch.tracing.shadow import tensors_in
 from lowmem_patch.tracing.trace import Op, Trace
 
-__all__ = ["Floor", "FloorItem", "count_floor"]
-
 _STATISTIC = 4  # bytes of rstd per row: float32 whatever the activations are
 _CODE_BITS = 2
 _FLAGS_PER_BYTE = 8

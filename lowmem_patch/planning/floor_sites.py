@@ -11,8 +11,6 @@ from lowmem_patch.tracing.op_roles import Role
 from lowmem_patch.tracing.probes import NormSpec, looks_like_norm, match_activation, match_norm
 from lowmem_patch.tracing.trace import Call, Trace
 
-__all__ = ["SiteCall", "find_sites"]
-
 
 class SiteCall(NamedTuple):
     """One call of a norm or an activation, as a module or a function, that has a gradient."""

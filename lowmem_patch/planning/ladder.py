@@ -27,8 +27,6 @@ from lowmem_patch.strategies.protocol import Facts
 from lowmem_patch.tracing.inputs import ExampleInputs
 from lowmem_patch.tracing.shadow import Shadow, tensors_in
 
-__all__ = ["Base", "Rung", "find_rungs", "smaller_rungs"]
-
 _GPUS = (2, 4, 8, 16, 32, 64)
 _RANK = 16  # of the adapters that stand for full training
 _ADAPTER_WIDTH = 4  # bytes of an adapter's weight

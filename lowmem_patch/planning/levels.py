@@ -14,8 +14,6 @@ from lowmem_patch.strategies.protocol import Target
 from lowmem_patch.tracing.inputs import ExampleInputs
 from lowmem_patch.tracing.shadow import Shadow
 
-__all__ = ["run_levels"]
-
 
 def run_levels(
     shadow: Shadow,

@@ -6,8 +6,6 @@ import itertools
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
-__all__ = ["collapse_names", "fewer", "group_by_pattern", "human_bytes", "pattern_of", "starred"]
-
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)")
 

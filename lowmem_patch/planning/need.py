@@ -9,8 +9,6 @@ from lowmem_patch.memory.allocated import allocated_in_step
 from lowmem_patch.memory.model_states import ModelStates, Training
 from lowmem_patch.planning.timeline import Timeline
 
-__all__ = ["OPTIMIZER_STEP", "Need", "need_of"]
-
 OPTIMIZER_STEP = "optimizer step"
 
 

@@ -10,8 +10,6 @@ from lowmem_patch.tracing.op_roles import Role
 from lowmem_patch.tracing.probes import looks_like_norm, match_activation
 from lowmem_patch.tracing.trace import Op, Trace, describe
 
-__all__ = ["notes_of_no_sites"]
-
 _NAMED = 3
 
 

@@ -18,8 +18,6 @@ from lowmem_patch.strategies.fold import FoldedNorm
 from lowmem_patch.strategies.protocol import Facts, Patch, Skip
 from lowmem_patch.strategies.swap import Swap
 
-__all__ = ["Plan", "make_plan", "trains_signature"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Plan:

@@ -31,16 +31,6 @@ from lowmem_patch.tracing.shadow import DataNeededError, Shadow, make_shadow
 from lowmem_patch.tracing.sharded import came_sharded
 from lowmem_patch.tracing.trace import Trace, trace_forward
 
-__all__ = [
-    "NOTHING_TRAINS",
-    "NOT_COUNTED",
-    "Planned",
-    "counted_after",
-    "facts_and_plan",
-    "plan_model",
-    "trace_whole",
-]
-
 _OF_THE_WHOLE = (
     "the model came sharded: planned, and counted, on the whole model that its config makes, of which a "
     "device keeps its part"

@@ -17,19 +17,6 @@ from lowmem_patch.planning.names import collapse_names, fewer, human_bytes, patt
 from lowmem_patch.strategies.fold_weights import FoldStep
 from lowmem_patch.tracing.saved_bytes import SavedBytes
 
-__all__ = [
-    "RECORD",
-    "AsPatched",
-    "BytesByKind",
-    "PatchReport",
-    "Record",
-    "Site",
-    "SiteRow",
-    "block_name",
-    "by_block",
-    "find_records",
-]
-
 RECORD = "_lowmem_patch_record"  # where a patched model holds its own
 
 

@@ -13,8 +13,6 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-__all__ = ["Choice", "Solution", "Step", "least_limit", "solve"]
-
 _SEGMENTS = ("segment", "halves")
 _LONGEST = 64  # runs of a segment whose inputs are all computed at one time
 # more pairs than this are told apart by this share of the limit only

@@ -25,8 +25,6 @@ from lowmem_patch.tracing.observers import observed_calls
 from lowmem_patch.tracing.saved_bytes import storage_key
 from lowmem_patch.tracing.shadow import Shadow, tensors_in
 
-__all__ = ["RunBytes", "Timeline", "run_timeline"]
-
 _OUTSIDE = -1
 Part = tuple[str, int]
 

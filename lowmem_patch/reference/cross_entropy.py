@@ -8,8 +8,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["cross_entropy_backward", "cross_entropy_forward", "scale_in_place"]
-
 
 def cross_entropy_forward(
     logits: Tensor,

@@ -8,8 +8,6 @@ from torch import Tensor
 
 from lowmem_patch.constants import EIGHT_BIT_GROUP, EIGHT_BIT_LEVELS
 
-__all__ = ["from_eight_bits", "to_eight_bits"]
-
 
 def to_eight_bits(x: Tensor) -> tuple[Tensor, Tensor]:
     """The integers and the scale of each group of `EIGHT_BIT_GROUP` neighbours.

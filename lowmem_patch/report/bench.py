@@ -7,8 +7,6 @@ from lowmem_patch.planning.columns import make_table
 from lowmem_patch.planning.names import human_bytes
 from lowmem_patch.report.layout import print_line, print_table
 
-__all__ = ["print_bench"]
-
 
 def print_bench(comparison: Comparison, title: str) -> None:
     """One line for each variant, also where it failed or was skipped; shares are of the first."""

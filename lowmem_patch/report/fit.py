@@ -10,8 +10,6 @@ from lowmem_patch.planning.ladder import Rung
 from lowmem_patch.planning.names import human_bytes
 from lowmem_patch.report.layout import print_line, print_table
 
-__all__ = ["print_fit", "print_ladder"]
-
 
 def print_ladder(rungs: Sequence[Rung], limit: int, device: str) -> None:
     """Ways in which all blocks run, and what else would help; those that fit are bold."""

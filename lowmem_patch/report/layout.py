@@ -19,16 +19,6 @@ from rich.progress import (
 
 from lowmem_patch.planning.columns import FILE_WIDTH, Table, text_width, wrapped
 
-__all__ = [
-    "print_error",
-    "print_line",
-    "print_table",
-    "print_title",
-    "progress_bar",
-    "spinner",
-    "stop_spinner",
-]
-
 _spinning: list[Progress] = []  # on the terminal now, which has one cursor
 
 

@@ -23,16 +23,6 @@ from lowmem_patch.tracing.categories import CATEGORIES
 from lowmem_patch.tracing.saved_bytes import SavedBytes
 from lowmem_patch.verify import VerifyResult, worst_check
 
-__all__ = [
-    "print_bars",
-    "print_conversion",
-    "print_fine_tuning",
-    "print_memory",
-    "print_plan",
-    "print_profile",
-    "print_verification",
-]
-
 _BEFORE_AFTER = ("before", "after")
 _BAR = 32  # characters
 # what the data call otherwise: a block that is none, and a kind of tensor

@@ -8,8 +8,6 @@ from lowmem_patch.constants import STEP_BITS, StepTable
 from lowmem_patch.planning.columns import make_table
 from lowmem_patch.report.layout import print_line, print_table
 
-__all__ = ["print_step_table", "print_step_tables"]
-
 
 def print_step_table(name: str, table: StepTable) -> None:
     """The steps of one table, and how far it is from its activation."""

@@ -23,11 +23,6 @@ from lowmem_patch.tracing.op_roles import Role
 from lowmem_patch.tracing.probes import looks_like_activation, looks_like_norm
 from lowmem_patch.tracing.saved_bytes import storage_key
 
-__all__ = [
-    "NOTHING_TO_GAIN", "ActivationSite", "activation_sites", "input_read_later", "next_to_nothing",
-    "unknown_activations",
-]  # fmt: skip
-
 NOTHING_TO_GAIN = "nothing to gain: what it needs is kept for another op, or not at all"
 
 

@@ -19,17 +19,6 @@ from lowmem_patch.nn.own import has_foreign_forward
 from lowmem_patch.strategies.protocol import Facts, Patch, Target
 from lowmem_patch.tracing.trace import Call
 
-__all__ = [
-    "ALONE",
-    "LEVELS",
-    "Block",
-    "BlockRun",
-    "Blocks",
-    "CheckpointedBlock",
-    "find_blocks",
-    "patches_of",
-]
-
 # what a block saves, from most to least
 LEVELS = ("patched", "attention", "checkpointed", "host", "segment", "halves")
 ALONE = LEVELS[:4]  # that a block has by itself, without its neighbours

@@ -23,8 +23,6 @@ from lowmem_patch.strategies.activations import (
 from lowmem_patch.strategies.protocol import Facts, Found, Skip
 from lowmem_patch.strategies.swap import Swap
 
-__all__ = ["CodedActivation", "ExactlyCodedActivation", "find"]
-
 _WORTH = 1e-3  # `auto` leaves a sigmoid or tanh exact that saves less
 
 

@@ -17,8 +17,6 @@ from lowmem_patch.tracing.call_arguments import dropout_call
 from lowmem_patch.tracing.dataflow import first_input
 from lowmem_patch.tracing.op_roles import Role
 
-__all__ = ["BitDropout", "DroppedOutput", "find"]
-
 
 @dataclasses.dataclass(frozen=True)
 class BitDropout(Swap):

@@ -25,8 +25,6 @@ from lowmem_patch.tracing.consumers import weight_trains
 from lowmem_patch.tracing.op_roles import Role, role_of
 from lowmem_patch.tracing.saved_bytes import storage_key
 
-__all__ = ["StoredAttention", "StoredInput", "StoredNorm", "find"]
-
 
 @dataclasses.dataclass(frozen=True)
 class StoredInput(Patch):

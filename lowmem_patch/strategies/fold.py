@@ -26,8 +26,6 @@ from lowmem_patch.strategies.protocol import Facts, Found, Skip, Target
 from lowmem_patch.strategies.share import SharedNorm, norm_sites, share_or_skip, shared_norm
 from lowmem_patch.tracing.consumers import LinearRef
 
-__all__ = ["Folded", "FoldedNorm", "find", "folded_now", "refuse_lost_linears", "unfold"]
-
 _FOLDED = "_lowmem_patch_folded"  # where a folded norm holds what is needed to unfold it
 
 

@@ -16,8 +16,6 @@ from lowmem_patch.errors import UnfoldedWeightsError
 from lowmem_patch.nn.own import Own
 from lowmem_patch.strategies.fold_weights import FoldStep
 
-__all__ = ["guard_weights"]
-
 Pairs = tuple[
     tuple[str | None, str], ...
 ]  # a norm's parameter and one of a Linear into which it went

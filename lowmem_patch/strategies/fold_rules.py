@@ -17,8 +17,6 @@ from lowmem_patch.tracing.dataflow import forward
 from lowmem_patch.tracing.op_roles import Role
 from lowmem_patch.tracing.saved_bytes import storage_key
 
-__all__ = ["FoldRules", "has_data"]
-
 # behind these a Linear's output is no longer the model's output
 _ENDS = Role.LINEAR | Role.ROW_NORM | Role.RSQRT | Role.FUSED_ATTENTION
 

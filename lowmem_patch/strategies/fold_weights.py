@@ -15,15 +15,6 @@ from lowmem_patch.constants import NormSettings
 from lowmem_patch.errors import PatchError
 from lowmem_patch.tracing.consumers import LinearRef
 
-__all__ = [
-    "FoldStep",
-    "fold_step",
-    "fold_tensors",
-    "identity_affine",
-    "unfold_step",
-    "unfold_tensors",
-]
-
 _PLAIN = NormSettings(0.0)
 
 # a smaller gamma cannot be divided out again: unfolding leaves such columns folded

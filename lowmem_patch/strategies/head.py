@@ -14,8 +14,6 @@ from lowmem_patch.strategies.lora import adapter_layers
 from lowmem_patch.strategies.protocol import Facts, Found, Patch, Target
 from lowmem_patch.tracing.op_roles import REARRANGES, SELECTS, Role
 
-__all__ = ["DeferredLogits", "find", "head_names"]
-
 # What is wider than that against its input is a vocabulary: logits are larger than all that one layer saves.
 _WIDER = 2
 _PASSES_ON = (

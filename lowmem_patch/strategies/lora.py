@@ -14,8 +14,6 @@ from lowmem_patch.nn.adapters import adds_products, use_adapter
 from lowmem_patch.nn.own import has_foreign_forward
 from lowmem_patch.strategies.protocol import Facts, Found, Patch, Target
 
-__all__ = ["LoraLayer", "adapter_layers", "find", "trained_lora_layers", "trains"]
-
 
 @dataclasses.dataclass(frozen=True)
 class LoraLayer(Patch):

@@ -15,8 +15,6 @@ from lowmem_patch.strategies.protocol import Facts, Found, Patch, Target
 from lowmem_patch.tracing.consumers import find_consumers
 from lowmem_patch.tracing.op_roles import Role
 
-__all__ = ["FrozenLinear", "WideSoftmax", "find"]
-
 
 @dataclasses.dataclass(frozen=True)
 class FrozenLinear(Patch):

@@ -23,8 +23,6 @@ from lowmem_patch.tracing.consumers import Writes
 from lowmem_patch.tracing.probes import NormSpec, looks_like_norm, match_activation
 from lowmem_patch.tracing.trace import FOREIGN_KERNEL, Call, Trace
 
-__all__ = ["ORIGINAL", "Affines", "Facts", "Found", "Patch", "Skip", "Strategy", "Target"]
-
 ORIGINAL = "_lowmem_patch_original"  # where a replacement holds the module that it stands for
 
 Affines = Mapping[str, tuple[Tensor | None, Tensor | None]]

@@ -22,8 +22,6 @@ from lowmem_patch.strategies.protocol import Facts, Found, Skip
 from lowmem_patch.strategies.swap import Swap
 from lowmem_patch.tracing.consumers import weight_read_with
 
-__all__ = ["DeferredActivation", "find"]
-
 _WORTH = 1e-4  # the gate of a squeeze and excitation has one number a channel
 
 

@@ -16,8 +16,6 @@ from lowmem_patch.tracing.dataflow import backward, first_input, makers
 from lowmem_patch.tracing.row_moves import moves_rows
 from lowmem_patch.tracing.trace import Op
 
-__all__ = ["GatheredInput", "find"]
-
 
 @dataclasses.dataclass(frozen=True)
 class GatheredInput(Patch):

@@ -30,8 +30,6 @@ from lowmem_patch.tracing.probes import NormSpec, looks_like_norm, match_norm
 from lowmem_patch.tracing.saved_bytes import storage_key
 from lowmem_patch.tracing.sharded import came_sharded
 
-__all__ = ["NormSite", "SharedNorm", "find", "norm_sites", "share_or_skip", "shared_norm"]
-
 
 @dataclasses.dataclass(frozen=True)
 class SharedNorm(Swap):

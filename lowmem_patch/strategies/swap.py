@@ -11,8 +11,6 @@ from lowmem_patch.nn.norms import MSNorm
 from lowmem_patch.nn.own import align_as
 from lowmem_patch.strategies.protocol import ORIGINAL, Patch, Target
 
-__all__ = ["Swap", "is_replacement", "put_back"]
-
 _HOOKS = (
     "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks", "_is_full_backward_hook",

@@ -16,8 +16,6 @@ from lowmem_patch import reference
 from lowmem_patch.constants import ACTIVATION_KINDS
 from lowmem_patch.errors import FitError
 
-__all__ = ["function_names", "parse_activation"]
-
 _LONGEST = 1000  # characters; a deeper tree than these can write would exhaust Python's stack
 
 _BINARY: Final[Mapping[type, Callable[[Any, Any], Any]]] = {

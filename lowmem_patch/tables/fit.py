@@ -16,8 +16,6 @@ from lowmem_patch.tables.function import Array, Curve, make_curve
 if TYPE_CHECKING:
     from lowmem_patch.tables import search  # needs scipy
 
-__all__ = ["derivative_at", "fit_step_table", "primitive_at", "table_of"]
-
 _DIGITS = 12  # of thresholds; float32, in which they are compared, has 7
 
 

@@ -15,8 +15,6 @@ from torch import Tensor, nn
 from lowmem_patch.errors import FitError
 from lowmem_patch.tables.expression import parse_activation
 
-__all__ = ["Array", "Curve", "Line", "make_curve"]
-
 Array = NDArray[np.float64]
 
 _FAR = (256.0, 512.0, 1024.0)  # where an activation must have become a straight line

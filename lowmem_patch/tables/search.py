@@ -20,8 +20,6 @@ from scipy import optimize
 
 from lowmem_patch.tables.function import Array, Curve, Line
 
-__all__ = ["Chain", "best_chain", "distance_and_gradient", "exact_chain"]
-
 _PLACES = 110
 _HEIGHTS = 15
 # largest distances of a grid's heights from the activation, as parts of its distance from its two lines

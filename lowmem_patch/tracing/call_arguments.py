@@ -6,8 +6,6 @@ from typing import Any, NamedTuple
 
 from lowmem_patch.tracing.op_roles import Role, role_of
 
-__all__ = ["DropoutCall", "WeightMatmul", "argument", "dropout_call", "weight_matmul"]
-
 
 def argument(
     args: tuple[Any, ...], kwargs: dict[str, Any], index: int, name: str, default: Any

@@ -14,8 +14,6 @@ from torch import Tensor, nn
 
 from lowmem_patch.tracing.op_roles import MATMULS, WEIGHT_MATMULS, Role, role_of
 
-__all__ = ["CATEGORIES", "Saver", "category_of", "module_categories", "reads_weight"]
-
 CATEGORIES = (
     "linear inputs",  # of matmuls whose weight trains
     "attention",

@@ -15,20 +15,6 @@ from lowmem_patch.tracing.row_moves import moves_rows
 from lowmem_patch.tracing.saved_bytes import storage_key
 from lowmem_patch.tracing.trace import Op, Trace
 
-__all__ = [
-    "Consumer",
-    "LinearRef",
-    "Use",
-    "Writes",
-    "called_with",
-    "consumers_behind_dropouts",
-    "find_consumers",
-    "gathers_for_a_weight",
-    "parameter_uses",
-    "weight_read_with",
-    "weight_trains",
-]
-
 Use = Literal["linear", "product", "autocast", "output", "write", "opaque", "other"]
 
 

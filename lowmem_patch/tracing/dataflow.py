@@ -13,8 +13,6 @@ from torch import Tensor
 
 from lowmem_patch.tracing.trace import Op, Trace
 
-__all__ = ["Path", "backward", "first_input", "forward", "makers", "only_consumer"]
-
 
 class Path(NamedTuple):
     """The way of a value from the tensor ``start`` to the tensor ``end``, whose last step is ``op``."""

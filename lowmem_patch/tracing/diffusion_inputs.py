@@ -16,8 +16,6 @@ from torch import Tensor
 
 from lowmem_patch.tracing.inputs import ExampleInputs
 
-__all__ = ["diffusion_inputs", "is_diffusers"]
-
 _SIDE = 16  # of the latents, where the config has none: an image of 128 or 256 pixels
 _TOKENS = 77  # of a prompt, as CLIP reads it
 _FRAMES = 5  # of the latents of a video

@@ -21,8 +21,6 @@ from lowmem_patch.tracing.inputs import ExampleInputs
 from lowmem_patch.tracing.isolation import preserved, running_fake
 from lowmem_patch.tracing.shadow import make_shadow
 
-__all__ = ["inner_model", "inner_models", "make_example_inputs", "reads_tokens"]
-
 _MOST_CANDIDATES = 24
 _LARGEST_TOKEN = 1000
 _FRAMES = 128  # of a spectrogram

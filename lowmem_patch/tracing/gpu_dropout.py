@@ -17,8 +17,6 @@ from lowmem_patch.tracing.call_arguments import dropout_call
 from lowmem_patch.tracing.observers import FunctionObserver
 from lowmem_patch.tracing.op_roles import Role, function_name, role_of
 
-__all__ = ["GpuDropouts"]
-
 # arguments of scaled_dot_product_attention that may be given by position
 _BEHIND_THE_MASK = ("dropout_p", "is_causal")
 

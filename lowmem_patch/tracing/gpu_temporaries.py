@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["OF_OPERATORS", "Temporary", "column_sum_bytes", "sum_bytes", "temporary_of"]
-
 _UNSORTED = 3072  # so many rows of a table are added without an order
 _ROWS = 10  # of one token that are added up at a time
 # of a reduction: most threads of a block, those of a warp, columns that a thread adds

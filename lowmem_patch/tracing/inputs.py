@@ -10,8 +10,6 @@ from torch import Tensor
 
 from lowmem_patch.errors import TraceError
 
-__all__ = ["ExampleInputs", "as_example_inputs"]
-
 
 @dataclasses.dataclass(frozen=True)
 class ExampleInputs:

@@ -20,18 +20,6 @@ from lowmem_patch.nn.checkpointing import SWITCHES
 from lowmem_patch.tracing.observers import FunctionObserver
 from lowmem_patch.tracing.op_roles import Role, function_name, role_of
 
-__all__ = [
-    "ForeignKernelError",
-    "NoForeignKernels",
-    "find_caches",
-    "in_training_mode",
-    "is_offloaded",
-    "make_fake_mode",
-    "preserved",
-    "running_fake",
-    "without_checkpointing",
-]
-
 _Cache = functools._lru_cache_wrapper
 
 

@@ -16,8 +16,6 @@ from lowmem_patch.tracing.gpu_temporaries import Temporary, temporary_of
 from lowmem_patch.tracing.observers import DispatchObserver
 from lowmem_patch.tracing.saved_bytes import storage_key
 
-__all__ = ["LiveStorages"]
-
 _WEIGHTS_OF_A_SCALE, _SCALE = 64, 4  # bitsandbytes: one float32 for so many weights
 _TEMPORARY = -1  # number of what a kernel takes and gives back
 _TORCH = str(Path(torch.__file__).parent)

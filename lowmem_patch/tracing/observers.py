@@ -12,8 +12,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["DispatchObserver", "FunctionObserver", "module_stack", "observed_calls"]
-
 _untyped: Any = TorchDispatchMode
 # torch's C++ asks a fake tensor for its device, five times an op: no op, and answered at once
 _DEVICE = torch.ops.prim.device.default

@@ -10,18 +10,6 @@ import enum
 from collections.abc import Callable
 from typing import Any
 
-__all__ = [
-    "MATMULS",
-    "NEVER_WRITES",
-    "REARRANGES",
-    "SELECTS",
-    "WEIGHT_MATMULS",
-    "Role",
-    "function_name",
-    "names_with",
-    "role_of",
-]
-
 
 class Role(enum.Flag):
     """What a torch function does with its first tensor."""

@@ -23,8 +23,6 @@ from lowmem_patch.tracing.isolation import NoForeignKernels
 from lowmem_patch.tracing.op_roles import Role
 from lowmem_patch.tracing.trace import Call, Trace
 
-__all__ = ["NormSpec", "looks_like_activation", "looks_like_norm", "match_activation", "match_norm"]
-
 
 @dataclasses.dataclass(frozen=True)
 class NormSpec:

@@ -18,8 +18,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lowmem_patch.tracing.saved_bytes import storage_key
 
-__all__ = ["Fakes", "held_beside", "own_bytes"]
-
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer, FakeTensor)
 _PARTS_OF_A_MODULE = ("_parameters", "_buffers", "_modules")
 

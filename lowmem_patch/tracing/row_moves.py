@@ -16,8 +16,6 @@ from torch import Tensor
 from lowmem_patch.tracing.call_arguments import argument
 from lowmem_patch.tracing.op_roles import Role, function_name, names_with
 
-__all__ = ["moves_rows"]
-
 _Arguments = tuple[Any, ...]
 _Named = dict[str, Any]
 

@@ -28,8 +28,6 @@ from lowmem_patch.tracing.categories import (
 from lowmem_patch.tracing.observers import DispatchObserver, FunctionObserver, module_stack
 from lowmem_patch.tracing.op_roles import function_name
 
-__all__ = ["SavedBytes", "SavedStorage", "saved_bytes", "storage_key"]
-
 
 def storage_key(tensor: Tensor) -> int:
     """Identity of the storage behind a tensor, the same for all its views; valid while it lives."""

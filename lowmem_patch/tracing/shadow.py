@@ -18,8 +18,6 @@ from lowmem_patch.tracing.isolation import is_offloaded, make_fake_mode
 from lowmem_patch.tracing.quantised import Fakes
 from lowmem_patch.tracing.sharded import came_sharded, whole_twin
 
-__all__ = ["DataNeededError", "Shadow", "attributes_of", "make_shadow", "tensors_in"]
-
 
 class DataNeededError(TraceError):
     """The model holds tensors that have no fake: trace it on real data."""

@@ -19,8 +19,6 @@ from lowmem_patch.functional import is_sharded
 from lowmem_patch.nn.context import is_fsdp_unit
 from lowmem_patch.nn.own import is_own
 
-__all__ = ["came_sharded", "whole_twin"]
-
 _MEND = "call patch_model before sharding, then shard the patched model"
 # settings that a user, or activation checkpointing, may have changed since the model was built
 _SETTINGS = (bool, int, float, str, partial)

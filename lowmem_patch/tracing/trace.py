@@ -30,8 +30,6 @@ from lowmem_patch.tracing.op_roles import NEVER_WRITES, Role, function_name, rol
 from lowmem_patch.tracing.saved_bytes import SavedBytes, saved_bytes, storage_key
 from lowmem_patch.tracing.shadow import Shadow, attributes_of, tensors_in
 
-__all__ = ["FOREIGN_KERNEL", "Call", "Op", "Trace", "describe", "trace_forward"]
-
 FOREIGN_KERNEL = "a kernel of its own"  # the name of an op that is none of torch's
 
 

@@ -22,8 +22,6 @@ from lowmem_patch.tracing.inputs import ExampleInputs, as_example_inputs
 from lowmem_patch.verify.judge import Candidate, Judge
 from lowmem_patch.verify.result import RunResult, VerifyResult
 
-__all__ = ["Progress", "verify_checkpoints", "verify_model"]
-
 Progress = Callable[[str, int, int], None]
 
 

@@ -28,8 +28,6 @@ from lowmem_patch.tracing.inputs import ExampleInputs
 from lowmem_patch.tracing.saved_bytes import saved_bytes
 from lowmem_patch.verify.result import RunResult
 
-__all__ = ["GRADIENT_FACTOR", "Candidate", "Judge", "map_gradients"]
-
 # Takes the dtype of the parameters, and a preset in place of the candidate's own (None: its own).
 # Returns the model, its folds, and the sites with approximate derivatives.
 Candidate = Callable[

@@ -8,8 +8,6 @@ from typing import Any
 
 from lowmem_patch.checkpoint.compare import TensorCheck
 
-__all__ = ["RunResult", "VerifyResult", "worst_check"]
-
 
 @dataclasses.dataclass(frozen=True)
 class RunResult:

@@ -14,8 +14,6 @@ from swift.callbacks import callbacks_map
 
 from lowmem_patch.integrations import LowmemTrainerCallback
 
-__all__ = ["make_callback"]
-
 
 def make_callback(args: Any, trainer: Any) -> LowmemTrainerCallback:
     """The callback, as swift asks for one: with its arguments and the trainer that will have it."""

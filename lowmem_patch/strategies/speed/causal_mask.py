@@ -15,8 +15,6 @@ from lowmem_patch.strategies.protocol import Facts, Found, Patch, Target
 from lowmem_patch.tracing.op_roles import Role
 from lowmem_patch.tracing.trace import Op
 
-__all__ = ["CausalAttention", "find"]
-
 
 @dataclasses.dataclass(frozen=True)
 class CausalAttention(Patch):

@@ -17,8 +17,6 @@ from lowmem_patch.tracing.op_roles import Role
 from lowmem_patch.tracing.saved_bytes import storage_key
 from lowmem_patch.tracing.trace import Op, Trace
 
-__all__ = ["PackedQKV", "find"]
-
 
 @dataclasses.dataclass(frozen=True)
 class PackedQKV(Patch):

@@ -20,8 +20,6 @@ from lowmem_patch.nn.rotary import Rotation, use_rotary
 from lowmem_patch.strategies.protocol import Facts, Found, Patch, Target
 from lowmem_patch.tracing.isolation import NoForeignKernels
 
-__all__ = ["FusedRotary", "find"]
-
 _REQUIRED = ["q", "k", "cos", "sin"]
 _OPTIONAL = ("position_ids", "unsqueeze_dim")
 _TOLERANCE = 1e-5  # some compute in float32 whatever they are given
