@@ -145,6 +145,30 @@ def test_values_of_which_somebody_has_a_view_stay() -> None:
             one(x).sum().backward()
 
 
+MEMORIES: dict[str, Callable[[Tensor], Any]] = {
+    "numpy": lambda hidden: torch.from_numpy(hidden.detach().numpy()),
+    "data": lambda hidden: hidden.data,
+    "storage": lambda hidden: hidden.untyped_storage(),
+    "storage of the values": lambda hidden: hidden.detach().untyped_storage(),
+}
+
+
+@pytest.mark.parametrize("memory", MEMORIES)
+def test_memory_that_somebody_holds_stays(memory: str) -> None:
+    model, x = net("convolution", nn.SiLU())
+    patch_model(model, "exact", example_inputs=x)
+
+    def written(hidden: Tensor, conv: nn.Module) -> Tensor:
+        held = MEMORIES[memory](hidden)
+        y = conv(hidden)
+        held.fill_(0)  # autograd does not notice, patched or not
+        return y + conv(hidden)
+
+    model.read = written
+    twin = unpatch_model(copy.deepcopy(model))
+    assert_equal(step(model, x), step(twin, x))
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_inside_a_checkpoint(reentrant: bool) -> None:
     model, x = net("gate", nn.SiLU())
