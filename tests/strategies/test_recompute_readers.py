@@ -245,6 +245,55 @@ def test_input_that_is_read_later_stays_in_place() -> None:
     assert_equal(step(model, x), step(twin, x))
 
 
+def of_view(hidden: Tensor, act: nn.Module) -> tuple[Tensor, Tensor]:
+    return act(hidden.view_as(hidden)), hidden.mean()
+
+
+def of_slice(hidden: Tensor, act: nn.Module) -> tuple[Tensor, Tensor]:
+    return torch.cat((act(hidden[:, :4]), hidden[:, 4:] * 2), 1), hidden.mean()
+
+
+def beside_view(hidden: Tensor, act: nn.Module) -> tuple[Tensor, Tensor]:
+    rows = hidden.flatten(2)
+    return act(hidden), rows.sin().mean()
+
+
+def beside_detached(hidden: Tensor, act: nn.Module) -> tuple[Tensor, Tensor]:
+    constant = hidden.detach()
+    return act(hidden), constant.mean()
+
+
+def beside_returned(hidden: Tensor, act: nn.Module) -> tuple[Tensor, Tensor]:
+    rows = hidden.flatten(2)
+    return act(hidden), rows
+
+
+Aliased = Callable[[Tensor, nn.Module], tuple[Tensor, Tensor]]
+
+
+@pytest.mark.parametrize(
+    "alias", [of_view, of_slice, beside_view, beside_detached, beside_returned]
+)
+def test_memory_that_is_read_later_by_another_name_is_written(alias: Aliased) -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.act = nn.Conv2d(3, 8, 3), nn.SiLU(inplace=True)
+            self.second = nn.Conv2d(8, 4, 3)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            hidden, other = alias(self.first(x), self.act)
+            return self.second(hidden), other
+
+    torch.manual_seed(0)
+    model, x = Both(), torch.randn(2, 3, 9, 9)
+    twin = copy.deepcopy(model)
+    with pytest.warns(UserWarning, match="nothing was patched"):
+        patch_model(model, "exact", example_inputs=x)
+    assert "works in place, and" in patch_report(model).sites[0].reason
+    assert_equal(step(model, x), step(twin, x))
+
+
 def test_small_gate_is_left_alone() -> None:
     class Squeezed(nn.Module):
         def __init__(self) -> None:
