@@ -1,11 +1,17 @@
 """Training variants of one model side by side: memory and time of a step, interleaved in one process."""
 
 from lowmem_patch.bench.compare import compare
-from lowmem_patch.bench.curve import curve_variants
 from lowmem_patch.bench.environment import environment
 from lowmem_patch.bench.result import Comparison, Row
 from lowmem_patch.bench.shapes import SHAPES, Shape
-from lowmem_patch.bench.variants import VARIANTS, Variant, compiled, find_variant, unpatched
+from lowmem_patch.bench.variants import (
+    VARIANTS,
+    Variant,
+    compiled,
+    curve_variants,
+    find_variant,
+    unpatched,
+)
 
 __all__ = [
     "SHAPES",
