@@ -4,14 +4,7 @@ from lowmem_patch.bench.compare import compare
 from lowmem_patch.bench.environment import environment
 from lowmem_patch.bench.result import Comparison, Row
 from lowmem_patch.bench.shapes import SHAPES, Shape
-from lowmem_patch.bench.variants import (
-    VARIANTS,
-    Variant,
-    compiled,
-    curve_variants,
-    find_variant,
-    unpatched,
-)
+from lowmem_patch.bench.variants import VARIANTS, compiled, curve_variants, find_variant, unpatched
 
 __all__ = [
     "SHAPES",
@@ -19,7 +12,6 @@ __all__ = [
     "Comparison",
     "Row",
     "Shape",
-    "Variant",
     "compare",
     "compiled",
     "curve_variants",

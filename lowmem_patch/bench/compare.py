@@ -158,9 +158,8 @@ def _free_unused(device: torch.device) -> None:
 
 
 def _needs_host_memory(model: nn.Module, copies: int, device: torch.device) -> bool:
-    weights = sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
-    weights += model_state_bytes(model, "adamw").optimizer
-    return copies * weights > torch.cuda.mem_get_info(device)[0] / 2
+    states = model_state_bytes(model, "adamw")
+    return copies * (states.parameters + states.optimizer) > torch.cuda.mem_get_info(device)[0] / 2
 
 
 def _work(inputs: ExampleInputs, tensors: list[Tensor]) -> tuple[int, str]:
