@@ -92,12 +92,6 @@ def _tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
         yield from _tensors(item, seen)
 
 
-def empty_like(tensor: Tensor, instead_of_meta: torch.device) -> Tensor:
-    """Of the same shape, strides and dtype, and on the same device unless that is the meta device."""
-    device = instead_of_meta if tensor.is_meta else tensor.device
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-
-
 class Fakes:
     """Fakes of what a model holds, for a copy of it.
 
@@ -147,5 +141,8 @@ class Fakes:
             return self.mode.from_tensor(tensor, static_shapes=True)
         if type(tensor) not in _PLAIN and not _is_packed(tensor):
             raise TypeError(f"a parameter is a {type(tensor).__name__}")
+        device = self.instead_of_meta if tensor.is_meta else tensor.device
         with self.mode:
-            return empty_like(tensor, self.instead_of_meta)
+            return torch.empty_strided(
+                tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device
+            )

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from lowmem_patch.errors import TraceError
 from lowmem_patch.tracing.inputs import ExampleInputs
 from lowmem_patch.tracing.isolation import is_offloaded, make_fake_mode
-from lowmem_patch.tracing.quantised import Fakes, empty_like
+from lowmem_patch.tracing.quantised import Fakes
 from lowmem_patch.tracing.sharded import came_sharded, whole_twin
 
 
@@ -90,8 +90,13 @@ def make_shadow(model: nn.Module, inputs: ExampleInputs) -> Shadow:
         raise TraceError(f"the model cannot be copied for a trace: {error}") from error
     with mode:
         cpu = torch.device("cpu")
-        fakes = inputs.map(lambda t: empty_like(t, cpu).requires_grad_(t.requires_grad))
+        fakes = inputs.map(lambda t: _empty_like(t, cpu).requires_grad_(t.requires_grad))
     return Shadow(shadow, fakes, mode, elsewhere, found.packed, found.beside)
+
+
+def _empty_like(tensor: Tensor, instead_of_meta: torch.device) -> Tensor:
+    device = instead_of_meta if tensor.is_meta else tensor.device
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
 
 def attributes_of(module: nn.Module) -> list[Any]:
