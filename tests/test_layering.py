@@ -24,7 +24,14 @@ PUBLIC = "(public names)"  # lowmem_patch/__init__.py itself
 # A module may import whatever stands on an earlier line, and itself if it is a package.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
-    ("constants", "tracing", "tracing.inputs", "tracing.observers", "tracing.op_roles"),
+    (
+        "constants",
+        "tracing",
+        "tracing.base_model",
+        "tracing.inputs",
+        "tracing.observers",
+        "tracing.op_roles",
+    ),
     ("tracing.call_arguments", "tracing.categories"),
     ("tracing.row_moves", "tracing.saved_bytes"),
     ("tracing.gpu_temporaries",),
@@ -67,8 +74,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("planning.planner", "planning"),
     ("memory",),
     ("planning.budget", "planning.costs", "planning.solve", "planning.timeline"),
-    ("planning.few_runs", "planning.fit_sums", "planning.need"),
-    ("planning.levels",),
+    ("planning.fit_sums", "planning.need"),
     ("planning.fit", "planning.ladder"),
     ("planning.fit_model",),
     ("api",),

@@ -1,11 +1,10 @@
 """Training variants of one model side by side: memory and time of a step, interleaved in one process."""
 
 from lowmem_patch.bench.compare import compare
-from lowmem_patch.bench.curve import curve_variants
 from lowmem_patch.bench.environment import environment
 from lowmem_patch.bench.result import Comparison, Row
 from lowmem_patch.bench.shapes import SHAPES, Shape
-from lowmem_patch.bench.variants import VARIANTS, Variant, compiled, find_variant, unpatched
+from lowmem_patch.bench.variants import VARIANTS, compiled, curve_variants, find_variant, unpatched
 
 __all__ = [
     "SHAPES",
@@ -13,7 +12,6 @@ __all__ = [
     "Comparison",
     "Row",
     "Shape",
-    "Variant",
     "compare",
     "compiled",
     "curve_variants",

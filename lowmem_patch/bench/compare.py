@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from lowmem_patch.bench.measure import Memory, Step
 from lowmem_patch.bench.result import Comparison, Row
@@ -19,6 +18,7 @@ from lowmem_patch.bench.variants import VARIANTS, Variant
 from lowmem_patch.errors import NothingToPatchError, VariantError
 from lowmem_patch.memory import model_state_bytes
 from lowmem_patch.tracing.inputs import ExampleInputs
+from lowmem_patch.tracing.shadow import tensors_in
 
 Progress = Callable[[str, int, int], None]
 
@@ -94,7 +94,7 @@ def compare(
         autocast: under bfloat16 autocast.
         progress: called with a text, the number of turns done, and the number of all turns.
     """
-    tensors = [t for t in tree_leaves((inputs.args, inputs.kwargs)) if isinstance(t, Tensor)]
+    tensors = tensors_in((inputs.args, inputs.kwargs))
     device = tensors[0].device
     parked = device.type == "cuda" and _needs_host_memory(model, len(variants), device)
     entries = [_Entry(name) for name in variants]
@@ -158,9 +158,8 @@ def _free_unused(device: torch.device) -> None:
 
 
 def _needs_host_memory(model: nn.Module, copies: int, device: torch.device) -> bool:
-    weights = sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
-    weights += model_state_bytes(model, "adamw").optimizer
-    return copies * weights > torch.cuda.mem_get_info(device)[0] / 2
+    states = model_state_bytes(model, "adamw")
+    return copies * (states.parameters + states.optimizer) > torch.cuda.mem_get_info(device)[0] / 2
 
 
 def _work(inputs: ExampleInputs, tensors: list[Tensor]) -> tuple[int, str]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import time
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lowmem_patch.memory.step import step_loss, with_labels
+from lowmem_patch.planning.costs import Clock
 from lowmem_patch.tracing.inputs import ExampleInputs
 from lowmem_patch.tracing.saved_bytes import saved_bytes, storage_key
 
@@ -59,18 +59,12 @@ class Step:
 
     def milliseconds(self) -> float:
         """The time of one step; on a GPU as its own clock measures it."""
-        if self.device.type != "cuda":
-            begun = time.perf_counter()
-            self.run()
-            return 1000 * (time.perf_counter() - begun)
-        make: Any = torch.cuda.Event  # has no types
-        start, end = make(enable_timing=True), make(enable_timing=True)
-        torch.cuda.synchronize(self.device)
-        start.record()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        clock = Clock(self.device)
+        start = clock.mark()
         self.run()
-        end.record()
-        torch.cuda.synchronize(self.device)
-        return float(start.elapsed_time(end))
+        return 1000 * clock.between(start, clock.mark())
 
     def memory(self) -> Memory:
         """The memory of one step; the caching allocator returns its reserve to the device first."""

@@ -12,16 +12,22 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from lowmem_patch.api import patch_model
+from lowmem_patch.api import patch_model, plan_patch
 from lowmem_patch.config import preset_names
 from lowmem_patch.errors import BudgetError, ConfigError, VariantError
 from lowmem_patch.memory import base_model, parse_bytes, switch_checkpointing_on
 from lowmem_patch.memory.blocks import repeated_blocks
+from lowmem_patch.planning.fit_report import size_text
 from lowmem_patch.tracing.inputs import ExampleInputs
+from lowmem_patch.tracing.shadow import tensors_in
 
 # Takes a model, on its device and in its mode, and the inputs of a step; returns the model to train.
 # Raises VariantError or NothingToPatchError where it does not apply to this model or machine.
 Variant = Callable[[Any, ExampleInputs], Any]
+
+# of the memory between the least budget and what a patched step takes
+_CURVE_SHARES = (0.7, 0.4, 0.2, 0.1, 0.02)
+_CURVE_EVERY = (4, 2, 1)
 
 
 def unpatched(model: Any, _inputs: ExampleInputs) -> Any:
@@ -176,3 +182,36 @@ def _order(word: str) -> int:
     if word == "checkpointing" or word.startswith("every="):
         return 0
     return 2 if "compile" in word else 1
+
+
+def curve_variants(model: Any, inputs: ExampleInputs) -> dict[str, Variant]:
+    """The preset ``auto`` at several budgets, with checkpointing of every k-th block, and what is common
+    today: the unpatched model, Liger's, and both with checkpointing.
+
+    Args:
+        model: unpatched, as it will train. All of it is moved to where the inputs are: its adapters may have
+            been made elsewhere.
+        inputs: of a step.
+
+    Raises:
+        TraceError: the model cannot be planned on the inputs.
+    """
+    model.to(tensors_in((inputs.args, inputs.kwargs))[0].device)
+    sizes = [size_text(size).replace(" ", "") for size in _budgets(model, inputs)]
+    names = ["auto", *(f"fit={size}" for size in sizes)]
+    names += [f"auto+every={count}" for count in _CURVE_EVERY]
+    for peer in ("unpatched", "liger"):
+        names += [peer, *(f"{peer}+every={count}" for count in _CURVE_EVERY)]
+    return {name: find_variant(name) for name in names}
+
+
+def _budgets(model: Any, inputs: ExampleInputs) -> list[int]:
+    """Bytes of several budgets, the largest first."""
+    most = plan_patch(model, "auto", example_inputs=inputs, fit="1024TiB").fit
+    assert most is not None
+    try:
+        plan_patch(model, "auto", example_inputs=inputs, fit=most.parameters)
+    except BudgetError as error:
+        least = error.least or most.parameters
+        return [least + int(share * (most.predicted - least)) for share in _CURVE_SHARES]
+    return []

@@ -16,6 +16,7 @@ import lowmem_patch
 from lowmem_patch.cli import options
 from lowmem_patch.cli.bench import bench
 from lowmem_patch.cli.memory import inspect, profile
+from lowmem_patch.cli.models import name_unused
 from lowmem_patch.cli.run import RUN_SETTINGS, run
 from lowmem_patch.cli.runtime import (
     ExitCode,
@@ -27,7 +28,6 @@ from lowmem_patch.cli.runtime import (
     quiet_libraries,
 )
 from lowmem_patch.cli.tables import tables
-from lowmem_patch.cli.unused import name_unused
 
 if TYPE_CHECKING:
     import torch

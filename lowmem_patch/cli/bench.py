@@ -10,9 +10,8 @@ import typer  # noqa: TID251 - only the command line imports typer
 
 from lowmem_patch.cli import options
 from lowmem_patch.cli.assumptions import model_settings
-from lowmem_patch.cli.models import real_model, with_adapters
+from lowmem_patch.cli.models import name_unused, real_model, with_adapters
 from lowmem_patch.cli.runtime import ExitCode, command, print_result, quiet_libraries
-from lowmem_patch.cli.unused import name_unused
 from lowmem_patch.errors import ConfigError
 
 if TYPE_CHECKING:

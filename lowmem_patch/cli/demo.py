@@ -30,7 +30,8 @@ def run_demo_task(task: Any, as_json: bool) -> tuple[dict[str, Any], PatchReport
     with quiet_libraries(), layout.spinner(f"{task.name}: {_STEPS} steps unpatched and patched"):
         compared = demonstration.compare(task, "auto")
     plan, stock, patched = compared.report, compared.stock, compared.patched
-    show(f"memory, preset auto, {plan.inputs}", results.print_bars, _bars(plan))
+    bars = {"unpatched": plan.saved_before, "patched": plan.saved_after, "floor": plan.floor}
+    show(f"memory, preset auto, {plan.inputs}", results.print_bars, bars)
     rows = [
         (label, run.losses[0], run.losses[-1], run.score_before, run.score_after)
         for label, run in (("unpatched", stock), ("patched", patched))
@@ -52,7 +53,3 @@ def run_demo_task(task: Any, as_json: bool) -> tuple[dict[str, Any], PatchReport
         "fine_tuning": {"data": task.data, "score": task.score_name, **tuning},
     }
     return data, plan, verdict.passed
-
-
-def _bars(plan: PatchReport) -> dict[str, int]:
-    return {"unpatched": plan.saved_before, "patched": plan.saved_after, "floor": plan.floor}

@@ -12,9 +12,8 @@ import typer  # noqa: TID251 - only the command line imports typer
 from lowmem_patch.cli import options
 from lowmem_patch.cli.assumptions import assumptions, default_length, model_settings
 from lowmem_patch.cli.light_imports import light_imports, one_thread, uncollected_imports
-from lowmem_patch.cli.models import meta_model, real_model, with_adapters
+from lowmem_patch.cli.models import meta_model, name_unused, real_model, with_adapters
 from lowmem_patch.cli.runtime import ExitCode, command, print_json, print_result, quiet_libraries
-from lowmem_patch.cli.unused import name_unused
 from lowmem_patch.errors import ConfigError, TraceError
 
 if TYPE_CHECKING:
@@ -120,23 +119,13 @@ def inspect(
             imports_done()
             quantised = train.startswith("qlora")
             training = Training(optimizer.value, quantised, accumulation > 1, checkpointing, gpus)
-            asked = _Asked(batch_size, seq_len, accumulation, autocast, memory, fit, solve.value)
-            found = _look(built, config, training, asked)
+            with one_thread(), _autocast("cpu", autocast):
+                found = _look(
+                    built, config, training, batch_size=batch_size, length=seq_len, batches=accumulation,
+                    memory=memory, fit=fit, solve=solve.value,
+                )  # fmt: skip
         _show(found, model, train, plot, as_json)
         raise typer.Exit(ExitCode.DONE if found.plan.patched else ExitCode.NOTHING_TO_DO)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Asked:
-    """Sizes, and what is to be found out."""
-
-    batch_size: int
-    length: int | None
-    batches: int
-    autocast: bool
-    memory: str | None
-    fit: str | None
-    solve: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,7 +140,18 @@ class _Look:
     device: str = ""
 
 
-def _look(model: Any, config: PatchConfig, training: Training, asked: _Asked) -> _Look:
+def _look(
+    model: Any,
+    config: PatchConfig,
+    training: Training,
+    *,
+    batch_size: int,
+    length: int | None,
+    batches: int,
+    memory: str | None,
+    fit: str | None,
+    solve: str,
+) -> _Look:
     """The plan, and the predicted peak; a peak that cannot be predicted is an error only where something
     is to fit."""
     from lowmem_patch.memory import base_model, make_plans, predict_memory
@@ -168,28 +168,27 @@ def _look(model: Any, config: PatchConfig, training: Training, asked: _Asked) ->
         # without a cache transformers looks whether sequences are packed; fake positions do not tell, so
         # that it makes masks, which real ones do not
         config_of.use_cache = True
-    budget = None if asked.memory is None else make_budget(asked.memory, model)
-    inputs = make(asked.batch_size, asked.length or default_length(model))
-    given = asked.length is not None
-    assumed = assumptions(model, inputs, training, batches=asked.batches, given_length=given)
+    budget = None if memory is None else make_budget(memory, model)
+    inputs = make(batch_size, length or default_length(model))
+    given = length is not None
+    assumed = assumptions(model, inputs, training, batches=batches, given_length=given)
     tokens = inputs.kwargs.get("input_ids")
-    with one_thread(), _autocast("cpu", asked.autocast):
-        plans = make_plans(model, config, inputs)
-        report = plans.report
-        if asked.fit is not None:
-            report = _fitted(model, config, inputs, training, asked.fit, report)
-        try:
-            memory = predict_memory(
-                model, config, make, batch_size=asked.batch_size, training=training, solve=asked.solve,
-                limit=None if budget is None else budget.bytes, plans=plans,
-                length=None if tokens is None else int(tokens.shape[1]),
-            )  # fmt: skip
-        except TraceError as error:
-            if budget is not None:
-                raise
-            return _Look(report, assumed, None, f"no peak was predicted: {error}")
-        rungs = find_rungs(model, config, inputs, training, budget) if budget else ()
-    return _Look(report, assumed, memory, ladder=rungs, device=device_of(model).name)
+    plans = make_plans(model, config, inputs)
+    report = plans.report
+    if fit is not None:
+        report = _fitted(model, config, inputs, training, fit, report)
+    try:
+        predicted = predict_memory(
+            model, config, make, batch_size=batch_size, training=training, solve=solve,
+            limit=None if budget is None else budget.bytes, plans=plans,
+            length=None if tokens is None else int(tokens.shape[1]),
+        )  # fmt: skip
+    except TraceError as error:
+        if budget is not None:
+            raise
+        return _Look(report, assumed, None, f"no peak was predicted: {error}")
+    rungs = find_rungs(model, config, inputs, training, budget) if budget else ()
+    return _Look(report, assumed, predicted, ladder=rungs, device=device_of(model).name)
 
 
 def _fitted(

@@ -1,26 +1,21 @@
 """The peak memory of training, predicted from fake tensors and arithmetic."""
 
-from lowmem_patch.memory.base_model import base_model, output_head, switch_checkpointing_on
-from lowmem_patch.memory.few_blocks import Plans, make_plans
-from lowmem_patch.memory.live_bytes import MOMENTS
-from lowmem_patch.memory.model_states import ModelStates, Training, model_state_bytes, parse_bytes
+from lowmem_patch.memory.few_blocks import make_plans
+from lowmem_patch.memory.model_states import Training, model_state_bytes, parse_bytes
 from lowmem_patch.memory.optimizers import OPTIMIZERS
 from lowmem_patch.memory.predict import (
-    Footprint,
     MemoryReport,
     largest_that_fits,
     most_positions,
     predict_memory,
 )
-from lowmem_patch.memory.step import run_step, step_loss
+from lowmem_patch.memory.step import MOMENTS, run_step
+from lowmem_patch.tracing.base_model import base_model, output_head, switch_checkpointing_on
 
 __all__ = [
     "MOMENTS",
     "OPTIMIZERS",
-    "Footprint",
     "MemoryReport",
-    "ModelStates",
-    "Plans",
     "Training",
     "base_model",
     "largest_that_fits",
@@ -31,6 +26,5 @@ __all__ = [
     "parse_bytes",
     "predict_memory",
     "run_step",
-    "step_loss",
     "switch_checkpointing_on",
 ]

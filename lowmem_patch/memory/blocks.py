@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowmem_patch.memory.base_model import base_model
-from lowmem_patch.memory.live_bytes import MOMENTS, Part, PartBytes
+from lowmem_patch.memory.step import MOMENTS, Part, PartBytes
+from lowmem_patch.tracing.base_model import base_model, text_config
 
 # fewer equal blocks than this are all run
 _MANY_BLOCKS = 6
@@ -64,9 +64,8 @@ def _settings(block: nn.Module) -> dict[object, Any]:
 def _kinds(model: nn.Module, count: int) -> list[list[Any]]:
     """Lists in the config with an entry for each block, such as its kind of attention."""
     config: Any = getattr(base_model(model), "config", None)
-    if hasattr(config, "get_text_config"):
-        with contextlib.suppress(ValueError):  # it has several
-            config = config.get_text_config()
+    with contextlib.suppress(ValueError):  # it has several
+        config = text_config(config)
     lists = [v for v in getattr(config, "__dict__", {}).values() if isinstance(v, (list, tuple))]
     return [list(value) for value in lists if len(value) == count]
 
@@ -100,23 +99,30 @@ def extended(
 
     The bytes of each place grow by an equal amount with each block. So the largest of all blocks is one
     of the first two, of which the first may be special, or one of the last two. None: the steps have
-    not the same parts.
+    not the same parts, or a block runs several times.
     """
     depth = DEPTHS[1]
-    # places counted from the front, and from behind: the middle one of three blocks is both
-    front = [(place, place, place) for place in range(depth)]
-    behind = [(place, place + 1, place + count - depth) for place in range(depth - 1, depth + 2)]
+    if max(place for _, place in few) > 2 * depth:
+        return None
+    # places counted from the front, and from behind: those of the middle one of three blocks are both
+    front = [(place, place, place) for place in range(2 * depth - 1)]
+    behind = [(place, place + 2, place + 2 * (count - depth)) for place in range(3, 2 * depth + 1)]
     parts = {}
     for moment in MOMENTS:
         for place, other, target in (*front, *behind):
             first, second = few.get((moment, place)), more.get((moment, other))
             if first is not None and second is not None:
-                parts[moment, target] = _line(first, second, count - depth)
+                parts[moment, target] = grown(first, second, count - depth)
             elif first is not second:
                 return None
     return parts
 
 
-def _line(few: PartBytes, more: PartBytes, blocks: int) -> PartBytes:
-    pairs = zip(dataclasses.astuple(few), dataclasses.astuple(more), strict=True)
-    return PartBytes(*(first + blocks * (second - first) for first, second in pairs))
+def grown(few: Any, more: Any, blocks: int) -> Any:
+    """Numbers that grow by an equal amount with each block, also in mappings and dataclasses: those of
+    ``blocks`` more than ``few`` has, which ``more`` has one more than."""
+    if isinstance(more, Mapping):
+        return {key: grown(few.get(key, 0), value, blocks) for key, value in more.items()}
+    if dataclasses.is_dataclass(more) and not isinstance(more, type):
+        return type(more)(**grown(vars(few), vars(more), blocks))
+    return few + blocks * (more - few)

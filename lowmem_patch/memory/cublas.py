@@ -20,11 +20,6 @@ _LARGE, _SMALL = 32 * 2**20, (2 * 4096 + 8 * 16) * 2**10
 _WITH_LARGE = (9, 10, 12)  # compute capabilities: Hopper and Blackwell
 
 
-def workspace_bytes(model: nn.Module) -> int:
-    """All of them."""
-    return sum(workspace_sizes(model))
-
-
 def workspace_sizes(model: nn.Module) -> tuple[int, ...]:
     """Of a process that trains the model on the GPU where it is, or will be; none on a CPU.
 

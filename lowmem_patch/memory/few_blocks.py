@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 from torch import nn
 
 from lowmem_patch.config import PatchConfig
-from lowmem_patch.memory.blocks import DEPTHS, repeated_blocks, shortened
+from lowmem_patch.memory.blocks import DEPTHS, grown, repeated_blocks, shortened
 from lowmem_patch.planning.plan import Plan
-from lowmem_patch.planning.planner import plan_model, trace_whole
+from lowmem_patch.planning.planner import Planned, plan_model, trace_whole
 from lowmem_patch.planning.report import PatchReport
 from lowmem_patch.tracing.inputs import ExampleInputs
 from lowmem_patch.tracing.shadow import Shadow, make_shadow
@@ -28,14 +28,13 @@ class Plans:
     Attributes:
         report: of the whole model.
         blocks: the path of its repeated blocks, where the plans are of a few of them; or None.
-        plans: by the number of blocks; of the whole model by None.
-        shadows: the patched copies from which the report was counted, by the same.
+        plans: with the patched copies from which the report was counted; by the number of blocks, of the
+            whole model by None.
     """
 
     report: PatchReport
     blocks: str | None
-    plans: Mapping[int | None, Plan]
-    shadows: Mapping[int | None, Shadow]
+    plans: Mapping[int | None, tuple[Plan, Shadow]]
 
 
 def make_plans(model: nn.Module, config: PatchConfig, inputs: ExampleInputs) -> Plans:
@@ -50,85 +49,64 @@ def make_plans(model: nn.Module, config: PatchConfig, inputs: ExampleInputs) -> 
         if found is not None:
             return found
     planned = plan_model(model, config, inputs)
-    return Plans(planned.report, None, {None: planned.plan}, {None: planned.shadow})
+    return Plans(planned.report, None, {None: (planned.plan, planned.shadow)})
 
 
 def _few(model: nn.Module, config: PatchConfig, inputs: ExampleInputs, name: str) -> Plans | None:
     """None where the blocks save different amounts, or a report names what cannot be counted on."""
-    least, few, more = DEPTHS
-    plans: dict[int | None, Plan] = {}
-    shadows: dict[int | None, Shadow] = {}
-    reports: dict[int, PatchReport] = {}
+    least, *depths = DEPTHS
     with shortened(model, name, least):
         saved = trace_whole(make_shadow(model, inputs), structure=False).saved
-    for depth in (few, more):
+    planned: dict[int | None, Planned] = {}
+    for depth in depths:
         with shortened(model, name, depth):
-            planned = plan_model(model, config, inputs)
-        reports[depth], plans[depth] = planned.report, planned.plan
-        shadows[depth] = planned.shadow
-    if reports[more].saved_before - reports[few].saved_before != (
-        reports[few].saved_before - saved.activations
-    ):
+            planned[depth] = plan_model(model, config, inputs)
+    few, more = (planned[depth].report for depth in depths)
+    if more.saved_before - few.saved_before != few.saved_before - saved.activations:
         return None
-    count = sum(1 for _ in model.get_submodule(name).children())
-    report = _extended(reports[few], reports[more], name, count)
+    report = _extended(few, more, name, len(model.get_submodule(name)._modules))
     if report is None:
         return None
-    return Plans(report, name, plans, shadows)
+    return Plans(report, name, {depth: (one.plan, one.shadow) for depth, one in planned.items()})
 
 
 def _extended(few: PatchReport, more: PatchReport, name: str, count: int) -> PatchReport | None:
     """The report of ``count`` blocks, from those of three blocks and of four."""
     blocks = count - DEPTHS[1]
-
-    def line(first: int, second: int) -> int:
-        return first + blocks * (second - first)
-
-    def lines(first: Mapping[str, int], second: Mapping[str, int]) -> dict[str, int]:
-        return {key: line(first.get(key, 0), size) for key, size in second.items()}
-
     notes = [_line_of_text(*pair, blocks) for pair in zip(few.notes, more.notes, strict=False)]
     texts = [note for note in notes if note is not None]
     if len(texts) < max(len(few.notes), len(more.notes)):
         return None
     repeated = _Repeated(name, count)
-    outside = {key: line(before, after) for key, before, after in _outside(few, more, repeated)}
-    after = {key: line(*sizes) for key, *sizes in _outside(few, more, repeated, after=True)}
-    floors = lines(few.floor_blocks, more.floor_blocks)
+    known = {block: dict(enumerate(sizes)) for block, *sizes in few.blocks}
+    outside = {
+        block: grown(known.get(block, {}), dict(enumerate(sizes)), blocks).values()
+        for block, *sizes in more.blocks
+        if repeated.number(block) is None
+    }
+    floors = grown(few.floor_blocks, more.floor_blocks, blocks)
+    sums = (
+        "saved_before",
+        "saved_after",
+        "weight_copies_before",
+        "weight_copies_after",
+        "floor",
+        "kinds",
+    )
     return dataclasses.replace(
         more,
+        **{name: grown(getattr(few, name), getattr(more, name), blocks) for name in sums},
         sites=repeated.all(more.sites, lambda site: site.name),
-        saved_before=line(few.saved_before, more.saved_before),
-        saved_after=line(few.saved_after, more.saved_after),
-        weight_copies_before=line(few.weight_copies_before, more.weight_copies_before),
-        weight_copies_after=line(few.weight_copies_after, more.weight_copies_after),
         blocks=tuple(
-            (block, outside.get(block, size), after.get(block, size_after))
-            for block, size, size_after in repeated.all(more.blocks, lambda row: row[0])
+            (block, *outside.get(block, sizes))
+            for block, *sizes in repeated.all(more.blocks, lambda row: row[0])
         ),
         notes=tuple(texts),
-        floor=line(few.floor, more.floor),
         floor_blocks={
             block: floors[block] if repeated.number(block) is None else size
             for block, size in repeated.all(more.floor_blocks.items(), lambda row: row[0])
         },
-        kinds=dataclasses.replace(
-            more.kinds,
-            before=lines(few.kinds.before, more.kinds.before),
-            after=lines(few.kinds.after, more.kinds.after),
-            floor=lines(few.kinds.floor, more.kinds.floor),
-        ),
     )
-
-
-def _outside(
-    few: PatchReport, more: PatchReport, repeated: _Repeated, *, after: bool = False
-) -> list[tuple[str, int, int]]:
-    """Bytes outside of the repeated blocks, with three of them and with four."""
-    column = 2 if after else 1
-    known: dict[str, int] = {row[0]: int(row[column]) for row in few.blocks}
-    rows = [row for row in more.blocks if repeated.number(row[0]) is None]
-    return [(row[0], known.get(row[0], 0), int(row[column])) for row in rows]
 
 
 def _line_of_text(few: str, more: str, blocks: int) -> str | None:
@@ -186,9 +164,7 @@ class _Repeated:
         if isinstance(value, tuple):
             return tuple(self._moved(each, shift) for each in value)
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-            return dataclasses.replace(value, **self._moved_fields(fields, shift))
+            names = [field.name for field in dataclasses.fields(value)]
+            moved = {name: self._moved(getattr(value, name), shift) for name in names}
+            return dataclasses.replace(value, **moved)
         return value
-
-    def _moved_fields(self, fields: dict[str, Any], shift: int) -> dict[str, Any]:
-        return {key: self._moved(each, shift) for key, each in fields.items()}

@@ -9,10 +9,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from lowmem_patch.errors import ConfigError
-from lowmem_patch.memory.base_model import output_head
 from lowmem_patch.memory.caching_allocator import rounding_bytes
 from lowmem_patch.memory.cublas import workspace_sizes
 from lowmem_patch.memory.optimizers import check_optimizer
+from lowmem_patch.tracing.base_model import output_head
 from lowmem_patch.tracing.quantised import held_beside, own_bytes
 
 FEWEST_BYTES = 10_000  # of a budget: who writes a number below that means GiB

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from lowmem_patch.errors import ConfigError
 from lowmem_patch.tracing.observers import DispatchObserver
+from lowmem_patch.tracing.shadow import tensors_in
 
 # Name to what is meant by it, as a report prints it.
 OPTIMIZERS = {
@@ -73,8 +73,7 @@ class FakeOptimizer:
             self.step()  # the first makes the state
             for parameter in parameters:
                 parameter.grad = None
-        leaves = tree_leaves(list(self._optimizer.state.values()))
-        self.state = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        self.state = tensors_in(list(self._optimizer.state.values()))
 
     def step(self) -> None:
         if self._optimizer is not None:

@@ -16,16 +16,22 @@ from torch import nn
 
 from lowmem_patch.config import PatchConfig
 from lowmem_patch.errors import ConfigError
-from lowmem_patch.memory.base_model import base_model, switch_checkpointing_on
 from lowmem_patch.memory.blocks import DEPTHS, extended, repeated_blocks, shortened
 from lowmem_patch.memory.few_blocks import Plans, make_plans
-from lowmem_patch.memory.live_bytes import BACKWARD, FORWARD, Part, PartBytes, most_of_moments
 from lowmem_patch.memory.model_states import USUAL_TRAINING, Training, model_state_bytes
 from lowmem_patch.memory.optimizers import FakeOptimizer
 from lowmem_patch.memory.sharding import gathered, shard, sharded_moments
-from lowmem_patch.memory.step import step_parts
+from lowmem_patch.memory.step import (
+    BACKWARD,
+    FORWARD,
+    Part,
+    PartBytes,
+    most_of_moments,
+    watched_step,
+)
 from lowmem_patch.planning.apply import apply_plan
 from lowmem_patch.planning.planner import plan_model
+from lowmem_patch.tracing.base_model import base_model, switch_checkpointing_on, text_config
 from lowmem_patch.tracing.inputs import ExampleInputs
 from lowmem_patch.tracing.shadow import Shadow, make_shadow
 
@@ -67,8 +73,8 @@ class Footprint:
         return max(self.moments, key=lambda moment: self.moments[moment])
 
     def to_dict(self) -> dict[str, Any]:
-        data = {**dataclasses.asdict(self), "moments": dict(self.moments)}
-        return {**data, "peak_moment": self.peak_moment, "total": self.total}
+        sums = {"peak_moment": self.peak_moment, "total": self.total}
+        return {**dataclasses.asdict(self), **sums}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,12 +106,7 @@ class MemoryReport:
     least_after: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        fields = (field.name for field in dataclasses.fields(self))
-        data = {name: getattr(self, name) for name in fields}
-        data |= {
-            "training": dataclasses.asdict(self.training),
-            "optimizer": self.training.optimizer,
-        }
+        data = {**dataclasses.asdict(self), "optimizer": self.training.optimizer}
         return {**data, "before": self.before.to_dict(), "after": self.after.to_dict()}
 
 
@@ -131,20 +132,14 @@ class _Predictor:
         self.optimizers: dict[int | None, FakeOptimizer] = {}
         self.known: dict[tuple[int, int | None], Mapping[Part, PartBytes]] = {}
 
-    def _shadow(self, depth: int | None, inputs: ExampleInputs) -> Shadow:
-        if depth not in self.shadows:
-            self.shadows[depth] = self._made(depth, inputs)
-        return self.shadows[depth]
-
-    def _made(self, depth: int | None, inputs: ExampleInputs) -> Shadow:
-        known = self.plans.shadows.get(depth) if self.patched else None
+    def _make_shadow(self, depth: int | None, inputs: ExampleInputs) -> Shadow:
+        plan, known = self.plans.plans.get(depth, (None, None)) if self.patched else (None, None)
         # checkpointing stays switched on in a copy: another prediction may be without
         if known is not None and known.mode is not None and not self.training.checkpointing:
             return known
         with shortened(self.model, self.blocks, depth):
             shadow = make_shadow(self.model, inputs)
         if self.patched:
-            plan = self.plans.plans.get(depth)
             if plan is None:
                 plan = plan_model(self.model, self.plans.report.config, inputs).plan
             apply_plan(shadow.model, plan, arithmetic=False)
@@ -154,18 +149,21 @@ class _Predictor:
         return shadow
 
     def _step(self, depth: int | None, inputs: ExampleInputs) -> Mapping[Part, PartBytes]:
-        shadow = self._shadow(depth, inputs)
+        if depth not in self.shadows:
+            self.shadows[depth] = self._make_shadow(depth, inputs)
+        shadow = self.shadows[depth]
         assert shadow.mode is not None
         with shadow.mode:
             fakes = inputs.map(lambda tensor: tensor.new_empty(tensor.shape, device="cpu"))
             if depth not in self.optimizers:
                 trained = [p for p in shadow.model.parameters() if p.requires_grad]
                 self.optimizers[depth] = FakeOptimizer(self.training.optimizer, trained)
-        blocks = None if self.blocks is None else shadow.model.get_submodule(self.blocks)
-        return step_parts(
-            dataclasses.replace(shadow, inputs=fakes), optimizer=self.optimizers[depth],
-            accumulates=self.training.accumulates, blocks=blocks,
-        )  # fmt: skip
+        blocks = () if self.blocks is None else shadow.model.get_submodule(self.blocks)._modules
+        with watched_step(
+            dataclasses.replace(shadow, inputs=fakes), [f"{self.blocks}.{name}" for name in blocks],
+            accumulates=self.training.accumulates, optimizer=self.optimizers[depth],
+        ) as live:  # fmt: skip
+            return live.result()
 
     def step(self, batch: int, length: int | None) -> Mapping[Part, PartBytes]:
         """Bytes of one step of the whole model."""
@@ -173,7 +171,7 @@ class _Predictor:
             inputs = self.make_inputs(batch, length)
             found: Mapping[Part, PartBytes] | None = None
             if self.blocks is not None:
-                count = sum(1 for _ in self.model.get_submodule(self.blocks).children())
+                count = len(self.model.get_submodule(self.blocks)._modules)
                 few, more = (self._step(depth, inputs) for depth in DEPTHS[1:])
                 found = extended(few, more, count)
             if found is None:
@@ -227,6 +225,7 @@ class _Totals:
     def moments(self, parts: Mapping[Part, PartBytes]) -> dict[str, int]:
         """All bytes that are held at one time, at most, in each moment."""
         gpus, held = self.training.gpus, self.states.resident - self.states.dequantised
+        held += self.states.gradients if self.training.accumulates else 0  # of earlier batches
         sizes = most_of_moments(parts)
         if gpus > 1:
             sizes = sharded_moments(parts, gpus, self.gathered)
@@ -298,8 +297,6 @@ def predict_memory(
 
 def most_positions(model: Any) -> int | None:
     """The largest length that the config has positions for; None where it names none."""
-    config: Any = getattr(base_model(model), "config", None)
-    if hasattr(config, "get_text_config"):
-        config = config.get_text_config()
+    config = text_config(getattr(base_model(model), "config", None))
     positions = getattr(config, "max_position_embeddings", None)
     return int(positions) if isinstance(positions, int) and positions > 0 else None

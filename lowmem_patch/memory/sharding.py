@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping
 from torch import Tensor, nn
 
 from lowmem_patch.memory.caching_allocator import rounding_bytes
-from lowmem_patch.memory.live_bytes import BACKWARD, FORWARD, MOMENTS, OPTIMIZER, Part, PartBytes
 from lowmem_patch.memory.model_states import ModelStates, StateSizes
+from lowmem_patch.memory.step import BACKWARD, FORWARD, MOMENTS, OPTIMIZER, Part, PartBytes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,33 +8,164 @@ nor what the allocator rounds up, nor its fragmentation.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import inspect
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
-from lowmem_patch.errors import LowmemPatchError, TraceError
-from lowmem_patch.memory.base_model import base_model, output_head
-from lowmem_patch.memory.live_bytes import (
-    AFTER_BACKWARD,
-    AFTER_LOSS,
-    BACKWARD,
-    FORWARD,
-    LOSS,
-    OPTIMIZER,
-    LiveBytes,
-    Part,
-    PartBytes,
-)
+from lowmem_patch.errors import TraceError
 from lowmem_patch.memory.optimizers import FakeOptimizer
+from lowmem_patch.nn.deferred import Unstored
+from lowmem_patch.tracing.base_model import base_model, output_head
 from lowmem_patch.tracing.gpu_dropout import GpuDropouts
 from lowmem_patch.tracing.inputs import ExampleInputs
+from lowmem_patch.tracing.isolation import in_training_mode
+from lowmem_patch.tracing.live_storages import LiveStorages
 from lowmem_patch.tracing.observers import observed_calls
-from lowmem_patch.tracing.shadow import Shadow
+from lowmem_patch.tracing.saved_bytes import storage_key
+from lowmem_patch.tracing.shadow import Shadow, tensors_in
+
+FORWARD, LOSS, AFTER_LOSS = "forward", "loss", "after the loss"
+BACKWARD, AFTER_BACKWARD, OPTIMIZER = "backward", "after the backward", "optimizer step"
+MOMENTS = (FORWARD, LOSS, AFTER_LOSS, BACKWARD, AFTER_BACKWARD, OPTIMIZER)
+
+OUTSIDE = -1  # the owner of what is allocated in no run of a block
+# A moment, and a place among the runs of blocks, which are counted from 0: 0 in front of them, 2 n + 1 in a
+# run, 2 n + 2 behind it. A backward is at the run that it has reached last.
+Part = tuple[str, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class PartBytes:
+    """Of one part of a step: model states are excluded, but for the gradients that the step makes.
+
+    Attributes:
+        peak: the largest sum of all storages alive at one time.
+        activations: the largest such sum without the gradients of parameters.
+        gradients: of parameters, as they are when the part ends.
+    """
+
+    peak: int
+    activations: int
+    gradients: int
+
+
+def most_of_moments(parts: Mapping[Part, PartBytes]) -> dict[str, int]:
+    """The largest sum of each moment of the step, in their order."""
+    return {
+        moment: max(part.peak for (name, _), part in parts.items() if name == moment)
+        for moment in MOMENTS
+        if any(name == moment for name, _ in parts)
+    }
+
+
+class LiveBytes(LiveStorages):
+    """The maximum is kept for each part of a step. The owner of a storage is the run of a block in which it
+    was allocated.
+
+    Attributes:
+        parts: the largest sums, as of `PartBytes`.
+        begins: on a GPU, by part of the step, the number of the event with which it begins.
+        outputs: of each run, bytes by key, of what it made.
+        alive: what was alive when the forward ended, as ``live``.
+    """
+
+    def __init__(
+        self,
+        ignored: Iterable[Tensor],
+        packed: Iterable[Tensor],
+        sites: Iterable[str],
+        settled: Callable[[], None] | None,
+        *,
+        on_gpu: bool,
+    ) -> None:
+        """
+        Args:
+            ignored, packed, on_gpu: as of `LiveStorages`.
+            sites: paths of the blocks.
+            settled: called when the forward ends, before it is looked what is alive.
+        """
+        super().__init__(ignored, packed, on_gpu=on_gpu)
+        self.sites, self.settled = frozenset(sites), settled
+        self.gradients = self.place = 0
+        self.parts: dict[Part, list[int]] = {}
+        self.begins: list[tuple[int, Part]] = []
+        self.outputs: list[dict[int, int]] = []
+        self.alive: dict[int, tuple[int, int, Any]] | None = None
+        self.begin(FORWARD, 0)
+
+    def begin(self, moment: str, place: int | None = None) -> None:
+        """The next allocations belong to this part; by default at the present place."""
+        self.settle()
+        self.moment, self.place = moment, self.place if place is None else place
+        inside = moment in (FORWARD, LOSS) and self.place % 2
+        self.owner = self.place // 2 if inside else OUTSIDE
+        if self.on_gpu:
+            self.begins.append((len(self.events), (moment, self.place)))
+        self.grown(self.now)
+
+    def mark(self, moment: str) -> None:
+        """What is alive right now is all of this moment."""
+        self.settle()
+        self.parts[moment, 0] = [self.now, self.now - self.gradients, self.gradients]
+
+    def grown(self, now: int) -> None:
+        sums = now, now - self.gradients, self.gradients
+        known = self.parts.setdefault((self.moment, self.place), list(sums))
+        for number, size in enumerate(sums):
+            known[number] = max(known[number], size)
+
+    def made_gradient(self, parameter: Tensor) -> None:
+        """A hook: a parameter has its first gradient of this step."""
+        if parameter.grad is not None:
+            self.gradients += parameter.grad.numel() * parameter.grad.element_size()
+            self.grown(self.now)
+
+    # what `observed_calls` tells; a call after the forward is computed again
+
+    def enter(self, name: str, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
+        if name in self.sites and self.alive is None:
+            self.outputs.append({})
+            self.begin(FORWARD, 2 * len(self.outputs) - 1)
+
+    def leave(self, name: str, module: nn.Module, output: Any) -> None:
+        if self.alive is not None:
+            return
+        # the loss begins behind the last module that has parameters and no children, such as the head
+        if next(module.children(), None) is None and next(module.parameters(), None) is not None:
+            self._not_the_loss()
+            self.begin(LOSS)
+        if name in self.sites:
+            self._leave_run(output)
+        if name == "":
+            if self.settled is not None:
+                self.settled()
+            self.alive = dict(self.live)
+
+    def _not_the_loss(self) -> None:
+        """What was taken for the loss since the last module returned belongs to the forward."""
+        for place in [place for moment, place in self.parts if moment == LOSS]:
+            found = self.parts.pop((LOSS, place))
+            known = self.parts.setdefault((FORWARD, place), found)
+            known[:] = [max(pair) for pair in zip(known, found, strict=True)]
+
+    def _leave_run(self, output: Any) -> None:
+        number, tensors = len(self.outputs) - 1, tensors_in(output)
+        for key in (storage_key(t) for t in tensors if not isinstance(t, Unstored)):
+            size, run, _ = self.live.get(key, (0, OUTSIDE, None))
+            if run == number:
+                self.outputs[number][key] = size
+        nodes = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+        if nodes:  # no hook on the tensor, for which a deferred one would be computed
+            nodes[0].register_prehook(lambda _: self.begin(BACKWARD, 2 * number + 1))
+        self.begin(FORWARD, 2 * number + 2)
+
+    def result(self) -> dict[Part, PartBytes]:
+        return {part: PartBytes(*sums) for part, sums in self.parts.items()}
 
 
 def with_labels(model: Any, inputs: ExampleInputs) -> ExampleInputs:
@@ -82,8 +213,8 @@ def step_loss(output: Any) -> Tensor:
     loss = getattr(output, "loss", None)
     if isinstance(loss, Tensor):
         return loss
-    leaves = tree_leaves(dict(output) if hasattr(output, "keys") else output)
-    first = next(leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad)
+    tensors = tensors_in(dict(output) if hasattr(output, "keys") else output)
+    first = next(tensor for tensor in tensors if tensor.requires_grad)
     return first.float().square().mean()
 
 
@@ -96,104 +227,83 @@ def run_step(model: nn.Module, inputs: ExampleInputs) -> None:
 
 
 @contextlib.contextmanager
-def _observed_moments(
-    model: nn.Module, live: LiveBytes, blocks: nn.Module | None
-) -> Iterator[None]:
-    """Tell ``live`` when a block begins, when the last one ends, and where the loss begins: behind the
-    last module that has parameters and no children, such as the head."""
-    names = {id(module): name for name, module in model.named_modules()}
-    children = [] if blocks is None else list(blocks.children())
-    places = {names[id(child)]: place for place, child in enumerate(children, 1)}
-    last = next(reversed(places), None)
-
-    def enter(name: str, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
-        if name in places and live.moment in (FORWARD, LOSS):
-            live.enter(FORWARD, places[name])
-
-    def leave(name: str, module: nn.Module, _output: Any) -> None:
-        if live.moment not in (FORWARD, LOSS):
-            return  # computed again in the backward
-        if next(module.children(), None) is None and next(module.parameters(), None) is not None:
-            live.not_the_loss()
-            live.begin(LOSS)
-        if name == last:
-            live.enter(FORWARD, len(places) + 1)
-
-    with observed_calls(model, enter, leave):
-        yield
+def _gradients(model: nn.Module, accumulates: bool) -> Iterator[list[Tensor]]:
+    """Gradients are none before the step, or those of an earlier batch, and are put back after it."""
+    held = [(parameter, parameter.grad) for parameter in model.parameters()]
+    for parameter, _ in held:
+        earlier = accumulates and parameter.requires_grad
+        parameter.grad = torch.empty_like(parameter) if earlier else None
+    try:
+        yield [parameter.grad for parameter, _ in held if parameter.grad is not None]
+    finally:
+        for parameter, gradient in held:
+            parameter.grad = gradient
 
 
-def step_parts(
+@contextlib.contextmanager
+def watched_step(
     shadow: Shadow,
+    sites: Iterable[str] = (),
     *,
-    optimizer: str | FakeOptimizer = "adamw",
     accumulates: bool = False,
-    blocks: nn.Module | None = None,
-) -> Mapping[Part, PartBytes]:
-    """Run a whole step of a shadow in training mode.
+    optimizer: FakeOptimizer | None = None,
+    settled: Callable[[], None] | None = None,
+    purpose: str = "on fake tensors",
+) -> Iterator[LiveBytes]:
+    """What was alive in a step of a shadow in training mode, as long as the context is open. Gradients are
+    made in it, as after ``zero_grad()``.
 
     Args:
-        optimizer: one of ``OPTIMIZERS``, or the one of an earlier step of this shadow.
-        accumulates: gradients of an earlier batch are held from the beginning of the step.
-        blocks: a list of blocks of the shadow's model, each of which is a place of its own.
+        sites: paths of the blocks whose runs are told apart.
+        accumulates: it adds to the gradients of an earlier batch, which are not counted, as parameters.
+        optimizer: of this shadow, where its step is run, too.
+        settled: called when the forward ends, before it is looked what is alive.
+        purpose: of the step, for an error.
 
     Raises:
-        ConfigError: an unknown optimizer.
         TraceError: the forward or the backward fails.
     """
-    shadow.model.train()
-    try:
-        return _parts(shadow, optimizer, accumulates, blocks)
-    except (RuntimeError, NotImplementedError, TypeError, ValueError, StopIteration) as error:
-        if isinstance(error, LowmemPatchError):
-            raise
-        raise TraceError(
-            f"a training step of {type(shadow.model).__name__} could not be run on fake tensors: "
-            f"{type(error).__name__}: {error}"
-        ) from error
-
-
-def _parts(
-    shadow: Shadow, optimizer: str | FakeOptimizer, accumulates: bool, blocks: nn.Module | None
-) -> Mapping[Part, PartBytes]:
     model = shadow.model
     inputs = as_on_data(model, with_labels(model, shadow.inputs))
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     torch.clear_autocast_cache()
     with contextlib.ExitStack() as contexts:
+        contexts.enter_context(in_training_mode(model))
+        contexts.enter_context(torch.enable_grad())
         if shadow.mode is not None:
             contexts.enter_context(shadow.mode)
+        earlier = contexts.enter_context(_gradients(model, accumulates))
         if shadow.elsewhere:
             contexts.enter_context(GpuDropouts())
-        fake = optimizer
-        if isinstance(fake, str):
-            fake = FakeOptimizer(fake, trained if shadow.mode is not None else ())
-        gradients: list[Tensor] = []
-        for parameter in trained:
-            parameter.grad = torch.empty_like(parameter) if accumulates else None
-            gradients += [] if parameter.grad is None else [parameter.grad]
-        held = [*model.parameters(), *model.buffers(), *shadow.beside, *fake.state]
-        live: LiveBytes = contexts.enter_context(
-            LiveBytes(held, gradients, shadow.packed, on_gpu=shadow.on_gpu)
-        )
-        if not accumulates:
-            for parameter in trained:
+        states = [] if optimizer is None else optimizer.state
+        held = [*model.parameters(), *model.buffers(), *shadow.beside, *earlier, *states]
+        live = LiveBytes(held, shadow.packed, sites, settled, on_gpu=shadow.on_gpu)
+        contexts.enter_context(observed_calls(model, live.enter, live.leave))
+        contexts.enter_context(live)
+        for parameter in () if accumulates else model.parameters():
+            if parameter.requires_grad:
                 register: Any = parameter.register_post_accumulate_grad_hook  # has no types
                 contexts.callback(register(live.made_gradient).remove)
-        gradients.clear()
-        for tensor in tree_leaves((inputs.args, inputs.kwargs)):
-            if isinstance(tensor, Tensor):
-                live.add(tensor)
-        contexts.enter_context(torch.enable_grad())
-        with _observed_moments(model, live, blocks):
-            loss = step_loss(model(*inputs.args, **inputs.kwargs))
-            live.mark(AFTER_LOSS)
-            live.begin(BACKWARD)
-            torch.autograd.backward(loss)
-        live.mark(AFTER_BACKWARD)
-        live.enter(OPTIMIZER, 0)
-        fake.step()
-    for parameter in trained:
-        parameter.grad = None
+        for tensor in tensors_in((inputs.args, inputs.kwargs)):
+            live.add(tensor)
+        try:
+            _run(model, inputs, live, optimizer)
+        except Exception as error:  # of a foreign forward
+            raise TraceError(
+                f"a training step of {type(model).__name__} could not be run {purpose}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        yield live
     torch.clear_autocast_cache()
-    return live.result()
+
+
+def _run(
+    model: nn.Module, inputs: ExampleInputs, live: LiveBytes, optimizer: FakeOptimizer | None
+) -> None:
+    loss = step_loss(model(*inputs.args, **inputs.kwargs))
+    live.mark(AFTER_LOSS)
+    live.begin(BACKWARD)
+    torch.autograd.backward(loss)
+    live.mark(AFTER_BACKWARD)
+    if optimizer is not None:
+        live.begin(OPTIMIZER, 0)
+        optimizer.step()

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from lowmem_patch.errors import ConfigError, PatchError
 from lowmem_patch.nn.norms import MSNorm
@@ -19,6 +18,7 @@ from lowmem_patch.nn.own import within_compiled
 from lowmem_patch.tracing.inputs import ExampleInputs
 from lowmem_patch.tracing.isolation import preserved
 from lowmem_patch.tracing.observers import observed_calls
+from lowmem_patch.tracing.shadow import tensors_in
 from lowmem_patch.tracing.trace import describe
 
 # A wrong fold or a misread norm differs by its own size; rounding differs by far less than this share.
@@ -83,10 +83,8 @@ def run_real(model: nn.Module, inputs: ExampleInputs) -> RealRun:
     with preserved(model), torch.enable_grad(), _watched(model) as modules:
         model.eval()
         output = model(*inputs.args, **inputs.kwargs)
-    leaves = tree_leaves(dict(output) if hasattr(output, "keys") else output)
-    outputs = [
-        leaf.detach() for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()
-    ]
+    tensors = tensors_in(dict(output) if hasattr(output, "keys") else output)
+    outputs = [tensor.detach() for tensor in tensors if tensor.is_floating_point()]
     return RealRun(outputs, modules)
 
 

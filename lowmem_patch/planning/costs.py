@@ -182,7 +182,7 @@ def timed_forward(
 
     Autograd records it, as in training, and saves nothing. Nothing of it stays on the model.
     """
-    clock = _Clock(next(model.parameters()).device)
+    clock = Clock(next(model.parameters()).device)
     starts: list[int] = []
     pairs: list[tuple[int, int]] = []
     wanted = frozenset(sites)
@@ -211,7 +211,7 @@ def _nothing(_: Any) -> Any:
     return None
 
 
-class _Clock:
+class Clock:
     """Marks points of time, on a GPU in its stream."""
 
     def __init__(self, device: torch.device) -> None:

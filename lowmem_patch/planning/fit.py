@@ -19,15 +19,12 @@ from lowmem_patch.memory.model_states import ModelStates, Training
 from lowmem_patch.nn.checkpointing import SWITCHES, is_switched_on
 from lowmem_patch.planning.budget import Budget
 from lowmem_patch.planning.costs import Device, RunSeconds
-from lowmem_patch.planning.few_runs import FewRuns, few_runs
 from lowmem_patch.planning.fit_report import FitReport, FittedBlock, size_text
-from lowmem_patch.planning.fit_sums import Sums, bytes_of, more_seconds, temporaries_of
-from lowmem_patch.planning.levels import run_levels
+from lowmem_patch.planning.fit_sums import Sums, more_seconds, temporaries_of
 from lowmem_patch.planning.need import OPTIMIZER_STEP, Need, need_of
 from lowmem_patch.planning.solve import Choice, Solution, Step, least_limit, solve
-from lowmem_patch.planning.timeline import Timeline
+from lowmem_patch.planning.timeline import Timeline, few_of, few_runs, run_levels
 from lowmem_patch.strategies.checkpointing import ALONE, Blocks, CheckpointedBlock, patches_of
-from lowmem_patch.tracing.inputs import ExampleInputs
 from lowmem_patch.tracing.shadow import Shadow
 
 _TRIES = 6  # steps that are run to hold what the sums did not foresee
@@ -87,7 +84,8 @@ class Fitting:
         self.resident = states.resident + self.earlier
         self.free = [b for b in blocks.blocks if not b.refusal and not self._is_switched_on(b.site)]
         self.temporaries = temporaries_of(shadow.model, training, elsewhere=shadow.elsewhere)
-        self.few = few_runs(shadow.model, blocks)
+        self.run = functools.partial(run_levels, shadow, blocks, accumulates=training.accumulates)
+        self.few = few_runs(shadow.model, blocks, few_of(shadow.model))
         self.patched = self._profile(self._all("patched"))
         count = len(self.patched.runs)
         if count != len(blocks.runs):
@@ -125,20 +123,6 @@ class Fitting:
                     return found
             self.few = None
         return self.run(levels)
-
-    def run(
-        self,
-        levels: Mapping[str, str],
-        *,
-        settled: bool = False,
-        inputs: ExampleInputs | None = None,
-        few: FewRuns | None = None,
-    ) -> Timeline:
-        """As `run_levels`."""
-        return run_levels(
-            self.shadow, self.blocks, levels, settled=settled, inputs=inputs, few=few,
-            accumulates=self.training.accumulates,
-        )  # fmt: skip
 
     def _kept(self) -> tuple[list[bool], list[bool]]:
         """Whether a patched run holds its output, and its input: seen beside runs that hold nothing."""
@@ -343,8 +327,8 @@ class Fitting:
         for number, site in enumerate(self.sites):
             runs = [i for i, run in enumerate(self.blocks.runs) if run.block == number]
             level = levels.get(site, "patched")
-            patched = sum(bytes_of(self.patched, i) for i in runs)
-            held = sum(bytes_of(timeline, i) for i in runs)
+            patched = sum(self.patched.runs[i].held for i in runs)
+            held = sum(timeline.runs[i].held for i in runs)
             seconds = sum(self.seconds_of(i, level) for i in runs)
             rows.append(
                 FittedBlock(site, level, self._reason(number, level), patched, held, seconds)

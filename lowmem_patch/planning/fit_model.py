@@ -63,7 +63,7 @@ def fit_planned(
     blocks = find_blocks(planned.facts)
     device = device_of(model)
     seconds = run_seconds(planned.facts, blocks, device)
-    timed = _is_on_gpu(model) if timed is None else timed
+    timed = any(parameter.is_cuda for parameter in model.parameters()) if timed is None else timed
     if timed and blocks.runs:
         seconds = _timed(model, planned, blocks, seconds)
     _assume_looks(model, planned.shadow.model)
@@ -100,10 +100,6 @@ def _assume_looks(model: nn.Module, shadow: nn.Module) -> None:
             own = modules[name]._parameters
             found = would_tell_z(own.get("weight"), own.get("bias"), norm.settings)
             norm.looks.assumed = found
-
-
-def _is_on_gpu(model: nn.Module) -> bool:
-    return any(parameter.is_cuda for parameter in model.parameters())
 
 
 def _timed(
@@ -162,8 +158,9 @@ def _base(fitting: Fitting, budget: Budget, found: NoFit) -> Base:
         for number, run in enumerate(fitting.blocks.runs)
     )
     shadow, states, peak = fitting.shadow, fitting.states, found.peak + fitting.earlier
+    quantised = states.dequantised > 0 or bool(shadow.beside)
     return Base(
-        shadow.model, shadow.inputs, fitting.sites, states, fitting.training.optimizer, budget, peak,
-        fitting.seconds, more, fitting.device, states.dequantised > 0 or bool(shadow.beside),
-        fitting.training.gpus,
+        shadow.model, shadow.inputs, fitting.sites, states,
+        dataclasses.replace(fitting.training, quantised=quantised), budget, peak, fitting.seconds, more,
+        fitting.device,
     )  # fmt: skip

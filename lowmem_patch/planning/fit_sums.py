@@ -12,11 +12,6 @@ from lowmem_patch.planning.timeline import Timeline
 _OVERLAP = 0.02  # of a copy's time is seen though it runs beside the computation
 
 
-def bytes_of(timeline: Timeline, number: int) -> int:
-    run = timeline.runs[number]
-    return run.own + (run.output if run.output_lives else 0)
-
-
 class Sums:
     """What one profile says of each run, less what the runs before it hold in that profile."""
 
@@ -24,7 +19,7 @@ class Sums:
         self.runs = timeline.runs
         more = timeline.outside - outside  # the first block's input
         self.own = [run.own + (more if number == 0 else 0) for number, run in enumerate(self.runs)]
-        self.outputs = [run.output if run.output_lives else 0 for run in self.runs]
+        self.outputs = [run.held - run.own for run in self.runs]
 
     def choice(self, level: str, number: int, seconds: float) -> Choice:
         run, own = self.runs[number], sum(self.own[:number])

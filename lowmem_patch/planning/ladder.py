@@ -6,26 +6,22 @@ import contextlib
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
 
 from torch import Tensor, nn
 
 from lowmem_patch.config import PatchConfig
 from lowmem_patch.errors import TraceError
-from lowmem_patch.memory.blocks import repeated_blocks, shortened
+from lowmem_patch.memory.blocks import shortened
 from lowmem_patch.memory.model_states import ModelStates, Training, model_state_bytes
 from lowmem_patch.planning.apply import apply_plan
 from lowmem_patch.planning.budget import Budget
 from lowmem_patch.planning.costs import Device, RunSeconds, device_of, run_seconds
-from lowmem_patch.planning.few_runs import FewRuns, few_of, few_runs
 from lowmem_patch.planning.fit_sums import more_seconds, temporaries_of
-from lowmem_patch.planning.levels import run_levels
 from lowmem_patch.planning.planner import facts_and_plan
-from lowmem_patch.planning.timeline import Timeline
+from lowmem_patch.planning.timeline import FewRuns, Timeline, few_of, few_runs, run_levels
 from lowmem_patch.strategies.checkpointing import ALONE, find_blocks
-from lowmem_patch.strategies.protocol import Facts
 from lowmem_patch.tracing.inputs import ExampleInputs
-from lowmem_patch.tracing.shadow import Shadow, tensors_in
+from lowmem_patch.tracing.shadow import tensors_in
 
 _GPUS = (2, 4, 8, 16, 32, 64)
 _RANK = 16  # of the adapters that stand for full training
@@ -60,28 +56,25 @@ class Base:
         inputs: of the step.
         sites: paths of the blocks.
         states: of the model.
-        optimizer: its name.
+        training: its optimizer, whether frozen weights lie in few bits already, and over how many GPUs the
+            model states are sharded already.
         budget: of which the reserve and the size count.
         peak: bytes of the step beside parameters and optimizer state.
         runs: predicted times of the blocks' runs.
         more: predicted seconds that their levels cost.
         device: that has these times.
-        quantised: frozen weights lie in few bits already.
-        gpus: over which the model states are sharded already.
     """
 
     model: nn.Module
     inputs: ExampleInputs
     sites: Sequence[str]
     states: ModelStates
-    optimizer: str
+    training: Training
     budget: Budget
     peak: int
     runs: Sequence[RunSeconds]
     more: float
     device: Device
-    quantised: bool = False
-    gpus: int = 1
 
     @property
     def resident(self) -> int:
@@ -111,16 +104,16 @@ def smaller_rungs(base: Base, peak_of: Callable[[ExampleInputs], int]) -> Iterat
             continue
         seconds = _part_of(base.runs, rows, tokens) * base.seconds
         yield Rung(name, base.total(max(peak, base.states.gradients)), seconds, on_top=True)
-    if base.gpus > 1:
+    if base.training.gpus > 1:
         return
-    if not base.quantised:
+    if not base.training.quantised:
         yield _qlora(base)
-    if base.optimizer != "adamw8bit":
+    if base.training.optimizer != "adamw8bit":
         optimizer = model_state_bytes(base.model, "adamw8bit").optimizer
         total = base.total(base.peak, base.resident - base.states.optimizer + optimizer)
-        name = f"adamw8bit, an 8-bit optimizer, not {base.optimizer}"
+        name = f"adamw8bit, an 8-bit optimizer, not {base.training.optimizer}"
         yield Rung(name, total, base.seconds, on_top=True)
-    if not base.quantised:
+    if not base.training.quantised:
         yield _sharded(base)
 
 
@@ -196,7 +189,7 @@ def _qlora(base: Base) -> Rung:
         if full:
             model.requires_grad_(False)
             adapters = sum(_RANK * (m.in_features + m.out_features) for m in linears)
-        states = model_state_bytes(model, base.optimizer, quantised=True)
+        states = model_state_bytes(model, base.training.optimizer, quantised=True)
     finally:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(trained[name])
@@ -221,65 +214,37 @@ _NAMES = {
 }
 
 
-class _Steps:
-    """Steps of the patched model, of few of its blocks where these tell all."""
-
-    def __init__(self, model: nn.Module, config: PatchConfig, inputs: ExampleInputs) -> None:
-        self.planned, self.few = _planned(model, config, inputs)
-        self.blocks = find_blocks(self.planned.facts)
-        self.device = device_of(model)
-        runs = run_seconds(self.planned.facts, self.blocks, self.device)
-        self.runs = runs if self.few is None else self.few.extended_runs(runs)
-
-    def run_all(self, model: nn.Module, config: PatchConfig, inputs: ExampleInputs) -> None:
-        """Run all blocks from now on."""
-        self.planned, self.few = _Patched.of(model, config, inputs), None
-        self.blocks = find_blocks(self.planned.facts)
-
-    def run(self, level: str, accumulates: bool, inputs: ExampleInputs | None = None) -> Timeline:
-        levels = {block.site: level for block in self.blocks.blocks if not block.refusal}
-        found = run_levels(
-            self.planned.shadow, self.blocks, levels, inputs=inputs, accumulates=accumulates
-        )
-        if self.few is None:
-            return found
-        extended = self.few.extended(found)
-        if extended is None:
-            raise _Uneven
-        return extended
-
-
 class _Uneven(Exception):
     """Few blocks do not tell what many need."""
 
 
-class _Patched(NamedTuple):
-    """The facts of a model, and a patched copy."""
+class _Steps:
+    """Steps of the patched model, of few of its blocks where these tell all."""
 
-    facts: Facts
-    shadow: Shadow
+    def __init__(
+        self, model: nn.Module, config: PatchConfig, inputs: ExampleInputs, few: FewRuns | None
+    ) -> None:
+        path, depth = (few.path, few.depth) if few else (None, None)
+        with shortened(model, path, depth):
+            facts, plan, self.shadow = facts_and_plan(model, config, inputs, [])
+        if self.shadow.mode is not None:
+            apply_plan(self.shadow.model, plan, arithmetic=False)
+        self.blocks = find_blocks(facts)
+        self.device = device_of(model)
+        self.runs = run_seconds(facts, self.blocks, self.device)
+        self.few = few_runs(self.shadow.model, self.blocks, few)
+        if self.few is not None:
+            self.runs = self.few.extended_runs(self.runs)
+        elif few is not None:
+            raise _Uneven
 
-    @classmethod
-    def of(cls, model: nn.Module, config: PatchConfig, inputs: ExampleInputs) -> _Patched:
-        facts, plan, shadow = facts_and_plan(model, config, inputs, [])
-        if shadow.mode is not None:
-            apply_plan(shadow.model, plan, arithmetic=False)
-        return cls(facts, shadow)
-
-
-def _planned(
-    model: nn.Module, config: PatchConfig, inputs: ExampleInputs
-) -> tuple[_Patched, FewRuns | None]:
-    path = repeated_blocks(model)
-    if path is not None:
-        few = few_of(path, len(model.get_submodule(path)))  # type: ignore[arg-type]  # a list
-        if few is not None:
-            with contextlib.suppress(TraceError), shortened(model, path, few.depth):
-                planned = _Patched.of(model, config, inputs)
-                first = few_runs(planned.shadow.model, find_blocks(planned.facts), few)
-                if first is not None:
-                    return planned, first
-    return _Patched.of(model, config, inputs), None
+    def run(self, level: str, accumulates: bool, inputs: ExampleInputs | None = None) -> Timeline:
+        levels = {block.site: level for block in self.blocks.blocks if not block.refusal}
+        found = run_levels(self.shadow, self.blocks, levels, inputs=inputs, accumulates=accumulates)
+        extended = found if self.few is None else self.few.extended(found)
+        if extended is None:
+            raise _Uneven
+        return extended
 
 
 def find_rungs(
@@ -299,11 +264,11 @@ def find_rungs(
     Raises:
         TraceError: the model cannot be run on the inputs.
     """
-    steps = _Steps(model, config, inputs)
-    with contextlib.suppress(_Uneven):
-        return tuple(_rungs(model, steps, training, budget))
-    steps.run_all(model, config, inputs)
-    return tuple(_rungs(model, steps, training, budget))
+    few = few_of(model)
+    if few is not None:
+        with contextlib.suppress(TraceError, _Uneven):
+            return tuple(_rungs(model, _Steps(model, config, inputs, few), training, budget))
+    return tuple(_rungs(model, _Steps(model, config, inputs, None), training, budget))
 
 
 def _rungs(model: nn.Module, steps: _Steps, training: Training, budget: Budget) -> Iterator[Rung]:
@@ -318,8 +283,8 @@ def _rungs(model: nn.Module, steps: _Steps, training: Training, budget: Budget) 
 
     sites = [block.site for block in steps.blocks.blocks]
     base = Base(
-        model, steps.planned.shadow.inputs, sites, states, training.optimizer, budget, 0, steps.runs, 0.0,
-        steps.device, training.quantised,
+        model, steps.shadow.inputs, sites, states, dataclasses.replace(training, gpus=1), budget, 0,
+        steps.runs, 0.0, steps.device,
     )  # fmt: skip
     for level in names:
         timeline = steps.run(level, training.accumulates)

@@ -1,32 +1,35 @@
-"""The bytes of one training step on fake tensors, run by run of the blocks.
+"""The bytes of one training step on fake tensors, run by run of the blocks, which may have levels.
 
-Each storage is counted from its allocation to its release, and belongs to the run of a block in which it was
-allocated. The sums are taken for each part of the step: a block's forward, what lies behind it up to the next
-(behind the last one, head and loss), and a block's backward, with whatever is computed again in it.
+The sums are taken for each part of the step: a block's forward, what lies behind it up to the next (behind
+the last one, head and loss), and a block's backward, with whatever is computed again in it.
+
+In a list of equal blocks the bytes of each place grow by an equal amount with each block before it (what it
+holds), and in the backward with each block behind it (its gradients). So of many equal blocks few are run,
+and more are put in behind the third.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from lowmem_patch.errors import TraceError
-from lowmem_patch.memory.step import as_on_data, run_step
-from lowmem_patch.nn.deferred import Unstored
-from lowmem_patch.tracing.gpu_dropout import GpuDropouts
-from lowmem_patch.tracing.isolation import in_training_mode, running_fake
-from lowmem_patch.tracing.live_storages import LiveStorages
-from lowmem_patch.tracing.observers import observed_calls
-from lowmem_patch.tracing.saved_bytes import storage_key
-from lowmem_patch.tracing.shadow import Shadow, tensors_in
+from lowmem_patch.memory.blocks import repeated_blocks, shortened
+from lowmem_patch.memory.step import BACKWARD, FORWARD, LOSS, OUTSIDE, LiveBytes, watched_step
+from lowmem_patch.nn.checkpointing import is_checkpointed, keep_block
+from lowmem_patch.strategies.checkpointing import Blocks, patches_of
+from lowmem_patch.strategies.protocol import Target
+from lowmem_patch.tracing.inputs import ExampleInputs
+from lowmem_patch.tracing.isolation import running_fake
+from lowmem_patch.tracing.shadow import Shadow
 
-_OUTSIDE = -1
-Part = tuple[str, int]
+Part = tuple[str, int]  # and the number of a run
+T = TypeVar("T")
+_DEPTH = 6  # blocks that are run, or one more: as many more are even
+_THIRD = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +49,11 @@ class RunBytes:
     forward: int
     behind: int
     backward: int
+
+    @property
+    def held(self) -> int:
+        """Bytes that it holds when the forward ends."""
+        return self.own + (self.output if self.output_lives else 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,143 +96,195 @@ class Timeline:
         return max(parts)
 
 
-class _LiveRuns(LiveStorages):
-    """The owner of a storage is the run in which it was allocated."""
-
-    def __init__(
-        self, ignored: Iterable[Tensor], packed: Iterable[Tensor], *, on_gpu: bool
-    ) -> None:
-        super().__init__(ignored, packed, on_gpu=on_gpu)
-        self.part: Part = ("before", 0)
-        self.most: dict[Part, int] = {}
-        self.begins = [(0, self.part)] if on_gpu else []
-
-    def grown(self, now: int) -> None:
-        self.most[self.part] = max(self.most.get(self.part, 0), now)
-
-    def begin(self, part: Part, run: int = _OUTSIDE) -> None:
-        self.settle()
-        self.part, self.owner = part, run
-        if self.on_gpu:
-            self.begins.append((len(self.events), part))
-        self.grown(self.now)
+def _named(moment: str, place: int) -> Part:
+    """The part of the runs that a part of `LiveBytes` is; behind the last run the backward begins."""
+    if moment == BACKWARD and place % 2:
+        return "backward", place // 2
+    if not place:
+        return "before", 0
+    return ("forward", place // 2) if place % 2 else ("behind", place // 2 - 1)
 
 
-class _Marks:
-    """Follows the runs of the blocks through one step."""
-
-    def __init__(
-        self, live: _LiveRuns, sites: frozenset[str], settle: Callable[[], None] | None
-    ) -> None:
-        self.live, self.sites, self.settle = live, sites, settle
-        self.outputs: list[dict[int, int]] = []  # bytes by key, of what the run made
-        self.alive: dict[int, tuple[int, int, Any]] | None = None  # when the forward ended
-
-    def enter(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if name in self.sites and self.alive is None:
-            number = len(self.outputs)
-            self.outputs.append({})
-            self.live.begin(("forward", number), number)
-
-    def leave(self, name: str, module: nn.Module, output: Any) -> None:
-        if self.alive is not None:
-            return
-        if name == "":
-            if self.settle is not None:
-                self.settle()
-            self.alive = dict(self.live.live)
-        if name not in self.sites:
-            return
-        number = len(self.outputs) - 1
-        tensors = [t for t in tensors_in(output) if not isinstance(t, Unstored)]
-        for key in map(storage_key, tensors):
-            size, run, _ = self.live.live.get(key, (0, _OUTSIDE, None))
-            if run == number:
-                self.outputs[number][key] = size
-        nodes = [t.grad_fn for t in tensors_in(output) if t.grad_fn is not None]
-        if nodes:  # no hook on the tensor, for which a deferred one would be computed
-            nodes[0].register_prehook(lambda _: self.live.begin(("backward", number)))
-        self.live.begin(("behind", number))
-
-    def timeline(self) -> Timeline:
-        self.live.settle()
-        alive, most = self.alive or {}, self.live.most
-        runs = []
-        for number, made in enumerate(self.outputs):
-            own = {key: size for key, (size, run, _) in alive.items() if run == number}
-            runs.append(
-                RunBytes(
-                    sum(size for key, size in own.items() if key not in made),
-                    sum(made.values()),
-                    any(key in own for key in made),
-                    *(most.get((part, number), 0) for part in ("forward", "behind", "backward")),
-                )
+def _timeline(live: LiveBytes) -> Timeline:
+    """Of a step that has just ended."""
+    live.settle()
+    most: dict[Part, int] = {}
+    for (moment, place), (size, *_) in live.parts.items():
+        if moment in (FORWARD, LOSS, BACKWARD):
+            part = _named(moment, place)
+            most[part] = max(size, most.get(part, 0))
+    alive = live.alive or {}
+    runs = []
+    for number, made in enumerate(live.outputs):
+        own = {key: size for key, (size, run, _) in alive.items() if run == number}
+        runs.append(
+            RunBytes(
+                sum(size for key, size in own.items() if key not in made),
+                sum(made.values()),
+                any(key in own for key in made),
+                *(most.get((part, number), 0) for part in ("forward", "behind", "backward")),
             )
-        outside = sum(size for size, run, _ in alive.values() if run == _OUTSIDE)
-        held = sum(size for size, _, _ in alive.values())
-        return Timeline(
-            tuple(runs), most.get(("before", 0), 0), outside, held, self.live.now,
-            tuple(self.live.events), tuple(self.live.begins),
-        )  # fmt: skip
-
-
-@contextlib.contextmanager
-def _gradients(model: nn.Module, accumulates: bool) -> Iterator[None]:
-    """Gradients are none before the step, or those of an earlier batch, and are put back after it."""
-    held = [(parameter, parameter.grad) for parameter in model.parameters()]
-    for parameter, _ in held:
-        earlier = accumulates and parameter.requires_grad
-        parameter.grad = torch.empty_like(parameter) if earlier else None
-    try:
-        yield
-    finally:
-        for parameter, gradient in held:
-            parameter.grad = gradient
+        )
+    outside = sum(size for size, run, _ in alive.values() if run == OUTSIDE)
+    held = sum(size for size, _, _ in alive.values())
+    begins = tuple((event, _named(*part)) for event, part in live.begins)
+    return Timeline(
+        tuple(runs), most.get(("before", 0), 0), outside, held, live.now, tuple(live.events), begins,
+    )  # fmt: skip
 
 
 def run_timeline(
     shadow: Shadow,
     sites: Sequence[str],
-    settle: Callable[[], None] | None = None,
+    settled: Callable[[], None] | None = None,
     *,
     accumulates: bool = False,
 ) -> Timeline:
-    """One step of a shadow in training mode; gradients are made in it, as after ``zero_grad()``.
-
-    Args:
-        sites: paths of the blocks.
-        settle: called when the forward ends, before it is looked what is alive.
-        accumulates: it adds to the gradients of an earlier batch, which are not counted, as parameters.
+    """One step of a shadow; the arguments are those of `watched_step`.
 
     Raises:
         TraceError: the forward or the backward fails.
     """
-    model, inputs = shadow.model, shadow.inputs
-    given = tensors_in((inputs.args, inputs.kwargs))
-    torch.clear_autocast_cache()
-    with contextlib.ExitStack() as contexts:
-        contexts.enter_context(in_training_mode(model))
-        contexts.enter_context(torch.enable_grad())
-        if shadow.mode is not None:
-            contexts.enter_context(running_fake(shadow.mode))
-        contexts.enter_context(_gradients(model, accumulates))
-        if shadow.elsewhere:
-            contexts.enter_context(GpuDropouts())
-        earlier = [p.grad for p in model.parameters() if p.grad is not None]
-        states = (*model.parameters(), *model.buffers(), *shadow.beside, *earlier)
-        live = _LiveRuns(states, shadow.packed, on_gpu=shadow.on_gpu)
-        marks = _Marks(live, frozenset(sites), settle)
-        contexts.enter_context(observed_calls(model, marks.enter, marks.leave))
-        contexts.enter_context(live)
-        for tensor in given:
-            live.add(tensor)
+    mode = contextlib.nullcontext() if shadow.mode is None else running_fake(shadow.mode)
+    purpose = "to plan how it fits"
+    step = watched_step(shadow, sites, accumulates=accumulates, settled=settled, purpose=purpose)
+    with mode, step as live:
+        return _timeline(live)
+
+
+def run_levels(
+    shadow: Shadow,
+    blocks: Blocks,
+    levels: Mapping[str, str],
+    *,
+    settled: bool = False,
+    inputs: ExampleInputs | None = None,
+    few: FewRuns | None = None,
+    accumulates: bool = False,
+) -> Timeline:
+    """A step in which the blocks have these levels; afterwards they have none.
+
+    Args:
+        settled: no input is on its way to the host any more when the forward ends.
+        inputs: in the place of the shadow's.
+        few: only these blocks of a list are run.
+        accumulates: as `run_timeline`.
+
+    Raises:
+        TraceError: the step fails.
+    """
+    model = shadow.model
+    patches = patches_of(blocks, levels)
+    if inputs is not None:
+        shadow = dataclasses.replace(shadow, inputs=inputs)
+    hosts = [patch.how.host for patch in patches if patch.how.host is not None]
+    settle: Callable[[], None] | None = hosts[0].release if settled and hosts else None
+    path, depth = (few.path, few.depth) if few else (None, None)
+    with shortened(model, path, depth):
+        target, there = Target(model), {name for name, _ in model.named_modules()}
         try:
-            run_step(model, as_on_data(model, inputs))
-        except Exception as error:  # of a foreign forward
-            raise TraceError(
-                f"a training step of {type(model).__name__} could not be run to plan how it fits: "
-                f"{type(error).__name__}: {error}"
-            ) from error
-        timeline = marks.timeline()
-    torch.clear_autocast_cache()
-    return timeline
+            for patch in patches:
+                if patch.site in there:
+                    patch.apply(target)
+            sites = [block.site for block in blocks.blocks]
+            return run_timeline(shadow, sites, settle, accumulates=accumulates)
+        finally:
+            for module in model.modules():
+                if is_checkpointed(module):
+                    keep_block(module)
+
+
+@dataclasses.dataclass(frozen=True)
+class FewRuns:
+    """Runs of equal blocks, of which few stand for all.
+
+    Attributes:
+        path: of the list of blocks.
+        first: the number of the list's first run.
+        depth, more: blocks of the list that are run, and that are not: an even number.
+    """
+
+    path: str
+    first: int
+    depth: int
+    more: int
+
+    def stands_for(self, number: int) -> int:
+        """The run, of few, that is as this run of all is; even ones for even ones."""
+        third = self.first + _THIRD
+        if number <= third:
+            return number
+        return number - self.more if number > third + self.more else third + (number - third) % 2
+
+    def extended_runs(self, few: Sequence[T]) -> tuple[T, ...]:
+        """What is known of each run of few, for each run of all."""
+        count = len(few) + self.more
+        return tuple(few[self.stands_for(number)] for number in range(count))
+
+    def extended(self, few: Timeline) -> Timeline | None:
+        """The step of all blocks; None where the few do not grow evenly."""
+        third, more = self.first + _THIRD, self.more
+        one, two, three = few.runs[third : third + 3]
+        held, (grown, later) = one.held, _growth(one, two)
+        gradients = held - later
+        # the last ones may still wait for their copies to the host, and live: no growth of the others
+        if _growth(two, three) != (grown, later) or one.own != two.own:
+            return None
+        front = [_moved(run, backward=more * gradients) for run in few.runs[: third + 1]]
+        put_in = [
+            _moved(front[-1], forward=count * grown, backward=count * (held - gradients))
+            for count in range(1, more + 1)
+        ]
+        behind = [
+            _moved(run, forward=more * grown, backward=more * held) for run in few.runs[third + 1 :]
+        ]
+        return dataclasses.replace(
+            few,
+            runs=(*front, *put_in, *behind),
+            held=few.held + more * held,
+            end=few.end + more * gradients,
+            events=(),
+            begins=(),
+        )
+
+
+def _growth(one: RunBytes, other: RunBytes) -> tuple[int, int]:
+    return other.forward - one.forward, other.backward - one.backward
+
+
+def _moved(run: RunBytes, *, forward: int = 0, backward: int = 0) -> RunBytes:
+    return dataclasses.replace(
+        run,
+        forward=run.forward + forward,
+        behind=run.behind + forward,
+        backward=run.backward + backward,
+    )
+
+
+def few_of(model: nn.Module) -> FewRuns | None:
+    """How few run of the model's largest list of equal blocks; None where all do. The first run is not known
+    yet."""
+    path = repeated_blocks(model)
+    count = 0 if path is None else len(model.get_submodule(path)._modules)
+    depth = _DEPTH + count % 2
+    return FewRuns(path, 0, depth, count - depth) if path is not None and count > depth else None
+
+
+def few_runs(model: nn.Module, blocks: Blocks, few: FewRuns | None) -> FewRuns | None:
+    """The few with the number of their first run, where each block of the list runs once, one after the
+    other, and few stand for many; or None.
+
+    Args:
+        model: that ran, also with these few blocks only.
+    """
+    if few is None:
+        return None
+    wanted = [f"{few.path}.{name}" for name in model.get_submodule(few.path)._modules]
+    ran = [blocks.blocks[run.block].site for run in blocks.runs]
+    first = ran.index(wanted[0]) if wanted[0] in ran else 0
+    listed = {block.site: dataclasses.replace(block, site="") for block in blocks.blocks}
+    equal = len({listed.get(site) for site in wanted}) == 1
+    once = all(ran.count(site) == 1 for site in wanted)
+    if not equal or not once or ran[first : first + len(wanted)] != wanted:
+        return None
+    return dataclasses.replace(few, first=first)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lowmem_patch.errors import TraceError
+from lowmem_patch.tracing.base_model import base_model, text_config
 from lowmem_patch.tracing.diffusion_inputs import diffusion_inputs, is_diffusers
 from lowmem_patch.tracing.inputs import ExampleInputs
 from lowmem_patch.tracing.isolation import preserved, running_fake
@@ -43,7 +44,7 @@ def make_example_inputs(
     Raises:
         TraceError: the model says nothing about its inputs; pass ``example_inputs=``.
     """
-    base = _base_of(model)
+    base = base_model(model)
     parameter = next(base.parameters(), None)
     if device is None:
         device = torch.device("cpu") if parameter is None or parameter.is_meta else parameter.device
@@ -102,12 +103,8 @@ def inner_model(model: nn.Module) -> nn.Module:
 
 def reads_tokens(model: nn.Module) -> bool:
     """Whether the length of a row is the user's choice, as it is for text."""
-    main = getattr(_base_of(model), "main_input_name", None)
+    main = getattr(base_model(model), "main_input_name", None)
     return "input_ids" in (main if isinstance(main, (list, tuple)) else [main])
-
-
-def _base_of(model: Any) -> Any:
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def _is_transformers(model: Any) -> bool:
@@ -119,7 +116,7 @@ def _timm_config(model: Any) -> Any:
 
 
 def _says_its_inputs(model: nn.Module) -> bool:
-    base = _base_of(model)
+    base = base_model(model)
     return _is_transformers(base) or _timm_config(base) is not None or is_diffusers(base)
 
 
@@ -203,7 +200,7 @@ class _Maker:
         decoder = ["decoder_input_ids"] if self._decodes() else []
         sets = [(*names, *self.required, *decoder) for names in self._choices()]
         for names in dict.fromkeys(tuple(dict.fromkeys(names)) for names in sets):
-            options = [self._options(name) for name in names]
+            options = [_MAKERS[name](self) if name in _MAKERS else [] for name in names]
             for values in itertools.product(*options):
                 yield ExampleInputs((), dict(zip(names, values, strict=True)))
 
@@ -222,10 +219,6 @@ class _Maker:
         return bool(getattr(self.config, "is_encoder_decoder", False)) and (
             "decoder_input_ids" in self.accepted
         )
-
-    def _options(self, name: str) -> list[Tensor]:
-        maker = _MAKERS.get(name)
-        return [] if maker is None else maker(self)
 
     def number(self, *names: str) -> int | None:
         """The first of these numbers that the config or one of its parts gives."""
@@ -261,7 +254,7 @@ class _Maker:
         """Tokens of the text model; of the smallest, where an encoder and a decoder read their own."""
         config = self.config
         try:
-            text = config.get_text_config() if hasattr(config, "get_text_config") else config
+            text = text_config(config)
         except ValueError:  # several
             sizes = [getattr(part, "vocab_size", None) for part in self.configs]
             return min((size for size in sizes if isinstance(size, int)), default=2)

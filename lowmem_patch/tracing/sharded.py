@@ -18,6 +18,7 @@ from lowmem_patch.errors import TraceError
 from lowmem_patch.functional import is_sharded
 from lowmem_patch.nn.context import is_fsdp_unit
 from lowmem_patch.nn.own import is_own
+from lowmem_patch.tracing.base_model import base_model
 
 _MEND = "call patch_model before sharding, then shard the patched model"
 # settings that a user, or activation checkpointing, may have changed since the model was built
@@ -63,7 +64,7 @@ def whole_twin(model: Any) -> nn.Module:
 
 def _from_config(model: Any) -> Any:
     """The same class from the same config, and the same adapters around it."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = base_model(model)
     config = getattr(base, "config", None)
     if config is None:
         raise TraceError(

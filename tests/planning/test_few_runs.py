@@ -11,9 +11,9 @@ from transformers import Gemma2Config, Gemma2ForCausalLM
 from lowmem_patch.config import load_config
 from lowmem_patch.memory.model_states import USUAL_TRAINING, model_state_bytes
 from lowmem_patch.planning.costs import device_of, run_seconds
-from lowmem_patch.planning.few_runs import few_runs
 from lowmem_patch.planning.fit import Fitting
-from lowmem_patch.planning.planner import plan_model
+from lowmem_patch.planning.planner import Planned, plan_model
+from lowmem_patch.planning.timeline import FewRuns, few_of, few_runs
 from lowmem_patch.strategies.checkpointing import find_blocks
 from tests.support.fitted import made, tokens
 from tests.support.models import llama_of
@@ -27,6 +27,11 @@ def fitting(model: Any, inputs: Any) -> Fitting:
     seconds = run_seconds(planned.facts, blocks, device)
     states = model_state_bytes(model, "adamw")
     return Fitting(planned.shadow, blocks, seconds, device, states, USUAL_TRAINING, 1 << 30)
+
+
+def found_few(planned: Planned) -> FewRuns | None:
+    model = planned.shadow.model
+    return few_runs(model, find_blocks(planned.facts), few_of(model))
 
 
 @pytest.mark.parametrize("count", [9, 12])
@@ -54,7 +59,7 @@ def test_blocks_that_differ_are_all_run() -> None:
     model = llama_of(num_hidden_layers=10).train()
     model.model.layers[7].requires_grad_(False)
     planned = plan_model(model, load_config("exact"), inputs)
-    assert few_runs(planned.shadow.model, find_blocks(planned.facts)) is None
+    assert found_few(planned) is None
     short, inputs = made("llama")  # six blocks
     planned = plan_model(short, load_config("exact"), inputs)
-    assert few_runs(planned.shadow.model, find_blocks(planned.facts)) is None
+    assert found_few(planned) is None

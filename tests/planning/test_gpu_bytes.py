@@ -13,7 +13,7 @@ from lowmem_patch import plan_patch
 from lowmem_patch.functional.products import linear_backward
 from lowmem_patch.memory import model_state_bytes
 from lowmem_patch.memory.caching_allocator import rounding_bytes
-from lowmem_patch.memory.cublas import _of_one, workspace_bytes
+from lowmem_patch.memory.cublas import _of_one, workspace_sizes
 from lowmem_patch.planning.fit_report import _ranges, size_text
 from lowmem_patch.tracing.gpu_temporaries import column_sum_bytes, temporary_of
 from lowmem_patch.tracing.inputs import ExampleInputs
@@ -50,18 +50,18 @@ def test_the_workspace_of_cublaslt_is_in_kib(monkeypatch: pytest.MonkeyPatch) ->
     sizes = {}
     for text in ("", "0", "2048"):
         monkeypatch.setenv("CUBLASLT_WORKSPACE_SIZE", text)
-        sizes[text] = workspace_bytes(nn.Linear(8, 8).to("meta"))
+        sizes[text] = sum(workspace_sizes(nn.Linear(8, 8).to("meta")))
     assert sizes == {"": 2 * MIB, "0": 0, "2048": 4 * MIB}  # of two threads
 
 
 def test_only_a_gpu_has_workspaces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:3")
     model = nn.Linear(8, 8)
-    assert workspace_bytes(model) == model_state_bytes(model, "sgd").workspace == 0
+    assert sum(workspace_sizes(model)) == model_state_bytes(model, "sgd").workspace == 0
     model = model.to("meta")
-    assert workspace_bytes(model) == 2 * (3 * 4 * MIB + MIB)  # of two threads, and cuBLASLt's
+    assert sum(workspace_sizes(model)) == 2 * (3 * 4 * MIB + MIB)  # of two threads, and cuBLASLt's
     states = model_state_bytes(model, "sgd")
-    assert states.resident == states.parameters + workspace_bytes(model)
+    assert states.resident == states.parameters + sum(workspace_sizes(model))
 
 
 def test_a_budget_holds_the_workspaces_and_says_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,7 +134,7 @@ def test_model_states_on_a_gpu_hold_what_is_rounded_up() -> None:
     assert model_state_bytes(layers, "adamw").rounding == 0
     layers = layers.to("meta")
     states = model_state_bytes(layers, "adamw")
-    assert states.workspace == workspace_bytes(layers)
+    assert states.workspace == sum(workspace_sizes(layers))
     assert states.resident - states.counted == states.rounding
     assert states.rounding == rounding_bytes([768 * 768 * 2] * 27) > 0  # weights, two moments
 

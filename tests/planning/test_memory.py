@@ -26,8 +26,8 @@ from lowmem_patch.memory import (
     predict,
     predict_memory,
 )
-from lowmem_patch.memory.cublas import workspace_bytes
-from lowmem_patch.memory.live_bytes import most_of_moments
+from lowmem_patch.memory.cublas import workspace_sizes
+from lowmem_patch.memory.step import most_of_moments
 from lowmem_patch.tracing.inputs import ExampleInputs
 from lowmem_patch.tracing.shadow import Shadow, make_shadow
 from tests.support.step_bytes import step_bytes
@@ -182,9 +182,32 @@ def test_blocks_that_only_look_equal_are_all_run() -> None:
 
     predictor = predictor_of(Uneven(), None, make, (4, None))
     found, whole = predictor.step(4, None), step_bytes(make_shadow(Uneven().train(), make(4, None)))
-    assert most_of_moments(found) == whole.moments
+    assert most_of_moments(found) == most_of_moments(whole.parts)
     # nine inputs, three inputs of GELU, and what the mean square is of; the first input is the model's
     assert predictor.plans.report.saved_before == whole.saved == (9 + 3) * 4 * 8 * 4
+
+
+class Twice(nn.Module):
+    """All blocks run, and then all of them again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(9))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in (*self.blocks, *self.blocks):
+            x = torch.nn.functional.gelu(block(x))
+        return x
+
+
+def test_blocks_that_run_twice_are_all_run() -> None:
+    def make(batch: int, length: int | None) -> ExampleInputs:
+        return ExampleInputs((torch.ones(batch, 8),))
+
+    predictor = predictor_of(Twice(), None, make, (4, None))
+    found, whole = predictor.step(4, None), step_bytes(make_shadow(Twice().train(), make(4, None)))
+    assert most_of_moments(found) == most_of_moments(whole.parts)
+    assert set(predictor.shadows) == {3, 4, None}
 
 
 @pytest.mark.parametrize(
@@ -225,7 +248,7 @@ def test_affine_sizes_take_few_runs() -> None:
 def test_what_is_said_to_fit_fits_just_so(solve: str, attention: str) -> None:
     with torch.device("meta"):
         model = llama(2, attention)
-    limit = 8 * 2**20 + workspace_bytes(model)
+    limit = 8 * 2**20 + sum(workspace_sizes(model))
     memory = predict_memory(
         model, load_config("exact"), tokens, batch_size=2, length=24, limit=limit, solve=solve
     )
@@ -237,7 +260,7 @@ def test_what_is_said_to_fit_fits_just_so(solve: str, attention: str) -> None:
     assert 0 <= buffers <= 2 * 4 * 8  # the rotary table
     assert memory.largest_after is not None and memory.largest_before is not None
     assert memory.largest_after > memory.largest_before > 1
-    states = memory.before.parameters + memory.before.optimizer + workspace_bytes(model)
+    states = memory.before.parameters + memory.before.optimizer + sum(workspace_sizes(model))
     for preset, size in ((None, memory.largest_before), ("exact", memory.largest_after)):
         for number, fits in ((size, True), (size + 1, False)):
             sizes = (number, 24) if solve == "batch" else (2, number)

@@ -27,8 +27,8 @@ from lowmem_patch.memory import (
     run_step,
     switch_checkpointing_on,
 )
-from lowmem_patch.memory.live_bytes import most_of_moments
 from lowmem_patch.memory.predict import _Predictor, _Totals
+from lowmem_patch.memory.step import most_of_moments
 from lowmem_patch.tracing.inputs import ExampleInputs
 from lowmem_patch.tracing.shadow import make_shadow
 from tests.support.live import allocated
@@ -283,7 +283,7 @@ def test_few_blocks_tell_where_the_peak_of_many_is(
     found = predictor.step(1, length)
     assert set(predictor.shadows) == {3, 4}
     whole = step_bytes(make_shadow(model.train(), make(1, length)), accumulates=accumulates)
-    assert most_of_moments(found) == whole.moments
+    assert most_of_moments(found) == most_of_moments(whole.parts)
     assert plans.report.saved_before == whole.saved
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Mapping
 
-from lowmem_patch.memory.live_bytes import Part, PartBytes, most_of_moments
-from lowmem_patch.memory.step import as_on_data, step_parts
+from lowmem_patch.memory.optimizers import FakeOptimizer
+from lowmem_patch.memory.step import Part, PartBytes, as_on_data, most_of_moments, watched_step
 from lowmem_patch.tracing.shadow import Shadow
 from lowmem_patch.tracing.trace import trace_forward
 
@@ -19,16 +20,18 @@ class StepBytes:
         saved: activations that autograd holds after the forward.
         weight_copies: low-precision copies of weights that it holds.
         parts: the largest sums of all storages alive at one time, by moment and place.
+        earlier: gradients of an earlier batch, which are in none of the parts.
     """
 
     saved: int
     weight_copies: int
     parts: Mapping[Part, PartBytes]
+    earlier: int = 0
 
     @property
     def moments(self) -> dict[str, int]:
         """The largest sum of each moment of the step, in their order."""
-        return most_of_moments(self.parts)
+        return {name: size + self.earlier for name, size in most_of_moments(self.parts).items()}
 
     @property
     def peak(self) -> int:
@@ -36,9 +39,14 @@ class StepBytes:
 
 
 def step_bytes(shadow: Shadow, *, optimizer: str = "adamw", accumulates: bool = False) -> StepBytes:
-    """Run the forward, then a whole step, of a shadow in training mode; as ``step_parts``."""
+    """Run the forward, then a whole step, of a shadow in training mode; as ``watched_step``."""
     shadow.model.train()
     forward = dataclasses.replace(shadow, inputs=as_on_data(shadow.model, shadow.inputs))
     saved = trace_forward(forward, structure=False).saved
-    parts = step_parts(shadow, optimizer=optimizer, accumulates=accumulates)
-    return StepBytes(saved.activations, saved.weight_copies, parts)
+    trained = [p for p in shadow.model.parameters() if p.requires_grad]
+    with contextlib.nullcontext() if shadow.mode is None else shadow.mode:
+        fake = FakeOptimizer(optimizer, trained)
+    with watched_step(shadow, optimizer=fake, accumulates=accumulates) as live:
+        parts = live.result()
+    earlier = sum(parameter.nbytes for parameter in trained) if accumulates else 0
+    return StepBytes(saved.activations, saved.weight_copies, parts, earlier)

@@ -1,4 +1,4 @@
-"""The model inside a PEFT wrapper, and its head."""
+"""The model inside a PEFT wrapper, its head, and the config of what reads text."""
 
 from __future__ import annotations
 
@@ -8,6 +8,15 @@ from typing import Any
 def base_model(model: Any) -> Any:
     """The model that PEFT wraps, or the model itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def text_config(config: Any) -> Any:
+    """The part of a transformers config that is of the text model; the config itself where it has no parts.
+
+    Raises:
+        ValueError: there are several text models.
+    """
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def output_head(model: Any) -> Any:
