@@ -27,7 +27,7 @@ from lowmem_patch.tracing.isolation import in_training_mode
 from lowmem_patch.tracing.live_storages import LiveStorages
 from lowmem_patch.tracing.observers import observed_calls
 from lowmem_patch.tracing.saved_bytes import storage_key
-from lowmem_patch.tracing.shadow import Shadow, tensors_in
+from lowmem_patch.tracing.shadow import Shadow, node_of, tensors_in
 
 FORWARD, LOSS, AFTER_LOSS = "forward", "loss", "after the loss"
 BACKWARD, AFTER_BACKWARD, OPTIMIZER = "backward", "after the backward", "optimizer step"
@@ -159,7 +159,7 @@ class LiveBytes(LiveStorages):
             size, run, _ = self.live.get(key, (0, OUTSIDE, None))
             if run == number:
                 self.outputs[number][key] = size
-        nodes = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+        nodes = [node for node in map(node_of, tensors) if node is not None]
         if nodes:  # no hook on the tensor, for which a deferred one would be computed
             nodes[0].register_prehook(lambda _: self.begin(BACKWARD, 2 * number + 1))
         self.begin(FORWARD, 2 * number + 2)
