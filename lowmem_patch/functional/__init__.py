@@ -16,12 +16,7 @@ from lowmem_patch.functional._library import (
     without_autocast,
 )
 from lowmem_patch.functional._ownership import is_checkpoint_packing
-from lowmem_patch.functional.activations import (
-    activation,
-    activation_gradients,
-    computed_again,
-    glu,
-)
+from lowmem_patch.functional.activations import activation, activation_gradients, computed_again
 from lowmem_patch.functional.affine import (
     Affine,
     Recomputed,
@@ -66,7 +61,6 @@ __all__ = [
     "first_order",
     "flat",
     "from_eight_bits",
-    "glu",
     "in_compiler",
     "in_compute_dtype",
     "is_checkpoint_packing",

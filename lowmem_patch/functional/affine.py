@@ -200,7 +200,7 @@ class _AffineLinear(torch.autograd.Function):
         return d_y, None, None, d_weight, d_bias, d_A, d_B, None, None
 
 
-_apply: Any = super(torch.autograd.Function, _AffineLinear).apply
+_apply = _library.direct_call(_AffineLinear)
 
 
 def affine_linear(

@@ -39,27 +39,19 @@ _codes_backward = _library.Operator(
 )
 
 
-class _CodesActivation(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> Any:
-        y, codes = _codes.implementation(*arguments)
-        _CodesActivation.save(ctx, arguments, (y, codes))
-        return y
-
-    @staticmethod
-    def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        x, kind, bits, implementation = inputs
-        ctx.save_for_backward(output[1])
-        ctx.settings = (kind, bits, x.dtype, implementation)
-
-    @staticmethod
-    @_library.first_order("codes_activation")
-    def backward(ctx: Any, dy: Tensor | None, *_: None) -> Any:
-        dx = None if dy is None else _codes_backward(dy, *ctx.saved_tensors, *ctx.settings)
-        return dx, None, None, None
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, kind, bits, implementation = inputs
+    ctx.save_for_backward(output[1])
+    ctx.settings = (kind, bits, x.dtype, implementation)
 
 
-_call_codes = _codes.differentiable(_CodesActivation)
+@_library.first_order("codes_activation")
+def _gradient(ctx: Any, dy: Tensor | None, *_: None) -> Any:
+    dx = None if dy is None else _codes_backward(dy, *ctx.saved_tensors, *ctx.settings)
+    return dx, None, None, None
+
+
+_call_codes = _codes.differentiable(_save, _gradient)
 
 
 def codes_activation(

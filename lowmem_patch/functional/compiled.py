@@ -28,8 +28,9 @@ def _recomputed(function: Callable[..., Tensor], *args: Any) -> Tensor:
     return y
 
 
-def _product(gate: Tensor, up: Tensor, kind: ActivationKind) -> Tensor:
-    return reference.activate(gate, kind) * up
+def _activation(x: Tensor, kind: ActivationKind, up: Tensor | None) -> Tensor:
+    y = reference.activate(x, kind)
+    return y if up is None else y * up
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -41,14 +42,9 @@ def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return _recomputed(_cast, tensor, dtype)
 
 
-def activation(x: Tensor, kind: ActivationKind) -> Tensor:
-    """h(x), recomputed from ``x`` in backward."""
-    return _recomputed(reference.activate, x, kind)
-
-
-def glu(gate: Tensor, up: Tensor, kind: ActivationKind) -> Tensor:
-    """h(gate) * up, recomputed from both in backward."""
-    return _recomputed(_product, gate, up, kind)
+def activation(x: Tensor, kind: ActivationKind, up: Tensor | None = None) -> Tensor:
+    """h(x) or h(x) * up, recomputed from these in backward."""
+    return _recomputed(_activation, x, kind, up)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -141,54 +141,52 @@ def _is_graph_made() -> bool:
     return in_compiler() or torch._C._get_dispatch_mode(proxies) is not None
 
 
-class _SumOfLosses(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> Any:
-        output = _sum_forward(*arguments)
-        _SumOfLosses.save(ctx, arguments, output)
-        ctx.in_place = True
-        return output[0]
+def _compute_and_save(ctx: Any, *arguments: Any) -> Any:
+    output = _sum_forward(*arguments)
+    _save_sum(ctx, arguments, output)
+    ctx.in_place = True
+    return output[0]
 
-    @staticmethod
-    def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-        # the results of an operator are its caller's; who counts bytes counts what happens without him
-        ctx.in_place = bool(torch._C._len_torch_dispatch_stack())
-        gradients = list(output[1:6])
-        ctx.early, ctx.in_graph = None, _is_graph_made()
-        if not ctx.in_graph:
-            # the first backward takes the gradients of weights, and scales them in place: they are as large
-            # as the weights; a second one (retain_graph) makes them again
-            ctx.early = [gradients[place] for place in WEIGHTS]
-            for place in WEIGHTS:
-                gradients[place] = None
-        ctx.save_for_backward(*inputs[:5], *inputs[8:10], *gradients, *output[6:8])
-        ctx.scaling, ctx.rest = inputs[5:8], inputs[10:]
 
-    @staticmethod
-    @_library.first_order("linear_cross_entropy")
-    def backward(ctx: Any, d_loss: Tensor | None, *_: None) -> Any:
-        if d_loss is None:
-            return (None,) * 16
-        saved = _library.saved_tensors(ctx, "the input, the weight or the label of a head")
-        tensors, labels, found = saved[:5], saved[5:7], list(saved[7:12])
-        labelled, lacking = saved[12:]
-        needs, implementation = ctx.rest[4:]
-        # an operator gives an empty tensor for what is absent
-        if labelled is not None and labelled.dtype != torch.int64:
-            labelled = None
-        if lacking is not None and lacking.numel():
-            d_loss = d_loss * lacking
-        if ctx.in_graph:
-            weights = [found[place] * d_loss for place in WEIGHTS]
-        else:
-            arguments = (*tensors, *ctx.scaling, *labels, *ctx.rest)
-            weights = _early_gradients(ctx, arguments, d_loss, implementation)
-        for place, gradient in zip(WEIGHTS, weights, strict=True):
-            found[place] = gradient
-        for place in _ROWS:
-            found[place] = _of_all_rows(found[place], d_loss, labelled, tensors[place])
-        wanted = (g if need else None for g, need in zip(found, needs, strict=True))
-        return (*wanted, *(None,) * 11)
+def _save_sum(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    # the results of an operator are its caller's; who counts bytes counts what happens without him
+    ctx.in_place = bool(torch._C._len_torch_dispatch_stack())
+    gradients = list(output[1:6])
+    ctx.early, ctx.in_graph = None, _is_graph_made()
+    if not ctx.in_graph:
+        # the first backward takes the gradients of weights, and scales them in place: they are as large
+        # as the weights; a second one (retain_graph) makes them again
+        ctx.early = [gradients[place] for place in WEIGHTS]
+        for place in WEIGHTS:
+            gradients[place] = None
+    ctx.save_for_backward(*inputs[:5], *inputs[8:10], *gradients, *output[6:8])
+    ctx.scaling, ctx.rest = inputs[5:8], inputs[10:]
+
+
+@_library.first_order("linear_cross_entropy")
+def _gradients_of_sum(ctx: Any, d_loss: Tensor | None, *_: None) -> Any:
+    if d_loss is None:
+        return (None,) * 16
+    saved = _library.saved_tensors(ctx, "the input, the weight or the label of a head")
+    tensors, labels, found = saved[:5], saved[5:7], list(saved[7:12])
+    labelled, lacking = saved[12:]
+    needs, implementation = ctx.rest[4:]
+    # an operator gives an empty tensor for what is absent
+    if labelled is not None and labelled.dtype != torch.int64:
+        labelled = None
+    if lacking is not None and lacking.numel():
+        d_loss = d_loss * lacking
+    if ctx.in_graph:
+        weights = [found[place] * d_loss for place in WEIGHTS]
+    else:
+        arguments = (*tensors, *ctx.scaling, *labels, *ctx.rest)
+        weights = _early_gradients(ctx, arguments, d_loss, implementation)
+    for place, gradient in zip(WEIGHTS, weights, strict=True):
+        found[place] = gradient
+    for place in _ROWS:
+        found[place] = _of_all_rows(found[place], d_loss, labelled, tensors[place])
+    wanted = (g if need else None for g, need in zip(found, needs, strict=True))
+    return (*wanted, *(None,) * 11)
 
 
 def _early_gradients(
@@ -223,7 +221,7 @@ def _of_all_rows(
     return zeros.index_copy_(0, labelled, gradient).view(like.shape)
 
 
-_call_sum = _sum.differentiable(_SumOfLosses)
+_call_sum = _sum.differentiable(_save_sum, _gradients_of_sum, _compute_and_save)
 
 
 def _rows_forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -294,33 +292,23 @@ _rows_gradient = _library.Operator(
 )
 
 
-class _Losses(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> Any:
-        output = _rows_forward(*arguments)
-        _Losses.save(ctx, arguments, output)
-        return output[0]
-
-    @staticmethod
-    def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-        ctx.save_for_backward(*inputs[:5], *inputs[8:10], output[1])
-        ctx.scaling, ctx.rest, ctx.needs = inputs[5:8], inputs[10:], ctx.needs_input_grad[:5]
-
-    @staticmethod
-    @_library.first_order("linear_cross_entropy_rows")
-    def backward(ctx: Any, d_losses: Tensor | None, *_: None) -> Any:
-        if d_losses is None:
-            return (None,) * 13
-        *saved, logsumexp = _library.saved_tensors(
-            ctx, "the input, the weight or the label of a head"
-        )
-        arguments = (*saved[:5], *ctx.scaling, *saved[5:], *ctx.rest)
-        found = _rows_gradient(d_losses, logsumexp, ctx.needs, *arguments)
-        wanted = (g if need else None for g, need in zip(found[:5], ctx.needs, strict=True))
-        return (*wanted, *(None,) * 8)
+def _save_rows(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    ctx.save_for_backward(*inputs[:5], *inputs[8:10], output[1])
+    ctx.scaling, ctx.rest, ctx.needs = inputs[5:8], inputs[10:], ctx.needs_input_grad[:5]
 
 
-_call_rows = _rows.differentiable(_Losses)
+@_library.first_order("linear_cross_entropy_rows")
+def _gradients_of_rows(ctx: Any, d_losses: Tensor | None, *_: None) -> Any:
+    if d_losses is None:
+        return (None,) * 13
+    *saved, logsumexp = _library.saved_tensors(ctx, "the input, the weight or the label of a head")
+    arguments = (*saved[:5], *ctx.scaling, *saved[5:], *ctx.rest)
+    found = _rows_gradient(d_losses, logsumexp, ctx.needs, *arguments)
+    wanted = (g if need else None for g, need in zip(found[:5], ctx.needs, strict=True))
+    return (*wanted, *(None,) * 8)
+
+
+_call_rows = _rows.differentiable(_save_rows, _gradients_of_rows)
 
 
 def linear_cross_entropy(

@@ -131,7 +131,7 @@ def _input_again(
     """The dropout's result in ``dtype``, from what its input is computed from, and the mask."""
     x, *more, bits = sources
     if kind is not None:
-        x = computed_again((x, more[0] if more else None), kind)
+        x = computed_again(x, *more, kind=kind)
     return _dropped(x, bits, p, False, value_dtype, dtype)
 
 

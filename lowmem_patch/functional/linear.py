@@ -34,55 +34,46 @@ from lowmem_patch.functional.products import (
     linear_op,
     low_product_op,
     one_for_each,
-    padded_forward,
 )
 
 
-class _ActivationLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> Tensor:
-        output = padded_forward(*arguments)
-        _ActivationLinear.save(ctx, arguments, output)
-        return output[0]
-
-    @staticmethod
-    def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-        _, source, up, weight, _, lora_A, lora_B, scale, kind, _, implementation = inputs
-        _, for_source, for_up, for_weight, for_bias, for_A, for_B, *_ = ctx.needs_input_grad
-        for_input = for_source or for_up
-        for_hidden = for_weight or for_A or (for_input and kind != IDENTITY)
-        ctx.save_for_backward(
-            *((source, up) if for_hidden else (None, None)),
-            *((weight, lora_A) if for_input else (None, None)),
-            lora_B if for_input or for_A or for_B else None,
-            output[1] if for_B else None,
-        )
-        ctx.needs = (for_input, for_weight, for_bias, for_A, for_B)
-        ctx.settings = (scale, kind, ctx.needs, implementation)
-        ctx.given_away = kind != IDENTITY and is_checkpoint_packing()
-        # an absent tensor's dtype is never read
-        ctx.dtypes = [(weight if t is None else t).dtype for t in inputs[1:7]]
-
-    @staticmethod
-    @_library.first_order("activation_linear")
-    def backward(ctx: Any, dy: Tensor | None, *_: None) -> Any:
-        if dy is None:
-            return (None,) * 11
-        saved = ctx.saved_tensors
-        for_input, *for_rest = ctx.needs
-        needs = (for_input, for_input and saved[1] is not None, *for_rest)
-        if ctx.given_away and for_input and can_be_overwritten(dy, *saved[:2]):
-            gradients = linear_backward_over(dy, *saved, *ctx.settings)
-        else:
-            gradients = linear_backward_op(dy, *saved, *ctx.settings)
-        found = one_for_each(gradients, needs, ctx.dtypes)
-        return (None, *found, None, None, None, None)
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    _, source, up, weight, _, lora_A, lora_B, scale, kind, _, implementation = inputs
+    _, for_source, for_up, for_weight, for_bias, for_A, for_B, *_ = ctx.needs_input_grad
+    for_input = for_source or for_up
+    for_hidden = for_weight or for_A or (for_input and kind != IDENTITY)
+    ctx.save_for_backward(
+        *((source, up) if for_hidden else (None, None)),
+        *((weight, lora_A) if for_input else (None, None)),
+        lora_B if for_input or for_A or for_B else None,
+        output[1] if for_B else None,
+    )
+    ctx.needs = (for_input, for_weight, for_bias, for_A, for_B)
+    ctx.settings = (scale, kind, ctx.needs, implementation)
+    ctx.given_away = kind != IDENTITY and is_checkpoint_packing()
+    # an absent tensor's dtype is never read
+    ctx.dtypes = [(weight if t is None else t).dtype for t in inputs[1:7]]
 
 
-_call_linear = linear_op.differentiable(_ActivationLinear)
+@_library.first_order("activation_linear")
+def _gradients(ctx: Any, dy: Tensor | None, *_: None) -> Any:
+    if dy is None:
+        return (None,) * 11
+    saved = ctx.saved_tensors
+    for_input, *for_rest = ctx.needs
+    needs = (for_input, for_input and saved[1] is not None, *for_rest)
+    if ctx.given_away and for_input and can_be_overwritten(dy, *saved[:2]):
+        gradients = linear_backward_over(dy, *saved, *ctx.settings)
+    else:
+        gradients = linear_backward_op(dy, *saved, *ctx.settings)
+    found = one_for_each(gradients, needs, ctx.dtypes)
+    return (None, *found, None, None, None, None)
 
 
-class _SavedFirst(_ActivationLinear):
+_call_linear = linear_op.differentiable(_save, _gradients)
+
+
+class _SavedFirst(torch.autograd.Function):
     """The op in a block that is run again in backward: it saves, and its caller computes y afterwards.
 
     Where it is the last to save, torch.utils.checkpoint stops the second run as soon as it has saved
@@ -96,12 +87,12 @@ class _SavedFirst(_ActivationLinear):
         shape = (*hidden.shape[:-1], weight.shape[0])
         # without memory, and no view, which autograd would not let anybody write into
         y: Tensor = hidden.new_empty_strided(shape, (0,) * len(shape), dtype=dtype)
-        _ActivationLinear.save(ctx, tuple(given), (y, low))
+        _save(ctx, tuple(given), (y, low))
         return y
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        return (*_ActivationLinear.backward(ctx, *gradients), None)
+        return (*_gradients(ctx, *gradients), None)
 
 
 def _saved_first(*arguments: Any) -> Any:
@@ -218,10 +209,7 @@ def activation_linear(
     if compute_dtype is None:
         compute_dtype = _compute_dtype(hidden, weight, bias)
     if sharded.is_sharded(*sources, weight, bias, *(adapter or ())[:2]):
-        if len(sources) == 1:
-            again = compiled.activation(sources[0], kind)
-        else:
-            again = compiled.glu(sources[0], sources[1], kind)
+        again = compiled.activation(sources[0], kind, *sources[1:])
         return sharded.linear(again, weight, bias, compute_dtype, adapter)
     chosen = resolve(implementation, *sources)
     return _linear(hidden, sources, weight, bias, adapter, kind, compute_dtype, chosen)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowmem_patch.constants import padded_rank
-from lowmem_patch.functional import _library
+from lowmem_patch.functional import _library, activations
 from lowmem_patch.functional._implementation import module
 from lowmem_patch.reference import cast
 from lowmem_patch.tracing.gpu_temporaries import OF_OPERATORS, Temporary, sum_bytes
@@ -152,40 +152,6 @@ def _hidden_gradient(
     return d_hidden.view(*dy.shape[:-1], weight.shape[1])
 
 
-def _source_gradients(
-    ops: Any,
-    d_hidden: Tensor,
-    source: Any,
-    up: Tensor | None,
-    kind: str,
-    hidden: Tensor | None,
-    over: bool,
-) -> list[Tensor]:
-    """The gradients of source and up; h(source) (or h(source) * up) goes into ``hidden``, where given.
-
-    ``over``: they take the places of ``up`` and ``d_hidden``.
-    """
-    if kind == IDENTITY:
-        return [d_hidden]
-    if up is None:
-        into = d_hidden if over else None
-        return [ops.activate_backward(d_hidden, source, kind, hidden, into)]
-    places = (up, d_hidden) if over else None
-    return [*ops.glu_backward(d_hidden, source, up, kind, hidden, places)]
-
-
-def _hidden(ops: Any, source: Any, up: Tensor | None, kind: str, dtype: torch.dtype) -> Tensor:
-    """The Linear's input, computed again."""
-    if kind == IDENTITY:
-        return cast(source, dtype)
-    y: Tensor = (
-        ops.activate(source, kind, dtype)
-        if up is None
-        else ops.glu_forward(source, up, kind, dtype)
-    )
-    return y
-
-
 def _without_padding(gradient: Tensor, dim: int, lora_B: Tensor) -> Tensor:
     rank = lora_B.shape[1]
     if gradient.shape[dim] == rank:
@@ -195,7 +161,7 @@ def _without_padding(gradient: Tensor, dim: int, lora_B: Tensor) -> Tensor:
 
 def linear_backward(
     dy: Tensor,
-    source: Tensor | None,
+    source: Any,
     up: Tensor | None,
     weight: Any,
     lora_A: Tensor | None,
@@ -240,10 +206,16 @@ def linear_backward(
                     hidden = (
                         d_hidden  # takes the place of its gradient: the peak of a plain backward
                     )
-            gradients += _source_gradients(ops, d_hidden, source, up, kind, hidden, over)
+            if kind == IDENTITY:
+                gradients.append(d_hidden)
+            else:
+                places: Any = (d_hidden if up is None else (up, d_hidden)) if over else None
+                gradients += activations.gradients(ops, d_hidden, source, up, kind, hidden, places)
         if for_hidden:
-            if hidden is None:
-                hidden = _hidden(ops, source, up, kind, dy.dtype)
+            if hidden is None and kind == IDENTITY:
+                hidden = cast(source, dy.dtype)
+            elif hidden is None:  # computed again
+                hidden = activations.value(ops, source, up, kind, dy.dtype)
             hidden = hidden.reshape(-1, hidden.shape[-1])
         if needs_weight:  # the order of torch's own mm backward, for equal bits
             gradients.append(rows.t().mm(hidden))

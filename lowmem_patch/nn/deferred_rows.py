@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lowmem_patch.constants import ActivationKind
-from lowmem_patch.functional import GroupedMatmul, computed_again, recast_linear, recomputed_linear
+from lowmem_patch.functional import GroupedMatmul, recast_linear, recomputed_linear
 from lowmem_patch.nn.deferred import Deferred, keep, value_of
 from lowmem_patch.nn.op import Op, Projection
 
@@ -71,20 +69,6 @@ class Product(_Value):
         op = cls(multiply, again)
         return keep(matmul.product(), op, (x, weight, offsets, *sources), owned=True)
 
-    @classmethod
-    def of_activation(
-        cls,
-        multiply: Callable[..., Tensor],
-        x: Tensor,
-        sources: tuple[Tensor, ...],
-        weight: Tensor,
-        offsets: Tensor,
-        kind: ActivationKind,
-    ) -> Deferred:
-        """Of an activation's value x, or of that of a gated product."""
-        again = partial(_activated, kind=kind)
-        return cls.of(GroupedMatmul(multiply, again, x, weight, offsets, sources))
-
     def times(self, h: Deferred, other: Any) -> Any:
         weighs = isinstance(other, Tensor) and other.requires_grad and other.is_floating_point()
         if not weighs or not h.sources or other.shape != (*h.shape[:-1], 1):
@@ -94,7 +78,3 @@ class Product(_Value):
         h._bypassed = True
         matmul = GroupedMatmul(self.multiply, self.again, x, weight, offsets, tuple(sources))
         return matmul.weighted(h.detached(), value_of(other))
-
-
-def _activated(*sources: Tensor, kind: ActivationKind) -> Tensor:
-    return computed_again((sources[0], sources[1] if len(sources) == 2 else None), kind)

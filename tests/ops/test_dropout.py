@@ -14,9 +14,9 @@ from torch import Tensor
 from lowmem_patch import reference
 from lowmem_patch.errors import DoubleBackwardError
 from lowmem_patch.functional import (
+    activation,
     draw_dropout,
     dropout_linear,
-    glu,
     pack_bool,
     packed_dropout,
 )
@@ -141,7 +141,7 @@ def test_a_linear_behind_it(backend: Backend, kind: Any, dtype: torch.dtype, fro
     def hidden() -> Tensor:
         if kind is None:
             return x
-        return glu(x, up, kind) if kind == "silu" else reference.activate(x, kind)
+        return activation(x, kind, up) if kind == "silu" else reference.activate(x, kind)
 
     def ours() -> Tensor:
         h = hidden()
