@@ -152,6 +152,23 @@ def _hidden_gradient(
     return d_hidden.view(*dy.shape[:-1], weight.shape[1])
 
 
+def _hidden(ops: Any, source: Tensor, up: Tensor | None, kind: str, dtype: torch.dtype) -> Tensor:
+    """The Linear's input, computed again."""
+    if kind == IDENTITY:
+        return cast(source, dtype)
+    return activations.value(ops, source, up, kind, dtype)
+
+
+def _source_gradients(
+    ops: Any, dy: Tensor, x: Any, up: Tensor | None, kind: str, hidden: Tensor | None, over: bool
+) -> tuple[Tensor, ...]:
+    """As `activations.gradients`; ``over``: they take the places of ``up`` and ``dy``."""
+    if kind == IDENTITY:
+        return (dy,)
+    places = dy if up is None else (up, dy)
+    return activations.gradients(ops, dy, x, up, kind, hidden, places if over else None)
+
+
 def _without_padding(gradient: Tensor, dim: int, lora_B: Tensor) -> Tensor:
     rank = lora_B.shape[1]
     if gradient.shape[dim] == rank:
@@ -202,20 +219,12 @@ def linear_backward(
                 hidden = source
             elif kind != IDENTITY:
                 meanwhile = [d_hidden]
-                if for_hidden:
-                    hidden = (
-                        d_hidden  # takes the place of its gradient: the peak of a plain backward
-                    )
-            if kind == IDENTITY:
-                gradients.append(d_hidden)
-            else:
-                places: Any = (d_hidden if up is None else (up, d_hidden)) if over else None
-                gradients += activations.gradients(ops, d_hidden, source, up, kind, hidden, places)
+                if for_hidden:  # takes the place of its gradient: the peak of a plain backward
+                    hidden = d_hidden
+            gradients += _source_gradients(ops, d_hidden, source, up, kind, hidden, over)
         if for_hidden:
-            if hidden is None and kind == IDENTITY:
-                hidden = cast(source, dy.dtype)
-            elif hidden is None:  # computed again
-                hidden = activations.value(ops, source, up, kind, dy.dtype)
+            if hidden is None:
+                hidden = _hidden(ops, source, up, kind, dy.dtype)
             hidden = hidden.reshape(-1, hidden.shape[-1])
         if needs_weight:  # the order of torch's own mm backward, for equal bits
             gradients.append(rows.t().mm(hidden))
