@@ -8,7 +8,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lowmem_patch.checkpoint.weights import Weights
 from lowmem_patch.constants import NormSettings
 from lowmem_patch.errors import CheckpointError
 from lowmem_patch.strategies.fold_weights import FoldStep, fold_tensors, identity_affine
@@ -17,18 +16,9 @@ from lowmem_patch.strategies.fold_weights import FoldStep, fold_tensors, identit
 Edit = Callable[[Tensor], Tensor]
 
 
-def stored_affine(
-    step: FoldStep, names: Mapping[str, str], weights: Weights
-) -> tuple[Tensor | None, Tensor | None]:
-    """gamma and beta as stored, each None where the norm has none; ``names`` as in :func:`fold_edits`."""
-    gamma, beta = (
-        None if key is None else weights.read(names[key]) for key in (step.weight, step.bias)
-    )
-    return gamma, beta
-
-
-def fold_refusal(step: FoldStep, gamma: Tensor | None, beta: Tensor | None) -> str | None:
-    """Why the stored values cannot be folded, or None."""
+def fold_refusal(step: FoldStep, stored: Mapping[str, Tensor]) -> str | None:
+    """Why the stored values cannot be folded, or None; ``stored`` as in :func:`fold_edits`."""
+    gamma, beta = _affine(step, stored)
     if identity_affine(gamma, beta, step.settings):
         return "already an identity"
     if beta is None or not bool((beta != 0).any()):
@@ -39,13 +29,19 @@ def fold_refusal(step: FoldStep, gamma: Tensor | None, beta: Tensor | None) -> s
     return f"beta is not 0 and {without_bias} has no bias to take it"
 
 
+def _affine(step: FoldStep, stored: Mapping[str, Tensor]) -> tuple[Tensor | None, Tensor | None]:
+    """gamma and beta, each None where the norm has none."""
+    return stored.get(step.weight or ""), stored.get(step.bias or "")
+
+
 def fold_edits(
-    steps: Sequence[FoldStep], names: Mapping[str, str], weights: Weights
+    steps: Sequence[FoldStep], names: Mapping[str, str], stored: Mapping[str, Tensor]
 ) -> dict[str, Edit]:
     """Edits by the names of the stored tensors; other tensors are copied.
 
     Args:
-        names: state-dict entry to stored tensor, for every parameter of ``steps``.
+        names: state-dict entry to the stored tensor's name, for every parameter of ``steps``.
+        stored: state-dict entry to the stored tensor.
 
     Raises:
         CheckpointError: two folds change one tensor.
@@ -58,7 +54,7 @@ def fold_edits(
         edits[names[key]] = edit
 
     for step in steps:
-        gamma, beta = stored_affine(step, names, weights)
+        gamma, beta = _affine(step, stored)
         if step.weight is not None:
             add(step.weight, partial(torch.full_like, fill_value=step.settings.identity_weight))
         if step.bias is not None:
@@ -66,8 +62,8 @@ def fold_edits(
         for linear in step.linears:
             add(linear.weight, partial(_fold_weight, gamma, step.settings, linear.transposed))
             if linear.bias is not None and beta is not None:
-                read = partial(weights.read, names[linear.weight])
-                add(linear.bias, partial(_fold_bias, beta, read, linear.transposed))
+                weight = stored[linear.weight]
+                add(linear.bias, partial(_fold_bias, beta, weight, linear.transposed))
     return edits
 
 
@@ -77,11 +73,8 @@ def _fold_weight(
     return fold_tensors(weight.double(), None, gamma, None, settings, transposed=transposed)[0]
 
 
-def _fold_bias(
-    beta: Tensor, read_weight: Callable[[], Tensor], transposed: bool, bias: Tensor
-) -> Tensor:
+def _fold_bias(beta: Tensor, weight: Tensor, transposed: bool, bias: Tensor) -> Tensor:
     """Adds W beta to the bias, with W as stored (not folded)."""
-    weight = read_weight().double()
-    folded = fold_tensors(weight, bias.double(), None, beta, transposed=transposed)[1]
+    folded = fold_tensors(weight.double(), bias.double(), None, beta, transposed=transposed)[1]
     assert folded is not None
     return folded

@@ -12,7 +12,7 @@ from torch import nn
 
 from lowmem_patch.checkpoint.compare import cast_parameters
 from lowmem_patch.checkpoint.source import Source
-from lowmem_patch.checkpoint.weights import open_weights
+from lowmem_patch.checkpoint.weights import read_weights
 from lowmem_patch.errors import CheckpointError
 from lowmem_patch.memory import output_head
 
@@ -82,8 +82,7 @@ def load_model(source: Source, dtype: torch.dtype | None = None) -> Any:
         CheckpointError: the weights are broken, or do not fit the class.
     """
     refuse_quantised(source)
-    with open_weights(source.files):
-        pass  # broken files are named here, before a library words it in its own way
+    read_weights(source.files)  # names broken files, before a library words it in its own way
     if source.library == "timm":
         return cast_parameters(_timm_model(source, pretrained=True), dtype).eval()
     config = _transformers_config(source)
