@@ -27,13 +27,15 @@ from lowmem_patch.functional.head import (
     WEIGHTS,
     Head,
     HeadGradients,
+    Labels,
     chunk_memory,
+    divisor_of,
     flat,
     in_compute_dtype,
+    labelled_rows,
     logits_in_chunks,
-    statistics_dtype,
+    wide,
 )
-from lowmem_patch.functional.labels import Labels, divisor_of, labelled_rows
 
 # Probabilities below float16's range would be lost; what is multiplied with them is divided out again.
 _HALF_FACTOR = 256.0
@@ -43,7 +45,7 @@ _SETTINGS = "int ignore_index, float smoothing, float scale, float cap"
 
 
 def _losses_fake(logits: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    rows, dtype = logits.shape[0], statistics_dtype(logits.dtype)
+    rows, dtype = logits.shape[0], wide(logits.dtype)
     return logits.new_empty(rows, dtype=dtype), logits.new_empty(rows, dtype=dtype)
 
 
@@ -72,7 +74,7 @@ def _sum_forward(*arguments: Any) -> tuple[Tensor | None, ...]:
     alone, the factor that float16 gradients lack, and the memory of a chunk, for who counts bytes."""
     given, labels, (mean, selects, needs, implementation) = _unpacked(arguments)
     _check_labels(labels, given.weight.shape[0])
-    dtype = statistics_dtype(given.compute_dtype)
+    dtype = wide(given.compute_dtype)
     with _library.without_autocast(given.x.device.type):
         labelled = labelled_rows(labels) if selects else None
         head, target = in_compute_dtype(given, labelled), arguments[8]
@@ -100,7 +102,7 @@ def _unpacked(arguments: tuple[Any, ...]) -> tuple[Head, Labels, tuple[Any, ...]
 
 def _sum_fake(*arguments: Any) -> tuple[Tensor | None, ...]:
     head, _, (_, _, needs, _) = _unpacked(arguments)
-    loss = head.x.new_empty((), dtype=statistics_dtype(head.compute_dtype))
+    loss = head.x.new_empty((), dtype=wide(head.compute_dtype))
     lacking = torch.empty_like(loss) if head.compute_dtype == torch.float16 else None
     return (loss, *_gradients_fake(head, needs, flatten=True), None, lacking, chunk_memory(head))
 
@@ -135,12 +137,6 @@ _sum = _library.Operator(
 )
 
 
-def _is_graph_made() -> bool:
-    """Whether a compiler writes down what runs, and so must see every tensor that backward takes."""
-    proxies: Any = torch._C._TorchDispatchModeKey.PROXY
-    return in_compiler() or torch._C._get_dispatch_mode(proxies) is not None
-
-
 def _compute_and_save(ctx: Any, *arguments: Any) -> Any:
     output = _sum_forward(*arguments)
     _save_sum(ctx, arguments, output)
@@ -152,7 +148,8 @@ def _save_sum(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> Non
     # the results of an operator are its caller's; who counts bytes counts what happens without him
     ctx.in_place = bool(torch._C._len_torch_dispatch_stack())
     gradients = list(output[1:6])
-    ctx.early, ctx.in_graph = None, _is_graph_made()
+    # who writes down what runs must see every tensor that backward takes
+    ctx.early, ctx.in_graph = None, in_compiler() or _library.is_traced()
     if not ctx.in_graph:
         # the first backward takes the gradients of weights, and scales them in place: they are as large
         # as the weights; a second one (retain_graph) makes them again
@@ -228,7 +225,7 @@ def _rows_forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """The loss and logsumexp(y) of each row, and the memory of a chunk."""
     given, labels, (implementation,) = _unpacked(arguments)
     _check_labels(labels, given.weight.shape[0])
-    dtype = statistics_dtype(given.compute_dtype)
+    dtype = wide(given.compute_dtype)
     with _library.without_autocast(given.x.device.type):
         head = in_compute_dtype(given)
         rows = head.x.shape[0]
@@ -246,7 +243,7 @@ def _rows_forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 def _rows_fake(*arguments: Any) -> tuple[Tensor, ...]:
     head = Head(*arguments[:8])
     rows = flat(head.x).shape[0]
-    found = (head.x.new_empty(rows, dtype=statistics_dtype(head.compute_dtype)) for _ in range(2))
+    found = (head.x.new_empty(rows, dtype=wide(head.compute_dtype)) for _ in range(2))
     return (*found, chunk_memory(head))
 
 

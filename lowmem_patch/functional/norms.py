@@ -60,8 +60,8 @@ def _forward_fake(
 
 
 def _from_operator(settings: list[float]) -> NormSettings:
-    eps, weight_offset, centered = settings
-    return NormSettings(eps, weight_offset, bool(centered))
+    eps, offset, centered = settings
+    return NormSettings(eps, offset, bool(centered))
 
 
 def _backward(*arguments: Any) -> list[Tensor]:

@@ -21,8 +21,7 @@ from lowmem_patch.nn.context import (
 )
 from lowmem_patch.nn.deferred import Deferred, value_of
 from lowmem_patch.nn.deferred_ops import Saved
-from lowmem_patch.nn.head_reads import HeadReads
-from lowmem_patch.nn.logits import Logits, Settings
+from lowmem_patch.nn.logits import HeadReads, Logits, Settings
 from lowmem_patch.nn.op import Projection
 from lowmem_patch.nn.own import aligns_devices_alone, give_forward, given_forward, is_own
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from lowmem_patch.config import PatchConfig
 from lowmem_patch.functional import ActivationKind
-from lowmem_patch.nn.recompute import RecomputedActivation
+from lowmem_patch.nn.activations import RecomputedActivation
 from lowmem_patch.strategies.activations import (
     ActivationSite,
     activation_sites,
