@@ -15,13 +15,15 @@ from lowmem_patch.functional._library import is_transformed as is_transformed
 from lowmem_patch.functional._library import register_plain as register_plain
 from lowmem_patch.functional._library import without_autocast as without_autocast
 from lowmem_patch.functional._ownership import is_checkpoint_packing as is_checkpoint_packing
+from lowmem_patch.functional._ownership import may_pack as may_pack
+from lowmem_patch.functional._ownership import packer as packer
+from lowmem_patch.functional._ownership import packs_saved_tensors as packs_saved_tensors
 from lowmem_patch.functional.activations import activation as activation
 from lowmem_patch.functional.activations import activation_gradients as activation_gradients
 from lowmem_patch.functional.activations import computed_again as computed_again
 from lowmem_patch.functional.affine import Affine as Affine
 from lowmem_patch.functional.affine import Recomputed as Recomputed
 from lowmem_patch.functional.affine import affine_linear as affine_linear
-from lowmem_patch.functional.affine import packs_saved_tensors as packs_saved_tensors
 from lowmem_patch.functional.codes import codes_activation as codes_activation
 from lowmem_patch.functional.cross_entropy import linear_cross_entropy as linear_cross_entropy
 from lowmem_patch.functional.cross_entropy import linear_losses as linear_losses

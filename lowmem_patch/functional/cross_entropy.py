@@ -104,25 +104,11 @@ def _sum_fake(*arguments: Any) -> tuple[Tensor | None, ...]:
     head, _, (_, _, needs, _) = _unpacked(arguments)
     loss = head.x.new_empty((), dtype=wide(head.compute_dtype))
     lacking = torch.empty_like(loss) if head.compute_dtype == torch.float16 else None
-    return (loss, *_gradients_fake(head, needs, flatten=True), None, lacking, chunk_memory(head))
+    return (loss, *_gradients_fake(head, needs), None, lacking, chunk_memory(head))
 
 
-def _gradients_fake(
-    head: Head, needs: tuple[bool, ...], *, flatten: bool
-) -> tuple[Tensor | None, ...]:
-    found: list[Tensor | None] = []
-    for place, (tensor, need) in enumerate(zip(head.tensors, needs, strict=True)):
-        if tensor is None or not need:
-            found.append(None)
-            continue
-        if place in WEIGHTS:
-            half = tensor.dtype == torch.float16
-            found.append(torch.empty_like(tensor, dtype=torch.float32 if half else tensor.dtype))
-        else:
-            found.append(
-                torch.empty_like(flat(tensor) if flatten else tensor, dtype=head.compute_dtype)
-            )
-    return tuple(found)
+def _gradients_fake(head: Head, needs: tuple[bool, ...]) -> list[Tensor | None]:
+    return HeadGradients(in_compute_dtype(head), needs, 0).take(head)
 
 
 _TENSORS = "Tensor x, Tensor weight, Tensor? bias, Tensor? low, Tensor? lora_B"
@@ -261,19 +247,23 @@ def _rows_backward(
             given_rows = (logsumexp[chunk], d_losses[chunk], target, labels.class_weight)
             _backward(logits, *given_rows, *settings)
             gradients.add(chunk, logits)
-        found = gradients.take(given)
-        for place in _ROWS:
-            tensor, gradient = given.tensors[place], found[place]
-            if tensor is not None and gradient is not None:
-                found[place] = gradient.view(tensor.shape)
-        return (*found, memory)
+        return (*_in_shape(gradients.take(given), given), memory)
 
 
 def _rows_backward_fake(
     d_losses: Tensor, logsumexp: Tensor, needs: tuple[bool, ...], *arguments: Any
 ) -> tuple[Tensor | None, ...]:
     head = Head(*arguments[:8])
-    return (*_gradients_fake(head, needs, flatten=False), chunk_memory(head))
+    return (*_in_shape(_gradients_fake(head, needs), head), chunk_memory(head))
+
+
+def _in_shape(found: list[Tensor | None], head: Head) -> list[Tensor | None]:
+    """The gradients, those of rows in the shape of x and low."""
+    for place in _ROWS:
+        tensor, gradient = head.tensors[place], found[place]
+        if tensor is not None and gradient is not None:
+            found[place] = gradient.view(tensor.shape)
+    return found
 
 
 _rows = _library.Operator(

@@ -97,16 +97,16 @@ class _SavedFirst(torch.autograd.Function):
 
 def _saved_first(*arguments: Any) -> Any:
     hidden, _, _, weight, bias, lora_A, lora_B, scale, _, dtype, implementation = arguments
-    low = adapter = None
+    low = None
     with torch.no_grad():
         if lora_A is not None:
-            adapter = (lora_A, lora_B, scale)
             low = low_product_op(hidden, lora_A, lora_B, dtype, implementation)
     apply: Any = _SavedFirst.apply  # has no types
     y: Any = apply(*arguments, low)
     with torch.no_grad():
         if _library.is_eager(*arguments):
-            y.data = linear_forward(hidden, weight, bias, adapter, dtype, implementation, low)[0]
+            products = (weight, bias, lora_A, lora_B, scale)
+            y.data = linear_forward(hidden, *products, dtype, implementation, low)[0]
         else:
             y.data = linear_op(*arguments)[0]
     return y

@@ -47,7 +47,9 @@ def linear_forward(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    adapter: tuple[Tensor, Tensor, float] | None,
+    lora_A: Tensor | None,
+    lora_B: Tensor | None,
+    scale: float,
     compute_dtype: torch.dtype,
     implementation: str = "reference",
     low: Tensor | None = None,
@@ -57,18 +59,18 @@ def linear_forward(
     with _library.without_autocast(hidden.device.type):
         hidden, weight = cast(hidden, compute_dtype), cast(weight, compute_dtype)
         bias = None if bias is None else cast(bias, compute_dtype)
-        if adapter is None:
+        if lora_A is None or lora_B is None:
             return _product(hidden, weight, bias), None
         rows = hidden.reshape(-1, hidden.shape[-1])
         ops = module(implementation)
-        lora_A, lora_B = ops.adapter_weights(adapter[0], adapter[1], compute_dtype)
+        lora_A, lora_B = ops.adapter_weights(lora_A, lora_B, compute_dtype)
         low = F.linear(rows, lora_A) if low is None else low
         # The adapter's product first, to which cuBLAS adds the large one while it computes: the other
         # way round a second product reads and writes y.
         if bias is None:
-            y = _scaled(adapter[2], low, lora_B.t())
+            y = _scaled(scale, low, lora_B.t())
         else:
-            y = torch.addmm(bias, low, lora_B.t(), alpha=adapter[2])
+            y = torch.addmm(bias, low, lora_B.t(), alpha=scale)
         y.addmm_(rows, weight.t())
     return y.resize_(*hidden.shape[:-1], outputs), low
 
@@ -106,21 +108,10 @@ low_product_op = _library.Operator(
 )
 
 
-def padded_forward(
-    hidden: Tensor,
-    source: Tensor,
-    up: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    lora_A: Tensor | None,
-    lora_B: Tensor | None,
-    scale: float,
-    kind: str,
-    compute_dtype: torch.dtype,
-    implementation: str,
-) -> tuple[Tensor, Tensor | None]:
-    adapter = None if lora_A is None or lora_B is None else (lora_A, lora_B, scale)
-    return linear_forward(hidden, weight, bias, adapter, compute_dtype, implementation)
+def _forward(hidden: Tensor, *rest: Any) -> tuple[Tensor, Tensor | None]:
+    _source, _up, weight, bias, lora_A, lora_B, scale, _kind, compute_dtype, implementation = rest
+    products = (weight, bias, lora_A, lora_B, scale)
+    return linear_forward(hidden, *products, compute_dtype, implementation)
 
 
 def _forward_fake(hidden: Tensor, *rest: Any) -> tuple[Tensor, Tensor | None]:
@@ -274,7 +265,7 @@ linear_op = _library.Operator(
     "activation_linear(Tensor hidden, Tensor source, Tensor? up, Tensor weight, Tensor? bias, "
     "Tensor? lora_A, Tensor? lora_B, float scale, str kind, ScalarType compute_dtype, "
     "str implementation) -> (Tensor, Tensor)",
-    padded_forward,
+    _forward,
     _forward_fake,
 )
 linear_backward_op = _library.Operator(

@@ -36,7 +36,14 @@ from lowmem_patch.functional import (
 from lowmem_patch.nn.context import is_fsdp_unit
 from lowmem_patch.nn.deferred import Deferred, value_of
 from lowmem_patch.nn.host_memory import HostMemory
-from lowmem_patch.nn.own import Own, drop_forward, give_forward, given_forward, is_own
+from lowmem_patch.nn.own import (
+    Own,
+    drop_forward,
+    give_forward,
+    give_forward_around,
+    given_forward,
+    inner_forward,
+)
 from lowmem_patch.nn.segments import Call, made_by, remember
 from lowmem_patch.tracing.observers import FunctionObserver
 from lowmem_patch.tracing.op_roles import Role, function_name, role_of
@@ -69,8 +76,7 @@ class Recompute:
 
 def checkpoint_block(block: nn.Module, how: Recompute) -> None:
     """Set `checkpointed` as the forward of a block, around the forward that it has."""
-    given = given_forward(block)
-    give_forward(block, checkpointed, how, given if is_own(given) else None)
+    give_forward_around(block, checkpointed, how)
 
 
 def is_checkpointed(block: nn.Module) -> bool:
@@ -92,9 +98,7 @@ def checkpointed(
     block: nn.Module, how: Recompute, given: Own | None, /, *args: Any, **kwargs: Any
 ) -> Any:
     """The forward of a block that is run again in backward."""
-    forward = partial(type(block).forward, block)
-    if given is not None:  # the block of a replica is another one
-        forward = partial(given.func, block, *given.args[1:])
+    forward = inner_forward(block, given)
     plain = not torch.is_grad_enabled() or is_exporting() or is_transformed()
     if plain or is_switched_on(block):
         return forward(*args, **kwargs)

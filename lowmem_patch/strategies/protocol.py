@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lowmem_patch.config import PatchConfig
 from lowmem_patch.functional import ActivationKind
-from lowmem_patch.tracing.consumers import Writes
+from lowmem_patch.tracing.consumers import Consumer, Writes
 from lowmem_patch.tracing.probes import NormSpec, looks_like_norm, match_activation
 from lowmem_patch.tracing.trace import FOREIGN_KERNEL, Call, Trace
 
@@ -170,6 +170,23 @@ class Skip:
     kind: str
     reason: str
     consumers: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class PatchSite:
+    """A norm or an activation that some strategy may patch; ``consumers`` read its output."""
+
+    name: str
+    kind: str
+    consumers: list[Consumer]
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """Who reads the output, as a report names them."""
+        return tuple(dict.fromkeys(consumer.text for consumer in self.consumers))
+
+    def skip(self, reason: str) -> Skip:
+        return Skip(self.name, self.kind, reason, self.texts)
 
 
 @dataclasses.dataclass

@@ -48,11 +48,8 @@ def find(facts: Facts, config: PatchConfig) -> Found:
         if isinstance(site, Skip):
             found.add(site)
         elif site.chosen == "recompute":
-            reason, why_not, little = (
-                _reason(facts, site),
-                _obstacle(facts, site),
-                _little(facts, site),
-            )
+            reason, why_not = _reason(facts, site), _obstacle(facts, site)
+            little = _little(facts, site)
             if why_not is not None:
                 found.add(site.skip(f"cannot recompute: {why_not}"))
             elif reason is not None and little is not None:
