@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ from torch import Tensor
 
 from lowmem_patch.api import plan_patch
 from lowmem_patch.checkpoint.compare import TensorCheck
-from lowmem_patch.checkpoint.edits import Edit, fold_edits, fold_refusal
 from lowmem_patch.checkpoint.load import build_meta_model, refuse_quantised, stored_names
 from lowmem_patch.checkpoint.record import copy_description, write_card, write_record
 from lowmem_patch.checkpoint.selfcheck import self_check
@@ -25,10 +25,11 @@ from lowmem_patch.checkpoint.source import Source
 from lowmem_patch.checkpoint.stage import check_output, check_space, staged_folder
 from lowmem_patch.checkpoint.weights import Weights, find_weights, read_weights
 from lowmem_patch.config import PatchConfig
+from lowmem_patch.constants import NormSettings
 from lowmem_patch.errors import CheckpointError, ConfigError
 from lowmem_patch.memory import parse_bytes
 from lowmem_patch.planning.report import Site
-from lowmem_patch.strategies.fold_weights import FoldStep
+from lowmem_patch.strategies.fold_weights import FoldStep, fold_tensors, identity_affine
 from lowmem_patch.tracing.example_inputs import make_example_inputs
 
 _FOLD_ONLY = PatchConfig(norms="fold", activations="keep", name="convert")
@@ -37,6 +38,8 @@ _ROOM_FOR_THE_REST = 64_000_000
 _UNREAD = ("no weights were read: a norm that is already an identity counts as folded here",)
 _UNCHECKED = ("the written checkpoint was not compared with the source (--no-check)",)
 
+# Takes the tensor as stored; returns one of the same shape in float64, which the caller rounds once.
+Edit = Callable[[Tensor], Tensor]
 Progress = Callable[[str, int, int], None]
 
 
@@ -143,7 +146,7 @@ def convert(
     check_space(out.parent, size + _ROOM_FOR_THE_REST)
     limit = shard_bytes if source.library == "transformers" else size + 1
     with staged_folder(out) as folder:
-        edits = fold_edits(steps, names, stored)
+        edits = _fold_edits(steps, names, stored)
         files = _write_weights(folder, weights, edits, described, limit, tell)
         copy_description(source, folder, dtype)
         write_record(folder, source, steps, result.unfolded, dtype)
@@ -216,7 +219,7 @@ def _foldable(
     _check_stored([key for step in planned for key in _keys(step)], names, stored, model)
     steps = []
     for step in planned:
-        refusal = fold_refusal(step, stored)
+        refusal = _fold_refusal(step, stored)
         if refusal is None:
             steps.append(step)
         else:
@@ -252,10 +255,74 @@ def _unknown_tensors(source: Source, weights: Weights, names: dict[str, str]) ->
     )
 
 
+def _fold_refusal(step: FoldStep, stored: Mapping[str, Tensor]) -> str | None:
+    """Why the stored values cannot be folded, or None; ``stored`` as in :func:`_fold_edits`."""
+    gamma, beta = _affine(step, stored)
+    if identity_affine(gamma, beta, step.settings):
+        return "already an identity"
+    if beta is None or not bool((beta != 0).any()):
+        return None
+    without_bias = next((linear.module for linear in step.linears if linear.bias is None), None)
+    if without_bias is None:
+        return None
+    return f"beta is not 0 and {without_bias} has no bias to take it"
+
+
+def _affine(step: FoldStep, stored: Mapping[str, Tensor]) -> tuple[Tensor | None, Tensor | None]:
+    """gamma and beta, each None where the norm has none."""
+    return stored.get(step.weight or ""), stored.get(step.bias or "")
+
+
+def _fold_edits(
+    steps: Sequence[FoldStep], names: Mapping[str, str], stored: Mapping[str, Tensor]
+) -> dict[str, Edit]:
+    """Edits by the names of the stored tensors; other tensors are copied.
+
+    Args:
+        names: state-dict entry to the stored tensor's name, for every parameter of ``steps``.
+        stored: state-dict entry to the stored tensor.
+
+    Raises:
+        CheckpointError: two folds change one tensor.
+    """
+    edits: dict[str, Edit] = {}
+
+    def add(key: str, edit: Edit) -> None:
+        if names[key] in edits:
+            raise CheckpointError(f"{names[key]} would be folded twice: please report this model")
+        edits[names[key]] = edit
+
+    for step in steps:
+        gamma, beta = _affine(step, stored)
+        if step.weight is not None:
+            add(step.weight, partial(torch.full_like, fill_value=step.settings.identity_weight))
+        if step.bias is not None:
+            add(step.bias, torch.zeros_like)
+        for linear in step.linears:
+            add(linear.weight, partial(_fold_weight, gamma, step.settings, linear.transposed))
+            if linear.bias is not None and beta is not None:
+                weight = stored[linear.weight]
+                add(linear.bias, partial(_fold_bias, beta, weight, linear.transposed))
+    return edits
+
+
+def _fold_weight(
+    gamma: Tensor | None, settings: NormSettings, transposed: bool, weight: Tensor
+) -> Tensor:
+    return fold_tensors(weight.double(), None, gamma, None, settings, transposed=transposed)[0]
+
+
+def _fold_bias(beta: Tensor, weight: Tensor, transposed: bool, bias: Tensor) -> Tensor:
+    """Adds W beta to the bias, with W as stored (not folded)."""
+    folded = fold_tensors(weight.double(), bias.double(), None, beta, transposed=transposed)[1]
+    assert folded is not None
+    return folded
+
+
 def _write_weights(
     folder: Path,
     weights: Weights,
-    edits: dict[str, Edit],
+    edits: Mapping[str, Edit],
     described: dict[str, Tensor],
     max_shard_size: int,
     tell: Progress,

@@ -41,6 +41,20 @@ def is_checkpoint_packing() -> bool:
     return name.startswith(_HOOKS)
 
 
+def unwritten(tensor: Tensor, version: int, where: str) -> Tensor:
+    """``tensor``, saved as it was at ``version``: torch itself looks at versions only where nobody packs.
+
+    Raises:
+        RuntimeError: somebody wrote into it; torch's own words come first, by which others know the error.
+    """
+    if tensor._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"a tensor {tuple(tensor.shape)} of {tensor.dtype}, which {where}"
+        )
+    return tensor
+
+
 # builds of torch for a CPU alone do not have it
 _use_count: Any = getattr(torch._C, "_storage_Use_Count", None)
 TELLS_HOLDERS = _use_count is not None and _top_hooks is not None

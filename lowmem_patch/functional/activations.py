@@ -1,4 +1,9 @@
-"""Exact activations and gated products that save their inputs and nothing else."""
+"""Activations: exact ones and gated products, which save their inputs and nothing else, and codes.
+
+`codes_activation` saves one to four bits per element (Approx-BP, arXiv 2406.16282): the forward is the
+framework's own function h; backward multiplies by the derivative of h~, which takes 2^bits values (see
+`lowmem_patch.constants`). Where h itself has a derivative of two values (ReLU and its kin), one bit is exact.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +13,12 @@ import torch
 from torch import Tensor
 
 from lowmem_patch import reference
-from lowmem_patch.constants import ActivationKind
-from lowmem_patch.functional import _library, compiled, sharded
-from lowmem_patch.functional._checks import check_floating, check_kind
-from lowmem_patch.functional._implementation import Implementation, module, resolve
+from lowmem_patch.constants import STEP_TABLES, ActivationKind, codes_bytes
+from lowmem_patch.functional import _library, compiled
+from lowmem_patch.functional._checks import check_floating, check_kind, check_table
+from lowmem_patch.functional._implementation import Implementation, dispatched, module, resolve
 from lowmem_patch.functional._ownership import can_be_overwritten
+from lowmem_patch.functional.compiled import is_sharded
 
 # torch has no operator of its own for the first two, and its operators save the output of the others
 _OWN_OPERATOR = ("quick_gelu", "relu_squared", "relu", "sigmoid", "tanh")
@@ -137,7 +143,7 @@ def activation(
             raise ValueError(
                 f"activation: x and up must have the same shape, got {tuple(x.shape)} and {tuple(up.shape)}"
             )
-    if sharded.is_sharded(x, up):
+    if is_sharded(x, up):
         return compiled.activation(x, kind, up)
     if up is None and implementation == "auto" and kind not in _OWN_OPERATOR:
         return reference.activate(x, kind)
@@ -177,3 +183,71 @@ def activation_gradients(
         return sources[::-1]
     x, up = sources if gated else (sources[0], None)
     return tuple(_gradients(dy, x, up, kind, chosen))
+
+
+def _codes_fake(
+    x: Tensor, kind: ActivationKind, bits: int, implementation: str
+) -> tuple[Tensor, Tensor]:
+    size = codes_bytes(x.numel(), STEP_TABLES[kind][bits].bits)
+    return x.new_empty(x.shape), x.new_empty(size, dtype=torch.uint8)
+
+
+_codes = _library.Operator(
+    "codes_activation(Tensor x, str kind, int bits, str implementation) -> (Tensor, Tensor)",
+    dispatched("codes_forward"),
+    _codes_fake,
+)
+_codes_backward = _library.Operator(
+    "codes_activation_backward(Tensor dy, Tensor codes, str kind, int bits, ScalarType dtype, "
+    "str implementation) -> Tensor",
+    dispatched("codes_backward"),
+    lambda dy, codes, kind, bits, dtype, implementation: dy.new_empty(dy.shape, dtype=dtype),
+)
+
+
+def _save_codes(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, kind, bits, implementation = inputs
+    ctx.save_for_backward(output[1])
+    ctx.settings = (kind, bits, x.dtype, implementation)
+
+
+@_library.first_order("codes_activation")
+def _gradient_by_codes(ctx: Any, dy: Tensor | None, *_: None) -> Any:
+    dx = None if dy is None else _codes_backward(dy, *ctx.saved_tensors, *ctx.settings)
+    return dx, None, None, None
+
+
+_call_codes = _codes.differentiable(_save_codes, _gradient_by_codes)
+
+
+def codes_activation(
+    x: Tensor, kind: ActivationKind, bits: int = 2, *, implementation: Implementation = "auto"
+) -> Tensor:
+    """h(x), which saves ``bits`` bits per element for backward; the gradient is approximate.
+
+    dx = dy * h~'(x), where h~' is the step function of `STEP_TABLES[kind][bits]` (arXiv 2406.16282).
+    Where that is h' itself (ReLU, LeakyReLU, ReLU6, hardsigmoid), one bit is saved and the gradient is exact.
+    Without gradients this is the framework's function and nothing is packed.
+
+    Args:
+        x: ``[...]``, float16, bfloat16, float32 or float64.
+        kind: which activation.
+        bits: 1 to 4.
+        implementation: see `resolve`.
+
+    Returns:
+        ``[...]``, dtype of ``x`` (under autocast too), contiguous.
+
+    Raises:
+        TypeError: ``x`` is not floating point.
+        ValueError: ``kind`` has no step table for ``bits``.
+    """
+    check_table("codes_activation", kind, bits)
+    check_floating("codes_activation", "x", x)
+    if is_sharded(x):
+        return reference.activate(x, kind)
+    chosen = resolve(implementation, x)
+    if not _library.wants_gradient(x):
+        return reference.activate(x, kind)
+    y: Tensor = _call_codes(x, kind, bits, chosen)
+    return y

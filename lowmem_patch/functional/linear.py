@@ -11,6 +11,9 @@ x (gate, up) alone: in backward one elementwise kernel gives their gradients and
 In a block that runs again in backward nobody else reads x (gate, up) then, and results take their places.
 Saved: x (gate, up) if W or A trains or h is not the identity; low, with its rank padded; W, A and B where
 d_hidden, d_A or d_B asks for them, as they are given: casts are repeated in backward and leave no copies.
+
+A batched matmul does the like: under autocast, softmax gives float32 and saves that for its own backward, and
+the matmul behind it would cast it to bf16 and save this copy, too.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ import torch
 from torch import Tensor
 
 from lowmem_patch.constants import ActivationKind
-from lowmem_patch.functional import _library, compiled, sharded
+from lowmem_patch.functional import _library, compiled
 from lowmem_patch.functional._checks import check_floating, check_kind
 from lowmem_patch.functional._implementation import Implementation, resolve
 from lowmem_patch.functional._ownership import can_be_overwritten, is_checkpoint_packing
@@ -208,9 +211,9 @@ def activation_linear(
     _check_weights("activation_linear", "hidden", hidden, weight, adapter)
     if compute_dtype is None:
         compute_dtype = _compute_dtype(hidden, weight, bias)
-    if sharded.is_sharded(*sources, weight, bias, *(adapter or ())[:2]):
+    if compiled.is_sharded(*sources, weight, bias, *(adapter or ())[:2]):
         again = compiled.activation(sources[0], kind, *sources[1:])
-        return sharded.linear(again, weight, bias, compute_dtype, adapter)
+        return compiled.linear(again, weight, bias, compute_dtype, adapter)
     chosen = resolve(implementation, *sources)
     return _linear(hidden, sources, weight, bias, adapter, kind, compute_dtype, chosen)
 
@@ -242,8 +245,8 @@ def recast_linear(
         ValueError: shapes do not fit.
     """
     _check_weights("recast_linear", "x", x, weight, adapter)
-    if sharded.is_sharded(x, weight, bias, *(adapter or ())[:2]):
-        return sharded.linear(x, weight, bias, compute_dtype, adapter)
+    if compiled.is_sharded(x, weight, bias, *(adapter or ())[:2]):
+        return compiled.linear(x, weight, bias, compute_dtype, adapter)
     chosen = "reference" if adapter is None else resolve("auto", x, adapter.lora_A, adapter.lora_B)
     return _linear(x, (x,), weight, bias, adapter, IDENTITY, compute_dtype, chosen)
 
@@ -269,3 +272,56 @@ def _check_weights(
             f"{operator}: an adapter beside a weight {tuple(weight.shape)} must be [r, F] and [O, r], "
             f"got {tuple(shape)} and {tuple(lora_B.shape)}"
         )
+
+
+class _RecastMatmul(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, left: Tensor, right: Tensor, dtype: torch.dtype) -> Any:
+        with _library.without_autocast(left.device.type):
+            # three dimensions and a whole operand, as torch's own matmul multiplies and saves them
+            right_cast = right.to(dtype).reshape(-1, *right.shape[-2:])
+            y = left.to(dtype).reshape(-1, *left.shape[-2:]).bmm(right_cast)
+        needs_left, needs_right = ctx.needs_input_grad[:2]
+        ctx.save_for_backward(left if needs_right else None, right_cast if needs_left else None)
+        ctx.shapes, ctx.dtypes = (left.shape, right.shape), (left.dtype, right.dtype)
+        # no view, which autograd would not let anybody write into
+        return torch.ops.aten._unsafe_view.default(y, (*left.shape[:-1], right.shape[-1]))
+
+    @staticmethod
+    @_library.first_order("recast_matmul")
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        left, right_cast = ctx.saved_tensors
+        rows = dy.reshape(-1, *dy.shape[-2:])
+        d_left = d_right = None
+        with _library.without_autocast(dy.device.type):
+            if right_cast is not None:
+                d_left = rows.bmm(right_cast.transpose(1, 2)).view(ctx.shapes[0]).to(ctx.dtypes[0])
+            if left is not None:
+                again = left.to(dy.dtype).reshape(-1, *left.shape[-2:])
+                d_right = again.transpose(1, 2).bmm(rows).view(ctx.shapes[1]).to(ctx.dtypes[1])
+        return d_left, d_right, None
+
+
+def recast_matmul(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """``left.to(dtype) @ right.to(dtype)`` that saves ``left`` as it is given.
+
+    Args:
+        left: ``[..., N, M]``.
+        right: ``[..., M, K]``, of the same batch dimensions.
+        dtype: of the product and of the result.
+
+    Returns:
+        ``[..., N, K]``.
+
+    Raises:
+        ValueError: shapes do not fit.
+    """
+    fits = left.shape[:-2] == right.shape[:-2] and left.shape[-1:] == right.shape[-2:-1]
+    if left.dim() < 3 or not fits:
+        raise ValueError(
+            f"recast_matmul: [..., N, M] and [..., M, K] must share all but the last two dimensions, got "
+            f"{tuple(left.shape)} and {tuple(right.shape)}"
+        )
+    apply: Any = _RecastMatmul.apply
+    y: Tensor = apply(left, right, dtype)
+    return y

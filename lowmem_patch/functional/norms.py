@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowmem_patch.constants import NormSettings
-from lowmem_patch.functional import _library, sharded
+from lowmem_patch.functional import _library, compiled
 from lowmem_patch.functional._checks import check_floating, check_last_dimension
 from lowmem_patch.functional._implementation import Implementation, module, resolve
 
@@ -196,8 +196,8 @@ def ms_norm(
     # the float64 oracle must not be asked for by mixing dtypes by accident
     if (x.dtype == torch.float64) != (out_dtype == torch.float64):
         raise TypeError(f"{operator}: x is {x.dtype} but out_dtype is {out_dtype}")
-    if sharded.is_sharded(x, weight, bias):
-        return sharded.norm(x, weight, bias, settings, out_dtype, copy_dtype, z_dtype)
+    if compiled.is_sharded(x, weight, bias):
+        return compiled.sharded_norm(x, weight, bias, settings, out_dtype, copy_dtype, z_dtype)
     found: Any = None
     arguments = (x, weight, bias, settings, out_dtype, copy_dtype, z_dtype, chosen)
     trains = _library.wants_gradient(x, weight, bias)

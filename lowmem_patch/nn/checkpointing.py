@@ -32,6 +32,7 @@ from lowmem_patch.functional import (
     is_exporting,
     is_sharded,
     is_transformed,
+    unwritten,
 )
 from lowmem_patch.nn.context import is_fsdp_unit
 from lowmem_patch.nn.deferred import Deferred, value_of
@@ -276,7 +277,6 @@ class _Packing(contextlib.AbstractContextManager[None]):
         self.input = self.waits = self.hooks = None
 
     def _pack(self, tensor: Tensor) -> Any:
-        # torch looks at versions itself only where nobody packs
         return self.waits if _is_same(tensor, self.input) else (tensor, tensor._version)
 
 
@@ -284,18 +284,9 @@ def _unpack(packed: Any) -> Tensor:
     if not isinstance(packed, tuple):
         waiting: Tensor = packed.value()
         return waiting
-    tensor: Tensor
+    where = "a block that runs again was given; write into a copy of it"
     tensor, version = packed
-    if tensor._version != version:
-        raise RuntimeError(_WRITTEN.format(shape=tuple(tensor.shape), dtype=tensor.dtype))
-    return tensor
-
-
-# torch's own words come first, by which others know the error
-_WRITTEN = (
-    "one of the variables needed for gradient computation has been modified by an inplace operation: a "
-    "tensor {shape} of {dtype}, which a block that runs again was given; write into a copy of it"
-)
+    return unwritten(tensor, version, where)
 
 
 def _is_gathered(block: nn.Module) -> bool:

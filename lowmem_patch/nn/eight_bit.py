@@ -31,6 +31,7 @@ from lowmem_patch.functional import (
     may_pack,
     packer,
     to_eight_bits,
+    unwritten,
 )
 from lowmem_patch.nn.context import is_foreign
 from lowmem_patch.nn.deferred import Deferred, Unstored
@@ -319,18 +320,11 @@ def _read(saved: _Stored | _Plain) -> Tensor:
     if saved.unpack is not None:
         tensor: Tensor = saved.unpack(saved.tensor)
         return tensor
-    kept: Tensor = saved.tensor
-    if kept._version != saved.version:
-        raise RuntimeError(_WRITTEN.format(shape=tuple(kept.shape), dtype=kept.dtype))
-    return kept
+    where = "a module with 8-bit storage saved as it is"
+    return unwritten(saved.tensor, saved.version, where)
 
 
 _SECOND = (
     "lowmem_patch: create_graph=True asks for a second derivative of a Linear or an attention whose inputs "
     "are stored in 8 bits, which would be one of rounded values: patch with storage: exact"
-)
-# torch's own words come first, by which others know the error
-_WRITTEN = (
-    "one of the variables needed for gradient computation has been modified by an inplace operation: a "
-    "tensor {shape} of {dtype}, which a module with 8-bit storage saved as it is"
 )
