@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowmem_patch.functional import GroupedMatmul, recast_linear, recomputed_linear
+from lowmem_patch.functional import GroupedMatmul, recomputed_linear
 from lowmem_patch.nn.deferred import Deferred, keep, value_of
 from lowmem_patch.nn.op import Op, Projection
 
@@ -17,20 +17,13 @@ def _gathered(tensor: Tensor, index: Tensor, dtype: torch.dtype | None = None) -
     return tensor[index].to(dtype or tensor.dtype)
 
 
-class _Value(Op):
-    """A stored tensor that most readers read as it is; all gradients pass through it."""
-
-    bypassed = False
-
-    def linear(self, h: Deferred, to: Projection, dtype: torch.dtype) -> Tensor:
-        return recast_linear(h.plain(), to.weight, to.bias, dtype, to.adapter)
-
-
-class GatheredRows(_Value):
+class GatheredRows(Op):
     """``tensor[index]``: matmuls of trained weights save the tensor and the index, and gather again.
 
-    The sources are both.
+    The sources are both. All gradients pass through it.
     """
+
+    bypassed = False
 
     @classmethod
     def of(cls, tensor: Tensor, index: Tensor) -> Deferred:
@@ -49,7 +42,7 @@ class GatheredRows(_Value):
         return Product.of(GroupedMatmul(func, _gathered, h.plain(), weight, offsets, h.sources))
 
 
-class Product(_Value):
+class Product(Op):
     """The product of a grouped matmul; where each row of it is multiplied with a number, it is not saved.
 
     The sources are what the product is made of, until it is multiplied.
@@ -57,6 +50,8 @@ class Product(_Value):
     Args:
         multiply, again: as of `GroupedMatmul`.
     """
+
+    bypassed = False  # all gradients pass through it
 
     def __init__(self, multiply: Callable[..., Tensor], again: Callable[..., Tensor]) -> None:
         super().__init__()

@@ -14,8 +14,7 @@ from lowmem_patch.nn import (
 from lowmem_patch.nn.adapters import forward_as_one, low_rank_products
 from lowmem_patch.nn.context import (
     autocast_dtype,
-    has_backward_hooks,
-    has_hooks_of_all,
+    has_hooks,
     is_foreign,
     is_fsdp_unit,
 )
@@ -56,7 +55,7 @@ def forward_head(
 def _waits(module: nn.Module, reads: HeadReads, x: Any) -> bool:
     if not torch.is_grad_enabled() or is_exporting() or is_transformed():
         return False
-    if has_backward_hooks(module) or has_hooks_of_all():
+    if has_hooks(module):
         return False
     if not isinstance(x, Tensor) or (is_foreign(x) and not isinstance(x, Deferred)) or not x.dim():
         return False

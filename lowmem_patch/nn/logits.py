@@ -21,9 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from lowmem_patch.functional import Head, flat, in_compiler, recast_linear, wide, without_autocast
+from lowmem_patch.functional import Head, flat, in_compiler, wide, without_autocast
 from lowmem_patch.nn.deferred import Deferred, defer, value_of
-from lowmem_patch.nn.op import Op, Projection
+from lowmem_patch.nn.op import Op
 from lowmem_patch.nn.shared_memory import SharedMemory
 from lowmem_patch.nn.traced import trace
 from lowmem_patch.tracing.op_roles import Role, function_name, role_of
@@ -193,9 +193,6 @@ class Logits(Op):
             y = F.log_softmax(y, -1, dtype=wide(y.dtype)) * self.sign
         y = y.to(self.to).view(*self.rows_shape(sources), a.shape[-1])
         return y.movedim(-1, 1).contiguous() if self.second else y
-
-    def linear(self, h: Deferred, to: Projection, dtype: torch.dtype) -> Tensor:
-        return recast_linear(value_of(h), to.weight, to.bias, dtype, to.adapter)
 
     def gradients(self, dy: Tensor, *sources: Tensor) -> tuple[Tensor | None, ...]:
         head = self.head(sources)

@@ -220,6 +220,7 @@ class Judge:
     notes: list[str] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self.tried = str(self.inputs)
         # rounded to bfloat16, which every dtype here can hold: their rounding is no error of a model
         self.inputs = self.inputs.map(
             lambda t: t.to(torch.bfloat16).double() if t.is_floating_point() else t
