@@ -53,7 +53,12 @@ def gradients(
 
 
 def _forward(x: Tensor, up: Tensor | None, kind: str, implementation: str) -> Tensor:
-    return value(module(implementation), x, up, kind).contiguous()
+    y: Tensor
+    if up is None:
+        y = module(implementation).activate(x, kind).contiguous()
+    else:
+        y = module(implementation).glu_forward(x, up, kind)
+    return y
 
 
 def _backward(

@@ -160,8 +160,8 @@ class _AffineLinear(torch.autograd.Function):
         if for_weight:
             # a copy in the product's dtype is worth its bytes, as torch's own Linear finds
             weight = weight.to(dtype)
-        products = (weight, bias, lora_A, lora_B, scale)
-        out, low = linear_forward(y, *products, dtype, _implementation(y))
+        chosen = _implementation(y)
+        out, low = linear_forward(y, weight, bias, lora_A, lora_B, scale, dtype, chosen)
         ctx.save_for_backward(
             *((z, affine.weight, affine.bias) if for_weight or for_A else (None, None, None)),
             *((weight, lora_A) if for_y else (None, None)),

@@ -108,12 +108,6 @@ low_product_op = _library.Operator(
 )
 
 
-def _forward(hidden: Tensor, *rest: Any) -> tuple[Tensor, Tensor | None]:
-    _source, _up, weight, bias, lora_A, lora_B, scale, _kind, compute_dtype, implementation = rest
-    products = (weight, bias, lora_A, lora_B, scale)
-    return linear_forward(hidden, *products, compute_dtype, implementation)
-
-
 def _forward_fake(hidden: Tensor, *rest: Any) -> tuple[Tensor, Tensor | None]:
     _, _, weight, _, lora_A, *_, compute_dtype, _ = rest
     y = hidden.new_empty((*hidden.shape[:-1], weight.shape[0]), dtype=compute_dtype)
@@ -265,7 +259,9 @@ linear_op = _library.Operator(
     "activation_linear(Tensor hidden, Tensor source, Tensor? up, Tensor weight, Tensor? bias, "
     "Tensor? lora_A, Tensor? lora_B, float scale, str kind, ScalarType compute_dtype, "
     "str implementation) -> (Tensor, Tensor)",
-    _forward,
+    lambda hidden, source, up, weight, bias, lora_A, lora_B, scale, kind, compute_dtype, implementation: (
+        linear_forward(hidden, weight, bias, lora_A, lora_B, scale, compute_dtype, implementation)
+    ),
     _forward_fake,
 )
 linear_backward_op = _library.Operator(

@@ -57,10 +57,7 @@ class ActivationSite(PatchSite):
 
 def activation_sites(facts: Facts, config: PatchConfig) -> list[ActivationSite | Skip]:
     """Each activation of the model, in the order of the forward, or why no strategy may patch it."""
-    sites: list[ActivationSite | Skip] = facts.once(
-        activation_sites, lambda: list(_find_sites(facts, config))
-    )
-    return sites
+    return facts.once(activation_sites, lambda: list(_find_sites(facts, config)))
 
 
 def _find_sites(facts: Facts, config: PatchConfig) -> Iterator[ActivationSite | Skip]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeVar
 
 from torch import Tensor, nn
 
@@ -25,6 +25,7 @@ from lowmem_patch.tracing.trace import FOREIGN_KERNEL, Call, Trace
 
 ORIGINAL = "_lowmem_patch_original"  # where a replacement holds the module that it stands for
 
+Answer = TypeVar("Answer")
 Affines = Mapping[str, tuple[Tensor | None, Tensor | None]]
 
 
@@ -74,11 +75,12 @@ class Facts:
         names = (name for name in reversed(self.order) if looks_like_norm(self.modules[name]))
         return next(names, "")
 
-    def once(self, question: object, answer: Callable[[], Any]) -> Any:
+    def once(self, question: object, answer: Callable[[], Answer]) -> Answer:
         """The answer to what several strategies ask, found at the first question."""
         if question not in self._answers:
             self._answers[question] = answer()
-        return self._answers[question]
+        found: Answer = self._answers[question]
+        return found
 
     def activation(self, name: str) -> ActivationKind | None:
         """Which activation a module is that has no parameters, and takes and returns one tensor."""

@@ -290,7 +290,7 @@ def test_implementation_is_met_or_refused(monkeypatch: pytest.MonkeyPatch) -> No
 def test_missing_triton_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(_implementation, "_TRITON_INSTALLED", False)
-    monkeypatch.setattr(_implementation, "_warned_without_triton", False)
+    _implementation._warn_without_triton.cache_clear()
     with pytest.warns(RuntimeWarning, match="triton is not installed"):
         assert _implementation.resolve("auto", randn(3)) == "reference"
     with warnings.catch_warnings():
