@@ -31,7 +31,6 @@ from lowmem_patch.functional.cross_entropy import linear_cross_entropy as linear
 from lowmem_patch.functional.cross_entropy import linear_losses as linear_losses
 from lowmem_patch.functional.dropout import draw_dropout as draw_dropout
 from lowmem_patch.functional.dropout import dropout_linear as dropout_linear
-from lowmem_patch.functional.dropout import pack_bool as pack_bool
 from lowmem_patch.functional.dropout import packed_dropout as packed_dropout
 from lowmem_patch.functional.eight_bit import EIGHT_BIT_DTYPES as EIGHT_BIT_DTYPES
 from lowmem_patch.functional.eight_bit import from_eight_bits as from_eight_bits

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lowmem_patch.constants import ActivationKind
 from lowmem_patch.functional import _library
-from lowmem_patch.functional._implementation import Implementation, dispatched, module, resolve
+from lowmem_patch.functional._implementation import dispatched, module, resolve
 from lowmem_patch.functional.activations import computed_again
 from lowmem_patch.functional.recomputed import recomputed_linear
 
@@ -28,25 +28,6 @@ _pack = _library.Operator(
     dispatched("pack_bool"),
     lambda mask, implementation: mask.new_empty((mask.numel() + 7) // 8, dtype=torch.uint8),
 )
-
-
-def pack_bool(mask: Tensor, *, implementation: Implementation = "auto") -> Tensor:
-    """Pack flags (a dropout's mask), eight a byte, first flag lowest.
-
-    Args:
-        mask: ``[...]``, bool, n elements.
-        implementation: see `resolve`.
-
-    Returns:
-        ``[ceil(n / 8)]`` uint8.
-
-    Raises:
-        TypeError: ``mask`` is not bool.
-    """
-    if mask.dtype != torch.bool:
-        raise TypeError(f"pack_bool: mask must be bool, got {mask.dtype}")
-    packed: Tensor = _pack(mask, resolve(implementation, mask))
-    return packed
 
 
 @cache
@@ -102,7 +83,8 @@ def draw_dropout(x: Tensor, p: float) -> tuple[Tensor, Tensor]:
         p: above 0 and below 1.
 
     Returns:
-        the value, like ``x`` and without a gradient; the mask, as `pack_bool` packs it.
+        the value, like ``x`` and without a gradient; the mask, ``[ceil(n / 8)]`` uint8, eight flags a byte,
+        the first one lowest.
     """
     with torch.no_grad():
         if x.is_cuda:
@@ -110,7 +92,7 @@ def draw_dropout(x: Tensor, p: float) -> tuple[Tensor, Tensor]:
         else:
             noise = F.dropout(torch.ones_like(x), p)
             value, mask = x * noise, noise != 0
-        return value, pack_bool(mask)
+        return value, _pack(mask, resolve("auto", mask))
 
 
 class _PackedDropout(torch.autograd.Function):

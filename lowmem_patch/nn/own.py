@@ -97,7 +97,10 @@ def inner_forward(module: nn.Module, given: Own | None) -> partial[Any]:
 
 def drop_forward(module: nn.Module) -> None:
     """Take off what `give_forward` set."""
-    slot = _forward_slot(module)
+    _take_off(module, _forward_slot(module))
+
+
+def _take_off(module: nn.Module, slot: str) -> None:
     if slot == "forward":
         del module.__dict__[slot]
     else:
@@ -145,7 +148,4 @@ def remove_own(module: nn.Module) -> None:
         if not isinstance(forward, Own):
             continue
         module.__dict__.pop(_REPLICATE, None)
-        if name == "forward":
-            del module.__dict__[name]
-        else:
-            module.__dict__[name] = types.MethodType(type(module).forward, module)
+        _take_off(module, name)
