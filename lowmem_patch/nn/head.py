@@ -12,12 +12,7 @@ from lowmem_patch.nn import (
     logits_readers as logits_readers,  # fills the table of those who read what is made here
 )
 from lowmem_patch.nn.adapters import forward_as_one, low_rank_products
-from lowmem_patch.nn.context import (
-    autocast_dtype,
-    has_hooks,
-    is_foreign,
-    is_fsdp_unit,
-)
+from lowmem_patch.nn.context import autocast_dtype, has_hooks, is_foreign, is_fsdp_unit
 from lowmem_patch.nn.deferred import Deferred, value_of
 from lowmem_patch.nn.deferred_ops import Saved
 from lowmem_patch.nn.logits import HeadReads, Logits, Settings
