@@ -5,7 +5,7 @@ up) that the activation saves for its own. Here activation, Linear and adapter a
 x (gate, up) alone: in backward one elementwise kernel gives their gradients and hidden again.
 
     low = hidden A^T,    y = hidden W^T + b + s low B^T
-    d_low = s dy B,      d_hidden = dy W + d_low A,     d_x = d_hidden h'(x) (or as in `glu`)
+    d_low = s dy B,      d_hidden = dy W + d_low A,     d_x = d_hidden h'(x) (or as in `activation`)
     d_W = dy^T hidden,   d_b = sum dy,   d_A = d_low^T hidden,   d_B = s dy^T low
 
 In a block that runs again in backward nobody else reads x (gate, up) then, and results take their places.
