@@ -74,9 +74,14 @@ class _Norm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Any, bias: Any, settings: NormSettings, *dtypes: torch.dtype
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        settings: NormSettings,
+        out_dtype: torch.dtype,
+        saved_dtype: torch.dtype,
     ) -> Tensor:
-        out_dtype, saved_dtype = dtypes
         y, rstd = reference.norm(x, weight, bias, settings, out_dtype)
         ctx.save_for_backward(reference.cast(y, saved_dtype), rstd, weight, bias)
         ctx.settings, ctx.input_dtype = settings, x.dtype
