@@ -24,17 +24,6 @@ from lowmem_patch.functional.compiled import is_sharded
 _OWN_OPERATOR = ("quick_gelu", "relu_squared", "relu", "sigmoid", "tanh")
 
 
-def value(
-    operations: Any, x: Tensor, up: Tensor | None, kind: Any, dtype: torch.dtype | None = None
-) -> Tensor:
-    """h(x) or h(x) * up, by one implementation, without a gradient."""
-    if up is None:
-        y: Tensor = operations.activate(x, kind, dtype)
-    else:
-        y = operations.glu_forward(x, up, kind, dtype)
-    return y
-
-
 def gradients(
     operations: Any,
     dy: Tensor,
@@ -44,8 +33,8 @@ def gradients(
     hidden: Tensor | None = None,
     into: Any = None,
 ) -> tuple[Tensor, ...]:
-    """Those of x, or of x and up, by one implementation; `value` goes into ``hidden``, and they into
-    ``into``, where given."""
+    """Those of x, or of x and up, by one implementation; h(x) or h(x) * up goes into ``hidden``, and they
+    into ``into``, where given."""
     if up is None:
         return (operations.activate_backward(dy, x, kind, hidden, into),)
     found: tuple[Tensor, ...] = operations.glu_backward(dy, x, up, kind, hidden, into)
@@ -72,7 +61,7 @@ def _backward_over(
     dy: Tensor, gate: Tensor, up: Tensor, kind: ActivationKind, implementation: str
 ) -> None:
     """d_gate takes the place of up, and d_up that of gate."""
-    gradients(module(implementation), dy, gate, up, kind, None, (up, gate))
+    module(implementation).glu_backward(dy, gate, up, kind, None, (up, gate))
 
 
 _activation = _library.Operator(

@@ -141,7 +141,11 @@ def _hidden(ops: Any, source: Tensor, up: Tensor | None, kind: str, dtype: torch
     """The Linear's input, computed again."""
     if kind == IDENTITY:
         return cast(source, dtype)
-    return activations.value(ops, source, up, kind, dtype)
+    if up is None:
+        y: Tensor = ops.activate(source, kind, dtype)
+    else:
+        y = ops.glu_forward(source, up, kind, dtype)
+    return y
 
 
 def _source_gradients(
