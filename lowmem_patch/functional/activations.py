@@ -230,7 +230,8 @@ def codes_activation(
         implementation: see `resolve`.
 
     Returns:
-        ``[...]``, dtype of ``x`` (under autocast too), contiguous.
+        ``[...]``, dtype of ``x`` (under autocast too); with the strides of ``x``, or contiguous where that
+        has gaps.
 
     Raises:
         TypeError: ``x`` is not floating point.
@@ -243,5 +244,20 @@ def codes_activation(
     chosen = resolve(implementation, x)
     if not _library.wants_gradient(x):
         return reference.activate(x, kind)
-    y: Tensor = _call_codes(x, kind, bits, chosen)
-    return y
+    order = _memory_order(x)
+    if order is None:
+        y: Tensor = _call_codes(x, kind, bits, chosen)
+        return y
+    # in the order of the memory, as torch's own activations: channels last stay last, and nothing is copied
+    y = _call_codes(x.permute(order), kind, bits, chosen)
+    return y.permute([order.index(dim) for dim in range(x.dim())])
+
+
+def _memory_order(x: Tensor) -> list[int] | None:
+    """The dimensions of a tensor without gaps as they lie in memory; None where they lie so already, where
+    there are gaps, and in a compiler."""
+    if x.is_contiguous() or _library.in_compiler():
+        return None
+    strides = x.stride()
+    order = sorted(range(x.dim()), key=lambda dim: (-strides[dim], dim))
+    return order if x.permute(order).is_contiguous() else None

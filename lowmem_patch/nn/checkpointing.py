@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -30,11 +30,10 @@ from lowmem_patch.functional import (
     in_compiler,
     is_checkpoint_packing,
     is_exporting,
-    is_sharded,
     is_transformed,
     unwritten,
 )
-from lowmem_patch.nn.context import is_fsdp_unit
+from lowmem_patch.nn.block_state import as_they_were, held_by, is_gathered, with_held
 from lowmem_patch.nn.deferred import Deferred, value_of
 from lowmem_patch.nn.host_memory import HostMemory
 from lowmem_patch.nn.own import (
@@ -192,6 +191,7 @@ class _Run:
         kwargs: dict[str, Any],
     ) -> None:
         self.block, self.how, self.forward = block, how, forward
+        self.held = tuple(held_by(block))
         given: list[Tensor] = []
         self.args = _taken_out(args, given)
         self.kwargs = {name: _taken_out(value, given) for name, value in kwargs.items()}
@@ -214,7 +214,7 @@ class _Run:
         if self.how.input == "host":
             host = self.how.host
             return None if host is None else host.keep(self.saved[self.place], self.input)
-        return None if _is_gathered(self.block) else made_by(self.input)
+        return None if is_gathered(self.block) else made_by(self.input)
 
     def checkpointed(self) -> Any:
         fake = any(isinstance(tensor, FakeTensor) for tensor in self.saved)
@@ -239,9 +239,11 @@ class _Run:
         else:
             tensors = tuple(map(_with_gradient, tensors, self.trains))
         self.runs += 1
-        buffers = self.how.buffers if self.runs > 1 else ()
         # a tensor of a subclass whose backward() runs leaves torch functions off, which deferred tensors need
-        with _as_they_were(self.block, buffers), torch._C._EnableTorchFunction():
+        with contextlib.ExitStack() as contexts, torch._C._EnableTorchFunction():
+            if self.runs > 1:
+                contexts.enter_context(with_held(self.block, self.held))
+                contexts.enter_context(as_they_were(self.block, self.how.buffers))
             return self.forward(*_put_back(self.args, tensors), **self._keywords(tensors))
 
     def _keywords(self, tensors: tuple[Tensor, ...]) -> dict[str, Any]:
@@ -289,15 +291,6 @@ def _unpack(packed: Any) -> Tensor:
     return unwritten(tensor, version, where)
 
 
-def _is_gathered(block: nn.Module) -> bool:
-    """Whether the weights are there while this very block runs (FSDP, ZeRO-3), and no other."""
-    marks = ("ds_id", "_fsdp_flattened")
-    return is_fsdp_unit(block) or any(
-        is_sharded(parameter) or any(hasattr(parameter, mark) for mark in marks)
-        for parameter in block.parameters()
-    )
-
-
 def _is_same(one: Tensor, other: Tensor | None) -> bool:
     return one is other or (
         other is not None
@@ -305,18 +298,6 @@ def _is_same(one: Tensor, other: Tensor | None) -> bool:
         and (one.shape, one.stride(), one.storage_offset())
         == (other.shape, other.stride(), other.storage_offset())
     )
-
-
-@contextlib.contextmanager
-def _as_they_were(block: nn.Module, names: tuple[str, ...]) -> Iterator[None]:
-    """Put back what a second run writes into buffers: the first one has written it."""
-    buffers = [block.get_buffer(name) for name in names]
-    before = [buffer.detach().clone() for buffer in buffers]
-    try:
-        yield
-    finally:
-        for buffer, value in zip(buffers, before, strict=True):
-            buffer.data.copy_(value)  # past autograd, which would take the write for a change
 
 
 class _AroundAttention(FunctionObserver):

@@ -167,7 +167,7 @@ class Stored(Deferred):
 class Unstored(Deferred):
     """A tensor without storage; see `defer`."""
 
-    held = False  # the value was there before, and no source has its shape
+    held = False  # the value was there before, or somebody has its storage
     _value: Tensor | None = None
     _value_version = 0
     _times_read = 0
@@ -233,8 +233,9 @@ class Unstored(Deferred):
 
     def let_go(self) -> None:
         """Hold the values no longer, unless somebody wrote into them, or may do so."""
-        unseen = self.held or self._exposed or self._memory is not None
-        if not unseen and self._version == self._first_version and not self.is_stale():
+        may_write = self.held or self._exposed or self._memory is not None
+        written = self._version != self._first_version or self.is_stale()
+        if not (may_write or written):
             self._value = None
 
     def plain(self) -> Tensor:

@@ -192,7 +192,10 @@ def _give_memory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 def _look_at_memory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     h = args[0]
-    return func(h.read(), *args[1:], **kwargs) if isinstance(h, Unstored) else NotImplemented
+    if not isinstance(h, Unstored):
+        return NotImplemented
+    h.held = True  # somebody may have a storage, whose address must stay
+    return func(h.read(), *args[1:], **kwargs)
 
 
 def _get(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

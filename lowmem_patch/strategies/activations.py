@@ -162,16 +162,9 @@ def _works_in_place(facts: Facts, name: str) -> bool:
 
 
 def input_read_later(facts: Facts, name: str) -> str | None:
-    """Who reads the input of a module after it, by the input's own name; as a report names it."""
-    number = facts.once(input_read_later, lambda: {id(o): n for n, o in enumerate(facts.trace.ops)})
-    for call in facts.calls[name]:
-        (given,) = call.inputs
-        if id(given) in facts.trace.outputs:
-            return "the caller of the model"
-        for op in facts.trace.consumers.get(id(given), ()):
-            if number[id(op)] >= call.last_op:
-                return op.place
-    return None
+    """Who reads what a module has written in place, and not by way of its output; as a report names it."""
+    found = (facts.reads.beside(call) for call in facts.calls[name])
+    return next((reader for reader in found if reader is not None), None)
 
 
 def _saves_output(facts: Facts, name: str) -> bool:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lowmem_patch.config import PatchConfig
 from lowmem_patch.functional import ActivationKind
-from lowmem_patch.tracing.consumers import Consumer, Writes
+from lowmem_patch.tracing.consumers import Consumer, Reads, Writes
 from lowmem_patch.tracing.probes import NormSpec, looks_like_norm, match_activation
 from lowmem_patch.tracing.trace import FOREIGN_KERNEL, Call, Trace
 
@@ -63,6 +63,10 @@ class Facts:
     @cached_property
     def writes(self) -> Writes:
         return Writes(self.trace)
+
+    @cached_property
+    def reads(self) -> Reads:
+        return Reads(self.trace)
 
     @cached_property
     def foreign_kernels(self) -> dict[str, None]:

@@ -50,7 +50,7 @@ class SharedNorm(Swap):
 
     def make(self, original: nn.Module) -> MSNorm:
         spec = self.spec
-        new = _class_for(original, spec.kind)(
+        return _class_for(original, spec.kind)(
             getattr(original, "weight", None),
             getattr(original, "bias", None),
             spec.settings,
@@ -66,12 +66,6 @@ class SharedNorm(Swap):
             output_moved=self.output_moved,
             eps_name=_eps_name(original, spec.settings.eps),
         )
-        # what other code may read off the original (variance_epsilon, normalized_shape) stays readable
-        for name, value in vars(original).items():
-            readable = isinstance(value, (int, float, tuple, str, type(None)))
-            if readable and not name.startswith("_") and name not in vars(new):
-                setattr(new, name, value)
-        return new
 
 
 def _eps_name(original: nn.Module, eps: float) -> str:

@@ -11,15 +11,16 @@ from lowmem_patch.nn.norms import MSNorm
 from lowmem_patch.nn.own import align_as
 from lowmem_patch.strategies.protocol import ORIGINAL, Patch, Target
 
-_HOOKS = (
+_SHARED = (
     "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks", "_is_full_backward_hook",
+    "_buffers", "_non_persistent_buffers_set",
 )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
 class Swap(Patch):
-    """A module that is replaced; the replacement shares its parameters and hooks."""
+    """A module that is replaced; the replacement shares its parameters, buffers and hooks."""
 
     def make(self, original: nn.Module) -> nn.Module:
         """What takes the place of ``original``."""
@@ -29,8 +30,14 @@ class Swap(Patch):
         original = target.model.get_submodule(self.site)
         new = self.make(original)
         new.training = original.training
-        for hooks in _HOOKS:  # a user's hooks stay attached
-            setattr(new, hooks, getattr(original, hooks))
+        for shared in _SHARED:  # a user's hooks and buffers stay where they are
+            setattr(new, shared, getattr(original, shared))
+        # what other code may read off the original (variance_epsilon, normalized_shape) stays readable, and
+        # so do marks: of transformers, without which a later post_init() initialises the weights again
+        for name, value in vars(original).items():
+            readable = isinstance(value, (int, float, tuple, str, type(None)))
+            if readable and name not in vars(new):
+                setattr(new, name, value)
         align_as(new, original)
         # not registered: it is no submodule, but travels with every copy of its replacement
         new.__dict__[ORIGINAL] = original
@@ -66,7 +73,6 @@ def _original_of(current: nn.Module) -> nn.Module:
         kept = {name: p for name, p in current._parameters.items() if name not in own}
         original._parameters.clear()
         original._parameters.update(kept)
-        original._buffers.update(current._buffers)
         for name in ("weight", "bias"):
             if name in current.__dict__:
                 original.__dict__[name] = current.__dict__[name]

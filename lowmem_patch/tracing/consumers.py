@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from lowmem_patch.tracing.call_arguments import WeightMatmul, dropout_call, weight_matmul
@@ -13,7 +14,8 @@ from lowmem_patch.tracing.dataflow import Path, first_input, forward
 from lowmem_patch.tracing.op_roles import MATMULS, Role
 from lowmem_patch.tracing.row_moves import moves_rows
 from lowmem_patch.tracing.saved_bytes import storage_key
-from lowmem_patch.tracing.trace import Op, Trace
+from lowmem_patch.tracing.shadow import tensors_in
+from lowmem_patch.tracing.trace import Call, Op, Trace
 
 Use = Literal["linear", "product", "autocast", "output", "write", "opaque", "other"]
 
@@ -226,6 +228,46 @@ class Writes:
             if number >= after and not places.isdisjoint(written):
                 return op.place
         return None
+
+
+class Reads:
+    """The ops of a trace that read a tensor, found by the memory in which it lies."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
+        self._numbers = {id(op): number for number, op in enumerate(trace.ops)}
+        self._ids: dict[int | None, dict[int, None]] = {}
+        for op in trace.ops:
+            for tensor in tensors_in((op.args, op.kwargs, op.outputs)):
+                self._ids.setdefault(_place(tensor), {})[id(tensor)] = None
+
+    def beside(self, call: Call) -> str | None:
+        """Who reads the memory of a module's output behind the call, and not by way of the output, as a
+        report names it."""
+        place = _place(call.outputs[0])
+
+        def is_view(op: Op, tensor: Tensor) -> bool:
+            return any(_place(output) == place for output in op.outputs)
+
+        own = {id(path.end) for path in forward(self._trace, call.outputs, is_view)}
+        own -= {
+            id(tensor) for tensor in call.inputs
+        }  # which may be the output: nobody can tell them apart
+        for key in self._ids.get(place, ()):
+            if key in own:
+                continue
+            if key in self._trace.outputs:
+                return "the caller of the model"
+            for op in self._trace.consumers.get(key, ()):
+                if self._numbers[id(op)] >= call.last_op:
+                    return op.place
+        return None
+
+
+def _place(tensor: Tensor) -> int | None:
+    """The memory in which a tensor lies; None inside torch.func's transforms, whose tensors have none."""
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return None if wrapped else storage_key(tensor)
 
 
 def called_with(trace: Trace, tensors: set[int], apart: Sequence[str]) -> tuple[str, ...]:

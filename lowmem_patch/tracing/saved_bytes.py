@@ -154,7 +154,8 @@ class _RunningFunction(FunctionObserver):
             self.name, self.weighted = before
 
     def _is_weight(self, tensor: Tensor) -> bool:
-        return storage_key(tensor) in self.weights
+        # a deferred tensor would make a storage, and hold it
+        return not hasattr(tensor, "held_values") and storage_key(tensor) in self.weights
 
     def saver(self, stack: Sequence[str]) -> Saver:
         return Saver(stack[-1] if stack else "", self.name, self.weighted)

@@ -77,7 +77,7 @@ def make_shadow(model: nn.Module, inputs: ExampleInputs) -> Shadow:
         id(tensor): tensor.detach()
         for module in model.modules()
         for tensor in tensors_in(attributes_of(module))
-        if tensor.grad_fn is not None
+        if node_of(tensor) is not None
     }
     try:
         found = Fakes(model, mode, somewhere)
@@ -97,6 +97,15 @@ def make_shadow(model: nn.Module, inputs: ExampleInputs) -> Shadow:
 def _empty_like(tensor: Tensor, instead_of_meta: torch.device) -> Tensor:
     device = instead_of_meta if tensor.is_meta else tensor.device
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+
+
+def node_of(tensor: Tensor) -> Any:
+    """The ``grad_fn``; None also where torch raises in its place: for a part of a chunk, after a write into
+    the whole."""
+    try:
+        return tensor.grad_fn
+    except RuntimeError:
+        return None
 
 
 def attributes_of(module: nn.Module) -> list[Any]:

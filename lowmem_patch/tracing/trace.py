@@ -28,7 +28,7 @@ from lowmem_patch.tracing.observers import (
 )
 from lowmem_patch.tracing.op_roles import NEVER_WRITES, Role, function_name, role_of
 from lowmem_patch.tracing.saved_bytes import SavedBytes, saved_bytes, storage_key
-from lowmem_patch.tracing.shadow import Shadow, attributes_of, tensors_in
+from lowmem_patch.tracing.shadow import Shadow, attributes_of, node_of, tensors_in
 
 FOREIGN_KERNEL = "a kernel of its own"  # the name of an op that is none of torch's
 
@@ -200,12 +200,12 @@ class _ScriptRecorder(DispatchObserver):
 def _record_custom_functions(trace: Trace) -> None:
     """Add the consumers that only autograd knows: custom functions whose kernels are no torch ops."""
     tensors = {
-        (tensor.grad_fn, tensor.output_nr): tensor
+        (node, tensor.output_nr): tensor
         for op in trace.ops
         for tensor in op.outputs
-        if tensor.grad_fn is not None
+        if (node := node_of(tensor)) is not None
     }
-    pending: list[Any] = [tensor.grad_fn for tensor in tensors_in(trace.keep_alive)]
+    pending: list[Any] = [node_of(tensor) for tensor in tensors_in(trace.keep_alive)]
     seen: set[Any] = {None}
     while pending:
         node = pending.pop()

@@ -220,3 +220,33 @@ def test_first_look_is_harmless_under_compile(make: Make) -> None:
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     assert_close(compiled(**inputs), stock(**inputs), "output")
     torch._dynamo.reset()
+
+
+def test_buffers_that_somebody_registered_stay_in_the_state_dict() -> None:
+    model, x = Toy(gated), batch()
+    for module in model.modules():
+        if not list(module.children()):
+            module.register_buffer("scale", torch.ones(2))
+            module.register_buffer("passing", torch.ones(2), persistent=False)
+    names = list(model.state_dict())
+    patch_model(model, "exact", example_inputs=x)
+    replaced = [module for module in model.modules() if is_replacement(module)]
+    assert replaced and list(model.state_dict()) == names
+    model = copy.deepcopy(model).double()
+    for module in model.modules():
+        if "scale" in module._buffers:
+            module.scale.fill_(3)
+    assert list(model.state_dict()) == names
+    unpatch_model(model)
+    assert list(model.state_dict()) == names
+    assert all(bool((b == 3).all()) for name, b in model.named_buffers() if name.endswith("scale"))
+    assert all(b.dtype == torch.float64 for b in model.buffers())
+
+
+def test_transformers_does_not_initialise_weights_again(make: Make) -> None:
+    model, inputs = doubles(make, "llama")
+    patch_model(model, "exact", example_inputs=inputs)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    assert any((tensor != 1).any() for name, tensor in before.items() if "layernorm" in name)
+    model.post_init()  # as a model does whose part this one becomes
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())

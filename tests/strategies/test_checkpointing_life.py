@@ -105,6 +105,25 @@ def test_what_lies_between_the_blocks_of_a_segment_is_computed(between: Any) -> 
     assert_same_bits(one_step(fitted, x), one_step(model, x))
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_second_run_has_the_weights_and_buffers_of_a_functional_call(level: str) -> None:
+    model, x = stack().eval(), rows()
+    blocks = blocks_of(model, x)
+    model = patched(model, x)
+    fitted = give_levels(model, blocks, all_of(blocks, level))
+    weights = {name: 1.1 * p.detach() for name, p in model.named_parameters()}
+    buffers = {name: b + 1 for name, b in model.named_buffers()}  # of batch norms
+    found = []
+    for each in (model, fitted):
+        given = {name: weight.clone().requires_grad_() for name, weight in weights.items()}
+        before = dict(each.named_parameters())
+        with warned():
+            torch.func.functional_call(each, given | buffers, (x,)).sum().backward()
+        assert all(parameter is before[name] for name, parameter in each.named_parameters())
+        found.append([weight.grad for weight in given.values()])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
 def test_outputs_of_blocks_that_are_returned() -> None:
     torch.manual_seed(0)
     model, inputs = llama_of(num_hidden_layers=4).train(), FAMILIES["llama"].inputs()

@@ -11,6 +11,8 @@ from torch import nn
 from lowmem_patch import PatchConfig, patch_model, patch_report, plan_patch, saved_bytes
 from lowmem_patch.nn.activations import CodesActivation
 from lowmem_patch.tracing.inputs import ExampleInputs
+from tests.support.judge import assert_equal
+from tests.support.step import step
 from tests.support.toy_blocks import built
 from tests.support.toy_gates import SharedInput
 from zoo.build import Built, randomise
@@ -75,3 +77,24 @@ def test_codes_where_another_op_keeps_the_input() -> None:
     assert (site.strategy, site.bytes_before) == ("keep", 0)
     assert "kept for another op" in site.reason
     assert not judge(model).wrong
+
+
+def test_strides_stay_and_so_do_the_random_numbers_behind() -> None:
+    class Dropping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.act = nn.Conv2d(3, 8, 3), nn.LeakyReLU()
+            self.drop = nn.Dropout(0.5)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden: torch.Tensor = self.drop(self.act(self.first(x)) + 1)
+            return hidden
+
+    torch.manual_seed(0)
+    model = Dropping().to(memory_format=torch.channels_last)
+    x = torch.randn(2, 3, 9, 9).to(memory_format=torch.channels_last)
+    twin = copy.deepcopy(model)
+    patch_model(model, "auto", example_inputs=x)
+    assert isinstance(model.act, CodesActivation)
+    assert model.act(model.first(x)).is_contiguous(memory_format=torch.channels_last)
+    assert_equal(step(model, x, seed=3), step(twin, x, seed=3))

@@ -298,6 +298,9 @@ def test_backward_twice_and_no_second_derivative() -> None:
             1.01,
             {"num_attention_heads": 32, "head_dim": 128, "moe_intermediate_size": 768},
         ),
+        ("DeepseekV3", 1.02, {"first_k_dense_replace": 1}),
+        ("Qwen2Moe", 1.06, {}),
+        ("GptOss", 1.47, {}),
     ],
 )
 def test_real_widths_reach_the_floor(name: str, limit: float, more: dict[str, Any]) -> None:
@@ -307,7 +310,7 @@ def test_real_widths_reach_the_floor(name: str, limit: float, more: dict[str, An
         model = getattr(transformers, f"{name}ForCausalLM")(config).bfloat16()
     ids = torch.zeros(1, 1024, dtype=torch.long)
     report = plan_patch(model, "exact", example_inputs={"input_ids": ids, "labels": ids})
-    assert 1 <= report.above_floor <= limit
+    assert limit - 0.01 < report.above_floor <= limit  # docs/limits.md names them
 
 
 def test_a_frozen_product_gives_its_rows_a_gradient() -> None:

@@ -145,6 +145,30 @@ def test_values_of_which_somebody_has_a_view_stay() -> None:
             one(x).sum().backward()
 
 
+MEMORIES: dict[str, Callable[[Tensor], Any]] = {
+    "numpy": lambda hidden: torch.from_numpy(hidden.detach().numpy()),
+    "data": lambda hidden: hidden.data,
+    "storage": lambda hidden: hidden.untyped_storage(),
+    "storage of the values": lambda hidden: hidden.detach().untyped_storage(),
+}
+
+
+@pytest.mark.parametrize("memory", MEMORIES)
+def test_memory_that_somebody_holds_stays(memory: str) -> None:
+    model, x = net("convolution", nn.SiLU())
+    patch_model(model, "exact", example_inputs=x)
+
+    def written(hidden: Tensor, conv: nn.Module) -> Tensor:
+        held = MEMORIES[memory](hidden)
+        y = conv(hidden)
+        held.fill_(0)  # autograd does not notice, patched or not
+        return y + conv(hidden)
+
+    model.read = written
+    twin = unpatch_model(copy.deepcopy(model))
+    assert_equal(step(model, x), step(twin, x))
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_inside_a_checkpoint(reentrant: bool) -> None:
     model, x = net("gate", nn.SiLU())
@@ -218,6 +242,55 @@ def test_input_that_is_read_later_stays_in_place() -> None:
         patch_model(model, "exact", example_inputs=x)
     (site,) = patch_report(model).sites
     assert "works in place, and mean reads what its input was" in site.reason
+    assert_equal(step(model, x), step(twin, x))
+
+
+def of_view(hidden: Tensor, act: nn.Module) -> tuple[Tensor, Tensor]:
+    return act(hidden.view_as(hidden)), hidden.mean()
+
+
+def of_slice(hidden: Tensor, act: nn.Module) -> tuple[Tensor, Tensor]:
+    return torch.cat((act(hidden[:, :4]), hidden[:, 4:] * 2), 1), hidden.mean()
+
+
+def beside_view(hidden: Tensor, act: nn.Module) -> tuple[Tensor, Tensor]:
+    rows = hidden.flatten(2)
+    return act(hidden), rows.sin().mean()
+
+
+def beside_detached(hidden: Tensor, act: nn.Module) -> tuple[Tensor, Tensor]:
+    constant = hidden.detach()
+    return act(hidden), constant.mean()
+
+
+def beside_returned(hidden: Tensor, act: nn.Module) -> tuple[Tensor, Tensor]:
+    rows = hidden.flatten(2)
+    return act(hidden), rows
+
+
+Aliased = Callable[[Tensor, nn.Module], tuple[Tensor, Tensor]]
+
+
+@pytest.mark.parametrize(
+    "alias", [of_view, of_slice, beside_view, beside_detached, beside_returned]
+)
+def test_memory_that_is_read_later_by_another_name_is_written(alias: Aliased) -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.act = nn.Conv2d(3, 8, 3), nn.SiLU(inplace=True)
+            self.second = nn.Conv2d(8, 4, 3)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            hidden, other = alias(self.first(x), self.act)
+            return self.second(hidden), other
+
+    torch.manual_seed(0)
+    model, x = Both(), torch.randn(2, 3, 9, 9)
+    twin = copy.deepcopy(model)
+    with pytest.warns(UserWarning, match="nothing was patched"):
+        patch_model(model, "exact", example_inputs=x)
+    assert "works in place, and" in patch_report(model).sites[0].reason
     assert_equal(step(model, x), step(twin, x))
 
 

@@ -74,3 +74,24 @@ def test_consumers_say_what_lies_between() -> None:
     }  # fmt: skip
     assert found["short"].copied and not found["short"].reshaped
     assert found["long"].reshaped and not found["long"].copied
+
+
+class WritesBehindChunk(nn.Module):
+    """The whole is written in place while its parts are held, which nobody reads any more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.linear(x)
+        one, other = hidden.chunk(2, -1)
+        gated = one * other.sin()
+        hidden.add_(1)
+        return gated + hidden[..., :2].detach()
+
+
+def test_parts_that_a_write_has_left_behind_are_traced() -> None:
+    inputs = ExampleInputs((torch.zeros(2, 4),))
+    trace = trace_forward(make_shadow(WritesBehindChunk(), inputs))
+    assert {"linear", "chunk", "add_"} <= {op.name for op in trace.ops}
