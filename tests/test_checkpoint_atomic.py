@@ -12,7 +12,7 @@ from typing import IO, Any
 
 import pytest
 
-from lowmem_patch.checkpoint import SelfCheckError, convert, edits, resolve
+from lowmem_patch.checkpoint import SelfCheckError, convert, resolve
 from lowmem_patch.errors import CheckpointError
 from tests.support.checkpoints import llama, write
 
@@ -20,13 +20,14 @@ from tests.support.checkpoints import llama, write
 def test_a_wrong_fold_never_gets_into_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = edits.fold_tensors
+    module = sys.modules[convert.__module__]
+    real = module.fold_tensors
 
     def wrong(*args: Any, **kwargs: Any) -> Any:
         weight, bias = real(*args, **kwargs)
         return weight * 1.001, bias
 
-    monkeypatch.setattr(edits, "fold_tensors", wrong)
+    monkeypatch.setattr(module, "fold_tensors", wrong)
     with pytest.raises(SelfCheckError, match="logits"):
         convert(resolve(write(tmp_path / "in", llama())), tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["in"]

@@ -101,9 +101,9 @@ def test_convert_prints_pure_json(llama: Path, tmp_path: Path) -> None:
 def test_a_failed_self_check_exits_with_1(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from lowmem_patch.checkpoint import edits
+    module = sys.modules["lowmem_patch.checkpoint.convert"]
 
-    monkeypatch.setattr(edits, "fold_tensors", lambda weight, bias, *_a, **_k: (weight, bias))
+    monkeypatch.setattr(module, "fold_tensors", lambda weight, bias, *_a, **_k: (weight, bias))
     refused("convert", llama, tmp_path / "out", naming="self-check failed", code=1)
     assert not (tmp_path / "out").exists()
     skipped = call("convert", llama, tmp_path / "out", "--no-check")

@@ -52,7 +52,6 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     (
         "strategies.activations",
         "strategies.checkpointing",
-        "strategies.fold_loading",
         "strategies.lora",
     ),
     ("strategies.head",),

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,25 +18,28 @@ from torch import Tensor
 
 from lowmem_patch.api import plan_patch
 from lowmem_patch.checkpoint.compare import TensorCheck
-from lowmem_patch.checkpoint.edits import Edit, fold_edits, fold_refusal, stored_affine
 from lowmem_patch.checkpoint.load import build_meta_model, refuse_quantised, stored_names
 from lowmem_patch.checkpoint.record import copy_description, write_card, write_record
 from lowmem_patch.checkpoint.selfcheck import self_check
 from lowmem_patch.checkpoint.source import Source
 from lowmem_patch.checkpoint.stage import check_output, check_space, staged_folder
-from lowmem_patch.checkpoint.weights import Weights, find_weights, open_weights
+from lowmem_patch.checkpoint.weights import Weights, find_weights, read_weights
 from lowmem_patch.config import PatchConfig
+from lowmem_patch.constants import NormSettings
 from lowmem_patch.errors import CheckpointError, ConfigError
 from lowmem_patch.memory import parse_bytes
 from lowmem_patch.planning.report import Site
-from lowmem_patch.strategies.fold_weights import FoldStep
+from lowmem_patch.strategies.fold_weights import FoldStep, fold_tensors, identity_affine
 from lowmem_patch.tracing.example_inputs import make_example_inputs
 
 _FOLD_ONLY = PatchConfig(norms="fold", activations="keep", name="convert")
 # config, tokenizer and record beside the weights
 _ROOM_FOR_THE_REST = 64_000_000
+_UNREAD = ("no weights were read: a norm that is already an identity counts as folded here",)
 _UNCHECKED = ("the written checkpoint was not compared with the source (--no-check)",)
 
+# Takes the tensor as stored; returns one of the same shape in float64, which the caller rounds once.
+Edit = Callable[[Tensor], Tensor]
 Progress = Callable[[str, int, int], None]
 
 
@@ -74,6 +78,10 @@ class ConvertResult:
     @property
     def folded(self) -> tuple[NormOutcome, ...]:
         return tuple(norm for norm in self.norms if norm.folded)
+
+    @property
+    def unfolded(self) -> dict[str, str]:
+        return {norm.norm: norm.reason for norm in self.norms if not norm.folded}
 
     def to_dict(self) -> dict[str, Any]:
         return {**dataclasses.asdict(self), "folded": len(self.folded)}
@@ -124,27 +132,28 @@ def convert(
     tell("plan", 1, 1)
     result = ConvertResult(source.name, source.revision, None, dry_run, tuple(outcomes.values()))
     if source.folder is None or (dry_run and find_weights(source.folder) is None):
-        note = "no weights were read: a norm that is already an identity counts as folded here"
-        return dataclasses.replace(result, dry_run=True, notes=(note,))
-    with open_weights(source.folder) as weights:
-        names = stored_names(model, list(weights.tensors))
-        steps = _foldable(planned, names, weights, model, outcomes)
-        size = sum(t.bytes(_target(t.dtype, dtype)) for t in weights.tensors.values())
-        notes = _unknown_tensors(source, weights, names)
-        norms = tuple(outcomes.values())
-        result = dataclasses.replace(result, norms=norms, bytes=size, notes=notes)
-        if dry_run or not steps:
-            return result
-        check_space(_existing(out.parent), size + _ROOM_FOR_THE_REST)
-        limit = shard_bytes if source.library == "transformers" else size + 1
-        edits = fold_edits(steps, names, weights)
-        with staged_folder(out) as folder:
-            files = _write_weights(folder, weights, edits, dtype, limit, tell)
-            _write_description(folder, source, steps, norms, dtype)
-            checks, remarks = _checked(source, folder, dtype, tell) if check else ((), _UNCHECKED)
-    return dataclasses.replace(
-        result, out=str(out), files=files, checks=checks, notes=notes + remarks
-    )
+        return dataclasses.replace(result, dry_run=True, notes=_UNREAD)
+    weights = read_weights(source.folder)
+    names = stored_names(model, list(weights.tensors))
+    stored = {key: weights.tensors[name] for key, name in names.items()}
+    steps = _foldable(planned, names, stored, model, outcomes)
+    described = {name: _described(tensor, dtype) for name, tensor in weights.tensors.items()}
+    size = sum(tensor.nbytes for tensor in described.values())
+    notes, norms = _unknown_tensors(source, weights, names), tuple(outcomes.values())
+    result = dataclasses.replace(result, norms=norms, bytes=size, notes=notes)
+    if dry_run or not steps:
+        return result
+    check_space(out.parent, size + _ROOM_FOR_THE_REST)
+    limit = shard_bytes if source.library == "transformers" else size + 1
+    with staged_folder(out) as folder:
+        edits = _fold_edits(steps, names, stored)
+        files = _write_weights(folder, weights, edits, described, limit, tell)
+        copy_description(source, folder, dtype)
+        write_record(folder, source, steps, result.unfolded, dtype)
+        write_card(folder, source, steps)
+        checks, remarks = _checked(source, folder, dtype, tell) if check else ((), _UNCHECKED)
+    notes += remarks
+    return dataclasses.replace(result, out=str(out), files=files, checks=checks, notes=notes)
 
 
 def _plan(source: Source) -> tuple[Any, list[FoldStep], dict[str, NormOutcome]]:
@@ -154,20 +163,7 @@ def _plan(source: Source) -> tuple[Any, list[FoldStep], dict[str, NormOutcome]]:
     sites = plan_patch(model, _FOLD_ONLY, example_inputs=inputs).sites
     norms = [site for site in sites if _is_norm(site)]
     outcomes = {site.name: _outcome(site) for site in norms}
-    return model, [fold for site in norms if (fold := _fold_of(site)) is not None], outcomes
-
-
-def _write_description(
-    folder: Path,
-    source: Source,
-    steps: Sequence[FoldStep],
-    norms: Sequence[NormOutcome],
-    dtype: torch.dtype | None,
-) -> None:
-    copy_description(source, folder, dtype)
-    unfolded = {norm.norm: norm.reason for norm in norms if not norm.folded}
-    write_record(folder, source, steps, unfolded, dtype)
-    write_card(folder, source, steps)
+    return model, [site.fold for site in norms if site.fold is not None], outcomes
 
 
 def _checked(
@@ -179,26 +175,16 @@ def _checked(
     return found
 
 
-def _existing(folder: Path) -> Path:
-    """The folder, or the nearest one above it that exists."""
-    return next(path for path in (folder.resolve(), *folder.resolve().parents) if path.exists())
-
-
 def _is_norm(site: Site) -> bool:
     return site.kind.endswith("norm") or (site.kind == "other" and "norm" in site.name.lower())
 
 
-def _fold_of(site: Site) -> FoldStep | None:
-    return site.fold if site.strategy == "fold" else None
-
-
 def _outcome(site: Site) -> NormOutcome:
-    fold = _fold_of(site)
-    linears = () if fold is None else tuple(linear.module for linear in fold.linears)
+    linears = () if site.fold is None else tuple(linear.module for linear in site.fold.linears)
     reason = site.reason
     if site.strategy == "share":  # how it would be shared is no answer here
         reason = reason.partition(": ")[2] or reason
-    return NormOutcome(site.name, fold is not None, reason, linears)
+    return NormOutcome(site.name, site.fold is not None, reason, linears)
 
 
 def _shard_bytes(text: str) -> int:
@@ -208,8 +194,10 @@ def _shard_bytes(text: str) -> int:
         raise CheckpointError(f"--max-shard-size: {error}") from error
 
 
-def _target(stored: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
-    return wanted if wanted is not None and stored.is_floating_point else stored
+def _described(stored: Tensor, wanted: torch.dtype | None) -> Tensor:
+    """The tensor that is written, without data."""
+    dtype = wanted if wanted is not None and stored.is_floating_point() else stored.dtype
+    return torch.empty(stored.shape, dtype=dtype, device="meta")
 
 
 def _keys(step: FoldStep) -> list[str]:
@@ -220,7 +208,7 @@ def _keys(step: FoldStep) -> list[str]:
 def _foldable(
     planned: Sequence[FoldStep],
     names: dict[str, str],
-    weights: Weights,
+    stored: dict[str, Tensor],
     model: Any,
     outcomes: dict[str, NormOutcome],
 ) -> list[FoldStep]:
@@ -228,10 +216,10 @@ def _foldable(
 
     ``outcomes`` gets the reason of each other step.
     """
-    _check_stored([key for step in planned for key in _keys(step)], names, weights, model)
+    _check_stored([key for step in planned for key in _keys(step)], names, stored, model)
     steps = []
     for step in planned:
-        refusal = fold_refusal(step, *stored_affine(step, names, weights))
+        refusal = _fold_refusal(step, stored)
         if refusal is None:
             steps.append(step)
         else:
@@ -239,25 +227,26 @@ def _foldable(
     return steps
 
 
-def _check_stored(keys: Sequence[str], names: dict[str, str], weights: Weights, model: Any) -> None:
+def _check_stored(
+    keys: Sequence[str], names: dict[str, str], stored: dict[str, Tensor], model: Any
+) -> None:
     own = model.state_dict()
     for key in keys:
-        if key not in names:
+        if key not in stored:
             raise CheckpointError(
                 f"the checkpoint does not store {key} by itself, as {type(model).__name__} reads it: "
                 "load and save it again with its library, or use patch_model after loading"
             )
-        stored = weights.tensors[names[key]].shape
-        if stored != tuple(own[key].shape):
+        if stored[key].shape != own[key].shape:
             raise CheckpointError(
-                f"{names[key]} is stored as {stored}, and {type(model).__name__} reads "
+                f"{names[key]} is stored as {tuple(stored[key].shape)}, and {type(model).__name__} reads "
                 f"{tuple(own[key].shape)}: does config.json belong to these weights?"
             )
 
 
 def _unknown_tensors(source: Source, weights: Weights, names: dict[str, str]) -> tuple[str, ...]:
     left = set(weights.tensors) - set(names.values())
-    unknown = sorted(name for name in left if weights.tensors[name].dtype.is_floating_point)
+    unknown = sorted(name for name in left if weights.tensors[name].is_floating_point())
     if not unknown:
         return ()
     return (
@@ -266,19 +255,79 @@ def _unknown_tensors(source: Source, weights: Weights, names: dict[str, str]) ->
     )
 
 
+def _fold_refusal(step: FoldStep, stored: Mapping[str, Tensor]) -> str | None:
+    """Why the stored values cannot be folded, or None; ``stored`` as in :func:`_fold_edits`."""
+    gamma, beta = _affine(step, stored)
+    if identity_affine(gamma, beta, step.settings):
+        return "already an identity"
+    if beta is None or not bool((beta != 0).any()):
+        return None
+    without_bias = next((linear.module for linear in step.linears if linear.bias is None), None)
+    if without_bias is None:
+        return None
+    return f"beta is not 0 and {without_bias} has no bias to take it"
+
+
+def _affine(step: FoldStep, stored: Mapping[str, Tensor]) -> tuple[Tensor | None, Tensor | None]:
+    """gamma and beta, each None where the norm has none."""
+    return stored.get(step.weight or ""), stored.get(step.bias or "")
+
+
+def _fold_edits(
+    steps: Sequence[FoldStep], names: Mapping[str, str], stored: Mapping[str, Tensor]
+) -> dict[str, Edit]:
+    """Edits by the names of the stored tensors; other tensors are copied.
+
+    Args:
+        names: state-dict entry to the stored tensor's name, for every parameter of ``steps``.
+        stored: state-dict entry to the stored tensor.
+
+    Raises:
+        CheckpointError: two folds change one tensor.
+    """
+    edits: dict[str, Edit] = {}
+
+    def add(key: str, edit: Edit) -> None:
+        if names[key] in edits:
+            raise CheckpointError(f"{names[key]} would be folded twice: please report this model")
+        edits[names[key]] = edit
+
+    for step in steps:
+        gamma, beta = _affine(step, stored)
+        if step.weight is not None:
+            add(step.weight, partial(torch.full_like, fill_value=step.settings.identity_weight))
+        if step.bias is not None:
+            add(step.bias, torch.zeros_like)
+        for linear in step.linears:
+            add(linear.weight, partial(_fold_weight, gamma, step.settings, linear.transposed))
+            if linear.bias is not None and beta is not None:
+                weight = stored[linear.weight]
+                add(linear.bias, partial(_fold_bias, beta, weight, linear.transposed))
+    return edits
+
+
+def _fold_weight(
+    gamma: Tensor | None, settings: NormSettings, transposed: bool, weight: Tensor
+) -> Tensor:
+    return fold_tensors(weight.double(), None, gamma, None, settings, transposed=transposed)[0]
+
+
+def _fold_bias(beta: Tensor, weight: Tensor, transposed: bool, bias: Tensor) -> Tensor:
+    """Adds W beta to the bias, with W as stored (not folded)."""
+    folded = fold_tensors(weight.double(), bias.double(), None, beta, transposed=transposed)[1]
+    assert folded is not None
+    return folded
+
+
 def _write_weights(
     folder: Path,
     weights: Weights,
-    edits: dict[str, Edit],
-    dtype: torch.dtype | None,
+    edits: Mapping[str, Edit],
+    described: dict[str, Tensor],
     max_shard_size: int,
     tell: Progress,
 ) -> tuple[str, ...]:
     """Write all tensors, shard by shard; returns the names of the files."""
-    described = {
-        name: torch.empty(tensor.shape, dtype=_target(tensor.dtype, dtype), device="meta")
-        for name, tensor in weights.tensors.items()
-    }
     split = huggingface_hub.split_torch_state_dict_into_shards(
         described, filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
     )
@@ -286,7 +335,8 @@ def _write_weights(
     for file, names in split.filename_to_tensors.items():
         shard = {}
         for name in names:
-            shard[name] = _converted(name, weights, edits.get(name), described[name].dtype)
+            stored, dtype = weights.tensors[name], described[name].dtype
+            shard[name] = _converted(name, stored, edits.get(name), dtype)
             tell(f"write {file}", next(done), len(described))
         try:
             save_file(shard, folder / file, metadata=weights.metadata)
@@ -304,8 +354,7 @@ def _write_weights(
     return tuple(split.filename_to_tensors)
 
 
-def _converted(name: str, weights: Weights, edit: Edit | None, dtype: torch.dtype) -> Tensor:
-    tensor = weights.read(name)
+def _converted(name: str, tensor: Tensor, edit: Edit | None, dtype: torch.dtype) -> Tensor:
     result = (tensor if edit is None else edit(tensor)).to(dtype).contiguous()
     if edit is not None and not bool(torch.isfinite(result).all()):
         raise CheckpointError(

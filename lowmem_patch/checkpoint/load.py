@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from lowmem_patch.checkpoint.compare import cast_parameters
-from lowmem_patch.checkpoint.source import Source
-from lowmem_patch.checkpoint.weights import open_weights
+from lowmem_patch.checkpoint.source import Source, first_line
+from lowmem_patch.checkpoint.weights import read_weights
 from lowmem_patch.errors import CheckpointError
 from lowmem_patch.memory import output_head
 
@@ -28,8 +28,8 @@ def _naming(source: Source, task: str) -> Iterator[None]:
     try:
         yield
     except _LIBRARY_ERRORS as error:
-        line = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise CheckpointError(f"{source.name}: {source.library} cannot {task}: {line}") from error
+        reason = f"{source.library} cannot {task}: {first_line(error)}"
+        raise CheckpointError(f"{source.name}: {reason}") from error
 
 
 def refuse_quantised(source: Source) -> None:
@@ -82,8 +82,7 @@ def load_model(source: Source, dtype: torch.dtype | None = None) -> Any:
         CheckpointError: the weights are broken, or do not fit the class.
     """
     refuse_quantised(source)
-    with open_weights(source.files):
-        pass  # broken files are named here, before a library words it in its own way
+    read_weights(source.files)  # names broken files, before a library words it in its own way
     if source.library == "timm":
         return cast_parameters(_timm_model(source, pretrained=True), dtype).eval()
     config = _transformers_config(source)

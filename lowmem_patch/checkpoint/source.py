@@ -204,7 +204,7 @@ def _snapshot(name: str, repository: str, revision: str | None, patterns: list[s
             f"{name} is neither a folder nor a model on the hub (or it is private: run `hf auth login`)"
         ) from error
     except (HfHubHTTPError, OSError) as error:
-        raise CheckpointError(f"{name} could not be downloaded: {_first_line(error)}") from error
+        raise CheckpointError(f"{name} could not be downloaded: {first_line(error)}") from error
 
 
 def _unreachable(name: str) -> str:
@@ -216,5 +216,6 @@ def _unreachable(name: str) -> str:
     return f"{missing}, and the hub cannot be reached: check the network"
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """What an error says."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -37,11 +37,12 @@ def check_output(out: Path, source: Path | None, *, overwrite: bool) -> None:
 
 
 def check_space(parent: Path, needed: int) -> None:
-    """Refuse to start where the disk lacks space.
+    """Refuse to start where the disk of a folder, which need not be there, lacks space.
 
     Raises:
         CheckpointError: the disk has fewer bytes free.
     """
+    parent = next(path for path in (parent.resolve(), *parent.resolve().parents) if path.exists())
     free = shutil.disk_usage(parent).free
     if free < needed:
         raise CheckpointError(

@@ -1,12 +1,10 @@
-"""Read the tensors of a checkpoint one by one, and refuse broken files."""
+"""Map the tensors of a checkpoint, and refuse broken files."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import pickle
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,74 +16,59 @@ from lowmem_patch.errors import CheckpointError
 
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 
-_DTYPES = {
-    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32,
-    "I64": torch.int64, "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32,
-    "F64": torch.float64, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
-}  # fmt: skip
-
-
-@dataclasses.dataclass(frozen=True)
-class StoredTensor:
-    """Shape and dtype of one tensor of a checkpoint."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def numel(self) -> int:
-        return int(torch.Size(self.shape).numel())
-
-    def bytes(self, dtype: torch.dtype | None = None) -> int:
-        return self.numel * (dtype or self.dtype).itemsize
+_DTYPES = frozenset((
+    "BOOL", "U8", "I8", "I16", "I32", "I64", "F16", "BF16", "F32", "F64", "F8_E4M3", "F8_E5M2",
+))  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
-    """The tensors of a checkpoint: described at once, read on demand.
+    """The tensors of a checkpoint, on the CPU as stored; a file is mapped, and read where a tensor is.
 
     Attributes:
-        tensors: name to description, in the order of the files.
+        tensors: by name, in the order of the files.
         metadata: of the safetensors header.
         index_metadata: of the index of a sharded checkpoint.
     """
 
-    tensors: dict[str, StoredTensor]
+    tensors: dict[str, Tensor]
     metadata: dict[str, str]
     index_metadata: dict[str, Any]
-    _read: Callable[[str], Tensor]
-
-    def read(self, name: str) -> Tensor:
-        """The tensor as stored, on the CPU."""
-        return self._read(name)
 
 
 def stored_dtype(folder: Path) -> torch.dtype:
     """The least precise floating-point dtype that the matrices of a checkpoint are stored in.
 
     Raises:
-        CheckpointError: as in :func:`open_weights`.
+        CheckpointError: as in :func:`read_weights`.
     """
-    with open_weights(folder) as weights:
-        matrices = [t.dtype for t in weights.tensors.values() if len(t.shape) > 1]
-    known = [dtype for dtype in matrices if dtype.is_floating_point]
+    tensors = read_weights(folder).tensors.values()
+    known = [t.dtype for t in tensors if t.dim() > 1 and t.is_floating_point()]
     return max(known, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
 
 
-@contextlib.contextmanager
-def open_weights(folder: Path) -> Iterator[Weights]:
-    """Open the safetensors files of a checkpoint, or its pickle files with ``weights_only=True``.
+def read_weights(folder: Path) -> Weights:
+    """The tensors of the safetensors files of a checkpoint, or of its pickle files (``weights_only=True``).
 
     Raises:
         CheckpointError: no weights, a missing shard, a corrupt or truncated file, or a pickle that
             holds more than tensors.
     """
-    with contextlib.ExitStack() as stack:
-        files, index = _weight_files(folder)
-        if files[0].suffix == ".safetensors":
-            yield _open_safetensors(files, index, stack)
-        else:
-            yield _open_pickles(files, index)
+    files, index = _weight_files(folder)
+    tensors: dict[str, Tensor] = {}
+    metadata: dict[str, str] = {}
+    for path in files:
+        read = _read_safetensors if path.suffix == ".safetensors" else _read_pickle
+        found, header = read(path)
+        tensors.update(found)
+        metadata.update(header)
+    absent = [name for name in index.get("weight_map", {}) if name not in tensors]
+    if absent:
+        raise CheckpointError(
+            f"{folder}: the index lists {absent[0]}, which is in no shard ({len(absent)} such): "
+            "download it again"
+        )
+    return Weights(tensors, metadata or {"format": "pt"}, index.get("metadata") or {})
 
 
 def find_weights(folder: Path) -> Path | None:
@@ -128,68 +111,37 @@ def _weight_files(folder: Path) -> tuple[list[Path], dict[str, Any]]:
     return [folder / name for name in names], index
 
 
-def _open_safetensors(
-    files: list[Path], index: dict[str, Any], stack: contextlib.ExitStack
-) -> Weights:
-    tensors: dict[str, StoredTensor] = {}
-    owners: dict[str, Any] = {}
-    metadata: dict[str, str] = {}
-    for path in files:
-        try:
-            handle = stack.enter_context(safe_open(path, framework="pt", device="cpu"))
-            metadata.update(handle.metadata() or {})
+def _read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    tensors = {}
+    try:
+        with safe_open(path, framework="pt", device="cpu") as handle:
+            metadata = handle.metadata() or {}
             for name in handle.keys():  # noqa: SIM118 - a safe_open handle is no mapping
-                part = handle.get_slice(name)
-                dtype = part.get_dtype()
-                if dtype not in _DTYPES:
+                stored = handle.get_slice(name).get_dtype()
+                if stored not in _DTYPES:
                     raise CheckpointError(
-                        f"{path}: {name} has dtype {dtype}, which is not supported"
+                        f"{path}: {name} has dtype {stored}, which is not supported"
                     )
-                tensors[name] = StoredTensor(tuple(part.get_shape()), _DTYPES[dtype])
-                owners[name] = handle
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(
-                f"{path} is corrupt or truncated ({error}): download it again"
-            ) from error
-    _compare_with_index(tensors, index, files[0].parent)
-
-    def read(name: str) -> Tensor:
-        tensor: Tensor = owners[name].get_tensor(name)
-        return tensor
-
-    return Weights(tensors, metadata or {"format": "pt"}, index.get("metadata") or {}, read)
-
-
-def _open_pickles(files: list[Path], index: dict[str, Any]) -> Weights:
-    loaded: dict[str, Tensor] = {}
-    for path in files:
-        try:
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except pickle.UnpicklingError as error:
-            raise CheckpointError(
-                f"{path} is a pickle that holds more than tensors, and loading it could run code: "
-                "get a safetensors checkpoint"
-            ) from error
-        except (RuntimeError, OSError, EOFError, ValueError) as error:
-            raise CheckpointError(
-                f"{path} is corrupt, truncated or in the old pickle format: {error}"
-            ) from error
-        if not isinstance(content, dict) or not all(
-            isinstance(t, Tensor) for t in content.values()
-        ):
-            raise CheckpointError(f"{path} holds no plain state dict: get a safetensors checkpoint")
-        loaded.update(content)
-    tensors = {name: StoredTensor(tuple(t.shape), t.dtype) for name, t in loaded.items()}
-    _compare_with_index(tensors, index, files[0].parent)
-    return Weights(tensors, {"format": "pt"}, index.get("metadata") or {}, loaded.__getitem__)
-
-
-def _compare_with_index(
-    tensors: dict[str, StoredTensor], index: dict[str, Any], folder: Path
-) -> None:
-    absent = [name for name in index.get("weight_map", {}) if name not in tensors]
-    if absent:
+                tensors[name] = handle.get_tensor(name)
+    except (SafetensorError, OSError) as error:
         raise CheckpointError(
-            f"{folder}: the index lists {absent[0]}, which is in no shard ({len(absent)} such): "
-            "download it again"
-        )
+            f"{path} is corrupt or truncated ({error}): download it again"
+        ) from error
+    return tensors, metadata
+
+
+def _read_pickle(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{path} is a pickle that holds more than tensors, and loading it could run code: "
+            "get a safetensors checkpoint"
+        ) from error
+    except (RuntimeError, OSError, EOFError, ValueError) as error:
+        raise CheckpointError(
+            f"{path} is corrupt, truncated or in the old pickle format: {error}"
+        ) from error
+    if not isinstance(content, dict) or not all(isinstance(t, Tensor) for t in content.values()):
+        raise CheckpointError(f"{path} holds no plain state dict: get a safetensors checkpoint")
+    return content, {}

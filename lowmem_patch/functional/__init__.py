@@ -5,88 +5,49 @@ Importing this needs no Triton: the kernels are imported at their first use.
 
 from __future__ import annotations
 
-from lowmem_patch.constants import ActivationKind, NormSettings
-from lowmem_patch.functional._implementation import Implementation
-from lowmem_patch.functional._library import (
-    first_order,
-    in_compiler,
-    is_exporting,
-    is_transformed,
-    register_plain,
-    without_autocast,
-)
-from lowmem_patch.functional._ownership import is_checkpoint_packing
-from lowmem_patch.functional.activations import (
-    activation,
-    activation_gradients,
-    computed_again,
-    glu,
-)
-from lowmem_patch.functional.affine import (
-    Affine,
-    Recomputed,
-    affine_linear,
-    packs_saved_tensors,
-)
-from lowmem_patch.functional.codes import codes_activation
-from lowmem_patch.functional.cross_entropy import linear_cross_entropy, linear_losses
-from lowmem_patch.functional.dropout import draw_dropout, dropout_linear, packed_dropout
-from lowmem_patch.functional.eight_bit import EIGHT_BIT_DTYPES, from_eight_bits, to_eight_bits
-from lowmem_patch.functional.head import Head, flat, in_compute_dtype, logits_in_chunks
-from lowmem_patch.functional.labels import Labels
-from lowmem_patch.functional.linear import activation_linear, recast_linear
-from lowmem_patch.functional.matmul import recast_matmul
-from lowmem_patch.functional.norms import ms_norm, save_copy
-from lowmem_patch.functional.packing import pack_bool
-from lowmem_patch.functional.products import LowRank
-from lowmem_patch.functional.recomputed import GroupedMatmul, recomputed_linear
-from lowmem_patch.functional.rotary import rotary_embedding
-from lowmem_patch.functional.sharded import is_sharded
-from lowmem_patch.functional.unbind import unbind_permuted
-
-__all__ = [
-    "EIGHT_BIT_DTYPES",
-    "ActivationKind",
-    "Affine",
-    "GroupedMatmul",
-    "Head",
-    "Implementation",
-    "Labels",
-    "LowRank",
-    "NormSettings",
-    "Recomputed",
-    "activation",
-    "activation_gradients",
-    "activation_linear",
-    "affine_linear",
-    "codes_activation",
-    "computed_again",
-    "draw_dropout",
-    "dropout_linear",
-    "first_order",
-    "flat",
-    "from_eight_bits",
-    "glu",
-    "in_compiler",
-    "in_compute_dtype",
-    "is_checkpoint_packing",
-    "is_exporting",
-    "is_sharded",
-    "is_transformed",
-    "linear_cross_entropy",
-    "linear_losses",
-    "logits_in_chunks",
-    "ms_norm",
-    "pack_bool",
-    "packed_dropout",
-    "packs_saved_tensors",
-    "recast_linear",
-    "recast_matmul",
-    "recomputed_linear",
-    "register_plain",
-    "rotary_embedding",
-    "save_copy",
-    "to_eight_bits",
-    "unbind_permuted",
-    "without_autocast",
-]
+from lowmem_patch.constants import ActivationKind as ActivationKind
+from lowmem_patch.constants import NormSettings as NormSettings
+from lowmem_patch.functional._implementation import Implementation as Implementation
+from lowmem_patch.functional._library import first_order as first_order
+from lowmem_patch.functional._library import in_compiler as in_compiler
+from lowmem_patch.functional._library import is_exporting as is_exporting
+from lowmem_patch.functional._library import is_transformed as is_transformed
+from lowmem_patch.functional._library import register_plain as register_plain
+from lowmem_patch.functional._library import without_autocast as without_autocast
+from lowmem_patch.functional._ownership import is_checkpoint_packing as is_checkpoint_packing
+from lowmem_patch.functional._ownership import may_pack as may_pack
+from lowmem_patch.functional._ownership import packer as packer
+from lowmem_patch.functional._ownership import packs_saved_tensors as packs_saved_tensors
+from lowmem_patch.functional._ownership import unwritten as unwritten
+from lowmem_patch.functional.activations import activation as activation
+from lowmem_patch.functional.activations import activation_gradients as activation_gradients
+from lowmem_patch.functional.activations import codes_activation as codes_activation
+from lowmem_patch.functional.activations import computed_again as computed_again
+from lowmem_patch.functional.affine import Affine as Affine
+from lowmem_patch.functional.affine import Recomputed as Recomputed
+from lowmem_patch.functional.affine import affine_linear as affine_linear
+from lowmem_patch.functional.compiled import is_sharded as is_sharded
+from lowmem_patch.functional.cross_entropy import linear_cross_entropy as linear_cross_entropy
+from lowmem_patch.functional.cross_entropy import linear_losses as linear_losses
+from lowmem_patch.functional.dropout import draw_dropout as draw_dropout
+from lowmem_patch.functional.dropout import dropout_linear as dropout_linear
+from lowmem_patch.functional.dropout import packed_dropout as packed_dropout
+from lowmem_patch.functional.eight_bit import EIGHT_BIT_DTYPES as EIGHT_BIT_DTYPES
+from lowmem_patch.functional.eight_bit import from_eight_bits as from_eight_bits
+from lowmem_patch.functional.eight_bit import to_eight_bits as to_eight_bits
+from lowmem_patch.functional.head import Head as Head
+from lowmem_patch.functional.head import Labels as Labels
+from lowmem_patch.functional.head import flat as flat
+from lowmem_patch.functional.head import in_compute_dtype as in_compute_dtype
+from lowmem_patch.functional.head import logits_in_chunks as logits_in_chunks
+from lowmem_patch.functional.head import wide as wide
+from lowmem_patch.functional.linear import activation_linear as activation_linear
+from lowmem_patch.functional.linear import recast_linear as recast_linear
+from lowmem_patch.functional.linear import recast_matmul as recast_matmul
+from lowmem_patch.functional.norms import ms_norm as ms_norm
+from lowmem_patch.functional.norms import save_copy as save_copy
+from lowmem_patch.functional.products import LowRank as LowRank
+from lowmem_patch.functional.recomputed import GroupedMatmul as GroupedMatmul
+from lowmem_patch.functional.recomputed import recomputed_linear as recomputed_linear
+from lowmem_patch.functional.rotary import rotary_embedding as rotary_embedding
+from lowmem_patch.functional.unbind import unbind_permuted as unbind_permuted

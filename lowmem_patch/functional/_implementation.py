@@ -6,6 +6,7 @@ import importlib.util
 import os
 import warnings
 from collections.abc import Callable
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -18,7 +19,6 @@ Implementation = Literal["auto", "triton", "reference"]
 # bool: the flags that are packed
 _KERNEL_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.bool))
 _TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
-_warned_without_triton = False
 
 
 def resolve(
@@ -63,16 +63,14 @@ def _obstacle(tensors: tuple[Tensor | None, ...]) -> str | None:
     return None
 
 
+@cache
 def _warn_without_triton() -> None:
-    global _warned_without_triton
-    if not _warned_without_triton:
-        _warned_without_triton = True
-        warnings.warn(
-            "triton is not installed: lowmem_patch runs its eager reference path on CUDA, which "
-            "saves the same memory but is slower",
-            RuntimeWarning,
-            stacklevel=3,
-        )
+    warnings.warn(
+        "triton is not installed: lowmem_patch runs its eager reference path on CUDA, which "
+        "saves the same memory but is slower",
+        RuntimeWarning,
+        stacklevel=3,
+    )
 
 
 _kernels: Any = None

@@ -63,50 +63,43 @@ class Operator:
     Calling it computes the results without a gradient; `differentiable` gives the call with one.
 
     Args:
-        schema: ``name(arguments) -> results`` without default values.
+        schema: ``name(arguments) -> results`` without default values. A `NormSettings` is a ``float[]``.
         implementation: computes it, on every backend; None in the place of an absent result, which the
             operator gives as an empty tensor.
         fake: the same from fake tensors: results of the right shape, dtype and strides.
-        settings: the place of a `NormSettings` among the arguments of both. Operators take no tuple: the
-            schema has its fields there.
     """
 
     def __init__(
-        self,
-        schema: str,
-        implementation: Callable[..., Any],
-        fake: Callable[..., Any],
-        settings: int | None = None,
+        self, schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]
     ) -> None:
         self.name = schema.partition("(")[0]
         self.implementation = implementation
-        self._settings = settings
         _library.define(schema)
-        _library.impl(self.name, self._of_fields(implementation), "CompositeExplicitAutograd")
+        _library.impl(self.name, _without_none(implementation), "CompositeExplicitAutograd")
         # no register_fake, whose tensors are fake ones, each with a dispatch of its own: these are of torch's
         # device without data, and one dispatch makes them fake
-        _library.impl(self.name, self._of_fields(fake), "Meta")
-        self._overload = getattr(torch.ops.lowmem_patch, self.name).default
+        _library.impl(self.name, _without_none(fake), "Meta")
+        # the operator, of the same arguments; absent results are empty tensors
+        self.traced: Any = getattr(torch.ops.lowmem_patch, self.name).default
 
     def __call__(self, *args: Any) -> Any:
         return self.implementation(*args) if is_eager(*args) else self.traced(*args)
 
-    def traced(self, *args: Any) -> Any:
-        """The operator, of the same arguments; absent results are empty tensors."""
-        if self._settings is not None:
-            place = self._settings
-            args = (*args[:place], *args[place], *args[place + 1 :])
-        return self._overload(*args)
-
     def differentiable(
-        self, function: Any, outputs: int = 1, with_gradient: int = 1
+        self,
+        save: Callable[..., None],
+        backward: Callable[..., Any],
+        forward: Callable[..., Any] | None = None,
+        outputs: int = 1,
+        with_gradient: int = 1,
     ) -> Callable[..., Any]:
-        """Register ``function`` as the autograd formula; return the leanest differentiable call.
+        """Register the autograd formula; return the leanest differentiable call.
 
         Args:
-            function: a `torch.autograd.Function` of the arguments of the implementation, which calls it.
-                Its ``save(ctx, inputs, output)`` is what `torch.library.register_autograd` calls
-                ``setup_context``; its backward gives one gradient for each argument.
+            save: ``save(ctx, inputs, output)`` as the ``setup_context`` of `torch.library.register_autograd`.
+            backward: ``backward(ctx, *gradients)``, which gives one gradient for each argument.
+            forward: ``forward(ctx, *arguments)`` of a `torch.autograd.Function`, where that is more than the
+                implementation and ``save``.
             outputs: how many results the call returns; the others are saved for backward alone.
             with_gradient: how many of them have one.
         """
@@ -116,29 +109,31 @@ class Operator:
                 # without this, backward would be handed zeros of the size of each
                 ctx.set_materialize_grads(False)
                 ctx.mark_non_differentiable(*output[with_gradient:])
-            function.save(ctx, self._with_settings(inputs), output)
-
-        def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-            found = function.backward(ctx, *gradients)
-            more = 0 if self._settings is None else len(NormSettings._fields) - 1
-            return (*found, *(None,) * more)  # settings stand behind all that is differentiable
-
-        register_autograd(self._overload, backward, setup_context=setup_context, lib=_library)
-        # Function.apply without its search for torch.func's wrappers, which `call` refuses
-        base: Any = super(torch.autograd.Function, function)
-        apply = base.apply
+            save(ctx, inputs, output)
 
         def visible(results: Any) -> Any:
             if not isinstance(results, tuple):
                 return results
             return results[0] if outputs == 1 else results[:outputs]
 
+        implementation = self.implementation
+
+        def compute(ctx: Any, *arguments: Any) -> Any:
+            output = implementation(*arguments)
+            save(ctx, arguments, output)
+            return output[0] if type(output) is tuple else output
+
+        register_autograd(self.traced, backward, setup_context=setup_context, lib=_library)
+        members = {"forward": staticmethod(forward or compute), "backward": staticmethod(backward)}
+        function: Any = type(self.name, (torch.autograd.Function,), members)
+        apply = direct_call(function)
+
         def call(*args: Any) -> Any:
             if in_compiler():
                 return visible(self.traced(*args))
             if torch._C._are_functorch_transforms_active():
                 raise RuntimeError(
-                    f"{self._overload} does not compose with torch.func.grad and its relatives; use "
+                    f"{self.traced} does not compose with torch.func.grad and its relatives; use "
                     "torch.autograd, or leave this module unpatched"
                 )
             # a Function refuses forward mode, of which an operator knows nothing
@@ -148,23 +143,23 @@ class Operator:
 
         return call
 
-    def _with_settings(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        place = self._settings
-        if place is None:
-            return args
-        end = place + len(NormSettings._fields)
-        return (*args[:place], NormSettings(*args[place:end]), *args[end:])
 
-    def _of_fields(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """``function`` with the arguments and results of the operator."""
+def _without_none(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` with the results of an operator."""
 
-        def of_fields(*args: Any) -> Any:
-            results = function(*self._with_settings(args))
-            if isinstance(results, tuple):
-                return tuple(results[0].new_empty(0) if r is None else r for r in results)
-            return results
+    def run(*args: Any) -> Any:
+        results = function(*args)
+        if isinstance(results, tuple):
+            return tuple(results[0].new_empty(0) if r is None else r for r in results)
+        return results
 
-        return of_fields
+    return run
+
+
+def direct_call(function: Any) -> Callable[..., Any]:
+    """``Function.apply`` without its search for torch.func's wrappers, which nothing here meets."""
+    base: Any = super(torch.autograd.Function, function)
+    return base.apply  # type: ignore[no-any-return]  # has no types
 
 
 def is_eager(*args: Any) -> bool:

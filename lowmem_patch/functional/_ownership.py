@@ -15,18 +15,44 @@ from torch import Tensor
 
 from lowmem_patch.functional._library import in_compiler
 
+_autograd: Any = torch._C._autograd  # has no types
+may_pack = _autograd._saved_tensors_hooks_is_enabled  # whether nobody forbids it
 # torch 2.6 does not tell who packs
-_top_hooks: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+_top_hooks: Any = getattr(_autograd, "_top_saved_tensors_default_hooks", None)
 _HOOKS = ("_checkpoint_hook.", "_recomputation_hook.")
+
+
+def packer() -> Any:
+    """Pack and unpack of who packs what is saved here, of which only the innermost is called; or None."""
+    return None if _top_hooks is None else _top_hooks(True)
+
+
+def packs_saved_tensors() -> bool:
+    """Whether somebody packs what is saved, or forbids it."""
+    return _top_hooks is None or _top_hooks(True) is not None or not may_pack()
 
 
 def is_checkpoint_packing() -> bool:
     """Whether torch's checkpoint packs what is saved now, in a block's first run or a later one."""
     if in_compiler():
         return False
-    hooks = None if _top_hooks is None else _top_hooks(True)
+    hooks = packer()
     name: str = "" if hooks is None else getattr(hooks[0], "__qualname__", "")
     return name.startswith(_HOOKS)
+
+
+def unwritten(tensor: Tensor, version: int, where: str) -> Tensor:
+    """``tensor``, saved as it was at ``version``: torch itself looks at versions only where nobody packs.
+
+    Raises:
+        RuntimeError: somebody wrote into it; torch's own words come first, by which others know the error.
+    """
+    if tensor._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"a tensor {tuple(tensor.shape)} of {tensor.dtype}, which {where}"
+        )
+    return tensor
 
 
 # builds of torch for a CPU alone do not have it

@@ -1,4 +1,9 @@
-"""Exact activations and gated products that save their inputs and nothing else."""
+"""Activations: exact ones and gated products, which save their inputs and nothing else, and codes.
+
+`codes_activation` saves one to four bits per element (Approx-BP, arXiv 2406.16282): the forward is the
+framework's own function h; backward multiplies by the derivative of h~, which takes 2^bits values (see
+`lowmem_patch.constants`). Where h itself has a derivative of two values (ReLU and its kin), one bit is exact.
+"""
 
 from __future__ import annotations
 
@@ -8,186 +13,148 @@ import torch
 from torch import Tensor
 
 from lowmem_patch import reference
-from lowmem_patch.constants import ActivationKind
-from lowmem_patch.functional import _library, compiled, sharded
-from lowmem_patch.functional._checks import check_floating, check_kind
+from lowmem_patch.constants import STEP_TABLES, ActivationKind, codes_bytes
+from lowmem_patch.functional import _library, compiled
+from lowmem_patch.functional._checks import check_floating, check_kind, check_table
 from lowmem_patch.functional._implementation import Implementation, dispatched, module, resolve
 from lowmem_patch.functional._ownership import can_be_overwritten
+from lowmem_patch.functional.compiled import is_sharded
 
 # torch has no operator of its own for the first two, and its operators save the output of the others
 _OWN_OPERATOR = ("quick_gelu", "relu_squared", "relu", "sigmoid", "tanh")
 
 
-def _activation_forward(x: Tensor, kind: ActivationKind, implementation: str) -> Tensor:
-    y: Tensor = module(implementation).activate(x, kind)
-    return y.contiguous()
+def gradients(
+    operations: Any,
+    dy: Tensor,
+    x: Tensor,
+    up: Tensor | None,
+    kind: Any,
+    hidden: Tensor | None = None,
+    into: Any = None,
+) -> tuple[Tensor, ...]:
+    """Those of x, or of x and up, by one implementation; h(x) or h(x) * up goes into ``hidden``, and they
+    into ``into``, where given."""
+    if up is None:
+        return (operations.activate_backward(dy, x, kind, hidden, into),)
+    found: tuple[Tensor, ...] = operations.glu_backward(dy, x, up, kind, hidden, into)
+    return found
 
 
-_activation = _library.Operator(
-    "activation(Tensor x, str kind, str implementation) -> Tensor",
-    _activation_forward,
-    lambda x, kind, implementation: x.new_empty(x.shape),
-)
-_activation_gradient = _library.Operator(
-    "activation_backward(Tensor dy, Tensor x, str kind, str implementation) -> Tensor",
-    lambda *arguments: module(arguments[-1]).activate_backward(*arguments[:-1]).contiguous(),
-    lambda dy, x, kind, implementation: x.new_empty(x.shape),
-)
-
-
-class _Activation(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> Tensor:
-        _Activation.save(ctx, arguments)
-        return _activation_forward(*arguments)
-
-    @staticmethod
-    def save(ctx: Any, inputs: tuple[Any, ...], output: Any = None) -> None:
-        x, *ctx.settings = inputs
-        ctx.save_for_backward(x)
-
-    @staticmethod
-    @_library.first_order("activation")
-    def backward(ctx: Any, dy: Tensor) -> Any:
-        return _activation_gradient(dy, *ctx.saved_tensors, *ctx.settings), None, None
-
-
-_call_activation = _activation.differentiable(_Activation)
-
-
-def activation(
-    x: Tensor, kind: ActivationKind, *, implementation: Implementation = "auto"
-) -> Tensor:
-    """h(x), exact; saves ``x`` and nothing else.
-
-    Under ``"auto"`` torch's own operator does this where there is one; QuickGELU and squared ReLU are
-    eager Python elsewhere and save more, and torch's ReLU, sigmoid and tanh save their output.
-
-    Args:
-        x: ``[...]``, float16, bfloat16, float32 or float64.
-        kind: which activation.
-        implementation: see `resolve`.
-
-    Returns:
-        ``[...]``, dtype of ``x``.
-
-    Raises:
-        TypeError: ``x`` is not floating point.
-        ValueError: unknown ``kind``.
-    """
-    check_kind("activation", kind)
-    check_floating("activation", "x", x)
-    if sharded.is_sharded(x):
-        return compiled.activation(x, kind)
-    if implementation == "auto" and kind not in _OWN_OPERATOR:
-        return reference.activate(x, kind)
-    chosen = resolve(implementation, x)
-    if not _library.wants_gradient(x):
-        return reference.activate(x, kind)
-    y: Tensor = _call_activation(x, kind, chosen)
+def _forward(x: Tensor, up: Tensor | None, kind: str, implementation: str) -> Tensor:
+    y: Tensor
+    if up is None:
+        y = module(implementation).activate(x, kind).contiguous()
+    else:
+        y = module(implementation).glu_forward(x, up, kind)
     return y
 
 
-_glu = _library.Operator(
-    "glu(Tensor gate, Tensor up, str kind, str implementation) -> Tensor",
-    dispatched("glu_forward"),
-    lambda gate, up, kind, implementation: gate.new_empty(
-        gate.shape, dtype=torch.promote_types(gate.dtype, up.dtype)
-    ),
-)
-_glu_gradient = _library.Operator(
-    "glu_backward(Tensor dy, Tensor gate, Tensor up, str kind, str implementation) "
-    "-> (Tensor, Tensor)",
-    dispatched("glu_backward"),
-    lambda dy, gate, up, kind, implementation: (gate.new_empty(gate.shape), up.new_empty(up.shape)),
-)
+def _backward(
+    dy: Tensor, x: Tensor, up: Tensor | None, kind: str, implementation: str
+) -> list[Tensor]:
+    found = gradients(module(implementation), dy, x, up, kind)
+    return [gradient.contiguous() for gradient in found]
 
 
-def _glu_backward_over(
+def _backward_over(
     dy: Tensor, gate: Tensor, up: Tensor, kind: ActivationKind, implementation: str
 ) -> None:
     """d_gate takes the place of up, and d_up that of gate."""
     module(implementation).glu_backward(dy, gate, up, kind, None, (up, gate))
 
 
-_glu_gradient_over = _library.Operator(
+_activation = _library.Operator(
+    "activation(Tensor x, Tensor? up, str kind, str implementation) -> Tensor",
+    _forward,
+    lambda x, up, kind, implementation: x.new_empty(
+        x.shape, dtype=x.dtype if up is None else torch.promote_types(x.dtype, up.dtype)
+    ),
+)
+_gradients = _library.Operator(
+    "activation_backward(Tensor dy, Tensor x, Tensor? up, str kind, str implementation) -> Tensor[]",
+    _backward,
+    lambda dy, x, up, kind, implementation: [
+        t.new_empty(t.shape) for t in (x, up) if t is not None
+    ],
+)
+_gradients_over = _library.Operator(
     "glu_backward_over(Tensor dy, Tensor(a!) gate, Tensor(b!) up, str kind, str implementation) "
     "-> ()",
-    _glu_backward_over,
+    _backward_over,
     lambda dy, gate, up, kind, implementation: None,
 )
 
 
-class _Glu(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> Tensor:
-        _Glu.save(ctx, arguments)
-        y: Tensor = _glu.implementation(*arguments)
-        return y
-
-    @staticmethod
-    def save(ctx: Any, inputs: tuple[Any, ...], output: Any = None) -> None:
-        gate, up, *ctx.settings = inputs
-        ctx.save_for_backward(gate, up)
-
-    @staticmethod
-    @_library.first_order("glu")
-    def backward(ctx: Any, dy: Tensor) -> Any:
-        d_gate, d_up = _glu_gradient(dy, *ctx.saved_tensors, *ctx.settings)
-        needs_gate, needs_up, *_ = ctx.needs_input_grad
-        return d_gate if needs_gate else None, d_up if needs_up else None, None, None
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, up, *ctx.settings = inputs
+    ctx.save_for_backward(x, up)
 
 
-_call_glu = _glu.differentiable(_Glu)
+@_library.first_order("activation")
+def _gradients_of_saved(ctx: Any, dy: Tensor) -> Any:
+    dx, *d_up = _gradients(dy, *ctx.saved_tensors, *ctx.settings)
+    needs_x, needs_up, *_ = ctx.needs_input_grad
+    return dx if needs_x else None, d_up[0] if needs_up else None, None, None
 
 
-def glu(
-    gate: Tensor, up: Tensor, kind: ActivationKind, *, implementation: Implementation = "auto"
+_differentiable = _activation.differentiable(_save, _gradients_of_saved)
+
+
+def activation(
+    x: Tensor,
+    kind: ActivationKind,
+    up: Tensor | None = None,
+    *,
+    implementation: Implementation = "auto",
 ) -> Tensor:
-    """h(gate) * up, exact; saves ``gate`` and ``up`` as they were given and nothing else.
+    """h(x) or, a gated product, h(x) * up, exact; saves ``x`` and ``up`` as they were given and nothing else.
 
-    d_gate = dy * up * h'(gate), d_up = dy * h(gate); one kernel each way. Torch saves h(gate) too.
+    dx = dy * h'(x); for a gated product d_gate = dy * up * h'(gate), d_up = dy * h(gate), one kernel each
+    way, where torch saves h(gate) too. Without ``up`` and under ``"auto"`` torch's own operator does this
+    where there is one; QuickGELU and squared ReLU are eager Python elsewhere and save more, and torch's ReLU,
+    sigmoid and tanh save their output.
 
     Args:
-        gate: ``[..., F]``; may be a strided view, such as half of a packed projection.
-        up: shape of ``gate``; its dtype may differ, the result then has the promoted dtype.
+        x: ``[...]``, float16, bfloat16, float32 or float64; may be a strided view, such as half of a packed
+            projection.
         kind: which activation.
+        up: shape of ``x``; its dtype may differ, the result then has the promoted dtype.
         implementation: see `resolve`.
 
     Returns:
-        ``[..., F]``, contiguous.
+        ``[...]``, dtype of ``x``; a gated product is contiguous.
 
     Raises:
         TypeError: a tensor is not floating point.
         ValueError: shapes differ, or unknown ``kind``.
     """
-    check_kind("glu", kind)
-    check_floating("glu", "gate", gate)
-    check_floating("glu", "up", up)
-    if gate.shape != up.shape:
-        raise ValueError(
-            f"glu: gate and up must have the same shape, got {tuple(gate.shape)} and {tuple(up.shape)}"
-        )
-    if sharded.is_sharded(gate, up):
-        return compiled.glu(gate, up, kind)
-    chosen = resolve(implementation, gate, up)
-    if not _library.wants_gradient(gate, up):
-        return reference.activate(gate, kind) * up
-    y: Tensor = _call_glu(gate, up, kind, chosen)
-    return y
-
-
-def computed_again(sources: tuple[Tensor, Tensor | None], kind: ActivationKind) -> Tensor:
-    """The bits that `activation` or, with two sources, `glu` gave for these sources; no gradient."""
-    x, up = sources
-    chosen = resolve("auto", x, up)
+    check_kind("activation", kind)
+    check_floating("activation", "x", x)
     if up is not None:
-        y: Tensor = _glu(x, up, kind, chosen)
-        return y
-    if kind in _OWN_OPERATOR:
-        y = _activation(x, kind, chosen)
-        return y
-    return reference.activate(x, kind)
+        check_floating("activation", "up", up)
+        if x.shape != up.shape:
+            raise ValueError(
+                f"activation: x and up must have the same shape, got {tuple(x.shape)} and {tuple(up.shape)}"
+            )
+    if is_sharded(x, up):
+        return compiled.activation(x, kind, up)
+    if up is None and implementation == "auto" and kind not in _OWN_OPERATOR:
+        return reference.activate(x, kind)
+    chosen = resolve(implementation, x, up)
+    if not _library.wants_gradient(x, up):
+        y = reference.activate(x, kind)
+        return y if up is None else y * up
+    found: Tensor = _differentiable(x, up, kind, chosen)
+    return found
+
+
+def computed_again(x: Tensor, up: Tensor | None = None, *, kind: ActivationKind) -> Tensor:
+    """The bits that `activation` gave for these; no gradient."""
+    if up is None and kind not in _OWN_OPERATOR:
+        return reference.activate(x, kind)
+    y: Tensor = _activation(x, up, kind, resolve("auto", x, up))
+    return y
 
 
 def activation_gradients(
@@ -201,13 +168,96 @@ def activation_gradients(
         kind: which activation.
         given_away: checkpoint computed the sources again, for this alone: gradients may take their places.
     """
+    gated = len(sources) == 2
+    if not gated and kind not in _OWN_OPERATOR:
+        return (reference.activate_backward(dy, sources[0], kind),)
     chosen = resolve("auto", *sources)
-    if len(sources) == 2:
-        if given_away and can_be_overwritten(dy, *sources):
-            _glu_gradient_over(dy, *sources, kind, chosen)
-            return sources[::-1]
-        d_gate, d_up = _glu_gradient(dy, *sources, kind, chosen)
-        return d_gate, d_up
-    if kind in _OWN_OPERATOR:
-        return (_activation_gradient(dy, *sources, kind, chosen),)
-    return (reference.activate_backward(dy, sources[0], kind),)
+    if gated and given_away and can_be_overwritten(dy, *sources):
+        _gradients_over(dy, *sources, kind, chosen)
+        return sources[::-1]
+    x, up = sources if gated else (sources[0], None)
+    return tuple(_gradients(dy, x, up, kind, chosen))
+
+
+def _codes_fake(
+    x: Tensor, kind: ActivationKind, bits: int, implementation: str
+) -> tuple[Tensor, Tensor]:
+    size = codes_bytes(x.numel(), STEP_TABLES[kind][bits].bits)
+    return x.new_empty(x.shape), x.new_empty(size, dtype=torch.uint8)
+
+
+_codes = _library.Operator(
+    "codes_activation(Tensor x, str kind, int bits, str implementation) -> (Tensor, Tensor)",
+    dispatched("codes_forward"),
+    _codes_fake,
+)
+_codes_backward = _library.Operator(
+    "codes_activation_backward(Tensor dy, Tensor codes, str kind, int bits, ScalarType dtype, "
+    "str implementation) -> Tensor",
+    dispatched("codes_backward"),
+    lambda dy, codes, kind, bits, dtype, implementation: dy.new_empty(dy.shape, dtype=dtype),
+)
+
+
+def _save_codes(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, kind, bits, implementation = inputs
+    ctx.save_for_backward(output[1])
+    ctx.settings = (kind, bits, x.dtype, implementation)
+
+
+@_library.first_order("codes_activation")
+def _gradient_by_codes(ctx: Any, dy: Tensor | None, *_: None) -> Any:
+    dx = None if dy is None else _codes_backward(dy, *ctx.saved_tensors, *ctx.settings)
+    return dx, None, None, None
+
+
+_call_codes = _codes.differentiable(_save_codes, _gradient_by_codes)
+
+
+def codes_activation(
+    x: Tensor, kind: ActivationKind, bits: int = 2, *, implementation: Implementation = "auto"
+) -> Tensor:
+    """h(x), which saves ``bits`` bits per element for backward; the gradient is approximate.
+
+    dx = dy * h~'(x), where h~' is the step function of `STEP_TABLES[kind][bits]` (arXiv 2406.16282).
+    Where that is h' itself (ReLU, LeakyReLU, ReLU6, hardsigmoid), one bit is saved and the gradient is exact.
+    Without gradients this is the framework's function and nothing is packed.
+
+    Args:
+        x: ``[...]``, float16, bfloat16, float32 or float64.
+        kind: which activation.
+        bits: 1 to 4.
+        implementation: see `resolve`.
+
+    Returns:
+        ``[...]``, dtype of ``x`` (under autocast too); with the strides of ``x``, or contiguous where that
+        has gaps.
+
+    Raises:
+        TypeError: ``x`` is not floating point.
+        ValueError: ``kind`` has no step table for ``bits``.
+    """
+    check_table("codes_activation", kind, bits)
+    check_floating("codes_activation", "x", x)
+    if is_sharded(x):
+        return reference.activate(x, kind)
+    chosen = resolve(implementation, x)
+    if not _library.wants_gradient(x):
+        return reference.activate(x, kind)
+    order = _memory_order(x)
+    if order is None:
+        y: Tensor = _call_codes(x, kind, bits, chosen)
+        return y
+    # in the order of the memory, as torch's own activations: channels last stay last, and nothing is copied
+    y = _call_codes(x.permute(order), kind, bits, chosen)
+    return y.permute([order.index(dim) for dim in range(x.dim())])
+
+
+def _memory_order(x: Tensor) -> list[int] | None:
+    """The dimensions of a tensor without gaps as they lie in memory; None where they lie so already, where
+    there are gaps, and in a compiler."""
+    if x.is_contiguous() or _library.in_compiler():
+        return None
+    strides = x.stride()
+    order = sorted(range(x.dim()), key=lambda dim: (-strides[dim], dim))
+    return order if x.permute(order).is_contiguous() else None

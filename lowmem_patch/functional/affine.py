@@ -138,14 +138,6 @@ def _unpack(packed: Any) -> Tensor:
 _autograd: Any = torch._C._autograd  # what torch.autograd.graph.saved_tensors_hooks calls
 _push_hooks = _autograd._push_saved_tensors_default_hooks
 _pop_hooks = _autograd._pop_saved_tensors_default_hooks
-# torch 2.6 does not tell whether somebody packs
-_top_hooks = getattr(_autograd, "_top_saved_tensors_default_hooks", None)
-_hooks_are_enabled = _autograd._saved_tensors_hooks_is_enabled
-
-
-def packs_saved_tensors() -> bool:
-    """Whether somebody packs what is saved, of which only the innermost pack is called, or forbids it."""
-    return _top_hooks is None or _top_hooks(True) is not None or not _hooks_are_enabled()
 
 
 class _AffineLinear(torch.autograd.Function):
@@ -168,8 +160,8 @@ class _AffineLinear(torch.autograd.Function):
         if for_weight:
             # a copy in the product's dtype is worth its bytes, as torch's own Linear finds
             weight = weight.to(dtype)
-        adapter = None if lora_A is None or lora_B is None else (lora_A, lora_B, scale)
-        out, low = linear_forward(y, weight, bias, adapter, dtype, _implementation(y))
+        chosen = _implementation(y)
+        out, low = linear_forward(y, weight, bias, lora_A, lora_B, scale, dtype, chosen)
         ctx.save_for_backward(
             *((z, affine.weight, affine.bias) if for_weight or for_A else (None, None, None)),
             *((weight, lora_A) if for_y else (None, None)),
@@ -200,7 +192,7 @@ class _AffineLinear(torch.autograd.Function):
         return d_y, None, None, d_weight, d_bias, d_A, d_B, None, None
 
 
-_apply: Any = super(torch.autograd.Function, _AffineLinear).apply
+_apply = _library.direct_call(_AffineLinear)
 
 
 def affine_linear(

@@ -27,13 +27,15 @@ from lowmem_patch.functional.head import (
     WEIGHTS,
     Head,
     HeadGradients,
+    Labels,
     chunk_memory,
+    divisor_of,
     flat,
     in_compute_dtype,
+    labelled_rows,
     logits_in_chunks,
-    statistics_dtype,
+    wide,
 )
-from lowmem_patch.functional.labels import Labels, divisor_of, labelled_rows
 
 # Probabilities below float16's range would be lost; what is multiplied with them is divided out again.
 _HALF_FACTOR = 256.0
@@ -43,7 +45,7 @@ _SETTINGS = "int ignore_index, float smoothing, float scale, float cap"
 
 
 def _losses_fake(logits: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    rows, dtype = logits.shape[0], statistics_dtype(logits.dtype)
+    rows, dtype = logits.shape[0], wide(logits.dtype)
     return logits.new_empty(rows, dtype=dtype), logits.new_empty(rows, dtype=dtype)
 
 
@@ -72,7 +74,7 @@ def _sum_forward(*arguments: Any) -> tuple[Tensor | None, ...]:
     alone, the factor that float16 gradients lack, and the memory of a chunk, for who counts bytes."""
     given, labels, (mean, selects, needs, implementation) = _unpacked(arguments)
     _check_labels(labels, given.weight.shape[0])
-    dtype = statistics_dtype(given.compute_dtype)
+    dtype = wide(given.compute_dtype)
     with _library.without_autocast(given.x.device.type):
         labelled = labelled_rows(labels) if selects else None
         head, target = in_compute_dtype(given, labelled), arguments[8]
@@ -100,27 +102,13 @@ def _unpacked(arguments: tuple[Any, ...]) -> tuple[Head, Labels, tuple[Any, ...]
 
 def _sum_fake(*arguments: Any) -> tuple[Tensor | None, ...]:
     head, _, (_, _, needs, _) = _unpacked(arguments)
-    loss = head.x.new_empty((), dtype=statistics_dtype(head.compute_dtype))
+    loss = head.x.new_empty((), dtype=wide(head.compute_dtype))
     lacking = torch.empty_like(loss) if head.compute_dtype == torch.float16 else None
-    return (loss, *_gradients_fake(head, needs, flatten=True), None, lacking, chunk_memory(head))
+    return (loss, *_gradients_fake(head, needs), None, lacking, chunk_memory(head))
 
 
-def _gradients_fake(
-    head: Head, needs: tuple[bool, ...], *, flatten: bool
-) -> tuple[Tensor | None, ...]:
-    found: list[Tensor | None] = []
-    for place, (tensor, need) in enumerate(zip(head.tensors, needs, strict=True)):
-        if tensor is None or not need:
-            found.append(None)
-            continue
-        if place in WEIGHTS:
-            half = tensor.dtype == torch.float16
-            found.append(torch.empty_like(tensor, dtype=torch.float32 if half else tensor.dtype))
-        else:
-            found.append(
-                torch.empty_like(flat(tensor) if flatten else tensor, dtype=head.compute_dtype)
-            )
-    return tuple(found)
+def _gradients_fake(head: Head, needs: tuple[bool, ...]) -> list[Tensor | None]:
+    return HeadGradients(in_compute_dtype(head), needs, 0).take(head)
 
 
 _TENSORS = "Tensor x, Tensor weight, Tensor? bias, Tensor? low, Tensor? lora_B"
@@ -135,60 +123,53 @@ _sum = _library.Operator(
 )
 
 
-def _is_graph_made() -> bool:
-    """Whether a compiler writes down what runs, and so must see every tensor that backward takes."""
-    proxies: Any = torch._C._TorchDispatchModeKey.PROXY
-    return in_compiler() or torch._C._get_dispatch_mode(proxies) is not None
+def _compute_and_save(ctx: Any, *arguments: Any) -> Any:
+    output = _sum_forward(*arguments)
+    _save_sum(ctx, arguments, output)
+    ctx.in_place = True
+    return output[0]
 
 
-class _SumOfLosses(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> Any:
-        output = _sum_forward(*arguments)
-        _SumOfLosses.save(ctx, arguments, output)
-        ctx.in_place = True
-        return output[0]
+def _save_sum(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    # the results of an operator are its caller's; who counts bytes counts what happens without him
+    ctx.in_place = bool(torch._C._len_torch_dispatch_stack())
+    gradients = list(output[1:6])
+    # who writes down what runs must see every tensor that backward takes
+    ctx.early, ctx.in_graph = None, in_compiler() or _library.is_traced()
+    if not ctx.in_graph:
+        # the first backward takes the gradients of weights, and scales them in place: they are as large
+        # as the weights; a second one (retain_graph) makes them again
+        ctx.early = [gradients[place] for place in WEIGHTS]
+        for place in WEIGHTS:
+            gradients[place] = None
+    ctx.save_for_backward(*inputs[:5], *inputs[8:10], *gradients, *output[6:8])
+    ctx.scaling, ctx.rest = inputs[5:8], inputs[10:]
 
-    @staticmethod
-    def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-        # the results of an operator are its caller's; who counts bytes counts what happens without him
-        ctx.in_place = bool(torch._C._len_torch_dispatch_stack())
-        gradients = list(output[1:6])
-        ctx.early, ctx.in_graph = None, _is_graph_made()
-        if not ctx.in_graph:
-            # the first backward takes the gradients of weights, and scales them in place: they are as large
-            # as the weights; a second one (retain_graph) makes them again
-            ctx.early = [gradients[place] for place in WEIGHTS]
-            for place in WEIGHTS:
-                gradients[place] = None
-        ctx.save_for_backward(*inputs[:5], *inputs[8:10], *gradients, *output[6:8])
-        ctx.scaling, ctx.rest = inputs[5:8], inputs[10:]
 
-    @staticmethod
-    @_library.first_order("linear_cross_entropy")
-    def backward(ctx: Any, d_loss: Tensor | None, *_: None) -> Any:
-        if d_loss is None:
-            return (None,) * 16
-        saved = _library.saved_tensors(ctx, "the input, the weight or the label of a head")
-        tensors, labels, found = saved[:5], saved[5:7], list(saved[7:12])
-        labelled, lacking = saved[12:]
-        needs, implementation = ctx.rest[4:]
-        # an operator gives an empty tensor for what is absent
-        if labelled is not None and labelled.dtype != torch.int64:
-            labelled = None
-        if lacking is not None and lacking.numel():
-            d_loss = d_loss * lacking
-        if ctx.in_graph:
-            weights = [found[place] * d_loss for place in WEIGHTS]
-        else:
-            arguments = (*tensors, *ctx.scaling, *labels, *ctx.rest)
-            weights = _early_gradients(ctx, arguments, d_loss, implementation)
-        for place, gradient in zip(WEIGHTS, weights, strict=True):
-            found[place] = gradient
-        for place in _ROWS:
-            found[place] = _of_all_rows(found[place], d_loss, labelled, tensors[place])
-        wanted = (g if need else None for g, need in zip(found, needs, strict=True))
-        return (*wanted, *(None,) * 11)
+@_library.first_order("linear_cross_entropy")
+def _gradients_of_sum(ctx: Any, d_loss: Tensor | None, *_: None) -> Any:
+    if d_loss is None:
+        return (None,) * 16
+    saved = _library.saved_tensors(ctx, "the input, the weight or the label of a head")
+    tensors, labels, found = saved[:5], saved[5:7], list(saved[7:12])
+    labelled, lacking = saved[12:]
+    needs, implementation = ctx.rest[4:]
+    # an operator gives an empty tensor for what is absent
+    if labelled is not None and labelled.dtype != torch.int64:
+        labelled = None
+    if lacking is not None and lacking.numel():
+        d_loss = d_loss * lacking
+    if ctx.in_graph:
+        weights = [found[place] * d_loss for place in WEIGHTS]
+    else:
+        arguments = (*tensors, *ctx.scaling, *labels, *ctx.rest)
+        weights = _early_gradients(ctx, arguments, d_loss, implementation)
+    for place, gradient in zip(WEIGHTS, weights, strict=True):
+        found[place] = gradient
+    for place in _ROWS:
+        found[place] = _of_all_rows(found[place], d_loss, labelled, tensors[place])
+    wanted = (g if need else None for g, need in zip(found, needs, strict=True))
+    return (*wanted, *(None,) * 11)
 
 
 def _early_gradients(
@@ -223,14 +204,14 @@ def _of_all_rows(
     return zeros.index_copy_(0, labelled, gradient).view(like.shape)
 
 
-_call_sum = _sum.differentiable(_SumOfLosses)
+_call_sum = _sum.differentiable(_save_sum, _gradients_of_sum, _compute_and_save)
 
 
 def _rows_forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """The loss and logsumexp(y) of each row, and the memory of a chunk."""
     given, labels, (implementation,) = _unpacked(arguments)
     _check_labels(labels, given.weight.shape[0])
-    dtype = statistics_dtype(given.compute_dtype)
+    dtype = wide(given.compute_dtype)
     with _library.without_autocast(given.x.device.type):
         head = in_compute_dtype(given)
         rows = head.x.shape[0]
@@ -248,7 +229,7 @@ def _rows_forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 def _rows_fake(*arguments: Any) -> tuple[Tensor, ...]:
     head = Head(*arguments[:8])
     rows = flat(head.x).shape[0]
-    found = (head.x.new_empty(rows, dtype=statistics_dtype(head.compute_dtype)) for _ in range(2))
+    found = (head.x.new_empty(rows, dtype=wide(head.compute_dtype)) for _ in range(2))
     return (*found, chunk_memory(head))
 
 
@@ -266,19 +247,23 @@ def _rows_backward(
             given_rows = (logsumexp[chunk], d_losses[chunk], target, labels.class_weight)
             _backward(logits, *given_rows, *settings)
             gradients.add(chunk, logits)
-        found = gradients.take(given)
-        for place in _ROWS:
-            tensor, gradient = given.tensors[place], found[place]
-            if tensor is not None and gradient is not None:
-                found[place] = gradient.view(tensor.shape)
-        return (*found, memory)
+        return (*_in_shape(gradients.take(given), given), memory)
 
 
 def _rows_backward_fake(
     d_losses: Tensor, logsumexp: Tensor, needs: tuple[bool, ...], *arguments: Any
 ) -> tuple[Tensor | None, ...]:
     head = Head(*arguments[:8])
-    return (*_gradients_fake(head, needs, flatten=False), chunk_memory(head))
+    return (*_in_shape(_gradients_fake(head, needs), head), chunk_memory(head))
+
+
+def _in_shape(found: list[Tensor | None], head: Head) -> list[Tensor | None]:
+    """The gradients, those of rows in the shape of x and low."""
+    for place in _ROWS:
+        tensor, gradient = head.tensors[place], found[place]
+        if tensor is not None and gradient is not None:
+            found[place] = gradient.view(tensor.shape)
+    return found
 
 
 _rows = _library.Operator(
@@ -294,33 +279,23 @@ _rows_gradient = _library.Operator(
 )
 
 
-class _Losses(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> Any:
-        output = _rows_forward(*arguments)
-        _Losses.save(ctx, arguments, output)
-        return output[0]
-
-    @staticmethod
-    def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-        ctx.save_for_backward(*inputs[:5], *inputs[8:10], output[1])
-        ctx.scaling, ctx.rest, ctx.needs = inputs[5:8], inputs[10:], ctx.needs_input_grad[:5]
-
-    @staticmethod
-    @_library.first_order("linear_cross_entropy_rows")
-    def backward(ctx: Any, d_losses: Tensor | None, *_: None) -> Any:
-        if d_losses is None:
-            return (None,) * 13
-        *saved, logsumexp = _library.saved_tensors(
-            ctx, "the input, the weight or the label of a head"
-        )
-        arguments = (*saved[:5], *ctx.scaling, *saved[5:], *ctx.rest)
-        found = _rows_gradient(d_losses, logsumexp, ctx.needs, *arguments)
-        wanted = (g if need else None for g, need in zip(found[:5], ctx.needs, strict=True))
-        return (*wanted, *(None,) * 8)
+def _save_rows(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    ctx.save_for_backward(*inputs[:5], *inputs[8:10], output[1])
+    ctx.scaling, ctx.rest, ctx.needs = inputs[5:8], inputs[10:], ctx.needs_input_grad[:5]
 
 
-_call_rows = _rows.differentiable(_Losses)
+@_library.first_order("linear_cross_entropy_rows")
+def _gradients_of_rows(ctx: Any, d_losses: Tensor | None, *_: None) -> Any:
+    if d_losses is None:
+        return (None,) * 13
+    *saved, logsumexp = _library.saved_tensors(ctx, "the input, the weight or the label of a head")
+    arguments = (*saved[:5], *ctx.scaling, *saved[5:], *ctx.rest)
+    found = _rows_gradient(d_losses, logsumexp, ctx.needs, *arguments)
+    wanted = (g if need else None for g, need in zip(found[:5], ctx.needs, strict=True))
+    return (*wanted, *(None,) * 8)
+
+
+_call_rows = _rows.differentiable(_save_rows, _gradients_of_rows)
 
 
 def linear_cross_entropy(

@@ -19,10 +19,15 @@ from torch import Tensor
 
 from lowmem_patch.constants import ActivationKind
 from lowmem_patch.functional import _library
-from lowmem_patch.functional._implementation import module, resolve
+from lowmem_patch.functional._implementation import dispatched, module, resolve
 from lowmem_patch.functional.activations import computed_again
-from lowmem_patch.functional.packing import pack_bool
 from lowmem_patch.functional.recomputed import recomputed_linear
+
+_pack = _library.Operator(
+    "pack_bool(Tensor mask, str implementation) -> Tensor",
+    dispatched("pack_bool"),
+    lambda mask, implementation: mask.new_empty((mask.numel() + 7) // 8, dtype=torch.uint8),
+)
 
 
 @cache
@@ -78,7 +83,8 @@ def draw_dropout(x: Tensor, p: float) -> tuple[Tensor, Tensor]:
         p: above 0 and below 1.
 
     Returns:
-        the value, like ``x`` and without a gradient; the mask, as `pack_bool` packs it.
+        the value, like ``x`` and without a gradient; the mask, ``[ceil(n / 8)]`` uint8, eight flags a byte,
+        the first one lowest.
     """
     with torch.no_grad():
         if x.is_cuda:
@@ -86,7 +92,7 @@ def draw_dropout(x: Tensor, p: float) -> tuple[Tensor, Tensor]:
         else:
             noise = F.dropout(torch.ones_like(x), p)
             value, mask = x * noise, noise != 0
-        return value, pack_bool(mask)
+        return value, _pack(mask, resolve("auto", mask))
 
 
 class _PackedDropout(torch.autograd.Function):
@@ -131,7 +137,7 @@ def _input_again(
     """The dropout's result in ``dtype``, from what its input is computed from, and the mask."""
     x, *more, bits = sources
     if kind is not None:
-        x = computed_again((x, more[0] if more else None), kind)
+        x = computed_again(x, *more, kind=kind)
     return _dropped(x, bits, p, False, value_dtype, dtype)
 
 

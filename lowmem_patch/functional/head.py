@@ -1,4 +1,4 @@
-"""A Linear whose outputs are logits, computed a chunk of rows at a time, and the gradients of its tensors."""
+"""A Linear whose outputs are logits, computed a chunk of rows at a time; its gradients, and the labels."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class HeadGradients:
     def __init__(self, head: Head, needs: Sequence[bool], size: int) -> None:
         self.head = head
         few = head.x.shape[0] <= _ROUNDINGS * size and head.compute_dtype != torch.float16
-        total = head.compute_dtype if few else statistics_dtype(head.compute_dtype)
+        total = head.compute_dtype if few else wide(head.compute_dtype)
         dtypes = (head.compute_dtype, total, total, head.compute_dtype, total)
         make = torch.empty_like if len(head.x) else torch.zeros_like  # no chunk writes then
         self.sums = [
@@ -174,5 +174,43 @@ _HAS_OUT_DTYPE = hasattr(torch.ops.aten.addmm, "dtype_out")  # since torch 2.8
 _BLOCK = 1 << 24  # elements of a float32 copy that is made of d_logits
 
 
-def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """In which losses, scales, soft caps and log_softmax are computed."""
     return torch.promote_types(dtype, torch.float32)
+
+
+class Labels(NamedTuple):
+    """What the logits are compared with.
+
+    Attributes:
+        target: ``[N]`` int64; None for logsumexp(y) in the place of a loss.
+        class_weight: ``[V]``.
+        ignore_index, smoothing: as of `torch.nn.functional.cross_entropy`.
+    """
+
+    target: Tensor | None
+    class_weight: Tensor | None = None
+    ignore_index: int = -100
+    smoothing: float = 0.0
+
+
+def labelled_rows(labels: Labels) -> Tensor | None:
+    """The rows whose label is not ignored, where the others are worth leaving out; waits for the device."""
+    target = labels.target
+    if target is None or isinstance(target, FakeTensor):
+        return None
+    labelled = (target != labels.ignore_index).nonzero().squeeze(1)
+    return labelled if len(labelled) < _WORTH * len(target) else None
+
+
+_WORTH = 0.9  # share of the rows
+
+
+def divisor_of(labels: Labels, dtype: torch.dtype) -> Tensor:
+    """What a mean divides by: the labels that are not ignored, or their class weights."""
+    assert labels.target is not None
+    counts = labels.target != labels.ignore_index
+    if labels.class_weight is None:
+        return counts.sum(dtype=dtype)
+    weights = labels.class_weight.to(dtype)[torch.where(counts, labels.target, 0)]
+    return (weights * counts).sum()

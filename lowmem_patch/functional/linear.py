@@ -5,12 +5,15 @@ up) that the activation saves for its own. Here activation, Linear and adapter a
 x (gate, up) alone: in backward one elementwise kernel gives their gradients and hidden again.
 
     low = hidden A^T,    y = hidden W^T + b + s low B^T
-    d_low = s dy B,      d_hidden = dy W + d_low A,     d_x = d_hidden h'(x) (or as in `glu`)
+    d_low = s dy B,      d_hidden = dy W + d_low A,     d_x = d_hidden h'(x) (or as in `activation`)
     d_W = dy^T hidden,   d_b = sum dy,   d_A = d_low^T hidden,   d_B = s dy^T low
 
 In a block that runs again in backward nobody else reads x (gate, up) then, and results take their places.
 Saved: x (gate, up) if W or A trains or h is not the identity; low, with its rank padded; W, A and B where
 d_hidden, d_A or d_B asks for them, as they are given: casts are repeated in backward and leave no copies.
+
+A batched matmul does the like: under autocast, softmax gives float32 and saves that for its own backward, and
+the matmul behind it would cast it to bf16 and save this copy, too.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ import torch
 from torch import Tensor
 
 from lowmem_patch.constants import ActivationKind
-from lowmem_patch.functional import _library, compiled, sharded
+from lowmem_patch.functional import _library, compiled
 from lowmem_patch.functional._checks import check_floating, check_kind
 from lowmem_patch.functional._implementation import Implementation, resolve
 from lowmem_patch.functional._ownership import can_be_overwritten, is_checkpoint_packing
@@ -34,55 +37,46 @@ from lowmem_patch.functional.products import (
     linear_op,
     low_product_op,
     one_for_each,
-    padded_forward,
 )
 
 
-class _ActivationLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> Tensor:
-        output = padded_forward(*arguments)
-        _ActivationLinear.save(ctx, arguments, output)
-        return output[0]
-
-    @staticmethod
-    def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-        _, source, up, weight, _, lora_A, lora_B, scale, kind, _, implementation = inputs
-        _, for_source, for_up, for_weight, for_bias, for_A, for_B, *_ = ctx.needs_input_grad
-        for_input = for_source or for_up
-        for_hidden = for_weight or for_A or (for_input and kind != IDENTITY)
-        ctx.save_for_backward(
-            *((source, up) if for_hidden else (None, None)),
-            *((weight, lora_A) if for_input else (None, None)),
-            lora_B if for_input or for_A or for_B else None,
-            output[1] if for_B else None,
-        )
-        ctx.needs = (for_input, for_weight, for_bias, for_A, for_B)
-        ctx.settings = (scale, kind, ctx.needs, implementation)
-        ctx.given_away = kind != IDENTITY and is_checkpoint_packing()
-        # an absent tensor's dtype is never read
-        ctx.dtypes = [(weight if t is None else t).dtype for t in inputs[1:7]]
-
-    @staticmethod
-    @_library.first_order("activation_linear")
-    def backward(ctx: Any, dy: Tensor | None, *_: None) -> Any:
-        if dy is None:
-            return (None,) * 11
-        saved = ctx.saved_tensors
-        for_input, *for_rest = ctx.needs
-        needs = (for_input, for_input and saved[1] is not None, *for_rest)
-        if ctx.given_away and for_input and can_be_overwritten(dy, *saved[:2]):
-            gradients = linear_backward_over(dy, *saved, *ctx.settings)
-        else:
-            gradients = linear_backward_op(dy, *saved, *ctx.settings)
-        found = one_for_each(gradients, needs, ctx.dtypes)
-        return (None, *found, None, None, None, None)
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    _, source, up, weight, _, lora_A, lora_B, scale, kind, _, implementation = inputs
+    _, for_source, for_up, for_weight, for_bias, for_A, for_B, *_ = ctx.needs_input_grad
+    for_input = for_source or for_up
+    for_hidden = for_weight or for_A or (for_input and kind != IDENTITY)
+    ctx.save_for_backward(
+        *((source, up) if for_hidden else (None, None)),
+        *((weight, lora_A) if for_input else (None, None)),
+        lora_B if for_input or for_A or for_B else None,
+        output[1] if for_B else None,
+    )
+    ctx.needs = (for_input, for_weight, for_bias, for_A, for_B)
+    ctx.settings = (scale, kind, ctx.needs, implementation)
+    ctx.given_away = kind != IDENTITY and is_checkpoint_packing()
+    # an absent tensor's dtype is never read
+    ctx.dtypes = [(weight if t is None else t).dtype for t in inputs[1:7]]
 
 
-_call_linear = linear_op.differentiable(_ActivationLinear)
+@_library.first_order("activation_linear")
+def _gradients(ctx: Any, dy: Tensor | None, *_: None) -> Any:
+    if dy is None:
+        return (None,) * 11
+    saved = ctx.saved_tensors
+    for_input, *for_rest = ctx.needs
+    needs = (for_input, for_input and saved[1] is not None, *for_rest)
+    if ctx.given_away and for_input and can_be_overwritten(dy, *saved[:2]):
+        gradients = linear_backward_over(dy, *saved, *ctx.settings)
+    else:
+        gradients = linear_backward_op(dy, *saved, *ctx.settings)
+    found = one_for_each(gradients, needs, ctx.dtypes)
+    return (None, *found, None, None, None, None)
 
 
-class _SavedFirst(_ActivationLinear):
+_call_linear = linear_op.differentiable(_save, _gradients)
+
+
+class _SavedFirst(torch.autograd.Function):
     """The op in a block that is run again in backward: it saves, and its caller computes y afterwards.
 
     Where it is the last to save, torch.utils.checkpoint stops the second run as soon as it has saved
@@ -96,26 +90,26 @@ class _SavedFirst(_ActivationLinear):
         shape = (*hidden.shape[:-1], weight.shape[0])
         # without memory, and no view, which autograd would not let anybody write into
         y: Tensor = hidden.new_empty_strided(shape, (0,) * len(shape), dtype=dtype)
-        _ActivationLinear.save(ctx, tuple(given), (y, low))
+        _save(ctx, tuple(given), (y, low))
         return y
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        return (*_ActivationLinear.backward(ctx, *gradients), None)
+        return (*_gradients(ctx, *gradients), None)
 
 
 def _saved_first(*arguments: Any) -> Any:
     hidden, _, _, weight, bias, lora_A, lora_B, scale, _, dtype, implementation = arguments
-    low = adapter = None
+    low = None
     with torch.no_grad():
         if lora_A is not None:
-            adapter = (lora_A, lora_B, scale)
             low = low_product_op(hidden, lora_A, lora_B, dtype, implementation)
     apply: Any = _SavedFirst.apply  # has no types
     y: Any = apply(*arguments, low)
     with torch.no_grad():
         if _library.is_eager(*arguments):
-            y.data = linear_forward(hidden, weight, bias, adapter, dtype, implementation, low)[0]
+            products = (weight, bias, lora_A, lora_B, scale)
+            y.data = linear_forward(hidden, *products, dtype, implementation, low)[0]
         else:
             y.data = linear_op(*arguments)[0]
     return y
@@ -217,12 +211,9 @@ def activation_linear(
     _check_weights("activation_linear", "hidden", hidden, weight, adapter)
     if compute_dtype is None:
         compute_dtype = _compute_dtype(hidden, weight, bias)
-    if sharded.is_sharded(*sources, weight, bias, *(adapter or ())[:2]):
-        if len(sources) == 1:
-            again = compiled.activation(sources[0], kind)
-        else:
-            again = compiled.glu(sources[0], sources[1], kind)
-        return sharded.linear(again, weight, bias, compute_dtype, adapter)
+    if compiled.is_sharded(*sources, weight, bias, *(adapter or ())[:2]):
+        again = compiled.activation(sources[0], kind, *sources[1:])
+        return compiled.linear(again, weight, bias, compute_dtype, adapter)
     chosen = resolve(implementation, *sources)
     return _linear(hidden, sources, weight, bias, adapter, kind, compute_dtype, chosen)
 
@@ -254,8 +245,8 @@ def recast_linear(
         ValueError: shapes do not fit.
     """
     _check_weights("recast_linear", "x", x, weight, adapter)
-    if sharded.is_sharded(x, weight, bias, *(adapter or ())[:2]):
-        return sharded.linear(x, weight, bias, compute_dtype, adapter)
+    if compiled.is_sharded(x, weight, bias, *(adapter or ())[:2]):
+        return compiled.linear(x, weight, bias, compute_dtype, adapter)
     chosen = "reference" if adapter is None else resolve("auto", x, adapter.lora_A, adapter.lora_B)
     return _linear(x, (x,), weight, bias, adapter, IDENTITY, compute_dtype, chosen)
 
@@ -281,3 +272,56 @@ def _check_weights(
             f"{operator}: an adapter beside a weight {tuple(weight.shape)} must be [r, F] and [O, r], "
             f"got {tuple(shape)} and {tuple(lora_B.shape)}"
         )
+
+
+class _RecastMatmul(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, left: Tensor, right: Tensor, dtype: torch.dtype) -> Any:
+        with _library.without_autocast(left.device.type):
+            # three dimensions and a whole operand, as torch's own matmul multiplies and saves them
+            right_cast = right.to(dtype).reshape(-1, *right.shape[-2:])
+            y = left.to(dtype).reshape(-1, *left.shape[-2:]).bmm(right_cast)
+        needs_left, needs_right = ctx.needs_input_grad[:2]
+        ctx.save_for_backward(left if needs_right else None, right_cast if needs_left else None)
+        ctx.shapes, ctx.dtypes = (left.shape, right.shape), (left.dtype, right.dtype)
+        # no view, which autograd would not let anybody write into
+        return torch.ops.aten._unsafe_view.default(y, (*left.shape[:-1], right.shape[-1]))
+
+    @staticmethod
+    @_library.first_order("recast_matmul")
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        left, right_cast = ctx.saved_tensors
+        rows = dy.reshape(-1, *dy.shape[-2:])
+        d_left = d_right = None
+        with _library.without_autocast(dy.device.type):
+            if right_cast is not None:
+                d_left = rows.bmm(right_cast.transpose(1, 2)).view(ctx.shapes[0]).to(ctx.dtypes[0])
+            if left is not None:
+                again = left.to(dy.dtype).reshape(-1, *left.shape[-2:])
+                d_right = again.transpose(1, 2).bmm(rows).view(ctx.shapes[1]).to(ctx.dtypes[1])
+        return d_left, d_right, None
+
+
+def recast_matmul(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """``left.to(dtype) @ right.to(dtype)`` that saves ``left`` as it is given.
+
+    Args:
+        left: ``[..., N, M]``.
+        right: ``[..., M, K]``, of the same batch dimensions.
+        dtype: of the product and of the result.
+
+    Returns:
+        ``[..., N, K]``.
+
+    Raises:
+        ValueError: shapes do not fit.
+    """
+    fits = left.shape[:-2] == right.shape[:-2] and left.shape[-1:] == right.shape[-2:-1]
+    if left.dim() < 3 or not fits:
+        raise ValueError(
+            f"recast_matmul: [..., N, M] and [..., M, K] must share all but the last two dimensions, got "
+            f"{tuple(left.shape)} and {tuple(right.shape)}"
+        )
+    apply: Any = _RecastMatmul.apply
+    y: Tensor = apply(left, right, dtype)
+    return y

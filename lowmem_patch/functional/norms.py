@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowmem_patch.constants import NormSettings
-from lowmem_patch.functional import _library, sharded
+from lowmem_patch.functional import _library, compiled
 from lowmem_patch.functional._checks import check_floating, check_last_dimension
 from lowmem_patch.functional._implementation import Implementation, module, resolve
 
@@ -34,13 +34,15 @@ def _forward(
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
-    settings: NormSettings,
+    settings: NormSettings | list[float],
     out_dtype: torch.dtype,
     copy_dtype: torch.dtype | None,
     z_dtype: torch.dtype | None,
     implementation: str,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
     """y, its copy, z and rstd; what has no dtype is None."""
+    if type(settings) is list:
+        settings = _from_operator(settings)
     y, rstd, z = module(implementation).norm_forward(x, weight, bias, settings, out_dtype, z_dtype)
     return y, None if copy_dtype is None else y.to(copy_dtype), z, rstd
 
@@ -57,8 +59,17 @@ def _forward_fake(
     return y, copy, z, x.new_empty(x.shape[:-1], dtype=rstd_dtype)
 
 
+def _from_operator(settings: list[float]) -> NormSettings:
+    eps, offset, centered = settings
+    return NormSettings(eps, offset, bool(centered))
+
+
 def _backward(*arguments: Any) -> list[Tensor]:
-    gradients = module(arguments[-1]).norm_backward(*arguments[:-1])
+    *vectors, settings, input_dtype, needs, normalized, implementation = arguments
+    if type(settings) is list:
+        settings = _from_operator(settings)
+    rest = (settings, input_dtype, needs, normalized)
+    gradients = module(implementation).norm_backward(*vectors, *rest)
     return [gradient for gradient in gradients if gradient is not None]
 
 
@@ -70,20 +81,18 @@ def _backward_fake(dy: Tensor, *rest: Any) -> list[Tensor]:
 
 
 _norm = _library.Operator(
-    "norm(Tensor x, Tensor? weight, Tensor? bias, float eps, float weight_offset, bool centered, "
-    "ScalarType out_dtype, ScalarType? copy_dtype, ScalarType? z_dtype, str implementation) "
+    "norm(Tensor x, Tensor? weight, Tensor? bias, float[] settings, ScalarType out_dtype, "
+    "ScalarType? copy_dtype, ScalarType? z_dtype, str implementation) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
     _forward,
     _forward_fake,
-    settings=3,
 )
 _norm_backward = _library.Operator(
     "norm_backward(Tensor dy, Tensor y, Tensor rstd, Tensor? weight, Tensor? bias, "
-    "float eps, float weight_offset, bool centered, ScalarType input_dtype, bool[] needs, "
+    "float[] settings, ScalarType input_dtype, bool[] needs, "
     "bool normalized, str implementation) -> Tensor[]",
     _backward,
     _backward_fake,
-    settings=5,
 )
 
 
@@ -97,53 +106,51 @@ def save_copy(node: Any) -> None:
         node.written = node.saved_tensors[0].detach().clone()
 
 
-class _Norm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> Any:
-        y, copy, z, _ = output = _forward(*arguments)
-        _Norm.save(ctx, arguments, output)
-        if copy is None and z is None:
-            return y
-        ctx.set_materialize_grads(False)
-        if z is not None:
-            ctx.mark_non_differentiable(z)
-        return y, copy, z
-
-    @staticmethod
-    def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-        x, weight, bias, settings, _, copy_dtype, z_dtype, implementation = inputs
-        y, copy, z, rstd = output
-        needs_input, needs_weight, *_ = ctx.needs_input_grad
-        if needs_input or needs_weight:
-            if z_dtype is not None:
-                y = z
-            elif copy_dtype is not None:
-                y = copy
-            ctx.save_for_backward(y, rstd, weight, bias)
-        else:
-            # d_bias needs dy alone; the empty tensors stand in for what is not read
-            ctx.save_for_backward(y.new_empty(0), rstd.new_empty(0), None, bias)
-        ctx.copies = copy_dtype is not None
-        ctx.written = None  # of `save_copy`
-        ctx.settings = settings, x.dtype
-        ctx.rest = z_dtype is not None, implementation
-
-    @staticmethod
-    @_library.first_order("norm")
-    def backward(ctx: Any, dy: Tensor | None, d_copy: Tensor | None = None, *_: None) -> Any:
-        if d_copy is not None and ctx.copies:
-            dy = d_copy if dy is None else torch.add(dy, d_copy)
-        if dy is None:
-            return (None,) * 8
-        y, *others = _library.saved_tensors(ctx, "the output of a norm, or its weight or bias,")
-        if ctx.written is not None:
-            y = ctx.written
-        needs = ctx.needs_input_grad[:3]
-        found = iter(_norm_backward(dy, y, *others, *ctx.settings, needs, *ctx.rest))
-        return (*(next(found) if need else None for need in needs), *(None,) * 5)
+def _compute_and_save(ctx: Any, *arguments: Any) -> Any:
+    y, copy, z, _ = output = _forward(*arguments)
+    _save(ctx, arguments, output)
+    if copy is None and z is None:
+        return y
+    ctx.set_materialize_grads(False)
+    if z is not None:
+        ctx.mark_non_differentiable(z)
+    return y, copy, z
 
 
-_call_norm = _norm.differentiable(_Norm, outputs=3, with_gradient=2)
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    x, weight, bias, settings, _, copy_dtype, z_dtype, implementation = inputs
+    y, copy, z, rstd = output
+    needs_input, needs_weight, *_ = ctx.needs_input_grad
+    if needs_input or needs_weight:
+        if z_dtype is not None:
+            y = z
+        elif copy_dtype is not None:
+            y = copy
+        ctx.save_for_backward(y, rstd, weight, bias)
+    else:
+        # d_bias needs dy alone; the empty tensors stand in for what is not read
+        ctx.save_for_backward(y.new_empty(0), rstd.new_empty(0), None, bias)
+    ctx.copies = copy_dtype is not None
+    ctx.written = None  # of `save_copy`
+    ctx.settings = settings, x.dtype
+    ctx.rest = z_dtype is not None, implementation
+
+
+@_library.first_order("norm")
+def _gradients(ctx: Any, dy: Tensor | None, d_copy: Tensor | None = None, *_: None) -> Any:
+    if d_copy is not None and ctx.copies:
+        dy = d_copy if dy is None else torch.add(dy, d_copy)
+    if dy is None:
+        return (None,) * 8
+    y, *others = _library.saved_tensors(ctx, "the output of a norm, or its weight or bias,")
+    if ctx.written is not None:
+        y = ctx.written
+    needs = ctx.needs_input_grad[:3]
+    found = iter(_norm_backward(dy, y, *others, *ctx.settings, needs, *ctx.rest))
+    return (*(next(found) if need else None for need in needs), *(None,) * 5)
+
+
+_call_norm = _norm.differentiable(_save, _gradients, _compute_and_save, outputs=3, with_gradient=2)
 
 
 def ms_norm(
@@ -189,8 +196,8 @@ def ms_norm(
     # the float64 oracle must not be asked for by mixing dtypes by accident
     if (x.dtype == torch.float64) != (out_dtype == torch.float64):
         raise TypeError(f"{operator}: x is {x.dtype} but out_dtype is {out_dtype}")
-    if sharded.is_sharded(x, weight, bias):
-        return sharded.norm(x, weight, bias, settings, out_dtype, copy_dtype, z_dtype)
+    if compiled.is_sharded(x, weight, bias):
+        return compiled.sharded_norm(x, weight, bias, settings, out_dtype, copy_dtype, z_dtype)
     found: Any = None
     arguments = (x, weight, bias, settings, out_dtype, copy_dtype, z_dtype, chosen)
     trains = _library.wants_gradient(x, weight, bias)

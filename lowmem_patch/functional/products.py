@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowmem_patch.constants import padded_rank
-from lowmem_patch.functional import _library
+from lowmem_patch.functional import _library, activations
 from lowmem_patch.functional._implementation import module
 from lowmem_patch.reference import cast
 from lowmem_patch.tracing.gpu_temporaries import OF_OPERATORS, Temporary, sum_bytes
@@ -47,7 +47,9 @@ def linear_forward(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    adapter: tuple[Tensor, Tensor, float] | None,
+    lora_A: Tensor | None,
+    lora_B: Tensor | None,
+    scale: float,
     compute_dtype: torch.dtype,
     implementation: str = "reference",
     low: Tensor | None = None,
@@ -57,18 +59,18 @@ def linear_forward(
     with _library.without_autocast(hidden.device.type):
         hidden, weight = cast(hidden, compute_dtype), cast(weight, compute_dtype)
         bias = None if bias is None else cast(bias, compute_dtype)
-        if adapter is None:
+        if lora_A is None or lora_B is None:
             return _product(hidden, weight, bias), None
         rows = hidden.reshape(-1, hidden.shape[-1])
         ops = module(implementation)
-        lora_A, lora_B = ops.adapter_weights(adapter[0], adapter[1], compute_dtype)
+        lora_A, lora_B = ops.adapter_weights(lora_A, lora_B, compute_dtype)
         low = F.linear(rows, lora_A) if low is None else low
         # The adapter's product first, to which cuBLAS adds the large one while it computes: the other
         # way round a second product reads and writes y.
         if bias is None:
-            y = _scaled(adapter[2], low, lora_B.t())
+            y = _scaled(scale, low, lora_B.t())
         else:
-            y = torch.addmm(bias, low, lora_B.t(), alpha=adapter[2])
+            y = torch.addmm(bias, low, lora_B.t(), alpha=scale)
         y.addmm_(rows, weight.t())
     return y.resize_(*hidden.shape[:-1], outputs), low
 
@@ -106,23 +108,6 @@ low_product_op = _library.Operator(
 )
 
 
-def padded_forward(
-    hidden: Tensor,
-    source: Tensor,
-    up: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    lora_A: Tensor | None,
-    lora_B: Tensor | None,
-    scale: float,
-    kind: str,
-    compute_dtype: torch.dtype,
-    implementation: str,
-) -> tuple[Tensor, Tensor | None]:
-    adapter = None if lora_A is None or lora_B is None else (lora_A, lora_B, scale)
-    return linear_forward(hidden, weight, bias, adapter, compute_dtype, implementation)
-
-
 def _forward_fake(hidden: Tensor, *rest: Any) -> tuple[Tensor, Tensor | None]:
     _, _, weight, _, lora_A, *_, compute_dtype, _ = rest
     y = hidden.new_empty((*hidden.shape[:-1], weight.shape[0]), dtype=compute_dtype)
@@ -152,38 +137,25 @@ def _hidden_gradient(
     return d_hidden.view(*dy.shape[:-1], weight.shape[1])
 
 
-def _source_gradients(
-    ops: Any,
-    d_hidden: Tensor,
-    source: Any,
-    up: Tensor | None,
-    kind: str,
-    hidden: Tensor | None,
-    over: bool,
-) -> list[Tensor]:
-    """The gradients of source and up; h(source) (or h(source) * up) goes into ``hidden``, where given.
-
-    ``over``: they take the places of ``up`` and ``d_hidden``.
-    """
-    if kind == IDENTITY:
-        return [d_hidden]
-    if up is None:
-        into = d_hidden if over else None
-        return [ops.activate_backward(d_hidden, source, kind, hidden, into)]
-    places = (up, d_hidden) if over else None
-    return [*ops.glu_backward(d_hidden, source, up, kind, hidden, places)]
-
-
-def _hidden(ops: Any, source: Any, up: Tensor | None, kind: str, dtype: torch.dtype) -> Tensor:
+def _hidden(ops: Any, source: Tensor, up: Tensor | None, kind: str, dtype: torch.dtype) -> Tensor:
     """The Linear's input, computed again."""
     if kind == IDENTITY:
         return cast(source, dtype)
-    y: Tensor = (
-        ops.activate(source, kind, dtype)
-        if up is None
-        else ops.glu_forward(source, up, kind, dtype)
-    )
+    if up is None:
+        y: Tensor = ops.activate(source, kind, dtype)
+    else:
+        y = ops.glu_forward(source, up, kind, dtype)
     return y
+
+
+def _source_gradients(
+    ops: Any, dy: Tensor, x: Any, up: Tensor | None, kind: str, hidden: Tensor | None, over: bool
+) -> tuple[Tensor, ...]:
+    """As `activations.gradients`; ``over``: they take the places of ``up`` and ``dy``."""
+    if kind == IDENTITY:
+        return (dy,)
+    places = dy if up is None else (up, dy)
+    return activations.gradients(ops, dy, x, up, kind, hidden, places if over else None)
 
 
 def _without_padding(gradient: Tensor, dim: int, lora_B: Tensor) -> Tensor:
@@ -195,7 +167,7 @@ def _without_padding(gradient: Tensor, dim: int, lora_B: Tensor) -> Tensor:
 
 def linear_backward(
     dy: Tensor,
-    source: Tensor | None,
+    source: Any,
     up: Tensor | None,
     weight: Any,
     lora_A: Tensor | None,
@@ -236,10 +208,8 @@ def linear_backward(
                 hidden = source
             elif kind != IDENTITY:
                 meanwhile = [d_hidden]
-                if for_hidden:
-                    hidden = (
-                        d_hidden  # takes the place of its gradient: the peak of a plain backward
-                    )
+                if for_hidden:  # takes the place of its gradient: the peak of a plain backward
+                    hidden = d_hidden
             gradients += _source_gradients(ops, d_hidden, source, up, kind, hidden, over)
         if for_hidden:
             if hidden is None:
@@ -293,7 +263,9 @@ linear_op = _library.Operator(
     "activation_linear(Tensor hidden, Tensor source, Tensor? up, Tensor weight, Tensor? bias, "
     "Tensor? lora_A, Tensor? lora_B, float scale, str kind, ScalarType compute_dtype, "
     "str implementation) -> (Tensor, Tensor)",
-    padded_forward,
+    lambda hidden, source, up, weight, bias, lora_A, lora_B, scale, kind, compute_dtype, implementation: (
+        linear_forward(hidden, weight, bias, lora_A, lora_B, scale, compute_dtype, implementation)
+    ),
     _forward_fake,
 )
 linear_backward_op = _library.Operator(

@@ -129,7 +129,7 @@ class _Linear(torch.autograd.Function):
         ctx.again, ctx.number = again, len(sources)
         # an absent tensor's dtype is never read
         ctx.dtypes = (x.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
-        return linear_forward(x, weight, bias, None, compute_dtype)[0]
+        return linear_forward(x, weight, bias, None, None, 1.0, compute_dtype)[0]
 
     @staticmethod
     @_library.first_order("recomputed_linear")

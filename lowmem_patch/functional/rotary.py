@@ -34,28 +34,20 @@ _rotary = _library.Operator(
 )
 
 
-class _Rotary(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> Tensor:
-        y: Tensor = _rotary.implementation(*arguments)
-        _Rotary.save(ctx, arguments, y)
-        return y
-
-    @staticmethod
-    def save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, cos, sin, heads_dim, transposed, _, _, implementation = inputs
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(cos, sin)
-        # the gradient has the layout of x, whatever that of dy, so that views of it stay free
-        ctx.settings = (heads_dim, not transposed, output.stride(), x.dtype, implementation)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor | None) -> Any:
-        dx = None if dy is None else _apply(dy, *ctx.saved_tensors, *ctx.settings)
-        return dx, *(None,) * 7
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, cos, sin, heads_dim, transposed, _, _, implementation = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(cos, sin)
+    # the gradient has the layout of x, whatever that of dy, so that views of it stay free
+    ctx.settings = (heads_dim, not transposed, output.stride(), x.dtype, implementation)
 
 
-_call_rotary = _rotary.differentiable(_Rotary)
+def _gradient(ctx: Any, dy: Tensor | None) -> Any:
+    dx = None if dy is None else _apply(dy, *ctx.saved_tensors, *ctx.settings)
+    return dx, *(None,) * 7
+
+
+_call_rotary = _rotary.differentiable(_save, _gradient)
 
 
 def _apply(x: Tensor, *rest: Any) -> Tensor:

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowmem_patch.functional._library import direct_call
+
 
 @lru_cache(maxsize=256)
 def _order(shape: Sequence[int], strides: Sequence[int], dim: int) -> tuple[list[int], int, int]:
@@ -55,8 +57,7 @@ class _UnbindPermuted(torch.autograd.Function):
         return torch.cat(rows, 1).view(ctx.whole), None, None, None
 
 
-# Function.apply without its search for torch.func's wrappers
-_apply: Any = super(torch.autograd.Function, _UnbindPermuted).apply
+_apply = direct_call(_UnbindPermuted)
 
 
 def unbind_permuted(whole: Tensor, view: Tensor, dim: int = 0) -> tuple[Tensor, ...]:

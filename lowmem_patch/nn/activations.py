@@ -1,16 +1,19 @@
-"""Activation modules that keep a few bits per element; in eval or without gradients, the plain function."""
+"""Activation modules that keep nothing that is not kept anyway, or a few bits for each element."""
 
 from __future__ import annotations
 
 from torch import Tensor, nn
 
 from lowmem_patch.constants import STEP_TABLES
-from lowmem_patch.functional import ActivationKind, codes_activation
+from lowmem_patch.functional import ActivationKind, activation, codes_activation, is_transformed
+from lowmem_patch.nn.context import is_foreign, needs_gradient
 from lowmem_patch.nn.deferred import value_of
+from lowmem_patch.nn.deferred_ops import Activation
 
 
 class CodesActivation(nn.Module):
-    """`codes_activation` as a module: exact forward, step-function derivative (arXiv 2406.16282).
+    """`codes_activation` as a module: exact forward, step-function derivative (arXiv 2406.16282); in eval or
+    without gradients, the plain function.
 
     Args:
         kind: which activation.
@@ -33,3 +36,23 @@ class CodesActivation(nn.Module):
 
     def extra_repr(self) -> str:
         return f"strategy={self.strategy}, kind={self.kind}, bits={STEP_TABLES[self.kind][self.bits].bits}"
+
+
+class RecomputedActivation(nn.Module):
+    """Its value is never saved: where a gradient is wanted, it returns a `lowmem_patch.nn.deferred.Deferred`
+    tensor, which readers compute again in backward, exactly; else ``act(x)``."""
+
+    def __init__(self, kind: ActivationKind, low_precision: bool = False, reads: int = 0) -> None:
+        super().__init__()
+        self.kind = kind
+        self.op = Activation(kind, low_precision, reads)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Elementwise, any shape; dtype of ``x``."""
+        x = value_of(x)
+        if needs_gradient(x) and not is_foreign(x) and not is_transformed():
+            return self.op.of((x,))
+        return activation(x, self.kind)
+
+    def extra_repr(self) -> str:
+        return f"{self.kind}, recompute"

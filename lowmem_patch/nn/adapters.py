@@ -18,12 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lowmem_patch.functional import LowRank, in_compiler, is_exporting, recast_linear
-from lowmem_patch.nn.context import (
-    autocast_dtype,
-    has_backward_hooks,
-    has_hooks_of_all,
-    is_foreign,
-)
+from lowmem_patch.nn.context import autocast_dtype, has_hooks, is_foreign
 from lowmem_patch.nn.deferred import Deferred, value_of
 from lowmem_patch.nn.deferred_ops import Saved, project
 from lowmem_patch.nn.dropout import PackedDropout
@@ -148,9 +143,9 @@ def _plain_base(layer: Any) -> dict[str, Any] | None:
     """The parameters of the base Linear, None where the layer computes more than products and sums."""
     # tables of modules and parameters, past nn.Module's search by name: this runs in each forward
     base = layer._modules["base_layer"]
-    if type(base) is not nn.Linear or _is_watched(base) or has_backward_hooks(layer):
+    if type(base) is not nn.Linear or _is_watched(base) or has_hooks(layer):
         return None
-    if has_hooks_of_all() or layer.disable_adapters or layer.merged:
+    if layer.disable_adapters or layer.merged:
         return None
     parameters: dict[str, Any] = base._parameters
     weight = parameters.get("weight")

@@ -31,11 +31,19 @@ from lowmem_patch.functional import (
     is_checkpoint_packing,
     is_exporting,
     is_transformed,
+    unwritten,
 )
 from lowmem_patch.nn.block_state import as_they_were, held_by, is_gathered, with_held
 from lowmem_patch.nn.deferred import Deferred, value_of
 from lowmem_patch.nn.host_memory import HostMemory
-from lowmem_patch.nn.own import Own, drop_forward, give_forward, given_forward, is_own
+from lowmem_patch.nn.own import (
+    Own,
+    drop_forward,
+    give_forward,
+    give_forward_around,
+    given_forward,
+    inner_forward,
+)
 from lowmem_patch.nn.segments import Call, made_by, remember
 from lowmem_patch.tracing.observers import FunctionObserver
 from lowmem_patch.tracing.op_roles import Role, function_name, role_of
@@ -68,8 +76,7 @@ class Recompute:
 
 def checkpoint_block(block: nn.Module, how: Recompute) -> None:
     """Set `checkpointed` as the forward of a block, around the forward that it has."""
-    given = given_forward(block)
-    give_forward(block, checkpointed, how, given if is_own(given) else None)
+    give_forward_around(block, checkpointed, how)
 
 
 def is_checkpointed(block: nn.Module) -> bool:
@@ -91,9 +98,7 @@ def checkpointed(
     block: nn.Module, how: Recompute, given: Own | None, /, *args: Any, **kwargs: Any
 ) -> Any:
     """The forward of a block that is run again in backward."""
-    forward = partial(type(block).forward, block)
-    if given is not None:  # the block of a replica is another one
-        forward = partial(given.func, block, *given.args[1:])
+    forward = inner_forward(block, given)
     plain = not torch.is_grad_enabled() or is_exporting() or is_transformed()
     if plain or is_switched_on(block):
         return forward(*args, **kwargs)
@@ -274,7 +279,6 @@ class _Packing(contextlib.AbstractContextManager[None]):
         self.input = self.waits = self.hooks = None
 
     def _pack(self, tensor: Tensor) -> Any:
-        # torch looks at versions itself only where nobody packs
         return self.waits if _is_same(tensor, self.input) else (tensor, tensor._version)
 
 
@@ -282,18 +286,9 @@ def _unpack(packed: Any) -> Tensor:
     if not isinstance(packed, tuple):
         waiting: Tensor = packed.value()
         return waiting
-    tensor: Tensor
+    where = "a block that runs again was given; write into a copy of it"
     tensor, version = packed
-    if tensor._version != version:
-        raise RuntimeError(_WRITTEN.format(shape=tuple(tensor.shape), dtype=tensor.dtype))
-    return tensor
-
-
-# torch's own words come first, by which others know the error
-_WRITTEN = (
-    "one of the variables needed for gradient computation has been modified by an inplace operation: a "
-    "tensor {shape} of {dtype}, which a block that runs again was given; write into a copy of it"
-)
+    return unwritten(tensor, version, where)
 
 
 def _is_same(one: Tensor, other: Tensor | None) -> bool:

@@ -18,20 +18,13 @@ def autocast_dtype(device: str, dtype: torch.dtype) -> torch.dtype | None:
     return torch.get_autocast_dtype(device)
 
 
-def has_backward_hooks(module: nn.Module) -> bool:
-    """Whether torch looks for tensors among what enters and leaves the module, to hook on."""
+def has_hooks(module: nn.Module) -> bool:
+    """Whether torch looks for tensors among what enters and leaves the module, to hook on, or calls hooks for
+    every module, ours and those that ours stand for."""
     return bool(
         module._backward_hooks
         or module._backward_pre_hooks
-        or all_modules._global_backward_hooks
-        or all_modules._global_backward_pre_hooks
-    )
-
-
-def has_hooks_of_all() -> bool:
-    """Whether there are hooks that torch calls for every module, ours and those that ours stand for."""
-    return bool(
-        all_modules._global_forward_hooks
+        or all_modules._global_forward_hooks
         or all_modules._global_forward_pre_hooks
         or all_modules._global_backward_hooks
         or all_modules._global_backward_pre_hooks

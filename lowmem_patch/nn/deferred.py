@@ -35,7 +35,6 @@ from lowmem_patch.nn.shared_memory import (
     SharedMemory,
     effects_of,
     open_written,
-    watch_view,
     written_arguments,
 )
 from lowmem_patch.nn.watched import RUN_BACKWARD
@@ -206,7 +205,7 @@ class Unstored(Deferred):
         if not mutable:
             for item in origins.values():
                 if views:
-                    watch_view(item)
+                    SharedMemory.of(item).watch(item)
                 item.op.was_read(item)
             return output
         if written and written[0] is not args[0]:  # torch counts no writes into a list

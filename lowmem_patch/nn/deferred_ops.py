@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from lowmem_patch.functional import (
     ActivationKind,
     Affine,
+    GroupedMatmul,
     Recomputed,
     activation_gradients,
     activation_linear,
@@ -71,10 +73,7 @@ class Activation(Op):
         if not in_compiler():
             return defer(self, sources)
         # a compiler computes no value that nobody reads
-        if len(sources) == 1:
-            value = compiled.activation(sources[0], self.kind)
-        else:
-            value = compiled.glu(sources[0], sources[1], self.kind)
+        value = compiled.activation(sources[0], self.kind, *sources[1:])
         return keep(value, self, sources)
 
     def dtype(self, sources: tuple[Tensor, ...]) -> torch.dtype:
@@ -84,7 +83,7 @@ class Activation(Op):
         return dtype
 
     def compute(self, *sources: Tensor) -> Tensor:
-        return computed_again((sources[0], sources[1] if len(sources) == 2 else None), self.kind)
+        return computed_again(*sources, kind=self.kind)
 
     def gradients(self, dy: Tensor, *sources: Tensor) -> tuple[Tensor | None, ...]:
         return activation_gradients(dy, sources, self.kind, self.given_away)
@@ -128,7 +127,8 @@ class Activation(Op):
     ) -> Any:
         if weight.dim() != 3 or in_compiler():
             return NotImplemented
-        return Product.of_activation(func, h.plain(), h.sources, weight, offsets, self.kind)
+        again = partial(computed_again, kind=self.kind)
+        return Product.of(GroupedMatmul(func, again, h.plain(), weight, offsets, h.sources))
 
 
 class Saved(Op):

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lowmem_patch.constants import ActivationKind
-from lowmem_patch.functional import GroupedMatmul, computed_again, recast_linear, recomputed_linear
+from lowmem_patch.functional import GroupedMatmul, recomputed_linear
 from lowmem_patch.nn.deferred import Deferred, keep, value_of
 from lowmem_patch.nn.op import Op, Projection
 
@@ -19,20 +17,13 @@ def _gathered(tensor: Tensor, index: Tensor, dtype: torch.dtype | None = None) -
     return tensor[index].to(dtype or tensor.dtype)
 
 
-class _Value(Op):
-    """A stored tensor that most readers read as it is; all gradients pass through it."""
-
-    bypassed = False
-
-    def linear(self, h: Deferred, to: Projection, dtype: torch.dtype) -> Tensor:
-        return recast_linear(h.plain(), to.weight, to.bias, dtype, to.adapter)
-
-
-class GatheredRows(_Value):
+class GatheredRows(Op):
     """``tensor[index]``: matmuls of trained weights save the tensor and the index, and gather again.
 
-    The sources are both.
+    The sources are both. All gradients pass through it.
     """
+
+    bypassed = False
 
     @classmethod
     def of(cls, tensor: Tensor, index: Tensor) -> Deferred:
@@ -51,7 +42,7 @@ class GatheredRows(_Value):
         return Product.of(GroupedMatmul(func, _gathered, h.plain(), weight, offsets, h.sources))
 
 
-class Product(_Value):
+class Product(Op):
     """The product of a grouped matmul; where each row of it is multiplied with a number, it is not saved.
 
     The sources are what the product is made of, until it is multiplied.
@@ -59,6 +50,8 @@ class Product(_Value):
     Args:
         multiply, again: as of `GroupedMatmul`.
     """
+
+    bypassed = False  # all gradients pass through it
 
     def __init__(self, multiply: Callable[..., Tensor], again: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -71,20 +64,6 @@ class Product(_Value):
         op = cls(multiply, again)
         return keep(matmul.product(), op, (x, weight, offsets, *sources), owned=True)
 
-    @classmethod
-    def of_activation(
-        cls,
-        multiply: Callable[..., Tensor],
-        x: Tensor,
-        sources: tuple[Tensor, ...],
-        weight: Tensor,
-        offsets: Tensor,
-        kind: ActivationKind,
-    ) -> Deferred:
-        """Of an activation's value x, or of that of a gated product."""
-        again = partial(_activated, kind=kind)
-        return cls.of(GroupedMatmul(multiply, again, x, weight, offsets, sources))
-
     def times(self, h: Deferred, other: Any) -> Any:
         weighs = isinstance(other, Tensor) and other.requires_grad and other.is_floating_point()
         if not weighs or not h.sources or other.shape != (*h.shape[:-1], 1):
@@ -94,7 +73,3 @@ class Product(_Value):
         h._bypassed = True
         matmul = GroupedMatmul(self.multiply, self.again, x, weight, offsets, tuple(sources))
         return matmul.weighted(h.detached(), value_of(other))
-
-
-def _activated(*sources: Tensor, kind: ActivationKind) -> Tensor:
-    return computed_again((sources[0], sources[1] if len(sources) == 2 else None), kind)

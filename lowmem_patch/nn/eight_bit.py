@@ -28,13 +28,16 @@ from lowmem_patch.functional import (
     in_compiler,
     is_exporting,
     is_transformed,
+    may_pack,
+    packer,
     to_eight_bits,
+    unwritten,
 )
 from lowmem_patch.nn.context import is_foreign
 from lowmem_patch.nn.deferred import Deferred, Unstored
 from lowmem_patch.nn.gammas import look_at_gammas
 from lowmem_patch.nn.norms import MSNorm
-from lowmem_patch.nn.own import Own, give_forward, given_forward
+from lowmem_patch.nn.own import Own, give_forward_around, inner_forward
 from lowmem_patch.tracing.op_roles import Role, names_with
 
 # of gammas, and of beta to gamma, where the 8 bits of a norm's output still tell z
@@ -43,10 +46,6 @@ _SMALLEST_RATIO, _LARGEST_SHIFT = 1 / 16, 1.0
 _FUSED = names_with(Role.FUSED_ATTENTION)
 _weak: Any = StorageWeakRef  # has no types
 _WITHOUT_TORCH_FUNCTION: Any = torch._C.DisableTorchFunctionSubclass
-_autograd: Any = torch._C._autograd  # has no types
-_hooks_are_enabled = _autograd._saved_tensors_hooks_is_enabled
-# torch 2.6 does not tell who packs
-_top_hooks = getattr(_autograd, "_top_saved_tensors_default_hooks", None)
 
 
 def store_input(module: nn.Module) -> None:
@@ -55,28 +54,16 @@ def store_input(module: nn.Module) -> None:
         # z = (y - beta) / gamma has the error of the group's largest y, divided by its own gamma
         module.looks.smallest_ratio, module.looks.largest_shift = _SMALLEST_RATIO, _LARGEST_SHIFT
         look_at_gammas([module])
-    _give(module, _stores_input)
+    give_forward_around(module, _stores_input)
 
 
 def store_attention(module: nn.Module) -> None:
     """Let fused attention that runs in a module save q, k, v and its output in 8 bits."""
-    _give(module, _stores_attention)
-
-
-def _give(module: nn.Module, function: Callable[..., Any]) -> None:
-    given = given_forward(module)
-    give_forward(module, function, given if isinstance(given, Own) else None)
-
-
-def _forward_of(module: nn.Module, given: Own | None) -> Callable[..., Any]:
-    """The forward that the module had; that of a replica has the replica."""
-    if isinstance(given, Own):
-        return partial(given.func, module, *given.args[1:])
-    return partial(type(module).forward, module)
+    give_forward_around(module, _stores_attention)
 
 
 def _stores_input(module: nn.Module, given: Own | None, /, *args: Any, **kwargs: Any) -> Any:
-    forward = _forward_of(module, given)
+    forward = inner_forward(module, given)
     x = args[0] if args else next(iter(kwargs.values()), None)
     if not _may_store() or not _is_storable(x):
         return forward(*args, **kwargs)
@@ -111,16 +98,11 @@ def _storage_key(tensor: Tensor) -> int | None:
 
 
 def _stores_attention(module: nn.Module, given: Own | None, /, *args: Any, **kwargs: Any) -> Any:
-    forward = _forward_of(module, given)
+    forward = inner_forward(module, given)
     if not _may_store():
         return forward(*args, **kwargs)
-    with _AroundAttention(_packer()):
+    with _AroundAttention(packer()):
         return forward(*args, **kwargs)
-
-
-def _packer() -> Any:
-    """Who packs what autograd saves here."""
-    return None if _top_hooks is None else _top_hooks(True)
 
 
 class _AroundAttention(TorchFunctionMode):
@@ -144,7 +126,7 @@ class _AroundAttention(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         # at once for all other functions, of which a module may call a hundred
-        if getattr(func, "__name__", "") not in _FUSED or _packer() != self.packer:
+        if getattr(func, "__name__", "") not in _FUSED or packer() != self.packer:
             return func(*args, **kwargs)
         named = dict(zip(("query", "key", "value"), args, strict=False)) | kwargs
         q, k, v = (named.get(name) for name in ("query", "key", "value"))
@@ -187,7 +169,7 @@ def _may_store() -> bool:
     """Whether autograd saves anything here, and lets us say how."""
     if not torch.is_grad_enabled() or in_compiler() or is_exporting() or is_transformed():
         return False
-    return bool(_hooks_are_enabled())
+    return bool(may_pack())
 
 
 def _is_storable(x: Any) -> TypeGuard[Tensor]:
@@ -293,7 +275,7 @@ class _Storing(torch.autograd.graph.saved_tensors_hooks):
         shared: bool,
         packed: frozenset[int] = frozenset(),
     ) -> None:
-        outer = _packer()
+        outer = packer()
 
         def pack(tensor: Tensor) -> _Stored | _Plain:
             with _WITHOUT_TORCH_FUNCTION():
@@ -338,18 +320,11 @@ def _read(saved: _Stored | _Plain) -> Tensor:
     if saved.unpack is not None:
         tensor: Tensor = saved.unpack(saved.tensor)
         return tensor
-    kept: Tensor = saved.tensor
-    if kept._version != saved.version:
-        raise RuntimeError(_WRITTEN.format(shape=tuple(kept.shape), dtype=kept.dtype))
-    return kept
+    where = "a module with 8-bit storage saved as it is"
+    return unwritten(saved.tensor, saved.version, where)
 
 
 _SECOND = (
     "lowmem_patch: create_graph=True asks for a second derivative of a Linear or an attention whose inputs "
     "are stored in 8 bits, which would be one of rounded values: patch with storage: exact"
-)
-# torch's own words come first, by which others know the error
-_WRITTEN = (
-    "one of the variables needed for gradient computation has been modified by an inplace operation: a "
-    "tensor {shape} of {dtype}, which a module with 8-bit storage saved as it is"
 )

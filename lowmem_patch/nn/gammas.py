@@ -133,15 +133,14 @@ def _largest(vectors: Sequence[Tensor]) -> list[Tensor]:
     return list(torch._foreach_norm(tuple(vectors), math.inf))
 
 
-def _extremes(norms: list[MSNorm]) -> Tensor:
+def _extremes(pairs: list[tuple[Any, Any]], settings: NormSettings) -> Tensor:
     """Of norms that are alike, ``[3, norms]``: 1 / min |gamma|, max |gamma|, max |beta / gamma|."""
-    pairs = [norm.own_affine() for norm in norms]
     weights, biases = [weight for weight, _ in pairs], [bias for _, bias in pairs]
     if weights[0] is None:
         shifts = _largest(biases)
         ones = [torch.ones_like(shift) for shift in shifts]
         return torch.stack([*ones, *ones, *shifts]).float().view(3, -1)
-    offset = 1.0 - norms[0].settings.identity_weight
+    offset = 1.0 - settings.identity_weight
     gammas = list(torch._foreach_add(weights, offset)) if offset else weights
     inverses = torch._foreach_reciprocal(gammas)
     shifts = _largest(torch._foreach_mul(inverses, biases)) if biases[0] is not None else []
@@ -150,23 +149,12 @@ def _extremes(norms: list[MSNorm]) -> Tensor:
     return torch.stack([*_largest(inverses), *largest, *shifts]).float().view(3, -1)
 
 
-class _Values:
-    """gamma and beta of a norm that is not patched."""
-
-    def __init__(self, weight: Tensor | None, bias: Tensor | None, settings: NormSettings) -> None:
-        self.weight, self.bias, self.settings = weight, bias, settings
-
-    def own_affine(self) -> tuple[Any, Any]:
-        return self.weight, self.bias
-
-
 def would_tell_z(weight: Tensor | None, bias: Tensor | None, settings: NormSettings) -> bool | None:
     """Whether the output of a norm with these gamma and beta tells z; None where nobody can look."""
     if (weight is None and bias is None) or not can_be_looked_at(weight, bias):
         return None
-    values: Any = _Values(weight, bias, settings)
     with torch.no_grad():
-        return Looks().tell_z(*_extremes([values]).flatten().tolist())
+        return Looks().tell_z(*_extremes([(weight, bias)], settings).flatten().tolist())
 
 
 def look_at_gammas(norms: Iterable[MSNorm]) -> None:
@@ -189,7 +177,11 @@ def look_at_gammas(norms: Iterable[MSNorm]) -> None:
         by_device.setdefault(one.device, {}).setdefault(alike, []).append(norm)
     with torch.no_grad():
         for groups in by_device.values():
-            found = torch.cat([_extremes(group) for group in groups.values()], 1).tolist()
+            parts = (
+                _extremes([norm.own_affine() for norm in group], group[0].settings)
+                for group in groups.values()
+            )
+            found = torch.cat([*parts], 1).tolist()
             asked = [norm for group in groups.values() for norm in group]
             for norm, *extremes in zip(asked, *found, strict=True):
                 look = norm.looks.last = Look(*norm.own_affine())

@@ -12,17 +12,10 @@ from lowmem_patch.nn import (
     logits_readers as logits_readers,  # fills the table of those who read what is made here
 )
 from lowmem_patch.nn.adapters import forward_as_one, low_rank_products
-from lowmem_patch.nn.context import (
-    autocast_dtype,
-    has_backward_hooks,
-    has_hooks_of_all,
-    is_foreign,
-    is_fsdp_unit,
-)
+from lowmem_patch.nn.context import autocast_dtype, has_hooks, is_foreign, is_fsdp_unit
 from lowmem_patch.nn.deferred import Deferred, value_of
 from lowmem_patch.nn.deferred_ops import Saved
-from lowmem_patch.nn.head_reads import HeadReads
-from lowmem_patch.nn.logits import Logits, Settings
+from lowmem_patch.nn.logits import HeadReads, Logits, Settings
 from lowmem_patch.nn.op import Projection
 from lowmem_patch.nn.own import aligns_devices_alone, give_forward, given_forward, is_own
 
@@ -57,7 +50,7 @@ def forward_head(
 def _waits(module: nn.Module, reads: HeadReads, x: Any) -> bool:
     if not torch.is_grad_enabled() or is_exporting() or is_transformed():
         return False
-    if has_backward_hooks(module) or has_hooks_of_all():
+    if has_hooks(module):
         return False
     if not isinstance(x, Tensor) or (is_foreign(x) and not isinstance(x, Deferred)) or not x.dim():
         return False

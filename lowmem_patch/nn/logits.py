@@ -12,17 +12,18 @@ Anybody else gets the logits, computed whole, and sends a gradient to the head b
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
-from lowmem_patch.functional import Head, flat, in_compiler, recast_linear, without_autocast
+from lowmem_patch.functional import Head, flat, in_compiler, wide, without_autocast
 from lowmem_patch.nn.deferred import Deferred, defer, value_of
-from lowmem_patch.nn.head_reads import HeadReads
-from lowmem_patch.nn.op import Op, Projection
+from lowmem_patch.nn.op import Op
 from lowmem_patch.nn.shared_memory import SharedMemory
 from lowmem_patch.nn.traced import trace
 from lowmem_patch.tracing.op_roles import Role, function_name, role_of
@@ -41,6 +42,48 @@ _FREED = (
     "after a forward): compute the loss inside the model's forward, or keep the weights of the root "
     "(reshard_after_forward=False), or patch with head: keep"
 )
+
+
+_WORTH_WAITING = 0.25  # of the labels are ignored
+
+
+class HeadReads:
+    """Who asked for the logits of a head: what a report says of it, and what its next loss is told.
+
+    Attributes:
+        whole: how often they were computed whole, by the torch function that asked.
+        ignored: the share of labels that were to be ignored, as far as it is known without waiting.
+        not_deferred: why the logits are computed at once, where that is known since the patch.
+    """
+
+    def __init__(self) -> None:
+        self.whole: Counter[str] = Counter()
+        self.ignored = 0.0
+        self.not_deferred = ""
+        self._pending: tuple[Tensor, Any] | None = None  # a count on its way from the GPU
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_pending": None}
+
+    def selects(self, labels: Tensor, ignore_index: int) -> bool:
+        """Whether rows with ignored labels shall be left out. On a GPU that means to wait for it, which is
+        worth it where the last steps ignored many."""
+        if not labels.is_cuda:
+            return True
+        if isinstance(labels, FakeTensor):
+            return False  # there are no values, and nothing to wait for
+        if torch.cuda.is_current_stream_capturing():
+            return False
+        if self._pending is not None and self._pending[1].query():
+            self.ignored, self._pending = float(self._pending[0]), None
+        if self._pending is None:
+            share = (labels == ignore_index).float().mean()
+            target = torch.empty((), pin_memory=True)
+            target.copy_(share, non_blocking=True)
+            event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]  # of torch
+            event.record()
+            self._pending = (target, event)
+        return self.ignored > _WORTH_WAITING
 
 
 class Settings(NamedTuple):
@@ -150,9 +193,6 @@ class Logits(Op):
             y = F.log_softmax(y, -1, dtype=wide(y.dtype)) * self.sign
         y = y.to(self.to).view(*self.rows_shape(sources), a.shape[-1])
         return y.movedim(-1, 1).contiguous() if self.second else y
-
-    def linear(self, h: Deferred, to: Projection, dtype: torch.dtype) -> Tensor:
-        return recast_linear(value_of(h), to.weight, to.bias, dtype, to.adapter)
 
     def gradients(self, dy: Tensor, *sources: Tensor) -> tuple[Tensor | None, ...]:
         head = self.head(sources)
@@ -312,8 +352,3 @@ def _class_slice(item: Any, dim: int) -> tuple[tuple[Any, ...], slice] | None:
 
 def _is_freed(weight: Tensor) -> bool:
     return bool(weight.numel()) and not weight.untyped_storage().nbytes()
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """In which scales, soft caps and log_softmax are computed."""
-    return torch.promote_types(dtype, torch.float32)

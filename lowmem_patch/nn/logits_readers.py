@@ -19,10 +19,11 @@ from lowmem_patch.functional import (
     linear_cross_entropy,
     linear_losses,
     logits_in_chunks,
+    wide,
     without_autocast,
 )
 from lowmem_patch.nn.deferred import READERS, Deferred
-from lowmem_patch.nn.logits import Logits, wide
+from lowmem_patch.nn.logits import Logits
 from lowmem_patch.nn.traced import join
 from lowmem_patch.tracing.op_roles import Role, names_with
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from lowmem_patch.functional import LowRank
+from lowmem_patch.functional import LowRank, recast_linear
 
 if TYPE_CHECKING:
     from lowmem_patch.nn.deferred import Deferred
@@ -74,9 +74,9 @@ class Op:
         """The op of a block that torch's checkpoint runs again: the gradient has the sources for itself."""
         return self
 
-    def linear(self, h: Deferred, to: Projection, dtype: torch.dtype) -> Any:
+    def linear(self, h: Deferred, to: Projection, dtype: torch.dtype) -> Tensor:
         """The projection of ``h`` computed in ``dtype``, which saves as little as possible."""
-        raise NotImplementedError
+        return recast_linear(h.plain(), to.weight, to.bias, dtype, to.adapter)
 
     def moved(self, h: Deferred, move: Callable[[Tensor], Tensor]) -> Any:
         """``h`` behind a row move, or NotImplemented."""

@@ -82,9 +82,25 @@ def give_forward(module: nn.Module, function: Any, *settings: Any) -> None:
     setattr(module, _REPLICATE, partial(_replicate, module))
 
 
+def give_forward_around(module: nn.Module, function: Any, *settings: Any) -> None:
+    """Set ``function(module, *settings, given, ...)``, where ``given`` is for `inner_forward`."""
+    given = given_forward(module)
+    give_forward(module, function, *settings, given if is_own(given) else None)
+
+
+def inner_forward(module: nn.Module, given: Own | None) -> partial[Any]:
+    """The forward that the module had before; that of a replica has the replica."""
+    if given is not None:
+        return partial(given.func, module, *given.args[1:])
+    return partial(type(module).forward, module)
+
+
 def drop_forward(module: nn.Module) -> None:
     """Take off what `give_forward` set."""
-    slot = _forward_slot(module)
+    _take_off(module, _forward_slot(module))
+
+
+def _take_off(module: nn.Module, slot: str) -> None:
     if slot == "forward":
         del module.__dict__[slot]
     else:
@@ -132,7 +148,4 @@ def remove_own(module: nn.Module) -> None:
         if not isinstance(forward, Own):
             continue
         module.__dict__.pop(_REPLICATE, None)
-        if name == "forward":
-            del module.__dict__[name]
-        else:
-            module.__dict__[name] = types.MethodType(type(module).forward, module)
+        _take_off(module, name)

@@ -86,8 +86,6 @@ def follow_packed(module: nn.Module, args: tuple[Any, ...], output: Any) -> Pack
     """Forward hook of a Linear: its output is followed to where it is taken apart."""
     if in_compiler() or type(output) is not Tensor or is_transformed():
         return None
-    if torch._C._is_tracing():  # torch.jit
-        return None
     if not needs_gradient(output) or not output.is_contiguous() or not output.numel():
         return None
     return _packed(output, None)

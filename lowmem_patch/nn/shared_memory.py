@@ -95,11 +95,6 @@ def effects_of(func: Any) -> tuple[bool, bool]:
     return schema.is_mutable, any(one.alias_info is not None for one in schema.returns)
 
 
-def watch_view(h: Any) -> None:
-    """An operator has read a tensor, and may have returned a view of its values."""
-    SharedMemory.of(h).watch(h)
-
-
 def open_written(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], kind: type[Any]
 ) -> None:

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._compile import (
-    _disable_dynamo,
-)  # as torch.compiler.disable, without its import of the compiler
+    _disable_dynamo,  # as torch.compiler.disable, without its import of the compiler
+)
 
 from lowmem_patch.nn.deferred import Deferred, Unstored, defer
 from lowmem_patch.nn.op import Op

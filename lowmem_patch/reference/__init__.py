@@ -23,36 +23,11 @@ from lowmem_patch.constants import (
     NormSettings,
     padded_rank,
 )
-from lowmem_patch.reference.cross_entropy import (
-    cross_entropy_backward,
-    cross_entropy_forward,
-    scale_in_place,
-)
-from lowmem_patch.reference.eight_bit import from_eight_bits, to_eight_bits
-
-__all__ = [
-    "activate",
-    "activate_backward",
-    "adapter_weights",
-    "affine",
-    "cast",
-    "codes_backward",
-    "codes_forward",
-    "cross_entropy_backward",
-    "cross_entropy_forward",
-    "drop",
-    "from_eight_bits",
-    "glu_backward",
-    "glu_forward",
-    "norm",
-    "norm_backward",
-    "norm_forward",
-    "pack_bool",
-    "rotate",
-    "scale_in_place",
-    "to_eight_bits",
-    "unpack_bool",
-]
+from lowmem_patch.reference.cross_entropy import cross_entropy_backward as cross_entropy_backward
+from lowmem_patch.reference.cross_entropy import cross_entropy_forward as cross_entropy_forward
+from lowmem_patch.reference.cross_entropy import scale_in_place as scale_in_place
+from lowmem_patch.reference.eight_bit import from_eight_bits as from_eight_bits
+from lowmem_patch.reference.eight_bit import to_eight_bits as to_eight_bits
 
 
 def _arithmetic_dtype(dtype: torch.dtype) -> torch.dtype:

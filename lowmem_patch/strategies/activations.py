@@ -10,7 +10,7 @@ from torch import Tensor
 from lowmem_patch.config import PatchConfig
 from lowmem_patch.constants import STEP_TABLES
 from lowmem_patch.functional import ActivationKind
-from lowmem_patch.strategies.protocol import Facts, Skip
+from lowmem_patch.strategies.protocol import Facts, PatchSite, Skip
 from lowmem_patch.tracing.consumers import (
     Consumer,
     consumers_behind_dropouts,
@@ -27,7 +27,7 @@ NOTHING_TO_GAIN = "nothing to gain: what it needs is kept for another op, or not
 
 
 @dataclasses.dataclass(frozen=True)
-class ActivationSite:
+class ActivationSite(PatchSite):
     """An activation that some strategy may patch.
 
     Attributes:
@@ -44,9 +44,7 @@ class ActivationSite:
         chosen: the strategy that decides on it, ``codes`` or ``recompute``.
     """
 
-    name: str
     kind: ActivationKind
-    consumers: list[Consumer]
     in_place: bool
     gated: bool
     linear: Consumer | None
@@ -56,21 +54,10 @@ class ActivationSite:
     recomputing_gains: bool
     chosen: str
 
-    @property
-    def texts(self) -> tuple[str, ...]:
-        """Who reads the output, as a report names them."""
-        return tuple(dict.fromkeys(consumer.text for consumer in self.consumers))
-
-    def skip(self, reason: str) -> Skip:
-        return Skip(self.name, self.kind, reason, self.texts)
-
 
 def activation_sites(facts: Facts, config: PatchConfig) -> list[ActivationSite | Skip]:
     """Each activation of the model, in the order of the forward, or why no strategy may patch it."""
-    sites: list[ActivationSite | Skip] = facts.once(
-        activation_sites, lambda: list(_find_sites(facts, config))
-    )
-    return sites
+    return facts.once(activation_sites, lambda: list(_find_sites(facts, config)))
 
 
 def _find_sites(facts: Facts, config: PatchConfig) -> Iterator[ActivationSite | Skip]:

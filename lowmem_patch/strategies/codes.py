@@ -41,7 +41,6 @@ class CodedActivation(Swap):
         return CodesActivation(self.activation, self.bits, self.in_place)
 
 
-@dataclasses.dataclass(frozen=True)
 class ExactlyCodedActivation(CodedActivation):
     """One whose derivative takes the two values that a bit tells apart."""
 

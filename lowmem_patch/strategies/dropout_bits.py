@@ -30,7 +30,6 @@ class BitDropout(Swap):
         return PackedDropout(self.p)
 
 
-@dataclasses.dataclass(frozen=True)
 class DroppedOutput(Patch):
     """A Linear of whose output a forward calls ``F.dropout``, which saves bits."""
 

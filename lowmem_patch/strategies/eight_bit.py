@@ -7,7 +7,6 @@ saves 0.70 of its floor, with them 0.53.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Iterator
 
 from torch import Tensor, nn
@@ -26,7 +25,6 @@ from lowmem_patch.tracing.op_roles import Role, role_of
 from lowmem_patch.tracing.saved_bytes import storage_key
 
 
-@dataclasses.dataclass(frozen=True)
 class StoredInput(Patch):
     """A Linear that trains, or a LoRA layer, whose input is stored in 8 bits."""
 
@@ -37,7 +35,6 @@ class StoredInput(Patch):
         store_input(target.model.get_submodule(self.site))
 
 
-@dataclasses.dataclass(frozen=True)
 class StoredAttention(Patch):
     """A module whose fused attention stores q, k, v and its output in 8 bits."""
 
@@ -48,7 +45,6 @@ class StoredAttention(Patch):
         store_attention(target.model.get_submodule(self.site))
 
 
-@dataclasses.dataclass(frozen=True)
 class StoredNorm(Patch):
     """A norm that shares what such a Linear stores; approximate with it, in whose row a report says so."""
 

@@ -3,25 +3,25 @@
 The norm saves z, which is its output then. Gradients are exact, in other coordinates: the weights of the
 Linears get another meaning, and whoever knows them by the old one is wrong. So it is legal only where
 `lowmem_patch.strategies.fold_rules` finds nobody else; any other norm shares.
+
+Weights of folded Linears are refused where they come without the norm that was folded into them. What is
+loaded into both is told by the norm, which is an identity in a folded model and nowhere else; what is loaded
+into the Linear alone is told by nothing.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from torch import Tensor, nn
 
 from lowmem_patch.config import PatchConfig
-from lowmem_patch.errors import PatchError
+from lowmem_patch.errors import PatchError, UnfoldedWeightsError
 from lowmem_patch.nn.norms import MSNorm
-from lowmem_patch.strategies.fold_loading import guard_weights
+from lowmem_patch.nn.own import Own
 from lowmem_patch.strategies.fold_rules import FoldRules, has_data
-from lowmem_patch.strategies.fold_weights import (
-    FoldStep,
-    fold_step,
-    identity_affine,
-    unfold_step,
-)
+from lowmem_patch.strategies.fold_weights import FoldStep, fold_step, identity_affine, unfold_step
 from lowmem_patch.strategies.protocol import Facts, Found, Skip, Target
 from lowmem_patch.strategies.share import SharedNorm, norm_sites, share_or_skip, shared_norm
 from lowmem_patch.tracing.consumers import LinearRef
@@ -66,7 +66,7 @@ class FoldedNorm(SharedNorm):
             # it by one that is left over
             identity = model.get_parameter(name).requires_grad_(False)
             identity.grad = None
-        guard_weights(model, [step])
+        _guard_weights(model, step)
 
 
 def find(facts: Facts, config: PatchConfig) -> Found:
@@ -92,6 +92,45 @@ def find(facts: Facts, config: PatchConfig) -> Found:
             reason = "affine folded into its Linears"
         found.add(FoldedNorm(**vars(shared_norm(facts, config, site, reason)), step=step))
     return found
+
+
+_Pairs = tuple[
+    tuple[str | None, str], ...
+]  # a norm's parameter and one of a Linear into which it went
+
+
+def _guard_weights(model: nn.Module, step: FoldStep) -> None:
+    """Watch what is loaded into folded Linears: through the model, a part of it, or one of them alone.
+
+    Torch shows a module no keys but its own and its children's, so each module around them is watched.
+    """
+    watched: dict[str, dict[tuple[str | None, str], None]] = {}
+    norm = step.weight or step.bias
+    names = [name for ref in step.linears for name in (ref.weight, ref.bias) if name is not None]
+    for name in names if norm is not None else ():
+        parts = name.split(".")
+        for depth in range(len(parts)):
+            around = "".join(f"{part}." for part in parts[:depth])
+            inside = norm.removeprefix(around) if norm and norm.startswith(around) else None
+            watched.setdefault(around, {})[inside, name.removeprefix(around)] = None
+    for around, pairs in watched.items():
+        module: Any = model.get_submodule(around.removesuffix("."))  # has no types
+        hook = Own(_refuse, tuple(pairs), around == "")
+        module._register_load_state_dict_pre_hook(hook)
+
+
+def _refuse(
+    pairs: _Pairs, outermost: bool, state_dict: dict[str, Any], prefix: str, *args: Any
+) -> None:
+    """Hook before loading; a module inside is asked only where the loading begins with it."""
+    if prefix and not outermost:
+        return
+    for norm, name in pairs:
+        if prefix + name in state_dict and (norm is None or prefix + norm not in state_dict):
+            raise UnfoldedWeightsError(
+                f"{prefix}{name} is to be loaded without {norm or 'the norm'} whose affine was folded into "
+                "it: load both into an unpatched model (unpatch_model), and patch that again"
+            )
 
 
 def folded_now(model: nn.Module) -> list[Folded]:

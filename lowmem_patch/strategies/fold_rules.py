@@ -95,7 +95,7 @@ class FoldRules:
         unique = tuple(dict.fromkeys(linear for linear in linears if linear is not None))
         weight = f"{name}.weight" if gamma is not None else None
         bias = f"{name}.bias" if beta is not None else None
-        return FoldStep.of(name, weight, bias, site.spec.settings, unique), ""
+        return FoldStep(name, weight, bias, site.spec.settings.weight_offset, unique), ""
 
     def _of_consumers(self, site: NormSite) -> str | None:
         """Whether anything but Linears reads the output in the traced forward."""

@@ -34,17 +34,6 @@ class FoldStep:
     weight_offset: float
     linears: tuple[LinearRef, ...]
 
-    @classmethod
-    def of(
-        cls,
-        norm: str,
-        weight: str | None,
-        bias: str | None,
-        settings: NormSettings,
-        linears: tuple[LinearRef, ...],
-    ) -> FoldStep:
-        return cls(norm, weight, bias, settings.weight_offset, linears)
-
     @property
     def settings(self) -> NormSettings:
         """Of the norm, as far as folding asks for them."""

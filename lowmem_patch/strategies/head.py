@@ -60,8 +60,7 @@ def head_names(facts: Facts, config: PatchConfig) -> tuple[str, ...]:
     if config.head == "keep":
         return ()
     adapted = adapter_layers(facts, config)
-    names: tuple[str, ...] = facts.once(head_names, lambda: tuple(_heads(facts, adapted)))
-    return names
+    return facts.once(head_names, lambda: tuple(_heads(facts, adapted)))
 
 
 def _heads(facts: Facts, adapted: tuple[str, ...]) -> Iterator[str]:

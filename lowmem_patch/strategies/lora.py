@@ -40,10 +40,7 @@ def adapter_layers(facts: Facts, config: PatchConfig) -> tuple[str, ...]:
     """Names of the adapter layers that save one copy of their input, and see to it themselves."""
     if config.linear_inputs == "keep":
         return ()
-    names: tuple[str, ...] = facts.once(
-        adapter_layers, lambda: tuple(trained_lora_layers(facts.modules))
-    )
-    return names
+    return facts.once(adapter_layers, lambda: tuple(trained_lora_layers(facts.modules)))
 
 
 def trained_lora_layers(modules: Mapping[str, nn.Module]) -> Iterator[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 
 from torch import nn
@@ -16,7 +15,6 @@ from lowmem_patch.tracing.consumers import find_consumers
 from lowmem_patch.tracing.op_roles import Role
 
 
-@dataclasses.dataclass(frozen=True)
 class FrozenLinear(Patch):
     """A frozen float32 Linear that under autocast saves its weight, and no copy of it."""
 
@@ -27,7 +25,6 @@ class FrozenLinear(Patch):
         target.model.get_submodule(self.site).register_forward_pre_hook(Own(keep_weight))
 
 
-@dataclasses.dataclass(frozen=True)
 class WideSoftmax(Patch):
     """A softmax of whose output the matmul behind it saves no copy under autocast."""
 

@@ -13,18 +13,19 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeVar
 
 from torch import Tensor, nn
 
 from lowmem_patch.config import PatchConfig
 from lowmem_patch.functional import ActivationKind
-from lowmem_patch.tracing.consumers import Reads, Writes
+from lowmem_patch.tracing.consumers import Consumer, Reads, Writes
 from lowmem_patch.tracing.probes import NormSpec, looks_like_norm, match_activation
 from lowmem_patch.tracing.trace import FOREIGN_KERNEL, Call, Trace
 
 ORIGINAL = "_lowmem_patch_original"  # where a replacement holds the module that it stands for
 
+Answer = TypeVar("Answer")
 Affines = Mapping[str, tuple[Tensor | None, Tensor | None]]
 
 
@@ -78,11 +79,12 @@ class Facts:
         names = (name for name in reversed(self.order) if looks_like_norm(self.modules[name]))
         return next(names, "")
 
-    def once(self, question: object, answer: Callable[[], Any]) -> Any:
+    def once(self, question: object, answer: Callable[[], Answer]) -> Answer:
         """The answer to what several strategies ask, found at the first question."""
         if question not in self._answers:
             self._answers[question] = answer()
-        return self._answers[question]
+        found: Answer = self._answers[question]
+        return found
 
     def activation(self, name: str) -> ActivationKind | None:
         """Which activation a module is that has no parameters, and takes and returns one tensor."""
@@ -174,6 +176,23 @@ class Skip:
     kind: str
     reason: str
     consumers: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class PatchSite:
+    """A norm or an activation that some strategy may patch; ``consumers`` read its output."""
+
+    name: str
+    kind: str
+    consumers: list[Consumer]
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """Who reads the output, as a report names them."""
+        return tuple(dict.fromkeys(consumer.text for consumer in self.consumers))
+
+    def skip(self, reason: str) -> Skip:
+        return Skip(self.name, self.kind, reason, self.texts)
 
 
 @dataclasses.dataclass

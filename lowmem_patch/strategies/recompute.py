@@ -8,7 +8,7 @@ from torch import nn
 
 from lowmem_patch.config import PatchConfig
 from lowmem_patch.functional import ActivationKind
-from lowmem_patch.nn.recompute import RecomputedActivation
+from lowmem_patch.nn.activations import RecomputedActivation
 from lowmem_patch.strategies.activations import (
     ActivationSite,
     activation_sites,
@@ -48,11 +48,8 @@ def find(facts: Facts, config: PatchConfig) -> Found:
         if isinstance(site, Skip):
             found.add(site)
         elif site.chosen == "recompute":
-            reason, why_not, little = (
-                _reason(facts, site),
-                _obstacle(facts, site),
-                _little(facts, site),
-            )
+            reason, why_not = _reason(facts, site), _obstacle(facts, site)
+            little = _little(facts, site)
             if why_not is not None:
                 found.add(site.skip(f"cannot recompute: {why_not}"))
             elif reason is not None and little is not None:

@@ -16,7 +16,7 @@ from lowmem_patch.config import PatchConfig
 from lowmem_patch.nn.norms import MSLayerNorm, MSNorm, MSRMSNorm, StockMSLayerNorm, StockMSRMSNorm
 from lowmem_patch.strategies.head import head_names
 from lowmem_patch.strategies.lora import adapter_layers
-from lowmem_patch.strategies.protocol import Facts, Found, Skip
+from lowmem_patch.strategies.protocol import Facts, Found, PatchSite, Skip
 from lowmem_patch.strategies.swap import Swap
 from lowmem_patch.tracing.consumers import (
     Consumer,
@@ -83,23 +83,13 @@ def _class_for(original: nn.Module, kind: str) -> type[MSNorm]:
 
 
 @dataclasses.dataclass(frozen=True)
-class NormSite:
+class NormSite(PatchSite):
     """A norm that some strategy may patch."""
 
-    name: str
     spec: NormSpec
     outputs: list[Tensor]
-    consumers: list[Consumer]
     gamma: Tensor | None
     beta: Tensor | None
-
-    @property
-    def texts(self) -> tuple[str, ...]:
-        """Who reads the output, as a report names them."""
-        return tuple(dict.fromkeys(consumer.text for consumer in self.consumers))
-
-    def skip(self, reason: str) -> Skip:
-        return Skip(self.name, self.spec.kind, reason, self.texts)
 
 
 def norm_sites(facts: Facts, config: PatchConfig) -> Iterator[NormSite | Skip]:
@@ -131,7 +121,8 @@ def _site(facts: Facts, name: str, spec: NormSpec) -> NormSite:
     module = facts.model.get_submodule(name)
     vectors = (getattr(module, "weight", None), getattr(module, "bias", None))
     gamma, beta = facts.originals.get(name, vectors)
-    return NormSite(name, spec, outputs, find_consumers(facts.trace, outputs), gamma, beta)
+    consumers = find_consumers(facts.trace, outputs)
+    return NormSite(name, spec.kind, consumers, spec, outputs, gamma, beta)
 
 
 def _obstacle(facts: Facts, site: NormSite, config: PatchConfig) -> str | None:

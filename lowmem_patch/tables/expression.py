@@ -6,6 +6,7 @@ import ast
 import math
 import operator
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -88,13 +89,13 @@ def parse_activation(text: str) -> Callable[[Tensor], Tensor]:
         raise FitError(f"{text!r} is no expression of x: {error}") from error
     if isinstance(body, ast.Name) and body.id in _FUNCTIONS:
         body = ast.Call(body, [ast.Name("x")], [])
-    _check(body, text)
+    evaluate = _compiled(body, text)
     if not any(isinstance(node, ast.Name) and node.id == "x" for node in ast.walk(body)):
         raise FitError(f"{text!r} does not depend on x")
 
     def function(x: Tensor) -> Tensor:
         try:
-            value = _evaluate(body, x)
+            value = evaluate(x)
         except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:
             raise FitError(f"{text!r} cannot be computed: {error}") from error
         if not isinstance(value, Tensor) or not value.is_floating_point():
@@ -105,54 +106,40 @@ def parse_activation(text: str) -> Callable[[Tensor], Tensor]:
     return function
 
 
-def _check(node: ast.AST, text: str) -> None:
-    """Refuse every node that `_evaluate` does not know, before anything is computed."""
-    part = ast.unparse(node)
-    children: list[ast.expr] = []
+def _compiled(node: ast.AST, text: str) -> Callable[[Tensor], Any]:
+    """What a node computes of x; every other node is refused, before anything is computed."""
     match node:
-        case ast.Constant(value=value) if type(value) in (int, float):
-            pass
+        case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
+            number = float(value)  # an int to a large power would take forever
+            return lambda x: number
         case ast.Name(id=name):
             if name != "x" and name not in _CONSTANTS:
                 hint = " (a function needs its argument)" if name in _FUNCTIONS else ""
                 raise FitError(f"{text!r}: {name!r} is neither x nor pi nor e{hint}")
-        case ast.BinOp(left=left, op=sign, right=right) if type(sign) in _BINARY:
-            children = [left, right]
+            return lambda x: x if name == "x" else _CONSTANTS[name]
+        case (
+            ast.BinOp(left=left, op=sign, right=right)
+            | ast.Compare(left=left, ops=[sign], comparators=[right])
+        ) if type(sign) in _BINARY:
+            first, second = _compiled(left, text), _compiled(right, text)
+            return lambda x: _BINARY[type(sign)](first(x), second(x))
         case ast.UnaryOp(op=sign, operand=operand) if type(sign) in _UNARY:
-            children = [operand]
-        case ast.Compare(left=left, ops=[sign], comparators=[right]) if type(sign) in _BINARY:
-            children = [left, right]
+            inner = _compiled(operand, text)
+            return lambda x: _UNARY[type(sign)](inner(x))
         case ast.Call(func=ast.Name(id=name), args=args, keywords=[]):
             if name not in _FUNCTIONS:
                 known = ", ".join(function_names())
                 raise FitError(f"{text!r}: {name!r} is none of the functions {known}")
-            children = args
-        case _:
-            raise FitError(
-                f"{text!r}: {part!r} is no number, x, sum, product, power or function of these"
-            )
-    for child in children:
-        _check(child, text)
+            return partial(_call, name, [_compiled(argument, text) for argument in args])
+    raise FitError(
+        f"{text!r}: {ast.unparse(node)!r} is no number, x, sum, product, power or function of these"
+    )
 
 
-def _evaluate(node: ast.AST, x: Tensor) -> Any:
-    match node:
-        case ast.Constant(value=value):
-            assert isinstance(value, int | float)
-            return float(value)  # an int to a large power would take forever
-        case ast.Name(id=name):
-            return x if name == "x" else _CONSTANTS[name]
-        case ast.BinOp(left=left, op=sign, right=right):
-            return _BINARY[type(sign)](_evaluate(left, x), _evaluate(right, x))
-        case ast.UnaryOp(op=sign, operand=operand):
-            return _UNARY[type(sign)](_evaluate(operand, x))
-        case ast.Compare(left=left, ops=[sign], comparators=[right]):
-            return _BINARY[type(sign)](_evaluate(left, x), _evaluate(right, x))
-        case ast.Call(func=ast.Name(id=name), args=args):
-            values = [_evaluate(argument, x) for argument in args]
-            tensors = [
-                torch.tensor(value, dtype=x.dtype) if isinstance(value, float) else value
-                for value in (values if name in _TENSORS_ALONE else values[:1])
-            ]
-            return _FUNCTIONS[name](*tensors, *values[len(tensors) :])
-    raise AssertionError(node)  # `_check` has refused it
+def _call(name: str, arguments: list[Callable[[Tensor], Any]], x: Tensor) -> Any:
+    values = [argument(x) for argument in arguments]
+    tensors = [
+        torch.tensor(value, dtype=x.dtype) if isinstance(value, float) else value
+        for value in (values if name in _TENSORS_ALONE else values[:1])
+    ]
+    return _FUNCTIONS[name](*tensors, *values[len(tensors) :])

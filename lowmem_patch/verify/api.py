@@ -18,45 +18,42 @@ from lowmem_patch.errors import CheckpointError, LowmemPatchError, PatchError, T
 from lowmem_patch.planning.check import checked_model
 from lowmem_patch.strategies.fold_weights import FoldStep
 from lowmem_patch.tracing.example_inputs import make_example_inputs
-from lowmem_patch.tracing.inputs import ExampleInputs, as_example_inputs
+from lowmem_patch.tracing.inputs import as_example_inputs
 from lowmem_patch.verify.judge import Candidate, Judge
 from lowmem_patch.verify.result import RunResult, VerifyResult
 
 Progress = Callable[[str, int, int], None]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Mode:
-    """One arithmetic that is tried: its name, the parameters' dtype, and autocast's."""
-
-    label: str
-    dtype: torch.dtype
-    autocast: torch.dtype | None = None
-
-
-def _modes(dtypes: Sequence[torch.dtype], autocast: torch.dtype | None) -> list[_Mode]:
-    modes = [_Mode(str(dtype).removeprefix("torch."), dtype) for dtype in dtypes]
+def _judged(
+    original: nn.Module,
+    given: Any,
+    dtypes: Sequence[torch.dtype],
+    autocast: torch.dtype | None,
+    seed: int,
+    progress: Progress | None,
+) -> tuple[Judge, Callable[[Candidate, PatchConfig | None], Iterator[RunResult]]]:
+    """Who judges, and what gives the results of a candidate, one for each arithmetic that is tried."""
+    inputs = make_example_inputs(original) if given is None else as_example_inputs(given)
+    modes: list[tuple[str, torch.dtype, torch.dtype | None]]
+    modes = [(_name(dtype), dtype, None) for dtype in dtypes]
     if autocast is not None:
-        label = f"autocast {str(autocast).removeprefix('torch.')}"
-        modes.append(_Mode(label, torch.float32, autocast))
-    return modes
+        modes.append((f"autocast {_name(autocast)}", torch.float32, autocast))
+    tell = progress or (lambda *_: None)
+    tell("truth in float64", 0, len(modes))
+    judge = Judge(original, inputs, seed)
+
+    def runs(candidate: Candidate, exact: PatchConfig | None) -> Iterator[RunResult]:
+        for index, (label, dtype, low) in enumerate(modes):
+            tell(label, index, len(modes))
+            yield judge.judge(label, dtype, low, candidate, exact)
+        tell("done", len(modes), len(modes))
+
+    return judge, runs
 
 
-def _inputs(model: nn.Module, given: Any) -> ExampleInputs:
-    return make_example_inputs(model) if given is None else as_example_inputs(given)
-
-
-def _runs(
-    judge: Judge,
-    modes: Sequence[_Mode],
-    candidate: Candidate,
-    exact: PatchConfig | None,
-    tell: Progress,
-) -> Iterator[RunResult]:
-    for index, mode in enumerate(modes):
-        tell(mode.label, index, len(modes))
-        yield judge.judge(mode.label, mode.dtype, mode.autocast, candidate, exact)
-    tell("done", len(modes), len(modes))
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def verify_model(
@@ -93,11 +90,8 @@ def verify_model(
         storage="exact",
         name=f"{chosen.name}, exact activations and storage",
     )
-    inputs = _inputs(model, example_inputs)
     original = unpatch_model(copy.deepcopy(model)) if _is_patched(model) else model
-    modes, tell = _modes(dtypes, autocast), progress or (lambda *_: None)
-    tell("truth in float64", 0, len(modes))
-    judge = Judge(original, inputs, seed)
+    judge, runs = _judged(original, example_inputs, dtypes, autocast, seed, progress)
     patched, approximate = 0, dict[str, None]()
 
     def candidate(dtype: torch.dtype, other: PatchConfig | None) -> Any:
@@ -112,11 +106,11 @@ def verify_model(
         approximate.update(dict.fromkeys(names))
         return copied, report.fold_steps, names
 
-    runs = tuple(_runs(judge, modes, candidate, exact, tell))
+    results = tuple(runs(candidate, exact))
     if not patched:
         judge.notes.append("nothing was patched: plan_patch says why for each site")
     return VerifyResult(
-        type(model).__name__, f"patched with preset {chosen.name}", str(inputs), runs, patched,
+        type(model).__name__, f"patched with preset {chosen.name}", judge.tried, results, patched,
         tuple(approximate), tuple(judge.notes),
     )  # fmt: skip
 
@@ -146,26 +140,23 @@ def verify_checkpoints(
             f"the original is a {type(original).__name__} and the other a {type(converted).__name__}: "
             "give two checkpoints of one model"
         )
-    inputs = _inputs(original, example_inputs)
-    modes, tell = _modes(dtypes, autocast), progress or (lambda *_: None)
-    tell("truth in float64", 0, len(modes))
-    judge = Judge(original, inputs, seed)
+    judge, runs = _judged(original, example_inputs, dtypes, autocast, seed, progress)
 
     def candidate(dtype: torch.dtype, _other: PatchConfig | None) -> Any:
         return cast_parameters(copy.deepcopy(converted), dtype).eval(), fold_steps, ()
 
     try:
-        runs = tuple(_runs(judge, modes, candidate, None, tell))
+        results = tuple(runs(candidate, None))
     except LowmemPatchError:
         raise
     except (IndexError, RuntimeError, ValueError) as error:
         raise TraceError(
             f"the other {type(converted).__name__} does not run on what the original takes "
-            f"({inputs}): {error}"
+            f"({judge.tried}): {error}"
         ) from error
     return VerifyResult(
-        type(original).__name__, f"converted checkpoint, {len(fold_steps)} norms folded", str(inputs),
-        runs, len(fold_steps), (), tuple(judge.notes),
+        type(original).__name__, f"converted checkpoint, {len(fold_steps)} norms folded", judge.tried,
+        results, len(fold_steps), (), tuple(judge.notes),
     )  # fmt: skip
 
 

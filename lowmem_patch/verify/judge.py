@@ -22,8 +22,7 @@ from lowmem_patch.checkpoint.compare import (
 )
 from lowmem_patch.config import PatchConfig
 from lowmem_patch.errors import TraceError
-from lowmem_patch.strategies.fold_weights import FoldStep
-from lowmem_patch.tracing.consumers import LinearRef
+from lowmem_patch.strategies.fold_weights import FoldStep, fold_tensors
 from lowmem_patch.tracing.inputs import ExampleInputs
 from lowmem_patch.tracing.saved_bytes import saved_bytes
 from lowmem_patch.verify.result import RunResult
@@ -96,8 +95,7 @@ def map_gradients(
 ) -> tuple[dict[str, Tensor], tuple[str, ...]]:
     """Gradients of a folded model as gradients of the unfolded one, in float64.
 
-    With W' = W diag(g) and b' = b + W beta:
-    dL/dW = dL/dW' diag(g) + dL/db' beta^T, dL/dg_i = sum_o (dL/dW')_oi W_oi, dL/dbeta = W^T dL/db'.
+    W' = W diag(g) and b' = b + W beta are differentiated by W, g and beta.
 
     Args:
         gradients: of the folded model's parameters.
@@ -127,52 +125,50 @@ def _unfolded_gradients(
 
     A Linear's weight without a gradient of its own is left out.
     """
-    gamma = None
-    if step.weight is not None:
-        gamma = step.settings.gamma_of(original[step.weight].double())
-    beta = None if step.bias is None else original[step.bias].double()
-    folded_beta = beta if beta is not None and bool((beta != 0).any()) else None
+    affine = {name: _leaf(original[name]) for name in (step.weight, step.bias) if name is not None}
+    gamma, beta = affine.get(step.weight or ""), affine.get(step.bias or "")
+    shifts = beta is not None and bool((beta != 0).any())
     found: dict[str, Tensor | None] = {}
-    of_gamma: list[Tensor | None] = []
-    of_beta: list[Tensor | None] = []
+    of_affine: dict[str, list[Tensor | None]] = {name: [] for name in affine}
     for linear in step.linears:
-        weight = _rows_of_outputs(original[linear.weight], linear)
-        of_weight, of_bias = gradients.get(linear.weight), gradients.get(linear.bias or "")
-        of_weight = None if of_weight is None else _rows_of_outputs(of_weight, linear)
-        of_bias = None if of_bias is None else of_bias.double()
-        of_gamma.append(None if of_weight is None else (of_weight * weight).sum(0))
-        of_beta.append(None if of_bias is None else weight.t() @ of_bias)
-        if of_weight is not None:
-            unfolded = _unfolded_weight(of_weight, of_bias, gamma, folded_beta)
-            found[linear.weight] = _as_stored(unfolded, linear)
-    for name, parts in ((step.weight, of_gamma), (step.bias, of_beta)):
-        if name is not None:
-            found[name] = _sum_if_known(parts, torch.zeros_like(original[name]).double())
+        given = gradients.get(linear.weight), gradients.get(linear.bias or "")
+        weight = _leaf(original[linear.weight])
+        bias = weight.new_zeros(weight.shape[int(linear.transposed)])
+        transposed, settings = linear.transposed, step.settings
+        with torch.enable_grad():
+            new = fold_tensors(weight, bias, gamma, beta, settings, transposed=transposed)
+        of_weight, *rest = _gradients_behind(new, given, (weight, *affine.values()))
+        if given[0] is not None:
+            found[linear.weight] = None if shifts and given[1] is None else of_weight
+        for parts, part in zip(of_affine.values(), rest, strict=True):
+            parts.append(part)
+    for name, parts in of_affine.items():
+        found[name] = _sum_if_known(parts, torch.zeros_like(affine[name]))
     return found
-
-
-def _rows_of_outputs(tensor: Tensor, linear: LinearRef) -> Tensor:
-    """A Linear's weight or its gradient as ``[outputs, inputs]``, in float64."""
-    return tensor.double().t() if linear.transposed else tensor.double()
-
-
-def _as_stored(tensor: Tensor | None, linear: LinearRef) -> Tensor | None:
-    return tensor.t() if tensor is not None and linear.transposed else tensor
-
-
-def _unfolded_weight(
-    of_weight: Tensor, of_bias: Tensor | None, gamma: Tensor | None, beta: Tensor | None
-) -> Tensor | None:
-    """``dL/dW' diag(g) + dL/db' beta^T``; None where beta was folded and dL/db' is unknown."""
-    result = of_weight if gamma is None else of_weight * gamma
-    if beta is None:
-        return result
-    return None if of_bias is None else result + torch.outer(of_bias, beta)
 
 
 def _sum_if_known(parts: Sequence[Tensor | None], start: Tensor) -> Tensor | None:
     known = [part for part in parts if part is not None]
     return sum(known, start) if len(known) == len(parts) else None
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    return tensor.detach().double().requires_grad_()
+
+
+def _gradients_behind(
+    outputs: Sequence[Tensor | None], given: Sequence[Tensor | None], inputs: Sequence[Tensor]
+) -> Sequence[Tensor | None]:
+    """The gradients of ``inputs`` from those that are known of what was made from them."""
+    pairs = [
+        (output, gradient.double())
+        for output, gradient in zip(outputs, given, strict=True)
+        if output is not None and output.requires_grad and gradient is not None
+    ]
+    if not pairs:
+        return [None] * len(inputs)
+    made, known = zip(*pairs, strict=True)
+    return torch.autograd.grad(made, inputs, known, allow_unused=True)
 
 
 def _norm(tensors: Iterable[Tensor]) -> float:
@@ -224,6 +220,7 @@ class Judge:
     notes: list[str] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self.tried = str(self.inputs)
         # rounded to bfloat16, which every dtype here can hold: their rounding is no error of a model
         self.inputs = self.inputs.map(
             lambda t: t.to(torch.bfloat16).double() if t.is_floating_point() else t

@@ -25,7 +25,6 @@ from lowmem_patch.functional import (
     activation,
     activation_linear,
     codes_activation,
-    glu,
     ms_norm,
     recast_linear,
     recast_matmul,
@@ -63,7 +62,7 @@ def gated(gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 OPS: dict[str, tuple[list[tuple[int, ...]], Callable[..., Tensor], Callable[..., Tensor]]] = {
     "activation": ([(3, 8)], lambda x: activation(x, "quick_gelu"), lambda x: x * (1.702 * x).sigmoid()),
     "codes": ([(3, 8)], lambda x: codes_activation(x, "gelu"), F.gelu),
-    "glu": ([(3, 8)] * 2, lambda g, u: glu(g, u, "silu"), lambda g, u: F.silu(g) * u),
+    "glu": ([(3, 8)] * 2, lambda g, u: activation(g, "silu", u), lambda g, u: F.silu(g) * u),
     "layer norm": (
         [(3, 8), (8,), (8,)],
         lambda x, w, b: ms_norm(x, w, b, NormSettings(1e-5))[0],

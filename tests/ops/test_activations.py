@@ -1,4 +1,4 @@
-"""activation and glu: exact, keeping nothing but their inputs."""
+"""Activations and gated products: exact, keeping nothing but their inputs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lowmem_patch import reference
 from lowmem_patch.constants import ACTIVATION_KINDS
-from lowmem_patch.functional import activation, glu
+from lowmem_patch.functional import activation
 from tests.ops.conftest import INTERPRETED, Backend, part
 from tests.support.judge import assert_within_budget
 from tests.support.saved import saved_storages, storage_of
@@ -64,7 +64,7 @@ def test_gated_product_is_torchs_within_its_own_error(
     gate, up = gate.requires_grad_(), up.requires_grad_()
     dy = torch.randn(shape).to(backend.device, dtype)
     wide = (gate.detach().double().requires_grad_(), up.detach().double().requires_grad_())
-    ours = glu(gate, up, kind, implementation=backend.implementation)
+    ours = activation(gate, kind, up, implementation=backend.implementation)
     theirs = reference.activate(gate, kind) * up
     exact = reference.activate(wide[0], kind) * wide[1]
     assert ours.is_contiguous()
@@ -78,7 +78,9 @@ def test_gated_product_is_torchs_within_its_own_error(
 def test_glu_saves_the_given_views(backend: Backend) -> None:
     packed = torch.randn(3, 2, 512, device=backend.device, requires_grad=True)
     gate, up = packed.chunk(2, -1)
-    y, saved = saved_storages(lambda: glu(gate, up, "silu", implementation=backend.implementation))
+    y, saved = saved_storages(
+        lambda: activation(gate, "silu", up, implementation=backend.implementation)
+    )
     assert set(saved) == {storage_of(packed)}
     y.sum().backward()
     assert bool(packed.grad.isfinite().all())
@@ -87,7 +89,7 @@ def test_glu_saves_the_given_views(backend: Backend) -> None:
 def test_glu_reads_any_strides(backend: Backend) -> None:
     gate = torch.randn(3, 130, 4, device=backend.device).transpose(1, 2).requires_grad_()
     up = torch.randn(1, 4, 130, device=backend.device).expand(3, 4, 130)
-    y = glu(gate, up, "gelu", implementation=backend.implementation)
+    y = activation(gate, "gelu", up, implementation=backend.implementation)
     exact = reference.activate(gate.double(), "gelu") * up.double()
     assert_within_budget(y, exact.float(), exact)
     dy = torch.randn(4, 3, 130, device=backend.device).transpose(0, 1)
@@ -100,7 +102,7 @@ def test_glu_takes_each_tensor_by_its_own_stride(backend: Backend) -> None:
     gate = torch.randn(6, 2 * 136, device=backend.device)[:, :136].requires_grad_()
     up = torch.randn(6, 3 * 136, device=backend.device)[:, 136 : 2 * 136].requires_grad_()
     dy = torch.randn(6, 136, device=backend.device)
-    y = glu(gate, up, "silu", implementation=backend.implementation)
+    y = activation(gate, "silu", up, implementation=backend.implementation)
     exact = reference.activate(gate.double(), "silu") * up.double()
     assert_within_budget(y, exact.float(), exact)
     for mine, true in zip(
@@ -112,18 +114,21 @@ def test_glu_takes_each_tensor_by_its_own_stride(backend: Backend) -> None:
 def test_glu_promotes_as_the_product_would(backend: Backend) -> None:
     gate = torch.randn(4, 16, device=backend.device, requires_grad=True)
     up = torch.randn(4, 16, device=backend.device).bfloat16().requires_grad_()
-    y = glu(gate, up, "silu", implementation=backend.implementation)
+    y = activation(gate, "silu", up, implementation=backend.implementation)
     assert y.dtype == torch.float32
     d_gate, d_up = gradients(y, (gate, up), torch.ones_like(y))
     assert (d_gate.dtype, d_up.dtype) == (torch.float32, torch.bfloat16)
     with torch.autocast(backend.device, dtype=torch.bfloat16):
-        assert glu(gate, up, "silu", implementation=backend.implementation).dtype == torch.float32
+        assert (
+            activation(gate, "silu", up, implementation=backend.implementation).dtype
+            == torch.float32
+        )
 
 
 def test_glu_with_one_frozen_side(backend: Backend) -> None:
     gate, up = torch.randn(2, 8, device=backend.device).unbind()
     up.requires_grad_()
-    glu(gate, up, "silu", implementation=backend.implementation).sum().backward()
+    activation(gate, "silu", up, implementation=backend.implementation).sum().backward()
     exact = torch.nn.functional.silu(gate.double())
     assert_within_budget(up.grad, exact.float(), exact)
     assert gate.grad is None
@@ -133,9 +138,9 @@ def test_glu_with_one_frozen_side(backend: Backend) -> None:
 def test_errors_name_the_shapes() -> None:
     x = torch.randn(2, 4)
     with pytest.raises(ValueError, match=r"\(2, 4\) and \(2, 3\)"):
-        glu(x, x[:, :3], "silu")
+        activation(x, "silu", x[:, :3])
     with pytest.raises(ValueError, match="kind must be one of"):
-        glu(x, x, "swishglu")
+        activation(x, "swishglu", x)
     with pytest.raises(TypeError, match=r"torch\.int64"):
         activation(torch.arange(3), "silu")
 

@@ -14,10 +14,9 @@ from torch import Tensor
 from lowmem_patch import reference
 from lowmem_patch.errors import DoubleBackwardError
 from lowmem_patch.functional import (
+    activation,
     draw_dropout,
     dropout_linear,
-    glu,
-    pack_bool,
     packed_dropout,
 )
 from lowmem_patch.functional._implementation import module
@@ -98,7 +97,7 @@ def test_kernel_and_reference_agree_to_the_bit(
 ) -> None:
     x = torch.randn(shape).to(backend.device, source)
     mask = (torch.rand(shape) > 0.3).to(backend.device)
-    bits = pack_bool(mask, implementation=backend.implementation)
+    bits = module(backend.implementation).pack_bool(mask)
     assert torch.equal(bits, reference.pack_bool(mask))
     assert bits.numel() == (x.numel() + 7) // 8
     assert torch.equal(unpack_bool(bits, shape), mask)
@@ -141,7 +140,7 @@ def test_a_linear_behind_it(backend: Backend, kind: Any, dtype: torch.dtype, fro
     def hidden() -> Tensor:
         if kind is None:
             return x
-        return glu(x, up, kind) if kind == "silu" else reference.activate(x, kind)
+        return activation(x, kind, up) if kind == "silu" else reference.activate(x, kind)
 
     def ours() -> Tensor:
         h = hidden()

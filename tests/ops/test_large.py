@@ -9,9 +9,9 @@ from torch import Tensor
 
 from lowmem_patch.functional import (
     NormSettings,
+    activation,
     codes_activation,
     draw_dropout,
-    glu,
     ms_norm,
     packed_dropout,
     rotary_embedding,
@@ -55,9 +55,9 @@ def test_norms_beyond_32_bit_indices_are_right() -> None:
 
 def test_gated_products_beyond_32_bit_indices_are_right() -> None:
     x = large()
-    y = glu(x, x, "silu")
+    y = activation(x, "silu", x)
     tail = x.detach()[TAIL].clone().requires_grad_()
-    expected = glu(tail, tail, "silu")
+    expected = activation(tail, "silu", tail)
     assert torch.equal(y[TAIL], expected)
     assert torch.equal(gradient(y, x)[TAIL], gradient(expected, tail))
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lowmem_patch import reference
 from lowmem_patch.constants import ACTIVATION_KINDS
-from lowmem_patch.functional import LowRank, activation, activation_linear, glu
+from lowmem_patch.functional import LowRank, activation, activation_linear
 from lowmem_patch.functional._implementation import module
 from lowmem_patch.functional.linear import recast_linear
 from tests.ops.conftest import INTERPRETED, Backend, part
@@ -36,7 +36,7 @@ def plain(sources: tuple[Tensor, ...], kind: str) -> Tensor:
 def ours(sources: tuple[Tensor, ...], kind: str, backend: Backend) -> Tensor:
     with torch.no_grad():
         if len(sources) == 2:
-            return glu(*sources, kind, implementation=backend.implementation)
+            return activation(sources[0], kind, sources[1], implementation=backend.implementation)
         return activation(sources[0], kind, implementation=backend.implementation)
 
 

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from lowmem_patch.constants import ACTIVATION_KINDS
-from lowmem_patch.functional import LowRank, activation_linear, activations, glu, linear
+from lowmem_patch.functional import LowRank, activation, activation_linear, activations, linear
 from lowmem_patch.functional._implementation import module
 from lowmem_patch.functional._ownership import TELLS_HOLDERS
 from lowmem_patch.functional.products import linear_backward
@@ -169,14 +169,18 @@ def test_halves_of_one_tensor_other_strides_and_dtypes_stay(overwritten: list[bo
 
     def halves(x: Tensor) -> Tensor:
         gate, up = torch.cat((x, x), -1).chunk(2, -1)
-        return activation_linear(glu(gate, up, "silu").detach(), (gate, up), weight, None, "silu")
+        return activation_linear(
+            activation(gate, "silu", up).detach(), (gate, up), weight, None, "silu"
+        )
 
     def turned(x: Tensor) -> Tensor:
         gate, up = ((x * factor).t().contiguous().t() for factor in (2, 3))
-        return activation_linear(glu(gate, up, "silu").detach(), (gate, up), weight, None, "silu")
+        return activation_linear(
+            activation(gate, "silu", up).detach(), (gate, up), weight, None, "silu"
+        )
 
     def mixed(x: Tensor) -> Tensor:
-        hidden = glu(x * 2, x * 3, "silu").detach()
+        hidden = activation(x * 2, "silu", x * 3).detach()
         return activation_linear(hidden, (x * 2, x * 3), weight, None, "silu", torch.bfloat16)
 
     x = torch.randn(ROWS, WIDTH, requires_grad=True)

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lowmem_patch import patch_model, patch_report, saved_bytes, unpatch_model
+from lowmem_patch.nn.activations import RecomputedActivation
 from lowmem_patch.nn.deferred import Unstored
-from lowmem_patch.nn.recompute import RecomputedActivation
 from tests.support.judge import assert_equal, assert_same_function
 from tests.support.step import step
 

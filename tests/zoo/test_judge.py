@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from lowmem_patch import api
 from lowmem_patch.nn import norms
-from lowmem_patch.nn.activations import CodesActivation
-from lowmem_patch.nn.recompute import RecomputedActivation
+from lowmem_patch.nn.activations import CodesActivation, RecomputedActivation
 from lowmem_patch.strategies import fold_weights as fold
 from lowmem_patch.tracing.inputs import ExampleInputs
 from tests.support import toy_blocks as models

@@ -3,7 +3,6 @@ and values take, and the time of a kernel that reads a mask."""
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,7 +15,6 @@ from lowmem_patch.tracing.op_roles import Role
 from lowmem_patch.tracing.trace import Op
 
 
-@dataclasses.dataclass(frozen=True)
 class CausalAttention(Patch):
     """An attention module of transformers that gets no mask which is the causal one."""
 

@@ -3,8 +3,6 @@ permute twice. Saves no byte."""
 
 from __future__ import annotations
 
-import dataclasses
-
 from torch import Tensor
 
 from lowmem_patch.config import PatchConfig
@@ -18,7 +16,6 @@ from lowmem_patch.tracing.saved_bytes import storage_key
 from lowmem_patch.tracing.trace import Op, Trace
 
 
-@dataclasses.dataclass(frozen=True)
 class PackedQKV(Patch):
     """A module whose output is q, k and v, the gradients of which are joined in one pass."""
 
