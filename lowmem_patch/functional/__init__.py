@@ -38,6 +38,7 @@ from lowmem_patch.functional.linear import activation_linear, recast_linear
 from lowmem_patch.functional.matmul import recast_matmul
 from lowmem_patch.functional.norms import ms_norm, save_copy
 from lowmem_patch.functional.packing import pack_bool
+from lowmem_patch.functional.placeholder import is_written, placeholder
 from lowmem_patch.functional.products import LowRank
 from lowmem_patch.functional.recomputed import GroupedMatmul, recomputed_linear
 from lowmem_patch.functional.rotary import rotary_embedding
@@ -73,6 +74,7 @@ __all__ = [
     "is_exporting",
     "is_sharded",
     "is_transformed",
+    "is_written",
     "linear_cross_entropy",
     "linear_losses",
     "logits_in_chunks",
@@ -80,6 +82,7 @@ __all__ = [
     "pack_bool",
     "packed_dropout",
     "packs_saved_tensors",
+    "placeholder",
     "recast_linear",
     "recast_matmul",
     "recomputed_linear",

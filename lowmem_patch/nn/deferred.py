@@ -247,7 +247,8 @@ class Unstored(Deferred):
     def is_changed(self) -> bool:
         value = self._value
         if in_compiler():  # made outside of its graph: readers may have written into the values
-            return value is not None or self._exposed
+            watched = self._memory is not None and self._memory.is_watched()
+            return value is not None or self._exposed or watched
         if self._memory is not None:
             self._memory.refuse_read(self)
         return (value is not None and value._version != self._value_version) or super().is_changed()
