@@ -5,8 +5,9 @@ values, computed there. Where one leaves the graph, the compiler returns what it
 and sets the attributes of this class on it once more. Setting the recipe makes it the tensor that eager code
 would have deferred.
 
-The compiler of torch 2.15 asks no tensor class about an assignment to a part of a tensor, and about a loop over
-its rows. An assignment is noticed, since it is one to what the compiler sees. The row of a loop has no recipe.
+The compiler of torch 2.15 asks no tensor class about an assignment to a part of a tensor, and about a loop
+over its rows. An assignment is noticed, since it is one to what the compiler sees. The row of a loop has no
+recipe.
 """
 
 from __future__ import annotations
