@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowmem_patch.functional import is_exporting, is_transformed, recast_linear
+from lowmem_patch.functional import in_compiler, is_exporting, is_transformed, recast_linear
 from lowmem_patch.nn import (
     logits_readers as logits_readers,  # fills the table of those who read what is made here
 )
@@ -19,7 +19,7 @@ from lowmem_patch.nn.context import (
     is_foreign,
     is_fsdp_unit,
 )
-from lowmem_patch.nn.deferred import Deferred, value_of
+from lowmem_patch.nn.deferred import COMPILER_MAKES_SUBCLASSES, Deferred, value_of
 from lowmem_patch.nn.deferred_ops import Saved
 from lowmem_patch.nn.head_reads import HeadReads
 from lowmem_patch.nn.logits import Logits, Settings
@@ -56,6 +56,8 @@ def forward_head(
 
 def _waits(module: nn.Module, reads: HeadReads, x: Any) -> bool:
     if not torch.is_grad_enabled() or is_exporting() or is_transformed():
+        return False
+    if in_compiler() and not COMPILER_MAKES_SUBCLASSES:
         return False
     if has_backward_hooks(module) or has_hooks_of_all():
         return False
