@@ -47,6 +47,7 @@ _autograd: Any = torch._C._autograd  # has no types
 _hooks_are_enabled = _autograd._saved_tensors_hooks_is_enabled
 # torch 2.6 does not tell who packs
 _top_hooks = getattr(_autograd, "_top_saved_tensors_default_hooks", None)
+CAN_STORE = _top_hooks is not None
 
 
 def store_input(module: nn.Module) -> None:

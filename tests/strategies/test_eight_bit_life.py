@@ -26,9 +26,10 @@ from tests.support.live import LiveBytes
 from tests.support.step import call
 
 # PEFT's and transformers' own names
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*is deprecated and will be removed in v6:FutureWarning"
-)
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning"),
+    pytest.mark.skipif(not eight_bit.CAN_STORE, reason="8 bits need torch 2.7 (limits.md)"),
+]
 Gradients = dict[str, Tensor]
 
 
