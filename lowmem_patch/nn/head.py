@@ -57,8 +57,6 @@ def forward_head(
 def _waits(module: nn.Module, reads: HeadReads, x: Any) -> bool:
     if not torch.is_grad_enabled() or is_exporting() or is_transformed():
         return False
-    if in_compiler() and not COMPILER_MAKES_SUBCLASSES:
-        return False
     if has_backward_hooks(module) or has_hooks_of_all():
         return False
     if not isinstance(x, Tensor) or (is_foreign(x) and not isinstance(x, Deferred)) or not x.dim():
@@ -75,6 +73,8 @@ def _waits(module: nn.Module, reads: HeadReads, x: Any) -> bool:
 def _deferred(
     module: Any, reads: HeadReads, low_precision: bool | None, x: Tensor
 ) -> Deferred | None:
+    if in_compiler() and not COMPILER_MAKES_SUBCLASSES:
+        return None
     product = _product(module, low_precision, x.dtype)
     if product is None:
         return None
