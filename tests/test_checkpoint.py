@@ -16,6 +16,7 @@ import timm
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from lowmem_patch.api import patch_model, patch_report
 from lowmem_patch.checkpoint import (
@@ -75,19 +76,28 @@ def test_stock_timm_loads_the_same_function(tmp_path: Path) -> None:
     model = write_timm(tmp_path / "in")
     result = convert(resolve(tmp_path / "in"), tmp_path / "out")
     assert len(result.folded) == 4 and all(check.passed for check in result.checks)
+    if tuple(map(int, timm.__version__.split(".")[:3])) < (1, 0, 29):
+        pytest.xfail("timm's own error: it opens no safetensors in a folder (limits.md)")
     loaded = timm.create_model(f"local-dir:{tmp_path / 'out'}", pretrained=True).eval()
     assert_same_outputs(loaded, model, torch.randn(2, 3, 32, 32))
     assert bool((loaded.blocks[0].norm1.weight == 1).all())
     assert not bool((model.blocks[0].norm1.weight == 1).all())
 
 
+def first_norms(model: nn.Module) -> list[str]:
+    """Of the first block, whose path is not the same in all versions of transformers."""
+    names = [name for name, _ in model.named_modules()]
+    return [
+        next(n for n in names if n.endswith(f".layernorm_{which}")) for which in ("before", "after")
+    ]
+
+
 def test_a_layer_norm_with_beta_needs_biases_that_take_it(tmp_path: Path) -> None:
     model = vit(qkv_bias=False)
     result = convert(resolve(write(tmp_path / "in", model)), tmp_path / "out", check=False)
     folded = {norm.norm for norm in result.folded}
-    assert (
-        "vit.layers.0.layernorm_after" in folded and "vit.layers.0.layernorm_before" not in folded
-    )
+    before, after = first_norms(model)
+    assert after in folded and before not in folded
     loaded = type(model).from_pretrained(tmp_path / "out").eval()
     assert_same_outputs(loaded, model, example(model))
 
@@ -110,8 +120,10 @@ def test_the_stored_values_have_the_last_word(
         return dataclasses.replace(report, sites=tuple(sites))
 
     monkeypatch.setattr(module, "plan_patch", careless)
-    result = convert(resolve(write(tmp_path / "in", vit())), tmp_path / "out")
-    refused = next(norm for norm in result.norms if norm.norm == "vit.layers.0.layernorm_before")
+    model = vit()
+    result = convert(resolve(write(tmp_path / "in", model)), tmp_path / "out")
+    before, _ = first_norms(model)
+    refused = next(norm for norm in result.norms if norm.norm == before)
     assert not refused.folded and "has no bias to take it" in refused.reason
     assert len(result.folded) == 3 and result.checks[0].passed
 

@@ -14,6 +14,7 @@ from lowmem_patch.functional._library import is_exporting as is_exporting
 from lowmem_patch.functional._library import is_transformed as is_transformed
 from lowmem_patch.functional._library import register_plain as register_plain
 from lowmem_patch.functional._library import without_autocast as without_autocast
+from lowmem_patch.functional._ownership import TELLS_PACKER as TELLS_PACKER
 from lowmem_patch.functional._ownership import is_checkpoint_packing as is_checkpoint_packing
 from lowmem_patch.functional._ownership import may_pack as may_pack
 from lowmem_patch.functional._ownership import packer as packer
@@ -46,6 +47,8 @@ from lowmem_patch.functional.linear import recast_linear as recast_linear
 from lowmem_patch.functional.linear import recast_matmul as recast_matmul
 from lowmem_patch.functional.norms import ms_norm as ms_norm
 from lowmem_patch.functional.norms import save_copy as save_copy
+from lowmem_patch.functional.placeholder import is_written as is_written
+from lowmem_patch.functional.placeholder import placeholder as placeholder
 from lowmem_patch.functional.products import LowRank as LowRank
 from lowmem_patch.functional.recomputed import GroupedMatmul as GroupedMatmul
 from lowmem_patch.functional.recomputed import recomputed_linear as recomputed_linear

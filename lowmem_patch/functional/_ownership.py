@@ -19,6 +19,7 @@ _autograd: Any = torch._C._autograd  # has no types
 may_pack = _autograd._saved_tensors_hooks_is_enabled  # whether nobody forbids it
 # torch 2.6 does not tell who packs
 _top_hooks: Any = getattr(_autograd, "_top_saved_tensors_default_hooks", None)
+TELLS_PACKER = _top_hooks is not None
 _HOOKS = ("_checkpoint_hook.", "_recomputation_hook.")
 
 
@@ -57,7 +58,7 @@ def unwritten(tensor: Tensor, version: int, where: str) -> Tensor:
 
 # builds of torch for a CPU alone do not have it
 _use_count: Any = getattr(torch._C, "_storage_Use_Count", None)
-TELLS_HOLDERS = _use_count is not None and _top_hooks is not None
+TELLS_HOLDERS = _use_count is not None and TELLS_PACKER
 
 
 def _holders(tensor: Tensor) -> int:

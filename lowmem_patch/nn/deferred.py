@@ -247,7 +247,8 @@ class Unstored(Deferred):
     def is_changed(self) -> bool:
         value = self._value
         if in_compiler():  # made outside of its graph: readers may have written into the values
-            return value is not None or self._exposed
+            watched = self._memory is not None and self._memory.is_watched()
+            return value is not None or self._exposed or watched
         if self._memory is not None:
             self._memory.refuse_read(self)
         return (value is not None and value._version != self._value_version) or super().is_changed()
@@ -341,7 +342,7 @@ class _Hold(torch.autograd.Function):
 
 
 # the compiler of torch 2.6 fails where a tensor becomes a subclass of ours
-_COMPILER_MAKES_SUBCLASSES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 7)
+COMPILER_MAKES_SUBCLASSES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 7)
 
 
 def keep(
@@ -360,7 +361,7 @@ def keep(
     """
     h: Any = tensor
     compiling = in_compiler()
-    if compiling and not _COMPILER_MAKES_SUBCLASSES:
+    if compiling and not COMPILER_MAKES_SUBCLASSES:
         return h  # type: ignore[no-any-return]  # a plain tensor is read rightly, too
     if owned and not compiling and type(tensor) is Tensor:
         h._first_version, h.op, h.sources = tensor._version, op, sources

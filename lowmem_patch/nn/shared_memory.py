@@ -56,6 +56,10 @@ class SharedMemory:
             if watch._version != version and watch is not h._watch:
                 raise RuntimeError(h.op.written_view)
 
+    def is_watched(self) -> bool:
+        """Whether a view of torch's own was given, through which somebody may have written."""
+        return len(self._watched) > 0
+
     @_disable_dynamo  # which would compile it as a frame of its own, behind a break of a graph
     def watch(self, h: Any) -> None:
         """``h`` gives a view of its values to torch; below autograd."""

@@ -4,10 +4,15 @@ In a compiled graph one stands for its recipe: known readers read the sources, a
 values, computed there. Where one leaves the graph, the compiler returns what it saw (one number, expanded),
 and sets the attributes of this class on it once more. Setting the recipe makes it the tensor that eager code
 would have deferred.
+
+The compiler of torch 2.15 asks no tensor class about an assignment to a part of a tensor, and about a loop
+over its rows. An assignment is noticed, since it is one to what the compiler sees. The row of a loop has no
+recipe.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -17,14 +22,23 @@ from torch._compile import (
     _disable_dynamo,  # as torch.compiler.disable, without its import of the compiler
 )
 
+from lowmem_patch.functional import is_written, placeholder
 from lowmem_patch.nn.deferred import Deferred, Unstored, defer
 from lowmem_patch.nn.op import Op
 from lowmem_patch.nn.shared_memory import MADE_OUTSIDE, SharedMemory
 from lowmem_patch.tracing.op_roles import Role, function_name, role_of
 
 # places in a memory: the values, once somebody may write there; who shares it outside of the graph; how the
-# values are made, where they are made in the graph
-_VALUES, _OUTSIDE, _MAKER = range(3)
+# values are made, where they are made in the graph; from there on, what the compiler sees of all who share it
+_VALUES, _OUTSIDE, _MAKER, _SEEN = range(4)
+_ASSIGNED = (
+    "lowmem_patch: a compiled function assigns to a part of logits (logits[...] = value), which torch's "
+    "compiler tells nobody: write logits[...].fill_(value) or logits[...].copy_(value), or use torch.where"
+)
+_ITERATED = (
+    "lowmem_patch: a compiled function goes through the rows of logits, which torch's compiler tells nobody: "
+    "go through logits.unbind()"
+)
 
 
 class Traced(Deferred):
@@ -37,6 +51,8 @@ class Traced(Deferred):
     @_disable_dynamo  # torch.compiler.disable, without its import of the compiler, which would compile this
     def _leave(self, recipe: Any) -> None:
         kind, arguments, sources, memory, path = recipe
+        if any(map(is_written, memory[_SEEN:])):
+            raise RuntimeError(_ASSIGNED)
         swap: Any = torch.utils.swap_tensors
         values = memory[_VALUES]
         if values is not None:
@@ -48,7 +64,10 @@ class Traced(Deferred):
             memory[_OUTSIDE] = SharedMemory()
         memory[_OUTSIDE].add(self)
 
-    recipe: Any = property(None, _leave)  # a compiler reads what it was set to
+    def _missing(self) -> Any:
+        raise RuntimeError(_ITERATED)
+
+    recipe: Any = property(_missing, _leave)  # a compiler reads what it was set to
 
     @property
     def op(self) -> Op:  # type: ignore[override]  # an attribute elsewhere
@@ -61,9 +80,13 @@ class Traced(Deferred):
         return found
 
     def is_changed(self) -> bool:
+        if _assigns():
+            raise RuntimeError(_ASSIGNED)
         return self.recipe[3][_VALUES] is not None
 
     def plain(self) -> Tensor:
+        if _assigns():
+            raise RuntimeError(_ASSIGNED)
         values = self.recipe[3][_VALUES]
         return self.op.compute(*self.sources) if values is None else _along(self.recipe[4], values)
 
@@ -91,15 +114,14 @@ def _along(path: tuple[Any, ...], tensor: Tensor) -> Tensor:
 def trace(kind: type[Op], arguments: tuple[Any, ...], sources: tuple[Tensor, ...]) -> Deferred:
     """A deferred tensor of the op ``kind(*arguments)``, in a compiled graph."""
     op = kind(*arguments)
-    maker: Any = (kind, arguments, sources)
     if _builds_criterion():
-        seen = op.compute(*sources)  # which the compiler drops where nobody reads it
-        maker = None  # its reader would not see what is written elsewhere
+        seen = op.compute(*sources)
+        memory: list[Any] = [seen, None, None]
     else:
-        seen = sources[0].detach().new_full((), torch.nan, dtype=op.dtype(sources))
-        seen = seen.expand(op.shape(sources))
+        seen = placeholder(sources[0].detach(), op.shape(sources), op.dtype(sources))
+        memory = [None, None, (kind, arguments, sources), seen]
     h: Any = seen.as_subclass(Traced)
-    h.recipe, h._bypassed = (kind, arguments, sources, [None, None, maker], ()), False
+    h.recipe, h._bypassed = (kind, arguments, sources, memory, ()), False
     return h  # type: ignore[no-any-return]  # as_subclass has no types
 
 
@@ -127,7 +149,7 @@ _COPIES = Role.ROLL | Role.PAD
 
 def _join_traced(one: Traced, h: Any, move: tuple[Any, ...], may_copy: bool) -> None:
     if not isinstance(h, Traced):  # made outside
-        one.recipe = (*one.recipe[:3], [None, h._memory, None], ())
+        one.recipe = (*one.recipe[:3], [None, h._memory, None, *one.recipe[3][_SEEN:]], ())
         return
     memory, path = h.recipe[3:]
     maker = memory[_MAKER]
@@ -137,7 +159,20 @@ def _join_traced(one: Traced, h: Any, move: tuple[Any, ...], may_copy: bool) -> 
         before = _along(path, like)
         if not before.is_contiguous() and _along((move,), before).is_contiguous():
             return
+    memory.extend(one.recipe[3][_SEEN:])
     one.recipe = (*one.recipe[:3], memory, (*path, move))
+
+
+def _assigns() -> bool:
+    """Whether the graph that is being made assigns to a part of one number, expanded."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator  # slow, and there by now
+
+    for node in InstructionTranslator.current_tx().output.graph.nodes:
+        if node.target is operator.setitem:
+            seen = node.args[0].meta["example_value"]
+            if all(type(stride) is int and stride == 0 for stride in seen.stride()):
+                return True
+    return False
 
 
 def _builds_criterion() -> bool:
@@ -154,4 +189,5 @@ def _builds_criterion() -> bool:
 
 
 # torch.compiler.assume_constant_result, without its import of the compiler
-_builds_criterion._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch's mark
+for _asked in (_assigns, _builds_criterion):
+    _asked._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch's mark

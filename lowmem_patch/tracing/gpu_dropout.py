@@ -1,16 +1,19 @@
-"""Dropouts as a GPU saves them, for models on the meta device: those are planned for another machine.
+"""Dropouts and attention as a GPU saves them, for models on the meta device, planned for another machine.
 
 On fake CPU tensors torch would count what its CPU code saves: a number of the tensor's dtype for each
 element of a dropout, and all the probabilities of an attention with dropout. On a GPU a dropout saves a
-bool, and fused attention draws its mask again.
+bool, and fused attention draws its mask again. Attention with grouped queries is fused on a GPU; on a CPU old
+torch saves its probabilities.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from lowmem_patch.nn.deferred import Deferred
 from lowmem_patch.tracing.call_arguments import dropout_call
@@ -19,6 +22,7 @@ from lowmem_patch.tracing.op_roles import Role, function_name, role_of
 
 # arguments of scaled_dot_product_attention that may be given by position
 _BEHIND_THE_MASK = ("dropout_p", "is_causal")
+_TENSORS = ("query", "key", "value")
 
 
 class GpuDropouts(FunctionObserver):
@@ -32,6 +36,8 @@ class GpuDropouts(FunctionObserver):
             if 0 < call.p < 1 and not call.in_place and args[0].numel():
                 return torch.native_dropout(args[0], call.p, True)[0]
         if name == "scaled_dot_product_attention":
+            if kwargs.get("enable_gqa") and not _fuses_groups() and _has_no_mask(args, kwargs):
+                return _grouped(*args[:3], **{k: kwargs[k] for k in _TENSORS if k in kwargs})
             named = dict(zip(_BEHIND_THE_MASK, args[4:], strict=False))
             return func(*args[:4], **{**named, **kwargs, "dropout_p": 0.0})
         return func(*args, **kwargs)
@@ -39,3 +45,42 @@ class GpuDropouts(FunctionObserver):
 
 def _is_plain(value: Any) -> bool:
     return isinstance(value, Tensor) and not isinstance(value, Deferred)
+
+
+@cache
+def _fuses_groups() -> bool:
+    """Whether torch's CPU code has a fused kernel for attention with grouped queries."""
+    with _disable_current_modes():
+        query, key = torch.empty(1, 2, 1, 8), torch.empty(1, 1, 1, 8)
+        choice: int = torch._fused_sdp_choice(query, key, key, enable_gqa=True)
+    return choice != 0
+
+
+def _has_no_mask(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """A GPU's fused kernels take no mask with grouped queries."""
+    return kwargs.get("attn_mask") is None and (len(args) < 4 or args[3] is None)
+
+
+class _Grouped(torch.autograd.Function):
+    """The shapes of fused attention, for fake tensors.
+
+    Saves q, k, v, the output and a log-sum-exp of each row.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        batch, heads, length, _ = query.shape
+        output = query.new_empty(batch, length, heads, value.shape[-1]).transpose(1, 2)
+        ctx.save_for_backward(
+            query, key, value, output, query.new_empty(batch, heads, length, dtype=torch.float32)
+        )
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
+        return tuple(torch.empty_like(tensor) for tensor in ctx.saved_tensors[:3])
+
+
+def _grouped(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    output: Tensor = _Grouped.apply(query, key, value)  # type: ignore[no-untyped-call]  # of torch
+    return output

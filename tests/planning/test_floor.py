@@ -16,8 +16,10 @@ import transformers
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
-from lowmem_patch import PatchReport, plan_patch
+from lowmem_patch import PatchConfig, PatchReport, plan_patch
+from lowmem_patch.memory import MemoryReport, predict_memory
 from lowmem_patch.planning.floor import count_floor
+from lowmem_patch.tracing import gpu_dropout
 from lowmem_patch.tracing.inputs import ExampleInputs
 from lowmem_patch.tracing.shadow import Shadow
 from lowmem_patch.tracing.trace import trace_forward
@@ -308,6 +310,30 @@ def test_eager_attention_counts_what_autograd_keeps() -> None:
     probabilities = rows * 4 * 12 * 12 * 4
     assert report.kinds.floor["attention"] == tokens * 3 * 32 * 4 + probabilities
     assert report.kinds.floor["linear inputs"] == tokens * (32 + 32 + 32 + 2 * 64) * 4
+
+
+def test_torch_without_fused_attention_of_groups_plans_for_a_gpu_with_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with torch.device("meta"):
+        config = transformers.LlamaConfig(
+            hidden_size=64, intermediate_size=160, num_hidden_layers=1, num_attention_heads=4,
+            num_key_value_heads=2, vocab_size=32,
+        )  # fmt: skip
+        model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+    ids = torch.zeros(2, 16, dtype=torch.long)
+    inputs = {"input_ids": ids, "labels": ids}
+
+    def predicted() -> tuple[PatchReport, MemoryReport]:
+        report = plan_patch(model, "auto", example_inputs=inputs)
+        memory = predict_memory(
+            model, PatchConfig(), lambda rows, length: ExampleInputs((), inputs), batch_size=2
+        )
+        return report, memory
+
+    fused = predicted()
+    monkeypatch.setattr(gpu_dropout, "_fuses_groups", lambda: False)
+    assert predicted() == fused
 
 
 @pytest.mark.parametrize("preset", ["exact", "auto"])

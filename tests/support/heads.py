@@ -145,6 +145,16 @@ FUSED: dict[str, Loss] = {
         .square()
         .mean()
     ),
+    "unbound rows": lambda m: (
+        torch.stack(
+            [
+                F.log_softmax(row, -1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+                for row, labels in zip(logits_of(m).unbind(), IDS, strict=True)
+            ]
+        )
+        .square()
+        .mean()
+    ),
     "gather less logsumexp": lambda m: (
         lambda y: (
             (

@@ -122,10 +122,12 @@ def reloaded(patch: pytest.MonkeyPatch) -> None:
 
 def undone_module(patch: pytest.MonkeyPatch) -> None:
     undo = api.undo
+    kept: list[Any] = []  # so that no copy gets the address of an earlier module
 
     def wrong(model: nn.Module, *args: Any, **kwargs: Any) -> None:
         undo(model, *args, **kwargs)
         if "norm" in model._modules:
+            kept.append(model.norm)
             model.norm = copy.copy(model.norm)
 
     patch.setattr(api, "undo", wrong)
