@@ -60,8 +60,8 @@ def plan_patch(
 
     Args:
         model: a transformers, timm or other module; a PEFT model is planned with its adapters.
-        preset: a preset's name (``auto``, the default, ``exact``, ``paper``), a YAML path, a mapping or a
-            PatchConfig.
+        preset: a preset's name (``auto``, ``exact``, ``compact``, ``paper``), a YAML path, a mapping or a
+            PatchConfig; default: that of the patch that the model has, else ``auto``.
         example_inputs: a tensor, a tuple of arguments or a dict of keyword arguments for one forward;
             default: made from the model's config. Where the model itself has none (a SentenceTransformer,
             a LightningModule), the one model inside it that has is meant. Byte counts are for these
@@ -84,7 +84,7 @@ def plan_patch(
         BudgetError: nothing fits in the budget; the text names the least one, and what would help.
     """
     checked_model(model, "plan_patch")
-    config = given_config(preset, config)
+    config = given_config(preset, config, _earlier_config(model))
     if example_inputs is None:
         model = _with_known_inputs(model)
     refuse_compiled(model)
@@ -150,7 +150,7 @@ def patch_model(
         >>> model = patch_model(model, fit="24GiB", example_inputs=batch)
     """
     checked_model(model, "patch_model")
-    config = given_config(preset, config)
+    config = given_config(preset, config, _earlier_config(model))
     resolved, outer = load_config(config), model
     asked = _asked(resolved, fit, optimizer, accumulation, gpus)
     if example_inputs is None:
@@ -177,6 +177,12 @@ def patch_model(
     _attach(model, report, asked)
     watch_first_forward(model, plan, adapters=resolved.linear_inputs != "keep")
     return outer
+
+
+def _earlier_config(model: nn.Module) -> ConfigLike:
+    """That of the patch that the model has, as long as no other one is asked for; else ``auto``."""
+    records = find_records(within_compiled(model) or model)
+    return records[0][1].report.config if len(records) == 1 else "auto"
 
 
 def _with_known_inputs(model: ModelT) -> ModelT:

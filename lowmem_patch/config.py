@@ -118,8 +118,10 @@ def load_config(config: str | Path | Mapping[str, Any] | PatchConfig) -> PatchCo
 ConfigLike = str | Path | Mapping[str, Any] | PatchConfig
 
 
-def given_config(preset: ConfigLike | None, config: ConfigLike | None) -> ConfigLike:
-    """What was asked for under one of two names of one argument; the preset ``auto`` where nothing was.
+def given_config(
+    preset: ConfigLike | None, config: ConfigLike | None, default: ConfigLike = "auto"
+) -> ConfigLike:
+    """What was asked for under one of two names of one argument, or the default where nothing was.
 
     Raises:
         ConfigError: both were given.
@@ -127,7 +129,7 @@ def given_config(preset: ConfigLike | None, config: ConfigLike | None) -> Config
     if preset is not None and config is not None:
         raise ConfigError("preset and config are two names of one argument: give one of them")
     given = config if preset is None else preset
-    return "auto" if given is None else given
+    return default if given is None else given
 
 
 def _parse(content: str, *, name: str, where: str) -> PatchConfig:

@@ -23,16 +23,19 @@ with those of revision {revision}, in which `auto` still folded norms into Linea
 they saved more. Bytes are those that autograd holds after the forward of the tiny models of
 [coverage](coverage.md).
 
-Models saved in both, and how many of them save fewer, equally many or more bytes now:
+All models that were judged then and now, and in how many of them autograd holds fewer, equally many or
+more bytes than then:
 
 | preset | models | fewer | equal | more |
 |---|---|---|---|---|
 """
 _MORE = """
-`auto` saves more in these. It takes codes only behind frozen Linears now, since in convolutional nets
-their errors added up. `paper` still has them. A model that had no codes saves at most {percent:.1f} % more.
+In these, `auto` holds more than then. It takes approximate codes only behind frozen Linears now (here all
+weights train): in convolutional nets their errors added up, and in other nets no training run has shown
+what they cost. Codes of ReLU and its kin are exact, and stay. `paper` still has all codes. Models that had
+no codes then hold at most {percent:.1f} % more.
 
-| model | strategies then | strategies now | saved / unpatched then | now |
+| model (preset) | strategies then | strategies now | bytes / unpatched then | now |
 |---|---|---|---|---|
 """
 

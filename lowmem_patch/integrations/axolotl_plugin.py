@@ -43,4 +43,4 @@ class LowmemAxolotlPlugin(BasePlugin):
         if preset is None and budget is None:
             return []
         length = cfg.get("sequence_len")
-        return [LowmemTrainerCallback(preset or "auto", fit=budget, sequence_length=length)]
+        return [LowmemTrainerCallback(preset, fit=budget, sequence_length=length)]

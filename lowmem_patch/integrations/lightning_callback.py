@@ -36,7 +36,8 @@ class LowmemLightningCallback(Callback):  # type: ignore[misc]  # Lightning need
     beside the checkpoints.
 
     Args:
-        preset: ``auto``, ``exact``, ``compact``, ``paper``, a YAML path, a mapping or a PatchConfig.
+        preset: ``auto``, ``exact``, ``compact``, ``paper``, a YAML path, a mapping or a PatchConfig; default:
+            that of an earlier patch, else ``auto``.
         fit: a memory budget such as ``"24GiB"``; it needs ``batch_size``, and for text ``sequence_length``.
         example_inputs: arguments of the module's forward; the module is then patched as a whole.
         sequence_length: tokens per row.
@@ -53,7 +54,7 @@ class LowmemLightningCallback(Callback):  # type: ignore[misc]  # Lightning need
 
     def __init__(
         self,
-        preset: ConfigLike = "auto",
+        preset: ConfigLike | None = None,
         *,
         fit: str | int | None = None,
         example_inputs: Any = None,

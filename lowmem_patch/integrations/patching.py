@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from lowmem_patch.api import patch_model, patch_report
-from lowmem_patch.config import ConfigLike, load_config
+from lowmem_patch.config import ConfigLike, given_config, load_config
 from lowmem_patch.errors import ConfigError
 from lowmem_patch.integrations.refusals import refuse_model
 from lowmem_patch.planning.budget import checked_budget
@@ -40,7 +40,7 @@ class Patching:
         ConfigError: an unknown preset, key or value.
     """
 
-    preset: ConfigLike = "auto"
+    preset: ConfigLike | None = None
     fit: str | int | None = None
     example_inputs: Any = None
     sequence_length: int | None = None
@@ -54,7 +54,7 @@ class Patching:
     }
 
     def __post_init__(self) -> None:
-        load_config(self.preset)  # a mistake is said before a model is loaded
+        load_config(given_config(self.preset, None))  # a mistake is said before a model is loaded
         if self.fit is not None:
             checked_budget(self.fit)
 

@@ -27,7 +27,8 @@ class LowmemTrainerCallback(TrainerCallback):
     training begins.
 
     Args:
-        preset: ``auto``, ``exact``, ``compact``, ``paper``, a YAML path, a mapping or a PatchConfig.
+        preset: ``auto``, ``exact``, ``compact``, ``paper``, a YAML path, a mapping or a PatchConfig; default:
+            that of an earlier patch, else ``auto``.
         fit: a memory budget such as ``"24GiB"``.
         example_inputs: one batch, for a model that says nothing of its inputs.
         sequence_length: tokens per row, which ``fit`` needs where the trainer has no ``max_length``.
@@ -42,7 +43,7 @@ class LowmemTrainerCallback(TrainerCallback):
 
     def __init__(
         self,
-        preset: ConfigLike = "auto",
+        preset: ConfigLike | None = None,
         *,
         fit: str | int | None = None,
         example_inputs: Any = None,

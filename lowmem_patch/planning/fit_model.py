@@ -132,7 +132,8 @@ def _too_small(fitting: Fitting, budget: Budget, found: NoFit, inputs: str) -> s
         lines.append(f'fit={budget.bytes} is {budget.bytes} bytes: did you mean fit="{meant}"?')
     lines.append(
         f"fit {budget.asked}: no training step of this model fits. The least budget is "
-        f"{size_text(found.least)} ({found.least} bytes) for {inputs} and {fitting.training.optimizer}"
+        f"{size_text(found.least, up=True)} ({found.least} bytes) for {inputs} and "
+        f"{fitting.training.optimizer}"
         + (f" on each of {fitting.training.gpus} GPUs: " if states.gathered else ": ")
         + f"parameters {size_text(weights)}, optimizer state {size_text(states.optimizer)}, "
         f"gradients and activations {size_text(found.peak + fitting.earlier)}"

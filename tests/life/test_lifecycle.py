@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers.trainer_pt_utils import get_parameter_names
 
@@ -250,6 +251,18 @@ def test_another_config_plans_from_the_original(make: Make) -> None:
         patch_model(model, config, example_inputs=inputs)
         assert patch_report(model) == fresh[config]
         assert_same_outputs(model, before, inputs)
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")
+def test_patching_again_without_a_preset_keeps_the_earlier_one(make: Make) -> None:
+    inputs, model = FAMILIES["llama"].inputs(), make("llama")
+    patch_model(model, "exact", example_inputs=inputs)
+    model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
+    assert plan_patch(model, example_inputs=inputs).config.name == "exact"
+    patch_model(model, example_inputs=inputs)
+    assert patch_report(model).config.name == "exact"
+    patch_model(model, "auto", example_inputs=inputs)
+    assert patch_report(patch_model(model)).config.name == "auto"
 
 
 def test_freezing_then_patching_again_plans_anew(make: Make) -> None:

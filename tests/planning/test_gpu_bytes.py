@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowmem_patch import plan_patch
 from lowmem_patch.functional.products import linear_backward
-from lowmem_patch.memory import model_state_bytes
+from lowmem_patch.memory import model_state_bytes, parse_bytes
 from lowmem_patch.memory.caching_allocator import rounding_bytes
 from lowmem_patch.memory.cublas import _of_one, workspace_sizes
 from lowmem_patch.planning.fit_report import _ranges, size_text
@@ -205,3 +205,9 @@ def test_blocks_of_one_level_stand_in_one_line() -> None:
     total = size_text(sum(block.patched for block in fit.blocks))
     assert len(lines) == 1 and f"model.layers.0 to {len(fit.blocks) - 1}" in lines[0]
     assert total in lines[0]
+
+
+@pytest.mark.parametrize("size", [1, 1023, 585736460, 558 * 2**20, 24 * 2**30 + 1])
+def test_a_size_that_is_rounded_up_is_enough(size: int) -> None:
+    assert size <= parse_bytes(size_text(size, up=True)) < 1.01 * size + 16
+    assert size_text(25769803776) == size_text(25769803776, up=True) == "24.00 GiB"
