@@ -104,6 +104,7 @@ def head_samples() -> Iterator[tuple[str, tuple[Any, ...]]]:
     yield "cross_entropy_forward", (logits.clone(), None, None, None, -100, 0.0, 1.0, 0.0, False, R)
     yield "cross_entropy_backward", (logits.clone(), rows, rows, target, weights, *settings, R)
     yield "scale_in_place", (torch.rand(4, 4), torch.rand(()), R)
+    yield "placeholder", (torch.rand(2, 3), (2, 1, 5), torch.float16)
     for low in (torch.float32, torch.float16):
         parts = (randn(2, 3, 4), randn(5, 4), randn(5), randn(2, 3, 2), randn(5, 2))
         head = (*parts, 0.5, 3.0, low)

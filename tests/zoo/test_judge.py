@@ -107,13 +107,11 @@ def bytes_kept(patch: pytest.MonkeyPatch) -> None:
 
 
 def state_dict_key(patch: pytest.MonkeyPatch) -> None:
-    made = norms.MSNorm.__init__
+    def wrong(self: Any, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        nn.Module._save_to_state_dict(self, destination, prefix, keep_vars)
+        destination[prefix + "extra"] = torch.zeros(1)
 
-    def wrong(self: Any, *args: Any, **kwargs: Any) -> None:
-        made(self, *args, **kwargs)
-        self.register_buffer("extra", torch.zeros(1))
-
-    patch.setattr(norms.MSNorm, "__init__", wrong)
+    patch.setattr(norms.MSNorm, "_save_to_state_dict", wrong)
 
 
 def reloaded(patch: pytest.MonkeyPatch) -> None:
