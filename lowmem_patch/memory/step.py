@@ -25,7 +25,7 @@ from lowmem_patch.tracing.gpu_dropout import GpuDropouts
 from lowmem_patch.tracing.inputs import ExampleInputs
 from lowmem_patch.tracing.isolation import in_training_mode
 from lowmem_patch.tracing.live_storages import LiveStorages
-from lowmem_patch.tracing.observers import observed_calls
+from lowmem_patch.tracing.observers import ended_checkpoints, observed_calls
 from lowmem_patch.tracing.saved_bytes import storage_key
 from lowmem_patch.tracing.shadow import Shadow, node_of, tensors_in
 
@@ -279,6 +279,7 @@ def watched_step(
         live = LiveBytes(held, shadow.packed, sites, settled, on_gpu=shadow.on_gpu)
         contexts.enter_context(observed_calls(model, live.enter, live.leave))
         contexts.enter_context(live)
+        contexts.enter_context(ended_checkpoints())
         for parameter in () if accumulates else model.parameters():
             if parameter.requires_grad:
                 register: Any = parameter.register_post_accumulate_grad_hook  # has no types

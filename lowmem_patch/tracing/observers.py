@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -90,3 +91,22 @@ def module_stack(model: nn.Module) -> Iterator[list[str]]:
 
     with observed_calls(model, lambda name, args, kwargs: stack.append(name), leave):
         yield stack
+
+
+@contextlib.contextmanager
+def ended_checkpoints() -> Iterator[None]:
+    """An exception ends torch's checkpoints in which it was raised. Torch leaves their hooks on for as long
+    as a frame of the exception lives, and takes off then whatever hooks were set last."""
+    try:
+        yield
+    except BaseException as error:
+        raised: BaseException | None = error
+        while raised is not None:
+            for frame, _ in traceback.walk_tb(raised.__traceback__):
+                with contextlib.suppress(RuntimeError):  # it still runs
+                    frame.clear()
+                    dict(
+                        frame.f_locals
+                    )  # renews the copy that an earlier look has left in the frame
+            raised = raised.__context__
+        raise

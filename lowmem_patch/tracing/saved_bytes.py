@@ -25,7 +25,12 @@ from lowmem_patch.tracing.categories import (
     module_categories,
     reads_weight,
 )
-from lowmem_patch.tracing.observers import DispatchObserver, FunctionObserver, module_stack
+from lowmem_patch.tracing.observers import (
+    DispatchObserver,
+    FunctionObserver,
+    ended_checkpoints,
+    module_stack,
+)
 from lowmem_patch.tracing.op_roles import function_name
 
 
@@ -216,7 +221,7 @@ def saved_bytes(model: nn.Module) -> Iterator[SavedBytes]:
             return held
 
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda held: held.tensor)
-        with hooks, copies, running:
+        with hooks, copies, running, ended_checkpoints():
             yield result
     _add_held(deferred, first, savers)
     for key in copies.copies & first.keys():

@@ -10,9 +10,12 @@ import timm
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaModel
 
-from lowmem_patch import plan_patch, saved_bytes
+from lowmem_patch import patch_model, plan_patch, saved_bytes
+from lowmem_patch.errors import TraceError
+from lowmem_patch.functional import packs_saved_tensors
 
 # PEFT reads a name that transformers has since deprecated
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
@@ -97,3 +100,28 @@ def test_only_what_its_caller_drops_is_not_counted(drops: bool) -> None:
     with saved_bytes(model) as saved:
         model(torch.randn(4, 8, requires_grad=True))
     assert saved.activations == (0 if drops else 4 * 8 * 4)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.linear, self.inner = nn.Linear(4, 4), inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = checkpoint(self.inner, self.linear(x), use_reentrant=False)
+        return y
+
+
+def test_a_checkpoint_that_fails_leaves_no_hooks_on() -> None:
+    class Failing(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            raise ValueError("as asked")
+
+    model, x = Checkpointed(Failing()), torch.randn(2, 4, requires_grad=True)
+    with pytest.raises(ValueError, match="as asked") as held, saved_bytes(model):
+        model(x)
+    assert not packs_saved_tensors()
+    with pytest.raises(TraceError, match="as asked") as told:
+        patch_model(model, example_inputs=x)
+    assert not packs_saved_tensors()
+    assert held.traceback and told.traceback
