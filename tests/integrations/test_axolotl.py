@@ -84,7 +84,7 @@ def test_its_callback_patches_the_model_of_the_trainer(manager: Any, tmp_path: P
 def test_a_budget_comes_with_the_length_of_the_rows(manager: Any) -> None:
     (callback,) = callbacks_of(manager, {"lowmem_patch_fit": "24GiB", "sequence_len": 77})
     patching = callback.patching
-    assert (patching.preset, patching.fit, patching.sequence_length) == ("auto", "24GiB", 77)
+    assert (patching.preset, patching.fit, patching.sequence_length) == (None, "24GiB", 77)
 
 
 def test_kernels_of_axolotl_that_write_over_saved_tensors_are_refused(
