@@ -95,18 +95,18 @@ def module_stack(model: nn.Module) -> Iterator[list[str]]:
 
 @contextlib.contextmanager
 def ended_checkpoints() -> Iterator[None]:
-    """An exception ends torch's checkpoints in which it was raised. Torch leaves their hooks on for as long
-    as a frame of the exception lives, and takes off then whatever hooks were set last."""
+    """An exception ends the checkpoints of torch that it came through. Torch leaves their hooks on for as
+    long as a frame of the exception lives, and takes off then whatever hooks were set last."""
     try:
         yield
     except BaseException as error:
-        raised: BaseException | None = error
-        while raised is not None:
-            for frame, _ in traceback.walk_tb(raised.__traceback__):
+        exception: BaseException | None = error
+        while exception is not None:
+            for frame, _ in traceback.walk_tb(exception.__traceback__):
                 with contextlib.suppress(RuntimeError):  # it still runs
                     frame.clear()
                     dict(
                         frame.f_locals
                     )  # renews the copy that an earlier look has left in the frame
-            raised = raised.__context__
+            exception = exception.__context__
         raise
