@@ -105,8 +105,7 @@ def ended_checkpoints() -> Iterator[None]:
             for frame, _ in traceback.walk_tb(exception.__traceback__):
                 with contextlib.suppress(RuntimeError):  # it still runs
                     frame.clear()
-                    dict(
-                        frame.f_locals
-                    )  # renews the copy that an earlier look has left in the frame
+                    # a look at its variables has left a copy of them in the frame: this one renews the copy
+                    dict(frame.f_locals)
             exception = exception.__context__
         raise
