@@ -31,9 +31,10 @@ more bytes than then:
 """
 _MORE = """
 In these, `auto` holds more than then. It takes approximate codes only behind frozen Linears now (here all
-weights train): in convolutional nets their errors added up, and in other nets no training run has shown
-what they cost. Codes of ReLU and its kin are exact, and stay. `paper` still has all codes. Models that had
-no codes then hold at most {percent:.1f} % more.
+weights train): only there have training runs shown what 3-bit codes cost
+([training truth](training-truth.md)), and in convolutional nets errors added up. Codes of ReLU and its
+kin are exact, and stay. `paper` still has all codes. Models that had no codes then hold at most
+{percent:.1f} % more.
 
 | model (preset) | strategies then | strategies now | bytes / unpatched then | now |
 |---|---|---|---|---|

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from lowmem_patch import patch_model, saved_bytes
 from lowmem_patch.errors import DoubleBackwardError
 from lowmem_patch.nn.deferred import Deferred
+from lowmem_patch.nn.deferred_ops import Saved
 from tests.support.judge import BAND, TOLERANCE, assert_close, assert_rounded
 from tests.support.step import step
 
@@ -299,3 +300,20 @@ def test_checkpointed_block_saves_only_its_input() -> None:
     theirs = rows().requires_grad_()
     plain(theirs).square().sum().backward()
     assert_close(x.grad, theirs.grad, "input")
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda h: h.to(h.device),
+        lambda h: h.cpu(),
+        lambda h: h.requires_grad_(),
+        lambda h: h.mul_(2),
+    ],
+    ids=["to", "cpu", "requires_grad_", "mul_"],
+)
+def test_a_function_that_returns_its_input_returns_the_deferred_tensor(
+    function: Callable[[Tensor], Tensor],
+) -> None:
+    h = Saved().of(torch.randn(3, 4, requires_grad=True) * 1, passing=True)
+    assert function(h) is h
