@@ -14,7 +14,6 @@ from lowmem_patch.functional._library import is_exporting as is_exporting
 from lowmem_patch.functional._library import is_transformed as is_transformed
 from lowmem_patch.functional._library import register_plain as register_plain
 from lowmem_patch.functional._library import without_autocast as without_autocast
-from lowmem_patch.functional._ownership import TELLS_PACKER as TELLS_PACKER
 from lowmem_patch.functional._ownership import is_checkpoint_packing as is_checkpoint_packing
 from lowmem_patch.functional._ownership import may_pack as may_pack
 from lowmem_patch.functional._ownership import packer as packer

@@ -17,20 +17,18 @@ from lowmem_patch.functional._library import in_compiler
 
 _autograd: Any = torch._C._autograd  # has no types
 may_pack = _autograd._saved_tensors_hooks_is_enabled  # whether nobody forbids it
-# torch 2.6 does not tell who packs
-_top_hooks: Any = getattr(_autograd, "_top_saved_tensors_default_hooks", None)
-TELLS_PACKER = _top_hooks is not None
+_top_hooks = _autograd._top_saved_tensors_default_hooks
 _HOOKS = ("_checkpoint_hook.", "_recomputation_hook.")
 
 
 def packer() -> Any:
     """Pack and unpack of who packs what is saved here, of which only the innermost is called; or None."""
-    return None if _top_hooks is None else _top_hooks(True)
+    return _top_hooks(True)
 
 
 def packs_saved_tensors() -> bool:
     """Whether somebody packs what is saved, or forbids it."""
-    return _top_hooks is None or _top_hooks(True) is not None or not may_pack()
+    return packer() is not None or not may_pack()
 
 
 def is_checkpoint_packing() -> bool:
@@ -58,7 +56,7 @@ def unwritten(tensor: Tensor, version: int, where: str) -> Tensor:
 
 # builds of torch for a CPU alone do not have it
 _use_count: Any = getattr(torch._C, "_storage_Use_Count", None)
-TELLS_HOLDERS = _use_count is not None and TELLS_PACKER
+TELLS_HOLDERS = _use_count is not None
 
 
 def _holders(tensor: Tensor) -> int:

@@ -160,7 +160,7 @@ def _add_product(total: Tensor, d_logits: Tensor, x: Tensor, first: bool) -> Non
     left, beta = d_logits.t(), 0 if first else 1  # 0 reads nothing
     if total.dtype == x.dtype:
         total.addmm_(left, x, beta=beta)
-    elif x.is_cuda and _HAS_OUT_DTYPE:
+    elif x.is_cuda:
         torch.ops.aten.addmm.dtype_out(total, left, x, total.dtype, beta=beta, out=total)
     else:
         x = x.to(total.dtype)
@@ -170,7 +170,6 @@ def _add_product(total: Tensor, d_logits: Tensor, x: Tensor, first: bool) -> Non
             total[part].addmm_(left[part].to(total.dtype), x, beta=beta)
 
 
-_HAS_OUT_DTYPE = hasattr(torch.ops.aten.addmm, "dtype_out")  # since torch 2.8
 _BLOCK = 1 << 24  # elements of a float32 copy that is made of d_logits
 
 

@@ -341,10 +341,6 @@ class _Hold(torch.autograd.Function):
         return dy
 
 
-# the compiler of torch 2.6 fails where a tensor becomes a subclass of ours
-COMPILER_MAKES_SUBCLASSES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 7)
-
-
 def keep(
     tensor: Tensor,
     op: Op,
@@ -361,8 +357,6 @@ def keep(
     """
     h: Any = tensor
     compiling = in_compiler()
-    if compiling and not COMPILER_MAKES_SUBCLASSES:
-        return h  # type: ignore[no-any-return]  # a plain tensor is read rightly, too
     if owned and not compiling and type(tensor) is Tensor:
         h._first_version, h.op, h.sources = tensor._version, op, sources
         h.__class__ = Stored  # as torch's lazy parameters do; a view would cost a node of autograd

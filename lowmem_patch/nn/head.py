@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowmem_patch.functional import in_compiler, is_exporting, is_transformed, recast_linear
+from lowmem_patch.functional import is_exporting, is_transformed, recast_linear
 from lowmem_patch.nn import (
     logits_readers as logits_readers,  # fills the table of those who read what is made here
 )
 from lowmem_patch.nn.adapters import forward_as_one, low_rank_products
 from lowmem_patch.nn.context import autocast_dtype, has_hooks, is_foreign, is_fsdp_unit
-from lowmem_patch.nn.deferred import COMPILER_MAKES_SUBCLASSES, Deferred, value_of
+from lowmem_patch.nn.deferred import Deferred, value_of
 from lowmem_patch.nn.deferred_ops import Saved
 from lowmem_patch.nn.logits import HeadReads, Logits, Settings
 from lowmem_patch.nn.op import Projection
@@ -66,8 +66,6 @@ def _waits(module: nn.Module, reads: HeadReads, x: Any) -> bool:
 def _deferred(
     module: Any, reads: HeadReads, low_precision: bool | None, x: Tensor
 ) -> Deferred | None:
-    if in_compiler() and not COMPILER_MAKES_SUBCLASSES:
-        return None
     product = _product(module, low_precision, x.dtype)
     if product is None:
         return None

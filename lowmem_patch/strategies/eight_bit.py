@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from torch import Tensor, nn
 
 from lowmem_patch.config import PatchConfig
-from lowmem_patch.functional import EIGHT_BIT_DTYPES, TELLS_PACKER
+from lowmem_patch.functional import EIGHT_BIT_DTYPES
 from lowmem_patch.nn.eight_bit import store_attention, store_input
 from lowmem_patch.nn.norms import MSNorm
 from lowmem_patch.nn.own import has_foreign_forward
@@ -62,9 +62,6 @@ def find(facts: Facts, config: PatchConfig) -> Found:
     """Fused attention, the Linears and LoRA layers that train, and the norms in front of them."""
     found = Found()
     if config.storage == "exact":
-        return found
-    if not TELLS_PACKER:
-        found.notes.append("nothing is stored in 8 bits: that needs torch 2.7 or newer")
         return found
     savers = _Savers(facts)
     attention = savers.attention_that_fits()

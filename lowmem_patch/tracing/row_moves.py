@@ -92,9 +92,7 @@ def _index(args: _Arguments, kwargs: _Named, ndim: int) -> bool:
     missing = [slice(None)] * (
         ndim - sum(item is not None and item is not Ellipsis for item in items)
     )
-    # no next(..., None): torch.compile of torch 2.6 does not know it
-    dots = [i for i, item in enumerate(items) if item is Ellipsis]
-    at = dots[0] if dots else len(items)
+    at = next((i for i, item in enumerate(items) if item is Ellipsis), len(items))
     items = [*items[:at], *missing, *items[at + 1 :]]
     return isinstance(items[-1], slice) and items[-1] == slice(None)
 

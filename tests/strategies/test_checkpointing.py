@@ -189,8 +189,6 @@ def count_runs(model: Any, inputs: Any) -> int:
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("library", ["transformers", "timm"])
 def test_a_switch_of_the_library_is_not_doubled(library: str, level: str) -> None:
-    if library == "timm" and torch.__version__ < (2, 7):
-        pytest.xfail("torch 2.6 does not tell who checkpoints: an error of its own (limits.md)")
     family = FAMILIES["llama" if library == "transformers" else "timm-vit"]
     torch.manual_seed(0)
     model, inputs = family.build().train(), family.inputs()

@@ -184,10 +184,6 @@ def test_a_bart_reaches_the_floor(adapted: bool, mode: Mode) -> None:
         patch_model(model, "exact", example_inputs=inputs)
     report = patch_report(model)
     assert_same_step(model, twin, inputs, mode)
-    if not adapted and torch.__version__ < (2, 7):
-        pytest.xfail(
-            "torch 2.6 saves some bytes of BART that the report does not count (limits.md)"
-        )
     # a mask of attention, which no fake tensor can know to hide nothing, is counted in both
     assert step(model, inputs, mode, count=True).saved <= report.saved_after
     assert report.floor <= report.saved_after < report.saved_before

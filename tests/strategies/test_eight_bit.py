@@ -17,14 +17,11 @@ from lowmem_patch import patch_model, patch_report, plan_patch, saved_bytes, ver
 from lowmem_patch.config import load_config
 from lowmem_patch.constants import EIGHT_BIT_GROUP
 from lowmem_patch.demo import demo_tasks
-from lowmem_patch.functional import TELLS_PACKER
-from lowmem_patch.strategies import eight_bit as eight_bit_strategy
 from tests.support.models import EVERY_FAMILY, build, fill_adapters
 from tests.support.step import MODES, Step, cast, in_mode, step
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning"),
-    pytest.mark.skipif(not TELLS_PACKER, reason="8 bits need torch 2.7 (limits.md)"),
 ]
 
 COMPACT = load_config("compact")
@@ -193,14 +190,3 @@ def test_float64_and_frozen_weights_store_nothing() -> None:
     model.first.requires_grad_(False)
     assert stored_sites(model, (x,)) == ["linear"]
     assert stored_sites(model.requires_grad_(False), (x,)) == []
-
-
-def test_a_torch_that_cannot_store_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(eight_bit_strategy, "TELLS_PACKER", False)
-    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
-    x = torch.randn(32, 64, requires_grad=True)
-    report = patch_report(patch_model(model, "compact", example_inputs=x))
-    assert any("nothing is stored in 8 bits" in note for note in report.notes)
-    with saved_bytes(model) as saved:
-        model(x)
-    assert saved.activations == report.saved_after

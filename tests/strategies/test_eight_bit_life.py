@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from lowmem_patch import patch_model, saved_bytes, unpatch_model
 from lowmem_patch.errors import DoubleBackwardError
-from lowmem_patch.functional import TELLS_PACKER, from_eight_bits, to_eight_bits
+from lowmem_patch.functional import from_eight_bits, to_eight_bits
 from lowmem_patch.nn import eight_bit
 from lowmem_patch.nn.adapters import is_adapter_forward
 from lowmem_patch.nn.own import is_own
@@ -28,7 +28,6 @@ from tests.support.step import call
 # PEFT's and transformers' own names
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning"),
-    pytest.mark.skipif(not TELLS_PACKER, reason="8 bits need torch 2.7 (limits.md)"),
 ]
 Gradients = dict[str, Tensor]
 

@@ -22,10 +22,6 @@ from tests.support.step import FP32, MODES, Mode, cast, step, truth_of, twin_of
 # PEFT reads a name that transformers has since deprecated
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning"),
-    pytest.mark.skipif(
-        torch.__version__ < (2, 9),
-        reason="transformers' experts multiply by a function of torch 2.9",
-    ),
 ]
 
 TOKENS, WIDTH, INNER, EXPERTS, CHOSEN = 18, 32, 24, 4, 2

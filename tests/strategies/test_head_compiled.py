@@ -15,7 +15,7 @@ from transformers import Trainer, TrainingArguments
 
 from lowmem_patch import patch_model
 from lowmem_patch.functional import head as chunks
-from lowmem_patch.nn.deferred import COMPILER_MAKES_SUBCLASSES, Unstored
+from lowmem_patch.nn.deferred import Unstored
 from tests.support.compiler import Graphs
 from tests.support.heads import (
     CLASSES,
@@ -37,9 +37,6 @@ from tests.support.step import MODES, cast
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 # whether torch's compiler asks a tensor class about y[...] = value and about a loop over rows (limits.md)
 ASKS = torch.__version__ < (2, 13)
-DEFERRED = pytest.mark.skipif(
-    not COMPILER_MAKES_SUBCLASSES, reason="a graph of torch 2.6 computes logits whole (limits.md)"
-)
 ASSIGNED = "assigns to a part of logits"
 # of the tensors that a step needs, the head's weight is the largest; logits are larger
 WEIGHT = CLASSES * 32
@@ -73,8 +70,7 @@ def test_a_compiled_loss_is_torchs_and_has_no_logits(name: str) -> None:
     found = run(patched, compiled(loss, graphs))
     assert_accurate(found, run(model, loss), truth(model, loss))
     assert len(graphs.made) == 2
-    if COMPILER_MAKES_SUBCLASSES:  # torch 2.6 computes logits whole
-        assert graphs.largest() == WEIGHT
+    assert graphs.largest() == WEIGHT
 
 
 # a criterion that is made in the graph is a function of the compiler's own
@@ -88,7 +84,6 @@ def test_who_else_reads_them_in_a_graph_gets_them(name: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
 @pytest.mark.parametrize("trains", ["all", "tied", "body", "adapters"])
-@DEFERRED
 def test_a_compiled_model_returns_deferred_logits(trains: str) -> None:
     model = cast(llama(trains == "tied", layers=1), MODES["bf16"].weights)
     if trains == "body":
@@ -110,7 +105,6 @@ def test_a_compiled_model_returns_deferred_logits(trains: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["a user's own", "softmax"])
-@DEFERRED
 def test_returned_logits_have_gradients(name: str) -> None:
     (model, patched), graphs, loss = bare(), Graphs(), (FUSED | READ)[name]
     step: Any = torch.compile(patched, fullgraph=True, backend=graphs.backend)

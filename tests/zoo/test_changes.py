@@ -24,5 +24,5 @@ def test_models_that_save_more_are_counted_and_named() -> None:
         "| exact | 1 | 0 | 1 | 0 |\n",
         "| paper | 1 | 1 | 0 | 0 |\n",
     ]
-    assert "at most 1.0 % more" in lines[3]
+    assert "at most\n1.0 % more" in lines[3]
     assert lines[4:] == ["| a (auto) | 1 fold | 1 fold | 0.50 | 0.51 |\n"]
