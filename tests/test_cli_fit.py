@@ -14,6 +14,8 @@ from lowmem_patch import plan_patch
 from lowmem_patch.cli import app
 from lowmem_patch.config import load_config
 from lowmem_patch.errors import BudgetError, ConfigError
+from lowmem_patch.planning.ladder import Rung
+from lowmem_patch.report.fit import print_ladder
 from tests.support.stacks import rows, stack
 
 LAYERS = 9  # more than are run
@@ -105,6 +107,12 @@ def test_both_are_shown(shallow: Path) -> None:
     assert ways < heading and any(line.startswith("a batch of 1") for line in lines[heading:])
     assert not any(line.startswith("a batch of 1") for line in lines[:heading])
     assert "fit 9MiB" in shown and "predicted peak" in shown
+
+
+def test_a_budget_as_the_ladder_prints_it_is_no_smaller(capsys: pytest.CaptureFixture[str]) -> None:
+    print_ladder([Rung("patched", 2**30 + 1, 1.0)], 2**30, "a GPU")
+    (row,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("patched"))
+    assert "1.01 GiB" in row and row.split()[3] == "no"
 
 
 @pytest.mark.parametrize(

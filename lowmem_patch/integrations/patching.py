@@ -34,7 +34,7 @@ class Patching:
         fit: a memory budget such as ``"24GiB"``, as in :func:`lowmem_patch.patch_model`.
         example_inputs: as in :func:`lowmem_patch.patch_model`; default: made from the model's config.
         sequence_length, batch_size: tokens per row and rows of a training step on one device, which ``fit``
-            needs where the trainer does not tell them.
+            needs where the trainer does not tell them; given, the report counts bytes for them.
 
     Raises:
         ConfigError: an unknown preset, key or value.
@@ -96,10 +96,12 @@ class Patching:
         return [patch_report(part) for part in found]
 
     def _inputs(self, model: nn.Module, rows: int | None, length: int | None) -> Any:
-        """Of a real step where a budget must be met; else what ``patch_model`` makes for itself."""
-        if self.fit is None:
+        """Of a real step where a budget must be met; else of the settings, or what ``patch_model`` makes."""
+        if self.fit is None and self.sequence_length is self.batch_size is None:
             return None
         length, rows = self.sequence_length or length, self.batch_size or rows
+        if self.fit is None:
+            return make_example_inputs(model, batch_size=rows or 2, sequence_length=length)
         unknown = ["batch_size"] if rows is None else []
         if length is None and reads_tokens(model):
             unknown.append("sequence_length")

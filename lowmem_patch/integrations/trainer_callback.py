@@ -31,7 +31,8 @@ class LowmemTrainerCallback(TrainerCallback):
             that of an earlier patch, else ``auto``.
         fit: a memory budget such as ``"24GiB"``.
         example_inputs: one batch, for a model that says nothing of its inputs.
-        sequence_length: tokens per row, which ``fit`` needs where the trainer has no ``max_length``.
+        sequence_length: tokens per row, for which the report counts bytes; ``fit`` needs them where the
+            trainer has no ``max_length``.
 
     Raises:
         ConfigError: an unknown preset; in the trainer, an argument that cannot be used beside the patch.

@@ -143,7 +143,13 @@ class PatchReport:
         return pandas.DataFrame(rows, columns=columns)
 
     def site_rows(self) -> list[SiteRow]:
-        """Sites that differ in the numbers of their paths alone are one row; patched ones come first."""
+        """Sites that differ in the numbers of their paths alone are one row; patched ones come first.
+
+        So are reasons: where several differ in such numbers alone, each row has the reason of them all.
+        """
+        reasons: dict[str, set[str]] = {}
+        for site in self.sites:
+            reasons.setdefault(starred(site.reason), set()).add(site.reason)
         groups: dict[tuple[object, ...], list[Site]] = {}
         for site in (*self.patched, *self.left_alone):
             key = (
@@ -154,13 +160,14 @@ class PatchReport:
         rows = []
         for sites in groups.values():
             first, several = sites[0], len(sites) > 1
+            common = starred(first.reason)
             strategy = first.strategy + (" (approximate)" if first.approximate else "")
             names = collapse_names([site.name for site in sites])
             rows.append(
                 SiteRow(
                     tuple(f"{name} (each)" if several else name for name in names), first.kind,
                     strategy, first.bytes_before, first.bytes_after,
-                    starred(first.reason) if several else first.reason,
+                    first.reason if len(reasons[common]) == 1 else common,
                 )
             )  # fmt: skip
         return rows

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lowmem_patch.planning.columns import make_table
-from lowmem_patch.planning.fit_report import FitReport
+from lowmem_patch.planning.fit_report import FitReport, size_text
 from lowmem_patch.planning.ladder import Rung
 from lowmem_patch.planning.names import human_bytes
 from lowmem_patch.report.layout import print_line, print_table
@@ -45,7 +45,7 @@ def _print_rungs(heading: str, rungs: Sequence[Rung], limit: int, patched: float
         fits = rung.total <= limit
         share = f"{rung.seconds / patched:.2f}x" if patched else "-"
         cells = (
-            human_bytes(rung.total),
+            size_text(rung.total, up=True),
             "yes" if fits else "no",
             f"{1e3 * rung.seconds:.1f}",
             share,

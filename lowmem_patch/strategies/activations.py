@@ -121,8 +121,9 @@ def _site(facts: Facts, name: str, kind: ActivationKind, config: PatchConfig) ->
 
 def next_to_nothing(facts: Facts, gain: int, worth: float) -> str | None:
     """Why so few bytes, less than the share ``worth`` of all that is saved, need no patch; None for more."""
-    share = gain / max(1, facts.trace.saved.activations)
-    return None if share >= worth else f"next to nothing to gain: {share:.1e} of all that is saved"
+    if gain >= worth * max(1, facts.trace.saved.activations):
+        return None
+    return f"next to nothing to gain: less than {100 * worth:g} % of all that is saved"
 
 
 def _is_frozen(consumer: Consumer) -> bool:

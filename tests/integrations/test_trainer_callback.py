@@ -280,6 +280,9 @@ def test_a_budget_is_passed_on_with_the_sizes_of_a_step(
     assert calls == [{"inputs": "input_ids 3x33", "fit": "24GiB", "accumulation": 2}]
     Trainer(llama(), arguments(tmp_path), callbacks=[LowmemTrainerCallback("exact")])
     assert calls[1:] == [{"inputs": "None"}]
+    callback = LowmemTrainerCallback("exact", sequence_length=33)  # for the report alone
+    Trainer(llama(), args, callbacks=[callback])
+    assert calls[2:] == [{"inputs": "input_ids 3x33"}]
 
 
 def test_the_log_says_what_a_budget_chose(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

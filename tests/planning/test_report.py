@@ -78,6 +78,20 @@ def test_report_as_text_and_as_data(make: Make, monkeypatch: pytest.MonkeyPatch)
     assert data["saved_after"] == report.saved_after
 
 
+def test_reasons_that_differ_in_numbers_are_one() -> None:
+    net = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 4))
+    report = plan_patch(net, "auto", example_inputs=torch.randn(2, 8))
+    first, second = (
+        dataclasses.replace(site, reason=f"output read by blocks.{number}.up")
+        for number, site in enumerate(report.sites)
+    )
+    second = dataclasses.replace(second, bytes_before=first.bytes_before + 1)
+    (row,) = dataclasses.replace(report, sites=(second,)).site_rows()
+    assert row.reason == "output read by blocks.1.up"
+    both = dataclasses.replace(report, sites=(first, second)).site_rows()
+    assert [row.reason for row in both] == ["output read by blocks.*.up"] * 2
+
+
 def test_report_in_a_notebook_and_as_a_frame(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     report = plan_patch(make("bert"), "auto", example_inputs=FAMILIES["bert"].inputs())
     report = dataclasses.replace(report, notes=("a note with <brackets>",))
