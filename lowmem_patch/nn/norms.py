@@ -47,6 +47,8 @@ class MSNorm(nn.Module):
         output_saved: an op that is no Linear saves the output, so that the norm had better save it too.
         output_moved: Linears read views of the output that are not contiguous: each would save a copy of the
             output, and saves none of z.
+        lies_as_input: no Linear reads the output: it lies in memory as the input does, as that of elementwise
+            operators would. Attention's output then does, too, of which a Linear need not save a copy.
         eps_name: the attribute that holds eps, as it did in the original: users set it. None in it leaves
             eps to torch, which takes that of the input's dtype in float64. Empty: that of ``settings`` stays.
         low_precision: adapters that read the output compute in its dtype (see `lowmem_patch.nn.deferred.Op`).
@@ -71,6 +73,7 @@ class MSNorm(nn.Module):
         shares_copy: bool = False,
         output_saved: bool = False,
         output_moved: bool = False,
+        lies_as_input: bool = False,
         eps_name: str = "",
     ) -> None:
         nn.Module.__init__(self)  # past a stock norm, which would make parameters of its own
@@ -87,6 +90,7 @@ class MSNorm(nn.Module):
         self.shares_copy = shares_copy
         self.output_saved = output_saved
         self.output_moved = output_moved
+        self.lies_as_input = lies_as_input
         self.eps_name = eps_name
         self.looks = Looks()
 
@@ -139,6 +143,11 @@ class MSNorm(nn.Module):
         if self.folded:
             self._refuse_changes()
         x = value_of(x)  # of an activation or a gated product that waits
+        if self.lies_as_input and not x.is_contiguous():
+            order = sorted(range(x.dim()), key=x.stride, reverse=True)
+            if order[-1] == x.dim() - 1:
+                back = sorted(order, key=order.__getitem__)
+                return self.normed(x.permute(order)).permute(back)
         if (
             self.behind_row_moves
             and needs_gradient(x)

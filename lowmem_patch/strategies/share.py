@@ -45,6 +45,7 @@ class SharedNorm(Swap):
     shares_copy: bool
     output_saved: bool
     output_moved: bool
+    lies_as_input: bool
 
     folded: ClassVar[bool] = False
 
@@ -64,6 +65,7 @@ class SharedNorm(Swap):
             shares_copy=self.shares_copy,
             output_saved=self.output_saved,
             output_moved=self.output_moved,
+            lies_as_input=self.lies_as_input,
             eps_name=_eps_name(original, spec.settings.eps),
         )
 
@@ -191,6 +193,9 @@ def shared_norm(facts: Facts, config: PatchConfig, site: NormSite, reason: str) 
         or came_sharded(facts.model)
         or any(c.use == "linear" and c.text in head_names(facts, config) for c in consumers),
         output_moved=any(_reads_a_moved_view(consumer) for consumer in consumers),
+        lies_as_input=not any(
+            consumer.use == "linear" for consumer in _who_saves_it(facts, config, consumers)
+        ),
         reason=reason + "; computed behind the row moves, at its Linear" * behind_row_moves,
         kind=site.spec.kind,
         consumers=site.texts,

@@ -1,0 +1,123 @@
+"""How a norm's output lies in memory: as its input, or contiguous where a Linear reads it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor, nn
+
+from lowmem_patch import patch_model, patch_report
+from tests.support.judge import assert_same_step
+from tests.support.models import randomise
+from tests.support.saved import saved_storages
+from tests.support.step import MODES, cast, step
+
+WIDTH, HEADS = 32, 4
+NORMS: dict[str, Callable[[int], nn.Module]] = {"rms": nn.RMSNorm, "layer": nn.LayerNorm}
+
+
+class Attention(nn.Module):
+    """Queries and keys are normalised behind the transposition of the heads (Gemma3, Hunyuan, EXAONE 4)."""
+
+    def __init__(self, norm: Callable[[int], nn.Module]) -> None:
+        super().__init__()
+        self.query_norm, self.key_norm = norm(WIDTH // HEADS), norm(WIDTH // HEADS)
+        self.query, self.key = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key = (
+            norm(linear(x).unflatten(-1, (HEADS, -1)).transpose(1, 2))
+            for norm, linear in ((self.query_norm, self.query), (self.key_norm, self.key))
+        )
+        attended = F.scaled_dot_product_attention(query, key, key)
+        read: Tensor = self.out(attended.transpose(1, 2).flatten(-2))
+        return read
+
+
+class Transposed(nn.Module):
+    """Tokens come first, and the norm's input is a view of batch first."""
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.norm, self.dropout, self.out = nn.RMSNorm(WIDTH), nn.Dropout(p), nn.Linear(WIDTH, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        read: Tensor = self.out(self.dropout(self.norm(x.transpose(0, 1))))
+        return read
+
+
+def patched(model: nn.Module, x: Tensor) -> tuple[Any, Any]:
+    """The model and a copy of it from before the patch."""
+    stock = copy.deepcopy(randomise(model).train())
+    return patch_model(model, "exact", example_inputs=x), stock
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_attention_and_the_linear_behind_it_save_one_tensor(name: str) -> None:
+    x = torch.randn(2, 9, WIDTH)
+    model, _ = patched(Attention(NORMS[name]), x)
+    _, storages = saved_storages(lambda: model(x))
+    report = patch_report(model)
+    assert sum(storages.values()) - _weights(model, storages) == report.saved_after
+    # x; of each norm its output, which attention saves; attention's output; the statistics of rows
+    assert report.saved_after == 4 * x.nbytes + 3 * (x.nbytes // (WIDTH // HEADS))
+
+
+def _weights(model: nn.Module, storages: dict[int, int]) -> int:
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    return sum(size for key, size in storages.items() if key in own)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", NORMS)
+def test_a_step_is_as_accurate_as_the_unpatched_one(name: str, mode: str) -> None:
+    x = torch.randn(2, 9, WIDTH).to(MODES[mode].weights)
+    model = cast(randomise(Attention(NORMS[name])), MODES[mode].weights).train()
+    stock = copy.deepcopy(model)
+    with torch.autocast("cpu", torch.bfloat16, enabled=mode == "autocast"):
+        patch_model(model, "exact", example_inputs=x)
+    assert_same_step(model, stock, x, MODES[mode])
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_output_lies_as_the_input(training: bool) -> None:
+    model, _ = patched(Attention(nn.RMSNorm), torch.randn(2, 9, WIDTH))
+    rows = torch.randn(2, 9, HEADS, WIDTH // HEADS).transpose(1, 2)
+    with torch.set_grad_enabled(training):
+        for given in (rows, rows.transpose(0, 1), rows[:, :2], rows[:, :, ::2]):
+            found = model.query_norm(given)
+            assert found.stride() == torch.empty_like(given).stride()
+        # the last dimension is not the innermost one: rows are copied, as ever
+        assert model.query_norm(torch.randn(8, 9, 8).transpose(0, 2)).is_contiguous()
+
+
+@pytest.mark.parametrize("p", [0.0, 0.5])
+def test_a_linear_behind_a_norm_of_a_view_saves_no_copy(p: float) -> None:
+    x = torch.randn(4, 6, WIDTH)
+    model, stock = patched(Transposed(p), x)
+    before, after = (step(one, x, count=True).saved for one in (stock, model))
+    bits = 6 * 4 * WIDTH // 8 if p else 0
+    assert after == patch_report(model).saved_after < before
+    assert after == x.nbytes + bits + 4 * 24
+    if not p:
+        assert_same_step(model, stock, x)
+
+
+def test_gemma3_is_at_its_floor() -> None:
+    config = transformers.Gemma3TextConfig(
+        vocab_size=64, hidden_size=WIDTH, intermediate_size=48, num_hidden_layers=2, head_dim=8,
+        num_attention_heads=4, num_key_value_heads=2,
+    )  # fmt: skip
+    model = randomise(transformers.Gemma3ForCausalLM(config)).train()
+    ids = torch.randint(1, 64, (2, 64))
+    assert (
+        patch_report(patch_model(model, "exact", example_inputs={"input_ids": ids})).above_floor
+        <= 1.02
+    )
