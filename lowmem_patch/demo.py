@@ -25,7 +25,6 @@ import transformers
 from torch import Tensor, nn
 
 from lowmem_patch.api import patch_model, patch_report
-from lowmem_patch.checkpoint.load import timm_weights
 from lowmem_patch.config import ConfigLike
 from lowmem_patch.planning.report import PatchReport
 from lowmem_patch.tracing.saved_bytes import SavedBytes, saved_bytes
@@ -80,9 +79,7 @@ def load_demo_llama(dtype: torch.dtype = torch.float32) -> Any:
 
 def load_demo_vit(dtype: torch.dtype = torch.float32) -> Any:
     """The bundled ViT, a stock timm ``VisionTransformer``, in eval mode."""
-    model: Any = timm.create_model(
-        f"local-dir:{VIT_FOLDER}", pretrained=True, pretrained_cfg_overlay=timm_weights(VIT_FOLDER)
-    )
+    model: Any = timm.create_model(f"local-dir:{VIT_FOLDER}", pretrained=True)
     return model.to(dtype).eval()
 
 

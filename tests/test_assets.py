@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import pickle
 import re
 from pathlib import Path
 
@@ -113,11 +112,6 @@ def test_llama_loads_as_any_checkpoint_does() -> None:
     assert generated.shape == (1, len("import ") + 4)
 
 
-@pytest.mark.xfail(
-    tuple(map(int, timm.__version__.split(".")[:3])) < (1, 0, 29),
-    reason="timm's own error: before 1.0.29 it opens no safetensors in a folder (limits.md)",
-    raises=(NameError, pickle.UnpicklingError),
-)
 def test_vit_loads_as_any_timm_model_does() -> None:
     model = timm.create_model(f"local-dir:{demo.VIT_FOLDER}", pretrained=True)
     assert model(torch.zeros(2, 1, 8, 8)).shape == (2, 10)

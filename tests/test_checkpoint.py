@@ -76,8 +76,6 @@ def test_stock_timm_loads_the_same_function(tmp_path: Path) -> None:
     model = write_timm(tmp_path / "in")
     result = convert(resolve(tmp_path / "in"), tmp_path / "out")
     assert len(result.folded) == 4 and all(check.passed for check in result.checks)
-    if tuple(map(int, timm.__version__.split(".")[:3])) < (1, 0, 29):
-        pytest.xfail("timm's own error: it opens no safetensors in a folder (limits.md)")
     loaded = timm.create_model(f"local-dir:{tmp_path / 'out'}", pretrained=True).eval()
     assert_same_outputs(loaded, model, torch.randn(2, 3, 32, 32))
     assert bool((loaded.blocks[0].norm1.weight == 1).all())

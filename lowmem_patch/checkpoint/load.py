@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch import nn
 
 from lowmem_patch.checkpoint.compare import cast_parameters
 from lowmem_patch.checkpoint.source import Source, first_line
-from lowmem_patch.checkpoint.weights import WEIGHT_FILES, read_weights
+from lowmem_patch.checkpoint.weights import read_weights
 from lowmem_patch.errors import CheckpointError
 from lowmem_patch.memory import output_head
 
@@ -157,20 +156,9 @@ def _timm_model(source: Source, *, pretrained: bool = False) -> nn.Module:
             f"{source.name}: timm {timm.__version__} has no architecture {architecture}: update timm"
         )
     device = torch.device("cpu" if pretrained else "meta")
-    overlay = None if source.folder is None else timm_weights(source.folder)
     with _naming(source, f"build {architecture}"), device:
-        model: nn.Module = timm.create_model(
-            name, pretrained=pretrained, pretrained_cfg_overlay=overlay
-        )
+        model: nn.Module = timm.create_model(name, pretrained=pretrained)
     return model
-
-
-def timm_weights(folder: Path) -> dict[str, Any] | None:
-    """What tells timm the file of a folder's weights: before 1.0.29 it opens no safetensors that it finds."""
-    found = next((name for name in WEIGHT_FILES if (folder / name).is_file()), None)
-    return (
-        None if found is None else {"source": "", "file": str(folder / found), "custom_load": False}
-    )
 
 
 def stored_names(model: Any, stored: Sequence[str]) -> dict[str, str]:

@@ -31,6 +31,7 @@ from tests.integrations.trainings import (
 )
 from tests.support.models import llama
 from tests.support.step import AUTOCAST, FP32
+from tests.support.versions import before
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*is_gradient_checkpointing.*:FutureWarning",  # PEFT's own
@@ -168,6 +169,8 @@ def test_the_bytes_of_the_report_are_those_of_a_forward(make: Make) -> None:
 
 @pytest.mark.parametrize("lora", [False, True])
 def test_resumes_from_a_checkpoint_of_either_kind(make: Make, tmp_path: Path, lora: bool) -> None:
+    if lora and before("peft", "0.19"):
+        pytest.skip("transformers resumes no adapter with PEFT 0.18.1")
     saves = {"save_strategy": "steps", "save_steps": 2, "lora": lora}
     straight = trained_by(lambda: make("exact", **saves))
     checkpoint = str(tmp_path / "checkpoint-2")

@@ -19,6 +19,7 @@ import torch
 from tests.life.distributed_models import MICROBATCHES, ROWS, VOCABULARY, WORLD
 from tests.support.judge import assert_gradients, assert_outputs
 from tests.support.step import MODES, Step
+from tests.support.versions import before
 
 ROOT = Path(__file__).parents[2]
 LAYERS, TOKENS, WIDTH = 2, 48, 32
@@ -86,15 +87,17 @@ def saved(runs: Runs, name: str) -> int:
     return count
 
 
-def skip_what_peft_cannot(runs: Runs, way: str, trains: str) -> None:
+def skip_what_others_cannot(runs: Runs, way: str, trains: str) -> None:
     """PEFT 0.21.0 adds an adapter of all columns to a base of some (transformers 5.17), patched or not."""
+    if way == "came_sharded" and before("transformers", "5.7"):
+        pytest.skip("transformers 5.6 loads shards as plain tensors, and not as DTensors")
     if "error" in runs[f"{way} {trains} None"] and (way, trains) == ("came_sharded", "columns"):
         pytest.skip("the unpatched model fails as well")
 
 
 @pytest.mark.parametrize("way,trains,preset", CASES)
 def test_trains_as_the_unpatched_model(runs: Runs, way: str, trains: str, preset: str) -> None:
-    skip_what_peft_cannot(runs, way, trains)
+    skip_what_others_cannot(runs, way, trains)
     truth = run_of(runs, f"truth sequence {trains}" if way == "sequence" else f"truth {trains}")
     own, found = (run_of(runs, f"{way} {trains} {which}") for which in (None, preset))
     mode = MODES["autocast" if way == "fsdp_norms" else "fp32"]
@@ -106,7 +109,7 @@ def test_trains_as_the_unpatched_model(runs: Runs, way: str, trains: str, preset
 def test_saves_no_more_than_the_unpatched_model(
     runs: Runs, way: str, trains: str, preset: str
 ) -> None:
-    skip_what_peft_cannot(runs, way, trains)
+    skip_what_others_cannot(runs, way, trains)
     before, after = (saved(runs, f"{way} {trains} {which}") for which in (None, preset))
     assert after < before or (way == "fsdp_checkpointed" and after == before)
 
@@ -135,6 +138,7 @@ def test_a_pipeline_saves_as_much_less_for_each_row(runs: Runs, trains: str) -> 
 def test_tensor_parallel_keeps_half_the_columns(runs: Runs, way: str, preset: str) -> None:
     if runs["device"] != "cpu":
         pytest.skip("attention keeps other tensors there")
+    skip_what_others_cannot(runs, way, "full")
     # q, k, v, out, log-sum-exp, gate, up; down_proj reads a DTensor, and keeps the product
     columns = 32 + 16 + 16 + 32 + 4 + 64 + 64
     half = LAYERS * TOKENS * 4 * columns // 2
@@ -154,7 +158,7 @@ def test_dropout_on_dtensors_is_torchs_own(runs: Runs) -> None:
 @pytest.mark.parametrize("preset", ["exact", "auto"])
 @pytest.mark.parametrize("trains", ["full", "columns"])
 def test_a_model_that_came_sharded_keeps_its_weights(runs: Runs, trains: str, preset: str) -> None:
-    skip_what_peft_cannot(runs, "came_sharded", trains)
+    skip_what_others_cannot(runs, "came_sharded", trains)
     name = f"came_sharded {trains} {preset}"
     run_of(runs, name)
     found = runs[name]

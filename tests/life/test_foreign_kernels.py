@@ -19,6 +19,7 @@ from tests.life import foreign
 from tests.life.foreign import INTERPRETED, RAN, ForeignRMSNorm, ForeignSquare, InPlaceDouble
 from tests.support.judge import assert_same_step
 from tests.support.models import randomise
+from tests.support.versions import OLD_TRITON
 
 KERNELS = [
     pytest.param(("cpu", foreign.ctypes_kernel), id="ctypes"),
@@ -171,7 +172,17 @@ def test_model_still_on_the_cpu_is_told_to_move() -> None:
 def test_the_same_under_tritons_interpreter() -> None:
     pytest.importorskip("triton")
     finished = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__],
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-x",
+            "-p",
+            "no:cacheprovider",
+            *OLD_TRITON,
+            __file__,
+        ],
         env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
         cwd=Path(__file__).parents[2],
         capture_output=True,

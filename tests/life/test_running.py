@@ -35,6 +35,7 @@ from tests.support.step import (
     twin_of,
 )
 from tests.support.toys import Toy, batch, gated, mlp, patched_twin
+from tests.support.versions import before
 
 Make = Callable[[str], Any]
 FP32 = MODES["fp32"]
@@ -182,6 +183,8 @@ class _Wrapped:
 
 def _why_the_graph_breaks(name: str, unpatched: Any, inputs: dict[str, Any], autocast: Any) -> str:
     """What torch cannot trace though no patch is there: old torch with old transformers."""
+    if name == "timm-swin" and before("torch", "2.12"):
+        return "torch 2.11 asks no class for an attribute"
     with autocast:
         why = why_unsupported(lambda: unpatched(**inputs))
     if why:
@@ -193,6 +196,8 @@ def _why_the_graph_breaks(name: str, unpatched: Any, inputs: dict[str, Any], aut
 
 @pytest.mark.filterwarnings("ignore:.*(script_method|should not be inst):DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+# behind a break of the graph, torch's compiler looks at the gradients of whatever enters
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.parametrize(("name", "config", "mode_name", "dynamic"), COMPILED)
 def test_compiled_without_a_graph_break_saves_no_more(
     name: str, config: str, mode_name: str, dynamic: bool | None, make: Make
@@ -238,6 +243,8 @@ def test_compiled_without_a_graph_break_saves_no_more(
     # the input of a head leaves the graph, beside what the graph saves of the last norm
     width = getattr(getattr(unpatched, "config", None), "hidden_size", 0)
     leaving = inputs["input_ids"].numel() * width * 4 if "input_ids" in inputs else 0
+    if before("torch", "2.12") and name == "llama" and dynamic:
+        pytest.xfail("the compiler of torch 2.11 saves more (limits.md)")
     assert kept["compiled"] <= 1.05 * kept["eager"] + leaving
 
 

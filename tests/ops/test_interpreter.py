@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("triton")
+from tests.support.versions import OLD_TRITON
 
-# The interpreter of Triton 3.2 makes int() of arrays with one element; numpy 2.4 refuses that.
-OLD_TRITON = ("-W", "ignore:Conversion of an array with ndim:DeprecationWarning")
+pytest.importorskip("triton")
 
 
 # in two parts, so that two workers share them

@@ -20,6 +20,7 @@ from tests.support.judge import assert_equal_steps, assert_same_step
 from tests.support.models import randomise
 from tests.support.step import AUTOCAST, BF16, FP32, Mode, step
 from tests.support.toys import ROWS, WIDTH, rows
+from tests.support.versions import before
 
 # PEFT reads a name that transformers has since deprecated
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
@@ -184,6 +185,10 @@ def test_a_bart_reaches_the_floor(adapted: bool, mode: Mode) -> None:
         patch_model(model, "exact", example_inputs=inputs)
     report = patch_report(model)
     assert_same_step(model, twin, inputs, mode)
+    if not adapted and before("transformers", "5.7"):
+        pytest.xfail(
+            "with transformers 5.6, BART saves 144 bytes that no report counts (limits.md)"
+        )
     # a mask of attention, which no fake tensor can know to hide nothing, is counted in both
     assert step(model, inputs, mode, count=True).saved <= report.saved_after
     assert report.floor <= report.saved_after < report.saved_before

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from tests.support.compiler import Graphs
 from tests.support.heads import CLASSES, IDS, bare, logits_of, run, truth
 from tests.support.judge import assert_accurate
+from tests.support.versions import before
 
 # what torch's own compiler does to torch
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
@@ -20,6 +21,9 @@ Write = Callable[[Tensor], Any]
 COLUMNS = torch.tensor([1, 5])
 REFUSED = "share their memory"
 # behind a break of the graph, torch's compiler looks at the gradients of whatever enters
+older_compiler = pytest.mark.skipif(
+    before("torch", "2.12"), reason="an error of torch 2.11's own compiler"
+)
 breaks = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 
 # into a view that torch would give, or while one is held
@@ -118,6 +122,7 @@ def test_a_copy_has_a_memory_of_its_own() -> None:
     assert_accurate(run(patched, compiled), run(model, step), truth(model, step))
 
 
+@older_compiler
 def test_tensors_that_leave_a_graph_share_their_memory() -> None:
     _, patched = bare()
 
@@ -132,6 +137,7 @@ def test_tensors_that_leave_a_graph_share_their_memory() -> None:
             tensors[number].mul_(2)
 
 
+@older_compiler
 def test_tensors_that_leave_a_graph_after_a_write_are_views() -> None:
     _, patched = bare()
 
@@ -150,6 +156,7 @@ def test_tensors_that_leave_a_graph_after_a_write_are_views() -> None:
     assert patched.lm_head.weight.grad[:9].count_nonzero()
 
 
+@older_compiler
 @breaks
 def test_a_compiled_write_into_logits_from_outside() -> None:
     model, patched = bare()
@@ -179,6 +186,7 @@ def test_a_write_before_a_criterion_of_the_graphs_own() -> None:
     assert_accurate(run(patched, compiled), run(model, step), truth(model, step))
 
 
+@older_compiler
 @breaks
 @pytest.mark.parametrize("ahead", [True, False])
 def test_a_write_outside_of_a_graph_that_reads_another(ahead: bool) -> None:

@@ -17,6 +17,7 @@ from tests.support.configs import ONE_COPY
 from tests.support.judge import assert_equal_steps, assert_same_step
 from tests.support.saved import saved_storages, storage_of
 from tests.support.step import step
+from tests.support.versions import before
 
 # PEFT reads a name that transformers has since deprecated
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
@@ -84,6 +85,7 @@ def test_counted_bytes_are_those_of_a_plain_call() -> None:
     assert counted == sum(size for key, size in storages.items() if key not in known)
 
 
+@pytest.mark.skipif(before("peft", "0.19"), reason="PEFT 0.18 adds a second adapter in bfloat16")
 def test_several_adapters_share_x() -> None:
     model = adapted()
     model.add_adapter("second", LoraConfig(r=3, target_modules=["q"], init_lora_weights=False))

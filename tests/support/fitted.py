@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
+import pytest
 import timm
 import torch
 from peft import LoraConfig, get_peft_model
@@ -39,6 +40,7 @@ from tests.support.live import LiveBytes
 from tests.support.models import llama_of
 from tests.support.quantised import qlora
 from tests.support.step import warned
+from tests.support.versions import before
 
 GIB = 2**30
 
@@ -92,6 +94,8 @@ def t5() -> Any:
 
 
 def whisper() -> Any:
+    if before("transformers", "5.7"):
+        pytest.skip("transformers 5.6's Whisper runs on data alone: a BudgetError says so")
     config = WhisperConfig(
         vocab_size=64, d_model=32, encoder_layers=2, decoder_layers=3, encoder_attention_heads=4,
         decoder_attention_heads=4, encoder_ffn_dim=64, decoder_ffn_dim=64, num_mel_bins=8, dropout=0.1,

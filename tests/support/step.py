@@ -49,6 +49,9 @@ class StayInFloat64(TorchDispatchMode):
             wanted = kwargs.get("dtype")
             if wanted is not None and wanted.is_floating_point:
                 kwargs["dtype"] = torch.float64
+        # positions, cast from integers, meet a rotary table in float64 (transformers before 5.8)
+        if func is torch.ops.aten.bmm.default and args[0].dtype != args[1].dtype:
+            args = (args[0].double(), args[1].double())
         return func(*args, **kwargs)
 
 
