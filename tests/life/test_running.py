@@ -183,8 +183,6 @@ class _Wrapped:
 
 def _why_the_graph_breaks(name: str, unpatched: Any, inputs: dict[str, Any], autocast: Any) -> str:
     """What torch cannot trace though no patch is there: old torch with old transformers."""
-    if name == "timm-swin" and before("torch", "2.12"):
-        return "torch 2.11 asks no class for an attribute"
     with autocast:
         why = why_unsupported(lambda: unpatched(**inputs))
     if why:
@@ -196,13 +194,13 @@ def _why_the_graph_breaks(name: str, unpatched: Any, inputs: dict[str, Any], aut
 
 @pytest.mark.filterwarnings("ignore:.*(script_method|should not be inst):DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
-# behind a break of the graph, torch's compiler looks at the gradients of whatever enters
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.parametrize(("name", "config", "mode_name", "dynamic"), COMPILED)
 def test_compiled_without_a_graph_break_saves_no_more(
     name: str, config: str, mode_name: str, dynamic: bool | None, make: Make
 ) -> None:
     """The same gradients as eager, and no more kept."""
+    if before("torch", "2.12") and name == "timm-swin":
+        pytest.xfail("the compiler of torch 2.11 fails in it (limits.md)")
     mode, adapted = MODES[mode_name], name.endswith("-lora")
     name = name.removesuffix("-lora")
     inputs, model = in_mode(FAMILIES[name].inputs(), mode), make(name)
