@@ -65,7 +65,7 @@ class Sizes:
         return min(64, self.length)
 
 
-TRIAL = Sizes(steps=3, rows=16, length=16, width=32, layers=1, held_out=1, corpus=60_000)
+TRIAL = Sizes(steps=3, rows=8, length=16, width=32, layers=1, held_out=1, corpus=60_000)
 
 
 @dataclasses.dataclass(frozen=True)
