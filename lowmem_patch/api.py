@@ -78,7 +78,7 @@ def plan_patch(
 
     Raises:
         ConfigError: ``model`` is no model, an unknown preset, key, value or optimizer, a budget that is no
-            size.
+            size, or ``optimizer``, ``accumulation`` or ``gpus`` without a budget.
         TraceError: the model cannot be run on the inputs.
         PatchError: the model is part of a larger model that is patched, or torch.compile wraps it.
         BudgetError: nothing fits in the budget; the text names the least one, and what would help.
@@ -103,7 +103,14 @@ def _asked(
     if type(gpus) is not int or gpus < 1:
         raise ConfigError(f"gpus {gpus!r} is no number of GPUs: 1 or more")
     budget = config.fit if fit is None else fit
-    return None if budget is None else (budget, optimizer, accumulation > 1, gpus)
+    if budget is not None:
+        return budget, optimizer, accumulation > 1, gpus
+    if (optimizer, accumulation, gpus) != ("adamw", 1, 1):
+        raise ConfigError(
+            f"optimizer={optimizer!r}, accumulation={accumulation} and gpus={gpus} are read by a budget "
+            "alone: give fit=, such as fit='24GiB', or leave them out"
+        )
+    return None
 
 
 def _planned(

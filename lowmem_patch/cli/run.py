@@ -30,11 +30,18 @@ def run(
     preset: options.PresetOption = "auto",
     fit: Annotated[str | None, typer.Option(help="A memory budget, such as 24GiB.")] = None,
     batch_size: Annotated[
-        int | None, typer.Option(min=1, help="Rows of a step, for --fit in a loop of one's own.")
+        int | None,
+        typer.Option(
+            min=1,
+            help="Rows of a step, for the report; --fit needs them in a loop of one's own.",
+        ),
     ] = None,
     seq_len: Annotated[
         int | None,
-        typer.Option(min=1, help="Tokens per row of a step, for --fit where no trainer tells it."),
+        typer.Option(
+            min=1,
+            help="Tokens per row, for the report; --fit needs them where no trainer tells.",
+        ),
     ] = None,
     as_module: Annotated[
         bool, typer.Option("-m", help="SCRIPT is a module's name, as of python -m.")

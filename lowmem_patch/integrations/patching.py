@@ -57,6 +57,10 @@ class Patching:
         load_config(given_config(self.preset, None))  # a mistake is said before a model is loaded
         if self.fit is not None:
             checked_budget(self.fit)
+        for name in ("sequence_length", "batch_size"):
+            size = getattr(self, name)
+            if size is not None and (type(size) is not int or size < 1):
+                raise ConfigError(f"{name} {size!r} is no number of tokens or rows: 1 or more")
 
     def patch(
         self,

@@ -288,6 +288,12 @@ def test_a_budget_is_passed_on_with_the_sizes_of_a_step(
     assert calls[2:] == [{"inputs": "input_ids 3x33"}]
 
 
+@pytest.mark.parametrize("length", ["48", -3, 0, True])
+def test_a_length_that_is_none_is_refused_before_a_trainer_is_there(length: Any) -> None:
+    with pytest.raises(ConfigError, match=f"^sequence_length {length!r} is no number of tokens"):
+        LowmemTrainerCallback("exact", sequence_length=length)
+
+
 def test_the_log_says_what_a_budget_chose(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     callback = LowmemTrainerCallback("exact", fit="1GiB", sequence_length=9)
     Trainer(llama(), arguments(tmp_path), callbacks=[callback])

@@ -78,3 +78,10 @@ def test_what_cannot_be_counted_is_refused() -> None:
     planned = plan_model(model, load_config("auto"), BATCH)
     with pytest.raises(ConfigError, match="quantised weights are not counted on several GPUs"):
         fit_planned(model, planned, "1GiB", Training("adamw", quantised=True, gpus=2))
+
+
+@pytest.mark.parametrize("asked", [{"gpus": 2}, {"accumulation": 4}, {"optimizer": "sgd"}])
+def test_what_a_budget_alone_reads_is_refused_without_one(asked: dict[str, Any]) -> None:
+    model = llama_of(num_hidden_layers=2)
+    with pytest.raises(ConfigError, match=r"are read by a budget alone: give fit="):
+        patch_model(model, "exact", example_inputs=BATCH, **asked)
