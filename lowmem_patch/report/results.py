@@ -70,13 +70,12 @@ def _print_blocks(report: PatchReport) -> None:
     for label, sizes in group_by_pattern(blocks):
         table.add_row(label, *_with_floor(*sizes))
     for kind in CATEGORIES:
-        columns = (report.kinds.before, report.kinds.after, report.kinds.floor)
-        sizes = tuple(column.get(kind, 0) for column in columns)
+        sizes = tuple(column.get(kind, 0) for column in (report.kinds.before, report.kinds.after))
         if any(sizes):
-            # bytes move from kind to kind: shares would say nothing
-            before, after, floor = map(human_bytes, sizes)
+            # bytes move from kind to kind: shares would say nothing, and neither would a kind's floor
+            before, after = map(human_bytes, sizes)
             table.add_row(
-                f"saved as {_LABELS.get(kind, kind)}", before, after, "", floor, "", style="dim"
+                f"saved as {_LABELS.get(kind, kind)}", before, after, *[""] * 3, style="dim"
             )
     total = _with_floor(report.saved_before, report.saved_after, report.floor)
     table.add_row("total", *total, style="bold")
