@@ -45,7 +45,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("tracing.diffusion_inputs", "tracing.trace"),
     ("tracing.example_inputs",),
     ("tracing.dataflow", "tracing.probes"),
-    ("tracing.consumers",),
+    ("tracing.consumers", "tracing.functions"),
     ("config",),
     ("strategies.protocol",),
     ("strategies.fold_weights", "strategies.swap"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import tempfile
 import warnings
@@ -14,6 +15,8 @@ from torch import nn
 
 from lowmem_patch import PatchReport, patch_model, patch_report, plan_patch, unpatch_model
 from lowmem_patch.errors import TraceError
+from lowmem_patch.nn.functions import call_instead
+from lowmem_patch.tracing.call_arguments import CalledFunction
 from zoo.build import Built
 from zoo.dataflow import read_dataflow
 from zoo.errors import Comparison, compare_gradients, compare_outputs
@@ -256,6 +259,10 @@ def _twin(
         parameter.requires_grad_(trains[name])
     replaced = {}
     for name, (kind, bits) in codes.items():
+        if name.endswith(")"):
+            module, function = _called(name)
+            call_instead(twin.get_submodule(module), function, StepActivation(kind, bits, shift))
+            continue
         module = twin.get_submodule(name)
         in_place = bool(getattr(module, "inplace", False))
         replaced[id(module)] = StepActivation(kind, bits, shift, in_place)
@@ -264,6 +271,15 @@ def _twin(
             if child is not None and id(child) in replaced:
                 parent._modules[slot] = replaced[id(child)]
     return twin
+
+
+def _called(site: str) -> tuple[str, CalledFunction]:
+    """The module and the function of a site such as ``layers.0.mlp.gelu(approximate='tanh')``."""
+    path, bracket, arguments = site.partition("(")
+    module, _, name = path.rpartition(".")
+    call: Any = ast.parse(f"f{bracket}{arguments}", mode="eval").body
+    named = ((str(one.arg), ast.literal_eval(one.value)) for one in call.keywords)
+    return module, CalledFunction(name, tuple(map(ast.literal_eval, call.args)), tuple(named))
 
 
 def _note(found: PresetResult, what: str, judged: tuple[Comparison, bool]) -> None:

@@ -25,7 +25,7 @@ from lowmem_patch.nn.own import Own, given_forward, is_own, within_compiled
 from lowmem_patch.planning.plan import Plan
 from lowmem_patch.planning.report import RECORD, AsPatched, Record
 from lowmem_patch.strategies.lora import trained_lora_layers
-from lowmem_patch.strategies.swap import Swap, is_replacement
+from lowmem_patch.strategies.swap import is_replacement
 from lowmem_patch.tracing.trace import describe
 
 _MEND = "call patch_model(model) again, which plans for the model as it is now"
@@ -50,7 +50,7 @@ def watch_first_forward(model: nn.Module, plan: Plan, *, adapters: bool) -> None
     """
     replaced = plan.replaced
     calling = (name.rpartition(".")[0] for name in replaced)
-    others = (patch.site for patch in plan.patches if not isinstance(patch, Swap))
+    others = (patch.module for patch in plan.patches if patch.site not in replaced)
     given = (name for name in others if is_own(given_forward(model.get_submodule(name))))
     watched = dict.fromkeys((*replaced, *calling, *given))
     forwards = {name: _forward_of(model.get_submodule(name)) for name in watched}

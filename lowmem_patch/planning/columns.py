@@ -181,7 +181,7 @@ def _without_prefix(column: Column) -> Column:
     common = 0
     for parts in zip(*(path[:-1] for path in paths), strict=False):
         # a number says nothing without the name before it
-        if len(set(parts)) > 1 or any(path[common + 1][0] in "{0123456789" for path in paths):
+        if len(set(parts)) > 1 or any(path[common + 1][:1] in "{0123456789" for path in paths):
             break
         common += 1
     if not common:

@@ -7,7 +7,8 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)")
+# in a path, also one within a sentence
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)|(?<= )\d+(?=\.[^\W\d])")
 
 
 def human_bytes(count: int) -> str:

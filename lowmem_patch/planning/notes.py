@@ -8,7 +8,7 @@ from lowmem_patch.constants import STEP_TABLES
 from lowmem_patch.strategies.protocol import Facts
 from lowmem_patch.tracing.op_roles import Role
 from lowmem_patch.tracing.probes import looks_like_norm, match_activation
-from lowmem_patch.tracing.trace import Op, Trace, describe
+from lowmem_patch.tracing.trace import Op, describe
 
 _NAMED = 3
 
@@ -20,7 +20,7 @@ def _first_of(names: Collection[str]) -> str:
 def notes_of_no_sites(facts: Facts, sites: Iterable[str]) -> list[str]:
     """What a report says of norms and activations that are no sites."""
     notes = (
-        _functional_calls(facts.trace, sites),
+        _functional_calls(facts, sites),
         _not_run(facts),
         _foreign_kernels(facts),
     )
@@ -35,18 +35,21 @@ def _foreign_kernels(facts: Facts) -> str | None:
     return f"{len(places)} modules run kernels of their own, which are left alone ({_first_of(places)})"
 
 
-def _functional_calls(trace: Trace, sites: Iterable[str]) -> str | None:
+def _functional_calls(facts: Facts, sites: Iterable[str]) -> str | None:
     """How many norms and activations are called as functions outside the sites, and where, or None."""
     known = set(sites)
+    called = {(site.module, site.function.name) for site in facts.functions.values()}
     places = [
         f"F.{op.name} in {op.module or 'the model itself'}"
-        for op in trace.ops
-        if (op.role.has(Role.ROW_NORM) or _saves_more(op)) and op.module not in known
+        for op in facts.trace.ops
+        if (op.role.has(Role.ROW_NORM) or _saves_more(op))
+        and op.module not in known
+        and (op.module, op.name) not in called
     ]
     if not places:
         return None
     return (
-        f"{len(places)} norms or activations are function calls and not modules: left alone "
+        f"norms and activations left alone, since they are function calls: {len(places)} "
         f"({_first_of(dict.fromkeys(places))})"
     )
 

@@ -36,7 +36,8 @@ class Plan:
     @property
     def replaced(self) -> tuple[str, ...]:
         """Names of the modules that are replaced."""
-        return tuple(patch.site for patch in self.patches if isinstance(patch, Swap))
+        swaps = (patch for patch in self.patches if isinstance(patch, Swap))
+        return tuple(patch.site for patch in swaps if patch.function is None)
 
     @property
     def folded(self) -> tuple[FoldedNorm, ...]:
@@ -62,16 +63,17 @@ def make_plan(facts: Facts, config: PatchConfig) -> Plan:
         for skip in found.skips:
             rows.setdefault(skip.site, _skipped(facts, skip))
         notes += found.notes
-    sites = tuple(rows[name] for name in facts.order if name in rows)
+    sites = tuple(sorted(rows.values(), key=lambda row: facts.calls_of(row.name)[0].last_op))
     return Plan(sites, tuple(patches), tuple(notes))
 
 
 def _row(facts: Facts, patch: Patch) -> Site:
     step = patch.step if isinstance(patch, FoldedNorm) else None
     kind = patch.kind or "other"
-    before = facts.saved(patch.site)
+    before, after = facts.saved(patch.site), patch.saves if isinstance(patch, Swap) else 0
     return Site(
-        patch.site, kind, patch.strategy, patch.reason, patch.consumers, before, 0, patch.approximate, step,
+        patch.site, kind, patch.strategy, patch.reason, patch.consumers, before, after,
+        patch.approximate, step,
     )  # fmt: skip
 
 

@@ -199,7 +199,9 @@ def counted_after(report: PatchReport, trace: Trace) -> dict[str, Any]:
     own, after = trace.saved.own, by_block(trace.saved)
     before = {block: size for block, size, _ in report.blocks}
     sites = tuple(
-        dataclasses.replace(site, bytes_after=own.get(site.name, 0)) if site.patched else site
+        dataclasses.replace(site, bytes_after=own.get(site.name, site.bytes_after))
+        if site.patched
+        else site
         for site in report.sites
     )
     return {

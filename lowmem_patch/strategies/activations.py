@@ -10,7 +10,9 @@ from torch import Tensor
 from lowmem_patch.config import PatchConfig
 from lowmem_patch.constants import STEP_TABLES
 from lowmem_patch.functional import ActivationKind
+from lowmem_patch.nn.own import has_foreign_forward
 from lowmem_patch.strategies.protocol import Facts, PatchSite, Skip
+from lowmem_patch.tracing.call_arguments import CalledFunction
 from lowmem_patch.tracing.consumers import (
     Consumer,
     consumers_behind_dropouts,
@@ -19,9 +21,13 @@ from lowmem_patch.tracing.consumers import (
     weight_trains,
 )
 from lowmem_patch.tracing.dataflow import first_input
+from lowmem_patch.tracing.functions import FunctionSite
 from lowmem_patch.tracing.op_roles import Role
 from lowmem_patch.tracing.probes import looks_like_activation, looks_like_norm
 from lowmem_patch.tracing.saved_bytes import storage_key
+
+# of a module whose forward is told to call another function: each costs a microsecond more
+_MOST_FUNCTIONS = 100
 
 NOTHING_TO_GAIN = "nothing to gain: what it needs is kept for another op, or not at all"
 
@@ -42,6 +48,7 @@ class ActivationSite(PatchSite):
         hook: what waits for the gradient of the output or of the gated product, or asks for the memory, as a
             report names it.
         chosen: the strategy that decides on it, ``codes`` or ``recompute``.
+        function: what is called, where the site is no module.
     """
 
     kind: ActivationKind
@@ -53,6 +60,7 @@ class ActivationSite(PatchSite):
     reads: int
     recomputing_gains: bool
     chosen: str
+    function: CalledFunction | None = None
 
 
 def activation_sites(facts: Facts, config: PatchConfig) -> list[ActivationSite | Skip]:
@@ -67,6 +75,26 @@ def _find_sites(facts: Facts, config: PatchConfig) -> Iterator[ActivationSite | 
             site = _site(facts, name, kind, config)
             obstacle = _obstacle(facts, site, config)
             yield site if obstacle is None else site.skip(obstacle)
+    for name, called in facts.functions.items():
+        site = _site(facts, name, called.kind, config, called.function)
+        if not (site.recomputing_gains or facts.saved(name)):
+            continue  # a sigmoid whose output others save, too, is no row of a report
+        obstacle = _call_obstacle(facts, called) or _obstacle(facts, site, config)
+        yield site if obstacle is None else site.skip(obstacle)
+
+
+def _call_obstacle(facts: Facts, called: FunctionSite) -> str | None:
+    """Why no forward of ours can run around the one that calls a function."""
+    if not called.module:
+        return "called in the model's own forward: call it in the forward of a module inside"
+    if has_foreign_forward(facts.modules[called.module]):
+        return f"the forward of {called.module} is overridden on the instance"
+    if called.nested:
+        return f"a module inside {called.module} calls it as well"
+    longest = max(call.last_op - call.first_op for call in facts.calls[called.module])
+    if longest > _MOST_FUNCTIONS:
+        return f"{called.module} calls {longest} torch functions, all of which would take longer"
+    return None
 
 
 def unknown_activations(facts: Facts) -> Iterator[Skip]:
@@ -93,7 +121,13 @@ def consumers_of(facts: Facts, outputs: list[Tensor]) -> list[Consumer]:
     return consumers_behind_dropouts(facts.trace, find_consumers(facts.trace, outputs))
 
 
-def _site(facts: Facts, name: str, kind: ActivationKind, config: PatchConfig) -> ActivationSite:
+def _site(
+    facts: Facts,
+    name: str,
+    kind: ActivationKind,
+    config: PatchConfig,
+    function: CalledFunction | None = None,
+) -> ActivationSite:
     consumers = consumers_of(facts, facts.outputs(name))
     rows = [consumer for consumer in consumers if not consumer.reshaped]  # what can be deferred
     hook = _hook(facts, consumers)
@@ -115,7 +149,7 @@ def _site(facts: Facts, name: str, kind: ActivationKind, config: PatchConfig) ->
     )  # fmt: skip
     return ActivationSite(
         name, kind, consumers, in_place, gated, linear, hook, "output" if of_output else "input",
-        reads, gains, chosen,
+        reads, gains, chosen, function,
     )  # fmt: skip
 
 
@@ -149,14 +183,14 @@ def _reads(facts: Facts, name: str, consumers: list[Consumer]) -> int:
         for saver in storage.savers
     }
     saved = any((op.module, op.name) in savers for op in readers)
-    return -(-len(readers) // len(facts.calls[name])) if saved else 0
+    return -(-len(readers) // len(facts.calls_of(name))) if saved else 0
 
 
 def _works_in_place(facts: Facts, name: str) -> bool:
     """Whether the module itself writes into its input."""
     return any(
         op.writes and first_input(op) is not None
-        for call in facts.calls[name]
+        for call in facts.calls_of(name)
         for op in facts.trace.ops[call.first_op : call.last_op]
         if storage_key(call.inputs[0]) == storage_key(call.outputs[0])
     )
@@ -164,7 +198,7 @@ def _works_in_place(facts: Facts, name: str) -> bool:
 
 def input_read_later(facts: Facts, name: str) -> str | None:
     """Who reads what a module has written in place, and not by way of its output; as a report names it."""
-    found = (facts.reads.beside(call) for call in facts.calls[name])
+    found = (facts.reads.beside(call) for call in facts.calls_of(name))
     return next((reader for reader in found if reader is not None), None)
 
 
@@ -175,7 +209,7 @@ def _saves_output(facts: Facts, name: str) -> bool:
             op.role.has(Role.SAVES_OUTPUT) and any(made is call.outputs[0] for made in op.outputs)
             for op in facts.trace.ops[call.first_op : call.last_op]
         )
-        for call in facts.calls[name]
+        for call in facts.calls_of(name)
     )
 
 

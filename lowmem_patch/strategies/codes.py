@@ -63,6 +63,7 @@ def find(facts: Facts, config: PatchConfig) -> Found:
             patch(
                 site.name, site.kind, config.bits, site.in_place,
                 reason=_reason(site, config), kind=site.kind, consumers=site.texts,
+                function=site.function, saves=_cost(facts, site, config),
             )
         )  # fmt: skip
     return found
@@ -72,15 +73,20 @@ def _obstacle(facts: Facts, site: ActivationSite, config: PatchConfig) -> str | 
     if site.kind not in STEP_TABLES:
         return f"no step table for {site.kind}: `recompute` is exact"
     table, saved = STEP_TABLES[site.kind][config.bits], facts.saved(site.name)
-    # one module may be called at many places, and others keep what it saves at most of them
-    cost = sum(codes_bytes(output.numel(), table.bits) for output in facts.outputs(site.name))
     # behind a dropout, whose result is recomputed, a Linear keeps the output all the same
     kept = site.saves == "output" and site.linear is not None and config.linear_inputs != "keep"
-    if saved <= cost or kept:
+    # one module may be called at many places, and others keep what it saves at most of them
+    if saved <= _cost(facts, site, config) or kept:
         return NOTHING_TO_GAIN
     # a pooler's tanh, a gate's sigmoid for each image: the gradient stays exact for so little
     chooses = config.activations == "auto" and site.saves == "output"
     return next_to_nothing(facts, saved, _WORTH) if chooses and not table.exact else None
+
+
+def _cost(facts: Facts, site: ActivationSite, config: PatchConfig) -> int:
+    """Bytes of the codes."""
+    bits = STEP_TABLES[site.kind][config.bits].bits
+    return sum(codes_bytes(output.numel(), bits) for output in facts.outputs(site.name))
 
 
 def _reason(site: ActivationSite, config: PatchConfig) -> str:

@@ -20,7 +20,13 @@ from torch import Tensor, nn
 from lowmem_patch.config import PatchConfig
 from lowmem_patch.functional import ActivationKind
 from lowmem_patch.tracing.consumers import Consumer, Reads, Writes
-from lowmem_patch.tracing.probes import NormSpec, looks_like_norm, match_activation
+from lowmem_patch.tracing.functions import FunctionSite, find_functions
+from lowmem_patch.tracing.probes import (
+    NormSpec,
+    looks_like_activation,
+    looks_like_norm,
+    match_activation,
+)
 from lowmem_patch.tracing.trace import FOREIGN_KERNEL, Call, Trace
 
 ORIGINAL = "_lowmem_patch_original"  # where a replacement holds the module that it stands for
@@ -79,6 +85,20 @@ class Facts:
         names = (name for name in reversed(self.order) if looks_like_norm(self.modules[name]))
         return next(names, "")
 
+    @cached_property
+    def functions(self) -> dict[str, FunctionSite]:
+        """The activations that a module's forward calls as functions, by name."""
+        return find_functions(self.trace, self._is_activation)
+
+    def _is_activation(self, name: str) -> bool:
+        if name not in self.calls or next(self.modules[name].children(), None) is not None:
+            return False
+        return self.activation(name) is not None or looks_like_activation(self.modules[name])
+
+    def calls_of(self, name: str) -> list[Call]:
+        """The calls of a module or of a function."""
+        return self.calls[name] if name in self.calls else self.functions[name].calls
+
     def once(self, question: object, answer: Callable[[], Answer]) -> Answer:
         """The answer to what several strategies ask, found at the first question."""
         if question not in self._answers:
@@ -103,16 +123,18 @@ class Facts:
                 yield name
 
     def outputs(self, name: str) -> list[Tensor]:
-        return [tensor for call in self.calls[name] for tensor in call.outputs]
+        return [tensor for call in self.calls_of(name) for tensor in call.outputs]
 
     def saved(self, name: str) -> int:
-        """Bytes that autograd holds for a module alone."""
-        return self.trace.saved.own.get(name, 0)
+        """Bytes that autograd holds for a module or a function alone."""
+        if name in self.calls:
+            return self.trace.saved.own.get(name, 0)
+        return self.functions[name].saved(self.trace)
 
     def written(self, name: str, tensors: str) -> str | None:
-        """Who writes in place into the ``inputs`` or ``outputs`` of a module's calls once they are over."""
+        """Who writes in place into the ``inputs`` or ``outputs`` of a site's calls once they are over."""
         found = (
-            self.writes.later(getattr(call, tensors), call.last_op) for call in self.calls[name]
+            self.writes.later(getattr(call, tensors), call.last_op) for call in self.calls_of(name)
         )
         return next((text for text in found if text is not None), None)
 
@@ -158,6 +180,11 @@ class Patch:
     reason: str = dataclasses.field(default="", kw_only=True)
     kind: str | None = dataclasses.field(default=None, kw_only=True)
     consumers: tuple[str, ...] = dataclasses.field(default=(), kw_only=True)
+
+    @property
+    def module(self) -> str:
+        """Path of the module that is changed, which may hold the site."""
+        return self.site
 
     strategy: ClassVar[str]
     approximate: ClassVar[bool] = False

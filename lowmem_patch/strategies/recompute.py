@@ -61,7 +61,7 @@ def find(facts: Facts, config: PatchConfig) -> Found:
                 found.add(
                     DeferredActivation(
                         site.name, site.kind, low_precision, site.reads,
-                        reason=reason, kind=site.kind, consumers=site.texts,
+                        reason=reason, kind=site.kind, consumers=site.texts, function=site.function,
                     )
                 )  # fmt: skip
     return found

@@ -1,4 +1,4 @@
-"""Patches that put another module in the place of a leaf of the model."""
+"""Patches that put another module in the place of a leaf of the model, or of a function that is called."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import dataclasses
 from torch import nn
 
 from lowmem_patch.nn.dropout import PackedDropout
+from lowmem_patch.nn.functions import call_instead
 from lowmem_patch.nn.norms import MSNorm
 from lowmem_patch.nn.own import align_as
 from lowmem_patch.strategies.protocol import ORIGINAL, Patch, Target
+from lowmem_patch.tracing.call_arguments import CalledFunction
 
 _SHARED = (
     "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
@@ -20,14 +22,30 @@ _SHARED = (
 
 @dataclasses.dataclass(frozen=True)
 class Swap(Patch):
-    """A module that is replaced; the replacement shares its parameters, buffers and hooks."""
+    """A module that is replaced; the replacement shares its parameters, buffers and hooks.
+
+    Attributes:
+        function: where the site is one that a module's forward calls, and no module: the forward is told to
+            call the replacement.
+        saves: bytes that the replacement of a function saves, which nobody could tell from its module's.
+    """
+
+    function: CalledFunction | None = dataclasses.field(default=None, kw_only=True)
+    saves: int = dataclasses.field(default=0, kw_only=True)
+
+    @property
+    def module(self) -> str:
+        return self.site if self.function is None else self.site.removesuffix(f".{self.function}")
 
     def make(self, original: nn.Module) -> nn.Module:
-        """What takes the place of ``original``."""
+        """What takes the place of ``original``, or of what that calls."""
         raise NotImplementedError
 
     def apply(self, target: Target) -> None:
-        original = target.model.get_submodule(self.site)
+        original = target.model.get_submodule(self.module)
+        if self.function is not None:
+            call_instead(original, self.function, self.make(original))
+            return
         new = self.make(original)
         new.training = original.training
         for shared in _SHARED:  # a user's hooks and buffers stay where they are

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from lowmem_patch.tracing.op_roles import Role, role_of
 
 
@@ -49,3 +51,32 @@ def weight_matmul(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> W
         return None
     weight = argument(args, kwargs, 1, "weight", None)
     return WeightMatmul(args[0], weight, argument(args, kwargs, 2, "bias", None))
+
+
+_PLAIN = (int, float, str, type(None))
+
+
+class CalledFunction(NamedTuple):
+    """A torch function of one tensor, with what else it is called with: ``gelu(approximate='tanh')``."""
+
+    name: str
+    args: tuple[Any, ...] = ()
+    kwargs: tuple[tuple[str, Any], ...] = ()
+
+    def __str__(self) -> str:
+        given = [*map(repr, self.args), *(f"{name}={value!r}" for name, value in self.kwargs)]
+        return f"{self.name}({', '.join(given)})"
+
+
+def called_function(
+    name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Tensor, CalledFunction] | None:
+    """The tensor and the function of a call; None where other tensors or objects are given as well."""
+    tensor = argument(args, kwargs, 0, "input", None)
+    rest, named = args[1:], {key: item for key, item in kwargs.items() if key != "input"}
+    if named.get("inplace") is False:  # torch names it where the caller does not
+        del named["inplace"]
+    plain = all(isinstance(item, _PLAIN) for item in (*rest, *named.values()))
+    if not isinstance(tensor, Tensor) or not plain:
+        return None
+    return tensor, CalledFunction(name, rest, tuple(sorted(named.items())))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Callable
 from typing import Any, get_args
 
 import torch
@@ -19,6 +20,7 @@ from lowmem_patch import reference
 from lowmem_patch.constants import NormSettings
 from lowmem_patch.functional import ActivationKind
 from lowmem_patch.nn.own import align_as, runs_class_forward
+from lowmem_patch.tracing.call_arguments import CalledFunction
 from lowmem_patch.tracing.isolation import NoForeignKernels
 from lowmem_patch.tracing.op_roles import Role
 from lowmem_patch.tracing.trace import Call, Trace
@@ -82,10 +84,10 @@ def _isolated_copy(module: nn.Module) -> nn.Module:
     return isolated.eval()
 
 
-def _run(module: nn.Module, x: Tensor) -> Tensor | None:
+def _run(function: Callable[[Tensor], Any], x: Tensor) -> Tensor | None:
     try:
         with torch.no_grad(), torch.autocast("cpu", enabled=False), NoForeignKernels():
-            output = module(x)
+            output = function(x)
     except Exception:  # a module that cannot run on plain rows is no candidate
         return None
     return output if isinstance(output, Tensor) and output.shape == x.shape else None
@@ -194,7 +196,16 @@ def match_activation(module: nn.Module) -> ActivationKind | None:
     """The kind of a parameterless elementwise module, or None."""
     if not _is_leaf(module) or list(module.parameters()) or not runs_class_forward(module):
         return None
-    output = _run(_isolated_copy(module), _ACTIVATION_INPUTS.clone())
+    return _kind_of(_isolated_copy(module))
+
+
+def match_function(function: Callable[..., Any], called: CalledFunction) -> ActivationKind | None:
+    """The kind of an elementwise function with these arguments behind the tensor, or None."""
+    return _kind_of(lambda x: function(x, *called.args, **dict(called.kwargs)))
+
+
+def _kind_of(function: Callable[[Tensor], Any]) -> ActivationKind | None:
+    output = _run(function, _ACTIVATION_INPUTS.clone())
     if output is None:
         return None
     kind: ActivationKind

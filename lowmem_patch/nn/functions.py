@@ -1,0 +1,69 @@
+"""A module whose forward calls something else in the place of one torch function (``F.silu``).
+
+The forward runs under a torch function mode, which looks at each torch function that is called meanwhile: a
+microsecond each. So it runs around the module that calls the function, and around no larger one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from lowmem_patch.functional import in_compiler, is_exporting, is_transformed, packer
+from lowmem_patch.nn.context import is_foreign
+from lowmem_patch.nn.deferred import Deferred
+from lowmem_patch.nn.own import Own, give_forward_around, inner_forward
+from lowmem_patch.tracing.call_arguments import CalledFunction, called_function
+
+
+def call_instead(module: nn.Module, function: CalledFunction, replacement: nn.Module) -> None:
+    """Let the module's forward call ``replacement`` where it calls ``function`` with gradients on."""
+    give_forward_around(module, _calls_instead, function, replacement)
+
+
+def _calls_instead(
+    module: nn.Module,
+    function: CalledFunction,
+    replacement: nn.Module,
+    given: Own | None,
+    /,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    forward = inner_forward(module, given)
+    if not torch.is_grad_enabled() or in_compiler() or is_exporting() or is_transformed():
+        return forward(*args, **kwargs)
+    with _Instead(function, replacement):
+        return forward(*args, **kwargs)
+
+
+class _Instead(TorchFunctionMode):
+    def __init__(self, function: CalledFunction, replacement: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+        self.replacement = replacement
+        # a checkpoint inside of the module runs again without this mode, and must save the same both times
+        self.packer = packer()
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") != self.function.name or packer() != self.packer:
+            return func(*args, **kwargs)
+        read = called_function(self.function.name, args, kwargs)
+        if read is None or read[1] != self.function or _is_foreign(read[0]):
+            return func(*args, **kwargs)
+        return self.replacement(read[0])
+
+
+def _is_foreign(tensor: Tensor) -> bool:
+    return is_foreign(tensor) and not isinstance(tensor, Deferred)

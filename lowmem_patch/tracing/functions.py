@@ -1,0 +1,84 @@
+"""Activations that a forward calls as functions (``F.silu(x)``), found in a trace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import NamedTuple
+
+from lowmem_patch.functional import ActivationKind
+from lowmem_patch.tracing.call_arguments import CalledFunction, called_function
+from lowmem_patch.tracing.op_roles import Role
+from lowmem_patch.tracing.probes import match_function
+from lowmem_patch.tracing.trace import Call, Trace
+
+
+class FunctionSite(NamedTuple):
+    """A function that a module's forward calls, at one place or at several.
+
+    Attributes:
+        module: whose forward it is.
+        function: what is called.
+        kind: of the activation that it is.
+        calls: each call, as if the function were a module.
+        nested: the forward of a module inside calls the same function.
+    """
+
+    module: str
+    function: CalledFunction
+    kind: ActivationKind
+    calls: list[Call]
+    nested: bool
+
+    @property
+    def name(self) -> str:
+        """As a report names it: ``layers.0.mlp.silu()``."""
+        return f"{self.module}.{self.function}" if self.module else str(self.function)
+
+    def saved(self, trace: Trace) -> int:
+        """Bytes that autograd holds for the function alone."""
+        return sum(
+            storage.bytes
+            for storage in trace.saved.storages
+            if all(
+                (one.module, one.function) == (self.module, self.function.name)
+                for one in storage.savers
+            )
+        )
+
+
+def find_functions(trace: Trace, is_activation: Callable[[str], bool]) -> dict[str, FunctionSite]:
+    """The activations that are called as functions and have a gradient, by name.
+
+    Args:
+        is_activation: whether a module, by its name, is an activation as a whole, whatever it calls.
+    """
+    is_covered = cache(is_activation)
+    found: dict[tuple[str, CalledFunction], list[Call]] = {}
+    kinds: dict[CalledFunction, ActivationKind | None] = {}
+    for number, op in enumerate(trace.ops):
+        if not op.role.has(Role.ELEMENTWISE) or op.opaque or op.writes or is_covered(op.module):
+            continue
+        read = called_function(op.name, op.args, op.kwargs)
+        if read is None or len(op.outputs) != 1 or not op.outputs[0].requires_grad:
+            continue
+        tensor, function = read
+        if function not in kinds:
+            kinds[function] = match_function(op.func, function)
+        call = Call(op.module, (tensor,), op.outputs, 1, number, number + 1, op.autocast)
+        found.setdefault((op.module, function), []).append(call)
+    sites = (
+        FunctionSite(module, function, kind, calls, _is_nested(module, function, found))
+        for (module, function), calls in found.items()
+        if (kind := kinds[function]) is not None
+    )
+    return {site.name: site for site in sites}
+
+
+def _is_nested(
+    module: str, function: CalledFunction, found: Mapping[tuple[str, CalledFunction], object]
+) -> bool:
+    inside = f"{module}." if module else ""
+    return any(
+        other != module and other.startswith(inside) and same == function for other, same in found
+    )
