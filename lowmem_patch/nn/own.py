@@ -129,6 +129,11 @@ def has_foreign_forward(module: nn.Module) -> bool:
     return not runs_class_forward(module) and not is_own(given_forward(module))
 
 
+def is_compiled_function(function: Any) -> bool:
+    """Whether ``torch.compile`` made it of another function."""
+    return hasattr(function, "_torchdynamo_orig_callable")
+
+
 def within_compiled(module: nn.Module) -> nn.Module | None:
     """What ``torch.compile(module)`` wraps and calls; None for a module that it has not made."""
     return dict(module.named_children()).get("_orig_mod")

@@ -18,7 +18,7 @@ from lowmem_patch.nn.deferred import READERS, Deferred, Unstored
 from lowmem_patch.nn.deferred_casts import Cast
 from lowmem_patch.nn.op import Op, Projection
 from lowmem_patch.nn.traced import join
-from lowmem_patch.tracing.call_arguments import dropout_call
+from lowmem_patch.tracing.call_arguments import dropout_call, is_matrix_product
 from lowmem_patch.tracing.op_roles import Role, names_with
 from lowmem_patch.tracing.row_moves import moves_rows
 
@@ -104,6 +104,8 @@ def _operands(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Deferred, 
 def _read_matmul(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if len(args) != 2 or kwargs or not _reads(args[0]):
         return NotImplemented
+    if is_matrix_product(args, kwargs):
+        return NotImplemented if is_foreign(args[1]) else _project(args[0], args[1].t(), None)
     return args[0].op.matmul(*args)
 
 

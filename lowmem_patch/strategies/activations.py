@@ -10,7 +10,7 @@ from torch import Tensor
 from lowmem_patch.config import PatchConfig
 from lowmem_patch.constants import STEP_TABLES
 from lowmem_patch.functional import ActivationKind
-from lowmem_patch.nn.own import has_foreign_forward
+from lowmem_patch.nn.own import has_foreign_forward, is_compiled_function
 from lowmem_patch.strategies.protocol import Facts, PatchSite, Skip
 from lowmem_patch.tracing.call_arguments import CalledFunction
 from lowmem_patch.tracing.consumers import (
@@ -89,6 +89,8 @@ def _call_obstacle(facts: Facts, called: FunctionSite) -> str | None:
         return "called in the model's own forward: call it in the forward of a module inside"
     if has_foreign_forward(facts.modules[called.module]):
         return f"the forward of {called.module} is overridden on the instance"
+    if is_compiled_function(type(facts.modules[called.module]).forward):
+        return f"the forward of {called.module} is compiled"
     if called.nested:
         return f"a module inside {called.module} calls it as well"
     longest = max(call.last_op - call.first_op for call in facts.calls[called.module])

@@ -44,13 +44,24 @@ class WeightMatmul(NamedTuple):
 
 
 def weight_matmul(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> WeightMatmul | None:
-    """The operands of a call of the functions that a Linear, a Conv1D or experts call, or None."""
+    """The operands of a call of the functions that a Linear, a Conv1D or experts call, or of ``x @ weight``
+    with a matrix for the weight; or None."""
     if name == "addmm":
         return WeightMatmul(args[1], args[2], args[0], True) if len(args) == 3 else None
+    if role_of(name).has(Role.MATMUL):
+        fits = is_matrix_product(args, kwargs)
+        return WeightMatmul(args[0], args[1], transposed=True) if fits else None
     if not role_of(name).has(_CALLED_WITH_WEIGHT) or not args:
         return None
     weight = argument(args, kwargs, 1, "weight", None)
     return WeightMatmul(args[0], weight, argument(args, kwargs, 2, "bias", None))
+
+
+def is_matrix_product(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a matmul multiplies rows with one matrix, as a Linear does."""
+    if len(args) != 2 or kwargs or not all(isinstance(item, Tensor) for item in args):
+        return False
+    return bool(args[0].dim() > 1 and args[1].dim() == 2)
 
 
 _PLAIN = (int, float, str, type(None))

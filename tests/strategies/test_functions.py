@@ -246,6 +246,10 @@ class Inner(nn.Module):
         return self.block(F.gelu(self.block(x)))
 
 
+class Compiled(Block):
+    forward = torch.compile(Block.forward, backend="eager")
+
+
 class Long(Block):
     def forward(self, x: Tensor) -> Tensor:
         for _ in range(120):
@@ -264,10 +268,12 @@ def given(net: Any) -> Any:
         (lambda: Block(plain), "called in the model's own forward"),
         (lambda: nn.Sequential(Inner()), "a module inside 0 calls it as well"),
         (lambda: nn.Sequential(Long(plain)), "0 calls 12[0-9] torch functions"),
+        (lambda: nn.Sequential(Compiled(plain)), "the forward of 0 is compiled"),
         (lambda: given(network(plain)), "the forward of 0 is overridden on the instance"),
     ],
-    ids=["root", "nested", "long", "given"],
+    ids=["root", "nested", "long", "compiled", "given"],
 )
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own
 def test_what_is_left_alone_is_said(model: Any, reason: str) -> None:
     net = model()
     twin = copy.deepcopy(net)
