@@ -10,8 +10,7 @@ from torch import Tensor
 from lowmem_patch.config import PatchConfig
 from lowmem_patch.constants import STEP_TABLES
 from lowmem_patch.functional import ActivationKind
-from lowmem_patch.nn.own import has_foreign_forward, is_compiled_function
-from lowmem_patch.strategies.protocol import Facts, PatchSite, Skip
+from lowmem_patch.strategies.protocol import Facts, PatchSite, Skip, call_obstacle
 from lowmem_patch.tracing.call_arguments import CalledFunction
 from lowmem_patch.tracing.consumers import (
     Consumer,
@@ -21,13 +20,9 @@ from lowmem_patch.tracing.consumers import (
     weight_trains,
 )
 from lowmem_patch.tracing.dataflow import first_input
-from lowmem_patch.tracing.functions import FunctionSite
 from lowmem_patch.tracing.op_roles import Role
-from lowmem_patch.tracing.probes import looks_like_activation, looks_like_norm
+from lowmem_patch.tracing.probes import NormSpec, looks_like_activation, looks_like_norm
 from lowmem_patch.tracing.saved_bytes import storage_key
-
-# of a module whose forward is told to call another function: each costs a microsecond more
-_MOST_FUNCTIONS = 100
 
 NOTHING_TO_GAIN = "nothing to gain: what it needs is kept for another op, or not at all"
 
@@ -76,27 +71,13 @@ def _find_sites(facts: Facts, config: PatchConfig) -> Iterator[ActivationSite | 
             obstacle = _obstacle(facts, site, config)
             yield site if obstacle is None else site.skip(obstacle)
     for name, called in facts.functions.items():
+        if isinstance(called.kind, NormSpec):
+            continue
         site = _site(facts, name, called.kind, config, called.function)
         if not (site.recomputing_gains or facts.saved(name)):
             continue  # a sigmoid whose output others save, too, is no row of a report
-        obstacle = _call_obstacle(facts, called) or _obstacle(facts, site, config)
+        obstacle = call_obstacle(facts, called) or _obstacle(facts, site, config)
         yield site if obstacle is None else site.skip(obstacle)
-
-
-def _call_obstacle(facts: Facts, called: FunctionSite) -> str | None:
-    """Why no forward of ours can run around the one that calls a function."""
-    if not called.module:
-        return "called in the model's own forward: call it in the forward of a module inside"
-    if has_foreign_forward(facts.modules[called.module]):
-        return f"the forward of {called.module} is overridden on the instance"
-    if is_compiled_function(type(facts.modules[called.module]).forward):
-        return f"the forward of {called.module} is compiled"
-    if called.nested:
-        return f"a module inside {called.module} calls it as well"
-    longest = max(call.last_op - call.first_op for call in facts.calls[called.module])
-    if longest > _MOST_FUNCTIONS:
-        return f"{called.module} calls {longest} torch functions, all of which would take longer"
-    return None
 
 
 def unknown_activations(facts: Facts) -> Iterator[Skip]:

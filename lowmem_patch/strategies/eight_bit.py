@@ -76,7 +76,7 @@ def find(facts: Facts, config: PatchConfig) -> Found:
     for name in inputs:
         found.add(StoredInput(name, reason="input stored in 8 bits", kind="linear"))
     for site in norm_sites(facts, config):
-        if isinstance(site, NormSite) and _is_read_by(site, inputs):
+        if isinstance(site, NormSite) and site.function is None and _is_read_by(site, inputs):
             found.add(StoredNorm(site.name))
     if found.patches:
         found.notes.append(_note(len(attention), len(inputs)))

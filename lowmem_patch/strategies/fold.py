@@ -79,7 +79,7 @@ def find(facts: Facts, config: PatchConfig) -> Found:
         if isinstance(site, Skip):
             found.add(site)
             continue
-        step, why_not = rules.fold(site)
+        step, why_not = rules.fold(site) if site.function is None else (None, "")
         if step is None:
             found.add(share_or_skip(facts, config, site, why_not))
             continue

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from lowmem_patch.config import PatchConfig
 from lowmem_patch.functional import ActivationKind
+from lowmem_patch.nn.own import has_foreign_forward, is_compiled_function
 from lowmem_patch.tracing.consumers import Consumer, Reads, Writes
 from lowmem_patch.tracing.functions import FunctionSite, find_functions
 from lowmem_patch.tracing.probes import (
@@ -30,6 +31,9 @@ from lowmem_patch.tracing.probes import (
 from lowmem_patch.tracing.trace import FOREIGN_KERNEL, Call, Trace
 
 ORIGINAL = "_lowmem_patch_original"  # where a replacement holds the module that it stands for
+
+# of a module whose forward is told to call another function: each costs a microsecond more
+_MOST_FUNCTIONS = 100
 
 Answer = TypeVar("Answer")
 Affines = Mapping[str, tuple[Tensor | None, Tensor | None]]
@@ -137,6 +141,22 @@ class Facts:
             self.writes.later(getattr(call, tensors), call.last_op) for call in self.calls_of(name)
         )
         return next((text for text in found if text is not None), None)
+
+
+def call_obstacle(facts: Facts, called: FunctionSite) -> str | None:
+    """Why no forward of ours can run around the one that calls a function."""
+    if not called.module:
+        return "called in the model's own forward: call it in the forward of a module inside"
+    if has_foreign_forward(facts.modules[called.module]):
+        return f"the forward of {called.module} is overridden on the instance"
+    if is_compiled_function(type(facts.modules[called.module]).forward):
+        return f"the forward of {called.module} is compiled"
+    if called.nested:
+        return f"a module inside {called.module} calls it as well"
+    longest = max(call.last_op - call.first_op for call in facts.calls[called.module])
+    if longest > _MOST_FUNCTIONS:
+        return f"{called.module} calls {longest} torch functions, all of which would take longer"
+    return None
 
 
 class Target:

@@ -10,14 +10,16 @@ import dataclasses
 from collections.abc import Iterator
 from typing import ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from lowmem_patch.config import PatchConfig
 from lowmem_patch.nn.norms import MSLayerNorm, MSNorm, MSRMSNorm, StockMSLayerNorm, StockMSRMSNorm
 from lowmem_patch.strategies.head import head_names
 from lowmem_patch.strategies.lora import adapter_layers
-from lowmem_patch.strategies.protocol import Facts, Found, PatchSite, Skip
+from lowmem_patch.strategies.protocol import Facts, Found, PatchSite, Skip, call_obstacle
 from lowmem_patch.strategies.swap import Swap
+from lowmem_patch.tracing.call_arguments import CalledFunction
 from lowmem_patch.tracing.consumers import (
     Consumer,
     consumers_behind_dropouts,
@@ -51,7 +53,9 @@ class SharedNorm(Swap):
 
     def make(self, original: nn.Module) -> MSNorm:
         spec = self.spec
-        return _class_for(original, spec.kind)(
+        if self.function is not None:
+            original = _module_of(self.function, spec.settings.eps)
+        norm = _class_for(original, spec.kind)(
             getattr(original, "weight", None),
             getattr(original, "bias", None),
             spec.settings,
@@ -68,6 +72,18 @@ class SharedNorm(Swap):
             lies_as_input=self.lies_as_input,
             eps_name=_eps_name(original, spec.settings.eps),
         )
+        if self.function is not None:
+            norm.eps = original.eps
+        return norm
+
+
+def _module_of(function: CalledFunction, eps: float) -> nn.Module:
+    """A module without weight and bias that has the eps of a function, None where torch chooses it."""
+    module = nn.Identity()
+    given = any(type(item) is float for item in (*function.args, *dict(function.kwargs).values()))
+    chosen = function.name == "rms_norm" and not given
+    module.eps = None if chosen else eps  # type: ignore[assignment]  # nn.Module's __setattr__
+    return module
 
 
 def _eps_name(original: nn.Module, eps: float) -> str:
@@ -92,6 +108,7 @@ class NormSite(PatchSite):
     outputs: list[Tensor]
     gamma: Tensor | None
     beta: Tensor | None
+    function: CalledFunction | None = None
 
 
 def norm_sites(facts: Facts, config: PatchConfig) -> Iterator[NormSite | Skip]:
@@ -116,6 +133,16 @@ def norm_sites(facts: Facts, config: PatchConfig) -> Iterator[NormSite | Skip]:
                 yield Skip(name, "other", spec)
         elif looks_like_norm(module):
             yield Skip(name, "other", "takes or returns more than one tensor")
+    for name, called in facts.functions.items():
+        if not isinstance(called.kind, NormSpec):
+            continue
+        outputs = facts.outputs(name)
+        consumers = find_consumers(facts.trace, outputs)
+        site = NormSite(
+            name, called.kind.kind, consumers, called.kind, outputs, None, None, called.function
+        )
+        obstacle = call_obstacle(facts, called) or _obstacle(facts, site, config)
+        yield site if obstacle is None else site.skip(obstacle)
 
 
 def _site(facts: Facts, name: str, spec: NormSpec) -> NormSite:
@@ -174,7 +201,7 @@ def shared_norm(facts: Facts, config: PatchConfig, site: NormSite, reason: str) 
         linears and _is_behind_row_moves(consumers) and facts.written(site.name, "inputs") is None
     )
     # a norm inside an autocast region whose readers are outside must stay in high precision, as it was
-    around = {call.autocast for call in facts.calls[site.name]}
+    around = {call.autocast for call in facts.calls_of(site.name)}
     feeds_autocast = _feeds_autocast(consumers, around)
     others = _without_adapters(facts, config, consumers)
     saves_casts = config.linear_inputs != "keep"
@@ -199,7 +226,15 @@ def shared_norm(facts: Facts, config: PatchConfig, site: NormSite, reason: str) 
         reason=reason + "; computed behind the row moves, at its Linear" * behind_row_moves,
         kind=site.spec.kind,
         consumers=site.texts,
+        function=site.function,
+        saves=_statistics(site),
     )
+
+
+def _statistics(site: NormSite) -> int:
+    """Bytes of the number that is saved for each row."""
+    size = max(torch.float32.itemsize, site.outputs[0].element_size())
+    return sum(size * (output.numel() // output.shape[-1]) for output in site.outputs)
 
 
 def _who_saves_it(facts: Facts, config: PatchConfig, consumers: list[Consumer]) -> list[Consumer]:

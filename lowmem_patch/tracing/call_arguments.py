@@ -75,7 +75,8 @@ class CalledFunction(NamedTuple):
     kwargs: tuple[tuple[str, Any], ...] = ()
 
     def __str__(self) -> str:
-        given = [*map(repr, self.args), *(f"{name}={value!r}" for name, value in self.kwargs)]
+        named = (f"{name}={value!r}" for name, value in self.kwargs if value is not None)
+        given = [*map(repr, self.args), *named]
         return f"{self.name}({', '.join(given)})"
 
 
@@ -84,10 +85,19 @@ def called_function(
 ) -> tuple[Tensor, CalledFunction] | None:
     """The tensor and the function of a call; None where other tensors or objects are given as well."""
     tensor = argument(args, kwargs, 0, "input", None)
-    rest, named = args[1:], {key: item for key, item in kwargs.items() if key != "input"}
+    rest = tuple(map(_as_plain, args[1:]))
+    named = {key: _as_plain(item) for key, item in kwargs.items() if key != "input"}
     if named.get("inplace") is False:  # torch names it where the caller does not
         del named["inplace"]
-    plain = all(isinstance(item, _PLAIN) for item in (*rest, *named.values()))
+    plain = all(map(_is_plain, (*rest, *named.values())))
     if not isinstance(tensor, Tensor) or not plain:
         return None
     return tensor, CalledFunction(name, rest, tuple(sorted(named.items())))
+
+
+def _as_plain(item: Any) -> Any:
+    return tuple(item) if isinstance(item, (list, tuple)) else item  # also a torch.Size
+
+
+def _is_plain(item: Any) -> bool:
+    return all(map(_is_plain, item)) if isinstance(item, tuple) else isinstance(item, _PLAIN)

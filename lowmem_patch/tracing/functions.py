@@ -1,4 +1,4 @@
-"""Activations that a forward calls as functions (``F.silu(x)``), found in a trace."""
+"""Activations and norms that a forward calls as functions (``F.silu(x)``), found in a trace."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 from lowmem_patch.functional import ActivationKind
 from lowmem_patch.tracing.call_arguments import CalledFunction, called_function
 from lowmem_patch.tracing.op_roles import Role
-from lowmem_patch.tracing.probes import match_function
+from lowmem_patch.tracing.probes import NormSpec, match_function
 from lowmem_patch.tracing.trace import Call, Trace
 
 
@@ -19,14 +19,14 @@ class FunctionSite(NamedTuple):
     Attributes:
         module: whose forward it is.
         function: what is called.
-        kind: of the activation that it is.
+        kind: which activation it is, or what the norm computes.
         calls: each call, as if the function were a module.
         nested: the forward of a module inside calls the same function.
     """
 
     module: str
     function: CalledFunction
-    kind: ActivationKind
+    kind: ActivationKind | NormSpec
     calls: list[Call]
     nested: bool
 
@@ -47,25 +47,28 @@ class FunctionSite(NamedTuple):
         )
 
 
+_SITES = Role.ELEMENTWISE | Role.ROW_NORM
+
+
 def find_functions(trace: Trace, is_activation: Callable[[str], bool]) -> dict[str, FunctionSite]:
-    """The activations that are called as functions and have a gradient, by name.
+    """The activations, and norms without parameters, that are called as functions and have a gradient, by name.
 
     Args:
         is_activation: whether a module, by its name, is an activation as a whole, whatever it calls.
     """
     is_covered = cache(is_activation)
     found: dict[tuple[str, CalledFunction], list[Call]] = {}
-    kinds: dict[CalledFunction, ActivationKind | None] = {}
+    kinds: dict[CalledFunction, ActivationKind | NormSpec | None] = {}
     for number, op in enumerate(trace.ops):
-        if not op.role.has(Role.ELEMENTWISE) or op.opaque or op.writes or is_covered(op.module):
+        if not op.role.has(_SITES) or op.opaque or op.writes or is_covered(op.module):
             continue
         read = called_function(op.name, op.args, op.kwargs)
         if read is None or len(op.outputs) != 1 or not op.outputs[0].requires_grad:
             continue
         tensor, function = read
-        if function not in kinds:
-            kinds[function] = match_function(op.func, function)
         call = Call(op.module, (tensor,), op.outputs, 1, number, number + 1, op.autocast)
+        if function not in kinds:
+            kinds[function] = match_function(op.func, function, call, trace)
         found.setdefault((op.module, function), []).append(call)
     sites = (
         FunctionSite(module, function, kind, calls, _is_nested(module, function, found))

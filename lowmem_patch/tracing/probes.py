@@ -22,7 +22,7 @@ from lowmem_patch.functional import ActivationKind
 from lowmem_patch.nn.own import align_as, runs_class_forward
 from lowmem_patch.tracing.call_arguments import CalledFunction
 from lowmem_patch.tracing.isolation import NoForeignKernels
-from lowmem_patch.tracing.op_roles import Role
+from lowmem_patch.tracing.op_roles import Role, role_of
 from lowmem_patch.tracing.trace import Call, Trace
 
 
@@ -45,6 +45,8 @@ _NEAR = torch.tensor([-1e-2, -1e-3, -1e-4, 1e-4, 1e-3, 1e-2])  # a threshold bes
 _ACTIVATION_INPUTS = torch.cat((_GRID, _FAR, _NEAR))
 _ACTIVATION_TOLERANCE = 1e-5
 _SMALL = 0.1
+# of norms that write it out, and hold it in no attribute
+_USUAL_EPS = (1e-5, 1e-6, 1e-12, 1e-8, 1e-3, torch.finfo(torch.float32).eps, 0.0)
 
 
 def _is_leaf(module: nn.Module) -> bool:
@@ -181,7 +183,7 @@ def _find_norm(module: nn.Module, rows: Tensor) -> NormSettings | None:
         return None
     named = {v for v in vars(module).values() if isinstance(v, float) and 0 <= v < 1}
     for offset, centered in ((0.0, True), (0.0, False), (1.0, False), (1.0, True)):
-        for eps in (*sorted(named), torch.finfo(torch.float32).eps, 0.0):
+        for eps in (*sorted(named), *_USUAL_EPS):
             settings = NormSettings(eps, offset, centered)
             wanted = (
                 reference.norm(rows.double() * scale, gamma, beta, settings, torch.float64)[0]
@@ -199,9 +201,31 @@ def match_activation(module: nn.Module) -> ActivationKind | None:
     return _kind_of(_isolated_copy(module))
 
 
-def match_function(function: Callable[..., Any], called: CalledFunction) -> ActivationKind | None:
-    """The kind of an elementwise function with these arguments behind the tensor, or None."""
-    return _kind_of(lambda x: function(x, *called.args, **dict(called.kwargs)))
+class _Function(nn.Module):
+    """A function that is looked at as a module is; its numbers are attributes, as those of a norm are."""
+
+    def __init__(self, function: Callable[..., Any], called: CalledFunction) -> None:
+        super().__init__()
+        self.function = function
+        self.called = called
+        self.numbers = dict(called.kwargs)
+        self.eps = next(
+            (v for v in (*called.args, *self.numbers.values()) if type(v) is float), None
+        )
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(x, *self.called.args, **self.numbers)
+
+
+def match_function(
+    function: Callable[..., Any], called: CalledFunction, call: Call, trace: Trace
+) -> ActivationKind | NormSpec | None:
+    """What a function computes with these arguments behind the tensor, or None: no activation and no norm."""
+    module = _Function(function, called)
+    if not role_of(called.name).has(Role.ROW_NORM):
+        return _kind_of(module)
+    found = match_norm(module, call, trace)
+    return found if isinstance(found, NormSpec) else None
 
 
 def _kind_of(function: Callable[[Tensor], Any]) -> ActivationKind | None:
