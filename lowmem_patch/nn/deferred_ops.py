@@ -104,6 +104,12 @@ class Activation(Op):
         h._bypassed = True
         return self.of((h.sources[0], value_of(other)))
 
+    def squared(self, h: Deferred) -> Any:
+        if self.kind != "relu" or len(h.sources) != 1:
+            return NotImplemented
+        h._bypassed = True
+        return Activation("relu_squared", self.low_precision).of(h.sources)
+
     def linear(self, h: Deferred, to: Projection, dtype: torch.dtype) -> Tensor:
         if to.adapter is None:
             if in_compiler():

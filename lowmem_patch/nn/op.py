@@ -113,6 +113,9 @@ class Op:
     def times(self, h: Deferred, other: Any) -> Any:
         return NotImplemented
 
+    def squared(self, h: Deferred) -> Any:
+        return NotImplemented
+
     def plus(self, h: Deferred, other: Any) -> Any:
         return NotImplemented
 

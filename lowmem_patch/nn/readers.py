@@ -18,7 +18,7 @@ from lowmem_patch.nn.deferred import READERS, Deferred, Unstored
 from lowmem_patch.nn.deferred_casts import Cast
 from lowmem_patch.nn.op import Op, Projection
 from lowmem_patch.nn.traced import join
-from lowmem_patch.tracing.call_arguments import dropout_call, is_matrix_product
+from lowmem_patch.tracing.call_arguments import dropout_call, is_matrix_product, is_square
 from lowmem_patch.tracing.op_roles import Role, names_with
 from lowmem_patch.tracing.row_moves import moves_rows
 
@@ -107,6 +107,12 @@ def _read_matmul(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     if is_matrix_product(args, kwargs):
         return NotImplemented if is_foreign(args[1]) else _project(args[0], args[1].t(), None)
     return args[0].op.matmul(*args)
+
+
+def _read_power(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if not is_square(func.__name__, args, kwargs) or not _reads(args[0]):
+        return NotImplemented
+    return args[0].op.squared(args[0])
 
 
 def _read_cast(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -219,6 +225,7 @@ _BY_ROLE: tuple[tuple[Role, Callable[..., Any]], ...] = (
     (Role.GROUPED_MATMUL, _read_grouped),
     (Role.DROPOUT, _read_dropout),
     (Role.PRODUCT, _read_product),
+    (Role.POWER, _read_power),
     (Role.SUM, _read_sum),
     (Role.MATMUL, _read_matmul),
     (Role.CAST, _read_cast),

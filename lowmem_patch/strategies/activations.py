@@ -14,6 +14,7 @@ from lowmem_patch.strategies.protocol import Facts, PatchSite, Skip, call_obstac
 from lowmem_patch.tracing.call_arguments import CalledFunction
 from lowmem_patch.tracing.consumers import (
     Consumer,
+    Use,
     consumers_behind_dropouts,
     find_consumers,
     weight_read_with,
@@ -24,6 +25,7 @@ from lowmem_patch.tracing.op_roles import Role
 from lowmem_patch.tracing.probes import NormSpec, looks_like_activation, looks_like_norm
 from lowmem_patch.tracing.saved_bytes import storage_key
 
+READS: tuple[Use, ...] = ("other", "autocast", "square")  # of the values
 NOTHING_TO_GAIN = "nothing to gain: what it needs is kept for another op, or not at all"
 
 
@@ -99,6 +101,10 @@ def products(consumers: list[Consumer]) -> list[Tensor]:
     return [t for c in consumers if c.use == "product" and c.op for t in c.op.outputs]
 
 
+def _squares(consumers: list[Consumer]) -> list[Tensor]:
+    return [t for c in consumers if c.use == "square" and c.op for t in c.op.outputs]
+
+
 def consumers_of(facts: Facts, outputs: list[Tensor]) -> list[Consumer]:
     """Who reads an activation's output or a gated product, also behind a dropout."""
     return consumers_behind_dropouts(facts.trace, find_consumers(facts.trace, outputs))
@@ -118,11 +124,12 @@ def _site(
     # in place, some save their output, and some a copy of their input
     of_output = _saves_output(facts, name) or (in_place and not facts.saved(name))
     gated = any(consumer.use == "product" for consumer in rows)
-    linear = next(filter(weight_trains, rows), None)
-    reads = _reads(facts, name, rows)
+    squares = _squares(rows) if kind == "relu" else []  # a squared ReLU, written as two functions
+    linear = next(filter(weight_trains, (*rows, *consumers_of(facts, squares))), None)
+    reads = 0 if squares else _reads(facts, name, rows)
     if of_output:
         # a Linear or a product keeps what the activation does; only a product that a Linear keeps can go
-        gains = any(map(weight_trains, consumers_of(facts, products(rows))))
+        gains = any(map(weight_trains, consumers_of(facts, products(rows) + squares)))
     else:
         gains = bool(gated or linear or reads)
     gains = gains and hook is None
@@ -154,9 +161,7 @@ def _reads(facts: Facts, name: str, consumers: list[Consumer]) -> int:
     readers = [
         consumer.op
         for consumer in consumers
-        if consumer.op is not None
-        and consumer.use in ("other", "autocast")
-        and id(consumer.tensor) in outputs
+        if consumer.op is not None and consumer.use in READS and id(consumer.tensor) in outputs
     ]
     places = {storage_key(tensor) for tensor in facts.outputs(name)}
     savers = {
@@ -214,7 +219,7 @@ def _choose(
 
 def _hook(facts: Facts, consumers: list[Consumer]) -> str | None:
     """Who hangs a hook on the output or on the gated product, or asks for its memory: it cannot wait then."""
-    behind = products(consumers)
+    behind = products(consumers) + _squares(consumers)
     for consumer in consumers + (consumers_of(facts, behind) if behind else []):
         if consumer.op is not None and consumer.op.role.has(Role.HOOK | Role.UNTRACKED):
             return consumer.text

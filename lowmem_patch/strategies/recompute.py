@@ -10,6 +10,7 @@ from lowmem_patch.config import PatchConfig
 from lowmem_patch.functional import ActivationKind
 from lowmem_patch.nn.activations import RecomputedActivation
 from lowmem_patch.strategies.activations import (
+    READS,
     ActivationSite,
     activation_sites,
     consumers_of,
@@ -101,6 +102,6 @@ def _reason(facts: Facts, site: ActivationSite) -> str | None:
     if site.linear is not None:
         return f"input kept, output recomputed for the weight gradient of {site.linear.text}"
     if site.reads:
-        readers = dict.fromkeys(c.text for c in site.consumers if c.use in ("other", "autocast"))
+        readers = dict.fromkeys(c.text for c in site.consumers if c.use in READS)
         return f"input kept, output recomputed in the backward of {next(iter(readers))}"
     return None

@@ -64,6 +64,11 @@ def is_matrix_product(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return bool(args[0].dim() > 1 and args[1].dim() == 2)
 
 
+def is_square(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a power of a tensor is its square."""
+    return not kwargs and (len(args) == 1 if name == "square" else args[1:] == (2,))
+
+
 _PLAIN = (int, float, str, type(None))
 
 

@@ -9,7 +9,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lowmem_patch.tracing.call_arguments import WeightMatmul, dropout_call, weight_matmul
+from lowmem_patch.tracing.call_arguments import (
+    WeightMatmul,
+    dropout_call,
+    is_square,
+    weight_matmul,
+)
 from lowmem_patch.tracing.dataflow import Path, first_input, forward
 from lowmem_patch.tracing.op_roles import MATMULS, Role
 from lowmem_patch.tracing.row_moves import moves_rows
@@ -17,7 +22,7 @@ from lowmem_patch.tracing.saved_bytes import storage_key
 from lowmem_patch.tracing.shadow import tensors_in
 from lowmem_patch.tracing.trace import Call, Op, Trace
 
-Use = Literal["linear", "product", "autocast", "output", "write", "opaque", "other"]
+Use = Literal["linear", "product", "square", "autocast", "output", "write", "opaque", "other"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,9 +44,9 @@ class Consumer:
 
     Attributes:
         use: ``linear`` (a Linear with a parameter as weight), ``product`` (times another tensor of
-            that shape), ``autocast`` (another op that autocast casts), ``output`` (returned by the
-            model), ``write`` (written in place), ``opaque`` (read where a deferred tensor would lose
-            its gradient), or ``other``.
+            that shape), ``square`` (times itself), ``autocast`` (another op that autocast casts),
+            ``output`` (returned by the model), ``write`` (written in place), ``opaque`` (read where a
+            deferred tensor would lose its gradient), or ``other``.
         text: how a report names it.
         linear: for ``linear``.
         tensor: what it reads, behind the moves.
@@ -123,6 +128,8 @@ def _consumer(trace: Trace, op: Op, path: Path) -> Consumer:
         others = [arg for arg in op.args if isinstance(arg, Tensor) and arg is not tensor]
         if len(others) == 1 and others[0].shape == tensor.shape:
             return Consumer("product", where, op, tensor=tensor)
+    if op.role.has(Role.POWER) and is_square(op.name, op.args, op.kwargs):
+        return Consumer("square", where, op, tensor=tensor)
     return Consumer(
         "autocast" if op.role.has(_LOW_PRECISION) else "other", where, op, tensor=tensor
     )

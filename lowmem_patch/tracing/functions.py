@@ -51,7 +51,7 @@ _SITES = Role.ELEMENTWISE | Role.ROW_NORM
 
 
 def find_functions(trace: Trace, is_activation: Callable[[str], bool]) -> dict[str, FunctionSite]:
-    """The activations, and norms without parameters, that are called as functions and have a gradient, by name.
+    """The activations, and norms without weights, that are called as functions and have a gradient, by name.
 
     Args:
         is_activation: whether a module, by its name, is an activation as a whole, whatever it calls.

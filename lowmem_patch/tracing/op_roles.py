@@ -61,6 +61,7 @@ class Role(enum.Flag):
         enum.auto()
     )  # whose derivative torch computes from the output, and not from the input
     PRODUCT = enum.auto()
+    POWER = enum.auto()
     SUM = enum.auto()
     DIVISION = enum.auto()
     NEGATION = enum.auto()
@@ -119,6 +120,7 @@ _TABLE: tuple[tuple[Role, tuple[str, ...]], ...] = (
     (Role.ELEMENTWISE | Role.SAVES_OUTPUT, ("relu", "relu_", "sigmoid", "tanh")),
     (Role.SAVES_OUTPUT, ("sigmoid_", "tanh_", "elu_", "selu_", "celu_")),
     (Role.PRODUCT, ("mul", "__mul__", "__rmul__", "multiply")),
+    (Role.POWER, ("square", "pow", "__pow__")),
     (Role.SUM, ("add", "__add__", "__radd__")),
     (Role.DIVISION, ("div", "__truediv__", "divide", "true_divide")),
     (Role.NEGATION, ("neg", "__neg__", "negative")),
