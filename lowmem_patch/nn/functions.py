@@ -13,9 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lowmem_patch.functional import in_compiler, is_exporting, is_transformed, packer
-from lowmem_patch.nn.context import is_foreign
-from lowmem_patch.nn.deferred import Deferred
+from lowmem_patch.functional import in_compiler, packer
 from lowmem_patch.nn.own import Own, give_forward_around, inner_forward
 from lowmem_patch.tracing.call_arguments import CalledFunction, called_function
 
@@ -35,7 +33,7 @@ def _calls_instead(
     **kwargs: Any,
 ) -> Any:
     forward = inner_forward(module, given)
-    if not torch.is_grad_enabled() or in_compiler() or is_exporting() or is_transformed():
+    if not torch.is_grad_enabled() or in_compiler():
         return forward(*args, **kwargs)
     with _Instead(function, replacement):
         return forward(*args, **kwargs)
@@ -60,10 +58,6 @@ class _Instead(TorchFunctionMode):
         if getattr(func, "__name__", "") != self.function.name or packer() != self.packer:
             return func(*args, **kwargs)
         read = called_function(self.function.name, args, kwargs)
-        if read is None or read[1] != self.function or _is_foreign(read[0]):
+        if read is None or read[1] != self.function:
             return func(*args, **kwargs)
         return self.replacement(read[0])
-
-
-def _is_foreign(tensor: Tensor) -> bool:
-    return is_foreign(tensor) and not isinstance(tensor, Deferred)

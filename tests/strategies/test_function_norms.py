@@ -129,7 +129,10 @@ def test_other_powers_and_other_readers_get_the_values() -> None:
     def cubed(x: Tensor) -> Tensor:
         return x**3 + x
 
-    for square in (cubed, lambda x: x**2 + x, lambda x: x.pow(exponent=2)):
+    def of_another(x: Tensor) -> Tensor:
+        return F.gelu(x) ** 2
+
+    for square in (cubed, of_another, lambda x: x**2 + x, lambda x: x.pow(exponent=2)):
         model = network(square=square)
         twin = copy.deepcopy(model)
         report = patched(model)
