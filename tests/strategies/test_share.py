@@ -7,6 +7,7 @@ import pickle
 import re
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -207,3 +208,16 @@ print(sum(type(m).__name__ == 'StockMSLayerNorm' for m in model))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "1", done.stderr
+
+
+def test_a_probe_warns_of_nothing() -> None:
+    """torch warns where the dtypes of an RMSNorm's weight and input differ, which a probe tries."""
+    model, always = nn.Sequential(nn.RMSNorm(16), nn.Linear(16, 16)), torch.is_warn_always_enabled()
+    torch.set_warn_always(True)  # else the first time in a process alone
+    try:
+        with warnings.catch_warnings(record=True, action="always") as said:
+            patch_model(model, example_inputs=(torch.randn(4, 16),))
+    finally:
+        torch.set_warn_always(always)
+    assert patch_report(model).sites[0].strategy == "share"
+    assert not said, [str(warning.message) for warning in said]
