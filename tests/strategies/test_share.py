@@ -221,3 +221,16 @@ def test_a_probe_warns_of_nothing() -> None:
         torch.set_warn_always(always)
     assert patch_report(model).sites[0].strategy == "share"
     assert not said, [str(warning.message) for warning in said]
+
+
+def test_the_reason_says_in_plain_words_what_is_saved() -> None:
+    def reason(norm: nn.Module) -> str:
+        model = nn.Sequential(nn.Linear(8, 8), norm, nn.Linear(8, 8))
+        return patch_report(patch_model(model, example_inputs=(torch.randn(2, 8),))).sites[0].reason
+
+    plain = "one tensor is saved for the norm and its Linears: the output"
+    assert reason(nn.LayerNorm(8, elementwise_affine=False)) == plain
+    affine = (
+        ", or the normalised value before weight and bias where the output does not give that back"
+    )
+    assert reason(nn.LayerNorm(8)) == plain + affine
