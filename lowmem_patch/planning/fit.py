@@ -366,8 +366,8 @@ class Fitting:
             notes.append("no blocks were found that could run again: all stays as patched")
         if self.states.gradients and not self.training.accumulates:
             notes.append(
-                "gradients are counted from the backward on, as after zero_grad(); gradient accumulation "
-                f"takes up to {size_text(self.states.gradients)} more"
+                "gradients are counted from the backward on, as after zero_grad(); those of several batches "
+                f"(accumulation) take up to {size_text(self.states.gradients)} more"
             )
         if any(level != "patched" for level in levels.values()):
             notes.append(
