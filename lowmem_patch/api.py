@@ -17,12 +17,7 @@ from lowmem_patch.nn.norms import MSNorm
 from lowmem_patch.nn.own import Own, within_compiled
 from lowmem_patch.planning.apply import apply_plan, undo
 from lowmem_patch.planning.changes import has_adapter, no_longer_as_patched, watch_first_forward
-from lowmem_patch.planning.check import (
-    check_outputs,
-    checked_model,
-    refuse_compiled,
-    run_real,
-)
+from lowmem_patch.planning.check import check_outputs, refuse_compiled, run_real
 from lowmem_patch.planning.fit_model import fit_planned
 from lowmem_patch.planning.plan import Plan, trains_signature
 from lowmem_patch.planning.planner import (
@@ -36,6 +31,7 @@ from lowmem_patch.planning.report import RECORD, PatchReport, Record, find_recor
 from lowmem_patch.strategies.fold import folded_now
 from lowmem_patch.strategies.fold_weights import FoldStep
 from lowmem_patch.strategies.swap import is_replacement
+from lowmem_patch.tracing.base_model import checked_model
 from lowmem_patch.tracing.example_inputs import inner_model
 from lowmem_patch.tracing.inputs import ExampleInputs
 from lowmem_patch.tracing.isolation import preserved

@@ -7,15 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
+from torch import nn
 from typer.testing import CliRunner
 
 from lowmem_patch import plan_patch
 from lowmem_patch.cli import app
 from lowmem_patch.config import load_config
 from lowmem_patch.errors import BudgetError, ConfigError
-from lowmem_patch.planning.ladder import Rung
+from lowmem_patch.memory import Training
+from lowmem_patch.planning.budget import make_budget
+from lowmem_patch.planning.ladder import Rung, find_rungs
 from lowmem_patch.report.fit import print_ladder
+from lowmem_patch.tracing.inputs import as_example_inputs
 from tests.support.stacks import rows, stack
 
 LAYERS = 9  # more than are run
@@ -107,6 +112,35 @@ def test_both_are_shown(shallow: Path) -> None:
     assert ways < heading and any(line.startswith("a batch of 1") for line in lines[heading:])
     assert not any(line.startswith("a batch of 1") for line in lines[:heading])
     assert "fit 9MiB" in shown and "predicted peak" in shown
+    # each table explains its columns, in the command line's words
+    for column in ("before, after: ", "as patched, held: ", "more ms: ", "step ms: ", "total: "):
+        assert shown.count(column) == 1, column
+    assert "accumulation" in shown and "accumulation=" not in shown
+    (header,) = (line for line in lines if line.startswith("saved bytes in"))
+    assert header.split()[-1] == "after/floor"
+
+
+def ladder_of(*blocks: nn.Module, rows: torch.Tensor) -> list[str]:
+    model = nn.Sequential(*blocks)
+    budget, inputs = make_budget("1GiB", model), as_example_inputs((rows,))
+    rungs = find_rungs(model, load_config("auto"), inputs, Training(), budget)
+    return [rung.name for rung in rungs]
+
+
+def test_the_ladder_names_what_the_model_has() -> None:
+    def convolutions() -> nn.Module:
+        return nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU())
+
+    images = torch.randn(2, 4, 8, 8)
+    names = ladder_of(convolutions(), convolutions(), nn.Linear(8, 2), rows=images)
+    linears = [nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8)) for _ in range(2)]
+    of_linears = ladder_of(*linears, rows=torch.randn(2, 8))
+    for found in (names, of_linears):
+        assert "all blocks run again" in found and not any("attention" in name for name in found)
+    assert [any("QLoRA" in name for name in found) for found in (names, of_linears)] == [
+        False,
+        True,
+    ]
 
 
 def test_a_budget_as_the_ladder_prints_it_is_no_smaller(capsys: pytest.CaptureFixture[str]) -> None:

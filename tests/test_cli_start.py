@@ -16,6 +16,7 @@ import pytest
 from lowmem_patch.cli.light_imports import light_imports, uncollected_imports
 
 ROOT = Path(__file__).parent.parent
+TIMM = ROOT / "lowmem_patch/assets/tiny-vit"
 RUN = """
 import gc, json, runpy, sys
 runs = []
@@ -102,7 +103,13 @@ def test_what_a_model_of_images_may_need_is_found(
         assert sys.modules["torchvision"] is sys.modules["bitsandbytes"] is None
     assert "torchvision" not in sys.modules
     (folder / "config.json").write_text(json.dumps({**CONFIG, "vision_config": {}}))
-    for model in (str(folder), "timm/vit_tiny_patch16_224", "no/such-model", "no such / name"):
+    for model in (
+        str(folder),
+        str(TIMM),
+        "timm/vit_tiny_patch16_224",
+        "no/such-model",
+        "no such / name",
+    ):
         with light_imports(model):
             assert "torchvision" not in sys.modules and sys.modules["bitsandbytes"] is None
 

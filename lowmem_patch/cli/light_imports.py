@@ -49,7 +49,9 @@ def _reads_text_alone(model: str) -> bool:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
-    return isinstance(config, dict) and not any(word in key for key in config for word in _NOT_TEXT)
+    if not isinstance(config, dict) or "model_type" not in config:  # timm's has none
+        return False
+    return not any(word in key for key in config for word in _NOT_TEXT)
 
 
 def _cached(model: str) -> Path | None:

@@ -86,7 +86,7 @@ class LowmemLightningCallback(Callback):  # type: ignore[misc]  # Lightning need
             module, example_inputs=example, autocast=autocast, accumulation=batches
         )
         for report in reports:
-            rank_zero_info(f"lowmem-patch: {summary(report)}")
+            self.patching.say(summary(report), rank_zero_info)
 
 
 def _folder_of(trainer: Any) -> Path:

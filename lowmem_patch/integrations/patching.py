@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import importlib.metadata
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,6 +18,7 @@ from lowmem_patch.config import ConfigLike, given_config, load_config
 from lowmem_patch.errors import ConfigError
 from lowmem_patch.integrations.refusals import refuse_model
 from lowmem_patch.planning.budget import checked_budget
+from lowmem_patch.planning.planner import SMALL
 from lowmem_patch.planning.report import PatchReport, find_records
 from lowmem_patch.tracing.example_inputs import inner_models, make_example_inputs, reads_tokens
 
@@ -97,7 +98,23 @@ class Patching:
                 if self.fit is not None:
                     budget = {"fit": self.fit, "accumulation": accumulation}
                 patch_model(part, self.preset, example_inputs=inputs, **budget)
-        return [patch_report(part) for part in found]
+        return [self._report(part, batch_size) for part in found]
+
+    def _report(self, model: nn.Module, rows: int | None) -> PatchReport:
+        """The report, with a note on what counts the bytes of a real step where it counts an example's."""
+        report = patch_report(model)
+        unknown = ["batch_size"] if rows is None else []
+        if reads_tokens(model):
+            unknown.append("sequence_length")
+        if not unknown or not report.inputs.endswith(SMALL):
+            return report
+        names = " and ".join(self.names[name] for name in unknown)
+        note = f"bytes are of that example, not of a step of this training: for those give {names}"
+        return dataclasses.replace(report, notes=(note, *report.notes))
+
+    def say(self, text: str, log: Callable[[str], object]) -> None:
+        """Say what was done, by the trainer's own ``log``."""
+        log(f"lowmem-patch: {text}")
 
     def _inputs(self, model: nn.Module, rows: int | None, length: int | None) -> Any:
         """Of a real step where a budget must be met; else of the settings, or what ``patch_model`` makes."""

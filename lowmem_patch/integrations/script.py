@@ -66,12 +66,20 @@ class ScriptPatching(Patching):
         self.reports.update((id(model) + place, report) for place, report in enumerate(reports))
         return reports
 
+    def say(self, text: str, log: Callable[[str], object]) -> None:
+        """On standard error, as all that the command says, whatever the script does with its logs."""
+        _say(text)
+
     def account(self) -> str:
-        """What was patched in the end."""
+        """How many models were patched in the end; what was done was said then."""
         if self.reports:
-            count = len(self.reports)
-            listed = "\n".join(summary(report) for report in self.reports.values())
-            return f"{count} model{'s' if count > 1 else ''} patched\n{listed}"
+            listed = [
+                f"{report.model} ({len(report.patched)} of {len(report.sites)} sites)"
+                for report in self.reports.values()
+            ]
+            return (
+                f"{len(listed)} model{'s' if len(listed) > 1 else ''} patched: {', '.join(listed)}"
+            )
         why = "; ".join(self.left_alone) or (
             f"the script gave no model that trains, and that it had not patched itself, to any of {_PLACES}. "
             "In a loop of your own, call lowmem_patch.patch_model(model) before the optimizer is made"

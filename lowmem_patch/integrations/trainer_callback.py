@@ -74,7 +74,7 @@ class LowmemTrainerCallback(TrainerCallback):
         if state.is_world_process_zero:
             lines = [*map(summary, reports), *notes_on_arguments(args)]
             # a warning, since the default verbosity shows nothing less
-            _LOGGER.warning("lowmem-patch: %s", "\n  ".join(lines))
+            self.patching.say("\n  ".join(lines), _LOGGER.warning)
 
     def on_train_begin(
         self,

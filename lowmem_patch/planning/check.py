@@ -1,18 +1,17 @@
-"""What a call is given must be a model, which torch.compile does not wrap; and behind
-``patch_model(check=True)``, the patched model must compute the same outputs."""
+"""torch.compile must not wrap what is patched; and behind ``patch_model(check=True)``, the patched model must
+compute the same outputs."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 from collections.abc import Iterator
-from os import PathLike
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lowmem_patch.errors import ConfigError, PatchError
+from lowmem_patch.errors import PatchError
 from lowmem_patch.nn.norms import MSNorm
 from lowmem_patch.nn.own import within_compiled
 from lowmem_patch.tracing.inputs import ExampleInputs
@@ -37,28 +36,6 @@ class RealRun:
 
     outputs: list[Tensor]
     modules: list[tuple[str, Tensor]]
-
-
-def checked_model(model: object, call: str) -> None:
-    """
-    Raises:
-        ConfigError: ``model``, an argument of ``call``, is no module.
-    """
-    if isinstance(model, nn.Module):
-        return
-    if isinstance(model, (str, PathLike)):
-        raise ConfigError(
-            f"{call} takes a model that is loaded, and {str(model)!r} is a name: load it first, such as "
-            f"model = AutoModelForCausalLM.from_pretrained({str(model)!r})"
-        )
-    if isinstance(model, type):
-        raise ConfigError(
-            f"{call} takes a model, and {model.__name__} is a class: make a model of it"
-        )
-    raise ConfigError(
-        f"{call} takes a torch.nn.Module, and got a {type(model).__name__}: give the model that it holds, "
-        "such as trainer.model or pipeline.unet"
-    )
 
 
 def refuse_compiled(model: nn.Module) -> None:

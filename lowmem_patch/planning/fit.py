@@ -367,7 +367,7 @@ class Fitting:
         if self.states.gradients and not self.training.accumulates:
             notes.append(
                 "gradients are counted from the backward on, as after zero_grad(); those of several batches "
-                f"(accumulation=) take up to {size_text(self.states.gradients)} more"
+                f"(accumulation) take up to {size_text(self.states.gradients)} more"
             )
         if any(level != "patched" for level in levels.values()):
             notes.append(

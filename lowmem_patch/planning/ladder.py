@@ -27,6 +27,7 @@ _GPUS = (2, 4, 8, 16, 32, 64)
 _RANK = 16  # of the adapters that stand for full training
 _ADAPTER_WIDTH = 4  # bytes of an adapter's weight
 _PACKED = 0.5  # bytes of a weight in 4 bits
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +107,7 @@ def smaller_rungs(base: Base, peak_of: Callable[[ExampleInputs], int]) -> Iterat
         yield Rung(name, base.total(max(peak, base.states.gradients)), seconds, on_top=True)
     if base.training.gpus > 1:
         return
-    if not base.training.quantised:
+    if not base.training.quantised and _is_of_linears(base.model):
         yield _qlora(base)
     if base.training.optimizer != "adamw8bit":
         optimizer = model_state_bytes(base.model, "adamw8bit").optimizer
@@ -173,6 +174,15 @@ def _cut(inputs: ExampleInputs, dim: int, size: int, smaller: int) -> ExampleInp
         return tensor.new_empty(shape)
 
     return inputs.map(cut)
+
+
+def _is_of_linears(model: nn.Module) -> bool:
+    """Whether more weights are of Linears, which QLoRA packs and gives adapters, than of convolutions."""
+    linears, convolutions = (
+        sum(module.weight.numel() for module in model.modules() if isinstance(module, kind))
+        for kind in (nn.Linear, _CONVOLUTIONS)
+    )
+    return linears > convolutions
 
 
 def _qlora(base: Base) -> Rung:
@@ -276,7 +286,9 @@ def _rungs(model: nn.Module, steps: _Steps, training: Training, budget: Budget) 
     # gradients of earlier batches are there from the beginning
     earlier = states.gradients if training.accumulates else 0
     temporaries = sum(temporaries_of(model, training, elsewhere=True))
-    names = ALONE if steps.blocks.blocks else ALONE[:1]
+    levels = list(ALONE if steps.blocks.blocks else ALONE[:1])
+    if not any(run.attention for run in steps.runs):
+        levels = [level for level in levels if level != "attention"]
 
     def peak_of(timeline: Timeline) -> int:
         return earlier + max(timeline.peak[0], timeline.end + temporaries)
@@ -286,7 +298,7 @@ def _rungs(model: nn.Module, steps: _Steps, training: Training, budget: Budget) 
         model, steps.shadow.inputs, sites, states, dataclasses.replace(training, gpus=1), budget, 0,
         steps.runs, 0.0, steps.device,
     )  # fmt: skip
-    for level in names:
+    for level in levels:
         timeline = steps.run(level, training.accumulates)
         outputs = [run.output for run in timeline.runs]
         more = sum(
@@ -296,5 +308,5 @@ def _rungs(model: nn.Module, steps: _Steps, training: Training, budget: Budget) 
         base = dataclasses.replace(base, peak=peak_of(timeline), more=more)
         yield Rung(_NAMES[level], base.total(base.peak), base.seconds)
     yield from smaller_rungs(
-        base, lambda smaller: peak_of(steps.run(names[-1], training.accumulates, smaller))
+        base, lambda smaller: peak_of(steps.run(levels[-1], training.accumulates, smaller))
     )

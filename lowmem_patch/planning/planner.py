@@ -39,7 +39,7 @@ NOTHING_TRAINS = (
     "no parameter trains, so autograd saves nothing, and a patch can save no memory: call get_peft_model for "
     "LoRA, or model.requires_grad_(True) for all weights, and then patch_model(model) again"
 )
-_SMALL = ", a small example made from the config"
+SMALL = ", a small example made from the config"
 _CHECKPOINTED = (
     "activation checkpointing is on: bytes are counted as without it, and are saved while a block runs "
     "again; at the end of the forward autograd holds the inputs of blocks alone"
@@ -93,7 +93,7 @@ def plan_model(model: nn.Module, config: PatchConfig, example_inputs: Any) -> Pl
             inputs = make_example_inputs(model)
     else:
         inputs = as_example_inputs(example_inputs)
-    described = _describe(inputs) + (_SMALL if example_inputs is None else "")
+    described = _describe(inputs) + (SMALL if example_inputs is None else "")
     notes: list[str] = []
     facts, plan, shadow = facts_and_plan(model, config, inputs, notes)
     trace = facts.trace

@@ -208,7 +208,13 @@ class PatchReport:
     @property
     def about_sites(self) -> str:
         """What the numbers of :meth:`site_table` are."""
-        return f"bytes of a site: what it alone saves for {self.inputs}, and no Linear does"
+        text = f"bytes of a site: what it alone saves for {self.inputs}, and no Linear does"
+        if any(s.strategy == "recompute" and s.bytes_before == s.bytes_after for s in self.sites):
+            text += (
+                "; where the bytes of a recomputed site stay, what is recomputed counted with the module "
+                "that reads it, which no longer saves it"
+            )
+        return text
 
     def __str__(self) -> str:
         """As wide as the terminal (or COLUMNS)."""

@@ -65,5 +65,10 @@ def print_fit(fit: FitReport) -> None:
         seconds = sum(block.seconds for block in blocks)
         table.add_row(level, str(count), *map(human_bytes, sizes), f"{1e3 * seconds:.1f}")
     print_table(table)
+    print_line(
+        "as patched, held: what these blocks hold when the forward ends, as patched and at their level, each "
+        "tensor at the block that makes it; more ms: predicted, what the level adds to a step",
+        style="dim",
+    )
     for line in (*fit.head, *fit.notes):
         print_line(line.strip())

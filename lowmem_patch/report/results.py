@@ -61,7 +61,7 @@ def _approximations(report: PatchReport) -> str:
 
 
 def _print_blocks(report: PatchReport) -> None:
-    numbers = (*_SHARES, "floor", "after / floor")
+    numbers = (*_SHARES, "floor", "after/floor")
     table = make_table("saved bytes in", *numbers, right=numbers)
     blocks = [
         (_LABELS.get(name, name), (before, after, report.floor_blocks.get(name, 0)))
@@ -120,6 +120,10 @@ def print_memory(memory: MemoryReport, train: str) -> None:
         _add_largest(table, memory, memory.limit, length)
     print_line("")
     print_table(table)
+    print_line(
+        "before, after: the model unpatched and patched; most in: the largest sum in that part of a step",
+        style="dim",
+    )
     _print_bounds(memory, train)
 
 

@@ -32,6 +32,11 @@ from lowmem_patch.tracing.probes import NormSpec, looks_like_norm, match_norm
 from lowmem_patch.tracing.saved_bytes import storage_key
 from lowmem_patch.tracing.sharded import came_sharded
 
+_OUTPUT_OR_Z = (
+    "the output, or the normalised value before weight and bias where the output does not "
+    "give that back"
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class SharedNorm(Swap):
@@ -183,13 +188,13 @@ def share_or_skip(
     if not gains:
         return site.skip("nothing to gain: no Linear keeps its output")
     whole = site.gamma is None and site.beta is None
-    what = "output" if whole else "output, or z where the output does not tell it"
+    what = "the output" if whole else _OUTPUT_OR_Z
     adapters = tuple(f"{name}." for name in adapter_layers(facts, config))
     read = any(weight_trains(c) or c.text.startswith(adapters) for c in consumers)
-    where = "once for it and its Linears" if read else "in the place of its input"
-    reason = f"{what}, saved {where}"
+    where = "for the norm and its Linears" if read else "in the place of the input"
+    reason = f"one tensor is saved {where}: {what}"
     if why_not_folded:
-        reason += f": {why_not_folded}"
+        reason += f"; not folded: {why_not_folded}"
     return shared_norm(facts, config, site, reason)
 
 

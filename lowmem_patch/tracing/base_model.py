@@ -1,8 +1,35 @@
-"""The model inside a PEFT wrapper, its head, and the config of what reads text."""
+"""What is a model, the model inside a PEFT wrapper, its head, and the config of what reads text."""
 
 from __future__ import annotations
 
+from os import PathLike
 from typing import Any
+
+from torch import nn
+
+from lowmem_patch.errors import ConfigError
+
+
+def checked_model(model: object, call: str) -> None:
+    """
+    Raises:
+        ConfigError: ``model``, an argument of ``call``, is no module.
+    """
+    if isinstance(model, nn.Module):
+        return
+    if isinstance(model, (str, PathLike)):
+        raise ConfigError(
+            f"{call} takes a model that is loaded, and {str(model)!r} is a name: load it first, such as "
+            f"model = AutoModelForCausalLM.from_pretrained({str(model)!r})"
+        )
+    if isinstance(model, type):
+        raise ConfigError(
+            f"{call} takes a model, and {model.__name__} is a class: make a model of it"
+        )
+    raise ConfigError(
+        f"{call} takes a torch.nn.Module, and got a {type(model).__name__}: give the model that it holds, "
+        "such as trainer.model or pipeline.unet"
+    )
 
 
 def base_model(model: Any) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import warnings
 from collections.abc import Callable
 from typing import Any, get_args
 
@@ -88,7 +89,12 @@ def _isolated_copy(module: nn.Module) -> nn.Module:
 
 def _run(function: Callable[[Tensor], Any], x: Tensor) -> Tensor | None:
     try:
-        with torch.no_grad(), torch.autocast("cpu", enabled=False), NoForeignKernels():
+        with (
+            warnings.catch_warnings(action="ignore"),  # of rows that only a probe gives
+            torch.no_grad(),
+            torch.autocast("cpu", enabled=False),
+            NoForeignKernels(),
+        ):
             output = function(x)
     except Exception:  # a module that cannot run on plain rows is no candidate
         return None

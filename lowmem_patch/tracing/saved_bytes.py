@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lowmem_patch.tracing.base_model import checked_model
 from lowmem_patch.tracing.categories import (
     CATEGORIES,
     Saver,
@@ -173,11 +174,15 @@ def saved_bytes(model: nn.Module) -> Iterator[SavedBytes]:
     What a module saved and what was let go again before the module that called it ended (a node of whose
     result nobody took the gradient) is not counted.
 
+    Raises:
+        ConfigError: ``model`` is no module.
+
     Example:
         >>> with saved_bytes(model) as saved:
         ...     loss = model(**batch).loss
         >>> saved.activations, saved.by_kind["attention"]
     """
+    checked_model(model, "saved_bytes")
     # held as long as their keys: offloading exchanges them in the forward
     held = (*model.parameters(), *model.buffers())
     weights = set(map(storage_key, held))
@@ -187,8 +192,7 @@ def saved_bytes(model: nn.Module) -> Iterator[SavedBytes]:
     watched: set[weakref.ref[_Held]] = set()
     deferred: list[tuple[Any, Saver]] = []  # counted at the end: they may let their values go
     result = SavedBytes()
-    running = _RunningFunction(weights)
-    copies = _WeightCopies(weights)
+    running, copies = _RunningFunction(weights), _WeightCopies(weights)
     # a cast of a weight that autocast remembers from before would not be seen to be one
     torch.clear_autocast_cache()
     with module_stack(model) as stack:
@@ -201,7 +205,6 @@ def saved_bytes(model: nn.Module) -> Iterator[SavedBytes]:
             key = storage_key(tensor)
             if key in weights:
                 return held
-
             depth = max(len(stack) - 1, 1)  # of the call of the module that calls this one
             caller = stack[depth - 1 : depth]
 
@@ -224,9 +227,7 @@ def saved_bytes(model: nn.Module) -> Iterator[SavedBytes]:
         with hooks, copies, running, ended_checkpoints():
             yield result
     _add_held(deferred, first, savers)
-    for key in copies.copies & first.keys():
-        result.weight_copies += first.pop(key).bytes
-    _add_up(result, model, {key: (one, tuple(savers[key])) for key, one in first.items()})
+    _add_up(result, model, first, savers, copies.copies)
 
 
 def _add_held(
@@ -244,8 +245,15 @@ def _add_held(
 
 
 def _add_up(
-    result: SavedBytes, model: nn.Module, saved: Mapping[int, tuple[_First, tuple[Saver, ...]]]
+    result: SavedBytes,
+    model: nn.Module,
+    first: dict[int, _First],
+    savers_of: Mapping[int, Mapping[Saver, None]],
+    copies: set[int],
 ) -> None:
+    for key in copies & first.keys():
+        result.weight_copies += first.pop(key).bytes
+    saved = {key: (one, tuple(savers_of[key])) for key, one in first.items()}
     categories = module_categories(model)
     largest: dict[str, int] = {}
     for one, savers in saved.values():

@@ -15,8 +15,8 @@ from lowmem_patch.api import patch_model, patch_report, unpatch_model
 from lowmem_patch.checkpoint.compare import cast_parameters
 from lowmem_patch.config import ConfigLike, PatchConfig, given_config, load_config
 from lowmem_patch.errors import CheckpointError, LowmemPatchError, PatchError, TraceError
-from lowmem_patch.planning.check import checked_model
 from lowmem_patch.strategies.fold_weights import FoldStep
+from lowmem_patch.tracing.base_model import checked_model
 from lowmem_patch.tracing.example_inputs import make_example_inputs
 from lowmem_patch.tracing.inputs import as_example_inputs
 from lowmem_patch.verify.judge import Candidate, Judge

@@ -122,7 +122,8 @@ def test_its_commands_run_unchanged(
     config = config_file(base, tmp_path)
     script = [str(Path(sys.executable).parent / "llamafactory-cli"), "train"]
     text = launched(*RUN, *(script if command == "llamafactory-cli" else command.split()), config)
-    assert "1 model patched\n  PeftModelForCausalLM, preset exact: 13 of 13 sites" in text
+    assert text.count("PeftModelForCausalLM, preset exact: 13 of 13 sites patched") == 1
+    assert "1 model patched: PeftModelForCausalLM (13 of 13 sites)" in text
     log = (tmp_path / "out" / "trainer_log.jsonl").read_text().splitlines()
     losses = [entry["loss"] for entry in map(json.loads, log) if "loss" in entry]
     assert len(losses) == STEPS

@@ -78,7 +78,9 @@ def test_a_script_trains_the_same_in_fewer_bytes(
     assert_same(found, expected)
     assert found["saved"] < expected["saved"]
     text = capsys.readouterr().err
-    assert "in this process alone" in text and "1 model patched" in text
+    assert "in this process alone" in text and "1 model patched: " in text
+    assert text.count("saved activation bytes") == 1, "the report was said once"
+    assert text.count("for those give --batch-size") == (name != "trainer_script.py")
 
 
 def test_layers_frozen_after_create_model_are_said(tmp_path: Path) -> None:

@@ -203,6 +203,8 @@ def test_what_is_no_model_gets_a_sentence(model: Any, sentence: str) -> None:
     for call in (patch_model, plan_patch, patch_report, unpatch_model, verify_model):
         with pytest.raises(ConfigError, match=f"^{call.__name__} takes a .*{sentence}"):
             call(model)
+    with pytest.raises(ConfigError, match=f"^saved_bytes takes a .*{sentence}"), saved_bytes(model):
+        pass
 
 
 def test_preset_and_config_are_one_argument() -> None:

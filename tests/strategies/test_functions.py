@@ -210,6 +210,7 @@ def test_copies_and_pickles_take_it_along() -> None:
     assert saved.activations == report.saved_before
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning")
 def test_without_gradients_and_under_transforms_the_function_runs() -> None:
     model = network(gated)
     twin, x = copy.deepcopy(model), rows()
@@ -220,6 +221,8 @@ def test_without_gradients_and_under_transforms_the_function_runs() -> None:
         torch.func.grad(lambda y, net=net: net(y).square().sum())(x) for net in (model, twin)
     )
     assert torch.equal(ours, theirs)
+    traced = torch.jit.trace(model, (x,))
+    assert torch.allclose(traced(x), twin(x), rtol=1e-6, atol=1e-6)
     exported = torch.export.export(copy.deepcopy(model), (x,)).module()
     assert torch.allclose(exported(x), twin(x), rtol=1e-6, atol=1e-6)
 

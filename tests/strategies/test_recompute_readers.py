@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lowmem_patch import patch_model, patch_report, saved_bytes, unpatch_model
+from lowmem_patch import patch_model, patch_report, plan_patch, saved_bytes, unpatch_model
 from lowmem_patch.nn.activations import RecomputedActivation
 from lowmem_patch.nn.deferred import Unstored
 from tests.support.judge import assert_equal, assert_same_function
@@ -88,6 +88,20 @@ def test_output_is_computed_again_for(reader: str, in_place: bool) -> None:
     assert_equal(found, expected)
     assert expected.saved - found.saved == 4 * 2 * CHANNELS * 10 * 10
     assert isinstance(model.act, RecomputedActivation)
+
+
+def test_a_report_says_where_a_saving_is_that_no_site_shows() -> None:
+    model, x = net("convolution", nn.SiLU())
+    report = plan_patch(model, "exact", example_inputs=x)
+    (site,) = report.sites
+    assert site.bytes_before == site.bytes_after and report.saved_before > report.saved_after
+    said = "what is recomputed counted with the module that reads it"
+    assert said in report.about_sites and said in " ".join(str(report).split())
+    linears = nn.Sequential(nn.Linear(4, 8), nn.SiLU(), nn.Linear(8, 4))
+    report = plan_patch(linears, "exact", example_inputs=torch.randn(3, 4))
+    (site,) = report.sites
+    assert site.strategy == "recompute" and site.bytes_before > site.bytes_after
+    assert said not in report.about_sites
 
 
 @pytest.mark.parametrize("act", [nn.GELU(), nn.Mish(), nn.Hardswish(), nn.Softplus(), nn.ELU()])

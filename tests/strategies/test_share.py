@@ -7,6 +7,7 @@ import pickle
 import re
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -207,3 +208,29 @@ print(sum(type(m).__name__ == 'StockMSLayerNorm' for m in model))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "1", done.stderr
+
+
+def test_a_probe_warns_of_nothing() -> None:
+    """torch warns where the dtypes of an RMSNorm's weight and input differ, which a probe tries."""
+    model, always = nn.Sequential(nn.RMSNorm(16), nn.Linear(16, 16)), torch.is_warn_always_enabled()
+    torch.set_warn_always(True)  # else the first time in a process alone
+    try:
+        with warnings.catch_warnings(record=True, action="always") as said:
+            patch_model(model, example_inputs=(torch.randn(4, 16),))
+    finally:
+        torch.set_warn_always(always)
+    assert patch_report(model).sites[0].strategy == "share"
+    assert not said, [str(warning.message) for warning in said]
+
+
+def test_the_reason_says_in_plain_words_what_is_saved() -> None:
+    def reason(norm: nn.Module) -> str:
+        model = nn.Sequential(nn.Linear(8, 8), norm, nn.Linear(8, 8))
+        return patch_report(patch_model(model, example_inputs=(torch.randn(2, 8),))).sites[0].reason
+
+    plain = "one tensor is saved for the norm and its Linears: the output"
+    assert reason(nn.LayerNorm(8, elementwise_affine=False)) == plain
+    affine = (
+        ", or the normalised value before weight and bias where the output does not give that back"
+    )
+    assert reason(nn.LayerNorm(8)) == plain + affine
