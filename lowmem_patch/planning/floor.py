@@ -26,9 +26,9 @@ import torch
 from torch import Tensor, nn
 
 from lowmem_patch.constants import STEP_TABLES
-from lowmem_patch.planning.floor_sites import SiteCall, find_sites
+from lowmem_patch.planning.floor_sites import SiteCall, find_sites, square_of
 from lowmem_patch.planning.report import block_name
-from lowmem_patch.tracing.call_arguments import dropout_call, is_square, weight_matmul
+from lowmem_patch.tracing.call_arguments import dropout_call, weight_matmul
 from lowmem_patch.tracing.categories import CATEGORIES
 from lowmem_patch.tracing.consumers import gathers_for_a_weight
 from lowmem_patch.tracing.dataflow import backward, first_input, makers
@@ -280,10 +280,8 @@ class _FloorCount:
 
     def _squared_relu(self, tensor: Tensor) -> SiteCall | None:
         """The ReLU of which ``tensor`` is the square."""
-        op = self.makers.get(id(tensor))
-        if op is None or not op.role.has(Role.POWER) or not is_square(op.name, op.args, op.kwargs):
-            return None
-        root = self._root(op.args[0])[0]
+        base = square_of(self.makers.get(id(tensor)))
+        root = tensor if base is None else self._root(base)[0]
         maker = self.makers.get(id(root))
         return self.activations.get(id(root)) if maker and maker.name == "relu" else None
 

@@ -6,10 +6,11 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
+from lowmem_patch.tracing.call_arguments import is_square
 from lowmem_patch.tracing.dataflow import first_input
 from lowmem_patch.tracing.op_roles import Role
 from lowmem_patch.tracing.probes import NormSpec, looks_like_norm, match_activation, match_norm
-from lowmem_patch.tracing.trace import Call, Trace
+from lowmem_patch.tracing.trace import Call, Op, Trace
 
 
 class SiteCall(NamedTuple):
@@ -49,6 +50,13 @@ def find_sites(model: nn.Module, trace: Trace) -> tuple[Sites, Sites]:
         if role and number not in covered and source is not None and len(op.outputs) == 1:
             add(op.module, role, source, op.outputs[0])
     return norms, activations
+
+
+def square_of(op: Op | None) -> Tensor | None:
+    """The tensor of which an op makes the square; None of any other op."""
+    if op is None or not op.role.has(Role.POWER) or not is_square(op.name, op.args, op.kwargs):
+        return None
+    return first_input(op)
 
 
 def _module_role(

@@ -27,6 +27,7 @@ from lowmem_patch.tracing.probes import (
     looks_like_activation,
     looks_like_norm,
     match_activation,
+    match_norm,
 )
 from lowmem_patch.tracing.trace import FOREIGN_KERNEL, Call, Trace
 
@@ -66,7 +67,7 @@ class Facts:
         for call in trace.calls:
             self.calls.setdefault(call.name, []).append(call)
         self.order = sorted(self.calls, key=lambda name: self.calls[name][0].last_op)
-        self.norms: dict[object, NormSpec | str] = {}  # what a probe said of equal modules
+        self._norms: dict[object, NormSpec | str] = {}  # what a probe said of equal modules
         self._activations: dict[str, ActivationKind | None] = {}
         self._answers: dict[object, Any] = {}
 
@@ -92,12 +93,15 @@ class Facts:
     @cached_property
     def functions(self) -> dict[str, FunctionSite]:
         """The activations that a module's forward calls as functions, by name."""
-        return find_functions(self.trace, self._is_activation)
+        return find_functions(self.trace, self._is_site)
 
-    def _is_activation(self, name: str) -> bool:
+    def _is_site(self, name: str) -> bool:
+        """Whether a module is an activation or a norm as a whole, whatever it calls."""
         if name not in self.calls or next(self.modules[name].children(), None) is not None:
             return False
-        return self.activation(name) is not None or looks_like_activation(self.modules[name])
+        if self.activation(name) is not None or looks_like_activation(self.modules[name]):
+            return True
+        return isinstance(self.norm(name), NormSpec)
 
     def calls_of(self, name: str) -> list[Call]:
         """The calls of a module or of a function."""
@@ -118,6 +122,16 @@ class Facts:
             plain = single and next(module.parameters(), None) is None
             self._activations[name] = match_activation(module) if plain else None
         return self._activations[name]
+
+    def norm(self, name: str) -> NormSpec | str | None:
+        """What a module without children computes, or why it is no norm that we know; None where it cannot
+        be one."""
+        module, calls = self.modules[name], self.calls[name]
+        own = {n for n, _ in module.named_parameters()} <= {"weight", "bias"}
+        single = all(len(call.outputs) == 1 and len(call.inputs) == 1 for call in calls)
+        if not own or not single or isinstance(module, nn.Linear):
+            return None
+        return match_norm(module, calls[0], self.trace, self._norms)
 
     @property
     def leaves(self) -> Iterable[str]:

@@ -28,7 +28,7 @@ from lowmem_patch.tracing.consumers import (
     weight_trains,
 )
 from lowmem_patch.tracing.op_roles import Role, role_of
-from lowmem_patch.tracing.probes import NormSpec, looks_like_norm, match_norm
+from lowmem_patch.tracing.probes import NormSpec, looks_like_norm
 from lowmem_patch.tracing.saved_bytes import storage_key
 from lowmem_patch.tracing.sharded import came_sharded
 
@@ -119,17 +119,15 @@ class NormSite(PatchSite):
 def norm_sites(facts: Facts, config: PatchConfig) -> Iterator[NormSite | Skip]:
     """Each norm of the model, in the order of the forward, or why no strategy may patch it."""
     for name in facts.leaves:
-        module, calls = facts.modules[name], facts.calls[name]
+        module = facts.modules[name]
         if name in facts.foreign_kernels:
             if looks_like_norm(module):
                 yield Skip(name, "other", "runs a kernel of its own")
             continue
         if facts.activation(name) is not None:
             continue
-        own = {n for n, _ in module.named_parameters()} <= {"weight", "bias"}
-        single = all(len(call.outputs) == 1 and len(call.inputs) == 1 for call in calls)
-        if own and single and not isinstance(module, nn.Linear):
-            spec = match_norm(module, calls[0], facts.trace, facts.norms)
+        spec = facts.norm(name)
+        if spec is not None:
             if isinstance(spec, NormSpec):
                 site = _site(facts, name, spec)
                 obstacle = _obstacle(facts, site, config)
@@ -138,6 +136,10 @@ def norm_sites(facts: Facts, config: PatchConfig) -> Iterator[NormSite | Skip]:
                 yield Skip(name, "other", spec)
         elif looks_like_norm(module):
             yield Skip(name, "other", "takes or returns more than one tensor")
+    yield from _called_norms(facts, config)
+
+
+def _called_norms(facts: Facts, config: PatchConfig) -> Iterator[NormSite | Skip]:
     for name, called in facts.functions.items():
         if not isinstance(called.kind, NormSpec):
             continue

@@ -50,13 +50,13 @@ class FunctionSite(NamedTuple):
 _SITES = Role.ELEMENTWISE | Role.ROW_NORM
 
 
-def find_functions(trace: Trace, is_activation: Callable[[str], bool]) -> dict[str, FunctionSite]:
+def find_functions(trace: Trace, is_site: Callable[[str], bool]) -> dict[str, FunctionSite]:
     """The activations, and norms without weights, that are called as functions and have a gradient, by name.
 
     Args:
-        is_activation: whether a module, by its name, is an activation as a whole, whatever it calls.
+        is_site: whether a module, by its name, is an activation or a norm as a whole, whatever it calls.
     """
-    is_covered = cache(is_activation)
+    is_covered = cache(is_site)
     found: dict[tuple[str, CalledFunction], list[Call]] = {}
     kinds: dict[CalledFunction, ActivationKind | NormSpec | None] = {}
     for number, op in enumerate(trace.ops):

@@ -160,3 +160,10 @@ def test_a_norm_whose_eps_is_a_number_of_the_code() -> None:
     report = patched(model)
     assert [site.strategy for site in report.sites] == ["share"]
     assert_same_function(model.double(), twin, rows() * 1e-3)
+
+
+def test_a_module_that_calls_such_a_function_is_one_site() -> None:
+    model = nn.Sequential(
+        nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH, elementwise_affine=False), nn.Linear(WIDTH, 3)
+    )
+    assert [site.name for site in patched(model).sites] == ["1"]
