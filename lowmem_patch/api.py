@@ -310,7 +310,8 @@ def _is_adapted(model: nn.Module, step: FoldStep) -> bool:
 def _say_if_nothing(report: PatchReport, plan: Plan, strict: bool) -> None:
     """Warn, or raise where ``strict``, if nothing trains or nothing is patched."""
     reasons = dict.fromkeys(f"{site.name}: {site.reason}" for site in report.sites)
-    listed = "; ".join(list(reasons)[:3]) or "it has no norm or activation that lowmem-patch knows"
+    unknown = "it has no norm or activation that lowmem-patch knows"
+    listed = "; ".join(list(reasons)[:3] or report.notes) or unknown
     if NOTHING_TRAINS in report.notes:
         text = f"{report.model}: {NOTHING_TRAINS}"
     elif all(patch.for_autocast for patch in plan.patches):

@@ -49,7 +49,7 @@ def _functional_calls(facts: Facts, sites: Iterable[str]) -> str | None:
     if not places:
         return None
     return (
-        f"norms and activations left alone, since they are function calls: {len(places)} "
+        f"norms and activations that are called as functions, left alone: {len(places)} "
         f"({_first_of(dict.fromkeys(places))})"
     )
 

@@ -159,8 +159,6 @@ class Facts:
 
 def call_obstacle(facts: Facts, called: FunctionSite) -> str | None:
     """Why no forward of ours can run around the one that calls a function."""
-    if not called.module:
-        return "called in the model's own forward: call it in the forward of a module inside"
     if has_foreign_forward(facts.modules[called.module]):
         return f"the forward of {called.module} is overridden on the instance"
     if is_compiled_function(type(facts.modules[called.module]).forward):

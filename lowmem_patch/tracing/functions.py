@@ -33,7 +33,7 @@ class FunctionSite(NamedTuple):
     @property
     def name(self) -> str:
         """As a report names it: ``layers.0.mlp.silu()``."""
-        return f"{self.module}.{self.function}" if self.module else str(self.function)
+        return f"{self.module}.{self.function}"
 
     def saved(self, trace: Trace) -> int:
         """Bytes that autograd holds for the function alone."""
@@ -60,7 +60,10 @@ def find_functions(trace: Trace, is_site: Callable[[str], bool]) -> dict[str, Fu
     found: dict[tuple[str, CalledFunction], list[Call]] = {}
     kinds: dict[CalledFunction, ActivationKind | NormSpec | None] = {}
     for number, op in enumerate(trace.ops):
-        if not op.role.has(_SITES) or op.opaque or op.writes or is_covered(op.module):
+        # the model itself runs too many functions for a forward of ours around its own
+        if not op.role.has(_SITES) or op.opaque or op.writes or not op.module:
+            continue
+        if is_covered(op.module):
             continue
         read = called_function(op.name, op.args, op.kwargs)
         if read is None or len(op.outputs) != 1 or not op.outputs[0].requires_grad:
@@ -81,7 +84,4 @@ def find_functions(trace: Trace, is_site: Callable[[str], bool]) -> dict[str, Fu
 def _is_nested(
     module: str, function: CalledFunction, found: Mapping[tuple[str, CalledFunction], object]
 ) -> bool:
-    inside = f"{module}." if module else ""
-    return any(
-        other != module and other.startswith(inside) and same == function for other, same in found
-    )
+    return any(other.startswith(f"{module}.") and same == function for other, same in found)
