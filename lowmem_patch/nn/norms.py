@@ -51,6 +51,7 @@ class MSNorm(nn.Module):
             operators would. Attention's output then does, too, of which a Linear need not save a copy.
         eps_name: the attribute that holds eps, as it did in the original: users set it. None in it leaves
             eps to torch, which takes that of the input's dtype in float64. Empty: that of ``settings`` stays.
+        names: of gamma and beta in the state dict; empty: there is none. `NamedMSNorm` has others than these.
         low_precision: adapters that read the output compute in its dtype (see `lowmem_patch.nn.deferred.Op`).
     """
 
@@ -75,10 +76,13 @@ class MSNorm(nn.Module):
         output_moved: bool = False,
         lies_as_input: bool = False,
         eps_name: str = "",
+        names: tuple[str, str] = ("weight", "bias"),
     ) -> None:
         nn.Module.__init__(self)  # past a stock norm, which would make parameters of its own
-        self.register_parameter("weight", weight)
-        self.register_parameter("bias", bias)
+        for name, parameter in zip(names, (weight, bias), strict=True):
+            if name:
+                self.register_parameter(name, parameter)
+        self.names = names
         self.settings = settings
         self.folded = folded
         self.feeds_autocast = feeds_autocast
@@ -350,3 +354,23 @@ class StockMSLayerNorm(MSLayerNorm, nn.LayerNorm):  # type: ignore[misc]  # its 
 
 class StockMSRMSNorm(MSRMSNorm, nn.RMSNorm):  # type: ignore[misc]  # its weight may be None
     """In place of a `torch.nn.RMSNorm`, which it still is to whoever asks."""
+
+
+class NamedMSNorm(MSNorm):
+    """In place of a norm whose gamma and beta have names of their own."""
+
+    @property
+    def weight(self) -> Any:  # type: ignore[override]  # nobody sets it
+        return getattr(self, self.names[0])
+
+    @property
+    def bias(self) -> Any:  # type: ignore[override]
+        return getattr(self, self.names[1]) if self.names[1] else None
+
+
+class NamedMSLayerNorm(NamedMSNorm, MSLayerNorm):
+    """See `NamedMSNorm`."""
+
+
+class NamedMSRMSNorm(NamedMSNorm, MSRMSNorm):
+    """See `NamedMSNorm`."""

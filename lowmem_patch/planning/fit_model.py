@@ -98,8 +98,8 @@ def _assume_looks(model: nn.Module, shadow: nn.Module) -> None:
     for name, norm in shadow.named_modules():
         if isinstance(norm, MSNorm) and not norm.folded and name in modules:
             own = modules[name]._parameters
-            found = would_tell_z(own.get("weight"), own.get("bias"), norm.settings)
-            norm.looks.assumed = found
+            gamma, beta = map(own.get, norm.names)
+            norm.looks.assumed = would_tell_z(gamma, beta, norm.settings)
 
 
 def _timed(

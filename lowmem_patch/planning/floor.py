@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from lowmem_patch.constants import STEP_TABLES
-from lowmem_patch.planning.floor_sites import SiteCall, find_sites, square_of
+from lowmem_patch.planning.floor_sites import SiteCall, find_sites, gamma_trains, square_of
 from lowmem_patch.planning.report import block_name
 from lowmem_patch.tracing.call_arguments import dropout_call, weight_matmul
 from lowmem_patch.tracing.categories import CATEGORIES
@@ -374,21 +374,13 @@ class _FloorCount:
                 item = FloorItem(op.module, "codes and statistics", size)
                 self.items["dropout", id(output)] = item
 
-    def _gamma_trains(self, module: str) -> bool:
-        """Whether the backward needs z for it; a beta alone needs nothing."""
-        known = self.modules[module]._parameters
-        gamma = known.get("weight")
-        if gamma is None:  # a function's may be anywhere
-            return not known.keys() & {"weight", "bias"}
-        return bool(gamma.requires_grad)
-
     def _norm(self, norm: SiteCall) -> None:
         output, source = norm.output, norm.source
         held = self.saved_by.get(norm.module, [])
         if not any(math.prod(storage.shape) >= source.numel() for storage in held):
             return  # constants, as those of a frozen batch norm, need no input
         seen = self._is_saved(output) or all(map(self._is_saved, self._sources(source)))
-        if not seen and (source.requires_grad or self._gamma_trains(norm.module)):
+        if not seen and (source.requires_grad or gamma_trains(self.modules[norm.module])):
             self._add(output, norm.module, "norms")
         if source.requires_grad:
             rows = output.numel() // max(1, output.shape[-1])

@@ -52,6 +52,20 @@ def find_sites(model: nn.Module, trace: Trace) -> tuple[Sites, Sites]:
     return norms, activations
 
 
+def gamma_trains(norm: nn.Module) -> bool:
+    """Whether the backward of a norm, or of what calls one as a function, needs z for gamma; a beta alone
+    needs nothing."""
+    known = norm._parameters
+    if known.keys() & {"weight", "bias"}:
+        return _trains(known.get("weight"))
+    # a module's may have any name, and a function's be anywhere
+    return not known or any(map(_trains, known.values()))
+
+
+def _trains(parameter: Tensor | None) -> bool:
+    return parameter is not None and parameter.requires_grad
+
+
 def square_of(op: Op | None) -> Tensor | None:
     """The tensor of which an op makes the square; None of any other op."""
     if op is None or not op.role.has(Role.POWER) or not is_square(op.name, op.args, op.kwargs):
@@ -73,7 +87,7 @@ def _module_role(
     names = {name for name, _ in module.named_parameters()}
     if not names and call.outputs[0].shape == call.inputs[0].shape:
         return neither if match_activation(module) is None else Role.ELEMENTWISE
-    if names and names <= {"weight", "bias"} and not isinstance(module, nn.Linear):
+    if 0 < len(names) <= 2 and not isinstance(module, nn.Linear):
         found = match_norm(module, call, trace, specs)
         return Role.ROW_NORM if isinstance(found, NormSpec) else neither
     return neither

@@ -25,6 +25,7 @@ from lowmem_patch.strategies.fold_weights import FoldStep, fold_step, identity_a
 from lowmem_patch.strategies.protocol import Facts, Found, Skip, Target
 from lowmem_patch.strategies.share import SharedNorm, norm_sites, share_or_skip, shared_norm
 from lowmem_patch.tracing.consumers import LinearRef
+from lowmem_patch.tracing.probes import STOCK_NAMES
 
 _FOLDED = "_lowmem_patch_folded"  # where a folded norm holds what is needed to unfold it
 
@@ -79,7 +80,8 @@ def find(facts: Facts, config: PatchConfig) -> Found:
         if isinstance(site, Skip):
             found.add(site)
             continue
-        step, why_not = rules.fold(site) if site.function is None else (None, "")
+        own = site.function is None and site.spec.names == STOCK_NAMES
+        step, why_not = rules.fold(site) if own else (None, "")
         if step is None:
             found.add(share_or_skip(facts, config, site, why_not))
             continue

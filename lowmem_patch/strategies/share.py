@@ -14,7 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from lowmem_patch.config import PatchConfig
-from lowmem_patch.nn.norms import MSLayerNorm, MSNorm, MSRMSNorm, StockMSLayerNorm, StockMSRMSNorm
+from lowmem_patch.nn.norms import (
+    MSLayerNorm,
+    MSNorm,
+    MSRMSNorm,
+    NamedMSLayerNorm,
+    NamedMSRMSNorm,
+    StockMSLayerNorm,
+    StockMSRMSNorm,
+)
 from lowmem_patch.strategies.head import head_names
 from lowmem_patch.strategies.lora import adapter_layers
 from lowmem_patch.strategies.protocol import Facts, Found, PatchSite, Skip, call_obstacle
@@ -28,7 +36,7 @@ from lowmem_patch.tracing.consumers import (
     weight_trains,
 )
 from lowmem_patch.tracing.op_roles import Role, role_of
-from lowmem_patch.tracing.probes import NormSpec, looks_like_norm
+from lowmem_patch.tracing.probes import STOCK_NAMES, NormSpec, looks_like_norm
 from lowmem_patch.tracing.saved_bytes import storage_key
 from lowmem_patch.tracing.sharded import came_sharded
 
@@ -60,9 +68,9 @@ class SharedNorm(Swap):
         spec = self.spec
         if self.function is not None:
             original = _module_of(self.function, spec.settings.eps)
-        norm = _class_for(original, spec.kind)(
-            getattr(original, "weight", None),
-            getattr(original, "bias", None),
+        norm = _class_for(original, spec)(
+            getattr(original, spec.names[0], None),
+            getattr(original, spec.names[1], None),
             spec.settings,
             folded=self.folded,
             feeds_autocast=self.feeds_autocast,
@@ -76,9 +84,13 @@ class SharedNorm(Swap):
             output_moved=self.output_moved,
             lies_as_input=self.lies_as_input,
             eps_name=_eps_name(original, spec.settings.eps),
+            names=spec.names,
         )
         if self.function is not None:
             norm.eps = original.eps
+        # in the order of the original's state dict
+        own = {name: norm._parameters.pop(name) for name in original._parameters}
+        norm._parameters.update(own)
         return norm
 
 
@@ -99,8 +111,10 @@ def _eps_name(original: nn.Module, eps: float) -> str:
     return names[0] if len(names) == 1 and not names[0].startswith("_") else ""
 
 
-def _class_for(original: nn.Module, kind: str) -> type[MSNorm]:
-    if kind == "layer_norm":
+def _class_for(original: nn.Module, spec: NormSpec) -> type[MSNorm]:
+    if spec.names != STOCK_NAMES:
+        return NamedMSLayerNorm if spec.kind == "layer_norm" else NamedMSRMSNorm
+    if spec.kind == "layer_norm":
         return StockMSLayerNorm if isinstance(original, nn.LayerNorm) else MSLayerNorm
     return StockMSRMSNorm if isinstance(original, nn.RMSNorm) else MSRMSNorm
 
@@ -155,7 +169,7 @@ def _called_norms(facts: Facts, config: PatchConfig) -> Iterator[NormSite | Skip
 def _site(facts: Facts, name: str, spec: NormSpec) -> NormSite:
     outputs = facts.outputs(name)
     module = facts.model.get_submodule(name)
-    vectors = (getattr(module, "weight", None), getattr(module, "bias", None))
+    vectors = (getattr(module, spec.names[0], None), getattr(module, spec.names[1], None))
     gamma, beta = facts.originals.get(name, vectors)
     consumers = find_consumers(facts.trace, outputs)
     return NormSite(name, spec.kind, consumers, spec, outputs, gamma, beta)

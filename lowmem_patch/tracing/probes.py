@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, get_args
 
 import torch
@@ -26,6 +26,8 @@ from lowmem_patch.tracing.isolation import NoForeignKernels
 from lowmem_patch.tracing.op_roles import Role, role_of
 from lowmem_patch.tracing.trace import Call, Trace
 
+STOCK_NAMES = ("weight", "bias")
+
 
 @dataclasses.dataclass(frozen=True)
 class NormSpec:
@@ -35,6 +37,7 @@ class NormSpec:
     settings: NormSettings
     output: str  # its dtype follows the "input", the "weight" or, promoted, "both"
     full_precision_autocast: bool
+    names: tuple[str, str] = STOCK_NAMES  # of gamma and beta; empty: there is none
 
 
 # Relative to the largest output; candidates compute in float32 whatever they are given.
@@ -138,7 +141,7 @@ def match_norm(
     if not x.is_floating_point() or x.dim() < 2 or call.outputs[0].shape != x.shape:
         return "does not return its input's shape"
     size = x.shape[-1]
-    if set(parameters) - {"weight", "bias"} or any(p.shape != (size,) for p in parameters.values()):
+    if len(parameters) > 2 or any(p.shape != (size,) for p in parameters.values()):
         return "does not normalise the last dimension alone"
     if {name for name, _ in module.named_buffers()} & {"weight", "bias"}:
         return "its weight or bias is a buffer and no parameter"
@@ -159,13 +162,28 @@ def _probe(module: nn.Module, call: Call, trace: Trace) -> NormSpec | str:
     generator = torch.Generator().manual_seed(1)
     shape = (1,) * (x.dim() - 2) + (4, size)
     rows = torch.randn(shape, generator=generator) + 0.3
-    found = _find_norm(isolated, rows)
+    orders = list(_orders_of(parameters))
+    settings = (_find_norm(isolated, rows, names) for names in orders)
+    known = zip(settings, orders, strict=True)
+    found, names = next((pair for pair in known if pair[0] is not None), (None, STOCK_NAMES))
     if found is None:
         return "computes neither LayerNorm nor RMSNorm over the last dimension"
     kind = "layer_norm" if found.centered else "rms_norm"
     fused = any(op.role.has(Role.ROW_NORM) for op in trace.ops[call.first_op : call.last_op])
     output = _output_dtype(isolated, rows) if parameters else "input"
-    return NormSpec(kind, found, output, full_precision_autocast=fused)
+    return NormSpec(kind, found, output, full_precision_autocast=fused, names=names)
+
+
+def _orders_of(parameters: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Which of the parameters may be gamma, and which beta."""
+    names = list(parameters)
+    if set(names) <= set(STOCK_NAMES):
+        yield STOCK_NAMES
+    elif len(names) == 1:
+        yield names[0], ""
+    else:
+        yield names[0], names[1]
+        yield names[1], names[0]
 
 
 def _output_dtype(module: nn.Module, rows: Tensor) -> str:
@@ -178,8 +196,8 @@ def _output_dtype(module: nn.Module, rows: Tensor) -> str:
     return "weight" if by_weight else "both"
 
 
-def _find_norm(module: nn.Module, rows: Tensor) -> NormSettings | None:
-    weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
+def _find_norm(module: nn.Module, rows: Tensor, names: tuple[str, str]) -> NormSettings | None:
+    weight, bias = (getattr(module, name, None) for name in names)
     gamma = weight.detach().double() if isinstance(weight, Tensor) else None
     beta = bias.detach().double() if isinstance(bias, Tensor) else None
     # small rows make eps visible: at a scale of 1e-3 the variance is 1e-6
