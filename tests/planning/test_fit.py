@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import warnings
 from typing import Any
@@ -63,13 +64,16 @@ def assert_budgets_hold(model: Any, inputs: Any, config: str, shares: tuple[floa
         assert_equal(step(again, inputs), wanted)
 
 
-def small_fit(budget: str | int | None = None, **settings: Any) -> Any:
-    model, x = stack(), rows()
-    whole = plan_patch(model, "exact", example_inputs=x, fit="1GiB").fit
+def small_fit() -> Any:
+    return stack(), rows(), small_budget()
+
+
+@functools.cache
+def small_budget() -> int:
+    whole = plan_patch(stack(), "exact", example_inputs=rows(), fit="1GiB").fit
     assert whole is not None
     states = whole.parameters + whole.optimizer_state
-    budget = int(states + 0.75 * (whole.predicted - states)) if budget is None else budget
-    return model, x, budget
+    return int(states + 0.75 * (whole.predicted - states))
 
 
 # life
