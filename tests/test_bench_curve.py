@@ -80,7 +80,7 @@ def test_the_curve_and_its_picture(tmp_path: Path) -> None:
     pytest.importorskip("adjustText")
     picture = tmp_path / "curve.png"
     arguments = (
-        "bench", str(ASSETS / "tiny-vit"), "--curve", "--batch-size", "32", "--rounds", "2", "--steps", "1",
+        "bench", str(ASSETS / "tiny-vit"), "--curve", "--batch-size", "8", "--rounds", "2", "--steps", "1",
         "--device", "cpu", "--plot", str(picture), "--json",
     )  # fmt: skip
     with planned_once():

@@ -23,8 +23,9 @@ from lowmem_patch.planning.fit_report import FitReport, FittedBlock, size_text
 from lowmem_patch.planning.fit_sums import Sums, more_seconds, temporaries_of
 from lowmem_patch.planning.need import OPTIMIZER_STEP, Need, need_of
 from lowmem_patch.planning.solve import Choice, Solution, Step, least_limit, solve
-from lowmem_patch.planning.timeline import Timeline, few_of, few_runs, run_levels
+from lowmem_patch.planning.timeline import FewRuns, Timeline, few_of, few_runs, run_levels
 from lowmem_patch.strategies.checkpointing import ALONE, Blocks, CheckpointedBlock, patches_of
+from lowmem_patch.tracing.inputs import ExampleInputs
 from lowmem_patch.tracing.shadow import Shadow
 
 _TRIES = 6  # steps that are run to hold what the sums did not foresee
@@ -84,7 +85,7 @@ class Fitting:
         self.resident = states.resident + self.earlier
         self.free = [b for b in blocks.blocks if not b.refusal and not self._is_switched_on(b.site)]
         self.temporaries = temporaries_of(shadow.model, training, elsewhere=shadow.elsewhere)
-        self.run = functools.partial(run_levels, shadow, blocks, accumulates=training.accumulates)
+        self._known: dict[tuple[frozenset[tuple[str, str]], bool, FewRuns | None], Timeline] = {}
         self.few = few_runs(shadow.model, blocks, few_of(shadow.model))
         self.patched = self._profile(self._all("patched"))
         count = len(self.patched.runs)
@@ -104,6 +105,26 @@ class Fitting:
         )
 
     # steps on fake tensors
+
+    def run(
+        self,
+        levels: Mapping[str, str],
+        *,
+        settled: bool = False,
+        inputs: ExampleInputs | None = None,
+        few: FewRuns | None = None,
+    ) -> Timeline:
+        """As `run_levels`; a step that was run is remembered, for it costs most of what a fit costs."""
+        key = frozenset(levels.items()), settled, few
+        if inputs is None and key in self._known:
+            return self._known[key]
+        accumulates = self.training.accumulates
+        found = run_levels(
+            self.shadow, self.blocks, levels, settled=settled, inputs=inputs, few=few, accumulates=accumulates
+        )  # fmt: skip
+        if inputs is None:
+            self._known[key] = found
+        return found
 
     @functools.cached_property
     def profiles(self) -> dict[str, Timeline]:

@@ -3,7 +3,7 @@
 A process of its own, because Triton is told which GPU to compile for once and for all. With a fourth
 argument, ``widths``, the norms are compiled for each width, rotary for each layout that has a kernel of
 its own, and products and codes for each activation; without, for a width that one program holds and one
-that it does not, and for two activations (for AMD, whose functions are others, for each). Prints a JSON
+that it does not, and for one activation (for AMD, whose functions are others, for each). Prints a JSON
 list: for each compiled kernel its name, what it was compiled for, and (with ``widths``) the bytes of
 stack a thread needs, which are registers that did not fit.
 """
@@ -34,8 +34,9 @@ DTYPE = getattr(torch, sys.argv[3])
 EVERY_WIDTH = sys.argv[4:] == ["widths"]
 # the last is longer than a program holds
 COLUMNS = (768, 4096, 16384, 20000) if EVERY_WIDTH else (768, 20000)
-# kinds with every number of bits, of a table that is cyclic and of one that is not: others differ in numbers
-CODED = ("gelu", "sigmoid")
+# kinds with every number of bits, of a table that is cyclic and of one that is not: others differ in numbers,
+# and so does the second for a GPU that another of its maker stands for
+CODED = ("gelu", "sigmoid") if EVERY_WIDTH or PLATFORM == "hip" else ("gelu",)
 LAYOUTS = ((32, 128, 128), (8, 128, 128), (1, 64, 16), (12, 80, 20))
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
@@ -65,8 +66,8 @@ def activations() -> Iterator[Any]:
             yield kernels.glu_backward(x, x, x, kind)
         if kind in CODED or EVERY_WIDTH:
             yield kernels.glu_backward(x, x, x, kind, torch.ones_like(x))
-        if kind in CODED or EVERY_WIDTH or PLATFORM == "hip":
-            # the value, and what the derivative makes of a gradient
+        if kind in CODED or PLATFORM == "hip":
+            # the value, and what the derivative makes of a gradient: less than a product's, which is above
             yield kernels.activate_backward(x, x, kind, torch.ones_like(x))
         tables = STEP_TABLES.get(kind, ())
         for bits in tables if kind in CODED else [1 + number % 4] if tables and EVERY_WIDTH else ():

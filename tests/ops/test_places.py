@@ -17,17 +17,20 @@ from lowmem_patch.functional._implementation import module
 from lowmem_patch.functional._ownership import TELLS_HOLDERS
 from lowmem_patch.functional.products import linear_backward
 from lowmem_patch.nn.deferred_ops import Activation, Projection, project
-from tests.ops.conftest import INTERPRETED, Backend
+from tests.ops.conftest import INTERPRETED, Backend, part
 from tests.support.live import LiveBytes
 
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 ROWS, IN, WIDTH, OUT = 256, 16, 64, 8
 BYTES = ROWS * WIDTH * 4  # of gate, of up, of their product, of each gradient
 
 
-@pytest.mark.parametrize("kind", ACTIVATION_KINDS)
-@pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("columns", [24, 1500], ids=str)  # of which the second takes two programs
+# of the columns the second takes two programs
+@pytest.mark.parametrize(
+    ("kind", "gated", "dtype", "columns"),
+    part(ACTIVATION_KINDS, [False, True], DTYPES, [24, 1500]),
+    ids=str,
+)
 def test_the_bits_are_the_same(
     backend: Backend, kind: str, gated: bool, dtype: torch.dtype, columns: int
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import warnings
 from typing import Any
@@ -33,10 +34,11 @@ pytestmark = [
 def test_predicted_peak_is_measured_and_the_budget_holds(name: str) -> None:
     model, inputs = made(name)
     config = "auto" if "lora" in name else "exact"
+    shares: tuple[float, ...] = (0.7, 0.5) if name in ("llama", "swin") else (0.6,)
+    if name in ("llama-qlora-8bit", "llama-qlora-wrapper"):
+        shares = ()  # as in 4 bits but for the bytes of weights: the largest and the least budget count them
     with planned_once():
-        assert_budgets_hold(
-            model, inputs, config, (0.7, 0.5) if name in ("llama", "swin") else (0.6,)
-        )
+        assert_budgets_hold(model, inputs, config, shares)
 
 
 def assert_budgets_hold(model: Any, inputs: Any, config: str, shares: tuple[float, ...]) -> None:
@@ -63,13 +65,16 @@ def assert_budgets_hold(model: Any, inputs: Any, config: str, shares: tuple[floa
         assert_equal(step(again, inputs), wanted)
 
 
-def small_fit(budget: str | int | None = None, **settings: Any) -> Any:
-    model, x = stack(), rows()
-    whole = plan_patch(model, "exact", example_inputs=x, fit="1GiB").fit
+def small_fit() -> Any:
+    return stack(), rows(), small_budget()
+
+
+@functools.cache
+def small_budget() -> int:
+    whole = plan_patch(stack(), "exact", example_inputs=rows(), fit="1GiB").fit
     assert whole is not None
     states = whole.parameters + whole.optimizer_state
-    budget = int(states + 0.75 * (whole.predicted - states)) if budget is None else budget
-    return model, x, budget
+    return int(states + 0.75 * (whole.predicted - states))
 
 
 # life
@@ -156,9 +161,10 @@ def test_the_least_budget_holds_three_tensors_of_a_wide_mlp_and_not_five(targets
     model = llama_of(intermediate_size=width, num_hidden_layers=3).train()
     adapters = LoraConfig(r=4, target_modules=targets, init_lora_weights=False, lora_dropout=0.0)
     model = get_peft_model(model, adapters)
-    with pytest.raises(BudgetError) as error:
-        plan_patch(model, "exact", example_inputs=batch, fit="64KiB")
-    fitted_model, report = fitted(model, batch, least_of(str(error.value)), "exact")
+    with planned_once():
+        with pytest.raises(BudgetError) as error:
+            plan_patch(model, "exact", example_inputs=batch, fit="64KiB")
+        fitted_model, report = fitted(model, batch, least_of(str(error.value)), "exact")
     assert_predicted(report, fitted_model, batch)
     peak = report.predicted - report.parameters - report.optimizer_state
     assert peak < 4 * batch["input_ids"].numel() * width * 4

@@ -14,10 +14,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from lowmem_patch import plan_patch
 from lowmem_patch.config import load_config
+from lowmem_patch.errors import BudgetError
 from lowmem_patch.memory import Training, make_plans, predict_memory
-from lowmem_patch.planning import ladder
+from lowmem_patch.planning import fit, ladder
 from lowmem_patch.planning.budget import make_budget
 from lowmem_patch.tracing.inputs import ExampleInputs
+from tests.support.stacks import rows, stack
+from tests.support.step import warned
 
 SEVEN_BILLION_LAYERS = 32
 SECONDS = 20.0  # of one core; it takes 2
@@ -91,3 +94,19 @@ def test_what_fits_takes_few_steps_and_few_ops(monkeypatch: pytest.MonkeyPatch) 
     assert len(steps) == len([rung for rung in found if not rung.on_top]) + 2  # length and batch
     assert ops.count("prim.device.default") < 0.02 * len(ops)
     assert len(ops) < OPS
+
+
+def test_a_budget_runs_no_step_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step at one level for all blocks is needed for the sums, and again in the search for the least."""
+    ran: list[str] = []
+    run_levels = fit.run_levels
+
+    def noted(shadow: Any, blocks: Any, levels: Any, *, inputs: Any, **how: Any) -> Any:
+        if inputs is None:
+            ran.append(str((sorted(levels.items()), how)))
+        return run_levels(shadow, blocks, levels, inputs=inputs, **how)
+
+    monkeypatch.setattr(fit, "run_levels", noted)
+    with warned(), pytest.raises(BudgetError):
+        plan_patch(stack(), "exact", example_inputs=rows(), fit="1KiB")
+    assert ran and sorted(set(ran)) == sorted(ran)

@@ -27,7 +27,7 @@ from lowmem_patch.memory import (
     run_step,
     switch_checkpointing_on,
 )
-from lowmem_patch.memory.predict import _Predictor, _Totals
+from lowmem_patch.memory.predict import Plans, _Predictor, _Totals
 from lowmem_patch.memory.step import most_of_moments
 from lowmem_patch.tracing.inputs import ExampleInputs
 from lowmem_patch.tracing.shadow import make_shadow
@@ -174,23 +174,24 @@ def assert_real(predicted: int, real: int, more: int = 0) -> None:
     assert real - WORKSPACE <= predicted <= 1.01 * real + more, (predicted, real)
 
 
-@pytest.mark.parametrize("accumulates", [False, True])
 @pytest.mark.parametrize("preset", [None, "auto"])
 @pytest.mark.parametrize("case", CASES)
-def test_the_peak_is_the_real_one(case: str, preset: str | None, accumulates: bool) -> None:
+def test_the_peak_is_the_real_one(case: str, preset: str | None) -> None:
     make, inputs = CASES[case]
     model = make().train()
     if preset is not None:
         patch_model(model, preset, example_inputs=inputs)
-    found = step_bytes(make_shadow(model, inputs), accumulates=accumulates)
-    count = allocated if preset is None else alive
-    real = real_peak(model, inputs, accumulates=accumulates, count=count)
-    # a fake gamma has no values: its norm is counted as one that saves z, and computes more for a moment
-    more = 0 if preset is None else HIDDEN_ROWS
-    # torch's checkpoint holds up to three while a layer runs again
-    real -= RANDOM_STATES if case == "llama, checkpointed" else 0
-    assert_real(found.peak, real, more)
-    assert 0 <= found.saved < found.peak and found.weight_copies == 0
+    shadow, count = make_shadow(model, inputs), allocated if preset is None else alive
+    for accumulates in (False, True):
+        found = step_bytes(shadow, accumulates=accumulates)
+        real = real_peak(model, inputs, accumulates=accumulates, count=count)
+        # a fake gamma has no values: its norm is counted as one that saves z, and computes more for a moment
+        more = 0 if preset is None else HIDDEN_ROWS
+        # torch's checkpoint holds up to three while a layer runs again
+        real -= RANDOM_STATES if case == "llama, checkpointed" else 0
+        assert_real(found.peak, real, more)
+        assert 0 <= found.saved < found.peak and found.weight_copies == 0
+        model.zero_grad()
 
 
 @pytest.mark.parametrize("optimizer", REAL)
@@ -246,9 +247,15 @@ def test_gradients_are_no_part_of_the_loss() -> None:
     assert again["loss"] == once["loss"] + gradients
 
 
+@pytest.fixture(scope="module")
+def one_row() -> tuple[Any, Plans]:
+    model = llama().train()
+    return model, make_plans(model, load_config("auto"), tokens(1, 8))
+
+
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_model_states_are_added_to_each_moment(optimizer: str) -> None:
-    model, inputs = llama().train(), tokens(1, 8)
+def test_model_states_are_added_to_each_moment(optimizer: str, one_row: tuple[Any, Plans]) -> None:
+    (model, plans), inputs = one_row, tokens(1, 8)
     states = model_state_bytes(model, optimizer)
     step = step_bytes(make_shadow(model, inputs), optimizer=optimizer)
     held = states.parameters + states.optimizer
@@ -256,18 +263,14 @@ def test_model_states_are_added_to_each_moment(optimizer: str) -> None:
     assert _Totals(model, Training(optimizer)).moments(step.parts) == expected
     found = predict_memory(
         model, load_config("auto"), lambda batch, size: tokens(batch, size or 1), batch_size=1,
-        length=8, training=Training(optimizer),
+        length=8, training=Training(optimizer), plans=plans,
     )  # fmt: skip
     assert found.before.moments == expected and found.before.total == max(expected.values())
     assert expected[found.before.peak_moment] == found.before.total
 
 
-@pytest.mark.parametrize("layers", [12])
-@pytest.mark.parametrize("accumulates", [False, True])
 @pytest.mark.parametrize("length", [1, 30, 200])
-def test_few_blocks_tell_where_the_peak_of_many_is(
-    layers: int, accumulates: bool, length: int
-) -> None:
+def test_few_blocks_tell_where_the_peak_of_many_is(length: int) -> None:
     """With many tokens it is at the loss, with few at the end of the backward. With 30 it is at the loss
     of four blocks, and at the end of twelve: no line goes through both."""
 
@@ -275,32 +278,42 @@ def test_few_blocks_tell_where_the_peak_of_many_is(
         return tokens(batch, size or 1)
 
     with torch.device("meta"):
-        model = llama(num_hidden_layers=layers, vocab_size=2048, tie_word_embeddings=True)
+        model = llama(num_hidden_layers=12, vocab_size=2048, tie_word_embeddings=True)
     plans = make_plans(model, load_config("auto"), make(1, length))
-    predictor = _Predictor(
-        model, plans, make, patched=False, training=Training(accumulates=accumulates)
-    )
-    found = predictor.step(1, length)
-    assert set(predictor.shadows) == {3, 4}
-    whole = step_bytes(make_shadow(model.train(), make(1, length)), accumulates=accumulates)
-    assert most_of_moments(found) == most_of_moments(whole.parts)
-    assert plans.report.saved_before == whole.saved
+    shadow = make_shadow(model.train(), make(1, length))
+    for accumulates in (False, True):
+        predictor = _Predictor(
+            model, plans, make, patched=False, training=Training(accumulates=accumulates)
+        )
+        found = predictor.step(1, length)
+        assert set(predictor.shadows) == {3, 4}
+        whole = step_bytes(shadow, accumulates=accumulates)
+        assert most_of_moments(found) == most_of_moments(whole.parts)
+        assert plans.report.saved_before == whole.saved
+
+
+@pytest.fixture(scope="module")
+def eight_blocks() -> tuple[Any, Plans]:
+    with torch.device("meta"):
+        model = llama(num_hidden_layers=8)
+    return model, make_plans(model, load_config("auto"), tokens(1, 8))
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw_foreach"])
-def test_states_on_four_gpus_by_hand(optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_states_on_four_gpus_by_hand(
+    optimizer: str, eight_blocks: tuple[Any, Plans], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Shares of all states; whole for a while: the rest, two blocks, and their gradients."""
     # each GPU has its own, as large as the model
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
     monkeypatch.setenv("CUBLASLT_WORKSPACE_SIZE", "0")
+    model, plans = eight_blocks
 
     def predicted(gpus: int) -> Any:
         training = Training(optimizer, accumulates=True, gpus=gpus)
-        with torch.device("meta"):
-            model = llama(num_hidden_layers=8)
         return predict_memory(
             model, load_config("auto"), lambda batch, size: tokens(batch, size or 1), batch_size=1,
-            length=8, training=training,
+            length=8, training=training, plans=plans,
         ).before  # fmt: skip
 
     one, four = predicted(1), predicted(4)

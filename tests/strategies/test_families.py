@@ -18,14 +18,13 @@ from tests.support.judge import (
     assert_gradients,
     assert_outputs,
 )
-from tests.support.models import FAMILIES
+from tests.support.models import FAMILIES, in_each
 from tests.support.step import FP32, MODES, cast, in_mode, step, truth_of, twin_of
 
 Make = Callable[[str], Any]
 
 
-@pytest.mark.parametrize("mode_name", ["fp32", "bf16", "autocast"])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(("name", "mode_name"), in_each(FAMILIES, "fp32", "bf16", "autocast"))
 def test_every_family_keeps_its_function_and_gradients(
     name: str, mode_name: str, make: Make
 ) -> None:

@@ -24,7 +24,7 @@ from lowmem_patch.errors import NothingToPatchError
 from lowmem_patch.nn import rotary
 from lowmem_patch.nn.rotary import Rotation
 from lowmem_patch.strategies.speed.rotary import _match, find
-from tests.support.compiler import skip_where_torch_breaks_the_graph
+from tests.support.compiler import skipped_where_torch_breaks_the_graph
 from tests.support.configs import FUSED, KEEP
 from tests.support.judge import assert_accurate, assert_near
 from tests.support.models import FAMILIES, MORE_FAMILIES, build
@@ -363,11 +363,11 @@ def test_angles_that_train_keep_their_gradient(calls: list[int]) -> None:
 def test_compiled_in_one_graph_trains_the_same() -> None:
     model, inputs = llama().train(), tokens()
     del inputs["attention_mask"]  # transformers looks into a mask, which breaks its own graph
-    skip_where_torch_breaks_the_graph(copy.deepcopy(model), inputs)
-    truth = truth_of(model, inputs)
+    unpatched, truth = copy.deepcopy(model), truth_of(model, inputs)
     patch_model(model, FUSED, example_inputs=inputs)
     expected = step(model, inputs)
     torch.compiler.reset()
-    found = step(torch.compile(model, fullgraph=True, backend="aot_eager"), inputs)
+    with skipped_where_torch_breaks_the_graph(unpatched, inputs):
+        found = step(torch.compile(model, fullgraph=True, backend="aot_eager"), inputs)
     torch.compiler.reset()
     assert_accurate(found, expected, truth)

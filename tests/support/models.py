@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import timm
@@ -204,6 +204,13 @@ MORE_FAMILIES: dict[str, Family] = {
     "gpt2": Family(_gpt2, _tokens, ["c_attn"], r".*\.(c_attn|c_proj|c_fc)", True),
 }  # fmt: skip
 EVERY_FAMILY = {**FAMILIES, **MORE_FAMILIES}
+
+
+def in_each(names: Iterable[str], *modes: str) -> list[tuple[str, str]]:
+    """Families and modes, but for Swin, of which one that pads is taken in bf16 and one that does not under
+    autocast: what is padded says nothing of the dtype."""
+    left_out = {"bf16": ("timm-swin", "swin"), "autocast": ("timm-swin-pads", "swin-pads")}
+    return [(n, mode) for n in names for mode in modes if n not in left_out.get(mode, ())]
 
 
 def randomise(model: nn.Module, seed: int = 1) -> Any:
