@@ -56,7 +56,7 @@ class _AroundAttention(TorchFunctionMode):
         # at once for all other functions, of which a module may call a hundred
         if func is not F.scaled_dot_product_attention:
             return func(*args, **kwargs)
-        if not torch.is_grad_enabled() or not any(map(_trains, (*args, *kwargs.values()))):
+        if not any(map(_trains, (*args, *kwargs.values()))):
             return func(*args, **kwargs)
         if args:
             return func(_with_heads_last(args[0]), *args[1:], **kwargs)

@@ -99,8 +99,8 @@ FOUND: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def in_tokens(x: Tensor) -> Tensor:
-    return x.transpose(0, 1).contiguous().transpose(0, 1)
+def cloned(attended: Tensor) -> Tensor:
+    return attended.transpose(1, 2).clone(memory_format=torch.contiguous_format).flatten(-2)
 
 
 class Packed(Attention):
@@ -121,6 +121,19 @@ class Squared(Attention):
         return self.out(merged(attended)) * q.square().mean()
 
 
+class Flat(Attention):
+    """Batch and heads are one dimension."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (one.flatten(0, 1) for one in (heads_first(self.q(x)), *self.keys_values(x)))
+        attended = F.scaled_dot_product_attention(q, k, v)
+        read: Tensor = self.out(merged(attended.unflatten(0, (BATCH, HEADS))))
+        return read
+
+    def keys_values(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return heads_of(self.k(x)), heads_of(self.v(x))
+
+
 def frozen() -> Attention:
     model = Attention()
     model.out.requires_grad_(False)
@@ -132,7 +145,9 @@ LEFT_ALONE: dict[str, Callable[[], nn.Module]] = {
     "computed by matmuls": lambda: Attention(dropout_p=0.1),
     "read head by head": lambda: Attention(read=lambda y: y.flatten(1, 2).view(BATCH, LENGTH, -1)),
     "read token by token": lambda: Attention(read=lambda y: merged(y).transpose(0, 1).contiguous()),
-    "copied in any case": lambda: Attention(read=lambda y: y.transpose(1, 2).clone().flatten(-2)),
+    "read with the batch last": lambda: Attention(read=lambda y: y.permute(2, 0, 1, 3).flatten(-2)),
+    "copied in any case": lambda: Attention(read=cloned),
+    "three dimensions": Flat,
     "a frozen Linear": frozen,
     "one memory for q, k and v": Packed,
     "queries that others save": Squared,
@@ -187,7 +202,11 @@ def test_what_attention_and_the_linear_save() -> None:
 def test_queries_that_come_in_the_readers_order_are_not_copied() -> None:
     """The trace saw others: a module may be called with either."""
     model, _ = patched(Attention())
-    for queries, expected in ((heads_first, False), (heads_of, True)):
+
+    def part(x: Tensor) -> Tensor:
+        return heads_of(torch.cat((x, x), -1)[..., :WIDTH])
+
+    for queries, expected in ((heads_first, False), (heads_of, True), (part, True)):
         given: list[Tensor] = []
 
         def keep(x: Tensor, queries: Any = queries, given: list[Tensor] = given) -> Tensor:
@@ -282,5 +301,5 @@ def test_a_model_whose_queries_lie_right_stays() -> None:
     assert not notes(patch_model(model, "exact"))
     assert not has_heads_first(heads_of(rows()))
     assert has_heads_first(heads_first(rows()))
-    one_head = torch.randn(2, 1, 5, 8)
-    assert not has_heads_first(one_head)
+    for lies_right in (torch.randn(2, 1, 5, 8), torch.randn(2, 5, 1, 8), torch.randn(2, 5, 8)):
+        assert not has_heads_first(lies_right)

@@ -109,6 +109,18 @@ def test_queries_stay_as_they_are(name: str) -> None:
     assert queries.heads_first and all(queries.heads_first)
 
 
+def test_only_where_gradients_are_wanted_each_call_is_looked_at() -> None:
+    model, _ = patched(Attention())
+    modes = []
+    model.queries = lambda x: (modes.append(torch._C._len_torch_function_stack()), heads_first(x))[
+        1
+    ]
+    for wanted in (False, True):
+        with torch.set_grad_enabled(wanted):
+            model(rows())
+    assert modes == [0, 1]
+
+
 @pytest.mark.parametrize("training", [True, False])
 def test_queries_are_copied_in_training_and_evaluation(training: bool) -> None:
     model, _ = patched(Attention())
