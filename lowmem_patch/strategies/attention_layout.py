@@ -9,6 +9,7 @@ from lowmem_patch.config import PatchConfig
 from lowmem_patch.nn.attention_layout import give_heads_last, has_heads_first
 from lowmem_patch.nn.own import has_foreign_forward
 from lowmem_patch.strategies.protocol import Facts, Found, Patch, Target
+from lowmem_patch.strategies.speed import rotary
 from lowmem_patch.tracing.call_arguments import argument
 from lowmem_patch.tracing.consumers import (
     Consumer,
@@ -40,10 +41,12 @@ def find(facts: Facts, config: PatchConfig) -> Found:
     savers: dict[int, set[str]] = {}
     for storage in facts.trace.saved.storages:
         savers[storage.key] = {saver.function for saver in storage.savers}
+    # as one op, a rotation that passes columns on by itself leaves q as it lay
+    rotated = {patch.site for patch in rotary.find(facts, config).patches if patch.rotation.partial}
     names: dict[str, None] = {}
     for op in facts.trace.ops:
         module = facts.modules.get(op.module)
-        if module is None or has_foreign_forward(module):
+        if module is None or op.module in rotated or has_foreign_forward(module):
             continue
         if _saves_queries_alone(op, savers) and _is_copied(facts.trace, op):
             names[op.module] = None

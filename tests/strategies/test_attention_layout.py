@@ -15,6 +15,9 @@ from torch import Tensor, nn
 
 from lowmem_patch import patch_model, patch_report, saved_bytes
 from lowmem_patch.nn.attention_layout import has_heads_first
+from lowmem_patch.strategies.attention_layout import _saves_queries_alone
+from lowmem_patch.tracing.saved_bytes import storage_key
+from lowmem_patch.tracing.trace import Op
 from tests.support.configs import FUSED, SHARE
 from tests.support.judge import assert_equal, assert_equal_steps, assert_same_step
 from tests.support.models import llama_of, randomise
@@ -294,6 +297,25 @@ def test_weights_and_adapters_save_the_output_that_attention_saves(p: float | No
     found, expected = (step(one, inputs, count=True) for one in (fused, kept))
     assert expected.saved - found.saved == 2 * 4 * 16 * WIDTH * 4  # a copy in each of two layers
     assert_equal(found, expected)
+
+
+def test_a_rotation_as_one_op_leaves_queries_as_they_lay() -> None:
+    """GPT-NeoX joins the columns in the function that is replaced, and Phi behind it."""
+    torch.manual_seed(0)
+    model = transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**SIZES, rotary_pct=0.5))
+    ids = torch.randint(3, 64, (4, 16))
+    report = patch_report(patch_model(model.train(), "exact", example_inputs={"input_ids": ids}))
+    assert report.above_floor <= 1.02
+    assert not notes(model)
+
+
+def test_queries_in_the_readers_order_are_none_that_a_kernel_follows() -> None:
+    """A kernel may give its output in an order of its own; no kernel of a CPU does."""
+    k = heads_of(rows())
+    for q, expected in ((heads_first(rows()), True), (heads_of(rows() + 0), False)):
+        attention = F.scaled_dot_product_attention
+        op = Op("scaled_dot_product_attention", attention, "", (q, k, k), {}, (q,), False)
+        assert _saves_queries_alone(op, {storage_key(q): {op.name}}) is expected
 
 
 def test_a_model_whose_queries_lie_right_stays() -> None:
