@@ -48,25 +48,27 @@ def find(facts: Facts, config: PatchConfig) -> Found:
         module = facts.modules.get(op.module)
         if module is None or op.module in rotated or has_foreign_forward(module):
             continue
-        if _saves_queries_alone(op, savers) and _is_copied(facts.trace, op):
+        if _saves_once(op, savers) and _is_copied(facts.trace, op):
             names[op.module] = None
     note = f"attention whose output lies as the Linear behind it reads it, for memory: {len(names)}"
     return Found([HeadsLast(name) for name in names], notes=[note] if names else [])
 
 
-def _saves_queries_alone(op: Op, savers: dict[int, set[str]]) -> bool:
-    """Whether an op is fused attention that saves queries, heads first, which nobody else saves.
+def _saves_once(op: Op, savers: dict[int, set[str]]) -> bool:
+    """Whether an op is fused attention of queries with the heads first that nobody else saves.
 
-    Attention that is computed by matmuls saves other tensors. Queries that others save, too, would be saved
-    twice, once in either order.
+    Queries that others save, too, would be saved twice, once in either order. Attention that is computed by
+    matmuls saves no output.
     """
     if op.name != "scaled_dot_product_attention" or op.opaque:
         return False
-    q = argument(op.args, op.kwargs, 0, "query", None)
+    q, fused = argument(op.args, op.kwargs, 0, "query", None), {op.name}
     others = (t for t in (*op.args, *op.kwargs.values()) if isinstance(t, Tensor) and t is not q)
     if not has_heads_first(q) or storage_key(q) in map(storage_key, others):
         return False
-    return savers.get(storage_key(q)) == {op.name}
+    # under autocast a cast of q is saved
+    alone = savers.get(storage_key(q), fused) == fused
+    return alone and savers.get(storage_key(op.outputs[0])) == fused
 
 
 def _is_copied(trace: Trace, op: Op) -> bool:

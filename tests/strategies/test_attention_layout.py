@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lowmem_patch import patch_model, patch_report, saved_bytes
 from lowmem_patch.nn.attention_layout import has_heads_first
-from lowmem_patch.strategies.attention_layout import _saves_queries_alone
+from lowmem_patch.strategies.attention_layout import _saves_once
 from lowmem_patch.tracing.saved_bytes import storage_key
 from lowmem_patch.tracing.trace import Op
 from tests.support.configs import FUSED, SHARE
@@ -234,6 +234,16 @@ def test_a_step_is_as_accurate_as_the_unpatched_one(mode: str) -> None:
     assert_same_step(model, stock, x, MODES[mode])
 
 
+def test_queries_that_autocast_casts() -> None:
+    """A rotation by float32 angles gives float32 queries; autocast saves a cast of them."""
+    stock = randomise(Attention(lambda x: heads_first(x).float())).train()
+    with torch.autocast("cpu", torch.bfloat16):
+        model, _ = patched(copy.deepcopy(stock))
+    assert notes(model)
+    before, after = (step(one, rows(), AUTOCAST, count=True).saved for one in (stock, model))
+    assert before - after == rows().numel() * 2
+
+
 # models of transformers
 
 SIZES: dict[str, Any] = {
@@ -315,7 +325,7 @@ def test_queries_in_the_readers_order_are_none_that_a_kernel_follows() -> None:
     for q, expected in ((heads_first(rows()), True), (heads_of(rows() + 0), False)):
         attention = F.scaled_dot_product_attention
         op = Op("scaled_dot_product_attention", attention, "", (q, k, k), {}, (q,), False)
-        assert _saves_queries_alone(op, {storage_key(q): {op.name}}) is expected
+        assert _saves_once(op, {storage_key(q): {op.name}}) is expected
 
 
 def test_a_model_whose_queries_lie_right_stays() -> None:

@@ -241,8 +241,7 @@ def test_blocks_that_run_again_give_the_same_bits(level: str) -> None:
     assert_same_bits(one_step(give_levels(model, blocks, all_of(blocks, level)), inputs), wanted)
 
 
-def test_a_budget_counts_it() -> None:
-    """A step's peak is as it is predicted, on a CPU where bytes are counted one by one."""
+def test_with_a_budget_as_much_is_saved() -> None:
     model, inputs = language_model("glm")
     report = patch_report(patch_model(model, "exact", example_inputs=inputs, fit="1GiB"))
     assert step(model, inputs, count=True).saved == report.saved_after
