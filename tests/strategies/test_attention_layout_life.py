@@ -29,7 +29,12 @@ from tests.strategies.test_attention_layout import (
 )
 from tests.support.checkpointed import LEVELS, assert_same_bits, one_step
 from tests.support.configs import FUSED
-from tests.support.judge import assert_equal, assert_equal_steps, assert_same_step
+from tests.support.judge import (
+    assert_equal,
+    assert_equal_steps,
+    assert_same_outputs,
+    assert_same_step,
+)
 from tests.support.stacks import all_of, blocks_of, give_levels
 from tests.support.step import step, warned
 
@@ -272,3 +277,15 @@ def test_eight_bits_are_stored_once_for_attention_and_the_linear() -> None:
     assert expected.saved - found.saved >= numbers
     assert expected.saved - found.saved <= numbers + 2 * groups
     assert torch.equal(found.output, expected.output)
+
+
+def test_a_pickle_with_eight_bits_has_the_rotation_of_its_class() -> None:
+    """Two forwards stand around the one that no file has."""
+    model, inputs = language_model("phi")
+    stock = copy.deepcopy(model)
+    patch_model(model, {**FUSED, "storage": "eight_bit"}, example_inputs=inputs)
+    loaded = pickle.loads(pickle.dumps(model))
+    assert_same_outputs(loaded, stock, inputs)
+    with saved_bytes(loaded) as saved:
+        loaded(**inputs)
+    assert torch.int8 in {storage.dtype for storage in saved.storages}
