@@ -13,7 +13,7 @@ import transformers
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
-from lowmem_patch import patch_model, patch_report, saved_bytes
+from lowmem_patch import PatchReport, patch_model, patch_report, saved_bytes
 from lowmem_patch.nn.attention_layout import has_heads_first
 from lowmem_patch.strategies.attention_layout import _saves_once
 from lowmem_patch.tracing.saved_bytes import storage_key
@@ -164,8 +164,10 @@ def patched(model: nn.Module, config: Any = FUSED, x: Tensor | None = None) -> t
         return patch_model(model, config, example_inputs=rows() if x is None else x), stock
 
 
-def notes(model: Any) -> list[str]:
-    return [note for note in patch_report(model).notes if "lies as the Linear" in note]
+def notes(patched: Any) -> list[str]:
+    """Of a report, or of a model's."""
+    report = patched if isinstance(patched, PatchReport) else patch_report(patched)
+    return [note for note in report.notes if "lies as the Linear" in note]
 
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "autocast"])

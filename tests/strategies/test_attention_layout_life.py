@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lowmem_patch import patch_model, patch_report, saved_bytes, unpatch_model
+from lowmem_patch import patch_model, plan_patch, patch_report, saved_bytes, unpatch_model
 from lowmem_patch.nn.own import is_own
 from lowmem_patch.tracing.observers import FunctionObserver
 from tests.strategies.test_attention_layout import (
@@ -24,6 +24,7 @@ from tests.strategies.test_attention_layout import (
     Named,
     heads_first,
     language_model,
+    notes,
     patched,
     rows,
 )
@@ -250,6 +251,16 @@ def test_with_a_budget_as_much_is_saved() -> None:
     model, inputs = language_model("glm")
     report = patch_report(patch_model(model, "exact", example_inputs=inputs, fit="1GiB"))
     assert step(model, inputs, count=True).saved == report.saved_after
+
+
+def test_a_model_without_data_is_planned_as_one_with_data() -> None:
+    model, inputs = language_model("glm")
+    reports = [
+        plan_patch(one, "exact", example_inputs=inputs)
+        for one in (model, copy.deepcopy(model).to("meta"))
+    ]
+    assert notes(reports[1]) == notes(reports[0]) != []
+    assert reports[1].saved_after == reports[0].saved_after
 
 
 def test_retained_graphs_and_accumulated_gradients() -> None:
