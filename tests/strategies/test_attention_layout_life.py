@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lowmem_patch import patch_model, plan_patch, patch_report, saved_bytes, unpatch_model
+from lowmem_patch import patch_model, patch_report, plan_patch, saved_bytes, unpatch_model
 from lowmem_patch.nn.own import is_own
 from lowmem_patch.tracing.observers import FunctionObserver
 from tests.strategies.test_attention_layout import (
