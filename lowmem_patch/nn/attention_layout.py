@@ -3,8 +3,8 @@
 Its kernels give their output in the memory order of q. The Linear behind attention reads the output with
 the heads of a token side by side. Where q holds the heads in front of the tokens, that is another order: the
 output is copied for the Linear, which saves the copy beside the output that attention saves. Here q is
-copied into the Linear's order instead. The values are the same, and autograd saves one tensor less. Under a
-kernel that follows q in no way, the copy of q is of no use, and changes nothing else.
+copied into the Linear's order instead. The values are the same, and autograd saves one tensor less. Where a
+kernel does not follow q, the copy of q is of no use, and nothing else changes.
 """
 
 from __future__ import annotations
