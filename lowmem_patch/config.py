@@ -41,9 +41,10 @@ class PatchConfig:
             autocast would; both keep the masks of dropouts in bits; ``"keep"`` leaves Linear inputs and
             masks to the framework, except that readers of a patched norm share its output under
             autocast.
-        attention: ``"fused"`` runs transformers' rotary embeddings of q and k as one op, joins the gradients
-            of a joint q, k, v in one pass, and gives compiled attention no mask where the mask is the causal
-            one, which keeps no less but takes less time; ``"keep"`` leaves all three alone.
+        attention: ``"fused"`` hands fused attention its queries in the memory order in which a Linear reads
+            the output, which then keeps no copy of it. For less time it runs transformers' rotary embeddings
+            of q and k as one op, joins the gradients of a joint q, k, v in one pass, and gives compiled
+            attention no mask where the mask is the causal one. ``"keep"`` leaves all four alone.
         head: ``"chunked"`` computes logits where they are read, and a cross entropy of them a chunk of rows
             at a time; exact. ``"keep"`` leaves the head alone.
         fit: the bytes that a training step may take on one device, as ``patch_model`` takes them

@@ -121,11 +121,11 @@ def _check(name: str, x: Tensor, cos: Tensor, heads_dim: int) -> None:
         raise ValueError(
             f"{_OPERATOR}: {name} must have four dimensions, got shape {tuple(x.shape)}"
         )
-    batches, positions, columns = x.shape[0], x.shape[3 - heads_dim], x.shape[3]
-    size = cos.shape[2]
+    shape, (rows, length, size) = x.shape, cos.shape
+    batches, positions, columns = shape[0], shape[3 - heads_dim], shape[3]
     if (
-        (cos.shape[0] != 1 and cos.shape[0] != batches)
-        or cos.shape[1] != positions
+        (rows != 1 and rows != batches)
+        or length != positions
         or not 0 < size <= columns
         or size % 2
     ):

@@ -75,30 +75,33 @@ class Rotation:
         self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads_dim: Any
     ) -> bool:
         """``[B, H, S, D]`` or ``[B, S, H, D]`` and ``[B or 1, S, R]``, or all without B."""
-        dims = q.dim()
+        # each is looked at once: under a torch function mode every look is a call
+        queries, keys, angles = q.shape, k.shape, cos.shape
+        dims = len(queries)
         if dims not in (3, 4) or heads_dim not in (1, 2):
             return False
-        if k.dim() != dims or cos.dim() != dims - 1 or cos.shape != sin.shape:
+        if len(keys) != dims or len(angles) != dims - 1 or angles != sin.shape:
             return False
-        if dims == 4 and not (q.shape[0] == k.shape[0] and cos.shape[0] in (1, q.shape[0])):
+        if dims == 4 and not (queries[0] == keys[0] and angles[0] in (1, queries[0])):
             return False
         length = dims - 1 - heads_dim
-        rotated, columns = cos.shape[-1], q.shape[-1]
+        rotated, columns = angles[-1], queries[-1]
         return (
-            q.shape[length] == k.shape[length] == cos.shape[-2]
-            and columns == k.shape[-1]
+            queries[length] == keys[length] == angles[-2]
+            and columns == keys[-1]
             and rotated % 2 == 0
             and (rotated == columns or (self.partial and rotated < columns))
         )
 
 
 def _have_dtypes_of_op(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
+    dtype, angles = q.dtype, cos.dtype
     return (
-        q.is_floating_point()
-        and cos.is_floating_point()
-        and q.dtype == k.dtype
-        and cos.dtype == sin.dtype
-        and (q.dtype == cos.dtype or cos.dtype != torch.float64)
+        dtype.is_floating_point
+        and angles.is_floating_point
+        and dtype == k.dtype
+        and angles == sin.dtype
+        and (dtype == angles or angles != torch.float64)
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lowmem_patch.strategies import (
+    attention_layout,
     codes,
     dropout_bits,
     eight_bit,
@@ -32,5 +33,6 @@ STRATEGIES: tuple[Strategy, ...] = (
     rotary,
     packed_qkv,
     causal_mask,
+    attention_layout,
     eight_bit,
 )

@@ -1,0 +1,106 @@
+"""attention layout: the output of fused attention lies in memory as the Linear behind it reads it, so that
+the Linear saves no copy; exact."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from lowmem_patch.config import PatchConfig
+from lowmem_patch.nn.attention_layout import give_heads_last, has_heads_first
+from lowmem_patch.nn.own import has_foreign_forward
+from lowmem_patch.strategies.protocol import Facts, Found, Patch, Target
+from lowmem_patch.strategies.speed import rotary
+from lowmem_patch.tracing.call_arguments import argument
+from lowmem_patch.tracing.consumers import (
+    Consumer,
+    consumers_behind_dropouts,
+    find_consumers,
+    weight_trains,
+)
+from lowmem_patch.tracing.dataflow import first_input, forward
+from lowmem_patch.tracing.op_roles import Role
+from lowmem_patch.tracing.saved_bytes import storage_key
+from lowmem_patch.tracing.trace import Op, Trace
+
+_COPIES_WHERE_NEEDED = Role.RESHAPE | Role.CONTIGUOUS
+
+
+class HeadsLast(Patch):
+    """A module whose fused attention gets its queries in the order in which a Linear reads its output."""
+
+    strategy = "attention layout"
+
+    def apply(self, target: Target) -> None:
+        give_heads_last(target.model.get_submodule(self.site))
+
+
+def find(facts: Facts, config: PatchConfig) -> Found:
+    """The modules that run such attention, and of whose output a copy is saved for no other reason."""
+    if config.attention != "fused":
+        return Found()
+    savers: dict[int, set[str]] = {}
+    for storage in facts.trace.saved.storages:
+        savers[storage.key] = {saver.function for saver in storage.savers}
+    # as one op, a rotation that passes columns on by itself leaves q as it lay
+    rotated = {patch.site for patch in rotary.find(facts, config).patches if patch.rotation.partial}
+    names: dict[str, None] = {}
+    for op in facts.trace.ops:
+        module = facts.modules.get(op.module)
+        if module is None or op.module in rotated or has_foreign_forward(module):
+            continue
+        if _saves_once(op, savers) and _is_copied(facts.trace, op):
+            names[op.module] = None
+    note = f"attention whose output lies as the Linear behind it reads it, for memory: {len(names)}"
+    return Found([HeadsLast(name) for name in names], notes=[note] if names else [])
+
+
+def _saves_once(op: Op, savers: dict[int, set[str]]) -> bool:
+    """Whether an op is fused attention of queries with the heads first that nobody else saves.
+
+    Queries that others save, too, would be saved twice, once in either order. Attention that is computed by
+    matmuls saves no output.
+    """
+    if op.name != "scaled_dot_product_attention" or op.opaque:
+        return False
+    q, fused = argument(op.args, op.kwargs, 0, "query", None), {op.name}
+    others = (t for t in (*op.args, *op.kwargs.values()) if isinstance(t, Tensor) and t is not q)
+    if not has_heads_first(q) or storage_key(q) in map(storage_key, others):
+        return False
+    # under autocast a cast of q is saved
+    alone = savers.get(storage_key(q), fused) == fused
+    return alone and savers.get(storage_key(op.outputs[0])) == fused
+
+
+def _is_copied(trace: Trace, op: Op) -> bool:
+    """Whether a matmul of a weight that trains saves a copy of the output with its heads last."""
+    output = op.outputs[0]
+    place = storage_key(output)
+
+    def is_view(op: Op, tensor: Tensor) -> bool:
+        same = first_input(op) is tensor and not op.writes and not op.opaque
+        return same and len(op.outputs) == 1 and storage_key(op.outputs[0]) == place
+
+    b, h, s, d = zip(output.shape, output.stride(), strict=True)
+    for path in forward(trace, [output], is_view):
+        if tuple(zip(path.end.shape, path.end.stride(), strict=True)) != (b, s, h, d):
+            continue
+        for reader in trace.consumers.get(id(path.end), ()):
+            copies = reader.role.has(_COPIES_WHERE_NEEDED) and not is_view(reader, path.end)
+            if copies and not reader.opaque and _is_saved(trace, reader.outputs[0]):
+                return True
+    return False
+
+
+def _is_saved(trace: Trace, copy: Tensor) -> bool:
+    """Whether a matmul of a weight that trains reads it, or a gate is multiplied with it."""
+    consumers = [one for one in find_consumers(trace, [copy]) if _reads_memory(one, copy)]
+    behind = consumers_behind_dropouts(trace, consumers)
+    return any(weight_trains(one) or one.use == "product" for one in behind)
+
+
+def _reads_memory(consumer: Consumer, copy: Tensor) -> bool:
+    """Whether it reads this very memory, or a cast of it, and no copy in yet another order."""
+    read = consumer.tensor
+    if read is None:
+        return False
+    return storage_key(read) == storage_key(copy) or read.dtype != copy.dtype
