@@ -61,7 +61,7 @@ def _approximations(report: PatchReport) -> str:
 
 
 def _print_blocks(report: PatchReport) -> None:
-    numbers = (*_SHARES, "floor", "after/floor")
+    numbers = (*_SHARES, "floor", "x floor")
     table = make_table("saved bytes in", *numbers, right=numbers)
     blocks = [
         (_LABELS.get(name, name), (before, after, report.floor_blocks.get(name, 0)))
