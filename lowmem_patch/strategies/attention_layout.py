@@ -3,6 +3,8 @@ the Linear saves no copy; exact."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -52,13 +54,17 @@ def find(facts: Facts, config: PatchConfig) -> Found:
             continue
         if _saves_once(op, savers) and _is_copied(facts.trace, op):
             names[op.module] = None
-    for op in facts.trace.ops:
-        if op.name == _FUSED and names and _needs_heads_first(facts.trace, op):
-            # around a module's forward the mode sees the attention of the modules inside as well
-            for name in [name for name in names if f"{op.module}.".startswith(f"{name}.")]:
-                del names[name]
-    note = f"attention whose output lies as the Linear behind it reads it, for memory: {len(names)}"
-    return Found([HeadsLast(name) for name in names], notes=[note] if names else [])
+    patches = [HeadsLast(name) for name in _not_around(facts.trace, names)]
+    note = (
+        f"attention whose output lies as the Linear behind it reads it, for memory: {len(patches)}"
+    )
+    return Found(patches, notes=[note] if patches else [])
+
+
+def _not_around(trace: Trace, names: Iterable[str]) -> list[str]:
+    """Those of the modules within whose forward no output of attention must have its heads first."""
+    within = {op.module for op in trace.ops if op.name == _FUSED and _needs_heads_first(trace, op)}
+    return [name for name in names if not any(f"{one}.".startswith(f"{name}.") for one in within)]
 
 
 def _saves_once(op: Op, savers: dict[int, set[str]]) -> bool:

@@ -168,6 +168,8 @@ def match_norm(
 
 def _probe(module: nn.Module, call: Call, trace: Trace) -> NormSpec | str:
     """Run a copy of the module on a few rows."""
+    if any(isinstance(value, Tensor) and value.grad_fn for value in vars(module).values()):
+        return "its weight or bias is computed from another parameter"  # of which no copy is made
     x, parameters = call.inputs[0], dict(module.named_parameters())
     size = x.shape[-1]
     isolated = _isolated_copy(module)

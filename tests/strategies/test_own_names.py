@@ -10,10 +10,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 from torch.nn.utils.parametrize import register_parametrization
 
 from lowmem_patch import PatchReport, patch_model, patch_report, saved_bytes, unpatch_model
-from tests.support.judge import assert_same_function, assert_same_parameters, assert_same_step
+from tests.support.judge import (
+    assert_close,
+    assert_same_function,
+    assert_same_parameters,
+    assert_same_step,
+)
 from tests.support.step import AUTOCAST, BF16, FP32, Mode, cast
 from tests.support.toys import WIDTH, rows
 
@@ -228,3 +234,41 @@ def test_a_norm_that_does_more_in_training_is_left_alone(norm: Any) -> None:
         net(rows())
     for buffer, other in zip(model.buffers(), twin.buffers(), strict=True):
         assert torch.equal(buffer, other)
+
+
+class RootMeanSquareWithBeta(RootMeanSquare):
+    def __init__(self, beta: str) -> None:
+        super().__init__()
+        self.called = beta
+        self.register_parameter(beta, nn.Parameter(torch.linspace(-0.5, 0.5, WIDTH)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        beta: Tensor = getattr(self, self.called)
+        return super().forward(x) + beta
+
+
+@pytest.mark.parametrize("beta", ["beta", "bias"])
+def test_beta_of_an_rms_norm_counts_without_gradients(beta: str) -> None:
+    model = network(lambda: RootMeanSquareWithBeta(beta)).double()
+    twin, x = copy.deepcopy(model), rows().double()
+    assert all(site.patched for site in patched_of(model, x).sites)
+    assert_same_function(model, twin, x)
+    with torch.no_grad():
+        assert_close(model(x), twin(x), "output")
+        assert_close(model.eval()(x), twin.eval()(x), "output in eval")
+
+
+def patched_of(model: Any, x: Tensor) -> PatchReport:
+    return patch_report(patch_model(model, "exact", example_inputs=(x,)))
+
+
+@pytest.mark.parametrize("norm", [lambda: nn.LayerNorm(WIDTH), Layer], ids=["stock", "own"])
+def test_a_pruned_norm_is_left_alone(norm: Any) -> None:
+    model, twin = network(norm), network(norm)
+    name = next(iter(dict(model[1].named_parameters())))
+    for net in (model, twin):
+        prune.l1_unstructured(net[1], name, 3)
+    report = patched(model)
+    assert [site.name for site in report.patched] == ["3"]
+    x = rows().double()
+    assert_close(model.double()(x), twin.double()(x), "output")
