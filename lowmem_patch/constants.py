@@ -29,6 +29,8 @@ ActivationKind = Literal[
 ]  # fmt: skip
 ACTIVATION_KINDS: Final[tuple[ActivationKind, ...]] = get_args(ActivationKind)
 
+STOCK_NAMES: Final = ("weight", "bias")  # of a norm's gamma and beta in torch's own
+
 QUICK_GELU_SCALE: Final = 1.702
 # gelu_tanh(x) = x sigmoid(2 u) with u = TANH_SCALE (x + TANH_CUBIC x^3); the scale is sqrt(2 / pi)
 TANH_SCALE: Final = 0.7978845608028654

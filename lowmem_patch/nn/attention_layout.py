@@ -54,7 +54,7 @@ class _AroundAttention(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         # at once for all other functions, of which a module may call a hundred
-        if func is not F.scaled_dot_product_attention:
+        if func is not F.scaled_dot_product_attention or not torch.is_grad_enabled():
             return func(*args, **kwargs)
         if not any(map(_trains, (*args, *kwargs.values()))):
             return func(*args, **kwargs)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lowmem_patch.functional import in_compiler, is_exporting, packer
+from lowmem_patch.functional import in_compiler, is_exporting, is_transformed, packer
 from lowmem_patch.nn.own import Own, give_forward_around, inner_forward
 from lowmem_patch.tracing.call_arguments import CalledFunction, called_function
 
@@ -33,7 +33,8 @@ def _calls_instead(
     **kwargs: Any,
 ) -> Any:
     forward = inner_forward(module, given)
-    if not torch.is_grad_enabled() or in_compiler() or is_exporting():
+    saves = torch.is_grad_enabled() and not in_compiler()
+    if not saves or is_exporting() or is_transformed():
         return forward(*args, **kwargs)
     with _Instead(function, replacement):
         return forward(*args, **kwargs)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lowmem_patch.constants import STOCK_NAMES
 from lowmem_patch.errors import PatchError, UnfoldedWeightsError
 from lowmem_patch.functional import (
     Affine,
@@ -76,7 +77,7 @@ class MSNorm(nn.Module):
         output_moved: bool = False,
         lies_as_input: bool = False,
         eps_name: str = "",
-        names: tuple[str, str] = ("weight", "bias"),
+        names: tuple[str, str] = STOCK_NAMES,
     ) -> None:
         nn.Module.__init__(self)  # past a stock norm, which would make parameters of its own
         for name, parameter in zip(names, (weight, bias), strict=True):
@@ -359,13 +360,12 @@ class StockMSRMSNorm(MSRMSNorm, nn.RMSNorm):  # type: ignore[misc]  # its weight
 class NamedMSNorm(MSNorm):
     """In place of a norm whose gamma and beta have names of their own."""
 
-    @property
-    def weight(self) -> Any:  # type: ignore[override]  # nobody sets it
-        return getattr(self, self.names[0])
-
-    @property
-    def bias(self) -> Any:  # type: ignore[override]
-        return getattr(self, self.names[1]) if self.names[1] else None
+    def __getattr__(self, name: str) -> Any:
+        called = dict(zip(STOCK_NAMES, self.__dict__.get("names", STOCK_NAMES), strict=True))
+        own = called.get(name, name)
+        if own == name:
+            return super().__getattr__(name)
+        return getattr(self, own) if own else None
 
 
 class NamedMSLayerNorm(NamedMSNorm, MSLayerNorm):

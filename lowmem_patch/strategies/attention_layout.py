@@ -3,6 +3,9 @@ the Linear saves no copy; exact."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+import torch
 from torch import Tensor
 
 from lowmem_patch.config import PatchConfig
@@ -22,6 +25,7 @@ from lowmem_patch.tracing.op_roles import Role
 from lowmem_patch.tracing.saved_bytes import storage_key
 from lowmem_patch.tracing.trace import Op, Trace
 
+_FUSED = "scaled_dot_product_attention"
 _COPIES_WHERE_NEEDED = Role.RESHAPE | Role.CONTIGUOUS
 
 
@@ -50,8 +54,17 @@ def find(facts: Facts, config: PatchConfig) -> Found:
             continue
         if _saves_once(op, savers) and _is_copied(facts.trace, op):
             names[op.module] = None
-    note = f"attention whose output lies as the Linear behind it reads it, for memory: {len(names)}"
-    return Found([HeadsLast(name) for name in names], notes=[note] if names else [])
+    patches = [HeadsLast(name) for name in _not_around(facts.trace, names)]
+    note = (
+        f"attention whose output lies as the Linear behind it reads it, for memory: {len(patches)}"
+    )
+    return Found(patches, notes=[note] if patches else [])
+
+
+def _not_around(trace: Trace, names: Iterable[str]) -> list[str]:
+    """Those of the modules within whose forward no output of attention must have its heads first."""
+    within = {op.module for op in trace.ops if op.name == _FUSED and _needs_heads_first(trace, op)}
+    return [name for name in names if not any(f"{one}.".startswith(f"{name}.") for one in within)]
 
 
 def _saves_once(op: Op, savers: dict[int, set[str]]) -> bool:
@@ -60,7 +73,7 @@ def _saves_once(op: Op, savers: dict[int, set[str]]) -> bool:
     Queries that others save, too, would be saved twice, once in either order. Attention that is computed by
     matmuls saves no output.
     """
-    if op.name != "scaled_dot_product_attention" or op.opaque:
+    if op.name != _FUSED or op.opaque:
         return False
     q, fused = argument(op.args, op.kwargs, 0, "query", None), {op.name}
     others = (t for t in (*op.args, *op.kwargs.values()) if isinstance(t, Tensor) and t is not q)
@@ -71,21 +84,46 @@ def _saves_once(op: Op, savers: dict[int, set[str]]) -> bool:
     return alone and savers.get(storage_key(op.outputs[0])) == fused
 
 
+def _needs_heads_first(trace: Trace, op: Op) -> bool:
+    """Whether the output is viewed in a shape that only memory with the heads first has without a copy."""
+    output = op.outputs[0]
+    if not has_heads_first(output):
+        return False
+    b, h, s, d = output.shape
+    heads_last = torch.empty((b, s, h, d), device="meta").transpose(1, 2)
+    return any(
+        reader.role.has(Role.RESHAPE)
+        and _is_view(reader, path.end)
+        and (path.end.shape, path.end.stride()) == (output.shape, output.stride())
+        and not _can_be_viewed(heads_last, reader.outputs[0].shape)
+        for path in forward(trace, [output], _is_view)
+        for reader in trace.consumers.get(id(path.end), ())
+    )
+
+
+def _can_be_viewed(tensor: Tensor, shape: torch.Size) -> bool:
+    try:
+        tensor.view(shape)
+    except (RuntimeError, ValueError):
+        return False
+    return True
+
+
+def _is_view(op: Op, tensor: Tensor) -> bool:
+    """Whether an op gives the same memory, and its only output is of the tensor."""
+    same = first_input(op) is tensor and not op.writes and not op.opaque
+    return same and len(op.outputs) == 1 and storage_key(op.outputs[0]) == storage_key(tensor)
+
+
 def _is_copied(trace: Trace, op: Op) -> bool:
     """Whether a matmul of a weight that trains saves a copy of the output with its heads last."""
     output = op.outputs[0]
-    place = storage_key(output)
-
-    def is_view(op: Op, tensor: Tensor) -> bool:
-        same = first_input(op) is tensor and not op.writes and not op.opaque
-        return same and len(op.outputs) == 1 and storage_key(op.outputs[0]) == place
-
     b, h, s, d = zip(output.shape, output.stride(), strict=True)
-    for path in forward(trace, [output], is_view):
+    for path in forward(trace, [output], _is_view):
         if tuple(zip(path.end.shape, path.end.stride(), strict=True)) != (b, s, h, d):
             continue
         for reader in trace.consumers.get(id(path.end), ()):
-            copies = reader.role.has(_COPIES_WHERE_NEEDED) and not is_view(reader, path.end)
+            copies = reader.role.has(_COPIES_WHERE_NEEDED) and not _is_view(reader, path.end)
             if copies and not reader.opaque and _is_saved(trace, reader.outputs[0]):
                 return True
     return False

@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lowmem_patch.config import PatchConfig
+from lowmem_patch.constants import STOCK_NAMES
 from lowmem_patch.errors import PatchError, UnfoldedWeightsError
 from lowmem_patch.nn.norms import MSNorm
 from lowmem_patch.nn.own import Own
@@ -25,7 +26,6 @@ from lowmem_patch.strategies.fold_weights import FoldStep, fold_step, identity_a
 from lowmem_patch.strategies.protocol import Facts, Found, Skip, Target
 from lowmem_patch.strategies.share import SharedNorm, norm_sites, share_or_skip, shared_norm
 from lowmem_patch.tracing.consumers import LinearRef
-from lowmem_patch.tracing.probes import STOCK_NAMES
 
 _FOLDED = "_lowmem_patch_folded"  # where a folded norm holds what is needed to unfold it
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lowmem_patch.config import PatchConfig
+from lowmem_patch.constants import STOCK_NAMES, NormSettings
 from lowmem_patch.nn.norms import (
     MSLayerNorm,
     MSNorm,
@@ -36,9 +37,11 @@ from lowmem_patch.tracing.consumers import (
     weight_trains,
 )
 from lowmem_patch.tracing.op_roles import Role, role_of
-from lowmem_patch.tracing.probes import STOCK_NAMES, NormSpec, looks_like_norm
+from lowmem_patch.tracing.probes import NormSpec, looks_like_norm
 from lowmem_patch.tracing.saved_bytes import storage_key
 from lowmem_patch.tracing.sharded import came_sharded
+
+_TAKEN = frozenset(dir(MSNorm(None, None, NormSettings(0.0))))
 
 _OUTPUT_OR_Z = (
     "the output, or the normalised value before weight and bias where the output does not "
@@ -178,6 +181,10 @@ def _site(facts: Facts, name: str, spec: NormSpec) -> NormSite:
 def _obstacle(facts: Facts, site: NormSite, config: PatchConfig) -> str | None:
     if config.norms == "keep":
         return "norms: keep"
+    gamma, beta = site.spec.names
+    for name, own in ((gamma, STOCK_NAMES[0]), (beta, STOCK_NAMES[1])):
+        if name != own and name in _TAKEN:
+            return f"the name of its parameter {name} has another meaning in the module that would replace it"
     writers = (consumer.text for consumer in site.consumers if consumer.use == "write")
     writer = next(writers, None) or facts.written(site.name, "outputs")
     return None if writer is None else f"its output is written in place by {writer}"

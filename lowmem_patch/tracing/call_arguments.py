@@ -65,8 +65,10 @@ def is_matrix_product(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def is_square(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a power of a tensor is its square."""
-    return not kwargs and (len(args) == 1 if name == "square" else args[1:] == (2,))
+    """Whether a power of a tensor is its square. An exponent that is a tensor may train."""
+    if kwargs or len(args) != (1 if name == "square" else 2):
+        return False
+    return name == "square" or (isinstance(args[1], (int, float)) and args[1] == 2)
 
 
 _PLAIN = (int, float, str, type(None))

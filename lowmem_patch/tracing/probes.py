@@ -18,15 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from lowmem_patch import reference
-from lowmem_patch.constants import NormSettings
+from lowmem_patch.constants import STOCK_NAMES, NormSettings
 from lowmem_patch.functional import ActivationKind
 from lowmem_patch.nn.own import align_as, runs_class_forward
 from lowmem_patch.tracing.call_arguments import CalledFunction
 from lowmem_patch.tracing.isolation import NoForeignKernels
 from lowmem_patch.tracing.op_roles import Role, role_of
 from lowmem_patch.tracing.trace import Call, Trace
-
-STOCK_NAMES = ("weight", "bias")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +48,10 @@ _ACTIVATION_INPUTS = torch.cat((_GRID, _FAR, _NEAR))
 _ACTIVATION_TOLERANCE = 1e-5
 _SMALL = 0.1
 # of norms that write it out, and hold it in no attribute
-_USUAL_EPS = (1e-5, 1e-6, 1e-12, 1e-8, 1e-3, torch.finfo(torch.float32).eps, 0.0)
+_USUAL_EPS = (1e-5, 1e-6, 1e-12, 1e-8, 1e-3, torch.finfo(torch.float32).eps)
+_NORMALIZE_EPS = (
+    1e-12  # F.normalize divides by no less: the same for rows of zeros and for all but tiny ones
+)
 
 
 def _is_leaf(module: nn.Module) -> bool:
@@ -102,6 +103,17 @@ def _run(function: Callable[[Tensor], Any], x: Tensor) -> Tensor | None:
     except Exception:  # a module that cannot run on plain rows is no candidate
         return None
     return output if isinstance(output, Tensor) and output.shape == x.shape else None
+
+
+def _is_steady(isolated: nn.Module, x: Tensor) -> bool:
+    """Whether it computes the same in training and outside of it, and writes into no buffer."""
+    before = [buffer.clone() for buffer in isolated.buffers()]
+    with torch.random.fork_rng(devices=()):
+        trained = _run(isolated.train(), x)
+    written = not all(map(torch.equal, before, isolated.buffers()))
+    output = _run(isolated.eval(), x)
+    same = trained is not None and output is not None and torch.equal(trained, output)
+    return same and not written
 
 
 def _is_close(actual: Tensor | None, expected: Tensor) -> bool:
@@ -156,6 +168,8 @@ def match_norm(
 
 def _probe(module: nn.Module, call: Call, trace: Trace) -> NormSpec | str:
     """Run a copy of the module on a few rows."""
+    if any(isinstance(value, Tensor) and value.grad_fn for value in vars(module).values()):
+        return "its weight or bias is computed from another parameter"  # of which no copy is made
     x, parameters = call.inputs[0], dict(module.named_parameters())
     size = x.shape[-1]
     isolated = _isolated_copy(module)
@@ -168,6 +182,8 @@ def _probe(module: nn.Module, call: Call, trace: Trace) -> NormSpec | str:
     found, names = next((pair for pair in known if pair[0] is not None), (None, STOCK_NAMES))
     if found is None:
         return "computes neither LayerNorm nor RMSNorm over the last dimension"
+    if not _is_steady(isolated, rows):
+        return "computes something else in training, or writes into a buffer"
     kind = "layer_norm" if found.centered else "rms_norm"
     fused = any(op.role.has(Role.ROW_NORM) for op in trace.ops[call.first_op : call.last_op])
     output = _output_dtype(isolated, rows) if parameters else "input"
@@ -201,13 +217,13 @@ def _find_norm(module: nn.Module, rows: Tensor, names: tuple[str, str]) -> NormS
     gamma = weight.detach().double() if isinstance(weight, Tensor) else None
     beta = bias.detach().double() if isinstance(bias, Tensor) else None
     # small rows make eps visible: at a scale of 1e-3 the variance is 1e-6
-    scales = (1.0, 1e-3)
+    scales = (1.0, 1e-3, 1e-6, 1e-9, 0.0)
     outputs = [_run(module, rows * scale) for scale in scales]
     if outputs[0] is None:
         return None
     named = {v for v in vars(module).values() if isinstance(v, float) and 0 <= v < 1}
     for offset, centered in ((0.0, True), (0.0, False), (1.0, False), (1.0, True)):
-        for eps in (*sorted(named), *_USUAL_EPS):
+        for eps in (*sorted(named), *_USUAL_EPS, _NORMALIZE_EPS**2 / rows.shape[-1]):
             settings = NormSettings(eps, offset, centered)
             wanted = (
                 reference.norm(rows.double() * scale, gamma, beta, settings, torch.float64)[0]
@@ -222,7 +238,9 @@ def match_activation(module: nn.Module) -> ActivationKind | None:
     """The kind of a parameterless elementwise module, or None."""
     if not _is_leaf(module) or list(module.parameters()) or not runs_class_forward(module):
         return None
-    return _kind_of(_isolated_copy(module))
+    isolated = _isolated_copy(module)
+    kind = _kind_of(isolated)
+    return kind if kind is None or _is_steady(isolated, _GRID.clone()) else None
 
 
 class _Function(nn.Module):

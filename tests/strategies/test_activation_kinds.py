@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
 import torch
 from timm.layers.create_act import _ACT_LAYER_DEFAULT, get_act_layer
-from torch import nn
+from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-from lowmem_patch import plan_patch
+from lowmem_patch import patch_model, patch_report, plan_patch
 from tests.support.configs import SHARE
+from tests.support.judge import assert_equal_steps
 from tests.support.toys import Toy, assert_same_steps, batch, patched_twin
 
 # names to kinds; every other name of the two libraries must be left alone
@@ -91,3 +93,71 @@ def test_activation_that_is_another_one_far_out() -> None:
 
     sites = plan_patch(with_activation(Late()), "exact", example_inputs=batch()).sites
     assert "act" not in {site.name for site in sites}
+
+
+class Counting(nn.Module):
+    """A SiLU that counts its calls."""
+
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.calls += 1
+        return nn.functional.silu(x)
+
+
+class Louder(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.silu(x) * (2 if self.training else 1)
+
+
+@pytest.mark.parametrize("act", [Counting, Louder])
+def test_an_activation_that_does_more_in_training_stays(act: Any) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), act(), nn.Linear(8, 8))
+    twin, x = copy.deepcopy(model), torch.randn(3, 8)
+    with warnings.catch_warnings(action="ignore"):  # nothing may be left to patch
+        report = patch_report(patch_model(model, "exact", example_inputs=(x,)))
+    assert "1" not in {site.name for site in report.patched}
+    assert_equal_steps(model, twin, x)
+    for buffer, other in zip(model.buffers(), twin.buffers(), strict=True):
+        assert torch.equal(buffer, other)
+
+
+class Power(nn.Module):
+    """A power of an activation, whose exponent is a tensor."""
+
+    exponent: Any
+
+    def __init__(self, act: nn.Module, exponent: Any) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.act, self.exponent = act, nn.Parameter(exponent)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.act(self.up(x)) ** self.exponent)
+
+
+@pytest.mark.parametrize("exponent", [torch.tensor(2.0), torch.full((8,), 2.0)], ids=["one", "row"])
+@pytest.mark.parametrize("act", [nn.ReLU(), nn.Sigmoid()], ids=str)
+def test_an_exponent_that_trains_has_its_gradient(act: nn.Module, exponent: Tensor) -> None:
+    model = Power(act, exponent.clone())
+    twin, x = copy.deepcopy(model), torch.randn(3, 8)
+    with warnings.catch_warnings(action="ignore"):  # nothing may be left to patch
+        patch_model(model, "exact", example_inputs=(x,))
+    assert_equal_steps(model, twin, x)
+
+
+def test_an_exponent_may_become_a_tensor_after_the_patch() -> None:
+    model = Power(nn.ReLU(), torch.tensor(2.0))
+    exponent, x = model.exponent, torch.randn(3, 8)
+    del model.exponent
+    model.exponent = 2
+    patch_model(model, "exact", example_inputs=(x,))
+    del model.exponent
+    model.exponent = exponent
+    model(x).sum().backward()
+    assert model.exponent.grad is not None

@@ -86,6 +86,17 @@ class Cross(Attention):
         return read
 
 
+class WithoutGradients(Attention):
+    """Another attention that saves nothing."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = heads_first(self.q(x)), heads_of(self.k(x)), heads_of(self.v(x))
+        with torch.no_grad():
+            other = F.scaled_dot_product_attention(q, k, v).view(-1, LENGTH, COLUMNS).mean()
+        read: Tensor = self.out(merged(F.scaled_dot_product_attention(q, k, v))) + other
+        return read
+
+
 def masked(**settings: Any) -> Attention:
     mask = torch.zeros(BATCH, 1, LENGTH, LENGTH)
     mask[1, :, :, -3:] = -torch.inf
@@ -99,6 +110,7 @@ FOUND: dict[str, Callable[[], nn.Module]] = {
     "masked": masked,
     "named, fewer keys, a gate": Named,
     "cross attention": Cross,
+    "another without gradients": WithoutGradients,
 }
 
 
@@ -137,6 +149,21 @@ class Flat(Attention):
         return heads_of(self.k(x)), heads_of(self.v(x))
 
 
+def viewed(attended: Tensor) -> Tensor:
+    """Batch and heads as one dimension, which heads that lie behind the tokens cannot be."""
+    return merged(attended) + attended.view(-1, LENGTH, COLUMNS).mean()
+
+
+class Twice(Attention):
+    """A second attention whose output is read so."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = heads_first(self.q(x)), heads_of(self.k(x)), heads_of(self.v(x))
+        other = F.scaled_dot_product_attention(q + 1, k, v).view(-1, LENGTH, COLUMNS)
+        read: Tensor = self.out(merged(F.scaled_dot_product_attention(q, k, v))) + other.mean()
+        return read
+
+
 def frozen() -> Attention:
     model = Attention()
     model.out.requires_grad_(False)
@@ -152,6 +179,8 @@ LEFT_ALONE: dict[str, Callable[[], nn.Module]] = {
     "copied in any case": lambda: Attention(read=cloned),
     "three dimensions": Flat,
     "a frozen Linear": frozen,
+    "a view of batch and heads": lambda: Attention(read=viewed),
+    "a view of another attention's": Twice,
     "one memory for q, k and v": Packed,
     "queries that others save": Squared,
 }

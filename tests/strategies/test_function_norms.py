@@ -167,3 +167,13 @@ def test_a_module_that_calls_such_a_function_is_one_site() -> None:
         nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH, elementwise_affine=False), nn.Linear(WIDTH, 3)
     )
     assert [site.name for site in patched(model).sites] == ["1"]
+
+
+def test_under_transforms_the_function_runs() -> None:
+    model = network()
+    twin, x = copy.deepcopy(model), rows()
+    patched(model)
+    ours, theirs = (
+        torch.func.grad(lambda y, net=net: net(y).square().sum())(x) for net in (model, twin)
+    )
+    assert torch.equal(ours, theirs)
