@@ -112,6 +112,9 @@ def _read_matmul(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 def _read_power(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not is_square(func.__name__, args, kwargs) or not _reads(args[0]):
         return NotImplemented
+    # autocast computes a power in float32 on a GPU, and leaves a square as it is
+    if func.__name__ != "square" and torch.is_autocast_enabled(args[0].device.type):
+        return NotImplemented
     return args[0].op.squared(args[0])
 
 
