@@ -187,8 +187,9 @@ def test_the_peak_is_the_real_one(case: str, preset: str | None) -> None:
         real = real_peak(model, inputs, accumulates=accumulates, count=count)
         # a fake gamma has no values: its norm is counted as one that saves z, and computes more for a moment
         more = 0 if preset is None else HIDDEN_ROWS
-        # torch's checkpoint holds up to three while a layer runs again
-        real -= RANDOM_STATES if case == "llama, checkpointed" else 0
+        if case == "llama, checkpointed":
+            # torch's checkpoint holds up to three while a layer runs again, and sometimes fewer
+            real, more = real - RANDOM_STATES, more + RANDOM_STATES
         assert_real(found.peak, real, more)
         assert 0 <= found.saved < found.peak and found.weight_copies == 0
         model.zero_grad()
