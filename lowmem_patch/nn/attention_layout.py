@@ -14,11 +14,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from lowmem_patch.functional import in_compiler, is_exporting, is_transformed
 from lowmem_patch.nn.context import is_foreign
 from lowmem_patch.nn.own import Own, give_forward_around, inner_forward
+from lowmem_patch.tracing.observers import FunctionObserver
 
 
 def give_heads_last(module: nn.Module) -> None:
@@ -42,17 +42,10 @@ def _gives_heads_last(module: nn.Module, given: Own | None, /, *args: Any, **kwa
         return forward(*args, **kwargs)
 
 
-class _AroundAttention(TorchFunctionMode):
+class _AroundAttention(FunctionObserver):
     """Hands fused attention its queries with the heads last."""
 
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # at once for all other functions, of which a module may call a hundred
         if func is not F.scaled_dot_product_attention or not torch.is_grad_enabled():
             return func(*args, **kwargs)

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.overrides import TorchFunctionMode
 
 from lowmem_patch.errors import DoubleBackwardError
 from lowmem_patch.functional import (
@@ -38,6 +37,7 @@ from lowmem_patch.nn.deferred import Deferred, Unstored
 from lowmem_patch.nn.gammas import look_at_gammas
 from lowmem_patch.nn.norms import MSNorm
 from lowmem_patch.nn.own import Own, give_forward_around, inner_forward
+from lowmem_patch.tracing.observers import FunctionObserver
 from lowmem_patch.tracing.op_roles import Role, names_with
 
 # of gammas, and of beta to gamma, where the 8 bits of a norm's output still tell z
@@ -105,7 +105,7 @@ def _stores_attention(module: nn.Module, given: Own | None, /, *args: Any, **kwa
         return forward(*args, **kwargs)
 
 
-class _AroundAttention(TorchFunctionMode):
+class _AroundAttention(FunctionObserver):
     """Runs fused attention with hooks.
 
     Args:
@@ -117,14 +117,7 @@ class _AroundAttention(TorchFunctionMode):
         super().__init__()
         self.packer = packer
 
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # at once for all other functions, of which a module may call a hundred
         if getattr(func, "__name__", "") not in _FUSED or packer() != self.packer:
             return func(*args, **kwargs)

@@ -1,7 +1,7 @@
 """A module whose forward calls something else in the place of one torch function (``F.silu``).
 
-The forward runs under a torch function mode, which looks at each torch function that is called meanwhile: a
-microsecond each. So it runs around the module that calls the function, and around no larger one.
+The forward runs under a torch function mode, which looks at each torch function that is called meanwhile, and
+costs time at each. So it runs around the module that calls the function, and around no larger one.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from lowmem_patch.functional import in_compiler, is_exporting, is_transformed, packer
 from lowmem_patch.nn.own import Own, give_forward_around, inner_forward
 from lowmem_patch.tracing.call_arguments import CalledFunction, called_function
+from lowmem_patch.tracing.observers import FunctionObserver
 
 
 def call_instead(module: nn.Module, function: CalledFunction, replacement: nn.Module) -> None:
@@ -40,7 +40,7 @@ def _calls_instead(
         return forward(*args, **kwargs)
 
 
-class _Instead(TorchFunctionMode):
+class _Instead(FunctionObserver):
     def __init__(self, function: CalledFunction, replacement: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self.function = function
@@ -48,14 +48,7 @@ class _Instead(TorchFunctionMode):
         # a checkpoint inside of the module runs again without this mode, and must save the same both times
         self.packer = packer()
 
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if getattr(func, "__name__", "") != self.function.name or packer() != self.packer:
             return func(*args, **kwargs)
         read = called_function(self.function.name, args, kwargs)

@@ -38,13 +38,13 @@ def _foreign_kernels(facts: Facts) -> str | None:
 def _functional_calls(facts: Facts, sites: Iterable[str]) -> str | None:
     """How many norms and activations are called as functions outside the sites, and where, or None."""
     known = set(sites)
-    called = {(site.module, site.function.name) for site in facts.functions.values()}
+    called = {call.first_op for site in facts.functions.values() for call in site.calls}
     places = [
         f"F.{op.name} in {op.module or 'the model itself'}"
-        for op in facts.trace.ops
+        for number, op in enumerate(facts.trace.ops)
         if (op.role.has(Role.ROW_NORM) or _saves_more(op))
         and op.module not in known
-        and (op.module, op.name) not in called
+        and number not in called
     ]
     if not places:
         return None

@@ -70,7 +70,9 @@ def make_plan(facts: Facts, config: PatchConfig) -> Plan:
 def _row(facts: Facts, patch: Patch) -> Site:
     step = patch.step if isinstance(patch, FoldedNorm) else None
     kind = patch.kind or "other"
-    before, after = facts.saved(patch.site), patch.saves if isinstance(patch, Swap) else 0
+    # what a module saves is counted; a function has none of its own
+    called = isinstance(patch, Swap) and patch.function is not None
+    before, after = facts.saved(patch.site), getattr(patch, "saves", 0) if called else 0
     return Site(
         patch.site, kind, patch.strategy, patch.reason, patch.consumers, before, after,
         patch.approximate, step,

@@ -111,6 +111,22 @@ def test_a_norm_with_weight_is_left_and_named() -> None:
     assert_same_step(model, twin, rows())
 
 
+def test_a_weighted_norm_beside_one_without_weight_is_named() -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.rand(WIDTH) + 0.5)
+            self.inner = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(rms(x)) + self.inner(F.rms_norm(x, (WIDTH,), self.weight))
+
+    report = patched(nn.Sequential(nn.Linear(WIDTH, WIDTH), Both(), nn.Linear(WIDTH, 3)))
+    assert [site.strategy for site in report.sites] == ["share"]
+    (note,) = (note for note in report.notes if "called as functions" in note)
+    assert note.endswith("left alone: 1 (F.rms_norm in 1)")
+
+
 SQUARES = {
     "square": torch.square, "method": Tensor.square, "pow": lambda x: x.pow(2), "operator": lambda x: x**2,
 }  # fmt: skip
