@@ -132,6 +132,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
         ctx.save_for_backward(y.new_empty(0), rstd.new_empty(0), None, bias)
     ctx.copies = copy_dtype is not None
     ctx.written = None  # of `save_copy`
+    ctx.confirm = None  # set by who has to be asked before z is recovered from what is saved
     ctx.settings = settings, x.dtype
     ctx.rest = z_dtype is not None, implementation
 
@@ -145,6 +146,8 @@ def _gradients(ctx: Any, dy: Tensor | None, d_copy: Tensor | None = None, *_: No
     y, *others = _library.saved_tensors(ctx, "the output of a norm, or its weight or bias,")
     if ctx.written is not None:
         y = ctx.written
+    if ctx.confirm is not None:
+        ctx.confirm()
     needs = ctx.needs_input_grad[:3]
     found = iter(_norm_backward(dy, y, *others, *ctx.settings, needs, *ctx.rest))
     return (*(next(found) if need else None for need in needs), *(None,) * 5)

@@ -2,7 +2,12 @@
 
 Where gamma comes near 0, or beta is large against it, the output does not tell z. Of a gamma that trains
 nobody knows that beforehand, and some optimizers write without a trace (``.data``). So the values are looked
-at when the model's forward begins: one small computation for all norms, one wait for the device.
+at when the model's forward begins: one small computation for all norms.
+
+A forward that waited for the answer would wait for the whole step before. So it goes on with what it expects
+(`Looks.expected`) where gamma moves as it did from step to step and was far from 0 there, and the norm's
+backward, for which the answer has long come, asks whether that was so (`Look.confirm`). Anywhere else,
+after a write that no optimizer made, say, the host waits.
 
 A norm that was not looked at saves z, which is always right, and costs writing z and computing y again:
 a part of the model that is called by itself, sharded weights, a CUDA graph under capture, torch.compile.
@@ -13,7 +18,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,22 +37,91 @@ _SMALLEST_RATIO = 1e-4
 
 _PLAIN = (Tensor, nn.Parameter)
 
+# nobody waits where gamma would stay this far from 0, as a share of the largest, for so many more steps
+_FAR_RATIO, _FAR, _STEPS = 0.02, 4.0, 4
+
+_CHANGED = (
+    "lowmem_patch: gamma of a norm came near 0, or its beta far above gamma, in one step and without a trace "
+    "(a write through .data?), so that what this forward saved no longer tells the norm's gradient: set the "
+    "gradients to zero and run this step again, which will save more"
+)
+
+
+class Extremes(NamedTuple):
+    """Of one norm's gamma and beta.
+
+    Attributes:
+        inverse: 1 / min |gamma|.
+        largest: max |gamma|.
+        shift: max |beta / gamma|.
+    """
+
+    inverse: float
+    largest: float
+    shift: float
+
+    @property
+    def ratio(self) -> float:
+        """min |gamma| / max |gamma|."""
+        product = self.inverse * self.largest
+        return 1.0 / product if product > 0.0 else 0.0
+
+
+_IDENTITY = Extremes(1.0, 1.0, 0.0)
+_event: Any = torch.cuda.Event  # has no types
+
+
+class Reading:
+    """What a device computes of many gammas and betas at once, read by the host where it first asks.
+
+    Args:
+        found: ``[3, norms]``: 1 / min |gamma|, max |gamma|, max |beta / gamma|.
+    """
+
+    __slots__ = ("_done", "_found", "_values")
+
+    def __init__(self, found: Tensor) -> None:
+        self._found = found
+        self._done: Any = None
+        self._values: list[tuple[float, ...]] | None = None
+        if found.is_cuda:
+            self._found = found.to("cpu", non_blocking=True)
+            self._done = _event()
+            self._done.record(torch.cuda.current_stream(found.device))
+
+    def is_ready(self) -> bool:
+        """Whether nobody would have to wait."""
+        return self._values is not None or self._done is None or bool(self._done.query())
+
+    def values(self) -> list[tuple[float, ...]]:
+        """The three numbers of each norm; waits for the device."""
+        if self._values is None:
+            if self._done is not None:
+                self._done.synchronize()
+            self._values = [*zip(*self._found.tolist(), strict=True)]
+        return self._values
+
 
 class Look:
-    """One look at gamma and beta, and what it told.
+    """One look at gamma and beta.
 
     Args:
         vectors: gamma and beta, each a tensor or None.
+        reading: what is found, None where it is known that the output tells z.
+        place: of the norm in ``reading``.
 
     Attributes:
-        recovers_z: whether the output tells z.
+        expected: what it will tell, as far as the forward knows; None: nobody knows, who asks waits.
     """
 
-    __slots__ = ("_vectors", "recovers_z")
+    __slots__ = ("_place", "_reading", "_vectors", "expected")
 
-    def __init__(self, *vectors: Tensor | None) -> None:
+    def __init__(
+        self, *vectors: Tensor | None, reading: Reading | None = None, place: int = 0
+    ) -> None:
         self._vectors = [_identity(vector) for vector in vectors if vector is not None]
-        self.recovers_z = True
+        self._reading, self._place = reading, place
+        self.expected: bool | None = None
 
     def was_of(self, *vectors: Tensor | None) -> bool:
         """Whether these are the very tensors, and nobody wrote into them since; a write through ``.data``
@@ -59,6 +133,29 @@ class Look:
             if seen() is not vector or vector.data_ptr() != address or vector._version != version:
                 return False
         return True
+
+    def writes_since(self, earlier: Look) -> tuple[int, ...] | None:
+        """How often gamma and beta were written since; None where they are other tensors."""
+        if len(self._vectors) != len(earlier._vectors):
+            return None
+        writes = []
+        for (seen, address, version), (was, there, first) in zip(
+            self._vectors, earlier._vectors, strict=True
+        ):
+            if seen() is not was() or address != there:
+                return None
+            writes.append(version - first)
+        return tuple(writes)
+
+    def is_ready(self) -> bool:
+        """Whether `found` would not wait."""
+        return self._reading is None or self._reading.is_ready()
+
+    def found(self) -> Extremes:
+        """What was found; waits for the device."""
+        if self._reading is None:
+            return _IDENTITY
+        return Extremes(*self._reading.values()[self._place])
 
 
 def _identity(vector: Tensor) -> tuple[weakref.ref[Tensor], int, int]:
@@ -80,7 +177,8 @@ class Looks:
     """
 
     __slots__ = (
-        "assumed", "largest_shift", "last", "of_forward", "of_last_forward", "recovers_z", "smallest_ratio",
+        "_before", "_writes", "assumed", "largest_shift", "last", "of_forward", "of_last_forward",
+        "recovers_z", "smallest_ratio",
     )  # fmt: skip
 
     def __init__(
@@ -95,14 +193,50 @@ class Looks:
         self.of_last_forward: Look | None = None
         self.recovers_z = recovers_z
         self.assumed: bool | None = None
+        self._before: Extremes | None = None  # of the forward before the last one
+        self._writes: tuple[int, ...] | None = None  # of one step
 
     def __reduce__(self) -> Any:  # the tensors of a copy are others
         return Looks, (self.recovers_z, self.smallest_ratio, self.largest_shift)
 
-    def tell_z(self, inverse: float, largest: float, shift: float) -> bool:
-        """Whether the output tells z, from 1 / min |gamma|, max |gamma| and max |beta / gamma|."""
-        few = inverse * largest > 1.0 / self.smallest_ratio
-        return not (few or largest == 0.0 or shift > self.largest_shift)
+    def tells_z(self, found: Extremes) -> bool:
+        """Whether the output tells z."""
+        few = found.inverse * found.largest > 1.0 / self.smallest_ratio
+        return not (few or found.largest == 0.0 or found.shift > self.largest_shift)
+
+    def told(self, look: Look) -> bool:
+        """Whether the output tells z of the gamma of ``look``; waits for the device."""
+        self.recovers_z = self.tells_z(look.found())
+        return self.recovers_z
+
+    def confirm(self, look: Look) -> None:
+        """Raise where the forward expected of ``look`` that the output tells z, and was wrong."""
+        if not self.told(look):
+            raise RuntimeError(_CHANGED)
+
+    def expect(self, look: Look, gamma: Tensor | None, beta: Tensor | None) -> None:
+        """Set what the forward that begins may expect of its look, without a wait."""
+        last = self.of_last_forward
+        found = last.found() if last is not None and last.is_ready() else None
+        writes = None if last is None else look.writes_since(last)
+        before, self._before = self._before, found
+        if writes is None or found is None:
+            self._writes = None
+            return
+        # a step of the optimizer, or none where gradients are accumulated
+        accumulates = any(v is not None and v.is_leaf and v.grad is not None for v in (gamma, beta))
+        as_usual = writes == self._writes if any(writes) else accumulates
+        if any(writes):
+            self._writes = writes
+        if before is not None and as_usual:
+            look.expected = self._stays(before, found)
+
+    def _stays(self, before: Extremes, now: Extremes) -> bool:
+        """Whether the output will tell z for some more steps of this length."""
+        ratio, shift = now.ratio, now.shift
+        moved, shifted = abs(ratio - before.ratio), abs(shift - before.shift)
+        far = ratio - _STEPS * moved > max(_FAR * self.smallest_ratio, _FAR_RATIO)
+        return far and shift + _STEPS * shifted < self.largest_shift / 2
 
     def forget(self) -> None:
         """Before gamma and beta are exchanged: torch swaps no tensors that are weakly referenced."""
@@ -154,16 +288,24 @@ def would_tell_z(weight: Tensor | None, bias: Tensor | None, settings: NormSetti
     if (weight is None and bias is None) or not can_be_looked_at(weight, bias):
         return None
     with torch.no_grad():
-        return Looks().tell_z(*_extremes([(weight, bias)], settings).flatten().tolist())
+        return Looks().tells_z(Extremes(*_extremes([(weight, bias)], settings).flatten().tolist()))
 
 
 def look_at_gammas(norms: Iterable[MSNorm]) -> None:
-    """Tell each norm whether its output tells z; waits for the device, once for each.
+    """Let each norm know whether its output tells z; waits for the device, once for each."""
+    for norm in _start_looks(norms):
+        assert norm.looks.last is not None
+        norm.looks.told(norm.looks.last)
+
+
+def _start_looks(norms: Iterable[MSNorm]) -> list[MSNorm]:
+    """Have the devices look at gamma and beta; the norms that were looked at.
 
     Nobody looks under fake tensors and torch.func, nor where a CUDA graph is under capture.
     """
     if is_transformed() or detect_fake_mode(()) is not None:
-        return
+        return []
+    looked_at: list[MSNorm] = []
     by_device: dict[torch.device, dict[Any, list[MSNorm]]] = {}
     for norm in norms:
         weight, bias = norm.own_affine()
@@ -181,11 +323,12 @@ def look_at_gammas(norms: Iterable[MSNorm]) -> None:
                 _extremes([norm.own_affine() for norm in group], group[0].settings)
                 for group in groups.values()
             )
-            found = torch.cat([*parts], 1).tolist()
+            reading = Reading(torch.cat([*parts], 1))
             asked = [norm for group in groups.values() for norm in group]
-            for norm, *extremes in zip(asked, *found, strict=True):
-                look = norm.looks.last = Look(*norm.own_affine())
-                look.recovers_z = norm.looks.recovers_z = norm.looks.tell_z(*extremes)
+            for place, norm in enumerate(asked):
+                norm.looks.last = Look(*norm.own_affine(), reading=reading, place=place)
+            looked_at += asked
+    return looked_at
 
 
 def look_before_forward(norms: tuple[MSNorm, ...], model: nn.Module, args: Any) -> None:
@@ -193,9 +336,12 @@ def look_before_forward(norms: tuple[MSNorm, ...], model: nn.Module, args: Any) 
     if in_compiler() or is_exporting() or not torch.is_grad_enabled():
         return
     training = [norm for norm in norms if norm.trains()]
-    look_at_gammas(training)
+    _start_looks(training)
     for norm in training:
-        norm.looks.of_forward = norm.looks.last
+        looks = norm.looks
+        looks.of_forward = look = looks.last
+        if look is not None:
+            looks.expect(look, *norm.own_affine())
 
 
 def forget_after_forward(

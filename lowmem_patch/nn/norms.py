@@ -184,8 +184,15 @@ class MSNorm(nn.Module):
         y = self.normalize(x, dtype)
         return self._shared(y) if trains else y
 
+    def _confirm_in_backward(self, y: Tensor) -> None:
+        """Where the norm saved its output without a wait for gamma, its backward asks."""
+        look, node = self.looks.now(), y.grad_fn
+        if look is not None and look.expected and node is not None and hasattr(node, "confirm"):
+            node.confirm = partial(self.looks.confirm, look)
+
     def _shared(self, y: Tensor) -> Tensor:
         """The output, which the norm itself saves."""
+        self._confirm_in_backward(y)
         if self._is_one_copy(y):
             return keep(y, Shared(self.low_precision, y.grad_fn), owned=True)
         return watch(y)
@@ -204,6 +211,8 @@ class MSNorm(nn.Module):
         z_dtype = None if affine is None else saved
         y, *more = ms_norm(x, *self.own_affine(), self._settings_for(x), dtype, copy, z_dtype)
         sources = tuple(source for source in more if source is not None)
+        if affine is None:
+            self._confirm_in_backward(y)
         return keep(y, Normed(self.low_precision, copy is not None, affine), sources, owned=True)
 
     def _is_one_copy(self, y: Tensor) -> bool:
@@ -242,10 +251,12 @@ class MSNorm(nn.Module):
         looks = self.looks
         look = looks.now() if self.trains() else looks.last
         if look is not None and look.was_of(weight, bias):
-            return not look.recovers_z
+            if look.expected or (by_itself and look.expected is not None):
+                return not look.expected
+            return not looks.told(look)
         if not by_itself:
             look_at_gammas([self])  # which nobody may do in a CUDA graph
-        return by_itself or looks.last is None or not looks.last.recovers_z
+        return by_itself or looks.last is None or not looks.told(looks.last)
 
     def _affine(self, weight: Tensor | None, bias: Tensor | None) -> Affine:
         """gamma and beta with which the Linears compute the output again."""

@@ -13,6 +13,7 @@ from torch.nn.utils import prune
 
 from lowmem_patch import patch_model, unpatch_model
 from lowmem_patch.errors import PatchError
+from lowmem_patch.nn.gammas import Looks
 from tests.support.configs import FOLD
 from tests.support.judge import assert_close
 
@@ -41,10 +42,15 @@ def rows() -> Tensor:
 
 
 def assert_same_gradients(
-    patched: nn.Module, stock: nn.Module, run: Any = None, tolerance: float = 1e-9
+    patched: nn.Module,
+    stock: nn.Module,
+    run: Any = None,
+    tolerance: float = 1e-9,
+    accumulate: bool = False,
 ) -> None:
     for model in (patched, stock):
-        model.zero_grad()
+        if not accumulate:
+            model.zero_grad()
         (model if run is None else run(model))(rows()).square().sum().backward()
     for name, parameter in stock.named_parameters():
         if parameter.grad is not None:
@@ -190,3 +196,90 @@ def test_torch_func_names_the_reason() -> None:
 
     with pytest.raises(RuntimeError, match=r"torch\.func"):
         torch.func.grad(loss)(parameters)
+
+
+def waits(patched: Block, monkeypatch: pytest.MonkeyPatch) -> int:
+    """How often one forward would wait for what a device finds of gamma."""
+    asked: list[Any] = []
+    was = Looks.told
+    monkeypatch.setattr(Looks, "told", lambda *args: (asked.append(args), was(*args))[1])
+    patched(rows())
+    monkeypatch.setattr(Looks, "told", was)
+    return len(asked)
+
+
+def train(*models: nn.Module, steps: int = 4, rate: float = 1e-3) -> None:
+    for model in models:
+        optimizer = torch.optim.SGD(model.parameters(), rate)
+        for _ in range(steps):
+            optimizer.zero_grad()
+            model(rows()).square().sum().backward()
+            optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_forward_of_a_steady_training_waits_for_no_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    patched, stock = pair()
+    assert waits(patched, monkeypatch) == 1
+    train(patched, stock)
+    assert waits(patched, monkeypatch) == 0
+    assert_same_gradients(patched, stock)
+
+
+def test_forward_with_accumulated_gradients_waits_for_no_look(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    patched, stock = pair()
+    train(patched, stock)
+    assert_same_gradients(patched, stock)
+    assert waits(patched, monkeypatch) == 0  # the gradients are still there, and nobody wrote
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 4])
+def test_gamma_set_to_zero_between_steps_gives_right_gradients(steps: int) -> None:
+    patched, stock = pair()
+    train(patched, stock, steps=steps)
+    with torch.no_grad():
+        for model in (patched, stock):
+            model.norm.weight[3] = 0  # type: ignore[operator, union-attr, index]
+    assert_same_gradients(patched, stock)
+
+
+@pytest.mark.parametrize("rate", [0.05, 0.1, 0.3])
+def test_gamma_that_trains_through_zero_gives_right_gradients(rate: float) -> None:
+    patched, stock = pair()
+    signs = []
+    for _ in range(30):
+        for model in (patched, stock):
+            model.zero_grad()
+            model(rows()).square().sum().backward()
+        for name, parameter in stock.named_parameters():
+            assert_close(patched.get_parameter(name).grad, parameter.grad, name, 1e-9)
+        with torch.no_grad():
+            for model in (patched, stock):  # straight through 0, which it meets at one entry
+                model.norm.weight -= rate * torch.arange(8) / 8  # type: ignore[operator, union-attr]
+        signs.append(bool((stock.norm.weight < 0).any()))  # type: ignore[operator, union-attr]
+    assert signs[-1]
+
+
+def test_untraced_write_of_a_zero_into_gamma_is_refused_in_backward() -> None:
+    patched, stock = pair()
+    train(patched, stock)
+    assert_same_gradients(patched, stock)
+    zero(patched)  # while gradients are accumulated, where nobody waits
+    zero(stock)
+    with pytest.raises(RuntimeError, match=r"gamma of a norm came near 0.*run this step again"):
+        assert_same_gradients(patched, stock, accumulate=True)
+    assert_same_gradients(patched, stock)  # as the message says
+
+
+def test_norm_with_a_gamma_near_zero_saves_z_and_waits_for_no_look(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    patched, stock = pair()
+    with torch.no_grad():
+        for model in (patched, stock):
+            model.norm.weight[3] = 1e-3  # type: ignore[operator, union-attr, index]
+    train(patched, stock)
+    assert waits(patched, monkeypatch) == 0
+    assert_same_gradients(patched, stock)

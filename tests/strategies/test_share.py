@@ -150,6 +150,7 @@ def _norms_that_save(model: nn.Module, inputs: Any, monkeypatch: pytest.MonkeyPa
         return saves_z
 
     monkeypatch.setattr(MSNorm, "_saves_z", seen)
+    model.zero_grad()
     model(inputs).sum().backward()
     monkeypatch.setattr(MSNorm, "_saves_z", was)
     return found
