@@ -29,7 +29,6 @@ from lowmem_patch.functional.affine import affine_linear as affine_linear
 from lowmem_patch.functional.compiled import is_sharded as is_sharded
 from lowmem_patch.functional.cross_entropy import linear_cross_entropy as linear_cross_entropy
 from lowmem_patch.functional.cross_entropy import linear_losses as linear_losses
-from lowmem_patch.functional.dropout import draw_dropout as draw_dropout
 from lowmem_patch.functional.dropout import dropout_linear as dropout_linear
 from lowmem_patch.functional.dropout import packed_dropout as packed_dropout
 from lowmem_patch.functional.eight_bit import EIGHT_BIT_DTYPES as EIGHT_BIT_DTYPES

@@ -75,56 +75,51 @@ def _dropped(
     return y
 
 
-def draw_dropout(x: Tensor, p: float) -> tuple[Tensor, Tensor]:
-    """What ``F.dropout(x, p)`` gives in training, from the same random numbers, and the packed mask.
+def _draw(x: Tensor, p: float) -> tuple[Tensor, Tensor]:
+    """The dropout's value and its mask, from the random numbers that ``F.dropout(x, p)`` would take."""
+    if x.is_cuda:
+        value, mask = torch.native_dropout(x, p, True)  # what F.dropout calls there
+    else:
+        noise = F.dropout(torch.ones_like(x), p)
+        value, mask = x * noise, noise != 0
+    return value, _pack(mask, resolve("auto", mask))
+
+
+class _PackedDropout(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, p: float) -> tuple[Tensor, Tensor]:
+        value, bits = _draw(x, p)
+        ctx.save_for_backward(bits)
+        ctx.mark_non_differentiable(bits)
+        ctx.set_materialize_grads(False)
+        ctx.p, ctx.dtype = p, x.dtype
+        return value, bits
+
+    @staticmethod
+    @_library.first_order("packed_dropout")
+    def backward(ctx: Any, dy: Tensor | None, _: None) -> Any:
+        if dy is None:
+            return None, None
+        (bits,) = ctx.saved_tensors
+        return _dropped(dy, bits, ctx.p, True, ctx.dtype, ctx.dtype), None
+
+
+_apply = _library.direct_call(_PackedDropout)
+
+
+def packed_dropout(x: Tensor, p: float) -> tuple[Tensor, Tensor]:
+    """What ``F.dropout(x, p)`` gives in training, from the same random numbers; saves its mask in bits.
 
     Args:
         x: ``[...]``, floating point, n elements, at least one.
         p: above 0 and below 1.
 
     Returns:
-        the value, like ``x`` and without a gradient; the mask, ``[ceil(n / 8)]`` uint8, eight flags a byte,
-        the first one lowest.
+        the value, like ``x``; the mask, ``[ceil(n / 8)]`` uint8, eight flags a byte, the first one lowest,
+        without a gradient.
     """
-    with torch.no_grad():
-        if x.is_cuda:
-            value, mask = torch.native_dropout(x, p, True)  # what F.dropout calls there
-        else:
-            noise = F.dropout(torch.ones_like(x), p)
-            value, mask = x * noise, noise != 0
-        return value, _pack(mask, resolve("auto", mask))
-
-
-class _PackedDropout(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, value: Tensor, bits: Tensor, p: float) -> Tensor:
-        ctx.save_for_backward(bits)
-        ctx.p, ctx.dtype = p, x.dtype
-        # no view, which autograd would not let anybody write into
-        y: Tensor = torch.ops.aten._unsafe_view.default(value, value.shape)
-        return y
-
-    @staticmethod
-    @_library.first_order("packed_dropout")
-    def backward(ctx: Any, dy: Tensor) -> Any:
-        (bits,) = ctx.saved_tensors
-        return _dropped(dy, bits, ctx.p, True, ctx.dtype, ctx.dtype), None, None, None
-
-
-def packed_dropout(x: Tensor, value: Tensor, bits: Tensor, p: float) -> Tensor:
-    """The dropout of ``x`` that `draw_dropout` drew, differentiable; saves ``bits`` and nothing else.
-
-    Args:
-        x: ``[...]``.
-        value, bits: what `draw_dropout` gave for ``x`` and ``p``.
-        p: its probability.
-
-    Returns:
-        ``value``, with the gradient of ``x`` behind it.
-    """
-    apply: Any = _PackedDropout.apply
-    y: Tensor = apply(x, value, bits, p)
-    return y
+    y, bits = _apply(x, p)
+    return y, bits
 
 
 def _input_again(
@@ -160,7 +155,8 @@ def dropout_linear(
         value: ``[..., F]``, the dropout's result.
         sources: what the dropout's input is computed from: itself (any floating dtype, cast to that of
             ``value``), x of h(x), or gate and up of h(gate) * up.
-        bits, p: as in `packed_dropout`.
+        bits: what `packed_dropout` gave beside ``value``.
+        p: its probability.
         weight: ``[O, F]``.
         bias: ``[O]`` or None.
         kind: which activation; None where the source is the dropout's input itself.

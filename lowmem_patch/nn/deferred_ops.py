@@ -21,7 +21,6 @@ from lowmem_patch.functional import (
     affine_linear,
     compiled,
     computed_again,
-    draw_dropout,
     dropout_linear,
     in_compiler,
     packed_dropout,
@@ -279,10 +278,9 @@ class Dropped(Op):
     def of(
         cls, h: Deferred, p: float, sources: tuple[Tensor, ...], kind: ActivationKind | None
     ) -> Deferred:
-        value = h.plain()
-        drawn, bits = draw_dropout(value, p)
+        value, bits = packed_dropout(h.plain(), p)
         return keep(
-            packed_dropout(value, drawn, bits, p),
+            value,
             cls(kind, p, h.op.low_precision),
             (*sources, bits),
             passing=True,  # all gradients are added at the result, as those of a block that runs again

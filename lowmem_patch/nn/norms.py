@@ -102,7 +102,9 @@ class MSNorm(nn.Module):
     def normalize(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """The norm's value in ``dtype``, by default :meth:`output_dtype`."""
         weight, bias = self.own_affine()
-        dtype, settings = dtype or self.output_dtype(x), self._settings_for(x)
+        if dtype is None:
+            dtype = self.output_dtype(x)
+        settings = self._settings_for(x)
         if in_compiler() and not is_exporting():
             low = self._low_dtype(x) if self.shares_copy else None
             # a high-precision output must not be computed from a low-precision z
@@ -122,10 +124,8 @@ class MSNorm(nn.Module):
         """weight and bias, tensors or None; none where they were folded into the next Linears."""
         if self.folded:
             return None, None
-        own = self._parameters
-        if (
-            "weight" in own and "bias" in own
-        ):  # nn.Module's own look-up costs as much as a small kernel
+        own = self._parameters  # nn.Module's own look-up costs as much as a small kernel
+        if "weight" in own and "bias" in own:
             return own["weight"], own["bias"]
         return self.weight, self.bias  # parametrized, pruned, or a replica of nn.DataParallel
 
@@ -137,11 +137,12 @@ class MSNorm(nn.Module):
                 return low
             if self.full_precision_autocast:
                 return torch.float32
-        if self.output == "input" or self.weight is None:
+        weight = None if self.output == "input" else self.weight
+        if weight is None or weight.dtype == x.dtype:
             return x.dtype
-        if self.output == "weight":
-            return self.weight.dtype
-        return torch.promote_types(x.dtype, self.weight.dtype)
+        return (
+            weight.dtype if self.output == "weight" else torch.promote_types(x.dtype, weight.dtype)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., N] -> [..., N]``; a deferred tensor where a Linear shall save something else."""
@@ -177,11 +178,10 @@ class MSNorm(nn.Module):
         trains = x.requires_grad or self.trains()
         affine = self._affine(weight, bias) if trains and self._saves_z(weight, bias) else None
         copy = self._low_dtype(x) if self.shares_copy else None
-        if (
-            copy is not None or affine is not None
-        ):  # an adapter may save the copy of what needs no gradient
+        # an adapter may save the copy of what needs no gradient
+        if copy is not None or affine is not None:
             return self._deferred(x, dtype, copy, affine)
-        y = self.normalize(x, dtype)
+        y = ms_norm(x, weight, bias, self._settings_for(x), dtype)[0]
         return self._shared(y) if trains else y
 
     def _confirm_in_backward(self, y: Tensor) -> None:

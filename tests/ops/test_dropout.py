@@ -15,7 +15,6 @@ from lowmem_patch import reference
 from lowmem_patch.errors import DoubleBackwardError
 from lowmem_patch.functional import (
     activation,
-    draw_dropout,
     dropout_linear,
     packed_dropout,
 )
@@ -58,7 +57,7 @@ def seeded(function: Callable[..., Any], *args: Any) -> tuple[Any, Tensor]:
 
 
 def packed(x: Tensor, p: float) -> Tensor:
-    return packed_dropout(x, *draw_dropout(x, p), p)
+    return packed_dropout(x, p)[0]
 
 
 @pytest.mark.parametrize(
@@ -144,8 +143,7 @@ def test_a_linear_behind_it(backend: Backend, kind: Any, dtype: torch.dtype, fro
 
     def ours() -> Tensor:
         h = hidden()
-        value, bits = draw_dropout(h, 0.3)
-        value = packed_dropout(h, value, bits, 0.3)
+        value, bits = packed_dropout(h, 0.3)
         return dropout_linear(value, sources, bits, weight, bias, 0.3, kind, dtype)
 
     (y, saved), _ = seeded(lambda _: saved_storages(ours), x)
@@ -172,8 +170,7 @@ def test_a_linear_in_another_dtype_repeats_the_casts() -> None:
 
     def ours() -> Tensor:
         wide = x.float()
-        value, bits = draw_dropout(wide, 0.3)
-        value = packed_dropout(wide, value, bits, 0.3)
+        value, bits = packed_dropout(wide, 0.3)
         return dropout_linear(value, (x,), bits, weight, None, 0.3, None, torch.bfloat16)
 
     def plain() -> Tensor:
@@ -197,8 +194,7 @@ def test_a_linear_in_another_dtype_repeats_the_casts() -> None:
 
 def test_second_derivatives_are_refused_by_name() -> None:
     x, weight = torch.randn(3, 8, requires_grad=True), torch.randn(4, 8, requires_grad=True)
-    value, bits = draw_dropout(x, 0.3)
-    value = packed_dropout(x, value, bits, 0.3)
+    value, bits = packed_dropout(x, 0.3)
     y = dropout_linear(value, (x,), bits, weight, None, 0.3, None, torch.float32)
     for result, name in ((value, "packed_dropout"), (y, "recomputed_linear")):
         (gradient,) = torch.autograd.grad(
@@ -210,7 +206,7 @@ def test_second_derivatives_are_refused_by_name() -> None:
 
 def test_shapes_that_do_not_fit_are_named() -> None:
     x = torch.randn(3, 8)
-    value, bits = draw_dropout(x, 0.3)
+    value, bits = packed_dropout(x, 0.3)
     with pytest.raises(ValueError, match=r"must be \[O, F\]"):
         dropout_linear(value, (x,), bits, torch.randn(8, 4), None, 0.3, None, torch.float32)
 
@@ -219,8 +215,8 @@ def test_shapes_that_do_not_fit_are_named() -> None:
 def test_one_generator_state_gives_one_mask() -> None:
     x = torch.randn(100)
     state = torch.get_rng_state()
-    _, first = draw_dropout(x, 0.5)
-    _, other = draw_dropout(x, 0.5)
+    _, first = packed_dropout(x, 0.5)
+    _, other = packed_dropout(x, 0.5)
     torch.set_rng_state(state)
-    _, again = draw_dropout(x, 0.5)
+    _, again = packed_dropout(x, 0.5)
     assert torch.equal(first, again) and not torch.equal(first, other)
