@@ -11,9 +11,11 @@ from lowmem_patch.functional._implementation import Implementation as Implementa
 from lowmem_patch.functional._library import first_order as first_order
 from lowmem_patch.functional._library import in_compiler as in_compiler
 from lowmem_patch.functional._library import is_exporting as is_exporting
+from lowmem_patch.functional._library import is_ordinary as is_ordinary
 from lowmem_patch.functional._library import is_transformed as is_transformed
 from lowmem_patch.functional._library import register_plain as register_plain
 from lowmem_patch.functional._library import without_autocast as without_autocast
+from lowmem_patch.functional._library import without_grad as without_grad
 from lowmem_patch.functional._ownership import is_checkpoint_packing as is_checkpoint_packing
 from lowmem_patch.functional._ownership import may_pack as may_pack
 from lowmem_patch.functional._ownership import packer as packer

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from lowmem_patch.constants import STEP_TABLES
-from lowmem_patch.functional import ActivationKind, activation, codes_activation, is_transformed
-from lowmem_patch.nn.context import is_foreign, needs_gradient
-from lowmem_patch.nn.deferred import value_of
+from lowmem_patch.functional import (
+    ActivationKind,
+    activation,
+    codes_activation,
+    is_exporting,
+    is_ordinary,
+    is_transformed,
+)
+from lowmem_patch.nn.context import is_foreign
+from lowmem_patch.nn.deferred import defer, value_of
 from lowmem_patch.nn.deferred_ops import Activation
 
 
@@ -50,8 +58,11 @@ class RecomputedActivation(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Elementwise, any shape; dtype of ``x``."""
         x = value_of(x)
-        if needs_gradient(x) and not is_foreign(x) and not is_transformed():
-            return self.op.of((x,))
+        if torch.is_grad_enabled() and x.requires_grad and not is_foreign(x):
+            if is_ordinary():
+                return defer(self.op, (x,))
+            if not is_exporting() and not is_transformed():
+                return self.op.of((x,))
         return activation(x, self.kind)
 
     def extra_repr(self) -> str:

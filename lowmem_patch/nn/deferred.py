@@ -28,7 +28,13 @@ from torch._compile import _disable_dynamo
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lowmem_patch.functional import first_order, in_compiler, is_checkpoint_packing, register_plain
+from lowmem_patch.functional import (
+    first_order,
+    in_compiler,
+    is_checkpoint_packing,
+    register_plain,
+    without_grad,
+)
 from lowmem_patch.nn.op import Op, refuse_bypassed, strides_like
 from lowmem_patch.nn.shared_memory import (
     MADE_OUTSIDE,
@@ -115,8 +121,9 @@ class Deferred(Tensor):
 
     def is_changed(self) -> bool:
         """Whether readers must read the value: somebody wrote into it, or waits for its gradient."""
-        if in_compiler():
-            return False
+        return not in_compiler() and self._is_changed()
+
+    def _is_changed(self) -> bool:
         if self._exposed or self._version != self._first_version:
             return True
         if self.requires_grad and self.grad_fn is None:  # a leaf of its own, after detach()
@@ -222,7 +229,7 @@ class Unstored(Deferred):
             if torch.is_inference_mode_enabled():  # its tensors could never be saved
                 with torch.inference_mode(False):
                     return self.read()
-            with torch.no_grad(), _WITHOUT_TORCH_FUNCTION():
+            with without_grad(), _WITHOUT_TORCH_FUNCTION():
                 self._value = self.op.compute(*map(_detached, self.sources))
                 self._value_version = self._value._version
         return self._value
@@ -251,7 +258,7 @@ class Unstored(Deferred):
             return value is not None or self._exposed or watched
         if self._memory is not None:
             self._memory.refuse_read(self)
-        return (value is not None and value._version != self._value_version) or super().is_changed()
+        return (value is not None and value._version != self._value_version) or self._is_changed()
 
     def open(self, writes: bool) -> None:
         if writes or self._bypassed:

@@ -81,24 +81,27 @@ class Reading:
     __slots__ = ("_done", "_found", "_values")
 
     def __init__(self, found: Tensor) -> None:
-        self._found = found
+        self._found: Tensor | None = found
         self._done: Any = None
-        self._values: list[tuple[float, ...]] | None = None
+        self._values: list[tuple[float, ...]] = []
         if found.is_cuda:
             self._found = found.to("cpu", non_blocking=True)
             self._done = _event()
             self._done.record(torch.cuda.current_stream(found.device))
+        else:
+            self.values()
 
     def is_ready(self) -> bool:
         """Whether nobody would have to wait."""
-        return self._values is not None or self._done is None or bool(self._done.query())
+        return self._found is None or bool(self._done.query())
 
     def values(self) -> list[tuple[float, ...]]:
         """The three numbers of each norm; waits for the device."""
-        if self._values is None:
+        if self._found is not None:
             if self._done is not None:
                 self._done.synchronize()
             self._values = [*zip(*self._found.tolist(), strict=True)]
+            self._found = None
         return self._values
 
 

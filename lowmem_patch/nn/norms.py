@@ -108,7 +108,7 @@ class MSNorm(nn.Module):
         if in_compiler() and not is_exporting():
             low = self._low_dtype(x) if self.shares_copy else None
             # a high-precision output must not be computed from a low-precision z
-            saves_z = low is None and self._saves_z(weight, bias)
+            saves_z = low is None and self._compiled_saves_z(weight, bias)
             return compiled.norm(x, weight, bias, settings, dtype, low, saves_z=saves_z)
         return ms_norm(x, weight, bias, settings, dtype)[0]
 
@@ -173,7 +173,7 @@ class MSNorm(nn.Module):
         if in_compiler():
             return self._compiled(x, dtype)
         foreign = is_foreign(x) or (weight is not None and is_foreign(weight))
-        if foreign or not torch.is_grad_enabled() or is_exporting():
+        if foreign or not torch.is_grad_enabled() or torch._C._is_tracing():
             return self.normalize(x, dtype)
         trains = x.requires_grad or self.trains()
         affine = self._affine(weight, bias) if trains and self._saves_z(weight, bias) else None
@@ -232,24 +232,28 @@ class MSNorm(nn.Module):
         """Whether z is to be saved, and not the output."""
         if weight is None and bias is None:
             return False
-        looks = self.looks
-        by_itself = self.trains() and not self.output_saved
-        if in_compiler():
-            return by_itself or not looks.recovers_z
+        looks, trains = self.looks, self.trains()
+        by_itself = trains and not self.output_saved
         if by_itself and self.output_moved:
             return True
         if looks.assumed is not None:
             return not looks.assumed
         if not can_be_looked_at(weight, bias):
             return by_itself
-        return self._is_told_to_save_z(weight, bias, by_itself)
+        return self._is_told_to_save_z(weight, bias, trains, by_itself)
+
+    def _compiled_saves_z(self, weight: Tensor | None, bias: Tensor | None) -> bool:
+        """As `_saves_z` for a compiler, under which nobody looks at gamma."""
+        if weight is None and bias is None:
+            return False
+        return (self.trains() and not self.output_saved) or not self.looks.recovers_z
 
     def _is_told_to_save_z(
-        self, weight: Tensor | None, bias: Tensor | None, by_itself: bool
+        self, weight: Tensor | None, bias: Tensor | None, trains: bool, by_itself: bool
     ) -> bool:
         """What the values of gamma and beta say."""
         looks = self.looks
-        look = looks.now() if self.trains() else looks.last
+        look = looks.now() if trains else looks.last
         if look is not None and look.was_of(weight, bias):
             if look.expected or (by_itself and look.expected is not None):
                 return not look.expected
