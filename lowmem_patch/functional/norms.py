@@ -166,6 +166,7 @@ def ms_norm(
     z_dtype: torch.dtype | None = None,
     *,
     implementation: Implementation = "auto",
+    trains: bool = False,
 ) -> Outputs:
     """LayerNorm or RMSNorm over the last dimension that saves one output and one rstd per row.
 
@@ -183,6 +184,7 @@ def ms_norm(
         copy_dtype: dtype of a copy of y, None for no copy.
         z_dtype: dtype of z, None where it is not asked for.
         implementation: see `resolve`.
+        trains: the caller knows that a gradient is wanted, and that no tensor is a DTensor.
 
     Returns:
         y and its copy, and z, which has no gradient: ``[..., N]``, contiguous; None for what has no dtype.
@@ -199,10 +201,12 @@ def ms_norm(
     # the float64 oracle must not be asked for by mixing dtypes by accident
     if (x.dtype == torch.float64) != (out_dtype == torch.float64):
         raise TypeError(f"{operator}: x is {x.dtype} but out_dtype is {out_dtype}")
+    arguments = (x, weight, bias, settings, out_dtype, copy_dtype, z_dtype, chosen)
+    if trains:
+        return _outputs(_call_norm(*arguments), copy_dtype, z_dtype)
     if compiled.is_sharded(x, weight, bias):
         return compiled.sharded_norm(x, weight, bias, settings, out_dtype, copy_dtype, z_dtype)
     found: Any = None
-    arguments = (x, weight, bias, settings, out_dtype, copy_dtype, z_dtype, chosen)
     trains = _library.wants_gradient(x, weight, bias)
     if not trains and copy_dtype is None and z_dtype is None:
         found = _without_gradient(x, weight, bias, settings, out_dtype)
@@ -210,6 +214,10 @@ def ms_norm(
         # autocast would make F.layer_norm return float32
         call = _call_norm if trains or _library.in_forward_mode() else _norm
         found = call(*arguments)
+    return _outputs(found, copy_dtype, z_dtype)
+
+
+def _outputs(found: Any, copy_dtype: torch.dtype | None, z_dtype: torch.dtype | None) -> Outputs:
     if not isinstance(found, tuple):
         return found, None, None
     y, copy, z, *_ = found  # of an operator, what is absent is empty

@@ -54,20 +54,21 @@ class Extremes(NamedTuple):
         inverse: 1 / min |gamma|.
         largest: max |gamma|.
         shift: max |beta / gamma|.
+        ratio: min |gamma| / max |gamma|.
     """
 
     inverse: float
     largest: float
     shift: float
+    ratio: float
 
-    @property
-    def ratio(self) -> float:
-        """min |gamma| / max |gamma|."""
-        product = self.inverse * self.largest
-        return 1.0 / product if product > 0.0 else 0.0
+    @staticmethod
+    def of(inverse: float, largest: float, shift: float) -> Extremes:
+        product = inverse * largest
+        return Extremes(inverse, largest, shift, 1.0 / product if product > 0.0 else 0.0)
 
 
-_IDENTITY = Extremes(1.0, 1.0, 0.0)
+_IDENTITY = Extremes.of(1.0, 1.0, 0.0)
 _event: Any = torch.cuda.Event  # has no types
 
 
@@ -83,7 +84,7 @@ class Reading:
     def __init__(self, found: Tensor) -> None:
         self._found: Tensor | None = found
         self._done: Any = None
-        self._values: list[tuple[float, ...]] = []
+        self._values: list[Extremes] = []
         if found.is_cuda:
             self._found = found.to("cpu", non_blocking=True)
             self._done = _event()
@@ -95,12 +96,12 @@ class Reading:
         """Whether nobody would have to wait."""
         return self._found is None or bool(self._done.query())
 
-    def values(self) -> list[tuple[float, ...]]:
-        """The three numbers of each norm; waits for the device."""
+    def values(self) -> list[Extremes]:
+        """Of each norm; waits for the device."""
         if self._found is not None:
             if self._done is not None:
                 self._done.synchronize()
-            self._values = [*zip(*self._found.tolist(), strict=True)]
+            self._values = [*map(Extremes.of, *self._found.tolist())]
             self._found = None
         return self._values
 
@@ -158,7 +159,7 @@ class Look:
         """What was found; waits for the device."""
         if self._reading is None:
             return _IDENTITY
-        return Extremes(*self._reading.values()[self._place])
+        return self._reading.values()[self._place]
 
 
 def _identity(vector: Tensor) -> tuple[weakref.ref[Tensor], int, int]:
@@ -217,29 +218,27 @@ class Looks:
         if not self.told(look):
             raise RuntimeError(_CHANGED)
 
-    def expect(self, look: Look, gamma: Tensor | None, beta: Tensor | None) -> None:
-        """Set what the forward that begins may expect of its look, without a wait."""
-        last = self.of_last_forward
-        found = last.found() if last is not None and last.is_ready() else None
-        writes = None if last is None else look.writes_since(last)
-        before, self._before = self._before, found
-        if writes is None or found is None:
+    def expect(self, look: Look, accumulates: bool) -> None:
+        """Set what the forward that begins may expect of its look, without a wait.
+
+        Args:
+            look: at whose gamma it begins.
+            accumulates: gamma has a gradient, to which this forward's will be added.
+        """
+        last, before, self._before = self.of_last_forward, self._before, None
+        writes = None if last is None or not last.is_ready() else look.writes_since(last)
+        if last is None or writes is None:
             self._writes = None
             return
+        self._before = now = last.found()
         # a step of the optimizer, or none where gradients are accumulated
-        accumulates = any(v is not None and v.is_leaf and v.grad is not None for v in (gamma, beta))
-        as_usual = writes == self._writes if any(writes) else accumulates
+        as_usual = accumulates
         if any(writes):
-            self._writes = writes
+            as_usual, self._writes = writes == self._writes, writes
         if before is not None and as_usual:
-            look.expected = self._stays(before, found)
-
-    def _stays(self, before: Extremes, now: Extremes) -> bool:
-        """Whether the output will tell z for some more steps of this length."""
-        ratio, shift = now.ratio, now.shift
-        moved, shifted = abs(ratio - before.ratio), abs(shift - before.shift)
-        far = ratio - _STEPS * moved > max(_FAR * self.smallest_ratio, _FAR_RATIO)
-        return far and shift + _STEPS * shifted < self.largest_shift / 2
+            moved, shifted = abs(now.ratio - before.ratio), abs(now.shift - before.shift)
+            far = now.ratio - _STEPS * moved > max(_FAR * self.smallest_ratio, _FAR_RATIO)
+            look.expected = far and now.shift + _STEPS * shifted < self.largest_shift / 2
 
     def forget(self) -> None:
         """Before gamma and beta are exchanged: torch swaps no tensors that are weakly referenced."""
@@ -260,9 +259,9 @@ def can_be_looked_at(*vectors: Tensor | None) -> bool:
     return True
 
 
-def is_capturing(vector: Tensor) -> bool:
+def is_capturing(device: torch.device) -> bool:
     """Whether a CUDA graph is under capture, in which nobody may wait for a value."""
-    return vector.is_cuda and torch.cuda.is_current_stream_capturing()
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _largest(vectors: Sequence[Tensor]) -> list[Tensor]:
@@ -291,7 +290,9 @@ def would_tell_z(weight: Tensor | None, bias: Tensor | None, settings: NormSetti
     if (weight is None and bias is None) or not can_be_looked_at(weight, bias):
         return None
     with torch.no_grad():
-        return Looks().tells_z(Extremes(*_extremes([(weight, bias)], settings).flatten().tolist()))
+        return Looks().tells_z(
+            Extremes.of(*_extremes([(weight, bias)], settings).flatten().tolist())
+        )
 
 
 def look_at_gammas(norms: Iterable[MSNorm]) -> None:
@@ -308,29 +309,27 @@ def _start_looks(norms: Iterable[MSNorm]) -> list[MSNorm]:
     """
     if is_transformed() or detect_fake_mode(()) is not None:
         return []
-    looked_at: list[MSNorm] = []
-    by_device: dict[torch.device, dict[Any, list[MSNorm]]] = {}
+    alike: dict[Any, list[tuple[MSNorm, Any, Any]]] = {}
     for norm in norms:
         weight, bias = norm.own_affine()
         one = bias if weight is None else weight
         norm.looks.last = None
-        if one is None or not one.numel() or not can_be_looked_at(weight, bias):
-            continue
-        if is_capturing(one):
-            continue
-        alike = (norm.settings.identity_weight, weight is None, bias is None, one.dtype)
-        by_device.setdefault(one.device, {}).setdefault(alike, []).append(norm)
+        if one is not None and one.numel() and can_be_looked_at(weight, bias):
+            kind = (weight is None, bias is None, one.dtype, norm.settings.identity_weight)
+            alike.setdefault((one.device, kind), []).append((norm, weight, bias))
+    by_device: dict[torch.device, list[Any]] = {}
+    for (device, _), group in alike.items():
+        if not is_capturing(device):
+            by_device.setdefault(device, []).append(group)
+    looked_at = []
     with torch.no_grad():
         for groups in by_device.values():
-            parts = (
-                _extremes([norm.own_affine() for norm in group], group[0].settings)
-                for group in groups.values()
-            )
-            reading = Reading(torch.cat([*parts], 1))
-            asked = [norm for group in groups.values() for norm in group]
-            for place, norm in enumerate(asked):
-                norm.looks.last = Look(*norm.own_affine(), reading=reading, place=place)
-            looked_at += asked
+            parts = [_extremes([own for _, *own in g], g[0][0].settings) for g in groups]
+            reading = Reading(torch.cat(parts, 1))
+            asked = (each for group in groups for each in group)
+            for place, (norm, weight, bias) in enumerate(asked):
+                norm.looks.last = Look(weight, bias, reading=reading, place=place)
+                looked_at.append(norm)
     return looked_at
 
 
@@ -344,7 +343,9 @@ def look_before_forward(norms: tuple[MSNorm, ...], model: nn.Module, args: Any) 
         looks = norm.looks
         looks.of_forward = look = looks.last
         if look is not None:
-            looks.expect(look, *norm.own_affine())
+            weight, bias = norm.own_affine()
+            one = bias if weight is None else weight
+            looks.expect(look, one.is_leaf and one.grad is not None)
 
 
 def forget_after_forward(

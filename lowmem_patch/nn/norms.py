@@ -181,7 +181,7 @@ class MSNorm(nn.Module):
         # an adapter may save the copy of what needs no gradient
         if copy is not None or affine is not None:
             return self._deferred(x, dtype, copy, affine)
-        y = ms_norm(x, weight, bias, self._settings_for(x), dtype)[0]
+        y = ms_norm(x, weight, bias, self._settings_for(x), dtype, trains=trains)[0]
         return self._shared(y) if trains else y
 
     def _confirm_in_backward(self, y: Tensor) -> None:
@@ -302,7 +302,7 @@ class MSNorm(nn.Module):
             return
         if looks.last is not None and looks.last.was_of(weight, bias):
             return
-        if any(is_capturing(v) for v in (weight, bias) if v is not None):
+        if any(is_capturing(v.device) for v in (weight, bias) if v is not None):
             return
         for vector, identity in ((weight, self.settings.identity_weight), (bias, 0.0)):
             if vector is not None and bool((vector.detach() != identity).any()):
