@@ -188,6 +188,23 @@ def fit_table(name: str) -> str:
     return "\n".join([*rows, "", f"`{command}`: {_environment(data)}"])
 
 
+def host_table(name: str) -> str:
+    """Python's time of a step."""
+    data = _load(name)
+    rows = [
+        "| model | forward ms: unpatched | `exact` | backward ms: unpatched | `exact` | both |",
+        "|---|---|---|---|---|---|",
+    ]
+    for model, row in data["models"].items():
+        stock, exact = row["unpatched"], row["exact"]
+        parts = ("forward_ms", "backward_ms")
+        cells = [f"{variant[part]:.1f}" for part in parts for variant in (stock, exact)]
+        more = sum(exact.values()) / sum(stock.values())
+        rows.append(f"| {model} | {' | '.join(cells)} | {more:.2f} x |")
+    command = f"python benchmarks/host.py --json benchmarks/results/{name}"
+    return "\n".join([*rows, "", f"`{command}`: {_environment(data)}"])
+
+
 def longest_table(name: str) -> str:
     """The longest sequence that fits, and the time of a token."""
     data = _load(name)
@@ -290,6 +307,7 @@ TABLES = {
     "compact": partial(
         gpu_table, "models-h200-compact.json", " --variants unpatched paper exact auto compact"
     ),
+    "host": partial(host_table, "host-h200.json"),
     "gpu": partial(gpu_table, "models-h200.json"),
     "gpu-earlier": partial(gpu_table, "models-h200-earlier.json"),
 }

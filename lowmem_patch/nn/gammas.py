@@ -40,6 +40,9 @@ _PLAIN = (Tensor, nn.Parameter)
 # nobody waits where gamma would stay this far from 0, as a share of the largest, for so many more steps
 _FAR_RATIO, _FAR, _STEPS = 0.02, 4.0, 4
 
+# in one step; further z would not come back from an output in float32 (bfloat16 has the same exponents)
+_LEAST_RATIO, _MOST_SHIFT = 1e-8, 1e3
+
 _CHANGED = (
     "lowmem_patch: gamma of a norm came near 0, or its beta far above gamma, in one step and without a trace "
     "(a write through .data?), so that what this forward saved no longer tells the norm's gradient: set the "
@@ -197,7 +200,7 @@ class Looks:
         self.of_last_forward: Look | None = None
         self.recovers_z = recovers_z
         self.assumed: bool | None = None
-        self._before: Extremes | None = None  # of the forward before the last one
+        self._before: tuple[Extremes, ...] = ()  # of the last three forwards
         self._writes: tuple[int, ...] | None = None  # of one step
 
     def __reduce__(self) -> Any:  # the tensors of a copy are others
@@ -213,9 +216,15 @@ class Looks:
         self.recovers_z = self.tells_z(look.found())
         return self.recovers_z
 
-    def confirm(self, look: Look) -> None:
-        """Raise where the forward expected of ``look`` that the output tells z, and was wrong."""
-        if not self.told(look):
+    def confirm(self, look: Look, dtype: torch.dtype) -> None:
+        """Raise where the forward expected of ``look`` that the output, saved in ``dtype``, tells z, and z
+        would be wrong. Where it is a little less accurate than where a forward waits, it is not."""
+        found = look.found()
+        self.recovers_z = self.tells_z(found)
+        in_bits = self.smallest_ratio > _SMALLEST_RATIO  # of 8-bit storage
+        ratio = self.smallest_ratio if in_bits or dtype == torch.float16 else _LEAST_RATIO
+        shift = 2 * self.largest_shift if in_bits or dtype.itemsize < 4 else _MOST_SHIFT
+        if not (self.recovers_z or (found.ratio > ratio and found.shift < shift)):
             raise RuntimeError(_CHANGED)
 
     def expect(self, look: Look, accumulates: bool) -> None:
@@ -225,20 +234,25 @@ class Looks:
             look: at whose gamma it begins.
             accumulates: gamma has a gradient, to which this forward's will be added.
         """
-        last, before, self._before = self.of_last_forward, self._before, None
+        last = self.of_last_forward
         writes = None if last is None or not last.is_ready() else look.writes_since(last)
         if last is None or writes is None:
-            self._writes = None
+            self._before, self._writes = (), None
             return
-        self._before = now = last.found()
+        self._before = (*self._before[-2:], last.found())
         # a step of the optimizer, or none where gradients are accumulated
         as_usual = accumulates
         if any(writes):
             as_usual, self._writes = writes == self._writes, writes
-        if before is not None and as_usual:
-            moved, shifted = abs(now.ratio - before.ratio), abs(now.shift - before.shift)
-            far = now.ratio - _STEPS * moved > max(_FAR * self.smallest_ratio, _FAR_RATIO)
-            look.expected = far and now.shift + _STEPS * shifted < self.largest_shift / 2
+        if as_usual and len(self._before) == 3:
+            look.expected = self._stays(*self._before)
+
+    def _stays(self, first: Extremes, second: Extremes, now: Extremes) -> bool:
+        """Whether the output will tell z for some more steps as long as these."""
+        moved = max(abs(now.ratio - second.ratio), abs(second.ratio - first.ratio))
+        shifted = max(abs(now.shift - second.shift), abs(second.shift - first.shift))
+        far = now.ratio - _STEPS * moved > max(_FAR * self.smallest_ratio, _FAR_RATIO)
+        return far and now.shift + _STEPS * shifted < self.largest_shift / 2
 
     def forget(self) -> None:
         """Before gamma and beta are exchanged: torch swaps no tensors that are weakly referenced."""
@@ -309,6 +323,20 @@ def _start_looks(norms: Iterable[MSNorm]) -> list[MSNorm]:
     """
     if is_transformed() or detect_fake_mode(()) is not None:
         return []
+    looked_at = []
+    with torch.no_grad():
+        for groups in _alike(norms).values():
+            parts = [_extremes([(w, b) for _, w, b in g], g[0][0].settings) for g in groups]
+            reading = Reading(torch.cat(parts, 1))
+            asked = (each for group in groups for each in group)
+            for place, (norm, weight, bias) in enumerate(asked):
+                norm.looks.last = Look(weight, bias, reading=reading, place=place)
+                looked_at.append(norm)
+    return looked_at
+
+
+def _alike(norms: Iterable[MSNorm]) -> dict[torch.device, list[list[tuple[MSNorm, Any, Any]]]]:
+    """By device: the norms that can be looked at, with gamma and beta, in groups that are alike."""
     alike: dict[Any, list[tuple[MSNorm, Any, Any]]] = {}
     for norm in norms:
         weight, bias = norm.own_affine()
@@ -321,16 +349,7 @@ def _start_looks(norms: Iterable[MSNorm]) -> list[MSNorm]:
     for (device, _), group in alike.items():
         if not is_capturing(device):
             by_device.setdefault(device, []).append(group)
-    looked_at = []
-    with torch.no_grad():
-        for groups in by_device.values():
-            parts = [_extremes([own for _, *own in g], g[0][0].settings) for g in groups]
-            reading = Reading(torch.cat(parts, 1))
-            asked = (each for group in groups for each in group)
-            for place, (norm, weight, bias) in enumerate(asked):
-                norm.looks.last = Look(weight, bias, reading=reading, place=place)
-                looked_at.append(norm)
-    return looked_at
+    return by_device
 
 
 def look_before_forward(norms: tuple[MSNorm, ...], model: nn.Module, args: Any) -> None:

@@ -184,15 +184,15 @@ class MSNorm(nn.Module):
         y = ms_norm(x, weight, bias, self._settings_for(x), dtype, trains=trains)[0]
         return self._shared(y) if trains else y
 
-    def _confirm_in_backward(self, y: Tensor) -> None:
-        """Where the norm saved its output without a wait for gamma, its backward asks."""
+    def _confirm_in_backward(self, y: Tensor, saved: torch.dtype) -> None:
+        """Where the norm saved its output (in ``saved``) without a wait for gamma, its backward asks."""
         look, node = self.looks.now(), y.grad_fn
         if look is not None and look.expected and node is not None and hasattr(node, "confirm"):
-            node.confirm = partial(self.looks.confirm, look)
+            node.confirm = partial(self.looks.confirm, look, saved)
 
     def _shared(self, y: Tensor) -> Tensor:
         """The output, which the norm itself saves."""
-        self._confirm_in_backward(y)
+        self._confirm_in_backward(y, y.dtype)
         if self._is_one_copy(y):
             return keep(y, Shared(self.low_precision, y.grad_fn), owned=True)
         return watch(y)
@@ -212,7 +212,7 @@ class MSNorm(nn.Module):
         y, *more = ms_norm(x, *self.own_affine(), self._settings_for(x), dtype, copy, z_dtype)
         sources = tuple(source for source in more if source is not None)
         if affine is None:
-            self._confirm_in_backward(y)
+            self._confirm_in_backward(y, saved)
         return keep(y, Normed(self.low_precision, copy is not None, affine), sources, owned=True)
 
     def _is_one_copy(self, y: Tensor) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -208,7 +209,7 @@ def waits(patched: Block, monkeypatch: pytest.MonkeyPatch) -> int:
     return len(asked)
 
 
-def train(*models: nn.Module, steps: int = 4, rate: float = 1e-3) -> None:
+def train(*models: nn.Module, steps: int = 6, rate: float = 1e-3) -> None:
     for model in models:
         optimizer = torch.optim.SGD(model.parameters(), rate)
         for _ in range(steps):
@@ -235,7 +236,7 @@ def test_forward_with_accumulated_gradients_waits_for_no_look(
     assert waits(patched, monkeypatch) == 0  # the gradients are still there, and nobody wrote
 
 
-@pytest.mark.parametrize("steps", [0, 1, 2, 4])
+@pytest.mark.parametrize("steps", [0, 1, 2, 4, 6])
 def test_gamma_set_to_zero_between_steps_gives_right_gradients(steps: int) -> None:
     patched, stock = pair()
     train(patched, stock, steps=steps)
@@ -283,3 +284,31 @@ def test_norm_with_a_gamma_near_zero_saves_z_and_waits_for_no_look(
     train(patched, stock)
     assert waits(patched, monkeypatch) == 0
     assert_same_gradients(patched, stock)
+
+
+@pytest.mark.parametrize(
+    ("beta", "dtype", "refused"),
+    [
+        (20.0, torch.float64, False),
+        (2e3, torch.float64, True),
+        (10.0, torch.bfloat16, False),
+        (20.0, torch.bfloat16, True),
+    ],
+)
+def test_backward_refuses_what_the_output_does_not_tell(
+    beta: float, dtype: torch.dtype, refused: bool
+) -> None:
+    patched, stock = pair()
+    train(patched, stock)
+    looks = patched.norm.looks  # type: ignore[union-attr]
+    assert_same_gradients(patched, stock)
+    with torch.no_grad():
+        for model in (patched, stock):
+            model.norm.bias.data[3] = beta  # type: ignore[operator, union-attr, index]
+    if dtype == torch.float64 and not refused:
+        assert_same_gradients(patched, stock, accumulate=True)
+        return
+    patched(rows())
+    look = looks.of_last_forward  # type: ignore[union-attr]
+    with pytest.raises(RuntimeError) if refused else nullcontext():
+        looks.confirm(look, dtype)  # type: ignore[union-attr, operator]

@@ -16,7 +16,7 @@ from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel
 from lowmem_patch import patch_model, patch_report, plan_patch, unpatch_model
 from lowmem_patch.nn.dropout import PackedDropout
 from tests.support.configs import RECOMPUTE
-from tests.support.judge import assert_equal_steps
+from tests.support.judge import assert_close, assert_equal_steps
 from tests.support.models import FAMILIES
 from tests.support.toys import ROWS, WIDTH, rows
 
@@ -224,3 +224,20 @@ def test_a_gpu_keeps_every_bit_and_saves_an_eighth(dtype: torch.dtype) -> None:
     inputs = rows().to("cuda", dtype)
     patch_model(model, RECOMPUTE, example_inputs=inputs)
     assert assert_equal_steps(model, twin, inputs) == ROWS * WIDTH - BITS
+
+
+def test_a_packed_dropout_is_torchs_own_under_torch_func() -> None:
+    stock = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4)).double().train()
+    x = torch.randn(3, 4, dtype=torch.float64)
+    found = []
+    for model in (stock, patch_model(copy.deepcopy(stock), "exact", example_inputs=(x,))):
+        torch.manual_seed(5)
+
+        def loss(parameters: dict[str, Tensor], model: nn.Module = model) -> Tensor:
+            out: Tensor = torch.func.functional_call(model, parameters, (x,))
+            return out.square().sum()
+
+        found.append(torch.func.grad(loss)(dict(model.named_parameters())))
+    assert type(model[1]) is PackedDropout
+    for name, gradient in found[0].items():
+        assert_close(found[1][name], gradient, name)
