@@ -312,10 +312,14 @@ def _one_copy(
 ) -> str | None:
     """When Linears would save casts, of the output or of a frozen weight, or what a dropout gives, if it
     did not wait."""
+    if saves_casts and any(
+        c.cast and c.op is not None and c.op.role.has(Role.LINEAR) for c in consumers
+    ):
+        return (
+            "always"  # a router of experts reads one in float32, by a weight that is cast as well
+        )
     if not linears:
         return "always" if dropped else None
-    if saves_casts and any(consumer.cast for consumer in consumers):
-        return "always"
     return None if feeds_autocast and all(map(weight_trains, consumers)) else "autocast"
 
 

@@ -130,9 +130,9 @@ def _consumer(trace: Trace, op: Op, path: Path) -> Consumer:
             return Consumer("product", where, op, tensor=tensor)
     if op.role.has(Role.POWER) and is_square(op.name, op.args, op.kwargs):
         return Consumer("square", where, op, tensor=tensor)
-    return Consumer(
-        "autocast" if op.role.has(_LOW_PRECISION) else "other", where, op, tensor=tensor
-    )
+    use: Use = "autocast" if op.role.has(_LOW_PRECISION) else "other"
+    cast = path.end.dtype != path.start.dtype
+    return Consumer(use, where, op, tensor=tensor, cast=cast)
 
 
 def _linear_consumer(trace: Trace, op: Op, path: Path) -> Consumer | None:
