@@ -21,6 +21,7 @@ from lowmem_patch.strategies.speed import causal_mask, packed_qkv, rotary
 __all__ = ["STRATEGIES"]
 
 STRATEGIES: tuple[Strategy, ...] = (
+    rotary,  # gives a module the forward around which others put theirs
     fold,
     share,
     recompute,
@@ -30,7 +31,6 @@ STRATEGIES: tuple[Strategy, ...] = (
     one_copy,
     rows,
     head,
-    rotary,
     packed_qkv,
     causal_mask,
     attention_layout,
