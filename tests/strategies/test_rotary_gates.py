@@ -18,7 +18,11 @@ def gated() -> AfmoeModel:
     """Its attention ends with ``output * torch.sigmoid(gate)``."""
     torch.manual_seed(0)
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
-    layers = {"num_hidden_layers": 2, "num_dense_layers": 2, "layer_types": ["sliding_attention"] * 2}
+    layers = {
+        "num_hidden_layers": 2,
+        "num_dense_layers": 2,
+        "layer_types": ["sliding_attention"] * 2,
+    }
     sizes = {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 50, "pad_token_id": 0}
     return AfmoeModel(AfmoeConfig(**heads, **layers, **sizes)).to(torch.bfloat16).train()
 
