@@ -248,15 +248,19 @@ def shared_norm(facts: Facts, config: PatchConfig, site: NormSite, reason: str) 
         or came_sharded(facts.model)
         or any(c.use == "linear" and c.text in head_names(facts, config) for c in consumers),
         output_moved=any(_reads_a_moved_view(consumer) for consumer in consumers),
-        lies_as_input=not any(
-            consumer.use == "linear" for consumer in _who_saves_it(facts, config, consumers)
-        ),
+        lies_as_input=not any(map(_reads_rows, _who_saves_it(facts, config, consumers))),
         reason=reason + "; computed behind the row moves, at its Linear" * behind_row_moves,
         kind=site.spec.kind,
         consumers=site.texts,
         function=site.function,
         saves=_statistics(site),
     )
+
+
+def _reads_rows(consumer: Consumer) -> bool:
+    """Whether a Linear reads the output, or a function that has Linears inside (nn.MultiheadAttention)."""
+    inside = consumer.op is not None and consumer.op.role.has(Role.HOLDS_LINEARS)
+    return consumer.use == "linear" or inside
 
 
 def _statistics(site: NormSite) -> int:

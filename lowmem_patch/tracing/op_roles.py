@@ -71,6 +71,7 @@ class Role(enum.Flag):
     HOOK = enum.auto()  # waits for the tensor's gradient
     UNTRACKED = enum.auto()  # gives the memory to whoever writes there without a trace
     ADDRESS = enum.auto()  # how a kernel that is no torch op gets at a tensor's memory
+    HOLDS_LINEARS = enum.auto()  # products with weights, inside of a larger function
     MEMORY = enum.auto()  # looks at the memory from Python
 
 
@@ -103,7 +104,8 @@ _TABLE: tuple[tuple[Role, tuple[str, ...]], ...] = (
     (Role.CONVOLUTION, ("conv1d", "conv2d", "conv3d")),
     (Role.MATMUL, ("matmul", "__matmul__")),
     (Role.CONTRACTION, ("mm", "bmm", "baddbmm", "einsum")),
-    (Role.FUSED_ATTENTION, ("scaled_dot_product_attention", "multi_head_attention_forward")),
+    (Role.FUSED_ATTENTION, ("scaled_dot_product_attention",)),
+    (Role.FUSED_ATTENTION | Role.HOLDS_LINEARS, ("multi_head_attention_forward",)),
     (Role.SOFTMAX, ("softmax",)),
     (Role.LOG_SOFTMAX, ("log_softmax",)),
     (Role.LOG_SUM_EXP, ("logsumexp",)),

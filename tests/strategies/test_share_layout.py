@@ -121,3 +121,26 @@ def test_gemma3_is_at_its_floor() -> None:
         patch_report(patch_model(model, "exact", example_inputs={"input_ids": ids})).above_floor
         <= 1.02
     )
+
+
+class TokensFirst(nn.Module):
+    """Torch's own attention reads a norm's output, as tokens that come first (BridgeTower)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+        self.attention = nn.MultiheadAttention(WIDTH, HEADS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(self.enter(x).transpose(0, 1))
+        read: Tensor = self.attention(h, h, h, need_weights=False)[0]
+        return read
+
+
+def test_torchs_attention_saves_no_copy_of_the_norms_output() -> None:
+    x = torch.randn(3, 5, WIDTH)
+    model, stock = patched(TokensFirst(), x)
+    sizes = [*saved_storages(lambda: model(x))[1].values()]
+    once = x.numel() * x.element_size()
+    assert sizes.count(once) == 3  # x, the norm's output, and what the last product reads
+    assert_same_step(model, stock, x)
