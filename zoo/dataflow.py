@@ -36,13 +36,16 @@ def read_dataflow(model: Any, inputs: ExampleInputs, report: PatchReport) -> Dat
         shadow = Shadow(copy.deepcopy(model), inputs, None)
         trace = trace_forward(shadow)
     linear_norms, in_front, eligible = [], [], False
+    modules = dict(model.named_modules())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for site in report.sites:
             if site.kind in ACTIVATION_KINDS:
                 eligible = True
                 continue
-            module = model.get_submodule(site.name)
+            module = modules.get(site.name)
+            if module is None:  # a function that a forward calls
+                continue
             if site.kind not in NORM_KINDS and "norm" not in type(module).__name__.lower():
                 continue
             outputs = [t for call in trace.calls if call.name == site.name for t in call.outputs]
