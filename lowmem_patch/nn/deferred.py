@@ -43,8 +43,8 @@ from lowmem_patch.nn.shared_memory import (
     open_written,
     written_arguments,
 )
-from lowmem_patch.nn.watched import RUN_BACKWARD
 
+_RUN_BACKWARD = (Tensor.backward, torch.autograd.grad)
 _wrapper: Any = Tensor._make_wrapper_subclass
 _WITHOUT_TORCH_FUNCTION: Any = torch._C.DisableTorchFunctionSubclass
 _call: Any = torch._C._disabled_torch_function_impl  # in less time than the above
@@ -82,7 +82,7 @@ class Deferred(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         # a checkpoint may run modules again in a backward, and they need torch functions
-        if func in RUN_BACKWARD:
+        if func in _RUN_BACKWARD:
             with _WITHOUT_TORCH_FUNCTION():
                 inputs = kwargs["inputs"] if "inputs" in kwargs else args[1:2]
                 refuse_bypassed(inputs if func is torch.autograd.grad else ())

@@ -5,8 +5,8 @@ nobody knows that beforehand, and some optimizers write without a trace (``.data
 at when the model's forward begins: one small computation for all norms.
 
 A forward that waited for the answer would wait for the whole step before. So it goes on with what it expects
-(`Looks.expected`) where gamma moves as it did from step to step and was far from 0 there, and the norm's
-backward, for which the answer has long come, asks whether that was so (`Look.confirm`). Anywhere else,
+(`Looks.expect`) where gamma moves as it did from step to step and was far from 0 there, and the norm's
+backward, for which the answer has long come, asks whether that was so (`Looks.confirm`). Anywhere else,
 after a write that no optimizer made, say, the host waits.
 
 A norm that was not looked at saves z, which is always right, and costs writing z and computing y again:

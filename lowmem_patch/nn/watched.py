@@ -10,7 +10,6 @@ from torch import Tensor
 from lowmem_patch.functional import register_plain, save_copy
 
 _DATA: Any = Tensor.data
-RUN_BACKWARD = (Tensor.backward, torch.autograd.grad)
 
 
 class Watched(Tensor):
