@@ -240,9 +240,9 @@ class Looks:
             self._before, self._writes = (), None
             return
         self._before = (*self._before[-2:], last.found())
-        # a step of the optimizer, or none where gradients are accumulated
+        # a step of the optimizer, of which fused ones leave no trace, or none where gradients are accumulated
         as_usual = accumulates
-        if any(writes):
+        if any(writes) or not accumulates:
             as_usual, self._writes = writes == self._writes, writes
         if as_usual and len(self._before) == 3:
             look.expected = self._stays(*self._before)
