@@ -8,6 +8,7 @@ from __future__ import annotations
 from lowmem_patch.constants import ActivationKind as ActivationKind
 from lowmem_patch.constants import NormSettings as NormSettings
 from lowmem_patch.functional._implementation import Implementation as Implementation
+from lowmem_patch.functional._library import below_modes as below_modes
 from lowmem_patch.functional._library import first_order as first_order
 from lowmem_patch.functional._library import in_compiler as in_compiler
 from lowmem_patch.functional._library import is_exporting as is_exporting

@@ -36,6 +36,7 @@ _PLAIN = {
 # whether a compiler traces what runs: the one place where torch is asked
 in_compiler = torch.compiler.is_compiling
 _PROXY: Any = torch._C._TorchDispatchModeKey.PROXY  # has no types
+_WITHOUT_TORCH_FUNCTIONS: Any = torch._C.DisableTorchFunction
 
 
 class without_autocast:
@@ -172,6 +173,16 @@ def direct_call(function: Any) -> Callable[..., Any]:
     """``Function.apply`` without its search for torch.func's wrappers, which nothing here meets."""
     base: Any = super(torch.autograd.Function, function)
     return base.apply  # type: ignore[no-any-return]  # has no types
+
+
+def below_modes(function: Callable[..., Any], *args: Any) -> Any:
+    """``function(*args)``, unseen by torch function modes, in which each look at a tensor's attribute is a
+    call of Python; where somebody traces, it is seen."""
+    modes = not in_compiler() and torch._C._len_torch_function_stack()
+    if not modes or torch._C._len_torch_dispatch_stack():
+        return function(*args)
+    with _WITHOUT_TORCH_FUNCTIONS():
+        return function(*args)
 
 
 def is_eager(*args: Any) -> bool:

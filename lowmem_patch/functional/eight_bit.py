@@ -69,7 +69,7 @@ def to_eight_bits(x: Tensor, *, implementation: Implementation = "auto") -> tupl
         raise ValueError(
             f"to_eight_bits: x must be [n] and contiguous, got shape {tuple(x.shape)}, strides {x.stride()}"
         )
-    with torch.no_grad():
+    with _library.without_grad():
         integers, scales = _to(x, resolve(implementation, x))
     return integers, scales
 
@@ -108,6 +108,6 @@ def from_eight_bits(
             f"from_eight_bits: {integers.numel()} integers have one scale for {EIGHT_BIT_GROUP}, got "
             f"{scales.numel()}"
         )
-    with torch.no_grad():
+    with _library.without_grad():
         values: Tensor = _from(integers, scales, dtype, resolve(implementation, scales))
     return values

@@ -23,20 +23,21 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from lowmem_patch.errors import DoubleBackwardError
 from lowmem_patch.functional import (
     EIGHT_BIT_DTYPES,
+    below_modes,
     from_eight_bits,
-    in_compiler,
-    is_exporting,
-    is_transformed,
+    is_ordinary,
     may_pack,
     packer,
     to_eight_bits,
     unwritten,
+    without_grad,
 )
 from lowmem_patch.nn.context import is_foreign
 from lowmem_patch.nn.deferred import Deferred, Unstored
 from lowmem_patch.nn.gammas import look_at_gammas
 from lowmem_patch.nn.norms import MSNorm
 from lowmem_patch.nn.own import Own, give_forward_around, inner_forward
+from lowmem_patch.nn.watched import Watched
 from lowmem_patch.tracing.observers import FunctionObserver
 from lowmem_patch.tracing.op_roles import Role, names_with
 
@@ -45,6 +46,7 @@ _SMALLEST_RATIO, _LARGEST_SHIFT = 1 / 16, 1.0
 
 _FUSED = names_with(Role.FUSED_ATTENTION)
 _weak: Any = StorageWeakRef  # has no types
+_ORDINARY = (Tensor, nn.Parameter, Watched)  # without torch functions of their own
 _WITHOUT_TORCH_FUNCTION: Any = torch._C.DisableTorchFunctionSubclass
 
 
@@ -65,19 +67,32 @@ def store_attention(module: nn.Module) -> None:
 def _stores_input(module: nn.Module, given: Own | None, /, *args: Any, **kwargs: Any) -> Any:
     forward = inner_forward(module, given)
     x = args[0] if args else next(iter(kwargs.values()), None)
-    if not _may_store() or not _is_storable(x):
+    found: tuple[int, int | None, bool] | None = below_modes(_read_input, x)
+    if found is None:
         return forward(*args, **kwargs)
-    numel, changed = x.numel(), isinstance(x, Deferred) and x.is_changed()
-    key = _storage_key(x)
+    numel, key, changed = found
 
     def is_stored(tensor: Tensor) -> bool:
         if tensor.numel() != numel:
             return False
         own = _storage_key(tensor)
-        return own == key or not any(_is_of(tensor, own, p) for p in module.parameters())
+        return own == key or not any(_is_of(tensor, own, p) for p in _parameters(module))
 
     with _Storing(is_stored, shared=not changed):
         return forward(*args, **kwargs)
+
+
+def _read_input(x: Any) -> tuple[int, int | None, bool] | None:
+    """Elements, storage, and whether somebody wrote into it; None where it is not to be stored."""
+    if not _may_store() or not _is_storable(x):
+        return None
+    return x.numel(), _storage_key(x), isinstance(x, Deferred) and x.is_changed()
+
+
+def _parameters(module: nn.Module) -> Iterable[nn.Parameter]:
+    if module._modules:
+        return module.parameters()
+    return [one for one in module._parameters.values() if one is not None]  # in a tenth of the time
 
 
 def _is_of(tensor: Tensor, key: int | None, parameter: nn.Parameter) -> bool:
@@ -89,10 +104,10 @@ def _is_of(tensor: Tensor, key: int | None, parameter: nn.Parameter) -> bool:
 
 
 def _storage_key(tensor: Tensor) -> int | None:
+    if type(tensor) in _ORDINARY:
+        return int(tensor.untyped_storage()._cdata)
     if isinstance(tensor, Unstored):
         return None
-    if type(tensor) is Tensor:
-        return int(tensor.untyped_storage()._cdata)
     with _WITHOUT_TORCH_FUNCTION():
         return int(tensor.untyped_storage()._cdata)
 
@@ -160,18 +175,17 @@ def _packed_storages(parts: Iterable[Tensor]) -> frozenset[int]:
 
 def _may_store() -> bool:
     """Whether autograd saves anything here, and lets us say how."""
-    if not torch.is_grad_enabled() or in_compiler() or is_exporting() or is_transformed():
-        return False
-    return bool(may_pack())
+    return torch.is_grad_enabled() and is_ordinary() and bool(may_pack())
 
 
 def _is_storable(x: Any) -> TypeGuard[Tensor]:
     """Whether this is a tensor of ours that 8 bits may stand for."""
-    if not isinstance(x, Tensor) or (is_foreign(x) and not isinstance(x, Deferred)):
+    known = type(x) in _ORDINARY or isinstance(x, Deferred)
+    if not known and (not isinstance(x, Tensor) or is_foreign(x)):
         return False
-    if x.layout is not torch.strided or x.is_nested:
+    if x.dtype not in EIGHT_BIT_DTYPES or x.layout is not torch.strided or x.is_nested:
         return False
-    return x.dtype in EIGHT_BIT_DTYPES and x.numel() > 0
+    return bool(x.numel())
 
 
 class _Memory:
@@ -271,16 +285,19 @@ class _Storing(torch.autograd.graph.saved_tensors_hooks):
         outer = packer()
 
         def pack(tensor: Tensor) -> _Stored | _Plain:
+            if type(tensor) in _ORDINARY:
+                return pack_values(tensor)
             with _WITHOUT_TORCH_FUNCTION():
-                if isinstance(tensor, Deferred):
-                    tensor = tensor.detached()
-                if _is_storable(tensor) and is_stored(tensor):
-                    return _store(tensor, outer, packed, shared=shared)
-                if outer is not None:
-                    return _Plain(outer[0](tensor), 0, outer[1])
-                # not an output itself: it holds the node that would hold it
-                kept = tensor if tensor.is_leaf else tensor.detach()
-                return _Plain(kept, tensor._version, None)
+                return pack_values(tensor.detached() if isinstance(tensor, Deferred) else tensor)
+
+        def pack_values(tensor: Tensor) -> _Stored | _Plain:
+            if is_stored(tensor) and _is_storable(tensor):
+                return _store(tensor, outer, packed, shared=shared)
+            if outer is not None:
+                return _Plain(outer[0](tensor), 0, outer[1])
+            # not an output itself: it holds the node that would hold it
+            kept = tensor if tensor.is_leaf else tensor.detach()
+            return _Plain(kept, tensor._version, None)
 
         super().__init__(pack, _read)
 
@@ -290,14 +307,16 @@ def _store(tensor: Tensor, outer: Any, packed: frozenset[int], *, shared: bool) 
     elements = storage.nbytes() // tensor.element_size()
     # beside a part may lie what nobody reads, of any size, in its groups
     if tensor.numel() != elements and storage._cdata not in packed:
-        flat = tensor.detach().contiguous().view(-1)
+        with without_grad():
+            flat = tensor.contiguous().view(-1)
         own = torch.empty_like(tensor, device="meta", memory_format=torch.contiguous_format)
         memory = _Memory(flat, tensor._version, outer)
         return _Stored(memory.saved(), tuple(tensor.shape), own.stride(), 0)
     key = int(storage._cdata)
     found = _MEMORIES.get(key) if shared else None
     if found is None or found.state != (tensor.dtype, tensor._version, outer):
-        flat = tensor.detach().as_strided((elements,), (1,), 0)
+        with without_grad():
+            flat = tensor.as_strided((elements,), (1,), 0)
         found = _Memory(flat, tensor._version, outer)
         if shared:
             _MEMORIES[key] = found

@@ -19,6 +19,7 @@ from lowmem_patch.errors import PatchError, UnfoldedWeightsError
 from lowmem_patch.functional import (
     Affine,
     NormSettings,
+    below_modes,
     compiled,
     in_compiler,
     is_exporting,
@@ -175,6 +176,13 @@ class MSNorm(nn.Module):
         foreign = is_foreign(x) or (weight is not None and is_foreign(weight))
         if foreign or not torch.is_grad_enabled() or torch._C._is_tracing():
             return self.normalize(x, dtype)
+        y: Tensor = below_modes(self._saving, x, weight, bias, dtype)
+        return y
+
+    def _saving(
+        self, x: Tensor, weight: Tensor | None, bias: Tensor | None, dtype: torch.dtype
+    ) -> Tensor:
+        """The norm where autograd saves for its backward."""
         trains = x.requires_grad or self.trains()
         affine = self._affine(weight, bias) if trains and self._saves_z(weight, bias) else None
         copy = self._low_dtype(x) if self.shares_copy else None

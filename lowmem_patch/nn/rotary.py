@@ -17,7 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowmem_patch.functional import is_exporting, is_sharded, is_transformed, rotary_embedding
+from lowmem_patch.functional import (
+    below_modes,
+    is_exporting,
+    is_sharded,
+    is_transformed,
+    rotary_embedding,
+)
 from lowmem_patch.nn.own import give_forward
 
 Pair = tuple[Tensor, Tensor]
@@ -52,9 +58,16 @@ class Rotation:
             given[self.optional[i]] = rest[i]
         heads_dim = given.get("unsqueeze_dim", self.heads_dim)
         chosen = given.get("position_ids") is not None  # rows of cos and sin, in some files
-        elsewhere = is_transformed() or is_exporting()
-        if chosen or elsewhere or not self._takes(q, k, cos, sin, heads_dim):
-            return self.function(q, k, cos, sin, *rest, **named)
+        if not (chosen or is_transformed() or is_exporting()):
+            turned: Pair | None = below_modes(self._turn, q, k, cos, sin, heads_dim)
+            if turned is not None:
+                return turned
+        return self.function(q, k, cos, sin, *rest, **named)
+
+    def _turn(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads_dim: Any) -> Pair | None:
+        """The op's results; None where it does not apply."""
+        if not self._takes(q, k, cos, sin, heads_dim):
+            return None
         dtype = None if self.keeps_dtype else torch.promote_types(q.dtype, cos.dtype)
         if q.dim() == 4:
             return rotary_embedding(q, k, cos, sin, heads_dim, dtype)
@@ -75,7 +88,6 @@ class Rotation:
         self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads_dim: Any
     ) -> bool:
         """``[B, H, S, D]`` or ``[B, S, H, D]`` and ``[B or 1, S, R]``, or all without B."""
-        # each is looked at once: under a torch function mode every look is a call
         queries, keys, angles = q.shape, k.shape, cos.shape
         dims = len(queries)
         if dims not in (3, 4) or heads_dim not in (1, 2):

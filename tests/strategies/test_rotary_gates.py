@@ -1,16 +1,20 @@
-"""An attention module that runs its rotary embedding as one op, and gates its output by a function."""
+"""An attention module that runs its rotary embedding as one op, beside other patches and under modes."""
 
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 from transformers import AfmoeConfig, AfmoeModel
 
 from lowmem_patch import patch_model, patch_report, saved_bytes, unpatch_model
 from tests.support.judge import assert_same_step
 from tests.support.step import BF16
+
+TOKENS = {"input_ids": torch.arange(3, 43)[None]}
 
 
 @pytest.fixture
@@ -28,7 +32,7 @@ def gated() -> AfmoeModel:
 
 
 def test_gate_beside_a_rotary_embedding_is_recomputed(gated: AfmoeModel) -> None:
-    twin, inputs = copy.deepcopy(gated), {"input_ids": torch.arange(3, 43)[None]}
+    twin, inputs = copy.deepcopy(gated), TOKENS
     stock = type(gated).forward, gated.layers[0].self_attn.forward.__func__
     patch_model(gated, "exact", example_inputs=inputs)
     report = patch_report(gated)
@@ -40,3 +44,27 @@ def test_gate_beside_a_rotary_embedding_is_recomputed(gated: AfmoeModel) -> None
     assert_same_step(gated, twin, inputs, BF16)
     unpatch_model(gated)
     assert (type(gated).forward, gated.layers[0].self_attn.forward.__func__) == stock
+
+
+class CountingMode(TorchFunctionMode):
+    """Counts the torch functions, looks at attributes among them, that each costs it a call of Python."""
+
+    calls = 0
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:  # fmt: skip
+        self.calls += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_patched_attention_calls_a_mode_less_often(gated: AfmoeModel) -> None:
+    calls = []
+    for model in (copy.deepcopy(gated), patch_model(gated, "exact", example_inputs=TOKENS)):
+        mode = CountingMode()
+        attention = model.layers[0].self_attn
+        attention.register_forward_pre_hook(lambda *_, mode=mode: mode.__enter__() and None)
+        attention.register_forward_hook(lambda *_, mode=mode: mode.__exit__(None, None, None))
+        model(**TOKENS)
+        calls.append(mode.calls)
+    assert 0 < calls[1] < calls[0]
