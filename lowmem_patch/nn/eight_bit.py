@@ -67,7 +67,11 @@ def store_attention(module: nn.Module) -> None:
 def _stores_input(module: nn.Module, given: Own | None, /, *args: Any, **kwargs: Any) -> Any:
     forward = inner_forward(module, given)
     x = args[0] if args else next(iter(kwargs.values()), None)
-    found: tuple[int, int | None, bool] | None = below_modes(_read_input, x)
+    if isinstance(x, Deferred):
+        with _WITHOUT_TORCH_FUNCTION():
+            found = _read_input(x)
+    else:
+        found = below_modes(_read_input, x)
     if found is None:
         return forward(*args, **kwargs)
     numel, key, changed = found
@@ -98,7 +102,7 @@ def _parameters(module: nn.Module) -> Iterable[nn.Parameter]:
 def _is_of(tensor: Tensor, key: int | None, parameter: nn.Parameter) -> bool:
     """Whether a tensor is a parameter, a view of it or its copy under autocast: it may have as many elements
     as the input."""
-    if sorted(tensor.shape) == sorted(parameter.shape):
+    if tensor.numel() == parameter.numel() and sorted(tensor.shape) == sorted(parameter.shape):
         return True
     return not is_foreign(parameter) and key == _storage_key(parameter)
 
