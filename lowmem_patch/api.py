@@ -80,7 +80,7 @@ def plan_patch(
         BudgetError: nothing fits in the budget; the text names the least one, and what would help.
     """
     checked_model(model, "plan_patch")
-    config = given_config(preset, config, _earlier_config(model))
+    config = given_config(preset, config, earlier_config(model))
     if example_inputs is None:
         model = _with_known_inputs(model)
     refuse_compiled(model)
@@ -101,10 +101,14 @@ def _asked(
     budget = config.fit if fit is None else fit
     if budget is not None:
         return budget, optimizer, accumulation > 1, gpus
-    if (optimizer, accumulation, gpus) != ("adamw", 1, 1):
+    given = {"optimizer": optimizer, "accumulation": accumulation, "gpus": gpus}
+    usual = {"optimizer": "adamw", "accumulation": 1, "gpus": 1}
+    read = " and ".join(
+        f"{name}={value!r}" for name, value in given.items() if value != usual[name]
+    )
+    if read:
         raise ConfigError(
-            f"optimizer={optimizer!r}, accumulation={accumulation} and gpus={gpus} are read by a budget "
-            "alone: give fit=, such as fit='24GiB', or leave them out"
+            f"only a budget reads {read}: give fit=, such as fit='24GiB', or leave it out"
         )
     return None
 
@@ -153,7 +157,7 @@ def patch_model(
         >>> model = patch_model(model, fit="24GiB", example_inputs=batch)
     """
     checked_model(model, "patch_model")
-    config = given_config(preset, config, _earlier_config(model))
+    config = given_config(preset, config, earlier_config(model))
     resolved, outer = load_config(config), model
     asked = _asked(resolved, fit, optimizer, accumulation, gpus)
     if example_inputs is None:
@@ -182,7 +186,7 @@ def patch_model(
     return outer
 
 
-def _earlier_config(model: nn.Module) -> ConfigLike:
+def earlier_config(model: nn.Module) -> ConfigLike:
     """That of the patch that the model has, as long as no other one is asked for; else ``auto``."""
     records = find_records(within_compiled(model) or model)
     return records[0][1].report.config if len(records) == 1 else "auto"

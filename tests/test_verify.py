@@ -243,6 +243,11 @@ def test_a_patched_model_is_verified_from_its_original() -> None:
     assert patch_report(model).config.name == "paper"
 
 
+def test_a_patched_model_is_verified_with_its_own_preset() -> None:
+    result = verify_model(patch_model(randomised_llama(), "compact"), dtypes=F32, autocast=None)
+    assert result.candidate == "patched with preset compact" and result.approximate_sites
+
+
 def test_nothing_patched_is_said() -> None:
     config = {"norms": "keep", "activations": "keep"}
     from lowmem_patch.config import load_config

@@ -183,7 +183,7 @@ def _outcome(site: Site) -> NormOutcome:
     linears = () if site.fold is None else tuple(linear.module for linear in site.fold.linears)
     reason = site.reason
     if site.strategy == "share":  # how it would be shared is no answer here
-        reason = reason.partition(": ")[2] or reason
+        reason = reason.partition("not folded: ")[2] or reason
     return NormOutcome(site.name, site.fold is not None, reason, linears)
 
 

@@ -181,6 +181,7 @@ def _look(
         predicted = predict_memory(
             model, config, make, batch_size=batch_size, training=training, solve=solve,
             limit=None if budget is None else budget.bytes, plans=plans,
+            fragments=0.0 if budget is None else budget.fragments,
             length=None if tokens is None else int(tokens.shape[1]),
         )  # fmt: skip
     except TraceError as error:

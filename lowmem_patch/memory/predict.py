@@ -234,6 +234,15 @@ class _Totals:
         return {moment: held + size + more.get(moment, 0) for moment, size in sizes.items()}
 
 
+def _check_solved(solve: str, length: int | None) -> None:
+    if solve not in _LARGEST:
+        raise ConfigError(f"solve {solve!r} is none of {', '.join(_LARGEST)}")
+    if solve == "length" and length is None:
+        raise ConfigError(
+            "the length can be solved for where a model reads tokens, and this reads none"
+        )
+
+
 def predict_memory(
     model: nn.Module,
     config: PatchConfig,
@@ -244,6 +253,7 @@ def predict_memory(
     training: Training = USUAL_TRAINING,
     limit: int | None = None,
     solve: str = "batch",
+    fragments: float = 0.0,
     plans: Plans | None = None,
 ) -> MemoryReport:
     """Predict the peak of a training step from fake tensors, before and after a patch.
@@ -253,6 +263,7 @@ def predict_memory(
         config: the patch.
         make_inputs: makes inputs for a batch and a length.
         limit: bytes; solve for the largest ``batch`` (at this length) or ``length`` (at this batch).
+        fragments: the share of the bytes beside the model states that a size that fits leaves free.
         plans: of this model, config and size, where they were made before.
 
     Raises:
@@ -260,12 +271,7 @@ def predict_memory(
             GPUs, or ``solve="length"`` for a model that reads no tokens.
         TraceError: the model cannot be run on fake tensors.
     """
-    if solve not in _LARGEST:
-        raise ConfigError(f"solve {solve!r} is none of {', '.join(_LARGEST)}")
-    if solve == "length" and length is None:
-        raise ConfigError(
-            "the length can be solved for where a model reads tokens, and this reads none"
-        )
+    _check_solved(solve, length)
     totals = _Totals(model, training)
     plans = plans or make_plans(model, config, make_inputs(batch_size, length))
     bound = most_positions(model) if solve == "length" else None
@@ -283,7 +289,8 @@ def predict_memory(
 
         largest = least = None
         if limit is not None:
-            largest, least = largest_that_fits(total, limit, bound or _LARGEST[solve]), total(1)
+            room = states.resident + int((limit - states.resident) * (1 - fragments))
+            largest, least = largest_that_fits(total, room, bound or _LARGEST[solve]), total(1)
         moments = totals.moments(predictor.step(batch_size, length))
         held = (states.parameters, states.gradients, states.optimizer)
         workspace = states.workspace + states.rounding

@@ -79,6 +79,10 @@ def _gpu_of(parameter: Tensor | None) -> torch.device:
         return parameter.device
     if parameter is not None and parameter.is_meta and torch.cuda.is_available():
         return torch.device("cuda")
+    if parameter is not None and parameter.is_meta:
+        raise ConfigError(
+            'fit "auto" is what the GPU has free, and there is none: name a size (24GiB)'
+        )
     place = "nowhere" if parameter is None else parameter.device.type
     raise ConfigError(
         f'fit "auto" is what the GPU has free, and the model is on {place}: move it to the GPU first, or '

@@ -208,7 +208,7 @@ class PatchReport:
     @property
     def about_sites(self) -> str:
         """What the numbers of :meth:`site_table` are."""
-        text = f"bytes of a site: what it alone saves for {self.inputs}, and no Linear does"
+        text = f"bytes of a site: what it saves for {self.inputs}; what a Linear saves as well counts there"
         if any(s.strategy == "recompute" and s.bytes_before == s.bytes_after for s in self.sites):
             text += (
                 "; where the bytes of a recomputed site stay, what is recomputed counted with the module "

@@ -143,6 +143,11 @@ def _print_bounds(memory: MemoryReport, train: str) -> None:
     if memory.bound is not None and memory.bound in (memory.largest_before, memory.largest_after):
         print_line(f"{memory.bound} is as long as the model's positions reach")
     text = "the CUDA context (about 0.5 GiB) and fragmentation come on top"
+    if memory.limit is not None:
+        text = (
+            "what fits leaves 3 % of the bytes beside the model states free for fragmentation; the CUDA "
+            "context (about 0.5 GiB) comes on top"
+        )
     if train.startswith("qlora"):
         text = (
             "qlora by arithmetic: base Linears in 4 bits, doubly quantised, everything else in the "
@@ -226,7 +231,7 @@ def print_conversion(result: ConvertResult) -> None:
     if result.out is not None:
         text = f"folded {count} of {result.source} into {result.out} ({human_bytes(result.bytes)})"
     elif not result.folded:
-        text = f"nothing to fold in {result.source}: no norm can become an identity in a stock checkpoint"
+        text = f"nothing to fold in {result.source}: each norm says why above"
     else:
         text = f"dry run: {count} of {result.source} would be folded; nothing was written"
     print_line(text, style="bold")

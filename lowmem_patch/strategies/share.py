@@ -34,6 +34,7 @@ from lowmem_patch.tracing.consumers import (
     consumers_behind_dropouts,
     find_consumers,
     gathers_for_a_weight,
+    weight_read_with,
     weight_trains,
 )
 from lowmem_patch.tracing.op_roles import Role, role_of
@@ -44,8 +45,8 @@ from lowmem_patch.tracing.sharded import came_sharded
 _TAKEN = frozenset(dir(MSNorm(None, None, NormSettings(0.0))))
 
 _OUTPUT_OR_Z = (
-    "the output, or the normalised value before weight and bias where the output does not "
-    "give that back"
+    "the output or, where weight or bias are such that it would be inaccurate, the value before "
+    "them"
 )
 
 
@@ -214,11 +215,25 @@ def share_or_skip(
     what = "the output" if whole else _OUTPUT_OR_Z
     adapters = tuple(f"{name}." for name in adapter_layers(facts, config))
     read = any(weight_trains(c) or c.text.startswith(adapters) for c in consumers)
-    where = "for the norm and its Linears" if read else "in the place of the input"
-    reason = f"one tensor is saved {where}: {what}"
+    where = "shared by the norm and its Linears" if read else "saved in the place of the input"
+    reason = f"one tensor is {where}: {what}"
+    if not read and _saves_as_much(facts, site):
+        reason += (
+            "; no fewer bytes as long as the Linears that read it are frozen and have no adapters"
+        )
     if why_not_folded:
         reason += f"; not folded: {why_not_folded}"
     return shared_norm(facts, config, site, reason)
+
+
+def _saves_as_much(facts: Facts, site: NormSite) -> bool:
+    """Whether frozen Linears alone read the output, which then is as many bytes as the input is."""
+    if came_sharded(facts.model) or any(call.autocast for call in facts.calls_of(site.name)):
+        return False
+    weights = [weight_read_with(c) if c.use == "linear" else None for c in site.consumers]
+    frozen = all(weight is not None and not weight.requires_grad for weight in weights)
+    size = sum(tensor.numel() * tensor.element_size() for tensor in site.outputs)
+    return frozen and facts.saved(site.name) < 1.5 * size
 
 
 def shared_norm(facts: Facts, config: PatchConfig, site: NormSite, reason: str) -> SharedNorm:

@@ -171,8 +171,8 @@ class _RunningFunction(FunctionObserver):
 def saved_bytes(model: nn.Module) -> Iterator[SavedBytes]:
     """Count what autograd saves while the context is open; read the result after it closed.
 
-    What a module saved and what was let go again before the module that called it ended (a node of whose
-    result nobody took the gradient) is not counted.
+    Not counted is what was let go before the saver's caller ended (nobody took the result's gradient), what
+    a budget's level ``attention`` keeps, and what waits in the host's memory.
 
     Raises:
         ConfigError: ``model`` is no module.

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowmem_patch.api import patch_model, patch_report, unpatch_model
+from lowmem_patch.api import earlier_config, patch_model, patch_report, unpatch_model
 from lowmem_patch.checkpoint.compare import cast_parameters
 from lowmem_patch.config import ConfigLike, PatchConfig, given_config, load_config
 from lowmem_patch.errors import CheckpointError, LowmemPatchError, PatchError, TraceError
@@ -83,7 +83,7 @@ def verify_model(
         TraceError: no inputs could be made, or the model did not run on them.
     """
     checked_model(model, "verify_model")
-    chosen = load_config(given_config(preset, config))
+    chosen = load_config(given_config(preset, config, earlier_config(model)))
     exact = dataclasses.replace(
         chosen,
         activations="recompute",

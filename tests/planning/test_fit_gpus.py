@@ -83,5 +83,6 @@ def test_what_cannot_be_counted_is_refused() -> None:
 @pytest.mark.parametrize("asked", [{"gpus": 2}, {"accumulation": 4}, {"optimizer": "sgd"}])
 def test_what_a_budget_alone_reads_is_refused_without_one(asked: dict[str, Any]) -> None:
     model = llama_of(num_hidden_layers=2)
-    with pytest.raises(ConfigError, match=r"are read by a budget alone: give fit="):
+    ((name, value),) = asked.items()
+    with pytest.raises(ConfigError, match=rf"only a budget reads {name}={value!r}: give fit="):
         patch_model(model, "exact", example_inputs=BATCH, **asked)

@@ -243,14 +243,17 @@ def test_affine_sizes_take_few_runs() -> None:
     assert len(calls) <= 6
 
 
-@pytest.mark.parametrize(("solve", "attention"), [("batch", "sdpa"), ("length", "eager")])
-def test_what_is_said_to_fit_fits_just_so(solve: str, attention: str) -> None:
+@pytest.mark.parametrize(
+    ("solve", "attention", "fragments"), [("batch", "sdpa", 0.03), ("length", "eager", 0.0)]
+)
+def test_what_is_said_to_fit_fits_just_so(solve: str, attention: str, fragments: float) -> None:
     with torch.device("meta"):
         model = llama(2, attention)
     limit = 8 * 2**20 + sum(workspace_sizes(model))
     memory = predict_memory(
-        model, load_config("exact"), tokens, batch_size=2, length=24, limit=limit, solve=solve
-    )
+        model, load_config("exact"), tokens, batch_size=2, length=24, limit=limit, solve=solve,
+        fragments=fragments,
+    )  # fmt: skip
     parameters = 2 * 320 * 64 + 2 * (4 * 64 * 64 + 3 * 64 * 176 + 2 * 64) + 64
     assert memory.before.gradients == parameters * 4
     # the fused AdamW of a GPU counts the steps of each of the two layers' 9 parameters, and of 3 more
@@ -264,7 +267,7 @@ def test_what_is_said_to_fit_fits_just_so(solve: str, attention: str) -> None:
         for number, fits in ((size, True), (size + 1, False)):
             sizes = (number, 24) if solve == "batch" else (2, number)
             found = whole_steps(llama(2, attention), preset, *sizes)
-            assert (states + found.peak <= limit) == fits
+            assert (states + found.peak / (1 - fragments) <= limit) == fits
 
 
 def test_a_prediction_adds_up() -> None:

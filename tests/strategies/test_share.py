@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lowmem_patch import patch_model, patch_report, unpatch_model
+from lowmem_patch import patch_model, patch_report, plan_patch, unpatch_model
 from lowmem_patch.nn.norms import MSNorm
 from tests.support.configs import AUTO_WITHOUT_CODES, FOLD
 from tests.support.judge import (
@@ -229,9 +229,16 @@ def test_the_reason_says_in_plain_words_what_is_saved() -> None:
         model = nn.Sequential(nn.Linear(8, 8), norm, nn.Linear(8, 8))
         return patch_report(patch_model(model, example_inputs=(torch.randn(2, 8),))).sites[0].reason
 
-    plain = "one tensor is saved for the norm and its Linears: the output"
+    plain = "one tensor is shared by the norm and its Linears: the output"
     assert reason(nn.LayerNorm(8, elementwise_affine=False)) == plain
-    affine = (
-        ", or the normalised value before weight and bias where the output does not give that back"
-    )
+    affine = " or, where weight or bias are such that it would be inaccurate, the value before them"
     assert reason(nn.LayerNorm(8)) == plain + affine
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_norm_in_front_of_a_frozen_linear_says_that_it_saves_no_less(trains: bool) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8))
+    model[2].requires_grad_(trains)
+    site = plan_patch(model, "exact", example_inputs=(torch.randn(2, 8),)).sites[0]
+    assert site.strategy == "share"
+    assert ("no fewer bytes as long as the Linears" in site.reason) != trains
