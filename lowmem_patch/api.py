@@ -237,7 +237,7 @@ def _attach(model: nn.Module, report: PatchReport, fit: Asked | None) -> None:
     if norms:
         look_at_gammas(norms)  # for a compiler, under which nobody looks
         model.register_forward_pre_hook(Own(look_before_forward, norms))
-        model.register_forward_hook(Own(forget_after_forward, norms))
+        model.register_forward_hook(Own(forget_after_forward, norms), always_call=True)
 
 
 def patch_report(model: nn.Module) -> PatchReport:

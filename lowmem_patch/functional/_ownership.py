@@ -33,9 +33,20 @@ def packs_saved_tensors() -> bool:
 
 def is_checkpoint_packing() -> bool:
     """Whether torch's checkpoint packs what is saved now, in a block's first run or a later one."""
+    return not in_compiler() and _is_of_checkpoint(packer())
+
+
+def is_checkpointed() -> bool:
+    """As `is_checkpoint_packing`, also where this package packs first what checkpoint gets then."""
     if in_compiler():
         return False
     hooks = packer()
+    while hooks is not None and hasattr(hooks[0], "outer"):
+        hooks = hooks[0].outer
+    return _is_of_checkpoint(hooks)
+
+
+def _is_of_checkpoint(hooks: Any) -> bool:
     name: str = "" if hooks is None else getattr(hooks[0], "__qualname__", "")
     return name.startswith(_HOOKS)
 

@@ -10,7 +10,9 @@ backward, for which the answer has long come, asks whether that was so (`Looks.c
 after a write that no optimizer made, say, the host waits.
 
 A norm that was not looked at saves z, which is always right, and costs writing z and computing y again:
-a part of the model that is called by itself, sharded weights, a CUDA graph under capture, torch.compile.
+a part of the model that is called by itself, sharded weights, a CUDA graph under capture, torch.compile. So
+does one in a block that runs again in backward: it must save the same both times, whatever is known of gamma
+by then.
 """
 
 from __future__ import annotations
@@ -44,9 +46,10 @@ _FAR_RATIO, _FAR, _STEPS = 0.02, 4.0, 4
 _LEAST_RATIO, _MOST_SHIFT = 1e-8, 1e3
 
 _CHANGED = (
-    "lowmem_patch: gamma of a norm came near 0, or its beta far above gamma, in one step and without a trace "
-    "(a write through .data?), so that what this forward saved no longer tells the norm's gradient: set the "
-    "gradients to zero and run this step again, which will save more"
+    "lowmem_patch: gamma of a norm came near 0, or its beta far above gamma, in one step that looked like "
+    "any other (a write through .data, or as many writes as in the steps before), so that what this forward "
+    "saved no longer tells the norm's gradient: set the gradients to zero and run this step again, which "
+    "will save more"
 )
 
 
@@ -176,7 +179,7 @@ class Looks:
     Attributes:
         last: the last one, None where a write may have left no trace since.
         of_forward: the one at whose gamma the running forward began.
-        of_last_forward: that of the forward before, parts of which backward may run again.
+        of_last_forward: that of the forward before, from which gamma's steps are known.
         recovers_z: what the last one told, for torch.compile, under which nobody looks.
         assumed: what a look would tell, for a copy without data.
         smallest_ratio: of the least |gamma| to the largest, where the output tells z.
@@ -257,12 +260,6 @@ class Looks:
     def forget(self) -> None:
         """Before gamma and beta are exchanged: torch swaps no tensors that are weakly referenced."""
         self.last = self.of_forward = self.of_last_forward = None
-
-    def now(self) -> Look | None:
-        """That of the forward that is running, or is run again in backward."""
-        if self.of_forward is None and torch._C._current_graph_task_id() != -1:
-            return self.of_last_forward
-        return self.of_forward
 
 
 def can_be_looked_at(*vectors: Tensor | None) -> bool:

@@ -22,6 +22,7 @@ from lowmem_patch.functional import (
     below_modes,
     compiled,
     in_compiler,
+    is_checkpointed,
     is_exporting,
     is_transformed,
     ms_norm,
@@ -168,7 +169,7 @@ class MSNorm(nn.Module):
 
     def normed(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """The norm in ``dtype``, by default :meth:`output_dtype`, as its readers shall read it."""
-        weight, bias = self.own_affine()
+        weight, _ = self.own_affine()
         if dtype is None:
             dtype = self.output_dtype(x)
         if in_compiler():
@@ -176,13 +177,11 @@ class MSNorm(nn.Module):
         foreign = is_foreign(x) or (weight is not None and is_foreign(weight))
         if foreign or not torch.is_grad_enabled() or torch._C._is_tracing():
             return self.normalize(x, dtype)
-        y: Tensor = below_modes(self._saving, x, weight, bias, dtype)
-        return y
+        return below_modes(self._saving, x, dtype)  # type: ignore[no-any-return]
 
-    def _saving(
-        self, x: Tensor, weight: Tensor | None, bias: Tensor | None, dtype: torch.dtype
-    ) -> Tensor:
+    def _saving(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """The norm where autograd saves for its backward."""
+        weight, bias = self.own_affine()
         trains = x.requires_grad or self.trains()
         affine = self._affine(weight, bias) if trains and self._saves_z(weight, bias) else None
         copy = self._low_dtype(x) if self.shares_copy else None
@@ -194,7 +193,7 @@ class MSNorm(nn.Module):
 
     def _confirm_in_backward(self, y: Tensor, saved: torch.dtype) -> None:
         """Where the norm saved its output (in ``saved``) without a wait for gamma, its backward asks."""
-        look, node = self.looks.now(), y.grad_fn
+        look, node = self.looks.of_forward, y.grad_fn
         if look is not None and look.expected and node is not None and hasattr(node, "confirm"):
             node.confirm = partial(self.looks.confirm, look, saved)
 
@@ -242,7 +241,8 @@ class MSNorm(nn.Module):
             return False
         looks, trains = self.looks, self.trains()
         by_itself = trains and not self.output_saved
-        if by_itself and self.output_moved:
+        # a block that runs again must save the same, whatever is known of gamma by then
+        if (by_itself and self.output_moved) or (trains and is_checkpointed()):
             return True
         if looks.assumed is not None:
             return not looks.assumed
@@ -261,7 +261,7 @@ class MSNorm(nn.Module):
     ) -> bool:
         """What the values of gamma and beta say."""
         looks = self.looks
-        look = looks.now() if trains else looks.last
+        look = looks.of_forward if trains else looks.last
         if look is not None and look.was_of(weight, bias):
             if look.expected or (by_itself and look.expected is not None):
                 return not look.expected

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import types
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from lowmem_patch.functional import (
     is_transformed,
     rotary_embedding,
 )
+from lowmem_patch.nn.context import is_foreign
 from lowmem_patch.nn.own import give_forward
 
 Pair = tuple[Tensor, Tensor]
@@ -59,7 +60,9 @@ class Rotation:
         heads_dim = given.get("unsqueeze_dim", self.heads_dim)
         chosen = given.get("position_ids") is not None  # rows of cos and sin, in some files
         if not (chosen or is_transformed() or is_exporting()):
-            turned: Pair | None = below_modes(self._turn, q, k, cos, sin, heads_dim)
+            foreign = any(map(is_foreign, (q, k, cos, sin)))  # to which torch functions may matter
+            run = self._turn if foreign else partial(below_modes, self._turn)
+            turned: Pair | None = run(q, k, cos, sin, heads_dim)
             if turned is not None:
                 return turned
         return self.function(q, k, cos, sin, *rest, **named)
