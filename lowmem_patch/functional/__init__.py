@@ -17,8 +17,9 @@ from lowmem_patch.functional._library import is_transformed as is_transformed
 from lowmem_patch.functional._library import register_plain as register_plain
 from lowmem_patch.functional._library import without_autocast as without_autocast
 from lowmem_patch.functional._library import without_grad as without_grad
+from lowmem_patch.functional._ownership import Block as Block
+from lowmem_patch.functional._ownership import checkpointed_block as checkpointed_block
 from lowmem_patch.functional._ownership import is_checkpoint_packing as is_checkpoint_packing
-from lowmem_patch.functional._ownership import is_checkpointed as is_checkpointed
 from lowmem_patch.functional._ownership import may_pack as may_pack
 from lowmem_patch.functional._ownership import packer as packer
 from lowmem_patch.functional._ownership import packs_saved_tensors as packs_saved_tensors

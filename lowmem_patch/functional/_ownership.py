@@ -8,7 +8,9 @@ has its memory, nobody reads its values any more.
 
 from __future__ import annotations
 
-from typing import Any
+import inspect
+import weakref
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,14 +38,33 @@ def is_checkpoint_packing() -> bool:
     return not in_compiler() and _is_of_checkpoint(packer())
 
 
-def is_checkpointed() -> bool:
-    """As `is_checkpoint_packing`, also where this package packs first what checkpoint gets then."""
+class Block(NamedTuple):
+    """A block under torch's checkpoint while it runs.
+
+    Attributes:
+        frame: what stands for it in its first run and in each later one; None where torch does not tell.
+        again: it runs again, in a backward.
+    """
+
+    frame: Any
+    again: bool
+
+
+def checkpointed_block() -> Block | None:
+    """The block that runs, also where this package packs first what checkpoint gets then; None outside."""
     if in_compiler():
-        return False
+        return None
     hooks = packer()
     while hooks is not None and hasattr(hooks[0], "outer"):
         hooks = hooks[0].outer
-    return _is_of_checkpoint(hooks)
+    if not _is_of_checkpoint(hooks):
+        return None
+    pack = inspect.unwrap(hooks[0])
+    held = dict(zip(pack.__code__.co_freevars, pack.__closure__ or (), strict=True))
+    again = held.get("target_frame_ref")
+    cell = again or held.get("frame")
+    frame = None if cell is None else cell.cell_contents
+    return Block(frame() if isinstance(frame, weakref.ref) else frame, again is not None)
 
 
 def _is_of_checkpoint(hooks: Any) -> bool:

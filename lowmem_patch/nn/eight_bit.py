@@ -303,7 +303,7 @@ class _Storing(torch.autograd.graph.saved_tensors_hooks):
             kept = tensor if tensor.is_leaf else tensor.detach()
             return _Plain(kept, tensor._version, None)
 
-        pack.__dict__["outer"] = outer  # for `is_checkpointed`
+        pack.__dict__["outer"] = outer  # for `checkpointed_block`
         super().__init__(pack, _read)
 
 

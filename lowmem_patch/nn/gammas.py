@@ -10,16 +10,15 @@ backward, for which the answer has long come, asks whether that was so (`Looks.c
 after a write that no optimizer made, say, the host waits.
 
 A norm that was not looked at saves z, which is always right, and costs writing z and computing y again:
-a part of the model that is called by itself, sharded weights, a CUDA graph under capture, torch.compile. So
-does one in a block that runs again in backward: it must save the same both times, whatever is known of gamma
-by then.
+a part of the model that is called by itself, sharded weights, a CUDA graph under capture, torch.compile. In a
+block that runs again in backward a norm saves what it saved in the first run (`Looks.decided`).
 """
 
 from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -27,7 +26,7 @@ from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 
 from lowmem_patch.constants import NormSettings
-from lowmem_patch.functional import in_compiler, is_exporting, is_transformed
+from lowmem_patch.functional import Block, in_compiler, is_exporting, is_transformed
 
 if TYPE_CHECKING:
     from lowmem_patch.nn.norms import MSNorm
@@ -187,7 +186,7 @@ class Looks:
     """
 
     __slots__ = (
-        "_before", "_writes", "assumed", "largest_shift", "last", "of_forward", "of_last_forward",
+        "_before", "_decided", "_writes", "assumed", "largest_shift", "last", "of_forward", "of_last_forward",
         "recovers_z", "smallest_ratio",
     )  # fmt: skip
 
@@ -205,6 +204,7 @@ class Looks:
         self.assumed: bool | None = None
         self._before: tuple[Extremes, ...] = ()  # of the last three forwards
         self._writes: tuple[int, ...] | None = None  # of one step
+        self._decided: Any = weakref.WeakKeyDictionary()  # by block, then by gamma and beta
 
     def __reduce__(self) -> Any:  # the tensors of a copy are others
         return Looks, (self.recovers_z, self.smallest_ratio, self.largest_shift)
@@ -256,6 +256,17 @@ class Looks:
         shifted = max(abs(now.shift - second.shift), abs(second.shift - first.shift))
         far = now.ratio - _STEPS * moved > max(_FAR * self.smallest_ratio, _FAR_RATIO)
         return far and now.shift + _STEPS * shifted < self.largest_shift / 2
+
+    def decided(self, block: Block, decide: Callable[[], bool], *vectors: Tensor | None) -> bool:
+        """Whether a norm in a block that runs again saves z: as in the block's first run, whatever is known
+        of gamma by then."""
+        if block.frame is None:
+            return True
+        of_block = self._decided.setdefault(block.frame, {})
+        key = tuple((v.data_ptr(), v._version) for v in vectors if v is not None)
+        if key not in of_block:
+            of_block[key] = True if block.again else decide()
+        return bool(of_block[key])
 
     def forget(self) -> None:
         """Before gamma and beta are exchanged: torch swaps no tensors that are weakly referenced."""

@@ -20,9 +20,9 @@ from lowmem_patch.functional import (
     Affine,
     NormSettings,
     below_modes,
+    checkpointed_block,
     compiled,
     in_compiler,
-    is_checkpointed,
     is_exporting,
     is_transformed,
     ms_norm,
@@ -169,11 +169,10 @@ class MSNorm(nn.Module):
 
     def normed(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """The norm in ``dtype``, by default :meth:`output_dtype`, as its readers shall read it."""
-        weight, _ = self.own_affine()
-        if dtype is None:
-            dtype = self.output_dtype(x)
+        dtype = self.output_dtype(x) if dtype is None else dtype
         if in_compiler():
             return self._compiled(x, dtype)
+        weight, _ = self.own_affine()
         foreign = is_foreign(x) or (weight is not None and is_foreign(weight))
         if foreign or not torch.is_grad_enabled() or torch._C._is_tracing():
             return self.normalize(x, dtype)
@@ -241,14 +240,15 @@ class MSNorm(nn.Module):
             return False
         looks, trains = self.looks, self.trains()
         by_itself = trains and not self.output_saved
-        # a block that runs again must save the same, whatever is known of gamma by then
-        if (by_itself and self.output_moved) or (trains and is_checkpointed()):
+        if by_itself and self.output_moved:
             return True
         if looks.assumed is not None:
             return not looks.assumed
         if not can_be_looked_at(weight, bias):
             return by_itself
-        return self._is_told_to_save_z(weight, bias, trains, by_itself)
+        decide = partial(self._is_told_to_save_z, weight, bias, trains, by_itself)
+        block = checkpointed_block() if trains else None
+        return decide() if block is None else looks.decided(block, decide, weight, bias)
 
     def _compiled_saves_z(self, weight: Tensor | None, bias: Tensor | None) -> bool:
         """As `_saves_z` for a compiler, under which nobody looks at gamma."""

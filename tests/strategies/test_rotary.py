@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -371,3 +372,15 @@ def test_compiled_in_one_graph_trains_the_same() -> None:
         found = step(torch.compile(model, fullgraph=True, backend="aot_eager"), inputs)
     torch.compiler.reset()
     assert_accurate(found, expected, truth)
+
+
+class Tagged(Tensor):
+    """Of somebody else's class, which torch functions keep."""
+
+
+@pytest.mark.parametrize("mode", [False, True])
+def test_foreign_tensors_stay_foreign_under_a_mode(mode: bool) -> None:
+    q, *rest = example()
+    with torch.device("cpu") if mode else nullcontext():  # a torch function mode
+        turned, _ = matched("apply_rotary_pos_emb", modeling_llama)(q.as_subclass(Tagged), *rest)
+    assert type(turned) is Tagged

@@ -194,7 +194,9 @@ def test_checkpointed_norm_saves_in_backward_as_in_forward(
     stock = copy.deepcopy(model)
     patch_model(model, "exact", example_inputs={"x": x})
     model.reentrant = stock.reentrant = reentrant
-    assert _norms_that_save(model, x, monkeypatch) == {"output"}
+    # a reentrant checkpoint saves nothing in the first run, and gamma may be another one in the second
+    wanted = "z" if reentrant else "output"
+    assert _norms_that_save(model, x, monkeypatch) == {wanted}
     stock(x).sum().backward()
     for name, parameter in stock.named_parameters():
         assert_close(model.get_parameter(name).grad, parameter.grad, name)
