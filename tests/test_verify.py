@@ -138,7 +138,8 @@ def test_right_patches_pass(make: Callable[[], Any], preset: str) -> None:
         for check in (*run.outputs, *run.gradients):
             assert check.cosine == check.cosine and check.limit < float("inf")
     assert bool(result.approximate_sites) == (preset == "paper")
-    assert "saved bytes" in str(result) and str(result).endswith("passed")
+    assert result.verdict.startswith("passed") and str(result).endswith(result.verdict)
+    assert "saved bytes" in str(result)
     assert json.loads(json.dumps(result.to_dict()))["runs"][0]["passed"] is True
 
 
@@ -246,6 +247,7 @@ def test_a_patched_model_is_verified_from_its_original() -> None:
 def test_a_patched_model_is_verified_with_its_own_preset() -> None:
     result = verify_model(patch_model(randomised_llama(), "compact"), dtypes=F32, autocast=None)
     assert result.candidate == "patched with preset compact" and result.approximate_sites
+    assert result.verdict == "passed; of approximate gradients the way alone"
 
 
 def test_nothing_patched_is_said() -> None:

@@ -266,10 +266,7 @@ def print_verification(result: VerifyResult) -> None:
         print_line(f"approximate derivatives at: {names}")
     for note in result.notes:
         print_line(f"note: {note}")
-    if result.passed:
-        print_line("passed", style="bold green")
-    else:
-        print_line("FAILED", style="bold red")
+    print_line(result.verdict, style="bold green" if result.passed else "bold red")
 
 
 def _print_errors(result: VerifyResult) -> None:
