@@ -64,6 +64,8 @@ def checked_budget(fit: str | int) -> int | None:
     Raises:
         ConfigError: it is no size.
     """
+    if isinstance(fit, float):
+        raise ConfigError(f'fit {fit!r} is no budget: did you mean fit="{fit:g}GiB"?')
     if isinstance(fit, bool) or not isinstance(fit, (str, int)):
         raise ConfigError(f"fit {fit!r} is no budget: give it as 24GiB, as bytes, or auto")
     if isinstance(fit, int):

@@ -80,9 +80,18 @@ def test_what_is_no_size(text: Any) -> None:
         plan_patch(stack(), "exact", example_inputs=rows(), fit=text)
 
 
-def test_auto_asks_a_gpu() -> None:
-    with pytest.raises(ConfigError, match="the model is on cpu"):
-        plan_patch(stack(), "exact", example_inputs=rows(), fit="auto")
+def test_a_number_with_a_fraction_is_asked_for_its_unit() -> None:
+    with pytest.raises(ConfigError, match=r'did you mean fit="24\.5GiB"'):
+        plan_patch(stack(), "exact", example_inputs=rows(), fit=24.5)
+
+
+@pytest.mark.parametrize(
+    ("device", "said"), [("cpu", "the model is on cpu"), ("meta", "name a size")]
+)
+def test_auto_asks_a_gpu(device: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match=said):
+        make_budget("auto", nn.Linear(2, 2, device=device))
 
 
 def test_reserve_is_told_apart() -> None:
