@@ -247,7 +247,7 @@ def test_a_patched_model_is_verified_from_its_original() -> None:
 def test_a_patched_model_is_verified_with_its_own_preset() -> None:
     result = verify_model(patch_model(randomised_llama(), "compact"), dtypes=F32, autocast=None)
     assert result.candidate == "patched with preset compact" and result.approximate_sites
-    assert result.verdict == "passed; of approximate gradients the way alone"
+    assert result.verdict == "passed; approximate gradients only have to point the same way"
 
 
 def test_nothing_patched_is_said() -> None:

@@ -17,7 +17,7 @@ from lowmem_patch.functional._library import is_transformed as is_transformed
 from lowmem_patch.functional._library import register_plain as register_plain
 from lowmem_patch.functional._library import without_autocast as without_autocast
 from lowmem_patch.functional._library import without_grad as without_grad
-from lowmem_patch.functional._ownership import Block as Block
+from lowmem_patch.functional._ownership import CheckpointedBlock as CheckpointedBlock
 from lowmem_patch.functional._ownership import checkpointed_block as checkpointed_block
 from lowmem_patch.functional._ownership import is_checkpoint_packing as is_checkpoint_packing
 from lowmem_patch.functional._ownership import may_pack as may_pack

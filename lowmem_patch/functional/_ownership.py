@@ -38,7 +38,7 @@ def is_checkpoint_packing() -> bool:
     return not in_compiler() and _is_of_checkpoint(packer())
 
 
-class Block(NamedTuple):
+class CheckpointedBlock(NamedTuple):
     """A block under torch's checkpoint while it runs.
 
     Attributes:
@@ -50,7 +50,7 @@ class Block(NamedTuple):
     again: bool
 
 
-def checkpointed_block() -> Block | None:
+def checkpointed_block() -> CheckpointedBlock | None:
     """The block that runs, also where this package packs first what checkpoint gets then; None outside."""
     if in_compiler():
         return None
@@ -64,7 +64,9 @@ def checkpointed_block() -> Block | None:
     again = held.get("target_frame_ref")
     cell = again or held.get("frame")
     frame = None if cell is None else cell.cell_contents
-    return Block(frame() if isinstance(frame, weakref.ref) else frame, again is not None)
+    return CheckpointedBlock(
+        frame() if isinstance(frame, weakref.ref) else frame, again is not None
+    )
 
 
 def _is_of_checkpoint(hooks: Any) -> bool:

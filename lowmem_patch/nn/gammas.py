@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 
 from lowmem_patch.constants import NormSettings
-from lowmem_patch.functional import Block, in_compiler, is_exporting, is_transformed
+from lowmem_patch.functional import CheckpointedBlock, in_compiler, is_exporting, is_transformed
 
 if TYPE_CHECKING:
     from lowmem_patch.nn.norms import MSNorm
@@ -257,7 +257,9 @@ class Looks:
         far = now.ratio - _STEPS * moved > max(_FAR * self.smallest_ratio, _FAR_RATIO)
         return far and now.shift + _STEPS * shifted < self.largest_shift / 2
 
-    def decided(self, block: Block, decide: Callable[[], bool], *vectors: Tensor | None) -> bool:
+    def decided(
+        self, block: CheckpointedBlock, decide: Callable[[], bool], *vectors: Tensor | None
+    ) -> bool:
         """Whether a norm in a block that runs again saves z: as in the block's first run, whatever is known
         of gamma by then."""
         if block.frame is None:

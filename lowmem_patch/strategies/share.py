@@ -44,10 +44,7 @@ from lowmem_patch.tracing.sharded import came_sharded
 
 _TAKEN = frozenset(dir(MSNorm(None, None, NormSettings(0.0))))
 
-_OUTPUT_OR_Z = (
-    "the output or, where weight or bias are such that it would be inaccurate, the value before "
-    "them"
-)
+_OUTPUT_OR_Z = "the output, or the value before weight and bias where the output is too inaccurate"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -64,9 +64,8 @@ class VerifyResult:
         """In words: of approximate gradients it is asked only that they point the same way."""
         if not self.passed:
             return "FAILED"
-        return (
-            "passed; of approximate gradients the way alone" if self.approximate_sites else "passed"
-        )
+        more = "; approximate gradients only have to point the same way"
+        return f"passed{more}" if self.approximate_sites else "passed"
 
     def to_dict(self) -> dict[str, Any]:
         data = dataclasses.asdict(self)

@@ -233,7 +233,7 @@ def test_the_reason_says_in_plain_words_what_is_saved() -> None:
 
     plain = "one tensor is shared by the norm and its Linears: the output"
     assert reason(nn.LayerNorm(8, elementwise_affine=False)) == plain
-    affine = " or, where weight or bias are such that it would be inaccurate, the value before them"
+    affine = ", or the value before weight and bias where the output is too inaccurate"
     assert reason(nn.LayerNorm(8)) == plain + affine
 
 
