@@ -28,6 +28,10 @@ from lowmem_patch.functional.activations import activation as activation
 from lowmem_patch.functional.activations import activation_gradients as activation_gradients
 from lowmem_patch.functional.activations import codes_activation as codes_activation
 from lowmem_patch.functional.activations import computed_again as computed_again
+from lowmem_patch.functional.activations import (
+    differentiable_activation as differentiable_activation,
+)
+from lowmem_patch.functional.activations import saves_input as saves_input
 from lowmem_patch.functional.affine import Affine as Affine
 from lowmem_patch.functional.affine import Recomputed as Recomputed
 from lowmem_patch.functional.affine import affine_linear as affine_linear
@@ -46,6 +50,7 @@ from lowmem_patch.functional.head import in_compute_dtype as in_compute_dtype
 from lowmem_patch.functional.head import logits_in_chunks as logits_in_chunks
 from lowmem_patch.functional.head import wide as wide
 from lowmem_patch.functional.linear import activation_linear as activation_linear
+from lowmem_patch.functional.linear import linear_of_sources as linear_of_sources
 from lowmem_patch.functional.linear import recast_linear as recast_linear
 from lowmem_patch.functional.linear import recast_matmul as recast_matmul
 from lowmem_patch.functional.norms import ms_norm as ms_norm

@@ -141,12 +141,27 @@ def activation(
         return compiled.activation(x, kind, up)
     if up is None and implementation == "auto" and kind not in _OWN_OPERATOR:
         return reference.activate(x, kind)
-    chosen = resolve(implementation, x, up)
     if not _library.wants_gradient(x, up):
+        resolve(implementation, x, up)
         y = reference.activate(x, kind)
         return y if up is None else y * up
-    found: Tensor = _differentiable(x, up, kind, chosen)
+    return differentiable_activation(x, kind, up, implementation)
+
+
+def differentiable_activation(
+    x: Tensor,
+    kind: ActivationKind,
+    up: Tensor | None,
+    implementation: Implementation = "auto",
+) -> Tensor:
+    """As `activation`, of arguments that are known to fit and of which one asks for a gradient."""
+    found: Tensor = _differentiable(x, up, kind, resolve(implementation, x, up))
     return found
+
+
+def saves_input(kind: ActivationKind) -> bool:
+    """Whether torch has one operator for it, whose gradient is computed from its input."""
+    return kind not in _OWN_OPERATOR
 
 
 def computed_again(x: Tensor, up: Tensor | None = None, *, kind: ActivationKind) -> Tensor:

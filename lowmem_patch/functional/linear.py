@@ -44,18 +44,19 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     _, source, up, weight, _, lora_A, lora_B, scale, kind, _, implementation = inputs
     _, for_source, for_up, for_weight, for_bias, for_A, for_B, *_ = ctx.needs_input_grad
     for_input = for_source or for_up
-    for_hidden = for_weight or for_A or (for_input and kind != IDENTITY)
-    ctx.save_for_backward(
-        *((source, up) if for_hidden else (None, None)),
-        *((weight, lora_A) if for_input else (None, None)),
-        lora_B if for_input or for_A or for_B else None,
-        output[1] if for_B else None,
-    )
-    ctx.needs = (for_input, for_weight, for_bias, for_A, for_B)
-    ctx.settings = (scale, kind, ctx.needs, implementation)
+    if not (for_weight or for_A or (for_input and kind != IDENTITY)):
+        source = up = None
+    saved_weight, saved_A = (weight, lora_A) if for_input else (None, None)
+    if lora_A is None:
+        ctx.save_for_backward(source, up, saved_weight)
+    else:
+        saved_B = lora_B if for_input or for_A or for_B else None
+        low = output[1] if for_B else None
+        ctx.save_for_backward(source, up, saved_weight, saved_A, saved_B, low)
+    ctx.settings = (scale, kind, (for_input, for_weight, for_bias, for_A, for_B), implementation)
     ctx.given_away = kind != IDENTITY and is_checkpoint_packing()
     # an absent tensor's dtype is never read
-    ctx.dtypes = [(weight if t is None else t).dtype for t in inputs[1:7]]
+    ctx.dtypes = [None if t is None else t.dtype for t in inputs[1:7]]
 
 
 @_library.first_order("activation_linear")
@@ -63,7 +64,9 @@ def _gradients(ctx: Any, dy: Tensor | None, *_: None) -> Any:
     if dy is None:
         return (None,) * 11
     saved = ctx.saved_tensors
-    for_input, *for_rest = ctx.needs
+    if len(saved) == 3:
+        saved = (*saved, None, None, None)
+    for_input, *for_rest = ctx.settings[2]
     needs = (for_input, for_input and saved[1] is not None, *for_rest)
     if ctx.given_away and for_input and can_be_overwritten(dy, *saved[:2]):
         gradients = linear_backward_over(dy, *saved, *ctx.settings)
@@ -211,6 +214,22 @@ def activation_linear(
     _check_weights("activation_linear", "hidden", hidden, weight, adapter)
     if compute_dtype is None:
         compute_dtype = _compute_dtype(hidden, weight, bias)
+    return linear_of_sources(
+        hidden, sources, weight, bias, kind, compute_dtype, adapter, implementation
+    )
+
+
+def linear_of_sources(
+    hidden: Tensor,
+    sources: tuple[Tensor, ...],
+    weight: Tensor,
+    bias: Tensor | None,
+    kind: ActivationKind,
+    compute_dtype: torch.dtype,
+    adapter: LowRank | None,
+    implementation: Implementation = "auto",
+) -> Tensor:
+    """As `activation_linear`, of arguments that are known to fit: checks cost as much as a small kernel."""
     if compiled.is_sharded(*sources, weight, bias, *(adapter or ())[:2]):
         again = compiled.activation(sources[0], kind, *sources[1:])
         return compiled.linear(again, weight, bias, compute_dtype, adapter)

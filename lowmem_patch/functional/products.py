@@ -56,7 +56,13 @@ def linear_forward(
 ) -> tuple[Tensor, Tensor | None]:
     """y ``[..., O]`` and, with an adapter, low ``[rows, R]``, both in ``compute_dtype``; low may be given."""
     outputs = weight.shape[0]
-    with _library.without_autocast(hidden.device.type):
+    device = hidden.device.type
+    alike = hidden.dtype == weight.dtype == compute_dtype and (
+        bias is None or bias.dtype == compute_dtype
+    )
+    if alike and lora_A is None and not torch.is_autocast_enabled(device):
+        return _product(hidden, weight, bias), None
+    with _library.without_autocast(device):
         hidden, weight = cast(hidden, compute_dtype), cast(weight, compute_dtype)
         bias = None if bias is None else cast(bias, compute_dtype)
         if lora_A is None or lora_B is None:

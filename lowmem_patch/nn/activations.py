@@ -15,7 +15,7 @@ from lowmem_patch.functional import (
     is_transformed,
 )
 from lowmem_patch.nn.context import is_foreign
-from lowmem_patch.nn.deferred import defer, value_of
+from lowmem_patch.nn.deferred import value_of
 from lowmem_patch.nn.deferred_ops import Activation
 
 
@@ -50,19 +50,24 @@ class RecomputedActivation(nn.Module):
     """Its value is never saved: where a gradient is wanted, it returns a `lowmem_patch.nn.deferred.Deferred`
     tensor, which readers compute again in backward, exactly; else ``act(x)``."""
 
-    def __init__(self, kind: ActivationKind, low_precision: bool = False, reads: int = 0) -> None:
+    def __init__(
+        self,
+        kind: ActivationKind,
+        low_precision: bool = False,
+        reads: int = 0,
+        at_once: bool = False,
+        gated: bool = False,
+    ) -> None:
         super().__init__()
         self.kind = kind
-        self.op = Activation(kind, low_precision, reads)
+        self.op = Activation(kind, low_precision, reads, at_once, gated)
 
     def forward(self, x: Tensor) -> Tensor:
         """Elementwise, any shape; dtype of ``x``."""
         x = value_of(x)
-        if torch.is_grad_enabled() and x.requires_grad and not is_foreign(x):
-            if is_ordinary():
-                return defer(self.op, (x,))
-            if not is_exporting() and not is_transformed():
-                return self.op.of((x,))
+        saves = torch.is_grad_enabled() and x.requires_grad and not is_foreign(x)
+        if saves and (is_ordinary() or not (is_exporting() or is_transformed())):
+            return self.op.of((x,))
         return activation(x, self.kind)
 
     def extra_repr(self) -> str:

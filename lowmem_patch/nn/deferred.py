@@ -166,9 +166,7 @@ class Stored(Deferred):
         return self.as_subclass(Tensor) if self._origin is None else self._origin
 
     def detached(self) -> Tensor:
-        if in_compiler():
-            return self.view_as(self).detach()
-        return self.as_subclass(Tensor).detach()
+        return self.view_as(self).detach() if in_compiler() else self.detach()
 
 
 class Unstored(Deferred):
@@ -380,6 +378,14 @@ def keep(
     if sources and not compiling:
         h._versions = [source._version for source in sources]
     return h  # type: ignore[no-any-return]  # Any, since Function.apply and as_subclass have no types
+
+
+def attach(value: Tensor, op: Op, sources: tuple[Tensor, ...]) -> Stored:
+    """``value``, an ordinary tensor that was just computed from ``sources`` and that nobody else has."""
+    h: Any = value
+    h.op, h.sources, h._versions = op, sources, [source._version for source in sources]
+    h.__class__ = Stored
+    return h  # type: ignore[no-any-return]  # its class was assigned, which no type checker sees
 
 
 def value_of(item: Any) -> Any:

@@ -11,29 +11,32 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lowmem_patch.formulas import FORWARD
 from lowmem_patch.functional import (
     ActivationKind,
     Affine,
     GroupedMatmul,
     Recomputed,
     activation_gradients,
-    activation_linear,
     affine_linear,
     compiled,
     computed_again,
+    differentiable_activation,
     dropout_linear,
     in_compiler,
+    linear_of_sources,
     packed_dropout,
     packs_saved_tensors,
     recast_linear,
     recast_matmul,
     save_copy,
+    saves_input,
 )
 from lowmem_patch.nn import (
     readers as readers,  # fills the table of those who read what is made here
 )
 from lowmem_patch.nn.context import autocast_dtype
-from lowmem_patch.nn.deferred import Deferred, Stored, defer, keep, value_of
+from lowmem_patch.nn.deferred import Deferred, Stored, attach, defer, keep, value_of
 from lowmem_patch.nn.deferred_rows import GatheredRows, Product
 from lowmem_patch.nn.op import Op, Projection
 
@@ -53,14 +56,21 @@ class Activation(Op):
     Args:
         reads: how many operators read the values before they are let go, in forward as in backward; 0: they
             stay as long as the tensor. It is a guess: one reader more computes them again.
+        at_once: no known reader saves the values: they are computed before one asks, in less Python, of one
+            source where torch's own operator saves that, or of two (``gated``).
+        gated: the values that are read are a product's.
     """
 
     given_away = False  # the gradients of the sources may take their places
 
-    def __init__(self, kind: ActivationKind, low_precision: bool = False, reads: int = 0) -> None:
+    def __init__(
+        self, kind: ActivationKind, low_precision: bool = False, reads: int = 0,
+        at_once: bool = False, gated: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__(low_precision)
-        self.kind = kind
-        self.reads = reads
+        self.kind, self.reads = kind, reads
+        sources = 2 if gated else int(saves_input(kind))
+        self.at_once = sources if at_once else 0
 
     def was_read(self, h: Any) -> None:
         h._times_read += 1
@@ -69,11 +79,15 @@ class Activation(Op):
 
     def of(self, sources: tuple[Tensor, ...]) -> Deferred:
         """The deferred value."""
-        if not in_compiler():
+        if in_compiler():  # which computes no value that nobody reads
+            value = compiled.activation(sources[0], self.kind, *sources[1:])
+            return keep(value, self, sources)
+        if len(sources) != self.at_once or any(type(source) is not Tensor for source in sources):
             return defer(self, sources)
-        # a compiler computes no value that nobody reads
-        value = compiled.activation(sources[0], self.kind, *sources[1:])
-        return keep(value, self, sources)
+        if len(sources) == 1:
+            return attach(FORWARD[self.kind](sources[0]), self, sources)
+        gate, up = sources
+        return attach(differentiable_activation(gate, self.kind, up), self, sources)
 
     def dtype(self, sources: tuple[Tensor, ...]) -> torch.dtype:
         dtype = sources[0].dtype
@@ -94,7 +108,10 @@ class Activation(Op):
 
     def moved(self, h: Deferred, move: Callable[[Tensor], Tensor]) -> Any:
         h._bypassed = True
-        return self.of(tuple(move(source) for source in h.sources))
+        sources = tuple(move(source) for source in h.sources)
+        if type(h) is Stored and not in_compiler():
+            return keep(move(h), self, sources)  # who writes into a view writes into the whole
+        return self.of(sources)
 
     def times(self, h: Deferred, other: Any) -> Any:
         gates = len(h.sources) == 1 and isinstance(other, Tensor) and other.shape == h.shape
@@ -117,9 +134,8 @@ class Activation(Op):
                 # the tensor's own node saves the sources; who else reads it shares its gradient
                 return _saved_linear(h.plain(), to, dtype)
         h._bypassed = True
-        return activation_linear(
-            h.detached(), h.sources, to.weight, to.bias, self.kind, dtype, to.adapter
-        )
+        weight, bias, adapter = to
+        return linear_of_sources(h.detached(), h.sources, weight, bias, self.kind, dtype, adapter)
 
     def dropped(self, h: Deferred, p: float) -> Any:
         sources = h.sources

@@ -16,9 +16,8 @@ block that runs again in backward a norm saves what it saved in the first run (`
 
 from __future__ import annotations
 
-import math
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -115,7 +114,8 @@ class Look:
     """One look at gamma and beta.
 
     Args:
-        vectors: gamma and beta, each a tensor or None.
+        weight, bias: the vectors, each a tensor or None. They are held: another tensor may come to lie at the
+            address of one that is gone.
         reading: what is found, None where it is known that the output tells z.
         place: of the norm in ``reading``.
 
@@ -123,38 +123,35 @@ class Look:
         expected: what it will tell, as far as the forward knows; None: nobody knows, who asks waits.
     """
 
-    __slots__ = ("_place", "_reading", "_vectors", "expected")
+    __slots__ = ("_bias", "_marks", "_place", "_reading", "_weight", "expected")
 
     def __init__(
-        self, *vectors: Tensor | None, reading: Reading | None = None, place: int = 0
+        self,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        reading: Reading | None = None,
+        place: int = 0,
     ) -> None:
-        self._vectors = [_identity(vector) for vector in vectors if vector is not None]
+        self._weight, self._bias = weight, bias
+        self._marks = _marks(weight, bias)
         self._reading, self._place = reading, place
         self.expected: bool | None = None
 
-    def was_of(self, *vectors: Tensor | None) -> bool:
+    def was_of(self, weight: Tensor | None, bias: Tensor | None) -> bool:
         """Whether these are the very tensors, and nobody wrote into them since; a write through ``.data``
         leaves no trace."""
-        given = [vector for vector in vectors if vector is not None]
-        if len(given) != len(self._vectors):
-            return False
-        for vector, (seen, address, version) in zip(given, self._vectors, strict=True):
-            if seen() is not vector or vector.data_ptr() != address or vector._version != version:
-                return False
-        return True
+        same = weight is self._weight and bias is self._bias
+        return same and _marks(weight, bias) == self._marks
 
-    def writes_since(self, earlier: Look) -> tuple[int, ...] | None:
+    def writes_since(self, earlier: Look) -> tuple[int, int] | None:
         """How often gamma and beta were written since; None where they are other tensors."""
-        if len(self._vectors) != len(earlier._vectors):
+        if self._weight is not earlier._weight or self._bias is not earlier._bias:
             return None
-        writes = []
-        for (seen, address, version), (was, there, first) in zip(
-            self._vectors, earlier._vectors, strict=True
-        ):
-            if seen() is not was() or address != there:
-                return None
-            writes.append(version - first)
-        return tuple(writes)
+        place, version, bias_place, bias_version = self._marks
+        was, first, bias_was, bias_first = earlier._marks
+        if place != was or bias_place != bias_was:
+            return None
+        return version - first, bias_version - bias_first
 
     def is_ready(self) -> bool:
         """Whether `found` would not wait."""
@@ -167,9 +164,12 @@ class Look:
         return self._reading.values()[self._place]
 
 
-def _identity(vector: Tensor) -> tuple[weakref.ref[Tensor], int, int]:
-    # another tensor may come to lie at the address, sharded ones are gathered somewhere else
-    return weakref.ref(vector), vector.data_ptr(), vector._version
+def _marks(weight: Tensor | None, bias: Tensor | None) -> tuple[int, int, int, int]:
+    """Address and number of writes of each; FSDP and optimizers exchange what a parameter holds."""
+    place, version = (0, 0) if weight is None else (weight.data_ptr(), weight._version)
+    if bias is None:
+        return place, version, 0, 0
+    return place, version, bias.data_ptr(), bias._version
 
 
 class Looks:
@@ -288,25 +288,22 @@ def is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def _largest(vectors: Sequence[Tensor]) -> list[Tensor]:
-    """The largest absolute value of each, in few kernels for all sizes together."""
-    return list(torch._foreach_norm(tuple(vectors), math.inf))
-
-
 def _extremes(pairs: list[tuple[Any, Any]], settings: NormSettings) -> Tensor:
     """Of norms that are alike, ``[3, norms]``: 1 / min |gamma|, max |gamma|, max |beta / gamma|."""
     weights, biases = [weight for weight, _ in pairs], [bias for _, bias in pairs]
     if weights[0] is None:
-        shifts = _largest(biases)
-        ones = [torch.ones_like(shift) for shift in shifts]
-        return torch.stack([*ones, *ones, *shifts]).float().view(3, -1)
+        shifts = torch.stack(biases).abs_().amax(1).float()
+        ones = torch.ones_like(shifts)
+        return torch.stack([ones, ones, shifts])
+    gammas = torch.stack(weights)
     offset = 1.0 - settings.identity_weight
-    gammas = list(torch._foreach_add(weights, offset)) if offset else weights
-    inverses = torch._foreach_reciprocal(gammas)
-    shifts = _largest(torch._foreach_mul(inverses, biases)) if biases[0] is not None else []
-    largest = _largest(gammas)
-    shifts = shifts or [torch.zeros_like(one) for one in largest]
-    return torch.stack([*_largest(inverses), *largest, *shifts]).float().view(3, -1)
+    if offset:
+        gammas += offset
+    shift = gammas.new_zeros(len(pairs))
+    if biases[0] is not None:
+        shift = torch.stack(biases).div(gammas).abs_().amax(1)
+    least, largest = gammas.abs_().aminmax(dim=1)
+    return torch.stack([least.reciprocal_(), largest, shift]).float()
 
 
 def would_tell_z(weight: Tensor | None, bias: Tensor | None, settings: NormSettings) -> bool | None:
@@ -353,7 +350,13 @@ def _alike(norms: Iterable[MSNorm]) -> dict[torch.device, list[list[tuple[MSNorm
         one = bias if weight is None else weight
         norm.looks.last = None
         if one is not None and one.numel() and can_be_looked_at(weight, bias):
-            kind = (weight is None, bias is None, one.dtype, norm.settings.identity_weight)
+            kind = (
+                weight is None,
+                bias is None,
+                one.dtype,
+                one.numel(),
+                norm.settings.identity_weight,
+            )
             alike.setdefault((one.device, kind), []).append((norm, weight, bias))
     by_device: dict[torch.device, list[Any]] = {}
     for (device, _), group in alike.items():

@@ -244,10 +244,8 @@ class MSNorm(nn.Module):
             return True
         if looks.assumed is not None:
             return not looks.assumed
-        if not can_be_looked_at(weight, bias):
-            return by_itself
         decide = partial(self._is_told_to_save_z, weight, bias, trains, by_itself)
-        block = checkpointed_block() if trains else None
+        block = checkpointed_block() if trains and can_be_looked_at(weight, bias) else None
         return decide() if block is None else looks.decided(block, decide, weight, bias)
 
     def _compiled_saves_z(self, weight: Tensor | None, bias: Tensor | None) -> bool:
@@ -266,6 +264,8 @@ class MSNorm(nn.Module):
             if look.expected or (by_itself and look.expected is not None):
                 return not look.expected
             return not looks.told(look)
+        if not can_be_looked_at(weight, bias):
+            return by_itself
         if not by_itself:
             look_at_gammas([self])  # which nobody may do in a CUDA graph
         return by_itself or looks.last is None or not looks.told(looks.last)

@@ -21,7 +21,7 @@ from lowmem_patch.strategies.activations import (
 )
 from lowmem_patch.strategies.protocol import Facts, Found, Skip
 from lowmem_patch.strategies.swap import Swap
-from lowmem_patch.tracing.consumers import weight_read_with
+from lowmem_patch.tracing.consumers import weight_read_with, weight_trains
 
 _WORTH = 1e-4  # the gate of a squeeze and excitation has one number a channel
 
@@ -29,16 +29,20 @@ _WORTH = 1e-4  # the gate of a squeeze and excitation has one number a channel
 @dataclasses.dataclass(frozen=True)
 class DeferredActivation(Swap):
     """An activation whose readers compute it again; ``low_precision`` as of `lowmem_patch.nn.deferred.Op`,
-    ``reads`` as of `lowmem_patch.nn.deferred_ops.Activation`."""
+    ``reads``, ``at_once`` and ``gated`` as of `lowmem_patch.nn.deferred_ops.Activation`."""
 
     strategy = "recompute"
 
     activation: ActivationKind
     low_precision: bool
     reads: int
+    at_once: bool
+    gated: bool
 
     def make(self, original: nn.Module) -> nn.Module:
-        return RecomputedActivation(self.activation, self.low_precision, self.reads)
+        return RecomputedActivation(
+            self.activation, self.low_precision, self.reads, self.at_once, self.gated
+        )
 
 
 def find(facts: Facts, config: PatchConfig) -> Found:
@@ -62,10 +66,20 @@ def find(facts: Facts, config: PatchConfig) -> Found:
                 found.add(
                     DeferredActivation(
                         site.name, site.kind, low_precision, site.reads,
+                        _at_once(facts, site), site.gated,
                         reason=reason, kind=site.kind, consumers=site.texts, function=site.function,
                     )
                 )  # fmt: skip
     return found
+
+
+def _at_once(facts: Facts, site: ActivationSite) -> bool:
+    """Whether only readers that save what the value is computed from are known, one of which trains."""
+    if not site.gated:
+        return not site.reads
+    readers = consumers_of(facts, products(site.consumers))
+    known = all(weight_read_with(reader) is not None for reader in readers)
+    return known and any(map(weight_trains, readers))
 
 
 def _obstacle(facts: Facts, site: ActivationSite) -> str | None:
