@@ -1,0 +1,84 @@
+"""Chains of elementwise functions that a module's forward calls, found in a trace."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection
+
+import torch
+from torch import Tensor
+
+from lowmem_patch.tracing.call_arguments import ElementwiseCall, elementwise_call
+from lowmem_patch.tracing.op_roles import OF_ELEMENTS, Role
+from lowmem_patch.tracing.shadow import tensors_in
+from lowmem_patch.tracing.trace import Op, Trace
+
+
+@dataclasses.dataclass(eq=False)
+class Chain:
+    """Elementwise ops of one module, each of which reads another or is read by one.
+
+    Attributes:
+        module: whose forward calls them.
+        ops: by their numbers in the trace.
+        calls: how they are called.
+    """
+
+    module: str
+    ops: dict[int, Op] = dataclasses.field(default_factory=dict)
+    calls: set[ElementwiseCall] = dataclasses.field(default_factory=set)
+
+    @property
+    def made(self) -> dict[int, Tensor]:
+        """What the ops make, by id."""
+        return {id(op.outputs[0]): op.outputs[0] for op in self.ops.values()}
+
+    @property
+    def sources(self) -> list[Tensor]:
+        """What the ops read and none of them made."""
+        made = self.made
+        read = {id(t): t for op in self.ops.values() for t in tensors_in((op.args, op.kwargs))}
+        return [tensor for key, tensor in read.items() if key not in made]
+
+
+def find_chains(
+    trace: Trace, is_covered: Callable[[str], bool], known: Collection[int]
+) -> list[Chain]:
+    """The chains of a trace, in the order in which they begin.
+
+    Args:
+        is_covered: whether a module, by its name, is an activation or a norm as a whole.
+        known: ids of tensors whose makers and readers belong to no chain.
+    """
+    chains: dict[int, Chain] = {}  # by the ids of what they made
+    for number, op in enumerate(trace.ops):
+        if not op.role.has(OF_ELEMENTS) or not op.module or op.writes or op.opaque:
+            continue
+        read = tensors_in((op.args, op.kwargs))
+        own = {id(t): c for t in read if (c := chains.get(id(t))) and c.module == op.module}
+        call = elementwise_call(op.name, op.args, op.kwargs, lambda t: id(t) in own)  # noqa: B023
+        if call is None or not known.isdisjoint(map(id, (*read, *op.outputs))):
+            continue
+        if not _is_elementwise(op, read) or is_covered(op.module):
+            continue
+        if not own and not any(tensor.requires_grad for tensor in read):
+            continue
+        chain = Chain(op.module)
+        for before in dict.fromkeys(own.values()):
+            chain.ops |= before.ops
+            chain.calls |= before.calls
+        chain.ops[number] = op
+        chain.calls.add(call)
+        chains.update(dict.fromkeys(chain.made, chain))
+    return sorted(set(chains.values()), key=lambda chain: min(chain.ops))
+
+
+def _is_elementwise(op: Op, read: list[Tensor]) -> bool:
+    """Whether the one output has the shape and the layout of the largest tensors that the op reads."""
+    shape = torch.broadcast_shapes(*(tensor.shape for tensor in read))
+    floating = len(op.outputs) == 1 and (
+        op.outputs[0].is_floating_point() or op.outputs[0].dtype == torch.bool
+    )
+    if not floating or op.outputs[0].shape != shape or (op.role.has(Role.CAST) and len(read) > 1):
+        return False
+    return any(tensor.shape == shape for tensor in read)
