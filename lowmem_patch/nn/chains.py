@@ -26,11 +26,11 @@ from lowmem_patch.functional import (
     recomputed_linear,
 )
 from lowmem_patch.nn.context import is_foreign
-from lowmem_patch.nn.deferred import Deferred, Stored, Unstored, defer, value_of
+from lowmem_patch.nn.deferred import Deferred, Unstored, defer, value_of
 from lowmem_patch.nn.deferred_rows import Product
 from lowmem_patch.nn.op import Op, Projection, strides_like
 from lowmem_patch.nn.own import Own, give_forward_around, inner_forward
-from lowmem_patch.tracing.call_arguments import ElementwiseCall, elementwise_call
+from lowmem_patch.tracing.call_arguments import ElementwiseCall, elementwise_call, largest_shape
 from lowmem_patch.tracing.observers import FunctionObserver
 
 
@@ -187,7 +187,8 @@ class Chain(Op):
     ) -> Any:
         if weight.dim() != 3:
             return NotImplemented
-        return Product.of(GroupedMatmul(func, self.again, h.plain(), weight, offsets, h.sources))
+        # itself, which lets its values go: autograd may hold the product, which holds what made it
+        return Product.of(GroupedMatmul(func, self.again, h, weight, offsets, h.sources))
 
 
 def _is_chain(tensor: Tensor) -> bool:
@@ -200,10 +201,8 @@ def _is_chain(tensor: Tensor) -> bool:
 def _operands(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor] | None:
     """The tensors of a call; None where one may not enter a chain."""
     tensors = [item for item in (*args, *kwargs.values()) if isinstance(item, Tensor)]
-    for tensor in tensors:
-        known = isinstance(tensor, Stored) or _is_chain(tensor)
-        if not known and is_foreign(tensor):
-            return None
+    if any(is_foreign(tensor) and not isinstance(tensor, Deferred) for tensor in tensors):
+        return None
     # a step of a mask alone has no gradient
     asks = any(tensor.requires_grad or _is_chain(tensor) for tensor in tensors)
     return tensors if asks and torch.is_grad_enabled() else None
@@ -216,7 +215,7 @@ def _extended(
     tensors = _operands(args, kwargs)
     if not tensors:
         return None
-    shape = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))
+    shape = largest_shape(tensors)
     whole = [tensor for tensor in tensors if tensor.shape == shape]
     if not whole or len({strides_like(tensor) for tensor in whole}) > 1:
         return None
@@ -318,9 +317,7 @@ class _Defers(FunctionObserver):
         return func(*args, **kwargs)
 
 
-def defer_chains(
-    module: nn.Module, calls: frozenset[ElementwiseCall], low_precision: bool
-) -> None:
+def defer_chains(module: nn.Module, calls: frozenset[ElementwiseCall], low_precision: bool) -> None:
     """Let the module's forward get deferred tensors of these calls, with gradients on."""
     give_forward_around(module, _defers_chains, calls, low_precision)
 

@@ -31,6 +31,7 @@ from lowmem_patch.tracing.saved_bytes import storage_key
 from lowmem_patch.tracing.trace import Op
 
 _KIND = "chain"
+_FEWEST = 2  # functions: a single product, or a cast, is its readers' to know
 _WORTH = 1e-3  # Python looks at each function of the forward
 
 
@@ -98,7 +99,8 @@ def _saving_chains(facts: Facts, config: PatchConfig) -> Iterator[Chain]:
 
     sites = {patch.site for patch in patches}
     for chain in find_chains(facts.trace, is_covered, known):
-        if _gain(facts, chain) > 0:
+        functions = [op for op in chain.ops.values() if not op.role.has(Role.CAST)]
+        if len(functions) >= _FEWEST and _gain(facts, chain) > 0:
             yield chain
 
 

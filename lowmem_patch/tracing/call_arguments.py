@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -136,7 +136,7 @@ def elementwise_call(
     tensors = [item for item in given if isinstance(item, Tensor)]
     if not tensors or not all(isinstance(item, _ELEMENTWISE) for item in given):
         return None
-    shape = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))
+    shape = largest_shape(tensors)
 
     def kind(item: Any) -> str:
         if isinstance(item, Tensor):
@@ -145,6 +145,13 @@ def elementwise_call(
 
     named = sorted((key, kind(item)) for key, item in kwargs.items())
     return ElementwiseCall(name, tuple(map(kind, args)), tuple(named))
+
+
+def largest_shape(tensors: Sequence[Tensor]) -> torch.Size:
+    """The shape of what an elementwise function makes of them."""
+    shapes = {tensor.shape for tensor in tensors}
+    broadcast: Any = torch.broadcast_shapes
+    return shapes.pop() if len(shapes) == 1 else broadcast(*shapes)
 
 
 _ELEMENTWISE = (Tensor, int, float, str, torch.dtype, type(None))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Set
 
 import torch
 from torch import Tensor
 
-from lowmem_patch.tracing.call_arguments import ElementwiseCall, elementwise_call
+from lowmem_patch.tracing.call_arguments import ElementwiseCall, elementwise_call, largest_shape
 from lowmem_patch.tracing.op_roles import OF_ELEMENTS, Role
 from lowmem_patch.tracing.shadow import tensors_in
 from lowmem_patch.tracing.trace import Op, Trace
@@ -41,14 +41,12 @@ class Chain:
         return [tensor for key, tensor in read.items() if key not in made]
 
 
-def find_chains(
-    trace: Trace, is_covered: Callable[[str], bool], known: Collection[int]
-) -> list[Chain]:
+def find_chains(trace: Trace, is_covered: Callable[[str], bool], known: Set[int]) -> list[Chain]:
     """The chains of a trace, in the order in which they begin.
 
     Args:
         is_covered: whether a module, by its name, is an activation or a norm as a whole.
-        known: ids of tensors whose makers and readers belong to no chain.
+        known: ids of tensors whose makers belong to no chain, nor do readers that make as large a one.
     """
     chains: dict[int, Chain] = {}  # by the ids of what they made
     for number, op in enumerate(trace.ops):
@@ -57,7 +55,9 @@ def find_chains(
         read = tensors_in((op.args, op.kwargs))
         own = {id(t): c for t in read if (c := chains.get(id(t))) and c.module == op.module}
         call = elementwise_call(op.name, op.args, op.kwargs, lambda t: id(t) in own)  # noqa: B023
-        if call is None or not known.isdisjoint(map(id, (*read, *op.outputs))):
+        if call is None or not known.isdisjoint(map(id, op.outputs)):
+            continue
+        if any(id(t) in known and t.shape == op.outputs[0].shape for t in read):
             continue
         if not _is_elementwise(op, read) or is_covered(op.module):
             continue
@@ -75,7 +75,7 @@ def find_chains(
 
 def _is_elementwise(op: Op, read: list[Tensor]) -> bool:
     """Whether the one output has the shape and the layout of the largest tensors that the op reads."""
-    shape = torch.broadcast_shapes(*(tensor.shape for tensor in read))
+    shape = largest_shape(read)
     floating = len(op.outputs) == 1 and (
         op.outputs[0].is_floating_point() or op.outputs[0].dtype == torch.bool
     )

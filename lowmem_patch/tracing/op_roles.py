@@ -129,9 +129,9 @@ _TABLE: tuple[tuple[Role, tuple[str, ...]], ...] = (
     (Role.NEGATION, ("neg", "__neg__", "negative")),
     (Role.POINTWISE, (
         "sub", "subtract", "rsub", "__sub__", "__rsub__", "__rdiv__", "__rtruediv__", "__rpow__",
-        "abs", "absolute", "sign", "exp", "exp2", "expm1", "log", "log2", "log1p", "sqrt", "reciprocal", "sin",
-        "cos", "atan", "erf", "logit", "softsign", "tanhshrink", "hardshrink", "softshrink", "threshold",
-        "clamp", "clip", "clamp_min", "clamp_max", "min", "max", "minimum", "maximum", "where",
+        "abs", "absolute", "sign", "exp", "exp2", "expm1", "log", "log2", "log1p", "sqrt", "reciprocal",
+        "sin", "cos", "atan", "erf", "logit", "softsign", "tanhshrink", "hardshrink", "softshrink",
+        "threshold", "clamp", "clip", "clamp_min", "clamp_max", "min", "max", "minimum", "maximum", "where",
         "masked_fill", "lerp", "addcmul", "gt", "ge", "lt", "le", "eq", "ne", "greater", "less",
         "__gt__", "__ge__", "__lt__", "__le__", "__eq__", "__ne__", "logical_and", "logical_or",
         "logical_not", "__and__", "__or__", "__invert__", "bitwise_not",
