@@ -198,54 +198,61 @@ def _is_chain(tensor: Tensor) -> bool:
     return not (tensor._backward_hooks or tensor.retains_grad or tensor.is_changed())
 
 
-def _operands(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor] | None:
-    """The tensors of a call; None where one may not enter a chain."""
-    tensors = [item for item in (*args, *kwargs.values()) if isinstance(item, Tensor)]
+def _may_wait(tensors: list[Tensor]) -> bool:
+    """Whether a gradient is asked for, and no tensor has a class of its own."""
     if any(is_foreign(tensor) and not isinstance(tensor, Deferred) for tensor in tensors):
-        return None
+        return False
     # a step of a mask alone has no gradient
     asks = any(tensor.requires_grad or _is_chain(tensor) for tensor in tensors)
-    return tensors if asks and torch.is_grad_enabled() else None
+    return asks and torch.is_grad_enabled()
+
+
+def _operands(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors of a call, first one of the result's shape; none where one may not enter a chain, or
+    where the result's layout cannot be told beforehand."""
+    tensors = [item for item in (*args, *kwargs.values()) if isinstance(item, Tensor)]
+    if not _may_wait(tensors):
+        return []
+    shape = largest_shape(tensors)
+    whole = [tensor for tensor in tensors if tensor.shape == shape]
+    if not whole or len({strides_like(tensor) for tensor in whole}) > 1:
+        return []
+    first = max(whole, key=_is_chain)
+    if any(tensor.device != first.device and tensor.dim() for tensor in tensors):
+        return []
+    return [first, *(tensor for tensor in tensors if tensor is not first)]
 
 
 def _extended(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], low_precision: bool
 ) -> Deferred | None:
-    """``func(*args, **kwargs)``, deferred; None where its layout or dtype cannot be told beforehand."""
-    tensors = _operands(args, kwargs)
+    """``func(*args, **kwargs)``, deferred; None where it cannot wait."""
+    tensors: list[Any] = _operands(args, kwargs)
     if not tensors:
         return None
-    shape = largest_shape(tensors)
-    whole = [tensor for tensor in tensors if tensor.shape == shape]
-    if not whole or len({strides_like(tensor) for tensor in whole}) > 1:
+    device = tensors[0].device
+    autocast = _autocast_of(device.type)
+    chained = {id(tensor) for tensor in tensors if _is_chain(tensor)}
+    if any(id(tensor) in chained and tensor.op.autocast != autocast for tensor in tensors):
         return None
-    whole.sort(key=_is_chain, reverse=True)
-    first = whole[0]
-    autocast = _autocast_of(first.device.type)
     sources: list[Tensor] = []
     places: dict[_Leaf, int] = {}
     items: dict[int, _Step | _Leaf] = {}
-    for tensor in (first, *tensors):
-        if id(tensor) in items:
-            continue
-        if tensor.device != first.device and tensor.dim():
-            return None
-        op: Any = tensor.op if _is_chain(tensor) else None  # type: ignore[attr-defined]
-        if op is None:
-            leaf = _Leaf()
-            items[id(tensor)], places[leaf] = leaf, _place_in(sources, value_of(tensor))
-            continue
-        if op.autocast != autocast:
-            return None
-        moved = [_place_in(sources, source) for source in tensor.sources]  # type: ignore[attr-defined]
-        items[id(tensor)], op.bypassed, tensor._bypassed = op.last, True, True  # type: ignore[attr-defined]
-        places |= {leaf: moved[place] for leaf, place in op.places.items()}
+    for tensor in tensors:
+        if id(tensor) in chained:
+            own = [_place_in(sources, source) for source in tensor.sources]
+            places |= {leaf: own[place] for leaf, place in tensor.op.places.items()}
+            items[id(tensor)] = tensor.op.last
+            tensor.op.bypassed = tensor._bypassed = True
+        elif id(tensor) not in items:
+            items[id(tensor)] = leaf = _Leaf()
+            places[leaf] = _place_in(sources, value_of(tensor))
 
     def item(given: Any) -> Any:
         return items[id(given)] if isinstance(given, Tensor) else given
 
     step = _Step(func, tuple(map(item, args)), {name: item(one) for name, one in kwargs.items()})
-    dtype = _dtype_of(func, tuple(map(_key, args)), _keys(kwargs), first.device, autocast)
+    dtype = _dtype_of(func, tuple(map(_key, args)), _keys(kwargs), device, autocast)
     return defer(Chain(step, places, dtype, autocast, low_precision), tuple(sources))
 
 

@@ -54,23 +54,35 @@ def find_chains(trace: Trace, is_covered: Callable[[str], bool], known: Set[int]
             continue
         read = tensors_in((op.args, op.kwargs))
         own = {id(t): c for t in read if (c := chains.get(id(t))) and c.module == op.module}
-        call = elementwise_call(op.name, op.args, op.kwargs, lambda t: id(t) in own)  # noqa: B023
-        if call is None or not known.isdisjoint(map(id, op.outputs)):
+        call = _call(op, read, own.keys())
+        if call is None or _is_known(op, read, known) or is_covered(op.module):
             continue
-        if any(id(t) in known and t.shape == op.outputs[0].shape for t in read):
-            continue
-        if not _is_elementwise(op, read) or is_covered(op.module):
-            continue
-        if not own and not any(tensor.requires_grad for tensor in read):
-            continue
-        chain = Chain(op.module)
-        for before in dict.fromkeys(own.values()):
-            chain.ops |= before.ops
-            chain.calls |= before.calls
+        chain, *others = dict.fromkeys(own.values()) or (Chain(op.module),)
         chain.ops[number] = op
         chain.calls.add(call)
-        chains.update(dict.fromkeys(chain.made, chain))
+        chains[id(op.outputs[0])] = chain
+        for other in others:
+            chain.ops |= other.ops
+            chain.calls |= other.calls
+            chains.update(dict.fromkeys(other.made, chain))
     return sorted(set(chains.values()), key=lambda chain: min(chain.ops))
+
+
+def _call(op: Op, read: list[Tensor], own: Set[int]) -> ElementwiseCall | None:
+    """How an op is called that may be one of a chain; None for any other.
+
+    Args:
+        own: ids of what it reads of chains.
+    """
+    call = elementwise_call(op.name, op.args, op.kwargs, lambda tensor: id(tensor) in own)
+    # a mask's has no gradient
+    asks = bool(own) or any(tensor.requires_grad for tensor in read)
+    return call if asks and _is_elementwise(op, read) else None
+
+
+def _is_known(op: Op, read: list[Tensor], known: Set[int]) -> bool:
+    (output,) = op.outputs
+    return id(output) in known or any(id(t) in known and t.shape == output.shape for t in read)
 
 
 def _is_elementwise(op: Op, read: list[Tensor]) -> bool:
