@@ -169,7 +169,7 @@ class Chain(Op):
         whole = isinstance(other, (int, float)) or (
             isinstance(other, Tensor) and other.shape == h.shape and other.is_floating_point()
         )
-        made = _extended(torch.mul, (h, other), {}, self.low_precision) if whole else None
+        made = extended(torch.mul, (h, other), {}, self.low_precision) if whole else None
         return NotImplemented if made is None else made
 
     def linear(self, h: Deferred, to: Projection, dtype: torch.dtype) -> Tensor:
@@ -223,7 +223,7 @@ def _operands(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     return [first, *(tensor for tensor in tensors if tensor is not first)]
 
 
-def _extended(
+def extended(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], low_precision: bool
 ) -> Deferred | None:
     """``func(*args, **kwargs)``, deferred; None where it cannot wait."""
@@ -318,7 +318,7 @@ class _Defers(FunctionObserver):
         if name in self.names and packer() == self.packer:
             known = elementwise_call(name, args, kwargs, _is_chain)
             if known in self.calls:
-                made = _extended(func, args, kwargs, self.low_precision)
+                made = extended(func, args, kwargs, self.low_precision)
                 if made is not None:
                     return made
         return func(*args, **kwargs)

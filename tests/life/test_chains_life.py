@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import pickle
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import transformers
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from lowmem_patch import patch_model, unpatch_model
 from lowmem_patch.errors import DoubleBackwardError
@@ -123,6 +125,47 @@ def test_a_backward_that_stops_at_the_reader_holds_no_steps() -> None:
     loss = model(rows()).square().sum()
     torch.autograd.grad(loss, [model[1].down.weight])
     assert made[0]._graph is None
+
+
+def test_steps_are_let_go_with_the_gradients_of_their_sources() -> None:
+    model = patched(network(clamped))
+    made: list[Any] = []
+    model[1].down.register_forward_pre_hook(lambda _, args: made.append(args[0].op))
+    loss = model(rows()).square().sum()
+    graphs: list[Any] = []
+    model[0].weight.register_hook(lambda _: graphs.append(made[0]._graph))
+    loss.backward()
+    assert graphs == [None]
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_inside_of_the_module(reentrant: bool) -> None:
+    """Its second run is outside of the forward, and must save what the first one saves."""
+
+    def inside(net: Any, x: Tensor) -> Tensor:
+        run = net.run if hasattr(net, "run") else lambda function, *given: function(*given)
+        y: Tensor = run(clamped, net, x)
+        return y
+
+    model = network(inside)
+    twin = copy.deepcopy(model)
+    patched(model)
+    assert chains_of(model)
+    model[1].act.run = twin[1].act.run = partial(checkpoint, use_reentrant=reentrant)
+    assert_same_step(model, twin, rows())
+
+
+def test_the_value_lies_as_torch_lays_it() -> None:
+    def turned(net: Any, x: Tensor) -> Tensor:
+        y = half(net, x)
+        return x[..., HIDDEN:].t().contiguous().t() * (y + y.exp() * y)
+
+    model = network(turned)
+    twin = copy.deepcopy(model)
+    patched(model)
+    x = torch.randn(5, 2 * HIDDEN, requires_grad=True)
+    assert model[1].act(x).stride() == twin[1].act(x).stride() == (1, 5)
+    assert_same_step(model, twin, rows())
 
 
 def test_copies_pickles_and_the_way_back() -> None:
