@@ -26,7 +26,7 @@ from lowmem_patch.tracing.call_arguments import ElementwiseCall, weight_matmul
 from lowmem_patch.tracing.chains import Chain, find_chains
 from lowmem_patch.tracing.consumers import Consumer, find_consumers
 from lowmem_patch.tracing.op_roles import Role
-from lowmem_patch.tracing.probes import looks_like_norm
+from lowmem_patch.tracing.probes import NormSpec, looks_like_norm
 from lowmem_patch.tracing.saved_bytes import storage_key
 from lowmem_patch.tracing.trace import Op
 
@@ -94,14 +94,21 @@ def _saving_chains(facts: Facts, config: PatchConfig) -> Iterator[Chain]:
     patches = (*recompute.find(facts, config).patches, *codes.find(facts, config).patches)
     known = {id(t) for patch in patches for t in facts.outputs(patch.site)}
 
-    def is_covered(name: str) -> bool:
-        return name in sites or looks_like_norm(facts.modules[name])
-
     sites = {patch.site for patch in patches}
-    for chain in find_chains(facts.trace, is_covered, known):
+    for chain in find_chains(facts.trace, known):
         functions = [op for op in chain.ops.values() if not op.role.has(Role.CAST)]
-        if len(functions) >= _FEWEST and _gain(facts, chain) > 0:
+        if len(functions) < _FEWEST or _gain(facts, chain) <= 0:
+            continue
+        if chain.module not in sites and not _is_norm(facts, chain.module):
             yield chain
+
+
+def _is_norm(facts: Facts, name: str) -> bool:
+    module = facts.modules[name]
+    if looks_like_norm(module):
+        return True
+    alone = next(module.children(), None) is None
+    return alone and isinstance(facts.norm(name), NormSpec)
 
 
 def _gain(facts: Facts, chain: Chain) -> int:

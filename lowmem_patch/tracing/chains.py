@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Set
+from collections.abc import Set
 
 import torch
 from torch import Tensor
@@ -41,11 +41,10 @@ class Chain:
         return [tensor for key, tensor in read.items() if key not in made]
 
 
-def find_chains(trace: Trace, is_covered: Callable[[str], bool], known: Set[int]) -> list[Chain]:
+def find_chains(trace: Trace, known: Set[int]) -> list[Chain]:
     """The chains of a trace, in the order in which they begin.
 
     Args:
-        is_covered: whether a module, by its name, is an activation or a norm as a whole.
         known: ids of tensors whose makers belong to no chain, nor do readers that make as large a one.
     """
     chains: dict[int, Chain] = {}  # by the ids of what they made
@@ -55,7 +54,7 @@ def find_chains(trace: Trace, is_covered: Callable[[str], bool], known: Set[int]
         read = tensors_in((op.args, op.kwargs))
         own = {id(t): c for t in read if (c := chains.get(id(t))) and c.module == op.module}
         call = _call(op, read, own.keys())
-        if call is None or _is_known(op, read, known) or is_covered(op.module):
+        if call is None or _is_known(op, read, known):
             continue
         chain, *others = dict.fromkeys(own.values()) or (Chain(op.module),)
         chain.ops[number] = op
