@@ -45,7 +45,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("tracing.diffusion_inputs", "tracing.trace"),
     ("tracing.example_inputs",),
     ("tracing.dataflow", "tracing.probes"),
-    ("tracing.consumers", "tracing.functions"),
+    ("tracing.chains", "tracing.consumers", "tracing.functions"),
     ("config",),
     ("strategies.protocol",),
     ("strategies.fold_weights", "strategies.swap"),
@@ -57,6 +57,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("strategies.head",),
     ("strategies.share", "strategies.codes", "strategies.recompute", "strategies.one_copy"),
     (
+        "strategies.chains",
         "strategies.dropout_bits",
         "strategies.eight_bit",
         "strategies.rows",

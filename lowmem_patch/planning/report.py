@@ -38,7 +38,7 @@ class Site:
     """
 
     name: str
-    kind: str  # layer_norm, rms_norm, gelu, gelu_tanh, silu, quick_gelu, relu_squared, or other
+    kind: str  # layer_norm, rms_norm, gelu, gelu_tanh, silu, quick_gelu, relu_squared, chain, or other
     strategy: str  # fold, share, codes, recompute, keep
     reason: str
     consumers: tuple[str, ...] = ()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from lowmem_patch.strategies import (
     attention_layout,
+    chains,
     codes,
     dropout_bits,
     eight_bit,
@@ -26,6 +27,7 @@ STRATEGIES: tuple[Strategy, ...] = (
     share,
     recompute,
     codes,
+    chains,  # takes what the two before it leave
     lora,
     dropout_bits,
     one_copy,

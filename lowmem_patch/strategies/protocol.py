@@ -159,15 +159,20 @@ class Facts:
 
 def call_obstacle(facts: Facts, called: FunctionSite) -> str | None:
     """Why no forward of ours can run around the one that calls a function."""
-    if has_foreign_forward(facts.modules[called.module]):
-        return f"the forward of {called.module} is overridden on the instance"
-    if is_compiled_function(type(facts.modules[called.module]).forward):
-        return f"the forward of {called.module} is compiled"
     if called.nested:
         return f"a module inside {called.module} calls it as well"
-    longest = max(call.last_op - call.first_op for call in facts.calls[called.module])
+    return forward_obstacle(facts, called.module)
+
+
+def forward_obstacle(facts: Facts, name: str) -> str | None:
+    """Why no forward of ours that looks at each torch function can run around a module's."""
+    if has_foreign_forward(facts.modules[name]):
+        return f"the forward of {name} is overridden on the instance"
+    if is_compiled_function(type(facts.modules[name]).forward):
+        return f"the forward of {name} is compiled"
+    longest = max(call.last_op - call.first_op for call in facts.calls[name])
     if longest > _MOST_FUNCTIONS:
-        return f"{called.module} calls {longest} torch functions, all of which would take longer"
+        return f"{name} calls {longest} torch functions, all of which would take longer"
     return None
 
 

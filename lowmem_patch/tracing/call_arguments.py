@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from lowmem_patch.tracing.op_roles import Role, role_of
@@ -108,3 +110,48 @@ def _as_plain(item: Any) -> Any:
 
 def _is_plain(item: Any) -> bool:
     return all(map(_is_plain, item)) if isinstance(item, tuple) else isinstance(item, _PLAIN)
+
+
+class ElementwiseCall(NamedTuple):
+    """A call of an elementwise function by the kinds of its arguments: ``clamp(whole, min=number)``.
+
+    A tensor is ``chain``, or of the result's shape (``whole``), or smaller (``part``).
+    """
+
+    name: str
+    args: tuple[str, ...]
+    kwargs: tuple[tuple[str, str], ...]
+
+
+def elementwise_call(
+    name: str, args: tuple[Any, ...], kwargs: dict[str, Any], in_chain: Callable[[Tensor], bool]
+) -> ElementwiseCall | None:
+    """The call as others are compared with it; None where something else than tensors, numbers, dtypes and
+    words is given.
+
+    Args:
+        in_chain: whether a tensor is one that such a call gave.
+    """
+    given = (*args, *kwargs.values())
+    tensors = [item for item in given if isinstance(item, Tensor)]
+    if not tensors or not all(isinstance(item, _ELEMENTWISE) for item in given):
+        return None
+    shape = largest_shape(tensors)
+
+    def kind(item: Any) -> str:
+        if isinstance(item, Tensor):
+            return "chain" if in_chain(item) else "whole" if item.shape == shape else "part"
+        return "number" if type(item) in (int, float) else repr(item)
+
+    named = sorted((key, kind(item)) for key, item in kwargs.items())
+    return ElementwiseCall(name, tuple(map(kind, args)), tuple(named))
+
+
+def largest_shape(tensors: Sequence[Tensor]) -> torch.Size:
+    """The shape of what an elementwise function makes of them."""
+    shapes = {tensor.shape for tensor in tensors}
+    broadcast: Any = torch.broadcast_shapes
+    return shapes.pop() if len(shapes) == 1 else broadcast(*shapes)
+
+
+_ELEMENTWISE = (Tensor, int, float, str, torch.dtype, type(None))

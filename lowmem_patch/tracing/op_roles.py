@@ -65,6 +65,7 @@ class Role(enum.Flag):
     SUM = enum.auto()
     DIVISION = enum.auto()
     NEGATION = enum.auto()
+    POINTWISE = enum.auto()  # any other function of each element, or of elements at one place
     DROPOUT = enum.auto()
 
     WRITE = enum.auto()  # into its first tensor, of which it returns nothing
@@ -114,7 +115,7 @@ _TABLE: tuple[tuple[Role, tuple[str, ...]], ...] = (
     (Role.ARGMAX, ("argmax",)),
     (Role.ROW_NORM, ("layer_norm", "rms_norm", "native_layer_norm", "fused_layer_norm")),
     (Role.CHANNEL_NORM, ("group_norm", "batch_norm")),
-    (Role.RSQRT, ("rsqrt",)),
+    (Role.RSQRT | Role.POINTWISE, ("rsqrt",)),
     (Role.ELEMENTWISE, (
         "gelu", "silu", "silu_", "softplus", "mish", "elu", "leaky_relu", "hardswish", "hardtanh",
         "hardsigmoid", "logsigmoid", "relu6", "celu", "selu",
@@ -126,6 +127,15 @@ _TABLE: tuple[tuple[Role, tuple[str, ...]], ...] = (
     (Role.SUM, ("add", "__add__", "__radd__")),
     (Role.DIVISION, ("div", "__truediv__", "divide", "true_divide")),
     (Role.NEGATION, ("neg", "__neg__", "negative")),
+    (Role.POINTWISE, (
+        "sub", "subtract", "rsub", "__sub__", "__rsub__", "__rdiv__", "__rtruediv__", "__rpow__",
+        "abs", "absolute", "sign", "exp", "exp2", "expm1", "log", "log2", "log1p", "sqrt", "reciprocal",
+        "sin", "cos", "atan", "erf", "logit", "softsign", "tanhshrink", "hardshrink", "softshrink",
+        "threshold", "clamp", "clip", "clamp_min", "clamp_max", "min", "max", "minimum", "maximum", "where",
+        "masked_fill", "lerp", "addcmul", "gt", "ge", "lt", "le", "eq", "ne", "greater", "less",
+        "__gt__", "__ge__", "__lt__", "__le__", "__eq__", "__ne__", "logical_and", "logical_or",
+        "logical_not", "__and__", "__or__", "__invert__", "bitwise_not",
+    )),
     (Role.DROPOUT, ("dropout",)),
     (Role.WRITE, ("__setitem__",)),
     (Role.HOOK, ("register_hook", "retain_grad")),
@@ -145,6 +155,11 @@ REARRANGES = (
 SELECTS = Role.INDEX | Role.SELECT | Role.SPLIT | Role.PAD
 # these return their very input where there is nothing to do
 NEVER_WRITES = REARRANGES | SELECTS | Role.EXPAND | Role.CAST | Role.TRANSFER | Role.DROPOUT
+# of each element, or of the elements at one place of several tensors
+OF_ELEMENTS = (
+    Role.ELEMENTWISE | Role.PRODUCT | Role.POWER | Role.SUM | Role.DIVISION | Role.NEGATION | Role.POINTWISE
+    | Role.CAST
+)  # fmt: skip
 WEIGHT_MATMULS = Role.LINEAR | Role.GROUPED_MATMUL | Role.CONVOLUTION
 MATMULS = Role.MATMUL | Role.CONTRACTION
 

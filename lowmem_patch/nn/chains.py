@@ -1,0 +1,346 @@
+"""Chains of elementwise functions whose values are never saved: autograd saves what enters the chain.
+
+A module's forward runs under a torch function mode. Where it calls one of the planned functions, it gets a
+deferred tensor, whose op holds the steps by which it is made of the chain's sources. In backward the steps
+are run again with gradients, once for all who read the value and for the gradients of the sources.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lowmem_patch.functional import (
+    GroupedMatmul,
+    in_compiler,
+    is_exporting,
+    is_transformed,
+    packer,
+    recast_linear,
+    recomputed_linear,
+)
+from lowmem_patch.nn.context import is_foreign
+from lowmem_patch.nn.deferred import Deferred, Unstored, defer, value_of
+from lowmem_patch.nn.deferred_rows import Product
+from lowmem_patch.nn.op import Op, Projection, strides_like
+from lowmem_patch.nn.own import Own, give_forward_around, inner_forward
+from lowmem_patch.tracing.call_arguments import ElementwiseCall, elementwise_call, largest_shape
+from lowmem_patch.tracing.observers import FunctionObserver
+
+
+class _Leaf:
+    """The place of a source among the arguments of steps."""
+
+
+class _Step:
+    """A call of a function, whose tensors are other steps and leaves."""
+
+    def __init__(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self.func, self.args, self.kwargs = func, args, kwargs
+
+    @property
+    def before(self) -> set[Any]:
+        """Steps and leaves whose values it takes."""
+        given = (*self.args, *self.kwargs.values())
+        return {item for item in given if isinstance(item, (_Step, _Leaf))}
+
+    def run(self, values: dict[Any, Tensor]) -> Tensor:
+        def value(item: Any) -> Any:
+            return values[item] if isinstance(item, (_Step, _Leaf)) else item
+
+        kwargs = {name: value(item) for name, item in self.kwargs.items()}
+        made: Tensor = self.func(*map(value, self.args), **kwargs)
+        return made
+
+
+def _in_order(last: _Step) -> list[_Step]:
+    """The steps that lead to the last one."""
+    found: dict[_Step, None] = {}
+
+    def visit(step: Any) -> None:
+        if isinstance(step, _Step) and step not in found:
+            for one in step.before:
+                visit(one)
+            found[step] = None
+
+    visit(last)
+    return list(found)
+
+
+def _run(last: _Step, values: dict[Any, Tensor]) -> Tensor:
+    """The value of the last step, from those of the leaves; each value is let go after its last use."""
+    steps = _in_order(last)
+    uses = Counter(item for step in steps for item in step.before)
+    for step in steps:
+        values[step] = step.run(values)
+        for item in step.before:
+            uses[item] -= 1
+            if not uses[item]:
+                del values[item]
+    return values[last]
+
+
+Autocast = tuple[str, torch.dtype | None]
+
+
+def _autocast_of(device: str) -> Autocast:
+    """The device's type, and the dtype of its autocast where that is on."""
+    enabled = torch.is_autocast_enabled(device)
+    return device, torch.get_autocast_dtype(device) if enabled else None
+
+
+@contextlib.contextmanager
+def _under(autocast: Autocast) -> Iterator[None]:
+    device, dtype = autocast
+    if _autocast_of(device) == autocast:
+        yield
+        return
+    with torch.autocast(device, dtype, enabled=dtype is not None):
+        yield
+
+
+class Chain(Op):
+    """The value of a chain's last step. All gradients pass through it, but for those of further steps.
+
+    Args:
+        last: the step.
+        places: of the leaves, among the sources.
+        to: the value's dtype.
+        autocast: under which the steps run.
+    """
+
+    bypassed = False
+
+    def __init__(
+        self,
+        last: _Step,
+        places: dict[_Leaf, int],
+        to: torch.dtype,
+        autocast: Autocast,
+        low_precision: bool,
+    ) -> None:
+        super().__init__(low_precision)
+        self.last, self.places, self.to, self.autocast = last, places, to, autocast
+        self._graph: tuple[list[Tensor], Tensor] | None = None  # of one backward
+
+    def dtype(self, sources: tuple[Tensor, ...]) -> torch.dtype:
+        return self.to
+
+    def compute(self, *sources: Tensor) -> Tensor:
+        with _under(self.autocast):
+            return _run(self.last, {leaf: sources[i] for leaf, i in self.places.items()})
+
+    def was_read(self, h: Any) -> None:
+        h.let_go()
+
+    def again(self, *sources: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """The value, in a reader's backward; the sources' own gradients need the steps after it."""
+        if self._graph is None:
+            self._graph = self._with_graph(sources)
+            # the sources' gradients may not be asked for
+            torch.autograd.Variable._execution_engine.queue_callback(self._let_go)
+        value = self._graph[1].detach()
+        return value if dtype is None else value.to(dtype)
+
+    def gradients(self, dy: Tensor, *sources: Tensor) -> tuple[Tensor | None, ...]:
+        leaves, value = self._graph or self._with_graph(sources)
+        self._let_go()
+        wanted = [leaf for leaf in leaves if leaf.requires_grad]
+        found = iter(torch.autograd.grad(value, wanted, dy, allow_unused=True))
+        return tuple(next(found) if leaf.requires_grad else None for leaf in leaves)
+
+    def _with_graph(self, sources: tuple[Tensor, ...]) -> tuple[list[Tensor], Tensor]:
+        leaves = [source.detach().requires_grad_(source.requires_grad) for source in sources]
+        with torch.enable_grad():
+            return leaves, self.compute(*leaves)
+
+    def _let_go(self) -> None:
+        self._graph = None
+
+    def times(self, h: Deferred, other: Any) -> Any:
+        whole = isinstance(other, (int, float)) or (
+            isinstance(other, Tensor) and other.shape == h.shape and other.is_floating_point()
+        )
+        made = extended(torch.mul, (h, other), {}, self.low_precision) if whole else None
+        return NotImplemented if made is None else made
+
+    def linear(self, h: Deferred, to: Projection, dtype: torch.dtype) -> Tensor:
+        weight, bias, adapter = to
+        if adapter is not None:
+            low = self.linear(h, Projection(adapter.lora_A, None), dtype)
+            product = recast_linear(low, adapter.lora_B, None, dtype) * adapter.scale
+            return self.linear(h, Projection(weight, bias), dtype) + product
+        if not weight.requires_grad:
+            return super().linear(h, to, dtype)
+        return recomputed_linear(h.plain(), self.again, h.sources, weight, bias, dtype)
+
+    def grouped(
+        self, h: Deferred, func: Callable[..., Any], weight: Tensor, offsets: Tensor
+    ) -> Any:
+        if weight.dim() != 3:
+            return NotImplemented
+        # itself, which lets its values go: autograd may hold the product, which holds what made it
+        return Product.of(GroupedMatmul(func, self.again, h, weight, offsets, h.sources))
+
+
+def _is_chain(tensor: Tensor) -> bool:
+    """Whether a further step may be made of it, past which no gradient comes to the tensor itself."""
+    if not isinstance(tensor, Unstored) or type(tensor.op) is not Chain:
+        return False
+    return not (tensor._backward_hooks or tensor.retains_grad or tensor.is_changed())
+
+
+def _may_wait(tensors: list[Tensor]) -> bool:
+    """Whether a gradient is asked for, and no tensor has a class of its own."""
+    if any(is_foreign(tensor) and not isinstance(tensor, Deferred) for tensor in tensors):
+        return False
+    # a step of a mask alone has no gradient
+    asks = any(tensor.requires_grad or _is_chain(tensor) for tensor in tensors)
+    return asks and torch.is_grad_enabled()
+
+
+def _operands(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors of a call, first one of the result's shape; none where one may not enter a chain, or
+    where the result's layout cannot be told beforehand."""
+    tensors = [item for item in (*args, *kwargs.values()) if isinstance(item, Tensor)]
+    if not _may_wait(tensors):
+        return []
+    shape = largest_shape(tensors)
+    whole = [tensor for tensor in tensors if tensor.shape == shape]
+    if not whole or len({strides_like(tensor) for tensor in whole}) > 1:
+        return []
+    first = max(whole, key=_is_chain)
+    if any(tensor.device != first.device and tensor.dim() for tensor in tensors):
+        return []
+    return [first, *(tensor for tensor in tensors if tensor is not first)]
+
+
+def extended(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], low_precision: bool
+) -> Deferred | None:
+    """``func(*args, **kwargs)``, deferred; None where it cannot wait."""
+    tensors: list[Any] = _operands(args, kwargs)
+    if not tensors:
+        return None
+    device = tensors[0].device
+    autocast = _autocast_of(device.type)
+    chained = {id(tensor) for tensor in tensors if _is_chain(tensor)}
+    if any(id(tensor) in chained and tensor.op.autocast != autocast for tensor in tensors):
+        return None
+    sources: list[Tensor] = []
+    places: dict[_Leaf, int] = {}
+    items: dict[int, _Step | _Leaf] = {}
+    for tensor in tensors:
+        if id(tensor) in chained:
+            own = [_place_in(sources, source) for source in tensor.sources]
+            places |= {leaf: own[place] for leaf, place in tensor.op.places.items()}
+            items[id(tensor)] = tensor.op.last
+            tensor.op.bypassed = tensor._bypassed = True
+        elif id(tensor) not in items:
+            items[id(tensor)] = leaf = _Leaf()
+            places[leaf] = _place_in(sources, value_of(tensor))
+
+    def item(given: Any) -> Any:
+        return items[id(given)] if isinstance(given, Tensor) else given
+
+    step = _Step(func, tuple(map(item, args)), {name: item(one) for name, one in kwargs.items()})
+    dtype = _dtype_of(func, tuple(map(_key, args)), _keys(kwargs), device, autocast)
+    return defer(Chain(step, places, dtype, autocast, low_precision), tuple(sources))
+
+
+def _place_in(sources: list[Tensor], tensor: Tensor) -> int:
+    """The place of a tensor among the sources, to which it is added where it is none."""
+    for place, source in enumerate(sources):
+        if source is tensor:
+            return place
+    sources.append(tensor)
+    return len(sources) - 1
+
+
+class _Like(NamedTuple):
+    """What matters of a tensor for a result's dtype; ``dimensions`` is at most 1."""
+
+    dtype: torch.dtype
+    dimensions: int
+
+
+def _key(given: Any) -> Any:
+    """What matters of an argument: of a number its type."""
+    if isinstance(given, Tensor):
+        return _Like(given.dtype, min(given.dim(), 1))
+    return type(given) if isinstance(given, (int, float)) else given
+
+
+def _keys(kwargs: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
+    return tuple((name, _key(given)) for name, given in kwargs.items())
+
+
+@lru_cache(maxsize=4096)
+def _dtype_of(
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: tuple[tuple[str, Any], ...],
+    device: torch.device,
+    autocast: Autocast,
+) -> torch.dtype:
+    """The dtype of a function's result, which torch alone knows: it is run on one element."""
+
+    def one(given: Any) -> Any:
+        if isinstance(given, type):
+            return given(1)
+        if isinstance(given, _Like):
+            return torch.ones((1,) * given.dimensions, dtype=given.dtype, device=device)
+        return given
+
+    with torch.no_grad(), torch._C.DisableTorchFunction(), _under(autocast):
+        made: Tensor = func(*map(one, args), **{name: one(given) for name, given in kwargs})
+    return made.dtype
+
+
+class _Defers(FunctionObserver):
+    def __init__(self, calls: frozenset[ElementwiseCall], low_precision: bool) -> None:
+        super().__init__()
+        self.calls, self.low_precision = calls, low_precision
+        self.names = {call.name for call in calls}
+        # a checkpoint inside of the module runs again without this mode, and must save the same both times
+        self.packer = packer()
+
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in self.names and packer() == self.packer:
+            known = elementwise_call(name, args, kwargs, _is_chain)
+            if known in self.calls:
+                made = extended(func, args, kwargs, self.low_precision)
+                if made is not None:
+                    return made
+        return func(*args, **kwargs)
+
+
+def defer_chains(module: nn.Module, calls: frozenset[ElementwiseCall], low_precision: bool) -> None:
+    """Let the module's forward get deferred tensors of these calls, with gradients on."""
+    give_forward_around(module, _defers_chains, calls, low_precision)
+
+
+def _defers_chains(
+    module: nn.Module,
+    calls: frozenset[ElementwiseCall],
+    low_precision: bool,
+    given: Own | None,
+    /,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    forward = inner_forward(module, given)
+    saves = torch.is_grad_enabled() and not in_compiler()
+    if not saves or is_exporting() or is_transformed():
+        return forward(*args, **kwargs)
+    with _Defers(calls, low_precision):
+        return forward(*args, **kwargs)

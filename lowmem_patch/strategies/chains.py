@@ -1,0 +1,173 @@
+"""chains: what a chain of elementwise functions computes is computed again in backward; exact.
+
+An activation that a forward writes as many functions (``gate * torch.sigmoid(1.7 * gate) * (up + 1)``) saves
+many tensors of the full width. What enters the chain is saved in their place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from lowmem_patch.config import PatchConfig
+from lowmem_patch.nn.chains import defer_chains
+from lowmem_patch.strategies import codes, recompute
+from lowmem_patch.strategies.activations import next_to_nothing
+from lowmem_patch.strategies.protocol import (
+    Facts,
+    Found,
+    Patch,
+    Target,
+    forward_obstacle,
+)
+from lowmem_patch.tracing.call_arguments import ElementwiseCall, weight_matmul
+from lowmem_patch.tracing.chains import Chain, find_chains
+from lowmem_patch.tracing.consumers import Consumer, find_consumers
+from lowmem_patch.tracing.op_roles import Role
+from lowmem_patch.tracing.probes import NormSpec, looks_like_norm
+from lowmem_patch.tracing.saved_bytes import storage_key
+from lowmem_patch.tracing.trace import Op
+
+_KIND = "chain"
+_FEWEST = 2  # functions: a single product, or a cast, is its readers' to know
+_WORTH = 1e-3  # Python looks at each function of the forward
+
+
+@dataclasses.dataclass(frozen=True)
+class DeferredChains(Patch):
+    """A module whose forward calls such functions.
+
+    Attributes:
+        calls: of the functions.
+        low_precision: as of `lowmem_patch.nn.op.Op`.
+    """
+
+    strategy = "recompute"
+
+    calls: frozenset[ElementwiseCall]
+    low_precision: bool
+
+    def apply(self, target: Target) -> None:
+        module = target.model.get_submodule(self.site)
+        defer_chains(module, self.calls, self.low_precision)
+
+
+def find(facts: Facts, config: PatchConfig) -> Found:
+    """The modules whose chains save more than what enters them, and that no other strategy takes."""
+    found = Found()
+    if config.activations == "keep":
+        return found
+    low_precision = config.linear_inputs == "activation_dtype"
+    by_module: dict[str, list[Chain]] = {}
+    for chain in saving_chains(facts, config):
+        by_module.setdefault(chain.module, []).append(chain)
+    for name, chains in by_module.items():
+        texts = tuple(dict.fromkeys(c.text for chain in chains for c in readers(facts, chain)))
+        gain = sum(_gain(facts, chain) for chain in chains)
+        # no row of a report says that a model, which calls many such functions, is left as it is
+        if (
+            next_to_nothing(facts, gain, _WORTH)
+            or forward_obstacle(facts, name)
+            or _obstacle(facts, chains)
+        ):
+            continue
+        calls = frozenset(call for chain in chains for call in chain.calls)
+        count = sum(len(chain.ops) for chain in chains)
+        found.add(
+            DeferredChains(
+                name, calls, low_precision,
+                reason=f"input of {count} elementwise functions kept, their values recomputed",
+                kind=_KIND, consumers=texts,
+            )
+        )  # fmt: skip
+    return found
+
+
+def saving_chains(facts: Facts, config: PatchConfig) -> list[Chain]:
+    """The chains for which autograd saves more than what enters them."""
+    return facts.once(saving_chains, lambda: list(_saving_chains(facts, config)))
+
+
+def _saving_chains(facts: Facts, config: PatchConfig) -> Iterator[Chain]:
+    patches = (*recompute.find(facts, config).patches, *codes.find(facts, config).patches)
+    known = {id(t) for patch in patches for t in facts.outputs(patch.site)}
+
+    sites = {patch.site for patch in patches}
+    for chain in find_chains(facts.trace, known):
+        functions = [op for op in chain.ops.values() if not op.role.has(Role.CAST)]
+        if len(functions) < _FEWEST or _gain(facts, chain) <= 0:
+            continue
+        if chain.module not in sites and not _is_norm(facts, chain.module):
+            yield chain
+
+
+def _is_norm(facts: Facts, name: str) -> bool:
+    module = facts.modules[name]
+    if looks_like_norm(module):
+        return True
+    alone = next(module.children(), None) is None
+    return alone and isinstance(facts.norm(name), NormSpec)
+
+
+def _gain(facts: Facts, chain: Chain) -> int:
+    """How many bytes fewer are saved where the chain is computed again."""
+    saved = {storage.key: storage for storage in facts.trace.saved.storages}
+    sources = {storage_key(tensor): tensor for tensor in chain.sources}
+    inside = {storage_key(tensor) for tensor in chain.made.values()} - sources.keys()
+    gone = sum(saved[key].bytes for key in inside & saved.keys() - _still_saved(facts, chain))
+    if not gone:
+        return 0
+    weights = (*facts.shadow.parameters(), *facts.shadow.buffers())
+    anyway = saved.keys() | set(map(storage_key, weights))
+    return gone - sum(t.untyped_storage().nbytes() for k, t in sources.items() if k not in anyway)
+
+
+def _still_saved(facts: Facts, chain: Chain) -> set[int]:
+    """Storages of the chain's values that a reader outside saves all the same."""
+    savers = {
+        storage.key: {(saver.module, saver.function) for saver in storage.savers}
+        for storage in facts.trace.saved.storages
+    }
+    found: set[int] = set()
+    own = set(map(id, chain.ops.values()))
+    for tensor in chain.made.values():
+        key = storage_key(tensor)
+        for op in facts.trace.consumers.get(id(tensor), ()):
+            if id(op) in own or (not op.opaque and _multiplies(op, tensor)):
+                continue
+            is_view = any(storage_key(output) == key for output in op.outputs)
+            if op.opaque or is_view or (op.module, op.name) in savers.get(key, ()):
+                found.add(key)
+    return found
+
+
+def _multiplies(op: Op, tensor: Tensor) -> bool:
+    """Whether an op is a matmul of a weight, which can save what the tensor is computed from."""
+    matmul = weight_matmul(op.name, op.args, op.kwargs)
+    return matmul is not None and matmul.input is tensor and isinstance(matmul.weight, Tensor)
+
+
+def readers(facts: Facts, chain: Chain) -> list[Consumer]:
+    """Who reads what a chain makes."""
+    return [one for made in chain.made.values() for one in _outside(facts, chain, made)]
+
+
+def _outside(facts: Facts, chain: Chain, tensor: Tensor) -> list[Consumer]:
+    own = set(map(id, chain.ops.values()))
+    return [one for one in find_consumers(facts.trace, [tensor]) if id(one.op) not in own]
+
+
+def _obstacle(facts: Facts, chains: list[Chain]) -> str | None:
+    """What keeps the values of chains from waiting."""
+    for chain in chains:
+        writer = facts.writes.later(chain.sources, min(chain.ops))
+        if writer is not None:
+            return f"its input is written in place by {writer}"
+        for reader in readers(facts, chain):
+            if reader.use == "write":
+                return f"its output is written in place by {reader.text}"
+            if reader.op is not None and reader.op.role.has(Role.HOOK | Role.UNTRACKED):
+                return f"it is read by {reader.text}"
+    return None

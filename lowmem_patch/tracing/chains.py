@@ -1,0 +1,95 @@
+"""Chains of elementwise functions that a module's forward calls, found in a trace."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Set
+
+import torch
+from torch import Tensor
+
+from lowmem_patch.tracing.call_arguments import ElementwiseCall, elementwise_call, largest_shape
+from lowmem_patch.tracing.op_roles import OF_ELEMENTS, Role
+from lowmem_patch.tracing.shadow import tensors_in
+from lowmem_patch.tracing.trace import Op, Trace
+
+
+@dataclasses.dataclass(eq=False)
+class Chain:
+    """Elementwise ops of one module, each of which reads another or is read by one.
+
+    Attributes:
+        module: whose forward calls them.
+        ops: by their numbers in the trace.
+        calls: how they are called.
+    """
+
+    module: str
+    ops: dict[int, Op] = dataclasses.field(default_factory=dict)
+    calls: set[ElementwiseCall] = dataclasses.field(default_factory=set)
+
+    @property
+    def made(self) -> dict[int, Tensor]:
+        """What the ops make, by id."""
+        return {id(op.outputs[0]): op.outputs[0] for op in self.ops.values()}
+
+    @property
+    def sources(self) -> list[Tensor]:
+        """What the ops read and none of them made."""
+        made = self.made
+        read = {id(t): t for op in self.ops.values() for t in tensors_in((op.args, op.kwargs))}
+        return [tensor for key, tensor in read.items() if key not in made]
+
+
+def find_chains(trace: Trace, known: Set[int]) -> list[Chain]:
+    """The chains of a trace, in the order in which they begin.
+
+    Args:
+        known: ids of tensors whose makers belong to no chain, nor do readers that make as large a one.
+    """
+    chains: dict[int, Chain] = {}  # by the ids of what they made
+    for number, op in enumerate(trace.ops):
+        if not op.role.has(OF_ELEMENTS) or not op.module or op.writes or op.opaque:
+            continue
+        read = tensors_in((op.args, op.kwargs))
+        own = {id(t): c for t in read if (c := chains.get(id(t))) and c.module == op.module}
+        call = _call(op, read, own.keys())
+        if call is None or _is_known(op, read, known):
+            continue
+        chain, *others = dict.fromkeys(own.values()) or (Chain(op.module),)
+        chain.ops[number] = op
+        chain.calls.add(call)
+        chains[id(op.outputs[0])] = chain
+        for other in others:
+            chain.ops |= other.ops
+            chain.calls |= other.calls
+            chains.update(dict.fromkeys(other.made, chain))
+    return sorted(set(chains.values()), key=lambda chain: min(chain.ops))
+
+
+def _call(op: Op, read: list[Tensor], own: Set[int]) -> ElementwiseCall | None:
+    """How an op is called that may be one of a chain; None for any other.
+
+    Args:
+        own: ids of what it reads of chains.
+    """
+    call = elementwise_call(op.name, op.args, op.kwargs, lambda tensor: id(tensor) in own)
+    # a mask's has no gradient
+    asks = bool(own) or any(tensor.requires_grad for tensor in read)
+    return call if asks and _is_elementwise(op, read) else None
+
+
+def _is_known(op: Op, read: list[Tensor], known: Set[int]) -> bool:
+    (output,) = op.outputs
+    return id(output) in known or any(id(t) in known and t.shape == output.shape for t in read)
+
+
+def _is_elementwise(op: Op, read: list[Tensor]) -> bool:
+    """Whether the one output has the shape and the layout of the largest tensors that the op reads."""
+    shape = largest_shape(read)
+    floating = len(op.outputs) == 1 and (
+        op.outputs[0].is_floating_point() or op.outputs[0].dtype == torch.bool
+    )
+    if not floating or op.outputs[0].shape != shape or (op.role.has(Role.CAST) and len(read) > 1):
+        return False
+    return any(tensor.shape == shape for tensor in read)

@@ -1,0 +1,202 @@
+"""Chains of elementwise functions in the life of a model: hooks, writes, backwards, copies, transforms."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from lowmem_patch import patch_model, unpatch_model
+from lowmem_patch.errors import DoubleBackwardError
+from tests.support.chained import (
+    CHAINS,
+    HIDDEN,
+    Activation,
+    Block,
+    chains_of,
+    clamped,
+    half,
+    network,
+    patched,
+    planned,
+    saved,
+    small,
+    tokens,
+)  # fmt: skip
+from tests.support.judge import assert_equal_steps, assert_same_step
+from tests.support.step import step
+from tests.support.toys import rows
+
+
+def test_the_value_may_be_returned() -> None:
+    model = network(clamped)
+    twin = copy.deepcopy(model)
+    patched(model)
+    outputs = []
+    for net in (model, twin):
+        x = torch.randn(5, 2 * HIDDEN, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        y = net[1].act(x)
+        y.sum().backward()
+        outputs.append((y.detach().clone(), x.grad))
+    assert all(map(torch.equal, *outputs))
+
+
+def test_hooks_inside_of_a_chain() -> None:
+    """Of a value in the midst: before it is read on it takes part, and afterwards it would be missed."""
+
+    def early(net: Any, x: Tensor) -> Tensor:
+        gate = half(net, x).clamp(max=1.0)
+        if net.hooks == "early":
+            gate.register_hook(lambda gradient: 3.0 * gradient)
+        y = gate * torch.exp(gate * -1.7)
+        if net.hooks == "late":
+            gate.register_hook(lambda gradient: 3.0 * gradient)
+        return y
+
+    Activation.hooks = ""  # type: ignore[attr-defined]
+    model = network(early)
+    twin = copy.deepcopy(model)
+    patched(model)
+    assert chains_of(model)
+    model[1].act.hooks = twin[1].act.hooks = "early"
+    assert_same_step(model, twin, rows())
+    model[1].act.hooks = "late"
+    with pytest.raises(RuntimeError, match="its gradient goes past it"):
+        model(rows())
+
+
+def test_a_source_that_is_written_later() -> None:
+    def late(net: Any, x: Tensor) -> Tensor:
+        x = x * 1.0
+        y = net.down(net.act(x))
+        if net.writes:
+            x.mul_(2.0)
+        return y
+
+    def early(net: Any, x: Tensor) -> Tensor:
+        x = x * 1.0
+        y = net.act(x)
+        if net.writes:
+            x.mul_(2.0)
+        return net.down(y)
+
+    for body, error in ((late, "inplace operation"), (early, "written in place before")):
+        Block.writes = True  # type: ignore[attr-defined]
+        assert not planned(clamped, body)
+        Block.writes = False  # type: ignore[attr-defined]
+        model = patched(network(clamped, body))
+        assert chains_of(model)
+        Block.writes = True  # type: ignore[attr-defined]
+        with pytest.raises(RuntimeError, match=error):
+            model(rows()).sum().backward()
+
+
+def test_backward_twice_and_no_second_derivative() -> None:
+    model = network(clamped)
+    twin = copy.deepcopy(model)
+    patched(model)
+    gradients = []
+    for net in (model, twin):
+        loss = net(rows()).square().sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        gradients.append([p.grad for p in net.parameters()])
+    for ours, theirs in zip(*gradients, strict=True):
+        assert (ours is None) is (theirs is None)
+        assert ours is None or torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+    (d_up,) = torch.autograd.grad(
+        model(rows()).square().sum(), [model[1].up.weight], create_graph=True
+    )
+    with pytest.raises(DoubleBackwardError):
+        d_up.sum().backward()
+
+
+def test_a_backward_that_stops_at_the_reader_holds_no_steps() -> None:
+    model = patched(network(clamped))
+    made: list[Any] = []
+    model[1].down.register_forward_pre_hook(lambda _, args: made.append(args[0].op))
+    loss = model(rows()).square().sum()
+    torch.autograd.grad(loss, [model[1].down.weight])
+    assert made[0]._graph is None
+
+
+def test_steps_are_let_go_with_the_gradients_of_their_sources() -> None:
+    model = patched(network(clamped))
+    made: list[Any] = []
+    model[1].down.register_forward_pre_hook(lambda _, args: made.append(args[0].op))
+    loss = model(rows()).square().sum()
+    graphs: list[Any] = []
+    model[0].weight.register_hook(lambda _: graphs.append(made[0]._graph))
+    loss.backward()
+    assert graphs == [None]
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_inside_of_the_module(reentrant: bool) -> None:
+    """Its second run is outside of the forward, and must save what the first one saves."""
+
+    def inside(net: Any, x: Tensor) -> Tensor:
+        run = net.run if hasattr(net, "run") else lambda function, *given: function(*given)
+        y: Tensor = run(clamped, net, x)
+        return y
+
+    model = network(inside)
+    twin = copy.deepcopy(model)
+    patched(model)
+    assert chains_of(model)
+    model[1].act.run = twin[1].act.run = partial(checkpoint, use_reentrant=reentrant)
+    assert_same_step(model, twin, rows())
+
+
+def test_the_value_lies_as_torch_lays_it() -> None:
+    def turned(net: Any, x: Tensor) -> Tensor:
+        y = half(net, x)
+        return x[..., HIDDEN:].t().contiguous().t() * (y + y.exp() * y)
+
+    model = network(turned)
+    twin = copy.deepcopy(model)
+    patched(model)
+    x = torch.randn(5, 2 * HIDDEN, requires_grad=True)
+    assert model[1].act(x).stride() == twin[1].act(x).stride() == (1, 5)
+    assert_same_step(model, twin, rows())
+
+
+def test_copies_pickles_and_the_way_back() -> None:
+    model = network(clamped)
+    twin = copy.deepcopy(model)
+    patched(model)
+    for other in (copy.deepcopy(model), model):
+        assert_same_step(other, twin, rows())
+        assert saved(other) == saved(model)
+    unpatch_model(model)
+    assert saved(model) == saved(twin)
+    assert_equal_steps(model, twin, rows())
+    named = transformers.ApertusForCausalLM(small())
+    patch_model(named, {**CHAINS, "head": "keep"}, example_inputs=tokens())
+    again = pickle.loads(pickle.dumps(named))
+    assert_same_step(again, unpatch_model(copy.deepcopy(named)), tokens())
+    ours, theirs = (step(net, tokens(), count=True).saved for net in (again, named))
+    assert ours == theirs
+
+
+def test_torch_func_and_no_grad_run_the_forward_as_it_is() -> None:
+    model = network(clamped)
+    twin = copy.deepcopy(model)
+    patched(model)
+    parameters = dict(model.named_parameters())
+
+    def loss(values: dict[str, Tensor], net: Any) -> Tensor:
+        return torch.func.functional_call(net, values, (rows(),)).sum()
+
+    ours, theirs = (torch.func.grad(loss)(parameters, net) for net in (model, twin))
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    with torch.no_grad():
+        assert torch.equal(model(rows()), twin(rows()))
+    assert torch.equal(torch.export.export(model, (rows(),)).module()(rows()), twin(rows()))
