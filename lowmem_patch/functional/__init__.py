@@ -11,6 +11,7 @@ from lowmem_patch.functional._implementation import Implementation as Implementa
 from lowmem_patch.functional._library import below_modes as below_modes
 from lowmem_patch.functional._library import first_order as first_order
 from lowmem_patch.functional._library import in_compiler as in_compiler
+from lowmem_patch.functional._library import is_eager as is_eager
 from lowmem_patch.functional._library import is_exporting as is_exporting
 from lowmem_patch.functional._library import is_ordinary as is_ordinary
 from lowmem_patch.functional._library import is_transformed as is_transformed

@@ -81,6 +81,7 @@ class _GroupedMatmul(torch.autograd.Function):
             *(sources if needs_weight or needs_factors else ()),
         )
         ctx.multiply, ctx.again, ctx.dtype, ctx.number = multiply, again, x.dtype, len(sources)
+        ctx.transposed = weight.stride(-1) != 1
         if product is None or factors is None:
             return multiply(x, weight, offs=offsets)
         return product * factors
@@ -92,7 +93,7 @@ class _GroupedMatmul(torch.autograd.Function):
         _, needs_factors, _, _, needs_x, needs_weight, *_ = ctx.needs_input_grad
         d_factors = d_weight = None
         d_hidden: Any = None
-        x = ctx.again(*sources) if sources else None
+        x: Any = ctx.again(*sources) if sources else None
         if weight is not None:
             rows = dy.to(ctx.dtype).contiguous()
             d_hidden = ctx.multiply(rows, weight.transpose(-2, -1), offs=offsets)
@@ -103,9 +104,12 @@ class _GroupedMatmul(torch.autograd.Function):
             d_hidden = (d_hidden * factors).to(ctx.dtype) if needs_x else None
             dy = dy * factors if needs_weight else dy
         if needs_weight:
-            # the order of torch's own backward, for equal bits
+            # as torch's own backward: equal bits, and the weight's layout, or else the gradient is copied
             rows = dy.to(ctx.dtype).contiguous()
-            d_weight = ctx.multiply(rows.t(), x, offs=offsets).transpose(-2, -1)
+            if ctx.transposed:
+                d_weight = ctx.multiply(rows.t(), x, offs=offsets).transpose(-2, -1)
+            else:
+                d_weight = ctx.multiply(x.t(), rows, offs=offsets)
         unneeded = (None,) * (1 + ctx.number)
         return None, d_factors, None, None, d_hidden, d_weight, *unneeded
 

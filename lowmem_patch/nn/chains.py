@@ -33,6 +33,8 @@ from lowmem_patch.nn.own import Own, give_forward_around, inner_forward
 from lowmem_patch.tracing.call_arguments import ElementwiseCall, elementwise_call, largest_shape
 from lowmem_patch.tracing.observers import FunctionObserver
 
+_WITHOUT_TORCH_FUNCTION: Any = torch._C.DisableTorchFunctionSubclass
+
 
 class _Leaf:
     """The place of a source among the arguments of steps."""
@@ -315,13 +317,12 @@ class _Defers(FunctionObserver):
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = getattr(func, "__name__", "")
+        made = None
         if name in self.names and packer() == self.packer:
-            known = elementwise_call(name, args, kwargs, _is_chain)
-            if known in self.calls:
-                made = extended(func, args, kwargs, self.low_precision)
-                if made is not None:
-                    return made
-        return func(*args, **kwargs)
+            with _WITHOUT_TORCH_FUNCTION():  # which each attribute of a deferred tensor is
+                if elementwise_call(name, args, kwargs, _is_chain) in self.calls:
+                    made = extended(func, args, kwargs, self.low_precision)
+        return func(*args, **kwargs) if made is None else made
 
 
 def defer_chains(module: nn.Module, calls: frozenset[ElementwiseCall], low_precision: bool) -> None:

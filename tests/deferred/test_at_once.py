@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from transformers.activations import QuickGELUActivation
 from lowmem_patch import patch_model
 from lowmem_patch.nn.activations import RecomputedActivation
 from lowmem_patch.nn.deferred import Stored, Unstored
+from tests.support.judge import assert_same_step
 
 
 class Net(nn.Module):
@@ -58,3 +60,28 @@ def test_the_plan_knows_the_readers(act: nn.Module, read: Any, sources: int) -> 
     assert net.act.op.at_once == sources
     made = net.act(torch.randn(5, 32, requires_grad=True) * 1)
     assert type(made) is (Stored if sources == 1 else Unstored)
+
+
+class Both(Net):
+    """A function whose values wait, and a module that calls the same function."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.narrow(F.layer_norm(F.gelu(self.up(x)), (32,)))
+        y: Tensor = self.down(self.act(self.gate(h)))
+        return y
+
+
+def test_it_is_computed_below_the_mode_that_replaces_a_function() -> None:
+    net = Both(nn.GELU(), None)
+    net.narrow = nn.Linear(32, 8)
+    x = torch.randn(2, 5, 8)
+    model = nn.Sequential(net)
+    stock = copy.deepcopy(model)
+    patch_model(model, "exact", example_inputs=(x,))
+    assert "forward" in vars(net)  # runs under such a mode
+    assert type(net.act) is RecomputedActivation
+    assert net.act.op.at_once
+    made: list[type] = []
+    net.act.register_forward_hook(lambda _module, _args, output: made.append(type(output)))
+    assert_same_step(model, stock, x)
+    assert made == [Stored]

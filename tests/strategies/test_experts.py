@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
@@ -329,6 +330,22 @@ def test_a_frozen_product_gives_its_rows_a_gradient() -> None:
     ).product().sum().backward()
     (wanted,) = torch.autograd.grad(multiply(x, weight, offs=offsets).sum(), x)
     assert torch.equal(x.grad, wanted)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_weight_gets_a_gradient_of_its_layout(transposed: bool) -> None:
+    """Autograd would copy any other."""
+    weight = torch.randn(2, 8, 24, dtype=torch.bfloat16)
+    if transposed:
+        weight = weight.mT.contiguous().mT
+    weight.requires_grad_()
+    x, offsets = torch.randn(16, 8, dtype=torch.bfloat16), torch.tensor([8, 16], dtype=torch.int32)
+    multiply = F.grouped_mm
+    stock = torch.autograd.grad(multiply(x, weight, offs=offsets).square().sum(), weight)[0]
+    product = GroupedMatmul(multiply, lambda rows: rows, x, weight, offsets, (x,)).product()
+    found = torch.autograd.grad(product.square().sum(), weight)[0]
+    assert torch.equal(found, stock)
+    assert found.stride() == stock.stride() == weight.stride()
 
 
 def test_a_product_holds_no_value_of_a_chain(monkeypatch: pytest.MonkeyPatch) -> None:
