@@ -76,7 +76,8 @@ def test_each_named_activation_is_matched_or_left_alone(name: str) -> None:
         assert (sites["act"].kind, sites["act"].strategy) == (OUTPUT_SAVED[function], "keep")
         assert "nothing to gain" in sites["act"].reason
     elif kind is None:
-        assert "act" not in sites or (sites["act"].kind, sites["act"].strategy) == ("other", "keep")
+        left = "act" not in sites or (sites["act"].kind, sites["act"].strategy) == ("other", "keep")
+        assert left or sites["act"].kind == "chain"  # of its own functions
     else:
         assert (sites["act"].kind, sites["act"].strategy) == (kind, "recompute")
 
@@ -121,7 +122,7 @@ def test_an_activation_that_does_more_in_training_stays(act: Any) -> None:
     twin, x = copy.deepcopy(model), torch.randn(3, 8)
     with warnings.catch_warnings(action="ignore"):  # nothing may be left to patch
         report = patch_report(patch_model(model, "exact", example_inputs=(x,)))
-    assert "1" not in {site.name for site in report.patched}
+    assert "1" not in {site.name for site in report.patched if site.kind != "chain"}
     assert_equal_steps(model, twin, x)
     for buffer, other in zip(model.buffers(), twin.buffers(), strict=True):
         assert torch.equal(buffer, other)

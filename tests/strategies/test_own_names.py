@@ -112,6 +112,11 @@ def test_it_is_not_folded(norm: Any) -> None:
     assert_same_step(model, twin, rows())
 
 
+def assert_nothing_but_chains(report: PatchReport) -> None:
+    """No norm takes a module's place; a forward whose elementwise functions wait is the module's own."""
+    assert {site.kind for site in report.patched} <= {"chain"}
+
+
 def test_two_vectors_that_are_no_gamma_and_beta() -> None:
     class Squeezed(Layer):
         def forward(self, x: Tensor) -> Tensor:
@@ -119,8 +124,7 @@ def test_two_vectors_that_are_no_gamma_and_beta() -> None:
 
     model = network(Squeezed)
     twin = copy.deepcopy(model)
-    with pytest.warns(UserWarning, match="nothing was patched"):
-        patched(model)
+    assert_nothing_but_chains(patched(model))
     assert_same_step(model, twin, rows())
 
 
@@ -227,8 +231,7 @@ class Doubles(Layer):
 def test_a_norm_that_does_more_in_training_is_left_alone(norm: Any) -> None:
     model = network(norm)
     twin = copy.deepcopy(model)
-    with pytest.warns(UserWarning, match="nothing was patched"):
-        patched(model)
+    assert_nothing_but_chains(patched(model))
     assert_same_step(model, twin, rows())
     for net in (model, twin):
         net(rows())
@@ -269,6 +272,6 @@ def test_a_pruned_norm_is_left_alone(norm: Any) -> None:
     for net in (model, twin):
         prune.l1_unstructured(net[1], name, 3)
     report = patched(model)
-    assert [site.name for site in report.patched] == ["3"]
+    assert [site.name for site in report.patched if site.kind != "chain"] == ["3"]
     x = rows().double()
     assert_close(model.double()(x), twin.double()(x), "output")
