@@ -59,7 +59,8 @@ from lowmem_patch.functional.norms import save_copy as save_copy
 from lowmem_patch.functional.placeholder import is_written as is_written
 from lowmem_patch.functional.placeholder import placeholder as placeholder
 from lowmem_patch.functional.products import LowRank as LowRank
-from lowmem_patch.functional.recomputed import GroupedMatmul as GroupedMatmul
+from lowmem_patch.functional.recomputed import RecomputedMatmul as RecomputedMatmul
+from lowmem_patch.functional.recomputed import matrix_product as matrix_product
 from lowmem_patch.functional.recomputed import recomputed_linear as recomputed_linear
 from lowmem_patch.functional.rotary import rotary_embedding as rotary_embedding
 from lowmem_patch.functional.unbind import unbind_permuted as unbind_permuted

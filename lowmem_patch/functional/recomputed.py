@@ -1,11 +1,11 @@
 """Products of trained weights whose input is computed again in backward, from what is saved anyway.
 
-A Linear, or a grouped matmul (one weight per expert), saves its input x for the weight's gradient. Here it
-saves the tensors ``sources`` with x = again(sources): gate and up of act(gate) up, or a tensor of which x is
-some rows. x's own gradient goes to the node that made x.
+A Linear, or a grouped or batched matmul (one weight per expert), saves its input x for the weight's gradient.
+Here it saves the tensors ``sources`` with x = again(sources): gate and up of act(gate) up, or a tensor of
+which x is some rows. x's own gradient goes to the node that made x.
 
 Experts multiply each row of their last product, y = x W, with a routing weight w, whose gradient is
-<dy, y>. y need not be saved for it:
+<dy, y>; a shared expert does with its gate. y need not be saved for it:
 
     d_hidden = dy W^T,    d_w = <dy, x W> = <d_hidden, x>,    d_x = w d_hidden,    d_W = x^T (w dy)
 """
@@ -25,15 +25,15 @@ from lowmem_patch.reference import cast
 Again = Callable[..., Tensor]
 
 
-class GroupedMatmul(NamedTuple):
-    """``multiply(x, weight, offs=offsets)``, which saves ``sources`` and not x.
+class RecomputedMatmul(NamedTuple):
+    """``multiply(x, weight)``, which saves ``sources`` and not x.
 
     Attributes:
-        multiply: torch's grouped_mm.
+        multiply: torch's mm, bmm or grouped_mm.
         again: gives x, from ``sources``.
-        x: ``[S, F]``; its gradient flows to the node that computed it.
-        weight: ``[E, F, O]``.
-        offsets: ``[E]``, the end of each expert's rows.
+        x: ``[S, F]``, of a batch ``[E, S, F]``; its gradient flows to the node that computed it.
+        weight: ``[F, O]``, or one for each expert, ``[E, F, O]``.
+        offsets: of grouped_mm alone: ``[E]``, the end of each expert's rows.
         sources: no gradient flows to them from here.
     """
 
@@ -41,12 +41,12 @@ class GroupedMatmul(NamedTuple):
     again: Again
     x: Tensor
     weight: Tensor
-    offsets: Tensor
+    offsets: Tensor | None
     sources: tuple[Tensor, ...]
 
     def product(self) -> Tensor:
-        """``[S, O]``."""
-        y: Tensor = _apply_grouped(None, None, *self[:-1], *self.sources)
+        """``[S, O]``, of a batch ``[E, S, O]``."""
+        y: Tensor = _apply_matmul(None, None, *self[:-1], *self.sources)
         return y
 
     def weighted(self, product: Tensor, factors: Tensor) -> Tensor:
@@ -56,11 +56,20 @@ class GroupedMatmul(NamedTuple):
             product: what `product` gave; no gradient flows to it.
             factors: ``[S, 1]``, floating point.
         """
-        y: Tensor = _apply_grouped(product.detach(), factors, *self[:-1], *self.sources)
+        y: Tensor = _apply_matmul(product.detach(), factors, *self[:-1], *self.sources)
         return y
 
 
-class _GroupedMatmul(torch.autograd.Function):
+def matrix_product(x: Tensor, weight: Tensor) -> Tensor:
+    """``[S, O]``, as a `RecomputedMatmul` of one expert for all rows multiplies."""
+    return x.mm(weight)
+
+
+def _named(offsets: Tensor | None) -> dict[str, Tensor]:
+    return {} if offsets is None else {"offs": offsets}
+
+
+class _Matmul(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -70,7 +79,7 @@ class _GroupedMatmul(torch.autograd.Function):
         again: Again,
         x: Tensor,
         weight: Tensor,
-        offsets: Tensor,
+        offsets: Tensor | None,
         *sources: Tensor,
     ) -> Tensor:
         _, needs_factors, _, _, needs_x, needs_weight, *_ = ctx.needs_input_grad
@@ -83,20 +92,21 @@ class _GroupedMatmul(torch.autograd.Function):
         ctx.multiply, ctx.again, ctx.dtype, ctx.number = multiply, again, x.dtype, len(sources)
         ctx.transposed = weight.stride(-1) != 1
         if product is None or factors is None:
-            return multiply(x, weight, offs=offsets)
+            return multiply(x, weight, **_named(offsets))
         return product * factors
 
     @staticmethod
-    @_library.first_order("grouped_matmul")
+    @_library.first_order("recomputed_matmul")
     def backward(ctx: Any, dy: Tensor) -> Any:
         factors, weight, offsets, *sources = ctx.saved_tensors
         _, needs_factors, _, _, needs_x, needs_weight, *_ = ctx.needs_input_grad
+        named = _named(offsets)
         d_factors = d_weight = None
         d_hidden: Any = None
         x: Any = ctx.again(*sources) if sources else None
         if weight is not None:
             rows = dy.to(ctx.dtype).contiguous()
-            d_hidden = ctx.multiply(rows, weight.transpose(-2, -1), offs=offsets)
+            d_hidden = ctx.multiply(rows, weight.mT, **named)
         if needs_factors:
             wide = torch.promote_types(ctx.dtype, torch.float32)
             d_factors = (d_hidden * x).sum(-1, keepdim=True, dtype=wide).to(factors.dtype)
@@ -107,14 +117,14 @@ class _GroupedMatmul(torch.autograd.Function):
             # as torch's own backward: equal bits, and the weight's layout, or else the gradient is copied
             rows = dy.to(ctx.dtype).contiguous()
             if ctx.transposed:
-                d_weight = ctx.multiply(rows.t(), x, offs=offsets).transpose(-2, -1)
+                d_weight = ctx.multiply(rows.mT, x, **named).mT
             else:
-                d_weight = ctx.multiply(x.t(), rows, offs=offsets)
+                d_weight = ctx.multiply(x.mT, rows, **named)
         unneeded = (None,) * (1 + ctx.number)
         return None, d_factors, None, None, d_hidden, d_weight, *unneeded
 
 
-_apply_grouped: Any = _GroupedMatmul.apply
+_apply_matmul: Any = _Matmul.apply
 
 
 class _Linear(torch.autograd.Function):

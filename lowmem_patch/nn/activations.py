@@ -57,10 +57,11 @@ class RecomputedActivation(nn.Module):
         reads: int = 0,
         at_once: bool = False,
         gated: bool = False,
+        weighed: bool = False,
     ) -> None:
         super().__init__()
         self.kind = kind
-        self.op = Activation(kind, low_precision, reads, at_once, gated)
+        self.op = Activation(kind, low_precision, reads, at_once, gated, weighed)
 
     def forward(self, x: Tensor) -> Tensor:
         """Elementwise, any shape; dtype of ``x``."""

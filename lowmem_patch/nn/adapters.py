@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from lowmem_patch.functional import LowRank, in_compiler, is_exporting, recast_linear
 from lowmem_patch.nn.context import autocast_dtype, has_hooks, is_foreign
 from lowmem_patch.nn.deferred import Deferred, value_of
-from lowmem_patch.nn.deferred_ops import Saved, project
+from lowmem_patch.nn.deferred_linears import project
+from lowmem_patch.nn.deferred_ops import Saved
 from lowmem_patch.nn.dropout import PackedDropout
 from lowmem_patch.nn.op import Projection
 from lowmem_patch.nn.own import Own, give_forward, runs_class_forward

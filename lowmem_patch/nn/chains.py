@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lowmem_patch.functional import (
-    GroupedMatmul,
+    RecomputedMatmul,
     in_compiler,
     is_exporting,
     is_transformed,
@@ -185,12 +185,12 @@ class Chain(Op):
         return recomputed_linear(h.plain(), self.again, h.sources, weight, bias, dtype)
 
     def grouped(
-        self, h: Deferred, func: Callable[..., Any], weight: Tensor, offsets: Tensor
+        self, h: Deferred, func: Callable[..., Any], weight: Tensor, offsets: Tensor | None
     ) -> Any:
         if weight.dim() != 3:
             return NotImplemented
         # itself, which lets its values go: autograd may hold the product, which holds what made it
-        return Product.of(GroupedMatmul(func, self.again, h, weight, offsets, h.sources))
+        return Product.of(RecomputedMatmul(func, self.again, h, weight, offsets, h.sources))
 
 
 def _is_chain(tensor: Tensor) -> bool:

@@ -8,15 +8,14 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from lowmem_patch.formulas import FORWARD
 from lowmem_patch.functional import (
     ActivationKind,
     Affine,
-    GroupedMatmul,
     Recomputed,
+    RecomputedMatmul,
     activation_gradients,
     affine_linear,
     below_modes,
@@ -27,6 +26,7 @@ from lowmem_patch.functional import (
     in_compiler,
     is_eager,
     linear_of_sources,
+    matrix_product,
     packed_dropout,
     packs_saved_tensors,
     recast_linear,
@@ -39,15 +39,9 @@ from lowmem_patch.nn import (
 )
 from lowmem_patch.nn.context import autocast_dtype
 from lowmem_patch.nn.deferred import Deferred, Stored, attach, defer, keep, value_of
+from lowmem_patch.nn.deferred_linears import plain_linear, project, saved_linear
 from lowmem_patch.nn.deferred_rows import GatheredRows, Product
 from lowmem_patch.nn.op import Op, Projection
-
-
-def project(x: Tensor, to: Projection, dtype: torch.dtype) -> Any:
-    """The projection of any tensor computed in ``dtype``, which saves as little as possible."""
-    if isinstance(x, Deferred):
-        return x.op.linear(x, to, dtype)
-    return recast_linear(x, to.weight, to.bias, dtype, to.adapter)
 
 
 class Activation(Op):
@@ -61,16 +55,17 @@ class Activation(Op):
         at_once: no known reader saves the values: they are computed before one asks, in less Python, of one
             source where torch's own operator saves that, or of two (``gated``).
         gated: the values that are read are a product's.
+        weighed: each row of a Linear of them is multiplied with a number, as a shared expert's gate does.
     """
 
     given_away = False  # the gradients of the sources may take their places
 
     def __init__(
         self, kind: ActivationKind, low_precision: bool = False, reads: int = 0,
-        at_once: bool = False, gated: bool = False,
+        at_once: bool = False, gated: bool = False, weighed: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(low_precision)
-        self.kind, self.reads = kind, reads
+        self.kind, self.reads, self.weighed = kind, reads, weighed
         sources = 2 if gated else int(saves_input(kind))
         self.at_once = sources if at_once else 0
 
@@ -131,10 +126,12 @@ class Activation(Op):
     def linear(self, h: Deferred, to: Projection, dtype: torch.dtype) -> Tensor:
         if to.adapter is None:
             if in_compiler():
-                return _plain_linear(h.plain(), to, dtype)
+                return plain_linear(h.plain(), to, dtype)
+            if self.weighed and to.bias is None and h.dtype == dtype == to.weight.dtype:
+                return self._product(h, matrix_product, to.weight.t(), None)
             if not to.weight.requires_grad:
                 # the tensor's own node saves the sources; who else reads it shares its gradient
-                return _saved_linear(h.plain(), to, dtype)
+                return saved_linear(h.plain(), to, dtype)
         h._bypassed = True
         weight, bias, adapter = to
         return linear_of_sources(h.detached(), h.sources, weight, bias, self.kind, dtype, adapter)
@@ -146,12 +143,17 @@ class Activation(Op):
         return Dropped.of(h, p, sources, self.kind)
 
     def grouped(
-        self, h: Deferred, func: Callable[..., Any], weight: Tensor, offsets: Tensor
+        self, h: Deferred, func: Callable[..., Any], weight: Tensor, offsets: Tensor | None
     ) -> Any:
         if weight.dim() != 3 or in_compiler():
             return NotImplemented
+        return self._product(h, func, weight, offsets)
+
+    def _product(
+        self, h: Deferred, multiply: Callable[..., Tensor], weight: Tensor, offsets: Tensor | None
+    ) -> Deferred:
         again = partial(computed_again, kind=self.kind)
-        return Product.of(GroupedMatmul(func, again, h.plain(), weight, offsets, h.sources))
+        return Product.of(RecomputedMatmul(multiply, again, h.plain(), weight, offsets, h.sources))
 
 
 class Saved(Op):
@@ -180,7 +182,7 @@ class Saved(Op):
         return h.plain()
 
     def linear(self, h: Deferred, to: Projection, dtype: torch.dtype) -> Tensor:
-        return _saved_linear(h.plain(), to, dtype)
+        return saved_linear(h.plain(), to, dtype)
 
 
 class Shared(Saved):
@@ -236,7 +238,7 @@ class Normed(Saved):
             value = h.plain()
         trains = to.weight.requires_grad or to.adapter is not None
         if self.affine is None or not trains or compiling:
-            return _saved_linear(value, to, dtype)
+            return saved_linear(value, to, dtype)
         packs = to.adapter is None and value.dtype == dtype and type(value) in (Tensor, Stored)
         if packs and not packs_saved_tensors():
             if self.recomputed is None:
@@ -245,33 +247,6 @@ class Normed(Saved):
         return affine_linear(
             value, h.sources[-1], self.affine, to.weight, to.bias, dtype, to.adapter
         )
-
-
-def _saved_linear(value: Tensor, to: Projection, dtype: torch.dtype) -> Tensor:
-    if to.adapter is None:
-        if in_compiler():
-            return _plain_linear(value, to, dtype)
-        if value.dtype == dtype and _torch_serves(to.weight, dtype):
-            return F.linear(value, to.weight, to.bias)
-    return recast_linear(value, to.weight, to.bias, dtype, to.adapter)
-
-
-def _torch_serves(weight: Tensor, dtype: torch.dtype) -> bool:
-    """Whether torch's own Linear serves: it costs less time than ours, and under autocast keeps a
-    low-precision copy of the weight, which only one that trains is worth."""
-    if weight.dtype == dtype:
-        return True
-    return weight.requires_grad and torch.is_autocast_enabled(weight.device.type)
-
-
-def _plain_linear(value: Tensor, to: Projection, dtype: torch.dtype) -> Tensor:
-    """What a compiler sees of a Linear. One with an adapter stays the operator that it is: of three
-    products and two sums the compiler makes four more passes over the output."""
-    autocast = torch.is_autocast_enabled(value.device.type)
-    if not autocast and (value.dtype != dtype or to.weight.dtype != dtype):
-        return compiled.linear(value, to.weight, to.bias, dtype)  # a cast waited, a wider adapter's
-    weight = to.weight if to.weight.dtype == dtype else compiled.cast(to.weight, dtype)
-    return F.linear(value, weight, to.bias)
 
 
 class Dropped(Op):
@@ -315,7 +290,7 @@ class Dropped(Op):
             return self.linear(h, Projection(weight, bias), dtype) + product
         value = h.plain()
         if not weight.requires_grad:
-            return _saved_linear(value, to, dtype)
+            return saved_linear(value, to, dtype)
         *sources, bits = h.sources
         settings = (self.p, self.kind, dtype)
         return dropout_linear(value, tuple(sources), bits, weight, bias, *settings)

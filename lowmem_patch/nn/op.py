@@ -103,7 +103,7 @@ class Op:
         """An operator has read the values of ``h``, an `Unstored`."""
 
     def grouped(
-        self, h: Deferred, func: Callable[..., Any], weight: Tensor, offsets: Tensor
+        self, h: Deferred, func: Callable[..., Any], weight: Tensor, offsets: Tensor | None
     ) -> Any:
         return NotImplemented
 

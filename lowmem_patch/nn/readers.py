@@ -67,6 +67,15 @@ def _read_grouped(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     return h.op.grouped(h, func, args[1], given["offs"])
 
 
+def _read_batched(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if len(args) != 2 or kwargs or not _reads(args[0]) or is_foreign(args[1]):
+        return NotImplemented
+    dtype = autocast_dtype(args[0].device.type, args[0].dtype)
+    if dtype is not None and not dtype == args[0].dtype == args[1].dtype:
+        return NotImplemented  # a product of casts
+    return args[0].op.grouped(args[0], func, args[1], None)
+
+
 def _read_dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     p, in_place = dropout_call(args, kwargs)
     h = args[0] if args else kwargs["input"]
@@ -226,6 +235,7 @@ _MOVES = (
 )  # fmt: skip
 _BY_ROLE: tuple[tuple[Role, Callable[..., Any]], ...] = (
     (Role.GROUPED_MATMUL, _read_grouped),
+    (Role.BATCHED_MATMUL, _read_batched),
     (Role.DROPOUT, _read_dropout),
     (Role.PRODUCT, _read_product),
     (Role.POWER, _read_power),

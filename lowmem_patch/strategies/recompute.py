@@ -22,6 +22,8 @@ from lowmem_patch.strategies.activations import (
 from lowmem_patch.strategies.protocol import Facts, Found, Skip
 from lowmem_patch.strategies.swap import Swap
 from lowmem_patch.tracing.consumers import weight_read_with, weight_trains
+from lowmem_patch.tracing.op_roles import Role
+from lowmem_patch.tracing.shadow import tensors_in
 
 _WORTH = 1e-4  # the gate of a squeeze and excitation has one number a channel
 
@@ -29,7 +31,7 @@ _WORTH = 1e-4  # the gate of a squeeze and excitation has one number a channel
 @dataclasses.dataclass(frozen=True)
 class DeferredActivation(Swap):
     """An activation whose readers compute it again; ``low_precision`` as of `lowmem_patch.nn.deferred.Op`,
-    ``reads``, ``at_once`` and ``gated`` as of `lowmem_patch.nn.deferred_ops.Activation`."""
+    ``reads``, ``at_once``, ``gated`` and ``weighed`` as of `lowmem_patch.nn.deferred_ops.Activation`."""
 
     strategy = "recompute"
 
@@ -38,10 +40,16 @@ class DeferredActivation(Swap):
     reads: int
     at_once: bool
     gated: bool
+    weighed: bool
 
     def make(self, original: nn.Module) -> nn.Module:
         return RecomputedActivation(
-            self.activation, self.low_precision, self.reads, self.at_once, self.gated
+            self.activation,
+            self.low_precision,
+            self.reads,
+            self.at_once,
+            self.gated,
+            self.weighed,
         )
 
 
@@ -66,7 +74,7 @@ def find(facts: Facts, config: PatchConfig) -> Found:
                 found.add(
                     DeferredActivation(
                         site.name, site.kind, low_precision, site.reads,
-                        _at_once(facts, site), site.gated,
+                        _at_once(facts, site), site.gated, _weighed(facts, site),
                         reason=reason, kind=site.kind, consumers=site.texts, function=site.function,
                     )
                 )  # fmt: skip
@@ -80,6 +88,27 @@ def _at_once(facts: Facts, site: ActivationSite) -> bool:
     readers = consumers_of(facts, products(site.consumers))
     known = all(weight_read_with(reader) is not None for reader in readers)
     return known and any(map(weight_trains, readers))
+
+
+def _weighed(facts: Facts, site: ActivationSite) -> bool:
+    """Whether rows of what a Linear makes of a gated product are multiplied with numbers, for whose gradient
+    the Linear's output would be saved."""
+    if not site.gated:
+        return False
+    made = [
+        output
+        for reader in consumers_of(facts, products(site.consumers))
+        if reader.use == "linear" and reader.op is not None and reader.tensor is not None
+        for output in reader.op.outputs
+        if output.dim() == 2 and output.dtype == reader.tensor.dtype
+    ]
+    return any(
+        factor.requires_grad and factor.shape == (*output.shape[:-1], 1)
+        for output in made
+        for op in facts.trace.consumers.get(id(output), ())
+        if op.role.has(Role.PRODUCT)
+        for factor in tensors_in(op.args)
+    )
 
 
 def _obstacle(facts: Facts, site: ActivationSite) -> str | None:

@@ -46,13 +46,15 @@ class WeightMatmul(NamedTuple):
 
 
 def weight_matmul(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> WeightMatmul | None:
-    """The operands of a call of the functions that a Linear, a Conv1D or experts call, or of ``x @ weight``
-    with a matrix for the weight; or None."""
+    """The operands of a call of the functions that a Linear, a Conv1D or experts call, of ``x @ weight`` with
+    a matrix for the weight, or of a batched matmul, whose weight may be anything; or None."""
     if name == "addmm":
         return WeightMatmul(args[1], args[2], args[0], True) if len(args) == 3 else None
     if role_of(name).has(Role.MATMUL):
         fits = is_matrix_product(args, kwargs)
         return WeightMatmul(args[0], args[1], transposed=True) if fits else None
+    if role_of(name).has(Role.BATCHED_MATMUL):
+        return WeightMatmul(*args, transposed=True) if len(args) == 2 and not kwargs else None
     if not role_of(name).has(_CALLED_WITH_WEIGHT) or not args:
         return None
     weight = argument(args, kwargs, 1, "weight", None)

@@ -42,6 +42,7 @@ class Role(enum.Flag):
     # matmuls
     LINEAR = enum.auto()  # of a weight, as a Linear calls it
     GROUPED_MATMUL = enum.auto()  # of the weights of experts
+    BATCHED_MATMUL = enum.auto()  # likewise, each of as many rows
     CONVOLUTION = enum.auto()
     MATMUL = enum.auto()  # of any two tensors, as the operator @
     CONTRACTION = enum.auto()  # of any two tensors, otherwise
@@ -104,7 +105,8 @@ _TABLE: tuple[tuple[Role, tuple[str, ...]], ...] = (
     (Role.GROUPED_MATMUL, ("grouped_mm", "_grouped_mm")),
     (Role.CONVOLUTION, ("conv1d", "conv2d", "conv3d")),
     (Role.MATMUL, ("matmul", "__matmul__")),
-    (Role.CONTRACTION, ("mm", "bmm", "baddbmm", "einsum")),
+    (Role.CONTRACTION | Role.BATCHED_MATMUL, ("bmm",)),
+    (Role.CONTRACTION, ("mm", "baddbmm", "einsum")),
     (Role.FUSED_ATTENTION, ("scaled_dot_product_attention",)),
     (Role.FUSED_ATTENTION | Role.HOLDS_LINEARS, ("multi_head_attention_forward",)),
     (Role.SOFTMAX, ("softmax",)),
