@@ -58,6 +58,7 @@ class Activation(Op):
         weighed: each row of a Linear of them is multiplied with a number, as a shared expert's gate does.
     """
 
+    elementwise = True
     given_away = False  # the gradients of the sources may take their places
 
     def __init__(

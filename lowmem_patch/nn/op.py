@@ -34,6 +34,7 @@ class Op:
         saves: the op's own gradient needs the values of the sources, which its readers save as well.
         written_source: the error where a source was written before the values were computed.
         written_view: the error where it was written, and another that shares its memory would not see it.
+        elementwise: a view of the value is computed from views of the sources.
         holds: it needs them, and no reader saves them: they are held while the deferred tensor lives.
     """
 
@@ -50,6 +51,7 @@ class Op:
     bypassed = True
     saves = True
     holds = False
+    elementwise = False
 
     def __init__(self, low_precision: bool = False) -> None:
         self.low_precision = low_precision

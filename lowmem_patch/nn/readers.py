@@ -19,7 +19,7 @@ from lowmem_patch.nn.deferred_casts import Cast
 from lowmem_patch.nn.op import Op, Projection
 from lowmem_patch.nn.traced import join
 from lowmem_patch.tracing.call_arguments import dropout_call, is_matrix_product, is_square
-from lowmem_patch.tracing.op_roles import Role, names_with
+from lowmem_patch.tracing.op_roles import Role, function_name, names_with, role_of
 from lowmem_patch.tracing.row_moves import moves_rows
 
 _PASSED_ON = (
@@ -161,13 +161,32 @@ def _read_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     output = func(like, *rest, **kwargs)
     if output is like:
         return h
-    if not isinstance(output, Tensor) or not moves_rows(func, (like, *rest), kwargs, like, output):
+    if not isinstance(output, Tensor):
+        return NotImplemented
+    given_source = (like, *rest)
+    if not moves_rows(func, given_source, kwargs, like, output) and not _views(
+        h, func, rest, kwargs
+    ):
         return NotImplemented
 
     def move(tensor: Tensor) -> Tensor:
         return output if tensor is whole else func(_compiled_plain(tensor), *rest, **kwargs)
 
     return join(h.op.moved(h, move), h, given, args, kwargs)
+
+
+def _views(
+    h: Deferred, func: Callable[..., Any], rest: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bool:
+    """Whether a function gives all that an elementwise op is computed from rows of another length (the heads
+    of an attention become one), and copies none of it."""
+    if in_compiler() or not h.op.elementwise or not role_of(function_name(func)).has(Role.RESHAPE):
+        return False
+    stored = not any(isinstance(source, Unstored) for source in h.sources)
+    return stored and all(
+        func(source, *rest, **kwargs).untyped_storage()._cdata == source.untyped_storage()._cdata
+        for source in h.sources
+    )
 
 
 def _are_row_numbers(index: Any) -> bool:
