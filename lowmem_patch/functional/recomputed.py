@@ -13,6 +13,7 @@ Experts multiply each row of their last product, y = x W, with a routing weight 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +26,28 @@ from lowmem_patch.reference import cast
 Again = Callable[..., Tensor]
 
 
+class ExpertWeight(NamedTuple):
+    """``weight + scale * left @ right``, which is not made where a matmul reads it.
+
+        y = x W + s (x L) R,     d_low = s dy R^T,     d_x = dy W^T + d_low L^T
+        d_L = x^T d_low,         d_R = s (x L)^T dy
+
+    Attributes:
+        weight: ``[F, O]``, or one for each expert, ``[E, F, O]``.
+        left, right: of a low-rank adapter, ``[.., F, r]`` and ``[.., r, O]``; None without one.
+    """
+
+    weight: Tensor
+    left: Tensor | None = None
+    right: Tensor | None = None
+    scale: float = 1.0
+
+    @property
+    def trains(self) -> bool:
+        tensors = (self.weight, self.left, self.right)
+        return any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+
 class RecomputedMatmul(NamedTuple):
     """``multiply(x, weight)``, which saves ``sources`` and not x.
 
@@ -32,7 +55,7 @@ class RecomputedMatmul(NamedTuple):
         multiply: torch's mm, bmm or grouped_mm.
         again: gives x, from ``sources``.
         x: ``[S, F]``, of a batch ``[E, S, F]``; its gradient flows to the node that computed it.
-        weight: ``[F, O]``, or one for each expert, ``[E, F, O]``.
+        weight: whose adapter multiplies x as well.
         offsets: of grouped_mm alone: ``[E]``, the end of each expert's rows.
         sources: no gradient flows to them from here.
     """
@@ -40,14 +63,13 @@ class RecomputedMatmul(NamedTuple):
     multiply: Callable[..., Tensor]
     again: Again
     x: Tensor
-    weight: Tensor
+    weight: ExpertWeight
     offsets: Tensor | None
     sources: tuple[Tensor, ...]
 
     def product(self) -> Tensor:
         """``[S, O]``, of a batch ``[E, S, O]``."""
-        y: Tensor = _apply_matmul(None, None, *self[:-1], *self.sources)
-        return y
+        return self._apply(None, None)
 
     def weighted(self, product: Tensor, factors: Tensor) -> Tensor:
         """``product * factors``, without a saved product.
@@ -56,17 +78,18 @@ class RecomputedMatmul(NamedTuple):
             product: what `product` gave; no gradient flows to it.
             factors: ``[S, 1]``, floating point.
         """
-        y: Tensor = _apply_matmul(product.detach(), factors, *self[:-1], *self.sources)
+        return self._apply(product.detach(), factors)
+
+    def _apply(self, product: Tensor | None, factors: Tensor | None) -> Tensor:
+        apply: Any = _Matmul.apply
+        multiply, again, x, weight, offsets, sources = self
+        y: Tensor = apply(product, factors, multiply, again, x, *weight, offsets, *sources)
         return y
 
 
 def matrix_product(x: Tensor, weight: Tensor) -> Tensor:
     """``[S, O]``, as a `RecomputedMatmul` of one expert for all rows multiplies."""
     return x.mm(weight)
-
-
-def _named(offsets: Tensor | None) -> dict[str, Tensor]:
-    return {} if offsets is None else {"offs": offsets}
 
 
 class _Matmul(torch.autograd.Function):
@@ -79,52 +102,69 @@ class _Matmul(torch.autograd.Function):
         again: Again,
         x: Tensor,
         weight: Tensor,
+        left: Tensor | None,
+        right: Tensor | None,
+        scale: float,
         offsets: Tensor | None,
         *sources: Tensor,
     ) -> Tensor:
-        _, needs_factors, _, _, needs_x, needs_weight, *_ = ctx.needs_input_grad
+        _, for_factors, _, _, for_x, for_weight, for_left, for_right, *_ = ctx.needs_input_grad
+        for_hidden, for_adapter = for_x or for_factors, for_left or for_right
+        reads_x = for_weight or for_adapter or for_factors
+        adapts = for_hidden or for_adapter
         ctx.save_for_backward(
             factors,
-            weight if needs_x or needs_factors else None,
+            weight if for_hidden else None,
+            left if adapts else None,
+            right if adapts else None,
             offsets,
-            *(sources if needs_weight or needs_factors else ()),
+            *(sources if reads_x else ()),
         )
-        ctx.multiply, ctx.again, ctx.dtype, ctx.number = multiply, again, x.dtype, len(sources)
-        ctx.transposed = weight.stride(-1) != 1
-        if product is None or factors is None:
-            return multiply(x, weight, **_named(offsets))
-        return product * factors
+        ctx.multiply, ctx.again, ctx.dtype, ctx.scale = multiply, again, x.dtype, scale
+        ctx.number, ctx.transposed = len(sources), weight.stride(-1) != 1
+        if product is not None and factors is not None:
+            return product * factors
+        multiply = _bound(multiply, offsets)
+        y = multiply(x, weight)
+        return y if left is None else y.add_(multiply(multiply(x, left), right), alpha=scale)
 
     @staticmethod
     @_library.first_order("recomputed_matmul")
     def backward(ctx: Any, dy: Tensor) -> Any:
-        factors, weight, offsets, *sources = ctx.saved_tensors
-        _, needs_factors, _, _, needs_x, needs_weight, *_ = ctx.needs_input_grad
-        named = _named(offsets)
-        d_factors = d_weight = None
-        d_hidden: Any = None
+        factors, weight, left, right, offsets, *sources = ctx.saved_tensors
+        _, for_factors, _, _, for_x, for_weight, for_left, for_right, *_ = ctx.needs_input_grad
+        multiply = _bound(ctx.multiply, offsets)
+        d_factors = d_hidden = d_weight = d_left = d_right = None
         x: Any = ctx.again(*sources) if sources else None
+        rows = dy.to(ctx.dtype).contiguous()
         if weight is not None:
-            rows = dy.to(ctx.dtype).contiguous()
-            d_hidden = ctx.multiply(rows, weight.mT, **named)
-        if needs_factors:
+            d_hidden = multiply(rows, weight.mT)
+            if left is not None:
+                low = multiply(rows, right.mT)
+                d_hidden.add_(multiply(low, left.mT), alpha=ctx.scale)
+        if for_factors:
             wide = torch.promote_types(ctx.dtype, torch.float32)
             d_factors = (d_hidden * x).sum(-1, keepdim=True, dtype=wide).to(factors.dtype)
         if factors is not None:
-            d_hidden = (d_hidden * factors).to(ctx.dtype) if needs_x else None
-            dy = dy * factors if needs_weight else dy
-        if needs_weight:
+            d_hidden = (d_hidden * factors).to(ctx.dtype) if for_x else None
+            if for_weight or for_left or for_right:
+                rows = (dy * factors).to(ctx.dtype).contiguous()
+        if for_weight:
             # as torch's own backward: equal bits, and the weight's layout, or else the gradient is copied
-            rows = dy.to(ctx.dtype).contiguous()
             if ctx.transposed:
-                d_weight = ctx.multiply(rows.mT, x, **named).mT
+                d_weight = multiply(rows.mT, x).mT
             else:
-                d_weight = ctx.multiply(x.mT, rows, **named)
-        unneeded = (None,) * (1 + ctx.number)
-        return None, d_factors, None, None, d_hidden, d_weight, *unneeded
+                d_weight = multiply(x.mT, rows)
+        if for_left:
+            d_left = multiply(x.mT, multiply(rows, right.mT)).mul_(ctx.scale)
+        if for_right:
+            d_right = multiply(multiply(x, left).mT, rows).mul_(ctx.scale)
+        found = (d_factors, None, None, d_hidden if for_x else None, d_weight, d_left, d_right)
+        return None, *found, *(None,) * (2 + ctx.number)
 
 
-_apply_matmul: Any = _Matmul.apply
+def _bound(multiply: Callable[..., Tensor], offsets: Tensor | None) -> Callable[..., Tensor]:
+    return multiply if offsets is None else partial(multiply, offs=offsets)
 
 
 class _Linear(torch.autograd.Function):

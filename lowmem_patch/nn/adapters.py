@@ -25,6 +25,7 @@ from lowmem_patch.nn.deferred_ops import Saved
 from lowmem_patch.nn.dropout import PackedDropout
 from lowmem_patch.nn.op import Projection
 from lowmem_patch.nn.own import Own, give_forward, runs_class_forward
+from lowmem_patch.nn.parameter_adapters import adapts_parameter, read_factors
 
 _WITHOUT_TORCH_FUNCTION: Any = torch._C.DisableTorchFunctionSubclass
 # what the forward of PEFT's Linear looks up: one that looks up more computes more
@@ -41,7 +42,7 @@ def use_adapter(layer: nn.Module, low_precision: bool) -> None:
     """Give a LoRA layer a forward that saves one copy of its input.
 
     Args:
-        layer: a LoRA layer of a Linear.
+        layer: a LoRA layer of a Linear, or of a parameter.
         low_precision: adapters wider than the input are computed in the input's dtype.
     """
     forward = forward_as_one if adds_products(type(layer).forward) else forward_kept
@@ -73,7 +74,10 @@ def forward_kept(layer: Any, low_precision: bool, *args: Any, **kwargs: Any) -> 
     plain = args and torch.is_grad_enabled() and not is_exporting() and not is_foreign(args[0])
     if plain and args[0].is_floating_point():
         args = (Saved(low_precision).of(args[0], passing=True), *args[1:])
-    return value_of(type(layer).forward(layer, *args, **kwargs))
+    forward = type(layer).forward
+    if adapts_parameter(forward):
+        return value_of(read_factors(layer, forward, *args, **kwargs))
+    return value_of(forward(layer, *args, **kwargs))
 
 
 def forward_as_one(layer: Any, low_precision: bool, *args: Any, **kwargs: Any) -> Any:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lowmem_patch.functional import (
+    ExpertWeight,
     RecomputedMatmul,
     in_compiler,
     is_exporting,
@@ -185,10 +186,8 @@ class Chain(Op):
         return recomputed_linear(h.plain(), self.again, h.sources, weight, bias, dtype)
 
     def grouped(
-        self, h: Deferred, func: Callable[..., Any], weight: Tensor, offsets: Tensor | None
+        self, h: Deferred, func: Callable[..., Any], weight: ExpertWeight, offsets: Tensor | None
     ) -> Any:
-        if weight.dim() != 3:
-            return NotImplemented
         # itself, which lets its values go: autograd may hold the product, which holds what made it
         return Product.of(RecomputedMatmul(func, self.again, h, weight, offsets, h.sources))
 

@@ -14,6 +14,7 @@ from lowmem_patch.formulas import FORWARD
 from lowmem_patch.functional import (
     ActivationKind,
     Affine,
+    ExpertWeight,
     Recomputed,
     RecomputedMatmul,
     activation_gradients,
@@ -129,7 +130,8 @@ class Activation(Op):
             if in_compiler():
                 return plain_linear(h.plain(), to, dtype)
             if self.weighed and to.bias is None and h.dtype == dtype == to.weight.dtype:
-                return self._product(h, matrix_product, to.weight.t(), None)
+                product: Tensor = self.grouped(h, matrix_product, ExpertWeight(to.weight.t()), None)
+                return product
             if not to.weight.requires_grad:
                 # the tensor's own node saves the sources; who else reads it shares its gradient
                 return saved_linear(h.plain(), to, dtype)
@@ -144,17 +146,12 @@ class Activation(Op):
         return Dropped.of(h, p, sources, self.kind)
 
     def grouped(
-        self, h: Deferred, func: Callable[..., Any], weight: Tensor, offsets: Tensor | None
+        self, h: Deferred, func: Callable[..., Any], weight: ExpertWeight, offsets: Tensor | None
     ) -> Any:
-        if weight.dim() != 3 or in_compiler():
+        if in_compiler():
             return NotImplemented
-        return self._product(h, func, weight, offsets)
-
-    def _product(
-        self, h: Deferred, multiply: Callable[..., Tensor], weight: Tensor, offsets: Tensor | None
-    ) -> Deferred:
         again = partial(computed_again, kind=self.kind)
-        return Product.of(RecomputedMatmul(multiply, again, h.plain(), weight, offsets, h.sources))
+        return Product.of(RecomputedMatmul(func, again, h.plain(), weight, offsets, h.sources))
 
 
 class Saved(Op):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowmem_patch.functional import RecomputedMatmul, recomputed_linear
+from lowmem_patch.functional import ExpertWeight, RecomputedMatmul, recomputed_linear
 from lowmem_patch.nn.deferred import Deferred, keep, value_of
 from lowmem_patch.nn.op import Op, Projection
 
@@ -35,9 +35,9 @@ class GatheredRows(Op):
         return recomputed_linear(h.plain(), _gathered, h.sources, to.weight, to.bias, dtype)
 
     def grouped(
-        self, h: Deferred, func: Callable[..., Any], weight: Tensor, offsets: Tensor | None
+        self, h: Deferred, func: Callable[..., Any], weight: ExpertWeight, offsets: Tensor | None
     ) -> Any:
-        if weight.dim() != 3 or not weight.requires_grad:
+        if not weight.trains:
             return NotImplemented
         return Product.of(RecomputedMatmul(func, _gathered, h.plain(), weight, offsets, h.sources))
 
@@ -48,34 +48,31 @@ class Product(Op):
     The sources are what the product is made of, until it is multiplied.
 
     Args:
-        multiply, again, offsets: as of `RecomputedMatmul`.
+        matmul: that makes it; its tensors are the sources.
     """
 
     bypassed = False  # all gradients pass through it
 
-    def __init__(
-        self,
-        multiply: Callable[..., Tensor],
-        again: Callable[..., Tensor],
-        offsets: Tensor | None,
-    ) -> None:
+    def __init__(self, matmul: RecomputedMatmul) -> None:
         super().__init__()
-        self.multiply, self.again, self.offsets = multiply, again, offsets
+        self.multiply, self.again, self.offsets = matmul.multiply, matmul.again, matmul.offsets
+        self.adapted, self.scale = matmul.weight.left is not None, matmul.weight.scale
 
     @classmethod
     def of(cls, matmul: RecomputedMatmul) -> Deferred:
-        multiply, again, x, weight, offsets, sources = matmul
-        op = cls(multiply, again, offsets)
-        return keep(matmul.product(), op, (x, weight, *sources), owned=True)
+        weights = [tensor for tensor in matmul.weight[:3] if tensor is not None]
+        sources = (matmul.x, *weights, *matmul.sources)
+        return keep(matmul.product(), cls(matmul), sources, owned=True)
 
     def times(self, h: Deferred, other: Any) -> Any:
         weighs = isinstance(other, Tensor) and other.requires_grad and other.is_floating_point()
         if not weighs or not h.sources or other.shape != (*h.shape[:-1], 1):
             return NotImplemented
-        x, weight, *sources = h.sources
+        x, weight, *rest = h.sources
+        left = rest.pop(0) if self.adapted else None
+        right = rest.pop(0) if self.adapted else None
         h.sources = ()  # the caller may hold the product for longer, which need not hold x
         h._bypassed = True
-        matmul = RecomputedMatmul(
-            self.multiply, self.again, x, weight, self.offsets, tuple(sources)
-        )
+        whole = ExpertWeight(weight, left, right, self.scale)
+        matmul = RecomputedMatmul(self.multiply, self.again, x, whole, self.offsets, tuple(rest))
         return matmul.weighted(h.detached(), value_of(other))

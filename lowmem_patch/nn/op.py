@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from lowmem_patch.functional import LowRank, recast_linear
+from lowmem_patch.functional import ExpertWeight, LowRank, recast_linear
 
 if TYPE_CHECKING:
     from lowmem_patch.nn.deferred import Deferred
@@ -105,8 +105,9 @@ class Op:
         """An operator has read the values of ``h``, an `Unstored`."""
 
     def grouped(
-        self, h: Deferred, func: Callable[..., Any], weight: Tensor, offsets: Tensor | None
+        self, h: Deferred, func: Callable[..., Any], weight: ExpertWeight, offsets: Tensor | None
     ) -> Any:
+        """The product of ``h`` with weights of three dimensions, by torch's grouped_mm or bmm."""
         return NotImplemented
 
     def dropped(self, h: Deferred, p: float) -> Any:

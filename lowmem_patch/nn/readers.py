@@ -14,8 +14,9 @@ from torch import Tensor
 
 from lowmem_patch.functional import in_compiler
 from lowmem_patch.nn.context import autocast_dtype, is_foreign
-from lowmem_patch.nn.deferred import READERS, Deferred, Unstored
+from lowmem_patch.nn.deferred import READERS, Deferred, Unstored, value_of
 from lowmem_patch.nn.deferred_casts import Cast
+from lowmem_patch.nn.deferred_weights import adapted_linear, multiplied, weight_of
 from lowmem_patch.nn.op import Op, Projection
 from lowmem_patch.nn.traced import join
 from lowmem_patch.tracing.call_arguments import dropout_call, is_matrix_product, is_square
@@ -38,15 +39,13 @@ def _project(h: Deferred, weight: Any, bias: Any) -> Any:
 
 
 def _read_linear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if len(args) == 3 and isinstance(args[0], Deferred):  # as nn.Linear calls it
+    if len(args) == 3 and isinstance(args[0], Deferred) and not isinstance(args[1], Deferred):
         return _project(*args)
     given = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
-    h = given["input"]
-    return (
-        _project(h, given["weight"], given.get("bias"))
-        if isinstance(h, Deferred)
-        else NotImplemented
-    )
+    h, weight, bias = given["input"], given["weight"], given.get("bias")
+    if isinstance(weight, Deferred):
+        return adapted_linear(h, weight, bias)
+    return _project(h, weight, bias) if isinstance(h, Deferred) else NotImplemented
 
 
 def _read_addmm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -60,20 +59,31 @@ def _read_addmm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 
 def _read_grouped(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    h = args[0]
     given = {key: item for key, item in kwargs.items() if item is not None}
-    if len(args) != 2 or set(given) != {"offs"} or not _reads(h) or is_foreign(args[1]):
+    if len(args) != 2 or set(given) != {"offs"}:
         return NotImplemented
-    return h.op.grouped(h, func, args[1], given["offs"])
+    return _multiplied(func, *args, given["offs"])
 
 
 def _read_batched(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if len(args) != 2 or kwargs or not _reads(args[0]) or is_foreign(args[1]):
+    if len(args) != 2 or kwargs:
         return NotImplemented
     dtype = autocast_dtype(args[0].device.type, args[0].dtype)
     if dtype is not None and not dtype == args[0].dtype == args[1].dtype:
         return NotImplemented  # a product of casts
-    return args[0].op.grouped(args[0], func, args[1], None)
+    return _multiplied(func, *args, None)
+
+
+def _multiplied(func: Any, x: Any, weight: Any, offsets: Any) -> Any:
+    """The product with weights of experts, by ``func``."""
+    whole = weight_of(weight)
+    if whole is None or whole.weight.dim() != 3 or not torch.is_grad_enabled():
+        return NotImplemented
+    found = x.op.grouped(x, func, whole, offsets) if _reads(x) else NotImplemented
+    if found is not NotImplemented or whole.left is None:
+        return found
+    x = value_of(x)
+    return NotImplemented if is_foreign(x) else multiplied(func, x, whole, offsets)
 
 
 def _read_dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -111,7 +121,11 @@ def _operands(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Deferred, 
 
 
 def _read_matmul(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if len(args) != 2 or kwargs or not _reads(args[0]):
+    if len(args) != 2 or kwargs:
+        return NotImplemented
+    if isinstance(args[1], Deferred) and args[1].dim() == 2 and isinstance(args[0], Tensor):
+        return adapted_linear(args[0], args[1], None, transposed=True)
+    if not _reads(args[0]):
         return NotImplemented
     if is_matrix_product(args, kwargs):
         return NotImplemented if is_foreign(args[1]) else _project(args[0], args[1].t(), None)

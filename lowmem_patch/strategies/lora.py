@@ -12,6 +12,7 @@ from torch import nn
 from lowmem_patch.config import PatchConfig
 from lowmem_patch.nn.adapters import adds_products, use_adapter
 from lowmem_patch.nn.own import has_foreign_forward
+from lowmem_patch.nn.parameter_adapters import adapts_parameter
 from lowmem_patch.strategies.protocol import Facts, Found, Patch, Target
 
 
@@ -59,8 +60,17 @@ def _notes(facts: Facts, layers: tuple[str, ...]) -> list[str]:
     adapters = filter(_is_adapter, facts.modules.values())
     reasons = Counter(reason for reason in map(_reason, adapters) if reason is not None)
     dropouts = Counter(p for p in map(_dropout, taken) if p > 0)
-    steps = Counter(type(m).__name__ for m in taken if not adds_products(type(m).forward))
+    of_parameters = sum(adapts_parameter(type(m).forward) for m in taken)
+    steps = Counter(
+        type(m).__name__
+        for m in taken
+        if not (adds_products(type(m).forward) or adapts_parameter(type(m).forward))
+    )
     notes = [f"{len(layers)} adapter layers keep one copy of their input"] if layers else []
+    if of_parameters:
+        notes.append(
+            f"{of_parameters} of them adapt a parameter, of experts or a router, without making its sum"
+        )
     notes += [
         f"{count} of them keep one bit more for each element of it: the mask of their dropout of {p:g}"
         for p, count in dropouts.items()

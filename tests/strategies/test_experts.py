@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lowmem_patch import patch_model, patch_report, plan_patch, saved_bytes
-from lowmem_patch.functional import RecomputedMatmul
+from lowmem_patch.functional import ExpertWeight, RecomputedMatmul
 from lowmem_patch.tracing.saved_bytes import storage_key
 from tests.support.judge import assert_accurate, assert_same_step
 from tests.support.models import randomise
@@ -327,7 +327,7 @@ def test_a_frozen_product_gives_its_rows_a_gradient() -> None:
 
     sources = (x.detach(), torch.arange(6))  # neither is saved
     RecomputedMatmul(
-        multiply, torch.index_select, x, weight, offsets, sources
+        multiply, torch.index_select, x, ExpertWeight(weight), offsets, sources
     ).product().sum().backward()
     (wanted,) = torch.autograd.grad(multiply(x, weight, offs=offsets).sum(), x)
     assert torch.equal(x.grad, wanted)
@@ -343,7 +343,9 @@ def test_a_weight_gets_a_gradient_of_its_layout(transposed: bool) -> None:
     x, offsets = torch.randn(16, 8, dtype=torch.bfloat16), torch.tensor([8, 16], dtype=torch.int32)
     multiply = F.grouped_mm
     stock = torch.autograd.grad(multiply(x, weight, offs=offsets).square().sum(), weight)[0]
-    product = RecomputedMatmul(multiply, lambda rows: rows, x, weight, offsets, (x,)).product()
+    product = RecomputedMatmul(
+        multiply, lambda rows: rows, x, ExpertWeight(weight), offsets, (x,)
+    ).product()
     found = torch.autograd.grad(product.square().sum(), weight)[0]
     assert torch.equal(found, stock)
     assert found.stride() == stock.stride() == weight.stride()

@@ -1,0 +1,98 @@
+"""PEFT's adapter of a parameter, as of the weights of experts: the module reads W + s L R, which is not made.
+
+PEFT gives the module a parametrization for each forward. Here the module finds a deferred tensor in the place
+of its parameter for that time (`lowmem_patch.nn.deferred_weights.AdaptedWeight`). What is not one adapter of
+a floating parameter is left to PEFT's forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lowmem_patch.functional import in_compiler, is_exporting, is_transformed
+from lowmem_patch.nn.context import is_foreign
+from lowmem_patch.nn.deferred import defer
+from lowmem_patch.nn.deferred_weights import AdaptedWeight
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_ROW = 16  # bytes, of which torch's grouped_mm asks for a multiple
+# what the forward of PEFT's ParamWrapper looks up: one that looks up more computes more
+_KNOWN = frozenset(
+    (
+        "ValueError", "__class__", "__name__", "_activate_lora", "_check_forward_args", "active_adapters",
+        "base_layer", "disable_adapters", "merged", "pop", "unmerge",
+    )
+)  # fmt: skip
+
+
+def adapts_parameter(forward: Callable[..., Any]) -> bool:
+    """Whether a class's forward is that of PEFT's ParamWrapper, told by what it looks up."""
+    code: Any = getattr(forward, "__code__", None)
+    file = getattr(forward, "__globals__", {}).get("__name__")
+    if file != "peft.tuners.lora.layer" or code.co_qualname != "ParamWrapper.forward":
+        return False
+    return _KNOWN.issuperset(code.co_names)
+
+
+def read_factors(layer: Any, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The forward of the base, which finds a deferred tensor in the place of its parameter.
+
+    Args:
+        layer: a ParamWrapper.
+        call: its class's forward, which is called where more is to compute.
+    """
+    weight = _adapted_weight(layer) if "adapter_names" not in kwargs else None
+    if weight is None:
+        return call(layer, *args, **kwargs)
+    attributes = vars(layer.get_base_layer())
+    attributes[layer.parameter_name] = (
+        weight  # nn.Module looks for parameters behind its attributes
+    )
+    try:
+        return layer.base_layer(*args, **kwargs)
+    finally:
+        del attributes[layer.parameter_name]
+
+
+def _adapted_weight(layer: Any) -> Tensor | None:
+    """The weight with its adapter, deferred; None where this is left to PEFT."""
+    if not torch.is_grad_enabled() or in_compiler() or is_exporting() or is_transformed():
+        return None
+    names = [name for name in layer.active_adapters if name in layer.lora_A]
+    if layer.disable_adapters or layer.merged or len(names) != 1:
+        return None
+    base, name = layer.get_base_layer(), layer.parameter_name
+    weight = base._parameters.get(name)
+    lora_A, lora_B = (table[names[0]].weight for table in (layer.lora_A, layer.lora_B))
+    if name in vars(base) or any(map(is_foreign, (weight, lora_A, lora_B))):
+        return None
+    if weight.dtype not in _DTYPES or not lora_A.requires_grad:
+        return None
+    factors = _factors(layer, weight, lora_A, lora_B)
+    return None if factors is None else defer(AdaptedWeight(layer.scaling[names[0]]), factors)
+
+
+def _factors(
+    layer: Any, weight: Tensor, lora_A: Tensor, lora_B: Tensor
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """W, L and R. PEFT's A of several experts is ``[E r, F]``, its B ``[O, r E]``."""
+    experts = layer.num_experts
+    if weight.dim() == 2 and experts == 1:  # [O, F], as a Linear's
+        left, right = lora_B, lora_A
+    elif weight.dim() == 3 and experts == weight.shape[0] > 1:
+        right = lora_A.reshape(experts, -1, lora_A.shape[-1])
+        left = lora_B.reshape(lora_B.shape[0], -1, experts).permute(2, 0, 1)
+        if not layer._did_swap_in_out_features:  # [E, F, O], not [E, O, F]
+            left, right = right.mT, left.mT
+    else:
+        return None
+    left, right = (factor.to(weight.dtype) for factor in (left, right))
+    missing = -left.shape[-1] % (_ROW // weight.itemsize) if weight.dim() == 3 else 0
+    if missing:
+        left, right = F.pad(left, (0, missing)), F.pad(right, (0, 0, 0, missing))
+    return weight, left.contiguous(), right.contiguous()
