@@ -15,6 +15,7 @@ from torch import Tensor
 from lowmem_patch.functional import ExpertWeight, LowRank, RecomputedMatmul
 from lowmem_patch.nn.context import autocast_dtype, is_foreign
 from lowmem_patch.nn.deferred import Deferred, defer, value_of
+from lowmem_patch.nn.deferred_casts import Cast
 from lowmem_patch.nn.deferred_linears import project
 from lowmem_patch.nn.deferred_rows import Product
 from lowmem_patch.nn.op import Op, Projection
@@ -69,12 +70,8 @@ def weight_of(weight: Any) -> ExpertWeight | None:
     """What a matmul multiplies with, None where it is left to the class of the weight."""
     if not is_foreign(weight):
         return ExpertWeight(weight)
-    op = _adapted(weight)
-    if op is None:
-        return None
-    weight._bypassed = True
-    own, left, right = weight.sources
-    return ExpertWeight(own, left, right, op.scale)
+    adapted = _adapted(weight)
+    return adapted if adapted is None or adapted.weight.dtype == weight.dtype else None
 
 
 def multiplied(func: Any, x: Tensor, weight: ExpertWeight, offsets: Tensor | None) -> Deferred:
@@ -91,24 +88,30 @@ def adapted_linear(x: Any, weight: Deferred, bias: Any, *, transposed: bool = Fa
 
     ``transposed``: the weight is ``[in, out]``.
     """
-    op = _adapted(weight)
-    if op is None or weight.dim() != 2 or not torch.is_grad_enabled():
+    adapted = _adapted(weight)
+    if adapted is None or weight.dim() != 2 or not torch.is_grad_enabled():
         return NotImplemented
     x = value_of(x) if isinstance(x, Deferred) and x.is_changed() else x
     dtype = autocast_dtype(weight.device.type, x.dtype)
     foreign = is_foreign(x) and not isinstance(x, Deferred)
     if foreign or (dtype is None and weight.dtype != x.dtype):
         return NotImplemented
-    weight._bypassed = True
-    own, left, right = weight.sources
+    own, left, right, scale = adapted
+    if left is None or right is None:
+        return NotImplemented
     if transposed:
         own, left, right = own.mT, right.mT, left.mT
-    adapter = LowRank(right, left, op.scale)
+    adapter = LowRank(right, left, scale)
     return project(x, Projection(own, bias, adapter), x.dtype if dtype is None else dtype)
 
 
-def _adapted(weight: Any) -> AdaptedWeight | None:
-    """How such a weight is made, where it need not be."""
-    if not isinstance(weight, Deferred) or not isinstance(weight.op, AdaptedWeight):
+def _adapted(weight: Any) -> ExpertWeight | None:
+    """W, L and R of such a weight, or of a cast of one (a router computes in float32)."""
+    h = weight
+    if isinstance(h, Deferred) and isinstance(h.op, Cast) and not h.is_changed():
+        h = h.sources[0]
+    if not isinstance(h, Deferred) or not isinstance(h.op, AdaptedWeight) or h.is_changed():
         return None
-    return None if weight.is_changed() else weight.op
+    weight._bypassed = h._bypassed = True
+    own, left, right = h.sources
+    return ExpertWeight(own, left, right, h.op.scale)
