@@ -8,18 +8,18 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from peft import LoraConfig, get_peft_model
-from torch import Tensor
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+from torch import Tensor, nn
 
-from lowmem_patch import patch_model, patch_report, saved_bytes
-from tests.support.judge import assert_accurate
+from lowmem_patch import patch_model, patch_report, saved_bytes, unpatch_model
+from tests.support.judge import assert_accurate, assert_equal
 from tests.support.models import randomise
-from tests.support.step import FP32, MODES, Mode, cast, step, truth_of, twin_of
+from tests.support.step import BF16, FP32, MODES, Mode, cast, step, truth_of, twin_of
 
 pytestmark = [
     # PEFT reads a name that transformers has since deprecated
-    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:.*target_parameters:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*_pattern keys:RuntimeWarning"),
 ]
 
 WIDTH, INNER, EXPERTS = 32, 24, 4
@@ -29,6 +29,7 @@ SIZES = {
     "num_local_experts": EXPERTS, "num_experts": EXPERTS, "shared_expert_intermediate_size": 40,
     "head_dim": 8, "n_routed_experts": EXPERTS, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
 }  # fmt: skip
+NAMES = ("Mixtral", "Qwen3Moe", "Qwen2Moe", "GptOss", "Glm4Moe")
 PARAMETERS = ("experts.gate_up_proj", "experts.down_proj")
 
 
@@ -54,12 +55,19 @@ def tokens() -> dict[str, Tensor]:
     return {"input_ids": torch.randint(1, 64, (2, 9), generator=generator)}
 
 
+def patched(model: Any) -> tuple[Any, Any]:
+    """The model and a copy of it from before the patch."""
+    stock = copy.deepcopy(model)
+    return patch_model(model, "exact", example_inputs=tokens()), stock
+
+
 def assert_same(model: Any, stock: Any, mode: Mode = FP32) -> None:
     """As accurate as the unpatched model; the truth is of a loop, since grouped_mm has no float64."""
     exact = copy.deepcopy(stock)
     exact.config._experts_implementation = exact.base_model.model.config._experts_implementation = (
         "eager"
     )
+    exact.base_model.model.gradient_checkpointing_disable()
     own = step(stock, tokens(), mode)
     assert_accurate(step(model, tokens(), mode), own, truth_of(exact, tokens()), mode)
 
@@ -76,9 +84,14 @@ def weights_saved(model: Any) -> set[tuple[int, ...]]:
     }
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("how", ["grouped_mm", "eager", "batched_mm"])
-@pytest.mark.parametrize("name", ["Mixtral", "Qwen3Moe", "Qwen2Moe", "GptOss", "Glm4Moe"])
+CASES = [
+    *((name, "grouped_mm", mode) for name in NAMES for mode in MODES),
+    *((name, how, "fp32") for name in ("Mixtral", "GptOss") for how in ("eager", "batched_mm")),
+    ("Mixtral", "eager", "autocast"),
+]
+
+
+@pytest.mark.parametrize(("name", "how", "mode"), CASES)
 def test_experts_with_adapters_save_no_weights(name: str, how: str, mode: str) -> None:
     model = cast(adapted(name, how), MODES[mode].weights)
     stock = copy.deepcopy(model)
@@ -91,3 +104,119 @@ def test_experts_with_adapters_save_no_weights(name: str, how: str, mode: str) -
         assert weights_saved(stock)
         assert not weights_saved(model)
     assert how != "grouped_mm" or mode != "fp32" or patch_report(model).saved_after == found
+
+
+@pytest.mark.parametrize("name", ["Qwen3Moe", "Glm4Moe"])
+def test_a_router_with_an_adapter(name: str) -> None:
+    """GLM's computes in float32, whatever the weights are."""
+    model = adapted(name, target_modules="all-linear", target_parameters=None)
+    gate = model.base_model.model.model.layers[1].mlp.gate
+    assert gate.parameter_name == "weight"
+    model, stock = patched(model)
+    assert_same(model, stock)
+    assert any("adapt a parameter" in note for note in patch_report(model).notes)
+
+
+def assert_trains_alike(model: Any, stock: Any, steps: int = 4) -> None:
+    """Trajectories of both, float32, in which every step changes what the next one reads."""
+    for one in (model, stock):
+        optimizer = torch.optim.SGD([p for p in one.parameters() if p.requires_grad], lr=0.05)
+        for _ in range(steps):
+            optimizer.zero_grad()
+            one(**tokens(), labels=tokens()["input_ids"]).loss.backward()
+            optimizer.step()
+    theirs = dict(stock.named_parameters())
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter, theirs[name], atol=2e-5, rtol=2e-4, msg=name)
+
+
+def test_a_life_of_adapters() -> None:
+    """Trained, disabled, merged and unmerged, saved and loaded, and taken off."""
+    model, stock = patched(adapted("Mixtral"))
+    assert_trains_alike(model, stock)
+    for one in (model, stock):
+        one.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(model(**tokens()).logits, stock(**tokens()).logits)
+        with model.disable_adapter(), stock.disable_adapter():
+            torch.testing.assert_close(model(**tokens()).logits, stock(**tokens()).logits)
+    found = get_peft_model_state_dict(model)
+    assert found.keys() == get_peft_model_state_dict(stock).keys()
+    for one in (model, stock):
+        one.train().merge_adapter()
+    torch.testing.assert_close(model(**tokens()).logits, stock(**tokens()).logits)
+    for one in (model, stock):
+        one.unmerge_adapter()
+    assert_same(model, stock)
+    unpatch_model(model)
+    assert_equal(step(model, tokens()), step(copy.deepcopy(model), tokens()))
+    experts = model.base_model.model.model.layers[0].mlp.experts.get_base_layer()
+    assert "gate_up_proj" not in vars(experts)
+
+
+def test_two_adapters_at_a_time_are_left_to_peft() -> None:
+    model = adapted("Mixtral")
+    lora = LoraConfig(
+        r=2, init_lora_weights=False, target_parameters=list(PARAMETERS), target_modules=[]
+    )
+    model.add_adapter("other", lora)
+    model.base_model.set_adapter(["default", "other"])
+    model, stock = patched(model.train())
+    assert_same(model, stock)
+    for one in (model, stock):
+        one.base_model.set_adapter("other")
+    assert_same(model, stock)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_blocks_with_adapted_experts(reentrant: bool) -> None:
+    model, stock = patched(adapted("Qwen3Moe"))
+    for one in (model, stock):
+        one.enable_input_require_grads()
+        one.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    assert_same(model, stock)
+
+
+def test_a_forward_that_fails_leaves_the_parameter() -> None:
+    model, _ = patched(adapted("Mixtral"))
+    experts = model.base_model.model.model.layers[0].mlp.experts.get_base_layer()
+
+    def fail(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    handle = experts.act_fn.register_forward_hook(fail)
+    with pytest.raises(KeyboardInterrupt):
+        model(**tokens())
+    handle.remove()
+    assert "gate_up_proj" not in vars(experts)
+    assert isinstance(experts.gate_up_proj, nn.Parameter)
+
+
+def test_a_reader_that_nobody_knows_gets_the_sum() -> None:
+    """Whoever reads the weight otherwise has its values, and a gradient of them."""
+    model, stock = patched(adapted("Mixtral", "eager"))
+    for one in (model, stock):
+        experts = one.base_model.model.model.layers[0].mlp.experts.get_base_layer()
+
+        def looks(module: Any, args: Any, output: Tensor) -> Tensor:
+            return output + module.gate_up_proj.square().mean() + module.down_proj[1].mT.sum()
+
+        experts.register_forward_hook(looks)
+    assert_same(model, stock)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rank", [4, 16])
+@pytest.mark.parametrize("name", ["Qwen3Moe", "GptOss"])
+def test_adapted_experts_on_a_gpu(name: str, rank: int) -> None:
+    """Rows of a rank of 4 are too short for torch's grouped_mm, and are padded."""
+    model = adapted(name, rank=rank).to("cuda", torch.bfloat16)
+    stock = copy.deepcopy(model)
+    given = {key: value.cuda() for key, value in tokens().items()}
+    patch_model(model, "exact", example_inputs=given)
+    exact = copy.deepcopy(stock)
+    exact.config._experts_implementation = exact.base_model.model.config._experts_implementation = (
+        "eager"
+    )
+    own = step(stock, given, BF16)
+    assert_accurate(step(model, given, BF16), own, truth_of(exact, given), BF16)
