@@ -79,7 +79,7 @@ def _step(row: dict[str, Any]) -> str:
     return f"{median:.1f} ± {spread:.1f}" if spread > 0.05 * median else f"{median:.1f}"
 
 
-def gpu_table(name: str, options: str = "") -> str:
+def gpu_table(name: str, options: str = "", script: str = "models.py --device cuda") -> str:
     """act / peak+ / step on the GPU."""
     data = _load(name)
     shown = [c for c in _COLUMNS if any(c in variants for variants in data["cases"].values())]
@@ -96,7 +96,7 @@ def gpu_table(name: str, options: str = "") -> str:
             else:
                 cells.append(f"{row['act_mib']:.0f} / {row['peak_mib']:.0f} / {_step(row)}")
         rows.append(f"| {_named(case, data.get('parts', {}))} | {' | '.join(cells)} |")
-    command = f"python benchmarks/models.py --device cuda{options} --json benchmarks/results/{name}"
+    command = f"python benchmarks/{script}{options} --json benchmarks/results/{name}"
     return "\n".join([*rows, "", f"`{command}`: {_environment(data)}"])
 
 
@@ -309,6 +309,7 @@ TABLES = {
     ),
     "host": partial(host_table, "host-h200.json"),
     "gpu": partial(gpu_table, "models-h200.json"),
+    "experts": partial(gpu_table, "experts-h200.json", script="experts.py"),
     "gpu-earlier": partial(gpu_table, "models-h200-earlier.json"),
 }
 
