@@ -2,8 +2,8 @@
 
     python benchmarks/experts.py --json benchmarks/results/experts-h200.json
 
-Blocks of Qwen3-30B-A3B, Mixtral-8x7B and gpt-oss-20b without their heads, in bf16, at random; PEFT's adapters of
-rank 16 on attention and on all experts. Columns are those of ``benchmarks/models.py``.
+Blocks of Qwen3-30B-A3B, Mixtral-8x7B and gpt-oss-20b without their heads, in bf16, at random; PEFT's adapters
+of rank 16 on attention and on all experts. Columns are those of ``benchmarks/models.py``.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def _blocks(name: str, layers: int, **sizes: Any) -> nn.Module:
 def qwen(layers: int) -> nn.Module:
     """Qwen3-30B-A3B."""
     return _blocks(
-        "Qwen3Moe", layers, hidden_size=2048, moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8,
-        num_attention_heads=32, num_key_value_heads=4, head_dim=128,
+        "Qwen3Moe", layers, hidden_size=2048, moe_intermediate_size=768, num_attention_heads=32,
+        num_key_value_heads=4, head_dim=128, num_experts=128, num_experts_per_tok=8,
     )  # fmt: skip
 
 
