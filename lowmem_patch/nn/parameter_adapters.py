@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from lowmem_patch.functional import in_compiler, is_exporting, is_transformed
 from lowmem_patch.nn.context import is_foreign
@@ -46,7 +46,8 @@ def read_factors(layer: Any, call: Callable[..., Any], *args: Any, **kwargs: Any
         layer: a ParamWrapper.
         call: its class's forward, which is called where more is to compute.
     """
-    weight = _adapted_weight(layer) if "adapter_names" not in kwargs else None
+    trains = torch.is_grad_enabled() and not (in_compiler() or is_exporting() or is_transformed())
+    weight = _adapted_weight(layer) if trains and "adapter_names" not in kwargs else None
     if weight is None:
         return call(layer, *args, **kwargs)
     attributes = vars(layer.get_base_layer())
@@ -61,20 +62,22 @@ def read_factors(layer: Any, call: Callable[..., Any], *args: Any, **kwargs: Any
 
 def _adapted_weight(layer: Any) -> Tensor | None:
     """The weight with its adapter, deferred; None where this is left to PEFT."""
-    if not torch.is_grad_enabled() or in_compiler() or is_exporting() or is_transformed():
-        return None
     names = [name for name in layer.active_adapters if name in layer.lora_A]
     if layer.disable_adapters or layer.merged or len(names) != 1:
         return None
-    base, name = layer.get_base_layer(), layer.parameter_name
-    weight = base._parameters.get(name)
     lora_A, lora_B = (table[names[0]].weight for table in (layer.lora_A, layer.lora_B))
-    if name in vars(base) or any(map(is_foreign, (weight, lora_A, lora_B))):
-        return None
-    if weight.dtype not in _DTYPES or not lora_A.requires_grad:
+    weight = _plain_parameter(layer.get_base_layer(), layer.parameter_name)
+    if weight is None or is_foreign(lora_A) or is_foreign(lora_B) or not lora_A.requires_grad:
         return None
     factors = _factors(layer, weight, lora_A, lora_B)
     return None if factors is None else defer(AdaptedWeight(layer.scaling[names[0]]), factors)
+
+
+def _plain_parameter(base: nn.Module, name: str) -> Tensor | None:
+    """A floating parameter, None where it is sharded, quantised, or not where the module keeps its own."""
+    weight = base._parameters.get(name)
+    known = name not in vars(base) and not is_foreign(weight)
+    return weight if known and weight is not None and weight.dtype in _DTYPES else None
 
 
 def _factors(

@@ -164,29 +164,36 @@ def _read_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     given, rest = func, args[1:]
     if func is Tensor.__getitem__ and _are_row_numbers(rest[0]):
         return NotImplemented if in_compiler() else h.op.gathered(h, rest[0])
+    if func is Tensor.view and rest and isinstance(rest[0], torch.dtype):
+        return NotImplemented  # another reading of the same bits
     if func is Tensor.view:
-        if rest and isinstance(rest[0], torch.dtype):
-            return NotImplemented  # another reading of the same bits
         func = Tensor.reshape  # a source may be strided where the value is contiguous
-    like = h
+    return _moved(h, given, func, rest, kwargs)
+
+
+def _moved(
+    h: Deferred,
+    given: Callable[..., Any],
+    func: Callable[..., Any],
+    rest: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """``given(h, *rest)``, which ``func`` does to what h is computed from."""
+    like: Any = h
     while isinstance(like, Unstored) and not like.held:  # what it is computed from
         like = like.sources[0]
     whole, like = like, _compiled_plain(like)
     output = func(like, *rest, **kwargs)
     if output is like:
         return h
-    if not isinstance(output, Tensor):
-        return NotImplemented
-    given_source = (like, *rest)
-    if not moves_rows(func, given_source, kwargs, like, output) and not _views(
-        h, func, rest, kwargs
-    ):
+    moves = isinstance(output, Tensor) and moves_rows(func, (like, *rest), kwargs, like, output)
+    if not moves and not _views(h, func, rest, kwargs):
         return NotImplemented
 
-    def move(tensor: Tensor) -> Tensor:
+    def move(tensor: Tensor) -> Any:
         return output if tensor is whole else func(_compiled_plain(tensor), *rest, **kwargs)
 
-    return join(h.op.moved(h, move), h, given, args, kwargs)
+    return join(h.op.moved(h, move), h, given, (h, *rest), kwargs)
 
 
 def _views(
