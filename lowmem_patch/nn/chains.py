@@ -116,6 +116,7 @@ class Chain(Op):
         last: the step.
         places: of the leaves, among the sources.
         to: the value's dtype.
+        differentiable: as of `lowmem_patch.nn.op.Op`.
         autocast: under which the steps run.
     """
 
@@ -126,11 +127,13 @@ class Chain(Op):
         last: _Step,
         places: dict[_Leaf, int],
         to: torch.dtype,
+        differentiable: bool,
         autocast: Autocast,
         low_precision: bool,
     ) -> None:
         super().__init__(low_precision)
         self.last, self.places, self.to, self.autocast = last, places, to, autocast
+        self.differentiable = differentiable
         self._graph: tuple[list[Tensor], Tensor] | None = None  # of one backward
 
     def dtype(self, sources: tuple[Tensor, ...]) -> torch.dtype:
@@ -201,8 +204,10 @@ def _is_chain(tensor: Tensor) -> bool:
 
 
 def _may_wait(tensors: list[Tensor]) -> bool:
-    """Whether a gradient is asked for, and no tensor has a class of its own."""
+    """Whether a gradient is asked for, and by autograd alone, and no tensor has a class of its own."""
     if any(is_foreign(tensor) and not isinstance(tensor, Deferred) for tensor in tensors):
+        return False
+    if is_transformed():
         return False
     # a step of a mask alone has no gradient
     asks = any(tensor.requires_grad or _is_chain(tensor) for tensor in tensors)
@@ -217,12 +222,20 @@ def _operands(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
         return []
     shape = largest_shape(tensors)
     whole = [tensor for tensor in tensors if tensor.shape == shape]
-    if not whole or len({strides_like(tensor) for tensor in whole}) > 1:
+    if not whole or not _lies_as(whole, [one for one in tensors if one.shape != shape]):
         return []
     first = max(whole, key=_is_chain)
     if any(tensor.device != first.device and tensor.dim() for tensor in tensors):
         return []
     return [first, *(tensor for tensor in tensors if tensor is not first)]
+
+
+def _lies_as(whole: list[Tensor], parts: list[Tensor]) -> bool:
+    """Whether the result lies as all tensors of its shape do; one that is broadcast may lay it out, too."""
+    if len({strides_like(tensor) for tensor in whole}) > 1:
+        return False
+    rows = [part for part in parts if sum(length > 1 for length in part.shape) > 1]
+    return not rows or all(tensor.is_contiguous() for tensor in (whole[0], *rows))
 
 
 def extended(
@@ -255,7 +268,8 @@ def extended(
 
     step = _Step(func, tuple(map(item, args)), {name: item(one) for name, one in kwargs.items()})
     dtype = _dtype_of(func, tuple(map(_key, args)), _keys(kwargs), device, autocast)
-    return defer(Chain(step, places, dtype, autocast, low_precision), tuple(sources))
+    asks = any(tensor.requires_grad for tensor in tensors)
+    return defer(Chain(step, places, dtype, asks, autocast, low_precision), tuple(sources))
 
 
 def _place_in(sources: list[Tensor], tensor: Tensor) -> int:

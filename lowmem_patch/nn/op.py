@@ -31,6 +31,7 @@ class Op:
             as it would under autocast (adapters with float32 weights on a bf16 model).
         bypassed: readers send their gradient to the sources, past the tensor, so that a hook on the
             tensor would miss it.
+        differentiable: the value has a gradient.
         saves: the op's own gradient needs the values of the sources, which its readers save as well.
         written_source: the error where a source was written before the values were computed.
         written_view: the error where it was written, and another that shares its memory would not see it.
@@ -48,6 +49,7 @@ class Op:
         "this module alone (activations: keep, norms: keep)"
     )
     bypassed = True
+    differentiable = True
     saves = True
     holds = False
 
@@ -144,4 +146,5 @@ def strides_like(like: Tensor) -> tuple[int, ...] | None:
     """Of an elementwise op's value; None where it is contiguous."""
     if like.is_contiguous():
         return None
-    return torch.empty_like(like, device="meta").stride()
+    made = torch.empty_like(like, device="meta")
+    return None if made.is_contiguous() else made.stride()
