@@ -116,7 +116,6 @@ class Chain(Op):
         last: the step.
         places: of the leaves, among the sources.
         to: the value's dtype.
-        differentiable: as of `lowmem_patch.nn.op.Op`.
         autocast: under which the steps run.
     """
 
@@ -127,13 +126,11 @@ class Chain(Op):
         last: _Step,
         places: dict[_Leaf, int],
         to: torch.dtype,
-        differentiable: bool,
         autocast: Autocast,
         low_precision: bool,
     ) -> None:
         super().__init__(low_precision)
         self.last, self.places, self.to, self.autocast = last, places, to, autocast
-        self.differentiable = differentiable
         self._graph: tuple[list[Tensor], Tensor] | None = None  # of one backward
 
     def dtype(self, sources: tuple[Tensor, ...]) -> torch.dtype:
@@ -250,26 +247,37 @@ def extended(
     chained = {id(tensor) for tensor in tensors if _is_chain(tensor)}
     if any(id(tensor) in chained and tensor.op.autocast != autocast for tensor in tensors):
         return None
-    sources: list[Tensor] = []
-    places: dict[_Leaf, int] = {}
-    items: dict[int, _Step | _Leaf] = {}
-    for tensor in tensors:
-        if id(tensor) in chained:
-            own = [_place_in(sources, source) for source in tensor.sources]
-            places |= {leaf: own[place] for leaf, place in tensor.op.places.items()}
-            items[id(tensor)] = tensor.op.last
-            tensor.op.bypassed = tensor._bypassed = True
-        elif id(tensor) not in items:
-            items[id(tensor)] = leaf = _Leaf()
-            places[leaf] = _place_in(sources, value_of(tensor))
+    sources, places, items = _joined(tensors, chained)
 
     def item(given: Any) -> Any:
         return items[id(given)] if isinstance(given, Tensor) else given
 
     step = _Step(func, tuple(map(item, args)), {name: item(one) for name, one in kwargs.items()})
     dtype = _dtype_of(func, tuple(map(_key, args)), _keys(kwargs), device, autocast)
-    asks = any(tensor.requires_grad for tensor in tensors)
-    return defer(Chain(step, places, dtype, asks, autocast, low_precision), tuple(sources))
+    if dtype == torch.bool or not any(tensor.requires_grad for tensor in tensors):
+        sources = [source.detach() for source in sources]  # to which a mask has no gradient
+    return defer(Chain(step, places, dtype, autocast, low_precision), tuple(sources))
+
+
+def _joined(
+    tensors: list[Any], chained: set[int]
+) -> tuple[list[Tensor], dict[_Leaf, int], dict[int, _Step | _Leaf]]:
+    """The sources of operands, the places of leaves among them, and what stands for each operand."""
+    sources: list[Tensor] = []
+    places: dict[_Leaf, int] = {}
+    items: dict[int, _Step | _Leaf] = {}
+    for tensor in tensors:
+        if id(tensor) in chained:
+            for leaf, place in tensor.op.places.items():
+                source = tensor.sources[place]
+                if leaf not in places or source.requires_grad:  # those of a mask ask for none
+                    places[leaf] = _place_in(sources, source)
+            items[id(tensor)] = tensor.op.last
+            tensor.op.bypassed = tensor._bypassed = True
+        elif id(tensor) not in items:
+            items[id(tensor)] = leaf = _Leaf()
+            places[leaf] = _place_in(sources, value_of(tensor))
+    return sources, places, items
 
 
 def _place_in(sources: list[Tensor], tensor: Tensor) -> int:

@@ -292,8 +292,6 @@ class _Defer(torch.autograd.Function):
             dtype=op.dtype(sources),
             device=first.device,
         )
-        if not op.differentiable:
-            ctx.mark_non_differentiable(h)
         return h
 
     @staticmethod

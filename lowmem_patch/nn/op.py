@@ -31,7 +31,6 @@ class Op:
             as it would under autocast (adapters with float32 weights on a bf16 model).
         bypassed: readers send their gradient to the sources, past the tensor, so that a hook on the
             tensor would miss it.
-        differentiable: the value has a gradient.
         saves: the op's own gradient needs the values of the sources, which its readers save as well.
         written_source: the error where a source was written before the values were computed.
         written_view: the error where it was written, and another that shares its memory would not see it.
@@ -49,7 +48,6 @@ class Op:
         "this module alone (activations: keep, norms: keep)"
     )
     bypassed = True
-    differentiable = True
     saves = True
     holds = False
 

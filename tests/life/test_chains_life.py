@@ -228,6 +228,26 @@ def test_a_value_without_a_gradient_has_none() -> None:
     assert_equal_steps(model, twin, rows())
 
 
+def test_what_a_mask_is_of_gets_no_gradient() -> None:
+    def marked(net: Any, x: Tensor) -> Tensor:
+        y = half(net, x)
+        y = y / (2 + y.abs())
+        mask = (y > 0.1).to(y.dtype)
+        if net.alone:
+            return (1 - mask) * net.positive + mask * net.negative
+        return y.log1p() * mask - net.positive / (1 + mask)
+
+    Activation.alone = False  # type: ignore[attr-defined]
+    model = network(marked)
+    twin = copy.deepcopy(model)
+    patched(model)
+    assert chains_of(model)
+    assert_equal_steps(model, twin, rows())
+    model[1].act.alone = twin[1].act.alone = True
+    assert_equal_steps(model, twin, rows())
+    assert model[1].up.weight.grad is None
+
+
 @pytest.mark.parametrize("turned", ["part", "whole"])
 def test_a_broadcast_tensor_may_lay_the_value_out(turned: str) -> None:
     def wide(net: Any, x: Tensor) -> Tensor:
