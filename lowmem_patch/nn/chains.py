@@ -30,7 +30,12 @@ from lowmem_patch.nn.deferred import Deferred, Unstored, defer, value_of
 from lowmem_patch.nn.deferred_rows import Product
 from lowmem_patch.nn.op import Op, Projection, strides_like
 from lowmem_patch.nn.own import Own, give_forward_around, inner_forward
-from lowmem_patch.tracing.call_arguments import ElementwiseCall, elementwise_call, largest_shape
+from lowmem_patch.tracing.call_arguments import (
+    MIRRORED,
+    ElementwiseCall,
+    elementwise_call,
+    largest_shape,
+)
 from lowmem_patch.tracing.observers import FunctionObserver
 
 _WITHOUT_TORCH_FUNCTION: Any = torch._C.DisableTorchFunctionSubclass
@@ -333,7 +338,8 @@ class _Defers(FunctionObserver):
     def __init__(self, calls: frozenset[ElementwiseCall], low_precision: bool) -> None:
         super().__init__()
         self.calls, self.low_precision = calls, low_precision
-        self.names = {call.name for call in calls}
+        names = {call.name for call in calls}
+        self.names = names | {name for name, other in MIRRORED.items() if other in names}
         # a checkpoint inside of the module runs again without this mode, and must save the same both times
         self.packer = packer()
 
