@@ -31,7 +31,12 @@ from lowmem_patch.nn.deferred import Deferred, Unstored, defer, value_of
 from lowmem_patch.nn.deferred_rows import Product
 from lowmem_patch.nn.op import Op, Projection, strides_like
 from lowmem_patch.nn.own import Own, give_forward_around, inner_forward
-from lowmem_patch.tracing.call_arguments import ElementwiseCall, elementwise_call, largest_shape
+from lowmem_patch.tracing.call_arguments import (
+    MIRRORED,
+    ElementwiseCall,
+    elementwise_call,
+    largest_shape,
+)
 from lowmem_patch.tracing.observers import FunctionObserver
 
 _WITHOUT_TORCH_FUNCTION: Any = torch._C.DisableTorchFunctionSubclass
@@ -200,8 +205,10 @@ def _is_chain(tensor: Tensor) -> bool:
 
 
 def _may_wait(tensors: list[Tensor]) -> bool:
-    """Whether a gradient is asked for, and no tensor has a class of its own."""
+    """Whether a gradient is asked for, and by autograd alone, and no tensor has a class of its own."""
     if any(is_foreign(tensor) and not isinstance(tensor, Deferred) for tensor in tensors):
+        return False
+    if is_transformed():
         return False
     # a step of a mask alone has no gradient
     asks = any(tensor.requires_grad or _is_chain(tensor) for tensor in tensors)
@@ -216,12 +223,20 @@ def _operands(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
         return []
     shape = largest_shape(tensors)
     whole = [tensor for tensor in tensors if tensor.shape == shape]
-    if not whole or len({strides_like(tensor) for tensor in whole}) > 1:
+    if not whole or not _lies_as(whole, [one for one in tensors if one.shape != shape]):
         return []
     first = max(whole, key=_is_chain)
     if any(tensor.device != first.device and tensor.dim() for tensor in tensors):
         return []
     return [first, *(tensor for tensor in tensors if tensor is not first)]
+
+
+def _lies_as(whole: list[Tensor], parts: list[Tensor]) -> bool:
+    """Whether the result lies as all tensors of its shape do; one that is broadcast may lay it out, too."""
+    if len({strides_like(tensor) for tensor in whole}) > 1:
+        return False
+    rows = [part for part in parts if sum(length > 1 for length in part.shape) > 1]
+    return not rows or all(tensor.is_contiguous() for tensor in (whole[0], *rows))
 
 
 def extended(
@@ -236,25 +251,37 @@ def extended(
     chained = {id(tensor) for tensor in tensors if _is_chain(tensor)}
     if any(id(tensor) in chained and tensor.op.autocast != autocast for tensor in tensors):
         return None
-    sources: list[Tensor] = []
-    places: dict[_Leaf, int] = {}
-    items: dict[int, _Step | _Leaf] = {}
-    for tensor in tensors:
-        if id(tensor) in chained:
-            own = [_place_in(sources, source) for source in tensor.sources]
-            places |= {leaf: own[place] for leaf, place in tensor.op.places.items()}
-            items[id(tensor)] = tensor.op.last
-            tensor.op.bypassed = tensor._bypassed = True
-        elif id(tensor) not in items:
-            items[id(tensor)] = leaf = _Leaf()
-            places[leaf] = _place_in(sources, value_of(tensor))
+    sources, places, items = _joined(tensors, chained)
 
     def item(given: Any) -> Any:
         return items[id(given)] if isinstance(given, Tensor) else given
 
     step = _Step(func, tuple(map(item, args)), {name: item(one) for name, one in kwargs.items()})
     dtype = _dtype_of(func, tuple(map(_key, args)), _keys(kwargs), device, autocast)
+    if dtype == torch.bool or not any(tensor.requires_grad for tensor in tensors):
+        sources = [source.detach() for source in sources]  # to which a mask has no gradient
     return defer(Chain(step, places, dtype, autocast, low_precision), tuple(sources))
+
+
+def _joined(
+    tensors: list[Any], chained: set[int]
+) -> tuple[list[Tensor], dict[_Leaf, int], dict[int, _Step | _Leaf]]:
+    """The sources of operands, the places of leaves among them, and what stands for each operand."""
+    sources: list[Tensor] = []
+    places: dict[_Leaf, int] = {}
+    items: dict[int, _Step | _Leaf] = {}
+    for tensor in tensors:
+        if id(tensor) in chained:
+            for leaf, place in tensor.op.places.items():
+                source = tensor.sources[place]
+                if leaf not in places or source.requires_grad:  # those of a mask ask for none
+                    places[leaf] = _place_in(sources, source)
+            items[id(tensor)] = tensor.op.last
+            tensor.op.bypassed = tensor._bypassed = True
+        elif id(tensor) not in items:
+            items[id(tensor)] = leaf = _Leaf()
+            places[leaf] = _place_in(sources, value_of(tensor))
+    return sources, places, items
 
 
 def _place_in(sources: list[Tensor], tensor: Tensor) -> int:
@@ -310,7 +337,8 @@ class _Defers(FunctionObserver):
     def __init__(self, calls: frozenset[ElementwiseCall], low_precision: bool) -> None:
         super().__init__()
         self.calls, self.low_precision = calls, low_precision
-        self.names = {call.name for call in calls}
+        names = {call.name for call in calls}
+        self.names = names | {name for name, other in MIRRORED.items() if other in names}
         # a checkpoint inside of the module runs again without this mode, and must save the same both times
         self.packer = packer()
 

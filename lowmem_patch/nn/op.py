@@ -147,4 +147,5 @@ def strides_like(like: Tensor) -> tuple[int, ...] | None:
     """Of an elementwise op's value; None where it is contiguous."""
     if like.is_contiguous():
         return None
-    return torch.empty_like(like, device="meta").stride()
+    made = torch.empty_like(like, device="meta")
+    return None if made.is_contiguous() else made.stride()

@@ -266,6 +266,15 @@ def _get(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return NotImplemented
 
 
+def _set(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Attributes: values that others are put in the place of, through ``.data``."""
+    if func.__self__ is not _DATA:
+        return NotImplemented
+    h, value = args
+    _get(func, args, kwargs)
+    return func(h.read() if isinstance(h, Unstored) else h, value_of(value))
+
+
 _DATA = Tensor.data
 
 # not of a clone, which is asked for a memory of its own
@@ -288,5 +297,5 @@ _BY_ROLE: tuple[tuple[Role, Callable[..., Any]], ...] = (
     (Role.MEMORY, _look_at_memory),
 )
 _TABLE = {name: reader for role, reader in _BY_ROLE for name in names_with(role)}
-_TABLE |= {"__get__": _get, "linear": _read_linear, "addmm": _read_addmm}
+_TABLE |= {"__get__": _get, "__set__": _set, "linear": _read_linear, "addmm": _read_addmm}
 READERS.update(_TABLE)

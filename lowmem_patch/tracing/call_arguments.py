@@ -125,6 +125,10 @@ class ElementwiseCall(NamedTuple):
     kwargs: tuple[tuple[str, str], ...]
 
 
+# Python asks the right operand first where its class is derived from the left one's, as Deferred is
+MIRRORED = {"gt": "lt", "ge": "le"}
+
+
 def elementwise_call(
     name: str, args: tuple[Any, ...], kwargs: dict[str, Any], in_chain: Callable[[Tensor], bool]
 ) -> ElementwiseCall | None:
@@ -145,6 +149,8 @@ def elementwise_call(
             return "chain" if in_chain(item) else "whole" if item.shape == shape else "part"
         return "number" if type(item) in (int, float) else repr(item)
 
+    if name in MIRRORED and len(args) == 2:
+        name, args = MIRRORED[name], args[::-1]
     named = sorted((key, kind(item)) for key, item in kwargs.items())
     return ElementwiseCall(name, tuple(map(kind, args)), tuple(named))
 

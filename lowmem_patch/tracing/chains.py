@@ -8,6 +8,7 @@ from collections.abc import Set
 import torch
 from torch import Tensor
 
+from lowmem_patch.nn.op import strides_like
 from lowmem_patch.tracing.call_arguments import ElementwiseCall, elementwise_call, largest_shape
 from lowmem_patch.tracing.op_roles import OF_ELEMENTS, Role
 from lowmem_patch.tracing.shadow import tensors_in
@@ -85,11 +86,14 @@ def _is_known(op: Op, read: list[Tensor], known: Set[int]) -> bool:
 
 
 def _is_elementwise(op: Op, read: list[Tensor]) -> bool:
-    """Whether the one output has the shape and the layout of the largest tensors that the op reads."""
+    """Whether the one output has the shape and the layout of the largest tensors that the op reads, and is
+    none of torch.func's, which have no storage."""
+    if any(map(torch._C._functorch.is_functorch_wrapped_tensor, op.outputs)):
+        return False
     shape = largest_shape(read)
     floating = len(op.outputs) == 1 and (
         op.outputs[0].is_floating_point() or op.outputs[0].dtype == torch.bool
     )
     if not floating or op.outputs[0].shape != shape or (op.role.has(Role.CAST) and len(read) > 1):
         return False
-    return any(tensor.shape == shape for tensor in read)
+    return strides_like(op.outputs[0]) in {strides_like(t) for t in read if t.shape == shape}

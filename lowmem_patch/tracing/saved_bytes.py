@@ -37,7 +37,10 @@ from lowmem_patch.tracing.op_roles import function_name
 
 def storage_key(tensor: Tensor) -> int:
     """Identity of the storage behind a tensor, the same for all its views; valid while it lives."""
-    return int(tensor.untyped_storage()._cdata)
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except NotImplementedError:  # one of torch.func's transforms, which have no storage
+        return -id(tensor)
 
 
 @dataclasses.dataclass(frozen=True)

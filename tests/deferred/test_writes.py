@@ -233,3 +233,25 @@ def test_hook_that_looks_in_inference_mode() -> None:
     patched, twin, original = patched_twin(Toy(lambda net, x: net.down(net.act(net.up(x)))), SHARE)
     patched.act.register_forward_hook(look)
     assert_same_steps(patched, twin, original)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("act", [QuickGELUActivation(), nn.GELU()], ids=["waits", "at once"])
+def test_values_that_are_exchanged_on_an_untraced_path(act: nn.Module, gated: bool) -> None:
+    def body(net: Any, x: Tensor) -> Tensor:
+        h = net.norm(x)
+        a = net.act(net.up(h))
+        if gated and hasattr(net, "later"):
+            a.data = a.detach() + 0.5
+        if gated:
+            a = a * net.gate(h)
+        if hasattr(net, "later"):
+            a.data = torch.full_like(a, 0.3)
+        return net.down(a)
+
+    net = Toy(body)
+    net.act = act
+    patched, twin, original = patched_twin(net, SHARE)
+    for model in (patched, twin, original):
+        model.later = True
+    assert_same_steps(patched, twin, original)

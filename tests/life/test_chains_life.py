@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from lowmem_patch import patch_model, unpatch_model
@@ -200,3 +201,116 @@ def test_torch_func_and_no_grad_run_the_forward_as_it_is() -> None:
     with torch.no_grad():
         assert torch.equal(model(rows()), twin(rows()))
     assert torch.equal(torch.export.export(model, (rows(),)).module()(rows()), twin(rows()))
+
+
+def test_a_value_without_a_gradient_has_none() -> None:
+    """A mask that is cast, or made numbers, asks for no gradient, whoever reads it."""
+
+    def marked(net: Any, x: Tensor) -> Tensor:
+        y = half(net, x)
+        mask = (y > 0).to(y.dtype)
+        sign = torch.where(y > 0, 1.0, -1.0)
+        net.made = mask, sign
+        return y * torch.exp(-y.abs()) * mask * sign
+
+    def body(net: Any, x: Tensor) -> Tensor:
+        y = net.act(x)
+        mask, sign = net.act.made
+        made: Tensor = net.down(y) + net.other(mask) + sign.sum(-1, keepdim=True)
+        assert not (mask.requires_grad or sign.requires_grad) and mask.numpy().any()
+        return made
+
+    model = network(marked)
+    twin = copy.deepcopy(model)
+    patched(model)
+    assert chains_of(model)
+    model[1].body = twin[1].body = body
+    assert_equal_steps(model, twin, rows())
+
+
+def test_what_a_mask_is_of_gets_no_gradient() -> None:
+    def marked(net: Any, x: Tensor) -> Tensor:
+        y = half(net, x)
+        y = y / (2 + y.abs())
+        mask = (y > 0.1).to(y.dtype)
+        if net.alone:
+            return (1 - mask) * net.positive + mask * net.negative
+        return y.log1p() * mask - net.positive / (1 + mask)
+
+    Activation.alone = False  # type: ignore[attr-defined]
+    model = network(marked)
+    twin = copy.deepcopy(model)
+    patched(model)
+    assert chains_of(model)
+    assert_equal_steps(model, twin, rows())
+    model[1].act.alone = twin[1].act.alone = True
+    assert_equal_steps(model, twin, rows())
+    assert model[1].up.weight.grad is None
+
+
+@pytest.mark.parametrize("turned", ["part", "whole"])
+def test_a_broadcast_tensor_may_lay_the_value_out(turned: str) -> None:
+    def wide(net: Any, x: Tensor) -> Tensor:
+        y = half(net, x)
+        part, whole = torch.ones(5, HIDDEN), torch.stack((y, y))
+        if net.turned == "part":
+            part = part.t().contiguous().t()
+        elif net.turned == "whole":
+            whole = whole.transpose(1, 2).contiguous().transpose(1, 2)
+        y = part * whole
+        y = y * torch.exp(-y.abs())
+        net.made = y.stride(), y.contiguous().view(-1).detach().clone()
+        return y[0]
+
+    Activation.turned = ""  # type: ignore[attr-defined]
+    model = network(wide)
+    twin = copy.deepcopy(model)
+    patch_model(model, CHAINS, example_inputs=(rows()[:5],))
+    assert chains_of(model)
+    model[1].act.turned = twin[1].act.turned = turned
+    assert_equal_steps(model, twin, rows()[:5])
+    (strides, values), (expected, bits) = model[1].act.made, twin[1].act.made
+    assert strides == expected and torch.equal(values, bits)
+
+
+def _of_rows(net: Any, x: Tensor) -> Tensor:
+    return torch.func.vmap(partial(clamped, net))(x)
+
+
+def _of_a_gradient(net: Any, x: Tensor) -> Tensor:
+    return torch.func.grad(lambda x: clamped(net, x).sum())(x)[..., :HIDDEN] + clamped(net, x)
+
+
+def _of_a_tangent(net: Any, x: Tensor) -> Tensor:
+    with forward_ad.dual_level():
+        made = clamped(net, forward_ad.make_dual(x, torch.ones_like(x)))
+        value, tangent = forward_ad.unpack_dual(made)
+    return value + tangent.detach()
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script")  # of torch's own forward mode
+@pytest.mark.parametrize("inside", [_of_rows, _of_a_gradient, _of_a_tangent])
+def test_transforms_inside_of_the_module(inside: Any) -> None:
+    model = network(clamped)
+    twin = copy.deepcopy(model)
+    patched(model)
+    assert chains_of(model)
+    model[1].act.formula = twin[1].act.formula = inside
+    # the judge counts by hooks of saved tensors, which torch.func.grad refuses
+    found, expected = (_gradients(net) for net in (model, twin))
+    assert all(map(torch.equal, found, expected))
+
+
+def _gradients(net: Any) -> list[Tensor]:
+    net.zero_grad()
+    y = net(rows())
+    y.square().sum().backward()
+    return [y, *(p.grad for p in net.parameters() if p.grad is not None)]
+
+
+def test_transforms_inside_are_planned() -> None:
+    model = network(lambda net, x: _of_rows(net, x * torch.exp(x) * x))
+    twin = copy.deepcopy(model)
+    patched(model)
+    assert chains_of(model)
+    assert_same_step(model, twin, rows())

@@ -197,3 +197,18 @@ def test_real_widths_are_near_the_floor() -> None:
     ids = torch.zeros(1, 1024, dtype=torch.long)
     report = plan_patch(model, "exact", example_inputs={"input_ids": ids, "labels": ids})
     assert 1.0 < report.above_floor <= 1.005
+
+
+def test_a_comparison_that_python_mirrors() -> None:
+    """``tensor > deferred`` calls ``deferred < tensor``."""
+
+    def above(net: Any, x: Tensor) -> Tensor:
+        y = half(net, x)
+        z = y * torch.exp(-y.abs())
+        return torch.where(net.beta > z, z * y, z + net.positive) * torch.where(y >= z, z, 0.5)
+
+    model = network(above)
+    twin = copy.deepcopy(model)
+    report = patch_report(patched(model))
+    assert saved(model) == report.saved_after == LINEARS + FULL < saved(twin)
+    assert_same_step(model, twin, rows())
