@@ -70,6 +70,10 @@ SHAPES = {
         "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
         "num_key_value_heads": 8, "num_local_experts": 8, "vocab_size": 32000},
         ("num_hidden_layers",), 2, 2, 1024),
+    "Qwen3-30B-A3B": Shape("Qwen3MoeConfig", "Qwen3MoeForCausalLM", {
+        "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 128,
+        "num_experts_per_tok": 8, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+        "vocab_size": 151936}, ("num_hidden_layers",), 4, 2, 2048),
     "RoBERTa-base": Shape("RobertaConfig", "RobertaForMaskedLM", {
         "vocab_size": 50265, "max_position_embeddings": 514}, ("num_hidden_layers",), 12, 32, 256),
     "Whisper-small": Shape("WhisperConfig", "WhisperForConditionalGeneration", {
@@ -86,13 +90,15 @@ SETUPS = (
     ("Qwen2.5-0.5B", "full", "adamw"), ("Qwen2.5-0.5B", "full", "sgd"), ("Qwen2.5-0.5B", "lora", "adamw8bit"),
     ("Gemma-2-2B", "full", "adamw"), ("Gemma-2-2B", "lora", "adamw"), ("Gemma-2-2B", "qlora", "sgd"),
     ("Mixtral-8x7B", "lora", "adamw"), ("Mixtral-8x7B", "full", "sgd"),
+    ("Mixtral-8x7B", "lora+experts", "adamw"), ("Qwen3-30B-A3B", "lora+experts", "adamw"),
     ("ViT-L/16", "full", "adamw"), ("ViT-L/16", "lora", "adamw"), ("RoBERTa-base", "full", "adamw"),
     ("RoBERTa-base", "full", "sgd"), ("Swin-B", "full", "adamw"), ("Swin-B", "full", "sgd"),
     ("Whisper-small", "full", "adamw"), ("Whisper-small", "full", "adamw8bit"),
 )  # fmt: skip
 _TINY = {
     "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "head_dim": 16, "vocab_size": 512, "num_local_experts": 4, "d_model": 64, "encoder_attention_heads": 4,
+    "head_dim": 16, "vocab_size": 512, "num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 96, "d_model": 64, "encoder_attention_heads": 4,
     "decoder_attention_heads": 4, "encoder_ffn_dim": 128, "decoder_ffn_dim": 128, "embed_dim": 64,
     "img_size": 64, "num_heads": 4, "decoder_start_token_id": 1,
 }  # fmt: skip
@@ -130,7 +136,8 @@ def adapt(model: Any, train: str) -> Any:
     if train == "full":
         return model.train()
     names = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and "head" not in n]
-    config = LoraConfig(r=16, target_modules=names, lora_dropout=0.0)
+    experts = ["experts.gate_up_proj", "experts.down_proj"] if train == "lora+experts" else None
+    config = LoraConfig(r=16, target_modules=names, target_parameters=experts, lora_dropout=0.0)
     return get_peft_model(model, config, autocast_adapter_dtype=False).train()
 
 
