@@ -63,8 +63,10 @@ class Cast(_WaitingCast):
 
     def linear(self, h: Deferred, to: Projection, dtype: torch.dtype) -> Any:
         source: Any = h.sources[0]
-        h._bypassed = True
         low = source.dtype
+        if dtype != self.to and torch.promote_types(low, self.to) != self.to:
+            return super().linear(h, to, dtype)  # the product reads what this cast has rounded
+        h._bypassed = True
         if self.low_precision and dtype == self.to and low.itemsize < dtype.itemsize:
             return in_low_precision(value_of(source.op.linear(source, to, low)), dtype)
         return source.op.linear(source, to, dtype)

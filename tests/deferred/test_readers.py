@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from lowmem_patch import patch_model, saved_bytes
 from lowmem_patch.errors import DoubleBackwardError
 from lowmem_patch.nn.deferred import Deferred
-from lowmem_patch.nn.deferred_ops import Saved
+from lowmem_patch.nn.deferred_ops import Activation, Saved
 from tests.support.judge import BAND, TOLERANCE, assert_close, assert_rounded
 from tests.support.step import step
 
@@ -317,3 +317,15 @@ def test_a_function_that_returns_its_input_returns_the_deferred_tensor(
 ) -> None:
     h = Saved().of(torch.randn(3, 4, requires_grad=True) * 1, passing=True)
     assert function(h) is h
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_product_behind_two_casts_reads_what_the_first_one_rounded(trains: bool) -> None:
+    weight = torch.randn(5, WIDTH).requires_grad_(trains)
+    found = []
+    for act in (Activation("gelu").of, lambda sources: F.gelu(*sources)):
+        x = rows().float().requires_grad_()
+        y = F.linear(act((x * 1,)).to(torch.bfloat16).float(), weight)
+        y.square().sum().backward()
+        found.append((y.detach(), x.grad))
+    assert_all_close(*found)
