@@ -146,7 +146,7 @@ class _Matmul(torch.autograd.Function):
             wide = torch.promote_types(ctx.dtype, torch.float32)
             d_factors = (d_hidden * x).sum(-1, keepdim=True, dtype=wide).to(factors.dtype)
         if factors is not None:
-            d_hidden = (d_hidden * factors).to(ctx.dtype) if for_x else None
+            d_hidden = d_hidden.mul_(factors) if for_x else None  # in one rounding, also of float32
             if for_weight or for_left or for_right:
                 rows = (dy * factors).to(ctx.dtype).contiguous()
         if for_weight:
