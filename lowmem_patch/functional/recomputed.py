@@ -134,7 +134,8 @@ class _Matmul(torch.autograd.Function):
         factors, weight, left, right, offsets, *sources = ctx.saved_tensors
         _, for_factors, _, _, for_x, for_weight, for_left, for_right, *_ = ctx.needs_input_grad
         multiply = _bound(ctx.multiply, offsets)
-        d_factors = d_hidden = d_weight = d_left = d_right = None
+        d_hidden: Any = None
+        d_factors = d_weight = d_left = d_right = None
         x: Any = ctx.again(*sources) if sources else None
         rows = dy.to(ctx.dtype).contiguous()
         if weight is not None:

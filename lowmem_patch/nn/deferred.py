@@ -107,6 +107,8 @@ class Deferred(Tensor):
             with _WITHOUT_TORCH_FUNCTION():
                 return func(*args, **kwargs)
         output: Any = _call(func, types, tuple(map(_origin_of, args)), kwargs)
+        if args and type(args[0]) is Stored and type(output) in _VALUES:
+            args[0].op.was_used(args[0])
         if args and output is not None and output is getattr(args[0], "_origin", None):
             return args[0]  # a function that returns its own input, as .to() may
         return output
@@ -265,6 +267,7 @@ class Unstored(Deferred):
 
 
 _OWN = frozenset((Tensor, Stored, Unstored))
+_VALUES = frozenset((Tensor, Stored, Unstored, tuple, list))  # not a torch.Size
 
 register_plain(Stored)
 

@@ -64,6 +64,10 @@ class Product(Op):
         sources = (matmul.x, *weights, *matmul.sources)
         return keep(matmul.product(), cls(matmul), sources, owned=True)
 
+    def was_used(self, h: Any) -> None:
+        # not by a routing weight: whoever saves the product, or a part of it, need not hold x as well
+        h.sources = ()
+
     def times(self, h: Deferred, other: Any) -> Any:
         weighs = isinstance(other, Tensor) and other.requires_grad and other.is_floating_point()
         if not weighs or not h.sources or other.shape != (*h.shape[:-1], 1):

@@ -104,6 +104,9 @@ class Op:
     def was_read(self, h: Any) -> None:
         """An operator has read the values of ``h``, an `Unstored`."""
 
+    def was_used(self, h: Any) -> None:
+        """A function that is no known reader has read ``h``, a `Stored`."""
+
     def grouped(
         self, h: Deferred, func: Callable[..., Any], weight: ExpertWeight, offsets: Tensor | None
     ) -> Any:
