@@ -286,7 +286,8 @@ def _shares(name: str, command: str, columns: str) -> str:
         rows.append(f"| {' | '.join([*case, *(found.get(c, '') for c in shown)])} |")
     bandwidth = data["copy_bytes_per_second"] / 1e12
     machine = f"{data['gpu']}, {data['date'][:10]}; driver {data['driver']}, torch {data['torch']}"
-    said = f"triton {data['triton']}; {data['dtype']}; a copy moves {bandwidth:.2f} TB/s."
+    own = f", lowmem-patch {data['lowmem-patch']}" if "lowmem-patch" in data else ""
+    said = f"triton {data['triton']}{own}; {data['dtype']}; a copy moves {bandwidth:.2f} TB/s."
     return "\n".join([*rows, "", f"`{command}`: {machine}, {said}"])
 
 
