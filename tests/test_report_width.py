@@ -192,4 +192,4 @@ def test_the_shape_stands_beside_the_bytes() -> None:
         and "small example" not in given
     )
     shown = CliRunner().invoke(app, ["inspect", LLAMA, *SHORT], env={"COLUMNS": "300"}).stdout
-    assert "what it saves for input_ids 2x16;" in shown
+    assert "what it saves for input_ids 2x16, without" in shown
