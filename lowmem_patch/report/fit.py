@@ -57,7 +57,8 @@ def print_verdict(rungs: Sequence[Rung], memory: MemoryReport) -> None:
             "the allocator rounds up as well"
         )
     elif more:
-        text = f"does not fit in {size} as asked; it fits with: {'; '.join(r.name for r in more)}"
+        names = "; ".join(rung.name for rung in more)
+        text = f"does not fit in {size} as asked; each of these alone suffices: {names}"
     elif memory.largest_after:
         text = f"does not fit in {size}; the largest {memory.solved} is {memory.largest_after}"
     else:
