@@ -20,7 +20,6 @@ import importlib.util
 import itertools
 import json
 import platform
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -34,6 +33,7 @@ from timing import DTYPE, Call, Timer, tensor
 from torch import Tensor
 
 from lowmem_patch import kernels
+from lowmem_patch.bench import environment
 from lowmem_patch.constants import STEP_TABLES, codes_bytes
 from lowmem_patch.functional import NormSettings, unbind_permuted
 
@@ -340,11 +340,6 @@ def all_cases() -> Iterator[Callable[[], Iterator[Case]]]:
     yield eight_bit_cases
 
 
-def driver_version() -> str:
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0]
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
@@ -376,9 +371,11 @@ def main() -> int:
     lora = {} if arguments.only else lora_costs(timer)
     costs = {} if arguments.only else launch_costs()
     if arguments.json:
+        found = environment("cuda")
         record = {
-            "gpu": torch.cuda.get_device_name(),
-            "driver": driver_version(),
+            "gpu": found["machine"],
+            "driver": found.get("driver", "unknown"),
+            "lowmem-patch": found["lowmem-patch"],
             "cuda": torch.version.cuda,
             "torch": torch.__version__,
             "triton": importlib.metadata.version("triton"),

@@ -129,8 +129,9 @@ def whole_table(name: str) -> str:
 _HEADLINE_CASE = "Llama-3.1-8B LoRA all, 2 x 4096 tokens"
 
 
-def headline(name: str) -> str:
-    """The one sentence of the README: memory and speed of a whole step, beside the unpatched one."""
+def headline(name: str, of_bf16: str) -> str:
+    """The first sentences of the README: memory and speed of a whole step, beside the unpatched one; and the
+    same with bf16 adapters, of one row of tokens."""
     data = _load(name)
     variants = next(v for case, v in data["cases"].items() if case.startswith(_HEADLINE_CASE))
     stock, patched = variants["unpatched"], variants["auto"]
@@ -141,7 +142,19 @@ def headline(name: str) -> str:
         f"**A training step of Llama-3.1-8B with LoRA takes {after:.1f} GiB instead of {before:.1f} GiB, "
         f"and it is {speed:.2f} times\nas fast.** The numbers are peaks of GPU memory above the weights and "
         "the optimizer's states. The step has head, loss and\noptimizer; it reads 2 x 4096 tokens on one "
-        f"{machine}."
+        f"{machine}. The adapters are float32, as PEFT makes them by default.\n"
+        f"{_with_bf16_adapters(of_bf16)}"
+    )
+
+
+def _with_bf16_adapters(name: str) -> str:
+    rows = {row["variant"]: row for row in _load(name)["rows"] if row["case"].startswith("bf16")}
+    stock, patched = rows["unpatched"], rows["auto"]
+    share = patched["bytes_per_token"] / stock["bytes_per_token"]
+    speed = stock["ms_per_token"] / patched["ms_per_token"]
+    return (
+        f"With bf16 adapters the gain is smaller: a token takes {100 * share:.0f} % of the memory, and "
+        f"a step is {speed:.2f} times as fast\n([table](docs/benchmarks.md#the-longest-sequence))."
     )
 
 
@@ -151,7 +164,7 @@ def summary_table(name: str) -> str:
     rows = ["| training | model | step peak, GiB | tokens / s |", "|---|---|---|---|"]
     for case, variants in data["cases"].items():
         stock = variants["unpatched"]
-        for variant in ("unpatched", "auto", "auto+checkpointing"):
+        for variant in ("unpatched", "liger", "auto", "auto+checkpointing"):
             row = variants.get(variant)
             if row is None or "error" in row:
                 continue
@@ -286,13 +299,14 @@ def _shares(name: str, command: str, columns: str) -> str:
         rows.append(f"| {' | '.join([*case, *(found.get(c, '') for c in shown)])} |")
     bandwidth = data["copy_bytes_per_second"] / 1e12
     machine = f"{data['gpu']}, {data['date'][:10]}; driver {data['driver']}, torch {data['torch']}"
-    said = f"triton {data['triton']}; {data['dtype']}; a copy moves {bandwidth:.2f} TB/s."
+    own = f", lowmem-patch {data['lowmem-patch']}" if "lowmem-patch" in data else ""
+    said = f"triton {data['triton']}{own}; {data['dtype']}; a copy moves {bandwidth:.2f} TB/s."
     return "\n".join([*rows, "", f"`{command}`: {machine}, {said}"])
 
 
 _OP_SPEED = "python benchmarks/op_speed.py --json benchmarks/results/"
 TABLES = {
-    "headline": partial(headline, "whole-h200.json"),
+    "headline": partial(headline, "whole-h200.json", "longest-h200.json"),
     "summary": partial(summary_table, "whole-h200.json"),
     "head": partial(head_table, "head-h200.json"),
     "codes": partial(

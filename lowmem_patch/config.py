@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
@@ -100,6 +101,11 @@ def load_config(config: str | Path | Mapping[str, Any] | PatchConfig) -> PatchCo
         return config
     if isinstance(config, Mapping):
         return _from_mapping(config, name="custom", where="config")
+    if not isinstance(config, str | os.PathLike):
+        raise ConfigError(
+            f"a preset is a name, a path, a mapping or a PatchConfig, and no {type(config).__name__}: give a "
+            "batch as example_inputs="
+        )
     text = str(config)
     if text in preset_names():
         source = resources.files("lowmem_patch") / "configs" / f"{text}.yaml"
@@ -149,7 +155,10 @@ def _from_mapping(data: Mapping[str, Any], *, name: str, where: str) -> PatchCon
     known = {field.name for field in dataclasses.fields(PatchConfig)}
     unknown = [str(key) for key in data if key not in known]
     if unknown:
+        batch = (
+            "" if any(key in known for key in data) else " (a batch is given as example_inputs=)"
+        )
         raise ConfigError(
-            f"{where}: unknown key {', '.join(unknown)}; known keys are {', '.join(sorted(known))}"
+            f"{where}: unknown key {', '.join(unknown)}; known keys are {', '.join(sorted(known))}{batch}"
         )
     return PatchConfig(**{"name": name, **data})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -13,8 +14,10 @@ import torch
 from torch import Tensor, nn
 from typer.testing import CliRunner, Result
 
+import lowmem_patch
 from lowmem_patch import patch_model, saved_bytes
 from lowmem_patch.bench import SHAPES, VARIANTS, Comparison, Row, compare, compiled, unpatched
+from lowmem_patch.bench.environment import commit
 from lowmem_patch.cli import app
 from lowmem_patch.config import load_config
 from lowmem_patch.errors import VariantError
@@ -227,14 +230,29 @@ def test_the_table_and_the_picture(folder: Path, tmp_path: Path) -> None:
 
 def test_json_of_a_shape() -> None:
     result = call(
-        "--shape", "vit-b", "--layers", "1", *QUICK, "--json", "--variants", "auto,unpatched"
+        "--shape",
+        "vit-b",
+        "--layers",
+        "1",
+        *QUICK,
+        "--json",
+        "--variants",
+        "auto,unpatched",
     )
     assert result.exit_code == 0, result.output
     data = json.loads(result.stdout)
     assert data["model"] == "vit-b" and data["autocast"] is True and data["unit"] == "images"
     assert list(data["variants"]) == ["auto", "unpatched"]
     assert data["environment"]["torch"] and data["environment"]["date"]
+    assert data["environment"]["lowmem-patch"].startswith(lowmem_patch.__version__)
     assert data["variants"]["auto"]["act_mib"] < data["variants"]["unpatched"]["act_mib"]
+
+
+@pytest.mark.parametrize(("shape", "way"), [("vit-b", "; --layers 1 runs less"), ("swin-t", "")])
+def test_a_shape_on_a_cpu_says_that_it_takes_long(shape: str, way: str) -> None:
+    found = call("--shape", shape, "--device", "cpu", "--train", "lora:nonsense").stderr
+    assert f"note: {shape} runs on the CPU, where a step takes long{way}" in found
+    assert way or "--layers" not in found
 
 
 def test_a_failure_is_in_the_table_and_exit_codes(
@@ -323,3 +341,23 @@ def test_models_that_wait_may_lie_in_the_hosts_memory(monkeypatch: pytest.Monkey
     assert parked.parked and not here.parked
     for a, b in zip(here.rows, parked.rows, strict=True):
         assert a.failed is None and (a.act, a.peak) == (b.act, b.peak)
+
+
+def test_a_result_names_the_commit_of_its_checkout(tmp_path: Path) -> None:
+    def git(*arguments: str) -> None:
+        name = ("-c", "user.name=a", "-c", "user.email=a@b.c")
+        subprocess.run(
+            ["git", "-C", str(tmp_path), *name, *arguments], check=True, capture_output=True
+        )
+
+    assert commit(tmp_path) == ""
+    git("init")
+    assert commit(tmp_path) == ""  # no commit yet
+    file = tmp_path / "file"
+    file.write_text("one")
+    git("add", "file")
+    git("commit", "-m", "one")
+    clean = commit(tmp_path)
+    assert len(clean) >= 7 and not clean.endswith("+")
+    file.write_text("two")
+    assert commit(tmp_path) == f"{clean}+"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,7 @@ def test_the_ladder_and_the_choice(llama: Path) -> None:
     assert names[4:] == [
         "256 tokens a row, not 512", "a batch of 1, not 2",
         "QLoRA: weights in 4 bits, adapters of rank 16 train",
-        "adamw8bit, an 8-bit optimizer, not adamw", "FSDP over 2 GPUs: of each",
+        "adamw8bit, an 8-bit optimizer, not adamw", "FSDP over 2 GPUs, bytes of each",
     ]  # fmt: skip
     assert [rung["on_top"] for rung in data["ladder"]] == [False] * 4 + [True] * 5
     assert totals[0] > totals[1] >= totals[2] >= totals[3] > max(totals[4:6])
@@ -154,11 +155,80 @@ def test_a_budget_as_the_ladder_prints_it_is_no_smaller(capsys: pytest.CaptureFi
     [(("--fit", "24"), "write 24GiB, or 24B for bytes"),
      (("--memory", "25769803776"), "write 25769803776B"), (("--fit", "24 apples"), "24 apples"),
      (("--fit", "auto"), "GPU"),
-     (("--fit", "9MiB", "--checkpointing"), "--checkpointing out"), (("--fit", "1KiB"), "least budget")],
+     (("--fit", "9MiB", "--checkpointing"), "--checkpointing out")],
 )  # fmt: skip
 def test_what_is_refused(shallow: Path, options: tuple[str, ...], text: str) -> None:
     result = call(shallow, "--seq-len", "32", *options)
     assert result.exit_code == 2 and text in result.stderr
+
+
+def test_too_small_a_budget_has_an_exit_code_of_its_own(shallow: Path) -> None:
+    result = call(shallow, "--seq-len", "32", "--fit", "1KiB")
+    assert result.exit_code == 4 and "least budget" in result.stderr
+    failed = json.loads(call(shallow, "--seq-len", "32", "--fit", "1KiB", "--json").stdout)
+    assert failed["error"]["exit_code"] == 4
+
+
+def test_the_verdict_says_whether_anything_fits(llama: Path) -> None:
+    """From the totals of the ladder: at each of them the next row begins to fit."""
+
+    def look(limit: int) -> tuple[str, int]:
+        shown = call(llama, "--memory", f"{limit}B")
+        return shown.stdout.splitlines()[-1], shown.exit_code
+
+    totals = [
+        rung["total"]
+        for rung in json.loads(call(llama, "--memory", "9MiB", "--json").stdout)["ladder"]
+    ]
+    line, code = look(totals[0])
+    assert line.endswith("patched, and no block needs to run again") and code == 0
+    line, code = look(totals[3])
+    assert "where blocks run again" in line and code == 0
+    line, code = look(totals[3] - 1)
+    assert "each of these alone suffices: 256 tokens a row, not 512; " in line and code == 0
+    assert "FSDP over 2 GPUs, bytes of each" in line
+    line, code = look(2**10)
+    assert line.startswith("nothing fits in 1.0 KiB: the least of all rows above is ")
+    assert code == 4
+    data = [json.loads(call(llama, *more, "--json").stdout) for more in ((), ("--memory", "1KiB"))]
+    assert [found["fits"] for found in data] == [None, False]
+    assert not any("FSDP" in rung["name"] for rung in data[1]["ladder"])
+
+
+def test_a_length_that_is_no_row_of_the_ladder_fits(shallow: Path) -> None:
+    smallest = json.loads(call(shallow, "--memory", "1KiB", "--solve", "length", "--json").stdout)[
+        "memory"
+    ]["least_after"]
+    limit = f"{int(1.1 * smallest)}B"
+    shown = call(
+        shallow, "--memory", limit, "--solve", "length", "--seq-len", "512", "--batch-size", "8"
+    )
+    assert shown.exit_code == 0 and "the largest length is " in shown.stdout.splitlines()[-1]
+
+
+def test_the_ladder_counts_the_gpus_that_were_asked_for(llama: Path) -> None:
+    one, four = (
+        json.loads(call(llama, "--memory", "9MiB", "--gpus", n, "--json").stdout) for n in (1, 4)
+    )
+    assert four["ladder"][0]["total"] < one["ladder"][0]["total"]
+    after = four["memory"]["after"]
+    assert four["ladder"][0]["total"] == pytest.approx(after["total"], rel=0.1)
+    assert [rung["name"] for rung in four["ladder"]][4:] == [
+        "256 tokens a row, not 512",
+        "a batch of 1, not 2",
+    ]
+
+
+def test_qlora_of_a_model_without_data_has_workspaces(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the error of a budget says of QLoRA is what the ladder says."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":1024:1")
+    size = ("--batch-size", "1", "--seq-len", "16")
+    (said,) = re.findall(r"QLoRA.*: ([\d.]+) MiB", call(llama, "--fit", "3MiB", *size).stderr)
+    ladder = json.loads(call(llama, "--memory", "3MiB", *size, "--json").stdout)["ladder"]
+    (shown,) = (rung["total"] for rung in ladder if "QLoRA" in rung["name"])
+    assert float(said) * 2**20 == pytest.approx(shown, rel=0.05)
 
 
 def test_a_config_names_the_budget(tmp_path: Path) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
+from typing import Any
 
 import pytest
+import torch
 
 import lowmem_patch
 from lowmem_patch import errors
@@ -56,6 +58,14 @@ def test_public_name_is_documented(name: str) -> None:
     assert text
     # dataclasses write "Name(field: type, ...)" where nobody wrote a docstring.
     assert not text.startswith(f"{name}(")
+
+
+@pytest.mark.parametrize("batch", [torch.zeros(4, 8), [1, 2], {"input_ids": torch.zeros(4, 8)}])
+def test_a_batch_in_the_place_of_the_preset_is_told_its_name(batch: Any) -> None:
+    for call in (lowmem_patch.patch_model, lowmem_patch.plan_patch):
+        with pytest.raises(errors.ConfigError, match=r"a batch is|give a batch") as caught:
+            call(torch.nn.Linear(8, 8), batch)
+        assert "example_inputs=" in str(caught.value) and "tensor" not in str(caught.value)
 
 
 def test_version_is_the_installed_one() -> None:

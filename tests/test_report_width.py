@@ -187,6 +187,9 @@ def test_the_shape_stands_beside_the_bytes() -> None:
     assert "saves for input_ids 2x16, a small example made from the config" in made
     assert "fewer) for input_ids 2x16, a small example" in made
     given = " ".join(str(plan_patch(model, example_inputs=torch.zeros(3, 24).long())).split())
-    assert "saves for input 0 3x24; what a Linear saves" in given and "small example" not in given
+    assert (
+        "saves for input 0 3x24, without what a Linear saves" in given
+        and "small example" not in given
+    )
     shown = CliRunner().invoke(app, ["inspect", LLAMA, *SHORT], env={"COLUMNS": "300"}).stdout
-    assert "what it saves for input_ids 2x16;" in shown
+    assert "what it saves for input_ids 2x16, without" in shown

@@ -1,7 +1,7 @@
 """The command line: parse, call, render, exit code. The only importer of typer.
 
-Exit codes: 0 done, 1 verification failed, 2 bad input, 3 nothing to do. Heavy imports wait until a
-command runs, so that ``--help`` and ``--version`` answer at once.
+Exit codes: 0 done, 1 verification failed, 2 bad input, 3 nothing to do, 4 does not fit. Heavy imports wait
+until a command runs, so that ``--help`` and ``--version`` answer at once.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="Exit codes: 0 done, 1 verification failed, 2 bad input, 3 nothing to do.",
+    epilog="Exit codes: 0 done, 1 verification failed, 2 bad input, 3 nothing to do, 4 does not fit.",
 )
 
 _PACKAGES = (

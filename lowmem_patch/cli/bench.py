@@ -11,7 +11,7 @@ import typer  # noqa: TID251 - only the command line imports typer
 from lowmem_patch.cli import options
 from lowmem_patch.cli.assumptions import model_settings
 from lowmem_patch.cli.models import name_unused, real_model, with_adapters
-from lowmem_patch.cli.runtime import ExitCode, command, print_result, quiet_libraries
+from lowmem_patch.cli.runtime import ExitCode, command, print_note, print_result, quiet_libraries
 from lowmem_patch.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -153,6 +153,9 @@ def _shape_setup(shape: str, layers: int | None, device: str, dtype: options.Sto
     from lowmem_patch.bench import SHAPES
 
     known = SHAPES[shape]
+    if device == "cpu" and layers is None:
+        less = "; --layers 1 runs less of it" if known.layers else ""
+        print_note(f"{shape} runs on the CPU, where a step takes long{less}")
     with torch.device(device):
         model: Any = known.build(layers or known.layers or 0)
     model = model.to(options.torch_dtype(dtype))

@@ -12,7 +12,7 @@ import typer  # noqa: TID251 - only the command line imports typer
 
 from lowmem_patch.cli import options
 from lowmem_patch.cli.runtime import ExitCode, command, print_note
-from lowmem_patch.errors import LowmemPatchError
+from lowmem_patch.errors import BudgetError, LowmemPatchError
 
 # what stands behind the script is the script's own
 RUN_SETTINGS = {
@@ -74,9 +74,13 @@ def run(
     except KeyboardInterrupt:
         raise SystemExit(ExitCode.INTERRUPTED) from None
     except LowmemPatchError as error:
-        place = _place_in(script, error)
+        # proposals stand below the first line
+        first, *rest = str(error).split("\n")
+        found = type(error)("\n".join([first + _place_in(script, error), *rest]))
+        if isinstance(found, BudgetError) and isinstance(error, BudgetError):
+            found.least = error.least
         with command(debug, waiting=None):
-            raise type(error)(f"{error}{place}") from error
+            raise found from error
 
 
 def _name_late_options(script: str, arguments: Sequence[str], own: Sequence[str]) -> None:

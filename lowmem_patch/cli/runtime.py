@@ -30,6 +30,7 @@ class ExitCode(enum.IntEnum):
     FAILED = 1
     BAD_INPUT = 2
     NOTHING_TO_DO = 3
+    DOES_NOT_FIT = 4
     INTERRUPTED = 130
 
 
@@ -57,8 +58,9 @@ def command(debug: bool, as_json: bool = False, waiting: str | None = "working")
 
         # its proposals stand one below the other
         print_error(str(error), lines=isinstance(error, BudgetError))
-        wrong_result = isinstance(error, SelfCheckError)
-        code = ExitCode.FAILED if wrong_result else ExitCode.BAD_INPUT
+        code = ExitCode.FAILED if isinstance(error, SelfCheckError) else ExitCode.BAD_INPUT
+        if isinstance(error, BudgetError) and error.least is not None:
+            code = ExitCode.DOES_NOT_FIT
         if as_json:
             _print_json_error(type(error).__name__, str(error), code)
         raise typer.Exit(code) from None

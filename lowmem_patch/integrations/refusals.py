@@ -87,7 +87,7 @@ def notes_on_arguments(args: Any) -> list[str]:
         )
     if getattr(args, "torch_compile", False):
         notes.append(
-            "torch_compile=True: norms save z, since nobody looks at gamma in compiled code"
+            "torch_compile=True: norms save their normalised input (z), since compiled code looks at no gamma"
         )
     return notes
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 from torch import nn
 
@@ -17,10 +18,12 @@ from lowmem_patch.planning.budget import Budget, free_host_bytes, make_budget
 from lowmem_patch.planning.costs import RunSeconds, device_of, run_seconds, scaled, timed_forward
 from lowmem_patch.planning.fit import Fitting, NoFit
 from lowmem_patch.planning.fit_report import FitReport, size_text
-from lowmem_patch.planning.ladder import Base, smaller_rungs
+from lowmem_patch.planning.ladder import Base, Rung, smaller_rungs
 from lowmem_patch.planning.planner import Planned
 from lowmem_patch.planning.report import find_records
 from lowmem_patch.strategies.checkpointing import Blocks, find_blocks
+
+_WORTH = 0.05  # of the least budget: a change that saves less and does not suffice is not proposed
 
 
 def fit_planned(
@@ -142,14 +145,26 @@ def _too_small(fitting: Fitting, budget: Budget, found: NoFit, inputs: str) -> s
     )
     if budget.bytes <= weights:
         lines.append("the parameters alone are larger than the budget")
-    helps = [
-        f"  {rung.name}: {size_text(rung.total)}" + (", fits" if rung.total <= budget.bytes else "")
-        for rung in rungs
-        if rung.total < found.least
-    ]
-    if helps:
-        lines += ["the least budget becomes smaller with any one of these changes:", *helps]
+    elif budget.bytes <= states.resident:
+        beside = " and workspaces" if workspace else ""
+        lines.append(f"the model states{beside} alone are larger than the budget")
+    lines += _helps(rungs, budget.bytes, found.least)
     return "\n".join(lines)
+
+
+def _helps(rungs: Sequence[Rung], budget: int, least: int) -> list[str]:
+    """The changes that suffice, and those that save enough to be worth one."""
+    helps = [rung for rung in rungs if rung.total <= max(budget, (1 - _WORTH) * least)]
+    heading = "the least budget becomes smaller with any one of these changes:"
+    if all(rung.total > budget for rung in helps):
+        heading = (
+            "no single change makes it fit; the least budget becomes smaller with each of these:"
+        )
+    lines = [
+        f"  {rung.name}: {size_text(rung.total)}" + (", fits" if rung.total <= budget else "")
+        for rung in helps
+    ]
+    return [heading, *lines] if lines else []
 
 
 def _base(fitting: Fitting, budget: Budget, found: NoFit) -> Base:

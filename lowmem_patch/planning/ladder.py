@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from lowmem_patch.config import PatchConfig
 from lowmem_patch.errors import TraceError
-from lowmem_patch.memory.blocks import shortened
+from lowmem_patch.memory.blocks import repeated_blocks, shortened
 from lowmem_patch.memory.model_states import ModelStates, Training, model_state_bytes
+from lowmem_patch.memory.sharding import gathered, states_of_one
 from lowmem_patch.planning.apply import apply_plan
 from lowmem_patch.planning.budget import Budget
 from lowmem_patch.planning.costs import Device, RunSeconds, device_of, run_seconds
@@ -92,8 +93,8 @@ class Base:
 
 
 def smaller_rungs(base: Base, peak_of: Callable[[ExampleInputs], int]) -> Iterator[Rung]:
-    """Smaller inputs, another optimizer, 4-bit weights and several GPUs: each alone on top of the base; of a
-    base on several GPUs smaller inputs only.
+    """Smaller inputs, another optimizer, 4-bit weights and several GPUs (where any number of them suffices):
+    each alone on top of the base; of a base on several GPUs smaller inputs only.
 
     Args:
         peak_of: bytes of a step with other inputs, beside parameters and optimizer state.
@@ -114,12 +115,12 @@ def smaller_rungs(base: Base, peak_of: Callable[[ExampleInputs], int]) -> Iterat
         total = base.total(base.peak, base.resident - base.states.optimizer + optimizer)
         name = f"adamw8bit, an 8-bit optimizer, not {base.training.optimizer}"
         yield Rung(name, total, base.seconds, on_top=True)
-    if not base.training.quantised:
-        yield _sharded(base)
+    if not base.training.quantised and (sharded := _sharded(base)) is not None:
+        yield sharded
 
 
-def _sharded(base: Base) -> Rung:
-    """The least number of GPUs that fits, or the largest that is looked at.
+def _sharded(base: Base) -> Rung | None:
+    """The least number of GPUs that fits; None where more of them would not help.
 
     The weights of the largest block are whole while it runs.
     """
@@ -135,8 +136,10 @@ def _sharded(base: Base) -> Rung:
         part = -(-shared // gpus) + whole + max(sizes, default=0)
         return base.total(activations, part)
 
-    found = next((gpus for gpus in _GPUS if total(gpus) <= base.budget.bytes), _GPUS[-1])
-    return Rung(f"FSDP over {found} GPUs: of each", total(found), base.seconds, on_top=True)
+    found = next((gpus for gpus in _GPUS if total(gpus) <= base.budget.bytes), None)
+    if found is None:
+        return None
+    return Rung(f"FSDP over {found} GPUs, bytes of each", total(found), base.seconds, on_top=True)
 
 
 def _part_of(runs: Sequence[RunSeconds], rows: float, tokens: float) -> float:
@@ -203,8 +206,10 @@ def _qlora(base: Base) -> Rung:
     finally:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(trained[name])
+    # a base of a GPU has workspaces, wherever its model is now
+    beside = base.states.workspace + (states.rounding or base.states.rounding)
     # weights, gradients and two moments of the adapters
-    held = states.resident + 4 * _ADAPTER_WIDTH * adapters
+    held = states.counted - states.workspace + beside + 4 * _ADAPTER_WIDTH * adapters
     peak = base.peak - (base.states.gradients if full else 0)
     moved = sum(m.weight.numel() * (_PACKED + m.weight.element_size()) for m in linears)
     passes = 3 if base.more else 2
@@ -268,8 +273,8 @@ def find_rungs(
 
     Args:
         model: unpatched, also on the meta device.
-        training: how; its own checkpointing and several GPUs are not looked at.
-        budget: the number of GPUs is looked for that fits in it.
+        training: how; its own checkpointing is not looked at. Over several GPUs, each has the budget.
+        budget: without several GPUs, the number of them is looked for that fits in it.
 
     Raises:
         TraceError: the model cannot be run on the inputs.
@@ -283,6 +288,10 @@ def find_rungs(
 
 def _rungs(model: nn.Module, steps: _Steps, training: Training, budget: Budget) -> Iterator[Rung]:
     states = model_state_bytes(model, training.optimizer, quantised=training.quantised)
+    if training.gpus > 1:  # as a budget counts them: shards of gradients from the beginning
+        whole = gathered(model, repeated_blocks(model))
+        states = states_of_one(states, whole, training.gpus)
+        training = dataclasses.replace(training, accumulates=True)
     # gradients of earlier batches are there from the beginning
     earlier = states.gradients if training.accumulates else 0
     temporaries = sum(temporaries_of(model, training, elsewhere=True))
@@ -295,9 +304,17 @@ def _rungs(model: nn.Module, steps: _Steps, training: Training, budget: Budget) 
 
     sites = [block.site for block in steps.blocks.blocks]
     base = Base(
-        model, steps.shadow.inputs, sites, states, dataclasses.replace(training, gpus=1), budget, 0,
-        steps.runs, 0.0, steps.device,
-    )  # fmt: skip
+        model,
+        steps.shadow.inputs,
+        sites,
+        states,
+        training,
+        budget,
+        0,
+        steps.runs,
+        0.0,
+        steps.device,
+    )
     for level in levels:
         timeline = steps.run(level, training.accumulates)
         outputs = [run.output for run in timeline.runs]

@@ -208,11 +208,14 @@ class PatchReport:
     @property
     def about_sites(self) -> str:
         """What the numbers of :meth:`site_table` are."""
-        text = f"bytes of a site: what it saves for {self.inputs}; what a Linear saves as well counts there"
+        text = (
+            "a site is a place that may be patched, such as a norm or an activation; its bytes: what it "
+            f"saves for {self.inputs}, without what a Linear saves as well"
+        )
         if any(s.strategy == "recompute" and s.bytes_before == s.bytes_after for s in self.sites):
             text += (
-                "; where the bytes of a recomputed site stay, what is recomputed counted with the module "
-                "that reads it, which no longer saves it"
+                "; where they stay though a site is recomputed, its output counted with the module that "
+                "reads it, which no longer saves it"
             )
         return text
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from lowmem_patch.memory import MemoryReport
 from lowmem_patch.planning.columns import make_table
 from lowmem_patch.planning.fit_report import FitReport, size_text
 from lowmem_patch.planning.ladder import Rung
@@ -34,6 +35,39 @@ def print_ladder(rungs: Sequence[Rung], limit: int, device: str) -> None:
         "communication; time: beside the first row",
         style="dim",
     )
+
+
+def anything_fits(rungs: Sequence[Rung], memory: MemoryReport) -> bool:
+    """Whether a row of the ladder fits, or any size of the step."""
+    limit = memory.limit or 0
+    return bool(memory.largest_after) or any(rung.total <= limit for rung in rungs)
+
+
+def print_verdict(rungs: Sequence[Rung], memory: MemoryReport) -> None:
+    """One sentence: whether the step fits as it was asked for, and by what."""
+    limit = memory.limit or 0
+    size = human_bytes(limit)
+    ways = [rung for rung in rungs if not rung.on_top]
+    more = [rung for rung in rungs if rung.on_top and rung.total <= limit]
+    if ways[0].total <= limit:
+        text = f"fits in {size}: patched, and no block needs to run again"
+    elif any(rung.total <= limit for rung in ways):
+        text = (
+            f"fits in {size} where blocks run again, by this estimate: --fit chooses which, and counts what "
+            "the allocator rounds up as well"
+        )
+    elif more:
+        names = "; ".join(rung.name for rung in more)
+        text = f"does not fit in {size} as asked; each of these alone suffices: {names}"
+    elif memory.largest_after:
+        text = f"does not fit in {size}; the largest {memory.solved} is {memory.largest_after}"
+    else:
+        least = min(rungs, key=lambda rung: rung.total)
+        text = (
+            f"nothing fits in {size}: the least of all rows above is {size_text(least.total, up=True)} "
+            f"({least.name})"
+        )
+    print_line(text, style="bold")
 
 
 def _print_rungs(heading: str, rungs: Sequence[Rung], limit: int, patched: float) -> None:

@@ -120,10 +120,10 @@ def print_memory(memory: MemoryReport, train: str) -> None:
         _add_largest(table, memory, memory.limit, length)
     print_line("")
     print_table(table)
-    print_line(
-        "before, after: the model unpatched and patched; most in: the largest sum in that part of a step",
-        style="dim",
-    )
+    columns = "before, after: the model unpatched and patched; most in: the largest sum in a part of a step"
+    if memory.limit is not None and not memory.training.checkpointing:
+        columns += f"; largest {memory.solved}: where no block runs again"
+    print_line(columns, style="dim")
     _print_bounds(memory, train)
 
 
@@ -150,9 +150,10 @@ def _print_bounds(memory: MemoryReport, train: str) -> None:
         )
     if train.startswith("qlora"):
         text = (
-            "qlora by arithmetic: base Linears in 4 bits, doubly quantised, everything else in the "
-            "dtype above (PEFT's prepare_model_for_kbit_training makes norms, embeddings and the rows "
-            "between blocks float32, which can hold twice as much); " + text
+            "qlora by arithmetic: base Linears in 4 bits, their scales in 8 (bnb_4bit_use_double_quant), "
+            "everything else in the dtype above (PEFT's prepare_model_for_kbit_training makes norms, "
+            "embeddings and what passes between blocks float32, which can hold twice as much); "
+            + text
         )
     print_line(text, style="dim")
 

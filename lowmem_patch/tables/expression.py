@@ -72,6 +72,10 @@ def function_names() -> tuple[str, ...]:
     return tuple(sorted(_FUNCTIONS))
 
 
+def _known() -> str:
+    return f"functions {', '.join(function_names())}"
+
+
 def parse_activation(text: str) -> Callable[[Tensor], Tensor]:
     """The function of x that a text names (``mish``) or writes out (``x * tanh(softplus(x))``).
 
@@ -114,8 +118,8 @@ def _compiled(node: ast.AST, text: str) -> Callable[[Tensor], Any]:
             return lambda x: number
         case ast.Name(id=name):
             if name != "x" and name not in _CONSTANTS:
-                hint = " (a function needs its argument)" if name in _FUNCTIONS else ""
-                raise FitError(f"{text!r}: {name!r} is neither x nor pi nor e{hint}")
+                hint = "a function needs its argument" if name in _FUNCTIONS else _known()
+                raise FitError(f"{text!r}: {name!r} is neither x nor pi nor e ({hint})")
             return lambda x: x if name == "x" else _CONSTANTS[name]
         case (
             ast.BinOp(left=left, op=sign, right=right)
@@ -128,8 +132,7 @@ def _compiled(node: ast.AST, text: str) -> Callable[[Tensor], Any]:
             return lambda x: _UNARY[type(sign)](inner(x))
         case ast.Call(func=ast.Name(id=name), args=args, keywords=[]):
             if name not in _FUNCTIONS:
-                known = ", ".join(function_names())
-                raise FitError(f"{text!r}: {name!r} is none of the functions {known}")
+                raise FitError(f"{text!r}: {name!r} is none of the {_known()}")
             return partial(_call, name, [_compiled(argument, text) for argument in args])
     raise FitError(
         f"{text!r}: {ast.unparse(node)!r} is no number, x, sum, product, power or function of these"

@@ -228,6 +228,15 @@ def test_a_length_that_no_trainer_tells_is_asked_for_in_one_line(tmp_path: Path)
     assert told.exit_code == 0 and "1 model patched" in told.stderr
 
 
+def test_too_small_a_budget_names_the_line_ahead_of_what_helps(tmp_path: Path) -> None:
+    path = script(tmp_path, TRAINER)
+    found = CliRunner().invoke(app, ["run", "--fit", "1KiB", "--seq-len", "16", path])
+    assert found.exit_code == 4, found.output
+    lines = found.stderr[found.stderr.index("error: ") :].strip().splitlines()
+    assert lines[0].endswith("(script.py, line 5)") and len(lines) > 2
+    assert not any("script.py" in line for line in lines[1:])
+
+
 def test_a_budget_without_a_unit_is_refused_before_the_script_runs(tmp_path: Path) -> None:
     found = CliRunner().invoke(app, ["run", "--fit", "24", script(tmp_path, "print('ran')")])
     assert found.exit_code == 2 and "24GiB" in found.stderr and "ran" not in found.stdout

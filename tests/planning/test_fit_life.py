@@ -122,10 +122,36 @@ def test_too_small_a_budget_names_the_least_and_what_helps() -> None:
     rungs = dict(re.findall(r"^  (.*): ([\d.]+ [KM]iB)", text, flags=re.MULTILINE))
     assert {"24 tokens a row, not 48", "a batch of 1, not 4"} <= rungs.keys()
     assert any("8-bit" in name for name in rungs) and any("QLoRA" in name for name in rungs)
-    # no number of GPUs suffices: what the most of them leave is said
-    assert any("FSDP over 64 GPUs" in name for name in rungs)
+    assert "no single change makes it fit" in text and ", fits" not in text
+    assert not any("FSDP" in name for name in rungs)  # no number of GPUs suffices
     assert not any(map(is_checkpointed, model.modules()))
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_only_changes_that_are_worth_it_are_proposed() -> None:
+    """Weights are next to nothing of this step, so that no other optimizer and no GPU beside it helps."""
+    model = llama_of(num_hidden_layers=2, hidden_size=16, intermediate_size=32, vocab_size=16)
+    inputs = {"input_ids": torch.randint(16, (8, 256))}
+    inputs["labels"] = inputs["input_ids"]
+    with pytest.raises(BudgetError) as error:
+        plan_patch(model.train(), "exact", example_inputs=inputs, fit="100KiB")
+    text, least = str(error.value), least_of(str(error.value))
+    assert not any(word in text for word in ("8-bit", "QLoRA", "FSDP"))
+    assert "128 tokens a row, not 256" in text and "a batch of 1, not 8" in text
+    with pytest.raises(BudgetError) as error:
+        plan_patch(model, "exact", example_inputs=inputs, fit=int(0.9 * least))
+    text = str(error.value)
+    assert (
+        "becomes smaller with any one of these changes" in text and "no single change" not in text
+    )
+    assert re.search(r"a batch of 1, not 8: .*, fits$", text, flags=re.MULTILINE)
+
+
+def test_a_budget_below_the_model_states_says_so() -> None:
+    model, inputs = made("llama")
+    parameters = sum(p.numel() * p.element_size() for p in model.parameters())
+    with pytest.raises(BudgetError, match="the model states alone are larger than the budget"):
+        plan_patch(model, "exact", example_inputs=inputs, fit=2 * parameters)
 
 
 @pytest.mark.parametrize(("fit", "meant"), [(24, "24GiB"), (12345, "24GiB"), ("24KiB", None)])
