@@ -9,8 +9,7 @@ A few readers know better than to save the values (the table `lowmem_patch.nn.re
 - a Linear or a grouped matmul saves what the values are computed from (`Op.linear`, `Op.grouped`);
 - a row move (view, permute, roll, window partition) moves what the values are computed from;
 - ``activation * up`` becomes one gated product, and a scaled sum of an adapter stays in low precision;
-- a cast to another floating dtype is computed when it is read;
-- a dropout draws its mask at once, and saves that in bits.
+- a cast to another floating dtype is computed when it is read, and a dropout saves its mask in bits.
 
 Every other reader gets the values and sends its gradient to the deferred tensor's own node. Such a
 reader need not be foreseen: a custom autograd function, a hook, a reentrant checkpoint, a foreign kernel.
@@ -95,23 +94,7 @@ class Deferred(Tensor):
                 known = reader(func, args, kwargs)
             if known is not NotImplemented:
                 return known
-        if in_compiler():
-            with _WITHOUT_TORCH_FUNCTION():
-                open_written(func, args, kwargs, Deferred)
-        if not _OWN.issuperset(types):
-            # another subclass has an opinion, and is given ordinary tensors; or a compiler asks for values
-            with _WITHOUT_TORCH_FUNCTION():
-                args, kwargs = tree_map(value_of, args), tree_map(value_of, kwargs)
-            return func(*args, **kwargs)
-        if in_compiler():
-            with _WITHOUT_TORCH_FUNCTION():
-                return func(*args, **kwargs)
-        output: Any = _call(func, types, tuple(map(_origin_of, args)), kwargs)
-        if args and type(args[0]) is Stored and type(output) in _VALUES:
-            args[0].op.was_used(args[0])
-        if args and output is not None and output is getattr(args[0], "_origin", None):
-            return args[0]  # a function that returns its own input, as .to() may
-        return output
+        return _call_on_values(func, types, args, kwargs)
 
     def plain(self) -> Tensor:
         """The value as an ordinary tensor, whose gradient comes here."""
@@ -142,9 +125,8 @@ class Deferred(Tensor):
 
     def is_stale(self) -> bool:
         """Whether somebody wrote into a source since, so that the value cannot be computed from it."""
-        if self._versions is None:
-            return False
-        return [source._version for source in self.sources] != self._versions
+        versions = self._versions
+        return versions is not None and [source._version for source in self.sources] != versions
 
     def __deepcopy__(self, memo: Any) -> Any:
         if self.grad_fn is not None:
@@ -154,8 +136,7 @@ class Deferred(Tensor):
         return self.detached().clone().requires_grad_(self.requires_grad)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        value = self.detached()
-        plain: Any = value.requires_grad_(self.requires_grad)
+        plain: Any = self.detached().requires_grad_(self.requires_grad)
         return plain.__reduce_ex__(protocol)
 
 
@@ -270,6 +251,26 @@ _OWN = frozenset((Tensor, Stored, Unstored))
 _VALUES = frozenset((Tensor, Stored, Unstored, tuple, list))  # not a torch.Size
 
 register_plain(Stored)
+
+
+def _call_on_values(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if in_compiler():
+        with _WITHOUT_TORCH_FUNCTION():
+            open_written(func, args, kwargs, Deferred)
+    if not _OWN.issuperset(types):
+        # another subclass has an opinion, and is given ordinary tensors; or a compiler asks for values
+        with _WITHOUT_TORCH_FUNCTION():
+            args, kwargs = tree_map(value_of, args), tree_map(value_of, kwargs)
+        return func(*args, **kwargs)
+    if in_compiler():
+        with _WITHOUT_TORCH_FUNCTION():
+            return func(*args, **kwargs)
+    output: Any = _call(func, types, tuple(map(_origin_of, args)), kwargs)
+    if args and type(args[0]) is Stored and type(output) in _VALUES:
+        args[0].op.was_used(args[0])
+    if args and output is not None and output is getattr(args[0], "_origin", None):
+        return args[0]  # a function that returns its own input, as .to() may
+    return output
 
 
 def _detached(source: Tensor) -> Tensor:
