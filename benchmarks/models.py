@@ -138,10 +138,14 @@ VARIANTS = {
 }
 
 
-def count_bytes(case: Case) -> dict[str, Any]:
-    """Saved activation bytes of one inner block and of all, two layers, per preset; no data is touched."""
+PRESETS = ("unpatched", "paper", "exact", "auto", "compact")
+
+
+def count_bytes(case: Case, variants: list[str]) -> dict[str, Any]:
+    """Saved activation bytes of one inner block and of all, two layers, unpatched and per preset; no data is
+    touched."""
     rows = {}
-    for preset in ("unpatched", "paper", "exact", "auto", "compact"):
+    for preset in (name for name in PRESETS if name in ("unpatched", *variants)):
         with torch.device("meta"):
             model = case.shape.build(2)
         model = case.adapt(model)
@@ -216,7 +220,7 @@ def main() -> None:
         if options.case not in case.name:
             continue
         if options.device == "cpu":
-            rows = count_bytes(case)
+            rows = count_bytes(case, options.variants)
             whole = rows["unpatched"]["block"]
             shares = "  ".join(
                 f"{k} {v['block']:,} ({v['block'] / whole:.1%})" for k, v in rows.items()
