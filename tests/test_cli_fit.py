@@ -169,8 +169,11 @@ def test_too_small_a_budget_has_an_exit_code_of_its_own(shallow: Path) -> None:
     assert failed["error"]["exit_code"] == 4
 
 
-def test_the_verdict_says_whether_anything_fits(llama: Path) -> None:
+def test_the_verdict_says_whether_anything_fits(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """From the totals of the ladder: at each of them the next row begins to fit."""
+    monkeypatch.setenv("COLUMNS", "300")  # one line, as wide as it is
 
     def look(limit: int) -> tuple[str, int]:
         shown = call(llama, "--memory", f"{limit}B")

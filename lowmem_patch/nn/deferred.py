@@ -48,7 +48,6 @@ _wrapper: Any = Tensor._make_wrapper_subclass
 _WITHOUT_TORCH_FUNCTION: Any = torch._C.DisableTorchFunctionSubclass
 _call: Any = torch._C._disabled_torch_function_impl  # in less time than the above
 
-
 # By the name of a torch function: gets (func, args, kwargs), and returns NotImplemented where the function
 # itself shall run, on the values. Filled by `lowmem_patch.nn.readers`.
 READERS: dict[str, Callable[..., Any]] = {}
