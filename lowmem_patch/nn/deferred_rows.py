@@ -51,8 +51,6 @@ class Product(Op):
         matmul: that makes it; its tensors are the sources.
     """
 
-    bypassed = False  # all gradients pass through it
-
     def __init__(self, matmul: RecomputedMatmul) -> None:
         super().__init__()
         self.multiply, self.again, self.offsets = matmul.multiply, matmul.again, matmul.offsets
@@ -62,7 +60,9 @@ class Product(Op):
     def of(cls, matmul: RecomputedMatmul) -> Deferred:
         weights = [tensor for tensor in matmul.weight[:3] if tensor is not None]
         sources = (matmul.x, *weights, *matmul.sources)
-        return keep(matmul.product(), cls(matmul), sources, owned=True)
+        h = keep(matmul.product(), cls(matmul), sources, owned=True)
+        h._versions = [source._version for source in sources]  # others have them, and may write
+        return h
 
     def was_used(self, h: Any) -> None:
         # not by a routing weight: whoever saves the product, or a part of it, need not hold x as well
@@ -75,7 +75,10 @@ class Product(Op):
         x, weight, *rest = h.sources
         left = rest.pop(0) if self.adapted else None
         right = rest.pop(0) if self.adapted else None
-        h.sources = ()  # the caller may hold the product for longer, which need not hold x
+        h.sources, h._versions = (
+            (),
+            None,
+        )  # the caller may hold the product for longer, which need not hold x
         h._bypassed = True
         whole = ExpertWeight(weight, left, right, self.scale)
         matmul = RecomputedMatmul(self.multiply, self.again, x, whole, self.offsets, tuple(rest))

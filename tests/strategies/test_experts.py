@@ -196,6 +196,12 @@ def biased_product(net: Any, h: Tensor, index: Tensor, weights: Tensor) -> Tenso
     return y * weights
 
 
+def hooked_product(net: Any, h: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    y = net.multiply(net.act(net.multiply(h[index], net.up)), net.down)
+    y.register_hook(lambda gradient: gradient * 3.0)
+    return y * weights
+
+
 def moved_rows(net: Any, h: Tensor, index: Tensor, weights: Tensor) -> Tensor:
     rows = h[index].view(2, -1, WIDTH).flip(0).flatten(0, 1)
     y = net.multiply(net.act(net.multiply(rows, net.up)), net.down)
@@ -214,7 +220,8 @@ def read_beside(net: Any, h: Tensor, index: Tensor, weights: Tensor) -> Tensor:
 
 
 BODIES = (
-    plain, weighted_twice, written_rows, written_source, biased_product, moved_rows, weightless, read_beside,
+    plain, weighted_twice, written_rows, written_source, biased_product, hooked_product, moved_rows,
+    weightless, read_beside,
 )  # fmt: skip
 
 
@@ -274,6 +281,22 @@ def test_a_row_that_is_written_after_it_was_read_is_an_error() -> None:
     model = patch_model(randomise(Block(late)), "exact", example_inputs=torch.randn(TOKENS, WIDTH))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         model(torch.randn(TOKENS, WIDTH)).sum().backward()
+
+
+def test_a_hook_that_comes_after_the_weights_is_an_error() -> None:
+    def late(net: Any, h: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        y = net.multiply(net.act(net.multiply(h[index], net.up)), net.down)
+        weighed = y * weights
+        if net.hooks:
+            y.register_hook(lambda gradient: gradient * 3.0)
+        return weighed
+
+    model = randomise(Block(late))
+    model.experts.hooks = False
+    patch_model(model, "exact", example_inputs=torch.randn(TOKENS, WIDTH))
+    model.experts.hooks = True
+    with pytest.raises(RuntimeError, match="call register_hook before"):
+        model(torch.randn(TOKENS, WIDTH))
 
 
 def test_backward_twice_and_no_second_derivative() -> None:

@@ -205,6 +205,35 @@ def test_a_reader_that_nobody_knows_gets_the_sum() -> None:
     assert_same(model, stock)
 
 
+class Rewritten(nn.Module):
+    """Writes into what the weights of experts were multiplied with, before the product is weighed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.down = nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH) / 5)
+        self.writes = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.inner(x) * 2
+        y = torch.bmm(rows, self.down)
+        if self.writes:
+            rows.add_(1.0)
+        return y * self.inner(x).mean(-1, keepdim=True)
+
+
+def test_rows_that_are_written_before_their_product_is_weighed_are_an_error() -> None:
+    """As of the unpatched model, which saved them for the product."""
+    lora = LoraConfig(r=4, init_lora_weights=False, target_modules=[], target_parameters=["down"])
+    model: Any = get_peft_model(randomise(nn.Sequential(Rewritten())), lora)
+    x = torch.randn(EXPERTS, 6, WIDTH, requires_grad=True)
+    patch_model(model, "exact", example_inputs=(x,))
+    model(x).sum().backward()
+    model.base_model.model[0].get_base_layer().writes = True
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        model(x).sum().backward()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("rank", [4, 16])
 @pytest.mark.parametrize("name", ["Qwen3Moe", "GptOss"])
