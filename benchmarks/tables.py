@@ -181,7 +181,8 @@ def summary_table(name: str) -> str:
             rows.append(
                 f"| {case.partition(' (')[0]} | {variant} | {peak:.1f}{less} | {rate:,.0f}{more} |"
             )
-    return "\n".join([*rows, "", f"{_environment(data)}"])
+    command = f"python benchmarks/whole.py --json benchmarks/results/{name}"
+    return "\n".join([*rows, "", f"`{command}`: {_environment(data)}"])
 
 
 def fit_table(name: str) -> str:

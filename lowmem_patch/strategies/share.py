@@ -261,7 +261,8 @@ def shared_norm(facts: Facts, config: PatchConfig, site: NormSite, reason: str) 
         or any(c.use == "linear" and c.text in head_names(facts, config) for c in consumers),
         output_moved=any(_reads_a_moved_view(consumer) for consumer in consumers),
         lies_as_input=not any(map(_reads_rows, _who_saves_it(facts, config, consumers))),
-        reason=reason + "; computed behind the row moves, at its Linear" * behind_row_moves,
+        reason=reason
+        + "; computed at its Linear, once the rows are moved there" * behind_row_moves,
         kind=site.spec.kind,
         consumers=site.texts,
         function=site.function,
