@@ -247,7 +247,6 @@ class Unstored(Deferred):
 
 
 _OWN = frozenset((Tensor, Stored, Unstored))
-_VALUES = frozenset((Tensor, Stored, Unstored, tuple, list))  # not a torch.Size
 
 register_plain(Stored)
 
@@ -265,7 +264,8 @@ def _call_on_values(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[s
         with _WITHOUT_TORCH_FUNCTION():
             return func(*args, **kwargs)
     output: Any = _call(func, types, tuple(map(_origin_of, args)), kwargs)
-    if args and type(args[0]) is Stored and type(output) in _VALUES:
+    values = isinstance(output, (Tensor, tuple, list)) and type(output) is not torch.Size
+    if values and args and isinstance(args[0], Deferred):
         args[0].op.was_used(args[0])
     if args and output is not None and output is getattr(args[0], "_origin", None):
         return args[0]  # a function that returns its own input, as .to() may

@@ -66,7 +66,7 @@ class Product(Op):
 
     def was_used(self, h: Any) -> None:
         # not by a routing weight: whoever saves the product, or a part of it, need not hold x as well
-        h.sources = ()
+        h.sources, h._versions = (), None
 
     def times(self, h: Deferred, other: Any) -> Any:
         weighs = isinstance(other, Tensor) and other.requires_grad and other.is_floating_point()
@@ -75,10 +75,7 @@ class Product(Op):
         x, weight, *rest = h.sources
         left = rest.pop(0) if self.adapted else None
         right = rest.pop(0) if self.adapted else None
-        h.sources, h._versions = (
-            (),
-            None,
-        )  # the caller may hold the product for longer, which need not hold x
+        self.was_used(h)  # the caller may hold the product for longer
         h._bypassed = True
         whole = ExpertWeight(weight, left, right, self.scale)
         matmul = RecomputedMatmul(self.multiply, self.again, x, whole, self.offsets, tuple(rest))

@@ -105,7 +105,7 @@ class Op:
         """An operator has read the values of ``h``, an `Unstored`."""
 
     def was_used(self, h: Any) -> None:
-        """A function that is no known reader has read ``h``, a `Stored`."""
+        """A function that is no known reader has read ``h``."""
 
     def grouped(
         self, h: Deferred, func: Callable[..., Any], weight: ExpertWeight, offsets: Tensor | None

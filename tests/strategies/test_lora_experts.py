@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from torch import Tensor, nn
 
 from lowmem_patch import patch_model, patch_report, saved_bytes, unpatch_model
+from lowmem_patch.nn.deferred_rows import GatheredRows
 from tests.support.judge import assert_accurate, assert_equal
 from tests.support.models import randomise
 from tests.support.step import BF16, FP32, MODES, Mode, cast, step, truth_of, twin_of
@@ -249,3 +251,22 @@ def test_adapted_experts_on_a_gpu(name: str, rank: int) -> None:
     )
     own = step(stock, given, BF16)
     assert_accurate(step(model, given, BF16), own, truth_of(exact, given), BF16)
+
+
+@pytest.mark.parametrize("name", ["Qwen3Moe", "GptOss"])
+def test_rows_that_are_not_saved_are_not_held(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Autograd saves parts of the first product, and with them what Python hangs on it."""
+    model, _ = patched(adapted(name))
+    gathered: list[Any] = []
+    of = GatheredRows.of
+
+    def noted(*given: Any) -> Any:
+        h = of(*given)
+        gathered.append(weakref.ref(h.untyped_storage()))
+        return h
+
+    monkeypatch.setattr(GatheredRows, "of", noted)
+    output = model(**tokens())
+    assert gathered  # of which a look at the shape is no use
+    assert [one() for one in gathered if one() is not None] == []
+    output.logits.sum().backward()
