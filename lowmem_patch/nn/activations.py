@@ -53,7 +53,6 @@ class RecomputedActivation(nn.Module):
     def __init__(
         self,
         kind: ActivationKind,
-        low_precision: bool = False,
         reads: int = 0,
         at_once: bool = False,
         gated: bool = False,
@@ -61,7 +60,7 @@ class RecomputedActivation(nn.Module):
     ) -> None:
         super().__init__()
         self.kind = kind
-        self.op = Activation(kind, low_precision, reads, at_once, gated, weighed)
+        self.op = Activation(kind, reads, at_once, gated, weighed)
 
     def forward(self, x: Tensor) -> Tensor:
         """Elementwise, any shape; dtype of ``x``."""

@@ -73,11 +73,18 @@ def forward_kept(layer: Any, low_precision: bool, *args: Any, **kwargs: Any) -> 
     # of an input that needs no gradient (the first block's) the adapter would save a cast as well
     plain = args and torch.is_grad_enabled() and not is_exporting() and not is_foreign(args[0])
     if plain and args[0].is_floating_point():
-        args = (Saved(low_precision).of(args[0], passing=True), *args[1:])
+        args = (Saved().of(args[0], passing=True), *args[1:])
     forward = type(layer).forward
     if adapts_parameter(forward):
         return value_of(read_factors(layer, forward, *args, **kwargs))
-    return value_of(forward(layer, *args, **kwargs))
+    x = args[0] if args and isinstance(args[0], Deferred) else None
+    if x is None or not low_precision:
+        return value_of(forward(layer, *args, **kwargs))
+    x._adapts = True
+    try:
+        return value_of(forward(layer, *args, **kwargs))
+    finally:
+        x._adapts = False
 
 
 def forward_as_one(layer: Any, low_precision: bool, *args: Any, **kwargs: Any) -> Any:
@@ -88,9 +95,7 @@ def forward_as_one(layer: Any, low_precision: bool, *args: Any, **kwargs: Any) -
         deferred = isinstance(x, Deferred)
         if deferred or (not is_foreign(x) and x.is_floating_point()):
             with _WITHOUT_TORCH_FUNCTION():
-                products = low_rank_products(
-                    layer, x.dtype, x.op.low_precision if deferred else low_precision
-                )
+                products = low_rank_products(layer, x.dtype, low_precision)
                 if products is not None and not (deferred and x.is_changed()):
                     return _computed(x, *products)
     return forward_kept(layer, low_precision, *args, **kwargs)

@@ -133,9 +133,7 @@ class Chain(Op):
         places: dict[_Leaf, int],
         to: torch.dtype,
         autocast: Autocast,
-        low_precision: bool,
     ) -> None:
-        super().__init__(low_precision)
         self.last, self.places, self.to, self.autocast = last, places, to, autocast
         self._graph: tuple[list[Tensor], Tensor] | None = None  # of one backward
 
@@ -177,7 +175,7 @@ class Chain(Op):
         whole = isinstance(other, (int, float)) or (
             isinstance(other, Tensor) and other.shape == h.shape and other.is_floating_point()
         )
-        made = extended(torch.mul, (h, other), {}, self.low_precision) if whole else None
+        made = extended(torch.mul, (h, other), {}) if whole else None
         return NotImplemented if made is None else made
 
     def linear(self, h: Deferred, to: Projection, dtype: torch.dtype) -> Tensor:
@@ -240,7 +238,7 @@ def _lies_as(whole: list[Tensor], parts: list[Tensor]) -> bool:
 
 
 def extended(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], low_precision: bool
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Deferred | None:
     """``func(*args, **kwargs)``, deferred; None where it cannot wait."""
     tensors: list[Any] = _operands(args, kwargs)
@@ -260,7 +258,7 @@ def extended(
     dtype = _dtype_of(func, tuple(map(_key, args)), _keys(kwargs), device, autocast)
     if dtype == torch.bool or not any(tensor.requires_grad for tensor in tensors):
         sources = [source.detach() for source in sources]  # to which a mask has no gradient
-    return defer(Chain(step, places, dtype, autocast, low_precision), tuple(sources))
+    return defer(Chain(step, places, dtype, autocast), tuple(sources))
 
 
 def _joined(
@@ -334,9 +332,9 @@ def _dtype_of(
 
 
 class _Defers(FunctionObserver):
-    def __init__(self, calls: frozenset[ElementwiseCall], low_precision: bool) -> None:
+    def __init__(self, calls: frozenset[ElementwiseCall]) -> None:
         super().__init__()
-        self.calls, self.low_precision = calls, low_precision
+        self.calls = calls
         names = {call.name for call in calls}
         self.names = names | {name for name, other in MIRRORED.items() if other in names}
         # a checkpoint inside of the module runs again without this mode, and must save the same both times
@@ -348,19 +346,18 @@ class _Defers(FunctionObserver):
         if name in self.names and packer() == self.packer:
             with _WITHOUT_TORCH_FUNCTION():  # which each attribute of a deferred tensor is
                 if elementwise_call(name, args, kwargs, _is_chain) in self.calls:
-                    made = extended(func, args, kwargs, self.low_precision)
+                    made = extended(func, args, kwargs)
         return func(*args, **kwargs) if made is None else made
 
 
-def defer_chains(module: nn.Module, calls: frozenset[ElementwiseCall], low_precision: bool) -> None:
+def defer_chains(module: nn.Module, calls: frozenset[ElementwiseCall]) -> None:
     """Let the module's forward get deferred tensors of these calls, with gradients on."""
-    give_forward_around(module, _defers_chains, calls, low_precision)
+    give_forward_around(module, _defers_chains, calls)
 
 
 def _defers_chains(
     module: nn.Module,
     calls: frozenset[ElementwiseCall],
-    low_precision: bool,
     given: Own | None,
     /,
     *args: Any,
@@ -370,5 +367,5 @@ def _defers_chains(
     saves = torch.is_grad_enabled() and not in_compiler()
     if not saves or is_exporting() or is_transformed():
         return forward(*args, **kwargs)
-    with _Defers(calls, low_precision):
+    with _Defers(calls):
         return forward(*args, **kwargs)

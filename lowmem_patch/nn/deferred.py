@@ -67,6 +67,7 @@ class Deferred(Tensor):
     _first_version = 0
     _origin: Tensor | None = None  # in whose place this one only passes through a forward
     _exposed = False  # somebody may write into its memory without a trace
+    _adapts: bool  # an adapter reads it now, whose products stay in its dtype
     _bypassed = False  # a reader sends its gradient to the sources
     _normed: Tensor | None = None  # of a norm that waited: what its Linears read
 
@@ -325,7 +326,7 @@ def _origin_of(item: Any) -> Any:
 def defer(op: Op, sources: tuple[Tensor, ...]) -> Unstored:
     """A tensor on the device of ``sources[0]`` whose values are computed when they are read."""
     h: Unstored = _defer(op, *map(_origin_of, sources))
-    h.op, h.sources = op, sources
+    h.op, h.sources, h._adapts = op, sources, False
     h._versions = [source._version for source in sources]
     return h
 
@@ -366,7 +367,7 @@ def keep(
     h: Any = tensor
     compiling = in_compiler()
     if owned and not compiling and type(tensor) is Tensor:
-        h._first_version, h.op, h.sources = tensor._version, op, sources
+        h._first_version, h.op, h.sources, h._adapts = tensor._version, op, sources, False
         h.__class__ = Stored  # as torch's lazy parameters do; a view would cost a node of autograd
         return h  # type: ignore[no-any-return]  # its class was assigned, which no type checker sees
     if not compiling and isinstance(tensor, FakeTensor):
@@ -375,9 +376,8 @@ def keep(
     else:
         h = tensor.as_subclass(Stored)
         if not compiling:
-            h._first_version = tensor._version
-            h._origin = tensor if passing else None
-    h.op, h.sources = op, sources
+            h._first_version, h._origin = tensor._version, tensor if passing else None
+    h.op, h.sources, h._adapts = op, sources, False  # a compiler reads no attribute of a class
     if sources and not compiling:
         h._versions = [source._version for source in sources]
     return h  # type: ignore[no-any-return]  # Any, since Function.apply and as_subclass have no types
@@ -386,8 +386,8 @@ def keep(
 def attach(value: Tensor, op: Op, sources: tuple[Tensor, ...]) -> Stored:
     """``value``, an ordinary tensor that was just computed from ``sources`` and that nobody else has."""
     h: Any = value
-    h.op, h.sources, h._versions = op, sources, [source._version for source in sources]
-    h.__class__ = Stored
+    h.__class__, h.op, h.sources, h._adapts = Stored, op, sources, False
+    h._versions = [source._version for source in sources]
     return h  # type: ignore[no-any-return]  # its class was assigned, which no type checker sees
 
 

@@ -19,8 +19,7 @@ class _WaitingCast(Op):
 
     saves = False
 
-    def __init__(self, to: torch.dtype, low_precision: bool = True) -> None:
-        super().__init__(low_precision)
+    def __init__(self, to: torch.dtype) -> None:
         self.to = to
 
     def dtype(self, sources: tuple[Tensor, ...]) -> torch.dtype:
@@ -34,11 +33,21 @@ class _WaitingCast(Op):
 
 
 class Cast(_WaitingCast):
-    """A deferred tensor in another floating dtype."""
+    """A deferred tensor in another floating dtype.
+
+    Args:
+        to: that dtype.
+        low_precision: an adapter casts for weights of its own: its Linears compute in the dtype from before
+            the cast, as they would under autocast (adapters with float32 weights on a bf16 model).
+    """
+
+    def __init__(self, to: torch.dtype, low_precision: bool) -> None:
+        super().__init__(to)
+        self.low_precision = low_precision
 
     @classmethod
-    def of(cls, h: Deferred, dtype: torch.dtype) -> Deferred:
-        op = cls(dtype, h.op.low_precision)
+    def of(cls, h: Deferred, dtype: torch.dtype, low_precision: bool) -> Deferred:
+        op = cls(dtype, low_precision)
         if in_compiler():
             return keep(h.plain().to(dtype), op, (h,))
         return defer(op, (h,))
@@ -46,7 +55,9 @@ class Cast(_WaitingCast):
     def moved(self, h: Deferred, move: Callable[[Tensor], Tensor]) -> Any:
         source: Any = h.sources[0]
         moved = source.op.moved(source, move)
-        return Cast.of(moved, self.to) if isinstance(moved, Deferred) else NotImplemented
+        if not isinstance(moved, Deferred):
+            return NotImplemented
+        return Cast.of(moved, self.to, self.low_precision)
 
     def dropped(self, h: Deferred, p: float) -> Any:
         source: Any = h.sources[0]
@@ -57,9 +68,9 @@ class Cast(_WaitingCast):
         low = source.op.dropped(source, p)
         if low is NotImplemented:
             low = F.dropout(source.plain(), p)
-        return (
-            Cast.of(low, self.to) if isinstance(low, Deferred) else in_low_precision(low, self.to)
-        )
+        if not isinstance(low, Deferred):
+            return in_low_precision(low, self.to)
+        return Cast.of(low, self.to, low_precision=True)
 
     def linear(self, h: Deferred, to: Projection, dtype: torch.dtype) -> Any:
         source: Any = h.sources[0]

@@ -63,10 +63,9 @@ class Activation(Op):
     given_away = False  # the gradients of the sources may take their places
 
     def __init__(
-        self, kind: ActivationKind, low_precision: bool = False, reads: int = 0,
+        self, kind: ActivationKind, reads: int = 0,
         at_once: bool = False, gated: bool = False, weighed: bool = False,
     ) -> None:  # fmt: skip
-        super().__init__(low_precision)
         self.kind, self.reads, self.weighed = kind, reads, weighed
         sources = 2 if gated else int(saves_input(kind))
         self.at_once = sources if at_once else 0
@@ -123,7 +122,7 @@ class Activation(Op):
         if self.kind != "relu" or len(h.sources) != 1:
             return NotImplemented
         h._bypassed = True
-        return Activation("relu_squared", self.low_precision).of(h.sources)
+        return Activation("relu_squared").of(h.sources)
 
     def linear(self, h: Deferred, to: Projection, dtype: torch.dtype) -> Tensor:
         if to.adapter is None:
@@ -186,8 +185,7 @@ class Saved(Op):
 class Shared(Saved):
     """The output of a norm that saves it, to recover z from it in backward; ``node`` is the norm's."""
 
-    def __init__(self, low_precision: bool, node: Any) -> None:
-        super().__init__(low_precision)
+    def __init__(self, node: Any) -> None:
         self.node = node
 
     def written_unseen(self, h: Deferred) -> None:
@@ -203,8 +201,7 @@ class Normed(Saved):
             the Linears. None: the norm saves its output.
     """
 
-    def __init__(self, low_precision: bool, copy: bool, affine: Affine | None) -> None:
-        super().__init__(low_precision)
+    def __init__(self, copy: bool, affine: Affine | None) -> None:
         self.copy = copy
         self.affine = affine
         self.recomputed: Recomputed | None = None
@@ -213,7 +210,7 @@ class Normed(Saved):
     def moved(self, h: Deferred, move: Callable[[Tensor], Tensor]) -> Any:
         if self.copy:
             h._bypassed = True
-        op = Normed(self.low_precision, self.copy, self.affine)  # z lies in another order there
+        op = Normed(self.copy, self.affine)  # z lies in another order there
         return keep(move(h), op, tuple(move(source) for source in h.sources))
 
     def gathered(self, h: Deferred, index: Tensor) -> Any:
@@ -260,8 +257,7 @@ class Dropped(Op):
 
     bypassed = False
 
-    def __init__(self, kind: ActivationKind | None, p: float, low_precision: bool) -> None:
-        super().__init__(low_precision)
+    def __init__(self, kind: ActivationKind | None, p: float) -> None:
         self.kind = kind
         self.p = p
 
@@ -272,7 +268,7 @@ class Dropped(Op):
         value, bits = packed_dropout(h.plain(), p)
         return keep(
             value,
-            cls(kind, p, h.op.low_precision),
+            cls(kind, p),
             (*sources, bits),
             passing=True,  # all gradients are added at the result, as those of a block that runs again
         )
@@ -306,10 +302,7 @@ class Norm(Op):
     saves = False
     holds = True
 
-    def __init__(
-        self, norm: Callable[[Tensor], Tensor], dtype: torch.dtype, low_precision: bool
-    ) -> None:
-        super().__init__(low_precision)
+    def __init__(self, norm: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
         self.norm = norm
         self.to = dtype
 

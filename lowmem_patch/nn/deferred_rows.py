@@ -52,7 +52,6 @@ class Product(Op):
     """
 
     def __init__(self, matmul: RecomputedMatmul) -> None:
-        super().__init__()
         self.multiply, self.again, self.offsets = matmul.multiply, matmul.again, matmul.offsets
         self.adapted, self.scale = matmul.weight.left is not None, matmul.weight.scale
 

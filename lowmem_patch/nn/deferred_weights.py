@@ -26,7 +26,6 @@ class AdaptedWeight(Op):
     """``W + scale * L @ R`` of the sources W ``[.., F, O]``, L ``[.., F, r]`` and R ``[.., r, O]``."""
 
     def __init__(self, scale: float) -> None:
-        super().__init__()
         self.scale = scale
 
     def compute(self, *sources: Tensor) -> Tensor:

@@ -122,7 +122,6 @@ class Logits(Op):
     """
 
     def __init__(self, reads: HeadReads, settings: Settings) -> None:
-        super().__init__()
         self.reads, self.settings = reads, settings
         self.compute_dtype, self.to, self.bias, self.adapter = settings[:4]
         self.scale, self.cap, self.sign, self.normalised = settings[4:8]

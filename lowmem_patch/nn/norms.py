@@ -55,7 +55,6 @@ class MSNorm(nn.Module):
         eps_name: the attribute that holds eps, as it did in the original: users set it. None in it leaves
             eps to torch, which takes that of the input's dtype in float64. Empty: that of ``settings`` stays.
         names: of gamma and beta in the state dict; empty: there is none. `NamedMSNorm` has others than these.
-        low_precision: adapters that read the output compute in its dtype (see `lowmem_patch.nn.deferred.Op`).
     """
 
     weight: nn.Parameter | None
@@ -73,7 +72,6 @@ class MSNorm(nn.Module):
         output: str = "input",
         behind_row_moves: bool = False,
         one_copy: str | None = None,
-        low_precision: bool = False,
         shares_copy: bool = False,
         output_saved: bool = False,
         output_moved: bool = False,
@@ -93,7 +91,6 @@ class MSNorm(nn.Module):
         self.output = output
         self.behind_row_moves = behind_row_moves
         self.one_copy = one_copy
-        self.low_precision = low_precision
         self.shares_copy = shares_copy
         self.output_saved = output_saved
         self.output_moved = output_moved
@@ -163,7 +160,7 @@ class MSNorm(nn.Module):
             and not is_fsdp_unit(self)
         ):
             dtype = self.output_dtype(x)  # autocast may be another one where the value is computed
-            op = Norm(partial(self.normed, dtype=dtype), dtype, self.low_precision)
+            op = Norm(partial(self.normed, dtype=dtype), dtype)
             return op.of(x, *(p for p in (self.weight, self.bias) if p is not None))
         return self.normed(x)
 
@@ -200,14 +197,14 @@ class MSNorm(nn.Module):
         """The output, which the norm itself saves."""
         self._confirm_in_backward(y, y.dtype)
         if self._is_one_copy(y):
-            return keep(y, Shared(self.low_precision, y.grad_fn), owned=True)
+            return keep(y, Shared(y.grad_fn), owned=True)
         return watch(y)
 
     def _compiled(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """The norm as a compiler sees it."""
         y = self.normalize(x, dtype)
         waits = y.requires_grad and not is_exporting() and self._is_one_copy(y)
-        return Saved(self.low_precision).of(y) if waits else y
+        return Saved().of(y) if waits else y
 
     def _deferred(
         self, x: Tensor, dtype: torch.dtype, copy: torch.dtype | None, affine: Affine | None
@@ -219,7 +216,7 @@ class MSNorm(nn.Module):
         sources = tuple(source for source in more if source is not None)
         if affine is None:
             self._confirm_in_backward(y, saved)
-        return keep(y, Normed(self.low_precision, copy is not None, affine), sources, owned=True)
+        return keep(y, Normed(copy is not None, affine), sources, owned=True)
 
     def _is_one_copy(self, y: Tensor) -> bool:
         """Whether readers that cast the output shall keep no copy of their own."""

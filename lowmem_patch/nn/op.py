@@ -27,8 +27,6 @@ class Op:
     """How a deferred tensor is computed, and how its readers save less. Holds no tensor of autograd.
 
     Attributes:
-        low_precision: a Linear behind a cast to high precision computes in the dtype from before the cast,
-            as it would under autocast (adapters with float32 weights on a bf16 model).
         bypassed: readers send their gradient to the sources, past the tensor, so that a hook on the
             tensor would miss it.
         saves: the op's own gradient needs the values of the sources, which its readers save as well.
@@ -52,9 +50,6 @@ class Op:
     saves = True
     holds = False
     elementwise = False
-
-    def __init__(self, low_precision: bool = False) -> None:
-        self.low_precision = low_precision
 
     def dtype(self, sources: tuple[Tensor, ...]) -> torch.dtype:
         """Of the value."""

@@ -152,7 +152,7 @@ def _read_cast(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if dtype == h.dtype:
         return h
     found = h.op.cast(h, dtype)
-    return Cast.of(h, dtype) if found is NotImplemented else found
+    return Cast.of(h, dtype, h._adapts) if found is NotImplemented else found
 
 
 def _read_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

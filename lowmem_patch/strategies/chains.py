@@ -41,17 +41,15 @@ class DeferredChains(Patch):
 
     Attributes:
         calls: of the functions.
-        low_precision: as of `lowmem_patch.nn.op.Op`.
     """
 
     strategy = "recompute"
 
     calls: frozenset[ElementwiseCall]
-    low_precision: bool
 
     def apply(self, target: Target) -> None:
         module = target.model.get_submodule(self.site)
-        defer_chains(module, self.calls, self.low_precision)
+        defer_chains(module, self.calls)
 
 
 def find(facts: Facts, config: PatchConfig) -> Found:
@@ -59,7 +57,6 @@ def find(facts: Facts, config: PatchConfig) -> Found:
     found = Found()
     if config.activations == "keep":
         return found
-    low_precision = config.linear_inputs == "activation_dtype"
     by_module: dict[str, list[Chain]] = {}
     for chain in saving_chains(facts, config):
         by_module.setdefault(chain.module, []).append(chain)
@@ -77,7 +74,7 @@ def find(facts: Facts, config: PatchConfig) -> Found:
         count = sum(len(chain.ops) for chain in chains)
         found.add(
             DeferredChains(
-                name, calls, low_precision,
+                name, calls,
                 reason=f"input of {count} elementwise functions kept, their values recomputed",
                 kind=_KIND, consumers=texts,
             )

@@ -18,7 +18,11 @@ from lowmem_patch.strategies.protocol import Facts, Found, Patch, Target
 
 @dataclasses.dataclass(frozen=True)
 class LoraLayer(Patch):
-    """A LoRA layer that gets a forward of ours; ``low_precision`` as of `lowmem_patch.nn.deferred.Op`."""
+    """A LoRA layer that gets a forward of ours.
+
+    Attributes:
+        low_precision: as of `lowmem_patch.nn.adapters.use_adapter`.
+    """
 
     strategy = "lora"
 

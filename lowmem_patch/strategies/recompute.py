@@ -30,13 +30,14 @@ _WORTH = 1e-4  # the gate of a squeeze and excitation has one number a channel
 
 @dataclasses.dataclass(frozen=True)
 class DeferredActivation(Swap):
-    """An activation whose readers compute it again; ``low_precision`` as of `lowmem_patch.nn.deferred.Op`,
-    ``reads``, ``at_once``, ``gated`` and ``weighed`` as of `lowmem_patch.nn.deferred_ops.Activation`."""
+    """An activation whose readers compute it again.
+
+    ``reads``, ``at_once``, ``gated`` and ``weighed`` are as of `lowmem_patch.nn.deferred_ops.Activation`.
+    """
 
     strategy = "recompute"
 
     activation: ActivationKind
-    low_precision: bool
     reads: int
     at_once: bool
     gated: bool
@@ -45,7 +46,6 @@ class DeferredActivation(Swap):
     def make(self, original: nn.Module) -> nn.Module:
         return RecomputedActivation(
             self.activation,
-            self.low_precision,
             self.reads,
             self.at_once,
             self.gated,
@@ -56,7 +56,6 @@ class DeferredActivation(Swap):
 def find(facts: Facts, config: PatchConfig) -> Found:
     """Every activation that is better recomputed, and those that no strategy may patch."""
     found = Found(skips=list(unknown_activations(facts)))
-    low_precision = config.linear_inputs == "activation_dtype"
     for site in activation_sites(facts, config):
         if isinstance(site, Skip):
             found.add(site)
@@ -73,7 +72,7 @@ def find(facts: Facts, config: PatchConfig) -> Found:
             else:
                 found.add(
                     DeferredActivation(
-                        site.name, site.kind, low_precision, site.reads,
+                        site.name, site.kind, site.reads,
                         _at_once(facts, site), site.gated, _weighed(facts, site),
                         reason=reason, kind=site.kind, consumers=site.texts, function=site.function,
                     )

@@ -57,7 +57,6 @@ class SharedNorm(Swap):
     feeds_autocast: bool
     behind_row_moves: bool
     one_copy: str | None
-    low_precision: bool
     shares_copy: bool
     output_saved: bool
     output_moved: bool
@@ -79,7 +78,6 @@ class SharedNorm(Swap):
             output=spec.output,
             behind_row_moves=self.behind_row_moves,
             one_copy=self.one_copy,
-            low_precision=self.low_precision,
             shares_copy=self.shares_copy,
             output_saved=self.output_saved,
             output_moved=self.output_moved,
@@ -252,7 +250,6 @@ def shared_norm(facts: Facts, config: PatchConfig, site: NormSite, reason: str) 
         feeds_autocast=feeds_autocast,
         behind_row_moves=behind_row_moves,
         one_copy=_one_copy(others, feeds_autocast, saves_casts, linears, dropped),
-        low_precision=config.linear_inputs == "activation_dtype",
         shares_copy=not feeds_autocast and saves_casts and _shares_copy(facts, consumers, around),
         # Linears whose weights are sharded save the output of their own, and heads the rows that they read
         output_saved=dropped

@@ -107,7 +107,7 @@ def test_steps_run_under_the_autocast_of_the_forward() -> None:
     for wanted in (True, False):
         seen.clear()
         with torch.autocast("cpu", torch.bfloat16, enabled=wanted):
-            y: Any = extended(doubled, (x,), {}, False)
+            y: Any = extended(doubled, (x,), {})
         with torch.autocast("cpu", torch.bfloat16, enabled=not wanted):
             z = F.linear(y, weight)
             z.sum().backward()
