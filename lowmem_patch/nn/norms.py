@@ -42,7 +42,7 @@ class MSNorm(nn.Module):
         folded: the affine lives in the next Linears; weight and bias stay behind as identities, so
             that the state dict is the original's.
         feeds_autocast: all readers are ops that autocast casts: the output takes autocast's dtype.
-        full_precision_autocast: under autocast the original computes and returns float32.
+        full_precision_autocast: under a GPU's autocast the original computes and returns float32.
         output: the dtype follows the ``input`` (Gemma), the ``weight`` (T5) or ``both``, promoted (LLaMA).
         behind_row_moves: the output is deferred behind row moves, to the Linear that reads it.
         one_copy: ``always`` or ``autocast``: readers that cast the output keep no copy of their own.
@@ -134,7 +134,7 @@ class MSNorm(nn.Module):
         if low is not None:
             if self.feeds_autocast:
                 return low
-            if self.full_precision_autocast:
+            if self.full_precision_autocast and x.device.type != "cpu":  # whose autocast leaves it
                 return torch.float32
         weight = None if self.output == "input" else self.weight
         if weight is None or weight.dtype == x.dtype:

@@ -143,6 +143,8 @@ def elementwise_call(
     if not tensors or not all(isinstance(item, _ELEMENTWISE) for item in given):
         return None
     shape = largest_shape(tensors)
+    if shape is None:
+        return None
 
     def kind(item: Any) -> str:
         if isinstance(item, Tensor):
@@ -155,8 +157,9 @@ def elementwise_call(
     return ElementwiseCall(name, tuple(map(kind, args)), tuple(named))
 
 
-def largest_shape(tensors: Sequence[Tensor]) -> torch.Size:
-    """The shape of what an elementwise function makes of them."""
+def largest_shape(tensors: Sequence[Tensor]) -> torch.Size | None:
+    """The shape of what an elementwise function makes of them; None where it would make nothing: a cast to
+    the dtype of a tensor reads no values of it, so that it may have any shape."""
     shapes = {tensor.shape for tensor in tensors}
     if len(shapes) == 1:
         return shapes.pop()
@@ -166,7 +169,10 @@ def largest_shape(tensors: Sequence[Tensor]) -> torch.Size:
     ):  # numbers: torch takes 30 us for all others
         return largest
     broadcast: Any = torch.broadcast_shapes
-    found: torch.Size = broadcast(*shapes)
+    try:
+        found: torch.Size = broadcast(*shapes)
+    except RuntimeError:
+        return None
     return found
 
 

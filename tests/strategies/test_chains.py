@@ -212,3 +212,16 @@ def test_a_comparison_that_python_mirrors() -> None:
     report = patch_report(patched(model))
     assert saved(model) == report.saved_after == LINEARS + FULL < saved(twin)
     assert_same_step(model, twin, rows())
+
+
+def test_a_cast_to_the_dtype_of_a_tensor_of_any_shape_is_no_step() -> None:
+    """Granite MoE casts a softmax of 2 columns to the dtype of its input, with ``type_as``."""
+
+    def routed(net: Any, x: Tensor) -> Tensor:
+        weights = torch.softmax(x[:, :2].float(), -1).type_as(x)
+        return clamped(net, x.float().to(weights)) * weights.sum(-1, keepdim=True)
+
+    model = network(routed).to(torch.bfloat16)
+    twin, x = copy.deepcopy(model), rows().to(torch.bfloat16)
+    patch_model(model, CHAINS, example_inputs=(x,))
+    assert_same_step(model, twin, x, BF16)

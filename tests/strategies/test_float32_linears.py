@@ -12,6 +12,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from lowmem_patch import patch_model
+from lowmem_patch.nn.norms import MSNorm, NormSettings
 from tests.support.judge import assert_same_step
 from tests.support.models import fill_adapters
 from tests.support.saved import saved_storages
@@ -143,3 +144,13 @@ def test_a_float32_adapter_of_a_bf16_linear_saves_no_float32_copy(dropout: float
     patch_model(model, "auto", example_inputs=x)
     sizes = saved_storages(lambda: model(x))[1].values()
     assert ROWS * WIDTH * 4 not in sizes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_norm_returns_the_dtype_of_torchs_under_autocast(dtype: torch.dtype) -> None:
+    """On a CPU, whose autocast leaves norms, that of its input; on a GPU float32."""
+    stock, x = nn.LayerNorm(WIDTH), torch.randn(ROWS, WIDTH, dtype=dtype)
+    settings = NormSettings(stock.eps, centered=True)
+    norm = MSNorm(stock.weight, stock.bias, settings, full_precision_autocast=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert norm(x).dtype == stock(x).dtype == dtype
