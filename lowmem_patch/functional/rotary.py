@@ -83,7 +83,7 @@ def rotary_embedding(
 
     Returns:
         q' and k' in the strides of ``torch.empty_like(q)`` and ``torch.empty_like(k)``, as are the
-        gradients.
+        gradients; contiguous where columns would not lie side by side, which fused attention refuses.
 
     Raises:
         TypeError: a tensor is not floating point.
@@ -110,6 +110,8 @@ def rotary_embedding(
         # the float64 oracle must not be asked for by mixing dtypes by accident
         if (x.dtype == torch.float64) != (result_dtype == torch.float64):
             raise TypeError(f"{_OPERATOR}: {name} is {x.dtype} but out_dtype is {result_dtype}")
+        if x.stride(-1) != 1 and torch.empty_like(x, device="meta").stride(-1) != 1:
+            x = x.contiguous()
         chosen = resolve(implementation, x, cos, sin)
         turned.append(_apply(x, cos, sin, heads_dim, False, None, result_dtype, chosen))
     return turned[0], turned[1]
