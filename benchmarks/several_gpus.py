@@ -3,13 +3,13 @@
     python benchmarks/several_gpus.py --json benchmarks/results/several-h200.json
     python benchmarks/several_gpus.py --device cpu --tiny            # a trial: two processes, no bytes
 
-The widths are those of Llama-3-8B, with six layers and a vocabulary of 32,000; each GPU has a batch of its own
-(GPipe: one of four times its rows, in four microbatches). *Step peak* is the most memory that the allocator of
-one GPU gave in a step above what rests between steps (shards of weights, optimizer's states): the largest of
-all GPUs. The rows of one table have the same weights and the same batches, so their losses must agree.
+The widths are those of Llama-3-8B, with six layers and a vocabulary of 32,000; each GPU has a batch of its
+own (GPipe: one of four times its rows, in four microbatches). *Step peak* is the most that the allocator
+of one GPU gave in a step above what rests between steps (shards of weights, optimizer's states): the largest
+of all GPUs. The rows of one table have the same weights and the same batches, so their losses must agree.
 
-Budgets have a vocabulary of 128,256. *Predicted* is what ``patch_report(model).fit`` says of each GPU, *measured*
-the most that the allocator of any GPU gave in a step, model states included.
+Budgets have a vocabulary of 128,256. *Predicted* is what ``patch_report(model).fit`` says of each GPU,
+*measured* the most that the allocator of any GPU gave in a step, model states included.
 """
 
 from __future__ import annotations
@@ -262,7 +262,10 @@ def budget_rows(trains: str, way: str, size: Size, machine: Machine) -> list[dic
         measured = machine.peak() - before
         del trained
         row = {"way": way, "train": trains, "predicted": fit.predicted, "measured": measured}
-        row |= {"error": fit.predicted / measured - 1 if measured > 0 else 0.0, "moment": fit.moment}
+        row |= {
+            "error": fit.predicted / measured - 1 if measured > 0 else 0.0,
+            "moment": fit.moment,
+        }
         rows.append(row | {"levels": fit.levels} | ({} if budget == huge else {"budget": budget}))
         held = fit.parameters + fit.optimizer_state
         budget = held + (fit.predicted - held) // 2
@@ -347,7 +350,9 @@ def main() -> None:
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--gpus", type=int, help="default: all of them; on a CPU two processes")
-    parser.add_argument("--only", default="", help="rows whose name contains this, as 'budget fsdp2'")
+    parser.add_argument(
+        "--only", default="", help="rows whose name contains this, as 'budget fsdp2'"
+    )
     parser.add_argument("--tiny", action="store_true", help="a trial at tiny widths")
     parser.add_argument("--json", type=Path, help="write the rows there")
     options = parser.parse_args()

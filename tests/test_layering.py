@@ -74,7 +74,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("planning.planner", "planning"),
     ("memory",),
     ("planning.budget", "planning.costs", "planning.solve", "planning.timeline"),
-    ("planning.fit_sums", "planning.need"),
+    ("planning.fit_sums", "planning.need", "planning.sharded_timeline"),
     ("planning.fit", "planning.ladder"),
     ("planning.fit_model",),
     ("api",),

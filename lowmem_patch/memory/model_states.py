@@ -99,7 +99,7 @@ class ModelStates:
         workspace: on a GPU, of cuBLAS.
         rounding: what a GPU's allocator rounds up for parameters and optimizer state alone.
         sizes: of the single tensors.
-        gathered: of several GPUs, what one holds whole for a while (`lowmem_patch.memory.sharding`).
+        buckets: of DDP, a copy of the gradients.
     """
 
     parameters: int
@@ -109,12 +109,12 @@ class ModelStates:
     workspace: int = 0
     rounding: int = 0
     sizes: StateSizes = StateSizes()
-    gathered: int = 0
+    buckets: int = 0
 
     @property
     def counted(self) -> int:
         """All but the gradients, and but what is rounded up."""
-        beside = self.dequantised + self.workspace + self.gathered
+        beside = self.dequantised + self.workspace + self.buckets
         return self.parameters + self.optimizer + beside
 
     @property

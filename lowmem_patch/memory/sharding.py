@@ -1,10 +1,17 @@
-"""Model states over several GPUs, as FSDP2 shards them when each block is a group, and the rest another."""
+"""Model states over several GPUs, as FSDP2 shards them when each block is a group, and the rest another.
+
+What a GPU holds whole for a while was read from the allocator of one of two H100s (torch 2.11), between the
+hooks of the blocks: a buffer that is gathered into lies beside what is copied out of it, in the forward until
+the next group is gathered; in the backward the next block is on its way while one is computed, and gradients
+are put into a buffer that is reduced while the next block's are computed.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
 
+import torch
 from torch import Tensor, nn
 
 from lowmem_patch.memory.caching_allocator import rounding_bytes
@@ -26,9 +33,30 @@ class Gathered:
     block: int
     block_gradients: int
 
-    def most(self, moment: str) -> int:
+    @property
+    def first(self) -> int:
+        """When the first block is gathered, the buffer of the rest is not free yet."""
+        return 2 * (self.rest + self.block)
+
+    @property
+    def between(self) -> int:
+        """When a block is gathered, the buffer of the one before it is not free yet."""
+        return self.rest + 3 * self.block
+
+    @property
+    def computing(self) -> int:
+        """While a block is computed."""
+        return self.rest + 2 * self.block
+
+    def most(self, moment: str, place: int) -> int:
         """The rest from the first forward to the end of the backward; of the blocks the one that is
-        computed, and the next, which is on its way. Gradients wait whole to be reduced."""
+        computed, and the next, which is on its way. Gradients wait whole to be reduced.
+
+        Args:
+            moment, place: a `Part`.
+        """
+        if moment == FORWARD and place == 0:
+            return self.first
         held = self.rest if moment in MOMENTS[: MOMENTS.index(BACKWARD) + 1] else 0
         if moment in (FORWARD, BACKWARD):
             held += 2 * self.block
@@ -63,21 +91,32 @@ def shard(states: ModelStates, gpus: int) -> ModelStates:
     return dataclasses.replace(states, **{n: -(-getattr(states, n) // gpus) for n in names})
 
 
-def states_of_one(states: ModelStates, whole: Gathered, gpus: int) -> ModelStates:
-    """Of one GPU at any time of a step: its shards, and the most that is gathered, as in the backward."""
+def states_of_one(states: ModelStates, gpus: int) -> ModelStates:
+    """The shards of one GPU."""
     sizes = states.sizes
-    pieces = (whole.rest, whole.rest_gradients, *2 * (whole.block, whole.block_gradients))
     shards = StateSizes(
-        (*_shares(sizes.held, gpus), *pieces),
+        _shares(sizes.held, gpus),
         sizes.workspaces,
         _shares(sizes.gradients, gpus),
         _shares(sizes.optimizer, gpus),
     )
+    rounding = rounding_bytes((*shards.held, *shards.optimizer)) if sizes.workspaces else 0
+    return dataclasses.replace(shard(states, gpus), sizes=shards, rounding=rounding)
+
+
+def is_replicated() -> bool:
+    """Whether this is one of several processes, as under DDP."""
+    there = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return there and torch.distributed.get_world_size() > 1
+
+
+def with_buckets(states: ModelStates) -> ModelStates:
+    """Under DDP, whose buckets hold a copy of the gradients for the whole of training."""
+    held = (*states.sizes.held, *states.sizes.gradients)
     return dataclasses.replace(
-        shard(states, gpus),
-        sizes=shards,
-        gathered=sum(pieces),
-        rounding=rounding_bytes((*shards.held, *shards.optimizer)) if sizes.workspaces else 0,
+        states,
+        sizes=dataclasses.replace(states.sizes, held=held),
+        buckets=states.gradients,
     )
 
 
@@ -88,10 +127,10 @@ def _shares(sizes: Iterable[int], gpus: int) -> tuple[int, ...]:
 def sharded_moments(parts: Mapping[Part, PartBytes], gpus: int, whole: Gathered) -> dict[str, int]:
     """The largest sum of each moment, gradients sharded, and what is gathered added."""
     moments: dict[str, int] = {}
-    for (moment, _), part in parts.items():
+    for (moment, place), part in parts.items():
         own = part.activations
         if moment == OPTIMIZER:  # whose temporaries are of the shards
             own = -(-own // gpus)
-        size = own + -(-part.gradients // gpus) + whole.most(moment)
+        size = own + -(-part.gradients // gpus) + whole.most(moment, place)
         moments[moment] = max(size, moments.get(moment, 0))
     return {moment: moments[moment] for moment in MOMENTS if moment in moments}

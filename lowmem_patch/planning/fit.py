@@ -14,14 +14,17 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 
+from torch import nn
+
 from lowmem_patch.errors import BudgetError, TraceError
 from lowmem_patch.memory.model_states import ModelStates, Training
 from lowmem_patch.nn.checkpointing import SWITCHES, is_switched_on
 from lowmem_patch.planning.budget import Budget
 from lowmem_patch.planning.costs import Device, RunSeconds
-from lowmem_patch.planning.fit_report import FitReport, FittedBlock, size_text
+from lowmem_patch.planning.fit_report import LEVEL_REASONS, FitReport, FittedBlock, size_text
 from lowmem_patch.planning.fit_sums import Sums, more_seconds, temporaries_of
 from lowmem_patch.planning.need import OPTIMIZER_STEP, Need, need_of
+from lowmem_patch.planning.sharded_timeline import sharding_of
 from lowmem_patch.planning.solve import Choice, Solution, Step, least_limit, solve
 from lowmem_patch.planning.timeline import FewRuns, Timeline, few_of, few_runs, run_levels
 from lowmem_patch.strategies.checkpointing import ALONE, Blocks, CheckpointedBlock, patches_of
@@ -59,7 +62,7 @@ class Fitting:
     """One model, patched on fake tensors, whose blocks are given levels.
 
     Args:
-        shadow: the patched shadow.
+        model, shadow: unpatched, and its patched shadow.
         blocks: that it has.
         seconds: of each run.
         device: that has these times.
@@ -70,6 +73,7 @@ class Fitting:
 
     def __init__(
         self,
+        model: nn.Module,
         shadow: Shadow,
         blocks: Blocks,
         seconds: Sequence[RunSeconds],
@@ -85,6 +89,7 @@ class Fitting:
         self.resident = states.resident + self.earlier
         self.free = [b for b in blocks.blocks if not b.refusal and not self._is_switched_on(b.site)]
         self.temporaries = temporaries_of(shadow.model, training, elsewhere=shadow.elsewhere)
+        self.sharding = sharding_of(model, blocks, training)
         self._known: dict[tuple[frozenset[tuple[str, str]], bool, FewRuns | None], Timeline] = {}
         self.few = few_runs(shadow.model, blocks, few_of(shadow.model))
         self.patched = self._profile(self._all("patched"))
@@ -122,9 +127,8 @@ class Fitting:
         found = run_levels(
             self.shadow, self.blocks, levels, settled=settled, inputs=inputs, few=few, accumulates=accumulates
         )  # fmt: skip
-        if inputs is None:
-            self._known[key] = found
-        return found
+        found = found if few else self._of_one(found)
+        return self._known.setdefault(key, found) if inputs is None else found
 
     @functools.cached_property
     def profiles(self) -> dict[str, Timeline]:
@@ -141,9 +145,12 @@ class Fitting:
             with contextlib.suppress(TraceError):  # not every model runs with fewer blocks
                 found = self.few.extended(self.run(levels, few=self.few))
                 if found is not None:
-                    return found
+                    return self._of_one(found)
             self.few = None
         return self.run(levels)
+
+    def _of_one(self, timeline: Timeline) -> Timeline:
+        return timeline if self.sharding is None else self.sharding.of_one(timeline)
 
     def _kept(self) -> tuple[list[bool], list[bool]]:
         """Whether a patched run holds its output, and its input: seen beside runs that hold nothing."""
@@ -335,8 +342,8 @@ class Fitting:
     def _name(self, part: str, number: int) -> str:
         if part == OPTIMIZER_STEP:
             return "the optimizer's step"
-        if part == "before":
-            return "the forward before the blocks"
+        if part in ("before", "after"):
+            return f"the {'forward' if part == 'before' else 'backward'} before the blocks"
         site = self.sites[self.blocks.runs[number].block]
         if part == "behind":
             last = number == len(self.blocks.runs) - 1
@@ -372,14 +379,7 @@ class Fitting:
             return f"left as patched: {block.refusal}"
         if block not in self.free:
             return "left as patched: another library's checkpointing is on, and runs it again"
-        return {
-            "patched": "the budget holds what it saves",
-            "attention": "its input and what attention gives are saved, the rest runs again",
-            "checkpointed": "its input is saved, and it runs again",
-            "host": "its input waits in host memory, and it runs again",
-            "segment": "its input is computed again from its segment's, and it runs again",
-            "halves": "its input is computed again by halves of its segment, and it runs again",
-        }[level]
+        return LEVEL_REASONS[level]
 
     def _notes(self, levels: Mapping[str, str]) -> list[str]:
         notes = []

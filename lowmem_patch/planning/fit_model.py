@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from torch import nn
 
 from lowmem_patch.errors import BudgetError, ConfigError
-from lowmem_patch.memory.blocks import repeated_blocks
 from lowmem_patch.memory.model_states import FEWEST_BYTES, Training, model_state_bytes
-from lowmem_patch.memory.sharding import gathered, states_of_one
+from lowmem_patch.memory.sharding import is_replicated, states_of_one, with_buckets
 from lowmem_patch.nn.gammas import would_tell_z
 from lowmem_patch.nn.norms import MSNorm
 from lowmem_patch.planning.apply import apply_plan, undo
@@ -21,6 +20,7 @@ from lowmem_patch.planning.fit_report import FitReport, size_text
 from lowmem_patch.planning.ladder import Base, Rung, smaller_rungs
 from lowmem_patch.planning.planner import Planned
 from lowmem_patch.planning.report import find_records
+from lowmem_patch.planning.sharded_timeline import Sharding
 from lowmem_patch.strategies.checkpointing import Blocks, find_blocks
 
 _WORTH = 0.05  # of the least budget: a change that saves less and does not suffice is not proposed
@@ -59,10 +59,9 @@ def fit_planned(
     if training.gpus > 1:
         if states.dequantised or planned.shadow.packed or planned.shadow.beside:
             raise ConfigError("quantised weights are not counted on several GPUs: leave gpus= out")
-        whole = gathered(model, repeated_blocks(model))
-        states = states_of_one(states, whole, training.gpus)
-        # the shards of gradients count from the beginning, and those that wait whole are gathered
-        training = dataclasses.replace(training, accumulates=True)
+        states = states_of_one(states, training.gpus)
+    elif is_replicated():
+        states = with_buckets(states)
     blocks = find_blocks(planned.facts)
     device = device_of(model)
     seconds = run_seconds(planned.facts, blocks, device)
@@ -71,7 +70,7 @@ def fit_planned(
         seconds = _timed(model, planned, blocks, seconds)
     _assume_looks(model, planned.shadow.model)
     host = free_host_bytes() if host is None else host
-    fitting = Fitting(planned.shadow, blocks, seconds, device, states, training, host)
+    fitting = Fitting(model, planned.shadow, blocks, seconds, device, states, training, host)
     try:
         fitted = fitting.fit(budget, planned.report.inputs)
     except NoFit as found:
@@ -79,20 +78,25 @@ def fit_planned(
         raise BudgetError(text, found.least) from None
     plan = dataclasses.replace(planned.plan, patches=(*planned.plan.patches, *fitted.patches))
     report = dataclasses.replace(
-        planned.report, fit=_of_several_gpus(fitted.report, training.gpus, states.gathered)
+        planned.report, fit=_of_several_gpus(fitted.report, fitting.sharding, states.buckets)
     )
     return planned._replace(plan=plan, report=report)
 
 
-def _of_several_gpus(report: FitReport, gpus: int, whole: int) -> FitReport:
-    if gpus == 1:
-        return report
-    note = (
-        f"bytes are those of one of {gpus} GPUs, over which FSDP2 shards model states block by block; two "
-        f"blocks and all outside of them are held whole, with their gradients: {size_text(whole)}. Times are "
-        "without its communication"
-    )
-    return dataclasses.replace(report, notes=(*report.notes, note))
+def _of_several_gpus(report: FitReport, sharding: Sharding | None, buckets: int) -> FitReport:
+    notes = []
+    if sharding is not None:
+        notes.append(
+            f"bytes are those of one of {sharding.gpus} GPUs, over which FSDP2 shards model states block by "
+            f"block; two blocks ({size_text(sharding.whole.block)} each) and all outside of them "
+            f"({size_text(sharding.whole.rest)}) are gathered for a while. Times are without communication"
+        )
+    if buckets:
+        notes.append(
+            f"processes of torch.distributed run: DDP's buckets are counted, a copy of the gradients of "
+            f"{size_text(buckets)} (none with gradient_as_bucket_view=True); for FSDP2 give gpus="
+        )
+    return dataclasses.replace(report, notes=(*report.notes, *notes))
 
 
 def _assume_looks(model: nn.Module, shadow: nn.Module) -> None:
@@ -137,10 +141,11 @@ def _too_small(fitting: Fitting, budget: Budget, found: NoFit, inputs: str) -> s
         f"fit {budget.asked}: no training step of this model fits. The least budget is "
         f"{size_text(found.least, up=True)} ({found.least} bytes) for {inputs} and "
         f"{fitting.training.optimizer}"
-        + (f" on each of {fitting.training.gpus} GPUs: " if states.gathered else ": ")
+        + (f" on each of {fitting.training.gpus} GPUs: " if fitting.sharding else ": ")
         + f"parameters {size_text(weights)}, optimizer state {size_text(states.optimizer)}, "
         f"gradients and activations {size_text(found.peak + fitting.earlier)}"
-        + (f", gathered {size_text(states.gathered)}" if states.gathered else "")
+        + (" (with what FSDP2 gathers)" if fitting.sharding else "")
+        + (f", DDP's buckets {size_text(states.buckets)}" if states.buckets else "")
         + (f", cuBLAS's workspaces and rounding {size_text(workspace)}" if workspace else "")
     )
     if budget.bytes <= weights:

@@ -32,6 +32,16 @@ def _ranges(sites: list[str]) -> str:
     )
 
 
+LEVEL_REASONS = {
+    "patched": "the budget holds what it saves",
+    "attention": "its input and what attention gives are saved, the rest runs again",
+    "checkpointed": "its input is saved, and it runs again",
+    "host": "its input waits in host memory, and it runs again",
+    "segment": "its input is computed again from its segment's, and it runs again",
+    "halves": "its input is computed again by halves of its segment, and it runs again",
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class FittedBlock:
     """One block.

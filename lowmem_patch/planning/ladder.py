@@ -14,11 +14,13 @@ from lowmem_patch.errors import TraceError
 from lowmem_patch.memory.blocks import repeated_blocks, shortened
 from lowmem_patch.memory.model_states import ModelStates, Training, model_state_bytes
 from lowmem_patch.memory.sharding import gathered, states_of_one
+from lowmem_patch.memory.step import BACKWARD
 from lowmem_patch.planning.apply import apply_plan
 from lowmem_patch.planning.budget import Budget
 from lowmem_patch.planning.costs import Device, RunSeconds, device_of, run_seconds
 from lowmem_patch.planning.fit_sums import more_seconds, temporaries_of
 from lowmem_patch.planning.planner import facts_and_plan
+from lowmem_patch.planning.sharded_timeline import sharding_of
 from lowmem_patch.planning.timeline import FewRuns, Timeline, few_of, few_runs, run_levels
 from lowmem_patch.strategies.checkpointing import ALONE, find_blocks
 from lowmem_patch.tracing.inputs import ExampleInputs
@@ -122,19 +124,16 @@ def smaller_rungs(base: Base, peak_of: Callable[[ExampleInputs], int]) -> Iterat
 def _sharded(base: Base) -> Rung | None:
     """The least number of GPUs that fits; None where more of them would not help.
 
-    The weights of the largest block are whole while it runs.
+    All shards of gradients count, and what is gathered in the backward, or before the first block.
     """
-    sizes = [
-        sum(p.numel() * p.element_size() for p in base.model.get_submodule(site).parameters())
-        for site in base.sites
-    ]
+    whole = gathered(base.model, repeated_blocks(base.model))
     activations = base.peak - base.states.gradients
-    whole = base.states.workspace + base.states.rounding
-    shared = base.resident - whole + base.states.gradients
+    peak = max(activations + whole.most(BACKWARD, 0), whole.first)
+    beside = base.states.workspace + base.states.rounding
+    shared = base.resident - beside + base.states.gradients
 
     def total(gpus: int) -> int:
-        part = -(-shared // gpus) + whole + max(sizes, default=0)
-        return base.total(activations, part)
+        return base.total(peak, -(-shared // gpus) + beside)
 
     found = next((gpus for gpus in _GPUS if total(gpus) <= base.budget.bytes), None)
     if found is None:
@@ -288,10 +287,13 @@ def find_rungs(
 
 def _rungs(model: nn.Module, steps: _Steps, training: Training, budget: Budget) -> Iterator[Rung]:
     states = model_state_bytes(model, training.optimizer, quantised=training.quantised)
-    if training.gpus > 1:  # as a budget counts them: shards of gradients from the beginning
-        whole = gathered(model, repeated_blocks(model))
-        states = states_of_one(states, whole, training.gpus)
-        training = dataclasses.replace(training, accumulates=True)
+    if training.gpus > 1:
+        states = states_of_one(states, training.gpus)
+    sharding = sharding_of(model, steps.blocks, training)
+    if sharding is not None and steps.few is not None:
+        sharding = dataclasses.replace(
+            sharding, gradients=steps.few.extended_runs(sharding.gradients)
+        )
     # gradients of earlier batches are there from the beginning
     earlier = states.gradients if training.accumulates else 0
     temporaries = sum(temporaries_of(model, training, elsewhere=True))
@@ -300,6 +302,7 @@ def _rungs(model: nn.Module, steps: _Steps, training: Training, budget: Budget) 
         levels = [level for level in levels if level != "attention"]
 
     def peak_of(timeline: Timeline) -> int:
+        timeline = timeline if sharding is None else sharding.of_one(timeline)
         return earlier + max(timeline.peak[0], timeline.end + temporaries)
 
     sites = [block.site for block in steps.blocks.blocks]

@@ -63,7 +63,7 @@ class Timeline:
 
     Attributes:
         runs: of the blocks, in the order of the forward.
-        before: the largest sum before the first run.
+        before, after: the largest sums before the first run, in the forward and in the backward.
         outside: alive when the forward ends, and allocated in no run.
         held: alive when the forward ends.
         end: alive after the backward: the gradients.
@@ -73,6 +73,7 @@ class Timeline:
 
     runs: tuple[RunBytes, ...]
     before: int
+    after: int
     outside: int
     held: int
     end: int
@@ -86,7 +87,7 @@ class Timeline:
     @property
     def peak(self) -> tuple[int, str, int]:
         """The largest sum, in which part, of which run."""
-        parts = [(self.before, "before", 0)]
+        parts = [(self.before, "before", 0), (self.after, "after", 0)]
         for number, run in enumerate(self.runs):
             parts += [
                 (run.forward, "forward", number),
@@ -101,7 +102,7 @@ def _named(moment: str, place: int) -> Part:
     if moment == BACKWARD and place % 2:
         return "backward", place // 2
     if not place:
-        return "before", 0
+        return ("after" if moment == BACKWARD else "before"), 0
     return ("forward", place // 2) if place % 2 else ("behind", place // 2 - 1)
 
 
@@ -129,7 +130,8 @@ def _timeline(live: LiveBytes) -> Timeline:
     held = sum(size for size, _, _ in alive.values())
     begins = tuple((event, _named(*part)) for event, part in live.begins)
     return Timeline(
-        tuple(runs), most.get(("before", 0), 0), outside, held, live.now, tuple(live.events), begins,
+        tuple(runs), most.get(("before", 0), 0), most.get(("after", 0), 0), outside, held, live.now,
+        tuple(live.events), begins,
     )  # fmt: skip
 
 
@@ -241,6 +243,7 @@ class FewRuns:
         return dataclasses.replace(
             few,
             runs=(*front, *put_in, *behind),
+            after=few.after + more * gradients,
             held=few.held + more * held,
             end=few.end + more * gradients,
             events=(),

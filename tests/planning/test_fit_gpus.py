@@ -11,10 +11,12 @@ from lowmem_patch import BudgetError, ConfigError, patch_model, patch_report, pl
 from lowmem_patch.config import load_config
 from lowmem_patch.memory import Training
 from lowmem_patch.memory.blocks import repeated_blocks
-from lowmem_patch.memory.sharding import gathered
+from lowmem_patch.memory.sharding import Gathered, gathered
 from lowmem_patch.planning.fit_model import fit_planned
 from lowmem_patch.planning.fit_report import FitReport
 from lowmem_patch.planning.planner import plan_model
+from lowmem_patch.planning.sharded_timeline import Sharding
+from lowmem_patch.planning.timeline import RunBytes, Timeline
 from tests.support.models import llama_of
 
 BATCH = {"input_ids": torch.zeros(2, 16, dtype=torch.long)}
@@ -32,17 +34,60 @@ def share(size: int) -> int:
     return -(-size // GPUS)
 
 
-def test_states_are_shared_and_what_is_gathered_is_whole() -> None:
-    one, four = fit_of(accumulation=2), fit_of(gpus=GPUS)
+def test_one_gpu_holds_shards_and_what_is_gathered() -> None:
+    whole = Gathered(rest=100, rest_gradients=40, block=10, block_gradients=6)
+    run = RunBytes(own=1, output=1, output_lives=True, forward=5, behind=7, backward=50)
+    timeline = Timeline((run, run), before=3, after=70, outside=0, held=4, end=52)
+    one = Sharding(2, whole, (6, 6), accumulates=False).of_one(timeline)
+    first, last = one.runs
+    assert (first.forward, last.forward) == (5 + 120, 5 + 120)
+    assert (first.behind, last.behind) == (7 + 130, 7 + 110)
+    # the last block's gradients lie on two GPUs, and once more in the buffer that is reduced
+    assert (first.backward, last.backward) == (50 - 3 + 120 + 6, 50 + 120)
+    assert (one.before, one.after, one.end) == (3 + 220, 70 - 6 + 110, 26)
+    kept = Sharding(2, whole, (6, 6), accumulates=True).of_one(timeline)
+    assert (kept.runs[0].backward, kept.after) == (50 + 120 + 6 + 40, 70 + 110 + 40)
+
+
+def test_states_are_shared_and_the_peak_is_of_one_gpu() -> None:
+    one, four = fit_of(), fit_of(gpus=GPUS)
     for name in ("parameters", "optimizer_state", "gradients"):
         assert getattr(four, name) == share(getattr(one, name))
+    less = sum(
+        getattr(one, name) - getattr(four, name) for name in ("parameters", "optimizer_state")
+    )
     model = llama_of(num_hidden_layers=8)
     whole = gathered(model, repeated_blocks(model))
-    pieces = whole.rest + whole.rest_gradients + 2 * (whole.block + whole.block_gradients)
-    step = one.predicted - one.parameters - one.optimizer_state - one.gradients
-    held = four.parameters + four.optimizer_state + four.gradients
-    assert four.predicted == held + pieces + step
+    whole_there = one.predicted - less + whole.computing + whole.computing // 200
+    # the first block of the backward; behind it a block's gradients wait to be reduced
+    assert one.moment == "the backward of model.layers.7"
+    assert whole_there < four.predicted < whole_there + whole.block_gradients
+    assert four.moment == "the backward of model.layers.6"
     assert "one of 4 GPUs" in str(four) and "GPUs" not in str(one)
+
+
+def test_the_buffers_of_the_rest_are_the_least_budget() -> None:
+    """With a large vocabulary the step's peak is before its first block, whatever runs again."""
+    model = llama_of(num_hidden_layers=2, vocab_size=4096, tie_word_embeddings=False)
+    model.requires_grad_(False)
+    model.model.layers.requires_grad_(True)
+    with pytest.raises(BudgetError) as found:
+        plan_patch(model, "auto", example_inputs=BATCH, fit="1KiB", gpus=2)
+    whole = gathered(model, repeated_blocks(model))
+    least = plan_patch(model, "auto", example_inputs=BATCH, fit=found.value.least, gpus=2).fit
+    assert least is not None and least.moment == "the forward before the blocks"
+    assert least.predicted > least.parameters + least.optimizer_state + 2 * whole.rest
+
+
+def test_buckets_of_ddp_are_a_copy_of_the_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = fit_of()
+    monkeypatch.setattr("lowmem_patch.planning.fit_model.is_replicated", lambda: True)
+    replicated = fit_of()
+    assert replicated.predicted == alone.predicted + alone.gradients
+    assert "DDP's buckets" in str(replicated) and "DDP" not in str(alone)
+    assert fit_of(gpus=GPUS).notes[-1].startswith("bytes are those of one of 4 GPUs")
+    with pytest.raises(BudgetError, match="DDP's buckets"):
+        fit_of(fit="1KiB")
 
 
 def test_a_budget_too_small_for_one_is_met_on_four() -> None:
@@ -54,8 +99,12 @@ def test_a_budget_too_small_for_one_is_met_on_four() -> None:
     assert fit_of(fit=shared.predicted, gpus=GPUS).predicted <= shared.predicted
     with pytest.raises(BudgetError, match="on each of 4 GPUs") as found:
         fit_of(fit="1KiB", gpus=GPUS)
-    assert "gathered" in str(found.value) and "FSDP over" not in str(found.value)
-    assert "a batch of 1" in str(found.value)
+    assert "what FSDP2 gathers" in str(found.value) and "FSDP over" not in str(found.value)
+    longer = {"input_ids": torch.zeros(2, 256, dtype=torch.long)}
+    with pytest.raises(BudgetError, match="a batch of 1"):
+        plan_patch(
+            llama_of(num_hidden_layers=8), "auto", example_inputs=longer, fit="1KiB", gpus=GPUS
+        )
 
 
 def test_another_number_of_gpus_is_planned_again() -> None:
