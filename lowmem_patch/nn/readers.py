@@ -16,7 +16,7 @@ from lowmem_patch.functional import in_compiler
 from lowmem_patch.nn.context import autocast_dtype, is_foreign
 from lowmem_patch.nn.deferred import READERS, Deferred, Unstored, value_of
 from lowmem_patch.nn.deferred_casts import Cast
-from lowmem_patch.nn.deferred_weights import adapted_linear, multiplied, weight_of
+from lowmem_patch.nn.deferred_weights import AdaptedWeight, adapted_linear, multiplied, weight_of
 from lowmem_patch.nn.op import Op, Projection
 from lowmem_patch.nn.traced import join
 from lowmem_patch.tracing.call_arguments import dropout_call, is_matrix_product, is_square
@@ -281,8 +281,8 @@ def _refuse_missed_gradient(h: Deferred) -> None:
 
 
 def _read_transposed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``.t()``, ``.T`` and ``.mT``."""
-    if in_compiler() or args[0].dim() < 2:
+    """``.t()``, ``.T`` and ``.mT`` of an adapted weight; logits give a view of torch's own."""
+    if in_compiler() or not isinstance(args[0].op, AdaptedWeight):
         return NotImplemented
     return _read_rows(Tensor.transpose, (args[0], -2, -1), {})
 
