@@ -19,6 +19,12 @@ from lowmem_patch.nn.deferred import value_of
 from lowmem_patch.nn.deferred_ops import Activation
 
 
+def in_autocast_dtype(x: Tensor, kind: ActivationKind) -> Tensor:
+    """``x`` as autocast gives it to the activation: of all kinds, a GPU computes softplus in float32."""
+    low = x.is_cuda and x.dtype in (torch.float16, torch.bfloat16)
+    return x.float() if low and kind == "softplus" and torch.is_autocast_enabled("cuda") else x
+
+
 class CodesActivation(nn.Module):
     """`codes_activation` as a module: exact forward, step-function derivative (arXiv 2406.16282); in eval or
     without gradients, the plain function.
@@ -38,7 +44,7 @@ class CodesActivation(nn.Module):
         self.in_place = in_place
 
     def forward(self, x: Tensor) -> Tensor:
-        x = value_of(x)
+        x = in_autocast_dtype(value_of(x), self.kind)
         y = codes_activation(x, self.kind, self.bits)
         return x.copy_(y) if self.in_place else y
 
@@ -64,7 +70,7 @@ class RecomputedActivation(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Elementwise, any shape; dtype of ``x``."""
-        x = value_of(x)
+        x = in_autocast_dtype(value_of(x), self.kind)
         saves = torch.is_grad_enabled() and x.requires_grad and not is_foreign(x)
         if saves and (is_ordinary() or not (is_exporting() or is_transformed())):
             return self.op.of((x,))

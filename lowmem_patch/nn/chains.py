@@ -29,7 +29,7 @@ from lowmem_patch.functional import (
 from lowmem_patch.nn.context import is_foreign
 from lowmem_patch.nn.deferred import Deferred, Unstored, defer, value_of
 from lowmem_patch.nn.deferred_rows import Product
-from lowmem_patch.nn.op import Op, Projection, strides_like
+from lowmem_patch.nn.op import Op, Projection, strides_like, waits_for_gradient
 from lowmem_patch.nn.own import Own, give_forward_around, inner_forward
 from lowmem_patch.tracing.call_arguments import (
     MIRRORED,
@@ -199,7 +199,7 @@ def _is_chain(tensor: Tensor) -> bool:
     """Whether a further step may be made of it, past which no gradient comes to the tensor itself."""
     if not isinstance(tensor, Unstored) or type(tensor.op) is not Chain:
         return False
-    return not (tensor._backward_hooks or tensor.retains_grad or tensor.is_changed())
+    return not (waits_for_gradient(tensor) or tensor.is_changed())
 
 
 def _may_wait(tensors: list[Tensor]) -> bool:

@@ -34,7 +34,7 @@ from lowmem_patch.functional import (
     register_plain,
     without_grad,
 )
-from lowmem_patch.nn.op import Op, refuse_bypassed, strides_like
+from lowmem_patch.nn.op import Op, refuse_bypassed, strides_like, waits_for_gradient
 from lowmem_patch.nn.shared_memory import (
     MADE_OUTSIDE,
     SharedMemory,
@@ -69,6 +69,7 @@ class Deferred(Tensor):
     _exposed = False  # somebody may write into its memory without a trace
     _adapts: bool  # an adapter reads it now, whose products stay in its dtype
     _bypassed = False  # a reader sends its gradient to the sources
+    _node_given = False  # somebody has its node, and may hang a hook on that
     _normed: Tensor | None = None  # of a norm that waited: what its Linears read
 
     @classmethod
@@ -85,7 +86,7 @@ class Deferred(Tensor):
             with _WITHOUT_TORCH_FUNCTION():
                 inputs = kwargs["inputs"] if "inputs" in kwargs else args[1:2]
                 refuse_bypassed(inputs if func is torch.autograd.grad else ())
-                args = (tree_map(value_of, args[0]), *args[1:])
+                args = (tree_map(value_of, args[0]), *tree_map(_origin_of, args[1:]))
             if not any(isinstance(item, Deferred) for item in tree_leaves(args)):
                 return func(*args, **kwargs)
         reader = READERS.get(getattr(func, "__name__", ""))
@@ -113,9 +114,8 @@ class Deferred(Tensor):
             return True
         if self.requires_grad and self.grad_fn is None:  # a leaf of its own, after detach()
             return True
-        if self._versions is not None and self.is_stale():
-            return True
-        if self.op.bypassed and (self._backward_hooks or self.retains_grad):
+        stale = self._versions is not None and self.is_stale()
+        if stale or (self.op.bypassed and waits_for_gradient(self)):
             return True
         sources = self.sources
         return bool(sources) and isinstance(sources[0], Deferred) and sources[0].is_changed()

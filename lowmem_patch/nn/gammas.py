@@ -153,6 +153,10 @@ class Look:
             return None
         return version - first, bias_version - bias_first
 
+    def is_known(self) -> bool:
+        """Whether the host has what was found, as on a CPU; asks no device."""
+        return self._reading is None or self._reading._found is None
+
     def is_ready(self) -> bool:
         """Whether `found` would not wait."""
         return self._reading is None or self._reading.is_ready()
@@ -231,7 +235,7 @@ class Looks:
             raise RuntimeError(_CHANGED)
 
     def expect(self, look: Look, accumulates: bool) -> None:
-        """Set what the forward that begins may expect of its look, without a wait.
+        """Set what the forward that begins may expect of its look, where it would wait for the answer.
 
         Args:
             look: at whose gamma it begins.
@@ -247,7 +251,7 @@ class Looks:
         as_usual = accumulates
         if any(writes) or not accumulates:
             as_usual, self._writes = writes == self._writes, writes
-        if as_usual and len(self._before) == 3:
+        if as_usual and len(self._before) == 3 and not look.is_known():
             look.expected = self._stays(*self._before)
 
     def _stays(self, first: Extremes, second: Extremes, now: Extremes) -> bool:

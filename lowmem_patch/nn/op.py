@@ -134,6 +134,11 @@ _NO_GRADIENT = (
 )
 
 
+def waits_for_gradient(h: Any) -> bool:
+    """Whether somebody would miss a gradient that goes past a deferred tensor."""
+    return bool(h._backward_hooks) or h.retains_grad or h._node_given
+
+
 def refuse_bypassed(inputs: Any) -> None:
     """Raise where a gradient is asked for that went past a deferred tensor."""
     for item in tree_leaves(inputs):

@@ -16,7 +16,7 @@ from lowmem_patch.functional import in_compiler
 from lowmem_patch.nn.context import autocast_dtype, is_foreign
 from lowmem_patch.nn.deferred import READERS, Deferred, Unstored, value_of
 from lowmem_patch.nn.deferred_casts import Cast
-from lowmem_patch.nn.deferred_weights import adapted_linear, multiplied, weight_of
+from lowmem_patch.nn.deferred_weights import AdaptedWeight, adapted_linear, multiplied, weight_of
 from lowmem_patch.nn.op import Op, Projection
 from lowmem_patch.nn.traced import join
 from lowmem_patch.tracing.call_arguments import dropout_call, is_matrix_product, is_square
@@ -259,11 +259,32 @@ def _look_at_memory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def _get(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Attributes: a write through ``.data`` leaves no trace."""
-    if func.__self__ is _DATA:
-        args[0].op.written_unseen(args[0])
-        args[0]._exposed = True
+    """Attributes: a write through ``.data`` leaves no trace, nor does a hook on the node."""
+    h, attribute = args[0], func.__self__
+    if attribute is _DATA:
+        h.op.written_unseen(h)
+        h._exposed = True
+    elif attribute is Tensor.grad_fn:
+        h._node_given = True
+    elif attribute is Tensor.grad:
+        _refuse_missed_gradient(h)
+    elif attribute is Tensor.mT or (attribute is Tensor.T and h.dim() == 2):
+        return _read_transposed(func, args, kwargs)
     return NotImplemented
+
+
+def _refuse_missed_gradient(h: Deferred) -> None:
+    """Raise where ``backward(inputs=[h])``, which asks nobody, left a part of a gradient. Where it left none,
+    torch warns that this is no leaf."""
+    if h._bypassed and h.op.bypassed and h.grad is not None:
+        raise RuntimeError(_PASSED_ON.format(name="retain_grad"))
+
+
+def _read_transposed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``.t()``, ``.T`` and ``.mT`` of an adapted weight; logits give a view of torch's own."""
+    if in_compiler() or not isinstance(args[0].op, AdaptedWeight):
+        return NotImplemented
+    return _read_rows(Tensor.transpose, (args[0], -2, -1), {})
 
 
 def _set(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -298,4 +319,5 @@ _BY_ROLE: tuple[tuple[Role, Callable[..., Any]], ...] = (
 )
 _TABLE = {name: reader for role, reader in _BY_ROLE for name in names_with(role)}
 _TABLE |= {"__get__": _get, "__set__": _set, "linear": _read_linear, "addmm": _read_addmm}
+_TABLE["t"] = _read_transposed
 READERS.update(_TABLE)

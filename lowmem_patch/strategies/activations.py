@@ -94,6 +94,13 @@ def unknown_activations(facts: Facts) -> Iterator[Skip]:
             # with its parameters: LeakyReLU(negative_slope=0.1) is none of ours
             unknown = f"no step table for {str(module).removesuffix('()')}"
             yield Skip(name, "other", unknown if facts.saved(name) else NOTHING_TO_GAIN)
+    for name, custom in facts.trace.custom.items():
+        if not facts.is_site(custom.module) and not _is_norm(facts, custom.module):
+            yield Skip(name, "other", "a custom autograd function: nobody sees what it computes")
+
+
+def _is_norm(facts: Facts, module: str) -> bool:
+    return looks_like_norm(facts.modules[module])
 
 
 def products(consumers: list[Consumer]) -> list[Tensor]:
@@ -229,7 +236,15 @@ def _hook(facts: Facts, consumers: list[Consumer]) -> str | None:
 def _obstacle(facts: Facts, site: ActivationSite, config: PatchConfig) -> str | None:
     if config.activations == "keep":
         return "activations: keep"
-    writers = [consumer.text for consumer in site.consumers if consumer.use == "write"]
+    writers = _writers(site.consumers)
     inside = site.in_place or not writers
     writer = facts.written(site.name, "outputs") if inside else writers[0]
-    return None if writer is None else f"its output is written in place by {writer}"
+    if writer is not None:
+        return f"its output is written in place by {writer}"
+    # whoever saves the product then saves the values, and views of it would not see the write
+    behind = _writers(consumers_of(facts, products(site.consumers)))
+    return f"its gated product is written in place by {behind[0]}" if behind else None
+
+
+def _writers(consumers: list[Consumer]) -> list[str]:
+    return [consumer.text for consumer in consumers if consumer.use == "write"]

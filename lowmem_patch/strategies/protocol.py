@@ -93,9 +93,9 @@ class Facts:
     @cached_property
     def functions(self) -> dict[str, FunctionSite]:
         """The activations that a module's forward calls as functions, by name."""
-        return find_functions(self.trace, self._is_site)
+        return find_functions(self.trace, self.is_site)
 
-    def _is_site(self, name: str) -> bool:
+    def is_site(self, name: str) -> bool:
         """Whether a module is an activation or a norm as a whole, whatever it calls."""
         if name not in self.calls or next(self.modules[name].children(), None) is not None:
             return False
@@ -104,7 +104,9 @@ class Facts:
         return isinstance(self.norm(name), NormSpec)
 
     def calls_of(self, name: str) -> list[Call]:
-        """The calls of a module or of a function."""
+        """The calls of a module or of a function; one of a custom function."""
+        if custom := self.trace.custom.get(name):
+            return [Call(custom.module, (), (), 1, custom.place, custom.place)]
         return self.calls[name] if name in self.calls else self.functions[name].calls
 
     def once(self, question: object, answer: Callable[[], Answer]) -> Answer:
@@ -144,10 +146,12 @@ class Facts:
         return [tensor for call in self.calls_of(name) for tensor in call.outputs]
 
     def saved(self, name: str) -> int:
-        """Bytes that autograd holds for a module or a function alone."""
+        """Bytes that autograd holds for a module, a function or a custom one alone."""
         if name in self.calls:
             return self.trace.saved.own.get(name, 0)
-        return self.functions[name].saved(self.trace)
+        if name in self.functions:
+            return self.functions[name].saved(self.trace)
+        return self.trace.custom[name].saved
 
     def written(self, name: str, tensors: str) -> str | None:
         """Who writes in place into the ``inputs`` or ``outputs`` of a site's calls once they are over."""

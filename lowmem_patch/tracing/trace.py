@@ -11,7 +11,7 @@ import dataclasses
 import traceback
 from collections.abc import Callable
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -79,6 +79,20 @@ class Call:
     autocast: bool = False
 
 
+class CustomFunction(NamedTuple):
+    """A custom autograd function that makes one tensor of another of the same shape, and saves such a one.
+
+    Attributes:
+        module: the path of the module whose forward calls it, as far as torch's own functions inside tell.
+        place: of a call among the trace's ops.
+        saved: bytes, of all calls.
+    """
+
+    module: str
+    place: int
+    saved: int
+
+
 @dataclasses.dataclass
 class Trace:
     """Facts of one forward. Tensors are identified by ``id``; the trace keeps them alive.
@@ -89,6 +103,7 @@ class Trace:
         outputs: what the model returns or leaves on its modules.
         parameters: their names in the model.
         saved: what autograd holds after the forward.
+        custom: functions that may be activations, and whose derivatives nobody sees, as a report names them.
     """
 
     ops: list[Op] = dataclasses.field(default_factory=list)
@@ -97,6 +112,7 @@ class Trace:
     outputs: set[int] = dataclasses.field(default_factory=set)
     parameters: dict[int, str] = dataclasses.field(default_factory=dict)
     saved: SavedBytes = dataclasses.field(default_factory=SavedBytes)
+    custom: dict[str, CustomFunction] = dataclasses.field(default_factory=dict)
     keep_alive: list[Any] = dataclasses.field(default_factory=list)
 
 
@@ -216,11 +232,37 @@ def _record_custom_functions(trace: Trace) -> None:
         for parent, number in node.next_functions:
             pending.append(parent)
             tensor = tensors.get((parent, number)) if custom else None
-            known = trace.consumers.setdefault(id(tensor), []) if tensor is not None else []
-            if tensor is not None and not any(op.opaque for op in known):
+            if tensor is None:
+                continue
+            known = trace.consumers.setdefault(id(tensor), [])
+            if _may_be_activation(node, tensor):
+                _add_custom(trace, node, next((op for op in known if op.opaque), None))
+            if not any(op.opaque for op in known):
                 op = Op(node.name(), node.apply, "", (tensor,), {}, (), False, True)
                 trace.ops.append(op)
                 known.append(op)
+
+
+def _add_custom(trace: Trace, node: Any, inside: Op | None) -> None:
+    """``inside``: a torch function that it calls."""
+    module = inside.module if inside else ""
+    place = trace.ops.index(inside) if inside else len(trace.ops)
+    name = f"{module}.{node.name()}".removeprefix(".").removesuffix("Backward") + "()"
+    saved = sum(tensor.nbytes for tensor in node.saved_tensors if tensor is not None)
+    before = trace.custom.get(name)
+    trace.custom[name] = CustomFunction(module, place, saved + (before.saved if before else 0))
+
+
+def _may_be_activation(node: Any, tensor: Tensor) -> bool:
+    """Whether a custom function of this one tensor makes another of its shape, and saves one of its shape."""
+    given = [parent for parent, _ in node.next_functions if parent is not None]
+    made = node._input_metadata
+    if len(given) != 1 or len(made) != 1 or tuple(made[0].shape) != tuple(tensor.shape):
+        return False
+    # torch's own checkpoint is one
+    if type(node)._forward_cls.__module__.startswith("torch."):
+        return False
+    return any(t is not None and t.shape == tensor.shape for t in node.saved_tensors)
 
 
 def _recorded_calls(model: nn.Module, trace: Trace) -> contextlib.AbstractContextManager[None]:
@@ -272,7 +314,7 @@ def trace_forward(shadow: Shadow, *, structure: bool = True) -> Trace:
         except Exception as error:  # of a foreign forward: the user is told which model and why
             raise TraceError(
                 f"{type(model).__name__} could not be run on the example inputs ({inputs}): "
-                f"{_module_of(error, model)}: {type(error).__name__}: {error}"
+                f"{_module_of(error, model)}: {_text_of(error)}"
             ) from error
     given = [_plain(output), *(attributes_of(module) for module in model.modules())]
     trace.outputs = {id(tensor) for tensor in tensors_in(given)}
@@ -282,6 +324,16 @@ def trace_forward(shadow: Shadow, *, structure: bool = True) -> Trace:
         _record_custom_functions(trace)
     trace.saved = saved
     return trace
+
+
+def _text_of(error: BaseException) -> str:
+    """What a report says of an error; torch's own about its transforms names nothing that can be done."""
+    if "saved tensor hooks" in str(error) and "torch.func" in str(error):
+        return (
+            "the forward calls torch.func.grad or another of its derivatives, in which torch lets nobody see "
+            "what is saved: call patch_model for the parts of the model that do not"
+        )
+    return f"{type(error).__name__}: {error}"
 
 
 def _module_of(error: BaseException, model: nn.Module) -> str:

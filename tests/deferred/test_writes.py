@@ -13,7 +13,13 @@ from transformers.activations import QuickGELUActivation
 
 from lowmem_patch import patch_report
 from tests.support.configs import FOLD_AND_SHARE, SHARE
-from tests.support.judge import assert_accurate, assert_close, assert_near, assert_same_outputs
+from tests.support.judge import (
+    assert_accurate,
+    assert_close,
+    assert_near,
+    assert_same_function,
+    assert_same_outputs,
+)
 from tests.support.step import AUTOCAST, DOUBLE, FP32, step
 from tests.support.toys import Toy, assert_same_steps, batch, patched_twin
 
@@ -178,6 +184,79 @@ def test_tensor_hooks_in_a_forward_see_the_original_gradient(site: str, config: 
         step(model, batch(), DOUBLE)
     assert len(seen) == 2
     assert_close(seen[0], seen[1], site)
+
+
+@pytest.mark.parametrize("attach", ["register_hook", "register_prehook"])
+@pytest.mark.parametrize("gated", [False, True])
+def test_hooks_on_the_node_of_a_deferred_tensor_are_called(attach: str, gated: bool) -> None:
+    seen: list[Tensor] = []
+
+    def body(net: Any, x: Tensor) -> Tensor:
+        h = net.norm(x)
+        a = net.act(net.up(h))
+        a = a * net.gate(h) if gated else a
+        if hasattr(net, "watch"):  # since the patch
+            hook = lambda *gradients: seen.append(gradients[-1][0])  # noqa: E731
+            getattr(a.grad_fn, attach)(hook)
+        y: Tensor = net.down(a)
+        return y
+
+    patched, twin, _ = patched_twin(Toy(body), SHARE)
+    for model in (patched, twin):
+        model.watch = True
+    assert_same_function(patched.double(), twin.double(), batch().double())
+    assert_close(seen[0], seen[1], "act")
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_a_part_of_a_gradient_is_not_given_for_the_whole() -> None:
+    kept: list[Any] = []
+
+    def body(net: Any, x: Tensor) -> Tensor:
+        a = net.act(net.up(net.norm(x)))
+        kept.append(a)
+        y: Tensor = net.down(a) + a[..., :8]
+        return y
+
+    patched, _, _ = patched_twin(Toy(body), SHARE)
+    kept.clear()
+    patched(batch()).sum().backward(inputs=[*kept])
+    with pytest.raises(RuntimeError, match="call retain_grad before the tensor is read"):
+        _ = kept[0].grad
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_gradient_of_a_dropouts_output_is_given() -> None:
+    kept: list[Any] = []
+
+    def body(net: Any, x: Tensor) -> Tensor:
+        a = nn.functional.dropout(net.act(net.up(net.norm(x))), 0.5)
+        kept.append(a)
+        y: Tensor = net.down(a)
+        return y
+
+    patched, twin, _ = patched_twin(Toy(body), SHARE)
+    found = []
+    for model in (patched.double(), twin.double()):
+        kept.clear()
+        torch.manual_seed(3)
+        loss = model(batch().double()).square().sum()
+        found.append(torch.autograd.grad(loss, kept)[0])
+    assert_close(found[0], found[1], "dropout")
+
+
+def test_a_view_of_a_gated_product_that_is_written_leaves_the_activation_alone() -> None:
+    def body(net: Any, x: Tensor) -> Tensor:
+        h = net.norm(x)
+        product = net.act(net.gate(h)) * net.up(h)
+        product.view(12, 16).mul_(2)
+        y: Tensor = net.down(product)
+        return y
+
+    patched, twin, _ = patched_twin(Toy(body), SHARE)
+    assert_same_function(patched.double(), twin.double(), batch().double())
+    (act,) = (site for site in patch_report(patched).left_alone if site.name == "act")
+    assert act.reason.startswith("its gated product is written in place")
 
 
 def test_retain_grad_after_the_linear_is_a_clear_error() -> None:

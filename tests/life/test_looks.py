@@ -13,8 +13,8 @@ from torch.func import functional_call
 from torch.nn.utils import prune
 
 from lowmem_patch import patch_model, unpatch_model
-from lowmem_patch.errors import PatchError
-from lowmem_patch.nn.gammas import Looks
+from lowmem_patch.errors import PatchError, TraceError
+from lowmem_patch.nn.gammas import Look, Looks
 from tests.support.configs import FOLD
 from tests.support.judge import assert_close
 
@@ -199,6 +199,23 @@ def test_torch_func_names_the_reason() -> None:
         torch.func.grad(loss)(parameters)
 
 
+def test_forward_that_takes_a_derivative_of_torch_func_is_refused_by_name() -> None:
+    class Derivative(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            slope: Tensor = torch.func.grad(lambda y: self.norm(self.enter(y)).sum())(x)
+            out: Tensor = self.out(self.norm(slope))
+            return out
+
+    with pytest.raises(TraceError, match=r"calls torch.func.grad.*call patch_model for the parts"):
+        patch_model(Derivative(), "exact", example_inputs=torch.ones(3, 8))
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device that answers after the forward, as a GPU does."""
+    monkeypatch.setattr(Look, "is_known", lambda look: False)
+
+
 def waits(patched: Block, monkeypatch: pytest.MonkeyPatch) -> int:
     """How often one forward would wait for what a device finds of gamma."""
     asked: list[Any] = []
@@ -219,6 +236,7 @@ def train(*models: nn.Module, steps: int = 6, rate: float = 1e-3, fused: bool = 
         optimizer.zero_grad()
 
 
+@pytest.mark.usefixtures("late")
 @pytest.mark.parametrize("fused", [False, True])  # a fused optimizer's writes leave no trace
 def test_forward_of_a_steady_training_waits_for_no_look(
     monkeypatch: pytest.MonkeyPatch, fused: bool
@@ -230,6 +248,7 @@ def test_forward_of_a_steady_training_waits_for_no_look(
     assert_same_gradients(patched, stock)
 
 
+@pytest.mark.usefixtures("late")
 def test_forward_with_accumulated_gradients_waits_for_no_look(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -267,6 +286,7 @@ def test_gamma_that_trains_through_zero_gives_right_gradients(rate: float) -> No
     assert signs[-1]
 
 
+@pytest.mark.usefixtures("late")
 @pytest.mark.parametrize("fused", [False, True])
 def test_untraced_write_of_a_zero_into_gamma_is_refused_in_backward(fused: bool) -> None:
     patched, stock = pair()
@@ -280,6 +300,20 @@ def test_untraced_write_of_a_zero_into_gamma_is_refused_in_backward(fused: bool)
     assert_same_gradients(patched, stock)  # as the message says
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_untraced_write_of_a_zero_into_gamma_is_right_where_the_answer_is_there(
+    fused: bool,
+) -> None:
+    patched, stock = pair()
+    train(patched, stock, fused=fused)
+    if not fused:
+        assert_same_gradients(patched, stock)
+    zero(patched)
+    zero(stock)
+    assert_same_gradients(patched, stock, accumulate=not fused)
+
+
+@pytest.mark.usefixtures("late")
 def test_norm_with_a_gamma_near_zero_saves_z_and_waits_for_no_look(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -292,6 +326,7 @@ def test_norm_with_a_gamma_near_zero_saves_z_and_waits_for_no_look(
     assert_same_gradients(patched, stock)
 
 
+@pytest.mark.usefixtures("late")
 @pytest.mark.parametrize(
     ("beta", "dtype", "refused"),
     [

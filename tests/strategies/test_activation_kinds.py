@@ -10,9 +10,11 @@ import pytest
 import torch
 from timm.layers.create_act import _ACT_LAYER_DEFAULT, get_act_layer
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.activations import ACT2FN
 
 from lowmem_patch import patch_model, patch_report, plan_patch
+from lowmem_patch.nn.activations import CodesActivation, RecomputedActivation
 from tests.support.configs import SHARE
 from tests.support.judge import assert_equal_steps
 from tests.support.toys import Toy, assert_same_steps, batch, patched_twin
@@ -162,3 +164,47 @@ def test_an_exponent_may_become_a_tensor_after_the_patch() -> None:
     model.exponent = exponent
     model(x).sum().backward()
     assert model.exponent.grad is not None
+
+
+class Swish(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * torch.sigmoid(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        s = torch.sigmoid(x)
+        return dy * s * (1 + x * (1 - s))
+
+
+class Customised(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(Swish.apply(self.up(x)))
+        return y
+
+
+def test_a_custom_function_in_a_forward_has_a_row() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), Customised(), nn.GELU(), nn.Linear(8, 8))
+    report = plan_patch(model, "exact", example_inputs=torch.randn(3, 8))
+    (row,) = (site for site in report.left_alone if site.name == "1.Swish()")
+    assert "custom autograd function" in row.reason
+    assert row.bytes_before == row.bytes_after == 3 * 16 * 4
+
+
+def test_softplus_is_computed_in_the_dtype_of_a_gpus_autocast() -> None:
+    was = torch.is_autocast_enabled("cuda")
+    torch.set_autocast_enabled("cuda", True)
+    try:
+        with FakeTensorMode():
+            x = torch.empty(4, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+            for kind, act in {"softplus": nn.Softplus(), "silu": nn.SiLU()}.items():
+                for patched in (RecomputedActivation(kind), CodesActivation(kind)):  # type: ignore[arg-type]
+                    assert patched(x).dtype == act(x).dtype
+    finally:
+        torch.set_autocast_enabled("cuda", was)

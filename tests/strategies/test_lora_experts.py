@@ -13,8 +13,10 @@ from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from torch import Tensor, nn
 
 from lowmem_patch import patch_model, patch_report, saved_bytes, unpatch_model
+from lowmem_patch.nn.deferred import defer
 from lowmem_patch.nn.deferred_rows import GatheredRows
-from tests.support.judge import assert_accurate, assert_equal
+from lowmem_patch.nn.deferred_weights import AdaptedWeight
+from tests.support.judge import assert_accurate, assert_close, assert_equal
 from tests.support.models import randomise
 from tests.support.step import BF16, FP32, MODES, Mode, cast, step, truth_of, twin_of
 
@@ -205,6 +207,30 @@ def test_a_reader_that_nobody_knows_gets_the_sum() -> None:
 
         experts.register_forward_hook(looks)
     assert_same(model, stock)
+
+
+@pytest.mark.parametrize("transposed", [Tensor.t, lambda w: w.T, lambda w: w.mT])
+def test_a_weight_that_is_transposed_in_any_way_is_not_saved(transposed: Any) -> None:
+    x, w, left, right = (
+        torch.randn(*shape, dtype=torch.float64, requires_grad=True)
+        for shape in ((3, 6), (8, 6), (8, 2), (2, 6))
+    )
+    found = []
+    for weight in (w + 0.5 * left @ right, defer(AdaptedWeight(0.5), (w, left, right))):
+        saved: list[Tensor] = []
+
+        def pack(tensor: Tensor, into: list[Tensor] = saved) -> Tensor:
+            into.append(tensor)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            y = x @ transposed(weight)
+        found.append(torch.autograd.grad(y.square().sum(), (x, w, left, right)))
+    own = {t.untyped_storage().data_ptr() for t in (x, w, left, right)}
+    made = [t for t in saved if t.untyped_storage().data_ptr() not in own]
+    assert [tuple(t.shape) for t in made] == [(3, 2)]
+    for ours, theirs in zip(found[1], found[0], strict=True):
+        assert_close(ours, theirs, "gradient")
 
 
 class Rewritten(nn.Module):
