@@ -43,8 +43,10 @@ def _forward(
     """y, its copy, z and rstd; what has no dtype is None."""
     if type(settings) is list:
         settings = _from_operator(settings)
-    y, rstd, z = module(implementation).norm_forward(x, weight, bias, settings, out_dtype, z_dtype)
-    return y, None if copy_dtype is None else y.to(copy_dtype), z, rstd
+    y, rstd, z, copy = module(implementation).norm_forward(
+        x, weight, bias, settings, out_dtype, z_dtype, copy_dtype
+    )
+    return y, copy, z, rstd
 
 
 def _forward_fake(

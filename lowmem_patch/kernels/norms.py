@@ -74,6 +74,7 @@ def _forward_kernel(
     y_ptr,
     rstd_ptr,
     z_ptr,
+    copy_ptr,
     weight_ptr,
     bias_ptr,
     rows,
@@ -81,6 +82,7 @@ def _forward_kernel(
     x_stride,
     COLUMNS: tl.constexpr,
     STORES_Z: tl.constexpr,
+    STORES_COPY: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     OFFSET: tl.constexpr,
@@ -110,6 +112,9 @@ def _forward_kernel(
         y += load_vector(bias_ptr, column, inside, True, 0.0)[None, :]
     y = y.to(y_ptr.dtype.element_ty)
     tl.store(y_ptr + row[:, None] * COLUMNS + column[None, :], y, mask=mask)
+    if STORES_COPY:
+        copy_row = copy_ptr + row[:, None] * COLUMNS + column[None, :]
+        tl.store(copy_row, y.to(copy_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["rows", "eps"])
@@ -118,6 +123,7 @@ def _forward_long_row_kernel(
     y_ptr,
     rstd_ptr,
     z_ptr,
+    copy_ptr,
     weight_ptr,
     bias_ptr,
     rows,
@@ -125,6 +131,7 @@ def _forward_long_row_kernel(
     x_stride,
     COLUMNS: tl.constexpr,
     STORES_Z: tl.constexpr,
+    STORES_COPY: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     OFFSET: tl.constexpr,
@@ -136,6 +143,8 @@ def _forward_long_row_kernel(
     y_ptr += row * COLUMNS
     if STORES_Z:
         z_ptr += row * COLUMNS
+    if STORES_COPY:
+        copy_ptr += row * COLUMNS
     mean = 0.0
     if CENTERED:
         total = tl.zeros((BLOCK,), tl.float32)
@@ -163,12 +172,20 @@ def _forward_long_row_kernel(
             y *= load_vector(weight_ptr, column, mask, True, 1.0) + OFFSET
         if HAS_BIAS:
             y += load_vector(bias_ptr, column, mask, True, 0.0)
-        tl.store(y_ptr + column, y.to(y_ptr.dtype.element_ty), mask=mask)
+        rounded = y.to(y_ptr.dtype.element_ty)
+        tl.store(y_ptr + column, rounded, mask=mask)
+        if STORES_COPY:
+            tl.store(copy_ptr + column, rounded.to(copy_ptr.dtype.element_ty), mask=mask)
 
 
 @cache
 def _launcher(
-    columns: int, stores_z: bool, has_weight: bool, has_bias: bool, settings: NormSettings
+    columns: int,
+    stores_z: bool,
+    stores_copy: bool,
+    has_weight: bool,
+    has_bias: bool,
+    settings: NormSettings,
 ) -> tuple[Any, int]:
     """The launch for rows of this length, and the rows of a program."""
     tiles = forward_tiles(columns)
@@ -176,6 +193,7 @@ def _launcher(
     constants: dict[str, Any] = {
         "COLUMNS": columns,
         "STORES_Z": stores_z,
+        "STORES_COPY": stores_copy,
         **affine_constants(has_weight, has_bias, settings),
         "CENTERED": settings.centered,
         **({} if looped else {"BLOCK_ROWS": tiles.block_rows}),
@@ -192,18 +210,21 @@ def norm_forward(
     settings: NormSettings,
     out_dtype: torch.dtype,
     z_dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """y ``[..., N]`` in ``out_dtype``, rstd ``[...]`` in float32, z like y in ``z_dtype`` where given."""
+    copy_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """y ``[..., N]`` in ``out_dtype``, rstd ``[...]`` in float32, z like y in ``z_dtype`` where given, and a
+    copy of y in ``copy_dtype`` where given."""
     shape = x.shape
     y, rstd = empty(x, out_dtype), x.new_empty(shape[:-1], dtype=torch.float32)
     z = None if z_dtype is None else empty(x, z_dtype)
+    copy = None if copy_dtype is None else empty(x, copy_dtype)
     columns, rows = shape[-1], rstd.numel()
     if rows == 0 or columns == 0:
-        return y, rstd.fill_(settings.eps).rsqrt_() if columns == 0 else rstd, z
+        return y, rstd.fill_(settings.eps).rsqrt_() if columns == 0 else rstd, z, copy
     x, x_stride = as_rows(x)
     weight, bias = contiguous(weight), contiguous(bias)
     launch, block_rows = _launcher(
-        columns, z is not None, weight is not None, bias is not None, settings
+        columns, z is not None, copy is not None, weight is not None, bias is not None, settings
     )
     # what is absent is never read or written; any pointer will do
     tensors = (
@@ -211,8 +232,9 @@ def norm_forward(
         y,
         rstd,
         y if z is None else z,
+        y if copy is None else copy,
         x if weight is None else weight,
         x if bias is None else bias,
     )
     launch((-(-rows // block_rows), 1, 1), tensors, (rows, float(settings.eps)), (x_stride,))
-    return y, rstd, z
+    return y, rstd, z, copy

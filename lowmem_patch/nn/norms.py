@@ -34,6 +34,13 @@ from lowmem_patch.nn.gammas import Look, Looks, can_be_looked_at, is_capturing, 
 from lowmem_patch.nn.watched import watch
 
 
+def _train(weight: Any, bias: Any) -> bool:
+    """Whether gamma or beta trains."""
+    if weight is not None and weight.requires_grad:
+        return True
+    return bias is not None and bool(bias.requires_grad)
+
+
 class MSNorm(nn.Module):
     """Base of both; made from an existing norm by :meth:`from_module`, whose parameters it shares.
 
@@ -130,7 +137,10 @@ class MSNorm(nn.Module):
 
     def output_dtype(self, x: Tensor) -> torch.dtype:
         """The dtype that the original would return, or the one its readers would cast that to."""
-        low = autocast_dtype(x.device.type, x.dtype)
+        return self._output_dtype(x, autocast_dtype(x.device.type, x.dtype))
+
+    def _output_dtype(self, x: Tensor, low: torch.dtype | None) -> torch.dtype:
+        """As `output_dtype`, under an autocast to ``low``."""
         if low is not None:
             if self.feeds_autocast:
                 return low
@@ -178,14 +188,24 @@ class MSNorm(nn.Module):
     def _saving(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """The norm where autograd saves for its backward."""
         weight, bias = self.own_affine()
-        trains = x.requires_grad or self.trains()
-        affine = self._affine(weight, bias) if trains and self._saves_z(weight, bias) else None
+        own_trains = _train(weight, bias)
+        trains = own_trains or x.requires_grad
+        saves_z = trains and self._saves_z(weight, bias, own_trains)
         copy = self._low_dtype(x) if self.shares_copy else None
+        settings = self._settings_for(x)
         # an adapter may save the copy of what needs no gradient
-        if copy is not None or affine is not None:
-            return self._deferred(x, dtype, copy, affine)
-        y = ms_norm(x, weight, bias, self._settings_for(x), dtype, trains=trains)[0]
-        return self._shared(y) if trains else y
+        if copy is None and not saves_z:
+            y = ms_norm(x, weight, bias, settings, dtype, trains=trains)[0]
+            return self._shared(y) if trains else y
+        # a copy of the output, z, or both, which Linears save in its place
+        saved = dtype if copy is None else copy
+        z_dtype = saved if saves_z else None
+        y, *more = ms_norm(x, weight, bias, settings, dtype, copy, z_dtype, trains=trains)
+        affine = self._affine(weight, bias) if saves_z else None
+        if affine is None:
+            self._confirm_in_backward(y, saved)
+        sources = tuple(source for source in more if source is not None)
+        return keep(y, Normed(copy is not None, affine), sources, owned=True)
 
     def _confirm_in_backward(self, y: Tensor, saved: torch.dtype) -> None:
         """Where the norm saved its output (in ``saved``) without a wait for gamma, its backward asks."""
@@ -206,18 +226,6 @@ class MSNorm(nn.Module):
         waits = y.requires_grad and not is_exporting() and self._is_one_copy(y)
         return Saved().of(y) if waits else y
 
-    def _deferred(
-        self, x: Tensor, dtype: torch.dtype, copy: torch.dtype | None, affine: Affine | None
-    ) -> Tensor:
-        """The norm with a copy of its output, with z, or with both, which Linears save in its place."""
-        saved = dtype if copy is None else copy
-        z_dtype = None if affine is None else saved
-        y, *more = ms_norm(x, *self.own_affine(), self._settings_for(x), dtype, copy, z_dtype)
-        sources = tuple(source for source in more if source is not None)
-        if affine is None:
-            self._confirm_in_backward(y, saved)
-        return keep(y, Normed(copy is not None, affine), sources, owned=True)
-
     def _is_one_copy(self, y: Tensor) -> bool:
         """Whether readers that cast the output shall keep no copy of their own."""
         if self.one_copy is None or self.one_copy == "always":
@@ -226,24 +234,23 @@ class MSNorm(nn.Module):
 
     def trains(self) -> bool:
         """Whether gamma or beta trains."""
-        weight, bias = self.own_affine()
-        if weight is not None and weight.requires_grad:
-            return True
-        return bias is not None and bool(bias.requires_grad)
+        return _train(*self.own_affine())
 
-    def _saves_z(self, weight: Tensor | None, bias: Tensor | None) -> bool:
+    def _saves_z(self, weight: Tensor | None, bias: Tensor | None, trains: bool) -> bool:
         """Whether z is to be saved, and not the output."""
         if weight is None and bias is None:
             return False
-        looks, trains = self.looks, self.trains()
+        looks = self.looks
         by_itself = trains and not self.output_saved
         if by_itself and self.output_moved:
             return True
         if looks.assumed is not None:
             return not looks.assumed
+        block = checkpointed_block() if trains else None
+        if block is None or not can_be_looked_at(weight, bias):
+            return self._is_told_to_save_z(weight, bias, trains, by_itself)
         decide = partial(self._is_told_to_save_z, weight, bias, trains, by_itself)
-        block = checkpointed_block() if trains and can_be_looked_at(weight, bias) else None
-        return decide() if block is None else looks.decided(block, decide, weight, bias)
+        return looks.decided(block, decide, weight, bias)
 
     def _compiled_saves_z(self, weight: Tensor | None, bias: Tensor | None) -> bool:
         """As `_saves_z` for a compiler, under which nobody looks at gamma."""
@@ -322,7 +329,7 @@ class MSNorm(nn.Module):
         low = autocast_dtype(x.device.type, x.dtype)
         if low is None or not torch.is_grad_enabled():
             return None
-        return low if low.itemsize < self.output_dtype(x).itemsize else None
+        return low if low.itemsize < self._output_dtype(x, low).itemsize else None
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         self.looks.forget()

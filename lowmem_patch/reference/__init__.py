@@ -164,7 +164,8 @@ def norm_forward(
     settings: NormSettings,
     out_dtype: torch.dtype,
     z_dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
+    copy_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """y = z gamma + bias over the last dimension, with z and gamma as `NormSettings` says.
 
     Args:
@@ -174,9 +175,11 @@ def norm_forward(
         settings: of the norm.
         out_dtype: dtype of y.
         z_dtype: dtype of z, None where it is not asked for.
+        copy_dtype: dtype of a copy of y, None where it is not asked for.
 
     Returns:
-        y ``[..., N]``, contiguous; rstd ``[...]`` in float32 (float64 for a float64 x); z like y, or None.
+        y ``[..., N]``, contiguous; rstd ``[...]`` in float32 (float64 for a float64 x); z like y, or None; the
+        copy of y, or None.
     """
     z, rstd = _normalized(x, settings)
     y = affine(z, weight, bias, settings, out_dtype)
@@ -184,6 +187,7 @@ def norm_forward(
         y,
         rstd.squeeze(-1).contiguous(),
         None if z_dtype is None else cast(z, z_dtype).contiguous(),
+        None if copy_dtype is None else y.to(copy_dtype),
     )
 
 

@@ -81,7 +81,7 @@ def norms() -> Iterator[Any]:
         for weight, bias in ((None, None), (vector, None), (vector, vector)):
             centered = bias is not None
             settings = NormSettings(1e-5, centered=centered)
-            y, rstd, _ = kernels.norm_forward(x, weight, bias, settings, DTYPE)
+            y, rstd, *_ = kernels.norm_forward(x, weight, bias, settings, DTYPE)
             given = (x, y, rstd, weight, bias, settings, DTYPE)
             for trains in {False, weight is not None}:
                 yield kernels.norm_backward(*given, (True, trains, trains and centered))
@@ -94,7 +94,7 @@ def affines() -> Iterator[Any]:
     for weight, bias in ((vector, None), (vector, vector)):
         settings = NormSettings(1e-5, centered=bias is not None)
         yield kernels.affine(z, weight, bias, settings, DTYPE)
-        _, rstd, z = kernels.norm_forward(z, weight, bias, settings, DTYPE, DTYPE)
+        _, rstd, z, _ = kernels.norm_forward(z, weight, bias, settings, DTYPE, DTYPE)
         needs = (True, True, bias is not None)
         yield kernels.norm_backward(z, z, rstd, weight, bias, settings, DTYPE, needs, True)
 

@@ -15,6 +15,8 @@ from tests.support.saved import saved_storages, storage_of
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SHAPES = [(1, 1), (5,), (2, 3, 37), (33, 768), (3, 8200), (2, 16500), (0, 16), (2, 0, 16)]
 EPS = 1e-5
+# the interpreter cuts bfloat16 off
+_COPY_DTYPE = torch.float16 if INTERPRETED else torch.bfloat16
 
 
 def plain(
@@ -210,6 +212,21 @@ def test_weight_gradients_repeat_bit_for_bit(backend: Backend) -> None:
     assert torch.equal(runs[0], runs[2])
 
 
+@pytest.mark.parametrize("shape", [(2, 3, 37), (33, 768), (2, 16500), (0, 16)])
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.float16])
+def test_a_copy_is_the_output_cast(
+    backend: Backend, shape: tuple[int, ...], out_dtype: torch.dtype
+) -> None:
+    x = torch.randn(shape, device=backend.device)
+    bias = torch.randn(shape[-1], device=backend.device)
+    lower = _COPY_DTYPE if out_dtype == torch.float32 else torch.float32
+    settings, chosen = NormSettings(EPS), backend.implementation
+    y, copy, _ = ms_norm(x, None, bias, settings, out_dtype, lower, implementation=chosen)
+    assert copy is not None
+    assert copy.dtype == lower
+    assert torch.equal(copy, y.to(lower))
+
+
 @pytest.mark.parametrize("used", ["both", "output", "copy"])
 def test_a_copy_adds_its_gradient_to_that_of_the_output(backend: Backend, used: str) -> None:
     x = torch.randn(6, 40, device=backend.device, requires_grad=True)
@@ -220,7 +237,7 @@ def test_a_copy_adds_its_gradient_to_that_of_the_output(backend: Backend, used: 
             weight,
             None,
             NormSettings(EPS),
-            copy_dtype=torch.bfloat16,
+            copy_dtype=_COPY_DTYPE,
             implementation=backend.implementation,
         )
     )
