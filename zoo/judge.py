@@ -159,7 +159,7 @@ def _judge_preset(
         unpatch_model(patched)
         _judge_unpatched(built, patched, lasting, identities, reference, found)
     except Exception as error:
-        if "can't allocate memory" in str(error):
+        if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
             raise MemoryError(str(error)) from error  # the zoo's own limit, no finding
         found.wrong(f"raised {type(error).__name__}: {str(error)[:300]}")
     return found

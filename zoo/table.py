@@ -159,16 +159,22 @@ def _low_precision(groups: Groups) -> list[str]:
             if precision == FLOAT32.name or not results:
                 continue
             status = Counter(result.status for result in results.values())
-            judged = sum(status[name] for name in JUDGED)
+            tried = f"{len(results)} of {len(by_precision[FLOAT32.name])}"
+            judged = [result for result in results.values() if result.status in JUDGED]
+            exact = sum("exact" in result.presets for result in judged)
             wrong = sum(bool(result.wrong) for result in results.values())
-            numbers = (judged, status["judged in part"], wrong, len(results) - judged)
+            not_run = len(results) - len(judged)
+            numbers = (tried, len(judged), exact, status["judged in part"], wrong, not_run)
             counts.append(f"| {title}, {precision} | {' | '.join(map(str, numbers))} |")
             for name, result in results.items():
                 for reason in _exceptions(result, by_precision[FLOAT32.name].get(name)):
                     models.append(f"- {name}, {precision}: {reason}")
     if not counts:
         return []
-    head = ["| models | judged | of these, in part | wrong | not run |", "|---|---|---|---|---|"]
+    head = [
+        "| models | tried | judged with `auto` | with `exact` as well | in part | wrong | not run |",
+        "|---|---|---|---|---|---|---|",
+    ]
     return [_LOW_PRECISION, *head, *counts, "", *(_EXCEPTED if models else []), *models, ""]
 
 

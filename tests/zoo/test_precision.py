@@ -144,6 +144,20 @@ def test_broken_is_wrong(break_it: Break, words: str, precision: Precision) -> N
         )
 
 
+@pytest.mark.parametrize(
+    "error", [MemoryError("std::bad_alloc"), RuntimeError("can't allocate memory")]
+)
+def test_the_limit_of_memory_is_no_finding(error: Exception) -> None:
+    def no_memory(patch: pytest.MonkeyPatch) -> None:
+        def wrong(*args: Any, **kwargs: Any) -> Any:
+            raise error
+
+        patch.setattr(zoo_judge, "patch_model", wrong)
+
+    with pytest.raises(MemoryError):
+        judged(BF16, no_memory)
+
+
 def test_what_stays_in_float32() -> None:
     model = in_dtype(models.built(Mixed)[0], torch.bfloat16)
     kept = {name for name, t in model.state_dict().items() if t.dtype == torch.float32}
@@ -215,7 +229,7 @@ def test_the_page_tells_what_is_wrong(tmp_path: Path, monkeypatch: pytest.Monkey
     results = {"float32": {**in_float32, "gone": unbuilt}, "bf16": low, "autocast": {}}
     table.write_table([("transformers model types", results)])
     text = (tmp_path / "coverage.md").read_text(encoding="utf-8")
-    assert "| transformers model types, bf16 | 2 | 0 | 1 | 2 |" in text
+    assert "| transformers model types, bf16 | 4 of 4 | 2 | 1 | 0 | 1 | 2 |" in text
     assert "- bad, bf16: wrong: exact: dtype: output 0 is torch.float32" in text
     assert "- late, bf16: no reference: mat1 and mat2" in text
     assert "good, bf16" not in text and "gone, bf16" not in text and "autocast |" not in text
