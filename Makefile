@@ -35,7 +35,8 @@ help:
 	@echo "make test    lint, format, types, the site of the documents, and all tests"
 	@echo "make lint | types | docs | unit    one part of make test;  make unit ARGS='-k norm' picks tests"
 	@echo "make test-integrations    real trainers (TRL, Lightning, LLaMA-Factory, ...) in environments of their own"
-	@echo "make zoo     patch and judge every architecture (an hour on 2 cores); ZOO='llama swin' picks some"
+	@echo "make zoo     patch and judge every architecture (an hour on 2 cores); ZOO='llama swin' picks some,"
+	@echo "             ZOO='--precision bf16' or autocast judges in another precision than float32"
 	@echo "make format  rewrite the code as make lint wants it"
 	@echo "make clean   remove $(VENV) and the checkers' caches"
 

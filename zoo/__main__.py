@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import argparse
 import sys
+from functools import partial
 
 from zoo import store
 from zoo.pool import run_all
+from zoo.precision import FLOAT32, PRECISIONS
 from zoo.result import Result
 from zoo.run import judge_name
 from zoo.table import write_table
@@ -18,7 +20,7 @@ from zoo.table import write_table
 
 def _progress(index: int, total: int, result: Result) -> None:
     detail = "; ".join(result.wrong) or result.reason
-    if result.status == "judged":
+    if result.sites:
         detail = f"{result.patched} of {result.sites} sites patched. {detail}"
     sign = "WRONG" if result.wrong else result.status
     print(f"{index}/{total} {result.name}: {sign} {detail[:400]} [{result.seconds} s]", flush=True)
@@ -34,14 +36,30 @@ def _names(arguments: argparse.Namespace) -> list[str]:
         if arguments.only != "transformers":
             names += [f"timm/{name}" for name in variants()]
     if arguments.resume:
-        names = [name for name in names if name not in store.load(store.library_of(name))]
+        done = set[str]().union(
+            *(store.load(library, precision=arguments.precision) for library in store.LIBRARIES)
+        )
+        names = [name for name in names if name not in done]
     return names
+
+
+def _write_page() -> None:
+    titles = ("transformers model types", "timm variants")
+    write_table(
+        [
+            (title, {name: store.load(library, precision=name) for name in PRECISIONS})
+            for title, library in zip(titles, store.LIBRARIES, strict=True)
+        ]
+    )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m zoo", description=__doc__)
     parser.add_argument("names", nargs="*", help="model types, or timm/<variant>; default: all")
     parser.add_argument("--only", choices=store.LIBRARIES, help="one of the two libraries")
+    parser.add_argument(
+        "--precision", choices=PRECISIONS, default=FLOAT32.name, help="in which models are judged"
+    )
     parser.add_argument("--resume", action="store_true", help="skip what has a result already")
     parser.add_argument("--workers", type=int, default=2, help="models at a time, one core each")
     parser.add_argument(
@@ -51,13 +69,14 @@ def main() -> int:
     store.tidy()
     names = _names(arguments)
     wrong = done = 0
-    for result in run_all(judge_name, names, arguments.workers, arguments.time_limit):
-        store.add(result)
+    judge = partial(judge_name, precision=arguments.precision)
+    for result in run_all(judge, names, arguments.workers, arguments.time_limit):
+        store.add(result, precision=arguments.precision)
         done += 1
         wrong += bool(result.wrong)
         _progress(done, len(names), result)
     store.tidy()
-    write_table(store.load("transformers"), store.load("timm"))
+    _write_page()
     print(f"{wrong} of {done} wrong; the table is docs/coverage.md")
     if done < len(names):
         print(f"{len(names) - done} are left for --resume")

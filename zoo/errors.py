@@ -5,18 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 
-import torch
 from torch import Tensor
 
+from zoo.precision import Precision
 from zoo.steps import Step
 
 FORWARD_FACTOR = 2.0
 GRADIENT_FACTOR = 3.0
-# allowed on top: a value that the unpatched model happens to hit exactly
-BAND = 8 * torch.finfo(torch.float32).eps
-# where one rounding moves the unpatched model by more than this (a top-k that picks other queries, a
-# code book's nearest entry), nothing can be judged; a wrong fold is off by 1e-1
-JUMP = 1e-2
 
 
 @dataclasses.dataclass
@@ -27,6 +22,7 @@ class Comparison:
     own: float = 0.0
     allowed: float = 0.0
     where: str = ""
+    jump: float = math.inf  # errors of the unpatched model that leave a tensor undecided
     tensors: int = 0
     jumps: int = 0  # of these tensors, how many the unpatched model itself leaves undecided
 
@@ -41,7 +37,7 @@ class Comparison:
     def add(self, error: float, own: float, allowed: float, where: str) -> None:
         """One more tensor: kept if it is further beyond its budget; no number is the worst."""
         self.tensors += 1
-        if own > JUMP:
+        if own > self.jump:
             self.jumps += 1
             return
         new = Comparison(error, own, allowed, where)
@@ -53,24 +49,28 @@ def _relative(found: Tensor, exact: Tensor, size: float) -> float:
     return float((found - exact).norm()) / max(size, 1e-30)
 
 
-def compare_outputs(found: Step, own: Step, truth: Step, noise: list[Step]) -> Comparison:
+def compare_outputs(
+    precision: Precision, found: Step, own: Step, truth: Step, noise: list[Step]
+) -> Comparison:
     """Relative L2 errors of the outputs against the truth.
 
     ``noise`` holds steps of unpatched models with jittered weights: what one rounding may do.
     """
     if [t.shape for t in found.outputs] != [t.shape for t in truth.outputs]:
         return Comparison(float("nan"), where="the outputs have other shapes")
-    worst = Comparison()
+    worst = Comparison(jump=precision.jump)
     for index, exact in enumerate(truth.outputs):
         size = float(exact.norm())
         error = _relative(found.outputs[index], exact, size)
         others = [_relative(s.outputs[index], exact, size) for s in (own, *noise)]
-        allowed = FORWARD_FACTOR * max(others) + BAND
+        allowed = FORWARD_FACTOR * max(others) + precision.band
         worst.add(error, max(others), allowed, f"output {index}")
     return worst
 
 
-def compare_gradients(found: Step, own: Step, truth: Step, noise: list[Step]) -> Comparison:
+def compare_gradients(
+    precision: Precision, found: Step, own: Step, truth: Step, noise: list[Step]
+) -> Comparison:
     """Each parameter's gradient; one that is 0 in exact arithmetic (a key's bias) is judged by the others.
 
     Errors are measured against at least the model's mean gradient, and the budget is at least that
@@ -84,12 +84,12 @@ def compare_gradients(found: Step, own: Step, truth: Step, noise: list[Step]) ->
     squares = sum(float(t.square().sum()) for t in truth.gradients.values())
     mean = (squares / sum(t.numel() for t in truth.gradients.values())) ** 0.5
     overall = max(_overall(step, truth) for step in (own, *noise))
-    worst = Comparison()
+    worst = Comparison(jump=precision.jump)
     for name, exact in truth.gradients.items():
         size = max(float(exact.norm()), mean * exact.numel() ** 0.5)
         error = _relative(found.gradients[name], exact, size)
         others = [_relative(s.gradients[name], exact, size) for s in (own, *noise)]
-        allowed = GRADIENT_FACTOR * max(*others, overall) + BAND
+        allowed = GRADIENT_FACTOR * max(*others, overall) + precision.band
         worst.add(error, max(*others, overall), allowed, name)
     return worst
 

@@ -1,4 +1,4 @@
-"""Patch one model with each preset and judge it: function, gradients, state dict, checkpoint, bytes, undo."""
+"""Patch one model with each preset and judge it: function, dtypes, state dict, checkpoint, bytes, undo."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ast
 import copy
 import tempfile
 import warnings
+from collections import Counter
 from collections.abc import Callable, Set
 from functools import partial
 from typing import Any
@@ -20,15 +21,14 @@ from lowmem_patch.tracing.call_arguments import CalledFunction
 from zoo.build import Built
 from zoo.dataflow import read_dataflow
 from zoo.errors import Comparison, compare_gradients, compare_outputs
+from zoo.precision import FLOAT32, Precision, in_precision
+from zoo.products import products
 from zoo.result import PresetResult, Result
 from zoo.steps import Step, StepActivation, in_float64, jittered, run_step
 
-PRESETS = ("paper", "exact", "auto")
 Reload = Callable[[Any, str], Any]
 # the more often a model is jittered, the surer its kinks show (a maximum that another element takes)
 _JITTERS = (4, 24)
-# an activation's input is off by about this in float32: values as near to a step may take the other side
-_SHIFT = 4e-6
 
 
 class _Noise:
@@ -56,39 +56,50 @@ class _Noise:
 
 
 class _Reference:
-    """The unpatched model in float64 and in float32 and, where a budget is missed, under jitter."""
+    """The unpatched model in float64 and in its precision and, where a budget is missed, under jitter."""
 
-    def __init__(self, model: Any, inputs: Any) -> None:
-        self.model = model
-        self.inputs = inputs
-        self.own = {
-            train: run_step(copy.deepcopy(model), inputs, train=train) for train in (False, True)
-        }
+    def __init__(self, built: Built, precision: Precision) -> None:
+        self.model = model = built.model
+        self.inputs = inputs = built.inputs
+        self.precision = precision
+        self.own = {train: self.step(copy.deepcopy(model), train) for train in (False, True)}
         self.truth = {}
         wide = in_float64(model)
         for train in (False, True):
             self.truth[train] = run_step(wide, inputs, train=train, float64=True)
         self.noise = {train: _Noise(partial(self._jittered, train)) for train in (False, True)}
 
+    def step(self, model: Any, train: bool) -> Step:
+        """One step of any model, in the precision that is judged."""
+        return run_step(model, self.inputs, train=train, precision=self.precision)
+
     def _jittered(self, train: bool, seed: int) -> Step:
-        return run_step(jittered(self.model, seed), self.inputs, train=train)
+        return self.step(jittered(self.model, seed, self.precision), train)
 
 
-def judge(built: Built, reload: Reload | None = None, presets: tuple[str, ...] = PRESETS) -> Result:
+def judge(
+    built: Built,
+    reload: Reload | None = None,
+    presets: tuple[str, ...] | None = None,
+    precision: Precision = FLOAT32,
+) -> Result:
     """Judge one model. Nothing that the package raises is caught but by name in the result.
 
     Args:
+        built: in float32.
         reload: writes a patched model to a folder and loads it as a stock model; None: not judged.
+        presets: None: those of the precision.
     """
     result = Result(
         built.name, "judged", parameters=built.parameters, shrink=built.shrink, feed=built.feed
     )
     result.inputs = str(built.inputs)
     try:
+        built = in_precision(built, precision)
         # a first forward may replace modules (BigBird picks its attention by the length of the text)
         with torch.no_grad():  # what it leaves on the model must be fit for a copy (LeViT's tables)
-            run_step(built.model, built.inputs, train=False)
-        reference = _Reference(built.model, built.inputs)
+            run_step(built.model, built.inputs, train=False, precision=precision)
+        reference = _Reference(built, precision)
     except Exception as error:  # whatever a foreign forward raises in float64 or in training mode
         result.status, result.reason = "no reference", f"{type(error).__name__}: {str(error)[:200]}"
         _plan_only(built, result)
@@ -99,10 +110,10 @@ def judge(built: Built, reload: Reload | None = None, presets: tuple[str, ...] =
         result.status, result.reason = "no reference", "the unpatched model gives NaN or infinity"
         _plan_only(built, result)
         return result
-    lasting = _lasting_buffers(built)
-    for preset in presets:
+    lasting = _lasting_buffers(built, precision)
+    for preset in presets or precision.presets:
         result.presets[preset] = _judge_preset(built, preset, reference, lasting, reload, result)
-    result.settle()
+    result.settle(precision.jump)
     return result
 
 
@@ -142,13 +153,13 @@ def _judge_preset(
             patch_model(patched, preset, example_inputs=built.inputs)
         report = patch_report(patched)
         found.count(report)
-        if preset == "auto":
+        if preset == "auto" and not reference.precision.is_low:  # float32 has told
             result.describe(report, read_dataflow(built.model, built.inputs, report))
         _judge_patched(built, preset, patched, report, reference, reload, found)
         unpatch_model(patched)
         _judge_unpatched(built, patched, lasting, identities, reference, found)
     except Exception as error:
-        if "can't allocate memory" in str(error):
+        if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
             raise MemoryError(str(error)) from error  # the zoo's own limit, no finding
         found.wrong(f"raised {type(error).__name__}: {str(error)[:300]}")
     return found
@@ -161,11 +172,11 @@ def _identities(model: nn.Module, buffers: Set[str]) -> dict[str, int]:
     return {f"{type(thing).__name__} {name}": id(thing) for name, thing in named}
 
 
-def _lasting_buffers(built: Built) -> set[str]:
+def _lasting_buffers(built: Built, precision: Precision) -> set[str]:
     """Buffers that a forward does not replace: some models put a new tensor in their place (I-BERT)."""
     model = copy.deepcopy(built.model)
     before = dict(model.named_buffers())
-    run_step(model, built.inputs, train=True)
+    run_step(model, built.inputs, train=True, precision=precision)
     after = dict(model.named_buffers())
     return {name for name, buffer in before.items() if after.get(name) is buffer}
 
@@ -183,15 +194,24 @@ def _judge_patched(
         found.wrong("other state-dict keys")
     if any(not site.reason for site in report.sites):
         found.wrong("a site without a reason")
-    steps = {train: run_step(patched, built.inputs, train=train) for train in (False, True)}
+    steps = {train: reference.step(patched, train) for train in (False, True)}
     for train in (False, True):
         _note(found, "forward", _outputs(steps[train], reference, train))
+        _judge_dtypes(steps[train].dtypes, reference.own[train].dtypes, found)
+    if reference.precision.is_low:
+        computed, expected = (
+            products(model, built.inputs, reference.precision)
+            for model in (patched, copy.deepcopy(built.model))
+        )
+        if computed != expected:
+            found.wrong(f"products {_shares(computed)}, unpatched {_shares(expected)}")
     found.saved_before, found.saved_after = reference.own[True].saved, steps[True].saved
     if found.saved_after > found.saved_before:
         found.wrong(f"keeps {found.saved_after} bytes, unpatched {found.saved_before}")
     if report.floor > report.saved_after:
         found.wrong(f"floor of {report.floor} bytes above {report.saved_after} that are saved")
-    if found.saved_after != report.saved_after:
+    # a plan is made without autocast
+    if found.saved_after != report.saved_after and reference.precision.autocast is None:
         found.notes.append(f"plan said {report.saved_after} bytes")
     _note(found, "gradient", _gradients(steps[True], patched, report, reference))
     if reload is not None and report.patched:
@@ -199,9 +219,20 @@ def _judge_patched(
             stock = _reloaded(built, patched, reload, folder, found)
         if stock is None:
             return
-        _note(
-            found, "reload", _outputs(run_step(stock, built.inputs, train=False), reference, False)
-        )
+        _note(found, "reload", _outputs(reference.step(stock, False), reference, False))
+
+
+def _judge_dtypes(
+    ours: dict[str, torch.dtype], own: dict[str, torch.dtype], found: PresetResult
+) -> None:
+    for name in sorted(set(ours) & set(own)):  # that none lacks is judged with the numbers
+        if ours[name] != own[name]:
+            found.wrong(f"dtype: {name} is {ours[name]}, unpatched {own[name]}")
+            return
+
+
+def _shares(counts: Counter[str]) -> str:
+    return ", ".join(f"{count} in {dtype}" for dtype, count in counts.most_common()) or "none"
 
 
 def _reloaded(
@@ -221,7 +252,9 @@ def _reloaded(
 
 def _outputs(step: Step, reference: _Reference, train: bool) -> tuple[Comparison, bool]:
     own, truth = reference.own[train], reference.truth[train]
-    return reference.noise[train].judge(partial(compare_outputs, step, own, truth))
+    return reference.noise[train].judge(
+        partial(compare_outputs, reference.precision, step, own, truth)
+    )
 
 
 def _gradients(
@@ -229,24 +262,25 @@ def _gradients(
 ) -> tuple[Comparison, bool]:
     """Against a stock model with the weights that the patched one has now (folded ones, too), whose
     activations have the derivative that the step tables give where codes are kept."""
-    bits = report.config.bits
+    bits, precision = report.config.bits, reference.precision
     codes = {site.name: (site.kind, bits) for site in report.sites if site.strategy == "codes"}
     if not report.fold_steps and not codes:
         model, own, truth = reference.model, reference.own[True], reference.truth[True]
     else:
         model = _twin(reference.model, patched, codes)
         # a copy, since a run may leave tensors on a model that cannot be copied (RecurrentGemma)
-        own = run_step(copy.deepcopy(model), reference.inputs, train=True)
+        own = reference.step(copy.deepcopy(model), True)
         truth = run_step(in_float64(model), reference.inputs, train=True, float64=True)
 
     def noisy(seed: int) -> Step:
         if codes and seed < 2:
-            twin = _twin(reference.model, patched, codes, (-_SHIFT, _SHIFT)[seed])
+            shift = (-precision.shift, precision.shift)[seed]
+            twin = _twin(reference.model, patched, codes, shift)
         else:
-            twin = jittered(model, seed)
-        return run_step(twin, reference.inputs, train=True)
+            twin = jittered(model, seed, precision)
+        return reference.step(twin, True)
 
-    return _Noise(noisy).judge(partial(compare_gradients, step, own, truth))
+    return _Noise(noisy).judge(partial(compare_gradients, precision, step, own, truth))
 
 
 def _twin(
@@ -315,4 +349,4 @@ def _judge_unpatched(
     trains = {name: parameter.requires_grad for name, parameter in built.model.named_parameters()}
     if {name: parameter.requires_grad for name, parameter in model.named_parameters()} != trains:
         found.wrong("unpatch leaves other parameters training")
-    _note(found, "unpatch", _outputs(run_step(model, built.inputs, train=False), reference, False))
+    _note(found, "unpatch", _outputs(reference.step(model, False), reference, False))

@@ -38,6 +38,16 @@ class PresetResult:
         self.strategies = dict(collections.Counter(site.strategy for site in report.sites))
         self.notes.extend(note[:160] for note in report.notes)
 
+    @property
+    def jumps(self) -> list[str]:
+        """The notes on outputs and gradients of the unpatched model that jump under one rounding."""
+        return [note for note in self.notes if "moves by" in note]
+
+
+def _filled(row: PresetResult) -> dict[str, Any]:
+    empty = PresetResult()
+    return {key: value for key, value in vars(row).items() if value != getattr(empty, key)}
+
 
 @dataclasses.dataclass
 class Result:
@@ -73,8 +83,8 @@ class Result:
             reasons[f"{site.kind}{reader}: {_NAMES.sub('…', site.reason)}"] += 1
         self.left_alone = dict(reasons.most_common())
 
-    def settle(self) -> None:
-        """The status, once every preset is judged."""
+    def settle(self, jump: float) -> None:
+        """The status, once every preset is judged; a tensor that moves by ``jump`` cannot be."""
         undecided = [
             f"{jumps} of {tensors} tensors of {what}"
             for preset in self.presets.values()
@@ -82,9 +92,8 @@ class Result:
         ]
         if undecided:
             self.status = "judged in part"
-            self.reason = (
-                f"one rounding moves {undecided[0]} of the unpatched model by more than 1 %"
-            )
+            moved = f"moves {undecided[0]} of the unpatched model by more than {100 * jump:g} %"
+            self.reason = f"one rounding {moved}"
 
     @property
     def wrong(self) -> list[str]:
@@ -92,6 +101,18 @@ class Result:
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
+
+    def verdicts(self) -> dict[str, Any]:
+        """As :meth:`to_dict`, without what float32 tells as well: sites, feeds, the plan's notes."""
+        presets = {}
+        for name, preset in self.presets.items():
+            errors = {
+                k: tuple(float(f"{e:.1e}") for e in pair) for k, pair in preset.errors.items()
+            }
+            row = dataclasses.replace(preset, errors=errors, strategies={}, notes=preset.jumps)
+            presets[name] = _filled(row)
+        kept = {"name": self.name, "status": self.status, "seconds": self.seconds}
+        return {**kept, "presets": presets, **({"reason": self.reason} if self.reason else {})}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Result:

@@ -11,7 +11,8 @@ import torch
 import transformers
 
 from zoo.build import Built, CannotBuild, CannotRun, NoModel, build_transformers
-from zoo.judge import PRESETS, judge
+from zoo.judge import judge
+from zoo.precision import FLOAT32, PRECISIONS, Precision
 from zoo.result import Result
 from zoo.timm_models import build_timm, reload_timm
 
@@ -26,23 +27,30 @@ def _reload_transformers(model: Any, folder: str) -> Any:
     return stock.eval()
 
 
-def judge_transformers(model_type: str, presets: tuple[str, ...] = PRESETS) -> Result:
+def judge_transformers(
+    model_type: str, presets: tuple[str, ...] | None = None, precision: Precision = FLOAT32
+) -> Result:
     """Build and judge one model type; what cannot be built or run is a result with its reason."""
-    return _judged(model_type, build_transformers, _reload_transformers, presets)
+    return _judged(model_type, build_transformers, _reload_transformers, presets, precision)
 
 
-def judge_timm(variant: str, presets: tuple[str, ...] = PRESETS) -> Result:
+def judge_timm(
+    variant: str, presets: tuple[str, ...] | None = None, precision: Precision = FLOAT32
+) -> Result:
     """As :func:`judge_transformers`, for a variant of timm."""
-    result = _judged(variant, build_timm, reload_timm, presets)
+    result = _judged(variant, build_timm, reload_timm, presets, precision)
     result.name = f"timm/{variant}"
     return result
 
 
-def _judged(name: str, build: Any, reload: Any, presets: tuple[str, ...]) -> Result:
+def _judged(
+    name: str, build: Any, reload: Any, presets: tuple[str, ...] | None, precision: Precision
+) -> Result:
     started = time.process_time()
     try:
         built: Built = build(name)
-        result = judge(built, reload, presets)
+        # a checkpoint holds what float32 has been judged by: only `paper` writes other weights
+        result = judge(built, None if precision.is_low else reload, presets, precision)
     except NoModel as error:
         result = Result(name, "no model of its own", str(error))
     except CannotBuild as error:
@@ -53,13 +61,14 @@ def _judged(name: str, build: Any, reload: Any, presets: tuple[str, ...]) -> Res
     return result
 
 
-def judge_name(name: str) -> Result:
+def judge_name(name: str, precision: str = FLOAT32.name) -> Result:
     """For worker processes: ``timm/<variant>`` or a model type; quiet, one thread, offline."""
+    judged_in = PRECISIONS[precision]
     os.environ["HF_HUB_OFFLINE"] = "1"
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     transformers.logging.set_verbosity(50)
     transformers.logging.disable_progress_bar()
     if name.startswith("timm/"):
-        return judge_timm(name.removeprefix("timm/"))
-    return judge_transformers(name)
+        return judge_timm(name.removeprefix("timm/"), precision=judged_in)
+    return judge_transformers(name, precision=judged_in)

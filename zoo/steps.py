@@ -1,4 +1,4 @@
-"""Run a model for a comparison: one forward and backward, in float32 or in float64."""
+"""Run a model for a comparison: one forward and backward, in a precision of the zoo or in float64."""
 
 from __future__ import annotations
 
@@ -16,15 +16,17 @@ from lowmem_patch import reference, saved_bytes
 from lowmem_patch.constants import STEP_TABLES
 from lowmem_patch.tracing.inputs import ExampleInputs
 from zoo.build import tensors_of
+from zoo.precision import FLOAT32, Precision
 
 
 @dataclasses.dataclass
 class Step:
-    """Outputs and parameter gradients of one step, in float64, and what autograd kept."""
+    """Outputs and parameter gradients of one step, in float64, what autograd kept, and their own dtypes."""
 
     outputs: list[Tensor]
     gradients: dict[str, Tensor]
     saved: int
+    dtypes: dict[str, torch.dtype]
 
 
 class _StayInFloat64(TorchDispatchMode):
@@ -50,7 +52,7 @@ def _all_float64() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _buffers_stay(model: nn.Module) -> Iterator[None]:
+def buffers_stay(model: nn.Module) -> Iterator[None]:
     kept = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     try:
         yield
@@ -70,43 +72,59 @@ def in_float64(model: nn.Module) -> Any:
     return wide
 
 
-def jittered(model: nn.Module, seed: int) -> Any:
-    """A copy with every weight moved by at most one unit in its last place."""
+def jittered(model: nn.Module, seed: int, precision: Precision = FLOAT32) -> Any:
+    """A copy with every weight moved by at most one unit in the last place of this precision."""
     moved = copy.deepcopy(model)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in moved.parameters():
             if parameter.is_floating_point():
                 sign = torch.randint(-1, 2, parameter.shape, generator=generator)
-                parameter *= 1 + sign.to(parameter.dtype) * torch.finfo(parameter.dtype).eps
+                parameter *= 1 + sign.to(parameter.dtype) * precision.eps
     return moved
 
 
-def run_step(model: Any, inputs: ExampleInputs, *, train: bool, float64: bool = False) -> Step:
+def run_step(
+    model: Any,
+    inputs: ExampleInputs,
+    *,
+    train: bool,
+    precision: Precision = FLOAT32,
+    float64: bool = False,
+) -> Step:
     """One forward; in training mode also the backward of a fixed random projection of all outputs."""
     if float64:
         inputs = inputs.map(lambda t: t.double() if t.is_floating_point() else t)
     model.train(train)
     torch.manual_seed(3)
     context = _all_float64() if float64 else contextlib.nullcontext()
-    with context, _buffers_stay(model):
+    gradients = {}
+    with context, buffers_stay(model):
         if train:
-            with saved_bytes(model) as saved:
+            with saved_bytes(model) as saved, autocast(precision):
                 outputs = tensors_of(model(*inputs.args, **inputs.kwargs))
             _backward(outputs)
+            named = model.named_parameters()
+            gradients = {name: p.grad for name, p in named if p.grad is not None}
+            model.zero_grad(set_to_none=True)
         else:
-            outputs = tensors_of(model(*inputs.args, **inputs.kwargs))
-    gradients = {}
-    if train:
-        gradients = {
-            name: parameter.grad.double()
-            for name, parameter in model.named_parameters()
-            if parameter.grad is not None
-        }
-        model.zero_grad(set_to_none=True)
+            with autocast(precision):
+                outputs = tensors_of(model(*inputs.args, **inputs.kwargs))
     model.eval()
-    kept = saved.activations if train else 0
-    return Step([tensor.detach().double() for tensor in outputs], gradients, kept)
+    dtypes = {f"output {index}": tensor.dtype for index, tensor in enumerate(outputs)}
+    dtypes |= {f"the gradient of {name}": tensor.dtype for name, tensor in gradients.items()}
+    return Step(
+        [tensor.detach().double() for tensor in outputs],
+        {name: tensor.double() for name, tensor in gradients.items()},
+        saved.activations if train else 0,
+        dtypes,
+    )
+
+
+def autocast(precision: Precision) -> contextlib.AbstractContextManager[Any]:
+    if precision.autocast is None:
+        return contextlib.nullcontext()
+    return torch.autocast("cpu", precision.autocast)
 
 
 def _backward(outputs: list[Tensor]) -> None:

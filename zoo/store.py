@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
 from pathlib import Path
 
+from zoo.precision import FLOAT32, PRECISIONS
 from zoo.result import Result
 
 RESULTS = Path(__file__).parent / "results"
@@ -19,13 +21,15 @@ def library_of(name: str) -> str:
     return "timm" if name.startswith("timm/") else "transformers"
 
 
-def _file(library: str, folder: Path) -> Path:
-    return folder / f"{library}.jsonl"
+def _file(library: str, folder: Path, precision: str) -> Path:
+    return folder / (
+        f"{library}.jsonl" if precision == FLOAT32.name else f"{library}-{precision}.jsonl"
+    )
 
 
-def load(library: str, folder: Path = RESULTS) -> dict[str, Result]:
+def load(library: str, folder: Path = RESULTS, precision: str = FLOAT32.name) -> dict[str, Result]:
     """Results by name, the last line of each; a line that was cut off by a kill is passed over."""
-    path = _file(library, folder)
+    path = _file(library, folder, precision)
     found: dict[str, Result] = {}
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         try:
@@ -36,24 +40,27 @@ def load(library: str, folder: Path = RESULTS) -> dict[str, Result]:
     return dict(sorted(found.items()))
 
 
-def _line(result: Result) -> str:
-    text = json.dumps(result.to_dict(), sort_keys=True)
+def _line(result: Result, precision: str) -> str:
+    row = result.to_dict() if precision == FLOAT32.name else result.verdicts()
+    text = json.dumps(row, sort_keys=True)
     return _FOLDERS.sub("", text) + "\n"
 
 
-def add(result: Result, folder: Path = RESULTS) -> None:
+def add(result: Result, folder: Path = RESULTS, precision: str = FLOAT32.name) -> None:
     """Append one result."""
     folder.mkdir(exist_ok=True)
-    with _file(library_of(result.name), folder).open("a", encoding="utf-8") as file:
-        file.write(_line(result))
+    path = _file(library_of(result.name), folder, precision)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(_line(result, precision))
 
 
 def tidy(folder: Path = RESULTS) -> None:
     """One line for each name, sorted; before anything is appended, since a line may be cut off."""
-    for library in LIBRARIES:
-        path = _file(library, folder)
+    for library, precision in itertools.product(LIBRARIES, PRECISIONS):
+        path = _file(library, folder, precision)
         if path.exists():
             whole = path.with_suffix(".new")
-            lines = (_line(result) for result in load(library, folder).values())
+            results = load(library, folder, precision).values()
+            lines = (_line(result, precision) for result in results)
             whole.write_text("".join(lines), encoding="utf-8")
             os.replace(whole, path)

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
 
+from zoo.precision import FLOAT32
 from zoo.result import TEXT_ALONE, PresetResult, Result
 
 JUDGED = ("judged", "judged in part")
@@ -23,6 +24,23 @@ the folded weights; where codes are kept, the step tables' derivative is the jud
 Checked besides: state-dict keys, the checkpoint loaded by the stock class, saved bytes, and that
 unpatching gives back the function and the very module objects.
 """
+
+_LOW_PRECISION = """## In bf16 and under autocast
+
+`python -m zoo --precision bf16` casts the model as transformers does, but for what a class keeps in float32
+(`_keep_in_fp32_modules`); `--precision autocast` has float32 weights under a CPU's autocast to bf16.
+`exact` and `auto` are judged, with the versions above, against the same weights in float64: outputs and
+gradients within the same factors of the unpatched model's own error in that precision; their dtypes; the
+dtypes in which matmuls, convolutions and attention are computed, which must be the unpatched model's;
+saved bytes; undo.
+"""
+_EXCEPTED = [
+    "Models that are wrong, that are judged in part (the unpatched model itself jumps), or that run in",
+    "float32 alone:",
+    "",
+]
+
+Groups = list[tuple[str, dict[str, dict[str, Result]]]]
 
 
 def _share(part: int, whole: int) -> str:
@@ -124,7 +142,7 @@ def _notes(results: list[Result]) -> list[str]:
             )
         if result.status == "judged in part":
             lines.append(f"- {result.name}: judged in part: {result.reason}")
-        jumps = [n for p in result.presets.values() for n in p.notes if "moves by" in n]
+        jumps = [note for preset in result.presets.values() for note in preset.jumps]
         if jumps:
             lines.append(f"- {result.name}: {jumps[0]}")
     if not lines:
@@ -133,19 +151,59 @@ def _notes(results: list[Result]) -> list[str]:
     return [title, "", *lines, ""]
 
 
-def write_table(transformers: dict[str, Result], timm: dict[str, Result]) -> None:
-    """Write the page; results that are missing are not on it."""
+def _low_precision(groups: Groups) -> list[str]:
+    """Counts of the other precisions, and the models that are wrong or that float32 alone judges."""
+    counts, models = [], []
+    for title, by_precision in groups:
+        for precision, results in by_precision.items():
+            if precision == FLOAT32.name or not results:
+                continue
+            status = Counter(result.status for result in results.values())
+            tried = f"{len(results)} of {len(by_precision[FLOAT32.name])}"
+            judged = [result for result in results.values() if result.status in JUDGED]
+            exact = sum("exact" in result.presets for result in judged)
+            wrong = sum(bool(result.wrong) for result in results.values())
+            not_run = len(results) - len(judged)
+            numbers = (tried, len(judged), exact, status["judged in part"], wrong, not_run)
+            counts.append(f"| {title}, {precision} | {' | '.join(map(str, numbers))} |")
+            for name, result in results.items():
+                for reason in _exceptions(result, by_precision[FLOAT32.name].get(name)):
+                    models.append(f"- {name}, {precision}: {reason}")
+    if not counts:
+        return []
+    head = [
+        "| models | tried | judged with `auto` | with `exact` as well | in part | wrong | not run |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    return [_LOW_PRECISION, *head, *counts, "", *(_EXCEPTED if models else []), *models, ""]
+
+
+def _exceptions(result: Result, float32: Result | None) -> list[str]:
+    lines = [f"wrong: {problem}" for problem in result.wrong]
+    unlike_float32 = float32 is None or float32.status != result.status
+    if result.status != "judged" and (unlike_float32 or result.status in JUDGED):
+        lines.append(f"{result.status}: {' '.join(result.reason.split())[:240]}")
+    return lines
+
+
+def write_table(groups: Groups) -> None:
+    """Write the page; results that are missing are not on it.
+
+    Args:
+        groups: of each library a title, and its results by precision.
+    """
     lines = [_HEAD]
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "timm"))
     lines += [f"Versions: {versions}.", ""]
-    groups = (("transformers model types", transformers), ("timm variants", timm))
-    for title, group in groups:
+    in_float32 = [(title, by_precision[FLOAT32.name]) for title, by_precision in groups]
+    for title, group in in_float32:
         if group:
             lines += _summary(title, [group[name] for name in sorted(group)])
-    everything = [*transformers.values(), *timm.values()]
+    lines += _low_precision(groups)
+    everything = [result for _, group in in_float32 for result in group.values()]
     lines += ["## Why sites are left alone", "", *_reasons(everything)]
     lines += _notes(everything)
-    for title, group in groups:
+    for title, group in in_float32:
         if group:
             lines += _details(title, group.values())
     PAGE.parent.mkdir(exist_ok=True)

@@ -26,7 +26,8 @@ import torch
 from torch import Tensor, nn
 
 from lowmem_patch.constants import STEP_TABLES
-from lowmem_patch.planning.floor_sites import SiteCall, find_sites, gamma_trains, square_of
+from lowmem_patch.planning import floor_sites
+from lowmem_patch.planning.floor_sites import SiteCall, find_sites, gamma_trains
 from lowmem_patch.planning.report import block_name
 from lowmem_patch.tracing.call_arguments import dropout_call, weight_matmul
 from lowmem_patch.tracing.categories import CATEGORIES
@@ -158,7 +159,8 @@ class _FloorCount:
         for norm in self.norms.values():
             self._norm(norm)
         for module, source, output in self.activations.values():
-            if source.requires_grad and not self._is_saved(source):
+            known = any(map(self._is_saved, (source, self._before_numbers(source))))
+            if source.requires_grad and not known:
                 size = -(-source.numel() * self._code_bits(output) // 8)
                 self.items["codes", id(output)] = FloorItem(module, "codes and statistics", size)
         return Floor(tuple(self.items.values()))
@@ -280,26 +282,34 @@ class _FloorCount:
 
     def _squared_relu(self, tensor: Tensor) -> SiteCall | None:
         """The ReLU of which ``tensor`` is the square."""
-        base = square_of(self.makers.get(id(tensor)))
+        base = floor_sites.square_of(self.makers.get(id(tensor)))
         root = tensor if base is None else self._root(base)[0]
         maker = self.makers.get(id(root))
         return self.activations.get(id(root)) if maker and maker.name == "relu" else None
 
-    def _product(self, tensor: Tensor) -> tuple[Tensor, Tensor] | None:
-        """gate and up of ``act(gate) * up``."""
+    def _product(self, tensor: Tensor) -> tuple[Tensor, ...] | None:
+        """gate and up of ``act(gate) * up``, before what a number did to them: GPT-OSS clamps both, and up is
+        ``gate * alpha`` as well, which a second product multiplies."""
         op = self.makers.get(id(tensor))
         if op is None or not op.role.has(Role.PRODUCT) or len(op.args) != 2:
             return None
         left, right = op.args
-        if not isinstance(left, Tensor) or not isinstance(right, Tensor):
-            return None
-        if left.shape != right.shape:
+        if (
+            not isinstance(left, Tensor)
+            or not isinstance(right, Tensor)
+            or left.shape != right.shape
+        ):
             return None
         for gate, up in ((left, right), (right, left)):
             root = self._root(gate)[0]
-            if id(root) in self.activations:
-                return self.activations[id(root)].source, up
+            activation = self.activations.get(id(root))
+            found = self._product(root) if activation is None else (activation.source,)
+            if found is not None:
+                return tuple({id(t): t for t in map(self._before_numbers, (*found, up))}.values())
         return None
+
+    def _before_numbers(self, tensor: Tensor) -> Tensor:
+        return floor_sites.before_numbers(self.makers, tensor, (self.activations, self.norms))
 
     # items
 
@@ -338,12 +348,9 @@ class _FloorCount:
         """Factors of act(gate) * up where no trained matmul reads the product."""
         for op in self.trace.ops:
             product = self._product(op.outputs[0]) if op.outputs else None
-            if product is None or not op.outputs[0].requires_grad:
-                continue
-            gate, up = product
-            self._add(gate, op.module, "activations")
-            if gate.requires_grad:
-                self._add(up, op.module, "activations")
+            if product is not None and op.outputs[0].requires_grad:
+                for factor in product if product[0].requires_grad else product[:1]:
+                    self._add(factor, op.module, "activations")
 
     def _losses(self) -> None:
         """The gradient of a head's input for each row whose logits a cross entropy reads."""

@@ -7,9 +7,10 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from lowmem_patch.tracing.call_arguments import is_square
-from lowmem_patch.tracing.dataflow import first_input
-from lowmem_patch.tracing.op_roles import Role
+from lowmem_patch.tracing.dataflow import backward, first_input
+from lowmem_patch.tracing.op_roles import OF_ELEMENTS, Role
 from lowmem_patch.tracing.probes import NormSpec, looks_like_norm, match_activation, match_norm
+from lowmem_patch.tracing.shadow import tensors_in
 from lowmem_patch.tracing.trace import Call, Op, Trace
 
 
@@ -71,6 +72,20 @@ def square_of(op: Op | None) -> Tensor | None:
     if op is None or not op.role.has(Role.POWER) or not is_square(op.name, op.args, op.kwargs):
         return None
     return first_input(op)
+
+
+def before_numbers(makers: dict[int, Op], tensor: Tensor, sites: tuple[Sites, ...]) -> Tensor:
+    """What a tensor was made from by numbers (a clamp, ``x * 2``, ``1 + x``), short of these sites."""
+
+    def source_of(op: Op, output: Tensor) -> Tensor | None:
+        sources = list(tensors_in((op.args, op.kwargs)))
+        if len(sources) != 1 or op.writes or not op.role.has(OF_ELEMENTS):
+            return None
+        (source,) = sources
+        same = source.shape == output.shape and source.dtype == output.dtype
+        return source if same and not any(id(output) in found for found in sites) else None
+
+    return list(backward(makers, tensor, source_of))[-1]
 
 
 def _module_role(

@@ -286,6 +286,21 @@ def test_gate_and_up_count_and_not_their_product() -> None:
     assert toy_floor(model) == {"linear inputs": 4 * 8 * 4, "activations": 4 * 64 * 4}
 
 
+class Clamped(Toy):
+    """GPT-OSS' gate: clamped, scaled inside of the sigmoid, and up is moved by 1."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.inner(x).clamp(max=7.0), self.up(x).clamp(-7.0, 7.0)
+        return self.outer((up + 1) * (gate * torch.sigmoid(gate * 1.7)))
+
+
+def test_a_clamped_gate_and_up_count_and_neither_scaled_nor_moved() -> None:
+    model = Clamped()
+    assert toy_floor(model) == {"linear inputs": 4 * (8 + 32 + 32) * 4}
+    model.outer.requires_grad_(False)  # both products' backwards need both
+    assert toy_floor(model) == {"linear inputs": 4 * 8 * 4, "activations": 4 * 64 * 4}
+
+
 def test_a_dropout_counts_one_bit_for_each_element() -> None:
     model = Toy(p=0.5)  # rows that fill no whole byte: 3 x 8 and 3 x 32 bits, 3 bytes and 12
     kept = {"linear inputs": 3 * (8 + 32) * 4, "codes and statistics": 3 * 8 // 8 + 3 * 32 // 8}
