@@ -225,6 +225,7 @@ def trained_row(
     trained = Trained(way, model, size, machine)
     del model
     losses = [trained.step() for _ in range(WARM_UP)]
+    gc.collect()  # what planning left in circles would count as resting
     rests, times = machine.rests(), []
     for _ in range(STEPS):
         machine.wait()
