@@ -261,6 +261,33 @@ def predicted_table(name: str) -> str:
     return "\n".join([*rows, "", f"`{command}`: {_environment(data)}"])
 
 
+def several_table(name: str) -> str:
+    """Trainings on several GPUs: peak and time of a step, and the last loss."""
+    data = _load(name)
+    rows = [
+        "| way | trains | variant | step peak MiB | step ms | loss of the last step |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in data["trainings"]:
+        cells = [row["way"], row["train"], row["variant"], f"{row['step_peak_mib']:,.0f}"]
+        cells += [_step(row), f"{row['losses'][-1]:.4f}"]
+        rows.append(f"| {' | '.join(cells)} |")
+    rows += [
+        "",
+        "| budget of each GPU | trains | budget GiB | levels of 8 blocks | predicted GiB | measured GiB | error |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in data["budgets"]:
+        levels = ", ".join(f"{count} {level}" for level, count in row["levels"].items())
+        asked = f"{row['budget'] / 2**30:.2f}" if "budget" in row else "none"
+        cells = [row["way"], row["train"], asked, levels]
+        cells += [f"{row[key] / 2**30:.3f}" for key in ("predicted", "measured")]
+        cells.append(f"{row['error']:+.2%}")
+        rows.append(f"| {' | '.join(cells)} |")
+    command = f"python benchmarks/several_gpus.py --json benchmarks/results/{name}"
+    return "\n".join([*rows, "", f"`{command}`: {data['gpus']} x {_environment(data)}"])
+
+
 def head_table(name: str) -> str:
     """Time and memory of the head and its loss alone."""
     data = _load(name)
@@ -321,6 +348,7 @@ TABLES = {
     "fit": partial(fit_table, "fit-h200.json"),
     "longest": partial(longest_table, "longest-h200.json"),
     "predicted": partial(predicted_table, "predicted-h200.json"),
+    "several": partial(several_table, "several-h100.json"),
     "compact": partial(
         gpu_table, "models-h200-compact.json", " --variants unpatched paper exact auto compact"
     ),
