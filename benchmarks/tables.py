@@ -274,7 +274,7 @@ def several_table(name: str) -> str:
         rows.append(f"| {' | '.join(cells)} |")
     rows += [
         "",
-        "| budget of each GPU | trains | budget GiB | levels of 8 blocks | predicted GiB | measured GiB | error |",
+        "| way | trains | budget GiB | levels of 8 blocks | predicted GiB | measured GiB | error |",
         "|---|---|---|---|---|---|---|",
     ]
     for row in data["budgets"]:

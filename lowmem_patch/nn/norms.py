@@ -30,15 +30,15 @@ from lowmem_patch.functional import (
 from lowmem_patch.nn.context import autocast_dtype, is_foreign, is_fsdp_unit, needs_gradient
 from lowmem_patch.nn.deferred import keep, value_of
 from lowmem_patch.nn.deferred_ops import Norm, Normed, Saved, Shared
-from lowmem_patch.nn.gammas import Look, Looks, can_be_looked_at, is_capturing, look_at_gammas
+from lowmem_patch.nn.gammas import (
+    Look,
+    Looks,
+    can_be_looked_at,
+    either_trains,
+    is_capturing,
+    look_at_gammas,
+)
 from lowmem_patch.nn.watched import watch
-
-
-def _train(weight: Any, bias: Any) -> bool:
-    """Whether gamma or beta trains."""
-    if weight is not None and weight.requires_grad:
-        return True
-    return bias is not None and bool(bias.requires_grad)
 
 
 class MSNorm(nn.Module):
@@ -188,19 +188,20 @@ class MSNorm(nn.Module):
     def _saving(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """The norm where autograd saves for its backward."""
         weight, bias = self.own_affine()
-        own_trains = _train(weight, bias)
+        own_trains = either_trains(weight, bias)
         trains = own_trains or x.requires_grad
         saves_z = trains and self._saves_z(weight, bias, own_trains)
         copy = self._low_dtype(x) if self.shares_copy else None
-        settings = self._settings_for(x)
         # an adapter may save the copy of what needs no gradient
         if copy is None and not saves_z:
-            y = ms_norm(x, weight, bias, settings, dtype, trains=trains)[0]
+            y = ms_norm(x, weight, bias, self._settings_for(x), dtype, trains=trains)[0]
             return self._shared(y) if trains else y
         # a copy of the output, z, or both, which Linears save in its place
         saved = dtype if copy is None else copy
         z_dtype = saved if saves_z else None
-        y, *more = ms_norm(x, weight, bias, settings, dtype, copy, z_dtype, trains=trains)
+        y, *more = ms_norm(
+            x, weight, bias, self._settings_for(x), dtype, copy, z_dtype, trains=trains
+        )
         affine = self._affine(weight, bias) if saves_z else None
         if affine is None:
             self._confirm_in_backward(y, saved)
@@ -234,7 +235,7 @@ class MSNorm(nn.Module):
 
     def trains(self) -> bool:
         """Whether gamma or beta trains."""
-        return _train(*self.own_affine())
+        return either_trains(*self.own_affine())
 
     def _saves_z(self, weight: Tensor | None, bias: Tensor | None, trains: bool) -> bool:
         """Whether z is to be saved, and not the output."""

@@ -178,8 +178,8 @@ def norm_forward(
         copy_dtype: dtype of a copy of y, None where it is not asked for.
 
     Returns:
-        y ``[..., N]``, contiguous; rstd ``[...]`` in float32 (float64 for a float64 x); z like y, or None; the
-        copy of y, or None.
+        y ``[..., N]``, contiguous; rstd ``[...]`` in float32 (float64 for a float64 x); z like y, or
+        None; the copy of y, or None.
     """
     z, rstd = _normalized(x, settings)
     y = affine(z, weight, bias, settings, out_dtype)
