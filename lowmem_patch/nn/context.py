@@ -49,3 +49,9 @@ def is_foreign(tensor: object) -> bool:
     if kind is Tensor or kind is nn.Parameter or kind is Watched:
         return False
     return not isinstance(tensor, FakeTensor)
+
+
+def train(weight: Tensor | None, bias: Tensor | None) -> bool:
+    """Whether gamma or beta trains."""
+    own = weight is not None and weight.requires_grad
+    return own or (bias is not None and bool(bias.requires_grad))

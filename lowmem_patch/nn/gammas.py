@@ -279,12 +279,6 @@ class Looks:
         self.last = self.of_forward = self.of_last_forward = None
 
 
-def either_trains(weight: Any, bias: Any) -> bool:
-    """Whether gamma or beta trains."""
-    own = weight is not None and weight.requires_grad
-    return own or (bias is not None and bool(bias.requires_grad))
-
-
 def can_be_looked_at(*vectors: Tensor | None) -> bool:
     """Whether gamma and beta are ordinary tensors with data."""
     for vector in vectors:

@@ -27,17 +27,10 @@ from lowmem_patch.functional import (
     is_transformed,
     ms_norm,
 )
-from lowmem_patch.nn.context import autocast_dtype, is_foreign, is_fsdp_unit, needs_gradient
+from lowmem_patch.nn.context import autocast_dtype, is_foreign, is_fsdp_unit, needs_gradient, train
 from lowmem_patch.nn.deferred import keep, value_of
 from lowmem_patch.nn.deferred_ops import Norm, Normed, Saved, Shared
-from lowmem_patch.nn.gammas import (
-    Look,
-    Looks,
-    can_be_looked_at,
-    either_trains,
-    is_capturing,
-    look_at_gammas,
-)
+from lowmem_patch.nn.gammas import Look, Looks, can_be_looked_at, is_capturing, look_at_gammas
 from lowmem_patch.nn.watched import watch
 
 
@@ -188,7 +181,7 @@ class MSNorm(nn.Module):
     def _saving(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """The norm where autograd saves for its backward."""
         weight, bias = self.own_affine()
-        own_trains = either_trains(weight, bias)
+        own_trains = train(weight, bias)
         trains = own_trains or x.requires_grad
         saves_z = trains and self._saves_z(weight, bias, own_trains)
         copy = self._low_dtype(x) if self.shares_copy else None
@@ -235,7 +228,7 @@ class MSNorm(nn.Module):
 
     def trains(self) -> bool:
         """Whether gamma or beta trains."""
-        return either_trains(*self.own_affine())
+        return train(*self.own_affine())
 
     def _saves_z(self, weight: Tensor | None, bias: Tensor | None, trains: bool) -> bool:
         """Whether z is to be saved, and not the output."""
