@@ -55,10 +55,8 @@ class Extremes(NamedTuple):
     """Of one norm's gamma and beta.
 
     Attributes:
-        inverse: 1 / min |gamma|.
-        largest: max |gamma|.
-        shift: max |beta / gamma|.
-        ratio: min |gamma| / max |gamma|.
+        inverse, largest: 1 / min |gamma|, and max |gamma|.
+        shift, ratio: max |beta / gamma|, and min |gamma| / max |gamma|.
     """
 
     inverse: float
@@ -185,13 +183,14 @@ class Looks:
         of_last_forward: that of the forward before, from which gamma's steps are known.
         recovers_z: what the last one told, for torch.compile, under which nobody looks.
         assumed: what a look would tell, for a copy without data.
+        gathered: weights are sharded (FSDP2): gamma is whole for a block's run alone, and nobody looks.
         smallest_ratio: of the least |gamma| to the largest, where the output tells z.
         largest_shift: of |beta / gamma| there.
     """
 
     __slots__ = (
-        "_before", "_decided", "_writes", "assumed", "largest_shift", "last", "of_forward", "of_last_forward",
-        "recovers_z", "smallest_ratio",
+        "_before", "_decided", "_writes", "assumed", "gathered", "largest_shift", "last", "of_forward",
+        "of_last_forward", "recovers_z", "smallest_ratio",
     )  # fmt: skip
 
     def __init__(
@@ -206,6 +205,7 @@ class Looks:
         self.of_last_forward: Look | None = None
         self.recovers_z = recovers_z
         self.assumed: bool | None = None
+        self.gathered = False
         self._before: tuple[Extremes, ...] = ()  # of the last three forwards
         self._writes: tuple[int, ...] | None = None  # of one step
         self._decided: Any = weakref.WeakKeyDictionary()  # by block, then by gamma and beta
@@ -373,6 +373,9 @@ def look_before_forward(norms: tuple[MSNorm, ...], model: nn.Module, args: Any) 
     """Forward pre-hook of a patched model: looks at the norms whose gamma trains."""
     if in_compiler() or is_exporting() or not torch.is_grad_enabled():
         return
+    gathered = not all(can_be_looked_at(*norm.own_affine()) for norm in norms)
+    for norm in norms:
+        norm.looks.gathered = gathered
     training = [norm for norm in norms if norm.trains()]
     _start_looks(training)
     for norm in training:
