@@ -68,7 +68,7 @@ def fit_planned(
     timed = any(parameter.is_cuda for parameter in model.parameters()) if timed is None else timed
     if timed and blocks.runs:
         seconds = _timed(model, planned, blocks, seconds)
-    _assume_looks(model, planned.shadow.model)
+    _assume_looks(model, planned.shadow.model, gathered=training.gpus > 1)
     host = free_host_bytes() if host is None else host
     fitting = Fitting(model, planned.shadow, blocks, seconds, device, states, training, host)
     try:
@@ -99,14 +99,16 @@ def _of_several_gpus(report: FitReport, sharding: Sharding | None, buckets: int)
     return dataclasses.replace(report, notes=(*report.notes, *notes))
 
 
-def _assume_looks(model: nn.Module, shadow: nn.Module) -> None:
-    """Tell the norms of a patched shadow, which has no data, what their gammas and betas are like."""
+def _assume_looks(model: nn.Module, shadow: nn.Module, *, gathered: bool) -> None:
+    """Tell the norms of a patched shadow, which has no data, what their gammas and betas are like; nobody
+    looks at those that FSDP2 gathers."""
     modules = dict(model.named_modules())
     for name, norm in shadow.named_modules():
         if isinstance(norm, MSNorm) and not norm.folded and name in modules:
             own = modules[name]._parameters
             gamma, beta = map(own.get, norm.names)
-            norm.looks.assumed = would_tell_z(gamma, beta, norm.settings)
+            told = False if gathered else would_tell_z(gamma, beta, norm.settings)
+            norm.looks.assumed = told
 
 
 def _timed(
