@@ -373,9 +373,8 @@ def look_before_forward(norms: tuple[MSNorm, ...], model: nn.Module, args: Any) 
     """Forward pre-hook of a patched model: looks at the norms whose gamma trains."""
     if in_compiler() or is_exporting() or not torch.is_grad_enabled():
         return
-    gathered = not all(can_be_looked_at(*norm.own_affine()) for norm in norms)
     for norm in norms:
-        norm.looks.gathered = gathered
+        norm.looks.gathered = not can_be_looked_at(*norm.own_affine())
     training = [norm for norm in norms if norm.trains()]
     _start_looks(training)
     for norm in training:
