@@ -26,7 +26,7 @@ def fitting(model: Any, inputs: Any) -> Fitting:
     blocks, device = find_blocks(planned.facts), device_of(model)
     seconds = run_seconds(planned.facts, blocks, device)
     states = model_state_bytes(model, "adamw")
-    return Fitting(planned.shadow, blocks, seconds, device, states, USUAL_TRAINING, 1 << 30)
+    return Fitting(model, planned.shadow, blocks, seconds, device, states, USUAL_TRAINING, 1 << 30)
 
 
 def found_few(planned: Planned) -> FewRuns | None:

@@ -203,9 +203,10 @@ def planned_once() -> Iterator[None]:
         made: Planned = kept(plans, key, lambda: plan_model(model, config, inputs))
         return made
 
-    def fitting(shadow: Shadow, *given: Any) -> Fitting:
+    def fitting(model: Any, shadow: Shadow, *given: Any) -> Fitting:
         *_, training, _host = given
-        made: Fitting = kept(fittings, (id(shadow), training), lambda: Fitting(shadow, *given))
+        key = id(shadow), training
+        made: Fitting = kept(fittings, key, lambda: Fitting(model, shadow, *given))
         return made
 
     with (
