@@ -63,7 +63,10 @@ class Sharding:
             timeline,
             runs=tuple(runs),
             before=timeline.before + whole.first + spare,
-            after=timeline.after - self._less(sum(self.gradients)) + at_the_end + spare,
+            after=max(timeline.after, timeline.end)
+            - self._less(sum(self.gradients))
+            + at_the_end
+            + spare,
             end=-(-timeline.end // self.gpus),
             events=(),
             begins=(),

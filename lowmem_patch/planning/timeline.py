@@ -243,7 +243,7 @@ class FewRuns:
         return dataclasses.replace(
             few,
             runs=(*front, *put_in, *behind),
-            after=few.after + more * gradients,
+            after=few.after + (more * gradients if few.after else 0),
             held=few.held + more * held,
             end=few.end + more * gradients,
             events=(),
