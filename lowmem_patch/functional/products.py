@@ -6,7 +6,7 @@ which the input of the products is computed again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -154,16 +154,6 @@ def _hidden(ops: Any, source: Tensor, up: Tensor | None, kind: str, dtype: torch
     return y
 
 
-def _source_gradients(
-    ops: Any, dy: Tensor, x: Any, up: Tensor | None, kind: str, hidden: Tensor | None, over: bool
-) -> tuple[Tensor, ...]:
-    """As `activations.gradients`; ``over``: they take the places of ``up`` and ``dy``."""
-    if kind == IDENTITY:
-        return (dy,)
-    places = dy if up is None else (up, dy)
-    return activations.gradients(ops, dy, x, up, kind, hidden, places if over else None)
-
-
 def _without_padding(gradient: Tensor, dim: int, lora_B: Tensor) -> Tensor:
     rank = lora_B.shape[1]
     if gradient.shape[dim] == rank:
@@ -198,37 +188,118 @@ def linear_backward(
     ops: Any = module(implementation)
     rows = dy.reshape(-1, dy.shape[-1])
     gradients: list[Tensor] = []
-    hidden: Any = None
     d_low: Any = None
     padded_A: Any = None
     meanwhile: list[Tensor] = []
-    for_hidden = needs_weight or needs_A
     with _library.without_autocast(dy.device.type):
         # first: torch's sum takes a multiple of dy for a while, and nothing else is there yet
         d_bias = [rows.sum(0)] if needs_bias else []
         if lora_B is not None and (needs_input or needs_A):
             d_low, padded_A = _low_gradient(ops, rows, lora_A, lora_B, scale)
-        if needs_input:
-            d_hidden = _hidden_gradient(dy, rows, weight, d_low, padded_A)
-            if over:
-                hidden = source
-            elif kind != IDENTITY:
-                meanwhile = [d_hidden]
-                if for_hidden:  # takes the place of its gradient: the peak of a plain backward
-                    hidden = d_hidden
-            gradients += _source_gradients(ops, d_hidden, source, up, kind, hidden, over)
-        if for_hidden:
-            if hidden is None:
-                hidden = _hidden(ops, source, up, kind, dy.dtype)
-            hidden = hidden.reshape(-1, hidden.shape[-1])
-        if needs_weight:  # the order of torch's own mm backward, for equal bits
-            gradients.append(rows.t().mm(hidden))
+        lefts = [rows if needs_weight else None, d_low if needs_A else None]
+        if needs_input and kind == IDENTITY:
+            gradients = [_hidden_gradient(dy, rows, weight, d_low, padded_A)]
+        elif needs_input:
+            factors = (weight, d_low, padded_A)
+            through = _through_activation(ops, dy, rows, factors, (source, up), kind, lefts, over)
+            gradients, products, meanwhile = through
+        if kind == IDENTITY or not needs_input:
+            products = _products(lefts, lambda: _hidden(ops, source, up, kind, dy.dtype))
+        d_weight, d_A = products
+        gradients += [] if d_weight is None else [d_weight]
         gradients += d_bias
-        if needs_A:
-            gradients.append(_without_padding(d_low.t().mm(hidden), 0, lora_B))
+        if d_A is not None:
+            gradients.append(_without_padding(d_A, 0, lora_B))
         if needs_B:
             gradients.append(_without_padding(_scaled(scale, rows.t(), low), 1, lora_B))
     return gradients + meanwhile
+
+
+def _products(lefts: list[Any], hidden: Callable[[], Tensor]) -> list[Tensor | None]:
+    """left^T hidden of each left; hidden is made where there is one."""
+    if all(left is None for left in lefts):
+        return [None for _ in lefts]
+    right = _flat(hidden())
+    # the order of torch's own mm backward, for equal bits
+    return [None if left is None else left.t().mm(right) for left in lefts]
+
+
+def _through_activation(
+    ops: Any,
+    dy: Tensor,
+    rows: Tensor,
+    factors: tuple[Any, Any, Any],
+    sources: tuple[Any, Tensor | None],
+    kind: str,
+    lefts: list[Any],
+    over: bool,
+) -> tuple[list[Tensor], list[Tensor | None], list[Tensor]]:
+    """The gradients of source (and up), left^T hidden of each left, and what is needed meanwhile.
+
+    Of a large value they are made some columns at a time: d_hidden, whose place hidden takes, is then
+    never whole. No column is a sum over others, so that nothing is rounded more often.
+    """
+    weight, d_low, padded_A = factors
+    given = [t for t in sources if t is not None]
+    if over:
+        d_hidden = _hidden_gradient(dy, rows, *factors)
+        places = [d_hidden] if len(given) == 1 else [given[1], d_hidden]
+        _activation_gradients(ops, d_hidden, given, kind, given[0], places)
+        return places, _products(lefts, lambda: given[0]), []
+    found = [t.new_empty(t.shape) for t in given]
+    features = weight.shape[1]
+    products = [None if t is None else dy.new_empty(t.shape[1], features) for t in lefts]
+    reads_hidden = any(left is not None for left in lefts)
+    meanwhile: list[Tensor] = []
+    for part in _column_parts(rows, features):
+        d_hidden = _hidden_gradient(
+            dy, rows, _columns(weight, part), d_low, _columns(padded_A, part)
+        )
+        meanwhile = meanwhile or [d_hidden]
+        # takes the place of its gradient: the peak of a plain backward
+        hidden = d_hidden if reads_hidden else None
+        sources_part, found_part = ([_columns(t, part) for t in whole] for whole in (given, found))
+        _activation_gradients(ops, d_hidden, sources_part, kind, hidden, found_part)
+        for left, product in zip(lefts, products, strict=True):
+            if product is not None:
+                torch.mm(left.t(), _flat(d_hidden), out=_columns(product, part))
+    return found, products, meanwhile
+
+
+def _activation_gradients(
+    ops: Any,
+    dy: Tensor,
+    sources: list[Tensor],
+    kind: str,
+    hidden: Tensor | None,
+    places: list[Tensor],
+) -> None:
+    gated = len(sources) == 2
+    x, up = sources if gated else (sources[0], None)
+    activations.gradients(ops, dy, x, up, kind, hidden, tuple(places) if gated else places[0])
+
+
+def _flat(hidden: Tensor) -> Tensor:
+    return hidden.reshape(-1, hidden.shape[-1])
+
+
+# A part of the columns has so many bytes at least, and there are so many parts at most: products of fewer
+# columns take more time. A part begins where a kernel's reads are aligned.
+_PART_BYTES, _MOST_PARTS, _ALIGNED = 32 << 20, 4, 128
+
+
+def _column_parts(rows: Tensor, features: int) -> list[slice | None]:
+    """The columns of d_hidden that are computed at one time, the first part the largest; None: all."""
+    size = rows.shape[0] * features * rows.element_size()
+    columns = -(-features // max(1, min(_MOST_PARTS, size // _PART_BYTES)))
+    columns += -columns % _ALIGNED
+    if columns >= features or features % _ALIGNED:
+        return [None]
+    return [slice(start, min(start + columns, features)) for start in range(0, features, columns)]
+
+
+def _columns(tensor: Any, part: slice | None) -> Any:
+    return tensor if tensor is None or part is None else tensor[..., part]
 
 
 def _backward_fake(dy: Tensor, *rest: Any) -> list[Tensor]:
@@ -246,7 +317,10 @@ def _backward_fake(dy: Tensor, *rest: Any) -> list[Tensor]:
         dy.new_empty(shape) for shape, need in zip(shapes, needs_weights, strict=True) if need
     ]
     if needs_input and kind != IDENTITY:
-        gradients.append(dy.new_empty((*dy.shape[:-1], weight.shape[1])))
+        rows = dy.reshape(-1, outputs)
+        part = _column_parts(rows, weight.shape[1])[0]
+        columns = weight.shape[1] if part is None else part.stop
+        gradients.append(dy.new_empty((*dy.shape[:-1], columns)))
     return gradients
 
 

@@ -4,8 +4,9 @@ y = h(gate) up:  d_gate = dy up h'(gate),  d_up = dy h(gate).  Saved: gate and u
 y = h(x):        dx = dy h'(x).                                Saved: x.
 The backward can write y again as well, for a weight's gradient. Its results may take the place of what it
 reads: each that of a tensor from which it is computed, or y that of dy, whose last use lies before.
-Inputs are read in place through their row stride (halves of a packed projection); outputs are
-contiguous. Contiguous tensors are one long row.
+Inputs are read in place through their row stride (halves of a packed projection), and gradients are written
+so where their places are some columns of a tensor; other outputs are contiguous. Contiguous tensors are one
+long row.
 """
 
 # triton ships no types
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from lowmem_patch.constants import ActivationKind
 from lowmem_patch.kernels import _math
-from lowmem_patch.kernels._launch import Launch, common_rows, empty
+from lowmem_patch.kernels._launch import Launch, as_rows, common_rows, empty
 
 BLOCK = 1024
 NUM_WARPS = 4
@@ -69,6 +70,7 @@ def _backward_kernel(
     dy_stride,
     x_stride,
     up_stride,
+    dx_stride,
     KIND: tl.constexpr,
     GATED: tl.constexpr,
     HIDDEN: tl.constexpr,
@@ -84,13 +86,13 @@ def _backward_kernel(
     y, slope = _math.activate_and_slope(x, KIND, PRECISE)
     if GATED:
         d_up = (dy * y).to(d_up_ptr.dtype.element_ty)
-        tl.store(d_up_ptr + row * columns + column, d_up, mask=mask)
+        tl.store(d_up_ptr + row * dx_stride + column, d_up, mask=mask)
         up = tl.load(up_ptr + row * up_stride + column, mask=mask, other=0.0).to(tl.float32)
         dy *= up
         y *= up
     if HIDDEN:  # behind the last use of dy, whose place it may take
         tl.store(hidden_ptr + row * columns + column, y.to(hidden_ptr.dtype.element_ty), mask=mask)
-    tl.store(dx_ptr + row * columns + column, (dy * slope).to(dx_ptr.dtype.element_ty), mask=mask)
+    tl.store(dx_ptr + row * dx_stride + column, (dy * slope).to(dx_ptr.dtype.element_ty), mask=mask)
 
 
 @cache
@@ -153,6 +155,7 @@ def _backward(
         return dx, d_up
     given = (dy, x) if up is None else (dy, x, up)
     tensors, strides, rows, columns = common_rows(*given)
+    dx_stride = columns if dx.is_contiguous() else as_rows(dx)[1]
     blocks_per_row = -(-columns // BLOCK)
     results = [dx if t is None else t for t in (d_up, hidden)]  # an absent one is never written
     precise = any(t is not None and t.dtype == torch.float32 for t in (x, up, hidden))
@@ -160,7 +163,7 @@ def _backward(
         (rows * blocks_per_row, 1, 1),
         (tensors[0], tensors[1], tensors[-1], dx, *results),
         (blocks_per_row,),
-        (columns, strides[0], strides[1], strides[-1]),
+        (columns, strides[0], strides[1], strides[-1], dx_stride),
     )
     return dx, d_up
 
@@ -180,7 +183,7 @@ def activate_backward(
     """dx = dy * h'(x), contiguous, dtype of ``x``.
 
     h(x) goes into ``hidden``, where given (contiguous, may be ``dy`` or ``x``), and dx into ``into``
-    (contiguous, may be ``dy``, or ``x`` where hidden is not).
+    (as of `glu_backward`; may be ``dy``, or ``x`` where hidden is not).
     """
     return _backward(dy, x, None, kind, hidden, into, None)[0]
 
@@ -205,7 +208,8 @@ def glu_backward(
     """d_gate = dy * up * h'(gate) and d_up = dy * h(gate), contiguous.
 
     h(gate) * up goes into ``hidden``, where given (contiguous, may be ``dy``), and d_gate and d_up go into
-    ``into``. Places of what is read: hidden that of gate, d_gate that of up, d_up that of dy or gate.
+    ``into``, contiguous or the same columns as gate and up of larger tensors, at least 128. Places of what
+    is read: hidden that of gate, d_gate that of up, d_up that of dy or gate.
     """
     d_gate, d_up = _backward(dy, gate, up, kind, hidden, *(into or (None, None)))
     assert d_up is not None
