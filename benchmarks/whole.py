@@ -233,7 +233,9 @@ def predicted(case: Case, variant: str, trial: Trial, batch: int, length: int) -
     except LowmemPatchError:
         return None
     side = report.after if presets else report.before
-    return (side.total - side.parameters - side.optimizer) / 2**20
+    # what rests between steps
+    held = side.parameters + side.optimizer + side.workspace
+    return (side.total - held) / 2**20
 
 
 def title(case: Case, trial: Trial) -> str:

@@ -133,13 +133,22 @@ def _low_gradient(
 
 
 def _hidden_gradient(
-    dy: Tensor, rows: Tensor, weight: Tensor, d_low: Tensor | None, padded_A: Tensor | None
+    dy: Tensor,
+    rows: Tensor,
+    weight: Tensor,
+    d_low: Tensor | None,
+    padded_A: Tensor | None,
+    out: Tensor | None = None,
 ) -> Tensor:
+    """``[..., F]``; ``out``, if given: memory for as many elements or more."""
     weight = cast(weight, dy.dtype)
+    place = None
+    if out is not None:
+        place = out[: len(rows) * weight.shape[1]].view(len(rows), weight.shape[1])
     if d_low is None or padded_A is None:
-        d_hidden = rows.mm(weight)
+        d_hidden = torch.mm(rows, weight, out=place)
     else:  # in the order of the forward
-        d_hidden = d_low.mm(padded_A).addmm_(rows, weight)
+        d_hidden = torch.mm(d_low, padded_A, out=place).addmm_(rows, weight)
     return d_hidden.view(*dy.shape[:-1], weight.shape[1])
 
 
@@ -250,12 +259,11 @@ def _through_activation(
     features = weight.shape[1]
     products = [None if t is None else dy.new_empty(t.shape[1], features) for t in lefts]
     reads_hidden = any(left is not None for left in lefts)
-    meanwhile: list[Tensor] = []
-    for part in _column_parts(rows, features):
-        d_hidden = _hidden_gradient(
-            dy, rows, _columns(weight, part), d_low, _columns(padded_A, part)
-        )
-        meanwhile = meanwhile or [d_hidden]
+    parts = _column_parts(rows, features)
+    memory = None if parts[0] is None else dy.new_empty(len(rows) * parts[0].stop)
+    for part in parts:
+        part_A = _columns(padded_A, part)
+        d_hidden = _hidden_gradient(dy, rows, _columns(weight, part), d_low, part_A, memory)
         # takes the place of its gradient: the peak of a plain backward
         hidden = d_hidden if reads_hidden else None
         sources_part, found_part = ([_columns(t, part) for t in whole] for whole in (given, found))
@@ -263,7 +271,7 @@ def _through_activation(
         for left, product in zip(lefts, products, strict=True):
             if product is not None:
                 torch.mm(left.t(), _flat(d_hidden), out=_columns(product, part))
-    return found, products, meanwhile
+    return found, products, [d_hidden if memory is None else memory]
 
 
 def _activation_gradients(
@@ -285,7 +293,7 @@ def _flat(hidden: Tensor) -> Tensor:
 
 # A part of the columns has so many bytes at least, and there are so many parts at most: products of fewer
 # columns take more time. A part begins where a kernel's reads are aligned.
-_PART_BYTES, _MOST_PARTS, _ALIGNED = 32 << 20, 4, 128
+_PART_BYTES, _MOST_PARTS, _ALIGNED = 96 << 20, 4, 128
 
 
 def _column_parts(rows: Tensor, features: int) -> list[slice | None]:
@@ -317,10 +325,9 @@ def _backward_fake(dy: Tensor, *rest: Any) -> list[Tensor]:
         dy.new_empty(shape) for shape, need in zip(shapes, needs_weights, strict=True) if need
     ]
     if needs_input and kind != IDENTITY:
-        rows = dy.reshape(-1, outputs)
-        part = _column_parts(rows, weight.shape[1])[0]
+        part = _column_parts(dy.reshape(-1, outputs), weight.shape[1])[0]
         columns = weight.shape[1] if part is None else part.stop
-        gradients.append(dy.new_empty((*dy.shape[:-1], columns)))
+        gradients.append(dy.new_empty(dy.numel() // outputs * columns))
     return gradients
 
 

@@ -49,6 +49,8 @@ class Case:
         tensors: Any = map(given, (self.dy, *self.sources, self.weight, *self.low))
         rest: Any = (0.5, "silu", needs, implementation)
         found = linear_backward(*tensors, *rest)
+        first = products._column_parts(self.dy.new_empty(6, 1), COLUMNS)[0]
+        assert found[-1].numel() == 6 * (COLUMNS if first is None else first.stop)
         return found[:-1]  # the last is what is needed meanwhile
 
 
@@ -117,9 +119,8 @@ def test_small_values_and_odd_widths_are_one_part() -> None:
     def rows(number: int) -> Tensor:
         return torch.empty(number, 1, dtype=torch.bfloat16, device="meta")
 
-    assert products._column_parts(rows(8192), 14336) == [
-        slice(start, start + 3584) for start in range(0, 14336, 3584)
-    ]
-    assert products._column_parts(rows(8192), 4864) == [slice(0, 2432), slice(2432, 4864)]
-    assert products._column_parts(rows(2048), 4864) == [None]
+    quarters = [slice(start, start + 3584) for start in range(0, 14336, 3584)]
+    assert products._column_parts(rows(1 << 15), 14336) == quarters
+    assert products._column_parts(rows(8192), 14336) == [slice(0, 7168), slice(7168, 14336)]
+    assert products._column_parts(rows(8192), 4864) == [None]
     assert products._column_parts(rows(1 << 16), 4304) == [None]  # no multiple of 128
