@@ -48,7 +48,7 @@ def _innermost(events: list[Any]) -> list[Any]:
     found = [event for event in events if event.name() in (*_FACTORS, _CONVOLUTION, _ATTENTION)]
     found.sort(key=lambda event: (event.start_ns(), -event.duration_ns()))
     ends = [event.start_ns() + event.duration_ns() for event in found]
-    starts = [event.start_ns() for event in found[1:]] + [math.inf]
+    starts = [*(event.start_ns() for event in found), math.inf][1:]
     return [event for event, end, behind in zip(found, ends, starts, strict=True) if behind >= end]
 
 

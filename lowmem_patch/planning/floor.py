@@ -278,7 +278,8 @@ class _FloorCount:
         if product is not None:
             return list(product)
         activation = self.activations.get(id(root)) or self._squared_relu(root)
-        return [tensor if activation is None else activation.source]
+        before = floor_sites.before_modulation(self.makers, tensor, self.norms)
+        return [before if activation is None else activation.source]
 
     def _squared_relu(self, tensor: Tensor) -> SiteCall | None:
         """The ReLU of which ``tensor`` is the square."""

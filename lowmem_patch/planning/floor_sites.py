@@ -88,6 +88,20 @@ def before_numbers(makers: dict[int, Op], tensor: Tensor, sites: tuple[Sites, ..
     return list(backward(makers, tensor, source_of))[-1]
 
 
+def before_modulation(makers: dict[int, Op], tensor: Tensor, norms: Sites) -> Tensor:
+    """The norm's output of which ``norm(x) * (1 + scale) + shift`` was made, with a scale and shift that all
+    tokens share, or ``tensor``: it is computed again from what the norm's backward needs anyway."""
+
+    def source_of(op: Op, output: Tensor) -> Tensor | None:
+        if id(output) in norms or op.writes or not op.role.has(Role.PRODUCT | Role.SUM):
+            return None
+        wholes = [t for t in tensors_in((op.args, op.kwargs)) if t.shape == output.shape]
+        return wholes[0] if len(wholes) == 1 else None
+
+    source = list(backward(makers, tensor, source_of))[-1]
+    return source if id(source) in norms else tensor
+
+
 def _module_role(
     module: nn.Module, call: Call, trace: Trace, specs: dict[object, NormSpec | str]
 ) -> Role:

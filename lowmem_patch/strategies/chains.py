@@ -22,12 +22,13 @@ from lowmem_patch.strategies.protocol import (
     Target,
     forward_obstacle,
 )
-from lowmem_patch.tracing.call_arguments import ElementwiseCall, weight_matmul
+from lowmem_patch.tracing.call_arguments import ElementwiseCall, elementwise_call, weight_matmul
 from lowmem_patch.tracing.chains import Chain, find_chains
 from lowmem_patch.tracing.consumers import Consumer, find_consumers
 from lowmem_patch.tracing.op_roles import Role
 from lowmem_patch.tracing.probes import NormSpec, looks_like_norm
 from lowmem_patch.tracing.saved_bytes import storage_key
+from lowmem_patch.tracing.shadow import tensors_in
 from lowmem_patch.tracing.trace import Op
 
 _KIND = "chain"
@@ -62,7 +63,7 @@ def find(facts: Facts, config: PatchConfig) -> Found:
         by_module.setdefault(chain.module, []).append(chain)
     for name, chains in by_module.items():
         texts = tuple(dict.fromkeys(c.text for chain in chains for c in readers(facts, chain)))
-        gain = sum(_gain(facts, chain) for chain in chains)
+        gain = sum(_gain(facts, chain) for chain in chains) - _beside(facts, chains)
         # no row of a report says that a model, which calls many such functions, is left as it is
         if (
             next_to_nothing(facts, gain, _WORTH)
@@ -119,6 +120,28 @@ def _gain(facts: Facts, chain: Chain) -> int:
     weights = (*facts.shadow.parameters(), *facts.shadow.buffers())
     anyway = saved.keys() | set(map(storage_key, weights))
     return gone - sum(t.untyped_storage().nbytes() for k, t in sources.items() if k not in anyway)
+
+
+def _beside(facts: Facts, chains: list[Chain]) -> int:
+    """Bytes that are saved for other functions, of the module or of those in it, which are called as those of
+    the chains are, so that they wait, too."""
+    name, calls = chains[0].module, {call for chain in chains for call in chain.calls}
+    own = {id(op) for chain in chains for op in chain.ops.values()}
+    made = {key for chain in chains for key in chain.made}
+    anyway = {storage.key for storage in facts.trace.saved.storages}
+    anyway |= set(map(storage_key, (*facts.shadow.parameters(), *facts.shadow.buffers())))
+    found: dict[int, int] = {}
+    for op in facts.trace.ops:
+        if id(op) in own or not (op.module == name or op.module.startswith(f"{name}.")):
+            continue
+        if elementwise_call(op.name, op.args, op.kwargs, lambda t: id(t) in made) not in calls:
+            continue
+        if not any(output.requires_grad for output in op.outputs):
+            continue
+        for tensor in tensors_in((op.args, op.kwargs)):
+            if id(tensor) not in made and storage_key(tensor) not in anyway:
+                found[storage_key(tensor)] = tensor.untyped_storage().nbytes()
+    return sum(found.values())
 
 
 def _still_saved(facts: Facts, chain: Chain) -> set[int]:

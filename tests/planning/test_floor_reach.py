@@ -44,6 +44,9 @@ class Toy(nn.Module):
             return hidden
         if self.between == "frozen":
             return self.norm(hidden)
+        if self.between == "modulated":
+            normed = nn.functional.layer_norm(hidden, (WIDTH,))
+            return self.second(normed * (1 + self.first.bias) + self.second.bias)
         hidden = hidden.relu()
         return self.second(hidden) + self.norm(hidden)
 
@@ -72,6 +75,14 @@ def test_a_batch_norm_behind_a_recomputed_activation_needs_statistics_alone() ->
     assert found["linear inputs"] == 2 * ONE
     assert "norms" not in found
     assert found["codes and statistics"] == ROWS * 4  # of the fewer: rows, channels
+
+
+def test_a_modulated_norm_is_its_output_alone() -> None:
+    found = floor("modulated")
+    assert found == {
+        "linear inputs": 2 * ONE,
+        "codes and statistics": 4 * ROWS,
+    }  # x, and the norm's output
 
 
 def test_masks_that_are_made_under_vmap() -> None:

@@ -36,7 +36,7 @@ from tests.support.chained import (
 )  # fmt: skip
 from tests.support.judge import assert_same_step
 from tests.support.models import randomise
-from tests.support.step import AUTOCAST, BF16, cast, step
+from tests.support.step import AUTOCAST, BF16, cast, step, warned
 from tests.support.toys import rows
 
 
@@ -225,3 +225,42 @@ def test_a_cast_to_the_dtype_of_a_tensor_of_any_shape_is_no_step() -> None:
     twin, x = copy.deepcopy(model), rows().to(torch.bfloat16)
     patch_model(model, CHAINS, example_inputs=(x,))
     assert_same_step(model, twin, x, BF16)
+
+
+class Doubled(torch.nn.Module):
+    """Multiplies by a number, of which autograd saves nothing."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.softmax(x * 2, -1)
+
+
+class Mixed(torch.nn.Module):
+    """A chain, and a child that calls one of its functions, of ``times`` as many elements."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.first, self.last, self.child = (
+            torch.nn.Linear(16, 32),
+            torch.nn.Linear(32, 32),
+            Doubled(),
+        )
+        self.times = times
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = self.first(x)
+        hidden = self.last(gate * torch.sigmoid(gate * 1.7) * (gate + 1))
+        y: Tensor = self.child(torch.cat([hidden] * self.times, -1))
+        return y
+
+
+@pytest.mark.parametrize("times", [1, 16])
+def test_functions_of_a_child_that_are_called_alike_count(times: int) -> None:
+    """They wait as those of the chain do, and save what enters them."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(Mixed(times))
+    twin = copy.deepcopy(model)
+    with warned():  # of the larger one nothing is patched
+        patched(model)
+    assert (saved(model) < saved(twin)) == (times == 1)
+    assert saved(model) <= saved(twin)
+    assert_same_step(model, twin, rows())
