@@ -35,4 +35,4 @@ for step in range(options.steps):
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
-print(f"last loss {float(loss):.4f}; a step saves {saved.activations:,} bytes of activations")
+print(f"last loss {loss.item():.4f}; a step saves {saved.activations:,} bytes of activations")

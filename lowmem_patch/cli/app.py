@@ -201,7 +201,7 @@ def _verify_converted(
 
 
 app.command(
-    epilog="Example: lowmem-patch inspect meta-llama/Llama-3.1-8B --train lora --memory 24g"
+    epilog="Example: lowmem-patch inspect meta-llama/Llama-3.1-8B --train lora --memory 23GiB"
 )(inspect)
 app.command(epilog="Example: lowmem-patch profile timm/vit_base_patch16_224 --batch-size 32")(
     profile

@@ -97,8 +97,10 @@ def inspect(
 ) -> None:
     """Show what a patch would do to MODEL, what it would save, and what fits; reads no weights.
 
-    Saved bytes and the peak come from the model run on fake tensors. The CUDA context (about 0.5 GiB)
-    and fragmentation come on top. qlora is arithmetic: base Linears in 4 bits, their scales in 8.
+    Saved bytes and the peak come from the model run on fake tensors (without data). The CUDA context (about
+    0.5 GiB) comes on top: for a card of 24 GiB ask for 23GiB. Fragmentation comes on top of the peak as well;
+    --memory and --fit keep 3 % free for it. qlora counts the weights of base Linears in 4 bits, and their
+    scales in 8.
 
     Exits with 4 where --fit or --memory is too small for everything that was looked at.
     """

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
+import sys
 import traceback
 from collections.abc import Sequence
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Annotated
 
@@ -12,7 +15,7 @@ import typer  # noqa: TID251 - only the command line imports typer
 
 from lowmem_patch.cli import options
 from lowmem_patch.cli.runtime import ExitCode, command, print_note
-from lowmem_patch.errors import BudgetError, LowmemPatchError
+from lowmem_patch.errors import BudgetError, ConfigError, LowmemPatchError
 
 # what stands behind the script is the script's own
 RUN_SETTINGS = {
@@ -51,7 +54,9 @@ def run(
     ] = False,
     debug: options.DebugOption = False,
 ) -> None:
-    """Run SCRIPT with its models patched, without a change to it: in this process alone, and said.
+    """Run SCRIPT, which you do not change, with its models patched.
+
+    They are patched in this process alone, and standard error names them.
 
     Options of run stand before SCRIPT: whatever stands behind it goes to the script.
 
@@ -60,12 +65,10 @@ def run(
     SCRIPT, or accelerate launch -m lowmem_patch run SCRIPT. The exit code is the script's.
     """
     with command(debug, waiting=None):
-        from lowmem_patch.errors import ConfigError
         from lowmem_patch.integrations.script import ScriptPatching, run_script
 
         patching = ScriptPatching(preset, fit, None, seq_len, batch_size, strict)
-        if not (as_module or Path(script).is_file()):
-            raise ConfigError(f"there is no script {script}; a module's name needs -m")
+        _check_script(script, as_module)
         own = [name for parameter in context.command.params for name in parameter.opts]
         _name_late_options(script, context.args, own)
     # outside: errors and signals of the script are its own
@@ -81,6 +84,22 @@ def run(
             found.least = error.least
         with command(debug, waiting=None):
             raise found from error
+
+
+def _check_script(script: str, as_module: bool) -> None:
+    """Of a module only its package is looked for: what lies inside is found by importing the package.
+
+    Raises:
+        ConfigError: there is no such script or package.
+    """
+    if not as_module:
+        if not Path(script).is_file():
+            raise ConfigError(f"there is no script {script}; a module's name needs -m")
+        return
+    package = script.partition(".")[0]
+    here = PathFinder.find_spec(package, [str(Path.cwd())])
+    if here is None and importlib.util.find_spec(package) is None:
+        raise ConfigError(f"there is no module {script}: is it installed in {sys.prefix}?")
 
 
 def _name_late_options(script: str, arguments: Sequence[str], own: Sequence[str]) -> None:

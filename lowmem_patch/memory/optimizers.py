@@ -36,7 +36,8 @@ def check_optimizer(name: str) -> None:
     ConfigError: an unknown optimizer.
     """
     if name not in OPTIMIZERS:
-        raise ConfigError(f"optimizer {name!r} is none of {', '.join(OPTIMIZERS)}")
+        given = repr(name) if isinstance(name, str) else f"of type {type(name).__name__}"
+        raise ConfigError(f"optimizer {given} is none of {', '.join(OPTIMIZERS)}: give such a name")
 
 
 class _AnyNumber(DispatchObserver):

@@ -187,7 +187,7 @@ class PatchReport:
             )
         if self.floor and self.saved_after:
             lines.append(
-                f"floor: {human_bytes(self.floor)}; saved are {self.above_floor:.3f} times that"
+                f"floor: {human_bytes(self.floor)}; what is saved is {self.above_floor:.3f} times that"
             )
         return [*lines, *([str(self.fit)] if self.fit is not None else []), *self.notes]
 

@@ -10,7 +10,7 @@ from lowmem_patch.report.layout import print_line, print_table
 
 def print_bench(comparison: Comparison, title: str) -> None:
     """One line for each variant, also where it failed or was skipped; shares are of the first."""
-    print_line(f"{title}, on {comparison.device}")
+    print_line(f"{title}; device: {comparison.device}")
     first = comparison.rows[0]
     on_gpu = any(row.peak is not None for row in comparison.rows)
     peaks = ["peak", "reserved"] if on_gpu else []  # the CPU's allocator counts nothing

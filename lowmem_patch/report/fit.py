@@ -58,7 +58,10 @@ def print_verdict(rungs: Sequence[Rung], memory: MemoryReport) -> None:
         )
     elif more:
         names = "; ".join(rung.name for rung in more)
-        text = f"does not fit in {size} as asked; each of these alone suffices: {names}"
+        before = (
+            ", not even where all blocks run again; on top of that," if ways[1:] else " as asked;"
+        )
+        text = f"does not fit in {size}{before} each of these alone suffices: {names}"
     elif memory.largest_after:
         text = f"does not fit in {size}; the largest {memory.solved} is {memory.largest_after}"
     else:

@@ -160,7 +160,7 @@ def _print_bounds(memory: MemoryReport, train: str) -> None:
 
 def print_profile(result: ProfileResult, title: str) -> None:
     """Saved bytes by kind and by module, before and after, and the peaks of a GPU."""
-    print_line(f"{title}, on {result.device}")
+    print_line(f"{title}; device: {result.device}")
     table = make_table("saved bytes in", *_SHARES, right=_SHARES)
     saved = (result.before.saved, result.after.saved)
     for label, sizes in group_by_pattern(

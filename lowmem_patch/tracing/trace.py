@@ -313,8 +313,8 @@ def trace_forward(shadow: Shadow, *, structure: bool = True) -> Trace:
             output = model(*inputs.args, **inputs.kwargs)
         except Exception as error:  # of a foreign forward: the user is told which model and why
             raise TraceError(
-                f"{type(model).__name__} could not be run on the example inputs ({inputs}): "
-                f"{_module_of(error, model)}: {_text_of(error)}"
+                f"{type(model).__name__} could not be run on the example inputs "
+                f"({str(inputs) or 'no tensors'}): {_module_of(error, model)}: {_text_of(error)}"
             ) from error
     given = [_plain(output), *(attributes_of(module) for module in model.modules())]
     trace.outputs = {id(tensor) for tensor in tensors_in(given)}

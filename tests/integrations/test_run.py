@@ -204,6 +204,8 @@ def test_the_command_refuses_what_it_cannot_use(tmp_path: Path) -> None:
     runner = CliRunner()
     missing = runner.invoke(app, ["run", str(tmp_path / "none.py")])
     assert missing.exit_code == 2 and "there is no script" in missing.stderr
+    module = runner.invoke(app, ["run", "-m", "no_such_package.train"])
+    assert module.exit_code == 2 and "there is no module no_such_package.train" in module.stderr
     preset = runner.invoke(app, ["run", "--preset", "nonsense", script(tmp_path, "pass")])
     assert preset.exit_code == 2 and "unknown preset" in preset.stderr
 
