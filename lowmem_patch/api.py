@@ -65,7 +65,8 @@ def plan_patch(
         fit: the bytes that a training step may take on one device, model states included: text with a unit
             (``"24GiB"``, ``"24GB"``, ``"24g"``), a number of bytes, or ``"auto"`` (what the GPU has free,
             less a reserve). Blocks run again in backward, only as far as that needs, in the least time.
-            The example inputs say for which batch and length. Default: the config's ``fit``.
+            The example inputs, which must be given, say for which batch and length. Default: the config's
+            ``fit``.
         optimizer: whose state counts, of ``lowmem_patch.memory.OPTIMIZERS``.
         accumulation: batches of a step; above 1 the budget counts their gradients, which are held meanwhile.
         gpus: over which FSDP2 will shard the model, block by block; the budget is then one of each GPU. DDP
@@ -85,9 +86,9 @@ def plan_patch(
         model = _with_known_inputs(model)
     refuse_compiled(model)
     resolved = load_config(config)
-    return _planned(
-        model, resolved, example_inputs, _asked(resolved, fit, optimizer, accumulation, gpus)
-    )[0]
+    asked = _asked(resolved, fit, optimizer, accumulation, gpus)
+    _refuse_budget_of_no_batch(asked, example_inputs)
+    return _planned(model, resolved, example_inputs, asked)[0]
 
 
 def _asked(
@@ -111,6 +112,14 @@ def _asked(
             f"only a budget reads {read}: give fit=, such as fit='24GiB', or leave it out"
         )
     return None
+
+
+def _refuse_budget_of_no_batch(asked: Asked | None, example_inputs: Any) -> None:
+    if asked is not None and example_inputs is None:
+        raise ConfigError(
+            f"fit={asked[0]!r} is a budget for one batch: give example_inputs of the batch size and the "
+            "length that you train with"
+        )
 
 
 def _planned(
@@ -165,7 +174,7 @@ def patch_model(
         if not check and _is_patched_so(model, resolved, asked):
             return outer
     refuse_compiled(model)
-    _say_if_without_budget(model, asked)
+    _check_budget(model, asked, example_inputs)
     _unpatch(model)
     report, plan, inputs = _planned(model, resolved, example_inputs, asked)
     _say_if_nothing(report, plan, strict)
@@ -216,8 +225,9 @@ def _is_patched_so(model: nn.Module, config: PatchConfig, asked: Asked | None) -
     return same and record.fit == asked and not no_longer_as_patched(holder)
 
 
-def _say_if_without_budget(model: nn.Module, asked: Asked | None) -> None:
+def _check_budget(model: nn.Module, asked: Asked | None, example_inputs: Any) -> None:
     """A budget of an earlier patch is one of its batch and optimizer, so that it is not taken over."""
+    _refuse_budget_of_no_batch(asked, example_inputs)
     budgets = [record.fit[0] for _, record in find_records(model) if record.fit is not None]
     if budgets and asked is None:
         warnings.warn(

@@ -26,13 +26,8 @@ from torch import Tensor
 from lowmem_patch.constants import NormSettings
 from lowmem_patch.functional import _library
 from lowmem_patch.functional._implementation import module, resolve
-from lowmem_patch.functional.products import (
-    IDENTITY,
-    LowRank,
-    linear_backward,
-    linear_forward,
-    one_for_each,
-)
+from lowmem_patch.functional.products import IDENTITY, LowRank, linear_forward
+from lowmem_patch.functional.products_backward import linear_backward, one_for_each
 
 
 def _implementation(tensor: Tensor) -> str:

@@ -31,11 +31,13 @@ from lowmem_patch.functional._ownership import can_be_overwritten, is_checkpoint
 from lowmem_patch.functional.products import (
     IDENTITY,
     LowRank,
-    linear_backward_op,
-    linear_backward_over,
     linear_forward,
     linear_op,
     low_product_op,
+)
+from lowmem_patch.functional.products_backward import (
+    linear_backward_op,
+    linear_backward_over,
     one_for_each,
 )
 

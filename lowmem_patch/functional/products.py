@@ -6,7 +6,6 @@ which the input of the products is computed again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,10 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowmem_patch.constants import padded_rank
-from lowmem_patch.functional import _library, activations
+from lowmem_patch.functional import _library
 from lowmem_patch.functional._implementation import module
 from lowmem_patch.reference import cast
-from lowmem_patch.tracing.gpu_temporaries import OF_OPERATORS, Temporary, sum_bytes
 
 # the kind of a Linear whose input is saved as it is, in its own dtype
 IDENTITY = "identity"
@@ -37,7 +35,7 @@ class LowRank(NamedTuple):
     scale: float
 
 
-def _scaled(scale: float, left: Tensor, right: Tensor) -> Tensor:
+def scaled_product(scale: float, left: Tensor, right: Tensor) -> Tensor:
     """scale * (left @ right), scaled before it is rounded, in one launch."""
     y = left.new_empty(left.shape[0], right.shape[1])
     return y.addmm_(left, right, beta=0, alpha=scale)  # reads nothing of y
@@ -74,7 +72,7 @@ def linear_forward(
         # The adapter's product first, to which cuBLAS adds the large one while it computes: the other
         # way round a second product reads and writes y.
         if bias is None:
-            y = _scaled(scale, low, lora_B.t())
+            y = scaled_product(scale, low, lora_B.t())
         else:
             y = torch.addmm(bias, low, lora_B.t(), alpha=scale)
         y.addmm_(rows, weight.t())
@@ -123,229 +121,6 @@ def _forward_fake(hidden: Tensor, *rest: Any) -> tuple[Tensor, Tensor | None]:
     return y, y.new_empty((rows, padded_rank(lora_A.shape[0], compute_dtype)))
 
 
-def _low_gradient(
-    ops: Any, rows: Tensor, lora_A: Tensor | None, lora_B: Tensor, scale: float
-) -> tuple[Tensor, Tensor]:
-    """d_low and the padded A, which is not read where ``lora_A`` is None."""
-    first = lora_B.new_empty((lora_B.shape[1], 1)) if lora_A is None else lora_A
-    padded_A, padded_B = ops.adapter_weights(first, lora_B, rows.dtype)
-    return _scaled(scale, rows, padded_B), padded_A
-
-
-def _hidden_gradient(
-    dy: Tensor,
-    rows: Tensor,
-    weight: Tensor,
-    d_low: Tensor | None,
-    padded_A: Tensor | None,
-    out: Tensor | None = None,
-) -> Tensor:
-    """``[..., F]``; ``out``, if given: memory for as many elements or more."""
-    weight = cast(weight, dy.dtype)
-    place = None
-    if out is not None:
-        place = out[: len(rows) * weight.shape[1]].view(len(rows), weight.shape[1])
-    if d_low is None or padded_A is None:
-        d_hidden = torch.mm(rows, weight, out=place)
-    else:  # in the order of the forward
-        d_hidden = torch.mm(d_low, padded_A, out=place).addmm_(rows, weight)
-    return d_hidden.view(*dy.shape[:-1], weight.shape[1])
-
-
-def _hidden(ops: Any, source: Tensor, up: Tensor | None, kind: str, dtype: torch.dtype) -> Tensor:
-    """The Linear's input, computed again."""
-    if kind == IDENTITY:
-        return cast(source, dtype)
-    if up is None:
-        y: Tensor = ops.activate(source, kind, dtype)
-    else:
-        y = ops.glu_forward(source, up, kind, dtype)
-    return y
-
-
-def _without_padding(gradient: Tensor, dim: int, lora_B: Tensor) -> Tensor:
-    rank = lora_B.shape[1]
-    if gradient.shape[dim] == rank:
-        return gradient
-    return gradient.narrow(dim, 0, rank).contiguous()
-
-
-def linear_backward(
-    dy: Tensor,
-    source: Any,
-    up: Tensor | None,
-    weight: Any,
-    lora_A: Tensor | None,
-    lora_B: Any,
-    low: Any,
-    scale: float,
-    kind: str,
-    needs: Sequence[bool],
-    implementation: str,
-    *,
-    over: bool = False,
-) -> list[Tensor]:
-    """Gradients of source (and up), weight, bias, lora_A and lora_B, those that ``needs`` asks for.
-
-    They have the dtype of ``dy``, or of source and up behind an activation. What is not read may be None.
-    Behind them stands the memory that is needed meanwhile, for who counts bytes.
-
-    ``over``: source and up, contiguous and of the dtype of ``dy``, are overwritten, and ``up`` becomes the
-    gradient of source.
-    """
-    needs_input, needs_weight, needs_bias, needs_A, needs_B = needs
-    ops: Any = module(implementation)
-    rows = dy.reshape(-1, dy.shape[-1])
-    gradients: list[Tensor] = []
-    d_low: Any = None
-    padded_A: Any = None
-    meanwhile: list[Tensor] = []
-    with _library.without_autocast(dy.device.type):
-        # first: torch's sum takes a multiple of dy for a while, and nothing else is there yet
-        d_bias = [rows.sum(0)] if needs_bias else []
-        if lora_B is not None and (needs_input or needs_A):
-            d_low, padded_A = _low_gradient(ops, rows, lora_A, lora_B, scale)
-        lefts = [rows if needs_weight else None, d_low if needs_A else None]
-        if needs_input and kind == IDENTITY:
-            gradients = [_hidden_gradient(dy, rows, weight, d_low, padded_A)]
-        elif needs_input:
-            factors = (weight, d_low, padded_A)
-            through = _through_activation(ops, dy, rows, factors, (source, up), kind, lefts, over)
-            gradients, products, meanwhile = through
-        if kind == IDENTITY or not needs_input:
-            products = _products(lefts, lambda: _hidden(ops, source, up, kind, dy.dtype))
-        d_weight, d_A = products
-        gradients += [] if d_weight is None else [d_weight]
-        gradients += d_bias
-        if d_A is not None:
-            gradients.append(_without_padding(d_A, 0, lora_B))
-        if needs_B:
-            gradients.append(_without_padding(_scaled(scale, rows.t(), low), 1, lora_B))
-    return gradients + meanwhile
-
-
-def _products(lefts: list[Any], hidden: Callable[[], Tensor]) -> list[Tensor | None]:
-    """left^T hidden of each left; hidden is made where there is one."""
-    if all(left is None for left in lefts):
-        return [None for _ in lefts]
-    right = _flat(hidden())
-    # the order of torch's own mm backward, for equal bits
-    return [None if left is None else left.t().mm(right) for left in lefts]
-
-
-def _through_activation(
-    ops: Any,
-    dy: Tensor,
-    rows: Tensor,
-    factors: tuple[Any, Any, Any],
-    sources: tuple[Any, Tensor | None],
-    kind: str,
-    lefts: list[Any],
-    over: bool,
-) -> tuple[list[Tensor], list[Tensor | None], list[Tensor]]:
-    """The gradients of source (and up), left^T hidden of each left, and what is needed meanwhile.
-
-    Of a large value they are made some columns at a time: d_hidden, whose place hidden takes, is then
-    never whole. No column is a sum over others, so that nothing is rounded more often.
-    """
-    weight, d_low, padded_A = factors
-    given = [t for t in sources if t is not None]
-    if over:
-        d_hidden = _hidden_gradient(dy, rows, *factors)
-        places = [d_hidden] if len(given) == 1 else [given[1], d_hidden]
-        _activation_gradients(ops, d_hidden, given, kind, given[0], places)
-        return places, _products(lefts, lambda: given[0]), []
-    found = [t.new_empty(t.shape) for t in given]
-    features = weight.shape[1]
-    products = [None if t is None else dy.new_empty(t.shape[1], features) for t in lefts]
-    reads_hidden = any(left is not None for left in lefts)
-    parts = _column_parts(rows, features)
-    memory = None if parts[0] is None else dy.new_empty(len(rows) * parts[0].stop)
-    for part in parts:
-        part_A = _columns(padded_A, part)
-        d_hidden = _hidden_gradient(dy, rows, _columns(weight, part), d_low, part_A, memory)
-        # takes the place of its gradient: the peak of a plain backward
-        hidden = d_hidden if reads_hidden else None
-        sources_part, found_part = ([_columns(t, part) for t in whole] for whole in (given, found))
-        _activation_gradients(ops, d_hidden, sources_part, kind, hidden, found_part)
-        for left, product in zip(lefts, products, strict=True):
-            if product is not None:
-                torch.mm(left.t(), _flat(d_hidden), out=_columns(product, part))
-    return found, products, [d_hidden if memory is None else memory]
-
-
-def _activation_gradients(
-    ops: Any,
-    dy: Tensor,
-    sources: list[Tensor],
-    kind: str,
-    hidden: Tensor | None,
-    places: list[Tensor],
-) -> None:
-    gated = len(sources) == 2
-    x, up = sources if gated else (sources[0], None)
-    activations.gradients(ops, dy, x, up, kind, hidden, tuple(places) if gated else places[0])
-
-
-def _flat(hidden: Tensor) -> Tensor:
-    return hidden.reshape(-1, hidden.shape[-1])
-
-
-# A part of the columns has so many bytes at least, and there are so many parts at most: products of fewer
-# columns take more time. A part begins where a kernel's reads are aligned.
-_PART_BYTES, _MOST_PARTS, _ALIGNED = 96 << 20, 4, 128
-
-
-def _column_parts(rows: Tensor, features: int) -> list[slice | None]:
-    """The columns of d_hidden that are computed at one time, the first part the largest; None: all."""
-    size = rows.shape[0] * features * rows.element_size()
-    columns = -(-features // max(1, min(_MOST_PARTS, size // _PART_BYTES)))
-    columns += -columns % _ALIGNED
-    if columns >= features or features % _ALIGNED:
-        return [None]
-    return [slice(start, min(start + columns, features)) for start in range(0, features, columns)]
-
-
-def _columns(tensor: Any, part: slice | None) -> Any:
-    return tensor if tensor is None or part is None else tensor[..., part]
-
-
-def _backward_fake(dy: Tensor, *rest: Any) -> list[Tensor]:
-    source, up, weight, _, lora_B, _, _, kind, needs, _ = rest
-    needs_input, *needs_weights = needs
-    gradients = []
-    if needs_input and kind == IDENTITY:
-        gradients.append(dy.new_empty((*dy.shape[:-1], weight.shape[1])))
-    elif needs_input:
-        gradients.extend(t.new_empty(t.shape) for t in (source, up) if t is not None)
-    outputs, rank = dy.shape[-1], 0 if lora_B is None else lora_B.shape[1]
-    features = 0 if source is None else source.shape[-1]
-    shapes = ((outputs, features), (outputs,), (rank, features), (outputs, rank))
-    gradients += [
-        dy.new_empty(shape) for shape, need in zip(shapes, needs_weights, strict=True) if need
-    ]
-    if needs_input and kind != IDENTITY:
-        part = _column_parts(dy.reshape(-1, outputs), weight.shape[1])[0]
-        columns = weight.shape[1] if part is None else part.stop
-        gradients.append(dy.new_empty(dy.numel() // outputs * columns))
-    return gradients
-
-
-def _backward_over(
-    dy: Tensor, source: Tensor, up: Tensor | None, *rest: Any
-) -> tuple[Tensor | None, ...]:
-    """What `linear_backward` computes over source and up, but for the gradient that lies in ``up``."""
-    gradients = iter(linear_backward(dy, source, up, *rest, over=True)[0 if up is None else 1 :])
-    *_, needs, _ = rest
-    return tuple(next(gradients) if need else None for need in needs)
-
-
-def _backward_over_fake(dy: Tensor, source: Tensor, _: Any, *rest: Any) -> tuple[Any, ...]:
-    *others, _kind, needs, implementation = rest
-    found = iter(_backward_fake(dy, source, None, *others, IDENTITY, needs, implementation))
-    return tuple(next(found) if need else None for need in needs)
-
-
 linear_op = _library.Operator(
     "activation_linear(Tensor hidden, Tensor source, Tensor? up, Tensor weight, Tensor? bias, "
     "Tensor? lora_A, Tensor? lora_B, float scale, str kind, ScalarType compute_dtype, "
@@ -355,43 +130,3 @@ linear_op = _library.Operator(
     ),
     _forward_fake,
 )
-linear_backward_op = _library.Operator(
-    "activation_linear_backward(Tensor dy, Tensor? source, Tensor? up, Tensor? weight, "
-    "Tensor? lora_A, Tensor? lora_B, Tensor? low, float scale, str kind, "
-    "bool[] needs, str implementation) -> Tensor[]",
-    linear_backward,
-    _backward_fake,
-)
-_backward_over_op = _library.Operator(
-    "activation_linear_backward_over(Tensor dy, Tensor(a!) source, Tensor(b!)? up, Tensor weight, "
-    "Tensor? lora_A, Tensor? lora_B, Tensor? low, float scale, str kind, "
-    "bool[] needs, str implementation) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _backward_over,
-    _backward_over_fake,
-)
-
-
-def linear_backward_over(dy: Tensor, source: Tensor, up: Tensor | None, *rest: Any) -> list[Tensor]:
-    """As `linear_backward` with ``over``; the gradient of the input must be asked for."""
-    *_, needs, _ = rest
-    found = _backward_over_op(dy, source, up, *rest)
-    gradients = [gradient for gradient, need in zip(found, needs, strict=True) if need]
-    return gradients if up is None else [up, *gradients]
-
-
-def _backward_temporary(dy: Tensor, *rest: Any) -> Temporary:
-    _, _, needs_bias, *_ = rest[-2]
-    return Temporary(sum_bytes(dy, range(dy.dim() - 1)) if needs_bias else 0, beside_outputs=False)
-
-
-OF_OPERATORS[torch.ops.lowmem_patch.activation_linear_backward.default] = _backward_temporary
-OF_OPERATORS[torch.ops.lowmem_patch.activation_linear_backward_over.default] = _backward_temporary
-
-
-def one_for_each(
-    found: Iterable[Tensor], needs: Iterable[bool], dtypes: Iterable[torch.dtype]
-) -> tuple[Any, ...]:
-    """The gradients that ``needs`` asked for, each in its dtype, and None for each of the others."""
-    gradients = iter(found)
-    pairs = zip(needs, dtypes, strict=True)
-    return tuple(cast(next(gradients), dtype) if need else None for need, dtype in pairs)

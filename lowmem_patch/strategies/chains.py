@@ -7,7 +7,7 @@ many tensors of the full width. What enters the chain is saved in their place.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 
 from torch import Tensor
 
@@ -125,23 +125,28 @@ def _gain(facts: Facts, chain: Chain) -> int:
 def _beside(facts: Facts, chains: list[Chain]) -> int:
     """Bytes that are saved for other functions, of the module or of those in it, which are called as those of
     the chains are, so that they wait, too."""
-    name, calls = chains[0].module, {call for chain in chains for call in chain.calls}
-    own = {id(op) for chain in chains for op in chain.ops.values()}
     made = {key for chain in chains for key in chain.made}
     anyway = {storage.key for storage in facts.trace.saved.storages}
     anyway |= set(map(storage_key, (*facts.shadow.parameters(), *facts.shadow.buffers())))
-    found: dict[int, int] = {}
+    read = {
+        storage_key(tensor): tensor
+        for op in _called_alike(facts, chains, made)
+        for tensor in tensors_in((op.args, op.kwargs))
+        if id(tensor) not in made
+    }
+    return sum(t.untyped_storage().nbytes() for key, t in read.items() if key not in anyway)
+
+
+def _called_alike(facts: Facts, chains: list[Chain], made: Set[int]) -> Iterator[Op]:
+    """Functions with a gradient that are not of the chains, and that the module's forward lets wait, too."""
+    name, calls = chains[0].module, {call for chain in chains for call in chain.calls}
+    own = {id(op) for chain in chains for op in chain.ops.values()}
     for op in facts.trace.ops:
-        if id(op) in own or not (op.module == name or op.module.startswith(f"{name}.")):
+        inside = op.module == name or op.module.startswith(f"{name}.")
+        if not inside or id(op) in own or not any(t.requires_grad for t in op.outputs):
             continue
-        if elementwise_call(op.name, op.args, op.kwargs, lambda t: id(t) in made) not in calls:
-            continue
-        if not any(output.requires_grad for output in op.outputs):
-            continue
-        for tensor in tensors_in((op.args, op.kwargs)):
-            if id(tensor) not in made and storage_key(tensor) not in anyway:
-                found[storage_key(tensor)] = tensor.untyped_storage().nbytes()
-    return sum(found.values())
+        if elementwise_call(op.name, op.args, op.kwargs, lambda t: id(t) in made) in calls:
+            yield op
 
 
 def _still_saved(facts: Facts, chain: Chain) -> set[int]:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lowmem_patch.functional import products
-from lowmem_patch.functional.products import linear_backward
+from lowmem_patch.functional import products_backward
+from lowmem_patch.functional.products_backward import linear_backward
 from tests.ops.conftest import INTERPRETED, Backend
 from tests.support.live import LiveBytes
 
@@ -22,8 +22,8 @@ ALL = (True,) * 5
 @pytest.fixture
 def in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three parts: of 256, 256 and 128 columns."""
-    monkeypatch.setattr(products, "_PART_BYTES", 1)
-    monkeypatch.setattr(products, "_MOST_PARTS", 3)
+    monkeypatch.setattr(products_backward, "_PART_BYTES", 1)
+    monkeypatch.setattr(products_backward, "_MOST_PARTS", 3)
 
 
 class Case:
@@ -49,7 +49,7 @@ class Case:
         tensors: Any = map(given, (self.dy, *self.sources, self.weight, *self.low))
         rest: Any = (0.5, "silu", needs, implementation)
         found = linear_backward(*tensors, *rest)
-        first = products._column_parts(self.dy.new_empty(6, 1), COLUMNS)[0]
+        first = products_backward._column_parts(self.dy.new_empty(6, 1), COLUMNS)[0]
         assert found[-1].numel() == 6 * (COLUMNS if first is None else first.stop)
         return found[:-1]  # the last is what is needed meanwhile
 
@@ -102,7 +102,7 @@ def test_who_counts_bytes_sees_a_part_of_the_gradient_of_the_value(
         gate, up = (torch.empty(6, COLUMNS) for _ in range(2))
         tensors = torch.empty(6, OUT), gate, up, torch.empty(OUT, COLUMNS), None, None, None
         with LiveBytes() as live:
-            found = products.linear_backward_op(
+            found = products_backward.linear_backward_op(
                 *tensors, 1.0, "silu", [True, False, False, False, False], "reference"
             )
             assert len(found) == 3
@@ -120,7 +120,10 @@ def test_small_values_and_odd_widths_are_one_part() -> None:
         return torch.empty(number, 1, dtype=torch.bfloat16, device="meta")
 
     quarters = [slice(start, start + 3584) for start in range(0, 14336, 3584)]
-    assert products._column_parts(rows(1 << 15), 14336) == quarters
-    assert products._column_parts(rows(8192), 14336) == [slice(0, 7168), slice(7168, 14336)]
-    assert products._column_parts(rows(8192), 4864) == [None]
-    assert products._column_parts(rows(1 << 16), 4304) == [None]  # no multiple of 128
+    assert products_backward._column_parts(rows(1 << 15), 14336) == quarters
+    assert products_backward._column_parts(rows(8192), 14336) == [
+        slice(0, 7168),
+        slice(7168, 14336),
+    ]
+    assert products_backward._column_parts(rows(8192), 4864) == [None]
+    assert products_backward._column_parts(rows(1 << 16), 4304) == [None]  # no multiple of 128

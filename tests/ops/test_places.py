@@ -15,7 +15,7 @@ from lowmem_patch.constants import ACTIVATION_KINDS
 from lowmem_patch.functional import LowRank, activation, activation_linear, activations, linear
 from lowmem_patch.functional._implementation import module
 from lowmem_patch.functional._ownership import TELLS_HOLDERS
-from lowmem_patch.functional.products import linear_backward
+from lowmem_patch.functional.products_backward import linear_backward
 from lowmem_patch.nn.deferred_linears import project
 from lowmem_patch.nn.deferred_ops import Activation, Projection
 from tests.ops.conftest import INTERPRETED, Backend, part

@@ -130,7 +130,7 @@ def test_another_accumulation_is_planned_again() -> None:
         first = patch_report(model)
         patch_model(model, "exact", fit="1GiB", accumulation=8)  # what is held is the same
         assert patch_report(model) is first
-        patch_model(model, "exact", fit="1GiB")
+        patch_model(model, "exact", example_inputs=inputs, fit="1GiB")
     again = patch_report(model).fit
     assert again is not None and not again.accumulates
 

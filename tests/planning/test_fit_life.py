@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -256,3 +257,14 @@ def test_blocks_are_timed_and_nothing_of_it_stays() -> None:
     timed = fit_planned(model, planned(model, x), "1GiB", USUAL_TRAINING, timed=True).report.fit
     assert timed is not None and timed.step_seconds > 0
     assert not find_records(model) and not any("forward" in vars(m) for m in model.modules())
+
+
+@pytest.mark.parametrize("call", [plan_patch, patch_model])
+def test_a_budget_asks_for_the_batch_that_trains(call: Callable[..., Any]) -> None:
+    """Made-up inputs of a few tokens would fit in any budget."""
+    model = stack()
+    with pytest.raises(
+        ConfigError, match="fit='1GiB' is a budget for one batch: give example_inputs"
+    ):
+        call(model, "exact", fit="1GiB")
+    assert not find_records(model)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowmem_patch import plan_patch
-from lowmem_patch.functional.products import linear_backward
+from lowmem_patch.functional.products_backward import linear_backward
 from lowmem_patch.memory import model_state_bytes, parse_bytes
 from lowmem_patch.memory.caching_allocator import rounding_bytes
 from lowmem_patch.memory.cublas import _of_one, workspace_sizes
