@@ -155,9 +155,8 @@ def _from_mapping(data: Mapping[str, Any], *, name: str, where: str) -> PatchCon
     known = {field.name for field in dataclasses.fields(PatchConfig)}
     unknown = [str(key) for key in data if key not in known]
     if unknown:
-        batch = (
-            "" if any(key in known for key in data) else " (a batch is given as example_inputs=)"
-        )
+        words = all(isinstance(value, str | int | None) for value in data.values())
+        batch = "" if words else " (a batch is given as example_inputs=)"
         raise ConfigError(
             f"{where}: unknown key {', '.join(unknown)}; known keys are {', '.join(sorted(known))}{batch}"
         )

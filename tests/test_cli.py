@@ -20,6 +20,8 @@ from typer.testing import CliRunner, Result
 import lowmem_patch
 from lowmem_patch import checkpoint, demo
 from lowmem_patch.cli import app
+from lowmem_patch.config import load_config
+from lowmem_patch.errors import ConfigError
 from lowmem_patch.planning.names import collapse_names, human_bytes
 
 ROOT = Path(__file__).parent.parent
@@ -94,6 +96,8 @@ def test_convert_prints_pure_json(llama: Path, tmp_path: Path) -> None:
     data = json.loads(result.stdout)
     assert result.exit_code == 0 and data["folded"] == 4 and data["out"] == str(tmp_path / "out")
     assert all(check["passed"] for check in data["checks"])
+    rounded = call("verify", llama, tmp_path / "out", "--dtype", "float32", "--no-autocast")
+    assert rounded.exit_code == 1 and "stored in bfloat16, and rounded to it" in rounded.stdout
     again = call("convert", tmp_path / "out", tmp_path / "again", "--json")
     assert again.exit_code == 3 and json.loads(again.stdout)["out"] is None
 
@@ -205,6 +209,11 @@ def test_presets_and_keys_are_named(llama: Path, tmp_path: Path) -> None:
     refused("inspect", llama, "--preset", "fastest", naming="auto, compact, exact, paper")
     (tmp_path / "bad.yaml").write_text("norm: fold\n")
     refused("verify", llama, "--preset", tmp_path / "bad.yaml", naming="unknown key norm")
+    with pytest.raises(ConfigError, match="unknown key norm") as misspelt:
+        load_config({"norm": "share"})
+    assert "example_inputs" not in str(misspelt.value)
+    with pytest.raises(ConfigError, match="a batch is given as example_inputs="):
+        load_config({"input_ids": torch.zeros(1)})
     assert "max-shard-size" in refused(
         "convert", llama, tmp_path / "o", "--max-shard-size", "lots", naming="lots"
     )

@@ -6,6 +6,7 @@ until a command runs, so that ``--help`` and ``--version`` answer at once.
 
 from __future__ import annotations
 
+import dataclasses
 import platform
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -194,10 +195,20 @@ def _verify_converted(
     from lowmem_patch.verify import verify_checkpoints
 
     other = checkpoint.resolve(converted, trust_remote_code=trusted)
-    dtypes = dtypes or list(dict.fromkeys([checkpoint.stored_dtype(other.files), torch.bfloat16]))
+    stored = checkpoint.stored_dtype(other.files)
+    dtypes = dtypes or list(dict.fromkeys([stored, torch.bfloat16]))
     steps = checkpoint.read_fold_steps(other.files)
     loaded = checkpoint.load_model(other, torch.float32)
-    return verify_checkpoints(model, loaded, steps, dtypes=dtypes, **settings)
+    result = verify_checkpoints(model, loaded, steps, dtypes=dtypes, **settings)
+    finer = any(torch.finfo(dtype).eps < torch.finfo(stored).eps for dtype in dtypes)
+    if result.passed or not finer:
+        return result
+    name = str(stored).removeprefix("torch.")
+    note = (
+        f"the folded weights are stored in {name}, and rounded to it: leave --dtype out, or convert with "
+        "--dtype float32"
+    )
+    return dataclasses.replace(result, notes=(*result.notes, note))
 
 
 app.command(
