@@ -55,6 +55,25 @@ def refuse_compiled(model: nn.Module) -> None:
             )
 
 
+def refuse_unready(model: nn.Module) -> None:
+    """Refuse a model that nobody can look at or change.
+
+    Raises:
+        PatchError: torch.jit.script compiled it, or it has weights that only its first forward makes.
+    """
+    if isinstance(model, torch.jit.ScriptModule):
+        raise PatchError(
+            "torch.jit.script compiled this model, and nothing in it can be exchanged: patch the model of "
+            "which it was made"
+        )
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if torch.nn.parameter.is_lazy(tensor):
+            raise PatchError(
+                f"{name} has no shape before the first forward: run the model on a batch once, and patch it "
+                "then"
+            )
+
+
 def run_real(model: nn.Module, inputs: ExampleInputs) -> RealRun:
     """One forward in eval mode with gradients on, so that patched paths are taken."""
     with preserved(model), torch.enable_grad(), _watched(model) as modules:
