@@ -19,7 +19,6 @@ from lowmem_patch.planning.apply import apply_plan, undo
 from lowmem_patch.planning.changes import has_adapter, no_longer_as_patched, watch_first_forward
 from lowmem_patch.planning.check import (
     check_outputs,
-    refuse_compiled,
     refuse_unready,
     run_real,
 )
@@ -89,7 +88,6 @@ def plan_patch(
     config = given_config(preset, config, earlier_config(model))
     if example_inputs is None:
         model = _with_known_inputs(model)
-    refuse_compiled(model)
     refuse_unready(model)
     resolved = load_config(config)
     return _planned(
@@ -171,7 +169,6 @@ def patch_model(
         model = _with_known_inputs(model)
         if not check and _is_patched_so(model, resolved, asked):
             return outer
-    refuse_compiled(model)
     refuse_unready(model)
     _say_if_without_budget(model, asked)
     _unpatch(model)

@@ -38,7 +38,7 @@ class RealRun:
     modules: list[tuple[str, Tensor]]
 
 
-def refuse_compiled(model: nn.Module) -> None:
+def _refuse_compiled(model: nn.Module) -> None:
     """Refuse what ``torch.compile`` wraps: a patch inside would break its graphs.
 
     ``module.compile()`` wraps nothing: graphs are made when the patched module runs.
@@ -59,8 +59,10 @@ def refuse_unready(model: nn.Module) -> None:
     """Refuse a model that nobody can look at or change.
 
     Raises:
-        PatchError: torch.jit.script compiled it, or it has weights that only its first forward makes.
+        PatchError: torch.compile wraps it or a part of it, torch.jit.script compiled it, or it has weights
+            that only its first forward makes.
     """
+    _refuse_compiled(model)
     if isinstance(model, torch.jit.ScriptModule):
         raise PatchError(
             "torch.jit.script compiled this model, and nothing in it can be exchanged: patch the model of "
