@@ -17,7 +17,11 @@ from lowmem_patch.nn.norms import MSNorm
 from lowmem_patch.nn.own import Own, within_compiled
 from lowmem_patch.planning.apply import apply_plan, undo
 from lowmem_patch.planning.changes import has_adapter, no_longer_as_patched, watch_first_forward
-from lowmem_patch.planning.check import check_outputs, refuse_compiled, run_real
+from lowmem_patch.planning.check import (
+    check_outputs,
+    refuse_unready,
+    run_real,
+)
 from lowmem_patch.planning.fit_model import fit_planned
 from lowmem_patch.planning.plan import Plan, trains_signature
 from lowmem_patch.planning.planner import (
@@ -77,14 +81,15 @@ def plan_patch(
         ConfigError: ``model`` is no model, an unknown preset, key, value or optimizer, a budget that is no
             size, or ``optimizer``, ``accumulation`` or ``gpus`` without a budget.
         TraceError: the model cannot be run on the inputs.
-        PatchError: the model is part of a larger model that is patched, or torch.compile wraps it.
+        PatchError: the model is part of a larger model that is patched, torch.compile wraps it,
+            torch.jit.script compiled it, or a weight has no shape yet.
         BudgetError: nothing fits in the budget; the text names the least one, and what would help.
     """
     checked_model(model, "plan_patch")
     config = given_config(preset, config, earlier_config(model))
     if example_inputs is None:
         model = _with_known_inputs(model)
-    refuse_compiled(model)
+    refuse_unready(model)
     resolved = load_config(config)
     asked = _asked(resolved, fit, optimizer, accumulation, gpus)
     _refuse_budget_of_no_batch(asked, example_inputs)
@@ -159,7 +164,7 @@ def patch_model(
 
     Raises:
         ConfigError, TraceError, BudgetError: as in :func:`plan_patch`; the model is as it was, unpatched.
-        PatchError: torch.compile wraps the model, or applying or checking failed; the model is as it was.
+        PatchError: as in :func:`plan_patch`, or applying or checking failed; the model is as it was.
         NothingToPatchError: ``strict``, and nothing was patched or nothing trains.
 
     Example:
@@ -173,7 +178,7 @@ def patch_model(
         model = _with_known_inputs(model)
         if not check and _is_patched_so(model, resolved, asked):
             return outer
-    refuse_compiled(model)
+    refuse_unready(model)
     _check_budget(model, asked, example_inputs)
     _unpatch(model)
     report, plan, inputs = _planned(model, resolved, example_inputs, asked)

@@ -20,8 +20,6 @@ from typer.testing import CliRunner, Result
 import lowmem_patch
 from lowmem_patch import checkpoint, demo
 from lowmem_patch.cli import app
-from lowmem_patch.config import load_config
-from lowmem_patch.errors import ConfigError
 from lowmem_patch.planning.names import collapse_names, human_bytes
 
 ROOT = Path(__file__).parent.parent
@@ -209,11 +207,6 @@ def test_presets_and_keys_are_named(llama: Path, tmp_path: Path) -> None:
     refused("inspect", llama, "--preset", "fastest", naming="auto, compact, exact, paper")
     (tmp_path / "bad.yaml").write_text("norm: fold\n")
     refused("verify", llama, "--preset", tmp_path / "bad.yaml", naming="unknown key norm")
-    with pytest.raises(ConfigError, match="unknown key norm") as misspelt:
-        load_config({"norm": "share"})
-    assert "example_inputs" not in str(misspelt.value)
-    with pytest.raises(ConfigError, match="a batch is given as example_inputs="):
-        load_config({"input_ids": torch.zeros(1)})
     assert "max-shard-size" in refused(
         "convert", llama, tmp_path / "o", "--max-shard-size", "lots", naming="lots"
     )

@@ -11,6 +11,8 @@ import torch
 
 import lowmem_patch
 from lowmem_patch import errors
+from lowmem_patch.config import load_config
+from lowmem_patch.errors import ConfigError
 
 PUBLIC_NAMES = [
     "BudgetError",
@@ -75,3 +77,11 @@ def test_version_is_the_installed_one() -> None:
     except importlib.metadata.PackageNotFoundError:
         pytest.skip("lowmem-patch is not installed, only importable")
     assert installed == lowmem_patch.__version__
+
+
+def test_a_batch_in_the_place_of_a_preset_is_told_its_place() -> None:
+    with pytest.raises(ConfigError, match="a batch is given as example_inputs="):
+        load_config({"input_ids": torch.zeros(1)})
+    with pytest.raises(ConfigError, match="unknown key norm") as misspelt:
+        load_config({"norm": "share"})
+    assert "example_inputs" not in str(misspelt.value)

@@ -8,6 +8,7 @@ are run again with gradients, once for all who read the value and for the gradie
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import lru_cache
@@ -46,13 +47,17 @@ class _Leaf:
     """The place of a source among the arguments of steps."""
 
 
+_NUMBERS = itertools.count()
+
+
 class _Step:
-    """A call of a function, whose tensors are other steps and leaves."""
+    """A call of a function, whose tensors are other steps and leaves; ``number`` counts the calls."""
 
     def __init__(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         self.func, self.args, self.kwargs = func, args, kwargs
+        self.number = next(_NUMBERS)
 
     @property
     def before(self) -> set[Any]:
@@ -70,17 +75,15 @@ class _Step:
 
 
 def _in_order(last: _Step) -> list[_Step]:
-    """The steps that lead to the last one."""
-    found: dict[_Step, None] = {}
-
-    def visit(step: Any) -> None:
+    """The steps that lead to the last one, as they were called: autograd adds gradients up in this order."""
+    found: set[_Step] = set()
+    pending: list[Any] = [last]
+    while pending:
+        step = pending.pop()
         if isinstance(step, _Step) and step not in found:
-            for one in step.before:
-                visit(one)
-            found[step] = None
-
-    visit(last)
-    return list(found)
+            found.add(step)
+            pending += step.before
+    return sorted(found, key=lambda step: step.number)
 
 
 def _run(last: _Step, values: dict[Any, Tensor]) -> Tensor:

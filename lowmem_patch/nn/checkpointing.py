@@ -102,13 +102,15 @@ def checkpointed(
     plain = not torch.is_grad_enabled() or is_exporting() or is_transformed()
     if plain or is_switched_on(block):
         return forward(*args, **kwargs)
-    if in_compiler():
-        return checkpoint(partial(forward, **kwargs), *args, use_reentrant=False)
-    if _is_run_again():
+    compiling = in_compiler()
+    if not compiling and _is_run_again():
         return forward(*args, **kwargs)
     taken = _without_empty_caches(block, args, kwargs)
     if taken is None:
         return forward(*args, **kwargs)  # a second run would write into the cache again
+    if compiling:
+        args, kwargs = taken
+        return checkpoint(partial(forward, **kwargs), *args, use_reentrant=False)
     return _Run(block, how, forward, *taken).checkpointed()
 
 

@@ -38,7 +38,7 @@ class RealRun:
     modules: list[tuple[str, Tensor]]
 
 
-def refuse_compiled(model: nn.Module) -> None:
+def _refuse_compiled(model: nn.Module) -> None:
     """Refuse what ``torch.compile`` wraps: a patch inside would break its graphs.
 
     ``module.compile()`` wraps nothing: graphs are made when the patched module runs.
@@ -52,6 +52,27 @@ def refuse_compiled(model: nn.Module) -> None:
             raise PatchError(
                 f"torch.compile wraps {describe(inner, name)} already: patch the model first and "
                 "compile it after that, as in model = torch.compile(patch_model(model))"
+            )
+
+
+def refuse_unready(model: nn.Module) -> None:
+    """Refuse a model that nobody can look at or change.
+
+    Raises:
+        PatchError: torch.compile wraps it or a part of it, torch.jit.script compiled it, or it has weights
+            that only its first forward makes.
+    """
+    _refuse_compiled(model)
+    if isinstance(model, torch.jit.ScriptModule):
+        raise PatchError(
+            "torch.jit.script compiled this model, and nothing in it can be exchanged: patch the model of "
+            "which it was made"
+        )
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if torch.nn.parameter.is_lazy(tensor):
+            raise PatchError(
+                f"{name} has no shape before the first forward: run the model on a batch once, and patch it "
+                "then"
             )
 
 

@@ -12,6 +12,7 @@ from lowmem_patch.constants import STEP_TABLES
 from lowmem_patch.functional import ActivationKind
 from lowmem_patch.strategies.protocol import Facts, PatchSite, Skip, call_obstacle
 from lowmem_patch.tracing.call_arguments import CalledFunction
+from lowmem_patch.tracing.chains import find_chains
 from lowmem_patch.tracing.consumers import (
     Consumer,
     Use,
@@ -24,6 +25,7 @@ from lowmem_patch.tracing.dataflow import first_input
 from lowmem_patch.tracing.op_roles import Role
 from lowmem_patch.tracing.probes import NormSpec, looks_like_activation, looks_like_norm
 from lowmem_patch.tracing.saved_bytes import storage_key
+from lowmem_patch.tracing.shadow import tensors_in
 
 READS: tuple[Use, ...] = ("other", "autocast", "square")  # of the values
 NOTHING_TO_GAIN = "nothing to gain: what it needs is kept for another op, or not at all"
@@ -78,6 +80,8 @@ def _find_sites(facts: Facts, config: PatchConfig) -> Iterator[ActivationSite | 
         site = _site(facts, name, called.kind, config, called.function)
         if not (site.recomputing_gains or facts.saved(name)):
             continue  # a sigmoid whose output others save, too, is no row of a report
+        if site.chosen == "recompute" and site.gated and _saves_more_than_a_chain(facts, site):
+            continue
         obstacle = call_obstacle(facts, called) or _obstacle(facts, site, config)
         yield site if obstacle is None else site.skip(obstacle)
 
@@ -231,6 +235,25 @@ def _hook(facts: Facts, consumers: list[Consumer]) -> str | None:
         if consumer.op is not None and consumer.op.role.has(Role.HOOK | Role.UNTRACKED):
             return consumer.text
     return None
+
+
+def _saves_more_than_a_chain(facts: Facts, site: ActivationSite) -> bool:
+    """Whether each gate and what it multiplies are made of fewer tensors by elementwise functions of the same
+    forward (``x * torch.sigmoid(1.7 * x)``): a chain of these functions saves the fewer tensors alone."""
+    chains = facts.once(find_chains, lambda: find_chains(facts.trace, frozenset()))
+    for call in facts.calls_of(site.name):
+        chain = next((chain for chain in chains if call.first_op in chain.ops), None)
+        if chain is None:
+            return False
+        own = {id(tensor) for tensor in call.outputs}
+        products = [op for op in chain.ops.values() if own & set(map(id, op.args))]
+        read = [
+            tensor for op in products for tensor in tensors_in(op.args) if id(tensor) not in own
+        ]
+        kept = {id(tensor): tensor for tensor in (*call.inputs, *read)}
+        if len(chain.sources_of(kept.values())) >= len(kept):
+            return False
+    return True
 
 
 def _obstacle(facts: Facts, site: ActivationSite, config: PatchConfig) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Set
+from collections.abc import Iterable, Set
 
 import torch
 from torch import Tensor
@@ -40,6 +40,21 @@ class Chain:
         made = self.made
         read = {id(t): t for op in self.ops.values() for t in tensors_in((op.args, op.kwargs))}
         return [tensor for key, tensor in read.items() if key not in made]
+
+    def sources_of(self, tensors: Iterable[Tensor]) -> list[Tensor]:
+        """The tensors of their size from which the chain makes these, or which they are."""
+        makers = {id(op.outputs[0]): op for op in self.ops.values()}
+        seen: dict[int, Tensor] = {}
+        pending = list(tensors)
+        while pending:
+            tensor = pending.pop()
+            if id(tensor) in seen:
+                continue
+            seen[id(tensor)] = tensor
+            if (op := makers.get(id(tensor))) is not None:
+                read = tensors_in((op.args, op.kwargs))
+                pending += [one for one in read if one.shape == tensor.shape]
+        return [tensor for key, tensor in seen.items() if key not in makers]
 
 
 def find_chains(trace: Trace, known: Set[int]) -> list[Chain]:

@@ -44,6 +44,20 @@ def test_a_compiled_block_is_named() -> None:
     assert not find_records(model)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_a_scripted_model_and_one_without_shapes_are_refused() -> None:
+    layers: Any = [nn.LazyLinear(8), nn.GELU(), nn.Linear(8, 4)]
+    lazy, x = nn.Sequential(*layers), torch.randn(3, 5)
+    scripted: Any = torch.jit.script(nn.Sequential(nn.Linear(5, 8), *layers[1:]))
+    for model, said in ((lazy, "0.weight has no shape"), (scripted, "torch.jit.script compiled")):
+        for call in (patch_model, plan_patch):
+            with pytest.raises(PatchError, match=said):
+                call(model, example_inputs=x)
+        assert not find_records(model)
+        model(x).sum().backward()
+    assert patch_report(patch_model(lazy, example_inputs=x)).sites
+
+
 def test_a_patched_model_that_was_compiled_then_is_left_as_it_is() -> None:
     patched = patch_model(llama(), "exact")
     compiled: Any = torch.compile(patched)

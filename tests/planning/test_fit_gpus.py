@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from lowmem_patch import BudgetError, ConfigError, patch_model, patch_report, plan_patch
 from lowmem_patch.config import load_config
 from lowmem_patch.memory import Training
 from lowmem_patch.memory.blocks import repeated_blocks
-from lowmem_patch.memory.sharding import Gathered, gathered
+from lowmem_patch.memory.model_states import model_state_bytes
+from lowmem_patch.memory.sharding import Gathered, gathered, is_replicated
+from lowmem_patch.memory.step import (
+    AFTER_BACKWARD,
+    AFTER_LOSS,
+    BACKWARD,
+    FORWARD,
+    LOSS,
+    MOMENTS,
+    OPTIMIZER,
+)
+from lowmem_patch.planning.budget import Budget
+from lowmem_patch.planning.costs import Device
 from lowmem_patch.planning.fit_model import fit_planned
 from lowmem_patch.planning.fit_report import FitReport
+from lowmem_patch.planning.ladder import Base, Rung, _sharded
 from lowmem_patch.planning.planner import plan_model
 from lowmem_patch.planning.sharded_timeline import Sharding
 from lowmem_patch.planning.timeline import RunBytes, Timeline
+from lowmem_patch.tracing.inputs import as_example_inputs
 from tests.support.models import llama_of
 
 BATCH = {"input_ids": torch.zeros(2, 16, dtype=torch.long)}
@@ -47,6 +63,75 @@ def test_one_gpu_holds_shards_and_what_is_gathered() -> None:
     assert (one.before, one.after, one.end) == (3 + 220, 70 - 6 + 110, 26)
     kept = Sharding(2, whole, (6, 6), accumulates=True).of_one(timeline)
     assert (kept.runs[0].backward, kept.after) == (50 + 120 + 6 + 40, 70 + 110 + 40)
+
+
+def test_what_is_gathered_by_the_part_of_the_step() -> None:
+    whole = Gathered(rest=100, rest_gradients=40, block=10, block_gradients=6)
+    # in front of the first block the buffers of the rest are not free yet, and one block is on its way
+    found = {(moment, place): whole.most(moment, place) for moment in MOMENTS for place in (0, 1)}
+    assert (found[FORWARD, 0], found[FORWARD, 1]) == (220, 120)
+    assert found[BACKWARD, 0] == found[BACKWARD, 1] == 100 + 20 + 40 + 12
+    for place in (0, 1):
+        assert (found[LOSS, place], found[AFTER_LOSS, place]) == (100, 100)
+        assert (found[AFTER_BACKWARD, place], found[OPTIMIZER, place]) == (0, 0)
+
+
+class Counted(nn.Module):
+    """Six blocks of 4 x 4 weights, 64 bytes each, and a head."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(6))
+        self.head = nn.Linear(4, classes, bias=False)
+
+
+def rung_of(model: nn.Module, activations: int, budget: int) -> Rung | None:
+    states = model_state_bytes(model, "adamw")
+    states = dataclasses.replace(states, workspace=32, rounding=8)
+    device = Device("none", 1.0, 1.0, 1.0)
+    base = Base(
+        model, as_example_inputs(BATCH), (), states, Training(), Budget(budget, ""),
+        activations + states.gradients, (), 0.0, device,
+    )  # fmt: skip
+    return _sharded(base)
+
+
+def test_the_sum_of_a_step_over_several_gpus() -> None:
+    """All shards of the states count, whole workspaces, and what is gathered where that is most."""
+    model = Counted(5)
+    weights, head, block = 464, 80, 64
+    backward = 1000 + 2 * (head + 2 * block)  # weights that are gathered, and gradients as many
+    for gpus in (2, 4, 8):
+        total = backward + 4 * weights // gpus + 32 + 8
+        found = rung_of(model, 1000, total)
+        assert found is not None and found.total == total and found.on_top
+        assert found.name == f"FSDP over {gpus} GPUs, bytes of each"
+    assert rung_of(model, 1000, backward + 4 * weights // 64 + 32 + 8 - 1) is None
+
+
+def test_the_sum_of_several_gpus_may_be_that_in_front_of_the_blocks() -> None:
+    model = Counted(50)
+    model.head.requires_grad_(False)
+    blocks, head, block = 6 * 64, 800, 64
+    first = 2 * (head + block)
+    assert first > 200 + head + 4 * block  # the backward
+    total = first + (4 * blocks + head) // 2 + 32 + 8
+    found = rung_of(model, 200, total)
+    assert found is not None and found.total == total
+
+
+def test_processes_of_torch_distributed_are_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not is_replicated()
+    for there, begun, world in (
+        (True, True, 2),
+        (True, True, 1),
+        (True, False, 2),
+        (False, True, 2),
+    ):
+        monkeypatch.setattr(torch.distributed, "is_available", lambda there=there: there)
+        monkeypatch.setattr(torch.distributed, "is_initialized", lambda begun=begun: begun)
+        monkeypatch.setattr(torch.distributed, "get_world_size", lambda world=world: world)
+        assert is_replicated() is (there and begun and world > 1)
 
 
 def test_states_are_shared_and_the_peak_is_of_one_gpu() -> None:

@@ -54,6 +54,18 @@ def test_bits_are_equal_and_what_enters_is_saved(name: str) -> None:
     assert saved(twin) - saved(model) >= 3 * FULL
 
 
+@pytest.mark.parametrize("name", FORMULAS)
+def test_gradients_are_added_up_in_the_order_of_the_forward(name: str) -> None:
+    """So that a step gives the same bits whenever it is run, and those of the unpatched model."""
+    model = network(FORMULAS[name])
+    twin = copy.deepcopy(model)
+    patched(model)
+    expected = step(twin, rows(), seed=7).gradients
+    for _ in range(4):
+        found = step(model, rows(), seed=7).gradients
+        assert all(torch.equal(found[key], gradient) for key, gradient in expected.items())
+
+
 @pytest.mark.parametrize("body", BODIES)
 @pytest.mark.parametrize("name", ["xielu", "clamped"])
 def test_any_use_of_the_value_is_right(name: str, body: Any) -> None:
@@ -120,6 +132,44 @@ def test_every_preset_has_it(preset: str) -> None:
     twin = copy.deepcopy(model)
     report = patch_report(patched(model, preset))
     assert chains_of(model) == ["1.act"] and not report.approximate
+    assert_same_step(model, twin, rows())
+
+
+def swish(net: Any, x: Tensor) -> Tensor:
+    y = half(net, x)
+    return y * torch.sigmoid(1.7 * y)
+
+
+def two_steps(net: Any, x: Tensor) -> Tensor:
+    y = half(net, x)
+    return (y + 1) * torch.tanh(net.positive * y + 0.1 * y**2)
+
+
+def glu(net: Any, x: Tensor) -> Tensor:
+    return x[..., HIDDEN:] * torch.sigmoid(1.7 * half(net, x))
+
+
+@pytest.mark.parametrize("formula", [swish, two_steps])
+@pytest.mark.parametrize("preset", ["auto", "exact", "paper"])
+def test_an_activation_of_a_step_of_its_factor_is_the_chains(preset: str, formula: Any) -> None:
+    """As a gated product of its own it would save the step beside what the step is made of."""
+    model = network(formula)
+    twin = copy.deepcopy(model)
+    patched(model, preset)
+    assert chains_of(model) == ["1.act"]
+    assert saved(model) == LINEARS + FULL
+    assert_same_step(model, twin, rows())
+
+
+def test_an_activation_of_another_tensor_than_its_factor_is_none() -> None:
+    """A kernel multiplies it, and a chain would save as much."""
+    model = network(glu)
+    twin = copy.deepcopy(model)
+    report = patch_report(patched(model, "exact"))
+    assert [site.name for site in report.sites if site.strategy == "recompute"] == [
+        "1.act.sigmoid()"
+    ]
+    assert saved(model) <= LINEARS + 3 * FULL
     assert_same_step(model, twin, rows())
 
 

@@ -234,6 +234,32 @@ def test_compiled(level: str) -> None:
         torch.testing.assert_close(found.gradients[name], gradient)
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_compiled_with_caches() -> None:
+    """An empty cache, which transformers makes in a training forward, is no break of the graph, and one that
+    holds something is written once."""
+    torch.manual_seed(0)
+    model, inputs = llama_of().train(), FAMILIES["llama"].inputs()
+    blocks = blocks_of(model, inputs)
+    model = patched(model, inputs)
+    fitted = give_levels(model, blocks, all_of(blocks, "checkpointed"))
+    torch._dynamo.reset()
+    compiled = torch.compile(fitted, backend="aot_eager", fullgraph=True)
+    found, wanted = (one_step(each, {**inputs, "use_cache": True}) for each in (compiled, model))
+    for name, gradient in wanted.gradients.items():
+        torch.testing.assert_close(found.gradients[name], gradient)
+    torch._dynamo.reset()
+    outputs = []
+    for each in (model, torch.compile(fitted, backend="aot_eager")):
+        cache = DynamicCache()
+        with torch.no_grad():
+            each(inputs["input_ids"], past_key_values=cache)
+        outputs.append(each(inputs["input_ids"], past_key_values=cache).logits)
+        outputs[-1].sum().backward()
+        assert cache.get_seq_length() == 2 * inputs["input_ids"].shape[1]
+    torch.testing.assert_close(*outputs)
+
+
 # which blocks there are
 
 
