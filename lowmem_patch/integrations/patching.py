@@ -72,6 +72,7 @@ class Patching:
         sequence_length: int | None = None,
         autocast: torch.dtype | None = None,
         accumulation: int = 1,
+        gpus: int = 1,
     ) -> list[PatchReport]:
         """Patch every model that trains in ``model``, and return their reports.
 
@@ -81,6 +82,7 @@ class Patching:
             batch_size, sequence_length: of a training step, if the trainer knows them.
             autocast: the dtype in which the trainer will run it, where that is another than the weights'.
             accumulation: batches of a step, whose gradients a budget counts.
+            gpus: over which FSDP2 will shard the model; each has the whole budget.
 
         Raises:
             ConfigError: the model cannot be patched together with what else was asked for.
@@ -97,6 +99,7 @@ class Patching:
                 budget: dict[str, Any] = {}
                 if self.fit is not None:
                     budget = {"fit": self.fit, "accumulation": accumulation}
+                    budget |= {"gpus": gpus} if gpus > 1 else {}
                 patch_model(part, self.preset, example_inputs=inputs, **budget)
         return [self._report(part, batch_size) for part in found]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import accelerate.state
 import torch
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -70,6 +71,7 @@ class LowmemTrainerCallback(TrainerCallback):
             sequence_length=getattr(args, "max_length", None),
             autocast=_autocast_dtype(args),
             accumulation=args.gradient_accumulation_steps,
+            gpus=_sharing_gpus(),
         )
         if state.is_world_process_zero:
             lines = [*map(summary, reports), *notes_on_arguments(args)]
@@ -91,6 +93,14 @@ class LowmemTrainerCallback(TrainerCallback):
             self.on_init_end(args, state, control, model)
         if state.is_world_process_zero:
             write_reports(Path(str(args.output_dir)), reports_of(model), self.patching)
+
+
+def _sharing_gpus() -> int:
+    """Over how many GPUs the trainer's accelerate will shard the model by FSDP2; 1: it will not."""
+    if not accelerate.state.is_initialized():
+        return 1
+    state = accelerate.state.AcceleratorState()
+    return int(state.num_processes) if getattr(state, "is_fsdp2", False) else 1
 
 
 def _autocast_dtype(args: TrainingArguments) -> torch.dtype | None:
