@@ -74,6 +74,7 @@ def allocated(run: Callable[[], None]) -> int:
     """The largest sum of allocations minus frees that torch's profiler sees."""
     from torch.profiler import ProfilerActivity, profile
 
+    gc.collect()  # what others left in circles would be freed meanwhile
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         run()
     events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
