@@ -233,8 +233,10 @@ def _backward_fake(dy: Tensor, *rest: Any) -> list[Tensor]:
     ]
     if needs_input and kind != IDENTITY:
         part = _column_parts(dy.reshape(-1, outputs), weight.shape[1])[0]
-        columns = weight.shape[1] if part is None else part.stop
-        gradients.append(dy.new_empty(dy.numel() // outputs * columns))
+        if part is None:
+            gradients.append(dy.new_empty((*dy.shape[:-1], weight.shape[1])))
+        else:
+            gradients.append(dy.new_empty(dy.numel() // outputs * part.stop))
     return gradients
 
 

@@ -115,6 +115,16 @@ def test_who_counts_bytes_sees_a_part_of_the_gradient_of_the_value(
         assert peak() == 2 * gradient + 6 * 256 * 4
 
 
+@pytest.mark.usefixtures("in_parts")
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "not gated"])
+def test_fakes_have_the_shapes_of_parts(gated: bool, backend: Backend) -> None:
+    case = Case(torch.float32, backend.device, gated, False)
+    given: Any = (case.dy, *case.sources, case.weight, *case.low, 0.5, "silu", ALL)
+    real = linear_backward(*given, backend.implementation)
+    fake = products_backward._backward_fake(*given, backend.implementation)
+    assert [t.shape for t in fake] == [t.shape for t in real]
+
+
 def test_small_values_and_odd_widths_are_one_part() -> None:
     def rows(number: int) -> Tensor:
         return torch.empty(number, 1, dtype=torch.bfloat16, device="meta")
