@@ -75,9 +75,8 @@ class Machine:
         if self.device.type == "cpu":
             return 0
         torch.cuda.synchronize()
-        torch.empty(
-            1, device=self.device
-        )  # the allocator now frees what NCCL's stream is done with
+        # for it the allocator frees what NCCL's stream is done with
+        torch.empty(1, device=self.device)
         torch.cuda.reset_peak_memory_stats()
         return torch.cuda.memory_allocated()
 

@@ -17,11 +17,7 @@ from lowmem_patch.nn.norms import MSNorm
 from lowmem_patch.nn.own import Own, within_compiled
 from lowmem_patch.planning.apply import apply_plan, undo
 from lowmem_patch.planning.changes import has_adapter, no_longer_as_patched, watch_first_forward
-from lowmem_patch.planning.check import (
-    check_outputs,
-    refuse_unready,
-    run_real,
-)
+from lowmem_patch.planning.check import check_outputs, refuse_unready, run_real
 from lowmem_patch.planning.fit_model import fit_planned
 from lowmem_patch.planning.plan import Plan, trains_signature
 from lowmem_patch.planning.planner import (
@@ -231,7 +227,8 @@ def _is_patched_so(model: nn.Module, config: PatchConfig, asked: Asked | None) -
 
 
 def _check_budget(model: nn.Module, asked: Asked | None, example_inputs: Any) -> None:
-    """A budget of an earlier patch is one of its batch and optimizer, so that it is not taken over."""
+    """Refuse a budget without its batch; warn where an earlier patch had a budget, which is not taken over:
+    it was one of another batch and optimizer."""
     _refuse_budget_of_no_batch(asked, example_inputs)
     budgets = [record.fit[0] for _, record in find_records(model) if record.fit is not None]
     if budgets and asked is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -97,14 +97,14 @@ def linear_backward(
         if lora_B is not None and (needs_input or needs_A):
             d_low, padded_A = _low_gradient(ops, rows, lora_A, lora_B, scale)
         lefts = [rows if needs_weight else None, d_low if needs_A else None]
-        factors = (weight, d_low, padded_A)
         if needs_input and kind != IDENTITY:
-            through = _over_sources if over else _through_activation
-            gradients, products, meanwhile = through(
-                ops, dy, rows, factors, _given(source, up), kind, lefts
-            )
+            sources = _given(source, up)
+            step = _ActivationBackward(ops, dy, rows, weight, d_low, padded_A, sources, kind, lefts)
+            gradients, products, meanwhile = step.over_sources() if over else step.in_parts()
         else:
-            gradients = [_hidden_gradient(dy, rows, *factors)] if needs_input else []
+            gradients = []
+            if needs_input:
+                gradients.append(_hidden_gradient(dy, rows, weight, d_low, padded_A))
             products = _products(lefts, lambda: _hidden(ops, source, up, kind, dy.dtype))
         d_weight, d_A = products
         gradients += [] if d_weight is None else [d_weight]
@@ -129,69 +129,64 @@ def _products(lefts: list[Any], hidden: Callable[[], Tensor]) -> list[Tensor | N
     return [None if left is None else left.t().mm(right) for left in lefts]
 
 
-def _through_activation(
-    ops: Any,
-    dy: Tensor,
-    rows: Tensor,
-    factors: tuple[Any, Any, Any],
-    sources: list[Tensor],
-    kind: str,
-    lefts: list[Any],
-) -> tuple[list[Tensor], list[Tensor | None], list[Tensor]]:
-    """The gradients of source (and up), left^T hidden of each left, and what is needed meanwhile.
+_Found = tuple[list[Tensor], list[Tensor | None], list[Tensor]]
 
-    Of a large value they are made some columns at a time: d_hidden, whose place hidden takes, is then
-    never whole. No column is a sum over others, so that nothing is rounded more often.
+
+class _ActivationBackward(NamedTuple):
+    """The backward of a Linear behind an activation: the gradients of source (and up), left^T hidden of each
+    left, and the memory that is needed meanwhile.
+
+    Attributes:
+        ops: an implementation.
+        rows: ``dy`` of two dimensions.
+        sources: source, and up of a gated product.
+        lefts: what hidden is multiplied with; None for a product that nobody needs.
     """
-    weight, d_low, padded_A = factors
-    found = [t.new_empty(t.shape) for t in sources]
-    features = weight.shape[1]
-    products = [None if t is None else dy.new_empty(t.shape[1], features) for t in lefts]
-    pairs = [(left.t(), y) for left, y in zip(lefts, products, strict=True) if y is not None]
-    parts = _column_parts(rows, features)
-    memory = None if parts[0] is None else dy.new_empty(len(rows) * parts[0].stop)
-    for part in parts:
-        part_A = _columns(padded_A, part)
-        d_hidden = _hidden_gradient(dy, rows, _columns(weight, part), d_low, part_A, memory)
-        # takes the place of its gradient: the peak of a plain backward
-        hidden = d_hidden if pairs else None
-        sources_part, found_part = (
-            [_columns(t, part) for t in whole] for whole in (sources, found)
-        )
-        _activation_gradients(ops, d_hidden, sources_part, kind, hidden, found_part)
-        for left, product in pairs:
-            torch.mm(left, _flat(d_hidden), out=_columns(product, part))
-    return found, products, [d_hidden if memory is None else memory]
 
+    ops: Any
+    dy: Tensor
+    rows: Tensor
+    weight: Tensor
+    d_low: Tensor | None
+    padded_A: Tensor | None
+    sources: list[Tensor]
+    kind: str
+    lefts: list[Any]
 
-def _over_sources(
-    ops: Any,
-    dy: Tensor,
-    rows: Tensor,
-    factors: tuple[Any, Any, Any],
-    sources: list[Tensor],
-    kind: str,
-    lefts: list[Any],
-) -> tuple[list[Tensor], list[Tensor | None], list[Tensor]]:
-    """As `_through_activation`; the gradients take the places of up and of d_hidden, and hidden that of
-    source."""
-    d_hidden = _hidden_gradient(dy, rows, *factors)
-    places = [*sources[1:], d_hidden]
-    _activation_gradients(ops, d_hidden, sources, kind, sources[0], places)
-    return places, _products(lefts, lambda: sources[0]), []
+    def in_parts(self) -> _Found:
+        """Of a large value some columns at a time: d_hidden, whose place hidden takes, is then never whole.
+        No column is a sum over others, so that nothing is rounded more often."""
+        rows, features = self.rows, self.weight.shape[1]
+        found = [t.new_empty(t.shape) for t in self.sources]
+        products = [None if t is None else rows.new_empty(t.shape[1], features) for t in self.lefts]
+        pairs = [(t.t(), y) for t, y in zip(self.lefts, products, strict=True) if y is not None]
+        parts = _column_parts(rows, features)
+        memory = None if parts[0] is None else rows.new_empty(len(rows) * parts[0].stop)
+        for part in parts:
+            weight, padded_A = _columns(self.weight, part), _columns(self.padded_A, part)
+            d_hidden = _hidden_gradient(self.dy, rows, weight, self.d_low, padded_A, memory)
+            # takes the place of its gradient: the peak of a plain backward
+            hidden = d_hidden if pairs else None
+            sources = [_columns(t, part) for t in self.sources]
+            self._gradients(d_hidden, sources, hidden, [_columns(t, part) for t in found])
+            for left, product in pairs:
+                torch.mm(left, _flat(d_hidden), out=_columns(product, part))
+        return found, products, [d_hidden if memory is None else memory]
 
+    def over_sources(self) -> _Found:
+        """The gradients take the places of up and of d_hidden, and hidden that of source."""
+        d_hidden = _hidden_gradient(self.dy, self.rows, self.weight, self.d_low, self.padded_A)
+        places, hidden = [*self.sources[1:], d_hidden], self.sources[0]
+        self._gradients(d_hidden, self.sources, hidden, places)
+        return places, _products(self.lefts, lambda: hidden), []
 
-def _activation_gradients(
-    ops: Any,
-    dy: Tensor,
-    sources: list[Tensor],
-    kind: str,
-    hidden: Tensor | None,
-    places: list[Tensor],
-) -> None:
-    gated = len(sources) == 2
-    x, up = sources if gated else (sources[0], None)
-    activations.gradients(ops, dy, x, up, kind, hidden, tuple(places) if gated else places[0])
+    def _gradients(
+        self, dy: Tensor, sources: list[Tensor], hidden: Tensor | None, places: list[Tensor]
+    ) -> None:
+        gated = len(sources) == 2
+        x, up = sources if gated else (sources[0], None)
+        into = tuple(places) if gated else places[0]
+        activations.gradients(self.ops, dy, x, up, self.kind, hidden, into)
 
 
 def _flat(hidden: Tensor) -> Tensor:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
-import accelerate.state
 import torch
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -96,11 +96,14 @@ class LowmemTrainerCallback(TrainerCallback):
 
 
 def _sharing_gpus() -> int:
-    """Over how many GPUs the trainer's accelerate will shard the model by FSDP2; 1: it will not."""
-    if not accelerate.state.is_initialized():
+    """Over how many GPUs the trainer's accelerate will shard the model by FSDP2; 1: it will not, or other
+    ways of sharing are mixed with it, so that the number is not known."""
+    library = sys.modules.get("accelerate.state")
+    if library is None or not library.is_initialized():
         return 1
-    state = accelerate.state.AcceleratorState()
-    return int(state.num_processes) if getattr(state, "is_fsdp2", False) else 1
+    state = library.AcceleratorState()
+    mixed = getattr(state, "parallelism_config", None) is not None
+    return int(state.num_processes) if getattr(state, "is_fsdp2", False) and not mixed else 1
 
 
 def _autocast_dtype(args: TrainingArguments) -> torch.dtype | None:

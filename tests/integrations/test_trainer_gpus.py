@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import DistributedType
+from accelerate.state import AcceleratorState, PartialState  # type: ignore[import-untyped]  # ships none
+from accelerate.utils import DistributedType  # type: ignore[import-untyped]  # ships none
 from transformers import Trainer
 
 from lowmem_patch import patch_model
@@ -18,13 +18,19 @@ from tests.support.models import llama
 
 
 @pytest.mark.parametrize(
-    ("kind", "version", "gpus"),
-    [("FSDP", 2, 4), ("FSDP", 1, None), ("MULTI_GPU", None, None)],
-    ids=["FSDP2", "FSDP1", "DDP"],
+    ("kind", "version", "mixed", "gpus"),
+    [
+        ("FSDP", 2, None, 4),
+        ("FSDP", 2, object(), None),
+        ("FSDP", 1, None, None),
+        ("MULTI_GPU", None, None, None),
+    ],
+    ids=["FSDP2", "FSDP2 with others", "FSDP1", "DDP"],
 )
 def test_fsdp2_is_told_the_number_of_gpus(
     kind: str,
     version: int | None,
+    mixed: object,
     gpus: int | None,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -41,6 +47,7 @@ def test_fsdp2_is_told_the_number_of_gpus(
     monkeypatch.setitem(PartialState._shared_state, "num_processes", 4)
     plugin = types.SimpleNamespace(fsdp_version=version)
     monkeypatch.setitem(AcceleratorState._shared_state, "fsdp_plugin", plugin)
+    monkeypatch.setitem(AcceleratorState._shared_state, "parallelism_config", mixed)
     callback = LowmemTrainerCallback("exact", fit="24GiB", sequence_length=9)
     callback.on_init_end(trainer.args, trainer.state, trainer.control, trainer.model)
     assert found == [gpus]

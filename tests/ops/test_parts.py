@@ -84,10 +84,8 @@ def test_gradients_that_nobody_needs_change_no_other(
 ) -> None:
     """Of weight, lora_A and lora_B, beside those of the sources."""
     for_weight, for_A, for_B = needs
-    case, asked = (
-        Case(torch.float32, backend.device, True, True),
-        (True, for_weight, False, for_A, for_B),
-    )
+    case = Case(torch.float32, backend.device, True, True)
+    asked = (True, for_weight, False, for_A, for_B)
     every = case.run(backend.implementation, (True, True, False, True, True))
     wanted = [*every[:2], *(g for g, need in zip(every[2:], needs, strict=True) if need)]
     found = case.run(backend.implementation, asked)
@@ -131,9 +129,7 @@ def test_small_values_and_odd_widths_are_one_part() -> None:
 
     quarters = [slice(start, start + 3584) for start in range(0, 14336, 3584)]
     assert products_backward._column_parts(rows(1 << 15), 14336) == quarters
-    assert products_backward._column_parts(rows(8192), 14336) == [
-        slice(0, 7168),
-        slice(7168, 14336),
-    ]
+    halves = [slice(0, 7168), slice(7168, 14336)]
+    assert products_backward._column_parts(rows(8192), 14336) == halves
     assert products_backward._column_parts(rows(8192), 4864) == [None]
     assert products_backward._column_parts(rows(1 << 16), 4304) == [None]  # no multiple of 128

@@ -78,11 +78,8 @@ def test_a_batch_norm_behind_a_recomputed_activation_needs_statistics_alone() ->
 
 
 def test_a_modulated_norm_is_its_output_alone() -> None:
-    found = floor("modulated")
-    assert found == {
-        "linear inputs": 2 * ONE,
-        "codes and statistics": 4 * ROWS,
-    }  # x, and the norm's output
+    # x, and the norm's output
+    assert floor("modulated") == {"linear inputs": 2 * ONE, "codes and statistics": 4 * ROWS}
 
 
 def test_masks_that_are_made_under_vmap() -> None:

@@ -233,3 +233,20 @@ def test_the_page_tells_what_is_wrong(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "- bad, bf16: wrong: exact: dtype: output 0 is torch.float32" in text
     assert "- late, bf16: no reference: mat1 and mat2" in text
     assert "good, bf16" not in text and "gone, bf16" not in text and "autocast |" not in text
+
+
+def test_outputs_of_other_shapes() -> None:
+    """They are wrong, unless a rounding moves the unpatched model's as well: it picks other points."""
+
+    def outputs(rows: int) -> Step:
+        return Step([torch.ones(rows, 2)], {}, 0, {})
+
+    wrong = compare_outputs(BF16, outputs(3), outputs(4), outputs(4), [])
+    assert not wrong.right
+    undecided = compare_outputs(BF16, outputs(3), outputs(5), outputs(4), [])
+    assert undecided.right and undecided.jumps == undecided.tensors == 1
+
+
+def test_a_model_without_products_has_none() -> None:
+    model, x = nn.LayerNorm(4), torch.randn(2, 4)
+    assert not products(model, ExampleInputs((x,)), FLOAT32)
