@@ -120,20 +120,10 @@ class Launch:
     ) -> None:
         device = tensors[0].get_device()
         # torch.cuda.current_device without its checks: a CUDA tensor exists, or nothing asks
-        if device < 0 or device == torch._C._cuda_getDevice():
-            self._launch(device, grid, tensors, numbers, strides)
-        else:
+        if device >= 0 and device != torch._C._cuda_getDevice():
             with torch.cuda.device(device):  # Triton launches on the current device
-                self._launch(device, grid, tensors, numbers, strides)
-
-    def _launch(
-        self,
-        device: int,
-        grid: tuple[int, int, int],
-        tensors: Sequence[Tensor],
-        numbers: Sequence[float],
-        strides: Sequence[int],
-    ) -> None:
+                self(grid, tensors, numbers, strides)
+            return
         bits, largest = 0, max(numbers)
         # as numbers, which Triton does not ask the driver about
         pointers = [tensor.data_ptr() for tensor in tensors]
@@ -168,10 +158,9 @@ def _is_watched() -> bool:
 
 
 def _row_stride(tensor: Tensor) -> int | None:
-    """The stride between rows if the tensor reads as ``[rows, columns]`` in place, else None."""
+    """The stride between rows if the tensor, which is not contiguous, reads as ``[rows, columns]`` in place,
+    else None."""
     columns = tensor.shape[-1]
-    if tensor.is_contiguous():
-        return columns
     if columns > 1 and tensor.stride(-1) != 1:
         return None
     expected: int | None = None
@@ -190,6 +179,8 @@ def _row_stride(tensor: Tensor) -> int | None:
 
 def as_rows(tensor: Tensor) -> tuple[Tensor, int]:
     """The tensor, copied only if it must be, and the stride between its rows of the last dimension."""
+    if tensor.is_contiguous():
+        return tensor, tensor.shape[-1]
     stride = _row_stride(tensor)
     if stride is None:
         return tensor.contiguous(), tensor.shape[-1]
