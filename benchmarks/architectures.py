@@ -221,7 +221,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("there is no GPU: give --device cpu for a trial")
-    hf.logging.set_verbosity_error()
+    verbosity: Any = hf.logging  # has no types
+    verbosity.set_verbosity_error()
     chosen = {name: case for name, case in CASES.items() if options.only.lower() in name.lower()}
     if not chosen:
         parser.error(f"--only {options.only}: known are {', '.join(CASES)}")

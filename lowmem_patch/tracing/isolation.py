@@ -110,12 +110,15 @@ def running_fake(mode: FakeTensorMode) -> Iterator[None]:
 
     A forward may remember a table (of positions, say) in a functools cache, where the next real
     forward would find a fake one: caches that were filled meanwhile are emptied.
+
+    What torch.jit scripted (DeBERTa's positions) runs unoptimized: after two runs a GPU's fuser would make a
+    kernel of it for such tensors as it met.
     """
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     disabled, logger.disabled = logger.disabled, True
     misses = {id(cache): cache.cache_info().misses for cache in find_caches()}
     try:
-        with mode, NoForeignKernels():
+        with mode, NoForeignKernels(), torch.jit.optimized_execution(False):
             yield
     finally:
         logger.disabled = disabled

@@ -6,12 +6,14 @@ import copy
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import DebertaV2Config, DebertaV2Model
 
 from lowmem_patch import patch_model, patch_report, plan_patch, saved_bytes, unpatch_model
 from lowmem_patch.errors import TraceError
@@ -190,3 +192,63 @@ def test_the_same_under_tritons_interpreter() -> None:
         check=False,
     )
     assert finished.returncode == 0, finished.stdout[-4000:] + finished.stderr[-2000:]
+
+
+def scripted(function: Any) -> Any:
+    with warnings.catch_warnings():  # of torch.jit.script, whose users are there all the same
+        warnings.simplefilter("ignore")
+        return torch.jit.script(function)
+
+
+def fused(x: Tensor) -> Tensor:
+    return torch.sin(x * 2 + 1) * torch.cos(x - 3)
+
+
+class Scripted(nn.Module):
+    """A model that calls a scripted function, as DeBERTa does for its positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.act, self.down = nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        OPTIMIZED.append(torch._C._get_graph_executor_optimize())
+        with torch.no_grad():
+            shift = FUSED(x)
+        out: Tensor = self.down(self.act(self.up(x + shift)))
+        return out
+
+
+FUSED = scripted(fused)
+OPTIMIZED: list[bool] = []  # whether torch.jit may compile, at each forward
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_scripted_function_is_not_compiled_for_fake_tensors(device: str) -> None:
+    torch.manual_seed(0)
+    model = Scripted().to(device)
+    twin = copy.deepcopy(model)
+    x = batch(device)
+    OPTIMIZED.clear()
+    for _ in range(2):  # the fuser makes its kernel in the third run
+        plan_patch(model, "exact", example_inputs=x)
+    patch_model(model, "exact", example_inputs=x)
+    assert OPTIMIZED and not any(OPTIMIZED)
+    assert_same_step(model, twin, x)
+    assert OPTIMIZED[-1]
+
+
+@pytest.mark.gpu
+def test_deberta_is_patched_before_its_first_forward() -> None:
+    config = DebertaV2Config(
+        vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
+        relative_attention=True, pos_att_type=["p2c", "c2p"], position_buckets=8, max_relative_positions=-1,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = DebertaV2Model(config).cuda().train()
+    twin = copy.deepcopy(model)
+    inputs = {"input_ids": torch.randint(3, 64, (2, 16), device="cuda")}
+    patch_model(model, "exact", example_inputs=inputs)
+    for _ in range(3):
+        assert_same_step(model, twin, inputs)
