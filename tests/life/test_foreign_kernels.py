@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
-from transformers import DebertaV2Config, DebertaV2Model
 
 from lowmem_patch import patch_model, patch_report, plan_patch, saved_bytes, unpatch_model
 from lowmem_patch.errors import TraceError
@@ -239,14 +239,16 @@ def test_scripted_function_is_not_compiled_for_fake_tensors(device: str) -> None
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # transformers', where it defines DeBERTa
 def test_deberta_is_patched_before_its_first_forward() -> None:
-    config = DebertaV2Config(
+    hf: Any = transformers  # has no types for its models
+    config = hf.DebertaV2Config(
         vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
         relative_attention=True, pos_att_type=["p2c", "c2p"], position_buckets=8, max_relative_positions=-1,
         hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
     )  # fmt: skip
     torch.manual_seed(0)
-    model = DebertaV2Model(config).cuda().train()
+    model = hf.DebertaV2Model(config).cuda().train()
     twin = copy.deepcopy(model)
     inputs = {"input_ids": torch.randint(3, 64, (2, 16), device="cuda")}
     patch_model(model, "exact", example_inputs=inputs)
