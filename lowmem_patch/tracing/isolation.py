@@ -21,6 +21,7 @@ from lowmem_patch.tracing.observers import FunctionObserver
 from lowmem_patch.tracing.op_roles import Role, function_name, role_of
 
 _Cache = functools._lru_cache_wrapper
+_jit: Any = torch.jit  # says of none of its names that it is public
 
 
 class ForeignKernelError(RuntimeError):
@@ -118,7 +119,7 @@ def running_fake(mode: FakeTensorMode) -> Iterator[None]:
     disabled, logger.disabled = logger.disabled, True
     misses = {id(cache): cache.cache_info().misses for cache in find_caches()}
     try:
-        with mode, NoForeignKernels(), torch.jit.optimized_execution(False):
+        with mode, NoForeignKernels(), _jit.optimized_execution(False):
             yield
     finally:
         logger.disabled = disabled
