@@ -47,13 +47,7 @@ def bytes_table() -> str:
         "python benchmarks/models.py --variants unpatched paper exact auto "
         "--json benchmarks/results/saved-bytes.json"
     )
-    return "\n".join(
-        [
-            *rows,
-            "",
-            f"`{command}`: {_environment(data)}",
-        ]
-    )
+    return "\n".join([*rows, "", f"`{command}`: {_environment(data)}"])
 
 
 def _named(case: str, parts: dict[str, str]) -> str:
@@ -288,6 +282,24 @@ def several_table(name: str) -> str:
     return "\n".join([*rows, "", f"`{command}`: {data['gpus']} x {_environment(data)}"])
 
 
+def architectures_table(name: str) -> str:
+    """Peak, GPU time and step time of many architectures, unpatched and with `auto`."""
+    data = _load(name)
+    rows = [
+        "| architecture | batch | peak MiB | `auto` | | GPU ms | `auto` | | step ms | `auto` | |",
+        "|---" * 11 + "|",
+    ]
+    for case, row in data["cases"].items():
+        side = "tokens" if row["length"] > 256 else "pixels"
+        cells = [case, f"{row['batch']} x {row['length']} {side}"]
+        for key, form in (("peak_mib", ",.0f"), ("gpu_ms", ".1f"), ("step_ms", ".1f")):
+            was, now = row["unpatched"][key], row["auto"][key]
+            cells += [f"{was:{form}}", f"{now:{form}}", f"{now / was:.2f}"]
+        rows.append(f"| {' | '.join(cells)} |")
+    command = f"python benchmarks/architectures.py --json benchmarks/results/{name}"
+    return "\n".join([*rows, "", f"`{command}`: {_environment(data)}"])
+
+
 def head_table(name: str) -> str:
     """Time and memory of the head and its loss alone."""
     data = _load(name)
@@ -354,6 +366,7 @@ TABLES = {
     ),
     "host": partial(host_table, "host-h200.json"),
     "gpu": partial(gpu_table, "models-h200.json"),
+    "architectures": partial(architectures_table, "architectures-h200.json"),
     "experts": partial(gpu_table, "experts-h200.json", script="experts.py"),
     "gpu-earlier": partial(gpu_table, "models-h200-earlier.json"),
 }
