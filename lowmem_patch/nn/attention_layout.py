@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from lowmem_patch.functional import in_compiler, is_exporting, is_transformed
 from lowmem_patch.nn.context import is_foreign
+from lowmem_patch.nn.modes import AroundForward
 from lowmem_patch.nn.own import Own, give_forward_around, inner_forward
-from lowmem_patch.tracing.observers import FunctionObserver
 
 
 def give_heads_last(module: nn.Module) -> None:
@@ -42,7 +42,7 @@ def _gives_heads_last(module: nn.Module, given: Own | None, /, *args: Any, **kwa
         return forward(*args, **kwargs)
 
 
-class _AroundAttention(FunctionObserver):
+class _AroundAttention(AroundForward):
     """Hands fused attention its queries with the heads last."""
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -30,6 +30,7 @@ from lowmem_patch.functional import (
 from lowmem_patch.nn.context import is_foreign
 from lowmem_patch.nn.deferred import Deferred, Unstored, defer, value_of
 from lowmem_patch.nn.deferred_rows import Product
+from lowmem_patch.nn.modes import AroundForward
 from lowmem_patch.nn.op import Op, Projection, strides_like, waits_for_gradient
 from lowmem_patch.nn.own import Own, give_forward_around, inner_forward
 from lowmem_patch.tracing.call_arguments import (
@@ -38,7 +39,6 @@ from lowmem_patch.tracing.call_arguments import (
     elementwise_call,
     largest_shape,
 )
-from lowmem_patch.tracing.observers import FunctionObserver
 
 _WITHOUT_TORCH_FUNCTION: Any = torch._C.DisableTorchFunctionSubclass
 
@@ -334,7 +334,7 @@ def _dtype_of(
     return made.dtype
 
 
-class _Defers(FunctionObserver):
+class _Defers(AroundForward):
     def __init__(self, calls: frozenset[ElementwiseCall]) -> None:
         super().__init__()
         self.calls = calls

@@ -36,6 +36,7 @@ from lowmem_patch.functional import (
 from lowmem_patch.nn.block_state import as_they_were, held_by, is_gathered, with_held
 from lowmem_patch.nn.deferred import Deferred, value_of
 from lowmem_patch.nn.host_memory import HostMemory
+from lowmem_patch.nn.modes import AroundForward
 from lowmem_patch.nn.own import (
     Own,
     drop_forward,
@@ -45,7 +46,6 @@ from lowmem_patch.nn.own import (
     inner_forward,
 )
 from lowmem_patch.nn.segments import Call, made_by, remember
-from lowmem_patch.tracing.observers import FunctionObserver
 from lowmem_patch.tracing.op_roles import Role, function_name, role_of
 
 # the names of transformers, diffusers and timm for a switch of their own checkpointing
@@ -302,7 +302,7 @@ def _is_same(one: Tensor, other: Tensor | None) -> bool:
     )
 
 
-class _AroundAttention(FunctionObserver):
+class _AroundAttention(AroundForward):
     """Runs fused attention under modes of selective checkpointing: it is saved in the first run of a block,
     and found in the second. Each call has modes of its own, since torch 2.15 counts the calls from the
     entry of a mode on. Under such a mode all ops would run as torch.compile's do, so nothing else does."""
@@ -315,7 +315,7 @@ class _AroundAttention(FunctionObserver):
 
     def __enter__(self) -> Any:
         self.calls = 0
-        return super().__enter__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        return super().__enter__()
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not role_of(function_name(func)).has(Role.FUSED_ATTENTION):

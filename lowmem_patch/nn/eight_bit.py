@@ -35,10 +35,10 @@ from lowmem_patch.functional import (
 from lowmem_patch.nn.context import is_foreign
 from lowmem_patch.nn.deferred import Deferred, Unstored
 from lowmem_patch.nn.gammas import look_at_gammas
+from lowmem_patch.nn.modes import AroundForward
 from lowmem_patch.nn.norms import MSNorm
 from lowmem_patch.nn.own import Own, give_forward_around, inner_forward
 from lowmem_patch.nn.watched import Watched
-from lowmem_patch.tracing.observers import FunctionObserver
 from lowmem_patch.tracing.op_roles import Role, names_with
 
 # of gammas, and of beta to gamma, where the 8 bits of a norm's output still tell z
@@ -124,7 +124,7 @@ def _stores_attention(module: nn.Module, given: Own | None, /, *args: Any, **kwa
         return forward(*args, **kwargs)
 
 
-class _AroundAttention(FunctionObserver):
+class _AroundAttention(AroundForward):
     """Runs fused attention with hooks.
 
     Args:

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from lowmem_patch.functional import in_compiler, is_exporting, is_transformed, packer
+from lowmem_patch.nn.modes import AroundForward
 from lowmem_patch.nn.own import Own, give_forward_around, inner_forward
 from lowmem_patch.tracing.call_arguments import CalledFunction, called_function
-from lowmem_patch.tracing.observers import FunctionObserver
 
 
 def call_instead(module: nn.Module, function: CalledFunction, replacement: nn.Module) -> None:
@@ -40,7 +40,7 @@ def _calls_instead(
         return forward(*args, **kwargs)
 
 
-class _Instead(FunctionObserver):
+class _Instead(AroundForward):
     def __init__(self, function: CalledFunction, replacement: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self.function = function

@@ -26,6 +26,7 @@ from lowmem_patch.tracing.op_roles import MATMULS, REARRANGES, SELECTS, WEIGHT_M
 from lowmem_patch.tracing.trace import Op
 
 _SAVES_NOTHING = REARRANGES | SELECTS | Role.EXPAND | Role.CAST | Role.SUM
+_ATTENTION = Role.FUSED_ATTENTION | Role.FLEX_ATTENTION
 _VIEWS = (REARRANGES | SELECTS | Role.EXPAND) & ~(Role.CONTIGUOUS | Role.CLONE)
 
 
@@ -102,7 +103,7 @@ class RunSeconds:
 def _operations(op: Op) -> float:
     """Floating-point operations of a forward."""
     out = op.outputs[0]
-    if op.role.has(Role.FUSED_ATTENTION):
+    if op.role.has(_ATTENTION):
         q, k = op.args[0], op.args[1]
         causal = bool(op.kwargs.get("is_causal", False))
         pairs = float(math.prod(q.shape[:-1])) * (k.shape[-2] if k.dim() > 1 else 1)
@@ -137,7 +138,7 @@ def _op_seconds(op: Op, device: Device) -> tuple[float, float]:
     if not op.outputs[0].requires_grad:
         return forward, 0.0
     gradients = sum(tensor.requires_grad for tensor in tensors[: -len(op.outputs)])
-    if op.role.has(Role.FUSED_ATTENTION):
+    if op.role.has(_ATTENTION):
         return forward, 2.5 * forward
     return forward, forward * max(1, min(gradients, 2))
 

@@ -18,6 +18,7 @@ from lowmem_patch.tracing.consumers import (
     Use,
     consumers_behind_dropouts,
     find_consumers,
+    read_compiled,
     weight_read_with,
     weight_trains,
 )
@@ -264,9 +265,14 @@ def _obstacle(facts: Facts, site: ActivationSite, config: PatchConfig) -> str | 
     writer = facts.written(site.name, "outputs") if inside else writers[0]
     if writer is not None:
         return f"its output is written in place by {writer}"
+    made = facts.outputs(site.name)
+    behind = consumers_of(facts, products(site.consumers))
+    for what, consumers in (("output", site.consumers), ("gated product", behind)):
+        if (reader := read_compiled(facts.trace, made, consumers)) is not None:
+            return f"its {what} {reader}"
     # whoever saves the product then saves the values, and views of it would not see the write
-    behind = _writers(consumers_of(facts, products(site.consumers)))
-    return f"its gated product is written in place by {behind[0]}" if behind else None
+    writers = _writers(behind)
+    return f"its gated product is written in place by {writers[0]}" if writers else None
 
 
 def _writers(consumers: list[Consumer]) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from torch import nn
+from torch import Tensor, nn
 
 from lowmem_patch.config import PatchConfig
 from lowmem_patch.nn.dropout import PackedDropout, keep_for_dropout
@@ -14,6 +14,7 @@ from lowmem_patch.strategies.lora import adapter_layers
 from lowmem_patch.strategies.protocol import Facts, Found, Patch, Target
 from lowmem_patch.strategies.swap import Swap
 from lowmem_patch.tracing.call_arguments import dropout_call
+from lowmem_patch.tracing.consumers import find_consumers, read_compiled
 from lowmem_patch.tracing.dataflow import first_input
 from lowmem_patch.tracing.op_roles import Role
 
@@ -71,5 +72,11 @@ def _patches(facts: Facts, adapted: tuple[str, ...]) -> Iterator[BitDropout | Dr
             yield BitDropout(op.module, call.p)
         else:
             name = made_by.get(id(first_input(op)), "")
-            if type(facts.modules[name]) is nn.Linear or name in adapted:
+            known = type(facts.modules[name]) is nn.Linear or name in adapted
+            if known and not _is_read_compiled(facts, facts.outputs(name)):
                 yield DroppedOutput(name)
+
+
+def _is_read_compiled(facts: Facts, made: list[Tensor]) -> bool:
+    consumers = find_consumers(facts.trace, made)
+    return read_compiled(facts.trace, made, consumers) is not None

@@ -174,7 +174,11 @@ def forward_obstacle(facts: Facts, name: str) -> str | None:
         return f"the forward of {name} is overridden on the instance"
     if is_compiled_function(type(facts.modules[name]).forward):
         return f"the forward of {name} is compiled"
-    longest = max(call.last_op - call.first_op for call in facts.calls[name])
+    calls = facts.calls[name]
+    ops = (op for call in calls for op in facts.trace.ops[call.first_op : call.last_op])
+    if any(op.compiled for op in ops):
+        return f"{name} calls a function that torch.compile compiled"
+    longest = max(call.last_op - call.first_op for call in calls)
     if longest > _MOST_FUNCTIONS:
         return f"{name} calls {longest} torch functions, all of which would take longer"
     return None

@@ -34,6 +34,7 @@ from lowmem_patch.tracing.consumers import (
     consumers_behind_dropouts,
     find_consumers,
     gathers_for_a_weight,
+    read_compiled,
     weight_read_with,
     weight_trains,
 )
@@ -183,7 +184,10 @@ def _obstacle(facts: Facts, site: NormSite, config: PatchConfig) -> str | None:
             return f"the name of its parameter {name} has another meaning in the module that would replace it"
     writers = (consumer.text for consumer in site.consumers if consumer.use == "write")
     writer = next(writers, None) or facts.written(site.name, "outputs")
-    return None if writer is None else f"its output is written in place by {writer}"
+    if writer is not None:
+        return f"its output is written in place by {writer}"
+    reader = read_compiled(facts.trace, facts.outputs(site.name), site.consumers)
+    return None if reader is None else f"its output {reader}"
 
 
 def find(facts: Facts, config: PatchConfig) -> Found:

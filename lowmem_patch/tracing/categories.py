@@ -26,7 +26,7 @@ CATEGORIES = (
 _MATMULS = WEIGHT_MATMULS | MATMULS
 # a frozen weight saves no input: what its matmul saved was deferred
 _BY_ROLE = (
-    (MATMULS | Role.SOFTMAX | Role.FUSED_ATTENTION, "attention"),
+    (MATMULS | Role.SOFTMAX | Role.FUSED_ATTENTION | Role.FLEX_ATTENTION, "attention"),
     (Role.ROW_NORM | Role.CHANNEL_NORM, "norms"),
     (Role.CROSS_ENTROPY | Role.LOG_SOFTMAX | Role.LOG_SUM_EXP | Role.GATHER, "head and loss"),
     (WEIGHT_MATMULS | Role.ELEMENTWISE, "activations"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import torch
@@ -84,6 +84,22 @@ def find_consumers(trace: Trace, tensors: Sequence[Tensor]) -> list[Consumer]:
             if not _passes_on(op, path.end):
                 found.append(dataclasses.replace(_consumer(trace, op, path), reshaped=reshaped))
     return found
+
+
+def read_compiled(
+    trace: Trace, made: Sequence[Tensor], consumers: Iterable[Consumer]
+) -> str | None:
+    """Why ``made`` must be ordinary tensors: torch 2.12 runs no function that it compiled on others.
+
+    What is made inside of such a function is seen by the compiler, which knows deferred tensors.
+    """
+    readers = [one.op for one in consumers if one.op is not None and one.op.compiled]
+    if not readers:
+        return None
+    inside = {id(tensor) for op in trace.ops if op.compiled for tensor in op.outputs}
+    if inside.issuperset(map(id, made)):
+        return None
+    return f"is read by {readers[0].place}, in a function that torch.compile compiled"
 
 
 def _passes_on(op: Op, tensor: Tensor) -> bool:

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import gc
 import logging
+import warnings
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -105,6 +106,18 @@ def preserved(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def uncompiled() -> Iterator[None]:
+    """Functions that torch.jit or torch.compile would compile run as they are written."""
+    stance = torch.compiler.set_stance("force_eager")
+    with stance, _jit.optimized_execution(False), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
+        warnings.filterwarnings(
+            "ignore", "torch.compile with fullgraph=True found no compiled frames"
+        )
+        yield
+
+
+@contextlib.contextmanager
 def running_fake(mode: FakeTensorMode) -> Iterator[None]:
     """``mode``, quietly and without foreign kernels: torch logs each op that refuses fake tensors, which
     callers handle, and a kernel would be launched on address 0.
@@ -112,14 +125,15 @@ def running_fake(mode: FakeTensorMode) -> Iterator[None]:
     A forward may remember a table (of positions, say) in a functools cache, where the next real
     forward would find a fake one: caches that were filled meanwhile are emptied.
 
-    What torch.jit scripted (DeBERTa's positions) runs unoptimized: after two runs a GPU's fuser would make a
-    kernel of it for such tensors as it met.
+    What torch.jit scripted (DeBERTa's positions) or torch.compile compiled (flex attention) runs as written.
+    After two runs a GPU would run a kernel of it, made for such tensors as it met, and torch.compile, which
+    compiles nothing under a dispatch mode, would never compile that function again.
     """
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     disabled, logger.disabled = logger.disabled, True
     misses = {id(cache): cache.cache_info().misses for cache in find_caches()}
     try:
-        with mode, NoForeignKernels(), _jit.optimized_execution(False):
+        with mode, NoForeignKernels(), uncompiled():
             yield
     finally:
         logger.disabled = disabled

@@ -31,7 +31,16 @@ class FunctionObserver(TorchFunctionMode):
 
 
 class DispatchObserver(_untyped):  # type: ignore[misc]  # a base without types
-    """Runs each aten op by ``call(func, args, kwargs)``."""
+    """Runs each aten op by ``call(func, args, kwargs)``, and each operator of higher order (flex attention).
+
+    A function that torch.compile compiled is compiled inside, too: else it would never be again.
+    """
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return func(*args, **kwargs)

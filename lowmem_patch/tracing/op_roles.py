@@ -47,6 +47,9 @@ class Role(enum.Flag):
     MATMUL = enum.auto()  # of any two tensors, as the operator @
     CONTRACTION = enum.auto()  # of any two tensors, otherwise
     FUSED_ATTENTION = enum.auto()
+    FLEX_ATTENTION = (
+        enum.auto()
+    )  # compiled where it trains, so that no mode of ours may stand around it
 
     SOFTMAX = enum.auto()
     LOG_SOFTMAX = enum.auto()
@@ -108,6 +111,7 @@ _TABLE: tuple[tuple[Role, tuple[str, ...]], ...] = (
     (Role.CONTRACTION | Role.BATCHED_MATMUL, ("bmm",)),
     (Role.CONTRACTION, ("mm", "baddbmm", "einsum")),
     (Role.FUSED_ATTENTION, ("scaled_dot_product_attention",)),
+    (Role.FLEX_ATTENTION, ("flex_attention",)),
     (Role.FUSED_ATTENTION | Role.HOLDS_LINEARS, ("multi_head_attention_forward",)),
     (Role.SOFTMAX, ("softmax",)),
     (Role.LOG_SOFTMAX, ("log_softmax",)),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import sys
 import traceback
 from collections.abc import Callable
 from functools import cached_property
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from lowmem_patch.errors import TraceError
 from lowmem_patch.tracing.call_arguments import dropout_call
 from lowmem_patch.tracing.gpu_dropout import GpuDropouts
-from lowmem_patch.tracing.isolation import in_training_mode, running_fake
+from lowmem_patch.tracing.isolation import in_training_mode, running_fake, uncompiled
 from lowmem_patch.tracing.observers import (
     DispatchObserver,
     FunctionObserver,
@@ -42,6 +43,7 @@ class Op:
         writes: it writes in place.
         opaque: it ran where a deferred tensor would lose its gradient (in a custom autograd function, in a
             scripted one, in a reentrant checkpoint, under no_grad), or it waits for the tensor's gradient.
+        compiled: it ran in a function that torch.compile compiled.
         autocast: autocast was on.
         role: what a function of this name does.
     """
@@ -55,6 +57,7 @@ class Op:
     writes: bool
     opaque: bool = False
     autocast: bool = False
+    compiled: bool = False
 
     @cached_property
     def role(self) -> Role:
@@ -120,6 +123,19 @@ def _autocast() -> bool:
     return any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda"))
 
 
+def _is_compiled() -> bool:
+    """Whether a function that torch.compile compiled runs as it is written: its wrapper is in the stack."""
+    frame: Any = sys._getframe()
+    while frame is not None and frame.f_code is not trace_forward.__code__:
+        if frame.f_code.co_qualname.startswith(_COMPILED):
+            return True
+        frame = frame.f_back
+    return False
+
+
+_COMPILED = "_TorchDynamoContext.__call__."
+
+
 class _Recorder(FunctionObserver):
     def __init__(self, trace: Trace, stack: list[str]) -> None:
         super().__init__()
@@ -140,7 +156,8 @@ class _Recorder(FunctionObserver):
         opaque: bool = True,
     ) -> Op:
         module = self.stack[-1] if self.stack else ""
-        return Op(name, func, module, args, kwargs, outputs, writes, opaque, _autocast())
+        settings = _autocast(), _is_compiled()
+        return Op(name, func, module, args, kwargs, outputs, writes, opaque, *settings)
 
     def add(self, op: Op) -> None:
         self.trace.ops.append(op)
@@ -301,6 +318,7 @@ def trace_forward(shadow: Shadow, *, structure: bool = True) -> Trace:
         contexts.enter_context(torch.enable_grad())
         if shadow.mode is not None:
             contexts.enter_context(running_fake(shadow.mode))
+        contexts.enter_context(uncompiled())
         if shadow.elsewhere:
             contexts.enter_context(GpuDropouts())
         saved = contexts.enter_context(saved_bytes(model))
