@@ -18,6 +18,7 @@ from lowmem_patch.errors import CheckpointError
 from lowmem_patch.planning.budget import available_host_bytes
 from lowmem_patch.tracing.example_inputs import make_example_inputs
 from lowmem_patch.tracing.inputs import ExampleInputs
+from lowmem_patch.tracing.isolation import uncompiled
 
 # float64 weights, the stored ones while they load, and activations of a small input
 _BYTES_PER_PARAMETER = 14
@@ -73,7 +74,10 @@ def _outputs(model: Any, inputs: ExampleInputs, *, float64: bool = False) -> dic
     dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
     # rounded to bfloat16, which every dtype here can hold: their rounding is no error of a model
     cast = inputs.map(lambda t: t.to(torch.bfloat16).to(dtype) if t.is_floating_point() else t)
-    with StayInFloat64() if float64 else contextlib.nullcontext():
+    with contextlib.ExitStack() as stack:
+        if float64:
+            stack.enter_context(uncompiled())  # no mode sees the casts in a compiled function
+            stack.enter_context(StayInFloat64())
         output = model(*cast.args, **cast.kwargs)
     return {name: t.double() for name, t in named_outputs(output)}
 

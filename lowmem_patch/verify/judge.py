@@ -24,6 +24,7 @@ from lowmem_patch.config import PatchConfig
 from lowmem_patch.errors import TraceError
 from lowmem_patch.strategies.fold_weights import FoldStep, fold_tensors
 from lowmem_patch.tracing.inputs import ExampleInputs
+from lowmem_patch.tracing.isolation import uncompiled
 from lowmem_patch.tracing.saved_bytes import saved_bytes
 from lowmem_patch.verify.result import RunResult
 
@@ -70,6 +71,7 @@ def _run(
         if autocast is not None:
             stack.enter_context(torch.autocast(device.type, dtype=autocast))
         if float64:
+            stack.enter_context(uncompiled())  # no mode sees the casts in a compiled function
             stack.enter_context(StayInFloat64())
         saved = stack.enter_context(saved_bytes(model))
         outputs = dict(named_outputs(model(*inputs.args, **inputs.kwargs)))

@@ -17,6 +17,10 @@ from transformers.integrations import flex_attention as integration
 
 from lowmem_patch import patch_model, patch_report, saved_bytes
 from lowmem_patch.nn.modes import AroundForward
+from lowmem_patch.tracing.inputs import ExampleInputs
+from lowmem_patch.tracing.isolation import uncompiled
+from lowmem_patch.verify import verify_model
+from lowmem_patch.verify.judge import _run
 
 # torch's compiler asks each tensor for its gradient, and transformers for block masks in an old way
 pytestmark = [
@@ -161,6 +165,24 @@ def test_a_function_is_compiled_after_its_bytes_were_counted() -> None:
     with saved_bytes(model) as second:
         model(rows())
     assert first.activations == second.activations
+
+
+@compiled
+def softened(x: Tensor) -> Tensor:
+    return torch.softmax(x.float(), -1).to(x.dtype)  # which would round the truth
+
+
+def test_the_truth_of_verify_sees_the_casts_of_a_compiled_function() -> None:
+    torch.manual_seed(0)
+    block = nn.Sequential(Block(lambda m, x: m.down(softened(m.hidden(x)))))
+    truth = _run(block.double(), ExampleInputs((rows().double(),), {}), 0, float64=True)
+    with uncompiled():
+        plain = nn.Sequential(Block(lambda m, x: m.down(torch.softmax(m.hidden(x), -1)))).double()
+        plain.load_state_dict(block.state_dict())
+        expected = plain(rows().double())
+    torch.testing.assert_close(truth.outputs["output"], expected.detach(), rtol=1e-12, atol=1e-12)
+    assert verify_model(block.float(), "exact", example_inputs=rows()).passed
+    assert frames() > 0
 
 
 def test_what_a_compiled_function_computes_inside_is_the_compilers() -> None:
