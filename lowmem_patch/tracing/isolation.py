@@ -18,7 +18,7 @@ from torch._functorch import config as functorch_config  # torch does not import
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lowmem_patch.nn.checkpointing import SWITCHES
-from lowmem_patch.tracing.observers import FunctionObserver
+from lowmem_patch.tracing.observers import FunctionObserver, eagerly
 from lowmem_patch.tracing.op_roles import Role, function_name, role_of
 
 _Cache = functools._lru_cache_wrapper
@@ -108,8 +108,7 @@ def preserved(model: nn.Module) -> Iterator[None]:
 @contextlib.contextmanager
 def uncompiled() -> Iterator[None]:
     """Functions that torch.jit or torch.compile would compile run as they are written."""
-    stance = torch.compiler.set_stance("force_eager")
-    with stance, _jit.optimized_execution(False), warnings.catch_warnings():
+    with eagerly, _jit.optimized_execution(False), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
         warnings.filterwarnings(
             "ignore", "torch.compile with fullgraph=True found no compiled frames"

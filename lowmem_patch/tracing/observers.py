@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -30,17 +31,48 @@ class FunctionObserver(TorchFunctionMode):
         return self.call(func, args, kwargs or {})
 
 
+class _Eager:
+    """Inside, functions that torch.compile compiled run as they are written; counted over all threads, which
+    have one stance."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._count = 0
+        self._stance: Any = None
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._count == 0:
+                with contextlib.suppress(RuntimeError):  # a compiler runs what asks for this
+                    self._stance = torch.compiler.set_stance("force_eager")
+            self._count += 1
+
+    def __exit__(self, *error: Any) -> None:
+        with self._lock:
+            self._count -= 1
+            if self._count == 0 and self._stance is not None:
+                self._stance.__exit__(*error)
+                self._stance = None
+
+
+eagerly = _Eager()
+
+
 class DispatchObserver(_untyped):  # type: ignore[misc]  # a base without types
     """Runs each aten op by ``call(func, args, kwargs)``, and each operator of higher order (flex attention).
 
-    A function that torch.compile compiled is compiled inside, too: else it would never be again.
+    Nothing is compiled inside: torch.compile would not, and would never compile that function again.
     """
 
     supports_higher_order_operators = True
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
+    def __enter__(self) -> Any:
+        eagerly.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        eagerly.__exit__(*error)
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return func(*args, **kwargs)
