@@ -88,6 +88,11 @@ def make_shadow(model: nn.Module, inputs: ExampleInputs) -> Shadow:
         shadow = copy.deepcopy(model, memo)
     except (TypeError, RuntimeError, AttributeError, ValueError) as error:
         raise TraceError(f"the model cannot be copied for a trace: {error}") from error
+    for given, copied in zip(model.modules(), shadow.modules(), strict=True):
+        if (
+            given._compiled_call_impl is not None
+        ):  # of which torch makes no copy; compiles nothing yet
+            copied.compile()
     with mode:
         cpu = torch.device("cpu")
         fakes = inputs.map(lambda t: _empty_like(t, cpu).requires_grad_(t.requires_grad))

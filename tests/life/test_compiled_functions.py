@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
 from transformers.integrations import flex_attention as integration
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from lowmem_patch import patch_model, patch_report, saved_bytes
 from lowmem_patch.nn.modes import AroundForward
@@ -210,6 +211,37 @@ def test_what_a_compiled_function_computes_inside_is_the_compilers() -> None:
     ours, theirs = gradients(model, torch.float32), gradients(twin, torch.float32)
     for found, expected in zip(ours, theirs, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+class Layer(nn.Module):
+    """A norm, and an MLP that may be compiled in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.mlp = LlamaMLP(LlamaConfig(hidden_size=8, intermediate_size=16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.mlp(self.norm(x))
+        return out
+
+
+@pytest.mark.parametrize("part", ["mlp", ""], ids=["mlp", "layer"])
+def test_a_module_compiled_in_place_before_the_patch(part: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Layer(), Layer())
+    twin = copy.deepcopy(model)
+    for layer in model:
+        layer.get_submodule(part).compile(backend="aot_eager")
+    patch_model(model, "exact", example_inputs=rows())
+    strategies = {site.name: site.strategy for site in patch_report(model).sites}
+    # its output enters the graph of the MLP from outside, or is made in the layer's
+    assert strategies["0.norm"] == ("keep" if part else "share")
+    assert strategies["0.mlp.act_fn"] == "recompute"
+    ours, theirs = gradients(model, torch.float32), gradients(twin, torch.float32)
+    for found, expected in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert frames() > 0
 
 
 def test_beneath_a_mode_of_ours_it_runs_as_written_in_all_threads() -> None:
