@@ -219,7 +219,7 @@ class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(8)
-        self.mlp = LlamaMLP(LlamaConfig(hidden_size=8, intermediate_size=16))
+        self.mlp = LlamaMLP(LlamaConfig(hidden_size=8, intermediate_size=16, num_attention_heads=1))
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = x + self.mlp(self.norm(x))
