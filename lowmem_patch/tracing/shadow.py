@@ -89,9 +89,8 @@ def make_shadow(model: nn.Module, inputs: ExampleInputs) -> Shadow:
     except (TypeError, RuntimeError, AttributeError, ValueError) as error:
         raise TraceError(f"the model cannot be copied for a trace: {error}") from error
     for given, copied in zip(model.modules(), shadow.modules(), strict=True):
-        if (
-            given._compiled_call_impl is not None
-        ):  # of which torch makes no copy; compiles nothing yet
+        # of a compiled module torch copies what it was; nothing is compiled here
+        if given._compiled_call_impl is not None:
             copied.compile()
     with mode:
         cpu = torch.device("cpu")
