@@ -47,9 +47,7 @@ class Role(enum.Flag):
     MATMUL = enum.auto()  # of any two tensors, as the operator @
     CONTRACTION = enum.auto()  # of any two tensors, otherwise
     FUSED_ATTENTION = enum.auto()
-    FLEX_ATTENTION = (
-        enum.auto()
-    )  # compiled where it trains, so that no mode of ours may stand around it
+    FLEX_ATTENTION = enum.auto()  # compiled where it trains: no mode of ours stands around it
 
     SOFTMAX = enum.auto()
     LOG_SOFTMAX = enum.auto()
