@@ -18,18 +18,19 @@ import gc
 import json
 import statistics
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import timm
 import torch
 import transformers as hf
-from torch import Tensor, nn
+from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from lowmem_patch import patch_model
 from lowmem_patch.bench import environment
+from lowmem_patch.memory.step import run_step
+from lowmem_patch.tracing.inputs import ExampleInputs
 
 VOCABULARY = 32000
 TURNS, STEPS, WARM = 3, 3, 3
@@ -124,7 +125,7 @@ CASES = {
 }  # fmt: skip
 
 
-def build(case: Case, device: str, layers: int) -> tuple[nn.Module, Any]:
+def build(case: Case, device: str, layers: int) -> tuple[nn.Module, ExampleInputs]:
     """The model, which trains, and its inputs."""
     with torch.device(device):
         if case.config:
@@ -133,51 +134,38 @@ def build(case: Case, device: str, layers: int) -> tuple[nn.Module, Any]:
             model = getattr(hf, case.model)(config)
         else:
             model = timm.create_model(case.model, num_classes=0)
-        inputs: Any
-        if not case.config:
-            inputs = (torch.randn(case.batch, 3, case.length, case.length, dtype=torch.bfloat16),)
-        elif model.main_input_name == "pixel_values":
-            shape = (case.batch, 3, case.length, case.length)
-            inputs = {"pixel_values": torch.randn(shape, dtype=torch.bfloat16)}
+        if not case.config or model.main_input_name == "pixel_values":
+            size = (case.batch, 3, case.length, case.length)
+            pixels = torch.randn(size, dtype=torch.bfloat16)
+            given = ((), {"pixel_values": pixels}) if case.config else ((pixels,), {})
         else:
             ids = torch.randint(5, 20000, (case.batch, case.length))
             labels = {"labels": ids} if "LM" in case.model else {}
-            inputs = {"input_ids": ids, **labels}
-    return model.to(torch.bfloat16).train(), inputs
+            given = ((), {"input_ids": ids, **labels})
+    return model.to(torch.bfloat16).train(), ExampleInputs(*given)
 
 
-def step(model: nn.Module, inputs: Any) -> None:
-    """A forward and a backward; of a model without a loss, of the mean square of what it returns first."""
-    output = model(**inputs) if isinstance(inputs, dict) else model(*inputs)
-    loss = getattr(output, "loss", None)
-    if loss is None:
-        first: Tensor = output if isinstance(output, Tensor) else output[0]
-        loss = first.float().square().mean()
-    del output
-    loss.backward()
-
-
-def peak_mib(model: nn.Module, inputs: Any) -> float:
+def peak_mib(model: nn.Module, inputs: ExampleInputs) -> float:
     """What a step needs above weights and gradients, which are there before."""
     torch.cuda.synchronize()
     resting = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    step(model, inputs)
+    run_step(model, inputs)
     torch.cuda.synchronize()
     return (torch.cuda.max_memory_allocated() - resting) / 2**20
 
 
-def gpu_ms(run: Callable[[], None]) -> float:
-    """The sum of the times of all kernels that ``run`` launches."""
+def gpu_ms(model: nn.Module, inputs: ExampleInputs) -> float:
+    """The sum of the times of all kernels that a step launches."""
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
-        run()
+        run_step(model, inputs)
         torch.cuda.synchronize()
     return float(sum(event.self_device_time_total for event in profiled.key_averages()) / 1000)
 
 
-def step_ms(model: nn.Module, inputs: Any, on_gpu: bool) -> float:
+def step_ms(model: nn.Module, inputs: ExampleInputs, on_gpu: bool) -> float:
     start = time.perf_counter()
-    step(model, inputs)
+    run_step(model, inputs)
     if on_gpu:
         torch.cuda.synchronize()
     return (time.perf_counter() - start) * 1000
@@ -186,18 +174,18 @@ def step_ms(model: nn.Module, inputs: Any, on_gpu: bool) -> float:
 def measure(case: Case, device: str, layers: int) -> dict[str, dict[str, float]]:
     torch.manual_seed(0)
     model, inputs = build(case, device, layers)
-    patched = patch_model(copy.deepcopy(model), "auto", example_inputs=inputs)
+    patched = patch_model(copy.deepcopy(model), "auto", example_inputs=inputs.kwargs or inputs.args)
     models = {"unpatched": model, "auto": patched}
     found: dict[str, dict[str, float]] = {}
     on_gpu = device == "cuda"
     for name, one in models.items():
         for _ in range(WARM if on_gpu else 1):
-            step(one, inputs)
+            run_step(one, inputs)
         found[name] = {}
         if on_gpu:
             found[name] = {
                 "peak_mib": peak_mib(one, inputs),
-                "gpu_ms": gpu_ms(lambda one=one: step(one, inputs)),  # type: ignore[misc]
+                "gpu_ms": gpu_ms(one, inputs),
             }
     times: dict[str, list[float]] = {name: [] for name in models}
     for _ in range(TURNS if on_gpu else 1):
@@ -232,8 +220,9 @@ def main() -> None:
         if options.length and "input_ids" in _inputs_of(case):
             given = given._replace(length=options.length)
         found = measure(given, options.device, options.layers)
-        batch = {"model": given.model, "batch": given.batch, "length": given.length}
-        results["cases"][name] = {**batch, "layers": bool(given.layers and given.config), **found}
+        unit = "tokens" if "input_ids" in _inputs_of(case) else "pixels"
+        batch = {"model": given.model, "batch": given.batch, "length": given.length, "unit": unit}
+        results["cases"][name] = {**batch, **found}
         was, now = found["unpatched"], found["auto"]
         print(
             f"{name:26}",

@@ -290,8 +290,7 @@ def architectures_table(name: str) -> str:
         "|---" * 11 + "|",
     ]
     for case, row in data["cases"].items():
-        side = "tokens" if row["length"] > 256 else "pixels"
-        cells = [case, f"{row['batch']} x {row['length']} {side}"]
+        cells = [case, f"{row['batch']} x {row['length']} {row['unit']}"]
         for key, form in (("peak_mib", ",.0f"), ("gpu_ms", ".1f"), ("step_ms", ".1f")):
             was, now = row["unpatched"][key], row["auto"][key]
             cells += [f"{was:{form}}", f"{now:{form}}", f"{now / was:.2f}"]

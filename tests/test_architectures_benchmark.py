@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 
+from lowmem_patch.memory.step import run_step
+from lowmem_patch.planning.report import RECORD
+
 ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # transformers', in DeBERTa
 
@@ -22,10 +25,20 @@ def benchmark_module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("name", ["GPT-2", "CLIP", "ConvNeXt-T"])
-def test_both_variants_of_an_architecture_are_timed(benchmark_module: Any, name: str) -> None:
+def test_both_variants_of_an_architecture_are_timed(
+    benchmark_module: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     case = benchmark_module.CASES[name]
     small = case._replace(batch=1, length=8 if name == "GPT-2" else case.length)
+    ran: list[bool] = []  # whether the model was patched, at each step
+
+    def run(model: Any, inputs: Any) -> None:
+        ran.append(RECORD in model.__dict__)
+        run_step(model, inputs)
+
+    monkeypatch.setattr(benchmark_module, "run_step", run)
     found = benchmark_module.measure(small, "cpu", 1)
+    assert ran == [False, True] + [False] * 3 + [True] * 3  # one of each to warm up, then in turns
     assert list(found) == ["unpatched", "auto"]
     for times in found.values():
         assert list(times) == ["step_ms"]
@@ -36,5 +49,5 @@ def test_every_architecture_can_be_built_without_data(benchmark_module: Any) -> 
     for name, case in benchmark_module.CASES.items():
         model, inputs = benchmark_module.build(case._replace(batch=1), "meta", 1)
         assert model.training, name
-        given = inputs.values() if isinstance(inputs, dict) else inputs
-        assert all(value.is_meta for value in given), name
+        given = [*inputs.args, *inputs.kwargs.values()]
+        assert given and all(value.is_meta for value in given), name

@@ -89,9 +89,10 @@ def find_consumers(trace: Trace, tensors: Sequence[Tensor]) -> list[Consumer]:
 def read_compiled(
     trace: Trace, made: Sequence[Tensor], consumers: Iterable[Consumer]
 ) -> str | None:
-    """Why ``made`` must be ordinary tensors: torch 2.12 runs no function that it compiled on others.
+    """Who reads ``made`` in a function that torch.compile compiled, as a reason; None: nobody does.
 
-    What is made inside of such a function is seen by the compiler, which knows deferred tensors.
+    Torch may refuse tensors of a subclass at such a function's first call (2.12 with backend ``aot_eager``).
+    What the function makes itself may be deferred: the compiler sees it made.
     """
     readers = [one.op for one in consumers if one.op is not None and one.op.compiled]
     if not readers:

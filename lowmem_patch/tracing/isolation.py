@@ -107,7 +107,11 @@ def preserved(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def uncompiled() -> Iterator[None]:
-    """Functions that torch.jit or torch.compile would compile run as they are written."""
+    """Functions that torch.jit scripted or torch.compile compiled run as they are written.
+
+    After two runs a GPU's fuser would make a kernel of a scripted function (DeBERTa's positions), for fake
+    tensors if it met those. Of torch.compile see `DispatchObserver`.
+    """
     with eagerly, _jit.optimized_execution(False), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
         warnings.filterwarnings(
@@ -123,10 +127,6 @@ def running_fake(mode: FakeTensorMode) -> Iterator[None]:
 
     A forward may remember a table (of positions, say) in a functools cache, where the next real
     forward would find a fake one: caches that were filled meanwhile are emptied.
-
-    What torch.jit scripted (DeBERTa's positions) or torch.compile compiled (flex attention) runs as written.
-    After two runs a GPU would run a kernel of it, made for such tensors as it met, and torch.compile, which
-    compiles nothing under a dispatch mode, would never compile that function again.
     """
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     disabled, logger.disabled = logger.disabled, True

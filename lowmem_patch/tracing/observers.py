@@ -43,7 +43,7 @@ class _Eager:
     def __enter__(self) -> None:
         with self._lock:
             if self._count == 0:
-                with contextlib.suppress(RuntimeError):  # a compiler runs what asks for this
+                with contextlib.suppress(RuntimeError):  # torch refuses this in what it compiles
                     self._stance = torch.compiler.set_stance("force_eager")
             self._count += 1
 
@@ -61,7 +61,8 @@ eagerly = _Eager()
 class DispatchObserver(_untyped):  # type: ignore[misc]  # a base without types
     """Runs each aten op by ``call(func, args, kwargs)``, and each operator of higher order (flex attention).
 
-    Nothing is compiled inside: torch.compile would not, and would never compile that function again.
+    Nothing is compiled inside: under a dispatch mode torch.compile compiles no function, and would not
+    compile later what was called there.
     """
 
     supports_higher_order_operators = True

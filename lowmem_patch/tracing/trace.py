@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from lowmem_patch.errors import TraceError
 from lowmem_patch.tracing.call_arguments import dropout_call
 from lowmem_patch.tracing.gpu_dropout import GpuDropouts
-from lowmem_patch.tracing.isolation import in_training_mode, running_fake, uncompiled
+from lowmem_patch.tracing.isolation import in_training_mode, running_fake
 from lowmem_patch.tracing.observers import (
     DispatchObserver,
     FunctionObserver,
@@ -156,8 +156,8 @@ class _Recorder(FunctionObserver):
         opaque: bool = True,
     ) -> Op:
         module = self.stack[-1] if self.stack else ""
-        settings = _autocast(), _is_compiled()
-        return Op(name, func, module, args, kwargs, outputs, writes, opaque, *settings)
+        compiled = _is_compiled()
+        return Op(name, func, module, args, kwargs, outputs, writes, opaque, _autocast(), compiled)
 
     def add(self, op: Op) -> None:
         self.trace.ops.append(op)
@@ -318,7 +318,6 @@ def trace_forward(shadow: Shadow, *, structure: bool = True) -> Trace:
         contexts.enter_context(torch.enable_grad())
         if shadow.mode is not None:
             contexts.enter_context(running_fake(shadow.mode))
-        contexts.enter_context(uncompiled())
         if shadow.elsewhere:
             contexts.enter_context(GpuDropouts())
         saved = contexts.enter_context(saved_bytes(model))
