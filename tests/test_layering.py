@@ -69,7 +69,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("planning.columns", "planning.fit_report", "planning.names"),
     ("planning.report",),
     ("planning.plan",),
-    ("planning.floor_sites",),
+    ("planning.floor_sites", "planning.live_ops"),
     ("planning.apply", "planning.changes", "planning.check", "planning.floor", "planning.notes"),
     ("planning.planner", "planning"),
     ("memory",),

@@ -10,8 +10,9 @@ import argparse
 import sys
 from functools import partial
 
+from lowmem_patch.bench.environment import environment
 from zoo import store
-from zoo.pool import run_all
+from zoo.pool import Limits, run_all
 from zoo.precision import FLOAT32, PRECISIONS
 from zoo.result import Result
 from zoo.run import judge_name
@@ -49,7 +50,8 @@ def _write_page() -> None:
         [
             (title, {name: store.load(library, precision=name) for name in PRECISIONS})
             for title, library in zip(titles, store.LIBRARIES, strict=True)
-        ]
+        ],
+        store.environments(),
     )
 
 
@@ -70,12 +72,15 @@ def main() -> int:
     names = _names(arguments)
     wrong = done = 0
     judge = partial(judge_name, precision=arguments.precision)
-    for result in run_all(judge, names, arguments.workers, arguments.time_limit):
+    device = PRECISIONS[arguments.precision].device
+    limits = Limits.of(device)
+    for result in run_all(judge, names, arguments.workers, arguments.time_limit, limits):
         store.add(result, precision=arguments.precision)
         done += 1
         wrong += bool(result.wrong)
         _progress(done, len(names), result)
     store.tidy()
+    store.note_environment(environment(device), arguments.precision)
     _write_page()
     print(f"{wrong} of {done} wrong; the table is docs/coverage.md")
     if done < len(names):

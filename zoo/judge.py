@@ -153,7 +153,7 @@ def _judge_preset(
             patch_model(patched, preset, example_inputs=built.inputs)
         report = patch_report(patched)
         found.count(report)
-        if preset == "auto" and not reference.precision.is_low:  # float32 has told
+        if preset == "auto" and reference.precision.tells_all:
             result.describe(report, read_dataflow(built.model, built.inputs, report))
         _judge_patched(built, preset, patched, report, reference, reload, found)
         unpatch_model(patched)

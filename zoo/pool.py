@@ -24,7 +24,12 @@ class Limits:
     """Of one model: seconds of one core, and bytes of data."""
 
     seconds: int = 60
-    memory: int = 5 * 2**30
+    memory: int | None = 5 * 2**30
+
+    @classmethod
+    def of(cls, device: str) -> Limits:
+        """Those of a device: a GPU's driver maps far more than a model needs, so nothing bounds it there."""
+        return cls() if device == "cpu" else cls(memory=None)
 
 
 _CLOCK = 6  # times the seconds: for a machine whose cores are shared, or a process that sleeps
@@ -42,7 +47,8 @@ def _stop(*_: Any) -> None:
 
 
 def _work(judge: Judge, name: str, limits: Limits, sender: connection.Connection) -> None:
-    resource.setrlimit(resource.RLIMIT_DATA, (limits.memory, limits.memory))
+    if limits.memory is not None:
+        resource.setrlimit(resource.RLIMIT_DATA, (limits.memory, limits.memory))
     # in code that does not come back to Python the signal waits, and the hard limit ends the process
     resource.setrlimit(resource.RLIMIT_CPU, (2 * limits.seconds, 2 * limits.seconds))
     signal.signal(signal.SIGPROF, _stop)
@@ -52,7 +58,8 @@ def _work(judge: Judge, name: str, limits: Limits, sender: connection.Connection
     except _TooSlow:
         result = Result(name, "slow", f"takes longer than {limits.seconds} s of one core")
     except MemoryError:
-        result = Result(name, "too large", f"needs more than {limits.memory / 2**30:g} GiB")
+        bound = "there is" if limits.memory is None else f"{limits.memory / 2**30:g} GiB"
+        result = Result(name, "too large", f"needs more than {bound}")
     except Exception as error:  # the zoo's own failure: it must not pass for one of the model
         result = Result(name, "zoo failed", f"{type(error).__name__}: {str(error)[:300]}")
     signal.setitimer(signal.ITIMER_PROF, 0)

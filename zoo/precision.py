@@ -1,4 +1,4 @@
-"""The precisions in which the zoo judges a model, and how a model gets into one."""
+"""The precisions, and the devices, in which the zoo judges a model, and how a model gets there."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ class Precision:
             queries, a code book's nearest entry), nothing can be judged; a wrong fold is off by 1e-1, and
             a gradient that lacks a part, or has one twice, by about 1.
         shift: an activation's input is off by about this: values as near to a step may take the other side.
+        device: where the model runs; it is built on the CPU.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Precision:
     shift: float
     weights: torch.dtype = torch.float32
     autocast: torch.dtype | None = None
+    device: str = "cpu"
 
     @property
     def eps(self) -> float:
@@ -41,6 +43,11 @@ class Precision:
     @property
     def is_low(self) -> bool:
         return self.eps > torch.finfo(torch.float32).eps
+
+    @property
+    def tells_all(self) -> bool:
+        """Whether the whole page is made of it: plans, reloaded checkpoints, and why sites are left alone."""
+        return self.name == "float32"
 
 
 FLOAT32 = Precision(
@@ -53,15 +60,24 @@ FLOAT32 = Precision(
 # `paper` folds weights, which must happen in float32; a band of one rounding
 BF16 = Precision("bf16", ("exact", "auto"), 2**-8, 0.2, 1e-2, weights=torch.bfloat16)
 AUTOCAST = Precision("autocast", ("exact", "auto"), 2**-8, 0.2, 1e-2, autocast=torch.bfloat16)
-PRECISIONS = {precision.name: precision for precision in (FLOAT32, BF16, AUTOCAST)}
+GPU_FLOAT32 = dataclasses.replace(
+    FLOAT32, name="gpu-float32", presets=("exact", "auto"), device="cuda"
+)
+GPU_BF16 = dataclasses.replace(BF16, name="gpu-bf16", device="cuda")
+PRECISIONS = {
+    precision.name: precision for precision in (FLOAT32, BF16, AUTOCAST, GPU_FLOAT32, GPU_BF16)
+}
 
 
 def in_precision(built: Built, precision: Precision) -> Built:
     """The model and the inputs as a user of this precision has them."""
-    if precision.weights == torch.float32:
-        return built
-    inputs = built.inputs.map(lambda t: t.to(precision.weights) if t.is_floating_point() else t)
-    model = in_dtype(copy.deepcopy(built.model), precision.weights)
+    model, inputs = built.model, built.inputs
+    if precision.weights != torch.float32:
+        inputs = inputs.map(lambda t: t.to(precision.weights) if t.is_floating_point() else t)
+        model = in_dtype(copy.deepcopy(model), precision.weights)
+    if precision.device != "cpu":
+        inputs = inputs.map(lambda t: t.to(precision.device))
+        model = copy.deepcopy(model).to(precision.device)
     return dataclasses.replace(built, model=model, inputs=inputs)
 
 

@@ -18,7 +18,12 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # each profile would be announc
 # aten's matmuls, and the place of the first of their two factors.
 _FACTORS = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::baddbmm": 1}
 _CONVOLUTION = "aten::_convolution"
-_ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
+_ATTENTION = (
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_efficient_attention",
+    "aten::_scaled_dot_product_cudnn_attention",
+)
 
 
 def products(model: Any, inputs: ExampleInputs, precision: Precision) -> Counter[str]:
@@ -45,7 +50,7 @@ def products(model: Any, inputs: ExampleInputs, precision: Precision) -> Counter
 
 def _innermost(events: list[Any]) -> list[Any]:
     """The products among the events; one around another is a cast's, or takes a group apart."""
-    found = [event for event in events if event.name() in (*_FACTORS, _CONVOLUTION, _ATTENTION)]
+    found = [event for event in events if event.name() in (*_FACTORS, _CONVOLUTION, *_ATTENTION)]
     found.sort(key=lambda event: (event.start_ns(), -event.duration_ns()))
     ends = [event.start_ns() + event.duration_ns() for event in found]
     starts = [*(event.start_ns() for event in found), math.inf][1:]

@@ -50,7 +50,7 @@ def _judged(
     try:
         built: Built = build(name)
         # a checkpoint holds what float32 has been judged by: only `paper` writes other weights
-        result = judge(built, None if precision.is_low else reload, presets, precision)
+        result = judge(built, reload if precision.tells_all else None, presets, precision)
     except NoModel as error:
         result = Result(name, "no model of its own", str(error))
     except CannotBuild as error:
@@ -67,6 +67,7 @@ def judge_name(name: str, precision: str = FLOAT32.name) -> Result:
     os.environ["HF_HUB_OFFLINE"] = "1"
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    torch.backends.cudnn.allow_tf32 = False  # float32 means float32, in convolutions too
     transformers.logging.set_verbosity(50)
     transformers.logging.disable_progress_bar()
     if name.startswith("timm/"):

@@ -80,7 +80,7 @@ def jittered(model: nn.Module, seed: int, precision: Precision = FLOAT32) -> Any
         for parameter in moved.parameters():
             if parameter.is_floating_point():
                 sign = torch.randint(-1, 2, parameter.shape, generator=generator)
-                parameter *= 1 + sign.to(parameter.dtype) * precision.eps
+                parameter *= 1 + sign.to(parameter) * precision.eps
     return moved
 
 
@@ -124,7 +124,7 @@ def run_step(
 def autocast(precision: Precision) -> contextlib.AbstractContextManager[Any]:
     if precision.autocast is None:
         return contextlib.nullcontext()
-    return torch.autocast("cpu", precision.autocast)
+    return torch.autocast(precision.device, precision.autocast)
 
 
 def _backward(outputs: list[Tensor]) -> None:
@@ -147,9 +147,9 @@ class _StepFunction(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         (x,) = ctx.saved_tensors
         table = ctx.table
-        thresholds = torch.tensor(table.thresholds, dtype=x.dtype)
+        thresholds = torch.tensor(table.thresholds, dtype=x.dtype, device=x.device)
         levels = torch.tensor(
-            (*table.levels, table.levels[0]), dtype=x.dtype
+            (*table.levels, table.levels[0]), dtype=x.dtype, device=x.device
         )  # cyclic tables use both ends
         return gradient * levels[torch.bucketize(x.contiguous(), thresholds)], None, None, None
 

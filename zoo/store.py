@@ -11,6 +11,8 @@ from pathlib import Path
 from zoo.precision import FLOAT32, PRECISIONS
 from zoo.result import Result
 
+_ENVIRONMENTS = "environments.json"
+
 RESULTS = Path(__file__).parent / "results"
 LIBRARIES = ("transformers", "timm")
 # messages of other libraries name files of this machine; their last part says enough
@@ -52,6 +54,22 @@ def add(result: Result, folder: Path = RESULTS, precision: str = FLOAT32.name) -
     path = _file(library_of(result.name), folder, precision)
     with path.open("a", encoding="utf-8") as file:
         file.write(_line(result, precision))
+
+
+def note_environment(environment: dict[str, str], precision: str, folder: Path = RESULTS) -> None:
+    """Write down on which machine, and with which versions, the results of a precision were made."""
+    found = {**environments(folder), precision: environment}
+    text = json.dumps(found, indent=2, sort_keys=True) + "\n"
+    (folder / _ENVIRONMENTS).write_text(text, encoding="utf-8")
+
+
+def environments(folder: Path = RESULTS) -> dict[str, dict[str, str]]:
+    """What :func:`note_environment` wrote, by precision."""
+    path = folder / _ENVIRONMENTS
+    found: dict[str, dict[str, str]] = (
+        json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    )
+    return found
 
 
 def tidy(folder: Path = RESULTS) -> None:

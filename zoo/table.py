@@ -25,14 +25,14 @@ Checked besides: state-dict keys, the checkpoint loaded by the stock class, save
 unpatching gives back the function and the very module objects.
 """
 
-_LOW_PRECISION = """## In bf16 and under autocast
+_LOW_PRECISION = """## In bf16, under autocast and on a GPU
 
 `python -m zoo --precision bf16` casts the model as transformers does, but for what a class keeps in float32
-(`_keep_in_fp32_modules`); `--precision autocast` has float32 weights under a CPU's autocast to bf16.
-`exact` and `auto` are judged, with the versions above, against the same weights in float64: outputs and
-gradients within the same factors of the unpatched model's own error in that precision; their dtypes; the
-dtypes in which matmuls, convolutions and attention are computed, which must be the unpatched model's;
-saved bytes; undo.
+(`_keep_in_fp32_modules`); `--precision autocast` has float32 weights under a CPU's autocast to bf16;
+`--precision gpu-bf16` and `gpu-float32` run on a GPU, with the Triton kernels and the attention that users
+have there. `exact` and `auto` are judged against the same weights in float64: outputs and gradients within
+the same factors of the unpatched model's own error in that precision; their dtypes; the dtypes in which
+matmuls, convolutions and attention are computed, which must be the unpatched model's; saved bytes; undo.
 """
 _EXCEPTED = [
     "Models that are wrong, that are judged in part (the unpatched model itself jumps), or that run in",
@@ -151,7 +151,7 @@ def _notes(results: list[Result]) -> list[str]:
     return [title, "", *lines, ""]
 
 
-def _low_precision(groups: Groups) -> list[str]:
+def _low_precision(groups: Groups, environments: dict[str, dict[str, str]]) -> list[str]:
     """Counts of the other precisions, and the models that are wrong or that float32 alone judges."""
     counts, models = [], []
     for title, by_precision in groups:
@@ -175,7 +175,14 @@ def _low_precision(groups: Groups) -> list[str]:
         "| models | tried | judged with `auto` | with `exact` as well | in part | wrong | not run |",
         "|---|---|---|---|---|---|---|",
     ]
-    return [_LOW_PRECISION, *head, *counts, "", *(_EXCEPTED if models else []), *models, ""]
+    made = [
+        f"- {precision}: {', '.join(f'{name} {value}' for name, value in environment.items())}"
+        for precision, environment in environments.items()
+        if precision != FLOAT32.name
+    ]
+    made = ["", "Machines and versions, where they are not those above:", "", *made] if made else []
+    excepted = [*_EXCEPTED, *models] if models else []
+    return [_LOW_PRECISION, *head, *counts, *made, "", *excepted, ""]
 
 
 def _exceptions(result: Result, float32: Result | None) -> list[str]:
@@ -186,11 +193,12 @@ def _exceptions(result: Result, float32: Result | None) -> list[str]:
     return lines
 
 
-def write_table(groups: Groups) -> None:
+def write_table(groups: Groups, environments: dict[str, dict[str, str]] | None = None) -> None:
     """Write the page; results that are missing are not on it.
 
     Args:
         groups: of each library a title, and its results by precision.
+        environments: the machine and the versions by precision, where they were written down.
     """
     lines = [_HEAD]
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "timm"))
@@ -199,7 +207,7 @@ def write_table(groups: Groups) -> None:
     for title, group in in_float32:
         if group:
             lines += _summary(title, [group[name] for name in sorted(group)])
-    lines += _low_precision(groups)
+    lines += _low_precision(groups, environments or {})
     everything = [result for _, group in in_float32 for result in group.values()]
     lines += ["## Why sites are left alone", "", *_reasons(everything)]
     lines += _notes(everything)

@@ -20,14 +20,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
-import torch
 from torch import Tensor, nn
 
 from lowmem_patch.constants import STEP_TABLES
 from lowmem_patch.planning import floor_sites
 from lowmem_patch.planning.floor_sites import SiteCall, find_sites, gamma_trains
+from lowmem_patch.planning.live_ops import let_go, live_ops
 from lowmem_patch.planning.report import block_name
 from lowmem_patch.tracing.call_arguments import dropout_call, weight_matmul
 from lowmem_patch.tracing.categories import CATEGORIES
@@ -42,7 +42,6 @@ from lowmem_patch.tracing.op_roles import (
     role_of,
 )
 from lowmem_patch.tracing.saved_bytes import SavedStorage, storage_key
-from lowmem_patch.tracing.shadow import tensors_in
 from lowmem_patch.tracing.trace import Op, Trace
 
 _STATISTIC = 4  # bytes of rstd per row: float32 whatever the activations are
@@ -107,13 +106,6 @@ def count_floor(model: nn.Module, trace: Trace) -> Floor:
     return _FloorCount(model, trace).count()
 
 
-def _storages(tensors: Iterable[Tensor]) -> Iterator[int]:
-    """Keys of their storages; tensors inside of torch.vmap (masks of attention) have none."""
-    return (
-        storage_key(t) for t in tensors if not torch._C._functorch.is_functorch_wrapped_tensor(t)
-    )
-
-
 def _is_cast(storage: SavedStorage, softmax: SavedStorage, module: str) -> bool:
     """Whether a matmul saves a low-precision copy of what this softmax saves for its own backward."""
     saver = storage.savers[0]
@@ -138,7 +130,8 @@ class _FloorCount:
         for storage in trace.saved.storages:
             for module in dict.fromkeys(saver.module for saver in storage.savers):
                 self.saved_by.setdefault(module, []).append(storage)
-        self.live = self._reach_the_output()
+        self.live = live_ops(trace)
+        self.let_go = let_go(trace, self.live)
         self.gathered = self._count_gathered()
 
     def count(self) -> Floor:
@@ -167,19 +160,6 @@ class _FloorCount:
 
     # what the model does
 
-    def _reach_the_output(self) -> list[Op]:
-        """Ops on which an output of the model depends: autograd lets go of what the others saved."""
-        # storages, so that a write into a view reaches what it is a view of
-        reached: set[int] = set()
-        for op in self.trace.ops:
-            reached.update(_storages(t for t in op.outputs if id(t) in self.trace.outputs))
-        found = []
-        for op in reversed(self.trace.ops):
-            if not reached.isdisjoint(_storages(op.outputs)):
-                reached.update(_storages(tensors_in((op.args, op.kwargs))))
-                found.append(op)
-        return found[::-1]
-
     def _code_bits(self, output: Tensor) -> int:
         """Bits of the codes behind which an activation's output stands: 1 where that is exact."""
         op = self.makers.get(id(output))
@@ -196,7 +176,7 @@ class _FloorCount:
             if role_of(saver.function).has(Role.SOFTMAX)
         ]
         for storage in self.trace.saved.storages:
-            if storage.category != "attention":
+            if storage.category != "attention" or storage.key in self.let_go:
                 continue
             softmax = next((pair for pair in softmaxes if _is_cast(storage, *pair)), None)
             if softmax is not None:

@@ -39,6 +39,9 @@ class Toy(nn.Module):
                 x = self.first(x)
             return self.second(x)
         hidden = self.first(x)
+        if self.between == "picked":
+            scores = torch.einsum("bd,nd->bn", hidden, self.first(x)).softmax(-1)
+            return self.second(x)[scores.argmax(-1)]
         if self.between == "dropped":
             self.second(hidden)
             return hidden
@@ -64,6 +67,11 @@ def test_an_op_without_gradient_needs_no_input() -> None:
 
 def test_a_branch_whose_result_is_dropped_needs_nothing() -> None:
     assert floor("dropped") == {"linear inputs": ONE}
+
+
+def test_what_only_an_argmax_reads_needs_nothing() -> None:
+    # GLM-Image's nearest codes: the scores' matmul and softmax are attention's by their functions
+    assert floor("picked") == {"linear inputs": ONE}
 
 
 def test_a_norm_of_constants_needs_nothing() -> None:

@@ -1,4 +1,4 @@
-"""bf16 and autocast in the zoo: what is judged turns red when it is broken, and the page tells it."""
+"""bf16, autocast and GPUs in the zoo: what is judged turns red when it is broken, and the page tells it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from zoo import store, table
 from zoo.build import Built, randomise
 from zoo.errors import compare_outputs
 from zoo.judge import judge
-from zoo.precision import AUTOCAST, BF16, FLOAT32, Precision, in_dtype
+from zoo.pool import Limits
+from zoo.precision import AUTOCAST, BF16, FLOAT32, GPU_BF16, GPU_FLOAT32, Precision, in_dtype
 from zoo.products import products
 from zoo.result import PresetResult, Result
 from zoo.steps import Step, jittered
@@ -134,6 +135,21 @@ def test_nothing_broken_is_right(precision: Precision) -> None:
         assert own > 1e-4  # not float32's
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", [GPU_BF16, GPU_FLOAT32], ids=lambda precision: precision.name)
+def test_models_are_judged_on_a_gpu(precision: Precision) -> None:
+    result = judged(precision)
+    assert result.status == "judged", result.reason
+    assert not result.wrong, result.wrong
+    for break_it, words in ((gradient, "gradient"), (output, "forward")):
+        for preset in judged(precision, break_it).presets.values():
+            assert any(problem.startswith(words) for problem in preset.problems), preset.problems
+
+
+def test_a_gpu_driver_maps_more_than_the_limit() -> None:
+    assert Limits.of("cpu").memory and Limits.of("cuda").memory is None
+
+
 @LOW
 @pytest.mark.parametrize(("break_it", "words"), BROKEN, ids=[case[0].__name__ for case in BROKEN])
 def test_broken_is_wrong(break_it: Break, words: str, precision: Precision) -> None:
@@ -208,6 +224,9 @@ def test_results_of_a_precision_have_files_of_their_own(tmp_path: Path) -> None:
     store.add(row, tmp_path, "bf16")
     store.add(Result("llama", "slow", "why"), tmp_path, "autocast")
     store.tidy(tmp_path)
+    for precision in ("bf16", "autocast"):
+        store.note_environment({"torch": precision}, precision, tmp_path)
+    assert store.environments(tmp_path)["bf16"] == {"torch": "bf16"}
     assert store.load("transformers", tmp_path)["llama"].inputs == "input_ids 2x16"
     low = store.load("transformers", tmp_path, "bf16")["llama"]
     assert low.presets["auto"] == PresetResult(errors={"forward": [0.012, 0.01]}, saved_after=3)  # type: ignore[dict-item]
@@ -227,9 +246,11 @@ def test_the_page_tells_what_is_wrong(tmp_path: Path, monkeypatch: pytest.Monkey
         "late": Result("late", "no reference", "mat1 and mat2"),
     }
     results = {"float32": {**in_float32, "gone": unbuilt}, "bf16": low, "autocast": {}}
-    table.write_table([("transformers model types", results)])
+    made = {"bf16": {"machine": "a GPU", "torch": "2.11.0"}}
+    table.write_table([("transformers model types", results)], made)
     text = (tmp_path / "coverage.md").read_text(encoding="utf-8")
     assert "| transformers model types, bf16 | 4 of 4 | 2 | 1 | 0 | 1 | 2 |" in text
+    assert "- bf16: machine a GPU, torch 2.11.0" in text
     assert "- bad, bf16: wrong: exact: dtype: output 0 is torch.float32" in text
     assert "- late, bf16: no reference: mat1 and mat2" in text
     assert "good, bf16" not in text and "gone, bf16" not in text and "autocast |" not in text
