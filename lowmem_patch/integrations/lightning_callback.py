@@ -39,6 +39,7 @@ class LowmemLightningCallback(Callback):  # type: ignore[misc]  # Lightning need
         preset: ``auto``, ``exact``, ``compact``, ``paper``, a YAML path, a mapping or a PatchConfig; default:
             that of an earlier patch, else ``auto``.
         fit: a memory budget such as ``"24GiB"``; it needs ``batch_size``, and for text ``sequence_length``.
+            With ``ModelParallelStrategy`` it is that of each GPU over which the data are parallel.
         example_inputs: arguments of the module's forward; the module is then patched as a whole.
         sequence_length: tokens per row.
         batch_size: rows of a training step on one device.
@@ -83,10 +84,24 @@ class LowmemLightningCallback(Callback):  # type: ignore[misc]  # Lightning need
         autocast = _AUTOCAST.get(str(trainer.precision))
         batches = trainer.accumulate_grad_batches
         reports = self.patching.patch(
-            module, example_inputs=example, autocast=autocast, accumulation=batches
+            module,
+            example_inputs=example,
+            autocast=autocast,
+            accumulation=batches,
+            gpus=sharing_gpus(trainer.strategy),
         )
         for report in reports:
             self.patching.say(summary(report), rank_zero_info)
+
+
+def sharing_gpus(strategy: Any) -> int:
+    """Over how many GPUs ``configure_model`` can shard the model by FSDP2; 1: over none, or Linears are cut
+    over several as well, so that a budget of each is not known."""
+    if not any(base.__name__ == "ModelParallelStrategy" for base in type(strategy).__mro__):
+        return 1
+    mesh = strategy.device_mesh  # there before ``setup`` is called
+    cut = mesh["tensor_parallel"].size() > 1
+    return 1 if cut else int(mesh["data_parallel"].size())
 
 
 def _folder_of(trainer: Any) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,8 +23,10 @@ from tests.support.models import vit_config
 
 pytest.importorskip("lightning")
 import lightning.pytorch as lightning
+from lightning.pytorch.strategies import ModelParallelStrategy, SingleDeviceStrategy
 
 from lowmem_patch.integrations import LowmemLightningCallback
+from lowmem_patch.integrations.lightning_callback import sharing_gpus
 
 # theirs: few workers, no accelerator, checkpoints that are there already
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -254,3 +257,31 @@ def test_run_patches_a_lightning_script(
     run_script(str(tmp_path / "script.py"), [], ScriptPatching("exact", strict=True))
     assert "ViTForImageClassification, preset exact: 7 of 7 sites" in capsys.readouterr().err
     assert (tmp_path / "lowmem_patch.json").exists()
+
+
+class _Mesh:
+    def __init__(self, **sizes: int) -> None:
+        self.sizes = sizes
+
+    def __getitem__(self, name: str) -> Any:
+        return SimpleNamespace(size=lambda: self.sizes[name])
+
+
+@pytest.mark.parametrize(("data", "tensor", "expected"), [(4, 1, 4), (1, 1, 1), (2, 2, 1)], ids=str)
+def test_a_mesh_says_over_how_many_gpus_a_model_is_sharded(
+    data: int, tensor: int, expected: int
+) -> None:
+    strategy = ModelParallelStrategy()
+    strategy._device_mesh = _Mesh(data_parallel=data, tensor_parallel=tensor)
+    assert sharing_gpus(strategy) == expected
+    assert sharing_gpus(SingleDeviceStrategy()) == 1
+
+
+def test_a_budget_is_that_of_each_gpu() -> None:
+    module, strategy = Classifier(), ModelParallelStrategy()
+    strategy._device_mesh = _Mesh(data_parallel=4, tensor_parallel=1)
+    trainer = SimpleNamespace(strategy=strategy, precision="32", accumulate_grad_batches=1)
+    callback = LowmemLightningCallback("exact", fit="1GiB", batch_size=2)
+    callback.setup(trainer, module, "fit")
+    found = patch_report(module.model).fit
+    assert found is not None and found.notes[-1].startswith("bytes are those of one of 4 GPUs")
