@@ -50,7 +50,11 @@ def run(
         bool, typer.Option("-m", help="SCRIPT is a module's name, as of python -m.")
     ] = False,
     strict: Annotated[
-        bool, typer.Option("--strict", help="A model that cannot be patched ends the script.")
+        bool,
+        typer.Option(
+            "--strict",
+            help="A model that cannot be patched ends the script; exit with 3 if none was patched.",
+        ),
     ] = False,
     debug: options.DebugOption = False,
 ) -> None:
@@ -62,7 +66,8 @@ def run(
 
     A model is patched when transformers' Trainer (TRL, sentence-transformers, LLaMA-Factory), Lightning's
     Trainer, accelerate or timm.create_model has it. With several processes: torchrun ... -m lowmem_patch run
-    SCRIPT, or accelerate launch -m lowmem_patch run SCRIPT. The exit code is the script's.
+    SCRIPT, or accelerate launch -m lowmem_patch run SCRIPT. The exit code is the script's; with --strict it
+    is 3 where the script ends well and no model was patched.
     """
     with command(debug, waiting=None):
         from lowmem_patch.integrations.script import ScriptPatching, run_script
@@ -74,6 +79,9 @@ def run(
     # outside: errors and signals of the script are its own
     try:
         run_script(script, context.args, patching, as_module=as_module)
+    except SystemExit as ended:
+        if ended.code or not strict:
+            raise
     except KeyboardInterrupt:
         raise SystemExit(ExitCode.INTERRUPTED) from None
     except LowmemPatchError as error:
@@ -84,6 +92,8 @@ def run(
             found.least = error.least
         with command(debug, waiting=None):
             raise found from error
+    if strict and not any(report.patched for report in patching.reports.values()):
+        raise SystemExit(ExitCode.NOTHING_TO_DO)  # standard error has said why
 
 
 def _check_script(script: str, as_module: bool) -> None:

@@ -150,6 +150,16 @@ def test_strict_ends_the_script_there(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "done" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("ending", ["", "raise SystemExit(0)", "raise SystemExit(5)"], ids=repr)
+def test_strict_wants_a_patched_model(tmp_path: Path, ending: str) -> None:
+    nothing = script(tmp_path, ending)
+    codes = [
+        CliRunner().invoke(app, ["run", *options, nothing]).exit_code
+        for options in ([], ["--strict"])
+    ]
+    assert codes == ([5, 5] if "5" in ending else [0, 3])
+
+
 @pytest.mark.skipif(before("transformers", "5.7"), reason="an argument of transformers since 5.6")
 def test_what_cannot_be_combined_ends_the_script(tmp_path: Path) -> None:
     text = """
