@@ -9,13 +9,16 @@ import traceback
 from collections.abc import Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer  # noqa: TID251 - only the command line imports typer
 
 from lowmem_patch.cli import options
 from lowmem_patch.cli.runtime import ExitCode, command, print_note
 from lowmem_patch.errors import BudgetError, ConfigError, LowmemPatchError
+
+if TYPE_CHECKING:
+    from lowmem_patch.integrations.script import ScriptPatching
 
 # what stands behind the script is the script's own
 RUN_SETTINGS = {
@@ -70,17 +73,27 @@ def run(
     is 3 where the script ends well and no model was patched.
     """
     with command(debug, waiting=None):
-        from lowmem_patch.integrations.script import ScriptPatching, run_script
+        from lowmem_patch.integrations.script import ScriptPatching
 
         patching = ScriptPatching(preset, fit, None, seq_len, batch_size, strict)
         _check_script(script, as_module)
         own = [name for parameter in context.command.params for name in parameter.opts]
         _name_late_options(script, context.args, own)
-    # outside: errors and signals of the script are its own
+    _run(script, context.args, patching, as_module, debug)
+    if strict and not any(report.patched for report in patching.reports.values()):
+        raise SystemExit(ExitCode.NOTHING_TO_DO)  # standard error has said why
+
+
+def _run(
+    script: str, arguments: list[str], patching: ScriptPatching, as_module: bool, debug: bool
+) -> None:
+    """Run the script; errors and signals are its own, but for those of this package."""
+    from lowmem_patch.integrations.script import run_script
+
     try:
-        run_script(script, context.args, patching, as_module=as_module)
+        run_script(script, arguments, patching, as_module=as_module)
     except SystemExit as ended:
-        if ended.code or not strict:
+        if ended.code or not patching.strict:
             raise
     except KeyboardInterrupt:
         raise SystemExit(ExitCode.INTERRUPTED) from None
@@ -92,8 +105,6 @@ def run(
             found.least = error.least
         with command(debug, waiting=None):
             raise found from error
-    if strict and not any(report.patched for report in patching.reports.values()):
-        raise SystemExit(ExitCode.NOTHING_TO_DO)  # standard error has said why
 
 
 def _check_script(script: str, as_module: bool) -> None:

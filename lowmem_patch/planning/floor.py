@@ -126,6 +126,8 @@ class _FloorCount:
         self.widths: dict[int, int] = {}  # fewest bytes an element that a matmul reads, by root
         self.items: dict[object, FloorItem] = {}
         self.attention: set[int] = set()  # keys of storages
+        state = (*model.parameters(), *model.buffers())
+        self.state = {storage_key(tensor) for tensor in state}  # held whatever is saved
         self.saved_by: dict[str, list[SavedStorage]] = {}
         for storage in trace.saved.storages:
             for module in dict.fromkeys(saver.module for saver in storage.savers):
@@ -317,7 +319,7 @@ class _FloorCount:
 
     def _add(self, tensor: Tensor, module: str, category: str) -> None:
         root, width, storages = self._root(self._whole(tensor))
-        if id(root) not in self.items and not storages & self.attention:
+        if id(root) not in self.items and not storages & (self.attention | self.state):
             width = min(width, self.widths.get(id(root), width))
             self.items[id(root)] = FloorItem(module, category, root.numel() * width)
 

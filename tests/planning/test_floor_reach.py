@@ -31,6 +31,7 @@ class Toy(nn.Module):
         self.norm: nn.Module = (
             FrozenBatchNorm(WIDTH, affine=False) if between == "frozen" else nn.BatchNorm1d(WIDTH)
         )
+        self.register_buffer("table", torch.randn(ROWS, WIDTH))
         self.between = between
 
     def forward(self, x: Tensor) -> Tensor:
@@ -39,6 +40,8 @@ class Toy(nn.Module):
                 x = self.first(x)
             return self.second(x)
         hidden = self.first(x)
+        if self.between == "table":
+            return hidden + self.second(self.table)
         if self.between == "picked":
             scores = torch.einsum("bd,nd->bn", hidden, self.first(x)).softmax(-1)
             return self.second(x)[scores.argmax(-1)]
@@ -67,6 +70,11 @@ def test_an_op_without_gradient_needs_no_input() -> None:
 
 def test_a_branch_whose_result_is_dropped_needs_nothing() -> None:
     assert floor("dropped") == {"linear inputs": ONE}
+
+
+def test_a_buffer_is_held_anyway() -> None:
+    # relative positions, of which a small MLP makes a bias
+    assert floor("table") == {"linear inputs": ONE}
 
 
 def test_what_only_an_argmax_reads_needs_nothing() -> None:
