@@ -15,6 +15,7 @@ from lowmem_patch.functional._library import is_eager as is_eager
 from lowmem_patch.functional._library import is_exporting as is_exporting
 from lowmem_patch.functional._library import is_ordinary as is_ordinary
 from lowmem_patch.functional._library import is_transformed as is_transformed
+from lowmem_patch.functional._library import refuse_second_order as refuse_second_order
 from lowmem_patch.functional._library import register_plain as register_plain
 from lowmem_patch.functional._library import without_autocast as without_autocast
 from lowmem_patch.functional._library import without_grad as without_grad

@@ -257,38 +257,37 @@ def wants_gradient(*args: Any) -> bool:
 
 
 def first_order(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorate a Function's backward whose result must not be differentiated again.
+    """Decorate a Function's backward that no second derivative follows: codes and recovered inputs would give
+    a wrong one. With create_graph=True it raises `DoubleBackwardError`.
 
-    With create_graph=True the gradients carry a node that raises `DoubleBackwardError` when
-    somebody differentiates them; codes and recovered inputs would give a wrong second derivative.
+    At once: a node that raised in the second backward would be passed over by ``torch.autograd.grad`` with
+    inputs, since no path leads from there to them, and what lies behind it would silently be missing.
     """
-    # not torch's once_differentiable, whose error names neither the op nor the mend
+    # not torch's once_differentiable, which has such a node
 
     def decorate(backward: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(backward)
         def guarded(ctx: Any, *gradients: Tensor | None) -> Any:
-            if not torch.is_grad_enabled():
-                return backward(ctx, *gradients)
-            with torch.no_grad():
-                results = backward(ctx, *gradients)
-            apply: Any = _FirstOrder.apply
-            return tuple(
-                None if result is None else apply(result.requires_grad_(), name)
-                for result in results
-            )
+            refuse_second_order(name)
+            return backward(ctx, *gradients)
 
         return guarded
 
     return decorate
 
 
-def refuse_second_order(tensor: Tensor, name: str) -> Tensor:
-    """``tensor``, whose derivative is a `DoubleBackwardError` where a second one is being prepared."""
-    if not torch.is_grad_enabled():
-        return tensor
-    apply: Any = _FirstOrder.apply
-    guarded: Tensor = apply(tensor.requires_grad_(), name)
-    return guarded
+def refuse_second_order(name: str) -> None:
+    """Raise in a backward with create_graph=True.
+
+    Raises:
+        DoubleBackwardError: a second derivative is being prepared.
+    """
+    if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
+        raise DoubleBackwardError(
+            f"lowmem_patch::{name} has no second derivative, for which create_graph=True asks: it saves too "
+            "little in the forward. Leave the model unpatched where double backward is needed "
+            "(unpatch_model), or this module"
+        )
 
 
 def saved_tensors(ctx: Any, what: str) -> tuple[Any, ...]:
@@ -303,19 +302,3 @@ def saved_tensors(ctx: Any, what: str) -> tuple[Any, ...]:
             "write into a copy, or call patch_model again with example_inputs that take this path"
         ) from error
     return saved
-
-
-class _FirstOrder(torch.autograd.Function):
-    """Identity whose derivative is an error."""
-
-    @staticmethod
-    def forward(ctx: Any, gradient: Tensor, name: str) -> Tensor:
-        ctx.name = name
-        return gradient.view_as(gradient)
-
-    @staticmethod
-    def backward(ctx: Any, *_gradients: Tensor) -> Any:
-        raise DoubleBackwardError(
-            f"lowmem_patch::{ctx.name} has no second derivative: it keeps too little from the "
-            "forward. Leave this module unpatched where double backward is needed."
-        )

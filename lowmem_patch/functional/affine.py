@@ -123,7 +123,8 @@ _WRITTEN = (
 def _unpack(packed: Any) -> Tensor:
     saved, how = packed
     if isinstance(saved, Recomputed):
-        return _library.refuse_second_order(saved.again().view(how), "affine_linear")
+        _library.refuse_second_order("affine_linear")
+        return saved.again().view(how)
     tensor: Tensor = saved
     if tensor._version != how:
         raise RuntimeError(_WRITTEN.format(f"the weight {tuple(tensor.shape)} of a Linear"))

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lowmem_patch.errors import DoubleBackwardError
 from lowmem_patch.functional import (
     EIGHT_BIT_DTYPES,
     below_modes,
@@ -28,6 +27,7 @@ from lowmem_patch.functional import (
     is_ordinary,
     may_pack,
     packer,
+    refuse_second_order,
     to_eight_bits,
     unwritten,
     without_grad,
@@ -330,18 +330,11 @@ def _store(tensor: Tensor, outer: Any, packed: frozenset[int], *, shared: bool) 
 
 
 def _read(saved: _Stored | _Plain) -> Tensor:
+    refuse_second_order("eight_bit_storage")
     if isinstance(saved, _Stored):
-        if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
-            raise DoubleBackwardError(_SECOND)
         return saved.memory.read().as_strided(saved.size, saved.strides, saved.offset)
     if saved.unpack is not None:
         tensor: Tensor = saved.unpack(saved.tensor)
         return tensor
     where = "a module with 8-bit storage saved as it is"
     return unwritten(saved.tensor, saved.version, where)
-
-
-_SECOND = (
-    "lowmem_patch: create_graph=True asks for a second derivative of a Linear or an attention whose inputs "
-    "are stored in 8 bits, which would be one of rounded values: patch with storage: exact"
-)
