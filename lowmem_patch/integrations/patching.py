@@ -73,6 +73,7 @@ class Patching:
         autocast: torch.dtype | None = None,
         accumulation: int = 1,
         gpus: int = 1,
+        optimizer: str = "adamw",
     ) -> list[PatchReport]:
         """Patch every model that trains in ``model``, and return their reports.
 
@@ -83,6 +84,7 @@ class Patching:
             autocast: the dtype in which the trainer will run it, where that is another than the weights'.
             accumulation: batches of a step, whose gradients a budget counts.
             gpus: over which FSDP2 will shard the model; each has the whole budget.
+            optimizer: whose state and temporaries a budget counts, as in `patch_model`.
 
         Raises:
             ConfigError: the model cannot be patched together with what else was asked for.
@@ -99,6 +101,7 @@ class Patching:
                 budget: dict[str, Any] = {}
                 if self.fit is not None:
                     budget = {"fit": self.fit, "accumulation": accumulation}
+                    budget |= {"optimizer": optimizer} if optimizer != "adamw" else {}
                     budget |= {"gpus": gpus} if gpus > 1 else {}
                 patch_model(part, self.preset, example_inputs=inputs, **budget)
         return [self._report(part, batch_size) for part in found]

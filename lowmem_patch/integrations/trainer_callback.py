@@ -19,6 +19,18 @@ from lowmem_patch.planning.report import find_records
 # below "transformers", so that the trainer's own verbosity and handlers hold
 _LOGGER: Any = logging.get_logger("transformers.lowmem_patch")
 
+# ``optim`` of TrainingArguments: the optimizer whose state and temporaries a budget counts.
+_OPTIMIZERS = {
+    "adamw_torch": "adamw_foreach",
+    "adamw_torch_fused": "adamw",
+    "adamw_bnb_8bit": "adamw8bit",
+    "adamw_8bit": "adamw8bit",
+    "paged_adamw_32bit": "paged_adamw",
+    "paged_adamw_8bit": "paged_adamw8bit",
+    "sgd": "sgd",
+    "adafactor": "adafactor",
+}
+
 
 class LowmemTrainerCallback(TrainerCallback):
     """Patches the model of a Trainer when the Trainer is complete.
@@ -30,7 +42,7 @@ class LowmemTrainerCallback(TrainerCallback):
     Args:
         preset: ``auto``, ``exact``, ``compact``, ``paper``, a YAML path, a mapping or a PatchConfig; default:
             that of an earlier patch, else ``auto``.
-        fit: a memory budget such as ``"24GiB"``.
+        fit: a memory budget such as ``"24GiB"``; it counts the state of the arguments' ``optim``.
         example_inputs: one batch, for a model that says nothing of its inputs.
         sequence_length: tokens per row, for which the report counts bytes; ``fit`` needs them where the
             trainer has no ``max_length``.
@@ -65,6 +77,7 @@ class LowmemTrainerCallback(TrainerCallback):
         if model is None:
             return
         refuse_arguments(args, model, fit=self.patching.fit)
+        optimizer = None if kwargs.get("optimizer") is not None else _OPTIMIZERS.get(args.optim)
         reports = self.patching.patch(
             model,
             batch_size=args.per_device_train_batch_size,
@@ -72,9 +85,12 @@ class LowmemTrainerCallback(TrainerCallback):
             autocast=_autocast_dtype(args),
             accumulation=args.gradient_accumulation_steps,
             gpus=_sharing_gpus(),
+            optimizer=optimizer or "adamw",
         )
         if state.is_world_process_zero:
             lines = [*map(summary, reports), *notes_on_arguments(args)]
+            if self.patching.fit is not None and optimizer is None:
+                lines.append(_UNKNOWN_OPTIMIZER)
             # a warning, since the default verbosity shows nothing less
             self.patching.say("\n  ".join(lines), _LOGGER.warning)
 
@@ -93,6 +109,13 @@ class LowmemTrainerCallback(TrainerCallback):
             self.on_init_end(args, state, control, model)
         if state.is_world_process_zero:
             write_reports(Path(str(args.output_dir)), reports_of(model), self.patching)
+
+
+_UNKNOWN_OPTIMIZER = (
+    "the budget counts AdamW's state and no temporaries of its step, since the trainer has an optimizer of "
+    f"its own or an optim that is none of {', '.join(_OPTIMIZERS)}: where yours holds more, make the budget "
+    "smaller by that"
+)
 
 
 def _sharing_gpus() -> int:

@@ -281,7 +281,8 @@ def test_a_budget_is_passed_on_with_the_sizes_of_a_step(
     callback = LowmemTrainerCallback("exact", fit="24GiB", sequence_length=33)
     args = arguments(tmp_path, per_device_train_batch_size=3, gradient_accumulation_steps=2)
     Trainer(llama(), args, callbacks=[callback])
-    assert calls == [{"inputs": "input_ids 3x33", "fit": "24GiB", "accumulation": 2}]
+    step = {"inputs": "input_ids 3x33", "accumulation": 2, "optimizer": "sgd"}
+    assert calls == [{**step, "fit": "24GiB"}]
     Trainer(llama(), arguments(tmp_path), callbacks=[LowmemTrainerCallback("exact")])
     assert calls[1:] == [{"inputs": "None"}]
     callback = LowmemTrainerCallback("exact", sequence_length=33)  # for the report alone
