@@ -23,7 +23,8 @@ parser.add_argument("--preset", default="auto")
 parser.add_argument("--steps", type=int, default=10)
 options = parser.parse_args()
 
-accelerator = Accelerator()
+# accelerate has FSDP2 for accelerators alone: on a CPU this is data parallel
+accelerator = Accelerator(cpu=not torch.cuda.is_available())
 torch.manual_seed(0)
 model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).train()
 model = patch_model(model, options.preset)
@@ -44,6 +45,9 @@ for step in range(options.steps):
     accelerator.backward(loss)
     optimizer.step()
     optimizer.zero_grad()
-accelerator.print(f"last loss {float(loss.detach()):.4f} on {accelerator.num_processes} processes")
+kind = accelerator.distributed_type.value  # FSDP, or MULTI_CPU
+accelerator.print(
+    f"last loss {float(loss.detach()):.4f} on {accelerator.num_processes} processes, {kind}"
+)
 accelerator.wait_for_everyone()
 accelerator.end_training()

@@ -20,11 +20,17 @@ def live_ops(trace: Trace) -> list[Op]:
         reached.update(_storages(t for t in op.outputs if id(t) in trace.outputs))
     found = []
     for op in reversed(trace.ops):
-        differentiable = any(output.requires_grad for output in op.outputs)
-        if differentiable and not reached.isdisjoint(_storages(op.outputs)):
+        made = _made(op)
+        differentiable = any(tensor.requires_grad for tensor in made)
+        if differentiable and not reached.isdisjoint(_storages(made)):
             reached.update(_storages(tensors_in((op.args, op.kwargs))))
             found.append(op)
     return found[::-1]
+
+
+def _made(op: Op) -> tuple[Tensor, ...]:
+    """What an op returns or, with nothing to return, writes into."""
+    return tuple(tensors_in(op.args[:1])) if op.writes and not op.outputs else op.outputs
 
 
 def let_go(trace: Trace, live: Sequence[Op]) -> set[int]:

@@ -40,6 +40,10 @@ class Toy(nn.Module):
                 x = self.first(x)
             return self.second(x)
         hidden = self.first(x)
+        if self.between == "written":
+            out = torch.zeros_like(hidden)
+            out[:] = self.second(hidden)
+            return out
         if self.between == "table":
             return hidden + self.second(self.table)
         if self.between == "picked":
@@ -70,6 +74,11 @@ def test_an_op_without_gradient_needs_no_input() -> None:
 
 def test_a_branch_whose_result_is_dropped_needs_nothing() -> None:
     assert floor("dropped") == {"linear inputs": ONE}
+
+
+def test_what_is_written_into_an_output_is_no_dropped_branch() -> None:
+    # RF-DETR writes what each group of queries chose into one tensor
+    assert floor("written") == {"linear inputs": 2 * ONE}
 
 
 def test_a_buffer_is_held_anyway() -> None:
