@@ -211,6 +211,8 @@ def _unreachable(name: str) -> str:
     missing = (
         f"{name} is neither a folder, nor in the local hub cache, nor a model name that timm knows"
     )
+    if _timm_name(name) is not None:
+        missing = f"the weights of {name}, whose name timm knows, are not in the local hub cache"
     if huggingface_hub.constants.HF_HUB_OFFLINE:
         return f"{missing}, and HF_HUB_OFFLINE is set: unset it to download"
     return f"{missing}, and the hub cannot be reached: check the network"

@@ -109,7 +109,7 @@ def _adapters(model: nn.Module, facts: AsPatched) -> Iterator[str]:
         if not is_adapter_forward(given_forward(modules[name])) and name not in facts.forwards
     ]
     if new:
-        yield f"{len(new)} adapter layers were added since the patch and save more ({_listed(new)})"
+        yield f"{len(new)} adapter layers were added since the patch and may save more ({_listed(new)})"
 
 
 def _folds(model: nn.Module, facts: AsPatched) -> Iterator[str]:
