@@ -262,7 +262,7 @@ def test_a_hub_id_is_read_from_the_cache(tmp_path: Path, monkeypatch: pytest.Mon
     convert(source, tmp_path / "out", check=False)
     record = json.loads((tmp_path / "out" / "lowmem_patch.json").read_text())
     assert record["revision"] == commit and record["source"] == "someone/tiny"
-    with pytest.raises(CheckpointError, match="weights of timm/vit_tiny.*, whose name timm knows"):
+    with pytest.raises(CheckpointError, match="whose name timm knows"):
         resolve("timm/vit_tiny_patch16_224")
     with pytest.raises(CheckpointError, match="HF_HUB_OFFLINE"):
         resolve("someone/else")

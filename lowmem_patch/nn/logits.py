@@ -326,7 +326,8 @@ class Logits(Op):
         return self.changed(**{name: factor}).of(h.sources)
 
     def plus(self, h: Deferred, other: Any) -> Any:
-        """A bias that is added behind the product."""
+        """A bias that is added behind the product, in the product's dtype. To a wider one the logits are
+        computed whole: a mask of float32's smallest number would be infinite in bf16."""
         plain = not (self.cap or self.second or self.normalised or self.bias or self.adapter)
         if not plain or self.scale != 1 or not isinstance(other, Tensor):
             return NotImplemented
@@ -334,6 +335,8 @@ class Logits(Op):
         if not fits or other.device != h.device or not other.is_floating_point():
             return NotImplemented
         to = torch.promote_types(self.to, other.dtype) if other.dim() else self.to
+        if to != self.compute_dtype:
+            return NotImplemented
         h._bypassed = True
         return self.changed(bias=True, to=to).of((*h.sources, value_of(other).reshape(-1)))
 
