@@ -59,9 +59,10 @@ def refuse_unready(model: nn.Module) -> None:
     """Refuse a model that nobody can look at or change.
 
     Raises:
-        PatchError: torch.compile wraps it or a part of it, torch.jit.script compiled it, or it has weights
-            that only its first forward makes.
+        PatchError: torch.compile wraps it or a part of it, torch.jit.script compiled it, it has weights
+            that only its first forward makes, or tensors that are made here have no history or no data.
     """
+    _refuse_surroundings()
     _refuse_compiled(model)
     if isinstance(model, torch.jit.ScriptModule):
         raise PatchError(
@@ -74,6 +75,19 @@ def refuse_unready(model: nn.Module) -> None:
                 f"{name} has no shape before the first forward: run the model on a batch once, and patch it "
                 "then"
             )
+
+
+def _refuse_surroundings() -> None:
+    if torch.is_inference_mode_enabled():
+        raise PatchError(
+            "torch.inference_mode() is on, in which autograd saves nothing, so that nothing can be planned: "
+            "patch the model outside of it"
+        )
+    if torch.get_default_device().type == "meta":
+        raise PatchError(
+            "torch's default device is meta, where tensors have no data: patch the model outside of "
+            'torch.device("meta"); the model itself may lie there'
+        )
 
 
 def run_real(model: nn.Module, inputs: ExampleInputs) -> RealRun:

@@ -140,3 +140,18 @@ def test_a_frozen_part_whose_input_has_a_gradient_is_patched_without_a_warning()
         Part().requires_grad_(False), example_inputs=torch.ones(2, 8).requires_grad_()
     )
     assert patch_report(part).saved_before
+
+
+@pytest.mark.parametrize(
+    ("surroundings", "said"),
+    [(torch.inference_mode, "inference_mode"), (lambda: torch.device("meta"), "default device")],
+    ids=["inference mode", "meta"],
+)
+def test_where_no_tensor_can_tell_anything(surroundings: Any, said: str) -> None:
+    net = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
+    x = torch.randn(2, 4)
+    for call in (patch_model, plan_patch):
+        with pytest.raises(PatchError, match=said), surroundings():
+            call(net, "exact", example_inputs=x)
+    with torch.no_grad():
+        assert patch_report(patch_model(net, "exact", example_inputs=x)).patched
