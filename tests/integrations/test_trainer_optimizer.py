@@ -10,6 +10,7 @@ from transformers import Trainer
 
 from lowmem_patch.integrations import LowmemTrainerCallback
 from tests.integrations.test_trainer_callback import arguments, budget
+from tests.integrations.test_trainer_callback import usual_logs as usual_logs  # a fixture
 from tests.support.models import llama
 
 
