@@ -260,8 +260,8 @@ def first_order(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]
     """Decorate a Function's backward that no second derivative follows: codes and recovered inputs would give
     a wrong one. With create_graph=True it raises `DoubleBackwardError`.
 
-    At once: a node that raised in the second backward would be passed over by ``torch.autograd.grad`` with
-    inputs, since no path leads from there to them, and what lies behind it would silently be missing.
+    At once: ``torch.autograd.grad`` with inputs would never run a node whose own backward is the error, since
+    no path leads from it to the inputs. A part of the second derivative would be missing without a word.
     """
     # not torch's once_differentiable, which has such a node
 
@@ -285,8 +285,8 @@ def refuse_second_order(name: str) -> None:
     if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
         raise DoubleBackwardError(
             f"lowmem_patch::{name} has no second derivative, for which create_graph=True asks: it saves too "
-            "little in the forward. Leave the model unpatched where double backward is needed "
-            "(unpatch_model), or this module"
+            "little in the forward. Leave the model unpatched where double backward is needed: call "
+            "unpatch_model"
         )
 
 

@@ -127,7 +127,7 @@ class _FloorCount:
         self.items: dict[object, FloorItem] = {}
         self.attention: set[int] = set()  # keys of storages
         state = (*model.parameters(), *model.buffers())
-        self.state = {storage_key(tensor) for tensor in state}  # held whatever is saved
+        self.state = {storage_key(tensor) for tensor in state}  # the model itself holds it
         self.saved_by: dict[str, list[SavedStorage]] = {}
         for storage in trace.saved.storages:
             for module in dict.fromkeys(saver.module for saver in storage.savers):
