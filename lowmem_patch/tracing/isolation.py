@@ -7,6 +7,7 @@ import contextlib
 import functools
 import gc
 import logging
+import sys
 import warnings
 import weakref
 from collections.abc import Iterator
@@ -19,10 +20,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lowmem_patch.nn.checkpointing import SWITCHES
 from lowmem_patch.tracing.observers import FunctionObserver, eagerly
-from lowmem_patch.tracing.op_roles import Role, function_name, role_of
+from lowmem_patch.tracing.op_roles import Role, names_with
 
 _Cache = functools._lru_cache_wrapper
 _jit: Any = torch.jit  # says of none of its names that it is public
+_ADDRESSES = names_with(Role.ADDRESS)
 
 
 class ForeignKernelError(RuntimeError):
@@ -34,7 +36,7 @@ class NoForeignKernels(FunctionObserver):
     cupy): the address of a tensor."""
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if role_of(function_name(func)).has(Role.ADDRESS):
+        if getattr(func, "__name__", None) in _ADDRESSES:
             raise ForeignKernelError("a kernel of its own needs real memory")
         return func(*args, **kwargs)
 
@@ -141,16 +143,28 @@ def running_fake(mode: FakeTensorMode) -> Iterator[None]:
                 cache.cache_clear()
 
 
-_KNOWN: weakref.WeakSet[_Cache[Any]] = weakref.WeakSet()
+class _Caches:
+    """The caches that were found in the process; `gc.freeze` hides what it froze from later searches."""
+
+    def __init__(self) -> None:
+        self.seen: weakref.WeakSet[_Cache[Any]] = weakref.WeakSet()
+        self.beside = -1  # references to their type that are none of theirs
+
+    def find(self) -> None:
+        """Walk the heap, which takes a tenth of a second, if there is a cache more than were seen: each holds
+        a reference to its type."""
+        if sys.getrefcount(_Cache) - len(self.seen) == self.beside:
+            return
+        referrers = gc.get_referrers(_Cache)
+        self.seen.update(thing for thing in referrers if type(thing) is _Cache)
+        del referrers
+        self.beside = sys.getrefcount(_Cache) - len(self.seen)
+
+
+_caches = _Caches()
 
 
 def find_caches() -> list[_Cache[Any]]:
-    """Every cache of the process but torch's own, also those in closures, which no module lists.
-
-    Caches that were seen once are remembered: ``gc.freeze`` hides what it froze from later searches.
-    """
-    referrers = gc.get_referrers(_Cache)  # each cache refers to its type
-    for thing in referrers:
-        if type(thing) is _Cache and not str(thing.__module__).startswith("torch."):
-            _KNOWN.add(thing)
-    return list(_KNOWN)
+    """Every cache of the process but torch's own, also those in closures, which no module lists."""
+    _caches.find()
+    return [cache for cache in _caches.seen if not str(cache.__module__).startswith("torch.")]

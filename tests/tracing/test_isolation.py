@@ -1,0 +1,44 @@
+"""What runs on fake tensors leaves nothing in caches, also in those that nobody has seen before."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowmem_patch.tracing.isolation import find_caches, make_fake_mode, running_fake
+
+
+def cached() -> Any:
+    return functools.lru_cache(lambda size: torch.zeros(size))
+
+
+def is_found(cache: Any) -> bool:
+    return any(found is cache for found in find_caches())
+
+
+def test_a_cache_that_is_made_after_a_search_is_found() -> None:
+    find_caches()
+    one = cached()
+    assert is_found(one)
+    # the number of caches stays
+    del one
+    other = cached()
+    assert is_found(other)
+
+
+def test_caches_that_were_filled_on_fake_tensors_are_empty_afterwards() -> None:
+    known, made = cached(), list[Callable[[int], Tensor]]()
+    known(2)
+    kept = functools.lru_cache(str)
+    kept(1)
+    with running_fake(make_fake_mode()):
+        made.append(cached())
+        for table in (known, *made):
+            table(3)
+    for table in (known, *made):
+        assert type(table(3)) is Tensor
+    assert kept.cache_info().currsize == 1  # of a cache that nothing was added to
