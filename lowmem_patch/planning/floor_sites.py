@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
+from lowmem_patch.functional import ActivationKind
 from lowmem_patch.tracing.call_arguments import is_square
 from lowmem_patch.tracing.dataflow import backward, first_input
 from lowmem_patch.tracing.op_roles import OF_ELEMENTS, Role
@@ -22,6 +23,13 @@ class SiteCall(NamedTuple):
     output: Tensor
 
 
+class _Known(NamedTuple):
+    """What a probe said of equal modules."""
+
+    norms: dict[object, NormSpec | str]
+    activations: dict[object, ActivationKind | None]
+
+
 Sites = dict[int, SiteCall]  # by the id of the output
 
 
@@ -36,12 +44,12 @@ def find_sites(model: nn.Module, trace: Trace) -> tuple[Sites, Sites]:
             sites[id(output)] = SiteCall(module, source, output)
 
     modules = dict(model.named_modules())
-    specs: dict[object, NormSpec | str] = {}  # of equal modules
+    known = _Known({}, {})
     covered: set[int] = set()
     roles: dict[str, Role] = {}
     for call in trace.calls:
         if call.name not in roles:
-            roles[call.name] = _module_role(modules[call.name], call, trace, specs)
+            roles[call.name] = _module_role(modules[call.name], call, trace, known)
         role = roles[call.name]
         if role and len(call.inputs) == len(call.outputs) == 1:
             covered.update(range(call.first_op, call.last_op))
@@ -102,9 +110,7 @@ def before_modulation(makers: dict[int, Op], tensor: Tensor, norms: Sites) -> Te
     return source if id(source) in norms else tensor
 
 
-def _module_role(
-    module: nn.Module, call: Call, trace: Trace, specs: dict[object, NormSpec | str]
-) -> Role:
+def _module_role(module: nn.Module, call: Call, trace: Trace, known: _Known) -> Role:
     """What a module without children does to its one input: a norm, an activation or neither."""
     neither = Role(0)
     if call.name == "" or next(module.children(), None) is not None:
@@ -115,8 +121,9 @@ def _module_role(
         return Role.ROW_NORM
     names = {name for name, _ in module.named_parameters()}
     if not names and call.outputs[0].shape == call.inputs[0].shape:
-        return neither if match_activation(module) is None else Role.ELEMENTWISE
+        kind = match_activation(module, known.activations)
+        return neither if kind is None else Role.ELEMENTWISE
     if 0 < len(names) <= 2 and not isinstance(module, nn.Linear):
-        found = match_norm(module, call, trace, specs)
+        found = match_norm(module, call, trace, known.norms)
         return Role.ROW_NORM if isinstance(found, NormSpec) else neither
     return neither

@@ -67,7 +67,9 @@ class Facts:
         for call in trace.calls:
             self.calls.setdefault(call.name, []).append(call)
         self.order = sorted(self.calls, key=lambda name: self.calls[name][0].last_op)
-        self._norms: dict[object, NormSpec | str] = {}  # what a probe said of equal modules
+        # what a probe said of equal modules
+        self._norms: dict[object, NormSpec | str] = {}
+        self._kinds: dict[object, ActivationKind | None] = {}
         self._activations: dict[str, ActivationKind | None] = {}
         self._answers: dict[object, Any] = {}
 
@@ -122,7 +124,7 @@ class Facts:
             module, calls = self.modules[name], self.calls[name]
             single = all(len(call.outputs) == 1 and len(call.inputs) == 1 for call in calls)
             plain = single and next(module.parameters(), None) is None
-            self._activations[name] = match_activation(module) if plain else None
+            self._activations[name] = match_activation(module, self._kinds) if plain else None
         return self._activations[name]
 
     def norm(self, name: str) -> NormSpec | str | None:

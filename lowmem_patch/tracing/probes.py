@@ -49,6 +49,7 @@ _ACTIVATION_TOLERANCE = 1e-5
 _SMALL = 0.1
 # of norms that write it out, and hold it in no attribute
 _USUAL_EPS = (1e-5, 1e-6, 1e-12, 1e-8, 1e-3, torch.finfo(torch.float32).eps)
+_OF_EVERY_MODULE = vars(nn.Module()).keys()
 _NORMALIZE_EPS = (
     1e-12  # F.normalize divides by no less: the same for rows of zeros and for all but tiny ones
 )
@@ -123,20 +124,21 @@ def _is_close(actual: Tensor | None, expected: Tensor) -> bool:
     return bool(((actual.double() - expected).abs().max() / scale) < _TOLERANCE)
 
 
-def _settings(module: nn.Module, x: Tensor) -> object:
+def _settings(module: nn.Module) -> tuple[object, ...]:
     """Equal for modules that compute the same but for their parameters' values; else unequal."""
     plain = (int, float, str, torch.Size, torch.dtype, type(None))
     own = {
         name: value
         for name, value in vars(module).items()
-        if not name.startswith("_") and name != "forward"  # accelerate's, around the class's
+        if name not in _OF_EVERY_MODULE and name != "forward"  # accelerate's, around the class's
     }
     held = [*module._buffers, *module._modules]
     if held or not all(isinstance(value, plain) for value in own.values()):
-        return object()
+        return (object(),)
     parameters = tuple((n, p.shape, p.dtype) for n, p in module.named_parameters())
-    own.pop("training", None)
-    return type(module), tuple(sorted(own.items(), key=str)), parameters, x.dim(), x.shape[-1]
+    # types, since True is 1 and 1 is 1.0
+    values = tuple((name, type(value), value) for name, value in sorted(own.items()))
+    return type(module), values, parameters
 
 
 def match_norm(
@@ -160,7 +162,7 @@ def match_norm(
     if not runs_class_forward(module):
         return "its forward is overridden on the instance"
     known = {} if known is None else known
-    settings = _settings(module, x)
+    settings = (*_settings(module), x.dim(), size)
     if settings not in known:
         known[settings] = _probe(module, call, trace)
     return known[settings]
@@ -234,13 +236,20 @@ def _find_norm(module: nn.Module, rows: Tensor, names: tuple[str, str]) -> NormS
     return None
 
 
-def match_activation(module: nn.Module) -> ActivationKind | None:
-    """The kind of a parameterless elementwise module, or None."""
+def match_activation(
+    module: nn.Module, known: dict[object, ActivationKind | None] | None = None
+) -> ActivationKind | None:
+    """The kind of a parameterless elementwise module, or None; ``known`` as of `match_norm`."""
     if not _is_leaf(module) or list(module.parameters()) or not runs_class_forward(module):
         return None
-    isolated = _isolated_copy(module)
-    kind = _kind_of(isolated)
-    return kind if kind is None or _is_steady(isolated, _GRID.clone()) else None
+    known = {} if known is None else known
+    settings = _settings(module)
+    if settings not in known:
+        isolated = _isolated_copy(module)
+        kind = _kind_of(isolated)
+        steady = kind is None or _is_steady(isolated, _GRID.clone())
+        known[settings] = kind if steady else None
+    return known[settings]
 
 
 class _Function(nn.Module):

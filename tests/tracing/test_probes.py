@@ -1,0 +1,41 @@
+"""What a module computes is asked once of equal modules, and of each that may be another."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lowmem_patch.tracing import probes
+
+
+class Scaled(nn.Module):
+    """A GELU, or none, by an attribute that is the module's own affair."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self._factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.gelu(x) * self._factor
+
+
+def test_equal_modules_are_probed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    probed: list[Any] = []
+    kind_of = probes._kind_of
+    monkeypatch.setattr(
+        probes, "_kind_of", lambda module: (probed.append(module), kind_of(module))[1]
+    )
+    modules = [
+        nn.GELU(), nn.Dropout(0.1), nn.GELU().eval(), nn.GELU("tanh"), Scaled(1.0), nn.Dropout(0.1),
+        Scaled(2.0), Scaled(1.0), nn.Identity(),
+    ]  # fmt: skip
+    known: dict[Any, Any] = {}
+    found = [probes.match_activation(module, known) for module in modules]
+    assert found == ["gelu", None, "gelu", "gelu_tanh", "gelu", None, None, "gelu", None]
+    assert len(probed) == 6
+    changed = Scaled(1.0)
+    changed.forward = lambda x: x  # type: ignore[method-assign]
+    assert probes.match_activation(changed, known) is None
