@@ -65,7 +65,7 @@ class LiveStorages(DispatchObserver):
             if self._count(output):
                 self._sum = storage_key(args[0]), storage_key(output), self.now
             return output
-        for tensor in tree_leaves(output):
+        for tensor in (output,) if isinstance(output, Tensor) else tree_leaves(output):
             if isinstance(tensor, Tensor):
                 self.add(tensor)
         temporary = taken.bytes if taken.beside_outputs else 0

@@ -17,6 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 _untyped: Any = TorchDispatchMode
 # torch's C++ asks a fake tensor for its device, five times an op: no op, and answered at once
 _DEVICE = torch.ops.prim.device.default
+# a Linear may end with one, and torch finds out anew at each that on fake tensors it is a view
+_UNSAFE_VIEW, _VIEW = torch.ops.aten._unsafe_view.default, torch.ops.aten.view.default
 
 
 class FunctionObserver(TorchFunctionMode):
@@ -83,6 +85,8 @@ class DispatchObserver(_untyped):  # type: ignore[misc]  # a base without types
     ) -> Any:  # fmt: skip
         if func is _DEVICE and type(args[0]) is FakeTensor:
             return args[0].device
+        if func is _UNSAFE_VIEW and type(args[0]) is FakeTensor:
+            func = _VIEW
         return self.call(func, args, kwargs or {})
 
 
