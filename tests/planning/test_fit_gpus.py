@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -33,10 +34,18 @@ from lowmem_patch.planning.planner import plan_model
 from lowmem_patch.planning.sharded_timeline import Sharding
 from lowmem_patch.planning.timeline import RunBytes, Timeline
 from lowmem_patch.tracing.inputs import as_example_inputs
+from tests.support.fitted import planned_once
 from tests.support.models import llama_of
 
 BATCH = {"input_ids": torch.zeros(2, 16, dtype=torch.long)}
 GPUS = 4
+
+
+@pytest.fixture(autouse=True, scope="module")
+def each_model_once() -> Iterator[None]:
+    """All models of one size are equal here, and are planned once for all budgets."""
+    with planned_once():
+        yield
 
 
 def fit_of(fit: str | int = "1GiB", **settings: Any) -> FitReport:

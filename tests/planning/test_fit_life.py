@@ -28,6 +28,7 @@ from lowmem_patch.tracing.shadow import make_shadow
 from lowmem_patch.tracing.trace import trace_forward
 from tests.support.fitted import (
     GIB,
+    Known,
     assert_predicted,
     fitted,
     least_of,
@@ -108,7 +109,7 @@ def test_an_optimizer_that_is_none() -> None:
 
 
 def test_too_small_a_budget_names_the_least_and_what_helps() -> None:
-    model, inputs = made("llama")
+    inputs = {"input_ids": tokens()}
     model = llama_of(num_hidden_layers=4, hidden_size=64, intermediate_size=128).train()
     before = copy.deepcopy(model.state_dict())
     with planned_once():
@@ -148,17 +149,26 @@ def test_only_changes_that_are_worth_it_are_proposed() -> None:
     assert re.search(r"a batch of 1, not 8: .*, fits$", text, flags=re.MULTILINE)
 
 
-def test_a_budget_below_the_model_states_says_so() -> None:
+@pytest.fixture(scope="module")
+def known() -> Known:
+    """Of a model that is planned once for several tests."""
+    return Known()
+
+
+def test_a_budget_below_the_model_states_says_so(known: Known) -> None:
     model, inputs = made("llama")
     parameters = sum(p.numel() * p.element_size() for p in model.parameters())
-    with pytest.raises(BudgetError, match="the model states alone are larger than the budget"):
+    said = "the model states alone are larger than the budget"
+    with planned_once(known), pytest.raises(BudgetError, match=said):
         plan_patch(model, "exact", example_inputs=inputs, fit=2 * parameters)
 
 
 @pytest.mark.parametrize(("fit", "meant"), [(24, "24GiB"), (12345, "24GiB"), ("24KiB", None)])
-def test_a_number_without_a_unit_is_asked_about_first(fit: Any, meant: str | None) -> None:
+def test_a_number_without_a_unit_is_asked_about_first(
+    fit: Any, meant: str | None, known: Known
+) -> None:
     model, inputs = made("llama")
-    with pytest.raises(BudgetError) as error:
+    with planned_once(known), pytest.raises(BudgetError) as error:
         plan_patch(model, "exact", example_inputs=inputs, fit=fit)
     first, second = str(error.value).splitlines()[:2]
     if meant is None:

@@ -183,29 +183,41 @@ def assert_predicted(report: FitReport, model: Any, inputs: Any, more: int = 0) 
     assert measured <= predicted <= 1.03 * measured + more, (report.levels, predicted, measured)
 
 
+class Known:
+    """What was planned in `planned_once`, by what it was planned from."""
+
+    def __init__(self) -> None:
+        self.plans: list[tuple[Any, Planned]] = []
+        self.fittings: list[tuple[Any, Fitting]] = []
+
+
 @contextlib.contextmanager
-def planned_once() -> Iterator[None]:
+def planned_once(known: Known | None = None) -> Iterator[None]:
     """In here a model, which nothing else may change, is planned once for all budgets: a plan is data about
-    the trace, the same for each copy, and a budget chooses from the same steps on fake tensors."""
-    plans: list[tuple[Any, Planned]] = []
-    fittings: list[tuple[Any, Fitting]] = []
+    the trace, the same for each copy, and a budget chooses from the same steps on fake tensors.
+
+    Args:
+        known: of several such contexts, in which equal models are planned once.
+    """
+    known = Known() if known is None else known
+    plans, fittings = known.plans, known.fittings
 
     def kept(found: list[tuple[Any, Any]], key: Any, make: Callable[[], Any]) -> Any:
-        for known, value in found:
-            if known == key:
+        for earlier, value in found:
+            if earlier == key:
                 return value
         found.append((key, make()))
         return found[-1][1]
 
     def plan(model: Any, config: PatchConfig, inputs: Any) -> Planned:
-        trained = [(name, p.requires_grad) for name, p in model.named_parameters()]
+        trained = [(name, p.shape, p.requires_grad) for name, p in model.named_parameters()]
         key = (config, str(as_example_inputs(inputs)), trained, model.training)
         made: Planned = kept(plans, key, lambda: plan_model(model, config, inputs))
         return made
 
     def fitting(model: Any, shadow: Shadow, *given: Any) -> Fitting:
-        *_, training, _host = given
-        key = id(shadow), training
+        *_, states, training, _host = given
+        key = id(shadow), states, training
         made: Fitting = kept(fittings, key, lambda: Fitting(model, shadow, *given))
         return made
 
