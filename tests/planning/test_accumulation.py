@@ -82,7 +82,7 @@ def assert_second_batch_is_held(model: Any, inputs: Any) -> None:
 
 def test_many_blocks_are_planned_from_few() -> None:
     """Gradients of blocks that are not run are held, too."""
-    model, inputs = llama_of(num_hidden_layers=12).train(), {"input_ids": tokens()}
+    model, inputs = llama_of(num_hidden_layers=8).train(), {"input_ids": tokens()}
     with planned_once():
         assert_few_stand_for_many(model, inputs)
 
@@ -124,7 +124,7 @@ def test_too_small_a_budget_counts_the_gradients() -> None:
 
 
 def test_another_accumulation_is_planned_again() -> None:
-    model, inputs = made("llama")
+    model, inputs = llama_of(num_hidden_layers=2).train(), {"input_ids": tokens()}
     with warned():
         patch_model(model, "exact", example_inputs=inputs, fit="1GiB", accumulation=4)
         first = patch_report(model)

@@ -20,30 +20,35 @@ from lowmem_patch.tracing.example_inputs import make_example_inputs
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 WIDTHS: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
-MANY = {"num_hidden_layers": 12}
+MANY = 7
 
 
-def llama() -> Any:
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**WIDTHS, **MANY, vocab_size=64))
+def llama(layers: int = 12) -> Any:
+    """Some of whose blocks have numbers of two digits."""
+    config = transformers.LlamaConfig(**WIDTHS, num_hidden_layers=layers, vocab_size=64)
+    return transformers.LlamaForCausalLM(config)
 
 
 def lora() -> Any:
-    return get_peft_model(llama(), LoraConfig(r=4, target_modules="all-linear"))
+    return get_peft_model(llama(MANY), LoraConfig(r=4, target_modules="all-linear"))
 
 
 def bert() -> Any:
-    return transformers.BertForMaskedLM(transformers.BertConfig(**WIDTHS, **MANY, vocab_size=64))
+    config = transformers.BertConfig(**WIDTHS, num_hidden_layers=MANY, vocab_size=64)
+    return transformers.BertForMaskedLM(config)
 
 
 def vit() -> Any:
     return timm.create_model(
-        "vit_tiny_patch16_224", img_size=32, patch_size=8, embed_dim=32, depth=12, num_heads=4
+        "vit_tiny_patch16_224", img_size=32, patch_size=8, embed_dim=32, depth=MANY, num_heads=4
     )
 
 
 def gemma() -> Any:
     """Layers of two kinds: five of six attend to a window."""
-    config = transformers.Gemma3TextConfig(**WIDTHS, **MANY, vocab_size=64, head_dim=8)
+    config = transformers.Gemma3TextConfig(
+        **WIDTHS, num_hidden_layers=MANY, vocab_size=64, head_dim=8
+    )
     return transformers.Gemma3ForCausalLM(config)
 
 

@@ -34,7 +34,7 @@ def found_few(planned: Planned) -> FewRuns | None:
     return few_runs(model, find_blocks(planned.facts), few_of(model))
 
 
-@pytest.mark.parametrize("count", [9, 10])
+@pytest.mark.parametrize("count", [8, 9])
 def test_few_blocks_tell_the_step_of_all(count: int) -> None:
     model = llama_of(num_hidden_layers=count).train()
     found = fitting(model, {"input_ids": tokens()})
@@ -51,13 +51,13 @@ def test_few_blocks_tell_the_step_of_all(count: int) -> None:
 def test_blocks_that_differ_are_all_run() -> None:
     torch.manual_seed(0)
     config = Gemma2Config(
-        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=10, num_attention_heads=2,
+        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=8, num_attention_heads=2,
         num_key_value_heads=1, head_dim=8, sliding_window=8, max_position_embeddings=64,
     )  # fmt: skip
     model, inputs = Gemma2ForCausalLM(config).train(), {"input_ids": tokens()}
     assert fitting(model, inputs).few is None
-    model = llama_of(num_hidden_layers=10).train()
-    model.model.layers[7].requires_grad_(False)
+    model = llama_of(num_hidden_layers=8).train()
+    model.model.layers[5].requires_grad_(False)
     planned = plan_model(model, load_config("exact"), inputs)
     assert found_few(planned) is None
     short, inputs = made("llama")  # six blocks
