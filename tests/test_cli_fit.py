@@ -17,14 +17,15 @@ from lowmem_patch import plan_patch
 from lowmem_patch.cli import app
 from lowmem_patch.config import load_config
 from lowmem_patch.errors import BudgetError, ConfigError
-from lowmem_patch.memory import Training
+from lowmem_patch.memory import Training, predict
+from lowmem_patch.planning import ladder
 from lowmem_patch.planning.budget import make_budget
 from lowmem_patch.planning.ladder import Rung, find_rungs
 from lowmem_patch.report.fit import print_ladder
 from lowmem_patch.tracing.inputs import as_example_inputs
 from tests.support.stacks import rows, stack
 
-LAYERS = 9  # more than are run
+LAYERS = 8  # more than are run
 
 
 def written(folder: Path, layers: int) -> Path:
@@ -169,6 +170,29 @@ def test_too_small_a_budget_has_an_exit_code_of_its_own(shallow: Path) -> None:
     assert failed["error"]["exit_code"] == 4
 
 
+@pytest.fixture
+def each_step_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls of one command with one model, whose limits alone differ, run each step on fake tensors once."""
+    known: dict[Any, Any] = {}
+    run_levels, step = ladder.run_levels, predict._Predictor.step
+
+    def levels_once(shadow: Any, blocks: Any, levels: Any, **how: Any) -> Any:
+        key = (str(sorted(levels.items())), str(how["inputs"]))
+        if key not in known:
+            known[key] = run_levels(shadow, blocks, levels, **how)
+        return known[key]
+
+    def step_once(self: Any, *size: Any) -> Any:
+        key = (self.patched, *size)
+        if key not in known:
+            known[key] = step(self, *size)
+        return known[key]
+
+    monkeypatch.setattr(ladder, "run_levels", levels_once)
+    monkeypatch.setattr(predict._Predictor, "step", step_once)
+
+
+@pytest.mark.usefixtures("each_step_once")
 def test_the_verdict_says_whether_anything_fits(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
