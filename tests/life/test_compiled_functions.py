@@ -12,7 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    masking_utils,
+)
 from transformers.integrations import flex_attention as integration
 from transformers.models.llama.modeling_llama import LlamaMLP
 
@@ -286,10 +292,15 @@ def test_a_forward_that_fails_beneath_a_mode_leaves_the_compiler_on() -> None:
 
 @pytest.fixture
 def flex(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Flex attention trains on a CPU, which torch refuses, with the backend that compiles nothing."""
+    """Flex attention trains on a CPU, which torch refuses, with the backend that compiles nothing. Its mask,
+    for which transformers starts a compiler of C++, is computed as it is written."""
     from torch.nn.attention import flex_attention as own
 
+    def block_mask(*args: Any, _compile: bool, **kwargs: Any) -> Any:
+        return own.create_block_mask(*args, **kwargs)
+
     monkeypatch.setattr(own, "_validate_device", lambda *tensors: None)
+    monkeypatch.setattr(masking_utils, "create_block_mask", block_mask)
     made = torch.compile(own.flex_attention, backend="aot_eager")
     monkeypatch.setattr(integration, "WrappedFlexAttention", lambda training: lambda: made)
 
