@@ -124,16 +124,21 @@ def _is_close(actual: Tensor | None, expected: Tensor) -> bool:
     return bool(((actual.double() - expected).abs().max() / scale) < _TOLERANCE)
 
 
+def _is_plain(value: object) -> bool:
+    if isinstance(value, tuple):  # the shape of a LayerNorm
+        return all(map(_is_plain, value))
+    return isinstance(value, (int, float, str, torch.dtype, type(None)))
+
+
 def _settings(module: nn.Module) -> tuple[object, ...]:
     """Equal for modules that compute the same but for their parameters' values; else unequal."""
-    plain = (int, float, str, torch.Size, torch.dtype, type(None))
     own = {
         name: value
         for name, value in vars(module).items()
         if name not in _OF_EVERY_MODULE and name != "forward"  # accelerate's, around the class's
     }
     held = [*module._buffers, *module._modules]
-    if held or not all(isinstance(value, plain) for value in own.values()):
+    if held or not all(map(_is_plain, own.values())):
         return (object(),)
     parameters = tuple((n, p.shape, p.dtype) for n, p in module.named_parameters())
     # types, since True is 1 and 1 is 1.0

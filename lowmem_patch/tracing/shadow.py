@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections import OrderedDict
 from types import NoneType
 from typing import Any
 
@@ -68,7 +69,7 @@ def _collect(value: Any, found: list[Tensor]) -> None:
     if kind is tuple or kind is list:
         for each in value:
             _collect(each, found)
-    elif kind is dict:
+    elif kind is dict or kind is OrderedDict:  # of a module's hooks
         for each in value.values():
             _collect(each, found)
     elif kind not in _NO_TREES:

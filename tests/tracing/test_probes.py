@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lowmem_patch import plan_patch
 from lowmem_patch.tracing import probes
 
 
@@ -39,3 +41,22 @@ def test_equal_modules_are_probed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     changed = Scaled(1.0)
     changed.forward = lambda x: x  # type: ignore[method-assign]
     assert probes.match_activation(changed, known) is None
+
+
+def test_equal_norms_are_probed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    probed: list[Any] = []
+    probe = probes._probe
+    monkeypatch.setattr(
+        probes, "_probe", lambda module, *rest: (probed.append(module), probe(module, *rest))[1]
+    )
+    norms = [
+        nn.LayerNorm(8),
+        nn.LayerNorm(8),
+        nn.LayerNorm(8, eps=1e-3),
+        nn.RMSNorm(8),
+        nn.LayerNorm(8),
+    ]
+    model = nn.Sequential(*(layer for norm in norms for layer in (norm, nn.Linear(8, 8))))
+    report = plan_patch(model, "exact", example_inputs=torch.randn(2, 8))
+    assert [site.strategy for site in report.sites] == ["share"] * 5
+    assert len(probed) == 3
