@@ -64,7 +64,7 @@ def same_seed() -> None:
 @pytest.fixture(autouse=True, scope="module")
 def frozen_heap() -> None:
     """What was imported and collected leaves the garbage collector's sight: a million objects, which
-    each full collection and each search for caches (two in a trace) would walk."""
+    each full collection and each search for new caches would walk."""
     gc.collect()
     isolation.find_caches()
     gc.freeze()

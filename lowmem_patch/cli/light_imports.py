@@ -86,8 +86,8 @@ def uncollected_imports() -> Iterator[Callable[[], None]]:
     """While this is open, the garbage collector rests, which would walk a million imported objects again and
     again: a sixth of the processor's time. For a process that runs one command.
 
-    What is yielded is called when the imports are done: they leave the collector's sight, for the search for
-    caches too (two in a trace), and it works again.
+    What is yielded is called when the imports are done: they leave the collector's sight, for a search for
+    new caches too, and it works again.
     """
     enabled = gc.isenabled()
     gc.disable()
