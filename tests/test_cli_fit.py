@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,15 +50,25 @@ def shallow(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return written(tmp_path_factory.mktemp("models") / "shallow", 1)
 
 
-@pytest.fixture(autouse=True)
-def no_workspaces(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True, scope="module")
+def no_workspaces() -> Iterator[None]:
     """These models are far smaller than cuBLAS's workspaces."""
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
-    monkeypatch.setenv("CUBLASLT_WORKSPACE_SIZE", "0")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
+        patch.setenv("CUBLASLT_WORKSPACE_SIZE", "0")
+        yield
 
 
 def call(*arguments: object) -> Any:
     return CliRunner().invoke(app, ["inspect", *map(str, arguments)])
+
+
+@pytest.fixture(scope="module")
+def found(llama: Path) -> Any:
+    """What is said of a model, its ladder and its budget."""
+    result = call(llama, "--memory", "9MiB", "--fit", "9m", "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
 
 
 def test_accumulation_is_in_the_budget(shallow: Path) -> None:
@@ -77,12 +88,9 @@ def test_accumulation_is_in_the_budget(shallow: Path) -> None:
     assert requested == pytest.approx(wanted, rel=0.01)
 
 
-def test_the_ladder_and_the_choice(llama: Path) -> None:
-    result = call(llama, "--memory", "9MiB", "--fit", "9m", "--json")
-    assert result.exit_code == 0, result.output
-    data = json.loads(result.stdout)
-    names = [rung["name"] for rung in data["ladder"]]
-    totals = [rung["total"] for rung in data["ladder"]]
+def test_the_ladder_and_the_choice(found: Any) -> None:
+    names = [rung["name"] for rung in found["ladder"]]
+    totals = [rung["total"] for rung in found["ladder"]]
     assert names[:4] == [
         "patched, and no block runs again", "all blocks run again, their attention is saved",
         "all blocks run again", "all blocks run again, their inputs in host memory",
@@ -92,15 +100,15 @@ def test_the_ladder_and_the_choice(llama: Path) -> None:
         "QLoRA: weights in 4 bits, adapters of rank 16 train",
         "adamw8bit, an 8-bit optimizer, not adamw", "FSDP over 2 GPUs, bytes of each",
     ]  # fmt: skip
-    assert [rung["on_top"] for rung in data["ladder"]] == [False] * 4 + [True] * 5
+    assert [rung["on_top"] for rung in found["ladder"]] == [False] * 4 + [True] * 5
     assert totals[0] > totals[1] >= totals[2] >= totals[3] > max(totals[4:6])
-    seconds = [rung["seconds"] for rung in data["ladder"]]
+    seconds = [rung["seconds"] for rung in found["ladder"]]
     assert seconds[0] < seconds[1] <= seconds[2] <= seconds[3] and seconds[4] < seconds[0]
     # what few blocks tell is what the whole model takes, and 3 % for fragmentation
-    after = data["memory"]["after"]
+    after = found["memory"]["after"]
     states = after["parameters"] + after["optimizer"]
     assert totals[0] - states == pytest.approx((after["total"] - states) / 0.97, rel=0.01)
-    fit = data["fit"]
+    fit = found["fit"]
     assert totals[2] < fit["predicted"] <= fit["budget"] == 9 * 2**20 < totals[0]
     assert len(fit["blocks"]) == LAYERS and 0 < fit["extra_seconds"] < seconds[3] - seconds[0]
 
@@ -194,7 +202,7 @@ def each_step_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("each_step_once")
 def test_the_verdict_says_whether_anything_fits(
-    llama: Path, monkeypatch: pytest.MonkeyPatch
+    llama: Path, found: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From the totals of the ladder: at each of them the next row begins to fit."""
     monkeypatch.setenv("COLUMNS", "300")  # one line, as wide as it is
@@ -203,10 +211,7 @@ def test_the_verdict_says_whether_anything_fits(
         shown = call(llama, "--memory", f"{limit}B")
         return shown.stdout.splitlines()[-1], shown.exit_code
 
-    totals = [
-        rung["total"]
-        for rung in json.loads(call(llama, "--memory", "9MiB", "--json").stdout)["ladder"]
-    ]
+    totals = [rung["total"] for rung in found["ladder"]]
     line, code = look(totals[0])
     assert line.endswith("patched, and no block needs to run again") and code == 0
     line, code = look(totals[3])
@@ -218,7 +223,7 @@ def test_the_verdict_says_whether_anything_fits(
     assert line.startswith("nothing fits in 1.0 KiB: the least of all rows above is ")
     assert code == 4
     data = [json.loads(call(llama, *more, "--json").stdout) for more in ((), ("--memory", "1KiB"))]
-    assert [found["fits"] for found in data] == [None, False]
+    assert [each["fits"] for each in data] == [None, False]
     assert not any("FSDP" in rung["name"] for rung in data[1]["ladder"])
 
 
@@ -233,11 +238,9 @@ def test_a_length_that_is_no_row_of_the_ladder_fits(shallow: Path) -> None:
     assert shown.exit_code == 0 and "the largest length is " in shown.stdout.splitlines()[-1]
 
 
-def test_the_ladder_counts_the_gpus_that_were_asked_for(llama: Path) -> None:
-    one, four = (
-        json.loads(call(llama, "--memory", "9MiB", "--gpus", n, "--json").stdout) for n in (1, 4)
-    )
-    assert four["ladder"][0]["total"] < one["ladder"][0]["total"]
+def test_the_ladder_counts_the_gpus_that_were_asked_for(llama: Path, found: Any) -> None:
+    four = json.loads(call(llama, "--memory", "9MiB", "--gpus", 4, "--json").stdout)
+    assert four["ladder"][0]["total"] < found["ladder"][0]["total"]
     after = four["memory"]["after"]
     assert four["ladder"][0]["total"] == pytest.approx(after["total"], rel=0.1)
     assert [rung["name"] for rung in four["ladder"]][4:] == [
