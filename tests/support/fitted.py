@@ -116,11 +116,11 @@ MODELS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         lambda: {"input_ids": tokens()},
     ),
     "llama-qlora-8bit": (
-        lambda: qlora("8bit", num_hidden_layers=3),
+        lambda: qlora("8bit", num_hidden_layers=2),
         lambda: {"input_ids": tokens()},
     ),
     "llama-qlora-wrapper": (
-        lambda: qlora("wrapper", num_hidden_layers=3),
+        lambda: qlora("wrapper", num_hidden_layers=2),
         lambda: {"input_ids": tokens()},
     ),
     "vit": (vit, lambda: {"pixel_values": numbers(4, 3, 32, 32)}),
