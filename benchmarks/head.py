@@ -45,7 +45,7 @@ def float32_logits(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
 
 
 def chunked(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    head = Head(x, weight, None, None, None, 1.0, 0.0, x.dtype)
+    head = Head(x, weight, None, None, None, 1.0, 0.0, x.dtype, x.dtype)
     return linear_cross_entropy(head, Labels(labels))
 
 

@@ -74,17 +74,18 @@ def _sum_forward(*arguments: Any) -> tuple[Tensor | None, ...]:
     alone, the factor that float16 gradients lack, and the memory of a chunk, for who counts bytes."""
     given, labels, (mean, selects, needs, implementation) = _unpacked(arguments)
     _check_labels(labels, given.weight.shape[0])
-    dtype = wide(given.compute_dtype)
+    dtype = wide(given.sum_dtype)
     with _library.without_autocast(given.x.device.type):
         labelled = labelled_rows(labels) if selects else None
-        head, target = in_compute_dtype(given, labelled), arguments[8]
+        head, target = in_compute_dtype(given, labelled), labels.target
+        assert target is not None
         divisor = divisor_of(labels, dtype) if mean else target.new_ones((), dtype=dtype)
         if labelled is not None:
             target = target.index_select(0, labelled)
         half = given.compute_dtype == torch.float16
         factor = torch.full_like(divisor, _HALF_FACTOR) if half else divisor.reciprocal()
         memory = chunk_memory(head)
-        gradients = HeadGradients(head, needs, memory.shape[0])
+        gradients = HeadGradients(head, needs, memory)
         loss = torch.zeros_like(divisor)
         settings = (*labels[2:], head.scale, head.cap, any(needs), implementation)
         for chunk, logits in logits_in_chunks(head, memory):
@@ -92,27 +93,27 @@ def _sum_forward(*arguments: Any) -> tuple[Tensor | None, ...]:
             loss += losses.sum()
             gradients.add(chunk, logits)
         lacking = (divisor * _HALF_FACTOR).reciprocal().nan_to_num(posinf=0.0) if half else None
-        return (loss / divisor, *gradients.take(given), labelled, lacking, memory)
+        return (loss / divisor, *gradients.take(given), labelled, lacking, memory.whole)
 
 
 def _unpacked(arguments: tuple[Any, ...]) -> tuple[Head, Labels, tuple[Any, ...]]:
     """The head, the labels, and the arguments behind them."""
-    return Head(*arguments[:8]), Labels(*arguments[8:12]), arguments[12:]
+    return Head(*arguments[:9]), Labels(*arguments[9:13]), arguments[13:]
 
 
 def _sum_fake(*arguments: Any) -> tuple[Tensor | None, ...]:
     head, _, (_, _, needs, _) = _unpacked(arguments)
-    loss = head.x.new_empty((), dtype=wide(head.compute_dtype))
+    loss = head.x.new_empty((), dtype=wide(head.sum_dtype))
     lacking = torch.empty_like(loss) if head.compute_dtype == torch.float16 else None
-    return (loss, *_gradients_fake(head, needs), None, lacking, chunk_memory(head))
+    return (loss, *_gradients_fake(head, needs), None, lacking, chunk_memory(head).whole)
 
 
 def _gradients_fake(head: Head, needs: tuple[bool, ...]) -> list[Tensor | None]:
-    return HeadGradients(in_compute_dtype(head), needs, 0).take(head)
+    return HeadGradients(in_compute_dtype(head), needs, chunk_memory(head)).take(head)
 
 
 _TENSORS = "Tensor x, Tensor weight, Tensor? bias, Tensor? low, Tensor? lora_B"
-_HEAD = f"{_TENSORS}, float scale, float cap, ScalarType dtype"
+_HEAD = f"{_TENSORS}, float scale, float cap, ScalarType compute_dtype, ScalarType sum_dtype"
 _LABELS = "Tensor? target, Tensor? class_weight, int ignore_index, float smoothing"
 _sum = _library.Operator(
     f"linear_cross_entropy({_HEAD}, {_LABELS}, "
@@ -142,14 +143,14 @@ def _save_sum(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> Non
         ctx.early = [gradients[place] for place in WEIGHTS]
         for place in WEIGHTS:
             gradients[place] = None
-    ctx.save_for_backward(*inputs[:5], *inputs[8:10], *gradients, *output[6:8])
-    ctx.scaling, ctx.rest = inputs[5:8], inputs[10:]
+    ctx.save_for_backward(*inputs[:5], *inputs[9:11], *gradients, *output[6:8])
+    ctx.scaling, ctx.rest = inputs[5:9], inputs[11:]
 
 
 @_library.first_order("linear_cross_entropy")
 def _gradients_of_sum(ctx: Any, d_loss: Tensor | None, *_: None) -> Any:
     if d_loss is None:
-        return (None,) * 16
+        return (None,) * 17
     saved = _library.saved_tensors(ctx, "the input, the weight or the label of a head")
     tensors, labels, found = saved[:5], saved[5:7], list(saved[7:12])
     labelled, lacking = saved[12:]
@@ -169,7 +170,7 @@ def _gradients_of_sum(ctx: Any, d_loss: Tensor | None, *_: None) -> Any:
     for place in _ROWS:
         found[place] = _of_all_rows(found[place], d_loss, labelled, tensors[place])
     wanted = (g if need else None for g, need in zip(found, needs, strict=True))
-    return (*wanted, *(None,) * 11)
+    return (*wanted, *(None,) * 12)
 
 
 def _early_gradients(
@@ -211,7 +212,7 @@ def _rows_forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """The loss and logsumexp(y) of each row, and the memory of a chunk."""
     given, labels, (implementation,) = _unpacked(arguments)
     _check_labels(labels, given.weight.shape[0])
-    dtype = wide(given.compute_dtype)
+    dtype = wide(given.sum_dtype)
     with _library.without_autocast(given.x.device.type):
         head = in_compute_dtype(given)
         rows = head.x.shape[0]
@@ -223,14 +224,14 @@ def _rows_forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
             parts = _forward(logits, target, labels.class_weight, None, *settings)
             for whole, part in zip(found, parts, strict=True):
                 whole[chunk] = part
-        return found[0], found[1], memory
+        return found[0], found[1], memory.whole
 
 
 def _rows_fake(*arguments: Any) -> tuple[Tensor, ...]:
-    head = Head(*arguments[:8])
+    head = Head(*arguments[:9])
     rows = flat(head.x).shape[0]
-    found = (head.x.new_empty(rows, dtype=wide(head.compute_dtype)) for _ in range(2))
-    return (*found, chunk_memory(head))
+    found = (head.x.new_empty(rows, dtype=wide(head.sum_dtype)) for _ in range(2))
+    return (*found, chunk_memory(head).whole)
 
 
 def _rows_backward(
@@ -240,21 +241,21 @@ def _rows_backward(
     with _library.without_autocast(given.x.device.type):
         head = in_compute_dtype(given)
         memory = chunk_memory(head)
-        gradients = HeadGradients(head, needs, memory.shape[0])
+        gradients = HeadGradients(head, needs, memory)
         settings = (*labels[2:], head.scale, head.cap, implementation)
         for chunk, logits in logits_in_chunks(head, memory):
             target = None if labels.target is None else labels.target[chunk]
             given_rows = (logsumexp[chunk], d_losses[chunk], target, labels.class_weight)
             _backward(logits, *given_rows, *settings)
             gradients.add(chunk, logits)
-        return (*_in_shape(gradients.take(given), given), memory)
+        return (*_in_shape(gradients.take(given), given), memory.whole)
 
 
 def _rows_backward_fake(
     d_losses: Tensor, logsumexp: Tensor, needs: tuple[bool, ...], *arguments: Any
 ) -> tuple[Tensor | None, ...]:
-    head = Head(*arguments[:8])
-    return (*_in_shape(_gradients_fake(head, needs), head), chunk_memory(head))
+    head = Head(*arguments[:9])
+    return (*_in_shape(_gradients_fake(head, needs), head), chunk_memory(head).whole)
 
 
 def _in_shape(found: list[Tensor | None], head: Head) -> list[Tensor | None]:
@@ -280,19 +281,19 @@ _rows_gradient = _library.Operator(
 
 
 def _save_rows(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    ctx.save_for_backward(*inputs[:5], *inputs[8:10], output[1])
-    ctx.scaling, ctx.rest, ctx.needs = inputs[5:8], inputs[10:], ctx.needs_input_grad[:5]
+    ctx.save_for_backward(*inputs[:5], *inputs[9:11], output[1])
+    ctx.scaling, ctx.rest, ctx.needs = inputs[5:9], inputs[11:], ctx.needs_input_grad[:5]
 
 
 @_library.first_order("linear_cross_entropy_rows")
 def _gradients_of_rows(ctx: Any, d_losses: Tensor | None, *_: None) -> Any:
     if d_losses is None:
-        return (None,) * 13
+        return (None,) * 14
     *saved, logsumexp = _library.saved_tensors(ctx, "the input, the weight or the label of a head")
     arguments = (*saved[:5], *ctx.scaling, *saved[5:], *ctx.rest)
     found = _rows_gradient(d_losses, logsumexp, ctx.needs, *arguments)
     wanted = (g if need else None for g, need in zip(found[:5], ctx.needs, strict=True))
-    return (*wanted, *(None,) * 8)
+    return (*wanted, *(None,) * 9)
 
 
 _call_rows = _rows.differentiable(_save_rows, _gradients_of_rows)
@@ -328,14 +329,14 @@ def linear_cross_entropy(
         tensor is not None and torch.is_grad_enabled() and tensor.requires_grad
         for tensor in head.tensors
     )
-    chosen = resolve(implementation, head.x.new_empty(0, dtype=head.compute_dtype))
+    chosen = resolve(implementation, head.x.new_empty(0, dtype=head.sum_dtype))
     loss: Tensor = _call_sum(*head, *labels, reduction == "mean", selects, needs, chosen)
     return loss
 
 
 def linear_losses(head: Head, labels: Labels, *, implementation: Implementation = "auto") -> Tensor:
     """The loss of each row, ``[N]``; without labels logsumexp(y). As `linear_cross_entropy` otherwise."""
-    chosen = resolve(implementation, head.x.new_empty(0, dtype=head.compute_dtype))
+    chosen = resolve(implementation, head.x.new_empty(0, dtype=head.sum_dtype))
     losses: Tensor = _call_rows(*head, *labels, chosen)
     return losses
 

@@ -24,10 +24,11 @@ class Head(NamedTuple):
     Attributes:
         x: ``[..., D]``, N rows.
         weight: ``[V, D]``.
-        bias: ``[V]``.
+        bias: ``[V]``; in a wider dtype than the products where somebody added it to logits.
         low, lora_B: ``[..., r]`` and ``[V, r]``, an adapter's part: ``low lora_B^T`` is added.
         scale, cap: y = scale a, or cap tanh(scale a) where the cap is not 0.
-        compute_dtype: of the products, and of a.
+        compute_dtype: of the products.
+        sum_dtype: of a, in which the bias is added: the compute dtype, or the wider one of the bias.
     """
 
     x: Tensor
@@ -38,16 +39,23 @@ class Head(NamedTuple):
     scale: float
     cap: float
     compute_dtype: torch.dtype
+    sum_dtype: torch.dtype
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
         return self[:5]
 
+    @property
+    def is_wide(self) -> bool:
+        """Whether a chunk holds a beside its products."""
+        return self.sum_dtype != self.compute_dtype
+
 
 def chunk_rows(head: Head) -> int:
     """How many rows are computed at a time: few where memory is short, as many as pay otherwise."""
     rows = head.x.numel() // max(1, head.x.shape[-1])
-    row = head.weight.shape[0] * head.compute_dtype.itemsize
+    each = head.compute_dtype.itemsize + (head.sum_dtype.itemsize if head.is_wide else 0)
+    row = head.weight.shape[0] * each
     most, device = _ROWS, head.x.device
     real = device.type == "cuda" and not isinstance(head.x, FakeTensor)
     if real and not torch.cuda.is_current_stream_capturing():
@@ -59,25 +67,50 @@ def chunk_rows(head: Head) -> int:
     return -(-rows // chunks)
 
 
-def chunk_memory(head: Head) -> Tensor:
-    """Memory for the logits of one chunk."""
-    return head.x.new_empty(chunk_rows(head), head.weight.shape[0], dtype=head.compute_dtype)
+class ChunkMemory(NamedTuple):
+    """Memory for the logits of one chunk.
+
+    Attributes:
+        whole: all of it, in the dtype of the sums.
+        products, sums: ``[rows, V]`` in the head's two dtypes; one and the same where the dtypes are.
+    """
+
+    whole: Tensor
+    products: Tensor
+    sums: Tensor
 
 
-def logits_in_chunks(head: Head, memory: Tensor | None = None) -> Iterator[tuple[slice, Tensor]]:
+def chunk_memory(head: Head) -> ChunkMemory:
+    """Memory that nothing is written in yet."""
+    rows, classes = chunk_rows(head), head.weight.shape[0]
+    ratio = head.sum_dtype.itemsize // head.compute_dtype.itemsize
+    more = -(-rows // ratio) if head.is_wide else 0
+    whole = head.x.new_empty(rows + more, classes, dtype=head.sum_dtype)
+    if not head.is_wide:
+        return ChunkMemory(whole, whole, whole)
+    products = whole[rows:].view(-1).view(head.compute_dtype)[: rows * classes]
+    return ChunkMemory(whole, products.view(rows, classes), whole[:rows])
+
+
+def logits_in_chunks(
+    head: Head, memory: ChunkMemory | None = None
+) -> Iterator[tuple[slice, Tensor]]:
     """The rows of each chunk and a, all in the same memory; the head is in its compute dtype."""
     memory = chunk_memory(head) if memory is None else memory
-    rows, size = head.x.shape[0], memory.shape[0]
+    rows, size = head.x.shape[0], len(memory.products)
     for start in range(0, rows, max(1, size)):
         chunk = slice(start, min(start + size, rows))
-        logits = memory[: chunk.stop - start]
-        if head.bias is None:
-            torch.mm(head.x[chunk], head.weight.t(), out=logits)
+        products = memory.products[: chunk.stop - start]
+        if head.bias is None or head.is_wide:
+            torch.mm(head.x[chunk], head.weight.t(), out=products)
         else:
-            torch.addmm(head.bias, head.x[chunk], head.weight.t(), out=logits)
+            torch.addmm(head.bias, head.x[chunk], head.weight.t(), out=products)
         if head.low is not None and head.lora_B is not None:
-            logits.addmm_(head.low[chunk], head.lora_B.t())
-        yield chunk, logits
+            products.addmm_(head.low[chunk], head.lora_B.t())
+        if head.is_wide and head.bias is not None:
+            yield chunk, torch.add(products, head.bias, out=memory.sums[: len(products)])
+        else:
+            yield chunk, products
 
 
 def in_compute_dtype(head: Head, rows: Tensor | None = None) -> Head:
@@ -87,13 +120,13 @@ def in_compute_dtype(head: Head, rows: Tensor | None = None) -> Head:
         x = x.index_select(0, rows)
         low = None if low is None else low.index_select(0, rows)
 
-    def cast(tensor: Tensor | None) -> Tensor | None:
-        return None if tensor is None else tensor.detach().to(head.compute_dtype)
+    def cast(tensor: Tensor | None, dtype: torch.dtype = head.compute_dtype) -> Tensor | None:
+        return None if tensor is None else tensor.detach().to(dtype)
 
     return head._replace(
         x=x.detach().to(head.compute_dtype),
         weight=head.weight.detach().to(head.compute_dtype),
-        bias=cast(head.bias),
+        bias=cast(head.bias, head.sum_dtype),
         low=cast(low),
         lora_B=cast(head.lora_B),
     )
@@ -110,14 +143,16 @@ class HeadGradients:
     Args:
         head: in its compute dtype.
         needs: which of its five tensors have a gradient.
-        size: rows of a chunk.
+        memory: of a chunk; a gradient of wider logits is cast into the place of their products.
     """
 
-    def __init__(self, head: Head, needs: Sequence[bool], size: int) -> None:
-        self.head = head
-        few = head.x.shape[0] <= _ROUNDINGS * size and head.compute_dtype != torch.float16
+    def __init__(self, head: Head, needs: Sequence[bool], memory: ChunkMemory) -> None:
+        self.head, self.products = head, memory.products
+        few = len(head.x) <= _ROUNDINGS * len(memory.products)
+        few = few and head.compute_dtype != torch.float16
         total = head.compute_dtype if few else wide(head.compute_dtype)
-        dtypes = (head.compute_dtype, total, total, head.compute_dtype, total)
+        for_bias = wide(head.sum_dtype) if head.is_wide else total
+        dtypes = (head.compute_dtype, total, for_bias, head.compute_dtype, total)
         make = torch.empty_like if len(head.x) else torch.zeros_like  # no chunk writes then
         self.sums = [
             make(tensor, dtype=dtype) if tensor is not None and need else None
@@ -127,14 +162,16 @@ class HeadGradients:
     def add(self, chunk: slice, d_logits: Tensor) -> None:
         head = self.head
         d_x, d_weight, d_bias, d_low, d_B = self.sums
-        if d_x is not None:
-            torch.mm(d_logits, head.weight, out=d_x[chunk])
         first = chunk.start == 0
-        if d_weight is not None:
-            _add_product(d_weight, d_logits, head.x[chunk], first)
         if d_bias is not None:
             column_sums = d_logits.sum(0, dtype=d_bias.dtype)
             d_bias.copy_(column_sums) if first else d_bias.add_(column_sums)
+        if head.is_wide:
+            d_logits = self.products[: len(d_logits)].copy_(d_logits)
+        if d_x is not None:
+            torch.mm(d_logits, head.weight, out=d_x[chunk])
+        if d_weight is not None:
+            _add_product(d_weight, d_logits, head.x[chunk], first)
         if d_low is not None and head.lora_B is not None:
             torch.mm(d_logits, head.lora_B, out=d_low[chunk])
         if d_B is not None and head.low is not None:

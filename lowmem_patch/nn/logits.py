@@ -93,6 +93,7 @@ class Settings(NamedTuple):
         compute_dtype: of the product.
         to: of the values.
         bias, adapter: whether b, and whether low and B, are among the sources.
+        wide_bias: the dtype of a bias that is added in a wider one than the product's.
         scale, cap, sign, normalised: the formula, as of `Logits`.
         lead: the dimensions before the classes, where x has others.
         second: the classes are dimension 1, and not the last.
@@ -108,6 +109,7 @@ class Settings(NamedTuple):
     normalised: bool = False
     lead: tuple[int, ...] | None = None
     second: bool = False
+    wide_bias: torch.dtype | None = None
 
 
 class Logits(Op):
@@ -125,7 +127,8 @@ class Logits(Op):
         self.reads, self.settings = reads, settings
         self.compute_dtype, self.to, self.bias, self.adapter = settings[:4]
         self.scale, self.cap, self.sign, self.normalised = settings[4:8]
-        self.lead, self.second = settings[8:]
+        self.lead, self.second = settings[8:10]
+        self.sum_dtype = settings.wide_bias or self.compute_dtype
 
     def changed(self, **settings: Any) -> Logits:
         """Other values of the same product, or the same in another order."""
@@ -147,7 +150,8 @@ class Logits(Op):
         low, lora_B = rest if self.adapter else (None, None)
         if not in_compiler() and (_is_freed(weight) or weight.dim() != 2):
             raise RuntimeError(_FREED)
-        return Head(x, weight, bias, low, lora_B, self.scale, self.cap, self.compute_dtype)
+        dtypes = (self.compute_dtype, self.sum_dtype)
+        return Head(x, weight, bias, low, lora_B, self.scale, self.cap, *dtypes)
 
     written_source, written_view = _STALE, _VIEWED
 
@@ -171,15 +175,18 @@ class Logits(Op):
         self.reads.whole[name] += 1
 
     def _product(self, sources: tuple[Tensor, ...]) -> Tensor:
-        """a, ``[rows, V]``, in the compute dtype."""
+        """a, ``[rows, V]``."""
         head = self.head(sources)
+        added = head.bias if head.is_wide else None
         with without_autocast(head.x.device.type):
             x, weight, bias, low, lora_B = (
-                None if t is None else t.to(self.compute_dtype) for t in head.tensors
+                None if t is None or t is added else t.to(self.compute_dtype) for t in head.tensors
             )
             a = F.linear(x, weight, bias)  # type: ignore[arg-type]  # both are there
             if low is not None and lora_B is not None:
                 a = a + low @ lora_B.t()
+            if added is not None:
+                a = a.to(head.sum_dtype) + added
         return a.view(-1, a.shape[-1])
 
     def _finished(self, a: Tensor, sources: tuple[Tensor, ...]) -> Tensor:
@@ -199,7 +206,7 @@ class Logits(Op):
             dy = dy.movedim(1, -1)
         plain = not self.cap and self.scale == 1 and not self.normalised
         if plain:
-            d_a = dy.reshape(-1, head.weight.shape[0]).to(self.compute_dtype)
+            d_a = dy.reshape(-1, head.weight.shape[0]).to(self.sum_dtype)
         else:
             with torch.enable_grad():
                 a = self._product(sources).requires_grad_()
@@ -208,12 +215,13 @@ class Logits(Op):
                 (d_a,) = torch.autograd.grad(y, a, dy.reshape(y.shape))
         with without_autocast(d_a.device.type):
             dtype, x, low = self.compute_dtype, flat(head.x), head.low
+            d_bias = [d_a.sum(0)] if self.bias else []
+            d_a = d_a.to(dtype)
             found: list[Tensor | None] = [
                 (d_a @ head.weight.to(dtype)).view(sources[0].shape),
                 d_a.t() @ x.to(dtype),
+                *d_bias,
             ]
-            if self.bias:
-                found.append(d_a.sum(0))
             if low is not None and head.lora_B is not None:
                 found.append((d_a @ head.lora_B.to(dtype)).view(low.shape))
                 found.append(d_a.t() @ flat(low).to(dtype))
@@ -326,19 +334,22 @@ class Logits(Op):
         return self.changed(**{name: factor}).of(h.sources)
 
     def plus(self, h: Deferred, other: Any) -> Any:
-        """A bias that is added behind the product, in the product's dtype. To a wider one the logits are
-        computed whole: a mask of float32's smallest number would be infinite in bf16."""
-        plain = not (self.cap or self.second or self.normalised or self.bias or self.adapter)
+        """A bias that is added behind the product, in the dtype that torch adds it in: a mask of float32's
+        smallest number would be infinite in bf16."""
+        plain = not (self.cap or self.second or self.normalised or self.bias)
         if not plain or self.scale != 1 or not isinstance(other, Tensor):
             return NotImplemented
         fits = other.numel() == other.shape[-1:].numel() == h.shape[-1] and other.dim() <= h.dim()
         if not fits or other.device != h.device or not other.is_floating_point():
             return NotImplemented
         to = torch.promote_types(self.to, other.dtype) if other.dim() else self.to
-        if to != self.compute_dtype:
-            return NotImplemented
+        if torch.promote_types(self.to, self.compute_dtype) != self.to:
+            return NotImplemented  # the product was rounded
         h._bypassed = True
-        return self.changed(bias=True, to=to).of((*h.sources, value_of(other).reshape(-1)))
+        wide_bias = None if to == self.compute_dtype else to
+        op = self.changed(bias=True, to=to, wide_bias=wide_bias)
+        x, weight, *adapter = h.sources
+        return op.of((x, weight, value_of(other).reshape(-1), *adapter))
 
 
 def _class_slice(item: Any, dim: int) -> tuple[tuple[Any, ...], slice] | None:

@@ -192,10 +192,10 @@ def _scores_of(op: Logits, h: Deferred, classes: Tensor) -> Tensor:
 
         a = products(flat(head.x), head.weight)
         if head.bias is not None:
-            a = a + head.bias.to(dtype)[classes]
+            a = a + head.bias.to(head.sum_dtype)[classes]
         if head.low is not None and head.lora_B is not None:
             a = a + products(flat(head.low), head.lora_B)
-        a = a.to(wide(dtype)) * op.scale
+        a = a.to(wide(head.sum_dtype)) * op.scale
         return op.cap * torch.tanh(a) if op.cap else a
 
 

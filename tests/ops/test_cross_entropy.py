@@ -34,21 +34,24 @@ def make_head(
     dtype: torch.dtype = torch.float32,
     *,
     bias: bool = False,
+    wide: bool = False,
     adapter: bool = False,
     scale: float = 1.0,
     cap: float = 0.0,
 ) -> Head:
     torch.manual_seed(0)
     how: dict[str, Any] = {"dtype": dtype, "device": backend.device}
+    of_sum = WIDER[dtype] if wide else dtype
     return Head(
         made(ROWS, WIDTH, **how),
         made(CLASSES, WIDTH, **how),
-        made(CLASSES, **how) if bias else None,
+        made(CLASSES, dtype=of_sum, device=backend.device) if bias else None,
         made(ROWS, RANK, **how) if adapter else None,
         made(CLASSES, RANK, **how) if adapter else None,
         scale,
         cap,
         dtype,
+        of_sum,
     )
 
 
@@ -61,9 +64,11 @@ def make_labels(backend: Backend, *, weights: bool = False, smoothing: float = 0
 
 def plain(of: Head, labels: Labels, reduction: str) -> Tensor:
     """The same in torch, in the dtype of the head."""
-    a = F.linear(of.x, of.weight, of.bias)
+    a = F.linear(of.x, of.weight, None if of.is_wide else of.bias)
     if of.low is not None and of.lora_B is not None:
         a = a + of.low @ of.lora_B.t()
+    if of.is_wide and of.bias is not None:
+        a = a + of.bias
     y = of.cap * torch.tanh(a * of.scale) if of.cap else a * of.scale
     y = y.to(torch.promote_types(y.dtype, torch.float32))
     if labels.target is None:
@@ -82,12 +87,15 @@ def gradients(loss: Tensor, of: Head, start: Tensor | None = None) -> list[Tenso
 
 def in_float64(of: Head) -> Head:
     tensors = (None if t is None else t.detach().double().requires_grad_() for t in of.tensors)
-    return Head(*tensors, of.scale, of.cap, torch.float64)  # type: ignore[arg-type]  # x is there
+    dtypes = (torch.float64, torch.float64)
+    return Head(*tensors, of.scale, of.cap, *dtypes)  # type: ignore[arg-type]  # x is there
 
 
+WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float64}
 HEADS: dict[str, dict[str, Any]] = {
     "plain": {},
     "bias": {"bias": True},
+    "wide bias": {"bias": True, "wide": True, "adapter": True},
     "adapter": {"adapter": True, "bias": True},
     "scale": {"scale": 0.3},
     "soft cap": {"cap": 3.0, "scale": 1 / 3},
@@ -289,7 +297,7 @@ def test_what_is_frozen_has_no_gradient(backend: Backend) -> None:
             t if t is None else t.detach().requires_grad_(n != frozen)
             for n, t in enumerate(head.tensors)
         ]
-        part = Head(*tensors, 1.0, 0.0, head.compute_dtype)  # type: ignore[arg-type]  # x is there
+        part = Head(*tensors, *head[5:])  # type: ignore[arg-type]  # x is there
         linear_cross_entropy(part, labels, implementation=backend.implementation).backward()
         for number, tensor in enumerate(part.tensors[:3]):
             assert tensor is not None

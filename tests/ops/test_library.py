@@ -105,12 +105,12 @@ def head_samples() -> Iterator[tuple[str, tuple[Any, ...]]]:
     yield "cross_entropy_backward", (logits.clone(), rows, rows, target, weights, *settings, R)
     yield "scale_in_place", (torch.rand(4, 4), torch.rand(()), R)
     yield "placeholder", (torch.rand(2, 3), (2, 1, 5), torch.float16)
-    for low in (torch.float32, torch.float16):
+    for low, high in ((torch.float32, torch.float32), (torch.float16, torch.float32)):
         parts = (randn(2, 3, 4), randn(5, 4), randn(5), randn(2, 3, 2), randn(5, 2))
-        head = (*parts, 0.5, 3.0, low)
+        head = (*parts, 0.5, 3.0, low, high)
         yield "linear_cross_entropy", (*head, *labels, True, False, [True] * 5, R)
         yield "linear_cross_entropy_rows", (*head, *labels, R)
-    frozen = (randn(6, 4), torch.randn(5, 4), None, None, None, 1.0, 0.0, torch.float32)
+    frozen = (randn(6, 4), torch.randn(5, 4), None, None, None, 1.0, 0.0, *[torch.float32] * 2)
     needs = [True, False, False, False, False]
     yield "linear_cross_entropy", (*frozen, target, None, -100, 0.0, False, False, needs, R)
     fixed = (
@@ -121,6 +121,7 @@ def head_samples() -> Iterator[tuple[str, tuple[Any, ...]]]:
         None,
         1.0,
         0.0,
+        torch.float32,
         torch.float32,
     )
     needs = [True, True, True, False, False]
