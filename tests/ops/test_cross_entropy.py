@@ -126,6 +126,8 @@ REDUCED = [
 def test_loss_and_gradients_are_torchs(
     backend: Backend, of: str, labels: str, reduction: str
 ) -> None:
+    if of == "wide bias" and backend.implementation == "triton":
+        pytest.skip("the sums are float64, which runs on the reference")
     head, given = make_head(backend, **HEADS[of]), make_labels(backend, **LABELS[labels])
     exact, truth = in_float64(head), given
     start = torch.rand(ROWS if reduction == "none" else ()).to(backend.device)
