@@ -1,6 +1,6 @@
 """What patching saves of LoRA on the experts of mixtures: act, peak memory and step time on a GPU.
 
-    python benchmarks/experts.py --json benchmarks/results/experts-h200.json
+    python benchmarks/experts.py --json benchmarks/results/experts-h100.json
 
 Blocks of Qwen3-30B-A3B, Mixtral-8x7B and gpt-oss-20b without their heads, in bf16, at random; PEFT's adapters
 of rank 16 on attention and on all experts. Columns are those of ``benchmarks/models.py``.

@@ -366,7 +366,7 @@ TABLES = {
     "host": partial(host_table, "host-h200.json"),
     "gpu": partial(gpu_table, "models-h200.json"),
     "architectures": partial(architectures_table, "architectures-h200.json"),
-    "experts": partial(gpu_table, "experts-h200.json", script="experts.py"),
+    "experts": partial(gpu_table, "experts-h100.json", script="experts.py"),
     "gpu-earlier": partial(gpu_table, "models-h200-earlier.json"),
 }
 

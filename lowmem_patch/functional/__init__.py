@@ -62,6 +62,7 @@ from lowmem_patch.functional.placeholder import placeholder as placeholder
 from lowmem_patch.functional.products import LowRank as LowRank
 from lowmem_patch.functional.recomputed import ExpertWeight as ExpertWeight
 from lowmem_patch.functional.recomputed import RecomputedMatmul as RecomputedMatmul
+from lowmem_patch.functional.recomputed import RowBias as RowBias
 from lowmem_patch.functional.recomputed import matrix_product as matrix_product
 from lowmem_patch.functional.recomputed import recomputed_linear as recomputed_linear
 from lowmem_patch.functional.rotary import rotary_embedding as rotary_embedding

@@ -8,6 +8,8 @@ Experts multiply each row of their last product, y = x W, with a routing weight 
 <dy, y>; a shared expert does with its gate. y need not be saved for it:
 
     d_hidden = dy W^T,    d_w = <dy, x W> = <d_hidden, x>,    d_x = w d_hidden,    d_W = x^T (w dy)
+
+Where a bias b[i] of each row's expert i is added to y, d_w = <d_hidden, x> + <dy, b[i]>, and d_b[i] += w dy.
 """
 
 from __future__ import annotations
@@ -48,6 +50,20 @@ class ExpertWeight(NamedTuple):
         return any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
+class RowBias(NamedTuple):
+    """``bias[numbers]``, which is added to a product; it is gathered again in backward.
+
+    Attributes:
+        rows: ``[S, O]``; its gradient flows to the node that gathered it.
+        bias: ``[E, O]``; no gradient flows to it from here.
+        numbers: ``[S]``, whole.
+    """
+
+    rows: Tensor
+    bias: Tensor
+    numbers: Tensor
+
+
 class RecomputedMatmul(NamedTuple):
     """``multiply(x, weight)``, which saves ``sources`` and not x.
 
@@ -69,21 +85,24 @@ class RecomputedMatmul(NamedTuple):
 
     def product(self) -> Tensor:
         """``[S, O]``, of a batch ``[E, S, O]``."""
-        return self._apply(None, None)
+        return self._apply(None, None, None)
 
-    def weighted(self, product: Tensor, factors: Tensor) -> Tensor:
+    def weighted(self, product: Tensor, factors: Tensor, bias: RowBias | None = None) -> Tensor:
         """``product * factors``, without a saved product.
 
         Args:
-            product: what `product` gave; no gradient flows to it.
+            product: what `product` gave, and ``bias`` added to it; no gradient flows to it.
             factors: ``[S, 1]``, floating point.
         """
-        return self._apply(product.detach(), factors)
+        return self._apply(product.detach(), factors, bias)
 
-    def _apply(self, product: Tensor | None, factors: Tensor | None) -> Tensor:
+    def _apply(
+        self, product: Tensor | None, factors: Tensor | None, bias: RowBias | None
+    ) -> Tensor:
         apply: Any = _Matmul.apply
         multiply, again, x, weight, offsets, sources = self
-        y: Tensor = apply(product, factors, multiply, again, x, *weight, offsets, *sources)
+        added = (None, None, None) if bias is None else bias
+        y: Tensor = apply(product, factors, *added, multiply, again, x, *weight, offsets, *sources)
         return y
 
 
@@ -98,6 +117,9 @@ class _Matmul(torch.autograd.Function):
         ctx: Any,
         product: Tensor | None,
         factors: Tensor | None,
+        bias_rows: Tensor | None,
+        bias: Tensor | None,
+        numbers: Tensor | None,
         multiply: Callable[..., Tensor],
         again: Again,
         x: Tensor,
@@ -108,12 +130,14 @@ class _Matmul(torch.autograd.Function):
         offsets: Tensor | None,
         *sources: Tensor,
     ) -> Tensor:
-        _, for_factors, _, _, for_x, for_weight, for_left, for_right, *_ = ctx.needs_input_grad
+        _, for_factors, *_, for_x, for_weight, for_left, for_right = ctx.needs_input_grad[:11]
         for_hidden, for_adapter = for_x or for_factors, for_left or for_right
         reads_x = for_weight or for_adapter or for_factors
         adapts = for_hidden or for_adapter
         ctx.save_for_backward(
             factors,
+            bias if for_factors else None,
+            numbers if for_factors else None,
             weight if for_hidden else None,
             left if adapts else None,
             right if adapts else None,
@@ -125,43 +149,59 @@ class _Matmul(torch.autograd.Function):
         if product is not None and factors is not None:
             return product * factors
         multiply = _bound(multiply, offsets)
-        y = multiply(x, weight)
-        return y if left is None else y.add_(multiply(multiply(x, left), right), alpha=scale)
+        return _adapted_product(multiply, x, weight, left, right, scale)
 
     @staticmethod
     @_library.first_order("recomputed_matmul")
     def backward(ctx: Any, dy: Tensor) -> Any:
-        factors, weight, left, right, offsets, *sources = ctx.saved_tensors
-        _, for_factors, _, _, for_x, for_weight, for_left, for_right, *_ = ctx.needs_input_grad
+        factors, bias, numbers, weight, left, right, offsets, *sources = ctx.saved_tensors
+        needs = ctx.needs_input_grad[:11]
+        _, for_factors, for_bias, *_, for_x, for_weight, for_left, for_right = needs
         multiply = _bound(ctx.multiply, offsets)
         d_hidden: Any = None
         d_factors = d_weight = d_left = d_right = None
         x: Any = ctx.again(*sources) if sources else None
         rows = dy.to(ctx.dtype).contiguous()
         if weight is not None:
-            d_hidden = multiply(rows, weight.mT)
-            if left is not None:
-                low = multiply(rows, right.mT)
-                d_hidden.add_(multiply(low, left.mT), alpha=ctx.scale)
+            down, up = (None, None) if left is None else (right.mT, left.mT)
+            d_hidden = _adapted_product(multiply, rows, weight.mT, down, up, ctx.scale)
         if for_factors:
-            wide = torch.promote_types(ctx.dtype, torch.float32)
-            d_factors = (d_hidden * x).sum(-1, keepdim=True, dtype=wide).to(factors.dtype)
+            d_factors = _row_sums((d_hidden, x), *([] if bias is None else [(dy, bias[numbers])]))
+            d_factors = d_factors.to(factors.dtype)
         if factors is not None:
             d_hidden = d_hidden.mul_(factors) if for_x else None  # in one rounding, also of float32
-            if for_weight or for_left or for_right:
+            if any((for_weight, for_left, for_right, for_bias)):
                 rows = (dy * factors).to(ctx.dtype).contiguous()
         if for_weight:
             # as torch's own backward: equal bits, and the weight's layout, or else the gradient is copied
-            if ctx.transposed:
-                d_weight = multiply(rows.mT, x).mT
-            else:
-                d_weight = multiply(x.mT, rows)
+            d_weight = multiply(rows.mT, x).mT if ctx.transposed else multiply(x.mT, rows)
         if for_left:
             d_left = multiply(x.mT, multiply(rows, right.mT)).mul_(ctx.scale)
         if for_right:
             d_right = multiply(multiply(x, left).mT, rows).mul_(ctx.scale)
-        found = (d_factors, None, None, d_hidden if for_x else None, d_weight, d_left, d_right)
+        d_x, d_bias = d_hidden if for_x else None, rows if for_bias else None
+        found = (d_factors, d_bias, None, None, None, None, d_x, d_weight, d_left, d_right)
         return None, *found, *(None,) * (2 + ctx.number)
+
+
+def _adapted_product(
+    multiply: Callable[..., Tensor],
+    x: Tensor,
+    weight: Tensor,
+    left: Tensor | None,
+    right: Tensor | None,
+    scale: float,
+) -> Tensor:
+    """x W + s (x L) R."""
+    y = multiply(x, weight)
+    return y if left is None else y.add_(multiply(multiply(x, left), right), alpha=scale)
+
+
+def _row_sums(*pairs: tuple[Tensor, Tensor]) -> Tensor:
+    """The sum of <left, right> of each row, ``[.., 1]``, at least in float32."""
+    wide = torch.promote_types(pairs[0][0].dtype, torch.float32)
+    sums = [(left * right).sum(-1, keepdim=True, dtype=wide) for left, right in pairs]
+    return sum(sums[1:], start=sums[0])
 
 
 def _bound(multiply: Callable[..., Tensor], offsets: Tensor | None) -> Callable[..., Tensor]:

@@ -120,6 +120,10 @@ class Op:
     def plus(self, h: Deferred, other: Any) -> Any:
         return NotImplemented
 
+    def added(self, h: Deferred, other: Any) -> Any:
+        """``h.add_(other)``."""
+        return NotImplemented
+
     def matmul(self, h: Deferred, right: Any) -> Any:
         return NotImplemented
 

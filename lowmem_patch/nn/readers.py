@@ -19,7 +19,12 @@ from lowmem_patch.nn.deferred_casts import Cast
 from lowmem_patch.nn.deferred_weights import AdaptedWeight, adapted_linear, multiplied, weight_of
 from lowmem_patch.nn.op import Op, Projection
 from lowmem_patch.nn.traced import join
-from lowmem_patch.tracing.call_arguments import dropout_call, is_matrix_product, is_square
+from lowmem_patch.tracing.call_arguments import (
+    are_row_numbers,
+    dropout_call,
+    is_matrix_product,
+    is_square,
+)
 from lowmem_patch.tracing.op_roles import Role, function_name, names_with, role_of
 from lowmem_patch.tracing.row_moves import moves_rows
 
@@ -113,6 +118,12 @@ def _read_sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return pair[0].op.plus(*pair) if _reads(pair[0]) else NotImplemented
 
 
+def _read_sum_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if len(args) != 2 or kwargs or in_compiler() or not _reads(args[0]):
+        return NotImplemented
+    return args[0].op.added(*args)
+
+
 def _operands(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Deferred, Any] | None:
     """The deferred one of two operands, and the other; None where they are given by name."""
     if len(args) != 2 or kwargs:
@@ -162,7 +173,7 @@ def _read_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if (known := h.op.rearranged(h, func, args, kwargs)) is not None:
         return join(known, h, func, args, kwargs)
     given, rest = func, args[1:]
-    if func is Tensor.__getitem__ and _are_row_numbers(rest[0]):
+    if func is Tensor.__getitem__ and are_row_numbers(rest[0]):
         return NotImplemented if in_compiler() else h.op.gathered(h, rest[0])
     if func is Tensor.view and rest and isinstance(rest[0], torch.dtype):
         return NotImplemented  # another reading of the same bits
@@ -208,14 +219,6 @@ def _views(
         func(source, *rest, **kwargs).untyped_storage()._cdata == source.untyped_storage()._cdata
         for source in h.sources
     )
-
-
-def _are_row_numbers(index: Any) -> bool:
-    """Whether ``tensor[index]`` gathers rows of a tensor."""
-    return isinstance(index, Tensor) and index.dim() == 1 and index.dtype in _INTEGERS
-
-
-_INTEGERS = (torch.int64, torch.int32)
 
 
 def _compiled_plain(tensor: Tensor) -> Tensor:
@@ -319,5 +322,5 @@ _BY_ROLE: tuple[tuple[Role, Callable[..., Any]], ...] = (
 )
 _TABLE = {name: reader for role, reader in _BY_ROLE for name in names_with(role)}
 _TABLE |= {"__get__": _get, "__set__": _set, "linear": _read_linear, "addmm": _read_addmm}
-_TABLE["t"] = _read_transposed
+_TABLE |= {"t": _read_transposed, "add_": _read_sum_in_place, "__iadd__": _read_sum_in_place}
 READERS.update(_TABLE)

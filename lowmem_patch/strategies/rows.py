@@ -1,20 +1,28 @@
-"""rows: the rows that experts gather of a tensor are gathered again in backward; exact."""
+"""rows: the rows that experts gather of a tensor are gathered again in backward; exact.
+
+The tensor is their input, or the bias of each expert that is added to their last product: a product that is
+multiplied with routing weights need not be saved.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from typing import Any
 
 from torch import Tensor
 
 from lowmem_patch.config import PatchConfig
 from lowmem_patch.nn.copies import keep_rows
+from lowmem_patch.nn.gathered_bias import defer_biases
 from lowmem_patch.nn.own import Own
-from lowmem_patch.strategies.protocol import Facts, Found, Patch, Target
+from lowmem_patch.strategies.protocol import Facts, Found, Patch, Target, forward_obstacle
+from lowmem_patch.tracing.call_arguments import are_row_numbers
 from lowmem_patch.tracing.consumers import gathers_for_a_weight
 from lowmem_patch.tracing.dataflow import backward, first_input, makers
+from lowmem_patch.tracing.op_roles import Role
 from lowmem_patch.tracing.row_moves import moves_rows
-from lowmem_patch.tracing.trace import Op
+from lowmem_patch.tracing.trace import Op, Trace
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +40,22 @@ class GatheredInput(Patch):
     def apply(self, target: Target) -> None:
         module = target.model.get_submodule(self.site)
         module.register_forward_pre_hook(Own(keep_rows, self.place), with_kwargs=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class GatheredBias(Patch):
+    """A module that adds rows of a bias to its last product.
+
+    Attributes:
+        names: of the biases, among the module's parameters.
+    """
+
+    strategy = "rows"
+
+    names: tuple[str, ...]
+
+    def apply(self, target: Target) -> None:
+        defer_biases(target.model.get_submodule(self.site), self.names)
 
 
 def find(facts: Facts, config: PatchConfig) -> Found:
@@ -52,8 +76,48 @@ def find(facts: Facts, config: PatchConfig) -> Found:
         for place, numbers in gathered.items():
             if numbers >= call.inputs[place].numel():
                 patches[GatheredInput(call.name, place)] = None
-    notes = [f"inputs of which experts gather rows, in backward again: {len(patches)}"]
-    return Found(list(patches), notes=notes if patches else [])
+    biased = _biased(facts)
+    notes = []
+    if patches:
+        notes.append(f"inputs of which experts gather rows, in backward again: {len(patches)}")
+    if biased:
+        notes.append(f"experts whose last product is not saved, nor its bias: {len(biased)}")
+    return Found([*patches, *biased], notes=notes)
+
+
+def _biased(facts: Facts) -> list[GatheredBias]:
+    """Modules that add rows of a bias to a product before they multiply it with routing weights."""
+    names: dict[str, dict[str, None]] = {}
+    for op in facts.trace.ops:
+        bias = facts.trace.parameters.get(id(op.args[0])) if op.args else None
+        if bias is None or not op.role.has(Role.INDEX) or not are_row_numbers(op.args[1]):
+            continue
+        site, _, name = bias.rpartition(".")
+        if site == op.module and _is_weighed(facts.trace, op) and not forward_obstacle(facts, site):
+            names.setdefault(site, {})[name] = None
+    return [GatheredBias(site, tuple(found)) for site, found in names.items()]
+
+
+def _is_weighed(trace: Trace, gather: Op) -> bool:
+    """Whether rows are only added to a product of experts, which is then multiplied with a number for each of
+    them that has a gradient."""
+    (rows,) = gather.outputs
+    readers = trace.consumers.get(id(rows), [])
+    if len(readers) != 1 or readers[0].name != "add_" or readers[0].args[1] is not rows:
+        return False
+    product = readers[0].args[0]
+    makers = [op for op in trace.ops if op.outputs and op.outputs[0] is product]
+    if not any(op.role.has(Role.GROUPED_MATMUL) for op in makers):
+        return False
+    return any(
+        op.role.has(Role.PRODUCT) and any(_weighs(other, product) for other in op.args)
+        for op in trace.consumers.get(id(product), [])
+    )
+
+
+def _weighs(factors: Any, product: Tensor) -> bool:
+    alike = isinstance(factors, Tensor) and factors.shape == (*product.shape[:-1], 1)
+    return alike and bool(factors.requires_grad)
 
 
 def _moved_from(op: Op, tensor: Tensor) -> Tensor | None:

@@ -68,6 +68,14 @@ def is_matrix_product(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return bool(args[0].dim() > 1 and args[1].dim() == 2)
 
 
+def are_row_numbers(index: Any) -> bool:
+    """Whether ``tensor[index]`` gathers rows of a tensor."""
+    return isinstance(index, Tensor) and index.dim() == 1 and index.dtype in _INTEGERS
+
+
+_INTEGERS = (torch.int64, torch.int32)
+
+
 def is_square(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a power of a tensor is its square. An exponent that is a tensor may train."""
     if kwargs or len(args) != (1 if name == "square" else 2):
