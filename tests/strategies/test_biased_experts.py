@@ -18,6 +18,7 @@ from lowmem_patch import patch_model, patch_report, plan_patch, saved_bytes, unp
 from tests.support.judge import assert_accurate
 from tests.support.models import randomise
 from tests.support.step import FP32, MODES, cast, step, truth_of, twin_of
+from tests.support.versions import before
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 
@@ -283,6 +284,9 @@ def test_a_bias_of_another_dtype_is_left_to_torch() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(
+    before("transformers", "5.18"), reason="it masks each product for expert parallelism"
+)
 def test_gpt_oss_on_a_gpu() -> None:
     """By torch's own kernel of grouped products, which runs in bf16; the truth is of a loop."""
     stock = cast(gpt_oss(), torch.bfloat16).to("cuda")
