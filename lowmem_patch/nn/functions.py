@@ -1,12 +1,15 @@
 """A module whose forward calls something else in the place of one torch function (``F.silu``).
 
 The forward runs under a torch function mode, which looks at each torch function that is called meanwhile, and
-costs time at each. So it runs around the module that calls the function, and around no larger one.
+costs time at each. So it runs around the module that calls the function, and around no larger one. What the
+modules inside of that one call is theirs.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -36,13 +39,19 @@ def _calls_instead(
     saves = torch.is_grad_enabled() and not in_compiler()
     if not saves or is_exporting() or is_transformed():
         return forward(*args, **kwargs)
-    with _Instead(function, replacement):
+    with _Instead(module, function, replacement):
         return forward(*args, **kwargs)
 
 
 class _Instead(AroundForward):
-    def __init__(self, function: CalledFunction, replacement: Callable[[Tensor], Tensor]) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        function: CalledFunction,
+        replacement: Callable[[Tensor], Tensor],
+    ) -> None:
         super().__init__()
+        self.module = module
         self.function = function
         self.replacement = replacement
         # a checkpoint inside of the module runs again without this mode, and must save the same both times
@@ -52,6 +61,17 @@ class _Instead(AroundForward):
         if getattr(func, "__name__", "") != self.function.name or packer() != self.packer:
             return func(*args, **kwargs)
         read = called_function(self.function.name, args, kwargs)
-        if read is None or read[1] != self.function:
+        if read is None or read[1] != self.function or not _is_running(self.module):
             return func(*args, **kwargs)
         return self.replacement(read[0])
+
+
+_CALL = nn.Module._call_impl.__code__
+
+
+def _is_running(module: nn.Module) -> bool:
+    """Whether no module inside of this one is being called."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not _CALL:
+        frame = frame.f_back
+    return frame is None or frame.f_locals["self"] is module

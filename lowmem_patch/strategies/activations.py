@@ -10,7 +10,7 @@ from torch import Tensor
 from lowmem_patch.config import PatchConfig
 from lowmem_patch.constants import STEP_TABLES
 from lowmem_patch.functional import ActivationKind
-from lowmem_patch.strategies.protocol import Facts, PatchSite, Skip, call_obstacle
+from lowmem_patch.strategies.protocol import Facts, PatchSite, Skip, forward_obstacle
 from lowmem_patch.tracing.call_arguments import CalledFunction
 from lowmem_patch.tracing.chains import find_chains
 from lowmem_patch.tracing.consumers import (
@@ -83,7 +83,7 @@ def _find_sites(facts: Facts, config: PatchConfig) -> Iterator[ActivationSite | 
             continue  # a sigmoid whose output others save, too, is no row of a report
         if site.chosen == "recompute" and site.gated and _saves_more_than_a_chain(facts, site):
             continue
-        obstacle = call_obstacle(facts, called) or _obstacle(facts, site, config)
+        obstacle = forward_obstacle(facts, called.module) or _obstacle(facts, site, config)
         yield site if obstacle is None else site.skip(obstacle)
 
 

@@ -163,13 +163,6 @@ class Facts:
         return next((text for text in found if text is not None), None)
 
 
-def call_obstacle(facts: Facts, called: FunctionSite) -> str | None:
-    """Why no forward of ours can run around the one that calls a function."""
-    if called.nested:
-        return f"a module inside {called.module} calls it as well"
-    return forward_obstacle(facts, called.module)
-
-
 def forward_obstacle(facts: Facts, name: str) -> str | None:
     """Why no forward of ours that looks at each torch function can run around a module's."""
     if has_foreign_forward(facts.modules[name]):

@@ -26,7 +26,7 @@ from lowmem_patch.nn.norms import (
 )
 from lowmem_patch.strategies.head import head_names
 from lowmem_patch.strategies.lora import adapter_layers
-from lowmem_patch.strategies.protocol import Facts, Found, PatchSite, Skip, call_obstacle
+from lowmem_patch.strategies.protocol import Facts, Found, PatchSite, Skip, forward_obstacle
 from lowmem_patch.strategies.swap import Swap
 from lowmem_patch.tracing.call_arguments import CalledFunction
 from lowmem_patch.tracing.consumers import (
@@ -162,7 +162,7 @@ def _called_norms(facts: Facts, config: PatchConfig) -> Iterator[NormSite | Skip
         site = NormSite(
             name, called.kind.kind, consumers, called.kind, outputs, None, None, called.function
         )
-        obstacle = call_obstacle(facts, called) or _obstacle(facts, site, config)
+        obstacle = forward_obstacle(facts, called.module) or _obstacle(facts, site, config)
         yield site if obstacle is None else site.skip(obstacle)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
 
@@ -21,14 +21,12 @@ class FunctionSite(NamedTuple):
         function: what is called.
         kind: which activation it is, or what the norm computes.
         calls: each call, as if the function were a module.
-        nested: the forward of a module inside calls the same function.
     """
 
     module: str
     function: CalledFunction
     kind: ActivationKind | NormSpec
     calls: list[Call]
-    nested: bool
 
     @property
     def name(self) -> str:
@@ -74,14 +72,8 @@ def find_functions(trace: Trace, is_site: Callable[[str], bool]) -> dict[str, Fu
             kinds[function] = match_function(op.func, function, call, trace)
         found.setdefault((op.module, function), []).append(call)
     sites = (
-        FunctionSite(module, function, kind, calls, _is_nested(module, function, found))
+        FunctionSite(module, function, kind, calls)
         for (module, function), calls in found.items()
         if (kind := kinds[function]) is not None
     )
     return {site.name: site for site in sites}
-
-
-def _is_nested(
-    module: str, function: CalledFunction, found: Mapping[tuple[str, CalledFunction], object]
-) -> bool:
-    return any(other.startswith(f"{module}.") and same == function for other, same in found)
