@@ -38,7 +38,7 @@ BACKWARD: Final[dict[ActivationKind, Callable[[Tensor, Tensor], Tensor]]] = {
     "gelu_tanh": partial(_aten.gelu_backward, approximate="tanh"),
     "silu": _aten.silu_backward,
     "quick_gelu": lambda dy, x: _quick_gelu_backward(dy, x),
-    "relu_squared": lambda dy, x: dy * (2 * F.relu(x)),
+    "relu_squared": lambda dy, x: _aten.threshold_backward(dy * (2 * F.relu(x)), x, 0),
     "relu": lambda dy, x: _aten.threshold_backward(dy, x, 0),
     "leaky_relu": lambda dy, x: _aten.leaky_relu_backward(dy, x, 0.01, False),
     "relu6": lambda dy, x: _aten.hardtanh_backward(dy, x, 0, 6),

@@ -200,6 +200,21 @@ def _piecewise(x, KIND: tl.constexpr):
 
 
 @triton.jit
+def selected(dy, slope):
+    """dy * slope as torch's functions that select: 0 where the slope is, also of an infinite dy."""
+    return tl.where(slope == 0.0, 0.0, dy * slope)
+
+
+@triton.jit
+def times_slope(dy, slope, KIND: tl.constexpr):
+    """dy * h'(x), as torch computes it of this activation."""
+    if KIND == "relu" or KIND == "relu_squared" or KIND == "relu6" or KIND == "hardsigmoid":
+        return selected(dy, slope)
+    else:
+        return dy * slope
+
+
+@triton.jit
 def _other_activation(x, KIND: tl.constexpr, PRECISE: tl.constexpr):
     """h(x) and h'(x) of the activations that are no product of x and a sigmoid."""
     y, slope = _of_numbers(x, KIND, PRECISE)

@@ -92,7 +92,11 @@ def _backward_kernel(
         y *= up
     if HIDDEN:  # behind the last use of dy, whose place it may take
         tl.store(hidden_ptr + row * columns + column, y.to(hidden_ptr.dtype.element_ty), mask=mask)
-    tl.store(dx_ptr + row * dx_stride + column, (dy * slope).to(dx_ptr.dtype.element_ty), mask=mask)
+    tl.store(
+        dx_ptr + row * dx_stride + column,
+        _math.times_slope(dy, slope, KIND).to(dx_ptr.dtype.element_ty),
+        mask=mask,
+    )
 
 
 @cache

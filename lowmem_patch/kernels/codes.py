@@ -281,7 +281,7 @@ def _codes_backward_kernel(
     L4: tl.constexpr, L5: tl.constexpr, L6: tl.constexpr, L7: tl.constexpr,
     L8: tl.constexpr, L9: tl.constexpr, L10: tl.constexpr, L11: tl.constexpr,
     L12: tl.constexpr, L13: tl.constexpr, L14: tl.constexpr, L15: tl.constexpr,
-    BITS: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr,
+    EXACT: tl.constexpr, BITS: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     first, own, offsets, mask = _tile(elements, groups, EVEN, BLOCK)
     dy = tl.load(dy_ptr + first * GROUP + offsets, mask=mask, other=0.0).to(tl.float32)
@@ -289,7 +289,8 @@ def _codes_backward_kernel(
         codes_ptr, groups, first, own,
         L0, L1, L2, L3, L4, L5, L6, L7, L8, L9, L10, L11, L12, L13, L14, L15, BITS, BLOCK,
     )  # fmt: skip
-    tl.store(dx_ptr + first * GROUP + offsets, (dy * slope).to(dx_ptr.dtype.element_ty), mask=mask)
+    dx = _math.selected(dy, slope) if EXACT else dy * slope
+    tl.store(dx_ptr + first * GROUP + offsets, dx.to(dx_ptr.dtype.element_ty), mask=mask)
 
 
 def _block_groups(bits: int) -> int:
@@ -332,6 +333,7 @@ def _backward_launch(kind: ActivationKind, bits: int, even: bool) -> Launch:
         _codes_backward_kernel,
         NUM_WARPS,
         **constants,
+        EXACT=table.exact,
         BITS=table.bits,
         EVEN=even,
         BLOCK=_block_groups(table.bits),

@@ -112,7 +112,10 @@ def _unpack(packed: Tensor, width: int) -> Tensor:
 def codes_backward(
     dy: Tensor, codes: Tensor, kind: ActivationKind, bits: int, dtype: torch.dtype
 ) -> Tensor:
-    """dx = dy * level[code], shape of ``dy``, contiguous, in ``dtype``."""
+    """dx = dy * level[code], shape of ``dy``, contiguous, in ``dtype``.
+
+    Exact tables are of activations whose backward selects: 0 where the level is, also of an infinite dy.
+    """
     table = STEP_TABLES[kind][bits]
     groups = codes.numel() // table.bits
     unpacked = torch.zeros((), dtype=torch.int32, device=dy.device)
@@ -122,7 +125,8 @@ def codes_backward(
     arithmetic = _arithmetic_dtype(dy.dtype)
     levels = torch.tensor(table.levels, dtype=arithmetic, device=dy.device)
     slopes = levels[unpacked[: dy.numel()]].view(dy.shape)
-    return (dy.contiguous().to(arithmetic) * slopes).to(dtype)
+    dx = dy.contiguous().to(arithmetic) * slopes
+    return (dx.masked_fill_(slopes == 0, 0) if table.exact else dx).to(dtype)
 
 
 def glu_forward(

@@ -160,3 +160,19 @@ def test_nan_stays_and_values_far_out_are_torchs(
     known = ~expected.isnan()  # torch's GELU of infinity is NaN on some processors
     assert torch.allclose(y[known], expected[known])
     assert torch.allclose(found[2:], truth[2:])
+
+
+@pytest.mark.parametrize("kind", ["relu", "relu_squared", "relu6", "hardsigmoid"])
+@pytest.mark.parametrize("lost", [float("inf"), float("nan")])
+def test_a_gradient_is_dropped_where_torch_selects_zero(
+    backend: Backend, kind: str, lost: float
+) -> None:
+    x = torch.linspace(-8, 8, 37).to(backend.device).requires_grad_()
+    dy = torch.full_like(x, lost)
+    with numpy.errstate(all="ignore"):  # of the interpreter
+        y = activation(x, kind, implementation=backend.implementation)
+        ours, theirs = (
+            torch.autograd.grad(result, x, dy)[0] for result in (y, reference.activate(x, kind))
+        )
+    assert torch.equal(ours.nan_to_num(), theirs.nan_to_num())
+    assert torch.equal(ours.isnan(), theirs.isnan())

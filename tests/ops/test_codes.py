@@ -95,6 +95,21 @@ def test_one_bit_is_exact_where_the_derivative_has_two_values(
     assert torch.equal(ours == 0, theirs == 0)
 
 
+@pytest.mark.parametrize("kind", EXACT)
+@pytest.mark.parametrize("lost", [float("inf"), float("nan")])
+def test_exact_codes_drop_what_torch_drops(backend: Backend, kind: str, lost: float) -> None:
+    """sqrt(relu(x)) has an infinite gradient where relu(x) is 0, and torch selects 0 there."""
+    x = torch.linspace(-8, 8, 37).to(backend.device).requires_grad_()
+    dy = torch.full_like(x, lost)
+    with numpy.errstate(all="ignore"):  # of the interpreter
+        y = codes_activation(x, kind, 1, implementation=backend.implementation)
+        ours, theirs = (
+            torch.autograd.grad(result, x, dy)[0] for result in (y, reference.activate(x, kind))
+        )
+    assert torch.equal(ours.nan_to_num(), theirs.nan_to_num())
+    assert torch.equal(ours.isnan(), theirs.isnan())
+
+
 @pytest.mark.parametrize(("kind", "bits"), TABLES)
 def test_values_far_out_and_at_thresholds(backend: Backend, kind: str, bits: int) -> None:
     thresholds = torch.tensor(STEP_TABLES[kind][bits].thresholds)
