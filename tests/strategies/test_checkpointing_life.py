@@ -239,7 +239,7 @@ def test_compiled_with_caches() -> None:
     """An empty cache, which transformers makes in a training forward, is no break of the graph, and one that
     holds something is written once."""
     torch.manual_seed(0)
-    model, inputs = llama_of(num_hidden_layers=1).train(), FAMILIES["llama"].inputs()
+    model, inputs = llama_of().train(), FAMILIES["llama"].inputs()
     blocks = blocks_of(model, inputs)
     model = patched(model, inputs)
     fitted = give_levels(model, blocks, all_of(blocks, "checkpointed"))
