@@ -38,15 +38,16 @@ _KNOWN = frozenset(
 )  # fmt: skip
 
 
-def use_adapter(layer: nn.Module, low_precision: bool) -> None:
+def use_adapter(layer: nn.Module, low_precision: bool, alone: bool = False) -> None:
     """Give a LoRA layer a forward that saves one copy of its input.
 
     Args:
         layer: a LoRA layer of a Linear, or of a parameter.
         low_precision: adapters wider than the input are computed in the input's dtype.
+        alone: nobody else saves the input: the copy is in autocast's dtype.
     """
     forward = forward_as_one if adds_products(type(layer).forward) else forward_kept
-    give_forward(layer, forward, low_precision)
+    give_forward(layer, forward, low_precision, alone)
 
 
 def is_adapter_forward(forward: Any) -> bool:
@@ -68,11 +69,11 @@ def adds_products(forward: Callable[..., Any]) -> bool:
     return _KNOWN.issuperset(code.co_names)
 
 
-def forward_kept(layer: Any, low_precision: bool, *args: Any, **kwargs: Any) -> Any:
+def forward_kept(layer: Any, low_precision: bool, alone: bool, *args: Any, **kwargs: Any) -> Any:
     """The class's forward, on an input of which autograd saves no copy in another dtype."""
     # of an input that needs no gradient (the first block's) the adapter would save a cast as well
     plain = args and torch.is_grad_enabled() and not is_exporting() and not is_foreign(args[0])
-    if plain and args[0].is_floating_point():
+    if plain and not alone and args[0].is_floating_point():
         args = (Saved().of(args[0], passing=True), *args[1:])
     forward = type(layer).forward
     if adapts_parameter(forward):
@@ -87,7 +88,7 @@ def forward_kept(layer: Any, low_precision: bool, *args: Any, **kwargs: Any) -> 
         x._adapts = False
 
 
-def forward_as_one(layer: Any, low_precision: bool, *args: Any, **kwargs: Any) -> Any:
+def forward_as_one(layer: Any, low_precision: bool, alone: bool, *args: Any, **kwargs: Any) -> Any:
     """The base Linear and every active adapter as one op, where that is what the class's forward computes."""
     one = len(args) == 1 and not kwargs and torch.is_grad_enabled() and not is_exporting()
     if one and _is_known(layer):
@@ -97,8 +98,9 @@ def forward_as_one(layer: Any, low_precision: bool, *args: Any, **kwargs: Any) -
             with _WITHOUT_TORCH_FUNCTION():
                 products = low_rank_products(layer, x.dtype, low_precision)
                 if products is not None and not (deferred and x.is_changed()):
-                    return _computed(x, *products)
-    return forward_kept(layer, low_precision, *args, **kwargs)
+                    low = alone and not deferred and products[1].itemsize < x.dtype.itemsize
+                    return _computed(x.to(products[1]) if low else x, *products)
+    return forward_kept(layer, low_precision, alone, *args, **kwargs)
 
 
 def _is_known(layer: nn.Module) -> bool:

@@ -44,7 +44,7 @@ def forward_head(
             return found
     if low_precision is None:
         return type(module).forward(module, *args, **kwargs)
-    return forward_as_one(module, low_precision, *args, **kwargs)
+    return forward_as_one(module, low_precision, False, *args, **kwargs)
 
 
 def _waits(module: nn.Module, reads: HeadReads, x: Any) -> bool:

@@ -14,6 +14,10 @@ from lowmem_patch.nn.adapters import adds_products, use_adapter
 from lowmem_patch.nn.own import has_foreign_forward
 from lowmem_patch.nn.parameter_adapters import adapts_parameter
 from lowmem_patch.strategies.protocol import Facts, Found, Patch, Target
+from lowmem_patch.tracing.dataflow import backward, makers, moved_from
+from lowmem_patch.tracing.probes import NormSpec, looks_like_norm
+from lowmem_patch.tracing.saved_bytes import storage_key
+from lowmem_patch.tracing.trace import Call
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,15 +25,16 @@ class LoraLayer(Patch):
     """A LoRA layer that gets a forward of ours.
 
     Attributes:
-        low_precision: as of `lowmem_patch.nn.adapters.use_adapter`.
+        low_precision, alone: as of `lowmem_patch.nn.adapters.use_adapter`.
     """
 
     strategy = "lora"
 
     low_precision: bool
+    alone: bool
 
     def apply(self, target: Target) -> None:
-        use_adapter(target.model.get_submodule(self.site), self.low_precision)
+        use_adapter(target.model.get_submodule(self.site), self.low_precision, self.alone)
 
 
 def find(facts: Facts, config: PatchConfig) -> Found:
@@ -38,7 +43,36 @@ def find(facts: Facts, config: PatchConfig) -> Found:
         return Found()
     low_precision = config.linear_inputs == "activation_dtype"
     layers = adapter_layers(facts, config)
-    return Found([LoraLayer(name, low_precision) for name in layers], notes=_notes(facts, layers))
+    alone = _read_alone(facts, layers)
+    patches = [LoraLayer(name, low_precision, name in alone) for name in layers]
+    return Found(patches, notes=_notes(facts, layers))
+
+
+def _read_alone(facts: Facts, layers: tuple[str, ...]) -> set[str]:
+    """The layers whose input nobody else saves: no norm has made it, and no other layer reads it."""
+    calls = [call for name in layers for call in facts.calls.get(name, ()) if call.inputs]
+    readers = Counter(storage_key(call.inputs[0]) for call in calls)
+    savers = {storage.key: storage.savers for storage in facts.trace.saved.storages}
+    made_by, normed = makers(facts.trace), _saved_by_norms(facts)
+
+    def is_shared(call: Call) -> bool:
+        key = storage_key(call.inputs[0])
+        if readers[key] > 1 or any(
+            not one.module.startswith(f"{call.name}.") for one in savers.get(key, ())
+        ):
+            return True
+        forms = backward(made_by, call.inputs[0], moved_from)
+        return not normed.isdisjoint(map(storage_key, forms))
+
+    return {call.name for call in calls} - {call.name for call in calls if is_shared(call)}
+
+
+def _saved_by_norms(facts: Facts) -> set[int]:
+    """Storages of norms' outputs that have a gradient, which patched norms save."""
+    norms = [name for name in facts.calls if looks_like_norm(facts.modules[name])]
+    norms += [name for name, one in facts.functions.items() if isinstance(one.kind, NormSpec)]
+    outputs = (tensor for name in norms for tensor in facts.outputs(name))
+    return {storage_key(tensor) for tensor in outputs if tensor.requires_grad}
 
 
 def adapter_layers(facts: Facts, config: PatchConfig) -> tuple[str, ...]:

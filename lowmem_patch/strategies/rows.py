@@ -19,9 +19,8 @@ from lowmem_patch.nn.own import Own
 from lowmem_patch.strategies.protocol import Facts, Found, Patch, Target, forward_obstacle
 from lowmem_patch.tracing.call_arguments import are_row_numbers
 from lowmem_patch.tracing.consumers import gathers_for_a_weight
-from lowmem_patch.tracing.dataflow import backward, first_input, makers
+from lowmem_patch.tracing.dataflow import backward, makers, moved_from
 from lowmem_patch.tracing.op_roles import Role
-from lowmem_patch.tracing.row_moves import moves_rows
 from lowmem_patch.tracing.trace import Op, Trace
 
 
@@ -69,7 +68,7 @@ def find(facts: Facts, config: PatchConfig) -> Found:
         inputs = {id(tensor): place for place, tensor in enumerate(call.inputs)}
         for op in facts.trace.ops[call.first_op : call.last_op]:
             if op.module == call.name and gathers_for_a_weight(facts.trace, op):
-                forms = backward(made_by, op.args[0], _moved_from)
+                forms = backward(made_by, op.args[0], moved_from)
                 place = next((inputs[id(form)] for form in forms if id(form) in inputs), None)
                 if place is not None:
                     gathered[place] += op.outputs[0].numel()
@@ -118,11 +117,3 @@ def _is_weighed(trace: Trace, gather: Op) -> bool:
 def _weighs(factors: Any, product: Tensor) -> bool:
     alike = isinstance(factors, Tensor) and factors.shape == (*product.shape[:-1], 1)
     return alike and bool(factors.requires_grad)
-
-
-def _moved_from(op: Op, tensor: Tensor) -> Tensor | None:
-    """What a view or another order of its rows was made of."""
-    source = first_input(op)
-    if source is None or op.writes or len(op.outputs) != 1:
-        return None
-    return source if moves_rows(op.func, op.args, op.kwargs, source, tensor) else None

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from lowmem_patch.tracing.row_moves import moves_rows
 from lowmem_patch.tracing.trace import Op, Trace
 
 
@@ -84,3 +85,11 @@ def only_consumer(trace: Trace, tensor: Tensor) -> Op | None:
         return None
     op = consumers[0]
     return op if first_input(op) is tensor and not op.writes and not op.opaque else None
+
+
+def moved_from(op: Op, tensor: Tensor) -> Tensor | None:
+    """What a view or another order of its rows was made of."""
+    source = first_input(op)
+    if source is None or op.writes or len(op.outputs) != 1:
+        return None
+    return source if moves_rows(op.func, op.args, op.kwargs, source, tensor) else None

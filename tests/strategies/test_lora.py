@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
 
 from lowmem_patch import patch_model, patch_report, unpatch_model
 from tests.support.compiler import skipped_where_torch_breaks_the_graph
@@ -20,7 +21,7 @@ from tests.support.judge import (
     assert_same_step,
 )
 from tests.support.models import FAMILIES, fill_adapters, randomise
-from tests.support.step import DOUBLE, MODES, cast, in_mode, step, truth_of, twin_of
+from tests.support.step import AUTOCAST, DOUBLE, MODES, cast, in_mode, step, truth_of, twin_of
 
 # PEFT reads a name that transformers has since deprecated
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
@@ -256,3 +257,46 @@ def test_adapters_wider_than_the_model_compile(make: Make) -> None:
     with skipped_where_torch_breaks_the_graph(unpatched, inputs):
         found = step(compiled, inputs)
     assert_accurate(found, step(model, inputs), truth, MODES["bf16"])
+
+
+class Between(nn.Module):
+    """LoRA layers read a sum, a norm's output, or what a sigmoid saves, in float32 also under autocast."""
+
+    def __init__(self, made: str, readers: int) -> None:
+        super().__init__()
+        self.made, self.norm, self.shift = made, nn.LayerNorm(32), nn.Parameter(torch.randn(32))
+        self.readers = nn.ModuleList(nn.Linear(32, 32) for _ in range(readers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.shift
+        if self.made == "norm":
+            x = self.norm(x)[:, 1:]
+        elif self.made == "sigmoid":
+            x = torch.sigmoid(x)
+        return torch.stack([read(x) for read in self.readers]).sum()
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize(
+    ("made", "readers", "low"),
+    [("sum", 1, True), ("sum", 3, False), ("norm", 1, False), ("sigmoid", 1, False)],
+)
+def test_an_input_that_one_layer_alone_saves_is_saved_in_autocasts_dtype(
+    made: str, readers: int, low: bool, dropout: float
+) -> None:
+    torch.manual_seed(0)
+    config = LoraConfig(
+        r=8, target_modules=r".*readers\.\d", init_lora_weights=False, lora_dropout=dropout
+    )
+    model = get_peft_model(Between(made, readers), config).train()
+    model.base_model.model.shift.requires_grad_()
+    stock = copy.deepcopy(model)
+    x = torch.randn(4, 64, 32)
+    with torch.autocast("cpu", torch.bfloat16):
+        patch_model(model, "exact", example_inputs=(x,))
+    ours, theirs = (step(one, (x,), AUTOCAST, count=True) for one in (model, stock))
+    assert ours.saved <= theirs.saved
+    patches = [m.__dict__["forward"].args[2] for m in model.modules() if "lora_A" in m._modules]
+    assert patches == [low] * readers
+    if not dropout:
+        assert_same_step(model, stock, (x,), mode=AUTOCAST)
