@@ -44,7 +44,7 @@ def use_adapter(layer: nn.Module, low_precision: bool, alone: bool = False) -> N
     Args:
         layer: a LoRA layer of a Linear, or of a parameter.
         low_precision: adapters wider than the input are computed in the input's dtype.
-        alone: nobody else saves the input: the copy is in autocast's dtype.
+        alone: nobody else saves the input: the copy is in autocast's dtype, where no dropout is active.
     """
     forward = forward_as_one if adds_products(type(layer).forward) else forward_kept
     give_forward(layer, forward, low_precision, alone)
@@ -69,11 +69,11 @@ def adds_products(forward: Callable[..., Any]) -> bool:
     return _KNOWN.issuperset(code.co_names)
 
 
-def forward_kept(layer: Any, low_precision: bool, alone: bool, *args: Any, **kwargs: Any) -> Any:
+def forward_kept(layer: Any, low_precision: bool, _alone: bool, *args: Any, **kwargs: Any) -> Any:
     """The class's forward, on an input of which autograd saves no copy in another dtype."""
     # of an input that needs no gradient (the first block's) the adapter would save a cast as well
     plain = args and torch.is_grad_enabled() and not is_exporting() and not is_foreign(args[0])
-    if plain and not alone and args[0].is_floating_point():
+    if plain and args[0].is_floating_point():
         args = (Saved().of(args[0], passing=True), *args[1:])
     forward = type(layer).forward
     if adapts_parameter(forward):
@@ -98,9 +98,17 @@ def forward_as_one(layer: Any, low_precision: bool, alone: bool, *args: Any, **k
             with _WITHOUT_TORCH_FUNCTION():
                 products = low_rank_products(layer, x.dtype, low_precision)
                 if products is not None and not (deferred and x.is_changed()):
-                    low = alone and not deferred and products[1].itemsize < x.dtype.itemsize
+                    low = alone and _is_cast(x)
                     return _computed(x.to(products[1]) if low else x, *products)
     return forward_kept(layer, low_precision, alone, *args, **kwargs)
+
+
+def _is_cast(x: Tensor) -> bool:
+    """Whether autocast computes with a smaller copy of this, which no activation or norm computes again."""
+    if isinstance(x, Deferred):
+        return False
+    low = autocast_dtype(x.device.type, x.dtype)
+    return low is not None and low.itemsize < x.dtype.itemsize
 
 
 def _is_known(layer: nn.Module) -> bool:

@@ -276,18 +276,15 @@ class Between(nn.Module):
         return torch.stack([read(x) for read in self.readers]).sum()
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.5])
 @pytest.mark.parametrize(
     ("made", "readers", "low"),
     [("sum", 1, True), ("sum", 3, False), ("norm", 1, False), ("sigmoid", 1, False)],
 )
 def test_an_input_that_one_layer_alone_saves_is_saved_in_autocasts_dtype(
-    made: str, readers: int, low: bool, dropout: float
+    made: str, readers: int, low: bool
 ) -> None:
     torch.manual_seed(0)
-    config = LoraConfig(
-        r=8, target_modules=r".*readers\.\d", init_lora_weights=False, lora_dropout=dropout
-    )
+    config = LoraConfig(r=8, target_modules=r".*readers\.\d", init_lora_weights=False)
     model = get_peft_model(Between(made, readers), config).train()
     model.base_model.model.shift.requires_grad_()
     stock = copy.deepcopy(model)
@@ -298,5 +295,4 @@ def test_an_input_that_one_layer_alone_saves_is_saved_in_autocasts_dtype(
     assert ours.saved <= theirs.saved
     patches = [m.__dict__["forward"].args[2] for m in model.modules() if "lora_A" in m._modules]
     assert patches == [low] * readers
-    if not dropout:
-        assert_same_step(model, stock, (x,), mode=AUTOCAST)
+    assert_same_step(model, stock, (x,), mode=AUTOCAST)
