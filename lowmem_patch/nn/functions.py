@@ -70,8 +70,12 @@ _CALL = nn.Module._call_impl.__code__
 
 
 def _is_running(module: nn.Module) -> bool:
-    """Whether no module inside of this one is being called."""
+    """Whether no module inside of this one is being called; what the forward makes by itself is its own."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not _CALL:
+    while frame is not None:
+        if frame.f_code is _CALL:
+            called = frame.f_locals["self"]
+            if called is module or any(called is inside for inside in module.modules()):
+                return called is module
         frame = frame.f_back
-    return frame is None or frame.f_locals["self"] is module
+    return True

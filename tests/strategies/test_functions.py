@@ -258,6 +258,15 @@ def test_what_a_module_inside_calls_is_its_own() -> None:
     assert step(model, rows(), count=True).saved == report.saved_after
 
 
+def test_a_module_that_a_forward_makes_is_its_own() -> None:
+    model = network(lambda net, x: net.down(nn.GELU()(net.up(x))))
+    twin = copy.deepcopy(model)
+    report = patched(model)
+    assert functions(report)
+    assert_same_step(model, twin, rows())
+    assert step(model, rows(), count=True).saved == report.saved_after
+
+
 class Kept(nn.Module):
     """A frozen Linear reads the function's output, and a module that is left alone is the same activation."""
 
