@@ -22,6 +22,7 @@ from lowmem_patch.functional._library import without_grad as without_grad
 from lowmem_patch.functional._ownership import CheckpointedBlock as CheckpointedBlock
 from lowmem_patch.functional._ownership import checkpointed_block as checkpointed_block
 from lowmem_patch.functional._ownership import is_checkpoint_packing as is_checkpoint_packing
+from lowmem_patch.functional._ownership import is_in_later_block as is_in_later_block
 from lowmem_patch.functional._ownership import may_pack as may_pack
 from lowmem_patch.functional._ownership import packer as packer
 from lowmem_patch.functional._ownership import packs_saved_tensors as packs_saved_tensors

@@ -28,6 +28,25 @@ def packer() -> Any:
     return _top_hooks(True)
 
 
+def is_in_later_block(made_by: Any) -> bool:
+    """Whether a block of torch's checkpoint runs that did not where ``made_by`` packed.
+
+    In its later run such a block gets its inputs as autograd saved them, which somebody else may pack.
+    """
+    hooks = packer()
+    if hooks is None or in_compiler():
+        return False
+    hooks = _outermost(hooks)
+    return _is_of_checkpoint(hooks) and hooks != _outermost(made_by)
+
+
+def _outermost(hooks: Any) -> Any:
+    """Who gets what this package packs first, if it packs now."""
+    while hooks is not None and hasattr(hooks[0], "outer"):
+        hooks = hooks[0].outer
+    return hooks
+
+
 def packs_saved_tensors() -> bool:
     """Whether somebody packs what is saved, or forbids it."""
     return packer() is not None or not may_pack()
@@ -54,9 +73,7 @@ def checkpointed_block() -> CheckpointedBlock | None:
     """The block that runs, also where this package packs first what checkpoint gets then; None outside."""
     if in_compiler():
         return None
-    hooks = packer()
-    while hooks is not None and hasattr(hooks[0], "outer"):
-        hooks = hooks[0].outer
+    hooks = _outermost(packer())
     if not _is_of_checkpoint(hooks):
         return None
     pack = inspect.unwrap(hooks[0])

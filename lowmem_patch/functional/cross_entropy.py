@@ -151,7 +151,7 @@ def _save_sum(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> Non
 def _gradients_of_sum(ctx: Any, d_loss: Tensor | None, *_: None) -> Any:
     if d_loss is None:
         return (None,) * 17
-    saved = _library.saved_tensors(ctx, "the input, the weight or the label of a head")
+    saved = _library.saved_tensors(ctx, "the input, the weight, the bias or the label of a head")
     tensors, labels, found = saved[:5], saved[5:7], list(saved[7:12])
     labelled, lacking = saved[12:]
     needs, implementation = ctx.rest[4:]
@@ -289,7 +289,9 @@ def _save_rows(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> No
 def _gradients_of_rows(ctx: Any, d_losses: Tensor | None, *_: None) -> Any:
     if d_losses is None:
         return (None,) * 14
-    *saved, logsumexp = _library.saved_tensors(ctx, "the input, the weight or the label of a head")
+    *saved, logsumexp = _library.saved_tensors(
+        ctx, "the input, the weight, the bias or the label of a head"
+    )
     arguments = (*saved[:5], *ctx.scaling, *saved[5:], *ctx.rest)
     found = _rows_gradient(d_losses, logsumexp, ctx.needs, *arguments)
     wanted = (g if need else None for g, need in zip(found[:5], ctx.needs, strict=True))

@@ -265,6 +265,8 @@ def _codes_forward_kernel(
     )  # fmt: skip
     if CYCLIC:
         code = tl.where(x >= LAST, 0.0, code)
+    if KIND == "relu" or KIND == "relu6":  # torch's backward passes the gradient of a NaN on
+        code = tl.where(x == x, code, 1.0)
     if not EVEN:  # of a group that is not there nothing is written
         code = tl.where(mask, code, 0.0)
     _store_codes(codes_ptr, code, groups, first, own, BITS, BLOCK)

@@ -1,19 +1,18 @@
 """Deferred tensors: tensors of autograd that know from what they are computed.
 
 An activation, a norm or a cast may return a ``Deferred``. To everybody it is a `torch.Tensor` with a
-``grad_fn``. It comes in two forms: `Stored` holds its values, as any tensor. `Unstored` has no storage. Its
-values are computed when an op is dispatched on it, in Python or C++, and may be let go then (`Op.was_read`).
+``grad_fn``. A `Stored` one holds its values, as any tensor. An `Unstored` one has no storage: its values are
+computed when an op is dispatched on it, in Python or C++, and may be let go then (`Op.was_read`).
 
-A few readers know better than to save the values (the table `lowmem_patch.nn.readers`):
+A few readers save less (the table `lowmem_patch.nn.readers`):
 
 - a Linear or a grouped matmul saves what the values are computed from (`Op.linear`, `Op.grouped`);
 - a row move (view, permute, roll, window partition) moves what the values are computed from;
 - ``activation * up`` becomes one gated product, and a scaled sum of an adapter stays in low precision;
 - a cast to another floating dtype is computed when it is read, and a dropout saves its mask in bits.
 
-Every other reader gets the values and sends its gradient to the deferred tensor's own node. Such a
-reader need not be foreseen: a custom autograd function, a hook, a reentrant checkpoint, a foreign kernel.
-A write, a hook or a request for the memory turns all readers into ordinary ones.
+Every other reader gets the values and sends its gradient to the deferred tensor's own node: a custom autograd
+function, a hook, a checkpoint behind it. A write, a hook or a request for the memory makes all readers so.
 """
 
 from __future__ import annotations
@@ -31,6 +30,8 @@ from lowmem_patch.functional import (
     first_order,
     in_compiler,
     is_checkpoint_packing,
+    is_in_later_block,
+    packer,
     register_plain,
     without_grad,
 )
@@ -71,6 +72,7 @@ class Deferred(Tensor):
     _bypassed = False  # a reader sends its gradient to the sources
     _node_given = False  # somebody has its node, and may hang a hook on that
     _normed: Tensor | None = None  # of a norm that waited: what its Linears read
+    _packer: Any = None  # who packed what autograd saves where it was made
 
     @classmethod
     def __torch_function__(
@@ -110,7 +112,7 @@ class Deferred(Tensor):
         return not in_compiler() and self._is_changed()
 
     def _is_changed(self) -> bool:
-        if self._exposed or self._version != self._first_version:
+        if self._exposed or self._version != self._first_version or is_in_later_block(self._packer):
             return True
         if self.requires_grad and self.grad_fn is None:  # a leaf of its own, after detach()
             return True
@@ -326,7 +328,7 @@ def _origin_of(item: Any) -> Any:
 def defer(op: Op, sources: tuple[Tensor, ...]) -> Unstored:
     """A tensor on the device of ``sources[0]`` whose values are computed when they are read."""
     h: Unstored = _defer(op, *map(_origin_of, sources))
-    h.op, h.sources, h._adapts = op, sources, False
+    h.op, h.sources, h._adapts, h._packer = op, sources, False, packer()
     h._versions = [source._version for source in sources]
     return h
 
@@ -368,6 +370,7 @@ def keep(
     compiling = in_compiler()
     if owned and not compiling and type(tensor) is Tensor:
         h._first_version, h.op, h.sources, h._adapts = tensor._version, op, sources, False
+        h._packer = packer()
         h.__class__ = Stored  # as torch's lazy parameters do; a view would cost a node of autograd
         return h  # type: ignore[no-any-return]  # its class was assigned, which no type checker sees
     if not compiling and isinstance(tensor, FakeTensor):
@@ -378,17 +381,10 @@ def keep(
         if not compiling:
             h._first_version, h._origin = tensor._version, tensor if passing else None
     h.op, h.sources, h._adapts = op, sources, False  # a compiler reads no attribute of a class
-    if sources and not compiling:
-        h._versions = [source._version for source in sources]
+    if not compiling:
+        h._packer = packer()
+        h._versions = [source._version for source in sources] if sources else None
     return h  # type: ignore[no-any-return]  # Any, since Function.apply and as_subclass have no types
-
-
-def attach(value: Tensor, op: Op, sources: tuple[Tensor, ...]) -> Stored:
-    """``value``, an ordinary tensor that was just computed from ``sources`` and that nobody else has."""
-    h: Any = value
-    h.__class__, h.op, h.sources, h._adapts = Stored, op, sources, False
-    h._versions = [source._version for source in sources]
-    return h  # type: ignore[no-any-return]  # its class was assigned, which no type checker sees
 
 
 def value_of(item: Any) -> Any:

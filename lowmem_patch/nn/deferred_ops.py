@@ -29,6 +29,7 @@ from lowmem_patch.functional import (
     linear_of_sources,
     matrix_product,
     packed_dropout,
+    packer,
     packs_saved_tensors,
     recast_linear,
     recast_matmul,
@@ -39,7 +40,7 @@ from lowmem_patch.nn import (
     readers as readers,  # fills the table of those who read what is made here
 )
 from lowmem_patch.nn.context import autocast_dtype
-from lowmem_patch.nn.deferred import Deferred, Stored, attach, defer, keep, value_of
+from lowmem_patch.nn.deferred import Deferred, Stored, defer, keep, value_of
 from lowmem_patch.nn.deferred_linears import plain_linear, project, saved_linear
 from lowmem_patch.nn.deferred_rows import GatheredRows, Product
 from lowmem_patch.nn.op import Op, Projection
@@ -83,9 +84,9 @@ class Activation(Op):
         if len(sources) != self.at_once or not is_eager(*sources):
             return defer(self, sources)
         if len(sources) == 1:  # unseen by the mode that calls us in the place of such a function
-            return attach(below_modes(FORWARD[self.kind], sources[0]), self, sources)
+            return _attach(below_modes(FORWARD[self.kind], sources[0]), self, sources)
         gate, up = sources
-        return attach(differentiable_activation(gate, self.kind, up), self, sources)
+        return _attach(differentiable_activation(gate, self.kind, up), self, sources)
 
     def dtype(self, sources: tuple[Tensor, ...]) -> torch.dtype:
         dtype = sources[0].dtype
@@ -151,6 +152,14 @@ class Activation(Op):
             return NotImplemented
         again = partial(computed_again, kind=self.kind)
         return Product.of(RecomputedMatmul(func, again, h.plain(), weight, offsets, h.sources))
+
+
+def _attach(value: Tensor, op: Op, sources: tuple[Tensor, ...]) -> Stored:
+    """``value``, an ordinary tensor that was just computed from ``sources`` and that nobody else has."""
+    h: Any = value
+    h.__class__, h.op, h.sources, h._adapts, h._packer = Stored, op, sources, False, packer()
+    h._versions = [source._version for source in sources]
+    return h  # type: ignore[no-any-return]  # its class was assigned, which no type checker sees
 
 
 class Saved(Op):

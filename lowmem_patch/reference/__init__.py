@@ -86,6 +86,8 @@ def codes_forward(x: Tensor, kind: ActivationKind, bits: int) -> tuple[Tensor, T
         codes += flat > threshold
     if table.cyclic:
         codes.masked_fill_(flat >= table.thresholds[-1], 0)
+    if kind in ("relu", "relu6"):  # whose backward passes the gradient of a NaN on
+        codes.masked_fill_(flat.isnan(), 1)
     codes = F.pad(codes, (0, -flat.numel() % CODES_PER_GROUP))
     planes = [_pack(codes >> low & (1 << width) - 1, width) for low, width in _PLANES[table.bits]]
     return activate(x, kind).contiguous(), torch.cat(planes)

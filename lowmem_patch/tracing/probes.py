@@ -124,10 +124,17 @@ def _is_close(actual: Tensor | None, expected: Tensor) -> bool:
     return bool(((actual.double() - expected).abs().max() / scale) < _TOLERANCE)
 
 
-def _is_plain(value: object) -> bool:
-    if isinstance(value, tuple):  # the shape of a LayerNorm
-        return all(map(_is_plain, value))
-    return isinstance(value, (int, float, str, torch.dtype, type(None)))
+_PLAIN = frozenset((bool, int, float, str, torch.dtype, type(None)))
+
+
+def _told(value: object) -> object:
+    """Equal for equal numbers and texts, and tuples of them (the shape of a LayerNorm), of equal types."""
+    kind = type(value)
+    if kind in _PLAIN:
+        return kind, repr(value)  # -0.0 is 0.0
+    if isinstance(value, tuple) and kind in (tuple, torch.Size):
+        return kind, tuple(map(_told, value))
+    return object()
 
 
 def _settings(module: nn.Module) -> tuple[object, ...]:
@@ -137,12 +144,14 @@ def _settings(module: nn.Module) -> tuple[object, ...]:
         for name, value in vars(module).items()
         if name not in _OF_EVERY_MODULE and name != "forward"  # accelerate's, around the class's
     }
-    held = [*module._buffers, *module._modules]
-    if held or not all(map(_is_plain, own.values())):
+    hidden = any("__slots__" in vars(base) for base in type(module).__mro__)
+    if module._buffers or module._modules or hidden:
         return (object(),)
-    parameters = tuple((n, p.shape, p.dtype) for n, p in module.named_parameters())
-    # types, since True is 1 and 1 is 1.0
-    values = tuple((name, type(value), value) for name, value in sorted(own.items()))
+    parameters = tuple(
+        (name, None if one is None else (one.shape, one.dtype))
+        for name, one in module._parameters.items()
+    )
+    values = tuple((name, _told(value)) for name, value in sorted(own.items()))
     return type(module), values, parameters
 
 

@@ -42,3 +42,16 @@ def test_caches_that_were_filled_on_fake_tensors_are_empty_afterwards() -> None:
     for table in (known, *made):
         assert type(table(3)) is Tensor
     assert kept.cache_info().currsize == 1  # of a cache that nothing was added to
+
+
+def test_a_reference_that_is_gone_hides_no_cache() -> None:
+    kind = type(
+        functools.lru_cache(str)
+    )  # one reference to the type more, while caches are counted
+    find_caches()
+    made: list[Any] = []
+    with running_fake(make_fake_mode()):
+        del kind
+        made.append(cached())
+        made[0](3)
+    assert type(made[0](3)) is Tensor

@@ -60,3 +60,65 @@ def test_equal_norms_are_probed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     report = plan_patch(model, "exact", example_inputs=torch.randn(2, 8))
     assert [site.strategy for site in report.sites] == ["share"] * 5
     assert len(probed) == 3
+
+
+class Switched(nn.Module):
+    """A ReLU or a SiLU, by what its subclass holds."""
+
+    def is_relu(self) -> bool:
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(x) if self.is_relu() else F.silu(x)
+
+
+class ByNone(Switched):
+    def __init__(self, relu: bool) -> None:
+        super().__init__()
+        self.register_parameter("relu" if relu else "silu", None)
+
+    def is_relu(self) -> bool:
+        return "relu" in self._parameters
+
+
+class ByType(Switched):
+    def __init__(self, relu: bool) -> None:
+        super().__init__()
+        self.modes = (True,) if relu else (1,)
+
+    def is_relu(self) -> bool:
+        return isinstance(self.modes[0], bool)
+
+
+class BySign(Switched):
+    def __init__(self, relu: bool) -> None:
+        super().__init__()
+        self.sign = 0.0 if relu else -0.0
+
+    def is_relu(self) -> bool:
+        return str(self.sign) == "0.0"
+
+
+class BySlot(Switched):
+    __slots__ = ("relu",)
+
+    def __init__(self, relu: bool) -> None:
+        super().__init__()
+        object.__setattr__(self, "relu", relu)
+
+    def is_relu(self) -> bool:
+        return bool(self.relu)
+
+
+@pytest.mark.parametrize("make", [ByNone, ByType, BySign])
+def test_modules_that_differ_in_little_are_probed_each(make: Any) -> None:
+    known: dict[Any, Any] = {}
+    assert probes.match_activation(make(True), known) == "relu"
+    assert probes.match_activation(make(False), known) == "silu"
+
+
+def test_what_a_slot_holds_is_never_taken_for_equal() -> None:
+    known: dict[Any, Any] = {}
+    for relu in (True, False):
+        probes.match_activation(BySlot(relu), known)
+    assert len(known) == 2
