@@ -46,7 +46,7 @@ class Head(NamedTuple):
         return self[:5]
 
     @property
-    def is_wide(self) -> bool:
+    def has_wider_sums(self) -> bool:
         """Whether a chunk holds a beside its products."""
         return self.sum_dtype != self.compute_dtype
 
@@ -54,7 +54,7 @@ class Head(NamedTuple):
 def chunk_rows(head: Head) -> int:
     """How many rows are computed at a time: few where memory is short, as many as pay otherwise."""
     rows = head.x.numel() // max(1, head.x.shape[-1])
-    each = head.compute_dtype.itemsize + (head.sum_dtype.itemsize if head.is_wide else 0)
+    each = head.compute_dtype.itemsize + (head.sum_dtype.itemsize if head.has_wider_sums else 0)
     row = head.weight.shape[0] * each
     most, device = _ROWS, head.x.device
     real = device.type == "cuda" and not isinstance(head.x, FakeTensor)
@@ -84,9 +84,9 @@ def chunk_memory(head: Head) -> ChunkMemory:
     """Memory that nothing is written in yet."""
     rows, classes = chunk_rows(head), head.weight.shape[0]
     ratio = head.sum_dtype.itemsize // head.compute_dtype.itemsize
-    more = -(-rows // ratio) if head.is_wide else 0
+    more = -(-rows // ratio) if head.has_wider_sums else 0
     whole = head.x.new_empty(rows + more, classes, dtype=head.sum_dtype)
-    if not head.is_wide:
+    if not head.has_wider_sums:
         return ChunkMemory(whole, whole, whole)
     products = whole[rows:].view(-1).view(head.compute_dtype)[: rows * classes]
     return ChunkMemory(whole, products.view(rows, classes), whole[:rows])
@@ -101,13 +101,13 @@ def logits_in_chunks(
     for start in range(0, rows, max(1, size)):
         chunk = slice(start, min(start + size, rows))
         products = memory.products[: chunk.stop - start]
-        if head.bias is None or head.is_wide:
+        if head.bias is None or head.has_wider_sums:
             torch.mm(head.x[chunk], head.weight.t(), out=products)
         else:
             torch.addmm(head.bias, head.x[chunk], head.weight.t(), out=products)
         if head.low is not None and head.lora_B is not None:
             products.addmm_(head.low[chunk], head.lora_B.t())
-        if head.is_wide and head.bias is not None:
+        if head.has_wider_sums and head.bias is not None:
             yield chunk, torch.add(products, head.bias, out=memory.sums[: len(products)])
         else:
             yield chunk, products
@@ -151,7 +151,7 @@ class HeadGradients:
         few = len(head.x) <= _ROUNDINGS * len(memory.products)
         few = few and head.compute_dtype != torch.float16
         total = head.compute_dtype if few else wide(head.compute_dtype)
-        for_bias = wide(head.sum_dtype) if head.is_wide else total
+        for_bias = wide(head.sum_dtype) if head.has_wider_sums else total
         dtypes = (head.compute_dtype, total, for_bias, head.compute_dtype, total)
         make = torch.empty_like if len(head.x) else torch.zeros_like  # no chunk writes then
         self.sums = [
@@ -166,7 +166,7 @@ class HeadGradients:
         if d_bias is not None:
             column_sums = d_logits.sum(0, dtype=d_bias.dtype)
             d_bias.copy_(column_sums) if first else d_bias.add_(column_sums)
-        if head.is_wide:
+        if head.has_wider_sums:
             d_logits = self.products[: len(d_logits)].copy_(d_logits)
         if d_x is not None:
             torch.mm(d_logits, head.weight, out=d_x[chunk])

@@ -93,7 +93,7 @@ class Settings(NamedTuple):
         compute_dtype: of the product.
         to: of the values.
         bias, adapter: whether b, and whether low and B, are among the sources.
-        wide_bias: the dtype of a bias that is added in a wider one than the product's.
+        sum_dtype: in which a bias is added, where that is not the compute dtype.
         scale, cap, sign, normalised: the formula, as of `Logits`.
         lead: the dimensions before the classes, where x has others.
         second: the classes are dimension 1, and not the last.
@@ -109,7 +109,7 @@ class Settings(NamedTuple):
     normalised: bool = False
     lead: tuple[int, ...] | None = None
     second: bool = False
-    wide_bias: torch.dtype | None = None
+    sum_dtype: torch.dtype | None = None
 
 
 class Logits(Op):
@@ -128,7 +128,7 @@ class Logits(Op):
         self.compute_dtype, self.to, self.bias, self.adapter = settings[:4]
         self.scale, self.cap, self.sign, self.normalised = settings[4:8]
         self.lead, self.second = settings[8:10]
-        self.sum_dtype = settings.wide_bias or self.compute_dtype
+        self.sum_dtype = settings.sum_dtype or self.compute_dtype
 
     def changed(self, **settings: Any) -> Logits:
         """Other values of the same product, or the same in another order."""
@@ -177,7 +177,7 @@ class Logits(Op):
     def _product(self, sources: tuple[Tensor, ...]) -> Tensor:
         """a, ``[rows, V]``."""
         head = self.head(sources)
-        added = head.bias if head.is_wide else None
+        added = head.bias if head.has_wider_sums else None
         with without_autocast(head.x.device.type):
             x, weight, bias, low, lora_B = (
                 None if t is None or t is added else t.to(self.compute_dtype) for t in head.tensors
@@ -346,8 +346,8 @@ class Logits(Op):
         if torch.promote_types(self.to, self.compute_dtype) != self.to:
             return NotImplemented  # the product was rounded
         h._bypassed = True
-        wide_bias = None if to == self.compute_dtype else to
-        op = self.changed(bias=True, to=to, wide_bias=wide_bias)
+        sum_dtype = None if to == self.compute_dtype else to
+        op = self.changed(bias=True, to=to, sum_dtype=sum_dtype)
         x, weight, *adapter = h.sources
         return op.of((x, weight, value_of(other).reshape(-1), *adapter))
 

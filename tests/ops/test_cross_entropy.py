@@ -64,10 +64,10 @@ def make_labels(backend: Backend, *, weights: bool = False, smoothing: float = 0
 
 def plain(of: Head, labels: Labels, reduction: str) -> Tensor:
     """The same in torch, in the dtype of the head."""
-    a = F.linear(of.x, of.weight, None if of.is_wide else of.bias)
+    a = F.linear(of.x, of.weight, None if of.has_wider_sums else of.bias)
     if of.low is not None and of.lora_B is not None:
         a = a + of.low @ of.lora_B.t()
-    if of.is_wide and of.bias is not None:
+    if of.has_wider_sums and of.bias is not None:
         a = a + of.bias
     y = of.cap * torch.tanh(a * of.scale) if of.cap else a * of.scale
     y = y.to(torch.promote_types(y.dtype, torch.float32))
