@@ -29,9 +29,13 @@ def packer() -> Any:
 
 
 def is_in_later_block(made_by: Any) -> bool:
-    """Whether a block of torch's checkpoint runs that did not where ``made_by`` packed.
+    """Whether a block of torch's checkpoint runs now that did not run where a tensor was made.
 
-    In its later run such a block gets its inputs as autograd saved them, which somebody else may pack.
+    In its later run such a block gets its inputs as autograd saved them: hooks of somebody else may have made
+    ordinary tensors of them.
+
+    Args:
+        made_by: what `packer` gave where the tensor was made.
     """
     hooks = packer()
     if hooks is None or in_compiler():
@@ -41,7 +45,7 @@ def is_in_later_block(made_by: Any) -> bool:
 
 
 def _outermost(hooks: Any) -> Any:
-    """Who gets what this package packs first, if it packs now."""
+    """``hooks`` or, where they are this package's own, the hooks that get what those give."""
     while hooks is not None and hasattr(hooks[0], "outer"):
         hooks = hooks[0].outer
     return hooks

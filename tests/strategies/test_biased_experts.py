@@ -27,6 +27,11 @@ GIVEN = 16
 ROWS = TOKENS * CHOSEN
 
 
+_UNMASKED = pytest.mark.skipif(
+    before("transformers", "5.18"), reason="it masks each product for expert parallelism"
+)
+
+
 def gpt_oss() -> Any:
     torch.manual_seed(0)
     config = GptOssConfig(
@@ -55,6 +60,7 @@ TRAINS: dict[str, Callable[[str], bool]] = {
 }
 
 
+@_UNMASKED
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("trains", TRAINS)
 def test_gpt_oss_saves_no_last_product(trains: str, mode: str) -> None:
@@ -78,6 +84,7 @@ def test_gpt_oss_saves_no_last_product(trains: str, mode: str) -> None:
         assert not holds_product(model, tokens())
 
 
+@_UNMASKED
 def test_adapters_below_frozen_experts() -> None:
     """The router has a gradient, though no weight of the experts trains."""
     options = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
@@ -284,9 +291,7 @@ def test_a_bias_of_another_dtype_is_left_to_torch() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(
-    before("transformers", "5.18"), reason="it masks each product for expert parallelism"
-)
+@_UNMASKED
 def test_gpt_oss_on_a_gpu() -> None:
     """By torch's own kernel of grouped products, which runs in bf16; the truth is of a loop."""
     stock = cast(gpt_oss(), torch.bfloat16).to("cuda")
