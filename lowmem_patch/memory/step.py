@@ -37,6 +37,8 @@ OUTSIDE = -1  # the owner of what is allocated in no run of a block
 # A moment, and a place among the runs of blocks, which are counted from 0: 0 in front of them, 2 n + 1 in a
 # run, 2 n + 2 behind it. A backward is at the run that it has reached last.
 Part = tuple[str, int]
+# what transformers calls the cache of keys and values: since 5.24, and before
+_CACHES = ("cache", "past_key_values")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,14 +189,16 @@ def as_on_data(model: nn.Module, inputs: ExampleInputs) -> ExampleInputs:
     """
     base = base_model(model)
     config = getattr(base, "config", None)
+    takes = inspect.signature(base.forward).parameters
+    cache = next((name for name in _CACHES if name in takes), None)
     given = {name for name, value in inputs.kwargs.items() if value is not None}
     # transformers' own checkpointing turns the cache off
     checkpointed = any(vars(module).get("gradient_checkpointing") for module in base.modules())
     if (
         not (checkpointed or getattr(config, "use_cache", None) is False)
         or getattr(config, "is_encoder_decoder", False)
-        or "past_key_values" not in inspect.signature(base.forward).parameters
-        or given & {"attention_mask", "position_ids", "past_key_values"}
+        or cache is None
+        or given & {"attention_mask", "position_ids", *_CACHES}
     ):
         return inputs
     library = sys.modules.get("transformers.cache_utils")
@@ -205,7 +209,7 @@ def as_on_data(model: nn.Module, inputs: ExampleInputs) -> ExampleInputs:
         def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
             return keys, values
 
-    return ExampleInputs(inputs.args, {**inputs.kwargs, "past_key_values": NothingCached()})
+    return ExampleInputs(inputs.args, {**inputs.kwargs, cache: NothingCached()})
 
 
 def step_loss(output: Any) -> Tensor:

@@ -2,13 +2,15 @@
 
 transformers' modules call a function of their file for it, in five elementwise passes over q and k, and as
 many backward. The module gets a copy of its class's forward that looks that one name up elsewhere: neither
-the class nor the file is touched. What else the file holds is as it was at the patch. A pickled model comes
+the class nor the file is touched. Decorators around that forward (transformers' `deprecate_kwarg`) are copied
+with it. What else the file holds is as it was at the patch. A pickled model comes
 back with its class's forward.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import types
 from collections.abc import Callable
 from functools import cache, partial
@@ -120,6 +122,31 @@ def _have_dtypes_of_op(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
     )
 
 
+def forward_of_class(module: nn.Module) -> types.FunctionType | None:
+    """The class's forward beneath its decorators; None where one of them keeps it outside of a closure."""
+    forward: Any = type(module).forward
+    while isinstance(forward, types.FunctionType):
+        inner = _decorated(forward)
+        if inner is None:
+            return forward
+        if not any(_holds(cell, inner) for cell in forward.__closure__ or ()):
+            return None
+        forward = inner
+    return None
+
+
+def _decorated(function: types.FunctionType) -> Any:
+    """What `functools.wraps` says that this function stands around."""
+    return vars(function).get("__wrapped__")
+
+
+def _holds(cell: types.CellType, inner: Any) -> bool:
+    try:
+        return cell.cell_contents is inner
+    except ValueError:  # an empty one
+        return False
+
+
 def _names(function: types.FunctionType, rotation: Rotation) -> dict[str, Any]:
     names = {**function.__globals__, rotation.name: rotation}
     # by which a compiler would look names up in the module's own file
@@ -130,9 +157,21 @@ def _names(function: types.FunctionType, rotation: Rotation) -> dict[str, Any]:
 @cache
 def _forward(function: types.FunctionType, rotation: Rotation) -> types.FunctionType:
     """The function with ``rotation`` in the place of what it looks up under that name."""
-    names = _names(function, rotation)
+    inner = _decorated(function)
+    if inner is None:
+        return _copy(function, _names(function, rotation), function.__closure__)
+    copied = types.CellType(_forward(inner, rotation))
+    cells = (copied if _holds(cell, inner) else cell for cell in function.__closure__ or ())
+    copy = _copy(function, function.__globals__, tuple(cells))
+    vars(copy)["__wrapped__"] = copied.cell_contents
+    return copy
+
+
+def _copy(
+    function: types.FunctionType, names: dict[str, Any], cells: tuple[types.CellType, ...] | None
+) -> types.FunctionType:
     copy = types.FunctionType(
-        function.__code__, names, function.__name__, function.__defaults__, function.__closure__
+        function.__code__, names, function.__name__, function.__defaults__, cells
     )
     copy.__kwdefaults__, copy.__doc__ = function.__kwdefaults__, function.__doc__
     copy.__module__, copy.__qualname__ = function.__module__, function.__qualname__
@@ -145,7 +184,9 @@ def use_rotary(module: nn.Module, rotation: Rotation) -> None:
     function: Any = type(module).forward
     copy = _forward(function, rotation)
     # somebody may have put other functions into the file since
-    if any(copy.__globals__.get(n) is not v for n, v in _names(function, rotation).items()):
+    names = inspect.unwrap(copy).__globals__
+    wanted = _names(inspect.unwrap(function), rotation)
+    if any(names.get(n) is not v for n, v in wanted.items()):
         _forward.cache_clear()
         copy = _forward(function, rotation)
     give_forward(module, copy)

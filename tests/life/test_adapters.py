@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from transformers.integrations.peft import MIN_PEFT_VERSION
 
 from lowmem_patch import patch_model, patch_report, unpatch_model
 from lowmem_patch.errors import PatchError
@@ -132,7 +133,10 @@ def test_loaded_adapter_after_the_patch(config: Any, make: Make, tmp_path: Path)
     assert_same_function(model, stock, inputs)
 
 
-@pytest.mark.skipif(before("peft", "0.19"), reason="transformers' own adapters need PEFT 0.19")
+@pytest.mark.skipif(
+    before("peft", MIN_PEFT_VERSION),
+    reason=f"transformers' own adapters need PEFT {MIN_PEFT_VERSION}",
+)
 @BOTH
 def test_transformers_own_add_adapter_after_the_patch(config: Any, make: Make) -> None:
     model, inputs = doubles(make, "llama")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import pytest
@@ -103,3 +104,17 @@ def test_an_attention_that_makes_another_mask_keeps_the_one_it_is_given() -> Non
     patch_model(dropped, "exact")
     hooks = dropped.model.layers[0].self_attn._forward_pre_hooks.values()
     assert [hook for hook in hooks if getattr(hook, "func", None) is drop_causal_mask]
+
+
+def test_a_decorator_around_the_forward_hides_no_attention() -> None:
+    model = llama(layers=1)
+    attention = model.model.layers[0].self_attn
+    forward = type(attention).forward
+
+    @functools.wraps(forward)
+    def decorated(*args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    attention.__class__ = type("Decorated", (type(attention),), {"forward": decorated})
+    patch_model(model, "exact")
+    assert [hook.func for hook in attention._forward_pre_hooks.values()] == [drop_causal_mask]

@@ -39,6 +39,7 @@ from tests.support.stacks import (
     stack,
 )
 from tests.support.step import step, warned
+from tests.support.versions import cache_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
 
@@ -67,13 +68,13 @@ def test_caches(level: str) -> None:
             fitted.eval().generate(**inputs, max_new_tokens=4, do_sample=False), wanted
         )
     # one that holds something is written once
-    outputs = []
+    outputs, name = [], cache_of(model)
     for each in (model, fitted):
         cache = DynamicCache()
         with torch.no_grad():
-            each(inputs["input_ids"], past_key_values=cache)
+            each(inputs["input_ids"], **{name: cache})
         each.zero_grad()
-        each(inputs["input_ids"], past_key_values=cache).logits.sum().backward()
+        each(inputs["input_ids"], **{name: cache}).logits.sum().backward()
         assert cache.get_seq_length() == 2 * inputs["input_ids"].shape[1]
         outputs.append([parameter.grad for parameter in each.parameters()])
     assert all(torch.equal(one, other) for one, other in zip(*outputs, strict=True))
@@ -249,12 +250,12 @@ def test_compiled_with_caches() -> None:
     for name, gradient in wanted.gradients.items():
         torch.testing.assert_close(found.gradients[name], gradient)
     torch._dynamo.reset()
-    outputs = []
+    outputs, name = [], cache_of(model)
     for each in (model, torch.compile(fitted, backend="aot_eager")):
         cache = DynamicCache()
         with torch.no_grad():
-            each(inputs["input_ids"], past_key_values=cache)
-        outputs.append(each(inputs["input_ids"], past_key_values=cache).logits)
+            each(inputs["input_ids"], **{name: cache})
+        outputs.append(each(inputs["input_ids"], **{name: cache}).logits)
         outputs[-1].sum().backward()
         assert cache.get_seq_length() == 2 * inputs["input_ids"].shape[1]
     torch.testing.assert_close(*outputs)

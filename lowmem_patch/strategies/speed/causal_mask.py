@@ -3,6 +3,7 @@ and values take, and the time of a kernel that reads a mask."""
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from torch import Tensor, nn
@@ -37,7 +38,7 @@ def find(facts: Facts, config: PatchConfig) -> Found:
 
 def _calls_sdpa(module: nn.Module) -> bool:
     """Whether a forward hands its mask to the attention functions that a config of transformers names."""
-    forward: Any = type(module).forward
+    forward: Any = inspect.unwrap(type(module).forward)
     code = getattr(forward, "__code__", None)
     if code is None or _TABLE not in code.co_names or "attention_mask" not in code.co_varnames:
         return False

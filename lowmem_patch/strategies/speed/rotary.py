@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lowmem_patch.config import PatchConfig
 from lowmem_patch.nn.own import has_foreign_forward
-from lowmem_patch.nn.rotary import Rotation, use_rotary
+from lowmem_patch.nn.rotary import Rotation, forward_of_class, use_rotary
 from lowmem_patch.strategies.protocol import Facts, Found, Patch, Target
 from lowmem_patch.tracing.isolation import NoForeignKernels
 
@@ -29,7 +29,7 @@ _NAMED = 3
 
 def _looked_up(module: nn.Module) -> dict[str, Any]:
     """What the forward of the module's class looks up in its file under the name of a rotary function."""
-    forward = type(module).forward
+    forward = inspect.unwrap(type(module).forward)
     if not isinstance(forward, types.FunctionType):
         return {}
     names = (name for name in forward.__code__.co_names if "rotary" in name)
@@ -60,8 +60,9 @@ def find(facts: Facts, config: PatchConfig) -> Found:
             continue
         for called, function in _looked_up(module).items():
             rotation = _match(called, function)
+            forward = forward_of_class(module)
             # a copy of its file is where nobody would look for what forward writes
-            if rotation is not None and not _writes_names(type(module).forward):
+            if rotation is not None and forward is not None and not _writes_names(forward):
                 rotations[name] = FusedRotary(name, rotation)
     note = _note(facts, rotations)
     return Found(list(rotations.values()), notes=[] if note is None else [note])
