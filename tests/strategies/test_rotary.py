@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import pickle
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -227,65 +226,6 @@ modeling_llama_rotary = modeling_llama.apply_rotary_pos_emb
 def test_a_forward_that_writes_into_its_file_stays() -> None:
     facts: Any = SimpleNamespace(calls={"counts": []}, modules={"counts": Counts()})
     assert not find(facts, PatchConfig()).patches
-
-
-def renames(forward: Any) -> Any:
-    """As transformers' deprecate_kwarg, which decorates forwards since 5.24."""
-
-    @functools.wraps(forward)
-    def renamed(*args: Any, **kwargs: Any) -> Any:
-        renamed_calls.append(1)
-        return forward(*args, **kwargs)
-
-    return renamed
-
-
-def hidden(forward: Any) -> Any:
-    """A decorator that finds what it decorates elsewhere than in its closure."""
-    held = [forward]
-
-    @functools.wraps(forward)
-    def found(*args: Any, **kwargs: Any) -> Any:
-        return held[0](*args, **kwargs)
-
-    return found
-
-
-renamed_calls: list[int] = []
-
-
-def decorated(*decorators: Any) -> Any:
-    """A LLaMA whose attention has a decorated forward."""
-    forward = modeling_llama.LlamaAttention.forward
-    for decorate in decorators:
-        forward = decorate(forward)
-    model = llama()
-    for layer in model.model.layers:
-        of_class = {"forward": forward}
-        layer.self_attn.__class__ = type("Decorated", (modeling_llama.LlamaAttention,), of_class)
-    return model
-
-
-def test_beneath_a_decorator_it_is_one_op_and_the_decorator_runs(calls: list[int]) -> None:
-    model, inputs = decorated(renames, renames), tokens()
-    truth, expected = truth_of(model, inputs), step(model, inputs)
-    patch_model(model, FUSED, example_inputs=inputs)
-    del calls[:], renamed_calls[:]
-    found = step(model, inputs)
-    layers = len(model.model.layers)
-    assert len(calls) == layers and len(renamed_calls) == 2 * layers
-    assert_accurate(found, expected, truth)
-    del calls[:]
-    step(copy.deepcopy(model), inputs)
-    assert len(calls) == layers
-    unpatch_model(model)
-    assert "forward" not in vars(model.model.layers[0].self_attn)
-
-
-def test_beneath_a_decorator_that_hides_it_a_forward_is_left_alone_and_named() -> None:
-    notes = plan_patch(decorated(hidden), FUSED, example_inputs=tokens()).notes
-    assert any("left alone" in note and "layers.0.self_attn" in note for note in notes)
-    assert not any("run as one op" in note for note in notes)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # torch's own: a FutureWarning since 2.15
