@@ -93,14 +93,10 @@ def build(name: str, lora: bool) -> Any:
     return model
 
 
-# An adapter behind a slice of the joint attention's output keeps a copy of the slice, where PEFT keeps the
-# slice: patching saves a tenth more there. It belongs to the strategy lora, and passes once that is mended.
-COPIES_A_SLICE = pytest.mark.xfail(reason="an adapter copies a slice", raises=AssertionError)
 # The last block's text branch has no reader. A run lets go of what its sums saved, and a trace holds it:
 # the report says 2 % more before the patch.
 HOLDS_A_BRANCH = pytest.mark.xfail(reason="a trace holds a dropped branch", raises=AssertionError)
 MARKS = {
-    ("sd3", True): [COPIES_A_SLICE],
     ("qwen-image", False): [HOLDS_A_BRANCH],
     ("qwen-image", True): [HOLDS_A_BRANCH],
 }
