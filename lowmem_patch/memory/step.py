@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from lowmem_patch.errors import TraceError
 from lowmem_patch.memory.optimizers import FakeOptimizer
 from lowmem_patch.nn.deferred import Unstored
-from lowmem_patch.tracing.base_model import base_model, output_head
+from lowmem_patch.tracing.base_model import base_model, is_leaf, output_head
 from lowmem_patch.tracing.gpu_dropout import GpuDropouts
 from lowmem_patch.tracing.inputs import ExampleInputs
 from lowmem_patch.tracing.isolation import in_training_mode
@@ -136,7 +136,7 @@ class LiveBytes(LiveStorages):
         if self.alive is not None:
             return
         # the loss begins behind the last module that has parameters and no children, such as the head
-        if next(module.children(), None) is None and next(module.parameters(), None) is not None:
+        if is_leaf(module) and next(module.parameters(), None) is not None:
             self._not_the_loss()
             self.begin(LOSS)
         if name in self.sites:

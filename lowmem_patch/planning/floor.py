@@ -35,6 +35,7 @@ from lowmem_patch.tracing.consumers import gathers_for_a_weight
 from lowmem_patch.tracing.dataflow import backward, first_input, makers
 from lowmem_patch.tracing.op_roles import (
     MATMULS,
+    OF_LOGITS,
     REARRANGES,
     SELECTS,
     WEIGHT_MATMULS,
@@ -49,10 +50,6 @@ _CODE_BITS = 2
 _FLAGS_PER_BYTE = 8
 _MATMULS = WEIGHT_MATMULS | MATMULS
 _PART_OF = REARRANGES | SELECTS | Role.CAST
-# from a head's output to its cross entropy
-_LOGITS = (
-    _PART_OF | Role.SUM | Role.PRODUCT | Role.DIVISION | Role.ELEMENTWISE | Role.LOG_SOFTMAX
-)  # fmt: skip
 _SAME_VALUES = _PART_OF | Role.DROPOUT  # where no element is lost
 
 
@@ -342,7 +339,9 @@ class _FloorCount:
             if not op.role.has(Role.CROSS_ENTROPY) or logits is None:
                 continue
             forms = backward(
-                self.makers, logits, lambda op, _: first_input(op) if op.role.has(_LOGITS) else None
+                self.makers,
+                logits,
+                lambda op, _: first_input(op) if op.role.has(OF_LOGITS) else None,
             )
             maker = self.makers.get(id(list(forms)[-1]))
             matmul = None if maker is None else weight_matmul(maker.name, maker.args, maker.kwargs)

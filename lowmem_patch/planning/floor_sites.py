@@ -7,6 +7,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from lowmem_patch.functional import ActivationKind
+from lowmem_patch.tracing.base_model import is_leaf
 from lowmem_patch.tracing.call_arguments import is_square
 from lowmem_patch.tracing.dataflow import backward, first_input
 from lowmem_patch.tracing.op_roles import OF_ELEMENTS, Role
@@ -113,7 +114,7 @@ def before_modulation(makers: dict[int, Op], tensor: Tensor, norms: Sites) -> Te
 def _module_role(module: nn.Module, call: Call, trace: Trace, known: _Known) -> Role:
     """What a module without children does to its one input: a norm, an activation or neither."""
     neither = Role(0)
-    if call.name == "" or next(module.children(), None) is not None:
+    if call.name == "" or not is_leaf(module):
         return neither
     if len(call.inputs) != 1 or len(call.outputs) != 1:
         return neither

@@ -100,12 +100,8 @@ def unknown_activations(facts: Facts) -> Iterator[Skip]:
             unknown = f"no step table for {str(module).removesuffix('()')}"
             yield Skip(name, "other", unknown if facts.saved(name) else NOTHING_TO_GAIN)
     for name, custom in facts.trace.custom.items():
-        if not facts.is_site(custom.module) and not _is_norm(facts, custom.module):
+        if not (facts.is_site(custom.module) or looks_like_norm(facts.modules[custom.module])):
             yield Skip(name, "other", "a custom autograd function: nobody sees what it computes")
-
-
-def _is_norm(facts: Facts, module: str) -> bool:
-    return looks_like_norm(facts.modules[module])
 
 
 def products(consumers: list[Consumer]) -> list[Tensor]:

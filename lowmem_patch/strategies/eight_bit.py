@@ -20,6 +20,7 @@ from lowmem_patch.strategies.head import head_names
 from lowmem_patch.strategies.lora import adapter_layers
 from lowmem_patch.strategies.protocol import Facts, Found, Patch, Target
 from lowmem_patch.strategies.share import NormSite, norm_sites
+from lowmem_patch.tracing.base_model import is_leaf
 from lowmem_patch.tracing.consumers import weight_trains
 from lowmem_patch.tracing.op_roles import Role, role_of
 from lowmem_patch.tracing.saved_bytes import storage_key
@@ -156,7 +157,7 @@ def _trained(facts: Facts, config: PatchConfig) -> Iterator[tuple[str, list[Tens
 
 def _is_trained_linear(facts: Facts, name: str, module: nn.Module) -> bool:
     """Whether a module without children runs one matmul, of a weight of its own that trains."""
-    if next(module.children(), None) is not None or name in facts.foreign_kernels:
+    if not is_leaf(module) or name in facts.foreign_kernels:
         return False
     weight = getattr(module, "weight", None)
     if not isinstance(weight, Tensor) or weight.dim() != 2 or not weight.requires_grad:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from lowmem_patch.config import PatchConfig
 from lowmem_patch.functional import ActivationKind
 from lowmem_patch.nn.own import has_foreign_forward, is_compiled_function
+from lowmem_patch.tracing.base_model import is_leaf
 from lowmem_patch.tracing.consumers import Consumer, Reads, Writes
 from lowmem_patch.tracing.functions import FunctionSite, find_functions
 from lowmem_patch.tracing.probes import (
@@ -99,7 +100,7 @@ class Facts:
 
     def is_site(self, name: str) -> bool:
         """Whether a module is an activation or a norm as a whole, whatever it calls."""
-        if name not in self.calls or next(self.modules[name].children(), None) is not None:
+        if name not in self.calls or not is_leaf(self.modules[name]):
             return False
         if self.activation(name) is not None or looks_like_activation(self.modules[name]):
             return True
@@ -141,7 +142,7 @@ class Facts:
     def leaves(self) -> Iterable[str]:
         """Names of the modules without children that ran, in the order in which they ended."""
         for name in self.order:
-            if name and next(self.modules[name].children(), None) is None:
+            if name and is_leaf(self.modules[name]):
                 yield name
 
     def outputs(self, name: str) -> list[Tensor]:
