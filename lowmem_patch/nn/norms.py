@@ -35,7 +35,7 @@ from lowmem_patch.nn.watched import watch
 
 
 class MSNorm(nn.Module):
-    """Base of both; made from an existing norm by :meth:`from_module`, whose parameters it shares.
+    """LayerNorm or RMSNorm in the place of an existing norm, whose parameters it shares.
 
     Attributes:
         settings: what it computes.
