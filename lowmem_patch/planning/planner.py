@@ -110,7 +110,7 @@ def plan_model(model: nn.Module, config: PatchConfig, example_inputs: Any) -> Pl
     # inputs may have gradients, as those of a frozen part of a larger model
     if not (trace.saved.activations or any(p.requires_grad for p in model.parameters())):
         notes.append(NOTHING_TRAINS)
-    floor = count_floor(shadow.model, trace)
+    floor = count_floor(facts)
     report = PatchReport(
         model=type(model).__name__,
         config=config,
