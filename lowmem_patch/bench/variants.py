@@ -17,7 +17,7 @@ from lowmem_patch.config import preset_names
 from lowmem_patch.errors import BudgetError, ConfigError, VariantError
 from lowmem_patch.memory import base_model, parse_bytes, switch_checkpointing_on
 from lowmem_patch.memory.blocks import repeated_blocks
-from lowmem_patch.planning.fit_report import size_text
+from lowmem_patch.planning.names import size_text
 from lowmem_patch.tracing.inputs import ExampleInputs
 from lowmem_patch.tracing.shadow import tensors_in
 

@@ -50,6 +50,7 @@ def assumptions(
 def model_settings(model: Any) -> dict[str, str]:
     """Name to text, of what a model was loaded with: dtypes, attention, adapters."""
     from lowmem_patch.memory import base_model
+    from lowmem_patch.planning.names import listed
 
     found = {"parameters": ", ".join(_dtypes(model))}
     attention = getattr(getattr(base_model(model), "config", None), "_attn_implementation", None)
@@ -57,8 +58,7 @@ def model_settings(model: Any) -> dict[str, str]:
         found["attention"] = str(attention)
     for adapter in getattr(model, "peft_config", {}).values():
         targets = sorted(adapter.target_modules)
-        named = ", ".join(targets[:_NAMED]) + (", ..." if len(targets) > _NAMED else "")
-        found["adapters"] = f"LoRA, rank {adapter.r}, on {named}"
+        found["adapters"] = f"LoRA, rank {adapter.r}, on {listed(targets, _NAMED)}"
     return found
 
 

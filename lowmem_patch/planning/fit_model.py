@@ -16,8 +16,9 @@ from lowmem_patch.planning.apply import apply_plan, undo
 from lowmem_patch.planning.budget import Budget, free_host_bytes, make_budget
 from lowmem_patch.planning.costs import RunSeconds, device_of, run_seconds, scaled, timed_forward
 from lowmem_patch.planning.fit import Fitting, NoFit
-from lowmem_patch.planning.fit_report import FitReport, size_text
+from lowmem_patch.planning.fit_report import FitReport
 from lowmem_patch.planning.ladder import Base, Rung, smaller_rungs
+from lowmem_patch.planning.names import size_text
 from lowmem_patch.planning.planner import Planned
 from lowmem_patch.planning.report import find_records
 from lowmem_patch.planning.sharded_timeline import Sharding
