@@ -78,7 +78,7 @@ def gathered(model: nn.Module, blocks: str | None) -> Gathered:
 
 
 def _bytes(parameters: Iterable[Tensor]) -> int:
-    return sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+    return sum(parameter.nbytes for parameter in parameters)
 
 
 def _gradients(parameters: Iterable[Tensor]) -> int:

@@ -122,7 +122,7 @@ class LiveBytes(LiveStorages):
     def made_gradient(self, parameter: Tensor) -> None:
         """A hook: a parameter has its first gradient of this step."""
         if parameter.grad is not None:
-            self.gradients += parameter.grad.numel() * parameter.grad.element_size()
+            self.gradients += parameter.grad.nbytes
             self.grown(self.now)
 
     # what `observed_calls` tells; a call after the forward is computed again

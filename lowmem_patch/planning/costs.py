@@ -132,7 +132,7 @@ def _op_seconds(op: Op, device: Device) -> tuple[float, float]:
     tensors = _tensors(op)
     if op.role.has(Role.CAST) and op.outputs[0] is tensors[0]:
         return 0.0, 0.0
-    moved = float(sum(tensor.numel() * tensor.element_size() for tensor in tensors))
+    moved = float(sum(tensor.nbytes for tensor in tensors))
     operations, width = _operations(op), op.outputs[0].element_size()
     forward = device.seconds(operations, moved, width)
     if not op.outputs[0].requires_grad:

@@ -12,7 +12,6 @@ from lowmem_patch.tracing.call_arguments import is_square
 from lowmem_patch.tracing.dataflow import backward, first_input
 from lowmem_patch.tracing.op_roles import OF_ELEMENTS, Role
 from lowmem_patch.tracing.probes import NormSpec, looks_like_norm
-from lowmem_patch.tracing.shadow import tensors_in
 from lowmem_patch.tracing.trace import Call, Op
 
 
@@ -79,10 +78,9 @@ def before_numbers(makers: dict[int, Op], tensor: Tensor, sites: tuple[Sites, ..
     """What a tensor was made from by numbers (a clamp, ``x * 2``, ``1 + x``), short of these sites."""
 
     def source_of(op: Op, output: Tensor) -> Tensor | None:
-        sources = list(tensors_in((op.args, op.kwargs)))
-        if len(sources) != 1 or op.writes or not op.role.has(OF_ELEMENTS):
+        if len(op.reads) != 1 or op.writes or not op.role.has(OF_ELEMENTS):
             return None
-        (source,) = sources
+        (source,) = op.reads
         same = source.shape == output.shape and source.dtype == output.dtype
         return source if same and not any(id(output) in found for found in sites) else None
 
@@ -96,7 +94,7 @@ def before_modulation(makers: dict[int, Op], tensor: Tensor, norms: Sites) -> Te
     def source_of(op: Op, output: Tensor) -> Tensor | None:
         if id(output) in norms or op.writes or not op.role.has(Role.PRODUCT | Role.SUM):
             return None
-        wholes = [t for t in tensors_in((op.args, op.kwargs)) if t.shape == output.shape]
+        wholes = [t for t in op.reads if t.shape == output.shape]
         return wholes[0] if len(wholes) == 1 else None
 
     source = list(backward(makers, tensor, source_of))[-1]

@@ -172,12 +172,7 @@ def _reads(facts: Facts, name: str, consumers: list[Consumer]) -> int:
         if consumer.op is not None and consumer.use in READS and id(consumer.tensor) in outputs
     ]
     places = {storage_key(tensor) for tensor in facts.outputs(name)}
-    savers = {
-        (saver.module, saver.function)
-        for storage in facts.trace.saved.storages
-        if storage.key in places
-        for saver in storage.savers
-    }
+    savers = {(one.module, one.function) for key in places for one in facts.savers.get(key, ())}
     saved = any((op.module, op.name) in savers for op in readers)
     return -(-len(readers) // len(facts.calls_of(name))) if saved else 0
 

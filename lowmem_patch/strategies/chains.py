@@ -29,7 +29,6 @@ from lowmem_patch.tracing.consumers import Consumer, find_consumers, matmul_of
 from lowmem_patch.tracing.op_roles import Role
 from lowmem_patch.tracing.probes import NormSpec, looks_like_norm
 from lowmem_patch.tracing.saved_bytes import storage_key
-from lowmem_patch.tracing.shadow import tensors_in
 from lowmem_patch.tracing.trace import Op
 
 _KIND = "chain"
@@ -134,7 +133,7 @@ def _beside(facts: Facts, chains: list[Chain]) -> int:
     read = {
         storage_key(tensor): tensor
         for op in _called_alike(facts, chains, made)
-        for tensor in tensors_in((op.args, op.kwargs))
+        for tensor in op.reads
         if id(tensor) not in made
     }
     return _more_bytes(facts, read)
@@ -154,20 +153,17 @@ def _called_alike(facts: Facts, chains: list[Chain], made: Set[int]) -> Iterator
 
 def _still_saved(facts: Facts, chain: Chain) -> set[int]:
     """Storages of the chain's values that a reader outside saves all the same."""
-    savers = {
-        storage.key: {(saver.module, saver.function) for saver in storage.savers}
-        for storage in facts.trace.saved.storages
-    }
     found: set[int] = set()
     own = set(map(id, chain.ops.values()))
     for tensor in chain.made.values():
         key = storage_key(tensor)
+        savers = {(saver.module, saver.function) for saver in facts.savers.get(key, ())}
         for op in facts.trace.consumers.get(id(tensor), ()):
             # a matmul of a weight can save what the tensor is computed from
             if id(op) in own or (not op.opaque and matmul_of(op, tensor) is not None):
                 continue
             is_view = any(storage_key(output) == key for output in op.outputs)
-            if op.opaque or is_view or (op.module, op.name) in savers.get(key, ()):
+            if op.opaque or is_view or (op.module, op.name) in savers:
                 found.add(key)
     return found
 

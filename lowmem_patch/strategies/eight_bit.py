@@ -101,7 +101,7 @@ class _Savers:
     """
 
     def __init__(self, facts: Facts) -> None:
-        self.storages = {storage.key: storage for storage in facts.trace.saved.storages}
+        self.savers = facts.savers
         self.attention: dict[str, list[Tensor]] = {}
         for op in facts.trace.ops:
             fused = op.name == "scaled_dot_product_attention" and not op.opaque
@@ -126,10 +126,7 @@ class _Savers:
     def _is_stored(self, tensor: Tensor) -> bool:
         if tensor.dtype not in EIGHT_BIT_DTYPES:
             return False
-        storage = self.storages.get(storage_key(tensor))
-        if storage is None:
-            return True
-        for saver in storage.savers:
+        for saver in self.savers.get(storage_key(tensor), ()):
             role = role_of(saver.function)
             fused = role.has(Role.FUSED_ATTENTION)
             if fused and saver.module in self.attention:

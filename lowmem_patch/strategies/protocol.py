@@ -21,6 +21,7 @@ from lowmem_patch.config import PatchConfig
 from lowmem_patch.functional import ActivationKind
 from lowmem_patch.nn.own import has_foreign_forward, is_compiled_function
 from lowmem_patch.tracing.base_model import is_leaf
+from lowmem_patch.tracing.categories import Saver
 from lowmem_patch.tracing.consumers import Consumer, Reads, Writes
 from lowmem_patch.tracing.functions import FunctionSite, find_functions
 from lowmem_patch.tracing.probes import (
@@ -81,6 +82,11 @@ class Facts:
     @cached_property
     def reads(self) -> Reads:
         return Reads(self.trace)
+
+    @cached_property
+    def savers(self) -> dict[int, tuple[Saver, ...]]:
+        """Who saved a storage, by its key."""
+        return {storage.key: storage.savers for storage in self.trace.saved.storages}
 
     @cached_property
     def foreign_kernels(self) -> dict[str, None]:

@@ -19,7 +19,6 @@ from lowmem_patch.tracing.dataflow import Path, first_input, forward
 from lowmem_patch.tracing.op_roles import MATMULS, Role
 from lowmem_patch.tracing.row_moves import moves_rows
 from lowmem_patch.tracing.saved_bytes import storage_key
-from lowmem_patch.tracing.shadow import tensors_in
 from lowmem_patch.tracing.trace import Call, Op, Trace
 
 Use = Literal["linear", "product", "square", "autocast", "output", "write", "opaque", "other"]
@@ -262,7 +261,7 @@ class Reads:
         self._numbers = {id(op): number for number, op in enumerate(trace.ops)}
         self._ids: dict[int | None, dict[int, None]] = {}
         for op in trace.ops:
-            for tensor in tensors_in((op.args, op.kwargs, op.outputs)):
+            for tensor in (*op.reads, *op.outputs):
                 self._ids.setdefault(_place(tensor), {})[id(tensor)] = None
 
     def beside(self, call: Call) -> str | None:

@@ -63,6 +63,11 @@ class Op:
     def role(self) -> Role:
         return role_of(self.name)
 
+    @cached_property
+    def reads(self) -> list[Tensor]:
+        """Every tensor among its arguments."""
+        return tensors_in((self.args, self.kwargs))
+
     @property
     def place(self) -> str:
         """As a report names it."""
@@ -163,7 +168,7 @@ class _Recorder(FunctionObserver):
         self.trace.ops.append(op)
         if not torch._C._are_functorch_transforms_active():  # whose tensors have no storage
             self.flowing.update(map(storage_key, op.outputs))
-        for key in {id(tensor) for tensor in tensors_in((op.args, op.kwargs))}:
+        for key in {id(tensor) for tensor in op.reads}:
             self.trace.consumers.setdefault(key, []).append(op)
 
     def _sums(self, tensor: Tensor) -> Tensor:
