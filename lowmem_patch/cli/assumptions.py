@@ -63,7 +63,7 @@ def model_settings(model: Any) -> dict[str, str]:
 
 
 def _dtypes(model: Any) -> list[str]:
-    """Of the parameters, with what has them where there are several."""
+    """The dtypes of the parameters, with who has which where there are several."""
     frozen, trains = (
         dict.fromkeys(
             str(p.dtype).removeprefix("torch.")

@@ -35,17 +35,17 @@ class Gathered:
 
     @property
     def first(self) -> int:
-        """When the first block is gathered, the buffer of the rest is not free yet."""
+        """Bytes when the first block is gathered: the buffer of the rest is not free yet."""
         return 2 * (self.rest + self.block)
 
     @property
     def between(self) -> int:
-        """When a block is gathered, the buffer of the one before it is not free yet."""
+        """Bytes when a block is gathered: the buffer of the one before it is not free yet."""
         return self.rest + 3 * self.block
 
     @property
     def computing(self) -> int:
-        """While a block is computed."""
+        """Bytes while a block is computed."""
         return self.rest + 2 * self.block
 
     def most(self, moment: str, place: int) -> int:

@@ -41,7 +41,7 @@ Part = tuple[str, int]
 
 @dataclasses.dataclass(frozen=True)
 class PartBytes:
-    """Of one part of a step: model states are excluded, but for the gradients that the step makes.
+    """Bytes of one part of a step, without model states but for the gradients that the step makes.
 
     Attributes:
         peak: the largest sum of all storages alive at one time.

@@ -159,7 +159,7 @@ def _is_empty(block: nn.Module, cache: Any) -> bool:
 
 
 class _Place(int):
-    """Where a tensor stood among the arguments."""
+    """The place at which a tensor stood among the arguments."""
 
 
 def _taken_out(value: Any, tensors: list[Tensor]) -> Any:

@@ -222,7 +222,7 @@ class _Memory:
 
 
 def _let_go(of: weakref.ref[_Memory]) -> None:
-    """At the end of a backward."""
+    """Let the values go at the end of a backward."""
     memory = of()
     if memory is not None:
         memory.value, memory.waiting = None, memory.savers
@@ -240,7 +240,7 @@ _MEMORIES: weakref.WeakValueDictionary[int, _Memory] = weakref.WeakValueDictiona
 
 
 class _Stored(NamedTuple):
-    """Where a tensor lies in a memory."""
+    """The place of a tensor in a memory."""
 
     memory: _Memory
     size: tuple[int, ...]

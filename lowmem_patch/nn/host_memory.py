@@ -35,7 +35,7 @@ class HostMemory:
 
     @property
     def bytes(self) -> int:
-        """Of host memory that is in use now."""
+        """Bytes of host memory that are in use now."""
         copies = [reference() for reference in self.kept]
         return sum(copy.size for copy in copies if copy is not None)
 

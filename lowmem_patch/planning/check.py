@@ -157,7 +157,7 @@ def check_outputs(before: RealRun, after: RealRun, model: nn.Module) -> None:
 
 
 def _first_difference(before: RealRun, after: RealRun, allowed: float) -> str:
-    """Where it begins: modules are compared call by call, those that returned tensors in both runs."""
+    """The first module that differs, of those that returned tensors in both runs, call by call."""
     calls: dict[str, list[Tensor]] = {}
     for name, sums in before.modules:
         calls.setdefault(name, []).append(sums)

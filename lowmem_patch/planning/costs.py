@@ -96,7 +96,7 @@ class RunSeconds:
 
     @property
     def again(self) -> float:
-        """Of a second run in backward."""
+        """Seconds of a second run in backward."""
         return self.forward - self.last
 
 
@@ -126,7 +126,7 @@ def _tensors(op: Op) -> list[Tensor]:
 
 
 def _op_seconds(op: Op, device: Device) -> tuple[float, float]:
-    """Of the forward and the backward."""
+    """Seconds of the forward and of the backward."""
     if not op.outputs or op.role.has(_VIEWS):
         return 0.0, 0.0
     tensors = _tensors(op)
@@ -144,7 +144,7 @@ def _op_seconds(op: Op, device: Device) -> tuple[float, float]:
 
 
 def run_seconds(facts: Facts, blocks: Blocks, device: Device) -> tuple[RunSeconds, ...]:
-    """By the model of the device, in the order of the forward."""
+    """The times of the runs by the model of the device, in the order of the forward."""
     sites = {block.site for block in blocks.blocks}
     calls = sorted((c for c in facts.trace.calls if c.name in sites), key=lambda c: c.first_op)
     found = []
@@ -161,7 +161,7 @@ def run_seconds(facts: Facts, blocks: Blocks, device: Device) -> tuple[RunSecond
 
 
 def _last_seconds(ops: Sequence[Op], device: Device) -> float:
-    """Of the ops whose results no op of the block saves: a Linear saves what it reads, and then computes."""
+    """Seconds of ops whose results no op of the block saves: a Linear saves what it reads, and computes."""
     saved: set[int] = set()  # identities of tensors
     seconds = 0.0
     for op in reversed(ops):

@@ -115,7 +115,7 @@ def _assume_looks(model: nn.Module, shadow: nn.Module, *, gathered: bool) -> Non
 def _timed(
     model: nn.Module, planned: Planned, blocks: Blocks, seconds: tuple[RunSeconds, ...]
 ) -> tuple[RunSeconds, ...]:
-    """By a clock, with the model patched meanwhile; as it is where it is patched, or weights would change."""
+    """Times by a clock, the model patched meanwhile, unless it is patched, or weights would change."""
     device = next(model.parameters()).device
     there = planned.inputs.map(lambda tensor: tensor.to(device))
     sites = [block.site for block in blocks.blocks]

@@ -328,8 +328,8 @@ def _is_dropped(facts: Facts, config: PatchConfig, consumers: list[Consumer]) ->
 def _one_copy(
     consumers: list[Consumer], feeds_autocast: bool, saves_casts: bool, linears: bool, dropped: bool
 ) -> str | None:
-    """When Linears would save casts, of the output or of a frozen weight, or what a dropout gives, if it
-    did not wait."""
+    """When the output shall wait, because Linears would save casts, of it or of a frozen weight, or what a
+    dropout gives."""
     if saves_casts and any(
         c.cast and c.op is not None and c.op.role.has(Role.LINEAR) for c in consumers
     ):
