@@ -27,7 +27,7 @@ from lowmem_patch.tracing.isolation import in_training_mode
 from lowmem_patch.tracing.live_storages import LiveStorages
 from lowmem_patch.tracing.observers import ended_checkpoints, observed_calls
 from lowmem_patch.tracing.saved_bytes import storage_key
-from lowmem_patch.tracing.shadow import Shadow, node_of, tensors_in
+from lowmem_patch.tracing.shadow import Shadow, node_of, output_tensors, tensors_in
 
 FORWARD, LOSS, AFTER_LOSS = "forward", "loss", "after the loss"
 BACKWARD, AFTER_BACKWARD, OPTIMIZER = "backward", "after the backward", "optimizer step"
@@ -213,7 +213,7 @@ def step_loss(output: Any) -> Tensor:
     loss = getattr(output, "loss", None)
     if isinstance(loss, Tensor):
         return loss
-    tensors = tensors_in(dict(output) if hasattr(output, "keys") else output)
+    tensors = output_tensors(output)
     first = next(tensor for tensor in tensors if tensor.requires_grad)
     return first.float().square().mean()
 
@@ -284,7 +284,7 @@ def watched_step(
             if parameter.requires_grad:
                 register: Any = parameter.register_post_accumulate_grad_hook  # has no types
                 contexts.callback(register(live.made_gradient).remove)
-        for tensor in tensors_in((inputs.args, inputs.kwargs)):
+        for tensor in inputs.tensors:
             live.add(tensor)
         try:
             _run(model, inputs, live, optimizer)
