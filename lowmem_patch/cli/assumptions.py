@@ -23,7 +23,8 @@ def assumptions(
     model: Any, inputs: ExampleInputs, training: Training, *, batches: int, given_length: bool
 ) -> dict[str, str]:
     """Name to text, of what the prediction depends on."""
-    from lowmem_patch.memory import OPTIMIZERS, output_head
+    from lowmem_patch.memory import OPTIMIZERS
+    from lowmem_patch.tracing.base_model import output_head
 
     found = {"inputs": str(inputs)}
     tokens = inputs.kwargs.get("input_ids")
@@ -49,8 +50,8 @@ def assumptions(
 
 def model_settings(model: Any) -> dict[str, str]:
     """Name to text, of what a model was loaded with: dtypes, attention, adapters."""
-    from lowmem_patch.memory import base_model
     from lowmem_patch.planning.names import listed
+    from lowmem_patch.tracing.base_model import base_model
 
     found = {"parameters": ", ".join(_dtypes(model))}
     attention = getattr(getattr(base_model(model), "config", None), "_attn_implementation", None)

@@ -177,9 +177,9 @@ def _last_seconds(ops: Sequence[Op], device: Device) -> float:
 
 
 def timed_forward(
-    model: nn.Module, inputs: ExampleInputs, sites: Sequence[str], repeats: int = 3
+    model: nn.Module, inputs: ExampleInputs, sites: Sequence[str]
 ) -> tuple[float, ...]:
-    """Seconds of each run of the blocks in a forward, by a clock: the least of some.
+    """Seconds of each run of the blocks in a forward, by a clock: the least of three.
 
     Autograd records it, as in training, and saves nothing. Nothing of it stays on the model.
     """
@@ -198,7 +198,7 @@ def timed_forward(
 
     nothing_saved: Any = saved_tensors_hooks(_nothing, _nothing)
     best: list[float] = []
-    for _ in range(repeats + 1):  # the first warms up
+    for _ in range(4):  # the first warms up
         pairs.clear()
         observed = observed_calls(model, enter, leave)
         with preserved(model), torch.enable_grad(), nothing_saved, observed:
