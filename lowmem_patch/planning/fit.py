@@ -359,9 +359,8 @@ class Fitting:
             patched = sum(self.patched.runs[i].held for i in runs)
             held = sum(timeline.runs[i].held for i in runs)
             seconds = sum(self.seconds_of(i, level) for i in runs)
-            rows.append(
-                FittedBlock(site, level, self._reason(number, level), patched, held, seconds)
-            )
+            reason = self._reason(number, level)
+            rows.append(FittedBlock(site, level, reason, patched, held, seconds))
         return tuple(rows)
 
     def seconds_of(self, number: int, level: str) -> float:
