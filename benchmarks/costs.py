@@ -139,12 +139,12 @@ def launch_costs() -> list[dict[str, Any]]:
         tensor(columns, 16, grad=True),
     )
     ops["gelu, Linear"] = [
-        lambda: activation_linear(F.gelu(x.detach()), (x,), matrix, bias, "gelu"),
+        lambda: activation_linear(F.gelu(x.detach()), (x,), matrix, bias, "gelu", DTYPE),
         lambda: F.linear(F.gelu(x), matrix, bias),
     ]
     ops["silu * up, Linear"] = [
         lambda: activation_linear(
-            activation(x.detach(), "silu", up.detach()), (x, up), matrix, None, "silu"
+            activation(x.detach(), "silu", up.detach()), (x, up), matrix, None, "silu", DTYPE
         ),
         lambda: F.linear(F.silu(x) * up, matrix),
     ]

@@ -15,6 +15,7 @@ from typing import Any
 import truth_report
 
 from lowmem_patch.constants import STEP_TABLES
+from lowmem_patch.planning.names import unit_of
 from lowmem_patch.plot import (
     DPI,
     Point,
@@ -22,7 +23,6 @@ from lowmem_patch.plot import (
     plot_tradeoff,
     require_matplotlib,
     stack_bars,
-    unit_of,
     write_picture,
 )
 from lowmem_patch.tables.function import make_curve

@@ -181,12 +181,12 @@ def _prose_task() -> DemoTask:
     )
 
 
-def _inverted_digits_task(batch_size: int = 24) -> DemoTask:
+def _inverted_digits_task() -> DemoTask:
     pixels, labels = held_out_digits()
     pixels = -pixels  # dark on light, which the model has never seen
     cut = 2 * len(pixels) // 3
     order = torch.randperm(cut, generator=torch.Generator().manual_seed(0)).repeat(8)
-    batches = [{"x": pixels[rows], "labels": labels[rows]} for rows in order.view(-1, batch_size)]
+    batches = [{"x": pixels[rows], "labels": labels[rows]} for rows in order.view(-1, 24)]
     return DemoTask(
         name="tiny-vit",
         data="inverted digits",

@@ -11,13 +11,13 @@ import numpy as np
 
 from lowmem_patch.constants import StepTable
 from lowmem_patch.errors import ConfigError
+from lowmem_patch.planning.names import unit_of
 from lowmem_patch.planning.report import PatchReport
 from lowmem_patch.tables.fit import derivative_at, primitive_at
 from lowmem_patch.tables.function import Curve
 from lowmem_patch.tracing.categories import CATEGORIES
 
 DPI = 150
-_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
 
 def require_matplotlib() -> Any:
@@ -208,11 +208,6 @@ def _label(axes: Any, labels: Sequence[tuple[str, float, float, bool]]) -> None:
         expand=(1.2, 1.8), force_static=(0.2, 0.4), min_arrow_len=12, ensure_inside_axes=True,
         arrowprops={"arrowstyle": "-", "color": "0.7", "lw": 0.5},
     )  # fmt: skip
-
-
-def unit_of(largest: float) -> tuple[str, int]:
-    """The unit in which so many bytes are a number that people read, and its bytes."""
-    return next((pair for pair in _UNITS if largest >= pair[1]), ("bytes", 1))
 
 
 def write_picture(figure: Any, path: Path) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 from lowmem_patch.api import patch_model, patch_report, unpatch_model
 from lowmem_patch.config import PatchConfig
 from lowmem_patch.memory.step import run_step
-from lowmem_patch.planning.report import by_block
+from lowmem_patch.planning.report import block_rows, by_block
 from lowmem_patch.tracing.inputs import ExampleInputs
 from lowmem_patch.tracing.saved_bytes import SavedBytes, saved_bytes
 
@@ -64,10 +64,7 @@ class ProfileResult:
     @property
     def blocks(self) -> tuple[tuple[str, int, int], ...]:
         """Saved bytes before and after by block, as a plan gives them."""
-        before, after = by_block(self.before.saved), by_block(self.after.saved)
-        return tuple(
-            (name, before.get(name, 0), after.get(name, 0)) for name in {**before, **after}
-        )
+        return block_rows(by_block(self.before.saved), by_block(self.after.saved))
 
 
 def materialise(model: nn.Module) -> nn.Module:

@@ -18,7 +18,6 @@ from lowmem_patch.bench.variants import VARIANTS, Variant
 from lowmem_patch.errors import NothingToPatchError, VariantError
 from lowmem_patch.memory import model_state_bytes
 from lowmem_patch.tracing.inputs import ExampleInputs
-from lowmem_patch.tracing.shadow import tensors_in
 
 Progress = Callable[[str, int, int], None]
 
@@ -94,7 +93,7 @@ def compare(
         autocast: under bfloat16 autocast.
         progress: called with a text, the number of turns done, and the number of all turns.
     """
-    tensors = tensors_in((inputs.args, inputs.kwargs))
+    tensors = inputs.tensors
     device = tensors[0].device
     parked = device.type == "cuda" and _needs_host_memory(model, len(variants), device)
     entries = [_Entry(name) for name in variants]

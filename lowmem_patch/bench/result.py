@@ -32,7 +32,7 @@ class Row:
 
     @property
     def quartiles(self) -> tuple[float, float, float]:
-        """Of the step time, in milliseconds; the second is the median."""
+        """Quartiles of the step time, in milliseconds; the second is the median."""
         if len(self.times) == 1:
             return (self.times[0],) * 3
         low, median, high = statistics.quantiles(self.times, n=4, method="inclusive")

@@ -15,11 +15,11 @@ from torch.utils.checkpoint import checkpoint
 from lowmem_patch.api import patch_model, plan_patch
 from lowmem_patch.config import preset_names
 from lowmem_patch.errors import BudgetError, ConfigError, VariantError
-from lowmem_patch.memory import base_model, parse_bytes, switch_checkpointing_on
+from lowmem_patch.memory import parse_bytes
 from lowmem_patch.memory.blocks import repeated_blocks
-from lowmem_patch.planning.fit_report import size_text
+from lowmem_patch.planning.names import size_text
+from lowmem_patch.tracing.base_model import base_model, switch_checkpointing_on
 from lowmem_patch.tracing.inputs import ExampleInputs
-from lowmem_patch.tracing.shadow import tensors_in
 
 # Takes a model, on its device and in its mode, and the inputs of a step; returns the model to train.
 # Raises VariantError or NothingToPatchError where it does not apply to this model or machine.
@@ -196,7 +196,7 @@ def curve_variants(model: Any, inputs: ExampleInputs) -> dict[str, Variant]:
     Raises:
         TraceError: the model cannot be planned on the inputs.
     """
-    model.to(tensors_in((inputs.args, inputs.kwargs))[0].device)
+    model.to(inputs.tensors[0].device)
     sizes = [size_text(size).replace(" ", "") for size in _budgets(model, inputs)]
     names = ["auto", *(f"fit={size}" for size in sizes)]
     names += [f"auto+every={count}" for count in _CURVE_EVERY]

@@ -6,6 +6,7 @@ A candidate in D may make at most a small factor of that error. Errors are relat
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lowmem_patch.errors import TraceError
+from lowmem_patch.tracing.isolation import uncompiled
 from lowmem_patch.tracing.observers import DispatchObserver
 
 FORWARD_FACTOR = 2.0
@@ -56,7 +58,7 @@ def cast_parameters(model: Any, dtype: torch.dtype | None) -> Any:
     return model
 
 
-class StayInFloat64(DispatchObserver):
+class _StayInFloat64(DispatchObserver):
     """Undoes the casts to float32 inside a model (RMSNorm, softmax), which would round the truth."""
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -65,6 +67,13 @@ class StayInFloat64(DispatchObserver):
             if wanted is not None and wanted.is_floating_point:
                 kwargs = {**kwargs, "dtype": torch.float64}
         return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def in_float64() -> Iterator[None]:
+    """Forwards stay in float64, also in compiled functions, in which no mode would see a cast."""
+    with uncompiled(), _StayInFloat64():
+        yield
 
 
 def named_outputs(output: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:

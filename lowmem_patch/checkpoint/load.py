@@ -14,7 +14,7 @@ from lowmem_patch.checkpoint.compare import cast_parameters
 from lowmem_patch.checkpoint.source import Source, first_line
 from lowmem_patch.checkpoint.weights import read_weights
 from lowmem_patch.errors import CheckpointError
-from lowmem_patch.memory import output_head
+from lowmem_patch.tracing.base_model import output_head
 
 # transformers and timm report a broken checkpoint with whatever their parsing met first
 _LIBRARY_ERRORS = (

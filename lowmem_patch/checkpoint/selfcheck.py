@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowmem_patch.checkpoint.compare import StayInFloat64, TensorCheck, check_outputs, named_outputs
+from lowmem_patch.checkpoint.compare import TensorCheck, check_outputs, in_float64, named_outputs
 from lowmem_patch.checkpoint.load import build_meta_model, load_model
 from lowmem_patch.checkpoint.source import Source, resolve
 from lowmem_patch.checkpoint.weights import stored_dtype
@@ -18,7 +18,6 @@ from lowmem_patch.errors import CheckpointError
 from lowmem_patch.planning.budget import available_host_bytes
 from lowmem_patch.tracing.example_inputs import make_example_inputs
 from lowmem_patch.tracing.inputs import ExampleInputs
-from lowmem_patch.tracing.isolation import uncompiled
 
 # float64 weights, the stored ones while they load, and activations of a small input
 _BYTES_PER_PARAMETER = 14
@@ -74,10 +73,7 @@ def _outputs(model: Any, inputs: ExampleInputs, *, float64: bool = False) -> dic
     dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
     # rounded to bfloat16, which every dtype here can hold: their rounding is no error of a model
     cast = inputs.map(lambda t: t.to(torch.bfloat16).to(dtype) if t.is_floating_point() else t)
-    with contextlib.ExitStack() as stack:
-        if float64:
-            stack.enter_context(uncompiled())  # no mode sees the casts in a compiled function
-            stack.enter_context(StayInFloat64())
+    with in_float64() if float64 else contextlib.nullcontext():
         output = model(*cast.args, **cast.kwargs)
     return {name: t.double() for name, t in named_outputs(output)}
 

@@ -188,7 +188,7 @@ def verify(
 def _verify_converted(
     model: Any, converted: str, trusted: bool, dtypes: list[torch.dtype], settings: dict[str, Any]
 ) -> VerifyResult:
-    """Against the checkpoint; without ``dtypes`` in the one that it is stored in, and bfloat16."""
+    """The verdict against the checkpoint; without ``dtypes`` in the one that it is stored in and bfloat16."""
     import torch
 
     from lowmem_patch import checkpoint

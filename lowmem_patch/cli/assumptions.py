@@ -23,7 +23,8 @@ def assumptions(
     model: Any, inputs: ExampleInputs, training: Training, *, batches: int, given_length: bool
 ) -> dict[str, str]:
     """Name to text, of what the prediction depends on."""
-    from lowmem_patch.memory import OPTIMIZERS, output_head
+    from lowmem_patch.memory import OPTIMIZERS
+    from lowmem_patch.tracing.base_model import output_head
 
     found = {"inputs": str(inputs)}
     tokens = inputs.kwargs.get("input_ids")
@@ -49,7 +50,8 @@ def assumptions(
 
 def model_settings(model: Any) -> dict[str, str]:
     """Name to text, of what a model was loaded with: dtypes, attention, adapters."""
-    from lowmem_patch.memory import base_model
+    from lowmem_patch.planning.names import listed
+    from lowmem_patch.tracing.base_model import base_model
 
     found = {"parameters": ", ".join(_dtypes(model))}
     attention = getattr(getattr(base_model(model), "config", None), "_attn_implementation", None)
@@ -57,13 +59,12 @@ def model_settings(model: Any) -> dict[str, str]:
         found["attention"] = str(attention)
     for adapter in getattr(model, "peft_config", {}).values():
         targets = sorted(adapter.target_modules)
-        named = ", ".join(targets[:_NAMED]) + (", ..." if len(targets) > _NAMED else "")
-        found["adapters"] = f"LoRA, rank {adapter.r}, on {named}"
+        found["adapters"] = f"LoRA, rank {adapter.r}, on {listed(targets, _NAMED)}"
     return found
 
 
 def _dtypes(model: Any) -> list[str]:
-    """Of the parameters, with what has them where there are several."""
+    """The dtypes of the parameters, with who has which where there are several."""
     frozen, trains = (
         dict.fromkeys(
             str(p.dtype).removeprefix("torch.")

@@ -41,7 +41,7 @@ def light_imports(model: str) -> Iterator[None]:
 
 
 def _reads_text_alone(model: str) -> bool:
-    """As far as a config.json says that lies here; one that must be loaded first may say anything."""
+    """Whether the model reads text alone, as far as a config.json says that need not be loaded first."""
     path = Path(model).expanduser() / "config.json"
     if not path.is_file():
         path = _cached(model) or path

@@ -169,10 +169,11 @@ def _look(
 ) -> _Look:
     """The plan, and the predicted peak; a peak that cannot be predicted is an error only where something
     is to fit."""
-    from lowmem_patch.memory import base_model, make_plans, predict_memory
+    from lowmem_patch.memory import make_plans, predict_memory
     from lowmem_patch.planning.budget import make_budget
     from lowmem_patch.planning.costs import device_of
     from lowmem_patch.planning.ladder import find_rungs
+    from lowmem_patch.tracing.base_model import base_model
     from lowmem_patch.tracing.example_inputs import make_example_inputs
 
     def make(batch: int, size: int | None) -> ExampleInputs:

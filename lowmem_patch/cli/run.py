@@ -108,7 +108,7 @@ def _run(
 
 
 def _check_script(script: str, as_module: bool) -> None:
-    """Of a module only its package is looked for: what lies inside is found by importing the package.
+    """Refuse a script or package that is not there; modules inside of a package are found by importing it.
 
     Raises:
         ConfigError: there is no such script or package.

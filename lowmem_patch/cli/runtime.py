@@ -102,7 +102,7 @@ def quiet_libraries() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _errors_alone_logged() -> Iterator[None]:
-    """Of loggers without a handler of their own."""
+    """Loggers without a handler of their own print errors alone."""
     handler = logging.lastResort
     if handler is None:
         yield

@@ -53,7 +53,6 @@ from lowmem_patch.functional.head import in_compute_dtype as in_compute_dtype
 from lowmem_patch.functional.head import logits_in_chunks as logits_in_chunks
 from lowmem_patch.functional.head import wide as wide
 from lowmem_patch.functional.linear import activation_linear as activation_linear
-from lowmem_patch.functional.linear import linear_of_sources as linear_of_sources
 from lowmem_patch.functional.linear import recast_linear as recast_linear
 from lowmem_patch.functional.linear import recast_matmul as recast_matmul
 from lowmem_patch.functional.norms import ms_norm as ms_norm

@@ -48,7 +48,7 @@ class Affine(NamedTuple):
     settings: NormSettings
 
     def versions(self) -> tuple[int | None, ...]:
-        """Of weight and bias; other ones after a write in place."""
+        """The versions of weight and bias, which change with a write in place."""
         weight, bias = self.weight, self.bias
         return (
             None if weight is None else weight._version,

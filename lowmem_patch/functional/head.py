@@ -211,7 +211,7 @@ _BLOCK = 1 << 24  # elements of a float32 copy that is made of d_logits
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """In which losses, scales, soft caps and log_softmax are computed."""
+    """The dtype in which losses, scales, soft caps and log_softmax are computed."""
     return torch.promote_types(dtype, torch.float32)
 
 

@@ -154,7 +154,7 @@ class _ActivationBackward(NamedTuple):
     lefts: list[Any]
 
     def in_parts(self) -> _Found:
-        """Of a large value some columns at a time: d_hidden, whose place hidden takes, is then never whole.
+        """Takes a large value some columns at a time: d_hidden, whose place hidden takes, is never whole.
         No column is a sum over others, so that nothing is rounded more often."""
         rows, features = self.rows, self.weight.shape[1]
         found = [t.new_empty(t.shape) for t in self.sources]

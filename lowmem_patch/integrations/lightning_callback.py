@@ -105,7 +105,7 @@ def sharing_gpus(strategy: Any) -> int:
 
 
 def _folder_of(trainer: Any) -> Path:
-    """Where the checkpoints of this fit will lie."""
+    """The folder where the checkpoints of this fit will lie."""
     checkpoints = getattr(trainer, "checkpoint_callback", None)
     folder = getattr(checkpoints, "dirpath", None) or trainer.log_dir or trainer.default_root_dir
     return Path(str(folder))

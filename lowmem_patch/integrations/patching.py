@@ -123,7 +123,7 @@ class Patching:
         log(f"lowmem-patch: {text}")
 
     def _inputs(self, model: nn.Module, rows: int | None, length: int | None) -> Any:
-        """Of a real step where a budget must be met; else of the settings, or what ``patch_model`` makes."""
+        """Inputs of a real step for a budget, else of the settings; None where ``patch_model`` makes them."""
         if self.fit is None and self.sequence_length is self.batch_size is None:
             return None
         length, rows = self.sequence_length or length, self.batch_size or rows

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from lowmem_patch.errors import ConfigError
+from lowmem_patch.tracing.base_model import base_model
 
 # Kernels that write gradients over what others save, by the beginning of their module's name, and the mend.
 _OVERWRITE = {
@@ -101,8 +102,7 @@ def _liger_over_patch(model: Any, config: dict[str, Any]) -> list[str]:
     """Liger's switches that are on for this model and set forwards of its modules; none where Liger does
     not know the model, or is not installed, which the trainer says itself.
     """
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    model_type = getattr(getattr(base, "config", None), "model_type", None)
+    model_type = getattr(getattr(base_model(model), "config", None), "model_type", None)
     try:
         liger = importlib.import_module("liger_kernel.transformers.monkey_patch")
     except ImportError:

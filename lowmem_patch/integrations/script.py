@@ -67,7 +67,7 @@ class ScriptPatching(Patching):
         return reports
 
     def say(self, text: str, log: Callable[[str], object]) -> None:
-        """On standard error, as all that the command says, whatever the script does with its logs."""
+        """Say it on standard error, as all that the command says, whatever the script does with its logs."""
         _say(text)
 
     def account(self) -> str:
@@ -147,7 +147,7 @@ def _actions(
 
 
 def _at_trainer(patching: ScriptPatching, replaced: Replacements, module: Any) -> None:
-    """At the end of ``Trainer.__init__``, when callbacks are told so."""
+    """Add the callback at the end of ``Trainer.__init__``, when callbacks are told so."""
     original = module.Trainer.__init__
 
     @functools.wraps(original)
@@ -167,7 +167,7 @@ def _at_trainer(patching: ScriptPatching, replaced: Replacements, module: Any) -
 
 
 def _at_prepare(patching: ScriptPatching, replaced: Replacements, module: Any) -> None:
-    """Before ``Accelerator.prepare`` wraps or shards the models that train."""
+    """Patch the models that train before ``Accelerator.prepare`` wraps or shards them."""
     original = module.Accelerator.prepare
 
     @functools.wraps(original)
@@ -191,7 +191,7 @@ def _wants(model: nn.Module) -> bool:
 
 
 def _at_fit(patching: ScriptPatching, replaced: Replacements, module: Any) -> None:
-    """When Lightning's ``Trainer.fit`` begins: a callback sees to the rest."""
+    """Add a callback, which sees to the rest, when Lightning's ``Trainer.fit`` begins."""
     original = module.Trainer.fit
 
     @functools.wraps(original)
@@ -208,7 +208,7 @@ def _at_fit(patching: ScriptPatching, replaced: Replacements, module: Any) -> No
 
 
 def _at_create_model(patching: ScriptPatching, replaced: Replacements, module: Any) -> None:
-    """When a script, and no library, calls ``timm.create_model``."""
+    """Patch what ``timm.create_model`` makes where a script, and no library, calls it."""
     original = module.create_model
 
     @functools.wraps(original)

@@ -10,21 +10,17 @@ from lowmem_patch.memory.predict import (
     predict_memory,
 )
 from lowmem_patch.memory.step import MOMENTS, run_step
-from lowmem_patch.tracing.base_model import base_model, output_head, switch_checkpointing_on
 
 __all__ = [
     "MOMENTS",
     "OPTIMIZERS",
     "MemoryReport",
     "Training",
-    "base_model",
     "largest_that_fits",
     "make_plans",
     "model_state_bytes",
     "most_positions",
-    "output_head",
     "parse_bytes",
     "predict_memory",
     "run_step",
-    "switch_checkpointing_on",
 ]

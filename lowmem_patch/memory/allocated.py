@@ -46,7 +46,7 @@ def allocated_in_step(
     accumulates: bool,
     temporaries: Iterable[int] = (),
 ) -> Allocated:
-    """Of the first steps of a training.
+    """The most that is given in the first steps of a training.
 
     Args:
         sizes: of the model states.

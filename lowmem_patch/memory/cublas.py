@@ -21,7 +21,7 @@ _WITH_LARGE = (9, 10, 12)  # compute capabilities: Hopper and Blackwell
 
 
 def workspace_sizes(model: nn.Module) -> tuple[int, ...]:
-    """Of a process that trains the model on the GPU where it is, or will be; none on a CPU.
+    """The workspaces of a process that trains the model on the GPU where it is, or will be; none on a CPU.
 
     A model on the meta device is planned for the GPU that is here, and without one for the largest default.
     """

@@ -136,7 +136,7 @@ class _Repeated:
         self.path = re.compile(rf"(?<![\w.])({re.escape(name)}\.)(\d+)(?![\w])")
 
     def number(self, name: str) -> int | None:
-        """Of the block that a module is, or lies in."""
+        """The number of the block that a module is, or lies in."""
         found = self.path.match(name)
         return int(found.group(2)) if found else None
 

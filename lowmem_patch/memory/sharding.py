@@ -35,17 +35,17 @@ class Gathered:
 
     @property
     def first(self) -> int:
-        """When the first block is gathered, the buffer of the rest is not free yet."""
+        """Bytes when the first block is gathered: the buffer of the rest is not free yet."""
         return 2 * (self.rest + self.block)
 
     @property
     def between(self) -> int:
-        """When a block is gathered, the buffer of the one before it is not free yet."""
+        """Bytes when a block is gathered: the buffer of the one before it is not free yet."""
         return self.rest + 3 * self.block
 
     @property
     def computing(self) -> int:
-        """While a block is computed."""
+        """Bytes while a block is computed."""
         return self.rest + 2 * self.block
 
     def most(self, moment: str, place: int) -> int:
@@ -78,7 +78,7 @@ def gathered(model: nn.Module, blocks: str | None) -> Gathered:
 
 
 def _bytes(parameters: Iterable[Tensor]) -> int:
-    return sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+    return sum(parameter.nbytes for parameter in parameters)
 
 
 def _gradients(parameters: Iterable[Tensor]) -> int:

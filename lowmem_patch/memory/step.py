@@ -20,14 +20,14 @@ from torch import Tensor, nn
 from lowmem_patch.errors import TraceError
 from lowmem_patch.memory.optimizers import FakeOptimizer
 from lowmem_patch.nn.deferred import Unstored
-from lowmem_patch.tracing.base_model import base_model, output_head
+from lowmem_patch.tracing.base_model import base_model, is_leaf, output_head
 from lowmem_patch.tracing.gpu_dropout import GpuDropouts
 from lowmem_patch.tracing.inputs import ExampleInputs
 from lowmem_patch.tracing.isolation import in_training_mode
 from lowmem_patch.tracing.live_storages import LiveStorages
 from lowmem_patch.tracing.observers import ended_checkpoints, observed_calls
 from lowmem_patch.tracing.saved_bytes import storage_key
-from lowmem_patch.tracing.shadow import Shadow, node_of, tensors_in
+from lowmem_patch.tracing.shadow import Shadow, node_of, output_tensors, tensors_in
 
 FORWARD, LOSS, AFTER_LOSS = "forward", "loss", "after the loss"
 BACKWARD, AFTER_BACKWARD, OPTIMIZER = "backward", "after the backward", "optimizer step"
@@ -43,7 +43,7 @@ _CACHES = ("cache", "past_key_values")
 
 @dataclasses.dataclass(frozen=True)
 class PartBytes:
-    """Of one part of a step: model states are excluded, but for the gradients that the step makes.
+    """Bytes of one part of a step, without model states but for the gradients that the step makes.
 
     Attributes:
         peak: the largest sum of all storages alive at one time.
@@ -124,7 +124,7 @@ class LiveBytes(LiveStorages):
     def made_gradient(self, parameter: Tensor) -> None:
         """A hook: a parameter has its first gradient of this step."""
         if parameter.grad is not None:
-            self.gradients += parameter.grad.numel() * parameter.grad.element_size()
+            self.gradients += parameter.grad.nbytes
             self.grown(self.now)
 
     # what `observed_calls` tells; a call after the forward is computed again
@@ -138,7 +138,7 @@ class LiveBytes(LiveStorages):
         if self.alive is not None:
             return
         # the loss begins behind the last module that has parameters and no children, such as the head
-        if next(module.children(), None) is None and next(module.parameters(), None) is not None:
+        if is_leaf(module) and next(module.parameters(), None) is not None:
             self._not_the_loss()
             self.begin(LOSS)
         if name in self.sites:
@@ -217,7 +217,7 @@ def step_loss(output: Any) -> Tensor:
     loss = getattr(output, "loss", None)
     if isinstance(loss, Tensor):
         return loss
-    tensors = tensors_in(dict(output) if hasattr(output, "keys") else output)
+    tensors = output_tensors(output)
     first = next(tensor for tensor in tensors if tensor.requires_grad)
     return first.float().square().mean()
 
@@ -288,7 +288,7 @@ def watched_step(
             if parameter.requires_grad:
                 register: Any = parameter.register_post_accumulate_grad_hook  # has no types
                 contexts.callback(register(live.made_gradient).remove)
-        for tensor in tensors_in((inputs.args, inputs.kwargs)):
+        for tensor in inputs.tensors:
             live.add(tensor)
         try:
             _run(model, inputs, live, optimizer)

@@ -25,7 +25,7 @@ from lowmem_patch.nn.deferred_ops import Saved
 from lowmem_patch.nn.dropout import PackedDropout
 from lowmem_patch.nn.op import Projection
 from lowmem_patch.nn.own import Own, give_forward, runs_class_forward
-from lowmem_patch.nn.parameter_adapters import adapts_parameter, read_factors
+from lowmem_patch.nn.parameter_adapters import adapts_parameter, is_of_peft, read_factors
 
 _WITHOUT_TORCH_FUNCTION: Any = torch._C.DisableTorchFunctionSubclass
 # what the forward of PEFT's Linear looks up: one that looks up more computes more
@@ -61,12 +61,7 @@ def is_adapter_forward(forward: Any) -> bool:
 
 def adds_products(forward: Callable[..., Any]) -> bool:
     """Whether a class's forward is the one that `forward_as_one` stands for, told by what it looks up."""
-    # not by the function's own names, which a functools.wraps around it takes over
-    code: Any = getattr(forward, "__code__", None)
-    file = getattr(forward, "__globals__", {}).get("__name__")
-    if file != "peft.tuners.lora.layer" or code.co_qualname != "Linear.forward":
-        return False
-    return _KNOWN.issuperset(code.co_names)
+    return is_of_peft(forward, "Linear.forward", _KNOWN)
 
 
 def forward_kept(layer: Any, low_precision: bool, _alone: bool, *args: Any, **kwargs: Any) -> Any:

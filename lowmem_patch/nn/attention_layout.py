@@ -15,15 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lowmem_patch.functional import in_compiler, is_exporting, is_transformed
 from lowmem_patch.nn.context import is_foreign
-from lowmem_patch.nn.modes import AroundForward
-from lowmem_patch.nn.own import Own, give_forward_around, inner_forward
+from lowmem_patch.nn.modes import ForwardMode, run_under
 
 
 def give_heads_last(module: nn.Module) -> None:
     """Let the queries of a module's fused attention, and so its output, lie in memory as ``[B, S, H, D]``."""
-    give_forward_around(module, _gives_heads_last)
+    run_under(module, _AroundAttention)
 
 
 def has_heads_first(tensor: Tensor) -> bool:
@@ -33,16 +31,7 @@ def has_heads_first(tensor: Tensor) -> bool:
     return tensor.stride(1) > tensor.stride(2)
 
 
-def _gives_heads_last(module: nn.Module, given: Own | None, /, *args: Any, **kwargs: Any) -> Any:
-    forward = inner_forward(module, given)
-    saves = torch.is_grad_enabled() and not in_compiler()
-    if not saves or is_exporting() or is_transformed():
-        return forward(*args, **kwargs)
-    with _AroundAttention():
-        return forward(*args, **kwargs)
-
-
-class _AroundAttention(AroundForward):
+class _AroundAttention(ForwardMode):
     """Hands fused attention its queries with the heads last."""
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -20,19 +20,15 @@ from torch import Tensor, nn
 from lowmem_patch.functional import (
     ExpertWeight,
     RecomputedMatmul,
-    in_compiler,
-    is_exporting,
     is_transformed,
-    packer,
     recast_linear,
     recomputed_linear,
 )
 from lowmem_patch.nn.context import is_foreign
 from lowmem_patch.nn.deferred import Deferred, Unstored, defer, value_of
 from lowmem_patch.nn.deferred_rows import Product
-from lowmem_patch.nn.modes import AroundForward
+from lowmem_patch.nn.modes import ForwardMode, run_under
 from lowmem_patch.nn.op import Op, Projection, strides_like, waits_for_gradient
-from lowmem_patch.nn.own import Own, give_forward_around, inner_forward
 from lowmem_patch.tracing.call_arguments import (
     MIRRORED,
     ElementwiseCall,
@@ -334,19 +330,17 @@ def _dtype_of(
     return made.dtype
 
 
-class _Defers(AroundForward):
-    def __init__(self, calls: frozenset[ElementwiseCall]) -> None:
-        super().__init__()
+class _Defers(ForwardMode):
+    def __init__(self, module: nn.Module, calls: frozenset[ElementwiseCall]) -> None:
+        super().__init__(module)
         self.calls = calls
         names = {call.name for call in calls}
         self.names = names | {name for name, other in MIRRORED.items() if other in names}
-        # a checkpoint inside of the module runs again without this mode, and must save the same both times
-        self.packer = packer()
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = getattr(func, "__name__", "")
         made = None
-        if name in self.names and packer() == self.packer:
+        if name in self.names and self.packs_alike():
             with _WITHOUT_TORCH_FUNCTION():  # which each attribute of a deferred tensor is
                 if elementwise_call(name, args, kwargs, _is_chain) in self.calls:
                     made = extended(func, args, kwargs)
@@ -355,20 +349,4 @@ class _Defers(AroundForward):
 
 def defer_chains(module: nn.Module, calls: frozenset[ElementwiseCall]) -> None:
     """Let the module's forward get deferred tensors of these calls, with gradients on."""
-    give_forward_around(module, _defers_chains, calls)
-
-
-def _defers_chains(
-    module: nn.Module,
-    calls: frozenset[ElementwiseCall],
-    given: Own | None,
-    /,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    forward = inner_forward(module, given)
-    saves = torch.is_grad_enabled() and not in_compiler()
-    if not saves or is_exporting() or is_transformed():
-        return forward(*args, **kwargs)
-    with _Defers(calls):
-        return forward(*args, **kwargs)
+    run_under(module, _Defers, calls)

@@ -34,7 +34,7 @@ from lowmem_patch.functional import (
     unwritten,
 )
 from lowmem_patch.nn.block_state import as_they_were, held_by, is_gathered, with_held
-from lowmem_patch.nn.deferred import Deferred, value_of
+from lowmem_patch.nn.deferred import detached_of, value_of
 from lowmem_patch.nn.host_memory import HostMemory
 from lowmem_patch.nn.modes import AroundForward
 from lowmem_patch.nn.own import (
@@ -159,7 +159,7 @@ def _is_empty(block: nn.Module, cache: Any) -> bool:
 
 
 class _Place(int):
-    """Where a tensor stood among the arguments."""
+    """The place at which a tensor stood among the arguments."""
 
 
 def _taken_out(value: Any, tensors: list[Tensor]) -> Any:
@@ -203,7 +203,7 @@ class _Run:
         # a deferred tensor would be a plain one in the second run, in which other readers would read it
         self.tensors = tuple(map(value_of, given))
         # without their history, by which a deferred tensor would keep its sources alive
-        self.saved = tuple(map(_detached, given))
+        self.saved = tuple(map(detached_of, given))
         self.trains = [tensor.requires_grad for tensor in given]
         self.place = next((i for i, t in enumerate(given) if t is self.input), -1)
         self.waits = self._waiting_input()
@@ -254,10 +254,6 @@ class _Run:
     def _call(self) -> Call:
         """What gives the output again."""
         return Call(self._body, self.saved, self.place, self.waits, halves=self.how.halves)
-
-
-def _detached(tensor: Tensor) -> Tensor:
-    return tensor.detached() if isinstance(tensor, Deferred) else tensor.detach()
 
 
 def _with_gradient(tensor: Tensor, trains: bool) -> Tensor:

@@ -12,7 +12,7 @@ from lowmem_patch.nn.watched import Watched
 
 
 def autocast_dtype(device: str, dtype: torch.dtype) -> torch.dtype | None:
-    """To what autocast casts a Linear's input of ``dtype``, or None: it leaves float64 alone."""
+    """The dtype to which autocast casts a Linear's input of ``dtype``, or None: it leaves float64 alone."""
     if dtype == torch.float64 or not torch.is_autocast_enabled(device):
         return None
     return torch.get_autocast_dtype(device)

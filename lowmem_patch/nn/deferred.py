@@ -213,7 +213,7 @@ class Unstored(Deferred):
                 with torch.inference_mode(False):
                     return self.read()
             with without_grad(), _WITHOUT_TORCH_FUNCTION():
-                self._value = self.op.compute(*map(_detached, self.sources))
+                self._value = self.op.compute(*map(detached_of, self.sources))
                 self._value_version = self._value._version
         return self._value
 
@@ -275,7 +275,8 @@ def _call_on_values(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[s
     return output
 
 
-def _detached(source: Tensor) -> Tensor:
+def detached_of(source: Tensor) -> Tensor:
+    """The values of a tensor, also of a deferred one, without its place in the graph."""
     return source.detached() if isinstance(source, Deferred) else source.detach()
 
 

@@ -18,6 +18,7 @@ from lowmem_patch.functional import (
     Recomputed,
     RecomputedMatmul,
     activation_gradients,
+    activation_linear,
     affine_linear,
     below_modes,
     compiled,
@@ -26,7 +27,6 @@ from lowmem_patch.functional import (
     dropout_linear,
     in_compiler,
     is_eager,
-    linear_of_sources,
     matrix_product,
     packed_dropout,
     packer,
@@ -137,7 +137,7 @@ class Activation(Op):
                 return saved_linear(h.plain(), to, dtype)
         h._bypassed = True
         weight, bias, adapter = to
-        return linear_of_sources(h.detached(), h.sources, weight, bias, self.kind, dtype, adapter)
+        return activation_linear(h.detached(), h.sources, weight, bias, self.kind, dtype, adapter)
 
     def dropped(self, h: Deferred, p: float) -> Any:
         sources = h.sources

@@ -1,7 +1,7 @@
 """What autograd saves inside a module, in 8 bits; the forwards of such modules.
 
 Autograd hands every tensor that it saves to a pack hook, and gets it back from an unpack hook in backward.
-The hooks are set while a module runs that a strategy chose (`stores_input`, `stores_attention`); they store
+The hooks are set while a module runs that a strategy chose (`store_input`, `store_attention`); they store
 what that module's matmul or attention reads in 8 bits (`lowmem_patch.functional.eight_bit`), and save all
 else as it is. The forward computes with the values as they were.
 
@@ -35,7 +35,7 @@ from lowmem_patch.functional import (
 from lowmem_patch.nn.context import is_foreign
 from lowmem_patch.nn.deferred import Deferred, Unstored
 from lowmem_patch.nn.gammas import look_at_gammas
-from lowmem_patch.nn.modes import AroundForward
+from lowmem_patch.nn.modes import ForwardMode, run_under
 from lowmem_patch.nn.norms import MSNorm
 from lowmem_patch.nn.own import Own, give_forward_around, inner_forward
 from lowmem_patch.nn.watched import Watched
@@ -61,7 +61,7 @@ def store_input(module: nn.Module) -> None:
 
 def store_attention(module: nn.Module) -> None:
     """Let fused attention that runs in a module save q, k, v and its output in 8 bits."""
-    give_forward_around(module, _stores_attention)
+    run_under(module, _AroundAttention)
 
 
 def _stores_input(module: nn.Module, given: Own | None, /, *args: Any, **kwargs: Any) -> Any:
@@ -116,29 +116,14 @@ def _storage_key(tensor: Tensor) -> int | None:
         return int(tensor.untyped_storage()._cdata)
 
 
-def _stores_attention(module: nn.Module, given: Own | None, /, *args: Any, **kwargs: Any) -> Any:
-    forward = inner_forward(module, given)
-    if not _may_store():
-        return forward(*args, **kwargs)
-    with _AroundAttention(packer()):
-        return forward(*args, **kwargs)
-
-
-class _AroundAttention(AroundForward):
-    """Runs fused attention with hooks.
-
-    Args:
-        packer: who packed when the module began. A checkpoint inside of it would find nothing stored when
-            it runs again, past the module.
-    """
-
-    def __init__(self, packer: Any) -> None:
-        super().__init__()
-        self.packer = packer
+class _AroundAttention(ForwardMode):
+    """Runs fused attention with hooks."""
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # at once for all other functions, of which a module may call a hundred
-        if getattr(func, "__name__", "") not in _FUSED or packer() != self.packer:
+        if getattr(func, "__name__", "") not in _FUSED:
+            return func(*args, **kwargs)
+        if not (_may_store() and self.packs_alike()):
             return func(*args, **kwargs)
         named = dict(zip(("query", "key", "value"), args, strict=False)) | kwargs
         q, k, v = (named.get(name) for name in ("query", "key", "value"))
@@ -237,7 +222,7 @@ class _Memory:
 
 
 def _let_go(of: weakref.ref[_Memory]) -> None:
-    """At the end of a backward."""
+    """Let the values go at the end of a backward."""
     memory = of()
     if memory is not None:
         memory.value, memory.waiting = None, memory.savers
@@ -255,7 +240,7 @@ _MEMORIES: weakref.WeakValueDictionary[int, _Memory] = weakref.WeakValueDictiona
 
 
 class _Stored(NamedTuple):
-    """Where a tensor lies in a memory."""
+    """The place of a tensor in a memory."""
 
     memory: _Memory
     size: tuple[int, ...]

@@ -12,53 +12,30 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from lowmem_patch.functional import in_compiler, is_exporting, is_transformed, packer
-from lowmem_patch.nn.modes import AroundForward
-from lowmem_patch.nn.own import Own, give_forward_around, inner_forward
+from lowmem_patch.nn.modes import ForwardMode, run_under
 from lowmem_patch.tracing.call_arguments import CalledFunction, called_function
 
 
 def call_instead(module: nn.Module, function: CalledFunction, replacement: nn.Module) -> None:
     """Let the module's forward call ``replacement`` where it calls ``function`` with gradients on."""
-    give_forward_around(module, _calls_instead, function, replacement)
+    run_under(module, _Instead, function, replacement)
 
 
-def _calls_instead(
-    module: nn.Module,
-    function: CalledFunction,
-    replacement: nn.Module,
-    given: Own | None,
-    /,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    forward = inner_forward(module, given)
-    saves = torch.is_grad_enabled() and not in_compiler()
-    if not saves or is_exporting() or is_transformed():
-        return forward(*args, **kwargs)
-    with _Instead(module, function, replacement):
-        return forward(*args, **kwargs)
-
-
-class _Instead(AroundForward):
+class _Instead(ForwardMode):
     def __init__(
         self,
         module: nn.Module,
         function: CalledFunction,
         replacement: Callable[[Tensor], Tensor],
     ) -> None:
-        super().__init__()
-        self.module = module
+        super().__init__(module)
         self.function = function
         self.replacement = replacement
-        # a checkpoint inside of the module runs again without this mode, and must save the same both times
-        self.packer = packer()
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if getattr(func, "__name__", "") != self.function.name or packer() != self.packer:
+        if getattr(func, "__name__", "") != self.function.name or not self.packs_alike():
             return func(*args, **kwargs)
         read = called_function(self.function.name, args, kwargs)
         if read is None or read[1] != self.function or not _is_running(self.module):

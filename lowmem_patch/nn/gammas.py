@@ -52,7 +52,7 @@ _CHANGED = (
 
 
 class Extremes(NamedTuple):
-    """Of one norm's gamma and beta.
+    """What is asked of one norm's gamma and beta.
 
     Attributes:
         inverse, largest: 1 / min |gamma|, and max |gamma|.
@@ -99,7 +99,7 @@ class Reading:
         return self._found is None or bool(self._done.query())
 
     def values(self) -> list[Extremes]:
-        """Of each norm; waits for the device."""
+        """The extremes of each norm; waits for the device."""
         if self._found is not None:
             if self._done is not None:
                 self._done.synchronize()
@@ -275,7 +275,7 @@ class Looks:
         return bool(of_block[key])
 
     def forget(self) -> None:
-        """Before gamma and beta are exchanged: torch swaps no tensors that are weakly referenced."""
+        """Called before gamma and beta are exchanged: torch swaps no tensors that are weakly referenced."""
         self.last = self.of_forward = self.of_last_forward = None
 
 
@@ -293,7 +293,7 @@ def is_capturing(device: torch.device) -> bool:
 
 
 def _extremes(pairs: list[tuple[Any, Any]], settings: NormSettings) -> Tensor:
-    """Of norms that are alike, ``[3, norms]``: 1 / min |gamma|, max |gamma|, max |beta / gamma|."""
+    """``[3, norms]`` of norms that are alike: 1 / min |gamma|, max |gamma|, max |beta / gamma|."""
     weights, biases = [weight for weight, _ in pairs], [bias for _, bias in pairs]
     if weights[0] is None:
         shifts = torch.stack(biases).abs_().amax(1).float()
@@ -347,7 +347,7 @@ def _start_looks(norms: Iterable[MSNorm]) -> list[MSNorm]:
 
 
 def _alike(norms: Iterable[MSNorm]) -> dict[torch.device, list[list[tuple[MSNorm, Any, Any]]]]:
-    """By device: the norms that can be looked at, with gamma and beta, in groups that are alike."""
+    """The norms that can be looked at, with gamma and beta, in groups that are alike, by device."""
     alike: dict[Any, list[tuple[MSNorm, Any, Any]]] = {}
     for norm in norms:
         weight, bias = norm.own_affine()

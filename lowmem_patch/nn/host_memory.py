@@ -35,7 +35,7 @@ class HostMemory:
 
     @property
     def bytes(self) -> int:
-        """Of host memory that is in use now."""
+        """Bytes of host memory that are in use now."""
         copies = [reference() for reference in self.kept]
         return sum(copy.size for copy in copies if copy is not None)
 
@@ -103,7 +103,7 @@ class HostCopy:
         self.memory, self.device = memory, tensor.device
         self.shape, self.dtype = tensor.shape, tensor.dtype
         self.strides = torch.empty_like(tensor, device="meta").stride()  # without gaps
-        self.size = tensor.numel() * tensor.element_size()
+        self.size = tensor.nbytes
         self.source, self.version = weakref.ref(source), source._version
         self.coming: tuple[Tensor, Any] | None = None
         self.buffer: Tensor | None = None

@@ -117,7 +117,7 @@ def _loss(op: Logits, h: Deferred, given: dict[str, Any]) -> Any:
 
 
 def _result_dtype(func: Callable[..., Any], h: Tensor, *rest: Any) -> torch.dtype:
-    """Of a torch function of logits: autocast has its own list of those that it computes in float32."""
+    """The dtype that a torch function of logits gives: autocast computes some of them in float32."""
     device = h.device.type
     if not torch.is_autocast_enabled(device):
         return h.dtype
@@ -200,7 +200,7 @@ def _scores_of(op: Logits, h: Deferred, classes: Tensor) -> Tensor:
 
 
 def _read_sum(op: Logits, h: Deferred, given: dict[str, Any]) -> Any:
-    """Of all log-probabilities of a row, as label smoothing asks for it."""
+    """The sum of all log-probabilities of a row, as label smoothing asks for it."""
     if not op.normalised or op.second or not _is_last(h, _single(given["dim"])):
         return NotImplemented
     h._bypassed = True

@@ -1,9 +1,14 @@
-"""A torch function mode around a foreign forward while a model trains."""
+"""Torch function modes around foreign forwards while a model trains."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
+from torch import nn
+
+from lowmem_patch.functional import is_ordinary, packer
+from lowmem_patch.nn.own import Own, give_forward_around, inner_forward
 from lowmem_patch.tracing.observers import FunctionObserver, eagerly
 
 
@@ -21,3 +26,39 @@ class AroundForward(FunctionObserver):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]  # likewise
         eagerly.__exit__(*error)
+
+
+class ForwardMode(AroundForward):
+    """A mode that `run_under` makes anew for each forward of ``module``; further arguments are settings."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self._packer = packer()
+
+    def packs_alike(self) -> bool:
+        """Whether nobody packs what is saved who did not when the forward began: a checkpoint inside of the
+        module runs again without this mode, and must save the same both times."""
+        packing: bool = packer() == self._packer
+        return packing
+
+
+def run_under(module: nn.Module, mode: type[ForwardMode], *settings: Any) -> None:
+    """Let the module's forward run under ``mode(module, *settings)`` where gradients are recorded eagerly."""
+    give_forward_around(module, _under_mode, mode, settings)
+
+
+def _under_mode(
+    module: nn.Module,
+    mode: type[ForwardMode],
+    settings: tuple[Any, ...],
+    given: Own | None,
+    /,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    forward = inner_forward(module, given)
+    if not (torch.is_grad_enabled() and is_ordinary()):
+        return forward(*args, **kwargs)
+    with mode(module, *settings):
+        return forward(*args, **kwargs)

@@ -35,7 +35,7 @@ from lowmem_patch.nn.watched import watch
 
 
 class MSNorm(nn.Module):
-    """Base of both; made from an existing norm by :meth:`from_module`, whose parameters it shares.
+    """LayerNorm or RMSNorm in the place of an existing norm, whose parameters it shares.
 
     Attributes:
         settings: what it computes.
@@ -202,7 +202,7 @@ class MSNorm(nn.Module):
         return keep(y, Normed(copy is not None, affine), sources, owned=True)
 
     def _confirm_in_backward(self, y: Tensor, saved: torch.dtype) -> None:
-        """Where the norm saved its output (in ``saved``) without a wait for gamma, its backward asks."""
+        """Let backward ask, where the norm saved its output (in ``saved``) without a wait for gamma."""
         look, node = self.looks.of_forward, y.grad_fn
         if look is not None and look.expected and node is not None and hasattr(node, "confirm"):
             node.confirm = partial(self.looks.confirm, look, saved)

@@ -151,7 +151,7 @@ def refuse_bypassed(inputs: Any) -> None:
 
 
 def strides_like(like: Tensor) -> tuple[int, ...] | None:
-    """Of an elementwise op's value; None where it is contiguous."""
+    """The strides of an elementwise op's value; None where it is contiguous."""
     if like.is_contiguous():
         return None
     if _is_dense(like):

@@ -32,11 +32,18 @@ _KNOWN = frozenset(
 
 def adapts_parameter(forward: Callable[..., Any]) -> bool:
     """Whether a class's forward is that of PEFT's ParamWrapper, told by what it looks up."""
+    return is_of_peft(forward, "ParamWrapper.forward", _KNOWN)
+
+
+def is_of_peft(forward: Callable[..., Any], name: str, known: frozenset[str]) -> bool:
+    """Whether a function is the one of this name in PEFT's file of LoRA layers, and looks up no more than is
+    ``known``."""
+    # not by the function's own names, which a functools.wraps around it takes over
     code: Any = getattr(forward, "__code__", None)
     file = getattr(forward, "__globals__", {}).get("__name__")
-    if file != "peft.tuners.lora.layer" or code.co_qualname != "ParamWrapper.forward":
+    if file != "peft.tuners.lora.layer" or code.co_qualname != name:
         return False
-    return _KNOWN.issuperset(code.co_names)
+    return known.issuperset(code.co_names)
 
 
 def read_factors(layer: Any, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

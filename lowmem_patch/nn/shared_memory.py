@@ -129,7 +129,7 @@ _OPERATORS |= names_with(Role.WRITE)
 
 
 def _gives_view(name: str) -> bool:
-    """By torch's own signatures."""
+    """Whether a function gives a view, by torch's own signatures."""
     schemas = torch._C._jit_get_schemas_for_operator(f"aten::{name}")
     return any(one.alias_info is not None for schema in schemas for one in schema.returns)
 

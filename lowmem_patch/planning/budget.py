@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lowmem_patch.errors import ConfigError
 from lowmem_patch.memory.model_states import parse_bytes
-from lowmem_patch.planning.fit_report import size_text
+from lowmem_patch.planning.names import size_text
 
 _FRAGMENTS = 0.03  # of what a GPU's allocator gives beside the model states
 _RESERVE, _LEAST_RESERVE = 0.02, 512 * 2**20  # of a GPU, for its context and other processes

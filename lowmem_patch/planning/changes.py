@@ -22,6 +22,7 @@ from lowmem_patch.functional import in_compiler
 from lowmem_patch.nn.adapters import is_adapter_forward
 from lowmem_patch.nn.norms import MSNorm
 from lowmem_patch.nn.own import Own, given_forward, is_own, within_compiled
+from lowmem_patch.planning.names import listed
 from lowmem_patch.planning.plan import Plan
 from lowmem_patch.planning.report import RECORD, AsPatched, Record
 from lowmem_patch.strategies.lora import trained_lora_layers
@@ -29,7 +30,7 @@ from lowmem_patch.strategies.swap import is_replacement
 from lowmem_patch.tracing.trace import describe
 
 _MEND = "call patch_model(model) again, which plans for the model as it is now"
-_NAMED = 2
+_listed = partial(listed, most=2)
 # what other libraries put between the parts of a parameter's name
 _WRAPPERS = (
     "base_layer",
@@ -93,10 +94,6 @@ def _look(model: nn.Module, args: Any) -> None:
     found = [*no_longer_as_patched(model), *_optimizers(model, facts)]
     if found:
         warnings.warn("; ".join(found), stacklevel=2)
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(names[:_NAMED]) + (", ..." if len(names) > _NAMED else "")
 
 
 def _adapters(model: nn.Module, facts: AsPatched) -> Iterator[str]:

@@ -17,7 +17,7 @@ from lowmem_patch.nn.own import within_compiled
 from lowmem_patch.tracing.inputs import ExampleInputs
 from lowmem_patch.tracing.isolation import preserved
 from lowmem_patch.tracing.observers import observed_calls
-from lowmem_patch.tracing.shadow import tensors_in
+from lowmem_patch.tracing.shadow import output_tensors
 from lowmem_patch.tracing.trace import describe
 
 # A wrong fold or a misread norm differs by its own size; rounding differs by far less than this share.
@@ -95,7 +95,7 @@ def run_real(model: nn.Module, inputs: ExampleInputs) -> RealRun:
     with preserved(model), torch.enable_grad(), _watched(model) as modules:
         model.eval()
         output = model(*inputs.args, **inputs.kwargs)
-    tensors = tensors_in(dict(output) if hasattr(output, "keys") else output)
+    tensors = output_tensors(output)
     outputs = [tensor.detach() for tensor in tensors if tensor.is_floating_point()]
     return RealRun(outputs, modules)
 
@@ -157,7 +157,7 @@ def check_outputs(before: RealRun, after: RealRun, model: nn.Module) -> None:
 
 
 def _first_difference(before: RealRun, after: RealRun, allowed: float) -> str:
-    """Where it begins: modules are compared call by call, those that returned tensors in both runs."""
+    """The first module that differs, of those that returned tensors in both runs, call by call."""
     calls: dict[str, list[Tensor]] = {}
     for name, sums in before.modules:
         calls.setdefault(name, []).append(sums)

@@ -205,7 +205,7 @@ def _parts(columns: list[Column], width: int) -> list[list[Column]]:
 
 
 def _widths(columns: list[Column], width: int) -> list[int]:
-    """Of each column: at least its least, and more as far as there is room, names first."""
+    """The width of each column: at least its least, and more as far as there is room, names first."""
     widths = [column.least for column in columns]
     room = width - _total(widths)
     for i in sorted(range(len(columns)), key=lambda i: _FIRST.index(columns[i].kind)):

@@ -96,7 +96,7 @@ class RunSeconds:
 
     @property
     def again(self) -> float:
-        """Of a second run in backward."""
+        """Seconds of a second run in backward."""
         return self.forward - self.last
 
 
@@ -126,13 +126,13 @@ def _tensors(op: Op) -> list[Tensor]:
 
 
 def _op_seconds(op: Op, device: Device) -> tuple[float, float]:
-    """Of the forward and the backward."""
+    """Seconds of the forward and of the backward."""
     if not op.outputs or op.role.has(_VIEWS):
         return 0.0, 0.0
     tensors = _tensors(op)
     if op.role.has(Role.CAST) and op.outputs[0] is tensors[0]:
         return 0.0, 0.0
-    moved = float(sum(tensor.numel() * tensor.element_size() for tensor in tensors))
+    moved = float(sum(tensor.nbytes for tensor in tensors))
     operations, width = _operations(op), op.outputs[0].element_size()
     forward = device.seconds(operations, moved, width)
     if not op.outputs[0].requires_grad:
@@ -144,7 +144,7 @@ def _op_seconds(op: Op, device: Device) -> tuple[float, float]:
 
 
 def run_seconds(facts: Facts, blocks: Blocks, device: Device) -> tuple[RunSeconds, ...]:
-    """By the model of the device, in the order of the forward."""
+    """The times of the runs by the model of the device, in the order of the forward."""
     sites = {block.site for block in blocks.blocks}
     calls = sorted((c for c in facts.trace.calls if c.name in sites), key=lambda c: c.first_op)
     found = []
@@ -161,7 +161,7 @@ def run_seconds(facts: Facts, blocks: Blocks, device: Device) -> tuple[RunSecond
 
 
 def _last_seconds(ops: Sequence[Op], device: Device) -> float:
-    """Of the ops whose results no op of the block saves: a Linear saves what it reads, and then computes."""
+    """Seconds of ops whose results no op of the block saves: a Linear saves what it reads, and computes."""
     saved: set[int] = set()  # identities of tensors
     seconds = 0.0
     for op in reversed(ops):
@@ -177,9 +177,9 @@ def _last_seconds(ops: Sequence[Op], device: Device) -> float:
 
 
 def timed_forward(
-    model: nn.Module, inputs: ExampleInputs, sites: Sequence[str], repeats: int = 3
+    model: nn.Module, inputs: ExampleInputs, sites: Sequence[str]
 ) -> tuple[float, ...]:
-    """Seconds of each run of the blocks in a forward, by a clock: the least of some.
+    """Seconds of each run of the blocks in a forward, by a clock: the least of three.
 
     Autograd records it, as in training, and saves nothing. Nothing of it stays on the model.
     """
@@ -198,7 +198,7 @@ def timed_forward(
 
     nothing_saved: Any = saved_tensors_hooks(_nothing, _nothing)
     best: list[float] = []
-    for _ in range(repeats + 1):  # the first warms up
+    for _ in range(4):  # the first warms up
         pairs.clear()
         observed = observed_calls(model, enter, leave)
         with preserved(model), torch.enable_grad(), nothing_saved, observed:

@@ -21,8 +21,9 @@ from lowmem_patch.memory.model_states import ModelStates, Training
 from lowmem_patch.nn.checkpointing import SWITCHES, is_switched_on
 from lowmem_patch.planning.budget import Budget
 from lowmem_patch.planning.costs import Device, RunSeconds
-from lowmem_patch.planning.fit_report import LEVEL_REASONS, FitReport, FittedBlock, size_text
+from lowmem_patch.planning.fit_report import LEVEL_REASONS, FitReport, FittedBlock
 from lowmem_patch.planning.fit_sums import Sums, more_seconds, temporaries_of
+from lowmem_patch.planning.names import size_text
 from lowmem_patch.planning.need import OPTIMIZER_STEP, Need, need_of
 from lowmem_patch.planning.sharded_timeline import sharding_of
 from lowmem_patch.planning.solve import Choice, Solution, Step, least_limit, solve
@@ -358,9 +359,8 @@ class Fitting:
             patched = sum(self.patched.runs[i].held for i in runs)
             held = sum(timeline.runs[i].held for i in runs)
             seconds = sum(self.seconds_of(i, level) for i in runs)
-            rows.append(
-                FittedBlock(site, level, self._reason(number, level), patched, held, seconds)
-            )
+            reason = self._reason(number, level)
+            rows.append(FittedBlock(site, level, reason, patched, held, seconds))
         return tuple(rows)
 
     def seconds_of(self, number: int, level: str) -> float:

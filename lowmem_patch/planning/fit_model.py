@@ -16,8 +16,9 @@ from lowmem_patch.planning.apply import apply_plan, undo
 from lowmem_patch.planning.budget import Budget, free_host_bytes, make_budget
 from lowmem_patch.planning.costs import RunSeconds, device_of, run_seconds, scaled, timed_forward
 from lowmem_patch.planning.fit import Fitting, NoFit
-from lowmem_patch.planning.fit_report import FitReport, size_text
+from lowmem_patch.planning.fit_report import FitReport
 from lowmem_patch.planning.ladder import Base, Rung, smaller_rungs
+from lowmem_patch.planning.names import size_text
 from lowmem_patch.planning.planner import Planned
 from lowmem_patch.planning.report import find_records
 from lowmem_patch.planning.sharded_timeline import Sharding
@@ -114,7 +115,7 @@ def _assume_looks(model: nn.Module, shadow: nn.Module, *, gathered: bool) -> Non
 def _timed(
     model: nn.Module, planned: Planned, blocks: Blocks, seconds: tuple[RunSeconds, ...]
 ) -> tuple[RunSeconds, ...]:
-    """By a clock, with the model patched meanwhile; as it is where it is patched, or weights would change."""
+    """Times by a clock, the model patched meanwhile, unless it is patched, or weights would change."""
     device = next(model.parameters()).device
     there = planned.inputs.map(lambda tensor: tensor.to(device))
     sites = [block.site for block in blocks.blocks]

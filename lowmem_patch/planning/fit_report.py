@@ -5,16 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 
-_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
-
-
-def size_text(size: int, *, up: bool = False) -> str:
-    """``25769803776`` -> ``24.00 GiB``; ``up``: no text stands for less than ``size``."""
-    for name, unit in _UNITS:
-        if size >= unit:
-            hundredths = -(-100 * size // unit) if up else round(100 * size / unit)
-            return f"{hundredths / 100:.2f} {name}"
-    return f"{size} B"
+from lowmem_patch.planning.names import size_text
 
 
 def _ranges(sites: list[str]) -> str:

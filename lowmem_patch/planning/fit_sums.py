@@ -58,7 +58,7 @@ def temporaries_of(model: nn.Module, training: Training, *, elsewhere: bool) -> 
         elsewhere: the model will run on a GPU, wherever it is now.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
-    sizes = [parameter.numel() * parameter.element_size() for parameter in trained]
+    sizes = [parameter.nbytes for parameter in trained]
     if not sizes or training.optimizer not in ("adamw_foreach", "adafactor"):
         return ()
     on_cpu = trained[0].device.type == "cpu" and not elsewhere

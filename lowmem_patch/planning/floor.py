@@ -22,19 +22,21 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from lowmem_patch.constants import STEP_TABLES
 from lowmem_patch.planning import floor_sites
 from lowmem_patch.planning.floor_sites import SiteCall, find_sites, gamma_trains
 from lowmem_patch.planning.live_ops import let_go, live_ops
 from lowmem_patch.planning.report import block_name
+from lowmem_patch.strategies.protocol import Facts
 from lowmem_patch.tracing.call_arguments import dropout_call, weight_matmul
 from lowmem_patch.tracing.categories import CATEGORIES
 from lowmem_patch.tracing.consumers import gathers_for_a_weight
 from lowmem_patch.tracing.dataflow import backward, first_input, makers
 from lowmem_patch.tracing.op_roles import (
     MATMULS,
+    OF_LOGITS,
     REARRANGES,
     SELECTS,
     WEIGHT_MATMULS,
@@ -42,17 +44,13 @@ from lowmem_patch.tracing.op_roles import (
     role_of,
 )
 from lowmem_patch.tracing.saved_bytes import SavedStorage, storage_key
-from lowmem_patch.tracing.trace import Op, Trace
+from lowmem_patch.tracing.trace import Op
 
 _STATISTIC = 4  # bytes of rstd per row: float32 whatever the activations are
 _CODE_BITS = 2
 _FLAGS_PER_BYTE = 8
 _MATMULS = WEIGHT_MATMULS | MATMULS
 _PART_OF = REARRANGES | SELECTS | Role.CAST
-# from a head's output to its cross entropy
-_LOGITS = (
-    _PART_OF | Role.SUM | Role.PRODUCT | Role.DIVISION | Role.ELEMENTWISE | Role.LOG_SOFTMAX
-)  # fmt: skip
 _SAME_VALUES = _PART_OF | Role.DROPOUT  # where no element is lost
 
 
@@ -96,14 +94,9 @@ class Floor:
         return dict(sizes)
 
 
-def count_floor(model: nn.Module, trace: Trace) -> Floor:
-    """The floor of a traced forward.
-
-    Args:
-        model: the shadow (or model) that was traced, unpatched.
-        trace: of its forward, with its structure.
-    """
-    return _FloorCount(model, trace).count()
+def count_floor(facts: Facts) -> Floor:
+    """The floor of a traced forward of an unpatched model."""
+    return _FloorCount(facts).count()
 
 
 def _is_cast(storage: SavedStorage, softmax: SavedStorage, module: str) -> bool:
@@ -118,11 +111,11 @@ def _is_cast(storage: SavedStorage, softmax: SavedStorage, module: str) -> bool:
 
 
 class _FloorCount:
-    def __init__(self, model: nn.Module, trace: Trace) -> None:
-        self.trace = trace
-        self.modules = dict(model.named_modules())
+    def __init__(self, facts: Facts) -> None:
+        trace, model = facts.trace, facts.shadow
+        self.trace, self.modules = trace, facts.modules
         self.makers = makers(trace)
-        self.norms, self.activations = find_sites(model, trace)
+        self.norms, self.activations = find_sites(facts)
         self.widths: dict[int, int] = {}  # fewest bytes an element that a matmul reads, by root
         self.items: dict[object, FloorItem] = {}
         self.attention: set[int] = set()  # keys of storages
@@ -342,7 +335,9 @@ class _FloorCount:
             if not op.role.has(Role.CROSS_ENTROPY) or logits is None:
                 continue
             forms = backward(
-                self.makers, logits, lambda op, _: first_input(op) if op.role.has(_LOGITS) else None
+                self.makers,
+                logits,
+                lambda op, _: first_input(op) if op.role.has(OF_LOGITS) else None,
             )
             maker = self.makers.get(id(list(forms)[-1]))
             matmul = None if maker is None else weight_matmul(maker.name, maker.args, maker.kwargs)

@@ -6,13 +6,13 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from lowmem_patch.functional import ActivationKind
+from lowmem_patch.strategies.protocol import Facts
+from lowmem_patch.tracing.base_model import is_leaf
 from lowmem_patch.tracing.call_arguments import is_square
 from lowmem_patch.tracing.dataflow import backward, first_input
 from lowmem_patch.tracing.op_roles import OF_ELEMENTS, Role
-from lowmem_patch.tracing.probes import NormSpec, looks_like_norm, match_activation, match_norm
-from lowmem_patch.tracing.shadow import tensors_in
-from lowmem_patch.tracing.trace import Call, Op, Trace
+from lowmem_patch.tracing.probes import NormSpec, looks_like_norm
+from lowmem_patch.tracing.trace import Call, Op
 
 
 class SiteCall(NamedTuple):
@@ -23,17 +23,10 @@ class SiteCall(NamedTuple):
     output: Tensor
 
 
-class _Known(NamedTuple):
-    """What a probe said of equal modules."""
-
-    norms: dict[object, NormSpec | str]
-    activations: dict[object, ActivationKind | None]
-
-
 Sites = dict[int, SiteCall]  # by the id of the output
 
 
-def find_sites(model: nn.Module, trace: Trace) -> tuple[Sites, Sites]:
+def find_sites(facts: Facts) -> tuple[Sites, Sites]:
     """Norms and activations, each module's and each function's."""
     norms: Sites = {}
     activations: Sites = {}
@@ -43,13 +36,12 @@ def find_sites(model: nn.Module, trace: Trace) -> tuple[Sites, Sites]:
             sites = norms if role.has(Role.ROW_NORM) else activations
             sites[id(output)] = SiteCall(module, source, output)
 
-    modules = dict(model.named_modules())
-    known = _Known({}, {})
+    trace = facts.trace
     covered: set[int] = set()
     roles: dict[str, Role] = {}
     for call in trace.calls:
         if call.name not in roles:
-            roles[call.name] = _module_role(modules[call.name], call, trace, known)
+            roles[call.name] = _module_role(facts, call)
         role = roles[call.name]
         if role and len(call.inputs) == len(call.outputs) == 1:
             covered.update(range(call.first_op, call.last_op))
@@ -86,10 +78,9 @@ def before_numbers(makers: dict[int, Op], tensor: Tensor, sites: tuple[Sites, ..
     """What a tensor was made from by numbers (a clamp, ``x * 2``, ``1 + x``), short of these sites."""
 
     def source_of(op: Op, output: Tensor) -> Tensor | None:
-        sources = list(tensors_in((op.args, op.kwargs)))
-        if len(sources) != 1 or op.writes or not op.role.has(OF_ELEMENTS):
+        if len(op.reads) != 1 or op.writes or not op.role.has(OF_ELEMENTS):
             return None
-        (source,) = sources
+        (source,) = op.reads
         same = source.shape == output.shape and source.dtype == output.dtype
         return source if same and not any(id(output) in found for found in sites) else None
 
@@ -103,17 +94,17 @@ def before_modulation(makers: dict[int, Op], tensor: Tensor, norms: Sites) -> Te
     def source_of(op: Op, output: Tensor) -> Tensor | None:
         if id(output) in norms or op.writes or not op.role.has(Role.PRODUCT | Role.SUM):
             return None
-        wholes = [t for t in tensors_in((op.args, op.kwargs)) if t.shape == output.shape]
+        wholes = [t for t in op.reads if t.shape == output.shape]
         return wholes[0] if len(wholes) == 1 else None
 
     source = list(backward(makers, tensor, source_of))[-1]
     return source if id(source) in norms else tensor
 
 
-def _module_role(module: nn.Module, call: Call, trace: Trace, known: _Known) -> Role:
+def _module_role(facts: Facts, call: Call) -> Role:
     """What a module without children does to its one input: a norm, an activation or neither."""
-    neither = Role(0)
-    if call.name == "" or next(module.children(), None) is not None:
+    module, neither = facts.modules[call.name], Role(0)
+    if call.name == "" or not is_leaf(module):
         return neither
     if len(call.inputs) != 1 or len(call.outputs) != 1:
         return neither
@@ -121,9 +112,6 @@ def _module_role(module: nn.Module, call: Call, trace: Trace, known: _Known) -> 
         return Role.ROW_NORM
     names = {name for name, _ in module.named_parameters()}
     if not names and call.outputs[0].shape == call.inputs[0].shape:
-        kind = match_activation(module, known.activations)
-        return neither if kind is None else Role.ELEMENTWISE
-    if 0 < len(names) <= 2 and not isinstance(module, nn.Linear):
-        found = match_norm(module, call, trace, known.norms)
-        return Role.ROW_NORM if isinstance(found, NormSpec) else neither
-    return neither
+        return neither if facts.activation(call.name) is None else Role.ELEMENTWISE
+    norm = bool(names) and isinstance(facts.norm(call.name), NormSpec)
+    return Role.ROW_NORM if norm else neither

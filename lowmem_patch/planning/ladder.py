@@ -24,7 +24,6 @@ from lowmem_patch.planning.sharded_timeline import sharding_of
 from lowmem_patch.planning.timeline import FewRuns, Timeline, few_of, few_runs, run_levels
 from lowmem_patch.strategies.checkpointing import ALONE, find_blocks
 from lowmem_patch.tracing.inputs import ExampleInputs
-from lowmem_patch.tracing.shadow import tensors_in
 
 _GPUS = (2, 4, 8, 16, 32, 64)
 _RANK = 16  # of the adapters that stand for full training
@@ -150,7 +149,7 @@ def _part_of(runs: Sequence[RunSeconds], rows: float, tokens: float) -> float:
 
 def _smaller(inputs: ExampleInputs) -> Iterator[tuple[str, ExampleInputs, float, float]]:
     """The inputs with one row, and with half the length; and what parts these are."""
-    tensors = [tensor for tensor in tensors_in((inputs.args, inputs.kwargs)) if tensor.dim() > 1]
+    tensors = [tensor for tensor in inputs.tensors if tensor.dim() > 1]
     if not tensors:
         return
     rows = Counter(tensor.shape[0] for tensor in tensors).most_common(1)[0][0]

@@ -23,7 +23,7 @@ def live_ops(trace: Trace) -> list[Op]:
         made = _made(op)
         differentiable = any(tensor.requires_grad for tensor in made)
         if differentiable and not reached.isdisjoint(_storages(made)):
-            reached.update(_storages(tensors_in((op.args, op.kwargs))))
+            reached.update(_storages(op.reads))
             found.append(op)
     return found[::-1]
 
@@ -42,7 +42,7 @@ def let_go(trace: Trace, live: Sequence[Op]) -> set[int]:
     held = {id(op) for op in live}
     keys: dict[bool, set[int]] = {True: set(), False: set()}
     for op in trace.ops:
-        keys[id(op) in held].update(_storages(tensors_in((op.args, op.kwargs, op.outputs))))
+        keys[id(op) in held].update(_storages((*op.reads, *op.outputs)))
     return keys[False] - keys[True]
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+_LARGE_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 # in a path, also one within a sentence
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)|(?<= )\d+(?=\.[^\W\d])")
 
@@ -15,6 +16,25 @@ def human_bytes(count: int) -> str:
     """1024 bytes = 1 KiB; whole bytes below that."""
     power = min(max(abs(count).bit_length() - 1, 0) // 10, len(_UNITS) - 1)
     return f"{count / 1024**power:.1f} {_UNITS[power]}" if power else f"{count} B"
+
+
+def listed(names: Collection[str], most: int) -> str:
+    """The first names of a list, and dots for the others."""
+    return ", ".join(list(names)[:most]) + (", ..." if len(names) > most else "")
+
+
+def size_text(size: int, *, up: bool = False) -> str:
+    """``25769803776`` -> ``24.00 GiB``; ``up``: no text stands for less than ``size``."""
+    name, unit = unit_of(size)
+    if unit == 1:
+        return f"{size} B"
+    hundredths = -(-100 * size // unit) if up else round(100 * size / unit)
+    return f"{hundredths / 100:.2f} {name}"
+
+
+def unit_of(largest: float) -> tuple[str, int]:
+    """The unit in which so many bytes are a number that people read, and its bytes."""
+    return next((pair for pair in _LARGE_UNITS if largest >= pair[1]), ("bytes", 1))
 
 
 def fewer(before: int, after: int) -> str:

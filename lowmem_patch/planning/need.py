@@ -14,7 +14,7 @@ OPTIMIZER_STEP = "optimizer step"
 
 @dataclasses.dataclass(frozen=True)
 class Need:
-    """Of one step, at its peak.
+    """What one step needs at its peak.
 
     Attributes:
         total: bytes, model states and all that follows included.
@@ -35,8 +35,8 @@ class Need:
 def need_of(
     timeline: Timeline, states: ModelStates, training: Training, temporaries: Sequence[int]
 ) -> Need:
-    """Of a step on a GPU whose requests are not known, such as one told by few blocks, the rounding of
-    activations and gradients is missing.
+    """What a step needs. Where a GPU's requests are not known, as of a step told by few blocks, the
+    rounding of activations and gradients is missing.
 
     Args:
         temporaries: of the optimizer's step.

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 
 from lowmem_patch.constants import STEP_TABLES
+from lowmem_patch.planning.names import listed
 from lowmem_patch.strategies.protocol import Facts
 from lowmem_patch.tracing.op_roles import Role
 from lowmem_patch.tracing.probes import looks_like_norm, match_activation
 from lowmem_patch.tracing.trace import Op, describe
 
 _NAMED = 3
-
-
-def _first_of(names: Collection[str]) -> str:
-    return ", ".join(list(names)[:_NAMED]) + (", ..." if len(names) > _NAMED else "")
 
 
 def notes_of_no_sites(facts: Facts, sites: Iterable[str]) -> list[str]:
@@ -32,7 +29,7 @@ def _foreign_kernels(facts: Facts) -> str | None:
     places = [describe(facts.modules[name], name) for name in facts.foreign_kernels]
     if not places:
         return None
-    return f"{len(places)} modules run kernels of their own, which are left alone ({_first_of(places)})"
+    return f"{len(places)} modules run kernels of their own, which are left alone ({listed(places, _NAMED)})"
 
 
 def _functional_calls(facts: Facts, sites: Iterable[str]) -> str | None:
@@ -50,7 +47,7 @@ def _functional_calls(facts: Facts, sites: Iterable[str]) -> str | None:
         return None
     return (
         f"norms and activations that are called as functions, left alone: {len(places)} "
-        f"({_first_of(dict.fromkeys(places))})"
+        f"({listed(dict.fromkeys(places), _NAMED)})"
     )
 
 
@@ -81,5 +78,5 @@ def _not_run(facts: Facts) -> str | None:
         )
     return (
         f"{len(names)} norms or activations did not run on the example inputs: left alone "
-        f"({_first_of(names)}); {mend}"
+        f"({listed(names, _NAMED)}); {mend}"
     )

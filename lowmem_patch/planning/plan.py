@@ -59,7 +59,7 @@ def make_plan(facts: Facts, config: PatchConfig) -> Plan:
                 replaced.add(patch.site)
             patches.append(patch)
             if patch.kind is not None:
-                rows[patch.site] = _row(facts, patch)
+                rows[patch.site] = _row(facts, patch, patch.kind)
         for skip in found.skips:
             rows.setdefault(skip.site, _skipped(facts, skip))
         notes += found.notes
@@ -67,14 +67,12 @@ def make_plan(facts: Facts, config: PatchConfig) -> Plan:
     return Plan(sites, tuple(patches), tuple(notes))
 
 
-def _row(facts: Facts, patch: Patch) -> Site:
+def _row(facts: Facts, patch: Patch, kind: str) -> Site:
     step = patch.step if isinstance(patch, FoldedNorm) else None
-    kind = patch.kind or "other"
     # what a module saves is counted; a function has none of its own
-    called = isinstance(patch, Swap) and patch.function is not None
-    before, after = facts.saved(patch.site), getattr(patch, "saves", 0) if called else 0
+    after = patch.saves if isinstance(patch, Swap) and patch.function is not None else 0
     return Site(
-        patch.site, kind, patch.strategy, patch.reason, patch.consumers, before, after,
+        patch.site, kind, patch.strategy, patch.reason, patch.consumers, facts.saved(patch.site), after,
         patch.approximate, step,
     )  # fmt: skip
 

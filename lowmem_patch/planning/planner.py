@@ -15,9 +15,15 @@ from lowmem_patch.planning.apply import apply_plan, undo
 from lowmem_patch.planning.floor import count_floor
 from lowmem_patch.planning.notes import notes_of_no_sites
 from lowmem_patch.planning.plan import Plan, make_plan
-from lowmem_patch.planning.report import BytesByKind, PatchReport, by_block, find_records
+from lowmem_patch.planning.report import (
+    BytesByKind,
+    PatchReport,
+    block_rows,
+    by_block,
+    find_records,
+)
 from lowmem_patch.strategies.fold import folded_now
-from lowmem_patch.strategies.protocol import Facts
+from lowmem_patch.strategies.protocol import Affines, Facts
 from lowmem_patch.strategies.swap import is_replacement
 from lowmem_patch.tracing.example_inputs import make_example_inputs
 from lowmem_patch.tracing.inputs import ExampleInputs, as_example_inputs
@@ -75,8 +81,7 @@ def facts_and_plan(
     Raises:
         TraceError, PatchError: as `plan_model`.
     """
-    originals: dict[str, tuple[Tensor | None, Tensor | None]] = {}
-    shadow, trace = _traced(model, inputs, originals, notes)
+    shadow, trace, originals = _traced(model, inputs, notes)
     facts = Facts(model, shadow.model, trace, originals, on_meta=shadow.elsewhere)
     return facts, make_plan(facts, config), shadow
 
@@ -105,7 +110,7 @@ def plan_model(model: nn.Module, config: PatchConfig, example_inputs: Any) -> Pl
     # inputs may have gradients, as those of a frozen part of a larger model
     if not (trace.saved.activations or any(p.requires_grad for p in model.parameters())):
         notes.append(NOTHING_TRAINS)
-    floor = count_floor(shadow.model, trace)
+    floor = count_floor(facts)
     report = PatchReport(
         model=type(model).__name__,
         config=config,
@@ -135,19 +140,17 @@ def trace_whole(shadow: Shadow, *, structure: bool = True) -> Trace:
 
 
 def _traced(
-    model: nn.Module,
-    inputs: ExampleInputs,
-    originals: dict[str, tuple[Tensor | None, Tensor | None]],
-    notes: list[str],
-) -> tuple[Shadow, Trace]:
-    """Trace a shadow, or, where the model cannot run without data, the model itself."""
+    model: nn.Module, inputs: ExampleInputs, notes: list[str]
+) -> tuple[Shadow, Trace, Affines]:
+    """Trace a shadow, or, where the model cannot run without data, the model itself; and the affines that
+    an earlier patch folded away."""
     try:
-        shadow = _shadow_of_original(model, inputs, originals)
+        shadow, originals = _shadow_of_original(model, inputs)
     except DataNeededError as error:
         cause: TraceError = error
     else:
         try:
-            return shadow, trace_whole(shadow)
+            return shadow, trace_whole(shadow), originals
         except TraceError as error:
             cause = error
     if came_sharded(model) or find_records(model):
@@ -170,16 +173,13 @@ def _traced(
             raise
     notes.append(f"traced with data, since the forward cannot run without: {cause}")
     notes.append(NOT_COUNTED)
-    return shadow, trace
+    return shadow, trace, {}
 
 
-def _shadow_of_original(
-    model: nn.Module,
-    inputs: ExampleInputs,
-    originals: dict[str, tuple[Tensor | None, Tensor | None]],
-) -> Shadow:
-    """A shadow of the model as it was before any patch; ``originals`` gets the affines folded away."""
+def _shadow_of_original(model: nn.Module, inputs: ExampleInputs) -> tuple[Shadow, Affines]:
+    """A shadow of the model as it was before any patch, and the affines that were folded away."""
     shadow = make_shadow(model, inputs)
+    originals: dict[str, tuple[Tensor | None, Tensor | None]] = {}
     for holder, _ in find_records(shadow.model):
         prefix = next(name for name, module in shadow.model.named_modules() if module is holder)
         for folded in folded_now(holder):
@@ -191,7 +191,7 @@ def _shadow_of_original(
             f"this {type(model).__name__} is part of a patched model, or shares modules with one: "
             "patch or plan that one, or call unpatch_model on that one or on this first"
         )
-    return shadow
+    return shadow, originals
 
 
 def counted_after(report: PatchReport, trace: Trace) -> dict[str, Any]:
@@ -209,9 +209,7 @@ def counted_after(report: PatchReport, trace: Trace) -> dict[str, Any]:
         "saved_after": trace.saved.activations,
         "weight_copies_after": trace.saved.weight_copies,
         "kinds": dataclasses.replace(report.kinds, after=trace.saved.by_kind),
-        "blocks": tuple(
-            (block, before.get(block, 0), after.get(block, 0)) for block in {**before, **after}
-        ),
+        "blocks": block_rows(before, after),
     }
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import html
 import re
+from collections import Counter
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -259,11 +261,19 @@ def block_name(module: str) -> str:
 
 def by_block(saved: SavedBytes) -> dict[str, int]:
     """Saved bytes by the block of the module that saved a storage first."""
-    blocks: dict[str, int] = {}
+    blocks: Counter[str] = Counter()
     for module, size in saved.by_module.items():
-        block = block_name(module)
-        blocks[block] = blocks.get(block, 0) + size
-    return blocks
+        blocks[block_name(module)] += size
+    return dict(blocks)
+
+
+def block_rows(
+    before: Mapping[str, int], after: Mapping[str, int]
+) -> tuple[tuple[str, int, int], ...]:
+    """Each block with its bytes before and after."""
+    return tuple(
+        (block, before.get(block, 0), after.get(block, 0)) for block in {**before, **after}
+    )
 
 
 @dataclasses.dataclass(frozen=True)

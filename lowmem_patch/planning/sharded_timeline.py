@@ -73,7 +73,7 @@ class Sharding:
         )
 
     def _less(self, gradients: int) -> int:
-        """Of whole gradients, what lies on other GPUs."""
+        """What lies on other GPUs of whole gradients."""
         return 0 if self.accumulates else gradients - -(-gradients // self.gpus)
 
 

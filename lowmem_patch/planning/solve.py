@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -226,9 +227,7 @@ def _levels(pair: _Pair | None) -> list[str]:
 
 def _tied(steps: Sequence[Step]) -> list[int]:
     """Blocks that run several times."""
-    counts: dict[int, int] = {}
-    for step in steps:
-        counts[step.block] = counts.get(step.block, 0) + 1
+    counts = Counter(step.block for step in steps)
     return [block for block, count in counts.items() if count > 1]
 
 

@@ -107,7 +107,7 @@ def _named(moment: str, place: int) -> Part:
 
 
 def _timeline(live: LiveBytes) -> Timeline:
-    """Of a step that has just ended."""
+    """The timeline of a step that has just ended."""
     live.settle()
     most: dict[Part, int] = {}
     for (moment, place), (size, *_) in live.parts.items():

@@ -95,7 +95,7 @@ def _product(weights: Tensor, y: Tensor) -> Tensor:
 def _label_weights(
     y: Tensor, target: Tensor, class_weight: Tensor | None, ignore_index: int, smoothing: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of each row the label, what it is worth, what each class is worth, and both together."""
+    """The label of each row, what it is worth, what each class is worth, and both together."""
     classes = y.shape[1]
     weights = y.new_ones(classes) if class_weight is None else class_weight.to(y.dtype)
     index = torch.where(target == ignore_index, 0, target)

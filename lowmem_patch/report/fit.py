@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from lowmem_patch.memory import MemoryReport
 from lowmem_patch.planning.columns import make_table
-from lowmem_patch.planning.fit_report import FitReport, size_text
+from lowmem_patch.planning.fit_report import FitReport
 from lowmem_patch.planning.ladder import Rung
-from lowmem_patch.planning.names import human_bytes
+from lowmem_patch.planning.names import human_bytes, size_text
 from lowmem_patch.report.layout import print_line, print_table
 
 

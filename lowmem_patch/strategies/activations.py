@@ -100,12 +100,8 @@ def unknown_activations(facts: Facts) -> Iterator[Skip]:
             unknown = f"no step table for {str(module).removesuffix('()')}"
             yield Skip(name, "other", unknown if facts.saved(name) else NOTHING_TO_GAIN)
     for name, custom in facts.trace.custom.items():
-        if not facts.is_site(custom.module) and not _is_norm(facts, custom.module):
+        if not (facts.is_site(custom.module) or looks_like_norm(facts.modules[custom.module])):
             yield Skip(name, "other", "a custom autograd function: nobody sees what it computes")
-
-
-def _is_norm(facts: Facts, module: str) -> bool:
-    return looks_like_norm(facts.modules[module])
 
 
 def products(consumers: list[Consumer]) -> list[Tensor]:
@@ -176,12 +172,7 @@ def _reads(facts: Facts, name: str, consumers: list[Consumer]) -> int:
         if consumer.op is not None and consumer.use in READS and id(consumer.tensor) in outputs
     ]
     places = {storage_key(tensor) for tensor in facts.outputs(name)}
-    savers = {
-        (saver.module, saver.function)
-        for storage in facts.trace.saved.storages
-        if storage.key in places
-        for saver in storage.savers
-    }
+    savers = {(one.module, one.function) for key in places for one in facts.savers.get(key, ())}
     saved = any((op.module, op.name) in savers for op in readers)
     return -(-len(readers) // len(facts.calls_of(name))) if saved else 0
 

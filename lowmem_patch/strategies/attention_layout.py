@@ -3,7 +3,7 @@ the Linear saves no copy; exact."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from lowmem_patch.nn.own import has_foreign_forward
 from lowmem_patch.strategies.protocol import Facts, Found, Patch, Target
 from lowmem_patch.strategies.speed import rotary
 from lowmem_patch.tracing.call_arguments import argument
+from lowmem_patch.tracing.categories import Saver
 from lowmem_patch.tracing.consumers import (
     Consumer,
     consumers_behind_dropouts,
@@ -42,9 +43,6 @@ def find(facts: Facts, config: PatchConfig) -> Found:
     """The modules that run such attention, and of whose output a copy is saved for no other reason."""
     if config.attention != "fused":
         return Found()
-    savers: dict[int, set[str]] = {}
-    for storage in facts.trace.saved.storages:
-        savers[storage.key] = {saver.function for saver in storage.savers}
     # as one op, a rotation that passes columns on by itself leaves q as it lay
     rotated = {patch.site for patch in rotary.find(facts, config).patches if patch.rotation.partial}
     names: dict[str, None] = {}
@@ -52,7 +50,7 @@ def find(facts: Facts, config: PatchConfig) -> Found:
         module = facts.modules.get(op.module)
         if module is None or op.module in rotated or has_foreign_forward(module):
             continue
-        if _saves_once(op, savers) and _is_copied(facts.trace, op):
+        if _saves_once(op, facts.savers) and _is_copied(facts.trace, op):
             names[op.module] = None
     patches = [HeadsLast(name) for name in _not_around(facts.trace, names)]
     note = (
@@ -67,7 +65,7 @@ def _not_around(trace: Trace, names: Iterable[str]) -> list[str]:
     return [name for name in names if not any(f"{one}.".startswith(f"{name}.") for one in within)]
 
 
-def _saves_once(op: Op, savers: dict[int, set[str]]) -> bool:
+def _saves_once(op: Op, savers: Mapping[int, tuple[Saver, ...]]) -> bool:
     """Whether an op is fused attention of queries with the heads first that nobody else saves.
 
     Queries that others save, too, would be saved twice, once in either order. Attention that is computed by
@@ -79,9 +77,11 @@ def _saves_once(op: Op, savers: dict[int, set[str]]) -> bool:
     others = (t for t in (*op.args, *op.kwargs.values()) if isinstance(t, Tensor) and t is not q)
     if not has_heads_first(q) or storage_key(q) in map(storage_key, others):
         return False
+    by_q, by_output = (
+        {saver.function for saver in savers.get(storage_key(one), ())} for one in (q, op.outputs[0])
+    )
     # under autocast a cast of q is saved
-    alone = savers.get(storage_key(q), fused) == fused
-    return alone and savers.get(storage_key(op.outputs[0])) == fused
+    return by_q <= fused and by_output == fused
 
 
 def _needs_heads_first(trace: Trace, op: Op) -> bool:

@@ -7,7 +7,7 @@ many tensors of the full width. What enters the chain is saved in their place.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Mapping, Set
 
 from torch import Tensor
 
@@ -22,13 +22,13 @@ from lowmem_patch.strategies.protocol import (
     Target,
     forward_obstacle,
 )
-from lowmem_patch.tracing.call_arguments import ElementwiseCall, elementwise_call, weight_matmul
+from lowmem_patch.tracing.base_model import is_leaf
+from lowmem_patch.tracing.call_arguments import ElementwiseCall, elementwise_call
 from lowmem_patch.tracing.chains import Chain, find_chains
-from lowmem_patch.tracing.consumers import Consumer, find_consumers
+from lowmem_patch.tracing.consumers import Consumer, find_consumers, matmul_of
 from lowmem_patch.tracing.op_roles import Role
 from lowmem_patch.tracing.probes import NormSpec, looks_like_norm
 from lowmem_patch.tracing.saved_bytes import storage_key
-from lowmem_patch.tracing.shadow import tensors_in
 from lowmem_patch.tracing.trace import Op
 
 _KIND = "chain"
@@ -105,8 +105,7 @@ def _is_norm(facts: Facts, name: str) -> bool:
     module = facts.modules[name]
     if looks_like_norm(module):
         return True
-    alone = next(module.children(), None) is None
-    return alone and isinstance(facts.norm(name), NormSpec)
+    return is_leaf(module) and isinstance(facts.norm(name), NormSpec)
 
 
 def _gain(facts: Facts, chain: Chain) -> int:
@@ -117,24 +116,27 @@ def _gain(facts: Facts, chain: Chain) -> int:
     gone = sum(saved[key].bytes for key in inside & saved.keys() - _still_saved(facts, chain))
     if not gone:
         return 0
+    return gone - _more_bytes(facts, sources)
+
+
+def _more_bytes(facts: Facts, tensors: Mapping[int, Tensor]) -> int:
+    """Bytes of the storages, by key, that neither autograd nor the model holds anyway."""
     weights = (*facts.shadow.parameters(), *facts.shadow.buffers())
-    anyway = saved.keys() | set(map(storage_key, weights))
-    return gone - sum(t.untyped_storage().nbytes() for k, t in sources.items() if k not in anyway)
+    anyway = {*map(storage_key, weights), *(one.key for one in facts.trace.saved.storages)}
+    return sum(t.untyped_storage().nbytes() for key, t in tensors.items() if key not in anyway)
 
 
 def _beside(facts: Facts, chains: list[Chain]) -> int:
     """Bytes that are saved for other functions, of the module or of those in it, which are called as those of
     the chains are, so that they wait, too."""
     made = {key for chain in chains for key in chain.made}
-    anyway = {storage.key for storage in facts.trace.saved.storages}
-    anyway |= set(map(storage_key, (*facts.shadow.parameters(), *facts.shadow.buffers())))
     read = {
         storage_key(tensor): tensor
         for op in _called_alike(facts, chains, made)
-        for tensor in tensors_in((op.args, op.kwargs))
+        for tensor in op.reads
         if id(tensor) not in made
     }
-    return sum(t.untyped_storage().nbytes() for key, t in read.items() if key not in anyway)
+    return _more_bytes(facts, read)
 
 
 def _called_alike(facts: Facts, chains: list[Chain], made: Set[int]) -> Iterator[Op]:
@@ -151,27 +153,19 @@ def _called_alike(facts: Facts, chains: list[Chain], made: Set[int]) -> Iterator
 
 def _still_saved(facts: Facts, chain: Chain) -> set[int]:
     """Storages of the chain's values that a reader outside saves all the same."""
-    savers = {
-        storage.key: {(saver.module, saver.function) for saver in storage.savers}
-        for storage in facts.trace.saved.storages
-    }
     found: set[int] = set()
     own = set(map(id, chain.ops.values()))
     for tensor in chain.made.values():
         key = storage_key(tensor)
+        savers = {(saver.module, saver.function) for saver in facts.savers.get(key, ())}
         for op in facts.trace.consumers.get(id(tensor), ()):
-            if id(op) in own or (not op.opaque and _multiplies(op, tensor)):
+            # a matmul of a weight can save what the tensor is computed from
+            if id(op) in own or (not op.opaque and matmul_of(op, tensor) is not None):
                 continue
             is_view = any(storage_key(output) == key for output in op.outputs)
-            if op.opaque or is_view or (op.module, op.name) in savers.get(key, ()):
+            if op.opaque or is_view or (op.module, op.name) in savers:
                 found.add(key)
     return found
-
-
-def _multiplies(op: Op, tensor: Tensor) -> bool:
-    """Whether an op is a matmul of a weight, which can save what the tensor is computed from."""
-    matmul = weight_matmul(op.name, op.args, op.kwargs)
-    return matmul is not None and matmul.input is tensor and isinstance(matmul.weight, Tensor)
 
 
 def readers(facts: Facts, chain: Chain) -> list[Consumer]:

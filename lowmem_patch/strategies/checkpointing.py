@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
 
 from torch import nn
 
@@ -17,6 +16,7 @@ from lowmem_patch.nn.checkpointing import Recompute, checkpoint_block
 from lowmem_patch.nn.host_memory import HostMemory
 from lowmem_patch.nn.own import has_foreign_forward
 from lowmem_patch.strategies.protocol import Facts, Patch, Target
+from lowmem_patch.tracing.shadow import tensors_in
 from lowmem_patch.tracing.trace import Call
 
 # what a block saves, from most to least
@@ -154,17 +154,9 @@ def _follows(facts: Facts, first: Call, second: Call) -> bool:
     made = {id(tensor) for tensor in first.outputs}
     wanted = {id(tensor) for tensor in second.inputs}
     for op in facts.trace.ops[first.last_op : second.first_op]:
-        if any(id(argument) in made for argument in _arguments(op.args)):
+        if any(id(tensor) in made for tensor in tensors_in(op.args)):
             made.update(id(output) for output in op.outputs)
     return bool(made & wanted)
-
-
-def _arguments(args: Iterable[Any]) -> Iterator[Any]:
-    for argument in args:
-        if isinstance(argument, (tuple, list)):
-            yield from argument
-        else:
-            yield argument
 
 
 def _is_link(first: Call, second: Call) -> bool:

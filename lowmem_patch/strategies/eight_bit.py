@@ -20,6 +20,7 @@ from lowmem_patch.strategies.head import head_names
 from lowmem_patch.strategies.lora import adapter_layers
 from lowmem_patch.strategies.protocol import Facts, Found, Patch, Target
 from lowmem_patch.strategies.share import NormSite, norm_sites
+from lowmem_patch.tracing.base_model import is_leaf
 from lowmem_patch.tracing.consumers import weight_trains
 from lowmem_patch.tracing.op_roles import Role, role_of
 from lowmem_patch.tracing.saved_bytes import storage_key
@@ -100,7 +101,7 @@ class _Savers:
     """
 
     def __init__(self, facts: Facts) -> None:
-        self.storages = {storage.key: storage for storage in facts.trace.saved.storages}
+        self.savers = facts.savers
         self.attention: dict[str, list[Tensor]] = {}
         for op in facts.trace.ops:
             fused = op.name == "scaled_dot_product_attention" and not op.opaque
@@ -125,10 +126,7 @@ class _Savers:
     def _is_stored(self, tensor: Tensor) -> bool:
         if tensor.dtype not in EIGHT_BIT_DTYPES:
             return False
-        storage = self.storages.get(storage_key(tensor))
-        if storage is None:
-            return True
-        for saver in storage.savers:
+        for saver in self.savers.get(storage_key(tensor), ()):
             role = role_of(saver.function)
             fused = role.has(Role.FUSED_ATTENTION)
             if fused and saver.module in self.attention:
@@ -156,7 +154,7 @@ def _trained(facts: Facts, config: PatchConfig) -> Iterator[tuple[str, list[Tens
 
 def _is_trained_linear(facts: Facts, name: str, module: nn.Module) -> bool:
     """Whether a module without children runs one matmul, of a weight of its own that trains."""
-    if next(module.children(), None) is not None or name in facts.foreign_kernels:
+    if not is_leaf(module) or name in facts.foreign_kernels:
         return False
     weight = getattr(module, "weight", None)
     if not isinstance(weight, Tensor) or weight.dim() != 2 or not weight.requires_grad:

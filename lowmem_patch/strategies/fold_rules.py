@@ -165,8 +165,7 @@ class FoldRules:
             others = (op for op in self.uses.get(parameter, ()) if id(op) not in reading)
             other = next(others, None)
             if other is not None:
-                where = f"{other.name} in {other.module}" if other.module else other.name
-                return f"{parameter} is also used by {where}"
+                return f"{parameter} is also used by {other.place}"
             if parameter in self.tied:
                 return f"{parameter} shares its memory with {self.tied[parameter]}"
             if parameter in self.foreign:

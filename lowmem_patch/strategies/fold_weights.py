@@ -36,7 +36,7 @@ class FoldStep:
 
     @property
     def settings(self) -> NormSettings:
-        """Of the norm, as far as folding asks for them."""
+        """The settings of the norm, as far as folding asks for them."""
         return NormSettings(0.0, self.weight_offset)
 
 

@@ -12,16 +12,10 @@ from lowmem_patch.nn.head import defer_logits
 from lowmem_patch.nn.own import has_foreign_forward
 from lowmem_patch.strategies.lora import adapter_layers
 from lowmem_patch.strategies.protocol import Facts, Found, Patch, Target
-from lowmem_patch.tracing.op_roles import REARRANGES, SELECTS, Role
+from lowmem_patch.tracing.op_roles import OF_LOGITS, Role
 
 # What is wider than that against its input is a vocabulary: logits are larger than all that one layer saves.
 _WIDER = 2
-_PASSES_ON = (
-    REARRANGES | SELECTS | Role.CAST | Role.SUM | Role.PRODUCT | Role.DIVISION | Role.ELEMENTWISE
-    | Role.LOG_SOFTMAX
-)  # fmt: skip
-
-
 _READS_CHUNKS = Role.CROSS_ENTROPY | Role.LOG_SUM_EXP | Role.GATHER | Role.ARGMAX
 
 
@@ -94,7 +88,7 @@ def _readers(facts: Facts, name: str) -> list[str] | None:
         reached = reached or id(tensor) in facts.trace.outputs
         for op in facts.trace.consumers.get(id(tensor), ()):
             reached = reached or op.role.has(Role.CROSS_ENTROPY)
-            if op.role.has(_PASSES_ON) and not op.writes:
+            if op.role.has(OF_LOGITS) and not op.writes:
                 new = [t for t in op.outputs if id(t) not in seen and t.is_floating_point()]
                 seen.update(map(id, new))
                 pending += new

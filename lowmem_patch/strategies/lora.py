@@ -52,13 +52,12 @@ def _read_alone(facts: Facts, layers: tuple[str, ...]) -> set[str]:
     """The layers whose input nobody else saves: no norm has made it, and no other layer reads it."""
     calls = [call for name in layers for call in facts.calls.get(name, ()) if call.inputs]
     readers = Counter(storage_key(call.inputs[0]) for call in calls)
-    savers = {storage.key: storage.savers for storage in facts.trace.saved.storages}
     made_by, normed = makers(facts.trace), _saved_by_norms(facts)
 
     def is_shared(call: Call) -> bool:
         key = storage_key(call.inputs[0])
         if readers[key] > 1 or any(
-            not one.module.startswith(f"{call.name}.") for one in savers.get(key, ())
+            not one.module.startswith(f"{call.name}.") for one in facts.savers.get(key, ())
         ):
             return True
         forms = backward(made_by, call.inputs[0], moved_from)

@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from lowmem_patch.config import PatchConfig
 from lowmem_patch.functional import ActivationKind
 from lowmem_patch.nn.own import has_foreign_forward, is_compiled_function
+from lowmem_patch.tracing.base_model import is_leaf
+from lowmem_patch.tracing.categories import Saver
 from lowmem_patch.tracing.consumers import Consumer, Reads, Writes
 from lowmem_patch.tracing.functions import FunctionSite, find_functions
 from lowmem_patch.tracing.probes import (
@@ -82,6 +84,11 @@ class Facts:
         return Reads(self.trace)
 
     @cached_property
+    def savers(self) -> dict[int, tuple[Saver, ...]]:
+        """Who saved a storage, by its key."""
+        return {storage.key: storage.savers for storage in self.trace.saved.storages}
+
+    @cached_property
     def foreign_kernels(self) -> dict[str, None]:
         """Names of the modules that ran kernels of their own (Liger's, mamba's), of which a trace sees
         what they read, and no more; in the order of the forward."""
@@ -99,7 +106,7 @@ class Facts:
 
     def is_site(self, name: str) -> bool:
         """Whether a module is an activation or a norm as a whole, whatever it calls."""
-        if name not in self.calls or next(self.modules[name].children(), None) is not None:
+        if name not in self.calls or not is_leaf(self.modules[name]):
             return False
         if self.activation(name) is not None or looks_like_activation(self.modules[name]):
             return True
@@ -141,7 +148,7 @@ class Facts:
     def leaves(self) -> Iterable[str]:
         """Names of the modules without children that ran, in the order in which they ended."""
         for name in self.order:
-            if name and next(self.modules[name].children(), None) is None:
+            if name and is_leaf(self.modules[name]):
                 yield name
 
     def outputs(self, name: str) -> list[Tensor]:

@@ -206,7 +206,7 @@ def share_or_skip(
     if any(consumer.use in ("linear", "autocast") for consumer in consumers):
         gains = True
     else:
-        size = sum(tensor.numel() * tensor.element_size() for tensor in site.outputs)
+        size = sum(tensor.nbytes for tensor in site.outputs)
         gains = facts.saved(site.name) > 1.5 * size
     if not gains:
         return site.skip("nothing to gain: no Linear keeps its output")
@@ -231,7 +231,7 @@ def _saves_as_much(facts: Facts, site: NormSite) -> bool:
         return False
     weights = [weight_read_with(c) if c.use == "linear" else None for c in site.consumers]
     frozen = all(weight is not None and not weight.requires_grad for weight in weights)
-    size = sum(tensor.numel() * tensor.element_size() for tensor in site.outputs)
+    size = sum(tensor.nbytes for tensor in site.outputs)
     return frozen and facts.saved(site.name) < 1.5 * size
 
 
@@ -328,8 +328,8 @@ def _is_dropped(facts: Facts, config: PatchConfig, consumers: list[Consumer]) ->
 def _one_copy(
     consumers: list[Consumer], feeds_autocast: bool, saves_casts: bool, linears: bool, dropped: bool
 ) -> str | None:
-    """When Linears would save casts, of the output or of a frozen weight, or what a dropout gives, if it
-    did not wait."""
+    """When the output shall wait, because Linears would save casts, of it or of a frozen weight, or what a
+    dropout gives."""
     if saves_casts and any(
         c.cast and c.op is not None and c.op.role.has(Role.LINEAR) for c in consumers
     ):
@@ -360,7 +360,6 @@ def _saved_by_others(facts: Facts, consumers: list[Consumer]) -> bool:
     keys = {storage_key(c.tensor) for c in others if c.tensor is not None}
     return any(
         not role_of(saver.function).has(Role.LINEAR)
-        for storage in facts.trace.saved.storages
-        if storage.key in keys
-        for saver in storage.savers
+        for key in keys
+        for saver in facts.savers.get(key, ())
     )

@@ -196,7 +196,7 @@ def _mesh(function: Callable[[Array], Array], name: str, left: Line, right: Line
 def _check_continuous(
     function: Callable[[Array], Array], name: str, low: Array, high: Array
 ) -> None:
-    """Of small cells."""
+    """Refuse a function that jumps within one of these small cells."""
     jumps = np.abs(function(high) - function(low)) > _LARGEST_STEP
     if jumps.any():
         place = float((low + high)[jumps][0]) / 2

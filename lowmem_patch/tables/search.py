@@ -136,7 +136,7 @@ class _Grid:
         self._moments()
 
     def _moments(self) -> None:
-        """For each pair of places the integrals of r^2, r (1 - t) and r t, with r = h - chord, t in 0..1."""
+        """The integrals of r^2, r (1 - t) and r t for each pair of places, with r = h - chord, t in 0..1."""
         curve, p = self.curve, self.places
         x, weights = curve.nodes(p)
         h, cell = curve(x), np.searchsorted(p, x)

@@ -1,4 +1,4 @@
-"""What is a model, the model inside a PEFT wrapper, its head, and the config of what reads text."""
+"""What is a model, a leaf, the model inside a PEFT wrapper, its head, and the config of what reads text."""
 
 from __future__ import annotations
 
@@ -30,6 +30,11 @@ def checked_model(model: object, call: str) -> None:
         f"{call} takes a torch.nn.Module, and got a {type(model).__name__}: give the model that it holds, "
         "such as trainer.model or pipeline.unet"
     )
+
+
+def is_leaf(module: nn.Module) -> bool:
+    """Whether a module has no other inside."""
+    return next(module.children(), None) is None
 
 
 def base_model(model: Any) -> Any:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lowmem_patch.tracing.base_model import is_leaf
 from lowmem_patch.tracing.op_roles import MATMULS, WEIGHT_MATMULS, Role, role_of
 
 CATEGORIES = (
@@ -63,7 +64,7 @@ def module_categories(model: nn.Module) -> dict[str, str]:
     for name, module in model.named_modules():
         if hasattr(module, "base_layer"):
             categories[name] = "linear inputs"
-        if next(module.children(), None) is not None:
+        if not is_leaf(module):
             continue
         label = type(module).__name__.lower()
         if "norm" in label:

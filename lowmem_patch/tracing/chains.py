@@ -11,7 +11,6 @@ from torch import Tensor
 from lowmem_patch.nn.op import strides_like
 from lowmem_patch.tracing.call_arguments import ElementwiseCall, elementwise_call, largest_shape
 from lowmem_patch.tracing.op_roles import OF_ELEMENTS, Role
-from lowmem_patch.tracing.shadow import tensors_in
 from lowmem_patch.tracing.trace import Op, Trace
 
 
@@ -38,7 +37,7 @@ class Chain:
     def sources(self) -> list[Tensor]:
         """What the ops read and none of them made."""
         made = self.made
-        read = {id(t): t for op in self.ops.values() for t in tensors_in((op.args, op.kwargs))}
+        read = {id(t): t for op in self.ops.values() for t in op.reads}
         return [tensor for key, tensor in read.items() if key not in made]
 
     def sources_of(self, tensors: Iterable[Tensor]) -> list[Tensor]:
@@ -52,8 +51,7 @@ class Chain:
                 continue
             seen[id(tensor)] = tensor
             if (op := makers.get(id(tensor))) is not None:
-                read = tensors_in((op.args, op.kwargs))
-                pending += [one for one in read if one.shape == tensor.shape]
+                pending += [one for one in op.reads if one.shape == tensor.shape]
         return [tensor for key, tensor in seen.items() if key not in makers]
 
 
@@ -67,10 +65,9 @@ def find_chains(trace: Trace, known: Set[int]) -> list[Chain]:
     for number, op in enumerate(trace.ops):
         if not op.role.has(OF_ELEMENTS) or not op.module or op.writes or op.opaque:
             continue
-        read = tensors_in((op.args, op.kwargs))
-        own = {id(t): c for t in read if (c := chains.get(id(t))) and c.module == op.module}
-        call = _call(op, read, own.keys())
-        if call is None or _is_known(op, read, known):
+        own = {id(t): c for t in op.reads if (c := chains.get(id(t))) and c.module == op.module}
+        call = _call(op, own.keys())
+        if call is None or _is_known(op, known):
             continue
         chain, *others = dict.fromkeys(own.values()) or (Chain(op.module),)
         chain.ops[number] = op
@@ -83,7 +80,7 @@ def find_chains(trace: Trace, known: Set[int]) -> list[Chain]:
     return sorted(set(chains.values()), key=lambda chain: min(chain.ops))
 
 
-def _call(op: Op, read: list[Tensor], own: Set[int]) -> ElementwiseCall | None:
+def _call(op: Op, own: Set[int]) -> ElementwiseCall | None:
     """How an op is called that may be one of a chain; None for any other.
 
     Args:
@@ -91,24 +88,28 @@ def _call(op: Op, read: list[Tensor], own: Set[int]) -> ElementwiseCall | None:
     """
     call = elementwise_call(op.name, op.args, op.kwargs, lambda tensor: id(tensor) in own)
     # a mask's has no gradient
-    asks = bool(own) or any(tensor.requires_grad for tensor in read)
-    return call if asks and _is_elementwise(op, read) else None
+    asks = bool(own) or any(tensor.requires_grad for tensor in op.reads)
+    return call if asks and _is_elementwise(op) else None
 
 
-def _is_known(op: Op, read: list[Tensor], known: Set[int]) -> bool:
+def _is_known(op: Op, known: Set[int]) -> bool:
     (output,) = op.outputs
-    return id(output) in known or any(id(t) in known and t.shape == output.shape for t in read)
+    return id(output) in known or any(id(t) in known and t.shape == output.shape for t in op.reads)
 
 
-def _is_elementwise(op: Op, read: list[Tensor]) -> bool:
+def _is_elementwise(op: Op) -> bool:
     """Whether the one output has the shape and the layout of the largest tensors that the op reads, and is
     none of torch.func's, which have no storage."""
     if any(map(torch._C._functorch.is_functorch_wrapped_tensor, op.outputs)):
         return False
-    shape = largest_shape(read)
+    shape = largest_shape(op.reads)
     floating = len(op.outputs) == 1 and (
         op.outputs[0].is_floating_point() or op.outputs[0].dtype == torch.bool
     )
-    if not floating or op.outputs[0].shape != shape or (op.role.has(Role.CAST) and len(read) > 1):
+    if (
+        not floating
+        or op.outputs[0].shape != shape
+        or (op.role.has(Role.CAST) and len(op.reads) > 1)
+    ):
         return False
-    return strides_like(op.outputs[0]) in {strides_like(t) for t in read if t.shape == shape}
+    return strides_like(op.outputs[0]) in {strides_like(t) for t in op.reads if t.shape == shape}

@@ -19,7 +19,6 @@ from lowmem_patch.tracing.dataflow import Path, first_input, forward
 from lowmem_patch.tracing.op_roles import MATMULS, Role
 from lowmem_patch.tracing.row_moves import moves_rows
 from lowmem_patch.tracing.saved_bytes import storage_key
-from lowmem_patch.tracing.shadow import tensors_in
 from lowmem_patch.tracing.trace import Call, Op, Trace
 
 Use = Literal["linear", "product", "square", "autocast", "output", "write", "opaque", "other"]
@@ -154,7 +153,7 @@ def _consumer(trace: Trace, op: Op, path: Path) -> Consumer:
 
 def _linear_consumer(trace: Trace, op: Op, path: Path) -> Consumer | None:
     """The consumer that a Linear is whose weight is a parameter; None for any other op."""
-    matmul = _weight_matmul(op, path.end)
+    matmul = matmul_of(op, path.end)
     weight = None if matmul is None else trace.parameters.get(id(matmul.weight))
     if matmul is None or weight is None or not op.role.has(Role.LINEAR):
         return None
@@ -175,7 +174,7 @@ def _linear_consumer(trace: Trace, op: Op, path: Path) -> Consumer | None:
     )
 
 
-def _weight_matmul(op: Op, tensor: Tensor | None) -> WeightMatmul | None:
+def matmul_of(op: Op, tensor: Tensor | None) -> WeightMatmul | None:
     """The operands of a matmul whose weight is a tensor, where ``tensor`` is its input."""
     matmul = weight_matmul(op.name, op.args, op.kwargs)
     reads = matmul is not None and matmul.input is tensor and isinstance(matmul.weight, Tensor)
@@ -211,7 +210,7 @@ def weight_read_with(consumer: Consumer) -> Tensor | None:
     may wait."""
     if consumer.op is None or consumer.use == "opaque":
         return None
-    matmul = _weight_matmul(consumer.op, consumer.tensor)
+    matmul = matmul_of(consumer.op, consumer.tensor)
     return None if matmul is None else matmul.weight
 
 
@@ -262,7 +261,7 @@ class Reads:
         self._numbers = {id(op): number for number, op in enumerate(trace.ops)}
         self._ids: dict[int | None, dict[int, None]] = {}
         for op in trace.ops:
-            for tensor in tensors_in((op.args, op.kwargs, op.outputs)):
+            for tensor in (*op.reads, *op.outputs):
                 self._ids.setdefault(_place(tensor), {})[id(tensor)] = None
 
     def beside(self, call: Call) -> str | None:
@@ -292,13 +291,6 @@ def _place(tensor: Tensor) -> int | None:
     """The memory in which a tensor lies; None inside torch.func's transforms, whose tensors have none."""
     wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
     return None if wrapped else storage_key(tensor)
-
-
-def called_with(trace: Trace, tensors: set[int], apart: Sequence[str]) -> tuple[str, ...]:
-    """Modules that are called with one of ``tensors`` (ids), but for those inside of ``apart``."""
-    prefixes = tuple(f"{name}." for name in apart)
-    names = (call.name for call in trace.calls if not tensors.isdisjoint(map(id, call.inputs)))
-    return tuple(name for name in dict.fromkeys(names) if not name.startswith(prefixes))
 
 
 def parameter_uses(trace: Trace) -> dict[str, list[Op]]:

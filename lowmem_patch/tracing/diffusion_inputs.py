@@ -118,7 +118,7 @@ class _Maker:
         return [self.noise(self.batch, self.tokens, width if isinstance(width, int) else width[0])]
 
     def positions(self, count: int) -> list[Any]:
-        """Of rotary embeddings; for all rows at once, or each."""
+        """Positions for rotary embeddings, for all rows at once or for each."""
         axes = len(self.config.get("axes_dims_rope") or (0, 0, 0))
         joint = torch.zeros(count, axes, device=self.device)
         return [joint, joint.expand(self.batch, count, axes)]
@@ -132,7 +132,7 @@ class _Maker:
         return [self.numbers(count)] if count else []
 
     def added_cond_kwargs(self) -> list[Any]:
-        """Of SDXL a pooled prompt and sizes; of PixArt sizes, or none."""
+        """What SDXL takes, a pooled prompt and sizes, or what PixArt takes, sizes or none."""
         if self.config.get("addition_embed_type") == "text_time":
             times = _TIME_IDS * self.config["addition_time_embed_dim"]
             pooled = self.config["projection_class_embeddings_input_dim"] - times

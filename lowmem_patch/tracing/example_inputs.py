@@ -74,7 +74,8 @@ def inner_models(model: nn.Module) -> list[nn.Module]:
     found: dict[nn.Module, None] = {}
 
     def look(module: nn.Module) -> None:
-        if _says_its_inputs(module):
+        base = base_model(module)
+        if _is_transformers(base) or _timm_config(base) is not None or is_diffusers(base):
             found[module] = None
             return
         for child in module.children():
@@ -113,11 +114,6 @@ def _is_transformers(model: Any) -> bool:
 
 def _timm_config(model: Any) -> Any:
     return getattr(model, "pretrained_cfg", None) or getattr(model, "default_cfg", None)
-
-
-def _says_its_inputs(model: nn.Module) -> bool:
-    base = base_model(model)
-    return _is_transformers(base) or _timm_config(base) is not None or is_diffusers(base)
 
 
 def _image_size(model: Any, cfg: Any) -> tuple[int, int, int]:

@@ -30,7 +30,7 @@ OF_OPERATORS: dict[Any, Callable[..., Temporary]] = {}
 
 
 def temporary_of(func: Any, args: tuple[Any, ...]) -> Temporary:
-    """Of one op on a GPU, as far as it is large and known."""
+    """The temporary of one op on a GPU, as far as it is large and known."""
     if func is torch.ops.aten.embedding_dense_backward.default:
         return Temporary(_table_gradient_bytes(*args))
     if func in _SUMS and len(args) > 1:
@@ -56,7 +56,7 @@ def _table_gradient_bytes(
 
 
 def sum_bytes(tensor: Tensor, dims: Any) -> int:
-    """Of a sum over the leading dimensions, as of a bias' gradient; others take next to nothing."""
+    """Bytes that a sum over leading dimensions takes, such as a bias' gradient; others take hardly any."""
     leading = sorted(dim % tensor.dim() for dim in dims or ())
     count = len(leading)
     if not 0 < count < tensor.dim() or leading != list(range(count)) or not tensor.is_contiguous():

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lowmem_patch.errors import TraceError
 
@@ -18,12 +18,16 @@ class ExampleInputs:
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Every tensor among them."""
+        leaves = tree_leaves((self.args, self.kwargs))
+        return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
     def map(self, function: Any) -> ExampleInputs:
         """Apply ``function`` to every tensor."""
-        tree_map = torch.utils._pytree.tree_map_only
-        return ExampleInputs(
-            tree_map(Tensor, function, self.args), tree_map(Tensor, function, self.kwargs)
-        )
+        args, kwargs = tree_map_only(Tensor, function, (self.args, self.kwargs))
+        return ExampleInputs(args, kwargs)
 
     def __str__(self) -> str:
         named = {**{f"input {i}": v for i, v in enumerate(self.args)}, **self.kwargs}

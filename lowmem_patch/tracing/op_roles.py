@@ -164,6 +164,11 @@ OF_ELEMENTS = (
     Role.ELEMENTWISE | Role.PRODUCT | Role.POWER | Role.SUM | Role.DIVISION | Role.NEGATION | Role.POINTWISE
     | Role.CAST
 )  # fmt: skip
+# what may stand between a head and its loss: logits are moved, cast, scaled, capped and normalised
+OF_LOGITS = (
+    REARRANGES | SELECTS | Role.CAST | Role.SUM | Role.PRODUCT | Role.DIVISION | Role.ELEMENTWISE
+    | Role.LOG_SOFTMAX
+)  # fmt: skip
 WEIGHT_MATMULS = Role.LINEAR | Role.GROUPED_MATMUL | Role.CONVOLUTION
 MATMULS = Role.MATMUL | Role.CONTRACTION
 

@@ -21,6 +21,7 @@ from lowmem_patch import reference
 from lowmem_patch.constants import STOCK_NAMES, NormSettings
 from lowmem_patch.functional import ActivationKind
 from lowmem_patch.nn.own import align_as, runs_class_forward
+from lowmem_patch.tracing.base_model import is_leaf
 from lowmem_patch.tracing.call_arguments import CalledFunction
 from lowmem_patch.tracing.isolation import NoForeignKernels
 from lowmem_patch.tracing.op_roles import Role, role_of
@@ -55,20 +56,16 @@ _NORMALIZE_EPS = (
 )
 
 
-def _is_leaf(module: nn.Module) -> bool:
-    return next(module.children(), None) is None
-
-
 def looks_like_norm(module: nn.Module) -> bool:
     """Whether a user would expect this module in a list of norms (its name decides nothing else)."""
-    return _is_leaf(module) and "norm" in type(module).__name__.lower()
+    return is_leaf(module) and "norm" in type(module).__name__.lower()
 
 
 def looks_like_activation(module: nn.Module) -> bool:
     """Whether a user would expect this module in a list of activations: elementwise, and from their home."""
     homes = ("torch.nn.modules.activation", "transformers.activations", "timm.layers.activations")
     if (
-        not _is_leaf(module)
+        not is_leaf(module)
         or not type(module).__module__.startswith(homes)
         or list(module.parameters())
     ):
@@ -254,7 +251,7 @@ def match_activation(
     module: nn.Module, known: dict[object, ActivationKind | None] | None = None
 ) -> ActivationKind | None:
     """The kind of a parameterless elementwise module, or None; ``known`` as of `match_norm`."""
-    if not _is_leaf(module) or list(module.parameters()) or not runs_class_forward(module):
+    if not is_leaf(module) or list(module.parameters()) or not runs_class_forward(module):
         return None
     known = {} if known is None else known
     settings = _settings(module)

@@ -34,7 +34,7 @@ def _is_packed(tensor: Tensor) -> bool:
 
 
 def own_bytes(tensor: Tensor) -> int:
-    """Of its own storage; what a wrapper holds lies beside it (``held_beside``)."""
+    """Bytes of its own storage; what a wrapper holds lies beside it (``held_beside``)."""
     return 0 if _is_wrapper(tensor) else tensor.numel() * tensor.element_size()
 
 

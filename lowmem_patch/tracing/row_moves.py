@@ -41,9 +41,9 @@ def moves_rows(
     return leaves_rows(args, kwargs, ndim)
 
 
-def _sequence(args: _Arguments, kwargs: _Named, name: str) -> tuple[int, ...]:
+def _dims(args: _Arguments, kwargs: _Named) -> tuple[int, ...]:
     """Trailing integers, given as varargs or as one sequence: ``permute(0, 1)``, ``permute((0, 1))``."""
-    value = kwargs.get(name, args[1:])
+    value = kwargs.get("dims", args[1:])
     if isinstance(value, tuple) and len(value) == 1 and isinstance(value[0], (tuple, list)):
         value = value[0]
     return tuple(value) if isinstance(value, (tuple, list)) else (value,)
@@ -57,7 +57,7 @@ def _in_order(args: _Arguments, kwargs: _Named, ndim: int) -> bool:
 
 
 def _permute(args: _Arguments, kwargs: _Named, ndim: int) -> bool:
-    return _sequence(args, kwargs, "dims")[-1] in (ndim - 1, -1)
+    return _dims(args, kwargs)[-1] in (ndim - 1, -1)
 
 
 def _transpose(args: _Arguments, kwargs: _Named, ndim: int) -> bool:
@@ -72,7 +72,7 @@ def _roll(args: _Arguments, kwargs: _Named, ndim: int) -> bool:
 
 
 def _flip(args: _Arguments, kwargs: _Named, ndim: int) -> bool:
-    return not any(dim in (ndim - 1, -1) for dim in _sequence(args, kwargs, "dims"))
+    return not any(dim in (ndim - 1, -1) for dim in _dims(args, kwargs))
 
 
 def _split(args: _Arguments, kwargs: _Named, ndim: int) -> bool:

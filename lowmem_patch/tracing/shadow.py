@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import OrderedDict
-from types import NoneType
+from types import NoneType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -74,6 +74,21 @@ def _collect(value: Any, found: list[Tensor]) -> None:
             _collect(each, found)
     elif kind not in _NO_TREES:
         found += [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def output_tensors(output: Any) -> list[Tensor]:
+    """Every tensor in what a model returned, also in a ModelOutput, another mapping or a dataclass."""
+    if isinstance(output, Tensor):
+        return [output]
+    if callable(getattr(output, "values", None)):
+        parts = output.values()
+    elif isinstance(output, (tuple, list)):
+        parts = output
+    elif dataclasses.is_dataclass(output) or isinstance(output, SimpleNamespace):
+        parts = vars(output).values()
+    else:
+        return tensors_in(output)
+    return [tensor for part in parts for tensor in output_tensors(part)]
 
 
 def make_shadow(model: nn.Module, inputs: ExampleInputs) -> Shadow:

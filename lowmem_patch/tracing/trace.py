@@ -29,7 +29,7 @@ from lowmem_patch.tracing.observers import (
 )
 from lowmem_patch.tracing.op_roles import NEVER_WRITES, Role, function_name, role_of
 from lowmem_patch.tracing.saved_bytes import SavedBytes, saved_bytes, storage_key
-from lowmem_patch.tracing.shadow import Shadow, attributes_of, node_of, tensors_in
+from lowmem_patch.tracing.shadow import Shadow, attributes_of, node_of, output_tensors, tensors_in
 
 FOREIGN_KERNEL = "a kernel of its own"  # the name of an op that is none of torch's
 
@@ -62,6 +62,11 @@ class Op:
     @cached_property
     def role(self) -> Role:
         return role_of(self.name)
+
+    @cached_property
+    def reads(self) -> list[Tensor]:
+        """Every tensor among its arguments."""
+        return tensors_in((self.args, self.kwargs))
 
     @property
     def place(self) -> str:
@@ -163,7 +168,7 @@ class _Recorder(FunctionObserver):
         self.trace.ops.append(op)
         if not torch._C._are_functorch_transforms_active():  # whose tensors have no storage
             self.flowing.update(map(storage_key, op.outputs))
-        for key in {id(tensor) for tensor in tensors_in((op.args, op.kwargs))}:
+        for key in {id(tensor) for tensor in op.reads}:
             self.trace.consumers.setdefault(key, []).append(op)
 
     def _sums(self, tensor: Tensor) -> Tensor:
@@ -333,7 +338,7 @@ def trace_forward(shadow: Shadow, *, structure: bool = True) -> Trace:
                 f"{type(model).__name__} could not be run on the example inputs "
                 f"({str(inputs) or 'no tensors'}): {_module_of(error, model)}: {_text_of(error)}"
             ) from error
-    given = [_plain(output), *(attributes_of(module) for module in model.modules())]
+    given = [output_tensors(output), *(attributes_of(module) for module in model.modules())]
     trace.outputs = {id(tensor) for tensor in tensors_in(given)}
     trace.keep_alive.append(given)
     if structure:
@@ -368,16 +373,3 @@ def describe(module: nn.Module, name: str) -> str:
     """``LigerRMSNorm in model.norm``: the class as the module prints it, which others may change."""
     label = module._get_name()  # type: ignore[no-untyped-call]  # of torch
     return f"{label} in {name or 'the model itself'}"
-
-
-def _plain(output: Any) -> Any:
-    """ModelOutput, other mappings and dataclasses as lists, so that every tensor in them is found."""
-    if isinstance(output, Tensor):
-        return output
-    if hasattr(output, "values") and callable(output.values):
-        return [_plain(value) for value in output.values()]
-    if isinstance(output, (tuple, list)):
-        return [_plain(value) for value in output]
-    if dataclasses.is_dataclass(output) or type(output).__name__ == "SimpleNamespace":
-        return [_plain(value) for value in vars(output).values()]
-    return output

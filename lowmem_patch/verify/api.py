@@ -14,7 +14,8 @@ from torch import nn
 from lowmem_patch.api import earlier_config, patch_model, patch_report, unpatch_model
 from lowmem_patch.checkpoint.compare import cast_parameters
 from lowmem_patch.config import ConfigLike, PatchConfig, given_config, load_config
-from lowmem_patch.errors import CheckpointError, LowmemPatchError, PatchError, TraceError
+from lowmem_patch.errors import CheckpointError, LowmemPatchError, TraceError
+from lowmem_patch.planning.report import find_records
 from lowmem_patch.strategies.fold_weights import FoldStep
 from lowmem_patch.tracing.base_model import checked_model
 from lowmem_patch.tracing.example_inputs import make_example_inputs
@@ -90,7 +91,7 @@ def verify_model(
         storage="exact",
         name=f"{chosen.name}, exact activations and storage",
     )
-    original = unpatch_model(copy.deepcopy(model)) if _is_patched(model) else model
+    original = unpatch_model(copy.deepcopy(model)) if find_records(model) else model
     judge, runs = _judged(original, example_inputs, dtypes, autocast, seed, progress)
     patched, approximate = 0, dict[str, None]()
 
@@ -158,11 +159,3 @@ def verify_checkpoints(
         type(original).__name__, f"converted checkpoint, {len(fold_steps)} norms folded", judge.tried,
         results, len(fold_steps), (), tuple(judge.notes),
     )  # fmt: skip
-
-
-def _is_patched(model: nn.Module) -> bool:
-    try:
-        patch_report(model)
-    except PatchError:
-        return False
-    return True

@@ -13,18 +13,17 @@ import torch
 from torch import Tensor, nn
 
 from lowmem_patch.checkpoint.compare import (
-    StayInFloat64,
     TensorCheck,
     cast_parameters,
     check_outputs,
     check_tensor,
+    in_float64,
     named_outputs,
 )
 from lowmem_patch.config import PatchConfig
 from lowmem_patch.errors import TraceError
 from lowmem_patch.strategies.fold_weights import FoldStep, fold_tensors
 from lowmem_patch.tracing.inputs import ExampleInputs
-from lowmem_patch.tracing.isolation import uncompiled
 from lowmem_patch.tracing.saved_bytes import saved_bytes
 from lowmem_patch.verify.result import RunResult
 
@@ -71,8 +70,7 @@ def _run(
         if autocast is not None:
             stack.enter_context(torch.autocast(device.type, dtype=autocast))
         if float64:
-            stack.enter_context(uncompiled())  # no mode sees the casts in a compiled function
-            stack.enter_context(StayInFloat64())
+            stack.enter_context(in_float64())
         saved = stack.enter_context(saved_bytes(model))
         outputs = dict(named_outputs(model(*inputs.args, **inputs.kwargs)))
     if not outputs:

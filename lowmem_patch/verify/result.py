@@ -61,7 +61,7 @@ class VerifyResult:
 
     @property
     def verdict(self) -> str:
-        """In words: of approximate gradients it is asked only that they point the same way."""
+        """The verdict in words: approximate gradients only have to point the same way."""
         if not self.passed:
             return "FAILED"
         more = "; approximate gradients only have to point the same way"

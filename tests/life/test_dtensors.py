@@ -55,7 +55,7 @@ def with_adapter(x: Tensor, weight: Tensor, down: Tensor, up: Tensor) -> Tensor:
 
 def gated(gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     hidden = (F.silu(gate) * up).detach()
-    return activation_linear(hidden, (gate, up), weight, bias, "silu")
+    return activation_linear(hidden, (gate, up), weight, bias, "silu", hidden.dtype)
 
 
 # what the op is, and what torch computes for the same

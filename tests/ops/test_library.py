@@ -171,12 +171,12 @@ def test_no_operator_is_left_out() -> None:
 
 
 def mlp(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return activation_linear(activation(x, "gelu"), (x,), weight, bias, "gelu")
+    return activation_linear(activation(x, "gelu"), (x,), weight, bias, "gelu", x.dtype)
 
 
 def gated_mlp(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     up = x * 2
-    return activation_linear(activation(x, "silu", up), (x, up), weight, bias, "silu")
+    return activation_linear(activation(x, "silu", up), (x, up), weight, bias, "silu", x.dtype)
 
 
 FUNCTIONS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {

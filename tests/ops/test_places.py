@@ -174,13 +174,13 @@ def test_halves_of_one_tensor_other_strides_and_dtypes_stay(overwritten: list[bo
     def halves(x: Tensor) -> Tensor:
         gate, up = torch.cat((x, x), -1).chunk(2, -1)
         return activation_linear(
-            activation(gate, "silu", up).detach(), (gate, up), weight, None, "silu"
+            activation(gate, "silu", up).detach(), (gate, up), weight, None, "silu", x.dtype
         )
 
     def turned(x: Tensor) -> Tensor:
         gate, up = ((x * factor).t().contiguous().t() for factor in (2, 3))
         return activation_linear(
-            activation(gate, "silu", up).detach(), (gate, up), weight, None, "silu"
+            activation(gate, "silu", up).detach(), (gate, up), weight, None, "silu", x.dtype
         )
 
     def mixed(x: Tensor) -> Tensor:

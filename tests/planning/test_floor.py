@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from lowmem_patch import PatchConfig, PatchReport, plan_patch
 from lowmem_patch.memory import MemoryReport, predict_memory
 from lowmem_patch.planning.floor import count_floor
+from lowmem_patch.strategies.protocol import Facts
 from lowmem_patch.tracing import gpu_dropout
 from lowmem_patch.tracing.inputs import ExampleInputs
 from lowmem_patch.tracing.shadow import Shadow
@@ -267,7 +268,11 @@ class Toy(nn.Module):
 def toy_floor(model: nn.Module, rows: int = 4) -> dict[str, int]:
     x = torch.randn(rows, 8)
     trace = trace_forward(Shadow(model, ExampleInputs((x,)), None))
-    return {kind: size for kind, size in count_floor(model, trace).by_kind.items() if size}
+    return {
+        kind: size
+        for kind, size in count_floor(Facts(model, model, trace, {})).by_kind.items()
+        if size
+    }
 
 
 def test_what_trains_decides_what_an_activation_costs() -> None:

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from lowmem_patch import plan_patch
 from lowmem_patch.planning.floor import count_floor
+from lowmem_patch.strategies.protocol import Facts
 from lowmem_patch.tracing.inputs import ExampleInputs
 from lowmem_patch.tracing.shadow import Shadow
 from lowmem_patch.tracing.trace import trace_forward
@@ -65,7 +66,11 @@ def floor(between: str) -> dict[str, int]:
     x = torch.randn(ROWS, WIDTH)
     model = Toy(between)
     trace = trace_forward(Shadow(model, ExampleInputs((x,)), None))
-    return {kind: size for kind, size in count_floor(model, trace).by_kind.items() if size}
+    return {
+        kind: size
+        for kind, size in count_floor(Facts(model, model, trace, {})).by_kind.items()
+        if size
+    }
 
 
 def test_an_op_without_gradient_needs_no_input() -> None:

@@ -25,10 +25,10 @@ from lowmem_patch.memory import (
     model_state_bytes,
     predict_memory,
     run_step,
-    switch_checkpointing_on,
 )
 from lowmem_patch.memory.predict import Plans, _Predictor, _Totals
 from lowmem_patch.memory.step import most_of_moments
+from lowmem_patch.tracing.base_model import switch_checkpointing_on
 from lowmem_patch.tracing.inputs import ExampleInputs
 from lowmem_patch.tracing.shadow import make_shadow
 from tests.support.live import allocated

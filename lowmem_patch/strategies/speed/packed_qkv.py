@@ -9,7 +9,6 @@ from lowmem_patch.config import PatchConfig
 from lowmem_patch.nn.own import Own
 from lowmem_patch.nn.packed_qkv import VIEWS, follow_packed
 from lowmem_patch.strategies.protocol import Facts, Found, Patch, Target
-from lowmem_patch.tracing.consumers import called_with
 from lowmem_patch.tracing.dataflow import forward, only_consumer
 from lowmem_patch.tracing.op_roles import Role
 from lowmem_patch.tracing.saved_bytes import storage_key
@@ -59,4 +58,5 @@ def _is_unbound(trace: Trace, output: Tensor) -> bool:
     last = only_consumer(trace, views[-1])
     # where the order stays, torch itself makes one pass
     permuted = last is not None and last.role.has(Role.UNBIND) and not views[-1].is_contiguous()
-    return permuted and not called_with(trace, set(map(id, views)), ())
+    followed = set(map(id, views))
+    return permuted and all(followed.isdisjoint(map(id, call.inputs)) for call in trace.calls)
