@@ -47,7 +47,7 @@ for step in range(options.steps):
     optimizer.zero_grad()
 kind = accelerator.distributed_type.value  # FSDP, or MULTI_CPU
 accelerator.print(
-    f"last loss {float(loss.detach()):.4f} on {accelerator.num_processes} processes, {kind}"
+    f"last loss {float(loss.detach()):.4f} on {accelerator.num_processes} process(es), {kind}"
 )
 accelerator.wait_for_everyone()
 accelerator.end_training()

@@ -62,6 +62,11 @@ def test_the_head_names_every_assumption(llama: Path) -> None:
     assert "adapters" not in assumed and "gpus" not in assumed
 
 
+def test_a_length_beyond_the_positions_is_said(llama: Path) -> None:
+    assumed = data_of(llama, "--seq-len", "160")["assumptions"]
+    assert assumed["length"] == "160 tokens (--seq-len; the model's positions reach 128)"
+
+
 def test_a_long_model_is_taken_at_4096_tokens(llama: Path, tmp_path: Path) -> None:
     config = json.loads((llama / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 131072}))

@@ -114,8 +114,10 @@ def test_the_ladder_and_the_choice(found: Any) -> None:
 
 
 def test_both_are_shown(shallow: Path) -> None:
-    shown = call(shallow, "--memory", "9MiB", "--fit", "9MiB", "--seq-len", "256").stdout
-    assert "to fit in 9.0 MiB" in shown and "GPU like the A100" in shown
+    fits = call(shallow, "--memory", "9MiB", "--seq-len", "256").stdout
+    assert "to fit in 9.0 MiB" in fits and "with one change more" not in fits
+    shown = call(shallow, "--memory", "1MiB", "--fit", "9MiB", "--seq-len", "256").stdout
+    assert "to fit in 1.0 MiB" in shown and "GPU like the A100" in shown
     lines = shown.splitlines()
     ways = next(n for n, line in enumerate(lines) if line.startswith("patched, and no block"))
     heading = next(n for n, line in enumerate(lines) if line.startswith("the last row above"))

@@ -117,6 +117,14 @@ def test_columns_are_obeyed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert text_width(io.StringIO()) == 77
 
 
+def test_in_a_file_names_are_whole() -> None:
+    table = make_table("site", "strategy", "before", "after", "why", right=("before", "after"))
+    name = f"encoder.layer.{'inner.' * 20}output.LayerNorm"
+    table.add_row(name, "share", "8.0 MiB", "4.0 KiB", note="because")
+    assert any(line.text.startswith(f"{name} ") for line in table.lines(None))
+    assert not any(name in line.text for line in table.lines(100))
+
+
 def drawn(table: Table, width: int) -> str:
     return "\n".join(line.text for line in table.lines(width))
 
@@ -184,12 +192,12 @@ def test_each_row_says_what_it_is(printed: Printed, monkeypatch: pytest.MonkeyPa
 def test_the_shape_stands_beside_the_bytes() -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(LLAMA)
     made = " ".join(str(plan_patch(model)).split())
-    assert "saves for input_ids 2x16, a small example made from the config" in made
+    assert "bytes are for input_ids 2x16, a small example made from the config" in made
     assert "fewer) for input_ids 2x16, a small example" in made
     given = " ".join(str(plan_patch(model, example_inputs=torch.zeros(3, 24).long())).split())
     assert (
-        "saves for input 0 3x24, without what a Linear saves" in given
+        "bytes are for input 0 3x24, and a tensor that a Linear saves" in given
         and "small example" not in given
     )
     shown = CliRunner().invoke(app, ["inspect", LLAMA, *SHORT], env={"COLUMNS": "300"}).stdout
-    assert "what it saves for input_ids 2x16, without" in shown
+    assert "bytes are for input_ids 2x16, and" in shown

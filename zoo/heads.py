@@ -89,7 +89,7 @@ def _judged(built: Built) -> Result:
     found = _step(patched, inputs)
     assert found is not None
     report = patch_report(patched)
-    wide = [note for note in report.notes if "are computed where they are read" in note]
+    wide = [note for note in report.notes if "are computed only when read" in note]
     whole = [note for note in report.notes if "computed whole" in note or "at once" in note]
     status = WHOLE if whole else NEVER if wide else NONE
     if status == NONE:

@@ -23,14 +23,17 @@ def assumptions(
     model: Any, inputs: ExampleInputs, training: Training, *, batches: int, given_length: bool
 ) -> dict[str, str]:
     """Name to text, of what the prediction depends on."""
-    from lowmem_patch.memory import OPTIMIZERS
+    from lowmem_patch.memory import OPTIMIZERS, most_positions
     from lowmem_patch.tracing.base_model import output_head
 
     found = {"inputs": str(inputs)}
     tokens = inputs.kwargs.get("input_ids")
     if tokens is not None:
         source = "--seq-len" if given_length else f"the model's, at most {LONGEST}; --seq-len"
-        found["length"] = f"{tokens.shape[1]} tokens ({source})"
+        length, positions = tokens.shape[1], most_positions(model)
+        if positions is not None and length > positions:
+            source += f"; the model's positions reach {positions}"
+        found["length"] = f"{length} tokens ({source})"
     found |= model_settings(model)
     found["optimizer"] = OPTIMIZERS[training.optimizer]
     if batches > 1:

@@ -115,7 +115,7 @@ class Patching:
         if not unknown or not report.inputs.endswith(SMALL):
             return report
         names = " and ".join(self.names[name] for name in unknown)
-        note = f"bytes are of that example, not of a step of this training: for those give {names}"
+        note = f"bytes are those of that example; give {names} to count those of a step"
         return dataclasses.replace(report, notes=(note, *report.notes))
 
     def say(self, text: str, log: Callable[[str], object]) -> None:

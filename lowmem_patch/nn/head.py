@@ -123,7 +123,8 @@ def notes_of_heads(model: nn.Module) -> list[str]:
         if reads.whole:
             asked = ", ".join(reads.whole)
             times = sum(reads.whole.values())
-            notes.append(f"{name}: logits were computed whole {times} times, for {asked}")
+            often = "once" if times == 1 else f"{times} times"
+            notes.append(f"{name}: logits were computed whole {often}, for {asked}")
         if reads.not_deferred:
             notes.append(f"{name}: logits are computed at once, since {reads.not_deferred}")
     return notes

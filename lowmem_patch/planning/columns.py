@@ -14,7 +14,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TextIO
 
-FILE_WIDTH = 100  # of a table where output is no terminal and COLUMNS says nothing
+FILE_WIDTH = 100  # of a table where output is no terminal and COLUMNS says nothing; whole names may take more
 HEADER = "bold"  # the style of a heading
 
 _GAP = 2  # spaces between columns
@@ -86,15 +86,18 @@ class Table:
     def lines(self, width: int | None) -> list[Line]:
         """One table, or several below each other, none wider than ``width``; and the footnotes.
 
-        Where there is no width, as in a file, a footnote is one line.
+        Where there is no width, as in a file, names are whole, and a footnote is one line.
         """
-        columns, room = self.columns, width or FILE_WIDTH
+        columns, room = self.columns, width or max(FILE_WIDTH, self._width_of_whole_names())
         if _total(column.natural for column in columns) > room:
             columns = [_without_prefix(column) for column in columns]
         lines: list[Line] = []
         for part in _parts(columns, room):
             lines += [*([Line("")] if lines else []), *_drawn(part, self.styles, room)]
         return [*lines, *(Line(text, "dim") for text in self.notes(width))]
+
+    def _width_of_whole_names(self) -> int:
+        return _total(c.natural if c.kind == "name" else c.least for c in self.columns)
 
     def notes(self, width: int | None) -> list[str]:
         """The footnotes as lines."""

@@ -378,22 +378,22 @@ class Fitting:
         if block.refusal:
             return f"left as patched: {block.refusal}"
         if block not in self.free:
-            return "left as patched: another library's checkpointing is on, and runs it again"
+            return "left as patched: checkpointing that is on already recomputes it"
         return LEVEL_REASONS[level]
 
     def _notes(self, levels: Mapping[str, str]) -> list[str]:
         notes = []
         if not self.blocks.blocks:
-            notes.append("no blocks were found that could run again: all stays as patched")
+            notes.append("no blocks were found that could be recomputed: all stays as patched")
         if self.states.gradients and not self.training.accumulates:
             notes.append(
-                "gradients are counted from the backward on, as after zero_grad(); those of several batches "
-                f"(accumulation) take up to {size_text(self.states.gradients)} more"
+                "gradients count from the backward on, as after zero_grad(); with accumulation they take up "
+                f"to {size_text(self.states.gradients)} more"
             )
         if any(level != "patched" for level in levels.values()):
             notes.append(
-                "in training, blocks that run again get no empty cache of keys and values (use_cache), as "
-                "with transformers' own checkpointing; torch.compile checkpoints them by its own means, "
-                "without host memory and segments"
+                "in training, recomputed blocks get no empty cache of keys and values (use_cache), as with "
+                "transformers' own checkpointing; under torch.compile its own checkpointing is used, without "
+                "host memory and segments"
             )
         return notes

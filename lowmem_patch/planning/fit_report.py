@@ -24,12 +24,12 @@ def _ranges(sites: list[str]) -> str:
 
 
 LEVEL_REASONS = {
-    "patched": "the budget holds what it saves",
-    "attention": "its input and what attention gives are saved, the rest runs again",
-    "checkpointed": "its input is saved, and it runs again",
-    "host": "its input waits in host memory, and it runs again",
-    "segment": "its input is computed again from its segment's, and it runs again",
-    "halves": "its input is computed again by halves of its segment, and it runs again",
+    "patched": "it is not recomputed: the budget has room for what it saves",
+    "attention": "its input and attention's tensors are saved, the rest is recomputed",
+    "checkpointed": "its input is saved, and it is recomputed",
+    "host": "its input is offloaded to host memory, and it is recomputed",
+    "segment": "its input is recomputed from its segment's, and so is the block",
+    "halves": "its input is recomputed by halves of its segment, and so is the block",
 }
 
 

@@ -211,13 +211,13 @@ class PatchReport:
     def about_sites(self) -> str:
         """What the numbers of :meth:`site_table` are."""
         text = (
-            "a site is a place that may be patched, such as a norm or an activation; its bytes: what it "
-            f"saves for {self.inputs}, without what a Linear saves as well"
+            "a site is a place that may be patched, such as a norm or an activation; bytes are for "
+            f"{self.inputs}, and a tensor that a Linear saves as well counts with the Linear"
         )
         if any(s.strategy == "recompute" and s.bytes_before == s.bytes_after for s in self.sites):
             text += (
-                "; where they stay though a site is recomputed, its output counted with the module that "
-                "reads it, which no longer saves it"
+                "; a recomputed site whose bytes stay equal saves memory elsewhere: the module that reads "
+                "its output no longer saves it"
             )
         return text
 

@@ -17,13 +17,14 @@ def print_ladder(rungs: Sequence[Rung], limit: int, device: str) -> None:
     ways = [rung for rung in rungs if not rung.on_top]
     more = [rung for rung in rungs if rung.on_top]
     _print_rungs(f"to fit in {human_bytes(limit)}", ways, limit, ways[0].seconds)
-    if more:
+    # where the patch alone fits, nobody needs more
+    if more and ways[0].total > limit:
         heading = "the last row above, with one change more"
         _print_rungs(heading, more, limit, ways[0].seconds)
     if len(ways) > 1:
         print_line(
-            "a block that runs again saves its input alone, and in the backward its forward is computed "
-            "once more (activation checkpointing); --fit does this to as few blocks as the budget needs",
+            "a block that runs again saves its input alone and is recomputed in the backward (activation "
+            "checkpointing); --fit recomputes as few blocks as the budget needs",
             style="dim",
         )
     print_line(

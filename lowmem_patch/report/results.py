@@ -107,7 +107,7 @@ def print_memory(memory: MemoryReport, train: str) -> None:
         "copies of weights": "weight_copies",
     }
     if memory.before.workspace:
-        parts["workspaces of cuBLAS, rounding"] = "workspace"
+        parts["workspaces of cuBLAS, rounding of the model states"] = "workspace"
     for label, name in parts.items():
         table.add_row(label, *(human_bytes(getattr(footprint, name)) for footprint in both))
     for moment in memory.before.moments:
@@ -145,8 +145,9 @@ def _print_bounds(memory: MemoryReport, train: str) -> None:
     text = "the CUDA context (about 0.5 GiB) and fragmentation come on top"
     if memory.limit is not None:
         text = (
-            "what fits leaves 3 % of the bytes beside the model states free for fragmentation; the CUDA "
-            "context (about 0.5 GiB) comes on top"
+            "a size that fits leaves 3 % of the bytes above the model states free for fragmentation; the "
+            "CUDA context (about 0.5 GiB) comes on top; --fit adds rounding and a margin, and may need a "
+            "little more"
         )
     if train.startswith("qlora"):
         text = (
@@ -201,7 +202,7 @@ def _print_modules(before: SavedBytes, after: SavedBytes) -> None:
         table.add_row(label, *map(human_bytes, sizes))
     print_table(table)
     print_line(
-        "a tensor stands at the module that saved it first; a patch may let another one be the first",
+        "each tensor is listed at the module that saves it first, which a patch may change",
         style="dim",
     )
 

@@ -29,7 +29,7 @@ from lowmem_patch.tracing.saved_bytes import storage_key
 from lowmem_patch.tracing.shadow import tensors_in
 
 READS: tuple[Use, ...] = ("other", "autocast", "square")  # of the values
-NOTHING_TO_GAIN = "nothing to gain: what it needs is kept for another op, or not at all"
+NOTHING_TO_GAIN = "nothing to gain: another op saves what it needs, or it saves nothing"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -42,8 +42,8 @@ def find(facts: Facts, config: PatchConfig) -> Found:
         found.add(DeferredLogits(name, low_precision=low_precision))
         classes = facts.outputs(name)[0].shape[-1]
         found.notes.append(
-            f"{name}: its {classes:,} logits a row are computed where they are read, and a cross entropy "
-            "reads them a chunk of rows at a time"
+            f"{name}: its {classes:,} logits per row are computed only when read; a cross entropy computes "
+            "them in chunks of rows"
         )
     found.notes += _others(facts, adapted)
     return found

@@ -45,7 +45,7 @@ from lowmem_patch.tracing.sharded import came_sharded
 
 _TAKEN = frozenset(dir(MSNorm(None, None, NormSettings(0.0))))
 
-_OUTPUT_OR_Z = "the output, or the value before weight and bias where the output is too inaccurate"
+_OR_Z = ", or z (before weight and bias) where z cannot be recovered from the output"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,11 +211,14 @@ def share_or_skip(
     if not gains:
         return site.skip("nothing to gain: no Linear keeps its output")
     whole = site.gamma is None and site.beta is None
-    what = "the output" if whole else _OUTPUT_OR_Z
     adapters = tuple(f"{name}." for name in adapter_layers(facts, config))
     read = any(weight_trains(c) or c.text.startswith(adapters) for c in consumers)
-    where = "shared by the norm and its Linears" if read else "saved in the place of the input"
-    reason = f"one tensor is {where}: {what}"
+    who = (
+        "the norm and its Linears save one tensor"
+        if read
+        else "one tensor is saved in place of the input"
+    )
+    reason = f"{who}: the norm's output" + ("" if whole else _OR_Z)
     if not read and _saves_as_much(facts, site):
         reason += (
             "; no fewer bytes as long as the Linears that read it are frozen and have no adapters"

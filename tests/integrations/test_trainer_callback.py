@@ -131,7 +131,7 @@ def test_the_log_says_what_was_done(make: Make) -> None:
     (text,) = handler.texts
     assert "LlamaForCausalLM, preset auto: 7 of 7 sites patched" in text
     assert f"{report.saved_before:,} -> {report.saved_after:,}" in text
-    assert "bytes are of that example, not of a step of this training: for those give seq" in text
+    assert "bytes are those of that example; give seq" in text
     assert "gradient_checkpointing=True keeps a block's input alone" in text
 
 
@@ -300,7 +300,7 @@ def test_the_log_says_what_a_budget_chose(tmp_path: Path, caplog: pytest.LogCapt
     callback = LowmemTrainerCallback("exact", fit="1GiB", sequence_length=9)
     Trainer(llama(), arguments(tmp_path), callbacks=[callback])
     assert "fit 1GiB: predicted peak" in caplog.text and "patched" in caplog.text
-    assert "bytes are of that example" not in caplog.text
+    assert "bytes are those of that example" not in caplog.text
 
 
 def test_a_budget_needs_the_length_of_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,7 +102,7 @@ def test_without_accumulation_a_second_batch_would_break_the_budget() -> None:
     whole, report = fit_of(model, inputs, "1GiB", 1)
     held = report.predicted - report.parameters - report.optimizer_state
     assert measured_peak(whole, inputs) <= held < second_batch(whole, inputs)
-    assert any("(accumulation)" in note for note in report.notes)
+    assert any("with accumulation" in note for note in report.notes)
 
 
 def test_too_small_a_budget_counts_the_gradients() -> None:

@@ -202,7 +202,7 @@ def test_blocks_of_one_level_stand_in_one_line() -> None:
     batch = {"input_ids": torch.zeros(2, 16, dtype=torch.long)}
     fit = plan_patch(llama_of(), "auto", example_inputs=batch, fit="1GiB").fit
     assert fit is not None and fit.levels == {"patched": len(fit.blocks)}
-    lines = [line for line in str(fit).splitlines() if "the budget holds" in line]
+    lines = [line for line in str(fit).splitlines() if "the budget has room" in line]
     total = size_text(sum(block.patched for block in fit.blocks))
     assert len(lines) == 1 and f"model.layers.0 to {len(fit.blocks) - 1}" in lines[0]
     assert total in lines[0]

@@ -262,10 +262,10 @@ def test_logits_that_the_model_reads_itself_are_left_alone() -> None:
 def test_the_report_names_head_and_reader() -> None:
     patched = patch_model(llama(), HEAD)
     (planned,) = [note for note in patch_report(patched).notes if "logits" in note]
-    assert planned.startswith("lm_head: its 160 logits a row are computed where they are read")
+    assert planned.startswith("lm_head: its 160 logits per row are computed only when read")
     logits_of(patched).softmax(-1).sum().backward()
     (read,) = [note for note in patch_report(patched).notes if "computed whole" in note]
-    assert read.startswith("lm_head: logits were computed whole 1 times, for _softmax")
+    assert read.startswith("lm_head: logits were computed whole once, for _softmax")
     assert not plan_patch(llama(), {**HEAD, "head": "keep"}).notes
 
 

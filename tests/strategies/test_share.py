@@ -231,9 +231,9 @@ def test_the_reason_says_in_plain_words_what_is_saved() -> None:
         model = nn.Sequential(nn.Linear(8, 8), norm, nn.Linear(8, 8))
         return patch_report(patch_model(model, example_inputs=(torch.randn(2, 8),))).sites[0].reason
 
-    plain = "one tensor is shared by the norm and its Linears: the output"
+    plain = "the norm and its Linears save one tensor: the norm's output"
     assert reason(nn.LayerNorm(8, elementwise_affine=False)) == plain
-    affine = ", or the value before weight and bias where the output is too inaccurate"
+    affine = ", or z (before weight and bias) where z cannot be recovered from the output"
     assert reason(nn.LayerNorm(8)) == plain + affine
 
 

@@ -81,7 +81,8 @@ def logits_of(model: Any) -> Tensor:
 def whole_reads(model: Any) -> int:
     """How often logits were computed whole, as the report says it."""
     notes = [note for note in patch_report(model).notes if "computed whole" in note]
-    return sum(int(note.split("computed whole ")[1].split()[0]) for note in notes)
+    often = [note.split("computed whole ")[1].split(",")[0] for note in notes]
+    return sum(1 if times == "once" else int(times.split()[0]) for times in often)
 
 
 def weights_of(labels: Tensor) -> Tensor:
