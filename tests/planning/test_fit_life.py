@@ -143,9 +143,7 @@ def test_only_changes_that_are_worth_it_are_proposed() -> None:
     with pytest.raises(BudgetError) as error:
         plan_patch(model, "exact", example_inputs=inputs, fit=int(0.9 * least))
     text = str(error.value)
-    assert (
-        "any change that says fits is enough" in text and "no single change" not in text
-    )
+    assert "any change that says fits is enough" in text and "no single change" not in text
     assert re.search(r"a batch of 1, not 8: .*, fits$", text, flags=re.MULTILINE)
 
 
