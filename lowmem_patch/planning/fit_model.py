@@ -163,9 +163,9 @@ def _too_small(fitting: Fitting, budget: Budget, found: NoFit, inputs: str) -> s
 def _helps(rungs: Sequence[Rung], budget: int, least: int) -> list[str]:
     """The changes that suffice, and those that save enough to be worth one."""
     helps = [rung for rung in rungs if rung.total <= max(budget, (1 - _WORTH) * least)]
-    heading = "any change that says fits is enough; each of these lowers the least budget:"
+    heading = "any change that says fits is enough; each of these makes the least budget smaller:"
     if all(rung.total > budget for rung in helps):
-        heading = "no single change makes it fit; each of these lowers the least budget:"
+        heading = "no single change makes it fit; each of these makes the least budget smaller:"
     lines = [
         f"  {rung.name}: {size_text(rung.total)}" + (", fits" if rung.total <= budget else "")
         for rung in helps
