@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -25,6 +24,7 @@ from lowmem_patch.tracing.gpu_dropout import GpuDropouts
 from lowmem_patch.tracing.inputs import ExampleInputs
 from lowmem_patch.tracing.isolation import in_training_mode
 from lowmem_patch.tracing.live_storages import LiveStorages
+from lowmem_patch.tracing.no_cache import as_on_data
 from lowmem_patch.tracing.observers import ended_checkpoints, observed_calls
 from lowmem_patch.tracing.saved_bytes import storage_key
 from lowmem_patch.tracing.shadow import Shadow, node_of, output_tensors, tensors_in
@@ -37,8 +37,6 @@ OUTSIDE = -1  # the owner of what is allocated in no run of a block
 # A moment, and a place among the runs of blocks, which are counted from 0: 0 in front of them, 2 n + 1 in a
 # run, 2 n + 2 behind it. A backward is at the run that it has reached last.
 Part = tuple[str, int]
-# what transformers calls the cache of keys and values: since 5.24, and before
-_CACHES = ("cache", "past_key_values")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,39 +175,6 @@ def with_labels(model: Any, inputs: ExampleInputs) -> ExampleInputs:
     if tokens is None or not takes_labels or output_head(model) is None:
         return inputs
     return ExampleInputs(inputs.args, {**inputs.kwargs, "labels": tokens})
-
-
-def as_on_data(model: nn.Module, inputs: ExampleInputs) -> ExampleInputs:
-    """Inputs for a step on fake tensors that take the same way through a transformers model as data.
-
-    A model without a cache of keys and values looks whether positions tell of packed sequences. On fake
-    tensors, whose values nobody knows, it makes an attention mask for them, and repeats the keys and values
-    of grouped heads (`transformers.masking_utils.find_packed_sequence_indices`). It does not look where it
-    gets a cache: this one holds nothing.
-    """
-    base = base_model(model)
-    config = getattr(base, "config", None)
-    takes = inspect.signature(base.forward).parameters
-    cache = next((name for name in _CACHES if name in takes), None)
-    given = {name for name, value in inputs.kwargs.items() if value is not None}
-    # transformers' own checkpointing turns the cache off
-    checkpointed = any(vars(module).get("gradient_checkpointing") for module in base.modules())
-    if (
-        not (checkpointed or getattr(config, "use_cache", None) is False)
-        or getattr(config, "is_encoder_decoder", False)
-        or cache is None
-        or given & {"attention_mask", "position_ids", *_CACHES}
-    ):
-        return inputs
-    library = sys.modules.get("transformers.cache_utils")
-    if library is None:
-        return inputs
-
-    class NothingCached(library.DynamicCache):  # type: ignore[name-defined, misc]  # of a module found late
-        def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-            return keys, values
-
-    return ExampleInputs(inputs.args, {**inputs.kwargs, cache: NothingCached()})
 
 
 def step_loss(output: Any) -> Tensor:

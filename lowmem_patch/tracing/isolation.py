@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._functorch import config as functorch_config  # torch does not import it by itself
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lowmem_patch.nn.checkpointing import SWITCHES
@@ -39,12 +38,6 @@ class NoForeignKernels(FunctionObserver):
         if getattr(func, "__name__", None) in _ADDRESSES:
             raise ForeignKernelError("a kernel of its own needs real memory")
         return func(*args, **kwargs)
-
-
-def make_fake_mode() -> FakeTensorMode:
-    """A mode whose tensors give no address to C++ either: an extension called with one raises."""
-    with functorch_config.patch(fake_tensor_allow_unsafe_data_ptr_access=False):
-        return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def is_offloaded(model: nn.Module) -> bool:

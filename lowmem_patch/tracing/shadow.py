@@ -15,8 +15,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from lowmem_patch.errors import TraceError
+from lowmem_patch.tracing.fake_mode import make_fake_mode
 from lowmem_patch.tracing.inputs import ExampleInputs
-from lowmem_patch.tracing.isolation import is_offloaded, make_fake_mode
+from lowmem_patch.tracing.isolation import is_offloaded
+from lowmem_patch.tracing.no_cache import as_on_data
 from lowmem_patch.tracing.quantised import Fakes
 from lowmem_patch.tracing.sharded import came_sharded, whole_twin
 
@@ -133,6 +135,7 @@ def make_shadow(model: nn.Module, inputs: ExampleInputs) -> Shadow:
     with mode:
         cpu = torch.device("cpu")
         fakes = inputs.map(lambda t: _empty_like(t, cpu).requires_grad_(t.requires_grad))
+    fakes = as_on_data(shadow, fakes)
     return Shadow(shadow, fakes, mode, elsewhere, found.packed, found.beside)
 
 

@@ -91,6 +91,14 @@ def t5() -> Any:
     return transformers.T5ForConditionalGeneration(config)
 
 
+def mixtral() -> Any:
+    config = transformers.MixtralConfig(
+        vocab_size=320, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=4, max_position_embeddings=128,
+    )  # fmt: skip
+    return transformers.MixtralForCausalLM(config)
+
+
 IMAGES = ExampleInputs((), {"pixel_values": torch.zeros(8, 3, 32, 32)})
 PAIR = tokens(2, 96, "input_ids", "decoder_input_ids")
 CASES: dict[str, tuple[Callable[[], Any], ExampleInputs]] = {
@@ -107,6 +115,7 @@ CASES: dict[str, tuple[Callable[[], Any], ExampleInputs]] = {
     "vit": (vit, IMAGES),
     "bert": (bert, tokens(2, 96)),
     "t5": (t5, PAIR),
+    "mixtral": (mixtral, tokens(2, 96)),
 }
 REAL: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda p: torch.optim.AdamW(p, fused=True),

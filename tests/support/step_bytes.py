@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from lowmem_patch.memory.optimizers import FakeOptimizer
-from lowmem_patch.memory.step import Part, PartBytes, as_on_data, most_of_moments, watched_step
+from lowmem_patch.memory.step import Part, PartBytes, most_of_moments, watched_step
 from lowmem_patch.tracing.shadow import Shadow
 from lowmem_patch.tracing.trace import trace_forward
 
@@ -41,8 +41,7 @@ class StepBytes:
 def step_bytes(shadow: Shadow, *, optimizer: str = "adamw", accumulates: bool = False) -> StepBytes:
     """Run the forward, then a whole step, of a shadow in training mode; as ``watched_step``."""
     shadow.model.train()
-    forward = dataclasses.replace(shadow, inputs=as_on_data(shadow.model, shadow.inputs))
-    saved = trace_forward(forward, structure=False).saved
+    saved = trace_forward(shadow, structure=False).saved
     trained = [p for p in shadow.model.parameters() if p.requires_grad]
     with contextlib.nullcontext() if shadow.mode is None else shadow.mode:
         fake = FakeOptimizer(optimizer, trained)

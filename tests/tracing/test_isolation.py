@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowmem_patch.tracing.isolation import find_caches, make_fake_mode, running_fake
+from lowmem_patch.tracing.fake_mode import make_fake_mode
+from lowmem_patch.tracing.isolation import find_caches, running_fake
 
 
 def cached() -> Any:

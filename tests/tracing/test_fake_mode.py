@@ -1,0 +1,57 @@
+"""Grouped products of fake tensors have the shapes, strides and dtypes of the real ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lowmem_patch.tracing.fake_mode import make_fake_mode
+
+ROWS, WIDTH, OUTPUTS, GROUPS = 16, 24, 8, 3
+# factors, and whether they come with the end of each group
+FACTORS = {
+    "rows by group": ((ROWS, WIDTH), (GROUPS, WIDTH, OUTPUTS), True),
+    "sums by group": ((WIDTH, ROWS), (ROWS, OUTPUTS), True),
+    "columns by group": ((GROUPS, OUTPUTS, WIDTH), (WIDTH, ROWS), True),
+    "batched": ((GROUPS, ROWS, WIDTH), (GROUPS, WIDTH, OUTPUTS), False),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("factors", FACTORS.values(), ids=list(FACTORS))
+def test_a_product_has_the_real_shape(factors: Any, dtype: torch.dtype) -> None:
+    a_shape, b_shape, grouped = factors
+    a, b = torch.randn(a_shape, dtype=dtype), torch.randn(b_shape, dtype=dtype)
+    ends = torch.tensor([4, 8, 16], dtype=torch.int32) if grouped else None
+    real = F.grouped_mm(a, b, offs=ends)
+    mode = make_fake_mode()
+    fakes = [None if t is None else mode.from_tensor(t) for t in (a, b, ends)]
+    with mode:
+        fake = F.grouped_mm(fakes[0], fakes[1], offs=fakes[2])
+    assert (fake.shape, fake.stride(), fake.dtype) == (real.shape, real.stride(), real.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_its_gradients_have_the_real_shapes(dtype: torch.dtype) -> None:
+    mode = make_fake_mode()
+    a = mode.from_tensor(torch.zeros(ROWS, WIDTH, dtype=dtype)).requires_grad_()
+    b = mode.from_tensor(torch.zeros(GROUPS, WIDTH, OUTPUTS, dtype=dtype)).requires_grad_()
+    with mode:
+        y: Tensor = F.grouped_mm(a, b, offs=torch.zeros(GROUPS, dtype=torch.int32))
+        torch.autograd.backward(y.sum())
+    assert a.grad is not None and b.grad is not None
+    assert (a.grad.shape, b.grad.shape) == (a.shape, b.shape)
+    assert a.grad.dtype == b.grad.dtype == dtype
+
+
+def test_factors_of_two_dtypes_stay_an_error() -> None:
+    mode = make_fake_mode()
+    a, b = torch.zeros(ROWS, WIDTH), torch.zeros(GROUPS, WIDTH, OUTPUTS).half()
+    with mode, pytest.raises(RuntimeError, match="BF16"):
+        F.grouped_mm(
+            mode.from_tensor(a), mode.from_tensor(b), offs=mode.from_tensor(torch.zeros(3).int())
+        )
