@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lowmem_patch.functional import (
@@ -55,7 +54,7 @@ READERS: dict[str, Callable[..., Any]] = {}
 
 
 class Deferred(Tensor):
-    """Base of `Unstored` and `Stored`; made by `defer` and `keep`.
+    """Base of `Unstored` and `Stored`; made by `defer` and `lowmem_patch.nn.stored.keep`.
 
     Attributes:
         op: how it is computed, or read.
@@ -332,60 +331,6 @@ def defer(op: Op, sources: tuple[Tensor, ...]) -> Unstored:
     h.op, h.sources, h._adapts, h._packer = op, sources, False, packer()
     h._versions = [source._version for source in sources]
     return h
-
-
-class _Hold(torch.autograd.Function):
-    """A fake tensor, which cannot become another subclass, as the value of a tensor without storage."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Unstored:
-        h: Unstored = _wrapper(
-            Unstored,
-            tensor.shape,
-            strides=tensor.stride(),
-            dtype=tensor.dtype,
-            device=tensor.device,
-        )
-        return h
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:
-        return dy
-
-
-def keep(
-    tensor: Tensor,
-    op: Op,
-    sources: tuple[Tensor, ...] = (),
-    *,
-    passing: bool = False,
-    owned: bool = False,
-) -> Deferred:
-    """``tensor``, whose known readers read it as ``op`` says.
-
-    ``passing``: the result only passes through a foreign forward, in the place of ``tensor``.
-    ``owned``: nobody else has ``tensor`` and ``sources``: it may become the result itself, and nobody can
-    write into them.
-    """
-    h: Any = tensor
-    compiling = in_compiler()
-    if owned and not compiling and type(tensor) is Tensor:
-        h._first_version, h.op, h.sources, h._adapts = tensor._version, op, sources, False
-        h._packer = packer()
-        h.__class__ = Stored  # as torch's lazy parameters do; a view would cost a node of autograd
-        return h  # type: ignore[no-any-return]  # its class was assigned, which no type checker sees
-    if not compiling and isinstance(tensor, FakeTensor):
-        h = _Hold.apply(tensor)  # type: ignore[no-untyped-call]  # of torch
-        h.held, h._value, h._value_version = True, tensor.detach(), tensor._version
-    else:
-        h = tensor.as_subclass(Stored)
-        if not compiling:
-            h._first_version, h._origin = tensor._version, tensor if passing else None
-    h.op, h.sources, h._adapts = op, sources, False  # a compiler reads no attribute of a class
-    if not compiling:
-        h._packer = packer()
-        h._versions = [source._version for source in sources] if sources else None
-    return h  # type: ignore[no-any-return]  # Any, since Function.apply and as_subclass have no types
 
 
 def value_of(item: Any) -> Any:

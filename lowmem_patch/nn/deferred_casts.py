@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowmem_patch.functional import in_compiler, recast_linear
-from lowmem_patch.nn.deferred import Deferred, defer, keep, value_of
+from lowmem_patch.nn.deferred import Deferred, defer, value_of
 from lowmem_patch.nn.op import Op, Projection
+from lowmem_patch.nn.stored import keep
 
 
 class _WaitingCast(Op):

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from lowmem_patch.functional import ExpertWeight, RecomputedMatmul, RowBias, recomputed_linear
-from lowmem_patch.nn.deferred import Deferred, Unstored, keep, value_of
+from lowmem_patch.nn.deferred import Deferred, Unstored, value_of
 from lowmem_patch.nn.op import Op, Projection
+from lowmem_patch.nn.stored import keep
 
 
 def _gathered(tensor: Tensor, index: Tensor, dtype: torch.dtype | None = None) -> Tensor:

@@ -1,8 +1,7 @@
-"""MS norms: LayerNorm and RMSNorm that keep their output and not their input (MS-BP, arXiv 2406.16282).
+"""MS norms: LayerNorm and RMSNorm that save their output and not their input (MS-BP, arXiv 2406.16282).
 
-The output is also what the next Linear saves, so the norm itself saves one number per row. With a
-folded affine the output is z itself. With an affine that stays (``share``) either backward recovers
-z = (y - beta) / gamma, or, where gamma trains or comes near 0, the norm saves z and so do the Linears.
+The next Linear saves the output as well, so the norm itself saves one number per row. Backward recovers
+z = (y - beta) / gamma; where gamma is near 0, the norm and its Linears save z. A folded norm's output is z.
 """
 
 from __future__ import annotations
@@ -28,9 +27,10 @@ from lowmem_patch.functional import (
     ms_norm,
 )
 from lowmem_patch.nn.context import autocast_dtype, is_foreign, is_fsdp_unit, needs_gradient, train
-from lowmem_patch.nn.deferred import keep, value_of
+from lowmem_patch.nn.deferred import value_of
 from lowmem_patch.nn.deferred_ops import Norm, Normed, Saved, Shared
 from lowmem_patch.nn.gammas import Look, Looks, can_be_looked_at, is_capturing, look_at_gammas
+from lowmem_patch.nn.stored import keep
 from lowmem_patch.nn.watched import watch
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,38 +17,43 @@ _GROUPED = frozenset((torch.float16, torch.float32))
 _NOTHING: Mapping[str, object] = {}
 
 
-class _FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]  # of torch
-    def dispatch(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] = _NOTHING,
-    ) -> object:
-        grouped = func is torch.ops.aten._grouped_mm.default
-        if grouped and args[0].dtype == args[1].dtype and args[0].dtype in _GROUPED:
-            return self._grouped_product(*args, **kwargs)
-        return super().dispatch(func, types, args, kwargs)
-
-    def _grouped_product(
-        self,
-        a: Tensor,
-        b: Tensor,
-        offs: Tensor | None = None,
-        bias: Tensor | None = None,
-        out_dtype: torch.dtype | None = None,
-    ) -> Tensor:
-        """``[M, K] x [E, K, N] -> [M, N]``, ``[E, M, K] x [K, N] -> [M, N]``,
-        ``[M, K] x [K, N] -> [E, M, N]`` and ``[E, M, K] x [E, K, N] -> [E, M, N]``."""
-        shape = [a.shape[-2], b.shape[-1]]
-        if a.dim() == b.dim():
-            groups = a.shape[0] if offs is None or a.dim() == 3 else offs.shape[0]
-            shape = [groups, *shape]
-        with self:
-            return torch.empty(shape, dtype=out_dtype or a.dtype, device=a.device)
-
-
 def make_fake_mode() -> FakeTensorMode:
     """A mode whose tensors give no address to C++ either: an extension called with one raises."""
     with functorch_config.patch(fake_tensor_allow_unsafe_data_ptr_access=False):
-        return _FakeMode(allow_non_fake_inputs=True)
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+    # of this one mode: torch's higher-order operators (flex attention) know no class derived from its own
+    own: Any = mode
+    own.dispatch = partial(_dispatch, weakref.ref(mode))
+    return mode
+
+
+def _dispatch(
+    reference: weakref.ref[FakeTensorMode],
+    func: Any,
+    types: Sequence[type],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] = _NOTHING,
+) -> object:
+    mode = reference()
+    assert mode is not None  # it calls this
+    grouped = func is torch.ops.aten._grouped_mm.default
+    if grouped and args[0].dtype == args[1].dtype and args[0].dtype in _GROUPED:
+        with mode:
+            return _grouped_product(*args, **kwargs)
+    return FakeTensorMode.dispatch(mode, func, types, args, kwargs)
+
+
+def _grouped_product(
+    a: Tensor,
+    b: Tensor,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """``[M, K] x [E, K, N] -> [M, N]``, ``[E, M, K] x [K, N] -> [M, N]``,
+    ``[M, K] x [K, N] -> [E, M, N]`` and ``[E, M, K] x [E, K, N] -> [E, M, N]``."""
+    shape = [a.shape[-2], b.shape[-1]]
+    if a.dim() == b.dim():
+        groups = a.shape[0] if offs is None or a.dim() == 3 else offs.shape[0]
+        shape = [groups, *shape]
+    return torch.empty(shape, dtype=out_dtype or a.dtype, device=a.device)

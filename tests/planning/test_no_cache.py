@@ -1,4 +1,4 @@
-"""Reports of models that keep no cache of keys and values count what a run saves: no mask, no repeated heads."""
+"""Reports of models without a cache of keys and values: no mask is counted, and no repeated heads."""
 
 from __future__ import annotations
 
