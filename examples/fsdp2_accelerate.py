@@ -46,8 +46,8 @@ for step in range(options.steps):
     optimizer.step()
     optimizer.zero_grad()
 kind = accelerator.distributed_type.value  # FSDP, or MULTI_CPU
-accelerator.print(
-    f"last loss {float(loss.detach()):.4f} on {accelerator.num_processes} process(es), {kind}"
-)
+count = accelerator.num_processes
+where = "one process" if count == 1 else f"{count} processes, {kind}"
+accelerator.print(f"last loss {float(loss.detach()):.4f} on {where}")
 accelerator.wait_for_everyone()
 accelerator.end_training()

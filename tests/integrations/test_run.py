@@ -80,7 +80,7 @@ def test_a_script_trains_the_same_in_fewer_bytes(
     text = capsys.readouterr().err
     assert "in this process alone" in text and "1 model patched: " in text
     assert text.count("saved activation bytes") == 1, "the report was said once"
-    assert text.count("for those give --batch-size") == (name != "trainer_script.py")
+    assert text.count("; give --batch-size") == (name != "trainer_script.py")
 
 
 def test_layers_frozen_after_create_model_are_said(tmp_path: Path) -> None:
