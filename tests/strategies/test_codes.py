@@ -75,7 +75,7 @@ def test_codes_where_another_op_keeps_the_input() -> None:
     report = plan_patch(network, "paper", example_inputs=args)
     site = next(site for site in report.sites if site.name == "act")
     assert (site.strategy, site.bytes_before) == ("keep", 0)
-    assert "kept for another op" in site.reason
+    assert "another op saves what it needs" in site.reason
     assert not judge(model).wrong
 
 

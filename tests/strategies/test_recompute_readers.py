@@ -95,7 +95,7 @@ def test_a_report_says_where_a_saving_is_that_no_site_shows() -> None:
     report = plan_patch(model, "exact", example_inputs=x)
     (site,) = report.sites
     assert site.bytes_before == site.bytes_after and report.saved_before > report.saved_after
-    said = "its output counted with the module that reads it"
+    said = "the module that reads its output no longer saves it"
     assert said in report.about_sites and said in " ".join(str(report).split())
     linears = nn.Sequential(nn.Linear(4, 8), nn.SiLU(), nn.Linear(8, 4))
     report = plan_patch(linears, "exact", example_inputs=torch.randn(3, 4))
