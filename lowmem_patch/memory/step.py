@@ -233,6 +233,7 @@ def watched_step(
         TraceError: the forward or the backward fails.
     """
     model = shadow.model
+    # once more: checkpointing may have been switched on since the shadow was made
     inputs = as_on_data(model, with_labels(model, shadow.inputs))
     torch.clear_autocast_cache()
     with contextlib.ExitStack() as contexts:

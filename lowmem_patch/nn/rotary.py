@@ -3,8 +3,7 @@
 transformers' modules call a function of their file for it, in five elementwise passes over q and k, and as
 many backward. The module gets a copy of its class's forward that looks that one name up elsewhere: neither
 the class nor the file is touched. Decorators around that forward (transformers' `deprecate_kwarg`) are copied
-with it. What else the file holds is as it was at the patch. A pickled model comes
-back with its class's forward.
+with it. What else the file holds is as it was at the patch. A pickled model has its class's forward again.
 """
 
 from __future__ import annotations

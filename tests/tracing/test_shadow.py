@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from transformers.modeling_outputs import CausalLMOutput
 
-from lowmem_patch.tracing.shadow import tensors_in
+from lowmem_patch.tracing.shadow import output_tensors, tensors_in
 
 
 class Pair(NamedTuple):
@@ -27,3 +28,22 @@ def test_tensors_are_found_as_torchs_own_walk_finds_them() -> None:
         expected = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
         assert list(map(id, tensors_in(value))) == list(map(id, expected))
     assert len(tensors_in(nested)) == 8
+
+
+@dataclasses.dataclass
+class Returned:
+    """What a model of somebody's own may return."""
+
+    loss: Tensor
+    hidden: dict[str, tuple[Tensor, None]]
+
+
+def test_tensors_of_outputs_are_found_in_dataclasses_and_mappings() -> None:
+    loss, hidden = torch.zeros(()), torch.ones(2)
+    own, librarys = (
+        Returned(loss, {"last": (hidden, None)}),
+        CausalLMOutput(loss=loss, logits=hidden),
+    )
+    for output in (own, librarys, {"loss": loss, "more": [hidden]}, (own,)):
+        found = output_tensors(output)
+        assert [id(tensor) for tensor in found] == [id(loss), id(hidden)]
