@@ -11,7 +11,7 @@ The forward holds its layer (`lowmem_patch.nn.own`): copies and pickles take it 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,9 +24,12 @@ from lowmem_patch.nn.deferred_linears import project
 from lowmem_patch.nn.deferred_ops import Saved
 from lowmem_patch.nn.dropout import PackedDropout
 from lowmem_patch.nn.op import Projection
-from lowmem_patch.nn.own import Own, give_forward, runs_class_forward
+from lowmem_patch.nn.own import Own, give_forward, given_forward, runs_class_forward
 from lowmem_patch.nn.parameter_adapters import adapts_parameter, is_of_peft, read_factors
+from lowmem_patch.nn.siblings import Siblings
 
+# the base Linear with the first adapter, the dtype of the product, and the other adapters
+Products = tuple[Projection, torch.dtype, list[LowRank]]
 _WITHOUT_TORCH_FUNCTION: Any = torch._C.DisableTorchFunctionSubclass
 # what the forward of PEFT's Linear looks up: one that looks up more computes more
 _KNOWN = frozenset(
@@ -38,16 +41,41 @@ _KNOWN = frozenset(
 )  # fmt: skip
 
 
-def use_adapter(layer: nn.Module, low_precision: bool, alone: bool = False) -> None:
+def use_adapter(
+    layer: nn.Module,
+    low_precision: bool,
+    alone: bool = False,
+    siblings: Sequence[nn.Module] = (),
+) -> None:
     """Give a LoRA layer a forward that saves one copy of its input.
 
     Args:
         layer: a LoRA layer of a Linear, or of a parameter.
         low_precision: adapters wider than the input are computed in the input's dtype.
         alone: nobody else saves the input: the copy is in autocast's dtype, where no dropout is active.
+        siblings: the layers that read the same input, this one among them, in the order of their calls.
     """
-    forward = forward_as_one if adds_products(type(layer).forward) else forward_kept
-    give_forward(layer, forward, low_precision, alone)
+    if not adds_products(type(layer).forward):
+        give_forward(layer, forward_kept, low_precision, alone)
+        return
+    known = filter(None, map(siblings_of, siblings))
+    group = next(known, None) or (Siblings(siblings) if siblings else None)
+    give_forward(layer, forward_as_one, low_precision, alone, group)
+
+
+def siblings_of(layer: nn.Module) -> Siblings | None:
+    """The layers that one op may compute with this one; None where it runs by itself."""
+    forward = _forward_as_one_of(layer)
+    found: Siblings | None = None if forward is None else forward.args[3]
+    return found
+
+
+def _forward_as_one_of(layer: nn.Module) -> Own | None:
+    """What `use_adapter` gave, also beneath a forward that looks at nothing but what is saved."""
+    forward = given_forward(layer)
+    if isinstance(forward, Own) and getattr(forward.func, "looks_at_saved", False):
+        forward = forward.args[1]
+    return forward if isinstance(forward, Own) and forward.func is forward_as_one else None
 
 
 def is_adapter_forward(forward: Any) -> bool:
@@ -83,7 +111,14 @@ def forward_kept(layer: Any, low_precision: bool, _alone: bool, *args: Any, **kw
         x._adapts = False
 
 
-def forward_as_one(layer: Any, low_precision: bool, alone: bool, *args: Any, **kwargs: Any) -> Any:
+def forward_as_one(
+    layer: Any,
+    low_precision: bool,
+    alone: bool,
+    siblings: Siblings | None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     """The base Linear and every active adapter as one op, where that is what the class's forward computes."""
     one = len(args) == 1 and not kwargs and torch.is_grad_enabled() and not is_exporting()
     if one and _is_known(layer):
@@ -93,9 +128,29 @@ def forward_as_one(layer: Any, low_precision: bool, alone: bool, *args: Any, **k
             with _WITHOUT_TORCH_FUNCTION():
                 products = low_rank_products(layer, x.dtype, low_precision)
                 if products is not None and not (deferred and x.is_changed()):
+                    if siblings is not None:
+                        y = _with_siblings(siblings, layer, x, products)
+                        if y is not None:
+                            return y
                     low = alone and _is_cast(x)
                     return _computed(x.to(products[1]) if low else x, *products)
     return forward_kept(layer, low_precision, alone, *args, **kwargs)
+
+
+def _with_siblings(
+    siblings: Siblings, layer: nn.Module, x: Tensor, products: Products
+) -> Tensor | None:
+    """The layer's output, where it and the layers that read the same input run as one op."""
+
+    def read(other: nn.Module) -> tuple[Projection, torch.dtype] | None:
+        forward = _forward_as_one_of(other)
+        if forward is None or forward.args[3] is not siblings or not _is_known(other):
+            return None
+        found = low_rank_products(other, x.dtype, forward.args[1])
+        return None if found is None or found[2] else found[:2]
+
+    to, dtype, rest = products
+    return None if rest else siblings.output(layer, x, to, dtype, read)
 
 
 def _is_cast(x: Tensor) -> bool:
@@ -120,10 +175,8 @@ def _computed(x: Tensor, to: Projection, dtype: torch.dtype, rest: list[LowRank]
     return y
 
 
-def low_rank_products(
-    layer: Any, given: torch.dtype, low_precision: bool
-) -> tuple[Projection, torch.dtype, list[LowRank]] | None:
-    """The base Linear with the first adapter, the dtype of the product, and the other adapters.
+def low_rank_products(layer: Any, given: torch.dtype, low_precision: bool) -> Products | None:
+    """What a layer computes.
 
     None where the layer would compute anything else, or somebody looks at a part of it.
     """

@@ -191,6 +191,9 @@ class Saved(Op):
     def linear(self, h: Deferred, to: Projection, dtype: torch.dtype) -> Tensor:
         return saved_linear(h.plain(), to, dtype)
 
+    def saved_value(self, h: Deferred, dtype: torch.dtype) -> Tensor | None:
+        return h.plain()
+
 
 class Shared(Saved):
     """The output of a norm that saves it, to recover z from it in backward; ``node`` is the norm's."""
@@ -231,16 +234,20 @@ class Normed(Saved):
         # the product is rounded to the copy's dtype in any case
         return h.sources[0] if self.copy else h.plain()
 
-    def linear(self, h: Deferred, to: Projection, dtype: torch.dtype) -> Tensor:
-        compiling = in_compiler()
-        value: Tensor
+    def _read(self, h: Deferred, dtype: torch.dtype) -> Tensor:
         if self.copy and h.sources[0].dtype == dtype:
             h._bypassed = True
-            value = h.sources[0]
-        elif not compiling and type(h) is Stored and h._origin is None:
-            value = h  # no view of it, which would cost a node of autograd
-        else:
-            value = h.plain()
+            return h.sources[0]
+        if type(h) is Stored and h._origin is None and not in_compiler():
+            return h  # no view of it, which would cost a node of autograd
+        return h.plain()
+
+    def saved_value(self, h: Deferred, dtype: torch.dtype) -> Tensor | None:
+        return self._read(h, dtype) if self.affine is None else None
+
+    def linear(self, h: Deferred, to: Projection, dtype: torch.dtype) -> Tensor:
+        compiling = in_compiler()
+        value = self._read(h, dtype)
         trains = to.weight.requires_grad or to.adapter is not None
         if self.affine is None or not trains or compiling:
             return saved_linear(value, to, dtype)

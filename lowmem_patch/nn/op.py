@@ -75,6 +75,11 @@ class Op:
         """The projection of ``h`` computed in ``dtype``, which saves as little as possible."""
         return recast_linear(h.plain(), to.weight, to.bias, dtype, to.adapter)
 
+    def saved_value(self, h: Deferred, dtype: torch.dtype) -> Tensor | None:
+        """The ordinary tensor that a Linear with an adapter would read and save, in any dtype; None where it
+        would save something else."""
+        return None
+
     def moved(self, h: Deferred, move: Callable[[Tensor], Tensor]) -> Any:
         """``h`` behind a row move, or NotImplemented."""
         return NotImplemented

@@ -26,15 +26,18 @@ class LoraLayer(Patch):
 
     Attributes:
         low_precision, alone: as of `lowmem_patch.nn.adapters.use_adapter`.
+        siblings: the names of the layers that read the same input, this one among them.
     """
 
     strategy = "lora"
 
     low_precision: bool
     alone: bool
+    siblings: tuple[str, ...] = ()
 
     def apply(self, target: Target) -> None:
-        use_adapter(target.model.get_submodule(self.site), self.low_precision, self.alone)
+        layer, *siblings = map(target.model.get_submodule, (self.site, *self.siblings))
+        use_adapter(layer, self.low_precision, self.alone, siblings)
 
 
 def find(facts: Facts, config: PatchConfig) -> Found:
@@ -43,8 +46,10 @@ def find(facts: Facts, config: PatchConfig) -> Found:
         return Found()
     low_precision = config.linear_inputs == "activation_dtype"
     layers = adapter_layers(facts, config)
-    alone = _read_alone(facts, layers)
-    patches = [LoraLayer(name, low_precision, name in alone) for name in layers]
+    alone, siblings = _read_alone(facts, layers), _siblings(facts, layers)
+    patches = [
+        LoraLayer(name, low_precision, name in alone, siblings.get(name, ())) for name in layers
+    ]
     return Found(patches, notes=_notes(facts, layers))
 
 
@@ -64,6 +69,22 @@ def _read_alone(facts: Facts, layers: tuple[str, ...]) -> set[str]:
         return not normed.isdisjoint(map(storage_key, forms))
 
     return {call.name for call in calls} - {call.name for call in calls if is_shared(call)}
+
+
+def _siblings(facts: Facts, layers: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
+    """The layers of one module that read the same tensors at each of their calls, in the order of these."""
+    groups: dict[Any, list[str]] = {}
+    for name in layers:
+        calls = facts.calls.get(name, ())
+        if calls and all(len(call.inputs) == 1 for call in calls):
+            read = tuple(id(call.inputs[0]) for call in calls)
+            groups.setdefault((name.rpartition(".")[0], read), []).append(name)
+    ordered = (
+        tuple(sorted(names, key=lambda name: facts.calls[name][0].first_op))
+        for names in groups.values()
+        if len(names) > 1
+    )
+    return {name: names for names in ordered for name in names}
 
 
 def _saved_by_norms(facts: Facts) -> set[int]:

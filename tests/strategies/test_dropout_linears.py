@@ -56,8 +56,9 @@ def test_without_training_or_with_p_0_no_bits_are_kept(p: float) -> None:
         patch_model(one, "exact", example_inputs=inputs)
         one.eval()
     found, expected = (step(one, inputs, count=True) for one in (model, plain))
-    assert found.saved == expected.saved and torch.equal(found.output, expected.output)
-    # planned with a dropout, base and adapter run one after the other: sums in another order
+    assert found.saved == expected.saved
+    # planned with a dropout, base and adapter run one after the other, and so do layers of one input: sums
+    # in another order
     assert_accurate(found, expected, truth)
 
 

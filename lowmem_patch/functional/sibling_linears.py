@@ -1,0 +1,283 @@
+"""Linears with low-rank adapters that read one tensor, as one op: q, k and v, gate_proj and up_proj.
+
+One by one, each adapter reads the whole of x for a small product, forward and backward, and autograd adds up
+the gradients of x in passes of their own. Here the lora_A stand below each other, A = [A_1; A_2; ...]:
+
+    low = x A^T,    y_i = x W_i^T + b_i + s_i low_i B_i^T
+    d_low_i = s_i dy_i B_i,    d_x = d_low A + sum_i dy_i W_i
+    d_W_i = dy_i^T x,    d_b_i = sum dy_i,    d_A = d_low^T x,    d_B_i = s_i dy_i^T low_i
+
+and each product of the sum is added while it is computed. Saved: what the Linears save one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lowmem_patch.constants import padded_rank
+from lowmem_patch.functional import _library
+from lowmem_patch.functional._implementation import Implementation, module, resolve
+from lowmem_patch.functional.products import LowRank, scaled_product
+from lowmem_patch.reference import cast
+from lowmem_patch.tracing.gpu_temporaries import OF_OPERATORS, Temporary, sum_bytes
+
+_OPERATOR = "sibling_linears"
+
+
+class AdaptedLinear(NamedTuple):
+    """A Linear's weight ``[O, F]`` and bias ``[O]`` or None, and the adapter beside it."""
+
+    weight: Tensor
+    bias: Tensor | None
+    adapter: LowRank
+
+
+class _Needs(NamedTuple):
+    """Which gradients of one Linear are asked for."""
+
+    weight: bool
+    bias: bool
+    lora_A: bool
+    lora_B: bool
+
+
+def _ranks(lora_Bs: Sequence[Tensor], dtype: torch.dtype) -> list[int]:
+    return [padded_rank(lora_B.shape[1], dtype) for lora_B in lora_Bs]
+
+
+def _columns(low: Tensor, lora_Bs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The columns of each adapter, ``[rows, R]``."""
+    return torch.split(low, _ranks(lora_Bs, low.dtype), dim=1)
+
+
+def _empty_low(x: Tensor, lora_Bs: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """``[rows, sum of R]``"""
+    return x.new_empty((x.numel() // x.shape[-1], sum(_ranks(lora_Bs, dtype))), dtype=dtype)
+
+
+def _forward(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    lora_As: Sequence[Tensor],
+    lora_Bs: Sequence[Tensor],
+    scales: Sequence[float],
+    compute_dtype: torch.dtype,
+    implementation: str,
+) -> list[Tensor]:
+    """The outputs, and low ``[rows, sum of R]`` behind them, in ``compute_dtype``."""
+    found = []
+    with _library.without_autocast(x.device.type):
+        rows = cast(x, compute_dtype).reshape(-1, x.shape[-1])
+        lora_A, padded_Bs = module(implementation).sibling_weights(lora_As, lora_Bs, compute_dtype)
+        low = F.linear(rows, lora_A)
+        parts = zip(weights, biases, _columns(low, lora_Bs), padded_Bs, scales, strict=True)
+        for weight, bias, part, lora_B, scale in parts:
+            # the adapter's product first, as in `products.linear_forward`
+            if bias is None:
+                y = scaled_product(scale, part, lora_B.t())
+            else:
+                y = torch.addmm(cast(bias, compute_dtype), part, lora_B.t(), alpha=scale)
+            y.addmm_(rows, cast(weight, compute_dtype).t())
+            found.append(y.resize_(*x.shape[:-1], weight.shape[0]))
+    return [*found, low]
+
+
+def _forward_fake(x: Tensor, weights: Sequence[Tensor], *rest: Any) -> list[Tensor]:
+    *_, lora_Bs, _, compute_dtype, _ = rest
+    found = [x.new_empty((*x.shape[:-1], w.shape[0]), dtype=compute_dtype) for w in weights]
+    return [*found, _empty_low(x, lora_Bs, compute_dtype)]
+
+
+def _backward(
+    dys: Sequence[Tensor],
+    x: Any,
+    weights: Sequence[Any],
+    lora_As: Sequence[Any],
+    lora_Bs: Sequence[Tensor],
+    low: Any,
+    scales: Sequence[float],
+    for_x: bool,
+    needs: Sequence[bool],
+    implementation: str,
+) -> list[Tensor]:
+    """d_x, d_A ``[sum of R, F]``, and of each Linear those of weight, bias and lora_B, as far as they are
+    asked for, in the dtype of the gradients ``dys``. What is not read may be None."""
+    wanted = _by_linear(needs)
+    for_A = any(need.lora_A for need in wanted)
+    rows = [dy.reshape(-1, dy.shape[-1]) for dy in dys]
+    d_low = d_x = None
+    with _library.without_autocast(dys[0].device.type):
+        # first: torch's sum takes a multiple of dy for a while, and nothing else is there yet
+        d_biases = [r.sum(0) if n.bias else None for r, n in zip(rows, wanted, strict=True)]
+        if for_x or for_A:
+            ops: Any = module(implementation)
+            lora_A, padded_Bs = ops.sibling_weights(lora_As, lora_Bs, rows[0].dtype)
+            d_low = _empty_low(rows[0], lora_Bs, rows[0].dtype)
+            for part, *factors, scale in zip(
+                _columns(d_low, lora_Bs), rows, padded_Bs, scales, strict=True
+            ):
+                part.addmm_(*factors, beta=0, alpha=scale)
+            if for_x:
+                d_x = d_low.mm(lora_A)
+                for r, weight in zip(rows, weights, strict=True):
+                    d_x.addmm_(r, cast(weight, r.dtype))
+        hidden: Any = None if x is None else cast(x, rows[0].dtype).reshape(-1, x.shape[-1])
+        found = [] if d_x is None else [d_x.view(*dys[0].shape[:-1], d_x.shape[1])]
+        if for_A and d_low is not None:
+            found.append(d_low.t().mm(hidden))
+        lows: Any = [None] * len(dys) if low is None else _columns(low, lora_Bs)
+        for need, r, d_bias, part, lora_B, scale in zip(
+            wanted, rows, d_biases, lows, lora_Bs, scales, strict=True
+        ):
+            found += [r.t().mm(hidden)] if need.weight else []
+            found += [] if d_bias is None else [d_bias]
+            if need.lora_B:
+                d_B = scaled_product(scale, r.t(), part)
+                found.append(d_B.narrow(1, 0, lora_B.shape[1]).contiguous())
+    return found
+
+
+def _by_linear(needs: Sequence[bool]) -> list[_Needs]:
+    return [_Needs(*needs[i : i + 4]) for i in range(0, len(needs), 4)]
+
+
+def _backward_fake(dys: Sequence[Tensor], *rest: Any) -> list[Tensor]:
+    x, weights, _, lora_Bs, _, _, for_x, needs, _ = rest
+    like = dys[0]
+    found = [like.new_empty((*like.shape[:-1], weights[0].shape[1]))] if for_x else []
+    wanted = _by_linear(needs)
+    if any(need.lora_A for need in wanted):
+        found.append(like.new_empty((sum(_ranks(lora_Bs, like.dtype)), x.shape[-1])))
+    for need, dy, lora_B in zip(wanted, dys, lora_Bs, strict=True):
+        found += [dy.new_empty((dy.shape[-1], x.shape[-1]))] if need.weight else []
+        found += [dy.new_empty(dy.shape[-1:])] if need.bias else []
+        found += [dy.new_empty((dy.shape[-1], lora_B.shape[1]))] if need.lora_B else []
+    return found
+
+
+def _backward_temporary(dys: Sequence[Tensor], *rest: Any) -> Temporary:
+    summed = [dy for dy, need in zip(dys, _by_linear(rest[-2]), strict=True) if need.bias]
+    taken = (sum_bytes(dy, range(dy.dim() - 1)) for dy in summed)
+    return Temporary(max(taken, default=0), beside_outputs=False)
+
+
+_forward_op = _library.Operator(
+    "sibling_linears(Tensor x, Tensor[] weights, Tensor?[] biases, Tensor[] lora_As, Tensor[] lora_Bs, "
+    "float[] scales, ScalarType compute_dtype, str implementation) -> Tensor[]",
+    _forward,
+    _forward_fake,
+)
+_backward_op = _library.Operator(
+    "sibling_linears_backward(Tensor[] dys, Tensor? x, Tensor?[] weights, Tensor?[] lora_As, "
+    "Tensor[] lora_Bs, Tensor? low, float[] scales, bool for_x, bool[] needs, str implementation) "
+    "-> Tensor[]",
+    _backward,
+    _backward_fake,
+)
+OF_OPERATORS[torch.ops.lowmem_patch.sibling_linears_backward.default] = _backward_temporary
+
+
+class _SiblingLinears(torch.autograd.Function):
+    """x, the dtype of the products, the implementation and the scales, then a weight, a bias, lora_A and
+    lora_B of each Linear."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, dtype: torch.dtype, chosen: str, scales: list[float], *given: Any
+    ) -> tuple[Tensor, ...]:
+        weights, biases, lora_As, lora_Bs = (list(given[i::4]) for i in range(4))
+        *ys, low = _forward_op(x, weights, biases, lora_As, lora_Bs, scales, dtype, chosen)
+        for_x, needs = ctx.needs_input_grad[0], ctx.needs_input_grad[4:]
+        wanted = _by_linear(needs)
+        ctx.set_materialize_grads(False)
+        keeps_x = any(need.weight or need.lora_A for need in wanted)
+        # B tells its rank, also where nobody reads it
+        ctx.save_for_backward(
+            x if keeps_x else None,
+            low if any(need.lora_B for need in wanted) else None,
+            *(weights if for_x else (None,) * len(weights)),
+            *(lora_As if for_x else (None,) * len(weights)),
+            *lora_Bs,
+        )
+        ctx.settings = (scales, for_x, needs, chosen)
+        ctx.dtypes = (x.dtype, [None if t is None else t.dtype for t in given])
+        return tuple(ys)
+
+    @staticmethod
+    @_library.first_order(_OPERATOR)
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        scales, for_x, needs, chosen = ctx.settings
+        x_dtype, dtypes = ctx.dtypes
+        x, low, *weights = ctx.saved_tensors
+        read = [i for i, dy in enumerate(gradients) if dy is not None]  # the outputs that were
+        dys = [dy for dy in gradients if dy is not None]
+        if not dys:
+            return (None,) * (4 + len(needs))
+        count = len(gradients)
+        tables = [[weights[place + i] for i in read] for place in (0, count, 2 * count)]
+        if low is not None and len(read) < count:
+            columns = list(_columns(low, weights[2 * count :]))
+            low = torch.cat([columns[i] for i in read], dim=1)
+        asked = [need for i in read for need in needs[4 * i : 4 * i + 4]]
+        found = iter(
+            _backward_op(
+                dys,
+                x,
+                *tables,
+                low,
+                [scales[i] for i in read],
+                for_x,
+                asked,
+                chosen,
+            )
+        )
+        d_x = cast(next(found), x_dtype) if for_x else None
+        d_As: Any = ()
+        if any(asked[2::4]):
+            d_As = next(found).split(_ranks(tables[2], dys[0].dtype))
+        results: list[Tensor | None] = [None] * len(needs)
+        for place, i in enumerate(read):
+            for j in range(4):
+                if needs[4 * i + j]:
+                    one = d_As[place][: tables[2][place].shape[1]] if j == 2 else next(found)
+                    results[4 * i + j] = cast(one, dtypes[4 * i + j])
+        return (d_x, None, None, None, *results)
+
+
+def sibling_linears(
+    x: Tensor,
+    linears: Sequence[AdaptedLinear],
+    compute_dtype: torch.dtype,
+    *,
+    implementation: Implementation = "auto",
+) -> tuple[Tensor, ...]:
+    """``F.linear`` of each, plus its adapter's product, of one tensor; saves what it is given, once.
+
+    Nothing is checked: that would cost as much as a small kernel.
+
+    Args:
+        x: ``[..., F]``, any floating dtype.
+        linears: two or more, of the same F.
+        compute_dtype: of the products and of the results.
+        implementation: of the adapters' casts; see `resolve`.
+
+    Returns:
+        ``[..., O]`` of each, in ``compute_dtype``.
+
+    Raises:
+        DoubleBackwardError: in a backward with ``create_graph=True``.
+    """
+    given = [t for one in linears for t in (one.weight, one.bias, *one.adapter[:2])]
+    scales = [one.adapter.scale for one in linears]
+    chosen = resolve(implementation, x, *(t for one in linears for t in one.adapter[:2]))
+    found: tuple[Tensor, ...] = _apply(x, compute_dtype, chosen, scales, *given)
+    return found
+
+
+_apply = _library.direct_call(_SiblingLinears)

@@ -1,0 +1,131 @@
+"""LoRA layers that read one tensor, of which the first that is called computes the outputs of all.
+
+`lowmem_patch.functional.sibling_linears` computes them. The others fetch theirs, each at its own call, where
+their input and weights are still those that the first one saw; otherwise they compute it themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lowmem_patch.functional import AdaptedLinear, is_ordinary, sibling_linears
+from lowmem_patch.nn.context import is_foreign
+from lowmem_patch.nn.deferred import Deferred
+from lowmem_patch.nn.op import Projection
+
+
+class _Waiting(NamedTuple):
+    """An output that its layer has not fetched yet, and what it was computed of."""
+
+    output: Tensor
+    x: Tensor
+    to: Projection
+    versions: tuple[int, ...]
+
+    def is_of(self, x: Tensor, to: Projection) -> bool:
+        same = all(
+            own is one for own, one in zip(_tensors(self.x, self.to), _tensors(x, to), strict=True)
+        )
+        return same and self.versions == _versions(x, to) and _scale(self.to) == _scale(to)
+
+
+class Siblings:
+    """The layers, in the order of their calls; copies and pickles take it along with them."""
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        self.layers = tuple(layers)
+        self._waiting: dict[int, _Waiting] = {}
+        self._is_in_vain = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_waiting": {}}
+
+    def output(
+        self,
+        layer: nn.Module,
+        x: Tensor,
+        to: Projection,
+        dtype: torch.dtype,
+        read: Callable[[nn.Module], tuple[Projection, torch.dtype] | None],
+    ) -> Tensor | None:
+        """A layer's output; None where it has to compute it itself.
+
+        Args:
+            layer: one of the layers.
+            x: its input, ordinary or deferred.
+            to, dtype: what it multiplies, and in which dtype.
+            read: the same of another layer, None where it would compute anything else.
+        """
+        place = next((i for i, one in enumerate(self.layers) if one is layer), None)
+        if place is None or not is_ordinary():  # a replica of nn.DataParallel
+            return None
+        if place:
+            found = self._waiting.pop(place, None)
+            if found is None or found.is_of(x, to):
+                return None if found is None else found.output
+            self._is_in_vain = True
+            return None
+        if self._waiting:  # whoever should have fetched it read something else
+            self._is_in_vain = True
+            self._waiting = {}
+        return None if self._is_in_vain else self._first_output(x, to, dtype, read)
+
+    def _first_output(
+        self,
+        x: Tensor,
+        to: Projection,
+        dtype: torch.dtype,
+        read: Callable[[nn.Module], tuple[Projection, torch.dtype] | None],
+    ) -> Tensor | None:
+        linears = [to]
+        for layer in self.layers[1:]:
+            found = read(layer)
+            if found is None or found[1] != dtype:
+                return None
+            linears.append(found[0])
+        if not all(_fits(x, one) for one in linears):
+            return None
+        value = x.op.saved_value(x, dtype) if isinstance(x, Deferred) else x
+        if value is None:
+            return None
+        outputs = sibling_linears(value, [AdaptedLinear(*one) for one in linears], dtype)  # type: ignore[arg-type]
+        for place, (one, y) in enumerate(zip(linears, outputs, strict=True)):
+            if place:
+                self._waiting[place] = _Waiting(y, x, one, _versions(x, one))
+        return outputs[0]
+
+
+def _tensors(x: Tensor, to: Projection) -> tuple[Any, ...]:
+    weight, bias, adapter = to
+    return (x, weight, bias) if adapter is None else (x, weight, bias, *adapter[:2])
+
+
+def _versions(x: Tensor, to: Projection) -> tuple[int, ...]:
+    return tuple(tensor._version for tensor in _tensors(x, to) if tensor is not None)
+
+
+def _scale(to: Projection) -> float | None:
+    return None if to.adapter is None else to.adapter.scale
+
+
+def _fits(x: Tensor, to: Projection) -> bool:
+    """Whether autograd records this Linear by itself, of whole tensors on one device."""
+    weight, bias, adapter = to
+    if adapter is None:
+        return False
+    lora_A, lora_B, _ = adapter
+    given = [tensor for tensor in (weight, bias, lora_A, lora_B) if tensor is not None]
+    if any(
+        is_foreign(one) or one.device != x.device or not one.is_floating_point() for one in given
+    ):
+        return False
+    # a trainer that shards gathers each layer's weights at its own call (DeepSpeed's ZeRO-3)
+    if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
+        return False
+    if lora_A.shape != (lora_B.shape[-1], x.shape[-1]) or len(lora_B) != len(weight):
+        return False
+    return x.requires_grad or any(one.requires_grad for one in given)
