@@ -12,8 +12,9 @@ and each product of the sum is added while it is computed. Saved: what the Linea
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from itertools import chain, compress, repeat
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -111,36 +112,64 @@ def _backward(
     wanted = _by_linear(needs)
     for_A = any(need.lora_A for need in wanted)
     rows = [dy.reshape(-1, dy.shape[-1]) for dy in dys]
-    d_low = d_x = None
+    found, d_low = [], None
     with _library.without_autocast(dys[0].device.type):
         # first: torch's sum takes a multiple of dy for a while, and nothing else is there yet
         d_biases = [r.sum(0) if n.bias else None for r, n in zip(rows, wanted, strict=True)]
         if for_x or for_A:
-            ops: Any = module(implementation)
-            lora_A, padded_Bs = ops.sibling_weights(lora_As, lora_Bs, rows[0].dtype)
-            d_low = _empty_low(rows[0], lora_Bs, rows[0].dtype)
-            for part, *factors, scale in zip(
-                _columns(d_low, lora_Bs), rows, padded_Bs, scales, strict=True
-            ):
-                part.addmm_(*factors, beta=0, alpha=scale)
+            ops = module(implementation)
+            d_low, lora_A = _low_gradients(ops, rows, lora_As, lora_Bs, scales)
             if for_x:
-                d_x = d_low.mm(lora_A)
-                for r, weight in zip(rows, weights, strict=True):
-                    d_x.addmm_(r, cast(weight, r.dtype))
+                found.append(_input_gradient(d_low, lora_A, rows, weights, dys[0].shape[:-1]))
         hidden: Any = None if x is None else cast(x, rows[0].dtype).reshape(-1, x.shape[-1])
-        found = [] if d_x is None else [d_x.view(*dys[0].shape[:-1], d_x.shape[1])]
         if for_A and d_low is not None:
             found.append(d_low.t().mm(hidden))
         lows: Any = [None] * len(dys) if low is None else _columns(low, lora_Bs)
-        for need, r, d_bias, part, lora_B, scale in zip(
-            wanted, rows, d_biases, lows, lora_Bs, scales, strict=True
-        ):
-            found += [r.t().mm(hidden)] if need.weight else []
-            found += [] if d_bias is None else [d_bias]
-            if need.lora_B:
-                d_B = scaled_product(scale, r.t(), part)
-                found.append(d_B.narrow(1, 0, lora_B.shape[1]).contiguous())
+        each = zip(wanted, rows, d_biases, lows, lora_Bs, scales, strict=True)
+        for need, r, d_bias, part, lora_B, scale in each:
+            d_weight = r.t().mm(hidden) if need.weight else None
+            d_B = _d_lora_B(r, part, lora_B, scale) if need.lora_B else None
+            found += filter(_is_given, (d_weight, d_bias, d_B))
     return found
+
+
+def _is_given(one: Tensor | None) -> TypeGuard[Tensor]:
+    return one is not None
+
+
+def _d_lora_B(rows: Tensor, low: Tensor, lora_B: Tensor, scale: float) -> Tensor:
+    return scaled_product(scale, rows.t(), low).narrow(1, 0, lora_B.shape[1]).contiguous()
+
+
+def _low_gradients(
+    ops: Any,
+    rows: Sequence[Tensor],
+    lora_As: Sequence[Any],
+    lora_Bs: Sequence[Tensor],
+    scales: Sequence[float],
+) -> tuple[Tensor, Any]:
+    """d_low ``[rows, sum of R]``, and A if it is given."""
+    dtype = rows[0].dtype
+    lora_A, padded_Bs = ops.sibling_weights(lora_As, lora_Bs, dtype)
+    d_low = _empty_low(rows[0], lora_Bs, dtype)
+    for part, *factors, scale in zip(
+        _columns(d_low, lora_Bs), rows, padded_Bs, scales, strict=True
+    ):
+        part.addmm_(*factors, beta=0, alpha=scale)
+    return d_low, lora_A
+
+
+def _input_gradient(
+    d_low: Tensor,
+    lora_A: Tensor,
+    rows: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    shape: Sequence[int],
+) -> Tensor:
+    d_x = d_low.mm(lora_A)  # in the order of the forward
+    for r, weight in zip(rows, weights, strict=True):
+        d_x.addmm_(r, cast(weight, r.dtype))
+    return d_x.view(*shape, d_x.shape[1])
 
 
 def _by_linear(needs: Sequence[bool]) -> list[_Needs]:
@@ -215,39 +244,47 @@ class _SiblingLinears(torch.autograd.Function):
         scales, for_x, needs, chosen = ctx.settings
         x_dtype, dtypes = ctx.dtypes
         x, low, *weights = ctx.saved_tensors
-        read = [i for i, dy in enumerate(gradients) if dy is not None]  # the outputs that were
-        dys = [dy for dy in gradients if dy is not None]
-        if not dys:
-            return (None,) * (4 + len(needs))
         count = len(gradients)
-        tables = [[weights[place + i] for i in read] for place in (0, count, 2 * count)]
-        if low is not None and len(read) < count:
-            columns = list(_columns(low, weights[2 * count :]))
-            low = torch.cat([columns[i] for i in read], dim=1)
-        asked = [need for i in read for need in needs[4 * i : 4 * i + 4]]
-        found = iter(
-            _backward_op(
-                dys,
-                x,
-                *tables,
-                low,
-                [scales[i] for i in read],
-                for_x,
-                asked,
-                chosen,
-            )
-        )
+        tables = [weights[place : place + count] for place in (0, count, 2 * count)]
+        lora_Bs, asked = tables[2], needs
+        dys: Sequence[Any] = gradients
+        if not all(map(_is_given, gradients)):  # nobody read the others
+            read = [*map(_is_given, gradients)]
+            if not any(read):
+                return (None,) * (4 + len(needs))
+            needs = [need and read[place // 4] for place, need in enumerate(needs)]
+            low = None if low is None else torch.cat([*compress(_columns(low, lora_Bs), read)], 1)
+            lists = (gradients, *tables, scales, _by_linear(needs))
+            dys, *tables, scales, asked = ([*compress(one, read)] for one in lists)
+            asked = [*chain.from_iterable(asked)]
+        found = iter(_backward_op(dys, x, *tables, low, scales, for_x, asked, chosen))
         d_x = cast(next(found), x_dtype) if for_x else None
-        d_As: Any = ()
-        if any(asked[2::4]):
-            d_As = next(found).split(_ranks(tables[2], dys[0].dtype))
-        results: list[Tensor | None] = [None] * len(needs)
-        for place, i in enumerate(read):
-            for j in range(4):
-                if needs[4 * i + j]:
-                    one = d_As[place][: tables[2][place].shape[1]] if j == 2 else next(found)
-                    results[4 * i + j] = cast(one, dtypes[4 * i + j])
-        return (d_x, None, None, None, *results)
+        results = _by_argument(found, needs, gradients, lora_Bs)
+        rest = (
+            None if one is None else cast(one, dtype)
+            for one, dtype in zip(results, dtypes, strict=True)
+        )
+        return (d_x, None, None, None, *rest)
+
+
+def _by_argument(
+    found: Iterator[Tensor],
+    needs: Sequence[bool],
+    gradients: Sequence[Tensor | None],
+    lora_Bs: Sequence[Tensor],
+) -> Iterator[Tensor | None]:
+    """The gradients of weights in the order of the arguments: the first has those of all lora_A."""
+    parts: Any = repeat(None)
+    if any(needs[2::4]):
+        d_A = next(found)
+        read = [B for B, dy in zip(lora_Bs, gradients, strict=True) if dy is not None]
+        parts = iter(d_A.split(_ranks(read, d_A.dtype)))  # type: ignore[no-untyped-call]
+    for need, dy, lora_B in zip(_by_linear(needs), gradients, lora_Bs, strict=True):
+        part: Any = None if dy is None else next(parts)
+        yield next(found) if need.weight else None
+        yield next(found) if need.bias else None
+        yield part[: lora_B.shape[1]] if need.lora_A else None
+        yield next(found) if need.lora_B else None
 
 
 def sibling_linears(

@@ -128,12 +128,10 @@ def forward_as_one(
             with _WITHOUT_TORCH_FUNCTION():
                 products = low_rank_products(layer, x.dtype, low_precision)
                 if products is not None and not (deferred and x.is_changed()):
+                    y = None
                     if siblings is not None:
                         y = _with_siblings(siblings, layer, x, products)
-                        if y is not None:
-                            return y
-                    low = alone and _is_cast(x)
-                    return _computed(x.to(products[1]) if low else x, *products)
+                    return _computed(x, alone, *products) if y is None else y
     return forward_kept(layer, low_precision, alone, *args, **kwargs)
 
 
@@ -166,7 +164,11 @@ def _is_known(layer: nn.Module) -> bool:
     return in_compiler() or adds_products(type(layer).forward)
 
 
-def _computed(x: Tensor, to: Projection, dtype: torch.dtype, rest: list[LowRank]) -> Tensor:
+def _computed(
+    x: Tensor, alone: bool, to: Projection, dtype: torch.dtype, rest: list[LowRank]
+) -> Tensor:
+    if alone and _is_cast(x):
+        x = x.to(dtype)
     y: Tensor = value_of(project(x, to, dtype))
     for lora_A, lora_B, scale in rest:
         low = value_of(project(x, Projection(lora_A, None), dtype))

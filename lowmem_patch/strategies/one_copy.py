@@ -50,10 +50,10 @@ def find(facts: Facts, config: PatchConfig) -> Found:
 def _frozen_linears(facts: Facts, config: PatchConfig) -> Iterator[str]:
     if not any(map(trains, facts.modules.values())):
         return
-    # the base Linears of LoRA layers save none anyway
-    bases = {id(facts.modules[name].base_layer) for name in adapter_layers(facts, config)}
+    # LoRA layers save none anyway, and do not run as one op where a part of theirs has a hook
+    parts = {id(m) for name in adapter_layers(facts, config) for m in facts.modules[name].modules()}
     for name, module in facts.modules.items():
-        if type(module) is not nn.Linear or id(module) in bases or not runs_class_forward(module):
+        if type(module) is not nn.Linear or id(module) in parts or not runs_class_forward(module):
             continue
         if not module.weight.requires_grad and module.weight.dtype.itemsize == 4:
             yield name
