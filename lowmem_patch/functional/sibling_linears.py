@@ -61,23 +61,32 @@ def _empty_low(x: Tensor, lora_Bs: Sequence[Tensor], dtype: torch.dtype) -> Tens
     return x.new_empty((x.numel() // x.shape[-1], sum(_ranks(lora_Bs, dtype))), dtype=dtype)
 
 
+def _at_places(found: Sequence[Any], places: Sequence[int], count: int) -> list[Any]:
+    """A list of ``count``, with None at all other places."""
+    given = dict(zip(places, found, strict=True))
+    return [given.get(place) for place in range(count)]
+
+
 def _forward(
     x: Tensor,
     weights: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
+    biases: Sequence[Tensor],
+    biased: Sequence[int],
     lora_As: Sequence[Tensor],
     lora_Bs: Sequence[Tensor],
     scales: Sequence[float],
     compute_dtype: torch.dtype,
     implementation: str,
 ) -> list[Tensor]:
-    """The outputs, and low ``[rows, sum of R]`` behind them, in ``compute_dtype``."""
+    """The outputs, and low ``[rows, sum of R]`` behind them, in ``compute_dtype``. ``biased`` says which
+    Linears have the biases: torch knows no gradient of a list in which some are absent."""
     found = []
+    all_biases = _at_places(biases, biased, len(weights))
     with _library.without_autocast(x.device.type):
         rows = cast(x, compute_dtype).reshape(-1, x.shape[-1])
         lora_A, padded_Bs = module(implementation).sibling_weights(lora_As, lora_Bs, compute_dtype)
         low = F.linear(rows, lora_A)
-        parts = zip(weights, biases, _columns(low, lora_Bs), padded_Bs, scales, strict=True)
+        parts = zip(weights, all_biases, _columns(low, lora_Bs), padded_Bs, scales, strict=True)
         for weight, bias, part, lora_B, scale in parts:
             # the adapter's product first, as in `products.linear_forward`
             if bias is None:
@@ -197,8 +206,8 @@ def _backward_temporary(dys: Sequence[Tensor], *rest: Any) -> Temporary:
 
 
 _forward_op = _library.Operator(
-    "sibling_linears(Tensor x, Tensor[] weights, Tensor?[] biases, Tensor[] lora_As, Tensor[] lora_Bs, "
-    "float[] scales, ScalarType compute_dtype, str implementation) -> Tensor[]",
+    "sibling_linears(Tensor x, Tensor[] weights, Tensor[] biases, int[] biased, Tensor[] lora_As, "
+    "Tensor[] lora_Bs, float[] scales, ScalarType compute_dtype, str implementation) -> Tensor[]",
     _forward,
     _forward_fake,
 )
@@ -212,6 +221,62 @@ _backward_op = _library.Operator(
 OF_OPERATORS[torch.ops.lowmem_patch.sibling_linears_backward.default] = _backward_temporary
 
 
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:
+    x, weights, biases, biased, lora_As, lora_Bs, scales, _, chosen = inputs
+    all_biases = _at_places(biases, biased, len(weights))
+    given = [*chain.from_iterable(zip(weights, all_biases, lora_As, lora_Bs, strict=True))]
+    # as the tensors say it: torch gives the needs of lists in several forms
+    for_x, needs = x.requires_grad, [t is not None and t.requires_grad for t in given]
+    wanted = _by_linear(needs)
+    ctx.set_materialize_grads(False)
+    # B tells its rank, also where nobody reads it
+    ctx.save_for_backward(
+        x if any(need.weight or need.lora_A for need in wanted) else None,
+        output[-1] if any(need.lora_B for need in wanted) else None,
+        *(weights if for_x else [None] * len(weights)),
+        *(lora_As if for_x else [None] * len(weights)),
+        *lora_Bs,
+    )
+    ctx.settings = (scales, for_x, needs, chosen)
+    ctx.biased = biased
+    ctx.dtypes = (x.dtype, [None if t is None else t.dtype for t in given])
+
+
+@_library.first_order(_OPERATOR)
+def _gradients(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Any, list[Tensor | None]]:
+    """Of x, and of the weight, the bias, lora_A and lora_B of each Linear."""
+    scales, for_x, needs, chosen = ctx.settings
+    x_dtype, dtypes = ctx.dtypes
+    x, low, *weights = ctx.saved_tensors
+    count = len(gradients)
+    tables = [weights[place : place + count] for place in (0, count, 2 * count)]
+    lora_Bs, asked = tables[2], needs
+    dys: Sequence[Any] = gradients
+    if not all(map(_is_given, gradients)):  # nobody read the others
+        read = [*map(_is_given, gradients)]
+        if not any(read):
+            return None, [None] * len(needs)
+        needs = [need and read[place // 4] for place, need in enumerate(needs)]
+        low = None if low is None else torch.cat([*compress(_columns(low, lora_Bs), read)], 1)
+        lists = (gradients, *tables, scales, _by_linear(needs))
+        dys, *tables, scales, asked = ([*compress(one, read)] for one in lists)
+        asked = [*chain.from_iterable(asked)]
+    found = iter(_backward_op([*dys], x, *tables, low, scales, for_x, asked, chosen))
+    d_x = cast(next(found), x_dtype) if for_x else None
+    results = _by_argument(found, needs, gradients, lora_Bs)
+    return d_x, [
+        None if one is None else cast(one, dtype)
+        for one, dtype in zip(results, dtypes, strict=True)
+    ]
+
+
+def _tables(given: Sequence[Any]) -> tuple[list[Any], ...]:
+    """Weights, biases and whose they are, lora_A and lora_B of what is given Linear by Linear."""
+    weights, biases, lora_As, lora_Bs = ([*given[i::4]] for i in range(4))
+    biased = [place for place, bias in enumerate(biases) if bias is not None]
+    return weights, [biases[place] for place in biased], biased, lora_As, lora_Bs
+
+
 class _SiblingLinears(torch.autograd.Function):
     """x, the dtype of the products, the implementation and the scales, then a weight, a bias, lora_A and
     lora_B of each Linear."""
@@ -220,51 +285,25 @@ class _SiblingLinears(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, dtype: torch.dtype, chosen: str, scales: list[float], *given: Any
     ) -> tuple[Tensor, ...]:
-        weights, biases, lora_As, lora_Bs = (list(given[i::4]) for i in range(4))
-        *ys, low = _forward_op(x, weights, biases, lora_As, lora_Bs, scales, dtype, chosen)
-        for_x, needs = ctx.needs_input_grad[0], ctx.needs_input_grad[4:]
-        wanted = _by_linear(needs)
-        ctx.set_materialize_grads(False)
-        keeps_x = any(need.weight or need.lora_A for need in wanted)
-        # B tells its rank, also where nobody reads it
-        ctx.save_for_backward(
-            x if keeps_x else None,
-            low if any(need.lora_B for need in wanted) else None,
-            *(weights if for_x else (None,) * len(weights)),
-            *(lora_As if for_x else (None,) * len(weights)),
-            *lora_Bs,
-        )
-        ctx.settings = (scales, for_x, needs, chosen)
-        ctx.dtypes = (x.dtype, [None if t is None else t.dtype for t in given])
-        return tuple(ys)
+        arguments = (x, *_tables(given), scales, dtype, chosen)
+        output = _forward_op(*arguments)
+        _save(ctx, arguments, output)
+        return tuple(output[:-1])
 
     @staticmethod
-    @_library.first_order(_OPERATOR)
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        scales, for_x, needs, chosen = ctx.settings
-        x_dtype, dtypes = ctx.dtypes
-        x, low, *weights = ctx.saved_tensors
-        count = len(gradients)
-        tables = [weights[place : place + count] for place in (0, count, 2 * count)]
-        lora_Bs, asked = tables[2], needs
-        dys: Sequence[Any] = gradients
-        if not all(map(_is_given, gradients)):  # nobody read the others
-            read = [*map(_is_given, gradients)]
-            if not any(read):
-                return (None,) * (4 + len(needs))
-            needs = [need and read[place // 4] for place, need in enumerate(needs)]
-            low = None if low is None else torch.cat([*compress(_columns(low, lora_Bs), read)], 1)
-            lists = (gradients, *tables, scales, _by_linear(needs))
-            dys, *tables, scales, asked = ([*compress(one, read)] for one in lists)
-            asked = [*chain.from_iterable(asked)]
-        found = iter(_backward_op(dys, x, *tables, low, scales, for_x, asked, chosen))
-        d_x = cast(next(found), x_dtype) if for_x else None
-        results = _by_argument(found, needs, gradients, lora_Bs)
-        rest = (
-            None if one is None else cast(one, dtype)
-            for one, dtype in zip(results, dtypes, strict=True)
-        )
+        d_x, rest = _gradients(ctx, gradients)
         return (d_x, None, None, None, *rest)
+
+
+def _operator_gradients(ctx: Any, gradients: Sequence[Tensor | None]) -> Any:
+    d_x, rest = _gradients(ctx, gradients[:-1])  # the last is low's
+    d_weights, d_biases, d_As, d_Bs = (rest[i::4] for i in range(4))
+    d_biases = [d_biases[place] for place in ctx.biased]
+    return d_x, d_weights, d_biases, None, d_As, d_Bs, None, None, None
+
+
+_forward_op.has_gradient(_save, _operator_gradients)
 
 
 def _by_argument(
@@ -313,6 +352,9 @@ def sibling_linears(
     given = [t for one in linears for t in (one.weight, one.bias, *one.adapter[:2])]
     scales = [one.adapter.scale for one in linears]
     chosen = resolve(implementation, x, *(t for one in linears for t in one.adapter[:2]))
+    if _library.in_compiler():
+        *ys, _ = _forward_op(x, *_tables(given), scales, compute_dtype, chosen)
+        return tuple(ys)
     found: tuple[Tensor, ...] = _apply(x, compute_dtype, chosen, scales, *given)
     return found
 

@@ -11,11 +11,12 @@ from lowmem_patch.functional import is_exporting, is_transformed, recast_linear
 from lowmem_patch.nn import (
     logits_readers as logits_readers,  # fills the table of those who read what is made here
 )
-from lowmem_patch.nn.adapters import forward_as_one, low_rank_products
+from lowmem_patch.nn.adapters import forward_as_one
 from lowmem_patch.nn.context import autocast_dtype, has_hooks, is_foreign, is_fsdp_unit
 from lowmem_patch.nn.deferred import Deferred, value_of
 from lowmem_patch.nn.deferred_ops import Saved
 from lowmem_patch.nn.logits import HeadReads, Logits, Settings
+from lowmem_patch.nn.low_rank import low_rank_products
 from lowmem_patch.nn.op import Projection
 from lowmem_patch.nn.own import aligns_devices_alone, give_forward, given_forward, is_own
 

@@ -6,15 +6,16 @@ their input and weights are still those that the first one saw; otherwise they c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from lowmem_patch.functional import AdaptedLinear, is_ordinary, sibling_linears
+from lowmem_patch.functional import AdaptedLinear, in_compiler, is_ordinary, sibling_linears
 from lowmem_patch.nn.context import is_foreign
 from lowmem_patch.nn.deferred import Deferred
+from lowmem_patch.nn.low_rank import Products, low_rank_products
 from lowmem_patch.nn.op import Projection
 
 
@@ -27,10 +28,11 @@ class _Waiting(NamedTuple):
     versions: tuple[int, ...]
 
     def is_of(self, x: Tensor, to: Projection) -> bool:
-        same = all(
-            own is one for own, one in zip(_tensors(self.x, self.to), _tensors(x, to), strict=True)
-        )
-        return same and self.versions == _versions(x, to) and _scale(self.to) == _scale(to)
+        if in_compiler():  # which sees no versions; the plan knows no write into x
+            return self.x is x
+        pairs = zip(_tensors(self.x, self.to), _tensors(x, to), strict=True)
+        same = all(own is one for own, one in pairs) and _scale(self.to) == _scale(to)
+        return same and self.versions == _versions(x, to)
 
 
 class Siblings:
@@ -45,23 +47,20 @@ class Siblings:
         return {**vars(self), "_waiting": {}}
 
     def output(
-        self,
-        layer: nn.Module,
-        x: Tensor,
-        to: Projection,
-        dtype: torch.dtype,
-        read: Callable[[nn.Module], tuple[Projection, torch.dtype] | None],
+        self, layer: nn.Module, x: Tensor, products: Products, low_precision: bool
     ) -> Tensor | None:
         """A layer's output; None where it has to compute it itself.
 
         Args:
             layer: one of the layers.
             x: its input, ordinary or deferred.
-            to, dtype: what it multiplies, and in which dtype.
-            read: the same of another layer, None where it would compute anything else.
+            products: what it computes.
+            low_precision: as of `lowmem_patch.nn.adapters.use_adapter`.
         """
         place = next((i for i, one in enumerate(self.layers) if one is layer), None)
-        if place is None or not is_ordinary():  # a replica of nn.DataParallel
+        to, dtype, rest = products
+        # no place: a replica of nn.DataParallel
+        if place is None or rest or not (in_compiler() or is_ordinary()):
             return None
         if place:
             found = self._waiting.pop(place, None)
@@ -72,19 +71,15 @@ class Siblings:
         if self._waiting:  # whoever should have fetched it read something else
             self._is_in_vain = True
             self._waiting = {}
-        return None if self._is_in_vain else self._first_output(x, to, dtype, read)
+        return None if self._is_in_vain else self._first_output(x, to, dtype, low_precision)
 
     def _first_output(
-        self,
-        x: Tensor,
-        to: Projection,
-        dtype: torch.dtype,
-        read: Callable[[nn.Module], tuple[Projection, torch.dtype] | None],
+        self, x: Tensor, to: Projection, dtype: torch.dtype, low_precision: bool
     ) -> Tensor | None:
         linears = [to]
         for layer in self.layers[1:]:
-            found = read(layer)
-            if found is None or found[1] != dtype:
+            found = low_rank_products(layer, x.dtype, low_precision)
+            if found is None or found[1] != dtype or found[2]:
                 return None
             linears.append(found[0])
         if not all(_fits(x, one) for one in linears):
@@ -93,9 +88,9 @@ class Siblings:
         if value is None:
             return None
         outputs = sibling_linears(value, [AdaptedLinear(*one) for one in linears], dtype)  # type: ignore[arg-type]
-        for place, (one, y) in enumerate(zip(linears, outputs, strict=True)):
-            if place:
-                self._waiting[place] = _Waiting(y, x, one, _versions(x, one))
+        for place, one in enumerate(linears[1:], 1):
+            versions = () if in_compiler() else _versions(x, one)
+            self._waiting[place] = _Waiting(outputs[place], x, one, versions)
         return outputs[0]
 
 

@@ -76,7 +76,8 @@ def _siblings(facts: Facts, layers: tuple[str, ...]) -> dict[str, tuple[str, ...
     groups: dict[Any, list[str]] = {}
     for name in layers:
         calls = facts.calls.get(name, ())
-        if calls and all(len(call.inputs) == 1 for call in calls):
+        one = calls and all(len(call.inputs) == 1 for call in calls)
+        if one and facts.written(name, "inputs") is None:
             read = tuple(id(call.inputs[0]) for call in calls)
             groups.setdefault((name.rpartition(".")[0], read), []).append(name)
     ordered = (

@@ -85,7 +85,13 @@ def operator_samples() -> Iterator[tuple[str, tuple[Any, ...]]]:
     As, Bs = ([t.detach() for t in one] for one in zip(*adapters, strict=True))
     for dtype in (torch.float32, torch.bfloat16):
         rest = ([0.5, 2.0], dtype, R)
-        yield "sibling_linears", (source, frozen, [None, torch.randn(4)], As, Bs, *rest)
+        yield "sibling_linears", (source, frozen, [torch.randn(4)], [1], As, Bs, *rest)
+    trained = ([one.detach().requires_grad_() for one in of] for of in (frozen, As, Bs))
+    weights_, *rest = trained
+    yield (
+        "sibling_linears",
+        (randn(2, 3, 6), weights_, [randn(5)], [0], *rest, [0.5, 2.0], torch.float32, R),
+    )
     given = ([dy, torch.randn(2, 3, 4)], source, frozen, As, Bs)
     for needs in ([True] * 8, [False, False, True, True] * 2):
         yield "sibling_linears_backward", (*given, torch.randn(6, 5), [0.5, 2.0], True, needs, R)
