@@ -300,7 +300,9 @@ def _operator_gradients(ctx: Any, gradients: Sequence[Tensor | None]) -> Any:
     d_x, rest = _gradients(ctx, gradients[:-1])  # the last is low's
     d_weights, d_biases, d_As, d_Bs = (rest[i::4] for i in range(4))
     d_biases = [d_biases[place] for place in ctx.biased]
-    return d_x, d_weights, d_biases, None, d_As, d_Bs, None, None, None
+    # an empty list is one of tensors, to torch
+    of_biased: Any = None if ctx.biased else []
+    return d_x, d_weights, d_biases, of_biased, d_As, d_Bs, None, None, None
 
 
 _forward_op.has_gradient(_save, _operator_gradients)
