@@ -272,7 +272,8 @@ def _gradients(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Any, list[
 
 def _tables(given: Sequence[Any]) -> tuple[list[Any], ...]:
     """Weights, biases and whose they are, lora_A and lora_B of what is given Linear by Linear."""
-    weights, biases, lora_As, lora_Bs = ([*given[i::4]] for i in range(4))
+    # no generator, which torch 2.11 compiles to nothing
+    weights, biases, lora_As, lora_Bs = [[*given[i::4]] for i in range(4)]
     biased = [place for place, bias in enumerate(biases) if bias is not None]
     return weights, [biases[place] for place in biased], biased, lora_As, lora_Bs
 
@@ -298,7 +299,7 @@ class _SiblingLinears(torch.autograd.Function):
 
 def _operator_gradients(ctx: Any, gradients: Sequence[Tensor | None]) -> Any:
     d_x, rest = _gradients(ctx, gradients[:-1])  # the last is low's
-    d_weights, d_biases, d_As, d_Bs = (rest[i::4] for i in range(4))
+    d_weights, d_biases, d_As, d_Bs = [rest[i::4] for i in range(4)]
     d_biases = [d_biases[place] for place in ctx.biased]
     # an empty list is one of tensors, to torch
     of_biased: Any = None if ctx.biased else []

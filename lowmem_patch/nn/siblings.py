@@ -40,11 +40,12 @@ class Siblings:
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         self.layers = tuple(layers)
-        self._waiting: dict[int, _Waiting] = {}
+        # of each layer but the first; no dict: torch 2.11 breaks a graph that writes into one
+        self._waiting: tuple[_Waiting | None, ...] = ()
         self._is_in_vain = False
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_waiting": {}}
+        return {**vars(self), "_waiting": ()}
 
     def output(
         self, layer: nn.Module, x: Tensor, products: Products, low_precision: bool
@@ -63,15 +64,22 @@ class Siblings:
         if place is None or rest or not (in_compiler() or is_ordinary()):
             return None
         if place:
-            found = self._waiting.pop(place, None)
-            if found is None or found.is_of(x, to):
-                return None if found is None else found.output
-            self._is_in_vain = True
-            return None
+            return self._fetched(place, x, to)
         if self._waiting:  # whoever should have fetched it read something else
             self._is_in_vain = True
-            self._waiting = {}
+            self._waiting = ()
         return None if self._is_in_vain else self._first_output(x, to, dtype, low_precision)
+
+    def _fetched(self, place: int, x: Tensor, to: Projection) -> Tensor | None:
+        if not self._waiting:
+            return None
+        found = self._waiting[place - 1]
+        rest = (*self._waiting[: place - 1], None, *self._waiting[place:])
+        self._waiting = () if rest.count(None) == len(rest) else rest
+        if found is None or found.is_of(x, to):
+            return None if found is None else found.output
+        self._is_in_vain = True
+        return None
 
     def _first_output(
         self, x: Tensor, to: Projection, dtype: torch.dtype, low_precision: bool
@@ -88,9 +96,13 @@ class Siblings:
         if value is None:
             return None
         outputs = sibling_linears(value, [AdaptedLinear(*one) for one in linears], dtype)  # type: ignore[arg-type]
-        for place, one in enumerate(linears[1:], 1):
-            versions = () if in_compiler() else _versions(x, one)
-            self._waiting[place] = _Waiting(outputs[place], x, one, versions)
+        compiling = in_compiler()
+        self._waiting = tuple(
+            [
+                _Waiting(y, x, one, () if compiling else _versions(x, one))
+                for y, one in zip(outputs[1:], linears[1:], strict=True)
+            ]
+        )
         return outputs[0]
 
 
