@@ -13,7 +13,7 @@ Anybody else gets the logits, computed whole, and sends a gradient to the head b
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -123,7 +123,8 @@ class Logits(Op):
         settings: which sources there are, and what is done with their product.
     """
 
-    def __init__(self, reads: HeadReads, settings: Settings) -> None:
+    def __init__(self, reads: HeadReads, settings: Sequence[Any]) -> None:
+        settings = Settings(*settings)
         self.reads, self.settings = reads, settings
         self.compute_dtype, self.to, self.bias, self.adapter = settings[:4]
         self.scale, self.cap, self.sign, self.normalised = settings[4:8]
@@ -137,7 +138,8 @@ class Logits(Op):
     def of(self, sources: tuple[Tensor, ...]) -> Deferred:
         """The deferred logits."""
         if in_compiler():
-            return trace(Logits, (self.reads, self.settings), sources)
+            # an ordinary tuple: of a named one the compiler of torch 2.11 returns an empty one
+            return trace(Logits, (self.reads, (*self.settings,)), sources)
         h = defer(self, sources)
         SharedMemory.of(h)  # for a compiled function to which these may be given
         return h

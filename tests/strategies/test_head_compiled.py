@@ -104,6 +104,24 @@ def test_a_compiled_model_returns_deferred_logits(trains: str) -> None:
     torch.testing.assert_close(outputs.logits, expected, rtol=0.02, atol=0.02)
 
 
+def breaking_loss(logits: Tensor, labels: Tensor, vocab_size: int, **_: Any) -> Tensor:
+    torch._dynamo.graph_break()
+    logits = logits[:, :-1].float().reshape(-1, vocab_size)
+    return F.cross_entropy(logits, labels[:, 1:].flatten())
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # of the compiler itself
+def test_a_graph_that_breaks_before_the_loss() -> None:
+    """Logits leave one graph, and go into the next."""
+    model: Any = llama(False, layers=1)
+    model.loss_function = breaking_loss
+    patched, graphs = patch_model(copy.deepcopy(model), "auto"), Graphs()
+    patched.compile(backend=graphs.backend)
+    loss = FUSED["the model's own"]
+    assert_accurate(run(patched, loss), run(model, loss), truth(model, loss))
+    assert whole_reads(patched) == 0
+
+
 @pytest.mark.parametrize("name", ["a user's own", "softmax"])
 def test_returned_logits_have_gradients(name: str) -> None:
     (model, patched), graphs, loss = bare(), Graphs(), (FUSED | READ)[name]
