@@ -179,6 +179,21 @@ def summary_table(name: str) -> str:
     return "\n".join([*rows, "", f"`{command}`: {_environment(data)}"])
 
 
+def limit_table(name: str) -> str:
+    """A step beside its products and attention, with LoRA layers of one input joined and one by one."""
+    data = _load(name)
+    rows = [
+        "| LoRA layers of one input | step ms | products | attention | others | step / limit |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in data["rows"]:
+        parts = (f"{row['kernels_ms'][kind]:.1f}" for kind in ("products", "attention", "rest"))
+        cells = (row["layers"], f"{row['step_ms']:.1f}", *parts, f"{row['step_to_limit']:.3f}")
+        rows.append(f"| {' | '.join(cells)} |")
+    command = f"python benchmarks/limit.py --json benchmarks/results/{name}"
+    return "\n".join([*rows, "", f"`{command}`: {_environment(data)}"])
+
+
 def fit_table(name: str) -> str:
     """What a budget chose, its peak and its time."""
     data = _load(name)
@@ -356,6 +371,7 @@ TABLES = {
     "kernels": partial(_shares, "kernels-h200.json", f"{_OP_SPEED}kernels-h200.json", columns="by"),
     "bytes": bytes_table,
     "whole": partial(whole_table, "whole-h200.json"),
+    "limit": partial(limit_table, "limit-h200.json"),
     "fit": partial(fit_table, "fit-h200.json"),
     "longest": partial(longest_table, "longest-h200.json"),
     "predicted": partial(predicted_table, "predicted-h200.json"),
