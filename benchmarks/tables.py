@@ -6,34 +6,27 @@ python benchmarks/tables.py --check    # exit 1 if a page does not show the comm
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from functools import partial
-from pathlib import Path
-from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
+from whole_tables import (
+    ROOT,
+    environment_of,
+    headline,
+    limit_table,
+    load,
+    step_of,
+    summary_table,
+    whole_table,
+)
+
 PAGES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md")
-
-
-def _load(name: str) -> dict[str, Any]:
-    data: dict[str, Any] = json.loads((RESULTS / name).read_text(encoding="utf-8"))
-    return data
-
-
-def _environment(data: dict[str, Any]) -> str:
-    environment = dict(data["environment"])
-    machine, date = environment.pop("machine"), environment.pop("date")
-    step = environment.pop("step", "")
-    versions = ", ".join(f"{name} {version}" for name, version in environment.items())
-    return f"{machine}, {date}; {versions}{step and f'; a step is {step}'}."
 
 
 def bytes_table() -> str:
     """Saved activation bytes of one block, as shares of unpatched."""
-    data = _load("saved-bytes.json")
+    data = load("saved-bytes.json")
     rows = [
         "| saved bytes of one block, and what is left of them | unpatched | `paper` | `exact` | `auto` |",
         "|---|---|---|---|---|",
@@ -47,7 +40,7 @@ def bytes_table() -> str:
         "python benchmarks/models.py --variants unpatched paper exact auto "
         "--json benchmarks/results/saved-bytes.json"
     )
-    return "\n".join([*rows, "", f"`{command}`: {_environment(data)}"])
+    return "\n".join([*rows, "", f"`{command}`: {environment_of(data)}"])
 
 
 def _named(case: str, parts: dict[str, str]) -> str:
@@ -69,15 +62,9 @@ _COLUMNS = (
 )
 
 
-def _step(row: dict[str, Any]) -> str:
-    """The step's median, with its spread where that is more than a twentieth of it."""
-    median, spread = row["step_ms"], row["step_spread_ms"]
-    return f"{median:.1f} ± {spread:.1f}" if spread > 0.05 * median else f"{median:.1f}"
-
-
 def gpu_table(name: str, options: str = "", script: str = "models.py --device cuda") -> str:
     """act / peak+ / step on the GPU."""
-    data = _load(name)
+    data = load(name)
     shown = [c for c in _COLUMNS if any(c in variants for variants in data["cases"].values())]
     rows = [
         "| act MiB / peak MiB / step ms | " + " | ".join(shown) + " |",
@@ -90,113 +77,15 @@ def gpu_table(name: str, options: str = "", script: str = "models.py --device cu
             if row is None or "error" in row:
                 cells.append("")
             else:
-                cells.append(f"{row['act_mib']:.0f} / {row['peak_mib']:.0f} / {_step(row)}")
+                cells.append(f"{row['act_mib']:.0f} / {row['peak_mib']:.0f} / {step_of(row)}")
         rows.append(f"| {_named(case, data.get('parts', {}))} | {' | '.join(cells)} |")
     command = f"python benchmarks/{script}{options} --json benchmarks/results/{name}"
-    return "\n".join([*rows, "", f"`{command}`: {_environment(data)}"])
-
-
-def whole_table(name: str) -> str:
-    """Step peak, its prediction, time and rate of whole steps."""
-    data = _load(name)
-    rows = []
-    for case, variants in data["cases"].items():
-        rows += [
-            f"**{case}**",
-            "",
-            "| variant | step peak MiB | predicted | step ms | tokens/s |",
-            "|---|---|---|---|---|",
-        ]
-        for variant, row in variants.items():
-            if "error" in row:
-                rows.append(f"| {variant} | {row['error']} | | | |")
-                continue
-            peak, said = (
-                "" if row[key] is None else f"{row[key]:,.0f}"
-                for key in ("step_peak_mib", "predicted_mib")
-            )
-            rate = f"{row['tokens_per_second']:,.0f}"
-            rows.append(f"| {variant} | {peak} | {said} | {_step(row)} | {rate} |")
-        rows.append("")
-    command = f"python benchmarks/whole.py --json benchmarks/results/{name}"
-    return "\n".join([*rows, f"`{command}`: {_environment(data)}"])
-
-
-_HEADLINE_CASE = "Llama-3.1-8B LoRA all, 2 x 4096 tokens"
-
-
-def headline(name: str, of_bf16: str) -> str:
-    """The first sentences of the README: memory and speed of a whole step, beside the unpatched one; and the
-    same with bf16 adapters, of one row of tokens."""
-    data = _load(name)
-    variants = next(v for case, v in data["cases"].items() if case.startswith(_HEADLINE_CASE))
-    stock, patched = variants["unpatched"], variants["auto"]
-    before, after = (row["step_peak_mib"] / 1024 for row in (stock, patched))
-    speed = patched["tokens_per_second"] / stock["tokens_per_second"]
-    machine = data["environment"]["machine"]
-    return (
-        f"**A training step of Llama-3.1-8B with LoRA takes {after:.1f} GiB instead of {before:.1f} GiB, "
-        f"and it is {speed:.2f} times\nas fast.** The numbers are peaks of GPU memory above the weights and "
-        "the optimizer's states. The step has head, loss and\noptimizer; it reads 2 x 4096 tokens on one "
-        f"{machine}. The adapters are float32, as PEFT makes them by default.\n"
-        f"{_with_bf16_adapters(of_bf16)}"
-    )
-
-
-def _with_bf16_adapters(name: str) -> str:
-    rows = {row["variant"]: row for row in _load(name)["rows"] if row["case"].startswith("bf16")}
-    stock, patched = rows["unpatched"], rows["auto"]
-    share = patched["bytes_per_token"] / stock["bytes_per_token"]
-    speed = stock["ms_per_token"] / patched["ms_per_token"]
-    return (
-        f"With bf16 adapters the gain is smaller: a token takes {100 * share:.0f} % of the memory, and "
-        f"a step is {speed:.2f} times as fast\n([table](docs/benchmarks.md#the-longest-sequence))."
-    )
-
-
-def summary_table(name: str) -> str:
-    """Whole steps in five rows: peak and rate, and both beside the unpatched model's."""
-    data = _load(name)
-    rows = ["| training | model | step peak, GiB | tokens / s |", "|---|---|---|---|"]
-    for case, variants in data["cases"].items():
-        stock = variants["unpatched"]
-        for variant in ("unpatched", "liger", "auto", "auto+checkpointing"):
-            row = variants.get(variant)
-            if row is None or "error" in row:
-                continue
-            peak, rate = row["step_peak_mib"] / 1024, row["tokens_per_second"]
-            less = f" ({row['step_peak_mib'] / stock['step_peak_mib']:.0%})"
-            more = f" ({rate / stock['tokens_per_second']:.2f} x)"
-            spread = row["step_spread_ms"] / row["step_ms"]
-            if variant == "unpatched":
-                less = more = ""
-            if spread > 0.05:
-                more += f", ± {spread:.0%}"
-            rows.append(
-                f"| {case.partition(' (')[0]} | {variant} | {peak:.1f}{less} | {rate:,.0f}{more} |"
-            )
-    command = f"python benchmarks/whole.py --json benchmarks/results/{name}"
-    return "\n".join([*rows, "", f"`{command}`: {_environment(data)}"])
-
-
-def limit_table(name: str) -> str:
-    """A step beside its products and attention, with LoRA layers of one input joined and one by one."""
-    data = _load(name)
-    rows = [
-        "| LoRA layers of one input | step ms | products | attention | others | step / limit |",
-        "|---|---|---|---|---|---|",
-    ]
-    for row in data["rows"]:
-        parts = (f"{row['kernels_ms'][kind]:.1f}" for kind in ("products", "attention", "rest"))
-        cells = (row["layers"], f"{row['step_ms']:.1f}", *parts, f"{row['step_to_limit']:.3f}")
-        rows.append(f"| {' | '.join(cells)} |")
-    command = f"python benchmarks/limit.py --json benchmarks/results/{name}"
-    return "\n".join([*rows, "", f"`{command}`: {_environment(data)}"])
+    return "\n".join([*rows, "", f"`{command}`: {environment_of(data)}"])
 
 
 def fit_table(name: str) -> str:
     """What a budget chose, its peak and its time."""
-    data = _load(name)
+    data = load(name)
     rows = [
         "| budget | step peak MiB | step ms | in host memory | blocks |",
         "|---|---|---|---|---|",
@@ -210,12 +99,12 @@ def fit_table(name: str) -> str:
         peak, host = f"{row['measured_mib']:,.0f}", f"{row['host_mib']:,.0f} MiB"
         rows.append(f"| {budget} | {peak} | {row['step_ms']:.1f} | {host} | {levels} |")
     command = f"python benchmarks/fit.py --json benchmarks/results/{name}"
-    return "\n".join([*rows, "", f"`{command}`: {_environment(data)}"])
+    return "\n".join([*rows, "", f"`{command}`: {environment_of(data)}"])
 
 
 def host_table(name: str) -> str:
     """Python's time of a step."""
-    data = _load(name)
+    data = load(name)
     rows = [
         "| model | forward ms: unpatched | `exact` | backward ms: unpatched | `exact` | both |",
         "|---|---|---|---|---|---|",
@@ -227,12 +116,12 @@ def host_table(name: str) -> str:
         more = sum(exact.values()) / sum(stock.values())
         rows.append(f"| {model} | {' | '.join(cells)} | {more:.2f} x |")
     command = f"python benchmarks/host.py --json benchmarks/results/{name}"
-    return "\n".join([*rows, "", f"`{command}`: {_environment(data)}"])
+    return "\n".join([*rows, "", f"`{command}`: {environment_of(data)}"])
 
 
 def longest_table(name: str) -> str:
     """The longest sequence that fits, and the time of a token."""
-    data = _load(name)
+    data = load(name)
     rows = [
         "| weights, memory | variant | longest sequence | KiB a token | ms a token |",
         "|---|---|---|---|---|",
@@ -243,12 +132,12 @@ def longest_table(name: str) -> str:
             cells += [f"{row['bytes_per_token'] / 2**10:,.0f}", f"{row['ms_per_token']:.4f}"]
             rows.append(f"| {' | '.join(cells)} |")
     command = f"python benchmarks/longest.py --json benchmarks/results/{name}"
-    return "\n".join([*rows, "", f"`{command}`: {_environment(data)}"])
+    return "\n".join([*rows, "", f"`{command}`: {environment_of(data)}"])
 
 
 def predicted_table(name: str) -> str:
     """Predicted peaks beside those of the allocator."""
-    data = _load(name)
+    data = load(name)
     sides = ("predicted", "measured")
     with_reserved = all("reserved" in row for row in data["rows"])
     more = " of it margin MiB | reserved GiB: predicted | measured |" if with_reserved else ""
@@ -267,19 +156,19 @@ def predicted_table(name: str) -> str:
             cells += [f"{row['reserved'][key] / 2**30:.3f}" for key in sides]
         rows.append(f"| {' | '.join(cells)} |")
     command = f"python benchmarks/predicted.py --time-limit 600 --json benchmarks/results/{name}"
-    return "\n".join([*rows, "", f"`{command}`: {_environment(data)}"])
+    return "\n".join([*rows, "", f"`{command}`: {environment_of(data)}"])
 
 
 def several_table(name: str) -> str:
     """Trainings on several GPUs: peak and time of a step, and the last loss."""
-    data = _load(name)
+    data = load(name)
     rows = [
         "| way | trains | variant | step peak MiB | step ms | loss of the last step |",
         "|---|---|---|---|---|---|",
     ]
     for row in data["trainings"]:
         cells = [row["way"], row["train"], row["variant"], f"{row['step_peak_mib']:,.0f}"]
-        cells += [_step(row), f"{row['losses'][-1]:.4f}"]
+        cells += [step_of(row), f"{row['losses'][-1]:.4f}"]
         rows.append(f"| {' | '.join(cells)} |")
     rows += [
         "",
@@ -294,12 +183,12 @@ def several_table(name: str) -> str:
         cells.append(f"{row['error']:+.2%}")
         rows.append(f"| {' | '.join(cells)} |")
     command = f"python benchmarks/several_gpus.py --json benchmarks/results/{name}"
-    return "\n".join([*rows, "", f"`{command}`: {data['gpus']} x {_environment(data)}"])
+    return "\n".join([*rows, "", f"`{command}`: {data['gpus']} x {environment_of(data)}"])
 
 
 def architectures_table(name: str) -> str:
     """Peak, GPU time and step time of many architectures, unpatched and with `auto`."""
-    data = _load(name)
+    data = load(name)
     rows = [
         "| architecture | batch | peak MiB | `auto` | | GPU ms | `auto` | | step ms | `auto` | |",
         "|---" * 11 + "|",
@@ -311,12 +200,12 @@ def architectures_table(name: str) -> str:
             cells += [f"{was:{form}}", f"{now:{form}}", f"{now / was:.2f}"]
         rows.append(f"| {' | '.join(cells)} |")
     command = f"python benchmarks/architectures.py --json benchmarks/results/{name}"
-    return "\n".join([*rows, "", f"`{command}`: {_environment(data)}"])
+    return "\n".join([*rows, "", f"`{command}`: {environment_of(data)}"])
 
 
 def head_table(name: str) -> str:
     """Time and memory of the head and its loss alone."""
-    data = _load(name)
+    data = load(name)
     variants = list(dict.fromkeys(row["variant"] for row in data["rows"]))
     cells: dict[tuple[str, ...], dict[str, str]] = {}
     for row in data["rows"]:
@@ -331,12 +220,12 @@ def head_table(name: str) -> str:
     for case, found in cells.items():
         rows.append(f"| {' | '.join([*case, *(found.get(v, '') for v in variants)])} |")
     command = f"python benchmarks/head.py --json benchmarks/results/{name}"
-    return "\n".join([*rows, "", f"`{command}`: {_environment(data)}"])
+    return "\n".join([*rows, "", f"`{command}`: {environment_of(data)}"])
 
 
 def _shares(name: str, command: str, columns: str) -> str:
     """Bandwidth of each op beside that of a copy; a column for each writer, or for each count of bits."""
-    data = _load(name)
+    data = load(name)
     shown: dict[str, None] = {}
     cells: dict[tuple[str, ...], dict[str, str]] = {}
     for row in data["results"]:

@@ -41,7 +41,8 @@ def run(name: str, names: dict[str, Any]) -> dict[str, Any]:
     return names
 
 
-def test_tables_are_rendered_from_the_committed_results() -> None:
+def test_tables_are_rendered_from_the_committed_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     spec = importlib.util.spec_from_file_location("tables", ROOT / "benchmarks" / "tables.py")
     assert spec is not None and spec.loader is not None
     tables = importlib.util.module_from_spec(spec)
