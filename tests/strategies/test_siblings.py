@@ -300,12 +300,16 @@ def test_a_failure_between_two_calls_leaves_the_model_right() -> None:
     copy.deepcopy(model)
 
 
-def test_only_a_frozen_layers_output_needs_no_gradient() -> None:
+@pytest.mark.parametrize("patched_first", [False, True])
+def test_only_a_frozen_layers_output_needs_no_gradient(patched_first: bool) -> None:
     """The first layer's input needs none."""
     model = adapted()
+    if patched_first:
+        patched(model)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("lora" in name and ".k." not in name)
-    patched(model)
+    if not patched_first:
+        patched(model)
     needed = []
     for name in "qkv":
         getattr(layers(model), name).register_forward_hook(
