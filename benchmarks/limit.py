@@ -3,8 +3,8 @@
     python benchmarks/limit.py --json benchmarks/results/limit-h200.json     # one GPU
 
 The step is that of ``whole.py``: Llama-3.1-8B with LoRA on all Linears, with head, loss and fused AdamW. It
-is measured as patched by ``auto``, and once more with each LoRA layer as an op of its own; both take turns in
-one process. GPU times are sums over the kernels of two profiled steps.
+is measured as patched by ``auto``, and once more where autograd adds up the gradients of what several LoRA
+layers read; both take turns in one process. GPU times are sums over the kernels of two profiled steps.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from whole import CASES, Trial, made
 
 from lowmem_patch.bench import SHAPES, environment
 from lowmem_patch.bench.measure import Step
-from lowmem_patch.nn.siblings import Siblings
+from lowmem_patch.functional import SharedInput
 from lowmem_patch.tracing.inputs import ExampleInputs
 
 TURNS, STEPS, PROFILED, WARM_UP = 8, 3, 2, 3
@@ -43,12 +43,12 @@ def kind_of(kernel: str) -> str:
 
 
 @contextmanager
-def one_by_one(apart: bool) -> Iterator[None]:
-    """Inside, each LoRA layer computes its own output if ``apart``."""
+def added_by_autograd(apart: bool) -> Iterator[None]:
+    """Inside, autograd adds up the gradients of what several LoRA layers read, if ``apart``."""
     if not apart:
         yield
         return
-    with mock.patch.object(Siblings, "output", lambda *_: None):
+    with mock.patch.object(SharedInput, "serves", staticmethod(lambda _: False)):
         yield
 
 
@@ -76,16 +76,16 @@ def measure(device: str, trial: Trial) -> list[dict[str, Any]]:
     times: dict[bool, list[float]] = {False: [], True: []}
     for turn in range(TURNS + 1):
         for apart, found in times.items():
-            with one_by_one(apart):
+            with added_by_autograd(apart):
                 for _ in range(1 if turn else WARM_UP):
                     step.run()
                 if turn:
                     found += [step.milliseconds() for _ in range(STEPS)]
     rows = []
     for apart, found in times.items():
-        with one_by_one(apart):
+        with added_by_autograd(apart):
             kinds = gpu_times(step) if device == "cuda" else {}
-        row: dict[str, Any] = {"layers": "one by one" if apart else "joined"}
+        row: dict[str, Any] = {"sums": "by autograd" if apart else "by the layers"}
         row |= {"step_ms": statistics.median(found), "kernels_ms": kinds}
         limit = kinds.get("products", 0.0) + kinds.get("attention", 0.0)
         row["step_to_limit"] = row["step_ms"] / limit if limit else None
@@ -107,7 +107,7 @@ def main() -> None:
         kinds = ", ".join(f"{kind} {time:.1f}" for kind, time in sorted(row["kernels_ms"].items()))
         ratio = row["step_to_limit"]
         beside = "" if ratio is None else f"; {ratio:.3f} times products and attention"
-        print(f"{row['layers']:12s} {row['step_ms']:8.1f} ms a step; kernels: {kinds}{beside}")
+        print(f"{row['sums']:13s} {row['step_ms']:8.1f} ms a step; kernels: {kinds}{beside}")
     if arguments.json:
         text = json.dumps({"environment": environment(arguments.device), "rows": rows}, indent=1)
         arguments.json.write_text(text + "\n", encoding="utf-8")

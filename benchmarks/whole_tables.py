@@ -113,15 +113,15 @@ def summary_table(name: str) -> str:
 
 
 def limit_table(name: str) -> str:
-    """A step beside its products and attention, with LoRA layers of one input joined and one by one."""
+    """A step beside its products and attention, where LoRA layers add up their input's gradient, or autograd."""
     data = load(name)
     rows = [
-        "| LoRA layers of one input | step ms | products | attention | others | step / limit |",
+        "| gradients of one input are added | step ms | products | attention | others | step / limit |",
         "|---|---|---|---|---|---|",
     ]
     for row in data["rows"]:
         parts = (f"{row['kernels_ms'][kind]:.1f}" for kind in ("products", "attention", "rest"))
-        cells = (row["layers"], f"{row['step_ms']:.1f}", *parts, f"{row['step_to_limit']:.3f}")
+        cells = (row["sums"], f"{row['step_ms']:.1f}", *parts, f"{row['step_to_limit']:.3f}")
         rows.append(f"| {' | '.join(cells)} |")
     command = f"python benchmarks/limit.py --json benchmarks/results/{name}"
     return "\n".join([*rows, "", f"`{command}`: {environment_of(data)}"])

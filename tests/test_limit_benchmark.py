@@ -22,22 +22,24 @@ def limit(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
-def test_layers_are_timed_joined_and_one_by_one(
+def test_sums_are_timed_by_the_layers_and_by_autograd(
     limit: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limit, "TURNS", 1)
-    ran = []
-    output = limit.Siblings.output
-    monkeypatch.setattr(limit.Siblings, "output", lambda *a: ran.append(1) or output(*a))
-    trial = limit.Trial(layers=1, width=16, vocabulary=50, batch=1, length=4)
+    made = []
+    serves = limit.SharedInput.serves
+    monkeypatch.setattr(
+        limit.SharedInput, "serves", staticmethod(lambda x: made.append(1) or serves(x))
+    )
+    trial = limit.Trial(layers=2, width=16, vocabulary=50, batch=1, length=4)
     rows = limit.measure("cpu", trial)
-    assert [row["layers"] for row in rows] == ["joined", "one by one"]
+    assert [row["sums"] for row in rows] == ["by the layers", "by autograd"]
     assert all(0 < row["step_ms"] < 10_000 for row in rows)
-    assert ran
-    del ran[:]
-    with limit.one_by_one(True):
-        assert limit.Siblings.output(None, None) is None
-    assert not ran
+    assert made
+    del made[:]
+    with limit.added_by_autograd(True):
+        assert not limit.SharedInput.serves(None)
+    assert not made
 
 
 @pytest.mark.parametrize(

@@ -97,10 +97,6 @@ class Operator:
     def __call__(self, *args: Any) -> Any:
         return self.implementation(*args) if is_eager(*args) else self.traced(*args)
 
-    def has_gradient(self, save: Callable[..., None], backward: Callable[..., Any]) -> None:
-        """Register the autograd formula of an operator that only compilers see, of lists of tensors."""
-        register_autograd(self.traced, backward, setup_context=save, lib=_library)
-
     def differentiable(
         self,
         save: Callable[..., None],

@@ -36,14 +36,16 @@ from lowmem_patch.functional.products import (
     low_product_op,
 )
 from lowmem_patch.functional.products_backward import (
+    linear_backward,
     linear_backward_op,
     linear_backward_over,
     one_for_each,
 )
+from lowmem_patch.functional.shared_input import sum_of
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    _, source, up, weight, _, lora_A, lora_B, scale, kind, _, implementation = inputs
+    _, source, up, weight, _, lora_A, lora_B, scale, kind, dtype, implementation = inputs
     _, for_source, for_up, for_weight, for_bias, for_A, for_B, *_ = ctx.needs_input_grad
     for_input = for_source or for_up
     if not (for_weight or for_A or (for_input and kind != IDENTITY)):
@@ -57,6 +59,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
         ctx.save_for_backward(source, up, saved_weight, saved_A, saved_B, low)
     ctx.settings = (scale, kind, (for_input, for_weight, for_bias, for_A, for_B), implementation)
     ctx.given_away = kind != IDENTITY and is_checkpoint_packing()
+    # a gradient in another dtype than the products is a copy, which nothing can be added to
+    plain = kind == IDENTITY and lora_A is not None and dtype == inputs[1].dtype
+    ctx.sum = sum_of(inputs[1]) if plain else None
     # an absent tensor's dtype is never read
     ctx.dtypes = [None if t is None else t.dtype for t in inputs[1:7]]
 
@@ -70,11 +75,19 @@ def _gradients(ctx: Any, dy: Tensor | None, *_: None) -> Any:
         saved = (*saved, None, None, None)
     for_input, *for_rest = ctx.settings[2]
     needs = (for_input, for_input and saved[1] is not None, *for_rest)
-    if ctx.given_away and for_input and can_be_overwritten(dy, *saved[:2]):
+    added_up = ctx.sum if for_input and _library.is_eager(dy, *saved) else None
+    total = None if added_up is None else added_up.returned()
+    if total is not None:
+        gradients = linear_backward(dy, *saved, *ctx.settings, total=total)
+    elif ctx.given_away and for_input and can_be_overwritten(dy, *saved[:2]):
         gradients = linear_backward_over(dy, *saved, *ctx.settings)
     else:
         gradients = linear_backward_op(dy, *saved, *ctx.settings)
     found = one_for_each(gradients, needs, ctx.dtypes)
+    if total is not None:
+        found = (None, *found[1:])  # it is in what another reader has returned
+    elif added_up is not None:
+        added_up.begin(found[0])
     return (None, *found, None, None, None, None)
 
 

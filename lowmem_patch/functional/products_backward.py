@@ -31,9 +31,16 @@ def _hidden_gradient(
     d_low: Tensor | None,
     padded_A: Tensor | None,
     out: Tensor | None = None,
+    total: Tensor | None = None,
 ) -> Tensor:
-    """``[..., F]``; ``out``, if given: memory for as many elements or more."""
+    """``[..., F]``; ``out``: memory for as many elements or more; ``total``: what it is added to."""
     weight = cast(weight, dy.dtype)
+    if total is not None:
+        flat = total.view(-1, total.shape[-1])
+        if d_low is not None and padded_A is not None:
+            flat.addmm_(d_low, padded_A)
+        flat.addmm_(rows, weight)
+        return total
     place = None
     if out is not None:
         place = out[: len(rows) * weight.shape[1]].view(len(rows), weight.shape[1])
@@ -76,6 +83,7 @@ def linear_backward(
     implementation: str,
     *,
     over: bool = False,
+    total: Tensor | None = None,
 ) -> list[Tensor]:
     """Gradients of source (and up), weight, bias, lora_A and lora_B, those that ``needs`` asks for.
 
@@ -84,6 +92,8 @@ def linear_backward(
 
     ``over``: source and up, contiguous and of the dtype of ``dy``, are overwritten, and ``up`` becomes the
     gradient of source.
+
+    ``total``: a gradient of source, contiguous and of the dtype of ``dy``, to which this one is added.
     """
     needs_input, needs_weight, needs_bias, needs_A, needs_B = needs
     ops: Any = module(implementation)
@@ -104,7 +114,7 @@ def linear_backward(
         else:
             gradients = []
             if needs_input:
-                gradients.append(_hidden_gradient(dy, rows, weight, d_low, padded_A))
+                gradients.append(_hidden_gradient(dy, rows, weight, d_low, padded_A, total=total))
             products = _products(lefts, lambda: _hidden(ops, source, up, kind, dy.dtype))
         d_weight, d_A = products
         gradients += [] if d_weight is None else [d_weight]

@@ -16,7 +16,7 @@ from lowmem_patch.kernels.cross_entropy import (
 )
 from lowmem_patch.kernels.dropout import drop, pack_bool
 from lowmem_patch.kernels.eight_bit import from_eight_bits, to_eight_bits
-from lowmem_patch.kernels.linear import adapter_weights, sibling_weights
+from lowmem_patch.kernels.linear import adapter_weights
 from lowmem_patch.kernels.norms import norm_forward
 from lowmem_patch.kernels.norms_backward import norm_backward
 from lowmem_patch.kernels.rotary import rotate
@@ -39,6 +39,5 @@ __all__ = [
     "pack_bool",
     "rotate",
     "scale_in_place",
-    "sibling_weights",
     "to_eight_bits",
 ]

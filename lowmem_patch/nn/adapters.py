@@ -11,7 +11,7 @@ The forward holds its layer (`lowmem_patch.nn.own`): copies and pickles take it 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,9 +24,8 @@ from lowmem_patch.nn.deferred_linears import project
 from lowmem_patch.nn.deferred_ops import Saved
 from lowmem_patch.nn.low_rank import low_rank_products
 from lowmem_patch.nn.op import Projection
-from lowmem_patch.nn.own import Own, give_forward, given_forward
+from lowmem_patch.nn.own import Own, give_forward
 from lowmem_patch.nn.parameter_adapters import adapts_parameter, is_of_peft, read_factors
-from lowmem_patch.nn.siblings import Siblings
 
 _WITHOUT_TORCH_FUNCTION: Any = torch._C.DisableTorchFunctionSubclass
 # what the forward of PEFT's Linear looks up: one that looks up more computes more
@@ -40,10 +39,7 @@ _KNOWN = frozenset(
 
 
 def use_adapter(
-    layer: nn.Module,
-    low_precision: bool,
-    alone: bool = False,
-    siblings: Sequence[nn.Module] = (),
+    layer: nn.Module, low_precision: bool, alone: bool = False, shared: bool = False
 ) -> None:
     """Give a LoRA layer a forward that saves one copy of its input.
 
@@ -51,25 +47,12 @@ def use_adapter(
         layer: a LoRA layer of a Linear, or of a parameter.
         low_precision: adapters wider than the input are computed in the input's dtype.
         alone: nobody else saves the input: the copy is in autocast's dtype, where no dropout is active.
-        siblings: the layers that read the same input, this one among them, in the order of their calls.
+        shared: other LoRA layers read the input as well.
     """
-    if not adds_products(type(layer).forward):
+    if adds_products(type(layer).forward):
+        give_forward(layer, forward_as_one, low_precision, alone, shared)
+    else:
         give_forward(layer, forward_kept, low_precision, alone)
-        return
-    known = filter(None, map(siblings_of, siblings))
-    group = next(known, None) or (Siblings(siblings) if siblings else None)
-    give_forward(layer, forward_as_one, low_precision, alone, group)
-
-
-def siblings_of(layer: nn.Module) -> Siblings | None:
-    """The layers that one op may compute with this one; None where it runs by itself."""
-    forward = given_forward(layer)
-    if isinstance(forward, Own) and getattr(forward.func, "looks_at_saved", False):
-        forward = forward.args[1]
-    if isinstance(forward, Own) and forward.func is forward_as_one:
-        found: Siblings | None = forward.args[3]
-        return found
-    return None
 
 
 def is_adapter_forward(forward: Any) -> bool:
@@ -109,7 +92,7 @@ def forward_as_one(
     layer: Any,
     low_precision: bool,
     alone: bool,
-    siblings: Siblings | None,
+    shared: bool,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
@@ -122,10 +105,8 @@ def forward_as_one(
             with _WITHOUT_TORCH_FUNCTION():
                 products = low_rank_products(layer, x.dtype, low_precision)
                 if products is not None and not (deferred and x.is_changed()):
-                    y = None
-                    if siblings is not None:
-                        y = siblings.output(layer, x, products, low_precision)
-                    return _computed(x, alone, *products) if y is None else y
+                    low = alone and _is_cast(x)
+                    return _computed(x.to(products[1]) if low else x, shared, *products)
     return forward_kept(layer, low_precision, alone, *args, **kwargs)
 
 
@@ -143,11 +124,9 @@ def _is_known(layer: nn.Module) -> bool:
 
 
 def _computed(
-    x: Tensor, alone: bool, to: Projection, dtype: torch.dtype, rest: list[LowRank]
+    x: Tensor, shared: bool, to: Projection, dtype: torch.dtype, rest: list[LowRank]
 ) -> Tensor:
-    if alone and _is_cast(x):
-        x = x.to(dtype)
-    y: Tensor = value_of(project(x, to, dtype))
+    y: Tensor = value_of(project(x, Projection(*to[:3], shared), dtype))
     for lora_A, lora_B, scale in rest:
         low = value_of(project(x, Projection(lora_A, None), dtype))
         product = recast_linear(low, lora_B, None, dtype)

@@ -26,6 +26,7 @@ from torch._compile import _disable_dynamo
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lowmem_patch.functional import (
+    SharedInput,
     first_order,
     in_compiler,
     is_checkpoint_packing,
@@ -71,6 +72,7 @@ class Deferred(Tensor):
     _bypassed = False  # a reader sends its gradient to the sources
     _node_given = False  # somebody has its node, and may hang a hook on that
     _normed: Tensor | None = None  # of a norm that waited: what its Linears read
+    _shared: SharedInput | None = None  # what several Linears read in its place
     _packer: Any = None  # who packed what autograd saves where it was made
 
     @classmethod

@@ -8,16 +8,28 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowmem_patch.functional import compiled, in_compiler, recast_linear
+from lowmem_patch.functional import SharedInput, compiled, in_compiler, recast_linear
 from lowmem_patch.nn.deferred import Deferred
 from lowmem_patch.nn.op import Projection
+from lowmem_patch.nn.watched import Watched
 
 
 def project(x: Tensor, to: Projection, dtype: torch.dtype) -> Any:
     """The projection of any tensor computed in ``dtype``, which saves as little as possible."""
     if isinstance(x, Deferred):
         return x.op.linear(x, to, dtype)
+    if isinstance(x, Watched):
+        x = read_input(x, x, to, dtype)
     return recast_linear(x, to.weight, to.bias, dtype, to.adapter)
+
+
+def read_input(h: Deferred | Watched, value: Tensor, to: Projection, dtype: torch.dtype) -> Tensor:
+    """``value``, which is that of ``h``, or the tensor that several Linears read in its place."""
+    if not to.shared or value.dtype != dtype or in_compiler() or not SharedInput.serves(value):
+        return value
+    if h._shared is None or not h._shared.is_of(value):
+        h._shared = SharedInput(value)
+    return h._shared.tensor
 
 
 def saved_linear(value: Tensor, to: Projection, dtype: torch.dtype) -> Tensor:

@@ -41,7 +41,7 @@ from lowmem_patch.nn import (
 )
 from lowmem_patch.nn.context import autocast_dtype
 from lowmem_patch.nn.deferred import Deferred, Stored, defer, value_of
-from lowmem_patch.nn.deferred_linears import plain_linear, project, saved_linear
+from lowmem_patch.nn.deferred_linears import plain_linear, project, read_input, saved_linear
 from lowmem_patch.nn.deferred_rows import GatheredRows, Product
 from lowmem_patch.nn.op import Op, Projection
 from lowmem_patch.nn.stored import keep
@@ -137,7 +137,7 @@ class Activation(Op):
                 # the tensor's own node saves the sources; who else reads it shares its gradient
                 return saved_linear(h.plain(), to, dtype)
         h._bypassed = True
-        weight, bias, adapter = to
+        weight, bias, adapter, _ = to
         return activation_linear(h.detached(), h.sources, weight, bias, self.kind, dtype, adapter)
 
     def dropped(self, h: Deferred, p: float) -> Any:
@@ -189,10 +189,7 @@ class Saved(Op):
         return h.plain()
 
     def linear(self, h: Deferred, to: Projection, dtype: torch.dtype) -> Tensor:
-        return saved_linear(h.plain(), to, dtype)
-
-    def saved_value(self, h: Deferred, dtype: torch.dtype) -> Tensor | None:
-        return h.plain()
+        return saved_linear(read_input(h, h.plain(), to, dtype), to, dtype)
 
 
 class Shared(Saved):
@@ -242,15 +239,12 @@ class Normed(Saved):
             return h  # no view of it, which would cost a node of autograd
         return h.plain()
 
-    def saved_value(self, h: Deferred, dtype: torch.dtype) -> Tensor | None:
-        return self._read(h, dtype) if self.affine is None else None
-
     def linear(self, h: Deferred, to: Projection, dtype: torch.dtype) -> Tensor:
         compiling = in_compiler()
         value = self._read(h, dtype)
         trains = to.weight.requires_grad or to.adapter is not None
         if self.affine is None or not trains or compiling:
-            return saved_linear(value, to, dtype)
+            return saved_linear(read_input(h, value, to, dtype), to, dtype)
         packs = to.adapter is None and value.dtype == dtype and type(value) in (Tensor, Stored)
         if packs and not packs_saved_tensors():
             if self.recomputed is None:
@@ -294,7 +288,7 @@ class Dropped(Op):
         return Dropped.of(h, p, (h.plain(),), None)
 
     def linear(self, h: Deferred, to: Projection, dtype: torch.dtype) -> Tensor:
-        weight, bias, adapter = to
+        weight, bias, adapter, _ = to
         if adapter is not None:
             low = self.linear(h, Projection(adapter.lora_A, None), dtype)
             product = recast_linear(low, adapter.lora_B, None, dtype) * adapter.scale

@@ -11,7 +11,6 @@ Linear's output, attention and the Linear behind it.
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -33,7 +32,6 @@ from lowmem_patch.functional import (
     unwritten,
     without_grad,
 )
-from lowmem_patch.nn.adapters import siblings_of
 from lowmem_patch.nn.context import is_foreign
 from lowmem_patch.nn.deferred import Deferred, Unstored
 from lowmem_patch.nn.gammas import look_at_gammas
@@ -95,16 +93,9 @@ def _read_input(x: Any) -> tuple[int, int | None, bool] | None:
     return x.numel(), _storage_key(x), isinstance(x, Deferred) and x.is_changed()
 
 
-# what a LoRA layer computes for others, it computes beneath this one's hooks
-_AS_FUNCTION: Any = _stores_input
-_AS_FUNCTION.looks_at_saved = True
-
-
 def _parameters(module: nn.Module) -> Iterable[nn.Parameter]:
     if module._modules:
-        siblings = siblings_of(module)
-        layers = (module,) if siblings is None else siblings.layers
-        return itertools.chain.from_iterable(layer.parameters() for layer in layers)
+        return module.parameters()
     return [one for one in module._parameters.values() if one is not None]  # in a tenth of the time
 
 

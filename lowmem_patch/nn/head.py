@@ -45,7 +45,7 @@ def forward_head(
             return found
     if low_precision is None:
         return type(module).forward(module, *args, **kwargs)
-    return forward_as_one(module, low_precision, False, *args, **kwargs)
+    return forward_as_one(module, low_precision, False, False, *args, **kwargs)
 
 
 def _waits(module: nn.Module, reads: HeadReads, x: Any) -> bool:
@@ -70,7 +70,7 @@ def _deferred(
     product = _product(module, low_precision, x.dtype)
     if product is None:
         return None
-    (weight, bias, adapter), dtype = product
+    (weight, bias, adapter, _), dtype = product
     if is_foreign(weight):
         reads.not_deferred = f"its weight is a {type(weight).__name__}"
         return None

@@ -16,11 +16,16 @@ if TYPE_CHECKING:
 
 
 class Projection(NamedTuple):
-    """What a value is multiplied with: a Linear's weight and bias, and the adapter beside it."""
+    """What a value is multiplied with: a Linear's weight and bias, and the adapter beside it.
+
+    Attributes:
+        shared: Linears with adapters besides this one read the same value.
+    """
 
     weight: Tensor
     bias: Tensor | None
     adapter: LowRank | None = None
+    shared: bool = False
 
 
 class Op:
@@ -74,11 +79,6 @@ class Op:
     def linear(self, h: Deferred, to: Projection, dtype: torch.dtype) -> Tensor:
         """The projection of ``h`` computed in ``dtype``, which saves as little as possible."""
         return recast_linear(h.plain(), to.weight, to.bias, dtype, to.adapter)
-
-    def saved_value(self, h: Deferred, dtype: torch.dtype) -> Tensor | None:
-        """The ordinary tensor that a Linear with an adapter would read and save, in any dtype; None where it
-        would save something else."""
-        return None
 
     def moved(self, h: Deferred, move: Callable[[Tensor], Tensor]) -> Any:
         """``h`` behind a row move, or NotImplemented."""

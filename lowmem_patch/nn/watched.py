@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowmem_patch.functional import register_plain, save_copy
+from lowmem_patch.functional import SharedInput, register_plain, save_copy
 
 _DATA: Any = Tensor.data
 
@@ -19,6 +19,7 @@ class Watched(Tensor):
     return is an ordinary tensor.
     """
 
+    _shared: SharedInput | None = None  # what several Linears read in its place
     __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     @property

@@ -372,22 +372,3 @@ def adapter_weights(lora_A: Tensor, lora_B: Tensor, dtype: torch.dtype) -> tuple
     more = padded_rank(lora_A.shape[0], dtype) - lora_A.shape[0]
     lora_A, lora_B = cast(lora_A, dtype), cast(lora_B, dtype)
     return (F.pad(lora_A, (0, 0, 0, more)), F.pad(lora_B, (0, more))) if more else (lora_A, lora_B)
-
-
-def sibling_weights(
-    lora_As: Sequence[Tensor | None], lora_Bs: Sequence[Tensor], dtype: torch.dtype
-) -> tuple[Tensor | None, list[Tensor]]:
-    """`adapter_weights` of several adapters of one input, A below A.
-
-    Args:
-        lora_As: ``[r, F]`` each; None where A is not read.
-        lora_Bs: ``[O, r]`` each.
-        dtype: of the results, ``[sum of R, F]`` or None, and ``[O, R]`` each.
-    """
-    padded_As, padded_Bs = [], []
-    for lora_A, lora_B in zip(lora_As, lora_Bs, strict=True):
-        first = lora_B.new_empty((lora_B.shape[1], 1)) if lora_A is None else lora_A
-        padded_A, padded_B = adapter_weights(first, lora_B, dtype)
-        padded_As.append(padded_A)
-        padded_Bs.append(padded_B)
-    return None if lora_As[0] is None else torch.cat(padded_As), padded_Bs

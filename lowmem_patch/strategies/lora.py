@@ -25,19 +25,18 @@ class LoraLayer(Patch):
     """A LoRA layer that gets a forward of ours.
 
     Attributes:
-        low_precision, alone: as of `lowmem_patch.nn.adapters.use_adapter`.
-        siblings: the names of the layers that read the same input, this one among them.
+        low_precision, alone, shared: as of `lowmem_patch.nn.adapters.use_adapter`.
     """
 
     strategy = "lora"
 
     low_precision: bool
     alone: bool
-    siblings: tuple[str, ...] = ()
+    shared: bool
 
     def apply(self, target: Target) -> None:
-        layer, *siblings = map(target.model.get_submodule, (self.site, *self.siblings))
-        use_adapter(layer, self.low_precision, self.alone, siblings)
+        layer = target.model.get_submodule(self.site)
+        use_adapter(layer, self.low_precision, self.alone, self.shared)
 
 
 def find(facts: Facts, config: PatchConfig) -> Found:
@@ -46,10 +45,8 @@ def find(facts: Facts, config: PatchConfig) -> Found:
         return Found()
     low_precision = config.linear_inputs == "activation_dtype"
     layers = adapter_layers(facts, config)
-    alone, siblings = _read_alone(facts, layers), _siblings(facts, layers)
-    patches = [
-        LoraLayer(name, low_precision, name in alone, siblings.get(name, ())) for name in layers
-    ]
+    alone, shared = _read_alone(facts, layers), _share_input(facts, layers)
+    patches = [LoraLayer(name, low_precision, name in alone, name in shared) for name in layers]
     return Found(patches, notes=_notes(facts, layers))
 
 
@@ -71,21 +68,11 @@ def _read_alone(facts: Facts, layers: tuple[str, ...]) -> set[str]:
     return {call.name for call in calls} - {call.name for call in calls if is_shared(call)}
 
 
-def _siblings(facts: Facts, layers: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
-    """The layers of one module that read the same tensors at each of their calls, in the order of these."""
-    groups: dict[Any, list[str]] = {}
-    for name in layers:
-        calls = facts.calls.get(name, ())
-        one = calls and all(len(call.inputs) == 1 for call in calls)
-        if one and facts.written(name, "inputs") is None:
-            read = tuple(id(call.inputs[0]) for call in calls)
-            groups.setdefault((name.rpartition(".")[0], read), []).append(name)
-    ordered = (
-        tuple(sorted(names, key=lambda name: facts.calls[name][0].first_op))
-        for names in groups.values()
-        if len(names) > 1
-    )
-    return {name: names for names in ordered for name in names}
+def _share_input(facts: Facts, layers: tuple[str, ...]) -> set[str]:
+    """The layers whose input another of them reads, too."""
+    calls = [call for name in layers for call in facts.calls.get(name, ()) if call.inputs]
+    readers = Counter(id(call.inputs[0]) for call in calls)
+    return {call.name for call in calls if readers[id(call.inputs[0])] > 1}
 
 
 def _saved_by_norms(facts: Facts) -> set[int]:

@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 
 FILES = (
     "activations", "affine", "codes", "cross_entropy", "dropout", "eight_bit", "linear", "norms", "packing",
-    "places", "rotary", "sibling_linears",
+    "places", "rotary",
 )  # fmt: skip
 
 

@@ -80,21 +80,6 @@ def operator_samples() -> Iterator[tuple[str, tuple[Any, ...]]]:
         given = (dy, source.clone(), up, *weights, low, 0.5, "silu", *tail)
         yield "activation_linear_backward_over", given
     yield "low_product", (source, *weights[1:], torch.bfloat16, R)
-    frozen, adapters = [torch.randn(5, 6), torch.randn(4, 6)], [(randn(2, 6), randn(5, 2))]
-    adapters += [(randn(3, 6), randn(4, 3))]
-    As, Bs = ([t.detach() for t in one] for one in zip(*adapters, strict=True))
-    for dtype in (torch.float32, torch.bfloat16):
-        rest = ([0.5, 2.0], dtype, R)
-        yield "sibling_linears", (source, frozen, [torch.randn(4)], [1], As, Bs, *rest)
-    trained = ([one.detach().requires_grad_() for one in of] for of in (frozen, As, Bs))
-    weights_, *rest = trained
-    yield (
-        "sibling_linears",
-        (randn(2, 3, 6), weights_, [randn(5)], [0], *rest, [0.5, 2.0], torch.float32, R),
-    )
-    given = ([dy, torch.randn(2, 3, 4)], source, frozen, As, Bs)
-    for needs in ([True] * 8, [False, False, True, True] * 2):
-        yield "sibling_linears_backward", (*given, torch.randn(6, 5), [0.5, 2.0], True, needs, R)
     q = torch.randn(2, 5, 3, 8).transpose(1, 2)
     cos, sin = torch.randn(2, 5, 6), torch.randn(1, 5, 6).expand(2, -1, -1)
     narrow_q, rest = q[..., :6].bfloat16(), (1, False, None, torch.float32, R)

@@ -25,7 +25,7 @@ from tests.support.heads import (
     truth,
     whole_reads,
 )
-from tests.support.judge import assert_accurate, assert_rounded
+from tests.support.judge import assert_accurate, assert_near, assert_rounded
 
 
 @pytest.fixture(autouse=True)
@@ -73,6 +73,11 @@ def test_adapters(where: str, order: str, preset: str) -> None:
     assert_accurate(found, run(model, loss), truth(model, loss))
     if order == "adapters first":
         assert whole_reads(patched) == 0
+    with torch.no_grad():
+        ours, theirs, exact = (
+            one(input_ids=IDS).logits for one in (patched, model, copy.deepcopy(model).double())
+        )
+    assert_near(ours, theirs, exact)
 
 
 def _nothing() -> Any:

@@ -1,0 +1,231 @@
+"""LoRA layers that add up one gradient, in the life of a model: failures, copies, checkpoints, hooks."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lowmem_patch.functional.shared_input import GradientSum
+from tests.strategies.test_shared_input import (
+    WIDTH,
+    Change,
+    adapted,
+    additions,
+    assert_same,
+    data,
+    layers,
+    leaf,
+    pair,
+    patched,
+    train,
+)
+from tests.support.judge import assert_rounded
+from tests.support.step import DOUBLE, step
+
+__all__ = ["additions"]  # a fixture
+# of transformers, which PEFT asks for it
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+
+
+@pytest.mark.parametrize("kept", ["hook", "retain_grad"])
+def test_who_waits_for_the_inputs_gradient_gets_the_whole(kept: str) -> None:
+    seen: list[Tensor] = []
+
+    def run(model: Any, x: Tensor) -> None:
+        inner = layers(model)
+        h = inner.norm(x * 1.0)
+        q = inner.q(h)
+        if kept == "hook":
+            h.register_hook(seen.append)
+        else:
+            h.retain_grad()
+        (q * inner.k(h) + inner.v(h)).square().sum().backward()
+        if kept != "hook":
+            seen.append(h.grad)
+
+    model, twin = pair()
+    assert_same(model, twin, run)
+    torch.testing.assert_close(*seen, rtol=1e-9, atol=1e-9)
+
+
+@contextmanager
+def failing(model: Any) -> Iterator[None]:
+    def fails(_: Any, x: Tensor) -> Tensor:
+        raise KeyError("between")
+
+    layers(model).between = fails
+    yield
+    layers(model).between = None
+
+
+def test_a_failure_between_two_calls_leaves_nothing_behind() -> None:
+    model, twin = pair()
+    held: list[Any] = []
+    hook = layers(model).q.register_forward_hook(
+        lambda _m, args, output: held.extend(map(weakref.ref, (args[0], output)))
+    )
+    with failing(model):
+        for _ in range(2):
+            with suppress(KeyError):
+                model(leaf())
+    hook.remove()
+    assert len(held) == 4 and not any(one() is not None for one in held)
+    assert_same(model, twin, train)
+
+
+def test_nothing_is_held_after_a_step() -> None:
+    model = patched(adapted())
+    held: list[Any] = []
+    for name in "qkv":
+        layers(model)._modules[name].register_forward_hook(
+            lambda _m, args, output: held.extend(map(weakref.ref, (args[0], output)))
+        )
+    x = data().requires_grad_()
+    gc.disable()
+    try:
+        model(x).sum().backward()
+        assert held and not any(one() is not None for one in held)
+    finally:
+        gc.enable()
+
+
+def test_no_gradient_is_held_where_a_graph_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[Any] = []
+    begin = GradientSum.begin
+
+    def watched(self: GradientSum, gradient: Tensor) -> None:
+        begun.append(weakref.ref(gradient))
+        begin(self, gradient)
+
+    monkeypatch.setattr(GradientSum, "begin", watched)
+    model = patched(adapted())
+    loss = model(data().requires_grad_()).sum()
+    loss.backward(retain_graph=True)
+    assert begun and begun[0]() is None
+    loss.backward()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_in_a_checkpoint(reentrant: bool, additions: list[bool]) -> None:
+    model, twin = pair()
+
+    def run(one: Any, x: Tensor) -> None:
+        checkpoint(one, x, use_reentrant=reentrant).square().sum().backward()
+
+    assert_same(model, twin, run)
+    assert additions == [False, True, True]
+
+
+def test_a_checkpoint_whose_second_run_has_a_hook_more() -> None:
+    """The second run reads as the first did, whoever looks on."""
+    model, twin = pair()
+
+    def run(one: Any, x: Tensor) -> None:
+        y = checkpoint(one, x, use_reentrant=False)
+        layers(one).between = lambda _, h: h
+        y.square().sum().backward()
+
+    assert_same(model, twin, run)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_copies_add_up_their_own(copied: Change, additions: list[bool]) -> None:
+    model, twin = pair()
+    train(model, leaf())
+    other = copied(model)
+    del additions[:]
+    assert_same(other, twin, train)
+    assert additions == [False, True, True]
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_compiled_gradients_are_the_same() -> None:
+    torch._dynamo.reset()
+    model, twin = pair()
+    run = torch.compile(model, backend="aot_eager", fullgraph=True)
+    assert_same(model, twin, lambda one, x: train(run if one is model else one, x))
+    torch._dynamo.reset()
+
+
+def hooked(model: Any) -> None:
+    layers(model).k.register_forward_hook(lambda _m, _a, output: output * 2)
+
+
+def pre_hooked(model: Any) -> None:
+    layers(model).k.register_forward_pre_hook(lambda _m, args: (args[0] * 2,))
+
+
+def clamped(model: Any) -> None:
+    def clamp(module: Any, _: Any) -> None:
+        with torch.no_grad():
+            module.lora_B["default"].weight.clamp_(-0.1, 0.1)
+
+    layers(model).k.register_forward_pre_hook(clamp)
+
+
+def backward_hooked(model: Any) -> None:
+    layers(model).k.register_full_backward_hook(lambda _m, into, _o: (into[0] * 2,))
+
+
+def base_hooked(model: Any) -> None:
+    layers(model).v.base_layer.register_forward_hook(lambda _m, _a, output: output * 2)
+
+
+def disabled(model: Any) -> None:
+    layers(model).k.enable_adapters(False)
+
+
+def merged(model: Any) -> None:
+    layers(model).v.merge()
+
+
+def replaced(model: Any) -> None:
+    torch.manual_seed(5)
+    layers(model).k = nn.Linear(WIDTH, WIDTH)
+
+
+def exchanged(model: Any) -> None:
+    layers(model).k, layers(model).v = layers(model).v, layers(model).k
+
+
+def second_adapter(model: Any) -> None:
+    torch.manual_seed(6)
+    model.add_adapter("second", LoraConfig(r=2, target_modules=["q", "v"], init_lora_weights=False))
+    model.base_model.set_adapter(["default", "second"])
+
+
+def frozen_base_trains(model: Any) -> None:
+    layers(model).k.base_layer.weight.requires_grad_()
+
+
+@pytest.mark.filterwarnings(
+    "ignore:.*patch_model:UserWarning", "ignore:Full backward hook:UserWarning"
+)
+@pytest.mark.parametrize(
+    "change",
+    [
+        hooked, pre_hooked, clamped, backward_hooked, base_hooked, disabled, merged, replaced, exchanged,
+        second_adapter, frozen_base_trains,
+    ],
+)  # fmt: skip
+def test_what_is_done_to_one_of_them_after_the_patch_is_right(change: Change) -> None:
+    model = adapted()
+    twin = copy.deepcopy(model)
+    patched(model)
+    for one in (model, twin):
+        change(one)
+        one.double()
+    for _ in range(2):
+        steps = [step(one, leaf(), DOUBLE) for one in (model, twin)]
+        assert_rounded(*steps)
