@@ -113,7 +113,7 @@ def summary_table(name: str) -> str:
 
 
 def limit_table(name: str) -> str:
-    """A step beside its products and attention, where LoRA layers add up their input's gradient, or autograd."""
+    """A step beside its products and attention; LoRA layers or autograd add up gradients."""
     data = load(name)
     rows = [
         "| gradients of one input are added | step ms | products | attention | others | step / limit |",

@@ -69,8 +69,10 @@ class SharedInput:
         self._place = _place(x)
 
     def is_of(self, x: Tensor) -> bool:
-        """Whether ``x`` is the tensor still, read on the stream on which the first reader read it: a backward
-        runs on the streams of its forward, and nobody waits for who adds to a gradient."""
+        """Whether ``x`` is the tensor still, unwritten, and read on the stream of the first reader.
+
+        A backward runs on the streams of its forward, and nobody waits for who adds to a gradient.
+        """
         return self._place == _place(x)
 
     @staticmethod
@@ -80,9 +82,9 @@ class SharedInput:
         return x.grad_fn is not None and x.device.type in ("cpu", "cuda") and _library.is_eager(x)
 
 
-def _place(x: Tensor) -> tuple[int, int]:
+def _place(x: Tensor) -> tuple[int, int, int]:
     stream = _raw_stream(x.device.index) if x.is_cuda else 0
-    return x.data_ptr(), stream
+    return x.data_ptr(), x._version, stream
 
 
 def sum_of(x: Tensor) -> GradientSum | None:

@@ -376,6 +376,14 @@ def test_who_has_no_gradient_below_is_read_as_it_is() -> None:
     assert not SharedInput.serves(x) and not SharedInput.serves(x.detach())
 
 
+def test_who_is_written_is_read_anew() -> None:
+    x = data().requires_grad_() * 1
+    shared = SharedInput(x)
+    assert shared.is_of(x)
+    x.mul_(2)
+    assert not shared.is_of(x)
+
+
 @pytest.mark.gpu
 def test_a_reader_on_another_stream_shares_nothing() -> None:
     x = data().cuda().requires_grad_() * 1
