@@ -18,6 +18,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.library import Library, register_autograd
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as dispatch_modes
 
 from lowmem_patch.constants import NormSettings
 from lowmem_patch.errors import DoubleBackwardError
@@ -217,6 +218,14 @@ def is_plain(*args: Any) -> bool:
 def is_traced() -> bool:
     """Whether a tracer writes down what runs, of which `in_compiler` does not know (torch.jit, make_fx)."""
     return torch._C._is_tracing() or torch._C._get_dispatch_mode(_PROXY) is not None
+
+
+def finds_results() -> bool:
+    """Whether torch's selective checkpoint runs a block again: it finds what operators gave in the first run,
+    and needs the same operators in the same order."""
+    if not torch._C._len_torch_dispatch_stack():
+        return False
+    return any(type(m).__name__ == "_CachedTorchDispatchMode" for m in dispatch_modes())
 
 
 def register_plain(kind: type) -> None:

@@ -141,6 +141,7 @@ def _is_run_again(arguments: tuple[Any, ...]) -> bool:
         and not _library.is_traced()
         and _library.is_plain(*arguments)
         and not _library.is_transformed()
+        and not _library.finds_results()
     )
 
 
