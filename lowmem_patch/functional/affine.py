@@ -26,7 +26,7 @@ from torch import Tensor
 from lowmem_patch.constants import NormSettings
 from lowmem_patch.functional import _library
 from lowmem_patch.functional._implementation import module, resolve
-from lowmem_patch.functional.products import IDENTITY, LowRank, linear_forward
+from lowmem_patch.functional.products import IDENTITY, LowRank, linear_op
 from lowmem_patch.functional.products_backward import linear_backward, one_for_each
 
 
@@ -157,7 +157,9 @@ class _AffineLinear(torch.autograd.Function):
             # a copy in the product's dtype is worth its bytes, as torch's own Linear finds
             weight = weight.to(dtype)
         chosen = _implementation(y)
-        out, low = linear_forward(y, weight, bias, lora_A, lora_B, scale, dtype, chosen)
+        given = (y, y, None, weight, bias, lora_A, lora_B, scale, IDENTITY, dtype, chosen)
+        out: Tensor
+        out, low = linear_op(*given)
         ctx.save_for_backward(
             *((z, affine.weight, affine.bias) if for_weight or for_A else (None, None, None)),
             *((weight, lora_A) if for_y else (None, None)),

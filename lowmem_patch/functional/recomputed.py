@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from lowmem_patch.functional import _library
-from lowmem_patch.functional.products import linear_forward
+from lowmem_patch.functional.products import IDENTITY, linear_op
 from lowmem_patch.reference import cast
 
 Again = Callable[..., Tensor]
@@ -224,7 +224,9 @@ class _Linear(torch.autograd.Function):
         ctx.again, ctx.number = again, len(sources)
         # an absent tensor's dtype is never read
         ctx.dtypes = (x.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
-        return linear_forward(x, weight, bias, None, None, 1.0, compute_dtype)[0]
+        given = (weight, bias, None, None, 1.0, IDENTITY, compute_dtype, "reference")
+        y: Tensor = linear_op(x, x, None, *given)[0]
+        return y
 
     @staticmethod
     @_library.first_order("recomputed_linear")
