@@ -42,7 +42,7 @@ def checkpointed(model: Any, policy: Any) -> Any:
     contexts = partial(create_selective_checkpoint_contexts, policy)
     if hasattr(model, "enable_input_require_grads"):
         model.enable_input_require_grads()
-    model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
+    model.train().gradient_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
     return model
 
 
@@ -59,4 +59,4 @@ def test_gradients_are_those_of_the_unpatched(name: str, policy: str, adapted: b
     inputs = family.inputs()
     step(checkpointed(copy.deepcopy(twin), POLICIES[policy]), inputs)
     patch_model(model, "exact", example_inputs=inputs)
-    assert_same_step(checkpointed(model, POLICIES[policy]), twin, inputs)
+    assert_same_step(checkpointed(model, POLICIES[policy]), twin.train(), inputs)
