@@ -1,6 +1,6 @@
 """How near a step comes to its limit: the GPU time of its products and its attention, beside the step's own.
 
-    python benchmarks/limit.py --json benchmarks/results/limit-h100.json     # one GPU
+    python benchmarks/limit.py --json benchmarks/results/limit-h200.json     # one GPU
 
 The step is that of ``whole.py``: Llama-3.1-8B with LoRA on all Linears, with head, loss and fused AdamW. It
 is measured as patched by ``auto``, and once more where autograd adds up the gradients of what several LoRA

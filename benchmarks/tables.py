@@ -260,7 +260,7 @@ TABLES = {
     "kernels": partial(_shares, "kernels-h200.json", f"{_OP_SPEED}kernels-h200.json", columns="by"),
     "bytes": bytes_table,
     "whole": partial(whole_table, "whole-h200.json"),
-    "limit": partial(limit_table, "limit-h100.json"),
+    "limit": partial(limit_table, "limit-h200.json"),
     "fit": partial(fit_table, "fit-h200.json"),
     "longest": partial(longest_table, "longest-h200.json"),
     "predicted": partial(predicted_table, "predicted-h200.json"),

@@ -76,18 +76,16 @@ def _gradients(ctx: Any, dy: Tensor | None, *_: None) -> Any:
     for_input, *for_rest = ctx.settings[2]
     needs = (for_input, for_input and saved[1] is not None, *for_rest)
     added_up = ctx.sum if for_input and _library.is_eager(dy, *saved) else None
-    total = None if added_up is None else added_up.returned()
-    if total is not None:
-        gradients = linear_backward(dy, *saved, *ctx.settings, total=total)
+    first = added_up is None or added_up.returned() is None
+    if added_up is not None:
+        gradients = linear_backward(dy, *saved, *ctx.settings, added_up=added_up)
     elif ctx.given_away and for_input and can_be_overwritten(dy, *saved[:2]):
         gradients = linear_backward_over(dy, *saved, *ctx.settings)
     else:
         gradients = linear_backward_op(dy, *saved, *ctx.settings)
     found = one_for_each(gradients, needs, ctx.dtypes)
-    if total is not None:
+    if not first:
         found = (None, *found[1:])  # it is in what another reader has returned
-    elif added_up is not None:
-        added_up.begin(found[0])
     return (None, *found, None, None, None, None)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from lowmem_patch.functional import _library, activations
 from lowmem_patch.functional._implementation import module
 from lowmem_patch.functional.products import IDENTITY, scaled_product
+from lowmem_patch.functional.shared_input import GradientSum
 from lowmem_patch.reference import cast
 from lowmem_patch.tracing.gpu_temporaries import OF_OPERATORS, Temporary, sum_bytes
 
@@ -31,16 +32,9 @@ def _hidden_gradient(
     d_low: Tensor | None,
     padded_A: Tensor | None,
     out: Tensor | None = None,
-    total: Tensor | None = None,
 ) -> Tensor:
-    """``[..., F]``; ``out``: memory for as many elements or more; ``total``: what it is added to."""
+    """``[..., F]``; ``out``, if given: memory for as many elements or more."""
     weight = cast(weight, dy.dtype)
-    if total is not None:
-        flat = total.view(-1, total.shape[-1])
-        if d_low is not None and padded_A is not None:
-            flat.addmm_(d_low, padded_A)
-        flat.addmm_(rows, weight)
-        return total
     place = None
     if out is not None:
         place = out[: len(rows) * weight.shape[1]].view(len(rows), weight.shape[1])
@@ -49,6 +43,15 @@ def _hidden_gradient(
     else:  # in the order of the forward
         d_hidden = torch.mm(d_low, padded_A, out=place).addmm_(rows, weight)
     return d_hidden.view(*dy.shape[:-1], weight.shape[1])
+
+
+def _shared_gradient(dy: Tensor, rows: Tensor, weight: Tensor, added_up: GradientSum) -> Tensor:
+    """``[..., F]``, without the adapter's product: of this reader, or of all up to this one."""
+    weight, total = cast(weight, dy.dtype), added_up.returned()
+    if total is None:
+        return rows.mm(weight).view(*dy.shape[:-1], weight.shape[1])
+    total.view(-1, total.shape[-1]).addmm_(rows, weight)
+    return total
 
 
 def _hidden(ops: Any, source: Tensor, up: Tensor | None, kind: str, dtype: torch.dtype) -> Tensor:
@@ -83,7 +86,7 @@ def linear_backward(
     implementation: str,
     *,
     over: bool = False,
-    total: Tensor | None = None,
+    added_up: GradientSum | None = None,
 ) -> list[Tensor]:
     """Gradients of source (and up), weight, bias, lora_A and lora_B, those that ``needs`` asks for.
 
@@ -93,7 +96,8 @@ def linear_backward(
     ``over``: source and up, contiguous and of the dtype of ``dy``, are overwritten, and ``up`` becomes the
     gradient of source.
 
-    ``total``: a gradient of source, contiguous and of the dtype of ``dy``, to which this one is added.
+    ``added_up``: source, of the dtype of ``dy`` and with an adapter, has other readers, which have this
+    gradient in common.
     """
     needs_input, needs_weight, needs_bias, needs_A, needs_B = needs
     ops: Any = module(implementation)
@@ -113,8 +117,13 @@ def linear_backward(
             gradients, products, meanwhile = step.over_sources() if over else step.in_parts()
         else:
             gradients = []
-            if needs_input:
-                gradients.append(_hidden_gradient(dy, rows, weight, d_low, padded_A, total=total))
+            if needs_input and added_up is not None:
+                gradients.append(_shared_gradient(dy, rows, weight, added_up))
+                # a copy: who trains in the backward may write into A before the sum is complete
+                is_given = padded_A is lora_A
+                added_up.leave(gradients[0], d_low, padded_A.clone() if is_given else padded_A)
+            elif needs_input:
+                gradients.append(_hidden_gradient(dy, rows, weight, d_low, padded_A))
             products = _products(lefts, lambda: _hidden(ops, source, up, kind, dy.dtype))
         d_weight, d_A = products
         gradients += [] if d_weight is None else [d_weight]

@@ -3,10 +3,11 @@
 Each reader of a tensor gives a gradient of its own, and autograd adds them up: a pass that reads two and
 writes one, for each reader but the first. Here readers get the tensor through a node that nobody else reads:
 
-    through = x,    d_x = sum_i d_i,    d_i = dy_i W_i + s_i dy_i B_i A_i
+    through = x,    d_x = sum_i dy_i W_i + [d_low_1, d_low_2, ...] [A_1; A_2; ...]
 
-The reader whose backward runs first returns d_i, as without this; each later one adds its products to what
-that one returned, and returns nothing. All else a reader does and saves itself.
+The reader whose backward runs first returns dy_i W_i; each later one adds its product to what that one
+returned, and returns nothing. The node itself adds the adapters' products, all in one. All else a reader does
+and saves itself.
 """
 
 from __future__ import annotations
@@ -23,34 +24,68 @@ _task: Any = torch._C._current_graph_task_id  # has no types
 _raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
-class GradientSum:
-    """What the readers of one tensor have returned, in each backward that is under way.
+class _Backward:
+    """What readers have left in one backward.
 
-    Autograd alone holds that tensor. Where it has added another gradient to it in memory of its own, the
-    tensor is gone, and nothing is added to it any more.
+    Attributes:
+        returned: the gradient that the first one returned. Autograd alone holds it: where that has added
+            another one to it in memory of its own, it is gone, and nothing is added to it any more.
+        factors: of each reader, d_low ``[rows, R]`` and A ``[R, F]``.
     """
 
+    def __init__(self, gradient: Tensor) -> None:
+        self.returned = TensorWeakRef(gradient)
+        self.factors: list[tuple[Tensor, Tensor]] = []
+
+
+class GradientSum:
+    """What the readers of one tensor have left, in each backward that is under way."""
+
     def __init__(self) -> None:
-        self._returned: dict[int, TensorWeakRef] = {}
+        self._backwards: dict[int, _Backward] = {}
 
     def returned(self) -> Tensor | None:
         """What the first reader returned in this backward."""
-        found = self._returned.get(_task())
-        return None if found is None else found()
+        found = self._backwards.get(_task())
+        return None if found is None else found.returned()
 
-    def begin(self, gradient: Tensor) -> None:
-        """A reader returns this; of a backward's readers, only the first one's is known."""
-        self._returned.setdefault(_task(), TensorWeakRef(gradient))
+    def leave(self, gradient: Tensor, d_low: Tensor, lora_A: Tensor) -> None:
+        """A reader returns ``gradient``, or has added to what the first one returned.
+
+        Args:
+            gradient: ``[..., F]``.
+            d_low, lora_A: ``[rows, R]`` and ``[R, F]``, whose product the node adds; nobody writes into them.
+        """
+        task = _task()
+        found = self._backwards.get(task)
+        if found is None:
+            found = self._backwards[task] = _Backward(gradient)
+        found.factors.append((d_low, lora_A))
+
+    def added_to(self, dy: Tensor) -> Tensor:
+        """``dy``, which autograd has of the readers, and the products that they have left."""
+        found = self._backwards.pop(_task(), None)
+        if found is None:
+            return dy
+        d_lows, lora_As = zip(*found.factors, strict=True)
+        alone = len(d_lows) == 1
+        left = d_lows[0] if alone else torch.cat(d_lows, 1)
+        right = lora_As[0] if alone else torch.cat(lora_As)
+        if found.returned() is not dy:  # others may read it
+            dy = dy.clone(memory_format=torch.contiguous_format)
+        dy.view(-1, dy.shape[-1]).addmm_(left, right)
+        return dy
 
 
 class _Through(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, gradients: GradientSum) -> Tensor:
+        ctx.gradients = gradients
         return x.detach()  # the same memory and version, and no view of x, which would hold it
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Tensor:
-        return dy
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        return ctx.gradients.added_to(dy), None
 
 
 _through = _library.direct_call(_Through)
@@ -64,8 +99,9 @@ class SharedInput:
     """
 
     def __init__(self, x: Tensor) -> None:
-        self.tensor: Tensor = _through(x)
-        self.tensor.gradient_sum = GradientSum()  # read by `sum_of`
+        gradients = GradientSum()
+        self.tensor: Tensor = _through(x, gradients)
+        self.tensor.gradient_sum = gradients  # read by `sum_of`
         self._place = _place(x)
 
     def is_of(self, x: Tensor) -> bool:

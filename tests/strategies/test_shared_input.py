@@ -12,8 +12,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from lowmem_patch import patch_model
-from lowmem_patch.functional import LowRank, recast_linear
-from lowmem_patch.functional.shared_input import GradientSum, SharedInput
+from lowmem_patch.functional import LowRank, SharedInput, products_backward, recast_linear
 from lowmem_patch.nn.own import given_forward
 from tests.support.judge import assert_near, assert_same_step
 from tests.support.models import FAMILIES, build, randomise
@@ -50,7 +49,9 @@ class Attention(nn.Module):
 
 def adapted(**options: Any) -> Any:
     torch.manual_seed(0)
-    config = LoraConfig(r=4, target_modules=["q", "k", "v"], init_lora_weights=False, **options)
+    config = LoraConfig(
+        **{"r": 4, **options}, target_modules=["q", "k", "v"], init_lora_weights=False
+    )
     return get_peft_model(Attention(), config).train()
 
 
@@ -81,14 +82,13 @@ def pair(**options: Any) -> tuple[Any, Any]:
 def additions(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Of each reader's backward, whether it added its gradient to another's."""
     seen: list[bool] = []
-    returned = GradientSum.returned
+    gradient = products_backward._shared_gradient
 
-    def watched(self: GradientSum) -> Tensor | None:
-        found = returned(self)
-        seen.append(found is not None)
-        return found
+    def watched(*arguments: Any) -> Tensor:
+        seen.append(arguments[-1].returned() is not None)
+        return gradient(*arguments)
 
-    monkeypatch.setattr(GradientSum, "returned", watched)
+    monkeypatch.setattr(products_backward, "_shared_gradient", watched)
     return seen
 
 

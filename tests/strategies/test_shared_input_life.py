@@ -102,18 +102,65 @@ def test_nothing_is_held_after_a_step() -> None:
 
 def test_no_gradient_is_held_where_a_graph_is(monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[Any] = []
-    begin = GradientSum.begin
+    leave = GradientSum.leave
 
-    def watched(self: GradientSum, gradient: Tensor) -> None:
-        begun.append(weakref.ref(gradient))
-        begin(self, gradient)
+    def watched(self: GradientSum, *left: Tensor) -> None:
+        begun.extend(map(weakref.ref, left))
+        leave(self, *left)
 
-    monkeypatch.setattr(GradientSum, "begin", watched)
+    monkeypatch.setattr(GradientSum, "leave", watched)
     model = patched(adapted())
     loss = model(data().requires_grad_()).sum()
     loss.backward(retain_graph=True)
-    assert begun and begun[0]() is None
+    assert len(begun) == 9 and not any(one() is not None for one in begun)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    torch.autograd.grad(loss, trained, retain_graph=True)  # where the input's gradient is dropped
+    assert len(begun) == 18 and not any(one() is not None for one in begun[::3])
     loss.backward()
+
+
+def _step(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.data.sub_(parameter.grad)
+
+
+@pytest.mark.parametrize("rank", [4, 8])
+def test_weights_may_be_stepped_as_soon_as_their_gradient_is_there(rank: int) -> None:
+    """By hooks that train in the backward: later readers and the sum see what was saved."""
+    model, twin = pair(r=rank)
+    for one in (model, twin):
+        for parameter in one.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(_step)
+    assert_same(model, twin, train)
+    for mine, other in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(mine, other)
+
+
+def test_a_sum_that_autograd_made_is_not_written() -> None:
+    """It may be read by others: a reader under a mode of torch returns a gradient of its own."""
+    gradients = GradientSum()
+    d_low, lora_A = torch.randn(3, 2), torch.randn(2, 4)
+    gradients.leave(torch.zeros(3, 4), d_low, lora_A)
+    dy = torch.randn(4, 3).t()
+    before = dy.clone()
+    torch.testing.assert_close(gradients.added_to(dy), before + d_low @ lora_A)
+    assert torch.equal(dy, before)
+    assert gradients.added_to(dy) is dy
+
+
+def test_the_sum_is_completed_in_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    places: list[bool] = []
+    added_to = GradientSum.added_to
+
+    def watched(self: GradientSum, dy: Tensor) -> Tensor:
+        place, found = dy.data_ptr(), added_to(self, dy)
+        places.append(found.data_ptr() == place)
+        return found
+
+    monkeypatch.setattr(GradientSum, "added_to", watched)
+    train(patched(adapted()), data().requires_grad_())
+    assert places == [True]
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
