@@ -10,6 +10,7 @@ much as a small kernel. Both ways save and differentiate by the same functions.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.library import Library, register_autograd
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as dispatch_modes
 
 from lowmem_patch.constants import NormSettings
@@ -226,6 +228,11 @@ def finds_results() -> bool:
     if not torch._C._len_torch_dispatch_stack():
         return False
     return any(type(m).__name__ == "_CachedTorchDispatchMode" for m in dispatch_modes())
+
+
+def unseen() -> AbstractContextManager[Any]:
+    """Inside, no dispatch mode sees the ops: selective checkpoint would take them for the block's."""
+    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
 
 
 def register_plain(kind: type) -> None:

@@ -25,7 +25,13 @@ from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 
 from lowmem_patch.constants import NormSettings
-from lowmem_patch.functional import CheckpointedBlock, in_compiler, is_exporting, is_transformed
+from lowmem_patch.functional import (
+    CheckpointedBlock,
+    in_compiler,
+    is_exporting,
+    is_transformed,
+    unseen,
+)
 
 if TYPE_CHECKING:
     from lowmem_patch.nn.norms import MSNorm
@@ -335,7 +341,7 @@ def _start_looks(norms: Iterable[MSNorm]) -> list[MSNorm]:
     if is_transformed() or detect_fake_mode(()) is not None:
         return []
     looked_at = []
-    with torch.no_grad():
+    with torch.no_grad(), unseen():
         for groups in _alike(norms).values():
             parts = [_extremes([(w, b) for _, w, b in g], g[0][0].settings) for g in groups]
             reading = Reading(torch.cat(parts, 1))
@@ -354,13 +360,8 @@ def _alike(norms: Iterable[MSNorm]) -> dict[torch.device, list[list[tuple[MSNorm
         one = bias if weight is None else weight
         norm.looks.last = None
         if one is not None and one.numel() and can_be_looked_at(weight, bias):
-            kind = (
-                weight is None,
-                bias is None,
-                one.dtype,
-                one.numel(),
-                norm.settings.identity_weight,
-            )
+            absent, offset = (weight is None, bias is None), norm.settings.identity_weight
+            kind = (*absent, one.dtype, one.numel(), offset)
             alike.setdefault((one.device, kind), []).append((norm, weight, bias))
     by_device: dict[torch.device, list[Any]] = {}
     for (device, _), group in alike.items():

@@ -191,7 +191,7 @@ def saved_bytes(model: nn.Module) -> Iterator[SavedBytes]:
     weights = set(map(storage_key, held))
     first: dict[int, _First] = {}  # also keeps the storage alive, so that its key stays unique
     savers: dict[int, dict[Saver, None]] = {}
-    times: Counter[int] = Counter()  # how often autograd holds a storage
+    times: Counter[tuple[int, Saver]] = Counter()  # how often autograd holds a storage for each
     watched: set[weakref.ref[_Held]] = set()
     deferred: list[tuple[Any, Saver]] = []  # counted at the end: they may let their values go
     result = SavedBytes()
@@ -215,14 +215,16 @@ def saved_bytes(model: nn.Module) -> Iterator[SavedBytes]:
                 watched.discard(reference)
                 # a later release depends on who else holds the outputs: a trace holds all of them
                 if caller and stack[depth - 1 : depth] == caller:
-                    times[key] -= 1
-                    if not times[key]:
+                    times[key, saver] -= 1
+                    if not times[key, saver]:
+                        del savers[key][saver]
+                    if not savers[key]:
                         del first[key], savers[key]
 
             if key not in first:
                 first[key] = _First(tensor.untyped_storage(), tensor.shape, tensor.dtype)
             savers.setdefault(key, {})[saver] = None
-            times[key] += 1
+            times[key, saver] += 1
             watched.add(weakref.ref(held, let_go))
             return held
 

@@ -14,9 +14,9 @@ from torch.utils.checkpoint import (
 )
 
 from lowmem_patch import patch_model
-from tests.support.judge import assert_same_step
-from tests.support.models import FAMILIES, build, randomise
-from tests.support.step import step
+from tests.support.judge import assert_rounded, assert_same_step
+from tests.support.models import EVERY_FAMILY, FAMILIES, build, randomise
+from tests.support.step import DOUBLE, step
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
 
@@ -60,3 +60,16 @@ def test_gradients_are_those_of_the_unpatched(name: str, policy: str, adapted: b
     step(checkpointed(copy.deepcopy(twin), POLICIES[policy]), inputs)
     patch_model(model, "exact", example_inputs=inputs)
     assert_same_step(checkpointed(model, POLICIES[policy]), twin.train(), inputs)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_the_first_step_after_a_cast(name: str) -> None:
+    """The norms look at their gammas anew, in the middle of a block: no op of the block's."""
+    family = EVERY_FAMILY[name]
+    model = get_peft_model(build(family), LoraConfig(r=4, target_modules=family.linears))
+    twin = copy.deepcopy(randomise(model)).double()
+    inputs = family.inputs()
+    patch_model(model, "exact", example_inputs=inputs)
+    checkpointed(model, POLICIES["all saved"]).double()
+    for _ in range(2):
+        assert_rounded(step(model, inputs, DOUBLE), step(twin.train(), inputs, DOUBLE))
