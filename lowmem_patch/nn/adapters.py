@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lowmem_patch.functional import LowRank, in_compiler, is_exporting, recast_linear
-from lowmem_patch.nn.context import autocast_dtype, is_foreign
+from lowmem_patch.nn.context import autocast_dtype, is_foreign, is_fsdp_unit
 from lowmem_patch.nn.deferred import Deferred, value_of
 from lowmem_patch.nn.deferred_linears import project
 from lowmem_patch.nn.deferred_ops import Saved
@@ -100,6 +100,10 @@ def forward_as_one(
     one = len(args) == 1 and not kwargs and torch.is_grad_enabled() and not is_exporting()
     if one and _is_known(layer):
         x = args[0]
+        if is_fsdp_unit(
+            layer
+        ):  # whose hook gives ordinary tensors, but not where a block runs again
+            x = value_of(x)
         deferred = isinstance(x, Deferred)
         if deferred or (not is_foreign(x) and x.is_floating_point()):
             with _WITHOUT_TORCH_FUNCTION():

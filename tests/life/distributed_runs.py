@@ -127,6 +127,16 @@ class Runs:
             model.enable_input_require_grads()
         return train(self.sharded(model), self.own, backward_of)
 
+    def fsdp_adapters(self, trains: str, preset: str | None) -> dict[str, Any]:
+        """Each LoRA layer sharded on its own, in blocks that run again."""
+        model = self.model(trains, preset)
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.enable_input_require_grads()
+        for module in [*model.modules()]:
+            if hasattr(module, "base_layer"):
+                fully_shard(module, mesh=self.mesh)
+        return train(self.sharded(model), self.own, backward_of)
+
     def fsdp_norms(self, trains: str, preset: str | None) -> dict[str, Any]:
         """Each norm sharded on its own, under autocast: its weights are gathered again for backward by the
         tensor that leaves it."""
@@ -296,6 +306,7 @@ class Runs:
         for preset in (None, "exact"):
             self.record(f"dropout {preset}", self.sequence, "full", preset, 0.5)
             self.record(f"fsdp_norms full {preset}", self.fsdp_norms, "full", preset)
+            self.record(f"fsdp_adapters lora {preset}", self.fsdp_adapters, "lora", preset)
         self.record("fsdp_first", self.fsdp_first)
 
     def in_all_presets(self, way: Callable[..., dict[str, Any]], trains: str) -> None:

@@ -376,6 +376,14 @@ def test_who_has_no_gradient_below_is_read_as_it_is() -> None:
     assert not SharedInput.serves(x) and not SharedInput.serves(x.detach())
 
 
+def test_a_detached_input_can_be_copied() -> None:
+    model = patched(adapted())
+    h = layers(model).norm(data().requires_grad_() * 1)
+    layers(model).q(h)
+    assert h._shared is not None
+    assert torch.equal(copy.deepcopy(h.detach_()), h)
+
+
 def test_who_is_written_is_read_anew() -> None:
     x = data().requires_grad_() * 1
     shared = SharedInput(x)
