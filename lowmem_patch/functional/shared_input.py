@@ -104,9 +104,6 @@ class SharedInput:
         self.tensor.gradient_sum = gradients  # read by `sum_of`
         self._place = _place(x)
 
-    def __deepcopy__(self, memo: Any) -> None:
-        """A copy of ``x`` is read as it is."""
-
     def is_of(self, x: Tensor) -> bool:
         """Whether ``x`` is the tensor still, unwritten, and read on the stream of the first reader.
 

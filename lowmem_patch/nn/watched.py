@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -33,8 +34,18 @@ class Watched(Tensor):
         save_copy(self.grad_fn)
         _DATA.__set__(self, value)
 
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        # ordinary, of the same gradient: torch's own copy, or its error where this is no leaf
+        return copy.deepcopy(
+            self.as_subclass(Tensor) if self.grad_fn is not None else self.plain(), memo
+        )
+
+    def plain(self) -> Tensor:
+        """The values as an ordinary tensor that is a leaf."""
+        return self.detach().requires_grad_(self.requires_grad)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
-        plain: Any = self.detach().requires_grad_(self.requires_grad)
+        plain: Any = self.plain()
         return plain.__reduce_ex__(protocol)
 
 

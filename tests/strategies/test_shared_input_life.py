@@ -16,7 +16,7 @@ from peft import LoraConfig
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lowmem_patch.functional.shared_input import GradientSum
+from lowmem_patch.functional.shared_input import GradientSum, SharedInput
 from tests.strategies.test_shared_input import (
     WIDTH,
     Change,
@@ -276,3 +276,12 @@ def test_what_is_done_to_one_of_them_after_the_patch_is_right(change: Change) ->
     for _ in range(2):
         steps = [step(one, leaf(), DOUBLE) for one in (model, twin)]
         assert_rounded(*steps)
+
+
+@pytest.mark.gpu
+def test_a_reader_on_another_stream_shares_nothing() -> None:
+    x = data().cuda().requires_grad_() * 1
+    shared = SharedInput(x)
+    assert shared.is_of(x)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        assert not shared.is_of(x)
