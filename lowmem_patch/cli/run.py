@@ -92,6 +92,11 @@ def _run(
 
     try:
         run_script(script, arguments, patching, as_module=as_module)
+    except ImportError as error:
+        if not as_module or str(error) != f"No module named {script}":
+            raise
+        with command(debug, waiting=None):
+            raise ConfigError(f"there is no module {script}") from error
     except SystemExit as ended:
         if ended.code or not patching.strict:
             raise

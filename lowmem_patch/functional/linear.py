@@ -41,11 +41,11 @@ from lowmem_patch.functional.products_backward import (
     linear_backward_over,
     one_for_each,
 )
-from lowmem_patch.functional.shared_input import sum_of
+from lowmem_patch.functional.shared_input import GradientSum, sum_of
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    _, source, up, weight, _, lora_A, lora_B, scale, kind, dtype, implementation = inputs
+    _, source, up, weight, _, lora_A, lora_B, scale, kind, _, implementation = inputs
     _, for_source, for_up, for_weight, for_bias, for_A, for_B, *_ = ctx.needs_input_grad
     for_input = for_source or for_up
     if not (for_weight or for_A or (for_input and kind != IDENTITY)):
@@ -59,11 +59,16 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
         ctx.save_for_backward(source, up, saved_weight, saved_A, saved_B, low)
     ctx.settings = (scale, kind, (for_input, for_weight, for_bias, for_A, for_B), implementation)
     ctx.given_away = kind != IDENTITY and is_checkpoint_packing()
-    # a gradient in another dtype than the products is a copy, which nothing can be added to
-    plain = kind == IDENTITY and lora_A is not None and dtype == inputs[1].dtype
-    ctx.sum = sum_of(inputs[1]) if plain else None
+    ctx.sum = _sum_of(inputs)
     # an absent tensor's dtype is never read
     ctx.dtypes = [None if t is None else t.dtype for t in inputs[1:7]]
+
+
+def _sum_of(inputs: tuple[Any, ...]) -> GradientSum | None:
+    _, source, _, _, _, lora_A, _, _, kind, dtype, _ = inputs
+    # a gradient in another dtype than the products is a copy, which nothing can be added to
+    plain = kind == IDENTITY and lora_A is not None and dtype == source.dtype
+    return sum_of(source) if plain else None
 
 
 @_library.first_order("activation_linear")

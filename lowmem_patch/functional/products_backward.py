@@ -17,11 +17,18 @@ from lowmem_patch.tracing.gpu_temporaries import OF_OPERATORS, Temporary, sum_by
 
 
 def _low_gradient(
-    ops: Any, rows: Tensor, lora_A: Tensor | None, lora_B: Tensor, scale: float
+    ops: Any, rows: Tensor, lora_A: Tensor | None, lora_B: Tensor, scale: float, held: bool
 ) -> tuple[Tensor, Tensor]:
-    """d_low and the padded A, which is not read where ``lora_A`` is None."""
+    """d_low and the padded A, which is not read where ``lora_A`` is None.
+
+    ``held``: A is read later than in this backward's node: who trains in the backward may have written into
+    ``lora_A`` by then.
+    """
     first = lora_B.new_empty((lora_B.shape[1], 1)) if lora_A is None else lora_A
     padded_A, padded_B = ops.adapter_weights(first, lora_B, rows.dtype)
+    is_given = padded_A is lora_A
+    if held and is_given:
+        padded_A = padded_A.clone()
     return scaled_product(scale, rows, padded_B), padded_A
 
 
@@ -45,12 +52,24 @@ def _hidden_gradient(
     return d_hidden.view(*dy.shape[:-1], weight.shape[1])
 
 
-def _shared_gradient(dy: Tensor, rows: Tensor, weight: Tensor, added_up: GradientSum) -> Tensor:
-    """``[..., F]``, without the adapter's product: of this reader, or of all up to this one."""
+def _input_gradient(
+    dy: Tensor, rows: Tensor, weight: Tensor, d_low: Any, lora_A: Any, added_up: GradientSum | None
+) -> Tensor:
+    if added_up is None:
+        return _hidden_gradient(dy, rows, weight, d_low, lora_A)
+    return _shared_gradient(dy, rows, weight, d_low, lora_A, added_up)
+
+
+def _shared_gradient(
+    dy: Tensor, rows: Tensor, weight: Tensor, d_low: Tensor, lora_A: Tensor, added_up: GradientSum
+) -> Tensor:
+    """``[..., F]``, without the adapters' products: of this reader, or of all up to this one."""
     weight, total = cast(weight, dy.dtype), added_up.returned()
     if total is None:
-        return rows.mm(weight).view(*dy.shape[:-1], weight.shape[1])
-    total.view(-1, total.shape[-1]).addmm_(rows, weight)
+        total = rows.mm(weight).view(*dy.shape[:-1], weight.shape[1])
+    else:
+        total.view(-1, total.shape[-1]).addmm_(rows, weight)
+    added_up.leave(total, d_low, lora_A)
     return total
 
 
@@ -109,7 +128,8 @@ def linear_backward(
         # first: torch's sum takes a multiple of dy for a while, and nothing else is there yet
         d_bias = [rows.sum(0)] if needs_bias else []
         if lora_B is not None and (needs_input or needs_A):
-            d_low, padded_A = _low_gradient(ops, rows, lora_A, lora_B, scale)
+            held = added_up is not None
+            d_low, padded_A = _low_gradient(ops, rows, lora_A, lora_B, scale, held)
         lefts = [rows if needs_weight else None, d_low if needs_A else None]
         if needs_input and kind != IDENTITY:
             sources = _given(source, up)
@@ -117,13 +137,9 @@ def linear_backward(
             gradients, products, meanwhile = step.over_sources() if over else step.in_parts()
         else:
             gradients = []
-            if needs_input and added_up is not None:
-                gradients.append(_shared_gradient(dy, rows, weight, added_up))
-                # a copy: who trains in the backward may write into A before the sum is complete
-                is_given = padded_A is lora_A
-                added_up.leave(gradients[0], d_low, padded_A.clone() if is_given else padded_A)
-            elif needs_input:
-                gradients.append(_hidden_gradient(dy, rows, weight, d_low, padded_A))
+            if needs_input:
+                given = (dy, rows, weight, d_low, padded_A)
+                gradients.append(_input_gradient(*given, added_up))
             products = _products(lefts, lambda: _hidden(ops, source, up, kind, dy.dtype))
         d_weight, d_A = products
         gradients += [] if d_weight is None else [d_weight]

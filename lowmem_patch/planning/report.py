@@ -183,6 +183,7 @@ class PatchReport:
                 f"{human_bytes(self.saved_after)} ({fewer(self.saved_before, self.saved_after)} fewer) "
                 f"for {self.inputs}"
             )
+            lines += self._elsewhere()
         elif self.saved_before:
             lines.append(
                 f"saved activation bytes: {human_bytes(self.saved_before)} before, for {self.inputs}"
@@ -192,6 +193,17 @@ class PatchReport:
                 f"floor: {human_bytes(self.floor)}; what is saved is {self.above_floor:.3f} times that"
             )
         return [*lines, *([str(self.fit)] if self.fit is not None else []), *self.notes]
+
+    def _elsewhere(self) -> list[str]:
+        """How much less modules save that have no row."""
+        fewer_at_sites = sum(site.bytes_before - site.bytes_after for site in self.sites)
+        rest = self.saved_before - self.saved_after - fewer_at_sites
+        if rest <= 0 or fewer_at_sites <= 0:
+            return []
+        return [
+            f"the sites save {human_bytes(fewer_at_sites)} less, modules without a row {human_bytes(rest)}: "
+            "Linears, adapters, attention, the head"
+        ]
 
     @property
     def _title(self) -> str:

@@ -91,7 +91,7 @@ def find(facts: Facts, config: PatchConfig) -> Found:
         ):
             reason = "nothing left to fold: the affine is an identity"
         else:
-            reason = "affine folded into its Linears"
+            reason = "affine folded into its Linears: its weight and bias train no longer"
         found.add(FoldedNorm(**vars(shared_norm(facts, config, site, reason)), step=step))
     return found
 

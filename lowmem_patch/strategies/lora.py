@@ -47,7 +47,7 @@ def find(facts: Facts, config: PatchConfig) -> Found:
     layers = adapter_layers(facts, config)
     alone, shared = _read_alone(facts, layers), _share_input(facts, layers)
     patches = [LoraLayer(name, low_precision, name in alone, name in shared) for name in layers]
-    return Found(patches, notes=_notes(facts, layers))
+    return Found(patches, notes=_notes(facts, layers, low_precision))
 
 
 def _read_alone(facts: Facts, layers: tuple[str, ...]) -> set[str]:
@@ -101,7 +101,7 @@ def _is_adapter(module: nn.Module) -> bool:
     return hasattr(module, "base_layer") and trains(module)
 
 
-def _notes(facts: Facts, layers: tuple[str, ...]) -> list[str]:
+def _notes(facts: Facts, layers: tuple[str, ...], low_precision: bool) -> list[str]:
     taken = [facts.modules[name] for name in layers]
     adapters = filter(_is_adapter, facts.modules.values())
     reasons = Counter(reason for reason in map(_reason, adapters) if reason is not None)
@@ -113,6 +113,7 @@ def _notes(facts: Facts, layers: tuple[str, ...]) -> list[str]:
         if not (adds_products(type(m).forward) or adapts_parameter(type(m).forward))
     )
     notes = [f"{len(layers)} adapter layers keep one copy of their input"] if layers else []
+    notes += _lower_precision(facts, layers, low_precision)
     if of_parameters:
         notes.append(
             f"{of_parameters} of them adapt a parameter, of experts or a router, without making its sum"
@@ -129,6 +130,23 @@ def _notes(facts: Facts, layers: tuple[str, ...]) -> list[str]:
         *notes,
         *(f"{count} adapter layers are left alone: {why}" for why, count in reasons.items()),
     ]
+
+
+def _lower_precision(facts: Facts, layers: tuple[str, ...], low_precision: bool) -> list[str]:
+    lower = sum(low_precision and _is_wider(facts, name) for name in layers)
+    said = (
+        f"{lower} of them have an adapter of more bits than their input, and compute in the input's "
+        "dtype (preset exact: in the adapter's)"
+    )
+    return [said] if lower else []
+
+
+def _is_wider(facts: Facts, name: str) -> bool:
+    """Whether an adapter's weights have more bits than the input of its layer."""
+    given = [call.inputs[0].dtype.itemsize for call in facts.calls.get(name, ()) if call.inputs]
+    own = [part.weight.dtype.itemsize for part in _active(facts.modules[name], "lora_A")]
+    autocast = any(call.autocast for call in facts.calls.get(name, ()))
+    return bool(given and own) and not autocast and max(own) > min(given)
 
 
 def trains(module: nn.Module) -> bool:

@@ -218,14 +218,21 @@ def share_or_skip(
         if read
         else "one tensor is saved in place of the input"
     )
-    reason = f"{who}: the norm's output" + ("" if whole else _OR_Z)
-    if not read and _saves_as_much(facts, site):
-        reason += (
-            "; no fewer bytes as long as the Linears that read it are frozen and have no adapters"
-        )
+    reason = f"{who}: the norm's output" + ("" if whole else _OR_Z) + _no_gain(facts, site, read)
     if why_not_folded:
         reason += f"; not folded: {why_not_folded}"
     return shared_norm(facts, config, site, reason)
+
+
+def _no_gain(facts: Facts, site: NormSite, read: bool) -> str:
+    """Why a norm saves as many bytes as before; nothing where it saves fewer."""
+    if not any(tensor.requires_grad for tensor in site.outputs):
+        return "; nothing up to it trains, and it saves nothing itself"
+    if not read and _saves_as_much(facts, site):
+        return (
+            "; no fewer bytes as long as the Linears that read it are frozen and have no adapters"
+        )
+    return ""
 
 
 def _saves_as_much(facts: Facts, site: NormSite) -> bool:

@@ -32,7 +32,7 @@ from lowmem_patch.tracing.observers import (
     ended_checkpoints,
     module_stack,
 )
-from lowmem_patch.tracing.op_roles import function_name
+from lowmem_patch.tracing.op_roles import Role, function_name, role_of
 
 
 def storage_key(tensor: Tensor) -> int:
@@ -71,7 +71,8 @@ class SavedBytes:
         activations: bytes of unique storages that are neither parameters, buffers nor weight copies.
         weight_copies: bytes of copies of parameters (casts under autocast) held for backward.
         by_module: activation bytes by the path of the innermost module that saved a storage first.
-        own: activation bytes by module path, of storages which that module alone saved.
+        own: activation bytes by module path, of storages which that module alone saved. A frozen head whose
+            logits wait, and the loss that reads them, hold its input, and save none.
         by_kind: activation bytes by category (``lowmem_patch.tracing.categories.CATEGORIES``).
         storages: every storage behind ``activations``.
     """
@@ -190,8 +191,7 @@ def saved_bytes(model: nn.Module) -> Iterator[SavedBytes]:
     held = (*model.parameters(), *model.buffers())
     weights = set(map(storage_key, held))
     first: dict[int, _First] = {}  # also keeps the storage alive, so that its key stays unique
-    savers: dict[int, dict[Saver, None]] = {}
-    times: Counter[tuple[int, Saver]] = Counter()  # how often autograd holds a storage for each
+    savers: dict[int, Counter[Saver]] = {}  # how often autograd holds a storage for each
     watched: set[weakref.ref[_Held]] = set()
     deferred: list[tuple[Any, Saver]] = []  # counted at the end: they may let their values go
     result = SavedBytes()
@@ -215,16 +215,14 @@ def saved_bytes(model: nn.Module) -> Iterator[SavedBytes]:
                 watched.discard(reference)
                 # a later release depends on who else holds the outputs: a trace holds all of them
                 if caller and stack[depth - 1 : depth] == caller:
-                    times[key, saver] -= 1
-                    if not times[key, saver]:
-                        del savers[key][saver]
+                    savers[key][saver] -= 1
+                    savers[key] = +savers[key]
                     if not savers[key]:
                         del first[key], savers[key]
 
             if key not in first:
                 first[key] = _First(tensor.untyped_storage(), tensor.shape, tensor.dtype)
-            savers.setdefault(key, {})[saver] = None
-            times[key, saver] += 1
+            savers.setdefault(key, Counter())[saver] += 1
             watched.add(weakref.ref(held, let_go))
             return held
 
@@ -238,7 +236,7 @@ def saved_bytes(model: nn.Module) -> Iterator[SavedBytes]:
 def _add_held(
     deferred: Sequence[tuple[Any, Saver]],
     first: dict[int, _First],
-    savers: dict[int, dict[Saver, None]],
+    savers: dict[int, Counter[Saver]],
 ) -> None:
     """Add the values of deferred tensors that autograd saved; those that were let go hold none."""
     for tensor, saver in deferred:
@@ -246,20 +244,25 @@ def _add_held(
         if values is not None:
             one = _First(values.untyped_storage(), values.shape, values.dtype)
             first.setdefault(storage_key(values), one)
-            savers.setdefault(storage_key(values), {})[saver] = None
+            savers.setdefault(storage_key(values), Counter())[saver] += 1
 
 
 def _add_up(
     result: SavedBytes,
     model: nn.Module,
     first: dict[int, _First],
-    savers_of: Mapping[int, Mapping[Saver, None]],
+    savers_of: Mapping[int, Counter[Saver]],
     copies: set[int],
 ) -> None:
     for key in copies & first.keys():
         result.weight_copies += first.pop(key).bytes
     saved = {key: (one, tuple(savers_of[key])) for key, one in first.items()}
     categories = module_categories(model)
+    frozen = {
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and not module.weight.requires_grad
+    }
     largest: dict[str, int] = {}
     for one, savers in saved.values():
         for saver in savers:
@@ -273,5 +276,11 @@ def _add_up(
         result.activations += size
         result.by_kind[category] += size
         result.by_module[modules[0]] = result.by_module.get(modules[0], 0) + size
-        if len(modules) == 1:
+        if all(_adds_none(saver, modules[0], frozen) for saver in savers):
             result.own[modules[0]] = result.own.get(modules[0], 0) + size
+
+
+def _adds_none(saver: Saver, first: str, frozen: set[str]) -> bool:
+    """Whether a storage that the module ``first`` saved is no other's as well, by this saver."""
+    lone = saver.module == first or saver.module in frozen
+    return lone or role_of(saver.function).has(Role.CROSS_ENTROPY)

@@ -216,6 +216,8 @@ def test_the_command_refuses_what_it_cannot_use(tmp_path: Path) -> None:
     assert missing.exit_code == 2 and "there is no script" in missing.stderr
     module = runner.invoke(app, ["run", "-m", "no_such_package.train"])
     assert module.exit_code == 2 and "there is no module no_such_package.train" in module.stderr
+    inner = runner.invoke(app, ["run", "-m", "json.no_such_module"])
+    assert inner.exit_code == 2 and "there is no module json.no_such_module" in inner.stderr
     preset = runner.invoke(app, ["run", "--preset", "nonsense", script(tmp_path, "pass")])
     assert preset.exit_code == 2 and "unknown preset" in preset.stderr
 
