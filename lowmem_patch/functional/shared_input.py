@@ -20,6 +20,9 @@ from torch.utils.weak import TensorWeakRef
 
 from lowmem_patch.functional import _library
 
+# of a tensor on a GPU: a pass over a smaller one takes less time than Python takes for the node and its sum
+LEAST_BYTES = 16 << 20
+
 _task: Any = torch._C._current_graph_task_id  # has no types
 _raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
@@ -114,8 +117,9 @@ class SharedInput:
     @staticmethod
     def serves(x: Tensor) -> bool:
         """Whether readers of ``x`` can add up its gradient."""
-        # a leaf would hold itself
-        return x.grad_fn is not None and x.device.type in ("cpu", "cuda") and _library.is_eager(x)
+        if x.grad_fn is None or not _library.is_eager(x):  # a leaf would hold itself
+            return False
+        return x.device.type == "cpu" or (x.is_cuda and x.nbytes >= LEAST_BYTES)
 
 
 def _place(x: Tensor) -> tuple[int, int, int]:

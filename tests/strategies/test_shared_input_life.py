@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lowmem_patch import patch_model
+from lowmem_patch.functional import shared_input
 from lowmem_patch.functional.shared_input import GradientSum, SharedInput
 from tests.strategies.test_shared_input import (
     WIDTH,
@@ -30,7 +32,8 @@ from tests.strategies.test_shared_input import (
     patched,
     train,
 )
-from tests.support.judge import assert_rounded
+from tests.support.judge import assert_rounded, assert_same_step
+from tests.support.models import FAMILIES, build, randomise
 from tests.support.step import DOUBLE, step
 
 __all__ = ["additions"]  # a fixture
@@ -276,6 +279,25 @@ def test_what_is_done_to_one_of_them_after_the_patch_is_right(change: Change) ->
     for _ in range(2):
         steps = [step(one, leaf(), DOUBLE) for one in (model, twin)]
         assert_rounded(*steps)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_large_inputs_alone_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.ones(2048, 2048, device="cuda", requires_grad=True) * 1
+    assert SharedInput.serves(x) and not SharedInput.serves(x[1:])
+    monkeypatch.setattr(shared_input, "LEAST_BYTES", 0)
+    family = FAMILIES["llama"]
+    model = get_peft_model(build(family), LoraConfig(r=4, target_modules=family.linears))
+    model = randomise(model).cuda()
+    twin, inputs = copy.deepcopy(model), {n: t.cuda() for n, t in family.inputs().items()}
+    patch_model(model, "exact", example_inputs=inputs)
+    made: list[Any] = []
+    through = GradientSum.added_to
+    monkeypatch.setattr(
+        GradientSum, "added_to", lambda self, dy: made.append(1) or through(self, dy)
+    )
+    assert_same_step(model, twin, inputs)
+    assert made
 
 
 @pytest.mark.gpu
