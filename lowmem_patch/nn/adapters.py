@@ -100,9 +100,8 @@ def forward_as_one(
     one = len(args) == 1 and not kwargs and torch.is_grad_enabled() and not is_exporting()
     if one and _is_known(layer):
         x = args[0]
-        if is_fsdp_unit(
-            layer
-        ):  # whose hook gives ordinary tensors, but not where a block runs again
+        # FSDP2's hook gives ordinary tensors, but not where a block runs again
+        if is_fsdp_unit(layer):
             x = value_of(x)
         deferred = isinstance(x, Deferred)
         if deferred or (not is_foreign(x) and x.is_floating_point()):
