@@ -19,6 +19,7 @@ from whole_tables import (
     step_of,
     summary_table,
     whole_table,
+    with_source,
 )
 
 PAGES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md")
@@ -40,7 +41,7 @@ def bytes_table() -> str:
         "python benchmarks/models.py --variants unpatched paper exact auto "
         "--json benchmarks/results/saved-bytes.json"
     )
-    return "\n".join([*rows, "", f"`{command}`: {environment_of(data)}"])
+    return with_source(rows, command, data)
 
 
 def _named(case: str, parts: dict[str, str]) -> str:
@@ -80,7 +81,7 @@ def gpu_table(name: str, options: str = "", script: str = "models.py --device cu
                 cells.append(f"{row['act_mib']:.0f} / {row['peak_mib']:.0f} / {step_of(row)}")
         rows.append(f"| {_named(case, data.get('parts', {}))} | {' | '.join(cells)} |")
     command = f"python benchmarks/{script}{options} --json benchmarks/results/{name}"
-    return "\n".join([*rows, "", f"`{command}`: {environment_of(data)}"])
+    return with_source(rows, command, data)
 
 
 def fit_table(name: str) -> str:
@@ -99,7 +100,7 @@ def fit_table(name: str) -> str:
         peak, host = f"{row['measured_mib']:,.0f}", f"{row['host_mib']:,.0f} MiB"
         rows.append(f"| {budget} | {peak} | {row['step_ms']:.1f} | {host} | {levels} |")
     command = f"python benchmarks/fit.py --json benchmarks/results/{name}"
-    return "\n".join([*rows, "", f"`{command}`: {environment_of(data)}"])
+    return with_source(rows, command, data)
 
 
 def host_table(name: str) -> str:
@@ -116,7 +117,7 @@ def host_table(name: str) -> str:
         more = sum(exact.values()) / sum(stock.values())
         rows.append(f"| {model} | {' | '.join(cells)} | {more:.2f} x |")
     command = f"python benchmarks/host.py --json benchmarks/results/{name}"
-    return "\n".join([*rows, "", f"`{command}`: {environment_of(data)}"])
+    return with_source(rows, command, data)
 
 
 def longest_table(name: str) -> str:
@@ -132,7 +133,7 @@ def longest_table(name: str) -> str:
             cells += [f"{row['bytes_per_token'] / 2**10:,.0f}", f"{row['ms_per_token']:.4f}"]
             rows.append(f"| {' | '.join(cells)} |")
     command = f"python benchmarks/longest.py --json benchmarks/results/{name}"
-    return "\n".join([*rows, "", f"`{command}`: {environment_of(data)}"])
+    return with_source(rows, command, data)
 
 
 def predicted_table(name: str) -> str:
@@ -156,7 +157,7 @@ def predicted_table(name: str) -> str:
             cells += [f"{row['reserved'][key] / 2**30:.3f}" for key in sides]
         rows.append(f"| {' | '.join(cells)} |")
     command = f"python benchmarks/predicted.py --time-limit 600 --json benchmarks/results/{name}"
-    return "\n".join([*rows, "", f"`{command}`: {environment_of(data)}"])
+    return with_source(rows, command, data)
 
 
 def several_table(name: str) -> str:
@@ -200,7 +201,7 @@ def architectures_table(name: str) -> str:
             cells += [f"{was:{form}}", f"{now:{form}}", f"{now / was:.2f}"]
         rows.append(f"| {' | '.join(cells)} |")
     command = f"python benchmarks/architectures.py --json benchmarks/results/{name}"
-    return "\n".join([*rows, "", f"`{command}`: {environment_of(data)}"])
+    return with_source(rows, command, data)
 
 
 def head_table(name: str) -> str:
@@ -220,7 +221,7 @@ def head_table(name: str) -> str:
     for case, found in cells.items():
         rows.append(f"| {' | '.join([*case, *(found.get(v, '') for v in variants)])} |")
     command = f"python benchmarks/head.py --json benchmarks/results/{name}"
-    return "\n".join([*rows, "", f"`{command}`: {environment_of(data)}"])
+    return with_source(rows, command, data)
 
 
 def _shares(name: str, command: str, columns: str) -> str:

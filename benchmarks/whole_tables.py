@@ -23,6 +23,11 @@ def environment_of(data: dict[str, Any]) -> str:
     return f"{machine}, {date}; {versions}{step and f'; a step is {step}'}."
 
 
+def with_source(rows: list[str], command: str, data: dict[str, Any]) -> str:
+    """A table, and below it the command that measured it, with machine, date and versions."""
+    return "\n".join([*rows, "", f"`{command}`: {environment_of(data)}"])
+
+
 def step_of(row: dict[str, Any]) -> str:
     """The step's median, with its spread where that is more than a twentieth of it."""
     median, spread = row["step_ms"], row["step_spread_ms"]
@@ -109,7 +114,7 @@ def summary_table(name: str) -> str:
                 f"| {case.partition(' (')[0]} | {variant} | {peak:.1f}{less} | {rate:,.0f}{more} |"
             )
     command = f"python benchmarks/whole.py --json benchmarks/results/{name}"
-    return "\n".join([*rows, "", f"`{command}`: {environment_of(data)}"])
+    return with_source(rows, command, data)
 
 
 def limit_table(name: str) -> str:
@@ -124,4 +129,4 @@ def limit_table(name: str) -> str:
         cells = (row["sums"], f"{row['step_ms']:.1f}", *parts, f"{row['step_to_limit']:.3f}")
         rows.append(f"| {' | '.join(cells)} |")
     command = f"python benchmarks/limit.py --json benchmarks/results/{name}"
-    return "\n".join([*rows, "", f"`{command}`: {environment_of(data)}"])
+    return with_source(rows, command, data)
