@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from typing import Any
+from typing import Any, get_args
 
 from torch import Tensor, nn
 
@@ -21,7 +21,7 @@ def as_on_data(model: nn.Module, inputs: ExampleInputs) -> ExampleInputs:
     A model without a cache of keys and values looks whether positions tell of packed sequences. On fake
     tensors, whose values nobody knows, it makes an attention mask for them, and repeats the keys and values
     of grouped heads (`transformers.masking_utils.find_packed_sequence_indices`). It does not look where it
-    gets a cache: this one holds nothing.
+    gets a cache: this one holds nothing, of keys and values as of states of recurrent layers.
     """
     base = base_model(model)
     config = getattr(base, "config", None)
@@ -39,11 +39,29 @@ def as_on_data(model: nn.Module, inputs: ExampleInputs) -> ExampleInputs:
     ):
         return inputs
     library = sys.modules.get("transformers.cache_utils")
-    if library is None:
+    if library is None or _is_of_own_kind(takes[cache].annotation, library.DynamicCache):
         return inputs
 
     class NothingCached(library.DynamicCache):  # type: ignore[name-defined, misc]  # of a module found late
         def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
             return keys, values
 
+        def has_previous_state(self, *_: Any, **__: Any) -> bool:
+            return False
+
+        def get_conv_state(self, *_: Any, **__: Any) -> None:
+            return None
+
+        def update_conv_state(self, states: Tensor, *_: Any, **__: Any) -> Tensor:
+            return states
+
+        get_recurrent_state, update_recurrent_state = get_conv_state, update_conv_state
+
     return ExampleInputs(inputs.args, {**inputs.kwargs, cache: NothingCached()})
+
+
+def _is_of_own_kind(annotation: Any, common: type) -> bool:
+    """Whether a cache is said to be of a class that the common one does not stand for (xLSTM's states)."""
+    kinds = [kind for kind in get_args(annotation) if isinstance(kind, type)]
+    named = [kind for kind in kinds if kind.__module__.startswith("transformers.")]
+    return not all(issubclass(common, kind) for kind in named)
