@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowmem_patch.functional import is_exporting, is_transformed, recast_linear
+from lowmem_patch.functional import in_compiler, is_exporting, is_transformed, recast_linear
 from lowmem_patch.nn import (
     logits_readers as logits_readers,  # fills the table of those who read what is made here
 )
@@ -84,7 +84,17 @@ def _deferred(
     if not any(source.requires_grad for source in sources):
         return None
     settings = Settings(dtype, dtype, bias=bias is not None, adapter=adapter is not None)
+    if not in_compiler():
+        sources = [*map(_as_it_trains, sources)]
     return Logits(reads, settings).of(tuple(sources))
+
+
+def _as_it_trains(source: Tensor) -> Tensor:
+    """``source`` for readers that come later: its gradient is decided here, where the head runs. PEFT's
+    ``disable_adapter()``, in which a loss of DPO is computed, freezes adapters meanwhile."""
+    if source.grad_fn is not None:
+        return source
+    return source.view_as(source) if source.requires_grad else source.detach()
 
 
 def _product(

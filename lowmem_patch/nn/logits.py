@@ -30,8 +30,9 @@ from lowmem_patch.tracing.op_roles import Role, function_name, role_of
 from lowmem_patch.tracing.row_moves import moves_rows
 
 _STALE = (
-    "lowmem_patch: these logits were not computed before the weight of their head, or its input, was written "
-    "(by an optimizer's step): read them, or a clone of them, before that, or patch with head: keep"
+    "lowmem_patch: these logits were not computed before the weight of their head, its input, or a bias that "
+    "was added to them, was written (by an optimizer's step): read them, or a clone of them, before that, or "
+    "patch with head: keep"
 )
 _VIEWED = (
     "lowmem_patch: logits were written in place while others that share their memory (a view, a slice, a "
