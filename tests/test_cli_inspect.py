@@ -218,6 +218,23 @@ def test_bad_memory_and_solve_are_refused(llama: Path) -> None:
     refused("inspect", llama, "--solve", "length", naming="needs --memory")
 
 
+@pytest.mark.parametrize("size", [("--batch-size", str(10**14)), ("--seq-len", str(10**20))])
+def test_inputs_larger_than_memory_are_refused(llama: Path, size: tuple[str, str]) -> None:
+    refused("inspect", llama, *size, naming="do not fit memory: give fewer or shorter rows")
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [({"hidden_size": "abc"}, "expected int, got str"), ({"hidden_size": 33}, "not a multiple")],
+)
+def test_a_config_that_its_library_refuses_is_named(
+    tmp_path: Path, setting: dict[str, Any], said: str
+) -> None:
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **setting}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    refused("inspect", tmp_path, naming=said)
+
+
 def test_each_unknown_target_is_named(llama: Path) -> None:
     refused("inspect", llama, "--train", "qlora:q_proj,nope", naming="nothing is called nope")
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
 from lowmem_patch.checkpoint.compare import cast_parameters
@@ -19,6 +20,7 @@ from lowmem_patch.tracing.base_model import output_head
 # transformers and timm report a broken checkpoint with whatever their parsing met first
 _LIBRARY_ERRORS = (
     OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError, ImportError,
+    StrictDataclassError,
 )  # fmt: skip
 
 

@@ -219,5 +219,6 @@ def _unreachable(name: str) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    """What an error says; with the second line, where the first one leads to it."""
+    lines = (str(error).strip() or type(error).__name__).splitlines()
+    return " ".join(line.strip() for line in lines[: 1 + lines[0].endswith(":")])

@@ -35,7 +35,7 @@ def check_optimizer(name: str) -> None:
     """Raises:
     ConfigError: an unknown optimizer.
     """
-    if name not in OPTIMIZERS:
+    if not isinstance(name, str) or name not in OPTIMIZERS:
         given = repr(name) if isinstance(name, str) else f"of type {type(name).__name__}"
         raise ConfigError(f"optimizer {given} is none of {', '.join(OPTIMIZERS)}: give such a name")
 

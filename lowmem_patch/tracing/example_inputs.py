@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,7 +43,8 @@ def make_example_inputs(
         device: default: the device of the model's first parameter; the CPU for a meta model.
 
     Raises:
-        TraceError: the model says nothing about its inputs; pass ``example_inputs=``.
+        TraceError: the model says nothing about its inputs (pass ``example_inputs=``), or memory does not hold
+            them.
     """
     base = base_model(model)
     parameter = next(base.parameters(), None)
@@ -55,7 +57,7 @@ def make_example_inputs(
     cfg = _timm_config(base)
     if cfg is not None:
         shape = (batch_size, *_image_size(base, cfg))
-        return ExampleInputs((torch.randn(shape, device=device, dtype=dtype),))
+        return ExampleInputs((_drawn(torch.randn, *shape, device=device, dtype=dtype),))
     if is_diffusers(base):
         candidates = diffusion_inputs(base, batch_size, sequence_length, device, dtype)
         return _first_that_runs(base, list(itertools.islice(candidates, _MOST_CANDIDATES)))
@@ -63,6 +65,17 @@ def make_example_inputs(
         f"{type(base).__name__} is neither a transformers, a timm nor a diffusers model, so its inputs are "
         "unknown: pass example_inputs= (a tensor, a tuple or a dict of keyword arguments)"
     )
+
+
+def _drawn(draw: Callable[..., Tensor], *shape: int, **settings: Any) -> Tensor:
+    """Random numbers of a shape that a user asks for."""
+    try:
+        return draw(shape, **settings)
+    except (RuntimeError, TypeError, OverflowError) as error:
+        size = " x ".join(f"{length:,}" for length in shape)
+        raise TraceError(
+            f"example inputs of {size} numbers do not fit memory: give fewer or shorter rows"
+        ) from error
 
 
 def inner_models(model: nn.Module) -> list[nn.Module]:
@@ -226,7 +239,7 @@ class _Maker:
         return None
 
     def noise(self, *shape: int) -> Tensor:
-        return torch.randn(*shape, device=self.device, dtype=self.dtype)
+        return _drawn(torch.randn, *shape, device=self.device, dtype=self.dtype)
 
     def tokens(self) -> list[Tensor]:
         """Ordinary tokens: not those that the config names (padding masks, an image token wants an image)."""
@@ -238,7 +251,7 @@ class _Maker:
             if key.endswith(("token_id", "token_index")) and isinstance(value, int)
         }
         allowed = [i for i in range(max(2, min(size, _LARGEST_TOKEN))) if i not in named] or [0]
-        drawn = torch.randint(0, len(allowed), (self.batch, self.length))
+        drawn = _drawn(partial(torch.randint, len(allowed)), self.batch, self.length)
         return [torch.tensor(allowed)[drawn].to(self.device)]
 
     def decoder_tokens(self) -> list[Tensor]:

@@ -87,6 +87,12 @@ def test_a_number_with_a_fraction_is_asked_for_its_unit() -> None:
         plan_patch(stack(), "exact", example_inputs=rows(), fit=24.5)
 
 
+@pytest.mark.parametrize("name", ["adam", "", None, 3, ["adamw"]])
+def test_what_is_no_optimizer(name: Any) -> None:
+    with pytest.raises(ConfigError, match="is none of adamw, "):
+        plan_patch(stack(), "exact", example_inputs=rows(), fit="1GiB", optimizer=name)
+
+
 @pytest.mark.parametrize(
     ("device", "said"), [("cpu", "the model is on cpu"), ("meta", "name a size")]
 )
