@@ -43,8 +43,7 @@ def make_example_inputs(
         device: default: the device of the model's first parameter; the CPU for a meta model.
 
     Raises:
-        TraceError: the model says nothing about its inputs (pass ``example_inputs=``), or memory does not hold
-            them.
+        TraceError: the model says nothing about its inputs (pass ``example_inputs=``), or they are too large.
     """
     base = base_model(model)
     parameter = next(base.parameters(), None)
