@@ -26,7 +26,7 @@ from lowmem_patch.functional import is_written, placeholder
 from lowmem_patch.nn.deferred import Deferred, Unstored, defer
 from lowmem_patch.nn.op import Op
 from lowmem_patch.nn.shared_memory import MADE_OUTSIDE, SharedMemory
-from lowmem_patch.tracing.op_roles import Role, function_name, role_of
+from lowmem_patch.tracing.op_roles import Role, function_name, names_with
 
 # places in a memory: the values, once somebody may write there; who shares it outside of the graph; how the
 # values are made, where they are made in the graph; from there on, what the compiler sees of all who share it
@@ -129,22 +129,26 @@ def join(
     found: Any, h: Deferred, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """``found``, which ``func`` gave of ``h``: a deferred tensor or several, in the memory of h."""
+    if found is h or found is NotImplemented:
+        return found
     name = function_name(func)
-    if found is h or found is NotImplemented or role_of(name).has(_COPIES):
+    if name in _COPIES:
         return found
     several = isinstance(found, tuple)
-    may_copy = role_of(name).has(Role.RESHAPE | Role.CONTIGUOUS)
+    may_copy = name in _MAY_COPY
     for number, one in enumerate(found if several else (found,)):
-        if isinstance(one, Traced):
+        if isinstance(one, Unstored):
+            if isinstance(h, Unstored) and not h.held:
+                copied = may_copy and one.is_contiguous() and not h.is_contiguous()
+                if not copied:
+                    SharedMemory.of(h).add(one)
+        elif isinstance(one, Traced):
             _join_traced(one, h, (name, args[1:], kwargs, number if several else None), may_copy)
-        elif isinstance(one, Unstored) and isinstance(h, Unstored):
-            copied = may_copy and one.is_contiguous() and not h.is_contiguous()
-            if not (copied or h.held):
-                SharedMemory.of(h).add(one)
     return found
 
 
-_COPIES = Role.ROLL | Role.PAD
+_COPIES = names_with(Role.ROLL | Role.PAD)
+_MAY_COPY = names_with(Role.RESHAPE | Role.CONTIGUOUS)
 
 
 def _join_traced(one: Traced, h: Any, move: tuple[Any, ...], may_copy: bool) -> None:
