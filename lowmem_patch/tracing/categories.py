@@ -6,7 +6,7 @@ Labels for people: nothing is planned from them. A norm and an activation are to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from typing import NamedTuple
 
 import torch
@@ -32,6 +32,8 @@ _BY_ROLE = (
     (Role.CROSS_ENTROPY | Role.LOG_SOFTMAX | Role.LOG_SUM_EXP | Role.GATHER, "head and loss"),
     (WEIGHT_MATMULS | Role.ELEMENTWISE, "activations"),
 )
+# in a block there are no logits: attention normalises its scores so, and a router gathers
+_IN_BLOCKS = ((Role.LOG_SOFTMAX | Role.LOG_SUM_EXP, "attention"), (Role.GATHER, "rest"), *_BY_ROLE)
 # a statistic holds one number a row; no norm is narrower than this
 _NARROWEST_ROW = 8
 
@@ -82,6 +84,7 @@ def category_of(
     savers: Iterable[Saver],
     categories: dict[str, str],
     largest: int,
+    scores: Container[tuple[str, int]] = (),
 ) -> str:
     """The category of a saved tensor.
 
@@ -89,6 +92,7 @@ def category_of(
         elements: how many the tensor has.
         categories: of modules, from :func:`module_categories`.
         largest: elements of the largest tensor that the first saver's module saved.
+        scores: modules with the elements of what a softmax saved there.
     """
     savers = tuple(savers)
     found = {_saver_category(saver, categories) for saver in savers}
@@ -105,6 +109,8 @@ def category_of(
         return "head and loss"
     if "activations" in found:
         return "codes and statistics" if packed else "activations"
+    if dtype.is_floating_point and any((saver.module, elements) in scores for saver in savers):
+        return "attention"  # what is done with scores before their softmax
     return "codes and statistics" if dtype == torch.uint8 else "rest"  # a packed mask
 
 
@@ -112,5 +118,7 @@ def _saver_category(saver: Saver, categories: dict[str, str]) -> str:
     if saver.weighted:
         return "linear inputs"
     role = role_of(saver.function)
-    by_role = (category for roles, category in _BY_ROLE if role.has(roles))
+    in_block = any(part.isdigit() for part in saver.module.split("."))
+    table = _IN_BLOCKS if in_block else _BY_ROLE
+    by_role = (category for roles, category in table if role.has(roles))
     return next(by_role, categories.get(saver.module, "rest"))

@@ -264,12 +264,17 @@ def _add_up(
         if isinstance(module, nn.Linear) and not module.weight.requires_grad
     }
     largest: dict[str, int] = {}
+    scores = set()
     for one, savers in saved.values():
         for saver in savers:
             largest[saver.module] = max(largest.get(saver.module, 0), one.elements)
+            if role_of(saver.function).has(Role.SOFTMAX):
+                scores.add((saver.module, one.elements))
     for key, (one, savers) in saved.items():
         size, modules = one.bytes, list(dict.fromkeys(saver.module for saver in savers))
-        category = category_of(one.dtype, one.elements, savers, categories, largest[modules[0]])
+        category = category_of(
+            one.dtype, one.elements, savers, categories, largest[modules[0]], scores
+        )
         result.storages.append(
             SavedStorage(size, tuple(one.shape), one.dtype, category, savers, key)
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from lowmem_patch import plan_patch
+from lowmem_patch import plan_patch, saved_bytes
 from lowmem_patch.planning.floor import count_floor
 from lowmem_patch.strategies.protocol import Facts
 from lowmem_patch.tracing.inputs import ExampleInputs
@@ -127,3 +127,38 @@ def test_masks_that_are_made_under_vmap() -> None:
     report = plan_patch(Masked(), "exact", example_inputs=torch.randn(2, 5, 8))
     assert [site.strategy for site in report.sites] == ["share"]
     assert 0 < report.floor <= report.saved_after
+
+
+class Scored(nn.Module):
+    """A block whose attention bounds its scores (XGLM), and weighs its result by their sum (Granite)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH), Scores()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, scores = self.layers[0](x), self.layers[1]
+        return torch.cat([self.layers[0](scores(x)), x.logsumexp(-1, keepdim=True)], -1)
+
+
+class Scores(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        scores = torch.max(x @ x.transpose(1, 2), torch.tensor(-1.0))
+        total = scores.logsumexp(-1, keepdim=True)
+        return scores.softmax(-1) @ x * total.gather(-1, torch.zeros_like(total, dtype=torch.int64))
+
+
+def test_what_attention_does_with_its_scores_is_attention() -> None:
+    model, x = Scored(), torch.randn(2, 6, WIDTH)
+    with saved_bytes(model) as saved:
+        model(x)
+    kinds = {
+        (saver.module, saver.function): storage.category
+        for storage in saved.storages
+        for saver in storage.savers
+        if storage.bytes > 4  # the bound
+    }
+    assert kinds["layers.1", "max"] == kinds["layers.1", "logsumexp"] == "attention"
+    assert kinds["layers.1", "gather"] == "rest"  # its index
+    assert kinds["", "logsumexp"] == "head and loss"
+    assert plan_patch(model, "exact", example_inputs=x).floor >= saved.by_kind["attention"]
