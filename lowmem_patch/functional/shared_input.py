@@ -20,11 +20,16 @@ from torch.utils.weak import TensorWeakRef
 
 from lowmem_patch.functional import _library
 
-# of a tensor on a GPU: a pass over a smaller one takes less time than Python takes for the node and its sum
+# of a tensor on a GPU: a pass over a smaller one takes less time than Python takes to save it
 LEAST_BYTES = 16 << 20
 
 _task: Any = torch._C._current_graph_task_id  # has no types
 _raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+
+def is_worth_python(x: Tensor) -> bool:
+    """Whether to save a pass over a tensor is worth some 50 us of Python; always on a CPU, where tests run."""
+    return x.device.type == "cpu" or (x.is_cuda and x.nbytes >= LEAST_BYTES)
 
 
 class _Backward:
@@ -119,7 +124,7 @@ class SharedInput:
         """Whether readers of ``x`` can add up its gradient."""
         if x.grad_fn is None or not _library.is_eager(x):  # a leaf would hold itself
             return False
-        return x.device.type == "cpu" or (x.is_cuda and x.nbytes >= LEAST_BYTES)
+        return is_worth_python(x)
 
 
 def _place(x: Tensor) -> tuple[int, int, int]:

@@ -13,7 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowmem_patch.functional import in_compiler, is_transformed, unbind_permuted
+from lowmem_patch.functional import (
+    in_compiler,
+    is_transformed,
+    is_worth_python,
+    unbind_permuted,
+)
 from lowmem_patch.nn.context import needs_gradient
 from lowmem_patch.tracing.op_roles import Role, function_name, names_with
 
@@ -87,5 +92,7 @@ def follow_packed(module: nn.Module, args: tuple[Any, ...], output: Any) -> Pack
     if in_compiler() or type(output) is not Tensor or is_transformed():
         return None
     if not needs_gradient(output) or not output.is_contiguous() or not output.numel():
+        return None
+    if not is_worth_python(output):
         return None
     return _packed(output, None)

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lowmem_patch import patch_model, patch_report, plan_patch, unpatch_model
 from lowmem_patch.errors import NothingToPatchError
+from lowmem_patch.functional import shared_input
 from lowmem_patch.nn import packed_qkv
 from lowmem_patch.nn.packed_qkv import PackedOutput
 from tests.support.configs import FUSED, KEEP
@@ -283,3 +284,15 @@ def test_compiled_it_is_plain_code(calls: list[int]) -> None:
     found = step(torch.compile(model, backend="aot_eager", fullgraph=True), rows())
     assert not calls and torch.equal(found.output, expected.output)
     assert_accurate(found, expected, truth_of(Split(), rows()))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("least", [0, 1 << 30])
+def test_on_a_gpu_small_outputs_are_left_to_torch(
+    least: int, calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_input, "LEAST_BYTES", least)
+    model, x = vit().to("cuda"), images().to("cuda")
+    patch_model(model, "exact", example_inputs=x)
+    model(x).sum().backward()
+    assert len(calls) == (0 if least else 2)
