@@ -28,7 +28,7 @@ _raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
 def is_worth_python(x: Tensor) -> bool:
-    """Whether to save a pass over a tensor is worth some 50 us of Python; always on a CPU, where tests run."""
+    """Whether a pass over a tensor is worth some 50 us of Python; always on a CPU, where tests run."""
     return x.device.type == "cpu" or (x.is_cuda and x.nbytes >= LEAST_BYTES)
 
 
