@@ -1,8 +1,9 @@
-"""The parameters and buffers that a block has when it runs again in backward: those of its first run."""
+"""What a block has when it runs again in backward: what it had in its first run."""
 
 from __future__ import annotations
 
 import contextlib
+from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,9 +11,6 @@ from torch import Tensor, nn
 
 from lowmem_patch.functional import is_sharded
 from lowmem_patch.nn.context import is_fsdp_unit
-
-# where a tensor stands, its name there, and the tensor
-Held = tuple[dict[str, Any], str, Tensor]
 
 
 def is_gathered(block: nn.Module) -> bool:
@@ -24,30 +22,79 @@ def is_gathered(block: nn.Module) -> bool:
     )
 
 
-def held_by(block: nn.Module) -> Iterator[Held]:
-    """The parameters and buffers of a block, and where each of them stands."""
-    for module in block.modules():
-        for place in (module._parameters, module._buffers):
-            for name, tensor in place.items():
-                if tensor is not None:
-                    yield place, name, tensor
+class BlockState:
+    """What a block has while it runs: parameters and buffers, what trains, flags, numbers and names that are
+    set on its modules (train mode, PEFT's active adapter), and their forward hooks."""
+
+    def __init__(self, block: nn.Module) -> None:
+        self._block = block
+        self._tensors: list[tuple[dict[str, Any], str, Tensor, bool]] = []
+        self._settings: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        for module in block.modules():
+            for place in (module._parameters, module._buffers):
+                for name, tensor in place.items():
+                    if tensor is not None:
+                        self._tensors.append((place, name, tensor, tensor.requires_grad))
+            self._settings.append((module.__dict__, _settings_of(module)))
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """Run the block again with what it had: torch.func.functional_call takes its tensors away before the
+        backward begins, and hooks and adapters may be switched off."""
+        others = [
+            (place, {name: tensor})
+            for place, name, tensor, _ in self._tensors
+            if place.get(name, tensor) is not tensor
+        ]
+        trained = [
+            (tensor, trains)
+            for _, _, tensor, trains in self._tensors
+            if tensor.is_leaf and tensor.requires_grad is not trains
+        ]
+        for place, settings in self._settings:
+            other = {
+                name: then
+                for name, then in settings.items()
+                if (now := place.get(name, then)) is not then
+                and (type(now) is not type(then) or now != then)
+            }
+            if other:
+                others.append((place, other))
+        if (others or trained) and is_gathered(self._block):
+            others, trained = [], []
+        before = [{name: place[name] for name in other} for place, other in others]
+        try:
+            for place, other in others:
+                place.update(other)
+            for tensor, trains in trained:
+                tensor.requires_grad_(trains)
+            yield
+        finally:
+            for tensor, trains in trained:
+                tensor.requires_grad_(not trains)
+            for (place, _), other in zip(others, before, strict=True):
+                place.update(other)
 
 
-@contextlib.contextmanager
-def with_held(block: nn.Module, held: tuple[Held, ...]) -> Iterator[None]:
-    """Run a block with the tensors of its first run: torch.func.functional_call takes its own away before
-    the backward begins."""
-    other = [one for one in held if one[0].get(one[1], one[2]) is not one[2]]
-    if other and is_gathered(block):
-        other = []
-    before = [place[name] for place, name, _ in other]
-    try:
-        for place, name, tensor in other:
-            place[name] = tensor
-        yield
-    finally:
-        for (place, name, _), tensor in zip(other, before, strict=True):
-            place[name] = tensor
+_PLAIN = frozenset((bool, int, float, str, type(None)))
+_HOOKS = tuple(
+    f"_forward_{kind}{rest}" for kind in ("hooks", "pre_hooks") for rest in ("", "_with_kwargs")
+)
+_NO_HOOKS: OrderedDict[int, Any] = OrderedDict()
+_OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
+
+
+def _settings_of(module: nn.Module) -> dict[str, Any]:
+    own = module.__dict__
+    found = {name: own[name].copy() if own[name] else _NO_HOOKS for name in _HOOKS}
+    found["training"] = own["training"]
+    for name in own.keys() - _OF_EVERY_MODULE:
+        value = own[name]
+        if type(value) in _PLAIN:
+            found[name] = value
+        elif type(value) is list and _PLAIN.issuperset(map(type, value)):
+            found[name] = value.copy()
+    return found
 
 
 @contextlib.contextmanager

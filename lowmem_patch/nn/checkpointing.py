@@ -33,7 +33,7 @@ from lowmem_patch.functional import (
     is_transformed,
     unwritten,
 )
-from lowmem_patch.nn.block_state import as_they_were, held_by, is_gathered, with_held
+from lowmem_patch.nn.block_state import BlockState, as_they_were, is_gathered
 from lowmem_patch.nn.deferred import detached_of, value_of
 from lowmem_patch.nn.host_memory import HostMemory
 from lowmem_patch.nn.modes import AroundForward
@@ -193,7 +193,7 @@ class _Run:
         kwargs: dict[str, Any],
     ) -> None:
         self.block, self.how, self.forward = block, how, forward
-        self.held = tuple(held_by(block))
+        self.state = BlockState(block)
         given: list[Tensor] = []
         self.args = _taken_out(args, given)
         self.kwargs = {name: _taken_out(value, given) for name, value in kwargs.items()}
@@ -244,7 +244,7 @@ class _Run:
         # a tensor of a subclass whose backward() runs leaves torch functions off, which deferred tensors need
         with contextlib.ExitStack() as contexts, torch._C._EnableTorchFunction():
             if self.runs > 1:
-                contexts.enter_context(with_held(self.block, self.held))
+                contexts.enter_context(self.state.restored())
                 contexts.enter_context(as_they_were(self.block, self.how.buffers))
             return self.forward(*_put_back(self.args, tensors), **self._keywords(tensors))
 

@@ -1,0 +1,134 @@
+"""checkpointing: a block runs again with the hooks, modes and adapters of its first run."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+
+from tests.support.checkpointed import LEVELS
+from tests.support.judge import assert_equal
+from tests.support.stacks import all_of, blocks_of, give_levels, patched, rows, stack
+from tests.support.step import Step, warned
+
+Between = Callable[[Any], AbstractContextManager[None]]
+
+
+def _linears(model: Any) -> list[nn.Module]:
+    return [block.out for block in model.blocks]
+
+
+@contextmanager
+def hooked(model: Any) -> Any:
+    handles = [
+        module.register_forward_hook(lambda _m, _i, output: 1.5 * output)
+        for module in _linears(model)
+    ]
+    handles += [
+        module.register_forward_pre_hook(
+            lambda _m, args, kwargs: ((0.5 * args[0],), kwargs), with_kwargs=True
+        )
+        for module in _linears(model)
+    ]
+    yield
+    for handle in handles:
+        handle.remove()
+
+
+@contextmanager
+def in_eval_mode(model: Any) -> Any:
+    model.eval()
+    yield
+    model.train()
+
+
+@contextmanager
+def in_eval_mode_after(model: Any) -> Any:
+    yield
+    model.eval()
+
+
+@contextmanager
+def frozen_after(model: Any) -> Any:
+    yield
+    for module in _linears(model):
+        module.requires_grad_(False)
+
+
+@contextmanager
+def frozen_before(model: Any) -> Any:
+    for module in _linears(model):
+        module.requires_grad_(False)
+    yield
+    for module in _linears(model):
+        module.requires_grad_(True)
+
+
+BETWEEN: dict[str, Between] = {
+    "hooks that are removed": hooked,
+    "eval mode in the forward": in_eval_mode,
+    "eval mode behind it": in_eval_mode_after,
+    "frozen behind it": frozen_after,
+    "frozen in the forward": frozen_before,
+}
+
+
+def one_step(model: Any, x: Tensor, between: Between) -> Step:
+    torch.manual_seed(0)
+    with between(model), warned():
+        loss = model(x).square().mean()
+    loss.backward()
+    found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    assert found
+    return Step([loss.detach()], found)
+
+
+@pytest.mark.parametrize("between", BETWEEN)
+@pytest.mark.parametrize("level", LEVELS)
+def test_what_is_set_after_the_forward_changes_no_second_run(level: str, between: str) -> None:
+    model, x = stack(), rows()
+    blocks = blocks_of(model, x)
+    model = patched(model, x)
+    fitted = give_levels(model, blocks, all_of(blocks, level))
+    expected = one_step(copy.deepcopy(model), x, BETWEEN[between])
+    found = one_step(fitted, x, BETWEEN[between])
+    assert_equal(found, expected)
+    with BETWEEN[between](fitted):
+        pass
+    assert not any(module._forward_hooks for module in _linears(fitted))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("ranks", [(4, 3), (4, 4)])
+def test_adapters_that_are_exchanged_after_the_forward(level: str, ranks: tuple[int, int]) -> None:
+    torch.manual_seed(1)
+    settings: dict[str, Any] = {"target_modules": ["out", "qkv"], "init_lora_weights": False}
+    model = get_peft_model(stack(), LoraConfig(r=ranks[0], **settings))
+    model.add_adapter("other", LoraConfig(r=ranks[1], **settings))
+    x = rows()
+    blocks = blocks_of(model, x)
+    model = patched(model, x)
+    fitted = give_levels(model, blocks, all_of(blocks, level))
+    steps = []
+    for each in (copy.deepcopy(model), fitted):
+        torch.manual_seed(0)
+        with warned():
+            first = each(x).square().mean()
+            each.set_adapter("other")
+            second = each(x).square().mean()
+            with each.disable_adapter():
+                third = each(x).square().mean()
+        for name, parameter in each.named_parameters():
+            parameter.requires_grad_("lora" in name)
+        (first + second + third).backward()
+        found = {n: p.grad for n, p in each.named_parameters() if p.grad is not None}
+        assert any("default" in n for n in found) and any("other" in n for n in found)
+        assert each.active_adapter == "other"
+        steps.append(Step([first.detach(), second.detach(), third.detach()], found))
+    assert_equal(steps[1], steps[0])
