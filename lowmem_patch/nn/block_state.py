@@ -53,7 +53,7 @@ class BlockState:
         ]
         for place, settings in self._settings:
             other = {
-                name: then
+                name: then.copy() if type(then) is list else then  # a run may add to it
                 for name, then in settings.items()
                 if (now := place.get(name, then)) is not then
                 and (type(now) is not type(then) or now != then)

@@ -129,14 +129,18 @@ def _timm_config(model: Any) -> Any:
 
 
 def _image_size(model: Any, cfg: Any) -> tuple[int, int, int]:
-    size = cfg["input_size"] if isinstance(cfg, dict) else cfg.input_size
-    channels, height, width = (int(s) for s in size)
-    embed = getattr(model, "patch_embed", None)
-    if embed is not None and getattr(embed, "img_size", None) is not None:
-        height, width = (int(s) for s in embed.img_size)
-    projection = getattr(embed, "proj", None)
-    if isinstance(projection, nn.Conv2d):
-        channels = projection.in_channels
+    """Channels, height and width: those that the model was made for, where it says so, and not its pretrained
+    weights'."""
+    known = cfg if isinstance(cfg, dict) else vars(cfg)
+    channels, height, width = (int(s) for s in known["input_size"])
+    sizes = (getattr(module, "img_size", None) for module in model.modules())
+    own = next((size for size in sizes if isinstance(size, (tuple, list)) and len(size) == 2), None)
+    if own is not None:
+        height, width = map(int, own)
+    name = known.get("first_conv")
+    first = dict(model.named_modules()).get(name) if isinstance(name, str) else None
+    if isinstance(first, nn.Conv2d):
+        channels = first.in_channels
     return channels, height, width
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -14,7 +14,16 @@ from torch import Tensor, nn
 
 from tests.support.checkpointed import LEVELS
 from tests.support.judge import assert_equal
-from tests.support.stacks import all_of, blocks_of, give_levels, patched, rows, stack
+from tests.support.stacks import (
+    PlainBlock,
+    Stack,
+    all_of,
+    blocks_of,
+    give_levels,
+    patched,
+    rows,
+    stack,
+)
 from tests.support.step import Step, warned
 
 Between = Callable[[Any], AbstractContextManager[None]]
@@ -102,6 +111,33 @@ def test_what_is_set_after_the_forward_changes_no_second_run(level: str, between
     with BETWEEN[between](fitted):
         pass
     assert not any(module._forward_hooks for module in _linears(fitted))
+
+
+class Counting(PlainBlock):
+    """Counts its runs, and writes them down."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runs, self.log = 0, list[int]()
+
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+        self.runs += 1
+        self.log.append(self.runs)
+        return super().forward(x) * self.runs
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_counter_counts_no_second_run(level: str) -> None:
+    torch.manual_seed(0)
+    model, x = Stack(Counting() for _ in range(6)).train(), rows()
+    blocks = blocks_of(model, x)
+    model = patched(model, x)
+    models = (copy.deepcopy(model), give_levels(model, blocks, all_of(blocks, level)))
+    for _ in range(2):
+        expected, found = (one_step(each, x, lambda _: nullcontext()) for each in models)
+        assert_equal(found, expected)
+    logs: list[Any] = [[block.log for block in each.blocks] for each in models]
+    assert logs[0] == logs[1]
 
 
 @pytest.mark.parametrize("level", LEVELS)
