@@ -41,7 +41,7 @@ class BlockState:
     def restored(self) -> Iterator[None]:
         """Run the block again with what it had: torch.func.functional_call takes its tensors away before the
         backward begins, and hooks and adapters may be switched off."""
-        others = [
+        others: list[tuple[dict[str, Any], dict[str, Any]]] = [
             (place, {name: tensor})
             for place, name, tensor, _ in self._tensors
             if place.get(name, tensor) is not tensor
