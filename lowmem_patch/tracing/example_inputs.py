@@ -55,8 +55,12 @@ def make_example_inputs(
         return _first_that_runs(base, list(itertools.islice(maker.candidates(), _MOST_CANDIDATES)))
     cfg = _timm_config(base)
     if cfg is not None:
-        shape = (batch_size, *_image_size(base, cfg))
-        return ExampleInputs((_drawn(torch.randn, *shape, device=device, dtype=dtype),))
+        settings = {"device": device, "dtype": dtype}
+        images = [
+            ExampleInputs((_drawn(torch.randn, batch_size, *size, **settings),))
+            for size in _image_sizes(base, cfg)
+        ]
+        return _first_that_runs(base, images)
     if is_diffusers(base):
         candidates = diffusion_inputs(base, batch_size, sequence_length, device, dtype)
         return _first_that_runs(base, list(itertools.islice(candidates, _MOST_CANDIDATES)))
@@ -128,9 +132,9 @@ def _timm_config(model: Any) -> Any:
     return getattr(model, "pretrained_cfg", None) or getattr(model, "default_cfg", None)
 
 
-def _image_size(model: Any, cfg: Any) -> tuple[int, int, int]:
+def _image_sizes(model: Any, cfg: Any) -> list[tuple[int, int, int]]:
     """Channels, height and width: those that the model was made for, where it says so, and not its pretrained
-    weights'."""
+    weights'. Its first convolution may read channels that it made itself (TResNet's pixels in depth)."""
     known = cfg if isinstance(cfg, dict) else vars(cfg)
     channels, height, width = (int(s) for s in known["input_size"])
     sizes = (getattr(module, "img_size", None) for module in model.modules())
@@ -139,9 +143,8 @@ def _image_size(model: Any, cfg: Any) -> tuple[int, int, int]:
         height, width = map(int, own)
     name = known.get("first_conv")
     first = dict(model.named_modules()).get(name) if isinstance(name, str) else None
-    if isinstance(first, nn.Conv2d):
-        channels = first.in_channels
-    return channels, height, width
+    read = first.in_channels if isinstance(first, nn.Conv2d) else channels
+    return [(each, height, width) for each in dict.fromkeys((read, channels))]
 
 
 def _first_that_runs(model: Any, candidates: list[ExampleInputs]) -> ExampleInputs:

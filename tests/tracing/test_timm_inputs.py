@@ -19,7 +19,8 @@ from lowmem_patch.tracing.example_inputs import make_example_inputs
         ("coatnet_pico_rw_224", {"img_size": 64}, (2, 3, 64, 64)),  # known to the model itself
         ("coat_lite_tiny", {"img_size": 64}, (2, 3, 64, 64)),  # to the first of four embeddings
         ("efficientnet_b0", {"in_chans": 1}, (2, 1, 224, 224)),
-        ("resnet18", {}, (2, 3, 224, 224)),
+        ("volo_d1_224", {}, (2, 3, 224, 224)),  # whose embedding begins with convolutions
+        ("tresnet_m", {}, (2, 3, 224, 224)),  # which puts pixels in depth before its first one
     ],
 )
 def test_the_size_is_the_models_own(
