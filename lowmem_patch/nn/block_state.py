@@ -41,27 +41,7 @@ class BlockState:
     def restored(self) -> Iterator[None]:
         """Run the block again with what it had: torch.func.functional_call takes its tensors away before the
         backward begins, and hooks and adapters may be switched off."""
-        others: list[tuple[dict[str, Any], dict[str, Any]]] = [
-            (place, {name: tensor})
-            for place, name, tensor, _ in self._tensors
-            if place.get(name, tensor) is not tensor
-        ]
-        trained = [
-            (tensor, trains)
-            for _, _, tensor, trains in self._tensors
-            if tensor.is_leaf and tensor.requires_grad is not trains
-        ]
-        for place, settings in self._settings:
-            other = {
-                name: then.copy() if type(then) is list else then  # a run may add to it
-                for name, then in settings.items()
-                if (now := place.get(name, then)) is not then
-                and (type(now) is not type(then) or now != then)
-            }
-            if other:
-                others.append((place, other))
-        if (others or trained) and is_gathered(self._block):
-            others, trained = [], []
+        others, trained = self._changed()
         before = [{name: place[name] for name in other} for place, other in others]
         try:
             for place, other in others:
@@ -74,6 +54,35 @@ class BlockState:
                 tensor.requires_grad_(not trains)
             for (place, _), other in zip(others, before, strict=True):
                 place.update(other)
+
+    def _changed(
+        self,
+    ) -> tuple[list[tuple[dict[str, Any], dict[str, Any]]], list[tuple[Tensor, bool]]]:
+        """What has another value now, with that of the first run."""
+        others: list[tuple[dict[str, Any], dict[str, Any]]] = [
+            (place, {name: tensor})
+            for place, name, tensor, _ in self._tensors
+            if place.get(name, tensor) is not tensor
+        ]
+        trained = [
+            (tensor, trains)
+            for _, _, tensor, trains in self._tensors
+            if tensor.is_leaf and tensor.requires_grad is not trains
+        ]
+        settings = ((place, _changed_settings(place, then)) for place, then in self._settings)
+        others += [(place, other) for place, other in settings if other]
+        if (others or trained) and is_gathered(self._block):
+            return [], []
+        return others, trained
+
+
+def _changed_settings(place: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: then.copy() if type(then) is list else then  # a run may add to it
+        for name, then in settings.items()
+        if (now := place.get(name, then)) is not then
+        and (type(now) is not type(then) or now != then)
+    }
 
 
 _PLAIN = frozenset((bool, int, float, str, type(None)))

@@ -6,7 +6,7 @@ Labels for people: nothing is planned from them. A norm and an activation are to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Iterable, Set
 from typing import NamedTuple
 
 import torch
@@ -34,6 +34,8 @@ _BY_ROLE = (
 )
 # in a block there are no logits: attention normalises its scores so, and a router gathers
 _IN_BLOCKS = ((Role.LOG_SOFTMAX | Role.LOG_SUM_EXP, "attention"), (Role.GATHER, "rest"), *_BY_ROLE)
+# a norm may run right before its Linear, in there
+_FIRST_FOUND = ("attention", "linear inputs", "norms", "head and loss", "activations")
 # a statistic holds one number a row; no norm is narrower than this
 _NARROWEST_ROW = 8
 
@@ -84,7 +86,7 @@ def category_of(
     savers: Iterable[Saver],
     categories: dict[str, str],
     largest: int,
-    scores: Container[tuple[str, int]] = (),
+    scores: Set[tuple[str, int]] = frozenset(),
 ) -> str:
     """The category of a saved tensor.
 
@@ -96,22 +98,25 @@ def category_of(
     """
     savers = tuple(savers)
     found = {_saver_category(saver, categories) for saver in savers}
+    if found == {"rest"} and dtype.is_floating_point:
+        found = {_score_category(saver.module, elements, scores) for saver in savers}
     adapted = any(categories.get(saver.module) == "linear inputs" for saver in savers)
     packed = not dtype.is_floating_point and dtype != torch.int8  # values in 8 bits
     # one number a row; x A^T of an adapter has few numbers a row, too
     statistic = elements * _NARROWEST_ROW <= largest and not adapted
-    if "attention" in found:
-        return "attention"
-    for category in ("linear inputs", "norms"):  # a norm may run right before its Linear, in there
-        if category in found:
-            return "codes and statistics" if packed or statistic else category
-    if "head and loss" in found:
-        return "head and loss"
-    if "activations" in found:
-        return "codes and statistics" if packed else "activations"
-    if dtype.is_floating_point and any((saver.module, elements) in scores for saver in savers):
-        return "attention"  # what is done with scores before their softmax
-    return "codes and statistics" if dtype == torch.uint8 else "rest"  # a packed mask
+    category = next((one for one in _FIRST_FOUND if one in found), "rest")
+    coded = {
+        "linear inputs": packed or statistic,
+        "norms": packed or statistic,
+        "activations": packed,
+        "rest": dtype == torch.uint8,  # a packed mask
+    }
+    return "codes and statistics" if coded.get(category, False) else category
+
+
+def _score_category(module: str, elements: int, scores: Set[tuple[str, int]]) -> str:
+    """Of what is done with scores before their softmax."""
+    return "attention" if (module, elements) in scores else "rest"
 
 
 def _saver_category(saver: Saver, categories: dict[str, str]) -> str:
