@@ -59,6 +59,14 @@ def started(*arguments: str | Path) -> Started:
     return Started(found["code"], set(found["modules"]), seconds, found["searches"])
 
 
+def bare_seconds() -> float:
+    """Of the processor, for the libraries of any command line: other guests of a machine make it slow."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, "-c", "import typer.main, rich.console"], check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
 @pytest.mark.parametrize(
     ("arguments", "code"),
     [
@@ -74,7 +82,7 @@ def test_what_needs_no_model_imports_no_torch(arguments: list[str], code: int) -
     found = started(*arguments)
     assert found.code == code
     assert not {"torch", "transformers", "timm", "peft", "numpy"} & found.modules
-    assert found.seconds <= 0.4
+    assert found.seconds <= max(0.4, 5 * bare_seconds())
 
 
 @pytest.fixture
@@ -89,7 +97,7 @@ def test_a_look_at_a_config_imports_what_it_needs(folder: Path, train: str) -> N
     assert found.code == 0
     assert not {"bitsandbytes", "torchvision", "sklearn", "timm", "matplotlib"} & found.modules
     # 5 on a machine that does nothing else; the processor's time, too, grows with its other guests
-    assert found.seconds <= 12
+    assert found.seconds <= max(12, 120 * bare_seconds())
     # what is imported lies in the oldest generation: a search of it takes a second, and is two calls
     assert found.searches <= 6
 
