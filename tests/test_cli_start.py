@@ -44,27 +44,31 @@ class Started(NamedTuple):
     searches: int
 
 
+def children_seconds() -> float:
+    """Of the processor, for all subprocesses up to now."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def started(*arguments: str | Path) -> Started:
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    before = children_seconds()
     done = subprocess.run(
         [sys.executable, "-c", RUN, *map(str, arguments)], capture_output=True, text=True, check=False,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    seconds = children_seconds() - before
     # Triton 3.9 reports leaks of its own when the interpreter ends, after our line
     found = json.loads(
         next(x for x in reversed(done.stderr.splitlines()) if x.startswith('{"code"'))
     )
-    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     return Started(found["code"], set(found["modules"]), seconds, found["searches"])
 
 
 def bare_seconds() -> float:
-    """Of the processor, for the libraries of any command line: other guests of a machine make it slow."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    """Of the processor, for the libraries of any command line; torch alone takes 18 times as long."""
+    before = children_seconds()
     subprocess.run([sys.executable, "-c", "import typer.main, rich.console"], check=True)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return children_seconds() - before
 
 
 @pytest.mark.parametrize(
