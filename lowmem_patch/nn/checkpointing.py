@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -34,6 +33,7 @@ from lowmem_patch.functional import (
     unwritten,
 )
 from lowmem_patch.nn.block_state import BlockState, as_they_were, is_gathered
+from lowmem_patch.nn.caches import ForwardCaches, without_empty_caches
 from lowmem_patch.nn.deferred import detached_of, value_of
 from lowmem_patch.nn.host_memory import HostMemory
 from lowmem_patch.nn.modes import AroundForward
@@ -64,6 +64,7 @@ class Recompute:
             not n and n.
         buffers: names of the block's buffers that its forward writes, which a second run must not.
         host: holds the inputs that wait in host memory.
+        caches: of keys and values, of the running forward; one for all blocks.
     """
 
     attention: bool = False
@@ -72,6 +73,7 @@ class Recompute:
     halves: bool = False
     buffers: tuple[str, ...] = ()
     host: HostMemory | None = None
+    caches: ForwardCaches = dataclasses.field(default_factory=ForwardCaches)
 
 
 def checkpoint_block(block: nn.Module, how: Recompute) -> None:
@@ -105,9 +107,9 @@ def checkpointed(
     compiling = in_compiler()
     if not compiling and _is_run_again():
         return forward(*args, **kwargs)
-    taken = _without_empty_caches(block, args, kwargs)
+    taken = without_empty_caches(block, how.caches, args, kwargs)
     if taken is None:
-        return forward(*args, **kwargs)  # a second run would write into the cache again
+        return forward(*args, **kwargs)
     if compiling:
         args, kwargs = taken
         return checkpoint(partial(forward, **kwargs), *args, use_reentrant=False)
@@ -124,38 +126,6 @@ def _is_run_again() -> bool:
     if torch._C._current_graph_task_id() != -1:
         return True
     return is_checkpoint_packing()
-
-
-def _without_empty_caches(
-    block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """The arguments without caches of keys and values that hold nothing yet, as transformers' own
-    checkpointing gives them; None where one holds something."""
-    library = sys.modules.get("transformers.cache_utils")
-    if library is None or getattr(block, "_can_checkpoint_with_cache", False):
-        return args, kwargs
-    caches = [value for value in (*args, *kwargs.values()) if isinstance(value, library.Cache)]
-    if not caches:
-        return args, kwargs
-    if not all(_is_empty(block, cache) for cache in caches):
-        return None
-
-    def without(value: Any) -> Any:
-        return None if isinstance(value, library.Cache) else value
-
-    named = {name: without(value) for name, value in kwargs.items()}
-    if named.get("use_cache"):
-        named["use_cache"] = False
-    return tuple(map(without, args)), named
-
-
-def _is_empty(block: nn.Module, cache: Any) -> bool:
-    layers = (getattr(module, "layer_idx", None) for module in block.modules())
-    layer = next((number for number in layers if isinstance(number, int)), 0)
-    try:
-        return not int(cache.get_seq_length(layer))
-    except ValueError:  # a layer that has the keys and values of another (Gemma-3n)
-        return not int(cache.get_seq_length())
 
 
 class _Place(int):

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 
 from torch import nn
 
+from lowmem_patch.nn.caches import ForwardCaches, watch_caches
 from lowmem_patch.nn.checkpointing import Recompute, checkpoint_block
 from lowmem_patch.nn.host_memory import HostMemory
 from lowmem_patch.nn.own import has_foreign_forward
@@ -37,6 +38,7 @@ class CheckpointedBlock(Patch):
 
     def apply(self, target: Target) -> None:
         checkpoint_block(target.model.get_submodule(self.site), self.how)
+        watch_caches(target.model, self.how.caches)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,7 +193,7 @@ def patches_of(
             begins, which is ``"checkpointed"`` or ``"host"``.
         reasons: by site, what a report says.
     """
-    host = HostMemory()
+    host, caches = HostMemory(), ForwardCaches()
     first_runs = {run.block: number for number, run in reversed(list(enumerate(blocks.runs)))}
     found = []
     for number, block in enumerate(blocks.blocks):
@@ -209,6 +211,7 @@ def patches_of(
             halves="halves" in (level, next_level),
             buffers=block.buffers,
             host=host if level == "host" else None,
+            caches=caches,
         )
         found.append(CheckpointedBlock(block.site, how, reason=(reasons or {}).get(block.site, "")))
     return tuple(found)

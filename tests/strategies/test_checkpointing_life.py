@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AlbertConfig, AlbertModel
 from transformers.cache_utils import DynamicCache
 
-from lowmem_patch import patch_model, unpatch_model
+from lowmem_patch import PatchError, patch_model, unpatch_model
 from lowmem_patch.nn.checkpointing import is_checkpointed, keep_block
 from lowmem_patch.nn.own import Own
 from tests.support.checkpointed import (
@@ -60,8 +60,8 @@ def test_caches(level: str) -> None:
     blocks = blocks_of(model, inputs)
     model = patched(model, inputs)
     fitted = give_levels(model, blocks, all_of(blocks, level))
-    cached = {**inputs, "use_cache": True}
-    assert_same_bits(one_step(fitted, cached), one_step(model, cached))
+    assert model.config.use_cache  # an empty one is made, and nobody reads it
+    assert_same_bits(one_step(fitted, inputs), one_step(model, inputs))
     with torch.no_grad():
         wanted = model.eval().generate(**inputs, max_new_tokens=4, do_sample=False)
         assert torch.equal(
@@ -74,10 +74,57 @@ def test_caches(level: str) -> None:
         with torch.no_grad():
             each(inputs["input_ids"], **{name: cache})
         each.zero_grad()
-        each(inputs["input_ids"], **{name: cache}).logits.sum().backward()
+        with warned() as texts:
+            each(inputs["input_ids"], **{name: cache}).logits.sum().backward()
+        assert (each is fitted) == any("use_cache=False" in text for text in texts)
         assert cache.get_seq_length() == 2 * inputs["input_ids"].shape[1]
         outputs.append([parameter.grad for parameter in each.parameters()])
     assert all(torch.equal(one, other) for one, other in zip(*outputs, strict=True))
+
+
+def _through_the_cache(model: Any, how: str, ids: Any) -> Any:
+    """The loss of a second half that reads the keys and values of the first, with their gradients."""
+    name, half = cache_of(model), ids.shape[1] // 2
+    given = {name: DynamicCache()} if how == "given" else {"use_cache": True}
+    past = model(ids[:, :half], **given).past_key_values
+    assert past.get_seq_length() == half
+    if how == "in the loss":
+        return sum(layer.keys.square().mean() + layer.values.mean() for layer in past.layers)
+    return model(ids[:, half:], labels=ids[:, half:], **{name: past}).loss
+
+
+@pytest.mark.parametrize("level", ["checkpointed", "segment", "some"])
+@pytest.mark.parametrize("how", ["asked for", "given", "in the loss"])
+def test_a_cache_that_the_caller_asks_for_is_written(level: str, how: str) -> None:
+    torch.manual_seed(0)
+    model, inputs = llama_of().double().train(), FAMILIES["llama"].inputs()
+    blocks = blocks_of(model, inputs)
+    model = patched(model, inputs)
+    levels = all_of(blocks, "checkpointed" if level == "some" else level)
+    if level == "some":
+        levels.popitem()
+    fitted = give_levels(model, blocks, levels)
+    for each in (model, fitted):
+        each.zero_grad()
+        with warned() as texts:
+            _through_the_cache(each, how, inputs["input_ids"]).backward()
+        assert (each is fitted) == any("use_cache=False" in text for text in texts)
+    for one, other in zip(fitted.parameters(), model.parameters(), strict=True):
+        assert (one.grad is None) == (other.grad is None)
+        assert one.grad is None or torch.equal(one.grad, other.grad)
+
+
+def test_a_withheld_cache_refuses_its_readers() -> None:
+    model, inputs = llama_of().train(), FAMILIES["llama"].inputs()
+    blocks = blocks_of(model, inputs)
+    model = patched(model, inputs)
+    fitted = give_levels(model, blocks, all_of(blocks, "checkpointed"))
+    ids = inputs["input_ids"]
+    with warned():
+        past = fitted(ids, labels=ids).past_key_values
+    with pytest.raises(PatchError, match="Call the model with use_cache=True"), warned():
+        fitted(ids, **{cache_of(model): past})
+    fitted(ids, labels=ids).loss.backward()
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -246,7 +293,7 @@ def test_compiled_with_caches() -> None:
     fitted = give_levels(model, blocks, all_of(blocks, "checkpointed"))
     torch._dynamo.reset()
     compiled = torch.compile(fitted, backend="aot_eager", fullgraph=True)
-    found, wanted = (one_step(each, {**inputs, "use_cache": True}) for each in (compiled, model))
+    found, wanted = (one_step(each, inputs) for each in (compiled, model))
     for name, gradient in wanted.gradients.items():
         torch.testing.assert_close(found.gradients[name], gradient)
     torch._dynamo.reset()
@@ -255,7 +302,8 @@ def test_compiled_with_caches() -> None:
         cache = DynamicCache()
         with torch.no_grad():
             each(inputs["input_ids"], **{name: cache})
-        outputs.append(each(inputs["input_ids"], **{name: cache}).logits)
+        with warned():
+            outputs.append(each(inputs["input_ids"], **{name: cache}).logits)
         outputs[-1].sum().backward()
         assert cache.get_seq_length() == 2 * inputs["input_ids"].shape[1]
     torch.testing.assert_close(*outputs)

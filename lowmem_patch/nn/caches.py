@@ -1,0 +1,112 @@
+"""Caches of keys and values, and blocks that run again in backward.
+
+A second run of a block would write into a cache again. Unless ``use_cache=False`` is given, transformers'
+decoders make a cache in training, too, which nobody reads. So a block that runs again gets no empty cache, as
+with transformers' own checkpointing. Where a cache holds something, or the caller asks for one
+(``use_cache=True`` or a cache among the arguments), the blocks do not run again.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowmem_patch.errors import PatchError
+from lowmem_patch.functional import in_compiler
+from lowmem_patch.nn.own import Own
+
+_Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+_WANTED = (
+    "a forward in training was given use_cache=True or a cache of keys and values: blocks that a budget runs "
+    "again in backward save all that they need in this forward, which is more than planned (fit=). Give "
+    "use_cache=False where nobody reads the cache"
+)
+_WITHHELD = (
+    "this cache of keys and values is empty: blocks that a budget (fit=) runs again in backward were not "
+    "given it. Call the model with use_cache=True where a later forward shall read the cache"
+)
+
+
+class ForwardCaches:
+    """The caches of keys and values of the running forward; one for all blocks.
+
+    Attributes:
+        wanted: the caller asks for one.
+        withheld: empty ones that blocks were not given.
+    """
+
+    def __init__(self) -> None:
+        self.wanted = False
+        self.withheld: list[Any] = []
+
+
+def watch_caches(model: nn.Module, caches: ForwardCaches) -> None:
+    """Look at each forward of the model; called for each block, it hangs its hooks on the model once."""
+    hooks = model._forward_pre_hooks.values()
+    if any(isinstance(hook, Own) and hook.args[:1] == (caches,) for hook in hooks):
+        return
+    model.register_forward_pre_hook(Own(_begin, caches), with_kwargs=True)
+    model.register_forward_hook(Own(_end, caches), always_call=True)
+
+
+def _begin(
+    caches: ForwardCaches, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    given = bool(kwargs.get("use_cache")) or bool(_found_in(args, kwargs))
+    caches.wanted = given and torch.is_grad_enabled()
+    if caches.wanted and not in_compiler():
+        warnings.warn(_WANTED, stacklevel=2)
+
+
+def _end(caches: ForwardCaches, model: nn.Module, args: Any, output: Any) -> None:
+    for cache in caches.withheld:  # the model may return it
+        cache.get_seq_length = _refuse
+    caches.wanted, caches.withheld = False, []
+
+
+def _refuse(*args: Any, **kwargs: Any) -> int:
+    raise PatchError(_WITHHELD)
+
+
+def without_empty_caches(
+    block: nn.Module, caches: ForwardCaches, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> _Arguments | None:
+    """The arguments of a block that runs again, without caches; None where a cache is to be written."""
+    found = _found_in(args, kwargs)
+    if not found or getattr(block, "_can_checkpoint_with_cache", False):
+        return args, kwargs
+    if caches.wanted or not all(_is_empty(block, cache) for cache in found):
+        return None
+    if not in_compiler():
+        caches.withheld += (
+            cache for cache in found if all(cache is not one for one in caches.withheld)
+        )
+
+    def without(value: Any) -> Any:
+        return None if any(value is cache for cache in found) else value
+
+    named = {name: without(value) for name, value in kwargs.items()}
+    if named.get("use_cache"):
+        named["use_cache"] = False
+    return tuple(map(without, args)), named
+
+
+def _found_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    library = sys.modules.get("transformers.cache_utils")
+    if library is None:
+        return []
+    return [value for value in (*args, *kwargs.values()) if isinstance(value, library.Cache)]
+
+
+def _is_empty(block: nn.Module, cache: Any) -> bool:
+    layers = (getattr(module, "layer_idx", None) for module in block.modules())
+    layer = next((number for number in layers if isinstance(number, int)), 0)
+    try:
+        return not int(cache.get_seq_length(layer))
+    except ValueError:  # a layer that has the keys and values of another (Gemma-3n)
+        return not int(cache.get_seq_length())
