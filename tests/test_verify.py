@@ -225,6 +225,18 @@ def test_the_truth_is_float64_inside_norms_too() -> None:
     assert run.outputs[0].limit > FORWARD_FACTOR * run.outputs[0].unpatched_error
 
 
+def test_experts_that_one_product_serves_have_a_truth_in_float64() -> None:
+    """torch's grouped_mm takes no float64."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 64}
+    config = transformers.MixtralConfig(
+        **sizes, num_attention_heads=4, num_key_value_heads=2, num_local_experts=4
+    )
+    result = verify_model(transformers.MixtralForCausalLM(config).train(), "exact")
+    assert result.passed, str(result)
+    assert not any("float32 steps" in note for note in result.notes)
+
+
 def test_inputs_can_be_given_and_frozen_parameters_are_left_out() -> None:
     model = randomised_llama()
     model.requires_grad_(False)

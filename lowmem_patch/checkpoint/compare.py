@@ -59,14 +59,35 @@ def cast_parameters(model: Any, dtype: torch.dtype | None) -> Any:
 
 
 class _StayInFloat64(DispatchObserver):
-    """Undoes the casts to float32 inside a model (RMSNorm, softmax), which would round the truth."""
+    """Undoes the casts to float32 inside a model (RMSNorm, softmax), which would round the truth, and
+    multiplies expert by expert, for which torch's grouped_mm takes no float64."""
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func is torch.ops.aten._grouped_mm.default and args[0].dtype == torch.float64:
+            return _grouped_product(*args, **kwargs)
         if func is torch.ops.aten._to_copy.default and args[0].dtype == torch.float64:
             wanted = kwargs.get("dtype")
             if wanted is not None and wanted.is_floating_point:
                 kwargs = {**kwargs, "dtype": torch.float64}
         return func(*args, **kwargs)
+
+
+def _grouped_product(a: Tensor, b: Tensor, offs: Tensor | None = None, **_: Any) -> Tensor:
+    """``[M, K] x [E, K, N] -> [M, N]``, ``[E, M, K] x [K, N] -> [M, N]``, ``[M, K] x [K, N] -> [E, M, N]``:
+    expert e has the rows, columns or terms up to ``offs[e]``."""
+    if offs is None:
+        return a @ b
+    ends = offs.tolist()
+    parts = [slice(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+    if a.dim() == b.dim():
+        return torch.stack([a[:, part] @ b[part] for part in parts])
+    product = a.new_zeros(a.shape[-2], b.shape[-1])
+    for expert, part in enumerate(parts):
+        if a.dim() == 2:
+            product[part] = a[part] @ b[expert]
+        else:
+            product[:, part] = a[expert] @ b[:, part]
+    return product
 
 
 @contextlib.contextmanager

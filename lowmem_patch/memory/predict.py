@@ -12,6 +12,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from lowmem_patch.config import PatchConfig
@@ -33,7 +34,7 @@ from lowmem_patch.planning.apply import apply_plan
 from lowmem_patch.planning.planner import plan_model
 from lowmem_patch.tracing.base_model import base_model, switch_checkpointing_on, text_config
 from lowmem_patch.tracing.inputs import ExampleInputs
-from lowmem_patch.tracing.shadow import Shadow, make_shadow
+from lowmem_patch.tracing.shadow import Shadow, fake_inputs, make_shadow
 
 _LARGEST = {"batch": 1 << 20, "length": 1 << 24}
 
@@ -153,8 +154,8 @@ class _Predictor:
             self.shadows[depth] = self._make_shadow(depth, inputs)
         shadow = self.shadows[depth]
         assert shadow.mode is not None
+        fakes = fake_inputs(inputs, shadow.mode, torch.device("cpu"))
         with shadow.mode:
-            fakes = inputs.map(lambda tensor: tensor.new_empty(tensor.shape, device="cpu"))
             if depth not in self.optimizers:
                 trained = [p for p in shadow.model.parameters() if p.requires_grad]
                 self.optimizers[depth] = FakeOptimizer(self.training.optimizer, trained)

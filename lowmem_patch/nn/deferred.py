@@ -129,7 +129,9 @@ class Deferred(Tensor):
     def is_stale(self) -> bool:
         """Whether somebody wrote into a source since, so that the value cannot be computed from it."""
         versions = self._versions
-        return versions is not None and [source._version for source in self.sources] != versions
+        if versions is None:
+            return False
+        return [source._version for source in self.sources] != versions or self.op.is_outdated()
 
     def __deepcopy__(self, memo: Any) -> Any:
         if self.grad_fn is not None:

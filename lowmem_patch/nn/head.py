@@ -19,6 +19,7 @@ from lowmem_patch.nn.logits import HeadReads, Logits, Settings
 from lowmem_patch.nn.low_rank import low_rank_products
 from lowmem_patch.nn.op import Projection
 from lowmem_patch.nn.own import aligns_devices_alone, give_forward, given_forward, is_own
+from lowmem_patch.nn.trained_weights import TrainedWeights
 
 _WITHOUT_TORCH_FUNCTION: Any = torch._C.DisableTorchFunctionSubclass
 FREED = "its weight is freed after its own forward"
@@ -84,17 +85,23 @@ def _deferred(
     if not any(source.requires_grad for source in sources):
         return None
     settings = Settings(dtype, dtype, bias=bias is not None, adapter=adapter is not None)
-    if not in_compiler():
-        sources = [*map(_as_it_trains, sources)]
-    return Logits(reads, settings).of(tuple(sources))
+    if in_compiler():
+        return Logits(reads, settings).of(tuple(sources))
+    weights = TrainedWeights()
+    sources = [_as_it_trains(source, weights) for source in sources]
+    return Logits(reads, settings, weights).of(tuple(sources))
 
 
-def _as_it_trains(source: Tensor) -> Tensor:
+def _as_it_trains(source: Tensor, weights: TrainedWeights) -> Tensor:
     """``source`` for readers that come later: its gradient is decided here, where the head runs. PEFT's
     ``disable_adapter()``, in which a loss of DPO is computed, freezes adapters meanwhile."""
     if source.grad_fn is not None:
         return source
-    return source.view_as(source) if source.requires_grad else source.detach()
+    if not source.requires_grad:
+        return source.detach()
+    trained = source.view_as(source)
+    weights.add(trained)
+    return trained
 
 
 def _product(

@@ -26,6 +26,7 @@ from lowmem_patch.nn.deferred import Deferred, defer, value_of
 from lowmem_patch.nn.op import Op
 from lowmem_patch.nn.shared_memory import SharedMemory
 from lowmem_patch.nn.traced import trace
+from lowmem_patch.nn.trained_weights import TrainedWeights
 from lowmem_patch.tracing.op_roles import Role, function_name, role_of
 from lowmem_patch.tracing.row_moves import moves_rows
 
@@ -122,11 +123,14 @@ class Logits(Op):
     Args:
         reads: where to note who reads them whole.
         settings: which sources there are, and what is done with their product.
+        weights: those of the sources that train; None under a compiler.
     """
 
-    def __init__(self, reads: HeadReads, settings: Sequence[Any]) -> None:
+    def __init__(
+        self, reads: HeadReads, settings: Sequence[Any], weights: TrainedWeights | None = None
+    ) -> None:
         settings = Settings(*settings)
-        self.reads, self.settings = reads, settings
+        self.reads, self.settings, self.weights = reads, settings, weights
         self.compute_dtype, self.to, self.bias, self.adapter = settings[:4]
         self.scale, self.cap, self.sign, self.normalised = settings[4:8]
         self.lead, self.second = settings[8:10]
@@ -134,7 +138,7 @@ class Logits(Op):
 
     def changed(self, **settings: Any) -> Logits:
         """Other values of the same product, or the same in another order."""
-        return Logits(self.reads, self.settings._replace(**settings))
+        return Logits(self.reads, self.settings._replace(**settings), self.weights)
 
     def of(self, sources: tuple[Tensor, ...]) -> Deferred:
         """The deferred logits."""
@@ -173,6 +177,9 @@ class Logits(Op):
 
     def compute(self, *sources: Tensor) -> Tensor:
         return self._finished(self._product(sources), sources)
+
+    def is_outdated(self) -> bool:
+        return self.weights is not None and self.weights.are_others()
 
     def note_reader(self, name: str) -> None:
         self.reads.whole[name] += 1

@@ -98,6 +98,10 @@ class Op:
         """``h`` in another floating dtype; NotImplemented for a cast that waits by itself."""
         return NotImplemented
 
+    def is_outdated(self) -> bool:
+        """Whether somebody wrote into a source without a trace."""
+        return False
+
     def note_reader(self, name: str) -> None:
         """The torch function of this name needs the values."""
 

@@ -258,7 +258,9 @@ def _look_at_memory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     if not isinstance(h, Unstored):
         return NotImplemented
     h.held = True  # somebody may have a storage, whose address must stay
-    return func(h.read(), *args[1:], **kwargs)
+    # numpy takes no tensor that has a gradient
+    value = h.read().detach().requires_grad_(h.requires_grad)
+    return func(value, *args[1:], **kwargs)
 
 
 def _get(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -12,6 +12,8 @@ from torch import Tensor
 from torch._functorch import config as functorch_config  # torch does not import it by itself
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from lowmem_patch.tracing.known_values import KnownValues
+
 # torch's kernels take these beside bfloat16, of which alone it knows the shape of a product
 _GROUPED = frozenset((torch.float16, torch.float32))
 _NOTHING: Mapping[str, object] = {}
@@ -24,7 +26,14 @@ def make_fake_mode() -> FakeTensorMode:
     # of this one mode: torch's higher-order operators (flex attention) know no class derived from its own
     own: Any = mode
     own.dispatch = partial(_dispatch, weakref.ref(mode))
+    own.values = KnownValues()
     return mode
+
+
+def values_of(mode: FakeTensorMode) -> KnownValues:
+    """The known values of the tensors of a mode that `make_fake_mode` made."""
+    found: KnownValues = mode.values  # type: ignore[attr-defined]
+    return found
 
 
 def _dispatch(
@@ -40,7 +49,13 @@ def _dispatch(
     if grouped and args[0].dtype == args[1].dtype and args[0].dtype in _GROUPED:
         with mode:
             return _grouped_product(*args, **kwargs)
-    return FakeTensorMode.dispatch(mode, func, types, args, kwargs)
+
+    def call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> object:
+        return FakeTensorMode.dispatch(mode, func, types, args, kwargs)
+
+    if not isinstance(func, torch._ops.OpOverload):
+        return call(func, args, kwargs)
+    return values_of(mode).dispatched(call, mode, func, args, kwargs)
 
 
 def _grouped_product(

@@ -14,8 +14,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map_only
 
 from lowmem_patch.nn.checkpointing import SWITCHES
 from lowmem_patch.tracing.observers import FunctionObserver, eagerly
@@ -32,9 +33,11 @@ class ForeignKernelError(RuntimeError):
 
 class NoForeignKernels(FunctionObserver):
     """Refuses what every kernel asks for that is no torch op (a Triton launch, a call through ctypes,
-    cupy): the address of a tensor."""
+    cupy): the address of a tensor. ``torch.tensor`` asks for it of tensors in a list: it gets numbers."""
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func is torch.tensor and type(args[0]) in (list, tuple):
+            args = (tree_map_only(Tensor, lambda number: number.tolist(), args[0]), *args[1:])
         if getattr(func, "__name__", None) in _ADDRESSES:
             raise ForeignKernelError("a kernel of its own needs real memory")
         return func(*args, **kwargs)

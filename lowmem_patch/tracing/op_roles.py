@@ -145,7 +145,7 @@ _TABLE: tuple[tuple[Role, tuple[str, ...]], ...] = (
     (Role.HOOK, ("register_hook", "retain_grad")),
     (Role.UNTRACKED, ("data",)),
     (Role.ADDRESS, ("data_ptr", "const_data_ptr", "mutable_data_ptr", "__dlpack__")),
-    (Role.MEMORY, ("untyped_storage", "storage", "_typed_storage", "tolist", "numpy")),
+    (Role.MEMORY, ("untyped_storage", "storage", "_typed_storage", "tolist", "numpy", "__array__")),
 )
 # fmt: on
 _ROLES = {name: role for role, names in _TABLE for name in names}

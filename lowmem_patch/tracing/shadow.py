@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from lowmem_patch.errors import TraceError
-from lowmem_patch.tracing.fake_mode import make_fake_mode
+from lowmem_patch.tracing.fake_mode import make_fake_mode, values_of
 from lowmem_patch.tracing.inputs import ExampleInputs
 from lowmem_patch.tracing.isolation import is_offloaded
 from lowmem_patch.tracing.no_cache import as_on_data
@@ -132,15 +132,33 @@ def make_shadow(model: nn.Module, inputs: ExampleInputs) -> Shadow:
         # of a compiled module torch copies what it was; nothing is compiled here
         if given._compiled_call_impl is not None:
             copied.compile()
-    with mode:
-        cpu = torch.device("cpu")
-        fakes = inputs.map(lambda t: _empty_like(t, cpu).requires_grad_(t.requires_grad))
-    fakes = as_on_data(shadow, fakes)
+    for buffer, fake in zip(model.buffers(), shadow.buffers(), strict=True):
+        if buffer.nbytes <= _SMALL:
+            values_of(mode).give(fake, buffer)
+    fakes = as_on_data(shadow, fake_inputs(inputs, mode))
     return Shadow(shadow, fakes, mode, elsewhere, found.packed, found.beside)
 
 
-def _empty_like(tensor: Tensor, instead_of_meta: torch.device) -> Tensor:
-    device = instead_of_meta if tensor.is_meta else tensor.device
+def fake_inputs(
+    inputs: ExampleInputs, mode: FakeTensorMode, device: torch.device | None = None
+) -> ExampleInputs:
+    """Inputs without data, on ``device`` or where they are; the mode knows their values."""
+
+    def fake_of(tensor: Tensor) -> Tensor:
+        there = _CPU if tensor.is_meta else tensor.device
+        with mode:
+            fake = _empty_like(tensor, there if device is None else device)
+        values_of(mode).give(fake, tensor)
+        return fake.requires_grad_(tensor.requires_grad)
+
+    return inputs.map(fake_of)
+
+
+_CPU = torch.device("cpu")
+_SMALL = 1 << 16  # bytes of a buffer whose values a forward may look at
+
+
+def _empty_like(tensor: Tensor, device: torch.device) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
 

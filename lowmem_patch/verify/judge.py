@@ -82,7 +82,8 @@ def _run(
     ends = [t for t in outputs.values() if t.requires_grad]
     starts = [_integers(t.shape, seed + i).to(t) for i, t in enumerate(ends)]
     if ends:
-        torch.autograd.backward(ends, starts)
+        with in_float64() if float64 else contextlib.nullcontext():
+            torch.autograd.backward(ends, starts)
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
             run.gradients[name] = parameter.grad.double()

@@ -1,0 +1,202 @@
+"""Values of fake tensors that follow from the example inputs alone.
+
+Where a model places images among words, or splits them by their sizes, shapes depend on values of its inputs,
+which fake tensors lack. So what is computed from inputs and small buffers alone (masks, positions, numbers of
+patches) is computed on their data as well, and an op whose output's shape is unknown is asked there.
+
+Some forwards look for infinities among their activations: there are none in a trace.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    is_fake,
+)
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from torch.utils.weak import WeakIdKeyDictionary
+
+# Bytes of one value: masks of long sequences, on which no shape depends, are larger.
+_LARGEST = 16 << 20
+_FEW = 1 << 10
+
+_aten = torch.ops.aten
+
+
+class KnownValues:
+    """The values of the fake tensors of one mode, as far as they are known."""
+
+    def __init__(self) -> None:
+        self._values: Any = WeakIdKeyDictionary()  # has no types
+        self._memories: set[int] = set()  # of tensors whose values are known, or were
+        # values into which nobody has written yet, by their memory
+        self._blank: dict[int, Tensor] = {}
+
+    def give(self, fake: Tensor, tensor: Tensor) -> None:
+        """``fake`` has the values that ``tensor`` has now, which lies in memory as it does."""
+        if tensor.nbytes >= _LARGEST or tensor.is_meta or is_fake(tensor):
+            return
+        tensor = tensor.detach()
+        if any(step == 0 for step in tensor.stride()):  # expanded: nobody writes into it
+            self._add(fake, tensor)
+            return
+        size, strides = tensor.shape, tensor.stride()
+        value = torch.empty_strided(size, strides, dtype=tensor.dtype, device=fake.device)
+        self._add(fake, value.copy_(tensor))
+
+    def _add(self, fake: Tensor, value: Tensor) -> None:
+        if value.nbytes < _LARGEST and not value.is_meta:
+            self._values[fake] = value
+            self._memories.add(_memory_of(fake))
+
+    def dispatched(
+        self,
+        call: Callable[..., object],
+        mode: FakeTensorMode,
+        func: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> object:
+        """``call(func, args, kwargs)`` on fake tensors, and on the values where all are known."""
+        if func is _aten.empty.memory_format:
+            return self._blank_of(call(func, args, kwargs))
+        known = self._are_known(func, args, kwargs)
+        try:
+            output = call(func, args, kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            if known:
+                return tree_map_only(
+                    Tensor, self._fake_in(mode), self._computed(func, args, kwargs)
+                )
+            if func is _aten.masked_select.default and self._is_known(args[1]):
+                with mode:
+                    broadcast: Any = torch.broadcast_tensors  # has no types
+                    tensor, mask = broadcast(args[0], args[1])
+                    return tensor[mask]
+            raise
+        if known:
+            self._follow(func, args, kwargs, output)
+        elif func._schema.is_mutable:
+            self._forget(func, args, kwargs)
+        elif (found := _of_finite(func, args)) is not None and isinstance(output, FakeTensor):
+            self._add(output, torch.tensor(found, device=output.device).expand(output.shape))
+        return output
+
+    def _are_known(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Whether the op computes known values, or views of those into which nobody has written yet."""
+        if _is_undefined(func):
+            return False
+        if all(map(self._is_known, _tensors((*args, *kwargs.values())))):
+            return True
+        writes = func._schema.is_mutable
+        if not ((func.is_view or writes) and args and self._is_blank(args[0])):
+            return False
+        known = all(map(self._is_known, _tensors((*args[1:], *kwargs.values()))))
+        if known and writes:
+            del self._blank[_memory_of(self._values[args[0]])]
+        return known
+
+    def _is_known(self, tensor: Tensor) -> bool:
+        constant = type(tensor) is Tensor and tensor.nbytes < _LARGEST
+        return constant or (tensor in self._values and not self._is_blank(tensor))
+
+    def _is_blank(self, tensor: Any) -> bool:
+        value = self._values.get(tensor) if isinstance(tensor, Tensor) else None
+        return value is not None and _memory_of(value) in self._blank
+
+    def _blank_of(self, fake: Any) -> object:
+        """An empty tensor of a few integers (sizes of a detector's levels) is known once it is written."""
+        if not fake.is_floating_point() and fake.nbytes <= _FEW and fake.device.type != "meta":
+            with _disable_current_modes():
+                value = torch.zeros(fake.shape, dtype=fake.dtype, device=fake.device)
+            self._add(fake, value)
+            self._blank[_memory_of(value)] = value
+        return fake
+
+    def _follow(
+        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], output: object
+    ) -> None:
+        """Compute the values of ``output``, or write where the op wrote."""
+        writes = func._schema.is_mutable
+        if not writes and any(made.nbytes >= _LARGEST for made in _tensors((output,))):
+            return
+        try:
+            values = self._computed(func, args, kwargs)
+        except (RuntimeError, NotImplementedError):  # a dtype that the device does not compute in
+            if writes:
+                self._forget(func, args, kwargs)
+            return
+        for fake, value in zip(tree_leaves(output), tree_leaves(values), strict=True):
+            if isinstance(fake, FakeTensor) and isinstance(value, Tensor):
+                self._add(fake, value)
+
+    def _computed(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        def value(item: Any) -> Any:
+            if not isinstance(item, Tensor):
+                return item
+            known = self._values.get(item)
+            return item.clone() if known is None else known  # nobody writes into a constant
+
+        with _disable_current_modes(), torch.no_grad():
+            return func(*tree_map(value, args), **tree_map(value, kwargs))
+
+    def _fake_in(self, mode: FakeTensorMode) -> Callable[[Tensor], Tensor]:
+        def fake(value: Tensor) -> Tensor:
+            with mode:
+                made = value.new_empty_strided(value.shape, value.stride())
+            self._add(made, value)
+            return made
+
+        return fake
+
+    def _forget(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Something unknown was written, perhaps into what shares its memory with known values."""
+        for place, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                given = args[place] if place < len(args) else kwargs.get(argument.name)
+                for written in _tensors((given,)):
+                    self._forget_memory(_memory_of(written))
+
+    def _forget_memory(self, memory: int) -> None:
+        if memory in self._memories:
+            self._memories.discard(memory)
+            for fake in [fake for fake in self._values if _memory_of(fake) == memory]:
+                del self._values[fake]
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+
+
+def _memory_of(tensor: Tensor) -> int:
+    memory: int = tensor.untyped_storage()._cdata
+    return memory
+
+
+def _is_undefined(func: Any) -> bool:
+    """Whether an op gives other values each time: random ones, or memory as it is."""
+    return torch.Tag.nondeterministic_seeded in func.tags or "empty" in func.overloadpacket.__name__
+
+
+def _of_finite(func: Any, args: Sequence[Any]) -> bool | None:
+    """What a comparison gives of numbers that are all finite, whatever they are."""
+    if func is _aten.isinf.default or func is _aten.isnan.default:
+        return False
+    finite = (func is _aten.ne.Scalar and args[1] == math.inf) or (
+        func is _aten.eq.Tensor and args[0] is args[1]
+    )
+    return True if finite else None
