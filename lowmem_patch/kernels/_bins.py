@@ -11,9 +11,11 @@ the comparison alone decides.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 
@@ -72,6 +74,46 @@ def above(x, threshold, FAR: tl.constexpr):
         return _math.saturated(x, tl.full(x.shape, HUGE, tl.float32), threshold)
     else:
         return tl.where(x > threshold, 1.0, 0.0)
+
+
+# Of a threshold and a count in one number, the count has the lowest bits of the mantissa.
+_COUNT = tl.constexpr(15)
+_ONES = tl.constexpr(0x4B000000)  # 2^23, to whose bits a small integer is added
+_TWO_23 = tl.constexpr(2.0**23)
+
+
+def can_be_joined(thresholds: Sequence[float], dtype: torch.dtype) -> bool:
+    """Whether no number of ``dtype`` lies between a threshold and the one that `joined` compares with."""
+    if dtype.itemsize != 2 or 0.0 in thresholds or not _math.NVIDIA:
+        return False
+    exact = torch.tensor(thresholds)
+    bits = exact.view(torch.int32)
+    upper = torch.where(exact > 0, (bits + 15 & ~15) | 15, bits - 15 & ~15)  # the largest of them
+    return torch.equal(_next_above(exact, dtype), _next_above(upper.view(torch.float32), dtype))
+
+
+def _next_above(numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The smallest number of a dtype above each one."""
+    rounded = numbers.to(dtype)
+    higher = rounded.nextafter(torch.tensor(float("inf"), dtype=dtype))
+    return torch.where(rounded.float() > numbers, rounded, higher)
+
+
+@triton.jit
+def joined(threshold, count):
+    """A threshold, a little higher, as `prepared` gives it, with a count of 0 to 15 in its lowest bits."""
+    bits = (threshold * -HUGE).to(tl.int32, bitcast=True)
+    # the higher one of a positive threshold has larger bits, that of a negative one smaller ones
+    cut = tl.where(threshold > 0.0, bits + _COUNT, bits - _COUNT) & (-1 - _COUNT)
+    return (cut | count).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def joint_code(x, both):
+    """How many thresholds lie below x, of what `joined` gave for its bin; in float32."""
+    bits = both.to(tl.int32, bitcast=True)
+    count = ((bits & _COUNT) | _ONES).to(tl.float32, bitcast=True) - _TWO_23
+    return count + _math.saturated(x, tl.full(x.shape, HUGE, tl.float32), both)
 
 
 @triton.jit

@@ -42,6 +42,9 @@ from lowmem_patch.kernels._bins import (
     above,
     bin_of,
     bins_of,
+    can_be_joined,
+    joined,
+    joint_code,
     looked_up,
     prepared,
 )
@@ -131,7 +134,8 @@ def _code_of(
     C1: tl.constexpr, C2: tl.constexpr, C3: tl.constexpr, C4: tl.constexpr, C5: tl.constexpr,
     C6: tl.constexpr, C7: tl.constexpr, C8: tl.constexpr, C9: tl.constexpr, C10: tl.constexpr,
     C11: tl.constexpr, C12: tl.constexpr, C13: tl.constexpr, C14: tl.constexpr, C15: tl.constexpr,
-    SCALE: tl.constexpr, SHIFT: tl.constexpr, BINS: tl.constexpr, FAR: tl.constexpr, BITS: tl.constexpr,
+    SCALE: tl.constexpr, SHIFT: tl.constexpr, BINS: tl.constexpr, FAR: tl.constexpr, JOINT: tl.constexpr,
+    BITS: tl.constexpr,
 ):  # fmt: skip
     """How many of the 2^BITS - 1 thresholds lie below x, in float32."""
     if BITS == 1:
@@ -147,13 +151,14 @@ def _code_of(
         below = _halved(
             ends, C1, C2, C3, C4, C5, C6, C7, C8, C9, C10, C11, C12, C13, C14, C15, BITS
         )
-        # behind the last one of 7 there is 0.0 in the list, which nothing is to be compared with
-        LAST: tl.constexpr = float("inf")
-        EIGHTH: tl.constexpr = LAST if BITS == 3 else C8
+        # behind the last threshold there is none to compare with but that one
+        below = tl.minimum(below, (1 << BITS) - 2)
         following = _value_of(
-            below, C1, C2, C3, C4, C5, C6, C7, EIGHTH, C9, C10, C11, C12, C13, C14, C15, LAST
+            below, C1, C2, C3, C4, C5, C6, C7, C8, C9, C10, C11, C12, C13, C14, C15, C15
         )
         bins = bin_of(x, SCALE, SHIFT, BINS)
+        if JOINT:
+            return joint_code(x, looked_up(joined(following, below), bins))
         end = looked_up(prepared(following, FAR), bins)
         return looked_up(below.to(tl.float32), bins) + above(x, end, FAR)
 
@@ -251,7 +256,7 @@ def _codes_forward_kernel(
     C6: tl.constexpr, C7: tl.constexpr, C8: tl.constexpr, C9: tl.constexpr, C10: tl.constexpr,
     C11: tl.constexpr, C12: tl.constexpr, C13: tl.constexpr, C14: tl.constexpr, C15: tl.constexpr,
     LAST: tl.constexpr, CYCLIC: tl.constexpr, BITS: tl.constexpr,
-    SCALE: tl.constexpr, SHIFT: tl.constexpr, BINS: tl.constexpr, FAR: tl.constexpr,
+    SCALE: tl.constexpr, SHIFT: tl.constexpr, BINS: tl.constexpr, FAR: tl.constexpr, JOINT: tl.constexpr,
     KIND: tl.constexpr, PRECISE: tl.constexpr, COARSE: tl.constexpr,
     EVEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -261,7 +266,7 @@ def _codes_forward_kernel(
     tl.store(y_ptr + first * GROUP + offsets, y.to(y_ptr.dtype.element_ty), mask=mask)
     code = _code_of(
         x, C1, C2, C3, C4, C5, C6, C7, C8, C9, C10, C11, C12, C13, C14, C15,
-        SCALE, SHIFT, BINS, FAR, BITS,
+        SCALE, SHIFT, BINS, FAR, JOINT, BITS,
     )  # fmt: skip
     if CYCLIC:
         code = tl.where(x >= LAST, 0.0, code)
@@ -318,6 +323,7 @@ def _forward_launch(kind: ActivationKind, bits: int, dtype: torch.dtype, even: b
         SHIFT=bins.shift,
         BINS=bins.number,
         FAR=0.0 not in inner,
+        JOINT=table.bits > 2 and can_be_joined(inner, dtype),
         KIND=kind,
         PRECISE=dtype == torch.float32,
         COARSE=dtype == torch.bfloat16,
