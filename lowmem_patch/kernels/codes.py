@@ -5,9 +5,9 @@ dx = dy h~'(x), and h~'(x) = level[code] with code = number of thresholds below 
 
 Saved: the codes. Eight elements are one 16-byte load of a half tensor, so a thread packs the codes of
 eight into one group of whole words: one of 8, 16 or 32 bits for 1, 2 or 4 bits a code. For 3 bits these
-are 24 bits: a word of 16 with the two lower bits of each code, in the first two thirds of the memory, and a
-byte of the highest ones in the last third. So no bit is wasted, no two threads share a word, and each plane
-is read and written as one vector. Ten codes in an int32 would take 3.2 bits and loads that no vector fits.
+are 24 bits: a word of the lower 16, in the first two thirds of the memory, and a byte of the higher 8 in the
+last third. So no bit is wasted, no two threads share a word, and each part is read and written as one
+vector. Ten codes in an int32 would take 3.2 bits and loads that no vector fits.
 Element i has the bits from i * bits of its word; only the last group is padded (with zeros).
 
 With 3 and 4 bits comparisons and selections would take longer than the memory traffic: on an H200 there is
@@ -176,16 +176,7 @@ def _store_codes(codes_ptr, code, groups, first, own, BITS: tl.constexpr, BLOCK:
         packed = tl.sum(code * (1 << 2 * place).to(tl.float32), axis=1).to(tl.int32)
         tl.store(words + group, packed.to(tl.int16), mask=exists)
     elif BITS == 3:
-        # both planes in one sum, the bytes above the words: a high bit goes from the one to the other
-        if _math.NVIDIA:  # 4 * code - 15 is below 0 or from 1 on
-            high = _math.saturated(
-                code, tl.full(code.shape, 4.0, tl.float32), tl.full(code.shape, -15.0, tl.float32)
-            )
-        else:
-            high = tl.where(code >= 4.0, 1.0, 0.0)
-        moved = ((65536 << place) - (4 << 2 * place)).to(tl.float32)
-        places = code * (1 << 2 * place).to(tl.float32) + high * moved
-        packed = tl.sum(places, axis=1).to(tl.int32)
+        packed = tl.sum(code * (1 << 3 * place).to(tl.float32), axis=1).to(tl.int32)
         tl.store(words + group, packed.to(tl.int16), mask=exists)
         high_plane = codes_ptr + (2 * groups.to(tl.int64) + first)
         tl.store(high_plane + group, (packed >> 16).to(codes_ptr.dtype.element_ty), mask=exists)
@@ -233,9 +224,9 @@ def _level_of(
         return _one_of_four(two, one, L0, L1, L2, L3)
     else:
         if BITS == 3:
-            low = _load_plane(codes_ptr, first, own, 2, BLOCK) >> 2 * place
+            low = _load_plane(codes_ptr, first, own, 2, BLOCK) & 65535
             high = _load_plane(codes_ptr + 2 * groups.to(tl.int64), first, own, 1, BLOCK)
-            code = (low & 3) | ((high << 2) >> place) & 4
+            code = ((low | high << 16) >> 3 * place) & 7
         else:
             code = (_load_plane(codes_ptr, first, own, 4, BLOCK) >> 4 * place) & 15
         numbers = tl.arange(0, MOST_LEVELS) if GATHERS else code

@@ -67,8 +67,8 @@ def codes_forward(x: Tensor, kind: ActivationKind, bits: int) -> tuple[Tensor, T
     """y = h(x) and the code of each element in the step table for ``bits``.
 
     The codes of eight elements are one group, first element lowest. With 1, 2 and 4 bits a code, a group is
-    one word of 8, 16 or 32 bits. With 3 bits it is a word of 16 bits, which holds the two lower bits of each
-    code as the codes of 2 bits lie, and a byte of the highest ones; all bytes lie behind all words.
+    one word of 8, 16 or 32 bits. With 3 bits it is one of 24: its lower 16 bits are a word, its higher 8 a
+    byte, and all bytes lie behind all words.
 
     Args:
         x: ``[...]``, n elements.
@@ -89,26 +89,32 @@ def codes_forward(x: Tensor, kind: ActivationKind, bits: int) -> tuple[Tensor, T
     if kind in ("relu", "relu6"):  # whose backward passes the gradient of a NaN on
         codes.masked_fill_(flat.isnan(), 1)
     codes = F.pad(codes, (0, -flat.numel() % CODES_PER_GROUP))
-    planes = [_pack(codes >> low & (1 << width) - 1, width) for low, width in _PLANES[table.bits]]
-    return activate(x, kind).contiguous(), torch.cat(planes)
+    return activate(x, kind).contiguous(), _pack(codes, table.bits)
 
 
-# the lowest bit of a code that a plane holds, and how many
-_PLANES = {1: ((0, 1),), 2: ((0, 2),), 3: ((0, 2), (2, 1)), 4: ((0, 4),)}
+def _pack(codes: Tensor, bits: int) -> Tensor:
+    """Groups of eight codes, the first one lowest in ``8 * bits`` bits."""
+    words = codes.view(-1, CODES_PER_GROUP).int() << _places(bits, codes.device)
+    parts = words.sum(1, keepdim=True, dtype=torch.int32).view(torch.uint8)[:, :bits]
+    whole = (parts[:, :2], parts[:, 2:]) if bits == 3 else (parts,)
+    return torch.cat(
+        [part.reshape(-1) for part in whole]
+    )  # which nothing else of the words is part of
 
 
-def _pack(values: Tensor, width: int) -> Tensor:
-    """Values of ``width`` bits, the first one lowest in its byte."""
-    values = values.view(-1, 8 // width)
-    packed = torch.zeros(values.shape[0], dtype=torch.uint8, device=values.device)
-    for position in range(8 // width):
-        packed |= values[:, position] << width * position
-    return packed
+def _unpack(packed: Tensor, bits: int) -> Tensor:
+    groups = packed.numel() // bits
+    words = packed.new_zeros(groups, 4)
+    if bits == 3:
+        words[:, :2], words[:, 2] = packed[: 2 * groups].view(-1, 2), packed[2 * groups :]
+    else:
+        words[:, :bits] = packed.view(-1, bits)
+    codes = words.view(torch.int32) >> _places(bits, packed.device) & (1 << bits) - 1
+    return codes.view(-1)
 
 
-def _unpack(packed: Tensor, width: int) -> Tensor:
-    positions = torch.arange(0, 8, width, dtype=torch.uint8, device=packed.device)
-    return (packed[:, None] >> positions & (1 << width) - 1).view(-1)
+def _places(bits: int, device: torch.device) -> Tensor:
+    return bits * torch.arange(CODES_PER_GROUP, dtype=torch.int32, device=device)
 
 
 def codes_backward(
@@ -119,11 +125,7 @@ def codes_backward(
     Exact tables are of activations whose backward selects: 0 where the level is, also of an infinite dy.
     """
     table = STEP_TABLES[kind][bits]
-    groups = codes.numel() // table.bits
-    unpacked = torch.zeros((), dtype=torch.int32, device=dy.device)
-    for low, width in _PLANES[table.bits]:
-        plane, codes = codes[: groups * width], codes[groups * width :]
-        unpacked = unpacked + (_unpack(plane, width).int() << low)
+    unpacked = _unpack(codes, table.bits)
     arithmetic = _arithmetic_dtype(dy.dtype)
     levels = torch.tensor(table.levels, dtype=arithmetic, device=dy.device)
     slopes = levels[unpacked[: dy.numel()]].view(dy.shape)
