@@ -21,6 +21,9 @@ from lowmem_patch.nn.own import Own
 
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
+# an attribute of a cache that a trace gives in the place of none
+STANDS_FOR_NONE = "stands_for_none"
+
 _WANTED = (
     "a forward in training was given use_cache=True or a cache of keys and values: blocks that a budget runs "
     "again in backward save all that they need in this forward, which is more than planned (fit=). Give "
@@ -57,8 +60,8 @@ def watch_caches(model: nn.Module, caches: ForwardCaches) -> None:
 def _begin(
     caches: ForwardCaches, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    given = bool(kwargs.get("use_cache")) or bool(_found_in(args, kwargs))
-    caches.wanted = given and torch.is_grad_enabled()
+    asked = bool(kwargs.get("use_cache")) or any(map(_is_one, _found_in(args, kwargs)))
+    caches.wanted = asked and torch.is_grad_enabled()
     if caches.wanted and not in_compiler():
         warnings.warn(_WANTED, stacklevel=2)
 
@@ -83,9 +86,8 @@ def without_empty_caches(
     if caches.wanted or not all(_is_empty(block, cache) for cache in found):
         return None
     if not in_compiler():
-        caches.withheld += (
-            cache for cache in found if all(cache is not one for one in caches.withheld)
-        )
+        known = caches.withheld
+        known += [one for one in filter(_is_one, found) if all(one is not other for other in known)]
 
     def without(value: Any) -> Any:
         return None if any(value is cache for cache in found) else value
@@ -101,6 +103,10 @@ def _found_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     if library is None:
         return []
     return [value for value in (*args, *kwargs.values()) if isinstance(value, library.Cache)]
+
+
+def _is_one(cache: Any) -> bool:
+    return not hasattr(cache, STANDS_FOR_NONE)
 
 
 def _is_empty(block: nn.Module, cache: Any) -> bool:

@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 from torch import Tensor, nn
 
+from lowmem_patch.nn.caches import STANDS_FOR_NONE
 from lowmem_patch.tracing.base_model import base_model
 from lowmem_patch.tracing.inputs import ExampleInputs
 
@@ -57,6 +58,7 @@ def as_on_data(model: nn.Module, inputs: ExampleInputs) -> ExampleInputs:
 
         get_recurrent_state, update_recurrent_state = get_conv_state, update_conv_state
 
+    setattr(NothingCached, STANDS_FOR_NONE, True)
     return ExampleInputs(inputs.args, {**inputs.kwargs, cache: NothingCached()})
 
 

@@ -45,6 +45,19 @@ pytestmark = [
 ]
 
 
+def test_the_least_budget_does_not_depend_on_an_empty_cache() -> None:
+    reports = []
+    for use_cache in (True, False):
+        model, inputs = made("llama")
+        model.config.use_cache = use_cache
+        with pytest.raises(BudgetError) as error:
+            plan_patch(model, "exact", example_inputs=inputs, fit=1001)
+        _, report = fitted(model, inputs, least_of(str(error.value)), "exact")
+        reports.append((report.predicted, report.levels))
+    assert reports[0] == reports[1]
+    assert set(reports[0][1]) == {"checkpointed"}
+
+
 @pytest.mark.parametrize("library", ["transformers", "timm"])
 def test_a_switch_that_is_on_before_counts(library: str) -> None:
     model, inputs = made("llama" if library == "transformers" else "swin")
