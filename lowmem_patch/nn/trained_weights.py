@@ -48,9 +48,12 @@ def _note_gradient(weights: weakref.ref[TrainedWeights], gradient: Tensor) -> No
         found.note()
 
 
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
 def _sum_of_bits(tensor: Tensor) -> Tensor:
-    """One number, which differs where a few numbers differ."""
+    """One number, which is another one where a number of the tensor is, and hardly the same for several."""
     with torch.no_grad():
         bits = tensor.contiguous().view(-1)
         whole = len(bits) * bits.itemsize % 8 == 0 and bits.data_ptr() % 8 == 0
-        return bits.view(torch.int64 if whole else torch.uint8).sum()
+        return bits.view(torch.int64 if whole else _INTEGERS[bits.itemsize]).sum()

@@ -99,12 +99,13 @@ def test_bits_are_summed_where_somebody_holds_the_logits(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_every_single_number_counts(dtype: torch.dtype) -> None:
-    weight = torch.randn(3, 7, dtype=dtype)
-    first = trained_weights._sum_of_bits(weight)
-    for place in range(weight.numel()):
-        changed = weight.clone().flatten()
-        changed[place] += 1
-        assert not torch.equal(trained_weights._sum_of_bits(changed.view(3, 7)), first)
+    for size in ((3, 7), (16, 8)):
+        weight = torch.randn(size, dtype=dtype)
+        first = trained_weights._sum_of_bits(weight)
+        for place in range(weight.numel()):
+            changed = weight.clone().flatten()
+            changed[place] += 1
+            assert not torch.equal(trained_weights._sum_of_bits(changed.view(size)), first)
 
 
 def test_a_gradient_is_no_array() -> None:
