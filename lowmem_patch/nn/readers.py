@@ -258,8 +258,9 @@ def _look_at_memory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     if not isinstance(h, Unstored):
         return NotImplemented
     h.held = True  # somebody may have a storage, whose address must stay
-    # numpy takes no tensor that has a gradient
-    value = h.read().detach().requires_grad_(h.requires_grad)
+    value = h.read()
+    if h.requires_grad and func in (Tensor.numpy, Tensor.__array__):  # which refuse a gradient
+        value = value.detach().requires_grad_()
     return func(value, *args[1:], **kwargs)
 
 

@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
+from lowmem_patch.functional import unseen
 from lowmem_patch.nn.gammas import is_capturing
 
 
@@ -25,21 +27,27 @@ class TrainedWeights:
 
     def add(self, weight: Tensor) -> None:
         """``weight`` has a place in the graph."""
+        if isinstance(weight, FakeTensor):  # which has no values
+            return
         self._weights.append(weight.detach())
         hook: Any = weight.register_hook  # has no types
         hook(partial(_note_gradient, weakref.ref(self)))
 
     def note(self) -> None:
         """A gradient has come to one of them."""
-        if not self._sums:
+        if not self._sums and not self._are_freed():
             self._sums = [*map(_sum_of_bits, self._weights)]
 
     def are_others(self) -> bool:
         """Whether one was written since its gradient came; waits for the device."""
-        if not self._sums or is_capturing(self._weights[0].device):
+        if not self._sums or self._are_freed() or is_capturing(self._weights[0].device):
             return False
         pairs = zip(self._weights, self._sums, strict=True)
         return any(not torch.equal(_sum_of_bits(weight), first) for weight, first in pairs)
+
+    def _are_freed(self) -> bool:
+        """Whether FSDP has taken the memory of one away, which whoever computes logits will say."""
+        return not all(weight.untyped_storage().nbytes() for weight in self._weights)
 
 
 def _note_gradient(weights: weakref.ref[TrainedWeights], gradient: Tensor) -> None:
@@ -53,7 +61,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def _sum_of_bits(tensor: Tensor) -> Tensor:
     """One number, which is another one where a number of the tensor is, and hardly the same for several."""
-    with torch.no_grad():
+    with torch.no_grad(), unseen():
         bits = tensor.contiguous().view(-1)
         whole = len(bits) * bits.itemsize % 8 == 0 and bits.data_ptr() % 8 == 0
         return bits.view(torch.int64 if whole else _INTEGERS[bits.itemsize]).sum()
