@@ -51,6 +51,17 @@ def _written(net: Net, ids: Tensor, sizes: Tensor) -> Tensor:
     return net.x(ids)[ids == IMAGE]
 
 
+def _constant(net: Net, ids: Tensor, sizes: Tensor) -> Tensor:
+    lengths = torch.tensor([1, 2])
+    lengths += 1
+    return net.x(ids)[:, : int(lengths[0])]
+
+
+def _writes_its_input(net: Net, ids: Tensor, sizes: Tensor) -> Tensor:
+    ids[:, 0] = IMAGE
+    return net.x(ids)[ids == IMAGE]
+
+
 def _positions(net: Net, ids: Tensor, sizes: Tensor) -> Tensor:
     rows = [torch.arange(t * h * w).view(t, -1).flatten() for t, h, w in sizes.tolist()]
     lengths = torch.tensor([row.max() + 1 for row in rows])
@@ -69,6 +80,8 @@ FORMULAS: dict[str, Formula] = {
     "positions": _positions,
     "of a buffer": lambda net, ids, sizes: net.x(ids)[:, : int(net.stride)],
     "written": _written,
+    "a constant that is written": _constant,
+    "an input that is written": _writes_its_input,
     "sizes of levels": _levels,
     "equal": lambda net, ids, sizes: net.x(ids) if torch.equal(ids, ids + 0) else ids,
     "images that are not blank": lambda net, ids, sizes: net.x(ids)[(sizes.float() == 0).sum(-1) == 0],
@@ -112,10 +125,16 @@ def _traced(model: Net, ids: Tensor = IDS) -> list[Tensor]:
 def test_shapes_are_those_of_a_real_run(name: str) -> None:
     model = Net(FORMULAS[name])
     kept = IDS.clone()
-    found, wanted = _traced(model), output_tensors(model(IDS, SIZES))
+    found, wanted = _traced(model), output_tensors(model(IDS.clone(), SIZES))
     shapes = [[(t.shape, t.stride(), t.dtype) for t in tensors] for tensors in (found, wanted)]
     assert shapes[0] == shapes[1]
     assert torch.equal(IDS, kept)  # nothing of the user's was written
+
+
+def test_a_tensor_that_no_module_holds_is_not_written() -> None:
+    count = torch.tensor([2])
+    _traced(Net(lambda net, ids, sizes: (count.add_(1), net.x(ids))[1]))
+    assert count.tolist() == [2]
 
 
 def test_a_slice_of_a_batch_lies_as_it_does() -> None:
