@@ -331,6 +331,7 @@ def _of_numbers(x, KIND: tl.constexpr, PRECISE: tl.constexpr):
 
 @triton.jit
 def _curved(x, KIND: tl.constexpr, PRECISE: tl.constexpr, COARSE: tl.constexpr):
+    """h(x) of activations made of exponentials, as accurate as the result's dtype asks for."""
     if COARSE and NVIDIA:
         return _coarse(x, KIND)
     else:

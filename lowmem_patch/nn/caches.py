@@ -60,7 +60,7 @@ def watch_caches(model: nn.Module, caches: ForwardCaches) -> None:
 def _begin(
     caches: ForwardCaches, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    asked = bool(kwargs.get("use_cache")) or any(map(_is_one, _found_in(args, kwargs)))
+    asked = bool(kwargs.get("use_cache")) or any(map(_is_real, _found_in(args, kwargs)))
     caches.wanted = asked and torch.is_grad_enabled()
     if caches.wanted and not in_compiler():
         warnings.warn(_WANTED, stacklevel=2)
@@ -87,7 +87,9 @@ def without_empty_caches(
         return None
     if not in_compiler():
         known = caches.withheld
-        known += [one for one in filter(_is_one, found) if all(one is not other for other in known)]
+        known += [
+            one for one in filter(_is_real, found) if all(one is not other for other in known)
+        ]
 
     def without(value: Any) -> Any:
         return None if any(value is cache for cache in found) else value
@@ -105,7 +107,8 @@ def _found_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     return [value for value in (*args, *kwargs.values()) if isinstance(value, library.Cache)]
 
 
-def _is_one(cache: Any) -> bool:
+def _is_real(cache: Any) -> bool:
+    """Whether keys and values can be written into it."""
     return not hasattr(cache, STANDS_FOR_NONE)
 
 

@@ -60,7 +60,10 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _sum_of_bits(tensor: Tensor) -> Tensor:
-    """One number, which is another one where a number of the tensor is, and hardly the same for several."""
+    """``[]`` int64: the sum of the tensor's bits, read as integers.
+
+    A change of one element always changes the sum; changes of several could only cancel by chance.
+    """
     with torch.no_grad(), unseen():
         bits = tensor.contiguous().view(-1)
         whole = len(bits) * bits.itemsize % 8 == 0 and bits.data_ptr() % 8 == 0

@@ -97,9 +97,8 @@ def _pack(codes: Tensor, bits: int) -> Tensor:
     words = codes.view(-1, CODES_PER_GROUP).int() << _places(bits, codes.device)
     parts = words.sum(1, keepdim=True, dtype=torch.int32).view(torch.uint8)[:, :bits]
     whole = (parts[:, :2], parts[:, 2:]) if bits == 3 else (parts,)
-    return torch.cat(
-        [part.reshape(-1) for part in whole]
-    )  # which nothing else of the words is part of
+    # a copy: what is saved must not hold the unused bytes of the words
+    return torch.cat([part.reshape(-1) for part in whole])
 
 
 def _unpack(packed: Tensor, bits: int) -> Tensor:
