@@ -20,7 +20,7 @@ from lowmem_patch.strategies.fold_weights import FoldStep
 from lowmem_patch.tracing.base_model import checked_model
 from lowmem_patch.tracing.example_inputs import make_example_inputs
 from lowmem_patch.tracing.inputs import as_example_inputs
-from lowmem_patch.verify.judge import Candidate, Judge
+from lowmem_patch.verify.judge import Candidate, Judge, seeded
 from lowmem_patch.verify.result import RunResult, VerifyResult
 
 Progress = Callable[[str, int, int], None]
@@ -35,7 +35,10 @@ def _judged(
     progress: Progress | None,
 ) -> tuple[Judge, Callable[[Candidate, PatchConfig | None], Iterator[RunResult]]]:
     """Who judges, and what gives the results of a candidate, one for each arithmetic that is tried."""
-    inputs = make_example_inputs(original) if given is None else as_example_inputs(given)
+    if given is None:
+        with seeded(original, seed):
+            given = make_example_inputs(original)
+    inputs = as_example_inputs(given)
     modes: list[tuple[str, torch.dtype, torch.dtype | None]]
     modes = [(_name(dtype), dtype, None) for dtype in dtypes]
     if autocast is not None:
@@ -77,6 +80,7 @@ def verify_model(
     Args:
         preset, config, example_inputs: as in :func:`lowmem_patch.patch_model`.
         dtypes, autocast: each is tried; autocast with float32 parameters, and not where it is None.
+        seed: of the inputs that are made, of the gradients of the outputs, and of what the model draws.
         progress: called with the present step's name, the number of steps done, and the number of all.
 
     Raises:

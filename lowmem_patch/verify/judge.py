@@ -6,8 +6,8 @@ import contextlib
 import copy
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,9 @@ Candidate = Callable[
 ]
 
 GRADIENT_FACTOR = 3.0
+# Where a gradient sums up terms that cancel, its error is that of a few roundings, in both models: one draw
+# of the outputs' gradients does not tell rounding from a mistake. What fails is judged over so many more.
+MORE_DRAWS = 4
 # The direction of a gradient is known when its size is this many times the unpatched model's error.
 _KNOWN_DIRECTION = 10.0
 
@@ -52,6 +55,19 @@ def _integers(shape: torch.Size, seed: int) -> Tensor:
     return torch.randint(-8, 9, shape, generator=generator)
 
 
+def _device(model: nn.Module) -> torch.device:
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
+
+
+@contextlib.contextmanager
+def seeded(model: nn.Module, seed: int) -> Iterator[None]:
+    """What is drawn on the CPU and on the model's device follows from ``seed``; both states are put back."""
+    device = _device(model)
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        yield
+
+
 def _run(
     model: nn.Module,
     inputs: ExampleInputs,
@@ -60,15 +76,11 @@ def _run(
     autocast: torch.dtype | None = None,
     float64: bool = False,
 ) -> _Run:
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
     with contextlib.ExitStack() as stack:
-        stack.enter_context(
-            torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
-        )
-        torch.manual_seed(seed)
+        stack.enter_context(seeded(model, seed))
         stack.enter_context(torch.enable_grad())
         if autocast is not None:
-            stack.enter_context(torch.autocast(device.type, dtype=autocast))
+            stack.enter_context(torch.autocast(_device(model).type, dtype=autocast))
         if float64:
             stack.enter_context(in_float64())
         saved = stack.enter_context(saved_bytes(model))
@@ -177,26 +189,52 @@ def _norm(tensors: Iterable[Tensor]) -> float:
     return math.sqrt(sum(float(t.square().sum()) for t in tensors))
 
 
-def _check_gradients(
-    truth: _Run, unpatched: _Run, found: Mapping[str, Tensor], eps: float
-) -> list[TensorCheck]:
+class _Draw(NamedTuple):
+    """Gradients by name, for one draw of the outputs' gradients.
+
+    Attributes:
+        truth, unpatched: in float64, and in the dtype that is judged.
+        found: of the candidate, as gradients of the unpatched model.
+    """
+
+    truth: Mapping[str, Tensor]
+    unpatched: Mapping[str, Tensor]
+    found: Mapping[str, Tensor]
+
+    def only(self, names: Iterable[str]) -> _Draw:
+        """Without all other gradients."""
+        kept = [{name: of[name] for name in names if name in of} for of in self]
+        return _Draw(*kept)
+
+    def of(self, name: str) -> tuple[Tensor, Tensor, Tensor]:
+        """One gradient; the unpatched model may lack it (0), the candidate may not (NaN)."""
+        truth = self.truth[name]
+        own = self.unpatched.get(name, torch.zeros_like(truth))
+        return truth, own, self.found.get(name, torch.full_like(truth, torch.nan))
+
+
+def _check_gradients(names: Iterable[str], draws: Sequence[_Draw], eps: float) -> list[TensorCheck]:
     """Judge each gradient by the unpatched model's error on it, or on all gradients if that is larger.
 
     A gradient that is 0 in exact arithmetic (a key's bias) is nothing but rounding, so its errors are
     measured against the model's mean gradient.
+
+    Args:
+        names: of the gradients to judge.
+        draws: over which errors and sizes are summed; the first has all gradients.
+        eps: of the dtype.
     """
-    size = _norm(truth.gradients.values())
-    mean = size / max(sum(t.numel() for t in truth.gradients.values()), 1) ** 0.5
-    own_gradients = unpatched.gradients
-    error = _norm(own_gradients[n] - t for n, t in truth.gradients.items() if n in own_gradients)
+    truth, own, _ = draws[0]
+    size = _norm(truth.values())
+    mean = size / max(sum(t.numel() for t in truth.values()), 1) ** 0.5
+    error = _norm(own[name] - t for name, t in truth.items() if name in own)
     overall = error / size if size else 0.0
     checks = []
-    for name, gradient in truth.gradients.items():
-        own = own_gradients.get(name, torch.zeros_like(gradient))
-        other = found.get(name, torch.full_like(gradient, torch.nan))
-        scale = mean * gradient.numel() ** 0.5
+    for name in names:
+        tensors = [torch.stack(parts) for parts in zip(*(d.of(name) for d in draws), strict=True)]
+        scale = mean * tensors[0].numel() ** 0.5
         check = check_tensor(
-            name, gradient, own, other, factor=GRADIENT_FACTOR, eps=eps, scale=scale, floor=overall
+            name, *tensors, factor=GRADIENT_FACTOR, eps=eps, scale=scale, floor=overall
         )
         checks.append(check)
     return checks
@@ -209,6 +247,17 @@ def _as_approximate(check: TensorCheck) -> TensorCheck:
     return dataclasses.replace(
         check, limit=float("inf"), passed=finite and (check.cosine > 0 or not known)
     )
+
+
+class _Arithmetic(NamedTuple):
+    """The dtype of parameters and inputs, and that of autocast or None."""
+
+    dtype: torch.dtype
+    autocast: torch.dtype | None
+
+    @property
+    def eps(self) -> float:
+        return torch.finfo(self.autocast or self.dtype).eps
 
 
 @dataclasses.dataclass
@@ -227,14 +276,7 @@ class Judge:
             lambda t: t.to(torch.bfloat16).double() if t.is_floating_point() else t
         )
         exact = self.copy_to(torch.float64)
-        try:
-            self.truth = _run(exact, self.inputs, self.seed, float64=True)
-        except RuntimeError as error:
-            # a model may mix its own float32 tensors with float64 ones in one op
-            self.notes.append(
-                f"truth keeps the model's own float32 steps: {str(error).splitlines()[0]}"
-            )
-            self.truth = _run(exact, self.inputs, self.seed)
+        self.truth = self._run_truth(exact, self.seed)
         self.parameters = {name: p.detach() for name, p in exact.named_parameters()}
 
     def copy_to(self, dtype: torch.dtype) -> Any:
@@ -260,33 +302,71 @@ class Judge:
             candidate: makes the model that is judged; called again with ``exact_config`` where the
                 first one has approximate gradients.
         """
-        inputs, eps = self.inputs_to(dtype), torch.finfo(autocast or dtype).eps
-        own = _run(self.copy_to(dtype), inputs, self.seed, autocast=autocast)
+        arithmetic = _Arithmetic(dtype, autocast)
+        own = self._run_unpatched(arithmetic, self.seed)
         model, steps, approximate = candidate(dtype, None)
-        found = _run(model, inputs, self.seed, autocast=autocast)
-        del model
-        outputs = check_outputs(self.truth.outputs, own.outputs, found.outputs, eps)
-        gradients = self._gradients(own, found, steps, eps)
+        found = self._run(model, arithmetic, self.seed)
+        outputs = check_outputs(self.truth.outputs, own.outputs, found.outputs, arithmetic.eps)
+        draw = self._draw(self.truth, own, found, steps)
         approximate_checks: list[TensorCheck] = []
         if approximate:
-            approximate_checks = [_as_approximate(check) for check in gradients]
+            checks = _check_gradients(draw.truth, [draw], arithmetic.eps)
+            approximate_checks = [*map(_as_approximate, checks)]
+            del model
             model, steps, _ = candidate(dtype, exact_config)
-            gradients = self._gradients(
-                own, _run(model, inputs, self.seed, autocast=autocast), steps, eps
-            )
+            exact = self._run(model, arithmetic, self.seed)
+            draw = self._draw(self.truth, own, exact, steps)
+        gradients = self._judge_gradients(draw, model, arithmetic, steps)
         return RunResult(
             label, outputs, tuple(gradients), tuple(approximate_checks),
             own.saved, found.saved, own.weight_copies, found.weight_copies,
         )  # fmt: skip
 
-    def _gradients(
-        self, own: _Run, found: _Run, steps: Sequence[FoldStep], eps: float
+    def _judge_gradients(
+        self, first: _Draw, model: nn.Module, arithmetic: _Arithmetic, steps: Sequence[FoldStep]
     ) -> list[TensorCheck]:
+        """Over one draw; what fails there, over `MORE_DRAWS` more."""
+        checks = {c.name: c for c in _check_gradients(first.truth, [first], arithmetic.eps)}
+        failed = [c.name for c in checks.values() if not c.passed and math.isfinite(c.error)]
+        if not failed:
+            return [*checks.values()]
+        draws = [first]
+        for seed in range(self.seed + 1, self.seed + 1 + MORE_DRAWS):
+            truth = self._run_truth(self.copy_to(torch.float64), seed)
+            own = self._run_unpatched(arithmetic, seed)
+            found = self._run(model, arithmetic, seed)
+            draws.append(self._draw(truth, own, found, steps).only(failed))
+        checks |= {c.name: c for c in _check_gradients(failed, draws, arithmetic.eps)}
+        self._note(
+            f"judged over {len(draws)} draws of the outputs' gradients, as one was not enough to tell "
+            f"rounding from a mistake: {', '.join(failed)}"
+        )
+        return [*checks.values()]
+
+    def _run(self, model: nn.Module, arithmetic: _Arithmetic, seed: int) -> _Run:
+        return _run(model, self.inputs_to(arithmetic.dtype), seed, autocast=arithmetic.autocast)
+
+    def _run_unpatched(self, arithmetic: _Arithmetic, seed: int) -> _Run:
+        return self._run(self.copy_to(arithmetic.dtype), arithmetic, seed)
+
+    def _run_truth(self, exact: nn.Module, seed: int) -> _Run:
+        try:
+            return _run(exact, self.inputs, seed, float64=True)
+        except RuntimeError as error:
+            # a model may mix its own float32 tensors with float64 ones in one op
+            self._note(f"truth keeps the model's own float32 steps: {str(error).splitlines()[0]}")
+            return _run(exact, self.inputs, seed)
+
+    def _draw(self, truth: _Run, own: _Run, found: _Run, steps: Sequence[FoldStep]) -> _Draw:
         mapped, unknown = map_gradients(found.gradients, self.parameters, steps)
-        lost = [name for name in unknown if name in self.truth.gradients]
+        lost = [name for name in unknown if name in truth.gradients]
         if lost:
-            note = f"not compared, folded into what is frozen or has no bias: {', '.join(lost)}"
-            if note not in self.notes:
-                self.notes.append(note)
-        checks = _check_gradients(self.truth, own, mapped, eps)
-        return [check for check in checks if check.name not in lost]
+            self._note(
+                f"not compared, folded into what is frozen or has no bias: {', '.join(lost)}"
+            )
+        compared = {name: t for name, t in truth.gradients.items() if name not in lost}
+        return _Draw(compared, own.gradients, mapped)
+
+    def _note(self, note: str) -> None:
+        if note not in self.notes:
+            self.notes.append(note)
