@@ -12,6 +12,9 @@ from that line is told. A step at hundreds of thousands of tokens would take min
   *fit*: the least budget of `auto`, at which blocks run again from inputs in host memory;
 - 4-bit weights, 24 GiB: what runs blocks again, and *fit*. Where bitsandbytes is not installed these rows are
   left out: bf16 weights within another memory are not the same.
+
+Unsloth changes transformers for the whole process, so its rows are measured in a process of their own and
+added to the file: ``--variants unsloth unsloth+checkpointing``.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from typing import Any
 import torch
 from peft import LoraConfig, get_peft_model
 from predicted import CountedPeak, pack  # beside this file
+from whole import with_unsloth
 
 from lowmem_patch import patch_model, unpatch_model
 from lowmem_patch.bench import SHAPES, environment, find_variant
@@ -46,6 +50,8 @@ PLAIN = (
     "auto",
     "auto+checkpointing",
 )
+UNSLOTH = ("unsloth", "unsloth+checkpointing")
+RANK = 16
 FRAGMENTS = 0.03
 
 
@@ -65,7 +71,7 @@ def build(case: Case, device: str, layers: int, tiny: bool) -> Any:
     model.config.use_cache = False
     if case.quantised:
         pack(model)
-    config = LoraConfig(r=16, target_modules="all-linear", lora_dropout=0.0)
+    config = LoraConfig(r=RANK, target_modules="all-linear", lora_dropout=0.0)
     return get_peft_model(model, config, autocast_adapter_dtype=False).train()
 
 
@@ -120,14 +126,20 @@ def fit_least(model: Any, length: int, device: str) -> None:
 def row(case: Case, variant: str, device: str, layers: int, tiny: bool) -> dict[str, Any]:
     """Peaks and times of a variant, and the longest sequence."""
     lengths = tuple(length // 64 for length in LENGTHS) if tiny else LENGTHS
-    model = build(case, device, layers, tiny)
+    if variant in UNSLOTH:
+        model = with_unsloth(
+            lambda: SHAPES["llama-3.1-8b"].build(layers), RANK, lengths[-1],
+            checkpointing=variant != "unsloth", four_bit=case.quantised,
+        ).train()  # fmt: skip
+    else:
+        model = build(case, device, layers, tiny)
     weights = sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
     states = weights + model_state_bytes(model, "adamw").optimizer
     given = ExampleInputs((), {"input_ids": torch.randint(3, 250, (1, lengths[0]), device=device)})
     try:
         if variant == "fit":
             fit_least(model, lengths[1], device)  # its levels serve every length
-        else:
+        elif variant not in UNSLOTH:
             model = find_variant(variant)(model, given)
         points = [at_length(model, length, device) for length in lengths]
     except VariantError as error:
@@ -203,6 +215,15 @@ def main() -> None:
         cases.append(
             Case("4 bits, 24 GiB", 24 * GIB, quantised=True, variants=(*PLAIN[1::2], "fit"))
         )
+    earlier: list[dict[str, Any]] = []
+    if set(arguments.variants or ()) & set(UNSLOTH):
+        if not set(arguments.variants) <= set(UNSLOTH):
+            parser.error(
+                "--variants: unsloth changes transformers: measure others in another process"
+            )
+        cases = [dataclasses.replace(c, variants=UNSLOTH[c.quantised :]) for c in cases]
+        if arguments.json is not None and arguments.json.exists():
+            earlier = json.loads(arguments.json.read_text(encoding="utf-8"))["rows"]
     if arguments.variants:
         cases = [
             dataclasses.replace(c, variants=tuple(v for v in c.variants if v in arguments.variants))
@@ -213,7 +234,7 @@ def main() -> None:
         data = {
             "environment": environment(arguments.device),
             "layers": arguments.layers,
-            "rows": rows,
+            "rows": [*(row for row in earlier if row["variant"] not in UNSLOTH), *rows],
         }
         arguments.json.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
 

@@ -23,6 +23,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -113,28 +114,36 @@ def with_liger(model: Any) -> Any:
     return model
 
 
-def with_unsloth(case: Case, trial: Trial, checkpointing: bool, length: int) -> Any:
-    """Unsloth loads a checkpoint by itself, so it gets one of the same shape."""
+def with_unsloth(
+    make: Callable[[], Any],
+    rank: int | None,
+    length: int,
+    *,
+    checkpointing: bool,
+    four_bit: bool = False,
+) -> Any:
+    """Unsloth loads a checkpoint by itself, so it gets one of what ``make`` makes on the GPU; then it puts
+    LoRA on all Linears, where there is a rank."""
     try:
         unsloth: Any = importlib.import_module("unsloth")
     except ImportError as error:
         raise VariantError("unsloth is not installed") from error
     with tempfile.TemporaryDirectory() as folder:
         with torch.device("cuda"):
-            model = build(case, trial)
+            model = make()
         model.save_pretrained(folder)
         _write_tokenizer(Path(folder), model.config.vocab_size)
         del model
         gc.collect()
         torch.cuda.empty_cache()
         model, _ = unsloth.FastLanguageModel.from_pretrained(
-            folder, max_seq_length=length, dtype=torch.bfloat16, load_in_4bit=False,
-            full_finetuning=case.rank is None,
+            folder, max_seq_length=length, dtype=torch.bfloat16, load_in_4bit=four_bit,
+            full_finetuning=rank is None,
         )  # fmt: skip
-    if case.rank is None:
+    if rank is None:
         return model
     return unsloth.FastLanguageModel.get_peft_model(
-        model, r=case.rank, lora_alpha=2 * case.rank, target_modules=LINEARS,
+        model, r=rank, lora_alpha=2 * rank, target_modules=LINEARS,
         use_gradient_checkpointing="unsloth" if checkpointing else False,
     )  # fmt: skip
 
@@ -155,7 +164,10 @@ def made(case: Case, variant: str, trial: Trial, inputs: ExampleInputs, device: 
     words = variant.split("+")
     length = inputs.kwargs["input_ids"].shape[1]
     if "unsloth" in words:
-        return with_unsloth(case, trial, "checkpointing" in words, length).train()
+        again = "checkpointing" in words
+        return with_unsloth(
+            lambda: build(case, trial), case.rank, length, checkpointing=again
+        ).train()
     with torch.device(device):
         model = build(case, trial)
     if "liger" in words:

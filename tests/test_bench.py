@@ -103,6 +103,32 @@ def test_a_variant_without_sense_is_skipped_with_the_reason() -> None:
     assert rows[1].skipped and "nothing was patched in Plain" in rows[1].skipped
 
 
+def test_copies_share_frozen_weights_and_none_may_write_them() -> None:
+    model, seen = llama(), {}
+    model.requires_grad_(False).lm_head.requires_grad_(True)
+    kept = {name: value.clone() for name, value in model.state_dict().items()}
+
+    def noted(name: str, writes: bool = False) -> Any:
+        def variant(copied: Any, _inputs: ExampleInputs) -> Any:
+            seen[name] = copied
+            if writes:
+                with torch.no_grad():
+                    copied.model.norm.weight.add_(0.0)
+            return copied
+
+        return variant
+
+    variants = {"a": noted("a"), "b": noted("b"), "writer": noted("writer", writes=True)}
+    result = compare(model, tokens(), variants, rounds=2, steps=1, share_frozen=True)
+    assert seen["a"].model.norm.weight is seen["b"].model.norm.weight is model.model.norm.weight
+    assert len({id(copied.lm_head.weight) for copied in (*seen.values(), model)}) == 4
+    assert [row.measured for row in result.rows] == [True, True, False]
+    assert "wrote into frozen weights" in str(result.rows[2].failed)
+    assert all(torch.equal(kept[name], value) for name, value in model.state_dict().items())
+    compare(model, tokens(), {"a": noted("a")}, rounds=2, steps=1)
+    assert seen["a"].model.norm.weight is not model.model.norm.weight
+
+
 def test_rows_of_a_real_model() -> None:
     model, inputs = llama(), tokens()
     names = ("unpatched", "paper", "exact", "auto", "compact", "checkpointing")

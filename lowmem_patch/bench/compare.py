@@ -6,7 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import gc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -79,6 +79,7 @@ def compare(
     rounds: int = 5,
     steps: int = 3,
     autocast: bool = False,
+    share_frozen: bool = False,
     progress: Progress | None = None,
 ) -> Comparison:
     """Measure each variant on a copy of the model; a variant that fails does not stop the others.
@@ -91,11 +92,16 @@ def compare(
         model: never changed; on any device, in training mode, with ``requires_grad`` as it will train.
         inputs: of a step, on the device to measure on.
         autocast: under bfloat16 autocast.
+        share_frozen: the copies share the model's frozen weights, where these lie on the device of the
+            inputs and no copy has to wait on the host; a variant that writes into one (a fold) fails.
         progress: called with a text, the number of turns done, and the number of all turns.
     """
     tensors = inputs.tensors
     device = tensors[0].device
-    parked = device.type == "cuda" and _needs_host_memory(model, len(variants), device)
+    shared = [p for p in model.parameters() if not p.requires_grad and p.device == device]
+    shared = shared if share_frozen else []
+    parked = device.type == "cuda" and _needs_host_memory(model, shared, len(variants), device)
+    shared = [] if parked else shared  # what waits on the host takes all of its weights there
     entries = [_Entry(name) for name in variants]
     turns = len(entries) * (rounds + 1)
     tell = progress or (lambda *_: None)
@@ -103,7 +109,8 @@ def compare(
         for number, entry in enumerate(entries):
             tell(f"{entry.name}: first steps", number, turns)
             with entry.record_errors():
-                entry.step = _prepare(model, variants[entry.name], inputs, device, autocast)
+                variant = variants[entry.name]
+                entry.step = _prepare(model, shared, variant, inputs, device, autocast)
                 _rest(entry.step, parked)
             _free_unused(device)
         for turn in range(len(entries), turns):
@@ -123,14 +130,26 @@ def compare(
 
 
 def _prepare(
-    model: nn.Module, variant: Variant, inputs: ExampleInputs, device: torch.device, autocast: bool
+    model: nn.Module,
+    shared: Sequence[nn.Parameter],
+    variant: Variant,
+    inputs: ExampleInputs,
+    device: torch.device,
+    autocast: bool,
 ) -> Step:
-    """A copy of the model, made into the variant, after its first steps."""
-    copied: Any = copy.deepcopy(model).to(device)
+    """A copy of the model but for shared weights, made into the variant, after its first steps."""
+    versions = [parameter._version for parameter in shared]
+    copied: Any = copy.deepcopy(model, {id(parameter): parameter for parameter in shared}).to(
+        device
+    )
     with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
         step = Step(variant(copied, inputs), inputs, autocast=autocast)
     for _ in range(_WARM_UP):
         step.run()
+    if versions != [parameter._version for parameter in shared]:
+        raise RuntimeError(
+            "it wrote into frozen weights, which the variants share: later rows are wrong"
+        )
     return step
 
 
@@ -156,9 +175,12 @@ def _free_unused(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def _needs_host_memory(model: nn.Module, copies: int, device: torch.device) -> bool:
+def _needs_host_memory(
+    model: nn.Module, shared: Sequence[nn.Parameter], copies: int, device: torch.device
+) -> bool:
     states = model_state_bytes(model, "adamw")
-    return copies * (states.parameters + states.optimizer) > torch.cuda.mem_get_info(device)[0] / 2
+    of_one = states.parameters + states.optimizer - sum(parameter.nbytes for parameter in shared)
+    return copies * of_one > torch.cuda.mem_get_info(device)[0] / 2
 
 
 def _work(inputs: ExampleInputs, tensors: list[Tensor]) -> tuple[int, str]:

@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch.utils import collect_env
 
-_PACKAGES = ("torch", "triton", "transformers", "timm", "peft", "liger-kernel")
+_PACKAGES = (
+    "torch", "triton", "transformers", "timm", "peft", "liger-kernel", "unsloth", "bitsandbytes",
+)  # fmt: skip
 _ROOT = Path(__file__).parents[2]
 
 

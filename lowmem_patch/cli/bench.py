@@ -109,7 +109,7 @@ def bench(
                 chosen = chosen or curve_variants(built, inputs)
             result = compare(
                 built, inputs, chosen, rounds=rounds, steps=steps, autocast=bool(autocast),
-                progress=progress,
+                share_frozen=curve, progress=progress,
             )  # fmt: skip
         settings = {
             "model": shape or model, "train": train, "inputs": str(inputs), "autocast": autocast,
