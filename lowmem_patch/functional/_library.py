@@ -236,7 +236,8 @@ def unseen() -> AbstractContextManager[Any]:
 
 
 def register_plain(kind: type) -> None:
-    """Say that a subclass of Tensor holds its values as any tensor does, so that a kernel may read them."""
+    """Say that a kernel may read what an argument of this class holds: a subclass of Tensor whose values lie
+    as any tensor's, or no tensor."""
     _PLAIN.add(kind)
 
 

@@ -26,7 +26,14 @@ from torch import Tensor
 from lowmem_patch.constants import NormSettings
 from lowmem_patch.functional import _library
 from lowmem_patch.functional._implementation import module, resolve
-from lowmem_patch.functional.products import IDENTITY, LowRank, linear_op
+from lowmem_patch.functional.products import (
+    IDENTITY,
+    LowRank,
+    PackedWeight,
+    linear_of,
+    split_packed,
+    unpacked,
+)
 from lowmem_patch.functional.products_backward import linear_backward, one_for_each
 
 
@@ -143,7 +150,7 @@ class _AffineLinear(torch.autograd.Function):
         y: Tensor,
         z: Tensor,
         affine: Affine,
-        weight: Tensor,
+        weight: Tensor | PackedWeight,
         bias: Tensor | None,
         lora_A: Tensor | None,
         lora_B: Tensor | None,
@@ -153,16 +160,17 @@ class _AffineLinear(torch.autograd.Function):
         for_y, _, _, for_weight, for_bias, for_A, for_B, *_ = ctx.needs_input_grad
         # an absent tensor's dtype is never read
         ctx.dtypes = [(weight if t is None else t).dtype for t in (y, weight, bias, lora_A, lora_B)]
-        if for_weight:
+        if for_weight and isinstance(weight, Tensor):
             # a copy in the product's dtype is worth its bytes, as torch's own Linear finds
             weight = weight.to(dtype)
         chosen = _implementation(y)
         given = (y, y, None, weight, bias, lora_A, lora_B, scale, IDENTITY, dtype, chosen)
         out: Tensor
-        out, low = linear_op(*given)
+        out, low = linear_of(*given)
+        ctx.packed, saved_weight = split_packed(weight)
         ctx.save_for_backward(
             *((z, affine.weight, affine.bias) if for_weight or for_A else (None, None, None)),
-            *((weight, lora_A) if for_y else (None, None)),
+            *((saved_weight, lora_A) if for_y else (None, None)),
             lora_B if for_y or for_A or for_B else None,
             low if for_B else None,
         )
@@ -175,6 +183,8 @@ class _AffineLinear(torch.autograd.Function):
     @_library.first_order("affine_linear")
     def backward(ctx: Any, dy: Tensor) -> Any:
         z, gamma, beta, *linear = ctx.saved_tensors
+        if ctx.packed is not None and ctx.needs[0]:
+            linear[0] = unpacked(ctx.packed, dy.dtype)
         affine = Affine(gamma, beta, ctx.norm)
         outputs = dy.shape[-1]
         corrects = ctx.needs[1] and not ctx.needs[3] and dy.numel() > outputs * outputs
@@ -197,7 +207,7 @@ def affine_linear(
     y: Tensor,
     z: Tensor,
     affine: Affine,
-    weight: Tensor,
+    weight: Tensor | PackedWeight,
     bias: Tensor | None,
     compute_dtype: torch.dtype,
     adapter: LowRank | None = None,

@@ -31,9 +31,13 @@ from lowmem_patch.functional._ownership import can_be_overwritten, is_checkpoint
 from lowmem_patch.functional.products import (
     IDENTITY,
     LowRank,
+    PackedWeight,
     linear_forward,
+    linear_of,
     linear_op,
     low_product_op,
+    split_packed,
+    unpacked,
 )
 from lowmem_patch.functional.products_backward import (
     linear_backward,
@@ -51,6 +55,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     if not (for_weight or for_A or (for_input and kind != IDENTITY)):
         source = up = None
     saved_weight, saved_A = (weight, lora_A) if for_input else (None, None)
+    ctx.packed, saved_weight = split_packed(saved_weight)
     if lora_A is None:
         ctx.save_for_backward(source, up, saved_weight)
     else:
@@ -78,6 +83,8 @@ def _gradients(ctx: Any, dy: Tensor | None, *_: None) -> Any:
     saved = ctx.saved_tensors
     if len(saved) == 3:
         saved = (*saved, None, None, None)
+    if ctx.packed is not None:
+        saved = (*saved[:2], unpacked(ctx.packed, dy.dtype), *saved[3:])
     for_input, *for_rest = ctx.settings[2]
     needs = (for_input, for_input and saved[1] is not None, *for_rest)
     added_up = ctx.sum if for_input and _library.is_eager(dy, *saved) else None
@@ -95,6 +102,21 @@ def _gradients(ctx: Any, dy: Tensor | None, *_: None) -> Any:
 
 
 _call_linear = linear_op.differentiable(_save, _gradients)
+
+
+class _PackedLinear(torch.autograd.Function):
+    """The op of a packed weight, which no operator takes."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> Any:
+        output = linear_of(*arguments)
+        _save(ctx, arguments, output)
+        return output[0]
+
+    backward = staticmethod(_gradients)
+
+
+_call_packed = _library.direct_call(_PackedLinear)
 
 
 class _SavedFirst(torch.autograd.Function):
@@ -128,7 +150,7 @@ def _saved_first(*arguments: Any) -> Any:
     apply: Any = _SavedFirst.apply  # has no types
     y: Any = apply(*arguments, low)
     with torch.no_grad():
-        if _library.is_eager(*arguments):
+        if _library.is_eager(*arguments) or isinstance(weight, PackedWeight):
             products = (weight, bias, lora_A, lora_B, scale)
             y.data = linear_forward(hidden, *products, dtype, implementation, low)[0]
         else:
@@ -151,31 +173,35 @@ def _is_run_again(arguments: tuple[Any, ...]) -> bool:
 def _linear(
     hidden: Tensor,
     sources: tuple[Tensor, ...],
-    weight: Tensor,
+    weight: Tensor | PackedWeight,
     bias: Tensor | None,
     adapter: LowRank | None,
     kind: str,
     compute_dtype: torch.dtype,
     implementation: str,
 ) -> Tensor:
+    packed = isinstance(weight, PackedWeight)
+    if packed and not _library.is_eager(hidden, *sources):
+        implementation = "reference"  # whose ops are those that a mode sees
     up = sources[1] if len(sources) == 2 else None
     lora_A, lora_B, scale = (None, None, 1.0) if adapter is None else adapter
     arguments = (
         hidden, sources[0], up, weight, bias, lora_A, lora_B, scale, kind, compute_dtype, implementation,
     )  # fmt: skip
     if _library.wants_gradient(*sources, weight, bias, lora_A, lora_B):
-        call: Any = _saved_first if _is_run_again(arguments) else _call_linear
+        call: Any = _call_packed if packed else _call_linear
+        call = _saved_first if _is_run_again(arguments) else call
         y: Tensor = call(*arguments)
         return y
     with torch.no_grad():  # hidden may ask for a gradient that does not flow through here
-        result: Tensor = linear_op(*arguments)[0]
+        result: Tensor = linear_of(*arguments)[0]
     return result
 
 
 def activation_linear(
     hidden: Tensor,
     sources: tuple[Tensor, ...],
-    weight: Tensor,
+    weight: Tensor | PackedWeight,
     bias: Tensor | None,
     kind: ActivationKind,
     compute_dtype: torch.dtype,
@@ -202,7 +228,9 @@ def activation_linear(
     Returns:
         ``[..., O]`` in ``compute_dtype``.
     """
-    if compiled.is_sharded(*sources, weight, bias, *(adapter or ())[:2]):
+    if isinstance(weight, Tensor) and compiled.is_sharded(
+        *sources, weight, bias, *(adapter or ())[:2]
+    ):
         again = compiled.activation(sources[0], kind, *sources[1:])
         return compiled.linear(again, weight, bias, compute_dtype, adapter)
     chosen = resolve(implementation, *sources)
@@ -211,7 +239,7 @@ def activation_linear(
 
 def recast_linear(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | PackedWeight,
     bias: Tensor | None,
     compute_dtype: torch.dtype,
     adapter: LowRank | None = None,
@@ -223,7 +251,7 @@ def recast_linear(
 
     Args:
         x: ``[..., F]``, any floating dtype.
-        weight: ``[O, F]``.
+        weight: ``[O, F]``; a packed one is unpacked again in backward.
         bias: ``[O]`` or None.
         compute_dtype: of the product and of the result.
         adapter: a low-rank adapter beside the Linear.
@@ -236,17 +264,18 @@ def recast_linear(
         ValueError: shapes do not fit.
     """
     _check_weights("recast_linear", "x", x, weight, adapter)
-    if compiled.is_sharded(x, weight, bias, *(adapter or ())[:2]):
+    if isinstance(weight, Tensor) and compiled.is_sharded(x, weight, bias, *(adapter or ())[:2]):
         return compiled.linear(x, weight, bias, compute_dtype, adapter)
     chosen = "reference" if adapter is None else resolve("auto", x, adapter.lora_A, adapter.lora_B)
     return _linear(x, (x,), weight, bias, adapter, IDENTITY, compute_dtype, chosen)
 
 
 def _check_weights(
-    operator: str, name: str, x: Tensor, weight: Tensor, adapter: LowRank | None
+    operator: str, name: str, x: Tensor, weight: Tensor | PackedWeight, adapter: LowRank | None
 ) -> None:
     check_floating(operator, name, x)
-    check_floating(operator, "weight", weight)
+    if not isinstance(weight, PackedWeight):
+        check_floating(operator, "weight", weight)
     if x.dim() < 1 or weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
         raise ValueError(
             f"{operator}: weight must be [O, F] for {name} [..., F], got "

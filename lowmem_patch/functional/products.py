@@ -6,6 +6,7 @@ which the input of the products is computed again.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +36,41 @@ class LowRank(NamedTuple):
     scale: float
 
 
+class PackedWeight(NamedTuple):
+    """A frozen weight of few bits in the place of a Linear's: unpacked for each product, and never saved.
+
+    Attributes:
+        unpack: gives the weight, ``[O, F]``; in autograd's thread, too.
+        shape: of the unpacked weight.
+        dtype, device: of what is unpacked.
+    """
+
+    unpack: Callable[[], Tensor]
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def requires_grad(self) -> bool:
+        return False
+
+    def dim(self) -> int:
+        return len(self.shape)
+
+
+_library.register_plain(PackedWeight)
+
+
+def unpacked(weight: Tensor | PackedWeight, dtype: torch.dtype) -> Tensor:
+    """The weight itself, or what a packed one holds, in ``dtype``."""
+    return cast(weight.unpack(), dtype) if isinstance(weight, PackedWeight) else weight
+
+
+def split_packed(weight: Any) -> tuple[PackedWeight | None, Tensor | None]:
+    """What backward holds of a weight beside its saved tensors, and what it saves."""
+    return (weight, None) if isinstance(weight, PackedWeight) else (None, weight)
+
+
 def scaled_product(scale: float, left: Tensor, right: Tensor) -> Tensor:
     """scale * (left @ right), scaled before it is rounded, in one launch."""
     y = left.new_empty(left.shape[0], right.shape[1])
@@ -43,7 +79,7 @@ def scaled_product(scale: float, left: Tensor, right: Tensor) -> Tensor:
 
 def linear_forward(
     hidden: Tensor,
-    weight: Tensor,
+    weight: Tensor | PackedWeight,
     bias: Tensor | None,
     lora_A: Tensor | None,
     lora_B: Tensor | None,
@@ -53,6 +89,7 @@ def linear_forward(
     low: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """y ``[..., O]`` and, with an adapter, low ``[rows, R]``, both in ``compute_dtype``; low may be given."""
+    weight = unpacked(weight, compute_dtype)
     outputs = weight.shape[0]
     device = hidden.device.type
     alike = hidden.dtype == weight.dtype == compute_dtype and (
@@ -130,3 +167,11 @@ linear_op = _library.Operator(
     ),
     _forward_fake,
 )
+
+
+def linear_of(*arguments: Any) -> Any:
+    """What `linear_op` gives, also of a packed weight, which no operator takes."""
+    hidden, _, _, weight, bias, lora_A, lora_B, scale, _, dtype, implementation = arguments
+    if isinstance(weight, PackedWeight):
+        return linear_forward(hidden, weight, bias, lora_A, lora_B, scale, dtype, implementation)
+    return linear_op(*arguments)

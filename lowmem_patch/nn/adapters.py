@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowmem_patch.functional import LowRank, in_compiler, is_exporting, recast_linear
+from lowmem_patch.functional import in_compiler, is_exporting, recast_linear
 from lowmem_patch.nn.context import autocast_dtype, is_foreign, is_fsdp_unit
 from lowmem_patch.nn.deferred import Deferred, value_of
 from lowmem_patch.nn.deferred_linears import project
 from lowmem_patch.nn.deferred_ops import Saved
-from lowmem_patch.nn.low_rank import low_rank_products
+from lowmem_patch.nn.low_rank import Products, low_rank_products
 from lowmem_patch.nn.op import Projection
 from lowmem_patch.nn.own import Own, give_forward
 from lowmem_patch.nn.parameter_adapters import adapts_parameter, is_of_peft, read_factors
@@ -36,6 +36,8 @@ _KNOWN = frozenset(
         "lora_dropout", "lora_variant", "merged", "pop", "scaling", "to", "unmerge", "weight",
     )
 )  # fmt: skip
+# and that of its Linear of 4 bits
+_KNOWN_OF_FOUR_BITS = _KNOWN | {"clone", "is_autocast_enabled", "torch"}
 
 
 def use_adapter(
@@ -66,7 +68,9 @@ def is_adapter_forward(forward: Any) -> bool:
 
 def adds_products(forward: Callable[..., Any]) -> bool:
     """Whether a class's forward is the one that `forward_as_one` stands for, told by what it looks up."""
-    return is_of_peft(forward, "Linear.forward", _KNOWN)
+    if is_of_peft(forward, "Linear.forward", _KNOWN):
+        return True
+    return is_of_peft(forward, "Linear4bit.forward", _KNOWN_OF_FOUR_BITS, "bnb")
 
 
 def forward_kept(layer: Any, low_precision: bool, _alone: bool, *args: Any, **kwargs: Any) -> Any:
@@ -109,7 +113,7 @@ def forward_as_one(
                 products = low_rank_products(layer, x.dtype, low_precision)
                 if products is not None and not (deferred and x.is_changed()):
                     low = alone and _is_cast(x)
-                    return _computed(x.to(products[1]) if low else x, shared, *products)
+                    return _computed(x.to(products.dtype) if low else x, shared, products)
     return forward_kept(layer, low_precision, alone, *args, **kwargs)
 
 
@@ -126,12 +130,11 @@ def _is_known(layer: nn.Module) -> bool:
     return in_compiler() or adds_products(type(layer).forward)
 
 
-def _computed(
-    x: Tensor, shared: bool, to: Projection, dtype: torch.dtype, rest: list[LowRank]
-) -> Tensor:
+def _computed(x: Tensor, shared: bool, products: Products) -> Tensor:
+    to, dtype, returned, others = products
     y: Tensor = value_of(project(x, Projection(*to[:3], shared), dtype))
-    for lora_A, lora_B, scale in rest:
+    for lora_A, lora_B, scale in others:
         low = value_of(project(x, Projection(lora_A, None), dtype))
         product = recast_linear(low, lora_B, None, dtype)
         y = y + (product if scale == 1.0 else product * scale)
-    return y
+    return y if returned == dtype else y.to(returned)

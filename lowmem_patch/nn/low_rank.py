@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from lowmem_patch.functional import LowRank
+from lowmem_patch.functional import LowRank, PackedWeight, is_ordinary
 from lowmem_patch.nn.context import autocast_dtype, has_hooks, is_foreign
 from lowmem_patch.nn.dropout import PackedDropout
 from lowmem_patch.nn.op import Projection
 from lowmem_patch.nn.own import runs_class_forward
+from lowmem_patch.nn.packed_weights import is_four_bit, packed_weight
 
-# the base Linear with the first adapter, the dtype of the product, and the other adapters
-Products = tuple[Projection, torch.dtype, list[LowRank]]
+
+class Products(NamedTuple):
+    """What a layer computes.
+
+    Attributes:
+        to: the base Linear with the first adapter.
+        dtype: of the products.
+        returned: of the result.
+        others: the other adapters.
+    """
+
+    to: Projection
+    dtype: torch.dtype
+    returned: torch.dtype
+    others: list[LowRank]
 
 
 def low_rank_products(layer: Any, given: torch.dtype, low_precision: bool) -> Products | None:
@@ -25,10 +39,24 @@ def low_rank_products(layer: Any, given: torch.dtype, low_precision: bool) -> Pr
     base = _plain_base(layer)
     if base is None:
         return None
-    weight: Tensor = base["weight"]
-    autocast = autocast_dtype(weight.device.type, given)
-    if autocast is None and weight.dtype != given:
+    autocast = autocast_dtype(base._parameters["weight"].device.type, given)
+    dtype = given if autocast is None else autocast
+    weight = _weight_of(base, given, dtype)
+    if weight is None or (autocast is None and weight.dtype != given):
         return None
+    adapters = _adapters(layer, given, autocast, low_precision)
+    if not adapters:
+        return None
+    to = Projection(weight, base._parameters.get("bias"), adapters[0])
+    # PEFT's layer of 4 bits returns the dtype of its input, also under autocast
+    returned = given if isinstance(weight, PackedWeight) else dtype
+    return Products(to, dtype, returned, adapters[1:])
+
+
+def _adapters(
+    layer: Any, given: torch.dtype, autocast: torch.dtype | None, low_precision: bool
+) -> list[LowRank]:
+    """The active adapters; none where one is more than two products, or has another dtype than the base."""
     tables = [layer._modules[name]._modules for name in ("lora_A", "lora_B", "lora_dropout")]
     adapters = []
     for name in layer.active_adapters:
@@ -37,29 +65,34 @@ def low_rank_products(layer: Any, given: torch.dtype, low_precision: bool) -> Pr
         lora_A, lora_B, dropout = (table[name] for table in tables)
         adapter = _low_rank(lora_A, lora_B, dropout, layer.scaling[name])
         if adapter is None or name in layer.lora_variant:
-            return None
+            return []
         own = adapter.lora_A.dtype
         seen = own if getattr(layer, "cast_input_dtype_enabled", True) else given
         if not _has_dtype_of_base(given, autocast, seen, own, low_precision):
-            return None
+            return []
         adapters.append(adapter)
-    if not adapters:
-        return None
-    to = Projection(weight, base.get("bias"), adapters[0])
-    return to, given if autocast is None else autocast, adapters[1:]
+    return adapters
 
 
-def _plain_base(layer: Any) -> dict[str, Any] | None:
-    """The parameters of the base Linear, None where the layer computes more than products and sums."""
+def _plain_base(layer: Any) -> Any:
+    """The base Linear, None where the layer computes more than products and sums."""
     # tables of modules and parameters, past nn.Module's search by name: this runs in each forward
     base = layer._modules["base_layer"]
-    if type(base) is not nn.Linear or _is_watched(base) or has_hooks(layer):
+    if _is_watched(base) or has_hooks(layer) or layer.disable_adapters or layer.merged:
         return None
-    if layer.disable_adapters or layer.merged:
+    if type(base) is not nn.Linear and not is_four_bit(base):
         return None
-    parameters: dict[str, Any] = base._parameters
-    weight = parameters.get("weight")
-    return None if weight is None or is_foreign(weight) else parameters
+    return None if base._parameters.get("weight") is None else base
+
+
+def _weight_of(base: Any, given: torch.dtype, dtype: torch.dtype) -> Tensor | PackedWeight | None:
+    """The weight that a base multiplies an input of ``given`` with in ``dtype``; None where it is sharded, or
+    somebody traces what unpacks it."""
+    if type(base) is not nn.Linear:
+        return packed_weight(base, given, dtype) if is_ordinary() else None
+    weight: Any = base._parameters["weight"]
+    found: Tensor | None = None if is_foreign(weight) else weight
+    return found
 
 
 def _low_rank(

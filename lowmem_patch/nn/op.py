@@ -19,10 +19,11 @@ class Projection(NamedTuple):
     """What a value is multiplied with: a Linear's weight and bias, and the adapter beside it.
 
     Attributes:
+        weight: ``[O, F]``; beside an adapter also a `PackedWeight`.
         shared: Linears with adapters besides this one read the same value.
     """
 
-    weight: Tensor
+    weight: Any  # a Tensor or a PackedWeight
     bias: Tensor | None
     adapter: LowRank | None = None
     shared: bool = False

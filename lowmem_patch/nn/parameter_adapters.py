@@ -35,13 +35,15 @@ def adapts_parameter(forward: Callable[..., Any]) -> bool:
     return is_of_peft(forward, "ParamWrapper.forward", _KNOWN)
 
 
-def is_of_peft(forward: Callable[..., Any], name: str, known: frozenset[str]) -> bool:
-    """Whether a function is the one of this name in PEFT's file of LoRA layers, and looks up no more than is
-    ``known``."""
+def is_of_peft(
+    forward: Callable[..., Any], name: str, known: frozenset[str], of_file: str = "layer"
+) -> bool:
+    """Whether a function is the one of this name in a file of PEFT's LoRA layers, and looks up no more than
+    is ``known``."""
     # not by the function's own names, which a functools.wraps around it takes over
     code: Any = getattr(forward, "__code__", None)
     file = getattr(forward, "__globals__", {}).get("__name__")
-    if file != "peft.tuners.lora.layer" or code.co_qualname != name:
+    if file != f"peft.tuners.lora.{of_file}" or code.co_qualname != name:
         return False
     return known.issuperset(code.co_names)
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+import importlib
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from peft.tuners import lora
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.support.models import llama_of
+from tests.support.step import cast
 
 
 def in_bits(model: Any, bits: int) -> Any:
@@ -106,3 +110,21 @@ def qlora(kind: str, dtype: torch.dtype = torch.float32, **sizes: Any) -> Any:
         target_modules="all-linear", r=4, init_lora_weights=False, lora_dropout=0.1
     )
     return get_peft_model(model, options).train()
+
+
+def with_whole_weights(model: Any) -> Any:
+    """A copy in float64 whose Linears of 4 bits have the weights that these stand for."""
+    functional: Any = importlib.import_module("bitsandbytes.functional")
+    copied = copy.deepcopy(model)
+    for name, module in list(copied.named_modules()):
+        if hasattr(module, "base_layer"):
+            module.__class__ = lora.Linear
+        elif type(module).__name__ == "Linear4bit":
+            packed, own = module.weight, module.bias
+            linear = nn.Linear(module.in_features, module.out_features, bias=own is not None)
+            weight = functional.dequantize_4bit(packed.data.view(-1, 1), packed.quant_state)
+            linear.weight = nn.Parameter(weight, requires_grad=False)
+            if own is not None:
+                linear.bias = nn.Parameter(own.detach(), requires_grad=own.requires_grad)
+            copied.set_submodule(name, linear)
+    return cast(copied, torch.float64)
