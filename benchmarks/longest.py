@@ -182,6 +182,13 @@ def run(
     return rows
 
 
+def merged(earlier: list[dict[str, Any]], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of both, case by case; the later ones in the place of Unsloth's earlier ones."""
+    every = [*(row for row in earlier if row["variant"] not in UNSLOTH), *rows]
+    names = list(dict.fromkeys(row["case"] for row in every))
+    return sorted(every, key=lambda row: names.index(row["case"]))
+
+
 def show(found: dict[str, Any]) -> None:
     label = f"{found['case']:18} {found['variant']:26}"
     if "skipped" in found:
@@ -234,7 +241,7 @@ def main() -> None:
         data = {
             "environment": environment(arguments.device),
             "layers": arguments.layers,
-            "rows": [*(row for row in earlier if row["variant"] not in UNSLOTH), *rows],
+            "rows": merged(earlier, rows),
         }
         arguments.json.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
 

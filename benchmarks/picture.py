@@ -69,7 +69,7 @@ def whole_step(path: Path) -> None:
 def budgets(path: Path) -> None:
     """The step of `whole_step`, within budgets."""
     data = _load("fit-h200.json")
-    shown = ("unpatched", "liger", "auto+checkpointing")
+    shown = ("unpatched", "liger", "unsloth", "unsloth+checkpointing", "auto+checkpointing")
     whole = _load("whole-h200.json")["cases"][WHOLE]
     points = [
         Point(name, whole[name]["step_peak_mib"] * 2**20, whole[name]["tokens_per_second"])

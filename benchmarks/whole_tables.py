@@ -60,6 +60,8 @@ def whole_table(name: str) -> str:
     return "\n".join([*rows, f"`{command}`: {environment_of(data)}"])
 
 
+# in the summary
+SHOWN = ("unpatched", "liger", "unsloth", "auto", "unsloth+checkpointing", "auto+checkpointing")
 _HEADLINE_CASE = "Llama-3.1-8B LoRA all, 2 x 4096 tokens"
 
 
@@ -98,7 +100,7 @@ def summary_table(name: str) -> str:
     rows = ["| training | model | step peak, GiB | tokens / s |", "|---|---|---|---|"]
     for case, variants in data["cases"].items():
         stock = variants["unpatched"]
-        for variant in ("unpatched", "liger", "auto", "auto+checkpointing"):
+        for variant in SHOWN:
             row = variants.get(variant)
             if row is None or "error" in row:
                 continue

@@ -230,6 +230,15 @@ def finds_results() -> bool:
     return any(type(m).__name__ == "_CachedTorchDispatchMode" for m in dispatch_modes())
 
 
+def keeps_results() -> bool:
+    """Whether torch's selective checkpoint runs a block, and may keep what any operator gives: nobody may
+    write into that afterwards."""
+    if not torch._C._len_torch_dispatch_stack():
+        return False
+    names = ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode")
+    return any(type(mode).__name__ in names for mode in dispatch_modes())
+
+
 def unseen() -> AbstractContextManager[Any]:
     """Inside, no dispatch mode sees the ops: selective checkpoint would take them for the block's."""
     return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()

@@ -106,6 +106,9 @@ def linear_forward(
         ops = module(implementation)
         lora_A, lora_B = ops.adapter_weights(lora_A, lora_B, compute_dtype)
         low = F.linear(rows, lora_A) if low is None else low
+        if _library.keeps_results():
+            y = torch.addmm(F.linear(rows, weight, bias), low, lora_B.t(), alpha=scale)
+            return torch.ops.aten._unsafe_view.default(y, (*hidden.shape[:-1], outputs)), low
         # The adapter's product first, to which cuBLAS adds the large one while it computes: the other
         # way round a second product reads and writes y.
         if bias is None:

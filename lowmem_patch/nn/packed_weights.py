@@ -30,24 +30,33 @@ def packed_weight(base: Any, given: torch.dtype, dtype: torch.dtype) -> PackedWe
     """The weight of such a Linear.
 
     None where the Linear does not multiply an input of ``given`` in ``dtype``, or its weight is not as
-    bitsandbytes lays it out (on its way to a device, sharded, reordered for a CPU's kernels).
+    bitsandbytes lays it out (on its way to a device, sharded, reordered for a CPU's kernels). Nor where the
+    Linear has more to do: it casts a bias in place, and versions differ in how they unpack to a wider dtype.
     """
-    weight = base._parameters.get("weight")
+    weight, bias = base._parameters.get("weight"), base._parameters.get("bias")
     state = getattr(weight, "quant_state", None)
     # without a dtype of its own it takes that of its first input
     if state is None or dtype != (base.compute_dtype or given):
+        return None
+    if state.dtype not in (dtype, torch.float32) or (bias is not None and bias.dtype != dtype):
         return None
     shape: Any = torch.Size(state.shape)
     whole = shape == (base.out_features, base.in_features) and 2 * weight.nbytes == shape.numel()
     if not whole or getattr(state, "packing_format_for_cpu", False):
         return None
-    return PackedWeight(partial(_unpack, weight, state), shape, dtype, weight.device)
+    # in memory of its own name: who gives the parameter other memory does not change this product's backward
+    codes = weight.detach().view(-1, 1)
+    return PackedWeight(partial(_unpack, codes, state), shape, dtype, weight.device)
 
 
-def _unpack(weight: Tensor, state: Any) -> Tensor:
-    """``[O, F]``, in the dtype of the weight that was packed."""
+def _unpack(codes: Tensor, state: Any) -> Tensor:
+    """``[O, F]``, in the dtype of the weight that was packed.
+
+    Args:
+        codes: two in a byte, one below the other: a single row would be taken for the weight transposed.
+        state: bitsandbytes' QuantState.
+    """
     library: Any = sys.modules["bitsandbytes.functional"]
     with torch.no_grad():
-        # as rows of one byte: a single row would be taken for the weight transposed
-        found: Tensor = library.dequantize_4bit(weight.view(-1, 1), state)
+        found: Tensor = library.dequantize_4bit(codes, state)
     return found

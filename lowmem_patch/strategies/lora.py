@@ -12,6 +12,7 @@ from torch import nn
 from lowmem_patch.config import PatchConfig
 from lowmem_patch.nn.adapters import adds_products, use_adapter
 from lowmem_patch.nn.own import has_foreign_forward
+from lowmem_patch.nn.packed_weights import is_four_bit
 from lowmem_patch.nn.parameter_adapters import adapts_parameter
 from lowmem_patch.strategies.protocol import Facts, Found, Patch, Target
 from lowmem_patch.tracing.dataflow import backward, makers, moved_from
@@ -126,9 +127,29 @@ def _notes(facts: Facts, layers: tuple[str, ...], low_precision: bool) -> list[s
         f"{count} of them ({kind}) run base and adapter one after the other, as their own forward does"
         for kind, count in steps.items()
     ]
+    notes += _of_another_dtype(facts, layers)
     return [
         *notes,
         *(f"{count} adapter layers are left alone: {why}" for why, count in reasons.items()),
+    ]
+
+
+def _of_another_dtype(facts: Facts, layers: tuple[str, ...]) -> list[str]:
+    """Layers of 4 bits that are no one op, since their Linear multiplies in another dtype."""
+    found: Counter[tuple[str, str]] = Counter()
+    for name in layers:
+        base: Any = getattr(facts.modules[name], "base_layer", None)
+        call = next((one for one in facts.calls.get(name, ()) if one.inputs), None)
+        if call is None or base is None or not is_four_bit(base):
+            continue
+        given = call.inputs[0].dtype
+        own = base.compute_dtype or given
+        if own != given and not (call.autocast and own.itemsize < given.itemsize):
+            found[f"{given}"[6:], f"{own}"[6:]] += 1
+    return [
+        f"{count} of them run base and adapter one after the other: their Linear of 4 bits multiplies "
+        f"{given} inputs in {own} (bnb_4bit_compute_dtype)"
+        for (given, own), count in found.items()
     ]
 
 

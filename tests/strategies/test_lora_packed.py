@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from lowmem_patch import patch_model, saved_bytes, unpatch_model
+from lowmem_patch import patch_model, patch_report, saved_bytes, unpatch_model
 from lowmem_patch.errors import DoubleBackwardError
 from lowmem_patch.nn import adapters
 from tests.support.judge import assert_accurate, assert_equal
@@ -29,9 +30,9 @@ def tokens(rows: int = 2, length: int = 16) -> dict[str, Tensor]:
     return {"input_ids": torch.randint(3, 60, (rows, length), generator=generator)}
 
 
-def small(mode: Mode = FP32, dropout: float = 0.0, compute: Any = "mode") -> Any:
+def small(mode: Mode = FP32, dropout: float = 0.0, compute: Any = "mode", **sizes: Any) -> Any:
     """A LLaMA of 4 bits with adapters, whose Linears multiply in the dtype of ``mode``."""
-    model = qlora("4bit", mode.weights, num_hidden_layers=2)
+    model = qlora("4bit", mode.weights, num_hidden_layers=2, **sizes)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = dropout
@@ -72,6 +73,24 @@ def test_a_step_is_as_accurate_as_the_unpatched_one(
     # in `exact` float32 adapters of a bf16 model compute as PEFT does
     assert len(ops) == (0 if mode is BF16 and preset == "exact" else LAYERS)
     assert_accurate(found, own, step(with_whole_weights(model), tokens(), DOUBLE), mode)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("mode", [FP32, BF16, AUTOCAST], ids=["fp32", "bf16", "autocast"])
+def test_a_step_on_a_gpu_is_as_accurate(mode: Mode, again: bool, ops: list[int]) -> None:
+    model = small(mode).cuda()
+    given = {name: tensor.cuda() for name, tensor in tokens(4, 64).items()}
+    truth = step(with_whole_weights(model).cuda(), given, DOUBLE)
+    if again:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.enable_input_require_grads()
+    with torch.autocast("cuda", torch.bfloat16, enabled=mode.autocast is not None):
+        ours = patch_model(copy.deepcopy(model), "auto", example_inputs=given)
+    del ops[:]
+    found, own = step(ours.train(), given, mode), step(model.train(), given, mode)
+    assert len(ops) == (2 if again else 1) * LAYERS
+    assert_accurate(found, own, truth, mode)
 
 
 def test_no_unpacked_weight_is_saved_and_no_input_twice() -> None:
@@ -140,6 +159,15 @@ def test_any_other_layer_is_left_to_its_class(
         change(layer)
     found, expected = (layer(x) for layer in layers)
     assert len(ops) == 1 and torch.equal(found, expected)
+
+
+def test_the_report_names_layers_whose_linear_has_another_dtype() -> None:
+    notes = " ".join(patch_report(patched(small(BF16, compute=torch.float32), mode=BF16)).notes)
+    assert f"{LAYERS} of them run base and adapter one after the other" in notes
+    assert "multiplies bfloat16 inputs in float32 (bnb_4bit_compute_dtype)" in notes
+    for mode in (FP32, BF16, AUTOCAST):
+        notes = " ".join(patch_report(patched(small(mode), mode=mode)).notes)
+        assert "one after the other" not in notes
 
 
 def test_a_linear_without_a_dtype_takes_that_of_its_input(ops: list[int]) -> None:
@@ -221,3 +249,69 @@ def test_without_gradients_the_class_computes(ops: list[int]) -> None:
     with torch.no_grad():
         ours(**tokens())
     assert not ops
+
+
+def test_a_weight_that_is_unpacked_to_a_wider_dtype_is_left_to_the_class(ops: list[int]) -> None:
+    """Versions of bitsandbytes differ there: some round the weight on the way, others do not."""
+    model = small(BF16, compute=torch.float32)
+    for parameter in model.parameters():
+        if parameter.dtype == torch.bfloat16:
+            parameter.data = parameter.data.float()  # as prepare_model_for_kbit_training
+    ours = patched(model, "exact")
+    del ops[:]
+    found, own = step(ours, tokens(), FP32), step(model, tokens(), FP32)
+    assert not ops
+    assert_accurate(found, own, own._replace(outputs=[t.double() for t in own.outputs]), FP32)
+
+
+def test_the_class_casts_a_bias_and_the_op_runs_then(ops: list[int]) -> None:
+    """bitsandbytes does so in place, and an optimizer makes its state for what it finds after one step."""
+    model = small(AUTOCAST, attention_bias=True)
+    ours = patched(model, mode=AUTOCAST)
+    biases = {name for name, p in ours.named_parameters() if name.endswith("proj.base_layer.bias")}
+    assert biases
+    del ops[:]
+    step(ours, tokens(), AUTOCAST)
+    assert len(ops) == LAYERS - 2 * 4
+    assert {ours.get_parameter(name).dtype for name in biases} == {torch.bfloat16}
+    del ops[:]
+    found, own = step(ours, tokens(), AUTOCAST), step(model, tokens(), AUTOCAST)
+    assert len(ops) == LAYERS
+    assert_accurate(found, own, step(with_whole_weights(model), tokens(), DOUBLE), AUTOCAST)
+
+
+def test_other_memory_for_a_weight_leaves_a_backward_under_way_alone() -> None:
+    model = small()
+    given = []
+    for other in (False, True):
+        ours = patched(model)
+        loss = ours(**tokens()).logits.square().mean()
+        for module in ours.modules():
+            if (
+                other
+                and type(module).__name__ == "Linear4bit"
+                and not hasattr(module, "base_layer")
+            ):
+                module.weight.data = torch.zeros_like(module.weight.data)
+        loss.backward()
+        given.append([p.grad for p in ours.parameters() if p.grad is not None])
+    assert given[0] and all(map(torch.equal, *given))
+
+
+@pytest.mark.parametrize("saves", ["mm", "addmm", "addmm_"])
+def test_selective_checkpoint_may_save_the_products(saves: str) -> None:
+    model = small(attention_bias=True)
+    model.enable_input_require_grads()
+    once = patched(model)
+    aten = torch.ops.aten
+    kept = [getattr(aten, name).default for name in ("mm", "addmm", "addmm_", "bmm")]
+    kept = kept[: kept.index(getattr(aten, saves).default) + 1]
+
+    def contexts() -> Any:
+        return create_selective_checkpoint_contexts(kept)
+
+    model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
+    again = patched(model)
+    found, expected = step(again.train(), tokens()), step(once.train(), tokens())
+    truth = step(with_whole_weights(once), tokens(), DOUBLE)
+    assert_accurate(found, expected, truth)
