@@ -194,8 +194,11 @@ def test_missing_models_are_named(tmp_path: Path) -> None:
     refused("inspect", "not a name!", naming="not a name!")
     (tmp_path / "empty").mkdir()
     refused("inspect", tmp_path / "empty", naming="config.json")
-    (tmp_path / "empty" / "adapter_config.json").write_text("{}")
-    refused("inspect", tmp_path / "empty", naming="adapter")
+    adapter = tmp_path / "empty" / "adapter_config.json"
+    for base in ("", "../base"):
+        adapter.write_text(json.dumps({"base_model_name_or_path": base}))
+        named = base or "which its file does not name"
+        refused("inspect", adapter.parent, naming=f"no model: give its base ({named})")
     (tmp_path / "empty" / "config.json").write_text("{broken")
     refused("inspect", tmp_path / "empty", naming="not valid JSON")
     (tmp_path / "empty" / "config.json").write_text("{}")

@@ -112,7 +112,8 @@ def _from_folder(name: str, folder: Path, revision: str | None, trust: bool) -> 
     if not path.is_file():
         if (folder / "adapter_config.json").is_file():
             raise CheckpointError(
-                f"{name} is an adapter without its base model: merge it first, or give the base"
+                f"{name} holds an adapter, and no model: give its base ({_base_of(folder)}), or load both "
+                "with PEFT, merge them (merge_and_unload), and give the folder that save_pretrained wrote"
             )
         raise CheckpointError(
             f"{name} has no config.json: give a transformers or timm checkpoint folder"
@@ -132,6 +133,15 @@ def _from_folder(name: str, folder: Path, revision: str | None, trust: bool) -> 
             "give a transformers or timm checkpoint"
         )
     return Source(name, folder, "timm" if is_timm else "transformers", revision, config, trust)
+
+
+def _base_of(folder: Path) -> str:
+    """The base model that an adapter's file names."""
+    try:
+        found = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+        return str(found.get("base_model_name_or_path") or "which its file does not name")
+    except (OSError, ValueError, AttributeError):
+        return "which its file does not name"
 
 
 def _timm_name(repository: str) -> str | None:
