@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lowmem_patch.constants import padded_rank
 from lowmem_patch.functional import _library, activations
 from lowmem_patch.functional._implementation import module
 from lowmem_patch.functional.products import IDENTITY, scaled_product
@@ -257,9 +258,15 @@ def _backward_fake(dy: Tensor, *rest: Any) -> list[Tensor]:
         gradients.extend(t.new_empty(t.shape) for t in (source, up) if t is not None)
     outputs, rank = dy.shape[-1], 0 if lora_B is None else lora_B.shape[1]
     features = 0 if source is None else source.shape[-1]
-    shapes = ((outputs, features), (outputs,), (rank, features), (outputs, rank))
+    padded = padded_rank(
+        rank, dy.dtype
+    )  # whose rows lie behind d_A, as `_without_padding` leaves them
+    shapes = ((outputs, features), (outputs,), (padded, features), (outputs, rank))
+    lengths = (outputs, outputs, rank, outputs)
     gradients += [
-        dy.new_empty(shape) for shape, need in zip(shapes, needs_weights, strict=True) if need
+        dy.new_empty(shape)[:length]
+        for shape, length, need in zip(shapes, lengths, needs_weights, strict=True)
+        if need
     ]
     if needs_input and kind != IDENTITY:
         part = _column_parts(dy.reshape(-1, outputs), weight.shape[1])[0]

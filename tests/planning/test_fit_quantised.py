@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from lowmem_patch import patch_model, patch_report, plan_patch
@@ -20,6 +21,7 @@ from lowmem_patch.tracing.inputs import ExampleInputs
 from lowmem_patch.tracing.quantised import held_beside
 from lowmem_patch.tracing.shadow import make_shadow
 from tests.support.fitted import assert_predicted, tokens
+from tests.support.models import llama_of
 from tests.support.quantised import in_bits, qlora
 from tests.support.step import warned
 
@@ -133,3 +135,23 @@ def test_what_would_help_names_no_qlora() -> None:
         plan_patch(model, "exact", example_inputs=inputs, fit=1)
     assert "a batch of 1" in str(error.value)
     assert not any(word in str(error.value) for word in ("QLoRA", "FSDP"))
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["4bit", "bf16"])
+def test_gradients_of_a_small_rank_lie_in_padded_memory(packed: bool) -> None:
+    """In bf16 products take ranks of eight: the gradient of lora_A of rank 4 lies before padded rows."""
+    sizes = {"num_hidden_layers": 3, "hidden_size": 64, "intermediate_size": 128}
+    torch.manual_seed(0)
+    model = llama_of(**sizes).to(torch.bfloat16).requires_grad_(False)
+    if packed:
+        in_bits(model, 4)
+    config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    model, inputs = get_peft_model(model, config).train(), {"input_ids": tokens(4, 32)}
+    whole = plan_patch(model, "auto", example_inputs=inputs, fit="1GiB", optimizer="sgd").fit
+    assert whole is not None
+    budget = whole.parameters + int(0.7 * (whole.predicted - whole.parameters))
+    with warned():
+        patch_model(model, "auto", example_inputs=inputs, fit=budget, optimizer="sgd")
+    report = patch_report(model).fit
+    assert report is not None
+    assert_predicted(report, model, inputs)
