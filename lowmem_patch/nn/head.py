@@ -7,7 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowmem_patch.functional import in_compiler, is_exporting, is_transformed, recast_linear
+from lowmem_patch.functional import (
+    PackedWeight,
+    in_compiler,
+    is_exporting,
+    is_transformed,
+    recast_linear,
+)
 from lowmem_patch.nn import (
     logits_readers as logits_readers,  # fills the table of those who read what is made here
 )
@@ -111,7 +117,9 @@ def _product(
     more than that, or torch raises an error."""
     if low_precision is not None:
         products = low_rank_products(module, given, low_precision)
-        return None if products is None or products[2] else products[:2]
+        if products is None or products.others or isinstance(products.to.weight, PackedWeight):
+            return None
+        return products.to, products.dtype
     weight = module.weight  # which a replica of nn.DataParallel has as an attribute
     dtype = autocast_dtype(weight.device.type, given)
     if dtype is None and weight.dtype != given:

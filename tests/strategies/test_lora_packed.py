@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
@@ -15,6 +16,7 @@ from lowmem_patch import patch_model, patch_report, saved_bytes, unpatch_model
 from lowmem_patch.errors import DoubleBackwardError
 from lowmem_patch.nn import adapters
 from tests.support.judge import assert_accurate, assert_equal
+from tests.support.models import llama_of
 from tests.support.quantised import qlora, with_whole_weights
 from tests.support.step import AUTOCAST, BF16, DOUBLE, FP32, Mode, step
 
@@ -315,3 +317,20 @@ def test_selective_checkpoint_may_save_the_products(saves: str) -> None:
     found, expected = step(again.train(), tokens()), step(once.train(), tokens())
     truth = step(with_whole_weights(once), tokens(), DOUBLE)
     assert_accurate(found, expected, truth)
+
+
+def test_a_head_of_four_bits_with_an_adapter_computes_its_logits(ops: list[int]) -> None:
+    torch.manual_seed(0)
+    model = llama_of(num_hidden_layers=1)
+    own = model.lm_head
+    head = bitsandbytes.nn.Linear4bit(own.in_features, own.out_features, False, quant_type="nf4")
+    head.weight = bitsandbytes.nn.Params4bit(own.weight.data, requires_grad=False, quant_type="nf4")
+    model.lm_head = head
+    model.to("cpu").requires_grad_(False)
+    config = LoraConfig(r=4, target_modules=["lm_head"], init_lora_weights=False)
+    model = get_peft_model(model, config).train()
+    ours = patched(model)
+    del ops[:]
+    found, expected = step(ours, tokens()), step(model, tokens())
+    assert len(ops) == 1
+    assert_accurate(found, expected, step(with_whole_weights(model), tokens(), DOUBLE))
