@@ -89,7 +89,8 @@ def compare(
     copies lie on the host except during their turn.
 
     Args:
-        model: never changed; on any device, in training mode, with ``requires_grad`` as it will train.
+        model: never changed, unless a variant writes into shared weights; on any device, in training
+            mode, with ``requires_grad`` as it will train.
         inputs: of a step, on the device to measure on.
         autocast: under bfloat16 autocast.
         share_frozen: the copies share the model's frozen weights, where these lie on the device of the
@@ -148,7 +149,7 @@ def _prepare(
         step.run()
     if versions != [parameter._version for parameter in shared]:
         raise RuntimeError(
-            "it wrote into frozen weights, which the variants share: later rows are wrong"
+            "it wrote into frozen weights, which the variants share: measure it without share_frozen"
         )
     return step
 

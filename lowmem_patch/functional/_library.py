@@ -225,17 +225,19 @@ def is_traced() -> bool:
 def finds_results() -> bool:
     """Whether torch's selective checkpoint runs a block again: it finds what operators gave in the first run,
     and needs the same operators in the same order."""
-    if not torch._C._len_torch_dispatch_stack():
-        return False
-    return any(type(m).__name__ == "_CachedTorchDispatchMode" for m in dispatch_modes())
+    return _is_under("_CachedTorchDispatchMode")
 
 
 def keeps_results() -> bool:
     """Whether torch's selective checkpoint runs a block, and may keep what any operator gives: nobody may
     write into that afterwards."""
+    return _is_under("_CachingTorchDispatchMode", "_CachedTorchDispatchMode")
+
+
+def _is_under(*names: str) -> bool:
+    """Whether a dispatch mode whose class has one of these names sees the ops."""
     if not torch._C._len_torch_dispatch_stack():
         return False
-    names = ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode")
     return any(type(mode).__name__ in names for mode in dispatch_modes())
 
 
