@@ -98,6 +98,8 @@ def _size(model_class: Any, config: Any) -> int:
 
 def _make(model_class: Any, config: Any) -> Any:
     make = getattr(model_class, "_from_config", model_class)
+    if _is_text_of(config, model_class):
+        config = config.get_text_config()
     for _ in range(_SUPPLIED):
         try:
             return make(config)
@@ -105,6 +107,13 @@ def _make(model_class: Any, config: Any) -> Any:
             if not supply(config, error):
                 raise
     return make(config)
+
+
+def _is_text_of(config: Any, model_class: Any) -> bool:
+    """Whether the class takes the config of the text alone inside of this one, as Llama4ForCausalLM does:
+    AutoModelForCausalLM gives it that one, too."""
+    text = (getattr(config, "sub_configs", None) or {}).get("text_config")
+    return text is not None and text is getattr(model_class, "config_class", None)
 
 
 def build_transformers(model_type: str, class_of: Callable[[str], Any] = model_class_of) -> Built:

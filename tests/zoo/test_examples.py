@@ -12,6 +12,7 @@ from lowmem_patch.errors import TraceError
 from lowmem_patch.tracing.example_inputs import make_example_inputs
 from tests.support.versions import before
 from zoo.build import build_transformers
+from zoo.heads import head_class_of
 
 
 def made(model_type: str) -> dict[str, tuple[int, ...]]:
@@ -71,3 +72,10 @@ class Odd(torch.nn.Module):
 def test_unknown_input_is_named() -> None:
     with pytest.raises(TraceError, match="image_tokens_of_a_kind"):
         make_example_inputs(Odd())
+
+
+def test_a_class_of_the_text_alone_gets_the_config_of_the_text() -> None:
+    """As AutoModelForCausalLM gives it: Llama4Config itself has no pad_token_id."""
+    model = build_transformers("llama4", head_class_of).model
+    assert type(model).__name__ == "Llama4ForCausalLM"
+    assert type(model.config).__name__ == "Llama4TextConfig"
