@@ -116,6 +116,7 @@ def row(model: Any, tokens: torch.Tensor, arguments: argparse.Namespace, above: 
         "predicted_extra_ms": 1e3 * report.extra_seconds,
         "moment": report.moment,
         "levels": report.levels,
+        "order": [block.level for block in report.blocks],
         "host_mib": report.on_host / MIB,
     }
 

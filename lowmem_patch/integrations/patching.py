@@ -21,6 +21,7 @@ from lowmem_patch.planning.budget import checked_budget
 from lowmem_patch.planning.planner import SMALL
 from lowmem_patch.planning.report import PatchReport, find_records
 from lowmem_patch.tracing.example_inputs import inner_models, make_example_inputs, reads_tokens
+from lowmem_patch.tracing.isolation import preserved
 
 REPORT_FILE = "lowmem_patch.json"
 _PACKAGES = ("torch", "transformers", "peft", "trl", "accelerate", "lightning", "timm", "diffusers")
@@ -128,7 +129,7 @@ class Patching:
             return None
         length, rows = self.sequence_length or length, self.batch_size or rows
         if self.fit is None:
-            return make_example_inputs(model, batch_size=rows or 2, sequence_length=length)
+            return _drawn(model, rows or 2, length)
         unknown = ["batch_size"] if rows is None else []
         if length is None and reads_tokens(model):
             unknown.append("sequence_length")
@@ -137,6 +138,12 @@ class Patching:
                 f"fit={self.fit!r} needs the size of a training step, which this trainer does not tell: give "
                 f"{' and '.join(self.names[name] for name in unknown)}{self.names['example_inputs']}"
             )
+        return _drawn(model, rows, length)
+
+
+def _drawn(model: nn.Module, rows: int, length: int | None) -> Any:
+    """Inputs, for which the trainer's own random numbers stay as they are."""
+    with preserved(model):
         return make_example_inputs(model, batch_size=rows, sequence_length=length)
 
 

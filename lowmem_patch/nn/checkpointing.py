@@ -52,8 +52,12 @@ from lowmem_patch.tracing.op_roles import Role, function_name, role_of
 SWITCHES = ("gradient_checkpointing", "grad_checkpointing")
 
 
+class Level:
+    """What a budget has a block do; the forward that it is given by it has this as its first setting."""
+
+
 @dataclasses.dataclass(frozen=True)
-class Recompute:
+class Recompute(Level):
     """How a block is run again in backward.
 
     Attributes:
@@ -82,18 +86,19 @@ def checkpoint_block(block: nn.Module, how: Recompute) -> None:
 
 
 def is_checkpointed(block: nn.Module) -> bool:
-    """Whether the block has that forward."""
+    """Whether a budget gave the block a forward: this one, or one of `lowmem_patch.nn.offloading`."""
     forward = given_forward(block)
-    return isinstance(forward, Own) and forward.func is checkpointed
+    return isinstance(forward, Own) and any(isinstance(s, Level) for s in forward.args[1:2])
 
 
 def keep_block(block: nn.Module) -> None:
-    """Take `checkpointed` off again, and leave the forward that the block had."""
-    inner: Own | None = given_forward(block).args[2]
-    if inner is None:
-        drop_forward(block)
-    else:
-        give_forward(block, inner.func, *inner.args[1:])
+    """Take what a budget gave off again, and leave the forward that the block had."""
+    while is_checkpointed(block):
+        inner: Own | None = given_forward(block).args[2]
+        if inner is None:
+            drop_forward(block)
+        else:
+            give_forward(block, inner.func, *inner.args[1:])
 
 
 def checkpointed(
@@ -101,8 +106,7 @@ def checkpointed(
 ) -> Any:
     """The forward of a block that is run again in backward."""
     forward = inner_forward(block, given)
-    plain = not torch.is_grad_enabled() or is_exporting() or is_transformed()
-    if plain or is_switched_on(block):
+    if saves_nothing(block):
         return forward(*args, **kwargs)
     compiling = in_compiler()
     if not compiling and _is_run_again():
@@ -114,6 +118,12 @@ def checkpointed(
         args, kwargs = taken
         return checkpoint(partial(forward, **kwargs), *args, use_reentrant=False)
     return _Run(block, how, forward, *taken).checkpointed()
+
+
+def saves_nothing(block: nn.Module) -> bool:
+    """Whether a forward that runs now is for no backward, or the library's own checkpointing runs it."""
+    plain = not torch.is_grad_enabled() or is_exporting() or is_transformed()
+    return plain or is_switched_on(block)
 
 
 def is_switched_on(block: nn.Module) -> bool:
@@ -143,6 +153,21 @@ def _taken_out(value: Any, tensors: list[Tensor]) -> Any:
     return value
 
 
+def input_among(given: list[Tensor]) -> Tensor | None:
+    """What runs from block to block: the first tensor that has a gradient, or the first of numbers."""
+    floating = [tensor for tensor in given if tensor.is_floating_point()]
+    trained = (tensor for tensor in floating if tensor.requires_grad)
+    return next(trained, floating[0] if floating else None)
+
+
+def given_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors among the arguments of a block."""
+    given: list[Tensor] = []
+    for value in (*args, *kwargs.values()):
+        _taken_out(value, given)
+    return given
+
+
 def _put_back(value: Any, tensors: tuple[Tensor, ...]) -> Any:
     if type(value) is _Place:
         return tensors[value]
@@ -167,9 +192,7 @@ class _Run:
         given: list[Tensor] = []
         self.args = _taken_out(args, given)
         self.kwargs = {name: _taken_out(value, given) for name, value in kwargs.items()}
-        floating = [tensor for tensor in given if tensor.is_floating_point()]
-        trained = (tensor for tensor in floating if tensor.requires_grad)
-        self.input: Tensor | None = next(trained, floating[0] if floating else None)
+        self.input: Tensor | None = input_among(given)
         # a deferred tensor would be a plain one in the second run, in which other readers would read it
         self.tensors = tuple(map(value_of, given))
         # without their history, by which a deferred tensor would keep its sources alive

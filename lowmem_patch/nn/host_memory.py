@@ -1,43 +1,63 @@
 """Tensors that wait in host memory between forward and backward.
 
 On a GPU the copies go through pinned buffers, which are reused, and run on a stream of their own beside the
-computation; the copy back is begun one tensor ahead. At most two tensors are on their way out at one time. On
-a CPU it is a plain copy, in the same order.
+computation. On a CPU it is a plain copy, in the same order.
+
+Inputs of blocks (`HostMemory.keep`): the copy back is begun one tensor ahead, and at most two tensors are on
+their way out at one time. All that a block saves (`HostMemory.keep_storage`): `lowmem_patch.nn.offloading`
+says when the copies out must be made and when those back begin.
 """
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import deque
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from lowmem_patch.errors import HostMemoryError
+from lowmem_patch.functional import unwritten
 
-_LEAVING = 2  # tensors at one time
+_weak: Any = StorageWeakRef  # has no types
+_LEAVING = 2  # inputs at one time
 _ROUNDED = 512  # bytes of a buffer, so that more tensors share its size
 
 
+class _Layout(NamedTuple):
+    """Of a copy, without gaps."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(tensor: Tensor) -> _Layout:
+        strides = torch.empty_like(tensor, device="meta").stride()
+        return _Layout(tuple(tensor.shape), strides, tensor.dtype)
+
+
 class HostMemory:
-    """The buffers of one model; a copy of the model has its own."""
+    """The buffers of one model; a copy of the model has its own.
+
+    Attributes:
+        bytes: of host memory that are in use now.
+    """
 
     def __init__(self) -> None:
-        self.free: dict[int, list[Tensor]] = {}  # pinned, by their bytes
-        self.kept: list[weakref.ref[HostCopy]] = []  # in the order of the forward
-        self.leaving: deque[tuple[Tensor, Any]] = deque()  # tensors, and when their copies are made
+        self.bytes = 0
+        self.free: dict[tuple[torch.device, int], list[Tensor]] = {}  # pinned, by their bytes
+        self.kept: list[weakref.ref[HostCopy]] = []  # inputs, in the order of the forward
+        self.leaving: deque[weakref.ref[HostCopy]] = deque()  # inputs that are being copied
+        self.storages: weakref.WeakValueDictionary[int, HostCopy] = weakref.WeakValueDictionary()
         self.streams: dict[torch.device, Any] = {}
 
     def __reduce__(self) -> Any:
         return HostMemory, ()
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of host memory that are in use now."""
-        copies = [reference() for reference in self.kept]
-        return sum(copy.size for copy in copies if copy is not None)
 
     def keep(self, tensor: Tensor, source: Tensor | None = None) -> HostCopy:
         """A copy of ``tensor``, whose memory on the device is free once nobody else has it; the copy that
@@ -51,8 +71,28 @@ class HostMemory:
         for known in copies:
             if known is not None and known.is_of(source):
                 return known
-        copy = HostCopy(self, tensor, source)
+        copy = HostCopy(self, tensor.detach(), _Layout.of(tensor), source)
         self.kept = [weakref.ref(known) for known in (*copies, copy) if known is not None]
+        self.leaving.append(weakref.ref(copy))
+        while len(self.leaving) > _LEAVING:  # the computation waits for the first
+            self._release()
+        return copy
+
+    def keep_storage(self, tensor: Tensor) -> HostCopy:
+        """A copy of the whole memory of ``tensor``; the same one for each tensor that shares it.
+
+        Raises:
+            HostMemoryError: the host has no memory for it.
+        """
+        storage = tensor.untyped_storage()
+        key = int(storage._cdata)
+        copy = self.storages.get(key)
+        if copy is None or not copy.is_of_storage(tensor._version):
+            layout = _Layout((storage.nbytes(),), (1,), torch.uint8)
+            copy = HostCopy(self, tensor.detach(), layout, tensor)
+            copy.storage = _weak(storage)  # nobody else gets its key meanwhile
+            self.storages[key] = copy
+        copy.readers += 1
         return copy
 
     def stream(self, device: torch.device) -> Any:
@@ -61,33 +101,29 @@ class HostMemory:
             self.streams[device] = make(device)
         return self.streams[device]
 
-    def buffer(self, size: int, *, pinned: bool) -> Tensor:
-        waiting = self.free.get(size)
+    def buffer(self, size: int, device: torch.device) -> Tensor:
+        """One for a tensor of a device: what streams of two devices do has no order."""
+        waiting = self.free.get((device, size))
         if waiting:
             return waiting.pop()
         try:
+            pinned = device.type == "cuda"
             return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned)
         except RuntimeError as error:
             raise HostMemoryError(
-                f"the host has no {size:,} bytes more for the input of a block: give patch_model another "
+                f"the host has no {size:,} bytes more for what a block saves: give patch_model another "
                 "budget (fit=), or raise the limit of locked memory (ulimit -l)"
             ) from error
 
-    def hold(self, tensor: Tensor, copied: Any) -> None:
-        """Hold what is being copied. Where a third comes, the computation waits for the first."""
-        self.leaving.append((tensor, copied))
-        while len(self.leaving) > _LEAVING:
-            self._release()
-
     def release(self) -> None:
-        """Hold nothing more."""
+        """Hold no input more."""
         while self.leaving:
             self._release()
 
     def _release(self) -> None:
-        tensor, copied = self.leaving.popleft()
-        if copied is not None:
-            torch.cuda.current_stream(tensor.device).wait_event(copied)
+        copy = self.leaving.popleft()()
+        if copy is not None:
+            copy.has_left()
 
     def before(self, copy: HostCopy) -> HostCopy | None:
         """What was kept before ``copy``: backward asks for it next."""
@@ -97,62 +133,88 @@ class HostMemory:
 
 
 class HostCopy:
-    """One tensor in host memory; `value` gives it back on its device."""
+    """One tensor in host memory, or the memory that several have; `value` gives it back on its device.
 
-    def __init__(self, memory: HostMemory, tensor: Tensor, source: Tensor) -> None:
-        self.memory, self.device = memory, tensor.device
-        self.shape, self.dtype = tensor.shape, tensor.dtype
-        self.strides = torch.empty_like(tensor, device="meta").stride()  # without gaps
-        self.size = tensor.nbytes
+    Attributes:
+        leaving: the tensor while it is being copied, and when it will have been.
+        readers: how often autograd will ask for the memory in one backward; 0 for a tensor.
+        storage: of the memory.
+    """
+
+    storage: Any = None
+
+    def __init__(self, memory: HostMemory, tensor: Tensor, layout: _Layout, source: Tensor) -> None:
+        self.memory, self.device, self.layout = memory, tensor.device, layout
+        self.size = math.prod(layout.shape) * layout.dtype.itemsize
         self.source, self.version = weakref.ref(source), source._version
         self.coming: tuple[Tensor, Any] | None = None
         self.buffer: Tensor | None = None
         self.like: Tensor | None = None
+        self.written: Tensor | None = None  # since, so that the copy may be of other values
+        self.readers = self.read = 0
+        self.leaving: tuple[Tensor, Any] | None = (tensor, None)
         if isinstance(tensor, FakeTensor):  # there are no values
-            self.like = tensor.detach().new_empty(0)
-            memory.hold(tensor.detach(), None)
+            self.like = tensor.new_empty(0, dtype=layout.dtype)
         else:
-            self._leave(tensor.detach())
+            self._leave(tensor)
+        memory.bytes += self.size
+
+    def is_of_storage(self, version: int) -> bool:
+        """Whether its memory is there still, as it was."""
+        return self.version == version and not self.storage.expired()
 
     def is_of(self, tensor: Tensor) -> bool:
         return self.source() is tensor and self.version == tensor._version
 
     def __del__(self) -> None:
-        self.memory.release()  # a graph that nobody runs backward through lets go, too
+        self.has_left()  # a graph that nobody runs backward through lets go, too
         if self.coming is not None and self.coming[1] is not None:
             # nobody gets the memory that the other stream still writes
             torch.cuda.current_stream(self.device).wait_event(self.coming[1])
         if self.buffer is not None:
-            self.memory.free.setdefault(self.buffer.numel(), []).append(self.buffer)
+            key = self.device, self.buffer.numel()
+            self.memory.free.setdefault(key, []).append(self.buffer)
+        if self.buffer is not None or self.like is not None:
+            self.memory.bytes -= self.size
 
     def _on_host(self) -> Tensor:
         assert self.buffer is not None
-        values = self.buffer[: self.size].view(self.dtype)
-        return values.as_strided(self.shape, self.strides)
+        values = self.buffer[: self.size].view(self.layout.dtype)
+        return values.as_strided(self.layout.shape, self.layout.strides)
 
     def _leave(self, tensor: Tensor) -> None:
-        cuda = tensor.is_cuda
-        self.buffer = self.memory.buffer(-(-self.size // _ROUNDED) * _ROUNDED, pinned=cuda)
-        if not cuda:
-            self._on_host().copy_(tensor)
-            self.memory.hold(tensor, None)
+        self.buffer = self.memory.buffer(-(-self.size // _ROUNDED) * _ROUNDED, self.device)
+        values = tensor
+        if tensor.dtype != self.layout.dtype or tensor.shape != self.layout.shape:
+            values = _bytes_of(tensor)
+        if not tensor.is_cuda:
+            self._on_host().copy_(values)
             return
         stream = self.memory.stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
-            self._on_host().copy_(tensor, non_blocking=True)
-            copied = stream.record_event()
-        self.memory.hold(tensor, copied)
+            self._on_host().copy_(values, non_blocking=True)
+            self.leaving = tensor, stream.record_event()
+
+    def has_left(self) -> None:
+        """Hold the tensor no more. The computation waits until its copy is made."""
+        if self.leaving is None:
+            return
+        (tensor, copied), self.leaving = self.leaving, None
+        if copied is not None:
+            torch.cuda.current_stream(self.device).wait_event(copied)
+            self.written = tensor if tensor._version != self.version else None
 
     def come(self) -> None:
         """Begin the copy back, if it has not begun."""
         if self.coming is not None:
             return
+        shape, strides, dtype = self.layout
         if self.like is not None:
-            self.coming = self.like.new_empty_strided(self.shape, self.strides), None
+            self.coming = self.like.new_empty_strided(shape, strides), None
             return
         # for the stream that reads it; others may have had its memory until now
-        tensor = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
+        tensor = torch.empty_strided(shape, strides, dtype=dtype, device=self.device)
         if not tensor.is_cuda:
             self.coming = tensor.copy_(self._on_host()), None
             return
@@ -163,15 +225,31 @@ class HostCopy:
             self.coming = tensor, stream.record_event()
 
     def value(self) -> Tensor:
-        """The tensor on its device again; the copy of the one before it begins."""
+        """The tensor on its device again; for an input, the copy of the one before it begins.
+
+        Raises:
+            RuntimeError: somebody wrote into it while it was being copied.
+        """
         self.memory.release()
+        self.has_left()
+        if self.written is not None:
+            unwritten(self.written, self.version, "was being copied to host memory")
         with torch.no_grad():
             self.come()
             assert self.coming is not None
-            (tensor, copied), self.coming = self.coming, None
+            tensor, copied = self.coming
             if copied is not None:
                 torch.cuda.current_stream(self.device).wait_event(copied)
-            ahead = self.memory.before(self)
+            self.read += 1
+            if self.read >= self.readers:  # the last one has it alone
+                self.coming, self.read = None, 0
+            ahead = None if self.readers else self.memory.before(self)
             if ahead is not None and ahead.device == self.device:
                 ahead.come()
         return tensor
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """The whole memory of a tensor."""
+    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return flat.set_(tensor.untyped_storage())

@@ -130,20 +130,24 @@ class _State:
 
 
 def _first_tensor(output: Any) -> Tensor:
-    """What a block passes on to the next: its output, or the first tensor in it."""
     while not isinstance(output, Tensor):
         output = next(iter(output.values() if hasattr(output, "values") else output))
     return output
 
 
+def first_tensor(output: Any) -> Tensor | None:
+    """What a block passes on to the next: its output, or the first tensor in it; None, where none stands
+    first."""
+    try:
+        return _first_tensor(output)
+    except (TypeError, StopIteration):
+        return None
+
+
 def remember(call: Call, output: Any) -> None:
     """Say on a block's output by what it was made."""
-    try:
-        tensor = _first_tensor(output)
-    except (
-        TypeError,
-        StopIteration,
-    ):  # no tensor stands first: nothing can be computed again from it
+    tensor = first_tensor(output)
+    if tensor is None:  # nothing can be computed again from it
         return
     call.version = tensor._version
     tensor.__dict__[_MADE_BY] = call

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lowmem_patch.errors import ConfigError
@@ -14,6 +16,13 @@ from lowmem_patch.planning.names import size_text
 
 _FRAGMENTS = 0.03  # of what a GPU's allocator gives beside the model states
 _RESERVE, _LEAST_RESERVE = 0.02, 512 * 2**20  # of a GPU, for its context and other processes
+# of cgroups, version 2 and 1: a folder, the limit, what is used, what of that is given back when it is needed
+_GROUPS = (
+    ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+    (
+        "/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file",
+    ),
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,16 +110,37 @@ def _free_on_gpu(device: torch.device) -> Budget:
 
 
 def available_host_bytes() -> int | None:
-    """What a new allocation can have of the host's memory, where the system says so."""
+    """What a new allocation can have of the host's memory, or the container's, where the system says so."""
     try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        found = _numbers_in(Path("/proc/meminfo")).get("MemAvailable:", 0) * 1024
     except OSError:  # no Linux
         return None
-    found = (line.split()[1] for line in lines if line.startswith("MemAvailable:"))
-    return int(next(found, 0)) * 1024
+    limits = (_free_in_group(*names) for names in _GROUPS)
+    return min([found, *(limit for limit in limits if limit is not None)])
+
+
+def _free_in_group(folder: str, limit: str, usage: str, cache: str) -> int | None:
+    """Bytes that the processes of this container may still take; None without a limit."""
+    group = Path(folder)
+    try:
+        most, used = ((group / name).read_text(encoding="ascii").strip() for name in (limit, usage))
+        kept = _numbers_in(group / "memory.stat").get(cache, 0)
+    except OSError:
+        return None
+    return max(0, int(most) - int(used) + kept) if most.isdecimal() else None
+
+
+def _numbers_in(file: Path) -> dict[str, int]:
+    """The lines ``name number ...`` of a file."""
+    lines = (line.split() for line in file.read_text(encoding="ascii").splitlines())
+    return {line[0]: int(line[1]) for line in lines if len(line) > 1 and line[1].isdecimal()}
 
 
 def free_host_bytes() -> int:
-    """Half of the memory that the host has available, as far as it says so: the rest is for loaders and other
-    processes."""
-    return (available_host_bytes() or 0) // 2
+    """For this process, half of the memory that the host has available, as far as it says so: the rest is for
+    loaders and other programs. The processes of a training on one host share it."""
+    local = os.environ.get("LOCAL_WORLD_SIZE", "")
+    processes = int(local) if local.isdecimal() else 1
+    if not local and dist.is_available() and dist.is_initialized():
+        processes = dist.get_world_size()
+    return (available_host_bytes() or 0) // 2 // max(1, processes)

@@ -27,6 +27,7 @@ from lowmem_patch.tracing.trace import Op
 
 _SAVES_NOTHING = REARRANGES | SELECTS | Role.EXPAND | Role.CAST | Role.SUM
 _ATTENTION = Role.FUSED_ATTENTION | Role.FLEX_ATTENTION
+_COPIED = 1 << 25  # bytes of a copy that is timed
 _VIEWS = (REARRANGES | SELECTS | Role.EXPAND) & ~(Role.CONTIGUOUS | Role.CLONE)
 
 
@@ -40,6 +41,7 @@ class Device:
         traffic: bytes of its memory.
         host: bytes between it and the host, one way.
         launch: seconds that no op is shorter than.
+        apart: its memory is another than the host's.
     """
 
     name: str
@@ -47,6 +49,7 @@ class Device:
     traffic: float
     host: float
     launch: float = 5e-6
+    apart: bool = True
 
     def seconds(self, operations: float, moved: float, width: int) -> float:
         rate = self.products if width <= 2 else self.products / 4
@@ -65,7 +68,7 @@ _DEVICES = (
     Device("T4", 42e12, 0.25e12, 11e9),
 )
 _OTHER_GPU = Device("a GPU like the A100", 200e12, 1.3e12, 22e9)
-_CPU = Device("the CPU", 2e11, 2e10, 2e10)
+_CPU = Device("the CPU", 2e11, 2e10, 2e10, apart=False)
 
 
 def device_of(model: nn.Module) -> Device:
@@ -233,6 +236,25 @@ class Clock:
             return float(self.marks[end] - self.marks[start])
         self.marks[end].synchronize()
         return float(self.marks[start].elapsed_time(self.marks[end])) / 1e3
+
+
+def with_measured_host(device: Device, place: torch.device) -> Device:
+    """``device`` with the speed of copies between a GPU and pinned host memory, by a clock: the slower
+    direction, the best of three. A CPU has none."""
+    if place.type != "cuda":
+        return device
+    clock = Clock(place)
+    there = torch.empty(_COPIED, dtype=torch.uint8, device=place)
+    here = torch.empty(_COPIED, dtype=torch.uint8, pin_memory=True)
+    slowest = 0.0
+    for to, source in ((here, there), (there, here)):
+        pairs = []
+        for _ in range(4):  # the first warms up
+            start = clock.mark()
+            to.copy_(source, non_blocking=True)
+            pairs.append((start, clock.mark()))
+        slowest = max(slowest, min(clock.between(*pair) for pair in pairs[1:]))
+    return dataclasses.replace(device, host=_COPIED / slowest)
 
 
 def scaled(model: Sequence[RunSeconds], measured: Sequence[float]) -> tuple[RunSeconds, ...]:

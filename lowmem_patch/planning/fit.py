@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import nn
 
@@ -20,15 +21,16 @@ from lowmem_patch.errors import BudgetError, TraceError
 from lowmem_patch.memory.model_states import ModelStates, Training
 from lowmem_patch.nn.checkpointing import SWITCHES, is_switched_on
 from lowmem_patch.planning.budget import Budget
+from lowmem_patch.planning.choices import Choices
 from lowmem_patch.planning.costs import Device, RunSeconds
 from lowmem_patch.planning.fit_report import LEVEL_REASONS, FitReport, FittedBlock
-from lowmem_patch.planning.fit_sums import Sums, more_seconds, temporaries_of
+from lowmem_patch.planning.fit_sums import temporaries_of
 from lowmem_patch.planning.names import size_text
 from lowmem_patch.planning.need import OPTIMIZER_STEP, Need, need_of
 from lowmem_patch.planning.sharded_timeline import sharding_of
-from lowmem_patch.planning.solve import Choice, Solution, Step, least_limit, solve
+from lowmem_patch.planning.solve import Solution, Step, least_limit, solve
 from lowmem_patch.planning.timeline import FewRuns, Timeline, few_of, few_runs, run_levels
-from lowmem_patch.strategies.checkpointing import ALONE, Blocks, CheckpointedBlock, patches_of
+from lowmem_patch.strategies.checkpointing import ALONE, Blocks, LevelPatch, patches_of
 from lowmem_patch.tracing.inputs import ExampleInputs
 from lowmem_patch.tracing.shadow import Shadow
 
@@ -41,7 +43,7 @@ _WORTH = 0.01  # of the seconds that levels cost: less is worth no further step 
 class Fitted:
     """What was chosen: the patches, and the report."""
 
-    patches: tuple[CheckpointedBlock, ...]
+    patches: tuple[LevelPatch, ...]
     report: FitReport
 
 
@@ -91,7 +93,7 @@ class Fitting:
         self.free = [b for b in blocks.blocks if not b.refusal and not self._is_switched_on(b.site)]
         self.temporaries = temporaries_of(shadow.model, training, elsewhere=shadow.elsewhere)
         self.sharding = sharding_of(model, blocks, training)
-        self._known: dict[tuple[frozenset[tuple[str, str]], bool, FewRuns | None], Timeline] = {}
+        self._known: dict[Any, Timeline] = {}
         self.few = few_runs(shadow.model, blocks, few_of(shadow.model))
         self.patched = self._profile(self._all("patched"))
         count = len(self.patched.runs)
@@ -121,7 +123,7 @@ class Fitting:
         few: FewRuns | None = None,
     ) -> Timeline:
         """As `run_levels`; a step that was run is remembered, for it costs most of what a fit costs."""
-        key = frozenset(levels.items()), settled, few
+        key = frozenset(levels.items()), settled, few, self.blocks.lag
         if inputs is None and key in self._known:
             return self._known[key]
         accumulates = self.training.accumulates
@@ -134,8 +136,11 @@ class Fitting:
     @functools.cached_property
     def profiles(self) -> dict[str, Timeline]:
         """The step at each level; a budget that holds the patched one needs no other."""
-        others = [level for level in ALONE if self.free and level != "patched"]
-        return {"patched": self.patched} | {n: self._profile(self._all(n)) for n in others}
+        others = [level for level in ALONE if level != "patched"]
+        if self.device.apart:
+            others.append("offloaded")
+        profiles = {level: self._profile(self._all(level)) for level in others if self.free}
+        return {"patched": self.patched} | profiles
 
     def _all(self, level: str) -> dict[str, str]:
         return {block.site: level for block in self.free}
@@ -182,53 +187,18 @@ class Fitting:
     # the sums
 
     @functools.cached_property
-    def steps(self) -> list[Step]:
-        runs, profiles = self.blocks.runs, self.profiles
-        least = min(timeline.outside for timeline in profiles.values())
-        sums = {level: Sums(timeline, least) for level, timeline in profiles.items()}
-        outputs, inputs = self._kept() if self.free else ([], [])
+    def choices(self) -> Choices:
         free = {block.site for block in self.free}
-        steps = []
-        for number, run in enumerate(runs):
-            patched = sums["patched"].choice("patched", number, 0.0)
-            choices = [patched]
-            if self.sites[run.block] in free:
-                patched = dataclasses.replace(
-                    patched, keeps_input=inputs[number], keeps_output=outputs[number]
-                )
-                choices = [patched, *self._recomputed(sums, number)]
-            output = profiles["patched"].runs[number].output
-            # inputs on their way to the host are seen when the choice is run
-            behind = max(one.behind(number) for level, one in sums.items() if level != "host")
-            linked = run.links and self.sites[run.block] in free
-            again = self.seconds[number].again
-            steps.append(Step(tuple(choices), output, behind, run.block, linked, again))
-        return steps
-
-    def _recomputed(self, sums: Mapping[str, Sums], number: int) -> list[Choice]:
-        seconds = self.seconds[number]
-        plain, saved = (
-            sums[level].choice(level, number, more_seconds(level, seconds))
-            for level in ("checkpointed", "attention")
+        kept = self._kept() if self.free else ([], [])
+        found = Choices(
+            self.blocks, free, self.profiles, *kept, self.seconds, self.device, self.host
         )
-        choices = [plain]
-        if saved.own > plain.own and saved.seconds < plain.seconds:
-            choices.append(saved)
-        size = self._input_bytes(number)
-        if size and self._host_before(number) + size <= self.host:
-            away = sums["host"].choice(
-                "host", number, more_seconds("host", seconds, size, self.device)
-            )
-            choices.append(dataclasses.replace(away, keeps_input=False))
-        return choices
+        self.blocks = found.blocks = dataclasses.replace(self.blocks, lag=found.lag)
+        return found
 
-    def _input_bytes(self, number: int) -> int:
-        runs = self.patched.runs
-        return runs[number - 1].output if number else runs[0].output
-
-    def _host_before(self, number: int) -> int:
-        """Bytes of the inputs of all runs before this one: those wait for the longest time."""
-        return sum(self._input_bytes(earlier) for earlier in range(number))
+    @functools.cached_property
+    def steps(self) -> list[Step]:
+        return self.choices.steps()
 
     # the choice
 
@@ -246,7 +216,7 @@ class Fitting:
         found = levels, self.run(levels)
         # the sums of a mix may be above one level for all, whose step was run
         for level, profile in self.profiles.items():
-            on_host = self._host_before(len(self.steps)) if level == "host" else 0
+            on_host = self.choices.on_host(self._all(level))
             if profile.peak[0] < found[1].peak[0] and on_host <= self.host:
                 levels = self._all(level)
                 found = min(found, (levels, self.run(levels)), key=lambda one: one[1].peak[0])
@@ -329,11 +299,7 @@ class Fitting:
             device=self.device.name,
             extra_seconds=sum(block.seconds for block in blocks),
             step_seconds=sum(one.forward + one.backward for one in self.seconds),
-            on_host=sum(
-                self._input_bytes(number)
-                for number, run in enumerate(self.blocks.runs)
-                if levels.get(self.sites[run.block]) == "host"
-            ),
+            on_host=self.choices.on_host(levels) if levels else 0,
             inputs=inputs,
             blocks=blocks,
             notes=tuple(self._notes(levels)),
@@ -390,10 +356,14 @@ class Fitting:
                 "gradients count from the backward on, as after zero_grad(); with accumulation they take up "
                 f"to {size_text(self.states.gradients)} more"
             )
-        if any(level != "patched" for level in levels.values()):
+        if set(levels.values()) - {"patched", "offloaded"}:
             notes.append(
                 "in training, recomputed blocks get no empty cache of keys and values (use_cache), as with "
-                "transformers' own checkpointing; under torch.compile its own checkpointing is used, without "
-                "host memory and segments"
+                "transformers' own checkpointing"
+            )
+        if set(levels.values()) - {"patched"}:
+            notes.append(
+                "under torch.compile its own checkpointing is used for these blocks, without host memory and "
+                "segments"
             )
         return notes

@@ -14,7 +14,14 @@ from lowmem_patch.nn.gammas import would_tell_z
 from lowmem_patch.nn.norms import MSNorm
 from lowmem_patch.planning.apply import apply_plan, undo
 from lowmem_patch.planning.budget import Budget, free_host_bytes, make_budget
-from lowmem_patch.planning.costs import RunSeconds, device_of, run_seconds, scaled, timed_forward
+from lowmem_patch.planning.costs import (
+    RunSeconds,
+    device_of,
+    run_seconds,
+    scaled,
+    timed_forward,
+    with_measured_host,
+)
 from lowmem_patch.planning.fit import Fitting, NoFit
 from lowmem_patch.planning.fit_report import FitReport
 from lowmem_patch.planning.ladder import Base, Rung, smaller_rungs
@@ -69,6 +76,7 @@ def fit_planned(
     timed = any(parameter.is_cuda for parameter in model.parameters()) if timed is None else timed
     if timed and blocks.runs:
         seconds = _timed(model, planned, blocks, seconds)
+        device = with_measured_host(device, next(model.parameters()).device)
     _assume_looks(model, planned.shadow.model, gathered=training.gpus > 1)
     host = free_host_bytes() if host is None else host
     fitting = Fitting(model, planned.shadow, blocks, seconds, device, states, training, host)

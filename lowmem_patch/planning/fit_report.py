@@ -25,6 +25,7 @@ def _ranges(sites: list[str]) -> str:
 
 LEVEL_REASONS = {
     "patched": "it is not recomputed: the budget has room for what it saves",
+    "offloaded": "it is not recomputed: what it saves is offloaded to host memory",
     "attention": "its input and attention's output are saved, the rest is recomputed",
     "checkpointed": "its input is saved, and it is recomputed",
     "host": "its input is offloaded to host memory, and it is recomputed",

@@ -9,7 +9,7 @@ from lowmem_patch.planning.costs import Device, RunSeconds
 from lowmem_patch.planning.solve import Choice
 from lowmem_patch.planning.timeline import Timeline
 
-_OVERLAP = 0.02  # of a copy's time is seen though it runs beside the computation
+OVERLAP = 0.04  # of a copy's time is seen though it runs beside the computation
 
 
 class Sums:
@@ -47,7 +47,7 @@ def more_seconds(level: str, one: RunSeconds, size: int = 0, device: Device | No
         return one.again
     copy = size / device.host
     stall = max(0.0, copy - one.forward) + max(0.0, copy - one.forward - one.backward)
-    return one.again + stall + _OVERLAP * 2 * copy
+    return one.again + stall + OVERLAP * 2 * copy
 
 
 def temporaries_of(model: nn.Module, training: Training, *, elsewhere: bool) -> tuple[int, ...]:

@@ -3,18 +3,21 @@ programming.
 
 Each run of a block has choices. What a run holds until backward counts in every later part of the forward,
 and in the backward of every later run. So a choice is bound by the bytes that the runs before it hold, and by
-nothing else of them: for each run the pairs (bytes held, seconds) that no other pair beats in both are kept.
+the copies to the host that are not made yet: for each run the pairs (bytes held, seconds) that no other pair
+beats in both are kept, by how far behind the copies are.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections import Counter
+import math
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 _SEGMENTS = ("segment", "halves")
+_PARTS = 4  # of a run's forward, in which copies are counted
 _LONGEST = 64  # runs of a segment whose inputs are all computed at one time
 # more pairs than this are told apart by this share of the limit only
 _MOST_PAIRS, _GRAINS = 4096, 1 << 14
@@ -30,6 +33,9 @@ class Choice:
         forward, backward: the largest sums in these parts of the step, less what the runs before it hold.
         seconds: more than as patched.
         keeps_input, keeps_output: it holds these too.
+        away: bytes that are copied to the host in its forward, and back in its backward.
+        copy: seconds of these copies.
+        window: from the middle of its forward on, until the next blocks wait for these.
     """
 
     level: str
@@ -39,6 +45,9 @@ class Choice:
     seconds: float
     keeps_input: bool = True
     keeps_output: bool = False
+    away: int = 0
+    copy: float = 0.0
+    window: float = math.inf
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +61,7 @@ class Step:
         block: the number of its block; runs of one block have one level.
         links: it reads the very output of the run before.
         again: seconds of its forward, for a segment.
+        forward: seconds of its forward, beside which copies run.
     """
 
     choices: tuple[Choice, ...]
@@ -60,6 +70,7 @@ class Step:
     block: int
     links: bool = False
     again: float = 0.0
+    forward: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +97,8 @@ class _Path(NamedTuple):
     last: tuple[str, ...]
 
 
-_Front = dict[bool, list[_Pair]]  # by whether the last run holds its output
+# by whether the last run holds its output, and by the copies that are not made yet
+_Front = dict[tuple[bool, int], list[_Pair]]
 
 
 def _unbeaten(pairs: list[_Pair], limit: int) -> list[_Pair]:
@@ -102,25 +114,49 @@ def _unbeaten(pairs: list[_Pair], limit: int) -> list[_Pair]:
     return found
 
 
+class _Copies:
+    """How far behind copies are, in parts of a usual run's forward.
+
+    In the backward those that are on their way back are as far ahead.
+    """
+
+    def __init__(self, steps: Sequence[Step]) -> None:
+        self.part = sum(step.forward for step in steps) / max(1, len(steps)) / _PARTS
+        away = [choice for step in steps for choice in step.choices if choice.copy]
+        self.rate = max((choice.away / choice.copy for choice in away), default=0.0)
+
+    def on_device(self, busy: int) -> int:
+        """Bytes that are on their way, and on the device still, or already."""
+        return int(busy * self.part * self.rate)
+
+    def behind(self, busy: int, step: Step, choice: Choice) -> tuple[int, float]:
+        """That far behind a run, and the seconds that a later run waits for its copies."""
+        if not busy and not choice.copy:
+            return 0, 0.0
+        half = step.forward / 2
+        copies = max(0.0, busy * self.part - half) + choice.copy
+        waits = max(0.0, copies - choice.window) if choice.copy else 0.0
+        later = max(0.0, copies - waits - half)
+        return (round(later / self.part) if self.part else 0), waits
+
+
 def _single(
-    front: _Front, steps: Sequence[Step], number: int, choice: Choice, limit: int
-) -> Iterator[_Pair]:
-    """Pairs behind one run that has this level."""
+    front: _Front, steps: Sequence[Step], number: int, choice: Choice, limit: int, copies: _Copies
+) -> Iterator[tuple[int, _Pair]]:
+    """Pairs behind one run that has this level, each with how far behind copies are."""
     step = steps[number]
     output = steps[number - 1].output if number else 0
-    for kept, pairs in front.items():
+    for (kept, busy), pairs in front.items():
+        later, waits = copies.behind(busy, step, choice)
+        seconds = choice.seconds + waits
         more = output if kept or choice.keeps_input else 0
-        room = min(
-            limit - choice.forward,
-            limit - choice.backward - more,
-            limit - step.behind - choice.own - more,
-        )
+        room = min(-choice.forward, -choice.backward - more, -step.behind - choice.own - more)
+        room += limit - copies.on_device(busy)
         for pair in pairs:
             if pair.held > room:
                 break  # they are sorted
-            yield _Pair(
-                pair.held + more + choice.own, pair.seconds + choice.seconds, _Path(pair, (choice.level,))
-            )  # fmt: skip
+            path = _Path(pair, (choice.level,))
+            yield later, _Pair(pair.held + more + choice.own, pair.seconds + seconds, path)
 
 
 class _Segment:
@@ -201,15 +237,17 @@ def _again(steps: Sequence[Step], start: int, last: int, kind: str) -> float:
 
 
 def _solve(steps: Sequence[Step], limit: int, kinds: Sequence[str]) -> Solution | None:
-    fronts: list[_Front] = [{True: [], False: []} for _ in range(len(steps) + 1)]
-    fronts[0][False] = [_Pair(0, 0.0, None)]
+    fronts: list[_Front] = [defaultdict(list) for _ in range(len(steps) + 1)]
+    fronts[0][False, 0] = [_Pair(0, 0.0, None)]
+    copies = _Copies(steps)
     for number, step in enumerate(steps):
-        front = {kept: _unbeaten(pairs, limit) for kept, pairs in fronts[number].items()}
+        front = {key: _unbeaten(pairs, limit) for key, pairs in fronts[number].items()}
         for choice in step.choices:
-            fronts[number + 1][choice.keeps_output] += _single(front, steps, number, choice, limit)
+            for later, pair in _single(front, steps, number, choice, limit, copies):
+                fronts[number + 1][choice.keeps_output, later].append(pair)
         for kind in kinds:
             for behind, pairs in _segments(front, steps, number, limit, kind):
-                fronts[behind][False] += pairs
+                fronts[behind][False, 0] += pairs  # copies are made within a segment
     last = [pair for pairs in fronts[-1].values() for pair in pairs]
     if not last:
         return None

@@ -1,4 +1,5 @@
-"""checkpointing: blocks that save their input alone, and run again in backward.
+"""checkpointing: blocks that save their input alone, and run again in backward; or all that they save waits
+in host memory.
 
 Which blocks a model has is a fact of its trace: the modules of a list that run one after the other, each on
 what the one before gave. Which of them are run again is decided from a budget (`lowmem_patch.planning.fit`).
@@ -15,14 +16,15 @@ from torch import nn
 from lowmem_patch.nn.caches import ForwardCaches, watch_caches
 from lowmem_patch.nn.checkpointing import Recompute, checkpoint_block
 from lowmem_patch.nn.host_memory import HostMemory
+from lowmem_patch.nn.offloading import Await, LastRun, Offload, await_block, offload_block
 from lowmem_patch.nn.own import has_foreign_forward
 from lowmem_patch.strategies.protocol import Facts, Patch, Target
 from lowmem_patch.tracing.shadow import tensors_in
 from lowmem_patch.tracing.trace import Call
 
 # what a block saves, from most to least
-LEVELS = ("patched", "attention", "checkpointed", "host", "segment", "halves")
-ALONE = LEVELS[:4]  # that a block has by itself, without its neighbours
+LEVELS = ("patched", "offloaded", "attention", "checkpointed", "host", "segment", "halves")
+ALONE = ("patched", "attention", "checkpointed", "host")  # without its neighbours
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 # of its saved bytes that a block's own list of blocks has, so that these are the blocks
 _MOST = 0.5
@@ -39,6 +41,34 @@ class CheckpointedBlock(Patch):
     def apply(self, target: Target) -> None:
         checkpoint_block(target.model.get_submodule(self.site), self.how)
         watch_caches(target.model, self.how.caches)
+
+
+@dataclasses.dataclass(frozen=True)
+class OffloadedBlock(Patch):
+    """A block whose saved tensors wait in host memory."""
+
+    strategy = "checkpointing"
+
+    how: Offload
+
+    def apply(self, target: Target) -> None:
+        offload_block(target.model.get_submodule(self.site), self.how)
+        watch_caches(target.model, self.how.caches)
+
+
+@dataclasses.dataclass(frozen=True)
+class AwaitingBlock(Patch):
+    """A later block, before which what an offloaded one saved has left the device."""
+
+    strategy = "checkpointing"
+
+    how: Await
+
+    def apply(self, target: Target) -> None:
+        await_block(target.model.get_submodule(self.site), self.how)
+
+
+LevelPatch = CheckpointedBlock | OffloadedBlock | AwaitingBlock
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,10 +101,25 @@ class BlockRun:
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """The blocks of a model and their runs."""
+    """The blocks of a model and their runs.
+
+    Attributes:
+        lag: runs that a copy to the host may take, from an offloaded run on.
+    """
 
     blocks: tuple[Block, ...]
     runs: tuple[BlockRun, ...]
+    lag: int = 1
+
+    def awaits(self, number: int) -> int | None:
+        """The run before which what a run saved has left, if it is offloaded; None where it cannot be: there
+        is no such run, or one of the two blocks runs several times."""
+        later = number + self.lag
+        if later >= len(self.runs):
+            return None
+        ran = [run.block for run in self.runs]
+        once = all(ran.count(ran[one]) == 1 for one in (number, later))
+        return later if once else None
 
 
 def find_blocks(facts: Facts) -> Blocks:
@@ -184,34 +229,55 @@ def _bytes(facts: Facts, site: str) -> int:
 
 def patches_of(
     blocks: Blocks, levels: Mapping[str, str], reasons: Mapping[str, str] | None = None
-) -> tuple[CheckpointedBlock, ...]:
+) -> tuple[LevelPatch, ...]:
     """The patches that give each block its level.
 
     Args:
         levels: by site, of ``LEVELS``; blocks that are not named stay as patched. A run of blocks of
             the level ``"segment"`` or ``"halves"`` continues the segment that the nearest block before it
-            begins, which is ``"checkpointed"`` or ``"host"``.
+            begins, which is ``"checkpointed"`` or ``"host"``. ``"offloaded"`` stays as patched where no
+            later block can await it.
         reasons: by site, what a report says.
     """
     host, caches = HostMemory(), ForwardCaches()
     first_runs = {run.block: number for number, run in reversed(list(enumerate(blocks.runs)))}
-    found = []
+    found: list[LevelPatch] = []
+    awaiting: list[LevelPatch] = []  # around the forwards that the levels of these blocks give
     for number, block in enumerate(blocks.blocks):
-        level = levels.get(block.site, "patched")
-        if level == "patched":
-            continue
-        behind = first_runs[number] + 1
-        after = blocks.blocks[blocks.runs[behind].block].site if behind < len(blocks.runs) else ""
-        next_level = levels.get(after, "patched")
-        waits = {"segment": "segment", "halves": "segment", "host": "host"}.get(level, "device")
-        how = Recompute(
-            attention=level == "attention",
-            input=waits,
-            continues=next_level in ("segment", "halves"),
-            halves="halves" in (level, next_level),
-            buffers=block.buffers,
-            host=host if level == "host" else None,
-            caches=caches,
-        )
-        found.append(CheckpointedBlock(block.site, how, reason=(reasons or {}).get(block.site, "")))
-    return tuple(found)
+        level, reason = levels.get(block.site, "patched"), (reasons or {}).get(block.site, "")
+        if level == "offloaded":
+            later = blocks.awaits(first_runs[number])
+            if later is None:
+                continue
+            last = LastRun()
+            found.append(OffloadedBlock(block.site, Offload(host, last, caches), reason=reason))
+            site = blocks.blocks[blocks.runs[later].block].site
+            awaiting.append(AwaitingBlock(site, Await(host, last)))
+        elif level != "patched":
+            how = _recompute(blocks, levels, number, first_runs[number] + 1, host, caches)
+            found.append(CheckpointedBlock(block.site, how, reason=reason))
+    return *found, *awaiting
+
+
+def _recompute(
+    blocks: Blocks,
+    levels: Mapping[str, str],
+    number: int,
+    behind: int,
+    host: HostMemory,
+    caches: ForwardCaches,
+) -> Recompute:
+    """How a block runs again; ``behind`` is the run behind its first one."""
+    block = blocks.blocks[number]
+    level = levels[block.site]
+    after = blocks.blocks[blocks.runs[behind].block].site if behind < len(blocks.runs) else ""
+    next_level = levels.get(after, "patched")
+    return Recompute(
+        attention=level == "attention",
+        input={"segment": "segment", "halves": "segment", "host": "host"}.get(level, "device"),
+        continues=next_level in ("segment", "halves"),
+        halves="halves" in (level, next_level),
+        buffers=block.buffers,
+        host=host if level == "host" else None,
+        caches=caches,
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +18,8 @@ from lowmem_patch.errors import BudgetError, ConfigError, HostMemoryError
 from lowmem_patch.memory.model_states import USUAL_TRAINING
 from lowmem_patch.nn.checkpointing import is_checkpointed
 from lowmem_patch.nn.host_memory import HostMemory
-from lowmem_patch.planning.budget import Budget, free_host_bytes, make_budget
+from lowmem_patch.planning import budget
+from lowmem_patch.planning.budget import Budget, available_host_bytes, free_host_bytes, make_budget
 from lowmem_patch.planning.costs import RunSeconds, device_of, run_seconds, scaled, timed_forward
 from lowmem_patch.planning.fit_model import fit_planned
 from lowmem_patch.planning.planner import Planned, plan_model
@@ -240,6 +242,27 @@ def test_no_host_memory_and_little_of_it() -> None:
     assert free_host_bytes() > 0
 
 
+@pytest.mark.parametrize("cache", ["", "inactive_file 300\n"])
+def test_a_container_and_its_processes_share_host_memory(
+    cache: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("memory.max", "memory.current", "inactive_file")
+    for name, text in zip(
+        (*names[:2], "memory.stat"), ("2000\n", "900\n", f"anon 5\n{cache}"), strict=True
+    ):
+        (tmp_path / name).write_text(text)
+    unlimited = available_host_bytes()
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.setattr(budget, "_GROUPS", (("nowhere", *names), (str(tmp_path), *names)))
+    free = 1100 + (300 if cache else 0)
+    assert available_host_bytes() == free and free_host_bytes() == free // 2
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert free_host_bytes() == free // 2 // 4
+    (tmp_path / "memory.max").write_text("max\n")
+    found = available_host_bytes()
+    assert unlimited is not None and found is not None and found > 2000
+
+
 def test_a_host_without_memory_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def none_left(*args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("cannot allocate")
@@ -247,7 +270,7 @@ def test_a_host_without_memory_is_an_error(monkeypatch: pytest.MonkeyPatch) -> N
     memory, x = HostMemory(), rows()
     monkeypatch.setattr(torch, "empty", none_left)
     with pytest.raises(HostMemoryError, match="fit="):
-        memory.buffer(x.numel(), pinned=False)
+        memory.buffer(x.numel(), x.device)
 
 
 # times

@@ -18,7 +18,7 @@ from tests.support.stacks import (
 )
 from tests.support.step import Step, step, warned
 
-LEVELS = ("attention", "checkpointed", "host", "segment", "halves")
+LEVELS = ("offloaded", "attention", "checkpointed", "host", "segment", "halves")
 
 
 def assert_same_bits(found: Step, wanted: Step) -> None:

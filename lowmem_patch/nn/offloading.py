@@ -1,0 +1,216 @@
+"""A block that is not run again: all that it saves waits in host memory.
+
+`offloaded` is the forward of such a block. Hooks of autograd take each tensor that is saved in it, and copy
+its memory to the host. The weights stay, and what the block was given beside its input.
+
+`awaiting` is the forward of a later block. Before it the copies must be made, and the memory on the device is
+free; before its backward the copies back begin. So both run beside the blocks between, and what is on the
+device at a time depends on the order of the step alone, not on the speed of the copies.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from lowmem_patch.functional import in_compiler, packs_saved_tensors, unwritten
+from lowmem_patch.nn.caches import ForwardCaches
+from lowmem_patch.nn.checkpointing import (
+    Level,
+    Recompute,
+    checkpointed,
+    given_tensors,
+    input_among,
+    saves_nothing,
+)
+from lowmem_patch.nn.deferred import Unstored, detached_of
+from lowmem_patch.nn.host_memory import HostCopy, HostMemory
+from lowmem_patch.nn.own import Own, give_forward_around, inner_forward
+from lowmem_patch.nn.segments import first_tensor
+from lowmem_patch.nn.watched import Watched
+
+_hooks: Any = torch.autograd.graph.saved_tensors_hooks  # typed for tensors alone
+_WITHOUT_TORCH_FUNCTION: Any = torch._C.DisableTorchFunctionSubclass
+_ORDINARY = (Tensor, nn.Parameter, FakeTensor, Watched)
+_LEAST = 1 << 16  # bytes that are worth a copy
+
+
+class _Saved:
+    """The copies of what one run of a block saved; autograd alone holds them."""
+
+    def __init__(self) -> None:
+        self.copies: dict[int, weakref.ref[HostCopy]] = {}
+
+    def add(self, copy: HostCopy) -> None:
+        self.copies.setdefault(id(copy), weakref.ref(copy))
+
+    def have_left(self) -> None:
+        for copy in self._alive():
+            copy.has_left()
+
+    def come(self, _: Tensor) -> None:
+        """Begin the copies back. A hook of the gradient of the awaiting block's output."""
+        with torch.no_grad():
+            for copy in self._alive():
+                copy.come()
+
+    def _alive(self) -> list[HostCopy]:
+        copies = (reference() for reference in self.copies.values())
+        return [copy for copy in copies if copy is not None]
+
+
+class LastRun:
+    """What a block saved last, until a later block awaits it; a copy of the model begins without."""
+
+    def __init__(self) -> None:
+        self.saved: _Saved | None = None
+
+    def __reduce__(self) -> Any:
+        return LastRun, ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Offload(Level):
+    """How a block is offloaded.
+
+    Attributes:
+        host: holds what it saves.
+        last: its last run.
+        caches: as in `Recompute`, which a compiler gets in its place.
+    """
+
+    host: HostMemory
+    last: LastRun
+    caches: ForwardCaches = dataclasses.field(default_factory=ForwardCaches)
+
+
+@dataclasses.dataclass(frozen=True)
+class Await(Level):
+    """Which block a later one awaits."""
+
+    host: HostMemory
+    last: LastRun
+
+
+def offload_block(block: nn.Module, how: Offload) -> None:
+    """Set `offloaded` as the forward of a block, around the forward that it has."""
+    give_forward_around(block, offloaded, how)
+
+
+def await_block(block: nn.Module, how: Await) -> None:
+    """Set `awaiting` as the forward of a block, around the forward that it has."""
+    give_forward_around(block, awaiting, how)
+
+
+def offloaded(
+    block: nn.Module, how: Offload, given: Own | None, /, *args: Any, **kwargs: Any
+) -> Any:
+    """The forward of a block whose saved tensors wait in host memory."""
+    if in_compiler():
+        return checkpointed(block, Recompute(caches=how.caches), given, *args, **kwargs)
+    forward = inner_forward(block, given)
+    again = torch._C._current_graph_task_id() != -1
+    if again or saves_nothing(block) or packs_saved_tensors():  # others recompute it, or pack
+        return forward(*args, **kwargs)
+    tensors = given_tensors(args, kwargs)
+    x = input_among(tensors)
+    if x is None:
+        return forward(*args, **kwargs)
+    stays = _memories([t for t in tensors if t is not x], *block.parameters(), *block.buffers())
+    how.last.saved = saved = _Saved()
+    with _Packing(how.host, saved, x.device, stays):
+        return forward(*args, **kwargs)
+
+
+def awaiting(block: nn.Module, how: Await, given: Own | None, /, *args: Any, **kwargs: Any) -> Any:
+    """The forward of a block before which an earlier one's tensors have left."""
+    forward = inner_forward(block, given)
+    if in_compiler() or how.last.saved is None:
+        return forward(*args, **kwargs)
+    saved, how.last.saved = how.last.saved, None
+    saved.have_left()
+    output = forward(*args, **kwargs)
+    tensor = first_tensor(output)
+    if tensor is not None and tensor.requires_grad:
+        with _WITHOUT_TORCH_FUNCTION():
+            watch: Any = tensor.register_hook  # has no types
+            watch(saved.come)
+    return output
+
+
+def _memories(given: list[Tensor], *states: Tensor) -> frozenset[int]:
+    """The memories of tensors, by the identity of their storages."""
+    tensors: list[Any] = [*given, *states]
+    known = [
+        t for t in tensors if not (isinstance(t, Unstored) or is_traceable_wrapper_subclass(t))
+    ]
+    with _WITHOUT_TORCH_FUNCTION():
+        return frozenset(int(tensor.untyped_storage()._cdata) for tensor in known)
+
+
+class _Part(NamedTuple):
+    """A saved tensor, as a part of a memory that waits."""
+
+    copy: HostCopy
+    dtype: torch.dtype
+    shape: torch.Size
+    strides: tuple[int, ...]
+    offset: int
+
+    def value(self) -> Tensor:
+        memory = self.copy.value()
+        whole = memory.numel() // self.dtype.itemsize * self.dtype.itemsize
+        with torch.no_grad():
+            values = memory[:whole].view(self.dtype)
+            return values.as_strided(self.shape, self.strides, self.offset)
+
+
+class _Packing(torch.autograd.graph.saved_tensors_hooks):
+    """Inside, what is saved is copied to the host.
+
+    Args:
+        device: of the tensors that are.
+        stays: memories that are not.
+    """
+
+    def __init__(
+        self, host: HostMemory, saved: _Saved, device: torch.device, stays: frozenset[int]
+    ) -> None:
+        def pack(tensor: Tensor) -> _Part | tuple[Tensor, int]:
+            if type(tensor) not in _ORDINARY:
+                with _WITHOUT_TORCH_FUNCTION():
+                    tensor = tensor if tensor.is_leaf else detached_of(tensor)
+            if not _is_large(tensor) or tensor.device != device:
+                return _kept(tensor)
+            if int(tensor.untyped_storage()._cdata) in stays:
+                return _kept(tensor)
+            copy = host.keep_storage(tensor)
+            saved.add(copy)
+            layout = tensor.shape, tensor.stride(), int(tensor.storage_offset())
+            return _Part(copy, tensor.dtype, *layout)
+
+        super().__init__(pack, _unpacked)
+
+
+def _is_large(tensor: Tensor) -> bool:
+    """Whether it is an ordinary tensor that is worth a copy."""
+    plain = type(tensor) in _ORDINARY and tensor.layout is torch.strided
+    lazy = tensor.is_conj() or tensor.is_neg()
+    return plain and not lazy and tensor.nbytes >= _LEAST
+
+
+def _kept(tensor: Tensor) -> tuple[Tensor, int]:
+    # not an output itself: it holds the node that would hold it
+    return (tensor if tensor.is_leaf else tensor.detach()), tensor._version
+
+
+def _unpacked(packed: _Part | tuple[Tensor, int]) -> Tensor:
+    if isinstance(packed, _Part):
+        return packed.value()
+    return unwritten(*packed, "an offloaded block saved as it is")

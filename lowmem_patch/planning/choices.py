@@ -1,0 +1,142 @@
+"""What each run of a block may do, in bytes and seconds: what the solver chooses from."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from statistics import median
+
+from lowmem_patch.planning.costs import Device, RunSeconds
+from lowmem_patch.planning.fit_sums import OVERLAP, Sums, more_seconds
+from lowmem_patch.planning.solve import Choice, Step
+from lowmem_patch.planning.timeline import Timeline
+from lowmem_patch.strategies.checkpointing import Blocks
+
+_LONGEST = 4  # runs that a copy to the host may take
+
+
+class Choices:
+    """The levels that the runs of a model's blocks may have.
+
+    Args:
+        blocks: of the model.
+        free: sites of those that may have another level than patched.
+        profiles: a step with all free blocks at a level.
+        keeps_output, keeps_input: whether a patched run holds these.
+        seconds: of each run.
+        device: whose times they are.
+        host: bytes of host memory that may be used.
+    """
+
+    def __init__(
+        self,
+        blocks: Blocks,
+        free: set[str],
+        profiles: Mapping[str, Timeline],
+        keeps_output: Sequence[bool],
+        keeps_input: Sequence[bool],
+        seconds: Sequence[RunSeconds],
+        device: Device,
+        host: int,
+    ) -> None:
+        self.blocks, self.free, self.profiles = blocks, free, profiles
+        self.keeps_output, self.keeps_input = keeps_output, keeps_input
+        self.seconds, self.device, self.host = seconds, device, host
+        self.sites = [blocks.blocks[run.block].site for run in blocks.runs]
+        least = min(timeline.outside for timeline in profiles.values())
+        self.sums = {level: Sums(timeline, least) for level, timeline in profiles.items()}
+        runs = range(len(blocks.runs))
+        self.inputs = [profiles["patched"].runs[max(0, number - 1)].output for number in runs]
+        self.saved = [self._saved_bytes(number) for number in runs]
+
+    def steps(self) -> list[Step]:
+        return [self._step(number) for number in range(len(self.sites))]
+
+    @property
+    def lag(self) -> int:
+        """Runs that the copy of what a usual one saves takes."""
+        runs = zip(self.saved, self.seconds, strict=True)
+        times = [size / self.device.host / one.forward for size, one in runs if one.forward]
+        # it begins in the middle of its run
+        return min(_LONGEST, max(1, math.ceil(median(times) + 0.25))) if times else 1
+
+    def on_host(self, levels: Mapping[str, str]) -> int:
+        """Bytes of host memory that levels by site take."""
+        found = 0
+        for number, site in enumerate(self.sites):
+            if levels.get(site) == "host":
+                found += self.inputs[number]
+            if levels.get(site) == "offloaded" and self.blocks.awaits(number) is not None:
+                found += self.saved[number]
+        return found
+
+    def _step(self, number: int) -> Step:
+        run, site = self.blocks.runs[number], self.sites[number]
+        patched = self.sums["patched"].choice("patched", number, 0.0)
+        choices = [patched]
+        if site in self.free:
+            inputs, outputs = self.keeps_input[number], self.keeps_output[number]
+            choices = [dataclasses.replace(patched, keeps_input=inputs, keeps_output=outputs)]
+            choices += [*self._recomputed(number), *self._offloaded(number)]
+        # what is on its way to the host is seen when the choice is run
+        behind = max(
+            sums.behind(number)
+            for level, sums in self.sums.items()
+            if level not in ("host", "offloaded")
+        )
+        one = self.seconds[number]
+        return Step(
+            tuple(choices),
+            self.profiles["patched"].runs[number].output,
+            behind,
+            run.block,
+            run.links and site in self.free,
+            one.again,
+            one.forward,
+        )
+
+    def _recomputed(self, number: int) -> list[Choice]:
+        seconds = self.seconds[number]
+        plain, saved = (
+            self.sums[level].choice(level, number, more_seconds(level, seconds))
+            for level in ("checkpointed", "attention")
+        )
+        choices = [plain]
+        if saved.own > plain.own and saved.seconds < plain.seconds:
+            choices.append(saved)
+        size = self.inputs[number]
+        if size and sum(self.inputs[: number + 1]) <= self.host:
+            more = more_seconds("host", seconds, size, self.device)
+            away = self.sums["host"].choice("host", number, more)
+            copy = size / self.device.host
+            choices.append(dataclasses.replace(away, keeps_input=False, away=size, copy=copy))
+        return choices
+
+    def _offloaded(self, number: int) -> list[Choice]:
+        """To offload what a run saves, where the host has room for it, for as much of all runs before it, and
+        for the inputs of those behind it."""
+        size = self.saved[number]
+        on_host = sum(self.saved[: number + 1]) + sum(self.inputs[number + 1 :])
+        if not size or on_host > self.host or self.blocks.awaits(number) is None:
+            return []
+        copy, forward = size / self.device.host, self.seconds[number].forward
+        found = self.sums["offloaded"].choice("offloaded", number, OVERLAP * 2 * copy)
+        return [
+            dataclasses.replace(
+                found,
+                # in the profile, what the run before offloaded has come back
+                backward=found.backward - (self.saved[number - 1] if number else 0),
+                keeps_input=False,
+                away=size,
+                copy=copy,
+                window=(self.blocks.lag - 0.5) * forward,
+            )
+        ]
+
+    def _saved_bytes(self, number: int) -> int:
+        """That a run saves more than it does where it is offloaded."""
+        if "offloaded" not in self.profiles:
+            return 0
+        one, other = (self.profiles[level].runs[number] for level in ("patched", "offloaded"))
+        return max(0, one.held - other.held)
