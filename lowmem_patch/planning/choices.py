@@ -110,7 +110,7 @@ class Choices:
             more = more_seconds("host", seconds, size, self.device)
             away = self.sums["host"].choice("host", number, more)
             copy = size / self.device.host
-            choices.append(dataclasses.replace(away, keeps_input=False, away=size, copy=copy))
+            choices.append(dataclasses.replace(away, keeps_input=False, copy=copy))
         return choices
 
     def _offloaded(self, number: int) -> list[Choice]:
@@ -128,8 +128,9 @@ class Choices:
                 # in the profile, what the run before offloaded has come back
                 backward=found.backward - (self.saved[number - 1] if number else 0),
                 keeps_input=False,
-                away=size,
                 copy=copy,
+                away=size,
+                lag=self.blocks.lag,
                 window=(self.blocks.lag - 0.5) * forward,
             )
         ]

@@ -33,8 +33,9 @@ class Choice:
         forward, backward: the largest sums in these parts of the step, less what the runs before it hold.
         seconds: more than as patched.
         keeps_input, keeps_output: it holds these too.
-        away: bytes that are copied to the host in its forward, and back in its backward.
-        copy: seconds of these copies.
+        copy: seconds of its copies to the host.
+        away, lag: bytes of an offloaded run, which are on the device still in so many runs behind it, and
+            already in their backwards.
         window: from the middle of its forward on, until the next blocks wait for these.
     """
 
@@ -45,8 +46,9 @@ class Choice:
     seconds: float
     keeps_input: bool = True
     keeps_output: bool = False
-    away: int = 0
     copy: float = 0.0
+    away: int = 0
+    lag: int = 0
     window: float = math.inf
 
 
@@ -97,8 +99,9 @@ class _Path(NamedTuple):
     last: tuple[str, ...]
 
 
-# by whether the last run holds its output, and by the copies that are not made yet
-_Front = dict[tuple[bool, int], list[_Pair]]
+# whether the last run holds its output, copies that are not made yet, which of the last runs are offloaded
+_Key = tuple[bool, int, int]
+_Front = dict[_Key, list[_Pair]]
 
 
 def _unbeaten(pairs: list[_Pair], limit: int) -> list[_Pair]:
@@ -115,22 +118,16 @@ def _unbeaten(pairs: list[_Pair], limit: int) -> list[_Pair]:
 
 
 class _Copies:
-    """How far behind copies are, in parts of a usual run's forward.
-
-    In the backward those that are on their way back are as far ahead.
-    """
+    """Copies to the host that are not made yet, in parts of a usual run's forward, and the bytes of the last
+    runs that are on the device still, or in the backward already."""
 
     def __init__(self, steps: Sequence[Step]) -> None:
         self.part = sum(step.forward for step in steps) / max(1, len(steps)) / _PARTS
-        away = [choice for step in steps for choice in step.choices if choice.copy]
-        self.rate = max((choice.away / choice.copy for choice in away), default=0.0)
-
-    def on_device(self, busy: int) -> int:
-        """Bytes that are on their way, and on the device still, or already."""
-        return int(busy * self.part * self.rate)
+        self.away = [max(choice.away for choice in step.choices) for step in steps]
+        self.lag = max(choice.lag for step in steps for choice in step.choices)
 
     def behind(self, busy: int, step: Step, choice: Choice) -> tuple[int, float]:
-        """That far behind a run, and the seconds that a later run waits for its copies."""
+        """How far behind copies are after a run, and the seconds that a later run waits for its own."""
         if not busy and not choice.copy:
             return 0, 0.0
         half = step.forward / 2
@@ -139,24 +136,40 @@ class _Copies:
         later = max(0.0, copies - waits - half)
         return (round(later / self.part) if self.part else 0), waits
 
+    def later(self, last: int, choice: Choice) -> int:
+        """Which of the last runs are offloaded, one bit each, behind one more."""
+        return (last << 1 | (choice.lag > 0)) & ((1 << self.lag) - 1)
+
+    def on_device(self, number: int, last: int) -> tuple[int, int]:
+        """Bytes of offloaded runs before this one, in its forward and in its backward."""
+        if not last:
+            return 0, 0
+        sizes = [self.away[number - 1 - bit] if last >> bit & 1 else 0 for bit in range(self.lag)]
+        return sum(sizes[:-1]), sum(sizes)
+
 
 def _single(
     front: _Front, steps: Sequence[Step], number: int, choice: Choice, limit: int, copies: _Copies
-) -> Iterator[tuple[int, _Pair]]:
-    """Pairs behind one run that has this level, each with how far behind copies are."""
+) -> Iterator[tuple[_Key, _Pair]]:
+    """Pairs behind one run that has this level."""
     step = steps[number]
     output = steps[number - 1].output if number else 0
-    for (kept, busy), pairs in front.items():
+    for (kept, busy, last), pairs in front.items():
         later, waits = copies.behind(busy, step, choice)
         seconds = choice.seconds + waits
         more = output if kept or choice.keeps_input else 0
-        room = min(-choice.forward, -choice.backward - more, -step.behind - choice.own - more)
-        room += limit - copies.on_device(busy)
+        ahead, back = copies.on_device(number, last)
+        room = limit - max(
+            choice.forward + ahead,
+            choice.backward + more + back,
+            step.behind + choice.own + more + ahead + choice.away,
+        )
+        key = choice.keeps_output, later, copies.later(last, choice)
         for pair in pairs:
             if pair.held > room:
                 break  # they are sorted
             path = _Path(pair, (choice.level,))
-            yield later, _Pair(pair.held + more + choice.own, pair.seconds + seconds, path)
+            yield key, _Pair(pair.held + more + choice.own, pair.seconds + seconds, path)
 
 
 class _Segment:
@@ -238,16 +251,16 @@ def _again(steps: Sequence[Step], start: int, last: int, kind: str) -> float:
 
 def _solve(steps: Sequence[Step], limit: int, kinds: Sequence[str]) -> Solution | None:
     fronts: list[_Front] = [defaultdict(list) for _ in range(len(steps) + 1)]
-    fronts[0][False, 0] = [_Pair(0, 0.0, None)]
+    fronts[0][False, 0, 0] = [_Pair(0, 0.0, None)]
     copies = _Copies(steps)
     for number, step in enumerate(steps):
         front = {key: _unbeaten(pairs, limit) for key, pairs in fronts[number].items()}
         for choice in step.choices:
-            for later, pair in _single(front, steps, number, choice, limit, copies):
-                fronts[number + 1][choice.keeps_output, later].append(pair)
+            for key, pair in _single(front, steps, number, choice, limit, copies):
+                fronts[number + 1][key].append(pair)
         for kind in kinds:
             for behind, pairs in _segments(front, steps, number, limit, kind):
-                fronts[behind][False, 0] += pairs  # copies are made within a segment
+                fronts[behind][False, 0, 0] += pairs  # copies are made within a segment
     last = [pair for pairs in fronts[-1].values() for pair in pairs]
     if not last:
         return None
