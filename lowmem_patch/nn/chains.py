@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from lowmem_patch.functional import (
     ExpertWeight,
     RecomputedMatmul,
-    in_compiler,
     is_transformed,
     recast_linear,
     recomputed_linear,
@@ -36,9 +35,7 @@ from lowmem_patch.tracing.call_arguments import (
     elementwise_call,
     largest_shape,
 )
-from lowmem_patch.tracing.op_roles import Role, function_name, role_of
 
-_MOVES = Role.RESHAPE | Role.UNIT_DIMENSION | Role.CONTIGUOUS | Role.PERMUTE | Role.TRANSPOSE
 _WITHOUT_TORCH_FUNCTION: Any = torch._C.DisableTorchFunctionSubclass
 
 
@@ -180,22 +177,6 @@ class Chain(Op):
         made = extended(torch.mul, (h, other), {}) if whole else None
         return NotImplemented if made is None else made
 
-    def rearranged(
-        self, h: Deferred, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """A view or a copy of all elements, which is one step more."""
-        reads_bits = any(isinstance(item, torch.dtype) for item in args[1:])
-        moves = role_of(function_name(func)).has(_MOVES) and not in_compiler()
-        if not moves or reads_bits or waits_for_gradient(h):
-            return None
-        like = torch.empty_strided(h.shape, h.stride(), dtype=h.dtype, device="meta")
-        moved = func(like, *args[1:], **kwargs)
-        if moved is like:
-            return h
-        self.bypassed = h._bypassed = True
-        step = _Step(func, (self.last, *args[1:]), kwargs)
-        return defer(MovedChain(step, self.places, self.to, self.autocast, moved), h.sources)
-
     def linear(self, h: Deferred, to: Projection, dtype: torch.dtype) -> Tensor:
         weight, bias, adapter, _ = to
         if adapter is not None:
@@ -211,34 +192,6 @@ class Chain(Op):
     ) -> Any:
         # itself, which lets its values go: autograd may hold the product, which holds what made it
         return Product.of(RecomputedMatmul(func, self.again, h, weight, offsets, h.sources))
-
-
-class MovedChain(Chain):
-    """A chain's value behind views, so that a matmul that reads them saves what enters the chain.
-
-    Args:
-        like: a tensor of the value's shape and strides.
-    """
-
-    def __init__(
-        self,
-        last: _Step,
-        places: dict[_Leaf, int],
-        to: torch.dtype,
-        autocast: Autocast,
-        like: Tensor,
-    ) -> None:
-        super().__init__(last, places, to, autocast)
-        self.like = like
-
-    def shape(self, sources: tuple[Tensor, ...]) -> torch.Size:
-        return self.like.shape
-
-    def strides(self, sources: tuple[Tensor, ...]) -> tuple[int, ...] | None:
-        return self.like.stride()
-
-    def times(self, h: Deferred, other: Any) -> Any:
-        return NotImplemented  # a chain's steps are of one shape
 
 
 def _is_chain(tensor: Tensor) -> bool:

@@ -35,7 +35,7 @@ from lowmem_patch.functional import (
     register_plain,
     without_grad,
 )
-from lowmem_patch.nn.op import Op, refuse_bypassed, waits_for_gradient
+from lowmem_patch.nn.op import Op, refuse_bypassed, strides_like, waits_for_gradient
 from lowmem_patch.nn.shared_memory import (
     MADE_OUTSIDE,
     SharedMemory,
@@ -294,12 +294,13 @@ class _Defer(torch.autograd.Function):
             ctx.save_for_backward(*sources)
         elif op.holds:
             ctx.held, ctx.versions = sources, [source._version for source in sources]
+        first, shape = sources[0], op.shape(sources)
         h: Unstored = _wrapper(
             Unstored,
-            op.shape(sources),
-            strides=op.strides(sources),
+            shape,
+            strides=strides_like(first) if shape == first.shape else None,
             dtype=op.dtype(sources),
-            device=sources[0].device,
+            device=first.device,
         )
         return h
 

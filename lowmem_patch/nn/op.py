@@ -65,11 +65,6 @@ class Op:
         """Of the value."""
         return sources[0].shape
 
-    def strides(self, sources: tuple[Tensor, ...]) -> tuple[int, ...] | None:
-        """Of the value; None where it is contiguous."""
-        first = sources[0]
-        return strides_like(first) if self.shape(sources) == first.shape else None
-
     def compute(self, *sources: Tensor) -> Tensor:
         """The value, from plain tensors."""
         raise NotImplementedError

@@ -124,7 +124,7 @@ class _Copies:
     def __init__(self, steps: Sequence[Step]) -> None:
         self.part = sum(step.forward for step in steps) / max(1, len(steps)) / _PARTS
         self.away = [max(choice.away for choice in step.choices) for step in steps]
-        self.lag = max(choice.lag for step in steps for choice in step.choices)
+        self.lag = max((choice.lag for step in steps for choice in step.choices), default=0)
 
     def behind(self, busy: int, step: Step, choice: Choice) -> tuple[int, float]:
         """How far behind copies are after a run, and the seconds that a later run waits for its own."""

@@ -25,19 +25,14 @@ from lowmem_patch.strategies.protocol import (
 from lowmem_patch.tracing.base_model import is_leaf
 from lowmem_patch.tracing.call_arguments import ElementwiseCall, elementwise_call
 from lowmem_patch.tracing.chains import Chain, find_chains
-from lowmem_patch.tracing.consumers import (
-    Consumer,
-    find_consumers,
-    weight_read_with,
-    weight_trains,
-)
+from lowmem_patch.tracing.consumers import Consumer, find_consumers, matmul_of
 from lowmem_patch.tracing.op_roles import Role
 from lowmem_patch.tracing.probes import NormSpec, looks_like_norm
 from lowmem_patch.tracing.saved_bytes import storage_key
 from lowmem_patch.tracing.trace import Op
 
 _KIND = "chain"
-_FEWEST = 2  # functions, or a product: any other single one is its readers' to know
+_FEWEST = 2  # functions: a single product, or a cast, is its readers' to know
 _WORTH = 1e-3  # Python looks at each function of the forward
 
 
@@ -100,8 +95,7 @@ def _saving_chains(facts: Facts, config: PatchConfig) -> Iterator[Chain]:
     sites = {patch.site for patch in patches}
     for chain in find_chains(facts.trace, known):
         functions = [op for op in chain.ops.values() if not op.role.has(Role.CAST)]
-        few = len(functions) < _FEWEST and not any(op.role.has(Role.PRODUCT) for op in functions)
-        if few or _gain(facts, chain) <= 0:
+        if len(functions) < _FEWEST or _gain(facts, chain) <= 0:
             continue
         if chain.module not in sites and not _is_norm(facts, chain.module):
             yield chain
@@ -119,7 +113,6 @@ def _gain(facts: Facts, chain: Chain) -> int:
     saved = {storage.key: storage for storage in facts.trace.saved.storages}
     sources = {storage_key(tensor): tensor for tensor in chain.sources}
     inside = {storage_key(tensor) for tensor in chain.made.values()} - sources.keys()
-    inside |= {storage_key(t) for t in _multiplied(facts, chain)} - sources.keys()
     gone = sum(saved[key].bytes for key in inside & saved.keys() - _still_saved(facts, chain))
     if not gone:
         return 0
@@ -158,25 +151,20 @@ def _called_alike(facts: Facts, chains: list[Chain], made: Set[int]) -> Iterator
             yield op
 
 
-def _multiplied(facts: Facts, chain: Chain) -> Iterator[Tensor]:
-    """The chain's values behind moves, as matmuls of weights read them."""
-    for one in readers(facts, chain):
-        if one.tensor is not None and weight_trains(one):
-            yield one.tensor
-
-
 def _still_saved(facts: Facts, chain: Chain) -> set[int]:
     """Storages of the chain's values that a reader outside saves all the same."""
     found: set[int] = set()
-    for one in readers(facts, chain):
-        # a matmul of a weight can save what the tensor is computed from
-        if one.op is None or one.tensor is None or weight_read_with(one) is not None:
-            continue
-        key = storage_key(one.tensor)
+    own = set(map(id, chain.ops.values()))
+    for tensor in chain.made.values():
+        key = storage_key(tensor)
         savers = {(saver.module, saver.function) for saver in facts.savers.get(key, ())}
-        is_view = any(storage_key(output) == key for output in one.op.outputs)
-        if one.op.opaque or is_view or (one.op.module, one.op.name) in savers:
-            found.add(key)
+        for op in facts.trace.consumers.get(id(tensor), ()):
+            # a matmul of a weight can save what the tensor is computed from
+            if id(op) in own or (not op.opaque and matmul_of(op, tensor) is not None):
+                continue
+            is_view = any(storage_key(output) == key for output in op.outputs)
+            if op.opaque or is_view or (op.module, op.name) in savers:
+                found.add(key)
     return found
 
 

@@ -125,8 +125,7 @@ def _is_plain(item: Any) -> bool:
 class ElementwiseCall(NamedTuple):
     """A call of an elementwise function by the kinds of its arguments: ``clamp(whole, min=number)``.
 
-    A tensor is ``chain``, or of the result's shape (``whole``), or smaller (``part``; ``constant`` without a
-    gradient, for which nothing is saved).
+    A tensor is ``chain``, or of the result's shape (``whole``), or smaller (``part``).
     """
 
     name: str
@@ -157,10 +156,7 @@ def elementwise_call(
 
     def kind(item: Any) -> str:
         if isinstance(item, Tensor):
-            if in_chain(item):
-                return "chain"
-            smaller = "part" if item.requires_grad else "constant"
-            return "whole" if item.shape == shape else smaller
+            return "chain" if in_chain(item) else "whole" if item.shape == shape else "part"
         return "number" if type(item) in (int, float) else repr(item)
 
     if name in MIRRORED and len(args) == 2:
