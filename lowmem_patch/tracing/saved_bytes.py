@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from lowmem_patch.tracing.base_model import checked_model
 from lowmem_patch.tracing.categories import (
@@ -128,6 +129,13 @@ class _Held:
         self.tensor = tensor
 
 
+def _without_graph(tensor: Tensor) -> Tensor:
+    """The tensor without its node: an output holds the node that holds it, which no garbage collector sees.
+    No trace sees the op."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        return tensor.detach()
+
+
 class _First(NamedTuple):
     """A storage that autograd holds, and the tensor that showed it first. No tensor is held here: one without
     a graph would be one more op."""
@@ -201,10 +209,11 @@ def saved_bytes(model: nn.Module) -> Iterator[SavedBytes]:
     with module_stack(model) as stack:
 
         def pack(tensor: Tensor) -> _Held:
-            held, saver = _Held(tensor), running.saver(stack)
+            saver = running.saver(stack)
             if hasattr(tensor, "held_values"):
                 deferred.append((tensor, saver))
-                return held
+                return _Held(tensor)
+            held = _Held(tensor if tensor.is_leaf else _without_graph(tensor))
             key = storage_key(tensor)
             if key in weights:
                 return held

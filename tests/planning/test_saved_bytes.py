@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -10,8 +11,9 @@ import timm
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
-from transformers import LlamaConfig, LlamaModel
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
 
 from lowmem_patch import patch_model, plan_patch, saved_bytes
 from lowmem_patch.errors import TraceError
@@ -125,3 +127,49 @@ def test_a_checkpoint_that_fails_leaves_no_hooks_on() -> None:
         patch_model(model, example_inputs=x)
     assert not packs_saved_tensors()
     assert held.traceback and told.traceback
+
+
+class Gated(nn.Module):
+    """A sigmoid saves what it gives."""
+
+    made: StorageWeakRef
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = torch.sigmoid(self.linear(x))
+        Gated.made = StorageWeakRef(gate.untyped_storage())
+        return gate * x
+
+
+def test_what_was_saved_is_freed_with_the_outputs() -> None:
+    """Also without a backward: an output that is saved must not hold its own node."""
+    model, x = Gated(), torch.randn(4, 8, requires_grad=True)
+    with saved_bytes(model) as found:
+        output = model(x)
+    assert found.activations > 0 and not Gated.made.expired()
+    del output
+    assert Gated.made.expired()
+
+
+def tensors() -> set[int]:
+    gc.collect()
+    return {id(item) for item in gc.get_objects() if type(item) is Tensor}
+
+
+@pytest.mark.parametrize("fit", [None, "1GiB"])
+def test_a_patch_leaves_no_tensors(fit: str | None) -> None:
+    """Values that follow from the inputs, and a copy of these, lay on the GPU as long as the process."""
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        vocab_size=64,
+    )
+    model, tokens = LlamaForCausalLM(config), torch.randint(0, 64, (2, 24))
+    before = tensors()
+    patch_model(model, example_inputs={"input_ids": tokens}, fit=fit)
+    assert tensors() <= before | {id(tokens)}
