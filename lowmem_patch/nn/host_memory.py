@@ -152,6 +152,7 @@ class HostCopy:
         self.like: Tensor | None = None
         self.written: Tensor | None = None  # since, so that the copy may be of other values
         self.readers = self.read = 0
+        self.reads_on: Any = None  # the stream of the computation
         self.leaving: tuple[Tensor, Any] | None = (tensor, None)
         if isinstance(tensor, FakeTensor):  # there are no values
             self.like = tensor.new_empty(0, dtype=layout.dtype)
@@ -191,7 +192,8 @@ class HostCopy:
             self._on_host().copy_(values)
             return
         stream = self.memory.stream(self.device)
-        stream.wait_stream(torch.cuda.current_stream(self.device))
+        self.reads_on = torch.cuda.current_stream(self.device)
+        stream.wait_stream(self.reads_on)
         with torch.cuda.stream(stream):
             self._on_host().copy_(values, non_blocking=True)
             self.leaving = tensor, stream.record_event()
@@ -202,7 +204,8 @@ class HostCopy:
             return
         (tensor, copied), self.leaving = self.leaving, None
         if copied is not None:
-            torch.cuda.current_stream(self.device).wait_event(copied)
+            # whoever lets go, the memory is given to the stream that had it
+            self.reads_on.wait_event(copied)
             self.written = tensor if tensor._version != self.version else None
 
     def come(self) -> None:

@@ -14,6 +14,8 @@ from lowmem_patch.planning.timeline import Timeline
 from lowmem_patch.strategies.checkpointing import Blocks
 
 _LONGEST = 4  # runs that a copy to the host may take
+_HOST_SECONDS = 1.5e-3  # of Python, for the copies of one run
+_SPARE = 0.1  # of a run's time in which Python may do more, and no kernel waits
 
 
 class Choices:
@@ -121,7 +123,10 @@ class Choices:
         if not size or on_host > self.host or self.blocks.awaits(number) is None:
             return []
         copy, forward = size / self.device.host, self.seconds[number].forward
-        found = self.sums["offloaded"].choice("offloaded", number, OVERLAP * 2 * copy)
+        # the host has time left where kernels take long
+        spare = _SPARE * (forward + self.seconds[number].backward)
+        more = max(OVERLAP * 2 * copy, _HOST_SECONDS - spare)
+        found = self.sums["offloaded"].choice("offloaded", number, more)
         return [
             dataclasses.replace(
                 found,

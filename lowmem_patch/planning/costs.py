@@ -41,7 +41,7 @@ class Device:
         traffic: bytes of its memory.
         host: bytes between it and the host, one way.
         launch: seconds that no op is shorter than.
-        apart: its memory is another than the host's.
+        apart: its memory is another than the host's, and copies run beside the computation.
     """
 
     name: str
@@ -76,8 +76,8 @@ def device_of(model: nn.Module) -> Device:
     parameter = next(model.parameters(), None)
     if parameter is None or parameter.device.type == "cpu":
         return _CPU
-    if not parameter.is_cuda:
-        return _OTHER_GPU
+    if not parameter.is_cuda:  # copies beside the computation are CUDA's here
+        return dataclasses.replace(_OTHER_GPU, apart=parameter.is_meta)
     name = torch.cuda.get_device_name(parameter.device)
     return next((device for device in _DEVICES if device.name in name), _OTHER_GPU)
 
