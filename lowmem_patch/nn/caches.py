@@ -39,12 +39,13 @@ class ForwardCaches:
     """The caches of keys and values of the running forward; one for all blocks.
 
     Attributes:
+        recomputes: some of the blocks run again, and not under a compiler alone.
         wanted: the caller asks for one.
         withheld: empty ones that blocks were not given.
     """
 
-    def __init__(self) -> None:
-        self.wanted = False
+    def __init__(self, recomputes: bool = True) -> None:
+        self.recomputes, self.wanted = recomputes, False
         self.withheld: list[Any] = []
 
 
@@ -62,7 +63,7 @@ def _begin(
 ) -> None:
     asked = bool(kwargs.get("use_cache")) or any(map(_is_real, _found_in(args, kwargs)))
     caches.wanted = asked and torch.is_grad_enabled()
-    if caches.wanted and not in_compiler():
+    if caches.wanted and caches.recomputes and not in_compiler():
         warnings.warn(_WANTED, stacklevel=2)
 
 

@@ -10,6 +10,7 @@ says when the copies out must be made and when those back begin.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import weakref
 from collections import deque
@@ -25,7 +26,6 @@ from lowmem_patch.functional import unwritten
 
 _weak: Any = StorageWeakRef  # has no types
 _LEAVING = 2  # inputs at one time
-_ROUNDED = 512  # bytes of a buffer, so that more tensors share its size
 
 
 class _Layout(NamedTuple):
@@ -39,6 +39,12 @@ class _Layout(NamedTuple):
     def of(tensor: Tensor) -> _Layout:
         strides = torch.empty_like(tensor, device="meta").stride()
         return _Layout(tuple(tensor.shape), strides, tensor.dtype)
+
+
+def buffer_bytes(size: int) -> int:
+    """Of the buffer for a tensor: a power of two, as torch takes pinned memory. Tensors of many lengths share
+    few sizes."""
+    return 1 << max(9, (size - 1).bit_length())
 
 
 class HostMemory:
@@ -55,6 +61,7 @@ class HostMemory:
         self.leaving: deque[weakref.ref[HostCopy]] = deque()  # inputs that are being copied
         self.storages: weakref.WeakValueDictionary[int, HostCopy] = weakref.WeakValueDictionary()
         self.streams: dict[torch.device, Any] = {}
+        self.runs = 0  # of blocks whose memories are kept
 
     def __reduce__(self) -> Any:
         return HostMemory, ()
@@ -79,7 +86,8 @@ class HostMemory:
         return copy
 
     def keep_storage(self, tensor: Tensor) -> HostCopy:
-        """A copy of the whole memory of ``tensor``; the same one for each tensor that shares it.
+        """A copy of the whole memory of ``tensor``; one for all tensors that share it, in a run of a block
+        and in the next one.
 
         Raises:
             HostMemoryError: the host has no memory for it.
@@ -87,13 +95,18 @@ class HostMemory:
         storage = tensor.untyped_storage()
         key = int(storage._cdata)
         copy = self.storages.get(key)
-        if copy is None or not copy.is_of_storage(tensor._version):
+        if copy is None or copy.run < self.runs - 1 or not copy.is_of_storage(tensor._version):
             layout = _Layout((storage.nbytes(),), (1,), torch.uint8)
             copy = HostCopy(self, tensor.detach(), layout, tensor)
             copy.storage = _weak(storage)  # nobody else gets its key meanwhile
+            copy.run = self.runs
             self.storages[key] = copy
         copy.readers += 1
         return copy
+
+    def begin_run(self) -> None:
+        """A block runs whose memories are kept."""
+        self.runs += 1
 
     def stream(self, device: torch.device) -> Any:
         if device not in self.streams:
@@ -103,9 +116,8 @@ class HostMemory:
 
     def buffer(self, size: int, device: torch.device) -> Tensor:
         """One for a tensor of a device: what streams of two devices do has no order."""
-        waiting = self.free.get((device, size))
-        if waiting:
-            return waiting.pop()
+        with contextlib.suppress(IndexError):  # none waits, or another thread took it
+            return self.free.get((device, size), []).pop()
         try:
             pinned = device.type == "cuda"
             return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned)
@@ -139,9 +151,11 @@ class HostCopy:
         leaving: the tensor while it is being copied, and when it will have been.
         readers: how often autograd will ask for the memory in one backward; 0 for a tensor.
         storage: of the memory.
+        run: of a block, in which it was made.
     """
 
     storage: Any = None
+    run = 0
 
     def __init__(self, memory: HostMemory, tensor: Tensor, layout: _Layout, source: Tensor) -> None:
         self.memory, self.device, self.layout = memory, tensor.device, layout
@@ -152,7 +166,8 @@ class HostCopy:
         self.like: Tensor | None = None
         self.written: Tensor | None = None  # since, so that the copy may be of other values
         self.readers = self.read = 0
-        self.reads_on: Any = None  # the stream of the computation
+        self.reads_on: Any = None  # the stream of the computation in the forward
+        self.came_on: Any = None  # and in the backward
         self.leaving: tuple[Tensor, Any] | None = (tensor, None)
         if isinstance(tensor, FakeTensor):  # there are no values
             self.like = tensor.new_empty(0, dtype=layout.dtype)
@@ -169,9 +184,7 @@ class HostCopy:
 
     def __del__(self) -> None:
         self.has_left()  # a graph that nobody runs backward through lets go, too
-        if self.coming is not None and self.coming[1] is not None:
-            # nobody gets the memory that the other stream still writes
-            torch.cuda.current_stream(self.device).wait_event(self.coming[1])
+        self.go()
         if self.buffer is not None:
             key = self.device, self.buffer.numel()
             self.memory.free.setdefault(key, []).append(self.buffer)
@@ -184,7 +197,7 @@ class HostCopy:
         return values.as_strided(self.layout.shape, self.layout.strides)
 
     def _leave(self, tensor: Tensor) -> None:
-        self.buffer = self.memory.buffer(-(-self.size // _ROUNDED) * _ROUNDED, self.device)
+        self.buffer = self.memory.buffer(buffer_bytes(self.size), self.device)
         values = tensor
         if tensor.dtype != self.layout.dtype or tensor.shape != self.layout.shape:
             values = _bytes_of(tensor)
@@ -222,10 +235,18 @@ class HostCopy:
             self.coming = tensor.copy_(self._on_host()), None
             return
         stream = self.memory.stream(self.device)
-        stream.wait_stream(torch.cuda.current_stream(self.device))
+        self.came_on = torch.cuda.current_stream(self.device)
+        stream.wait_stream(self.came_on)
         with torch.cuda.stream(stream):
             tensor.copy_(self._on_host(), non_blocking=True)
             self.coming = tensor, stream.record_event()
+
+    def go(self) -> None:
+        """Hold nothing on the device that came back."""
+        if self.coming is not None and self.coming[1] is not None:
+            # nobody gets the memory that the other stream still writes
+            self.came_on.wait_event(self.coming[1])
+        self.coming, self.read = None, 0
 
     def value(self) -> Tensor:
         """The tensor on its device again; for an input, the copy of the one before it begins.

@@ -10,6 +10,7 @@ device at a time depends on the order of the step alone, not on the speed of the
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import weakref
 from typing import Any, NamedTuple
@@ -30,7 +31,7 @@ from lowmem_patch.nn.checkpointing import (
     saves_nothing,
 )
 from lowmem_patch.nn.deferred import Unstored, detached_of
-from lowmem_patch.nn.host_memory import HostCopy, HostMemory
+from lowmem_patch.nn.host_memory import HostCopy, HostMemory, buffer_bytes
 from lowmem_patch.nn.own import Own, give_forward_around, inner_forward
 from lowmem_patch.nn.segments import first_tensor
 from lowmem_patch.nn.watched import Watched
@@ -46,19 +47,31 @@ class _Saved:
 
     def __init__(self) -> None:
         self.copies: dict[int, weakref.ref[HostCopy]] = {}
+        self.bytes = self.buffers = 0  # copied in this run, and of the buffers that hold it
 
     def add(self, copy: HostCopy) -> None:
-        self.copies.setdefault(id(copy), weakref.ref(copy))
+        known = self.copies.get(id(copy))
+        if known is None or known() is None:  # one that died may have had this id
+            self.copies[id(copy)] = weakref.ref(copy)
+            if copy.readers == 1:
+                self.bytes += copy.size
+                self.buffers += buffer_bytes(copy.size)
 
     def have_left(self) -> None:
         for copy in self._alive():
             copy.has_left()
 
-    def come(self, _: Tensor) -> None:
-        """Begin the copies back. A hook of the gradient of the awaiting block's output."""
+    def come(self, _: Any) -> None:
+        """Begin the copies back; those that this backward does not read go when it ends. A hook of the node
+        of the awaiting block's output."""
         with torch.no_grad():
             for copy in self._alive():
                 copy.come()
+        torch.autograd.Variable._execution_engine.queue_callback(self._end)
+
+    def _end(self) -> None:
+        for copy in self._alive():
+            copy.go()
 
     def _alive(self) -> list[HostCopy]:
         copies = (reference() for reference in self.copies.values())
@@ -70,6 +83,21 @@ class LastRun:
 
     def __init__(self) -> None:
         self.saved: _Saved | None = None
+        self.bytes = self.buffers = 0  # of the run that was awaited last
+
+    def begin(self) -> _Saved:
+        """A run begins; one that nobody awaited is not held any longer."""
+        self.end()
+        self.saved = _Saved()
+        return self.saved
+
+    def end(self) -> _Saved | None:
+        """What was saved has left the device."""
+        saved, self.saved = self.saved, None
+        if saved is not None:
+            self.bytes, self.buffers = saved.bytes, saved.buffers
+            saved.have_left()
+        return saved
 
     def __reduce__(self) -> Any:
         return LastRun, ()
@@ -123,7 +151,8 @@ def offloaded(
     if x is None:
         return forward(*args, **kwargs)
     stays = _memories([t for t in tensors if t is not x], *block.parameters(), *block.buffers())
-    how.last.saved = saved = _Saved()
+    saved = how.last.begin()
+    how.host.begin_run()
     with _Packing(how.host, saved, x.device, stays):
         return forward(*args, **kwargs)
 
@@ -131,27 +160,33 @@ def offloaded(
 def awaiting(block: nn.Module, how: Await, given: Own | None, /, *args: Any, **kwargs: Any) -> Any:
     """The forward of a block before which an earlier one's tensors have left."""
     forward = inner_forward(block, given)
-    if in_compiler() or how.last.saved is None:
-        return forward(*args, **kwargs)
-    saved, how.last.saved = how.last.saved, None
-    saved.have_left()
+    saved = None if in_compiler() else how.last.end()
     output = forward(*args, **kwargs)
-    tensor = first_tensor(output)
-    if tensor is not None and tensor.requires_grad:
-        with _WITHOUT_TORCH_FUNCTION():
-            watch: Any = tensor.register_hook  # has no types
-            watch(saved.come)
+    tensor = None if saved is None else first_tensor(output)
+    # no hook on the tensor, for which a deferred one would be computed
+    node = None if tensor is None else _node_of(tensor)
+    if node is not None and saved is not None:
+        node.register_prehook(saved.come)
     return output
 
 
 def _memories(given: list[Tensor], *states: Tensor) -> frozenset[int]:
     """The memories of tensors, by the identity of their storages."""
     tensors: list[Any] = [*given, *states]
-    known = [
-        t for t in tensors if not (isinstance(t, Unstored) or is_traceable_wrapper_subclass(t))
-    ]
     with _WITHOUT_TORCH_FUNCTION():
-        return frozenset(int(tensor.untyped_storage()._cdata) for tensor in known)
+        return frozenset(int(t.untyped_storage()._cdata) for t in tensors if _has_storage(t))
+
+
+def _has_storage(tensor: Any) -> bool:
+    wrapped = isinstance(tensor, Unstored) or is_traceable_wrapper_subclass(tensor)
+    return not wrapped and tensor.layout is torch.strided
+
+
+def _node_of(tensor: Tensor) -> Any:
+    """Its ``grad_fn``, of which a deferred tensor is not told; None also where torch raises in its place."""
+    with _WITHOUT_TORCH_FUNCTION(), contextlib.suppress(RuntimeError):
+        return tensor.grad_fn
+    return None
 
 
 class _Part(NamedTuple):
@@ -183,10 +218,12 @@ class _Packing(torch.autograd.graph.saved_tensors_hooks):
         self, host: HostMemory, saved: _Saved, device: torch.device, stays: frozenset[int]
     ) -> None:
         def pack(tensor: Tensor) -> _Part | tuple[Tensor, int]:
+            weight = isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
             if type(tensor) not in _ORDINARY:
                 with _WITHOUT_TORCH_FUNCTION():
                     tensor = tensor if tensor.is_leaf else detached_of(tensor)
-            if not _is_large(tensor) or tensor.device != device:
+            # a weight may be gathered in the block alone (FSDP2, ZeRO-3)
+            if weight or not _is_large(tensor) or tensor.device != device:
                 return _kept(tensor)
             if int(tensor.untyped_storage()._cdata) in stays:
                 return _kept(tensor)

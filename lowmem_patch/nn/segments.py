@@ -131,6 +131,8 @@ class _State:
 
 def _first_tensor(output: Any) -> Tensor:
     while not isinstance(output, Tensor):
+        if not hasattr(output, "values") and not isinstance(output, (tuple, list)):
+            raise TypeError  # text, or an iterator that the next block reads
         output = next(iter(output.values() if hasattr(output, "values") else output))
     return output
 

@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from statistics import median
 
+from lowmem_patch.nn.host_memory import buffer_bytes
 from lowmem_patch.planning.costs import Device, RunSeconds
 from lowmem_patch.planning.fit_sums import OVERLAP, Sums, more_seconds
 from lowmem_patch.planning.solve import Choice, Step
@@ -50,7 +51,10 @@ class Choices:
         self.sums = {level: Sums(timeline, least) for level, timeline in profiles.items()}
         runs = range(len(blocks.runs))
         self.inputs = [profiles["patched"].runs[max(0, number - 1)].output for number in runs]
-        self.saved = [self._saved_bytes(number) for number in runs]
+        self.on_hosts = [buffer_bytes(size) if size else 0 for size in self.inputs]
+        away = profiles.get("offloaded", profiles["patched"]).runs
+        self.saved = [run.copied for run in away]
+        self.buffers = [run.buffers for run in away]
 
     def steps(self) -> list[Step]:
         return [self._step(number) for number in range(len(self.sites))]
@@ -68,9 +72,9 @@ class Choices:
         found = 0
         for number, site in enumerate(self.sites):
             if levels.get(site) == "host":
-                found += self.inputs[number]
+                found += self.on_hosts[number]
             if levels.get(site) == "offloaded" and self.blocks.awaits(number) is not None:
-                found += self.saved[number]
+                found += self.buffers[number]
         return found
 
     def _step(self, number: int) -> Step:
@@ -108,7 +112,7 @@ class Choices:
         if saved.own > plain.own and saved.seconds < plain.seconds:
             choices.append(saved)
         size = self.inputs[number]
-        if size and sum(self.inputs[: number + 1]) <= self.host:
+        if size and sum(self.on_hosts[: number + 1]) <= self.host:
             more = more_seconds("host", seconds, size, self.device)
             away = self.sums["host"].choice("host", number, more)
             copy = size / self.device.host
@@ -119,7 +123,7 @@ class Choices:
         """To offload what a run saves, where the host has room for it, for as much of all runs before it, and
         for the inputs of those behind it."""
         size = self.saved[number]
-        on_host = sum(self.saved[: number + 1]) + sum(self.inputs[number + 1 :])
+        on_host = sum(self.buffers[: number + 1]) + sum(self.on_hosts[number + 1 :])
         if not size or on_host > self.host or self.blocks.awaits(number) is None:
             return []
         copy, forward = size / self.device.host, self.seconds[number].forward
@@ -139,10 +143,3 @@ class Choices:
                 window=(self.blocks.lag - 0.5) * forward,
             )
         ]
-
-    def _saved_bytes(self, number: int) -> int:
-        """That a run saves more than it does where it is offloaded."""
-        if "offloaded" not in self.profiles:
-            return 0
-        one, other = (self.profiles[level].runs[number] for level in ("patched", "offloaded"))
-        return max(0, one.held - other.held)

@@ -20,7 +20,7 @@ from torch import nn
 from lowmem_patch.memory.blocks import repeated_blocks, shortened
 from lowmem_patch.memory.step import BACKWARD, FORWARD, LOSS, OUTSIDE, LiveBytes, watched_step
 from lowmem_patch.nn.checkpointing import is_checkpointed, keep_block
-from lowmem_patch.strategies.checkpointing import Blocks, patches_of
+from lowmem_patch.strategies.checkpointing import Blocks, LevelPatch, OffloadedBlock, patches_of
 from lowmem_patch.strategies.protocol import Target
 from lowmem_patch.tracing.inputs import ExampleInputs
 from lowmem_patch.tracing.isolation import running_fake
@@ -41,6 +41,7 @@ class RunBytes:
         output: of its outputs, as far as it made them.
         output_lives: whether they are alive then.
         forward, behind, backward: the largest sums of all storages alive in these parts of the step.
+        copied, buffers: to host memory, if it is offloaded, and of the buffers that hold it there.
     """
 
     own: int
@@ -49,6 +50,8 @@ class RunBytes:
     forward: int
     behind: int
     backward: int
+    copied: int = 0
+    buffers: int = 0
 
     @property
     def held(self) -> int:
@@ -189,11 +192,29 @@ def run_levels(
                 if patch.site in there:
                     patch.apply(target)
             sites = [block.site for block in blocks.blocks]
-            return run_timeline(shadow, sites, settle, accumulates=accumulates)
+            found = run_timeline(shadow, sites, settle, accumulates=accumulates)
+            ran = [sites[run.block] for run in blocks.runs]
+            return _with_copies(found, [site for site in ran if site in there], patches)
         finally:
             for module in model.modules():
                 if is_checkpointed(module):
                     keep_block(module)
+
+
+def _with_copies(
+    timeline: Timeline, sites: Sequence[str], patches: Sequence[LevelPatch]
+) -> Timeline:
+    """The step with what its offloaded runs, of blocks at ``sites``, have copied."""
+    last = {patch.site: patch.how.last for patch in patches if isinstance(patch, OffloadedBlock)}
+    if not last or len(sites) != len(timeline.runs):
+        return timeline
+    runs = [
+        dataclasses.replace(run, copied=last[site].bytes, buffers=last[site].buffers)
+        if site in last
+        else run
+        for run, site in zip(timeline.runs, sites, strict=True)
+    ]
+    return dataclasses.replace(timeline, runs=tuple(runs))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -239,7 +239,8 @@ def patches_of(
             later block can await it.
         reasons: by site, what a report says.
     """
-    host, caches = HostMemory(), ForwardCaches()
+    recomputes = bool(set(levels.values()) - {"patched", "offloaded"})
+    host, caches = HostMemory(), ForwardCaches(recomputes)
     first_runs = {run.block: number for number, run in reversed(list(enumerate(blocks.runs)))}
     found: list[LevelPatch] = []
     awaiting: list[LevelPatch] = []  # around the forwards that the levels of these blocks give

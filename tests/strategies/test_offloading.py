@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,9 @@ from lowmem_patch import unpatch_model
 from lowmem_patch.nn import offloading
 from lowmem_patch.nn.checkpointing import is_checkpointed
 from lowmem_patch.nn.host_memory import HostCopy, HostMemory
+from lowmem_patch.nn.segments import first_tensor
 from tests.support.checkpointed import assert_same_bits, one_step
+from tests.support.live import LiveBytes
 from tests.support.stacks import (
     BATCH,
     INPUT,
@@ -143,6 +146,127 @@ def test_weights_and_what_all_blocks_read_stay() -> None:
     assert shapes and held.requires_grad
     assert not parameters & set(memory.storages)
     assert (BATCH, LENGTH, WIDTH) in shapes and (WIDTH, WIDTH) not in shapes
+
+
+@pytest.fixture
+def copies(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[HostCopy]]:
+    """Of all that is kept."""
+    found: list[weakref.ref[HostCopy]] = []
+    keep = HostMemory.keep_storage
+
+    def watched(self: HostMemory, tensor: Tensor) -> HostCopy:
+        copy = keep(self, tensor)
+        if all(one() is not copy for one in found):
+            found.append(weakref.ref(copy))
+        return copy
+
+    monkeypatch.setattr(HostMemory, "keep_storage", watched)
+    return found
+
+
+def alive(copies: list[weakref.ref[HostCopy]]) -> list[HostCopy]:
+    return [copy for copy in (one() for one in copies) if copy is not None]
+
+
+def test_weights_that_are_gathered_in_a_block_stay(copies: list[Any]) -> None:
+    """As FSDP2 and ZeRO-3 do: their memory is given away again, and has other values in the next step."""
+    plain = saving()
+    model = offloaded(plain)
+    for block in model.blocks:
+        for linear in (block.first, block.second):
+            linear.register_forward_pre_hook(
+                lambda net, _: setattr(net.weight, "data", net.weight.data.clone())
+            )
+    x = rows().requires_grad_()
+    for net in (plain, model):
+        kept = net(x)  # whose graph stays
+        net.zero_grad()
+        net(x).square().sum().backward()
+        with torch.no_grad():
+            for parameter in net.parameters():
+                parameter -= 0.1 * parameter.grad
+        net.zero_grad()
+        net(x).square().sum().backward()
+        assert kept.requires_grad
+    assert_equal(gradients(model), gradients(plain))
+    assert all(copy.size != WIDTH * WIDTH * 4 for copy in alive(copies))
+
+
+class Dropping(Saving):
+    """Makes something that it saves and drops."""
+
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+        torch.tanh(self.first(x)).exp()
+        return super().forward(x)
+
+
+def test_what_is_made_behind_a_dropped_copy_leaves_as_well(copies: list[Any]) -> None:
+    Saving.made = []
+    model = offloaded(Stack(Dropping() for _ in range(COUNT)).train())
+    output = model(rows().requires_grad_())
+    assert alive(copies) and all(copy.leaving is None for copy in alive(copies))
+    del output
+
+
+def test_a_run_that_nobody_awaited_is_held_until_the_next(copies: list[Any]) -> None:
+    model, x = offloaded(saving()), rows().requires_grad_()
+    first = model.blocks[0](x)
+    assert [copy for copy in alive(copies) if copy.leaving is not None]
+    found = alive(copies)
+    second = model.blocks[0](x)
+    assert all(copy.leaving is None for copy in found)
+    del first, second
+
+
+def test_what_a_backward_does_not_need_goes_when_it_ends(copies: list[Any]) -> None:
+    model = offloaded(saving())
+    loss = model(rows()).square().sum()
+    loss.backward(retain_graph=True)
+    torch.autograd.grad(loss, model.blocks[2].second.weight, retain_graph=True)
+    assert alive(copies) and all(copy.coming is None for copy in alive(copies))
+    loss.backward()
+
+
+class Ending(nn.Module):
+    """Ends in an activation, whose output the next block's Linear reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.act = nn.Linear(WIDTH, WIDTH), nn.GELU()
+
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+        return self.act(self.linear(x))
+
+
+def test_an_awaiting_block_saves_what_it_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offloading, "_LEAST", 1 << 30)  # so that nothing leaves
+    model, x = patched(Stack(Ending() for _ in range(COUNT)).train(), rows()), rows()
+    found = []
+    for net in (model, offloaded(model)):
+        with warned():
+            net(x)
+        with LiveBytes() as live:
+            live.ignore(*net.parameters(), x)
+            output = net(x)
+            found.append(live.settled())
+        del output
+    assert found[0] == found[1]
+
+
+def test_many_lengths_share_few_buffers() -> None:
+    model = offloaded(saving())
+    for length in range(8, 48):
+        model(torch.randn(BATCH, length, WIDTH)).sum().backward()
+    held = sum(size * len(waiting) for (_, size), waiting in memory_of(model).free.items())
+    longest = BATCH * 47 * WIDTH * 4
+    assert held <= 4 * longest * (1 + 2 * (COUNT - 1))
+
+
+def test_sparse_arguments_and_other_outputs_are_no_hindrance() -> None:
+    model = offloaded(saving())
+    output = model.blocks[0](rows().requires_grad_(), scale=torch.eye(3).to_sparse())
+    output.sum().backward()
+    assert first_tensor("text") is None and first_tensor(iter([rows()])) is None
 
 
 def gradients(model: Any) -> list[Tensor]:
