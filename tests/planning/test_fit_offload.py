@@ -37,7 +37,7 @@ pytestmark = [
 @pytest.fixture(autouse=True)
 def device_apart(monkeypatch: pytest.MonkeyPatch) -> costs.Device:
     """A device so slow that copies to its host take no time beside."""
-    device = costs.Device("a slow device", 1e9, 1e9, 1e12)
+    device = costs.Device("a slow device", 1e6, 1e6, 1e12)
     monkeypatch.setattr(fit_model, "device_of", lambda model: device)
     monkeypatch.setattr(offloading, "_LEAST", 0)
     return device
