@@ -133,9 +133,10 @@ class HostMemory:
             self._release()
 
     def _release(self) -> None:
-        copy = self.leaving.popleft()()
-        if copy is not None:
-            copy.has_left()
+        with contextlib.suppress(IndexError):  # another thread took the last
+            copy = self.leaving.popleft()()
+            if copy is not None:
+                copy.has_left()
 
     def before(self, copy: HostCopy) -> HostCopy | None:
         """What was kept before ``copy``: backward asks for it next."""

@@ -36,7 +36,6 @@ from lowmem_patch.nn.own import Own, give_forward_around, inner_forward
 from lowmem_patch.nn.segments import first_tensor
 from lowmem_patch.nn.watched import Watched
 
-_hooks: Any = torch.autograd.graph.saved_tensors_hooks  # typed for tensors alone
 _WITHOUT_TORCH_FUNCTION: Any = torch._C.DisableTorchFunctionSubclass
 _ORDINARY = (Tensor, nn.Parameter, FakeTensor, Watched)
 _LEAST = 1 << 16  # bytes that are worth a copy
