@@ -53,7 +53,7 @@ SWITCHES = ("gradient_checkpointing", "grad_checkpointing")
 
 
 class Level:
-    """What a budget has a block do; the forward that it is given by it has this as its first setting."""
+    """What a block does under a budget: the first setting of the forward that the budget gives it."""
 
 
 @dataclasses.dataclass(frozen=True)

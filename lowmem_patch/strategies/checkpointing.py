@@ -22,7 +22,7 @@ from lowmem_patch.strategies.protocol import Facts, Patch, Target
 from lowmem_patch.tracing.shadow import tensors_in
 from lowmem_patch.tracing.trace import Call
 
-# what a block saves, from most to least
+# what a block may do
 LEVELS = ("patched", "offloaded", "attention", "checkpointed", "host", "segment", "halves")
 ALONE = ("patched", "attention", "checkpointed", "host")  # without its neighbours
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
