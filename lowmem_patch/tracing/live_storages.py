@@ -100,7 +100,7 @@ class LiveStorages(DispatchObserver):
                 self.grown(most)
 
     def add(self, tensor: Tensor) -> None:
-        """Count a tensor's storage, unless it is counted or ignored."""
+        """Count a tensor's storage, unless it is counted or ignored, or a deferred tensor that has none."""
         if self._count(tensor):
             self._made(storage_key(tensor))
             self.grown(self.now)
@@ -120,6 +120,8 @@ class LiveStorages(DispatchObserver):
             self.events.append((number, 0))
 
     def _count(self, tensor: Tensor) -> bool:
+        if hasattr(tensor, "held_values"):  # deferred: its value was counted when it was computed
+            return False
         key = storage_key(tensor)
         if key in self.live or key in self.ignored:
             return False

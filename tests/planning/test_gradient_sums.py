@@ -17,7 +17,9 @@ from torch import Tensor, nn
 
 from lowmem_patch import patch_model, patch_report
 from lowmem_patch.memory import run_step
+from lowmem_patch.nn.deferred_rows import GatheredRows
 from lowmem_patch.planning.fit_report import FitReport
+from lowmem_patch.tracing.fake_mode import make_fake_mode
 from lowmem_patch.tracing.inputs import ExampleInputs
 from lowmem_patch.tracing.live_storages import LiveStorages
 from lowmem_patch.tracing.shadow import make_shadow
@@ -184,3 +186,23 @@ def test_sums_are_counted_as_they_are_made(name: str) -> None:
         output.backward(gradient)
     assert live.most == pytest.approx(real, abs=WORKSPACE)
     assert round(live.most / leaf.nbytes) == wanted
+
+
+def test_a_write_into_a_deferred_tensor_counts_its_value_once() -> None:
+    """As experts of transformers 5.17 write zeros into the rows that they gathered."""
+
+    def run(*given: Tensor) -> None:
+        x, index, mask = given
+        h: Tensor = GatheredRows.of(x, index)
+        h.masked_fill_(mask, 0.0)
+
+    given = (
+        torch.randn(64, 512, requires_grad=True),
+        torch.arange(256) % 64,
+        torch.zeros(256, 1, dtype=torch.bool),
+    )
+    mode = make_fake_mode()
+    fakes = [mode.from_tensor(tensor) for tensor in given]
+    with mode, Peak(fakes) as live:
+        run(*fakes)
+    assert live.most == pytest.approx(allocated(lambda: run(*given)), abs=WORKSPACE)
