@@ -1,6 +1,6 @@
 """The predicted peak of a training step against the allocator's, over models, optimizers and budgets.
 
-    python benchmarks/predicted.py --json benchmarks/results/predicted-h200.json     # one GPU
+    python benchmarks/predicted.py --json benchmarks/results/predicted-h100.json     # one GPU
     python benchmarks/predicted.py --device cpu --tiny                               # a trial, counted bytes
 
 Models have the widths of the real ones, random weights, and as many layers as the table says: few where all

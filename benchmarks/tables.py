@@ -103,6 +103,23 @@ def fit_table(name: str) -> str:
     return with_source(rows, command, data)
 
 
+def curve_table(name: str) -> str:
+    """Memory against time: `auto` within budgets, and blocks checkpointed by hand."""
+    data = load(name)
+    rows = ["| variant | step peak MiB | step ms | tokens/s |", "|---|---|---|---|"]
+    for variant, row in data["variants"].items():
+        if "error" in row:
+            rows.append(f"| {variant} | {row['error'].partition(':')[0]} | | |")
+            continue
+        cells = [variant, f"{row['peak_mib']:,.0f}", step_of(row), f"{row['per_second']:,.0f}"]
+        rows.append(f"| {' | '.join(cells)} |")
+    command = (
+        f"lowmem-patch bench --shape {data['model']} --train {data['train']} --lora-rank 16 --curve "
+        f"--rounds {data['rounds']} --steps {data['steps']} --json > benchmarks/results/{name}"
+    )
+    return with_source(rows, command, data)
+
+
 def host_table(name: str) -> str:
     """Python's time of a step."""
     data = load(name)
@@ -264,7 +281,8 @@ TABLES = {
     "limit": partial(limit_table, "limit-h200.json"),
     "fit": partial(fit_table, "fit-h200.json"),
     "longest": partial(longest_table, "longest-h200.json"),
-    "predicted": partial(predicted_table, "predicted-h200.json"),
+    "predicted": partial(predicted_table, "predicted-h100.json"),
+    "curve": partial(curve_table, "curve-h100.json"),
     "several": partial(several_table, "several-h100.json"),
     "compact": partial(
         gpu_table, "models-h200-compact.json", " --variants unpatched paper exact auto compact"
