@@ -11,9 +11,10 @@ vector. Ten codes in an int32 would take 3.2 bits and loads that no vector fits.
 Element i has the bits from i * bits of its word; only the last group is padded (with zeros).
 
 With 3 and 4 bits comparisons and selections would take longer than the memory traffic: on an H200 there is
-time for 31 instructions an element, of which comparisons and selections count twice. So codes and levels are
-looked up (`_bins`). Sums and words are made in float32, exactly, since they stay below 2^24: its additions
-and multiplications take half the time of integers' shifts.
+time for 31 instructions an element, of which comparisons and selections count twice. So up to 7 thresholds
+are compared with two half numbers at once, on GPUs that can, and else codes and levels are looked up
+(`_bins`). Sums and words are made in float32, exactly, since they stay below 2^24: its additions and
+multiplications take half the time of integers' shifts.
 """
 
 # triton ships no types
@@ -43,10 +44,11 @@ from lowmem_patch.kernels._bins import (
     bin_of,
     bins_of,
     can_be_joined,
+    count_in_pairs,
     joined,
     joint_code,
     looked_up,
-    prepared,
+    pairs_program,
 )
 from lowmem_patch.kernels._launch import Launch, empty
 
@@ -124,22 +126,23 @@ def _value_of(
 @triton.jit
 def _above(x, C: tl.constexpr):
     """1.0 where x lies above C, else 0.0."""
-    FAR: tl.constexpr = C != 0.0
-    return above(x, prepared(tl.full(x.shape, C, tl.float32), FAR), FAR)
+    return above(x, tl.full(x.shape, C, tl.float32))
 
 
 @triton.jit
 def _code_of(
-    x,
+    given, x,
     C1: tl.constexpr, C2: tl.constexpr, C3: tl.constexpr, C4: tl.constexpr, C5: tl.constexpr,
     C6: tl.constexpr, C7: tl.constexpr, C8: tl.constexpr, C9: tl.constexpr, C10: tl.constexpr,
     C11: tl.constexpr, C12: tl.constexpr, C13: tl.constexpr, C14: tl.constexpr, C15: tl.constexpr,
-    SCALE: tl.constexpr, SHIFT: tl.constexpr, BINS: tl.constexpr, FAR: tl.constexpr, JOINT: tl.constexpr,
-    BITS: tl.constexpr,
+    SCALE: tl.constexpr, SHIFT: tl.constexpr, BINS: tl.constexpr, JOINT: tl.constexpr,
+    PAIRS: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    """How many of the 2^BITS - 1 thresholds lie below x, in float32."""
-    if BITS == 1:
-        return tl.where(x > C1, 1.0, 0.0)
+    """How many of the 2^BITS - 1 thresholds lie below x, in float32; ``given`` is x as it was loaded."""
+    if PAIRS != "":
+        return count_in_pairs(given, PAIRS)
+    elif BITS == 1:
+        return _above(x, C1)
     elif BITS == 2:
         return _above(x, C1) + _above(x, C2) + _above(x, C3)
     elif not GATHERS:
@@ -159,8 +162,7 @@ def _code_of(
         bins = bin_of(x, SCALE, SHIFT, BINS)
         if JOINT:
             return joint_code(x, looked_up(joined(following, below), bins))
-        end = looked_up(prepared(following, FAR), bins)
-        return looked_up(below.to(tl.float32), bins) + above(x, end, FAR)
+        return looked_up(below.to(tl.float32), bins) + above(x, looked_up(following, bins))
 
 
 @triton.jit
@@ -247,17 +249,18 @@ def _codes_forward_kernel(
     C6: tl.constexpr, C7: tl.constexpr, C8: tl.constexpr, C9: tl.constexpr, C10: tl.constexpr,
     C11: tl.constexpr, C12: tl.constexpr, C13: tl.constexpr, C14: tl.constexpr, C15: tl.constexpr,
     LAST: tl.constexpr, CYCLIC: tl.constexpr, BITS: tl.constexpr,
-    SCALE: tl.constexpr, SHIFT: tl.constexpr, BINS: tl.constexpr, FAR: tl.constexpr, JOINT: tl.constexpr,
+    SCALE: tl.constexpr, SHIFT: tl.constexpr, BINS: tl.constexpr, JOINT: tl.constexpr, PAIRS: tl.constexpr,
     KIND: tl.constexpr, PRECISE: tl.constexpr, COARSE: tl.constexpr,
     EVEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     first, own, offsets, mask = _tile(elements, groups, EVEN, BLOCK)
-    x = tl.load(x_ptr + first * GROUP + offsets, mask=mask, other=0.0).to(tl.float32)
+    given = tl.load(x_ptr + first * GROUP + offsets, mask=mask, other=0.0)
+    x = given.to(tl.float32)
     y = _math.activate(x, KIND, PRECISE, COARSE)
     tl.store(y_ptr + first * GROUP + offsets, y.to(y_ptr.dtype.element_ty), mask=mask)
     code = _code_of(
-        x, C1, C2, C3, C4, C5, C6, C7, C8, C9, C10, C11, C12, C13, C14, C15,
-        SCALE, SHIFT, BINS, FAR, JOINT, BITS,
+        given, x, C1, C2, C3, C4, C5, C6, C7, C8, C9, C10, C11, C12, C13, C14, C15,
+        SCALE, SHIFT, BINS, JOINT, PAIRS, BITS,
     )  # fmt: skip
     if CYCLIC:
         code = tl.where(x >= LAST, 0.0, code)
@@ -291,14 +294,24 @@ def _codes_backward_kernel(
     tl.store(dx_ptr + first * GROUP + offsets, dx.to(dx_ptr.dtype.element_ty), mask=mask)
 
 
-def _block_groups(bits: int) -> int:
-    """Groups of a program: more where it makes a table first."""
-    return 512 if bits > 2 else 256
+def _block_groups(bits: int, *, forward: bool) -> int:
+    """Groups of a program: more where it makes a table first, or computes long beside its loads."""
+    return 512 if bits > (1 if forward else 2) else 256
 
 
 @cache
-def _forward_launch(kind: ActivationKind, bits: int, dtype: torch.dtype, even: bool) -> Launch:
+def _compares_pairs(device: torch.device) -> bool:
+    """Whether the GPU has instructions that compare two bfloat16 at once."""
+    nvidia = _math.NVIDIA.value and device.type == "cuda"
+    return nvidia and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@cache
+def _forward_launch(
+    kind: ActivationKind, bits: int, dtype: torch.dtype, even: bool, in_pairs: bool
+) -> Launch:
     table = STEP_TABLES[kind][bits]
+    in_pairs = in_pairs and table.bits < 4 and dtype.itemsize == 2
     inner = table.thresholds[: len(table.levels) - 1]
     thresholds = (*inner, *(0.0,) * (MOST_LEVELS.value - 1 - len(inner)))
     constants: dict[str, Any] = {f"C{number}": value for number, value in enumerate(thresholds, 1)}
@@ -313,13 +326,13 @@ def _forward_launch(kind: ActivationKind, bits: int, dtype: torch.dtype, even: b
         SCALE=bins.scale,
         SHIFT=bins.shift,
         BINS=bins.number,
-        FAR=0.0 not in inner,
         JOINT=table.bits > 2 and can_be_joined(inner, dtype),
+        PAIRS=pairs_program(inner, dtype) if in_pairs else "",
         KIND=kind,
         PRECISE=dtype == torch.float32,
         COARSE=dtype == torch.bfloat16,
         EVEN=even,
-        BLOCK=_block_groups(table.bits),
+        BLOCK=_block_groups(table.bits, forward=True),
     )
 
 
@@ -335,7 +348,7 @@ def _backward_launch(kind: ActivationKind, bits: int, even: bool) -> Launch:
         EXACT=table.exact,
         BITS=table.bits,
         EVEN=even,
-        BLOCK=_block_groups(table.bits),
+        BLOCK=_block_groups(table.bits, forward=False),
     )
 
 
@@ -348,8 +361,9 @@ def codes_forward(x: Tensor, kind: ActivationKind, bits: int) -> tuple[Tensor, T
     if elements == 0:
         return y, codes
     groups = -(-elements // CODES_PER_GROUP)
-    launch = _forward_launch(kind, bits, x.dtype, elements % CODES_PER_GROUP == 0)
-    block = _block_groups(STEP_TABLES[kind][bits].bits)
+    even = elements % CODES_PER_GROUP == 0
+    launch = _forward_launch(kind, bits, x.dtype, even, _compares_pairs(x.device))
+    block = _block_groups(STEP_TABLES[kind][bits].bits, forward=True)
     launch((-(-groups // block), 1, 1), (x, y, codes), (elements, groups))
     return y, codes
 
@@ -365,6 +379,6 @@ def codes_backward(
         return dx
     groups = -(-elements // CODES_PER_GROUP)
     launch = _backward_launch(kind, bits, elements % CODES_PER_GROUP == 0)
-    block = _block_groups(STEP_TABLES[kind][bits].bits)
+    block = _block_groups(STEP_TABLES[kind][bits].bits, forward=False)
     launch((-(-groups // block), 1, 1), (dy, codes, dx), (elements, groups))
     return dx

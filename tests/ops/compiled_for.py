@@ -73,6 +73,8 @@ def activations() -> Iterator[Any]:
         for bits in tables if kind in CODED else [1 + number % 4] if tables and EVERY_WIDTH else ():
             _, codes = kernels.codes_forward(x, kind, bits)
             yield kernels.codes_backward(x, codes, kind, bits, DTYPE)
+        if kind in CODED and EVERY_WIDTH:  # the other half format has instructions of its own
+            yield kernels.codes_forward(x.to(torch.float16), kind, 2)
 
 
 def norms() -> Iterator[Any]:
@@ -161,7 +163,11 @@ def main() -> None:
         compiled[kernel.hash] = (self._kernel.__name__, self._keywords, kernel)
 
     driver.set_active(Absent())
-    with mock.patch.object(Launch, "__call__", compile_only):
+    in_pairs = PLATFORM == "cuda" and int(ARCHITECTURE) >= 90
+    with (
+        mock.patch.object(Launch, "__call__", compile_only),
+        mock.patch.object(kernels.codes, "_compares_pairs", lambda device: in_pairs),
+    ):
         for _ in (
             *activations(),
             *adapters(),

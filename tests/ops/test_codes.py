@@ -255,6 +255,20 @@ def test_no_bin_has_two_thresholds(kind: str, bits: int) -> None:
     assert float((places - places.floor() - 0.5).abs().min()) > 100 * bins.number * 2**-24
 
 
+@pytest.mark.skipif(INTERPRETED, reason="numbers of the tables, no kernels")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("kind", "bits"), TABLES)
+def test_half_thresholds_divide_half_numbers_as_the_exact_ones(
+    kind: str, bits: int, dtype: torch.dtype
+) -> None:
+    bins = pytest.importorskip("lowmem_patch.kernels._bins")
+    table = STEP_TABLES[kind][bits]
+    thresholds = table.thresholds[: len(table.levels) - 1]
+    every = every_half(dtype)[:, None]
+    above = every > bins.largest_not_above(thresholds, dtype)
+    assert torch.equal(above, every.float() > torch.tensor(thresholds))
+
+
 def test_strided_input_and_gradient(backend: Backend) -> None:
     base = torch.randn(5, 24, device=backend.device)
     x = base.t()[::2].requires_grad_()
