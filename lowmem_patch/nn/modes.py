@@ -28,6 +28,16 @@ class AroundForward(FunctionObserver):
         eagerly.__exit__(*error)
 
 
+def unseen() -> Any:
+    """A context in which tensors run torch functions as if they were ordinary, and no mode of this file sees
+    that: each call that a mode sees takes longer than many kernels."""
+    modes = range(torch._C._len_torch_function_stack())
+    own = bool(modes) and all(
+        isinstance(torch._C._get_function_stack_at(place), AroundForward) for place in modes
+    )
+    return torch._C.DisableTorchFunction() if own else torch._C.DisableTorchFunctionSubclass()
+
+
 class ForwardMode(AroundForward):
     """A mode that `run_under` makes anew for each forward of ``module``; further arguments are settings."""
 

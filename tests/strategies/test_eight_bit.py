@@ -11,12 +11,14 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lowmem_patch import patch_model, patch_report, plan_patch, saved_bytes, verify_model
 from lowmem_patch.config import load_config
 from lowmem_patch.constants import EIGHT_BIT_GROUP
 from lowmem_patch.demo import demo_tasks
+from lowmem_patch.nn import eight_bit
 from tests.support.models import EVERY_FAMILY, build, fill_adapters
 from tests.support.step import MODES, Step, cast, in_mode, step
 
@@ -190,3 +192,36 @@ def test_float64_and_frozen_weights_store_nothing() -> None:
     model.first.requires_grad_(False)
     assert stored_sites(model, (x,)) == ["linear"]
     assert stored_sites(model.requires_grad_(False), (x,)) == []
+
+
+class Seen(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:  # fmt: skip
+        self.names.append(getattr(func, "__name__", ""))
+        return func(*args, **(kwargs or {}))
+
+
+def test_attention_does_not_watch_its_lora_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each function that it sees takes longer than many kernels; a mode of somebody else's sees all."""
+    model, inputs = wide_llama()
+    model = get_peft_model(model, LoraConfig(target_modules=["q_proj", "k_proj", "v_proj"]))
+    patch_model(model.train(), COMPACT, example_inputs=inputs)
+    own: list[str] = []
+    call = eight_bit._AroundAttention.call
+
+    def watched(mode: Any, func: Any, args: Any, kwargs: Any) -> Any:
+        own.append(getattr(func, "__name__", ""))
+        return call(mode, func, args, kwargs)
+
+    monkeypatch.setattr(eight_bit._AroundAttention, "call", watched)
+    model(**inputs)
+    with Seen() as seen:
+        model(**inputs)
+    assert "scaled_dot_product_attention" in own
+    assert "addmm_" in seen.names  # of an adapter
+    assert own.count("addmm_") == seen.names.count("addmm_")  # of the second forward alone
