@@ -248,6 +248,7 @@ def test_the_ladder_counts_the_gpus_that_were_asked_for(llama: Path, found: Any)
     assert [rung["name"] for rung in four["ladder"]][4:] == [
         "256 tokens a row, not 512",
         "a batch of 1, not 2",
+        "FSDP over 8 GPUs, bytes of each",
     ]
 
 

@@ -137,6 +137,10 @@ def _every(count: str) -> Variant:
 def _of_word(word: str, words: list[str]) -> Variant:
     kind, _, value = word.partition("=")
     if kind == "fit":
+        if value == "auto":
+            raise ConfigError(
+                "variant 'fit=auto': other variants run on the GPU, so name a size: fit=24GiB"
+            )
         parse_bytes(value)
         return _fit(next((w for w in words if w in preset_names()), "auto"), value)
     if kind == "every":

@@ -107,6 +107,10 @@ def bench(
             autocast = setup.autocast if autocast is None else autocast
             with torch.autocast(wanted, torch.bfloat16, enabled=bool(autocast)):
                 chosen = chosen or curve_variants(built, inputs)
+            if curve:
+                print_note(
+                    f"--curve measures {len(chosen)} variants in {rounds} rounds, which takes minutes"
+                )
             result = compare(
                 built, inputs, chosen, rounds=rounds, steps=steps, autocast=bool(autocast),
                 share_frozen=curve, progress=progress,

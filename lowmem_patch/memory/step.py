@@ -169,12 +169,13 @@ class LiveBytes(LiveStorages):
 
 
 def with_labels(model: Any, inputs: ExampleInputs) -> ExampleInputs:
-    """A language model gets labels, so that it makes its own loss."""
+    """A language model gets labels of their own memory, if it has none yet, so that it makes its own loss."""
     tokens = inputs.kwargs.get("decoder_input_ids", inputs.kwargs.get("input_ids"))
     takes_labels = "labels" in inspect.signature(base_model(model).forward).parameters
-    if tokens is None or not takes_labels or output_head(model) is None:
+    has_labels = inputs.kwargs.get("labels") is not None
+    if has_labels or tokens is None or not takes_labels or output_head(model) is None:
         return inputs
-    return ExampleInputs(inputs.args, {**inputs.kwargs, "labels": tokens})
+    return ExampleInputs(inputs.args, {**inputs.kwargs, "labels": tokens.clone()})
 
 
 def step_loss(output: Any) -> Tensor:

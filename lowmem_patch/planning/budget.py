@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lowmem_patch.errors import ConfigError
-from lowmem_patch.memory.model_states import parse_bytes
+from lowmem_patch.memory.model_states import FEWEST_BYTES, parse_bytes
 from lowmem_patch.planning.names import size_text
 
 _FRAGMENTS = 0.03  # of what a GPU's allocator gives beside the model states
@@ -74,7 +74,8 @@ def checked_budget(fit: str | int) -> int | None:
         ConfigError: it is no size.
     """
     if isinstance(fit, float):
-        raise ConfigError(f'fit {fit!r} is no budget: did you mean fit="{fit:g}GiB"?')
+        mend = f"{fit:.0f}" if fit >= FEWEST_BYTES else f'"{fit:g}GiB"'
+        raise ConfigError(f"fit {fit!r} is no budget: did you mean fit={mend}?")
     if isinstance(fit, bool) or not isinstance(fit, (str, int)):
         raise ConfigError(f"fit {fit!r} is no budget: give it as 24GiB, as bytes, or auto")
     if isinstance(fit, int):

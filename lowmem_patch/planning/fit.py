@@ -47,6 +47,9 @@ class Fitted:
     report: FitReport
 
 
+NO_BLOCKS = "no repeated blocks were found that could be recomputed: all stays as patched"
+
+
 class NoFit(Exception):
     """No choice fits.
 
@@ -54,11 +57,12 @@ class NoFit(Exception):
         least: the least budget that can be met.
         peak: of a step at that choice, without the model states.
         levels: that choice, by site.
+        moment: when the peak is.
     """
 
-    def __init__(self, least: int, peak: int, levels: dict[str, str]) -> None:
+    def __init__(self, least: int, peak: int, levels: dict[str, str], moment: str) -> None:
         super().__init__()
-        self.least, self.peak, self.levels = least, peak, levels
+        self.least, self.peak, self.levels, self.moment = least, peak, levels, moment
 
 
 class Fitting:
@@ -235,8 +239,9 @@ class Fitting:
             levels, timeline = self._least()
             peak = self.beside(timeline)
             if peak > room:
-                least = self.resident + peak
-                raise NoFit(least + budget.reserve_above(peak), peak, levels)
+                least, need = self.resident + peak, self._need(timeline)
+                moment = self._name(need.part, need.run)
+                raise NoFit(least + budget.reserve_above(peak), peak, levels, moment)
             found = levels, timeline
         return self._fitted(*found, budget, inputs)
 
@@ -309,6 +314,8 @@ class Fitting:
     def _name(self, part: str, number: int) -> str:
         if part == OPTIMIZER_STEP:
             return "the optimizer's step"
+        if part in ("before", "after") and not self.sites:
+            return f"the {'forward' if part == 'before' else 'backward'}"
         if part in ("before", "after"):
             return f"the {'forward' if part == 'before' else 'backward'} before the blocks"
         site = self.sites[self.blocks.runs[number].block]
@@ -350,7 +357,7 @@ class Fitting:
     def _notes(self, levels: Mapping[str, str]) -> list[str]:
         notes = []
         if not self.blocks.blocks:
-            notes.append("no blocks were found that could be recomputed: all stays as patched")
+            notes.append(NO_BLOCKS)
         if self.states.gradients and not self.training.accumulates:
             notes.append(
                 "gradients count from the backward on, as after zero_grad(); with accumulation they take up "

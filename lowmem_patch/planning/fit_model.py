@@ -22,7 +22,7 @@ from lowmem_patch.planning.costs import (
     timed_forward,
     with_measured_host,
 )
-from lowmem_patch.planning.fit import Fitting, NoFit
+from lowmem_patch.planning.fit import NO_BLOCKS, Fitting, NoFit
 from lowmem_patch.planning.fit_report import FitReport
 from lowmem_patch.planning.ladder import Base, Rung, smaller_rungs
 from lowmem_patch.planning.names import size_text
@@ -154,7 +154,7 @@ def _too_small(fitting: Fitting, budget: Budget, found: NoFit, inputs: str) -> s
         f"{fitting.training.optimizer}"
         + (f" on each of {fitting.training.gpus} GPUs: " if fitting.sharding else ": ")
         + f"parameters {size_text(weights)}, optimizer state {size_text(states.optimizer)}, "
-        f"gradients and activations {size_text(found.peak + fitting.earlier)}"
+        f"gradients and activations {size_text(found.peak + fitting.earlier)} in {found.moment}"
         + (" (with what FSDP2 gathers)" if fitting.sharding else "")
         + (f", DDP's buckets {size_text(states.buckets)}" if states.buckets else "")
         + (f", cuBLAS's workspaces and rounding {size_text(workspace)}" if workspace else "")
@@ -164,6 +164,8 @@ def _too_small(fitting: Fitting, budget: Budget, found: NoFit, inputs: str) -> s
     elif budget.bytes <= states.resident:
         beside = " and workspaces" if workspace else ""
         lines.append(f"the model states{beside} alone are larger than the budget")
+    if not fitting.blocks.blocks:
+        lines.append(NO_BLOCKS)
     lines += _helps(rungs, budget.bytes, found.least)
     return "\n".join(lines)
 

@@ -114,7 +114,9 @@ class FitReport:
     def head(self) -> tuple[str, ...]:
         """Lines of all blocks together."""
         since = " (held from the beginning)" if self.accumulates else ""
-        levels = ", ".join(f"{count} {level}" for level, count in self.levels.items())
+        levels = (
+            ", ".join(f"{count} {level}" for level, count in self.levels.items()) or "no blocks"
+        )
         share = 100 * self.extra_seconds / self.step_seconds if self.step_seconds else 0.0
         of_gpu = (
             f"  cuBLAS's workspaces {size_text(self.workspace)}, rounded up by the allocator "

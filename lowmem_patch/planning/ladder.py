@@ -95,7 +95,7 @@ class Base:
 
 def smaller_rungs(base: Base, peak_of: Callable[[ExampleInputs], int]) -> Iterator[Rung]:
     """Smaller inputs, another optimizer, 4-bit weights and several GPUs (where any number of them suffices):
-    each alone on top of the base; of a base on several GPUs smaller inputs only.
+    each alone on top of the base; of a base on several GPUs smaller inputs, and more GPUs.
 
     Args:
         peak_of: bytes of a step with other inputs, beside parameters and optimizer state.
@@ -108,6 +108,8 @@ def smaller_rungs(base: Base, peak_of: Callable[[ExampleInputs], int]) -> Iterat
         seconds = _part_of(base.runs, rows, tokens) * base.seconds
         yield Rung(name, base.total(max(peak, base.states.gradients)), seconds, on_top=True)
     if base.training.gpus > 1:
+        if (more := _more_gpus(base)) is not None:
+            yield more
         return
     if not base.training.quantised and _is_of_linears(base.model):
         yield _qlora(base)
@@ -134,7 +136,19 @@ def _sharded(base: Base) -> Rung | None:
     def total(gpus: int) -> int:
         return base.total(peak, -(-shared // gpus) + beside)
 
-    found = next((gpus for gpus in _GPUS if total(gpus) <= base.budget.bytes), None)
+    return _on_fewest(base, total)
+
+
+def _more_gpus(base: Base) -> Rung | None:
+    """The least number of GPUs above the base's that fits; shards of gradients count as they are now."""
+    beside = base.states.workspace + base.states.rounding
+    shared = (base.resident - beside) * base.training.gpus
+    return _on_fewest(base, lambda gpus: base.total(base.peak, -(-shared // gpus) + beside))
+
+
+def _on_fewest(base: Base, total: Callable[[int], int]) -> Rung | None:
+    numbers = (gpus for gpus in _GPUS if gpus > base.training.gpus)
+    found = next((gpus for gpus in numbers if total(gpus) <= base.budget.bytes), None)
     if found is None:
         return None
     return Rung(f"FSDP over {found} GPUs, bytes of each", total(found), base.seconds, on_top=True)

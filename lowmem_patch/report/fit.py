@@ -54,8 +54,8 @@ def print_verdict(rungs: Sequence[Rung], memory: MemoryReport) -> None:
         text = f"fits in {size}: patched, and no block needs to run again"
     elif any(rung.total <= limit for rung in ways):
         text = (
-            f"fits in {size} where blocks run again, by this estimate: --fit chooses which, and counts what "
-            "the allocator rounds up as well"
+            f"fits in {size} where blocks run again, by this estimate: --fit chooses how few, or offloads "
+            "what they save, in less time than these rows; it counts what the allocator rounds up as well"
         )
     elif more:
         names = "; ".join(rung.name for rung in more)

@@ -29,6 +29,8 @@ def as_on_data(model: nn.Module, inputs: ExampleInputs) -> ExampleInputs:
     takes = inspect.signature(base.forward).parameters
     cache = next((name for name in _CACHES if name in takes), None)
     given = {name for name, value in inputs.kwargs.items() if value is not None}
+    adapters = getattr(model, "peft_config", {}).values()  # a trained prefix is a cache itself
+    has_prompt = any(getattr(adapter, "is_prompt_learning", False) for adapter in adapters)
     # transformers' own checkpointing turns the cache off
     checkpointed = any(vars(module).get("gradient_checkpointing") for module in base.modules())
     asked = inputs.kwargs.get("use_cache", getattr(config, "use_cache", None))
@@ -36,6 +38,7 @@ def as_on_data(model: nn.Module, inputs: ExampleInputs) -> ExampleInputs:
         not (checkpointed or asked is False)
         or getattr(config, "is_encoder_decoder", False)
         or cache is None
+        or has_prompt
         or given & {"attention_mask", "position_ids", *_CACHES}
     ):
         return inputs

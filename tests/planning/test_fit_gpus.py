@@ -194,6 +194,10 @@ def test_a_budget_too_small_for_one_is_met_on_four() -> None:
     with pytest.raises(BudgetError, match="on each of 4 GPUs") as found:
         fit_of(fit="1KiB", gpus=GPUS)
     assert "what FSDP2 gathers" in str(found.value) and "FSDP over" not in str(found.value)
+    found_of_four = found.value.least
+    with pytest.raises(BudgetError, match=r"FSDP over 8 GPUs, bytes of each: [^,]*, fits"):
+        fit_of(fit=found_of_four - 1, gpus=GPUS)
+    assert fit_of(fit=found_of_four - 1, gpus=8).predicted < found_of_four
     longer = {"input_ids": torch.zeros(2, 256, dtype=torch.long)}
     with pytest.raises(BudgetError, match="a batch of 1"):
         plan_patch(

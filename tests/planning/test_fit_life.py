@@ -100,6 +100,8 @@ def test_what_is_no_size(text: Any) -> None:
 def test_a_number_with_a_fraction_is_asked_for_its_unit() -> None:
     with pytest.raises(ConfigError, match=r'did you mean fit="24\.5GiB"'):
         plan_patch(stack(), "exact", example_inputs=rows(), fit=24.5)
+    with pytest.raises(ConfigError, match=r"did you mean fit=150000000\?"):
+        plan_patch(stack(), "exact", example_inputs=rows(), fit=1.5e8)
 
 
 @pytest.mark.parametrize("name", ["adam", "", None, 3, ["adamw"]])
@@ -215,8 +217,11 @@ def test_what_a_rung_says_is_so() -> None:
 def test_a_model_without_blocks_says_so() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3))
     found = plan_patch(model, "exact", example_inputs=rows(), fit="1GiB").fit
-    assert found is not None and found.blocks == () and "no blocks were found" in str(found)
-    with pytest.raises(BudgetError, match="least budget"):
+    assert (
+        found is not None and found.blocks == () and "no repeated blocks were found" in str(found)
+    )
+    assert "; no blocks" in found.head[0] and "before the blocks" not in found.head[0]
+    with pytest.raises(BudgetError, match="no repeated blocks were found"):
         plan_patch(model, "exact", example_inputs=rows(), fit="1KiB")
 
 
