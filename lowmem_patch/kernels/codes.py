@@ -311,7 +311,7 @@ def _forward_launch(
     kind: ActivationKind, bits: int, dtype: torch.dtype, even: bool, in_pairs: bool
 ) -> Launch:
     table = STEP_TABLES[kind][bits]
-    in_pairs = in_pairs and table.bits < 4 and dtype.itemsize == 2
+    in_pairs = in_pairs and 1 < table.bits < 4 and dtype.itemsize == 2
     inner = table.thresholds[: len(table.levels) - 1]
     thresholds = (*inner, *(0.0,) * (MOST_LEVELS.value - 1 - len(inner)))
     constants: dict[str, Any] = {f"C{number}": value for number, value in enumerate(thresholds, 1)}
