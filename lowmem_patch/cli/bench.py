@@ -87,7 +87,7 @@ def bench(
     with command(debug, as_json):
         import torch
 
-        from lowmem_patch.bench import compare, curve_variants
+        from lowmem_patch.bench import compare
         from lowmem_patch.plot import require_matplotlib
         from lowmem_patch.report.layout import progress_bar
 
@@ -106,11 +106,7 @@ def bench(
             inputs = _inputs(built, batch_size or setup.batch_size, seq_len or setup.length, wanted)
             autocast = setup.autocast if autocast is None else autocast
             with torch.autocast(wanted, torch.bfloat16, enabled=bool(autocast)):
-                chosen = chosen or curve_variants(built, inputs)
-            if curve:
-                print_note(
-                    f"--curve measures {len(chosen)} variants in {rounds} rounds, which takes minutes"
-                )
+                chosen = chosen or _curve(built, inputs, rounds)
             result = compare(
                 built, inputs, chosen, rounds=rounds, steps=steps, autocast=bool(autocast),
                 share_frozen=curve, progress=progress,
@@ -121,6 +117,14 @@ def bench(
         }  # fmt: skip
         _show(result, settings, wanted, plot, as_json)
         raise typer.Exit(_exit_code(result))
+
+
+def _curve(model: Any, inputs: ExampleInputs, rounds: int) -> dict[str, Any]:
+    from lowmem_patch.bench import curve_variants
+
+    chosen = curve_variants(model, inputs)
+    print_note(f"--curve measures {len(chosen)} variants in {rounds} rounds, which takes minutes")
+    return chosen
 
 
 def _exit_code(result: Comparison) -> ExitCode:

@@ -142,7 +142,7 @@ def _code_of(
     if PAIRS != "":
         return count_in_pairs(given, PAIRS)
     elif BITS == 1:
-        return _above(x, C1)
+        return tl.where(x > C1, 1.0, 0.0)
     elif BITS == 2:
         return _above(x, C1) + _above(x, C2) + _above(x, C3)
     elif not GATHERS:

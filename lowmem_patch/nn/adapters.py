@@ -109,13 +109,17 @@ def forward_as_one(
         if is_fsdp_unit(layer):
             x = value_of(x)
         deferred = isinstance(x, Deferred)
-        if deferred or (not is_foreign(x) and x.is_floating_point()):
+        if deferred or _is_plain(x):
             with _WITHOUT_TORCH_FUNCTION() if in_compiler() else unseen():
                 products = low_rank_products(layer, x.dtype, low_precision)
                 if products is not None and not (deferred and x.is_changed()):
                     low = alone and _is_cast(x)
                     return _computed(x.to(products.dtype) if low else x, shared, products)
     return forward_kept(layer, low_precision, alone, *args, **kwargs)
+
+
+def _is_plain(x: Any) -> bool:
+    return not is_foreign(x) and x.is_floating_point()
 
 
 def _is_cast(x: Tensor) -> bool:
