@@ -47,9 +47,10 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_head_names_every_assumption(llama: Path) -> None:
     shown = printed(llama, "--train", "lora:q_proj,v_proj", "--lora-rank", "4")
     for line in (
+        "inputs: input_ids 2x128 (--batch-size)",
         "length: 128 tokens (the model's, at most 4096; --seq-len)",
         "attention: sdpa",
-        "adapters: LoRA, rank 4, on q_proj, v_proj",
+        "adapters: LoRA, rank 4 (--lora-rank), on q_proj, v_proj",
         "optimizer: torch's AdamW, fused",
         "accumulation: none",
         "loss: the model's own",

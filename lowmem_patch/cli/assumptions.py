@@ -26,7 +26,7 @@ def assumptions(
     from lowmem_patch.memory import OPTIMIZERS, most_positions
     from lowmem_patch.tracing.base_model import output_head
 
-    found = {"inputs": str(inputs)}
+    found = {"inputs": f"{inputs} (--batch-size)"}
     tokens = inputs.kwargs.get("input_ids")
     if tokens is not None:
         source = "--seq-len" if given_length else f"the model's, at most {LONGEST}; --seq-len"
@@ -62,7 +62,7 @@ def model_settings(model: Any) -> dict[str, str]:
         found["attention"] = str(attention)
     for adapter in getattr(model, "peft_config", {}).values():
         targets = sorted(adapter.target_modules)
-        found["adapters"] = f"LoRA, rank {adapter.r}, on {listed(targets, _NAMED)}"
+        found["adapters"] = f"LoRA, rank {adapter.r} (--lora-rank), on {listed(targets, _NAMED)}"
     return found
 
 

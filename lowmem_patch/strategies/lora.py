@@ -156,8 +156,8 @@ def _of_another_dtype(facts: Facts, layers: tuple[str, ...]) -> list[str]:
 def _lower_precision(facts: Facts, layers: tuple[str, ...], low_precision: bool) -> list[str]:
     lower = sum(low_precision and _is_wider(facts, name) for name in layers)
     said = (
-        f"{lower} of them have an adapter of more bits than their input, and compute in the input's "
-        "dtype (preset exact: in the adapter's)"
+        f"{lower} of them have an adapter in a wider dtype than their input (float32 beside bfloat16), and "
+        "compute in the input's dtype (preset exact: in the adapter's)"
     )
     return [said] if lower else []
 
