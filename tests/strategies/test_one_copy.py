@@ -70,7 +70,7 @@ def test_siblings_share_x_and_keep_x_a(preset: str, width: int) -> None:
     assert before.activations == 3 * 2 * ONE + 3 * ROWS * RANK * 4  # a float32 copy for each
     notes = patch_report(model).notes
     assert "3 adapter layers keep one copy of their input" in notes
-    assert any(note.startswith("3 of them have an adapter of more bits") for note in notes) is (
+    assert any(note.startswith("3 of them have an adapter in a wider dtype") for note in notes) is (
         preset == "auto"
     )
     if preset == "exact":
