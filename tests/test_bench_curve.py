@@ -54,11 +54,16 @@ def test_every_nth_block_is_checkpointed_and_computes_the_same() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["fit=", "fit=auto", "fit=lots", "every=0", "every=two", "fit=1g+fit=2g+often"]
+    "name", ["fit=", "fit=lots", "every=0", "every=two", "fit=1g+fit=2g+often"]
 )
 def test_what_is_no_variant(name: str) -> None:
     with pytest.raises(ConfigError, match=r"variant|size"):
         find_variant(name)
+
+
+def test_auto_is_no_budget_of_a_comparison() -> None:
+    with pytest.raises(ConfigError, match="name a size: fit=24GiB"):
+        find_variant("fit=auto")
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")

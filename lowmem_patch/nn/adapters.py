@@ -119,6 +119,7 @@ def forward_as_one(
 
 
 def _is_plain(x: Any) -> bool:
+    """Whether this is a floating tensor of torch's own kind."""
     return not is_foreign(x) and x.is_floating_point()
 
 

@@ -44,7 +44,6 @@ from lowmem_patch.tracing.op_roles import Role, names_with
 # of gammas, and of beta to gamma, where the 8 bits of a norm's output still tell z
 _SMALLEST_RATIO, _LARGEST_SHIFT = 1 / 16, 1.0
 
-_MOST_DIMS = 2  # of a norm's, a Linear's or an adapter's parameter
 _FUSED = names_with(Role.FUSED_ATTENTION)
 _weak: Any = StorageWeakRef  # has no types
 _ORDINARY = (Tensor, nn.Parameter, Watched)  # without torch functions of their own
@@ -81,9 +80,7 @@ def _stores_input(module: nn.Module, given: Own | None, /, *args: Any, **kwargs:
         if tensor.numel() != numel:
             return False
         own = _storage_key(tensor)
-        if own == key or tensor.dim() > _MOST_DIMS:
-            return True
-        return not any(_is_of(tensor, own, p) for p in _parameters(module))
+        return own == key or not any(_is_of(tensor, own, p) for p in _parameters(module))
 
     with _Storing(is_stored, shared=not changed):
         return forward(*args, **kwargs)
