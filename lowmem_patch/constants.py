@@ -48,6 +48,27 @@ EIGHT_BIT_GROUP: Final = 128
 EIGHT_BIT_LEVELS: Final = 127
 
 
+class EightBits(NamedTuple):
+    """Some columns of a matrix in 8 bits, whose rows are whole groups.
+
+    Attributes:
+        integers: ``[..., F]`` int8; strided where the matrix has more columns.
+        scales: bfloat16, those of the whole matrix, group by group.
+        dtype: of the values.
+        first_group: of a row's groups, the one in which these columns begin.
+    """
+
+    integers: Tensor
+    scales: Tensor
+    dtype: torch.dtype
+    first_group: int = 0
+
+    def columns(self, part: slice) -> EightBits:
+        """Some of these columns, whole groups."""
+        first = self.first_group + part.start // EIGHT_BIT_GROUP
+        return self._replace(integers=self.integers[..., part], first_group=first)
+
+
 def codes_bytes(elements: int, bits: int) -> int:
     """Bytes of the codes of so many elements."""
     return -(-elements // CODES_PER_GROUP) * bits

@@ -24,7 +24,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lowmem_patch.constants import EIGHT_BIT_GROUP
+from lowmem_patch.constants import EIGHT_BIT_GROUP, EightBits
 from lowmem_patch.functional import _library
 from lowmem_patch.functional._implementation import Implementation, dispatched, resolve
 
@@ -111,3 +111,22 @@ def from_eight_bits(
     with _library.without_grad():
         values: Tensor = _from(integers, scales, dtype, resolve(implementation, scales))
     return values
+
+
+def stored_matrix(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Integers in the shape of ``x`` ``[..., F]``, contiguous, and scales, as of `to_eight_bits`."""
+    with _library.without_grad():
+        integers, scales = to_eight_bits(x.contiguous().view(-1))
+        return integers.view(x.shape), scales
+
+
+def read_matrix(integers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor | EightBits:
+    """What `stored_matrix` stored: in 8 bits where a row is whole groups, the values where it is not."""
+    if integers.shape[-1] % EIGHT_BIT_GROUP == 0:
+        return EightBits(integers, scales, dtype)
+    return matrix_values(integers, scales, dtype)
+
+
+def matrix_values(integers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """The values of what `stored_matrix` stored."""
+    return from_eight_bits(integers.view(-1), scales, dtype).view(integers.shape)

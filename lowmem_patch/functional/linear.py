@@ -28,6 +28,7 @@ from lowmem_patch.functional import _library, compiled
 from lowmem_patch.functional._checks import check_floating
 from lowmem_patch.functional._implementation import Implementation, resolve
 from lowmem_patch.functional._ownership import can_be_overwritten, is_checkpoint_packing
+from lowmem_patch.functional.eight_bit import stored_matrix
 from lowmem_patch.functional.products import (
     IDENTITY,
     LowRank,
@@ -41,6 +42,7 @@ from lowmem_patch.functional.products import (
 )
 from lowmem_patch.functional.products_backward import (
     linear_backward,
+    linear_backward_of_eight_bits,
     linear_backward_op,
     linear_backward_over,
     one_for_each,
@@ -48,7 +50,9 @@ from lowmem_patch.functional.products_backward import (
 from lowmem_patch.functional.shared_input import GradientSum, sum_of
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+def _save(
+    ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...], eight_bits: bool = False
+) -> None:
     _, source, up, weight, _, lora_A, lora_B, scale, kind, _, implementation = inputs
     _, for_source, for_up, for_weight, for_bias, for_A, for_B, *_ = ctx.needs_input_grad
     for_input = for_source or for_up
@@ -56,17 +60,24 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
         source = up = None
     saved_weight, saved_A = (weight, lora_A) if for_input else (None, None)
     ctx.packed, saved_weight = split_packed(saved_weight)
+    ctx.eight_bits = eight_bits and source is not None
+    sources = _in_eight_bits(source, up) if ctx.eight_bits else (source, up)
     if lora_A is None:
-        ctx.save_for_backward(source, up, saved_weight)
+        ctx.save_for_backward(*sources, saved_weight)
     else:
         saved_B = lora_B if for_input or for_A or for_B else None
         low = output[1] if for_B else None
-        ctx.save_for_backward(source, up, saved_weight, saved_A, saved_B, low)
+        ctx.save_for_backward(*sources, saved_weight, saved_A, saved_B, low)
     ctx.settings = (scale, kind, (for_input, for_weight, for_bias, for_A, for_B), implementation)
     ctx.given_away = kind != IDENTITY and is_checkpoint_packing()
     ctx.sum = _sum_of(inputs)
     # an absent tensor's dtype is never read
     ctx.dtypes = [None if t is None else t.dtype for t in inputs[1:7]]
+
+
+def _in_eight_bits(source: Tensor, up: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Integers and scales of source, and those of up."""
+    return *stored_matrix(source), *((None, None) if up is None else stored_matrix(up))
 
 
 def _sum_of(inputs: tuple[Any, ...]) -> GradientSum | None:
@@ -80,13 +91,18 @@ def _sum_of(inputs: tuple[Any, ...]) -> GradientSum | None:
 def _gradients(ctx: Any, dy: Tensor | None, *_: None) -> Any:
     if dy is None:
         return (None,) * 11
-    saved = ctx.saved_tensors
-    if len(saved) == 3:
+    split, saved = 4 if ctx.eight_bits else 2, ctx.saved_tensors
+    sources, saved = saved[:split], saved[split:]
+    if len(saved) == 1:
         saved = (*saved, None, None, None)
     if ctx.packed is not None:
-        saved = (*saved[:2], unpacked(ctx.packed, dy.dtype), *saved[3:])
+        saved = (unpacked(ctx.packed, dy.dtype), *saved[1:])
     for_input, *for_rest = ctx.settings[2]
-    needs = (for_input, for_input and saved[1] is not None, *for_rest)
+    needs = (for_input, for_input and sources[split // 2] is not None, *for_rest)
+    if ctx.eight_bits:
+        found = linear_backward_of_eight_bits(dy, *sources, ctx.dtypes[0], *saved, *ctx.settings)
+        return (None, *one_for_each(found, needs, ctx.dtypes), None, None, None, None)
+    saved = (*sources, *saved)
     added_up = ctx.sum if for_input and _library.is_eager(dy, *saved) else None
     first = added_up is None or added_up.returned() is None
     if added_up is not None:
@@ -104,19 +120,22 @@ def _gradients(ctx: Any, dy: Tensor | None, *_: None) -> Any:
 _call_linear = linear_op.differentiable(_save, _gradients)
 
 
-class _PackedLinear(torch.autograd.Function):
-    """The op of a packed weight, which no operator takes."""
+class _DirectLinear(torch.autograd.Function):
+    """The op where no operator knows it: of a packed weight, or with its sources saved in 8 bits."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Any:
-        output = linear_of(*arguments)
-        _save(ctx, arguments, output)
+        *given, eight_bits = arguments
+        output = linear_of(*given)
+        _save(ctx, tuple(given), output, eight_bits)
         return output[0]
 
-    backward = staticmethod(_gradients)
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        return (*_gradients(ctx, *gradients), None)
 
 
-_call_packed = _library.direct_call(_PackedLinear)
+_call_directly = _library.direct_call(_DirectLinear)
 
 
 class _SavedFirst(torch.autograd.Function):
@@ -128,27 +147,27 @@ class _SavedFirst(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
-        *given, low = arguments
+        *given, eight_bits, low = arguments
         hidden, weight, dtype = given[0], given[3], given[9]
         shape = (*hidden.shape[:-1], weight.shape[0])
         # without memory, and no view, which autograd would not let anybody write into
         y: Tensor = hidden.new_empty_strided(shape, (0,) * len(shape), dtype=dtype)
-        _save(ctx, tuple(given), (y, low))
+        _save(ctx, tuple(given), (y, low), eight_bits)
         return y
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        return (*_gradients(ctx, *gradients), None)
+        return (*_gradients(ctx, *gradients), None, None)
 
 
-def _saved_first(*arguments: Any) -> Any:
+def _saved_first(*arguments: Any, eight_bits: bool) -> Any:
     hidden, _, _, weight, bias, lora_A, lora_B, scale, _, dtype, implementation = arguments
     low = None
     with torch.no_grad():
         if lora_A is not None:
             low = low_product_op(hidden, lora_A, lora_B, dtype, implementation)
     apply: Any = _SavedFirst.apply  # has no types
-    y: Any = apply(*arguments, low)
+    y: Any = apply(*arguments, eight_bits, low)
     with torch.no_grad():
         if _library.is_eager(*arguments) or isinstance(weight, PackedWeight):
             products = (weight, bias, lora_A, lora_B, scale)
@@ -179,6 +198,7 @@ def _linear(
     kind: str,
     compute_dtype: torch.dtype,
     implementation: str,
+    eight_bits: bool = False,
 ) -> Tensor:
     packed = isinstance(weight, PackedWeight)
     if packed and not _library.is_eager(hidden, *sources):
@@ -189,9 +209,13 @@ def _linear(
         hidden, sources[0], up, weight, bias, lora_A, lora_B, scale, kind, compute_dtype, implementation,
     )  # fmt: skip
     if _library.wants_gradient(*sources, weight, bias, lora_A, lora_B):
-        call: Any = _call_packed if packed else _call_linear
-        call = _saved_first if _is_run_again(arguments) else call
-        y: Tensor = call(*arguments)
+        y: Tensor
+        if _is_run_again(arguments):
+            y = _saved_first(*arguments, eight_bits=eight_bits)
+        elif packed or eight_bits:
+            y = _call_directly(*arguments, eight_bits)
+        else:
+            y = _call_linear(*arguments)
         return y
     with torch.no_grad():  # hidden may ask for a gradient that does not flow through here
         result: Tensor = linear_of(*arguments)[0]
@@ -207,6 +231,7 @@ def activation_linear(
     compute_dtype: torch.dtype,
     adapter: LowRank | None = None,
     *,
+    eight_bits: bool = False,
     implementation: Implementation = "auto",
 ) -> Tensor:
     """F.linear(h(sources), weight, bias), plus an adapter's product, that saves ``sources`` alone.
@@ -223,6 +248,7 @@ def activation_linear(
         kind: which activation.
         compute_dtype: hidden, weights and bias are cast to it.
         adapter: a low-rank adapter beside the Linear.
+        eight_bits: save the sources, of one dtype, in 8 bits (`lowmem_patch.functional.eight_bit`).
         implementation: of the recompute; see `resolve`.
 
     Returns:
@@ -234,7 +260,7 @@ def activation_linear(
         again = compiled.activation(sources[0], kind, *sources[1:])
         return compiled.linear(again, weight, bias, compute_dtype, adapter)
     chosen = resolve(implementation, *sources)
-    return _linear(hidden, sources, weight, bias, adapter, kind, compute_dtype, chosen)
+    return _linear(hidden, sources, weight, bias, adapter, kind, compute_dtype, chosen, eight_bits)
 
 
 def recast_linear(

@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lowmem_patch.constants import padded_rank
+from lowmem_patch.constants import EightBits, padded_rank
 from lowmem_patch.functional import _library, activations
 from lowmem_patch.functional._implementation import module
+from lowmem_patch.functional.eight_bit import matrix_values, read_matrix
 from lowmem_patch.functional.products import IDENTITY, scaled_product
 from lowmem_patch.functional.shared_input import GradientSum
 from lowmem_patch.reference import cast
@@ -175,7 +176,7 @@ class _ActivationBackward(NamedTuple):
     Attributes:
         ops: an implementation.
         rows: ``dy`` of two dimensions.
-        sources: source, and up of a gated product.
+        sources: source, and up of a gated product; each a tensor or, but for `over_sources`, in 8 bits.
         lefts: what hidden is multiplied with; None for a product that nobody needs.
     """
 
@@ -185,7 +186,7 @@ class _ActivationBackward(NamedTuple):
     weight: Tensor
     d_low: Tensor | None
     padded_A: Tensor | None
-    sources: list[Tensor]
+    sources: list[Any]
     kind: str
     lefts: list[Any]
 
@@ -193,7 +194,9 @@ class _ActivationBackward(NamedTuple):
         """Takes a large value some columns at a time: d_hidden, whose place hidden takes, is never whole.
         No column is a sum over others, so that nothing is rounded more often."""
         rows, features = self.rows, self.weight.shape[1]
-        found = [t.new_empty(t.shape) for t in self.sources]
+        found = [
+            rows.new_empty((*self.dy.shape[:-1], features), dtype=t.dtype) for t in self.sources
+        ]
         products = [None if t is None else rows.new_empty(t.shape[1], features) for t in self.lefts]
         pairs = [(t.t(), y) for t, y in zip(self.lefts, products, strict=True) if y is not None]
         parts = _column_parts(rows, features)
@@ -217,7 +220,7 @@ class _ActivationBackward(NamedTuple):
         return places, _products(self.lefts, lambda: hidden), []
 
     def _gradients(
-        self, dy: Tensor, sources: list[Tensor], hidden: Tensor | None, places: list[Tensor]
+        self, dy: Tensor, sources: list[Any], hidden: Tensor | None, places: list[Tensor]
     ) -> None:
         gated = len(sources) == 2
         x, up = sources if gated else (sources[0], None)
@@ -245,7 +248,9 @@ def _column_parts(rows: Tensor, features: int) -> list[slice | None]:
 
 
 def _columns(tensor: Any, part: slice | None) -> Any:
-    return tensor if tensor is None or part is None else tensor[..., part]
+    if tensor is None or part is None:
+        return tensor
+    return tensor.columns(part) if isinstance(tensor, EightBits) else tensor[..., part]
 
 
 def _backward_fake(dy: Tensor, *rest: Any) -> list[Tensor]:
@@ -292,12 +297,48 @@ def _backward_over_fake(dy: Tensor, source: Tensor, _: Any, *rest: Any) -> tuple
     return tuple(next(found) if need else None for need in needs)
 
 
+def _of_eight_bits(
+    dy: Tensor,
+    integers: Tensor,
+    scales: Tensor,
+    up_integers: Tensor | None,
+    up_scales: Tensor | None,
+    dtype: torch.dtype,
+    *rest: Any,
+) -> list[Tensor]:
+    """What `linear_backward` computes, of source and up in 8 bits."""
+    *_, needs, _ = rest
+    read = read_matrix if needs[0] else matrix_values  # the products alone need values
+    source: Any = read(integers, scales, dtype)
+    up: Any = None
+    if up_integers is not None and up_scales is not None:
+        up = read(up_integers, up_scales, dtype)
+    return linear_backward(dy, source, up, *rest)
+
+
+def _of_eight_bits_fake(
+    dy: Tensor, integers: Tensor, _: Any, up_integers: Any, __: Any, dtype: Any, *rest: Any
+) -> list[Tensor]:
+    source, up = (
+        None if stored is None else stored.new_empty(stored.shape, dtype=dtype)
+        for stored in (integers, up_integers)
+    )
+    return _backward_fake(dy, source, up, *rest)
+
+
 linear_backward_op = _library.Operator(
     "activation_linear_backward(Tensor dy, Tensor? source, Tensor? up, Tensor? weight, "
     "Tensor? lora_A, Tensor? lora_B, Tensor? low, float scale, str kind, "
     "bool[] needs, str implementation) -> Tensor[]",
     linear_backward,
     _backward_fake,
+)
+linear_backward_of_eight_bits = _library.Operator(
+    "activation_linear_backward_of_eight_bits(Tensor dy, Tensor integers, Tensor scales, "
+    "Tensor? up_integers, Tensor? up_scales, ScalarType dtype, Tensor? weight, Tensor? lora_A, "
+    "Tensor? lora_B, Tensor? low, float scale, str kind, bool[] needs, str implementation) -> Tensor[]",
+    _of_eight_bits,
+    _of_eight_bits_fake,
 )
 _backward_over_op = _library.Operator(
     "activation_linear_backward_over(Tensor dy, Tensor(a!) source, Tensor(b!)? up, Tensor weight, "
@@ -322,6 +363,9 @@ def _backward_temporary(dy: Tensor, *rest: Any) -> Temporary:
 
 
 OF_OPERATORS[torch.ops.lowmem_patch.activation_linear_backward.default] = _backward_temporary
+OF_OPERATORS[torch.ops.lowmem_patch.activation_linear_backward_of_eight_bits.default] = (
+    _backward_temporary
+)
 OF_OPERATORS[torch.ops.lowmem_patch.activation_linear_backward_over.default] = _backward_temporary
 
 

@@ -6,7 +6,7 @@ The backward can write y again as well, for a weight's gradient. Its results may
 reads: each that of a tensor from which it is computed, or y that of dy, whose last use lies before.
 Inputs are read in place through their row stride (halves of a packed projection), and gradients are written
 so where their places are some columns of a tensor; other outputs are contiguous. Contiguous tensors are one
-long row.
+long row. The backward also reads x, or gate and up, in 8 bits, and rounds their values to their dtype.
 """
 
 # triton ships no types
@@ -21,12 +21,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowmem_patch.constants import ActivationKind
+from lowmem_patch.constants import EIGHT_BIT_GROUP, ActivationKind, EightBits
 from lowmem_patch.kernels import _math
 from lowmem_patch.kernels._launch import Launch, as_rows, common_rows, empty
+from lowmem_patch.kernels.eight_bit import values_of
 
 BLOCK = 1024
 NUM_WARPS = 4
+GROUP = tl.constexpr(EIGHT_BIT_GROUP)
 
 
 # `columns` is specialised on divisibility by 16 like a stride (two variants): without it the masked
@@ -57,7 +59,20 @@ def _forward_kernel(
     tl.store(y_ptr + row * columns + column, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["blocks_per_row"])
+@triton.jit
+def _read(
+    pointer, scales_ptr, place, mask, group, known, LARGEST: tl.constexpr, DTYPE: tl.constexpr
+):
+    """Values in float32; of 8 bits, whose ``[groups, 128]`` have one scale a row, where LARGEST is not 0."""
+    x = tl.load(pointer + place, mask=mask, other=0.0 if LARGEST == 0.0 else 0).to(tl.float32)
+    if LARGEST != 0.0:
+        scale = tl.load(scales_ptr + group, mask=known, other=0.0).to(tl.float32)
+        x = values_of(x, scale[:, None], LARGEST).to(DTYPE).to(tl.float32)
+    return x
+
+
+# the scales begin where no stride is a multiple of 16
+@triton.jit(do_not_specialize=["blocks_per_row", "first_group"])
 def _backward_kernel(
     dy_ptr,
     x_ptr,
@@ -65,7 +80,10 @@ def _backward_kernel(
     dx_ptr,
     d_up_ptr,
     hidden_ptr,
+    x_scales_ptr,
+    up_scales_ptr,
     blocks_per_row,
+    first_group,
     columns,
     dy_stride,
     x_stride,
@@ -75,19 +93,32 @@ def _backward_kernel(
     GATED: tl.constexpr,
     HIDDEN: tl.constexpr,
     PRECISE: tl.constexpr,
+    LARGEST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     program = tl.program_id(0).to(tl.int64)
     row = program // blocks_per_row
-    column = (program % blocks_per_row) * BLOCK + tl.arange(0, BLOCK)
-    mask = column < columns
+    start = (program % blocks_per_row) * BLOCK
+    if LARGEST == 0.0:
+        column = start + tl.arange(0, BLOCK)
+        mask = column < columns
+        group, known = row, mask  # unread
+    else:
+        begin = start + tl.arange(0, BLOCK // GROUP) * GROUP
+        column = begin[:, None] + tl.arange(0, GROUP)[None, :]
+        # one condition for a whole group, so that each access stays a vector
+        known = begin < columns
+        mask = tl.broadcast_to(known[:, None], column.shape)
+        group = first_group + row * (x_stride // GROUP) + begin // GROUP
     dy = tl.load(dy_ptr + row * dy_stride + column, mask=mask, other=0.0).to(tl.float32)
-    x = tl.load(x_ptr + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
+    place, dtype = row * x_stride + column, dx_ptr.dtype.element_ty
+    x = _read(x_ptr, x_scales_ptr, place, mask, group, known, LARGEST, dtype)
     y, slope = _math.activate_and_slope(x, KIND, PRECISE)
     if GATED:
         d_up = (dy * y).to(d_up_ptr.dtype.element_ty)
         tl.store(d_up_ptr + row * dx_stride + column, d_up, mask=mask)
-        up = tl.load(up_ptr + row * up_stride + column, mask=mask, other=0.0).to(tl.float32)
+        place, dtype = row * up_stride + column, d_up_ptr.dtype.element_ty
+        up = _read(up_ptr, up_scales_ptr, place, mask, group, known, LARGEST, dtype)
         dy *= up
         y *= up
     if HIDDEN:  # behind the last use of dy, whose place it may take
@@ -113,7 +144,9 @@ def _forward_launch(kind: ActivationKind, gated: bool, precise: bool, coarse: bo
 
 
 @cache
-def _backward_launch(kind: ActivationKind, gated: bool, hidden: bool, precise: bool) -> Launch:
+def _backward_launch(
+    kind: ActivationKind, gated: bool, hidden: bool, precise: bool, largest: float
+) -> Launch:
     return Launch(
         _backward_kernel,
         NUM_WARPS,
@@ -121,6 +154,7 @@ def _backward_launch(kind: ActivationKind, gated: bool, hidden: bool, precise: b
         GATED=gated,
         HIDDEN=hidden,
         PRECISE=precise,
+        LARGEST=largest,
         BLOCK=BLOCK,
     )
 
@@ -145,31 +179,43 @@ def _forward(x: Tensor, up: Tensor | None, kind: ActivationKind, out_dtype: torc
 
 def _backward(
     dy: Tensor,
-    x: Tensor,
-    up: Tensor | None,
+    x: Tensor | EightBits,
+    up: Tensor | EightBits | None,
     kind: ActivationKind,
     hidden: Tensor | None,
     dx: Tensor | None,
     d_up: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
-    dx = empty(x, x.dtype) if dx is None else dx
+    stored, largest, first_group = [], 0.0, 0
+    precise = any(t is not None and t.dtype == torch.float32 for t in (x, up, hidden))
+    if isinstance(x, EightBits):
+        stored = [one.scales for one in (x, up) if isinstance(one, EightBits)]
+        largest, first_group = torch.finfo(x.dtype).max, x.first_group
+    dx = _empty_like(x) if dx is None else dx
     if up is not None and d_up is None:
-        d_up = empty(up, up.dtype)
-    if x.numel() == 0:
+        d_up = _empty_like(up)
+    if dx.numel() == 0:
         return dx, d_up
-    given = (dy, x) if up is None else (dy, x, up)
-    tensors, strides, rows, columns = common_rows(*given)
+    given = [
+        one.integers if isinstance(one, EightBits) else one for one in (x, up) if one is not None
+    ]
+    tensors, strides, rows, columns = common_rows(dy, *given)
     dx_stride = columns if dx.is_contiguous() else as_rows(dx)[1]
     blocks_per_row = -(-columns // BLOCK)
-    results = [dx if t is None else t for t in (d_up, hidden)]  # an absent one is never written
-    precise = any(t is not None and t.dtype == torch.float32 for t in (x, up, hidden))
-    _backward_launch(kind, up is not None, hidden is not None, precise)(
+    # an absent one is never written, or read
+    others = [dx if t is None else t for t in (d_up, hidden)]
+    scales = (stored[0], stored[-1]) if stored else (dx, dx)
+    _backward_launch(kind, up is not None, hidden is not None, precise, largest)(
         (rows * blocks_per_row, 1, 1),
-        (tensors[0], tensors[1], tensors[-1], dx, *results),
-        (blocks_per_row,),
+        (tensors[0], tensors[1], tensors[-1], dx, *others, *scales),
+        (blocks_per_row, first_group),
         (columns, strides[0], strides[1], strides[-1], dx_stride),
     )
     return dx, d_up
+
+
+def _empty_like(x: Tensor | EightBits) -> Tensor:
+    return empty(x.integers if isinstance(x, EightBits) else x, x.dtype)
 
 
 def activate(x: Tensor, kind: ActivationKind, out_dtype: torch.dtype | None = None) -> Tensor:
@@ -179,7 +225,7 @@ def activate(x: Tensor, kind: ActivationKind, out_dtype: torch.dtype | None = No
 
 def activate_backward(
     dy: Tensor,
-    x: Tensor,
+    x: Tensor | EightBits,
     kind: ActivationKind,
     hidden: Tensor | None = None,
     into: Tensor | None = None,
@@ -203,8 +249,8 @@ def glu_forward(
 
 def glu_backward(
     dy: Tensor,
-    gate: Tensor,
-    up: Tensor,
+    gate: Tensor | EightBits,
+    up: Tensor | EightBits,
     kind: ActivationKind,
     hidden: Tensor | None = None,
     into: tuple[Tensor, Tensor] | None = None,

@@ -71,6 +71,13 @@ def _to_kernel(
     tl.store(scales_ptr + group, wide.to(tl.bfloat16), mask=group < groups)
 
 
+@triton.jit
+def values_of(integers, scale, LARGEST: tl.constexpr):
+    """In float32, of integers in float32."""
+    # the scale was rounded up, so that 127 of it may lie above the largest number; NaN stays NaN
+    return tl.clamp(integers * scale, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
+
+
 @triton.jit(do_not_specialize=["elements", "groups"])
 def _from_kernel(
     integers_ptr,
@@ -85,9 +92,7 @@ def _from_kernel(
     group, offsets, mask = _tile(elements, groups, EVEN, BLOCK)
     integers = tl.load(integers_ptr + offsets, mask=mask, other=0).to(tl.float32)
     scale = tl.load(scales_ptr + group, mask=group < groups, other=0.0).to(tl.float32)
-    y = integers * scale[:, None]
-    # the scale was rounded up, so that 127 of it may lie above the largest number; NaN stays NaN
-    y = tl.clamp(y, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
+    y = values_of(integers, scale[:, None], LARGEST)
     tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 

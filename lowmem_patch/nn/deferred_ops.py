@@ -63,6 +63,7 @@ class Activation(Op):
 
     elementwise = True
     given_away = False  # the gradients of the sources may take their places
+    eight_bits = False  # Linears save the sources in 8 bits
 
     def __init__(
         self, kind: ActivationKind, reads: int = 0,
@@ -106,6 +107,11 @@ class Activation(Op):
         op.given_away = True
         return op
 
+    def in_eight_bits(self) -> Activation:
+        op = copy.copy(self)
+        op.eight_bits = True
+        return op
+
     def moved(self, h: Deferred, move: Callable[[Tensor], Tensor]) -> Any:
         h._bypassed = True
         sources = tuple(move(source) for source in h.sources)
@@ -138,7 +144,10 @@ class Activation(Op):
                 return saved_linear(h.plain(), to, dtype)
         h._bypassed = True
         weight, bias, adapter, _ = to
-        return activation_linear(h.detached(), h.sources, weight, bias, self.kind, dtype, adapter)
+        return activation_linear(
+            h.detached(), h.sources, weight, bias, self.kind, dtype, adapter,
+            eight_bits=self.eight_bits,
+        )  # fmt: skip
 
     def dropped(self, h: Deferred, p: float) -> Any:
         sources = h.sources

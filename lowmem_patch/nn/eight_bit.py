@@ -67,11 +67,37 @@ def store_attention(module: nn.Module) -> None:
 def _stores_input(module: nn.Module, given: Own | None, /, *args: Any, **kwargs: Any) -> Any:
     forward = inner_forward(module, given)
     x = args[0] if args else next(iter(kwargs.values()), None)
-    if isinstance(x, Deferred):
-        with _WITHOUT_TORCH_FUNCTION():
-            found = _read_input(x)
-    else:
+    if not isinstance(x, Deferred):
         found = below_modes(_read_input, x)
+        return _under_hooks(module, found, forward, *args, **kwargs)
+    with _WITHOUT_TORCH_FUNCTION():
+        found, op = _read_input(x), x.op
+        if found is not None and not found[2] and _are_storable(x.sources):
+            x.op = op.in_eight_bits()
+    try:
+        if x.op is not op and type(module) is nn.Linear and type(module.weight) is nn.Parameter:
+            return forward(*args, **kwargs)  # one op, which stores the sources by itself
+        return _under_hooks(module, found, forward, *args, **kwargs)
+    finally:
+        x.op = op
+
+
+def _are_storable(sources: tuple[Tensor, ...]) -> bool:
+    """Whether one op can store these in 8 bits."""
+    return all(
+        type(source) in _ORDINARY and _is_storable(source) and source.dtype == sources[0].dtype
+        for source in sources
+    )
+
+
+def _under_hooks(
+    module: nn.Module,
+    found: tuple[int, int | None, bool] | None,
+    forward: Callable[..., Any],
+    /,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     if found is None:
         return forward(*args, **kwargs)
     numel, key, changed = found

@@ -77,6 +77,10 @@ class Op:
         """The op of a block that torch's checkpoint runs again: the gradient has the sources for itself."""
         return self
 
+    def in_eight_bits(self) -> Op:
+        """The op whose readers save its sources in 8 bits, where it knows how."""
+        return self
+
     def linear(self, h: Deferred, to: Projection, dtype: torch.dtype) -> Tensor:
         """The projection of ``h`` computed in ``dtype``, which saves as little as possible."""
         return recast_linear(h.plain(), to.weight, to.bias, dtype, to.adapter)

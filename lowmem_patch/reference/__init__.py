@@ -20,6 +20,7 @@ from lowmem_patch.constants import (
     CODES_PER_GROUP,
     STEP_TABLES,
     ActivationKind,
+    EightBits,
     NormSettings,
     padded_rank,
 )
@@ -28,6 +29,7 @@ from lowmem_patch.reference.cross_entropy import cross_entropy_forward as cross_
 from lowmem_patch.reference.cross_entropy import scale_in_place as scale_in_place
 from lowmem_patch.reference.eight_bit import from_eight_bits as from_eight_bits
 from lowmem_patch.reference.eight_bit import to_eight_bits as to_eight_bits
+from lowmem_patch.reference.eight_bit import values_of
 
 
 def _arithmetic_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -48,7 +50,7 @@ def activate(x: Tensor, kind: ActivationKind, out_dtype: torch.dtype | None = No
 
 def activate_backward(
     dy: Tensor,
-    x: Tensor,
+    x: Tensor | EightBits,
     kind: ActivationKind,
     hidden: Tensor | None = None,
     into: Tensor | None = None,
@@ -57,6 +59,7 @@ def activate_backward(
 
     ``hidden`` and ``into``, where given, are overwritten with h(x) and dx; they may be ``dy`` or ``x``.
     """
+    x = values_of(x)
     dx = formulas.BACKWARD[kind](dy.to(x.dtype), x)
     if hidden is not None:
         hidden.copy_(activate(x, kind))
@@ -142,8 +145,8 @@ def glu_forward(
 
 def glu_backward(
     dy: Tensor,
-    gate: Tensor,
-    up: Tensor,
+    gate: Tensor | EightBits,
+    up: Tensor | EightBits,
     kind: ActivationKind,
     hidden: Tensor | None = None,
     into: tuple[Tensor, Tensor] | None = None,
@@ -153,6 +156,7 @@ def glu_backward(
     ``hidden`` and ``into``, where given, are overwritten with h(gate) * up and with d_gate and d_up; they may
     be ``dy``, ``gate`` or ``up``.
     """
+    gate, up = values_of(gate), values_of(up)
     dtype = _arithmetic_dtype(torch.promote_types(gate.dtype, up.dtype))
     d_y, x = dy.to(dtype), gate.to(dtype)
     d_gate = activate_backward(d_y * up.to(dtype), x, kind).to(gate.dtype)

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowmem_patch.constants import EIGHT_BIT_GROUP, EIGHT_BIT_LEVELS
+from lowmem_patch.constants import EIGHT_BIT_GROUP, EIGHT_BIT_LEVELS, EightBits
 
 
 def to_eight_bits(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -41,3 +41,13 @@ def from_eight_bits(integers: Tensor, scales: Tensor, dtype: torch.dtype) -> Ten
     # the scale was rounded up, so that 127 of it may lie above the largest number; NaN stays NaN
     largest = torch.finfo(dtype).max
     return (integers.float() * spread).clamp(-largest, largest).to(dtype)
+
+
+def values_of(x: Tensor | EightBits) -> Tensor:
+    """A tensor itself, or ``[..., F]`` in the dtype of what is stored in 8 bits."""
+    if isinstance(x, Tensor):
+        return x
+    rows = x.integers.reshape(-1, x.integers.shape[-1])
+    first, last = x.first_group, x.first_group + rows.shape[1] // EIGHT_BIT_GROUP
+    scales = x.scales.view(rows.shape[0], -1)[:, first:last].reshape(-1)
+    return from_eight_bits(rows.reshape(-1), scales, x.dtype).view(x.integers.shape)

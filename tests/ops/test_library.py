@@ -21,6 +21,7 @@ from lowmem_patch.functional import (
     codes_activation,
     ms_norm,
 )
+from lowmem_patch.functional.eight_bit import stored_matrix
 from lowmem_patch.reference import unpack_bool
 from tests.support.saved import saved_storages
 
@@ -76,6 +77,25 @@ def operator_samples() -> Iterator[tuple[str, tuple[Any, ...]]]:
         (dy, source, source * 2, *weights, low, 0.5, "silu", *tail),
     )
     yield "activation_linear_backward", (dy, source, None, *weights, low, 0.5, "identity", *tail)
+    for width in (6, 128):  # a row of values, and one of a whole group
+        integers, scales = stored_matrix(torch.randn(2, 3, width))
+        weights_of = (torch.randn(5, width), torch.randn(2, width), weights[2])
+        eight_bits = (integers, scales, integers.clone(), scales.clone(), torch.float32)
+        given = (dy, *eight_bits, *weights_of, low, 0.5, "silu", *tail)
+        yield "activation_linear_backward_of_eight_bits", given
+        given = (
+            dy,
+            *eight_bits[:2],
+            None,
+            None,
+            torch.float32,
+            *weights_of,
+            low,
+            0.5,
+            "gelu",
+            *tail,
+        )
+        yield "activation_linear_backward_of_eight_bits", given
     for up in (source * 2, None):
         given = (dy, source.clone(), up, *weights, low, 0.5, "silu", *tail)
         yield "activation_linear_backward_over", given
