@@ -28,7 +28,7 @@ from lowmem_patch.functional import _library, compiled
 from lowmem_patch.functional._checks import check_floating
 from lowmem_patch.functional._implementation import Implementation, resolve
 from lowmem_patch.functional._ownership import can_be_overwritten, is_checkpoint_packing
-from lowmem_patch.functional.eight_bit import stored_matrix
+from lowmem_patch.functional.activations import computed_and_stored
 from lowmem_patch.functional.products import (
     IDENTITY,
     LowRank,
@@ -49,35 +49,36 @@ from lowmem_patch.functional.products_backward import (
 )
 from lowmem_patch.functional.shared_input import GradientSum, sum_of
 
+_Stored = tuple[Tensor | None, ...] | None  # integers and scales of source and up
+
 
 def _save(
-    ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...], eight_bits: bool = False
+    ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...], stored: _Stored = None
 ) -> None:
-    _, source, up, weight, _, lora_A, lora_B, scale, kind, _, implementation = inputs
+    weight, _, lora_A, lora_B, scale, kind, _, implementation = inputs[3:]
     _, for_source, for_up, for_weight, for_bias, for_A, for_B, *_ = ctx.needs_input_grad
     for_input = for_source or for_up
+    sources = inputs[1:3] if stored is None else stored
     if not (for_weight or for_A or (for_input and kind != IDENTITY)):
-        source = up = None
-    saved_weight, saved_A = (weight, lora_A) if for_input else (None, None)
-    ctx.packed, saved_weight = split_packed(saved_weight)
-    ctx.eight_bits = eight_bits and source is not None
-    sources = _in_eight_bits(source, up) if ctx.eight_bits else (source, up)
-    if lora_A is None:
-        ctx.save_for_backward(*sources, saved_weight)
-    else:
-        saved_B = lora_B if for_input or for_A or for_B else None
-        low = output[1] if for_B else None
-        ctx.save_for_backward(*sources, saved_weight, saved_A, saved_B, low)
-    ctx.settings = (scale, kind, (for_input, for_weight, for_bias, for_A, for_B), implementation)
+        sources = (None, None)
+    ctx.eight_bits = len(sources) == 4
+    ctx.packed, saved_weight = split_packed(weight if for_input else None)
+    needs = (for_input, for_weight, for_bias, for_A, for_B)
+    adapter = () if lora_A is None else _saved_adapter(needs, lora_A, lora_B, output[1])
+    ctx.save_for_backward(*sources, saved_weight, *adapter)
+    ctx.settings = (scale, kind, needs, implementation)
     ctx.given_away = kind != IDENTITY and is_checkpoint_packing()
     ctx.sum = _sum_of(inputs)
     # an absent tensor's dtype is never read
     ctx.dtypes = [None if t is None else t.dtype for t in inputs[1:7]]
 
 
-def _in_eight_bits(source: Tensor, up: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Integers and scales of source, and those of up."""
-    return *stored_matrix(source), *((None, None) if up is None else stored_matrix(up))
+def _saved_adapter(
+    needs: tuple[bool, ...], lora_A: Tensor, lora_B: Tensor, low: Tensor
+) -> tuple[Tensor | None, ...]:
+    for_input, _, _, for_A, for_B = needs
+    reads_B = for_input or for_A or for_B
+    return lora_A if for_input else None, lora_B if reads_B else None, low if for_B else None
 
 
 def _sum_of(inputs: tuple[Any, ...]) -> GradientSum | None:
@@ -125,9 +126,9 @@ class _DirectLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Any:
-        *given, eight_bits = arguments
+        *given, stored = arguments
         output = linear_of(*given)
-        _save(ctx, tuple(given), output, eight_bits)
+        _save(ctx, tuple(given), output, stored)
         return output[0]
 
     @staticmethod
@@ -147,12 +148,12 @@ class _SavedFirst(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
-        *given, eight_bits, low = arguments
+        *given, stored, low = arguments
         hidden, weight, dtype = given[0], given[3], given[9]
         shape = (*hidden.shape[:-1], weight.shape[0])
         # without memory, and no view, which autograd would not let anybody write into
         y: Tensor = hidden.new_empty_strided(shape, (0,) * len(shape), dtype=dtype)
-        _save(ctx, tuple(given), (y, low), eight_bits)
+        _save(ctx, tuple(given), (y, low), stored)
         return y
 
     @staticmethod
@@ -160,14 +161,14 @@ class _SavedFirst(torch.autograd.Function):
         return (*_gradients(ctx, *gradients), None, None)
 
 
-def _saved_first(*arguments: Any, eight_bits: bool) -> Any:
+def _saved_first(*arguments: Any, stored: _Stored) -> Any:
     hidden, _, _, weight, bias, lora_A, lora_B, scale, _, dtype, implementation = arguments
     low = None
     with torch.no_grad():
         if lora_A is not None:
             low = low_product_op(hidden, lora_A, lora_B, dtype, implementation)
     apply: Any = _SavedFirst.apply  # has no types
-    y: Any = apply(*arguments, eight_bits, low)
+    y: Any = apply(*arguments, stored, low)
     with torch.no_grad():
         if _library.is_eager(*arguments) or isinstance(weight, PackedWeight):
             products = (weight, bias, lora_A, lora_B, scale)
@@ -198,7 +199,7 @@ def _linear(
     kind: str,
     compute_dtype: torch.dtype,
     implementation: str,
-    eight_bits: bool = False,
+    stored: _Stored = None,
 ) -> Tensor:
     packed = isinstance(weight, PackedWeight)
     if packed and not _library.is_eager(hidden, *sources):
@@ -211,9 +212,9 @@ def _linear(
     if _library.wants_gradient(*sources, weight, bias, lora_A, lora_B):
         y: Tensor
         if _is_run_again(arguments):
-            y = _saved_first(*arguments, eight_bits=eight_bits)
-        elif packed or eight_bits:
-            y = _call_directly(*arguments, eight_bits)
+            y = _saved_first(*arguments, stored=stored)
+        elif packed or stored is not None:
+            y = _call_directly(*arguments, stored)
         else:
             y = _call_linear(*arguments)
         return y
@@ -223,7 +224,7 @@ def _linear(
 
 
 def activation_linear(
-    hidden: Tensor,
+    hidden: Tensor | None,
     sources: tuple[Tensor, ...],
     weight: Tensor | PackedWeight,
     bias: Tensor | None,
@@ -241,7 +242,7 @@ def activation_linear(
 
     Args:
         hidden: ``[..., F]``, the value of h(sources[0]) or h(sources[0]) * sources[1]; gradients do not
-            flow through it but to ``sources``.
+            flow through it but to ``sources``. With ``eight_bits`` it may be None, and is computed.
         sources: one or two tensors of the shape of ``hidden``.
         weight: ``[O, F]``.
         bias: ``[O]`` or None.
@@ -259,8 +260,11 @@ def activation_linear(
     ):
         again = compiled.activation(sources[0], kind, *sources[1:])
         return compiled.linear(again, weight, bias, compute_dtype, adapter)
-    chosen = resolve(implementation, *sources)
-    return _linear(hidden, sources, weight, bias, adapter, kind, compute_dtype, chosen, eight_bits)
+    chosen, stored = resolve(implementation, *sources), None
+    if eight_bits:
+        hidden, stored = computed_and_stored(kind, sources, hidden, chosen)
+    assert hidden is not None
+    return _linear(hidden, sources, weight, bias, adapter, kind, compute_dtype, chosen, stored)
 
 
 def recast_linear(

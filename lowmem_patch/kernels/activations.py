@@ -15,6 +15,7 @@ long row. The backward also reads x, or gate and up, in 8 bits, and rounds their
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -24,7 +25,15 @@ from torch import Tensor
 from lowmem_patch.constants import EIGHT_BIT_GROUP, ActivationKind, EightBits
 from lowmem_patch.kernels import _math
 from lowmem_patch.kernels._launch import Launch, as_rows, common_rows, empty
-from lowmem_patch.kernels.eight_bit import values_of
+from lowmem_patch.kernels.eight_bit import (
+    BLOCK_GROUPS,
+    grid_of,
+    places,
+    store,
+    tile,
+    to_eight_bits,
+    values_of,
+)
 
 BLOCK = 1024
 NUM_WARPS = 4
@@ -57,6 +66,20 @@ def _forward_kernel(
     if GATED:
         y *= tl.load(up_ptr + row * up_stride + column, mask=mask, other=0.0).to(tl.float32)
     tl.store(y_ptr + row * columns + column, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["groups"])
+def _storing_kernel(
+    gate_ptr, up_ptr, y_ptr, gate_integers_ptr, gate_scales_ptr, up_integers_ptr, up_scales_ptr, groups,
+    KIND: tl.constexpr, PRECISE: tl.constexpr, COARSE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    group, offsets, mask = tile(groups * GROUP, groups, True, BLOCK)
+    gate = tl.load(gate_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    y = _math.activate(gate, KIND, PRECISE, COARSE) * up
+    tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask=mask)
+    store(gate, gate_integers_ptr, gate_scales_ptr, group, offsets, groups, mask)
+    store(up, up_integers_ptr, up_scales_ptr, group, offsets, groups, mask)
 
 
 @triton.jit
@@ -111,14 +134,18 @@ def _backward_kernel(
         mask = tl.broadcast_to(known[:, None], column.shape)
         group = first_group + row * (x_stride // GROUP) + begin // GROUP
     dy = tl.load(dy_ptr + row * dy_stride + column, mask=mask, other=0.0).to(tl.float32)
-    place, dtype = row * x_stride + column, dx_ptr.dtype.element_ty
-    x = _read(x_ptr, x_scales_ptr, place, mask, group, known, LARGEST, dtype)
+    place = row * x_stride + column
+    x = _read(
+        x_ptr, x_scales_ptr, place, mask, group, known, LARGEST, dx_ptr.dtype.element_ty
+    )  # fmt: skip
     y, slope = _math.activate_and_slope(x, KIND, PRECISE)
     if GATED:
         d_up = (dy * y).to(d_up_ptr.dtype.element_ty)
         tl.store(d_up_ptr + row * dx_stride + column, d_up, mask=mask)
-        place, dtype = row * up_stride + column, d_up_ptr.dtype.element_ty
-        up = _read(up_ptr, up_scales_ptr, place, mask, group, known, LARGEST, dtype)
+        place = row * up_stride + column
+        up = _read(
+            up_ptr, up_scales_ptr, place, mask, group, known, LARGEST, d_up_ptr.dtype.element_ty
+        )  # fmt: skip
         dy *= up
         y *= up
     if HIDDEN:  # behind the last use of dy, whose place it may take
@@ -140,6 +167,13 @@ def _forward_launch(kind: ActivationKind, gated: bool, precise: bool, coarse: bo
         PRECISE=precise,
         COARSE=coarse,
         BLOCK=BLOCK,
+    )
+
+
+@cache
+def _storing_launch(kind: ActivationKind, precise: bool, coarse: bool) -> Launch:
+    return Launch(
+        _storing_kernel, NUM_WARPS, KIND=kind, PRECISE=precise, COARSE=coarse, BLOCK=BLOCK_GROUPS
     )
 
 
@@ -186,36 +220,36 @@ def _backward(
     dx: Tensor | None,
     d_up: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
-    stored, largest, first_group = [], 0.0, 0
-    precise = any(t is not None and t.dtype == torch.float32 for t in (x, up, hidden))
-    if isinstance(x, EightBits):
-        stored = [one.scales for one in (x, up) if isinstance(one, EightBits)]
-        largest, first_group = torch.finfo(x.dtype).max, x.first_group
-    dx = _empty_like(x) if dx is None else dx
+    sources = [x] if up is None else [x, up]
+    given, scales, first_group = _parts(sources)
+    largest = torch.finfo(x.dtype).max if scales else 0.0
+    precise = torch.float32 in {t.dtype for t in (*sources, hidden) if t is not None}
+    dx = empty(given[0], x.dtype) if dx is None else dx
     if up is not None and d_up is None:
-        d_up = _empty_like(up)
+        d_up = empty(given[1], up.dtype)
     if dx.numel() == 0:
         return dx, d_up
-    given = [
-        one.integers if isinstance(one, EightBits) else one for one in (x, up) if one is not None
-    ]
     tensors, strides, rows, columns = common_rows(dy, *given)
     dx_stride = columns if dx.is_contiguous() else as_rows(dx)[1]
     blocks_per_row = -(-columns // BLOCK)
     # an absent one is never written, or read
     others = [dx if t is None else t for t in (d_up, hidden)]
-    scales = (stored[0], stored[-1]) if stored else (dx, dx)
+    scales = scales or [dx]
     _backward_launch(kind, up is not None, hidden is not None, precise, largest)(
         (rows * blocks_per_row, 1, 1),
-        (tensors[0], tensors[1], tensors[-1], dx, *others, *scales),
+        (tensors[0], tensors[1], tensors[-1], dx, *others, scales[0], scales[-1]),
         (blocks_per_row, first_group),
         (columns, strides[0], strides[1], strides[-1], dx_stride),
     )
     return dx, d_up
 
 
-def _empty_like(x: Tensor | EightBits) -> Tensor:
-    return empty(x.integers if isinstance(x, EightBits) else x, x.dtype)
+def _parts(sources: list[Any]) -> tuple[list[Tensor], list[Tensor], int]:
+    """Tensors, or integers, the scales of these, and the group in which their columns begin."""
+    if not isinstance(sources[0], EightBits):
+        return sources, [], 0
+    scales = [source.scales for source in sources]
+    return [source.integers for source in sources], scales, sources[0].first_group
 
 
 def activate(x: Tensor, kind: ActivationKind, out_dtype: torch.dtype | None = None) -> Tensor:
@@ -245,6 +279,22 @@ def glu_forward(
     if out_dtype is None:
         out_dtype = torch.promote_types(gate.dtype, up.dtype)
     return _forward(gate, up, kind, out_dtype)
+
+
+def glu_to_eight_bits(gate: Tensor, up: Tensor, kind: ActivationKind) -> tuple[Tensor, ...]:
+    """h(gate) * up, and integers and scales of gate and of up, all ``[n]`` or ``[..., F]`` in memory's order.
+
+    Gate and up have one dtype, and are contiguous.
+    """
+    if gate.numel() % EIGHT_BIT_GROUP:
+        flat = (to_eight_bits(one.view(-1)) for one in (gate, up))
+        return (glu_forward(gate, up, kind), *(part for parts in flat for part in parts))
+    y, stored = empty(gate, gate.dtype), (*places(gate), *places(up))
+    if gate.numel():
+        precise, coarse = gate.dtype == torch.float32, gate.dtype == torch.bfloat16
+        groups = gate.numel() // EIGHT_BIT_GROUP
+        _storing_launch(kind, precise, coarse)(grid_of(groups), (gate, up, y, *stored), (groups,))
+    return y, *stored
 
 
 def glu_backward(

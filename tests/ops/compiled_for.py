@@ -26,7 +26,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from lowmem_patch import kernels
-from lowmem_patch.constants import ACTIVATION_KINDS, STEP_TABLES, NormSettings
+from lowmem_patch.constants import ACTIVATION_KINDS, STEP_TABLES, EightBits, NormSettings
 from lowmem_patch.kernels._launch import Launch
 
 PLATFORM, ARCHITECTURE = sys.argv[1], sys.argv[2]
@@ -117,6 +117,11 @@ def eight_bits() -> Iterator[Any]:
     for elements in (1024, 1023):
         parts = kernels.to_eight_bits(torch.ones(elements, dtype=DTYPE))
         yield kernels.from_eight_bits(*parts, DTYPE)
+    integers, scales = kernels.to_eight_bits(torch.ones(4 * 256, dtype=DTYPE))
+    stored, dy = EightBits(integers.view(4, 256), scales, DTYPE), torch.ones(4, 256, dtype=DTYPE)
+    yield kernels.activate_backward(dy, stored, "gelu", torch.ones_like(dy))
+    yield kernels.glu_backward(dy, stored, stored, "silu", torch.ones_like(dy))
+    yield kernels.glu_to_eight_bits(dy, dy, "silu")
 
 
 def rotary() -> Iterator[Any]:
