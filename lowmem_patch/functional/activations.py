@@ -19,7 +19,6 @@ from lowmem_patch.functional._checks import check_floating, check_kind, check_ta
 from lowmem_patch.functional._implementation import Implementation, dispatched, module, resolve
 from lowmem_patch.functional._ownership import can_be_overwritten
 from lowmem_patch.functional.compiled import is_sharded
-from lowmem_patch.functional.eight_bit import stored_matrix
 
 # torch has no operator of its own for the first two, and its operators save the output of the others
 _OWN_OPERATOR = ("quick_gelu", "relu_squared", "relu", "sigmoid", "tanh")
@@ -171,22 +170,6 @@ def computed_again(x: Tensor, up: Tensor | None = None, *, kind: ActivationKind)
         return reference.activate(x, kind)
     y: Tensor = _activation(x, up, kind, resolve("auto", x, up))
     return y
-
-
-def computed_and_stored(
-    kind: ActivationKind, sources: tuple[Tensor, ...], hidden: Tensor | None, implementation: str
-) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-    """``hidden``, or what `computed_again` gives where there is none, and the sources in 8 bits: integers and
-    scales of each, as of `stored_matrix`, and two Nones for an absent up."""
-    with _library.without_grad():
-        if hidden is None and len(sources) == 2 and _library.is_eager(*sources):
-            given = [source.contiguous() for source in sources]
-            hidden, *parts = module(implementation).glu_to_eight_bits(*given, kind)
-            shape = sources[0].shape
-            return hidden, (parts[0].view(shape), parts[1], parts[2].view(shape), parts[3])
-        hidden = computed_again(*sources, kind=kind) if hidden is None else hidden
-        stored = [part for source in sources for part in stored_matrix(source)]
-    return hidden, (*stored, *(None,) * (4 - len(stored)))
 
 
 def activation_gradients(

@@ -28,7 +28,7 @@ from lowmem_patch.functional import _library, compiled
 from lowmem_patch.functional._checks import check_floating
 from lowmem_patch.functional._implementation import Implementation, resolve
 from lowmem_patch.functional._ownership import can_be_overwritten, is_checkpoint_packing
-from lowmem_patch.functional.activations import computed_and_stored
+from lowmem_patch.functional.eight_bit import stored_matrix
 from lowmem_patch.functional.products import (
     IDENTITY,
     LowRank,
@@ -190,6 +190,10 @@ def _is_run_again(arguments: tuple[Any, ...]) -> bool:
     )
 
 
+def _in_eight_bits(source: Tensor, up: Tensor | None = None) -> _Stored:
+    return *stored_matrix(source), *((None, None) if up is None else stored_matrix(up))
+
+
 def _linear(
     hidden: Tensor,
     sources: tuple[Tensor, ...],
@@ -224,7 +228,7 @@ def _linear(
 
 
 def activation_linear(
-    hidden: Tensor | None,
+    hidden: Tensor,
     sources: tuple[Tensor, ...],
     weight: Tensor | PackedWeight,
     bias: Tensor | None,
@@ -242,7 +246,7 @@ def activation_linear(
 
     Args:
         hidden: ``[..., F]``, the value of h(sources[0]) or h(sources[0]) * sources[1]; gradients do not
-            flow through it but to ``sources``. With ``eight_bits`` it may be None, and is computed.
+            flow through it but to ``sources``.
         sources: one or two tensors of the shape of ``hidden``.
         weight: ``[O, F]``.
         bias: ``[O]`` or None.
@@ -260,10 +264,8 @@ def activation_linear(
     ):
         again = compiled.activation(sources[0], kind, *sources[1:])
         return compiled.linear(again, weight, bias, compute_dtype, adapter)
-    chosen, stored = resolve(implementation, *sources), None
-    if eight_bits:
-        hidden, stored = computed_and_stored(kind, sources, hidden, chosen)
-    assert hidden is not None
+    chosen = resolve(implementation, *sources)
+    stored = _in_eight_bits(*sources) if eight_bits else None
     return _linear(hidden, sources, weight, bias, adapter, kind, compute_dtype, chosen, stored)
 
 

@@ -6,13 +6,7 @@ modules, no choice of implementation. Importing this package imports Triton.
 
 from __future__ import annotations
 
-from lowmem_patch.kernels.activations import (
-    activate,
-    activate_backward,
-    glu_backward,
-    glu_forward,
-    glu_to_eight_bits,
-)
+from lowmem_patch.kernels.activations import activate, activate_backward, glu_backward, glu_forward
 from lowmem_patch.kernels.affine import affine
 from lowmem_patch.kernels.codes import codes_backward, codes_forward
 from lowmem_patch.kernels.cross_entropy import (
@@ -40,7 +34,6 @@ __all__ = [
     "from_eight_bits",
     "glu_backward",
     "glu_forward",
-    "glu_to_eight_bits",
     "norm_backward",
     "norm_forward",
     "pack_bool",

@@ -25,15 +25,7 @@ from torch import Tensor
 from lowmem_patch.constants import EIGHT_BIT_GROUP, ActivationKind, EightBits
 from lowmem_patch.kernels import _math
 from lowmem_patch.kernels._launch import Launch, as_rows, common_rows, empty
-from lowmem_patch.kernels.eight_bit import (
-    BLOCK_GROUPS,
-    grid_of,
-    places,
-    store,
-    tile,
-    to_eight_bits,
-    values_of,
-)
+from lowmem_patch.kernels.eight_bit import values_of
 
 BLOCK = 1024
 NUM_WARPS = 4
@@ -66,20 +58,6 @@ def _forward_kernel(
     if GATED:
         y *= tl.load(up_ptr + row * up_stride + column, mask=mask, other=0.0).to(tl.float32)
     tl.store(y_ptr + row * columns + column, y.to(y_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit(do_not_specialize=["groups"])
-def _storing_kernel(
-    gate_ptr, up_ptr, y_ptr, gate_integers_ptr, gate_scales_ptr, up_integers_ptr, up_scales_ptr, groups,
-    KIND: tl.constexpr, PRECISE: tl.constexpr, COARSE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    group, offsets, mask = tile(groups * GROUP, groups, True, BLOCK)
-    gate = tl.load(gate_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(up_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-    y = _math.activate(gate, KIND, PRECISE, COARSE) * up
-    tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask=mask)
-    store(gate, gate_integers_ptr, gate_scales_ptr, group, offsets, groups, mask)
-    store(up, up_integers_ptr, up_scales_ptr, group, offsets, groups, mask)
 
 
 @triton.jit
@@ -167,13 +145,6 @@ def _forward_launch(kind: ActivationKind, gated: bool, precise: bool, coarse: bo
         PRECISE=precise,
         COARSE=coarse,
         BLOCK=BLOCK,
-    )
-
-
-@cache
-def _storing_launch(kind: ActivationKind, precise: bool, coarse: bool) -> Launch:
-    return Launch(
-        _storing_kernel, NUM_WARPS, KIND=kind, PRECISE=precise, COARSE=coarse, BLOCK=BLOCK_GROUPS
     )
 
 
@@ -279,22 +250,6 @@ def glu_forward(
     if out_dtype is None:
         out_dtype = torch.promote_types(gate.dtype, up.dtype)
     return _forward(gate, up, kind, out_dtype)
-
-
-def glu_to_eight_bits(gate: Tensor, up: Tensor, kind: ActivationKind) -> tuple[Tensor, ...]:
-    """h(gate) * up, and integers and scales of gate and of up, all ``[n]`` or ``[..., F]`` in memory's order.
-
-    Gate and up have one dtype, and are contiguous.
-    """
-    if gate.numel() % EIGHT_BIT_GROUP:
-        flat = (to_eight_bits(one.view(-1)) for one in (gate, up))
-        return (glu_forward(gate, up, kind), *(part for parts in flat for part in parts))
-    y, stored = empty(gate, gate.dtype), (*places(gate), *places(up))
-    if gate.numel():
-        precise, coarse = gate.dtype == torch.float32, gate.dtype == torch.bfloat16
-        groups = gate.numel() // EIGHT_BIT_GROUP
-        _storing_launch(kind, precise, coarse)(grid_of(groups), (gate, up, y, *stored), (groups,))
-    return y, *stored
 
 
 def glu_backward(

@@ -30,7 +30,7 @@ TO_INTEGER = tl.constexpr(1.5 * 2.0**23)
 
 
 @triton.jit
-def tile(elements, groups, EVEN: tl.constexpr, BLOCK: tl.constexpr):
+def _tile(elements, groups, EVEN: tl.constexpr, BLOCK: tl.constexpr):
     group = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     offsets = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     if EVEN:
@@ -41,9 +41,12 @@ def tile(elements, groups, EVEN: tl.constexpr, BLOCK: tl.constexpr):
     return group, offsets, mask
 
 
-@triton.jit
-def store(x, integers_ptr, scales_ptr, group, offsets, groups, mask):
-    """Integers and scales of float32 ``[groups, 128]``, which are those of a tile."""
+@triton.jit(do_not_specialize=["elements", "groups"])
+def _to_kernel(
+    x_ptr, integers_ptr, scales_ptr, elements, groups, EVEN: tl.constexpr, BLOCK: tl.constexpr
+):
+    group, offsets, mask = _tile(elements, groups, EVEN, BLOCK)
+    x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
     largest = tl.max(tl.abs(x), axis=1)
     # up to what bfloat16 holds, whose 16 bits are the upper ones of a float32
     bits = (largest * STEP).to(tl.int32, bitcast=True)
@@ -68,15 +71,6 @@ def store(x, integers_ptr, scales_ptr, group, offsets, groups, mask):
     tl.store(scales_ptr + group, wide.to(tl.bfloat16), mask=group < groups)
 
 
-@triton.jit(do_not_specialize=["elements", "groups"])
-def _to_kernel(
-    x_ptr, integers_ptr, scales_ptr, elements, groups, EVEN: tl.constexpr, BLOCK: tl.constexpr
-):
-    group, offsets, mask = tile(elements, groups, EVEN, BLOCK)
-    x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-    store(x, integers_ptr, scales_ptr, group, offsets, groups, mask)
-
-
 @triton.jit
 def values_of(integers, scale, LARGEST: tl.constexpr):
     """In float32, of integers in float32."""
@@ -95,7 +89,7 @@ def _from_kernel(
     EVEN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    group, offsets, mask = tile(elements, groups, EVEN, BLOCK)
+    group, offsets, mask = _tile(elements, groups, EVEN, BLOCK)
     integers = tl.load(integers_ptr + offsets, mask=mask, other=0).to(tl.float32)
     scale = tl.load(scales_ptr + group, mask=group < groups, other=0.0).to(tl.float32)
     y = values_of(integers, scale[:, None], LARGEST)
@@ -117,17 +111,13 @@ def _from_launch(even: bool, dtype: torch.dtype) -> Launch:
 def to_eight_bits(x: Tensor) -> tuple[Tensor, Tensor]:
     """``[n]`` -> integers ``[n]`` int8 and scales ``[ceil(n / group)]`` bfloat16."""
     elements = x.numel()
-    integers, scales = places(x)
+    groups = -(-elements // EIGHT_BIT_GROUP)
+    integers = torch.empty_like(x, dtype=torch.int8)
+    scales = x.new_empty(groups, dtype=torch.bfloat16)
     if elements:
-        launch, groups = _to_launch(elements % EIGHT_BIT_GROUP == 0), scales.numel()
-        launch(grid_of(groups), (x, integers, scales), (elements, groups))
+        launch = _to_launch(elements % EIGHT_BIT_GROUP == 0)
+        launch(_grid(groups), (x, integers, scales), (elements, groups))
     return integers, scales
-
-
-def places(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Memory for the integers, in the shape of ``x``, and for the scales."""
-    groups = -(-x.numel() // EIGHT_BIT_GROUP)
-    return torch.empty_like(x, dtype=torch.int8), x.new_empty(groups, dtype=torch.bfloat16)
 
 
 def from_eight_bits(integers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
@@ -136,9 +126,9 @@ def from_eight_bits(integers: Tensor, scales: Tensor, dtype: torch.dtype) -> Ten
     y = torch.empty_like(integers, dtype=dtype)
     if elements:
         launch = _from_launch(elements % EIGHT_BIT_GROUP == 0, dtype)
-        launch(grid_of(scales.numel()), (integers, scales, y), (elements, scales.numel()))
+        launch(_grid(scales.numel()), (integers, scales, y), (elements, scales.numel()))
     return y
 
 
-def grid_of(groups: int) -> tuple[int, int, int]:
+def _grid(groups: int) -> tuple[int, int, int]:
     return (-(-groups // BLOCK_GROUPS), 1, 1)

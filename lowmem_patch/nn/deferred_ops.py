@@ -40,7 +40,7 @@ from lowmem_patch.nn import (
     readers as readers,  # fills the table of those who read what is made here
 )
 from lowmem_patch.nn.context import autocast_dtype
-from lowmem_patch.nn.deferred import Deferred, Stored, Unstored, defer, value_of
+from lowmem_patch.nn.deferred import Deferred, Stored, defer, value_of
 from lowmem_patch.nn.deferred_linears import plain_linear, project, read_input, saved_linear
 from lowmem_patch.nn.deferred_rows import GatheredRows, Product
 from lowmem_patch.nn.op import Op, Projection
@@ -144,12 +144,10 @@ class Activation(Op):
                 return saved_linear(h.plain(), to, dtype)
         h._bypassed = True
         weight, bias, adapter, _ = to
-        # one pass computes the value and stores the sources
-        waits = self.eight_bits and isinstance(h, Unstored) and h.held_values() is None
-        value = None if waits else h.detached()
         return activation_linear(
-            value, h.sources, weight, bias, self.kind, dtype, adapter, eight_bits=self.eight_bits
-        )
+            h.detached(), h.sources, weight, bias, self.kind, dtype, adapter,
+            eight_bits=self.eight_bits,
+        )  # fmt: skip
 
     def dropped(self, h: Deferred, p: float) -> Any:
         sources = h.sources

@@ -28,7 +28,8 @@ from lowmem_patch.reference.cross_entropy import cross_entropy_backward as cross
 from lowmem_patch.reference.cross_entropy import cross_entropy_forward as cross_entropy_forward
 from lowmem_patch.reference.cross_entropy import scale_in_place as scale_in_place
 from lowmem_patch.reference.eight_bit import from_eight_bits as from_eight_bits
-from lowmem_patch.reference.eight_bit import to_eight_bits, values_of
+from lowmem_patch.reference.eight_bit import to_eight_bits as to_eight_bits
+from lowmem_patch.reference.eight_bit import values_of
 
 
 def _arithmetic_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -140,15 +141,6 @@ def glu_forward(
     """h(gate) * up in torch's own arithmetic; contiguous, in ``out_dtype`` or the promoted dtype."""
     y = activate(gate, kind) * up
     return (y if out_dtype is None else y.to(out_dtype)).contiguous()
-
-
-def glu_to_eight_bits(gate: Tensor, up: Tensor, kind: ActivationKind) -> tuple[Tensor, ...]:
-    """h(gate) * up, contiguous, and integers and scales of gate and of up (`to_eight_bits`), each ``[n]``.
-
-    Gate and up have one dtype, and are contiguous.
-    """
-    stored = (to_eight_bits(one.view(-1)) for one in (gate, up))
-    return (glu_forward(gate, up, kind), *(part for parts in stored for part in parts))
 
 
 def glu_backward(

@@ -121,7 +121,6 @@ def eight_bits() -> Iterator[Any]:
     stored, dy = EightBits(integers.view(4, 256), scales, DTYPE), torch.ones(4, 256, dtype=DTYPE)
     yield kernels.activate_backward(dy, stored, "gelu", torch.ones_like(dy))
     yield kernels.glu_backward(dy, stored, stored, "silu", torch.ones_like(dy))
-    yield kernels.glu_to_eight_bits(dy, dy, "silu")
 
 
 def rotary() -> Iterator[Any]:

@@ -148,20 +148,3 @@ def test_gradients_of_what_is_stored_are_those_of_its_values(
     expected = gradients(list(values))
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
-
-
-@GROUPS
-@pytest.mark.parametrize("sizes", [(3, 5 * EIGHT_BIT_GROUP), (3, 5), (0, 128)], ids=str)
-def test_one_pass_gives_a_product_and_stores_its_factors(
-    backend: Backend, dtype: torch.dtype, sizes: tuple[int, int]
-) -> None:
-    generator = torch.Generator().manual_seed(0)
-    gate, up = (torch.randn(sizes, generator=generator).to(backend.device, dtype) for _ in range(2))
-    if gate.shape[1] > 128:
-        gate[0, 3], up[2, 500], up[1, :128] = torch.nan, -torch.inf, 0
-    operations = module(resolve(backend.implementation, gate))  # type: ignore[arg-type]
-    y, *parts = operations.glu_to_eight_bits(gate, up, "silu")
-    assert torch.equal(y.nan_to_num(7.0), operations.glu_forward(gate, up, "silu").nan_to_num(7.0))
-    expected = [part for one in (gate, up) for part in operations.to_eight_bits(one.view(-1))]
-    for part, other in zip(parts, expected, strict=True):
-        assert torch.equal(part.view(-1).nan_to_num(7.0), other.nan_to_num(7.0))
