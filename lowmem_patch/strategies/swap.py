@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from torch import nn
+from torch.nn.utils import parametrize
 
 from lowmem_patch.nn.dropout import PackedDropout
 from lowmem_patch.nn.functions import call_instead
@@ -94,4 +95,6 @@ def _original_of(current: nn.Module) -> nn.Module:
         for name in ("weight", "bias"):
             if name in current.__dict__:
                 original.__dict__[name] = current.__dict__[name]
+        if parametrize.is_parametrized(current):
+            parametrize.transfer_parametrizations_and_params(current, original)
     return original

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.utils import parametrize
 
 from lowmem_patch import patch_model, patch_report, unpatch_model
 from lowmem_patch.errors import PatchError, TraceError
 from lowmem_patch.strategies.swap import is_replacement
 from tests.support.configs import AUTO_WITHOUT_CODES, FOLD
-from tests.support.judge import assert_close, assert_same_function
+from tests.support.judge import assert_close, assert_rounded, assert_same_function
 from tests.support.models import FAMILIES, doubles
 from tests.support.step import DOUBLE, bytes_of, step, warned
 from tests.support.toys import Toy, batch, gated
@@ -250,3 +251,28 @@ def test_transformers_does_not_initialise_weights_again(make: Make) -> None:
     assert any((tensor != 1).any() for name, tensor in before.items() if "layernorm" in name)
     model.post_init()  # as a model does whose part this one becomes
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+class Doubled(torch.nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight * 2
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["unpatch", "patch again"])
+def test_a_norm_that_was_parametrized_since_the_patch(again: bool, make: Make) -> None:
+    model, inputs = doubles(make, "llama")
+    stock = copy.deepcopy(model)
+    patch_model(model, "exact", example_inputs=inputs)
+    for net in (model, stock):
+        parametrize.register_parametrization(net.model.norm, "weight", Doubled())
+    trained = set(map(id, model.parameters()))  # an optimizer may hold them
+    if again:
+        patch_model(model, "exact", example_inputs=inputs)
+    else:
+        unpatch_model(model)
+    assert set(map(id, model.parameters())) == trained
+    # LLaMA's own norm rounds to float32, which the parametrized one is again
+    assert_rounded(step(model, inputs, DOUBLE), step(stock, inputs, DOUBLE), tolerance=1e-6)
+    for net in (model, stock):
+        parametrize.remove_parametrizations(net.model.norm, "weight")
+    assert_rounded(step(model, inputs, DOUBLE), step(stock, inputs, DOUBLE), tolerance=1e-6)
