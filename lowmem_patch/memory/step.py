@@ -26,7 +26,7 @@ from lowmem_patch.tracing.isolation import in_training_mode
 from lowmem_patch.tracing.live_storages import LiveStorages
 from lowmem_patch.tracing.no_cache import as_on_data
 from lowmem_patch.tracing.observers import ended_checkpoints, observed_calls
-from lowmem_patch.tracing.saved_bytes import storage_key
+from lowmem_patch.tracing.saved_bytes import parts_of, storage_key
 from lowmem_patch.tracing.shadow import Shadow, node_of, output_tensors, tensors_in
 
 FORWARD, LOSS, AFTER_LOSS = "forward", "loss", "after the loss"
@@ -122,7 +122,7 @@ class LiveBytes(LiveStorages):
     def made_gradient(self, parameter: Tensor) -> None:
         """A hook: a parameter has its first gradient of this step."""
         if parameter.grad is not None:
-            self.gradients += parameter.grad.nbytes
+            self.gradients += sum(part.nbytes for part in parts_of(parameter.grad))
             self.grown(self.now)
 
     # what `observed_calls` tells; a call after the forward is computed again

@@ -44,7 +44,7 @@ class KnownValues:
 
     def give(self, fake: Tensor, tensor: Tensor) -> None:
         """``fake`` has the values that ``tensor`` has now, which lies in memory as it does."""
-        if tensor.nbytes >= _LARGEST or tensor.is_meta or is_fake(tensor):
+        if not _is_small(tensor) or tensor.is_meta or is_fake(tensor):
             return
         tensor = tensor.detach()
         if any(step == 0 for step in tensor.stride()):  # expanded: nobody writes into it
@@ -55,7 +55,7 @@ class KnownValues:
         self._add(fake, value.copy_(tensor))
 
     def _add(self, fake: Tensor, value: Tensor) -> None:
-        if value.nbytes < _LARGEST and not value.is_meta:
+        if _is_small(value) and not value.is_meta:
             self._values[fake] = value
             self._memories.add(_memory_of(fake))
 
@@ -107,7 +107,7 @@ class KnownValues:
         return known
 
     def _is_known(self, tensor: Tensor) -> bool:
-        constant = type(tensor) is Tensor and tensor.nbytes < _LARGEST
+        constant = type(tensor) is Tensor and _is_small(tensor)
         return constant or (tensor in self._values and not self._is_blank(tensor))
 
     def _is_blank(self, tensor: Any) -> bool:
@@ -128,7 +128,7 @@ class KnownValues:
     ) -> None:
         """Compute the values of ``output``, or write where the op wrote."""
         writes = func._schema.is_mutable
-        if not writes and any(made.nbytes >= _LARGEST for made in _tensors((output,))):
+        if not writes and not all(map(_is_small, _tensors((output,)))):
             return
         try:
             values = self._computed(func, args, kwargs)
@@ -165,7 +165,8 @@ class KnownValues:
             if argument.alias_info is not None and argument.alias_info.is_write:
                 given = args[place] if place < len(args) else kwargs.get(argument.name)
                 for written in _tensors((given,)):
-                    self._forget_memory(_memory_of(written))
+                    if written.layout is torch.strided:
+                        self._forget_memory(_memory_of(written))
 
     def _forget_memory(self, memory: int) -> None:
         if memory in self._memories:
@@ -180,6 +181,11 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
             yield value
         elif isinstance(value, (list, tuple)):
             yield from _tensors(value)
+
+
+def _is_small(tensor: Tensor) -> bool:
+    """Whether a tensor's values may be followed; those of a sparse one are not."""
+    return tensor.layout is torch.strided and tensor.nbytes < _LARGEST
 
 
 def _memory_of(tensor: Tensor) -> int:

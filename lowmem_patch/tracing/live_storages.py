@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from lowmem_patch.tracing.gpu_temporaries import Temporary, temporary_of
 from lowmem_patch.tracing.observers import DispatchObserver
-from lowmem_patch.tracing.saved_bytes import storage_key
+from lowmem_patch.tracing.saved_bytes import parts_of, storage_key
 
 _WEIGHTS_OF_A_SCALE, _SCALE = 64, 4  # bitsandbytes: one float32 for so many weights
 _TEMPORARY = -1  # number of what a kernel takes and gives back
@@ -46,7 +46,7 @@ class LiveStorages(DispatchObserver):
             on_gpu: count what a GPU's kernels take for a while.
         """
         super().__init__()
-        self.ignored = set(map(storage_key, ignored))
+        self.ignored = {storage_key(part) for tensor in ignored for part in parts_of(tensor)}
         self.packed = set(map(storage_key, packed))
         self.live: dict[int, tuple[int, int, Any]] = {}
         self.now, self.owner, self.on_gpu = 0, -1, on_gpu
@@ -61,7 +61,7 @@ class LiveStorages(DispatchObserver):
         if not taken.beside_outputs:
             self._take_for_a_while(taken.bytes)
         output = func(*args, **kwargs)
-        if _sums_gradients(func, args):
+        if _sums_gradients(func, args) and output.layout is torch.strided:
             if self._count(output):
                 self._sum = storage_key(args[0]), storage_key(output), self.now
             return output
@@ -101,9 +101,12 @@ class LiveStorages(DispatchObserver):
 
     def add(self, tensor: Tensor) -> None:
         """Count a tensor's storage, unless it is counted or ignored, or a deferred tensor that has none."""
-        if self._count(tensor):
-            self._made(storage_key(tensor))
-            self.grown(self.now)
+        if hasattr(tensor, "held_values"):  # deferred: its value was counted when it was computed
+            return
+        for part in parts_of(tensor):
+            if self._count(part):
+                self._made(storage_key(part))
+                self.grown(self.now)
 
     def _made(self, key: int) -> None:
         if self.on_gpu and key in self.live:
@@ -120,8 +123,6 @@ class LiveStorages(DispatchObserver):
             self.events.append((number, 0))
 
     def _count(self, tensor: Tensor) -> bool:
-        if hasattr(tensor, "held_values"):  # deferred: its value was counted when it was computed
-            return False
         key = storage_key(tensor)
         if key in self.live or key in self.ignored:
             return False

@@ -40,8 +40,27 @@ def storage_key(tensor: Tensor) -> int:
     """Identity of the storage behind a tensor, the same for all its views; valid while it lives."""
     try:
         return int(tensor.untyped_storage()._cdata)
-    except NotImplementedError:  # one of torch.func's transforms, which have no storage
+    except NotImplementedError:  # sparse, or one of torch.func's transforms: they have no storage
         return -id(tensor)
+
+
+def parts_of(tensor: Tensor) -> tuple[Tensor, ...]:
+    """The tensors whose storages hold this one: itself, or the indices and values of a sparse one."""
+    if tensor.layout is torch.strided:
+        return (tensor,)
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        names = _PARTS.get(tensor.layout, ())
+        return tuple(getattr(tensor.detach(), name)() for name in names)
+
+
+_ROWS, _COLUMNS = ("crow_indices", "col_indices"), ("ccol_indices", "row_indices")
+_PARTS = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: (*_ROWS, "values"),
+    torch.sparse_bsr: (*_ROWS, "values"),
+    torch.sparse_csc: (*_COLUMNS, "values"),
+    torch.sparse_bsc: (*_COLUMNS, "values"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,7 +216,7 @@ def saved_bytes(model: nn.Module) -> Iterator[SavedBytes]:
     checked_model(model, "saved_bytes")
     # held as long as their keys: offloading exchanges them in the forward
     held = (*model.parameters(), *model.buffers())
-    weights = set(map(storage_key, held))
+    weights = {storage_key(part) for tensor in held for part in parts_of(tensor)}
     first: dict[int, _First] = {}  # also keeps the storage alive, so that its key stays unique
     savers: dict[int, Counter[Saver]] = {}  # how often autograd holds a storage for each
     watched: set[weakref.ref[_Held]] = set()
@@ -214,9 +233,13 @@ def saved_bytes(model: nn.Module) -> Iterator[SavedBytes]:
                 deferred.append((tensor, saver))
                 return _Held(tensor)
             held = _Held(tensor if tensor.is_leaf else _without_graph(tensor))
+            for part in parts_of(tensor):
+                if storage_key(part) not in weights:
+                    count(part, held, saver)
+            return held
+
+        def count(tensor: Tensor, held: _Held, saver: Saver) -> None:
             key = storage_key(tensor)
-            if key in weights:
-                return held
             depth = max(len(stack) - 1, 1)  # of the call of the module that calls this one
             caller = stack[depth - 1 : depth]
 
@@ -224,22 +247,28 @@ def saved_bytes(model: nn.Module) -> Iterator[SavedBytes]:
                 watched.discard(reference)
                 # a later release depends on who else holds the outputs: a trace holds all of them
                 if caller and stack[depth - 1 : depth] == caller:
-                    savers[key][saver] -= 1
-                    savers[key] = +savers[key]
-                    if not savers[key]:
-                        del first[key], savers[key]
+                    _drop(saver, key, first, savers)
 
             if key not in first:
                 first[key] = _First(tensor.untyped_storage(), tensor.shape, tensor.dtype)
             savers.setdefault(key, Counter())[saver] += 1
             watched.add(weakref.ref(held, let_go))
-            return held
 
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda held: held.tensor)
         with hooks, copies, running, ended_checkpoints():
             yield result
     _add_held(deferred, first, savers)
     _add_up(result, model, first, savers, copies.copies)
+
+
+def _drop(
+    saver: Saver, key: int, first: dict[int, _First], savers: dict[int, Counter[Saver]]
+) -> None:
+    """One of those who saved a storage let it go."""
+    savers[key][saver] -= 1
+    savers[key] = +savers[key]
+    if not savers[key]:
+        del first[key], savers[key]
 
 
 def _add_held(

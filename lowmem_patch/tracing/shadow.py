@@ -133,7 +133,7 @@ def make_shadow(model: nn.Module, inputs: ExampleInputs) -> Shadow:
         if given._compiled_call_impl is not None:
             copied.compile()
     for buffer, fake in zip(model.buffers(), shadow.buffers(), strict=True):
-        if buffer.nbytes <= _SMALL:
+        if buffer.layout is torch.strided and buffer.nbytes <= _SMALL:
             values_of(mode).give(fake, buffer)
     fakes = as_on_data(shadow, fake_inputs(inputs, mode))
     return Shadow(shadow, fakes, mode, elsewhere, found.packed, found.beside)
