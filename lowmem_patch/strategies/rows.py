@@ -1,7 +1,7 @@
 """rows: the rows that experts gather of a tensor are gathered again in backward; exact.
 
 The tensor is their input, or the bias of each expert that is added to their last product: a product that is
-multiplied with routing weights need not be saved.
+multiplied with routing weights need not be saved. Nor need a tensor of which `torch.gather` takes numbers.
 """
 
 from __future__ import annotations
@@ -15,13 +15,18 @@ from torch import Tensor
 from lowmem_patch.config import PatchConfig
 from lowmem_patch.nn.copies import keep_rows
 from lowmem_patch.nn.gathered_bias import defer_biases
+from lowmem_patch.nn.gathered_values import gather_unsaved
 from lowmem_patch.nn.own import Own
+from lowmem_patch.strategies.activations import next_to_nothing
 from lowmem_patch.strategies.protocol import Facts, Found, Patch, Target, forward_obstacle
-from lowmem_patch.tracing.call_arguments import are_row_numbers
+from lowmem_patch.tracing.call_arguments import are_row_numbers, gather_call
 from lowmem_patch.tracing.consumers import gathers_for_a_weight
 from lowmem_patch.tracing.dataflow import backward, makers, moved_from
 from lowmem_patch.tracing.op_roles import Role
+from lowmem_patch.tracing.saved_bytes import storage_key
 from lowmem_patch.tracing.trace import Op, Trace
+
+_WORTH = 1e-3  # Python looks at each function of the forward
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,8 +62,18 @@ class GatheredBias(Patch):
         defer_biases(target.model.get_submodule(self.site), self.names)
 
 
+class GatheredValues(Patch):
+    """A module that gathers numbers of tensors which nobody else saves."""
+
+    strategy = "rows"
+
+    def apply(self, target: Target) -> None:
+        gather_unsaved(target.model.get_submodule(self.site))
+
+
 def find(facts: Facts, config: PatchConfig) -> Found:
-    """Inputs of which matmuls that train would save more rows than there are."""
+    """Inputs of which matmuls that train would save more rows than there are, and biases and numbers that are
+    gathered."""
     if config.linear_inputs == "keep":
         return Found()
     made_by = makers(facts.trace)
@@ -81,7 +96,29 @@ def find(facts: Facts, config: PatchConfig) -> Found:
         notes.append(f"inputs of which experts gather rows, in backward again: {len(patches)}")
     if biased:
         notes.append(f"experts whose last product is not saved, nor its bias: {len(biased)}")
-    return Found([*patches, *biased], notes=notes)
+    values = _valued(facts)
+    if values:
+        notes.append(f"modules that gather numbers of a tensor, which is not saved: {len(values)}")
+    return Found([*patches, *biased, *values], notes=notes)
+
+
+def _valued(facts: Facts) -> list[GatheredValues]:
+    """Modules that gather numbers of a tensor that has a gradient, of which torch saves the tensor."""
+    gains: Counter[str] = Counter()
+    sizes = {storage.key: storage.bytes for storage in facts.trace.saved.storages}
+    for op in facts.trace.ops:
+        call = gather_call(op.args, op.kwargs) if op.role.has(Role.GATHER) and op.module else None
+        if call is None or op.opaque:
+            continue
+        key = storage_key(call.tensor)
+        savers = {(one.module, one.function) for one in facts.savers.get(key, ())}
+        if savers == {(op.module, op.name)}:
+            gains[op.module] += sizes.pop(key, 0)
+    return [
+        GatheredValues(name)
+        for name, gain in gains.items()
+        if not (next_to_nothing(facts, gain, _WORTH) or forward_obstacle(facts, name))
+    ]
 
 
 def _biased(facts: Facts) -> list[GatheredBias]:

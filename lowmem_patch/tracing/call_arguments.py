@@ -68,6 +68,25 @@ def is_matrix_product(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return bool(args[0].dim() > 1 and args[1].dim() == 2)
 
 
+class GatherCall(NamedTuple):
+    """``tensor.gather(dim, places)``."""
+
+    tensor: Tensor
+    dim: int
+    places: Tensor
+
+
+def gather_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> GatherCall | None:
+    """The call of torch.gather with these arguments; None where it has others, or a dimension has a name."""
+    names = ("input", "dim", "index")
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    if given.keys() != set(names) or len(args) + len(kwargs) != len(names):
+        return None
+    found = GatherCall(given["input"], given["dim"], given["index"])
+    tensors = isinstance(found.tensor, Tensor) and isinstance(found.places, Tensor)
+    return found if tensors and isinstance(found.dim, int) else None
+
+
 def are_row_numbers(index: Any) -> bool:
     """Whether ``tensor[index]`` gathers rows of a tensor."""
     return isinstance(index, Tensor) and index.dim() == 1 and index.dtype in _INTEGERS

@@ -1,0 +1,33 @@
+"""``tensor.gather(dim, index)`` that saves the index alone.
+
+Torch saves the tensor as well, of which its backward reads the shape.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, dim: int, index: Tensor) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.shape, ctx.dim = tensor.shape, dim
+        return tensor.gather(dim, index)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        # of torch's own ops, so that it can be differentiated again
+        (index,) = ctx.saved_tensors
+        return dy.new_zeros(ctx.shape).scatter_add(ctx.dim, index, dy), None, None
+
+
+def gather(tensor: Tensor, dim: int, index: Tensor) -> Tensor:
+    """``tensor.gather(dim, index)``, which does not save the tensor. It can be differentiated any number of
+    times."""
+    apply: Any = _Gather.apply
+    y: Tensor = apply(tensor, dim, index)
+    return y
