@@ -12,7 +12,7 @@ from lowmem_patch.constants import STEP_TABLES
 from lowmem_patch.functional import ActivationKind
 from lowmem_patch.strategies.protocol import Facts, PatchSite, Skip, forward_obstacle
 from lowmem_patch.tracing.call_arguments import CalledFunction
-from lowmem_patch.tracing.chains import find_chains
+from lowmem_patch.tracing.chains import Chain, find_chains
 from lowmem_patch.tracing.consumers import (
     Consumer,
     Use,
@@ -27,6 +27,7 @@ from lowmem_patch.tracing.op_roles import Role
 from lowmem_patch.tracing.probes import NormSpec, looks_like_activation, looks_like_norm
 from lowmem_patch.tracing.saved_bytes import storage_key
 from lowmem_patch.tracing.shadow import tensors_in
+from lowmem_patch.tracing.trace import Call, Op
 
 READS: tuple[Use, ...] = ("other", "autocast", "square")  # of the values
 NOTHING_TO_GAIN = "nothing to gain: another op saves what it needs, or it saves nothing"
@@ -73,6 +74,8 @@ def _find_sites(facts: Facts, config: PatchConfig) -> Iterator[ActivationSite | 
         kind = facts.activation(name)
         if kind is not None and name not in facts.foreign_kernels:
             site = _site(facts, name, kind, config)
+            if _is_of_a_chain(facts, site):
+                continue
             obstacle = _obstacle(facts, site, config)
             yield site if obstacle is None else site.skip(obstacle)
     for name, called in facts.functions.items():
@@ -81,9 +84,10 @@ def _find_sites(facts: Facts, config: PatchConfig) -> Iterator[ActivationSite | 
         site = _site(facts, name, called.kind, config, called.function)
         if not (site.recomputing_gains or facts.saved(name)):
             continue  # a sigmoid whose output others save, too, is no row of a report
-        if site.chosen == "recompute" and site.gated and _saves_more_than_a_chain(facts, site):
+        if _is_of_a_chain(facts, site):
             continue
-        obstacle = forward_obstacle(facts, called.module) or _obstacle(facts, site, config)
+        gain = _saved(facts, [*facts.outputs(name), *products(site.consumers)])
+        obstacle = forward_obstacle(facts, called.module, gain) or _obstacle(facts, site, config)
         yield site if obstacle is None else site.skip(obstacle)
 
 
@@ -229,23 +233,47 @@ def _hook(facts: Facts, consumers: list[Consumer]) -> str | None:
     return None
 
 
-def _saves_more_than_a_chain(facts: Facts, site: ActivationSite) -> bool:
-    """Whether each gate and what it multiplies are made of fewer tensors by elementwise functions of the same
-    forward (``x * torch.sigmoid(1.7 * x)``): a chain of these functions saves the fewer tensors alone."""
-    chains = facts.once(find_chains, lambda: find_chains(facts.trace, frozenset()))
-    for call in facts.calls_of(site.name):
-        chain = next((chain for chain in chains if call.first_op in chain.ops), None)
-        if chain is None:
-            return False
-        own = {id(tensor) for tensor in call.outputs}
-        products = [op for op in chain.ops.values() if own & set(map(id, op.args))]
-        read = [
-            tensor for op in products for tensor in tensors_in(op.args) if id(tensor) not in own
-        ]
-        kept = {id(tensor): tensor for tensor in (*call.inputs, *read)}
-        if len(chain.sources_of(kept.values())) >= len(kept):
-            return False
-    return True
+def _is_of_a_chain(facts: Facts, site: ActivationSite) -> bool:
+    """Whether each gate and what it multiplies, with what is saved for the elementwise functions of the same
+    forward that made them (``silu(gate.clamp(max=7)) * up``), hold more numbers than what they were made of
+    (``x * torch.sigmoid(1.7 * x)``): a chain of these functions saves that alone."""
+    if site.chosen != "recompute" or not site.gated:
+        return False
+    chains = facts.once(find_chains, lambda: find_chains(facts.trace, frozenset(), facts.caller))
+    return all(
+        any(call.first_op in chain.ops and _saves_less(facts, chain, call) for chain in chains)
+        for call in facts.calls_of(site.name)
+    )
+
+
+def _saves_less(facts: Facts, chain: Chain, call: Call) -> bool:
+    """Whether a chain with a call of an activation in it needs less than the call's gated products do."""
+    own = {id(tensor) for tensor in call.outputs}
+    products = [op for op in chain.ops.values() if own & set(map(id, op.args))]
+    read = [t for op in products for t in tensors_in(op.args) if id(t) not in own]
+    kept = [*call.inputs, *read]
+    before, sources = chain.makers_of(kept)
+    saved = [t for op in before for t in op.reads if _is_saved_for(facts, op, t)]
+    return _numbers(sources) < _numbers([*kept, *saved])
+
+
+def _saved(facts: Facts, tensors: list[Tensor]) -> int:
+    """Bytes that autograd holds of these."""
+    keys = set(map(storage_key, tensors))
+    return sum(one.bytes for one in facts.trace.saved.storages if one.key in keys)
+
+
+def _is_saved_for(facts: Facts, op: Op, tensor: Tensor) -> bool:
+    """Whether autograd saves a tensor of the result's shape for an op that reads it."""
+    whole = tensor.shape == op.outputs[0].shape
+    savers = facts.savers.get(storage_key(tensor), ()) if whole else ()
+    return any((one.module, one.function) == (op.module, op.name) for one in savers)
+
+
+def _numbers(tensors: list[Tensor]) -> int:
+    """How many numbers the storages of tensors hold; a cast of one holds as many."""
+    storages = {storage_key(tensor): tensor for tensor in tensors}
+    return sum(t.untyped_storage().nbytes() // t.element_size() for t in storages.values())
 
 
 def _obstacle(facts: Facts, site: ActivationSite, config: PatchConfig) -> str | None:

@@ -67,7 +67,7 @@ def find(facts: Facts, config: PatchConfig) -> Found:
         # no row of a report says that a model, which calls many such functions, is left as it is
         if (
             next_to_nothing(facts, gain, _WORTH)
-            or forward_obstacle(facts, name)
+            or forward_obstacle(facts, name, gain)
             or _obstacle(facts, chains)
         ):
             continue
@@ -93,7 +93,11 @@ def _saving_chains(facts: Facts, config: PatchConfig) -> Iterator[Chain]:
     known = {id(t) for patch in patches for t in facts.outputs(patch.site)}
 
     sites = {patch.site for patch in patches}
-    for chain in find_chains(facts.trace, known):
+
+    def caller(name: str) -> str:
+        return name if name in sites else facts.caller(name)  # nothing of what is replaced
+
+    for chain in find_chains(facts.trace, known, caller):
         functions = [op for op in chain.ops.values() if not op.role.has(Role.CAST)]
         if len(functions) < _FEWEST or _gain(facts, chain) <= 0:
             continue

@@ -24,6 +24,7 @@ from lowmem_patch.tracing.base_model import is_leaf
 from lowmem_patch.tracing.categories import Saver
 from lowmem_patch.tracing.consumers import Consumer, Reads, Writes
 from lowmem_patch.tracing.functions import FunctionSite, find_functions
+from lowmem_patch.tracing.op_roles import OF_ELEMENTS
 from lowmem_patch.tracing.probes import (
     NormSpec,
     looks_like_activation,
@@ -37,6 +38,10 @@ ORIGINAL = "_lowmem_patch_original"  # where a replacement holds the module that
 
 # of a module whose forward is told to call another function: each costs a microsecond more
 _MOST_FUNCTIONS = 100
+# where that saves a good part of what the module holds: sparse attention of DeepSeek's calls 116, its hyper
+# connections 144, and a scan that is written in torch many hundreds
+_MOST_FOR_MUCH = 150
+_MUCH = 0.05
 
 Answer = TypeVar("Answer")
 Affines = Mapping[str, tuple[Tensor | None, Tensor | None]]
@@ -73,6 +78,7 @@ class Facts:
         self._norms: dict[object, NormSpec | str] = {}
         self._kinds: dict[object, ActivationKind | None] = {}
         self._activations: dict[str, ActivationKind | None] = {}
+        self._callers: dict[str, str] = {}
         self._answers: dict[object, Any] = {}
 
     @cached_property
@@ -134,6 +140,34 @@ class Facts:
             self._activations[name] = match_activation(module, self._kinds) if plain else None
         return self._activations[name]
 
+    def caller(self, name: str) -> str:
+        """The module that calls one which holds nothing and calls elementwise functions alone, as activations
+        do; of any other, and where no forward of ours can run around the caller, the module itself."""
+        if name not in self._callers:
+            outer = name.rpartition(".")[0]
+            through = outer and self._is_elementwise(name) and self._are_inside(name, outer)
+            plain = through and forward_obstacle(self, outer) is None
+            self._callers[name] = outer if plain else name
+        return self._callers[name]
+
+    def _is_elementwise(self, name: str) -> bool:
+        module = self.modules[name]
+        if not is_leaf(module) or module._parameters or module._buffers:
+            return False
+        return name in self.calls and all(
+            op.role.has(OF_ELEMENTS)
+            for call in self.calls[name]
+            for op in self.trace.ops[call.first_op : call.last_op]
+        )
+
+    def _are_inside(self, name: str, outer: str) -> bool:
+        """Whether all calls of a module are made while another runs."""
+        around = self.calls.get(outer, ())
+        return all(
+            any(one.first_op <= call.first_op and call.last_op <= one.last_op for one in around)
+            for call in self.calls[name]
+        )
+
     def norm(self, name: str) -> NormSpec | str | None:
         """What a module without children computes, or why it is no norm that we know; None where it cannot
         be one."""
@@ -162,6 +196,14 @@ class Facts:
             return self.functions[name].saved(self.trace)
         return self.trace.custom[name].saved
 
+    def saved_inside(self, name: str) -> int:
+        """Bytes that autograd holds for a module and those in it."""
+        return sum(
+            storage.bytes
+            for storage in self.trace.saved.storages
+            if any(f"{one.module}.".startswith(f"{name}.") for one in storage.savers)
+        )
+
     def written(self, name: str, tensors: str) -> str | None:
         """Who writes in place into the ``inputs`` or ``outputs`` of a site's calls once they are over."""
         found = (
@@ -170,8 +212,9 @@ class Facts:
         return next((text for text in found if text is not None), None)
 
 
-def forward_obstacle(facts: Facts, name: str) -> str | None:
-    """Why no forward of ours that looks at each torch function can run around a module's."""
+def forward_obstacle(facts: Facts, name: str, gain: int = 0) -> str | None:
+    """Why no forward of ours that looks at each torch function can run around a module's, to save ``gain``
+    bytes."""
     if has_foreign_forward(facts.modules[name]):
         return f"the forward of {name} is overridden on the instance"
     if is_compiled_function(type(facts.modules[name]).forward):
@@ -181,7 +224,8 @@ def forward_obstacle(facts: Facts, name: str) -> str | None:
     if any(op.compiled for op in ops):
         return f"{name} calls a function that torch.compile compiled"
     longest = max(call.last_op - call.first_op for call in calls)
-    if longest > _MOST_FUNCTIONS:
+    much = gain >= _MUCH * facts.saved_inside(name) if longest > _MOST_FUNCTIONS else False
+    if longest > (_MOST_FOR_MUCH if much else _MOST_FUNCTIONS):
         return f"{name} calls {longest} torch functions, all of which would take longer"
     return None
 

@@ -117,7 +117,7 @@ def _valued(facts: Facts) -> list[GatheredValues]:
     return [
         GatheredValues(name)
         for name, gain in gains.items()
-        if not (next_to_nothing(facts, gain, _WORTH) or forward_obstacle(facts, name))
+        if not (next_to_nothing(facts, gain, _WORTH) or forward_obstacle(facts, name, gain))
     ]
 
 

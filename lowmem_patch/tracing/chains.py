@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Set
+from collections.abc import Callable, Iterable, Set
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ class Chain:
     """Elementwise ops of one module, each of which reads another or is read by one.
 
     Attributes:
-        module: whose forward calls them.
+        module: whose forward calls them, or modules in it that do nothing else.
         ops: by their numbers in the trace.
         calls: how they are called.
     """
@@ -40,8 +40,8 @@ class Chain:
         read = {id(t): t for op in self.ops.values() for t in op.reads}
         return [tensor for key, tensor in read.items() if key not in made]
 
-    def sources_of(self, tensors: Iterable[Tensor]) -> list[Tensor]:
-        """The tensors of their size from which the chain makes these, or which they are."""
+    def makers_of(self, tensors: Iterable[Tensor]) -> tuple[list[Op], list[Tensor]]:
+        """The ops that make these of tensors of their size, and those tensors."""
         makers = {id(op.outputs[0]): op for op in self.ops.values()}
         seen: dict[int, Tensor] = {}
         pending = list(tensors)
@@ -52,24 +52,29 @@ class Chain:
             seen[id(tensor)] = tensor
             if (op := makers.get(id(tensor))) is not None:
                 pending += [one for one in op.reads if one.shape == tensor.shape]
-        return [tensor for key, tensor in seen.items() if key not in makers]
+        ops = [makers[key] for key in seen if key in makers]
+        return ops, [tensor for key, tensor in seen.items() if key not in makers]
 
 
-def find_chains(trace: Trace, known: Set[int]) -> list[Chain]:
+def find_chains(
+    trace: Trace, known: Set[int], caller: Callable[[str], str] = lambda name: name
+) -> list[Chain]:
     """The chains of a trace, in the order in which they begin.
 
     Args:
         known: ids of tensors whose makers belong to no chain, nor do readers that make as large a one.
+        caller: the module whose functions those of a module count among, by their names.
     """
     chains: dict[int, Chain] = {}  # by the ids of what they made
     for number, op in enumerate(trace.ops):
         if not op.role.has(OF_ELEMENTS) or not op.module or op.writes or op.opaque:
             continue
-        own = {id(t): c for t in op.reads if (c := chains.get(id(t))) and c.module == op.module}
+        module = caller(op.module)
+        own = {id(t): c for t in op.reads if (c := chains.get(id(t))) and c.module == module}
         call = _call(op, own.keys())
         if call is None or _is_known(op, known):
             continue
-        chain, *others = dict.fromkeys(own.values()) or (Chain(op.module),)
+        chain, *others = dict.fromkeys(own.values()) or (Chain(module),)
         chain.ops[number] = op
         chain.calls.add(call)
         chains[id(op.outputs[0])] = chain
@@ -77,7 +82,15 @@ def find_chains(trace: Trace, known: Set[int]) -> list[Chain]:
             chain.ops |= other.ops
             chain.calls |= other.calls
             chains.update(dict.fromkeys(other.made, chain))
+    for chain in set(chains.values()):
+        chain.module = _innermost(chain)
     return sorted(set(chains.values()), key=lambda chain: min(chain.ops))
+
+
+def _innermost(chain: Chain) -> str:
+    """The smallest module whose forward calls all functions: no larger one need be looked at."""
+    modules = {op.module for op in chain.ops.values()}
+    return modules.pop() if len(modules) == 1 else chain.module
 
 
 def _call(op: Op, own: Set[int]) -> ElementwiseCall | None:

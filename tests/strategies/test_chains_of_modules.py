@@ -1,0 +1,132 @@
+"""Chains of elementwise functions pass through modules that do nothing else, such as an activation."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lowmem_patch import patch_model, patch_report
+from tests.support.chained import CHAINS, FULL, HIDDEN, LINEARS, chains_of, patched, saved
+from tests.support.judge import assert_same_step
+from tests.support.step import AUTOCAST, BF16, cast, step
+from tests.support.toys import WIDTH, rows
+
+LIMIT = 0.2
+
+
+class Softcap(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x / LIMIT) * LIMIT
+
+
+class Gated(nn.Module):
+    """``formula(self, gate, up)`` between two Linears."""
+
+    def __init__(self, formula: Callable[[Any, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * HIDDEN), nn.Linear(HIDDEN, WIDTH)
+        self.act, self.softcap, self.other = nn.SiLU(), Softcap(), nn.Linear(WIDTH, WIDTH)
+        self.formula = formula
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.formula(self, *self.up(x).chunk(2, -1)))
+
+
+def by_module(net: Any, gate: Tensor, up: Tensor) -> Tensor:
+    """DeepSeek-V4's."""
+    return net.act(gate.clamp(max=LIMIT)) * up.clamp(min=-LIMIT, max=LIMIT)
+
+
+def by_function(net: Any, gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate.clamp(max=LIMIT)) * up.clamp(min=-LIMIT, max=LIMIT)
+
+
+def soft(net: Any, gate: Tensor, up: Tensor) -> Tensor:
+    """Inkling's."""
+    return net.softcap(gate) * torch.sigmoid(gate) * net.softcap(up)
+
+
+FORMULAS = [by_module, by_function, soft]
+
+
+def network(formula: Any) -> Any:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), Gated(formula), nn.Linear(WIDTH, 3))
+
+
+@pytest.mark.parametrize("preset", [CHAINS, "exact", "auto"])
+@pytest.mark.parametrize("formula", FORMULAS)
+def test_what_enters_the_chain_is_all_that_is_saved(formula: Any, preset: Any) -> None:
+    model = network(formula)
+    twin = copy.deepcopy(model)
+    patched(model, preset)
+    assert chains_of(model) == ["1"]
+    assert saved(model) == patch_report(model).saved_after == LINEARS + 2 * FULL
+    assert saved(twin) >= saved(model) + 3 * FULL
+    assert_same_step(model, twin, rows())
+
+
+@pytest.mark.parametrize("mode", [BF16, AUTOCAST], ids=["bf16", "autocast"])
+@pytest.mark.parametrize("formula", FORMULAS)
+def test_low_precision(formula: Any, mode: Any) -> None:
+    model = cast(network(formula), mode.weights)
+    twin, x = copy.deepcopy(model), rows().to(mode.weights)
+    with torch.autocast("cpu", torch.bfloat16, enabled=mode is AUTOCAST):
+        patch_model(model, CHAINS, example_inputs=(x,))
+    assert chains_of(model) == ["1"]
+    found, expected = (step(net, rows(), mode, seed=7, count=True) for net in (model, twin))
+    assert found.saved < expected.saved
+    assert_same_step(model, twin, rows(), mode)
+
+
+def test_a_gate_of_which_nothing_before_is_saved_is_no_chain() -> None:
+    """A kernel multiplies it, and a chain would save as much."""
+
+    def scaled(net: Any, gate: Tensor, up: Tensor) -> Tensor:
+        return net.act(gate * 0.5) * (up * 0.5)
+
+    model = network(scaled)
+    patched(model)
+    assert not chains_of(model)
+    assert saved(model) == LINEARS + 2 * FULL
+
+
+def test_a_module_that_another_calls_is_not_its_parents() -> None:
+    """The softcap's forward does not run inside of the one that holds it."""
+
+    class Borrows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.holder = Gated(soft)
+            self.down = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.down(self.holder.softcap(x) * torch.sigmoid(1.7 * x))
+            return y
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Borrows())
+    twin = copy.deepcopy(model)
+    patched(model)
+    assert saved(model) <= saved(twin)
+    assert_same_step(model, twin, rows())
+
+
+def test_a_forward_of_many_functions_leaves_its_activation_to_others() -> None:
+    def long(net: Any, gate: Tensor, up: Tensor) -> Tensor:
+        for _ in range(160):
+            gate = gate + 0.0
+        return by_module(net, gate, up)
+
+    model = network(long)
+    twin = copy.deepcopy(model)
+    report = patch_report(patched(model))
+    assert [(site.name, site.strategy) for site in report.sites] == [("1.act", "recompute")]
+    assert saved(model) < saved(twin)
+    assert_same_step(model, twin, rows())
