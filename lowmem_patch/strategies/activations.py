@@ -11,6 +11,7 @@ from lowmem_patch.config import PatchConfig
 from lowmem_patch.constants import STEP_TABLES
 from lowmem_patch.functional import ActivationKind
 from lowmem_patch.strategies.protocol import Facts, PatchSite, Skip, forward_obstacle
+from lowmem_patch.tracing.base_model import is_leaf
 from lowmem_patch.tracing.call_arguments import CalledFunction
 from lowmem_patch.tracing.chains import Chain, find_chains
 from lowmem_patch.tracing.consumers import (
@@ -241,9 +242,22 @@ def _is_of_a_chain(facts: Facts, site: ActivationSite) -> bool:
         return False
     chains = facts.once(find_chains, lambda: find_chains(facts.trace, frozenset(), facts.caller))
     return all(
-        any(call.first_op in chain.ops and _saves_less(facts, chain, call) for chain in chains)
+        any(
+            call.first_op in chain.ops
+            and not is_norm(facts, chain.module)
+            and _saves_less(facts, chain, call)
+            for chain in chains
+        )
         for call in facts.calls_of(site.name)
     )
+
+
+def is_norm(facts: Facts, name: str) -> bool:
+    """Whether a module is a norm, with a gate perhaps, whose functions make no chain."""
+    module = facts.modules[name]
+    if looks_like_norm(module):
+        return True
+    return is_leaf(module) and isinstance(facts.norm(name), NormSpec)
 
 
 def _saves_less(facts: Facts, chain: Chain, call: Call) -> bool:

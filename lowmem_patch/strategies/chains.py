@@ -14,7 +14,7 @@ from torch import Tensor
 from lowmem_patch.config import PatchConfig
 from lowmem_patch.nn.chains import defer_chains
 from lowmem_patch.strategies import codes, recompute
-from lowmem_patch.strategies.activations import next_to_nothing
+from lowmem_patch.strategies.activations import is_norm, next_to_nothing
 from lowmem_patch.strategies.protocol import (
     Facts,
     Found,
@@ -22,12 +22,10 @@ from lowmem_patch.strategies.protocol import (
     Target,
     forward_obstacle,
 )
-from lowmem_patch.tracing.base_model import is_leaf
 from lowmem_patch.tracing.call_arguments import ElementwiseCall, elementwise_call
 from lowmem_patch.tracing.chains import Chain, find_chains
 from lowmem_patch.tracing.consumers import Consumer, find_consumers, matmul_of
 from lowmem_patch.tracing.op_roles import Role
-from lowmem_patch.tracing.probes import NormSpec, looks_like_norm
 from lowmem_patch.tracing.saved_bytes import storage_key
 from lowmem_patch.tracing.trace import Op
 
@@ -101,15 +99,8 @@ def _saving_chains(facts: Facts, config: PatchConfig) -> Iterator[Chain]:
         functions = [op for op in chain.ops.values() if not op.role.has(Role.CAST)]
         if len(functions) < _FEWEST or _gain(facts, chain) <= 0:
             continue
-        if chain.module not in sites and not _is_norm(facts, chain.module):
+        if chain.module not in sites and not is_norm(facts, chain.module):
             yield chain
-
-
-def _is_norm(facts: Facts, name: str) -> bool:
-    module = facts.modules[name]
-    if looks_like_norm(module):
-        return True
-    return is_leaf(module) and isinstance(facts.norm(name), NormSpec)
 
 
 def _gain(facts: Facts, chain: Chain) -> int:

@@ -118,6 +118,31 @@ def test_a_module_that_another_calls_is_not_its_parents() -> None:
     assert_same_step(model, twin, rows())
 
 
+class GatedRMSNorm(nn.Module):
+    """Qwen3-Next's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(HIDDEN))
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        z = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return self.weight * z * F.silu(gate)
+
+
+def test_the_gate_of_a_norm_is_no_chains() -> None:
+    """The functions of a norm make none, so that the gate would be nobody's."""
+    model = network(lambda net, gate, up: net.norm(up, gate))
+    model[1].norm = GatedRMSNorm()
+    twin = copy.deepcopy(model)
+    report = patch_report(patched(model))
+    assert [(site.name, site.strategy) for site in report.patched] == [
+        ("1.norm.silu()", "recompute")
+    ]
+    assert saved(model) < saved(twin)
+    assert_same_step(model, twin, rows())
+
+
 def test_a_forward_of_many_functions_leaves_its_activation_to_others() -> None:
     def long(net: Any, gate: Tensor, up: Tensor) -> Tensor:
         for _ in range(160):
