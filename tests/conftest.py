@@ -24,9 +24,9 @@ import torch
 
 from lowmem_patch.tracing import isolation
 
-# Parallel workers share the cores: with more threads than cores everything runs slower.
-if "PYTEST_XDIST_WORKER" in os.environ:
-    torch.set_num_threads(1)
+# Several threads add up the gradients of gathered rows in no fixed order, and parallel workers share the
+# cores: with more threads than cores everything runs slower.
+torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
