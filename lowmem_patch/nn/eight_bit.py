@@ -300,6 +300,8 @@ class _Storing(torch.autograd.graph.saved_tensors_hooks):
         outer = packer()
 
         def pack(tensor: Tensor) -> _Stored | _Plain:
+            if type(tensor) is nn.Parameter and outer is None:
+                return _Plain(tensor, tensor._version, None)  # it is there anyway
             if type(tensor) in _ORDINARY:
                 return pack_values(tensor)
             with _WITHOUT_TORCH_FUNCTION():
