@@ -9,8 +9,9 @@ x (gate, up) alone: in backward one elementwise kernel gives their gradients and
     d_W = dy^T hidden,   d_b = sum dy,   d_A = d_low^T hidden,   d_B = s dy^T low
 
 In a block that runs again in backward nobody else reads x (gate, up) then, and results take their places.
-Saved: x (gate, up) if W or A trains or h is not the identity; low, with its rank padded; W, A and B where
-d_hidden, d_A or d_B asks for them, as they are given: casts are repeated in backward and leave no copies.
+Saved: x (gate, up) if W or A trains or h is not the identity, in 8 bits if asked; low, with its rank padded;
+W, A and B where d_hidden, d_A or d_B asks for them, as they are given: casts are repeated in backward and
+leave no copies.
 
 A batched matmul does the like: under autocast, softmax gives float32 and saves that for its own backward, and
 the matmul behind it would cast it to bf16 and save this copy, too.

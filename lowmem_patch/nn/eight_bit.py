@@ -3,7 +3,8 @@
 Autograd hands every tensor that it saves to a pack hook, and gets it back from an unpack hook in backward.
 The hooks are set while a module runs that a strategy chose (`store_input`, `store_attention`); they store
 what that module's matmul or attention reads in 8 bits (`lowmem_patch.functional.eight_bit`), and save all
-else as it is. The forward computes with the values as they were.
+else as it is. The forward computes with the values as they were. A Linear behind an activation needs no
+hooks: its op stores the activation's input by itself (`lowmem_patch.functional.linear`), and reads 8 bits.
 
 One memory is stored once, whoever saves it: a norm and the Linears behind it, q, k and v as parts of one
 Linear's output, attention and the Linear behind it.
