@@ -68,6 +68,7 @@ class Result:
     linear_norms_patched: int = 0
     left_alone: dict[str, int] = dataclasses.field(default_factory=dict)
     presets: dict[str, PresetResult] = dataclasses.field(default_factory=dict)
+    above_floor: float = 0.0  # saved bytes of a step with its loss, as a multiple of the floor
     seconds: float = 0.0
 
     def describe(self, report: PatchReport, flow: Dataflow) -> None:
