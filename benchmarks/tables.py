@@ -268,6 +268,10 @@ def _shares(name: str, command: str, columns: str) -> str:
 
 
 _OP_SPEED = "python benchmarks/op_speed.py --json benchmarks/results/"
+_OF_QWEN = (
+    "--case qwen --variants unpatched exact auto fit=8448MiB liger auto+compile fit=8448MiB+compile "
+    "--steps 20 "
+)
 TABLES = {
     "headline": partial(headline, "whole-h200.json", "longest-h200.json"),
     "summary": partial(summary_table, "whole-h200.json"),
@@ -278,6 +282,7 @@ TABLES = {
     "kernels": partial(_shares, "kernels-h200.json", f"{_OP_SPEED}kernels-h200.json", columns="by"),
     "bytes": bytes_table,
     "whole": partial(whole_table, "whole-h200.json"),
+    "whole-qwen": partial(whole_table, "whole-qwen-h200.json", _OF_QWEN),
     "limit": partial(limit_table, "limit-h200.json"),
     "fit": partial(fit_table, "fit-h200.json"),
     "longest": partial(longest_table, "longest-h200.json"),

@@ -34,8 +34,8 @@ def step_of(row: dict[str, Any]) -> str:
     return f"{median:.1f} ± {spread:.1f}" if spread > 0.05 * median else f"{median:.1f}"
 
 
-def whole_table(name: str) -> str:
-    """Step peak, its prediction, time and rate of whole steps."""
+def whole_table(name: str, options: str = "") -> str:
+    """Step peak, its prediction, time and rate of whole steps; ``options`` are those of the command."""
     data = load(name)
     rows = []
     for case, variants in data["cases"].items():
@@ -56,7 +56,7 @@ def whole_table(name: str) -> str:
             rate = f"{row['tokens_per_second']:,.0f}"
             rows.append(f"| {variant} | {peak} | {said} | {step_of(row)} | {rate} |")
         rows.append("")
-    command = f"python benchmarks/whole.py --json benchmarks/results/{name}"
+    command = f"python benchmarks/whole.py {options}--json benchmarks/results/{name}"
     return "\n".join([*rows, f"`{command}`: {environment_of(data)}"])
 
 
