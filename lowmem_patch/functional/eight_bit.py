@@ -21,8 +21,13 @@ A group with a value that is not finite is read as NaN: the gradient that is mad
 
 from __future__ import annotations
 
+import weakref
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.weak import TensorWeakRef
 
 from lowmem_patch.constants import EIGHT_BIT_GROUP, EightBits
 from lowmem_patch.functional import _library
@@ -113,10 +118,55 @@ def from_eight_bits(
     return values
 
 
+_weak: Any = StorageWeakRef  # has no types
+
+
+class _Known:
+    """A memory that is stored in 8 bits, as long as somebody holds its integers.
+
+    Args:
+        flat: the memory, ``[n]``.
+        version: of its tensor.
+        integers, scales: what stands for it.
+    """
+
+    def __init__(self, flat: Tensor, version: int, integers: Tensor, scales: Tensor) -> None:
+        # keeps the address of the storage, not its bytes: no other storage has it while this is known by it
+        self.storage = _weak(flat.untyped_storage())
+        self.state = flat.dtype, version
+        self.integers, self.scales = TensorWeakRef(integers), scales
+
+
+# By the address of the storage; held by the integers, and gone with them.
+_KNOWN: weakref.WeakValueDictionary[int, _Known] = weakref.WeakValueDictionary()
+
+
+def stored_memory(flat: Tensor, version: int) -> tuple[Tensor, Tensor]:
+    """What `to_eight_bits` gives for a whole memory ``[n]``; once for all who store it, whoever they are."""
+    return _stored(flat, version, (flat.numel(),))
+
+
+def _stored(flat: Tensor, version: int, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    key = int(flat.untyped_storage()._cdata)
+    known = _KNOWN.get(key)
+    integers = None if known is None else known.integers()
+    if known is not None and integers is not None and known.state == (flat.dtype, version):
+        integers, scales = integers.view(shape), known.scales
+    else:
+        integers, scales = to_eight_bits(flat)
+        integers = integers.view(shape)
+        known = _KNOWN[key] = _Known(flat, version, integers, scales)
+    integers.__dict__["known"] = known  # what autograd saves keeps its attributes
+    return integers, scales
+
+
 def stored_matrix(x: Tensor) -> tuple[Tensor, Tensor]:
     """Integers in the shape of ``x`` ``[..., F]``, contiguous, and scales, as of `to_eight_bits`."""
     with _library.without_grad():
-        integers, scales = to_eight_bits(x.contiguous().view(-1))
+        flat = x.contiguous().view(-1)
+        if x.is_contiguous() and flat.nbytes == x.untyped_storage().nbytes():
+            return _stored(flat, x._version, tuple(x.shape))
+        integers, scales = to_eight_bits(flat)
         return integers.view(x.shape), scales
 
 

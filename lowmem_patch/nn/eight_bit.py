@@ -29,6 +29,7 @@ from lowmem_patch.functional import (
     may_pack,
     packer,
     refuse_second_order,
+    stored_memory,
     to_eight_bits,
     unwritten,
     without_grad,
@@ -209,12 +210,14 @@ class _Memory:
 
     Args:
         flat: the memory, ``[n]``.
+        parts: its integers and scales.
         version: of the tensor, when it was saved.
         outer: pack and unpack of who packs what we save (activation checkpointing, offloading), or None.
     """
 
-    def __init__(self, flat: Tensor, version: int, outer: Any) -> None:
-        parts = to_eight_bits(flat)
+    def __init__(
+        self, flat: Tensor, parts: tuple[Tensor, Tensor], version: int, outer: Any
+    ) -> None:
         # keeps the address of the storage, not its bytes: no other storage has it while this is known by it
         self.storage = _weak(flat.untyped_storage())
         # a second run of a checkpointed block may get attention's output from the first, and packs it itself
@@ -329,14 +332,15 @@ def _store(tensor: Tensor, outer: Any, packed: frozenset[int], *, shared: bool) 
         with without_grad():
             flat = tensor.contiguous().view(-1)
         own = torch.empty_like(tensor, device="meta", memory_format=torch.contiguous_format)
-        memory = _Memory(flat, tensor._version, outer)
+        memory = _Memory(flat, to_eight_bits(flat), tensor._version, outer)
         return _Stored(memory.saved(), tuple(tensor.shape), own.stride(), 0)
     key = int(storage._cdata)
     found = _MEMORIES.get(key) if shared else None
     if found is None or found.state != (tensor.dtype, tensor._version, outer):
         with without_grad():
             flat = tensor.as_strided((elements,), (1,), 0)
-        found = _Memory(flat, tensor._version, outer)
+            parts = stored_memory(flat, tensor._version) if shared else to_eight_bits(flat)
+        found = _Memory(flat, parts, tensor._version, outer)
         if shared:
             _MEMORIES[key] = found
     offset = int(tensor.storage_offset())

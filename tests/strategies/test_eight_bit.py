@@ -186,6 +186,55 @@ def test_an_input_that_others_save_in_full_is_not_stored_beside_that() -> None:
     assert stored_sites(Read(lambda x, y: x * y), (x,)) == ["first"]
 
 
+class Readers(nn.Module):
+    """Several Linears behind activations of one or two tensors.
+
+    Args:
+        inputs: what the Linears read, of two tensors and of how many there are.
+    """
+
+    def __init__(self, inputs: Callable[[Tensor, Tensor, int], list[Tensor]], readers: int) -> None:
+        super().__init__()
+        self.inputs, self.readers = inputs, readers
+        self.first, self.second = nn.Linear(128, 128), nn.Linear(128, 128)
+        self.linears = nn.ModuleList(nn.Linear(128, 64) for _ in range(readers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        inputs = self.inputs(self.first(x), self.second(x), self.readers)
+        return sum(linear(one) for linear, one in zip(self.linears, inputs, strict=True))  # type: ignore[return-value]
+
+
+READERS = {
+    "activation": lambda x, _, readers: [nn.functional.gelu(x)] * readers,
+    "activations": lambda x, _, readers: [nn.functional.silu(x) for _ in range(readers)],
+    "product": lambda x, y, readers: [nn.functional.silu(x) * y] * readers,
+    "products": lambda x, y, readers: [nn.functional.silu(x) * y for _ in range(readers)],
+    "both": lambda x, _, readers: [
+        nn.functional.silu(x) * x,
+        nn.functional.silu(x),
+        nn.functional.gelu(x),
+    ][:readers],
+}
+
+
+def stored_sizes(readers: Readers, x: Tensor) -> list[int]:
+    """Bytes of what is stored in 8 bits; gradients are along the exact ones."""
+    compact, exact = both(nn.Sequential(readers), (x,))
+    with saved_bytes(compact) as result:
+        loss = compact(x).sum()
+    assert torch.equal(loss, exact(x).sum())
+    assert_along(step(compact, (x,)), step(exact, (x,)))
+    return [storage.bytes for storage in result.storages if storage.dtype == torch.int8]
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_what_several_linears_read_behind_activations_is_stored_once(name: str) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(4, 8, 128)
+    one, three = (stored_sizes(Readers(READERS[name], readers), x) for readers in (1, 3))
+    assert one == three
+
+
 def test_float64_and_frozen_weights_store_nothing() -> None:
     model, x = Read(torch.add), torch.randn(4, 128)
     assert stored_sites(copy.deepcopy(model).double(), (x.double(),)) == []
