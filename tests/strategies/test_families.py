@@ -65,7 +65,8 @@ def test_plan_is_what_patching_does_and_undoes(name: str, preset: str, make: Mak
     assert_outputs(step(model, inputs, FP32), before, truth, FP32)
     assert list(model.state_dict()) == list(values)
     changed = {key for key, module in model.named_modules() if id(module) != identities[key]}
-    assert changed == {site.name for site in report.patched}
+    # a chain is a forward of the module that calls its functions
+    assert changed == {site.name for site in report.patched if site.kind != "chain"}
     assert bool(report.fold_steps) == (preset == "paper" and FAMILIES[name].folds)
 
     torch.manual_seed(3)
