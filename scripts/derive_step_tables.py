@@ -56,7 +56,7 @@ def derivative_error(kind: str, row: dict[str, Any]) -> float:
     x = torch.linspace(-12, 12, 240_001, dtype=torch.float64)
     levels = torch.tensor((*row["levels"], row["levels"][0]), dtype=torch.float64)
     steps = levels[torch.bucketize(x, torch.tensor(row["thresholds"], dtype=torch.float64))]
-    slopes = formulas.BACKWARD[kind](torch.ones_like(x), x)  # type: ignore[index]
+    slopes = formulas.BACKWARD[kind](torch.ones_like(x), x)  # type: ignore[index]  # a kind by name
     density = torch.exp(-x.square() / 2)
     return float(((slopes - steps).square() * density).sum() / density.sum()) ** 0.5
 

@@ -37,7 +37,7 @@ MAPPINGS = (
     "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
     "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES",
 )
-ABOVE = 1.02  # times the floor: what a model may save
+MOST = 1.02  # times the floor: what a model may save
 # of float32 gradients that were added up in another order, beside the largest of the tensor
 TOLERANCE = 2e-3
 NEVER, WHOLE, NONE, WRONG = "never whole", "whole", "no head found", "wrong loss or gradient"
@@ -167,7 +167,7 @@ def _floors(results: list[Result]) -> list[str]:
     """What the models save of a step with its loss, beside the floor."""
     counted = [result for result in results if result.above_floor]
     others = sorted(
-        (result for result in counted if round(result.above_floor, 2) > ABOVE),
+        (result for result in counted if result.above_floor > MOST),
         key=lambda result: -result.above_floor,
     )
     return [
@@ -175,9 +175,9 @@ def _floors(results: list[Result]) -> list[str]:
         "",
         f"With `auto`, head and loss, and at the tiny widths of the zoo, {len(counted) - len(others)} of "
         f"{len(counted)} model types save at",
-        f"most {ABOVE} times [the floor](strategies.md). The others, as multiples of it:",
+        f"most {MOST} times [the floor](strategies.md). The others, as multiples of it:",
         "",
-        ", ".join(f"{result.name} {result.above_floor:.2f}" for result in others) + ".",
+        (", ".join(f"{result.name} {result.above_floor:.3f}" for result in others) or "none") + ".",
     ]
 
 

@@ -141,7 +141,7 @@ class _StepFunction(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, kind: str, bits: int, shift: float) -> Tensor:
         ctx.save_for_backward(x + shift)
         ctx.table = STEP_TABLES[kind][bits]
-        return reference.activate(x, kind)  # type: ignore[arg-type]
+        return reference.activate(x, kind)  # type: ignore[arg-type]  # a kind by name
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:

@@ -176,7 +176,7 @@ class MSNorm(nn.Module):
         foreign = is_foreign(x) or (weight is not None and is_foreign(weight))
         if foreign or not torch.is_grad_enabled() or torch._C._is_tracing():
             return self.normalize(x, dtype)
-        return below_modes(self._saving, x, dtype)  # type: ignore[no-any-return]
+        return below_modes(self._saving, x, dtype)  # type: ignore[no-any-return]  # it calls any function
 
     def _saving(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """The norm where autograd saves for its backward."""

@@ -32,7 +32,7 @@ def make_fake_mode() -> FakeTensorMode:
 
 def values_of(mode: FakeTensorMode) -> KnownValues:
     """The known values of the tensors of a mode that `make_fake_mode` made."""
-    found: KnownValues = mode.values  # type: ignore[attr-defined]
+    found: KnownValues = mode.values  # type: ignore[attr-defined]  # set above
     return found
 
 
