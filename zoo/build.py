@@ -116,6 +116,20 @@ def _is_text_of(config: Any, model_class: Any) -> bool:
     return text is not None and text is getattr(model_class, "config_class", None)
 
 
+def build_without_data(model_type: str, class_of: Callable[[str], Any]) -> Any:
+    """A model of a model type at the sizes of its config, on the meta device, in train mode.
+
+    Raises:
+        LookupError: it has no such class.
+    """
+    model_class = class_of(model_type)
+    config = config_class_of(model_type)()
+    if getattr(config, "decoder_start_token_id", 0) is None:  # which labels are shifted behind
+        config.decoder_start_token_id = 0
+    with torch.device("meta"):
+        return _make(model_class, config).train()
+
+
 def build_transformers(model_type: str, class_of: Callable[[str], Any] = model_class_of) -> Built:
     """A runnable tiny model of a model type, of the class that ``class_of`` names.
 

@@ -2,14 +2,15 @@
 
 Each model type of transformers that has a class with a language model's head is built as in the zoo, and
 makes its own loss from labels, unpatched and patched with ``exact``: the loss and all gradients must agree,
-and the logits must never be computed whole. What autograd saves under ``auto`` is put beside the floor.
-Results are lines of zoo/results/heads.jsonl, and the table docs/heads.md is made of them.
+and the logits must never be computed whole. Results are lines of zoo/results/heads.jsonl, and the table
+docs/heads.md is made of them.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import inspect
 import json
 import sys
 from collections import Counter
@@ -21,7 +22,8 @@ import transformers
 from torch import Tensor
 from transformers.models.auto import modeling_auto
 
-from lowmem_patch import patch_model, patch_report, plan_patch
+from lowmem_patch import patch_model, patch_report
+from lowmem_patch.tracing.inputs import ExampleInputs
 from zoo.build import Built, CannotBuild, CannotRun, NoModel, build_transformers
 from zoo.catalog import model_types
 from zoo.pool import run_all
@@ -37,7 +39,6 @@ MAPPINGS = (
     "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
     "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES",
 )
-MOST = 1.02  # times the floor: what a model may save
 # of float32 gradients that were added up in another order, beside the largest of the tensor
 TOLERANCE = 2e-3
 NEVER, WHOLE, NONE, WRONG = "never whole", "whole", "no head found", "wrong loss or gradient"
@@ -76,7 +77,7 @@ def judge_head(model_type: str) -> Result:
 
 def _judged(built: Built) -> Result:
     name, model = built.name, built.model.train()
-    inputs = _with_labels(built)
+    inputs = labelled(model, built.inputs)
     if inputs is None:
         return Result(name, "no loss", "its forward takes no labels beside tokens")
     patched = copy.deepcopy(model)  # before a forward, of which some models keep a state
@@ -86,7 +87,6 @@ def _judged(built: Built) -> Result:
         return Result(name, "no loss", f"{type(error).__name__}: {str(error)[:160]}")
     if own is None:
         return Result(name, "no loss", "its output has no loss that needs a gradient")
-    above_floor = plan_patch(patched, "auto", example_inputs=inputs).above_floor
     patch_model(patched, "exact", example_inputs=built.inputs)
     found = _step(patched, inputs)
     assert found is not None
@@ -99,16 +99,15 @@ def _judged(built: Built) -> Result:
     wrong = _differences(own, found)
     status, reason = (WRONG, "; ".join(wrong)) if wrong else (status, "; ".join(whole))
     sizes = (built.parameters, built.shrink, built.feed)
-    return Result(name, status, reason, *sizes, above_floor=above_floor)
+    return Result(name, status, reason, *sizes)
 
 
-def _with_labels(built: Built) -> dict[str, Any] | None:
-    import inspect
-
-    kwargs = dict(built.inputs.kwargs)
+def labelled(model: Any, inputs: ExampleInputs) -> dict[str, Any] | None:
+    """The inputs with their tokens as labels; None where the forward takes none beside tokens."""
+    kwargs = dict(inputs.kwargs)
     tokens = kwargs.get("decoder_input_ids", kwargs.get("input_ids"))
-    takes = "labels" in inspect.signature(type(built.model).forward).parameters
-    if built.inputs.args or not takes or not isinstance(tokens, Tensor) or tokens.dim() != 2:
+    takes = "labels" in inspect.signature(type(model).forward).parameters
+    if inputs.args or not takes or not isinstance(tokens, Tensor) or tokens.dim() != 2:
         return None
     return {**kwargs, "labels": tokens.clone()}
 
@@ -156,29 +155,8 @@ def _write_table(results: list[Result]) -> None:
         "| model type | outcome | why |",
         "|---|---|---|",
         *(f"| {r.name} | {r.status} | {r.reason} |" for r in rows),
-        "",
-        *_floors(results),
-        "",
     ]
     TABLE.write_text("\n".join(lines), encoding="utf-8")
-
-
-def _floors(results: list[Result]) -> list[str]:
-    """What the models save of a step with its loss, beside the floor."""
-    counted = [result for result in results if result.above_floor]
-    others = sorted(
-        (result for result in counted if result.above_floor > MOST),
-        key=lambda result: -result.above_floor,
-    )
-    return [
-        "## Saved bytes of the whole step, beside the floor",
-        "",
-        f"With `auto`, head and loss, and at the tiny widths of the zoo, {len(counted) - len(others)} of "
-        f"{len(counted)} model types save at",
-        f"most {MOST} times [the floor](strategies.md). The others, as multiples of it:",
-        "",
-        (", ".join(f"{result.name} {result.above_floor:.3f}" for result in others) or "none") + ".",
-    ]
 
 
 def main() -> int:

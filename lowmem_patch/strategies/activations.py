@@ -141,8 +141,10 @@ def _site(
     linear = next(filter(weight_trains, (*rows, *consumers_of(facts, squares))), None)
     reads = 0 if squares else _reads(facts, name, rows)
     if of_output:
-        # a Linear or a product keeps what the activation does; only a product that a Linear keeps can go
+        # a Linear or a product keeps what the activation does; only a product that a Linear keeps can go, and
+        # what a dropout made of the output
         gains = any(map(weight_trains, consumers_of(facts, products(rows) + squares)))
+        gains = gains or (linear is not None and not _is_output(facts, name, linear))
     else:
         gains = bool(gated or linear or reads)
     gains = gains and hook is None
@@ -166,6 +168,12 @@ def next_to_nothing(facts: Facts, gain: int, worth: float) -> str | None:
 def _is_frozen(consumer: Consumer) -> bool:
     """Whether it is a matmul of a weight that does not train."""
     return weight_read_with(consumer) is not None and not weight_trains(consumer)
+
+
+def _is_output(facts: Facts, name: str, consumer: Consumer) -> bool:
+    """Whether a consumer reads an output of a module itself, and not what a dropout made of it."""
+    places = {storage_key(tensor) for tensor in facts.outputs(name)}
+    return consumer.tensor is None or storage_key(consumer.tensor) in places
 
 
 def _reads(facts: Facts, name: str, consumers: list[Consumer]) -> int:

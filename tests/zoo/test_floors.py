@@ -1,0 +1,32 @@
+"""Floors of whole models: planned at their own sizes without data, and which are named on the page."""
+
+from __future__ import annotations
+
+from zoo.floors import MOST, PLANNED, judge_floor, page
+from zoo.result import PresetResult, Result
+
+
+def planned(name: str, multiple: float) -> Result:
+    auto = PresetResult(saved_before=4 << 20, saved_after=1 << 20)
+    return Result(name, PLANNED, parameters=2_000_000, presets={"auto": auto}, above_floor=multiple)
+
+
+def test_models_above_the_limit_are_named_the_largest_first() -> None:
+    multiples = {"a": MOST, "b": MOST + 0.001, "c": 1.5}
+    results = [planned(name, value) for name, value in multiples.items()]
+    lines = page([*results, Result("d", "not planned", "why"), Result("e", "no head")])
+    assert "1 of 3 model types save at most 1.02 times the floor." in lines
+    assert "Not counted: 1 not planned." in lines
+    assert lines[-2:] == ["| c | 2 M | 4.0 | 1.0 | 1.500 |", "| b | 2 M | 4.0 | 1.0 | 1.021 |"]
+
+
+def test_a_model_is_planned_at_the_sizes_of_its_config() -> None:
+    found = judge_floor("gpt2")
+    assert found.status == PLANNED, found.reason
+    assert found.parameters > 124_000_000 and found.inputs.endswith("labels 2x16")
+    assert 1 <= found.above_floor <= MOST
+    assert 0 < found.presets["auto"].saved_after < found.presets["auto"].saved_before
+
+
+def test_a_model_without_a_head_says_so() -> None:
+    assert judge_floor("vit").status == "no head"

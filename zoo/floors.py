@@ -1,0 +1,143 @@
+"""Saved bytes of whole models beside the floor: ``python -m zoo.floors [model types...]``.
+
+Each model type of transformers that has a class with a language model's head is built at the sizes of its
+config, all layers, without memory for its weights, and a training step with its own loss is planned with
+``auto``. Results are lines of zoo/results/floors.jsonl, and the page docs/floors.md is made of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import warnings
+from collections import Counter
+from pathlib import Path
+
+import torch
+import transformers
+
+from lowmem_patch import plan_patch
+from lowmem_patch.tracing.inputs import ExampleInputs
+from zoo.build import build_without_data
+from zoo.catalog import model_types
+from zoo.feeds import feeds
+from zoo.heads import head_class_of, labelled
+from zoo.pool import Limits, run_all
+from zoo.result import PresetResult, Result
+from zoo.store import RESULTS
+
+FILE = RESULTS / "floors.jsonl"
+PAGE = Path(__file__).parents[1] / "docs" / "floors.md"
+MOST = 1.02  # times the floor: what a model may save
+PLANNED = "planned"
+
+
+def judge_floor(model_type: str) -> Result:
+    """For worker processes; ``status`` is `PLANNED`, or ``reason`` says why there is no plan."""
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity(50)
+    transformers.logging.disable_progress_bar()
+    warnings.simplefilter("ignore")
+    try:
+        model = build_without_data(model_type, head_class_of)
+    except LookupError as error:
+        return Result(model_type, "no head", str(error))
+    except Exception as error:  # whatever a foreign constructor raises
+        return Result(model_type, "not built", _short(error))
+    reason = "its forward takes no labels beside tokens"
+    try:
+        for feed, inputs in feeds(model_type, model):
+            kwargs = labelled(model, inputs)
+            if kwargs is None:
+                continue
+            try:
+                report = plan_patch(model, "auto", example_inputs=kwargs)
+            except Exception as error:  # whatever a foreign forward raises
+                reason = _short(error)
+                continue
+            saved = {"saved_before": report.saved_before, "saved_after": report.saved_after}
+            return Result(
+                model_type,
+                PLANNED,
+                parameters=sum(parameter.numel() for parameter in model.parameters()),
+                feed=feed,
+                inputs=str(ExampleInputs((), kwargs)),
+                presets={"auto": PresetResult(**saved)},
+                above_floor=report.above_floor,
+            )
+    except Exception as error:  # no inputs could be made
+        reason = _short(error)
+    return Result(model_type, "not planned", reason)
+
+
+def _short(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).splitlines()[0][:160] if str(error) else ''}"
+
+
+def page(results: list[Result]) -> list[str]:
+    """Lines of the page, the largest multiples first."""
+    planned = sorted(
+        (r for r in results if r.status == PLANNED), key=lambda r: (-r.above_floor, r.name)
+    )
+    others = [r for r in planned if r.above_floor > MOST]
+    left = Counter(r.status for r in results if r.status not in (PLANNED, "no head"))
+    versions = f"transformers {transformers.__version__}, torch {torch.__version__.split('+')[0]}"
+    return [
+        "# Whole models beside the floor",
+        "",
+        "What autograd saves of a training step with `auto`, head and loss included, as a multiple of",
+        "[the floor](strategies.md): the fewest bytes that the rule allows. Model types of transformers",
+        "with a language model's head, all their layers, at the sizes of their configs, without data:",
+        f"`python -m zoo.floors` ({versions}, float32).",
+        "",
+        f"{len(planned) - len(others)} of {len(planned)} model types save at most {MOST} times the floor.",
+        f"Not counted: {_said(left)}.",
+        "",
+        f"The {len(others)} above {MOST}:",
+        "",
+        "| model type | parameters | unpatched MiB | auto MiB | times the floor |",
+        "|---|---|---|---|---|",
+        *map(_row, others),
+    ]
+
+
+def _said(left: Counter[str]) -> str:
+    return ", ".join(f"{count} {status}" for status, count in sorted(left.items())) or "none"
+
+
+def _row(result: Result) -> str:
+    auto = result.presets["auto"]
+    sizes = (f"{size / 2**20:.1f}" for size in (auto.saved_before, auto.saved_after))
+    parameters = f"{result.parameters / 1e6:,.0f} M"
+    return f"| {result.name} | {parameters} | {' | '.join(sizes)} | {result.above_floor:.3f} |"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m zoo.floors", description=__doc__)
+    parser.add_argument("names", nargs="*", help="model types; default: all")
+    parser.add_argument("--workers", type=int, default=2, help="models at a time, one core each")
+    arguments = parser.parse_args()
+    results: dict[str, Result] = {}
+    if FILE.exists():
+        lines = map(json.loads, FILE.read_text(encoding="utf-8").splitlines())
+        results = {row["name"]: Result.from_dict(row) for row in lines}
+    limits = Limits(seconds=180, memory=None)
+    for result in run_all(
+        judge_floor, arguments.names or model_types(), arguments.workers, limits=limits
+    ):
+        results[result.name] = result
+        print(
+            f"{result.name}: {result.status} {result.reason[:120]} {result.above_floor:.4f}",
+            flush=True,
+        )
+    ordered = [results[name] for name in sorted(results)]
+    rows = (json.dumps(result.to_dict(), sort_keys=True) for result in ordered)
+    FILE.write_text("\n".join(rows) + "\n", encoding="utf-8")
+    PAGE.write_text("\n".join(page(ordered)) + "\n", encoding="utf-8")
+    print(dict(Counter(result.status for result in ordered)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
