@@ -186,13 +186,14 @@ def patch_model(
             check_outputs(before, run_real(model, inputs), model)
         if not report.saved_after:
             report = _counted(model, report, inputs)
+        _attach(model, report, asked)
+        watch_first_forward(model, plan, adapters=resolved.linear_inputs != "keep")
     except Exception as error:  # whatever went wrong, the model must be put back first
         undo(model)
+        model.__dict__.pop(RECORD, None)
         if isinstance(error, PatchError):
             raise
         raise PatchError(f"the patch was undone: the patched model failed: {error}") from error
-    _attach(model, report, asked)
-    watch_first_forward(model, plan, adapters=resolved.linear_inputs != "keep")
     return outer
 
 

@@ -31,7 +31,8 @@ from lowmem_patch.functional import (
     is_exporting,
     is_transformed,
     unseen,
-)
+    without_autocast,
+)  # fmt: skip
 
 if TYPE_CHECKING:
     from lowmem_patch.nn.norms import MSNorm
@@ -320,10 +321,10 @@ def would_tell_z(weight: Tensor | None, bias: Tensor | None, settings: NormSetti
     """Whether the output of a norm with these gamma and beta tells z; None where nobody can look."""
     if (weight is None and bias is None) or not can_be_looked_at(weight, bias):
         return None
-    with torch.no_grad():
-        return Looks().tells_z(
-            Extremes.of(*_extremes([(weight, bias)], settings).flatten().tolist())
-        )
+    one = bias if weight is None else weight
+    with torch.no_grad(), without_autocast(one.device.type):  # type: ignore[union-attr]  # not both
+        found = _extremes([(weight, bias)], settings)
+    return Looks().tells_z(Extremes.of(*found.flatten().tolist()))
 
 
 def look_at_gammas(norms: Iterable[MSNorm]) -> None:
@@ -334,17 +335,16 @@ def look_at_gammas(norms: Iterable[MSNorm]) -> None:
 
 
 def _start_looks(norms: Iterable[MSNorm]) -> list[MSNorm]:
-    """Have the devices look at gamma and beta; the norms that were looked at.
-
-    Nobody looks under fake tensors and torch.func, nor where a CUDA graph is under capture.
-    """
+    """Have the devices look at gamma and beta; the norms that were looked at. Nobody looks under fake tensors
+    and torch.func, nor where a CUDA graph is under capture."""
     if is_transformed() or detect_fake_mode(()) is not None:
         return []
     looked_at = []
     with torch.no_grad(), unseen():
-        for groups in _alike(norms).values():
-            parts = [_extremes([(w, b) for _, w, b in g], g[0][0].settings) for g in groups]
-            reading = Reading(torch.cat(parts, 1))
+        for device, groups in _alike(norms).items():
+            with without_autocast(device.type):  # to float16, which stacks no bfloat16
+                parts = [_extremes([(w, b) for _, w, b in g], g[0][0].settings) for g in groups]
+                reading = Reading(torch.cat(parts, 1))
             asked = (each for group in groups for each in group)
             for place, (norm, weight, bias) in enumerate(asked):
                 norm.looks.last = Look(weight, bias, reading=reading, place=place)
@@ -360,8 +360,8 @@ def _alike(norms: Iterable[MSNorm]) -> dict[torch.device, list[list[tuple[MSNorm
         one = bias if weight is None else weight
         norm.looks.last = None
         if one is not None and one.numel() and can_be_looked_at(weight, bias):
-            absent, offset = (weight is None, bias is None), norm.settings.identity_weight
-            kind = (*absent, one.dtype, one.numel(), offset)
+            absent, identity = (weight is None, bias is None), norm.settings.identity_weight
+            kind = (*absent, one.dtype, one.numel(), identity)
             alike.setdefault((one.device, kind), []).append((norm, weight, bias))
     by_device: dict[torch.device, list[Any]] = {}
     for (device, _), group in alike.items():
