@@ -182,12 +182,7 @@ def patch_model(
     before = run_real(model, inputs) if check else None
     apply_plan(model, plan)
     try:
-        if before is not None:
-            check_outputs(before, run_real(model, inputs), model)
-        if not report.saved_after:
-            report = _counted(model, report, inputs)
-        _attach(model, report, asked)
-        watch_first_forward(model, plan, adapters=resolved.linear_inputs != "keep")
+        _complete(model, report, plan, inputs, before, asked)
     except Exception as error:  # whatever went wrong, the model must be put back first
         undo(model)
         model.__dict__.pop(RECORD, None)
@@ -195,6 +190,22 @@ def patch_model(
             raise
         raise PatchError(f"the patch was undone: the patched model failed: {error}") from error
     return outer
+
+
+def _complete(
+    model: nn.Module, report: PatchReport, plan: Plan, inputs: Any, before: Any, asked: Asked | None
+) -> None:
+    """What is left to do on a model whose patches are there: the check, the report and the hooks.
+
+    Args:
+        before: what the unpatched model gave, None where nobody asked for the check.
+    """
+    if before is not None:
+        check_outputs(before, run_real(model, inputs), model)
+    if not report.saved_after:
+        report = _counted(model, report, inputs)
+    _attach(model, report, asked)
+    watch_first_forward(model, plan, adapters=report.config.linear_inputs != "keep")
 
 
 def earlier_config(model: nn.Module) -> ConfigLike:

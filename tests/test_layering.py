@@ -59,6 +59,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     (
         "strategies.activations",
         "strategies.checkpointing",
+        "strategies.common_parts",
         "strategies.lora",
     ),
     ("strategies.head",),

@@ -140,13 +140,9 @@ def _site(
     squares = _squares(rows) if kind == "relu" else []  # a squared ReLU, written as two functions
     linear = next(filter(weight_trains, (*rows, *consumers_of(facts, squares))), None)
     reads = 0 if squares else _reads(facts, name, rows)
+    gains = bool(gated or linear or reads)
     if of_output:
-        # a Linear or a product keeps what the activation does; only a product that a Linear keeps can go, and
-        # what a dropout made of the output
-        gains = any(map(weight_trains, consumers_of(facts, products(rows) + squares)))
-        gains = gains or (linear is not None and not _is_output(facts, name, linear))
-    else:
-        gains = bool(gated or linear or reads)
+        gains = _gains_of_output(facts, name, products(rows) + squares, linear)
     gains = gains and hook is None
     chosen = _choose(
         config, kind, gains=gains, frozen=any(map(_is_frozen, consumers)),
@@ -168,6 +164,15 @@ def next_to_nothing(facts: Facts, gain: int, worth: float) -> str | None:
 def _is_frozen(consumer: Consumer) -> bool:
     """Whether it is a matmul of a weight that does not train."""
     return weight_read_with(consumer) is not None and not weight_trains(consumer)
+
+
+def _gains_of_output(
+    facts: Facts, name: str, behind: list[Tensor], linear: Consumer | None
+) -> bool:
+    """Whether anything can go where a Linear or a product keeps what the activation does: a product that a
+    Linear keeps, or what a dropout made of the output."""
+    kept = any(map(weight_trains, consumers_of(facts, behind)))
+    return kept or (linear is not None and not _is_output(facts, name, linear))
 
 
 def _is_output(facts: Facts, name: str, consumer: Consumer) -> bool:

@@ -1,0 +1,137 @@
+"""What queries, keys and values have in common for all tokens, as far as biases and betas tell.
+
+A part that all keys or all values share cancels in attention's gradients. Its rounding does not: a group of
+8-bit storage has one scale, which the largest number sets. Where the biases of keys are some times what the
+weights make of a token, the gradients of queries and keys have a cosine below 0.999.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowmem_patch.constants import EIGHT_BIT_GROUP
+from lowmem_patch.nn.context import is_foreign
+from lowmem_patch.strategies.protocol import Facts
+from lowmem_patch.tracing.call_arguments import WeightMatmul, weight_matmul
+from lowmem_patch.tracing.dataflow import backward, first_input, makers
+from lowmem_patch.tracing.op_roles import REARRANGES, Role
+from lowmem_patch.tracing.probes import NormSpec
+from lowmem_patch.tracing.saved_bytes import storage_key
+from lowmem_patch.tracing.shadow import tensors_in
+from lowmem_patch.tracing.trace import Op
+
+# Multiples of what the weights make of a token in a typical channel of a group, beyond which the gradients of
+# random models have a cosine below 0.999: of the largest bias, and of the root mean square of values' biases.
+_LARGEST, _TYPICAL_OF_VALUES = 4.0, 0.5
+_PASSES_ON = REARRANGES | Role.CAST | Role.DROPOUT
+
+
+def common_part(facts: Facts, queries_and_keys: list[Tensor], values: list[Tensor]) -> str | None:
+    """Whose bias is too large for what is made of these to be stored in 8 bits; None where nobody's is known
+    to be."""
+    made_by = facts.once("makers", lambda: makers(facts.trace))
+    for tensor in (*queries_and_keys, *values):
+        for op, matmul in _linears_behind(made_by, tensor):
+            part = _part(op.outputs[0], tensor)
+            share = _share(facts, made_by, matmul, part)
+            if share is None:
+                continue
+            most = _TYPICAL_OF_VALUES if any(tensor is one for one in values) else _LARGEST
+            if share[0] > _LARGEST or share[1] > most:
+                times = f"{share[0]:.1f} times what its weight makes of a token"
+                return f"the bias of {op.module} is up to {times}"
+    return None
+
+
+def _part(output: Tensor, tensor: Tensor) -> Tensor:
+    """The channels of a Linear's output that a tensor shows: some where it is a view, as q, k and v of one
+    Linear are, else all."""
+    width = output.shape[-1]
+    if storage_key(output) != storage_key(tensor):
+        return torch.arange(width)
+    places = torch.tensor([tensor.storage_offset() % width])
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        if stride < width:
+            places = (places[:, None] + stride * torch.arange(size)).flatten()
+    return places.unique() % width  # type: ignore[no-any-return, no-untyped-call]  # torch leaves it untyped
+
+
+def _linears_behind(made_by: dict[int, Op], tensor: Tensor) -> Iterator[tuple[Op, WeightMatmul]]:
+    """The last Linears on all ways to ``tensor``."""
+    waiting, seen = [tensor], set[int]()
+    while waiting:
+        op = made_by.get(id(waiting.pop()))
+        if op is None or id(op) in seen:
+            continue
+        seen.add(id(op))
+        matmul = weight_matmul(op.name, op.args, op.kwargs) if op.role.has(Role.LINEAR) else None
+        if matmul is not None:
+            yield op, matmul
+        else:
+            waiting.extend(tensors_in((*op.args, *op.kwargs.values())))
+
+
+def _share(
+    facts: Facts, made_by: dict[int, Op], matmul: WeightMatmul, part: Tensor
+) -> tuple[float, float] | None:
+    """The largest part that all outputs have in common, and the root of its mean square, in a group of
+    neighbours among the channels ``part``; as multiples of what the weight makes of a token there. None where
+    there is none, or parameters are not at hand.
+    """
+    weight, bias = _values(facts, matmul.weight), _values(facts, matmul.bias)
+    gamma, beta = _affine_before(facts, made_by, matmul.input)
+    typical = None
+    if weight is not None:
+        rows = (weight.T if matmul.transposed else weight)[part.to(weight.device)]
+        bias = None if bias is None else bias[part.to(bias.device)]
+        if beta is not None:
+            bias = rows @ beta if bias is None else bias + rows @ beta
+        typical = (rows if gamma is None else rows * gamma).norm(dim=1)
+    elif bias is not None:
+        bias = bias[part.to(bias.device)]
+        typical = torch.ones_like(bias)  # of a weight packed in 4 bits: a token makes about 1
+    if bias is None or typical is None:
+        return None
+    groups = zip(*(torch.split(v, EIGHT_BIT_GROUP) for v in (bias, typical)), strict=True)
+    largest, usual = torch.stack([_of_group(*group) for group in groups]).amax(0).tolist()
+    return largest, usual
+
+
+def _of_group(bias: Tensor, typical: Tensor) -> Tensor:
+    scale = typical.square().mean().sqrt().clamp_min(torch.finfo(torch.float32).tiny)
+    return torch.stack([bias.abs().max(), bias.square().mean().sqrt()]) / scale
+
+
+def _values(facts: Facts, tensor: Any) -> Tensor | None:
+    """A parameter of the model in float32, where it has numbers that anybody can read."""
+    name = facts.trace.parameters.get(id(tensor))
+    if name is None or facts.on_meta:
+        return None
+    value = facts.model.get_parameter(name)
+    if is_foreign(value) or value.is_meta or not value.is_floating_point():
+        return None
+    return value.detach().float()
+
+
+def _affine_before(
+    facts: Facts, made_by: dict[int, Op], x: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    """gamma and beta of the norm that made ``x``."""
+    for form in backward(made_by, x, _same):
+        op = made_by.get(id(form))
+        spec = None if op is None or op.module not in facts.calls else facts.norm(op.module)
+        if op is not None and isinstance(spec, NormSpec):
+            module = facts.modules[op.module]
+            gamma, beta = (
+                _values(facts, getattr(module, name, None)) if name else None for name in spec.names
+            )
+            return None if gamma is None else spec.settings.gamma_of(gamma), beta
+    return None, None
+
+
+def _same(op: Op, _: Tensor) -> Tensor | None:
+    return first_input(op) if op.role.has(_PASSES_ON) else None
