@@ -90,8 +90,8 @@ def give_forward_around(module: nn.Module, function: Any, *settings: Any) -> Non
 
 def inner_forward(module: nn.Module, given: Own | None) -> partial[Any]:
     """The forward that the module had before; that of a replica has the replica."""
-    # a pickle brings the class's forward back for one that no file has
-    if isinstance(given, Own):
+    # a pickle brings the class's forward back for one that no file has; to a compiler an `Own` is a partial alone
+    if isinstance(given, partial):
         return partial(given.func, module, *given.args[1:])
     return partial(type(module).forward, module)
 

@@ -301,6 +301,24 @@ def test_the_compiler_stores_in_full() -> None:
     assert_equal(gradients(ours, compiled(x).sum()), gradients(exact, exact(x).sum()))
 
 
+@pytest.mark.filterwarnings(
+    "ignore:.*gradient_checkpointing:FutureWarning",
+    "ignore:.*should not be instantiated:DeprecationWarning",
+)
+def test_the_compiler_runs_what_else_a_layer_has(stock: Any) -> None:
+    """The one op of an adapted Linear adds the adapter's product before it rounds, compiled or not."""
+    model, inputs = stock
+    config = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    adapted = get_peft_model(copy.deepcopy(model), config).train()
+    with torch.autocast("cpu", torch.float16):
+        plain = adapted(**inputs).loss
+        compact = patch_model(adapted, "compact", example_inputs=inputs)
+        expected = compact(**inputs).loss
+        found = torch.compile(compact, backend="aot_eager")(**inputs).loss
+    assert plain != expected
+    assert torch.equal(found, expected)
+
+
 def test_nothing_more_is_held_beside_what_is_counted(stock: Any) -> None:
     """Autograd holds its hooks as long as what they packed: they must not hold q, k or v."""
     beside = {}
