@@ -76,6 +76,8 @@ class PatchConfig:
                 raise ConfigError(f"{key}: {value!r} is not one of {', '.join(choices)}")
         if self.bits not in STEP_BITS or type(self.bits) is not int:
             raise ConfigError(f"bits: {self.bits!r} is not one of {', '.join(map(str, STEP_BITS))}")
+        if not isinstance(self.name, str):
+            raise ConfigError(f"name: {self.name!r} is no name: write it in quotes")
         if isinstance(self.fit, bool) or not isinstance(self.fit, (str, int, type(None))):
             raise ConfigError(
                 f"fit: {self.fit!r} is no budget: write it as 24GiB, as bytes, or auto"
@@ -139,9 +141,22 @@ def given_config(
     return default if given is None else given
 
 
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that stands twice, of which YAML would take the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        twice = next((key for place, key in enumerate(keys) if key in keys[:place]), None)
+        if twice is not None:
+            raise yaml.constructor.ConstructorError(
+                None, None, f"{twice} stands twice", node.start_mark
+            )
+        return super().construct_mapping(node, deep)
+
+
 def _parse(content: str, *, name: str, where: str) -> PatchConfig:
     try:
-        data = yaml.safe_load(content)
+        data = yaml.load(content, _Loader)
     except yaml.YAMLError as error:
         raise ConfigError(f"{where} is not valid YAML: {error}") from error
     if not isinstance(data, Mapping):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -85,3 +86,18 @@ def test_a_batch_in_the_place_of_a_preset_is_told_its_place() -> None:
     with pytest.raises(ConfigError, match="unknown key norm") as misspelt:
         load_config({"norm": "share"})
     assert "example_inputs" not in str(misspelt.value)
+
+
+@pytest.mark.parametrize("name", [5, [1], None])
+def test_a_name_is_words(name: object) -> None:
+    with pytest.raises(ConfigError, match="is no name"):
+        load_config({"name": name})
+
+
+def test_a_key_that_stands_twice_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "twice.yaml"
+    path.write_text("norms: share\nbits: 2\nnorms: keep\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"twice\.yaml is not valid YAML: norms stands twice"):
+        load_config(path)
+    path.write_text("norms: share\nbits: 2\n", encoding="utf-8")
+    assert (load_config(path).norms, load_config(path).bits) == ("share", 2)

@@ -90,7 +90,7 @@ def give_forward_around(module: nn.Module, function: Any, *settings: Any) -> Non
 
 def inner_forward(module: nn.Module, given: Own | None) -> partial[Any]:
     """The forward that the module had before; that of a replica has the replica."""
-    # a pickle brings the class's forward back for one that no file has; to a compiler an `Own` is a partial alone
+    # a pickle brings the class's forward back for one that no file has; a compiler sees a partial in an `Own`
     if isinstance(given, partial):
         return partial(given.func, module, *given.args[1:])
     return partial(type(module).forward, module)

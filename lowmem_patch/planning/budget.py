@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from pathlib import Path
 
@@ -73,7 +74,7 @@ def checked_budget(fit: str | int) -> int | None:
     Raises:
         ConfigError: it is no size.
     """
-    if isinstance(fit, float):
+    if isinstance(fit, float) and math.isfinite(fit):
         mend = f"{fit:.0f}" if fit >= FEWEST_BYTES else f'"{fit:g}GiB"'
         raise ConfigError(f"fit {fit!r} is no budget: did you mean fit={mend}?")
     if isinstance(fit, bool) or not isinstance(fit, (str, int)):

@@ -102,6 +102,8 @@ def test_a_number_with_a_fraction_is_asked_for_its_unit() -> None:
         plan_patch(stack(), "exact", example_inputs=rows(), fit=24.5)
     with pytest.raises(ConfigError, match=r"did you mean fit=150000000\?"):
         plan_patch(stack(), "exact", example_inputs=rows(), fit=1.5e8)
+    with pytest.raises(ConfigError, match="fit nan is no budget: give it as 24GiB"):
+        plan_patch(stack(), "exact", example_inputs=rows(), fit=float("nan"))
 
 
 @pytest.mark.parametrize("name", ["adam", "", None, 3, ["adamw"]])
