@@ -59,10 +59,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     (
         "strategies.activations",
         "strategies.checkpointing",
-        "strategies.common_parts",
         "strategies.lora",
     ),
-    ("strategies.head",),
+    ("strategies.common_parts", "strategies.head"),
     ("strategies.share", "strategies.codes", "strategies.recompute", "strategies.one_copy"),
     (
         "strategies.chains",

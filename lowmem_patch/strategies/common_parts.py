@@ -8,15 +8,16 @@ weights make of a token, the gradients of queries and keys have a cosine below 0
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lowmem_patch.constants import EIGHT_BIT_GROUP
 from lowmem_patch.nn.context import is_foreign
+from lowmem_patch.strategies.activations import is_norm
 from lowmem_patch.strategies.protocol import Facts
-from lowmem_patch.tracing.call_arguments import WeightMatmul, weight_matmul
+from lowmem_patch.tracing.call_arguments import weight_matmul
 from lowmem_patch.tracing.dataflow import backward, first_input, makers
 from lowmem_patch.tracing.op_roles import REARRANGES, Role
 from lowmem_patch.tracing.probes import NormSpec
@@ -30,21 +31,61 @@ _LARGEST, _TYPICAL_OF_VALUES = 4.0, 0.5
 _PASSES_ON = REARRANGES | Role.CAST | Role.DROPOUT
 
 
+class _Linear(NamedTuple):
+    """One on the way to a tensor; ``weight`` is None where it is packed in few bits, which no matmul of torch
+    reads."""
+
+    output: Tensor
+    module: str
+    input: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+    transposed: bool
+
+
 def common_part(facts: Facts, queries_and_keys: list[Tensor], values: list[Tensor]) -> str | None:
     """Whose bias is too large for what is made of these to be stored in 8 bits; None where nobody's is known
     to be."""
     made_by = facts.once("makers", lambda: makers(facts.trace))
     for tensor in (*queries_and_keys, *values):
-        for op, matmul in _linears_behind(made_by, tensor):
-            part = _part(op.outputs[0], tensor)
-            share = _share(facts, made_by, matmul, part)
+        for linear in _linears_behind(facts, made_by, tensor):
+            share = _share(facts, made_by, linear, _part(linear.output, tensor))
             if share is None:
                 continue
             most = _TYPICAL_OF_VALUES if any(tensor is one for one in values) else _LARGEST
             if share[0] > _LARGEST or share[1] > most:
                 times = f"{share[0]:.1f} times what its weight makes of a token"
-                return f"the bias of {op.module} is up to {times}"
+                return f"the bias of {linear.module} is up to {times}"
     return None
+
+
+def _linears_behind(facts: Facts, made_by: dict[int, Op], tensor: Tensor) -> Iterator[_Linear]:
+    """The last Linears on all ways to ``tensor``."""
+    waiting, seen = [tensor], set[int]()
+    while waiting:
+        op = made_by.get(id(waiting.pop()))
+        if op is None or id(op) in seen:
+            continue
+        seen.add(id(op))
+        linear = _linear(facts, op)
+        if linear is not None:
+            yield linear
+        else:
+            waiting.extend(tensors_in((*op.args, *op.kwargs.values())))
+
+
+def _linear(facts: Facts, op: Op) -> _Linear | None:
+    matmul = weight_matmul(op.name, op.args, op.kwargs) if op.role.has(Role.LINEAR) else None
+    output = op.outputs[0] if op.outputs else None
+    if output is None or op.role.has(_PASSES_ON):
+        return None
+    if matmul is not None:
+        x, weight, bias, transposed = matmul
+        return _Linear(output, op.module, x, weight, bias, transposed)
+    bias = facts.modules[op.module]._parameters.get("bias")
+    if bias is None or bias.shape != output.shape[-1:] or is_norm(facts, op.module):
+        return None
+    return _Linear(output, op.module, None, None, bias, False)
 
 
 def _part(output: Tensor, tensor: Tensor) -> Tensor:
@@ -60,33 +101,18 @@ def _part(output: Tensor, tensor: Tensor) -> Tensor:
     return places.unique() % width  # type: ignore[no-any-return, no-untyped-call]  # torch leaves it untyped
 
 
-def _linears_behind(made_by: dict[int, Op], tensor: Tensor) -> Iterator[tuple[Op, WeightMatmul]]:
-    """The last Linears on all ways to ``tensor``."""
-    waiting, seen = [tensor], set[int]()
-    while waiting:
-        op = made_by.get(id(waiting.pop()))
-        if op is None or id(op) in seen:
-            continue
-        seen.add(id(op))
-        matmul = weight_matmul(op.name, op.args, op.kwargs) if op.role.has(Role.LINEAR) else None
-        if matmul is not None:
-            yield op, matmul
-        else:
-            waiting.extend(tensors_in((*op.args, *op.kwargs.values())))
-
-
 def _share(
-    facts: Facts, made_by: dict[int, Op], matmul: WeightMatmul, part: Tensor
+    facts: Facts, made_by: dict[int, Op], linear: _Linear, part: Tensor
 ) -> tuple[float, float] | None:
     """The largest part that all outputs have in common, and the root of its mean square, in a group of
     neighbours among the channels ``part``; as multiples of what the weight makes of a token there. None where
     there is none, or parameters are not at hand.
     """
-    weight, bias = _values(facts, matmul.weight), _values(facts, matmul.bias)
-    gamma, beta = _affine_before(facts, made_by, matmul.input)
+    weight, bias = _values(facts, linear.weight), _values(facts, linear.bias)
+    gamma, beta = _affine_before(facts, made_by, linear.input)
     typical = None
     if weight is not None:
-        rows = (weight.T if matmul.transposed else weight)[part.to(weight.device)]
+        rows = (weight.T if linear.transposed else weight)[part.to(weight.device)]
         bias = None if bias is None else bias[part.to(bias.device)]
         if beta is not None:
             bias = rows @ beta if bias is None else bias + rows @ beta
@@ -118,9 +144,11 @@ def _values(facts: Facts, tensor: Any) -> Tensor | None:
 
 
 def _affine_before(
-    facts: Facts, made_by: dict[int, Op], x: Tensor
+    facts: Facts, made_by: dict[int, Op], x: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
     """gamma and beta of the norm that made ``x``."""
+    if x is None:
+        return None, None
     for form in backward(made_by, x, _same):
         op = made_by.get(id(form))
         spec = None if op is None or op.module not in facts.calls else facts.norm(op.module)

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2Model, Qwen2Config, Qwen2Model
 
 from lowmem_patch import patch_model, plan_patch
+from tests.support.quantised import in_bits
 
 IDS = {"input_ids": torch.arange(64).view(2, 32) * 7 % 100}
 LEFT = "what attention saves stays in full in"
@@ -88,6 +90,16 @@ def test_gradients_stay_along_the_truth(change: Callable[[Any], None]) -> None:
 @pytest.mark.parametrize("change", [keys(0.0), keys(1.5), values(0.1)])
 def test_biases_of_a_usual_size_are_stored(change: Callable[[Any], None]) -> None:
     assert notes(qwen2(change), IDS) == []
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
+@pytest.mark.parametrize("bits", [4, 8])
+def test_biases_beside_weights_of_few_bits(bits: int) -> None:
+    names = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    for size, left in ((1.5, 0), (30.0, 1)):
+        model = in_bits(qwen2(keys(size)).bfloat16(), bits)
+        adapted = get_peft_model(model, LoraConfig(r=4, target_modules=names)).train()
+        assert len(notes(adapted, IDS)) == left, size
 
 
 def test_beta_in_front_counts_as_a_bias() -> None:
