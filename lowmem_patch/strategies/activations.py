@@ -142,8 +142,11 @@ def _site(
     reads = 0 if squares else _reads(facts, name, rows)
     gains = bool(gated or linear or reads)
     if of_output:
-        gains = _gains_of_output(facts, name, products(rows) + squares, linear)
-    gains = gains and hook is None
+        # a Linear or a product keeps what the activation does; what can go is a product that a Linear keeps,
+        # or what a dropout made of the output, but where one exact bit takes less time
+        gains = any(map(weight_trains, consumers_of(facts, products(rows) + squares)))
+        gains |= not (is_output(facts, name, linear) or _is_exact(kind, config))
+    gains &= hook is None
     chosen = _choose(
         config, kind, gains=gains, frozen=any(map(_is_frozen, consumers)),
         possible=gains and not (in_place and input_read_later(facts, name)),
@@ -166,19 +169,17 @@ def _is_frozen(consumer: Consumer) -> bool:
     return weight_read_with(consumer) is not None and not weight_trains(consumer)
 
 
-def _gains_of_output(
-    facts: Facts, name: str, behind: list[Tensor], linear: Consumer | None
-) -> bool:
-    """Whether anything can go where a Linear or a product keeps what the activation does: a product that a
-    Linear keeps, or what a dropout made of the output."""
-    kept = any(map(weight_trains, consumers_of(facts, behind)))
-    return kept or (linear is not None and not _is_output(facts, name, linear))
-
-
-def _is_output(facts: Facts, name: str, consumer: Consumer) -> bool:
+def is_output(facts: Facts, name: str, consumer: Consumer | None) -> bool:
     """Whether a consumer reads an output of a module itself, and not what a dropout made of it."""
     places = {storage_key(tensor) for tensor in facts.outputs(name)}
-    return consumer.tensor is None or storage_key(consumer.tensor) in places
+    tensor = None if consumer is None else consumer.tensor
+    return tensor is None or storage_key(tensor) in places
+
+
+def _is_exact(kind: ActivationKind, config: PatchConfig) -> bool:
+    """Whether codes give the very derivative."""
+    tables = STEP_TABLES.get(kind)
+    return tables is not None and tables[config.bits].exact
 
 
 def _reads(facts: Facts, name: str, consumers: list[Consumer]) -> int:
@@ -231,7 +232,7 @@ def _choose(
     training runs shown what that costs.
     """
     tables = STEP_TABLES.get(kind)
-    if tables is not None and tables[config.bits].exact and not possible:
+    if _is_exact(kind, config) and not possible:
         return "keep" if config.activations == "keep" else "codes"  # no approximation
     if config.activations == "auto":
         return "codes" if frozen and not gains and tables is not None else "recompute"

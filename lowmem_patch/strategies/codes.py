@@ -18,6 +18,7 @@ from lowmem_patch.strategies.activations import (
     NOTHING_TO_GAIN,
     ActivationSite,
     activation_sites,
+    is_output,
     next_to_nothing,
 )
 from lowmem_patch.strategies.protocol import Facts, Found, Skip
@@ -73,8 +74,9 @@ def _obstacle(facts: Facts, site: ActivationSite, config: PatchConfig) -> str | 
     if site.kind not in STEP_TABLES:
         return f"no step table for {site.kind}: `recompute` is exact"
     table, saved = STEP_TABLES[site.kind][config.bits], facts.saved(site.name)
-    # behind a dropout, whose result is recomputed, a Linear keeps the output all the same
+    # what a dropout makes of the output is another tensor
     kept = site.saves == "output" and site.linear is not None and config.linear_inputs != "keep"
+    kept = kept and is_output(facts, site.name, site.linear)
     # one module may be called at many places, and others keep what it saves at most of them
     if saved <= _cost(facts, site, config) or kept:
         return NOTHING_TO_GAIN

@@ -35,8 +35,8 @@ HIDDEN, BITS = ROWS * 32 * 4, ROWS * 32 // 8
 SECOND = ROWS * WIDTH * 4 - ROWS * WIDTH // 8
 
 
-# ReLU and tanh save their output, which is not what the Linear saves here
-@pytest.mark.parametrize("layer", [nn.GELU, nn.SiLU, nn.ReLU, nn.Tanh])
+# tanh saves its output, which is not what the Linear saves here
+@pytest.mark.parametrize("layer", [nn.GELU, nn.SiLU, nn.Tanh])
 def test_an_activation_behind_a_dropout_is_recomputed(layer: type[nn.Module]) -> None:
     model, twin = patched_pair(Mlp(WIDTH, 32, act_layer=layer, drop=P))
     (site,) = patch_report(model).patched
@@ -46,8 +46,20 @@ def test_an_activation_behind_a_dropout_is_recomputed(layer: type[nn.Module]) ->
     report = patch_report(model)
     assert report.saved_before - report.saved_after == 2 * HIDDEN - BITS + SECOND
     model.eval(), twin.eval()
-    shares = layer in (nn.ReLU, nn.Tanh)
-    assert assert_equal_steps(model, twin, rows()) == (0 if shares else HIDDEN)
+    assert assert_equal_steps(model, twin, rows()) == (0 if layer is nn.Tanh else HIDDEN)
+
+
+def test_a_relu_behind_a_dropout_keeps_one_bit() -> None:
+    """Exact, and less to do than to compute it again; the Linear saves what was dropped."""
+    model, twin = patched_pair(Mlp(WIDTH, 32, act_layer=nn.ReLU, drop=P))
+    (site,) = patch_report(model).patched
+    assert site.strategy == "codes" and not site.approximate
+    # the output and the mask as floats, for bits of both
+    assert assert_equal_steps(model, twin, rows()) == 2 * HIDDEN - 2 * BITS + SECOND
+    model.eval(), twin.eval()
+    assert (
+        assert_equal_steps(model, twin, rows()) == -BITS
+    )  # the Linear would have saved the output
 
 
 def test_a_gated_product_behind_a_dropout_is_recomputed() -> None:
