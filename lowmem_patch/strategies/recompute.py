@@ -122,7 +122,8 @@ def _obstacle(facts: Facts, site: ActivationSite) -> str | None:
 
 def _little(facts: Facts, site: ActivationSite) -> str | None:
     """Why an output is saved that a Python call would have to compute again."""
-    if site.gated or site.linear is not None:
+    # one that saves its output loses it to a dropout alone: as before the classifier of a pooled row
+    if site.gated or (site.linear is not None and site.saves == "input"):
         return None
     gain = sum(output.nbytes for output in facts.outputs(site.name))
     return next_to_nothing(facts, gain, _WORTH)
