@@ -2,7 +2,8 @@
 
 Each model type of transformers that has a class with a language model's head is built at the sizes of its
 config, all layers, without memory for its weights, and a training step with its own loss is planned with
-``auto``. Results are lines of zoo/results/floors.jsonl, and the page docs/floors.md is made of them.
+``auto``. Results are lines of zoo/results/floors.jsonl, written as they come; without names, the model types
+that have no line yet are taken. The page docs/floors.md is made of them.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from zoo.feeds import feeds
 from zoo.heads import head_class_of, labelled
 from zoo.pool import Limits, run_all
 from zoo.result import PresetResult, Result
-from zoo.store import RESULTS
+from zoo.store import RESULTS, line
 
 FILE = RESULTS / "floors.jsonl"
 PAGE = Path(__file__).parents[1] / "docs" / "floors.md"
@@ -75,13 +76,14 @@ def _short(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).splitlines()[0][:160] if str(error) else ''}"
 
 
-def page(results: list[Result]) -> list[str]:
-    """Lines of the page, the largest multiples first."""
+def page(results: list[Result], missing: int = 0) -> list[str]:
+    """Lines of the page, the largest multiples first; ``missing`` model types have no result yet."""
     planned = sorted(
         (r for r in results if r.status == PLANNED), key=lambda r: (-r.above_floor, r.name)
     )
     others = [r for r in planned if r.above_floor > MOST]
     left = Counter(r.status for r in results if r.status not in (PLANNED, "no head"))
+    left["without a result yet"] = missing
     versions = f"transformers {transformers.__version__}, torch {torch.__version__.split('+')[0]}"
     return [
         "# Whole models beside the floor",
@@ -103,7 +105,9 @@ def page(results: list[Result]) -> list[str]:
 
 
 def _said(left: Counter[str]) -> str:
-    return ", ".join(f"{count} {status}" for status, count in sorted(left.items())) or "none"
+    return (
+        ", ".join(f"{count} {status}" for status, count in sorted(left.items()) if count) or "none"
+    )
 
 
 def _row(result: Result) -> str:
@@ -115,26 +119,27 @@ def _row(result: Result) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m zoo.floors", description=__doc__)
-    parser.add_argument("names", nargs="*", help="model types; default: all")
+    parser.add_argument("names", nargs="*", help="model types; default: those without a result")
     parser.add_argument("--workers", type=int, default=2, help="models at a time, one core each")
     arguments = parser.parse_args()
     results: dict[str, Result] = {}
     if FILE.exists():
         lines = map(json.loads, FILE.read_text(encoding="utf-8").splitlines())
         results = {row["name"]: Result.from_dict(row) for row in lines}
+    names = arguments.names or [name for name in model_types() if name not in results]
     limits = Limits(seconds=180, memory=None)
-    for result in run_all(
-        judge_floor, arguments.names or model_types(), arguments.workers, limits=limits
-    ):
+    for result in run_all(judge_floor, names, arguments.workers, limits=limits):
         results[result.name] = result
+        with FILE.open("a", encoding="utf-8") as file:  # a run that is ended loses no other result
+            file.write(line(result))
         print(
             f"{result.name}: {result.status} {result.reason[:120]} {result.above_floor:.4f}",
             flush=True,
         )
     ordered = [results[name] for name in sorted(results)]
-    rows = (json.dumps(result.to_dict(), sort_keys=True) for result in ordered)
-    FILE.write_text("\n".join(rows) + "\n", encoding="utf-8")
-    PAGE.write_text("\n".join(page(ordered)) + "\n", encoding="utf-8")
+    FILE.write_text("".join(map(line, ordered)), encoding="utf-8")
+    missing = sum(name not in results for name in model_types())
+    PAGE.write_text("\n".join(page(ordered, missing)) + "\n", encoding="utf-8")
     print(dict(Counter(result.status for result in ordered)))
     return 0
 

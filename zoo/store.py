@@ -42,7 +42,8 @@ def load(library: str, folder: Path = RESULTS, precision: str = FLOAT32.name) ->
     return dict(sorted(found.items()))
 
 
-def _line(result: Result, precision: str) -> str:
+def line(result: Result, precision: str = FLOAT32.name) -> str:
+    """One line of a file of results."""
     row = result.to_dict() if precision == FLOAT32.name else result.verdicts()
     text = json.dumps(row, sort_keys=True)
     return _FOLDERS.sub("", text) + "\n"
@@ -53,7 +54,7 @@ def add(result: Result, folder: Path = RESULTS, precision: str = FLOAT32.name) -
     folder.mkdir(exist_ok=True)
     path = _file(library_of(result.name), folder, precision)
     with path.open("a", encoding="utf-8") as file:
-        file.write(_line(result, precision))
+        file.write(line(result, precision))
 
 
 def note_environment(environment: dict[str, str], precision: str, folder: Path = RESULTS) -> None:
@@ -79,6 +80,6 @@ def tidy(folder: Path = RESULTS) -> None:
         if path.exists():
             whole = path.with_suffix(".new")
             results = load(library, folder, precision).values()
-            lines = (_line(result, precision) for result in results)
+            lines = (line(result, precision) for result in results)
             whole.write_text("".join(lines), encoding="utf-8")
             os.replace(whole, path)
