@@ -108,15 +108,19 @@ def _share(
     neighbours among the channels ``part``; as multiples of what the weight makes of a token there. None where
     there is none, or parameters are not at hand.
     """
-    weight, bias = _values(facts, linear.weight), _values(facts, linear.bias)
+    bias = _values(facts, linear.bias)
     gamma, beta = _affine_before(facts, made_by, linear.input)
+    if bias is None and beta is None:
+        return None  # before a large weight is looked at
+    weight = _values(facts, linear.weight)
     typical = None
     if weight is not None:
-        rows = (weight.T if linear.transposed else weight)[part.to(weight.device)]
-        bias = None if bias is None else bias[part.to(bias.device)]
+        here = weight.device
+        rows = (weight.T if linear.transposed else weight)[part.to(here)]
+        bias = rows.new_zeros(len(part)) if bias is None else bias.to(here)[part.to(here)]
         if beta is not None:
-            bias = rows @ beta if bias is None else bias + rows @ beta
-        typical = (rows if gamma is None else rows * gamma).norm(dim=1)
+            bias = bias + rows @ beta.to(here)
+        typical = (rows if gamma is None else rows * gamma.to(here)).norm(dim=1)
     elif bias is not None:
         bias = bias[part.to(bias.device)]
         typical = torch.ones_like(bias)  # of a weight packed in 4 bits: a token makes about 1
