@@ -145,7 +145,7 @@ class _Loader(yaml.SafeLoader):
     """Refuses a key that stands twice, of which YAML would take the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
         twice = next((key for place, key in enumerate(keys) if key in keys[:place]), None)
         if twice is not None:
             raise yaml.constructor.ConstructorError(

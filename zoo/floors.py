@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import warnings
 from collections import Counter
 from pathlib import Path
 
@@ -24,7 +23,7 @@ from zoo.build import build_without_data
 from zoo.catalog import model_types
 from zoo.feeds import feeds
 from zoo.heads import head_class_of, labelled
-from zoo.pool import Limits, run_all
+from zoo.pool import Limits, quiet_worker, run_all
 from zoo.result import PresetResult, Result
 from zoo.store import RESULTS, line
 
@@ -36,10 +35,7 @@ PLANNED = "planned"
 
 def judge_floor(model_type: str) -> Result:
     """For worker processes; ``status`` is `PLANNED`, or ``reason`` says why there is no plan."""
-    torch.set_num_threads(1)
-    transformers.logging.set_verbosity(50)
-    transformers.logging.disable_progress_bar()
-    warnings.simplefilter("ignore")
+    quiet_worker()
     try:
         model = build_without_data(model_type, head_class_of)
     except LookupError as error:
@@ -57,14 +53,14 @@ def judge_floor(model_type: str) -> Result:
             except Exception as error:  # whatever a foreign forward raises
                 reason = _short(error)
                 continue
-            saved = {"saved_before": report.saved_before, "saved_after": report.saved_after}
+            auto = PresetResult(saved_before=report.saved_before, saved_after=report.saved_after)
             return Result(
                 model_type,
                 PLANNED,
                 parameters=sum(parameter.numel() for parameter in model.parameters()),
                 feed=feed,
                 inputs=str(ExampleInputs((), kwargs)),
-                presets={"auto": PresetResult(**saved)},
+                presets={"auto": auto},
                 above_floor=report.above_floor,
             )
     except Exception as error:  # no inputs could be made

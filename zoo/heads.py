@@ -26,7 +26,7 @@ from lowmem_patch import patch_model, patch_report
 from lowmem_patch.tracing.inputs import ExampleInputs
 from zoo.build import Built, CannotBuild, CannotRun, NoModel, build_transformers
 from zoo.catalog import model_types
-from zoo.pool import run_all
+from zoo.pool import quiet_worker, run_all
 from zoo.result import Result
 from zoo.store import RESULTS
 
@@ -60,12 +60,7 @@ def head_class_of(model_type: str) -> Any:
 
 def judge_head(model_type: str) -> Result:
     """For worker processes; ``status`` says whether logits were ever whole, ``reason`` why."""
-    torch.set_num_threads(1)
-    transformers.logging.set_verbosity(50)
-    transformers.logging.disable_progress_bar()
-    import warnings
-
-    warnings.simplefilter("ignore")
+    quiet_worker()
     try:
         built = build_transformers(model_type, head_class_of)
     except NoModel as error:

@@ -11,12 +11,24 @@ import multiprocessing
 import resource
 import signal
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import connection
 from multiprocessing.context import ForkServerProcess
 from typing import Any
 
+import torch
+import transformers
+
 from zoo.result import Result
+
+
+def quiet_worker() -> None:
+    """What a worker begins with: one thread, no warnings, no log."""
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity(50)
+    transformers.logging.disable_progress_bar()
+    warnings.simplefilter("ignore")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import time
-import warnings
 from typing import Any
 
 import torch
-import transformers
 
 from zoo.build import Built, CannotBuild, CannotRun, NoModel, build_transformers
 from zoo.judge import judge
+from zoo.pool import quiet_worker
 from zoo.precision import FLOAT32, PRECISIONS, Precision
 from zoo.result import Result
 from zoo.timm_models import build_timm, reload_timm
@@ -65,11 +64,8 @@ def judge_name(name: str, precision: str = FLOAT32.name) -> Result:
     """For worker processes: ``timm/<variant>`` or a model type; quiet, one thread, offline."""
     judged_in = PRECISIONS[precision]
     os.environ["HF_HUB_OFFLINE"] = "1"
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
+    quiet_worker()
     torch.backends.cudnn.allow_tf32 = False  # float32 means float32, in convolutions too
-    transformers.logging.set_verbosity(50)
-    transformers.logging.disable_progress_bar()
     if name.startswith("timm/"):
         return judge_timm(name.removeprefix("timm/"), precision=judged_in)
     return judge_transformers(name, precision=judged_in)

@@ -32,7 +32,7 @@ from lowmem_patch.functional import (
     is_transformed,
     unseen,
     without_autocast,
-)  # fmt: skip
+)
 
 if TYPE_CHECKING:
     from lowmem_patch.nn.norms import MSNorm
@@ -319,10 +319,10 @@ def _extremes(pairs: list[tuple[Any, Any]], settings: NormSettings) -> Tensor:
 
 def would_tell_z(weight: Tensor | None, bias: Tensor | None, settings: NormSettings) -> bool | None:
     """Whether the output of a norm with these gamma and beta tells z; None where nobody can look."""
-    if (weight is None and bias is None) or not can_be_looked_at(weight, bias):
-        return None
     one = bias if weight is None else weight
-    with torch.no_grad(), without_autocast(one.device.type):  # type: ignore[union-attr]  # not both
+    if one is None or not can_be_looked_at(weight, bias):
+        return None
+    with torch.no_grad(), without_autocast(one.device.type):
         found = _extremes([(weight, bias)], settings)
     return Looks().tells_z(Extremes.of(*found.flatten().tolist()))
 

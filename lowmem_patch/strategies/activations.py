@@ -170,7 +170,8 @@ def _is_frozen(consumer: Consumer) -> bool:
 
 
 def is_output(facts: Facts, name: str, consumer: Consumer | None) -> bool:
-    """Whether a consumer reads an output of a module itself, and not what a dropout made of it."""
+    """Whether a consumer reads an output of a module itself, and no other tensor that was made of it, as a
+    dropout does."""
     places = {storage_key(tensor) for tensor in facts.outputs(name)}
     tensor = None if consumer is None else consumer.tensor
     return tensor is None or storage_key(tensor) in places

@@ -1,8 +1,9 @@
 """What queries, keys and values have in common for all tokens, as far as biases and betas tell.
 
 A part that all keys or all values share cancels in attention's gradients. Its rounding does not: a group of
-8-bit storage has one scale, which the largest number sets. Where the biases of keys are some times what the
-weights make of a token, the gradients of queries and keys have a cosine below 0.999.
+8-bit storage has one scale, which the largest number sets. Where the biases of keys are several times what
+the weights make of a token, the gradients of queries and keys have a cosine below 0.999. The biases are those
+of the time of the patch.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ _PASSES_ON = REARRANGES | Role.CAST | Role.DROPOUT
 
 
 class _Linear(NamedTuple):
-    """One on the way to a tensor; ``weight`` is None where it is packed in few bits, which no matmul of torch
-    reads."""
+    """A Linear that made a tensor; ``weight`` is None where it is packed in few bits, which no matmul of
+    torch reads."""
 
     output: Tensor
     module: str
@@ -44,18 +45,15 @@ class _Linear(NamedTuple):
 
 
 def common_part(facts: Facts, queries_and_keys: list[Tensor], values: list[Tensor]) -> str | None:
-    """Whose bias is too large for what is made of these to be stored in 8 bits; None where nobody's is known
-    to be."""
+    """Which bias is too large for these to be stored in 8 bits; None where none is known to be."""
     made_by = facts.once("makers", lambda: makers(facts.trace))
-    for tensor in (*queries_and_keys, *values):
+    kinds = (queries_and_keys, _LARGEST), (values, _TYPICAL_OF_VALUES)
+    for tensor, typical in ((tensor, typical) for tensors, typical in kinds for tensor in tensors):
         for linear in _linears_behind(facts, made_by, tensor):
             share = _share(facts, made_by, linear, _part(linear.output, tensor))
-            if share is None:
-                continue
-            most = _TYPICAL_OF_VALUES if any(tensor is one for one in values) else _LARGEST
-            if share[0] > _LARGEST or share[1] > most:
-                times = f"{share[0]:.1f} times what its weight makes of a token"
-                return f"the bias of {linear.module} is up to {times}"
+            if share is not None and (share[0] > _LARGEST or share[1] > typical):
+                times = f"{share[0]:.1f} times what the weight of {linear.module} makes of a token"
+                return f"a bias, or beta in front, is up to {times}"
     return None
 
 

@@ -87,7 +87,7 @@ def find(facts: Facts, config: PatchConfig) -> Found:
     if left:
         found.notes.append(
             f"what attention saves stays in full in {len(left)} modules, as in {left[0][0]}: {left[0][1]}, "
-            "whose rounding would not cancel in its gradients"
+            "and the rounding of 8 bits would not cancel in the gradients"
         )
     return found
 

@@ -74,10 +74,8 @@ def test_gradients_stay_along_the_truth(change: Callable[[Any], None]) -> None:
     exact = gradients(copy.deepcopy(model).double())
     (note,) = notes(model, IDS)
     which = "k_proj" if model.layers[0].self_attn.k_proj.bias.any() else "v_proj"
-    assert (
-        f"2 modules, as in layers.0.self_attn: the bias of layers.0.self_attn.{which} is up to"
-        in note
-    )
+    assert "2 modules, as in layers.0.self_attn: a bias, or beta in front, is up to" in note
+    assert f"times what the weight of layers.0.self_attn.{which} makes of a token" in note
     found = gradients(patch_model(model, "compact", example_inputs=IDS))
     largest = max(float(gradient.norm()) for gradient in exact.values())
     judged = {n: g for n, g in exact.items() if g.dim() == 2 and g.norm() > 1e-4 * largest}
@@ -109,7 +107,7 @@ def test_beta_in_front_counts_as_a_bias() -> None:
     with torch.no_grad():
         model.h[0].ln_1.bias.normal_(0, 1)  # as large as gamma z
     (note,) = notes(model, IDS)
-    assert "the bias of h.0.attn.c_attn is up to" in note
+    assert "the weight of h.0.attn.c_attn makes of a token" in note
 
 
 @pytest.mark.parametrize(("part", "size", "left"), [(0, 1.0, 0), (1, 9.0, 1), (2, 1.0, 1)])
