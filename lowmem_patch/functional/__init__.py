@@ -45,8 +45,9 @@ from lowmem_patch.functional.cross_entropy import linear_losses as linear_losses
 from lowmem_patch.functional.dropout import dropout_linear as dropout_linear
 from lowmem_patch.functional.dropout import packed_dropout as packed_dropout
 from lowmem_patch.functional.eight_bit import EIGHT_BIT_DTYPES as EIGHT_BIT_DTYPES
+from lowmem_patch.functional.eight_bit import Memory as Memory
 from lowmem_patch.functional.eight_bit import from_eight_bits as from_eight_bits
-from lowmem_patch.functional.eight_bit import stored_memory as stored_memory
+from lowmem_patch.functional.eight_bit import memory_in_eight_bits as memory_in_eight_bits
 from lowmem_patch.functional.eight_bit import to_eight_bits as to_eight_bits
 from lowmem_patch.functional.gather import gather as gather
 from lowmem_patch.functional.head import Head as Head

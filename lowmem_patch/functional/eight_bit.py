@@ -22,11 +22,12 @@ A group with a value that is not finite is read as NaN: the gradient that is mad
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import TensorWeakRef
 
 from lowmem_patch.constants import EIGHT_BIT_GROUP, EightBits
@@ -118,56 +119,109 @@ def from_eight_bits(
     return values
 
 
-_weak: Any = StorageWeakRef  # has no types
+class Memory:
+    """A tensor's memory ``[n]`` in 8 bits: made once for all who save it, and read once in a backward.
 
-
-class _Known:
-    """A memory that is stored in 8 bits, as long as somebody holds its integers.
+    It is held by its integers. Torch keeps a storage's object in Python, and its attributes, as long as the
+    storage: one of them tells of this.
 
     Args:
-        flat: the memory, ``[n]``.
-        version: of its tensor.
-        integers, scales: what stands for it.
+        state: dtype and version of the tensor, and who packs what we save.
     """
 
-    def __init__(self, flat: Tensor, version: int, integers: Tensor, scales: Tensor) -> None:
-        # keeps the address of the storage, not its bytes: no other storage has it while this is known by it
-        self.storage = _weak(flat.untyped_storage())
-        self.state = flat.dtype, version
-        self.integers, self.scales = TensorWeakRef(integers), scales
+    def __init__(self, *state: Any) -> None:
+        self.state = state
+        self.packed: Any = (
+            None  # integers and scales as they were packed, where somebody packs them
+        )
+        self._integers: Any = None
+        self._savers = self._waiting = 0
+        self._value: Tensor | None = None
+
+    @staticmethod
+    def of(tensor: Tensor, packer: Any = None) -> Memory:
+        """The memory behind a tensor as it is now, for those whose saved tensors ``packer`` packs."""
+        known = tensor.untyped_storage().__dict__.get(_NAME)
+        memory: Memory | None = None if known is None else known()
+        state = tensor.dtype, tensor._version, packer
+        if memory is None or memory.state != state:
+            memory = Memory(*state)
+            setattr(tensor.untyped_storage(), _NAME, weakref.ref(memory))
+        return memory
+
+    def parts(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
+        """Integers ``[n]`` and scales; ``tensor`` has this memory."""
+        integers: Any = None if self._integers is None else self._integers()
+        if integers is None:
+            integers, scales = memory_in_eight_bits(tensor)
+            # what autograd saves keeps its attributes, and frees them with itself
+            integers.__dict__.update(memory=self, scales=scales)
+            self._integers = TensorWeakRef(integers)
+        return integers, integers.scales
+
+    def saved(self) -> None:
+        """One more node will `read` it."""
+        self._savers += 1
+        self._waiting += 1
+
+    def read(
+        self,
+        integers: Any,
+        scales: Any,
+        unpack: Callable[[Any], Tensor] | None = None,
+    ) -> Tensor:
+        """The values ``[n]``, for one of those who saved it."""
+        value = self._value
+        if value is None:
+            if unpack is not None:
+                integers, scales = unpack(integers), unpack(scales)
+            value = from_eight_bits(integers, scales, self.state[0])
+            if torch._C._current_graph_task_id() == -1:
+                return value  # somebody looks at what is saved
+            if self._waiting > 1:
+                # a backward of a part may not come to the others
+                _engine.queue_callback(partial(_let_go, weakref.ref(self)))
+        self._waiting -= 1
+        # the last to read it lets it go; with retain_graph they all come again
+        self._value = value if self._waiting > 0 else None
+        if self._waiting <= 0:
+            self._waiting = self._savers
+        return value
 
 
-# By the address of the storage; held by the integers, and gone with them.
-_KNOWN: weakref.WeakValueDictionary[int, _Known] = weakref.WeakValueDictionary()
+def _let_go(of: weakref.ref[Memory]) -> None:
+    """Let the values go at the end of a backward."""
+    memory = of()
+    if memory is not None:
+        memory._value, memory._waiting = None, memory._savers
 
 
-def stored_memory(flat: Tensor, version: int) -> tuple[Tensor, Tensor]:
-    """What `to_eight_bits` gives for a whole memory ``[n]``; once for all who store it, whoever they are."""
-    return _stored(flat, version, (flat.numel(),))
+def memory_in_eight_bits(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """Integers ``[n]`` and scales of the whole memory behind a tensor."""
+    with _library.without_grad():
+        size = tensor.untyped_storage().nbytes() // tensor.element_size()
+        return to_eight_bits(tensor.as_strided((size,), (1,), 0))
 
 
-def _stored(flat: Tensor, version: int, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    key = int(flat.untyped_storage()._cdata)
-    known = _KNOWN.get(key)
-    integers = None if known is None else known.integers()
-    if known is not None and integers is not None and known.state == (flat.dtype, version):
-        integers, scales = integers.view(shape), known.scales
-    else:
-        integers, scales = to_eight_bits(flat)
-        integers = integers.view(shape)
-        known = _KNOWN[key] = _Known(flat, version, integers, scales)
-    integers.__dict__["known"] = known  # what autograd saves keeps its attributes
-    return integers, scales
+_NAME = "lowmem_patch_eight_bits"
+_engine: Any = torch.autograd.Variable._execution_engine
+
+
+def is_whole(tensor: Tensor) -> bool:
+    """Whether a tensor is contiguous and has its memory for itself."""
+    return tensor.is_contiguous() and tensor.nbytes == tensor.untyped_storage().nbytes()
 
 
 def stored_matrix(x: Tensor) -> tuple[Tensor, Tensor]:
     """Integers in the shape of ``x`` ``[..., F]``, contiguous, and scales, as of `to_eight_bits`."""
+    if is_whole(x):
+        flat, scales = Memory.of(x).parts(x)
+        integers = flat.view(x.shape)
+        integers.__dict__["flat"] = flat
+        return integers, scales
     with _library.without_grad():
-        flat = x.contiguous().view(-1)
-        if x.is_contiguous() and flat.nbytes == x.untyped_storage().nbytes():
-            return _stored(flat, x._version, tuple(x.shape))
-        integers, scales = to_eight_bits(flat)
-        return integers.view(x.shape), scales
+        integers, scales = to_eight_bits(x.contiguous().view(-1))
+    return integers.view(x.shape), scales
 
 
 def read_matrix(integers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor | EightBits:

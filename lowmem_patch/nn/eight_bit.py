@@ -12,25 +12,21 @@ Linear's output, attention and the Linear behind it.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from lowmem_patch.functional import (
     EIGHT_BIT_DTYPES,
+    Memory,
     below_modes,
-    from_eight_bits,
     is_ordinary,
     may_pack,
+    memory_in_eight_bits,
     packer,
     refuse_second_order,
-    stored_memory,
-    to_eight_bits,
     unwritten,
     without_grad,
 )
@@ -47,7 +43,6 @@ from lowmem_patch.tracing.op_roles import Role, names_with
 _SMALLEST_RATIO, _LARGEST_SHIFT = 1 / 16, 1.0
 
 _FUSED = names_with(Role.FUSED_ATTENTION)
-_weak: Any = StorageWeakRef  # has no types
 _ORDINARY = (Tensor, nn.Parameter, Watched)  # without torch functions of their own
 _WITHOUT_TORCH_FUNCTION: Any = torch._C.DisableTorchFunctionSubclass
 
@@ -205,74 +200,17 @@ def _is_storable(x: Any) -> TypeGuard[Tensor]:
     return bool(x.numel())
 
 
-class _Memory:
-    """A tensor's memory in 8 bits; read by as many as saved it, it is made once in a backward.
+class _Stored(NamedTuple):
+    """The place of a tensor in a memory.
 
-    Args:
-        flat: the memory, ``[n]``.
-        parts: its integers and scales.
-        version: of the tensor, when it was saved.
-        outer: pack and unpack of who packs what we save (activation checkpointing, offloading), or None.
+    Attributes:
+        parts: integers and scales, as who packs what we save gave them.
+        unpack: of who packs; None where nobody does.
     """
 
-    def __init__(
-        self, flat: Tensor, parts: tuple[Tensor, Tensor], version: int, outer: Any
-    ) -> None:
-        # keeps the address of the storage, not its bytes: no other storage has it while this is known by it
-        self.storage = _weak(flat.untyped_storage())
-        # a second run of a checkpointed block may get attention's output from the first, and packs it itself
-        self.state = flat.dtype, version, outer
-        hooks: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] = outer or (_same, _same)
-        pack, self.unpack = hooks
-        self.parts = tuple(pack(part) for part in parts)
-        self.savers = self.waiting = 0
-        self.value: Tensor | None = None
-
-    def saved(self) -> _Memory:
-        self.savers += 1
-        self.waiting += 1
-        return self
-
-    def read(self) -> Tensor:
-        value = self.value
-        if value is None:
-            integers, scales = map(self.unpack, self.parts)
-            value = from_eight_bits(integers, scales, self.state[0])
-            if torch._C._current_graph_task_id() == -1:
-                return value  # somebody looks at what is saved
-            if self.waiting > 1:
-                # a backward of a part may not come to the others
-                _engine.queue_callback(partial(_let_go, weakref.ref(self)))
-        self.waiting -= 1
-        # the last to read it lets it go; with retain_graph they all come again
-        self.value = value if self.waiting > 0 else None
-        if self.waiting <= 0:
-            self.waiting = self.savers
-        return value
-
-
-def _let_go(of: weakref.ref[_Memory]) -> None:
-    """Let the values go at the end of a backward."""
-    memory = of()
-    if memory is not None:
-        memory.value, memory.waiting = None, memory.savers
-
-
-_engine: Any = torch.autograd.Variable._execution_engine
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-# By the address of the storage; held by the nodes of autograd that saved them, and gone with them.
-_MEMORIES: weakref.WeakValueDictionary[int, _Memory] = weakref.WeakValueDictionary()
-
-
-class _Stored(NamedTuple):
-    """The place of a tensor in a memory."""
-
-    memory: _Memory
+    memory: Memory
+    parts: tuple[Any, Any]
+    unpack: Any
     size: tuple[int, ...]
     strides: tuple[int, ...]
     offset: int
@@ -326,31 +264,31 @@ class _Storing(torch.autograd.graph.saved_tensors_hooks):
 
 def _store(tensor: Tensor, outer: Any, packed: frozenset[int], *, shared: bool) -> _Stored:
     storage = tensor.untyped_storage()
-    elements = storage.nbytes() // tensor.element_size()
+    size, strides, offset = tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
     # beside a part may lie what nobody reads, of any size, in its groups
-    if tensor.numel() != elements and storage._cdata not in packed:
+    part = tensor.numel() * tensor.element_size() != storage.nbytes()
+    if part and storage._cdata not in packed:
         with without_grad():
-            flat = tensor.contiguous().view(-1)
-        own = torch.empty_like(tensor, device="meta", memory_format=torch.contiguous_format)
-        memory = _Memory(flat, to_eight_bits(flat), tensor._version, outer)
-        return _Stored(memory.saved(), tuple(tensor.shape), own.stride(), 0)
-    key = int(storage._cdata)
-    found = _MEMORIES.get(key) if shared else None
-    if found is None or found.state != (tensor.dtype, tensor._version, outer):
-        with without_grad():
-            flat = tensor.as_strided((elements,), (1,), 0)
-            parts = stored_memory(flat, tensor._version) if shared else to_eight_bits(flat)
-        found = _Memory(flat, parts, tensor._version, outer)
-        if shared:
-            _MEMORIES[key] = found
-    offset = int(tensor.storage_offset())
-    return _Stored(found.saved(), tuple(tensor.shape), tensor.stride(), offset)
+            tensor = tensor.clone(memory_format=torch.contiguous_format)
+        strides, offset = tensor.stride(), 0
+    memory = Memory.of(tensor, outer) if shared else Memory(tensor.dtype, tensor._version, outer)
+    parts, unpack = memory.packed, None
+    if outer is not None:
+        unpack = outer[1]
+        if parts is None:
+            integers, scales = memory_in_eight_bits(tensor)  # they hold nothing, and are held here
+            parts = memory.packed = (outer[0](integers), outer[0](scales))
+    else:
+        parts = memory.parts(tensor)
+    memory.saved()
+    return _Stored(memory, parts, unpack, size, strides, offset)
 
 
 def _read(saved: _Stored | _Plain) -> Tensor:
     refuse_second_order("eight_bit_storage")
     if isinstance(saved, _Stored):
-        return saved.memory.read().as_strided(saved.size, saved.strides, saved.offset)
+        values = saved.memory.read(*saved.parts, saved.unpack)
+        return values.as_strided(saved.size, saved.strides, saved.offset)
     if saved.unpack is not None:
         tensor: Tensor = saved.unpack(saved.tensor)
         return tensor
