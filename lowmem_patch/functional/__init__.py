@@ -73,4 +73,6 @@ from lowmem_patch.functional.recomputed import recomputed_linear as recomputed_l
 from lowmem_patch.functional.rotary import rotary_embedding as rotary_embedding
 from lowmem_patch.functional.shared_input import SharedInput as SharedInput
 from lowmem_patch.functional.shared_input import is_worth_python as is_worth_python
+from lowmem_patch.functional.stored_linear import stored_linear as stored_linear
+from lowmem_patch.functional.stored_linear import stores_directly as stores_directly
 from lowmem_patch.functional.unbind import unbind_permuted as unbind_permuted

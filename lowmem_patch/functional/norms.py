@@ -16,6 +16,7 @@ of y; the gradients of both are added first.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from lowmem_patch.constants import NormSettings
 from lowmem_patch.functional import _library, compiled
 from lowmem_patch.functional._checks import check_floating, check_last_dimension
 from lowmem_patch.functional._implementation import Implementation, module, resolve
+from lowmem_patch.functional.eight_bit import EIGHT_BIT_DTYPES, Memory
 
 Outputs = tuple[Tensor, Tensor | None, Tensor | None]
 
@@ -108,9 +110,9 @@ def save_copy(node: Any) -> None:
         node.written = node.saved_tensors[0].detach().clone()
 
 
-def _compute_and_save(ctx: Any, *arguments: Any) -> Any:
+def _compute_and_save(ctx: Any, *arguments: Any, eight_bits: bool = False) -> Any:
     y, copy, z, _ = output = _forward(*arguments)
-    _save(ctx, arguments, output)
+    _save(ctx, arguments, output, eight_bits)
     if copy is None and z is None:
         return y
     ctx.set_materialize_grads(False)
@@ -119,7 +121,9 @@ def _compute_and_save(ctx: Any, *arguments: Any) -> Any:
     return y, copy, z
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+def _save(
+    ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...], eight_bits: bool = False
+) -> None:
     x, weight, bias, settings, _, copy_dtype, z_dtype, implementation = inputs
     y, copy, z, rstd = output
     needs_input, needs_weight, *_ = ctx.needs_input_grad
@@ -128,12 +132,18 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
             y = z
         elif copy_dtype is not None:
             y = copy
-        ctx.save_for_backward(y, rstd, weight, bias)
+        if eight_bits:
+            memory = Memory.of(y)
+            memory.saved()
+            ctx.save_for_backward(*memory.parts(y), rstd, weight, bias)
+        else:
+            ctx.save_for_backward(y, rstd, weight, bias)
     else:
         # d_bias needs dy alone; the empty tensors stand in for what is not read
         ctx.save_for_backward(y.new_empty(0), rstd.new_empty(0), None, bias)
     ctx.copies = copy_dtype is not None
-    ctx.written = None  # of `save_copy`
+    ctx.shape = y.shape if eight_bits and (needs_input or needs_weight) else None
+    ctx.written = () if eight_bits else None  # of `save_copy`
     ctx.confirm = None  # set by who has to be asked before z is recovered from what is saved
     ctx.settings = settings, x.dtype
     ctx.rest = z_dtype is not None, implementation
@@ -146,7 +156,10 @@ def _gradients(ctx: Any, dy: Tensor | None, d_copy: Tensor | None = None, *_: No
     if dy is None:
         return (None,) * 8
     y, *others = _library.saved_tensors(ctx, "the output of a norm, or its weight or bias,")
-    if ctx.written is not None:
+    if ctx.shape is not None:
+        scales, *others = others
+        y = y.memory.read(y, scales).view(ctx.shape)
+    elif ctx.written is not None:
         y = ctx.written
     if ctx.confirm is not None:
         ctx.confirm()
@@ -156,6 +169,23 @@ def _gradients(ctx: Any, dy: Tensor | None, d_copy: Tensor | None = None, *_: No
 
 
 _call_norm = _norm.differentiable(_save, _gradients, _compute_and_save, outputs=3, with_gradient=2)
+
+
+class _NormInEightBits(torch.autograd.Function):
+    """The op where it saves its output in 8 bits, of which no operator knows."""
+
+    forward = staticmethod(partial(_compute_and_save, eight_bits=True))
+    backward = staticmethod(_gradients)
+
+
+_call_in_eight_bits = _library.direct_call(_NormInEightBits)
+
+
+def _may_store(*arguments: Any) -> bool:
+    """Whether an op that no operator knows serves, and has anything to store."""
+    x, _, _, _, out_dtype, *_ = arguments
+    found = out_dtype in EIGHT_BIT_DTYPES and x.numel() > 0 and _library.is_eager(*arguments)
+    return found and not _library.is_transformed()
 
 
 def ms_norm(
@@ -169,6 +199,7 @@ def ms_norm(
     *,
     implementation: Implementation = "auto",
     trains: bool = False,
+    eight_bits: bool = False,
 ) -> Outputs:
     """LayerNorm or RMSNorm over the last dimension that saves one output and one rstd per row.
 
@@ -187,6 +218,7 @@ def ms_norm(
         z_dtype: dtype of z, None where it is not asked for.
         implementation: see `resolve`.
         trains: the caller knows that a gradient is wanted, and that no tensor is a DTensor.
+        eight_bits: where ``trains``, and nobody but autograd looks on, the output is saved in 8 bits.
 
     Returns:
         y and its copy, and z, which has no gradient: ``[..., N]``, contiguous; None for what has no dtype.
@@ -195,17 +227,17 @@ def ms_norm(
         TypeError: a tensor is not floating point, or ``out_dtype`` mixes float64 with other dtypes.
         ValueError: shapes do not fit.
     """
-    operator = "ms_norm"
-    check_floating(operator, "x", x)
-    check_last_dimension(operator, x, weight, bias)
+    check_floating("ms_norm", "x", x)
+    check_last_dimension("ms_norm", x, weight, bias)
     out_dtype = x.dtype if out_dtype is None else out_dtype
     chosen = resolve(implementation, x, weight, bias)
     # the float64 oracle must not be asked for by mixing dtypes by accident
     if (x.dtype == torch.float64) != (out_dtype == torch.float64):
-        raise TypeError(f"{operator}: x is {x.dtype} but out_dtype is {out_dtype}")
+        raise TypeError(f"ms_norm: x is {x.dtype} but out_dtype is {out_dtype}")
     arguments = (x, weight, bias, settings, out_dtype, copy_dtype, z_dtype, chosen)
     if trains:
-        return _outputs(_call_norm(*arguments), copy_dtype, z_dtype)
+        call = _call_in_eight_bits if eight_bits and _may_store(*arguments) else _call_norm
+        return _outputs(call(*arguments), copy_dtype, z_dtype)
     if compiled.is_sharded(x, weight, bias):
         return compiled.sharded_norm(x, weight, bias, settings, out_dtype, copy_dtype, z_dtype)
     found: Any = None
@@ -214,8 +246,7 @@ def ms_norm(
         found = _without_gradient(x, weight, bias, settings, out_dtype)
     if found is None:
         # autocast would make F.layer_norm return float32
-        call = _call_norm if trains or _library.in_forward_mode() else _norm
-        found = call(*arguments)
+        found = (_call_norm if trains or _library.in_forward_mode() else _norm)(*arguments)
     return _outputs(found, copy_dtype, z_dtype)
 
 

@@ -22,15 +22,19 @@ from lowmem_patch.functional import (
     EIGHT_BIT_DTYPES,
     Memory,
     below_modes,
+    is_eager,
     is_ordinary,
     may_pack,
     memory_in_eight_bits,
     packer,
+    packs_saved_tensors,
     refuse_second_order,
+    stored_linear,
+    stores_directly,
     unwritten,
     without_grad,
 )
-from lowmem_patch.nn.context import is_foreign
+from lowmem_patch.nn.context import autocast_dtype, is_foreign
 from lowmem_patch.nn.deferred import Deferred, Unstored
 from lowmem_patch.nn.gammas import look_at_gammas
 from lowmem_patch.nn.modes import ForwardMode, run_under
@@ -50,10 +54,13 @@ _WITHOUT_TORCH_FUNCTION: Any = torch._C.DisableTorchFunctionSubclass
 def store_input(module: nn.Module) -> None:
     """Let a norm, a Linear or a LoRA layer save what has the shape of its input in 8 bits."""
     if isinstance(module, MSNorm):
+        module.in_eight_bits = True
         # z = (y - beta) / gamma has the error of the group's largest y, divided by its own gamma
         module.looks.smallest_ratio, module.looks.largest_shift = _SMALLEST_RATIO, _LARGEST_SHIFT
         look_at_gammas([module])
-    give_forward_around(module, _stores_input)
+        give_forward_around(module, _stores_output)
+    else:
+        give_forward_around(module, _stores_input)
 
 
 def store_attention(module: nn.Module) -> None:
@@ -61,7 +68,21 @@ def store_attention(module: nn.Module) -> None:
     run_under(module, _AroundAttention)
 
 
+def _stores_output(norm: MSNorm, given: Own | None, /, *args: Any, **kwargs: Any) -> Any:
+    if is_eager() and not packs_saved_tensors():  # its op stores the output by itself
+        return inner_forward(norm, given)(*args, **kwargs)
+    return _stores_by_hooks(norm, given, *args, **kwargs)
+
+
 def _stores_input(module: nn.Module, given: Own | None, /, *args: Any, **kwargs: Any) -> Any:
+    if type(module) is nn.Linear and given is None and len(args) == 1 and not kwargs:
+        y = _directly(module, args[0])
+        if y is not None:
+            return y
+    return _stores_by_hooks(module, given, *args, **kwargs)
+
+
+def _stores_by_hooks(module: nn.Module, given: Own | None, /, *args: Any, **kwargs: Any) -> Any:
     forward = inner_forward(module, given)
     x = args[0] if args else next(iter(kwargs.values()), None)
     if not isinstance(x, Deferred):
@@ -77,6 +98,20 @@ def _stores_input(module: nn.Module, given: Own | None, /, *args: Any, **kwargs:
         return _under_hooks(module, found, forward, *args, **kwargs)
     finally:
         x.op = op
+
+
+def _directly(linear: nn.Linear, x: Any) -> Tensor | None:
+    """The Linear as one op that stores its input; None where hooks have to."""
+    own = linear._parameters
+    weight, bias = own.get("weight"), own.get("bias")
+    if type(x) not in _ORDINARY or weight is None or not _may_store():
+        return None
+    if not stores_directly(x, weight, bias):
+        return None
+    autocast = autocast_dtype(x.device.type, x.dtype)
+    dtype = weight.dtype if autocast is None else autocast
+    alike = x.dtype == dtype and (autocast is not None or bias is None or bias.dtype == dtype)
+    return stored_linear(x, weight, bias, dtype) if alike else None
 
 
 def _are_storable(sources: tuple[Tensor, ...]) -> bool:

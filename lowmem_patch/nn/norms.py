@@ -25,6 +25,7 @@ from lowmem_patch.functional import (
     is_exporting,
     is_transformed,
     ms_norm,
+    packs_saved_tensors,
 )
 from lowmem_patch.nn.context import autocast_dtype, is_foreign, is_fsdp_unit, needs_gradient, train
 from lowmem_patch.nn.deferred import value_of
@@ -55,6 +56,7 @@ class MSNorm(nn.Module):
         eps_name: the attribute that holds eps, as it did in the original: users set it. None in it leaves
             eps to torch, which takes that of the input's dtype in float64. Empty: that of ``settings`` stays.
         names: of gamma and beta in the state dict; empty: there is none. `NamedMSNorm` has others than these.
+        in_eight_bits: the output is saved in 8 bits; where somebody packs what is saved, hooks do it.
     """
 
     weight: nn.Parameter | None
@@ -97,6 +99,7 @@ class MSNorm(nn.Module):
         self.lies_as_input = lies_as_input
         self.eps_name = eps_name
         self.looks = Looks()
+        self.in_eight_bits = False
 
     def normalize(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """The norm's value in ``dtype``, by default :meth:`output_dtype`."""
@@ -142,9 +145,8 @@ class MSNorm(nn.Module):
         weight = None if self.output == "input" else self.weight
         if weight is None or weight.dtype == x.dtype:
             return x.dtype
-        return (
-            weight.dtype if self.output == "weight" else torch.promote_types(x.dtype, weight.dtype)
-        )
+        own = weight.dtype
+        return own if self.output == "weight" else torch.promote_types(x.dtype, own)
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., N] -> [..., N]``; a deferred tensor where a Linear shall save something else."""
@@ -185,16 +187,14 @@ class MSNorm(nn.Module):
         trains = own_trains or x.requires_grad
         saves_z = trains and self._saves_z(weight, bias, own_trains)
         copy = self._low_dtype(x) if self.shares_copy else None
+        # what Linears save in the place of the output: a copy of it, z, or both
+        saved = dtype if copy is None else copy
+        dtypes = (dtype, copy, saved if saves_z else None)
+        settings, stored = self._settings_for(x), self.in_eight_bits and not packs_saved_tensors()
+        y, *more = ms_norm(x, weight, bias, settings, *dtypes, trains=trains, eight_bits=stored)
         # an adapter may save the copy of what needs no gradient
         if copy is None and not saves_z:
-            y = ms_norm(x, weight, bias, self._settings_for(x), dtype, trains=trains)[0]
             return self._shared(y) if trains else y
-        # a copy of the output, z, or both, which Linears save in its place
-        saved = dtype if copy is None else copy
-        z_dtype = saved if saves_z else None
-        y, *more = ms_norm(
-            x, weight, bias, self._settings_for(x), dtype, copy, z_dtype, trains=trains
-        )
         affine = self._affine(weight, bias) if saves_z else None
         if affine is None:
             self._confirm_in_backward(y, saved)

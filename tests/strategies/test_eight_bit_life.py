@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import gc
 import pickle
-import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from lowmem_patch import patch_model, saved_bytes, unpatch_model
 from lowmem_patch.errors import DoubleBackwardError
-from lowmem_patch.functional import Memory, from_eight_bits, to_eight_bits
+from lowmem_patch.functional import from_eight_bits, to_eight_bits
 from lowmem_patch.nn.adapters import is_adapter_forward
 from lowmem_patch.nn.own import is_own
 from tests.strategies.test_eight_bit import COMPACT, EXACT, wide_llama
@@ -108,55 +105,6 @@ def test_accumulated_and_retained_graphs_give_the_same_again(patched: Any) -> No
     assert_equal(gradients(model, loss), once)
     model(**inputs).loss.backward()
     assert_equal(gradients(model, model(**inputs).loss), {n: 2 * g for n, g in once.items()})
-
-
-@pytest.fixture
-def memories(monkeypatch: pytest.MonkeyPatch) -> Iterator[weakref.WeakSet[Any]]:
-    """The memories in 8 bits that are held."""
-    held: weakref.WeakSet[Any] = weakref.WeakSet()
-    make = Memory.__init__
-
-    def noted(memory: Any, *state: Any) -> None:
-        make(memory, *state)
-        held.add(memory)
-
-    monkeypatch.setattr(Memory, "__init__", noted)
-    gc.collect()
-    gc.disable()
-    yield held
-    gc.enable()
-
-
-def test_nothing_is_held_after_backward_and_nothing_by_a_graph_that_is_dropped(
-    patched: Any, memories: weakref.WeakSet[Any]
-) -> None:
-    model, inputs = patched
-    loss = model(**inputs).loss
-    assert len(memories) == 2 * 8
-    held = list(memories)
-    loss.backward()
-    assert all(memory._value is None for memory in held)
-    del held
-    assert len(memories) == 0  # though the graph is held
-    del loss
-    model(**inputs)
-    assert len(memories) == 0
-
-
-def test_a_backward_of_a_part_holds_nothing_in_full(
-    patched: Any, memories: weakref.WeakSet[Any]
-) -> None:
-    model, inputs = patched
-    once = gradients(model, model(**inputs).loss)
-    name = next(name for name in once if "q_proj" in name)
-    loss = model(**inputs).loss
-    assert len(memories) == 2 * 8
-    for _ in range(2):
-        (found,) = torch.autograd.grad(loss, model.get_parameter(name), retain_graph=True)
-        assert torch.equal(found, once[name])
-        assert all(memory._value is None for memory in memories)
-    assert_equal(gradients(model, loss), once)
-    assert all(memory._value is None for memory in memories)
 
 
 def test_copies_pickles_and_undoing(stock: Any) -> None:
