@@ -127,10 +127,6 @@ class Mlp(nn.Module):
             return self.second(hidden[:, :3])
         if how == "strided":
             return self.second(hidden.transpose(0, 1))
-        if how == "written":
-            found = self.second(hidden)
-            hidden.mul_(2)
-            return found + self.second(hidden)
         return self.second(hidden)
 
 
