@@ -126,11 +126,16 @@ class Memory:
     storage: one of them tells of this.
 
     Args:
-        state: dtype and version of the tensor, and who packs what we save.
+        dtype, version: of the tensor.
+        packer: pack and unpack of who packs what we save, or None.
     """
 
-    def __init__(self, *state: Any) -> None:
-        self.state = state
+    __slots__ = (
+        "__weakref__", "_integers", "_savers", "_value", "_waiting", "dtype", "packed", "packer", "version",
+    )  # fmt: skip
+
+    def __init__(self, dtype: torch.dtype, version: int, packer: Any = None) -> None:
+        self.dtype, self.version, self.packer = dtype, version, packer
         self.packed: Any = (
             None  # integers and scales as they were packed, where somebody packs them
         )
@@ -141,12 +146,17 @@ class Memory:
     @staticmethod
     def of(tensor: Tensor, packer: Any = None) -> Memory:
         """The memory behind a tensor as it is now, for those whose saved tensors ``packer`` packs."""
-        known = tensor.untyped_storage().__dict__.get(_NAME)
+        storage = tensor.untyped_storage()
+        known = storage.__dict__.get(_NAME)
         memory: Memory | None = None if known is None else known()
-        state = tensor.dtype, tensor._version, packer
-        if memory is None or memory.state != state:
-            memory = Memory(*state)
-            setattr(tensor.untyped_storage(), _NAME, weakref.ref(memory))
+        if (
+            memory is None
+            or memory.version != tensor._version
+            or memory.dtype != tensor.dtype
+            or memory.packer != packer
+        ):
+            memory = Memory(tensor.dtype, tensor._version, packer)
+            storage.__dict__[_NAME] = weakref.ref(memory)
         return memory
 
     def parts(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
@@ -175,7 +185,7 @@ class Memory:
         if value is None:
             if unpack is not None:
                 integers, scales = unpack(integers), unpack(scales)
-            value = from_eight_bits(integers, scales, self.state[0])
+            value = from_eight_bits(integers, scales, self.dtype)
             if torch._C._current_graph_task_id() == -1:
                 return value  # somebody looks at what is saved
             if self._waiting > 1:

@@ -96,12 +96,12 @@ def linear_forward(
         bias is None or bias.dtype == compute_dtype
     )
     if alike and lora_A is None and not torch.is_autocast_enabled(device):
-        return _product(hidden, weight, bias), None
+        return product(hidden, weight, bias), None
     with _library.without_autocast(device):
         hidden, weight = cast(hidden, compute_dtype), cast(weight, compute_dtype)
         bias = None if bias is None else cast(bias, compute_dtype)
         if lora_A is None or lora_B is None:
-            return _product(hidden, weight, bias), None
+            return product(hidden, weight, bias), None
         rows = hidden.reshape(-1, hidden.shape[-1])
         ops = module(implementation)
         lora_A, lora_B = ops.adapter_weights(lora_A, lora_B, compute_dtype)
@@ -129,7 +129,7 @@ def low_product(
         return F.linear(rows, padded_A)
 
 
-def _product(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def product(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """What F.linear gives, bit for bit, but contiguous and no view, which autograd would not let anybody
     write into: ``x = fc2(h); x += shortcut``."""
     if not hidden.is_contiguous():  # torch multiplies in another order then

@@ -16,38 +16,37 @@ from torch import Tensor
 from lowmem_patch.functional import _library
 from lowmem_patch.functional._ownership import packs_saved_tensors
 from lowmem_patch.functional.eight_bit import EIGHT_BIT_DTYPES, Memory, is_whole
-from lowmem_patch.functional.products import IDENTITY, linear_forward
-from lowmem_patch.functional.products_backward import linear_backward, one_for_each
-from lowmem_patch.reference import cast
+from lowmem_patch.functional.products import product
 
 
 class _StoredLinear(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
-    ) -> Tensor:
-        needs_input, needs_weight, needs_bias, _ = ctx.needs_input_grad
-        ctx.dtypes = x.dtype, None, weight.dtype, None if bias is None else bias.dtype, None, None
-        weight = cast(weight, dtype)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        needs_input, needs_weight, _ = ctx.needs_input_grad
         parts: tuple[Tensor | None, Tensor | None] = None, None
         if needs_weight:
             memory = Memory.of(x)
             parts = memory.parts(x)
             memory.saved()
         ctx.save_for_backward(*parts, weight if needs_input else None)
-        ctx.needs, ctx.shape = (needs_input, needs_weight, needs_bias, False, False), x.shape
-        return linear_forward(x, weight, bias, None, None, 1.0, dtype)[0]
+        with _library.without_autocast(x.device.type):
+            return product(x, weight, bias)
 
     @staticmethod
     @_library.first_order("eight_bit_storage")
     def backward(ctx: Any, dy: Tensor) -> Any:
         integers, scales, weight = ctx.saved_tensors
-        x = None if integers is None else integers.memory.read(integers, scales).view(ctx.shape)
-        products = (weight, None, None, None, 1.0, IDENTITY)
-        found = linear_backward(dy, x, None, *products, ctx.needs, "reference")
-        needs = (ctx.needs[0], False, *ctx.needs[1:])
-        d_x, _, d_weight, d_bias, *_ = one_for_each(found, needs, ctx.dtypes)
-        return d_x, d_weight, d_bias, None
+        d_x = d_weight = None
+        rows = dy.reshape(-1, dy.shape[-1])
+        with _library.without_autocast(dy.device.type):
+            # first: torch's sum takes a multiple of dy for a while, and nothing else is there yet
+            d_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
+            if weight is not None:
+                d_x = rows.mm(weight).view(*dy.shape[:-1], weight.shape[1])
+            if integers is not None:
+                x = integers.memory.read(integers, scales)
+                d_weight = rows.t().mm(x.view(rows.shape[0], -1))
+        return d_x, d_weight, d_bias
 
 
 _call = _library.direct_call(_StoredLinear)
@@ -77,5 +76,9 @@ def stored_linear(
     Returns:
         ``[..., O]`` in ``compute_dtype``, bit for bit that of F.linear.
     """
-    y: Tensor = _call(x, weight, bias, compute_dtype)
+    if weight.dtype != compute_dtype:
+        weight = weight.to(compute_dtype)
+    if bias is not None and bias.dtype != compute_dtype:
+        bias = bias.to(compute_dtype)
+    y: Tensor = _call(x, weight, bias)
     return y

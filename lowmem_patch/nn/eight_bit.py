@@ -76,7 +76,7 @@ def _stores_output(norm: MSNorm, given: Own | None, /, *args: Any, **kwargs: Any
 
 def _stores_input(module: nn.Module, given: Own | None, /, *args: Any, **kwargs: Any) -> Any:
     if type(module) is nn.Linear and given is None and len(args) == 1 and not kwargs:
-        y = _directly(module, args[0])
+        y = below_modes(_directly, module, args[0])
         if y is not None:
             return y
     return _stores_by_hooks(module, given, *args, **kwargs)
