@@ -160,9 +160,8 @@ def _parse(content: str, *, name: str, where: str) -> PatchConfig:
     except yaml.YAMLError as error:
         raise ConfigError(f"{where} is not valid YAML: {error}") from error
     if not isinstance(data, Mapping):
-        raise ConfigError(
-            f"{where} must hold keys such as 'norms: share', got {type(data).__name__}"
-        )
+        found = "is empty" if data is None else f"holds a {type(data).__name__}"
+        raise ConfigError(f"{where} {found}: it must hold keys such as 'norms: share'")
     return _from_mapping(data, name=name, where=where)
 
 

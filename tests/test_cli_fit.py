@@ -275,3 +275,22 @@ def test_a_config_names_the_budget(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="fit"):
         load_config({"fit": 2.5})
     assert plan_patch(model, "auto", example_inputs=x).fit is None
+
+
+def test_a_preset_file_names_the_budget_of_inspect(shallow: Path, tmp_path: Path) -> None:
+    file = tmp_path / "small.yaml"
+    size = ("--batch-size", "1", "--seq-len", "16", "--preset", str(file))
+    file.write_text("fit: 1GiB\n")
+    assert "fit 1GiB" in call(shallow, *size).stdout
+    assert "fit 2GiB" in call(shallow, *size, "--fit", "2GiB").stdout  # the option comes first
+    file.write_text("fit: 1KiB\n")
+    assert call(shallow, *size).exit_code == 4
+    file.write_text("fit: auto\n")  # what a GPU has free, and there is none
+    assert call(shallow, *size).exit_code == 0
+
+
+def test_an_empty_config_is_said_to_be_empty(tmp_path: Path) -> None:
+    file = tmp_path / "empty.yaml"
+    file.write_text("")
+    with pytest.raises(ConfigError, match=r"empty\.yaml is empty: it must hold keys"):
+        load_config(file)

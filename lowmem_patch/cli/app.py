@@ -42,7 +42,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="Exit codes: 0 done, 1 verification failed, 2 bad input, 3 nothing to do, 4 does not fit.",
+    epilog="Exit codes: 0 done, 1 verify or bench failed, 2 bad input, 3 nothing to do, 4 does not fit.",
 )
 
 _PACKAGES = (

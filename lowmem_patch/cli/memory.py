@@ -69,7 +69,8 @@ GpusOption = Annotated[
     int, typer.Option(min=1, help="Shard model states over so many, as FSDP2 does.")
 ]
 InspectLengthOption = Annotated[
-    int | None, typer.Option(min=1, help="Tokens per row; the model's length, at most 4096.")
+    int | None,
+    typer.Option(min=1, help="Tokens per row. [default: the model's length, at most 4096]"),
 ]
 
 
@@ -122,6 +123,8 @@ def inspect(
             name_unused(built, train=train, rank=lora_rank, length=seq_len)
             imports_done()
             quantised = train.startswith("qlora")
+            if fit is None and config.fit != "auto":  # which is what a GPU has free
+                fit = None if config.fit is None else str(config.fit)
             training = Training(optimizer.value, quantised, accumulation > 1, checkpointing, gpus)
             with one_thread(), _autocast("cpu", autocast):
                 found = _look(
@@ -209,8 +212,13 @@ def _look(
 
 
 def _fitted(
-    model: Any, config: PatchConfig, inputs: ExampleInputs, training: Training, fit: str, report: PatchReport
-) -> PatchReport:  # fmt: skip
+    model: Any,
+    config: PatchConfig,
+    inputs: ExampleInputs,
+    training: Training,
+    fit: str,
+    report: PatchReport,
+) -> PatchReport:
     """The report with the choice of levels for a budget."""
     from lowmem_patch.planning.fit_model import fit_planned
     from lowmem_patch.planning.planner import plan_model

@@ -77,7 +77,7 @@ LengthOption = Annotated[
     int | None, typer.Option(min=1, help="Tokens per row, for models that read tokens.")
 ]
 DtypeOption = Annotated[StoredDtype, typer.Option(help="Of the parameters; auto: the config's.")]
-RankOption = Annotated[int | None, typer.Option(min=1, help="Rank of the adapters; 8.")]
+RankOption = Annotated[int | None, typer.Option(min=1, help="Rank of the adapters. [default: 8]")]
 AutocastOption = Annotated[bool, typer.Option("--autocast", help="Under bfloat16 autocast.")]
 DeviceOption = Annotated[Device, typer.Option(help="auto: a GPU if there is one.")]
 

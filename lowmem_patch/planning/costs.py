@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from lowmem_patch.strategies.checkpointing import Blocks
-from lowmem_patch.strategies.protocol import Facts
+from lowmem_patch.strategies.protocol import Facts, Patch
 from lowmem_patch.tracing.call_arguments import weight_matmul
 from lowmem_patch.tracing.inputs import ExampleInputs
 from lowmem_patch.tracing.isolation import preserved
@@ -146,8 +146,20 @@ def _op_seconds(op: Op, device: Device) -> tuple[float, float]:
     return forward, forward * max(1, min(gradients, 2))
 
 
-def run_seconds(facts: Facts, blocks: Blocks, device: Device) -> tuple[RunSeconds, ...]:
-    """The times of the runs by the model of the device, in the order of the forward."""
+def run_seconds(
+    facts: Facts, patches: Iterable[Patch], blocks: Blocks, device: Device
+) -> tuple[RunSeconds, ...]:
+    """The times of the runs by the model of the device, in the order of the forward.
+
+    Counted are the unpatched ops; of a LoRA layer that runs as one op, which takes hardly longer than its base
+    Linear, only that Linear's.
+    """
+    joined = tuple(f"{patch.site}." for patch in patches if patch.strategy == "lora")
+    free = {
+        name
+        for name in facts.modules
+        if f"{name}.".startswith(joined) and ".base_layer." not in f"{name}."
+    }
     sites = {block.site for block in blocks.blocks}
     calls = sorted((c for c in facts.trace.calls if c.name in sites), key=lambda c: c.first_op)
     found = []
@@ -155,7 +167,7 @@ def run_seconds(facts: Facts, blocks: Blocks, device: Device) -> tuple[RunSecond
         forward = attention = backward = 0.0
         ops = facts.trace.ops[call.first_op : call.last_op]
         for op in ops:
-            ahead, back = _op_seconds(op, device)
+            ahead, back = (0.0, 0.0) if op.module in free else _op_seconds(op, device)
             forward, backward = forward + ahead, backward + back
             if op.role.has(Role.FUSED_ATTENTION):
                 attention += ahead

@@ -26,7 +26,7 @@ from lowmem_patch.planning.fit import NO_BLOCKS, Fitting, NoFit
 from lowmem_patch.planning.fit_report import FitReport
 from lowmem_patch.planning.ladder import Base, Rung, smaller_rungs
 from lowmem_patch.planning.names import size_text
-from lowmem_patch.planning.planner import Planned
+from lowmem_patch.planning.planner import NOTHING_TRAINS, Planned
 from lowmem_patch.planning.report import find_records
 from lowmem_patch.planning.sharded_timeline import Sharding
 from lowmem_patch.strategies.checkpointing import Blocks, find_blocks
@@ -58,6 +58,8 @@ def fit_planned(
     """
     budget = make_budget(fit, model)
     states = model_state_bytes(model, training.optimizer, quantised=training.quantised)
+    if NOTHING_TRAINS in planned.report.notes:
+        raise BudgetError(f"fit={fit!r}: {NOTHING_TRAINS}")
     if planned.shadow.mode is None:
         raise BudgetError(
             f"fit={fit!r}: this {type(model).__name__} runs on data alone, so its step cannot be planned: "
@@ -72,7 +74,7 @@ def fit_planned(
         states = with_buckets(states)
     blocks = find_blocks(planned.facts)
     device = device_of(model)
-    seconds = run_seconds(planned.facts, blocks, device)
+    seconds = run_seconds(planned.facts, planned.plan.patches, blocks, device)
     timed = any(parameter.is_cuda for parameter in model.parameters()) if timed is None else timed
     if timed and blocks.runs:
         seconds = _timed(model, planned, blocks, seconds)

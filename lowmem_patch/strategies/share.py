@@ -45,7 +45,7 @@ from lowmem_patch.tracing.sharded import came_sharded
 
 _TAKEN = frozenset(dir(MSNorm(None, None, NormSettings(0.0))))
 
-_OR_Z = ", or z (before weight and bias) where z cannot be recovered from the output"
+_OR_Z = ", or z (the normalised input) where the output does not tell it"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,5 @@
-"""Memory that a GPU's kernel takes for itself while it runs, and that no op returns."""
+"""Memory that a GPU's kernel takes for itself while it runs, and that no op returns; and what else to run of
+an operator of this package, where no kernel runs."""
 
 from __future__ import annotations
 
@@ -27,6 +28,8 @@ class Temporary(NamedTuple):
 
 # of operators that say it themselves, from their arguments
 OF_OPERATORS: dict[Any, Callable[..., Temporary]] = {}
+# what operators run: on a CPU torch's own ops, of which each takes its memory
+IMPLEMENTATIONS: dict[Any, Callable[..., Any]] = {}
 
 
 def temporary_of(func: Any, args: tuple[Any, ...]) -> Temporary:

@@ -8,9 +8,17 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from lowmem_patch import patch_model, patch_report, plan_patch, saved_bytes
+from lowmem_patch.config import load_config
+from lowmem_patch.errors import BudgetError
+from lowmem_patch.planning.costs import device_of, run_seconds
+from lowmem_patch.planning.planner import facts_and_plan
+from lowmem_patch.strategies.checkpointing import find_blocks
+from lowmem_patch.tracing.example_inputs import make_example_inputs
 from lowmem_patch.tracing.saved_bytes import SavedBytes
+from tests.support.live import allocated
 from tests.support.models import EVERY_FAMILY, FAMILIES, Inputs, build, in_each
 from tests.support.step import MODES, cast, in_mode
 
@@ -74,3 +82,56 @@ def test_what_trains_is_planned_again() -> None:
         assert report == plan_patch(fresh, "exact", example_inputs=inputs)
         assert measured(model, inputs).activations == report.saved_after
         full = report
+
+
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events")
+@pytest.mark.parametrize("preset", ["exact", "compact"])
+def test_the_peak_on_a_cpu_is_that_of_the_profiler(preset: str) -> None:
+    """An op is made of torch's there, which take memory while it runs."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=512, num_hidden_layers=2, num_attention_heads=2,
+    )  # fmt: skip
+    model, ids = LlamaForCausalLM(config), torch.randint(0, 64, (4, 64))
+    inputs = {"input_ids": ids, "labels": ids}
+    patch_model(model, preset, example_inputs=inputs, fit="1TiB", optimizer="sgd")
+    predicted = patch_report(model).fit
+    assert predicted is not None
+
+    def train() -> None:
+        model(**inputs).loss.backward()
+
+    train()
+    model.zero_grad()
+    states = sum(t.nbytes for t in (*model.parameters(), *model.buffers(), ids))
+    assert predicted.predicted == pytest.approx(states + allocated(train), rel=0.01)
+
+
+@pytest.mark.filterwarnings("ignore:.*no parameter trains")
+def test_a_budget_of_a_model_that_does_not_train_is_refused() -> None:
+    model, inputs = build(FAMILIES["llama"]), FAMILIES["llama"].inputs()
+    with pytest.raises(BudgetError, match=r"no parameter trains.*call get_peft_model"):
+        patch_model(model.requires_grad_(False), example_inputs=inputs, fit="1GiB")
+
+
+def test_the_time_of_a_lora_layer_is_that_of_its_one_op() -> None:
+    """Not of PEFT's, which makes float32 copies of the input."""
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=1024, intermediate_size=4096, num_hidden_layers=1, num_attention_heads=8,
+    )  # fmt: skip
+    seconds = {}
+    for name in ("full", "lora"):
+        with torch.device("meta"):
+            model: Any = LlamaForCausalLM(config).to(torch.bfloat16)
+        if name == "lora":
+            model = get_peft_model(model, LoraConfig(r=16, target_modules="all-linear"))
+        inputs = make_example_inputs(model, batch_size=4, sequence_length=2048)
+        facts, plan, _ = facts_and_plan(model.train(), load_config("auto"), inputs, [])
+        blocks = find_blocks(facts)
+        seconds[name] = run_seconds(facts, plan.patches, blocks, device_of(model))[0]
+        if name == "lora":
+            seconds["peft"] = run_seconds(facts, (), blocks, device_of(model))[0]
+    # its base Linears' weights have no gradient, a third of the products of a step
+    assert seconds["lora"].forward == pytest.approx(seconds["full"].forward, rel=0.05)
+    assert 0.5 < seconds["lora"].backward / seconds["full"].backward < 0.8
+    assert seconds["peft"].forward > 1.2 * seconds["lora"].forward

@@ -233,7 +233,7 @@ def test_the_reason_says_in_plain_words_what_is_saved() -> None:
 
     plain = "the norm and its Linears save one tensor: the norm's output"
     assert reason(nn.LayerNorm(8, elementwise_affine=False)) == plain
-    affine = ", or z (before weight and bias) where z cannot be recovered from the output"
+    affine = ", or z (the normalised input) where the output does not tell it"
     assert reason(nn.LayerNorm(8)) == plain + affine
 
 

@@ -32,9 +32,7 @@ def find(facts: Facts, config: PatchConfig) -> Found:
         return Found()
     names = (name for name in facts.calls if _calls_sdpa(facts.modules[name]))
     patches = [CausalAttention(name) for name in names if _passes_mask_on(facts, name)]
-    note = (
-        f"attention that uses is_causal for a mask under torch.compile, for speed: {len(patches)}"
-    )
+    note = f"attention that, if compiled, takes is_causal in place of a mask, for speed: {len(patches)}"
     return Found(list(patches), notes=[note] if patches else [])
 
 
