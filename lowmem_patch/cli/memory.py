@@ -123,8 +123,6 @@ def inspect(
             name_unused(built, train=train, rank=lora_rank, length=seq_len)
             imports_done()
             quantised = train.startswith("qlora")
-            if fit is None and config.fit != "auto":  # which is what a GPU has free
-                fit = None if config.fit is None else str(config.fit)
             training = Training(optimizer.value, quantised, accumulation > 1, checkpointing, gpus)
             with one_thread(), _autocast("cpu", autocast):
                 found = _look(
@@ -167,7 +165,7 @@ def _look(
     length: int | None,
     batches: int,
     memory: str | None,
-    fit: str | None,
+    fit: str | int | None,
     solve: str,
 ) -> _Look:
     """The plan, and the predicted peak; a peak that cannot be predicted is an error only where something
@@ -194,6 +192,8 @@ def _look(
     tokens = inputs.kwargs.get("input_ids")
     plans = make_plans(model, config, inputs)
     report = plans.report
+    if config.fit != "auto":  # which is what a GPU has free
+        fit = config.fit if fit is None else fit
     if fit is not None:
         report = _fitted(model, config, inputs, training, fit, report)
     try:
@@ -216,7 +216,7 @@ def _fitted(
     config: PatchConfig,
     inputs: ExampleInputs,
     training: Training,
-    fit: str,
+    fit: str | int,
     report: PatchReport,
 ) -> PatchReport:
     """The report with the choice of levels for a budget."""

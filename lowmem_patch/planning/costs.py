@@ -151,8 +151,8 @@ def run_seconds(
 ) -> tuple[RunSeconds, ...]:
     """The times of the runs by the model of the device, in the order of the forward.
 
-    Counted are the unpatched ops; of a LoRA layer that runs as one op, which takes hardly longer than its base
-    Linear, only that Linear's.
+    Counted are the unpatched ops. A LoRA layer that runs as one op takes hardly longer than its base
+    Linear: only that Linear counts.
     """
     joined = tuple(f"{patch.site}." for patch in patches if patch.strategy == "lora")
     free = {

@@ -148,5 +148,10 @@ class FitReport:
                 f"  {level} ({_ranges([block.site for block in blocks])}): {size_text(patched)} -> "
                 f"{size_text(held)}, {1e3 * sum(block.seconds for block in blocks):.2f} ms: {reason}"
             )
+        if self.blocks:
+            lines.append(
+                "  each line: what these blocks hold when the forward ends, patched -> at their level, each "
+                "tensor at the block that makes it; what the level adds to a step"
+            )
         lines += [f"  {note}" for note in self.notes]
         return "\n".join(lines)

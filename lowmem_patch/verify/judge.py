@@ -22,6 +22,7 @@ from lowmem_patch.checkpoint.compare import (
 )
 from lowmem_patch.config import PatchConfig
 from lowmem_patch.errors import TraceError
+from lowmem_patch.planning.names import collapse_names
 from lowmem_patch.strategies.fold_weights import FoldStep, fold_tensors
 from lowmem_patch.tracing.inputs import ExampleInputs
 from lowmem_patch.tracing.saved_bytes import saved_bytes
@@ -339,7 +340,7 @@ class Judge:
         checks |= {c.name: c for c in _check_gradients(failed, draws, arithmetic.eps)}
         self._note(
             f"judged over {len(draws)} draws of the outputs' gradients, as one was not enough to tell "
-            f"rounding from a mistake: {', '.join(failed)}"
+            f"rounding from a mistake: {', '.join(collapse_names(failed))}"
         )
         return [*checks.values()]
 
