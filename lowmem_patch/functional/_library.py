@@ -24,7 +24,6 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as dis
 
 from lowmem_patch.constants import NormSettings
 from lowmem_patch.errors import DoubleBackwardError
-from lowmem_patch.tracing.gpu_temporaries import IMPLEMENTATIONS
 
 _NAMESPACE = "lowmem_patch"
 # torch ships no types for Library; Any says so once
@@ -97,7 +96,6 @@ class Operator:
         _library.impl(self.name, _without_none(fake), "Meta")
         # the operator, of the same arguments; absent results are empty tensors
         self.traced: Any = getattr(torch.ops.lowmem_patch, self.name).default
-        IMPLEMENTATIONS[self.traced] = _without_none(implementation)
 
     def __call__(self, *args: Any) -> Any:
         return self.implementation(*args) if is_eager(*args) else self.traced(*args)

@@ -131,8 +131,11 @@ class Memory:
     """
 
     __slots__ = (
-        "__weakref__", "_integers", "_savers", "_value", "_waiting", "dtype", "packed", "packer", "version",
+        "__weakref__", "_integers", "_savers", "_task", "_value", "_waiting", "dtype", "packed", "packer",
+        "version",
     )  # fmt: skip
+    # the backward in which one was read last: an optimizer may have written since, which no version tells
+    last_task = -1
 
     def __init__(self, dtype: torch.dtype, version: int, packer: Any = None) -> None:
         self.dtype, self.version, self.packer = dtype, version, packer
@@ -142,6 +145,7 @@ class Memory:
         self._integers: Any = None
         self._savers = self._waiting = 0
         self._value: Tensor | None = None
+        self._task = Memory.last_task
 
     @staticmethod
     def of(tensor: Tensor, packer: Any = None) -> Memory:
@@ -154,6 +158,7 @@ class Memory:
             or memory.version != tensor._version
             or memory.dtype != tensor.dtype
             or memory.packer != packer
+            or memory._task != Memory.last_task
         ):
             memory = Memory(tensor.dtype, tensor._version, packer)
             storage.__dict__[_NAME] = weakref.ref(memory)
@@ -181,12 +186,14 @@ class Memory:
         unpack: Callable[[Any], Tensor] | None = None,
     ) -> Tensor:
         """The values ``[n]``, for one of those who saved it."""
-        value = self._value
+        value, task = self._value, torch._C._current_graph_task_id()
+        if task != -1:
+            Memory.last_task = task
         if value is None:
             if unpack is not None:
                 integers, scales = unpack(integers), unpack(scales)
             value = from_eight_bits(integers, scales, self.dtype)
-            if torch._C._current_graph_task_id() == -1:
+            if task == -1:
                 return value  # somebody looks at what is saved
             if self._waiting > 1:
                 # a backward of a part may not come to the others

@@ -52,12 +52,14 @@ class _StoredLinear(torch.autograd.Function):
 _call = _library.direct_call(_StoredLinear)
 
 
-def stores_directly(x: Any, *others: Any) -> bool:
-    """Whether an op can store ``x``, which nobody packs, in 8 bits by itself: all are ordinary tensors, or
-    None, that no mode watches."""
-    if packs_saved_tensors() or not _library.is_eager(x, *others):
+def stores_directly(x: Any, weight: Any, bias: Any) -> bool:
+    """Whether the op can store ``x``, which nobody packs: all are ordinary tensors, which no mode watches."""
+    if packs_saved_tensors() or not _library.is_eager(x, weight, bias):
         return False
-    return x.dtype in EIGHT_BIT_DTYPES and x.numel() > 0 and is_whole(x)
+    if torch.is_inference_mode_enabled() or x.is_inference() or x.is_meta or x.is_nested:
+        return False
+    strided = x.layout is torch.strided and x.dtype in EIGHT_BIT_DTYPES
+    return strided and x.numel() > 0 and weight.numel() > 0 and is_whole(x)
 
 
 def stored_linear(

@@ -37,7 +37,7 @@ from lowmem_patch.functional import (
 from lowmem_patch.nn.context import autocast_dtype, is_foreign
 from lowmem_patch.nn.deferred import Deferred, Unstored
 from lowmem_patch.nn.gammas import look_at_gammas
-from lowmem_patch.nn.modes import ForwardMode, run_under
+from lowmem_patch.nn.modes import ForwardMode, has_foreign_mode, run_under
 from lowmem_patch.nn.norms import MSNorm
 from lowmem_patch.nn.own import Own, give_forward_around, inner_forward
 from lowmem_patch.nn.watched import Watched
@@ -51,8 +51,11 @@ _ORDINARY = (Tensor, nn.Parameter, Watched)  # without torch functions of their 
 _WITHOUT_TORCH_FUNCTION: Any = torch._C.DisableTorchFunctionSubclass
 
 
-def store_input(module: nn.Module) -> None:
-    """Let a norm, a Linear or a LoRA layer save what has the shape of its input in 8 bits."""
+def store_input(module: nn.Module, *, once: bool = False) -> None:
+    """Let a norm, a Linear or a LoRA layer save what has the shape of its input in 8 bits.
+
+    ``once``: a forward reads the weight once.
+    """
     if isinstance(module, MSNorm):
         module.in_eight_bits = True
         # z = (y - beta) / gamma has the error of the group's largest y, divided by its own gamma
@@ -60,7 +63,7 @@ def store_input(module: nn.Module) -> None:
         look_at_gammas([module])
         give_forward_around(module, _stores_output)
     else:
-        give_forward_around(module, _stores_input)
+        give_forward_around(module, _stores_input, once)
 
 
 def store_attention(module: nn.Module) -> None:
@@ -74,9 +77,11 @@ def _stores_output(norm: MSNorm, given: Own | None, /, *args: Any, **kwargs: Any
     return _stores_by_hooks(norm, given, *args, **kwargs)
 
 
-def _stores_input(module: nn.Module, given: Own | None, /, *args: Any, **kwargs: Any) -> Any:
+def _stores_input(
+    module: nn.Module, once: bool, given: Own | None, /, *args: Any, **kwargs: Any
+) -> Any:
     if type(module) is nn.Linear and given is None and len(args) == 1 and not kwargs:
-        y = below_modes(_directly, module, args[0])
+        y = below_modes(_directly, module, once, args[0])
         if y is not None:
             return y
     return _stores_by_hooks(module, given, *args, **kwargs)
@@ -100,18 +105,22 @@ def _stores_by_hooks(module: nn.Module, given: Own | None, /, *args: Any, **kwar
         x.op = op
 
 
-def _directly(linear: nn.Linear, x: Any) -> Tensor | None:
+def _directly(linear: nn.Linear, once: bool, x: Any) -> Tensor | None:
     """The Linear as one op that stores its input; None where hooks have to."""
     own = linear._parameters
     weight, bias = own.get("weight"), own.get("bias")
-    if type(x) not in _ORDINARY or weight is None or not _may_store():
+    # pruned, a bias is an attribute
+    if type(x) not in _ORDINARY or weight is None or "bias" not in own or not _may_store():
         return None
-    if not stores_directly(x, weight, bias):
+    if has_foreign_mode() or not stores_directly(x, weight, bias):
         return None
     autocast = autocast_dtype(x.device.type, x.dtype)
     dtype = weight.dtype if autocast is None else autocast
     alike = x.dtype == dtype and (autocast is not None or bias is None or bias.dtype == dtype)
-    return stored_linear(x, weight, bias, dtype) if alike else None
+    # autocast casts a weight once for all who read it
+    if not alike or (weight.dtype != dtype and not once):
+        return None
+    return stored_linear(x, weight, bias, dtype)
 
 
 def _are_storable(sources: tuple[Tensor, ...]) -> bool:

@@ -287,9 +287,11 @@ class Looks:
 
 
 def can_be_looked_at(*vectors: Tensor | None) -> bool:
-    """Whether gamma and beta are ordinary tensors with data."""
+    """Whether gamma and beta are ordinary tensors with data, which FSDP1 frees between its forwards."""
     for vector in vectors:
-        if vector is not None and (type(vector) not in _PLAIN or vector.is_meta):
+        if vector is not None and (
+            type(vector) not in _PLAIN or vector.is_meta or not vector.untyped_storage().nbytes()
+        ):
             return False
     return True
 
@@ -306,10 +308,7 @@ def _extremes(pairs: list[tuple[Any, Any]], settings: NormSettings) -> Tensor:
         shifts = torch.stack(biases).abs_().amax(1).float()
         ones = torch.ones_like(shifts)
         return torch.stack([ones, ones, shifts])
-    gammas = torch.stack(weights)
-    offset = 1.0 - settings.identity_weight
-    if offset:
-        gammas += offset
+    gammas = torch.stack(weights).add_(1.0 - settings.identity_weight)
     shift = gammas.new_zeros(len(pairs))
     if biases[0] is not None:
         shift = torch.stack(biases).div(gammas).abs_().amax(1)

@@ -31,11 +31,17 @@ class AroundForward(FunctionObserver):
 def unseen() -> Any:
     """A context in which tensors run torch functions as if they were ordinary, and no mode of this file sees
     that: each call that a mode sees takes longer than many kernels."""
-    modes = range(torch._C._len_torch_function_stack())
-    own = bool(modes) and all(
-        isinstance(torch._C._get_function_stack_at(place), AroundForward) for place in modes
+    if torch._C._len_torch_function_stack() and not has_foreign_mode():
+        return torch._C.DisableTorchFunction()
+    return torch._C.DisableTorchFunctionSubclass()
+
+
+def has_foreign_mode() -> bool:
+    """Whether a torch function mode is on that is none of this file."""
+    return not all(
+        isinstance(torch._C._get_function_stack_at(place), AroundForward)
+        for place in range(torch._C._len_torch_function_stack())
     )
-    return torch._C.DisableTorchFunction() if own else torch._C.DisableTorchFunctionSubclass()
 
 
 class ForwardMode(AroundForward):

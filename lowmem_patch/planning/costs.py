@@ -147,7 +147,7 @@ def _op_seconds(op: Op, device: Device) -> tuple[float, float]:
 
 
 def run_seconds(
-    facts: Facts, patches: Iterable[Patch], blocks: Blocks, device: Device
+    facts: Facts, blocks: Blocks, device: Device, patches: Iterable[Patch] = ()
 ) -> tuple[RunSeconds, ...]:
     """The times of the runs by the model of the device, in the order of the forward.
 

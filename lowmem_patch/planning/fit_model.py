@@ -74,7 +74,7 @@ def fit_planned(
         states = with_buckets(states)
     blocks = find_blocks(planned.facts)
     device = device_of(model)
-    seconds = run_seconds(planned.facts, planned.plan.patches, blocks, device)
+    seconds = run_seconds(planned.facts, blocks, device, planned.plan.patches)
     timed = any(parameter.is_cuda for parameter in model.parameters()) if timed is None else timed
     if timed and blocks.runs:
         seconds = _timed(model, planned, blocks, seconds)

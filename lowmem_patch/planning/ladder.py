@@ -258,7 +258,7 @@ class _Steps:
             apply_plan(self.shadow.model, plan, arithmetic=False)
         self.blocks = find_blocks(facts)
         self.device = device_of(model)
-        self.runs = run_seconds(facts, plan.patches, self.blocks, self.device)
+        self.runs = run_seconds(facts, self.blocks, self.device, plan.patches)
         self.few = few_runs(self.shadow.model, self.blocks, few)
         if self.few is not None:
             self.runs = self.few.extended_runs(self.runs)

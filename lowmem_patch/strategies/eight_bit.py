@@ -8,6 +8,8 @@ saves 0.70 of its floor, with them 0.53. They stay in full where a bias is far l
 
 from __future__ import annotations
 
+import dataclasses
+from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from torch import Tensor, nn
@@ -28,14 +30,21 @@ from lowmem_patch.tracing.op_roles import Role, role_of
 from lowmem_patch.tracing.saved_bytes import storage_key
 
 
+@dataclasses.dataclass(frozen=True)
 class StoredInput(Patch):
-    """A Linear that trains, or a LoRA layer, whose input is stored in 8 bits."""
+    """A Linear that trains, or a LoRA layer, whose input is stored in 8 bits.
+
+    Attributes:
+        once: a forward reads its weight once.
+    """
 
     strategy = "eight_bit"
     approximate = True
 
+    once: bool = dataclasses.field(default=False, kw_only=True)
+
     def apply(self, target: Target) -> None:
-        store_input(target.model.get_submodule(self.site))
+        store_input(target.model.get_submodule(self.site), once=self.once)
 
 
 class StoredAttention(Patch):
@@ -77,8 +86,10 @@ def find(facts: Facts, config: PatchConfig) -> Found:
     for name in attention:
         reason = "q, k, v and the output stored in 8 bits"
         found.add(StoredAttention(name, reason=reason, kind="attention"))
+    readers = _readers(facts)
     for name in inputs:
-        found.add(StoredInput(name, reason="input stored in 8 bits", kind="linear"))
+        once = readers[id(getattr(facts.modules[name], "weight", None))] == 1
+        found.add(StoredInput(name, reason="input stored in 8 bits", kind="linear", once=once))
     for site in norm_sites(facts, config):
         if isinstance(site, NormSite) and site.function is None and _is_read_by(site, inputs):
             found.add(StoredNorm(site.name))
@@ -90,6 +101,14 @@ def find(facts: Facts, config: PatchConfig) -> Found:
             "and the rounding of 8 bits would not cancel in the gradients"
         )
     return found
+
+
+def _readers(facts: Facts) -> Counter[int]:
+    """How often a forward calls modules with a weight, by the weight's id."""
+    calls: Counter[int] = Counter()
+    for name, module in facts.modules.items():
+        calls[id(getattr(module, "weight", None))] += len(facts.calls.get(name, ()))
+    return calls
 
 
 def _note(attention: int, linears: int) -> str:

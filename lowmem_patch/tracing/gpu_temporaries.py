@@ -1,5 +1,4 @@
-"""Memory that a GPU's kernel takes for itself while it runs, and that no op returns; and what else to run of
-an operator of this package, where no kernel runs."""
+"""Memory that a GPU's kernel takes for itself while it runs, and that no op returns."""
 
 from __future__ import annotations
 
@@ -28,8 +27,6 @@ class Temporary(NamedTuple):
 
 # of operators that say it themselves, from their arguments
 OF_OPERATORS: dict[Any, Callable[..., Temporary]] = {}
-# what operators run: on a CPU torch's own ops, of which each takes its memory
-IMPLEMENTATIONS: dict[Any, Callable[..., Any]] = {}
 
 
 def temporary_of(func: Any, args: tuple[Any, ...]) -> Temporary:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from lowmem_patch.tracing.gpu_temporaries import IMPLEMENTATIONS, Temporary, temporary_of
+from lowmem_patch.tracing.gpu_temporaries import Temporary, temporary_of
 from lowmem_patch.tracing.observers import DispatchObserver
 from lowmem_patch.tracing.saved_bytes import parts_of, storage_key
 
@@ -60,12 +60,7 @@ class LiveStorages(DispatchObserver):
         taken = temporary_of(func, args) if self.on_gpu else Temporary(0)
         if not taken.beside_outputs:
             self._take_for_a_while(taken.bytes)
-        run = func if self.on_gpu else IMPLEMENTATIONS.get(func, func)
-        if run is func:
-            output = func(*args, **kwargs)
-        else:
-            with self:  # which sees what it is made of
-                output = run(*args, **kwargs)
+        output = func(*args, **kwargs)
         if _sums_gradients(func, args) and output.layout is torch.strided:
             if self._count(output):
                 self._sum = storage_key(args[0]), storage_key(output), self.now

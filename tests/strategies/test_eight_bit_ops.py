@@ -12,10 +12,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.utils import prune
+from torch.overrides import TorchFunctionMode
 
 from lowmem_patch import patch_model
 from lowmem_patch.functional import Memory
 from lowmem_patch.nn import eight_bit
+from lowmem_patch.nn.gammas import can_be_looked_at
 from tests.strategies.test_eight_bit import both, wide_llama
 from tests.strategies.test_eight_bit_life import assert_equal, gradients
 
@@ -167,3 +170,119 @@ def test_output_of_a_linear_may_be_written_in_place(mlp: Any) -> None:
     model, _, x = mlp
     expected = gradients(model, (model(x) + 1).sum())
     assert_equal(gradients(model, model(x).add_(1).sum()), expected)
+
+
+class Twice(nn.Module):
+    """A Linear that is called twice, and one that is called once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.again, self.once = nn.Linear(128, 128), nn.Linear(128, 128)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.once(self.again(torch.tanh(self.again(x))))
+
+
+def test_a_weight_that_is_read_twice_is_cast_once_under_autocast() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(4, 128)
+    held, found = [], []
+    for hooks in (contextlib.nullcontext(), by_hooks()):
+        model = patch_model(Twice(), "compact", example_inputs=(x,))
+        model.load_state_dict({n: torch.full_like(p, 0.01) for n, p in model.named_parameters()})
+        with hooks, torch.autocast("cpu", torch.bfloat16):
+            y = model(x)
+        casts = {id(node) for node in nodes(y) if "ToCopyBackward" in type(node).__name__}
+        held.append(len(casts))
+        found.append(gradients(model, y.float().sum()))
+    assert held[0] == held[1]
+    assert_equal(*found)
+
+
+def nodes(y: Tensor) -> Iterator[Any]:
+    """The nodes of autograd behind a tensor."""
+    seen, waiting = set(), [y.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            waiting += [before for before, _ in node.next_functions]
+
+
+class Queries(nn.Module):
+    """Queries that are learned, as a Q-Former's; one output has no loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queries = nn.Parameter(torch.randn(16, 128))
+        self.a, self.b = nn.Linear(128, 8), nn.Linear(128, 8)
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        return self.a(self.queries), self.b(self.queries)
+
+
+def test_nothing_stored_outlives_a_step_that_writes_without_a_version() -> None:
+    torch.manual_seed(0)
+    model = patch_model(Queries(), "compact", example_inputs=())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5, fused=True)  # raises no version
+    held = []
+    for _ in range(3):
+        y, unused = model()
+        held.append(unused)  # its node holds what it saved
+        y.sum().backward()
+        exact = model.queries.detach().sum(0).expand(8, 128)
+        error = (model.a.weight.grad - exact).norm() / exact.norm()
+        assert error < 0.02
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class Doubled(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        y = func(*args, **(kwargs or {}))
+        return 2 * y if func is torch.nn.functional.linear else y
+
+
+def test_a_mode_of_somebody_sees_a_linear(mlp: Any) -> None:
+    model, full, x = mlp
+    with Doubled():
+        assert torch.equal(model(x), full(x))
+
+
+@pytest.mark.filterwarnings(
+    "ignore:.*Sparse CSR:UserWarning",
+    "ignore:.*prototype stage:UserWarning",
+    "ignore:Initializing zero-element tensors:UserWarning",
+)
+@pytest.mark.parametrize(
+    "case", ["pruned bias", "inference", "nested", "sparse", "meta", "no outputs"]
+)
+def test_what_the_op_does_not_know_is_left_to_torch(case: str) -> None:
+    torch.manual_seed(0)
+    linear, x = nn.Linear(128, 0 if case == "no outputs" else 4), torch.randn(3, 128)
+    example = x
+    model = patch_model(nn.Sequential(linear), "compact", example_inputs=(example,))
+    if case == "pruned bias":
+        prune.random_unstructured(linear, "bias", 0.5)
+    if case == "nested":
+        x = torch.nested.nested_tensor([torch.randn(2, 128), torch.randn(3, 128)])
+    if case == "sparse":
+        x = x.to_sparse_csr()
+    if case == "meta":
+        model, x = model.to("meta"), x.to("meta")
+    with torch.inference_mode(case == "inference"), torch.enable_grad():
+        y = model(x)
+    if case in ("nested", "meta", "inference"):
+        return
+    assert torch.equal(y, torch.nn.functional.linear(x, linear.weight, linear.bias))
+    y.sum().backward()
+    assert linear.weight.grad is not None and linear.weight.grad.shape == linear.weight.shape
+
+
+def test_a_gamma_that_was_freed_is_not_looked_at() -> None:
+    """As FSDP1 does between its forwards: reading it ends the process."""
+    gamma = torch.ones(8)
+    assert can_be_looked_at(gamma, None)
+    gamma.untyped_storage().resize_(0)
+    assert not can_be_looked_at(gamma, None)

@@ -13,8 +13,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lowmem_patch.tracing.gpu_temporaries import IMPLEMENTATIONS
-
 
 class LiveBytes(TorchDispatchMode):
     """Counts the storages that are made while it is on, until they are released.
@@ -43,9 +41,6 @@ class LiveBytes(TorchDispatchMode):
             operators = importlib.import_module("bitsandbytes.backends.default.ops")
             with self:  # its kernel for CPUs is made of ops, which allocate as well
                 output = operators._gemm_4bit_default_impl(*args, **(kwargs or {}))
-        elif func in IMPLEMENTATIONS:
-            with self:  # an operator of this package is made of torch's ops on a CPU
-                output = IMPLEMENTATIONS[func](*args, **(kwargs or {}))
         else:
             output = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(output):

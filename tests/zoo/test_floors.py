@@ -8,7 +8,14 @@ from zoo.result import PresetResult, Result
 
 def planned(name: str, multiple: float) -> Result:
     auto = PresetResult(saved_before=4 << 20, saved_after=1 << 20)
-    return Result(name, PLANNED, parameters=2_000_000, presets={"auto": auto}, above_floor=multiple)
+    return Result(
+        name,
+        PLANNED,
+        parameters=2_000_000,
+        presets={"auto": auto},
+        above_floor=multiple,
+        reason="why",
+    )
 
 
 def test_models_above_the_limit_are_named_the_largest_first() -> None:
@@ -17,7 +24,8 @@ def test_models_above_the_limit_are_named_the_largest_first() -> None:
     lines = page([*results, Result("d", "not planned", "why"), Result("e", "no head")], missing=7)
     assert "1 of 3 model types save at most 1.02 times the floor." in lines
     assert "Not counted: 1 not planned, 7 without a result yet." in lines
-    assert lines[-2:] == ["| c | 2 M | 4.0 | 1.0 | 1.500 |", "| b | 2 M | 4.0 | 1.0 | 1.021 |"]
+    rows = ["| c | 2 M | 4.0 | 1.0 | 1.500 | why |", "| b | 2 M | 4.0 | 1.0 | 1.021 | why |"]
+    assert lines[-2:] == rows
 
 
 def test_a_model_is_planned_at_the_sizes_of_its_config() -> None:
@@ -26,6 +34,13 @@ def test_a_model_is_planned_at_the_sizes_of_its_config() -> None:
     assert found.parameters > 124_000_000 and found.inputs.endswith("labels 2x16")
     assert 1 <= found.above_floor <= MOST
     assert 0 < found.presets["auto"].saved_after < found.presets["auto"].saved_before
+
+
+def test_what_saves_most_above_the_floor_is_named() -> None:
+    """Doge multiplies its residual stream with a weight that trains."""
+    found = judge_floor("doge")
+    assert found.above_floor > MOST
+    assert found.reason.startswith("`mul` in `model.layers.*`: ")
 
 
 def test_a_model_without_a_head_says_so() -> None:
