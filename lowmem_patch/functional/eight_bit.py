@@ -139,9 +139,8 @@ class Memory:
 
     def __init__(self, dtype: torch.dtype, version: int, packer: Any = None) -> None:
         self.dtype, self.version, self.packer = dtype, version, packer
-        self.packed: Any = (
-            None  # integers and scales as they were packed, where somebody packs them
-        )
+        # integers and scales as they were packed, where somebody packs them
+        self.packed: Any = None
         self._integers: Any = None
         self._savers = self._waiting = 0
         self._value: Tensor | None = None
