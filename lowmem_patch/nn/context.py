@@ -51,6 +51,13 @@ def is_foreign(tensor: object) -> bool:
     return not isinstance(tensor, FakeTensor)
 
 
+def is_freed(tensor: Tensor) -> bool:
+    """Whether somebody freed a tensor's memory, as FSDP1 does between its forwards. What torch.func wraps has
+    none to ask for."""
+    wrapped: bool = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return not wrapped and not tensor.untyped_storage().nbytes()
+
+
 def train(weight: Tensor | None, bias: Tensor | None) -> bool:
     """Whether gamma or beta trains."""
     own = weight is not None and weight.requires_grad

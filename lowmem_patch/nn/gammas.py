@@ -33,6 +33,7 @@ from lowmem_patch.functional import (
     unseen,
     without_autocast,
 )
+from lowmem_patch.nn.context import is_freed
 
 if TYPE_CHECKING:
     from lowmem_patch.nn.norms import MSNorm
@@ -290,7 +291,7 @@ def can_be_looked_at(*vectors: Tensor | None) -> bool:
     """Whether gamma and beta are ordinary tensors with data, which FSDP1 frees between its forwards."""
     for vector in vectors:
         if vector is not None and (
-            type(vector) not in _PLAIN or vector.is_meta or not vector.untyped_storage().nbytes()
+            type(vector) not in _PLAIN or vector.is_meta or is_freed(vector)
         ):
             return False
     return True
