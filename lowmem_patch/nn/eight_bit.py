@@ -3,8 +3,11 @@
 Autograd hands every tensor that it saves to a pack hook, and gets it back from an unpack hook in backward.
 The hooks are set while a module runs that a strategy chose (`store_input`, `store_attention`); they store
 what that module's matmul or attention reads in 8 bits (`lowmem_patch.functional.eight_bit`), and save all
-else as it is. The forward computes with the values as they were. A Linear behind an activation needs no
-hooks: its op stores the activation's input by itself (`lowmem_patch.functional.linear`), and reads 8 bits.
+else as it is. The forward computes with the values as they were.
+
+Hooks take time of the host. Where nobody else packs what is saved, a norm and a plain Linear store 8 bits in
+their own op (`lowmem_patch.functional.norms`, `lowmem_patch.functional.stored_linear`). So does a Linear
+behind an activation (`lowmem_patch.functional.linear`), whose backward reads 8 bits.
 
 One memory is stored once, whoever saves it: a norm and the Linears behind it, q, k and v as parts of one
 Linear's output, attention and the Linear behind it.
