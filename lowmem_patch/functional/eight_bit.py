@@ -168,10 +168,14 @@ class Memory:
         integers: Any = None if self._integers is None else self._integers()
         if integers is None:
             integers, scales = memory_in_eight_bits(tensor)
-            # what autograd saves keeps its attributes, and frees them with itself
-            integers.__dict__.update(memory=self, scales=scales)
-            self._integers = TensorWeakRef(integers)
+            self.hold(integers, scales)
         return integers, integers.scales
+
+    def hold(self, integers: Tensor, scales: Tensor) -> None:
+        """Let these stand for the memory, as long as somebody saves them."""
+        # what autograd saves keeps its attributes, and frees them with itself
+        integers.__dict__.update(memory=self, scales=scales)
+        self._integers = TensorWeakRef(integers)
 
     def saved(self) -> None:
         """One more node will `read` it."""

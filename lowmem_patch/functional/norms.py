@@ -111,8 +111,16 @@ def save_copy(node: Any) -> None:
 
 
 def _compute_and_save(ctx: Any, *arguments: Any, eight_bits: bool = False) -> Any:
-    y, copy, z, _ = output = _forward(*arguments)
-    _save(ctx, arguments, output, eight_bits)
+    parts = None
+    if eight_bits and any(ctx.needs_input_grad[:2]):
+        x, weight, bias, settings, out_dtype, copy_dtype, z_dtype, implementation = arguments
+        (y, rstd, z, copy), parts = module(implementation).norm_forward_in_eight_bits(
+            x, weight, bias, settings, out_dtype, z_dtype, copy_dtype
+        )
+        output = y, copy, z, rstd
+    else:
+        y, copy, z, _ = output = _forward(*arguments)
+    _save(ctx, arguments, output, parts)
     if copy is None and z is None:
         return y
     ctx.set_materialize_grads(False)
@@ -122,7 +130,10 @@ def _compute_and_save(ctx: Any, *arguments: Any, eight_bits: bool = False) -> An
 
 
 def _save(
-    ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...], eight_bits: bool = False
+    ctx: Any,
+    inputs: tuple[Any, ...],
+    output: tuple[Any, ...],
+    parts: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     x, weight, bias, settings, _, copy_dtype, z_dtype, implementation = inputs
     y, copy, z, rstd = output
@@ -132,18 +143,19 @@ def _save(
             y = z
         elif copy_dtype is not None:
             y = copy
-        if eight_bits:
-            memory = Memory.of(y)
-            memory.saved()
-            ctx.save_for_backward(*memory.parts(y), rstd, weight, bias)
-        else:
+        if parts is None:
             ctx.save_for_backward(y, rstd, weight, bias)
+        else:
+            memory = Memory.of(y)
+            memory.hold(*parts)
+            memory.saved()
+            ctx.save_for_backward(*parts, rstd, weight, bias)
     else:
         # d_bias needs dy alone; the empty tensors stand in for what is not read
         ctx.save_for_backward(y.new_empty(0), rstd.new_empty(0), None, bias)
     ctx.copies = copy_dtype is not None
-    ctx.shape = y.shape if eight_bits and (needs_input or needs_weight) else None
-    ctx.written = () if eight_bits else None  # of `save_copy`
+    ctx.shape = None if parts is None else y.shape
+    ctx.written = None if parts is None else ()  # of `save_copy`
     ctx.confirm = None  # set by who has to be asked before z is recovered from what is saved
     ctx.settings = settings, x.dtype
     ctx.rest = z_dtype is not None, implementation

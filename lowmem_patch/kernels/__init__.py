@@ -17,7 +17,7 @@ from lowmem_patch.kernels.cross_entropy import (
 from lowmem_patch.kernels.dropout import drop, pack_bool
 from lowmem_patch.kernels.eight_bit import from_eight_bits, to_eight_bits
 from lowmem_patch.kernels.linear import adapter_weights
-from lowmem_patch.kernels.norms import norm_forward
+from lowmem_patch.kernels.norms import norm_forward, norm_forward_in_eight_bits
 from lowmem_patch.kernels.norms_backward import norm_backward
 from lowmem_patch.kernels.rotary import rotate
 
@@ -36,6 +36,7 @@ __all__ = [
     "glu_forward",
     "norm_backward",
     "norm_forward",
+    "norm_forward_in_eight_bits",
     "pack_bool",
     "rotate",
     "scale_in_place",

@@ -63,6 +63,17 @@ NVIDIA = tl.constexpr(isinstance(_probe, triton.JITFunction) and torch.version.h
 
 
 @triton.jit
+def product(x, y):
+    """x y, rounded before anything is added to it, whatever else a kernel fuses."""
+    if NVIDIA:
+        return tl.inline_asm_elementwise(
+            "mul.rn.f32 $0, $1, $2;", "=f,f,f", [x, y], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return x * y
+
+
+@triton.jit
 def _exp2_fast(x):
     if NVIDIA:
         return tl.inline_asm_elementwise(

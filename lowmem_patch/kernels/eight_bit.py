@@ -1,6 +1,7 @@
 """8-bit storage: one pass that makes integers and scales, one that makes values of them again.
 
 A program holds whole groups, so that the largest value of each is found in registers and memory is read once.
+A kernel whose tiles hold whole groups stores what it computed by itself (`store_tile`).
 """
 
 # triton ships no types
@@ -41,12 +42,9 @@ def _tile(elements, groups, EVEN: tl.constexpr, BLOCK: tl.constexpr):
     return group, offsets, mask
 
 
-@triton.jit(do_not_specialize=["elements", "groups"])
-def _to_kernel(
-    x_ptr, integers_ptr, scales_ptr, elements, groups, EVEN: tl.constexpr, BLOCK: tl.constexpr
-):
-    group, offsets, mask = _tile(elements, groups, EVEN, BLOCK)
-    x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+@triton.jit
+def _in_eight_bits(x):
+    """Integers ``[G, GROUP]`` int8 and scales ``[G]`` of groups in float32."""
     largest = tl.max(tl.abs(x), axis=1)
     # up to what bfloat16 holds, whose 16 bits are the upper ones of a float32
     bits = (largest * STEP).to(tl.int32, bitcast=True)
@@ -63,12 +61,46 @@ def _to_kernel(
     # where the scale is 0, so are the integers
     divisor = tl.where(wide == 0.0, float("inf"), wide)
     inverse = tl.div_rn(tl.full(wide.shape, 1.0, tl.float32), divisor)
-    scaled = tl.where(strange[:, None], 0.0, x * inverse[:, None])
+    scaled = tl.where(strange[:, None], 0.0, _math.product(x, inverse[:, None]))
     # the lowest bits of the sum are those of the integer; a conversion takes twice the time
     integers = (scaled + TO_INTEGER).to(tl.int32, bitcast=True).to(tl.int8)
+    return integers, tl.where(strange, float("nan"), wide).to(tl.bfloat16)
+
+
+@triton.jit(do_not_specialize=["elements", "groups"])
+def _to_kernel(
+    x_ptr, integers_ptr, scales_ptr, elements, groups, EVEN: tl.constexpr, BLOCK: tl.constexpr
+):
+    group, offsets, mask = _tile(elements, groups, EVEN, BLOCK)
+    integers, scale = _in_eight_bits(tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32))
     tl.store(integers_ptr + offsets, integers, mask=mask)
-    wide = tl.where(strange, float("nan"), wide)
-    tl.store(scales_ptr + group, wide.to(tl.bfloat16), mask=group < groups)
+    tl.store(scales_ptr + group, scale, mask=group < groups)
+
+
+@triton.jit
+def store_tile(
+    x,
+    integers_ptr,
+    scales_ptr,
+    row,
+    rows,
+    COLUMNS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Store ``[BLOCK_ROWS, BLOCK]``, 0 beyond COLUMNS: whole groups, of contiguous rows of as many."""
+    GROUPS: tl.constexpr = BLOCK // GROUP
+    groups = tl.reshape(x.to(tl.float32), (BLOCK_ROWS * GROUPS, GROUP))
+    integers, scale = _in_eight_bits(groups)
+    row = row[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    integers = tl.reshape(integers, (BLOCK_ROWS, BLOCK))
+    mask = (row < rows) & (column < COLUMNS)
+    tl.store(integers_ptr + row * COLUMNS + column, integers, mask=mask)
+    group = tl.arange(0, GROUPS)[None, :]
+    scale = tl.reshape(scale, (BLOCK_ROWS, GROUPS))
+    mask = (row < rows) & (group < COLUMNS // GROUP)
+    tl.store(scales_ptr + row * (COLUMNS // GROUP) + group, scale, mask=mask)
 
 
 @triton.jit
@@ -98,7 +130,7 @@ def _from_kernel(
 
 @cache
 def _to_launch(even: bool) -> Launch:
-    # a fused multiplication and addition would round other values up than the reference does
+    # an AMD GPU's fused multiplication and addition would round other values up than the reference does
     return Launch(_to_kernel, NUM_WARPS, fuse=False, EVEN=even, BLOCK=BLOCK_GROUPS)
 
 
@@ -111,13 +143,19 @@ def _from_launch(even: bool, dtype: torch.dtype) -> Launch:
 def to_eight_bits(x: Tensor) -> tuple[Tensor, Tensor]:
     """``[n]`` -> integers ``[n]`` int8 and scales ``[ceil(n / group)]`` bfloat16."""
     elements = x.numel()
-    groups = -(-elements // EIGHT_BIT_GROUP)
-    integers = torch.empty_like(x, dtype=torch.int8)
-    scales = x.new_empty(groups, dtype=torch.bfloat16)
+    integers, scales = empty_parts(x)
     if elements:
+        groups = scales.numel()
         launch = _to_launch(elements % EIGHT_BIT_GROUP == 0)
         launch(_grid(groups), (x, integers, scales), (elements, groups))
     return integers, scales
+
+
+def empty_parts(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Memory for the results of `to_eight_bits`, of a tensor with as many elements as ``x``."""
+    elements = x.numel()
+    integers = x.new_empty(elements, dtype=torch.int8)
+    return integers, x.new_empty(-(-elements // EIGHT_BIT_GROUP), dtype=torch.bfloat16)
 
 
 def from_eight_bits(integers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:

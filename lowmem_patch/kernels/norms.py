@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowmem_patch.constants import NormSettings
+from lowmem_patch.constants import EIGHT_BIT_GROUP, NormSettings
 from lowmem_patch.kernels._launch import (
     FORWARD_COLUMNS,
     Launch,
@@ -26,6 +26,7 @@ from lowmem_patch.kernels._launch import (
     empty,
     forward_tiles,
 )
+from lowmem_patch.kernels.eight_bit import empty_parts, store_tile, to_eight_bits
 
 
 def affine_constants(has_weight: bool, has_bias: bool, settings: NormSettings) -> dict[str, Any]:
@@ -77,12 +78,15 @@ def _forward_kernel(
     copy_ptr,
     weight_ptr,
     bias_ptr,
+    integers_ptr,
+    scales_ptr,
     rows,
     eps,
     x_stride,
     COLUMNS: tl.constexpr,
     STORES_Z: tl.constexpr,
     STORES_COPY: tl.constexpr,
+    IN_EIGHT_BITS: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     OFFSET: tl.constexpr,
@@ -104,7 +108,8 @@ def _forward_kernel(
     y = x * rstd[:, None]
     if STORES_Z:
         z_row = z_ptr + row[:, None] * COLUMNS + column[None, :]
-        tl.store(z_row, y.to(z_ptr.dtype.element_ty), mask=mask)
+        saved = y.to(z_ptr.dtype.element_ty)
+        tl.store(z_row, saved, mask=mask)
     if HAS_WEIGHT:
         gamma = load_vector(weight_ptr, column, inside, True, 1.0) + OFFSET
         y *= gamma[None, :]
@@ -114,7 +119,15 @@ def _forward_kernel(
     tl.store(y_ptr + row[:, None] * COLUMNS + column[None, :], y, mask=mask)
     if STORES_COPY:
         copy_row = copy_ptr + row[:, None] * COLUMNS + column[None, :]
-        tl.store(copy_row, y.to(copy_ptr.dtype.element_ty), mask=mask)
+        copy = y.to(copy_ptr.dtype.element_ty)
+        tl.store(copy_row, copy, mask=mask)
+    if IN_EIGHT_BITS:
+        if not STORES_Z:
+            if STORES_COPY:
+                saved = copy
+            else:
+                saved = y
+        store_tile(saved, integers_ptr, scales_ptr, row, rows, COLUMNS, BLOCK_ROWS, BLOCK)
 
 
 @triton.jit(do_not_specialize=["rows", "eps"])
@@ -183,6 +196,7 @@ def _launcher(
     columns: int,
     stores_z: bool,
     stores_copy: bool,
+    in_eight_bits: bool,
     has_weight: bool,
     has_bias: bool,
     settings: NormSettings,
@@ -194,6 +208,7 @@ def _launcher(
         "COLUMNS": columns,
         "STORES_Z": stores_z,
         "STORES_COPY": stores_copy,
+        **({} if looped else {"IN_EIGHT_BITS": in_eight_bits}),
         **affine_constants(has_weight, has_bias, settings),
         "CENTERED": settings.centered,
         **({} if looped else {"BLOCK_ROWS": tiles.block_rows}),
@@ -211,9 +226,13 @@ def norm_forward(
     out_dtype: torch.dtype,
     z_dtype: torch.dtype | None = None,
     copy_dtype: torch.dtype | None = None,
+    parts: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """y ``[..., N]`` in ``out_dtype``, rstd ``[...]`` in float32, z like y in ``z_dtype`` where given, and a
-    copy of y in ``copy_dtype`` where given."""
+    copy of y in ``copy_dtype`` where given.
+
+    ``parts``: memory for the integers and scales of z, else of the copy, else of y, where `_stores_parts`.
+    """
     shape = x.shape
     y, rstd = empty(x, out_dtype), x.new_empty(shape[:-1], dtype=torch.float32)
     z = None if z_dtype is None else empty(x, z_dtype)
@@ -223,11 +242,12 @@ def norm_forward(
         return y, rstd.fill_(settings.eps).rsqrt_() if columns == 0 else rstd, z, copy
     x, x_stride = as_rows(x)
     weight, bias = contiguous(weight), contiguous(bias)
+    vectors = weight is not None, bias is not None
     launch, block_rows = _launcher(
-        columns, z is not None, copy is not None, weight is not None, bias is not None, settings
+        columns, z is not None, copy is not None, parts is not None, *vectors, settings
     )
     # what is absent is never read or written; any pointer will do
-    tensors = (
+    tensors = [
         x,
         y,
         rstd,
@@ -235,6 +255,35 @@ def norm_forward(
         y if copy is None else copy,
         x if weight is None else weight,
         x if bias is None else bias,
-    )
+    ]
+    if columns <= FORWARD_COLUMNS:
+        tensors += (y, y) if parts is None else parts
     launch((-(-rows // block_rows), 1, 1), tensors, (rows, float(settings.eps)), (x_stride,))
     return y, rstd, z, copy
+
+
+def _stores_parts(columns: int) -> bool:
+    """Whether a program holds whole groups of a row, and rounds their integers as `to_eight_bits` does."""
+    return (
+        columns <= FORWARD_COLUMNS and columns % EIGHT_BIT_GROUP == 0 and torch.version.hip is None
+    )
+
+
+def norm_forward_in_eight_bits(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    settings: NormSettings,
+    out_dtype: torch.dtype,
+    z_dtype: torch.dtype | None = None,
+    copy_dtype: torch.dtype | None = None,
+) -> tuple[tuple[Tensor, Tensor, Tensor | None, Tensor | None], tuple[Tensor, Tensor]]:
+    """`norm_forward`, and the integers and scales of its z, else of the copy, else of y."""
+    parts = empty_parts(x) if _stores_parts(x.shape[-1]) else None
+    y, rstd, z, copy = norm_forward(
+        x, weight, bias, settings, out_dtype, z_dtype, copy_dtype, parts
+    )
+    if parts is None:
+        saved = z if z is not None else copy if copy is not None else y
+        parts = to_eight_bits(saved.view(-1))
+    return (y, rstd, z, copy), parts

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -200,6 +201,15 @@ def norm_forward(
         None if z_dtype is None else cast(z, z_dtype).contiguous(),
         None if copy_dtype is None else y.to(copy_dtype),
     )
+
+
+def norm_forward_in_eight_bits(
+    x: Tensor, *rest: Any
+) -> tuple[tuple[Tensor, Tensor, Tensor | None, Tensor | None], tuple[Tensor, Tensor]]:
+    """`norm_forward`, and the integers and scales of its z, else of the copy, else of y."""
+    y, rstd, z, copy = norm_forward(x, *rest)
+    saved = z if z is not None else copy if copy is not None else y
+    return (y, rstd, z, copy), to_eight_bits(saved.view(-1))
 
 
 def norm(

@@ -84,6 +84,7 @@ def norms() -> Iterator[Any]:
             centered = bias is not None
             settings = NormSettings(1e-5, centered=centered)
             y, rstd, *_ = kernels.norm_forward(x, weight, bias, settings, DTYPE)
+            yield kernels.norm_forward_in_eight_bits(x, weight, bias, settings, DTYPE)
             given = (x, y, rstd, weight, bias, settings, DTYPE)
             for trains in {False, weight is not None}:
                 yield kernels.norm_backward(*given, (True, trains, trains and centered))
