@@ -1,7 +1,7 @@
 """8-bit storage: one pass that makes integers and scales, one that makes values of them again.
 
 A program holds whole groups, so that the largest value of each is found in registers and memory is read once.
-A kernel whose tiles hold whole groups stores what it computed by itself (`store_tile`).
+A kernel whose programs write whole groups stores them by itself (`store_groups`).
 """
 
 # triton ships no types
@@ -78,29 +78,19 @@ def _to_kernel(
 
 
 @triton.jit
-def store_tile(
-    x,
-    integers_ptr,
-    scales_ptr,
-    row,
-    rows,
-    COLUMNS: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Store ``[BLOCK_ROWS, BLOCK]``, 0 beyond COLUMNS: whole groups, of contiguous rows of as many."""
-    GROUPS: tl.constexpr = BLOCK // GROUP
-    groups = tl.reshape(x.to(tl.float32), (BLOCK_ROWS * GROUPS, GROUP))
-    integers, scale = _in_eight_bits(groups)
-    row = row[:, None]
-    column = tl.arange(0, BLOCK)[None, :]
-    integers = tl.reshape(integers, (BLOCK_ROWS, BLOCK))
-    mask = (row < rows) & (column < COLUMNS)
-    tl.store(integers_ptr + row * COLUMNS + column, integers, mask=mask)
-    group = tl.arange(0, GROUPS)[None, :]
-    scale = tl.reshape(scale, (BLOCK_ROWS, GROUPS))
-    mask = (row < rows) & (group < COLUMNS // GROUP)
-    tl.store(scales_ptr + row * (COLUMNS // GROUP) + group, scale, mask=mask)
+def store_groups(x_ptr, integers_ptr, scales_ptr, first, end, BLOCK: tl.constexpr):
+    """Groups ``first`` to ``end``, at most BLOCK, of what this program has just written to ``x_ptr``.
+
+    They are read from the cache. In registers the tile of who computed it would have to change its shape,
+    and with the layout that the compiler then gives it its sums would be rounded in another order.
+    """
+    tl.debug_barrier()
+    group = first + tl.arange(0, BLOCK)
+    offsets = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    mask = tl.broadcast_to((group < end)[:, None], offsets.shape)
+    integers, scale = _in_eight_bits(tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32))
+    tl.store(integers_ptr + offsets, integers, mask=mask)
+    tl.store(scales_ptr + group, scale, mask=group < end)
 
 
 @triton.jit

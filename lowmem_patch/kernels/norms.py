@@ -26,7 +26,7 @@ from lowmem_patch.kernels._launch import (
     empty,
     forward_tiles,
 )
-from lowmem_patch.kernels.eight_bit import empty_parts, store_tile, to_eight_bits
+from lowmem_patch.kernels.eight_bit import GROUP, empty_parts, store_groups, to_eight_bits
 
 
 def affine_constants(has_weight: bool, has_bias: bool, settings: NormSettings) -> dict[str, Any]:
@@ -108,8 +108,7 @@ def _forward_kernel(
     y = x * rstd[:, None]
     if STORES_Z:
         z_row = z_ptr + row[:, None] * COLUMNS + column[None, :]
-        saved = y.to(z_ptr.dtype.element_ty)
-        tl.store(z_row, saved, mask=mask)
+        tl.store(z_row, y.to(z_ptr.dtype.element_ty), mask=mask)
     if HAS_WEIGHT:
         gamma = load_vector(weight_ptr, column, inside, True, 1.0) + OFFSET
         y *= gamma[None, :]
@@ -119,15 +118,13 @@ def _forward_kernel(
     tl.store(y_ptr + row[:, None] * COLUMNS + column[None, :], y, mask=mask)
     if STORES_COPY:
         copy_row = copy_ptr + row[:, None] * COLUMNS + column[None, :]
-        copy = y.to(copy_ptr.dtype.element_ty)
-        tl.store(copy_row, copy, mask=mask)
+        tl.store(copy_row, y.to(copy_ptr.dtype.element_ty), mask=mask)
     if IN_EIGHT_BITS:
-        if not STORES_Z:
-            if STORES_COPY:
-                saved = copy
-            else:
-                saved = y
-        store_tile(saved, integers_ptr, scales_ptr, row, rows, COLUMNS, BLOCK_ROWS, BLOCK)
+        saved_ptr = z_ptr if STORES_Z else (copy_ptr if STORES_COPY else y_ptr)
+        GROUPS: tl.constexpr = COLUMNS // GROUP
+        first = tl.program_id(0).to(tl.int64) * BLOCK_ROWS * GROUPS
+        end = tl.minimum(first + BLOCK_ROWS * GROUPS, rows.to(tl.int64) * GROUPS)
+        store_groups(saved_ptr, integers_ptr, scales_ptr, first, end, BLOCK_ROWS * BLOCK // GROUP)
 
 
 @triton.jit(do_not_specialize=["rows", "eps"])
@@ -263,10 +260,11 @@ def norm_forward(
 
 
 def _stores_parts(columns: int) -> bool:
-    """Whether a program holds whole groups of a row, and rounds their integers as `to_eight_bits` does."""
-    return (
-        columns <= FORWARD_COLUMNS and columns % EIGHT_BIT_GROUP == 0 and torch.version.hip is None
-    )
+    """Whether a program writes whole groups, and rounds their integers as `to_eight_bits` does."""
+    if torch.version.hip is not None or columns > FORWARD_COLUMNS:
+        return False
+    # the compiler lays out rows of one group as groups, and rounds their sums in another order
+    return columns % EIGHT_BIT_GROUP == 0 and columns > EIGHT_BIT_GROUP
 
 
 def norm_forward_in_eight_bits(

@@ -71,7 +71,7 @@ def test_equal_bytes_by_the_reference(backend: Backend, dtype: torch.dtype) -> N
 
 
 @GROUPS
-@pytest.mark.parametrize("columns", [128, 384, 200, 17000])
+@pytest.mark.parametrize("columns", [128, 200, 256, 384, 1024, 4096, 17000])
 @pytest.mark.parametrize("saved", ["y", "copy", "z"])
 def test_a_norm_stores_what_a_second_pass_would(
     backend: Backend, dtype: torch.dtype, columns: int, saved: str
