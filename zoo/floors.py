@@ -19,6 +19,7 @@ import torch
 import transformers
 
 from lowmem_patch.config import load_config
+from lowmem_patch.planning.floor import count_floor
 from lowmem_patch.planning.planner import Planned, plan_model, trace_whole
 from lowmem_patch.tracing.inputs import ExampleInputs
 from zoo.build import build_without_data
@@ -73,18 +74,35 @@ def judge_floor(model_type: str) -> Result:
 
 
 def _most_above(planned: Planned) -> str:
-    """The function that saves most of the kind which lies farthest above the floor, and where."""
-    kinds = planned.report.kinds
-    above = {kind: size - kinds.floor.get(kind, 0) for kind, size in kinds.after.items()}
-    most = max(above, key=above.__getitem__)
+    """The function that saves most of what has no tensor of the floor for it, and where.
+
+    A saved tensor has one of the floor if that has its bytes, or two of half of them, as gate and up in one;
+    tensors of its own category come first.
+    """
+    items = count_floor(planned.facts).items
+    allowed = Counter((item.category, item.bytes) for item in items)
+    storages = trace_whole(planned.shadow, structure=False).saved.storages
+    left = [s for s in storages if not _take(allowed, (s.category, s.bytes))]
+    anywhere = Counter[tuple[str, int]]()
+    for (_, size), count in allowed.items():
+        anywhere["", size] += count
     sizes: Counter[str] = Counter()
-    for storage in trace_whole(planned.shadow, structure=False).saved.storages:
-        saver = storage.savers[0]
-        if storage.category == most:
+    for storage in left:
+        half = "", storage.bytes // 2
+        if not _take(anywhere, ("", storage.bytes)) and not _take(anywhere, half, 2):
+            saver = storage.savers[0]
             place = re.sub(r"\d+", "*", saver.module) or "the model"
             sizes[f"`{saver.function or 'an op of its own'}` in `{place}`"] += storage.bytes
     ((name, size),) = sizes.most_common(1)
     return f"{name}: {size / 2**20:.1f} MiB"
+
+
+def _take(allowed: Counter[tuple[str, int]], key: tuple[str, int], count: int = 1) -> bool:
+    """Whether so many tensors of a category and size are left, which are none then."""
+    found = allowed[key] >= count
+    if found:
+        allowed[key] -= count
+    return found
 
 
 def _short(error: Exception) -> str:
@@ -111,8 +129,8 @@ def page(results: list[Result], missing: int = 0) -> list[str]:
         f"{len(planned) - len(others)} of {len(planned)} model types save at most {MOST} times the floor.",
         f"Not counted: {_said(left)}.",
         "",
-        f"The {len(others)} above {MOST}, and what saves most there of the kind that lies farthest above",
-        "the floor. Most are recurrences (state spaces, linear attention) written out in torch, for which",
+        f"The {len(others)} above {MOST}, and what saves most there of the tensors for which the floor has",
+        "none. Most are recurrences (state spaces, linear attention) written out in torch, for which",
         "no kernel package was installed: the rule knows no such chains. Others multiply with a gate, a",
         "score or a scale that trains, and the product saves a tensor which nobody else does.",
         "",
