@@ -135,6 +135,7 @@ VARIANTS = {
     "lomem": with_lomem,
     "compile": compiled(bench.VARIANTS["unpatched"], fullgraph=True),
     "auto+compile": compiled(bench.VARIANTS["auto"], fullgraph=True),
+    "compact+compile": compiled(bench.VARIANTS["compact"], fullgraph=True),
 }
 
 

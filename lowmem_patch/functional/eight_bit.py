@@ -32,7 +32,7 @@ from torch.utils.weak import TensorWeakRef
 
 from lowmem_patch.constants import EIGHT_BIT_GROUP, EightBits
 from lowmem_patch.functional import _library
-from lowmem_patch.functional._implementation import Implementation, dispatched, resolve
+from lowmem_patch.functional._implementation import Implementation, dispatched, module, resolve
 
 EIGHT_BIT_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32))
 
@@ -51,6 +51,18 @@ _from = _library.Operator(
     "from_eight_bits(Tensor integers, Tensor scales, ScalarType dtype, str implementation) -> Tensor",
     dispatched("from_eight_bits"),
     lambda integers, scales, dtype, implementation: integers.new_empty(integers.shape, dtype=dtype),
+)
+
+
+def _stored(x: Tensor, implementation: str) -> tuple[Tensor, Tensor]:
+    integers, scales = module(implementation).to_eight_bits(x.contiguous().view(-1))
+    return integers.view(x.shape), scales
+
+
+# one operator: of an alias of its input that an autograd.Function makes, compiled by torch 2.11, the gradient
+# of the input would be lost
+_stored_op = _library.Operator(
+    "stored_in_eight_bits(Tensor x, str implementation) -> (Tensor, Tensor)", _stored, _to_fake
 )
 
 
@@ -242,6 +254,12 @@ def stored_matrix(x: Tensor) -> tuple[Tensor, Tensor]:
     with _library.without_grad():
         integers, scales = to_eight_bits(x.contiguous().view(-1))
     return integers.view(x.shape), scales
+
+
+def stored_in_graph(x: Tensor) -> tuple[Tensor, Tensor]:
+    """As `stored_matrix`, in a compiled graph."""
+    found: tuple[Tensor, Tensor] = _stored_op.traced(x, resolve("auto", x))
+    return found
 
 
 def read_matrix(integers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor | EightBits:

@@ -307,8 +307,9 @@ def _of_eight_bits(
     *rest: Any,
 ) -> list[Tensor]:
     """What `linear_backward` computes, of source and up in 8 bits."""
-    *_, needs, _ = rest
-    read = read_matrix if needs[0] else matrix_values  # the products alone need values
+    *_, kind, needs, _ = rest
+    # an activation's kernel reads 8 bits, products need values
+    read = read_matrix if needs[0] and kind != IDENTITY else matrix_values
     source: Any = read(integers, scales, dtype)
     up: Any = None
     if up_integers is not None and up_scales is not None:

@@ -99,9 +99,13 @@ def forward_as_one(
     alone: bool,
     shared: bool,
     *args: Any,
+    stored: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """The base Linear and every active adapter as one op, where that is what the class's forward computes."""
+    """The base Linear and every active adapter as one op, where that is what the class's forward computes.
+
+    ``stored``: as of a `Projection`.
+    """
     one = len(args) == 1 and not kwargs and torch.is_grad_enabled() and not is_exporting()
     if one and _is_known(layer):
         x = args[0]
@@ -114,7 +118,7 @@ def forward_as_one(
                 products = low_rank_products(layer, x.dtype, low_precision)
                 if products is not None and not (deferred and x.is_changed()):
                     low = alone and _is_cast(x)
-                    return _computed(x.to(products.dtype) if low else x, shared, products)
+                    return _computed(x.to(products.dtype) if low else x, shared, stored, products)
     return forward_kept(layer, low_precision, alone, *args, **kwargs)
 
 
@@ -136,11 +140,11 @@ def _is_known(layer: nn.Module) -> bool:
     return in_compiler() or adds_products(type(layer).forward)
 
 
-def _computed(x: Tensor, shared: bool, products: Products) -> Tensor:
+def _computed(x: Tensor, shared: bool, stored: bool, products: Products) -> Tensor:
     to, dtype, returned, others = products
-    y: Tensor = value_of(project(x, Projection(*to[:3], shared), dtype))
+    y: Tensor = value_of(project(x, Projection(*to[:3], shared, stored), dtype))
     for lora_A, lora_B, scale in others:
-        low = value_of(project(x, Projection(lora_A, None), dtype))
+        low = value_of(project(x, Projection(lora_A, None, stored=stored), dtype))
         product = recast_linear(low, lora_B, None, dtype)
         y = y + (product if scale == 1.0 else product * scale)
     return y if returned == dtype else y.to(returned)

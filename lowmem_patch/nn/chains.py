@@ -178,7 +178,7 @@ class Chain(Op):
         return NotImplemented if made is None else made
 
     def linear(self, h: Deferred, to: Projection, dtype: torch.dtype) -> Tensor:
-        weight, bias, adapter, _ = to
+        weight, bias, adapter = to[:3]
         if adapter is not None:
             low = self.linear(h, Projection(adapter.lora_A, None), dtype)
             product = recast_linear(low, adapter.lora_B, None, dtype) * adapter.scale

@@ -41,7 +41,13 @@ from lowmem_patch.nn import (
 )
 from lowmem_patch.nn.context import autocast_dtype
 from lowmem_patch.nn.deferred import Deferred, Stored, defer, value_of
-from lowmem_patch.nn.deferred_linears import plain_linear, project, read_input, saved_linear
+from lowmem_patch.nn.deferred_linears import (
+    plain_linear,
+    project,
+    read_input,
+    saved_linear,
+    stored_linear,
+)
 from lowmem_patch.nn.deferred_rows import GatheredRows, Product
 from lowmem_patch.nn.op import Op, Projection
 from lowmem_patch.nn.stored import keep
@@ -133,6 +139,8 @@ class Activation(Op):
         return Activation("relu_squared").of(h.sources)
 
     def linear(self, h: Deferred, to: Projection, dtype: torch.dtype) -> Tensor:
+        if to.stored:
+            return stored_linear(h.sources, to, dtype, self.kind)
         if to.adapter is None:
             if in_compiler():
                 return plain_linear(h.plain(), to, dtype)
@@ -143,7 +151,7 @@ class Activation(Op):
                 # the tensor's own node saves the sources; who else reads it shares its gradient
                 return saved_linear(h.plain(), to, dtype)
         h._bypassed = True
-        weight, bias, adapter, _ = to
+        weight, bias, adapter = to[:3]
         return activation_linear(
             h.detached(), h.sources, weight, bias, self.kind, dtype, adapter,
             eight_bits=self.eight_bits,
@@ -297,7 +305,7 @@ class Dropped(Op):
         return Dropped.of(h, p, (h.plain(),), None)
 
     def linear(self, h: Deferred, to: Projection, dtype: torch.dtype) -> Tensor:
-        weight, bias, adapter, _ = to
+        weight, bias, adapter = to[:3]
         if adapter is not None:
             low = self.linear(h, Projection(adapter.lora_A, None), dtype)
             product = recast_linear(low, adapter.lora_B, None, dtype) * adapter.scale

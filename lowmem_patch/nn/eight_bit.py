@@ -9,6 +9,8 @@ Hooks take time of the host. Where nobody else packs what is saved, a norm and a
 their own op (`lowmem_patch.functional.norms`, `lowmem_patch.functional.stored_linear`). So does a Linear
 behind an activation (`lowmem_patch.functional.linear`), whose backward reads 8 bits.
 
+A compiler knows no hooks: there the Linears and norms store in their ops, and attention saves in full.
+
 One memory is stored once, whoever saves it: a norm and the Linears behind it, q, k and v as parts of one
 Linear's output, attention and the Linear behind it.
 """
@@ -16,6 +18,7 @@ Linear's output, attention and the Linear behind it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -25,7 +28,9 @@ from lowmem_patch.functional import (
     EIGHT_BIT_DTYPES,
     Memory,
     below_modes,
+    in_compiler,
     is_eager,
+    is_exporting,
     is_ordinary,
     may_pack,
     memory_in_eight_bits,
@@ -37,11 +42,14 @@ from lowmem_patch.functional import (
     unwritten,
     without_grad,
 )
+from lowmem_patch.nn.adapters import forward_as_one
 from lowmem_patch.nn.context import autocast_dtype, is_foreign
-from lowmem_patch.nn.deferred import Deferred, Unstored
+from lowmem_patch.nn.deferred import Deferred, Unstored, value_of
+from lowmem_patch.nn.deferred_linears import project
 from lowmem_patch.nn.gammas import look_at_gammas
 from lowmem_patch.nn.modes import ForwardMode, has_foreign_mode, run_under
 from lowmem_patch.nn.norms import MSNorm
+from lowmem_patch.nn.op import Projection
 from lowmem_patch.nn.own import Own, give_forward_around, inner_forward
 from lowmem_patch.nn.watched import Watched
 from lowmem_patch.tracing.op_roles import Role, names_with
@@ -54,10 +62,12 @@ _ORDINARY = (Tensor, nn.Parameter, Watched)  # without torch functions of their 
 _WITHOUT_TORCH_FUNCTION: Any = torch._C.DisableTorchFunctionSubclass
 
 
-def store_input(module: nn.Module, *, once: bool = False) -> None:
+def store_input(module: nn.Module, *, once: bool = False, attended: bool = False) -> None:
     """Let a norm, a Linear or a LoRA layer save what has the shape of its input in 8 bits.
 
-    ``once``: a forward reads the weight once.
+    Args:
+        once: a forward reads the weight once.
+        attended: fused attention saves the input as well, and in full where a compiler runs.
     """
     if isinstance(module, MSNorm):
         module.in_eight_bits = True
@@ -66,7 +76,7 @@ def store_input(module: nn.Module, *, once: bool = False) -> None:
         look_at_gammas([module])
         give_forward_around(module, _stores_output)
     else:
-        give_forward_around(module, _stores_input, once)
+        give_forward_around(module, _stores_input, once, attended)
 
 
 def store_attention(module: nn.Module) -> None:
@@ -81,8 +91,12 @@ def _stores_output(norm: MSNorm, given: Own | None, /, *args: Any, **kwargs: Any
 
 
 def _stores_input(
-    module: nn.Module, once: bool, given: Own | None, /, *args: Any, **kwargs: Any
+    module: nn.Module, once: bool, attended: bool, given: Own | None, /, *args: Any, **kwargs: Any
 ) -> Any:
+    if in_compiler():
+        stored = not attended and len(args) == 1 and not kwargs and _is_storable_in_graph(args[0])
+        y = _in_graph(module, given, args[0]) if stored else None
+        return inner_forward(module, given)(*args, **kwargs) if y is None else y
     if type(module) is nn.Linear and given is None and len(args) == 1 and not kwargs:
         y = below_modes(_directly, module, once, args[0])
         if y is not None:
@@ -124,6 +138,31 @@ def _directly(linear: nn.Linear, once: bool, x: Any) -> Tensor | None:
     if not alike or (weight.dtype != dtype and not once):
         return None
     return stored_linear(x, weight, bias, dtype)
+
+
+def _is_storable_in_graph(x: Any) -> bool:
+    """Whether a compiler's backward may read 8 bits in the place of this input."""
+    trains = torch.is_grad_enabled() and not is_exporting()
+    return trains and isinstance(x, Tensor) and x.dtype in EIGHT_BIT_DTYPES
+
+
+def _in_graph(module: nn.Module, given: Own | None, x: Tensor) -> Tensor | None:
+    """A Linear or a LoRA layer as a compiler sees it, with its input stored; None where that is in full."""
+    if isinstance(given, partial) and given.func is forward_as_one:
+        y: Tensor = forward_as_one(module, *given.args[1:], x, stored=True)
+        return y
+    own = module._parameters
+    weight, bias = own.get("weight"), own.get("bias")
+    # pruned, a bias is an attribute
+    if type(module) is not nn.Linear or given is not None or weight is None or "bias" not in own:
+        return None
+    autocast = autocast_dtype(x.device.type, x.dtype)
+    known = not is_foreign(weight) and (autocast is not None or weight.dtype == x.dtype)
+    if not known or not weight.requires_grad:
+        return None
+    dtype = x.dtype if autocast is None else autocast
+    stored: Tensor = value_of(project(x, Projection(weight, bias, stored=True), dtype))
+    return stored
 
 
 def _are_storable(sources: tuple[Tensor, ...]) -> bool:

@@ -77,7 +77,7 @@ def _deferred(
     product = _product(module, low_precision, x.dtype)
     if product is None:
         return None
-    (weight, bias, adapter, _), dtype = product
+    (weight, bias, adapter, *_), dtype = product
     if is_foreign(weight):
         reads.not_deferred = f"its weight is a {type(weight).__name__}"
         return None

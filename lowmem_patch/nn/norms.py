@@ -111,7 +111,7 @@ class MSNorm(nn.Module):
             low = self._low_dtype(x) if self.shares_copy else None
             # a high-precision output must not be computed from a low-precision z
             saves_z = low is None and self._compiled_saves_z(weight, bias)
-            return compiled.norm(x, weight, bias, settings, dtype, low, saves_z=saves_z)
+            return compiled.norm(x, weight, bias, settings, dtype, low, saves_z, self.in_eight_bits)
         return ms_norm(x, weight, bias, settings, dtype)[0]
 
     def _settings_for(self, x: Tensor) -> NormSettings:

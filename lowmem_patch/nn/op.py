@@ -21,12 +21,14 @@ class Projection(NamedTuple):
     Attributes:
         weight: ``[O, F]``; beside an adapter also a `PackedWeight`.
         shared: Linears with adapters besides this one read the same value.
+        stored: in a compiled graph, what a weight's gradient needs is saved in 8 bits.
     """
 
     weight: Any  # a Tensor or a PackedWeight
     bias: Tensor | None
     adapter: LowRank | None = None
     shared: bool = False
+    stored: bool = False
 
 
 class Op:

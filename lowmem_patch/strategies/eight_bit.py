@@ -36,15 +36,18 @@ class StoredInput(Patch):
 
     Attributes:
         once: a forward reads its weight once.
+        attended: fused attention saves its input as well.
     """
 
     strategy = "eight_bit"
     approximate = True
 
     once: bool = dataclasses.field(default=False, kw_only=True)
+    attended: bool = dataclasses.field(default=False, kw_only=True)
 
     def apply(self, target: Target) -> None:
-        store_input(target.model.get_submodule(self.site), once=self.once)
+        module = target.model.get_submodule(self.site)
+        store_input(module, once=self.once, attended=self.attended)
 
 
 class StoredAttention(Patch):
@@ -89,7 +92,9 @@ def find(facts: Facts, config: PatchConfig) -> Found:
     readers = _readers(facts)
     for name in inputs:
         once = readers[id(getattr(facts.modules[name], "weight", None))] == 1
-        found.add(StoredInput(name, reason="input stored in 8 bits", kind="linear", once=once))
+        attended = savers.has_attended(inputs[name])
+        reason = "input stored in 8 bits"
+        found.add(StoredInput(name, reason=reason, kind="linear", once=once, attended=attended))
     for site in norm_sites(facts, config):
         if isinstance(site, NormSite) and site.function is None and _is_read_by(site, inputs):
             found.add(StoredNorm(site.name))
@@ -116,7 +121,7 @@ def _note(attention: int, linears: int) -> str:
     parts += [f"q, k, v and the output of {attention} attentions"] if attention else []
     return (
         f"{' and '.join(parts)} are stored in 8 bits, and gradients are approximate; torch.compile stores "
-        "them in full"
+        "what attention saves in full"
     )
 
 
@@ -160,6 +165,11 @@ class _Savers:
         kept = {name: tensors for name, tensors in self.attention.items() if self.allow(tensors)}
         self.attention = kept
         return list(kept)
+
+    def has_attended(self, tensors: Iterable[Tensor]) -> bool:
+        """Whether attention saves one of these."""
+        saved = {storage_key(one) for given in self.attention.values() for one in given}
+        return any(storage_key(tensor) in saved for tensor in tensors)
 
     def allow(self, tensors: Iterable[Tensor]) -> bool:
         """Whether each is saved by Linears that train and by attention, and by nobody else."""

@@ -257,13 +257,6 @@ def test_a_checkpoint_of_one_linear(patched: Any) -> None:
     assert_equal(gradients(model, model(**inputs).loss), expected)
 
 
-def test_the_compiler_stores_in_full() -> None:
-    x = torch.randn(4, 6, 128)
-    ours, exact = two(Rows(lambda x: x), x)
-    compiled = torch.compile(ours, backend="aot_eager", fullgraph=True)
-    assert_equal(gradients(ours, compiled(x).sum()), gradients(exact, exact(x).sum()))
-
-
 @pytest.mark.filterwarnings(
     "ignore:.*gradient_checkpointing:FutureWarning",
     "ignore:.*should not be instantiated:DeprecationWarning",

@@ -1,0 +1,127 @@
+"""8-bit storage under torch.compile: Linears and norms store in 8 bits, attention saves in full."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from lowmem_patch import patch_model
+from tests.strategies.test_eight_bit import COMPACT, EXACT, assert_along
+from tests.support.models import EVERY_FAMILY, build, fill_adapters
+from tests.support.step import MODES, cast, in_mode, step
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    """A function is compiled anew at most eight times."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def compiled(model: Any) -> Any:
+    """With the partitioner that decides what is saved, and no code to generate."""
+    return torch.compile(model, backend="aot_eager_decomp_partition", fullgraph=True)
+
+
+def saved_by(model: Any, run: Any) -> list[Tensor]:
+    """What autograd saves of a run, one tensor a storage, without parameters."""
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    found: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        place = tensor.untyped_storage().data_ptr()
+        if place not in parameters:
+            found[place] = tensor
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        run()
+    return list(found.values())
+
+
+@pytest.mark.parametrize("adapted", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("mode_name", ["fp32", "autocast"])
+@pytest.mark.parametrize("name", ["llama", "timm-vit"])
+def test_the_forward_is_equal_and_gradients_are_along(
+    name: str, mode_name: str, adapted: bool
+) -> None:
+    family, mode = EVERY_FAMILY[name], MODES[mode_name]
+    model = cast(build(family), mode.weights)
+    if adapted:
+        model = get_peft_model(model, LoraConfig(r=2, target_modules=family.linears))
+        model = fill_adapters(model).eval()
+    inputs = in_mode(family.inputs(), mode)
+    compact, plain = (
+        patch_model(copy.deepcopy(model), config, example_inputs=inputs)
+        for config in (COMPACT, EXACT)
+    )
+    found = step(compiled(compact), inputs, mode)
+    # compiled, exact norms compute the output of z as it is rounded, which their backward reads
+    exact = step(plain if mode.autocast else compiled(plain), inputs, mode)
+    assert all(map(torch.equal, found.outputs, exact.outputs))
+    assert_along(found, exact)
+    assert any(
+        not torch.equal(found.gradients[name], gradient)
+        for name, gradient in exact.gradients.items()
+    )
+
+
+class Block(nn.Module):
+    """A norm, a gated MLP behind it, and a Linear that attention gives its output."""
+
+    def __init__(self, trains: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(128, 128)
+        self.norm = nn.LayerNorm(128).requires_grad_(trains)
+        self.gate, self.up = (nn.Linear(128, 512, bias=False) for _ in range(2))
+        self.down, self.act = nn.Linear(512, 384, bias=False), nn.SiLU()
+        self.out = nn.Linear(128, 128)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.first(x))
+        q, k, v = self.down(self.act(self.gate(y)) * self.up(y)).chunk(3, -1)
+        heads = (t.view(2, 8, 2, 64).transpose(1, 2) for t in (q, k, v))
+        o = nn.functional.scaled_dot_product_attention(*heads)
+        return self.out(o.transpose(1, 2).reshape(x.shape))
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_what_is_stored_and_what_is_not(trains: bool) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 8, 128)
+    model = patch_model(Block(trains), "compact", example_inputs=(x,))
+    graph = compiled(model)
+    saved = saved_by(model, lambda: graph(x))
+    rows = x.shape[0] * x.shape[1]
+    integers = sorted(t.numel() // rows for t in saved if t.dtype == torch.int8)
+    # x; the norm's output, and z beside it where gamma trains; gate and up
+    assert integers == [128, 128, *([128] if trains else []), 512, 512]
+    full = sorted(t.untyped_storage().nbytes() // (4 * rows) for t in saved if t.dtype == x.dtype)
+    # attention's q, k and v, parts of one; its output, which the Linear behind it reads: once
+    assert [size for size in full if size >= 128] == [128, 384]
+
+
+def test_an_input_that_is_not_contiguous_and_one_without_rows() -> None:
+    torch.manual_seed(0)
+    linear = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 64))
+    x = torch.randn(128, 6).t()
+    ours = patch_model(copy.deepcopy(linear), "compact", example_inputs=(x,))
+    for rows in (x, x[:0]):
+        found, exact = step(compiled(ours), (rows,)), step(linear, (rows,))
+        torch._dynamo.reset()
+        assert found.gradients.keys() == exact.gradients.keys()
+        assert_along(found, exact)
