@@ -60,6 +60,7 @@ _COLUMNS = (
     "checkpointing",
     "compile",
     "auto+compile",
+    "compact+compile",
 )
 
 
@@ -291,6 +292,11 @@ TABLES = {
     "several": partial(several_table, "several-h100.json"),
     "compact": partial(
         gpu_table, "models-h200-compact.json", " --variants unpatched paper exact auto compact"
+    ),
+    "compiled": partial(
+        gpu_table,
+        "models-h200-compiled.json",
+        " --case CASE --variants auto compact auto+compile compact+compile",
     ),
     "host": partial(host_table, "host-h200.json"),
     "gpu": partial(gpu_table, "models-h200.json"),
