@@ -92,6 +92,12 @@ def plan_patch(
     return _planned(model, resolved, example_inputs, asked)[0]
 
 
+def _refuse_other_than_bool(**given: object) -> None:
+    for name, value in given.items():
+        if type(value) is not bool:
+            raise ConfigError(f"{name}={value!r} is neither True nor False")
+
+
 def _asked(
     config: PatchConfig, fit: str | int | None, optimizer: str, accumulation: int, gpus: int
 ) -> Asked | None:
@@ -167,6 +173,7 @@ def patch_model(
         >>> model = patch_model(model, fit="24GiB", example_inputs=batch)
     """
     checked_model(model, "patch_model")
+    _refuse_other_than_bool(strict=strict, check=check)
     config = given_config(preset, config, earlier_config(model))
     resolved, outer = load_config(config), model
     asked = _asked(resolved, fit, optimizer, accumulation, gpus)

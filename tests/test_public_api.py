@@ -101,3 +101,10 @@ def test_a_key_that_stands_twice_is_refused(tmp_path: Path) -> None:
         load_config(path)
     path.write_text("norms: share\nbits: 2\n", encoding="utf-8")
     assert (load_config(path).norms, load_config(path).bits) == ("share", 2)
+
+
+@pytest.mark.parametrize("name", ["strict", "check"])
+def test_a_switch_that_is_neither_true_nor_false_is_refused(name: str) -> None:
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(ConfigError, match=f"{name}='no' is neither True nor False"):
+        lowmem_patch.patch_model(model, example_inputs=(torch.ones(1, 2),), **{name: "no"})  # type: ignore[arg-type]
