@@ -50,6 +50,7 @@ _CHECKPOINTED = (
     "activation checkpointing is on: bytes are counted as without it, and are saved while a block runs "
     "again; at the end of the forward autograd holds the inputs of blocks alone"
 )
+_MADE = "These inputs were made from its config: pass a batch of your own as example_inputs="
 NOT_COUNTED = "bytes after are counted by patch_model: planning runs no patched forward on data"
 
 
@@ -100,7 +101,12 @@ def plan_model(model: nn.Module, config: PatchConfig, example_inputs: Any) -> Pl
         inputs = as_example_inputs(example_inputs)
     described = _describe(inputs) + (SMALL if example_inputs is None else "")
     notes: list[str] = []
-    facts, plan, shadow = facts_and_plan(model, config, inputs, notes)
+    try:
+        facts, plan, shadow = facts_and_plan(model, config, inputs, notes)
+    except TraceError as error:
+        if example_inputs is not None:
+            raise
+        raise TraceError(f"{error}. {_MADE}") from error
     trace = facts.trace
     if came_sharded(model):
         notes.append(_OF_THE_WHOLE)

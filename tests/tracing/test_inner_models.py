@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import BertConfig, BertForMultipleChoice
 
 from lowmem_patch import patch_model, patch_report, plan_patch, saved_bytes, unpatch_model
 from lowmem_patch.errors import TraceError
@@ -70,3 +71,22 @@ def test_example_inputs_mean_the_whole() -> None:
 def test_a_module_without_any_asks_for_inputs() -> None:
     with pytest.raises(TraceError, match="neither a transformers, a timm nor a diffusers model"):
         patch_model(nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4)))
+
+
+def test_inputs_that_were_made_and_do_not_fit_name_the_mend() -> None:
+    config = BertConfig(
+        vocab_size=50,
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=64,
+    )
+    model = BertForMultipleChoice(config)
+    with pytest.raises(TraceError, match="pass a batch of your own as example_inputs=") as caught:
+        patch_model(model)
+    assert "could not be run on the example inputs (input_ids 2x16)" in str(caught.value)
+    tokens = torch.ones(2, 3, 8, dtype=torch.int64)  # two rows of three choices
+    patch_model(model, example_inputs={"input_ids": tokens})
+    with pytest.raises(TraceError) as given:
+        patch_model(model, example_inputs={"input_ids": tokens[0, 0]})
+    assert "pass a batch" not in str(given.value)
