@@ -128,3 +128,48 @@ def test_an_input_that_is_not_contiguous_and_one_without_rows() -> None:
         torch._dynamo.reset()
         assert found.gradients.keys() == exact.gradients.keys()
         assert_along(found, exact)
+
+
+class Aliases(torch.fx.Interpreter):
+    """Runs a graph, and finds what shares memory with what it is given."""
+
+    def __init__(self, graph: Any) -> None:
+        super().__init__(graph)
+        self.given: dict[int, str] = {}
+        self.found: list[tuple[str, str]] = []
+
+    def run_node(self, n: torch.fx.Node) -> Any:
+        result = super().run_node(n)
+        for tensor in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(tensor, Tensor) and n.op != "output":
+                place = tensor.untyped_storage()._cdata
+                if n.op == "placeholder":
+                    self.given[place] = n.name
+                elif place in self.given:
+                    self.found.append((n.name, self.given[place]))
+        return result
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("preset", ["exact", "compact"])
+def test_no_forward_makes_an_alias_of_its_input(preset: str, autocast: bool) -> None:
+    """Compiled by torch 2.11, an autograd.Function loses the gradient of an input of which it makes one."""
+    x = torch.randn(2, 8, 128)
+    functions: list[Aliases] = []
+
+    def look(graph: Any, _: Any) -> Any:
+        for node in graph.graph.nodes:
+            if node.target is torch.ops.higher_order.autograd_function_apply:
+                body, _, *given = node.args
+                values = [one.meta["example_value"] for one in given]
+                function = Aliases(getattr(graph, body.target))
+                with values[0].fake_mode:
+                    function.run(*values)
+                functions.append(function)
+        return graph.forward
+
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        model = patch_model(Block(True), preset, example_inputs=(x,))
+        torch.compile(model, backend=look, fullgraph=True)(x)
+    assert len(functions) == (1 if preset == "exact" else 5)  # the norm; and four Linears
+    assert [function.found for function in functions if function.found] == []
