@@ -63,7 +63,6 @@ from lowmem_patch.functional.norms import ms_norm as ms_norm
 from lowmem_patch.functional.norms import save_copy as save_copy
 from lowmem_patch.functional.placeholder import is_written as is_written
 from lowmem_patch.functional.placeholder import placeholder as placeholder
-from lowmem_patch.functional.products import IDENTITY as IDENTITY
 from lowmem_patch.functional.products import LowRank as LowRank
 from lowmem_patch.functional.products import PackedWeight as PackedWeight
 from lowmem_patch.functional.recomputed import ExpertWeight as ExpertWeight

@@ -85,13 +85,14 @@ class _StoredLinear(torch.autograd.Function):
         # in no region: its tags would have the sources saved for a value that nobody reads in backward
         hidden = source if kind == IDENTITY else _activation(source, kind, up)
         products = (weight, bias, lora_A, lora_B, scale)
+        y: Tensor
         y, low = linear_op.traced(hidden, source, up, *products, kind, dtype, implementation)
         parts = (*stored_in_graph(source), *((None, None) if up is None else stored_in_graph(up)))
         ctx.save_for_backward(*parts, weight, lora_A, lora_B, None if lora_A is None else low)
         ctx.settings, ctx.implementation = (scale, kind), implementation
         # an absent tensor's dtype is never read
         ctx.dtypes = [None if t is None else t.dtype for t in arguments[:6]]
-        return y  # type: ignore[no-any-return]  # of an operator, which has no types
+        return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
@@ -102,19 +103,22 @@ class _StoredLinear(torch.autograd.Function):
         found = linear_backward_of_eight_bits.traced(
             dy, *parts, ctx.dtypes[0], *rest, *ctx.settings, needs, ctx.implementation
         )
-        given = (for_input, for_input and parts[2] is not None, *for_rest)
-        return (*one_for_each(found, given, ctx.dtypes), *(None,) * 4)
+        needs = [for_input, for_input and parts[2] is not None, *for_rest]
+        return (*one_for_each(found, needs, ctx.dtypes), *(None,) * 4)
 
 
 def stored_linear(
     sources: tuple[Tensor, ...],
     weight: Tensor,
     bias: Tensor | None,
-    kind: str,
+    adapter: LowRank | None,
     dtype: torch.dtype,
-    adapter: LowRank | None = None,
+    kind: str = IDENTITY,
 ) -> Tensor:
-    """F.linear of h(sources) in ``dtype``, plus an adapter's product, that saves ``sources`` in 8 bits."""
+    """F.linear of h(sources) in ``dtype``, plus an adapter's product, that saves ``sources`` in 8 bits.
+
+    ``kind``: of h, by default none: the one source is the input.
+    """
     if kind == IDENTITY and sources[0].dtype != dtype:
         sources = (cast(sources[0], dtype),)  # as a norm stores it
     up = sources[1] if len(sources) == 2 else None

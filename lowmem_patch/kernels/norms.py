@@ -9,7 +9,7 @@ rstd; see `lowmem_patch.kernels.norms_backward`.
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -268,19 +268,12 @@ def _stores_parts(columns: int) -> bool:
 
 
 def norm_forward_in_eight_bits(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    settings: NormSettings,
-    out_dtype: torch.dtype,
-    z_dtype: torch.dtype | None = None,
-    copy_dtype: torch.dtype | None = None,
+    x: Tensor, *rest: Any
 ) -> tuple[tuple[Tensor, Tensor, Tensor | None, Tensor | None], tuple[Tensor, Tensor]]:
     """`norm_forward`, and the integers and scales of its z, else of the copy, else of y."""
     parts = empty_parts(x) if _stores_parts(x.shape[-1]) else None
-    y, rstd, z, copy = norm_forward(
-        x, weight, bias, settings, out_dtype, z_dtype, copy_dtype, parts
-    )
+    forward: Any = partial(norm_forward, parts=parts)
+    y, rstd, z, copy = forward(x, *rest)
     if parts is None:
         saved = z if z is not None else copy if copy is not None else y
         parts = to_eight_bits(saved.view(-1))

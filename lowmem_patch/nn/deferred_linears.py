@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowmem_patch.functional import IDENTITY, SharedInput, compiled, in_compiler, recast_linear
+from lowmem_patch.functional import SharedInput, compiled, in_compiler, recast_linear
 from lowmem_patch.nn.deferred import Deferred
 from lowmem_patch.nn.op import Projection
 from lowmem_patch.nn.watched import Watched
@@ -21,16 +21,8 @@ def project(x: Tensor, to: Projection, dtype: torch.dtype) -> Any:
     if isinstance(x, Watched):
         x = read_input(x, x, to, dtype)
     if to.stored:
-        return stored_linear((x,), to, dtype)
+        return compiled.stored_linear((x,), *to[:3], dtype)
     return recast_linear(x, to.weight, to.bias, dtype, to.adapter)
-
-
-def stored_linear(
-    sources: tuple[Tensor, ...], to: Projection, dtype: torch.dtype, kind: str = IDENTITY
-) -> Tensor:
-    """The projection of h(sources), which are saved in 8 bits."""
-    weight, bias, adapter = to[:3]
-    return compiled.stored_linear(sources, weight, bias, kind, dtype, adapter)
 
 
 def read_input(h: Deferred | Watched, value: Tensor, to: Projection, dtype: torch.dtype) -> Tensor:
@@ -45,7 +37,7 @@ def read_input(h: Deferred | Watched, value: Tensor, to: Projection, dtype: torc
 def saved_linear(value: Tensor, to: Projection, dtype: torch.dtype) -> Tensor:
     """The projection of a tensor that is saved as it is given, or in 8 bits."""
     if to.stored:
-        return stored_linear((value,), to, dtype)
+        return compiled.stored_linear((value,), *to[:3], dtype)
     if to.adapter is None:
         if in_compiler():
             return plain_linear(value, to, dtype)

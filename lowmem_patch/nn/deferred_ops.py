@@ -46,7 +46,6 @@ from lowmem_patch.nn.deferred_linears import (
     project,
     read_input,
     saved_linear,
-    stored_linear,
 )
 from lowmem_patch.nn.deferred_rows import GatheredRows, Product
 from lowmem_patch.nn.op import Op, Projection
@@ -140,7 +139,7 @@ class Activation(Op):
 
     def linear(self, h: Deferred, to: Projection, dtype: torch.dtype) -> Tensor:
         if to.stored:
-            return stored_linear(h.sources, to, dtype, self.kind)
+            return compiled.stored_linear(h.sources, *to[:3], dtype, self.kind)
         if to.adapter is None:
             if in_compiler():
                 return plain_linear(h.plain(), to, dtype)

@@ -62,12 +62,12 @@ _ORDINARY = (Tensor, nn.Parameter, Watched)  # without torch functions of their 
 _WITHOUT_TORCH_FUNCTION: Any = torch._C.DisableTorchFunctionSubclass
 
 
-def store_input(module: nn.Module, *, once: bool = False, attended: bool = False) -> None:
+def store_input(module: nn.Module, *, once: bool = False, saved_by_attention: bool = False) -> None:
     """Let a norm, a Linear or a LoRA layer save what has the shape of its input in 8 bits.
 
     Args:
         once: a forward reads the weight once.
-        attended: fused attention saves the input as well, and in full where a compiler runs.
+        saved_by_attention: fused attention saves the input as well, and in full where a compiler runs.
     """
     if isinstance(module, MSNorm):
         module.in_eight_bits = True
@@ -76,7 +76,7 @@ def store_input(module: nn.Module, *, once: bool = False, attended: bool = False
         look_at_gammas([module])
         give_forward_around(module, _stores_output)
     else:
-        give_forward_around(module, _stores_input, once, attended)
+        give_forward_around(module, _stores_input, once, saved_by_attention)
 
 
 def store_attention(module: nn.Module) -> None:
@@ -91,10 +91,21 @@ def _stores_output(norm: MSNorm, given: Own | None, /, *args: Any, **kwargs: Any
 
 
 def _stores_input(
-    module: nn.Module, once: bool, attended: bool, given: Own | None, /, *args: Any, **kwargs: Any
+    module: nn.Module,
+    once: bool,
+    saved_by_attention: bool,
+    given: Own | None,
+    /,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     if in_compiler():
-        stored = not attended and len(args) == 1 and not kwargs and _is_storable_in_graph(args[0])
+        stored = (
+            not saved_by_attention
+            and len(args) == 1
+            and not kwargs
+            and _is_storable_in_graph(args[0])
+        )
         y = _in_graph(module, given, args[0]) if stored else None
         return inner_forward(module, given)(*args, **kwargs) if y is None else y
     if type(module) is nn.Linear and given is None and len(args) == 1 and not kwargs:

@@ -50,7 +50,9 @@ _CHECKPOINTED = (
     "activation checkpointing is on: bytes are counted as without it, and are saved while a block runs "
     "again; at the end of the forward autograd holds the inputs of blocks alone"
 )
-_MADE = "These inputs were made from its config: pass a batch of your own as example_inputs="
+_MADE_FROM_CONFIG = (
+    "These inputs were made from its config: pass a batch of your own as example_inputs="
+)
 NOT_COUNTED = "bytes after are counted by patch_model: planning runs no patched forward on data"
 
 
@@ -106,7 +108,7 @@ def plan_model(model: nn.Module, config: PatchConfig, example_inputs: Any) -> Pl
     except TraceError as error:
         if example_inputs is not None:
             raise
-        raise TraceError(f"{error}. {_MADE}") from error
+        raise TraceError(f"{error}. {_MADE_FROM_CONFIG}") from error
     trace = facts.trace
     if came_sharded(model):
         notes.append(_OF_THE_WHOLE)

@@ -36,18 +36,18 @@ class StoredInput(Patch):
 
     Attributes:
         once: a forward reads its weight once.
-        attended: fused attention saves its input as well.
+        saved_by_attention: fused attention saves its input as well.
     """
 
     strategy = "eight_bit"
     approximate = True
 
     once: bool = dataclasses.field(default=False, kw_only=True)
-    attended: bool = dataclasses.field(default=False, kw_only=True)
+    saved_by_attention: bool = dataclasses.field(default=False, kw_only=True)
 
     def apply(self, target: Target) -> None:
         module = target.model.get_submodule(self.site)
-        store_input(module, once=self.once, attended=self.attended)
+        store_input(module, once=self.once, saved_by_attention=self.saved_by_attention)
 
 
 class StoredAttention(Patch):
@@ -92,9 +92,14 @@ def find(facts: Facts, config: PatchConfig) -> Found:
     readers = _readers(facts)
     for name in inputs:
         once = readers[id(getattr(facts.modules[name], "weight", None))] == 1
-        attended = savers.has_attended(inputs[name])
-        reason = "input stored in 8 bits"
-        found.add(StoredInput(name, reason=reason, kind="linear", once=once, attended=attended))
+        patch = StoredInput(
+            name,
+            reason="input stored in 8 bits",
+            kind="linear",
+            once=once,
+            saved_by_attention=savers.are_saved_by_attention(inputs[name]),
+        )
+        found.add(patch)
     for site in norm_sites(facts, config):
         if isinstance(site, NormSite) and site.function is None and _is_read_by(site, inputs):
             found.add(StoredNorm(site.name))
@@ -166,7 +171,7 @@ class _Savers:
         self.attention = kept
         return list(kept)
 
-    def has_attended(self, tensors: Iterable[Tensor]) -> bool:
+    def are_saved_by_attention(self, tensors: Iterable[Tensor]) -> bool:
         """Whether attention saves one of these."""
         saved = {storage_key(one) for given in self.attention.values() for one in given}
         return any(storage_key(tensor) in saved for tensor in tensors)

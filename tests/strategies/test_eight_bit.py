@@ -20,7 +20,7 @@ from lowmem_patch.constants import EIGHT_BIT_GROUP
 from lowmem_patch.demo import demo_tasks
 from lowmem_patch.nn import eight_bit
 from tests.support.models import EVERY_FAMILY, build, fill_adapters
-from tests.support.step import MODES, Step, cast, in_mode, step
+from tests.support.step import MODES, Mode, Step, cast, in_mode, step
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning"),
@@ -64,6 +64,17 @@ def assert_along(found: Step, exact: Step) -> None:
             assert cosine >= LEAST_COSINE, (name, cosine)
 
 
+def family_in(mode: Mode, name: str, adapted: bool) -> tuple[Any, Any]:
+    """A family's model, with adapters if asked, and inputs."""
+    family = EVERY_FAMILY[name]
+    model = cast(build(family), mode.weights)
+    if adapted:
+        transposed = name == "gpt2"
+        config = LoraConfig(r=2, target_modules=family.linears, fan_in_fan_out=transposed)
+        model = fill_adapters(get_peft_model(model, config)).eval()
+    return model, in_mode(family.inputs(), mode)
+
+
 NAMES = ("llama", "timm-vit", "bert", "gpt2", "timm-swin", "t5", "qwen3")
 # each family in both modes, and with adapters in one of them
 STORED = [
@@ -77,13 +88,8 @@ STORED = [
 def test_the_forward_is_equal_and_gradients_are_along(
     name: str, mode_name: str, adapted: bool
 ) -> None:
-    family, mode = EVERY_FAMILY[name], MODES[mode_name]
-    model = cast(build(family), mode.weights)
-    if adapted:
-        transposed = name == "gpt2"
-        config = LoraConfig(r=2, target_modules=family.linears, fan_in_fan_out=transposed)
-        model = fill_adapters(get_peft_model(model, config)).eval()
-    inputs = in_mode(family.inputs(), mode)
+    model, inputs = family_in(MODES[mode_name], name, adapted)
+    mode = MODES[mode_name]
     with torch.autocast("cpu", torch.bfloat16, enabled=mode.autocast is not None):
         compact, exact = both(model, inputs)
     found, expected = (step(one, inputs, mode, count=True) for one in (compact, exact))

@@ -8,14 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from lowmem_patch import patch_model
-from tests.strategies.test_eight_bit import COMPACT, EXACT, assert_along
-from tests.support.models import EVERY_FAMILY, build, fill_adapters
-from tests.support.step import MODES, cast, in_mode, step
+from tests.strategies.test_eight_bit import assert_along, both, family_in
+from tests.support.step import MODES, step
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning"),
@@ -59,16 +57,9 @@ def saved_by(model: Any, run: Any) -> list[Tensor]:
 def test_the_forward_is_equal_and_gradients_are_along(
     name: str, mode_name: str, adapted: bool
 ) -> None:
-    family, mode = EVERY_FAMILY[name], MODES[mode_name]
-    model = cast(build(family), mode.weights)
-    if adapted:
-        model = get_peft_model(model, LoraConfig(r=2, target_modules=family.linears))
-        model = fill_adapters(model).eval()
-    inputs = in_mode(family.inputs(), mode)
-    compact, plain = (
-        patch_model(copy.deepcopy(model), config, example_inputs=inputs)
-        for config in (COMPACT, EXACT)
-    )
+    mode = MODES[mode_name]
+    model, inputs = family_in(mode, name, adapted)
+    compact, plain = both(model, inputs)
     found = step(compiled(compact), inputs, mode)
     # compiled, exact norms compute the output of z as it is rounded, which their backward reads
     exact = step(plain if mode.autocast else compiled(plain), inputs, mode)

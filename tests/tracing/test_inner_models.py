@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import BertConfig, BertForMultipleChoice
+from transformers import BertForMultipleChoice
 
 from lowmem_patch import patch_model, patch_report, plan_patch, saved_bytes, unpatch_model
 from lowmem_patch.errors import TraceError
 from lowmem_patch.planning.report import find_records
-from tests.support.models import llama
+from tests.support.models import FAMILIES, build, llama
 
 
 class Wrapped(nn.Module):
@@ -74,14 +74,7 @@ def test_a_module_without_any_asks_for_inputs() -> None:
 
 
 def test_inputs_that_were_made_and_do_not_fit_name_the_mend() -> None:
-    config = BertConfig(
-        vocab_size=50,
-        hidden_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=64,
-    )
-    model = BertForMultipleChoice(config)
+    model = BertForMultipleChoice(build(FAMILIES["bert"]).config)
     with pytest.raises(TraceError, match="pass a batch of your own as example_inputs=") as caught:
         patch_model(model)
     assert "could not be run on the example inputs (input_ids 2x16)" in str(caught.value)
