@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from lowmem_patch import patch_model
-from tests.strategies.test_eight_bit import assert_along, both, family_in
-from tests.support.step import MODES, step
+from lowmem_patch import patch_model, unpatch_model
+from tests.strategies.test_eight_bit import assert_along, both, family_in, wide_llama
+from tests.support.step import MODES, call, step
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning"),
@@ -119,6 +120,31 @@ def test_an_input_that_is_not_contiguous_and_one_without_rows() -> None:
         torch._dynamo.reset()
         assert found.gradients.keys() == exact.gradients.keys()
         assert_along(found, exact)
+
+
+def test_adapters_come_and_go() -> None:
+    model, inputs = wide_llama(torch.float32)
+    config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    stock = get_peft_model(model, config)
+    ours = patch_model(copy.deepcopy(stock), "compact", example_inputs=inputs)
+    graph = torch.compile(ours, backend="aot_eager_decomp_partition")
+
+    def assert_alike() -> None:
+        assert_along(step(graph, inputs), step(stock, inputs))
+
+    assert_alike()
+    with ours.disable_adapter(), stock.disable_adapter(), torch.no_grad():
+        torch.testing.assert_close(call(graph, inputs).loss, call(stock, inputs).loss)
+    for one in (ours, stock):
+        torch.manual_seed(3)
+        second = LoraConfig(r=2, target_modules=["down_proj"], init_lora_weights=False)
+        one.add_adapter("second", second)
+        one.set_adapter("second")
+    assert_alike()
+    unpatch_model(ours)
+    for one in (ours, stock):
+        one.set_adapter("default")
+    assert_alike()
 
 
 class Aliases(torch.fx.Interpreter):
