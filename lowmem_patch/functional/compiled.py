@@ -9,7 +9,8 @@ partitioner would save what it can, and undo the plan; two means hold it:
 - a norm's backward is written in terms of its output or of z, so that its input is not asked for.
 
 What is stored in 8 bits is made by an operator: the partitioner computes none a second time, and so saves
-what it gives, once for all who store the same tensor.
+what it gives, once for all who store the same tensor. Backward reads values that are computed from it, and of
+two that can be had from each other the partitioner saves the smaller.
 
 Torch knows of none but its own ops how to shard them, so DTensors take the same way. A norm of them saves its
 input: where that is sharded by the sequence, the Linears behind it read a gathered copy of its output, and
@@ -19,7 +20,7 @@ share nothing with it.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -31,9 +32,9 @@ from lowmem_patch import reference
 from lowmem_patch.constants import ActivationKind, NormSettings
 from lowmem_patch.functional import _library
 from lowmem_patch.functional._implementation import resolve
-from lowmem_patch.functional.eight_bit import EIGHT_BIT_DTYPES, matrix_values, stored_in_graph
+from lowmem_patch.functional.eight_bit import EIGHT_BIT_DTYPES, graph_values
 from lowmem_patch.functional.products import IDENTITY, LowRank, linear_op
-from lowmem_patch.functional.products_backward import linear_backward_of_eight_bits, one_for_each
+from lowmem_patch.functional.products_backward import linear_backward_op, one_for_each
 
 
 def _recomputed(function: Callable[..., Tensor], *args: Any) -> Tensor:
@@ -41,7 +42,7 @@ def _recomputed(function: Callable[..., Tensor], *args: Any) -> Tensor:
     return y
 
 
-def _activation(x: Tensor, kind: ActivationKind, up: Tensor | None) -> Tensor:
+def _activation(x: Tensor, kind: Any, up: Tensor | None = None) -> Tensor:
     y = reference.activate(x, kind)
     return y if up is None else y * up
 
@@ -76,35 +77,71 @@ def linear(
     return y + linear(linear(x, lora_A, None, dtype), lora_B, None, dtype) * scale
 
 
+class _Near(torch.autograd.Function):
+    """``values`` in the place of ``x``, whose gradient it has."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, values: Tensor) -> Tensor:
+        ctx.dtype = x.dtype
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        return reference.cast(dy, ctx.dtype), None
+
+
+def _near(x: Tensor, values: Tensor) -> Tensor:
+    apply: Any = _Near.apply
+    near: Tensor = apply(x, values)
+    return near
+
+
 class _StoredLinear(torch.autograd.Function):
-    """The op of `lowmem_patch.functional.linear`, whose sources are saved in 8 bits."""
+    """F.linear of ``hidden``, plus an adapter's product, whose backward reads ``near`` in its place."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
-        source, up, weight, bias, lora_A, lora_B, scale, kind, dtype, implementation = arguments
-        # in no region: its tags would have the sources saved for a value that nobody reads in backward
-        hidden = source if kind == IDENTITY else _activation(source, kind, up)
-        products = (weight, bias, lora_A, lora_B, scale)
+        near, hidden, weight, bias, lora_A, lora_B, scale, implementation = arguments
         y: Tensor
-        y, low = linear_op.traced(hidden, source, up, *products, kind, dtype, implementation)
-        parts = (*stored_in_graph(source), *((None, None) if up is None else stored_in_graph(up)))
-        ctx.save_for_backward(*parts, weight, lora_A, lora_B, None if lora_A is None else low)
-        ctx.settings, ctx.implementation = (scale, kind), implementation
+        if lora_A is None:
+            y, low = F.linear(hidden, weight, bias), None
+        else:  # of three products and two sums the compiler makes four more passes over the output
+            products = (weight, bias, lora_A, lora_B, scale)
+            settings = (IDENTITY, hidden.dtype, implementation)
+            y, low = linear_op.traced(hidden, hidden, None, *products, *settings)
+        ctx.save_for_backward(near, weight, lora_A, lora_B, low)
+        ctx.scale, ctx.implementation = scale, implementation
         # an absent tensor's dtype is never read
-        ctx.dtypes = [None if t is None else t.dtype for t in arguments[:6]]
+        ctx.dtypes = [None if t is None else t.dtype for t in (near, *arguments[2:6])]
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
-        parts, rest = ctx.saved_tensors[:4], ctx.saved_tensors[4:]
-        for_source, for_up, *for_rest = ctx.needs_input_grad[:6]
-        for_input = for_source or for_up
-        needs = [for_input, *for_rest]
-        found = linear_backward_of_eight_bits.traced(
-            dy, *parts, ctx.dtypes[0], *rest, *ctx.settings, needs, ctx.implementation
-        )
-        needs = [for_input, for_input and parts[2] is not None, *for_rest]
-        return (*one_for_each(found, needs, ctx.dtypes), *(None,) * 4)
+        near, weight, lora_A, lora_B, low = ctx.saved_tensors
+        for_near, _, *for_rest = ctx.needs_input_grad[:6]
+        needs = [for_near, *for_rest]
+        if lora_A is None:
+            found = _product_gradients(dy, near, weight, needs)
+        else:
+            products, settings = (weight, lora_A, lora_B, low), (ctx.scale, IDENTITY)
+            found = linear_backward_op.traced(
+                dy, near, None, *products, *settings, needs, ctx.implementation
+            )
+        d_near, *gradients = one_for_each(found, needs, ctx.dtypes)
+        return (d_near, None, *gradients, None, None)
+
+
+def _product_gradients(
+    dy: Tensor, near: Tensor, weight: Tensor, needs: list[bool]
+) -> Iterator[Tensor]:
+    """Those of near, weight and bias that ``needs`` asks for."""
+    rows = dy.reshape(-1, dy.shape[-1])
+    if needs[0]:
+        yield rows.mm(weight).view(near.shape)
+    if needs[1]:
+        yield rows.t().mm(near.reshape(-1, near.shape[-1]))
+    if needs[2]:
+        yield rows.sum(0)
 
 
 def stored_linear(
@@ -114,23 +151,40 @@ def stored_linear(
     adapter: LowRank | None,
     dtype: torch.dtype,
     kind: str = IDENTITY,
+    near: Tensor | None = None,
 ) -> Tensor:
     """F.linear of h(sources) in ``dtype``, plus an adapter's product, that saves ``sources`` in 8 bits.
 
-    ``kind``: of h, by default none: the one source is the input.
+    Args:
+        kind: of h, by default none: the one source is the input.
+        near: what 8 bits hold of the one source, where somebody else stores them (`stored_norm`).
     """
-    if kind == IDENTITY and sources[0].dtype != dtype:
-        sources = (cast(sources[0], dtype),)  # as a norm stores it
-    up = sources[1] if len(sources) == 2 else None
-    rest = (None, None, 1.0) if adapter is None else adapter
-    apply: Any = _StoredLinear.apply
-    chosen = resolve("auto", *sources)
-    y: Tensor = apply(sources[0], up, weight, bias, *rest, kind, dtype, chosen)
+    with torch.autocast(weight.device.type, enabled=False):
+        if kind == IDENTITY and sources[0].dtype != dtype:
+            sources = (cast(sources[0], dtype),)  # as a norm stores it
+        # in no region: its tags would have the sources saved for a value that nobody reads in backward
+        plain = [source.detach() for source in sources]
+        if near is not None:
+            nears = [reference.cast(near, dtype)]
+        else:
+            nears = [_near(s, graph_values(t)) for s, t in zip(sources, plain, strict=True)]
+        hidden, near = (
+            h[0] if kind == IDENTITY else reference.cast(_activation(h[0], kind, *h[1:]), dtype)
+            for h in (plain, nears)
+        )
+        weight = weight if weight.dtype == dtype else cast(weight, dtype)
+        bias = None if bias is None else reference.cast(bias, dtype)
+        rest = (None, None, 1.0) if adapter is None else adapter
+        apply: Any = _StoredLinear.apply
+        y: Tensor = apply(near, hidden, weight, bias, *rest, resolve("auto", hidden))
     return y
 
 
 class _Norm(torch.autograd.Function):
-    """`reference.norm` and `reference.norm_backward`."""
+    """`reference.norm` and `reference.norm_backward`.
+
+    The latter reads ``saved``, y or z; where that is None, the output rounded to ``saved_dtype``.
+    """
 
     @staticmethod
     def forward(
@@ -138,31 +192,24 @@ class _Norm(torch.autograd.Function):
         x: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
+        saved: Tensor | None,
         settings: NormSettings,
         out_dtype: torch.dtype,
         saved_dtype: torch.dtype,
-        eight_bits: bool,
         saves_z: bool,
     ) -> Tensor:
         y, rstd = reference.norm(x, weight, bias, settings, out_dtype)
-        if saves_z:
-            saved, _ = reference.norm(x, None, None, settings, saved_dtype)
-        else:
+        if saved is None:
             saved = reference.cast(y, saved_dtype)
-        parts = stored_in_graph(saved) if eight_bits else (saved, None)
-        ctx.save_for_backward(*parts, rstd, weight, bias)
-        ctx.settings, ctx.dtypes, ctx.saves_z = settings, (x.dtype, saved_dtype), saves_z
+        ctx.save_for_backward(saved, rstd, weight, bias)
+        ctx.settings, ctx.dtype, ctx.saves_z = settings, x.dtype, saves_z
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
-        y, scales, rstd, weight, bias = ctx.saved_tensors
-        input_dtype, saved_dtype = ctx.dtypes
-        if scales is not None:
-            y = matrix_values(y, scales, saved_dtype)
-        rstd = rstd.squeeze(-1)
-        rest = (ctx.settings, input_dtype, ctx.needs_input_grad[:3], ctx.saves_z)
-        gradients = reference.norm_backward(dy, y, rstd, weight, bias, *rest)
+        saved, rstd, weight, bias = ctx.saved_tensors
+        rest = (ctx.settings, ctx.dtype, ctx.needs_input_grad[:3], ctx.saves_z)
+        gradients = reference.norm_backward(dy, saved, rstd.squeeze(-1), weight, bias, *rest)
         return (*gradients, *(None,) * 5)
 
 
@@ -172,24 +219,45 @@ def norm(
     bias: Tensor | None,
     settings: NormSettings,
     out_dtype: torch.dtype,
-    saved_dtype: torch.dtype | None = None,
+    saved_dtype: torch.dtype,
     saves_z: bool = False,
-    eight_bits: bool = False,
 ) -> Tensor:
     """LayerNorm or RMSNorm that saves its output or, right for a gamma of 0, z, rounded to ``saved_dtype``.
 
-    By default that is ``out_dtype``. Give the dtype to which Linears cast the output: the compiler makes one
-    cast of the two. Behind z, the affine is computed again in backward, fused into whatever reads it; not so
-    where ``eight_bits`` are stored of z, beside those that Linears store of the output.
+    Give the dtype to which Linears cast the output: the compiler makes one cast of the two. Behind z, the
+    affine is computed again in backward, fused into whatever reads it.
     """
     apply: Any = _Norm.apply
-    saved = out_dtype if saved_dtype is None else saved_dtype
-    eight_bits = eight_bits and saved in EIGHT_BIT_DTYPES
-    if eight_bits or not saves_z:
-        y: Tensor = apply(x, weight, bias, settings, out_dtype, saved, eight_bits, saves_z)
+    if not saves_z:
+        y: Tensor = apply(x, weight, bias, None, settings, out_dtype, saved_dtype, False)
         return y
-    z = apply(x, None, None, settings, saved, saved, False, False)
+    z = apply(x, None, None, None, settings, saved_dtype, saved_dtype, False)
     return _recomputed(reference.affine, z, weight, bias, settings, out_dtype)
+
+
+def stored_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    settings: NormSettings,
+    out_dtype: torch.dtype,
+    saved_dtype: torch.dtype,
+    saves_z: bool,
+) -> tuple[Tensor, ...]:
+    """`norm` that saves 8 bits, and behind the output what they hold of it, for `stored_linear`.
+
+    No float64 is stored: the output is all there is then.
+    """
+    if saved_dtype not in EIGHT_BIT_DTYPES:
+        return (norm(x, weight, bias, settings, out_dtype, saved_dtype, saves_z),)
+    affine = (None, None) if saves_z else (weight, bias)
+    with torch.no_grad():
+        near = values = graph_values(reference.norm(x, *affine, settings, saved_dtype)[0])
+        if saves_z:
+            near = reference.affine(values, weight, bias, settings, saved_dtype)
+    apply: Any = _Norm.apply
+    y = apply(x, weight, bias, values, settings, out_dtype, saved_dtype, saves_z)
+    return y, _near(y, near)
 
 
 _PLAIN = (Tensor, torch.nn.Parameter, type(None))

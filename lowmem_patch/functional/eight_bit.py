@@ -54,15 +54,27 @@ _from = _library.Operator(
 )
 
 
-def _stored(x: Tensor, implementation: str) -> tuple[Tensor, Tensor]:
-    integers, scales = module(implementation).to_eight_bits(x.contiguous().view(-1))
-    return integers.view(x.shape), scales
+def _parts_in(packed: Tensor, elements: int) -> tuple[Tensor, Tensor]:
+    """Integers and scales of so many elements, which lie behind each other."""
+    return packed[:elements], packed[elements + elements % 2 :].view(torch.bfloat16)
 
 
-# one operator: of an alias of its input that an autograd.Function makes, compiled by torch 2.11, the gradient
-# of the input would be lost
-_stored_op = _library.Operator(
-    "stored_in_eight_bits(Tensor x, str implementation) -> (Tensor, Tensor)", _stored, _to_fake
+def _packed_fake(x: Tensor, _: str) -> Tensor:
+    elements = x.numel()
+    groups = (elements + EIGHT_BIT_GROUP - 1) // EIGHT_BIT_GROUP
+    return x.new_empty(elements + elements % 2 + 2 * groups, dtype=torch.int8)
+
+
+def _packed(x: Tensor, implementation: str) -> Tensor:
+    packed = _packed_fake(x, implementation)
+    module(implementation).to_eight_bits(x.contiguous().view(-1), _parts_in(packed, x.numel()))
+    return packed
+
+
+# One result, not two: of what a part is taken of, torch's partitioner thinks that it costs twice its bytes to
+# save, which is more than the values.
+_packed_op = _library.Operator(
+    "packed_in_eight_bits(Tensor x, str implementation) -> Tensor", _packed, _packed_fake
 )
 
 
@@ -256,12 +268,6 @@ def stored_matrix(x: Tensor) -> tuple[Tensor, Tensor]:
     return integers.view(x.shape), scales
 
 
-def stored_in_graph(x: Tensor) -> tuple[Tensor, Tensor]:
-    """As `stored_matrix`, in a compiled graph."""
-    found: tuple[Tensor, Tensor] = _stored_op.traced(x, resolve("auto", x))
-    return found
-
-
 def read_matrix(integers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor | EightBits:
     """What `stored_matrix` stored: in 8 bits where a row is whole groups, the values where it is not."""
     if integers.shape[-1] % EIGHT_BIT_GROUP == 0:
@@ -272,3 +278,18 @@ def read_matrix(integers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor 
 def matrix_values(integers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """The values of what `stored_matrix` stored."""
     return from_eight_bits(integers.view(-1), scales, dtype).view(integers.shape)
+
+
+def graph_values(x: Tensor) -> Tensor:
+    """What 8 bits hold of ``x``, in a compiled graph, whose partitioner saves the 8 bits and no values.
+
+    Where a row of ``x`` ``[..., F]`` is whole groups, the values are computed in whatever reads them.
+    """
+    packed = _packed_op.traced(x, resolve("auto", x))
+    integers, scales = _parts_in(packed, x.numel())
+    if x.shape[-1] % EIGHT_BIT_GROUP:
+        return from_eight_bits(integers, scales, x.dtype).view(x.shape)
+    shape = (*x.shape[:-1], x.shape[-1] // EIGHT_BIT_GROUP, EIGHT_BIT_GROUP)
+    values = integers.view(shape).float() * scales.float().view(shape[:-1]).unsqueeze(-1)
+    largest = torch.finfo(x.dtype).max
+    return values.clamp(-largest, largest).to(x.dtype).view(x.shape)

@@ -130,10 +130,10 @@ def _from_launch(even: bool, dtype: torch.dtype) -> Launch:
     return Launch(_from_kernel, NUM_WARPS, LARGEST=largest, EVEN=even, BLOCK=BLOCK_GROUPS)
 
 
-def to_eight_bits(x: Tensor) -> tuple[Tensor, Tensor]:
-    """``[n]`` -> integers ``[n]`` int8 and scales ``[ceil(n / group)]`` bfloat16."""
+def to_eight_bits(x: Tensor, into: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
+    """``[n]`` -> integers ``[n]`` int8 and scales ``[ceil(n / group)]`` bfloat16, written to ``into``."""
     elements = x.numel()
-    integers, scales = empty_parts(x)
+    integers, scales = empty_parts(x) if into is None else into
     if elements:
         groups = scales.numel()
         launch = _to_launch(elements % EIGHT_BIT_GROUP == 0)

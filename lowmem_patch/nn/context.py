@@ -37,6 +37,12 @@ def is_fsdp_unit(module: nn.Module) -> bool:
     return hasattr(type(module), "unshard")
 
 
+def may_be_freed() -> bool:
+    """Whether somebody may free a module's weights until its own backward: FSDP and ZeRO do, whose processes
+    form a group."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
 def needs_gradient(tensor: Tensor) -> bool:
     """Whether autograd would keep anything for an op on this tensor, and it is run to train."""
     return torch.is_grad_enabled() and tensor.requires_grad and not is_exporting()

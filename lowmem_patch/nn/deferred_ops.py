@@ -221,6 +221,8 @@ class Shared(Saved):
 class Normed(Saved):
     """The output of a norm, whose sources are (copy, z), each of which may be absent.
 
+    In a compiled graph that stores 8 bits, the one source is what these hold of the output.
+
     Args:
         copy: the first source is the output in autocast's dtype, which Linears read under autocast.
         affine: gamma and beta with which the output is computed from z: the norm saves z, and so do
@@ -259,6 +261,8 @@ class Normed(Saved):
         compiling = in_compiler()
         value = self._read(h, dtype)
         trains = to.weight.requires_grad or to.adapter is not None
+        if to.stored and h.sources:
+            return compiled.stored_linear((value,), *to[:3], dtype, near=h.sources[-1])
         if self.affine is None or not trains or compiling:
             return saved_linear(read_input(h, value, to, dtype), to, dtype)
         packs = to.adapter is None and value.dtype == dtype and type(value) in (Tensor, Stored)

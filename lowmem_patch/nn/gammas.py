@@ -288,13 +288,12 @@ class Looks:
 
 
 def can_be_looked_at(*vectors: Tensor | None) -> bool:
-    """Whether gamma and beta are ordinary tensors with data, which FSDP1 frees between its forwards."""
-    for vector in vectors:
-        if vector is not None and (
-            type(vector) not in _PLAIN or vector.is_meta or is_freed(vector)
-        ):
-            return False
-    return True
+    """Whether gamma and beta are ordinary tensors with data, whole: between its forwards FSDP1 frees them, or
+    has parts of them."""
+    given = [vector for vector in vectors if vector is not None]
+    if any(type(v) not in _PLAIN or v.is_meta or is_freed(v) for v in given):
+        return False
+    return len({vector.shape for vector in given}) <= 1
 
 
 def is_capturing(device: torch.device) -> bool:

@@ -27,7 +27,14 @@ from lowmem_patch.functional import (
     ms_norm,
     packs_saved_tensors,
 )
-from lowmem_patch.nn.context import autocast_dtype, is_foreign, is_fsdp_unit, needs_gradient, train
+from lowmem_patch.nn.context import (
+    autocast_dtype,
+    is_foreign,
+    is_fsdp_unit,
+    may_be_freed,
+    needs_gradient,
+    train,
+)
 from lowmem_patch.nn.deferred import value_of
 from lowmem_patch.nn.deferred_ops import Norm, Normed, Saved, Shared
 from lowmem_patch.nn.gammas import Look, Looks, can_be_looked_at, is_capturing, look_at_gammas
@@ -103,16 +110,19 @@ class MSNorm(nn.Module):
 
     def normalize(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """The norm's value in ``dtype``, by default :meth:`output_dtype`."""
-        weight, bias = self.own_affine()
         if dtype is None:
             dtype = self.output_dtype(x)
-        settings = self._settings_for(x)
         if in_compiler() and not is_exporting():
-            low = self._low_dtype(x) if self.shares_copy else None
-            # a high-precision output must not be computed from a low-precision z
-            saves_z = low is None and self._compiled_saves_z(weight, bias)
-            return compiled.norm(x, weight, bias, settings, dtype, low, saves_z, self.in_eight_bits)
-        return ms_norm(x, weight, bias, settings, dtype)[0]
+            return compiled.norm(*self._in_graph(x, dtype))
+        return ms_norm(x, *self.own_affine(), self._settings_for(x), dtype)[0]
+
+    def _in_graph(self, x: Tensor, dtype: torch.dtype) -> tuple[Any, ...]:
+        """The arguments of `compiled.norm`."""
+        weight, bias = self.own_affine()
+        low = self._low_dtype(x) if self.shares_copy else None
+        # a high-precision output must not be computed from a low-precision z
+        saves_z = low is None and self._compiled_saves_z(weight, bias)
+        return x, weight, bias, self._settings_for(x), dtype, low or dtype, saves_z
 
     def _settings_for(self, x: Tensor) -> NormSettings:
         eps = getattr(self, self.eps_name) if self.eps_name else self.settings.eps
@@ -216,6 +226,9 @@ class MSNorm(nn.Module):
 
     def _compiled(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """The norm as a compiler sees it."""
+        if self.in_eight_bits and torch.is_grad_enabled() and not is_exporting():
+            y, *near = compiled.stored_norm(*self._in_graph(x, dtype))
+            return keep(y, Normed(False, None), tuple(near)) if y.requires_grad else y
         y = self.normalize(x, dtype)
         waits = y.requires_grad and not is_exporting() and self._is_one_copy(y)
         return Saved().of(y) if waits else y
@@ -272,7 +285,7 @@ class MSNorm(nn.Module):
 
     def _affine(self, weight: Tensor | None, bias: Tensor | None) -> Affine:
         """gamma and beta with which the Linears compute the output again."""
-        if is_fsdp_unit(self):  # freed before the Linears' backward
+        if may_be_freed():  # the Linears' backward may come before the norm's
             weight = None if weight is None else weight.detach().clone()
             bias = None if bias is None else bias.detach().clone()
         return Affine(weight, bias, self.settings)
@@ -369,31 +382,3 @@ class MSLayerNorm(MSNorm):
 
 class MSRMSNorm(MSNorm):
     """RMSNorm over the last dimension that saves its output (paper, MS-RMSNorm)."""
-
-
-class StockMSLayerNorm(MSLayerNorm, nn.LayerNorm):  # type: ignore[misc]  # its weight may be None
-    """In place of a `torch.nn.LayerNorm`, which it still is to whoever asks: transformers' Trainer decays
-    the weights of no such module."""
-
-
-class StockMSRMSNorm(MSRMSNorm, nn.RMSNorm):  # type: ignore[misc]  # its weight may be None
-    """In place of a `torch.nn.RMSNorm`, which it still is to whoever asks."""
-
-
-class NamedMSNorm(MSNorm):
-    """In place of a norm whose gamma and beta have names of their own."""
-
-    def __getattr__(self, name: str) -> Any:
-        called = dict(zip(STOCK_NAMES, self.__dict__.get("names", STOCK_NAMES), strict=True))
-        own = called.get(name, name)
-        if own == name:
-            return super().__getattr__(name)
-        return getattr(self, own) if own else None
-
-
-class NamedMSLayerNorm(NamedMSNorm, MSLayerNorm):
-    """See `NamedMSNorm`."""
-
-
-class NamedMSRMSNorm(NamedMSNorm, MSRMSNorm):
-    """See `NamedMSNorm`."""

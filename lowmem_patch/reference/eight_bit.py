@@ -9,11 +9,12 @@ from torch import Tensor
 from lowmem_patch.constants import EIGHT_BIT_GROUP, EIGHT_BIT_LEVELS, EightBits
 
 
-def to_eight_bits(x: Tensor) -> tuple[Tensor, Tensor]:
+def to_eight_bits(x: Tensor, into: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
     """The integers and the scale of each group of `EIGHT_BIT_GROUP` neighbours.
 
     Args:
         x: ``[n]``, float16, bfloat16 or float32.
+        into: memory for the results.
 
     Returns:
         ``[n]`` int8 and ``[ceil(n / group)]`` bfloat16: x is about integer * scale.
@@ -26,7 +27,12 @@ def to_eight_bits(x: Tensor) -> tuple[Tensor, Tensor]:
     inverse = torch.where(wide == 0.0, 0.0, 1.0 / wide)
     integers = (rows * inverse[:, None]).nan_to_num(0.0).round()
     integers = integers.clamp(-EIGHT_BIT_LEVELS, EIGHT_BIT_LEVELS).to(torch.int8)
-    return integers.view(-1)[: x.numel()].clone(), wide.bfloat16()
+    results = integers.view(-1)[: x.numel()].clone(), wide.bfloat16()
+    if into is None:
+        return results
+    for memory, result in zip(into, results, strict=True):
+        memory.copy_(result)
+    return into
 
 
 def _rounded_up(x: Tensor) -> Tensor:

@@ -15,15 +15,13 @@ from torch import Tensor, nn
 
 from lowmem_patch.config import PatchConfig
 from lowmem_patch.constants import STOCK_NAMES, NormSettings
-from lowmem_patch.nn.norms import (
-    MSLayerNorm,
-    MSNorm,
-    MSRMSNorm,
+from lowmem_patch.nn.norm_classes import (
     NamedMSLayerNorm,
     NamedMSRMSNorm,
     StockMSLayerNorm,
     StockMSRMSNorm,
 )
+from lowmem_patch.nn.norms import MSLayerNorm, MSNorm, MSRMSNorm
 from lowmem_patch.strategies.head import head_names
 from lowmem_patch.strategies.lora import adapter_layers
 from lowmem_patch.strategies.protocol import Facts, Found, PatchSite, Skip, forward_obstacle

@@ -23,6 +23,7 @@ from tests.support.versions import before
 
 ROOT = Path(__file__).parents[2]
 LAYERS, TOKENS, WIDTH = 2, 48, 32
+GAMMA = 4 * WIDTH  # bytes
 WAYS = ("ddp", "fsdp", "fsdp_checkpointed", "gpipe", "tensor_parallel", "replicated")
 CASES = [
     *((way, trains, preset) for way in WAYS for trains in ("full", "lora") for preset in ("exact", "auto")),
@@ -119,7 +120,10 @@ def test_saves_no_more_than_the_unpatched_model(
 @pytest.mark.parametrize("trains", ["full", "lora"])
 @pytest.mark.parametrize("way", ["ddp", "fsdp"])
 def test_saves_what_one_process_saves(runs: Runs, way: str, trains: str, preset: str) -> None:
-    assert saved(runs, f"{way} {trains} {preset}") == saved(runs, f"alone {trains} {preset}")
+    # FSDP2 frees gamma before a Linear's backward may read it: each norm behind which z is saved copies it
+    copies = {"full": 4, "lora": 3}[trains] * GAMMA if way == "fsdp" else 0
+    alone = saved(runs, f"alone {trains} {preset}")
+    assert saved(runs, f"{way} {trains} {preset}") == alone + copies
 
 
 @pytest.mark.parametrize("trains", ["full", "lora"])
@@ -131,7 +135,9 @@ def test_a_pipeline_saves_as_much_less_for_each_row(runs: Runs, trains: str) -> 
     )
     # the model's own loss has logits of the last token, too; unpatched, each loss saves a scalar
     last_tokens = ROWS * 4 * (VOCABULARY - WIDTH)
-    assert pipeline == 2 * halves - last_tokens + 4 * (MICROBATCHES - WORLD)
+    # a stage's norms save z, as nobody looks at their gammas, and copy these for each microbatch
+    copies = MICROBATCHES * 4 * GAMMA if trains == "full" else 0
+    assert pipeline == 2 * halves - last_tokens + 4 * (MICROBATCHES - WORLD) - copies
 
 
 @pytest.mark.parametrize("way", ["tensor_parallel", "came_sharded"])

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.func import functional_call
 from torch.nn.utils import prune
 
@@ -357,39 +353,3 @@ def test_backward_refuses_what_the_output_does_not_tell(
     look = looks.of_last_forward  # type: ignore[union-attr]
     with pytest.raises(RuntimeError) if refused else nullcontext():
         looks.confirm(look, dtype)  # type: ignore[union-attr, operator]
-
-
-@pytest.fixture
-def one_process() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
-@pytest.mark.parametrize("frozen", [True, False])
-@pytest.mark.usefixtures("one_process")
-def test_nobody_waits_for_a_gamma_that_fsdp_gathers(
-    frozen: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    torch.manual_seed(0)
-    twin = nn.Sequential(Block().double())
-    twin[0].norm.requires_grad_(not frozen)
-    model = patch_model(copy.deepcopy(twin), "exact", example_inputs={"input": rows()})
-    mesh = init_device_mesh("cpu", (1,))
-    fully_shard(model[0], mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    monkeypatch.setattr("lowmem_patch.nn.norms.look_at_gammas", _refuse)
-    for _ in range(3):
-        for one in (model, twin):
-            one.zero_grad()
-            one(rows()).square().sum().backward()
-        for name, parameter in twin.named_parameters():
-            if parameter.grad is not None:
-                sharded: Any = model.get_parameter(name).grad
-                assert_close(sharded.full_tensor(), parameter.grad, name, 1e-9)
-
-
-def _refuse(norms: Any) -> None:
-    raise AssertionError("the host waited for gamma")

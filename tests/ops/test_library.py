@@ -100,7 +100,7 @@ def operator_samples() -> Iterator[tuple[str, tuple[Any, ...]]]:
         given = (dy, source.clone(), up, *weights, low, 0.5, "silu", *tail)
         yield "activation_linear_backward_over", given
     for x in (torch.randn(2, 3, 6), torch.randn(6, 4, 3).transpose(0, 2)):
-        yield "stored_in_eight_bits", (x, R)
+        yield "packed_in_eight_bits", (x, R)
     yield "low_product", (source, *weights[1:], torch.bfloat16, R)
     q = torch.randn(2, 5, 3, 8).transpose(1, 2)
     cos, sin = torch.randn(2, 5, 6), torch.randn(1, 5, 6).expand(2, -1, -1)

@@ -1,0 +1,82 @@
+"""gamma and beta of norms whose weights FSDP shards, in one process."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from lowmem_patch import patch_model
+from lowmem_patch.nn.gammas import can_be_looked_at
+from tests.life.test_looks import Block, rows
+from tests.support.judge import assert_close
+
+
+@pytest.fixture
+def one_process() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.usefixtures("one_process")
+def test_nobody_waits_for_a_gamma_that_fsdp_gathers(
+    frozen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    twin = nn.Sequential(Block().double())
+    twin[0].norm.requires_grad_(not frozen)
+    model = patch_model(copy.deepcopy(twin), "exact", example_inputs={"input": rows()})
+    mesh = init_device_mesh("cpu", (1,))
+    fully_shard(model[0], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    monkeypatch.setattr("lowmem_patch.nn.norms.look_at_gammas", _refuse)
+    for _ in range(3):
+        for one in (model, twin):
+            one.zero_grad()
+            one(rows()).square().sum().backward()
+        for name, parameter in twin.named_parameters():
+            if parameter.grad is not None:
+                sharded: Any = model.get_parameter(name).grad
+                assert_close(sharded.full_tensor(), parameter.grad, name, 1e-9)
+
+
+@pytest.mark.parametrize("preset", ["exact", "compact"])
+@pytest.mark.usefixtures("one_process")
+def test_linears_behind_a_group_outlive_its_gamma_under_fsdp(preset: str) -> None:
+    """A norm ends the group, as in BERT: gamma is free when the Linear behind it runs backward."""
+    torch.manual_seed(0)
+    block = nn.Sequential(nn.Linear(8, 128), nn.LayerNorm(128))
+    twin = nn.Sequential(block, nn.Linear(128, 8), nn.Tanh())
+    x = torch.randn(4, 8)
+    model = patch_model(copy.deepcopy(twin), preset, example_inputs=(x,))
+    mesh = init_device_mesh("cpu", (1,))
+    for group in (model[0], model):
+        fully_shard(group, mesh=mesh)
+    for one in (model, twin):
+        one(x).square().sum().backward()
+    for name, parameter in twin.named_parameters():
+        sharded: Any = model.get_parameter(name).grad
+        assert parameter.grad is not None
+        tolerance = 1e-5 if preset == "exact" else 0.02
+        assert_close(sharded.full_tensor(), parameter.grad, name, tolerance)
+
+
+def test_parts_of_gamma_and_beta_tell_nothing() -> None:
+    """As FSDP1 has them between its forwards, with a border anywhere."""
+    assert can_be_looked_at(torch.ones(8), torch.ones(8))
+    assert not can_be_looked_at(torch.ones(8), torch.ones(5))
+
+
+def _refuse(norms: Any) -> None:
+    raise AssertionError("the host waited for gamma")
