@@ -35,6 +35,7 @@ from lowmem_patch.functional import _library
 from lowmem_patch.functional._implementation import Implementation, dispatched, module, resolve
 
 EIGHT_BIT_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32))
+_LARGEST_HALF = torch.finfo(torch.float16).max
 
 
 def _to_fake(x: Tensor, implementation: str) -> tuple[Tensor, Tensor]:
@@ -283,7 +284,9 @@ def matrix_values(integers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tenso
 def graph_values(x: Tensor) -> Tensor:
     """What 8 bits hold of ``x``, in a compiled graph, whose partitioner saves the 8 bits and no values.
 
-    Where a row of ``x`` ``[..., F]`` is whole groups, the values are computed in whatever reads them.
+    Where a row of ``x`` ``[..., F]`` is whole groups, the values are computed in whatever reads them. There
+    what lies within 1 % of the largest float32 or bfloat16 becomes infinite: to compare each value with that
+    would cost each reader time.
     """
     packed = _packed_op.traced(x, resolve("auto", x))
     integers, scales = _parts_in(packed, x.numel())
@@ -291,5 +294,6 @@ def graph_values(x: Tensor) -> Tensor:
         return from_eight_bits(integers, scales, x.dtype).view(x.shape)
     shape = (*x.shape[:-1], x.shape[-1] // EIGHT_BIT_GROUP, EIGHT_BIT_GROUP)
     values = integers.view(shape).float() * scales.float().view(shape[:-1]).unsqueeze(-1)
-    largest = torch.finfo(x.dtype).max
-    return values.clamp(-largest, largest).to(x.dtype).view(x.shape)
+    if x.dtype == torch.float16:
+        values = values.clamp(-_LARGEST_HALF, _LARGEST_HALF)
+    return values.to(x.dtype).view(x.shape)

@@ -10,7 +10,7 @@ from lowmem_patch import reference
 from lowmem_patch.constants import EIGHT_BIT_GROUP, EIGHT_BIT_LEVELS, EightBits, NormSettings
 from lowmem_patch.functional import from_eight_bits, to_eight_bits
 from lowmem_patch.functional._implementation import module, resolve
-from lowmem_patch.functional.eight_bit import matrix_values, stored_matrix
+from lowmem_patch.functional.eight_bit import graph_values, matrix_values, stored_matrix
 from tests.ops.conftest import Backend
 from tests.support.judge import assert_within_budget
 
@@ -176,3 +176,18 @@ def test_gradients_of_what_is_stored_are_those_of_its_values(
     expected = gradients(list(values))
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+@GROUPS
+@pytest.mark.parametrize("shape", [(3, 5, 128), (4, 256), (2, 3, 130), (7,), (0, 128), (256, 6)])
+def test_values_in_a_graph_are_those_of_the_parts(
+    backend: Backend, dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    generator = torch.Generator().manual_seed(len(shape))
+    x = (9 * torch.randn(shape, generator=generator)).to(backend.device, dtype)
+    if shape == (256, 6):
+        x = x.t()
+    if shape == (4, 256):
+        x[0, 3], x[1, 5] = torch.nan, 65504
+    expected = matrix_values(*stored_matrix(x.contiguous()), dtype)
+    torch.testing.assert_close(graph_values(x), expected, rtol=0, atol=0, equal_nan=True)
