@@ -50,6 +50,7 @@ from lowmem_patch.functional.eight_bit import from_eight_bits as from_eight_bits
 from lowmem_patch.functional.eight_bit import memory_in_eight_bits as memory_in_eight_bits
 from lowmem_patch.functional.eight_bit import to_eight_bits as to_eight_bits
 from lowmem_patch.functional.gather import gather as gather
+from lowmem_patch.functional.graph_storage import stored_attention as stored_attention
 from lowmem_patch.functional.head import Head as Head
 from lowmem_patch.functional.head import Labels as Labels
 from lowmem_patch.functional.head import flat as flat

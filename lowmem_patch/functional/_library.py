@@ -160,6 +160,17 @@ class Operator:
         return call
 
 
+def traced_through(schema: str, function: Callable[..., Any]) -> Any:
+    """An op that Dynamo passes on and that runs as this Python where the rest of a compiler traces.
+
+    There autograd is at work, and tensors know whose views they are.
+    """
+    name = schema.partition("(")[0]
+    _library.define(schema)
+    _library.impl(name, function, "CompositeImplicitAutograd")
+    return getattr(torch.ops.lowmem_patch, name).default
+
+
 def _without_none(function: Callable[..., Any]) -> Callable[..., Any]:
     """``function`` with the results of an operator."""
 

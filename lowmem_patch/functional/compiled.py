@@ -8,9 +8,8 @@ partitioner would save what it can, and undo the plan; two means hold it:
   values are recomputed in backward, fused into whatever reads them;
 - a norm's backward is written in terms of its output or of z, so that its input is not asked for.
 
-What is stored in 8 bits is made by an operator: the partitioner computes none a second time, and so saves
-what it gives, once for all who store the same tensor. Backward reads values that are computed from it, and of
-two that can be had from each other the partitioner saves the smaller.
+What is stored in 8 bits is made by an operator, and backward reads values that are computed from it
+(`lowmem_patch.functional.graph_storage`).
 
 Torch knows of none but its own ops how to shard them, so DTensors take the same way. A norm of them saves its
 input: where that is sharded by the sequence, the Linears behind it read a gathered copy of its output, and
@@ -32,7 +31,8 @@ from lowmem_patch import reference
 from lowmem_patch.constants import ActivationKind, NormSettings
 from lowmem_patch.functional import _library
 from lowmem_patch.functional._implementation import resolve
-from lowmem_patch.functional.eight_bit import EIGHT_BIT_DTYPES, graph_values
+from lowmem_patch.functional.eight_bit import EIGHT_BIT_DTYPES
+from lowmem_patch.functional.graph_storage import graph_values
 from lowmem_patch.functional.products import IDENTITY, LowRank, linear_op
 from lowmem_patch.functional.products_backward import linear_backward_op, one_for_each
 
@@ -167,7 +167,7 @@ def stored_linear(
         if near is not None:
             nears = [reference.cast(near, dtype)]
         else:
-            nears = [_near(s, graph_values(t)) for s, t in zip(sources, plain, strict=True)]
+            nears = [_near(source, graph_values(source)) for source in sources]
         hidden, near = (
             h[0] if kind == IDENTITY else reference.cast(_activation(h[0], kind, *h[1:]), dtype)
             for h in (plain, nears)

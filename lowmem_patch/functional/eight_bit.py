@@ -32,10 +32,9 @@ from torch.utils.weak import TensorWeakRef
 
 from lowmem_patch.constants import EIGHT_BIT_GROUP, EightBits
 from lowmem_patch.functional import _library
-from lowmem_patch.functional._implementation import Implementation, dispatched, module, resolve
+from lowmem_patch.functional._implementation import Implementation, dispatched, resolve
 
 EIGHT_BIT_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32))
-_LARGEST_HALF = torch.finfo(torch.float16).max
 
 
 def _to_fake(x: Tensor, implementation: str) -> tuple[Tensor, Tensor]:
@@ -52,30 +51,6 @@ _from = _library.Operator(
     "from_eight_bits(Tensor integers, Tensor scales, ScalarType dtype, str implementation) -> Tensor",
     dispatched("from_eight_bits"),
     lambda integers, scales, dtype, implementation: integers.new_empty(integers.shape, dtype=dtype),
-)
-
-
-def _parts_in(packed: Tensor, elements: int) -> tuple[Tensor, Tensor]:
-    """Integers and scales of so many elements, which lie behind each other."""
-    return packed[:elements], packed[elements + elements % 2 :].view(torch.bfloat16)
-
-
-def _packed_fake(x: Tensor, _: str) -> Tensor:
-    elements = x.numel()
-    groups = (elements + EIGHT_BIT_GROUP - 1) // EIGHT_BIT_GROUP
-    return x.new_empty(elements + elements % 2 + 2 * groups, dtype=torch.int8)
-
-
-def _packed(x: Tensor, implementation: str) -> Tensor:
-    packed = _packed_fake(x, implementation)
-    module(implementation).to_eight_bits(x.contiguous().view(-1), _parts_in(packed, x.numel()))
-    return packed
-
-
-# One result, not two: of what a part is taken of, torch's partitioner thinks that it costs twice its bytes to
-# save, which is more than the values.
-_packed_op = _library.Operator(
-    "packed_in_eight_bits(Tensor x, str implementation) -> Tensor", _packed, _packed_fake
 )
 
 
@@ -279,21 +254,3 @@ def read_matrix(integers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor 
 def matrix_values(integers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """The values of what `stored_matrix` stored."""
     return from_eight_bits(integers.view(-1), scales, dtype).view(integers.shape)
-
-
-def graph_values(x: Tensor) -> Tensor:
-    """What 8 bits hold of ``x``, in a compiled graph, whose partitioner saves the 8 bits and no values.
-
-    Where a row of ``x`` ``[..., F]`` is whole groups, the values are computed in whatever reads them. There
-    what lies within 1 % of the largest float32 or bfloat16 becomes infinite: to compare each value with that
-    would cost each reader time.
-    """
-    packed = _packed_op.traced(x, resolve("auto", x))
-    integers, scales = _parts_in(packed, x.numel())
-    if x.shape[-1] % EIGHT_BIT_GROUP:
-        return from_eight_bits(integers, scales, x.dtype).view(x.shape)
-    shape = (*x.shape[:-1], x.shape[-1] // EIGHT_BIT_GROUP, EIGHT_BIT_GROUP)
-    values = integers.view(shape).float() * scales.float().view(shape[:-1]).unsqueeze(-1)
-    if x.dtype == torch.float16:
-        values = values.clamp(-_LARGEST_HALF, _LARGEST_HALF)
-    return values.to(x.dtype).view(x.shape)

@@ -9,7 +9,7 @@ Hooks take time of the host. Where nobody else packs what is saved, a norm and a
 their own op (`lowmem_patch.functional.norms`, `lowmem_patch.functional.stored_linear`). So does a Linear
 behind an activation (`lowmem_patch.functional.linear`), whose backward reads 8 bits.
 
-A compiler knows no hooks: there the Linears and norms store in their ops, and attention saves in full.
+A compiler knows no hooks of modules: there the Linears, norms and attention store in ops of its graph.
 
 One memory is stored once, whoever saves it: a norm and the Linears behind it, q, k and v as parts of one
 Linear's output, attention and the Linear behind it.
@@ -43,11 +43,12 @@ from lowmem_patch.functional import (
     without_grad,
 )
 from lowmem_patch.nn.adapters import forward_as_one
+from lowmem_patch.nn.attention_in_graph import AttentionInGraph
 from lowmem_patch.nn.context import autocast_dtype, is_foreign
 from lowmem_patch.nn.deferred import Deferred, Unstored, value_of
 from lowmem_patch.nn.deferred_linears import project
 from lowmem_patch.nn.gammas import look_at_gammas
-from lowmem_patch.nn.modes import ForwardMode, has_foreign_mode, run_under
+from lowmem_patch.nn.modes import ForwardMode, has_foreign_mode, under_mode
 from lowmem_patch.nn.norms import MSNorm
 from lowmem_patch.nn.op import Projection
 from lowmem_patch.nn.own import Own, give_forward_around, inner_forward
@@ -62,12 +63,10 @@ _ORDINARY = (Tensor, nn.Parameter, Watched)  # without torch functions of their 
 _WITHOUT_TORCH_FUNCTION: Any = torch._C.DisableTorchFunctionSubclass
 
 
-def store_input(module: nn.Module, *, once: bool = False, saved_by_attention: bool = False) -> None:
+def store_input(module: nn.Module, *, once: bool = False) -> None:
     """Let a norm, a Linear or a LoRA layer save what has the shape of its input in 8 bits.
 
-    Args:
-        once: a forward reads the weight once.
-        saved_by_attention: fused attention saves the input as well, and in full where a compiler runs.
+    ``once``: a forward reads the weight once.
     """
     if isinstance(module, MSNorm):
         module.in_eight_bits = True
@@ -76,12 +75,22 @@ def store_input(module: nn.Module, *, once: bool = False, saved_by_attention: bo
         look_at_gammas([module])
         give_forward_around(module, _stores_output)
     else:
-        give_forward_around(module, _stores_input, once, saved_by_attention)
+        give_forward_around(module, _stores_input, once)
 
 
 def store_attention(module: nn.Module) -> None:
     """Let fused attention that runs in a module save q, k, v and its output in 8 bits."""
-    run_under(module, _AroundAttention)
+    give_forward_around(module, _stores_attention)
+
+
+def _stores_attention(module: nn.Module, given: Own | None, /, *args: Any, **kwargs: Any) -> Any:
+    if not in_compiler():
+        return under_mode(module, _AroundAttention, (), given, *args, **kwargs)
+    forward = inner_forward(module, given)
+    if not torch.is_grad_enabled() or is_exporting():
+        return forward(*args, **kwargs)
+    with AttentionInGraph():
+        return forward(*args, **kwargs)
 
 
 def _stores_output(norm: MSNorm, given: Own | None, /, *args: Any, **kwargs: Any) -> Any:
@@ -91,21 +100,10 @@ def _stores_output(norm: MSNorm, given: Own | None, /, *args: Any, **kwargs: Any
 
 
 def _stores_input(
-    module: nn.Module,
-    once: bool,
-    saved_by_attention: bool,
-    given: Own | None,
-    /,
-    *args: Any,
-    **kwargs: Any,
+    module: nn.Module, once: bool, given: Own | None, /, *args: Any, **kwargs: Any
 ) -> Any:
     if in_compiler():
-        stored = (
-            not saved_by_attention
-            and len(args) == 1
-            and not kwargs
-            and _is_storable_in_graph(args[0])
-        )
+        stored = len(args) == 1 and not kwargs and _is_storable_in_graph(args[0])
         y = _in_graph(module, given, args[0]) if stored else None
         return inner_forward(module, given)(*args, **kwargs) if y is None else y
     if type(module) is nn.Linear and given is None and len(args) == 1 and not kwargs:

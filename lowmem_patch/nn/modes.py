@@ -61,10 +61,10 @@ class ForwardMode(AroundForward):
 
 def run_under(module: nn.Module, mode: type[ForwardMode], *settings: Any) -> None:
     """Let the module's forward run under ``mode(module, *settings)`` where gradients are recorded eagerly."""
-    give_forward_around(module, _under_mode, mode, settings)
+    give_forward_around(module, under_mode, mode, settings)
 
 
-def _under_mode(
+def under_mode(
     module: nn.Module,
     mode: type[ForwardMode],
     settings: tuple[Any, ...],
@@ -73,6 +73,7 @@ def _under_mode(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
+    """The module's forward as `run_under` sets it."""
     forward = inner_forward(module, given)
     if not (torch.is_grad_enabled() and is_ordinary()):
         return forward(*args, **kwargs)

@@ -36,18 +36,15 @@ class StoredInput(Patch):
 
     Attributes:
         once: a forward reads its weight once.
-        saved_by_attention: fused attention saves its input as well.
     """
 
     strategy = "eight_bit"
     approximate = True
 
     once: bool = dataclasses.field(default=False, kw_only=True)
-    saved_by_attention: bool = dataclasses.field(default=False, kw_only=True)
 
     def apply(self, target: Target) -> None:
-        module = target.model.get_submodule(self.site)
-        store_input(module, once=self.once, saved_by_attention=self.saved_by_attention)
+        store_input(target.model.get_submodule(self.site), once=self.once)
 
 
 class StoredAttention(Patch):
@@ -92,14 +89,7 @@ def find(facts: Facts, config: PatchConfig) -> Found:
     readers = _readers(facts)
     for name in inputs:
         once = readers[id(getattr(facts.modules[name], "weight", None))] == 1
-        patch = StoredInput(
-            name,
-            reason="input stored in 8 bits",
-            kind="linear",
-            once=once,
-            saved_by_attention=savers.are_saved_by_attention(inputs[name]),
-        )
-        found.add(patch)
+        found.add(StoredInput(name, reason="input stored in 8 bits", kind="linear", once=once))
     for site in norm_sites(facts, config):
         if isinstance(site, NormSite) and site.function is None and _is_read_by(site, inputs):
             found.add(StoredNorm(site.name))
@@ -170,11 +160,6 @@ class _Savers:
         kept = {name: tensors for name, tensors in self.attention.items() if self.allow(tensors)}
         self.attention = kept
         return list(kept)
-
-    def are_saved_by_attention(self, tensors: Iterable[Tensor]) -> bool:
-        """Whether attention saves one of these."""
-        saved = {storage_key(one) for given in self.attention.values() for one in given}
-        return any(storage_key(tensor) in saved for tensor in tensors)
 
     def allow(self, tensors: Iterable[Tensor]) -> bool:
         """Whether each is saved by Linears that train and by attention, and by nobody else."""

@@ -10,7 +10,8 @@ from lowmem_patch import reference
 from lowmem_patch.constants import EIGHT_BIT_GROUP, EIGHT_BIT_LEVELS, EightBits, NormSettings
 from lowmem_patch.functional import from_eight_bits, to_eight_bits
 from lowmem_patch.functional._implementation import module, resolve
-from lowmem_patch.functional.eight_bit import graph_values, matrix_values, stored_matrix
+from lowmem_patch.functional.eight_bit import matrix_values, stored_matrix
+from lowmem_patch.functional.graph_storage import graph_values
 from tests.ops.conftest import Backend
 from tests.support.judge import assert_within_budget
 
@@ -189,5 +190,7 @@ def test_values_in_a_graph_are_those_of_the_parts(
         x = x.t()
     if shape == (4, 256):
         x[0, 3], x[1, 5] = torch.nan, 65504
-    expected = matrix_values(*stored_matrix(x.contiguous()), dtype)
+    lying = x.t() if shape == (256, 6) else x  # as the memory does, of which the groups are
+    expected = matrix_values(*stored_matrix(lying), dtype)
+    expected = expected.t() if lying is not x else expected
     torch.testing.assert_close(graph_values(x), expected, rtol=0, atol=0, equal_nan=True)

@@ -101,6 +101,11 @@ def operator_samples() -> Iterator[tuple[str, tuple[Any, ...]]]:
         yield "activation_linear_backward_over", given
     for x in (torch.randn(2, 3, 6), torch.randn(6, 4, 3).transpose(0, 2)):
         yield "packed_in_eight_bits", (x, R)
+    for x in (torch.randn(2, 3, 6), torch.randn(2, 128, 3).transpose(1, 2)):
+        yield "near_in_eight_bits", (x,)
+    q, k, v = (randn(2, 3, 8, 64) for _ in range(3))
+    yield "attention_in_eight_bits", (q, k, v)
+    yield "attention_in_eight_bits", (q, k, v, None, 0.0, True)
     yield "low_product", (source, *weights[1:], torch.bfloat16, R)
     q = torch.randn(2, 5, 3, 8).transpose(1, 2)
     cos, sin = torch.randn(2, 5, 6), torch.randn(1, 5, 6).expand(2, -1, -1)
