@@ -119,8 +119,8 @@ def _near(x: Tensor) -> Tensor:
 def _attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     given = (query, key, value)
     output = query.numel() // max(query.shape[-1], 1) * value.shape[-1]
-    sizes = {*(one.numel() for one in given), output}
-    widths = {query.shape[-1], value.shape[-1]}
+    sizes = (*(one.numel() for one in given), output)  # no set, which takes no symbol for a length
+    widths = (query.shape[-1], value.shape[-1])
 
     def pack(x: Tensor) -> Any:
         # the log-sum-exp has one number a row; a mask may have the shape of q, and holds infinite numbers
