@@ -11,6 +11,7 @@ from torch import nn
 from lowmem_patch.config import ConfigLike, PatchConfig, given_config, load_config
 from lowmem_patch.errors import ConfigError, NothingToPatchError, PatchError
 from lowmem_patch.memory.model_states import Training
+from lowmem_patch.nn.context import is_fsdp_unit
 from lowmem_patch.nn.gammas import forget_after_forward, look_at_gammas, look_before_forward
 from lowmem_patch.nn.head import notes_of_heads
 from lowmem_patch.nn.norms import MSNorm
@@ -308,8 +309,15 @@ def unpatch_model(model: ModelT) -> ModelT:
 
     Raises:
         ConfigError: ``model`` is no model.
+        PatchError: FSDP2 sharded it after it was patched.
     """
     checked_model(model, "unpatch_model")
+    if any(map(is_fsdp_unit, model.modules())) and find_records(model):
+        raise PatchError(
+            "the patched model was sharded by FSDP2 (fully_shard), which gathers weights in the very modules "
+            "that unpatch_model would replace: save its weights (torch.distributed.checkpoint.state_dict), "
+            "and load them into an unpatched model, whose names are the same"
+        )
     _unpatch(model)
     _put_back(model)  # of a whole that nobody holds any more
     return model

@@ -152,7 +152,8 @@ def _directly(linear: nn.Linear, once: bool, x: Any) -> Tensor | None:
 def _is_storable_in_graph(x: Any) -> bool:
     """Whether a compiler's backward may read 8 bits in the place of this input."""
     trains = torch.is_grad_enabled() and not is_exporting()
-    return trains and isinstance(x, Tensor) and x.dtype in EIGHT_BIT_DTYPES
+    ours = isinstance(x, Deferred) or (isinstance(x, Tensor) and not is_foreign(x))
+    return trains and ours and x.dtype in EIGHT_BIT_DTYPES
 
 
 def _in_graph(module: nn.Module, given: Own | None, x: Tensor) -> Tensor | None:

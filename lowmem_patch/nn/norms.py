@@ -226,7 +226,8 @@ class MSNorm(nn.Module):
 
     def _compiled(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """The norm as a compiler sees it."""
-        if self.in_eight_bits and torch.is_grad_enabled() and not is_exporting():
+        stored = self.in_eight_bits and torch.is_grad_enabled() and not is_exporting()
+        if stored and not is_foreign(x):
             y, *near = compiled.stored_norm(*self._in_graph(x, dtype))
             return keep(y, Normed(False, None), tuple(near)) if y.requires_grad else y
         y = self.normalize(x, dtype)

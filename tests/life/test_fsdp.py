@@ -1,4 +1,4 @@
-"""gamma and beta of norms whose weights FSDP shards, in one process."""
+"""Norms whose weights or inputs are sharded, in one process."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 
-from lowmem_patch import patch_model
+from lowmem_patch import patch_model, unpatch_model
+from lowmem_patch.errors import PatchError
 from lowmem_patch.nn.gammas import can_be_looked_at
 from tests.life.test_looks import Block, rows
 from tests.support.judge import assert_close
@@ -70,6 +73,36 @@ def test_linears_behind_a_group_outlive_its_gamma_under_fsdp(preset: str) -> Non
         assert parameter.grad is not None
         tolerance = 1e-5 if preset == "exact" else 0.02
         assert_close(sharded.full_tensor(), parameter.grad, name, tolerance)
+
+
+@pytest.mark.usefixtures("one_process")
+def test_a_model_sharded_since_is_not_unpatched() -> None:
+    model = patch_model(nn.Sequential(Block()), "exact", example_inputs={"input": rows().float()})
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    with pytest.raises(PatchError, match="load them into an unpatched model"):
+        unpatch_model(model)
+    model(rows().float()).sum().backward()
+    assert model[0].norm.weight.grad is not None
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("preset", ["exact", "compact"])
+@pytest.mark.usefixtures("one_process")
+def test_compiled_norms_of_sequence_shards_are_as_eager_ones(preset: str) -> None:
+    torch.manual_seed(0)
+    twin = nn.Sequential(nn.LayerNorm(128), nn.Linear(128, 128), nn.Linear(128, 8))
+    x = torch.randn(2, 8, 128)
+    model = patch_model(copy.deepcopy(twin), preset, example_inputs=(x,))
+    mesh = init_device_mesh("cpu", (1,))
+    parallelize_module(model, mesh, {"0": SequenceParallel()})
+    model[0].register_forward_hook(lambda module, args, output: output.full_tensor())
+    for one in (torch.compile(model, backend="aot_eager_decomp_partition"), twin):
+        one(x).square().sum().backward()
+    for name, parameter in twin.named_parameters():
+        ours: Any = model.get_parameter(name).grad
+        assert parameter.grad is not None
+        ours = ours.full_tensor() if isinstance(ours, DTensor) else ours
+        assert_close(ours, parameter.grad, name, 1e-5 if preset == "exact" else 0.02)
 
 
 def test_parts_of_gamma_and_beta_tell_nothing() -> None:
