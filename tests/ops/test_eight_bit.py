@@ -193,4 +193,7 @@ def test_values_in_a_graph_are_those_of_the_parts(
     lying = x.t() if shape == (256, 6) else x  # as the memory does, of which the groups are
     expected = matrix_values(*stored_matrix(lying), dtype)
     expected = expected.t() if lying is not x else expected
-    torch.testing.assert_close(graph_values(x), expected, rtol=0, atol=0, equal_nan=True)
+    interpreted = backend.implementation == "triton" and backend.device == "cpu"
+    # Triton's interpreter rounds a bfloat16 otherwise than torch: by a step of it
+    rtol = torch.finfo(dtype).eps if interpreted else 0.0
+    torch.testing.assert_close(graph_values(x), expected, rtol=rtol, atol=0, equal_nan=True)
