@@ -110,6 +110,32 @@ def test_what_is_stored_and_what_is_not(norm: str) -> None:
     assert [size for size in full if size >= 128] == []
 
 
+class Masked(nn.Module):
+    """Attention whose mask has the shape of the queries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(128, 384), nn.Linear(128, 128)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        q, k, v = (t.view(2, -1, 2, 64).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        o = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return self.out(o.transpose(1, 2).reshape(x.shape))
+
+
+def test_a_mask_like_the_queries_is_not_stored() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 64, 128)
+    mask = torch.zeros(2, 2, 64, 64).masked_fill(torch.rand(2, 2, 64, 64) > 0.7, -torch.inf)
+    block = Masked()
+    ours = patch_model(copy.deepcopy(block), "compact", example_inputs=(x, mask))
+    assert_along(step(compiled(ours), (x, mask)), step(block, (x, mask)))
+    saved = saved_by(ours, lambda: compiled(ours)(x, mask))
+    # x; q, k and v; attention's output
+    in_bytes = sorted(t.numel() / 128 for t in saved if t.dtype == torch.int8)
+    assert in_bytes == [130, 130, 390]
+
+
 def test_an_input_that_is_not_contiguous_and_one_without_rows() -> None:
     torch.manual_seed(0)
     linear = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 64))
