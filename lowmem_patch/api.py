@@ -309,10 +309,13 @@ def unpatch_model(model: ModelT) -> ModelT:
 
     Raises:
         ConfigError: ``model`` is no model.
-        PatchError: FSDP2 sharded it after it was patched.
+        PatchError: FSDP2 sharded it after it was patched, norms among it.
     """
     checked_model(model, "unpatch_model")
-    if any(map(is_fsdp_unit, model.modules())) and find_records(model):
+    modules = list(model.modules())
+    if any(map(is_fsdp_unit, modules)) and any(
+        is_replacement(m) and m._parameters for m in modules
+    ):
         raise PatchError(
             "the patched model was sharded by FSDP2 (fully_shard), which gathers weights in the very modules "
             "that unpatch_model would replace: save its weights (torch.distributed.checkpoint.state_dict), "

@@ -78,7 +78,7 @@ def linear(
 
 
 class _Near(torch.autograd.Function):
-    """``values`` in the place of ``x``, whose gradient it has."""
+    """``values``, which are near ``x``, in its place: the gradient goes to ``x``."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, values: Tensor) -> Tensor:
@@ -235,19 +235,12 @@ def norm(
     return _recomputed(reference.affine, z, weight, bias, settings, out_dtype)
 
 
-def stored_norm(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    settings: NormSettings,
-    out_dtype: torch.dtype,
-    saved_dtype: torch.dtype,
-    saves_z: bool,
-) -> tuple[Tensor, ...]:
+def stored_norm(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     """`norm` that saves 8 bits, and behind the output what they hold of it, for `stored_linear`.
 
-    No float64 is stored: the output is all there is then.
+    ``rest``: all further arguments of `norm`. No float64 is stored: the output is all there is then.
     """
+    weight, bias, settings, out_dtype, saved_dtype, saves_z = rest
     if saved_dtype not in EIGHT_BIT_DTYPES:
         return (norm(x, weight, bias, settings, out_dtype, saved_dtype, saves_z),)
     affine = (None, None) if saves_z else (weight, bias)

@@ -85,6 +85,16 @@ def test_a_model_sharded_since_is_not_unpatched() -> None:
     assert model[0].norm.weight.grad is not None
 
 
+@pytest.mark.usefixtures("one_process")
+def test_activations_of_a_model_sharded_since_are_unpatched() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
+    patch_model(model, "exact", example_inputs={"input": rows().float()})
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    unpatch_model(model)
+    model(rows().float()).sum().backward()
+    assert type(model[1]) is nn.GELU and model[0].weight.grad is not None
+
+
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("preset", ["exact", "compact"])
 @pytest.mark.usefixtures("one_process")
