@@ -243,7 +243,7 @@ def stored_norm(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     weight, bias, settings, out_dtype, saved_dtype, saves_z = rest
     if saved_dtype not in EIGHT_BIT_DTYPES:
         return (norm(x, weight, bias, settings, out_dtype, saved_dtype, saves_z),)
-    affine = (None, None) if saves_z else (weight, bias)
+    affine: tuple[Any, Any] = (None, None) if saves_z else (weight, bias)
     with torch.no_grad():
         near = values = graph_values(reference.norm(x, *affine, settings, saved_dtype)[0])
         if saves_z:
