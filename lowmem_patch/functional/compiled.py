@@ -36,6 +36,10 @@ from lowmem_patch.functional.graph_storage import graph_values
 from lowmem_patch.functional.products import IDENTITY, LowRank, linear_op
 from lowmem_patch.functional.products_backward import linear_backward_op, one_for_each
 
+Limits = tuple[float, float]  # see `norm`
+# of |gamma| to the largest, where an output with float32's exponents still tells z (bfloat16 has them, too)
+LEAST_RATIO = 1e-8
+
 
 def _recomputed(function: Callable[..., Tensor], *args: Any) -> Tensor:
     y: Tensor = checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
@@ -183,7 +187,8 @@ def stored_linear(
 class _Norm(torch.autograd.Function):
     """`reference.norm` and `reference.norm_backward`.
 
-    The latter reads ``saved``, y or z; where that is None, the output rounded to ``saved_dtype``.
+    The latter reads ``saved``, y or z; where that is None, the output rounded to ``saved_dtype``. With
+    ``limits`` it is y.
     """
 
     @staticmethod
@@ -196,21 +201,36 @@ class _Norm(torch.autograd.Function):
         settings: NormSettings,
         out_dtype: torch.dtype,
         saved_dtype: torch.dtype,
-        saves_z: bool,
+        limits: Limits | None,
     ) -> Tensor:
         y, rstd = reference.norm(x, weight, bias, settings, out_dtype)
         if saved is None:
             saved = reference.cast(y, saved_dtype)
         ctx.save_for_backward(saved, rstd, weight, bias)
-        ctx.settings, ctx.dtype, ctx.saves_z = settings, x.dtype, saves_z
+        ctx.settings, ctx.dtype, ctx.limits = settings, x.dtype, limits
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
         saved, rstd, weight, bias = ctx.saved_tensors
-        rest = (ctx.settings, ctx.dtype, ctx.needs_input_grad[:3], ctx.saves_z)
+        if ctx.limits is not None and weight is not None:
+            weight = _nan_beyond(ctx.limits, weight, bias, ctx.settings)
+        rest = (ctx.settings, ctx.dtype, ctx.needs_input_grad[:3], ctx.limits is None)
         gradients = reference.norm_backward(dy, saved, rstd.squeeze(-1), weight, bias, *rest)
         return (*gradients, *(None,) * 5)
+
+
+def _nan_beyond(
+    limits: Limits, weight: Tensor, bias: Tensor | None, settings: NormSettings
+) -> Tensor:
+    """``weight``, NaN where the output does not tell z: a graph can neither ask first nor save z then."""
+    ratio, shift = limits
+    size = settings.gamma_of(weight.float()).abs()
+    # the largest is a kernel of its own
+    known = size > (ratio * size.max() if ratio > LEAST_RATIO else 0.0)
+    if bias is not None:
+        known = known & (bias.float().abs() < shift * size)
+    return torch.where(known, weight, float("nan"))
 
 
 def norm(
@@ -220,18 +240,22 @@ def norm(
     settings: NormSettings,
     out_dtype: torch.dtype,
     saved_dtype: torch.dtype,
-    saves_z: bool = False,
+    limits: Limits | None,
 ) -> Tensor:
     """LayerNorm or RMSNorm that saves its output or, right for a gamma of 0, z, rounded to ``saved_dtype``.
 
     Give the dtype to which Linears cast the output: the compiler makes one cast of the two. Behind z, the
     affine is computed again in backward, fused into whatever reads it.
+
+    Args:
+        limits: the least |gamma|, as a share of the largest, and the most |beta / gamma| with which the
+            output tells z: gradients are NaN where gamma has passed them since. None: z is saved.
     """
     apply: Any = _Norm.apply
-    if not saves_z:
-        y: Tensor = apply(x, weight, bias, None, settings, out_dtype, saved_dtype, False)
+    if limits is not None:
+        y: Tensor = apply(x, weight, bias, None, settings, out_dtype, saved_dtype, limits)
         return y
-    z = apply(x, None, None, None, settings, saved_dtype, saved_dtype, False)
+    z = apply(x, None, None, None, settings, saved_dtype, saved_dtype, None)
     return _recomputed(reference.affine, z, weight, bias, settings, out_dtype)
 
 
@@ -240,16 +264,16 @@ def stored_norm(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
 
     ``rest``: all further arguments of `norm`. No float64 is stored: the output is all there is then.
     """
-    weight, bias, settings, out_dtype, saved_dtype, saves_z = rest
+    weight, bias, settings, out_dtype, saved_dtype, limits = rest
     if saved_dtype not in EIGHT_BIT_DTYPES:
-        return (norm(x, weight, bias, settings, out_dtype, saved_dtype, saves_z),)
-    affine: tuple[Any, Any] = (None, None) if saves_z else (weight, bias)
+        return (norm(x, *rest),)
+    affine: tuple[Any, Any] = (None, None) if limits is None else (weight, bias)
     with torch.no_grad():
         near = values = graph_values(reference.norm(x, *affine, settings, saved_dtype)[0])
-        if saves_z:
+        if limits is None:
             near = reference.affine(values, weight, bias, settings, saved_dtype)
     apply: Any = _Norm.apply
-    y = apply(x, weight, bias, values, settings, out_dtype, saved_dtype, saves_z)
+    y = apply(x, weight, bias, values, settings, out_dtype, saved_dtype, limits)
     return y, _near(y, near)
 
 

@@ -37,7 +37,8 @@ from lowmem_patch.nn.context import (
 )
 from lowmem_patch.nn.deferred import value_of
 from lowmem_patch.nn.deferred_ops import Norm, Normed, Saved, Shared
-from lowmem_patch.nn.gammas import Look, Looks, can_be_looked_at, is_capturing, look_at_gammas
+from lowmem_patch.nn.gammas import can_be_looked_at, is_capturing, look_at_gammas
+from lowmem_patch.nn.looks import Look, Looks
 from lowmem_patch.nn.stored import keep
 from lowmem_patch.nn.watched import watch
 
@@ -119,10 +120,11 @@ class MSNorm(nn.Module):
     def _in_graph(self, x: Tensor, dtype: torch.dtype) -> tuple[Any, ...]:
         """The arguments of `compiled.norm`."""
         weight, bias = self.own_affine()
-        low = self._low_dtype(x) if self.shares_copy else None
+        low = self._low_dtype(x) if self.shares_copy and self.looks.recovers_z else None
         # a high-precision output must not be computed from a low-precision z
-        saves_z = low is None and self._compiled_saves_z(weight, bias)
-        return x, weight, bias, self._settings_for(x), dtype, low or dtype, saves_z
+        saved, saves_z = low or dtype, low is None and self._compiled_saves_z(weight, bias)
+        limits = None if saves_z else self.looks.limits(saved)
+        return x, weight, bias, self._settings_for(x), dtype, saved, limits
 
     def _settings_for(self, x: Tensor) -> NormSettings:
         eps = getattr(self, self.eps_name) if self.eps_name else self.settings.eps
@@ -351,6 +353,9 @@ class MSNorm(nn.Module):
             self.refuse_unfolded(state_dict, prefix)
         self.looks.forget()
         super()._load_from_state_dict(state_dict, prefix, *args)
+        look_at_gammas(
+            [self]
+        )  # for a compiler, which has its graphs made anew where this tells otherwise
 
     def refuse_unfolded(self, state_dict: dict[str, Any], prefix: str) -> None:
         """Raise when the weights to be loaded are not those of a folded model.

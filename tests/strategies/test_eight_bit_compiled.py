@@ -218,3 +218,18 @@ def test_no_forward_makes_an_alias_of_its_input(preset: str, autocast: bool) -> 
     # the norm; and five Linears, what four of their inputs are in 8 bits
     assert len(functions) == (1 if preset == "exact" else 10)
     assert [function.found for function in functions if function.found] == []
+
+
+def test_a_gamma_made_uneven_after_compilation_gives_no_number() -> None:
+    model = nn.Sequential(nn.Linear(128, 128), nn.RMSNorm(128), nn.Linear(128, 128))
+    gamma: Any = model[1].weight.requires_grad_(False)
+    x = torch.randn(16, 128)
+    patched = patch_model(model, "compact", example_inputs=(x,))
+    run = compiled(patched)
+    run(x).square().sum().backward()
+    first: Any = model[0].weight
+    assert first.grad.isfinite().all()
+    first.grad = None
+    gamma[3] = 1 / 64  # 8 bits of the output tell nothing of this column's z
+    run(x).square().sum().backward()
+    assert first.grad.isnan().all()
