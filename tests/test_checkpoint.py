@@ -262,6 +262,9 @@ def test_a_hub_id_is_read_from_the_cache(tmp_path: Path, monkeypatch: pytest.Mon
     convert(source, tmp_path / "out", check=False)
     record = json.loads((tmp_path / "out" / "lowmem_patch.json").read_text())
     assert record["revision"] == commit and record["source"] == "someone/tiny"
+    convert(resolve("hf-hub:someone/tiny@main"), tmp_path / "again", check=False)
+    for folder in ("out", "again"):
+        assert "base_model: someone/tiny\n" in (tmp_path / folder / "README.md").read_text()
     with pytest.raises(CheckpointError, match="whose name timm knows"):
         resolve("timm/vit_tiny_patch16_224")
     with pytest.raises(CheckpointError, match="HF_HUB_OFFLINE"):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor
 from lowmem_patch.errors import TraceError
 from lowmem_patch.tracing.isolation import uncompiled
 from lowmem_patch.tracing.observers import DispatchObserver
+from lowmem_patch.tracing.shadow import finite_parts, named_tensors
 
 FORWARD_FACTOR = 2.0
 # Allowed on top, in eps of the dtype: an output that the unpatched model happens to hit exactly.
@@ -97,17 +99,9 @@ def in_float64() -> Iterator[None]:
         yield
 
 
-def named_outputs(output: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+def named_outputs(output: Any) -> Iterator[tuple[str, Tensor]]:
     """The floating-point tensors of a model's output, with their place in it."""
-    if isinstance(output, Tensor):
-        if output.is_floating_point():
-            yield prefix or "output", output
-    elif isinstance(output, Mapping):
-        for key, value in output.items():
-            yield from named_outputs(value, f"{prefix}.{key}" if prefix else str(key))
-    elif isinstance(output, (tuple, list)):
-        for index, value in enumerate(output):
-            yield from named_outputs(value, f"{prefix}.{index}" if prefix else f"output {index}")
+    return ((name, tensor) for name, tensor in named_tensors(output) if tensor.is_floating_point())
 
 
 def check_tensor(
@@ -127,6 +121,10 @@ def check_tensor(
         scale: the least size that errors are measured against.
         floor: the least error of the unpatched model that the budget starts from.
     """
+    parts = finite_parts(truth, unpatched, found)
+    if parts is None:
+        return TensorCheck(name, 0.0, math.inf, 0.0, 0.0, False, 0.0)
+    truth, unpatched, found = parts
     size = float(truth.norm())
     scale = max(scale, size, torch.finfo(torch.float64).tiny)
     own = float((unpatched - truth).norm()) / scale

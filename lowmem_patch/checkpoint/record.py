@@ -83,8 +83,8 @@ def write_card(folder: Path, source: Source, steps: Sequence[FoldStep]) -> None:
             header = dict(huggingface_hub.metadata_load(source.folder / "README.md") or {})
     copied = ("license", "license_name", "license_link", "language")
     fields: dict[str, Any] = {key: header[key] for key in copied if key in header}
-    if source.revision is not None:
-        fields["base_model"] = source.name.removeprefix("hf://").partition("@")[0]
+    if source.repository is not None:
+        fields["base_model"] = source.repository
     fields["library_name"] = source.library
     origin = Path(source.name).name if source.revision is None else source.name
     text = (

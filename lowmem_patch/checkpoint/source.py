@@ -40,6 +40,7 @@ class Source:
         revision: the commit that a hub repository was read at.
         config: the content of config.json.
         trust_remote_code: whether Python files of the checkpoint may run.
+        repository: that of the hub which holds its files, where it came from there.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Source:
     revision: str | None
     config: dict[str, Any]
     trust_remote_code: bool = False
+    repository: str | None = None
 
     @property
     def files(self) -> Path:
@@ -175,7 +177,7 @@ def _from_hub(
     if weights:
         _download_weights(name, repository, revision, folder)
     commit = folder.name if re.fullmatch(r"[0-9a-f]{40}", folder.name) else revision
-    return _from_folder(name, folder, commit, trust)
+    return dataclasses.replace(_from_folder(name, folder, commit, trust), repository=repository)
 
 
 def _download_weights(name: str, repository: str, revision: str | None, folder: Path) -> None:

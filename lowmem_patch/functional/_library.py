@@ -228,6 +228,12 @@ def is_plain(*args: Any) -> bool:
     return all(type(argument) in _PLAIN or type(argument) is FakeTensor for argument in args)
 
 
+def is_foreign(*args: Any) -> bool:
+    """Whether one of them is of a class of tensors that knows nothing of our operators (DTensor, nested
+    tensors): torch's own functions run on it."""
+    return not (in_compiler() or is_plain(*args))
+
+
 def is_traced() -> bool:
     """Whether a tracer writes down what runs, of which `in_compiler` does not know (torch.jit, make_fx)."""
     return torch._C._is_tracing() or torch._C._get_dispatch_mode(_PROXY) is not None

@@ -18,7 +18,6 @@ from lowmem_patch.functional import _library, compiled
 from lowmem_patch.functional._checks import check_floating, check_kind, check_table
 from lowmem_patch.functional._implementation import Implementation, dispatched, module, resolve
 from lowmem_patch.functional._ownership import can_be_overwritten
-from lowmem_patch.functional.compiled import is_sharded
 
 # torch has no operator of its own for the first two, and its operators save the output of the others
 _OWN_OPERATOR = ("quick_gelu", "relu_squared", "relu", "sigmoid", "tanh")
@@ -130,6 +129,8 @@ def activation(
         ValueError: shapes differ, or unknown ``kind``.
     """
     check_kind("activation", kind)
+    if up is None and not _library.wants_gradient(x):
+        return reference.activate(x, kind)  # of integers, too
     check_floating("activation", "x", x)
     if up is not None:
         check_floating("activation", "up", up)
@@ -137,7 +138,7 @@ def activation(
             raise ValueError(
                 f"activation: x and up must have the same shape, got {tuple(x.shape)} and {tuple(up.shape)}"
             )
-    if is_sharded(x, up):
+    if _library.is_foreign(x, up):
         return compiled.activation(x, kind, up)
     if up is None and implementation == "auto" and kind not in _OWN_OPERATOR:
         return reference.activate(x, kind)
@@ -253,12 +254,10 @@ def codes_activation(
         ValueError: ``kind`` has no step table for ``bits``.
     """
     check_table("codes_activation", kind, bits)
+    if not _library.wants_gradient(x) or _library.is_foreign(x):
+        return reference.activate(x, kind)
     check_floating("codes_activation", "x", x)
-    if is_sharded(x):
-        return reference.activate(x, kind)
     chosen = resolve(implementation, x)
-    if not _library.wants_gradient(x):
-        return reference.activate(x, kind)
     order = _memory_order(x)
     if order is None:
         y: Tensor = _call_codes(x, kind, bits, chosen)

@@ -35,6 +35,7 @@ from lowmem_patch.functional.products import (
     unpacked,
 )
 from lowmem_patch.functional.products_backward import linear_backward, one_for_each
+from lowmem_patch.functional.shared_value import SharedValue
 
 
 def _implementation(tensor: Tensor) -> str:
@@ -77,7 +78,7 @@ class Affine(NamedTuple):
         return gradient
 
 
-class Recomputed:
+class Recomputed(SharedValue):
     """y = affine(z), computed again in backward: once for all Linears that packed it.
 
     Args:
@@ -86,14 +87,13 @@ class Recomputed:
         affine: how y is computed from z.
     """
 
-    __slots__ = ("address", "affine", "dtype", "readers", "size", "value", "versions", "z")
+    __slots__ = ("address", "affine", "dtype", "size", "versions", "z")
 
     def __init__(self, y: Tensor, z: Tensor, affine: Affine) -> None:
+        super().__init__()
         self.z, self.affine, self.dtype = z, affine, y.dtype
         self.address, self.size = y.data_ptr(), y.numel()
         self.versions = affine.versions()
-        self.readers = 0  # that have not asked for y yet
-        self.value: Tensor | None = None
 
     def linear(self, y: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """F.linear(y, weight, bias), which saves z."""
@@ -105,20 +105,19 @@ class Recomputed:
 
     def _pack(self, tensor: Tensor) -> Any:
         if tensor.data_ptr() == self.address and tensor.numel() == self.size:
-            self.readers += 1
+            self.saved()
             return self, tensor.shape
         return tensor, tensor._version  # torch does not check the version of what is packed
 
     def again(self) -> Tensor:
-        y = self.value
-        if y is None:
-            if self.affine.versions() != self.versions:
-                raise RuntimeError(_WRITTEN.format("the weight or bias of a norm"))
-            with torch.no_grad():
-                y = self.affine.of(self.z, self.dtype)
-        self.readers -= 1
-        self.value = y if self.readers > 0 else None
-        return y
+        """y, for one of the Linears."""
+        return self.value(self._compute)
+
+    def _compute(self) -> Tensor:
+        if self.affine.versions() != self.versions:
+            raise RuntimeError(_WRITTEN.format("the weight or bias of a norm"))
+        with torch.no_grad():
+            return self.affine.of(self.z, self.dtype)
 
 
 _WRITTEN = (

@@ -293,7 +293,7 @@ def is_sharded(*tensors: Tensor | None) -> bool:
     return False
 
 
-def sharded_norm(
+def foreign_norm(
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
@@ -302,7 +302,7 @@ def sharded_norm(
     copy_dtype: torch.dtype | None,
     z_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """`ms_norm` of DTensors, recomputed from ``x`` in backward."""
+    """`ms_norm` of DTensors or nested tensors, recomputed from ``x`` in backward."""
     z = None if z_dtype is None else _plain_norm(x.detach(), None, None, settings, z_dtype)
     arguments = (x, weight, bias, settings, out_dtype)
     if _library.wants_gradient(x, weight, bias):

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -33,6 +32,7 @@ from torch.utils.weak import TensorWeakRef
 from lowmem_patch.constants import EIGHT_BIT_GROUP, EightBits
 from lowmem_patch.functional import _library
 from lowmem_patch.functional._implementation import Implementation, dispatched, resolve
+from lowmem_patch.functional.shared_value import SharedValue
 
 EIGHT_BIT_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32))
 
@@ -119,7 +119,7 @@ def from_eight_bits(
     return values
 
 
-class Memory:
+class Memory(SharedValue):
     """A tensor's memory ``[n]`` in 8 bits: made once for all who save it, and read once in a backward.
 
     It is held by its integers. Torch keeps a storage's object in Python, and its attributes, as long as the
@@ -130,20 +130,16 @@ class Memory:
         packer: pack and unpack of who packs what we save, or None.
     """
 
-    __slots__ = (
-        "__weakref__", "_integers", "_savers", "_task", "_value", "_waiting", "dtype", "packed", "packer",
-        "version",
-    )  # fmt: skip
+    __slots__ = ("_integers", "_task", "dtype", "packed", "packer", "version")
     # the backward in which one was read last: an optimizer may have written since, which no version tells
     last_task = -1
 
     def __init__(self, dtype: torch.dtype, version: int, packer: Any = None) -> None:
+        super().__init__()
         self.dtype, self.version, self.packer = dtype, version, packer
         # integers and scales as they were packed, where somebody packs them
         self.packed: Any = None
         self._integers: Any = None
-        self._savers = self._waiting = 0
-        self._value: Tensor | None = None
         self._task = Memory.last_task
 
     @staticmethod
@@ -177,11 +173,6 @@ class Memory:
         integers.__dict__.update(memory=self, scales=scales)
         self._integers = TensorWeakRef(integers)
 
-    def saved(self) -> None:
-        """One more node will `read` it."""
-        self._savers += 1
-        self._waiting += 1
-
     def read(
         self,
         integers: Any,
@@ -189,31 +180,16 @@ class Memory:
         unpack: Callable[[Any], Tensor] | None = None,
     ) -> Tensor:
         """The values ``[n]``, for one of those who saved it."""
-        value, task = self._value, torch._C._current_graph_task_id()
+        task = torch._C._current_graph_task_id()
         if task != -1:
             Memory.last_task = task
-        if value is None:
-            if unpack is not None:
-                integers, scales = unpack(integers), unpack(scales)
-            value = from_eight_bits(integers, scales, self.dtype)
-            if task == -1:
-                return value  # somebody looks at what is saved
-            if self._waiting > 1:
-                # a backward of a part may not come to the others
-                _engine.queue_callback(partial(_let_go, weakref.ref(self)))
-        self._waiting -= 1
-        # the last to read it lets it go; with retain_graph they all come again
-        self._value = value if self._waiting > 0 else None
-        if self._waiting <= 0:
-            self._waiting = self._savers
-        return value
 
+        def make() -> Tensor:
+            if unpack is None:
+                return from_eight_bits(integers, scales, self.dtype)
+            return from_eight_bits(unpack(integers), unpack(scales), self.dtype)
 
-def _let_go(of: weakref.ref[Memory]) -> None:
-    """Let the values go at the end of a backward."""
-    memory = of()
-    if memory is not None:
-        memory._value, memory._waiting = None, memory._savers
+        return self.value(make)
 
 
 def memory_in_eight_bits(tensor: Tensor) -> tuple[Tensor, Tensor]:
@@ -224,7 +200,6 @@ def memory_in_eight_bits(tensor: Tensor) -> tuple[Tensor, Tensor]:
 
 
 _NAME = "lowmem_patch_eight_bits"
-_engine: Any = torch.autograd.Variable._execution_engine
 
 
 def is_whole(tensor: Tensor) -> bool:

@@ -78,7 +78,7 @@ class BlockState:
 
 def _changed_settings(place: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
     return {
-        name: then.copy() if type(then) is list else then  # a run may add to it
+        name: then if type(then) in _PLAIN else then.copy()  # a run may add to it
         for name, then in settings.items()
         if (now := place.get(name, then)) is not then
         and (type(now) is not type(then) or now != then)

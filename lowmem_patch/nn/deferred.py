@@ -43,6 +43,7 @@ from lowmem_patch.nn.shared_memory import (
     open_written,
     written_arguments,
 )
+from lowmem_patch.tracing.call_arguments import by_place
 
 _RUN_BACKWARD = (Tensor.backward, torch.autograd.grad)
 _wrapper: Any = Tensor._make_wrapper_subclass
@@ -93,9 +94,10 @@ class Deferred(Tensor):
             if not any(isinstance(item, Deferred) for item in tree_leaves(args)):
                 return func(*args, **kwargs)
         reader = READERS.get(getattr(func, "__name__", ""))
-        if reader is not None:
+        given = (args, kwargs) if args else by_place(args, kwargs)
+        if reader is not None and given[0]:
             with _WITHOUT_TORCH_FUNCTION():
-                known = reader(func, args, kwargs)
+                known = reader(func, *given)
             if known is not NotImplemented:
                 return known
         return _call_on_values(func, types, args, kwargs)

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lowmem_patch.functional import in_compiler, is_sharded, is_transformed, packed_dropout
+from lowmem_patch.functional import in_compiler, is_transformed, packed_dropout
 from lowmem_patch.nn.context import is_foreign, needs_gradient
 from lowmem_patch.nn.deferred import Deferred
 from lowmem_patch.nn.deferred_ops import Saved
@@ -17,8 +17,8 @@ _SAVED = Saved()
 class PackedDropout(nn.Dropout):
     """`torch.nn.Dropout`, from the same random numbers, that keeps one bit for each element.
 
-    Out of training, without a gradient, in place, on DTensors, under torch.func and under torch.compile it is
-    the plain one; so it is for a deferred input, which decides itself what is kept.
+    Out of training, without a gradient, in place, on tensors of other classes (DTensor), under torch.func and
+    under torch.compile it is the plain one; so it is for a deferred input, which decides what is kept.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -28,7 +28,7 @@ class PackedDropout(nn.Dropout):
             or self.inplace
             or not (self.training and 0 < self.p < 1 and input.numel() and needs_gradient(input))
             or in_compiler()
-            or is_sharded(input)
+            or is_foreign(input)
             or is_transformed()
         ):
             return super().forward(input)

@@ -32,7 +32,7 @@ from lowmem_patch.functional import (
     without_autocast,
 )
 from lowmem_patch.nn.context import is_freed
-from lowmem_patch.nn.looks import Extremes, Look, Looks, Reading
+from lowmem_patch.nn.looks import Extremes, Look, Reading
 
 if TYPE_CHECKING:
     from lowmem_patch.nn.norms import MSNorm
@@ -69,14 +69,14 @@ def _extremes(pairs: list[tuple[Any, Any]], settings: NormSettings) -> Tensor:
     return torch.stack([least.reciprocal_(), largest, shift]).float()
 
 
-def would_tell_z(weight: Tensor | None, bias: Tensor | None, settings: NormSettings) -> bool | None:
-    """Whether the output of a norm with these gamma and beta tells z; None where nobody can look."""
+def would_tell_z(norm: MSNorm, weight: Tensor | None, bias: Tensor | None) -> bool | None:
+    """Whether the output of ``norm`` would tell z of these gamma and beta; None where nobody can look."""
     one = bias if weight is None else weight
     if one is None or not can_be_looked_at(weight, bias):
         return None
     with torch.no_grad(), without_autocast(one.device.type):
-        found = _extremes([(weight, bias)], settings)
-    return Looks().tells_z(Extremes.of(*found.flatten().tolist()))
+        found = _extremes([(weight, bias)], norm.settings)
+    return norm.looks.tells_z(Extremes.of(*found.flatten().tolist()))
 
 
 def look_at_gammas(norms: Iterable[MSNorm]) -> None:

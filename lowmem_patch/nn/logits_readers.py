@@ -43,22 +43,21 @@ Reader = Callable[[Logits, Deferred, dict[str, Any]], Any]
 def _reader(reader: Reader, like: Callable[..., Any]) -> Callable[..., Any]:
     """What the table of readers holds: it gets logits, and the arguments by the names of ``like``'s."""
     parameters = inspect.signature(like).parameters
-    first, *names = parameters
+    names = [*parameters][1:]
     empty = inspect.Parameter.empty
     defaults = {n: parameters[n].default for n in names if parameters[n].default is not empty}
 
     def read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        h: Any = args[0] if args else kwargs.get(first)
+        h: Any = args[0]
         op = _logits(h)
         if op is None or len(args) > len(parameters):
             return NotImplemented
         # not Signature.bind, which no compiler reads
         given = dict(zip(names, args[1:], strict=False))
         for name, value in kwargs.items():
-            if name in given or name not in parameters or (name == first and args):
+            if name in given or name not in names:
                 return NotImplemented  # torch's own error
-            if name != first:
-                given[name] = value
+            given[name] = value
         given = {**defaults, **given}
         return reader(op, h, given) if len(given) == len(names) else NotImplemented
 

@@ -115,7 +115,9 @@ def _replicate(module: nn.Module) -> nn.Module:
         if isinstance(value, types.MethodType) and value.__self__ is module:
             replica.__dict__[name] = types.MethodType(value.__func__, replica)
         elif isinstance(value, partial) and value.args[:1] and value.args[0] is module:
-            replica.__dict__[name] = type(value)(value.func, replica, *value.args[1:])
+            replica.__dict__[name] = type(value)(
+                value.func, replica, *value.args[1:], **value.keywords
+            )
     return replica
 
 

@@ -93,7 +93,7 @@ def _multiplied(func: Any, x: Any, weight: Any, offsets: Any) -> Any:
 
 def _read_dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     p, in_place = dropout_call(args, kwargs)
-    h = args[0] if args else kwargs["input"]
+    h = args[0]
     if not isinstance(h, Deferred):
         return NotImplemented
     if p == 0:

@@ -125,7 +125,8 @@ def _optimizers(model: nn.Module, facts: AsPatched) -> Iterator[str]:
     """Moments of folded weights that are there before the first step: of the weights as they were."""
     if not facts.folded:
         return
-    held = {id(p): n for n, p in model.named_parameters() if n.startswith(facts.folded)}
+    folded = tuple(f"{name}." for name in facts.folded)
+    held = {id(p): n for n, p in model.named_parameters() if n.startswith(folded)}
     for optimizer in gc.get_objects():
         if not issubclass(type(optimizer), torch.optim.Optimizer):
             continue

@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lowmem_patch.strategies.checkpointing import Blocks
 from lowmem_patch.strategies.protocol import Facts, Patch
-from lowmem_patch.tracing.call_arguments import weight_matmul
+from lowmem_patch.tracing.call_arguments import attention_call, weight_matmul
 from lowmem_patch.tracing.inputs import ExampleInputs
 from lowmem_patch.tracing.isolation import preserved
 from lowmem_patch.tracing.observers import observed_calls
@@ -103,14 +103,22 @@ class RunSeconds:
         return self.forward - self.last
 
 
+def _of_attention(op: Op) -> float:
+    """Floating-point operations of attention, with the products of ``multi_head_attention_forward``."""
+    within = op.role.has(Role.HOLDS_LINEARS)
+    call = attention_call(op.name, op.args, op.kwargs)
+    q, k, width = call.query, call.key, call.query.shape[-1]
+    keys = k.shape[0] if within else k.shape[-2]  # [length, batch, width], or without a batch
+    pairs = float(math.prod(q.shape[:-1])) * keys
+    products = 4 * (q.numel() + k.numel()) * width if within else 0
+    return float(4 * pairs * width * (0.5 if call.is_causal else 1.0) + products)
+
+
 def _operations(op: Op) -> float:
     """Floating-point operations of a forward."""
     out = op.outputs[0]
     if op.role.has(_ATTENTION):
-        q, k = op.args[0], op.args[1]
-        causal = bool(op.kwargs.get("is_causal", False))
-        pairs = float(math.prod(q.shape[:-1])) * (k.shape[-2] if k.dim() > 1 else 1)
-        return float(4 * pairs * q.shape[-1] * (0.5 if causal else 1.0))
+        return _of_attention(op)
     known = weight_matmul(op.name, op.args, op.kwargs)
     if known is not None:
         return float(2 * out.numel() * known.input.shape[-1])

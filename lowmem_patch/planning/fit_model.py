@@ -119,7 +119,7 @@ def _assume_looks(model: nn.Module, shadow: nn.Module, *, gathered: bool) -> Non
         if isinstance(norm, MSNorm) and not norm.folded and name in modules:
             own = modules[name]._parameters
             gamma, beta = map(own.get, norm.names)
-            told = False if gathered else would_tell_z(gamma, beta, norm.settings)
+            told = False if gathered else would_tell_z(norm, gamma, beta)
             norm.looks.assumed = told
 
 

@@ -13,7 +13,7 @@ from lowmem_patch.nn.attention_layout import give_heads_last, has_heads_first
 from lowmem_patch.nn.own import has_foreign_forward
 from lowmem_patch.strategies.protocol import Facts, Found, Patch, Target
 from lowmem_patch.strategies.speed import rotary
-from lowmem_patch.tracing.call_arguments import argument
+from lowmem_patch.tracing.call_arguments import attention_call
 from lowmem_patch.tracing.categories import Saver
 from lowmem_patch.tracing.consumers import (
     Consumer,
@@ -73,7 +73,7 @@ def _saves_once(op: Op, savers: Mapping[int, tuple[Saver, ...]]) -> bool:
     """
     if op.name != _FUSED or op.opaque:
         return False
-    q, fused = argument(op.args, op.kwargs, 0, "query", None), {op.name}
+    q, fused = attention_call(op.name, op.args, op.kwargs).query, {op.name}
     others = (t for t in (*op.args, *op.kwargs.values()) if isinstance(t, Tensor) and t is not q)
     if not has_heads_first(q) or storage_key(q) in map(storage_key, others):
         return False

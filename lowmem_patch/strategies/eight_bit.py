@@ -25,6 +25,7 @@ from lowmem_patch.strategies.lora import adapter_layers
 from lowmem_patch.strategies.protocol import Facts, Found, Patch, Target
 from lowmem_patch.strategies.share import NormSite, norm_sites
 from lowmem_patch.tracing.base_model import is_leaf
+from lowmem_patch.tracing.call_arguments import attention_call
 from lowmem_patch.tracing.consumers import weight_trains
 from lowmem_patch.tracing.op_roles import Role, role_of
 from lowmem_patch.tracing.saved_bytes import storage_key
@@ -114,10 +115,7 @@ def _readers(facts: Facts) -> Counter[int]:
 def _note(attention: int, linears: int) -> str:
     parts = [f"the inputs of {linears} Linears"] if linears else []
     parts += [f"q, k, v and the output of {attention} attentions"] if attention else []
-    return (
-        f"{' and '.join(parts)} are stored in 8 bits, and gradients are approximate; torch.compile stores "
-        "what attention saves in full"
-    )
+    return f"{' and '.join(parts)} are stored in 8 bits, and gradients are approximate"
 
 
 class _Savers:
@@ -139,9 +137,9 @@ class _Savers:
                 continue
             if not op.outputs[0].requires_grad or op.module in facts.foreign_kernels:
                 continue
-            given = [t for t in (*op.args, *op.kwargs.values()) if isinstance(t, Tensor)]
-            self.attention.setdefault(op.module, []).extend((*given[:3], *op.outputs))
-            self.given.setdefault(op.module, []).append(given[:3])
+            given = [*attention_call(op.name, op.args, op.kwargs)[:3]]
+            self.attention.setdefault(op.module, []).extend((*given, *op.outputs))
+            self.given.setdefault(op.module, []).append(given)
 
     def leave_common_parts(self) -> list[tuple[str, str]]:
         """Drop the modules whose queries, keys or values have too much in common; their names, and why."""

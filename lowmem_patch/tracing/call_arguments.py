@@ -18,6 +18,38 @@ def argument(
     return kwargs[name] if name in kwargs else (args[index] if len(args) > index else default)
 
 
+def by_place(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a function whose first one torch calls input or tensor, with that one by its place."""
+    for name in () if args else ("input", "tensor"):
+        if name in kwargs:
+            rest = {key: item for key, item in kwargs.items() if key != name}
+            return (kwargs[name],), rest
+    return args, kwargs
+
+
+class AttentionCall(NamedTuple):
+    """The first arguments of ``F.scaled_dot_product_attention``; other functions of attention have some of
+    them."""
+
+    query: Any
+    key: Any
+    value: Any
+    attn_mask: Any = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+
+
+def attention_call(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AttentionCall:
+    """Read the arguments of a function of attention, given by position or by name."""
+    fields = AttentionCall._fields
+    # in the others, behind the first three stand other arguments
+    by_place = fields if name == "scaled_dot_product_attention" else fields[:3]
+    by_name = {field: kwargs[field] for field in fields if field in kwargs}
+    return AttentionCall(**dict(zip(by_place, args, strict=False)), **by_name)
+
+
 class DropoutCall(NamedTuple):
     """``p`` is 0 where the call does nothing: outside training, or for a probability of 0."""
 
@@ -48,6 +80,7 @@ class WeightMatmul(NamedTuple):
 def weight_matmul(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> WeightMatmul | None:
     """The operands of a call of the functions that a Linear, a Conv1D or experts call, of ``x @ weight`` with
     a matrix for the weight, or of a batched matmul, whose weight may be anything; or None."""
+    args, kwargs = by_place(args, kwargs)
     if name == "addmm":
         return WeightMatmul(args[1], args[2], args[0], True) if len(args) == 3 else None
     if role_of(name).has(Role.MATMUL):

@@ -16,13 +16,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lowmem_patch.nn.deferred import Deferred
-from lowmem_patch.tracing.call_arguments import dropout_call
+from lowmem_patch.tracing.call_arguments import attention_call, dropout_call
 from lowmem_patch.tracing.observers import FunctionObserver
 from lowmem_patch.tracing.op_roles import Role, function_name, role_of
-
-# arguments of scaled_dot_product_attention that may be given by position
-_BEHIND_THE_MASK = ("dropout_p", "is_causal")
-_TENSORS = ("query", "key", "value")
 
 
 class GpuDropouts(FunctionObserver):
@@ -36,10 +32,11 @@ class GpuDropouts(FunctionObserver):
             if 0 < call.p < 1 and not call.in_place and args[0].numel():
                 return torch.native_dropout(args[0], call.p, True)[0]
         if name == "scaled_dot_product_attention":
-            if kwargs.get("enable_gqa") and not _fuses_groups() and _has_no_mask(args, kwargs):
-                return _grouped(*args[:3], **{k: kwargs[k] for k in _TENSORS if k in kwargs})
-            named = dict(zip(_BEHIND_THE_MASK, args[4:], strict=False))
-            return func(*args[:4], **{**named, **kwargs, "dropout_p": 0.0})
+            given = attention_call(name, args, kwargs)
+            # a GPU's fused kernels take no mask with grouped queries
+            if kwargs.get("enable_gqa") and given.attn_mask is None and not _fuses_groups():
+                return _grouped(*given[:3])
+            return func(**{**given._asdict(), **kwargs, "dropout_p": 0.0})
         return func(*args, **kwargs)
 
 
@@ -54,11 +51,6 @@ def _fuses_groups() -> bool:
         query, key = torch.empty(1, 2, 1, 8), torch.empty(1, 1, 1, 8)
         choice: int = torch._fused_sdp_choice(query, key, key, enable_gqa=True)
     return choice != 0
-
-
-def _has_no_mask(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """A GPU's fused kernels take no mask with grouped queries."""
-    return kwargs.get("attn_mask") is None and (len(args) < 4 or args[3] is None)
 
 
 class _Grouped(torch.autograd.Function):

@@ -36,8 +36,8 @@ class NoForeignKernels(FunctionObserver):
     cupy): the address of a tensor. ``torch.tensor`` asks for it of tensors in a list: it gets numbers."""
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if func is torch.tensor and type(args[0]) in (list, tuple):
-            args = (tree_map_only(Tensor, lambda number: number.tolist(), args[0]), *args[1:])
+        if func is torch.tensor:
+            args, kwargs = tree_map_only(Tensor, lambda number: number.tolist(), (args, kwargs))
         if getattr(func, "__name__", None) in _ADDRESSES:
             raise ForeignKernelError("a kernel of its own needs real memory")
         return func(*args, **kwargs)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import OrderedDict
+from collections.abc import Iterator
 from types import NoneType, SimpleNamespace
 from typing import Any
 
@@ -80,17 +81,34 @@ def _collect(value: Any, found: list[Tensor]) -> None:
 
 def output_tensors(output: Any) -> list[Tensor]:
     """Every tensor in what a model returned, also in a ModelOutput, another mapping or a dataclass."""
+    return [tensor for _, tensor in named_tensors(output)]
+
+
+def named_tensors(output: Any, place: str = "") -> Iterator[tuple[str, Tensor]]:
+    """As `output_tensors`, each with its place in the output."""
     if isinstance(output, Tensor):
-        return [output]
-    if callable(getattr(output, "values", None)):
-        parts = output.values()
-    elif isinstance(output, (tuple, list)):
-        parts = output
+        yield place or "output", output
+        return
+    parts: Any
+    if callable(getattr(output, "items", None)):
+        parts = output.items()
     elif dataclasses.is_dataclass(output) or isinstance(output, SimpleNamespace):
-        parts = vars(output).values()
+        parts = vars(output).items()
+    elif isinstance(output, (tuple, list)):
+        parts = enumerate(output)
     else:
-        return tensors_in(output)
-    return [tensor for part in parts for tensor in output_tensors(part)]
+        parts = enumerate(tensors_in(output))
+    for key, part in parts:
+        first = key if isinstance(key, str) else f"output {key}"
+        yield from named_tensors(part, f"{place}.{key}" if place else first)
+
+
+def finite_parts(*tensors: Tensor) -> tuple[Tensor, ...] | None:
+    """Tensors of one shape with 0 for infinities, with which models mask; None where these differ."""
+    infinities = [torch.where(tensor.isinf(), tensor, 0.0).double() for tensor in tensors]
+    if any(not torch.equal(infinities[0], other) for other in infinities[1:]):
+        return None
+    return tuple(tensor.masked_fill(tensor.isinf(), 0.0) for tensor in tensors)
 
 
 def make_shadow(model: nn.Module, inputs: ExampleInputs) -> Shadow:

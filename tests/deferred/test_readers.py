@@ -118,6 +118,18 @@ READERS: dict[str, Callable[[Block, Tensor], Tensor]] = {
     "operands by name": lambda b, h: b.down(
         torch.add(input=torch.mul(input=b.act(h), other=h), other=b.act(h))
     ),
+    "moves of rows by name": lambda b, h: b.down(
+        torch.cat(
+            torch.chunk(input=torch.flatten(input=b.act(h), start_dim=0, end_dim=1), chunks=2)
+        )
+    ).view(2, ROWS // 2, WIDTH),
+    "parts by another name": lambda b, h: b.down(
+        torch.cat(torch.split(tensor=b.act(h), split_size_or_sections=1))
+    ),
+    "numpy's name": lambda b, h: b.down(torch.transpose(x=b.act(h), dim0=0, dim1=1)).transpose(
+        0, 1
+    ),
+    "linear by name": lambda b, h: F.linear(input=b.act(h), weight=b.down.weight),
     "write in place": lambda b, h: b.down(b.act(h).mul_(2)),
     "write into a view": lambda b, h: (lambda a: (a.view(-1).mul_(2), b.down(a))[1])(b.act(h)),
     "write through data": lambda b, h: b.down(written(b.act(h))),

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from lowmem_patch import patch_model, patch_report, unpatch_model
-from tests.support.judge import assert_accurate
+from tests.support.judge import assert_accurate, assert_close
 from tests.support.models import FAMILIES, build
 from tests.support.step import DOUBLE, step
 
@@ -120,3 +120,26 @@ def test_adapters_after_the_patch_train_the_same() -> None:
     with pytest.warns(UserWarning, match="adapter layers were added since the patch"):
         ours, theirs = same_step(model, twin)
     assert ours < theirs
+
+
+@pytest.mark.parametrize("preset", ["auto", "paper", "compact"])
+@pytest.mark.parametrize("act", [nn.GELU, nn.ReLU, nn.Sigmoid])
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm])
+def test_nested_tensors_run_torchs_functions(norm: Any, act: Any, preset: str) -> None:
+    torch.manual_seed(0)
+    layers = (
+        nn.Linear(16, 16),
+        norm(16),
+        nn.Dropout(0.0),
+        nn.Linear(16, 32),
+        act(),
+        nn.Linear(32, 16),
+    )
+    stock = nn.Sequential(*layers).double()
+    dense = torch.randn(4, 8, 16, dtype=torch.float64)
+    patched = patch_model(copy.deepcopy(stock), preset, example_inputs=(dense,))
+    ragged = torch.nested.nested_tensor([dense[0, :3], dense[1]], layout=torch.jagged)
+    for model in (stock, patched):
+        model(ragged).values().square().sum().backward()
+    for (name, own), other in zip(patched.named_parameters(), stock.parameters(), strict=True):
+        assert_close(own.grad, other.grad, name, 1e-12)

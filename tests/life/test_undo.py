@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import pickle
 import warnings
 from collections.abc import Callable
@@ -12,7 +13,7 @@ import pytest
 import torch
 from torch.nn.utils import parametrize
 
-from lowmem_patch import patch_model, patch_report, unpatch_model
+from lowmem_patch import patch_model, patch_report, unpatch_model, verify_model
 from lowmem_patch.errors import PatchError, TraceError
 from lowmem_patch.strategies.swap import is_replacement
 from tests.support.configs import AUTO_WITHOUT_CODES, FOLD
@@ -130,6 +131,29 @@ def test_check_of_a_patched_model_checks(make: Make) -> None:
     assert calls.count(False) >= 2  # the original and the patched model ran
     with pytest.raises(TraceError):
         patch_model(model, "exact", example_inputs={"no_such_argument": torch.zeros(1)})
+
+
+@dataclasses.dataclass
+class Masked:
+    scores: torch.Tensor
+
+
+class Masking(torch.nn.Module):
+    """Returns a dataclass, with infinities where a mask stands."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.out = torch.nn.LayerNorm(8), torch.nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> Masked:
+        return Masked(self.out(self.norm(x)).masked_fill(x > 0, float("-inf")))
+
+
+def test_check_of_outputs_with_infinities() -> None:
+    x = torch.randn(4, 8)
+    patched = patch_model(Masking(), "exact", example_inputs=(x,), check=True)
+    assert patch_report(patched).patched
+    assert verify_model(patched, example_inputs=(x,), dtypes=(torch.float32,), autocast=None).passed
 
 
 def test_other_library_replaced_a_norm_is_said_once(make: Make) -> None:

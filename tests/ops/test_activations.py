@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lowmem_patch import reference
 from lowmem_patch.constants import ACTIVATION_KINDS
-from lowmem_patch.functional import activation
+from lowmem_patch.functional import activation, codes_activation
 from tests.ops.conftest import INTERPRETED, Backend, part
 from tests.support.judge import assert_within_budget
 from tests.support.saved import saved_storages, storage_of
@@ -142,7 +142,14 @@ def test_errors_name_the_shapes() -> None:
     with pytest.raises(ValueError, match="kind must be one of"):
         activation(x, "swishglu", x)
     with pytest.raises(TypeError, match=r"torch\.int64"):
-        activation(torch.arange(3), "silu")
+        activation(x.requires_grad_(), "silu", torch.ones(2, 4, dtype=torch.int64))
+
+
+@pytest.mark.skipif(INTERPRETED, reason="runs no kernel")
+def test_integers_are_torchs() -> None:
+    x = torch.arange(-2, 3)
+    for y in (activation(x, "relu"), codes_activation(x, "relu", 1)):
+        assert torch.equal(y, torch.relu(x))
 
 
 @pytest.mark.parametrize("kind", ACTIVATION_KINDS)

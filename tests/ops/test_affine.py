@@ -9,9 +9,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowmem_patch.functional import Affine, LowRank, NormSettings, affine_linear, ms_norm
+from lowmem_patch.functional import (
+    Affine,
+    LowRank,
+    NormSettings,
+    Recomputed,
+    affine_linear,
+    ms_norm,
+)
 from lowmem_patch.functional._implementation import module
-from tests.ops.conftest import Backend, norm_grid
+from tests.ops.conftest import INTERPRETED, Backend, norm_grid
 from tests.ops.test_norms import CASES, DTYPES, EPS, plain
 from tests.support.judge import assert_within_budget
 from tests.support.saved import saved_storages, storage_of
@@ -135,3 +142,20 @@ def test_linear_gradients_with_a_gamma_of_zero(
         error = (ours.double() - right).norm() / right.norm()
         own = (other.double() - right).norm() / right.norm()
         assert error <= 2 * own + torch.finfo(dtype).eps, (name, float(error), float(own))
+
+
+@pytest.mark.skipif(INTERPRETED, reason="runs no kernel")
+def test_a_backward_of_a_part_holds_no_value() -> None:
+    z, weights = torch.randn(6, 8), [torch.randn(4, 8, requires_grad=True) for _ in range(3)]
+    affine = Affine(torch.randn(8), None, NormSettings(EPS))
+    y = affine.of(z, z.dtype).requires_grad_()
+    recomputed = Recomputed(y, z, affine)
+    loss = sum(recomputed.linear(y, weight, None).square().sum() for weight in weights)
+    made: list[Tensor] = []
+    of = Affine.of
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Affine, "of", lambda *given: made.append(of(*given)) or made[-1])
+        for asked, count in ((weights[:1], 1), (weights, 1), (weights, 1)):
+            made.clear()
+            torch.autograd.grad(loss, asked, retain_graph=True)
+            assert len(made) == count and recomputed._value is None

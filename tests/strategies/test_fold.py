@@ -201,6 +201,18 @@ def test_fresh_optimizer_of_a_folded_model_is_no_mistake(config: Any) -> None:
     assert not [note for note in patch_report(net).notes if "optimizer" in note]
 
 
+def test_optimizer_state_of_a_linear_with_a_longer_name_is_no_mistake() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.LayerNorm(8), *(nn.Linear(8, 8) for _ in range(10)))
+    optimizer = torch.optim.Adam(net[10].parameters())
+    net(torch.randn(3, 8)).sum().backward()
+    optimizer.step()
+    patch_model(net, FOLD, example_inputs=(torch.randn(3, 8),))  # into "1", and not "10"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        net(torch.randn(3, 8))
+
+
 def test_optimizer_state_of_another_shape_is_refused_by_torch() -> None:
     torch.manual_seed(0)
     net = randomise(Toy(gated))

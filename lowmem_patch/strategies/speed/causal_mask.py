@@ -12,8 +12,8 @@ from lowmem_patch.config import PatchConfig
 from lowmem_patch.nn.causal_mask import drop_causal_mask
 from lowmem_patch.nn.own import Own
 from lowmem_patch.strategies.protocol import Facts, Found, Patch, Target
+from lowmem_patch.tracing.call_arguments import attention_call
 from lowmem_patch.tracing.op_roles import Role
-from lowmem_patch.tracing.trace import Op
 
 
 class CausalAttention(Patch):
@@ -52,7 +52,11 @@ def _passes_mask_on(facts: Facts, name: str) -> bool:
     for call in facts.calls[name]:
         ops = facts.trace.ops[call.first_op : call.last_op]
         made = {id(tensor) for op in ops for tensor in op.outputs}
-        masks = [_mask(op) for op in ops if op.role.has(Role.FUSED_ATTENTION)]
+        masks = [
+            attention_call(op.name, op.args, op.kwargs).attn_mask
+            for op in ops
+            if op.role.has(Role.FUSED_ATTENTION)
+        ]
         given = {id(mask) for mask in masks if mask is not None}
         read = {
             id(argument)
@@ -64,10 +68,6 @@ def _passes_mask_on(facts: Facts, name: str) -> bool:
         if not masks or given & (made | read):
             return False
     return True
-
-
-def _mask(op: Op) -> Any:
-    return op.kwargs.get("attn_mask", op.args[3] if len(op.args) > 3 else None)
 
 
 _TABLE = "ALL_ATTENTION_FUNCTIONS"
