@@ -16,6 +16,7 @@ from lowmem_patch.functional._library import is_exporting as is_exporting
 from lowmem_patch.functional._library import is_ordinary as is_ordinary
 from lowmem_patch.functional._library import is_transformed as is_transformed
 from lowmem_patch.functional._library import refuse_second_order as refuse_second_order
+from lowmem_patch.functional._library import register_known as register_known
 from lowmem_patch.functional._library import register_plain as register_plain
 from lowmem_patch.functional._library import unseen as unseen
 from lowmem_patch.functional._library import without_autocast as without_autocast

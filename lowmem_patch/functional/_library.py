@@ -36,6 +36,9 @@ _PLAIN = {
     Tensor, torch.nn.Parameter, NormSettings, type(None), bool, int, float, str, tuple, list, torch.dtype,
 }  # fmt: skip
 
+# further classes of tensors that our operators may be given
+_KNOWN: set[type] = {FakeTensor}
+
 # whether a compiler traces what runs: the one place where torch is asked
 in_compiler = torch.compiler.is_compiling
 _PROXY: Any = torch._C._TorchDispatchModeKey.PROXY  # has no types
@@ -231,7 +234,9 @@ def is_plain(*args: Any) -> bool:
 def is_foreign(*args: Any) -> bool:
     """Whether one of them is of a class of tensors that knows nothing of our operators (DTensor, nested
     tensors): torch's own functions run on it."""
-    return not (in_compiler() or is_plain(*args))
+    if in_compiler():
+        return False
+    return not all(type(argument) in _KNOWN or type(argument) in _PLAIN for argument in args)
 
 
 def is_traced() -> bool:
@@ -267,6 +272,11 @@ def register_plain(kind: type) -> None:
     """Say that a kernel may read what an argument of this class holds: a subclass of Tensor whose values lie
     as any tensor's, or no tensor."""
     _PLAIN.add(kind)
+
+
+def register_known(kind: type) -> None:
+    """Say that tensors of this class run our operators by themselves."""
+    _KNOWN.add(kind)
 
 
 def in_forward_mode() -> bool:

@@ -32,6 +32,7 @@ from lowmem_patch.functional import (
     is_checkpoint_packing,
     is_in_later_block,
     packer,
+    register_known,
     register_plain,
     without_grad,
 )
@@ -257,6 +258,7 @@ class Unstored(Deferred):
 _OWN = frozenset((Tensor, Stored, Unstored))
 
 register_plain(Stored)
+register_known(Unstored)
 
 
 def _call_on_values(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
