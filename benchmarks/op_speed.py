@@ -44,6 +44,7 @@ CODES_SHAPE = (8, 4096, 14336)
 GLU_SHAPE = (8192, 11008)
 ROTARY_SHAPE = (4, 32, 2048, 128)
 UNBIND_SHAPE = (128, 197, 12, 64)
+LOSS_SHAPES = ((8192, 32000), (1024, 128256), (1024, 151936))
 CACHE_BYTES = 256 * 2**20  # more than any second-level cache
 EPS = 1e-5
 
@@ -323,6 +324,20 @@ def eight_bit_cases() -> Iterator[Case]:
         yield Case(op, GLU_SHAPE, "ours", nbytes, calls)
 
 
+def loss_cases() -> Iterator[Case]:
+    """The head's kernel: losses of rows, whose logits become their gradient."""
+    factor = torch.ones((), device="cuda")
+    for rows, classes in LOSS_SHAPES:
+        logits = tensor(rows, classes)
+        target = torch.randint(classes, (rows,), device="cuda")
+
+        def call(logits: Tensor = logits, target: Tensor = target) -> Any:
+            given = (logits, target, None, factor)
+            return kernels.cross_entropy_forward(*given, -100, 0.0, 1.0, 0.0, True)
+
+        yield Case("cross entropy and gradient", (rows, classes), "ours", 2 * logits.nbytes, [call])
+
+
 def all_cases() -> Iterator[Callable[[], Iterator[Case]]]:
     for shape in NORM_SHAPES:
         yield lambda shape=shape: copy_cases(shape)
@@ -338,6 +353,7 @@ def all_cases() -> Iterator[Callable[[], Iterator[Case]]]:
     yield rotary_cases
     yield unbind_cases
     yield eight_bit_cases
+    yield loss_cases
 
 
 def main() -> int:

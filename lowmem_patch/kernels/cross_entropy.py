@@ -1,8 +1,10 @@
 """Cross entropy of rows of logits, which are overwritten with their gradient.
 
 The formulas stand in `lowmem_patch.functional.cross_entropy`. A program takes a row. The forward reads it
-twice, once for the largest logit and the sum of exponentials, once for the gradient: the second time it
-comes from the second-level cache, which holds the rows that are in work at a time.
+twice, once for the largest logit and the sum of exponentials, once for the gradient. For the second time to
+come from the second-level cache, few rows are in work at a time: programs have as many threads as a
+multiprocessor takes. It goes backwards, since what was read last is there, and marks what it reads and
+writes as not needed again (speed: benchmarks/op_speed.py).
 """
 
 # triton ships no types
@@ -21,6 +23,10 @@ from lowmem_patch.kernels._launch import Launch
 
 BLOCK = 8192
 NUM_WARPS = 16
+# of rows of which the cache holds few; a HIP program has 16 warps at most
+_LONG = 65536
+LONG_BLOCK, LONG_WARPS = (16384, 32) if torch.version.hip is None else (BLOCK, NUM_WARPS)
+VECTOR = tl.constexpr(8)  # neighbours that a thread reads at once; it finds their largest by itself
 
 
 @triton.jit
@@ -36,32 +42,38 @@ def _scores(a, scale, cap, SCALED: tl.constexpr, CAPPED: tl.constexpr):
 
 
 @triton.jit
+def _join(y, largest, total):
+    """The largest and the sum of exponentials, a lane ``[LANES]``, with those of y ``[LANES, VECTOR]``."""
+    larger = tl.maximum(largest, tl.max(y, 1))
+    # a lane that has seen nothing but -inf has no largest to subtract
+    base = tl.where(larger == -float("inf"), 0.0, larger)
+    return larger, total * tl.exp(largest - base) + tl.sum(tl.exp(y - base[:, None]), 1)
+
+
+@triton.jit
 def _statistics(
     start, weight_ptr, classes, scale, cap,
     WEIGHTED: tl.constexpr, SMOOTHED: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """logsumexp(y) of a row, and for smoothing sum w y."""
-    columns = tl.arange(0, BLOCK)
-    largest = tl.full((BLOCK,), -float("inf"), tl.float32)
-    total = tl.zeros((BLOCK,), tl.float32)
-    weighted = tl.zeros((BLOCK,), tl.float32)
+    LANES: tl.constexpr = BLOCK // VECTOR
+    columns = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
+    largest = tl.full((LANES,), -float("inf"), tl.float32)
+    total = tl.zeros((LANES,), tl.float32)
+    weighted = tl.zeros((LANES,), tl.float32)
     for first in range(0, classes, BLOCK):
         inside = first + columns < classes
         a = tl.load(start + first + columns, mask=inside, other=-float("inf"))
         y = _scores(a, scale, cap, SCALED, CAPPED)
         if CAPPED:
             y = tl.where(inside, y, -float("inf"))
-        larger = tl.maximum(largest, y)
-        # a lane that has seen nothing but -inf has no largest to subtract
-        base = tl.where(larger == -float("inf"), 0.0, larger)
-        total = total * tl.exp(largest - base) + tl.exp(y - base)
-        largest = larger
+        largest, total = _join(y, largest, total)
         if SMOOTHED:
             w = tl.where(inside, 1.0, 0.0)
             if WEIGHTED:
                 w = tl.load(weight_ptr + first + columns, mask=inside, other=0.0).to(tl.float32)
-            weighted += w * tl.where(w != 0.0, y, 0.0)
+            weighted += tl.sum(w * tl.where(w != 0.0, y, 0.0), 1)
     base = tl.max(largest, 0)
     base = tl.where(base == -float("inf"), 0.0, base)
     return base + tl.log(tl.sum(total * tl.exp(largest - base), 0)), tl.sum(weighted, 0)
@@ -78,29 +90,61 @@ def _sum_of_weights(weight_ptr, classes, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _slope(y, d, scale, cap, SCALED: tl.constexpr, CAPPED: tl.constexpr):
+    """The gradient of a logit from ``d``, that of its score y."""
+    if CAPPED:
+        d = d * scale * (cap - y * y / cap)
+    elif SCALED:
+        d = d * scale
+    return d
+
+
+@triton.jit
 def _write_gradient(
     start, weight_ptr, target, logsumexp, factor, together, label, each, classes, scale, cap,
-    WEIGHTED: tl.constexpr, SMOOTHED: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    LABELLED: tl.constexpr, WEIGHTED: tl.constexpr, SMOOTHED: tl.constexpr, SCALED: tl.constexpr,
+    CAPPED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A row of a becomes its gradient; ``factor`` of 0 where the row is to be ignored."""
+    """A row of a becomes its gradient; ``factor`` is not 0."""
+    if LABELLED:
+        picked = _scores(tl.load(start + target), scale, cap, SCALED, CAPPED)
+        tl.debug_barrier()  # the thread that overwrites it may not be the one that needs it
     columns = tl.arange(0, BLOCK)
-    for first in range(0, classes, BLOCK):
+    blocks = tl.cdiv(classes, BLOCK)
+    for step in range(blocks):
+        first = (blocks - 1 - step) * BLOCK
         inside = first + columns < classes
-        a = tl.load(start + first + columns, mask=inside, other=0.0)
+        a = tl.load(start + first + columns, mask=inside, other=0.0, eviction_policy="evict_first")
         y = _scores(a, scale, cap, SCALED, CAPPED)
-        d = together * tl.exp(y - logsumexp) - tl.where(first + columns == target, label, 0.0)
+        d = together * factor * tl.exp(y - logsumexp)
         if SMOOTHED:
             w = 1.0
             if WEIGHTED:
                 w = tl.load(weight_ptr + first + columns, mask=inside, other=0.0).to(tl.float32)
+            d -= each * factor * w
+        d = _slope(y, d, scale, cap, SCALED, CAPPED)
+        tl.store(
+            start + first + columns, d.to(start.dtype.element_ty), mask=inside, cache_modifier=".cs"
+        )
+    if LABELLED:
+        # one number: to ask of each column whether it is the label's takes a third of the loop
+        d = together * tl.exp(picked - logsumexp) - label
+        if SMOOTHED:
+            w = 1.0
+            if WEIGHTED:
+                w = tl.load(weight_ptr + target).to(tl.float32)
             d -= each * w
-        if CAPPED:
-            d *= scale * (cap - y * y / cap)
-        elif SCALED:
-            d *= scale
-        d = tl.where(factor == 0.0, 0.0, d * factor)
-        tl.store(start + first + columns, d.to(start.dtype.element_ty), mask=inside)
+        d = _slope(picked, d * factor, scale, cap, SCALED, CAPPED)
+        tl.debug_barrier()
+        tl.store(start + target, d.to(start.dtype.element_ty))
+
+
+@triton.jit
+def _write_zeros(start, classes, BLOCK: tl.constexpr):
+    columns = tl.arange(0, BLOCK)
+    zeros = tl.zeros((BLOCK,), start.dtype.element_ty)
+    for first in range(0, classes, BLOCK):
+        tl.store(start + first + columns, zeros, mask=first + columns < classes)
 
 
 @triton.jit(do_not_specialize=["ignore_index", "smoothing", "scale", "cap"])
@@ -153,11 +197,14 @@ def _cross_entropy_kernel(
             factor = tl.load(factor_ptr).to(tl.float32)
         elif FACTOR == "row":
             factor = tl.load(factor_ptr + row).to(tl.float32)
-        factor = tl.where(ignored, 0.0, factor)
-        _write_gradient(
-            start, weight_ptr, target, logsumexp, factor, together, label, each, classes, scale, cap,
-            WEIGHTED, SMOOTHED, SCALED, CAPPED, BLOCK,
-        )  # fmt: skip
+        # whatever stands in the row
+        if ignored | (factor == 0.0):
+            _write_zeros(start, classes, BLOCK)
+        else:
+            _write_gradient(
+                start, weight_ptr, safe, logsumexp, factor, together, label, each, classes, scale, cap,
+                LABELLED, WEIGHTED, SMOOTHED, SCALED, CAPPED, BLOCK,
+            )  # fmt: skip
 
 
 @cache
@@ -172,10 +219,12 @@ def _cross_entropy_launch(
     gradient: bool,
     factor: str,
 ) -> Launch:
-    long = classes > BLOCK // 2
+    block, num_warps = max(128, triton.next_power_of_2(classes)), 4
+    if classes > BLOCK // 2:
+        block, num_warps = (LONG_BLOCK, LONG_WARPS) if classes > _LONG else (BLOCK, NUM_WARPS)
     return Launch(
         _cross_entropy_kernel,
-        NUM_WARPS if long else 4,
+        num_warps,
         LABELLED=labelled,
         WEIGHTED=weighted,
         SMOOTHED=smoothed,
@@ -184,7 +233,7 @@ def _cross_entropy_launch(
         FORWARD=forward,
         GRADIENT=gradient,
         FACTOR=factor,
-        BLOCK=BLOCK if long else max(128, triton.next_power_of_2(classes)),
+        BLOCK=block,
     )
 
 

@@ -133,14 +133,15 @@ def rotary() -> Iterator[Any]:
 
 
 def heads() -> Iterator[Any]:
-    logits, target = torch.ones(2, 32000, dtype=DTYPE), torch.zeros(2, dtype=torch.int64)
-    weight, factor = torch.ones(32000), torch.ones(())
-    for labels, weights, smoothing, scale, cap in (
-        (None, None, 0.0, 1.0, 0.0),
-        (target, None, 0.0, 1.0, 0.0),
-        (target, weight, 0.1, 0.5, 30.0),
+    target, factor = torch.zeros(2, dtype=torch.int64), torch.ones(())
+    for classes, labelled, weighted, smoothing, scale, cap in (
+        (32000, False, False, 0.0, 1.0, 0.0),
+        (32000, True, False, 0.0, 1.0, 0.0),
+        (32000, True, True, 0.1, 0.5, 30.0),
+        (131072, True, True, 0.1, 0.5, 30.0),  # more threads
     ):
-        given = (labels, weights)
+        logits = torch.ones(2, classes, dtype=DTYPE)
+        given = (target if labelled else None, torch.ones(classes) if weighted else None)
         _, sums = kernels.cross_entropy_forward(
             logits, *given, factor, -100, smoothing, scale, cap, True
         )

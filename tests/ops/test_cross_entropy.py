@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from lowmem_patch.errors import DoubleBackwardError
 from lowmem_patch.functional import Head, Labels, head, linear_cross_entropy, linear_losses
+from lowmem_patch.functional._implementation import module
 from tests.ops.conftest import INTERPRETED, Backend
 from tests.support.judge import assert_near, assert_within_budget
 from tests.support.saved import saved_storages
@@ -177,6 +179,38 @@ def test_many_chunks_are_added_up_in_float32(
     assert_near(ours, theirs, right, Mode(torch.bfloat16))
     error, own = ((g.double() - right).norm() / right.norm() for g in (ours, theirs))
     assert error <= 1.4 * own
+
+
+@pytest.mark.parametrize("classes", [70_000, 70_001])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_rows_longer_than_the_cache(backend: Backend, classes: int, smoothing: float) -> None:
+    rows = torch.randn(4, classes, device=backend.device) * 4
+    target = torch.tensor([classes - 1, 5, -100, 0], device=backend.device)
+    rows[2, 7] = float("inf")  # of a row that is ignored
+    logits, weight = rows.clone(), torch.rand(classes, device=backend.device)
+    operations: Any = module(backend.implementation)
+    with numpy.errstate(all="ignore"):  # of the interpreter
+        losses, _ = operations.cross_entropy_forward(
+            logits,
+            target,
+            weight,
+            torch.ones((), device=backend.device),
+            -100,
+            smoothing,
+            1.0,
+            0.0,
+            True,
+        )
+    wide = rows.double()[[0, 1, 3]].requires_grad_()
+    options: Any = {"reduction": "none", "label_smoothing": smoothing}
+    truth = F.cross_entropy(wide, target[[0, 1, 3]], weight.double(), **options)
+    (gradient,) = torch.autograd.grad(truth.sum(), wide)
+    own = rows[[0, 1, 3]].requires_grad_()
+    theirs = F.cross_entropy(own, target[[0, 1, 3]], weight, **options)
+    (d_theirs,) = torch.autograd.grad(theirs.sum(), own)
+    assert_within_budget(losses[[0, 1, 3]], theirs.detach(), truth.detach())
+    assert_within_budget(logits[[0, 1, 3]], d_theirs, gradient)
+    assert losses[2] == 0 and not logits[2].any()
 
 
 def test_float64_is_exact() -> None:
