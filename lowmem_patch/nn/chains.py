@@ -27,7 +27,7 @@ from lowmem_patch.functional import (
 from lowmem_patch.nn.context import is_foreign
 from lowmem_patch.nn.deferred import Deferred, Unstored, defer, value_of
 from lowmem_patch.nn.deferred_rows import Product
-from lowmem_patch.nn.modes import ForwardMode, run_under
+from lowmem_patch.nn.modes import ForwardMode
 from lowmem_patch.nn.op import Op, Projection, strides_like, waits_for_gradient
 from lowmem_patch.tracing.call_arguments import (
     MIRRORED,
@@ -330,7 +330,9 @@ def _dtype_of(
     return made.dtype
 
 
-class _Defers(ForwardMode):
+class DeferChains(ForwardMode):
+    """Gives deferred tensors where the module's forward calls these functions."""
+
     def __init__(self, module: nn.Module, calls: frozenset[ElementwiseCall]) -> None:
         super().__init__(module)
         self.calls = calls
@@ -345,8 +347,3 @@ class _Defers(ForwardMode):
                 if elementwise_call(name, args, kwargs, _is_chain) in self.calls:
                     made = extended(func, args, kwargs)
         return func(*args, **kwargs) if made is None else made
-
-
-def defer_chains(module: nn.Module, calls: frozenset[ElementwiseCall]) -> None:
-    """Let the module's forward get deferred tensors of these calls, with gradients on."""
-    run_under(module, _Defers, calls)
