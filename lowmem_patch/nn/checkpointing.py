@@ -41,7 +41,6 @@ from lowmem_patch.nn.own import (
     Own,
     drop_forward,
     give_forward,
-    give_forward_around,
     given_forward,
     inner_forward,
 )
@@ -78,11 +77,6 @@ class Recompute(Level):
     buffers: tuple[str, ...] = ()
     host: HostMemory | None = None
     caches: ForwardCaches = dataclasses.field(default_factory=ForwardCaches)
-
-
-def checkpoint_block(block: nn.Module, how: Recompute) -> None:
-    """Set `checkpointed` as the forward of a block, around the forward that it has."""
-    give_forward_around(block, checkpointed, how)
 
 
 def is_checkpointed(block: nn.Module) -> bool:

@@ -32,7 +32,7 @@ from lowmem_patch.nn.checkpointing import (
 )
 from lowmem_patch.nn.deferred import Unstored, detached_of
 from lowmem_patch.nn.host_memory import HostCopy, HostMemory, buffer_bytes
-from lowmem_patch.nn.own import Own, give_forward_around, inner_forward
+from lowmem_patch.nn.own import Own, inner_forward
 from lowmem_patch.nn.segments import first_tensor
 from lowmem_patch.nn.watched import Watched
 
@@ -123,16 +123,6 @@ class Await(Level):
 
     host: HostMemory
     last: LastRun
-
-
-def offload_block(block: nn.Module, how: Offload) -> None:
-    """Set `offloaded` as the forward of a block, around the forward that it has."""
-    give_forward_around(block, offloaded, how)
-
-
-def await_block(block: nn.Module, how: Await) -> None:
-    """Set `awaiting` as the forward of a block, around the forward that it has."""
-    give_forward_around(block, awaiting, how)
 
 
 def offloaded(
