@@ -106,7 +106,7 @@ class Rotation:
             queries[length] == keys[length] == angles[-2]
             and columns == keys[-1]
             and rotated % 2 == 0
-            and (rotated == columns or (self.partial and rotated < columns))
+            and (rotated == columns or (self.partial and 0 < rotated < columns))
         )
 
 

@@ -124,22 +124,12 @@ def test_zeros_are_zeros_and_the_smallest_numbers_come_near(
     assert float((y - x).abs().max()) <= tiny
 
 
-def test_no_gradient_flows_and_misuse_is_named() -> None:
+def test_no_gradient_flows_and_what_a_packer_changed_is_named() -> None:
     x = torch.randn(256, requires_grad=True)
     integers, scales = to_eight_bits(x)
     assert not from_eight_bits(integers, scales, torch.float32).requires_grad
-    with pytest.raises(TypeError, match="float64"):
-        to_eight_bits(x.double())
-    with pytest.raises(ValueError, match=r"\(16, 16\)"):
-        to_eight_bits(x.view(16, 16))
-    with pytest.raises(ValueError, match="contiguous"):
-        to_eight_bits(x[::2])
     with pytest.raises(TypeError, match="int8"):
         from_eight_bits(scales, scales, torch.float32)
-    with pytest.raises(TypeError, match="float64"):
-        from_eight_bits(integers, scales, torch.float64)
-    with pytest.raises(ValueError, match="256 integers"):
-        from_eight_bits(integers, scales[:1], torch.float32)
 
 
 @GROUPS
