@@ -21,6 +21,7 @@ from lowmem_patch.functional._library import unseen as unseen
 from lowmem_patch.functional._library import without_autocast as without_autocast
 from lowmem_patch.functional._library import without_grad as without_grad
 from lowmem_patch.functional._ownership import CheckpointedBlock as CheckpointedBlock
+from lowmem_patch.functional._ownership import as_it_is as as_it_is
 from lowmem_patch.functional._ownership import checkpointed_block as checkpointed_block
 from lowmem_patch.functional._ownership import is_checkpoint_packing as is_checkpoint_packing
 from lowmem_patch.functional._ownership import is_in_later_block as is_in_later_block

@@ -95,6 +95,12 @@ def _is_of_checkpoint(hooks: Any) -> bool:
     return name.startswith(_HOOKS)
 
 
+def as_it_is(tensor: Tensor) -> tuple[Tensor, int]:
+    """What a pack hook saves in the place of a tensor that it leaves, for `unwritten`."""
+    # not an output itself: it holds the node that would hold it
+    return (tensor if tensor.is_leaf else tensor.detach()), tensor._version
+
+
 def unwritten(tensor: Tensor, version: int, where: str) -> Tensor:
     """``tensor``, saved as it was at ``version``: torch itself looks at versions only where nobody packs.
 

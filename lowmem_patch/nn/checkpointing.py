@@ -271,9 +271,7 @@ def _unpack(packed: Any) -> Tensor:
     if not isinstance(packed, tuple):
         waiting: Tensor = packed.value()
         return waiting
-    where = "a block that runs again was given; write into a copy of it"
-    tensor, version = packed
-    return unwritten(tensor, version, where)
+    return unwritten(*packed, "a block that runs again was given; write into a copy of it")
 
 
 def _is_same(one: Tensor, other: Tensor | None) -> bool:

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from lowmem_patch.functional import (
     EIGHT_BIT_DTYPES,
     Memory,
+    as_it_is,
     below_modes,
     in_compiler,
     is_eager,
@@ -312,12 +313,14 @@ class _Stored(NamedTuple):
     offset: int
 
 
-class _Plain(NamedTuple):
-    """A tensor that is saved as it is, by us or by who packs what we save."""
+class _Packed(NamedTuple):
+    """What somebody else who packs gave in the place of a tensor."""
 
-    tensor: Any
-    version: int
+    packed: Any
     unpack: Any
+
+
+_Saved = _Stored | _Packed | tuple[Tensor, int]
 
 
 class _Storing(torch.autograd.graph.saved_tensors_hooks):
@@ -337,22 +340,20 @@ class _Storing(torch.autograd.graph.saved_tensors_hooks):
     ) -> None:
         outer = packer()
 
-        def pack(tensor: Tensor) -> _Stored | _Plain:
+        def pack(tensor: Tensor) -> _Saved:
             if type(tensor) is nn.Parameter and outer is None:
-                return _Plain(tensor, tensor._version, None)  # it is there anyway
+                return tensor, tensor._version  # it is there anyway
             if type(tensor) in _ORDINARY:
                 return pack_values(tensor)
             with _WITHOUT_TORCH_FUNCTION():
                 return pack_values(tensor.detached() if isinstance(tensor, Deferred) else tensor)
 
-        def pack_values(tensor: Tensor) -> _Stored | _Plain:
+        def pack_values(tensor: Tensor) -> _Saved:
             if is_stored(tensor) and _is_storable(tensor):
                 return _store(tensor, outer, packed, shared=shared)
             if outer is not None:
-                return _Plain(outer[0](tensor), 0, outer[1])
-            # not an output itself: it holds the node that would hold it
-            kept = tensor if tensor.is_leaf else tensor.detach()
-            return _Plain(kept, tensor._version, None)
+                return _Packed(outer[0](tensor), outer[1])
+            return as_it_is(tensor)
 
         pack.__dict__["outer"] = outer  # for `checkpointed_block`
         super().__init__(pack, _read)
@@ -380,13 +381,12 @@ def _store(tensor: Tensor, outer: Any, packed: frozenset[int], *, shared: bool) 
     return _Stored(memory, parts, unpack, size, strides, offset)
 
 
-def _read(saved: _Stored | _Plain) -> Tensor:
+def _read(saved: _Saved) -> Tensor:
     refuse_second_order("eight_bit_storage")
     if isinstance(saved, _Stored):
         values = saved.memory.read(*saved.parts, saved.unpack)
         return values.as_strided(saved.size, saved.strides, saved.offset)
-    if saved.unpack is not None:
-        tensor: Tensor = saved.unpack(saved.tensor)
+    if isinstance(saved, _Packed):
+        tensor: Tensor = saved.unpack(saved.packed)
         return tensor
-    where = "a module with 8-bit storage saved as it is"
-    return unwritten(saved.tensor, saved.version, where)
+    return unwritten(*saved, "a module with 8-bit storage saved as it is")

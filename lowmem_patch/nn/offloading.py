@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from lowmem_patch.functional import in_compiler, packs_saved_tensors, unwritten
+from lowmem_patch.functional import as_it_is, in_compiler, packs_saved_tensors, unwritten
 from lowmem_patch.nn.caches import ForwardCaches
 from lowmem_patch.nn.checkpointing import (
     Level,
@@ -213,9 +213,9 @@ class _Packing(torch.autograd.graph.saved_tensors_hooks):
                     tensor = tensor if tensor.is_leaf else detached_of(tensor)
             # a weight may be gathered in the block alone (FSDP2, ZeRO-3)
             if weight or not _is_large(tensor) or tensor.device != device:
-                return _kept(tensor)
+                return as_it_is(tensor)
             if int(tensor.untyped_storage()._cdata) in stays:
-                return _kept(tensor)
+                return as_it_is(tensor)
             copy = host.keep_storage(tensor)
             saved.add(copy)
             layout = tensor.shape, tensor.stride(), int(tensor.storage_offset())
@@ -229,11 +229,6 @@ def _is_large(tensor: Tensor) -> bool:
     plain = type(tensor) in _ORDINARY and tensor.layout is torch.strided
     lazy = tensor.is_conj() or tensor.is_neg()
     return plain and not lazy and tensor.nbytes >= _LEAST
-
-
-def _kept(tensor: Tensor) -> tuple[Tensor, int]:
-    # not an output itself: it holds the node that would hold it
-    return (tensor if tensor.is_leaf else tensor.detach()), tensor._version
 
 
 def _unpacked(packed: _Part | tuple[Tensor, int]) -> Tensor:
