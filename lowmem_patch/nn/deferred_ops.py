@@ -29,7 +29,6 @@ from lowmem_patch.functional import (
     is_eager,
     matrix_product,
     packed_dropout,
-    packer,
     packs_saved_tensors,
     recast_linear,
     recast_matmul,
@@ -49,7 +48,7 @@ from lowmem_patch.nn.deferred_linears import (
 )
 from lowmem_patch.nn.deferred_rows import GatheredRows, Product
 from lowmem_patch.nn.op import Op, Projection
-from lowmem_patch.nn.stored import keep
+from lowmem_patch.nn.stored import attach, keep
 
 
 class Activation(Op):
@@ -91,9 +90,11 @@ class Activation(Op):
         if len(sources) != self.at_once or not is_eager(*sources):
             return defer(self, sources)
         if len(sources) == 1:  # unseen by the mode that calls us in the place of such a function
-            return _attach(below_modes(FORWARD[self.kind], sources[0]), self, sources)
+            value = below_modes(FORWARD[self.kind], sources[0])
+            return attach(value, self, sources, watched=True)
         gate, up = sources
-        return _attach(differentiable_activation(gate, self.kind, up), self, sources)
+        value = differentiable_activation(gate, self.kind, up)
+        return attach(value, self, sources, watched=True)
 
     def dtype(self, sources: tuple[Tensor, ...]) -> torch.dtype:
         dtype = sources[0].dtype
@@ -169,14 +170,6 @@ class Activation(Op):
             return NotImplemented
         again = partial(computed_again, kind=self.kind)
         return Product.of(RecomputedMatmul(func, again, h.plain(), weight, offsets, h.sources))
-
-
-def _attach(value: Tensor, op: Op, sources: tuple[Tensor, ...]) -> Stored:
-    """``value``, an ordinary tensor that was just computed from ``sources`` and that nobody else has."""
-    h: Any = value
-    h.__class__, h.op, h.sources, h._adapts, h._packer = Stored, op, sources, False, packer()
-    h._versions = [source._version for source in sources]
-    return h  # type: ignore[no-any-return]  # its class was assigned, which no type checker sees
 
 
 class Saved(Op):

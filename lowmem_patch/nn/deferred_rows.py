@@ -8,10 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowmem_patch.functional import ExpertWeight, RecomputedMatmul, RowBias, recomputed_linear
+from lowmem_patch.functional import (
+    ExpertWeight,
+    RecomputedMatmul,
+    RowBias,
+    in_compiler,
+    recomputed_linear,
+)
 from lowmem_patch.nn.deferred import Deferred, Unstored, value_of
 from lowmem_patch.nn.op import Op, Projection
-from lowmem_patch.nn.stored import keep
+from lowmem_patch.nn.stored import attach, keep
 
 
 def _gathered(tensor: Tensor, index: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -63,9 +69,9 @@ class Product(Op):
     def of(cls, matmul: RecomputedMatmul) -> Deferred:
         weights = [tensor for tensor in matmul.weight[:3] if tensor is not None]
         sources = (matmul.x, *weights, *matmul.sources)
-        h = keep(matmul.product(), cls(matmul), sources, owned=True)
-        h._versions = [source._version for source in sources]  # others have them, and may write
-        return h
+        if in_compiler():
+            return keep(matmul.product(), cls(matmul), sources)
+        return attach(matmul.product(), cls(matmul), sources, watched=True)
 
     def was_used(self, h: Any) -> None:
         # not by a routing weight: whoever saves the product, or a part of it, need not hold x as well

@@ -40,7 +40,7 @@ from lowmem_patch.nn.deferred import value_of
 from lowmem_patch.nn.deferred_ops import Norm, Normed, Saved, Shared
 from lowmem_patch.nn.gammas import can_be_looked_at, is_capturing, look_at_gammas
 from lowmem_patch.nn.looks import Look, Looks
-from lowmem_patch.nn.stored import keep
+from lowmem_patch.nn.stored import attach, keep
 from lowmem_patch.nn.watched import watch
 
 
@@ -216,7 +216,7 @@ class MSNorm(nn.Module):
         if affine is None:
             self._confirm_in_backward(y, saved)
         sources = tuple(source for source in more if source is not None)
-        return keep(y, Normed(copy is not None, affine), sources, owned=True)
+        return attach(y, Normed(copy is not None, affine), sources)
 
     def _confirm_in_backward(self, y: Tensor, saved: torch.dtype) -> None:
         """Let backward ask, where the norm saved its output (in ``saved``) without a wait for gamma."""
@@ -228,7 +228,7 @@ class MSNorm(nn.Module):
         """The output, which the norm itself saves."""
         self._confirm_in_backward(y, y.dtype)
         if self._is_one_copy(y):
-            return keep(y, Shared(y.grad_fn), owned=True)
+            return attach(y, Shared(y.grad_fn))
         return watch(y)
 
     def _compiled(self, x: Tensor, dtype: torch.dtype) -> Tensor:
