@@ -226,7 +226,8 @@ class _Run:
         if not self.runs:
             tensors, self.tensors = self.tensors, ()
         else:
-            tensors = tuple(map(_with_gradient, tensors, self.trains))
+            pairs = zip(tensors, self.trains, strict=True)
+            tensors = tuple(tensor.detach().requires_grad_(trains) for tensor, trains in pairs)
         self.runs += 1
         # a tensor of a subclass whose backward() runs leaves torch functions off, which deferred tensors need
         with contextlib.ExitStack() as contexts, torch._C._EnableTorchFunction():
@@ -241,10 +242,6 @@ class _Run:
     def _call(self) -> Call:
         """What gives the output again."""
         return Call(self._body, self.saved, self.place, self.waits, halves=self.how.halves)
-
-
-def _with_gradient(tensor: Tensor, trains: bool) -> Tensor:
-    return tensor.detach().requires_grad_(trains)
 
 
 class _Packing(contextlib.AbstractContextManager[None]):
@@ -271,7 +268,8 @@ def _unpack(packed: Any) -> Tensor:
     if not isinstance(packed, tuple):
         waiting: Tensor = packed.value()
         return waiting
-    return unwritten(*packed, "a block that runs again was given; write into a copy of it")
+    tensor, version = packed
+    return unwritten(tensor, version, "a block that runs again was given; write into a copy of it")
 
 
 def _is_same(one: Tensor, other: Tensor | None) -> bool:
