@@ -45,7 +45,7 @@ from lowmem_patch.functional import (
 )
 from lowmem_patch.nn.adapters import forward_as_one
 from lowmem_patch.nn.attention_in_graph import AttentionInGraph
-from lowmem_patch.nn.context import autocast_dtype, is_foreign
+from lowmem_patch.nn.context import autocast_dtype, is_foreign, product_dtype
 from lowmem_patch.nn.deferred import Deferred, Unstored, value_of
 from lowmem_patch.nn.deferred_linears import project
 from lowmem_patch.nn.gammas import look_at_gammas
@@ -167,11 +167,9 @@ def _in_graph(module: nn.Module, given: Own | None, x: Tensor) -> Tensor | None:
     # pruned, a bias is an attribute
     if type(module) is not nn.Linear or given is not None or weight is None or "bias" not in own:
         return None
-    autocast = autocast_dtype(x.device.type, x.dtype)
-    known = not is_foreign(weight) and (autocast is not None or weight.dtype == x.dtype)
-    if not known or not weight.requires_grad:
+    dtype = None if is_foreign(weight) else product_dtype(x.dtype, weight)
+    if dtype is None or not weight.requires_grad:
         return None
-    dtype = x.dtype if autocast is None else autocast
     stored: Tensor = value_of(project(x, Projection(weight, bias, stored=True), dtype))
     return stored
 

@@ -18,7 +18,7 @@ from lowmem_patch.nn import (
     logits_readers as logits_readers,  # fills the table of those who read what is made here
 )
 from lowmem_patch.nn.adapters import forward_as_one
-from lowmem_patch.nn.context import autocast_dtype, has_hooks, is_foreign, is_fsdp_unit
+from lowmem_patch.nn.context import has_hooks, is_foreign, is_fsdp_unit, product_dtype
 from lowmem_patch.nn.deferred import Deferred, value_of
 from lowmem_patch.nn.deferred_ops import Saved
 from lowmem_patch.nn.logits import HeadReads, Logits, Settings
@@ -121,11 +121,8 @@ def _product(
             return None
         return products.to, products.dtype
     weight = module.weight  # which a replica of nn.DataParallel has as an attribute
-    dtype = autocast_dtype(weight.device.type, given)
-    if dtype is None and weight.dtype != given:
-        return None
-    to = Projection(weight, module.bias)
-    return to, given if dtype is None else dtype
+    dtype = product_dtype(given, weight)
+    return None if dtype is None else (Projection(weight, module.bias), dtype)
 
 
 def _saved(x: Tensor) -> Tensor:
