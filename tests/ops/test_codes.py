@@ -194,40 +194,27 @@ def every_half(dtype: torch.dtype) -> Tensor:
     return x
 
 
-# without tl.gather, as in Triton 3.2, kernels compare and select; the interpreter takes each kind once
+# the interpreter takes each kind once
 HALVES = [
-    (kind, bits, torch.bfloat16, True)
+    (kind, bits, torch.bfloat16)
     for i, kind in enumerate(APPROXIMATE)
     for bits in STEP_BITS
     if bits > 1 and (not INTERPRETED or bits == 2 + i % 3)
 ]
-HALVES += [
-    (kind, bits, torch.float16, gathers)
-    for kind in ("gelu", "sigmoid")
-    for bits in (3, 4)
-    for gathers in (True, False)
-]
+HALVES += [(kind, bits, torch.float16) for kind in ("gelu", "sigmoid") for bits in (3, 4)]
 
 
-@pytest.mark.parametrize(("kind", "bits", "dtype", "gathers"), HALVES)
+@pytest.mark.parametrize(("kind", "bits", "dtype"), HALVES)
 def test_codes_of_every_half_number_are_the_references(
     backend: Backend,
     kind: str,
     bits: int,
     dtype: torch.dtype,
-    gathers: bool,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if backend.implementation != "triton":
         pytest.skip("compares the kernels with the reference")
     from lowmem_patch import kernels
 
-    if not gathers:
-        if not INTERPRETED:
-            pytest.skip("compiled kernels are what their Triton makes")
-        import triton.language as tl
-
-        monkeypatch.setattr(kernels.codes, "GATHERS", tl.constexpr(False))
     x = every_half(dtype).to(backend.device)
     with numpy.errstate(all="ignore"):  # an interpreted activation of infinities
         _, ours = kernels.codes_forward(x, kind, bits)
