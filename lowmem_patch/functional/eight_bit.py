@@ -171,7 +171,7 @@ class Memory:
         unpack: Callable[[Any], Tensor] | None = None,
     ) -> Tensor:
         """The values ``[n]``, for one of those who saved it."""
-        value, task = self._value, torch._C._current_graph_task_id()
+        value, task = self._value, _library.backward_number()
         if task != -1:
             Memory.last_task = task
         if value is None:

@@ -23,6 +23,7 @@ from lowmem_patch.functional import (
     is_transformed,
     recast_linear,
     recomputed_linear,
+    without_torch_function,
 )
 from lowmem_patch.nn.context import is_foreign
 from lowmem_patch.nn.deferred import Deferred, Unstored, defer, value_of
@@ -35,8 +36,6 @@ from lowmem_patch.tracing.call_arguments import (
     elementwise_call,
     largest_shape,
 )
-
-_WITHOUT_TORCH_FUNCTION: Any = torch._C.DisableTorchFunctionSubclass
 
 
 class _Leaf:
@@ -343,7 +342,7 @@ class DeferChains(ForwardMode):
         name = getattr(func, "__name__", "")
         made = None
         if name in self.names and self.packs_alike():
-            with _WITHOUT_TORCH_FUNCTION():  # which each attribute of a deferred tensor is
+            with without_torch_function():  # which each attribute of a deferred tensor is
                 if elementwise_call(name, args, kwargs, _is_chain) in self.calls:
                     made = extended(func, args, kwargs)
         return func(*args, **kwargs) if made is None else made

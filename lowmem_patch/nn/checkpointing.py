@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from lowmem_patch.functional import (
+    backward_number,
     in_compiler,
     is_checkpoint_packing,
     is_exporting,
@@ -127,9 +128,7 @@ def is_switched_on(block: nn.Module) -> bool:
 
 def _is_run_again() -> bool:
     """Whether somebody else checkpoints what is running, or runs it again in backward."""
-    if torch._C._current_graph_task_id() != -1:
-        return True
-    return is_checkpoint_packing()
+    return backward_number() != -1 or is_checkpoint_packing()
 
 
 class _Place(int):

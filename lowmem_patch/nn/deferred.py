@@ -34,6 +34,7 @@ from lowmem_patch.functional import (
     packer,
     register_plain,
     without_grad,
+    without_torch_function,
 )
 from lowmem_patch.nn.op import Op, refuse_bypassed, strides_like, waits_for_gradient
 from lowmem_patch.nn.shared_memory import (
@@ -46,7 +47,6 @@ from lowmem_patch.nn.shared_memory import (
 
 _RUN_BACKWARD = (Tensor.backward, torch.autograd.grad)
 _wrapper: Any = Tensor._make_wrapper_subclass
-_WITHOUT_TORCH_FUNCTION: Any = torch._C.DisableTorchFunctionSubclass
 _call: Any = torch._C._disabled_torch_function_impl  # in less time than the above
 
 # By the name of a torch function: gets (func, args, kwargs), and returns NotImplemented where the function
@@ -86,7 +86,7 @@ class Deferred(Tensor):
         kwargs = kwargs or {}
         # a checkpoint may run modules again in a backward, and they need torch functions
         if func in _RUN_BACKWARD:
-            with _WITHOUT_TORCH_FUNCTION():
+            with without_torch_function():
                 inputs = kwargs["inputs"] if "inputs" in kwargs else args[1:2]
                 refuse_bypassed(inputs if func is torch.autograd.grad else ())
                 args = (tree_map(value_of, args[0]), *tree_map(_origin_of, args[1:]))
@@ -94,7 +94,7 @@ class Deferred(Tensor):
                 return func(*args, **kwargs)
         reader = READERS.get(getattr(func, "__name__", ""))
         if reader is not None:
-            with _WITHOUT_TORCH_FUNCTION():
+            with without_torch_function():
                 known = reader(func, args, kwargs)
             if known is not NotImplemented:
                 return known
@@ -215,7 +215,7 @@ class Unstored(Deferred):
             if torch.is_inference_mode_enabled():  # its tensors could never be saved
                 with torch.inference_mode(False):
                     return self.read()
-            with without_grad(), _WITHOUT_TORCH_FUNCTION():
+            with without_grad(), without_torch_function():
                 self._value = self.op.compute(*map(detached_of, self.sources))
                 self._value_version = self._value._version
         return self._value
@@ -259,15 +259,15 @@ register_plain(Stored)
 
 def _call_on_values(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if in_compiler():
-        with _WITHOUT_TORCH_FUNCTION():
+        with without_torch_function():
             open_written(func, args, kwargs, Deferred)
     if not _OWN.issuperset(types):
         # another subclass has an opinion, and is given ordinary tensors; or a compiler asks for values
-        with _WITHOUT_TORCH_FUNCTION():
+        with without_torch_function():
             args, kwargs = tree_map(value_of, args), tree_map(value_of, kwargs)
         return func(*args, **kwargs)
     if in_compiler():
-        with _WITHOUT_TORCH_FUNCTION():
+        with without_torch_function():
             return func(*args, **kwargs)
     output: Any = _call(func, types, tuple(map(_origin_of, args)), kwargs)
     values = isinstance(output, (Tensor, tuple, list)) and type(output) is not torch.Size
@@ -341,5 +341,5 @@ def value_of(item: Any) -> Any:
     """An ordinary tensor in the place of a deferred one."""
     if not isinstance(item, Deferred):
         return item
-    with _WITHOUT_TORCH_FUNCTION():
+    with without_torch_function():
         return item.plain()

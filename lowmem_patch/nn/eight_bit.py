@@ -42,6 +42,7 @@ from lowmem_patch.functional import (
     stores_directly,
     unwritten,
     without_grad,
+    without_torch_function,
 )
 from lowmem_patch.nn.adapters import forward_as_one
 from lowmem_patch.nn.attention_in_graph import AttentionInGraph
@@ -61,7 +62,6 @@ _SMALLEST_RATIO, _LARGEST_SHIFT = 1 / 16, 1.0
 
 _FUSED = names_with(Role.FUSED_ATTENTION)
 _ORDINARY = (Tensor, nn.Parameter, Watched)  # without torch functions of their own
-_WITHOUT_TORCH_FUNCTION: Any = torch._C.DisableTorchFunctionSubclass
 
 
 def store_input(module: nn.Module, *, once: bool = False) -> None:
@@ -120,7 +120,7 @@ def _stores_by_hooks(module: nn.Module, given: Own | None, /, *args: Any, **kwar
     if not isinstance(x, Deferred):
         found = below_modes(_read_input, x)
         return _under_hooks(module, found, forward, *args, **kwargs)
-    with _WITHOUT_TORCH_FUNCTION():
+    with without_torch_function():
         found, op = _read_input(x), x.op
         if found is not None and not found[2] and _are_storable(x.sources):
             x.op = op.in_eight_bits()
@@ -230,7 +230,7 @@ def _storage_key(tensor: Tensor) -> int | None:
         return int(tensor.untyped_storage()._cdata)
     if isinstance(tensor, Unstored):
         return None
-    with _WITHOUT_TORCH_FUNCTION():
+    with without_torch_function():
         return int(tensor.untyped_storage()._cdata)
 
 
@@ -343,7 +343,7 @@ class _Storing(torch.autograd.graph.saved_tensors_hooks):
                 return tensor, tensor._version  # it is there anyway
             if type(tensor) in _ORDINARY:
                 return pack_values(tensor)
-            with _WITHOUT_TORCH_FUNCTION():
+            with without_torch_function():
                 return pack_values(tensor.detached() if isinstance(tensor, Deferred) else tensor)
 
         def pack_values(tensor: Tensor) -> _Saved:

@@ -13,6 +13,7 @@ from lowmem_patch.functional import (
     is_exporting,
     is_transformed,
     recast_linear,
+    without_torch_function,
 )
 from lowmem_patch.nn import (
     logits_readers as logits_readers,  # fills the table of those who read what is made here
@@ -27,7 +28,6 @@ from lowmem_patch.nn.op import Projection
 from lowmem_patch.nn.own import aligns_devices_alone, give_forward, given_forward, is_own
 from lowmem_patch.nn.trained_weights import TrainedWeights
 
-_WITHOUT_TORCH_FUNCTION: Any = torch._C.DisableTorchFunctionSubclass
 FREED = "its weight is freed after its own forward"
 
 
@@ -46,7 +46,7 @@ def forward_head(
 ) -> Any:
     """Deferred logits where gradients are recorded, and the class's forward where not."""
     if len(args) == 1 and not kwargs and _waits(module, reads, args[0]):
-        with _WITHOUT_TORCH_FUNCTION():
+        with without_torch_function():
             found = _deferred(module, reads, low_precision, args[0])
         if found is not None:
             return found

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from lowmem_patch.functional import Head, flat, in_compiler, wide, without_autocast
+from lowmem_patch.nn.context import is_freed
 from lowmem_patch.nn.deferred import Deferred, defer, value_of
 from lowmem_patch.nn.op import Op
 from lowmem_patch.nn.shared_memory import SharedMemory
@@ -155,7 +156,7 @@ class Logits(Op):
         rest = list(sources[2:])
         bias = rest.pop(0) if self.bias else None
         low, lora_B = rest if self.adapter else (None, None)
-        if not in_compiler() and (_is_freed(weight) or weight.dim() != 2):
+        if not in_compiler() and ((weight.numel() and is_freed(weight)) or weight.dim() != 2):
             raise RuntimeError(_FREED)
         dtypes = (self.compute_dtype, self.sum_dtype)
         return Head(x, weight, bias, low, lora_B, self.scale, self.cap, *dtypes)
@@ -371,7 +372,3 @@ def _class_slice(item: Any, dim: int) -> tuple[tuple[Any, ...], slice] | None:
     if not whole or last == slice(None) or last.step not in (None, 1):
         return None
     return (*item[:-1], slice(None)), last
-
-
-def _is_freed(weight: Tensor) -> bool:
-    return bool(weight.numel()) and not weight.untyped_storage().nbytes()

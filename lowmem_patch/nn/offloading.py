@@ -20,7 +20,14 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from lowmem_patch.functional import as_it_is, in_compiler, packs_saved_tensors, unwritten
+from lowmem_patch.functional import (
+    as_it_is,
+    backward_number,
+    in_compiler,
+    packs_saved_tensors,
+    unwritten,
+    without_torch_function,
+)
 from lowmem_patch.nn.caches import ForwardCaches
 from lowmem_patch.nn.checkpointing import (
     Level,
@@ -36,7 +43,6 @@ from lowmem_patch.nn.own import Own, inner_forward
 from lowmem_patch.nn.segments import first_tensor
 from lowmem_patch.nn.watched import Watched
 
-_WITHOUT_TORCH_FUNCTION: Any = torch._C.DisableTorchFunctionSubclass
 _ORDINARY = (Tensor, nn.Parameter, FakeTensor, Watched)
 _LEAST = 1 << 16  # bytes that are worth a copy
 
@@ -132,7 +138,7 @@ def offloaded(
     if in_compiler():
         return checkpointed(block, Recompute(caches=how.caches), given, *args, **kwargs)
     forward = inner_forward(block, given)
-    again = torch._C._current_graph_task_id() != -1
+    again = backward_number() != -1
     if again or saves_nothing(block) or packs_saved_tensors():  # others recompute it, or pack
         return forward(*args, **kwargs)
     tensors = given_tensors(args, kwargs)
@@ -162,7 +168,7 @@ def awaiting(block: nn.Module, how: Await, given: Own | None, /, *args: Any, **k
 def _memories(given: list[Tensor], *states: Tensor) -> frozenset[int]:
     """The memories of tensors, by the identity of their storages."""
     tensors: list[Any] = [*given, *states]
-    with _WITHOUT_TORCH_FUNCTION():
+    with without_torch_function():
         return frozenset(int(t.untyped_storage()._cdata) for t in tensors if _has_storage(t))
 
 
@@ -173,7 +179,7 @@ def _has_storage(tensor: Any) -> bool:
 
 def _node_of(tensor: Tensor) -> Any:
     """Its ``grad_fn``, of which a deferred tensor is not told; None also where torch raises in its place."""
-    with _WITHOUT_TORCH_FUNCTION(), contextlib.suppress(RuntimeError):
+    with without_torch_function(), contextlib.suppress(RuntimeError):
         return tensor.grad_fn
     return None
 
@@ -209,7 +215,7 @@ class _Packing(torch.autograd.graph.saved_tensors_hooks):
         def pack(tensor: Tensor) -> _Part | tuple[Tensor, int]:
             weight = isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
             if type(tensor) not in _ORDINARY:
-                with _WITHOUT_TORCH_FUNCTION():
+                with without_torch_function():
                     tensor = tensor if tensor.is_leaf else detached_of(tensor)
             # a weight may be gathered in the block alone (FSDP2, ZeRO-3)
             if weight or not _is_large(tensor) or tensor.device != device:

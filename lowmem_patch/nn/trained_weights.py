@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from lowmem_patch.functional import unseen
+from lowmem_patch.nn.context import is_freed
 from lowmem_patch.nn.gammas import is_capturing
 
 
@@ -47,7 +48,7 @@ class TrainedWeights:
 
     def _are_freed(self) -> bool:
         """Whether FSDP has taken the memory of one away, which whoever computes logits will say."""
-        return not all(weight.untyped_storage().nbytes() for weight in self._weights)
+        return any(map(is_freed, self._weights))
 
 
 def _note_gradient(weights: weakref.ref[TrainedWeights], gradient: Tensor) -> None:
