@@ -19,11 +19,11 @@ from lowmem_patch.functional._library import is_ordinary as is_ordinary
 from lowmem_patch.functional._library import is_transformed as is_transformed
 from lowmem_patch.functional._library import refuse_second_order as refuse_second_order
 from lowmem_patch.functional._library import register_plain as register_plain
-from lowmem_patch.functional._library import unseen as unseen
 from lowmem_patch.functional._library import without_autocast as without_autocast
+from lowmem_patch.functional._library import without_dispatch_modes as without_dispatch_modes
 from lowmem_patch.functional._library import without_grad as without_grad
 from lowmem_patch.functional._library import without_torch_function as without_torch_function
-from lowmem_patch.functional._ownership import CheckpointedBlock as CheckpointedBlock
+from lowmem_patch.functional._ownership import TorchCheckpointFrame as TorchCheckpointFrame
 from lowmem_patch.functional._ownership import as_it_is as as_it_is
 from lowmem_patch.functional._ownership import checkpointed_block as checkpointed_block
 from lowmem_patch.functional._ownership import is_checkpoint_packing as is_checkpoint_packing

@@ -264,7 +264,7 @@ def _is_under(*names: str) -> bool:
     return any(type(mode).__name__ in names for mode in dispatch_modes())
 
 
-def unseen() -> AbstractContextManager[Any]:
+def without_dispatch_modes() -> AbstractContextManager[Any]:
     """Inside, no dispatch mode sees the ops: selective checkpoint would take them for the block's."""
     return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
 

@@ -61,7 +61,7 @@ def is_checkpoint_packing() -> bool:
     return not in_compiler() and _is_of_checkpoint(packer())
 
 
-class CheckpointedBlock(NamedTuple):
+class TorchCheckpointFrame(NamedTuple):
     """A block under torch's checkpoint while it runs.
 
     Attributes:
@@ -73,7 +73,7 @@ class CheckpointedBlock(NamedTuple):
     again: bool
 
 
-def checkpointed_block() -> CheckpointedBlock | None:
+def checkpointed_block() -> TorchCheckpointFrame | None:
     """The block that runs, also where this package packs first what checkpoint gets then; None outside."""
     if in_compiler():
         return None
@@ -85,7 +85,7 @@ def checkpointed_block() -> CheckpointedBlock | None:
     again = held.get("target_frame_ref")
     cell = again or held.get("frame")
     frame = None if cell is None else cell.cell_contents
-    return CheckpointedBlock(
+    return TorchCheckpointFrame(
         frame() if isinstance(frame, weakref.ref) else frame, again is not None
     )
 

@@ -123,7 +123,7 @@ class Chain(Op):
         autocast: under which the steps run.
     """
 
-    bypassed = False
+    may_be_bypassed = False
 
     def __init__(
         self,
@@ -273,7 +273,7 @@ def _joined(
                 if leaf not in places or source.requires_grad:  # those of a mask ask for none
                     places[leaf] = _place_in(sources, source)
             items[id(tensor)] = tensor.op.last
-            tensor.op.bypassed = tensor._bypassed = True
+            tensor.op.may_be_bypassed = tensor.was_bypassed = True
         elif id(tensor) not in items:
             items[id(tensor)] = leaf = _Leaf()
             places[leaf] = _place_in(sources, value_of(tensor))

@@ -280,7 +280,7 @@ def _is_same(one: Tensor, other: Tensor | None) -> bool:
     )
 
 
-class _AroundAttention(AroundForward):
+class _AttentionOnce(AroundForward):
     """Runs fused attention under modes of selective checkpointing: it is saved in the first run of a block,
     and found in the second. Each call has modes of its own, since torch 2.15 counts the calls from the
     entry of a mode on. Under such a mode all ops would run as torch.compile's do, so nothing else does."""
@@ -318,4 +318,4 @@ def _saves_attention(context: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
 def _around_attention() -> tuple[Any, Any]:
     """Contexts of the first and the second run."""
     seconds: list[Any] = []
-    return _AroundAttention(seconds, saves=True), _AroundAttention(seconds, saves=False)
+    return _AttentionOnce(seconds, saves=True), _AttentionOnce(seconds, saves=False)

@@ -69,7 +69,7 @@ class Deferred(Tensor):
     _origin: Tensor | None = None  # in whose place this one only passes through a forward
     _exposed = False  # somebody may write into its memory without a trace
     _adapts: bool  # an adapter reads it now, whose products stay in its dtype
-    _bypassed = False  # a reader sends its gradient to the sources
+    was_bypassed = False  # a reader sends its gradient to the sources
     _node_given = False  # somebody has its node, and may hang a hook on that
     _normed: Tensor | None = None  # of a norm that waited: what its Linears read
     _shared: SharedInput | None = None  # what several Linears read in its place
@@ -118,7 +118,7 @@ class Deferred(Tensor):
         if self.requires_grad and self.grad_fn is None:  # a leaf of its own, after detach()
             return True
         stale = self._versions is not None and self.is_stale()
-        if stale or (self.op.bypassed and waits_for_gradient(self)):
+        if stale or (self.op.may_be_bypassed and waits_for_gradient(self)):
             return True
         sources = self.sources
         return bool(sources) and isinstance(sources[0], Deferred) and sources[0].is_changed()
@@ -160,7 +160,7 @@ class Stored(Deferred):
 class Unstored(Deferred):
     """A tensor without storage; see `defer`."""
 
-    held = False  # the value was there before, or somebody has its storage
+    held = False  # its values stay: they were there before it, or somebody has their storage
     _value: Tensor | None = None
     _value_version = 0
     _times_read = 0
@@ -221,7 +221,7 @@ class Unstored(Deferred):
         return self._value
 
     def held_values(self) -> Tensor | None:
-        """The values, if they are there."""
+        """The values, if they are there now; unless ``held``, they may be let go."""
         return self._value
 
     def let_go(self) -> None:
@@ -247,7 +247,7 @@ class Unstored(Deferred):
         return (value is not None and value._version != self._value_version) or self._is_changed()
 
     def open(self, writes: bool) -> None:
-        if writes or self._bypassed:
+        if writes or self.was_bypassed:
             raise RuntimeError(MADE_OUTSIDE)  # the compiler leaves this to eager code
         self._exposed = True
 

@@ -119,7 +119,7 @@ class Activation(Op):
         return op
 
     def moved(self, h: Deferred, move: Callable[[Tensor], Tensor]) -> Any:
-        h._bypassed = True
+        h.was_bypassed = True
         sources = tuple(move(source) for source in h.sources)
         if type(h) is Stored and not in_compiler():
             return keep(move(h), self, sources)  # who writes into a view writes into the whole
@@ -129,13 +129,13 @@ class Activation(Op):
         gates = len(h.sources) == 1 and isinstance(other, Tensor) and other.shape == h.shape
         if not gates or not other.is_floating_point():
             return NotImplemented
-        h._bypassed = True
+        h.was_bypassed = True
         return self.of((h.sources[0], value_of(other)))
 
     def squared(self, h: Deferred) -> Any:
         if self.kind != "relu" or len(h.sources) != 1:
             return NotImplemented
-        h._bypassed = True
+        h.was_bypassed = True
         return Activation("relu_squared").of(h.sources)
 
     def linear(self, h: Deferred, to: Projection, dtype: torch.dtype) -> Tensor:
@@ -150,7 +150,7 @@ class Activation(Op):
             if not to.weight.requires_grad:
                 # the tensor's own node saves the sources; who else reads it shares its gradient
                 return saved_linear(h.plain(), to, dtype)
-        h._bypassed = True
+        h.was_bypassed = True
         weight, bias, adapter = to[:3]
         return activation_linear(
             h.detached(), h.sources, weight, bias, self.kind, dtype, adapter,
@@ -175,7 +175,7 @@ class Activation(Op):
 class Saved(Op):
     """A stored tensor that autograd saves anyway, so that casts of it need not be saved as well."""
 
-    bypassed = False  # all gradients pass through the tensor
+    may_be_bypassed = False  # all gradients pass through the tensor
 
     def of(self, tensor: Tensor, *, passing: bool = False) -> Deferred:
         """``tensor``, read so; ``passing`` as of `keep`."""
@@ -226,11 +226,11 @@ class Normed(Saved):
         self.copy = copy
         self.affine = affine
         self.recomputed: Recomputed | None = None
-        self.bypassed = copy  # the gradient of Linears goes to the copy
+        self.may_be_bypassed = copy  # the gradient of Linears goes to the copy
 
     def moved(self, h: Deferred, move: Callable[[Tensor], Tensor]) -> Any:
         if self.copy:
-            h._bypassed = True
+            h.was_bypassed = True
         op = Normed(self.copy, self.affine)  # z lies in another order there
         return keep(move(h), op, tuple(move(source) for source in h.sources))
 
@@ -244,7 +244,7 @@ class Normed(Saved):
 
     def _read(self, h: Deferred, dtype: torch.dtype) -> Tensor:
         if self.copy and h.sources[0].dtype == dtype:
-            h._bypassed = True
+            h.was_bypassed = True
             return h.sources[0]
         if type(h) is Stored and h._origin is None and not in_compiler():
             return h  # no view of it, which would cost a node of autograd
@@ -279,7 +279,7 @@ class Dropped(Op):
         p: the probability, above 0 and below 1.
     """
 
-    bypassed = False
+    may_be_bypassed = False
 
     def __init__(self, kind: ActivationKind | None, p: float) -> None:
         self.kind = kind
@@ -352,12 +352,12 @@ class Norm(Op):
         return (next(found), *(next(found) if p.requires_grad else None for p in parameters))
 
     def moved(self, h: Deferred, move: Callable[[Tensor], Tensor]) -> Any:
-        h._bypassed = True
+        h.was_bypassed = True
         x, *parameters = h.sources
         return self.of(move(x), *parameters)
 
     def linear(self, h: Deferred, to: Projection, dtype: torch.dtype) -> Any:
-        h._bypassed = True
+        h.was_bypassed = True
         if in_compiler():
             return project(self.norm(h.sources[0]), to, dtype)
         if h._normed is None:

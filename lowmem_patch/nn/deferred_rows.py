@@ -30,7 +30,7 @@ class GatheredRows(Op):
     The sources are both. A product to which it is added does so as well. All gradients pass through it.
     """
 
-    bypassed = False
+    may_be_bypassed = False
 
     @classmethod
     def of(cls, tensor: Tensor, index: Tensor) -> Deferred:
@@ -102,7 +102,7 @@ class Product(Op):
             *rest, rows, table, numbers = rest
             bias = RowBias(rows, table, numbers)
         self.was_used(h)  # the caller may hold the product for longer
-        h._bypassed = True
+        h.was_bypassed = True
         whole = ExpertWeight(weight, left, right, self.scale)
         matmul = RecomputedMatmul(self.multiply, self.again, x, whole, self.offsets, tuple(rest))
         return matmul.weighted(h.detached(), value_of(other), bias)

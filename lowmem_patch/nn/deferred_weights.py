@@ -111,6 +111,6 @@ def _adapted(weight: Any) -> ExpertWeight | None:
         h = h.sources[0]
     if not isinstance(h, Deferred) or not isinstance(h.op, AdaptedWeight) or h.is_changed():
         return None
-    weight._bypassed = h._bypassed = True
+    weight.was_bypassed = h.was_bypassed = True
     own, left, right = h.sources
     return ExpertWeight(own, left, right, h.op.scale)

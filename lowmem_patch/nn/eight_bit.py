@@ -86,7 +86,7 @@ def store_attention(module: nn.Module) -> None:
 
 def _stores_attention(module: nn.Module, given: Own | None, /, *args: Any, **kwargs: Any) -> Any:
     if not in_compiler():
-        return under_mode(module, _AroundAttention, (), given, *args, **kwargs)
+        return under_mode(module, _AttentionInEightBits, (), given, *args, **kwargs)
     forward = inner_forward(module, given)
     if not torch.is_grad_enabled() or is_exporting():
         return forward(*args, **kwargs)
@@ -234,7 +234,7 @@ def _storage_key(tensor: Tensor) -> int | None:
         return int(tensor.untyped_storage()._cdata)
 
 
-class _AroundAttention(ForwardMode):
+class _AttentionInEightBits(ForwardMode):
     """Runs fused attention with hooks."""
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -241,7 +241,7 @@ _BEGINS_BACKWARD = ("torch.distributed.", "deepspeed.")
 def _late_hook(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     h = args[0]
     begins = str(getattr(args[-1], "__module__", "")).startswith(_BEGINS_BACKWARD)
-    if isinstance(h, Deferred) and h._bypassed and h.op.bypassed and not begins:
+    if isinstance(h, Deferred) and h.was_bypassed and h.op.may_be_bypassed and not begins:
         raise RuntimeError(_PASSED_ON.format(name=func.__name__))
     return NotImplemented
 
@@ -282,7 +282,7 @@ def _get(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _refuse_missed_gradient(h: Deferred) -> None:
     """Raise where ``backward(inputs=[h])``, which asks nobody, left a part of a gradient. Where it left none,
     torch warns that this is no leaf."""
-    if h._bypassed and h.op.bypassed and h.grad is not None:
+    if h.was_bypassed and h.op.may_be_bypassed and h.grad is not None:
         raise RuntimeError(_PASSED_ON.format(name="retain_grad"))
 
 

@@ -121,7 +121,7 @@ def trace(kind: type[Op], arguments: tuple[Any, ...], sources: tuple[Tensor, ...
         seen = placeholder(sources[0].detach(), op.shape(sources), op.dtype(sources))
         memory = [None, None, (kind, arguments, sources), seen]
     h: Any = seen.as_subclass(Traced)
-    h.recipe, h._bypassed = (kind, arguments, sources, memory, ()), False
+    h.recipe, h.was_bypassed = (kind, arguments, sources, memory, ()), False
     return h  # type: ignore[no-any-return]  # as_subclass has no types
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from lowmem_patch.functional import unseen
+from lowmem_patch.functional import without_dispatch_modes
 from lowmem_patch.nn.context import is_freed
 from lowmem_patch.nn.gammas import is_capturing
 
@@ -65,7 +65,7 @@ def _sum_of_bits(tensor: Tensor) -> Tensor:
 
     A change of one element always changes the sum; changes of several could only cancel by chance.
     """
-    with torch.no_grad(), unseen():
+    with torch.no_grad(), without_dispatch_modes():
         bits = tensor.contiguous().view(-1)
         whole = len(bits) * bits.itemsize % 8 == 0 and bits.data_ptr() % 8 == 0
         return bits.view(torch.int64 if whole else _INTEGERS[bits.itemsize]).sum()
