@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +30,8 @@ TINY = (1, 128, 768)
 # rows, input and output features of Linears of LLaMA-7B, four sequences of 2048
 LORA_SHAPES = ((8192, 4096, 4096), (8192, 4096, 11008), (8192, 11008, 4096))
 LORA_RANK = 16
+# rows and classes of a head: one chunk of 300 MiB of the two larger vocabularies
+LOSS_SHAPES = ((8192, 32000), (1024, 128256), (1024, 151936))
 
 
 class _Nothing(torch.autograd.Function):
@@ -187,3 +190,13 @@ def eight_bit_calls(rows: int, columns: int) -> Iterator[tuple[str, int, list[Ca
     yield "eight bits store", nbytes, [lambda x=x: kernels.to_eight_bits(x) for x in xs]
     parts = [kernels.to_eight_bits(x) for x in xs]
     yield "eight bits read", nbytes, [lambda p=p: kernels.from_eight_bits(*p, DTYPE) for p in parts]
+
+
+def loss_calls() -> Iterator[tuple[tuple[int, int], int, Call]]:
+    """Shape, bytes and call of the head's kernel: losses of rows, whose logits become their gradient."""
+    factor = torch.ones((), device="cuda")
+    for rows, classes in LOSS_SHAPES:
+        logits = tensor(rows, classes)
+        given = (logits, torch.randint(classes, (rows,), device="cuda"), None, factor)
+        call = partial(kernels.cross_entropy_forward, *given, -100, 0.0, 1.0, 0.0, True)
+        yield (rows, classes), 2 * logits.nbytes, call

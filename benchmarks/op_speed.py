@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from costs import TINY, eight_bit_calls, launch_costs, lora_costs
+from costs import TINY, eight_bit_calls, launch_costs, lora_costs, loss_calls
 from timing import DTYPE, Call, Timer, tensor
 from torch import Tensor
 
@@ -44,7 +44,6 @@ CODES_SHAPE = (8, 4096, 14336)
 GLU_SHAPE = (8192, 11008)
 ROTARY_SHAPE = (4, 32, 2048, 128)
 UNBIND_SHAPE = (128, 197, 12, 64)
-LOSS_SHAPES = ((8192, 32000), (1024, 128256), (1024, 151936))
 CACHE_BYTES = 256 * 2**20  # more than any second-level cache
 EPS = 1e-5
 
@@ -325,17 +324,8 @@ def eight_bit_cases() -> Iterator[Case]:
 
 
 def loss_cases() -> Iterator[Case]:
-    """The head's kernel: losses of rows, whose logits become their gradient."""
-    factor = torch.ones((), device="cuda")
-    for rows, classes in LOSS_SHAPES:
-        logits = tensor(rows, classes)
-        target = torch.randint(classes, (rows,), device="cuda")
-
-        def call(logits: Tensor = logits, target: Tensor = target) -> Any:
-            given = (logits, target, None, factor)
-            return kernels.cross_entropy_forward(*given, -100, 0.0, 1.0, 0.0, True)
-
-        yield Case("cross entropy and gradient", (rows, classes), "ours", 2 * logits.nbytes, [call])
+    for shape, nbytes, call in loss_calls():
+        yield Case("cross entropy and gradient", shape, "ours", nbytes, [call])
 
 
 def all_cases() -> Iterator[Callable[[], Iterator[Case]]]:

@@ -16,7 +16,8 @@ from torch import nn
 
 from lowmem_patch import PatchReport, patch_model, patch_report, plan_patch, unpatch_model
 from lowmem_patch.errors import TraceError
-from lowmem_patch.nn.functions import call_instead
+from lowmem_patch.nn.forward_modes import CallInstead
+from lowmem_patch.nn.modes import run_under
 from lowmem_patch.tracing.call_arguments import CalledFunction
 from zoo.build import Built
 from zoo.dataflow import read_dataflow
@@ -295,7 +296,8 @@ def _twin(
     for name, (kind, bits) in codes.items():
         if name.endswith(")"):
             module, function = _called(name)
-            call_instead(twin.get_submodule(module), function, StepActivation(kind, bits, shift))
+            stepped = StepActivation(kind, bits, shift)
+            run_under(twin.get_submodule(module), CallInstead, function, stepped)
             continue
         module = twin.get_submodule(name)
         in_place = bool(getattr(module, "inplace", False))

@@ -8,7 +8,9 @@ from __future__ import annotations
 from lowmem_patch.constants import ActivationKind as ActivationKind
 from lowmem_patch.constants import NormSettings as NormSettings
 from lowmem_patch.functional._implementation import Implementation as Implementation
+from lowmem_patch.functional._library import backward_number as backward_number
 from lowmem_patch.functional._library import below_modes as below_modes
+from lowmem_patch.functional._library import compilers_output as compilers_output
 from lowmem_patch.functional._library import first_order as first_order
 from lowmem_patch.functional._library import in_compiler as in_compiler
 from lowmem_patch.functional._library import is_eager as is_eager
@@ -18,10 +20,12 @@ from lowmem_patch.functional._library import is_transformed as is_transformed
 from lowmem_patch.functional._library import refuse_second_order as refuse_second_order
 from lowmem_patch.functional._library import register_known as register_known
 from lowmem_patch.functional._library import register_plain as register_plain
-from lowmem_patch.functional._library import unseen as unseen
 from lowmem_patch.functional._library import without_autocast as without_autocast
+from lowmem_patch.functional._library import without_dispatch_modes as without_dispatch_modes
 from lowmem_patch.functional._library import without_grad as without_grad
-from lowmem_patch.functional._ownership import CheckpointedBlock as CheckpointedBlock
+from lowmem_patch.functional._library import without_torch_function as without_torch_function
+from lowmem_patch.functional._ownership import TorchCheckpointFrame as TorchCheckpointFrame
+from lowmem_patch.functional._ownership import as_it_is as as_it_is
 from lowmem_patch.functional._ownership import checkpointed_block as checkpointed_block
 from lowmem_patch.functional._ownership import is_checkpoint_packing as is_checkpoint_packing
 from lowmem_patch.functional._ownership import is_in_later_block as is_in_later_block

@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lowmem_patch.constants import ACTIVATION_KINDS, STEP_BITS, STEP_TABLES
-
 _DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 
 
@@ -17,20 +15,6 @@ def check_floating(operator: str, name: str, tensor: Tensor) -> None:
         raise TypeError(
             f"{operator}: {name} must be float16, bfloat16, float32 or float64, got {tensor.dtype}"
         )
-
-
-def check_kind(operator: str, kind: str) -> None:
-    if kind not in ACTIVATION_KINDS:
-        raise ValueError(f"{operator}: kind must be one of {ACTIVATION_KINDS}, got {kind!r}")
-
-
-def check_table(operator: str, kind: str, bits: int) -> None:
-    if kind not in STEP_TABLES:
-        raise ValueError(
-            f"{operator}: kind must be one of {tuple(STEP_TABLES)}, which have a step table, got {kind!r}"
-        )
-    if bits not in STEP_BITS:
-        raise ValueError(f"{operator}: bits must be one of {STEP_BITS}, got {bits!r}")
 
 
 def check_last_dimension(

@@ -43,6 +43,18 @@ _KNOWN: set[type] = {FakeTensor}
 in_compiler = torch.compiler.is_compiling
 _PROXY: Any = torch._C._TorchDispatchModeKey.PROXY  # has no types
 _WITHOUT_TORCH_FUNCTIONS: Any = torch._C.DisableTorchFunction
+# a context in which subclasses run torch functions as if they were ordinary tensors
+without_torch_function: Any = torch._C.DisableTorchFunctionSubclass
+backward_number: Any = (
+    torch._C._current_graph_task_id
+)  # of the one that runs; -1 outside of a backward
+
+
+def compilers_output() -> Any:
+    """What the compiler makes of the code that it compiles, for functions that are constants to it."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator  # slow, and there by now
+
+    return InstructionTranslator.current_tx().output
 
 
 class without_autocast:
@@ -263,7 +275,7 @@ def _is_under(*names: str) -> bool:
     return any(type(mode).__name__ in names for mode in dispatch_modes())
 
 
-def unseen() -> AbstractContextManager[Any]:
+def without_dispatch_modes() -> AbstractContextManager[Any]:
     """Inside, no dispatch mode sees the ops: selective checkpoint would take them for the block's."""
     return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
 
@@ -337,7 +349,7 @@ def refuse_second_order(name: str) -> None:
     Raises:
         DoubleBackwardError: a second derivative is being prepared.
     """
-    if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
+    if torch.is_grad_enabled() and backward_number() != -1:
         raise DoubleBackwardError(
             f"lowmem_patch::{name} has no second derivative, for which create_graph=True asks: it saves too "
             "little in the forward. Leave the model unpatched where double backward is needed: call "

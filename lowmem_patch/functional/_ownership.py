@@ -61,7 +61,7 @@ def is_checkpoint_packing() -> bool:
     return not in_compiler() and _is_of_checkpoint(packer())
 
 
-class CheckpointedBlock(NamedTuple):
+class TorchCheckpointFrame(NamedTuple):
     """A block under torch's checkpoint while it runs.
 
     Attributes:
@@ -73,7 +73,7 @@ class CheckpointedBlock(NamedTuple):
     again: bool
 
 
-def checkpointed_block() -> CheckpointedBlock | None:
+def checkpointed_block() -> TorchCheckpointFrame | None:
     """The block that runs, also where this package packs first what checkpoint gets then; None outside."""
     if in_compiler():
         return None
@@ -85,7 +85,7 @@ def checkpointed_block() -> CheckpointedBlock | None:
     again = held.get("target_frame_ref")
     cell = again or held.get("frame")
     frame = None if cell is None else cell.cell_contents
-    return CheckpointedBlock(
+    return TorchCheckpointFrame(
         frame() if isinstance(frame, weakref.ref) else frame, again is not None
     )
 
@@ -93,6 +93,12 @@ def checkpointed_block() -> CheckpointedBlock | None:
 def _is_of_checkpoint(hooks: Any) -> bool:
     name: str = "" if hooks is None else getattr(hooks[0], "__qualname__", "")
     return name.startswith(_HOOKS)
+
+
+def as_it_is(tensor: Tensor) -> tuple[Tensor, int]:
+    """What a pack hook saves in the place of a tensor that it leaves, for `unwritten`."""
+    # not an output itself: it holds the node that would hold it
+    return (tensor if tensor.is_leaf else tensor.detach()), tensor._version
 
 
 def unwritten(tensor: Tensor, version: int, where: str) -> Tensor:

@@ -26,6 +26,7 @@ from torch import Tensor
 from lowmem_patch.constants import NormSettings
 from lowmem_patch.functional import _library
 from lowmem_patch.functional._implementation import module, resolve
+from lowmem_patch.functional._ownership import unwritten
 from lowmem_patch.functional.products import (
     IDENTITY,
     LowRank,
@@ -115,14 +116,14 @@ class Recomputed(SharedValue):
 
     def _compute(self) -> Tensor:
         if self.affine.versions() != self.versions:
-            raise RuntimeError(_WRITTEN.format("the weight or bias of a norm"))
+            raise RuntimeError(_WRITTEN)
         with torch.no_grad():
             return self.affine.of(self.z, self.dtype)
 
 
 _WRITTEN = (
     "lowmem_patch: one of the variables needed for gradient computation has been modified by an inplace "
-    "operation: {} was written between forward and backward"
+    "operation: the weight or bias of a norm was written between forward and backward"
 )
 
 
@@ -131,10 +132,7 @@ def _unpack(packed: Any) -> Tensor:
     if isinstance(saved, Recomputed):
         _library.refuse_second_order("affine_linear")
         return saved.again().view(how)
-    tensor: Tensor = saved
-    if tensor._version != how:
-        raise RuntimeError(_WRITTEN.format(f"the weight {tuple(tensor.shape)} of a Linear"))
-    return tensor
+    return unwritten(saved, how, "was written between forward and backward")
 
 
 _autograd: Any = torch._C._autograd  # what torch.autograd.graph.saved_tensors_hooks calls

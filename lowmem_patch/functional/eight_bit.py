@@ -64,17 +64,7 @@ def to_eight_bits(x: Tensor, *, implementation: Implementation = "auto") -> tupl
     Returns:
         Integers ``[n]`` int8, from -127 to 127, and scales ``[ceil(n / 128)]`` bfloat16, one for each 128
         neighbours.
-
-    Raises:
-        TypeError: ``x`` is of another dtype.
-        ValueError: ``x`` has more than one dimension, or is not contiguous.
     """
-    if x.dtype not in EIGHT_BIT_DTYPES:
-        raise TypeError(f"to_eight_bits: x must be float16, bfloat16 or float32, got {x.dtype}")
-    if x.dim() != 1 or not x.is_contiguous():
-        raise ValueError(
-            f"to_eight_bits: x must be [n] and contiguous, got shape {tuple(x.shape)}, strides {x.stride()}"
-        )
     with _library.without_grad():
         integers, scales = _to(x, resolve(implementation, x))
     return integers, scales
@@ -92,27 +82,19 @@ def from_eight_bits(
     Args:
         integers: ``[n]`` int8.
         scales: ``[ceil(n / 128)]`` bfloat16.
-        dtype: of the result.
+        dtype: of the result, float16, bfloat16 or float32.
         implementation: see `resolve`.
 
     Returns:
         ``[n]``.
 
     Raises:
-        TypeError: a dtype is another one.
-        ValueError: ``scales`` has another length.
+        TypeError: somebody who packs what is saved gave another dtype back.
     """
     if (integers.dtype, scales.dtype) != (torch.int8, torch.bfloat16):
         raise TypeError(
             "from_eight_bits: integers must be int8 and scales bfloat16, got "
             f"{integers.dtype} and {scales.dtype}"
-        )
-    if dtype not in EIGHT_BIT_DTYPES:
-        raise TypeError(f"from_eight_bits: no values of {dtype} are stored in 8 bits")
-    if scales.numel() != -(-integers.numel() // EIGHT_BIT_GROUP):
-        raise ValueError(
-            f"from_eight_bits: {integers.numel()} integers have one scale for {EIGHT_BIT_GROUP}, got "
-            f"{scales.numel()}"
         )
     with _library.without_grad():
         values: Tensor = _from(integers, scales, dtype, resolve(implementation, scales))
@@ -180,7 +162,7 @@ class Memory(SharedValue):
         unpack: Callable[[Any], Tensor] | None = None,
     ) -> Tensor:
         """The values ``[n]``, for one of those who saved it."""
-        task = torch._C._current_graph_task_id()
+        task = _library.backward_number()
         if task != -1:
             Memory.last_task = task
 

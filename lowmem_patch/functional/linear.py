@@ -183,7 +183,7 @@ def _is_run_again(arguments: tuple[Any, ...]) -> bool:
     """Whether a forward runs in backward, on tensors with or without data."""
     return (
         not _library.in_compiler()
-        and torch._C._current_graph_task_id() != -1
+        and _library.backward_number() != -1
         and not _library.is_traced()
         and _library.is_plain(*arguments)
         and not _library.is_transformed()

@@ -30,6 +30,7 @@ from lowmem_patch.functional._implementation import Implementation, module, reso
 from lowmem_patch.functional.eight_bit import EIGHT_BIT_DTYPES, Memory
 
 Outputs = tuple[Tensor, Tensor | None, Tensor | None]
+Results = tuple[Tensor, Tensor | None, Tensor | None, Tensor]
 
 
 def _forward(
@@ -41,14 +42,14 @@ def _forward(
     copy_dtype: torch.dtype | None,
     z_dtype: torch.dtype | None,
     implementation: str,
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
+) -> Results:
     """y, its copy, z and rstd; what has no dtype is None."""
     if type(settings) is list:
         settings = _from_operator(settings)
-    y, rstd, z, copy = module(implementation).norm_forward(
-        x, weight, bias, settings, out_dtype, z_dtype, copy_dtype
+    results: Results = module(implementation).norm_forward(
+        x, weight, bias, settings, out_dtype, copy_dtype, z_dtype
     )
-    return y, copy, z, rstd
+    return results
 
 
 def _forward_fake(
@@ -113,13 +114,11 @@ def save_copy(node: Any) -> None:
 def _compute_and_save(ctx: Any, *arguments: Any, eight_bits: bool = False) -> Any:
     parts = None
     if eight_bits and any(ctx.needs_input_grad[:2]):
-        x, weight, bias, settings, out_dtype, copy_dtype, z_dtype, implementation = arguments
-        (y, rstd, z, copy), parts = module(implementation).norm_forward_in_eight_bits(
-            x, weight, bias, settings, out_dtype, z_dtype, copy_dtype
-        )
-        output = y, copy, z, rstd
+        *given, implementation = arguments
+        output, parts = module(implementation).norm_forward_in_eight_bits(*given)
     else:
-        y, copy, z, _ = output = _forward(*arguments)
+        output = _forward(*arguments)
+    y, copy, z, _ = output
     _save(ctx, arguments, output, parts)
     if copy is None and z is None:
         return y

@@ -57,15 +57,9 @@ def _hidden_gradient(
 def _input_gradient(
     dy: Tensor, rows: Tensor, weight: Tensor, d_low: Any, lora_A: Any, added_up: GradientSum | None
 ) -> Tensor:
+    """``[..., F]``; added up, without the adapters' products: of this reader, or of all up to this one."""
     if added_up is None:
         return _hidden_gradient(dy, rows, weight, d_low, lora_A)
-    return _shared_gradient(dy, rows, weight, d_low, lora_A, added_up)
-
-
-def _shared_gradient(
-    dy: Tensor, rows: Tensor, weight: Tensor, d_low: Tensor, lora_A: Tensor, added_up: GradientSum
-) -> Tensor:
-    """``[..., F]``, without the adapters' products: of this reader, or of all up to this one."""
     weight, total = cast(weight, dy.dtype), added_up.returned()
     if total is None:
         total = rows.mm(weight).view(*dy.shape[:-1], weight.shape[1])
@@ -134,7 +128,7 @@ def linear_backward(
             d_low, padded_A = _low_gradient(ops, rows, lora_A, lora_B, scale, held)
         lefts = [rows if needs_weight else None, d_low if needs_A else None]
         if needs_input and kind != IDENTITY:
-            sources = _given(source, up)
+            sources = [source] if up is None else [source, up]
             step = _ActivationBackward(ops, dy, rows, weight, d_low, padded_A, sources, kind, lefts)
             gradients, products, meanwhile = step.over_sources() if over else step.in_parts()
         else:
@@ -151,10 +145,6 @@ def linear_backward(
         if needs_B:
             gradients.append(_without_padding(scaled_product(scale, rows.t(), low), 1, lora_B))
     return gradients + meanwhile
-
-
-def _given(*tensors: Tensor | None) -> list[Tensor]:
-    return [tensor for tensor in tensors if tensor is not None]
 
 
 def _products(lefts: list[Any], hidden: Callable[[], Tensor]) -> list[Tensor | None]:

@@ -16,8 +16,6 @@ from lowmem_patch.functional import _library
 from lowmem_patch.functional._checks import check_floating
 from lowmem_patch.functional._implementation import Implementation, dispatched, resolve
 
-_OPERATOR = "rotary_embedding"
-
 
 def _rotate_fake(x: Tensor, *rest: Any) -> Tensor:
     *_, strides, out_dtype, _ = rest
@@ -75,10 +73,10 @@ def rotary_embedding(
     Args:
         q: ``[B, H, S, D]`` or, with ``heads_dim`` 2, ``[B, S, H, D]``, in any strides.
         k: the same, with its own number of heads.
-        cos, sin: ``[B or 1, S, R]``, R even and at most D, in any strides; their dtype may differ from
-            that of ``q``, and their halves from each other.
+        cos, sin: ``[B or 1, S, R]``, R even and at most D, in any strides, without a gradient; their dtype
+            may differ from that of ``q``, and their halves from each other.
         heads_dim: 1 or 2.
-        out_dtype: dtype of the results, by default that of ``q`` and that of ``k``.
+        out_dtype: dtype of the results, by default that of ``q`` and that of ``k``; float64 for these alone.
         implementation: see `resolve`.
 
     Returns:
@@ -86,53 +84,14 @@ def rotary_embedding(
         gradients; contiguous where columns would not lie side by side, which fused attention refuses.
 
     Raises:
-        TypeError: a tensor is not floating point.
-        ValueError: shapes do not fit, or ``cos`` or ``sin`` would need a gradient.
+        TypeError: q or k is not floating point.
     """
-    check_floating(_OPERATOR, "cos", cos)
-    check_floating(_OPERATOR, "sin", sin)
-    if heads_dim not in (1, 2):
-        raise ValueError(f"{_OPERATOR}: heads_dim must be 1 or 2, got {heads_dim}")
-    if cos.dim() != 3 or cos.shape != sin.shape:
-        raise ValueError(
-            f"{_OPERATOR}: cos and sin must both be [B or 1, S, R], got {tuple(cos.shape)} and "
-            f"{tuple(sin.shape)}"
-        )
-    if _library.wants_gradient(cos, sin):
-        raise ValueError(
-            f"{_OPERATOR}: cos and sin get no gradient here; detach them, or take the framework's "
-            "own formula where they are trained"
-        )
     turned = []
     for name, x in (("q", q), ("k", k)):
-        _check(name, x, cos, heads_dim)
+        check_floating("rotary_embedding", name, x)
         result_dtype = x.dtype if out_dtype is None else out_dtype
-        # the float64 oracle must not be asked for by mixing dtypes by accident
-        if (x.dtype == torch.float64) != (result_dtype == torch.float64):
-            raise TypeError(f"{_OPERATOR}: {name} is {x.dtype} but out_dtype is {result_dtype}")
         if x.stride(-1) != 1 and torch.empty_like(x, device="meta").stride(-1) != 1:
             x = x.contiguous()
         chosen = resolve(implementation, x, cos, sin)
         turned.append(_apply(x, cos, sin, heads_dim, False, None, result_dtype, chosen))
     return turned[0], turned[1]
-
-
-def _check(name: str, x: Tensor, cos: Tensor, heads_dim: int) -> None:
-    check_floating(_OPERATOR, name, x)
-    if x.dim() != 4:
-        raise ValueError(
-            f"{_OPERATOR}: {name} must have four dimensions, got shape {tuple(x.shape)}"
-        )
-    shape, (rows, length, size) = x.shape, cos.shape
-    batches, positions, columns = shape[0], shape[3 - heads_dim], shape[3]
-    if (
-        (rows != 1 and rows != batches)
-        or length != positions
-        or not 0 < size <= columns
-        or size % 2
-    ):
-        raise ValueError(
-            f"{_OPERATOR}: cos and sin must be [{batches} or 1, {positions}, R], R even and at most "
-            f"{columns}, for {name} of shape {tuple(x.shape)} with heads in dimension {heads_dim}, "
-            f"got {tuple(cos.shape)}"
-        )

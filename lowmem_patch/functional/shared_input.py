@@ -23,7 +23,6 @@ from lowmem_patch.functional import _library
 # of a tensor on a GPU: a pass over a smaller one takes less time than Python takes to save it
 LEAST_BYTES = 16 << 20
 
-_task: Any = torch._C._current_graph_task_id  # has no types
 _raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
@@ -54,7 +53,7 @@ class GradientSum:
 
     def returned(self) -> Tensor | None:
         """What the first reader returned in this backward."""
-        found = self._backwards.get(_task())
+        found = self._backwards.get(_library.backward_number())
         return None if found is None else found.returned()
 
     def leave(self, gradient: Tensor, d_low: Tensor, lora_A: Tensor) -> None:
@@ -64,7 +63,7 @@ class GradientSum:
             gradient: ``[..., F]``.
             d_low, lora_A: ``[rows, R]`` and ``[R, F]``, whose product the node adds; nobody writes into them.
         """
-        task = _task()
+        task = _library.backward_number()
         found = self._backwards.get(task)
         if found is None:
             found = self._backwards[task] = _Backward(gradient)
@@ -72,7 +71,7 @@ class GradientSum:
 
     def added_to(self, dy: Tensor) -> Tensor:
         """``dy``, which autograd has of the readers, and the products that they have left."""
-        found = self._backwards.pop(_task(), None)
+        found = self._backwards.pop(_library.backward_number(), None)
         if found is None:
             return dy
         d_lows, lora_As = zip(*found.factors, strict=True)

@@ -6,39 +6,22 @@ modules, no choice of implementation. Importing this package imports Triton.
 
 from __future__ import annotations
 
-from lowmem_patch.kernels.activations import activate, activate_backward, glu_backward, glu_forward
-from lowmem_patch.kernels.affine import affine
-from lowmem_patch.kernels.codes import codes_backward, codes_forward
-from lowmem_patch.kernels.cross_entropy import (
-    cross_entropy_backward,
-    cross_entropy_forward,
-    scale_in_place,
-)
-from lowmem_patch.kernels.dropout import drop, pack_bool
-from lowmem_patch.kernels.eight_bit import from_eight_bits, to_eight_bits
-from lowmem_patch.kernels.linear import adapter_weights
-from lowmem_patch.kernels.norms import norm_forward, norm_forward_in_eight_bits
-from lowmem_patch.kernels.norms_backward import norm_backward
-from lowmem_patch.kernels.rotary import rotate
-
-__all__ = [
-    "activate",
-    "activate_backward",
-    "adapter_weights",
-    "affine",
-    "codes_backward",
-    "codes_forward",
-    "cross_entropy_backward",
-    "cross_entropy_forward",
-    "drop",
-    "from_eight_bits",
-    "glu_backward",
-    "glu_forward",
-    "norm_backward",
-    "norm_forward",
-    "norm_forward_in_eight_bits",
-    "pack_bool",
-    "rotate",
-    "scale_in_place",
-    "to_eight_bits",
-]
+from lowmem_patch.kernels.activations import activate as activate
+from lowmem_patch.kernels.activations import activate_backward as activate_backward
+from lowmem_patch.kernels.activations import glu_backward as glu_backward
+from lowmem_patch.kernels.activations import glu_forward as glu_forward
+from lowmem_patch.kernels.affine import affine as affine
+from lowmem_patch.kernels.codes import codes_backward as codes_backward
+from lowmem_patch.kernels.codes import codes_forward as codes_forward
+from lowmem_patch.kernels.cross_entropy import cross_entropy_backward as cross_entropy_backward
+from lowmem_patch.kernels.cross_entropy import cross_entropy_forward as cross_entropy_forward
+from lowmem_patch.kernels.cross_entropy import scale_in_place as scale_in_place
+from lowmem_patch.kernels.dropout import drop as drop
+from lowmem_patch.kernels.dropout import pack_bool as pack_bool
+from lowmem_patch.kernels.eight_bit import from_eight_bits as from_eight_bits
+from lowmem_patch.kernels.eight_bit import to_eight_bits as to_eight_bits
+from lowmem_patch.kernels.linear import adapter_weights as adapter_weights
+from lowmem_patch.kernels.norms import norm_forward as norm_forward
+from lowmem_patch.kernels.norms import norm_forward_in_eight_bits as norm_forward_in_eight_bits
+from lowmem_patch.kernels.norms_backward import norm_backward as norm_backward
+from lowmem_patch.kernels.rotary import rotate as rotate

@@ -24,7 +24,6 @@ import triton.language as tl
 from lowmem_patch.constants import StepTable
 from lowmem_patch.kernels import _math
 
-GATHERS = tl.constexpr(hasattr(tl, "gather"))  # Triton 3.2 has none: there all is compared
 ROUNDING = tl.constexpr(1.5 * 2**23)
 
 

@@ -28,10 +28,10 @@ _SHORT_ROW = 128
 
 _INT32 = 2**31
 _dtype_of = attrgetter("dtype")
-# Since 3.6 a compiled kernel is called with all arguments, constants too; HIP specialises on more than
-# `Launch` tells apart.
+# A compiled kernel is called with all arguments, constants too; HIP specialises on more than `Launch` tells
+# apart.
+_REUSES_COMPILED = torch.version.hip is None
 _TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
-_REUSES_COMPILED = _TRITON >= (3, 6) and torch.version.hip is None
 # What a launch of a compiled kernel comes down to in these versions, where the device is known.
 _CALLS_RUN = _TRITON in ((3, 6), (3, 7))
 

@@ -38,7 +38,6 @@ from lowmem_patch.constants import (
 )
 from lowmem_patch.kernels import _math
 from lowmem_patch.kernels._bins import (
-    GATHERS,
     Bins,
     above,
     bin_of,
@@ -145,9 +144,6 @@ def _code_of(
         return tl.where(x > C1, 1.0, 0.0)
     elif BITS == 2:
         return _above(x, C1) + _above(x, C2) + _above(x, C3)
-    elif not GATHERS:
-        code = _halved(x, C1, C2, C3, C4, C5, C6, C7, C8, C9, C10, C11, C12, C13, C14, C15, BITS)
-        return code.to(tl.float32)
     else:
         # of each bin: how many thresholds lie below its lower end, and the next one
         ends = (tl.arange(0, BINS).to(tl.float32) - (0.5 + SHIFT)) * (1 / SCALE)
@@ -231,11 +227,11 @@ def _level_of(
             code = ((low | high << 16) >> 3 * place) & 7
         else:
             code = (_load_plane(codes_ptr, first, own, 4, BLOCK) >> 4 * place) & 15
-        numbers = tl.arange(0, MOST_LEVELS) if GATHERS else code
+        numbers = tl.arange(0, MOST_LEVELS)
         levels = _value_of(
             numbers, L0, L1, L2, L3, L4, L5, L6, L7, L8, L9, L10, L11, L12, L13, L14, L15
         )
-        return looked_up(levels, code) if GATHERS else levels
+        return looked_up(levels, code)
 
 
 @triton.jit(do_not_specialize=["elements", "groups"])

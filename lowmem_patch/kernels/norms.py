@@ -221,12 +221,12 @@ def norm_forward(
     bias: Tensor | None,
     settings: NormSettings,
     out_dtype: torch.dtype,
-    z_dtype: torch.dtype | None = None,
     copy_dtype: torch.dtype | None = None,
+    z_dtype: torch.dtype | None = None,
     parts: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """y ``[..., N]`` in ``out_dtype``, rstd ``[...]`` in float32, z like y in ``z_dtype`` where given, and a
-    copy of y in ``copy_dtype`` where given.
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
+    """y ``[..., N]`` in ``out_dtype``, a copy of it in ``copy_dtype`` where given, z like y in ``z_dtype``
+    where given, and rstd ``[...]`` in float32.
 
     ``parts``: memory for the integers and scales of z, else of the copy, else of y, where `_stores_parts`.
     """
@@ -236,7 +236,7 @@ def norm_forward(
     copy = None if copy_dtype is None else empty(x, copy_dtype)
     columns, rows = shape[-1], rstd.numel()
     if rows == 0 or columns == 0:
-        return y, rstd.fill_(settings.eps).rsqrt_() if columns == 0 else rstd, z, copy
+        return y, copy, z, rstd.fill_(settings.eps).rsqrt_() if columns == 0 else rstd
     x, x_stride = as_rows(x)
     weight, bias = contiguous(weight), contiguous(bias)
     vectors = weight is not None, bias is not None
@@ -256,7 +256,7 @@ def norm_forward(
     if columns <= FORWARD_COLUMNS:
         tensors += (y, y) if parts is None else parts
     launch((-(-rows // block_rows), 1, 1), tensors, (rows, float(settings.eps)), (x_stride,))
-    return y, rstd, z, copy
+    return y, copy, z, rstd
 
 
 def _stores_parts(columns: int) -> bool:
@@ -269,12 +269,12 @@ def _stores_parts(columns: int) -> bool:
 
 def norm_forward_in_eight_bits(
     x: Tensor, *rest: Any
-) -> tuple[tuple[Tensor, Tensor, Tensor | None, Tensor | None], tuple[Tensor, Tensor]]:
+) -> tuple[tuple[Tensor, Tensor | None, Tensor | None, Tensor], tuple[Tensor, Tensor]]:
     """`norm_forward`, and the integers and scales of its z, else of the copy, else of y."""
     parts = empty_parts(x) if _stores_parts(x.shape[-1]) else None
     forward: Any = partial(norm_forward, parts=parts)
-    y, rstd, z, copy = forward(x, *rest)
+    y, copy, z, rstd = forward(x, *rest)
     if parts is None:
         saved = z if z is not None else copy if copy is not None else y
         parts = to_eight_bits(saved.view(-1))
-    return (y, rstd, z, copy), parts
+    return (y, copy, z, rstd), parts

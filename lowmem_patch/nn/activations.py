@@ -56,17 +56,10 @@ class RecomputedActivation(nn.Module):
     """Its value is never saved: where a gradient is wanted, it returns a `lowmem_patch.nn.deferred.Deferred`
     tensor, which readers compute again in backward, exactly; else ``act(x)``."""
 
-    def __init__(
-        self,
-        kind: ActivationKind,
-        reads: int = 0,
-        at_once: bool = False,
-        gated: bool = False,
-        weighed: bool = False,
-    ) -> None:
+    def __init__(self, op: Activation) -> None:
         super().__init__()
-        self.kind = kind
-        self.op = Activation(kind, reads, at_once, gated, weighed)
+        self.kind: ActivationKind = op.kind
+        self.op = op
 
     def forward(self, x: Tensor) -> Tensor:
         """Elementwise, any shape; dtype of ``x``."""

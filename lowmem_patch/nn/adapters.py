@@ -17,18 +17,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowmem_patch.functional import in_compiler, is_exporting, recast_linear
+from lowmem_patch.functional import (
+    in_compiler,
+    is_exporting,
+    recast_linear,
+    without_torch_function,
+)
 from lowmem_patch.nn.context import autocast_dtype, is_foreign, is_fsdp_unit
 from lowmem_patch.nn.deferred import Deferred, value_of
 from lowmem_patch.nn.deferred_linears import project
 from lowmem_patch.nn.deferred_ops import Saved
 from lowmem_patch.nn.low_rank import Products, low_rank_products
-from lowmem_patch.nn.modes import unseen
+from lowmem_patch.nn.modes import without_function_modes
 from lowmem_patch.nn.op import Projection
 from lowmem_patch.nn.own import Own, give_forward
 from lowmem_patch.nn.parameter_adapters import adapts_parameter, is_of_peft, read_factors
 
-_WITHOUT_TORCH_FUNCTION: Any = torch._C.DisableTorchFunctionSubclass
 # what the forward of PEFT's Linear looks up: one that looks up more computes more
 _KNOWN = frozenset(
     (
@@ -114,7 +118,7 @@ def forward_as_one(
             x = value_of(x)
         deferred = isinstance(x, Deferred)
         if deferred or _is_plain(x):
-            with _WITHOUT_TORCH_FUNCTION() if in_compiler() else unseen():
+            with without_torch_function() if in_compiler() else without_function_modes():
                 products = low_rank_products(layer, x.dtype, low_precision)
                 if products is not None and not (deferred and x.is_changed()):
                     low = alone and _is_cast(x)

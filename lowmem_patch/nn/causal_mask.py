@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from lowmem_patch.functional import in_compiler, is_exporting
+from lowmem_patch.functional import compilers_output, in_compiler, is_exporting
 
 _KEY = "lowmem_patch_causal"
 _NAMES = frozenset(operator.__all__)
@@ -51,9 +51,7 @@ def _is_causal_sdpa(module: nn.Module) -> bool:
 
 def _is_causal_mask() -> bool:
     """Whether what the function that is being compiled calls ``mask`` is the causal one for any input."""
-    from torch._dynamo.symbolic_convert import InstructionTranslator  # slow, and there by now
-
-    frame = InstructionTranslator.current_tx().output.current_tx
+    frame = compilers_output().current_tx
     node: fx.Node = frame.symbolic_locals["mask"].as_proxy().node
     if _KEY not in node.meta:  # one mask serves all layers
         try:

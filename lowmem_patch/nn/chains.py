@@ -23,11 +23,12 @@ from lowmem_patch.functional import (
     is_transformed,
     recast_linear,
     recomputed_linear,
+    without_torch_function,
 )
 from lowmem_patch.nn.context import is_foreign
 from lowmem_patch.nn.deferred import Deferred, Unstored, defer, value_of
 from lowmem_patch.nn.deferred_rows import Product
-from lowmem_patch.nn.modes import ForwardMode, run_under
+from lowmem_patch.nn.modes import ForwardMode
 from lowmem_patch.nn.op import Op, Projection, strides_like, waits_for_gradient
 from lowmem_patch.tracing.call_arguments import (
     MIRRORED,
@@ -35,8 +36,6 @@ from lowmem_patch.tracing.call_arguments import (
     elementwise_call,
     largest_shape,
 )
-
-_WITHOUT_TORCH_FUNCTION: Any = torch._C.DisableTorchFunctionSubclass
 
 
 class _Leaf:
@@ -124,7 +123,7 @@ class Chain(Op):
         autocast: under which the steps run.
     """
 
-    bypassed = False
+    may_be_bypassed = False
 
     def __init__(
         self,
@@ -274,7 +273,7 @@ def _joined(
                 if leaf not in places or source.requires_grad:  # those of a mask ask for none
                     places[leaf] = _place_in(sources, source)
             items[id(tensor)] = tensor.op.last
-            tensor.op.bypassed = tensor._bypassed = True
+            tensor.op.may_be_bypassed = tensor.was_bypassed = True
         elif id(tensor) not in items:
             items[id(tensor)] = leaf = _Leaf()
             places[leaf] = _place_in(sources, value_of(tensor))
@@ -330,7 +329,9 @@ def _dtype_of(
     return made.dtype
 
 
-class _Defers(ForwardMode):
+class DeferChains(ForwardMode):
+    """Gives deferred tensors where the module's forward calls these functions."""
+
     def __init__(self, module: nn.Module, calls: frozenset[ElementwiseCall]) -> None:
         super().__init__(module)
         self.calls = calls
@@ -341,12 +342,7 @@ class _Defers(ForwardMode):
         name = getattr(func, "__name__", "")
         made = None
         if name in self.names and self.packs_alike():
-            with _WITHOUT_TORCH_FUNCTION():  # which each attribute of a deferred tensor is
+            with without_torch_function():  # which each attribute of a deferred tensor is
                 if elementwise_call(name, args, kwargs, _is_chain) in self.calls:
                     made = extended(func, args, kwargs)
         return func(*args, **kwargs) if made is None else made
-
-
-def defer_chains(module: nn.Module, calls: frozenset[ElementwiseCall]) -> None:
-    """Let the module's forward get deferred tensors of these calls, with gradients on."""
-    run_under(module, _Defers, calls)

@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from lowmem_patch.functional import (
+    backward_number,
     in_compiler,
     is_checkpoint_packing,
     is_exporting,
@@ -41,7 +42,6 @@ from lowmem_patch.nn.own import (
     Own,
     drop_forward,
     give_forward,
-    give_forward_around,
     given_forward,
     inner_forward,
 )
@@ -78,11 +78,6 @@ class Recompute(Level):
     buffers: tuple[str, ...] = ()
     host: HostMemory | None = None
     caches: ForwardCaches = dataclasses.field(default_factory=ForwardCaches)
-
-
-def checkpoint_block(block: nn.Module, how: Recompute) -> None:
-    """Set `checkpointed` as the forward of a block, around the forward that it has."""
-    give_forward_around(block, checkpointed, how)
 
 
 def is_checkpointed(block: nn.Module) -> bool:
@@ -133,9 +128,7 @@ def is_switched_on(block: nn.Module) -> bool:
 
 def _is_run_again() -> bool:
     """Whether somebody else checkpoints what is running, or runs it again in backward."""
-    if torch._C._current_graph_task_id() != -1:
-        return True
-    return is_checkpoint_packing()
+    return backward_number() != -1 or is_checkpoint_packing()
 
 
 class _Place(int):
@@ -232,7 +225,8 @@ class _Run:
         if not self.runs:
             tensors, self.tensors = self.tensors, ()
         else:
-            tensors = tuple(map(_with_gradient, tensors, self.trains))
+            pairs = zip(tensors, self.trains, strict=True)
+            tensors = tuple(tensor.detach().requires_grad_(trains) for tensor, trains in pairs)
         self.runs += 1
         # a tensor of a subclass whose backward() runs leaves torch functions off, which deferred tensors need
         with contextlib.ExitStack() as contexts, torch._C._EnableTorchFunction():
@@ -247,10 +241,6 @@ class _Run:
     def _call(self) -> Call:
         """What gives the output again."""
         return Call(self._body, self.saved, self.place, self.waits, halves=self.how.halves)
-
-
-def _with_gradient(tensor: Tensor, trains: bool) -> Tensor:
-    return tensor.detach().requires_grad_(trains)
 
 
 class _Packing(contextlib.AbstractContextManager[None]):
@@ -277,9 +267,8 @@ def _unpack(packed: Any) -> Tensor:
     if not isinstance(packed, tuple):
         waiting: Tensor = packed.value()
         return waiting
-    where = "a block that runs again was given; write into a copy of it"
     tensor, version = packed
-    return unwritten(tensor, version, where)
+    return unwritten(tensor, version, "a block that runs again was given; write into a copy of it")
 
 
 def _is_same(one: Tensor, other: Tensor | None) -> bool:
@@ -291,7 +280,7 @@ def _is_same(one: Tensor, other: Tensor | None) -> bool:
     )
 
 
-class _AroundAttention(AroundForward):
+class _AttentionOnce(AroundForward):
     """Runs fused attention under modes of selective checkpointing: it is saved in the first run of a block,
     and found in the second. Each call has modes of its own, since torch 2.15 counts the calls from the
     entry of a mode on. Under such a mode all ops would run as torch.compile's do, so nothing else does."""
@@ -329,4 +318,4 @@ def _saves_attention(context: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
 def _around_attention() -> tuple[Any, Any]:
     """Contexts of the first and the second run."""
     seconds: list[Any] = []
-    return _AroundAttention(seconds, saves=True), _AroundAttention(seconds, saves=False)
+    return _AttentionOnce(seconds, saves=True), _AttentionOnce(seconds, saves=False)

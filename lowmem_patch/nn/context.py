@@ -18,6 +18,15 @@ def autocast_dtype(device: str, dtype: torch.dtype) -> torch.dtype | None:
     return torch.get_autocast_dtype(device)
 
 
+def product_dtype(given: torch.dtype, weight: Tensor) -> torch.dtype | None:
+    """The dtype of a Linear's product of an input of dtype ``given``; None where torch refuses mixed ones."""
+    # as `autocast_dtype`, without its call: readers ask each time
+    device = weight.device.type
+    if given == torch.float64 or not torch.is_autocast_enabled(device):
+        return given if weight.dtype == given else None
+    return torch.get_autocast_dtype(device)
+
+
 def has_hooks(module: nn.Module) -> bool:
     """Whether torch looks for tensors among what enters and leaves the module, to hook on, or calls hooks for
     every module, ours and those that ours stand for."""

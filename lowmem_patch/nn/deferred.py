@@ -35,6 +35,7 @@ from lowmem_patch.functional import (
     register_known,
     register_plain,
     without_grad,
+    without_torch_function,
 )
 from lowmem_patch.nn.op import Op, refuse_bypassed, strides_like, waits_for_gradient
 from lowmem_patch.nn.shared_memory import (
@@ -48,7 +49,6 @@ from lowmem_patch.tracing.call_arguments import by_place
 
 _RUN_BACKWARD = (Tensor.backward, torch.autograd.grad)
 _wrapper: Any = Tensor._make_wrapper_subclass
-_WITHOUT_TORCH_FUNCTION: Any = torch._C.DisableTorchFunctionSubclass
 _call: Any = torch._C._disabled_torch_function_impl  # in less time than the above
 
 # By the name of a torch function: gets (func, args, kwargs), and returns NotImplemented where the function
@@ -71,7 +71,7 @@ class Deferred(Tensor):
     _origin: Tensor | None = None  # in whose place this one only passes through a forward
     _exposed = False  # somebody may write into its memory without a trace
     _adapts: bool  # an adapter reads it now, whose products stay in its dtype
-    _bypassed = False  # a reader sends its gradient to the sources
+    was_bypassed = False  # a reader sends its gradient to the sources
     _node_given = False  # somebody has its node, and may hang a hook on that
     _normed: Tensor | None = None  # of a norm that waited: what its Linears read
     _shared: SharedInput | None = None  # what several Linears read in its place
@@ -88,7 +88,7 @@ class Deferred(Tensor):
         kwargs = kwargs or {}
         # a checkpoint may run modules again in a backward, and they need torch functions
         if func in _RUN_BACKWARD:
-            with _WITHOUT_TORCH_FUNCTION():
+            with without_torch_function():
                 inputs = kwargs["inputs"] if "inputs" in kwargs else args[1:2]
                 refuse_bypassed(inputs if func is torch.autograd.grad else ())
                 args = (tree_map(value_of, args[0]), *tree_map(_origin_of, args[1:]))
@@ -97,7 +97,7 @@ class Deferred(Tensor):
         reader = READERS.get(getattr(func, "__name__", ""))
         given = (args, kwargs) if args else by_place(args, kwargs)
         if reader is not None and given[0]:
-            with _WITHOUT_TORCH_FUNCTION():
+            with without_torch_function():
                 known = reader(func, *given)
             if known is not NotImplemented:
                 return known
@@ -121,7 +121,7 @@ class Deferred(Tensor):
         if self.requires_grad and self.grad_fn is None:  # a leaf of its own, after detach()
             return True
         stale = self._versions is not None and self.is_stale()
-        if stale or (self.op.bypassed and waits_for_gradient(self)):
+        if stale or (self.op.may_be_bypassed and waits_for_gradient(self)):
             return True
         sources = self.sources
         return bool(sources) and isinstance(sources[0], Deferred) and sources[0].is_changed()
@@ -163,7 +163,7 @@ class Stored(Deferred):
 class Unstored(Deferred):
     """A tensor without storage; see `defer`."""
 
-    held = False  # the value was there before, or somebody has its storage
+    held = False  # its values stay: they were there before it, or somebody has their storage
     _value: Tensor | None = None
     _value_version = 0
     _times_read = 0
@@ -218,13 +218,13 @@ class Unstored(Deferred):
             if torch.is_inference_mode_enabled():  # its tensors could never be saved
                 with torch.inference_mode(False):
                     return self.read()
-            with without_grad(), _WITHOUT_TORCH_FUNCTION():
+            with without_grad(), without_torch_function():
                 self._value = self.op.compute(*map(detached_of, self.sources))
                 self._value_version = self._value._version
         return self._value
 
     def held_values(self) -> Tensor | None:
-        """The values, if they are there."""
+        """The values, if they are there now; unless ``held``, they may be let go."""
         return self._value
 
     def let_go(self) -> None:
@@ -250,7 +250,7 @@ class Unstored(Deferred):
         return (value is not None and value._version != self._value_version) or self._is_changed()
 
     def open(self, writes: bool) -> None:
-        if writes or self._bypassed:
+        if writes or self.was_bypassed:
             raise RuntimeError(MADE_OUTSIDE)  # the compiler leaves this to eager code
         self._exposed = True
 
@@ -263,15 +263,15 @@ register_known(Unstored)
 
 def _call_on_values(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if in_compiler():
-        with _WITHOUT_TORCH_FUNCTION():
+        with without_torch_function():
             open_written(func, args, kwargs, Deferred)
     if not _OWN.issuperset(types):
         # another subclass has an opinion, and is given ordinary tensors; or a compiler asks for values
-        with _WITHOUT_TORCH_FUNCTION():
+        with without_torch_function():
             args, kwargs = tree_map(value_of, args), tree_map(value_of, kwargs)
         return func(*args, **kwargs)
     if in_compiler():
-        with _WITHOUT_TORCH_FUNCTION():
+        with without_torch_function():
             return func(*args, **kwargs)
     output: Any = _call(func, types, tuple(map(_origin_of, args)), kwargs)
     values = isinstance(output, (Tensor, tuple, list)) and type(output) is not torch.Size
@@ -345,5 +345,5 @@ def value_of(item: Any) -> Any:
     """An ordinary tensor in the place of a deferred one."""
     if not isinstance(item, Deferred):
         return item
-    with _WITHOUT_TORCH_FUNCTION():
+    with without_torch_function():
         return item.plain()

@@ -78,7 +78,7 @@ class Cast(_WaitingCast):
         low = source.dtype
         if dtype != self.to and torch.promote_types(low, self.to) != self.to:
             return super().linear(h, to, dtype)  # the product reads what this cast has rounded
-        h._bypassed = True
+        h.was_bypassed = True
         if self.low_precision and dtype == self.to and low.itemsize < dtype.itemsize:
             return in_low_precision(value_of(source.op.linear(source, to, low)), dtype)
         return source.op.linear(source, to, dtype)
@@ -92,11 +92,11 @@ class LowPrecision(_WaitingCast):
     """
 
     def moved(self, h: Deferred, move: Callable[[Tensor], Tensor]) -> Any:
-        h._bypassed = True
+        h.was_bypassed = True
         return in_low_precision(move(h.sources[0]), self.to)
 
     def linear(self, h: Deferred, to: Projection, dtype: torch.dtype) -> Any:
-        h._bypassed = True
+        h.was_bypassed = True
         tensor = h.sources[0]
         low = tensor.dtype if dtype == self.to else dtype
         y = recast_linear(tensor, to.weight, to.bias, low, to.adapter)
@@ -105,13 +105,13 @@ class LowPrecision(_WaitingCast):
     def times(self, h: Deferred, other: Any) -> Any:
         if not isinstance(other, (int, float)):
             return NotImplemented
-        h._bypassed = True
+        h.was_bypassed = True
         return in_low_precision(h.sources[0] * other, self.to)
 
     def plus(self, h: Deferred, other: Any) -> Any:
         if not isinstance(other, Tensor) or other.dtype != h.sources[0].dtype:
             return NotImplemented
-        h._bypassed = True
+        h.was_bypassed = True
         return value_of(other) + h.sources[0]
 
 

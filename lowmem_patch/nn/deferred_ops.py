@@ -29,7 +29,6 @@ from lowmem_patch.functional import (
     is_eager,
     matrix_product,
     packed_dropout,
-    packer,
     packs_saved_tensors,
     recast_linear,
     recast_matmul,
@@ -49,7 +48,7 @@ from lowmem_patch.nn.deferred_linears import (
 )
 from lowmem_patch.nn.deferred_rows import GatheredRows, Product
 from lowmem_patch.nn.op import Op, Projection
-from lowmem_patch.nn.stored import keep
+from lowmem_patch.nn.stored import attach, keep
 
 
 class Activation(Op):
@@ -91,9 +90,11 @@ class Activation(Op):
         if len(sources) != self.at_once or not is_eager(*sources):
             return defer(self, sources)
         if len(sources) == 1:  # unseen by the mode that calls us in the place of such a function
-            return _attach(below_modes(FORWARD[self.kind], sources[0]), self, sources)
+            value = below_modes(FORWARD[self.kind], sources[0])
+            return attach(value, self, sources, watched=True)
         gate, up = sources
-        return _attach(differentiable_activation(gate, self.kind, up), self, sources)
+        value = differentiable_activation(gate, self.kind, up)
+        return attach(value, self, sources, watched=True)
 
     def dtype(self, sources: tuple[Tensor, ...]) -> torch.dtype:
         dtype = sources[0].dtype
@@ -118,7 +119,7 @@ class Activation(Op):
         return op
 
     def moved(self, h: Deferred, move: Callable[[Tensor], Tensor]) -> Any:
-        h._bypassed = True
+        h.was_bypassed = True
         sources = tuple(move(source) for source in h.sources)
         if type(h) is Stored and not in_compiler():
             return keep(move(h), self, sources)  # who writes into a view writes into the whole
@@ -128,13 +129,13 @@ class Activation(Op):
         gates = len(h.sources) == 1 and isinstance(other, Tensor) and other.shape == h.shape
         if not gates or not other.is_floating_point():
             return NotImplemented
-        h._bypassed = True
+        h.was_bypassed = True
         return self.of((h.sources[0], value_of(other)))
 
     def squared(self, h: Deferred) -> Any:
         if self.kind != "relu" or len(h.sources) != 1:
             return NotImplemented
-        h._bypassed = True
+        h.was_bypassed = True
         return Activation("relu_squared").of(h.sources)
 
     def linear(self, h: Deferred, to: Projection, dtype: torch.dtype) -> Tensor:
@@ -149,7 +150,7 @@ class Activation(Op):
             if not to.weight.requires_grad:
                 # the tensor's own node saves the sources; who else reads it shares its gradient
                 return saved_linear(h.plain(), to, dtype)
-        h._bypassed = True
+        h.was_bypassed = True
         weight, bias, adapter = to[:3]
         return activation_linear(
             h.detached(), h.sources, weight, bias, self.kind, dtype, adapter,
@@ -171,18 +172,10 @@ class Activation(Op):
         return Product.of(RecomputedMatmul(func, again, h.plain(), weight, offsets, h.sources))
 
 
-def _attach(value: Tensor, op: Op, sources: tuple[Tensor, ...]) -> Stored:
-    """``value``, an ordinary tensor that was just computed from ``sources`` and that nobody else has."""
-    h: Any = value
-    h.__class__, h.op, h.sources, h._adapts, h._packer = Stored, op, sources, False, packer()
-    h._versions = [source._version for source in sources]
-    return h  # type: ignore[no-any-return]  # its class was assigned, which no type checker sees
-
-
 class Saved(Op):
     """A stored tensor that autograd saves anyway, so that casts of it need not be saved as well."""
 
-    bypassed = False  # all gradients pass through the tensor
+    may_be_bypassed = False  # all gradients pass through the tensor
 
     def of(self, tensor: Tensor, *, passing: bool = False) -> Deferred:
         """``tensor``, read so; ``passing`` as of `keep`."""
@@ -233,11 +226,11 @@ class Normed(Saved):
         self.copy = copy
         self.affine = affine
         self.recomputed: Recomputed | None = None
-        self.bypassed = copy  # the gradient of Linears goes to the copy
+        self.may_be_bypassed = copy  # the gradient of Linears goes to the copy
 
     def moved(self, h: Deferred, move: Callable[[Tensor], Tensor]) -> Any:
         if self.copy:
-            h._bypassed = True
+            h.was_bypassed = True
         op = Normed(self.copy, self.affine)  # z lies in another order there
         return keep(move(h), op, tuple(move(source) for source in h.sources))
 
@@ -251,7 +244,7 @@ class Normed(Saved):
 
     def _read(self, h: Deferred, dtype: torch.dtype) -> Tensor:
         if self.copy and h.sources[0].dtype == dtype:
-            h._bypassed = True
+            h.was_bypassed = True
             return h.sources[0]
         if type(h) is Stored and h._origin is None and not in_compiler():
             return h  # no view of it, which would cost a node of autograd
@@ -286,7 +279,7 @@ class Dropped(Op):
         p: the probability, above 0 and below 1.
     """
 
-    bypassed = False
+    may_be_bypassed = False
 
     def __init__(self, kind: ActivationKind | None, p: float) -> None:
         self.kind = kind
@@ -359,12 +352,12 @@ class Norm(Op):
         return (next(found), *(next(found) if p.requires_grad else None for p in parameters))
 
     def moved(self, h: Deferred, move: Callable[[Tensor], Tensor]) -> Any:
-        h._bypassed = True
+        h.was_bypassed = True
         x, *parameters = h.sources
         return self.of(move(x), *parameters)
 
     def linear(self, h: Deferred, to: Projection, dtype: torch.dtype) -> Any:
-        h._bypassed = True
+        h.was_bypassed = True
         if in_compiler():
             return project(self.norm(h.sources[0]), to, dtype)
         if h._normed is None:

@@ -8,10 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowmem_patch.functional import ExpertWeight, RecomputedMatmul, RowBias, recomputed_linear
+from lowmem_patch.functional import (
+    ExpertWeight,
+    RecomputedMatmul,
+    RowBias,
+    in_compiler,
+    recomputed_linear,
+)
 from lowmem_patch.nn.deferred import Deferred, Unstored, value_of
 from lowmem_patch.nn.op import Op, Projection
-from lowmem_patch.nn.stored import keep
+from lowmem_patch.nn.stored import attach, keep
 
 
 def _gathered(tensor: Tensor, index: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -24,7 +30,7 @@ class GatheredRows(Op):
     The sources are both. A product to which it is added does so as well. All gradients pass through it.
     """
 
-    bypassed = False
+    may_be_bypassed = False
 
     @classmethod
     def of(cls, tensor: Tensor, index: Tensor) -> Deferred:
@@ -63,9 +69,9 @@ class Product(Op):
     def of(cls, matmul: RecomputedMatmul) -> Deferred:
         weights = [tensor for tensor in matmul.weight[:3] if tensor is not None]
         sources = (matmul.x, *weights, *matmul.sources)
-        h = keep(matmul.product(), cls(matmul), sources, owned=True)
-        h._versions = [source._version for source in sources]  # others have them, and may write
-        return h
+        if in_compiler():
+            return keep(matmul.product(), cls(matmul), sources)
+        return attach(matmul.product(), cls(matmul), sources, watched=True)
 
     def was_used(self, h: Any) -> None:
         # not by a routing weight: whoever saves the product, or a part of it, need not hold x as well
@@ -96,7 +102,7 @@ class Product(Op):
             *rest, rows, table, numbers = rest
             bias = RowBias(rows, table, numbers)
         self.was_used(h)  # the caller may hold the product for longer
-        h._bypassed = True
+        h.was_bypassed = True
         whole = ExpertWeight(weight, left, right, self.scale)
         matmul = RecomputedMatmul(self.multiply, self.again, x, whole, self.offsets, tuple(rest))
         return matmul.weighted(h.detached(), value_of(other), bias)

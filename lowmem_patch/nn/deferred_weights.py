@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lowmem_patch.functional import ExpertWeight, LowRank, RecomputedMatmul
-from lowmem_patch.nn.context import autocast_dtype, is_foreign
+from lowmem_patch.nn.context import is_foreign, product_dtype
 from lowmem_patch.nn.deferred import Deferred, defer, value_of
 from lowmem_patch.nn.deferred_casts import Cast
 from lowmem_patch.nn.deferred_linears import project
@@ -91,9 +91,9 @@ def adapted_linear(x: Any, weight: Deferred, bias: Any, *, transposed: bool = Fa
     if adapted is None or weight.dim() != 2 or not torch.is_grad_enabled():
         return NotImplemented
     x = value_of(x) if isinstance(x, Deferred) and x.is_changed() else x
-    dtype = autocast_dtype(weight.device.type, x.dtype)
+    dtype = product_dtype(x.dtype, weight)
     foreign = is_foreign(x) and not isinstance(x, Deferred)
-    if foreign or (dtype is None and weight.dtype != x.dtype):
+    if foreign or dtype is None:
         return NotImplemented
     own, left, right, scale = adapted
     if left is None or right is None:
@@ -101,7 +101,7 @@ def adapted_linear(x: Any, weight: Deferred, bias: Any, *, transposed: bool = Fa
     if transposed:
         own, left, right = own.mT, right.mT, left.mT
     adapter = LowRank(right, left, scale)
-    return project(x, Projection(own, bias, adapter), x.dtype if dtype is None else dtype)
+    return project(x, Projection(own, bias, adapter), dtype)
 
 
 def _adapted(weight: Any) -> ExpertWeight | None:
@@ -111,6 +111,6 @@ def _adapted(weight: Any) -> ExpertWeight | None:
         h = h.sources[0]
     if not isinstance(h, Deferred) or not isinstance(h.op, AdaptedWeight) or h.is_changed():
         return None
-    weight._bypassed = h._bypassed = True
+    weight.was_bypassed = h.was_bypassed = True
     own, left, right = h.sources
     return ExpertWeight(own, left, right, h.op.scale)

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from lowmem_patch.functional import (
     EIGHT_BIT_DTYPES,
     Memory,
+    as_it_is,
     below_modes,
     in_compiler,
     is_eager,
@@ -41,10 +42,11 @@ from lowmem_patch.functional import (
     stores_directly,
     unwritten,
     without_grad,
+    without_torch_function,
 )
 from lowmem_patch.nn.adapters import forward_as_one
 from lowmem_patch.nn.attention_in_graph import AttentionInGraph
-from lowmem_patch.nn.context import autocast_dtype, is_foreign
+from lowmem_patch.nn.context import autocast_dtype, is_foreign, product_dtype
 from lowmem_patch.nn.deferred import Deferred, Unstored, value_of
 from lowmem_patch.nn.deferred_linears import project
 from lowmem_patch.nn.gammas import look_at_gammas
@@ -60,7 +62,6 @@ _SMALLEST_RATIO, _LARGEST_SHIFT = 1 / 16, 1.0
 
 _FUSED = names_with(Role.FUSED_ATTENTION)
 _ORDINARY = (Tensor, nn.Parameter, Watched)  # without torch functions of their own
-_WITHOUT_TORCH_FUNCTION: Any = torch._C.DisableTorchFunctionSubclass
 
 
 def store_input(module: nn.Module, *, once: bool = False) -> None:
@@ -85,7 +86,7 @@ def store_attention(module: nn.Module) -> None:
 
 def _stores_attention(module: nn.Module, given: Own | None, /, *args: Any, **kwargs: Any) -> Any:
     if not in_compiler():
-        return under_mode(module, _AroundAttention, (), given, *args, **kwargs)
+        return under_mode(module, _AttentionInEightBits, (), given, *args, **kwargs)
     forward = inner_forward(module, given)
     if not torch.is_grad_enabled() or is_exporting():
         return forward(*args, **kwargs)
@@ -119,7 +120,7 @@ def _stores_by_hooks(module: nn.Module, given: Own | None, /, *args: Any, **kwar
     if not isinstance(x, Deferred):
         found = below_modes(_read_input, x)
         return _under_hooks(module, found, forward, *args, **kwargs)
-    with _WITHOUT_TORCH_FUNCTION():
+    with without_torch_function():
         found, op = _read_input(x), x.op
         if found is not None and not found[2] and _are_storable(x.sources):
             x.op = op.in_eight_bits()
@@ -166,11 +167,9 @@ def _in_graph(module: nn.Module, given: Own | None, x: Tensor) -> Tensor | None:
     # pruned, a bias is an attribute
     if type(module) is not nn.Linear or given is not None or weight is None or "bias" not in own:
         return None
-    autocast = autocast_dtype(x.device.type, x.dtype)
-    known = not is_foreign(weight) and (autocast is not None or weight.dtype == x.dtype)
-    if not known or not weight.requires_grad:
+    dtype = None if is_foreign(weight) else product_dtype(x.dtype, weight)
+    if dtype is None or not weight.requires_grad:
         return None
-    dtype = x.dtype if autocast is None else autocast
     stored: Tensor = value_of(project(x, Projection(weight, bias, stored=True), dtype))
     return stored
 
@@ -231,11 +230,11 @@ def _storage_key(tensor: Tensor) -> int | None:
         return int(tensor.untyped_storage()._cdata)
     if isinstance(tensor, Unstored):
         return None
-    with _WITHOUT_TORCH_FUNCTION():
+    with without_torch_function():
         return int(tensor.untyped_storage()._cdata)
 
 
-class _AroundAttention(ForwardMode):
+class _AttentionInEightBits(ForwardMode):
     """Runs fused attention with hooks."""
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -312,12 +311,14 @@ class _Stored(NamedTuple):
     offset: int
 
 
-class _Plain(NamedTuple):
-    """A tensor that is saved as it is, by us or by who packs what we save."""
+class _Packed(NamedTuple):
+    """What somebody else who packs gave in the place of a tensor."""
 
-    tensor: Any
-    version: int
+    packed: Any
     unpack: Any
+
+
+_Saved = _Stored | _Packed | tuple[Tensor, int]
 
 
 class _Storing(torch.autograd.graph.saved_tensors_hooks):
@@ -337,22 +338,20 @@ class _Storing(torch.autograd.graph.saved_tensors_hooks):
     ) -> None:
         outer = packer()
 
-        def pack(tensor: Tensor) -> _Stored | _Plain:
+        def pack(tensor: Tensor) -> _Saved:
             if type(tensor) is nn.Parameter and outer is None:
-                return _Plain(tensor, tensor._version, None)  # it is there anyway
+                return tensor, tensor._version  # it is there anyway
             if type(tensor) in _ORDINARY:
                 return pack_values(tensor)
-            with _WITHOUT_TORCH_FUNCTION():
+            with without_torch_function():
                 return pack_values(tensor.detached() if isinstance(tensor, Deferred) else tensor)
 
-        def pack_values(tensor: Tensor) -> _Stored | _Plain:
+        def pack_values(tensor: Tensor) -> _Saved:
             if is_stored(tensor) and _is_storable(tensor):
                 return _store(tensor, outer, packed, shared=shared)
             if outer is not None:
-                return _Plain(outer[0](tensor), 0, outer[1])
-            # not an output itself: it holds the node that would hold it
-            kept = tensor if tensor.is_leaf else tensor.detach()
-            return _Plain(kept, tensor._version, None)
+                return _Packed(outer[0](tensor), outer[1])
+            return as_it_is(tensor)
 
         pack.__dict__["outer"] = outer  # for `checkpointed_block`
         super().__init__(pack, _read)
@@ -380,13 +379,12 @@ def _store(tensor: Tensor, outer: Any, packed: frozenset[int], *, shared: bool) 
     return _Stored(memory, parts, unpack, size, strides, offset)
 
 
-def _read(saved: _Stored | _Plain) -> Tensor:
+def _read(saved: _Saved) -> Tensor:
     refuse_second_order("eight_bit_storage")
     if isinstance(saved, _Stored):
         values = saved.memory.read(*saved.parts, saved.unpack)
         return values.as_strided(saved.size, saved.strides, saved.offset)
-    if saved.unpack is not None:
-        tensor: Tensor = saved.unpack(saved.tensor)
+    if isinstance(saved, _Packed):
+        tensor: Tensor = saved.unpack(saved.packed)
         return tensor
-    where = "a module with 8-bit storage saved as it is"
-    return unwritten(saved.tensor, saved.version, where)
+    return unwritten(*saved, "a module with 8-bit storage saved as it is")

@@ -28,8 +28,8 @@ from lowmem_patch.functional import (
     in_compiler,
     is_exporting,
     is_transformed,
-    unseen,
     without_autocast,
+    without_dispatch_modes,
 )
 from lowmem_patch.nn.context import is_freed
 from lowmem_patch.nn.looks import Extremes, Look, Reading
@@ -92,7 +92,7 @@ def _start_looks(norms: Iterable[MSNorm]) -> list[MSNorm]:
     if is_transformed() or detect_fake_mode(()) is not None:
         return []
     looked_at = []
-    with torch.no_grad(), unseen():
+    with torch.no_grad(), without_dispatch_modes():
         for device, groups in _alike(norms).items():
             with without_autocast(device.type):  # to float16, which stacks no bfloat16
                 parts = [_extremes([(w, b) for _, w, b in g], g[0][0].settings) for g in groups]

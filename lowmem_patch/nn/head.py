@@ -13,12 +13,13 @@ from lowmem_patch.functional import (
     is_exporting,
     is_transformed,
     recast_linear,
+    without_torch_function,
 )
 from lowmem_patch.nn import (
     logits_readers as logits_readers,  # fills the table of those who read what is made here
 )
 from lowmem_patch.nn.adapters import forward_as_one
-from lowmem_patch.nn.context import autocast_dtype, has_hooks, is_foreign, is_fsdp_unit
+from lowmem_patch.nn.context import has_hooks, is_foreign, is_fsdp_unit, product_dtype
 from lowmem_patch.nn.deferred import Deferred, value_of
 from lowmem_patch.nn.deferred_ops import Saved
 from lowmem_patch.nn.logits import HeadReads, Logits, Settings
@@ -27,7 +28,6 @@ from lowmem_patch.nn.op import Projection
 from lowmem_patch.nn.own import aligns_devices_alone, give_forward, given_forward, is_own
 from lowmem_patch.nn.trained_weights import TrainedWeights
 
-_WITHOUT_TORCH_FUNCTION: Any = torch._C.DisableTorchFunctionSubclass
 FREED = "its weight is freed after its own forward"
 
 
@@ -46,7 +46,7 @@ def forward_head(
 ) -> Any:
     """Deferred logits where gradients are recorded, and the class's forward where not."""
     if len(args) == 1 and not kwargs and _waits(module, reads, args[0]):
-        with _WITHOUT_TORCH_FUNCTION():
+        with without_torch_function():
             found = _deferred(module, reads, low_precision, args[0])
         if found is not None:
             return found
@@ -121,11 +121,8 @@ def _product(
             return None
         return products.to, products.dtype
     weight = module.weight  # which a replica of nn.DataParallel has as an attribute
-    dtype = autocast_dtype(weight.device.type, given)
-    if dtype is None and weight.dtype != given:
-        return None
-    to = Projection(weight, module.bias)
-    return to, given if dtype is None else dtype
+    dtype = product_dtype(given, weight)
+    return None if dtype is None else (Projection(weight, module.bias), dtype)
 
 
 def _saved(x: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from lowmem_patch.functional import Head, flat, in_compiler, wide, without_autocast
+from lowmem_patch.nn.context import is_freed
 from lowmem_patch.nn.deferred import Deferred, defer, value_of
 from lowmem_patch.nn.op import Op
 from lowmem_patch.nn.shared_memory import SharedMemory
@@ -155,7 +156,7 @@ class Logits(Op):
         rest = list(sources[2:])
         bias = rest.pop(0) if self.bias else None
         low, lora_B = rest if self.adapter else (None, None)
-        if not in_compiler() and (_is_freed(weight) or weight.dim() != 2):
+        if not in_compiler() and ((weight.numel() and is_freed(weight)) or weight.dim() != 2):
             raise RuntimeError(_FREED)
         dtypes = (self.compute_dtype, self.sum_dtype)
         return Head(x, weight, bias, low, lora_B, self.scale, self.cap, *dtypes)
@@ -243,7 +244,7 @@ class Logits(Op):
         self, h: Deferred, move: Callable[[Tensor], Any], **settings: Any
     ) -> Deferred | tuple[Deferred, ...]:
         """The logits of moved rows, or of each part of rows that ``move`` takes apart."""
-        h._bypassed = True
+        h.was_bypassed = True
         x, *rest = h.sources
         if self.lead is not None:
             lead, given = self.lead, move
@@ -292,7 +293,7 @@ class Logits(Op):
                 tuple(range(2, 2 + h.dim())), device="meta"
             )  # dimensions that differ
             if func(like, *rest, **kwargs).stride() == like.movedim(-1, 1).stride():
-                h._bypassed = True
+                h.was_bypassed = True
                 return self.changed(second=True).of(h.sources)
         return NotImplemented
 
@@ -308,7 +309,7 @@ class Logits(Op):
         shape = func(like, *rest, **kwargs).shape
         if not shape or shape[-1] != h.shape[-1]:
             return NotImplemented
-        h._bypassed = True
+        h.was_bypassed = True
         return self.changed(lead=tuple(shape[:-1])).of(h.sources)
 
     def _of_classes(
@@ -326,11 +327,11 @@ class Logits(Op):
         places = [0] * self.bias + [len(rest) - 1] * self.adapter  # of b and B
         for place in places:
             rest[place] = rest[place][classes]
-        moved._bypassed = True
+        moved.was_bypassed = True
         return op.of((x, weight[classes], *rest))
 
     def cast(self, h: Deferred, dtype: torch.dtype) -> Any:
-        h._bypassed = True
+        h.was_bypassed = True
         return self.changed(to=dtype).of(h.sources)
 
     def times(self, h: Deferred, other: Any) -> Any:
@@ -340,7 +341,7 @@ class Logits(Op):
         factor = getattr(self, name) * other
         if factor == 0:  # too small for a float; a cap of 0 would be none
             return NotImplemented
-        h._bypassed = True
+        h.was_bypassed = True
         return self.changed(**{name: factor}).of(h.sources)
 
     def plus(self, h: Deferred, other: Any) -> Any:
@@ -355,7 +356,7 @@ class Logits(Op):
         to = torch.promote_types(self.to, other.dtype) if other.dim() else self.to
         if torch.promote_types(self.to, self.compute_dtype) != self.to:
             return NotImplemented  # the product was rounded
-        h._bypassed = True
+        h.was_bypassed = True
         sum_dtype = None if to == self.compute_dtype else to
         op = self.changed(bias=True, to=to, sum_dtype=sum_dtype)
         x, weight, *adapter = h.sources
@@ -371,7 +372,3 @@ def _class_slice(item: Any, dim: int) -> tuple[tuple[Any, ...], slice] | None:
     if not whole or last == slice(None) or last.step not in (None, 1):
         return None
     return (*item[:-1], slice(None)), last
-
-
-def _is_freed(weight: Tensor) -> bool:
-    return bool(weight.numel()) and not weight.untyped_storage().nbytes()

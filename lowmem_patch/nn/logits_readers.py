@@ -102,7 +102,7 @@ def _loss(op: Logits, h: Deferred, given: dict[str, Any]) -> Any:
     legacy = given["size_average"] is not None or given["reduce"] is not None
     if labels is None or legacy or reduction not in ("mean", "sum", "none"):
         return NotImplemented
-    h._bypassed = True
+    h.was_bypassed = True
     head, target = op.head(h.sources), labels.target
     assert target is not None
     waits = reduction != "none" and not in_compiler()
@@ -150,7 +150,7 @@ def _read_log_softmax(op: Logits, h: Deferred, given: dict[str, Any]) -> Any:
     at_classes = dim in (1, 1 - h.dim()) if op.second else _is_last(h, dim)
     if op.normalised or not at_classes:
         return NotImplemented
-    h._bypassed = True
+    h.was_bypassed = True
     to = _result_dtype(F.log_softmax, h, -1) if given["dtype"] is None else given["dtype"]
     return op.changed(normalised=True, to=to).of(h.sources)
 
@@ -158,7 +158,7 @@ def _read_log_softmax(op: Logits, h: Deferred, given: dict[str, Any]) -> Any:
 def _read_logsumexp(op: Logits, h: Deferred, given: dict[str, Any]) -> Any:
     if op.normalised or op.second or not _is_last(h, _single(given["dim"])):
         return NotImplemented
-    h._bypassed = True
+    h.was_bypassed = True
     found = linear_losses(op.head(h.sources), Labels(None)).view(h.shape[:-1])
     found = found.to(_result_dtype(torch.logsumexp, h, -1))
     return found.unsqueeze(-1) if given["keepdim"] else found
@@ -170,7 +170,7 @@ def _read_gather(op: Logits, h: Deferred, given: dict[str, Any]) -> Any:
     fits = index.dim() == h.dim() and index.shape == (*h.shape[:-1], 1)
     if op.second or not _is_last(h, given["dim"]) or not fits or given["sparse_grad"]:
         return NotImplemented
-    h._bypassed = True
+    h.was_bypassed = True
     classes = index.reshape(-1)
     if op.normalised:
         labels = Labels(classes, None, _NO_CLASS)
@@ -202,7 +202,7 @@ def _read_sum(op: Logits, h: Deferred, given: dict[str, Any]) -> Any:
     """The sum of all log-probabilities of a row, as label smoothing asks for it."""
     if not op.normalised or op.second or not _is_last(h, _single(given["dim"])):
         return NotImplemented
-    h._bypassed = True
+    h.was_bypassed = True
     head = op.head(h.sources)
     labels = Labels(
         torch.zeros(flat(head.x).shape[0], dtype=torch.int64, device=h.device), None, _NO_CLASS, 1.0
@@ -239,7 +239,7 @@ def _read_division(op: Logits, h: Deferred, given: dict[str, Any]) -> Any:
 def _read_tanh(op: Logits, h: Deferred, given: dict[str, Any]) -> Any:
     if op.cap or op.normalised or op.to == torch.float64:
         return NotImplemented
-    h._bypassed = True
+    h.was_bypassed = True
     return op.changed(cap=1.0).of(h.sources)
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lowmem_patch.functional import LEAST_RATIO, CheckpointedBlock
+from lowmem_patch.functional import LEAST_RATIO, TorchCheckpointFrame
 
 # y's rounding error grows by 1 + |beta/gamma| / |z| on the way to z
 _LARGEST_SHIFT = 8.0
@@ -246,7 +246,7 @@ class Looks:
         return far and now.shift + _STEPS * shifted < self.largest_shift / 2
 
     def decided(
-        self, block: CheckpointedBlock, decide: Callable[[], bool], *vectors: Tensor | None
+        self, block: TorchCheckpointFrame, decide: Callable[[], bool], *vectors: Tensor | None
     ) -> bool:
         """Whether a norm in a block that runs again saves z: as in the block's first run, whatever is known
         of gamma by then."""

@@ -28,7 +28,7 @@ class AroundForward(FunctionObserver):
         eagerly.__exit__(*error)
 
 
-def unseen() -> Any:
+def without_function_modes() -> Any:
     """A context in which tensors run torch functions as if they were ordinary, and no mode of this file sees
     that: each call that a mode sees takes longer than many kernels."""
     if torch._C._len_torch_function_stack() and not has_foreign_mode():

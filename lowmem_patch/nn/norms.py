@@ -6,6 +6,7 @@ z = (y - beta) / gamma; where gamma is near 0, the norm and its Linears save z. 
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from functools import partial
 from typing import Any
@@ -39,17 +40,15 @@ from lowmem_patch.nn.deferred import value_of
 from lowmem_patch.nn.deferred_ops import Norm, Normed, Saved, Shared
 from lowmem_patch.nn.gammas import can_be_looked_at, is_capturing, look_at_gammas
 from lowmem_patch.nn.looks import Look, Looks
-from lowmem_patch.nn.stored import keep
+from lowmem_patch.nn.stored import attach, keep
 from lowmem_patch.nn.watched import watch
 
 
-class MSNorm(nn.Module):
-    """LayerNorm or RMSNorm in the place of an existing norm, whose parameters it shares.
+@dataclasses.dataclass(frozen=True)
+class OutputUse:
+    """What becomes of a norm's output.
 
     Attributes:
-        settings: what it computes.
-        folded: the affine lives in the next Linears; weight and bias stay behind as identities, so
-            that the state dict is the original's.
         feeds_autocast: all readers are ops that autocast casts: the output takes autocast's dtype.
         full_precision_autocast: under a GPU's autocast the original computes and returns float32.
         output: the dtype follows the ``input`` (Gemma), the ``weight`` (T5) or ``both``, promoted (LLaMA).
@@ -61,6 +60,27 @@ class MSNorm(nn.Module):
             output, and saves none of z.
         lies_as_input: no Linear reads the output: it lies in memory as the input does, as that of elementwise
             operators would. Attention's output then does, too, of which a Linear need not save a copy.
+    """
+
+    feeds_autocast: bool = False
+    full_precision_autocast: bool = False
+    output: str = "input"
+    behind_row_moves: bool = False
+    one_copy: str | None = None
+    shares_copy: bool = False
+    output_saved: bool = False
+    output_moved: bool = False
+    lies_as_input: bool = False
+
+
+class MSNorm(nn.Module):
+    """LayerNorm or RMSNorm in the place of an existing norm, whose parameters it shares.
+
+    Attributes:
+        settings: what it computes.
+        folded: the affine lives in the next Linears; weight and bias stay behind as identities, so
+            that the state dict is the original's.
+        use: of its output.
         eps_name: the attribute that holds eps, as it did in the original: users set it. None in it leaves
             eps to torch, which takes that of the input's dtype in float64. Empty: that of ``settings`` stays.
         names: of gamma and beta in the state dict; empty: there is none. `NamedMSNorm` has others than these.
@@ -77,15 +97,7 @@ class MSNorm(nn.Module):
         settings: NormSettings,
         *,
         folded: bool = False,
-        feeds_autocast: bool = False,
-        full_precision_autocast: bool = False,
-        output: str = "input",
-        behind_row_moves: bool = False,
-        one_copy: str | None = None,
-        shares_copy: bool = False,
-        output_saved: bool = False,
-        output_moved: bool = False,
-        lies_as_input: bool = False,
+        use: OutputUse = OutputUse(),
         eps_name: str = "",
         names: tuple[str, str] = STOCK_NAMES,
     ) -> None:
@@ -96,15 +108,7 @@ class MSNorm(nn.Module):
         self.names = names
         self.settings = settings
         self.folded = folded
-        self.feeds_autocast = feeds_autocast
-        self.full_precision_autocast = full_precision_autocast
-        self.output = output
-        self.behind_row_moves = behind_row_moves
-        self.one_copy = one_copy
-        self.shares_copy = shares_copy
-        self.output_saved = output_saved
-        self.output_moved = output_moved
-        self.lies_as_input = lies_as_input
+        self.use = use
         self.eps_name = eps_name
         self.looks = Looks()
         self.in_eight_bits = False
@@ -120,7 +124,7 @@ class MSNorm(nn.Module):
     def _in_graph(self, x: Tensor, dtype: torch.dtype) -> tuple[Any, ...]:
         """The arguments of `compiled.norm`."""
         weight, bias = self.own_affine()
-        low = self._low_dtype(x) if self.shares_copy and self.looks.recovers_z else None
+        low = self._low_dtype(x) if self.use.shares_copy and self.looks.recovers_z else None
         # a high-precision output must not be computed from a low-precision z
         saved, saves_z = low or dtype, low is None and self._compiled_saves_z(weight, bias)
         limits = None if saves_z else self.looks.limits(saved)
@@ -149,29 +153,30 @@ class MSNorm(nn.Module):
 
     def _output_dtype(self, x: Tensor, low: torch.dtype | None) -> torch.dtype:
         """As `output_dtype`, under an autocast to ``low``."""
+        use = self.use
         if low is not None:
-            if self.feeds_autocast:
+            if use.feeds_autocast:
                 return low
-            if self.full_precision_autocast and x.device.type != "cpu":  # whose autocast leaves it
+            if use.full_precision_autocast and x.device.type != "cpu":  # whose autocast leaves it
                 return torch.float32
-        weight = None if self.output == "input" else self.weight
+        weight = None if use.output == "input" else self.weight
         if weight is None or weight.dtype == x.dtype:
             return x.dtype
         own = weight.dtype
-        return own if self.output == "weight" else torch.promote_types(x.dtype, own)
+        return own if use.output == "weight" else torch.promote_types(x.dtype, own)
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., N] -> [..., N]``; a deferred tensor where a Linear shall save something else."""
         if self.folded:
             self._refuse_changes()
         x = value_of(x)  # of an activation or a gated product that waits
-        if self.lies_as_input and not x.is_contiguous():
+        if self.use.lies_as_input and not x.is_contiguous():
             order = sorted(range(x.dim()), key=x.stride, reverse=True)
             if order[-1] == x.dim() - 1:
                 back = sorted(order, key=order.__getitem__)
                 return self.normed(x.permute(order)).permute(back)
         if (
-            self.behind_row_moves
+            self.use.behind_row_moves
             and needs_gradient(x)
             and not is_foreign(x)
             and not is_fsdp_unit(self)
@@ -198,7 +203,7 @@ class MSNorm(nn.Module):
         own_trains = train(weight, bias)
         trains = own_trains or x.requires_grad
         saves_z = trains and self._saves_z(weight, bias, own_trains)
-        copy = self._low_dtype(x) if self.shares_copy else None
+        copy = self._low_dtype(x) if self.use.shares_copy else None
         # what Linears save in the place of the output: a copy of it, z, or both
         saved = dtype if copy is None else copy
         dtypes = (dtype, copy, saved if saves_z else None)
@@ -211,7 +216,7 @@ class MSNorm(nn.Module):
         if affine is None:
             self._confirm_in_backward(y, saved)
         sources = tuple(source for source in more if source is not None)
-        return keep(y, Normed(copy is not None, affine), sources, owned=True)
+        return attach(y, Normed(copy is not None, affine), sources)
 
     def _confirm_in_backward(self, y: Tensor, saved: torch.dtype) -> None:
         """Let backward ask, where the norm saved its output (in ``saved``) without a wait for gamma."""
@@ -223,7 +228,7 @@ class MSNorm(nn.Module):
         """The output, which the norm itself saves."""
         self._confirm_in_backward(y, y.dtype)
         if self._is_one_copy(y):
-            return keep(y, Shared(y.grad_fn), owned=True)
+            return attach(y, Shared(y.grad_fn))
         return watch(y)
 
     def _compiled(self, x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -238,8 +243,9 @@ class MSNorm(nn.Module):
 
     def _is_one_copy(self, y: Tensor) -> bool:
         """Whether readers that cast the output shall keep no copy of their own."""
-        if self.one_copy is None or self.one_copy == "always":
-            return self.one_copy is not None
+        one_copy = self.use.one_copy
+        if one_copy is None or one_copy == "always":
+            return one_copy is not None
         return torch.is_autocast_enabled(y.device.type)
 
     def trains(self) -> bool:
@@ -251,8 +257,8 @@ class MSNorm(nn.Module):
         if weight is None and bias is None:
             return False
         looks = self.looks
-        by_itself = trains and not self.output_saved
-        if by_itself and self.output_moved:
+        by_itself = trains and not self.use.output_saved
+        if by_itself and self.use.output_moved:
             return True
         if looks.assumed is not None:
             return not looks.assumed
@@ -266,7 +272,7 @@ class MSNorm(nn.Module):
         """As `_saves_z` for a compiler, under which nobody looks at gamma."""
         if weight is None and bias is None:
             return False
-        return (self.trains() and not self.output_saved) or not self.looks.recovers_z
+        return (self.trains() and not self.use.output_saved) or not self.looks.recovers_z
 
     def _is_told_to_save_z(
         self, weight: Tensor | None, bias: Tensor | None, trains: bool, by_itself: bool
@@ -377,7 +383,7 @@ class MSNorm(nn.Module):
         parts = [f"{size}", f"eps={self.settings.eps:g}", "fold" if self.folded else "share"]
         if self.settings.identity_weight != 1.0:
             parts.append("1 + weight")
-        if self.behind_row_moves:
+        if self.use.behind_row_moves:
             parts.append("behind_row_moves")
         return ", ".join(parts)
 

@@ -20,7 +20,14 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from lowmem_patch.functional import in_compiler, packs_saved_tensors, unwritten
+from lowmem_patch.functional import (
+    as_it_is,
+    backward_number,
+    in_compiler,
+    packs_saved_tensors,
+    unwritten,
+    without_torch_function,
+)
 from lowmem_patch.nn.caches import ForwardCaches
 from lowmem_patch.nn.checkpointing import (
     Level,
@@ -32,11 +39,10 @@ from lowmem_patch.nn.checkpointing import (
 )
 from lowmem_patch.nn.deferred import Unstored, detached_of
 from lowmem_patch.nn.host_memory import HostCopy, HostMemory, buffer_bytes
-from lowmem_patch.nn.own import Own, give_forward_around, inner_forward
+from lowmem_patch.nn.own import Own, inner_forward
 from lowmem_patch.nn.segments import first_tensor
 from lowmem_patch.nn.watched import Watched
 
-_WITHOUT_TORCH_FUNCTION: Any = torch._C.DisableTorchFunctionSubclass
 _ORDINARY = (Tensor, nn.Parameter, FakeTensor, Watched)
 _LEAST = 1 << 16  # bytes that are worth a copy
 
@@ -125,16 +131,6 @@ class Await(Level):
     last: LastRun
 
 
-def offload_block(block: nn.Module, how: Offload) -> None:
-    """Set `offloaded` as the forward of a block, around the forward that it has."""
-    give_forward_around(block, offloaded, how)
-
-
-def await_block(block: nn.Module, how: Await) -> None:
-    """Set `awaiting` as the forward of a block, around the forward that it has."""
-    give_forward_around(block, awaiting, how)
-
-
 def offloaded(
     block: nn.Module, how: Offload, given: Own | None, /, *args: Any, **kwargs: Any
 ) -> Any:
@@ -142,7 +138,7 @@ def offloaded(
     if in_compiler():
         return checkpointed(block, Recompute(caches=how.caches), given, *args, **kwargs)
     forward = inner_forward(block, given)
-    again = torch._C._current_graph_task_id() != -1
+    again = backward_number() != -1
     if again or saves_nothing(block) or packs_saved_tensors():  # others recompute it, or pack
         return forward(*args, **kwargs)
     tensors = given_tensors(args, kwargs)
@@ -172,7 +168,7 @@ def awaiting(block: nn.Module, how: Await, given: Own | None, /, *args: Any, **k
 def _memories(given: list[Tensor], *states: Tensor) -> frozenset[int]:
     """The memories of tensors, by the identity of their storages."""
     tensors: list[Any] = [*given, *states]
-    with _WITHOUT_TORCH_FUNCTION():
+    with without_torch_function():
         return frozenset(int(t.untyped_storage()._cdata) for t in tensors if _has_storage(t))
 
 
@@ -183,7 +179,7 @@ def _has_storage(tensor: Any) -> bool:
 
 def _node_of(tensor: Tensor) -> Any:
     """Its ``grad_fn``, of which a deferred tensor is not told; None also where torch raises in its place."""
-    with _WITHOUT_TORCH_FUNCTION(), contextlib.suppress(RuntimeError):
+    with without_torch_function(), contextlib.suppress(RuntimeError):
         return tensor.grad_fn
     return None
 
@@ -219,13 +215,13 @@ class _Packing(torch.autograd.graph.saved_tensors_hooks):
         def pack(tensor: Tensor) -> _Part | tuple[Tensor, int]:
             weight = isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
             if type(tensor) not in _ORDINARY:
-                with _WITHOUT_TORCH_FUNCTION():
+                with without_torch_function():
                     tensor = tensor if tensor.is_leaf else detached_of(tensor)
             # a weight may be gathered in the block alone (FSDP2, ZeRO-3)
             if weight or not _is_large(tensor) or tensor.device != device:
-                return _kept(tensor)
+                return as_it_is(tensor)
             if int(tensor.untyped_storage()._cdata) in stays:
-                return _kept(tensor)
+                return as_it_is(tensor)
             copy = host.keep_storage(tensor)
             saved.add(copy)
             layout = tensor.shape, tensor.stride(), int(tensor.storage_offset())
@@ -239,11 +235,6 @@ def _is_large(tensor: Tensor) -> bool:
     plain = type(tensor) in _ORDINARY and tensor.layout is torch.strided
     lazy = tensor.is_conj() or tensor.is_neg()
     return plain and not lazy and tensor.nbytes >= _LEAST
-
-
-def _kept(tensor: Tensor) -> tuple[Tensor, int]:
-    # not an output itself: it holds the node that would hold it
-    return (tensor if tensor.is_leaf else tensor.detach()), tensor._version
 
 
 def _unpacked(packed: _Part | tuple[Tensor, int]) -> Tensor:

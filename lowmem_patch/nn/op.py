@@ -35,7 +35,7 @@ class Op:
     """How a deferred tensor is computed, and how its readers save less. Holds no tensor of autograd.
 
     Attributes:
-        bypassed: readers send their gradient to the sources, past the tensor, so that a hook on the
+        may_be_bypassed: readers send their gradient to the sources, past the tensor, so that a hook on the
             tensor would miss it.
         saves: the op's own gradient needs the values of the sources, which its readers save as well.
         written_source: the error where a source was written before the values were computed.
@@ -54,7 +54,7 @@ class Op:
         "share its memory (a view, a slice) are held, and would not see it: write into a clone, or leave "
         "this module alone (activations: keep, norms: keep)"
     )
-    bypassed = True
+    may_be_bypassed = True
     saves = True
     holds = False
     elementwise = False
@@ -162,7 +162,7 @@ def waits_for_gradient(h: Any) -> bool:
 def refuse_bypassed(inputs: Any) -> None:
     """Raise where a gradient is asked for that went past a deferred tensor."""
     for item in tree_leaves(inputs):
-        if getattr(item, "_bypassed", False) and item.op.bypassed:
+        if getattr(item, "was_bypassed", False) and item.op.may_be_bypassed:
             raise RuntimeError(_NO_GRADIENT)
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from lowmem_patch.functional import (
@@ -18,6 +17,7 @@ from lowmem_patch.functional import (
     is_transformed,
     is_worth_python,
     unbind_permuted,
+    without_torch_function,
 )
 from lowmem_patch.nn.context import needs_gradient
 from lowmem_patch.tracing.op_roles import Role, function_name, names_with
@@ -50,7 +50,7 @@ class PackedOutput(Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs, name = kwargs or {}, function_name(func)
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             this = args[0] if args else None
             if not isinstance(this, PackedOutput):
                 return func(*args, **kwargs)

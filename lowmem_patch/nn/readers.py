@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lowmem_patch.functional import in_compiler
-from lowmem_patch.nn.context import autocast_dtype, is_foreign
+from lowmem_patch.nn.context import autocast_dtype, is_foreign, product_dtype
 from lowmem_patch.nn.deferred import READERS, Deferred, Unstored, value_of
 from lowmem_patch.nn.deferred_casts import Cast
 from lowmem_patch.nn.deferred_weights import AdaptedWeight, adapted_linear, multiplied, weight_of
@@ -37,10 +37,10 @@ _PASSED_ON = (
 def _project(h: Deferred, weight: Any, bias: Any) -> Any:
     if not torch.is_grad_enabled() or is_foreign(weight) or h.is_changed():
         return NotImplemented
-    dtype = autocast_dtype(weight.device.type, h.dtype)
-    if dtype is None and weight.dtype != h.dtype:
+    dtype = product_dtype(h.dtype, weight)
+    if dtype is None:
         return NotImplemented  # torch's own error for mixed dtypes
-    return h.op.linear(h, Projection(weight, bias), h.dtype if dtype is None else dtype)
+    return h.op.linear(h, Projection(weight, bias), dtype)
 
 
 def _read_linear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -241,7 +241,7 @@ _BEGINS_BACKWARD = ("torch.distributed.", "deepspeed.")
 def _late_hook(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     h = args[0]
     begins = str(getattr(args[-1], "__module__", "")).startswith(_BEGINS_BACKWARD)
-    if isinstance(h, Deferred) and h._bypassed and h.op.bypassed and not begins:
+    if isinstance(h, Deferred) and h.was_bypassed and h.op.may_be_bypassed and not begins:
         raise RuntimeError(_PASSED_ON.format(name=func.__name__))
     return NotImplemented
 
@@ -282,7 +282,7 @@ def _get(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _refuse_missed_gradient(h: Deferred) -> None:
     """Raise where ``backward(inputs=[h])``, which asks nobody, left a part of a gradient. Where it left none,
     torch warns that this is no leaf."""
-    if h._bypassed and h.op.bypassed and h.grad is not None:
+    if h.was_bypassed and h.op.may_be_bypassed and h.grad is not None:
         raise RuntimeError(_PASSED_ON.format(name="retain_grad"))
 
 

@@ -55,9 +55,7 @@ class Rotation:
         self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *rest: Any, **named: Any
     ) -> Pair:
         """As ``function``, which runs itself where the op does not apply."""
-        given = dict(named)
-        for i in range(min(len(rest), len(self.optional))):  # compilers of old know no strict zip
-            given[self.optional[i]] = rest[i]
+        given = named | dict(zip(self.optional, rest, strict=False))
         heads_dim = given.get("unsqueeze_dim", self.heads_dim)
         chosen = given.get("position_ids") is not None  # rows of cos and sin, in some files
         if not (chosen or is_transformed() or is_exporting()):
@@ -106,7 +104,7 @@ class Rotation:
             queries[length] == keys[length] == angles[-2]
             and columns == keys[-1]
             and rotated % 2 == 0
-            and (rotated == columns or (self.partial and rotated < columns))
+            and (rotated == columns or (self.partial and 0 < rotated < columns))
         )
 
 

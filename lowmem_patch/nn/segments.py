@@ -89,7 +89,8 @@ class Call:
         # as the first run, whose ops were recorded: without gradients they might be others
         nothing: Any = _saved_tensors_hooks(lambda tensor: None, lambda _: None)
         with self.state.restored(), torch.enable_grad(), nothing:
-            return _first_tensor(self.run(*tensors)).detach()
+            made: Any = first_tensor(self.run(*tensors))  # there is one, as `remember` found
+            return made.detach()  # type: ignore[no-any-return]  # of `made`
 
 
 class _State:
@@ -129,21 +130,14 @@ class _State:
         return "cuda" if self.device == "cpu" else self.device
 
 
-def _first_tensor(output: Any) -> Tensor:
-    while not isinstance(output, Tensor):
-        if not hasattr(output, "values") and not isinstance(output, (tuple, list)):
-            raise TypeError  # text, or an iterator that the next block reads
-        output = next(iter(output.values() if hasattr(output, "values") else output))
-    return output
-
-
 def first_tensor(output: Any) -> Tensor | None:
     """What a block passes on to the next: its output, or the first tensor in it; None, where none stands
     first."""
-    try:
-        return _first_tensor(output)
-    except (TypeError, StopIteration):
-        return None
+    while not isinstance(output, Tensor):
+        if not hasattr(output, "values") and not isinstance(output, (tuple, list)):
+            return None  # text, or an iterator that the next block reads
+        output = next(iter(output.values() if hasattr(output, "values") else output), None)
+    return output
 
 
 def remember(call: Call, output: Any) -> None:

@@ -62,24 +62,16 @@ def keep(
     sources: tuple[Tensor, ...] = (),
     *,
     passing: bool = False,
-    owned: bool = False,
 ) -> Deferred:
     """``tensor``, whose known readers read it as ``op`` says.
 
     ``passing``: the result only passes through a foreign forward, in the place of ``tensor``.
-    ``owned``: nobody else has ``tensor`` and ``sources``: it may become the result itself, and nobody can
-    write into them.
     """
     h: Any = tensor
     if in_compiler():
         h = tensor.as_subclass(Compiled)
         h.recipe, h._adapts = (op, sources), False  # a compiler reads no attribute of a class
         return h  # type: ignore[no-any-return]  # as_subclass has no types
-    if owned and type(tensor) is Tensor:
-        h._first_version, h.op, h.sources, h._adapts = tensor._version, op, sources, False
-        h._packer = packer()
-        h.__class__ = Stored  # as torch's lazy parameters do; a view would cost a node of autograd
-        return h  # type: ignore[no-any-return]  # its class was assigned, which no type checker sees
     if isinstance(tensor, FakeTensor):
         h = _Hold.apply(tensor)  # type: ignore[no-untyped-call]  # of torch
         h.held, h._value, h._value_version = True, tensor.detach(), tensor._version
@@ -89,3 +81,21 @@ def keep(
     h.op, h.sources, h._adapts, h._packer = op, sources, False, packer()
     h._versions = [source._version for source in sources] if sources else None
     return h  # type: ignore[no-any-return]  # Any, since Function.apply and as_subclass have no types
+
+
+def attach(
+    tensor: Tensor, op: Op, sources: tuple[Tensor, ...] = (), *, watched: bool = False
+) -> Deferred:
+    """As `keep`, of a tensor that was just computed and that nobody else has: it becomes the result itself.
+
+    In no compiled graph. ``watched``: others have the sources, and may write into them.
+    """
+    h: Any = tensor
+    if type(tensor) is not Tensor:
+        return keep(tensor, op, sources)
+    h._first_version, h.op, h.sources, h._adapts = tensor._version, op, sources, False
+    h._packer = packer()
+    if watched:
+        h._versions = [source._version for source in sources]
+    h.__class__ = Stored  # as torch's lazy parameters do; a view would cost a node of autograd
+    return h  # type: ignore[no-any-return]  # its class was assigned, which no type checker sees

@@ -22,7 +22,7 @@ from torch._compile import (
     _disable_dynamo,  # as torch.compiler.disable, without its import of the compiler
 )
 
-from lowmem_patch.functional import is_written, placeholder
+from lowmem_patch.functional import compilers_output, is_written, placeholder
 from lowmem_patch.nn.deferred import Deferred, Unstored, defer
 from lowmem_patch.nn.op import Op
 from lowmem_patch.nn.shared_memory import MADE_OUTSIDE, SharedMemory
@@ -121,7 +121,7 @@ def trace(kind: type[Op], arguments: tuple[Any, ...], sources: tuple[Tensor, ...
         seen = placeholder(sources[0].detach(), op.shape(sources), op.dtype(sources))
         memory = [None, None, (kind, arguments, sources), seen]
     h: Any = seen.as_subclass(Traced)
-    h.recipe, h._bypassed = (kind, arguments, sources, memory, ()), False
+    h.recipe, h.was_bypassed = (kind, arguments, sources, memory, ()), False
     return h  # type: ignore[no-any-return]  # as_subclass has no types
 
 
@@ -169,9 +169,7 @@ def _join_traced(one: Traced, h: Any, move: tuple[Any, ...], may_copy: bool) -> 
 
 def _assigns() -> bool:
     """Whether the graph that is being made assigns to a part of one number, expanded."""
-    from torch._dynamo.symbolic_convert import InstructionTranslator  # slow, and there by now
-
-    for node in InstructionTranslator.current_tx().output.graph.nodes:
+    for node in compilers_output().graph.nodes:
         if node.target is operator.setitem:
             seen = node.args[0].meta["example_value"]
             if all(type(stride) is int and stride == 0 for stride in seen.stride()):
@@ -182,9 +180,7 @@ def _assigns() -> bool:
 def _builds_criterion() -> bool:
     """Whether code that is being compiled makes an `nn.CrossEntropyLoss`: the compiler has its own function
     in the place of that, which reads what the compiler saw."""
-    from torch._dynamo.symbolic_convert import InstructionTranslator  # slow, and there by now
-
-    frame: Any = InstructionTranslator.current_tx().output.current_tx
+    frame: Any = compilers_output().current_tx
     while frame is not None:
         if nn.CrossEntropyLoss.__name__ in frame.f_code.co_names:
             return True

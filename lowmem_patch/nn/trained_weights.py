@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from lowmem_patch.functional import unseen
+from lowmem_patch.functional import without_dispatch_modes
+from lowmem_patch.nn.context import is_freed
 from lowmem_patch.nn.gammas import is_capturing
 
 
@@ -47,7 +48,7 @@ class TrainedWeights:
 
     def _are_freed(self) -> bool:
         """Whether FSDP has taken the memory of one away, which whoever computes logits will say."""
-        return not all(weight.untyped_storage().nbytes() for weight in self._weights)
+        return any(map(is_freed, self._weights))
 
 
 def _note_gradient(weights: weakref.ref[TrainedWeights], gradient: Tensor) -> None:
@@ -64,7 +65,7 @@ def _sum_of_bits(tensor: Tensor) -> Tensor:
 
     A change of one element always changes the sum; changes of several could only cancel by chance.
     """
-    with torch.no_grad(), unseen():
+    with torch.no_grad(), without_dispatch_modes():
         bits = tensor.contiguous().view(-1)
         whole = len(bits) * bits.itemsize % 8 == 0 and bits.data_ptr() % 8 == 0
         return bits.view(torch.int64 if whole else _INTEGERS[bits.itemsize]).sum()

@@ -20,7 +20,8 @@ from torch import nn
 from lowmem_patch.memory.blocks import repeated_blocks, shortened
 from lowmem_patch.memory.step import BACKWARD, FORWARD, LOSS, OUTSIDE, LiveBytes, watched_step
 from lowmem_patch.nn.checkpointing import is_checkpointed, keep_block
-from lowmem_patch.strategies.checkpointing import Blocks, LevelPatch, OffloadedBlock, patches_of
+from lowmem_patch.nn.offloading import Offload
+from lowmem_patch.strategies.checkpointing import Blocks, LevelPatch, patches_of
 from lowmem_patch.strategies.protocol import Target
 from lowmem_patch.tracing.inputs import ExampleInputs
 from lowmem_patch.tracing.isolation import running_fake
@@ -209,7 +210,7 @@ def _with_copies(
     timeline: Timeline, sites: Sequence[str], patches: Sequence[LevelPatch]
 ) -> Timeline:
     """The step with what its offloaded runs, of blocks at ``sites``, have copied."""
-    last = {patch.site: patch.how.last for patch in patches if isinstance(patch, OffloadedBlock)}
+    last = {patch.site: patch.how.last for patch in patches if isinstance(patch.how, Offload)}
     if not last or len(sites) != len(timeline.runs):
         return timeline
     runs = [

@@ -175,9 +175,9 @@ def norm_forward(
     bias: Tensor | None,
     settings: NormSettings,
     out_dtype: torch.dtype,
-    z_dtype: torch.dtype | None = None,
     copy_dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    z_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
     """y = z gamma + bias over the last dimension, with z and gamma as `NormSettings` says.
 
     Args:
@@ -186,30 +186,30 @@ def norm_forward(
         bias: ``[N]`` or None.
         settings: of the norm.
         out_dtype: dtype of y.
-        z_dtype: dtype of z, None where it is not asked for.
         copy_dtype: dtype of a copy of y, None where it is not asked for.
+        z_dtype: dtype of z, None where it is not asked for.
 
     Returns:
-        y ``[..., N]``, contiguous; rstd ``[...]`` in float32 (float64 for a float64 x); z like y, or
-        None; the copy of y, or None.
+        y ``[..., N]``, contiguous; the copy of y, or None; z like y, or None; rstd ``[...]`` in float32
+        (float64 for a float64 x).
     """
     z, rstd = _normalized(x, settings)
     y = affine(z, weight, bias, settings, out_dtype)
     return (
         y,
-        rstd.squeeze(-1).contiguous(),
-        None if z_dtype is None else cast(z, z_dtype).contiguous(),
         None if copy_dtype is None else y.to(copy_dtype),
+        None if z_dtype is None else cast(z, z_dtype).contiguous(),
+        rstd.squeeze(-1).contiguous(),
     )
 
 
 def norm_forward_in_eight_bits(
     x: Tensor, *rest: Any
-) -> tuple[tuple[Tensor, Tensor, Tensor | None, Tensor | None], tuple[Tensor, Tensor]]:
+) -> tuple[tuple[Tensor, Tensor | None, Tensor | None, Tensor], tuple[Tensor, Tensor]]:
     """`norm_forward`, and the integers and scales of its z, else of the copy, else of y."""
-    y, rstd, z, copy = norm_forward(x, *rest)
+    y, copy, z, rstd = norm_forward(x, *rest)
     saved = z if z is not None else copy if copy is not None else y
-    return (y, rstd, z, copy), to_eight_bits(saved.view(-1))
+    return (y, copy, z, rstd), to_eight_bits(saved.view(-1))
 
 
 def norm(

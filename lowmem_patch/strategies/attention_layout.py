@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from lowmem_patch.config import PatchConfig
-from lowmem_patch.nn.attention_layout import give_heads_last, has_heads_first
+from lowmem_patch.nn.forward_modes import HeadsLastQueries, has_heads_first
+from lowmem_patch.nn.modes import run_under
 from lowmem_patch.nn.own import has_foreign_forward
 from lowmem_patch.strategies.protocol import Facts, Found, Patch, Target
 from lowmem_patch.strategies.speed import rotary
@@ -36,7 +37,7 @@ class HeadsLast(Patch):
     strategy = "attention layout"
 
     def apply(self, target: Target) -> None:
-        give_heads_last(target.model.get_submodule(self.site))
+        run_under(target.model.get_submodule(self.site), HeadsLastQueries)
 
 
 def find(facts: Facts, config: PatchConfig) -> Found:

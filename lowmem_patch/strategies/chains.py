@@ -12,7 +12,8 @@ from collections.abc import Iterator, Mapping, Set
 from torch import Tensor
 
 from lowmem_patch.config import PatchConfig
-from lowmem_patch.nn.chains import defer_chains
+from lowmem_patch.nn.chains import DeferChains
+from lowmem_patch.nn.modes import run_under
 from lowmem_patch.strategies import codes, recompute
 from lowmem_patch.strategies.activations import is_norm, next_to_nothing
 from lowmem_patch.strategies.protocol import (
@@ -48,7 +49,7 @@ class DeferredChains(Patch):
 
     def apply(self, target: Target) -> None:
         module = target.model.get_submodule(self.site)
-        defer_chains(module, self.calls)
+        run_under(module, DeferChains, self.calls)
 
 
 def find(facts: Facts, config: PatchConfig) -> Found:

@@ -10,14 +10,15 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from torch import nn
 
 from lowmem_patch.nn.caches import ForwardCaches, watch_caches
-from lowmem_patch.nn.checkpointing import Recompute, checkpoint_block
+from lowmem_patch.nn.checkpointing import Recompute, checkpointed
 from lowmem_patch.nn.host_memory import HostMemory
-from lowmem_patch.nn.offloading import Await, LastRun, Offload, await_block, offload_block
-from lowmem_patch.nn.own import has_foreign_forward
+from lowmem_patch.nn.offloading import Await, LastRun, Offload, awaiting, offloaded
+from lowmem_patch.nn.own import give_forward_around, has_foreign_forward
 from lowmem_patch.strategies.protocol import Facts, Patch, Target
 from lowmem_patch.tracing.shadow import tensors_in
 from lowmem_patch.tracing.trace import Call
@@ -28,47 +29,23 @@ ALONE = ("patched", "attention", "checkpointed", "host")  # without its neighbou
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 # of its saved bytes that a block's own list of blocks has, so that these are the blocks
 _MOST = 0.5
+_FORWARDS: dict[type, Any] = {Recompute: checkpointed, Offload: offloaded, Await: awaiting}
 
 
 @dataclasses.dataclass(frozen=True)
-class CheckpointedBlock(Patch):
-    """A block that is run again in backward."""
+class LevelPatch(Patch):
+    """A block that is run again in backward, or whose saved tensors wait in host memory, or before which what
+    an earlier one saved has left the device."""
 
     strategy = "checkpointing"
 
-    how: Recompute
+    how: Recompute | Offload | Await
 
     def apply(self, target: Target) -> None:
-        checkpoint_block(target.model.get_submodule(self.site), self.how)
-        watch_caches(target.model, self.how.caches)
-
-
-@dataclasses.dataclass(frozen=True)
-class OffloadedBlock(Patch):
-    """A block whose saved tensors wait in host memory."""
-
-    strategy = "checkpointing"
-
-    how: Offload
-
-    def apply(self, target: Target) -> None:
-        offload_block(target.model.get_submodule(self.site), self.how)
-        watch_caches(target.model, self.how.caches)
-
-
-@dataclasses.dataclass(frozen=True)
-class AwaitingBlock(Patch):
-    """A later block, before which what an offloaded one saved has left the device."""
-
-    strategy = "checkpointing"
-
-    how: Await
-
-    def apply(self, target: Target) -> None:
-        await_block(target.model.get_submodule(self.site), self.how)
-
-
-LevelPatch = CheckpointedBlock | OffloadedBlock | AwaitingBlock
+        block = target.model.get_submodule(self.site)
+        give_forward_around(block, _FORWARDS[type(self.how)], self.how)
+        if not isinstance(self.how, Await):
+            watch_caches(target.model, self.how.caches)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -251,12 +228,12 @@ def patches_of(
             if later is None:
                 continue
             last = LastRun()
-            found.append(OffloadedBlock(block.site, Offload(host, last, caches), reason=reason))
+            found.append(LevelPatch(block.site, Offload(host, last, caches), reason=reason))
             site = blocks.blocks[blocks.runs[later].block].site
-            awaiting.append(AwaitingBlock(site, Await(host, last)))
+            awaiting.append(LevelPatch(site, Await(host, last)))
         elif level != "patched":
             how = _recompute(blocks, levels, number, first_runs[number] + 1, host, caches)
-            found.append(CheckpointedBlock(block.site, how, reason=reason))
+            found.append(LevelPatch(block.site, how, reason=reason))
     return *found, *awaiting
 
 

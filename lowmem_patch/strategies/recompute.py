@@ -9,6 +9,7 @@ from torch import nn
 from lowmem_patch.config import PatchConfig
 from lowmem_patch.functional import ActivationKind
 from lowmem_patch.nn.activations import RecomputedActivation
+from lowmem_patch.nn.deferred_ops import Activation
 from lowmem_patch.strategies.activations import (
     READS,
     ActivationSite,
@@ -45,11 +46,7 @@ class DeferredActivation(Swap):
 
     def make(self, original: nn.Module) -> nn.Module:
         return RecomputedActivation(
-            self.activation,
-            self.reads,
-            self.at_once,
-            self.gated,
-            self.weighed,
+            Activation(self.activation, self.reads, self.at_once, self.gated, self.weighed)
         )
 
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from lowmem_patch.config import PatchConfig
 from lowmem_patch.nn.copies import keep_rows
-from lowmem_patch.nn.gathered_bias import defer_biases
-from lowmem_patch.nn.gathered_values import gather_unsaved
+from lowmem_patch.nn.forward_modes import GatherBiases, GatherUnsaved
+from lowmem_patch.nn.modes import run_under
 from lowmem_patch.nn.own import Own
 from lowmem_patch.strategies.activations import next_to_nothing
 from lowmem_patch.strategies.protocol import Facts, Found, Patch, Target, forward_obstacle
@@ -59,7 +59,7 @@ class GatheredBias(Patch):
     names: tuple[str, ...]
 
     def apply(self, target: Target) -> None:
-        defer_biases(target.model.get_submodule(self.site), self.names)
+        run_under(target.model.get_submodule(self.site), GatherBiases, self.names)
 
 
 class GatheredValues(Patch):
@@ -68,7 +68,7 @@ class GatheredValues(Patch):
     strategy = "rows"
 
     def apply(self, target: Target) -> None:
-        gather_unsaved(target.model.get_submodule(self.site))
+        run_under(target.model.get_submodule(self.site), GatherUnsaved)
 
 
 def find(facts: Facts, config: PatchConfig) -> Found:

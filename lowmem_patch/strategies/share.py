@@ -21,7 +21,7 @@ from lowmem_patch.nn.norm_classes import (
     StockMSLayerNorm,
     StockMSRMSNorm,
 )
-from lowmem_patch.nn.norms import MSLayerNorm, MSNorm, MSRMSNorm
+from lowmem_patch.nn.norms import MSLayerNorm, MSNorm, MSRMSNorm, OutputUse
 from lowmem_patch.strategies.head import head_names
 from lowmem_patch.strategies.lora import adapter_layers
 from lowmem_patch.strategies.protocol import Facts, Found, PatchSite, Skip, forward_obstacle
@@ -48,18 +48,12 @@ _OR_Z = ", or z (the normalised input) where the output does not tell it"
 
 @dataclasses.dataclass(frozen=True)
 class SharedNorm(Swap):
-    """A norm that saves its output, or z; the fields are those of `lowmem_patch.nn.norms.MSNorm`."""
+    """A norm that saves its output, or z."""
 
     strategy = "share"
 
     spec: NormSpec
-    feeds_autocast: bool
-    behind_row_moves: bool
-    one_copy: str | None
-    shares_copy: bool
-    output_saved: bool
-    output_moved: bool
-    lies_as_input: bool
+    use: OutputUse
 
     folded: ClassVar[bool] = False
 
@@ -72,15 +66,7 @@ class SharedNorm(Swap):
             getattr(original, spec.names[1], None),
             spec.settings,
             folded=self.folded,
-            feeds_autocast=self.feeds_autocast,
-            full_precision_autocast=spec.full_precision_autocast,
-            output=spec.output,
-            behind_row_moves=self.behind_row_moves,
-            one_copy=self.one_copy,
-            shares_copy=self.shares_copy,
-            output_saved=self.output_saved,
-            output_moved=self.output_moved,
-            lies_as_input=self.lies_as_input,
+            use=self.use,
             eps_name=_eps_name(original, spec.settings.eps),
             names=spec.names,
         )
@@ -256,10 +242,10 @@ def shared_norm(facts: Facts, config: PatchConfig, site: NormSite, reason: str) 
     others = _without_adapters(facts, config, consumers)
     saves_casts = config.linear_inputs != "keep"
     dropped = _is_dropped(facts, config, consumers)
-    return SharedNorm(
-        site.name,
-        spec=site.spec,
+    use = OutputUse(
         feeds_autocast=feeds_autocast,
+        full_precision_autocast=site.spec.full_precision_autocast,
+        output=site.spec.output,
         behind_row_moves=behind_row_moves,
         one_copy=_one_copy(others, feeds_autocast, saves_casts, linears, dropped),
         shares_copy=not feeds_autocast and saves_casts and _shares_copy(facts, consumers, around),
@@ -270,6 +256,11 @@ def shared_norm(facts: Facts, config: PatchConfig, site: NormSite, reason: str) 
         or any(c.use == "linear" and c.text in head_names(facts, config) for c in consumers),
         output_moved=any(_reads_a_moved_view(consumer) for consumer in consumers),
         lies_as_input=not any(map(_reads_rows, _who_saves_it(facts, config, consumers))),
+    )
+    return SharedNorm(
+        site.name,
+        spec=site.spec,
+        use=use,
         reason=reason
         + "; computed at its Linear, once the rows are moved there" * behind_row_moves,
         kind=site.spec.kind,

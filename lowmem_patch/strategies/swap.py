@@ -8,7 +8,8 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from lowmem_patch.nn.dropout import PackedDropout
-from lowmem_patch.nn.functions import call_instead
+from lowmem_patch.nn.forward_modes import CallInstead
+from lowmem_patch.nn.modes import run_under
 from lowmem_patch.nn.norms import MSNorm
 from lowmem_patch.nn.own import align_as
 from lowmem_patch.strategies.protocol import ORIGINAL, Patch, Target
@@ -45,7 +46,7 @@ class Swap(Patch):
     def apply(self, target: Target) -> None:
         original = target.model.get_submodule(self.module)
         if self.function is not None:
-            call_instead(original, self.function, self.make(original))
+            run_under(original, CallInstead, self.function, self.make(original))
             return
         new = self.make(original)
         new.training = original.training

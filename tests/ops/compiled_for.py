@@ -83,7 +83,7 @@ def norms() -> Iterator[Any]:
         for weight, bias in ((None, None), (vector, None), (vector, vector)):
             centered = bias is not None
             settings = NormSettings(1e-5, centered=centered)
-            y, rstd, *_ = kernels.norm_forward(x, weight, bias, settings, DTYPE)
+            y, *_, rstd = kernels.norm_forward(x, weight, bias, settings, DTYPE)
             yield kernels.norm_forward_in_eight_bits(x, weight, bias, settings, DTYPE)
             given = (x, y, rstd, weight, bias, settings, DTYPE)
             for trains in {False, weight is not None}:
@@ -97,7 +97,7 @@ def affines() -> Iterator[Any]:
     for weight, bias in ((vector, None), (vector, vector)):
         settings = NormSettings(1e-5, centered=bias is not None)
         yield kernels.affine(z, weight, bias, settings, DTYPE)
-        _, rstd, z, _ = kernels.norm_forward(z, weight, bias, settings, DTYPE, DTYPE)
+        _, _, z, rstd = kernels.norm_forward(z, weight, bias, settings, DTYPE, None, DTYPE)
         needs = (True, True, bias is not None)
         yield kernels.norm_backward(z, z, rstd, weight, bias, settings, DTYPE, needs, True)
 

@@ -86,7 +86,7 @@ def test_a_norm_stores_what_a_second_pass_would(
     )
     bias[-1] = torch.inf  # not finite in y, and in the last group of a row alone
     other = torch.bfloat16 if dtype != torch.bfloat16 else torch.float16
-    dtypes = (other if saved == "z" else None, other if saved != "y" else None)
+    dtypes = (other if saved != "y" else None, other if saved == "z" else None)
     given = (x, weight, bias, NormSettings(1e-5, centered=True), dtype, *dtypes)
     used = module(backend.implementation)
     output, parts = used.norm_forward_in_eight_bits(*given)
@@ -94,7 +94,7 @@ def test_a_norm_stores_what_a_second_pass_would(
     for ours, theirs in zip(output, expected, strict=True):
         assert (ours is None) == (theirs is None)
         assert ours is None or torch.equal(ours.nan_to_num(7.0), theirs.nan_to_num(7.0))
-    again = used.to_eight_bits(expected[{"y": 0, "copy": 3, "z": 2}[saved]].view(-1))
+    again = used.to_eight_bits(expected[{"y": 0, "copy": 1, "z": 2}[saved]].view(-1))
     assert torch.equal(parts[0], again[0])
     assert torch.equal(parts[1].nan_to_num(7.0), again[1].nan_to_num(7.0))
 
@@ -124,22 +124,12 @@ def test_zeros_are_zeros_and_the_smallest_numbers_come_near(
     assert float((y - x).abs().max()) <= tiny
 
 
-def test_no_gradient_flows_and_misuse_is_named() -> None:
+def test_no_gradient_flows_and_what_a_packer_changed_is_named() -> None:
     x = torch.randn(256, requires_grad=True)
     integers, scales = to_eight_bits(x)
     assert not from_eight_bits(integers, scales, torch.float32).requires_grad
-    with pytest.raises(TypeError, match="float64"):
-        to_eight_bits(x.double())
-    with pytest.raises(ValueError, match=r"\(16, 16\)"):
-        to_eight_bits(x.view(16, 16))
-    with pytest.raises(ValueError, match="contiguous"):
-        to_eight_bits(x[::2])
     with pytest.raises(TypeError, match="int8"):
         from_eight_bits(scales, scales, torch.float32)
-    with pytest.raises(TypeError, match="float64"):
-        from_eight_bits(integers, scales, torch.float64)
-    with pytest.raises(ValueError, match="256 integers"):
-        from_eight_bits(integers, scales[:1], torch.float32)
 
 
 @GROUPS

@@ -15,6 +15,7 @@ from transformers.activations import ACT2FN
 
 from lowmem_patch import patch_model, patch_report, plan_patch
 from lowmem_patch.nn.activations import CodesActivation, RecomputedActivation
+from lowmem_patch.nn.deferred_ops import Activation
 from tests.support.configs import SHARE
 from tests.support.judge import assert_equal_steps
 from tests.support.toys import Toy, assert_same_steps, batch, patched_twin
@@ -204,7 +205,7 @@ def test_softplus_is_computed_in_the_dtype_of_a_gpus_autocast() -> None:
         with FakeTensorMode():
             x = torch.empty(4, device="cuda", dtype=torch.bfloat16, requires_grad=True)
             for kind, act in {"softplus": nn.Softplus(), "silu": nn.SiLU()}.items():
-                for patched in (RecomputedActivation(kind), CodesActivation(kind)):  # type: ignore[arg-type]
+                for patched in (RecomputedActivation(Activation(kind)), CodesActivation(kind)):  # type: ignore[arg-type]
                     assert patched(x).dtype == act(x).dtype
     finally:
         torch.set_autocast_enabled("cuda", was)

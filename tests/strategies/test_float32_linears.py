@@ -12,7 +12,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from lowmem_patch import patch_model
-from lowmem_patch.nn.norms import MSNorm, NormSettings
+from lowmem_patch.nn.norms import MSNorm, NormSettings, OutputUse
 from tests.support.judge import assert_same_step
 from tests.support.models import fill_adapters
 from tests.support.saved import saved_storages
@@ -151,6 +151,6 @@ def test_a_norm_returns_the_dtype_of_torchs_under_autocast(dtype: torch.dtype) -
     """On a CPU, whose autocast leaves norms, that of its input; on a GPU float32."""
     stock, x = nn.LayerNorm(WIDTH), torch.randn(ROWS, WIDTH, dtype=dtype)
     settings = NormSettings(stock.eps, centered=True)
-    norm = MSNorm(stock.weight, stock.bias, settings, full_precision_autocast=True)
+    norm = MSNorm(stock.weight, stock.bias, settings, use=OutputUse(full_precision_autocast=True))
     with torch.autocast("cpu", torch.bfloat16):
         assert norm(x).dtype == stock(x).dtype == dtype

@@ -304,6 +304,7 @@ def example(heads_dim: int = 1, rotated: int = 8, batches: int = 2) -> list[Tens
         (LLAMA, [t.bfloat16() if i < 2 else t for i, t in enumerate(example())], {}, True),
         (OLMO, [t.bfloat16() if i < 2 else t for i, t in enumerate(example())], {}, True),
         (NEOX, example(rotated=4), {}, True),
+        (NEOX, example(rotated=0), {}, False),
         (VISION, [t[0] for t in example(2)], {}, True),
         (VISION, example(2), {}, True),
     ],
