@@ -19,12 +19,12 @@ from torch import nn
 
 from lowmem_patch.errors import BudgetError, TraceError
 from lowmem_patch.memory.model_states import ModelStates, Training
+from lowmem_patch.memory.optimizers import temporaries_of
 from lowmem_patch.nn.checkpointing import SWITCHES, is_switched_on
 from lowmem_patch.planning.budget import Budget
 from lowmem_patch.planning.choices import Choices
 from lowmem_patch.planning.costs import Device, RunSeconds
 from lowmem_patch.planning.fit_report import LEVEL_REASONS, FitReport, FittedBlock
-from lowmem_patch.planning.fit_sums import temporaries_of
 from lowmem_patch.planning.names import size_text
 from lowmem_patch.planning.need import OPTIMIZER_STEP, Need, need_of
 from lowmem_patch.planning.sharded_timeline import sharding_of
@@ -95,7 +95,9 @@ class Fitting:
         self.earlier = states.gradients if training.accumulates else 0
         self.resident = states.resident + self.earlier
         self.free = [b for b in blocks.blocks if not b.refusal and not self._is_switched_on(b.site)]
-        self.temporaries = temporaries_of(shadow.model, training, elsewhere=shadow.elsewhere)
+        self.temporaries = temporaries_of(
+            shadow.model, training.optimizer, training.gpus, elsewhere=shadow.elsewhere
+        )
         self.sharding = sharding_of(model, blocks, training)
         self._known: dict[Any, Timeline] = {}
         self.few = few_runs(shadow.model, blocks, few_of(shadow.model))

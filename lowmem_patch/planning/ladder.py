@@ -13,12 +13,13 @@ from lowmem_patch.config import PatchConfig
 from lowmem_patch.errors import TraceError
 from lowmem_patch.memory.blocks import repeated_blocks, shortened
 from lowmem_patch.memory.model_states import ModelStates, Training, model_state_bytes
+from lowmem_patch.memory.optimizers import temporaries_of
 from lowmem_patch.memory.sharding import gathered, states_of_one
 from lowmem_patch.memory.step import BACKWARD
 from lowmem_patch.planning.apply import apply_plan
 from lowmem_patch.planning.budget import Budget
 from lowmem_patch.planning.costs import Device, RunSeconds, device_of, run_seconds
-from lowmem_patch.planning.fit_sums import more_seconds, temporaries_of
+from lowmem_patch.planning.fit_sums import more_seconds
 from lowmem_patch.planning.planner import facts_and_plan
 from lowmem_patch.planning.sharded_timeline import sharding_of
 from lowmem_patch.planning.timeline import FewRuns, Timeline, few_of, few_runs, run_levels
@@ -309,7 +310,7 @@ def _rungs(model: nn.Module, steps: _Steps, training: Training, budget: Budget) 
         )
     # gradients of earlier batches are there from the beginning
     earlier = states.gradients if training.accumulates else 0
-    temporaries = sum(temporaries_of(model, training, elsewhere=True))
+    temporaries = sum(temporaries_of(model, training.optimizer, training.gpus, elsewhere=True))
     levels = list(ALONE if steps.blocks.blocks else ALONE[:1])
     if not any(run.attention for run in steps.runs):
         levels = [level for level in levels if level != "attention"]

@@ -26,6 +26,7 @@ from lowmem_patch.memory import (
     predict_memory,
     run_step,
 )
+from lowmem_patch.memory.optimizers import temporaries_of
 from lowmem_patch.memory.predict import Plans, _Predictor, _Totals
 from lowmem_patch.memory.step import most_of_moments
 from lowmem_patch.tracing.base_model import switch_checkpointing_on
@@ -218,6 +219,24 @@ def test_each_optimizers_temporaries_are_counted(optimizer: str) -> None:
         assert 320 * 64 * 4 < temporaries < 2 * 320 * 64 * 4  # of the largest weight
     else:
         assert temporaries == 0
+
+
+@pytest.mark.parametrize("optimizer", REAL)
+def test_temporaries_are_what_a_real_step_of_the_optimizer_makes(optimizer: str) -> None:
+    """torch's Adafactor runs its loop on every device: a GPU changes nothing."""
+    model = llama().train()
+    trained = list(model.parameters())
+    real = REAL[optimizer](trained)
+    for parameter in trained:
+        parameter.grad = torch.ones_like(parameter)
+    real.step()
+    found = temporaries_of(model, optimizer, elsewhere=True)
+    assert 0 <= allocated(real.step) - sum(found) <= WORKSPACE
+    if optimizer == "adafactor":
+        assert found == temporaries_of(model.to("meta"), optimizer, elsewhere=False)
+        assert sum(found) < 3 * max(p.nbytes for p in trained) < sum(p.nbytes for p in trained)
+        halves = temporaries_of(model, optimizer, 2, elsewhere=True)
+        assert halves == tuple(-(-size // 2) for size in found)
 
 
 def test_moments_of_a_step_by_hand() -> None:
