@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from lowmem_patch.errors import ConfigError
-from lowmem_patch.tracing.observers import DispatchObserver
-from lowmem_patch.tracing.shadow import tensors_in
 
 # bitsandbytes: one float32 scale per 256 values of each 8-bit state; small tensors stay in 32 bits
 _STATE_BLOCK, _SMALLEST_8BIT = 256, 4096
@@ -25,13 +21,6 @@ OPTIMIZERS = {
     "paged_adamw8bit": "bitsandbytes' PagedAdamW8bit: states may lie on the host",
     "sgd": "torch's SGD, without momentum",
     "adafactor": "torch's Adafactor",
-}
-
-_TORCH: dict[str, tuple[str, dict[str, Any]]] = {
-    "adamw": ("AdamW", {"fused": True}),
-    "adamw_foreach": ("AdamW", {"foreach": True}),
-    "sgd": ("SGD", {"foreach": True}),
-    "adafactor": ("Adafactor", {}),
 }
 
 
@@ -70,8 +59,8 @@ def state_sizes(parameter: Tensor, optimizer: str) -> tuple[int, ...]:
 def temporaries_of(
     model: nn.Module, optimizer: str, gpus: int = 1, *, elsewhere: bool
 ) -> tuple[int, ...]:
-    """Bytes of what an optimizer's step holds at one time for a while; of bitsandbytes' and of torch's SGD and
-    fused AdamW nothing, which work in place.
+    """Bytes of what an optimizer's step holds at one time for a while; bitsandbytes' and torch's SGD and fused
+    AdamW work in place, and hold nothing.
 
     Args:
         gpus: over which the weights are sharded.
@@ -101,45 +90,3 @@ def _of_one_weight_each(trained: Iterable[Tensor]) -> tuple[int, ...]:
         most = max(most, (update, parameter.nbytes, *sum(means.values(), ())), key=sum)
         update = parameter.nbytes
     return most
-
-
-class _AnyNumber(DispatchObserver):
-    """Answers 1.0 where an optimizer asks a tensor without data for its value (a norm of an update)."""
-
-    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:
-            return 1.0
-        return func(*args, **kwargs)
-
-
-class FakeOptimizer:
-    """An optimizer over fake parameters, with its state, whose steps can be watched.
-
-    The kernels of bitsandbytes work in place: theirs is none here, and a step does nothing.
-    """
-
-    def __init__(self, name: str, parameters: Sequence[Tensor]) -> None:
-        """Enter the fake mode first; gradients of the parameters are lost.
-
-        Raises:
-            ConfigError: an unknown optimizer.
-        """
-        check_optimizer(name)
-        self.state: list[Tensor] = []
-        self._optimizer: torch.optim.Optimizer | None = None
-        if name not in _TORCH or not parameters:
-            return
-        kind, settings = _TORCH[name]
-        self._optimizer = getattr(torch.optim, kind)(parameters, lr=1e-3, **settings)
-        with DispatchObserver():  # which answers at once where torch asks for devices
-            for parameter in parameters:
-                parameter.grad = torch.empty_like(parameter)
-            self.step()  # the first makes the state
-            for parameter in parameters:
-                parameter.grad = None
-        self.state = tensors_in(list(self._optimizer.state.values()))
-
-    def step(self) -> None:
-        if self._optimizer is not None:
-            with _AnyNumber():
-                self._optimizer.step()

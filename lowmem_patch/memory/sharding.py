@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lowmem_patch.memory.caching_allocator import rounding_bytes
 from lowmem_patch.memory.model_states import ModelStates, StateSizes
-from lowmem_patch.memory.step import BACKWARD, FORWARD, MOMENTS, OPTIMIZER, Part, PartBytes
+from lowmem_patch.memory.step import BACKWARD, FORWARD, MOMENTS, Part, PartBytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,13 +124,9 @@ def _shares(sizes: Iterable[int], gpus: int) -> tuple[int, ...]:
     return tuple(-(-size // gpus) for size in sizes)
 
 
-def sharded_moments(parts: Mapping[Part, PartBytes], gpus: int, whole: Gathered) -> dict[str, int]:
-    """The largest sum of each moment, gradients sharded, and what is gathered added."""
-    moments: dict[str, int] = {}
-    for (moment, place), part in parts.items():
-        own = part.activations
-        if moment == OPTIMIZER:  # whose temporaries are of the shards
-            own = -(-own // gpus)
-        size = own + -(-part.gradients // gpus) + whole.most(moment, place)
-        moments[moment] = max(size, moments.get(moment, 0))
-    return {moment: moments[moment] for moment in MOMENTS if moment in moments}
+def sharded_sizes(parts: Mapping[Part, PartBytes], gpus: int, whole: Gathered) -> dict[Part, int]:
+    """The largest sum of each part, gradients sharded, and what is gathered added."""
+    return {
+        part: size.activations + -(-size.gradients // gpus) + whole.most(*part)
+        for part, size in parts.items()
+    }

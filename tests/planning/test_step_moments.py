@@ -28,12 +28,11 @@ from lowmem_patch.memory import (
 )
 from lowmem_patch.memory.optimizers import temporaries_of
 from lowmem_patch.memory.predict import Plans, _Predictor, _Totals
-from lowmem_patch.memory.step import most_of_moments
 from lowmem_patch.tracing.base_model import switch_checkpointing_on
 from lowmem_patch.tracing.inputs import ExampleInputs
 from lowmem_patch.tracing.shadow import make_shadow
 from tests.support.live import allocated
-from tests.support.step_bytes import step_bytes
+from tests.support.step_bytes import moments_of, step_bytes
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*profil"),
@@ -317,7 +316,7 @@ def test_few_blocks_tell_where_the_peak_of_many_is(length: int) -> None:
         found = predictor.step(1, length)
         assert set(predictor.shadows) == {3, 4}
         whole = step_bytes(shadow, accumulates=accumulates)
-        assert most_of_moments(found) == most_of_moments(whole.parts)
+        assert moments_of(found) == moments_of(whole.parts)
         assert plans.report.saved_before == whole.saved
 
 
