@@ -59,8 +59,8 @@ def state_sizes(parameter: Tensor, optimizer: str) -> tuple[int, ...]:
 def temporaries_of(
     model: nn.Module, optimizer: str, gpus: int = 1, *, elsewhere: bool
 ) -> tuple[int, ...]:
-    """Bytes of what an optimizer's step holds at one time for a while; bitsandbytes' and torch's SGD and fused
-    AdamW work in place, and hold nothing.
+    """Bytes of what an optimizer's step holds at one time for a while. Those of bitsandbytes, SGD and the
+    fused AdamW work in place, and hold nothing.
 
     Args:
         gpus: over which the weights are sharded.

@@ -241,8 +241,7 @@ def watched_step(
     with contextlib.ExitStack() as contexts:
         contexts.enter_context(in_training_mode(model))
         contexts.enter_context(torch.enable_grad())
-        if shadow.mode is not None:
-            contexts.enter_context(shadow.mode)
+        contexts.enter_context(shadow.running())
         earlier = contexts.enter_context(_gradients(model, accumulates))
         if shadow.elsewhere:
             contexts.enter_context(GpuDropouts())
