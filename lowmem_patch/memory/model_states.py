@@ -75,12 +75,14 @@ class StateSizes:
         workspaces: of cuBLAS.
         gradients: of the parameters that train.
         optimizer: the state of the optimizer, which its first step makes.
+        on_gpu: they are on a GPU, or will be.
     """
 
     held: tuple[int, ...] = ()
     workspaces: tuple[int, ...] = ()
     gradients: tuple[int, ...] = ()
     optimizer: tuple[int, ...] = ()
+    on_gpu: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,5 +171,5 @@ def model_state_bytes(model: nn.Module, optimizer: str, *, quantised: bool = Fal
         dequantised,
         sum(workspaces),
         rounding_bytes((*held, *states)) if on_gpu else 0,
-        StateSizes((*held, dequantised), workspaces, tuple(gradients), tuple(states)),
+        StateSizes((*held, dequantised), workspaces, tuple(gradients), tuple(states), on_gpu),
     )

@@ -21,7 +21,7 @@ from lowmem_patch.memory.blocks import DEPTHS, extended, repeated_blocks, shorte
 from lowmem_patch.memory.few_blocks import Plans, make_plans
 from lowmem_patch.memory.model_states import USUAL_TRAINING, Training, model_state_bytes
 from lowmem_patch.memory.optimizers import temporaries_of
-from lowmem_patch.memory.sharding import gathered, shard, sharded_sizes
+from lowmem_patch.memory.sharding import gathered, sharded_sizes, states_of_one
 from lowmem_patch.memory.step import (
     BACKWARD,
     FORWARD,
@@ -215,7 +215,7 @@ class _Totals:
             raise ConfigError("4-bit weights are not counted on several GPUs: use lora, or one GPU")
         states = model_state_bytes(model, training.optimizer, quantised=training.quantised)
         self.training = training
-        self.states = shard(states, training.gpus)
+        self.states = states if training.gpus == 1 else states_of_one(states, training.gpus)
         self.gathered = gathered(model, repeated_blocks(model))
         self.temporaries = temporaries_of(model, training.optimizer, training.gpus, elsewhere=True)
 

@@ -85,23 +85,20 @@ def _gradients(parameters: Iterable[Tensor]) -> int:
     return _bytes(parameter for parameter in parameters if parameter.requires_grad)
 
 
-def shard(states: ModelStates, gpus: int) -> ModelStates:
-    """The share of one GPU; rounded up."""
-    names = ("parameters", "gradients", "optimizer")
-    return dataclasses.replace(states, **{n: -(-getattr(states, n) // gpus) for n in names})
-
-
 def states_of_one(states: ModelStates, gpus: int) -> ModelStates:
-    """The shards of one GPU."""
+    """The shards of one GPU; rounded up, and what its allocator rounds up for them."""
     sizes = states.sizes
     shards = StateSizes(
         _shares(sizes.held, gpus),
         sizes.workspaces,
         _shares(sizes.gradients, gpus),
         _shares(sizes.optimizer, gpus),
+        sizes.on_gpu,
     )
-    rounding = rounding_bytes((*shards.held, *shards.optimizer)) if sizes.workspaces else 0
-    return dataclasses.replace(shard(states, gpus), sizes=shards, rounding=rounding)
+    names = ("parameters", "gradients", "optimizer")
+    shares = dict(zip(names, _shares([getattr(states, n) for n in names], gpus), strict=True))
+    rounding = rounding_bytes((*shards.held, *shards.optimizer)) if sizes.on_gpu else 0
+    return dataclasses.replace(states, **shares, sizes=shards, rounding=rounding)
 
 
 def is_replicated() -> bool:

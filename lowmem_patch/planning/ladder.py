@@ -131,11 +131,10 @@ def _sharded(base: Base) -> Rung | None:
     whole = gathered(base.model, repeated_blocks(base.model))
     activations = base.peak - base.states.gradients
     peak = max(activations + whole.most(BACKWARD, 0), whole.first)
-    beside = base.states.workspace + base.states.rounding
-    shared = base.resident - beside + base.states.gradients
 
     def total(gpus: int) -> int:
-        return base.total(peak, -(-shared // gpus) + beside)
+        one = states_of_one(base.states, gpus)
+        return base.total(peak, one.resident + one.gradients)
 
     return _on_fewest(base, total)
 

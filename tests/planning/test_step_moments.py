@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +29,7 @@ from lowmem_patch.memory import (
 )
 from lowmem_patch.memory.optimizers import temporaries_of
 from lowmem_patch.memory.predict import Plans, _Predictor, _Totals
+from lowmem_patch.memory.sharding import states_of_one
 from lowmem_patch.tracing.base_model import switch_checkpointing_on
 from lowmem_patch.tracing.inputs import ExampleInputs
 from lowmem_patch.tracing.shadow import make_shadow
@@ -358,6 +360,24 @@ def test_states_on_four_gpus_by_hand(
     for moment, size in whole.items():
         assert abs(one.moments[moment] - less + size - four.moments[moment]) <= 1, moment
     assert four.moments["optimizer step"] < 0.26 * one.moments["optimizer step"]
+
+
+def test_rounding_on_four_gpus_is_that_of_shards() -> None:
+    """As the ladder and budgets count it: a weight of 11.5 MiB loses half a MiB, shards of it nothing."""
+    model = nn.Linear(2048, 1472, bias=False, device="meta")
+    inputs = ExampleInputs((torch.empty(2, 2048, device="meta"),))
+    states = model_state_bytes(model, "adamw")
+    found = predict_memory(
+        model, load_config("auto"), lambda *_: inputs, batch_size=2, training=Training(gpus=4)
+    ).before
+    one = states_of_one(states, 4)
+    assert states.rounding > one.rounding == 0
+    assert found.workspace == one.workspace + one.rounding
+    assert found.moments["forward"] > one.resident
+    # what shards lose counts also where a GPU has no workspaces
+    larger = model_state_bytes(nn.Linear(2048, 4 * 1472, bias=False, device="meta"), "adamw")
+    without = dataclasses.replace(larger.sizes, workspaces=())
+    assert states_of_one(dataclasses.replace(larger, sizes=without), 4).rounding > 0
 
 
 def test_4_bits_on_several_gpus_and_unknown_checkpointing_are_refused() -> None:
