@@ -29,6 +29,12 @@ class Sums:
         return self.runs[number].behind - own - sum(self.outputs[:number])
 
 
+def input_sizes(timeline: Timeline) -> list[int]:
+    """Bytes of each run's input, as what the run before gives; the first one's is taken to be like its own
+    output."""
+    return [timeline.runs[max(0, number - 1)].output for number in range(len(timeline.runs))]
+
+
 def more_seconds(level: str, one: RunSeconds, size: int = 0, device: Device | None = None) -> float:
     """Seconds of a step that one run takes more at a level than as patched.
 

@@ -99,7 +99,7 @@ def rung_of(model: nn.Module, activations: int, budget: int) -> Rung | None:
     states = dataclasses.replace(states, workspace=32)
     device = Device("none", 1.0, 1.0, 1.0)
     base = Base(
-        model, as_example_inputs(BATCH), (), states, Training(), Budget(budget, ""),
+        model, as_example_inputs(BATCH), states, Training(), Budget(budget, ""),
         activations + states.gradients, (), 0.0, device,
     )  # fmt: skip
     return _sharded(base)
