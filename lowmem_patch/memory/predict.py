@@ -215,7 +215,7 @@ class _Totals:
             raise ConfigError("4-bit weights are not counted on several GPUs: use lora, or one GPU")
         states = model_state_bytes(model, training.optimizer, quantised=training.quantised)
         self.training = training
-        self.states = states if training.gpus == 1 else states_of_one(states, training.gpus)
+        self.states = states_of_one(states, training.gpus)
         self.gathered = gathered(model, repeated_blocks(model))
         self.temporaries = temporaries_of(model, training.optimizer, training.gpus, elsewhere=True)
 

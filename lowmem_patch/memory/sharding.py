@@ -87,6 +87,8 @@ def _gradients(parameters: Iterable[Tensor]) -> int:
 
 def states_of_one(states: ModelStates, gpus: int) -> ModelStates:
     """The shards of one GPU; rounded up, and what its allocator rounds up for them."""
+    if gpus == 1:
+        return states
     sizes = states.sizes
     shards = StateSizes(
         _shares(sizes.held, gpus),

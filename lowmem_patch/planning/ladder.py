@@ -297,8 +297,7 @@ def _steps(
         apply_plan(shadow.model, plan, arithmetic=False)
     assume_looks(model, shadow.model, gathered=training.gpus > 1)
     states = model_state_bytes(model, training.optimizer, quantised=training.quantised)
-    if training.gpus > 1:
-        states = states_of_one(states, training.gpus)
+    states = states_of_one(states, training.gpus)
     blocks, device = find_blocks(facts), device_of(model)
     seconds = run_seconds(facts, blocks, device, plan.patches)
     return Steps(model, shadow, blocks, seconds, device, states, training, few)
