@@ -369,13 +369,10 @@ def main() -> int:
             share = case.nbytes / (microseconds * 1e-6) / bandwidth
             shape = "x".join(map(str, case.shape))
             results.append(Result(case.op, shape, case.by, microseconds, share))
-            print(
-                f"{case.op:32s} {shape:18s} {case.by:6s} {microseconds:9.1f} {share:6.0%}",
-                flush=True,
-            )
+            row = f"{case.op:32s} {shape:18s} {case.by:6s} {microseconds:9.1f} {share:6.0%}"
+            print(row, flush=True)
         torch.cuda.empty_cache()
-    lora = {} if arguments.only else lora_costs(timer)
-    costs = {} if arguments.only else launch_costs()
+    lora, costs = ({}, {}) if arguments.only else (lora_costs(timer), launch_costs())
     if arguments.json:
         found = environment("cuda")
         record = {

@@ -19,11 +19,14 @@ from lowmem_patch.cli import app
 from lowmem_patch.config import load_config
 from lowmem_patch.errors import BudgetError, ConfigError
 from lowmem_patch.memory import Training, predict
-from lowmem_patch.planning import ladder
-from lowmem_patch.planning.budget import make_budget
+from lowmem_patch.planning import steps
+from lowmem_patch.planning.budget import Budget, make_budget
+from lowmem_patch.planning.fit_sums import input_sizes
 from lowmem_patch.planning.ladder import Rung, find_rungs
+from lowmem_patch.planning.timeline import RunBytes, Timeline
 from lowmem_patch.report.fit import print_ladder
 from lowmem_patch.tracing.inputs import as_example_inputs
+from tests.support.models import llama_of
 from tests.support.stacks import rows, stack
 
 LAYERS = 8  # more than are run
@@ -155,6 +158,30 @@ def test_the_ladder_names_what_the_model_has() -> None:
     ]
 
 
+@pytest.mark.parametrize("layers", [2, LAYERS])
+@pytest.mark.parametrize(
+    "asked", [{}, {"accumulation": 2}, {"gpus": 4}, {"optimizer": "adafactor"}]
+)
+def test_totals_of_the_ladder_are_those_of_a_budget(layers: int, asked: dict[str, Any]) -> None:
+    """Of many blocks the ladder runs few: what the allocator rounds up for activations is missing there."""
+    with torch.device("meta"):
+        model = llama_of(num_hidden_layers=layers)
+    inputs = as_example_inputs({"input_ids": torch.empty(2, 64, dtype=torch.long, device="meta")})
+    optimizer, gpus = asked.get("optimizer", "adamw"), asked.get("gpus", 1)
+    training = Training(optimizer, accumulates="accumulation" in asked, gpus=gpus)
+    rungs = find_rungs(model, load_config("auto"), inputs, training, Budget(2**30, ""))
+    fit = plan_patch(model, "auto", example_inputs=inputs, fit="1GiB", **asked).fit
+    assert fit is not None and not any(block.seconds for block in fit.blocks)
+    rounded = fit.rounding + fit.margin if layers == LAYERS else 0
+    assert rungs[0].name == "patched, and no block runs again"
+    assert rungs[0].total == fit.predicted - rounded
+
+
+def test_what_goes_to_the_host_is_what_the_run_before_gave() -> None:
+    runs = [RunBytes(1, size, True, 0, 0, 0) for size in (3, 5, 7)]
+    assert input_sizes(Timeline(tuple(runs), 0, 0, 0, 0, 0)) == [3, 3, 5]
+
+
 def test_a_budget_as_the_ladder_prints_it_is_no_smaller(capsys: pytest.CaptureFixture[str]) -> None:
     print_ladder([Rung("patched", 2**30 + 1, 1.0)], 2**30, "a GPU")
     (row,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("patched"))
@@ -184,7 +211,7 @@ def test_too_small_a_budget_has_an_exit_code_of_its_own(shallow: Path) -> None:
 def each_step_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls of one command with one model, whose limits alone differ, run each step on fake tensors once."""
     known: dict[Any, Any] = {}
-    run_levels, step = ladder.run_levels, predict._Predictor.step
+    run_levels, step = steps.run_levels, predict._Predictor.step
 
     def levels_once(shadow: Any, blocks: Any, levels: Any, **how: Any) -> Any:
         key = (str(sorted(levels.items())), str(how["inputs"]))
@@ -198,7 +225,7 @@ def each_step_once(monkeypatch: pytest.MonkeyPatch) -> None:
             known[key] = step(self, *size)
         return known[key]
 
-    monkeypatch.setattr(ladder, "run_levels", levels_once)
+    monkeypatch.setattr(steps, "run_levels", levels_once)
     monkeypatch.setattr(predict._Predictor, "step", step_once)
 
 

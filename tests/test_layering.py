@@ -83,7 +83,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("memory",),
     ("planning.budget", "planning.costs", "planning.solve", "planning.timeline"),
     ("planning.fit_sums", "planning.need", "planning.sharded_timeline"),
-    ("planning.choices",),
+    ("planning.choices", "planning.steps"),
     ("planning.fit", "planning.ladder"),
     ("planning.fit_model",),
     ("api",),

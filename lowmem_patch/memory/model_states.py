@@ -6,20 +6,16 @@ import dataclasses
 import math
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from lowmem_patch.errors import ConfigError
 from lowmem_patch.memory.caching_allocator import rounding_bytes
 from lowmem_patch.memory.cublas import workspace_sizes
-from lowmem_patch.memory.optimizers import check_optimizer
+from lowmem_patch.memory.optimizers import check_optimizer, state_sizes
 from lowmem_patch.tracing.base_model import output_head
 from lowmem_patch.tracing.quantised import held_beside, own_bytes
 
 FEWEST_BYTES = 10_000  # of a budget: who writes a number below that means GiB
-# bitsandbytes: one float32 scale per 256 values of each 8-bit state; small tensors stay in 32 bits
-_STATE_BLOCK, _SMALLEST_8BIT = 256, 4096
-_SMALLEST_PAGED = 100_000  # elements: smaller states of a paged optimizer stay on the GPU
-_LEAST_BLOCK = 512  # bytes that the allocator of a GPU gives for one number
 # QLoRA: 4 bits a weight, an 8-bit scale per 64 weights, a float32 scale per 256 of those scales
 _WEIGHT_BLOCK, _SCALE_BLOCK = 64, 256
 _UNITS = {"b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
@@ -79,12 +75,14 @@ class StateSizes:
         workspaces: of cuBLAS.
         gradients: of the parameters that train.
         optimizer: the state of the optimizer, which its first step makes.
+        on_gpu: they are on a GPU, or will be.
     """
 
     held: tuple[int, ...] = ()
     workspaces: tuple[int, ...] = ()
     gradients: tuple[int, ...] = ()
     optimizer: tuple[int, ...] = ()
+    on_gpu: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,29 +119,6 @@ class ModelStates:
     def resident(self) -> int:
         """All but the gradients."""
         return self.counted + self.rounding
-
-
-def _state_sizes(parameter: Tensor, optimizer: str) -> tuple[int, ...]:
-    """Bytes of each tensor of a parameter's state."""
-    count, width, shape = parameter.numel(), parameter.element_size(), parameter.shape
-    if optimizer.startswith("paged_") and count >= _SMALLEST_PAGED:
-        return ()
-    if optimizer in ("adamw", "adamw_foreach"):  # two moments in the parameter's dtype
-        # the fused one counts its steps where the parameter is
-        steps = _LEAST_BLOCK if optimizer == "adamw" and parameter.device.type != "cpu" else 0
-        return count * width, count * width, steps
-    if optimizer == "paged_adamw":
-        return count * 4, count * 4
-    if optimizer in ("adamw8bit", "paged_adamw8bit"):
-        if count < _SMALLEST_8BIT:
-            return count * 4, count * 4
-        scales = -(-count // _STATE_BLOCK) * 4
-        return count, count, scales, scales
-    if optimizer == "adafactor":  # a row and a column of second moments
-        if len(shape) > 1:
-            return count // shape[-1] * width, count // shape[-2] * width
-        return (count * width,)
-    return ()  # sgd without momentum
 
 
 def _quantised_bytes(count: int) -> int:
@@ -186,7 +161,7 @@ def model_state_bytes(model: nn.Module, optimizer: str, *, quantised: bool = Fal
             held.append(own_bytes(parameter))
         if parameter.requires_grad:
             gradients.append(size)
-            states += _state_sizes(parameter, optimizer)
+            states += state_sizes(parameter, optimizer)
     workspaces = workspace_sizes(model)
     on_gpu = any(parameter.device.type != "cpu" for parameter in model.parameters())
     return ModelStates(
@@ -196,5 +171,5 @@ def model_state_bytes(model: nn.Module, optimizer: str, *, quantised: bool = Fal
         dequantised,
         sum(workspaces),
         rounding_bytes((*held, *states)) if on_gpu else 0,
-        StateSizes((*held, dequantised), workspaces, tuple(gradients), tuple(states)),
+        StateSizes((*held, dequantised), workspaces, tuple(gradients), tuple(states), on_gpu),
     )

@@ -20,8 +20,8 @@ from lowmem_patch.errors import ConfigError
 from lowmem_patch.memory.blocks import DEPTHS, extended, repeated_blocks, shortened
 from lowmem_patch.memory.few_blocks import Plans, make_plans
 from lowmem_patch.memory.model_states import USUAL_TRAINING, Training, model_state_bytes
-from lowmem_patch.memory.optimizers import FakeOptimizer
-from lowmem_patch.memory.sharding import gathered, shard, sharded_moments
+from lowmem_patch.memory.optimizers import temporaries_of
+from lowmem_patch.memory.sharding import gathered, sharded_sizes, states_of_one
 from lowmem_patch.memory.step import (
     BACKWARD,
     FORWARD,
@@ -130,7 +130,6 @@ class _Predictor:
         self.training = training
         self.blocks = plans.blocks
         self.shadows: dict[int | None, Shadow] = {}
-        self.optimizers: dict[int | None, FakeOptimizer] = {}
         self.known: dict[tuple[int, int | None], Mapping[Part, PartBytes]] = {}
 
     def _make_shadow(self, depth: int | None, inputs: ExampleInputs) -> Shadow:
@@ -155,14 +154,10 @@ class _Predictor:
         shadow = self.shadows[depth]
         assert shadow.mode is not None
         fakes = fake_inputs(inputs, shadow.mode, torch.device("cpu"))
-        with shadow.mode:
-            if depth not in self.optimizers:
-                trained = [p for p in shadow.model.parameters() if p.requires_grad]
-                self.optimizers[depth] = FakeOptimizer(self.training.optimizer, trained)
         blocks = () if self.blocks is None else shadow.model.get_submodule(self.blocks)._modules
         with watched_step(
             dataclasses.replace(shadow, inputs=fakes), [f"{self.blocks}.{name}" for name in blocks],
-            accumulates=self.training.accumulates, optimizer=self.optimizers[depth],
+            accumulates=self.training.accumulates,
         ) as live:  # fmt: skip
             return live.result()
 
@@ -220,19 +215,21 @@ class _Totals:
             raise ConfigError("4-bit weights are not counted on several GPUs: use lora, or one GPU")
         states = model_state_bytes(model, training.optimizer, quantised=training.quantised)
         self.training = training
-        self.states = shard(states, training.gpus)
+        self.states = states_of_one(states, training.gpus)
         self.gathered = gathered(model, repeated_blocks(model))
+        self.temporaries = temporaries_of(model, training.optimizer, training.gpus, elsewhere=True)
 
     def moments(self, parts: Mapping[Part, PartBytes]) -> dict[str, int]:
         """All bytes that are held at one time, at most, in each moment."""
         gpus, held = self.training.gpus, self.states.resident - self.states.dequantised
         held += self.states.gradients if self.training.accumulates else 0  # of earlier batches
-        sizes = most_of_moments(parts)
+        sizes = {part: size.peak for part, size in parts.items()}
         if gpus > 1:
-            sizes = sharded_moments(parts, gpus, self.gathered)
+            sizes = sharded_sizes(parts, gpus, self.gathered)
+        moments = most_of_moments(sizes, self.temporaries)
         # QLoRA multiplies by one weight after the other, each in the compute dtype for a while
         more = dict.fromkeys((FORWARD, BACKWARD), self.states.dequantised)
-        return {moment: held + size + more.get(moment, 0) for moment, size in sizes.items()}
+        return {moment: held + size + more.get(moment, 0) for moment, size in moments.items()}
 
 
 def _check_solved(solve: str, length: int | None) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lowmem_patch.memory.caching_allocator import rounding_bytes
 from lowmem_patch.memory.model_states import ModelStates, StateSizes
-from lowmem_patch.memory.step import BACKWARD, FORWARD, MOMENTS, OPTIMIZER, Part, PartBytes
+from lowmem_patch.memory.step import BACKWARD, FORWARD, MOMENTS, Part, PartBytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,23 +85,22 @@ def _gradients(parameters: Iterable[Tensor]) -> int:
     return _bytes(parameter for parameter in parameters if parameter.requires_grad)
 
 
-def shard(states: ModelStates, gpus: int) -> ModelStates:
-    """The share of one GPU; rounded up."""
-    names = ("parameters", "gradients", "optimizer")
-    return dataclasses.replace(states, **{n: -(-getattr(states, n) // gpus) for n in names})
-
-
 def states_of_one(states: ModelStates, gpus: int) -> ModelStates:
-    """The shards of one GPU."""
+    """The shards of one GPU; rounded up, and what its allocator rounds up for them."""
+    if gpus == 1:
+        return states
     sizes = states.sizes
     shards = StateSizes(
         _shares(sizes.held, gpus),
         sizes.workspaces,
         _shares(sizes.gradients, gpus),
         _shares(sizes.optimizer, gpus),
+        sizes.on_gpu,
     )
-    rounding = rounding_bytes((*shards.held, *shards.optimizer)) if sizes.workspaces else 0
-    return dataclasses.replace(shard(states, gpus), sizes=shards, rounding=rounding)
+    names = ("parameters", "gradients", "optimizer")
+    shares = dict(zip(names, _shares([getattr(states, n) for n in names], gpus), strict=True))
+    rounding = rounding_bytes((*shards.held, *shards.optimizer)) if sizes.on_gpu else 0
+    return dataclasses.replace(states, **shares, sizes=shards, rounding=rounding)
 
 
 def is_replicated() -> bool:
@@ -124,13 +123,9 @@ def _shares(sizes: Iterable[int], gpus: int) -> tuple[int, ...]:
     return tuple(-(-size // gpus) for size in sizes)
 
 
-def sharded_moments(parts: Mapping[Part, PartBytes], gpus: int, whole: Gathered) -> dict[str, int]:
-    """The largest sum of each moment, gradients sharded, and what is gathered added."""
-    moments: dict[str, int] = {}
-    for (moment, place), part in parts.items():
-        own = part.activations
-        if moment == OPTIMIZER:  # whose temporaries are of the shards
-            own = -(-own // gpus)
-        size = own + -(-part.gradients // gpus) + whole.most(moment, place)
-        moments[moment] = max(size, moments.get(moment, 0))
-    return {moment: moments[moment] for moment in MOMENTS if moment in moments}
+def sharded_sizes(parts: Mapping[Part, PartBytes], gpus: int, whole: Gathered) -> dict[Part, int]:
+    """The largest sum of each part, gradients sharded, and what is gathered added."""
+    return {
+        part: size.activations + -(-size.gradients // gpus) + whole.most(*part)
+        for part, size in parts.items()
+    }

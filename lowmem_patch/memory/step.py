@@ -10,14 +10,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lowmem_patch.errors import TraceError
-from lowmem_patch.memory.optimizers import FakeOptimizer
 from lowmem_patch.nn.deferred import Unstored
 from lowmem_patch.tracing.base_model import base_model, is_leaf, output_head
 from lowmem_patch.tracing.gpu_dropout import GpuDropouts
@@ -54,13 +53,17 @@ class PartBytes:
     gradients: int
 
 
-def most_of_moments(parts: Mapping[Part, PartBytes]) -> dict[str, int]:
-    """The largest sum of each moment of the step, in their order."""
-    return {
-        moment: max(part.peak for (name, _), part in parts.items() if name == moment)
-        for moment in MOMENTS
-        if any(name == moment for name, _ in parts)
-    }
+def most_of_moments(sizes: Mapping[Part, int], temporaries: Sequence[int]) -> dict[str, int]:
+    """The largest size of each moment of the step, in their order.
+
+    Args:
+        temporaries: of the optimizer's step, beside what the backward leaves.
+    """
+    moments: dict[str, int] = {}
+    for (moment, _), size in sizes.items():
+        moments[moment] = max(size, moments.get(moment, 0))
+    moments[OPTIMIZER] = moments[AFTER_BACKWARD] + sum(temporaries)
+    return {moment: moments[moment] for moment in MOMENTS if moment in moments}
 
 
 class LiveBytes(LiveStorages):
@@ -216,7 +219,6 @@ def watched_step(
     sites: Iterable[str] = (),
     *,
     accumulates: bool = False,
-    optimizer: FakeOptimizer | None = None,
     settled: Callable[[], None] | None = None,
     purpose: str = "on fake tensors",
 ) -> Iterator[LiveBytes]:
@@ -226,7 +228,6 @@ def watched_step(
     Args:
         sites: paths of the blocks whose runs are told apart.
         accumulates: it adds to the gradients of an earlier batch, which are not counted, as parameters.
-        optimizer: of this shadow, where its step is run, too.
         settled: called when the forward ends, before it is looked what is alive.
         purpose: of the step, for an error.
 
@@ -240,13 +241,11 @@ def watched_step(
     with contextlib.ExitStack() as contexts:
         contexts.enter_context(in_training_mode(model))
         contexts.enter_context(torch.enable_grad())
-        if shadow.mode is not None:
-            contexts.enter_context(shadow.mode)
+        contexts.enter_context(shadow.running())
         earlier = contexts.enter_context(_gradients(model, accumulates))
         if shadow.elsewhere:
             contexts.enter_context(GpuDropouts())
-        states = [] if optimizer is None else optimizer.state
-        held = [*model.parameters(), *model.buffers(), *shadow.beside, *earlier, *states]
+        held = [*model.parameters(), *model.buffers(), *shadow.beside, *earlier]
         live = LiveBytes(held, shadow.packed, sites, settled, on_gpu=shadow.on_gpu)
         contexts.enter_context(observed_calls(model, live.enter, live.leave))
         contexts.enter_context(live)
@@ -258,7 +257,7 @@ def watched_step(
         for tensor in inputs.tensors:
             live.add(tensor)
         try:
-            _run(model, inputs, live, optimizer)
+            _run(model, inputs, live)
         except Exception as error:  # of a foreign forward
             raise TraceError(
                 f"a training step of {type(model).__name__} could not be run {purpose}: "
@@ -268,14 +267,9 @@ def watched_step(
     torch.clear_autocast_cache()
 
 
-def _run(
-    model: nn.Module, inputs: ExampleInputs, live: LiveBytes, optimizer: FakeOptimizer | None
-) -> None:
+def _run(model: nn.Module, inputs: ExampleInputs, live: LiveBytes) -> None:
     loss = step_loss(model(*inputs.args, **inputs.kwargs))
     live.mark(AFTER_LOSS)
     live.begin(BACKWARD)
     torch.autograd.backward(loss)
     live.mark(AFTER_BACKWARD)
-    if optimizer is not None:
-        live.begin(OPTIMIZER, 0)
-        optimizer.step()

@@ -9,7 +9,7 @@ from statistics import median
 
 from lowmem_patch.nn.host_memory import buffer_bytes
 from lowmem_patch.planning.costs import Device, RunSeconds
-from lowmem_patch.planning.fit_sums import OVERLAP, Sums, more_seconds
+from lowmem_patch.planning.fit_sums import OVERLAP, Sums, input_sizes, more_seconds
 from lowmem_patch.planning.solve import Choice, Step
 from lowmem_patch.planning.timeline import Timeline
 from lowmem_patch.strategies.checkpointing import Blocks
@@ -49,8 +49,7 @@ class Choices:
         self.sites = [blocks.blocks[run.block].site for run in blocks.runs]
         least = min(timeline.outside for timeline in profiles.values())
         self.sums = {level: Sums(timeline, least) for level, timeline in profiles.items()}
-        runs = range(len(blocks.runs))
-        self.inputs = [profiles["patched"].runs[max(0, number - 1)].output for number in runs]
+        self.inputs = input_sizes(profiles["patched"])
         self.on_hosts = [buffer_bytes(size) if size else 0 for size in self.inputs]
         away = profiles.get("offloaded", profiles["patched"]).runs
         self.saved = [run.copied for run in away]

@@ -8,30 +8,25 @@ no sum, is what is predicted and held against the budget.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from torch import nn
 
-from lowmem_patch.errors import BudgetError, TraceError
+from lowmem_patch.errors import BudgetError
 from lowmem_patch.memory.model_states import ModelStates, Training
-from lowmem_patch.nn.checkpointing import SWITCHES, is_switched_on
 from lowmem_patch.planning.budget import Budget
 from lowmem_patch.planning.choices import Choices
 from lowmem_patch.planning.costs import Device, RunSeconds
 from lowmem_patch.planning.fit_report import LEVEL_REASONS, FitReport, FittedBlock
-from lowmem_patch.planning.fit_sums import temporaries_of
 from lowmem_patch.planning.names import size_text
-from lowmem_patch.planning.need import OPTIMIZER_STEP, Need, need_of
-from lowmem_patch.planning.sharded_timeline import sharding_of
+from lowmem_patch.planning.need import OPTIMIZER_STEP
 from lowmem_patch.planning.solve import Solution, Step, least_limit, solve
-from lowmem_patch.planning.timeline import FewRuns, Timeline, few_of, few_runs, run_levels
+from lowmem_patch.planning.steps import Steps
+from lowmem_patch.planning.timeline import Timeline
 from lowmem_patch.strategies.checkpointing import ALONE, Blocks, LevelPatch, patches_of
-from lowmem_patch.tracing.inputs import ExampleInputs
 from lowmem_patch.tracing.shadow import Shadow
 
 _TRIES = 6  # steps that are run to hold what the sums did not foresee
@@ -65,17 +60,15 @@ class NoFit(Exception):
         self.least, self.peak, self.levels, self.moment = least, peak, levels, moment
 
 
-class Fitting:
-    """One model, patched on fake tensors, whose blocks are given levels.
+class Fitting(Steps):
+    """Steps of one model, from which levels of its blocks are chosen.
 
     Args:
-        model, shadow: unpatched, and its patched shadow.
-        blocks: that it has.
-        seconds: of each run.
-        device: that has these times.
-        states: of the model; gradients are counted where the step makes them.
-        training: of which its optimizer counts, and whether gradients of earlier batches are held.
+        model, shadow, blocks, seconds, device, states, training: as of `Steps`.
         host: bytes of host memory that may be used.
+
+    Raises:
+        BudgetError: a training step runs other blocks than the trace.
     """
 
     def __init__(
@@ -89,17 +82,10 @@ class Fitting:
         training: Training,
         host: int,
     ) -> None:
-        self.shadow, self.blocks, self.seconds, self.device = shadow, blocks, seconds, device
-        self.states, self.training, self.host = states, training, host
+        super().__init__(model, shadow, blocks, seconds, device, states, training)
+        self.host = host
         self.sites = [block.site for block in blocks.blocks]
-        self.earlier = states.gradients if training.accumulates else 0
-        self.resident = states.resident + self.earlier
-        self.free = [b for b in blocks.blocks if not b.refusal and not self._is_switched_on(b.site)]
-        self.temporaries = temporaries_of(shadow.model, training, elsewhere=shadow.elsewhere)
-        self.sharding = sharding_of(model, blocks, training)
-        self._known: dict[Any, Timeline] = {}
-        self.few = few_runs(shadow.model, blocks, few_of(shadow.model))
-        self.patched = self._profile(self._all("patched"))
+        self.patched = self.profile("patched")
         count = len(self.patched.runs)
         if count != len(blocks.runs):
             raise BudgetError(
@@ -107,60 +93,14 @@ class Fitting:
                 "cannot be planned: give example_inputs= with which both are the same"
             )
 
-    def _is_switched_on(self, site: str) -> bool:
-        """Whether another library's checkpointing is on in the block or around it."""
-        modules = dict(self.shadow.model.named_modules())
-        parts = site.split(".")
-        around = [modules[".".join(parts[:length])] for length in range(len(parts))]
-        return is_switched_on(modules[site]) or any(
-            module.__dict__.get(name) for module in around for name in SWITCHES
-        )
-
-    # steps on fake tensors
-
-    def run(
-        self,
-        levels: Mapping[str, str],
-        *,
-        settled: bool = False,
-        inputs: ExampleInputs | None = None,
-        few: FewRuns | None = None,
-    ) -> Timeline:
-        """As `run_levels`; a step that was run is remembered, for it costs most of what a fit costs."""
-        key = frozenset(levels.items()), settled, few, self.blocks.lag
-        if inputs is None and key in self._known:
-            return self._known[key]
-        accumulates = self.training.accumulates
-        found = run_levels(
-            self.shadow, self.blocks, levels, settled=settled, inputs=inputs, few=few, accumulates=accumulates
-        )  # fmt: skip
-        found = found if few else self._of_one(found)
-        return self._known.setdefault(key, found) if inputs is None else found
-
     @functools.cached_property
     def profiles(self) -> dict[str, Timeline]:
         """The step at each level; a budget that holds the patched one needs no other."""
         others = [level for level in ALONE if level != "patched"]
         if self.device.apart:
             others.append("offloaded")
-        profiles = {level: self._profile(self._all(level)) for level in others if self.free}
+        profiles = {level: self.profile(level) for level in others if self.free}
         return {"patched": self.patched} | profiles
-
-    def _all(self, level: str) -> dict[str, str]:
-        return {block.site: level for block in self.free}
-
-    def _profile(self, levels: Mapping[str, str]) -> Timeline:
-        """A step in which all blocks that are free have one level: of few of them, where that tells all."""
-        if self.few is not None:
-            with contextlib.suppress(TraceError):  # not every model runs with fewer blocks
-                found = self.few.extended(self.run(levels, few=self.few))
-                if found is not None:
-                    return self._of_one(found)
-            self.few = None
-        return self.run(levels)
-
-    def _of_one(self, timeline: Timeline) -> Timeline:
-        return timeline if self.sharding is None else self.sharding.of_one(timeline)
 
     def _kept(self) -> tuple[list[bool], list[bool]]:
         """Whether a patched run holds its output, and its input: seen beside runs that hold nothing."""
@@ -180,13 +120,6 @@ class Fitting:
                 elif (one, other) == ("host", "patched"):
                     inputs[number + 1] = lives
         return outputs, inputs
-
-    def _need(self, timeline: Timeline) -> Need:
-        return need_of(timeline, self.states, self.training, self.temporaries)
-
-    def beside(self, timeline: Timeline) -> int:
-        """Bytes of a step beside what is held for the whole of training."""
-        return self._need(timeline).total - self.resident
 
     # the sums
 
@@ -220,9 +153,9 @@ class Fitting:
         found = levels, self.run(levels)
         # the sums of a mix may be above one level for all, whose step was run
         for level, profile in self.profiles.items():
-            on_host = self.choices.on_host(self._all(level))
+            on_host = self.choices.on_host(self.all_at(level))
             if profile.peak[0] < found[1].peak[0] and on_host <= self.host:
-                levels = self._all(level)
+                levels = self.all_at(level)
                 found = min(found, (levels, self.run(levels)), key=lambda one: one[1].peak[0])
         return found
 
@@ -239,7 +172,7 @@ class Fitting:
             levels, timeline = self._least()
             peak = self.beside(timeline)
             if peak > room:
-                least, need = self.resident + peak, self._need(timeline)
+                least, need = self.resident + peak, self.need(timeline)
                 moment = self._name(need.part, need.run)
                 raise NoFit(least + budget.reserve_above(peak), peak, levels, moment)
             found = levels, timeline
@@ -284,7 +217,7 @@ class Fitting:
     ) -> Fitted:
         blocks = self._rows(levels, timeline)
         reasons = {block.site: block.reason for block in blocks}
-        need = self._need(timeline)
+        need = self.need(timeline)
         report = FitReport(
             asked=budget.asked,
             budget=budget.bytes,

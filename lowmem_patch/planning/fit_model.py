@@ -10,8 +10,6 @@ from torch import nn
 from lowmem_patch.errors import BudgetError, ConfigError
 from lowmem_patch.memory.model_states import FEWEST_BYTES, Training, model_state_bytes
 from lowmem_patch.memory.sharding import is_replicated, states_of_one, with_buckets
-from lowmem_patch.nn.gammas import would_tell_z
-from lowmem_patch.nn.norms import MSNorm
 from lowmem_patch.planning.apply import apply_plan, undo
 from lowmem_patch.planning.budget import Budget, free_host_bytes, make_budget
 from lowmem_patch.planning.costs import (
@@ -24,11 +22,12 @@ from lowmem_patch.planning.costs import (
 )
 from lowmem_patch.planning.fit import NO_BLOCKS, Fitting, NoFit
 from lowmem_patch.planning.fit_report import FitReport
-from lowmem_patch.planning.ladder import Base, Rung, smaller_rungs
+from lowmem_patch.planning.ladder import Rung, base_of, smaller_rungs
 from lowmem_patch.planning.names import size_text
 from lowmem_patch.planning.planner import NOTHING_TRAINS, Planned
 from lowmem_patch.planning.report import find_records
 from lowmem_patch.planning.sharded_timeline import Sharding
+from lowmem_patch.planning.steps import assume_looks
 from lowmem_patch.strategies.checkpointing import Blocks, find_blocks
 
 _WORTH = 0.05  # of the least budget: a change that saves less and does not suffice is not proposed
@@ -80,7 +79,7 @@ def fit_planned(
     if timed and blocks.runs:
         seconds = _timed(model, planned, blocks, seconds)
         device = with_measured_host(device, next(model.parameters()).device)
-    _assume_looks(model, planned.shadow.model, gathered=training.gpus > 1)
+    assume_looks(model, planned.shadow.model, gathered=training.gpus > 1)
     host = free_host_bytes() if host is None else host
     fitting = Fitting(model, planned.shadow, blocks, seconds, device, states, training, host)
     try:
@@ -111,18 +110,6 @@ def _of_several_gpus(report: FitReport, sharding: Sharding | None, buckets: int)
     return dataclasses.replace(report, notes=(*report.notes, *notes))
 
 
-def _assume_looks(model: nn.Module, shadow: nn.Module, *, gathered: bool) -> None:
-    """Tell the norms of a patched shadow, which has no data, what their gammas and betas are like; nobody
-    looks at those that FSDP2 gathers."""
-    modules = dict(model.named_modules())
-    for name, norm in shadow.named_modules():
-        if isinstance(norm, MSNorm) and not norm.folded and name in modules:
-            own = modules[name]._parameters
-            gamma, beta = map(own.get, norm.names)
-            told = False if gathered else would_tell_z(norm, gamma, beta)
-            norm.looks.assumed = told
-
-
 def _timed(
     model: nn.Module, planned: Planned, blocks: Blocks, seconds: tuple[RunSeconds, ...]
 ) -> tuple[RunSeconds, ...]:
@@ -140,9 +127,13 @@ def _timed(
 
 
 def _too_small(fitting: Fitting, budget: Budget, found: NoFit, inputs: str) -> str:
+    more = sum(
+        fitting.seconds_of(number, found.levels.get(fitting.sites[run.block], "patched"))
+        for number, run in enumerate(fitting.blocks.runs)
+    )
     found_rungs = smaller_rungs(
-        _base(fitting, budget, found),
-        lambda smaller: fitting.beside(fitting.run(found.levels, inputs=smaller)) + fitting.earlier,
+        base_of(fitting, fitting.shadow.model, budget, found.peak, more),
+        lambda smaller: fitting.beside(fitting.run(found.levels, inputs=smaller)),
     )
     rungs = sorted(found_rungs, key=lambda rung: -rung.total)
     states = fitting.states
@@ -184,18 +175,3 @@ def _helps(rungs: Sequence[Rung], budget: int, least: int) -> list[str]:
         for rung in helps
     ]
     return [heading, *lines] if lines else []
-
-
-def _base(fitting: Fitting, budget: Budget, found: NoFit) -> Base:
-    """A step with every block at the level of the least budget."""
-    more = sum(
-        fitting.seconds_of(number, found.levels.get(fitting.sites[run.block], "patched"))
-        for number, run in enumerate(fitting.blocks.runs)
-    )
-    shadow, states, peak = fitting.shadow, fitting.states, found.peak + fitting.earlier
-    quantised = states.dequantised > 0 or bool(shadow.beside)
-    return Base(
-        shadow.model, shadow.inputs, fitting.sites, states,
-        dataclasses.replace(fitting.training, quantised=quantised), budget, peak, fitting.seconds, more,
-        fitting.device,
-    )  # fmt: skip

@@ -1,10 +1,7 @@
-"""What steps on fake tensors say of each run of a block, and of the optimizer's step."""
+"""What steps on fake tensors say of each run of a block."""
 
 from __future__ import annotations
 
-from torch import nn
-
-from lowmem_patch.memory.model_states import Training
 from lowmem_patch.planning.costs import Device, RunSeconds
 from lowmem_patch.planning.solve import Choice
 from lowmem_patch.planning.timeline import Timeline
@@ -32,6 +29,12 @@ class Sums:
         return self.runs[number].behind - own - sum(self.outputs[:number])
 
 
+def input_sizes(timeline: Timeline) -> list[int]:
+    """Bytes of each run's input, as what the run before gives; the first one's is taken to be like its own
+    output."""
+    return [timeline.runs[max(0, number - 1)].output for number in range(len(timeline.runs))]
+
+
 def more_seconds(level: str, one: RunSeconds, size: int = 0, device: Device | None = None) -> float:
     """Seconds of a step that one run takes more at a level than as patched.
 
@@ -48,19 +51,3 @@ def more_seconds(level: str, one: RunSeconds, size: int = 0, device: Device | No
     copy = size / device.host
     stall = max(0.0, copy - one.forward) + max(0.0, copy - one.forward - one.backward)
     return one.again + stall + OVERLAP * 2 * copy
-
-
-def temporaries_of(model: nn.Module, training: Training, *, elsewhere: bool) -> tuple[int, ...]:
-    """Bytes of what an optimizer's step holds at one time for a while: torch's optimizers take all weights of
-    a GPU at once, and one after the other on a CPU; its fused AdamW allocates nothing.
-
-    Args:
-        elsewhere: the model will run on a GPU, wherever it is now.
-    """
-    trained = [p for p in model.parameters() if p.requires_grad]
-    sizes = [parameter.nbytes for parameter in trained]
-    if not sizes or training.optimizer not in ("adamw_foreach", "adafactor"):
-        return ()
-    on_cpu = trained[0].device.type == "cpu" and not elsewhere
-    shares = [-(-size // training.gpus) for size in sizes]
-    return 2 * (max(shares),) if on_cpu else tuple(shares)

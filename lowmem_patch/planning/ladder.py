@@ -18,10 +18,10 @@ from lowmem_patch.memory.step import BACKWARD
 from lowmem_patch.planning.apply import apply_plan
 from lowmem_patch.planning.budget import Budget
 from lowmem_patch.planning.costs import Device, RunSeconds, device_of, run_seconds
-from lowmem_patch.planning.fit_sums import more_seconds, temporaries_of
+from lowmem_patch.planning.fit_sums import input_sizes, more_seconds
 from lowmem_patch.planning.planner import facts_and_plan
-from lowmem_patch.planning.sharded_timeline import sharding_of
-from lowmem_patch.planning.timeline import FewRuns, Timeline, few_of, few_runs, run_levels
+from lowmem_patch.planning.steps import Steps, UnevenError, assume_looks
+from lowmem_patch.planning.timeline import FewRuns, few_of
 from lowmem_patch.strategies.checkpointing import ALONE, find_blocks
 from lowmem_patch.tracing.inputs import ExampleInputs
 
@@ -57,12 +57,11 @@ class Base:
     Attributes:
         model: whose weights count.
         inputs: of the step.
-        sites: paths of the blocks.
         states: of the model.
         training: its optimizer, whether frozen weights lie in few bits already, and over how many GPUs the
             model states are sharded already.
         budget: of which the reserve and the size count.
-        peak: bytes of the step beside parameters and optimizer state.
+        peak: bytes of the step beside what is held for the whole of training.
         runs: predicted times of the blocks' runs.
         more: predicted seconds that their levels cost.
         device: that has these times.
@@ -70,7 +69,6 @@ class Base:
 
     model: nn.Module
     inputs: ExampleInputs
-    sites: Sequence[str]
     states: ModelStates
     training: Training
     budget: Budget
@@ -80,8 +78,14 @@ class Base:
     device: Device
 
     @property
+    def gradients(self) -> int:
+        """Bytes of those that the peak may hold; gradients of earlier batches are there all the time."""
+        return 0 if self.training.accumulates else self.states.gradients
+
+    @property
     def resident(self) -> int:
-        return self.states.resident
+        """Bytes that are held for the whole of training."""
+        return self.states.resident + self.states.gradients - self.gradients
 
     @property
     def seconds(self) -> float:
@@ -93,12 +97,25 @@ class Base:
         return states + peak + self.budget.reserve_above(peak)
 
 
+def base_of(steps: Steps, model: nn.Module, budget: Budget, peak: int, more: float) -> Base:
+    """The base of a step of ``model``'s.
+
+    Args:
+        peak, more: of the step, as of `Base`.
+    """
+    quantised = steps.states.dequantised > 0 or bool(steps.shadow.beside)
+    return Base(
+        model, steps.shadow.inputs, steps.states, dataclasses.replace(steps.training, quantised=quantised),
+        budget, peak, steps.seconds, more, steps.device,
+    )  # fmt: skip
+
+
 def smaller_rungs(base: Base, peak_of: Callable[[ExampleInputs], int]) -> Iterator[Rung]:
     """Smaller inputs, another optimizer, 4-bit weights and several GPUs (where any number of them suffices):
     each alone on top of the base; of a base on several GPUs smaller inputs, and more GPUs.
 
     Args:
-        peak_of: bytes of a step with other inputs, beside parameters and optimizer state.
+        peak_of: bytes of a step with other inputs, beside what is held for the whole of training.
     """
     for name, smaller, rows, tokens in _smaller(base.inputs):
         try:
@@ -106,7 +123,7 @@ def smaller_rungs(base: Base, peak_of: Callable[[ExampleInputs], int]) -> Iterat
         except TraceError:  # not every model takes another size
             continue
         seconds = _part_of(base.runs, rows, tokens) * base.seconds
-        yield Rung(name, base.total(max(peak, base.states.gradients)), seconds, on_top=True)
+        yield Rung(name, base.total(max(peak, base.gradients)), seconds, on_top=True)
     if base.training.gpus > 1:
         if (more := _more_gpus(base)) is not None:
             yield more
@@ -128,13 +145,12 @@ def _sharded(base: Base) -> Rung | None:
     All shards of gradients count, and what is gathered in the backward, or before the first block.
     """
     whole = gathered(base.model, repeated_blocks(base.model))
-    activations = base.peak - base.states.gradients
+    activations = base.peak - base.gradients
     peak = max(activations + whole.most(BACKWARD, 0), whole.first)
-    beside = base.states.workspace + base.states.rounding
-    shared = base.resident - beside + base.states.gradients
 
     def total(gpus: int) -> int:
-        return base.total(peak, -(-shared // gpus) + beside)
+        one = states_of_one(base.states, gpus)
+        return base.total(peak, one.resident + one.gradients)
 
     return _on_fewest(base, total)
 
@@ -222,7 +238,8 @@ def _qlora(base: Base) -> Rung:
     beside = base.states.workspace + (states.rounding or base.states.rounding)
     # weights, gradients and two moments of the adapters
     held = states.counted - states.workspace + beside + 4 * _ADAPTER_WIDTH * adapters
-    peak = base.peak - (base.states.gradients if full else 0)
+    held += 0 if full else base.states.gradients - base.gradients
+    peak = base.peak - (base.gradients if full else 0)
     moved = sum(m.weight.numel() * (_PACKED + m.weight.element_size()) for m in linears)
     passes = 3 if base.more else 2
     seconds = base.seconds + passes * moved / base.device.traffic
@@ -239,39 +256,6 @@ _NAMES = {
     "checkpointed": "all blocks run again",
     "host": "all blocks run again, their inputs in host memory",
 }
-
-
-class _Uneven(Exception):
-    """Few blocks do not tell what many need."""
-
-
-class _Steps:
-    """Steps of the patched model, of few of its blocks where these tell all."""
-
-    def __init__(
-        self, model: nn.Module, config: PatchConfig, inputs: ExampleInputs, few: FewRuns | None
-    ) -> None:
-        path, depth = (few.path, few.depth) if few else (None, None)
-        with shortened(model, path, depth):
-            facts, plan, self.shadow = facts_and_plan(model, config, inputs, [])
-        if self.shadow.mode is not None:
-            apply_plan(self.shadow.model, plan, arithmetic=False)
-        self.blocks = find_blocks(facts)
-        self.device = device_of(model)
-        self.runs = run_seconds(facts, self.blocks, self.device, plan.patches)
-        self.few = few_runs(self.shadow.model, self.blocks, few)
-        if self.few is not None:
-            self.runs = self.few.extended_runs(self.runs)
-        elif few is not None:
-            raise _Uneven
-
-    def run(self, level: str, accumulates: bool, inputs: ExampleInputs | None = None) -> Timeline:
-        levels = {block.site: level for block in self.blocks.blocks if not block.refusal}
-        found = run_levels(self.shadow, self.blocks, levels, inputs=inputs, accumulates=accumulates)
-        extended = found if self.few is None else self.few.extended(found)
-        if extended is None:
-            raise _Uneven
-        return extended
 
 
 def find_rungs(
@@ -293,53 +277,46 @@ def find_rungs(
     """
     few = few_of(model)
     if few is not None:
-        with contextlib.suppress(TraceError, _Uneven):
-            return tuple(_rungs(model, _Steps(model, config, inputs, few), training, budget))
-    return tuple(_rungs(model, _Steps(model, config, inputs, None), training, budget))
+        with contextlib.suppress(TraceError, UnevenError):
+            return tuple(_rungs(model, _steps(model, config, inputs, training, few), budget))
+    return tuple(_rungs(model, _steps(model, config, inputs, training, None), budget))
 
 
-def _rungs(model: nn.Module, steps: _Steps, training: Training, budget: Budget) -> Iterator[Rung]:
+def _steps(
+    model: nn.Module,
+    config: PatchConfig,
+    inputs: ExampleInputs,
+    training: Training,
+    few: FewRuns | None,
+) -> Steps:
+    """Steps of the patched model, of few of its blocks where these are given."""
+    path, depth = (few.path, few.depth) if few else (None, None)
+    with shortened(model, path, depth):
+        facts, plan, shadow = facts_and_plan(model, config, inputs, [])
+    if shadow.mode is not None:
+        apply_plan(shadow.model, plan, arithmetic=False)
+    assume_looks(model, shadow.model, gathered=training.gpus > 1)
     states = model_state_bytes(model, training.optimizer, quantised=training.quantised)
-    if training.gpus > 1:
-        states = states_of_one(states, training.gpus)
-    sharding = sharding_of(model, steps.blocks, training)
-    if sharding is not None and steps.few is not None:
-        sharding = dataclasses.replace(
-            sharding, gradients=steps.few.extended_runs(sharding.gradients)
-        )
-    # gradients of earlier batches are there from the beginning
-    earlier = states.gradients if training.accumulates else 0
-    temporaries = sum(temporaries_of(model, training, elsewhere=True))
+    states = states_of_one(states, training.gpus)
+    blocks, device = find_blocks(facts), device_of(model)
+    seconds = run_seconds(facts, blocks, device, plan.patches)
+    return Steps(model, shadow, blocks, seconds, device, states, training, few)
+
+
+def _rungs(model: nn.Module, steps: Steps, budget: Budget) -> Iterator[Rung]:
     levels = list(ALONE if steps.blocks.blocks else ALONE[:1])
-    if not any(run.attention for run in steps.runs):
+    if not any(run.attention for run in steps.seconds):
         levels = [level for level in levels if level != "attention"]
-
-    def peak_of(timeline: Timeline) -> int:
-        timeline = timeline if sharding is None else sharding.of_one(timeline)
-        return earlier + max(timeline.peak[0], timeline.end + temporaries)
-
-    sites = [block.site for block in steps.blocks.blocks]
-    base = Base(
-        model,
-        steps.shadow.inputs,
-        sites,
-        states,
-        training,
-        budget,
-        0,
-        steps.runs,
-        0.0,
-        steps.device,
-    )
+    free = steps.of_all([steps.blocks.blocks[run.block] in steps.free for run in steps.blocks.runs])
+    sizes = input_sizes(steps.profile("patched"))
     for level in levels:
-        timeline = steps.run(level, training.accumulates)
-        outputs = [run.output for run in timeline.runs]
         more = sum(
             more_seconds(level, one, size, steps.device)
-            for one, size in zip(steps.runs, outputs, strict=False)
+            for one, size, changes in zip(steps.seconds, sizes, free, strict=False)
+            if changes
         )
-        base = dataclasses.replace(base, peak=peak_of(timeline), more=more)
+        base = base_of(steps, model, budget, steps.beside(steps.profile(level)), more)
         yield Rung(_NAMES[level], base.total(base.peak), base.seconds)
     yield from smaller_rungs(
-        base, lambda smaller: peak_of(steps.run(levels[-1], training.accumulates, smaller))
+        base, lambda smaller: steps.beside(steps.profile(levels[-1], inputs=smaller))
     )

@@ -10,7 +10,6 @@ and more are put in behind the third.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
@@ -24,7 +23,6 @@ from lowmem_patch.nn.offloading import Offload
 from lowmem_patch.strategies.checkpointing import Blocks, LevelPatch, patches_of
 from lowmem_patch.strategies.protocol import Target
 from lowmem_patch.tracing.inputs import ExampleInputs
-from lowmem_patch.tracing.isolation import running_fake
 from lowmem_patch.tracing.shadow import Shadow
 
 Part = tuple[str, int]  # and the number of a run
@@ -151,10 +149,9 @@ def run_timeline(
     Raises:
         TraceError: the forward or the backward fails.
     """
-    mode = contextlib.nullcontext() if shadow.mode is None else running_fake(shadow.mode)
     purpose = "to plan how it fits"
     step = watched_step(shadow, sites, accumulates=accumulates, settled=settled, purpose=purpose)
-    with mode, step as live:
+    with step as live:
         return _timeline(live)
 
 

@@ -20,7 +20,7 @@ from lowmem_patch.errors import TraceError
 from lowmem_patch.tracing.base_model import base_model, text_config
 from lowmem_patch.tracing.diffusion_inputs import diffusion_inputs, is_diffusers
 from lowmem_patch.tracing.inputs import ExampleInputs
-from lowmem_patch.tracing.isolation import preserved, running_fake
+from lowmem_patch.tracing.isolation import preserved
 from lowmem_patch.tracing.shadow import make_shadow
 
 _MOST_CANDIDATES = 24
@@ -177,8 +177,7 @@ def _first_that_runs(model: Any, candidates: list[ExampleInputs]) -> ExampleInpu
 
 def _run_fake(model: Any, inputs: ExampleInputs) -> None:
     shadow = make_shadow(model, inputs)
-    assert shadow.mode is not None
-    with running_fake(shadow.mode), torch.no_grad():
+    with shadow.running(), torch.no_grad():
         shadow.model(*shadow.inputs.args, **shadow.inputs.kwargs)
 
 

@@ -3,6 +3,7 @@ data), so a trace costs no memory and works for meta models."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 from collections import OrderedDict
@@ -18,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from lowmem_patch.errors import TraceError
 from lowmem_patch.tracing.fake_mode import make_fake_mode, values_of
 from lowmem_patch.tracing.inputs import ExampleInputs
-from lowmem_patch.tracing.isolation import is_offloaded
+from lowmem_patch.tracing.isolation import is_offloaded, running_fake
 from lowmem_patch.tracing.no_cache import as_on_data
 from lowmem_patch.tracing.quantised import Fakes
 from lowmem_patch.tracing.sharded import came_sharded, whole_twin
@@ -54,6 +55,10 @@ class Shadow:
         """Whether the model is on a GPU, or will be."""
         # `is_cuda` of a fake tensor is an op
         return self.elsewhere or any(p.device.type == "cuda" for p in self.model.parameters())
+
+    def running(self) -> contextlib.AbstractContextManager[Any]:
+        """The context of whatever runs it."""
+        return contextlib.nullcontext() if self.mode is None else running_fake(self.mode)
 
 
 def tensors_in(value: Any) -> list[Tensor]:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from lowmem_patch.errors import TraceError
 from lowmem_patch.tracing.call_arguments import dropout_call
 from lowmem_patch.tracing.gpu_dropout import GpuDropouts
-from lowmem_patch.tracing.isolation import in_training_mode, running_fake
+from lowmem_patch.tracing.isolation import in_training_mode
 from lowmem_patch.tracing.observers import (
     DispatchObserver,
     FunctionObserver,
@@ -321,8 +321,7 @@ def trace_forward(shadow: Shadow, *, structure: bool = True) -> Trace:
     with contextlib.ExitStack() as contexts:
         contexts.enter_context(in_training_mode(model))
         contexts.enter_context(torch.enable_grad())
-        if shadow.mode is not None:
-            contexts.enter_context(running_fake(shadow.mode))
+        contexts.enter_context(shadow.running())
         if shadow.elsewhere:
             contexts.enter_context(GpuDropouts())
         saved = contexts.enter_context(saved_bytes(model))

@@ -42,7 +42,7 @@ def test_few_blocks_tell_the_step_of_all(count: int) -> None:
     few, sides = found.few, found._kept()
     assert few.depth + few.more == count
     for level, timeline in found.profiles.items():
-        assert timeline == found.run({} if level == "patched" else found._all(level)), level
+        assert timeline == found.run({} if level == "patched" else found.all_at(level)), level
     found.few = None
     assert sides == found._kept()
     assert [few.stands_for(n) for n in (0, 2, 3, 4, count - 1)] == [0, 2, 3, 2, few.depth - 1]

@@ -96,10 +96,10 @@ class Counted(nn.Module):
 
 def rung_of(model: nn.Module, activations: int, budget: int) -> Rung | None:
     states = model_state_bytes(model, "adamw")
-    states = dataclasses.replace(states, workspace=32, rounding=8)
+    states = dataclasses.replace(states, workspace=32)
     device = Device("none", 1.0, 1.0, 1.0)
     base = Base(
-        model, as_example_inputs(BATCH), (), states, Training(), Budget(budget, ""),
+        model, as_example_inputs(BATCH), states, Training(), Budget(budget, ""),
         activations + states.gradients, (), 0.0, device,
     )  # fmt: skip
     return _sharded(base)
@@ -111,11 +111,11 @@ def test_the_sum_of_a_step_over_several_gpus() -> None:
     weights, head, block = 464, 80, 64
     backward = 1000 + 2 * (head + 2 * block)  # weights that are gathered, and gradients as many
     for gpus in (2, 4, 8):
-        total = backward + 4 * weights // gpus + 32 + 8
+        total = backward + 4 * weights // gpus + 32
         found = rung_of(model, 1000, total)
         assert found is not None and found.total == total and found.on_top
         assert found.name == f"FSDP over {gpus} GPUs, bytes of each"
-    assert rung_of(model, 1000, backward + 4 * weights // 64 + 32 + 8 - 1) is None
+    assert rung_of(model, 1000, backward + 4 * weights // 64 + 32 - 1) is None
 
 
 def test_the_sum_of_several_gpus_may_be_that_in_front_of_the_blocks() -> None:
@@ -124,7 +124,7 @@ def test_the_sum_of_several_gpus_may_be_that_in_front_of_the_blocks() -> None:
     blocks, head, block = 6 * 64, 800, 64
     first = 2 * (head + block)
     assert first > 200 + head + 4 * block  # the backward
-    total = first + (4 * blocks + head) // 2 + 32 + 8
+    total = first + (4 * blocks + head) // 2 + 32
     found = rung_of(model, 200, total)
     assert found is not None and found.total == total
 

@@ -27,10 +27,9 @@ from lowmem_patch.memory import (
     predict_memory,
 )
 from lowmem_patch.memory.cublas import workspace_sizes
-from lowmem_patch.memory.step import most_of_moments
 from lowmem_patch.tracing.inputs import ExampleInputs
 from lowmem_patch.tracing.shadow import Shadow, make_shadow
-from tests.support.step_bytes import step_bytes
+from tests.support.step_bytes import moments_of, step_bytes
 
 
 def llama(layers: int = 2, attention: str = "sdpa") -> Any:
@@ -158,7 +157,7 @@ def test_few_blocks_tell_of_many(attention: str, preset: str | None) -> None:
     predictor = predictor_of(model, preset, tokens, (3, 40))
     found = predictor.step(3, 40)
     assert set(predictor.shadows) == {3, 4} and len(model.model.layers) == 9
-    assert most_of_moments(found) == whole_steps(model, preset, 3, 40).moments
+    assert moments_of(found) == whole_steps(model, preset, 3, 40).moments
 
 
 class Uneven(nn.Module):
@@ -181,7 +180,7 @@ def test_blocks_that_only_look_equal_are_all_run() -> None:
 
     predictor = predictor_of(Uneven(), None, make, (4, None))
     found, whole = predictor.step(4, None), step_bytes(make_shadow(Uneven().train(), make(4, None)))
-    assert most_of_moments(found) == most_of_moments(whole.parts)
+    assert moments_of(found) == moments_of(whole.parts)
     # nine inputs, three inputs of GELU, and what the mean square is of; the first input is the model's
     assert predictor.plans.report.saved_before == whole.saved == (9 + 3) * 4 * 8 * 4
 
@@ -205,7 +204,7 @@ def test_blocks_that_run_twice_are_all_run() -> None:
 
     predictor = predictor_of(Twice(), None, make, (4, None))
     found, whole = predictor.step(4, None), step_bytes(make_shadow(Twice().train(), make(4, None)))
-    assert most_of_moments(found) == most_of_moments(whole.parts)
+    assert moments_of(found) == moments_of(whole.parts)
     assert set(predictor.shadows) == {3, 4, None}
 
 

@@ -16,7 +16,7 @@ from lowmem_patch import plan_patch
 from lowmem_patch.config import load_config
 from lowmem_patch.errors import BudgetError
 from lowmem_patch.memory import Training, make_plans, predict_memory
-from lowmem_patch.planning import fit, ladder
+from lowmem_patch.planning import ladder, steps
 from lowmem_patch.planning.budget import make_budget
 from lowmem_patch.tracing.inputs import ExampleInputs
 from tests.support.stacks import rows, stack
@@ -67,19 +67,19 @@ def test_cost_grows_no_faster_than_depth() -> None:
 def test_what_fits_takes_few_steps_and_few_ops(monkeypatch: pytest.MonkeyPatch) -> None:
     """What `inspect --memory` runs, by what costs time in it: ops on fake tensors."""
     ops: list[str] = []
-    steps: list[str] = []
-    dispatch, run_levels = FakeTensorMode.dispatch, ladder.run_levels
+    ran: list[str] = []
+    dispatch, run_levels = FakeTensorMode.dispatch, steps.run_levels
 
     def dispatched(self: Any, func: Any, *rest: Any, **more: Any) -> Any:
         ops.append(str(func))
         return dispatch(self, func, *rest, **more)
 
-    def ran(*given: Any, **more: Any) -> Any:
-        steps.append("step")
+    def noted(*given: Any, **more: Any) -> Any:
+        ran.append("step")
         return run_levels(*given, **more)
 
     monkeypatch.setattr(FakeTensorMode, "dispatch", dispatched)
-    monkeypatch.setattr(ladder, "run_levels", ran)
+    monkeypatch.setattr(steps, "run_levels", noted)
     model, config = llama(SEVEN_BILLION_LAYERS), load_config("auto")
 
     def make(rows: int, length: int | None) -> ExampleInputs:
@@ -91,7 +91,7 @@ def test_what_fits_takes_few_steps_and_few_ops(monkeypatch: pytest.MonkeyPatch) 
         model, config, make, batch_size=2, length=64, limit=2**34, solve="batch", plans=plans
     )
     found = ladder.find_rungs(model, config, make(2, 64), Training(), make_budget("16GiB", model))
-    assert len(steps) == len([rung for rung in found if not rung.on_top]) + 2  # length and batch
+    assert len(ran) == len([rung for rung in found if not rung.on_top]) + 2  # length and batch
     assert ops.count("prim.device.default") < 0.02 * len(ops)
     assert len(ops) < OPS
 
@@ -99,14 +99,14 @@ def test_what_fits_takes_few_steps_and_few_ops(monkeypatch: pytest.MonkeyPatch) 
 def test_a_budget_runs_no_step_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """The step at one level for all blocks is needed for the sums, and again in the search for the least."""
     ran: list[str] = []
-    run_levels = fit.run_levels
+    run_levels = steps.run_levels
 
     def noted(shadow: Any, blocks: Any, levels: Any, *, inputs: Any, **how: Any) -> Any:
         if inputs is None:
             ran.append(str((sorted(levels.items()), how)))
         return run_levels(shadow, blocks, levels, inputs=inputs, **how)
 
-    monkeypatch.setattr(fit, "run_levels", noted)
+    monkeypatch.setattr(steps, "run_levels", noted)
     with warned(), pytest.raises(BudgetError):
         plan_patch(stack(), "exact", example_inputs=rows(), fit="1KiB")
     assert ran and sorted(set(ran)) == sorted(ran)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -26,13 +27,14 @@ from lowmem_patch.memory import (
     predict_memory,
     run_step,
 )
+from lowmem_patch.memory.optimizers import temporaries_of
 from lowmem_patch.memory.predict import Plans, _Predictor, _Totals
-from lowmem_patch.memory.step import most_of_moments
+from lowmem_patch.memory.sharding import states_of_one
 from lowmem_patch.tracing.base_model import switch_checkpointing_on
 from lowmem_patch.tracing.inputs import ExampleInputs
 from lowmem_patch.tracing.shadow import make_shadow
 from tests.support.live import allocated
-from tests.support.step_bytes import step_bytes
+from tests.support.step_bytes import moments_of, step_bytes
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*profil"),
@@ -220,6 +222,24 @@ def test_each_optimizers_temporaries_are_counted(optimizer: str) -> None:
         assert temporaries == 0
 
 
+@pytest.mark.parametrize("optimizer", REAL)
+def test_temporaries_are_what_a_real_step_of_the_optimizer_makes(optimizer: str) -> None:
+    """torch's Adafactor runs its loop on every device: a GPU changes nothing."""
+    model = llama().train()
+    trained = list(model.parameters())
+    real = REAL[optimizer](trained)
+    for parameter in trained:
+        parameter.grad = torch.ones_like(parameter)
+    real.step()
+    found = temporaries_of(model, optimizer, elsewhere=True)
+    assert 0 <= allocated(real.step) - sum(found) <= WORKSPACE
+    if optimizer == "adafactor":
+        assert found == temporaries_of(model.to("meta"), optimizer, elsewhere=False)
+        assert sum(found) < 3 * max(p.nbytes for p in trained) < sum(p.nbytes for p in trained)
+        halves = temporaries_of(model, optimizer, 2, elsewhere=True)
+        assert halves == tuple(-(-size // 2) for size in found)
+
+
 def test_moments_of_a_step_by_hand() -> None:
     """A Linear and the mean square of what it gives: 4 rows of 3 -> 5, float32."""
     x, y, weight = 4 * 3 * 4, 4 * 5 * 4, 5 * 3 * 4
@@ -298,7 +318,7 @@ def test_few_blocks_tell_where_the_peak_of_many_is(length: int) -> None:
         found = predictor.step(1, length)
         assert set(predictor.shadows) == {3, 4}
         whole = step_bytes(shadow, accumulates=accumulates)
-        assert most_of_moments(found) == most_of_moments(whole.parts)
+        assert moments_of(found) == moments_of(whole.parts)
         assert plans.report.saved_before == whole.saved
 
 
@@ -340,6 +360,24 @@ def test_states_on_four_gpus_by_hand(
     for moment, size in whole.items():
         assert abs(one.moments[moment] - less + size - four.moments[moment]) <= 1, moment
     assert four.moments["optimizer step"] < 0.26 * one.moments["optimizer step"]
+
+
+def test_rounding_on_four_gpus_is_that_of_shards() -> None:
+    """As the ladder and budgets count it: a weight of 11.5 MiB loses half a MiB, shards of it nothing."""
+    model = nn.Linear(2048, 1472, bias=False, device="meta")
+    inputs = ExampleInputs((torch.empty(2, 2048, device="meta"),))
+    states = model_state_bytes(model, "adamw")
+    found = predict_memory(
+        model, load_config("auto"), lambda *_: inputs, batch_size=2, training=Training(gpus=4)
+    ).before
+    one = states_of_one(states, 4)
+    assert states.rounding > one.rounding == 0
+    assert found.workspace == one.workspace + one.rounding
+    assert found.moments["forward"] > one.resident
+    # what shards lose counts also where a GPU has no workspaces
+    larger = model_state_bytes(nn.Linear(2048, 4 * 1472, bias=False, device="meta"), "adamw")
+    without = dataclasses.replace(larger.sizes, workspaces=())
+    assert states_of_one(dataclasses.replace(larger, sizes=without), 4).rounding > 0
 
 
 def test_4_bits_on_several_gpus_and_unknown_checkpointing_are_refused() -> None:

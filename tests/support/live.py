@@ -79,4 +79,4 @@ def allocated(run: Callable[[], None]) -> int:
         run()
     events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
     sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
-    return max(itertools.accumulate(sizes))
+    return max(itertools.accumulate(sizes), default=0)

@@ -7,10 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from lowmem_patch.memory.step import watched_step
 from lowmem_patch.tracing.fake_mode import make_fake_mode
+from lowmem_patch.tracing.inputs import ExampleInputs
 from lowmem_patch.tracing.isolation import find_caches, running_fake
+from lowmem_patch.tracing.shadow import make_shadow
 
 
 def cached() -> Any:
@@ -56,3 +59,16 @@ def test_a_reference_that_is_gone_hides_no_cache() -> None:
         made.append(cached())
         made[0](3)
     assert type(made[0](3)) is Tensor
+
+
+def test_a_predicted_step_leaves_no_fake_table_in_a_cache() -> None:
+    """A forward may remember a table, which a real forward would find fake."""
+    table = cached()
+
+    class Model(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + table(4)
+
+    with watched_step(make_shadow(Model(4, 4), ExampleInputs((torch.ones(2, 4),)))):
+        pass
+    assert type(table(4)) is Tensor

@@ -1,0 +1,156 @@
+"""Steps of a patched model on fake tensors, whose blocks have levels, and the bytes that each needs."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+from torch import nn
+
+from lowmem_patch.errors import TraceError
+from lowmem_patch.memory.model_states import ModelStates, Training
+from lowmem_patch.memory.optimizers import temporaries_of
+from lowmem_patch.nn.checkpointing import SWITCHES, is_switched_on
+from lowmem_patch.nn.gammas import would_tell_z
+from lowmem_patch.nn.norms import MSNorm
+from lowmem_patch.planning.costs import Device, RunSeconds
+from lowmem_patch.planning.need import Need, need_of
+from lowmem_patch.planning.sharded_timeline import sharding_of
+from lowmem_patch.planning.timeline import FewRuns, Timeline, few_of, few_runs, run_levels
+from lowmem_patch.strategies.checkpointing import Blocks
+from lowmem_patch.tracing.inputs import ExampleInputs
+from lowmem_patch.tracing.shadow import Shadow
+
+T = TypeVar("T")
+
+
+class UnevenError(Exception):
+    """Few blocks do not tell what many need."""
+
+
+class Steps:
+    """One model, patched on fake tensors, whose blocks are given levels.
+
+    Args:
+        model, shadow: unpatched, and its patched shadow.
+        blocks: that the shadow has.
+        seconds: of each of its runs.
+        device: that has these times.
+        states: of the model; gradients are counted where the step makes them.
+        training: of which its optimizer counts, and whether gradients of earlier batches are held.
+        short: of many equal blocks the shadow has these few.
+
+    Raises:
+        UnevenError: a short shadow does not tell of all.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        shadow: Shadow,
+        blocks: Blocks,
+        seconds: Sequence[RunSeconds],
+        device: Device,
+        states: ModelStates,
+        training: Training,
+        short: FewRuns | None = None,
+    ) -> None:
+        self.shadow, self.blocks, self.device = shadow, blocks, device
+        self.states, self.training = states, training
+        self.earlier = states.gradients if training.accumulates else 0
+        self.resident = states.resident + self.earlier
+        self.free = [b for b in blocks.blocks if not b.refusal and not self._is_switched_on(b.site)]
+        self.temporaries = temporaries_of(
+            model, training.optimizer, training.gpus, elsewhere=shadow.elsewhere
+        )
+        self.few = few_runs(shadow.model, blocks, short or few_of(shadow.model))
+        self._short = short is not None
+        self._known: dict[Any, Timeline] = {}
+        self.seconds = self.of_all(seconds)
+        self.sharding = sharding_of(model, blocks, training)
+        if self.sharding is not None:
+            gradients = self.of_all(self.sharding.gradients)
+            self.sharding = dataclasses.replace(self.sharding, gradients=gradients)
+
+    def of_all(self, runs: Sequence[T]) -> tuple[T, ...]:
+        """What is known of each run of the shadow, for each run of the model."""
+        if not self._short:
+            return tuple(runs)
+        if self.few is None:
+            raise UnevenError
+        return self.few.extended_runs(runs)
+
+    def _is_switched_on(self, site: str) -> bool:
+        """Whether another library's checkpointing is on in the block or around it."""
+        modules = dict(self.shadow.model.named_modules())
+        parts = site.split(".")
+        around = [modules[".".join(parts[:length])] for length in range(len(parts))]
+        return is_switched_on(modules[site]) or any(
+            module.__dict__.get(name) for module in around for name in SWITCHES
+        )
+
+    def run(
+        self,
+        levels: Mapping[str, str],
+        *,
+        settled: bool = False,
+        inputs: ExampleInputs | None = None,
+        few: FewRuns | None = None,
+    ) -> Timeline:
+        """As `run_levels`; a step that was run is remembered, for it costs most of what a fit costs."""
+        key = frozenset(levels.items()), settled, few, self.blocks.lag
+        if inputs is None and key in self._known:
+            return self._known[key]
+        accumulates = self.training.accumulates
+        found = run_levels(
+            self.shadow, self.blocks, levels, settled=settled, inputs=inputs, few=few, accumulates=accumulates
+        )  # fmt: skip
+        found = found if few else self._of_one(found)
+        return self._known.setdefault(key, found) if inputs is None else found
+
+    def all_at(self, level: str) -> dict[str, str]:
+        """This level for every block that may have one."""
+        return {block.site: level for block in self.free}
+
+    def profile(self, level: str, inputs: ExampleInputs | None = None) -> Timeline:
+        """A step in which all blocks that are free have one level: of few of them, where that tells all.
+
+        Raises:
+            UnevenError: a short shadow does not tell of all.
+            TraceError: the step fails.
+        """
+        levels = self.all_at(level)
+        if self.few is not None:
+            # not every model runs with fewer blocks, nor with other inputs
+            with contextlib.suppress(*(() if inputs is not None else (TraceError,))):
+                found = self.few.extended(self.run(levels, few=self.few, inputs=inputs))
+                if found is not None:
+                    return self._of_one(found)
+            self.few = None
+        if self._short:
+            raise UnevenError
+        return self.run(levels, inputs=inputs)
+
+    def _of_one(self, timeline: Timeline) -> Timeline:
+        return timeline if self.sharding is None else self.sharding.of_one(timeline)
+
+    def need(self, timeline: Timeline) -> Need:
+        return need_of(timeline, self.states, self.training, self.temporaries)
+
+    def beside(self, timeline: Timeline) -> int:
+        """Bytes of a step beside what is held for the whole of training."""
+        return self.need(timeline).total - self.resident
+
+
+def assume_looks(model: nn.Module, shadow: nn.Module, *, gathered: bool) -> None:
+    """Tell the norms of a patched shadow, which has no data, what their gammas and betas are like; nobody
+    looks at those that FSDP2 gathers."""
+    modules = dict(model.named_modules())
+    for name, norm in shadow.named_modules():
+        if isinstance(norm, MSNorm) and not norm.folded and name in modules:
+            own = modules[name]._parameters
+            gamma, beta = map(own.get, norm.names)
+            told = False if gathered else would_tell_z(norm, gamma, beta)
+            norm.looks.assumed = told
