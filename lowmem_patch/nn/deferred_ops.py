@@ -34,6 +34,7 @@ from lowmem_patch.functional import (
     recast_matmul,
     save_copy,
     saves_input,
+    without_torch_function,
 )
 from lowmem_patch.nn import (
     readers as readers,  # fills the table of those who read what is made here
@@ -266,6 +267,14 @@ class Normed(Saved):
         return affine_linear(
             value, h.sources[-1], self.affine, to.weight, to.bias, dtype, to.adapter
         )
+
+
+def saved_copy(h: Stored) -> Tensor | None:
+    """What Linears read in the place of a norm's output, where the norm saves it as well; else None."""
+    with without_torch_function():
+        op = h.op
+        saved = type(op) is Normed and op.copy and op.affine is None and not h.is_changed()
+        return h.sources[0] if saved else None
 
 
 class Dropped(Op):

@@ -47,8 +47,9 @@ from lowmem_patch.functional import (
 from lowmem_patch.nn.adapters import forward_as_one
 from lowmem_patch.nn.attention_in_graph import AttentionInGraph
 from lowmem_patch.nn.context import autocast_dtype, is_foreign, product_dtype
-from lowmem_patch.nn.deferred import Deferred, Unstored, value_of
+from lowmem_patch.nn.deferred import Deferred, Stored, Unstored, value_of
 from lowmem_patch.nn.deferred_linears import project
+from lowmem_patch.nn.deferred_ops import saved_copy
 from lowmem_patch.nn.gammas import look_at_gammas
 from lowmem_patch.nn.modes import ForwardMode, has_foreign_mode, under_mode
 from lowmem_patch.nn.norms import MSNorm
@@ -108,8 +109,11 @@ def _stores_input(
         y = _in_graph(module, given, args[0]) if stored else None
         return inner_forward(module, given)(*args, **kwargs) if y is None else y
     if type(module) is nn.Linear and given is None and len(args) == 1 and not kwargs:
-        y = below_modes(_directly, module, once, args[0])
+        x = args[0]
+        y = below_modes(_directly, module, once, saved_copy(x) if type(x) is Stored else x)
         if y is not None:
+            if type(x) is Stored:
+                x.was_bypassed = True
             return y
     return _stores_by_hooks(module, given, *args, **kwargs)
 
