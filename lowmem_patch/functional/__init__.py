@@ -44,8 +44,9 @@ from lowmem_patch.functional.activations import saves_input as saves_input
 from lowmem_patch.functional.affine import Affine as Affine
 from lowmem_patch.functional.affine import Recomputed as Recomputed
 from lowmem_patch.functional.affine import affine_linear as affine_linear
-from lowmem_patch.functional.compiled import LEAST_RATIO as LEAST_RATIO
+from lowmem_patch.functional.compiled import SavedAs as SavedAs
 from lowmem_patch.functional.compiled import is_sharded as is_sharded
+from lowmem_patch.functional.compiled import limits_of as limits_of
 from lowmem_patch.functional.cross_entropy import linear_cross_entropy as linear_cross_entropy
 from lowmem_patch.functional.cross_entropy import linear_losses as linear_losses
 from lowmem_patch.functional.dropout import dropout_linear as dropout_linear

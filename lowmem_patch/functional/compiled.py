@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -36,9 +36,18 @@ from lowmem_patch.functional.graph_storage import graph_values
 from lowmem_patch.functional.products import IDENTITY, LowRank, linear_op
 from lowmem_patch.functional.products_backward import linear_backward_op, one_for_each
 
-Limits = tuple[float, float]  # see `norm`
-# of |gamma| to the largest, where an output with float32's exponents still tells z (bfloat16 has them, too)
-LEAST_RATIO = 1e-8
+# how exactly an output is saved: in 8 bits, in float16, in bfloat16, in a wider dtype
+SavedAs = Literal["bits", "half", "low", "wide"]
+
+
+def limits_of(saved: SavedAs) -> tuple[float, float]:
+    """The least |gamma|, as a share of the largest, and the most |beta / gamma|, of an output that tells z."""
+    # literals, as numbers from elsewhere are none in a graph of dynamic shapes
+    if saved == "bits":
+        return 1 / 16, 2.0
+    if saved == "half":
+        return 1e-4, 16.0
+    return 1e-8, 16.0 if saved == "low" else 1e3
 
 
 def _recomputed(function: Callable[..., Tensor], *args: Any) -> Tensor:
@@ -201,7 +210,7 @@ class _Norm(torch.autograd.Function):
         settings: NormSettings,
         out_dtype: torch.dtype,
         saved_dtype: torch.dtype,
-        limits: Limits | None,
+        limits: SavedAs | None,
     ) -> Tensor:
         y, rstd = reference.norm(x, weight, bias, settings, out_dtype)
         if saved is None:
@@ -221,13 +230,13 @@ class _Norm(torch.autograd.Function):
 
 
 def _nan_beyond(
-    limits: Limits, weight: Tensor, bias: Tensor | None, settings: NormSettings
+    saved: SavedAs, weight: Tensor, bias: Tensor | None, settings: NormSettings
 ) -> Tensor:
     """``weight``, NaN where the output does not tell z: a graph can neither ask first nor save z then."""
-    ratio, shift = limits
+    ratio, shift = limits_of(saved)
     size = settings.gamma_of(weight.float()).abs()
     # the largest is a kernel of its own
-    known = size > (ratio * size.max() if ratio > LEAST_RATIO else 0.0)
+    known = size > (ratio * size.max() if saved in ("bits", "half") else 0.0)
     if bias is not None:
         known = known & (bias.float().abs() < shift * size)
     return torch.where(known, weight, float("nan"))
@@ -240,7 +249,7 @@ def norm(
     settings: NormSettings,
     out_dtype: torch.dtype,
     saved_dtype: torch.dtype,
-    limits: Limits | None,
+    limits: SavedAs | None,
 ) -> Tensor:
     """LayerNorm or RMSNorm that saves its output or, right for a gamma of 0, z, rounded to ``saved_dtype``.
 
@@ -248,8 +257,7 @@ def norm(
     affine is computed again in backward, fused into whatever reads it.
 
     Args:
-        limits: the least |gamma|, as a share of the largest, and the most |beta / gamma| with which the
-            output tells z: gradients are NaN where gamma has passed them since. None: z is saved.
+        limits: those of `limits_of`: gradients are NaN where gamma has passed them since. None: z is saved.
     """
     apply: Any = _Norm.apply
     if limits is not None:

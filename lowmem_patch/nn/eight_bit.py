@@ -51,15 +51,13 @@ from lowmem_patch.nn.deferred import Deferred, Stored, Unstored, value_of
 from lowmem_patch.nn.deferred_linears import project
 from lowmem_patch.nn.deferred_ops import saved_copy
 from lowmem_patch.nn.gammas import look_at_gammas
+from lowmem_patch.nn.looks import RATIO_IN_BITS, SHIFT_IN_BITS
 from lowmem_patch.nn.modes import ForwardMode, has_foreign_mode, under_mode
 from lowmem_patch.nn.norms import MSNorm
 from lowmem_patch.nn.op import Projection
 from lowmem_patch.nn.own import Own, give_forward_around, inner_forward
 from lowmem_patch.nn.watched import Watched
 from lowmem_patch.tracing.op_roles import Role, names_with
-
-# of gammas, and of beta to gamma, where the 8 bits of a norm's output still tell z
-_SMALLEST_RATIO, _LARGEST_SHIFT = 1 / 16, 1.0
 
 _FUSED = names_with(Role.FUSED_ATTENTION)
 _ORDINARY = (Tensor, nn.Parameter, Watched)  # without torch functions of their own
@@ -73,7 +71,7 @@ def store_input(module: nn.Module, *, once: bool = False) -> None:
     if isinstance(module, MSNorm):
         module.in_eight_bits = True
         # z = (y - beta) / gamma has the error of the group's largest y, divided by its own gamma
-        module.looks.smallest_ratio, module.looks.largest_shift = _SMALLEST_RATIO, _LARGEST_SHIFT
+        module.looks.smallest_ratio, module.looks.largest_shift = RATIO_IN_BITS, SHIFT_IN_BITS
         look_at_gammas([module])
         give_forward_around(module, _stores_output)
     else:

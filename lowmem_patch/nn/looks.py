@@ -9,18 +9,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lowmem_patch.functional import LEAST_RATIO, TorchCheckpointFrame
+from lowmem_patch.functional import SavedAs, TorchCheckpointFrame, limits_of
 
 # y's rounding error grows by 1 + |beta/gamma| / |z| on the way to z
 _LARGEST_SHIFT = 8.0
 # below this share of the largest gamma, y underflows before z does
 _SMALLEST_RATIO = 1e-4
+# where the output is stored in 8 bits
+RATIO_IN_BITS, SHIFT_IN_BITS = 1 / 16, 1.0
 
 # nobody waits where gamma would stay this far from 0, as a share of the largest, for so many more steps
 _FAR_RATIO, _FAR, _STEPS = 0.02, 4.0, 4
-
-# in one step; further z would not come back from an output in float32
-_MOST_SHIFT = 1e3
 
 _CHANGED = (
     "lowmem_patch: gamma of a norm came near 0, or its beta far above gamma, in one step that looked like "
@@ -202,19 +201,21 @@ class Looks:
         self.recovers_z = self.tells_z(look.found())
         return self.recovers_z
 
-    def limits(self, dtype: torch.dtype) -> tuple[float, float]:
-        """The least |gamma|, as a share of the largest, and the most |beta / gamma|, with which an output in
-        ``dtype`` still tells z: a little less accurately than where a forward waits, but not wrong."""
-        in_bits = self.smallest_ratio > _SMALLEST_RATIO  # of 8-bit storage
-        ratio = self.smallest_ratio if in_bits or dtype == torch.float16 else LEAST_RATIO
-        return ratio, 2 * self.largest_shift if in_bits or dtype.itemsize < 4 else _MOST_SHIFT
+    def limits(self, dtype: torch.dtype) -> SavedAs:
+        """Which limits an output in ``dtype`` has, behind which it tells z wrongly: a little less accurately
+        than where a forward waits is right."""
+        if self.smallest_ratio > _SMALLEST_RATIO:
+            return "bits"
+        if dtype == torch.float16:
+            return "half"
+        return "low" if dtype.itemsize < 4 else "wide"
 
     def confirm(self, look: Look, dtype: torch.dtype) -> None:
         """Raise where the forward expected of ``look`` that the output, saved in ``dtype``, tells z, and z
         would be wrong."""
         found = look.found()
         self.recovers_z = self.tells_z(found)
-        ratio, shift = self.limits(dtype)
+        ratio, shift = limits_of(self.limits(dtype))
         if not (self.recovers_z or (found.ratio > ratio and found.shift < shift)):
             raise RuntimeError(_CHANGED)
 
