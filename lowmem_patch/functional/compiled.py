@@ -41,7 +41,7 @@ SavedAs = Literal["bits", "half", "low", "wide"]
 
 
 def limits_of(saved: SavedAs) -> tuple[float, float]:
-    """The least |gamma|, as a share of the largest, and the most |beta / gamma|, of an output that tells z."""
+    """Least |gamma|, as a share of the largest, and most |beta / gamma|, with which an output tells z."""
     # literals, as numbers from elsewhere are none in a graph of dynamic shapes
     if saved == "bits":
         return 1 / 16, 2.0
