@@ -243,8 +243,8 @@ def is_plain(*args: Any) -> bool:
     return all(type(argument) in _PLAIN or type(argument) is FakeTensor for argument in args)
 
 
-def is_foreign(*args: Any) -> bool:
-    """Whether one of them is of a class of tensors that knows nothing of our operators (DTensor, nested
+def knows_no_operators(*args: Any) -> bool:
+    """Whether one of them is of a class of tensors that knows none of our operators (DTensor, nested
     tensors): torch's own functions run on it."""
     if in_compiler():
         return False

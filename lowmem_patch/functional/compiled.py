@@ -40,14 +40,14 @@ from lowmem_patch.functional.products_backward import linear_backward_op, one_fo
 SavedAs = Literal["bits", "half", "low", "wide"]
 
 
-def limits_of(saved: SavedAs) -> tuple[float, float]:
+def limits_of(saved_as: SavedAs) -> tuple[float, float]:
     """Least |gamma|, as a share of the largest, and most |beta / gamma|, with which an output tells z."""
     # literals, as numbers from elsewhere are none in a graph of dynamic shapes
-    if saved == "bits":
+    if saved_as == "bits":
         return 1 / 16, 2.0
-    if saved == "half":
+    if saved_as == "half":
         return 1e-4, 16.0
-    return 1e-8, 16.0 if saved == "low" else 1e3
+    return 1e-8, 16.0 if saved_as == "low" else 1e3
 
 
 def _recomputed(function: Callable[..., Tensor], *args: Any) -> Tensor:
@@ -197,7 +197,7 @@ class _Norm(torch.autograd.Function):
     """`reference.norm` and `reference.norm_backward`.
 
     The latter reads ``saved``, y or z; where that is None, the output rounded to ``saved_dtype``. With
-    ``limits`` it is y.
+    ``saved_as`` it is y.
     """
 
     @staticmethod
@@ -210,33 +210,33 @@ class _Norm(torch.autograd.Function):
         settings: NormSettings,
         out_dtype: torch.dtype,
         saved_dtype: torch.dtype,
-        limits: SavedAs | None,
+        saved_as: SavedAs | None,
     ) -> Tensor:
         y, rstd = reference.norm(x, weight, bias, settings, out_dtype)
         if saved is None:
             saved = reference.cast(y, saved_dtype)
         ctx.save_for_backward(saved, rstd, weight, bias)
-        ctx.settings, ctx.dtype, ctx.limits = settings, x.dtype, limits
+        ctx.settings, ctx.dtype, ctx.saved_as = settings, x.dtype, saved_as
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
         saved, rstd, weight, bias = ctx.saved_tensors
-        if ctx.limits is not None and weight is not None:
-            weight = _nan_beyond(ctx.limits, weight, bias, ctx.settings)
-        rest = (ctx.settings, ctx.dtype, ctx.needs_input_grad[:3], ctx.limits is None)
+        if ctx.saved_as is not None and weight is not None:
+            weight = _nan_beyond(ctx.saved_as, weight, bias, ctx.settings)
+        rest = (ctx.settings, ctx.dtype, ctx.needs_input_grad[:3], ctx.saved_as is None)
         gradients = reference.norm_backward(dy, saved, rstd.squeeze(-1), weight, bias, *rest)
         return (*gradients, *(None,) * 5)
 
 
 def _nan_beyond(
-    saved: SavedAs, weight: Tensor, bias: Tensor | None, settings: NormSettings
+    saved_as: SavedAs, weight: Tensor, bias: Tensor | None, settings: NormSettings
 ) -> Tensor:
     """``weight``, NaN where the output does not tell z: a graph can neither ask first nor save z then."""
-    ratio, shift = limits_of(saved)
+    ratio, shift = limits_of(saved_as)
     size = settings.gamma_of(weight.float()).abs()
     # the largest is a kernel of its own
-    known = size > (ratio * size.max() if saved in ("bits", "half") else 0.0)
+    known = size > (ratio * size.max() if saved_as in ("bits", "half") else 0.0)
     if bias is not None:
         known = known & (bias.float().abs() < shift * size)
     return torch.where(known, weight, float("nan"))
@@ -249,7 +249,7 @@ def norm(
     settings: NormSettings,
     out_dtype: torch.dtype,
     saved_dtype: torch.dtype,
-    limits: SavedAs | None,
+    saved_as: SavedAs | None,
 ) -> Tensor:
     """LayerNorm or RMSNorm that saves its output or, right for a gamma of 0, z, rounded to ``saved_dtype``.
 
@@ -257,11 +257,12 @@ def norm(
     affine is computed again in backward, fused into whatever reads it.
 
     Args:
-        limits: those of `limits_of`: gradients are NaN where gamma has passed them since. None: z is saved.
+        saved_as: of the output: gradients are NaN where gamma has passed its `limits_of` since the graph was
+            made. None: z is saved.
     """
     apply: Any = _Norm.apply
-    if limits is not None:
-        y: Tensor = apply(x, weight, bias, None, settings, out_dtype, saved_dtype, limits)
+    if saved_as is not None:
+        y: Tensor = apply(x, weight, bias, None, settings, out_dtype, saved_dtype, saved_as)
         return y
     z = apply(x, None, None, None, settings, saved_dtype, saved_dtype, None)
     return _recomputed(reference.affine, z, weight, bias, settings, out_dtype)
@@ -272,16 +273,16 @@ def stored_norm(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
 
     ``rest``: all further arguments of `norm`. No float64 is stored: the output is all there is then.
     """
-    weight, bias, settings, out_dtype, saved_dtype, limits = rest
+    weight, bias, settings, out_dtype, saved_dtype, saved_as = rest
     if saved_dtype not in EIGHT_BIT_DTYPES:
         return (norm(x, *rest),)
-    affine: tuple[Any, Any] = (None, None) if limits is None else (weight, bias)
+    affine: tuple[Any, Any] = (None, None) if saved_as is None else (weight, bias)
     with torch.no_grad():
         near = values = graph_values(reference.norm(x, *affine, settings, saved_dtype)[0])
-        if limits is None:
+        if saved_as is None:
             near = reference.affine(values, weight, bias, settings, saved_dtype)
     apply: Any = _Norm.apply
-    y = apply(x, weight, bias, values, settings, out_dtype, saved_dtype, limits)
+    y = apply(x, weight, bias, values, settings, out_dtype, saved_dtype, saved_as)
     return y, _near(y, near)
 
 

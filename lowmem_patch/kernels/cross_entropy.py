@@ -136,7 +136,8 @@ def _write_gradient(
             d -= each * w
         d = _slope(picked, d * factor, scale, cap, SCALED, CAPPED)
         tl.debug_barrier()
-        tl.store(start + target, d.to(start.dtype.element_ty))
+        inside = (target >= 0) & (target < classes)  # what is not is an error elsewhere
+        tl.store(start + target, d.to(start.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -15,7 +15,7 @@ from lowmem_patch.functional import SavedAs, TorchCheckpointFrame, limits_of
 _LARGEST_SHIFT = 8.0
 # below this share of the largest gamma, y underflows before z does
 _SMALLEST_RATIO = 1e-4
-# where the output is stored in 8 bits
+# where the output is stored in 8 bits; `limits_of` has twice the shift, of all
 RATIO_IN_BITS, SHIFT_IN_BITS = 1 / 16, 1.0
 
 # nobody waits where gamma would stay this far from 0, as a share of the largest, for so many more steps
@@ -201,9 +201,9 @@ class Looks:
         self.recovers_z = self.tells_z(look.found())
         return self.recovers_z
 
-    def limits(self, dtype: torch.dtype) -> SavedAs:
-        """Which limits an output in ``dtype`` has, behind which it tells z wrongly: a little less accurately
-        than where a forward waits is right."""
+    def saved_as(self, dtype: torch.dtype) -> SavedAs:
+        """How exactly an output in ``dtype`` is saved. Within its limits it tells z, a little less accurately
+        than where a forward waits."""
         if self.smallest_ratio > _SMALLEST_RATIO:
             return "bits"
         if dtype == torch.float16:
@@ -215,7 +215,7 @@ class Looks:
         would be wrong."""
         found = look.found()
         self.recovers_z = self.tells_z(found)
-        ratio, shift = limits_of(self.limits(dtype))
+        ratio, shift = limits_of(self.saved_as(dtype))
         if not (self.recovers_z or (found.ratio > ratio and found.shift < shift)):
             raise RuntimeError(_CHANGED)
 

@@ -127,8 +127,8 @@ class MSNorm(nn.Module):
         low = self._low_dtype(x) if self.use.shares_copy and self.looks.recovers_z else None
         # a high-precision output must not be computed from a low-precision z
         saved, saves_z = low or dtype, low is None and self._compiled_saves_z(weight, bias)
-        limits = None if saves_z else self.looks.limits(saved)
-        return x, weight, bias, self._settings_for(x), dtype, saved, limits
+        saved_as = None if saves_z else self.looks.saved_as(saved)
+        return x, weight, bias, self._settings_for(x), dtype, saved, saved_as
 
     def _settings_for(self, x: Tensor) -> NormSettings:
         eps = getattr(self, self.eps_name) if self.eps_name else self.settings.eps

@@ -11,23 +11,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
-
-from torch import nn
+from collections.abc import Mapping
 
 from lowmem_patch.errors import BudgetError
-from lowmem_patch.memory.model_states import ModelStates, Training
 from lowmem_patch.planning.budget import Budget
 from lowmem_patch.planning.choices import Choices
-from lowmem_patch.planning.costs import Device, RunSeconds
 from lowmem_patch.planning.fit_report import LEVEL_REASONS, FitReport, FittedBlock
 from lowmem_patch.planning.names import size_text
 from lowmem_patch.planning.need import OPTIMIZER_STEP
 from lowmem_patch.planning.solve import Solution, Step, least_limit, solve
 from lowmem_patch.planning.steps import Steps
 from lowmem_patch.planning.timeline import Timeline
-from lowmem_patch.strategies.checkpointing import ALONE, Blocks, LevelPatch, patches_of
-from lowmem_patch.tracing.shadow import Shadow
+from lowmem_patch.strategies.checkpointing import ALONE, LevelPatch, patches_of
 
 _TRIES = 6  # steps that are run to hold what the sums did not foresee
 _SOLUTIONS = 64  # that are looked at
@@ -61,37 +56,27 @@ class NoFit(Exception):
 
 
 class Fitting(Steps):
-    """Steps of one model, from which levels of its blocks are chosen.
+    """Steps of one model, from which levels of its blocks are chosen."""
 
-    Args:
-        model, shadow, blocks, seconds, device, states, training: as of `Steps`.
-        host: bytes of host memory that may be used.
+    @functools.cached_property
+    def sites(self) -> list[str]:
+        """Paths of the blocks."""
+        return [block.site for block in self.blocks.blocks]
 
-    Raises:
-        BudgetError: a training step runs other blocks than the trace.
-    """
+    @functools.cached_property
+    def patched(self) -> Timeline:
+        """The step without any level.
 
-    def __init__(
-        self,
-        model: nn.Module,
-        shadow: Shadow,
-        blocks: Blocks,
-        seconds: Sequence[RunSeconds],
-        device: Device,
-        states: ModelStates,
-        training: Training,
-        host: int,
-    ) -> None:
-        super().__init__(model, shadow, blocks, seconds, device, states, training)
-        self.host = host
-        self.sites = [block.site for block in blocks.blocks]
-        self.patched = self.profile("patched")
-        count = len(self.patched.runs)
-        if count != len(blocks.runs):
+        Raises:
+            BudgetError: it runs other blocks than the trace.
+        """
+        found, traced = self.profile("patched"), len(self.blocks.runs)
+        if len(found.runs) != traced:
             raise BudgetError(
-                f"the model ran {len(blocks.runs)} blocks in its trace and {count} in a training step, which "
+                f"the model ran {traced} blocks in its trace and {len(found.runs)} in a training step, which "
                 "cannot be planned: give example_inputs= with which both are the same"
             )
+        return found
 
     @functools.cached_property
     def profiles(self) -> dict[str, Timeline]:

@@ -300,7 +300,7 @@ def _steps(
     states = states_of_one(states, training.gpus)
     blocks, device = find_blocks(facts), device_of(model)
     seconds = run_seconds(facts, blocks, device, plan.patches)
-    return Steps(model, shadow, blocks, seconds, device, states, training, few)
+    return Steps(model, shadow, blocks, seconds, device, states, training, short=few)
 
 
 def _rungs(model: nn.Module, steps: Steps, budget: Budget) -> Iterator[Rung]:

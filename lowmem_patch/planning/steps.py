@@ -40,6 +40,7 @@ class Steps:
         device: that has these times.
         states: of the model; gradients are counted where the step makes them.
         training: of which its optimizer counts, and whether gradients of earlier batches are held.
+        host: bytes of host memory that levels may use.
         short: of many equal blocks the shadow has these few.
 
     Raises:
@@ -55,9 +56,11 @@ class Steps:
         device: Device,
         states: ModelStates,
         training: Training,
+        host: int = 0,
+        *,
         short: FewRuns | None = None,
     ) -> None:
-        self.shadow, self.blocks, self.device = shadow, blocks, device
+        self.shadow, self.blocks, self.device, self.host = shadow, blocks, device, host
         self.states, self.training = states, training
         self.earlier = states.gradients if training.accumulates else 0
         self.resident = states.resident + self.earlier

@@ -110,6 +110,8 @@ def named_tensors(output: Any, place: str = "") -> Iterator[tuple[str, Tensor]]:
 
 def finite_parts(*tensors: Tensor) -> tuple[Tensor, ...] | None:
     """Tensors of one shape with 0 for infinities, with which models mask; None where these differ."""
+    if not any(bool(tensor.isinf().any()) for tensor in tensors):
+        return tensors
     infinities = [torch.where(tensor.isinf(), tensor, 0.0).double() for tensor in tensors]
     if any(not torch.equal(infinities[0], other) for other in infinities[1:]):
         return None

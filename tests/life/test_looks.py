@@ -14,6 +14,7 @@ from torch.nn.utils import prune
 
 from lowmem_patch import patch_model, unpatch_model
 from lowmem_patch.errors import PatchError, TraceError
+from lowmem_patch.functional import limits_of
 from lowmem_patch.nn.looks import Look, Looks
 from tests.support.configs import FOLD
 from tests.support.judge import assert_close
@@ -60,6 +61,20 @@ def assert_same_gradients(
 
 def zero(model: Block) -> None:
     model.norm.weight.data[3] = 0
+
+
+def test_limits_in_backward_are_as_wide_as_those_before_a_forward() -> None:
+    for saved_as, looks in (
+        ("half", Looks()),
+        ("low", Looks()),
+        ("bits", Looks(True, 1 / 16, 1.0)),
+    ):
+        ratio, shift = limits_of(saved_as)  # type: ignore[arg-type]  # mypy sees any text
+        assert shift == 2 * looks.largest_shift and ratio <= looks.smallest_ratio
+    store = nn.Sequential(nn.RMSNorm(128), nn.Linear(128, 8))
+    patched: Any = patch_model(store, "compact", example_inputs=(torch.randn(2, 128),))
+    assert patched[0].looks.saved_as(torch.bfloat16) == "bits"
+    assert (patched[0].looks.smallest_ratio, patched[0].looks.largest_shift) == (1 / 16, 1.0)
 
 
 def test_gamma_written_unseen_before_it_is_frozen_is_looked_at() -> None:

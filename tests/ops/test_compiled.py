@@ -118,8 +118,8 @@ def test_norm_saves_one_tensor(
     low = dtype if saved_dtype is None else saved_dtype
 
     def run(x: Tensor, linear: Tensor, *rest: Tensor) -> Tensor:
-        limits: Any = None if saves_z else "wide"
-        y = compiled.norm(x.sin(), *vectors(rest), settings, dtype, low, limits)
+        saved_as: Any = None if saves_z else "wide"
+        y = compiled.norm(x.sin(), *vectors(rest), settings, dtype, low, saved_as)
         return F.linear(y.to(low), linear)
 
     def plain(x: Tensor, linear: Tensor, *rest: Tensor) -> Tensor:
