@@ -359,9 +359,8 @@ class MSNorm(nn.Module):
             self.refuse_unfolded(state_dict, prefix)
         self.looks.forget()
         super()._load_from_state_dict(state_dict, prefix, *args)
-        look_at_gammas(
-            [self]
-        )  # for a compiler, which has its graphs made anew where this tells otherwise
+        # for a compiler, which has its graphs made anew where this tells otherwise
+        look_at_gammas([self])
 
     def refuse_unfolded(self, state_dict: dict[str, Any], prefix: str) -> None:
         """Raise when the weights to be loaded are not those of a folded model.

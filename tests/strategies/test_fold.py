@@ -203,11 +203,13 @@ def test_fresh_optimizer_of_a_folded_model_is_no_mistake(config: Any) -> None:
 
 def test_optimizer_state_of_a_linear_with_a_longer_name_is_no_mistake() -> None:
     torch.manual_seed(0)
-    net = nn.Sequential(nn.LayerNorm(8), *(nn.Linear(8, 8) for _ in range(10)))
+    linears = (nn.Linear(8, 8) for _ in range(10))
+    net = randomise(nn.Sequential(nn.LayerNorm(8), *linears, nn.LayerNorm(8)))
     optimizer = torch.optim.Adam(net[10].parameters())
     net(torch.randn(3, 8)).sum().backward()
     optimizer.step()
-    patch_model(net, FOLD, example_inputs=(torch.randn(3, 8),))  # into "1", and not "10"
+    patch_model(net, FOLD, example_inputs=(torch.randn(3, 8),))
+    assert [step.norm for step in patch_report(net).fold_steps] == ["0"]  # into "1", and not "10"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         net(torch.randn(3, 8))
