@@ -4,7 +4,8 @@ Where a model places images among words, or splits them by their sizes, shapes d
 which fake tensors lack. So what is computed from inputs and small buffers alone (masks, positions, numbers of
 patches) is computed on their data as well, and an op whose output's shape is unknown is asked there.
 
-Some forwards look for infinities among their activations: there are none in a trace.
+Some forwards look for infinities among their activations: there are none in a trace. Some skip a layer where
+a number drawn from [0, 1) is small (layerdrop): in a trace it is the largest, and all layers run.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 # Bytes of one value: masks of long sequences, on which no shape depends, are larger.
 _LARGEST = 16 << 20
 _FEW = 1 << 10
+_LARGEST_DRAW = 1 - 2.0**-24  # float32's
 
 _aten = torch.ops.aten
 
@@ -88,8 +90,9 @@ class KnownValues:
             self._follow(func, args, kwargs, output)
         elif func._schema.is_mutable:
             self._forget(func, args, kwargs)
-        elif (found := _of_finite(func, args)) is not None and isinstance(output, FakeTensor):
-            self._add(output, torch.tensor(found, device=output.device).expand(output.shape))
+        elif (found := _follows(func, args)) is not None and isinstance(output, FakeTensor):
+            value = torch.tensor(found, dtype=output.dtype, device=output.device)
+            self._add(output, value.expand(output.shape))
         return output
 
     def _are_known(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -198,8 +201,10 @@ def _is_undefined(func: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in func.tags or "empty" in func.overloadpacket.__name__
 
 
-def _of_finite(func: Any, args: Sequence[Any]) -> bool | None:
-    """What a comparison gives of numbers that are all finite, whatever they are."""
+def _follows(func: Any, args: Sequence[Any]) -> bool | float | None:
+    """What each element of an op's output is, whatever values it reads; None where these tell."""
+    if func.overloadpacket is _aten.rand and math.prod(args[0]) == 1:
+        return _LARGEST_DRAW
     if func is _aten.isinf.default or func is _aten.isnan.default:
         return False
     finite = (func is _aten.ne.Scalar and args[1] == math.inf) or (

@@ -1,4 +1,4 @@
-"""Models that skip layers at random in training: what is said of them, and how all layers are patched."""
+"""Models that skip layers at random in training: all layers are patched, or it is said which are not."""
 
 from __future__ import annotations
 
@@ -26,28 +26,46 @@ def bart(layerdrop: float) -> tuple[Any, Any]:
     return BartForConditionalGeneration(config).train(), {"input_ids": ids, "labels": ids}
 
 
-def test_a_budget_names_the_cause_and_blames_no_weights() -> None:
-    model, inputs = bart(layerdrop=0.5)
+@pytest.mark.parametrize("layerdrop", [0.5, 0.99])
+def test_layers_that_training_skips_at_random_are_all_planned(layerdrop: float) -> None:
+    _, inputs = bart(layerdrop=0.0)
+    whole, dropped = (
+        plan_patch(bart(layerdrop=one)[0], "exact", example_inputs=inputs, fit="1GiB")
+        for one in (0.0, layerdrop)
+    )
+    assert dropped.sites == whole.sites
+    assert dropped.notes == whole.notes
+    assert dropped.saved_after == whole.saved_after
+    assert str(dropped.fit) == str(whole.fit)
+
+
+def test_layers_that_are_always_skipped_are_left_alone() -> None:
+    model, inputs = bart(layerdrop=1.0)
+    notes = plan_patch(model, "exact", example_inputs=inputs).notes
+    (note,) = (note for note in notes if "did not run on the example inputs" in note)
+    assert "encoder.layers.0" in note
+
+
+def test_layers_that_a_run_on_data_skipped_are_left_alone_with_the_mend() -> None:
+    model, inputs = bart(layerdrop=0.999)
+
+    def look_at_values(module: Any, args: Any) -> None:
+        assert float(args[0].sum()) < torch.inf
+
+    model.model.encoder.layernorm_embedding.register_forward_pre_hook(look_at_values)
+    report = plan_patch(model, "exact", example_inputs=inputs)
+    (note,) = (note for note in report.notes if "did not run on the example inputs" in note)
+    assert "layerdrop" in note
     with pytest.raises(BudgetError, match=r"layerdrop.*DataDependent") as raised:
         plan_patch(model, "exact", example_inputs=inputs, fit="1MiB")
     assert "weights" not in str(raised.value)
 
 
-def test_skipped_layers_are_left_alone_with_the_mend() -> None:
-    model, inputs = bart(layerdrop=1.0)
-    notes = plan_patch(model, "exact", example_inputs=inputs).notes
-    (note,) = (note for note in notes if "did not run on the example inputs" in note)
-    assert "layerdrop" in note
-    others = plan_patch(bart(layerdrop=0.0)[0], "exact", example_inputs=inputs).notes
-    assert not any("layerdrop" in note for note in others)
-
-
 @pytest.mark.parametrize("seed", range(3))
-def test_layers_that_are_skipped_after_the_patch(seed: int) -> None:
-    model, inputs = bart(layerdrop=0.0)
-    patched = patch_model(copy.deepcopy(model), "exact", example_inputs=inputs)
-    for one in (model, patched):
-        one.model.encoder.layerdrop = one.model.decoder.layerdrop = 0.5
+@pytest.mark.parametrize("preset", ["exact", "auto"])
+def test_layers_that_a_step_skips(preset: str, seed: int) -> None:
+    model, inputs = bart(layerdrop=0.5)
+    patched = patch_model(copy.deepcopy(model), preset, example_inputs=inputs)
     truth = step(copy.deepcopy(model).double(), inputs, DOUBLE, seed=seed)
     found, wanted = (step(one, inputs, FP32, seed=seed) for one in (patched, model))
     assert (

@@ -106,7 +106,7 @@ def _formulas_of_data(net: Net, ids: Tensor) -> dict[str, Callable[[], Any]]:
 
     return {
         "activations": lambda: net.x(ids)[net.x(ids)[..., 0] > 0],
-        "random numbers": lambda: net.x(ids) if torch.rand(()) < 0.5 else ids,
+        "random numbers": lambda: net.x(ids) if torch.rand(2).sum() < 1 else ids,
         "a weight": lambda: net.x(ids) if net.linear.weight.sum() > 0 else ids,
         "unknown ones written through a view": spoiled,
         "memory as it is": half_written,
@@ -153,6 +153,12 @@ def test_what_follows_from_more_than_the_inputs_is_refused(name: str) -> None:
     model = Net(lambda net, ids, sizes: _formulas_of_data(net, ids)[name]())
     with pytest.raises(TraceError, match=r"DataDependent|DynamicOutputShape"):
         _traced(model)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+def test_a_layer_that_a_small_draw_skips_runs(shape: tuple[int, ...]) -> None:
+    model = Net(lambda net, ids, sizes: ids if torch.rand(shape) < 0.999 else net.x(ids))
+    assert [t.shape for t in _traced(model)] == [(*IDS.shape, 4)]
 
 
 def test_a_second_run_begins_with_the_same_values() -> None:
