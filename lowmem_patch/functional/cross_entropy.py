@@ -14,6 +14,8 @@ logsumexp(y), and the backward computes the logits again: four products.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -73,27 +75,34 @@ def _sum_forward(*arguments: Any) -> tuple[Tensor | None, ...]:
     """loss, the gradients of the five tensors, the labelled rows where x and low have gradients for them
     alone, the factor that float16 gradients lack, and the memory of a chunk, for who counts bytes."""
     given, labels, (mean, selects, needs, implementation) = _unpacked(arguments)
-    _check_labels(labels, given.weight.shape[0])
     dtype = wide(given.sum_dtype)
     with _library.without_autocast(given.x.device.type):
         labelled = labelled_rows(labels) if selects else None
         head, target = in_compute_dtype(given, labelled), labels.target
+        memory = chunk_memory(head)
+        chunks = _begun(logits_in_chunks(head, memory))
+        _check_labels(labels, given.weight.shape[0])
         assert target is not None
         divisor = divisor_of(labels, dtype) if mean else target.new_ones((), dtype=dtype)
         if labelled is not None:
             target = target.index_select(0, labelled)
         half = given.compute_dtype == torch.float16
         factor = torch.full_like(divisor, _HALF_FACTOR) if half else divisor.reciprocal()
-        memory = chunk_memory(head)
         gradients = HeadGradients(head, needs, memory)
         loss = torch.zeros_like(divisor)
         settings = (*labels[2:], head.scale, head.cap, any(needs), implementation)
-        for chunk, logits in logits_in_chunks(head, memory):
+        for chunk, logits in chunks:
             losses, _ = _forward(logits, target[chunk], labels.class_weight, factor, *settings)
             loss += losses.sum()
             gradients.add(chunk, logits)
         lacking = (divisor * _HALF_FACTOR).reciprocal().nan_to_num(posinf=0.0) if half else None
         return (loss / divisor, *gradients.take(given), labelled, lacking, memory.whole)
+
+
+def _begun(chunks: Iterator[tuple[slice, Tensor]]) -> Iterator[tuple[slice, Tensor]]:
+    """The same chunks, the first of them computed at once: a GPU is busy while the host prepares the rest."""
+    first = next(chunks, None)
+    return chunks if first is None else itertools.chain((first,), chunks)
 
 
 def _unpacked(arguments: tuple[Any, ...]) -> tuple[Head, Labels, tuple[Any, ...]]:
@@ -211,15 +220,16 @@ _call_sum = _sum.differentiable(_save_sum, _gradients_of_sum, _compute_and_save)
 def _rows_forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """The loss and logsumexp(y) of each row, and the memory of a chunk."""
     given, labels, (implementation,) = _unpacked(arguments)
-    _check_labels(labels, given.weight.shape[0])
     dtype = wide(given.sum_dtype)
     with _library.without_autocast(given.x.device.type):
         head = in_compute_dtype(given)
+        memory = chunk_memory(head)
+        chunks = _begun(logits_in_chunks(head, memory))
+        _check_labels(labels, given.weight.shape[0])
         rows = head.x.shape[0]
         found = [head.x.new_empty(rows, dtype=dtype) for _ in range(2)]
         settings = (*labels[2:], head.scale, head.cap, False, implementation)
-        memory = chunk_memory(head)
-        for chunk, logits in logits_in_chunks(head, memory):
+        for chunk, logits in chunks:
             target = None if labels.target is None else labels.target[chunk]
             parts = _forward(logits, target, labels.class_weight, None, *settings)
             for whole, part in zip(found, parts, strict=True):
@@ -241,9 +251,10 @@ def _rows_backward(
     with _library.without_autocast(given.x.device.type):
         head = in_compute_dtype(given)
         memory = chunk_memory(head)
+        chunks = _begun(logits_in_chunks(head, memory))
         gradients = HeadGradients(head, needs, memory)
         settings = (*labels[2:], head.scale, head.cap, implementation)
-        for chunk, logits in logits_in_chunks(head, memory):
+        for chunk, logits in chunks:
             target = None if labels.target is None else labels.target[chunk]
             given_rows = (logsumexp[chunk], d_losses[chunk], target, labels.class_weight)
             _backward(logits, *given_rows, *settings)
