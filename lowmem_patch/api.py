@@ -9,16 +9,16 @@ from typing import Any, TypeVar, cast
 from torch import nn
 
 from lowmem_patch.config import ConfigLike, PatchConfig, given_config, load_config
-from lowmem_patch.errors import ConfigError, NothingToPatchError, PatchError
+from lowmem_patch.errors import ConfigError, NothingToPatchError, PatchError, TraceError
 from lowmem_patch.memory.model_states import Training
 from lowmem_patch.nn.context import is_fsdp_unit
 from lowmem_patch.nn.gammas import forget_after_forward, look_at_gammas, look_before_forward
-from lowmem_patch.nn.head import notes_of_heads
+from lowmem_patch.nn.head import forget_reads, notes_of_heads
 from lowmem_patch.nn.norms import MSNorm
 from lowmem_patch.nn.own import Own, within_compiled
 from lowmem_patch.planning.apply import apply_plan, undo
 from lowmem_patch.planning.changes import has_adapter, no_longer_as_patched, watch_first_forward
-from lowmem_patch.planning.check import check_outputs, refuse_unready, run_real
+from lowmem_patch.planning.check import check_outputs, refuse_unready, run_real, runs_on_data
 from lowmem_patch.planning.fit_model import fit_planned
 from lowmem_patch.planning.plan import Plan, trains_signature
 from lowmem_patch.planning.planner import (
@@ -141,6 +141,20 @@ def _planned(
     return planned.report, planned.plan, planned.inputs
 
 
+def _planned_anew(
+    model: nn.Module, config: PatchConfig, example_inputs: Any, asked: Asked | None
+) -> tuple[PatchReport, Plan, ExampleInputs]:
+    """As `_planned`. A patched model keeps its patch where this raises; one whose trace needs data, for which
+    that patch is in the way, loses it here."""
+    try:
+        return _planned(model, config, example_inputs, asked)
+    except TraceError:
+        if not find_records(model) or asked is not None or not runs_on_data(model, example_inputs):
+            raise
+    _unpatch(model)
+    return _planned(model, config, example_inputs, asked)
+
+
 def patch_model(
     model: ModelT,
     preset: ConfigLike | None = None,
@@ -166,12 +180,13 @@ def patch_model(
             if the outputs differ by more than rounding.
 
     Raises:
-        ConfigError, TraceError, BudgetError: as in :func:`plan_patch`; the model is as it was, unpatched.
-        PatchError: as in :func:`plan_patch`, or applying or checking failed; the model is as it was.
-        NothingToPatchError: ``strict``, and nothing was patched or nothing trains.
+        ConfigError, TraceError, BudgetError: as in :func:`plan_patch`; the model is as it was, and keeps the
+            patch that it had.
+        PatchError: as in :func:`plan_patch`; or applying or checking failed, and the model is unpatched.
+        NothingToPatchError: ``strict``, and nothing would be patched or trains; the model is as it was.
 
     Example:
-        >>> model = patch_model(model, fit="24GiB", example_inputs=batch)
+        >>> model = patch_model(model, fit="23GiB", example_inputs=batch)  # a card of 24 GiB
     """
     checked_model(model, "patch_model")
     _refuse_other_than_bool(strict=strict, check=check)
@@ -183,10 +198,11 @@ def patch_model(
         if not check and _is_patched_so(model, resolved, asked):
             return outer
     refuse_unready(model)
-    _check_budget(model, asked, example_inputs)
-    _unpatch(model)
-    report, plan, inputs = _planned(model, resolved, example_inputs, asked)
+    _refuse_budget_of_no_batch(asked, example_inputs)
+    report, plan, inputs = _planned_anew(model, resolved, example_inputs, asked)
     _say_if_nothing(report, plan, strict)
+    _say_if_budget_ends(model, asked)
+    _unpatch(model)
     before = run_real(model, inputs) if check else None
     apply_plan(model, plan)
     try:
@@ -210,6 +226,7 @@ def _complete(
     """
     if before is not None:
         check_outputs(before, run_real(model, inputs), model)
+        forget_reads(model)  # of the check
     if not report.saved_after:
         report = _counted(model, report, inputs)
     _attach(model, report, asked)
@@ -246,10 +263,9 @@ def _is_patched_so(model: nn.Module, config: PatchConfig, asked: Asked | None) -
     return same and record.fit == asked and not no_longer_as_patched(holder)
 
 
-def _check_budget(model: nn.Module, asked: Asked | None, example_inputs: Any) -> None:
-    """Refuse a budget without its batch; warn where an earlier patch had a budget, which is not taken over:
-    it was one of another batch and optimizer."""
-    _refuse_budget_of_no_batch(asked, example_inputs)
+def _say_if_budget_ends(model: nn.Module, asked: Asked | None) -> None:
+    """Warn where an earlier patch had a budget, which is not taken over: it was one of another batch and
+    optimizer."""
     budgets = [record.fit[0] for _, record in find_records(model) if record.fit is not None]
     if budgets and asked is None:
         warnings.warn(

@@ -48,12 +48,14 @@ OptimizerOption = Annotated[
 ]
 MemoryOption = Annotated[
     str | None,
-    typer.Option(help="Say what fits into this much, such as 24GiB, and what would help."),
+    typer.Option(
+        help="Say what fits into this much, such as 23GiB for a card of 24, and what would help."
+    ),
 ]
 FitOption = Annotated[
     str | None,
     typer.Option(
-        help="Choose which blocks run again so that a step fits into this much, such as 24GiB; "
+        help="Choose which blocks run again so that a step fits into this much, such as 23GiB; "
         "auto: what the GPU here has free."
     ),
 ]

@@ -12,7 +12,7 @@ import functools
 import os
 import runpy
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
@@ -27,6 +27,9 @@ from lowmem_patch.planning.changes import no_longer_as_patched
 from lowmem_patch.planning.report import PatchReport, find_records
 
 _PLACES = "transformers.Trainer, accelerate's Accelerator.prepare, Lightning's Trainer.fit, timm.create_model"
+_OWN_CALLBACK = (
+    "the trainer has a callback of its own that patches: the options of this command are not used"
+)
 # they hand the model on to a trainer, or build it for another model
 _BUILDERS = ("timm", "transformers")
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -58,13 +61,16 @@ class ScriptPatching(Patching):
         except (TraceError, PatchError) as error:
             if self.strict:
                 raise
-            reason = f"{type(model).__name__} is left as it is: {error}"
-            if reason not in self.left_alone:
-                _say(reason)
-            self.left_alone[reason] = None
+            self.leave_alone(f"{type(model).__name__} is left as it is: {error}")
             return []
         self.reports.update((id(model) + place, report) for place, report in enumerate(reports))
         return reports
+
+    def leave_alone(self, reason: str) -> None:
+        """Say, once, what this command does not patch, and why."""
+        if reason not in self.left_alone:
+            _say(reason)
+        self.left_alone[reason] = None
 
     def say(self, text: str, log: Callable[[str], object]) -> None:
         """Say it on standard error, as all that the command says, whatever the script does with its logs."""
@@ -81,8 +87,8 @@ class ScriptPatching(Patching):
                 f"{len(listed)} model{'s' if len(listed) > 1 else ''} patched: {', '.join(listed)}"
             )
         why = "; ".join(self.left_alone) or (
-            f"the script gave no model that trains, and that it had not patched itself, to any of {_PLACES}. "
-            "In a loop of your own, call lowmem_patch.patch_model(model) before the optimizer is made"
+            f"no model that trains came to any of {_PLACES}, or the script had patched it before. In a loop "
+            "of your own, call lowmem_patch.patch_model(model) before the optimizer is made"
         )
         return f"nothing was patched by this command: {why}"
 
@@ -156,14 +162,22 @@ def _at_trainer(patching: ScriptPatching, replaced: Replacements, module: Any) -
 
         original(trainer, *args, **kwargs)
         present = trainer.callback_handler.callbacks
-        if any(isinstance(callback, LowmemTrainerCallback) for callback in present):
-            return  # the script's own
+        if _has_callback(present, LowmemTrainerCallback, patching):
+            return
         callback = LowmemTrainerCallback(patching.preset)
         callback.patching = patching
         trainer.add_callback(callback)
         callback.on_init_end(trainer.args, trainer.state, trainer.control, trainer.model)
 
     replaced.put(module.Trainer, "__init__", __init__)
+
+
+def _has_callback(callbacks: Iterable[Any], kind: Any, patching: ScriptPatching) -> bool:
+    """Whether one of them patches; one of the script's own is named."""
+    found = [callback for callback in callbacks if isinstance(callback, kind)]
+    if any(callback.patching is not patching for callback in found):
+        patching.leave_alone(_OWN_CALLBACK)
+    return bool(found)
 
 
 def _at_prepare(patching: ScriptPatching, replaced: Replacements, module: Any) -> None:
@@ -198,7 +212,7 @@ def _at_fit(patching: ScriptPatching, replaced: Replacements, module: Any) -> No
     def fit(trainer: Any, *args: Any, **kwargs: Any) -> Any:
         from lowmem_patch.integrations.lightning_callback import LowmemLightningCallback
 
-        if not any(isinstance(callback, LowmemLightningCallback) for callback in trainer.callbacks):
+        if not _has_callback(trainer.callbacks, LowmemLightningCallback, patching):
             callback = LowmemLightningCallback(patching.preset)
             callback.patching = patching
             trainer.callbacks.insert(0, callback)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -136,13 +137,7 @@ def _saved(x: Tensor) -> Tensor:
 def notes_of_heads(model: nn.Module) -> list[str]:
     """What a report says of the heads' logits since the patch."""
     notes = []
-    for name, module in model.named_modules():
-        # offloading puts it aside, too
-        slots = (given_forward(module), module.__dict__.get("_old_forward"))
-        forward = next((found for found in slots if is_own(found)), None)
-        if forward is None or forward.func is not forward_head:
-            continue
-        reads: HeadReads = forward.args[1]
+    for name, reads in _reads_of_heads(model):
         if reads.whole:
             asked = ", ".join(reads.whole)
             times = sum(reads.whole.values())
@@ -151,3 +146,18 @@ def notes_of_heads(model: nn.Module) -> list[str]:
         if reads.not_deferred:
             notes.append(f"{name}: logits are computed at once, since {reads.not_deferred}")
     return notes
+
+
+def forget_reads(model: nn.Module) -> None:
+    """Count from now on who reads logits whole."""
+    for _, reads in _reads_of_heads(model):
+        reads.whole.clear()
+
+
+def _reads_of_heads(model: nn.Module) -> Iterator[tuple[str, HeadReads]]:
+    for name, module in model.named_modules():
+        # offloading puts it aside, too
+        slots = (given_forward(module), module.__dict__.get("_old_forward"))
+        forward = next((found for found in slots if is_own(found)), None)
+        if forward is not None and forward.func is forward_head:
+            yield name, forward.args[1]

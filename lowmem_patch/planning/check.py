@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lowmem_patch.errors import PatchError
 from lowmem_patch.nn.norms import MSNorm
 from lowmem_patch.nn.own import within_compiled
-from lowmem_patch.tracing.inputs import ExampleInputs
+from lowmem_patch.tracing.inputs import ExampleInputs, as_example_inputs
 from lowmem_patch.tracing.isolation import preserved
 from lowmem_patch.tracing.observers import observed_calls
 from lowmem_patch.tracing.shadow import finite_parts, output_tensors
@@ -99,6 +99,17 @@ def run_real(model: nn.Module, inputs: ExampleInputs) -> RealRun:
     tensors = output_tensors(output)
     outputs = [tensor.detach() for tensor in tensors if tensor.is_floating_point()]
     return RealRun(outputs, modules)
+
+
+def runs_on_data(model: nn.Module, example_inputs: Any) -> bool:
+    """Whether a forward works on inputs that a user gave; None stands for inputs made from the config."""
+    if example_inputs is None:
+        return True
+    try:
+        run_real(model, as_example_inputs(example_inputs))
+    except Exception:  # of a foreign forward
+        return False
+    return True
 
 
 @contextlib.contextmanager

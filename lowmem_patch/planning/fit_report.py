@@ -121,8 +121,8 @@ class FitReport:
         of_gpu = (
             f"  cuBLAS's workspaces {size_text(self.workspace)}, rounded up by the allocator "
             f"{size_text(self.rounding)}, margin {size_text(self.margin)} (the rounding varies with what was "
-            f"allocated before); reserved {size_text(self.reserved)} (given back in part where "
-            "the GPU is full)"
+            f"allocated before); reserved {size_text(self.reserved)} (more than the budget is no "
+            "harm: the allocator gives back what is not used)"
         )
         return (
             f"fit {self.asked}: predicted peak {size_text(self.predicted)} in {self.moment}, for "

@@ -112,15 +112,14 @@ def _is_cast(storage: SavedStorage, softmax: SavedStorage, module: str) -> bool:
 
 class _FloorCount:
     def __init__(self, facts: Facts) -> None:
-        trace, model = facts.trace, facts.shadow
+        trace = facts.trace
         self.trace, self.modules = trace, facts.modules
         self.makers = makers(trace)
         self.norms, self.activations = find_sites(facts)
         self.widths: dict[int, int] = {}  # fewest bytes an element that a matmul reads, by root
         self.items: dict[object, FloorItem] = {}
         self.attention: set[int] = set()  # keys of storages
-        state = (*model.parameters(), *model.buffers())
-        self.state = {storage_key(tensor) for tensor in state}  # the model itself holds it
+        self.state = facts.state_keys  # the model itself holds it
         self.saved_by: dict[str, list[SavedStorage]] = {}
         for storage in trace.saved.storages:
             for module in dict.fromkeys(saver.module for saver in storage.savers):

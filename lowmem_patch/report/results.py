@@ -121,9 +121,13 @@ def print_memory(memory: MemoryReport, train: str) -> None:
     print_line("")
     print_table(table)
     columns = "before, after: the model unpatched and patched; most in: the largest sum in a part of a step"
-    if memory.limit is not None and not memory.training.checkpointing:
-        columns += f"; largest {memory.solved}: where no block runs again"
     print_line(columns, style="dim")
+    if memory.limit is not None and not memory.training.checkpointing:
+        print_line(
+            f"largest {memory.solved}: where no block runs again. Where blocks may, more fits: "
+            f"--checkpointing tells the largest {memory.solved} then, and --fit whether one of yours fits",
+            style="dim",
+        )
     _print_bounds(memory, train)
 
 

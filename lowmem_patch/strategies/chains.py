@@ -106,7 +106,7 @@ def _saving_chains(facts: Facts, config: PatchConfig) -> Iterator[Chain]:
 
 def _gain(facts: Facts, chain: Chain) -> int:
     """How many bytes fewer are saved where the chain is computed again."""
-    saved = {storage.key: storage for storage in facts.trace.saved.storages}
+    saved = facts.storages
     sources = {storage_key(tensor): tensor for tensor in chain.sources}
     inside = {storage_key(tensor) for tensor in chain.made.values()} - sources.keys()
     gone = sum(saved[key].bytes for key in inside & saved.keys() - _still_saved(facts, chain))
@@ -117,9 +117,12 @@ def _gain(facts: Facts, chain: Chain) -> int:
 
 def _more_bytes(facts: Facts, tensors: Mapping[int, Tensor]) -> int:
     """Bytes of the storages, by key, that neither autograd nor the model holds anyway."""
-    weights = (*facts.shadow.parameters(), *facts.shadow.buffers())
-    anyway = {*map(storage_key, weights), *(one.key for one in facts.trace.saved.storages)}
-    return sum(t.untyped_storage().nbytes() for key, t in tensors.items() if key not in anyway)
+    anyway = (facts.state_keys, facts.storages)
+    return sum(
+        tensor.untyped_storage().nbytes()
+        for key, tensor in tensors.items()
+        if not any(key in keys for keys in anyway)
+    )
 
 
 def _beside(facts: Facts, chains: list[Chain]) -> int:

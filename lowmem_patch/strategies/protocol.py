@@ -32,6 +32,8 @@ from lowmem_patch.tracing.probes import (
     match_activation,
     match_norm,
 )
+from lowmem_patch.tracing.saved_bytes import SavedStorage, storage_key
+from lowmem_patch.tracing.sharded import came_sharded
 from lowmem_patch.tracing.trace import FOREIGN_KERNEL, Call, Trace
 
 ORIGINAL = "_lowmem_patch_original"  # where a replacement holds the module that it stands for
@@ -92,13 +94,28 @@ class Facts:
     @cached_property
     def savers(self) -> dict[int, tuple[Saver, ...]]:
         """Who saved a storage, by its key."""
-        return {storage.key: storage.savers for storage in self.trace.saved.storages}
+        return {key: storage.savers for key, storage in self.storages.items()}
 
     @cached_property
     def foreign_kernels(self) -> dict[str, None]:
         """Names of the modules that ran kernels of their own (Liger's, mamba's), of which a trace sees
         what they read, and no more; in the order of the forward."""
         return {op.module: None for op in self.trace.ops if op.name == FOREIGN_KERNEL}
+
+    @cached_property
+    def is_sharded(self) -> bool:
+        """Whether the model came sharded."""
+        return came_sharded(self.model)
+
+    @cached_property
+    def storages(self) -> dict[int, SavedStorage]:
+        """What autograd saves, by the storages' keys."""
+        return {storage.key: storage for storage in self.trace.saved.storages}
+
+    @cached_property
+    def state_keys(self) -> frozenset[int]:
+        """Keys of the storages of parameters and buffers."""
+        return frozenset(map(storage_key, (*self.shadow.parameters(), *self.shadow.buffers())))
 
     @cached_property
     def last_norm(self) -> str:

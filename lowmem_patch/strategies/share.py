@@ -39,7 +39,6 @@ from lowmem_patch.tracing.consumers import (
 from lowmem_patch.tracing.op_roles import Role, role_of
 from lowmem_patch.tracing.probes import NormSpec, looks_like_norm
 from lowmem_patch.tracing.saved_bytes import storage_key
-from lowmem_patch.tracing.sharded import came_sharded
 
 _TAKEN = frozenset(dir(MSNorm(None, None, NormSettings(0.0))))
 
@@ -221,7 +220,7 @@ def _no_gain(facts: Facts, site: NormSite, read: bool) -> str:
 
 def _saves_as_much(facts: Facts, site: NormSite) -> bool:
     """Whether frozen Linears alone read the output, which then is as many bytes as the input is."""
-    if came_sharded(facts.model) or any(call.autocast for call in facts.calls_of(site.name)):
+    if facts.is_sharded or any(call.autocast for call in facts.calls_of(site.name)):
         return False
     weights = [weight_read_with(c) if c.use == "linear" else None for c in site.consumers]
     frozen = all(weight is not None and not weight.requires_grad for weight in weights)
@@ -252,7 +251,7 @@ def shared_norm(facts: Facts, config: PatchConfig, site: NormSite, reason: str) 
         # Linears whose weights are sharded save the output of their own, and heads the rows that they read
         output_saved=dropped
         or _saved_by_others(facts, consumers)
-        or came_sharded(facts.model)
+        or facts.is_sharded
         or any(c.use == "linear" and c.text in head_names(facts, config) for c in consumers),
         output_moved=any(_reads_a_moved_view(consumer) for consumer in consumers),
         lies_as_input=not any(map(_reads_rows, _who_saves_it(facts, config, consumers))),

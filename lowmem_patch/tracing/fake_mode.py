@@ -45,6 +45,9 @@ def _dispatch(
 ) -> object:
     mode = reference()
     assert mode is not None  # it calls this
+    if func is torch.ops.aten.embedding.default and args[1].is_floating_point():
+        # torch looks at data alone
+        raise TypeError(f"an embedding is indexed by integers, and got {args[1].dtype}")
     grouped = func is torch.ops.aten._grouped_mm.default
     if grouped and args[0].dtype == args[1].dtype and args[0].dtype in _GROUPED:
         with mode:

@@ -61,11 +61,15 @@ class VerifyResult:
 
     @property
     def verdict(self) -> str:
-        """The verdict in words: approximate gradients only have to point the same way."""
+        """The verdict in words, with the least cosine of approximate gradients, which only have to point the
+        same way."""
         if not self.passed:
             return "FAILED"
-        more = "; approximate gradients only have to point the same way"
-        return f"passed{more}" if self.approximate_sites else "passed"
+        cosines = [check.cosine for run in self.runs for check in run.approximate]
+        if not cosines:
+            return "passed"
+        least = f"their least cosine to the exact ones is {min(cosines):.4f}"
+        return f"passed; gradients are approximate, {least}"
 
     def to_dict(self) -> dict[str, Any]:
         data = dataclasses.asdict(self)
@@ -80,9 +84,14 @@ class VerifyResult:
             for name, checks in run.checks.items():
                 worst = worst_check(checks)
                 if worst is not None:
+                    limit = (
+                        "allowed: cosine > 0"
+                        if name == "approximate"
+                        else f"allowed {worst.limit:.2e}"
+                    )
                     lines.append(
                         f"{run.dtype:18} {name:11} error {worst.error:.2e} "
-                        f"(unpatched {worst.unpatched_error:.2e}, limit {worst.limit:.2e}, "
+                        f"(unpatched {worst.unpatched_error:.2e}, {limit}, "
                         f"cosine {worst.cosine:.6f}) {worst.name}"
                     )
             lines.append(f"{run.dtype:18} saved bytes {run.saved_before:,} -> {run.saved_after:,}")

@@ -185,8 +185,11 @@ trainer = Trainer(llama(), args, callbacks=[LowmemTrainerCallback("auto")])
 assert len(trainer.callback_handler.callbacks) == len(set(map(type, trainer.callback_handler.callbacks)))
 print(patch_report(trainer.model).config.name)
 """
-    run_script(script(tmp_path, text), [], ScriptPatching("exact"))
-    assert capsys.readouterr().out == "auto\n"
+    run_script(script(tmp_path, text), [], ScriptPatching("exact", "1MiB"))
+    output = capsys.readouterr()
+    assert output.out == "auto\n"
+    own = "a callback of its own that patches: the options of this command are not used"
+    assert output.err.count(own) == 2  # when it is met, and in the end
 
 
 def test_a_timm_model_inside_transformers_is_left_to_its_trainer(

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from lowmem_patch import api, patch_model, patch_report
-from lowmem_patch.errors import PatchError
+from lowmem_patch.errors import BudgetError, ConfigError, LowmemPatchError, PatchError, TraceError
 from lowmem_patch.strategies.swap import is_replacement
 from tests.support.configs import FOLD
 from tests.support.judge import UNFOLDED, assert_close
@@ -40,6 +41,64 @@ def test_a_failure_after_the_patch_puts_the_model_back(
         patch_report(model)
     monkeypatch.undo()
     assert patch_report(patch_model(model, config, example_inputs=inputs)).patched
+
+
+WRONG: dict[str, tuple[type[LowmemPatchError], dict[str, Any]]] = {
+    "too small a budget": (BudgetError, {"fit": "100KiB"}),
+    "no budget": (ConfigError, {"fit": "lots"}),
+    "a budget without inputs": (ConfigError, {"fit": "2GiB", "example_inputs": None}),
+    "no preset": (ConfigError, {"preset": "exat"}),
+    "no inputs of this model": (TraceError, {"example_inputs": {"nope": torch.ones(1)}}),
+}
+
+
+@pytest.mark.parametrize("earlier", [{"fit": "1GiB"}, {"preset": "paper"}], ids=["fit", "paper"])
+@pytest.mark.parametrize("name", WRONG)
+def test_an_earlier_patch_stays_where_the_next_one_fails(
+    name: str, earlier: dict[str, Any], make: Make
+) -> None:
+    inputs = FAMILIES["llama"].inputs()
+    model = patch_model(make("llama"), example_inputs=inputs, **earlier)
+    report, modules = patch_report(model), dict(model.named_modules())
+    values = {key: value.clone() for key, value in model.state_dict().items()}
+    error, call = WRONG[name]
+    with pytest.raises(error):
+        patch_model(model, **{"example_inputs": inputs, **call})
+    assert patch_report(model) == report
+    assert dict(model.named_modules()) == modules
+    assert all(torch.equal(value, values[key]) for key, value in model.state_dict().items())
+
+
+class OfValues(nn.Module):
+    """A forward that asks for a value, which only data have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.act, self.down = (
+            nn.LayerNorm(8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)
+        )  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(self.act(self.up(self.norm(x))))
+        return y if bool(y.sum() < torch.inf) else x
+
+
+def test_a_model_that_is_traced_with_data_is_patched_again() -> None:
+    inputs = (torch.ones(2, 8),)
+    model = patch_model(OfValues(), "exact", example_inputs=inputs)
+    with pytest.raises(TraceError):
+        patch_model(model, "auto", example_inputs=(torch.ones(2, 9),))
+    assert patch_report(model).config.name == "exact"
+    patch_model(model, "auto", example_inputs=inputs)
+    assert patch_report(model).config.name == "auto"
+
+
+def test_logits_that_a_check_read_are_not_counted(make: Make) -> None:
+    inputs = FAMILIES["llama"].inputs()
+    model = patch_model(make("llama"), example_inputs=inputs, check=True)
+    assert not any("computed whole" in note for note in patch_report(model).notes)
+    model(**inputs).logits.isinf()
+    assert any("computed whole once" in note for note in patch_report(model).notes)
 
 
 @pytest.mark.parametrize("preset", ["exact", "compact"])

@@ -1,4 +1,5 @@
-"""Grouped products of fake tensors have the shapes, strides and dtypes of the real ones."""
+"""Grouped products of fake tensors have the shapes, strides and dtypes of the real ones; what fails on data
+fails there."""
 
 from __future__ import annotations
 
@@ -7,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+from lowmem_patch import plan_patch
+from lowmem_patch.errors import TraceError
 from lowmem_patch.tracing.fake_mode import make_fake_mode
 
 ROWS, WIDTH, OUTPUTS, GROUPS = 16, 24, 8, 3
@@ -55,3 +58,11 @@ def test_factors_of_two_dtypes_stay_an_error() -> None:
         F.grouped_mm(
             mode.from_tensor(a), mode.from_tensor(b), offs=mode.from_tensor(torch.zeros(3).int())
         )
+
+
+def test_tokens_that_are_no_integers_are_refused() -> None:
+    model = nn.Sequential(nn.Embedding(8, 8), nn.LayerNorm(8), nn.Linear(8, 8))
+    with pytest.raises(TraceError, match=r"Embedding in 0: RuntimeError: Expected tensor.*indices"):
+        plan_patch(model, example_inputs=(torch.ones(2, 3),))
+    with pytest.raises(TraceError, match=r"an embedding is indexed by integers.*float32"):
+        plan_patch(model.to("meta"), example_inputs=(torch.ones(2, 3),))
