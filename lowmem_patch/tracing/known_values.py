@@ -85,6 +85,8 @@ class KnownValues:
                     broadcast: Any = torch.broadcast_tensors  # has no types
                     tensor, mask = broadcast(args[0], args[1])
                     return tensor[mask]
+            if func is _aten._ctc_loss.Tensor and self._is_known(args[3]):
+                return self._ctc_loss(args[0], args[3])
             raise
         if known:
             self._follow(func, args, kwargs, output)
@@ -152,6 +154,12 @@ class KnownValues:
 
         with _disable_current_modes(), torch.no_grad():
             return func(*tree_map(value, args), **tree_map(value, kwargs))
+
+    def _ctc_loss(self, log_probs: Tensor, target_lengths: Tensor) -> tuple[Tensor, Tensor]:
+        """Losses ``[N]``, and what backward reads of ``[T, N, C]``: ``[N, T, 2 longest + 1]``."""
+        longest = int(self._values.get(target_lengths, target_lengths).max())
+        length, rows, _ = log_probs.shape
+        return log_probs.new_empty(rows), log_probs.new_empty(rows, length, 2 * longest + 1)
 
     def _fake_in(self, mode: FakeTensorMode) -> Callable[[Tensor], Tensor]:
         def fake(value: Tensor) -> Tensor:

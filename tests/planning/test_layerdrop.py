@@ -7,7 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import BartConfig, BartForConditionalGeneration
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    Wav2Vec2Config,
+    Wav2Vec2ForCTC,
+)
 
 from lowmem_patch import patch_model, plan_patch
 from lowmem_patch.errors import BudgetError
@@ -26,11 +31,30 @@ def bart(layerdrop: float) -> tuple[Any, Any]:
     return BartForConditionalGeneration(config).train(), {"input_ids": ids, "labels": ids}
 
 
+def wav2vec2(layerdrop: float) -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    config = Wav2Vec2Config(
+        hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=64, vocab_size=16,
+        conv_dim=(16,) * 7, num_conv_pos_embeddings=16, num_conv_pos_embedding_groups=4, layerdrop=layerdrop,
+        hidden_dropout=0.0, attention_dropout=0.0, activation_dropout=0.0, feat_proj_dropout=0.0,
+        final_dropout=0.0, apply_spec_augment=False, ctc_loss_reduction="mean",
+    )  # fmt: skip
+    labels = torch.randint(1, 16, (2, 5))
+    labels[1, 3:] = -100
+    inputs = {"input_values": torch.randn(2, 6400), "labels": labels}
+    return Wav2Vec2ForCTC(config).train(), inputs
+
+
+MODELS = {"bart": bart, "wav2vec2 with ctc": wav2vec2}
+
+
 @pytest.mark.parametrize("layerdrop", [0.5, 0.99])
-def test_layers_that_training_skips_at_random_are_all_planned(layerdrop: float) -> None:
-    _, inputs = bart(layerdrop=0.0)
+@pytest.mark.parametrize("name", MODELS)
+def test_layers_that_training_skips_at_random_are_all_planned(name: str, layerdrop: float) -> None:
+    make = MODELS[name]
+    _, inputs = make(layerdrop=0.0)
     whole, dropped = (
-        plan_patch(bart(layerdrop=one)[0], "exact", example_inputs=inputs, fit="1GiB")
+        plan_patch(make(layerdrop=one)[0], "exact", example_inputs=inputs, fit="1GiB")
         for one in (0.0, layerdrop)
     )
     assert dropped.sites == whole.sites
@@ -62,9 +86,10 @@ def test_layers_that_a_run_on_data_skipped_are_left_alone_with_the_mend() -> Non
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("preset", ["exact", "auto"])
-def test_layers_that_a_step_skips(preset: str, seed: int) -> None:
-    model, inputs = bart(layerdrop=0.5)
+@pytest.mark.parametrize("name", MODELS)
+def test_layers_that_a_step_skips(name: str, seed: int) -> None:
+    preset = ("exact", "auto")[seed % 2]
+    model, inputs = MODELS[name](layerdrop=0.5)
     patched = patch_model(copy.deepcopy(model), preset, example_inputs=inputs)
     truth = step(copy.deepcopy(model).double(), inputs, DOUBLE, seed=seed)
     found, wanted = (step(one, inputs, FP32, seed=seed) for one in (patched, model))

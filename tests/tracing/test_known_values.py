@@ -68,7 +68,14 @@ def _positions(net: Net, ids: Tensor, sizes: Tensor) -> Tensor:
     return net.embed(torch.cat(rows) % 16)[: lengths.max()]
 
 
+def _alignment(net: Net, ids: Tensor, sizes: Tensor) -> Any:
+    scores = net.x(ids).transpose(0, 1).log_softmax(-1)
+    lengths = torch.full_like(sizes[:, 0], 6)
+    return torch._ctc_loss(scores, ids[:, :3] % 4, lengths, sizes[:, 1], blank=0)
+
+
 FORMULAS: dict[str, Formula] = {
+    "an alignment": _alignment,
     "a mask of rows": lambda net, ids, sizes: net.x(ids)[ids == IMAGE],
     "masked_select": lambda net, ids, sizes: net.x(ids).masked_select((ids == IMAGE)[..., None]),
     "a number": lambda net, ids, sizes: net.x(ids)[:, : (ids == IMAGE).sum().item()],
