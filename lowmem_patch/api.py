@@ -37,6 +37,7 @@ from lowmem_patch.tracing.example_inputs import inner_model
 from lowmem_patch.tracing.inputs import ExampleInputs
 from lowmem_patch.tracing.isolation import preserved
 from lowmem_patch.tracing.shadow import Shadow
+from lowmem_patch.tracing.sharded import came_sharded
 
 Asked = tuple[str | int, str, bool, int]  # as in `planning.report.Record`
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -149,7 +150,9 @@ def _planned_anew(
     try:
         return _planned(model, config, example_inputs, asked)
     except TraceError:
-        if not find_records(model) or asked is not None or not runs_on_data(model, example_inputs):
+        if not find_records(model) or asked is not None or came_sharded(model):
+            raise
+        if not runs_on_data(model, example_inputs):
             raise
     _unpatch(model)
     return _planned(model, config, example_inputs, asked)

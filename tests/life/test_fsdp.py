@@ -15,8 +15,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 
-from lowmem_patch import patch_model, unpatch_model
-from lowmem_patch.errors import PatchError
+from lowmem_patch import patch_model, patch_report, unpatch_model
+from lowmem_patch.errors import PatchError, TraceError
 from lowmem_patch.nn.gammas import can_be_looked_at
 from tests.life.test_looks import Block, rows
 from tests.support.judge import assert_close
@@ -81,6 +81,9 @@ def test_a_model_sharded_since_is_not_unpatched() -> None:
     fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
     with pytest.raises(PatchError, match="load them into an unpatched model"):
         unpatch_model(model)
+    with pytest.raises(TraceError, match=r"sharded by FSDP2 \(fully_shard\) already"):
+        patch_model(model, "auto", example_inputs={"input": rows().float()})
+    assert patch_report(model).config.name == "exact"
     model(rows().float()).sum().backward()
     assert model[0].norm.weight.grad is not None
 
