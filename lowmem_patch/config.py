@@ -119,6 +119,8 @@ def load_config(config: str | Path | Mapping[str, Any] | PatchConfig) -> PatchCo
         )
     try:
         content = path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise ConfigError(f"there is no config file {path.resolve()}") from error
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read config file {text}: {error}") from error
     return _parse(content, name=path.stem, where=text)

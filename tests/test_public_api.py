@@ -108,3 +108,20 @@ def test_a_switch_that_is_neither_true_nor_false_is_refused(name: str) -> None:
     model = torch.nn.Linear(2, 2)
     with pytest.raises(ConfigError, match=f"{name}='no' is neither True nor False"):
         lowmem_patch.patch_model(model, example_inputs=(torch.ones(1, 2),), **{name: "no"})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("given", "mend"),
+    [
+        (None, "got a NoneType: give one model"),
+        ([torch.nn.Linear(2, 2)], "got a list: give one model"),
+    ],
+)
+def test_no_model_and_several_are_named(given: Any, mend: str) -> None:
+    with pytest.raises(ConfigError, match=mend):
+        lowmem_patch.patch_model(given)
+
+
+def test_a_config_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"there is no config file /.*none\.yaml$"):
+        lowmem_patch.patch_model(torch.nn.Linear(2, 2), tmp_path / "none.yaml")

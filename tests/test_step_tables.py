@@ -141,7 +141,7 @@ REFUSED: list[tuple[Any, str]] = [
     ("where(x > 0.3, x, 0)", "not continuous: it jumps at x = 0.3"),
     ("2 * x + 1", "straight line"),
     (3, "int is no activation"),
-    ("relu3", "neither x nor pi nor e (functions abs, "),
+    ("relu3", "is not known: write x, pi or e (functions abs, "),
 ]
 
 

@@ -137,7 +137,7 @@ def _check_names(model: str | None, shape: str | None, layers: int | None) -> No
     from lowmem_patch.bench import SHAPES
 
     if (model is None) == (shape is None):
-        raise ConfigError("give either MODEL or --shape: a checkpoint, or random weights")
+        raise ConfigError("give either MODEL or --shape, not both: a checkpoint, or random weights")
     if shape is not None and shape not in SHAPES:
         raise ConfigError(f"--shape {shape!r} is none of {', '.join(SHAPES)}")
     if layers is not None and (shape is None or SHAPES[shape].layers is None):

@@ -119,7 +119,7 @@ def _compiled(node: ast.AST, text: str) -> Callable[[Tensor], Any]:
         case ast.Name(id=name):
             if name != "x" and name not in _CONSTANTS:
                 hint = "a function needs its argument" if name in _FUNCTIONS else _known()
-                raise FitError(f"{text!r}: {name!r} is neither x nor pi nor e ({hint})")
+                raise FitError(f"{text!r}: {name!r} is not known: write x, pi or e ({hint})")
             return lambda x: x if name == "x" else _CONSTANTS[name]
         case (
             ast.BinOp(left=left, op=sign, right=right)

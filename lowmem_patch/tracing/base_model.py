@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from os import PathLike
 from typing import Any
 
@@ -26,10 +27,10 @@ def checked_model(model: object, call: str) -> None:
         raise ConfigError(
             f"{call} takes a model, and {model.__name__} is a class: make a model of it"
         )
-    raise ConfigError(
-        f"{call} takes a torch.nn.Module, and got a {type(model).__name__}: give the model that it holds, "
-        "such as trainer.model or pipeline.unet"
-    )
+    mend = "give the model that it holds, such as trainer.model or pipeline.unet"
+    if model is None or isinstance(model, (tuple, list, Mapping)):
+        mend = "give one model"
+    raise ConfigError(f"{call} takes a torch.nn.Module, and got a {type(model).__name__}: {mend}")
 
 
 def is_leaf(module: nn.Module) -> bool:
