@@ -201,8 +201,8 @@ class PatchReport:
         if rest <= 0 or fewer_at_sites <= 0:
             return []
         return [
-            f"the sites save {human_bytes(fewer_at_sites)} less, modules without a row {human_bytes(rest)}: "
-            "Linears, adapters, attention, the head"
+            f"the sites save {human_bytes(fewer_at_sites)} less, modules that are not in the table "
+            f"{human_bytes(rest)}: Linears, adapters, attention, the head"
         ]
 
     @property

@@ -42,7 +42,7 @@ from lowmem_patch.tracing.saved_bytes import storage_key
 
 _TAKEN = frozenset(dir(MSNorm(None, None, NormSettings(0.0))))
 
-_OR_Z = ", or z (the normalised input) where the output does not tell it"
+_OR_Z = ", or its normalised input z where a weight near 0 hides it"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,9 +212,7 @@ def _no_gain(facts: Facts, site: NormSite, read: bool) -> str:
     if not any(tensor.requires_grad for tensor in site.outputs):
         return "; nothing up to it trains, and it saves nothing itself"
     if not read and _saves_as_much(facts, site):
-        return (
-            "; no fewer bytes as long as the Linears that read it are frozen and have no adapters"
-        )
+        return "; it saves nothing here, since the Linears that read it are frozen and have no adapters"
     return ""
 
 

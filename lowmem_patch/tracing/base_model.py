@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from os import PathLike
 from typing import Any
 
@@ -28,7 +27,7 @@ def checked_model(model: object, call: str) -> None:
             f"{call} takes a model, and {model.__name__} is a class: make a model of it"
         )
     mend = "give the model that it holds, such as trainer.model or pipeline.unet"
-    if model is None or isinstance(model, (tuple, list, Mapping)):
+    if model is None or isinstance(model, (tuple, list)):
         mend = "give one model"
     raise ConfigError(f"{call} takes a torch.nn.Module, and got a {type(model).__name__}: {mend}")
 

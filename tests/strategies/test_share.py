@@ -233,7 +233,7 @@ def test_the_reason_says_in_plain_words_what_is_saved() -> None:
 
     plain = "the norm and its Linears save one tensor: the norm's output"
     assert reason(nn.LayerNorm(8, elementwise_affine=False)) == plain
-    affine = ", or z (the normalised input) where the output does not tell it"
+    affine = ", or its normalised input z where a weight near 0 hides it"
     assert reason(nn.LayerNorm(8)) == plain + affine
 
 
@@ -243,4 +243,4 @@ def test_norm_in_front_of_a_frozen_linear_says_that_it_saves_no_less(trains: boo
     model[2].requires_grad_(trains)
     site = plan_patch(model, "exact", example_inputs=(torch.randn(2, 8),)).sites[0]
     assert site.strategy == "share"
-    assert ("no fewer bytes as long as the Linears" in site.reason) != trains
+    assert ("it saves nothing here, since the Linears" in site.reason) != trains

@@ -39,7 +39,7 @@ def test_a_report_says_what_modules_without_a_row_save() -> None:
     sites = sum(site.bytes_before - site.bytes_after for site in report.sites)
     rest = report.saved_before - report.saved_after - sites
     assert sites > 0 and rest > 0
-    said = f"the sites save {human_bytes(sites)} less, modules without a row {human_bytes(rest)}"
+    said = f"the sites save {human_bytes(sites)} less, modules that are not in the table {human_bytes(rest)}"
     assert said in " ".join(str(report).split())
     first = next(site for site in report.sites if "layers.0.input" in site.name)
     assert (first.bytes_before, first.bytes_after) == (0, 0)
