@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lowmem_patch.api import patch_model, patch_report
 from lowmem_patch.checkpoint import load_model, resolve
+from lowmem_patch.checkpoint.compare import TensorCheck
 from lowmem_patch.constants import NormSettings
 from lowmem_patch.demo import load_demo_llama
 from lowmem_patch.errors import CheckpointError, ConfigError, TraceError
@@ -24,6 +25,7 @@ from lowmem_patch.strategies.fold_weights import FoldStep, fold_tensors
 from lowmem_patch.tracing.consumers import LinearRef
 from lowmem_patch.verify import (
     FORWARD_FACTOR,
+    RunResult,
     VerifyResult,
     api,
     map_gradients,
@@ -310,10 +312,18 @@ def test_a_patched_model_is_verified_from_its_original() -> None:
 def test_a_patched_model_is_verified_with_its_own_preset() -> None:
     result = verify_model(patch_model(randomised_llama(), "compact"), dtypes=F32, autocast=None)
     assert result.candidate == "patched with preset compact" and result.approximate_sites
-    least = min(check.cosine for check in result.runs[0].approximate)
+    least = min(check.cosine for check in result.runs[0].approximate if check.has_direction)
     text = "passed; gradients are approximate, their least cosine to the exact ones is "
     assert result.verdict == f"{text}{least:.4f}"
     assert "allowed: cosine > 0" in str(result) and "inf" not in str(result)
+
+
+def test_the_direction_of_rounding_is_no_part_of_the_verdict() -> None:
+    along = TensorCheck("weight", 1e-7, 1e-2, float("inf"), 0.99, True)
+    rounding = TensorCheck("bias", 1e-7, 1e-7, float("inf"), 0.0, True, size=2e-7)
+    run = RunResult("float32", (), (), (along, rounding), 2, 1, 0, 0)
+    result = VerifyResult("Model", "patched", "inputs", (run,), 1, ("act",))
+    assert result.verdict.endswith("cosine to the exact ones is 0.9900")
 
 
 def test_nothing_patched_is_said() -> None:

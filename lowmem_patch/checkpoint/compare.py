@@ -23,6 +23,7 @@ from lowmem_patch.tracing.shadow import finite_parts, named_tensors
 FORWARD_FACTOR = 2.0
 # Allowed on top, in eps of the dtype: an output that the unpatched model happens to hit exactly.
 BAND = 4.0
+_KNOWN_DIRECTION = 10.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +41,11 @@ class TensorCheck:
     cosine: float
     passed: bool
     size: float = 1.0
+
+    @property
+    def has_direction(self) -> bool:
+        """Whether it is so much larger than the unpatched model's error that its cosine tells anything."""
+        return self.size > _KNOWN_DIRECTION * self.unpatched_error
 
 
 def cast_parameters(model: Any, dtype: torch.dtype | None) -> Any:

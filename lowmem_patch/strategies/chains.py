@@ -117,11 +117,10 @@ def _gain(facts: Facts, chain: Chain) -> int:
 
 def _more_bytes(facts: Facts, tensors: Mapping[int, Tensor]) -> int:
     """Bytes of the storages, by key, that neither autograd nor the model holds anyway."""
-    anyway = (facts.state_keys, facts.storages)
     return sum(
         tensor.untyped_storage().nbytes()
         for key, tensor in tensors.items()
-        if not any(key in keys for keys in anyway)
+        if key not in facts.state_keys and key not in facts.storages
     )
 
 

@@ -92,7 +92,7 @@ class KnownValues:
             self._follow(func, args, kwargs, output)
         elif func._schema.is_mutable:
             self._forget(func, args, kwargs)
-        elif (found := _follows(func, args)) is not None and isinstance(output, FakeTensor):
+        elif (found := _certain_value(func, args)) is not None and isinstance(output, FakeTensor):
             value = torch.tensor(found, dtype=output.dtype, device=output.device)
             self._add(output, value.expand(output.shape))
         return output
@@ -209,8 +209,8 @@ def _is_undefined(func: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in func.tags or "empty" in func.overloadpacket.__name__
 
 
-def _follows(func: Any, args: Sequence[Any]) -> bool | float | None:
-    """What each element of an op's output is, whatever values it reads; None where these tell."""
+def _certain_value(func: Any, args: Sequence[Any]) -> bool | float | None:
+    """What each element of an op's output is, whatever values the op reads; None where it depends on them."""
     if func.overloadpacket is _aten.rand and math.prod(args[0]) == 1:
         return _LARGEST_DRAW
     if func is _aten.isinf.default or func is _aten.isnan.default:

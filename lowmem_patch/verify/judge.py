@@ -38,8 +38,6 @@ GRADIENT_FACTOR = 3.0
 # Where a gradient sums up terms that cancel, its error is that of a few roundings, in both models: one draw
 # of the outputs' gradients does not tell rounding from a mistake. What fails is judged over so many more.
 MORE_DRAWS = 4
-# The direction of a gradient is known when its size is this many times the unpatched model's error.
-_KNOWN_DIRECTION = 10.0
 
 
 @dataclasses.dataclass
@@ -244,10 +242,8 @@ def _check_gradients(names: Iterable[str], draws: Sequence[_Draw], eps: float) -
 def _as_approximate(check: TensorCheck) -> TensorCheck:
     """The check of an approximate gradient: finite and, where the direction is known, along it."""
     finite = check.error < float("inf")
-    known = check.size > _KNOWN_DIRECTION * check.unpatched_error
-    return dataclasses.replace(
-        check, limit=float("inf"), passed=finite and (check.cosine > 0 or not known)
-    )
+    along = check.cosine > 0 or not check.has_direction
+    return dataclasses.replace(check, limit=float("inf"), passed=finite and along)
 
 
 class _Arithmetic(NamedTuple):

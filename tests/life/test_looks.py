@@ -69,7 +69,7 @@ def test_limits_in_backward_are_as_wide_as_those_before_a_forward() -> None:
         ("low", Looks()),
         ("bits", Looks(True, 1 / 16, 1.0)),
     ):
-        ratio, shift = limits_of(saved_as)  # type: ignore[arg-type]  # mypy sees any text
+        ratio, shift = limits_of(saved_as)  # type: ignore[arg-type]  # mypy infers str
         assert shift == 2 * looks.largest_shift and ratio <= looks.smallest_ratio
     store = nn.Sequential(nn.RMSNorm(128), nn.Linear(128, 8))
     patched: Any = patch_model(store, "compact", example_inputs=(torch.randn(2, 128),))
