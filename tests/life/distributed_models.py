@@ -88,7 +88,11 @@ class SavedBytes:
                 self._add(weight, self.weights)
 
         look.only_looks = True  # type: ignore[attr-defined]
-        self.hooks = [m.register_forward_pre_hook(look) for m in self.model.modules()]
+        modules = list(self.model.modules())
+        shards = any(isinstance(weight, DTensor) for weight in self.model.parameters())
+        # who is compiled would be compiled anew with hooks
+        self.hooks = [m.register_forward_pre_hook(look) for m in modules if shards]
+        look(self.model, ())
         self.context = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
         self.context.__enter__()
         return self
@@ -127,7 +131,9 @@ def train(model: Any, tokens: Tensor, step: Loss, read: Any = None) -> dict[str,
     losses = [loss.detach().double().cpu() for loss in losses]
     named = model if read is None else read
     gradients = {n: whole(p.grad) for n, p in named.named_parameters() if p.grad is not None}
-    gradients = {n.removeprefix("module."): g for n, g in gradients.items()}
+    gradients = {
+        n.removeprefix("_orig_mod.").removeprefix("module."): g for n, g in gradients.items()
+    }
     return {"losses": losses, "gradients": gradients, "bytes": saved.count}
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import datetime
+import itertools
 import os
 import sys
 import traceback
@@ -112,13 +113,26 @@ class Runs:
         model = self.model(trains, preset)
         return train(DistributedDataParallel(model), self.own, backward_of)
 
+    def ddp_compiled(self, trains: str, preset: str | None) -> dict[str, Any]:
+        """torch.compile cuts the graph where DDP's buckets end."""
+        model = DistributedDataParallel(self.model(trains, preset))
+        backend = "inductor" if self.device.type == "cuda" else "aot_eager"
+        torch._dynamo.reset()
+        return train(torch.compile(model, backend=backend), self.own, backward_of)
+
     def fsdp(self, trains: str, preset: str | None) -> dict[str, Any]:
         return train(self.sharded(self.model(trains, preset)), self.own, backward_of)
 
-    def sharded(self, model: Any) -> Any:
+    def hsdp(self, trains: str, preset: str | None) -> dict[str, Any]:
+        """As where each host has all of the model, in shards: gradients are reduced twice."""
+        mesh = init_device_mesh(self.device.type, (WORLD, 1), mesh_dim_names=("replicate", "shard"))
+        return train(self.sharded(self.model(trains, preset), mesh), self.own, backward_of)
+
+    def sharded(self, model: Any, mesh: Any = None) -> Any:
+        mesh = self.mesh if mesh is None else mesh
         for layer in layers_of(model):
-            fully_shard(layer, mesh=self.mesh)
-        return fully_shard(model, mesh=self.mesh)
+            fully_shard(layer, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
 
     def fsdp_checkpointed(self, trains: str, preset: str | None) -> dict[str, Any]:
         model = self.model(trains, preset)
@@ -303,6 +317,9 @@ class Runs:
         for trains in ("full", "frozen"):
             self.record(f"truth sequence {trains}", self.sequence_truth, trains)
             self.in_all_presets(self.sequence, trains)
+        for trains, preset in itertools.product(("full", "lora"), (None, "auto")):
+            self.record(f"hsdp {trains} {preset}", self.hsdp, trains, preset)
+            self.record(f"ddp_compiled {trains} {preset}", self.ddp_compiled, trains, preset)
         for preset in (None, "exact"):
             self.record(f"dropout {preset}", self.sequence, "full", preset, 0.5)
             self.record(f"fsdp_norms full {preset}", self.fsdp_norms, "full", preset)
@@ -319,6 +336,9 @@ def main(rank: int, folder: Path, device_type: str) -> None:
     # transformers' own name for it, which PEFT reads and older versions alone have
     warnings.filterwarnings("ignore", ".*gradient_checkpointing", FutureWarning)
     warnings.filterwarnings("ignore", "Passing `tp_plan` directly", FutureWarning)
+    # torch.compile makes one of each function, and looks at gradients where a graph begins
+    warnings.filterwarnings("ignore", ".*should not be instantiated", DeprecationWarning)
+    warnings.filterwarnings("ignore", "The .grad attribute", UserWarning)
     # two ranks on CPUs draw the same numbers, which is what the run wants
     warnings.filterwarnings("ignore", "DTensor random operators", UserWarning)
     torch.set_num_threads(1)

@@ -29,6 +29,7 @@ CASES = [
     *((way, trains, preset) for way in WAYS for trains in ("full", "lora") for preset in ("exact", "auto")),
     *(("came_sharded", trains, preset) for trains in ("full", "columns") for preset in ("exact", "auto")),
     *(("sequence", trains, preset) for trains in ("full", "frozen") for preset in ("exact", "auto")),
+    *((way, trains, "auto") for way in ("hsdp", "ddp_compiled") for trains in ("full", "lora")),
     ("fsdp_norms", "full", "exact"),
     ("fsdp_adapters", "lora", "exact"),
 ]  # fmt: skip
