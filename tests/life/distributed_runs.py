@@ -118,7 +118,9 @@ class Runs:
         model = DistributedDataParallel(self.model(trains, preset))
         backend = "inductor" if self.device.type == "cuda" else "aot_eager"
         torch._dynamo.reset()
-        return train(torch.compile(model, backend=backend), self.own, backward_of)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the compiler's own
+            return train(torch.compile(model, backend=backend), self.own, backward_of)
 
     def fsdp(self, trains: str, preset: str | None) -> dict[str, Any]:
         return train(self.sharded(self.model(trains, preset)), self.own, backward_of)
@@ -336,9 +338,6 @@ def main(rank: int, folder: Path, device_type: str) -> None:
     # transformers' own name for it, which PEFT reads and older versions alone have
     warnings.filterwarnings("ignore", ".*gradient_checkpointing", FutureWarning)
     warnings.filterwarnings("ignore", "Passing `tp_plan` directly", FutureWarning)
-    # torch.compile makes one of each function, and looks at gradients where a graph begins
-    warnings.filterwarnings("ignore", ".*should not be instantiated", DeprecationWarning)
-    warnings.filterwarnings("ignore", "The .grad attribute", UserWarning)
     # two ranks on CPUs draw the same numbers, which is what the run wants
     warnings.filterwarnings("ignore", "DTensor random operators", UserWarning)
     torch.set_num_threads(1)
