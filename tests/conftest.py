@@ -28,6 +28,10 @@ from lowmem_patch.tracing import isolation
 # cores: with more threads than cores everything runs slower.
 torch.set_num_threads(1)
 
+# Traces make and drop many small objects: with the default of 700 an eighth of the tests' time is garbage
+# collection. Each file's own garbage is collected before it begins.
+gc.set_threshold(100_000, 50, 100)
+
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """What may take longest comes first, so that no worker waits for another at the end. Without a GPU, one

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import timm
 import torch
 from torch import Tensor, nn
 from typer.testing import CliRunner, Result
@@ -254,7 +256,11 @@ def test_the_table_and_the_picture(folder: Path, tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_json_of_a_shape() -> None:
+def test_json_of_a_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    def narrow(layers: int) -> Any:  # steps of a ViT-B take long on a CPU
+        return timm.create_model("vit_tiny_patch16_224", depth=layers)
+
+    monkeypatch.setitem(SHAPES, "vit-b", dataclasses.replace(SHAPES["vit-b"], build=narrow))
     result = call(
         "--shape",
         "vit-b",
