@@ -173,11 +173,12 @@ class _First(NamedTuple):
 
 
 class _RunningFunction(FunctionObserver):
-    """Knows which torch function runs, and whether it reads a weight."""
+    """Knows which torch function runs, and whether it reads a weight, or a copy of one that the forward
+    casts by itself."""
 
-    def __init__(self, weights: set[int]) -> None:
+    def __init__(self, weights: set[int], copies: set[int]) -> None:
         super().__init__()
-        self.weights = weights
+        self.weights, self.copies = weights, copies
         self.name = ""
         self.weighted = False
 
@@ -192,7 +193,10 @@ class _RunningFunction(FunctionObserver):
 
     def _is_weight(self, tensor: Tensor) -> bool:
         # a deferred tensor would make a storage, and hold it
-        return not hasattr(tensor, "held_values") and storage_key(tensor) in self.weights
+        if hasattr(tensor, "held_values"):
+            return False
+        key = storage_key(tensor)
+        return key in self.weights or key in self.copies
 
     def saver(self, stack: Sequence[str]) -> Saver:
         return Saver(stack[-1] if stack else "", self.name, self.weighted)
@@ -222,7 +226,8 @@ def saved_bytes(model: nn.Module) -> Iterator[SavedBytes]:
     watched: set[weakref.ref[_Held]] = set()
     deferred: list[tuple[Any, Saver]] = []  # counted at the end: they may let their values go
     result = SavedBytes()
-    running, copies = _RunningFunction(weights), _WeightCopies(weights)
+    copies = _WeightCopies(weights)
+    running = _RunningFunction(weights, copies.copies)
     # a cast of a weight that autocast remembers from before would not be seen to be one
     torch.clear_autocast_cache()
     with module_stack(model) as stack:
