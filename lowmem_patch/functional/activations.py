@@ -130,7 +130,7 @@ def activation(
     if up is None and not _library.wants_gradient(x):
         return reference.activate(x, kind)  # of integers, too
     check_floating("activation", "x", x)
-    if _library.knows_no_operators(x, up):
+    if _library.knows_no_operators(x, up) or _library.is_transformed():
         return compiled.activation(x, kind, up)
     if up is None and implementation == "auto" and kind not in _OWN_OPERATOR:
         return reference.activate(x, kind)
@@ -244,7 +244,11 @@ def codes_activation(
     Raises:
         TypeError: ``x`` is not floating point.
     """
-    if not _library.wants_gradient(x) or _library.knows_no_operators(x):
+    if (
+        not _library.wants_gradient(x)
+        or _library.knows_no_operators(x)
+        or _library.is_transformed()
+    ):
         return reference.activate(x, kind)
     check_floating("codes_activation", "x", x)
     chosen = resolve(implementation, x)

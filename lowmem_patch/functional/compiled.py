@@ -11,7 +11,8 @@ partitioner would save what it can, and undo the plan; two means hold it:
 What is stored in 8 bits is made by an operator, and backward reads values that are computed from it
 (`lowmem_patch.functional.graph_storage`).
 
-Torch knows of none but its own ops how to shard them, so DTensors take the same way. A norm of them saves its
+Torch knows of none but its own ops how to shard or transform them, so DTensors and what runs under torch.func
+take the same way. A norm of them saves its
 input: where that is sharded by the sequence, the Linears behind it read a gathered copy of its output, and
 share nothing with it.
 """
@@ -51,6 +52,8 @@ def limits_of(saved_as: SavedAs) -> tuple[float, float]:
 
 
 def _recomputed(function: Callable[..., Tensor], *args: Any) -> Tensor:
+    if _library.is_transformed():  # torch.func knows no checkpoint
+        return function(*args)
     y: Tensor = checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
     return y
 
@@ -289,6 +292,11 @@ def stored_norm(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
 _PLAIN = (Tensor, torch.nn.Parameter, type(None))
 
 
+def runs_plain(*tensors: Tensor | None) -> bool:
+    """Whether one of them is a DTensor, or a transform of torch.func or forward mode is under way."""
+    return is_sharded(*tensors) or _library.is_transformed()
+
+
 def is_sharded(*tensors: Tensor | None) -> bool:
     """Whether one of them is a DTensor."""
     if _library.in_compiler():
@@ -311,7 +319,7 @@ def foreign_norm(
     copy_dtype: torch.dtype | None,
     z_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """`ms_norm` of DTensors or nested tensors, recomputed from ``x`` in backward."""
+    """`ms_norm` of DTensors, of nested tensors or under torch.func, recomputed from ``x`` in backward."""
     z = None if z_dtype is None else _plain_norm(x.detach(), None, None, settings, z_dtype)
     arguments = (x, weight, bias, settings, out_dtype)
     if _library.wants_gradient(x, weight, bias):

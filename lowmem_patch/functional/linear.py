@@ -260,7 +260,7 @@ def activation_linear(
     Returns:
         ``[..., O]`` in ``compute_dtype``.
     """
-    if isinstance(weight, Tensor) and compiled.is_sharded(
+    if isinstance(weight, Tensor) and compiled.runs_plain(
         *sources, weight, bias, *(adapter or ())[:2]
     ):
         again = compiled.activation(sources[0], kind, *sources[1:])
@@ -297,7 +297,7 @@ def recast_linear(
         ValueError: shapes do not fit.
     """
     _check_weights("recast_linear", "x", x, weight, adapter)
-    if isinstance(weight, Tensor) and compiled.is_sharded(x, weight, bias, *(adapter or ())[:2]):
+    if isinstance(weight, Tensor) and compiled.runs_plain(x, weight, bias, *(adapter or ())[:2]):
         return compiled.linear(x, weight, bias, compute_dtype, adapter)
     chosen = "reference" if adapter is None else resolve("auto", x, adapter.lora_A, adapter.lora_B)
     return _linear(x, (x,), weight, bias, adapter, IDENTITY, compute_dtype, chosen)

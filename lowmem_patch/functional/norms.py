@@ -249,7 +249,7 @@ def ms_norm(
     if trains:
         call = _call_in_eight_bits if eight_bits and _may_store(*arguments) else _call_norm
         return _outputs(call(*arguments), copy_dtype, z_dtype)
-    if _library.knows_no_operators(x, weight, bias):
+    if _library.knows_no_operators(x, weight, bias) or _library.is_transformed():
         return compiled.foreign_norm(x, weight, bias, settings, out_dtype, copy_dtype, z_dtype)
     found: Any = None
     trains = _library.wants_gradient(x, weight, bias)

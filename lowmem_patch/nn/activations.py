@@ -10,11 +10,8 @@ from lowmem_patch.functional import (
     ActivationKind,
     activation,
     codes_activation,
-    is_exporting,
-    is_ordinary,
-    is_transformed,
 )
-from lowmem_patch.nn.context import is_foreign
+from lowmem_patch.nn.context import is_foreign, needs_gradient
 from lowmem_patch.nn.deferred import value_of
 from lowmem_patch.nn.deferred_ops import Activation
 
@@ -64,8 +61,7 @@ class RecomputedActivation(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Elementwise, any shape; dtype of ``x``."""
         x = in_autocast_dtype(value_of(x), self.kind)
-        saves = torch.is_grad_enabled() and x.requires_grad and not is_foreign(x)
-        if saves and (is_ordinary() or not (is_exporting() or is_transformed())):
+        if needs_gradient(x) and not is_foreign(x):
             return self.op.of((x,))
         return activation(x, self.kind)
 

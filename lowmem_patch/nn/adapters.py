@@ -14,16 +14,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from lowmem_patch.functional import (
     in_compiler,
-    is_exporting,
     recast_linear,
     without_torch_function,
 )
-from lowmem_patch.nn.context import autocast_dtype, is_foreign, is_fsdp_unit
+from lowmem_patch.nn.context import autocast_dtype, is_foreign, is_fsdp_unit, trains_here
 from lowmem_patch.nn.deferred import Deferred, value_of
 from lowmem_patch.nn.deferred_linears import project
 from lowmem_patch.nn.deferred_ops import Saved
@@ -81,7 +79,7 @@ def adds_products(forward: Callable[..., Any]) -> bool:
 def forward_kept(layer: Any, low_precision: bool, _alone: bool, *args: Any, **kwargs: Any) -> Any:
     """The class's forward, on an input of which autograd saves no copy in another dtype."""
     # of an input that needs no gradient (the first block's) the adapter would save a cast as well
-    plain = args and torch.is_grad_enabled() and not is_exporting() and not is_foreign(args[0])
+    plain = args and trains_here() and not is_foreign(args[0])
     if plain and args[0].is_floating_point():
         args = (Saved().of(args[0], passing=True), *args[1:])
     forward = type(layer).forward
@@ -110,7 +108,7 @@ def forward_as_one(
 
     ``stored``: as of a `Projection`.
     """
-    one = len(args) == 1 and not kwargs and torch.is_grad_enabled() and not is_exporting()
+    one = len(args) == 1 and not kwargs and trains_here()
     if one and _is_known(layer):
         x = args[0]
         # FSDP2's hook gives ordinary tensors, but not where a block runs again

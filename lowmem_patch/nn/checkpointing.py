@@ -29,12 +29,11 @@ from lowmem_patch.functional import (
     backward_number,
     in_compiler,
     is_checkpoint_packing,
-    is_exporting,
-    is_transformed,
     unwritten,
 )
 from lowmem_patch.nn.block_state import BlockState, as_they_were, is_gathered
 from lowmem_patch.nn.caches import ForwardCaches, without_empty_caches
+from lowmem_patch.nn.context import trains_here
 from lowmem_patch.nn.deferred import detached_of, value_of
 from lowmem_patch.nn.host_memory import HostMemory
 from lowmem_patch.nn.modes import AroundForward
@@ -117,8 +116,7 @@ def checkpointed(
 
 def saves_nothing(block: nn.Module) -> bool:
     """Whether a forward that runs now is for no backward, or the library's own checkpointing runs it."""
-    plain = not torch.is_grad_enabled() or is_exporting() or is_transformed()
-    return plain or is_switched_on(block)
+    return not trains_here() or is_switched_on(block)
 
 
 def is_switched_on(block: nn.Module) -> bool:

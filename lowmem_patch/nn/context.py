@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules import module as all_modules
 
-from lowmem_patch.functional import is_exporting
+from lowmem_patch.functional import is_exporting, is_ordinary, is_transformed
 from lowmem_patch.nn.watched import Watched
 
 
@@ -52,9 +52,16 @@ def may_be_freed() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
+def trains_here() -> bool:
+    """Whether autograd keeps what an op saves: not where somebody exports the model, nor under transforms of
+    torch.func or in forward mode, in which torch's own functions run."""
+    # the first of the two says so in one call
+    return torch.is_grad_enabled() and (is_ordinary() or not (is_exporting() or is_transformed()))
+
+
 def needs_gradient(tensor: Tensor) -> bool:
     """Whether autograd would keep anything for an op on this tensor, and it is run to train."""
-    return torch.is_grad_enabled() and tensor.requires_grad and not is_exporting()
+    return tensor.requires_grad and trains_here()
 
 
 def is_foreign(tensor: object) -> bool:

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lowmem_patch.functional import in_compiler, is_transformed, packed_dropout
+from lowmem_patch.functional import in_compiler, packed_dropout
 from lowmem_patch.nn.context import is_foreign, needs_gradient
 from lowmem_patch.nn.deferred import Deferred
 from lowmem_patch.nn.deferred_ops import Saved
@@ -29,7 +29,6 @@ class PackedDropout(nn.Dropout):
             or not (self.training and 0 < self.p < 1 and input.numel() and needs_gradient(input))
             or in_compiler()
             or is_foreign(input)
-            or is_transformed()
         ):
             return super().forward(input)
         return packed_dropout(input, self.p)[0]
@@ -38,7 +37,5 @@ class PackedDropout(nn.Dropout):
 def keep_for_dropout(module: nn.Module, args: tuple[Any, ...], output: Any) -> Tensor | None:
     """Forward hook of a Linear: ``F.dropout`` of its output keeps one bit for each element."""
     if in_compiler() or not module.training or is_foreign(output) or not needs_gradient(output):
-        return None
-    if is_transformed():
         return None
     return _SAVED.of(output)

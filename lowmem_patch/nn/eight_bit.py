@@ -31,7 +31,6 @@ from lowmem_patch.functional import (
     below_modes,
     in_compiler,
     is_eager,
-    is_exporting,
     is_ordinary,
     may_pack,
     memory_in_eight_bits,
@@ -46,7 +45,7 @@ from lowmem_patch.functional import (
 )
 from lowmem_patch.nn.adapters import forward_as_one
 from lowmem_patch.nn.attention_in_graph import AttentionInGraph
-from lowmem_patch.nn.context import autocast_dtype, is_foreign, product_dtype
+from lowmem_patch.nn.context import autocast_dtype, is_foreign, product_dtype, trains_here
 from lowmem_patch.nn.deferred import Deferred, Stored, Unstored, value_of
 from lowmem_patch.nn.deferred_linears import project
 from lowmem_patch.nn.deferred_ops import saved_copy
@@ -87,7 +86,7 @@ def _stores_attention(module: nn.Module, given: Own | None, /, *args: Any, **kwa
     if not in_compiler():
         return under_mode(module, _AttentionInEightBits, (), given, *args, **kwargs)
     forward = inner_forward(module, given)
-    if not torch.is_grad_enabled() or is_exporting():
+    if not trains_here():
         return forward(*args, **kwargs)
     with AttentionInGraph():
         return forward(*args, **kwargs)
@@ -154,9 +153,8 @@ def _directly(linear: nn.Linear, once: bool, x: Any) -> Tensor | None:
 
 def _is_storable_in_graph(x: Any) -> bool:
     """Whether a compiler's backward may read 8 bits in the place of this input."""
-    trains = torch.is_grad_enabled() and not is_exporting()
     ours = isinstance(x, Deferred) or (isinstance(x, Tensor) and not is_foreign(x))
-    return trains and ours and x.dtype in EIGHT_BIT_DTYPES
+    return trains_here() and ours and x.dtype in EIGHT_BIT_DTYPES
 
 
 def _in_graph(module: nn.Module, given: Own | None, x: Tensor) -> Tensor | None:

@@ -26,12 +26,11 @@ from torch._guards import detect_fake_mode
 from lowmem_patch.constants import NormSettings
 from lowmem_patch.functional import (
     in_compiler,
-    is_exporting,
     is_transformed,
     without_autocast,
     without_dispatch_modes,
 )
-from lowmem_patch.nn.context import is_freed
+from lowmem_patch.nn.context import is_freed, trains_here
 from lowmem_patch.nn.looks import Extremes, Look, Reading
 
 if TYPE_CHECKING:
@@ -124,7 +123,7 @@ def _alike(norms: Iterable[MSNorm]) -> dict[torch.device, list[list[tuple[MSNorm
 
 def look_before_forward(norms: tuple[MSNorm, ...], model: nn.Module, args: Any) -> None:
     """Forward pre-hook of a patched model: looks at the norms whose gamma trains."""
-    if in_compiler() or is_exporting() or not torch.is_grad_enabled():
+    if in_compiler() or not trains_here():
         return
     for norm in norms:
         norm.looks.gathered = not can_be_looked_at(*norm.own_affine())

@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from lowmem_patch.functional import (
     PackedWeight,
     in_compiler,
-    is_exporting,
-    is_transformed,
     recast_linear,
     without_torch_function,
 )
@@ -20,7 +18,7 @@ from lowmem_patch.nn import (
     logits_readers as logits_readers,  # fills the table of those who read what is made here
 )
 from lowmem_patch.nn.adapters import forward_as_one
-from lowmem_patch.nn.context import has_hooks, is_foreign, is_fsdp_unit, product_dtype
+from lowmem_patch.nn.context import has_hooks, is_foreign, is_fsdp_unit, product_dtype, trains_here
 from lowmem_patch.nn.deferred import Deferred, value_of
 from lowmem_patch.nn.deferred_ops import Saved
 from lowmem_patch.nn.logits import HeadReads, Logits, Settings
@@ -57,7 +55,7 @@ def forward_head(
 
 
 def _waits(module: nn.Module, reads: HeadReads, x: Any) -> bool:
-    if not torch.is_grad_enabled() or is_exporting() or is_transformed():
+    if not trains_here():
         return False
     if has_hooks(module):
         return False

@@ -35,6 +35,7 @@ from lowmem_patch.nn.context import (
     may_be_freed,
     needs_gradient,
     train,
+    trains_here,
 )
 from lowmem_patch.nn.deferred import value_of
 from lowmem_patch.nn.deferred_ops import Norm, Normed, Saved, Shared
@@ -193,7 +194,7 @@ class MSNorm(nn.Module):
             return self._compiled(x, dtype)
         weight, _ = self.own_affine()
         foreign = is_foreign(x) or (weight is not None and is_foreign(weight))
-        if foreign or not torch.is_grad_enabled() or torch._C._is_tracing():
+        if foreign or not trains_here():
             return self.normalize(x, dtype)
         return below_modes(self._saving, x, dtype)  # type: ignore[no-any-return]  # it calls any function
 
@@ -233,12 +234,12 @@ class MSNorm(nn.Module):
 
     def _compiled(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """The norm as a compiler sees it."""
-        stored = self.in_eight_bits and torch.is_grad_enabled() and not is_exporting()
+        stored = self.in_eight_bits and trains_here()
         if stored and not is_foreign(x):
             y, *near = compiled.stored_norm(*self._in_graph(x, dtype))
             return keep(y, Normed(False, None), tuple(near)) if y.requires_grad else y
         y = self.normalize(x, dtype)
-        waits = y.requires_grad and not is_exporting() and self._is_one_copy(y)
+        waits = needs_gradient(y) and self._is_one_copy(y)
         return Saved().of(y) if waits else y
 
     def _is_one_copy(self, y: Tensor) -> bool:

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from lowmem_patch.functional import (
     in_compiler,
-    is_transformed,
     is_worth_python,
     unbind_permuted,
     without_torch_function,
@@ -89,7 +88,7 @@ def _packed(tensor: Tensor, source: PackedOutput | None) -> PackedOutput:
 
 def follow_packed(module: nn.Module, args: tuple[Any, ...], output: Any) -> PackedOutput | None:
     """Forward hook of a Linear: its output is followed to where it is taken apart."""
-    if in_compiler() or type(output) is not Tensor or is_transformed():
+    if in_compiler() or type(output) is not Tensor:
         return None
     if not needs_gradient(output) or not output.is_contiguous() or not output.numel():
         return None

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lowmem_patch.functional import in_compiler, is_exporting, is_transformed
-from lowmem_patch.nn.context import is_foreign
+from lowmem_patch.functional import in_compiler
+from lowmem_patch.nn.context import is_foreign, trains_here
 from lowmem_patch.nn.deferred import defer
 from lowmem_patch.nn.deferred_weights import AdaptedWeight
 
@@ -55,7 +55,7 @@ def read_factors(layer: Any, call: Callable[..., Any], *args: Any, **kwargs: Any
         layer: a ParamWrapper.
         call: its class's forward, which is called where more is to compute.
     """
-    trains = torch.is_grad_enabled() and not (in_compiler() or is_exporting() or is_transformed())
+    trains = trains_here() and not in_compiler()
     weight = _adapted_weight(layer) if trains and "adapter_names" not in kwargs else None
     if weight is None:
         return call(layer, *args, **kwargs)

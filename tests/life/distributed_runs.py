@@ -117,9 +117,9 @@ class Runs:
         """torch.compile cuts the graph where DDP's buckets end."""
         model = DistributedDataParallel(self.model(trains, preset))
         backend = "inductor" if self.device.type == "cuda" else "aot_eager"
-        torch._dynamo.reset()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the compiler's own
+            torch._dynamo.reset()
             return train(torch.compile(model, backend=backend), self.own, backward_of)
 
     def fsdp(self, trains: str, preset: str | None) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -300,8 +301,15 @@ def test_function_transforms_work_or_say_no() -> None:
     assert torch.equal(torch.vmap(lambda v: codes_activation(v, "gelu"))(x), plain)
     _, tangent = torch.func.jvp(lambda v: codes_activation(v, "gelu"), (x,), (x,))
     assert torch.equal(tangent, torch.func.jvp(torch.nn.functional.gelu, (x,), (x,))[1])
+    gradients = [
+        torch.func.grad(lambda v, gelu=gelu: gelu(v).sum())(x)
+        for gelu in (partial(codes_activation, kind="gelu"), torch.nn.functional.gelu)
+    ]
+    assert torch.equal(*gradients)
     with pytest.raises(RuntimeError, match=r"does not compose with torch\.func"):
-        torch.func.grad(lambda v: codes_activation(v, "gelu").sum())(x)
+        torch.func.grad(lambda v: ms_norm(v, None, None, NormSettings(1e-5), trains=True)[0].sum())(
+            x
+        )
 
 
 def test_implementation_is_met_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
