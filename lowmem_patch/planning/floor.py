@@ -6,7 +6,8 @@ The rule (for each token, and nothing else):
    Where that input is act(x) or act(gate) * up, x or gate and up count instead, since the input is
    recomputed from them; a cast made for an adapter, a dropout's result, and rows that experts gather
    count as their source;
-2. what attention itself saves, as the model implements it, but no cast of a softmax's output;
+2. what attention itself saves, as the model implements it, but no cast of a softmax's output, and nothing
+   that elementwise functions made and others of them save;
 3. 2-bit codes of an activation whose input nothing above saves (1 bit where that is exact), statistics of
    a norm's rows, one bit for each element of a dropout, and what no backward can do without: the output of
    a norm that no trained matmul reads, and both factors of an act(gate) * up that no trained matmul reads;
@@ -36,6 +37,7 @@ from lowmem_patch.tracing.consumers import gathers_for_a_weight
 from lowmem_patch.tracing.dataflow import backward, first_input, makers
 from lowmem_patch.tracing.op_roles import (
     MATMULS,
+    OF_ELEMENTS,
     OF_LOGITS,
     REARRANGES,
     SELECTS,
@@ -110,6 +112,11 @@ def _is_cast(storage: SavedStorage, softmax: SavedStorage, module: str) -> bool:
     )
 
 
+def _reads_elements(storage: SavedStorage) -> bool:
+    """Whether elementwise functions alone saved it."""
+    return all(role_of(saver.function).has(OF_ELEMENTS) for saver in storage.savers)
+
+
 class _FloorCount:
     def __init__(self, facts: Facts) -> None:
         trace = facts.trace
@@ -119,6 +126,12 @@ class _FloorCount:
         self.widths: dict[int, int] = {}  # fewest bytes an element that a matmul reads, by root
         self.items: dict[object, FloorItem] = {}
         self.attention: set[int] = set()  # keys of storages
+        # what such functions made is computed again of what they read
+        self.elementwise = {
+            storage_key(op.outputs[0])
+            for op in trace.ops
+            if op.role.has(OF_ELEMENTS) and op.outputs
+        }
         self.state = facts.state_keys  # the model itself holds it
         self.saved_by: dict[str, list[SavedStorage]] = {}
         for storage in trace.saved.storages:
@@ -172,6 +185,8 @@ class _FloorCount:
         for storage in self.trace.saved.storages:
             if storage.category != "attention" or storage.key in self.let_go:
                 continue
+            if storage.key in self.elementwise and _reads_elements(storage):
+                continue  # Sinkhorn's steps behind a softmax (DeepSeek-V4)
             softmax = next((pair for pair in softmaxes if _is_cast(storage, *pair)), None)
             if softmax is not None:
                 softmaxes.remove(softmax)

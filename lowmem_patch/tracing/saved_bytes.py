@@ -225,9 +225,8 @@ def saved_bytes(model: nn.Module) -> Iterator[SavedBytes]:
     savers: dict[int, Counter[Saver]] = {}  # how often autograd holds a storage for each
     watched: set[weakref.ref[_Held]] = set()
     deferred: list[tuple[Any, Saver]] = []  # counted at the end: they may let their values go
-    result = SavedBytes()
     copies = _WeightCopies(weights)
-    running = _RunningFunction(weights, copies.copies)
+    result, running = SavedBytes(), _RunningFunction(weights, copies.copies)
     # a cast of a weight that autocast remembers from before would not be seen to be one
     torch.clear_autocast_cache()
     with module_stack(model) as stack:

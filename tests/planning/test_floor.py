@@ -306,23 +306,6 @@ def test_a_clamped_gate_and_up_count_and_neither_scaled_nor_moved() -> None:
     assert toy_floor(model) == {"linear inputs": 4 * 8 * 4, "activations": 4 * 64 * 4}
 
 
-class InFloat32(Toy):
-    """Casts its weights by itself, as the experts of OpenAI's privacy filter."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = torch.nn.functional.silu(x.float() @ self.inner.weight.t().float())
-        return hidden @ self.outer.weight.t().float()
-
-
-def test_a_weight_that_the_forward_casts_is_a_weight() -> None:
-    x = torch.randn(4, 8, dtype=torch.bfloat16)
-    model = InFloat32().bfloat16()
-    trace = trace_forward(Shadow(model, ExampleInputs((x,)), None))
-    assert {s.category for s in trace.saved.storages} == {"linear inputs", "activations"}
-    # x, and what the activation reads, which could have been computed in the dtype of x
-    assert count_floor(Facts(model, model, trace, {})).total == 4 * (8 + 32) * 2
-
-
 def test_a_dropout_counts_one_bit_for_each_element() -> None:
     model = Toy(p=0.5)  # rows that fill no whole byte: 3 x 8 and 3 x 32 bits, 3 bytes and 12
     kept = {"linear inputs": 3 * (8 + 32) * 4, "codes and statistics": 3 * 8 // 8 + 3 * 32 // 8}

@@ -162,3 +162,46 @@ def test_what_attention_does_with_its_scores_is_attention() -> None:
     assert kinds["layers.1", "gather"] == "rest"  # its index
     assert kinds["", "logsumexp"] == "head and loss"
     assert plan_patch(model, "exact", example_inputs=x).floor >= saved.by_kind["attention"]
+
+
+class InFloat32(nn.Module):
+    """Casts its weights by itself, as the experts of OpenAI's privacy filter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = nn.functional.silu(x.float() @ self.first.weight.t().float())
+        return hidden @ self.second.weight.t().float()
+
+
+def test_a_weight_that_the_forward_casts_is_a_weight() -> None:
+    x = torch.randn(ROWS, WIDTH, dtype=torch.bfloat16)
+    model = InFloat32().bfloat16()
+    trace = trace_forward(Shadow(model, ExampleInputs((x,)), None))
+    assert {s.category for s in trace.saved.storages} == {"linear inputs", "activations"}
+    # x, and what the activation reads, which could have been computed in the dtype of x
+    assert count_floor(Facts(model, model, trace, {})).total == 2 * (ONE // 2)
+
+
+class Sinkhorn(nn.Module):
+    """Divides what a softmax gives by sums of rows and of columns, in turns, as DeepSeek-V4 does."""
+
+    def __init__(self, turns: int) -> None:
+        super().__init__()
+        self.first, self.turns = nn.Linear(WIDTH, WIDTH), turns
+
+    def forward(self, x: Tensor) -> Tensor:
+        shares = self.first(x).softmax(-1)
+        for turn in range(self.turns):
+            shares = shares / shares.sum(turn % 2, keepdim=True)
+        return shares
+
+
+def test_what_is_divided_behind_a_softmax_is_computed_again() -> None:
+    x = torch.randn(ROWS, WIDTH)
+    for turns in (0, 6):  # x, and the softmax's output
+        model = Sinkhorn(turns)
+        trace = trace_forward(Shadow(model, ExampleInputs((x,)), None))
+        assert count_floor(Facts(model, model, trace, {})).total == 2 * ONE
