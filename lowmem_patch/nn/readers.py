@@ -7,6 +7,7 @@ shall run, on the values.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -239,8 +240,10 @@ _BEGINS_BACKWARD = ("torch.distributed.", "deepspeed.")
 
 
 def _late_hook(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    h = args[0]
-    begins = str(getattr(args[-1], "__module__", "")).startswith(_BEGINS_BACKWARD)
+    h, hook = args[0], args[-1]
+    while isinstance(hook, partial):  # as FSDP1's
+        hook = hook.func
+    begins = str(getattr(hook, "__module__", "")).startswith(_BEGINS_BACKWARD)
     if isinstance(h, Deferred) and h.was_bypassed and h.op.may_be_bypassed and not begins:
         raise RuntimeError(_PASSED_ON.format(name=func.__name__))
     return NotImplemented

@@ -21,7 +21,7 @@ from torch import nn
 from lowmem_patch.functional import in_compiler
 from lowmem_patch.nn.adapters import is_adapter_forward
 from lowmem_patch.nn.norms import MSNorm
-from lowmem_patch.nn.own import Own, given_forward, is_own, within_compiled
+from lowmem_patch.nn.own import Own, given_forward, is_own
 from lowmem_patch.planning.names import listed
 from lowmem_patch.planning.plan import Plan
 from lowmem_patch.planning.report import RECORD, AsPatched, Record
@@ -32,13 +32,9 @@ from lowmem_patch.tracing.trace import describe
 _MEND = "call patch_model(model) again, which plans for the model as it is now"
 _listed = partial(listed, most=2)
 # what other libraries put between the parts of a parameter's name
-_WRAPPERS = (
-    "base_layer",
-    "original_module",
-    "_orig_mod",
-    "_fsdp_wrapped_module",
-    "_checkpoint_wrapped_module",
-)
+# where torch.compile, FSDP1 and torch's checkpoint wrapper hold the module that they call
+_AROUND = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+_WRAPPERS = ("base_layer", "original_module", *_AROUND)
 
 
 def watch_first_forward(model: nn.Module, plan: Plan, *, adapters: bool) -> None:
@@ -206,13 +202,19 @@ def _replaced(model: nn.Module, facts: AsPatched) -> Iterator[str]:
         yield f"{len(gone)} patched modules were replaced since the patch ({_listed(gone)})"
 
 
+def _without_wrappers(module: nn.Module) -> nn.Module:
+    children = dict(module.named_children())
+    inner = next((children[name] for name in _AROUND if name in children), None)
+    return module if inner is None else _without_wrappers(inner)
+
+
 def _forwards(model: nn.Module, facts: AsPatched) -> Iterator[str]:
     modules, gone = dict(model.named_modules(remove_duplicate=False)), _gone(model, facts)
     changed: dict[str, list[str]] = {}  # by the library whose forward it is
     for name, was in facts.forwards.items():
         if name not in modules or name in gone:
             continue
-        forward = _forward_of(within_compiled(modules[name]) or modules[name])
+        forward = _forward_of(_without_wrappers(modules[name]))
         if forward != was:
             changed.setdefault(forward.partition(".")[0], []).append(name)
     for library, names in changed.items():

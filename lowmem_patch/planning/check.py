@@ -39,8 +39,9 @@ class RealRun:
     modules: list[tuple[str, Tensor]]
 
 
-def _refuse_compiled(model: nn.Module) -> None:
-    """Refuse what ``torch.compile`` wraps: a patch inside would break its graphs.
+def _refuse_wrapped(model: nn.Module) -> None:
+    """Refuse what ``torch.compile`` wraps, as a patch inside would break its graphs, and what FSDP1 wraps,
+    whose weights are parts of flat ones.
 
     ``module.compile()`` wraps nothing: graphs are made when the patched module runs.
 
@@ -54,17 +55,23 @@ def _refuse_compiled(model: nn.Module) -> None:
                 f"torch.compile wraps {describe(inner, name)} already: patch the model first and "
                 "compile it after that, as in model = torch.compile(patch_model(model))"
             )
+        inner = module._modules.get("_fsdp_wrapped_module")
+        if inner is not None:
+            raise PatchError(
+                f"FSDP (FullyShardedDataParallel) wraps {describe(inner, name)} already, and holds its "
+                "weights in flat shards: patch the model first, and wrap it after that"
+            )
 
 
 def refuse_unready(model: nn.Module) -> None:
     """Refuse a model that nobody can look at or change.
 
     Raises:
-        PatchError: torch.compile wraps it or a part of it, torch.jit.script compiled it, it has weights
-            that only its first forward makes, or tensors that are made here have no history or no data.
+        PatchError: torch.compile or FSDP1 wraps it or a part of it, torch.jit.script compiled it, it has
+            weights that only its first forward makes, or tensors made here have no history or no data.
     """
     _refuse_surroundings()
-    _refuse_compiled(model)
+    _refuse_wrapped(model)
     if isinstance(model, torch.jit.ScriptModule):
         raise PatchError(
             "torch.jit.script compiled this model, and nothing in it can be exchanged: patch the model of "

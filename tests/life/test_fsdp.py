@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 
@@ -19,7 +20,9 @@ from lowmem_patch import patch_model, patch_report, unpatch_model
 from lowmem_patch.errors import PatchError, TraceError
 from lowmem_patch.nn.gammas import can_be_looked_at
 from tests.life.test_looks import Block, rows
-from tests.support.judge import assert_close
+from tests.support.judge import BAND, assert_close
+from tests.support.models import llama, tokens
+from tests.support.step import FP32
 
 
 @pytest.fixture
@@ -126,3 +129,34 @@ def test_parts_of_gamma_and_beta_tell_nothing() -> None:
 
 def _refuse(norms: Any) -> None:
     raise AssertionError("the host waited for gamma")
+
+
+@pytest.mark.filterwarnings("ignore:.*FSDP is switching to use")  # one process shards nothing
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+@pytest.mark.filterwarnings("ignore:.*FSDP1:FutureWarning")
+@pytest.mark.usefixtures("one_process")
+def test_fsdp1_trains_a_model_with_deferred_logits() -> None:
+    """It sets a hook on all that the model returns, when the loss has read the logits already."""
+    twin = llama()
+    model = patch_model(copy.deepcopy(twin), "exact")
+    ids = tokens().kwargs["input_ids"]
+    losses = []
+    for one in (twin, model):
+        sharded = FullyShardedDataParallel(
+            one,
+            device_id=torch.device("cpu"),
+            use_orig_params=True,
+            auto_wrap_policy=ModuleWrapPolicy({type(one.model.layers[0])}),
+        )
+        optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
+        for _ in range(2):
+            loss = sharded(input_ids=ids, labels=ids).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(sharded(input_ids=ids, labels=ids).loss.detach())
+    assert_close(losses[1], losses[0], "loss", BAND * FP32.eps)
+    with pytest.raises(
+        PatchError, match=r"FSDP .* wraps LlamaDecoderLayer in model\.layers\.0 already"
+    ):
+        patch_model(model, "exact")
