@@ -88,6 +88,19 @@ def test_host_memory_bounds_what_is_offloaded() -> None:
     assert none == 0 < little < much
 
 
+def test_the_least_budget_of_a_host_with_little_memory_says_so() -> None:
+    model, x = stack(count=12), rows().repeat(32, 1, 1)
+    plan = plan_model(model, load_config("exact"), x)
+    least, said = [], []
+    for host in (0, 1 << 30):
+        with planned_once(), pytest.raises(BudgetError) as error:
+            fit_planned(model, plan, 1000, USUAL_TRAINING, host=host)
+        least.append(least_of(str(error.value)))
+        said.append("of this machine's memory" in str(error.value))
+    assert least[0] > least[1]
+    assert said == [True, False]
+
+
 def test_a_patched_model_says_what_is_offloaded() -> None:
     model, inputs = made("llama")
     with planned_once():
