@@ -100,7 +100,7 @@ def test_the_ladder_and_the_choice(found: Any) -> None:
     ]  # fmt: skip
     assert names[4:] == [
         "256 tokens a row, not 512", "a batch of 1, not 2",
-        "QLoRA: weights in 4 bits, adapters of rank 16 train",
+        "QLoRA: weights in 4 bits, adapters of rank 8 train",
         "adamw8bit, an 8-bit optimizer, not adamw", "FSDP over 2 GPUs, bytes of each",
     ]  # fmt: skip
     assert [rung["on_top"] for rung in found["ladder"]] == [False] * 4 + [True] * 5

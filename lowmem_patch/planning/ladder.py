@@ -26,7 +26,7 @@ from lowmem_patch.strategies.checkpointing import ALONE, find_blocks
 from lowmem_patch.tracing.inputs import ExampleInputs
 
 _GPUS = (2, 4, 8, 16, 32, 64)
-_RANK = 16  # of the adapters that stand for full training
+_RANK = 8  # PEFT's default: of the adapters that stand for full training
 _ADAPTER_WIDTH = 4  # bytes of an adapter's weight
 _PACKED = 0.5  # bytes of a weight in 4 bits
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)

@@ -49,6 +49,7 @@ def as_example_inputs(inputs: Any) -> ExampleInputs:
     if isinstance(inputs, Tensor):
         return ExampleInputs((inputs,))
     if hasattr(inputs, "keys"):
+        _refuse_lists(inputs)
         return ExampleInputs((), dict(inputs))
     if isinstance(inputs, tuple):
         return ExampleInputs(inputs)
@@ -57,3 +58,15 @@ def as_example_inputs(inputs: Any) -> ExampleInputs:
         f"of its arguments, or one tensor. This is a {type(inputs).__name__}: take one batch, such as "
         "next(iter(dataloader))"
     )
+
+
+def _refuse_lists(inputs: Any) -> None:
+    """Refuse rows of numbers, as a tokenizer gives them that was not asked for tensors."""
+    for name in inputs.keys():  # noqa: SIM118  # a BatchEncoding iterates over other things
+        value = inputs[name]
+        row = value[0] if isinstance(value, list) and value else None
+        if isinstance(row, list) and row and isinstance(row[0], int):
+            raise TraceError(
+                f"example_inputs[{name!r}] is a list of lists of numbers: give a tensor, as a tokenizer with "
+                'return_tensors="pt" does'
+            )

@@ -66,3 +66,11 @@ def test_tokens_that_are_no_integers_are_refused() -> None:
         plan_patch(model, example_inputs=(torch.ones(2, 3),))
     with pytest.raises(TraceError, match=r"an embedding is indexed by integers.*float32"):
         plan_patch(model.to("meta"), example_inputs=(torch.ones(2, 3),))
+
+
+def test_rows_of_numbers_are_refused_by_name() -> None:
+    model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 4))
+    with pytest.raises(
+        TraceError, match=r"example_inputs\['input'\] is a list of lists of numbers"
+    ):
+        plan_patch(model, example_inputs={"input": [[1, 2], [3, 4]]})
