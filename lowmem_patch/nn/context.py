@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -38,6 +40,16 @@ def has_hooks(module: nn.Module) -> bool:
         or all_modules._global_backward_hooks
         or all_modules._global_backward_pre_hooks
     )
+
+
+def own_tensor(module: nn.Module, name: str) -> Any:
+    """What a module's forward finds by the name of a parameter, past nn.Module's search, which takes time: a
+    tensor, or None.
+
+    It is an attribute where torch prunes it, and where a block that FSDP1 wraps runs again.
+    """
+    found = module._parameters.get(name)
+    return module.__dict__.get(name) if found is None else found
 
 
 def is_fsdp_unit(module: nn.Module) -> bool:

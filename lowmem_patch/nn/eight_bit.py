@@ -45,7 +45,13 @@ from lowmem_patch.functional import (
 )
 from lowmem_patch.nn.adapters import forward_as_one
 from lowmem_patch.nn.attention_in_graph import AttentionInGraph
-from lowmem_patch.nn.context import autocast_dtype, is_foreign, product_dtype, trains_here
+from lowmem_patch.nn.context import (
+    autocast_dtype,
+    is_foreign,
+    own_tensor,
+    product_dtype,
+    trains_here,
+)
 from lowmem_patch.nn.deferred import Deferred, Stored, Unstored, value_of
 from lowmem_patch.nn.deferred_linears import project
 from lowmem_patch.nn.deferred_ops import saved_copy
@@ -135,10 +141,8 @@ def _stores_by_hooks(module: nn.Module, given: Own | None, /, *args: Any, **kwar
 
 def _directly(linear: nn.Linear, once: bool, x: Any) -> Tensor | None:
     """The Linear as one op that stores its input; None where hooks have to."""
-    own = linear._parameters
-    weight, bias = own.get("weight"), own.get("bias")
-    # pruned, a bias is an attribute
-    if type(x) not in _ORDINARY or weight is None or "bias" not in own or not _may_store():
+    weight, bias = own_tensor(linear, "weight"), own_tensor(linear, "bias")
+    if type(x) not in _ORDINARY or weight is None or not _may_store():
         return None
     if has_foreign_mode() or not stores_directly(x, weight, bias):
         return None

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lowmem_patch.functional import LowRank, PackedWeight, is_ordinary
-from lowmem_patch.nn.context import autocast_dtype, has_hooks, is_foreign
+from lowmem_patch.nn.context import autocast_dtype, has_hooks, is_foreign, own_tensor
 from lowmem_patch.nn.dropout import PackedDropout
 from lowmem_patch.nn.op import Projection
 from lowmem_patch.nn.own import runs_class_forward
@@ -39,7 +39,7 @@ def low_rank_products(layer: Any, given: torch.dtype, low_precision: bool) -> Pr
     base = _plain_base(layer)
     if base is None:
         return None
-    autocast = autocast_dtype(base._parameters["weight"].device.type, given)
+    autocast = autocast_dtype(own_tensor(base, "weight").device.type, given)
     dtype = given if autocast is None else autocast
     weight = _weight_of(base, given, dtype)
     if weight is None or (autocast is None and weight.dtype != given):
@@ -47,7 +47,7 @@ def low_rank_products(layer: Any, given: torch.dtype, low_precision: bool) -> Pr
     adapters = _adapters(layer, given, autocast, low_precision)
     if not adapters:
         return None
-    to = Projection(weight, base._parameters.get("bias"), adapters[0])
+    to = Projection(weight, own_tensor(base, "bias"), adapters[0])
     # PEFT's layer of 4 bits returns the dtype of its input, also under autocast
     returned = given if isinstance(weight, PackedWeight) else dtype
     return Products(to, dtype, returned, adapters[1:])
@@ -82,7 +82,7 @@ def _plain_base(layer: Any) -> Any:
         return None
     if type(base) is not nn.Linear and not is_four_bit(base):
         return None
-    return None if base._parameters.get("weight") is None else base
+    return None if own_tensor(base, "weight") is None else base
 
 
 def _weight_of(base: Any, given: torch.dtype, dtype: torch.dtype) -> Tensor | PackedWeight | None:
@@ -90,7 +90,7 @@ def _weight_of(base: Any, given: torch.dtype, dtype: torch.dtype) -> Tensor | Pa
     somebody traces what unpacks it."""
     if type(base) is not nn.Linear:
         return packed_weight(base, given, dtype) if is_ordinary() else None
-    weight: Any = base._parameters["weight"]
+    weight: Any = own_tensor(base, "weight")
     found: Tensor | None = None if is_foreign(weight) else weight
     return found
 
@@ -125,10 +125,10 @@ def _may_write(hook: Any) -> bool:
 
 def _weight(part: nn.Module) -> Tensor | None:
     """The weight of A or B, None if it is more than a product."""
-    parameters = part._parameters
-    if type(part) is not nn.Linear or parameters.get("bias") is not None or _is_watched(part):
+    if type(part) is not nn.Linear or own_tensor(part, "bias") is not None or _is_watched(part):
         return None
-    return parameters.get("weight")
+    weight: Tensor | None = own_tensor(part, "weight")
+    return weight
 
 
 def _is_identity(dropout: nn.Module) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -133,11 +134,22 @@ def _refuse(norms: Any) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*FSDP is switching to use")  # one process shards nothing
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
-@pytest.mark.filterwarnings("ignore:.*FSDP1:FutureWarning")
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
+@pytest.mark.filterwarnings("ignore:.*has both parameters with requires_grad:UserWarning")
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("trains", ["full", "lora"])
 @pytest.mark.usefixtures("one_process")
-def test_fsdp1_trains_a_model_with_deferred_logits() -> None:
-    """It sets a hook on all that the model returns, when the loss has read the logits already."""
-    twin = llama()
+def test_fsdp1_trains_a_patched_model(trains: str, checkpointed: bool) -> None:
+    """FSDP1 sets a hook on all that the model returns, when the loss has read the logits already. Where a
+    block runs again, it has its weights as attributes."""
+    twin: Any = llama()
+    layer = type(twin.model.layers[0])
+    if trains == "lora":
+        config = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
+        twin = get_peft_model(twin, config)
+    if checkpointed:
+        twin.gradient_checkpointing_enable({"use_reentrant": False})
+        twin.enable_input_require_grads()
     model = patch_model(copy.deepcopy(twin), "exact")
     ids = tokens().kwargs["input_ids"]
     losses = []
@@ -146,9 +158,10 @@ def test_fsdp1_trains_a_model_with_deferred_logits() -> None:
             one,
             device_id=torch.device("cpu"),
             use_orig_params=True,
-            auto_wrap_policy=ModuleWrapPolicy({type(one.model.layers[0])}),
+            auto_wrap_policy=ModuleWrapPolicy({layer}),
         )
-        optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
+        trained = [p for p in sharded.parameters() if p.requires_grad]
+        optimizer = torch.optim.SGD(trained, lr=0.1)
         for _ in range(2):
             loss = sharded(input_ids=ids, labels=ids).loss
             loss.backward()
@@ -156,7 +169,5 @@ def test_fsdp1_trains_a_model_with_deferred_logits() -> None:
             optimizer.zero_grad()
         losses.append(sharded(input_ids=ids, labels=ids).loss.detach())
     assert_close(losses[1], losses[0], "loss", BAND * FP32.eps)
-    with pytest.raises(
-        PatchError, match=r"FSDP .* wraps LlamaDecoderLayer in model\.layers\.0 already"
-    ):
+    with pytest.raises(PatchError, match=r"FSDP .* wraps LlamaDecoderLayer in .*layers\.0 already"):
         patch_model(model, "exact")
