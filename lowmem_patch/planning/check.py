@@ -55,7 +55,7 @@ def _refuse_wrapped(model: nn.Module) -> None:
                 f"torch.compile wraps {describe(inner, name)} already: patch the model first and "
                 "compile it after that, as in model = torch.compile(patch_model(model))"
             )
-        inner = module._modules.get("_fsdp_wrapped_module")
+        inner = dict(module.named_children()).get("_fsdp_wrapped_module")
         if inner is not None:
             raise PatchError(
                 f"FSDP (FullyShardedDataParallel) wraps {describe(inner, name)} already, and holds its "
