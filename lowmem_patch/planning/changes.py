@@ -203,6 +203,7 @@ def _replaced(model: nn.Module, facts: AsPatched) -> Iterator[str]:
 
 
 def _without_wrappers(module: nn.Module) -> nn.Module:
+    """The module that wrappers call in the end, or the module itself."""
     children = dict(module.named_children())
     inner = next((children[name] for name in _AROUND if name in children), None)
     return module if inner is None else _without_wrappers(inner)

@@ -112,7 +112,7 @@ def _is_cast(storage: SavedStorage, softmax: SavedStorage, module: str) -> bool:
     )
 
 
-def _reads_elements(storage: SavedStorage) -> bool:
+def _saved_by_elementwise(storage: SavedStorage) -> bool:
     """Whether elementwise functions alone saved it."""
     return all(role_of(saver.function).has(OF_ELEMENTS) for saver in storage.savers)
 
@@ -126,7 +126,7 @@ class _FloorCount:
         self.widths: dict[int, int] = {}  # fewest bytes an element that a matmul reads, by root
         self.items: dict[object, FloorItem] = {}
         self.attention: set[int] = set()  # keys of storages
-        # what such functions made is computed again of what they read
+        # what elementwise functions made is computed again of what they read
         self.elementwise = {
             storage_key(op.outputs[0])
             for op in trace.ops
@@ -185,7 +185,7 @@ class _FloorCount:
         for storage in self.trace.saved.storages:
             if storage.category != "attention" or storage.key in self.let_go:
                 continue
-            if storage.key in self.elementwise and _reads_elements(storage):
+            if storage.key in self.elementwise and _saved_by_elementwise(storage):
                 continue  # Sinkhorn's steps behind a softmax (DeepSeek-V4)
             softmax = next((pair for pair in softmaxes if _is_cast(storage, *pair)), None)
             if softmax is not None:

@@ -49,8 +49,10 @@ def as_example_inputs(inputs: Any) -> ExampleInputs:
     if isinstance(inputs, Tensor):
         return ExampleInputs((inputs,))
     if hasattr(inputs, "keys"):
-        _refuse_lists(inputs)
-        return ExampleInputs((), dict(inputs))
+        found = ExampleInputs((), dict(inputs))
+        if not found.tensors:  # beside tensors a model may take lists, such as the sizes of images
+            _refuse_lists(found.kwargs)
+        return found
     if isinstance(inputs, tuple):
         return ExampleInputs(inputs)
     raise TraceError(
@@ -60,10 +62,9 @@ def as_example_inputs(inputs: Any) -> ExampleInputs:
     )
 
 
-def _refuse_lists(inputs: Any) -> None:
+def _refuse_lists(inputs: dict[str, Any]) -> None:
     """Refuse rows of numbers, as a tokenizer gives them that was not asked for tensors."""
-    for name in inputs.keys():  # noqa: SIM118  # a BatchEncoding iterates over other things
-        value = inputs[name]
+    for name, value in inputs.items():
         row = value[0] if isinstance(value, list) and value else None
         if isinstance(row, list) and row and isinstance(row[0], int):
             raise TraceError(

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lowmem_patch import plan_patch
 from lowmem_patch.errors import TraceError
 from lowmem_patch.tracing.fake_mode import make_fake_mode
+from lowmem_patch.tracing.inputs import as_example_inputs
 
 ROWS, WIDTH, OUTPUTS, GROUPS = 16, 24, 8, 3
 # factors, and whether they come with the end of each group
@@ -74,3 +75,8 @@ def test_rows_of_numbers_are_refused_by_name() -> None:
         TraceError, match=r"example_inputs\['input'\] is a list of lists of numbers"
     ):
         plan_patch(model, example_inputs={"input": [[1, 2], [3, 4]]})
+
+
+def test_lists_beside_tensors_are_the_models_own() -> None:
+    given = as_example_inputs({"pixels": torch.ones(1, 3), "sizes": [[4, 4]]})
+    assert given.kwargs["sizes"] == [[4, 4]]
