@@ -215,7 +215,8 @@ def test_bad_memory_and_solve_are_refused(llama: Path) -> None:
     refused("inspect", llama, "--memory", "lots", naming="24GiB")
     args = ("--memory", "8GiB", "--solve", "length", "--batch-size", "1")
     refused("inspect", "timm/vit_tiny_patch16_224", *args, naming="reads none")
-    refused("inspect", llama, "--solve", "length", naming="needs --memory")
+    refused("inspect", llama, "--solve", "length", naming="needs --memory or --fit")
+    refused("inspect", llama, "--host-memory", "8GiB", naming="needs --fit")
 
 
 @pytest.mark.parametrize("size", [("--batch-size", str(10**14)), ("--seq-len", str(10**20))])

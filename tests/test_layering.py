@@ -86,6 +86,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("planning.choices", "planning.steps"),
     ("planning.fit", "planning.ladder"),
     ("planning.fit_model",),
+    ("planning.largest",),
     ("api",),
     ("bench", "checkpoint", "integrations", "profile", "verify"),
     (PUBLIC,),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -20,17 +21,28 @@ def default_length(model: Any) -> int:
 
 
 def assumptions(
-    model: Any, inputs: ExampleInputs, training: Training, *, batches: int, given_length: bool
+    model: Any,
+    inputs: ExampleInputs,
+    training: Training,
+    *,
+    batches: int,
+    given_length: bool,
+    solved: Collection[str] = (),
+    fit: str | int | None = None,
 ) -> dict[str, str]:
-    """Name to text, of what the prediction depends on."""
+    """Name to text, of what the prediction depends on; ``solved`` names the sizes that ``fit`` gave."""
     from lowmem_patch.memory import OPTIMIZERS, most_positions
     from lowmem_patch.tracing.base_model import output_head
 
-    found = {"inputs": f"{inputs} (--batch-size)"}
+    largest = f"the largest within {fit}: --solve"
+    found = {"inputs": f"{inputs} ({largest if 'batch_size' in solved else '--batch-size'})"}
     tokens = inputs.kwargs.get("input_ids")
     if tokens is not None:
         source = "--seq-len" if given_length else f"the model's, at most {LONGEST}; --seq-len"
+        source = largest if "length" in solved else source
         length, positions = tokens.shape[1], most_positions(model)
+        if length == positions and "length" in solved:
+            source += "; the model has no more positions"
         if positions is not None and length > positions:
             source += f"; the model's positions reach {positions}"
         found["length"] = f"{length} tokens ({source})"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -37,7 +38,7 @@ class Optimizer(enum.StrEnum):
 
 
 class Solve(enum.StrEnum):
-    """What ``--memory`` is solved for."""
+    """The size that is looked for."""
 
     batch = "batch"
     length = "length"
@@ -59,7 +60,20 @@ FitOption = Annotated[
         "auto: what the GPU here has free."
     ),
 ]
-SolveOption = Annotated[Solve, typer.Option(help="With --memory: the largest batch, or length.")]
+SolveOption = Annotated[
+    Solve | None,
+    typer.Option(
+        help="The largest batch, or length: with --fit, where blocks may run again; with --memory alone, "
+        "where none does. [default: batch with --memory]"
+    ),
+]
+HostOption = Annotated[
+    str | None,
+    typer.Option(
+        help="With --fit: host memory that may hold what blocks offload, such as 100GiB. [default: half of "
+        "what this machine has available]"
+    ),
+]
 PlotOption = Annotated[Path | None, typer.Option(help="Write saved bytes by kind as a picture.")]
 AccumulationOption = Annotated[
     int, typer.Option(min=1, help="Batches of a step; above 1, gradients are held between them.")
@@ -91,7 +105,8 @@ def inspect(
     gpus: GpusOption = 1,
     memory: MemoryOption = None,
     fit: FitOption = None,
-    solve: SolveOption = Solve.batch,
+    host_memory: HostOption = None,
+    solve: SolveOption = None,
     plot: PlotOption = None,
     revision: options.RevisionOption = None,
     trust_remote_code: options.TrustOption = False,
@@ -112,8 +127,14 @@ def inspect(
         from lowmem_patch.memory import Training
 
         config = load_config(preset)
-        if solve == Solve.length and memory is None:
-            raise ConfigError("--solve length needs --memory: say into how much it shall fit")
+        # a file's "auto" is what a GPU has free
+        into = config.fit if fit is None and config.fit != "auto" else fit
+        if solve is not None and memory is None and into is None:
+            raise ConfigError("--solve needs --memory or --fit: say into how much it shall fit")
+        if into is not None and checkpointing:
+            raise ConfigError("--fit decides what runs again: leave --checkpointing out")
+        if into is None and host_memory is not None:
+            raise ConfigError("--host-memory needs --fit, which offloads to it")
         adapters = options.lora_targets(train)
         if plot is not None:
             from lowmem_patch.plot import require_matplotlib
@@ -127,14 +148,32 @@ def inspect(
             quantised = train.startswith("qlora")
             training = Training(optimizer.value, quantised, accumulation > 1, checkpointing, gpus)
             with one_thread(), _autocast("cpu", autocast):
-                found = _look(
-                    built, config, training, batch_size=batch_size, length=seq_len, batches=accumulation,
-                    memory=memory, fit=fit, solve=solve.value,
-                )  # fmt: skip
+                asked = _Asked(batch_size, seq_len, accumulation, memory, into, host_memory, solve)
+                found = _look(built, config, training, asked)
         _show(found, model, train, plot, as_json)
         if found.fits is False:
             raise typer.Exit(ExitCode.DOES_NOT_FIT)
         raise typer.Exit(ExitCode.DONE if found.plan.patched else ExitCode.NOTHING_TO_DO)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Asked:
+    """The options of ``inspect`` that say of which step memory is predicted, and what it shall fit into."""
+
+    batch_size: int
+    length: int | None
+    batches: int
+    memory: str | None
+    fit: str | int | None
+    host_memory: str | None
+    solve: Solve | None
+
+    @property
+    def host(self) -> int:
+        from lowmem_patch.memory import parse_bytes
+        from lowmem_patch.planning.budget import free_host_bytes
+
+        return free_host_bytes() if self.host_memory is None else parse_bytes(self.host_memory)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,6 +186,7 @@ class _Look:
     failed: str | None = None
     ladder: tuple[Rung, ...] = ()
     device: str = ""
+    solved: dict[str, int] = dataclasses.field(default_factory=dict)
 
     @property
     def fits(self) -> bool | None:
@@ -158,18 +198,7 @@ class _Look:
         return anything_fits(self.ladder, self.memory)
 
 
-def _look(
-    model: Any,
-    config: PatchConfig,
-    training: Training,
-    *,
-    batch_size: int,
-    length: int | None,
-    batches: int,
-    memory: str | None,
-    fit: str | int | None,
-    solve: str,
-) -> _Look:
+def _look(model: Any, config: PatchConfig, training: Training, asked: _Asked) -> _Look:
     """The plan, and the predicted peak; a peak that cannot be predicted is an error only where something
     is to fit."""
     from lowmem_patch.memory import make_plans, predict_memory
@@ -177,40 +206,82 @@ def _look(
     from lowmem_patch.planning.costs import device_of
     from lowmem_patch.planning.ladder import find_rungs
     from lowmem_patch.tracing.base_model import base_model
-    from lowmem_patch.tracing.example_inputs import make_example_inputs
-
-    def make(batch: int, size: int | None) -> ExampleInputs:
-        return make_example_inputs(model, batch_size=batch, sequence_length=size, device="meta")
 
     config_of: Any = getattr(base_model(model), "config", None)
     if hasattr(config_of, "use_cache"):
         # without a cache transformers looks whether sequences are packed; fake positions do not tell, so
         # that it makes masks, which real ones do not
         config_of.use_cache = True
-    budget = None if memory is None else make_budget(memory, model)
-    inputs = make(batch_size, length or default_length(model))
-    given = length is not None
-    assumed = assumptions(model, inputs, training, batches=batches, given_length=given)
+    budget = None if asked.memory is None else make_budget(asked.memory, model)
+    host = 0 if asked.fit is None else asked.host
+    solved: dict[str, Any] = {}
+    if asked.fit is not None and asked.solve is not None:
+        if asked.fit == "auto":  # what is free may change
+            asked = dataclasses.replace(asked, fit=make_budget(asked.fit, model).bytes)
+        solved = _largest(model, config, training, asked, host)
+        asked = dataclasses.replace(asked, **solved)
+    make = _maker(model)
+    inputs = make(asked.batch_size, asked.length or default_length(model))
+    given = asked.length is not None
+    assumed = assumptions(
+        model,
+        inputs,
+        training,
+        batches=asked.batches,
+        given_length=given,
+        solved=solved,
+        fit=asked.fit,
+    )
     tokens = inputs.kwargs.get("input_ids")
     plans = make_plans(model, config, inputs)
     report = plans.report
-    if config.fit != "auto":  # which is what a GPU has free
-        fit = config.fit if fit is None else fit
-    if fit is not None:
-        report = _fitted(model, config, inputs, training, fit, report)
+    if asked.fit is not None:
+        report = _fitted(model, config, inputs, training, asked.fit, host, report)
     try:
         predicted = predict_memory(
-            model, config, make, batch_size=batch_size, training=training, solve=solve,
-            limit=None if budget is None else budget.bytes, plans=plans,
-            fragments=0.0 if budget is None else budget.fragments,
+            model, config, make, batch_size=asked.batch_size, training=training,
+            solve=(asked.solve or Solve.batch).value, limit=None if budget is None else budget.bytes,
+            plans=plans, fragments=0.0 if budget is None else budget.fragments,
             length=None if tokens is None else int(tokens.shape[1]),
         )  # fmt: skip
     except TraceError as error:
         if budget is not None:
             raise
-        return _Look(report, assumed, None, f"no peak was predicted: {error}")
+        return _Look(report, assumed, None, f"no peak was predicted: {error}", solved=solved)
     rungs = find_rungs(model, config, inputs, training, budget) if budget else ()
-    return _Look(report, assumed, predicted, ladder=rungs, device=device_of(model).name)
+    return _Look(
+        report, assumed, predicted, ladder=rungs, device=device_of(model).name, solved=solved
+    )
+
+
+def _maker(model: Any) -> Callable[[int, int | None], ExampleInputs]:
+    from lowmem_patch.tracing.example_inputs import make_example_inputs
+
+    def make(batch: int, size: int | None) -> ExampleInputs:
+        return make_example_inputs(model, batch_size=batch, sequence_length=size, device="meta")
+
+    return make
+
+
+def _largest(
+    model: Any, config: PatchConfig, training: Training, asked: _Asked, host: int
+) -> dict[str, Any]:
+    """The size that ``--solve`` asks for, by the name of its field; where not even 1 fits it is 1, of which
+    the budget's error tells what it lacks."""
+    from lowmem_patch.memory import largest_size
+    from lowmem_patch.planning.largest import largest_fit
+
+    assert asked.fit is not None
+    make, batch, length = _maker(model), asked.batch_size, asked.length or default_length(model)
+    of_batch = asked.solve == Solve.batch
+    tokens = make(batch, length).kwargs.get("input_ids")
+    bound = largest_size(model, asked.solve or "batch", None if tokens is None else length)
+    size = largest_fit(
+        model, config, (lambda n: make(n, length)) if of_batch else (lambda n: make(batch, n)),
+        asked.fit, training, start=batch if of_batch else length, bound=bound,
+        host=host,
+    )  # fmt: skip
+    return {"batch_size" if of_batch else "length": max(size, 1)}
 
 
 def _fitted(
@@ -219,16 +290,15 @@ def _fitted(
     inputs: ExampleInputs,
     training: Training,
     fit: str | int,
+    host: int,
     report: PatchReport,
 ) -> PatchReport:
     """The report with the choice of levels for a budget."""
     from lowmem_patch.planning.fit_model import fit_planned
     from lowmem_patch.planning.planner import plan_model
 
-    if training.checkpointing:
-        raise ConfigError("--fit decides what runs again: leave --checkpointing out")
     planned = plan_model(model, config, inputs)
-    fitted = fit_planned(model, planned, fit, training)
+    fitted = fit_planned(model, planned, fit, training, host=host)
     return dataclasses.replace(report, fit=fitted.report.fit)
 
 
@@ -246,7 +316,7 @@ def _show(found: _Look, model: str, train: str, plot: Path | None, as_json: bool
     if as_json:
         data = {"model": model, "train": train, "assumptions": found.assumed, **plan.to_dict()}
         data["ladder"] = [dataclasses.asdict(rung) for rung in found.ladder]
-        data["fits"] = found.fits
+        data["fits"], data["largest"] = found.fits, found.solved
         print_json({**data, "memory": None if memory is None else memory.to_dict()})
         return
     print_plan(plan, title, found.assumed)

@@ -5,6 +5,7 @@ from lowmem_patch.memory.model_states import Training, model_state_bytes, parse_
 from lowmem_patch.memory.optimizers import OPTIMIZERS
 from lowmem_patch.memory.predict import (
     MemoryReport,
+    largest_size,
     largest_that_fits,
     most_positions,
     predict_memory,
@@ -16,6 +17,7 @@ __all__ = [
     "OPTIMIZERS",
     "MemoryReport",
     "Training",
+    "largest_size",
     "largest_that_fits",
     "make_plans",
     "model_state_bytes",

@@ -232,13 +232,20 @@ class _Totals:
         return {moment: held + size + more.get(moment, 0) for moment, size in moments.items()}
 
 
-def _check_solved(solve: str, length: int | None) -> None:
+def largest_size(model: nn.Module, solve: str, length: int | None) -> int:
+    """The largest ``batch`` or ``length`` that is looked for: no length is above the model's positions.
+
+    Raises:
+        ConfigError: another size, or the length of a model that reads no tokens.
+    """
     if solve not in _LARGEST:
         raise ConfigError(f"solve {solve!r} is none of {', '.join(_LARGEST)}")
     if solve == "length" and length is None:
         raise ConfigError(
             "the length can be solved for where a model reads tokens, and this reads none"
         )
+    positions = most_positions(model) if solve == "length" else None
+    return positions or _LARGEST[solve]
 
 
 def predict_memory(
@@ -269,7 +276,7 @@ def predict_memory(
             GPUs, or ``solve="length"`` for a model that reads no tokens.
         TraceError: the model cannot be run on fake tensors.
     """
-    _check_solved(solve, length)
+    most = largest_size(model, solve, length)
     totals = _Totals(model, training)
     plans = plans or make_plans(model, config, make_inputs(batch_size, length))
     bound = most_positions(model) if solve == "length" else None
@@ -288,7 +295,7 @@ def predict_memory(
         largest = least = None
         if limit is not None:
             room = states.resident + int((limit - states.resident) * (1 - fragments))
-            largest, least = largest_that_fits(total, room, bound or _LARGEST[solve]), total(1)
+            largest, least = largest_that_fits(total, room, most), total(1)
         moments = totals.moments(predictor.step(batch_size, length))
         held = (states.parameters, states.gradients, states.optimizer)
         workspace = states.workspace + states.rounding

@@ -157,11 +157,20 @@ class Fitting(Steps):
             levels, timeline = self._least()
             peak = self.beside(timeline)
             if peak > room:
-                least, need = self.resident + peak, self.need(timeline)
+                need = self.need(timeline)
                 moment = self._name(need.part, need.run)
-                raise NoFit(least + budget.reserve_above(peak), peak, levels, moment)
+                raise NoFit(self.total(timeline, budget), peak, levels, moment)
             found = levels, timeline
         return self._fitted(*found, budget, inputs)
+
+    def least(self, budget: Budget) -> int:
+        """The least budget that can be met, in bytes."""
+        return self.total(self._least()[1], budget)
+
+    def total(self, timeline: Timeline, budget: Budget) -> int:
+        """Bytes of a step, what is left for fragmentation included."""
+        peak = self.beside(timeline)
+        return self.resident + peak + budget.reserve_above(peak)
 
     def _within(self, room: int) -> tuple[dict[str, str], Timeline] | None:
         """The best choice whose step was run and takes no more than ``room`` bytes.

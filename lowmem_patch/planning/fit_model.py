@@ -56,6 +56,35 @@ def fit_planned(
         BudgetError: nothing fits, or the model cannot run on fake tensors.
     """
     budget = make_budget(fit, model)
+    fitting = fitting_of(model, planned, fit, training, host=host, timed=timed)
+    try:
+        fitted = fitting.fit(budget, planned.report.inputs)
+    except NoFit as found:
+        text = _too_small(fitting, budget, found, planned.report.inputs)
+        raise BudgetError(text, found.least) from None
+    plan = dataclasses.replace(planned.plan, patches=(*planned.plan.patches, *fitted.patches))
+    report = dataclasses.replace(
+        planned.report,
+        fit=_of_several_gpus(fitted.report, fitting.sharding, fitting.states.buckets),
+    )
+    return planned._replace(plan=plan, report=report)
+
+
+def fitting_of(
+    model: nn.Module,
+    planned: Planned,
+    fit: str | int,
+    training: Training,
+    *,
+    host: int | None,
+    timed: bool | None = None,
+) -> Fitting:
+    """The steps of a planned model, from which levels for a budget are chosen; as `fit_planned`.
+
+    Raises:
+        ConfigError: an unknown optimizer, or quantised weights on several GPUs.
+        BudgetError: nothing trains, or the model cannot run on fake tensors.
+    """
     states = model_state_bytes(model, training.optimizer, quantised=training.quantised)
     if NOTHING_TRAINS in planned.report.notes:
         raise BudgetError(f"fit={fit!r}: {NOTHING_TRAINS}")
@@ -81,17 +110,7 @@ def fit_planned(
         device = with_measured_host(device, next(model.parameters()).device)
     assume_looks(model, planned.shadow.model, gathered=training.gpus > 1)
     host = free_host_bytes() if host is None else host
-    fitting = Fitting(model, planned.shadow, blocks, seconds, device, states, training, host)
-    try:
-        fitted = fitting.fit(budget, planned.report.inputs)
-    except NoFit as found:
-        text = _too_small(fitting, budget, found, planned.report.inputs)
-        raise BudgetError(text, found.least) from None
-    plan = dataclasses.replace(planned.plan, patches=(*planned.plan.patches, *fitted.patches))
-    report = dataclasses.replace(
-        planned.report, fit=_of_several_gpus(fitted.report, fitting.sharding, states.buckets)
-    )
-    return planned._replace(plan=plan, report=report)
+    return Fitting(model, planned.shadow, blocks, seconds, device, states, training, host)
 
 
 def _of_several_gpus(report: FitReport, sharding: Sharding | None, buckets: int) -> FitReport:
