@@ -267,6 +267,21 @@ def test_a_length_that_is_no_row_of_the_ladder_fits(shallow: Path) -> None:
     assert shown.exit_code == 0 and "the largest length is " in shown.stdout.splitlines()[-1]
 
 
+def test_the_largest_size_within_a_budget_is_what_is_shown(shallow: Path) -> None:
+    options = ("--fit", "1MiB", "--solve", "length", "--batch-size", "3", "--host-memory", "1GiB")
+    data = json.loads(call(shallow, *options, "--json").stdout)
+    length = data["largest"]["length"]
+    assert 1 < length < 512 and f"input_ids 3x{length}" in data["assumptions"]["inputs"]
+    assert data["fit"]["inputs"] == f"input_ids 3x{length}"
+    assert 0.95 * 2**20 < data["fit"]["predicted"] <= 2**20
+    shown = call(shallow, *options).stdout
+    assert f"length: {length} tokens (the largest within 1MiB: --solve)" in shown
+    most = call(shallow, "--fit", "1GiB", *options[2:]).stdout
+    assert "length: 512 tokens (the largest within 1GiB: --solve; the model has no more" in most
+    none = call(shallow, "--fit", "1KiB", "--solve", "batch", "--seq-len", "64")
+    assert none.exit_code == 4 and "for input_ids 1x64 and adamw" in none.stderr
+
+
 def test_the_ladder_counts_the_gpus_that_were_asked_for(llama: Path, found: Any) -> None:
     four = json.loads(call(llama, "--memory", "9MiB", "--gpus", 4, "--json").stdout)
     assert four["ladder"][0]["total"] < found["ladder"][0]["total"]

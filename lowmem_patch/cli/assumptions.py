@@ -35,7 +35,7 @@ def assumptions(
     from lowmem_patch.tracing.base_model import output_head
 
     largest = f"the largest within {fit}: --solve"
-    found = {"inputs": f"{inputs} ({largest if 'batch_size' in solved else '--batch-size'})"}
+    found = {"inputs": f"{inputs} ({largest if 'batch' in solved else '--batch-size'})"}
     tokens = inputs.kwargs.get("input_ids")
     if tokens is not None:
         source = "--seq-len" if given_length else f"the model's, at most {LONGEST}; --seq-len"

@@ -127,14 +127,9 @@ def inspect(
         from lowmem_patch.memory import Training
 
         config = load_config(preset)
-        # a file's "auto" is what a GPU has free
-        into = config.fit if fit is None and config.fit != "auto" else fit
-        if solve is not None and memory is None and into is None:
-            raise ConfigError("--solve needs --memory or --fit: say into how much it shall fit")
-        if into is not None and checkpointing:
-            raise ConfigError("--fit decides what runs again: leave --checkpointing out")
-        if into is None and host_memory is not None:
-            raise ConfigError("--host-memory needs --fit, which offloads to it")
+        into = _budget_of(fit, config)
+        asked = _Asked(batch_size, seq_len, accumulation, memory, into, host_memory, solve)
+        asked.check(checkpointing)
         adapters = options.lora_targets(train)
         if plot is not None:
             from lowmem_patch.plot import require_matplotlib
@@ -148,12 +143,16 @@ def inspect(
             quantised = train.startswith("qlora")
             training = Training(optimizer.value, quantised, accumulation > 1, checkpointing, gpus)
             with one_thread(), _autocast("cpu", autocast):
-                asked = _Asked(batch_size, seq_len, accumulation, memory, into, host_memory, solve)
                 found = _look(built, config, training, asked)
         _show(found, model, train, plot, as_json)
         if found.fits is False:
             raise typer.Exit(ExitCode.DOES_NOT_FIT)
         raise typer.Exit(ExitCode.DONE if found.plan.patched else ExitCode.NOTHING_TO_DO)
+
+
+def _budget_of(fit: str | None, config: PatchConfig) -> str | int | None:
+    """Of ``--fit``, or of a preset file, whose ``auto`` is what a GPU has free."""
+    return config.fit if fit is None and config.fit != "auto" else fit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,6 +166,15 @@ class _Asked:
     fit: str | int | None
     host_memory: str | None
     solve: Solve | None
+
+    def check(self, checkpointing: bool) -> None:
+        """Refuse options that need another one, or exclude one another."""
+        if self.solve is not None and self.memory is None and self.fit is None:
+            raise ConfigError("--solve needs --memory or --fit: say into how much it shall fit")
+        if self.fit is not None and checkpointing:
+            raise ConfigError("--fit decides what runs again: leave --checkpointing out")
+        if self.fit is None and self.host_memory is not None:
+            raise ConfigError("--host-memory needs --fit, which offloads to it")
 
     @property
     def host(self) -> int:
@@ -214,12 +222,7 @@ def _look(model: Any, config: PatchConfig, training: Training, asked: _Asked) ->
         config_of.use_cache = True
     budget = None if asked.memory is None else make_budget(asked.memory, model)
     host = 0 if asked.fit is None else asked.host
-    solved: dict[str, Any] = {}
-    if asked.fit is not None and asked.solve is not None:
-        if asked.fit == "auto":  # what is free may change
-            asked = dataclasses.replace(asked, fit=make_budget(asked.fit, model).bytes)
-        solved = _largest(model, config, training, asked, host)
-        asked = dataclasses.replace(asked, **solved)
+    asked, solved = _solved(model, config, training, asked, host)
     make = _maker(model)
     inputs = make(asked.batch_size, asked.length or default_length(model))
     given = asked.length is not None
@@ -263,25 +266,32 @@ def _maker(model: Any) -> Callable[[int, int | None], ExampleInputs]:
     return make
 
 
-def _largest(
+def _solved(
     model: Any, config: PatchConfig, training: Training, asked: _Asked, host: int
-) -> dict[str, Any]:
-    """The size that ``--solve`` asks for, by the name of its field; where not even 1 fits it is 1, of which
-    the budget's error tells what it lacks."""
+) -> tuple[_Asked, dict[str, int]]:
+    """What is asked with the largest size within ``--fit``, and that size, where ``--solve`` asks for one.
+    Where not even 1 fits it is 1: the budget's error tells what that lacks."""
     from lowmem_patch.memory import largest_size
+    from lowmem_patch.planning.budget import make_budget
     from lowmem_patch.planning.largest import largest_fit
 
-    assert asked.fit is not None
+    if asked.fit is None or asked.solve is None:
+        return asked, {}
     make, batch, length = _maker(model), asked.batch_size, asked.length or default_length(model)
     of_batch = asked.solve == Solve.batch
     tokens = make(batch, length).kwargs.get("input_ids")
-    bound = largest_size(model, asked.solve or "batch", None if tokens is None else length)
-    size = largest_fit(
-        model, config, (lambda n: make(n, length)) if of_batch else (lambda n: make(batch, n)),
-        asked.fit, training, start=batch if of_batch else length, bound=bound,
-        host=host,
+    budget = make_budget(asked.fit, model)
+    found = largest_fit(
+        model, config, (lambda size: make(size, length)) if of_batch else (lambda size: make(batch, size)),
+        budget, training, start=batch if of_batch else length, host=host,
+        bound=largest_size(model, asked.solve.value, None if tokens is None else length),
     )  # fmt: skip
-    return {"batch_size" if of_batch else "length": max(size, 1)}
+    size = max(found, 1)
+    # what is free may change
+    fit = budget.bytes if asked.fit == "auto" else asked.fit
+    if of_batch:
+        return dataclasses.replace(asked, fit=fit, batch_size=size), {"batch": size}
+    return dataclasses.replace(asked, fit=fit, length=size), {"length": size}
 
 
 def _fitted(

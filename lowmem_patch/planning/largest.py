@@ -16,7 +16,7 @@ from lowmem_patch.config import PatchConfig
 from lowmem_patch.errors import TraceError
 from lowmem_patch.memory import Training, largest_that_fits
 from lowmem_patch.nn.host_memory import buffer_bytes
-from lowmem_patch.planning.budget import Budget, make_budget
+from lowmem_patch.planning.budget import Budget
 from lowmem_patch.planning.fit import Fitting
 from lowmem_patch.planning.fit_model import fitting_of
 from lowmem_patch.planning.fit_sums import input_sizes
@@ -31,7 +31,7 @@ def largest_fit(
     model: nn.Module,
     config: PatchConfig,
     make_inputs: Callable[[int], ExampleInputs],
-    fit: str | int,
+    budget: Budget,
     training: Training,
     *,
     start: int,
@@ -43,23 +43,20 @@ def largest_fit(
     Args:
         model: unpatched, also on the meta device.
         make_inputs: makes inputs of a size, which is a batch or a length.
-        fit: as in ``patch_model``.
         training: its optimizer, accumulation and GPUs.
         start: the size from which others are told.
         bound: no larger size is looked for.
         host: bytes of host memory that may hold what blocks offload.
 
     Raises:
-        ConfigError: a budget that is no size.
         BudgetError: nothing trains, or the model cannot run on fake tensors.
         TraceError: the model cannot run with inputs of some size.
     """
-    budget = make_budget(fit, model)
 
     @functools.cache
     def fitting(size: int) -> Fitting:
         planned = plan_model(model, config, make_inputs(size))
-        return fitting_of(model, planned, fit, training, host=host, timed=False)
+        return fitting_of(model, planned, budget.asked, training, host=host, timed=False)
 
     total = _totals(fitting(start), budget, make_inputs, start)
     guess = largest_that_fits(total, budget.bytes, bound)

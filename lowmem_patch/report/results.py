@@ -125,7 +125,7 @@ def print_memory(memory: MemoryReport, train: str) -> None:
     if memory.limit is not None and not memory.training.checkpointing:
         print_line(
             f"largest {memory.solved}: where no block runs again. Where blocks may, more fits: "
-            f"--checkpointing tells the largest {memory.solved} then, and --fit whether one of yours fits",
+            f"--fit with --solve {memory.solved} finds the largest then",
             style="dim",
         )
     _print_bounds(memory, train)
