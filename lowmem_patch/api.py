@@ -23,12 +23,11 @@ from lowmem_patch.planning.fit_model import fit_planned
 from lowmem_patch.planning.plan import Plan, trains_signature
 from lowmem_patch.planning.planner import (
     NOT_COUNTED,
-    NOTHING_TRAINS,
     counted_after,
     plan_model,
     trace_whole,
 )
-from lowmem_patch.planning.report import RECORD, PatchReport, Record, find_records
+from lowmem_patch.planning.report import NOTHING_TRAINS, RECORD, PatchReport, Record, find_records
 from lowmem_patch.strategies.fold import folded_now
 from lowmem_patch.strategies.fold_weights import FoldStep
 from lowmem_patch.strategies.swap import is_replacement

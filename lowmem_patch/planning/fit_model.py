@@ -24,8 +24,8 @@ from lowmem_patch.planning.fit import NO_BLOCKS, Fitting, NoFit
 from lowmem_patch.planning.fit_report import FitReport
 from lowmem_patch.planning.ladder import Rung, base_of, smaller_rungs
 from lowmem_patch.planning.names import size_text
-from lowmem_patch.planning.planner import NOTHING_TRAINS, Planned
-from lowmem_patch.planning.report import find_records
+from lowmem_patch.planning.planner import Planned
+from lowmem_patch.planning.report import NOTHING_TRAINS, find_records
 from lowmem_patch.planning.sharded_timeline import Sharding
 from lowmem_patch.planning.steps import assume_looks
 from lowmem_patch.strategies.checkpointing import Blocks, find_blocks

@@ -16,6 +16,7 @@ from lowmem_patch.planning.floor import count_floor
 from lowmem_patch.planning.notes import notes_of_no_sites
 from lowmem_patch.planning.plan import Plan, make_plan
 from lowmem_patch.planning.report import (
+    NOTHING_TRAINS,
     BytesByKind,
     PatchReport,
     block_rows,
@@ -40,10 +41,6 @@ from lowmem_patch.tracing.trace import Trace, trace_forward
 _OF_THE_WHOLE = (
     "the model came sharded: planned, and counted, on the whole model that its config makes, of which a "
     "device keeps its part"
-)
-NOTHING_TRAINS = (
-    "no parameter trains, so autograd saves nothing, and a patch can save no memory: call get_peft_model for "
-    "LoRA, or model.requires_grad_(True) for all weights, and then patch_model(model) again"
 )
 SMALL = ", a small example made from the config"
 _CHECKPOINTED = (

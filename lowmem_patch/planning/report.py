@@ -73,6 +73,10 @@ class SiteRow(NamedTuple):
     reason: str
 
 
+NOTHING_TRAINS = (
+    "no parameter trains, so autograd saves nothing, and a patch can save no memory: call get_peft_model for "
+    "LoRA, or model.requires_grad_(True) for all weights, and then patch_model(model) again"
+)
 _HEADERS = ("site", "kind", "strategy", "before", "after", "reason")
 
 
@@ -208,6 +212,8 @@ class PatchReport:
     @property
     def _title(self) -> str:
         sites = f"{len(self.patched)} of {len(self.sites)} sites patched"
+        if NOTHING_TRAINS in self.notes:
+            sites += ", which save nothing: no parameter trains"
         return f"{self.model}: preset {self.config.name}, {sites}"
 
     def site_table(self) -> Table:

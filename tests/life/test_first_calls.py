@@ -119,7 +119,9 @@ def test_that_nothing_trains_is_said() -> None:
     before = copy.deepcopy(model.state_dict())
     with pytest.warns(UserWarning, match="no parameter trains.*get_peft_model.*requires_grad_"):
         patch_model(model)
-    assert any("no parameter trains" in note for note in patch_report(model).notes)
+    report = patch_report(model)
+    assert any("no parameter trains" in note for note in report.notes)
+    assert "sites patched, which save nothing: no parameter trains" in str(report).splitlines()[0]
     with pytest.raises(NothingToPatchError, match="no parameter trains"):
         patch_model(llama().requires_grad_(False), strict=True)
     assert before.keys() == model.state_dict().keys()
