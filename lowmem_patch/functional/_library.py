@@ -127,7 +127,8 @@ class Operator:
 
         Args:
             save: ``save(ctx, inputs, output)`` as the ``setup_context`` of `torch.library.register_autograd`.
-            backward: ``backward(ctx, *gradients)``, which gives one gradient for each argument.
+            backward: ``backward(ctx, *gradients)``, which gives one gradient for each argument; decorated
+                with `first_order`, or else it may get an undefined gradient, None.
             forward: ``forward(ctx, *arguments)`` of a `torch.autograd.Function`, where that is more than the
                 implementation and ``save``.
             outputs: how many results the call returns; the others are saved for backward alone.
@@ -135,9 +136,8 @@ class Operator:
         """
 
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+            ctx.set_materialize_grads(False)
             if isinstance(output, tuple):
-                # without this, backward would be handed zeros of the size of each
-                ctx.set_materialize_grads(False)
                 ctx.mark_non_differentiable(*output[with_gradient:])
             save(ctx, inputs, output)
 
@@ -149,6 +149,7 @@ class Operator:
         implementation = self.implementation
 
         def compute(ctx: Any, *arguments: Any) -> Any:
+            ctx.set_materialize_grads(False)
             output = implementation(*arguments)
             save(ctx, arguments, output)
             return output[0] if type(output) is tuple else output
@@ -323,9 +324,20 @@ def wants_gradient(*args: Any) -> bool:
     return False
 
 
+def see_undefined(ctx: Any) -> None:
+    """In a Function's forward: let its backward see a gradient that is undefined as None, not as zeros.
+
+    Torch's own ops hand it on, and a parameter behind them gets no gradient: of zeros an optimizer would
+    make states, and apply weight decay. A graph has none, and its compiler knows no such call.
+    """
+    if not in_compiler():
+        ctx.set_materialize_grads(False)
+
+
 def first_order(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorate a Function's backward that no second derivative follows: codes and recovered inputs would give
-    a wrong one. With create_graph=True it raises `DoubleBackwardError`.
+    a wrong one. With create_graph=True it raises `DoubleBackwardError`. Where no gradient is defined
+    (`see_undefined`), it gives none.
 
     At once: ``torch.autograd.grad`` with inputs would never run a node whose own backward is the error, since
     no path leads from it to the inputs. A part of the second derivative would be missing without a word.
@@ -336,6 +348,8 @@ def first_order(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]
         @wraps(backward)
         def guarded(ctx: Any, *gradients: Tensor | None) -> Any:
             refuse_second_order(name)
+            if gradients[0] is None and all(gradient is None for gradient in gradients):
+                return (None,) * len(ctx.needs_input_grad)
             return backward(ctx, *gradients)
 
         return guarded

@@ -214,8 +214,8 @@ def _save_codes(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]
 
 
 @_library.first_order("codes_activation")
-def _gradient_by_codes(ctx: Any, dy: Tensor | None, *_: None) -> Any:
-    dx = None if dy is None else _codes_backward(dy, *ctx.saved_tensors, *ctx.settings)
+def _gradient_by_codes(ctx: Any, dy: Tensor, *_: None) -> Any:
+    dx = _codes_backward(dy, *ctx.saved_tensors, *ctx.settings)
     return dx, None, None, None
 
 

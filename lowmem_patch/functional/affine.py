@@ -154,6 +154,7 @@ class _AffineLinear(torch.autograd.Function):
         scale: float,
         dtype: torch.dtype,
     ) -> Tensor:
+        _library.see_undefined(ctx)
         for_y, _, _, for_weight, for_bias, for_A, for_B, *_ = ctx.needs_input_grad
         # an absent tensor's dtype is never read
         ctx.dtypes = [(weight if t is None else t).dtype for t in (y, weight, bias, lora_A, lora_B)]

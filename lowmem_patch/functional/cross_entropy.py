@@ -134,6 +134,7 @@ _sum = _library.Operator(
 
 
 def _compute_and_save(ctx: Any, *arguments: Any) -> Any:
+    ctx.set_materialize_grads(False)
     output = _sum_forward(*arguments)
     _save_sum(ctx, arguments, output)
     ctx.in_place = True
@@ -157,9 +158,7 @@ def _save_sum(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> Non
 
 
 @_library.first_order("linear_cross_entropy")
-def _gradients_of_sum(ctx: Any, d_loss: Tensor | None, *_: None) -> Any:
-    if d_loss is None:
-        return (None,) * 17
+def _gradients_of_sum(ctx: Any, d_loss: Tensor, *_: None) -> Any:
     saved = _library.saved_tensors(ctx, "the input, the weight, the bias or the label of a head")
     tensors, labels, found = saved[:5], saved[5:7], list(saved[7:12])
     labelled, lacking = saved[12:]
@@ -297,9 +296,7 @@ def _save_rows(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> No
 
 
 @_library.first_order("linear_cross_entropy_rows")
-def _gradients_of_rows(ctx: Any, d_losses: Tensor | None, *_: None) -> Any:
-    if d_losses is None:
-        return (None,) * 14
+def _gradients_of_rows(ctx: Any, d_losses: Tensor, *_: None) -> Any:
     *saved, logsumexp = _library.saved_tensors(
         ctx, "the input, the weight, the bias or the label of a head"
     )

@@ -97,9 +97,7 @@ class _PackedDropout(torch.autograd.Function):
 
     @staticmethod
     @_library.first_order("packed_dropout")
-    def backward(ctx: Any, dy: Tensor | None, _: None) -> Any:
-        if dy is None:
-            return None, None
+    def backward(ctx: Any, dy: Tensor, _: None) -> Any:
         (bits,) = ctx.saved_tensors
         return _dropped(dy, bits, ctx.p, True, ctx.dtype, ctx.dtype), None
 

@@ -10,16 +10,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowmem_patch.functional import _library
+
 
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, dim: int, index: Tensor) -> Tensor:
+        _library.see_undefined(ctx)
         ctx.save_for_backward(index)
         ctx.shape, ctx.dim = tensor.shape, dim
         return tensor.gather(dim, index)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:
+    def backward(ctx: Any, dy: Tensor | None) -> Any:
+        if dy is None:
+            return None, None, None
         # of torch's own ops, so that it can be differentiated again
         (index,) = ctx.saved_tensors
         return dy.new_zeros(ctx.shape).scatter_add(ctx.dim, index, dy), None, None

@@ -90,9 +90,7 @@ def _sum_of(inputs: tuple[Any, ...]) -> GradientSum | None:
 
 
 @_library.first_order("activation_linear")
-def _gradients(ctx: Any, dy: Tensor | None, *_: None) -> Any:
-    if dy is None:
-        return (None,) * 11
+def _gradients(ctx: Any, dy: Tensor, *_: None) -> Any:
     split, saved = 4 if ctx.eight_bits else 2, ctx.saved_tensors
     sources, saved = saved[:split], saved[split:]
     if len(saved) == 1:
@@ -127,6 +125,7 @@ class _DirectLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Any:
+        _library.see_undefined(ctx)
         *given, stored = arguments
         output = linear_of(*given)
         _save(ctx, tuple(given), output, stored)
@@ -149,6 +148,7 @@ class _SavedFirst(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
+        _library.see_undefined(ctx)
         *given, stored, low = arguments
         hidden, weight, dtype = given[0], given[3], given[9]
         shape = (*hidden.shape[:-1], weight.shape[0])
@@ -330,6 +330,7 @@ def _check_weights(
 class _RecastMatmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, left: Tensor, right: Tensor, dtype: torch.dtype) -> Any:
+        _library.see_undefined(ctx)
         with _library.without_autocast(left.device.type):
             # three dimensions and a whole operand, as torch's own matmul multiplies and saves them
             right_cast = right.to(dtype).reshape(-1, *right.shape[-2:])

@@ -112,6 +112,7 @@ def save_copy(node: Any) -> None:
 
 
 def _compute_and_save(ctx: Any, *arguments: Any, eight_bits: bool = False) -> Any:
+    ctx.set_materialize_grads(False)
     parts = None
     if eight_bits and any(ctx.needs_input_grad[:2]):
         *given, implementation = arguments
@@ -122,7 +123,6 @@ def _compute_and_save(ctx: Any, *arguments: Any, eight_bits: bool = False) -> An
     _save(ctx, arguments, output, parts)
     if copy is None and z is None:
         return y
-    ctx.set_materialize_grads(False)
     if z is not None:
         ctx.mark_non_differentiable(z)
     return y, copy, z
@@ -164,8 +164,6 @@ def _save(
 def _gradients(ctx: Any, dy: Tensor | None, d_copy: Tensor | None = None, *_: None) -> Any:
     if d_copy is not None and ctx.copies:
         dy = d_copy if dy is None else torch.add(dy, d_copy)
-    if dy is None:
-        return (None,) * 8
     y, *others = _library.saved_tensors(ctx, "the output of a norm, or its weight or bias,")
     if ctx.shape is not None:
         scales, *others = others

@@ -130,6 +130,7 @@ class _Matmul(torch.autograd.Function):
         offsets: Tensor | None,
         *sources: Tensor,
     ) -> Tensor:
+        _library.see_undefined(ctx)
         _, for_factors, *_, for_x, for_weight, for_left, for_right = ctx.needs_input_grad[:11]
         for_hidden, for_adapter = for_x or for_factors, for_left or for_right
         reads_x = for_weight or for_adapter or for_factors
@@ -219,6 +220,7 @@ class _Linear(torch.autograd.Function):
         compute_dtype: torch.dtype,
         *sources: Tensor,
     ) -> Tensor:
+        _library.see_undefined(ctx)
         needs_x, _, needs_weight, *_ = ctx.needs_input_grad
         ctx.save_for_backward(weight if needs_x else None, *(sources if needs_weight else ()))
         ctx.again, ctx.number = again, len(sources)

@@ -34,7 +34,6 @@ _rotary = _library.Operator(
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, cos, sin, heads_dim, transposed, _, _, implementation = inputs
-    ctx.set_materialize_grads(False)
     ctx.save_for_backward(cos, sin)
     # the gradient has the layout of x, whatever that of dy, so that views of it stay free
     ctx.settings = (heads_dim, not transposed, output.stride(), x.dtype, implementation)

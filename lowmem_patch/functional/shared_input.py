@@ -87,12 +87,13 @@ class GradientSum:
 class _Through(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, gradients: GradientSum) -> Tensor:
+        _library.see_undefined(ctx)
         ctx.gradients = gradients
         return x.detach()  # the same memory and version, and no view of x, which would hold it
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:
-        return ctx.gradients.added_to(dy), None
+    def backward(ctx: Any, dy: Tensor | None) -> Any:
+        return None if dy is None else ctx.gradients.added_to(dy), None
 
 
 _through = _library.direct_call(_Through)

@@ -22,6 +22,7 @@ from lowmem_patch.functional.products import product
 class _StoredLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        _library.see_undefined(ctx)
         needs_input, needs_weight, _ = ctx.needs_input_grad
         parts: tuple[Tensor | None, Tensor | None] = None, None
         if needs_weight:

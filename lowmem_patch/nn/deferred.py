@@ -310,10 +310,8 @@ class _Defer(torch.autograd.Function):
 
     @staticmethod
     @first_order("deferred")
-    def backward(ctx: Any, dy: Tensor | None) -> Any:
+    def backward(ctx: Any, dy: Tensor) -> Any:
         needs = ctx.needs_input_grad[1:]
-        if dy is None:
-            return (None,) * (1 + len(needs))
         sources = ctx.saved_tensors
         if ctx.op.holds:
             sources = ctx.held

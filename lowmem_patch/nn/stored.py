@@ -11,7 +11,7 @@ from torch._compile import (
 )
 from torch._subclasses.fake_tensor import FakeTensor
 
-from lowmem_patch.functional import in_compiler, packer
+from lowmem_patch.functional import in_compiler, packer, see_undefined
 from lowmem_patch.nn.deferred import Deferred, Stored, Unstored
 from lowmem_patch.nn.op import Op
 
@@ -42,6 +42,7 @@ class _Hold(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Unstored:
+        see_undefined(ctx)
         h: Unstored = Tensor._make_wrapper_subclass(
             Unstored,
             tensor.shape,
@@ -52,7 +53,7 @@ class _Hold(torch.autograd.Function):
         return h
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:
+    def backward(ctx: Any, dy: Tensor | None) -> Any:
         return dy
 
 

@@ -16,6 +16,7 @@ from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from lowmem_patch import reference
 from lowmem_patch.constants import STOCK_NAMES, NormSettings
@@ -181,7 +182,7 @@ def match_norm(
 
 def _probe(module: nn.Module, call: Call, trace: Trace) -> NormSpec | str:
     """Run a copy of the module on a few rows."""
-    if any(isinstance(value, Tensor) and value.grad_fn for value in vars(module).values()):
+    if any(_is_computed(value) for value in vars(module).values()):
         return "its weight or bias is computed from another parameter"  # of which no copy is made
     x, parameters = call.inputs[0], dict(module.named_parameters())
     size = x.shape[-1]
@@ -201,6 +202,13 @@ def _probe(module: nn.Module, call: Call, trace: Trace) -> NormSpec | str:
     fused = any(op.role.has(Role.ROW_NORM) for op in trace.ops[call.first_op : call.last_op])
     output = _output_dtype(isolated, rows) if parameters else "input"
     return NormSpec(kind, found, output, full_precision_autocast=fused, names=names)
+
+
+def _is_computed(value: object) -> bool:
+    """Whether a hook of the module has made it in the trace, such as a pruned weight, which may be frozen."""
+    return isinstance(value, Tensor) and (
+        value.grad_fn is not None or isinstance(value, FakeTensor)
+    )
 
 
 def _orders_of(parameters: Iterable[str]) -> Iterator[tuple[str, str]]:

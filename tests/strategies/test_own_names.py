@@ -265,11 +265,13 @@ def patched_of(model: Any, x: Tensor) -> PatchReport:
     return patch_report(patch_model(model, "exact", example_inputs=(x,)))
 
 
+@pytest.mark.parametrize("trains", [True, False])
 @pytest.mark.parametrize("norm", [lambda: nn.LayerNorm(WIDTH), Layer], ids=["stock", "own"])
-def test_a_pruned_norm_is_left_alone(norm: Any) -> None:
+def test_a_pruned_norm_is_left_alone(norm: Any, trains: bool) -> None:
     model, twin = network(norm), network(norm)
     name = next(iter(dict(model[1].named_parameters())))
     for net in (model, twin):
+        net[1].requires_grad_(trains)
         prune.l1_unstructured(net[1], name, 3)
     report = patched(model)
     assert [site.name for site in report.patched if site.kind != "chain"] == ["3"]
