@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy
@@ -29,6 +30,17 @@ else:
         pytest.param(Backend("cuda", "reference"), id="reference-cuda", marks=pytest.mark.gpu),
         pytest.param(Backend("cuda", "triton"), id="triton-cuda", marks=pytest.mark.gpu),
     ]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """What asks for no backend here runs on the reference, also where kernels are interpreted: once is
+    enough."""
+    if not INTERPRETED:
+        return
+    here = [item for item in items if item.path.parent == Path(__file__).parent]
+    others = [item for item in here if "backend" not in getattr(item, "fixturenames", ())]
+    config.hook.pytest_deselected(items=others)
+    items[:] = [item for item in items if item not in others]
 
 
 def part(*axes: Sequence[Any], of: int = 3) -> list[tuple[Any, ...]]:

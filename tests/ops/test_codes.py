@@ -50,7 +50,9 @@ STEPS = [
 def test_codes_give_the_step_tables_derivative(
     backend: Backend, kind: str, bits: int, dtype: torch.dtype
 ) -> None:
-    for shape in SHAPES:
+    # the interpreter takes every other of these shapes with each table
+    of = TABLES.index((kind, bits)) % 2
+    for shape in SHAPES[of::2] if INTERPRETED else SHAPES:
         _judge_step(backend, kind, bits, dtype, shape)
 
 

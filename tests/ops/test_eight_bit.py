@@ -12,7 +12,7 @@ from lowmem_patch.functional import from_eight_bits, to_eight_bits
 from lowmem_patch.functional._implementation import module, resolve
 from lowmem_patch.functional.eight_bit import matrix_values, stored_matrix
 from lowmem_patch.functional.graph_storage import graph_values
-from tests.ops.conftest import Backend
+from tests.ops.conftest import Backend, part
 from tests.support.judge import assert_within_budget
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -71,14 +71,16 @@ def test_equal_bytes_by_the_reference(backend: Backend, dtype: torch.dtype) -> N
     assert_within_budget(y.nan_to_num(7.0), again.nan_to_num(7.0), exact.nan_to_num(7.0))
 
 
-@GROUPS
-@pytest.mark.parametrize("columns", [128, 200, 256, 384, 1024, 4096, 17000])
-@pytest.mark.parametrize("saved", ["y", "copy", "z"])
+@pytest.mark.parametrize(
+    ("dtype", "columns", "saved"),
+    part(DTYPES, [128, 200, 256, 384, 1024, 4096, 17000], ["y", "copy", "z"]),
+    ids=str,
+)
 def test_a_norm_stores_what_a_second_pass_would(
     backend: Backend, dtype: torch.dtype, columns: int, saved: str
 ) -> None:
     generator = torch.Generator().manual_seed(columns)
-    x = torch.randn(2, 10, columns, generator=generator)
+    x = torch.randn(2, 10 if columns <= 1024 else 2, columns, generator=generator)
     x[0, 1] = 0
     x = x.to(backend.device, dtype)
     weight, bias = (
