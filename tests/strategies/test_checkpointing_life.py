@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 from functools import partial
 from typing import Any
@@ -22,6 +23,8 @@ from tests.support.checkpointed import (
     MODELS,
     assert_same_bits,
     one_step,
+    patched_llama,
+    patched_stack,
     swin_with_paths,
     t5_with_dropout,
 )
@@ -45,9 +48,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureW
 
 
 def test_nothing_is_run_again_without_gradients() -> None:
-    model, x = stack(), rows()
-    blocks = blocks_of(model, x)
-    fitted = give_levels(patched(model, x), blocks, all_of(blocks, "host"))
+    (model, blocks), x = patched_stack(), rows()
+    fitted = give_levels(model, blocks, all_of(blocks, "host"))
     with torch.no_grad(), warned():
         fitted(x)
     assert fitted.blocks[0].forward.args[1].host.kept == []
@@ -55,10 +57,7 @@ def test_nothing_is_run_again_without_gradients() -> None:
 
 @pytest.mark.parametrize("level", ["checkpointed", "segment"])
 def test_caches(level: str) -> None:
-    torch.manual_seed(0)
-    model, inputs = llama_of().train(), FAMILIES["llama"].inputs()
-    blocks = blocks_of(model, inputs)
-    model = patched(model, inputs)
+    (model, blocks), inputs = patched_llama(), FAMILIES["llama"].inputs()
     fitted = give_levels(model, blocks, all_of(blocks, level))
     assert model.config.use_cache  # an empty one is made, and nobody reads it
     assert_same_bits(one_step(fitted, inputs), one_step(model, inputs))
@@ -96,10 +95,7 @@ def _through_the_cache(model: Any, how: str, ids: Any) -> Any:
 @pytest.mark.parametrize("level", ["checkpointed", "segment", "some"])
 @pytest.mark.parametrize("how", ["asked for", "given", "in the loss"])
 def test_a_cache_that_the_caller_asks_for_is_written(level: str, how: str) -> None:
-    torch.manual_seed(0)
-    model, inputs = llama_of().double().train(), FAMILIES["llama"].inputs()
-    blocks = blocks_of(model, inputs)
-    model = patched(model, inputs)
+    (model, blocks), inputs = patched_llama(torch.float64), FAMILIES["llama"].inputs()
     levels = all_of(blocks, "checkpointed" if level == "some" else level)
     if level == "some":
         levels.popitem()
@@ -115,9 +111,7 @@ def test_a_cache_that_the_caller_asks_for_is_written(level: str, how: str) -> No
 
 
 def test_a_withheld_cache_refuses_its_readers() -> None:
-    model, inputs = llama_of().train(), FAMILIES["llama"].inputs()
-    blocks = blocks_of(model, inputs)
-    model = patched(model, inputs)
+    (model, blocks), inputs = patched_llama(), FAMILIES["llama"].inputs()
     fitted = give_levels(model, blocks, all_of(blocks, "checkpointed"))
     ids = inputs["input_ids"]
     with warned():
@@ -127,17 +121,21 @@ def test_a_withheld_cache_refuses_its_readers() -> None:
     fitted(ids, labels=ids).loss.backward()
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_layer_that_is_called_several_times(level: str) -> None:
+@functools.cache
+def patched_albert() -> tuple[Any, Any]:
     torch.manual_seed(0)
     config = AlbertConfig(
         vocab_size=64, hidden_size=32, embedding_size=16, intermediate_size=48, num_hidden_layers=4,
         num_attention_heads=4, hidden_dropout_prob=0.1,
     )  # fmt: skip
     model, inputs = AlbertModel(config, add_pooling_layer=False).train(), FAMILIES["bert"].inputs()
-    blocks = blocks_of(model, inputs)
+    return patched(model, inputs), blocks_of(model, inputs)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_layer_that_is_called_several_times(level: str) -> None:
+    (model, blocks), inputs = patched_albert(), FAMILIES["bert"].inputs()
     assert len(blocks.blocks) == 1 and [run.block for run in blocks.runs] == [0] * 4
-    model = patched(model, inputs)
     levels = {blocks.blocks[0].site: level}
     assert_same_bits(one_step(give_levels(model, blocks, levels), inputs), one_step(model, inputs))
 
@@ -155,9 +153,8 @@ def test_what_lies_between_the_blocks_of_a_segment_is_computed(between: Any) -> 
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_second_run_has_the_weights_and_buffers_of_a_functional_call(level: str) -> None:
-    model, x = stack().eval(), rows()
-    blocks = blocks_of(model, x)
-    model = patched(model, x)
+    (model, blocks), x = patched_stack(), rows()
+    model.eval()
     fitted = give_levels(model, blocks, all_of(blocks, level))
     weights = {name: 1.1 * p.detach() for name, p in model.named_parameters()}
     buffers = {name: b + 1 for name, b in model.named_buffers()}  # of batch norms
@@ -184,9 +181,8 @@ def test_outputs_of_blocks_that_are_returned() -> None:
 
 @pytest.mark.parametrize("level", ["checkpointed", "host", "segment", "halves"])
 def test_backward_twice(level: str) -> None:
-    model, x = stack(), rows()
-    blocks = blocks_of(model, x)
-    fitted = give_levels(patched(model, x), blocks, all_of(blocks, level))
+    (model, blocks), x = patched_stack(), rows()
+    fitted = give_levels(model, blocks, all_of(blocks, level))
     with warned():
         loss = fitted(x).square().sum()
     parameters = list(fitted.parameters())
@@ -196,9 +192,8 @@ def test_backward_twice(level: str) -> None:
 
 @pytest.mark.parametrize("part", ["all", "a part"])
 def test_attention_that_is_saved_for_one_backward_is_torchs_error_in_a_second(part: str) -> None:
-    model, x = stack(), rows()
-    blocks = blocks_of(model, x)
-    fitted = give_levels(patched(model, x), blocks, all_of(blocks, "attention"))
+    (model, blocks), x = patched_stack(), rows()
+    fitted = give_levels(model, blocks, all_of(blocks, "attention"))
     with warned():
         loss = fitted(x).square().sum()
     parameters = list(fitted.parameters())
@@ -209,9 +204,8 @@ def test_attention_that_is_saved_for_one_backward_is_torchs_error_in_a_second(pa
 
 
 def test_an_input_that_is_written_before_backward_is_an_error() -> None:
-    model, x = stack(), rows()
-    blocks = blocks_of(model, x)
-    fitted = give_levels(patched(model, x), blocks, all_of(blocks, "segment"))
+    (model, blocks), x = patched_stack(), rows()
+    fitted = give_levels(model, blocks, all_of(blocks, "segment"))
     x = x.clone()
     with warned():
         loss = fitted(x).square().sum()
@@ -222,9 +216,7 @@ def test_an_input_that_is_written_before_backward_is_an_error() -> None:
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_autocast_is_that_of_the_forward(level: str) -> None:
-    model, x = stack(), rows()
-    blocks = blocks_of(model, x)
-    model = patched(model, x)
+    (model, blocks), x = patched_stack(), rows()
     fitted = give_levels(model, blocks, all_of(blocks, level))
     found = []
     for each in (model, fitted):
@@ -241,10 +233,8 @@ def test_autocast_is_that_of_the_forward(level: str) -> None:
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_copies_pickles_and_undoing(level: str) -> None:
-    model, x = stack(), rows()
-    blocks = blocks_of(model, x)
-    keys = list(model.state_dict())
-    model = patched(model, x)
+    keys = list(stack().state_dict())
+    (model, blocks), x = patched_stack(), rows()
     wanted = one_step(model, x)
     fitted = give_levels(model, blocks, all_of(blocks, level))
     assert list(fitted.state_dict()) == keys
@@ -268,7 +258,7 @@ def test_copies_pickles_and_undoing(level: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", ["offloaded", "checkpointed", "segment"])  # others are the second
 def test_compiled(level: str) -> None:
     torch.manual_seed(0)
     model, x = Stack(PlainBlock() for _ in range(3)).train(), rows()
@@ -286,10 +276,7 @@ def test_compiled(level: str) -> None:
 def test_compiled_with_caches() -> None:
     """An empty cache, which transformers makes in a training forward, is no break of the graph, and one that
     holds something is written once."""
-    torch.manual_seed(0)
-    model, inputs = llama_of().train(), FAMILIES["llama"].inputs()
-    blocks = blocks_of(model, inputs)
-    model = patched(model, inputs)
+    (model, blocks), inputs = patched_llama(), FAMILIES["llama"].inputs()
     fitted = give_levels(model, blocks, all_of(blocks, "checkpointed"))
     torch._dynamo.reset()
     compiled = torch.compile(fitted, backend="aot_eager", fullgraph=True)

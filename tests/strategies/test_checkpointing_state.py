@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
-from tests.support.checkpointed import LEVELS
+from tests.support.checkpointed import LEVELS, patched_stack
 from tests.support.judge import assert_equal
 from tests.support.stacks import (
     PlainBlock,
@@ -98,14 +99,19 @@ def one_step(model: Any, x: Tensor, between: Between) -> Step:
     return Step([loss.detach()], found)
 
 
+@functools.cache
+def step_of_stack(between: str) -> Step:
+    """Where no block runs again."""
+    torch.manual_seed(0)
+    return one_step(patched_stack()[0], rows(), BETWEEN[between])
+
+
 @pytest.mark.parametrize("between", BETWEEN)
 @pytest.mark.parametrize("level", LEVELS)
 def test_what_is_set_after_the_forward_changes_no_second_run(level: str, between: str) -> None:
-    model, x = stack(), rows()
-    blocks = blocks_of(model, x)
-    model = patched(model, x)
+    (model, blocks), x = patched_stack(), rows()
+    expected = step_of_stack(between)
     fitted = give_levels(model, blocks, all_of(blocks, level))
-    expected = one_step(copy.deepcopy(model), x, BETWEEN[between])
     found = one_step(fitted, x, BETWEEN[between])
     assert_equal(found, expected)
     with BETWEEN[between](fitted):
@@ -140,31 +146,45 @@ def test_a_counter_counts_no_second_run(level: str) -> None:
     assert logs[0] == logs[1]
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("ranks", [(4, 3), (4, 4)])
-def test_adapters_that_are_exchanged_after_the_forward(level: str, ranks: tuple[int, int]) -> None:
+@functools.cache
+def patched_adapters(ranks: tuple[int, int]) -> tuple[Any, Any]:
+    """A patched model with two adapters, of which each test takes copies, and its blocks."""
     torch.manual_seed(1)
     settings: dict[str, Any] = {"target_modules": ["out", "qkv"], "init_lora_weights": False}
     model = get_peft_model(stack(), LoraConfig(r=ranks[0], **settings))
     model.add_adapter("other", LoraConfig(r=ranks[1], **settings))
+    return patched(model, rows()), blocks_of(model, rows())
+
+
+def exchanged(model: Any) -> Step:
+    """A step of three forwards: with each adapter, and with none."""
     x = rows()
-    blocks = blocks_of(model, x)
-    model = patched(model, x)
+    torch.manual_seed(0)
+    with warned():
+        first = model(x).square().mean()
+        model.set_adapter("other")
+        second = model(x).square().mean()
+        with model.disable_adapter():
+            third = model(x).square().mean()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora" in name)
+    (first + second + third).backward()
+    found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    assert any("default" in n for n in found) and any("other" in n for n in found)
+    assert model.active_adapter == "other"
+    return Step([first.detach(), second.detach(), third.detach()], found)
+
+
+@functools.cache
+def exchanged_as_patched(ranks: tuple[int, int]) -> Step:
+    """Where no block runs again."""
+    return exchanged(copy.deepcopy(patched_adapters(ranks)[0]))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("ranks", [(4, 3), (4, 4)])
+def test_adapters_that_are_exchanged_after_the_forward(level: str, ranks: tuple[int, int]) -> None:
+    model, blocks = patched_adapters(ranks)
+    expected = exchanged_as_patched(ranks)
     fitted = give_levels(model, blocks, all_of(blocks, level))
-    steps = []
-    for each in (copy.deepcopy(model), fitted):
-        torch.manual_seed(0)
-        with warned():
-            first = each(x).square().mean()
-            each.set_adapter("other")
-            second = each(x).square().mean()
-            with each.disable_adapter():
-                third = each(x).square().mean()
-        for name, parameter in each.named_parameters():
-            parameter.requires_grad_("lora" in name)
-        (first + second + third).backward()
-        found = {n: p.grad for n, p in each.named_parameters() if p.grad is not None}
-        assert any("default" in n for n in found) and any("other" in n for n in found)
-        assert each.active_adapter == "other"
-        steps.append(Step([first.detach(), second.detach(), third.detach()], found))
-    assert_equal(steps[1], steps[0])
+    assert_equal(exchanged(fitted), expected)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from typing import Any
 
 import timm
@@ -27,6 +29,31 @@ def assert_same_bits(found: Step, wanted: Step) -> None:
         assert torch.equal(one, other)
     different = [n for n, g in wanted.gradients.items() if not torch.equal(g, found.gradients[n])]
     assert not different
+
+
+@functools.cache
+def _patched_stack() -> tuple[Any, Any]:
+    model = stack()
+    return patched(model, rows()), blocks_of(model, rows())
+
+
+def patched_stack() -> tuple[Any, Any]:
+    """A copy of a patched stack, which is planned once a process, and its blocks."""
+    model, blocks = _patched_stack()
+    return copy.deepcopy(model), blocks
+
+
+@functools.cache
+def _patched_llama(dtype: torch.dtype) -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    model, inputs = llama_of().to(dtype).train(), FAMILIES["llama"].inputs()
+    return patched(model, inputs), blocks_of(model, inputs)
+
+
+def patched_llama(dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
+    """A copy of a patched LLaMA, which is planned once a process, and its blocks."""
+    model, blocks = _patched_llama(dtype)
+    return copy.deepcopy(model), blocks
 
 
 def one_step(model: Any, inputs: Any) -> Step:
