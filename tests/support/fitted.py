@@ -109,7 +109,7 @@ def numbers(*shape: int) -> Any:
 
 
 MODELS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
-    "llama": (lambda: llama_of(num_hidden_layers=6), lambda: {"input_ids": tokens()}),
+    "llama": (lambda: llama_of(num_hidden_layers=4), lambda: {"input_ids": tokens()}),
     "llama-lora": (llama_lora, lambda: {"input_ids": tokens()}),
     "llama-qlora-4bit": (
         lambda: qlora("4bit", num_hidden_layers=3),
