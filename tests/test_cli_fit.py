@@ -67,9 +67,47 @@ def call(*arguments: object) -> Any:
 
 
 @pytest.fixture(scope="module")
-def found(llama: Path) -> Any:
+def known() -> dict[Any, Any]:
+    """Steps on fake tensors that were run, by what they are of."""
+    return {}
+
+
+@pytest.fixture
+def each_step_once(known: dict[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls of one command with one model, whose limits differ, run each step on fake tensors once."""
+    run_each_step_once(known, monkeypatch)
+
+
+def run_each_step_once(known: dict[Any, Any], patch: pytest.MonkeyPatch) -> None:
+    run_levels, step = steps.run_levels, predict._Predictor.step
+
+    def of(model: Any) -> tuple[Any, ...]:
+        return tuple((name, p.shape, p.requires_grad) for name, p in model.named_parameters())
+
+    def levels_once(shadow: Any, blocks: Any, levels: Any, **how: Any) -> Any:
+        given = shadow.inputs if how["inputs"] is None else how["inputs"]
+        others = sorted((name, str(how[name])) for name in how if name != "inputs")
+        key = (of(shadow.model), str(sorted(levels.items())), blocks.lag, str(given), str(others))
+        if key not in known:
+            known[key] = run_levels(shadow, blocks, levels, **how)
+        return known[key]
+
+    def step_once(self: Any, *size: Any) -> Any:
+        key = (of(self.model), self.patched, str(self.training), *size)
+        if key not in known:
+            known[key] = step(self, *size)
+        return known[key]
+
+    patch.setattr(steps, "run_levels", levels_once)
+    patch.setattr(predict._Predictor, "step", step_once)
+
+
+@pytest.fixture(scope="module")
+def found(llama: Path, known: dict[Any, Any]) -> Any:
     """What is said of a model, its ladder and its budget."""
-    result = call(llama, "--memory", "9MiB", "--fit", "9m", "--json")
+    with pytest.MonkeyPatch.context() as patch:
+        run_each_step_once(known, patch)
+        result = call(llama, "--memory", "9MiB", "--fit", "9m", "--json")
     assert result.exit_code == 0, result.output
     return json.loads(result.stdout)
 
@@ -158,9 +196,12 @@ def test_the_ladder_names_what_the_model_has() -> None:
     ]
 
 
-@pytest.mark.parametrize("layers", [2, LAYERS])
 @pytest.mark.parametrize(
-    "asked", [{}, {"accumulation": 2}, {"gpus": 4}, {"optimizer": "adafactor"}]
+    ("layers", "asked"),
+    [
+        *((2, one) for one in ({}, {"accumulation": 2}, {"gpus": 4}, {"optimizer": "adafactor"})),
+        *((LAYERS, one) for one in ({"gpus": 4}, {"accumulation": 2, "optimizer": "adafactor"})),
+    ],
 )
 def test_totals_of_the_ladder_are_those_of_a_budget(layers: int, asked: dict[str, Any]) -> None:
     """Of many blocks the ladder runs few: what the allocator rounds up for activations is missing there."""
@@ -205,28 +246,6 @@ def test_too_small_a_budget_has_an_exit_code_of_its_own(shallow: Path) -> None:
     assert result.exit_code == 4 and "least budget" in result.stderr
     failed = json.loads(call(shallow, "--seq-len", "32", "--fit", "1KiB", "--json").stdout)
     assert failed["error"]["exit_code"] == 4
-
-
-@pytest.fixture
-def each_step_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls of one command with one model, whose limits alone differ, run each step on fake tensors once."""
-    known: dict[Any, Any] = {}
-    run_levels, step = steps.run_levels, predict._Predictor.step
-
-    def levels_once(shadow: Any, blocks: Any, levels: Any, **how: Any) -> Any:
-        key = (str(sorted(levels.items())), str(how["inputs"]))
-        if key not in known:
-            known[key] = run_levels(shadow, blocks, levels, **how)
-        return known[key]
-
-    def step_once(self: Any, *size: Any) -> Any:
-        key = (self.patched, *size)
-        if key not in known:
-            known[key] = step(self, *size)
-        return known[key]
-
-    monkeypatch.setattr(steps, "run_levels", levels_once)
-    monkeypatch.setattr(predict._Predictor, "step", step_once)
 
 
 @pytest.mark.usefixtures("each_step_once")
@@ -282,6 +301,7 @@ def test_the_largest_size_within_a_budget_is_what_is_shown(shallow: Path) -> Non
     assert none.exit_code == 4 and "for input_ids 1x64 and adamw" in none.stderr
 
 
+@pytest.mark.usefixtures("each_step_once")
 def test_the_ladder_counts_the_gpus_that_were_asked_for(llama: Path, found: Any) -> None:
     four = json.loads(call(llama, "--memory", "9MiB", "--gpus", 4, "--json").stdout)
     assert four["ladder"][0]["total"] < found["ladder"][0]["total"]
