@@ -19,7 +19,7 @@ from lowmem_patch.config import load_config
 from lowmem_patch.constants import EIGHT_BIT_GROUP
 from lowmem_patch.demo import demo_tasks
 from lowmem_patch.nn import eight_bit
-from tests.support.models import EVERY_FAMILY, build, fill_adapters
+from tests.support.models import EVERY_FAMILY, build, fill_adapters, first_blocks
 from tests.support.step import MODES, Mode, Step, cast, in_mode, step
 
 pytestmark = [
@@ -64,10 +64,10 @@ def assert_along(found: Step, exact: Step) -> None:
             assert cosine >= LEAST_COSINE, (name, cosine)
 
 
-def family_in(mode: Mode, name: str, adapted: bool) -> tuple[Any, Any]:
-    """A family's model, with adapters if asked, and inputs."""
+def family_in(mode: Mode, name: str, adapted: bool, blocks: int | None = None) -> tuple[Any, Any]:
+    """A family's model, of which some blocks may be enough, with adapters if asked, and inputs."""
     family = EVERY_FAMILY[name]
-    model = cast(build(family), mode.weights)
+    model = first_blocks(cast(build(family), mode.weights), blocks)
     if adapted:
         transposed = name == "gpt2"
         config = LoraConfig(r=2, target_modules=family.linears, fan_in_fan_out=transposed)

@@ -246,6 +246,14 @@ def build(family: Family, seed: int = 1) -> Any:
     return randomise(family.build(), seed).eval()
 
 
+def first_blocks(model: Any, count: int | None) -> Any:
+    """The same LLaMA or timm ViT with its first blocks alone; all of them where there is no count."""
+    parent, name = (model.model, "layers") if hasattr(model, "model") else (model, "blocks")
+    if count is not None:
+        setattr(parent, name, getattr(parent, name)[:count])
+    return model
+
+
 def doubles(make: Callable[[str], Any], name: str) -> tuple[Any, Inputs]:
     """A family's model and inputs in float64."""
     inputs: Inputs = in_mode(FAMILIES[name].inputs(), DOUBLE)
