@@ -295,6 +295,8 @@ def test_the_largest_size_within_a_budget_is_what_is_shown(shallow: Path) -> Non
     assert 0.95 * 2**20 < data["fit"]["predicted"] <= 2**20
     shown = call(shallow, *options).stdout
     assert f"length: {length} tokens (the largest within 1MiB: --solve)" in shown
+    answer = f"largest length within 1MiB: {length}, up to 1 % (input_ids 3x{length})"
+    assert shown.splitlines()[-1] == answer
     most = call(shallow, "--fit", "1GiB", *options[2:]).stdout
     assert "length: 512 tokens (the largest within 1GiB: --solve; the model has no more" in most
     none = call(shallow, "--fit", "1KiB", "--solve", "batch", "--seq-len", "64")

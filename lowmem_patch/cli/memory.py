@@ -313,7 +313,7 @@ def _fitted(
 
 
 def _show(found: _Look, model: str, train: str, plot: Path | None, as_json: bool) -> None:
-    from lowmem_patch.report.fit import print_fit, print_ladder, print_verdict
+    from lowmem_patch.report.fit import print_fit, print_ladder, print_largest, print_verdict
     from lowmem_patch.report.layout import print_error
     from lowmem_patch.report.results import print_memory, print_plan
 
@@ -337,6 +337,7 @@ def _show(found: _Look, model: str, train: str, plot: Path | None, as_json: bool
             print_verdict(found.ladder, memory)
     if plan.fit is not None:
         print_fit(plan.fit)
+        print_largest(found.solved, plan.fit)
     if found.failed is not None:
         print_error(found.failed)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from lowmem_patch.memory import MemoryReport
 from lowmem_patch.planning.columns import make_table
@@ -110,3 +110,11 @@ def print_fit(fit: FitReport) -> None:
     )
     for line in (*fit.head, *fit.notes):
         print_line(line.strip())
+
+
+def print_largest(sizes: Mapping[str, int], fit: FitReport) -> None:
+    """The size that was looked for: the answer, behind all that explains it."""
+    for name, size in sizes.items():
+        print_line(
+            f"largest {name} within {fit.asked}: {size}, up to 1 % ({fit.inputs})", style="bold"
+        )
