@@ -299,6 +299,7 @@ def test_the_largest_size_within_a_budget_is_what_is_shown(shallow: Path) -> Non
     assert shown.splitlines()[-1] == answer
     most = call(shallow, "--fit", "1GiB", *options[2:]).stdout
     assert "length: 512 tokens (the largest within 1GiB: --solve; the model has no more" in most
+    assert "host memory: 1.0 GiB for what blocks offload (--host-memory)" in most
     none = call(shallow, "--fit", "1KiB", "--solve", "batch", "--seq-len", "64")
     assert none.exit_code == 4 and "for input_ids 1x64 and adamw" in none.stderr
 

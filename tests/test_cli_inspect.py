@@ -217,6 +217,9 @@ def test_bad_memory_and_solve_are_refused(llama: Path) -> None:
     refused("inspect", "timm/vit_tiny_patch16_224", *args, naming="reads none")
     refused("inspect", llama, "--solve", "length", naming="needs --memory or --fit")
     refused("inspect", llama, "--host-memory", "8GiB", naming="needs --fit")
+    both = ("--fit", "8GiB", "--memory", "8GiB", "--solve", "batch")
+    refused("inspect", llama, *both, naming="give one of them")
+    refused("inspect", llama, "--fit", "8GiB", "--host-memory", "much", naming="no size of memory")
 
 
 @pytest.mark.parametrize("size", [("--batch-size", str(10**14)), ("--seq-len", str(10**20))])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
     from lowmem_patch.planning.ladder import Rung
     from lowmem_patch.planning.report import PatchReport
     from lowmem_patch.tracing.inputs import ExampleInputs
+
+
+_NOTHING = re.compile(r"0+\s*[A-Za-z]*")  # no size of memory elsewhere
 
 
 class Optimizer(enum.StrEnum):
@@ -63,15 +67,15 @@ FitOption = Annotated[
 SolveOption = Annotated[
     Solve | None,
     typer.Option(
-        help="The largest batch, or length: with --fit, where blocks may run again; with --memory alone, "
-        "where none does. [default: batch with --memory]"
+        help="The largest batch, or length: with --fit, where blocks may run again, which takes minutes; "
+        "with --memory, where none does. [default: batch with --memory]"
     ),
 ]
 HostOption = Annotated[
     str | None,
     typer.Option(
-        help="With --fit: host memory that may hold what blocks offload, such as 100GiB. [default: half of "
-        "what this machine has available]"
+        help="With --fit: host memory that may hold what blocks offload, on all GPUs together, such as "
+        "64GiB or 0GiB; a patch takes at most half of what is available. [default: that, on this machine]"
     ),
 ]
 PlotOption = Annotated[Path | None, typer.Option(help="Write saved bytes by kind as a picture.")]
@@ -171,17 +175,24 @@ class _Asked:
         """Refuse options that need another one, or exclude one another."""
         if self.solve is not None and self.memory is None and self.fit is None:
             raise ConfigError("--solve needs --memory or --fit: say into how much it shall fit")
+        if self.solve is not None and self.memory is not None and self.fit is not None:
+            raise ConfigError(
+                "--solve looks for a size within --fit or within --memory: give one of them"
+            )
         if self.fit is not None and checkpointing:
             raise ConfigError("--fit decides what runs again: leave --checkpointing out")
         if self.fit is None and self.host_memory is not None:
             raise ConfigError("--host-memory needs --fit, which offloads to it")
 
-    @property
-    def host(self) -> int:
+    def host(self, gpus: int) -> int:
+        """Bytes of host memory for what the blocks on one of several GPUs offload."""
         from lowmem_patch.memory import parse_bytes
         from lowmem_patch.planning.budget import free_host_bytes
 
-        return free_host_bytes() if self.host_memory is None else parse_bytes(self.host_memory)
+        if self.host_memory is None:
+            return free_host_bytes() // gpus
+        none = _NOTHING.fullmatch(self.host_memory.strip())
+        return 0 if none else parse_bytes(self.host_memory) // gpus
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,7 +232,7 @@ def _look(model: Any, config: PatchConfig, training: Training, asked: _Asked) ->
         # that it makes masks, which real ones do not
         config_of.use_cache = True
     budget = None if asked.memory is None else make_budget(asked.memory, model)
-    host = 0 if asked.fit is None else asked.host
+    host = 0 if asked.fit is None else asked.host(training.gpus)
     asked, solved = _solved(model, config, training, asked, host)
     make = _maker(model)
     inputs = make(asked.batch_size, asked.length or default_length(model))
@@ -255,6 +266,14 @@ def _look(model: Any, config: PatchConfig, training: Training, asked: _Asked) ->
     return _Look(
         report, assumed, predicted, ladder=rungs, device=device_of(model).name, solved=solved
     )
+
+
+def _about_host(host: int, gpus: int, *, given: bool) -> str:
+    from lowmem_patch.planning.names import human_bytes
+
+    source = "--host-memory" if given else "half of what this machine has available; --host-memory"
+    shared = f" for each of {gpus} GPUs" if gpus > 1 else ""
+    return f"{human_bytes(host)}{shared} for what blocks offload ({source})"
 
 
 def _maker(model: Any) -> Callable[[int, int | None], ExampleInputs]:

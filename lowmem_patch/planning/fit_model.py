@@ -190,8 +190,8 @@ def _of_host_memory(fitting: Fitting) -> list[str]:
     if wanted <= fitting.host:
         return []
     return [
-        f"the inputs of blocks may wait in {size_text(fitting.host)} of this machine's memory, half of what "
-        f"it has available; with {size_text(2 * wanted, up=True)} available the least budget may be smaller"
+        f"the inputs of blocks may wait in {size_text(fitting.host)} of host memory, half of what is "
+        f"available; with {size_text(2 * wanted, up=True)} available the least budget may be smaller"
     ]
 
 

@@ -96,7 +96,7 @@ def test_the_least_budget_of_a_host_with_little_memory_says_so() -> None:
         with planned_once(), pytest.raises(BudgetError) as error:
             fit_planned(model, plan, 1000, USUAL_TRAINING, host=host)
         least.append(least_of(str(error.value)))
-        said.append("of this machine's memory" in str(error.value))
+        said.append("of host memory, half of" in str(error.value))
     assert least[0] > least[1]
     assert said == [True, False]
 
