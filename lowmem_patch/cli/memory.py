@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,11 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer  # noqa: TID251 - only the command line imports typer
 
 from lowmem_patch.cli import options
+from lowmem_patch.cli.asked import Asked, Solve, budget_of
 from lowmem_patch.cli.assumptions import assumptions, default_length, model_settings
 from lowmem_patch.cli.light_imports import light_imports, one_thread, uncollected_imports
 from lowmem_patch.cli.models import meta_model, name_unused, real_model, with_adapters
 from lowmem_patch.cli.runtime import ExitCode, command, print_json, print_result, quiet_libraries
-from lowmem_patch.errors import ConfigError, TraceError
+from lowmem_patch.errors import TraceError
 
 if TYPE_CHECKING:
     from lowmem_patch.config import PatchConfig
@@ -24,9 +24,6 @@ if TYPE_CHECKING:
     from lowmem_patch.planning.ladder import Rung
     from lowmem_patch.planning.report import PatchReport
     from lowmem_patch.tracing.inputs import ExampleInputs
-
-
-_NOTHING = re.compile(r"0+\s*[A-Za-z]*")  # no size of memory elsewhere
 
 
 class Optimizer(enum.StrEnum):
@@ -39,13 +36,6 @@ class Optimizer(enum.StrEnum):
     paged_adamw8bit = "paged_adamw8bit"
     sgd = "sgd"
     adafactor = "adafactor"
-
-
-class Solve(enum.StrEnum):
-    """The size that is looked for."""
-
-    batch = "batch"
-    length = "length"
 
 
 OptimizerOption = Annotated[
@@ -131,8 +121,8 @@ def inspect(
         from lowmem_patch.memory import Training
 
         config = load_config(preset)
-        into = _budget_of(fit, config)
-        asked = _Asked(batch_size, seq_len, accumulation, memory, into, host_memory, solve)
+        into = budget_of(fit, config)
+        asked = Asked(batch_size, seq_len, accumulation, memory, into, host_memory, solve)
         asked.check(checkpointing)
         adapters = options.lora_targets(train)
         if plot is not None:
@@ -152,47 +142,6 @@ def inspect(
         if found.fits is False:
             raise typer.Exit(ExitCode.DOES_NOT_FIT)
         raise typer.Exit(ExitCode.DONE if found.plan.patched else ExitCode.NOTHING_TO_DO)
-
-
-def _budget_of(fit: str | None, config: PatchConfig) -> str | int | None:
-    """Of ``--fit``, or of a preset file, whose ``auto`` is what a GPU has free."""
-    return config.fit if fit is None and config.fit != "auto" else fit
-
-
-@dataclasses.dataclass(frozen=True)
-class _Asked:
-    """The options of ``inspect`` that say of which step memory is predicted, and what it shall fit into."""
-
-    batch_size: int
-    length: int | None
-    batches: int
-    memory: str | None
-    fit: str | int | None
-    host_memory: str | None
-    solve: Solve | None
-
-    def check(self, checkpointing: bool) -> None:
-        """Refuse options that need another one, or exclude one another."""
-        if self.solve is not None and self.memory is None and self.fit is None:
-            raise ConfigError("--solve needs --memory or --fit: say into how much it shall fit")
-        if self.solve is not None and self.memory is not None and self.fit is not None:
-            raise ConfigError(
-                "--solve looks for a size within --fit or within --memory: give one of them"
-            )
-        if self.fit is not None and checkpointing:
-            raise ConfigError("--fit decides what runs again: leave --checkpointing out")
-        if self.fit is None and self.host_memory is not None:
-            raise ConfigError("--host-memory needs --fit, which offloads to it")
-
-    def host(self, gpus: int) -> int:
-        """Bytes of host memory for what the blocks on one of several GPUs offload."""
-        from lowmem_patch.memory import parse_bytes
-        from lowmem_patch.planning.budget import free_host_bytes
-
-        if self.host_memory is None:
-            return free_host_bytes() // gpus
-        none = _NOTHING.fullmatch(self.host_memory.strip())
-        return 0 if none else parse_bytes(self.host_memory) // gpus
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,7 +166,7 @@ class _Look:
         return anything_fits(self.ladder, self.memory)
 
 
-def _look(model: Any, config: PatchConfig, training: Training, asked: _Asked) -> _Look:
+def _look(model: Any, config: PatchConfig, training: Training, asked: Asked) -> _Look:
     """The plan, and the predicted peak; a peak that cannot be predicted is an error only where something
     is to fit."""
     from lowmem_patch.memory import make_plans, predict_memory
@@ -246,6 +195,8 @@ def _look(model: Any, config: PatchConfig, training: Training, asked: _Asked) ->
         solved=solved,
         fit=asked.fit,
     )
+    if asked.fit is not None:
+        assumed["host memory"] = asked.about_host(host, training.gpus)
     tokens = inputs.kwargs.get("input_ids")
     plans = make_plans(model, config, inputs)
     report = plans.report
@@ -268,14 +219,6 @@ def _look(model: Any, config: PatchConfig, training: Training, asked: _Asked) ->
     )
 
 
-def _about_host(host: int, gpus: int, *, given: bool) -> str:
-    from lowmem_patch.planning.names import human_bytes
-
-    source = "--host-memory" if given else "half of what this machine has available; --host-memory"
-    shared = f" for each of {gpus} GPUs" if gpus > 1 else ""
-    return f"{human_bytes(host)}{shared} for what blocks offload ({source})"
-
-
 def _maker(model: Any) -> Callable[[int, int | None], ExampleInputs]:
     from lowmem_patch.tracing.example_inputs import make_example_inputs
 
@@ -286,8 +229,8 @@ def _maker(model: Any) -> Callable[[int, int | None], ExampleInputs]:
 
 
 def _solved(
-    model: Any, config: PatchConfig, training: Training, asked: _Asked, host: int
-) -> tuple[_Asked, dict[str, int]]:
+    model: Any, config: PatchConfig, training: Training, asked: Asked, host: int
+) -> tuple[Asked, dict[str, int]]:
     """What is asked with the largest size within ``--fit``, and that size, where ``--solve`` asks for one.
     Where not even 1 fits it is 1: the budget's error tells what that lacks."""
     from lowmem_patch.memory import largest_size

@@ -213,7 +213,7 @@ class PatchReport:
     def _title(self) -> str:
         sites = f"{len(self.patched)} of {len(self.sites)} sites patched"
         if NOTHING_TRAINS in self.notes:
-            sites += ", which save nothing: no parameter trains"
+            sites += ", but no parameter trains"
         return f"{self.model}: preset {self.config.name}, {sites}"
 
     def site_table(self) -> Table:
