@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from lowmem_patch import plan_patch
 from lowmem_patch.cli import app
+from lowmem_patch.cli.asked import Asked
 from lowmem_patch.config import load_config
 from lowmem_patch.errors import BudgetError, ConfigError
 from lowmem_patch.memory import Training, predict
@@ -302,6 +303,16 @@ def test_the_largest_size_within_a_budget_is_what_is_shown(shallow: Path) -> Non
     assert "host memory: 1.0 GiB for what blocks offload (--host-memory)" in most
     none = call(shallow, "--fit", "1KiB", "--solve", "batch", "--seq-len", "64")
     assert none.exit_code == 4 and "for input_ids 1x64 and adamw" in none.stderr
+
+
+def test_host_memory_is_shared_among_gpus_and_may_be_none() -> None:
+    def host(text: str, gpus: int) -> int:
+        return Asked(1, None, 1, None, "1GiB", text, None).host(gpus)
+
+    assert host("8GiB", 1) == 4 * host("8GiB", 4) == 2**33
+    assert host("0GiB", 2) == host("0", 1) == host(" 0 mb", 1) == 0
+    with pytest.raises(ConfigError, match="no size of memory"):
+        host("0 apples", 1)
 
 
 @pytest.mark.usefixtures("each_step_once")

@@ -12,7 +12,7 @@ from lowmem_patch.errors import ConfigError
 if TYPE_CHECKING:
     from lowmem_patch.config import PatchConfig
 
-_NOTHING = re.compile(r"0+\s*[A-Za-z]*")  # no size of memory elsewhere
+_NONE = re.compile(r"0+\s*([KMGT](i?B)?|B)?", re.IGNORECASE)  # other sizes are above 0
 
 
 class Solve(enum.StrEnum):
@@ -59,8 +59,9 @@ class Asked:
 
         if self.host_memory is None:
             return free_host_bytes() // gpus
-        none = _NOTHING.fullmatch(self.host_memory.strip())
-        return 0 if none else parse_bytes(self.host_memory) // gpus
+        if _NONE.fullmatch(self.host_memory.strip()):
+            return 0
+        return parse_bytes(self.host_memory) // gpus
 
     def about_host(self, host: int, gpus: int) -> str:
         """What is assumed of host memory, in words."""

@@ -64,8 +64,9 @@ SolveOption = Annotated[
 HostOption = Annotated[
     str | None,
     typer.Option(
-        help="With --fit: host memory that may hold what blocks offload, on all GPUs together, such as "
-        "64GiB or 0GiB; a patch takes at most half of what is available. [default: that, on this machine]"
+        help="With --fit: host memory that blocks may offload to, for all GPUs together, such as 64GiB, or "
+        "0GiB for none; give at most half of what the machine that trains has available. [default: half of "
+        "what this machine has available]"
     ),
 ]
 PlotOption = Annotated[Path | None, typer.Option(help="Write saved bytes by kind as a picture.")]
@@ -234,7 +235,7 @@ def _solved(
     """What is asked with the largest size within ``--fit``, and that size, where ``--solve`` asks for one.
     Where not even 1 fits it is 1: the budget's error tells what that lacks."""
     from lowmem_patch.memory import largest_size
-    from lowmem_patch.planning.budget import make_budget
+    from lowmem_patch.planning.budget import checked_budget, make_budget
     from lowmem_patch.planning.largest import largest_fit
 
     if asked.fit is None or asked.solve is None:
@@ -249,8 +250,8 @@ def _solved(
         bound=largest_size(model, asked.solve.value, None if tokens is None else length),
     )  # fmt: skip
     size = max(found, 1)
-    # what is free may change
-    fit = budget.bytes if asked.fit == "auto" else asked.fit
+    # auto: what is free may change
+    fit = budget.bytes if checked_budget(asked.fit) is None else asked.fit
     if of_batch:
         return dataclasses.replace(asked, fit=fit, batch_size=size), {"batch": size}
     return dataclasses.replace(asked, fit=fit, length=size), {"length": size}

@@ -16,7 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from lowmem_patch import patch_model
-from lowmem_patch.functional import gather
+from lowmem_patch.functional import (
+    ExpertWeight,
+    RecomputedMatmul,
+    gather,
+    matrix_product,
+    packed_dropout,
+    recast_matmul,
+    recomputed_linear,
+)
 from tests.support.models import FAMILIES
 
 # PEFT reads a name that transformers has since deprecated
@@ -88,8 +96,24 @@ def test_what_the_loss_does_not_use_gets_none(name: str, make: Callable[[str], A
     assert trained(model) == wanted
 
 
-def test_the_rows_that_are_gathered_hand_it_on() -> None:
-    x = torch.randn(3, 4, requires_grad=True)
-    index = torch.tensor([[0, 1], [2, 3], [1, 1]])
-    Stops.apply(gather(x, 1, index)).sum().backward()
-    assert x.grad is None
+def again(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    return x.to(dtype or x.dtype)
+
+
+WEIGHT = torch.randn(4, 4)
+OPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "gather": lambda x, w: gather((x @ w), 1, torch.tensor([[0, 1], [2, 3], [1, 1]])),
+    "dropout": lambda x, w: packed_dropout(x @ w, 0.5)[0],
+    "matmul of casts": lambda x, w: recast_matmul(x[None], w[None], torch.bfloat16),
+    "recomputed Linear": lambda x, w: recomputed_linear(x, again, (x,), w, None, torch.float32),
+    "recomputed matmul": lambda x, w: RecomputedMatmul(
+        matrix_product, again, x, ExpertWeight(w), None, (x,)
+    ).product(),
+}
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_each_op_hands_it_on(op: str) -> None:
+    x, weight = torch.randn(3, 4, requires_grad=True), WEIGHT.clone().requires_grad_()
+    Stops.apply(OPS[op](x, weight)).sum().backward()
+    assert x.grad is None and weight.grad is None
