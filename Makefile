@@ -1,12 +1,14 @@
 # Two commands that need nothing but make and Python 3.11 or newer:
 #   make demo   installs lowmem-patch with the tested versions and runs `lowmem-patch demo`
-#   make test   installs the test tools as well, then lint, format, types, documents and all tests
+#   make test   installs the test tools as well, then lint, format, types, documents and tests
 # Both work offline once their packages are there: pip runs again only when pyproject.toml or the
 # constraints file changes, which a checksum in the stamp's name decides (a checkout changes mtimes).
 
 VENV ?= .venv
 CONSTRAINTS ?= constraints/tested.txt
 WORKERS ?= 2
+# which tests run where ARGS picks none; empty: all
+TIER ?= not slow
 PYTHON ?= $(shell for name in python3 python3.13 python3.12 python3.11 python; do \
 	"$$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo "$$name" && break; \
 	done)
@@ -28,11 +30,12 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 OFFLINE := HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1
 INTEGRATIONS := $(OFFLINE) OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 LOWMEM_PATCH_INTEGRATIONS=1
 
-.PHONY: help demo test lint types docs unit test-integrations test-llamafactory zoo format clean
+.PHONY: help demo test test-all lint types docs unit test-integrations test-llamafactory zoo format clean
 
 help:
 	@echo "make demo    patch, verify and fine-tune the bundled models; shows what is saved"
-	@echo "make test    lint, format, types, the site of the documents, and all tests"
+	@echo "make test    lint, format, types, the site of the documents, and tests, but for slow ones"
+	@echo "make test-all    the same with the slow tests: before a release, and every week"
 	@echo "make lint | types | docs | unit    one part of make test;  make unit ARGS='-k norm' picks tests"
 	@echo "make test-integrations    real trainers (TRL, Lightning, LLaMA-Factory, ...) in environments of their own"
 	@echo "make zoo     patch and judge every architecture (an hour on 2 cores); ZOO='llama swin' picks some,"
@@ -47,6 +50,9 @@ demo: $(DEMO_STAMP)
 test: $(TEST_STAMP)
 	@$(MAKE) --no-print-directory --jobs 2 lint types docs unit
 	@echo "== all checks passed"
+
+test-all:
+	@$(MAKE) --no-print-directory test TIER=
 
 lint: $(TEST_STAMP)
 	@echo "== lint: ruff check, ruff format --check"
@@ -66,7 +72,7 @@ docs: $(TEST_STAMP)
 unit: $(TEST_STAMP)
 	@echo "== tests: pytest on $(WORKERS) workers"
 	@$(OFFLINE) OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 \
-		$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+		$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(or $(ARGS),-m "$(TIER)")
 
 # The trainers stand in environments above the tests' own, which they see through a .pth file; LLaMA-Factory, which
 # refuses today's transformers, has one to itself. Where ARGS picks tests, they are picked in the first.

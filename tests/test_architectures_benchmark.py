@@ -24,6 +24,7 @@ def benchmark_module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     sys.modules.pop("architectures", None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "length"), [("GPT-2", 8), ("CLIP", 224), ("ConvNeXt-T", 32)])
 def test_both_variants_of_an_architecture_are_timed(
     benchmark_module: Any, name: str, length: int, monkeypatch: pytest.MonkeyPatch

@@ -39,6 +39,7 @@ def vit() -> nn.Module:
     return demo.load_demo_vit()
 
 
+@pytest.mark.slow
 def test_llama_scores_what_its_card_says(llama: transformers.LlamaForCausalLM) -> None:
     stated = card_number(demo.LLAMA_FOLDER, r"bits per byte \| ([\d.]+)")
     assert stated < 2.5
@@ -124,6 +125,7 @@ def test_card_says_where_the_model_is_from(folder: Path) -> None:
         assert fact in card
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", demo.demo_tasks(), ids=lambda task: task.name)
 def test_a_patched_model_saves_less_and_learns_as_much(task: demo.DemoTask) -> None:
     few_steps = dataclasses.replace(task, train_batches=task.train_batches[:8])

@@ -131,6 +131,7 @@ def test_copies_share_frozen_weights_and_none_may_write_them() -> None:
     assert seen["a"].model.norm.weight is not model.model.norm.weight
 
 
+@pytest.mark.slow
 def test_rows_of_a_real_model() -> None:
     model, inputs = llama(), tokens()
     names = ("unpatched", "paper", "exact", "auto", "compact", "checkpointing")
@@ -158,6 +159,7 @@ def test_rows_of_a_real_model() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, inside its compiler
 def test_what_a_compiled_model_holds_is_seen() -> None:
     # a compiled head computes its logits whole

@@ -23,6 +23,7 @@ ASSETS = Path(__file__).parent.parent / "lowmem_patch" / "assets"
 pytestmark = pytest.mark.timeout(600)
 
 
+@pytest.mark.slow
 def test_a_budget_is_a_variant() -> None:
     model, inputs = llama_of(num_hidden_layers=2).train(), {"input_ids": tokens()}
     given = as_example_inputs(inputs)
@@ -66,6 +67,7 @@ def test_auto_is_no_budget_of_a_comparison() -> None:
         find_variant("fit=auto")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
 def test_a_curve_is_planned_where_the_inputs_are() -> None:
     """Adapters that were made on the CPU for a model elsewhere go there: the meta device stands for a GPU."""

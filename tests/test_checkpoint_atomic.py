@@ -77,6 +77,7 @@ for out in sys.argv[2:]:
 """
 
 
+@pytest.mark.slow
 def test_a_signal_leaves_nothing(tmp_path: Path) -> None:
     write(tmp_path / "in", llama())
     numbers = (signal.SIGINT, signal.SIGTERM)

@@ -89,6 +89,7 @@ def test_accumulation_holds_gradients_in_the_forward(llama: Path) -> None:
     assert data["moments"]["optimizer step"] == once["optimizer step"]
 
 
+@pytest.mark.slow
 def test_checkpointing_keeps_a_block_at_a_time(llama: Path) -> None:
     plain, checkpointed = moments(llama), moments(llama, "--checkpointing")
     hidden = 2 * 128 * 32 * 4

@@ -130,6 +130,7 @@ def test_accumulation_is_in_the_budget(shallow: Path) -> None:
     assert requested == pytest.approx(wanted, rel=0.01)
 
 
+@pytest.mark.slow
 def test_the_ladder_and_the_choice(found: Any) -> None:
     names = [rung["name"] for rung in found["ladder"]]
     totals = [rung["total"] for rung in found["ladder"]]
@@ -155,6 +156,7 @@ def test_the_ladder_and_the_choice(found: Any) -> None:
     assert len(fit["blocks"]) == LAYERS and 0 < fit["extra_seconds"] < seconds[3] - seconds[0]
 
 
+@pytest.mark.slow
 def test_both_are_shown(shallow: Path) -> None:
     fits = call(shallow, "--memory", "9MiB", "--seq-len", "256").stdout
     assert "to fit in 9.0 MiB" in fits and "with one change more" not in fits
@@ -201,7 +203,10 @@ def test_the_ladder_names_what_the_model_has() -> None:
     ("layers", "asked"),
     [
         *((2, one) for one in ({}, {"accumulation": 2}, {"gpus": 4}, {"optimizer": "adafactor"})),
-        *((LAYERS, one) for one in ({"gpus": 4}, {"accumulation": 2, "optimizer": "adafactor"})),
+        *(
+            pytest.param(LAYERS, one, marks=pytest.mark.slow)
+            for one in ({"gpus": 4}, {"accumulation": 2, "optimizer": "adafactor"})
+        ),
     ],
 )
 def test_totals_of_the_ladder_are_those_of_a_budget(layers: int, asked: dict[str, Any]) -> None:
@@ -249,6 +254,7 @@ def test_too_small_a_budget_has_an_exit_code_of_its_own(shallow: Path) -> None:
     assert failed["error"]["exit_code"] == 4
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("each_step_once")
 def test_the_verdict_says_whether_anything_fits(
     llama: Path, found: Any, monkeypatch: pytest.MonkeyPatch
@@ -276,6 +282,7 @@ def test_the_verdict_says_whether_anything_fits(
     assert not any("FSDP" in rung["name"] for rung in data[1]["ladder"])
 
 
+@pytest.mark.slow
 def test_a_length_that_is_no_row_of_the_ladder_fits(shallow: Path) -> None:
     smallest = json.loads(call(shallow, "--memory", "1KiB", "--solve", "length", "--json").stdout)[
         "memory"
@@ -287,6 +294,7 @@ def test_a_length_that_is_no_row_of_the_ladder_fits(shallow: Path) -> None:
     assert shown.exit_code == 0 and "the largest length is " in shown.stdout.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_the_largest_size_within_a_budget_is_what_is_shown(shallow: Path) -> None:
     options = ("--fit", "1MiB", "--solve", "length", "--batch-size", "3", "--host-memory", "1GiB")
     data = json.loads(call(shallow, *options, "--json").stdout)
@@ -315,6 +323,7 @@ def test_host_memory_is_shared_among_gpus_and_may_be_none() -> None:
         host("0 apples", 1)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("each_step_once")
 def test_the_ladder_counts_the_gpus_that_were_asked_for(llama: Path, found: Any) -> None:
     four = json.loads(call(llama, "--memory", "9MiB", "--gpus", 4, "--json").stdout)
@@ -328,6 +337,7 @@ def test_the_ladder_counts_the_gpus_that_were_asked_for(llama: Path, found: Any)
     ]
 
 
+@pytest.mark.slow
 def test_qlora_of_a_model_without_data_has_workspaces(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -126,6 +126,7 @@ def test_a_llama_layer_by_hand(tmp_path: Path) -> None:
     assert memory["after"]["peak_moment"] == "backward"
 
 
+@pytest.mark.slow
 def test_what_fits_is_shown_and_agrees_with_the_totals(shallow: Path) -> None:
     limit = 3 * 2**20
     found = data_of("inspect", shallow, "--seq-len", "32", "--memory", "3MiB")["memory"]
@@ -162,6 +163,7 @@ def test_what_fits_is_shown_and_agrees_with_the_totals(shallow: Path) -> None:
     assert "peak of a batch" not in shown
 
 
+@pytest.mark.slow
 def test_solving_for_the_length_ends_at_the_positions(shallow: Path) -> None:
     args = ("inspect", shallow, "--seq-len", "16", "--solve", "length", "--memory")
     shown = call(*args, "1GiB").stdout
@@ -181,6 +183,7 @@ def test_the_named_optimizer_is_counted(shallow: Path, optimizer: str) -> None:
     assert memory["before"]["optimizer"] == states.optimizer
 
 
+@pytest.mark.slow
 def test_qlora_packs_the_base_and_saves_what_lora_saves(tmp_path: Path) -> None:
     folder = seven_b(tmp_path / "seven", layers=2)
     options = ("--seq-len", "256", "--batch-size", "1", "--lora-rank", "16")
@@ -265,6 +268,7 @@ def test_without_matplotlib_the_mend_is_named(
     refused("inspect", llama, "--plot", tmp_path / "out.png", naming="lowmem-patch[plot]")
 
 
+@pytest.mark.slow
 def test_profile_measures_what_inspect_predicts(llama: Path) -> None:
     size = ("--batch-size", "2", "--seq-len", "24")
     for options in (
@@ -297,6 +301,7 @@ def test_profile_refuses_what_it_cannot_run(llama: Path, monkeypatch: pytest.Mon
     refused("profile", llama, "--device", "cuda", naming="no CUDA device")
 
 
+@pytest.mark.slow
 def test_a_70b_config_within_a_minute_and_24_gib(tmp_path: Path) -> None:
     folder = seven_b(
         tmp_path / "seventy", layers=80, hidden_size=8192, intermediate_size=28672,

@@ -60,6 +60,7 @@ def test_every_result_names_schema_and_version(arguments: tuple[str, ...]) -> No
     assert set(head_of(call(*arguments, "--json"))) > {"schema", "version"}
 
 
+@pytest.mark.slow
 def test_options_that_do_nothing_are_named(tmp_path: Path) -> None:
     for arguments, name in (
         (("inspect", VIT, "--seq-len", "8"), "--seq-len"),

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import pytest
 
 from lowmem_patch.cli.light_imports import light_imports, uncollected_imports
+from tests.support.tiers import slow_but
 
 ROOT = Path(__file__).parent.parent
 TIMM = ROOT / "lowmem_patch/assets/tiny-vit"
@@ -95,7 +96,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("train", ["full", "lora"])
+@pytest.mark.parametrize("train", slow_but(["full", "lora"], "full"))
 def test_a_look_at_a_config_imports_what_it_needs(folder: Path, train: str) -> None:
     found = started("inspect", folder, "--seq-len", "2048", "--train", train)
     assert found.code == 0

@@ -35,6 +35,7 @@ def result_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
         sys.modules.pop(name, None)
 
 
+@pytest.mark.slow
 def test_predicted_peaks_are_measured(result_of: Callable[..., Any]) -> None:
     found = result_of("predicted", "--only", "Swin-B full sgd")
     assert not found["skipped"] and found["worst_error"] <= 0.03

@@ -82,6 +82,7 @@ def test_pieces_that_need_more_bits_are_exact_with_these() -> None:
     assert table.levels == pytest.approx((0, 1, 0.5, 0.75), abs=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gelu", "elu", "sigmoid", "hardswish", "mish"])
 @pytest.mark.parametrize("bits", [2, 3])
 def test_no_start_of_many_leads_to_less(kind: str, bits: int) -> None:
@@ -109,6 +110,7 @@ def test_the_gradient_of_the_distance_is_its_derivative() -> None:
         assert (above - below) / (2 * step) == pytest.approx(by_height[number - 1], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_the_bound_holds_for_normal_inputs() -> None:
     x = torch.linspace(-12, 12, 2_400_001, dtype=torch.float64, requires_grad=True)
     density = torch.exp(-x.detach().square() / 2) / math.sqrt(2 * math.pi)

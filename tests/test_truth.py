@@ -192,6 +192,7 @@ def test_whole_sets_of_variants_come_first(truth: Truth) -> None:
     assert [job.length for job in jobs] == [1] * 4 + [10] * 2 + [1] * 4
 
 
+@pytest.mark.slow
 def test_the_command_goes_on_with_what_is_missing(
     truth: Truth,
     tmp_path: Path,

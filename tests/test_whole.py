@@ -31,6 +31,7 @@ def whole() -> Any:
     return module
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [0, 1])
 def test_rows_of_a_trial(whole: Any, number: int) -> None:
     case, trial = whole.CASES[number], whole.Trial(2, 64, 512, 2, 16)
@@ -97,6 +98,7 @@ def test_words_are_joined_in_the_order_in_which_they_work() -> None:
             find_variant(name)
 
 
+@pytest.mark.slow
 def test_the_command_writes_what_it_measured(
     whole: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from tests.integrations.trainings import SEVERAL_PROCESSES
+from tests.support.tiers import slow_but
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -55,7 +56,7 @@ def test_every_example_is_named_where_one_looks() -> None:
     assert scripts and all(f"[{name}]({name})" in listed for name in scripts)
 
 
-@pytest.mark.parametrize("name", sorted(REPORTS))
+@pytest.mark.parametrize("name", slow_but(sorted(REPORTS), "lora_trainer.py"))
 def test_an_example_with_a_trainer_runs_and_reports(name: str, tmp_path: Path) -> None:
     if name in NEEDS and importlib.util.find_spec(NEEDS[name]) is None:
         pytest.skip(f"{NEEDS[name]} is not installed: make test-integrations")

@@ -309,6 +309,7 @@ LAUNCHES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "way", ["forked", *(pytest.param(way, marks=SEVERAL_PROCESSES) for way in LAUNCHES)]
 )

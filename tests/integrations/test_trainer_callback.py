@@ -111,6 +111,7 @@ def test_gradient_checkpointing_is_composed_with(make: Make, lora: bool, reentra
     assert found.saved <= own.saved
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings(
     "ignore:.*should not be instantiated:DeprecationWarning"
 )  # dynamo's own

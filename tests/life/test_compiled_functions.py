@@ -28,6 +28,7 @@ from lowmem_patch.tracing.inputs import ExampleInputs
 from lowmem_patch.tracing.isolation import uncompiled
 from lowmem_patch.verify import verify_model
 from lowmem_patch.verify.judge import _run
+from tests.support.tiers import slow_but
 
 # torch's compiler asks each tensor for its gradient, and transformers for block masks in an old way
 pytestmark = [
@@ -325,7 +326,7 @@ def tokens() -> dict[str, Tensor]:
 
 
 @pytest.mark.usefixtures("flex")
-@pytest.mark.parametrize("fit", [None, "1MiB"])
+@pytest.mark.parametrize("fit", slow_but([None, "1MiB"], None))
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_flex_attention_trains_patched(name: str, fit: str | None) -> None:
     model = language_model(name)
@@ -345,6 +346,7 @@ def test_flex_attention_trains_patched(name: str, fit: str | None) -> None:
         assert ((found.grad - expected.grad).abs().max() / scale) < 1e-4, path
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("flex")
 def test_no_mode_of_ours_stands_around_flex_attention() -> None:
     fitted = patch_model(

@@ -170,6 +170,7 @@ def test_model_still_on_the_cpu_is_told_to_move() -> None:
         plan_patch(Net(foreign.triton_kernel), "exact", example_inputs=batch("cpu"))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="already interpreted")
 def test_the_same_under_tritons_interpreter() -> None:
     pytest.importorskip("triton")

@@ -77,6 +77,7 @@ def test_the_next_graph_takes_what_left_one(made: str, reads: tuple[str, str]) -
     assert_accurate(step(compiled, (X,)), expected, truth)
 
 
+@pytest.mark.slow
 def test_the_default_backend_takes_it() -> None:
     model = Broken(MADE["activation"], READ["norm"])
     truth, expected = truth_of(model, (X,)), step(model, (X,))

@@ -242,6 +242,7 @@ def test_training_a_folded_model_and_unfolding_it(make: Make) -> None:
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
+@pytest.mark.slow
 def test_another_config_plans_from_the_original(make: Make) -> None:
     inputs, model = FAMILIES["llama"].inputs(), make("llama")
     before = copy.deepcopy(model)

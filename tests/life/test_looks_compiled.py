@@ -26,6 +26,7 @@ def fresh_compiler() -> Iterator[None]:
     torch.compiler.reset()
 
 
+@pytest.mark.slow
 def test_compiled_model_with_a_frozen_gamma_of_zero_is_right() -> None:
     torch.manual_seed(0)
     stock = Block().double()
@@ -59,6 +60,7 @@ def test_gamma_of_zero_loaded_after_compilation_is_right() -> None:
     assert_same_gradients(patched, stock, lambda model: run if model is patched else model)
 
 
+@pytest.mark.slow
 def test_compiled_post_norm_model_with_a_gamma_of_zero_under_autocast(
     make: Callable[[str], Any],
 ) -> None:

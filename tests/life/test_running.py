@@ -34,6 +34,7 @@ from tests.support.step import (
     truth_of,
     twin_of,
 )
+from tests.support.tiers import slow_but
 from tests.support.toys import Toy, batch, gated, mlp, patched_twin
 from tests.support.versions import before
 
@@ -195,7 +196,9 @@ def _why_the_graph_breaks(name: str, unpatched: Any, inputs: dict[str, Any], aut
 
 @pytest.mark.filterwarnings("ignore:.*(script_method|should not be inst):DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
-@pytest.mark.parametrize(("name", "config", "mode_name", "dynamic"), COMPILED)
+@pytest.mark.parametrize(
+    ("name", "config", "mode_name", "dynamic"), slow_but(COMPILED, COMPILED[0], COMPILED[4])
+)
 def test_compiled_without_a_graph_break_saves_no_more(
     name: str, config: str, mode_name: str, dynamic: bool | None, make: Make
 ) -> None:

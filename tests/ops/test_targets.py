@@ -18,9 +18,9 @@ LITTLE = 8 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9) else 
 @pytest.mark.parametrize(
     ("platform", "architecture", "dtype"),
     [
-        ("cuda", "75", "float16"),
+        pytest.param("cuda", "75", "float16", marks=pytest.mark.slow),
         ("cuda", "90", "bfloat16"),
-        ("hip", "gfx942", "bfloat16"),
+        pytest.param("hip", "gfx942", "bfloat16", marks=pytest.mark.slow),
     ],
 )
 def test_every_kernel_compiles(

@@ -17,6 +17,7 @@ from lowmem_patch.tracing.live_storages import LiveStorages
 from tests.support.fitted import host_memory, made, measured_peak, planned_once, tokens
 from tests.support.models import llama_of
 from tests.support.step import warned
+from tests.support.tiers import slow_but
 
 pytestmark = [pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")]
 
@@ -59,7 +60,7 @@ def assert_counted(model: Any, inputs: Any, report: FitReport) -> None:
     assert measured <= predicted <= 1.03 * measured, (report.levels, predicted, measured)
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-lora", "whisper"])
+@pytest.mark.parametrize("name", slow_but(["llama", "llama-lora", "whisper"], "llama"))
 def test_the_peak_of_a_second_batch_is_predicted_and_the_budget_holds_it(name: str) -> None:
     model, inputs = made(name)
     with planned_once():
@@ -80,6 +81,7 @@ def assert_second_batch_is_held(model: Any, inputs: Any) -> None:
     assert_counted(fitted, inputs, report)
 
 
+@pytest.mark.slow
 def test_many_blocks_are_planned_from_few() -> None:
     """Gradients of blocks that are not run are held, too."""
     model, inputs = llama_of(num_hidden_layers=8).train(), {"input_ids": tokens()}
@@ -105,6 +107,7 @@ def test_without_accumulation_a_second_batch_would_break_the_budget() -> None:
     assert any("with accumulation" in note for note in report.notes)
 
 
+@pytest.mark.slow
 def test_too_small_a_budget_counts_the_gradients() -> None:
     model, inputs = llama_of(num_hidden_layers=2).train(), {"input_ids": tokens()}
     least = []

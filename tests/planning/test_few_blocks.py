@@ -17,6 +17,7 @@ from lowmem_patch.config import load_config
 from lowmem_patch.memory.blocks import repeated_blocks
 from lowmem_patch.memory.few_blocks import _line_of_text, make_plans
 from lowmem_patch.tracing.example_inputs import make_example_inputs
+from tests.support.tiers import slow_but
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 WIDTHS: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
@@ -55,10 +56,13 @@ def gemma() -> Any:
 # each preset on two families, each family under two presets
 @pytest.mark.parametrize(
     ("make", "preset"),
-    [
-        (llama, "auto"), (llama, "exact"), (lora, "auto"), (lora, "compact"), (bert, "exact"),
-        (bert, "paper"), (vit, "paper"), (vit, "compact"),
-    ],
+    slow_but(
+        [
+            (llama, "auto"), (llama, "exact"), (lora, "auto"), (lora, "compact"), (bert, "exact"),
+            (bert, "paper"), (vit, "paper"), (vit, "compact"),
+        ],
+        (llama, "auto"), (bert, "exact"), (vit, "compact"),
+    ),
 )  # fmt: skip
 def test_the_report_is_that_of_the_whole(make: Any, preset: str) -> None:
     with torch.device("meta"):

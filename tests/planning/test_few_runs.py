@@ -34,6 +34,7 @@ def found_few(planned: Planned) -> FewRuns | None:
     return few_runs(model, find_blocks(planned.facts), few_of(model))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [8, 9])
 def test_few_blocks_tell_the_step_of_all(count: int) -> None:
     model = llama_of(num_hidden_layers=count).train()
@@ -48,6 +49,7 @@ def test_few_blocks_tell_the_step_of_all(count: int) -> None:
     assert [few.stands_for(n) for n in (0, 2, 3, 4, count - 1)] == [0, 2, 3, 2, few.depth - 1]
 
 
+@pytest.mark.slow
 def test_blocks_that_differ_are_all_run() -> None:
     torch.manual_seed(0)
     config = Gemma2Config(

@@ -23,6 +23,7 @@ from tests.support.judge import assert_equal
 from tests.support.models import llama_of
 from tests.support.stacks import rows, stack
 from tests.support.step import step, warned
+from tests.support.tiers import slow_but
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning"),
@@ -30,7 +31,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", slow_but(MODELS, "llama", "vit", "swin"))
 def test_predicted_peak_is_measured_and_the_budget_holds(name: str) -> None:
     model, inputs = made(name)
     config = "auto" if "lora" in name else "exact"
@@ -143,6 +144,7 @@ def test_forwards_that_are_taken_away_are_told() -> None:
     assert any("forward" in note for note in patch_report(model).notes)
 
 
+@pytest.mark.slow
 def test_the_least_budget_is_no_more_than_one_level_for_all_blocks_takes() -> None:
     """A step with every block's input on the host fits, so that a budget that holds it is met."""
     model = AutoModelForCausalLM.from_pretrained(LLAMA_FOLDER)
@@ -153,6 +155,7 @@ def test_the_least_budget_is_no_more_than_one_level_for_all_blocks_takes() -> No
     assert report is not None and report.predicted <= 5.3 * 2**20
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not TELLS_HOLDERS, reason="this torch does not tell who holds a tensor")
 @pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "v_proj"]], ids=["all", "attention"])
 def test_the_least_budget_holds_three_tensors_of_a_wide_mlp_and_not_five(targets: Any) -> None:

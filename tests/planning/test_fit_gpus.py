@@ -143,6 +143,7 @@ def test_processes_of_torch_distributed_are_replicas(monkeypatch: pytest.MonkeyP
         assert is_replicated() is (there and begun and world > 1)
 
 
+@pytest.mark.slow
 def test_states_are_shared_and_the_peak_is_of_one_gpu() -> None:
     one, four = fit_of(), fit_of(gpus=GPUS)
     for name in ("parameters", "optimizer_state", "gradients"):
@@ -160,6 +161,7 @@ def test_states_are_shared_and_the_peak_is_of_one_gpu() -> None:
     assert "one of 4 GPUs" in str(four) and "GPUs" not in str(one)
 
 
+@pytest.mark.slow
 def test_the_buffers_of_the_rest_are_the_least_budget() -> None:
     """With a large vocabulary the step's peak is before its first block, whatever runs again."""
     model = llama_of(num_hidden_layers=2, vocab_size=4096, tie_word_embeddings=False)
@@ -173,6 +175,7 @@ def test_the_buffers_of_the_rest_are_the_least_budget() -> None:
     assert least.predicted > least.parameters + least.optimizer_state + 2 * whole.rest
 
 
+@pytest.mark.slow
 def test_buckets_of_ddp_are_a_copy_of_the_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = fit_of()
     monkeypatch.setattr("lowmem_patch.planning.fit_model.is_replicated", lambda: True)
@@ -184,6 +187,7 @@ def test_buckets_of_ddp_are_a_copy_of_the_gradients(monkeypatch: pytest.MonkeyPa
         fit_of(fit="1KiB")
 
 
+@pytest.mark.slow
 def test_a_budget_too_small_for_one_is_met_on_four() -> None:
     """The weights are most of this step, and each GPU holds two of eight blocks whole."""
     need, shared = fit_of(), fit_of(gpus=GPUS)

@@ -11,6 +11,7 @@ from lowmem_patch.errors import BudgetError
 from tests.support.checkpointed import assert_same_bits, one_step
 from tests.support.fitted import assert_predicted, fitted, least_of, planned_once
 from tests.support.step import warned
+from tests.support.tiers import slow_but
 from zoo.build import build_transformers
 from zoo.heads import head_class_of
 
@@ -27,7 +28,7 @@ def made(model_type: str) -> tuple[Any, dict[str, Any]]:
     return model, {**inputs, "labels": inputs["input_ids"]}
 
 
-@pytest.mark.parametrize("model_type", TYPES)
+@pytest.mark.parametrize("model_type", slow_but(TYPES, "llava"))
 def test_a_step_within_a_budget_is_the_patched_one(model_type: str) -> None:
     model, inputs = made(model_type)
     with planned_once():

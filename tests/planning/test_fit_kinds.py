@@ -17,6 +17,7 @@ from lowmem_patch.planning.fit_report import FitReport, FittedBlock
 from tests.support.fitted import assert_predicted, made, planned_once, tokens
 from tests.support.stacks import PlainBlock, Stack, rows
 from tests.support.step import step, warned
+from tests.support.tiers import slow_but
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -49,7 +50,9 @@ def fit_at(model: Any, inputs: Any, share: float) -> FitReport:
     return found
 
 
-@pytest.mark.parametrize(("name", "share"), [("swin", 0.8), ("whisper", 0.9), ("moe", 0.8)])
+@pytest.mark.parametrize(
+    ("name", "share"), slow_but([("swin", 0.8), ("whisper", 0.9), ("moe", 0.8)], ("swin", 0.8))
+)
 def test_the_plan_differs_by_the_kind_of_block(name: str, share: float) -> None:
     model, inputs = moe() if name == "moe" else made(name)
     with planned_once():

@@ -52,12 +52,14 @@ def assert_held(model: Any, batch: dict[str, Any]) -> None:
         assert counted <= report.predicted - states <= 1.03 * counted, report.levels
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("encoder", "decoder"), [(16, 64), (64, 16)])
 def test_given_labels_tell_the_length_of_the_decoder(encoder: int, decoder: int) -> None:
     batch = {"input_ids": tokens(3, encoder), "labels": tokens(3, decoder)}
     assert_held(made("t5")[0], batch)
 
 
+@pytest.mark.slow
 def test_labels_beside_the_tokens_are_counted() -> None:
     assert_held(made("llama")[0], {"input_ids": tokens(), "labels": tokens().clone()})
 

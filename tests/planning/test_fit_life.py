@@ -47,6 +47,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.slow
 def test_the_least_budget_does_not_depend_on_an_empty_cache() -> None:
     reports = []
     for use_cache in (True, False):
@@ -61,6 +62,7 @@ def test_the_least_budget_does_not_depend_on_an_empty_cache() -> None:
     assert set(reports[0][1]) == {"checkpointed"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("library", ["transformers", "timm"])
 def test_a_switch_that_is_on_before_counts(library: str) -> None:
     model, inputs = made("llama" if library == "transformers" else "swin")
@@ -158,6 +160,7 @@ def test_too_small_a_budget_names_the_least_and_what_helps() -> None:
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+@pytest.mark.slow
 def test_only_changes_that_are_worth_it_are_proposed() -> None:
     """Weights are next to nothing of this step, so that no other optimizer and no GPU beside it helps."""
     model = llama_of(num_hidden_layers=2, hidden_size=16, intermediate_size=32, vocab_size=16)
@@ -207,6 +210,7 @@ def test_a_number_without_a_unit_is_asked_about_first(
         assert second.startswith("fit") and "no training step of this model fits" in second
 
 
+@pytest.mark.slow
 def test_what_a_rung_says_is_so() -> None:
     """The least budget for one row is what the error for four rows says of it, or less."""
     model, inputs = made("vit")
@@ -235,6 +239,7 @@ def planned(model: Any, inputs: Any) -> Planned:
     return plan_model(model, load_config("exact"), inputs)
 
 
+@pytest.mark.slow
 def test_no_host_memory_and_little_of_it() -> None:
     torch.manual_seed(0)
     model, x = Stack(PlainBlock() for _ in range(16)).train(), rows()

@@ -27,6 +27,7 @@ from tests.support.fitted import (
 from tests.support.judge import assert_equal
 from tests.support.stacks import rows, stack
 from tests.support.step import step, warned
+from tests.support.tiers import slow_but
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning"),
@@ -43,7 +44,7 @@ def device_apart(monkeypatch: pytest.MonkeyPatch) -> costs.Device:
     return device
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-lora", "bert", "t5", "swin"])
+@pytest.mark.parametrize("name", slow_but(["llama", "llama-lora", "bert", "t5", "swin"], "llama"))
 def test_what_is_offloaded_is_predicted_and_computes_the_same(name: str) -> None:
     model, inputs = made(name)
     config = "auto" if "lora" in name else "exact"
@@ -70,6 +71,7 @@ def test_a_cpu_offloads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert report is not None and "offloaded" not in report.levels
 
 
+@pytest.mark.slow
 def test_host_memory_bounds_what_is_offloaded() -> None:
     model, x = stack(count=5), rows()
     plan = plan_model(model, load_config("exact"), x)
@@ -88,6 +90,7 @@ def test_host_memory_bounds_what_is_offloaded() -> None:
     assert none == 0 < little < much
 
 
+@pytest.mark.slow
 def test_the_least_budget_of_a_host_with_little_memory_says_so() -> None:
     model, x = stack(count=12), rows().repeat(32, 1, 1)
     plan = plan_model(model, load_config("exact"), x)
@@ -116,6 +119,7 @@ def test_a_patched_model_says_what_is_offloaded() -> None:
     assert "offloaded to host memory" in str(report)
 
 
+@pytest.mark.slow
 def test_a_cache_that_is_asked_for_is_filled_without_a_warning() -> None:
     """No block runs again, so nothing more is saved than planned."""
     model, inputs = made("llama")

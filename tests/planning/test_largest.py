@@ -63,7 +63,9 @@ def levels_where_largest(
 
 
 @pytest.mark.parametrize(
-    ("of", "host"), [("batch", MIB // 8), ("length", 2**40)], ids=["a little host", "any host"]
+    ("of", "host"),
+    [pytest.param("batch", MIB // 8, marks=pytest.mark.slow), ("length", 2**40)],
+    ids=["a little host", "any host"],
 )
 def test_the_largest_size_fits_and_no_larger_one(of: str, host: int) -> None:
     model, budget = llama(), 3 * MIB
@@ -85,6 +87,7 @@ def test_the_largest_size_fits_and_no_larger_one(of: str, host: int) -> None:
     assert set(levels_where_largest(model, make, size, budget, host)) != {"patched"}
 
 
+@pytest.mark.slow
 def test_no_size_is_above_the_bound_and_none_is_said_where_one_does_not_fit() -> None:
     model, config = llama(), load_config("auto")
 

@@ -150,6 +150,7 @@ def predictor_of(
     return predict._Predictor(model, plans, make, patched=preset is not None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("attention", "preset"), [("eager", None), ("sdpa", "exact")])
 def test_few_blocks_tell_of_many(attention: str, preset: str | None) -> None:
     with torch.device("meta"):
@@ -242,6 +243,7 @@ def test_affine_sizes_take_few_runs() -> None:
     assert len(calls) <= 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("solve", "attention", "fragments"), [("batch", "sdpa", 0.03), ("length", "eager", 0.0)]
 )
@@ -282,6 +284,7 @@ def test_a_prediction_adds_up() -> None:
     assert memory.after.saved < before.saved and memory.after.total < before.total
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 @pytest.mark.parametrize("train", ["full", "qlora"])
 def test_layers_of_seventy_billion_parameters(train: str) -> None:

@@ -53,6 +53,7 @@ def test_fused_attention_keeps_no_mask() -> None:
     assert planned(bert(attention=0.1, device="cpu"), "cpu").saved_before > without.saved_before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", [None, "exact"])
 def test_the_predicted_peak_agrees(preset: str | None) -> None:
     def peak(model: nn.Module) -> int:

@@ -58,12 +58,14 @@ def test_plan_of_llama_7b_takes_seconds_and_little_memory() -> None:
     assert len(report.patched) == len(report.sites)
 
 
+@pytest.mark.slow
 def test_cost_grows_no_faster_than_depth() -> None:
     plan_patch(llama(1))
     shallow, deep = seconds(llama(8)), seconds(llama(24))
     assert deep < 1.3 * 3 * shallow  # quadratic would be 9 times
 
 
+@pytest.mark.slow
 def test_what_fits_takes_few_steps_and_few_ops(monkeypatch: pytest.MonkeyPatch) -> None:
     """What `inspect --memory` runs, by what costs time in it: ops on fake tensors."""
     ops: list[str] = []

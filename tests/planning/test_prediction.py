@@ -20,6 +20,7 @@ from lowmem_patch.tracing.example_inputs import make_example_inputs
 from lowmem_patch.tracing.saved_bytes import SavedBytes
 from tests.support.models import EVERY_FAMILY, FAMILIES, Inputs, build, in_each
 from tests.support.step import MODES, cast, in_mode
+from tests.support.tiers import slow_but
 
 # PEFT reads a name that transformers has since deprecated
 pytestmark = [
@@ -37,7 +38,12 @@ def measured(model: Any, inputs: Inputs) -> SavedBytes:
     return saved
 
 
-@pytest.mark.parametrize(("name", "mode_name"), in_each(EVERY_FAMILY, "bf16", "autocast"))
+QUICK = [(name, mode) for name in ("llama", "bert", "timm-vit") for mode in ("bf16", "autocast")]
+
+
+@pytest.mark.parametrize(
+    ("name", "mode_name"), slow_but(in_each(EVERY_FAMILY, "bf16", "autocast"), *QUICK)
+)
 def test_a_step_with_adapters_saves_what_the_plan_says(name: str, mode_name: str) -> None:
     family, mode = EVERY_FAMILY[name], MODES[mode_name]
     inputs = in_mode(family.inputs(), mode)

@@ -35,6 +35,7 @@ from lowmem_patch.tracing.inputs import ExampleInputs
 from lowmem_patch.tracing.shadow import make_shadow
 from tests.support.live import allocated
 from tests.support.step_bytes import moments_of, step_bytes
+from tests.support.tiers import slow_but
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*profil"),
@@ -186,7 +187,9 @@ def assert_real(predicted: int, real: int, more: int = 0) -> None:
 
 
 @pytest.mark.parametrize("preset", [None, "auto"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", slow_but(CASES, "llama", "llama, checkpointed", "llama, lora", "vit")
+)
 def test_the_peak_is_the_real_one(case: str, preset: str | None) -> None:
     """Of a step, and of one that adds to the gradients of an earlier batch."""
     make, inputs = CASES[case]
@@ -299,6 +302,7 @@ def test_model_states_are_added_to_each_moment(optimizer: str, one_row: tuple[An
     assert expected[found.before.peak_moment] == found.before.total
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [1, 30, 200])
 def test_few_blocks_tell_where_the_peak_of_many_is(length: int) -> None:
     """With many tokens it is at the loss, with few at the end of the backward. With 30 it is at the loss
@@ -329,6 +333,7 @@ def eight_blocks() -> tuple[Any, Plans]:
     return model, make_plans(model, load_config("auto"), tokens(1, 8))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw_foreach"])
 def test_states_on_four_gpus_by_hand(
     optimizer: str, eight_blocks: tuple[Any, Plans], monkeypatch: pytest.MonkeyPatch

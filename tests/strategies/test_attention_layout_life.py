@@ -135,6 +135,7 @@ def test_queries_are_copied_in_training_and_evaluation(training: bool) -> None:
     assert queries.heads_first == [False]
 
 
+@pytest.mark.slow
 def test_compiled_and_exported_attention_is_as_before() -> None:
     model, stock = patched(Attention())
     expected, x = step(stock, rows()), rows()

@@ -48,9 +48,9 @@ def loss_with(**given: Any) -> Loss:
     ("model", "given", "masked"),
     [
         (llama(layers=1), {}, False),
-        (llama(layers=1), {"use_cache": True}, False),
-        (llama(layers=1), {"attention_mask": PADDED}, True),
-        (llama(layers=1), {"position_ids": PACKED}, True),
+        pytest.param(llama(layers=1), {"use_cache": True}, False, marks=pytest.mark.slow),
+        pytest.param(llama(layers=1), {"attention_mask": PADDED}, True, marks=pytest.mark.slow),
+        pytest.param(llama(layers=1), {"position_ids": PACKED}, True, marks=pytest.mark.slow),
         (mistral(), {}, True),
     ],
     ids=["plain", "with a cache", "padded", "packed", "sliding window"],
@@ -66,6 +66,7 @@ def test_a_mask_is_dropped_where_it_is_the_causal_one(
     assert masks(graphs) == [masked] * model.config.num_hidden_layers
 
 
+@pytest.mark.slow
 def test_a_mask_of_any_length_is_kept() -> None:
     patched, graphs = patch_model(llama(layers=1), "exact"), Graphs()
     expected = loss_with()(patched).item()

@@ -146,6 +146,7 @@ def test_a_tensor_waits_once() -> None:
     assert first.value().stride() == x.stride()
 
 
+@pytest.mark.slow
 def test_segments_of_a_deep_stack_keep_two_square_roots_of_inputs() -> None:
     """64 blocks in 8 segments."""
     torch.manual_seed(0)

@@ -272,6 +272,7 @@ def test_compiled(level: str) -> None:
         torch.testing.assert_close(found.gradients[name], gradient)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_compiled_with_caches() -> None:
     """An empty cache, which transformers makes in a training forward, is no break of the graph, and one that

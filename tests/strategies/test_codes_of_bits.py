@@ -257,6 +257,7 @@ def test_other_parameters_are_another_activation(module: nn.Module, name: str) -
             assert f"no step table for {name}" in site.reason
 
 
+@pytest.mark.slow
 def test_bits_do_not_change_what_auto_decides() -> None:
     def rows(bits: int) -> list[tuple[str, str]]:
         config = PatchConfig(bits=bits)

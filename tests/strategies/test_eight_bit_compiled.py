@@ -15,6 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from lowmem_patch import patch_model, unpatch_model
 from tests.strategies.test_eight_bit import assert_along, both, family_in, wide_llama
 from tests.support.step import MODES, call, step
+from tests.support.tiers import slow_but
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning"),
@@ -55,12 +56,16 @@ def saved_by(model: Any, run: Any) -> list[Tensor]:
 # each model in both modes, and with adapters in one of them
 @pytest.mark.parametrize(
     ("name", "mode_name", "training"),
-    [
-        ("llama", "fp32", "full"),
+    slow_but(
+        [
+            ("llama", "fp32", "full"),
+            ("llama", "autocast", "lora"),
+            ("timm-vit", "fp32", "lora"),
+            ("timm-vit", "autocast", "full"),
+        ],
         ("llama", "autocast", "lora"),
-        ("timm-vit", "fp32", "lora"),
         ("timm-vit", "autocast", "full"),
-    ],
+    ),
 )
 def test_the_forward_is_equal_and_gradients_are_along(
     name: str, mode_name: str, training: str
@@ -155,6 +160,7 @@ def test_an_input_that_is_not_contiguous_and_one_without_rows() -> None:
         assert_along(found, exact)
 
 
+@pytest.mark.slow
 def test_adapters_come_and_go() -> None:
     model, inputs = wide_llama(torch.float32)
     model.model.layers = model.model.layers[:1]

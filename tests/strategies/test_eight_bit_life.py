@@ -257,6 +257,7 @@ def test_a_checkpoint_of_one_linear(patched: Any) -> None:
     assert_equal(gradients(model, model(**inputs).loss), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings(
     "ignore:.*gradient_checkpointing:FutureWarning",
     "ignore:.*should not be instantiated:DeprecationWarning",

@@ -32,6 +32,7 @@ from tests.support.heads import (
 )
 from tests.support.judge import assert_accurate
 from tests.support.step import MODES, cast
+from tests.support.tiers import slow_but
 
 # what torch's own compiler does to torch
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
@@ -83,7 +84,7 @@ def test_who_else_reads_them_in_a_graph_gets_them(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
-@pytest.mark.parametrize("trains", ["all", "tied", "body", "adapters"])
+@pytest.mark.parametrize("trains", slow_but(["all", "tied", "body", "adapters"], "all", "tied"))
 def test_a_compiled_model_returns_deferred_logits(trains: str) -> None:
     model = cast(llama(trains == "tied", layers=1), MODES["bf16"].weights)
     if trains == "body":
@@ -182,6 +183,7 @@ def test_a_label_out_of_range_is_an_error() -> None:
         )()
 
 
+@pytest.mark.slow
 def test_a_trainer_that_compiles(tmp_path: Path) -> None:
     losses = []
     for preset in (None, "auto"):

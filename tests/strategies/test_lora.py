@@ -242,6 +242,7 @@ def test_two_adapters_at_once_and_a_mixed_batch(mode_name: str, make: Make) -> N
     assert_near(*logits, mode)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*(script_method|should not be inst):DeprecationWarning")
 def test_adapters_wider_than_the_model_compile(make: Make) -> None:
     """Their products wait for a cast, which the compiler must see."""

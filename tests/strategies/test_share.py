@@ -202,6 +202,7 @@ def test_checkpointed_norm_saves_in_backward_as_in_forward(
         assert_close(model.get_parameter(name).grad, parameter.grad, name)
 
 
+@pytest.mark.slow
 def test_a_process_that_has_only_torch_can_patch() -> None:
     code = """
 import torch, lowmem_patch

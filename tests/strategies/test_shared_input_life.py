@@ -199,6 +199,7 @@ def test_copies_add_up_their_own(copied: Change, additions: list[bool]) -> None:
     assert additions == [False, True, True]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_compiled_gradients_are_the_same() -> None:
     torch._dynamo.reset()

@@ -13,6 +13,7 @@ from peft import LoraConfig, get_peft_model
 from lowmem_patch import patch_model, patch_report
 from tests.support.models import EVERY_FAMILY, FAMILIES, Inputs, build
 from tests.support.step import tensors_of
+from tests.support.tiers import slow_but
 
 # PEFT reads a name that transformers has since deprecated
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
@@ -54,7 +55,7 @@ def assert_same_curve(model: Any, inputs: Inputs, make_patched: Callable[[Any], 
     assert worst <= TOLERANCE, worst
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", slow_but(NAMES, "llama", "bert", "timm-vit"))
 def test_fifty_steps_of_training_follow_the_unpatched_curve(name: str) -> None:
     model, inputs = build(EVERY_FAMILY[name]), EVERY_FAMILY[name].inputs()
 

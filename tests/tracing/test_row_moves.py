@@ -71,6 +71,7 @@ def calls(draw: st.DrawFn) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     return call[0], (source, *call[1]), {}
 
 
+@pytest.mark.slow
 @settings(max_examples=400, deadline=None)
 @given(calls())
 def test_a_claimed_row_move_keeps_rows_whole(call: tuple[Any, Any, Any]) -> None:

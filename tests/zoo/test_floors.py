@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from zoo.floors import MOST, PLANNED, judge_floor, page
 from zoo.result import PresetResult, Result
 
@@ -36,6 +38,7 @@ def test_a_model_is_planned_at_the_sizes_of_its_config() -> None:
     assert 0 < found.presets["auto"].saved_after < found.presets["auto"].saved_before
 
 
+@pytest.mark.slow
 def test_what_saves_most_above_the_floor_is_named() -> None:
     """Doge multiplies its residual stream with a weight that trains."""
     found = judge_floor("doge")

@@ -29,6 +29,7 @@ def pretended(name: str) -> Result:
     return Result(name, "judged")
 
 
+@pytest.mark.slow
 def test_each_ends_on_its_own() -> None:
     names = ["fine", "busy", "large", "dies", "raises", "last"]
     limits = Limits(seconds=2, memory=2**30)
@@ -46,6 +47,7 @@ def test_each_ends_on_its_own() -> None:
     assert "some bug" in found["raises"].reason
 
 
+@pytest.mark.slow
 def test_time_limit_ends_the_run() -> None:
     assert len(list(run_all(pretended, ["fine"], 1))) == 1  # the server has started
     started = time.monotonic()

@@ -11,6 +11,7 @@ import warnings
 import pytest
 import timm
 
+from tests.support.tiers import slow_but
 from zoo.result import Result
 from zoo.run import judge_timm, judge_transformers
 
@@ -62,14 +63,19 @@ def passes(result: Result) -> None:
     assert "fold" not in result.presets["auto"].strategies
 
 
-@pytest.mark.parametrize("model_type", TRANSFORMERS)
+@pytest.mark.parametrize(
+    "model_type",
+    slow_but(
+        TRANSFORMERS, "gemma2", "gpt2", "nemotron", "falcon", "mixtral", "mamba2", "albert", "clip"
+    ),
+)
 def test_transformers_models_are_right(model_type: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of foreign code
         passes(judge_transformers(model_type, PRESETS))
 
 
-@pytest.mark.parametrize("variant", TIMM)
+@pytest.mark.parametrize("variant", slow_but(TIMM, "test_convnext", "eva02_tiny_patch14_224"))
 def test_timm_models_are_right(variant: str) -> None:
     if not timm.is_model(variant):
         pytest.skip(f"timm {timm.__version__} has no {variant}")
@@ -78,6 +84,7 @@ def test_timm_models_are_right(variant: str) -> None:
         passes(judge_timm(variant, PRESETS))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model_type", "status", "reason"),
     [
