@@ -186,6 +186,9 @@ class Chain(Op):
             return super().linear(h, to, dtype)
         return recomputed_linear(h.plain(), self.again, h.sources, weight, bias, dtype)
 
+    def recipe(self, h: Deferred) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]]:
+        return self.again, h.sources
+
     def grouped(
         self, h: Deferred, func: Callable[..., Any], weight: ExpertWeight, offsets: Tensor | None
     ) -> Any:

@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules import module as all_modules
 
 from lowmem_patch.functional import is_exporting, is_ordinary, is_transformed
+from lowmem_patch.nn.own import aligns_devices_alone
 from lowmem_patch.nn.watched import Watched
 
 
@@ -56,6 +57,18 @@ def is_fsdp_unit(module: nn.Module) -> bool:
     """Whether FSDP2 frees the weights of this very module after its forward: it gathers them again for
     backward through the tensors that leave the module, and changes its class to one with ``unshard``."""
     return hasattr(type(module), "unshard")
+
+
+def holds_weights(module: nn.Module) -> bool:
+    """Whether the weights of this very module stay where they are until its backward.
+
+    Those of an FSDP2 unit, of ZeRO-3, which marks them, and of accelerate's offloading come back when a
+    gradient comes to the module's output.
+    """
+    offloaded = hasattr(module, "_hf_hook") and not aligns_devices_alone(module)
+    return not (
+        is_fsdp_unit(module) or hasattr(module._parameters.get("weight"), "ds_id") or offloaded
+    )
 
 
 def may_be_freed() -> bool:

@@ -164,13 +164,16 @@ class Activation(Op):
             sources = sources[0].sources
         return Dropped.of(h, p, sources, self.kind)
 
+    def recipe(self, h: Deferred) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]]:
+        return partial(computed_again, kind=self.kind), h.sources
+
     def grouped(
         self, h: Deferred, func: Callable[..., Any], weight: ExpertWeight, offsets: Tensor | None
     ) -> Any:
         if in_compiler():
             return NotImplemented
-        again = partial(computed_again, kind=self.kind)
-        return Product.of(RecomputedMatmul(func, again, h.plain(), weight, offsets, h.sources))
+        again, sources = self.recipe(h)
+        return Product.of(RecomputedMatmul(func, again, h.plain(), weight, offsets, sources))
 
 
 class Saved(Op):

@@ -18,13 +18,19 @@ from lowmem_patch.nn import (
     logits_readers as logits_readers,  # fills the table of those who read what is made here
 )
 from lowmem_patch.nn.adapters import forward_as_one
-from lowmem_patch.nn.context import has_hooks, is_foreign, is_fsdp_unit, product_dtype, trains_here
+from lowmem_patch.nn.context import (
+    has_hooks,
+    holds_weights,
+    is_foreign,
+    product_dtype,
+    trains_here,
+)
 from lowmem_patch.nn.deferred import Deferred, value_of
 from lowmem_patch.nn.deferred_ops import Saved
 from lowmem_patch.nn.logits import HeadReads, Logits, Settings
 from lowmem_patch.nn.low_rank import low_rank_products
 from lowmem_patch.nn.op import Projection
-from lowmem_patch.nn.own import aligns_devices_alone, give_forward, given_forward, is_own
+from lowmem_patch.nn.own import give_forward, given_forward, is_own
 from lowmem_patch.nn.trained_weights import TrainedWeights
 
 FREED = "its weight is freed after its own forward"
@@ -61,10 +67,7 @@ def _waits(module: nn.Module, reads: HeadReads, x: Any) -> bool:
         return False
     if not isinstance(x, Tensor) or (is_foreign(x) and not isinstance(x, Deferred)) or not x.dim():
         return False
-    # ZeRO-3 marks its parameters, accelerate's offloading its modules
-    weight = module._parameters.get("weight")
-    offloaded = hasattr(module, "_hf_hook") and not aligns_devices_alone(module)
-    if is_fsdp_unit(module) or hasattr(weight, "ds_id") or offloaded:
+    if not holds_weights(module):
         reads.not_deferred = FREED
         return False
     return True

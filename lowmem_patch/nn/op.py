@@ -118,6 +118,10 @@ class Op:
     def was_used(self, h: Any) -> None:
         """A function that is no known reader has read ``h``."""
 
+    def recipe(self, h: Deferred) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]] | None:
+        """A function that gives the value again, and the tensors that autograd saves for it; or None."""
+        return None
+
     def grouped(
         self, h: Deferred, func: Callable[..., Any], weight: ExpertWeight, offsets: Tensor | None
     ) -> Any:

@@ -14,6 +14,7 @@ from lowmem_patch.strategies import (
     one_copy,
     recompute,
     rows,
+    scales,
     share,
 )
 from lowmem_patch.strategies.protocol import Strategy
@@ -32,6 +33,7 @@ STRATEGIES: tuple[Strategy, ...] = (
     dropout_bits,
     one_copy,
     rows,
+    scales,
     head,
     packed_qkv,
     causal_mask,

@@ -237,3 +237,17 @@ def largest_shape(tensors: Sequence[Tensor]) -> torch.Size | None:
 
 
 _ELEMENTWISE = (Tensor, int, float, str, torch.dtype, type(None))
+
+
+def moved_channel(
+    name: str, tensor: Tensor, rest: tuple[Any, ...], kwargs: dict[str, Any]
+) -> int | None:
+    """Where ``permute`` moves the last dimension of a tensor, all others in their order; None of any other
+    call."""
+    if not role_of(name).has(Role.PERMUTE) or kwargs:
+        return None
+    given = rest[0] if len(rest) == 1 and isinstance(rest[0], Sequence) else rest
+    order = [dim % tensor.dim() for dim in given]
+    last = tensor.dim() - 1
+    others = [dim for dim in order if dim != last]
+    return order.index(last) if others == sorted(others) else None

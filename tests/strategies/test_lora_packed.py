@@ -263,7 +263,7 @@ def test_a_weight_that_is_unpacked_to_a_wider_dtype_is_left_to_the_class(ops: li
     del ops[:]
     found, own = step(ours, tokens(), FP32), step(model, tokens(), FP32)
     assert not ops
-    assert_accurate(found, own, own._replace(outputs=[t.double() for t in own.outputs]), FP32)
+    assert_accurate(found, own, step(with_whole_weights(model), tokens(), DOUBLE), FP32)
 
 
 def test_the_class_casts_a_bias_and_the_op_runs_then(ops: list[int]) -> None:

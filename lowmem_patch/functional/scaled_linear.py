@@ -1,0 +1,103 @@
+"""A Linear's output times a scale that trains (LayerScale, gates), which saves no output for the scale.
+
+Torch saves y for the gradient of s in z = s y. Here the gradient of the weight gives it:
+
+    y = x W^T + b,    z = s y,    G = dz^T x,    g = sum dz
+    d_s = rowsum(G * W) + g b,    d_W = s G,     d_b = s g,     d_x = (s dz) W
+
+s is one number for each of the outputs, or one for all: then d_s is the sum of these. x is saved, which the
+weight's gradient needs anyway, or what it is computed from. G is as large as dz where s is tiny: float16 has
+no room for it, which the caller sees to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowmem_patch.functional import _library
+from lowmem_patch.reference import cast
+
+
+class _ScaledLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        y: Tensor,
+        scale: Tensor,
+        x: Tensor,
+        again: Callable[..., Tensor] | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        channel: int,
+        *sources: Tensor,
+    ) -> Tensor:
+        _library.see_undefined(ctx)
+        ctx.save_for_backward(scale, weight, bias, *((x,) if again is None else sources))
+        ctx.again, ctx.channel, ctx.number = again, channel, len(sources)
+        ctx.dtypes = (x.dtype, y.dtype)
+        return y * scale
+
+    @staticmethod
+    @_library.first_order("scaled_linear")
+    def backward(ctx: Any, dz: Tensor) -> Any:
+        scale, weight, bias, *sources = ctx.saved_tensors
+        _, for_scale, for_x, _, for_weight, for_bias, *_ = ctx.needs_input_grad
+        x_dtype, dtype = ctx.dtypes
+        dz = dz.movedim(ctx.channel, -1)
+        rows, factors = dz.reshape(-1, dz.shape[-1]), scale.reshape(-1)
+        d_scale = d_x = d_weight = d_bias = None
+        with _library.without_autocast(dz.device.type):
+            if for_x:
+                d_x = cast((rows * factors).to(dtype).mm(cast(weight, dtype)), x_dtype)
+                d_x = d_x.view(*dz.shape[:-1], weight.shape[1])
+            x = (sources[0] if ctx.again is None else ctx.again(*sources)).to(dtype)
+            products = cast(rows, dtype).t().mm(x.reshape(-1, x.shape[-1]))
+            sums = None if bias is None else rows.sum(0, dtype=_at_least_float32(rows))
+            if for_scale:
+                each = (products * weight).sum(1, dtype=_at_least_float32(weight))
+                each = each if sums is None or bias is None else each + sums * bias
+                d_scale = (each if factors.numel() > 1 else each.sum()).to(scale.dtype)
+                d_scale = d_scale.view(scale.shape)
+            if for_weight:
+                d_weight = (products * factors.unsqueeze(1)).to(weight.dtype)
+            if for_bias and sums is not None and bias is not None:
+                d_bias = (sums * factors).to(bias.dtype)
+        return None, d_scale, d_x, None, d_weight, d_bias, None, *(None,) * ctx.number
+
+
+def _at_least_float32(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def scaled_linear(
+    y: Tensor,
+    scale: Tensor,
+    x: Tensor,
+    again: Callable[..., Tensor] | None,
+    sources: tuple[Tensor, ...],
+    weight: Tensor,
+    bias: Tensor | None,
+    channel: int = -1,
+) -> Tensor:
+    """``y * scale`` of a Linear's output, that saves x, or its ``sources``, and not y.
+
+    Args:
+        y: ``F.linear(x, weight, bias)``, its last dimension O moved to ``channel``; no gradient flows to it.
+        scale: of O elements, or of one, in a shape that multiplies y so.
+        x: ``[..., F]``; its gradient flows to the node that computed it.
+        again: gives x from the sources; None: x itself is saved.
+        sources: no gradient flows to them from here.
+        weight: ``[O, F]``.
+        bias: ``[O]`` or None.
+        channel: the dimension of y that the scale's elements are of.
+
+    Returns:
+        as torch multiplies both.
+    """
+    apply: Any = _ScaledLinear.apply
+    z: Tensor = apply(y.detach(), scale, x, again, weight, bias, channel, *sources)
+    return z

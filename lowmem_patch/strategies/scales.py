@@ -1,0 +1,81 @@
+"""scales: the output of a Linear that is multiplied with a scale that trains is not saved; exact.
+
+LayerScale (CaiT, ConvNeXt, BEiT, DINOv2) has a number for each channel, a gate one for all. The scale's
+gradient is a row sum of the weight's gradient times the weight (`lowmem_patch.functional.scaled_linear`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from lowmem_patch.config import PatchConfig
+from lowmem_patch.nn.own import Own
+from lowmem_patch.nn.scales import keep_for_scale
+from lowmem_patch.strategies.protocol import Facts, Found, Patch, Target
+from lowmem_patch.tracing.call_arguments import dropout_call, moved_channel
+from lowmem_patch.tracing.dataflow import backward, first_input, makers
+from lowmem_patch.tracing.op_roles import Role
+from lowmem_patch.tracing.saved_bytes import storage_key
+from lowmem_patch.tracing.trace import Op
+
+
+class ScaledOutput(Patch):
+    """A Linear whose output a scale multiplies."""
+
+    strategy = "scales"
+
+    def apply(self, target: Target) -> None:
+        target.model.get_submodule(self.site).register_forward_hook(Own(keep_for_scale))
+
+
+def find(facts: Facts, config: PatchConfig) -> Found:
+    """Linears that train, whose output is saved for a scale alone."""
+    # what is stored in 8 bits for a Linear would be saved in full beside that
+    if config.linear_inputs == "keep" or config.storage != "exact":
+        return Found()
+    patches = [ScaledOutput(name) for name in dict.fromkeys(_scaled(facts))]
+    notes = []
+    if patches:
+        notes.append(f"Linears whose output is not saved for the scale behind it: {len(patches)}")
+    return Found(patches, notes=notes)
+
+
+def _scaled(facts: Facts) -> Iterator[str]:
+    """Names of Linears that train, of whose output a product with such a scale saves all."""
+    made_by = makers(facts.trace)
+    calls = {
+        id(call.outputs[0]): call.name
+        for call in facts.trace.calls
+        if len(call.outputs) == 1 and type(facts.modules[call.name]) is nn.Linear
+    }
+    for op in facts.trace.ops:
+        if not op.role.has(Role.PRODUCT) or op.opaque or len(op.args) != 2:
+            continue
+        for value, scale in (op.args, op.args[::-1]):
+            if not isinstance(value, Tensor) or not isinstance(scale, Tensor):
+                continue
+            name = calls.get(id(list(backward(made_by, value, _passed_on))[-1]))
+            if name is not None and _is_scale(scale, facts.modules[name]):
+                savers = facts.savers.get(storage_key(value), ())
+                if {(saver.module, saver.function) for saver in savers} == {(op.module, op.name)}:
+                    yield name
+
+
+def _is_scale(scale: Tensor, linear: Any) -> bool:
+    """Whether a tensor that trains has one number, or one for each output of a Linear that trains."""
+    numbers = (1, linear.out_features)
+    return scale.requires_grad and linear.weight.requires_grad and scale.numel() in numbers
+
+
+def _passed_on(op: Op, output: Tensor) -> Tensor | None:
+    """What a dropout that does nothing got, or a permutation that moves the channel."""
+    source = first_input(op)
+    if source is None or op.writes:
+        return None
+    if op.role.has(Role.DROPOUT):
+        return source if not dropout_call(op.args, op.kwargs).p else None
+    moved = moved_channel(op.name, source, op.args[1:], op.kwargs)
+    return None if moved is None else source

@@ -1,0 +1,94 @@
+"""A scaled output of a Linear: the gradients are those of torch's own product, whose operand nobody saves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lowmem_patch.errors import DoubleBackwardError
+from lowmem_patch.functional import scaled_linear
+
+SHAPES: dict[str, tuple[tuple[int, ...], int]] = {
+    "channels": ((5,), -1),
+    "one": ((1,), -1),
+    "a number": ((), -1),
+    "padded": ((1, 1, 1, 5), -1),
+    "moved": ((1, 5, 1, 1), 1),
+    "moved one": ((1, 1), 1),
+}
+
+
+def made(dtype: torch.dtype, shape: tuple[int, ...], bias: bool) -> list[Tensor]:
+    """x, weight, bias and scale."""
+    sizes = [(2, 3, 4, 6), (5, 6), (5,), shape]
+    made = [torch.randn(size, dtype=dtype, requires_grad=True) for size in sizes]
+    return made if bias else [*made[:2], *made[3:]]
+
+
+def ours(x: Tensor, weight: Tensor, *rest: Tensor, channel: int, again: bool = False) -> Tensor:
+    *bias, scale = rest
+    given = bias[0] if bias else None
+    y = F.linear(x, weight, given).movedim(-1, channel)
+    recipe: Any = (torch.neg, (-x.detach(),)) if again else (None, ())
+    return scaled_linear(y, scale, x, *recipe, weight, given, channel)
+
+
+def theirs(x: Tensor, weight: Tensor, *rest: Tensor, channel: int) -> Tensor:
+    *bias, scale = rest
+    return F.linear(x, weight, bias[0] if bias else None).movedim(-1, channel) * scale
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("name", SHAPES)
+def test_values_and_gradients_are_torchs(name: str, bias: bool, again: bool) -> None:
+    shape, channel = SHAPES[name]
+    tensors = made(torch.float64, shape, bias)
+    expected = theirs(*tensors, channel=channel)
+    found = ours(*tensors, channel=channel, again=again)
+    assert torch.equal(found, expected)
+    start = torch.randn_like(expected)
+    pairs = zip(*(torch.autograd.grad(z, tensors, start) for z in (found, expected)), strict=True)
+    for own, torchs in pairs:
+        assert own.shape == torchs.shape
+        torch.testing.assert_close(own, torchs, rtol=1e-12, atol=1e-12)  # of float64
+
+
+@pytest.mark.parametrize("frozen", range(4))
+def test_a_frozen_operand_gets_no_gradient(frozen: int) -> None:
+    tensors = made(torch.float64, (5,), True)
+    tensors[frozen].requires_grad_(False)
+    wanted = [tensor for tensor in tensors if tensor.requires_grad]
+    found, expected = (f(*tensors, channel=-1).sum() for f in (ours, theirs))
+    for own, torchs in zip(
+        torch.autograd.grad(found, wanted), torch.autograd.grad(expected, wanted), strict=True
+    ):
+        torch.testing.assert_close(own, torchs, rtol=1e-12, atol=1e-12)  # of float64
+
+
+def test_a_scale_near_zero_has_an_exact_gradient() -> None:
+    tensors = made(torch.float64, (5,), True)
+    with torch.no_grad():
+        tensors[3].copy_(torch.tensor([0.0, 1e-30, 1e-6, -1e-6, 1.0]))
+    found, expected = (f(*tensors, channel=-1).square().sum() for f in (ours, theirs))
+    pair = (torch.autograd.grad(total, tensors[3])[0] for total in (found, expected))
+    torch.testing.assert_close(*pair, rtol=1e-12, atol=0)  # of float64
+
+
+def test_a_product_in_bf16_has_the_dtype_that_torch_promotes_to() -> None:
+    x, weight, bias, scale = made(torch.bfloat16, (5,), True)
+    wide = scale.detach().float().requires_grad_()
+    z = ours(x, weight, bias, wide, channel=-1)
+    z.sum().backward()
+    assert z.dtype == torch.float32 == wide.grad.dtype  # type: ignore[union-attr]
+    assert {t.grad.dtype for t in (x, weight, bias)} == {torch.bfloat16}  # type: ignore[union-attr]
+
+
+def test_a_second_derivative_is_an_error() -> None:
+    tensors = made(torch.float64, (5,), True)
+    with pytest.raises(DoubleBackwardError):
+        torch.autograd.grad(ours(*tensors, channel=-1).sum(), tensors[0], create_graph=True)
