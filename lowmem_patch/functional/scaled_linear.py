@@ -47,7 +47,7 @@ class _ScaledLinear(torch.autograd.Function):
         scale, weight, bias, *sources = ctx.saved_tensors
         _, for_scale, for_x, _, for_weight, for_bias, *_ = ctx.needs_input_grad
         x_dtype, dtype = ctx.dtypes
-        dz = dz.movedim(ctx.channel, -1)
+        dz = dz if ctx.channel == -1 else dz.movedim(ctx.channel, -1)
         rows, factors = dz.reshape(-1, dz.shape[-1]), scale.reshape(-1)
         d_scale = d_x = d_weight = d_bias = None
         with _library.without_autocast(dz.device.type):
