@@ -30,13 +30,14 @@ from lowmem_patch.functional import (
     without_autocast,
     without_dispatch_modes,
 )
-from lowmem_patch.nn.context import is_freed, trains_here
+from lowmem_patch.nn.context import is_freed, train, trains_here
 from lowmem_patch.nn.looks import Extremes, Look, Reading
 
 if TYPE_CHECKING:
     from lowmem_patch.nn.norms import MSNorm
 
 _PLAIN = (Tensor, nn.Parameter)
+Affined = tuple["MSNorm", Any, Any]  # a norm with its gamma and beta
 
 
 def can_be_looked_at(*vectors: Tensor | None) -> bool:
@@ -60,10 +61,13 @@ def _extremes(pairs: list[tuple[Any, Any]], settings: NormSettings) -> Tensor:
         shifts = torch.stack(biases).abs_().amax(1).float()
         ones = torch.ones_like(shifts)
         return torch.stack([ones, ones, shifts])
-    gammas = torch.stack(weights).add_(1.0 - settings.identity_weight)
-    shift = gammas.new_zeros(len(pairs))
-    if biases[0] is not None:
-        shift = torch.stack(biases).div(gammas).abs_().amax(1)
+    gammas = torch.stack(weights)
+    if settings.identity_weight != 1.0:
+        gammas.add_(1.0 - settings.identity_weight)
+    if biases[0] is None:
+        shift = gammas.new_zeros(len(pairs))
+    else:
+        shift = torch.stack(biases).div_(gammas).abs_().amax(1)
     least, largest = gammas.abs_().aminmax(dim=1)
     return torch.stack([least.reciprocal_(), largest, shift]).float()
 
@@ -80,14 +84,20 @@ def would_tell_z(norm: MSNorm, weight: Tensor | None, bias: Tensor | None) -> bo
 
 def look_at_gammas(norms: Iterable[MSNorm]) -> None:
     """Let each norm know whether its output tells z; waits for the device, once for each."""
-    for norm in _start_looks(norms):
+    whole = []
+    for norm in norms:
+        weight, bias = norm.own_affine()
+        norm.looks.last = None
+        if can_be_looked_at(weight, bias):
+            whole.append((norm, weight, bias))
+    for norm in _start_looks(whole):
         assert norm.looks.last is not None
         norm.looks.told(norm.looks.last)
 
 
-def _start_looks(norms: Iterable[MSNorm]) -> list[MSNorm]:
-    """Have the devices look at gamma and beta; the norms that were looked at. Nobody looks under fake tensors
-    and torch.func, nor where a CUDA graph is under capture."""
+def _start_looks(norms: Iterable[Affined]) -> list[MSNorm]:
+    """Have the devices look at gamma and beta, which are whole; the norms that were looked at. Nobody looks
+    under fake tensors and torch.func, nor where a CUDA graph is under capture."""
     if is_transformed() or detect_fake_mode(()) is not None:
         return []
     looked_at = []
@@ -103,14 +113,12 @@ def _start_looks(norms: Iterable[MSNorm]) -> list[MSNorm]:
     return looked_at
 
 
-def _alike(norms: Iterable[MSNorm]) -> dict[torch.device, list[list[tuple[MSNorm, Any, Any]]]]:
-    """The norms that can be looked at, with gamma and beta, in groups that are alike, by device."""
-    alike: dict[Any, list[tuple[MSNorm, Any, Any]]] = {}
-    for norm in norms:
-        weight, bias = norm.own_affine()
+def _alike(norms: Iterable[Affined]) -> dict[torch.device, list[list[Affined]]]:
+    """Norms with a gamma or beta in groups that are alike, by device."""
+    alike: dict[Any, list[Affined]] = {}
+    for norm, weight, bias in norms:
         one = bias if weight is None else weight
-        norm.looks.last = None
-        if one is not None and one.numel() and can_be_looked_at(weight, bias):
+        if one is not None and one.numel():
             absent, identity = (weight is None, bias is None), norm.settings.identity_weight
             kind = (*absent, one.dtype, one.numel(), identity)
             alike.setdefault((one.device, kind), []).append((norm, weight, bias))
@@ -125,15 +133,21 @@ def look_before_forward(norms: tuple[MSNorm, ...], model: nn.Module, args: Any) 
     """Forward pre-hook of a patched model: looks at the norms whose gamma trains."""
     if in_compiler() or not trains_here():
         return
+    training, whole = [], []
     for norm in norms:
-        norm.looks.gathered = not can_be_looked_at(*norm.own_affine())
-    training = [norm for norm in norms if norm.trains()]
-    _start_looks(training)
-    for norm in training:
+        weight, bias = norm.own_affine()
+        looks, looks_at = norm.looks, can_be_looked_at(weight, bias)
+        looks.gathered = not looks_at
+        if train(weight, bias):
+            looks.last = None
+            training.append((norm, weight, bias))
+            if looks_at:
+                whole.append((norm, weight, bias))
+    _start_looks(whole)
+    for norm, weight, bias in training:
         looks = norm.looks
         looks.of_forward = look = looks.last
         if look is not None:
-            weight, bias = norm.own_affine()
             one = bias if weight is None else weight
             looks.expect(look, one.is_leaf and one.grad is not None)
 
