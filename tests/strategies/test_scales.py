@@ -213,6 +213,14 @@ def test_float16_has_no_room_and_is_left_to_torch() -> None:
     assert saved(ours, x) == saved(patched(model, (x,), LEFT), x)
 
 
+def test_weights_that_zero_3_frees_are_left_to_torch() -> None:
+    ours = patched(made(), (batch(),))
+    expected = saved(patched(made(), (batch(),), LEFT), batch())
+    assert saved(ours, batch()) < expected
+    ours.down.weight.ds_id = 1  # DeepSpeed's mark
+    assert saved(ours, batch()) == expected
+
+
 def test_compact_stores_the_input_and_leaves_the_output() -> None:
     notes = patch_report(patched(made(), (batch(),), "compact")).notes
     assert not any("scale" in note for note in notes)
