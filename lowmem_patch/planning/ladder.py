@@ -110,6 +110,41 @@ def base_of(steps: Steps, model: nn.Module, budget: Budget, peak: int, more: flo
     )  # fmt: skip
 
 
+@dataclasses.dataclass(frozen=True)
+class _Smaller:
+    """Inputs cut in one dimension, from ``size`` to ``to``: rows (0) or tokens of each row (1)."""
+
+    dim: int
+    size: int
+    to: int
+
+    @property
+    def name(self) -> str:
+        changed = f"{self.to} tokens a row" if self.dim else f"a batch of {self.to}"
+        return f"{changed}, not {self.size}"
+
+    def rung(self, base: Base, peak_of: Callable[[ExampleInputs], int]) -> Rung | None:
+        """The base with such inputs; None of a model that does not take them."""
+        try:
+            peak = peak_of(_cut(base.inputs, self.dim, self.size, self.to))
+        except TraceError:
+            return None
+        part = self.to / self.size
+        shares = (1.0, part) if self.dim else (part, 1.0)
+        seconds = _part_of(base.runs, *shares) * base.seconds
+        return Rung(self.name, base.total(max(peak, base.gradients)), seconds, on_top=True)
+
+    def larger(self, base: Base, rung: Rung) -> _Smaller | None:
+        """Inputs that are cut less, and fit if bytes grow as on a line or faster; None where there is no
+        room, or the whole ones fit."""
+        whole, budget = base.total(base.peak), base.budget.bytes
+        if not rung.total <= budget < whole:
+            return None
+        room = (budget - rung.total) / (whole - rung.total)
+        to = self.to + int(room * (self.size - self.to))
+        return dataclasses.replace(self, to=to) if to > self.to else None
+
+
 def smaller_rungs(base: Base, peak_of: Callable[[ExampleInputs], int]) -> Iterator[Rung]:
     """Smaller inputs, another optimizer, 4-bit weights and several GPUs (where any number of them suffices):
     each alone on top of the base; of a base on several GPUs smaller inputs, and more GPUs.
@@ -117,13 +152,12 @@ def smaller_rungs(base: Base, peak_of: Callable[[ExampleInputs], int]) -> Iterat
     Args:
         peak_of: bytes of a step with other inputs, beside what is held for the whole of training.
     """
-    for name, smaller, rows, tokens in _smaller(base.inputs):
-        try:
-            peak = peak_of(smaller)
-        except TraceError:  # not every model takes another size
+    for smaller in _smaller(base.inputs):
+        if (rung := smaller.rung(base, peak_of)) is None:
             continue
-        seconds = _part_of(base.runs, rows, tokens) * base.seconds
-        yield Rung(name, base.total(max(peak, base.gradients)), seconds, on_top=True)
+        larger = smaller.larger(base, rung)
+        found = None if larger is None else larger.rung(base, peak_of)
+        yield rung if found is None or found.total > base.budget.bytes else found
     if base.training.gpus > 1:
         if (more := _more_gpus(base)) is not None:
             yield more
@@ -177,8 +211,8 @@ def _part_of(runs: Sequence[RunSeconds], rows: float, tokens: float) -> float:
     return rows * tokens * (1 - attention + attention * tokens)
 
 
-def _smaller(inputs: ExampleInputs) -> Iterator[tuple[str, ExampleInputs, float, float]]:
-    """The inputs with one row, and with half the length; and what parts these are."""
+def _smaller(inputs: ExampleInputs) -> Iterator[_Smaller]:
+    """Half the length, and one row."""
     tensors = [tensor for tensor in inputs.tensors if tensor.dim() > 1]
     if not tensors:
         return
@@ -186,14 +220,9 @@ def _smaller(inputs: ExampleInputs) -> Iterator[tuple[str, ExampleInputs, float,
     tokens = [tensor for tensor in tensors if not tensor.is_floating_point() and tensor.dim() == 2]
     length = tokens[0].shape[1] if tokens else 0
     if length >= 4:
-        yield (
-            f"{length // 2} tokens a row, not {length}",
-            _cut(inputs, 1, length, length // 2),
-            1.0,
-            0.5,
-        )
+        yield _Smaller(1, length, length // 2)
     if rows > 1:
-        yield f"a batch of 1, not {rows}", _cut(inputs, 0, rows, 1), 1 / rows, 1.0
+        yield _Smaller(0, rows, 1)
 
 
 def _cut(inputs: ExampleInputs, dim: int, size: int, smaller: int) -> ExampleInputs:
