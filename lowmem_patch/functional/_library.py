@@ -378,8 +378,13 @@ def saved_tensors(ctx: Any, what: str) -> tuple[Any, ...]:
     except RuntimeError as error:
         if "inplace operation" not in str(error):
             raise
-        raise RuntimeError(
-            f"lowmem_patch: {what} was written in place after it was made, and backward needs it as it was: "
-            "write into a copy, or call patch_model again with example_inputs that take this path"
-        ) from error
+        raise written(what) from error
     return saved
+
+
+def written(what: str) -> RuntimeError:
+    """The error where somebody wrote into what is saved."""
+    return RuntimeError(
+        f"lowmem_patch: {what} was written in place after it was made, and backward needs it as it was: "
+        "write into a copy, or call patch_model again with example_inputs that take this path"
+    )

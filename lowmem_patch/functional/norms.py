@@ -27,6 +27,7 @@ from lowmem_patch.constants import NormSettings
 from lowmem_patch.functional import _library, compiled
 from lowmem_patch.functional._checks import check_floating, check_last_dimension
 from lowmem_patch.functional._implementation import Implementation, module, resolve
+from lowmem_patch.functional._ownership import is_checkpoint_packing
 from lowmem_patch.functional.eight_bit import EIGHT_BIT_DTYPES, Memory
 
 Outputs = tuple[Tensor, Tensor | None, Tensor | None]
@@ -154,6 +155,8 @@ def _save(
         ctx.save_for_backward(y.new_empty(0), rstd.new_empty(0), None, bias)
     ctx.copies = copy_dtype is not None
     ctx.shape = None if parts is None else y.shape
+    # torch's checkpoint gives what it computes again, whatever was written into that
+    ctx.version = y._version if parts is None and is_checkpoint_packing() else None
     ctx.written = None if parts is None else ()  # of `save_copy`
     ctx.confirm = None  # set by who has to be asked before z is recovered from what is saved
     ctx.settings = settings, x.dtype
@@ -165,6 +168,8 @@ def _gradients(ctx: Any, dy: Tensor | None, d_copy: Tensor | None = None, *_: No
     if d_copy is not None and ctx.copies:
         dy = d_copy if dy is None else torch.add(dy, d_copy)
     y, *others = _library.saved_tensors(ctx, "the output of a norm, or its weight or bias,")
+    if ctx.version is not None and y._version != ctx.version:
+        raise _library.written("the output of a norm")
     if ctx.shape is not None:
         scales, *others = others
         y = y.memory.read(y, scales).view(ctx.shape)

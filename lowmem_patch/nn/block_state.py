@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
@@ -24,7 +25,7 @@ def is_gathered(block: nn.Module) -> bool:
 
 class BlockState:
     """What a block has while it runs: parameters and buffers, what trains, flags, numbers and names that are
-    set on its modules (train mode, PEFT's active adapter), and their forward hooks."""
+    set on its modules (train mode, PEFT's active adapter and its scale), and their forward hooks."""
 
     def __init__(self, block: nn.Module) -> None:
         self._block = block
@@ -78,7 +79,7 @@ class BlockState:
 
 def _changed_settings(place: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
     return {
-        name: then if type(then) in _PLAIN else then.copy()  # a run may add to it
+        name: copy.copy(then)  # a run may add to it
         for name, then in settings.items()
         if (now := place.get(name, then)) is not then
         and (type(now) is not type(then) or now != then)
@@ -86,6 +87,7 @@ def _changed_settings(place: dict[str, Any], settings: dict[str, Any]) -> dict[s
 
 
 _PLAIN = frozenset((bool, int, float, str, type(None)))
+_HOLDERS = frozenset((list, tuple, dict, set))  # of these
 _HOOKS = tuple(
     f"_forward_{kind}{rest}" for kind in ("hooks", "pre_hooks") for rest in ("", "_with_kwargs")
 )
@@ -101,8 +103,10 @@ def _settings_of(module: nn.Module) -> dict[str, Any]:
         value = own[name]
         if type(value) in _PLAIN:
             found[name] = value
-        elif type(value) is list and _PLAIN.issuperset(map(type, value)):
-            found[name] = value.copy()
+        elif type(value) in _HOLDERS:
+            items = value.values() if type(value) is dict else value
+            if _PLAIN.issuperset(map(type, items)):
+                found[name] = copy.copy(value)
     return found
 
 

@@ -306,7 +306,9 @@ def solve(steps: Sequence[Step], limit: int) -> Solution | None:
         for levels in itertools.product(names, repeat=min(len(tied), 2)):
             # more than two blocks that run several times share the last level
             given = {block: levels[min(i, len(levels) - 1)] for i, block in enumerate(tied)}
-            solution = _solve(_fixed(steps, given), limit, kinds)
+            fixed = _fixed(steps, given)
+            # a block that runs several times may not have a level of others
+            solution = _solve(fixed, limit, kinds) if all(one.choices for one in fixed) else None
             if solution is not None:
                 found.append(solution)
         if found:

@@ -162,3 +162,23 @@ def test_gamma_written_before_a_part_runs_again_is_looked_at() -> None:
     for model in models:
         model.blocks[0].norm.weight.data[3] = 0  # type: ignore[operator, union-attr, index]
     assert_same_gradients(models, lambda m: m.features(X).square().sum())
+
+
+@pytest.mark.parametrize("writes", ["the norm's hook", "the Linear's hook"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_norms_output_written_in_a_block_that_runs_again_is_right_or_an_error(
+    reentrant: bool, writes: str
+) -> None:
+    """Torch looks at no version of what its checkpoint computes again."""
+    patched, stock = pair(False, reentrant)
+    for model in (patched, stock):
+        for block in model.blocks:
+            if writes == "the norm's hook":
+                block.norm.register_forward_hook(lambda _module, _args, y: y.mul_(1.5))  # type: ignore[union-attr]
+            else:
+                block.linear.register_forward_pre_hook(lambda _module, args: (args[0].add_(0.5),))  # type: ignore[union-attr]
+    if reentrant:
+        assert_same_gradients((patched, stock), lambda m: m(X).square().sum())
+    else:
+        with pytest.raises(RuntimeError, match="the output of a norm was written in place"):
+            patched(X).square().sum().backward()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 
@@ -78,6 +79,20 @@ def test_blocks_that_run_several_times_have_one_level() -> None:
         found = solve(shared, limit)
         assert found is not None
         assert all(len({found.levels[i] for i in levels if levels[i] == b}) == 1 for b in range(3))
+
+
+def test_a_block_that_runs_several_times_needs_no_level_of_others() -> None:
+    """As under X-LoRA, whose classifier runs the model once more."""
+    one, other, *_ = equal_steps(2)
+    alone = dataclasses.replace(
+        other, choices=(*other.choices, Choice("offloaded", 0, 10, 10, 9.0))
+    )
+    steps = [one, alone, dataclasses.replace(one, links=False)]  # the first block, twice
+    found = solve(steps, 200)
+    assert found is not None and found.levels == ("patched",) * 3
+    found = solve(steps, 100)
+    assert found is not None and found.levels[0] == found.levels[2]
+    assert solve(steps, 1) is None
 
 
 def equal_steps(count: int) -> list[Step]:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from peft.helpers import rescale_adapter_scale
 from torch import Tensor, nn
 
 from tests.support.checkpointed import LEVELS, patched_stack
@@ -173,6 +174,48 @@ def exchanged(model: Any) -> Step:
     assert any("default" in n for n in found) and any("other" in n for n in found)
     assert model.active_adapter == "other"
     return Step([first.detach(), second.detach(), third.detach()], found)
+
+
+def scaled(model: Any) -> Step:
+    """A step in whose forward the adapters have another scale than before and after it."""
+    return one_step(model, rows(), lambda one: rescale_adapter_scale(one, 0.25))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_adapters_have_the_scale_of_their_forward(level: str) -> None:
+    model, blocks = patched_adapters((4, 4))
+    expected = scaled(copy.deepcopy(model))
+    assert_equal(scaled(give_levels(model, blocks, all_of(blocks, level))), expected)
+
+
+class Settings(PlainBlock):
+    """Has numbers in a dict, a tuple and a set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_name, self.pair, self.chosen = {"factor": 2.0}, (3.0, 1.0), {0.5}
+
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+        return super().forward(x) * self.by_name["factor"] * self.pair[0] * sum(self.chosen)
+
+
+@contextmanager
+def set_anew(model: Any) -> Any:
+    yield
+    for block in model.blocks:
+        block.by_name["factor"] = 1.0
+        block.pair, block.chosen = (1.0, 1.0), {1.0}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_numbers_in_a_dict_a_tuple_or_a_set_are_those_of_the_forward(level: str) -> None:
+    torch.manual_seed(0)
+    model, x = Stack(Settings() for _ in range(6)).train(), rows()
+    blocks = blocks_of(model, x)
+    model = patched(model, x)
+    fitted = give_levels(model, blocks, all_of(blocks, level))
+    expected, found = (one_step(copy.deepcopy(one), x, set_anew) for one in (model, fitted))
+    assert_equal(found, expected)
 
 
 @functools.cache
