@@ -196,7 +196,8 @@ class Settings(PlainBlock):
         self.by_name, self.pair, self.chosen = {"factor": 2.0}, (3.0, 1.0), {0.5}
 
     def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
-        return super().forward(x) * self.by_name["factor"] * self.pair[0] * sum(self.chosen)
+        # in front, where the saved tensors depend on it
+        return super().forward(x * self.by_name["factor"] * self.pair[0] * sum(self.chosen))
 
 
 @contextmanager
