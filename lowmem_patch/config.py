@@ -39,9 +39,9 @@ class PatchConfig:
         bits: of a code, 1 to 4; docs/step-tables.md says how far from the truth each is.
         linear_inputs: ``"one_copy"`` lets adapters and autocast share one copy of a Linear's input;
             ``"activation_dtype"`` does so too and computes float32 adapters on a bf16 model in bf16, as
-            autocast would; both keep the masks of dropouts in bits; ``"keep"`` leaves Linear inputs and
-            masks to the framework, except that readers of a patched norm share its output under
-            autocast.
+            autocast would; both keep the masks of dropouts in bits, and no output of a Linear for a trained
+            scale behind it; ``"keep"`` leaves all these to the framework, except that readers of a patched
+            norm share its output under autocast.
         attention: ``"fused"`` hands fused attention its queries in the memory order in which a Linear reads
             the output, which then keeps no copy of it. For less time it runs transformers' rotary embeddings
             of q and k as one op, joins the gradients of a joint q, k, v in one pass, and gives compiled
