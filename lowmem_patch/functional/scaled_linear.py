@@ -86,7 +86,7 @@ def scaled_linear(
     """``y * scale`` of a Linear's output, that saves x, or its ``sources``, and not y.
 
     Args:
-        y: ``F.linear(x, weight, bias)``, its last dimension O moved to ``channel``; no gradient flows to it.
+        y: ``F.linear(x, weight, bias)``, detached, its last dimension O moved to ``channel``.
         scale: of O elements, or of one, in a shape that multiplies y so.
         x: ``[..., F]``; its gradient flows to the node that computed it.
         again: gives x from the sources; None: x itself is saved.
@@ -99,5 +99,5 @@ def scaled_linear(
         as torch multiplies both.
     """
     apply: Any = _ScaledLinear.apply
-    z: Tensor = apply(y.detach(), scale, x, again, weight, bias, channel, *sources)
+    z: Tensor = apply(y, scale, x, again, weight, bias, channel, *sources)
     return z

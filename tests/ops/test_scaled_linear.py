@@ -34,7 +34,7 @@ def ours(x: Tensor, weight: Tensor, *rest: Tensor, channel: int, again: bool = F
     given = bias[0] if bias else None
     y = F.linear(x, weight, given).movedim(-1, channel)
     recipe: Any = (torch.neg, (-x.detach(),)) if again else (None, ())
-    return scaled_linear(y, scale, x, *recipe, weight, given, channel)
+    return scaled_linear(y.detach(), scale, x, *recipe, weight, given, channel)
 
 
 def theirs(x: Tensor, weight: Tensor, *rest: Tensor, channel: int) -> Tensor:
