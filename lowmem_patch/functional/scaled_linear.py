@@ -51,22 +51,36 @@ class _ScaledLinear(torch.autograd.Function):
         rows, factors = dz.reshape(-1, dz.shape[-1]), scale.reshape(-1)
         d_scale = d_x = d_weight = d_bias = None
         with _library.without_autocast(dz.device.type):
+            # as the Linear multiplied: y, and with it the row sums, are of these
+            weight_dtype, bias_dtype = weight.dtype, None if bias is None else bias.dtype
+            weight, bias = cast(weight, dtype), None if bias is None else cast(bias, dtype)
             if for_x:
-                d_x = cast((rows * factors).to(dtype).mm(cast(weight, dtype)), x_dtype)
+                d_x = cast((rows * factors).to(dtype).mm(weight), x_dtype)
                 d_x = d_x.view(*dz.shape[:-1], weight.shape[1])
             x = (sources[0] if ctx.again is None else ctx.again(*sources)).to(dtype)
-            products = cast(rows, dtype).t().mm(x.reshape(-1, x.shape[-1]))
-            sums = None if bias is None else rows.sum(0, dtype=_at_least_float32(rows))
+            low = cast(rows, dtype)  # in both sums, which cancel where the bias takes an offset away
+            products = _wide_product(low.t(), x.reshape(-1, x.shape[-1]))
+            sums = None if bias is None else low.sum(0, dtype=_at_least_float32(low))
             if for_scale:
                 each = (products * weight).sum(1, dtype=_at_least_float32(weight))
                 each = each if sums is None or bias is None else each + sums * bias
                 d_scale = (each if factors.numel() > 1 else each.sum()).to(scale.dtype)
                 d_scale = d_scale.view(scale.shape)
             if for_weight:
-                d_weight = (products * factors.unsqueeze(1)).to(weight.dtype)
-            if for_bias and sums is not None and bias is not None:
-                d_bias = (sums * factors).to(bias.dtype)
+                d_weight = (products * factors.unsqueeze(1)).to(weight_dtype)
+            if for_bias and sums is not None:
+                d_bias = (sums * factors).to(bias_dtype)
         return None, d_scale, d_x, None, d_weight, d_bias, None, *(None,) * ctx.number
+
+
+def _wide_product(left: Tensor, right: Tensor) -> Tensor:
+    """``left @ right`` in float32 at least: the row sums of G * W may cancel, in which its rounding to bf16
+    would stay. A graph and a predicted step have torch's own product, which takes as long."""
+    if left.dtype.itemsize >= 4 or not _library.is_eager(left, right):
+        return left.mm(right)
+    if left.is_cuda and torch.version.hip is None:
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return left.float().mm(right.float())
 
 
 def _at_least_float32(tensor: Tensor) -> torch.dtype:

@@ -25,7 +25,7 @@ from lowmem_patch.functional import (
     recomputed_linear,
     without_torch_function,
 )
-from lowmem_patch.nn.context import is_foreign
+from lowmem_patch.nn.context import is_foreign, may_be_freed
 from lowmem_patch.nn.deferred import Deferred, Unstored, defer, value_of
 from lowmem_patch.nn.deferred_rows import Product
 from lowmem_patch.nn.modes import ForwardMode
@@ -279,8 +279,14 @@ def _joined(
             tensor.op.may_be_bypassed = tensor.was_bypassed = True
         elif id(tensor) not in items:
             items[id(tensor)] = leaf = _Leaf()
-            places[leaf] = _place_in(sources, value_of(tensor))
+            places[leaf] = _place_in(sources, _held(value_of(tensor)))
     return sources, places, items
+
+
+def _held(tensor: Tensor) -> Tensor:
+    """The tensor; a copy of a parameter that FSDP2 may free before somebody reads what waits."""
+    whole = tensor if tensor._base is None else tensor._base
+    return tensor.clone() if isinstance(whole, nn.Parameter) and may_be_freed() else tensor
 
 
 def _place_in(sources: list[Tensor], tensor: Tensor) -> int:

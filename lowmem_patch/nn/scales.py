@@ -16,6 +16,7 @@ from lowmem_patch.functional import in_compiler, scaled_linear
 from lowmem_patch.nn.context import has_hooks, holds_weights, is_foreign, trains_here
 from lowmem_patch.nn.deferred import Deferred, value_of
 from lowmem_patch.nn.op import Op
+from lowmem_patch.nn.own import Own, runs_class_forward
 from lowmem_patch.nn.stored import attach, keep
 from lowmem_patch.tracing.call_arguments import moved_channel
 
@@ -24,29 +25,43 @@ Recipe = tuple[Callable[..., Tensor] | None, tuple[Tensor, ...]]
 
 def keep_for_scale(module: nn.Linear, args: tuple[Any, ...], output: Any) -> Tensor | None:
     """Forward hook of a Linear: its output times a scale saves what the Linear saves."""
-    # a parametrized one has another class, and may compute another weight each time
-    if type(module) is not nn.Linear or has_hooks(module) or not holds_weights(module):
+    if not _is_known(module) or not holds_weights(module) or len(args) != 1:
         return None
     x, weight, bias = args[0], module.weight, module.bias
-    if not (trains_here() and weight.requires_grad and output.requires_grad) or len(args) != 1:
+    if not (trains_here() and weight.requires_grad and output.requires_grad):
         return None
     if is_foreign(output) or is_foreign(weight) or output.dtype == torch.float16:
         return None
     sources = (x, weight) if bias is None else (x, weight, bias)
+    op = Projected([source.requires_grad for source in sources])
     if in_compiler():
-        return keep(output, Projected(), sources)
-    return attach(output, Projected(), sources, watched=True)
+        return keep(output, op, sources)
+    return attach(output, op, sources, watched=True)
+
+
+def _is_known(module: nn.Module) -> bool:
+    """Whether a Linear's output is its product as ours is the first hook to see it. A parametrized Linear has
+    another class, and may compute another weight each time."""
+    if type(module) is not nn.Linear or has_hooks(module):
+        return False
+    if in_compiler():  # which knows no hook by its function
+        return len(module._forward_hooks) == 1 and "forward" not in module.__dict__
+    if not runs_class_forward(module):
+        return False
+    first = next(iter(module._forward_hooks.values()), None)
+    return isinstance(first, Own) and first.func is keep_for_scale
 
 
 class Projected(Op):
     """The output of a Linear, whose sources are its input, weight and bias.
 
     Args:
+        trains: whether each of the sources asked for a gradient when the Linear ran.
         channel: the dimension that the Linear's outputs are.
     """
 
-    def __init__(self, channel: int = -1) -> None:
-        self.channel = channel
+    def __init__(self, trains: list[bool], channel: int = -1) -> None:
+        self.trains, self.channel = trains, channel
 
     def rearranged(
         self, h: Deferred, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -55,13 +70,15 @@ class Projected(Op):
         if channel is None:
             return None
         moved = func(h.plain(), *args[1:], **kwargs)
-        return keep(moved, Projected(channel), h.sources)
+        return keep(moved, Projected(self.trains, channel), h.sources)
 
     def times(self, h: Deferred, other: Any) -> Any:
         x, weight, *rest = h.sources
         found = _recipe(x, h.dtype)
         if found is None or not _scales(other, h, self.channel):
             return NotImplemented
+        if [source.requires_grad for source in h.sources] != self.trains:
+            return NotImplemented  # frozen or unfrozen since: the Linear's own node knows
         again, sources = found
         h.was_bypassed = True
         bias = rest[0] if rest else None

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lowmem_patch.config import PatchConfig
-from lowmem_patch.nn.own import Own
+from lowmem_patch.nn.own import Own, runs_class_forward
 from lowmem_patch.nn.scales import keep_for_scale
 from lowmem_patch.strategies.protocol import Facts, Found, Patch, Target
 from lowmem_patch.tracing.call_arguments import dropout_call, moved_channel
@@ -49,7 +49,7 @@ def _scaled(facts: Facts) -> Iterator[str]:
     calls = {
         id(call.outputs[0]): call.name
         for call in facts.trace.calls
-        if len(call.outputs) == 1 and type(facts.modules[call.name]) is nn.Linear
+        if len(call.outputs) == 1 and _is_plain(facts.modules[call.name])
     }
     for op in facts.trace.ops:
         if not op.role.has(Role.PRODUCT) or op.opaque or len(op.args) != 2:
@@ -62,6 +62,11 @@ def _scaled(facts: Facts) -> Iterator[str]:
                 savers = facts.savers.get(storage_key(value), ())
                 if {(saver.module, saver.function) for saver in savers} == {(op.module, op.name)}:
                     yield name
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether a module is a Linear whose output is its product: no hook and no forward of others is there."""
+    return type(module) is nn.Linear and not module._forward_hooks and runs_class_forward(module)
 
 
 def _is_scale(scale: Tensor, linear: Any) -> bool:

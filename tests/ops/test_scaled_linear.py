@@ -88,6 +88,26 @@ def test_a_product_in_bf16_has_the_dtype_that_torch_promotes_to() -> None:
     assert {t.grad.dtype for t in (x, weight, bias)} == {torch.bfloat16}  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_the_scales_gradient_is_not_rounded_where_sums_cancel(device: str) -> None:
+    """Inputs with an offset, which the bias takes away again: G is large, and its row sums are not."""
+    torch.manual_seed(0)
+    x = (torch.randn(2048, 64) + 8).bfloat16().to(device)
+    weight, scale = torch.randn(32, 64).div(8).bfloat16().to(device), torch.ones(32, device=device)
+    bias = -(weight.float() @ x.float().mean(0)).bfloat16()
+    start = (torch.randn(2048, 32) + 0.5).to(device)
+    found = {}
+    for name, f in (("ours", ours), ("torch", theirs), ("truth", theirs)):
+        to = torch.float64 if name == "truth" else torch.bfloat16
+        tensors = [t.detach().to(to) for t in (x, weight, bias)]
+        last = scale.detach().to(torch.float64 if name == "truth" else torch.float32)
+        leaves = [t.requires_grad_() for t in (*tensors, last.clone())]
+        z = f(*leaves, channel=-1)
+        found[name] = torch.autograd.grad(z, leaves[3], start.to(z.dtype))[0].double()
+    errors = {n: (found[n] - found["truth"]).norm().item() for n in ("ours", "torch")}
+    assert errors["ours"] <= 3 * errors["torch"]  # the factor of gradients elsewhere
+
+
 def test_a_second_derivative_is_an_error() -> None:
     tensors = made(torch.float64, (5,), True)
     with pytest.raises(DoubleBackwardError):

@@ -181,6 +181,73 @@ def test_a_hook_on_the_linear_sees_what_it_saw() -> None:
         torch.testing.assert_close(own, theirs)  # float32's own tolerances
 
 
+def doubled_by_a_hook(net: Any) -> None:
+    net.down.register_forward_hook(lambda _module, _args, y: y * 2)
+
+
+def doubled_by_the_first_hook(net: Any) -> None:
+    net.down.register_forward_hook(lambda _module, _args, y: y * 2, prepend=True)
+
+
+def doubled_by_a_forward(net: Any) -> None:
+    net.down.forward = lambda x: nn.functional.linear(x, net.down.weight * 2, net.down.bias)
+
+
+def doubled_by_a_hook_before(net: Any) -> None:
+    net.down.register_forward_pre_hook(lambda _module, args: (args[0] * 2,))
+
+
+CHANGES = [
+    doubled_by_a_hook, doubled_by_the_first_hook, doubled_by_a_forward, doubled_by_a_hook_before,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("change", CHANGES)
+def test_an_output_that_is_more_than_the_product_is_right(
+    change: Callable[[Any], None], before: bool
+) -> None:
+    model, ours = made(), made()
+    change(model)
+    if before:
+        change(ours)
+    with warned():
+        patch_model(ours, "exact", example_inputs=(batch(),))
+    if not before:
+        change(ours)
+    own, found = (step(one, batch()) for one in (model, ours))
+    for name, gradient in own.gradients.items():
+        torch.testing.assert_close(found.gradients[name], gradient)  # float32's own tolerances
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
+@pytest.mark.parametrize("trains", [True, False])
+def test_what_trains_is_asked_where_the_linear_runs(name: str, trains: bool) -> None:
+    def body(net: Any, x: Tensor) -> Tensor:
+        tensor = getattr(net.down, name).requires_grad_(trains)
+        y = branch(net, x)
+        tensor.requires_grad_(not trains)
+        return y * net.scale
+
+    model = made()
+    ours = patched(model, (batch(),))
+    for one in (model, ours):
+        one.body = body
+    with warned():
+        own, found = (step(one, batch()) for one in (model, ours))
+    assert found.gradients.keys() == own.gradients.keys()
+    for key, gradient in own.gradients.items():
+        torch.testing.assert_close(found.gradients[key], gradient)  # float32's own tolerances
+
+
+def test_an_input_by_name_is_left_to_torch() -> None:
+    model = made()
+    ours = patched(model, (batch(),))
+    for one in (model, ours):
+        one.body = lambda net, x: net.down(input=net.act(net.up(x))) * net.scale
+    assert_same_step(ours, model, batch())
+
+
 def test_a_gradient_of_the_output_itself_is_refused_or_right() -> None:
     model = made()
     outputs: list[Tensor] = []
