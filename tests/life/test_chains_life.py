@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lowmem_patch import patch_model, unpatch_model
 from lowmem_patch.errors import DoubleBackwardError
+from lowmem_patch.nn import chains
 from tests.support.chained import (
     CHAINS,
     HIDDEN,
@@ -311,3 +312,44 @@ def test_transforms_inside_are_planned() -> None:
     patched(model)
     assert chains_of(model)
     assert_same_step(model, twin, rows())
+
+
+class EndsInChain(torch.nn.Module):
+    """A chain of whose parameter the storage is freed when the forward is over, as FSDP2 does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale = torch.nn.Linear(16, 16), torch.nn.Parameter(torch.rand(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        z: Tensor = y * torch.sigmoid(y * 1.7) * self.scale
+        return z
+
+
+def test_a_parameter_that_fsdp_frees_behind_the_forward_is_held(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch.manual_seed(0)
+    block = EndsInChain()
+    model = torch.nn.Sequential(block, torch.nn.Linear(16, 16))
+    twin = copy.deepcopy(model)
+    patch_model(model, "exact", example_inputs=rows())
+    monkeypatch.setattr(chains, "may_be_freed", lambda: True)
+    values = block.scale.detach().clone()
+
+    def free(*_: Any) -> None:
+        block.scale.untyped_storage().resize_(0)
+
+    def gather(*_: Any) -> None:
+        storage = block.scale.untyped_storage()
+        storage.resize_(values.nbytes)
+        storage.copy_(values.untyped_storage())
+
+    block.register_forward_hook(free)
+    y = model(rows())
+    gather()
+    y.sum().backward()
+    twin(rows()).sum().backward()
+    for name, parameter in twin.named_parameters():
+        torch.testing.assert_close(model.get_parameter(name).grad, parameter.grad)  # float32's own
