@@ -77,12 +77,13 @@ class _ScaledLinear(torch.autograd.Function):
 
 def _wide_product(left: Tensor, right: Tensor) -> Tensor:
     """``left @ right`` in float32 at least: the row sums of G * W may cancel, in which its rounding to bf16
-    would stay. A graph and a predicted step have torch's own product, which takes as long."""
-    if left.dtype.itemsize >= 4 or not _library.is_eager(left, right):
-        return left.mm(right)
+    would stay. A graph and a predicted step round it and cast it."""
+    wide = _at_least_float32(left)
+    if left.dtype == wide or not _library.is_eager(left, right):
+        return left.mm(right).to(wide)
     if left.is_cuda and torch.version.hip is None:
-        return torch.mm(left, right, out_dtype=torch.float32)
-    return left.float().mm(right.float())
+        return torch.mm(left, right, out_dtype=wide)
+    return left.to(wide).mm(right.to(wide))
 
 
 def _at_least_float32(tensor: Tensor) -> torch.dtype:
