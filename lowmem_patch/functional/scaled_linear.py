@@ -58,9 +58,8 @@ class _ScaledLinear(torch.autograd.Function):
                 d_x = cast((rows * factors).to(dtype).mm(weight), x_dtype)
                 d_x = d_x.view(*dz.shape[:-1], weight.shape[1])
             x = (sources[0] if ctx.again is None else ctx.again(*sources)).to(dtype)
-            low = cast(
-                rows, dtype
-            )  # in both sums, which cancel where the bias takes an offset away
+            # in both sums, which cancel where the bias takes an offset away
+            low = cast(rows, dtype)
             products = _wide_product(low.t(), x.reshape(-1, x.shape[-1]))
             sums = None if bias is None else low.sum(0, dtype=_at_least_float32(low))
             if for_scale:

@@ -176,7 +176,7 @@ def test_only_changes_that_are_worth_it_are_proposed() -> None:
     assert "128 tokens a row, not 256" in text and "a batch of 1, not 8" in text
     text = str(error.value)
     assert "any change that says fits is enough" in text and "no single change" not in text
-    # the largest batch that fits, and no smaller one
+    # a batch that fits, and not the smallest one
     rows_that_fit = re.search(r"a batch of (\d), not 8: .*, fits$", text, flags=re.MULTILINE)
     assert rows_that_fit is not None and 1 < int(rows_that_fit[1]) < 8
     fewer = {name: tensor[: int(rows_that_fit[1])] for name, tensor in inputs.items()}
