@@ -40,8 +40,8 @@ def keep_for_scale(module: nn.Linear, args: tuple[Any, ...], output: Any) -> Ten
 
 
 def _is_known(module: nn.Module) -> bool:
-    """Whether a Linear's output is the product of its input and weight: no other forward runs, and our hook sees
-    it first. A parametrized Linear has another class, and may compute another weight each time."""
+    """Whether a Linear's output is the product of its input and weight: no other forward runs, and our hook
+    sees it first. A parametrized Linear has another class, and may compute another weight each time."""
     if type(module) is not nn.Linear or has_hooks(module):
         return False
     if in_compiler():  # which knows no hook by its function

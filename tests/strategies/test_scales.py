@@ -227,7 +227,9 @@ def test_what_trains_is_asked_where_the_linear_runs(name: str, trains: bool) -> 
         tensor = getattr(net.down, name).requires_grad_(trains)
         y = branch(net, x)
         tensor.requires_grad_(not trains)
-        return y * net.scale
+        z: Tensor = y * net.scale
+        tensor.requires_grad_(True)  # or torch would not give it a gradient
+        return z
 
     model = made()
     ours = patched(model, (batch(),))
