@@ -9,6 +9,7 @@ from lowmem_patch.strategies import (
     dropout_bits,
     eight_bit,
     fold,
+    gated_norms,
     head,
     lora,
     one_copy,
@@ -26,6 +27,7 @@ STRATEGIES: tuple[Strategy, ...] = (
     rotary,  # gives a module the forward around which others put theirs
     fold,
     share,
+    gated_norms,
     recompute,
     codes,
     chains,  # takes what the two before it leave

@@ -24,6 +24,7 @@ from lowmem_patch.tracing.base_model import is_leaf
 from lowmem_patch.tracing.categories import Saver
 from lowmem_patch.tracing.consumers import Consumer, Reads, Writes
 from lowmem_patch.tracing.functions import FunctionSite, find_functions
+from lowmem_patch.tracing.gated_norms import GatedNormSpec, match_gated_norm
 from lowmem_patch.tracing.op_roles import OF_ELEMENTS
 from lowmem_patch.tracing.probes import (
     NormSpec,
@@ -78,6 +79,7 @@ class Facts:
         self.order = sorted(self.calls, key=lambda name: self.calls[name][0].last_op)
         # what a probe said of equal modules
         self._norms: dict[object, NormSpec | str] = {}
+        self._gated: dict[object, GatedNormSpec | None] = {}
         self._kinds: dict[object, ActivationKind | None] = {}
         self._activations: dict[str, ActivationKind | None] = {}
         self._callers: dict[str, str] = {}
@@ -133,7 +135,7 @@ class Facts:
             return False
         if self.activation(name) is not None or looks_like_activation(self.modules[name]):
             return True
-        return isinstance(self.norm(name), NormSpec)
+        return isinstance(self.norm(name), NormSpec) or self.gated_norm(name) is not None
 
     def calls_of(self, name: str) -> list[Call]:
         """The calls of a module or of a function; one of a custom function."""
@@ -194,6 +196,11 @@ class Facts:
         if not own or not single or isinstance(module, nn.Linear):
             return None
         return match_norm(module, calls[0], self.trace, self._norms)
+
+    def gated_norm(self, name: str) -> GatedNormSpec | None:
+        """What a module without children computes that is a norm of one tensor times an activation of
+        another; None where it is no such norm."""
+        return match_gated_norm(self.modules[name], self.calls[name], self._gated)
 
     @property
     def leaves(self) -> Iterable[str]:

@@ -131,7 +131,7 @@ def norm_sites(facts: Facts, config: PatchConfig) -> Iterator[NormSite | Skip]:
                 yield site if obstacle is None else site.skip(obstacle)
             elif looks_like_norm(module):
                 yield Skip(name, "other", spec)
-        elif looks_like_norm(module):
+        elif looks_like_norm(module) and facts.gated_norm(name) is None:
             yield Skip(name, "other", "takes or returns more than one tensor")
     yield from _called_norms(facts, config)
 

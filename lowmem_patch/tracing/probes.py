@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, get_args
 
 import torch
@@ -71,12 +71,12 @@ def looks_like_activation(module: nn.Module) -> bool:
         or list(module.parameters())
     ):
         return False
-    isolated = _isolated_copy(module)
-    whole, half = _run(isolated, _GRID.clone()), _run(isolated, _GRID[::2].clone())
+    isolated = isolated_copy(module)
+    whole, half = run_probe(isolated, _GRID.clone()), run_probe(isolated, _GRID[::2].clone())
     return whole is not None and half is not None and bool((whole[::2] == half).all())
 
 
-def _isolated_copy(module: nn.Module) -> nn.Module:
+def isolated_copy(module: nn.Module) -> nn.Module:
     """A copy on the CPU with random float32 parameters and without hooks."""
     memo: dict[int, Any] = {}
     generator = torch.Generator().manual_seed(0)
@@ -90,7 +90,7 @@ def _isolated_copy(module: nn.Module) -> nn.Module:
     return isolated.eval()
 
 
-def _run(function: Callable[[Tensor], Any], x: Tensor) -> Tensor | None:
+def run_probe(function: Callable[[Tensor], Any], x: Tensor) -> Tensor | None:
     try:
         with (
             warnings.catch_warnings(action="ignore"),  # of rows that only a probe gives
@@ -104,18 +104,18 @@ def _run(function: Callable[[Tensor], Any], x: Tensor) -> Tensor | None:
     return output if isinstance(output, Tensor) and output.shape == x.shape else None
 
 
-def _is_steady(isolated: nn.Module, x: Tensor) -> bool:
+def is_steady(isolated: nn.Module, x: Tensor) -> bool:
     """Whether it computes the same in training and outside of it, and writes into no buffer."""
     before = [buffer.clone() for buffer in isolated.buffers()]
     with torch.random.fork_rng(devices=()):
-        trained = _run(isolated.train(), x)
+        trained = run_probe(isolated.train(), x)
     written = not all(map(torch.equal, before, isolated.buffers()))
-    output = _run(isolated.eval(), x)
+    output = run_probe(isolated.eval(), x)
     same = trained is not None and output is not None and torch.equal(trained, output)
     return same and not written
 
 
-def _is_close(actual: Tensor | None, expected: Tensor) -> bool:
+def is_close(actual: Tensor | None, expected: Tensor) -> bool:
     if actual is None:
         return False
     scale = expected.abs().max().clamp_min(1e-30)
@@ -135,7 +135,7 @@ def _told(value: object) -> object:
     return object()
 
 
-def _settings(module: nn.Module) -> tuple[object, ...]:
+def settings_of(module: nn.Module) -> tuple[object, ...]:
     """Equal for modules that compute the same but for their parameters' values; else unequal."""
     own = {
         name: value
@@ -174,7 +174,7 @@ def match_norm(
     if not runs_class_forward(module):
         return "its forward is overridden on the instance"
     known = {} if known is None else known
-    settings = (*_settings(module), x.dim(), size)
+    settings = (*settings_of(module), x.dim(), size)
     if settings not in known:
         known[settings] = _probe(module, call, trace)
     return known[settings]
@@ -186,21 +186,21 @@ def _probe(module: nn.Module, call: Call, trace: Trace) -> NormSpec | str:
         return "its weight or bias is computed from another parameter"  # of which no copy is made
     x, parameters = call.inputs[0], dict(module.named_parameters())
     size = x.shape[-1]
-    isolated = _isolated_copy(module)
+    isolated = isolated_copy(module)
     generator = torch.Generator().manual_seed(1)
     shape = (1,) * (x.dim() - 2) + (4, size)
     rows = torch.randn(shape, generator=generator) + 0.3
     orders = list(_orders_of(parameters))
-    settings = (_find_norm(isolated, rows, names) for names in orders)
+    settings = (find_norm(isolated, rows, names) for names in orders)
     known = zip(settings, orders, strict=True)
     found, names = next((pair for pair in known if pair[0] is not None), (None, STOCK_NAMES))
     if found is None:
         return "computes neither LayerNorm nor RMSNorm over the last dimension"
-    if not _is_steady(isolated, rows):
+    if not is_steady(isolated, rows):
         return "computes something else in training, or writes into a buffer"
     kind = "layer_norm" if found.centered else "rms_norm"
     fused = any(op.role.has(Role.ROW_NORM) for op in trace.ops[call.first_op : call.last_op])
-    output = _output_dtype(isolated, rows) if parameters else "input"
+    output = output_dtype(isolated, rows) if parameters else "input"
     return NormSpec(kind, found, output, full_precision_autocast=fused, names=names)
 
 
@@ -223,26 +223,33 @@ def _orders_of(parameters: Iterable[str]) -> Iterator[tuple[str, str]]:
         yield names[1], names[0]
 
 
-def _output_dtype(module: nn.Module, rows: Tensor) -> str:
+def output_dtype(module: nn.Module, rows: Tensor) -> str:
     """Which dtype the output has where weight and input differ: a residual or weights in float32."""
-    weight_float32 = _run(module, rows.bfloat16())
-    input_float32 = _run(module.bfloat16(), rows)
+    weight_float32 = run_probe(module, rows.bfloat16())
+    input_float32 = run_probe(module.bfloat16(), rows)
     if weight_float32 is None or weight_float32.dtype != torch.float32:
         return "input"
     by_weight = input_float32 is not None and input_float32.dtype == torch.bfloat16
     return "weight" if by_weight else "both"
 
 
-def _find_norm(module: nn.Module, rows: Tensor, names: tuple[str, str]) -> NormSettings | None:
+def find_norm(
+    module: nn.Module,
+    rows: Tensor,
+    names: tuple[str, str],
+    attributes: Mapping[str, object] | None = None,
+) -> NormSettings | None:
+    """What a module computes of these rows, or None: no norm. Its eps may be one of its ``attributes``."""
+    attributes = vars(module) if attributes is None else attributes
     weight, bias = (getattr(module, name, None) for name in names)
     gamma = weight.detach().double() if isinstance(weight, Tensor) else None
     beta = bias.detach().double() if isinstance(bias, Tensor) else None
     # small rows make eps visible: at a scale of 1e-3 the variance is 1e-6
     scales = (1.0, 1e-3, 1e-6, 1e-9, 0.0)
-    outputs = [_run(module, rows * scale) for scale in scales]
+    outputs = [run_probe(module, rows * scale) for scale in scales]
     if outputs[0] is None:
         return None
-    named = {v for v in vars(module).values() if isinstance(v, float) and 0 <= v < 1}
+    named = {v for v in attributes.values() if isinstance(v, float) and 0 <= v < 1}
     for offset, centered in ((0.0, True), (0.0, False), (1.0, False), (1.0, True)):
         for eps in (*sorted(named), *_USUAL_EPS, _NORMALIZE_EPS**2 / rows.shape[-1]):
             settings = NormSettings(eps, offset, centered)
@@ -250,7 +257,7 @@ def _find_norm(module: nn.Module, rows: Tensor, names: tuple[str, str]) -> NormS
                 reference.norm(rows.double() * scale, gamma, beta, settings, torch.float64)[0]
                 for scale in scales
             )
-            if all(map(_is_close, outputs, wanted)):
+            if all(map(is_close, outputs, wanted)):
                 return settings
     return None
 
@@ -262,11 +269,11 @@ def match_activation(
     if not is_leaf(module) or list(module.parameters()) or not runs_class_forward(module):
         return None
     known = {} if known is None else known
-    settings = _settings(module)
+    settings = settings_of(module)
     if settings not in known:
-        isolated = _isolated_copy(module)
+        isolated = isolated_copy(module)
         kind = _kind_of(isolated)
-        steady = kind is None or _is_steady(isolated, _GRID.clone())
+        steady = kind is None or is_steady(isolated, _GRID.clone())
         known[settings] = kind if steady else None
     return known[settings]
 
@@ -299,7 +306,7 @@ def match_function(
 
 
 def _kind_of(function: Callable[[Tensor], Any]) -> ActivationKind | None:
-    output = _run(function, _ACTIVATION_INPUTS.clone())
+    output = run_probe(function, _ACTIVATION_INPUTS.clone())
     if output is None:
         return None
     kind: ActivationKind

@@ -1,0 +1,183 @@
+"""Gated norms, found by a numerical probe: ``norm(x) * act(gate)`` and ``norm(x * act(gate))``.
+
+Linear attention and state spaces end in one: the first form in Qwen3-Next, Qwen3.5 and Kimi Linear, the
+second in Mamba 2 and its hybrids (Granite 4, Nemotron-H), there often over groups of the channels.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, get_args
+
+import torch
+from torch import Tensor, nn
+
+from lowmem_patch import reference
+from lowmem_patch.constants import NormSettings
+from lowmem_patch.functional import ActivationKind
+from lowmem_patch.nn.own import runs_class_forward
+from lowmem_patch.tracing.probes import (
+    NormSpec,
+    find_norm,
+    is_close,
+    is_steady,
+    isolated_copy,
+    output_dtype,
+    run_probe,
+    settings_of,
+)
+from lowmem_patch.tracing.trace import Call
+
+_WEIGHT = ("weight", "")
+_GATE = torch.linspace(-6, 6, 49)
+_ROWS = 4
+
+
+class GatedNormSpec(NamedTuple):
+    """What a gated norm computes over the last dimension.
+
+    Attributes:
+        norm: an RMSNorm with a weight; of each group of the channels, where there are several.
+        activation: of the gate.
+        gate_first: the norm's input is multiplied, and not its output.
+        groups: how many; the weight has a number for each channel.
+        arguments: the names of the forward's two arguments, x and the gate.
+    """
+
+    norm: NormSpec
+    activation: ActivationKind
+    gate_first: bool
+    groups: int
+    arguments: tuple[str, str]
+
+
+def match_gated_norm(
+    module: nn.Module, calls: list[Call], known: dict[object, GatedNormSpec | None]
+) -> GatedNormSpec | None:
+    """The `GatedNormSpec` of a module without children, or None.
+
+    Args:
+        module: of the traced model.
+        calls: its traced calls.
+        known: answers between equal modules of one model, which are probed once.
+    """
+    call = calls[0]
+    if any(len(one.inputs) != 2 or one.arguments != 2 or len(one.outputs) != 1 for one in calls):
+        return None
+    x, gate = call.inputs
+    parameters = dict(module.named_parameters())
+    alike = x.shape == gate.shape == call.outputs[0].shape and x.dim() > 1
+    floating = x.is_floating_point() and gate.is_floating_point()
+    if not alike or not floating or parameters.keys() != {"weight"} or module._buffers:
+        return None
+    if parameters["weight"].shape != (x.shape[-1],) or not runs_class_forward(module):
+        return None
+    settings = ("gated", *settings_of(module), x.dim(), x.shape[-1])
+    if settings not in known:
+        known[settings] = _probe(module, x.dim(), x.shape[-1])
+    return known[settings]
+
+
+def _probe(module: nn.Module, dimensions: int, size: int) -> GatedNormSpec | None:
+    _, *arguments = inspect.signature(type(module).forward).parameters
+    if len(arguments) != 2:
+        return None
+    isolated = isolated_copy(module)
+    generator = torch.Generator().manual_seed(1)
+    shape = (1,) * (dimensions - 2) + (_ROWS, size)
+    rows = torch.randn(shape, generator=generator) + 0.3
+    wide = _GATE[torch.randint(len(_GATE), shape, generator=generator)]
+    gates = [torch.rand(shape, generator=generator) + 0.5 for _ in range(2)]
+    for kind in get_args(ActivationKind):
+        for gate_first in (False, True):
+            views = [_Ungated(isolated, gate, kind, gate_first) for gate in gates]
+            first, second = (run_probe(view, rows) for view in views)
+            if first is None or second is None or not is_close(second, first.double()):
+                continue
+            for groups in _groups(module, size) if gate_first else (1,):
+                found = _norm_of(views[0], rows, groups)
+                if found is None or not is_steady(views[0], rows):
+                    continue
+                if not _is_gated(isolated, rows, wide, kind, gate_first, found, groups):
+                    continue
+                output = output_dtype(views[0], rows)
+                norm = NormSpec("rms_norm", found, output, False, _WEIGHT)
+                return GatedNormSpec(norm, kind, gate_first, groups, (arguments[0], arguments[1]))
+    return None
+
+
+class _Ungated(nn.Module):
+    """A gated norm as a norm of one tensor: what its gate does is undone."""
+
+    def __init__(
+        self, module: nn.Module, gate: Tensor, kind: ActivationKind, gate_first: bool
+    ) -> None:
+        super().__init__()
+        self.module, self.gate, self.kind, self.gate_first = module, gate, kind, gate_first
+
+    @property
+    def weight(self) -> Tensor:
+        found: Tensor = self.module.weight  # type: ignore[assignment]  # a parameter
+        return found
+
+    def forward(self, x: Tensor) -> Tensor:
+        factor = reference.activate(self.gate, self.kind).to(x.dtype)
+        if self.gate_first:
+            found: Tensor = self.module(x / factor, self.gate.to(x.dtype))
+            return found
+        y: Tensor = self.module(x, self.gate.to(x.dtype))
+        quotient: Tensor = y / factor.to(y.dtype)
+        return quotient
+
+
+def _groups(module: nn.Module, size: int) -> Iterator[int]:
+    """Numbers of groups that a module may have: one, and what its whole numbers give, as the size of a group
+    or the number of groups."""
+    yield 1
+    numbers = {value for value in vars(module).values() if type(value) is int and value > 1}
+    found = {number for number in numbers if size % number == 0 and number < size}
+    yield from sorted(found | {size // number for number in found})
+
+
+def _norm_of(view: _Ungated, rows: Tensor, groups: int) -> NormSettings | None:
+    """The RMSNorm that a view is, of the whole rows or of each group."""
+    if groups == 1:
+        found = find_norm(view, rows, _WEIGHT, vars(view.module))
+    else:
+        weight = view.weight.detach()
+
+        def grouped(x: Tensor) -> Tensor:
+            return (view(x.reshape(rows.shape)) / weight).reshape(x.shape)
+
+        split = rows.reshape(*rows.shape[:-1], groups, -1)
+        found = find_norm(_Of(grouped), split, ("", ""), vars(view.module))
+    return None if found is None or found.centered else found
+
+
+class _Of(nn.Module):
+    """A function as a module."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.function(x)
+        return made
+
+
+def _is_gated(
+    module: nn.Module, rows: Tensor, gate: Tensor, kind: ActivationKind, gate_first: bool,
+    settings: NormSettings, groups: int,
+) -> bool:  # fmt: skip
+    """Whether the module computes this for gates of any size and sign."""
+    actual = run_probe(lambda x: module(x, gate), rows)
+    x, factor = rows.double(), reference.activate(gate.double(), kind)
+    weight = module.weight.detach().double()  # type: ignore[operator]  # a parameter
+    if gate_first:
+        x = x * factor
+    split = x.reshape(*x.shape[:-1], groups, -1)
+    z = reference.norm(split, None, None, settings, torch.float64)[0]
+    y = z.reshape(x.shape) * settings.gamma_of(weight)
+    return is_close(actual, y if gate_first else y * factor)
