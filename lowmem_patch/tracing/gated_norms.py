@@ -148,7 +148,8 @@ def _norm_of(view: _Ungated, rows: Tensor, groups: int) -> NormSettings | None:
         weight = view.weight.detach()
 
         def grouped(x: Tensor) -> Tensor:
-            return (view(x.reshape(rows.shape)) / weight).reshape(x.shape)
+            found: Tensor = view(x.reshape(rows.shape)) / weight
+            return found.reshape(x.shape)
 
         split = rows.reshape(*rows.shape[:-1], groups, -1)
         found = find_norm(_Of(grouped), split, ("", ""), vars(view.module))
