@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
@@ -19,14 +20,15 @@ from lowmem_patch.functional import EIGHT_BIT_DTYPES
 from lowmem_patch.nn.eight_bit import store_attention, store_input
 from lowmem_patch.nn.norms import MSNorm
 from lowmem_patch.nn.own import has_foreign_forward
+from lowmem_patch.strategies import gated_norms
 from lowmem_patch.strategies.common_parts import common_part
 from lowmem_patch.strategies.head import head_names
 from lowmem_patch.strategies.lora import adapter_layers
-from lowmem_patch.strategies.protocol import Facts, Found, Patch, Target
+from lowmem_patch.strategies.protocol import Facts, Found, Patch, PatchSite, Target
 from lowmem_patch.strategies.share import NormSite, norm_sites
 from lowmem_patch.tracing.base_model import is_leaf
 from lowmem_patch.tracing.call_arguments import attention_call
-from lowmem_patch.tracing.consumers import weight_trains
+from lowmem_patch.tracing.consumers import Consumer, find_consumers, weight_trains
 from lowmem_patch.tracing.op_roles import Role, role_of
 from lowmem_patch.tracing.saved_bytes import storage_key
 
@@ -79,10 +81,11 @@ def find(facts: Facts, config: PatchConfig) -> Found:
     savers = _Savers(facts)
     left = savers.leave_common_parts()
     attention = savers.attention_that_fits()
+    gated = _gated_norms(facts, config)
     inputs = {
         name: call_inputs
         for name, call_inputs in _trained(facts, config)
-        if savers.allow(call_inputs)
+        if savers.allow(call_inputs) and not gated.in_groups & set(map(storage_key, call_inputs))
     }
     for name in attention:
         reason = "q, k, v and the output stored in 8 bits"
@@ -91,8 +94,9 @@ def find(facts: Facts, config: PatchConfig) -> Found:
     for name in inputs:
         once = readers[id(getattr(facts.modules[name], "weight", None))] == 1
         found.add(StoredInput(name, reason="input stored in 8 bits", kind="linear", once=once))
-    for site in norm_sites(facts, config):
-        if isinstance(site, NormSite) and site.function is None and _is_read_by(site, inputs):
+    norms = [site for site in norm_sites(facts, config) if isinstance(site, NormSite)]
+    for site in (*(norm for norm in norms if norm.function is None), *gated.whole):
+        if _is_read_by(site.consumers, inputs):
             found.add(StoredNorm(site.name))
     if found.patches:
         found.notes.append(_note(len(attention), len(inputs)))
@@ -101,6 +105,30 @@ def find(facts: Facts, config: PatchConfig) -> Found:
             f"what attention saves stays in full in {len(left)} modules, as in {left[0][0]}: {left[0][1]}, "
             "and the rounding of 8 bits would not cancel in the gradients"
         )
+    return found
+
+
+class _GatedNorms(NamedTuple):
+    """Gated norms whose output a Linear saves.
+
+    Attributes:
+        whole: those that save it as well.
+        in_groups: keys of the storages of those that save z, of which the Linear computes it again.
+    """
+
+    whole: list[PatchSite]
+    in_groups: set[int]
+
+
+def _gated_norms(facts: Facts, config: PatchConfig) -> _GatedNorms:
+    found = _GatedNorms([], set())
+    for patch in gated_norms.find(facts, config).patches:
+        outputs = facts.outputs(patch.site)
+        if patch.spec.gate_first and patch.spec.groups == 1:
+            consumers = find_consumers(facts.trace, outputs)
+            found.whole.append(PatchSite(patch.site, patch.kind, consumers))
+        elif patch.spec.gate_first:
+            found.in_groups.update(map(storage_key, outputs))
     return found
 
 
@@ -206,13 +234,13 @@ def _is_trained_linear(facts: Facts, name: str, module: nn.Module) -> bool:
     return True
 
 
-def _is_read_by(site: NormSite, linears: Iterable[str]) -> bool:
-    """Whether a Linear whose input is stored reads the norm's output."""
+def _is_read_by(consumers: Iterable[Consumer], linears: Iterable[str]) -> bool:
+    """Whether a Linear whose input is stored is among those that read a norm's output."""
     names = set(linears)
     layers = tuple(f"{name}." for name in names)
     return any(
         consumer.linear is not None
         and (consumer.linear.module in names or consumer.text.startswith(layers))
         and (weight_trains(consumer) or consumer.text.startswith(layers))
-        for consumer in site.consumers
+        for consumer in consumers
     )
