@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lowmem_patch import patch_model, patch_report, saved_bytes, unpatch_model
+from lowmem_patch import patch_model, patch_report, plan_patch, saved_bytes, unpatch_model
 from lowmem_patch.config import load_config
 from lowmem_patch.nn.gated_norms import GatedMSRMSNorm
 from tests.support.judge import assert_accurate, assert_equal, assert_same_step
@@ -153,6 +153,29 @@ def test_the_report_names_it_and_its_prediction_is_exact() -> None:
     with saved_bytes(ours) as found:
         ours(x)
     assert report.saved_after == found.activations
+
+
+class Heads(nn.Module):
+    """The end of a layer of linear attention: 32 heads of 128 channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.x, self.z = nn.Linear(8, 4096), nn.Linear(8, 4096)
+        self.norm, self.out = NormThenGate(128), nn.Linear(4096, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = (tensor.reshape(-1, 128) for tensor in (self.x(x), self.z(x)))
+        found: Tensor = self.out(self.norm(*heads).reshape(*x.shape[:-1], -1))
+        return found
+
+
+def test_a_layer_of_qwen_saves_what_the_documents_say() -> None:
+    with torch.device("meta"):
+        model, x = Heads().bfloat16(), torch.empty(2, 2048, 8, dtype=torch.bfloat16)
+    plan = plan_patch(model, "exact", example_inputs=(x,))
+    own = x.numel() * 2
+    assert (plan.saved_before - own) / 2**20 == 288.5
+    assert (plan.saved_after - own) / 2**20 == 64.5
 
 
 QWEN = {
