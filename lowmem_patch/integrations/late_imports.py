@@ -1,33 +1,17 @@
-"""Do something to a module as soon as it has been imported, and take it back."""
+"""Do something to a module as soon as it has been imported."""
 
 from __future__ import annotations
 
+import copy
 import importlib.abc
 import importlib.machinery
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import ModuleType
 from typing import Any
 
 Action = Callable[[ModuleType], None]
-
-
-class Replacements:
-    """Attributes that were set in the place of others."""
-
-    def __init__(self) -> None:
-        self._originals: list[tuple[Any, str, Any]] = []
-
-    def put(self, owner: Any, name: str, value: Any) -> None:
-        """Set an attribute that is there."""
-        self._originals.append((owner, name, getattr(owner, name)))
-        setattr(owner, name, value)
-
-    def undo(self) -> None:
-        """Put back what was there, the last first."""
-        while self._originals:
-            owner, name, value = self._originals.pop()
-            setattr(owner, name, value)
 
 
 class AfterImport(importlib.abc.MetaPathFinder):
@@ -59,24 +43,13 @@ class AfterImport(importlib.abc.MetaPathFinder):
         for finder in sys.meta_path:
             spec = None if finder is self else finder.find_spec(name, path, target)
             if spec is not None and spec.loader is not None:
-                spec.loader = _Loader(spec.loader, self.actions[name])
+                loader: Any = copy.copy(spec.loader)  # a zip file's loads other modules, too
+                loader.exec_module = partial(_both, loader.exec_module, self.actions[name])
+                spec.loader = loader
                 return spec
         return None
 
 
-class _Loader(importlib.abc.Loader):
-    """Loads as another loader does, and then acts."""
-
-    def __init__(self, loader: Any, action: Action) -> None:
-        self.loader, self.action = loader, action
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        module: ModuleType | None = self.loader.create_module(spec)
-        return module
-
-    def exec_module(self, module: ModuleType) -> None:
-        self.loader.exec_module(module)
-        self.action(module)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.loader, name)  # a file's path and source, for inspect and pkgutil
+def _both(execute: Action, action: Action, module: ModuleType) -> None:
+    execute(module)
+    action(module)

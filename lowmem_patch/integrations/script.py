@@ -7,6 +7,7 @@ In this process alone, four places of libraries hand their models over: the end 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import os
@@ -21,7 +22,7 @@ import torch
 from torch import nn
 
 from lowmem_patch.errors import LowmemPatchError, PatchError, TraceError
-from lowmem_patch.integrations.late_imports import AfterImport, Replacements
+from lowmem_patch.integrations.late_imports import AfterImport
 from lowmem_patch.integrations.patching import Patching, summary
 from lowmem_patch.planning.changes import no_longer_as_patched
 from lowmem_patch.planning.report import PatchReport, find_records
@@ -111,10 +112,10 @@ def run_script(
     argv, search = sys.argv, sys.path[:]
     sys.argv = [script, *arguments]
     sys.path[0] = str(Path.cwd() if as_module else Path(script).resolve().parent)
-    replaced, refused = Replacements(), False
+    refused = False
     _say(f"in this process alone, models are patched that are given to {_PLACES}")
     try:
-        with AfterImport(_actions(patching, replaced)):
+        with contextlib.ExitStack() as replaced, AfterImport(_actions(patching, replaced)):
             if as_module:
                 runpy.run_module(script, run_name="__main__", alter_sys=True)
             else:
@@ -123,7 +124,6 @@ def run_script(
         refused = True
         raise
     finally:
-        replaced.undo()
         sys.argv, sys.path[:] = argv, search
         if not refused:
             _say(patching.account())
@@ -136,7 +136,7 @@ def _say(text: str) -> None:
 
 
 def _actions(
-    patching: ScriptPatching, replaced: Replacements
+    patching: ScriptPatching, replaced: contextlib.ExitStack
 ) -> dict[str, Callable[[ModuleType], None]]:
     """What is done to each library's module once it is there."""
 
@@ -152,7 +152,13 @@ def _actions(
     }
 
 
-def _at_trainer(patching: ScriptPatching, replaced: Replacements, module: Any) -> None:
+def _replace(replaced: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:
+    """Set an attribute until all that was replaced is put back."""
+    replaced.callback(setattr, owner, name, getattr(owner, name))
+    setattr(owner, name, value)
+
+
+def _at_trainer(patching: ScriptPatching, replaced: contextlib.ExitStack, module: Any) -> None:
     """Add the callback at the end of ``Trainer.__init__``, when callbacks are told so."""
     original = module.Trainer.__init__
 
@@ -169,7 +175,7 @@ def _at_trainer(patching: ScriptPatching, replaced: Replacements, module: Any) -
         trainer.add_callback(callback)
         callback.on_init_end(trainer.args, trainer.state, trainer.control, trainer.model)
 
-    replaced.put(module.Trainer, "__init__", __init__)
+    _replace(replaced, module.Trainer, "__init__", __init__)
 
 
 def _has_callback(callbacks: Iterable[Any], kind: Any, patching: ScriptPatching) -> bool:
@@ -180,7 +186,7 @@ def _has_callback(callbacks: Iterable[Any], kind: Any, patching: ScriptPatching)
     return bool(found)
 
 
-def _at_prepare(patching: ScriptPatching, replaced: Replacements, module: Any) -> None:
+def _at_prepare(patching: ScriptPatching, replaced: contextlib.ExitStack, module: Any) -> None:
     """Patch the models that train before ``Accelerator.prepare`` wraps or shards them."""
     original = module.Accelerator.prepare
 
@@ -193,7 +199,7 @@ def _at_prepare(patching: ScriptPatching, replaced: Replacements, module: Any) -
                     _say(f"at Accelerator.prepare: {summary(report)}")
         return original(accelerator, *args, **kwargs)
 
-    replaced.put(module.Accelerator, "prepare", prepare)
+    _replace(replaced, module.Accelerator, "prepare", prepare)
 
 
 def _wants(model: nn.Module) -> bool:
@@ -204,7 +210,7 @@ def _wants(model: nn.Module) -> bool:
     return not records or any(no_longer_as_patched(holder) for holder, _ in records)
 
 
-def _at_fit(patching: ScriptPatching, replaced: Replacements, module: Any) -> None:
+def _at_fit(patching: ScriptPatching, replaced: contextlib.ExitStack, module: Any) -> None:
     """Add a callback, which sees to the rest, when Lightning's ``Trainer.fit`` begins."""
     original = module.Trainer.fit
 
@@ -218,10 +224,10 @@ def _at_fit(patching: ScriptPatching, replaced: Replacements, module: Any) -> No
             trainer.callbacks.insert(0, callback)
         return original(trainer, *args, **kwargs)
 
-    replaced.put(module.Trainer, "fit", fit)
+    _replace(replaced, module.Trainer, "fit", fit)
 
 
-def _at_create_model(patching: ScriptPatching, replaced: Replacements, module: Any) -> None:
+def _at_create_model(patching: ScriptPatching, replaced: contextlib.ExitStack, module: Any) -> None:
     """Patch what ``timm.create_model`` makes where a script, and no library, calls it."""
     original = module.create_model
 
@@ -240,4 +246,4 @@ def _at_create_model(patching: ScriptPatching, replaced: Replacements, module: A
             str(getattr(other, "__name__", "")).startswith("timm")
             and vars(other).get("create_model") is original
         ):
-            replaced.put(other, "create_model", create_model)
+            _replace(replaced, other, "create_model", create_model)
