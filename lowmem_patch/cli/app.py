@@ -252,9 +252,9 @@ def demo(
             results[task.name], plans[task.name], good = run_demo_task(task, as_json)
             passed = passed and good
         if plot is not None:
-            from lowmem_patch.plot import plot_saved_bytes_of
+            from lowmem_patch.plot import plot_saved_bytes
 
-            plot_saved_bytes_of(plans, plot)
+            plot_saved_bytes(plans, plot)
         if as_json:
             print_json({"tasks": results})
         raise typer.Exit(ExitCode.DONE if passed else ExitCode.FAILED)

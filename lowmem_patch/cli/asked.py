@@ -15,11 +15,7 @@ if TYPE_CHECKING:
 _NONE = re.compile(r"0+\s*([KMGT](i?B)?|B)?", re.IGNORECASE)  # other sizes are above 0
 
 
-class Solve(enum.StrEnum):
-    """The size that is looked for."""
-
-    batch = "batch"
-    length = "length"
+Solve = enum.StrEnum("Solve", ("batch", "length"))  # the size that is looked for
 
 
 def budget_of(fit: str | None, config: PatchConfig) -> str | int | None:

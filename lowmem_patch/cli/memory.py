@@ -26,18 +26,11 @@ if TYPE_CHECKING:
     from lowmem_patch.tracing.inputs import ExampleInputs
 
 
-class Optimizer(enum.StrEnum):
-    """Optimizers whose state is known."""
-
-    adamw = "adamw"
-    adamw_foreach = "adamw_foreach"
-    adamw8bit = "adamw8bit"
-    paged_adamw = "paged_adamw"
-    paged_adamw8bit = "paged_adamw8bit"
-    sgd = "sgd"
-    adafactor = "adafactor"
-
-
+# `lowmem_patch.memory.OPTIMIZERS`, for whose import --help shall not wait
+Optimizer = enum.StrEnum(
+    "Optimizer",
+    ("adamw", "adamw_foreach", "adamw8bit", "paged_adamw", "paged_adamw8bit", "sgd", "adafactor"),
+)
 OptimizerOption = Annotated[
     Optimizer, typer.Option(help="Whose state and temporaries are counted; adamw is the fused one.")
 ]
@@ -186,23 +179,17 @@ def _look(model: Any, config: PatchConfig, training: Training, asked: Asked) -> 
     asked, solved = _solved(model, config, training, asked, host)
     make = _maker(model)
     inputs = make(asked.batch_size, asked.length or default_length(model))
-    given = asked.length is not None
     assumed = assumptions(
-        model,
-        inputs,
-        training,
-        batches=asked.batches,
-        given_length=given,
-        solved=solved,
-        fit=asked.fit,
-    )
+        model, inputs, training, batches=asked.batches, given_length=asked.length is not None,
+        solved=solved, fit=asked.fit,
+    )  # fmt: skip
     if asked.fit is not None:
         assumed["host memory"] = asked.about_host(host, training.gpus)
-    tokens = inputs.kwargs.get("input_ids")
     plans = make_plans(model, config, inputs)
     report = plans.report
     if asked.fit is not None:
         report = _fitted(model, config, inputs, training, asked.fit, host, report)
+    tokens = inputs.kwargs.get("input_ids")
     try:
         predicted = predict_memory(
             model, config, make, batch_size=asked.batch_size, training=training,
@@ -285,7 +272,7 @@ def _show(found: _Look, model: str, train: str, plot: Path | None, as_json: bool
     if plot is not None:
         from lowmem_patch.plot import plot_saved_bytes
 
-        plot_saved_bytes(plan, plot, title)
+        plot_saved_bytes({title: plan}, plot)
     if as_json:
         data = {"model": model, "train": train, "assumptions": found.assumed, **plan.to_dict()}
         data["ladder"] = [dataclasses.asdict(rung) for rung in found.ladder]
