@@ -19,10 +19,11 @@ _HOST_SECONDS = 1.5e-3  # of Python, for the copies of one run
 _SPARE = 0.1  # of a run's time in which Python may do more, and no kernel waits
 
 
+@dataclasses.dataclass
 class Choices:
     """The levels that the runs of a model's blocks may have.
 
-    Args:
+    Attributes:
         blocks: of the model.
         free: sites of those that may have another level than patched.
         profiles: a step with all free blocks at a level.
@@ -32,26 +33,22 @@ class Choices:
         host: bytes of host memory that may be used.
     """
 
-    def __init__(
-        self,
-        blocks: Blocks,
-        free: set[str],
-        profiles: Mapping[str, Timeline],
-        keeps_output: Sequence[bool],
-        keeps_input: Sequence[bool],
-        seconds: Sequence[RunSeconds],
-        device: Device,
-        host: int,
-    ) -> None:
-        self.blocks, self.free, self.profiles = blocks, free, profiles
-        self.keeps_output, self.keeps_input = keeps_output, keeps_input
-        self.seconds, self.device, self.host = seconds, device, host
-        self.sites = [blocks.blocks[run.block].site for run in blocks.runs]
-        least = min(timeline.outside for timeline in profiles.values())
-        self.sums = {level: Sums(timeline, least) for level, timeline in profiles.items()}
-        self.inputs = input_sizes(profiles["patched"])
+    blocks: Blocks
+    free: set[str]
+    profiles: Mapping[str, Timeline]
+    keeps_output: Sequence[bool]
+    keeps_input: Sequence[bool]
+    seconds: Sequence[RunSeconds]
+    device: Device
+    host: int
+
+    def __post_init__(self) -> None:
+        self.sites = [self.blocks.blocks[run.block].site for run in self.blocks.runs]
+        least = min(timeline.outside for timeline in self.profiles.values())
+        self.sums = {level: Sums(timeline, least) for level, timeline in self.profiles.items()}
+        self.inputs = input_sizes(self.profiles["patched"])
         self.on_hosts = [buffer_bytes(size) if size else 0 for size in self.inputs]
-        away = profiles.get("offloaded", profiles["patched"]).runs
+        away = self.profiles.get("offloaded", self.profiles["patched"]).runs
         self.saved = [run.copied for run in away]
         self.buffers = [run.buffers for run in away]
 
