@@ -38,7 +38,7 @@ from lowmem_patch.tracing.isolation import preserved
 from lowmem_patch.tracing.shadow import Shadow
 from lowmem_patch.tracing.sharded import came_sharded
 
-Asked = tuple[str | int, str, bool, int]  # as in `planning.report.Record`
+Asked = tuple[str | int, Training]  # a budget, and what it is for
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
 
@@ -109,7 +109,7 @@ def _asked(
         raise ConfigError(f"gpus {gpus!r} is no number of GPUs: 1 or more")
     budget = config.fit if fit is None else fit
     if budget is not None:
-        return budget, optimizer, accumulation > 1, gpus
+        return budget, Training(optimizer, accumulates=accumulation > 1, gpus=gpus)
     given = {"optimizer": optimizer, "accumulation": accumulation, "gpus": gpus}
     usual = {"optimizer": "adamw", "accumulation": 1, "gpus": 1}
     read = " and ".join(
@@ -135,9 +135,7 @@ def _planned(
 ) -> tuple[PatchReport, Plan, ExampleInputs]:
     planned = plan_model(model, config, example_inputs)
     if asked is not None:
-        budget, optimizer, accumulates, gpus = asked
-        training = Training(optimizer, accumulates=accumulates, gpus=gpus)
-        planned = fit_planned(model, planned, budget, training)
+        planned = fit_planned(model, planned, *asked)
     return planned.report, planned.plan, planned.inputs
 
 

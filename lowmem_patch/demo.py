@@ -71,16 +71,16 @@ class Comparison:
     patched: FineTuning
 
 
-def load_demo_llama(dtype: torch.dtype = torch.float32) -> Any:
-    """The bundled LLaMA, a stock ``LlamaForCausalLM``, in eval mode."""
-    model: Any = transformers.LlamaForCausalLM.from_pretrained(LLAMA_FOLDER, dtype=dtype)
+def load_demo_llama() -> Any:
+    """The bundled LLaMA, a stock ``LlamaForCausalLM`` in float32, in eval mode."""
+    model: Any = transformers.LlamaForCausalLM.from_pretrained(LLAMA_FOLDER, dtype=torch.float32)
     return model.eval()
 
 
-def load_demo_vit(dtype: torch.dtype = torch.float32) -> Any:
-    """The bundled ViT, a stock timm ``VisionTransformer``, in eval mode."""
+def load_demo_vit() -> Any:
+    """The bundled ViT, a stock timm ``VisionTransformer`` in float32, in eval mode."""
     model: Any = timm.create_model(f"local-dir:{VIT_FOLDER}", pretrained=True)
-    return model.to(dtype).eval()
+    return model.eval()
 
 
 def standard_library_files(*, held_out: bool) -> list[Path]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer  # noqa: TID251 - only the command line imports typer
 
 from lowmem_patch.cli import options
-from lowmem_patch.cli.asked import Asked, Solve, budget_of
+from lowmem_patch.cli.asked import Asked, Solve
 from lowmem_patch.cli.assumptions import assumptions, default_length, model_settings
 from lowmem_patch.cli.light_imports import light_imports, one_thread, uncollected_imports
 from lowmem_patch.cli.models import meta_model, name_unused, real_model, with_adapters
@@ -115,7 +115,8 @@ def inspect(
         from lowmem_patch.memory import Training
 
         config = load_config(preset)
-        into = budget_of(fit, config)
+        # a preset file's auto is what a GPU has free
+        into = config.fit if fit is None and config.fit != "auto" else fit
         asked = Asked(batch_size, seq_len, accumulation, memory, into, host_memory, solve)
         asked.check(checkpointing)
         adapters = options.lora_targets(train)
@@ -130,7 +131,9 @@ def inspect(
             imports_done()
             quantised = train.startswith("qlora")
             training = Training(optimizer.value, quantised, accumulation > 1, checkpointing, gpus)
-            with one_thread(), _autocast("cpu", autocast):
+            import torch
+
+            with one_thread(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
                 found = _look(built, config, training, asked)
         _show(found, model, train, plot, as_json)
         if found.fits is False:
@@ -292,12 +295,6 @@ def _show(found: _Look, model: str, train: str, plot: Path | None, as_json: bool
         print_error(found.failed)
 
 
-def _autocast(device: str, enabled: bool) -> Any:
-    import torch
-
-    return torch.autocast(device, dtype=torch.bfloat16, enabled=enabled)
-
-
 def profile(
     model: options.ModelArgument,
     preset: options.PresetOption = "auto",
@@ -334,7 +331,7 @@ def profile(
             name_unused(built, train=train, rank=lora_rank, length=seq_len)
             torch.manual_seed(0)
             inputs = make_example_inputs(built, batch_size=batch_size, sequence_length=seq_len)
-            with _autocast(wanted, autocast):
+            with torch.autocast(wanted, torch.bfloat16, enabled=autocast):
                 result = profile_model(built, config, inputs)
         settings = model_settings(built)
         title = f"{model}: preset {config.name}, train {train}, {inputs}"

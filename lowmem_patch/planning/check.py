@@ -70,7 +70,16 @@ def refuse_unready(model: nn.Module) -> None:
         PatchError: torch.compile or FSDP1 wraps it or a part of it, torch.jit.script compiled it, it has
             weights that only its first forward makes, or tensors made here have no history or no data.
     """
-    _refuse_surroundings()
+    if torch.is_inference_mode_enabled():
+        raise PatchError(
+            "torch.inference_mode() is on, in which autograd saves nothing, so that nothing can be planned: "
+            "patch the model outside of it"
+        )
+    if torch.get_default_device().type == "meta":
+        raise PatchError(
+            "torch's default device is meta, where tensors have no data: patch the model outside of "
+            'torch.device("meta"); the model itself may lie there'
+        )
     _refuse_wrapped(model)
     if isinstance(model, torch.jit.ScriptModule):
         raise PatchError(
@@ -83,19 +92,6 @@ def refuse_unready(model: nn.Module) -> None:
                 f"{name} has no shape before the first forward: run the model on a batch once, and patch it "
                 "then"
             )
-
-
-def _refuse_surroundings() -> None:
-    if torch.is_inference_mode_enabled():
-        raise PatchError(
-            "torch.inference_mode() is on, in which autograd saves nothing, so that nothing can be planned: "
-            "patch the model outside of it"
-        )
-    if torch.get_default_device().type == "meta":
-        raise PatchError(
-            "torch's default device is meta, where tensors have no data: patch the model outside of "
-            'torch.device("meta"); the model itself may lie there'
-        )
 
 
 def run_real(model: nn.Module, inputs: ExampleInputs) -> RealRun:

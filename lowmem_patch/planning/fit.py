@@ -300,4 +300,17 @@ class Fitting(Steps):
                 "under torch.compile its own checkpointing is used for these blocks, without host memory and "
                 "segments"
             )
+        if self.sharding is not None:
+            whole = self.sharding.whole
+            notes.append(
+                f"bytes are those of one of {self.sharding.gpus} GPUs, over which FSDP2 shards model states "
+                f"block by block; two blocks ({size_text(whole.block)} each) and all outside of them "
+                f"({size_text(whole.rest)}) are gathered for a while. Times are without communication"
+            )
+        if self.states.buckets:
+            notes.append(
+                "processes of torch.distributed run: DDP's buckets are counted, a copy of the gradients of "
+                f"{size_text(self.states.buckets)} (none with gradient_as_bucket_view=True); for FSDP2 give "
+                "gpus="
+            )
         return notes
