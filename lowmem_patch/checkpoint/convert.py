@@ -36,7 +36,7 @@ _FOLD_ONLY = PatchConfig(norms="fold", activations="keep", name="convert")
 # config, tokenizer and record beside the weights
 _ROOM_FOR_THE_REST = 64_000_000
 _UNREAD = ("no weights were read: a norm that is already an identity counts as folded here",)
-_UNCHECKED = "the written checkpoint was not compared with the source (--no-check)"
+_UNCHECKED = ("the written checkpoint was not compared with the source (--no-check)",)
 
 # Takes the tensor as stored; returns one of the same shape in float64, which the caller rounds once.
 Edit = Callable[[Tensor], Tensor]
@@ -151,13 +151,9 @@ def convert(
         copy_description(source, folder, dtype)
         write_record(folder, source, steps, result.unfolded, dtype)
         write_card(folder, source, steps)
-        result = dataclasses.replace(result, out=str(out), files=files)
-        if not check:
-            return dataclasses.replace(result, notes=(*notes, _UNCHECKED))
-        tell("self-check", 0, 1)
-        checks, remarks = self_check(source, folder, dtype)
-        tell("self-check", 1, 1)
-        return dataclasses.replace(result, checks=checks, notes=notes + remarks)
+        checks, remarks = _checked(source, folder, dtype, tell) if check else ((), _UNCHECKED)
+    notes += remarks
+    return dataclasses.replace(result, out=str(out), files=files, checks=checks, notes=notes)
 
 
 def _plan(source: Source) -> tuple[Any, list[FoldStep], dict[str, NormOutcome]]:
@@ -168,6 +164,15 @@ def _plan(source: Source) -> tuple[Any, list[FoldStep], dict[str, NormOutcome]]:
     norms = [site for site in sites if _is_norm(site)]
     outcomes = {site.name: _outcome(site) for site in norms}
     return model, [site.fold for site in norms if site.fold is not None], outcomes
+
+
+def _checked(
+    source: Source, folder: Path, dtype: torch.dtype | None, tell: Progress
+) -> tuple[tuple[TensorCheck, ...], tuple[str, ...]]:
+    tell("self-check", 0, 1)
+    found = self_check(source, folder, dtype)
+    tell("self-check", 1, 1)
+    return found
 
 
 def _is_norm(site: Site) -> bool:

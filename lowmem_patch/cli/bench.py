@@ -87,7 +87,7 @@ def bench(
     with command(debug, as_json):
         import torch
 
-        from lowmem_patch.bench import compare, curve_variants
+        from lowmem_patch.bench import compare
         from lowmem_patch.plot import require_matplotlib
         from lowmem_patch.report.layout import progress_bar
 
@@ -106,11 +106,7 @@ def bench(
             inputs = _inputs(built, batch_size or setup.batch_size, seq_len or setup.length, wanted)
             autocast = setup.autocast if autocast is None else autocast
             with torch.autocast(wanted, torch.bfloat16, enabled=bool(autocast)):
-                chosen = chosen or curve_variants(built, inputs)
-            if curve:
-                print_note(
-                    f"--curve measures {len(chosen)} variants in {rounds} rounds, which takes minutes"
-                )
+                chosen = chosen or _curve(built, inputs, rounds)
             result = compare(
                 built, inputs, chosen, rounds=rounds, steps=steps, autocast=bool(autocast),
                 share_frozen=curve, progress=progress,
@@ -120,10 +116,21 @@ def bench(
             "part": setup.part, "settings": model_settings(built),
         }  # fmt: skip
         _show(result, settings, wanted, plot, as_json)
-        if any(row.measured for row in result.rows):
-            raise typer.Exit(ExitCode.DONE)
-        failed = any(row.failed for row in result.rows)
-        raise typer.Exit(ExitCode.FAILED if failed else ExitCode.NOTHING_TO_DO)
+        raise typer.Exit(_exit_code(result))
+
+
+def _curve(model: Any, inputs: ExampleInputs, rounds: int) -> dict[str, Any]:
+    from lowmem_patch.bench import curve_variants
+
+    chosen = curve_variants(model, inputs)
+    print_note(f"--curve measures {len(chosen)} variants in {rounds} rounds, which takes minutes")
+    return chosen
+
+
+def _exit_code(result: Comparison) -> ExitCode:
+    if any(row.measured for row in result.rows):
+        return ExitCode.DONE
+    return ExitCode.FAILED if any(row.failed for row in result.rows) else ExitCode.NOTHING_TO_DO
 
 
 def _check_names(model: str | None, shape: str | None, layers: int | None) -> None:

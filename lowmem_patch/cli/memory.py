@@ -131,9 +131,7 @@ def inspect(
             imports_done()
             quantised = train.startswith("qlora")
             training = Training(optimizer.value, quantised, accumulation > 1, checkpointing, gpus)
-            import torch
-
-            with one_thread(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            with one_thread(), _autocast("cpu", autocast):
                 found = _look(built, config, training, asked)
         _show(found, model, train, plot, as_json)
         if found.fits is False:
@@ -295,6 +293,12 @@ def _show(found: _Look, model: str, train: str, plot: Path | None, as_json: bool
         print_error(found.failed)
 
 
+def _autocast(device: str, enabled: bool) -> Any:
+    import torch
+
+    return torch.autocast(device, dtype=torch.bfloat16, enabled=enabled)
+
+
 def profile(
     model: options.ModelArgument,
     preset: options.PresetOption = "auto",
@@ -331,7 +335,7 @@ def profile(
             name_unused(built, train=train, rank=lora_rank, length=seq_len)
             torch.manual_seed(0)
             inputs = make_example_inputs(built, batch_size=batch_size, sequence_length=seq_len)
-            with torch.autocast(wanted, torch.bfloat16, enabled=autocast):
+            with _autocast(wanted, autocast):
                 result = profile_model(built, config, inputs)
         settings = model_settings(built)
         title = f"{model}: preset {config.name}, train {train}, {inputs}"

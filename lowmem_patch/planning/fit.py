@@ -18,9 +18,8 @@ from lowmem_patch.planning.budget import Budget
 from lowmem_patch.planning.choices import Choices
 from lowmem_patch.planning.fit_report import LEVEL_REASONS, FitReport, FittedBlock
 from lowmem_patch.planning.names import size_text
-from lowmem_patch.planning.need import OPTIMIZER_STEP
 from lowmem_patch.planning.solve import Solution, Step, least_limit, solve
-from lowmem_patch.planning.steps import Steps
+from lowmem_patch.planning.steps import OPTIMIZER_STEP, Steps
 from lowmem_patch.planning.timeline import Timeline
 from lowmem_patch.strategies.checkpointing import ALONE, LevelPatch, patches_of
 
