@@ -82,7 +82,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("planning.planner", "planning"),
     ("memory",),
     ("planning.budget", "planning.costs", "planning.solve", "planning.timeline"),
-    ("planning.fit_sums", "planning.sharded_timeline"),
+    ("planning.sharded_timeline",),
     ("planning.choices", "planning.steps"),
     ("planning.fit", "planning.ladder"),
     ("planning.fit_model",),

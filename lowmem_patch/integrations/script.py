@@ -8,8 +8,11 @@ In this process alone, four places of libraries hand their models over: the end 
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import functools
+import importlib.abc
+import importlib.machinery
 import os
 import runpy
 import sys
@@ -22,7 +25,6 @@ import torch
 from torch import nn
 
 from lowmem_patch.errors import LowmemPatchError, PatchError, TraceError
-from lowmem_patch.integrations.late_imports import AfterImport
 from lowmem_patch.integrations.patching import Patching, summary
 from lowmem_patch.planning.changes import no_longer_as_patched
 from lowmem_patch.planning.report import PatchReport, find_records
@@ -33,6 +35,7 @@ _OWN_CALLBACK = (
 )
 # they hand the model on to a trainer, or build it for another model
 _BUILDERS = ("timm", "transformers")
+Action = Callable[[ModuleType], None]
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -115,7 +118,7 @@ def run_script(
     refused = False
     _say(f"in this process alone, models are patched that are given to {_PLACES}")
     try:
-        with contextlib.ExitStack() as replaced, AfterImport(_actions(patching, replaced)):
+        with contextlib.ExitStack() as replaced, _AfterImport(_actions(patching, replaced)):
             if as_module:
                 runpy.run_module(script, run_name="__main__", alter_sys=True)
             else:
@@ -135,12 +138,10 @@ def _say(text: str) -> None:
         sys.stderr.flush()
 
 
-def _actions(
-    patching: ScriptPatching, replaced: contextlib.ExitStack
-) -> dict[str, Callable[[ModuleType], None]]:
+def _actions(patching: ScriptPatching, replaced: contextlib.ExitStack) -> dict[str, Action]:
     """What is done to each library's module once it is there."""
 
-    def bound(action: Callable[..., None]) -> Callable[[ModuleType], None]:
+    def bound(action: Callable[..., None]) -> Action:
         return functools.partial(action, patching, replaced)
 
     return {
@@ -247,3 +248,46 @@ def _at_create_model(patching: ScriptPatching, replaced: contextlib.ExitStack, m
             and vars(other).get("create_model") is original
         ):
             _replace(replaced, other, "create_model", create_model)
+
+
+class _AfterImport(importlib.abc.MetaPathFinder):
+    """Calls an action for each named module: at once where it is imported already, else after its import.
+
+    Args:
+        actions: by full module name.
+    """
+
+    def __init__(self, actions: dict[str, Action]) -> None:
+        self.actions = actions
+
+    def __enter__(self) -> _AfterImport:
+        for name, action in self.actions.items():
+            if name in sys.modules:
+                action(sys.modules[name])
+        sys.meta_path.insert(0, self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        sys.meta_path.remove(self)
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """The spec that the other finders give, with the action behind its loader."""
+        if name not in self.actions:
+            return None
+        for finder in sys.meta_path:
+            spec = None if finder is self else finder.find_spec(name, path, target)
+            if spec is not None and spec.loader is not None:
+                loader: Any = copy.copy(spec.loader)  # a zip file's loads other modules, too
+                loader.exec_module = functools.partial(
+                    _both, loader.exec_module, self.actions[name]
+                )
+                spec.loader = loader
+                return spec
+        return None
+
+
+def _both(execute: Action, action: Action, module: ModuleType) -> None:
+    execute(module)
+    action(module)

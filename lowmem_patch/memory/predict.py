@@ -111,24 +111,18 @@ class MemoryReport:
         return {**data, "before": self.before.to_dict(), "after": self.after.to_dict()}
 
 
+@dataclasses.dataclass
 class _Predictor:
     """Steps of one model, as it is or patched, at any size."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        plans: Plans,
-        make_inputs: MakeInputs,
-        *,
-        patched: bool,
-        training: Training = USUAL_TRAINING,
-    ) -> None:
-        self.model = model
-        self.plans = plans
-        self.make_inputs = make_inputs
-        self.patched = patched
-        self.training = training
-        self.blocks = plans.blocks
+    model: nn.Module
+    plans: Plans
+    make_inputs: MakeInputs
+    patched: bool
+    training: Training = USUAL_TRAINING
+
+    def __post_init__(self) -> None:
+        self.blocks = self.plans.blocks
         self.shadows: dict[int | None, Shadow] = {}
         self.known: dict[tuple[int, int | None], Mapping[Part, PartBytes]] = {}
 

@@ -39,6 +39,7 @@ class Fitted:
 NO_BLOCKS = "no repeated blocks were found that could be recomputed: all stays as patched"
 
 
+@dataclasses.dataclass(eq=False)
 class NoFit(Exception):
     """No choice fits.
 
@@ -49,9 +50,10 @@ class NoFit(Exception):
         moment: when the peak is.
     """
 
-    def __init__(self, least: int, peak: int, levels: dict[str, str], moment: str) -> None:
-        super().__init__()
-        self.least, self.peak, self.levels, self.moment = least, peak, levels, moment
+    least: int
+    peak: int
+    levels: dict[str, str]
+    moment: str
 
 
 class Fitting(Steps):
