@@ -77,7 +77,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("planning.fit_report",),
     ("planning.report",),
     ("planning.plan",),
-    ("planning.floor_sites", "planning.live_ops"),
+    ("planning.floor_sites",),
     ("planning.apply", "planning.changes", "planning.check", "planning.floor", "planning.notes"),
     ("planning.planner", "planning"),
     ("memory",),

@@ -112,7 +112,8 @@ def compare(
             with entry.record_errors():
                 variant = variants[entry.name]
                 entry.step = _prepare(model, shared, variant, inputs, device, autocast)
-                _rest(entry.step, parked)
+                if parked:
+                    entry.step.move("cpu")
             _free_unused(device)
         for turn in range(len(entries), turns):
             entry = entries[turn % len(entries)]
@@ -161,12 +162,7 @@ def _take_turn(entry: _Entry, step: Step, steps: int, parked: bool) -> None:
     entry.memory.append(step.memory())
     step.run()  # leaves the caching allocator as a training loop finds it
     entry.times += [step.milliseconds() for _ in range(steps)]
-    _rest(step, parked)
-
-
-def _rest(step: Step, parked: bool) -> None:
-    """Move weights and optimizer to the host while others have their turn, if parked."""
-    if parked:
+    if parked:  # while others have their turn
         step.move("cpu")
 
 

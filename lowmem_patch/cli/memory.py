@@ -167,7 +167,9 @@ def _look(model: Any, config: PatchConfig, training: Training, asked: Asked) -> 
     from lowmem_patch.memory import make_plans, predict_memory
     from lowmem_patch.planning.budget import make_budget
     from lowmem_patch.planning.costs import device_of
+    from lowmem_patch.planning.fit_model import fit_planned
     from lowmem_patch.planning.ladder import find_rungs
+    from lowmem_patch.planning.planner import plan_model
     from lowmem_patch.tracing.base_model import base_model
 
     config_of: Any = getattr(base_model(model), "config", None)
@@ -189,7 +191,10 @@ def _look(model: Any, config: PatchConfig, training: Training, asked: Asked) -> 
     plans = make_plans(model, config, inputs)
     report = plans.report
     if asked.fit is not None:
-        report = _fitted(model, config, inputs, training, asked.fit, host, report)
+        fitted = fit_planned(
+            model, plan_model(model, config, inputs), asked.fit, training, host=host
+        )
+        report = dataclasses.replace(report, fit=fitted.report.fit)
     tokens = inputs.kwargs.get("input_ids")
     try:
         predicted = predict_memory(
@@ -243,24 +248,6 @@ def _solved(
     if of_batch:
         return dataclasses.replace(asked, fit=fit, batch_size=size), {"batch": size}
     return dataclasses.replace(asked, fit=fit, length=size), {"length": size}
-
-
-def _fitted(
-    model: Any,
-    config: PatchConfig,
-    inputs: ExampleInputs,
-    training: Training,
-    fit: str | int,
-    host: int,
-    report: PatchReport,
-) -> PatchReport:
-    """The report with the choice of levels for a budget."""
-    from lowmem_patch.planning.fit_model import fit_planned
-    from lowmem_patch.planning.planner import plan_model
-
-    planned = plan_model(model, config, inputs)
-    fitted = fit_planned(model, planned, fit, training, host=host)
-    return dataclasses.replace(report, fit=fitted.report.fit)
 
 
 def _show(found: _Look, model: str, train: str, plot: Path | None, as_json: bool) -> None:

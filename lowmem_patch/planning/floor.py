@@ -27,8 +27,7 @@ from torch import Tensor
 
 from lowmem_patch.constants import STEP_TABLES
 from lowmem_patch.planning import floor_sites
-from lowmem_patch.planning.floor_sites import SiteCall, find_sites, gamma_trains
-from lowmem_patch.planning.live_ops import let_go, live_ops
+from lowmem_patch.planning.floor_sites import SiteCall, find_sites, gamma_trains, let_go, live_ops
 from lowmem_patch.planning.report import block_name
 from lowmem_patch.strategies.protocol import Facts
 from lowmem_patch.tracing.call_arguments import dropout_call, weight_matmul
