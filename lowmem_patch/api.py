@@ -29,7 +29,6 @@ from lowmem_patch.planning.planner import (
 )
 from lowmem_patch.planning.report import NOTHING_TRAINS, RECORD, PatchReport, Record, find_records
 from lowmem_patch.strategies.fold import folded_now
-from lowmem_patch.strategies.fold_weights import FoldStep
 from lowmem_patch.strategies.swap import is_replacement
 from lowmem_patch.tracing.base_model import checked_model
 from lowmem_patch.tracing.example_inputs import inner_model
@@ -351,7 +350,12 @@ def _unpatch(model: nn.Module) -> None:
 
 def _put_back(model: nn.Module) -> None:
     steps = [folded.step for folded in folded_now(model)]
-    adapted = [step.norm for step in steps if _is_adapted(model, step)]
+    modules = dict(model.named_modules())
+    adapted = [  # an adapter was put on one of the Linears
+        step.norm
+        for step in steps
+        if any(has_adapter(modules.get(ref.module)) for ref in step.linears)
+    ]
     if adapted:
         warnings.warn(
             f"{len(adapted)} norms stay folded, because adapters were added on the folded weights "
@@ -361,12 +365,6 @@ def _put_back(model: nn.Module) -> None:
             stacklevel=4,
         )
     undo(model, unfolds=not adapted)
-
-
-def _is_adapted(model: nn.Module, step: FoldStep) -> bool:
-    """Whether an adapter was put on one of the Linears."""
-    modules = dict(model.named_modules())
-    return any(has_adapter(modules.get(reference.module)) for reference in step.linears)
 
 
 def _say_if_nothing(report: PatchReport, plan: Plan, strict: bool) -> None:

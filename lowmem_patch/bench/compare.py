@@ -54,15 +54,10 @@ class _Entry:
             return Row(self.name, failed=self.failed, skipped=self.skipped)
         # equal in every round, except where a kernel that was chosen late allocates more
         act, peak, reserved = (
-            _largest([getattr(memory, name) for memory in self.memory])
+            max((size for m in self.memory if (size := getattr(m, name)) is not None), default=None)
             for name in ("act", "peak", "reserved")
         )
         return Row(self.name, act, peak, reserved, tuple(self.times))
-
-
-def _largest(sizes: list[int | None]) -> int | None:
-    known = [size for size in sizes if size is not None]
-    return max(known) if known else None
 
 
 def _one_line(error: BaseException) -> str:

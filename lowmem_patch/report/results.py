@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from lowmem_patch.checkpoint.compare import TensorCheck
 from lowmem_patch.checkpoint.convert import ConvertResult
 from lowmem_patch.memory import MemoryReport
 from lowmem_patch.planning.columns import Table, make_table
@@ -225,7 +224,11 @@ def print_conversion(result: ConvertResult) -> None:
         table.add_row("\n".join(collapse_names(names)), "yes" if folded else "no", note=text)
     print_table(table)
     for check in result.checks:
-        print_line(_self_check(check))
+        verdict = "ok" if check.passed else "FAILED"
+        print_line(
+            f"self-check: {check.name} is off by {check.error:.1e} from float64; the source itself by "
+            f"{check.unpatched_error:.1e}; allowed {check.limit:.1e}: {verdict}"
+        )
     for note in result.notes:
         print_line(f"note: {note}")
     count = f"{len(result.folded)} of {len(result.norms)} norms"
@@ -236,14 +239,6 @@ def print_conversion(result: ConvertResult) -> None:
     else:
         text = f"dry run: {count} of {result.source} would be folded; nothing was written"
     print_line(text, style="bold")
-
-
-def _self_check(check: TensorCheck) -> str:
-    verdict = "ok" if check.passed else "FAILED"
-    return (
-        f"self-check: {check.name} is off by {check.error:.1e} from float64; the source itself by "
-        f"{check.unpatched_error:.1e}; allowed {check.limit:.1e}: {verdict}"
-    )
 
 
 def print_verification(result: VerifyResult) -> None:
