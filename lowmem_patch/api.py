@@ -21,12 +21,7 @@ from lowmem_patch.planning.changes import has_adapter, no_longer_as_patched, wat
 from lowmem_patch.planning.check import check_outputs, refuse_unready, run_real, runs_on_data
 from lowmem_patch.planning.fit_model import fit_planned
 from lowmem_patch.planning.plan import Plan, trains_signature
-from lowmem_patch.planning.planner import (
-    NOT_COUNTED,
-    counted_after,
-    plan_model,
-    trace_whole,
-)
+from lowmem_patch.planning.planner import NOT_COUNTED, counted_after, plan_model, trace_whole
 from lowmem_patch.planning.report import NOTHING_TRAINS, RECORD, PatchReport, Record, find_records
 from lowmem_patch.strategies.fold import folded_now
 from lowmem_patch.strategies.swap import is_replacement

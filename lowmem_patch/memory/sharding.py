@@ -113,9 +113,7 @@ def with_buckets(states: ModelStates) -> ModelStates:
     """Under DDP, whose buckets hold a copy of the gradients for the whole of training."""
     held = (*states.sizes.held, *states.sizes.gradients)
     return dataclasses.replace(
-        states,
-        sizes=dataclasses.replace(states.sizes, held=held),
-        buckets=states.gradients,
+        states, sizes=dataclasses.replace(states.sizes, held=held), buckets=states.gradients
     )
 
 

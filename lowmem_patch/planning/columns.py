@@ -20,11 +20,8 @@ HEADER = "bold"  # the style of a heading
 _GAP = 2  # spaces between columns
 _SHORTEST_NAME = 16
 _DOTS = "..."
-_FIRST = (
-    "name",
-    "words",
-    "number",
-)  # who gets more room; numbers are whole, and only their headers wrap
+# who gets more room; numbers are whole, and only their headers wrap
+_FIRST = ("name", "words", "number")
 
 
 class Line(NamedTuple):
@@ -104,11 +101,7 @@ class Table:
         ]
 
 
-def make_table(
-    *headers: str,
-    right: Iterable[str] = (),
-    names: Iterable[str] = (),
-) -> Table:
+def make_table(*headers: str, right: Iterable[str] = (), names: Iterable[str] = ()) -> Table:
     """A table without borders.
 
     Args:

@@ -288,11 +288,7 @@ _NAMES = {
 
 
 def find_rungs(
-    model: nn.Module,
-    config: PatchConfig,
-    inputs: ExampleInputs,
-    training: Training,
-    budget: Budget,
+    model: nn.Module, config: PatchConfig, inputs: ExampleInputs, training: Training, budget: Budget
 ) -> tuple[Rung, ...]:
     """The ladder of a model: each level for all blocks, and, on top of the last, what else helps.
 

@@ -86,9 +86,7 @@ def make_curve(function: str | Callable[[Tensor], Tensor]) -> Curve:
     return Curve(evaluate, name, left, right, edges)
 
 
-def _runnable(
-    function: str | Callable[[Tensor], Tensor],
-) -> tuple[str, Callable[[Tensor], Tensor]]:
+def _runnable(function: str | Callable[[Tensor], Tensor]) -> tuple[str, Callable[[Tensor], Tensor]]:
     if isinstance(function, str):
         return function.strip(), parse_activation(function)
     if isinstance(function, nn.Module):

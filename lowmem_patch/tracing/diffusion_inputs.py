@@ -36,11 +36,7 @@ def is_diffusers(model: Any) -> bool:
 
 
 def diffusion_inputs(
-    model: Any,
-    batch_size: int,
-    tokens: int | None,
-    device: torch.device | str,
-    dtype: torch.dtype,
+    model: Any, batch_size: int, tokens: int | None, device: torch.device | str, dtype: torch.dtype
 ) -> Iterator[ExampleInputs]:
     """Candidates for one forward; none where an argument is required that is not known here.
 

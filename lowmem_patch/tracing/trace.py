@@ -21,11 +21,7 @@ from lowmem_patch.errors import TraceError
 from lowmem_patch.tracing.call_arguments import dropout_call
 from lowmem_patch.tracing.gpu_dropout import GpuDropouts
 from lowmem_patch.tracing.isolation import in_training_mode
-from lowmem_patch.tracing.observers import (
-    DispatchObserver,
-    FunctionObserver,
-    observed_calls,
-)
+from lowmem_patch.tracing.observers import DispatchObserver, FunctionObserver, observed_calls
 from lowmem_patch.tracing.op_roles import NEVER_WRITES, Role, function_name, role_of
 from lowmem_patch.tracing.saved_bytes import SavedBytes, saved_bytes, storage_key
 from lowmem_patch.tracing.shadow import Shadow, attributes_of, node_of, output_tensors, tensors_in
