@@ -39,30 +39,6 @@ class RealRun:
     modules: list[tuple[str, Tensor]]
 
 
-def _refuse_wrapped(model: nn.Module) -> None:
-    """Refuse what ``torch.compile`` wraps, as a patch inside would break its graphs, and what FSDP1 wraps,
-    whose weights are parts of flat ones.
-
-    ``module.compile()`` wraps nothing: graphs are made when the patched module runs.
-
-    Raises:
-        PatchError: the model, or a module in it, is wrapped.
-    """
-    for name, module in model.named_modules():
-        inner = within_compiled(module)
-        if inner is not None:
-            raise PatchError(
-                f"torch.compile wraps {describe(inner, name)} already: patch the model first and "
-                "compile it after that, as in model = torch.compile(patch_model(model))"
-            )
-        inner = dict(module.named_children()).get("_fsdp_wrapped_module")
-        if inner is not None:
-            raise PatchError(
-                f"FSDP (FullyShardedDataParallel) wraps {describe(inner, name)} already, and holds its "
-                "weights in flat shards: patch the model first, and wrap it after that"
-            )
-
-
 def refuse_unready(model: nn.Module) -> None:
     """Refuse a model that nobody can look at or change.
 
@@ -80,7 +56,19 @@ def refuse_unready(model: nn.Module) -> None:
             "torch's default device is meta, where tensors have no data: patch the model outside of "
             'torch.device("meta"); the model itself may lie there'
         )
-    _refuse_wrapped(model)
+    for name, module in model.named_modules():
+        # a patch inside would break its graphs; ``module.compile()`` wraps nothing, and makes graphs later
+        if (inner := within_compiled(module)) is not None:
+            raise PatchError(
+                f"torch.compile wraps {describe(inner, name)} already: patch the model first and "
+                "compile it after that, as in model = torch.compile(patch_model(model))"
+            )
+        inner = dict(module.named_children()).get("_fsdp_wrapped_module")
+        if inner is not None:
+            raise PatchError(
+                f"FSDP (FullyShardedDataParallel) wraps {describe(inner, name)} already, and holds its "
+                "weights in flat shards: patch the model first, and wrap it after that"
+            )
     if isinstance(model, torch.jit.ScriptModule):
         raise PatchError(
             "torch.jit.script compiled this model, and nothing in it can be exchanged: patch the model of "

@@ -158,20 +158,15 @@ def _too_small(fitting: Fitting, budget: Budget, found: NoFit, inputs: str) -> s
         lines.append(f"the model states{beside} alone are larger than the budget")
     if not fitting.blocks.blocks:
         lines.append(NO_BLOCKS)
-    lines += _of_host_memory(fitting)
+    # the inputs of all blocks may be more than the host may hold
+    wanted = fitting.choices.on_host(fitting.all_at("host")) if fitting.free else 0
+    if wanted > fitting.host:
+        lines.append(
+            f"the inputs of blocks may wait in {size_text(fitting.host)} of host memory, half of what is "
+            f"available; with {size_text(2 * wanted, up=True)} available the least budget may be smaller"
+        )
     lines += _helps(rungs, budget.bytes, found.least)
     return "\n".join(lines)
-
-
-def _of_host_memory(fitting: Fitting) -> list[str]:
-    """What is to be said where the inputs of all blocks are more than the host may hold."""
-    wanted = fitting.choices.on_host(fitting.all_at("host")) if fitting.free else 0
-    if wanted <= fitting.host:
-        return []
-    return [
-        f"the inputs of blocks may wait in {size_text(fitting.host)} of host memory, half of what is "
-        f"available; with {size_text(2 * wanted, up=True)} available the least budget may be smaller"
-    ]
 
 
 def _helps(rungs: Sequence[Rung], budget: int, least: int) -> list[str]:
