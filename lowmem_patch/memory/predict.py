@@ -21,7 +21,7 @@ from lowmem_patch.memory.blocks import DEPTHS, extended, repeated_blocks, shorte
 from lowmem_patch.memory.few_blocks import Plans, make_plans
 from lowmem_patch.memory.model_states import USUAL_TRAINING, Training, model_state_bytes
 from lowmem_patch.memory.optimizers import temporaries_of
-from lowmem_patch.memory.sharding import gathered, sharded_sizes, states_of_one
+from lowmem_patch.memory.sharding import gathered, states_of_one
 from lowmem_patch.memory.step import (
     BACKWARD,
     FORWARD,
@@ -218,8 +218,11 @@ class _Totals:
         gpus, held = self.training.gpus, self.states.resident - self.states.dequantised
         held += self.states.gradients if self.training.accumulates else 0  # of earlier batches
         sizes = {part: size.peak for part, size in parts.items()}
-        if gpus > 1:
-            sizes = sharded_sizes(parts, gpus, self.gathered)
+        if gpus > 1:  # gradients sharded, and what is gathered added
+            sizes = {
+                part: size.activations + -(-size.gradients // gpus) + self.gathered.most(*part)
+                for part, size in parts.items()
+            }
         moments = most_of_moments(sizes, self.temporaries)
         # QLoRA multiplies by one weight after the other, each in the compute dtype for a while
         more = dict.fromkeys((FORWARD, BACKWARD), self.states.dequantised)

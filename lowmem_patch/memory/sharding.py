@@ -9,14 +9,14 @@ are put into a buffer that is reduced while the next block's are computed.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 
 from lowmem_patch.memory.caching_allocator import rounding_bytes
 from lowmem_patch.memory.model_states import ModelStates, StateSizes
-from lowmem_patch.memory.step import BACKWARD, FORWARD, MOMENTS, Part, PartBytes
+from lowmem_patch.memory.step import BACKWARD, FORWARD, MOMENTS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,11 +119,3 @@ def with_buckets(states: ModelStates) -> ModelStates:
 
 def _shares(sizes: Iterable[int], gpus: int) -> tuple[int, ...]:
     return tuple(-(-size // gpus) for size in sizes)
-
-
-def sharded_sizes(parts: Mapping[Part, PartBytes], gpus: int, whole: Gathered) -> dict[Part, int]:
-    """The largest sum of each part, gradients sharded, and what is gathered added."""
-    return {
-        part: size.activations + -(-size.gradients // gpus) + whole.most(*part)
-        for part, size in parts.items()
-    }

@@ -9,7 +9,7 @@ from lowmem_patch.planning.names import listed
 from lowmem_patch.strategies.protocol import Facts
 from lowmem_patch.tracing.op_roles import Role
 from lowmem_patch.tracing.probes import looks_like_norm, match_activation
-from lowmem_patch.tracing.trace import Op, describe
+from lowmem_patch.tracing.trace import describe
 
 _NAMED = 3
 
@@ -40,15 +40,14 @@ def _functional_calls(facts: Facts, sites: Collection[str]) -> list[str]:
     return [
         f"F.{op.name} in {op.module or 'the model itself'}"
         for number, op in enumerate(facts.trace.ops)
-        if (op.role.has(Role.ROW_NORM) or _saves_more(op))
+        # of activations those that save their input; an output is often saved by its reader anyway
+        if (
+            op.role.has(Role.ROW_NORM)
+            or (op.name in STEP_TABLES and not op.role.has(Role.SAVES_OUTPUT))
+        )
         and op.module not in sites
         and number not in called
     ]
-
-
-def _saves_more(op: Op) -> bool:
-    """Whether an activation saves its input; an output is often saved by its reader anyway."""
-    return op.name in STEP_TABLES and not op.role.has(Role.SAVES_OUTPUT)
 
 
 def _not_run(facts: Facts) -> list[str]:

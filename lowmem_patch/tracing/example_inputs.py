@@ -213,7 +213,8 @@ class _Maker:
 
     def candidates(self) -> Iterator[ExampleInputs]:
         """The named main input first, then text alone, then with each other modality of the forward."""
-        decoder = ["decoder_input_ids"] if self._decodes() else []
+        decodes = getattr(self.config, "is_encoder_decoder", False)
+        decoder = [n for n in ("decoder_input_ids",) if decodes and n in self.accepted]
         sets = [(*names, *self.required, *decoder) for names in self._choices()]
         for names in dict.fromkeys(tuple(dict.fromkeys(names)) for names in sets):
             options = [_MAKERS[name](self) if name in _MAKERS else [] for name in names]
@@ -230,11 +231,6 @@ class _Maker:
         texts = [["input_ids"]] if "input_ids" in known else []
         pairs = [[*text, modality] for text in texts for modality in modalities]
         return [main, *texts, *pairs, *([modality] for modality in modalities)]
-
-    def _decodes(self) -> bool:
-        return bool(getattr(self.config, "is_encoder_decoder", False)) and (
-            "decoder_input_ids" in self.accepted
-        )
 
     def number(self, *names: str) -> int | None:
         """The first of these numbers that the config or one of its parts gives."""
