@@ -21,15 +21,9 @@ from lowmem_patch.planning.changes import has_adapter, no_longer_as_patched, wat
 from lowmem_patch.planning.check import check_outputs, refuse_unready, run_real, runs_on_data
 from lowmem_patch.planning.fit_model import fit_planned
 from lowmem_patch.planning.plan import Plan, trains_signature
-from lowmem_patch.planning.planner import (
-    NOT_COUNTED,
-    counted_after,
-    plan_model,
-    trace_whole,
-)
+from lowmem_patch.planning.planner import NOT_COUNTED, counted_after, plan_model, trace_whole
 from lowmem_patch.planning.report import NOTHING_TRAINS, RECORD, PatchReport, Record, find_records
 from lowmem_patch.strategies.fold import folded_now
-from lowmem_patch.strategies.fold_weights import FoldStep
 from lowmem_patch.strategies.swap import is_replacement
 from lowmem_patch.tracing.base_model import checked_model
 from lowmem_patch.tracing.example_inputs import inner_model
@@ -38,7 +32,7 @@ from lowmem_patch.tracing.isolation import preserved
 from lowmem_patch.tracing.shadow import Shadow
 from lowmem_patch.tracing.sharded import came_sharded
 
-Asked = tuple[str | int, str, bool, int]  # as in `planning.report.Record`
+Asked = tuple[str | int, Training]  # a budget, and what it is for
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
 
@@ -109,7 +103,7 @@ def _asked(
         raise ConfigError(f"gpus {gpus!r} is no number of GPUs: 1 or more")
     budget = config.fit if fit is None else fit
     if budget is not None:
-        return budget, optimizer, accumulation > 1, gpus
+        return budget, Training(optimizer, accumulates=accumulation > 1, gpus=gpus)
     given = {"optimizer": optimizer, "accumulation": accumulation, "gpus": gpus}
     usual = {"optimizer": "adamw", "accumulation": 1, "gpus": 1}
     read = " and ".join(
@@ -135,9 +129,7 @@ def _planned(
 ) -> tuple[PatchReport, Plan, ExampleInputs]:
     planned = plan_model(model, config, example_inputs)
     if asked is not None:
-        budget, optimizer, accumulates, gpus = asked
-        training = Training(optimizer, accumulates=accumulates, gpus=gpus)
-        planned = fit_planned(model, planned, budget, training)
+        planned = fit_planned(model, planned, *asked)
     return planned.report, planned.plan, planned.inputs
 
 
@@ -353,7 +345,12 @@ def _unpatch(model: nn.Module) -> None:
 
 def _put_back(model: nn.Module) -> None:
     steps = [folded.step for folded in folded_now(model)]
-    adapted = [step.norm for step in steps if _is_adapted(model, step)]
+    modules = dict(model.named_modules())
+    adapted = [  # an adapter was put on one of the Linears
+        step.norm
+        for step in steps
+        if any(has_adapter(modules.get(ref.module)) for ref in step.linears)
+    ]
     if adapted:
         warnings.warn(
             f"{len(adapted)} norms stay folded, because adapters were added on the folded weights "
@@ -363,12 +360,6 @@ def _put_back(model: nn.Module) -> None:
             stacklevel=4,
         )
     undo(model, unfolds=not adapted)
-
-
-def _is_adapted(model: nn.Module, step: FoldStep) -> bool:
-    """Whether an adapter was put on one of the Linears."""
-    modules = dict(model.named_modules())
-    return any(has_adapter(modules.get(reference.module)) for reference in step.linears)
 
 
 def _say_if_nothing(report: PatchReport, plan: Plan, strict: bool) -> None:

@@ -33,6 +33,7 @@ LLAMA_FOLDER = Path(__file__).parent / "assets" / "tiny-llama"
 VIT_FOLDER = Path(__file__).parent / "assets" / "tiny-vit"
 
 Batch = dict[str, Tensor]
+_ROWS, _LENGTH = 8, 256  # of a batch of text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,16 +72,16 @@ class Comparison:
     patched: FineTuning
 
 
-def load_demo_llama(dtype: torch.dtype = torch.float32) -> Any:
-    """The bundled LLaMA, a stock ``LlamaForCausalLM``, in eval mode."""
-    model: Any = transformers.LlamaForCausalLM.from_pretrained(LLAMA_FOLDER, dtype=dtype)
+def load_demo_llama() -> Any:
+    """The bundled LLaMA, a stock ``LlamaForCausalLM`` in float32, in eval mode."""
+    model: Any = transformers.LlamaForCausalLM.from_pretrained(LLAMA_FOLDER, dtype=torch.float32)
     return model.eval()
 
 
-def load_demo_vit(dtype: torch.dtype = torch.float32) -> Any:
-    """The bundled ViT, a stock timm ``VisionTransformer``, in eval mode."""
+def load_demo_vit() -> Any:
+    """The bundled ViT, a stock timm ``VisionTransformer`` in float32, in eval mode."""
     model: Any = timm.create_model(f"local-dir:{VIT_FOLDER}", pretrained=True)
-    return model.to(dtype).eval()
+    return model.eval()
 
 
 def standard_library_files(*, held_out: bool) -> list[Path]:
@@ -97,13 +98,11 @@ def standard_library_text(*, held_out: bool) -> bytes:
     return b"".join(path.read_bytes() for path in standard_library_files(held_out=held_out))
 
 
-def text_batches(text: bytes, *, batch_size: int = 8, length: int = 256) -> list[Batch]:
+def text_batches(text: bytes) -> list[Batch]:
     """Consecutive windows of a text as token ids and labels; a rest that fills no batch is left out."""
-    whole = len(text) // (batch_size * length)
-    tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8)[
-        : whole * batch_size * length
-    ].long()
-    return [{"input_ids": rows, "labels": rows} for rows in tokens.view(whole, batch_size, length)]
+    whole = len(text) // (_ROWS * _LENGTH) * _ROWS * _LENGTH
+    tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8)[:whole].long()
+    return [{"input_ids": rows, "labels": rows} for rows in tokens.view(-1, _ROWS, _LENGTH)]
 
 
 def digit_pixels(images: Tensor) -> Tensor:

@@ -1,18 +1,4 @@
-"""The errors that lowmem-patch raises.
-
-LowmemPatchError
-├── ConfigError             a preset, YAML key or value that does not exist            (also ValueError)
-├── TraceError              the model could not be run to see who reads what
-├── NothingToPatchError     strict=True and no site was patched
-├── PatchError              a patch could not be applied, checked or undone; the model is as it was
-├── UnfoldedWeightsError    unfolded weights were loaded into a folded model
-├── FitError                no step table can be fitted to this function                (also ValueError)
-├── VariantError            a variant of a benchmark that has no sense for this model or machine
-├── CheckpointError         a model that cannot be found, read or written
-├── DoubleBackwardError     a second derivative of an op that has none
-├── BudgetError             no training step of this model fits in the budget
-└── HostMemoryError         the host has no memory for what shall wait there
-"""
+"""The errors that lowmem-patch raises; `LowmemPatchError` is the base of all others."""
 
 from __future__ import annotations
 

@@ -36,20 +36,12 @@ def require_matplotlib() -> Any:
     return Figure
 
 
-def plot_saved_bytes(report: PatchReport, path: Path, title: str) -> None:
-    """Write the picture; the ending of ``path`` (png, svg, pdf) decides its format.
+def plot_saved_bytes(reports: Mapping[str, PatchReport], path: Path) -> None:
+    """Write a picture of models by their titles, one below the other; the ending of ``path`` (png, svg, pdf)
+    decides its format.
 
     Raises:
         ConfigError: matplotlib is not installed, or the file cannot be written.
-    """
-    plot_saved_bytes_of({title: report}, path)
-
-
-def plot_saved_bytes_of(reports: Mapping[str, PatchReport], path: Path) -> None:
-    """The same of several models, by their titles, one below the other.
-
-    Raises:
-        ConfigError: as in :func:`plot_saved_bytes`.
     """
     size = (7, 1.6 + 2.6 * len(reports))
     figure = require_matplotlib()(figsize=size, dpi=DPI, layout="constrained")

@@ -22,7 +22,7 @@ from lowmem_patch.errors import BudgetError, ConfigError
 from lowmem_patch.memory import Training, predict
 from lowmem_patch.planning import steps
 from lowmem_patch.planning.budget import Budget, make_budget
-from lowmem_patch.planning.fit_sums import input_sizes
+from lowmem_patch.planning.choices import input_sizes
 from lowmem_patch.planning.ladder import Rung, find_rungs
 from lowmem_patch.planning.timeline import RunBytes, Timeline
 from lowmem_patch.report.fit import print_ladder

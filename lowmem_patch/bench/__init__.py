@@ -1,21 +1,13 @@
 """Training variants of one model side by side: memory and time of a step, interleaved in one process."""
 
-from lowmem_patch.bench.compare import compare
-from lowmem_patch.bench.environment import environment
-from lowmem_patch.bench.result import Comparison, Row
-from lowmem_patch.bench.shapes import SHAPES, Shape
-from lowmem_patch.bench.variants import VARIANTS, compiled, curve_variants, find_variant, unpatched
-
-__all__ = [
-    "SHAPES",
-    "VARIANTS",
-    "Comparison",
-    "Row",
-    "Shape",
-    "compare",
-    "compiled",
-    "curve_variants",
-    "environment",
-    "find_variant",
-    "unpatched",
-]
+from lowmem_patch.bench.compare import compare as compare
+from lowmem_patch.bench.environment import environment as environment
+from lowmem_patch.bench.result import Comparison as Comparison
+from lowmem_patch.bench.result import Row as Row
+from lowmem_patch.bench.shapes import SHAPES as SHAPES
+from lowmem_patch.bench.shapes import Shape as Shape
+from lowmem_patch.bench.variants import VARIANTS as VARIANTS
+from lowmem_patch.bench.variants import compiled as compiled
+from lowmem_patch.bench.variants import curve_variants as curve_variants
+from lowmem_patch.bench.variants import find_variant as find_variant
+from lowmem_patch.bench.variants import unpatched as unpatched

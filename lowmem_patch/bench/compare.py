@@ -54,15 +54,10 @@ class _Entry:
             return Row(self.name, failed=self.failed, skipped=self.skipped)
         # equal in every round, except where a kernel that was chosen late allocates more
         act, peak, reserved = (
-            _largest([getattr(memory, name) for memory in self.memory])
+            max((size for m in self.memory if (size := getattr(m, name)) is not None), default=None)
             for name in ("act", "peak", "reserved")
         )
         return Row(self.name, act, peak, reserved, tuple(self.times))
-
-
-def _largest(sizes: list[int | None]) -> int | None:
-    known = [size for size in sizes if size is not None]
-    return max(known) if known else None
 
 
 def _one_line(error: BaseException) -> str:
@@ -112,7 +107,8 @@ def compare(
             with entry.record_errors():
                 variant = variants[entry.name]
                 entry.step = _prepare(model, shared, variant, inputs, device, autocast)
-                _rest(entry.step, parked)
+                if parked:
+                    entry.step.move("cpu")
             _free_unused(device)
         for turn in range(len(entries), turns):
             entry = entries[turn % len(entries)]
@@ -161,12 +157,7 @@ def _take_turn(entry: _Entry, step: Step, steps: int, parked: bool) -> None:
     entry.memory.append(step.memory())
     step.run()  # leaves the caching allocator as a training loop finds it
     entry.times += [step.milliseconds() for _ in range(steps)]
-    _rest(step, parked)
-
-
-def _rest(step: Step, parked: bool) -> None:
-    """Move weights and optimizer to the host while others have their turn, if parked."""
-    if parked:
+    if parked:  # while others have their turn
         step.move("cpu")
 
 

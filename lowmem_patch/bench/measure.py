@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lowmem_patch.memory.step import step_loss, with_labels
-from lowmem_patch.planning.costs import Clock
+from lowmem_patch.planning.costs import seconds_between, time_mark
 from lowmem_patch.tracing.inputs import ExampleInputs
 from lowmem_patch.tracing.saved_bytes import saved_bytes, storage_key
 
@@ -61,10 +61,9 @@ class Step:
         """The time of one step; on a GPU as its own clock measures it."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        clock = Clock(self.device)
-        start = clock.mark()
+        start = time_mark(self.device)
         self.run()
-        return 1000 * clock.between(start, clock.mark())
+        return 1000 * seconds_between(start, time_mark(self.device))
 
     def memory(self) -> Memory:
         """The memory of one step; the caching allocator returns its reserve to the device first."""

@@ -161,7 +161,11 @@ def _plan(source: Source) -> tuple[Any, list[FoldStep], dict[str, NormOutcome]]:
     model = build_meta_model(source)
     inputs = make_example_inputs(model, batch_size=1, sequence_length=8)
     sites = plan_patch(model, _FOLD_ONLY, example_inputs=inputs).sites
-    norms = [site for site in sites if _is_norm(site)]
+    norms = [
+        site
+        for site in sites
+        if site.kind.endswith("norm") or (site.kind == "other" and "norm" in site.name.lower())
+    ]
     outcomes = {site.name: _outcome(site) for site in norms}
     return model, [site.fold for site in norms if site.fold is not None], outcomes
 
@@ -173,10 +177,6 @@ def _checked(
     found = self_check(source, folder, dtype)
     tell("self-check", 1, 1)
     return found
-
-
-def _is_norm(site: Site) -> bool:
-    return site.kind.endswith("norm") or (site.kind == "other" and "norm" in site.name.lower())
 
 
 def _outcome(site: Site) -> NormOutcome:

@@ -1,5 +1,3 @@
 """The command line ``lowmem-patch``. The only importer of typer."""
 
-from lowmem_patch.cli.app import app
-
-__all__ = ["app"]
+from lowmem_patch.cli.app import app as app

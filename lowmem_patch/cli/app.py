@@ -97,12 +97,15 @@ def convert(
     """
     with command(debug, as_json):
         from lowmem_patch import checkpoint
+        from lowmem_patch.checkpoint.stage import check_output
         from lowmem_patch.report import layout, results
 
         if dry_run and overwrite:
             print_note("--overwrite does nothing here: a dry run writes nothing")
         with quiet_libraries(), layout.progress_bar(quiet=as_json) as progress:
-            _refuse_overlap(model, out, overwrite)
+            # before gigabytes are downloaded
+            folder = Path(model).expanduser()
+            check_output(out.expanduser(), folder if folder.is_dir() else None, overwrite=overwrite)
             source = checkpoint.resolve(
                 model, revision=revision, trust_remote_code=trust_remote_code, weights=not dry_run
             )
@@ -112,14 +115,6 @@ def convert(
             )  # fmt: skip
         print_result(as_json, result.to_dict(), results.print_conversion, result)
         raise typer.Exit(ExitCode.DONE if result.folded else ExitCode.NOTHING_TO_DO)
-
-
-def _refuse_overlap(model: str, out: Path, overwrite: bool) -> None:
-    """Refuse an output that would lose something, before gigabytes are downloaded."""
-    from lowmem_patch.checkpoint.stage import check_output
-
-    folder = Path(model).expanduser()
-    check_output(out.expanduser(), folder if folder.is_dir() else None, overwrite=overwrite)
 
 
 @app.command(epilog="Example: lowmem-patch verify meta-llama/Llama-3.2-1B --preset exact")
@@ -252,9 +247,9 @@ def demo(
             results[task.name], plans[task.name], good = run_demo_task(task, as_json)
             passed = passed and good
         if plot is not None:
-            from lowmem_patch.plot import plot_saved_bytes_of
+            from lowmem_patch.plot import plot_saved_bytes
 
-            plot_saved_bytes_of(plans, plot)
+            plot_saved_bytes(plans, plot)
         if as_json:
             print_json({"tasks": results})
         raise typer.Exit(ExitCode.DONE if passed else ExitCode.FAILED)

@@ -5,26 +5,13 @@ from __future__ import annotations
 import dataclasses
 import enum
 import re
-from typing import TYPE_CHECKING
 
 from lowmem_patch.errors import ConfigError
-
-if TYPE_CHECKING:
-    from lowmem_patch.config import PatchConfig
 
 _NONE = re.compile(r"0+\s*([KMGT](i?B)?|B)?", re.IGNORECASE)  # other sizes are above 0
 
 
-class Solve(enum.StrEnum):
-    """The size that is looked for."""
-
-    batch = "batch"
-    length = "length"
-
-
-def budget_of(fit: str | None, config: PatchConfig) -> str | int | None:
-    """Of ``--fit``, or of a preset file, whose ``auto`` is what a GPU has free."""
-    return config.fit if fit is None and config.fit != "auto" else fit
+Solve = enum.StrEnum("Solve", ("batch", "length"))  # the size that is looked for
 
 
 @dataclasses.dataclass(frozen=True)

@@ -37,7 +37,7 @@ VariantsOption = Annotated[
     typer.Option(
         help="Of unpatched,paper,exact,auto,compact,checkpointing,liger,compile,auto+compile; others joined "
         "by +; all unless told, but on the CPU none that compiles. fit=24GiB: within a budget, weights and "
-        "optimizer included; every=2: every second block checkpointed.",
+        "optimizer included; every=2: every second block checkpointed."
     ),
 ]
 CurveOption = Annotated[

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer  # noqa: TID251 - only the command line imports typer
 
 from lowmem_patch.cli import options
-from lowmem_patch.cli.asked import Asked, Solve, budget_of
+from lowmem_patch.cli.asked import Asked, Solve
 from lowmem_patch.cli.assumptions import assumptions, default_length, model_settings
 from lowmem_patch.cli.light_imports import light_imports, one_thread, uncollected_imports
 from lowmem_patch.cli.models import meta_model, name_unused, real_model, with_adapters
@@ -26,18 +26,11 @@ if TYPE_CHECKING:
     from lowmem_patch.tracing.inputs import ExampleInputs
 
 
-class Optimizer(enum.StrEnum):
-    """Optimizers whose state is known."""
-
-    adamw = "adamw"
-    adamw_foreach = "adamw_foreach"
-    adamw8bit = "adamw8bit"
-    paged_adamw = "paged_adamw"
-    paged_adamw8bit = "paged_adamw8bit"
-    sgd = "sgd"
-    adafactor = "adafactor"
-
-
+# `lowmem_patch.memory.OPTIMIZERS`, for whose import --help shall not wait
+Optimizer = enum.StrEnum(
+    "Optimizer",
+    ("adamw", "adamw_foreach", "adamw8bit", "paged_adamw", "paged_adamw8bit", "sgd", "adafactor"),
+)
 OptimizerOption = Annotated[
     Optimizer, typer.Option(help="Whose state and temporaries are counted; adamw is the fused one.")
 ]
@@ -122,7 +115,8 @@ def inspect(
         from lowmem_patch.memory import Training
 
         config = load_config(preset)
-        into = budget_of(fit, config)
+        # a preset file's auto is what a GPU has free
+        into = config.fit if fit is None and config.fit != "auto" else fit
         asked = Asked(batch_size, seq_len, accumulation, memory, into, host_memory, solve)
         asked.check(checkpointing)
         adapters = options.lora_targets(train)
@@ -173,7 +167,9 @@ def _look(model: Any, config: PatchConfig, training: Training, asked: Asked) -> 
     from lowmem_patch.memory import make_plans, predict_memory
     from lowmem_patch.planning.budget import make_budget
     from lowmem_patch.planning.costs import device_of
+    from lowmem_patch.planning.fit_model import fit_planned
     from lowmem_patch.planning.ladder import find_rungs
+    from lowmem_patch.planning.planner import plan_model
     from lowmem_patch.tracing.base_model import base_model
 
     config_of: Any = getattr(base_model(model), "config", None)
@@ -186,23 +182,20 @@ def _look(model: Any, config: PatchConfig, training: Training, asked: Asked) -> 
     asked, solved = _solved(model, config, training, asked, host)
     make = _maker(model)
     inputs = make(asked.batch_size, asked.length or default_length(model))
-    given = asked.length is not None
     assumed = assumptions(
-        model,
-        inputs,
-        training,
-        batches=asked.batches,
-        given_length=given,
-        solved=solved,
-        fit=asked.fit,
-    )
+        model, inputs, training, batches=asked.batches, given_length=asked.length is not None,
+        solved=solved, fit=asked.fit,
+    )  # fmt: skip
     if asked.fit is not None:
         assumed["host memory"] = asked.about_host(host, training.gpus)
-    tokens = inputs.kwargs.get("input_ids")
     plans = make_plans(model, config, inputs)
     report = plans.report
     if asked.fit is not None:
-        report = _fitted(model, config, inputs, training, asked.fit, host, report)
+        fitted = fit_planned(
+            model, plan_model(model, config, inputs), asked.fit, training, host=host
+        )
+        report = dataclasses.replace(report, fit=fitted.report.fit)
+    tokens = inputs.kwargs.get("input_ids")
     try:
         predicted = predict_memory(
             model, config, make, batch_size=asked.batch_size, training=training,
@@ -257,24 +250,6 @@ def _solved(
     return dataclasses.replace(asked, fit=fit, length=size), {"length": size}
 
 
-def _fitted(
-    model: Any,
-    config: PatchConfig,
-    inputs: ExampleInputs,
-    training: Training,
-    fit: str | int,
-    host: int,
-    report: PatchReport,
-) -> PatchReport:
-    """The report with the choice of levels for a budget."""
-    from lowmem_patch.planning.fit_model import fit_planned
-    from lowmem_patch.planning.planner import plan_model
-
-    planned = plan_model(model, config, inputs)
-    fitted = fit_planned(model, planned, fit, training, host=host)
-    return dataclasses.replace(report, fit=fitted.report.fit)
-
-
 def _show(found: _Look, model: str, train: str, plot: Path | None, as_json: bool) -> None:
     from lowmem_patch.report.fit import print_fit, print_ladder, print_largest, print_verdict
     from lowmem_patch.report.layout import print_error
@@ -285,7 +260,7 @@ def _show(found: _Look, model: str, train: str, plot: Path | None, as_json: bool
     if plot is not None:
         from lowmem_patch.plot import plot_saved_bytes
 
-        plot_saved_bytes(plan, plot, title)
+        plot_saved_bytes({title: plan}, plot)
     if as_json:
         data = {"model": model, "train": train, "assumptions": found.assumed, **plan.to_dict()}
         data["ladder"] = [dataclasses.asdict(rung) for rung in found.ladder]

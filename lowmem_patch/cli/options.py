@@ -13,30 +13,9 @@ if TYPE_CHECKING:
     import torch
 
 
-class Dtype(enum.StrEnum):
-    """Dtypes that can be asked for."""
-
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-
-
-class StoredDtype(enum.StrEnum):
-    """The same, or as stored."""
-
-    auto = "auto"
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-
-
-class Device(enum.StrEnum):
-    """Devices that a command can measure on."""
-
-    auto = "auto"
-    cpu = "cpu"
-    cuda = "cuda"
-
+Dtype = enum.StrEnum("Dtype", ("float32", "bfloat16", "float16"))
+StoredDtype = enum.StrEnum("StoredDtype", ("auto", "float32", "bfloat16", "float16"))
+Device = enum.StrEnum("Device", ("auto", "cpu", "cuda"))
 
 TrainOption = Annotated[
     str,

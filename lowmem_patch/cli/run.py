@@ -38,15 +38,13 @@ def run(
     batch_size: Annotated[
         int | None,
         typer.Option(
-            min=1,
-            help="Rows of a step, for the report; --fit needs them in a loop of one's own.",
+            min=1, help="Rows of a step, for the report; --fit needs them in a loop of one's own."
         ),
     ] = None,
     seq_len: Annotated[
         int | None,
         typer.Option(
-            min=1,
-            help="Tokens per row, for the report; --fit needs them where no trainer tells.",
+            min=1, help="Tokens per row, for the report; --fit needs them where no trainer tells."
         ),
     ] = None,
     as_module: Annotated[

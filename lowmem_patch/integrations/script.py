@@ -7,8 +7,12 @@ In this process alone, four places of libraries hand their models over: the end 
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import dataclasses
 import functools
+import importlib.abc
+import importlib.machinery
 import os
 import runpy
 import sys
@@ -21,7 +25,6 @@ import torch
 from torch import nn
 
 from lowmem_patch.errors import LowmemPatchError, PatchError, TraceError
-from lowmem_patch.integrations.late_imports import AfterImport, Replacements
 from lowmem_patch.integrations.patching import Patching, summary
 from lowmem_patch.planning.changes import no_longer_as_patched
 from lowmem_patch.planning.report import PatchReport, find_records
@@ -32,6 +35,7 @@ _OWN_CALLBACK = (
 )
 # they hand the model on to a trainer, or build it for another model
 _BUILDERS = ("timm", "transformers")
+Action = Callable[[ModuleType], None]
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -111,10 +115,10 @@ def run_script(
     argv, search = sys.argv, sys.path[:]
     sys.argv = [script, *arguments]
     sys.path[0] = str(Path.cwd() if as_module else Path(script).resolve().parent)
-    replaced, refused = Replacements(), False
+    refused = False
     _say(f"in this process alone, models are patched that are given to {_PLACES}")
     try:
-        with AfterImport(_actions(patching, replaced)):
+        with contextlib.ExitStack() as replaced, _AfterImport(_actions(patching, replaced)):
             if as_module:
                 runpy.run_module(script, run_name="__main__", alter_sys=True)
             else:
@@ -123,7 +127,6 @@ def run_script(
         refused = True
         raise
     finally:
-        replaced.undo()
         sys.argv, sys.path[:] = argv, search
         if not refused:
             _say(patching.account())
@@ -135,12 +138,10 @@ def _say(text: str) -> None:
         sys.stderr.flush()
 
 
-def _actions(
-    patching: ScriptPatching, replaced: Replacements
-) -> dict[str, Callable[[ModuleType], None]]:
+def _actions(patching: ScriptPatching, replaced: contextlib.ExitStack) -> dict[str, Action]:
     """What is done to each library's module once it is there."""
 
-    def bound(action: Callable[..., None]) -> Callable[[ModuleType], None]:
+    def bound(action: Callable[..., None]) -> Action:
         return functools.partial(action, patching, replaced)
 
     return {
@@ -152,7 +153,13 @@ def _actions(
     }
 
 
-def _at_trainer(patching: ScriptPatching, replaced: Replacements, module: Any) -> None:
+def _replace(replaced: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:
+    """Set an attribute until all that was replaced is put back."""
+    replaced.callback(setattr, owner, name, getattr(owner, name))
+    setattr(owner, name, value)
+
+
+def _at_trainer(patching: ScriptPatching, replaced: contextlib.ExitStack, module: Any) -> None:
     """Add the callback at the end of ``Trainer.__init__``, when callbacks are told so."""
     original = module.Trainer.__init__
 
@@ -169,7 +176,7 @@ def _at_trainer(patching: ScriptPatching, replaced: Replacements, module: Any) -
         trainer.add_callback(callback)
         callback.on_init_end(trainer.args, trainer.state, trainer.control, trainer.model)
 
-    replaced.put(module.Trainer, "__init__", __init__)
+    _replace(replaced, module.Trainer, "__init__", __init__)
 
 
 def _has_callback(callbacks: Iterable[Any], kind: Any, patching: ScriptPatching) -> bool:
@@ -180,7 +187,7 @@ def _has_callback(callbacks: Iterable[Any], kind: Any, patching: ScriptPatching)
     return bool(found)
 
 
-def _at_prepare(patching: ScriptPatching, replaced: Replacements, module: Any) -> None:
+def _at_prepare(patching: ScriptPatching, replaced: contextlib.ExitStack, module: Any) -> None:
     """Patch the models that train before ``Accelerator.prepare`` wraps or shards them."""
     original = module.Accelerator.prepare
 
@@ -193,7 +200,7 @@ def _at_prepare(patching: ScriptPatching, replaced: Replacements, module: Any) -
                     _say(f"at Accelerator.prepare: {summary(report)}")
         return original(accelerator, *args, **kwargs)
 
-    replaced.put(module.Accelerator, "prepare", prepare)
+    _replace(replaced, module.Accelerator, "prepare", prepare)
 
 
 def _wants(model: nn.Module) -> bool:
@@ -204,7 +211,7 @@ def _wants(model: nn.Module) -> bool:
     return not records or any(no_longer_as_patched(holder) for holder, _ in records)
 
 
-def _at_fit(patching: ScriptPatching, replaced: Replacements, module: Any) -> None:
+def _at_fit(patching: ScriptPatching, replaced: contextlib.ExitStack, module: Any) -> None:
     """Add a callback, which sees to the rest, when Lightning's ``Trainer.fit`` begins."""
     original = module.Trainer.fit
 
@@ -218,10 +225,10 @@ def _at_fit(patching: ScriptPatching, replaced: Replacements, module: Any) -> No
             trainer.callbacks.insert(0, callback)
         return original(trainer, *args, **kwargs)
 
-    replaced.put(module.Trainer, "fit", fit)
+    _replace(replaced, module.Trainer, "fit", fit)
 
 
-def _at_create_model(patching: ScriptPatching, replaced: Replacements, module: Any) -> None:
+def _at_create_model(patching: ScriptPatching, replaced: contextlib.ExitStack, module: Any) -> None:
     """Patch what ``timm.create_model`` makes where a script, and no library, calls it."""
     original = module.create_model
 
@@ -240,4 +247,47 @@ def _at_create_model(patching: ScriptPatching, replaced: Replacements, module: A
             str(getattr(other, "__name__", "")).startswith("timm")
             and vars(other).get("create_model") is original
         ):
-            replaced.put(other, "create_model", create_model)
+            _replace(replaced, other, "create_model", create_model)
+
+
+class _AfterImport(importlib.abc.MetaPathFinder):
+    """Calls an action for each named module: at once where it is imported already, else after its import.
+
+    Args:
+        actions: by full module name.
+    """
+
+    def __init__(self, actions: dict[str, Action]) -> None:
+        self.actions = actions
+
+    def __enter__(self) -> _AfterImport:
+        for name, action in self.actions.items():
+            if name in sys.modules:
+                action(sys.modules[name])
+        sys.meta_path.insert(0, self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        sys.meta_path.remove(self)
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """The spec that the other finders give, with the action behind its loader."""
+        if name not in self.actions:
+            return None
+        for finder in sys.meta_path:
+            spec = None if finder is self else finder.find_spec(name, path, target)
+            if spec is not None and spec.loader is not None:
+                loader: Any = copy.copy(spec.loader)  # a zip file's loads other modules, too
+                loader.exec_module = functools.partial(
+                    _both, loader.exec_module, self.actions[name]
+                )
+                spec.loader = loader
+                return spec
+        return None
+
+
+def _both(execute: Action, action: Action, module: ModuleType) -> None:
+    execute(module)
+    action(module)

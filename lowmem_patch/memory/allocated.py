@@ -90,10 +90,7 @@ class _Played:
             self.allocator.take(size)
 
     def step(
-        self,
-        events: Sequence[tuple[int, int]],
-        temporaries: Iterable[int],
-        state: Iterable[int],
+        self, events: Sequence[tuple[int, int]], temporaries: Iterable[int], state: Iterable[int]
     ) -> None:
         """One step; ``state`` is made by its optimizer and stays."""
         allocator = self.allocator

@@ -32,12 +32,8 @@ def workspace_sizes(model: nn.Module) -> tuple[int, ...]:
     if parameter.is_cuda or torch.cuda.is_available():
         major = torch.cuda.get_device_capability(parameter.device if parameter.is_cuda else None)[0]
     one = _of_one(os.environ.get("CUBLAS_WORKSPACE_CONFIG"), major)
-    return _HANDLES * (one, _of_lt(os.environ.get("CUBLASLT_WORKSPACE_SIZE")))
-
-
-def _of_lt(config: str | None) -> int:
-    """A number of KiB."""
-    return (int(config) if config and config.isdecimal() else _LT) * 2**10
+    given = os.environ.get("CUBLASLT_WORKSPACE_SIZE", "")  # of KiB
+    return _HANDLES * (one, (int(given) if given.isdecimal() else _LT) * 2**10)
 
 
 def _of_one(config: str | None, major: int) -> int:

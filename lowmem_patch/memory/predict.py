@@ -21,7 +21,7 @@ from lowmem_patch.memory.blocks import DEPTHS, extended, repeated_blocks, shorte
 from lowmem_patch.memory.few_blocks import Plans, make_plans
 from lowmem_patch.memory.model_states import USUAL_TRAINING, Training, model_state_bytes
 from lowmem_patch.memory.optimizers import temporaries_of
-from lowmem_patch.memory.sharding import gathered, sharded_sizes, states_of_one
+from lowmem_patch.memory.sharding import gathered, states_of_one
 from lowmem_patch.memory.step import (
     BACKWARD,
     FORWARD,
@@ -111,24 +111,18 @@ class MemoryReport:
         return {**data, "before": self.before.to_dict(), "after": self.after.to_dict()}
 
 
+@dataclasses.dataclass
 class _Predictor:
     """Steps of one model, as it is or patched, at any size."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        plans: Plans,
-        make_inputs: MakeInputs,
-        *,
-        patched: bool,
-        training: Training = USUAL_TRAINING,
-    ) -> None:
-        self.model = model
-        self.plans = plans
-        self.make_inputs = make_inputs
-        self.patched = patched
-        self.training = training
-        self.blocks = plans.blocks
+    model: nn.Module
+    plans: Plans
+    make_inputs: MakeInputs
+    patched: bool
+    training: Training = USUAL_TRAINING
+
+    def __post_init__(self) -> None:
+        self.blocks = self.plans.blocks
         self.shadows: dict[int | None, Shadow] = {}
         self.known: dict[tuple[int, int | None], Mapping[Part, PartBytes]] = {}
 
@@ -224,8 +218,11 @@ class _Totals:
         gpus, held = self.training.gpus, self.states.resident - self.states.dequantised
         held += self.states.gradients if self.training.accumulates else 0  # of earlier batches
         sizes = {part: size.peak for part, size in parts.items()}
-        if gpus > 1:
-            sizes = sharded_sizes(parts, gpus, self.gathered)
+        if gpus > 1:  # gradients sharded, and what is gathered added
+            sizes = {
+                part: size.activations + -(-size.gradients // gpus) + self.gathered.most(*part)
+                for part, size in parts.items()
+            }
         moments = most_of_moments(sizes, self.temporaries)
         # QLoRA multiplies by one weight after the other, each in the compute dtype for a while
         more = dict.fromkeys((FORWARD, BACKWARD), self.states.dequantised)

@@ -9,14 +9,14 @@ are put into a buffer that is reduced while the next block's are computed.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 
 from lowmem_patch.memory.caching_allocator import rounding_bytes
 from lowmem_patch.memory.model_states import ModelStates, StateSizes
-from lowmem_patch.memory.step import BACKWARD, FORWARD, MOMENTS, Part, PartBytes
+from lowmem_patch.memory.step import BACKWARD, FORWARD, MOMENTS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,19 +113,9 @@ def with_buckets(states: ModelStates) -> ModelStates:
     """Under DDP, whose buckets hold a copy of the gradients for the whole of training."""
     held = (*states.sizes.held, *states.sizes.gradients)
     return dataclasses.replace(
-        states,
-        sizes=dataclasses.replace(states.sizes, held=held),
-        buckets=states.gradients,
+        states, sizes=dataclasses.replace(states.sizes, held=held), buckets=states.gradients
     )
 
 
 def _shares(sizes: Iterable[int], gpus: int) -> tuple[int, ...]:
     return tuple(-(-size // gpus) for size in sizes)
-
-
-def sharded_sizes(parts: Mapping[Part, PartBytes], gpus: int, whole: Gathered) -> dict[Part, int]:
-    """The largest sum of each part, gradients sharded, and what is gathered added."""
-    return {
-        part: size.activations + -(-size.gradients // gpus) + whole.most(*part)
-        for part, size in parts.items()
-    }

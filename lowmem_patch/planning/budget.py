@@ -62,7 +62,11 @@ def make_budget(fit: str | int, model: nn.Module) -> Budget:
     fragments = _FRAGMENTS if parameter is not None and parameter.device.type != "cpu" else 0.0
     size = checked_budget(fit)
     if size is None:
-        return _free_on_gpu(_gpu_of(parameter))
+        device = _gpu_of(parameter)
+        free, total = torch.cuda.mem_get_info(device)
+        # what this process has of the GPU and could have, less a reserve
+        free += torch.cuda.memory_reserved(device) - max(int(_RESERVE * total), _LEAST_RESERVE)
+        return Budget(max(free, 1), f"auto ({size_text(max(free, 1))})", _FRAGMENTS)
     if isinstance(fit, int):
         return Budget(size, size_text(size), fragments, bare=True)
     return Budget(size, fit.strip(), fragments)
@@ -101,14 +105,6 @@ def _gpu_of(parameter: Tensor | None) -> torch.device:
         f'fit "auto" is what the GPU has free, and the model is on {place}: move it to the GPU first, or '
         "name a size (24GiB)"
     )
-
-
-def _free_on_gpu(device: torch.device) -> Budget:
-    """What this process has of the GPU and could have, less a reserve."""
-    free, total = torch.cuda.mem_get_info(device)
-    mine = torch.cuda.memory_reserved(device)
-    size = free + mine - max(int(_RESERVE * total), _LEAST_RESERVE)
-    return Budget(max(size, 1), f"auto ({size_text(max(size, 1))})", _FRAGMENTS)
 
 
 def available_host_bytes() -> int | None:

@@ -31,9 +31,9 @@ from lowmem_patch.tracing.trace import describe
 
 _MEND = "call patch_model(model) again, which plans for the model as it is now"
 _listed = partial(listed, most=2)
-# what other libraries put between the parts of a parameter's name
 # where torch.compile, FSDP1 and torch's checkpoint wrapper hold the module that they call
 _AROUND = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+# what other libraries put between the parts of a parameter's name
 _WRAPPERS = ("base_layer", "original_module", *_AROUND)
 
 
@@ -70,7 +70,8 @@ def no_longer_as_patched(model: nn.Module) -> list[str]:
     less = list(_adapters(model, facts))
     if not (wrong or less):  # who adds adapters freezes the rest: one sentence is enough
         less = list(_training(model, facts))
-    less += _replaced(model, facts)
+    if gone := _gone(model, facts):
+        less.append(f"{len(gone)} patched modules were replaced since the patch ({_listed(gone)})")
     return [*wrong, *(f"{sentence}: {_MEND}" for sentence in less), *_forwards(model, facts)]
 
 
@@ -195,11 +196,6 @@ def _gone(model: nn.Module, facts: AsPatched) -> list[str]:
         for name in facts.replaced
         if name in modules and not any(map(is_replacement, modules[name].modules()))
     ]
-
-
-def _replaced(model: nn.Module, facts: AsPatched) -> Iterator[str]:
-    if gone := _gone(model, facts):
-        yield f"{len(gone)} patched modules were replaced since the patch ({_listed(gone)})"
 
 
 def _without_wrappers(module: nn.Module) -> nn.Module:

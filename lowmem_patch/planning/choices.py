@@ -1,4 +1,5 @@
-"""What each run of a block may do, in bytes and seconds: what the solver chooses from."""
+"""What steps on fake tensors say of each run of a block, and what it may do, in bytes and seconds: what the
+solver chooses from."""
 
 from __future__ import annotations
 
@@ -9,20 +10,65 @@ from statistics import median
 
 from lowmem_patch.nn.host_memory import buffer_bytes
 from lowmem_patch.planning.costs import Device, RunSeconds
-from lowmem_patch.planning.fit_sums import OVERLAP, Sums, input_sizes, more_seconds
 from lowmem_patch.planning.solve import Choice, Step
 from lowmem_patch.planning.timeline import Timeline
 from lowmem_patch.strategies.checkpointing import Blocks
 
+_OVERLAP = 0.04  # of a copy's time is seen though it runs beside the computation
 _LONGEST = 4  # runs that a copy to the host may take
 _HOST_SECONDS = 1.5e-3  # of Python, for the copies of one run
 _SPARE = 0.1  # of a run's time in which Python may do more, and no kernel waits
 
 
+class _Sums:
+    """What one profile says of each run, less what the runs before it hold in that profile."""
+
+    def __init__(self, timeline: Timeline, outside: int) -> None:
+        self.runs = timeline.runs
+        more = timeline.outside - outside  # the first block's input
+        self.own = [run.own + (more if number == 0 else 0) for number, run in enumerate(self.runs)]
+        self.outputs = [run.held - run.own for run in self.runs]
+
+    def choice(self, level: str, number: int, seconds: float) -> Choice:
+        run, own = self.runs[number], sum(self.own[:number])
+        forward = run.forward - own - sum(self.outputs[: max(0, number - 1)])
+        backward = run.backward - own - sum(self.outputs[:number])
+        return Choice(level, self.own[number], forward, backward, seconds)
+
+    def behind(self, number: int) -> int:
+        own = sum(self.own[: number + 1])
+        return self.runs[number].behind - own - sum(self.outputs[:number])
+
+
+def input_sizes(timeline: Timeline) -> list[int]:
+    """Bytes of each run's input, as what the run before gives; the first one's is taken to be like its own
+    output."""
+    return [timeline.runs[max(0, number - 1)].output for number in range(len(timeline.runs))]
+
+
+def more_seconds(level: str, one: RunSeconds, size: int = 0, device: Device | None = None) -> float:
+    """Seconds of a step that one run takes more at a level than as patched.
+
+    Args:
+        size: bytes of its input.
+        device: for the copies to the host and back.
+    """
+    if level == "patched":
+        return 0.0
+    if level == "attention":
+        return max(0.0, one.again - one.attention)
+    if level != "host" or device is None:
+        return one.again
+    copy = size / device.host
+    stall = max(0.0, copy - one.forward) + max(0.0, copy - one.forward - one.backward)
+    return one.again + stall + _OVERLAP * 2 * copy
+
+
+@dataclasses.dataclass
 class Choices:
     """The levels that the runs of a model's blocks may have.
 
-    Args:
+    Attributes:
         blocks: of the model.
         free: sites of those that may have another level than patched.
         profiles: a step with all free blocks at a level.
@@ -32,26 +78,22 @@ class Choices:
         host: bytes of host memory that may be used.
     """
 
-    def __init__(
-        self,
-        blocks: Blocks,
-        free: set[str],
-        profiles: Mapping[str, Timeline],
-        keeps_output: Sequence[bool],
-        keeps_input: Sequence[bool],
-        seconds: Sequence[RunSeconds],
-        device: Device,
-        host: int,
-    ) -> None:
-        self.blocks, self.free, self.profiles = blocks, free, profiles
-        self.keeps_output, self.keeps_input = keeps_output, keeps_input
-        self.seconds, self.device, self.host = seconds, device, host
-        self.sites = [blocks.blocks[run.block].site for run in blocks.runs]
-        least = min(timeline.outside for timeline in profiles.values())
-        self.sums = {level: Sums(timeline, least) for level, timeline in profiles.items()}
-        self.inputs = input_sizes(profiles["patched"])
+    blocks: Blocks
+    free: set[str]
+    profiles: Mapping[str, Timeline]
+    keeps_output: Sequence[bool]
+    keeps_input: Sequence[bool]
+    seconds: Sequence[RunSeconds]
+    device: Device
+    host: int
+
+    def __post_init__(self) -> None:
+        self.sites = [self.blocks.blocks[run.block].site for run in self.blocks.runs]
+        least = min(timeline.outside for timeline in self.profiles.values())
+        self.sums = {level: _Sums(timeline, least) for level, timeline in self.profiles.items()}
+        self.inputs = input_sizes(self.profiles["patched"])
         self.on_hosts = [buffer_bytes(size) if size else 0 for size in self.inputs]
-        away = profiles.get("offloaded", profiles["patched"]).runs
+        away = self.profiles.get("offloaded", self.profiles["patched"]).runs
         self.saved = [run.copied for run in away]
         self.buffers = [run.buffers for run in away]
 
@@ -128,7 +170,7 @@ class Choices:
         copy, forward = size / self.device.host, self.seconds[number].forward
         # the host has time left where kernels take long
         spare = _SPARE * (forward + self.seconds[number].backward)
-        more = max(OVERLAP * 2 * copy, _HOST_SECONDS - spare)
+        more = max(_OVERLAP * 2 * copy, _HOST_SECONDS - spare)
         found = self.sums["offloaded"].choice("offloaded", number, more)
         return [
             dataclasses.replace(

@@ -11,7 +11,7 @@ import dataclasses
 import os
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple, TextIO
 
 FILE_WIDTH = 100  # of a table where output is no terminal and COLUMNS says nothing; whole names may take more
@@ -20,11 +20,8 @@ HEADER = "bold"  # the style of a heading
 _GAP = 2  # spaces between columns
 _SHORTEST_NAME = 16
 _DOTS = "..."
-_FIRST = (
-    "name",
-    "words",
-    "number",
-)  # who gets more room; numbers are whole, and only their headers wrap
+# who gets more room; numbers are whole, and only their headers wrap
+_FIRST = ("name", "words", "number")
 
 
 class Line(NamedTuple):
@@ -63,22 +60,20 @@ class Column:
         return max([header, *map(len, lines)])
 
 
+@dataclasses.dataclass
 class Table:
     """Rows of texts with a heading, and footnotes."""
 
-    def __init__(self, columns: Sequence[Column]) -> None:
-        self.columns = list(columns)
-        self.styles: list[str | None] = []
-        self.footnotes: dict[str, int] = {}
+    columns: list[Column]
+    styles: list[str | None] = dataclasses.field(default_factory=list)
+    footnotes: dict[str, int] = dataclasses.field(default_factory=dict)
 
     def add_row(self, *cells: str, note: str = "", style: str | None = None) -> None:
         """``note`` explains the row, below the table; its number stands in the last column."""
-        mark = ""
-        if note:
-            mark = f"[{self.footnotes.setdefault(note, len(self.footnotes) + 1)}]"
         full = [*cells, *[""] * (len(self.columns) - len(cells))]
-        if mark:
-            full[-1] = f"{full[-1]} {mark}".strip()
+        if note:
+            mark = self.footnotes.setdefault(note, len(self.footnotes) + 1)
+            full[-1] = f"{full[-1]} [{mark}]".strip()
         for column, cell in zip(self.columns, full, strict=True):
             column.cells.append(cell)
         self.styles.append(style)
@@ -88,16 +83,14 @@ class Table:
 
         Where there is no width, as in a file, names are whole, and a footnote is one line.
         """
-        columns, room = self.columns, width or max(FILE_WIDTH, self._width_of_whole_names())
+        whole = _total(c.natural if c.kind == "name" else c.least for c in self.columns)
+        columns, room = self.columns, width or max(FILE_WIDTH, whole)
         if _total(column.natural for column in columns) > room:
             columns = [_without_prefix(column) for column in columns]
         lines: list[Line] = []
         for part in _parts(columns, room):
             lines += [*([Line("")] if lines else []), *_drawn(part, self.styles, room)]
         return [*lines, *(Line(text, "dim") for text in self.notes(width))]
-
-    def _width_of_whole_names(self) -> int:
-        return _total(c.natural if c.kind == "name" else c.least for c in self.columns)
 
     def notes(self, width: int | None) -> list[str]:
         """The footnotes as lines."""
@@ -108,11 +101,7 @@ class Table:
         ]
 
 
-def make_table(
-    *headers: str,
-    right: Iterable[str] = (),
-    names: Iterable[str] = (),
-) -> Table:
+def make_table(*headers: str, right: Iterable[str] = (), names: Iterable[str] = ()) -> Table:
     """A table without borders.
 
     Args:

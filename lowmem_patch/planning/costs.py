@@ -206,18 +206,18 @@ def timed_forward(
 
     Autograd records it, as in training, and saves nothing. Nothing of it stays on the model.
     """
-    clock = Clock(next(model.parameters()).device)
-    starts: list[int] = []
-    pairs: list[tuple[int, int]] = []
+    device = next(model.parameters()).device
+    starts: list[Any] = []
+    pairs: list[tuple[Any, Any]] = []
     wanted = frozenset(sites)
 
     def enter(name: str, args: Any, kwargs: Any) -> None:
         if name in wanted:
-            starts.append(clock.mark())
+            starts.append(time_mark(device))
 
     def leave(name: str, module: nn.Module, output: Any) -> None:
         if name in wanted:
-            pairs.append((starts.pop(), clock.mark()))
+            pairs.append((starts.pop(), time_mark(device)))
 
     nothing_saved: Any = saved_tensors_hooks(_nothing, _nothing)
     best: list[float] = []
@@ -226,7 +226,7 @@ def timed_forward(
         observed = observed_calls(model, enter, leave)
         with preserved(model), torch.enable_grad(), nothing_saved, observed:
             model(*inputs.args, **inputs.kwargs)
-        seconds = [clock.between(*pair) for pair in pairs]
+        seconds = [seconds_between(*pair) for pair in pairs]
         best = [min(pair) for pair in zip(best, seconds, strict=True)] if best else seconds
     return tuple(best)
 
@@ -235,27 +235,22 @@ def _nothing(_: Any) -> Any:
     return None
 
 
-class Clock:
-    """Marks points of time, on a GPU in its stream."""
+def time_mark(device: torch.device) -> Any:
+    """A point of time, on a GPU in its stream."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    make: Any = torch.cuda.Event  # has no types
+    event = make(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
 
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.marks = device, list[Any]()
 
-    def mark(self) -> int:
-        if self.device.type == "cuda":
-            make: Any = torch.cuda.Event  # has no types
-            event = make(enable_timing=True)
-            event.record(torch.cuda.current_stream(self.device))
-            self.marks.append(event)
-        else:
-            self.marks.append(time.perf_counter())
-        return len(self.marks) - 1
-
-    def between(self, start: int, end: int) -> float:
-        if self.device.type != "cuda":
-            return float(self.marks[end] - self.marks[start])
-        self.marks[end].synchronize()
-        return float(self.marks[start].elapsed_time(self.marks[end])) / 1e3
+def seconds_between(start: Any, end: Any) -> float:
+    """Seconds from one mark to another."""
+    if isinstance(end, float):
+        return float(end - start)
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3
 
 
 def with_measured_host(device: Device, place: torch.device) -> Device:
@@ -263,17 +258,16 @@ def with_measured_host(device: Device, place: torch.device) -> Device:
     direction, the best of three. A CPU has none."""
     if place.type != "cuda":
         return device
-    clock = Clock(place)
     there = torch.empty(_COPIED, dtype=torch.uint8, device=place)
     here = torch.empty(_COPIED, dtype=torch.uint8, pin_memory=True)
     slowest = 0.0
     for to, source in ((here, there), (there, here)):
         pairs = []
         for _ in range(4):  # the first warms up
-            start = clock.mark()
+            start = time_mark(place)
             to.copy_(source, non_blocking=True)
-            pairs.append((start, clock.mark()))
-        slowest = max(slowest, min(clock.between(*pair) for pair in pairs[1:]))
+            pairs.append((start, time_mark(place)))
+        slowest = max(slowest, min(seconds_between(*pair) for pair in pairs[1:]))
     return dataclasses.replace(device, host=_COPIED / slowest)
 
 

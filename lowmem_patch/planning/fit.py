@@ -18,9 +18,8 @@ from lowmem_patch.planning.budget import Budget
 from lowmem_patch.planning.choices import Choices
 from lowmem_patch.planning.fit_report import LEVEL_REASONS, FitReport, FittedBlock
 from lowmem_patch.planning.names import size_text
-from lowmem_patch.planning.need import OPTIMIZER_STEP
 from lowmem_patch.planning.solve import Solution, Step, least_limit, solve
-from lowmem_patch.planning.steps import Steps
+from lowmem_patch.planning.steps import OPTIMIZER_STEP, Steps
 from lowmem_patch.planning.timeline import Timeline
 from lowmem_patch.strategies.checkpointing import ALONE, LevelPatch, patches_of
 
@@ -40,6 +39,7 @@ class Fitted:
 NO_BLOCKS = "no repeated blocks were found that could be recomputed: all stays as patched"
 
 
+@dataclasses.dataclass(eq=False)
 class NoFit(Exception):
     """No choice fits.
 
@@ -50,9 +50,10 @@ class NoFit(Exception):
         moment: when the peak is.
     """
 
-    def __init__(self, least: int, peak: int, levels: dict[str, str], moment: str) -> None:
-        super().__init__()
-        self.least, self.peak, self.levels, self.moment = least, peak, levels, moment
+    least: int
+    peak: int
+    levels: dict[str, str]
+    moment: str
 
 
 class Fitting(Steps):
@@ -299,5 +300,18 @@ class Fitting(Steps):
             notes.append(
                 "under torch.compile its own checkpointing is used for these blocks, without host memory and "
                 "segments"
+            )
+        if self.sharding is not None:
+            whole = self.sharding.whole
+            notes.append(
+                f"bytes are those of one of {self.sharding.gpus} GPUs, over which FSDP2 shards model states "
+                f"block by block; two blocks ({size_text(whole.block)} each) and all outside of them "
+                f"({size_text(whole.rest)}) are gathered for a while. Times are without communication"
+            )
+        if self.states.buckets:
+            notes.append(
+                "processes of torch.distributed run: DDP's buckets are counted, a copy of the gradients of "
+                f"{size_text(self.states.buckets)} (none with gradient_as_bucket_view=True); for FSDP2 give "
+                "gpus="
             )
         return notes

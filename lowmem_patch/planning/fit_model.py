@@ -21,12 +21,10 @@ from lowmem_patch.planning.costs import (
     with_measured_host,
 )
 from lowmem_patch.planning.fit import NO_BLOCKS, Fitting, NoFit
-from lowmem_patch.planning.fit_report import FitReport
 from lowmem_patch.planning.ladder import Rung, base_of, smaller_rungs
 from lowmem_patch.planning.names import size_text
 from lowmem_patch.planning.planner import Planned
 from lowmem_patch.planning.report import NOTHING_TRAINS, find_records
-from lowmem_patch.planning.sharded_timeline import Sharding
 from lowmem_patch.planning.steps import assume_looks
 from lowmem_patch.strategies.checkpointing import Blocks, find_blocks
 
@@ -63,10 +61,7 @@ def fit_planned(
         text = _too_small(fitting, budget, found, planned.report.inputs)
         raise BudgetError(text, found.least) from None
     plan = dataclasses.replace(planned.plan, patches=(*planned.plan.patches, *fitted.patches))
-    report = dataclasses.replace(
-        planned.report,
-        fit=_of_several_gpus(fitted.report, fitting.sharding, fitting.states.buckets),
-    )
+    report = dataclasses.replace(planned.report, fit=fitted.report)
     return planned._replace(plan=plan, report=report)
 
 
@@ -111,22 +106,6 @@ def fitting_of(
     assume_looks(model, planned.shadow.model, gathered=training.gpus > 1)
     host = free_host_bytes() if host is None else host
     return Fitting(model, planned.shadow, blocks, seconds, device, states, training, host)
-
-
-def _of_several_gpus(report: FitReport, sharding: Sharding | None, buckets: int) -> FitReport:
-    notes = []
-    if sharding is not None:
-        notes.append(
-            f"bytes are those of one of {sharding.gpus} GPUs, over which FSDP2 shards model states block by "
-            f"block; two blocks ({size_text(sharding.whole.block)} each) and all outside of them "
-            f"({size_text(sharding.whole.rest)}) are gathered for a while. Times are without communication"
-        )
-    if buckets:
-        notes.append(
-            f"processes of torch.distributed run: DDP's buckets are counted, a copy of the gradients of "
-            f"{size_text(buckets)} (none with gradient_as_bucket_view=True); for FSDP2 give gpus="
-        )
-    return dataclasses.replace(report, notes=(*report.notes, *notes))
 
 
 def _timed(
@@ -179,20 +158,15 @@ def _too_small(fitting: Fitting, budget: Budget, found: NoFit, inputs: str) -> s
         lines.append(f"the model states{beside} alone are larger than the budget")
     if not fitting.blocks.blocks:
         lines.append(NO_BLOCKS)
-    lines += _of_host_memory(fitting)
+    # the inputs of all blocks may be more than the host may hold
+    wanted = fitting.choices.on_host(fitting.all_at("host")) if fitting.free else 0
+    if wanted > fitting.host:
+        lines.append(
+            f"the inputs of blocks may wait in {size_text(fitting.host)} of host memory, half of what is "
+            f"available; with {size_text(2 * wanted, up=True)} available the least budget may be smaller"
+        )
     lines += _helps(rungs, budget.bytes, found.least)
     return "\n".join(lines)
-
-
-def _of_host_memory(fitting: Fitting) -> list[str]:
-    """What is to be said where the inputs of all blocks are more than the host may hold."""
-    wanted = fitting.choices.on_host(fitting.all_at("host")) if fitting.free else 0
-    if wanted <= fitting.host:
-        return []
-    return [
-        f"the inputs of blocks may wait in {size_text(fitting.host)} of host memory, half of what is "
-        f"available; with {size_text(2 * wanted, up=True)} available the least budget may be smaller"
-    ]
 
 
 def _helps(rungs: Sequence[Rung], budget: int, least: int) -> list[str]:

@@ -27,8 +27,7 @@ from torch import Tensor
 
 from lowmem_patch.constants import STEP_TABLES
 from lowmem_patch.planning import floor_sites
-from lowmem_patch.planning.floor_sites import SiteCall, find_sites, gamma_trains
-from lowmem_patch.planning.live_ops import let_go, live_ops
+from lowmem_patch.planning.floor_sites import SiteCall, find_sites, gamma_trains, let_go, live_ops
 from lowmem_patch.planning.report import block_name
 from lowmem_patch.strategies.protocol import Facts
 from lowmem_patch.tracing.call_arguments import dropout_call, weight_matmul
@@ -112,11 +111,6 @@ def _is_cast(storage: SavedStorage, softmax: SavedStorage, module: str) -> bool:
     )
 
 
-def _saved_by_elementwise(storage: SavedStorage) -> bool:
-    """Whether elementwise functions alone saved it."""
-    return all(role_of(saver.function).has(OF_ELEMENTS) for saver in storage.savers)
-
-
 class _FloorCount:
     def __init__(self, facts: Facts) -> None:
         trace = facts.trace
@@ -185,7 +179,8 @@ class _FloorCount:
         for storage in self.trace.saved.storages:
             if storage.category != "attention" or storage.key in self.let_go:
                 continue
-            if storage.key in self.elementwise and _saved_by_elementwise(storage):
+            alone = all(role_of(saver.function).has(OF_ELEMENTS) for saver in storage.savers)
+            if storage.key in self.elementwise and alone:
                 continue  # Sinkhorn's steps behind a softmax (DeepSeek-V4)
             softmax = next((pair for pair in softmaxes if _is_cast(storage, *pair)), None)
             if softmax is not None:

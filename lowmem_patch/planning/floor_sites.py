@@ -1,9 +1,12 @@
-"""The norms and activations of an unpatched model, whose outputs need not be saved."""
+"""The norms and activations of an unpatched model, whose outputs need not be saved; and the ops that autograd
+holds on to: those through which an output has a gradient."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from lowmem_patch.strategies.protocol import Facts
@@ -12,7 +15,9 @@ from lowmem_patch.tracing.call_arguments import is_square
 from lowmem_patch.tracing.dataflow import backward, first_input
 from lowmem_patch.tracing.op_roles import OF_ELEMENTS, Role
 from lowmem_patch.tracing.probes import NormSpec, looks_like_norm
-from lowmem_patch.tracing.trace import Call, Op
+from lowmem_patch.tracing.saved_bytes import storage_key
+from lowmem_patch.tracing.shadow import tensors_in
+from lowmem_patch.tracing.trace import Call, Op, Trace
 
 
 class SiteCall(NamedTuple):
@@ -115,3 +120,44 @@ def _module_role(facts: Facts, call: Call) -> Role:
         return neither if facts.activation(call.name) is None else Role.ELEMENTWISE
     norm = bool(names) and isinstance(facts.norm(call.name), NormSpec)
     return Role.ROW_NORM if norm else neither
+
+
+def live_ops(trace: Trace) -> list[Op]:
+    """Ops through which an output of the model has a gradient: autograd lets go of what others saved."""
+    # storages, so that a write into a view reaches what it is a view of
+    reached: set[int] = set()
+    for op in trace.ops:
+        reached.update(_storages(t for t in op.outputs if id(t) in trace.outputs))
+    found = []
+    for op in reversed(trace.ops):
+        made = _made(op)
+        differentiable = any(tensor.requires_grad for tensor in made)
+        if differentiable and not reached.isdisjoint(_storages(made)):
+            reached.update(_storages(op.reads))
+            found.append(op)
+    return found[::-1]
+
+
+def _made(op: Op) -> tuple[Tensor, ...]:
+    """What an op returns or, with nothing to return, writes into."""
+    return tuple(tensors_in(op.args[:1])) if op.writes and not op.outputs else op.outputs
+
+
+def let_go(trace: Trace, live: Sequence[Op]) -> set[int]:
+    """Keys of storages that only ops outside of ``live`` read or make.
+
+    The trace holds the graphs of such ops, and autograd does not: GLM-Image compares a picture's features
+    with codes, and takes the number of the nearest one.
+    """
+    held = {id(op) for op in live}
+    keys: dict[bool, set[int]] = {True: set(), False: set()}
+    for op in trace.ops:
+        keys[id(op) in held].update(_storages((*op.reads, *op.outputs)))
+    return keys[False] - keys[True]
+
+
+def _storages(tensors: Iterable[Tensor]) -> Iterator[int]:
+    """Keys of their storages; tensors inside of torch.vmap (masks of attention) have none."""
+    return (
+        storage_key(t) for t in tensors if not torch._C._functorch.is_functorch_wrapped_tensor(t)
+    )

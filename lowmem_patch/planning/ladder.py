@@ -17,8 +17,8 @@ from lowmem_patch.memory.sharding import gathered, states_of_one
 from lowmem_patch.memory.step import BACKWARD
 from lowmem_patch.planning.apply import apply_plan
 from lowmem_patch.planning.budget import Budget
+from lowmem_patch.planning.choices import input_sizes, more_seconds
 from lowmem_patch.planning.costs import Device, RunSeconds, device_of, run_seconds
-from lowmem_patch.planning.fit_sums import input_sizes, more_seconds
 from lowmem_patch.planning.planner import facts_and_plan
 from lowmem_patch.planning.steps import Steps, UnevenError, assume_looks
 from lowmem_patch.planning.timeline import FewRuns, few_of
@@ -288,11 +288,7 @@ _NAMES = {
 
 
 def find_rungs(
-    model: nn.Module,
-    config: PatchConfig,
-    inputs: ExampleInputs,
-    training: Training,
-    budget: Budget,
+    model: nn.Module, config: PatchConfig, inputs: ExampleInputs, training: Training, budget: Budget
 ) -> tuple[Rung, ...]:
     """The ladder of a model: each level for all blocks, and, on top of the last, what else helps.
 

@@ -17,9 +17,9 @@ from lowmem_patch.errors import TraceError
 from lowmem_patch.memory import Training, largest_that_fits
 from lowmem_patch.nn.host_memory import buffer_bytes
 from lowmem_patch.planning.budget import Budget
+from lowmem_patch.planning.choices import input_sizes
 from lowmem_patch.planning.fit import Fitting
 from lowmem_patch.planning.fit_model import fitting_of
-from lowmem_patch.planning.fit_sums import input_sizes
 from lowmem_patch.planning.planner import plan_model
 from lowmem_patch.tracing.inputs import ExampleInputs
 from lowmem_patch.tracing.shadow import fake_inputs

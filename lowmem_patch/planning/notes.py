@@ -2,62 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterator
 
 from lowmem_patch.constants import STEP_TABLES
 from lowmem_patch.planning.names import listed
 from lowmem_patch.strategies.protocol import Facts
 from lowmem_patch.tracing.op_roles import Role
 from lowmem_patch.tracing.probes import looks_like_norm, match_activation
-from lowmem_patch.tracing.trace import Op, describe
+from lowmem_patch.tracing.trace import describe
 
 _NAMED = 3
 
 
-def notes_of_no_sites(facts: Facts, sites: Iterable[str]) -> list[str]:
+def notes_of_no_sites(facts: Facts, sites: Collection[str]) -> Iterator[str]:
     """What a report says of norms and activations that are no sites."""
-    notes = (
-        _functional_calls(facts, sites),
-        _not_run(facts),
-        _foreign_kernels(facts),
-    )
-    return [note for note in notes if note is not None]
+    if places := _functional_calls(facts, sites):
+        yield (
+            f"norms and activations that are called as functions, left alone: {len(places)} "
+            f"({listed(dict.fromkeys(places), _NAMED)})"
+        )
+    if names := _not_run(facts):
+        mend = "pass example_inputs= that reach them"
+        if facts.shadow is facts.model:  # on fake tensors nothing is left to chance
+            mend += ", or, if training skips layers at random (layerdrop), patch while that is turned off"
+        yield (
+            f"{len(names)} norms or activations did not run on the example inputs: left alone "
+            f"({listed(names, _NAMED)}); {mend}"
+        )
+    if places := [describe(facts.modules[name], name) for name in facts.foreign_kernels]:
+        named = listed(places, _NAMED)
+        yield f"{len(places)} modules run kernels of their own, which are left alone ({named})"
 
 
-def _foreign_kernels(facts: Facts) -> str | None:
-    """How many modules run such kernels, and which; None if there are none."""
-    places = [describe(facts.modules[name], name) for name in facts.foreign_kernels]
-    if not places:
-        return None
-    return f"{len(places)} modules run kernels of their own, which are left alone ({listed(places, _NAMED)})"
-
-
-def _functional_calls(facts: Facts, sites: Iterable[str]) -> str | None:
-    """How many norms and activations are called as functions outside the sites, and where, or None."""
-    known = set(sites)
+def _functional_calls(facts: Facts, sites: Collection[str]) -> list[str]:
+    """Where norms and activations are called as functions outside the sites."""
     called = {call.first_op for site in facts.functions.values() for call in site.calls}
-    places = [
+    return [
         f"F.{op.name} in {op.module or 'the model itself'}"
         for number, op in enumerate(facts.trace.ops)
-        if (op.role.has(Role.ROW_NORM) or _saves_more(op))
-        and op.module not in known
+        # of activations those that save their input; an output is often saved by its reader anyway
+        if (
+            op.role.has(Role.ROW_NORM)
+            or (op.name in STEP_TABLES and not op.role.has(Role.SAVES_OUTPUT))
+        )
+        and op.module not in sites
         and number not in called
     ]
-    if not places:
-        return None
-    return (
-        f"norms and activations that are called as functions, left alone: {len(places)} "
-        f"({listed(dict.fromkeys(places), _NAMED)})"
-    )
 
 
-def _saves_more(op: Op) -> bool:
-    """Whether an activation saves its input; an output is often saved by its reader anyway."""
-    return op.name in STEP_TABLES and not op.role.has(Role.SAVES_OUTPUT)
-
-
-def _not_run(facts: Facts) -> str | None:
-    """How many norms and activations did not run (an image tower, where the inputs are text), or None."""
+def _not_run(facts: Facts) -> list[str]:
+    """Norms and activations that did not run (an image tower, where the inputs are text)."""
     ran = {call.name for call in facts.trace.calls}
     # by type: an activation is told by running it, and experts are many
     known: dict[type, bool] = {}
@@ -69,14 +63,4 @@ def _not_run(facts: Facts) -> str | None:
             known[type(module)] = looks_like_norm(module) or match_activation(module) is not None
         if known[type(module)]:
             names.append(name)
-    if not names:
-        return None
-    mend = "pass example_inputs= that reach them"
-    if facts.shadow is facts.model:  # on fake tensors nothing is left to chance
-        mend += (
-            ", or, if training skips layers at random (layerdrop), patch while that is turned off"
-        )
-    return (
-        f"{len(names)} norms or activations did not run on the example inputs: left alone "
-        f"({listed(names, _NAMED)}); {mend}"
-    )
+    return names

@@ -15,7 +15,7 @@ from lowmem_patch.config import PatchConfig
 from lowmem_patch.planning.report import Site
 from lowmem_patch.strategies import STRATEGIES
 from lowmem_patch.strategies.fold import FoldedNorm
-from lowmem_patch.strategies.protocol import Facts, Patch, Skip
+from lowmem_patch.strategies.protocol import Facts, Patch
 from lowmem_patch.strategies.swap import Swap
 
 
@@ -61,7 +61,9 @@ def make_plan(facts: Facts, config: PatchConfig) -> Plan:
             if patch.kind is not None:
                 rows[patch.site] = _row(facts, patch, patch.kind)
         for skip in found.skips:
-            rows.setdefault(skip.site, _skipped(facts, skip))
+            saved = facts.saved(skip.site)
+            row = Site(skip.site, skip.kind, "keep", skip.reason, skip.consumers, saved, saved)
+            rows.setdefault(skip.site, row)
         notes += found.notes
     sites = tuple(sorted(rows.values(), key=lambda row: facts.calls_of(row.name)[0].last_op))
     return Plan(sites, tuple(patches), tuple(notes))
@@ -75,11 +77,6 @@ def _row(facts: Facts, patch: Patch, kind: str) -> Site:
         patch.site, kind, patch.strategy, patch.reason, patch.consumers, facts.saved(patch.site), after,
         patch.approximate, step,
     )  # fmt: skip
-
-
-def _skipped(facts: Facts, skip: Skip) -> Site:
-    saved = facts.saved(skip.site)
-    return Site(skip.site, skip.kind, "keep", skip.reason, skip.consumers, saved, saved)
 
 
 def trains_signature(model: nn.Module) -> int:

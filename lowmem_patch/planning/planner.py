@@ -111,7 +111,7 @@ def plan_model(model: nn.Module, config: PatchConfig, example_inputs: Any) -> Pl
         notes.append(_OF_THE_WHOLE)
     if is_switched_on(model):
         notes.append(_CHECKPOINTED)
-    notes += [*plan.notes, *notes_of_no_sites(facts, (site.name for site in plan.sites))]
+    notes += [*plan.notes, *notes_of_no_sites(facts, {site.name for site in plan.sites})]
     # inputs may have gradients, as those of a frozen part of a larger model
     if not (trace.saved.activations or any(p.requires_grad for p in model.parameters())):
         notes.append(NOTHING_TRAINS)

@@ -320,14 +320,13 @@ class Record:
 
     Attributes:
         signature: what trained at the patch, from ``trains_signature``.
-        fit: the budget, the optimizer, whether gradients are accumulated and the number of GPUs, as they were
-            asked for.
+        fit: the budget as it was asked for, and the ``Training`` that it is for.
         as_patched: what is compared with the model later.
     """
 
     report: PatchReport
     signature: int
-    fit: tuple[str | int, str, bool, int] | None = None
+    fit: tuple[str | int, Any] | None = None
     as_patched: AsPatched | None = None
 
 

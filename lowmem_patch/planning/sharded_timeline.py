@@ -16,9 +16,8 @@ from lowmem_patch.memory.sharding import Gathered, gathered
 from lowmem_patch.planning.timeline import Timeline
 from lowmem_patch.strategies.checkpointing import Blocks
 
-_SPARE = (
-    200  # one part in so many of what is gathered: padded shards, and what the allocator rounds up
-)
+# one part in so many of what is gathered: padded shards, and what the allocator rounds up
+_SPARE = 200
 
 
 @dataclasses.dataclass(frozen=True)

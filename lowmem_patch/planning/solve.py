@@ -77,11 +77,10 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class Solution:
-    """The level of each run, the seconds that they cost, and the bytes that they hold."""
+    """The level of each run, and the seconds that they cost."""
 
     levels: tuple[str, ...]
     seconds: float
-    held: int
 
 
 class _Pair(NamedTuple):
@@ -265,7 +264,7 @@ def _solve(steps: Sequence[Step], limit: int, kinds: Sequence[str]) -> Solution 
     if not last:
         return None
     best = min(last, key=lambda pair: (pair.seconds, pair.held))
-    return Solution(tuple(_levels(best)), best.seconds, best.held)
+    return Solution(tuple(_levels(best)), best.seconds)
 
 
 def _levels(pair: _Pair | None) -> list[str]:
@@ -274,12 +273,6 @@ def _levels(pair: _Pair | None) -> list[str]:
         found.append(pair.levels.last)
         pair = pair.levels.before
     return [level for part in reversed(found) for level in part]
-
-
-def _tied(steps: Sequence[Step]) -> list[int]:
-    """Blocks that run several times."""
-    counts = Counter(step.block for step in steps)
-    return [block for block, count in counts.items() if count > 1]
 
 
 def _fixed(steps: Sequence[Step], levels: Mapping[int, str]) -> list[Step]:
@@ -299,7 +292,8 @@ def solve(steps: Sequence[Step], limit: int) -> Solution | None:
 
     Segments are looked at where single blocks do not fit: they cost a second forward.
     """
-    tied = _tied(steps)
+    counts = Counter(step.block for step in steps)
+    tied = [block for block, count in counts.items() if count > 1]
     names = list(dict.fromkeys(choice.level for step in steps for choice in step.choices))
     for kinds in ((), ("segment",), _SEGMENTS):
         found = []

@@ -10,13 +10,13 @@ from typing import Any, TypeVar
 from torch import nn
 
 from lowmem_patch.errors import TraceError
+from lowmem_patch.memory.allocated import allocated_in_step
 from lowmem_patch.memory.model_states import ModelStates, Training
 from lowmem_patch.memory.optimizers import temporaries_of
 from lowmem_patch.nn.checkpointing import SWITCHES, is_switched_on
 from lowmem_patch.nn.gammas import would_tell_z
 from lowmem_patch.nn.norms import MSNorm
 from lowmem_patch.planning.costs import Device, RunSeconds
-from lowmem_patch.planning.need import Need, need_of
 from lowmem_patch.planning.sharded_timeline import sharding_of
 from lowmem_patch.planning.timeline import FewRuns, Timeline, few_of, few_runs, run_levels
 from lowmem_patch.strategies.checkpointing import Blocks
@@ -24,6 +24,27 @@ from lowmem_patch.tracing.inputs import ExampleInputs
 from lowmem_patch.tracing.shadow import Shadow
 
 T = TypeVar("T")
+OPTIMIZER_STEP = "optimizer step"
+
+
+@dataclasses.dataclass(frozen=True)
+class Need:
+    """The bytes that one step needs at its peak: as counted on a CPU, as a GPU's allocator gives them there.
+
+    Attributes:
+        total: bytes, model states and all that follows included.
+        part, run: of the timeline, or the optimizer's step.
+        rounding: what the allocator rounds up.
+        margin: what it may round up more, by what was allocated before.
+        reserved: what it takes from the GPU; 0 where this is not known.
+    """
+
+    total: int
+    part: str
+    run: int
+    rounding: int = 0
+    margin: int = 0
+    reserved: int = 0
 
 
 class UnevenError(Exception):
@@ -140,7 +161,24 @@ class Steps:
         return timeline if self.sharding is None else self.sharding.of_one(timeline)
 
     def need(self, timeline: Timeline) -> Need:
-        return need_of(timeline, self.states, self.training, self.temporaries)
+        """What a step needs. Where a GPU's requests are not known, as of a step told by few blocks, the
+        rounding of activations and gradients is missing."""
+        peak, part, run = timeline.peak
+        end = timeline.end + sum(self.temporaries)
+        if end > peak:
+            peak, part = end, OPTIMIZER_STEP
+        states = self.states
+        counted = states.counted + peak + self.earlier
+        if not timeline.events:
+            return Need(counted + states.rounding, part, run, states.rounding)
+        found = allocated_in_step(
+            states.sizes, timeline.events, accumulates=self.training.accumulates,
+            temporaries=self.temporaries,
+        )  # fmt: skip
+        part, run = timeline.part_of(found.event)
+        if found.event == len(timeline.events):
+            part = OPTIMIZER_STEP
+        return Need(found.bound, part, run, found.bytes - counted, found.margin, found.reserved)
 
     def beside(self, timeline: Timeline) -> int:
         """Bytes of a step beside what is held for the whole of training."""

@@ -194,13 +194,8 @@ def run_levels(
             ran = [sites[run.block] for run in blocks.runs]
             return _with_copies(found, [site for site in ran if site in there], patches)
         finally:
-            _drop_levels(model)
-
-
-def _drop_levels(model: nn.Module) -> None:
-    for module in model.modules():
-        if is_checkpointed(module):
-            keep_block(module)
+            for module in filter(is_checkpointed, model.modules()):
+                keep_block(module)
 
 
 def _with_copies(

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-from lowmem_patch.checkpoint.compare import TensorCheck
 from lowmem_patch.checkpoint.convert import ConvertResult
 from lowmem_patch.memory import MemoryReport
 from lowmem_patch.planning.columns import Table, make_table
@@ -16,7 +15,7 @@ from lowmem_patch.planning.names import (
     pattern_of,
     starred,
 )
-from lowmem_patch.planning.report import PatchReport
+from lowmem_patch.planning.report import PatchReport, block_rows
 from lowmem_patch.profile import ProfileResult
 from lowmem_patch.report.layout import print_line, print_table
 from lowmem_patch.tracing.categories import CATEGORIES
@@ -69,20 +68,25 @@ def _print_blocks(report: PatchReport) -> None:
     ]
     for label, sizes in group_by_pattern(blocks):
         table.add_row(label, *_with_floor(*sizes))
-    for kind in CATEGORIES:
-        sizes = tuple(column.get(kind, 0) for column in (report.kinds.before, report.kinds.after))
-        if any(sizes):
-            # bytes move from kind to kind: shares would say nothing, and neither would a kind's floor
-            before, after = map(human_bytes, sizes)
-            table.add_row(
-                f"saved as {_LABELS.get(kind, kind)}", before, after, *[""] * 3, style="dim"
-            )
+    _add_kinds(table, report.kinds.before, report.kinds.after, style="dim")
     total = _with_floor(report.saved_before, report.saved_after, report.floor)
     table.add_row("total", *total, style="bold")
     if report.weight_copies_before or report.weight_copies_after:
         copies = (report.weight_copies_before, report.weight_copies_after)
         table.add_row("copies of weights, apart", *map(human_bytes, copies), fewer(*copies))
     print_table(table)
+
+
+def _add_kinds(
+    table: Table, before: Mapping[str, int], after: Mapping[str, int], style: str | None = None
+) -> None:
+    """Bytes move from kind to kind: shares would say nothing, and neither would a kind's floor."""
+    for kind in CATEGORIES:
+        sizes = (before.get(kind, 0), after.get(kind, 0))
+        if any(sizes):
+            table.add_row(
+                f"saved as {_LABELS.get(kind, kind)}", *map(human_bytes, sizes), style=style
+            )
 
 
 def _with_floor(before: int, after: int, floor: int) -> tuple[str, ...]:
@@ -172,11 +176,7 @@ def print_profile(result: ProfileResult, title: str) -> None:
         (_LABELS.get(name, name), tuple(sizes)) for name, *sizes in result.blocks
     ):
         table.add_row(label, *map(human_bytes, sizes), fewer(*sizes))
-    for kind in CATEGORIES:
-        sizes = tuple(s.by_kind[kind] for s in saved)
-        if any(sizes):
-            # bytes move from kind to kind: shares would say nothing
-            table.add_row(f"saved as {_LABELS.get(kind, kind)}", *map(human_bytes, sizes))
+    _add_kinds(table, result.before.saved.by_kind, result.after.saved.by_kind)
     for label, sizes in _totals(result).items():
         style = "bold" if label == "total" else None
         table.add_row(label, *map(human_bytes, sizes), fewer(*sizes), style=style)
@@ -202,21 +202,15 @@ def _totals(result: ProfileResult) -> dict[str, tuple[int, int]]:
 
 def _print_modules(before: SavedBytes, after: SavedBytes) -> None:
     table = make_table("by module", *_BEFORE_AFTER, right=_BEFORE_AFTER)
-    for label, sizes in group_by_pattern(_bytes_by_module(before, after)):
+    rows = block_rows(before.by_module, after.by_module)
+    named = ((name or "(the model itself)", tuple(sizes)) for name, *sizes in rows)
+    for label, sizes in group_by_pattern(named):
         table.add_row(label, *map(human_bytes, sizes))
     print_table(table)
     print_line(
         "each tensor is listed at the module that saves it first, which a patch may change",
         style="dim",
     )
-
-
-def _bytes_by_module(
-    before: SavedBytes, after: SavedBytes
-) -> Iterator[tuple[str, tuple[int, int]]]:
-    for name in dict.fromkeys([*before.by_module, *after.by_module]):
-        sizes = (before.by_module.get(name, 0), after.by_module.get(name, 0))
-        yield name or "(the model itself)", sizes
 
 
 def print_conversion(result: ConvertResult) -> None:
@@ -230,7 +224,11 @@ def print_conversion(result: ConvertResult) -> None:
         table.add_row("\n".join(collapse_names(names)), "yes" if folded else "no", note=text)
     print_table(table)
     for check in result.checks:
-        print_line(_self_check(check))
+        verdict = "ok" if check.passed else "FAILED"
+        print_line(
+            f"self-check: {check.name} is off by {check.error:.1e} from float64; the source itself by "
+            f"{check.unpatched_error:.1e}; allowed {check.limit:.1e}: {verdict}"
+        )
     for note in result.notes:
         print_line(f"note: {note}")
     count = f"{len(result.folded)} of {len(result.norms)} norms"
@@ -241,14 +239,6 @@ def print_conversion(result: ConvertResult) -> None:
     else:
         text = f"dry run: {count} of {result.source} would be folded; nothing was written"
     print_line(text, style="bold")
-
-
-def _self_check(check: TensorCheck) -> str:
-    verdict = "ok" if check.passed else "FAILED"
-    return (
-        f"self-check: {check.name} is off by {check.error:.1e} from float64; the source itself by "
-        f"{check.unpatched_error:.1e}; allowed {check.limit:.1e}: {verdict}"
-    )
 
 
 def print_verification(result: VerifyResult) -> None:

@@ -68,9 +68,8 @@ def table_of(curve: Curve, bits: int) -> StepTable:
 
 def derivative_at(table: StepTable, x: Array) -> Array:
     """h~'(x)."""
-    levels = np.array(
-        (*table.levels, table.levels[0])
-    )  # a cyclic table comes to its first level again
+    # a cyclic table comes to its first level again
+    levels = np.array((*table.levels, table.levels[0]))
     found: Array = levels[np.searchsorted(np.array(table.thresholds), x)]
     return found
 

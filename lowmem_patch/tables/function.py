@@ -60,13 +60,10 @@ class Curve:
 
     def nodes(self, knots: Array) -> tuple[Array, Array]:
         """Nodes and weights of Gauss and Legendre's rule, for integrands with kinks at ``knots``."""
-        return _rule(np.unique(np.concatenate((self.edges, knots))))
-
-
-def _rule(edges: Array) -> tuple[Array, Array]:
-    centre, half = (edges[1:] + edges[:-1]) / 2, (edges[1:] - edges[:-1]) / 2
-    nodes = centre[:, None] + half[:, None] * _NODES
-    return nodes.ravel(), (half[:, None] * _WEIGHTS).ravel()
+        edges = np.unique(np.concatenate((self.edges, knots)))
+        centre, half = (edges[1:] + edges[:-1]) / 2, (edges[1:] - edges[:-1]) / 2
+        nodes = centre[:, None] + half[:, None] * _NODES
+        return nodes.ravel(), (half[:, None] * _WEIGHTS).ravel()
 
 
 def make_curve(function: str | Callable[[Tensor], Tensor]) -> Curve:
@@ -89,9 +86,7 @@ def make_curve(function: str | Callable[[Tensor], Tensor]) -> Curve:
     return Curve(evaluate, name, left, right, edges)
 
 
-def _runnable(
-    function: str | Callable[[Tensor], Tensor],
-) -> tuple[str, Callable[[Tensor], Tensor]]:
+def _runnable(function: str | Callable[[Tensor], Tensor]) -> tuple[str, Callable[[Tensor], Tensor]]:
     if isinstance(function, str):
         return function.strip(), parse_activation(function)
     if isinstance(function, nn.Module):

@@ -224,9 +224,8 @@ def largest_shape(tensors: Sequence[Tensor]) -> torch.Size | None:
     if len(shapes) == 1:
         return shapes.pop()
     largest = max(shapes, key=lambda shape: (len(shape), shape.numel()))
-    if all(
-        shape.numel() == 1 for shape in shapes - {largest}
-    ):  # numbers: torch takes 30 us for all others
+    # numbers: torch takes 30 us for all others
+    if all(shape.numel() == 1 for shape in shapes - {largest}):
         return largest
     broadcast: Any = torch.broadcast_shapes
     try:

@@ -99,7 +99,8 @@ def category_of(
     savers = tuple(savers)
     found = {_saver_category(saver, categories) for saver in savers}
     if found == {"rest"} and dtype.is_floating_point:
-        found = {_score_category(saver.module, elements, scores) for saver in savers}
+        # what is done with scores before their softmax is attention's
+        found = {"attention" if (s.module, elements) in scores else "rest" for s in savers}
     adapted = any(categories.get(saver.module) == "linear inputs" for saver in savers)
     packed = not dtype.is_floating_point and dtype != torch.int8  # values in 8 bits
     # one number a row; x A^T of an adapter has few numbers a row, too
@@ -112,11 +113,6 @@ def category_of(
         "rest": dtype == torch.uint8,  # a packed mask
     }
     return "codes and statistics" if coded.get(category, False) else category
-
-
-def _score_category(module: str, elements: int, scores: Set[tuple[str, int]]) -> str:
-    """Of what is done with scores before their softmax."""
-    return "attention" if (module, elements) in scores else "rest"
 
 
 def _saver_category(saver: Saver, categories: dict[str, str]) -> str:

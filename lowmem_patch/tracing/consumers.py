@@ -9,12 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lowmem_patch.tracing.call_arguments import (
-    WeightMatmul,
-    dropout_call,
-    is_square,
-    weight_matmul,
-)
+from lowmem_patch.tracing.call_arguments import WeightMatmul, dropout_call, is_square, weight_matmul
 from lowmem_patch.tracing.dataflow import Path, first_input, forward
 from lowmem_patch.tracing.op_roles import MATMULS, Role
 from lowmem_patch.tracing.row_moves import moves_rows
@@ -273,9 +268,7 @@ class Reads:
             return any(_place(output) == place for output in op.outputs)
 
         own = {id(path.end) for path in forward(self._trace, call.outputs, is_view)}
-        own -= {
-            id(tensor) for tensor in call.inputs
-        }  # which may be the output: nobody can tell them apart
+        own -= set(map(id, call.inputs))  # which may be the output: nobody can tell them apart
         for key in self._ids.get(place, ()):
             if key in own:
                 continue

@@ -6,6 +6,7 @@ layout of the latents (an image, its tokens, a video) is a choice: each is a can
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import itertools
 from collections.abc import Callable, Iterator
@@ -35,18 +36,14 @@ def is_diffusers(model: Any) -> bool:
 
 
 def diffusion_inputs(
-    model: Any,
-    batch_size: int,
-    tokens: int | None,
-    device: torch.device | str,
-    dtype: torch.dtype,
+    model: Any, batch_size: int, tokens: int | None, device: torch.device | str, dtype: torch.dtype
 ) -> Iterator[ExampleInputs]:
     """Candidates for one forward; none where an argument is required that is not known here.
 
     Args:
         tokens: of the prompt (default 77).
     """
-    maker = _Maker(model, batch_size, tokens or _TOKENS, device, dtype)
+    maker = _Maker(model.config, batch_size, tokens or _TOKENS, device, dtype)
     parameters = inspect.signature(model.forward).parameters
     for latents in maker.latents(parameters):
         values: dict[str, list[Any]] = {}
@@ -61,20 +58,18 @@ def diffusion_inputs(
             yield ExampleInputs((), dict(zip(values, chosen, strict=True)))
 
 
+@dataclasses.dataclass
 class _Maker:
     """Knows the sizes of a model's arguments; by their names they are in `_ARGUMENTS`."""
 
-    def __init__(
-        self,
-        model: Any,
-        batch: int,
-        tokens: int,
-        device: torch.device | str,
-        dtype: torch.dtype,
-    ) -> None:
-        self.config: dict[str, Any] = model.config
-        self.batch, self.tokens = batch, self.config.get("max_text_seq_length") or tokens
-        self.device, self.dtype = device, dtype
+    config: dict[str, Any]
+    batch: int
+    tokens: int
+    device: torch.device | str
+    dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        self.tokens = self.config.get("max_text_seq_length") or self.tokens
         size = self.config.get("sample_size")
         sides = [size, size] if isinstance(size, int) else list(size or [_SIDE, _SIDE])
         self.height = int(self.config.get("sample_height") or sides[0])

@@ -7,6 +7,7 @@ run on fake tensors and the first that runs is taken: no architecture is known b
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import itertools
 from collections.abc import Callable, Iterator
@@ -51,7 +52,7 @@ def make_example_inputs(
         device = torch.device("cpu") if parameter is None or parameter.is_meta else parameter.device
     dtype = next((p.dtype for p in base.parameters() if p.is_floating_point()), torch.float32)
     if _is_transformers(base):
-        maker = _Maker(base, base.config, batch_size, sequence_length or 16, device, dtype)
+        maker = _Maker(base, batch_size, sequence_length or 16, device, dtype)
         return _first_that_runs(base, list(itertools.islice(maker.candidates(), _MOST_CANDIDATES)))
     cfg = _timm_config(base)
     if cfg is not None:
@@ -186,19 +187,20 @@ def _run_real(model: Any, inputs: ExampleInputs) -> None:
         model.eval()(*inputs.args, **inputs.kwargs)
 
 
+@dataclasses.dataclass
 class _Maker:
     """Makes tensors by the names of a forward's arguments."""
 
-    def __init__(
-        self, model: Any, config: Any, batch: int, length: int, device: Any, dtype: torch.dtype
-    ) -> None:
-        self.config = config
-        self.batch = batch
-        self.length = length
-        self.device = device
-        self.dtype = dtype
-        self.configs = list(_with_parts(config))
-        parameters = inspect.signature(model.forward).parameters
+    model: Any
+    batch: int
+    length: int
+    device: Any
+    dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        self.config = self.model.config
+        self.configs = list(_with_parts(self.config))
+        parameters = inspect.signature(self.model.forward).parameters
         self.accepted = list(parameters)
         variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
         self.required = [
@@ -206,12 +208,13 @@ class _Maker:
             for name, p in parameters.items()
             if p.default is inspect.Parameter.empty and p.kind not in variadic
         ]
-        main = model.main_input_name
+        main = self.model.main_input_name
         self.main = list(main) if isinstance(main, (list, tuple)) else [main]
 
     def candidates(self) -> Iterator[ExampleInputs]:
         """The named main input first, then text alone, then with each other modality of the forward."""
-        decoder = ["decoder_input_ids"] if self._decodes() else []
+        decodes = getattr(self.config, "is_encoder_decoder", False)
+        decoder = [n for n in ("decoder_input_ids",) if decodes and n in self.accepted]
         sets = [(*names, *self.required, *decoder) for names in self._choices()]
         for names in dict.fromkeys(tuple(dict.fromkeys(names)) for names in sets):
             options = [_MAKERS[name](self) if name in _MAKERS else [] for name in names]
@@ -228,11 +231,6 @@ class _Maker:
         texts = [["input_ids"]] if "input_ids" in known else []
         pairs = [[*text, modality] for text in texts for modality in modalities]
         return [main, *texts, *pairs, *([modality] for modality in modalities)]
-
-    def _decodes(self) -> bool:
-        return bool(getattr(self.config, "is_encoder_decoder", False)) and (
-            "decoder_input_ids" in self.accepted
-        )
 
     def number(self, *names: str) -> int | None:
         """The first of these numbers that the config or one of its parts gives."""

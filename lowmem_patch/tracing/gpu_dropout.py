@@ -35,7 +35,7 @@ class GpuDropouts(FunctionObserver):
             given = attention_call(name, args, kwargs)
             # a GPU's fused kernels take no mask with grouped queries
             if kwargs.get("enable_gqa") and given.attn_mask is None and not _fuses_groups():
-                return _grouped(*given[:3])
+                return _Grouped.apply(*given[:3])  # type: ignore[no-untyped-call]  # of torch
             return func(**{**given._asdict(), **kwargs, "dropout_p": 0.0})
         return func(*args, **kwargs)
 
@@ -71,8 +71,3 @@ class _Grouped(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
         return tuple(torch.empty_like(tensor) for tensor in ctx.saved_tensors[:3])
-
-
-def _grouped(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    output: Tensor = _Grouped.apply(query, key, value)  # type: ignore[no-untyped-call]  # of torch
-    return output

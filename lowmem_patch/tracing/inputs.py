@@ -50,8 +50,14 @@ def as_example_inputs(inputs: Any) -> ExampleInputs:
         return ExampleInputs((inputs,))
     if hasattr(inputs, "keys"):
         found = ExampleInputs((), dict(inputs))
-        if not found.tensors:  # beside tensors a model may take lists, such as the sizes of images
-            _refuse_lists(found.kwargs)
+        # beside tensors a model may take lists, such as the sizes of images
+        for name, value in () if found.tensors else found.kwargs.items():
+            row = value[0] if isinstance(value, list) and value else None
+            if isinstance(row, list) and row and isinstance(row[0], int):
+                raise TraceError(
+                    f"example_inputs[{name!r}] is a list of lists of numbers: give a tensor, as a tokenizer "
+                    'with return_tensors="pt" does'
+                )
         return found
     if isinstance(inputs, tuple):
         return ExampleInputs(inputs)
@@ -60,14 +66,3 @@ def as_example_inputs(inputs: Any) -> ExampleInputs:
         f"of its arguments, or one tensor. This is a {type(inputs).__name__}: take one batch, such as "
         "next(iter(dataloader))"
     )
-
-
-def _refuse_lists(inputs: dict[str, Any]) -> None:
-    """Refuse rows of numbers, as a tokenizer gives them that was not asked for tensors."""
-    for name, value in inputs.items():
-        row = value[0] if isinstance(value, list) and value else None
-        if isinstance(row, list) and row and isinstance(row[0], int):
-            raise TraceError(
-                f"example_inputs[{name!r}] is a list of lists of numbers: give a tensor, as a tokenizer with "
-                'return_tensors="pt" does'
-            )

@@ -139,31 +139,22 @@ def running_fake(mode: FakeTensorMode) -> Iterator[None]:
                 cache.cache_clear()
 
 
-class _Caches:
-    """The caches that were found in the process; `gc.freeze` hides what it froze from later searches."""
-
-    def __init__(self) -> None:
-        self.seen: weakref.WeakSet[_Cache[Any]] = weakref.WeakSet()
-        self.beside = -1  # references to their type that are none of theirs
-
-    def find(self, surely: bool) -> None:
-        """Walk the heap, which takes a tenth of a second; unless ``surely`` is asked for, only if there seems
-        to be a cache more than were seen: each holds a reference to its type, as others may."""
-        if not surely and sys.getrefcount(_Cache) - len(self.seen) == self.beside:
-            return
-        referrers = gc.get_referrers(_Cache)
-        self.seen.update(thing for thing in referrers if type(thing) is _Cache)
-        del referrers
-        self.beside = sys.getrefcount(_Cache) - len(self.seen)
-
-
-_caches = _Caches()
+# the caches that were found in the process; `gc.freeze` hides what it froze from later searches
+_caches: weakref.WeakSet[_Cache[Any]] = weakref.WeakSet()
+_beside = -1  # references to their type that are none of theirs
 
 
 def find_caches(*, surely: bool = False) -> list[_Cache[Any]]:
     """Every cache of the process but torch's own, also those in closures, which no module lists.
 
-    Unless ``surely``, one that was made since may be missing; what was in it is emptied by `running_fake`.
+    A walk over the heap takes a tenth of a second. Unless ``surely``, it is made only if there seems to be a
+    cache more than were seen: each holds a reference to its type, as others may. So one that was made since
+    may be missing; what was in it is emptied by `running_fake`.
     """
-    _caches.find(surely)
-    return [cache for cache in _caches.seen if not str(cache.__module__).startswith("torch.")]
+    global _beside
+    if surely or sys.getrefcount(_Cache) - len(_caches) != _beside:
+        referrers = gc.get_referrers(_Cache)
+        _caches.update(thing for thing in referrers if type(thing) is _Cache)
+        del referrers
+        _beside = sys.getrefcount(_Cache) - len(_caches)
+    return [cache for cache in _caches if not str(cache.__module__).startswith("torch.")]

@@ -99,7 +99,11 @@ class KnownValues:
 
     def _are_known(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Whether the op computes known values, or views of those into which nobody has written yet."""
-        if _is_undefined(func):
+        # other values each time: random ones, or memory as it is
+        if (
+            torch.Tag.nondeterministic_seeded in func.tags
+            or "empty" in func.overloadpacket.__name__
+        ):
             return False
         if all(map(self._is_known, _tensors((*args, *kwargs.values())))):
             return True
@@ -202,11 +206,6 @@ def _is_small(tensor: Tensor) -> bool:
 def _memory_of(tensor: Tensor) -> int:
     memory: int = tensor.untyped_storage()._cdata
     return memory
-
-
-def _is_undefined(func: Any) -> bool:
-    """Whether an op gives other values each time: random ones, or memory as it is."""
-    return torch.Tag.nondeterministic_seeded in func.tags or "empty" in func.overloadpacket.__name__
 
 
 def _certain_value(func: Any, args: Sequence[Any]) -> bool | float | None:

@@ -93,15 +93,15 @@ class DispatchObserver(_untyped):  # type: ignore[misc]  # a base without types
 @contextlib.contextmanager
 def observed_calls(
     model: nn.Module,
-    enter: Callable[[str, tuple[Any, ...], dict[str, Any]], None] | None,
+    enter: Callable[[str, tuple[Any, ...], dict[str, Any]], None],
     leave: Callable[[str, nn.Module, Any], None],
     *,
     only_looks: bool = True,
 ) -> Iterator[None]:
-    """Call ``enter(name, args, kwargs)`` and ``leave(name, module, output)`` around each call of a module.
+    """Call ``enter(name, args, kwargs)`` and ``leave(name, module, output)`` around each call of a module,
+    also one that fails.
 
     Args:
-        enter: where it is given, ``leave`` is called after an error too.
         only_looks: patched modules need not run as the originals do because of these hooks.
     """
     handles = []
@@ -110,16 +110,14 @@ def observed_calls(
             continue  # takes no hooks
 
         def before(_module: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
-            if enter is not None:
-                enter(name, args, kwargs)
+            enter(name, args, kwargs)
 
         def after(module: nn.Module, _args: Any, output: Any, name: str = name) -> None:
             leave(name, module, output)
 
         before.__dict__["only_looks"] = after.__dict__["only_looks"] = only_looks
-        if enter is not None:
-            handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
-        handles.append(module.register_forward_hook(after, always_call=enter is not None))
+        handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+        handles.append(module.register_forward_hook(after, always_call=True))
     try:
         yield
     finally:

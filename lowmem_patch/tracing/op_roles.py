@@ -61,7 +61,7 @@ class Role(enum.Flag):
     ELEMENTWISE = enum.auto()  # an activation
     SAVES_OUTPUT = (
         enum.auto()
-    )  # whose derivative torch computes from the output, and not from the input
+    )  # torch computes its derivative from the output, and not from the input
     PRODUCT = enum.auto()
     POWER = enum.auto()
     SUM = enum.auto()

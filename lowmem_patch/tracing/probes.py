@@ -52,9 +52,8 @@ _SMALL = 0.1
 # of norms that write it out, and hold it in no attribute
 _USUAL_EPS = (1e-5, 1e-6, 1e-12, 1e-8, 1e-3, torch.finfo(torch.float32).eps)
 _OF_EVERY_MODULE = vars(nn.Module()).keys()
-_NORMALIZE_EPS = (
-    1e-12  # F.normalize divides by no less: the same for rows of zeros and for all but tiny ones
-)
+# F.normalize divides by no less: the same for rows of zeros and for all but tiny ones
+_NORMALIZE_EPS = 1e-12
 
 
 def looks_like_norm(module: nn.Module) -> bool:

@@ -52,14 +52,6 @@ def _dims(args: _Arguments, kwargs: _Named) -> tuple[int, ...]:
 # Each gets (args, kwargs, dimensions of the source), and knows that no row has changed its length.
 
 
-def _in_order(args: _Arguments, kwargs: _Named, ndim: int) -> bool:
-    return True
-
-
-def _permute(args: _Arguments, kwargs: _Named, ndim: int) -> bool:
-    return _dims(args, kwargs)[-1] in (ndim - 1, -1)
-
-
 def _transpose(args: _Arguments, kwargs: _Named, ndim: int) -> bool:
     first, second = argument(args, kwargs, 1, "dim0", -1), argument(args, kwargs, 2, "dim1", -1)
     return first not in (ndim - 1, -1) and second not in (ndim - 1, -1)
@@ -69,18 +61,6 @@ def _roll(args: _Arguments, kwargs: _Named, ndim: int) -> bool:
     dims = argument(args, kwargs, 2, "dims", ())
     dims = dims if isinstance(dims, (tuple, list)) else (dims,)
     return bool(dims) and not any(dim in (ndim - 1, -1) for dim in dims)
-
-
-def _flip(args: _Arguments, kwargs: _Named, ndim: int) -> bool:
-    return not any(dim in (ndim - 1, -1) for dim in _dims(args, kwargs))
-
-
-def _split(args: _Arguments, kwargs: _Named, ndim: int) -> bool:
-    return argument(args, kwargs, 2, "dim", 0) not in (ndim - 1, -1)
-
-
-def _select(args: _Arguments, kwargs: _Named, ndim: int) -> bool:
-    return argument(args, kwargs, 1, "dim", 0) not in (ndim - 1, -1)
 
 
 def _index(args: _Arguments, kwargs: _Named, ndim: int) -> bool:
@@ -97,23 +77,16 @@ def _index(args: _Arguments, kwargs: _Named, ndim: int) -> bool:
     return isinstance(items[-1], slice) and items[-1] == slice(None)
 
 
-def _pad(args: _Arguments, kwargs: _Named, ndim: int) -> bool:
-    return not any(argument(args, kwargs, 1, "pad", (1,)))
-
-
 _IN_ORDER = Role.RESHAPE | Role.UNIT_DIMENSION | Role.CONTIGUOUS | Role.CLONE | Role.EXPAND
-_LEAVES_ROWS = {
-    name: leaves_rows
-    for role, leaves_rows in (
-        (_IN_ORDER, _in_order),
-        (Role.PERMUTE, _permute),
-        (Role.TRANSPOSE, _transpose),
-        (Role.ROLL, _roll),
-        (Role.FLIP, _flip),
-        (Role.SPLIT, _split),
-        (Role.SELECT, _select),
-        (Role.INDEX, _index),
-        (Role.PAD, _pad),
-    )
-    for name in names_with(role)
-}
+_BY_ROLE: tuple[tuple[Role, Callable[[_Arguments, _Named, int], bool]], ...] = (
+    (_IN_ORDER, lambda args, kwargs, ndim: True),
+    (Role.PERMUTE, lambda args, kwargs, ndim: _dims(args, kwargs)[-1] in (ndim - 1, -1)),
+    (Role.TRANSPOSE, _transpose),
+    (Role.ROLL, _roll),
+    (Role.FLIP, lambda args, kwargs, ndim: not {ndim - 1, -1}.intersection(_dims(args, kwargs))),
+    (Role.SPLIT, lambda args, kwargs, ndim: argument(args, kwargs, 2, "dim", 0) not in (ndim - 1, -1)),
+    (Role.SELECT, lambda args, kwargs, ndim: argument(args, kwargs, 1, "dim", 0) not in (ndim - 1, -1)),
+    (Role.INDEX, _index),
+    (Role.PAD, lambda args, kwargs, ndim: not any(argument(args, kwargs, 1, "pad", (1,)))),
+)  # fmt: skip
+_LEAVES_ROWS = {name: leaves_rows for role, leaves_rows in _BY_ROLE for name in names_with(role)}

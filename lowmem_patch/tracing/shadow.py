@@ -170,21 +170,18 @@ def fake_inputs(
     """Inputs without data, on ``device`` or where they are; the mode knows their values."""
 
     def fake_of(tensor: Tensor) -> Tensor:
-        there = _CPU if tensor.is_meta else tensor.device
+        there = device or (torch.device("cpu") if tensor.is_meta else tensor.device)
         with mode:
-            fake = _empty_like(tensor, there if device is None else device)
+            fake = torch.empty_strided(
+                tensor.shape, tensor.stride(), dtype=tensor.dtype, device=there
+            )
         values_of(mode).give(fake, tensor)
         return fake.requires_grad_(tensor.requires_grad)
 
     return inputs.map(fake_of)
 
 
-_CPU = torch.device("cpu")
 _SMALL = 1 << 16  # bytes of a buffer whose values a forward may look at
-
-
-def _empty_like(tensor: Tensor, device: torch.device) -> Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
 
 def node_of(tensor: Tensor) -> Any:

@@ -21,12 +21,7 @@ from lowmem_patch.errors import TraceError
 from lowmem_patch.tracing.call_arguments import dropout_call
 from lowmem_patch.tracing.gpu_dropout import GpuDropouts
 from lowmem_patch.tracing.isolation import in_training_mode
-from lowmem_patch.tracing.observers import (
-    DispatchObserver,
-    FunctionObserver,
-    module_stack,
-    observed_calls,
-)
+from lowmem_patch.tracing.observers import DispatchObserver, FunctionObserver, observed_calls
 from lowmem_patch.tracing.op_roles import NEVER_WRITES, Role, function_name, role_of
 from lowmem_patch.tracing.saved_bytes import SavedBytes, saved_bytes, storage_key
 from lowmem_patch.tracing.shadow import Shadow, attributes_of, node_of, output_tensors, tensors_in
@@ -142,10 +137,10 @@ _COMPILED = "_TorchDynamoContext.__call__."
 
 
 class _Recorder(FunctionObserver):
-    def __init__(self, trace: Trace, stack: list[str]) -> None:
+    def __init__(self, trace: Trace) -> None:
         super().__init__()
         self.trace = trace
-        self.stack = stack
+        self.stack: list[str] = []  # names of the modules that are running
         self.running = False
         self.given: list[tuple[Op, Tensor]] = []  # to kernels, with sums over what they were given
         self.flowing = {storage_key(tensor) for tensor in tensors_in(trace.keep_alive)}
@@ -287,13 +282,18 @@ def _may_be_activation(node: Any, tensor: Tensor) -> bool:
     return any(t is not None and t.shape == tensor.shape for t in node.saved_tensors)
 
 
-def _recorded_calls(model: nn.Module, trace: Trace) -> contextlib.AbstractContextManager[None]:
+def _recorded_calls(
+    model: nn.Module, trace: Trace, stack: list[str]
+) -> contextlib.AbstractContextManager[None]:
+    """Adds calls to ``trace``; ``stack`` holds the names of the modules that are running."""
     starts: list[tuple[int, Any, Any, bool]] = []
 
     def enter(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        stack.append(name)
         starts.append((len(trace.ops), args, kwargs, _autocast()))
 
     def leave(name: str, module: nn.Module, output: Any) -> None:
+        stack.pop()
         first, args, kwargs, autocast = starts.pop()
         inputs, outputs = tuple(tensors_in((args, kwargs))), tuple(tensors_in(output))
         trace.keep_alive.append((inputs, outputs))
@@ -326,9 +326,9 @@ def trace_forward(shadow: Shadow, *, structure: bool = True) -> Trace:
             contexts.enter_context(GpuDropouts())
         saved = contexts.enter_context(saved_bytes(model))
         if structure:
-            stack = contexts.enter_context(module_stack(model))
-            contexts.enter_context(_recorded_calls(model, trace))
-            recorder = contexts.enter_context(_Recorder(trace, stack))
+            recorder = _Recorder(trace)
+            contexts.enter_context(_recorded_calls(model, trace, recorder.stack))
+            contexts.enter_context(recorder)
             contexts.enter_context(_ScriptRecorder(recorder))
         try:
             output = model(*inputs.args, **inputs.kwargs)

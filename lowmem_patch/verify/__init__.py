@@ -5,21 +5,14 @@ alone. The candidate in D may make at most ``FORWARD_FACTOR`` times that error i
 ``GRADIENT_FACTOR`` times in its gradients. Errors are relative L2 norms per tensor.
 """
 
-from lowmem_patch.checkpoint.compare import BAND, FORWARD_FACTOR, TensorCheck
-from lowmem_patch.verify.api import Progress, verify_checkpoints, verify_model
-from lowmem_patch.verify.judge import GRADIENT_FACTOR, map_gradients
-from lowmem_patch.verify.result import RunResult, VerifyResult, worst_check
-
-__all__ = [
-    "BAND",
-    "FORWARD_FACTOR",
-    "GRADIENT_FACTOR",
-    "Progress",
-    "RunResult",
-    "TensorCheck",
-    "VerifyResult",
-    "map_gradients",
-    "verify_checkpoints",
-    "verify_model",
-    "worst_check",
-]
+from lowmem_patch.checkpoint.compare import BAND as BAND
+from lowmem_patch.checkpoint.compare import FORWARD_FACTOR as FORWARD_FACTOR
+from lowmem_patch.checkpoint.compare import TensorCheck as TensorCheck
+from lowmem_patch.verify.api import Progress as Progress
+from lowmem_patch.verify.api import verify_checkpoints as verify_checkpoints
+from lowmem_patch.verify.api import verify_model as verify_model
+from lowmem_patch.verify.judge import GRADIENT_FACTOR as GRADIENT_FACTOR
+from lowmem_patch.verify.judge import map_gradients as map_gradients
+from lowmem_patch.verify.result import RunResult as RunResult
+from lowmem_patch.verify.result import VerifyResult as VerifyResult
+from lowmem_patch.verify.result import worst_check as worst_check
