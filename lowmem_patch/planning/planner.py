@@ -170,6 +170,12 @@ def _traced(
         try:
             trace = trace_whole(shadow)
         except TraceError as error:
+            if isinstance(error.__cause__, torch.OutOfMemoryError):
+                raise TraceError(
+                    f"{error}. The unpatched model runs on these inputs once, since it cannot run on fake "
+                    "tensors: give example_inputs of a smaller batch or length, and train with larger ones "
+                    f"afterwards. On fake tensors: {cause}"
+                ) from error
             if isinstance(cause.__cause__, ForeignKernelError):
                 raise TraceError(
                     f"{error}. A kernel of its own runs on its own device alone: move the model there "

@@ -163,6 +163,21 @@ def test_kernel_that_takes_an_address_gets_no_fake_tensor() -> None:
     assert any("traced with data" in note and "Reader in 1" in note for note in report.notes)
 
 
+def test_too_large_inputs_for_a_run_on_data_are_told() -> None:
+    class Large(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            assert x.untyped_storage().data_ptr() != 0
+            if len(x) > 2:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return x * 1
+
+    model = nn.Sequential(nn.Linear(8, 8), Large(), nn.LayerNorm(8), nn.Linear(8, 8))
+    with pytest.raises(TraceError, match="give example_inputs of a smaller batch or length"):
+        plan_patch(model, "exact", example_inputs=torch.randn(3, 4, 8))
+    report = plan_patch(model, "exact", example_inputs=torch.randn(2, 4, 8))
+    assert [site.strategy for site in report.sites] == ["share"]
+
+
 @pytest.mark.gpu
 def test_model_still_on_the_cpu_is_told_to_move() -> None:
     torch.manual_seed(0)
