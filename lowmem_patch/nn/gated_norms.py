@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowmem_patch.formulas import FORWARD
 from lowmem_patch.functional import (
     ActivationKind,
     Affine,
@@ -35,58 +36,77 @@ class GatedMSRMSNorm(MSRMSNorm):
         kind: the activation of the gate.
         groups: of the channels, each of which is normalised by itself.
         arguments: the names of the forward's arguments.
+        needs_gate: the original's forward asks for a gate.
     """
 
     gating: Activation | None
     kind: ActivationKind
     groups: int
     arguments: tuple[str, str]
+    needs_gate: bool
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """x and the gate, ``[..., N]``, by place or by name -> ``[..., N]``; without a gate the norm alone.
+        """x and the gate, ``[..., N]``, by place or by name -> ``[..., N]``; without a gate, where the
+        original needs none, the norm alone.
 
         Raises:
             TypeError: other arguments.
         """
         x, gate = map(value_of, self._bound(args, kwargs))
+        dtype = self.output_dtype(x)
         if self.gating is not None:
-            y = self.normed(x)
+            y = self.normed(x, dtype)
             return y if gate is None else self._product(self.gating, gate, value_of(y))
-        if gate is not None:
-            x = activation(gate, self.kind, x)
-        return self.normed(x) if self.groups == 1 else self._of_groups(x)
+        given = x if gate is None else self._multiplied(gate, x)
+        return self.normed(given, dtype) if self.groups == 1 else self._of_groups(given, x, dtype)
 
     def _bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        if not kwargs and len(args) == 2:
-            return args
-        given = dict(zip(self.arguments, args, strict=False)) | kwargs
         x, gate = self.arguments
-        if x not in given or len(given) != len(args) + len(kwargs) or not given.keys() <= {x, gate}:
+        if not kwargs and len(args) == 2:
+            given = dict(zip(self.arguments, args, strict=True))
+        else:
+            given = dict(zip(self.arguments, args, strict=False)) | kwargs
+        whole = len(given) == len(args) + len(kwargs) and given.keys() <= {x, gate}
+        if not whole or x not in given or (self.needs_gate and given.get(gate) is None):
             raise TypeError(f"{type(self).__name__} takes {x} and {gate}")
         return given[x], given.get(gate)
 
     def _product(self, gating: Activation, gate: Tensor, y: Tensor) -> Tensor:
+        """The norm's output times the gate."""
         waits = needs_gradient(gate) or needs_gradient(y)
-        if waits and gate.dtype == y.dtype and not is_foreign(gate) and not is_foreign(y):
+        if waits and _are_alike(gate, y) and not is_foreign(gate) and not is_foreign(y):
             return gating.of((gate, y))
-        return activation(gate, self.kind, y).to(y.dtype)
+        return self._in_full_precision(gate, y).to(y.dtype)
 
-    def _of_groups(self, x: Tensor) -> Tensor:
+    def _multiplied(self, gate: Tensor, x: Tensor) -> Tensor:
+        """The norm's input times the gate; of float16 in float32, as it was: float16 has no room for it."""
+        if _are_alike(gate, x) and x.dtype != torch.float16:
+            return activation(gate, self.kind, x)
+        return self._in_full_precision(gate, x)
+
+    def _in_full_precision(self, gate: Tensor, x: Tensor) -> Tensor:
+        wide = torch.promote_types(torch.promote_types(gate.dtype, x.dtype), torch.float32)
+        return x.to(wide) * FORWARD[self.kind](gate.to(wide))
+
+    def _of_groups(self, given: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
         """The norm of each group, times the weight, which has a number for each channel: z is saved, and the
         Linear computes the product again."""
         weight = self.weight
         assert weight is not None
-        dtype = self.output_dtype(x)
         low = min(dtype, x.dtype, key=attrgetter("itemsize"))
-        split = x.reshape(*x.shape[:-1], self.groups, -1)
-        z = ms_norm(split, None, None, self._settings_for(x), low)[0].view(x.shape)
+        split = given.reshape(*given.shape[:-1], self.groups, given.shape[-1] // self.groups)
+        z = ms_norm(split, None, None, self._settings_for(x), low)[0].view(given.shape)
         y = torch.mul(z, weight).to(dtype)
         if in_compiler() or not needs_gradient(z) or is_foreign(z) or is_foreign(weight):
             return y
-        given = weight.detach().clone() if may_be_freed() else weight
-        return attach(y, Normed(False, Affine(given, None, self.settings)), (z,))
+        held = weight.detach().clone() if may_be_freed() else weight
+        return attach(y, Normed(False, Affine(held, None, self.settings)), (z,))
 
     def extra_repr(self) -> str:
         form = "norm(x) * {}(gate)" if self.gating is not None else "norm(x * {}(gate))"
         parts = [super().extra_repr(), form.format(self.kind)]
         return ", ".join(parts + [f"groups={self.groups}"] * (self.groups > 1))
+
+
+def _are_alike(gate: Tensor, other: Tensor) -> bool:
+    return gate.dtype == other.dtype and gate.shape == other.shape

@@ -272,7 +272,9 @@ def is_norm(facts: Facts, name: str) -> bool:
     module = facts.modules[name]
     if looks_like_norm(module):
         return True
-    return is_leaf(module) and isinstance(facts.norm(name), NormSpec)
+    if not is_leaf(module):
+        return False
+    return isinstance(facts.norm(name), NormSpec) or facts.gated_norm(name) is not None
 
 
 def _saves_less(facts: Facts, chain: Chain, call: Call) -> bool:

@@ -56,7 +56,8 @@ class SharedGatedNorm(Swap):
         )  # fmt: skip
         product = Activation(spec.activation, at_once=self.at_once, gated=True)
         norm.gating = None if spec.gate_first else product
-        norm.kind, norm.groups, norm.arguments = spec.activation, spec.groups, spec.arguments
+        norm.kind, norm.groups = spec.activation, spec.groups
+        norm.arguments, norm.needs_gate = spec.arguments, spec.needs_gate
         return norm
 
 

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from typing import NamedTuple, get_args
+from functools import partial
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
 
 from lowmem_patch import reference
 from lowmem_patch.constants import NormSettings
+from lowmem_patch.formulas import FORWARD
 from lowmem_patch.functional import ActivationKind
 from lowmem_patch.nn.own import runs_class_forward
+from lowmem_patch.tracing.isolation import NoForeignKernels
 from lowmem_patch.tracing.probes import (
     NormSpec,
     find_norm,
@@ -31,6 +34,7 @@ from lowmem_patch.tracing.trace import Call
 
 _WEIGHT = ("weight", "")
 _GATE = torch.linspace(-6, 6, 49)
+_SIZES = (1.0, 2.0, 8.0, 50.0, 1000.0)  # a gate or a row may be clipped far out
 _ROWS = 4
 
 
@@ -43,6 +47,7 @@ class GatedNormSpec(NamedTuple):
         gate_first: the norm's input is multiplied, and not its output.
         groups: how many; the weight has a number for each channel.
         arguments: the names of the forward's two arguments, x and the gate.
+        needs_gate: the forward asks for one.
     """
 
     norm: NormSpec
@@ -50,6 +55,7 @@ class GatedNormSpec(NamedTuple):
     gate_first: bool
     groups: int
     arguments: tuple[str, str]
+    needs_gate: bool
 
 
 def match_gated_norm(
@@ -62,14 +68,11 @@ def match_gated_norm(
         calls: its traced calls.
         known: answers between equal modules of one model, which are probed once.
     """
-    call = calls[0]
-    if any(len(one.inputs) != 2 or one.arguments != 2 or len(one.outputs) != 1 for one in calls):
+    if not all(map(_takes_two, calls)):
         return None
-    x, gate = call.inputs
+    x, _ = calls[0].inputs
     parameters = dict(module.named_parameters())
-    alike = x.shape == gate.shape == call.outputs[0].shape and x.dim() > 1
-    floating = x.is_floating_point() and gate.is_floating_point()
-    if not alike or not floating or parameters.keys() != {"weight"} or module._buffers:
+    if parameters.keys() != {"weight"} or module._buffers:
         return None
     if parameters["weight"].shape != (x.shape[-1],) or not runs_class_forward(module):
         return None
@@ -79,10 +82,21 @@ def match_gated_norm(
     return known[settings]
 
 
+def _takes_two(call: Call) -> bool:
+    """Whether a call makes one floating tensor of two, all of one shape."""
+    tensors = (*call.inputs, *call.outputs)
+    if (len(call.inputs), call.arguments, len(call.outputs)) != (2, 2, 1):
+        return False
+    shape = call.inputs[0].shape
+    return len(shape) > 1 and all(t.shape == shape and t.is_floating_point() for t in tensors)
+
+
 def _probe(module: nn.Module, dimensions: int, size: int) -> GatedNormSpec | None:
-    _, *arguments = inspect.signature(type(module).forward).parameters
+    _, *arguments = inspect.signature(type(module).forward).parameters.values()
     if len(arguments) != 2:
         return None
+    names = (arguments[0].name, arguments[1].name)
+    needs_gate = arguments[1].default is inspect.Parameter.empty
     isolated = isolated_copy(module)
     generator = torch.Generator().manual_seed(1)
     shape = (1,) * (dimensions - 2) + (_ROWS, size)
@@ -99,11 +113,12 @@ def _probe(module: nn.Module, dimensions: int, size: int) -> GatedNormSpec | Non
                 found = _norm_of(views[0], rows, groups)
                 if found is None or not is_steady(views[0], rows):
                     continue
-                if not _is_gated(isolated, rows, wide, kind, gate_first, found, groups):
+                formula = partial(_formula, kind, gate_first, found, groups)
+                if not _is_gated(isolated, formula, rows, wide):
                     continue
                 output = output_dtype(views[0], rows)
                 norm = NormSpec("rms_norm", found, output, False, _WEIGHT)
-                return GatedNormSpec(norm, kind, gate_first, groups, (arguments[0], arguments[1]))
+                return GatedNormSpec(norm, kind, gate_first, groups, names, needs_gate)
     return None
 
 
@@ -168,17 +183,45 @@ class _Of(nn.Module):
         return made
 
 
-def _is_gated(
-    module: nn.Module, rows: Tensor, gate: Tensor, kind: ActivationKind, gate_first: bool,
-    settings: NormSettings, groups: int,
-) -> bool:  # fmt: skip
-    """Whether the module computes this for gates of any size and sign."""
-    actual = run_probe(lambda x: module(x, gate), rows)
-    x, factor = rows.double(), reference.activate(gate.double(), kind)
-    weight = module.weight.detach().double()  # type: ignore[operator]  # a parameter
-    if gate_first:
-        x = x * factor
+def _formula(
+    kind: ActivationKind, gate_first: bool, settings: NormSettings, groups: int,
+    x: Tensor, gate: Tensor, weight: Tensor,
+) -> Tensor:  # fmt: skip
+    """What a gated norm computes, in torch's own functions."""
+    factor = FORWARD[kind](gate)
+    x = x * factor if gate_first else x
     split = x.reshape(*x.shape[:-1], groups, -1)
-    z = reference.norm(split, None, None, settings, torch.float64)[0]
+    z = split * torch.rsqrt(split.square().mean(-1, keepdim=True) + settings.eps)
     y = z.reshape(x.shape) * settings.gamma_of(weight)
-    return is_close(actual, y if gate_first else y * factor)
+    return y if gate_first else y * factor
+
+
+def _is_gated(
+    module: Any, formula: Callable[[Tensor, Tensor, Tensor], Tensor], rows: Tensor, gate: Tensor
+) -> bool:
+    """Whether the module computes this, with these gradients, for gates and rows of any size."""
+    for size in _SIZES:
+        for x, wide in ((rows, gate * size), (rows * size, gate)):
+            found = _with_gradients(module, x, wide, module.weight)
+            given = (t.detach().double() for t in (x, wide, module.weight))
+            wanted = _with_gradients(formula, *given)
+            if found is None or wanted is None or not all(map(is_close, found, wanted)):
+                return False
+    return True
+
+
+def _with_gradients(
+    function: Callable[..., Any], x: Tensor, gate: Tensor, weight: Tensor
+) -> list[Tensor] | None:
+    """The value, and the gradients of x, the gate and the weight; None where one is missing."""
+    own = isinstance(function, nn.Module)
+    given = [t.detach().requires_grad_() for t in (x, gate)]
+    asked = [*given, weight if own else weight.requires_grad_()]
+    start = torch.linspace(-1, 1, x.numel(), dtype=x.dtype).view(x.shape)
+    try:
+        with torch.enable_grad(), torch.autocast("cpu", enabled=False), NoForeignKernels():
+            y = function(*given) if own else function(*asked)
+            gradients = torch.autograd.grad(y, asked, start)
+    except Exception:  # a module that cannot run on plain rows, or does not use one of them
+        return None
+    return [y.detach(), *gradients]

@@ -37,7 +37,7 @@ EXPECTED: list[tuple[type[models.TokenModel], dict[str, tuple[str, str]]]] = [
     (norms.NoWeight, {"norm": ("fold", "identity")}),
     (norms.WeightIsBuffer, {"norm": ("keep", "buffer")}),
     (models.CachedTable, {"norm": ("fold", "")}),
-    (norms.GatedNorm, {"norm": ("fold", ""), "gated": ("keep", "more than one tensor")}),
+    (norms.GatedNorm, {"norm": ("fold", ""), "gated": ("share", "their product recomputed")}),
     (
         models.OtherDimensions,
         {"norm": ("fold", ""), "two": ("keep", ""), "group": ("keep", "last dimension")},
