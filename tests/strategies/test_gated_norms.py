@@ -203,35 +203,6 @@ def test_models_of_transformers_compute_the_same(model_type: str, sizes: dict[st
     assert_same_step(ours, model, {"input_ids": ids})
 
 
-class ShiftedNorm(NormThenGate):
-    def forward(self, hidden_states: Tensor, gate: Tensor) -> Tensor:
-        return super().forward(hidden_states, gate) + gate
-
-
-class ClampedNorm(NormThenGate):
-    act = staticmethod(lambda gate: F.silu(gate).clamp(max=3.0))
-
-
-class SwappedNorm(NormThenGate):
-    def forward(self, hidden_states: Tensor, gate: Tensor) -> Tensor:
-        return super().forward(gate, hidden_states)
-
-
-class TrainingNorm(NormThenGate):
-    def forward(self, hidden_states: Tensor, gate: Tensor) -> Tensor:
-        return super().forward(hidden_states, gate) * (2.0 if self.training else 1.0)
-
-
-@pytest.mark.parametrize("norm", [ShiftedNorm, ClampedNorm, SwappedNorm, TrainingNorm])
-def test_another_function_of_two_tensors_is_left_alone(norm: Callable[[], nn.Module]) -> None:
-    model = Net(norm()).train()
-    ours = patched(model)
-    assert type(ours.norm) is norm
-    (skip,) = (site for site in patch_report(ours).sites if site.name == "norm")
-    assert skip.reason == "takes or returns more than one tensor"
-    assert_same_step(ours, model, batch())
-
-
 def test_a_kept_norm_is_left_alone() -> None:
     ours = patched(made(), config=dataclasses.replace(load_config("exact"), norms="keep"))
     assert type(ours.norm) is NormThenGate
@@ -309,21 +280,6 @@ def test_every_use_that_was_traced_computes_the_same(use: Use) -> None:
     model = made()
     model.use = use
     assert_same_step(patched(model), model, batch())
-
-
-def test_without_a_gate_it_is_the_norm() -> None:
-    model = made("silu, norm")
-    ours = patched(model)
-    found, own = (one.norm(one.x(batch())) for one in (ours, model))
-    torch.testing.assert_close(found, own)  # float32's own tolerances
-
-
-@pytest.mark.parametrize(
-    "args, kwargs", [((), {}), ((1, 2, 3), {}), ((1,), {"other": 2}), ((1,), {"hidden_states": 2})]
-)
-def test_other_arguments_are_an_error(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    with pytest.raises(TypeError, match="takes hidden_states and gate"):
-        patched(made()).norm(*args, **kwargs)
 
 
 @pytest.mark.parametrize("name", NORMS)
