@@ -200,8 +200,10 @@ def _is_gated(
     module: Any, formula: Callable[[Tensor, Tensor, Tensor], Tensor], rows: Tensor, gate: Tensor
 ) -> bool:
     """Whether the module computes this, with these gradients, for gates and rows of any size."""
+    # some stay near 0, where a sigmoid has a gradient that float32 tells
+    far = torch.arange(gate.numel()).view(gate.shape) % 2 == 0
     for size in _SIZES:
-        for x, wide in ((rows, gate * size), (rows * size, gate)):
+        for x, wide in ((rows, gate * torch.where(far, size, 1.0)), (rows * size, gate)):
             found = _with_gradients(module, x, wide, module.weight)
             given = (t.detach().double() for t in (x, wide, module.weight))
             wanted = _with_gradients(formula, *given)

@@ -86,6 +86,21 @@ def test_another_function_of_two_tensors_is_left_alone(norm: Callable[[], nn.Mod
     assert_same_step(ours, model, batch())
 
 
+@pytest.mark.parametrize("width", [8, 16, 24, 128])
+@pytest.mark.parametrize("norm", [NormThenGate, Sigmoid, GateThenNorm])
+def test_one_of_any_width_is_found(norm: Callable[[int], nn.Module], width: int) -> None:
+    class Plain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.x, self.z, self.norm = nn.Linear(4, width), nn.Linear(4, width), norm(width)
+
+        def forward(self, x: Tensor) -> Tensor:
+            found: Tensor = self.norm(self.x(x), self.z(x))
+            return found
+
+    assert type(patched(Plain(), torch.randn(3, 4)).norm) is GatedMSRMSNorm
+
+
 @pytest.mark.parametrize("name", NORMS)
 def test_no_other_strategy_takes_it_as_well(name: str) -> None:
     ours = patched(made(name))
