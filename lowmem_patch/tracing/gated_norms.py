@@ -19,22 +19,23 @@ from lowmem_patch.constants import NormSettings
 from lowmem_patch.formulas import FORWARD
 from lowmem_patch.functional import ActivationKind
 from lowmem_patch.nn.own import runs_class_forward
-from lowmem_patch.tracing.isolation import NoForeignKernels
 from lowmem_patch.tracing.probes import (
+    SIZES,
     NormSpec,
     find_norm,
     is_close,
     is_steady,
     isolated_copy,
     output_dtype,
+    ramp,
     run_probe,
     settings_of,
+    with_gradients,
 )
 from lowmem_patch.tracing.trace import Call
 
 _WEIGHT = ("weight", "")
 _GATE = torch.linspace(-6, 6, 49)
-_SIZES = (1.0, 2.0, 8.0, 50.0, 1000.0)  # a gate or a row may be clipped far out
 _ROWS = 4
 
 
@@ -202,28 +203,11 @@ def _is_gated(
     """Whether the module computes this, with these gradients, for gates and rows of any size."""
     # some stay near 0, where a sigmoid has a gradient that float32 tells
     far = torch.arange(gate.numel()).view(gate.shape) % 2 == 0
-    for size in _SIZES:
+    for size in SIZES:
         for x, wide in ((rows, gate * torch.where(far, size, 1.0)), (rows * size, gate)):
-            found = _with_gradients(module, x, wide, module.weight)
-            given = (t.detach().double() for t in (x, wide, module.weight))
-            wanted = _with_gradients(formula, *given)
+            found = with_gradients(module, (x, wide), (module.weight,), ramp(x))
+            given = [t.detach().double() for t in (x, wide, module.weight)]
+            wanted = with_gradients(formula, given, (), ramp(given[0]))
             if found is None or wanted is None or not all(map(is_close, found, wanted)):
                 return False
     return True
-
-
-def _with_gradients(
-    function: Callable[..., Any], x: Tensor, gate: Tensor, weight: Tensor
-) -> list[Tensor] | None:
-    """The value, and the gradients of x, the gate and the weight; None where one is missing."""
-    own = isinstance(function, nn.Module)
-    given = [t.detach().requires_grad_() for t in (x, gate)]
-    asked = [*given, weight if own else weight.requires_grad_()]
-    start = torch.linspace(-1, 1, x.numel(), dtype=x.dtype).view(x.shape)
-    try:
-        with torch.enable_grad(), torch.autocast("cpu", enabled=False), NoForeignKernels():
-            y = function(*given) if own else function(*asked)
-            gradients = torch.autograd.grad(y, asked, start)
-    except Exception:  # a module that cannot run on plain rows, or does not use one of them
-        return None
-    return [y.detach(), *gradients]

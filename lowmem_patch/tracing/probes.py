@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from lowmem_patch import reference
 from lowmem_patch.constants import STOCK_NAMES, NormSettings
+from lowmem_patch.formulas import FORWARD
 from lowmem_patch.functional import ActivationKind
 from lowmem_patch.nn.own import align_as, runs_class_forward
 from lowmem_patch.tracing.base_model import is_leaf
@@ -48,6 +49,10 @@ _FAR = torch.tensor([-1e4, -300.0, -30.0, -11.0, 11.0, 30.0, 300.0, 1e4])
 _NEAR = torch.tensor([-1e-2, -1e-3, -1e-4, 1e-4, 1e-3, 1e-2])  # a threshold beside 0
 _ACTIVATION_INPUTS = torch.cat((_GRID, _FAR, _NEAR))
 _ACTIVATION_TOLERANCE = 1e-5
+# between the points of the grid: at a kink (0, 3, 6) each code has a slope of its own
+_SLOPE_INPUTS = torch.cat((_GRID[:-1] + 0.0125, _FAR, _NEAR))
+_SLOPE_TOLERANCE = 5e-5  # of the slope in float32 that errs most, of tanh-GELU: 1.03e-5
+SIZES = (1.0, 2.0, 8.0, 50.0, 1000.0)  # of rows: they may be clipped far out
 _SMALL = 0.1
 # of norms that write it out, and hold it in no attribute
 _USUAL_EPS = (1e-5, 1e-6, 1e-12, 1e-8, 1e-3, torch.finfo(torch.float32).eps)
@@ -114,11 +119,44 @@ def is_steady(isolated: nn.Module, x: Tensor) -> bool:
     return same and not written
 
 
-def is_close(actual: Tensor | None, expected: Tensor) -> bool:
+def is_close(actual: Tensor | None, expected: Tensor, least: float = 1e-30) -> bool:
+    """Whether they differ by little beside the largest value expected, or ``least``."""
     if actual is None:
         return False
-    scale = expected.abs().max().clamp_min(1e-30)
+    scale = expected.abs().max().clamp_min(least)
     return bool(((actual.double() - expected).abs().max() / scale) < _TOLERANCE)
+
+
+def with_gradients(
+    function: Callable[..., Any],
+    given: Iterable[Tensor],
+    parameters: Iterable[Tensor],
+    start: Tensor,
+) -> list[Tensor] | None:
+    """The value of a function, and the gradients of what it is given and of its parameters; None where one is
+    missing.
+
+    Args:
+        start: the gradient of the value.
+    """
+    leaves = [tensor.detach().requires_grad_() for tensor in given]
+    try:
+        with (
+            warnings.catch_warnings(action="ignore"),
+            torch.enable_grad(),
+            torch.autocast("cpu", enabled=False),
+            NoForeignKernels(),
+        ):
+            y = function(*(leaf.clone() for leaf in leaves))  # it may write into them
+            gradients = torch.autograd.grad(y, [*leaves, *parameters], start)
+    except Exception:  # a module that cannot run on plain rows, or does not use one of them
+        return None
+    return [y.detach(), *gradients]
+
+
+def ramp(rows: Tensor) -> Tensor:
+    """A gradient of which no norm's is 0."""
+    return torch.linspace(-1, 1, rows.numel(), dtype=rows.dtype).view(rows.shape)
 
 
 _PLAIN = frozenset((bool, int, float, str, torch.dtype, type(None)))
@@ -197,6 +235,8 @@ def _probe(module: nn.Module, call: Call, trace: Trace) -> NormSpec | str:
         return "computes neither LayerNorm nor RMSNorm over the last dimension"
     if not is_steady(isolated, rows):
         return "computes something else in training, or writes into a buffer"
+    if not _has_gradients_of(isolated, rows, names, found):
+        return "its gradients, or its values far out, are not those of the norm that it seems to be"
     kind = "layer_norm" if found.centered else "rms_norm"
     fused = any(op.role.has(Role.ROW_NORM) for op in trace.ops[call.first_op : call.last_op])
     output = output_dtype(isolated, rows) if parameters else "input"
@@ -261,6 +301,32 @@ def find_norm(
     return None
 
 
+def _has_gradients_of(
+    module: nn.Module, rows: Tensor, names: tuple[str, str], settings: NormSettings
+) -> bool:
+    """Whether a module has the values and the gradients of this norm, for rows of any size."""
+    vectors = [getattr(module, name, None) for name in names]
+    present = [vector is not None for vector in vectors]
+    own = [vector for vector in vectors if vector is not None]
+
+    def formula(x: Tensor, *given: Tensor) -> Tensor:
+        taken = iter(given)
+        weight, bias = (next(taken) if one else None for one in present)
+        return reference.norm(x, weight, bias, settings, torch.float64)[0]
+
+    for size in SIZES:
+        x = rows * size
+        found = with_gradients(module, [x], own, ramp(rows))
+        wide = [x.double(), *(vector.detach().double() for vector in own)]
+        wanted = with_gradients(formula, wide, (), ramp(rows.double()))
+        # a norm of two channels has next to no gradient
+        if found is None or wanted is None:
+            return False
+        if not all(is_close(*pair, 1 / size) for pair in zip(found, wanted, strict=True)):
+            return False
+    return True
+
+
 def match_activation(
     module: nn.Module, known: dict[object, ActivationKind | None] | None = None
 ) -> ActivationKind | None:
@@ -314,5 +380,19 @@ def _kind_of(function: Callable[[Tensor], Any]) -> ActivationKind | None:
         # each value by its own size: where h is small, a slope or an alpha shows that is another one
         size = expected.abs().clamp_min(_SMALL)
         if ((output.double() - expected).abs() <= _ACTIVATION_TOLERANCE * size).all():
-            return kind
+            return kind if _has_slope_of(function, kind) else None
     return None
+
+
+def _has_slope_of(function: Callable[[Tensor], Any], kind: ActivationKind) -> bool:
+    """Whether a function has this activation's gradient where it has a finite one."""
+    start = torch.ones_like(_SLOPE_INPUTS)
+    found = with_gradients(function, [_SLOPE_INPUTS], (), start)
+    wide = [_SLOPE_INPUTS.double()]
+    wanted = with_gradients(FORWARD[kind], wide, (), start.double())
+    if found is None or wanted is None:
+        return False
+    (_, slope), (_, expected) = found, wanted
+    known = slope.isfinite()  # exp(x) overflows far out
+    error = (slope.double() - expected).abs() / expected.abs().clamp_min(_SMALL)
+    return bool(known.any()) and bool((error[known] <= _SLOPE_TOLERANCE).all())

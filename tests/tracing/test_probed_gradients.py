@@ -1,0 +1,126 @@
+"""What computes the values of a norm or of an activation, and other gradients, is left alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lowmem_patch import patch_model
+from lowmem_patch.tracing.probes import match_activation
+
+
+class _Called(nn.Module):
+    """A function as an activation."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+class _StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return F.relu(x)
+
+    @staticmethod
+    def backward(ctx: object, dy: Tensor) -> Tensor:
+        return dy
+
+
+def _without_graph(x: Tensor) -> Tensor:
+    with torch.no_grad():
+        return F.silu(x)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x * torch.sigmoid(x.detach()),
+        lambda x: x.detach() * torch.sigmoid(x),
+        _StraightThrough.apply,
+        _without_graph,
+    ],
+)
+def test_activation_of_other_gradient_is_none(function: Callable[[Tensor], Tensor]) -> None:
+    assert match_activation(_Called(function)) is None
+
+
+@pytest.mark.parametrize(
+    ("function", "kind"),
+    [
+        (lambda x: x * torch.sigmoid(x), "silu"),
+        (lambda x: x.mul_(torch.sigmoid(x)), "silu"),  # writes into its input
+        # its own gradient is not finite above 88
+        (lambda x: x * (1 - 1 / (1 + x.exp())), "silu"),
+        (lambda x: x.clamp(min=0), "relu"),  # 1 at 0, where torch's relu has 0
+    ],
+)
+def test_activation_written_out_is_found(function: Callable[[Tensor], Tensor], kind: str) -> None:
+    assert match_activation(_Called(function)) == kind
+
+
+class _Norm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(16))
+
+    def scale(self, x: Tensor) -> Tensor:
+        return torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale(x) * self.weight
+
+
+class _NormOfDetachedScale(_Norm):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale(x).detach() * self.weight
+
+
+class _NormOfDetachedWeight(_Norm):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale(x) * self.weight.detach()
+
+
+class _NormOfClippedInput(_Norm):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.clamp(-100, 100))
+
+
+class _Block(nn.Module):
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(self.norm(x))
+
+
+@pytest.mark.parametrize("norm", [_NormOfDetachedScale, _NormOfDetachedWeight, _NormOfClippedInput])
+def test_norm_of_other_gradient_is_left_alone(norm: type[_Norm]) -> None:
+    torch.manual_seed(0)
+    model, x = _Block(norm()), torch.randn(2, 4, 16) * 200
+    model(x).square().sum().backward()
+    wanted = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    with pytest.warns(UserWarning, match="its gradients"):
+        patch_model(model, "auto", example_inputs=(x,))
+    assert type(model.norm) is norm
+    model(x).square().sum().backward()
+    for parameter, gradient in zip(model.parameters(), wanted, strict=True):
+        assert (parameter.grad is None) == (gradient is None)
+        if gradient is not None:
+            torch.testing.assert_close(parameter.grad, gradient)
+
+
+def test_norm_written_out_is_patched() -> None:
+    model = _Block(_Norm())
+    patch_model(model, "auto", example_inputs=(torch.randn(2, 4, 16),))
+    assert type(model.norm) is not _Norm
