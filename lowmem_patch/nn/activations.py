@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -11,7 +13,7 @@ from lowmem_patch.functional import (
     activation,
     codes_activation,
 )
-from lowmem_patch.nn.context import is_foreign, needs_gradient
+from lowmem_patch.nn.context import is_foreign, needs_gradient, one_tensor
 from lowmem_patch.nn.deferred import value_of
 from lowmem_patch.nn.deferred_ops import Activation
 
@@ -40,7 +42,9 @@ class CodesActivation(nn.Module):
         self.bits = bits
         self.in_place = in_place
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Any = None, *others: Any, **named: Any) -> Tensor:
+        if x is None or others or named:
+            x = one_tensor(self, x, others, named)
         x = in_autocast_dtype(value_of(x), self.kind)
         y = codes_activation(x, self.kind, self.bits)
         return x.copy_(y) if self.in_place else y
@@ -58,8 +62,10 @@ class RecomputedActivation(nn.Module):
         self.kind: ActivationKind = op.kind
         self.op = op
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Any = None, *others: Any, **named: Any) -> Tensor:
         """Elementwise, any shape; dtype of ``x``."""
+        if x is None or others or named:
+            x = one_tensor(self, x, others, named)
         x = in_autocast_dtype(value_of(x), self.kind)
         if needs_gradient(x) and not is_foreign(x):
             return self.op.of((x,))

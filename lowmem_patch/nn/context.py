@@ -43,6 +43,22 @@ def has_hooks(module: nn.Module) -> bool:
     )
 
 
+def one_tensor(module: nn.Module, x: Any, others: tuple[Any, ...], named: dict[str, Any]) -> Tensor:
+    """The tensor with which a module was called that was planned for one, by place or by whatever name its
+    original gives it, beside arguments that are None.
+
+    Raises:
+        TypeError: it was called with something else.
+    """
+    given = [value for value in (x, *others, *named.values()) if value is not None]
+    if len(given) != 1 or not isinstance(given[0], Tensor):
+        raise TypeError(
+            f"{type(module).__name__} takes one tensor, as where it was patched, and was called with "
+            f"{len(given)} arguments: call patch_model again, with example_inputs that take this path"
+        )
+    return given[0]
+
+
 def own_tensor(module: nn.Module, name: str) -> Any:
     """What a module's forward finds by the name of a parameter, past nn.Module's search, which takes time: a
     tensor, or None.

@@ -34,6 +34,7 @@ from lowmem_patch.nn.context import (
     is_fsdp_unit,
     may_be_freed,
     needs_gradient,
+    one_tensor,
     train,
     trains_here,
 )
@@ -166,8 +167,10 @@ class MSNorm(nn.Module):
         own = weight.dtype
         return own if use.output == "weight" else torch.promote_types(x.dtype, own)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Any = None, *others: Any, **named: Any) -> Tensor:
         """``[..., N] -> [..., N]``; a deferred tensor where a Linear shall save something else."""
+        if x is None or others or named:
+            x = one_tensor(self, x, others, named)
         if self.folded:
             self._refuse_changes()
         x = value_of(x)  # of an activation or a gated product that waits

@@ -154,7 +154,7 @@ class Facts:
         """Which activation a module is that has no parameters, and takes and returns one tensor."""
         if name not in self._activations:
             module, calls = self.modules[name], self.calls[name]
-            single = all(len(call.outputs) == 1 and len(call.inputs) == 1 for call in calls)
+            single = all(call.takes_one and len(call.outputs) == 1 for call in calls)
             plain = single and next(module.parameters(), None) is None
             self._activations[name] = match_activation(module, self._kinds) if plain else None
         return self._activations[name]

@@ -71,7 +71,8 @@ class Op:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Call:
-    """One call of a module: its tensor inputs and outputs, and the ops it ran (as a range)."""
+    """One call of a module: its tensor inputs and outputs, how many arguments are not None, and the ops it
+    ran (as a range)."""
 
     name: str
     inputs: tuple[Tensor, ...]
@@ -80,6 +81,11 @@ class Call:
     first_op: int
     last_op: int
     autocast: bool = False
+
+    @property
+    def takes_one(self) -> bool:
+        """Whether it is a call with one tensor and nothing else."""
+        return len(self.inputs) == self.arguments == 1
 
 
 class CustomFunction(NamedTuple):
