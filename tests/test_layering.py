@@ -29,6 +29,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "tracing",
         "tracing.base_model",
         "tracing.inputs",
+        "tracing.launches",
         "tracing.observers",
         "tracing.op_roles",
     ),

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 from lowmem_patch.nn.checkpointing import SWITCHES
+from lowmem_patch.tracing.launches import is_skipped, skipped_launches
 from lowmem_patch.tracing.observers import FunctionObserver, eagerly
 from lowmem_patch.tracing.op_roles import Role, names_with
 
@@ -33,12 +34,15 @@ class ForeignKernelError(RuntimeError):
 
 class NoForeignKernels(FunctionObserver):
     """Refuses what every kernel asks for that is no torch op (a Triton launch, a call through ctypes,
-    cupy): the address of a tensor. ``torch.tensor`` asks for it of tensors in a list: it gets numbers."""
+    cupy): the address of a tensor, unless it is that of a launch that runs nothing. ``torch.tensor`` asks for
+    it of tensors in a list: it gets numbers."""
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is torch.tensor:
             args, kwargs = tree_map_only(Tensor, lambda number: number.tolist(), (args, kwargs))
         if getattr(func, "__name__", None) in _ADDRESSES:
+            if is_skipped.get():
+                return 0
             raise ForeignKernelError("a kernel of its own needs real memory")
         return func(*args, **kwargs)
 
@@ -121,7 +125,7 @@ def uncompiled() -> Iterator[None]:
 @contextlib.contextmanager
 def running_fake(mode: FakeTensorMode) -> Iterator[None]:
     """``mode``, quietly and without foreign kernels: torch logs each op that refuses fake tensors, which
-    callers handle, and a kernel would be launched on address 0.
+    callers handle, and a kernel would be launched on address 0. Launches of Triton kernels are skipped.
 
     A forward may remember a table (of positions, say) in a functools cache, where the next real
     forward would find a fake one: caches that were filled meanwhile are emptied.
@@ -130,7 +134,7 @@ def running_fake(mode: FakeTensorMode) -> Iterator[None]:
     disabled, logger.disabled = logger.disabled, True
     misses = {id(cache): cache.cache_info().misses for cache in find_caches()}
     try:
-        with mode, NoForeignKernels(), uncompiled():
+        with mode, NoForeignKernels(), skipped_launches, uncompiled():
             yield
     finally:
         logger.disabled = disabled

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from lowmem_patch.errors import TraceError
 from lowmem_patch.tracing.call_arguments import dropout_call
@@ -172,6 +173,16 @@ class _Recorder(FunctionObserver):
         for key in {id(tensor) for tensor in op.reads}:
             self.trace.consumers.setdefault(key, []).append(op)
 
+    def _add_kernel(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """A kernel gets a tensor's memory: what it does there is seen on data alone."""
+        fake = isinstance(args[0], FakeTensor)
+        op = self.op(FOREIGN_KERNEL, func, args, kwargs, writes=fake)
+        if not fake:
+            self.given.append((op, self._sums(args[0])))
+        self.add(op)
+
     def _sums(self, tensor: Tensor) -> Tensor:
         self.running = True  # what runs here is no part of the forward
         with torch.no_grad():
@@ -197,8 +208,7 @@ class _Recorder(FunctionObserver):
         name = function_name(func)
         role = role_of(name)
         if role.has(Role.ADDRESS) and storage_key(args[0]) in self.flowing:  # and not a weight
-            self.given.append((self.op(FOREIGN_KERNEL, func, args, kwargs), self._sums(args[0])))
-            self.add(self.given[-1][0])
+            self._add_kernel(func, args, kwargs)
         inputs, outputs = tensors_in((args, kwargs)), tuple(tensors_in(output))
         same = any(tensor is inputs[0] for tensor in outputs) if inputs else False
         writes = _writes(role, args, kwargs, same)
