@@ -251,7 +251,7 @@ def shared_norm(facts: Facts, config: PatchConfig, site: NormSite, reason: str) 
         or _saved_by_others(facts, consumers)
         or facts.is_sharded
         or any(c.use == "linear" and c.text in head_names(facts, config) for c in consumers),
-        output_moved=any(_reads_a_moved_view(consumer) for consumer in consumers),
+        output_moved=any(_reads_a_moved_view(consumer, site.outputs) for consumer in consumers),
         lies_as_input=not any(map(_reads_rows, _who_saves_it(facts, config, consumers))),
     )
     return SharedNorm(
@@ -294,10 +294,13 @@ def _feeds_autocast(consumers: list[Consumer], around: set[bool]) -> bool:
     )
 
 
-def _reads_a_moved_view(consumer: Consumer) -> bool:
-    """Whether a Linear reads a view of the output of which it would save a contiguous copy of its own."""
-    view = consumer.tensor
-    return consumer.use == "linear" and view is not None and not view.is_contiguous()
+def _reads_a_moved_view(consumer: Consumer, outputs: list[Tensor]) -> bool:
+    """Whether a Linear reads a view of the output of which it would save a contiguous copy of its own.
+
+    The output of a patched norm is contiguous, also where the original's lies as a transposed input does.
+    """
+    view, contiguous = consumer.tensor, all(output.is_contiguous() for output in outputs)
+    return consumer.use == "linear" and view is not None and view.is_contiguous() != contiguous
 
 
 def _is_behind_row_moves(consumers: list[Consumer]) -> bool:

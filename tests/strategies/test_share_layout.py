@@ -98,6 +98,38 @@ def test_the_output_lies_as_the_input(training: bool) -> None:
         assert model.query_norm(torch.randn(8, 9, 8).transpose(0, 2)).is_contiguous()
 
 
+class WrittenOut(nn.Module):
+    """An RMSNorm whose output lies as a transposed input does."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6))
+
+
+class There(nn.Module):
+    """Rows are normalised in another order than that in which Linears make and read them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.norm = nn.Linear(WIDTH, WIDTH), WrittenOut(WIDTH)
+        self.out = nn.Linear(WIDTH, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        read: Tensor = self.out(self.norm(self.enter(x).transpose(0, 1)).transpose(0, 1))
+        return read
+
+
+def test_a_linear_that_reads_rows_moved_back_saves_no_copy() -> None:
+    x = torch.randn(4, 6, WIDTH)
+    model, stock = patched(There(), x)
+    after = step(model, x, count=True).saved
+    assert after == patch_report(model).saved_after == 2 * x.nbytes + 4 * 24
+    assert_same_step(model, stock, x)
+
+
 @pytest.mark.parametrize("p", [0.0, 0.5])
 def test_a_linear_behind_a_norm_of_a_view_saves_no_copy(p: float) -> None:
     x = torch.randn(4, 6, WIDTH)
