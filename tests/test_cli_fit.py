@@ -19,12 +19,11 @@ from lowmem_patch.cli import app
 from lowmem_patch.cli.asked import Asked
 from lowmem_patch.config import load_config
 from lowmem_patch.errors import BudgetError, ConfigError
-from lowmem_patch.memory import Training, predict
-from lowmem_patch.planning import steps
+from lowmem_patch.memory import Training, steps
+from lowmem_patch.memory.timeline import RunBytes, Timeline
 from lowmem_patch.planning.budget import Budget, make_budget
 from lowmem_patch.planning.choices import input_sizes
 from lowmem_patch.planning.ladder import Rung, find_rungs
-from lowmem_patch.planning.timeline import RunBytes, Timeline
 from lowmem_patch.report.fit import print_ladder
 from lowmem_patch.tracing.inputs import as_example_inputs
 from tests.support.models import llama_of
@@ -80,10 +79,16 @@ def each_step_once(known: dict[Any, Any], monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def run_each_step_once(known: dict[Any, Any], patch: pytest.MonkeyPatch) -> None:
-    run_levels, step = steps.run_levels, predict._Predictor.step
+    run_levels = steps.run_levels
 
     def of(model: Any) -> tuple[Any, ...]:
-        return tuple((name, p.shape, p.requires_grad) for name, p in model.named_parameters())
+        weights = ((name, p.shape, p.requires_grad) for name, p in model.named_parameters())
+        # as it is or patched, and with checkpointing switched on
+        return (
+            *weights,
+            *((type(module), *vars(module)) for module in model.modules()),
+            str([getattr(module, "gradient_checkpointing", None) for module in model.modules()]),
+        )
 
     def levels_once(shadow: Any, blocks: Any, levels: Any, **how: Any) -> Any:
         given = shadow.inputs if how["inputs"] is None else how["inputs"]
@@ -93,14 +98,7 @@ def run_each_step_once(known: dict[Any, Any], patch: pytest.MonkeyPatch) -> None
             known[key] = run_levels(shadow, blocks, levels, **how)
         return known[key]
 
-    def step_once(self: Any, *size: Any) -> Any:
-        key = (of(self.model), self.patched, str(self.training), *size)
-        if key not in known:
-            known[key] = step(self, *size)
-        return known[key]
-
     patch.setattr(steps, "run_levels", levels_once)
-    patch.setattr(predict._Predictor, "step", step_once)
 
 
 @pytest.fixture(scope="module")
@@ -225,8 +223,8 @@ def test_totals_of_the_ladder_are_those_of_a_budget(layers: int, asked: dict[str
 
 
 def test_what_goes_to_the_host_is_what_the_run_before_gave() -> None:
-    runs = [RunBytes(1, size, True, 0, 0, 0) for size in (3, 5, 7)]
-    assert input_sizes(Timeline(tuple(runs), 0, 0, 0, 0, 0)) == [3, 3, 5]
+    runs = [RunBytes(1, size, True, 1 + size, 1 + size, 0, 0, 0) for size in (3, 5, 7)]
+    assert input_sizes(Timeline(tuple(runs), 0, 0, 0, 0, {}, 0)) == [3, 3, 5]
 
 
 def test_a_budget_as_the_ladder_prints_it_is_no_smaller(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowmem_patch.memory.step import MOMENTS, Part, PartBytes
 from lowmem_patch.tracing.base_model import base_model, text_config
 
 # fewer equal blocks than this are all run
@@ -90,32 +89,6 @@ def shortened(model: nn.Module, blocks: str | None, depth: int | None) -> Iterat
         yield
     finally:
         module._modules = every
-
-
-def extended(
-    few: Mapping[Part, PartBytes], more: Mapping[Part, PartBytes], count: int
-) -> dict[Part, PartBytes] | None:
-    """A step of ``count`` blocks, from those of three blocks and of four.
-
-    The bytes of each place grow by an equal amount with each block. So the largest of all blocks is one
-    of the first two, of which the first may be special, or one of the last two. None: the steps have
-    not the same parts, or a block runs several times.
-    """
-    depth = DEPTHS[1]
-    if max(place for _, place in few) > 2 * depth:
-        return None
-    # places counted from the front, and from behind: those of the middle one of three blocks are both
-    front = [(place, place, place) for place in range(2 * depth - 1)]
-    behind = [(place, place + 2, place + 2 * (count - depth)) for place in range(3, 2 * depth + 1)]
-    parts = {}
-    for moment in MOMENTS:
-        for place, other, target in (*front, *behind):
-            first, second = few.get((moment, place)), more.get((moment, other))
-            if first is not None and second is not None:
-                parts[moment, target] = grown(first, second, count - depth)
-            elif first is not second:
-                return None
-    return parts
 
 
 def grown(few: Any, more: Any, blocks: int) -> Any:

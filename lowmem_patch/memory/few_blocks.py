@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 from torch import nn
 
 from lowmem_patch.config import PatchConfig
 from lowmem_patch.memory.blocks import DEPTHS, grown, repeated_blocks, shortened
-from lowmem_patch.planning.plan import Plan
+from lowmem_patch.memory.timeline import FewRuns
 from lowmem_patch.planning.planner import Planned, plan_model, trace_whole
 from lowmem_patch.planning.report import PatchReport
 from lowmem_patch.tracing.inputs import ExampleInputs
-from lowmem_patch.tracing.shadow import Shadow, make_shadow
+from lowmem_patch.tracing.shadow import make_shadow
 
 T = TypeVar("T")
 _NUMBER = re.compile(r"\d+(?:,\d{3})*")
@@ -27,14 +27,13 @@ class Plans:
 
     Attributes:
         report: of the whole model.
-        blocks: the path of its repeated blocks, where the plans are of a few of them; or None.
-        plans: with the patched copies from which the report was counted; by the number of blocks, of the
-            whole model by None.
+        planned: of the whole model, or of few of its blocks.
+        few: how few of them; or None.
     """
 
     report: PatchReport
-    blocks: str | None
-    plans: Mapping[int | None, tuple[Plan, Shadow]]
+    planned: Planned
+    few: FewRuns | None
 
 
 def make_plans(model: nn.Module, config: PatchConfig, inputs: ExampleInputs) -> Plans:
@@ -49,7 +48,7 @@ def make_plans(model: nn.Module, config: PatchConfig, inputs: ExampleInputs) -> 
         if found is not None:
             return found
     planned = plan_model(model, config, inputs)
-    return Plans(planned.report, None, {None: (planned.plan, planned.shadow)})
+    return Plans(planned.report, planned, None)
 
 
 def _few(model: nn.Module, config: PatchConfig, inputs: ExampleInputs, name: str) -> Plans | None:
@@ -57,17 +56,18 @@ def _few(model: nn.Module, config: PatchConfig, inputs: ExampleInputs, name: str
     least, *depths = DEPTHS
     with shortened(model, name, least):
         saved = trace_whole(make_shadow(model, inputs), structure=False).saved
-    planned: dict[int | None, Planned] = {}
+    planned = []
     for depth in depths:
         with shortened(model, name, depth):
-            planned[depth] = plan_model(model, config, inputs)
-    few, more = (planned[depth].report for depth in depths)
+            planned.append(plan_model(model, config, inputs))
+    few, more = (one.report for one in planned)
     if more.saved_before - few.saved_before != few.saved_before - saved.activations:
         return None
-    report = _extended(few, more, name, len(model.get_submodule(name)._modules))
+    count = len(model.get_submodule(name)._modules)
+    report = _extended(few, more, name, count)
     if report is None:
         return None
-    return Plans(report, name, {depth: (one.plan, one.shadow) for depth, one in planned.items()})
+    return Plans(report, planned[-1], FewRuns(name, 0, DEPTHS[-1], count - DEPTHS[-1]))
 
 
 def _extended(few: PatchReport, more: PatchReport, name: str, count: int) -> PatchReport | None:

@@ -1,14 +1,13 @@
 """The peak of a training step before and after a patch, and the largest batch or length that fits.
 
-A model of many equal blocks is run with two, three and four of them (`lowmem_patch.memory.blocks`):
-the bytes of each place in the step grow by an equal amount with each block, and the third block proves
-it. Other models are run whole. Batch sizes and lengths are never extrapolated: a size that is said to
-fit was run.
+Of many equal blocks few are run (`lowmem_patch.memory.timeline`), of other models all. Batch sizes and
+lengths are never extrapolated: a size that is said to fit was run.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,24 +16,18 @@ from torch import nn
 
 from lowmem_patch.config import PatchConfig
 from lowmem_patch.errors import ConfigError
-from lowmem_patch.memory.blocks import DEPTHS, extended, repeated_blocks, shortened
+from lowmem_patch.memory.blocks import shortened
 from lowmem_patch.memory.few_blocks import Plans, make_plans
-from lowmem_patch.memory.model_states import USUAL_TRAINING, Training, model_state_bytes
-from lowmem_patch.memory.optimizers import temporaries_of
-from lowmem_patch.memory.sharding import gathered, states_of_one
-from lowmem_patch.memory.step import (
-    BACKWARD,
-    FORWARD,
-    Part,
-    PartBytes,
-    most_of_moments,
-    watched_step,
-)
+from lowmem_patch.memory.model_states import USUAL_TRAINING, ModelStates, Training
+from lowmem_patch.memory.optimizers import check_optimizer
+from lowmem_patch.memory.step import BACKWARD, FORWARD
+from lowmem_patch.memory.steps import Steps, UnevenError, steps_of
 from lowmem_patch.planning.apply import apply_plan
 from lowmem_patch.planning.planner import plan_model
+from lowmem_patch.planning.report import PatchReport
 from lowmem_patch.tracing.base_model import base_model, switch_checkpointing_on, text_config
 from lowmem_patch.tracing.inputs import ExampleInputs
-from lowmem_patch.tracing.shadow import Shadow, fake_inputs, make_shadow
+from lowmem_patch.tracing.shadow import fake_inputs, make_shadow
 
 _LARGEST = {"batch": 1 << 20, "length": 1 << 24}
 
@@ -111,66 +104,6 @@ class MemoryReport:
         return {**data, "before": self.before.to_dict(), "after": self.after.to_dict()}
 
 
-@dataclasses.dataclass
-class _Predictor:
-    """Steps of one model, as it is or patched, at any size."""
-
-    model: nn.Module
-    plans: Plans
-    make_inputs: MakeInputs
-    patched: bool
-    training: Training = USUAL_TRAINING
-
-    def __post_init__(self) -> None:
-        self.blocks = self.plans.blocks
-        self.shadows: dict[int | None, Shadow] = {}
-        self.known: dict[tuple[int, int | None], Mapping[Part, PartBytes]] = {}
-
-    def _make_shadow(self, depth: int | None, inputs: ExampleInputs) -> Shadow:
-        plan, known = self.plans.plans.get(depth, (None, None)) if self.patched else (None, None)
-        # checkpointing stays switched on in a copy: another prediction may be without
-        if known is not None and known.mode is not None and not self.training.checkpointing:
-            return known
-        with shortened(self.model, self.blocks, depth):
-            shadow = make_shadow(self.model, inputs)
-        if self.patched:
-            if plan is None:
-                plan = plan_model(self.model, self.plans.report.config, inputs).plan
-            apply_plan(shadow.model, plan, arithmetic=False)
-        if self.training.checkpointing and not switch_checkpointing_on(shadow.model):
-            name = type(base_model(self.model)).__name__
-            raise ConfigError(f"{name} has no activation checkpointing of its own to switch on")
-        return shadow
-
-    def _step(self, depth: int | None, inputs: ExampleInputs) -> Mapping[Part, PartBytes]:
-        if depth not in self.shadows:
-            self.shadows[depth] = self._make_shadow(depth, inputs)
-        shadow = self.shadows[depth]
-        assert shadow.mode is not None
-        fakes = fake_inputs(inputs, shadow.mode, torch.device("cpu"))
-        blocks = () if self.blocks is None else shadow.model.get_submodule(self.blocks)._modules
-        with watched_step(
-            dataclasses.replace(shadow, inputs=fakes), [f"{self.blocks}.{name}" for name in blocks],
-            accumulates=self.training.accumulates,
-        ) as live:  # fmt: skip
-            return live.result()
-
-    def step(self, batch: int, length: int | None) -> Mapping[Part, PartBytes]:
-        """Bytes of one step of the whole model."""
-        if (batch, length) not in self.known:
-            inputs = self.make_inputs(batch, length)
-            found: Mapping[Part, PartBytes] | None = None
-            if self.blocks is not None:
-                count = len(self.model.get_submodule(self.blocks)._modules)
-                few, more = (self._step(depth, inputs) for depth in DEPTHS[1:])
-                found = extended(few, more, count)
-            if found is None:
-                self.blocks = None
-                found = self._step(None, inputs)
-            self.known[batch, length] = found
-        return self.known[batch, length]
-
-
 def largest_that_fits(total: Callable[[int], int], limit: int, bound: int) -> int:
     """The largest ``n`` in 1..bound with ``total(n) <= limit``, for a growing ``total``; 0: none.
 
@@ -199,34 +132,6 @@ def largest_that_fits(total: Callable[[int], int], limit: int, bound: int) -> in
         else:
             high = guess
     return low
-
-
-class _Totals:
-    """All bytes of one GPU, from those of a step."""
-
-    def __init__(self, model: nn.Module, training: Training) -> None:
-        if training.gpus > 1 and training.quantised:
-            raise ConfigError("4-bit weights are not counted on several GPUs: use lora, or one GPU")
-        states = model_state_bytes(model, training.optimizer, quantised=training.quantised)
-        self.training = training
-        self.states = states_of_one(states, training.gpus)
-        self.gathered = gathered(model, repeated_blocks(model))
-        self.temporaries = temporaries_of(model, training.optimizer, training.gpus, elsewhere=True)
-
-    def moments(self, parts: Mapping[Part, PartBytes]) -> dict[str, int]:
-        """All bytes that are held at one time, at most, in each moment."""
-        gpus, held = self.training.gpus, self.states.resident - self.states.dequantised
-        held += self.states.gradients if self.training.accumulates else 0  # of earlier batches
-        sizes = {part: size.peak for part, size in parts.items()}
-        if gpus > 1:  # gradients sharded, and what is gathered added
-            sizes = {
-                part: size.activations + -(-size.gradients // gpus) + self.gathered.most(*part)
-                for part, size in parts.items()
-            }
-        moments = most_of_moments(sizes, self.temporaries)
-        # QLoRA multiplies by one weight after the other, each in the compute dtype for a while
-        more = dict.fromkeys((FORWARD, BACKWARD), self.states.dequantised)
-        return {moment: held + size + more.get(moment, 0) for moment, size in moments.items()}
 
 
 def largest_size(model: nn.Module, solve: str, length: int | None) -> int:
@@ -274,34 +179,80 @@ def predict_memory(
         TraceError: the model cannot be run on fake tensors.
     """
     most = largest_size(model, solve, length)
-    totals = _Totals(model, training)
+    if training.gpus > 1 and training.quantised:
+        raise ConfigError("4-bit weights are not counted on several GPUs: use lora, or one GPU")
+    check_optimizer(training.optimizer)
     plans = plans or make_plans(model, config, make_inputs(batch_size, length))
-    bound = most_positions(model) if solve == "length" else None
-    report, states = plans.report, totals.states
-    sides: list[tuple[Footprint, int | None, int | None]] = []
-    for patched, saved, copies in (
-        (False, report.saved_before, report.weight_copies_before),
-        (True, report.saved_after, report.weight_copies_after),
-    ):
-        predictor = _Predictor(model, plans, make_inputs, patched=patched, training=training)
 
-        def total(size: int, predictor: _Predictor = predictor) -> int:
+    def side(plans: Plans, patched: bool) -> tuple[Footprint, int | None, int | None]:
+        steps = _steps(model, plans, training, patched=patched)
+        moments = functools.cache(lambda *size: _moments(steps, make_inputs(*size)))
+
+        def total(size: int) -> int:
             sizes = (size, length) if solve == "batch" else (batch_size, size)
-            return max(totals.moments(predictor.step(*sizes)).values())
+            return max(moments(*sizes).values())
 
         largest = least = None
         if limit is not None:
-            room = states.resident + int((limit - states.resident) * (1 - fragments))
+            always = steps.states.resident
+            room = always + int((limit - always) * (1 - fragments))
             largest, least = largest_that_fits(total, room, most), total(1)
-        moments = totals.moments(predictor.step(batch_size, length))
-        held = (states.parameters, states.gradients, states.optimizer)
-        workspace = states.workspace + states.rounding
-        sides.append((Footprint(*held, saved, copies, workspace, moments), largest, least))
+        found = _footprint(steps.states, plans.report, moments(batch_size, length), patched)
+        return found, largest, least
+
+    try:
+        sides = [side(plans, patched) for patched in (False, True)]
+    except UnevenError:
+        whole = Plans(plans.report, plan_model(model, config, plans.planned.inputs), None)
+        sides = [side(whole, patched) for patched in (False, True)]
     (before, most_before, least_before), (after, most_after, least_after) = sides
     return MemoryReport(
-        before, after, training, batch_size, length, limit, solve, most_before, most_after, bound,
-        least_before, least_after,
+        before, after, training, batch_size, length, limit, solve, most_before, most_after,
+        most_positions(model) if solve == "length" else None, least_before, least_after,
     )  # fmt: skip
+
+
+def _steps(model: nn.Module, plans: Plans, training: Training, *, patched: bool) -> Steps:
+    """Steps of the model, as it is or patched, or of few of its blocks.
+
+    Raises:
+        UnevenError: few do not tell of all.
+    """
+    planned, few = plans.planned, plans.few
+    shadow = planned.shadow
+    # checkpointing stays switched on in a copy: another prediction may be without
+    if not patched or training.checkpointing or shadow.mode is None:
+        path, depth = (few.path, few.depth) if few else (None, None)
+        with shortened(model, path, depth):
+            shadow = make_shadow(model, planned.inputs)
+        if patched:
+            apply_plan(shadow.model, planned.plan, arithmetic=False)
+        if training.checkpointing and not switch_checkpointing_on(shadow.model):
+            name = type(base_model(model)).__name__
+            raise ConfigError(f"{name} has no activation checkpointing of its own to switch on")
+    return steps_of(model, shadow, planned.facts, planned.plan.patches, training, few)
+
+
+def _moments(steps: Steps, inputs: ExampleInputs) -> dict[str, int]:
+    """All bytes of one GPU that are held at one time, at most, in each moment of a step."""
+    states, mode = steps.states, steps.shadow.mode
+    assert mode is not None  # or it would have been no shadow
+    timeline = steps.profile("patched", inputs=fake_inputs(inputs, mode, torch.device("cpu")))
+    # QLoRA multiplies by one weight after the other, each in the compute dtype for a while
+    more = dict.fromkeys((FORWARD, BACKWARD), states.dequantised)
+    held = steps.resident - states.dequantised
+    moments = timeline.moments(steps.temporaries)
+    return {moment: held + size + more.get(moment, 0) for moment, size in moments.items()}
+
+
+def _footprint(
+    states: ModelStates, report: PatchReport, moments: Mapping[str, int], patched: bool
+) -> Footprint:
+    saved, copies = report.saved_before, report.weight_copies_before
+    if patched:
+        saved, copies = report.saved_after, report.weight_copies_after
+    held = (states.parameters, states.gradients, states.optimizer)
+    return Footprint(*held, saved, copies, states.workspace + states.rounding, moments)
 
 
 def most_positions(model: Any) -> int | None:

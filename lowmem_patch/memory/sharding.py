@@ -1,4 +1,7 @@
-"""Model states over several GPUs, as FSDP2 shards them when each block is a group, and the rest another.
+"""One of several GPUs, over which FSDP2 shards the model states: each block is a group, and the rest another.
+
+A step on fake tensors holds all weights (which a timeline does not count) and all gradients. One of n GPUs
+holds the n-th part of a block's gradients once that block's backward is over, and what is gathered.
 
 What a GPU holds whole for a while was read from the allocator of one of two H100s (torch 2.11), between the
 hooks of the blocks: a buffer that is gathered into lies beside what is copied out of it, in the forward until
@@ -14,9 +17,15 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from lowmem_patch.memory.blocks import repeated_blocks
 from lowmem_patch.memory.caching_allocator import rounding_bytes
-from lowmem_patch.memory.model_states import ModelStates, StateSizes
-from lowmem_patch.memory.step import BACKWARD, FORWARD, MOMENTS
+from lowmem_patch.memory.model_states import ModelStates, StateSizes, Training
+from lowmem_patch.memory.step import BACKWARD, FORWARD
+from lowmem_patch.memory.timeline import Timeline
+from lowmem_patch.strategies.checkpointing import Blocks
+
+# one part in so many of what is gathered: padded shards, and what the allocator rounds up
+_SPARE = 200
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,21 +57,10 @@ class Gathered:
         """Bytes while a block is computed."""
         return self.rest + 2 * self.block
 
-    def most(self, moment: str, place: int) -> int:
-        """The rest from the first forward to the end of the backward; of the blocks the one that is
-        computed, and the next, which is on its way. Gradients wait whole to be reduced.
-
-        Args:
-            moment, place: a `Part`.
-        """
-        if moment == FORWARD and place == 0:
-            return self.first
-        held = self.rest if moment in MOMENTS[: MOMENTS.index(BACKWARD) + 1] else 0
-        if moment in (FORWARD, BACKWARD):
-            held += 2 * self.block
-        if moment == BACKWARD:
-            held += self.rest_gradients + 2 * self.block_gradients
-        return held
+    @property
+    def backward(self) -> int:
+        """Bytes in a backward, at most, of which no more is known: gradients wait whole to be reduced."""
+        return self.computing + self.rest_gradients + 2 * self.block_gradients
 
 
 def gathered(model: nn.Module, blocks: str | None) -> Gathered:
@@ -119,3 +117,81 @@ def with_buckets(states: ModelStates) -> ModelStates:
 
 def _shares(sizes: Iterable[int], gpus: int) -> tuple[int, ...]:
     return tuple(-(-size // gpus) for size in sizes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sharding:
+    """How a model lies on several GPUs.
+
+    Attributes:
+        gpus: their number.
+        whole: what one gathers.
+        gradients: bytes of each run's block, as far as it is a group of its own and ends with this run.
+        accumulates: a step adds to gradients of earlier batches, and holds none of its own.
+    """
+
+    gpus: int
+    whole: Gathered
+    gradients: tuple[int, ...]
+    accumulates: bool
+
+    def of_one(self, timeline: Timeline) -> Timeline:
+        """What one GPU holds, its shards of parameters and of the optimizer's state excluded."""
+        whole, last = self.whole, len(timeline.runs) - 1
+        spare = whole.computing // _SPARE
+        runs = []
+        for number, run in enumerate(timeline.runs):
+            later = sum(self.gradients[number + 1 :])
+            # behind the last block there are head and loss; then that block is gathered again
+            gap = whole.between if number < last else whole.rest + whole.block
+            waiting = whole.block_gradients if number < last else 0  # in the buffer that is reduced
+            waiting += whole.rest_gradients if self.accumulates else 0
+            runs.append(
+                dataclasses.replace(
+                    run,
+                    forward=run.forward + whole.computing + spare,
+                    behind=run.behind + gap + spare,
+                    backward=run.backward - self._less(later) + whole.computing + waiting + spare,
+                )
+            )
+        # the rest is given back before its gradients are put into the buffer that is reduced
+        at_the_end = max(whole.rest + whole.block, whole.rest_gradients)
+        at_the_end += whole.rest_gradients if self.accumulates else 0
+        gradients = sum(self.gradients)
+        # with what is held behind the last run
+        beside = dict.fromkeys(timeline.last, whole.rest + whole.block)
+        if not runs:
+            beside |= {FORWARD: whole.first, BACKWARD: at_the_end}
+        return dataclasses.replace(
+            timeline,
+            runs=tuple(runs),
+            before=timeline.before + whole.first + spare,
+            after=max(timeline.after, timeline.end) - self._less(gradients) + at_the_end + spare,
+            last={moment: size + beside[moment] + spare for moment, size in timeline.last.items()},
+            end=max(
+                -(-timeline.end // self.gpus),
+                timeline.end - self._less(gradients + whole.rest_gradients),
+            ),
+            events=(),
+            begins=(),
+        )
+
+    def _less(self, gradients: int) -> int:
+        """What lies on other GPUs of whole gradients."""
+        return 0 if self.accumulates else gradients - -(-gradients // self.gpus)
+
+
+def sharding_of(model: nn.Module, blocks: Blocks, training: Training) -> Sharding | None:
+    """Each repeated block is a group of FSDP2, and the rest another; None for one GPU."""
+    if training.gpus == 1:
+        return None
+    path = repeated_blocks(model)
+    group = "" if path is None else f"{path}."
+    sizes, seen = [], set()
+    for run in blocks.runs:
+        site = blocks.blocks[run.block].site
+        own = bool(group) and site.startswith(group) and site not in seen
+        seen.add(site)
+        block = model.get_submodule(site)
+        sizes.append(sum(p.nbytes for p in block.parameters() if p.requires_grad) if own else 0)
+    return Sharding(training.gpus, gathered(model, path), tuple(sizes), training.accumulates)

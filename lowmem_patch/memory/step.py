@@ -8,9 +8,9 @@ nor what the allocator rounds up, nor its fragmentation.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -25,56 +25,29 @@ from lowmem_patch.tracing.isolation import in_training_mode
 from lowmem_patch.tracing.live_storages import LiveStorages
 from lowmem_patch.tracing.no_cache import as_on_data
 from lowmem_patch.tracing.observers import ended_checkpoints, observed_calls
-from lowmem_patch.tracing.saved_bytes import parts_of, storage_key
+from lowmem_patch.tracing.saved_bytes import storage_key
 from lowmem_patch.tracing.shadow import Shadow, node_of, output_tensors, tensors_in
 
 FORWARD, LOSS, AFTER_LOSS = "forward", "loss", "after the loss"
 BACKWARD, AFTER_BACKWARD, OPTIMIZER = "backward", "after the backward", "optimizer step"
 MOMENTS = (FORWARD, LOSS, AFTER_LOSS, BACKWARD, AFTER_BACKWARD, OPTIMIZER)
 
-OUTSIDE = -1  # the owner of what is allocated in no run of a block
 # A moment, and a place among the runs of blocks, which are counted from 0: 0 in front of them, 2 n + 1 in a
 # run, 2 n + 2 behind it. A backward is at the run that it has reached last.
 Part = tuple[str, int]
 
 
-@dataclasses.dataclass(frozen=True)
-class PartBytes:
-    """Bytes of one part of a step, without model states but for the gradients that the step makes.
-
-    Attributes:
-        peak: the largest sum of all storages alive at one time.
-        activations: the largest such sum without the gradients of parameters.
-        gradients: of parameters, as they are when the part ends.
-    """
-
-    peak: int
-    activations: int
-    gradients: int
-
-
-def most_of_moments(sizes: Mapping[Part, int], temporaries: Sequence[int]) -> dict[str, int]:
-    """The largest size of each moment of the step, in their order.
-
-    Args:
-        temporaries: of the optimizer's step, beside what the backward leaves.
-    """
-    moments: dict[str, int] = {}
-    for (moment, _), size in sizes.items():
-        moments[moment] = max(size, moments.get(moment, 0))
-    moments[OPTIMIZER] = moments[AFTER_BACKWARD] + sum(temporaries)
-    return {moment: moments[moment] for moment in MOMENTS if moment in moments}
-
-
 class LiveBytes(LiveStorages):
-    """The maximum is kept for each part of a step. The owner of a storage is the run of a block in which it
-    was allocated.
+    """The maximum is kept for each part of a step. The owner of a storage is the place at which it was
+    allocated.
 
     Attributes:
-        parts: the largest sums, as of `PartBytes`.
+        parts: the largest sum of all storages alive at one time, by part; without model states, but for the
+            gradients that the step makes.
         begins: on a GPU, by part of the step, the number of the event with which it begins.
         outputs: of each run, bytes by key, of what it made.
         alive: what was alive when the forward ended, as ``live``.
+        kept: bytes that were alive when the loss was there, by owner: the model's outputs were released.
     """
 
     def __init__(
@@ -94,19 +67,19 @@ class LiveBytes(LiveStorages):
         """
         super().__init__(ignored, packed, on_gpu=on_gpu)
         self.sites, self.settled = frozenset(sites), settled
-        self.gradients = self.place = 0
-        self.parts: dict[Part, list[int]] = {}
+        self.place = 0
+        self.parts: dict[Part, int] = {}
         self.begins: list[tuple[int, Part]] = []
         self.outputs: list[dict[int, int]] = []
         self.alive: dict[int, tuple[int, int, Any]] | None = None
+        self.kept: Counter[int] = Counter()
         self.begin(FORWARD, 0)
 
     def begin(self, moment: str, place: int | None = None) -> None:
         """The next allocations belong to this part; by default at the present place."""
         self.settle()
         self.moment, self.place = moment, self.place if place is None else place
-        inside = moment in (FORWARD, LOSS) and self.place % 2
-        self.owner = self.place // 2 if inside else OUTSIDE
+        self.owner = self.place
         if self.on_gpu:
             self.begins.append((len(self.events), (moment, self.place)))
         self.grown(self.now)
@@ -114,19 +87,14 @@ class LiveBytes(LiveStorages):
     def mark(self, moment: str) -> None:
         """What is alive right now is all of this moment."""
         self.settle()
-        self.parts[moment, 0] = [self.now, self.now - self.gradients, self.gradients]
+        self.parts[moment, 0] = self.now
+        if moment == AFTER_LOSS:
+            for size, place, _ in self.live.values():
+                self.kept[place] += size
 
     def grown(self, now: int) -> None:
-        sums = now, now - self.gradients, self.gradients
-        known = self.parts.setdefault((self.moment, self.place), list(sums))
-        for number, size in enumerate(sums):
-            known[number] = max(known[number], size)
-
-    def made_gradient(self, parameter: Tensor) -> None:
-        """A hook: a parameter has its first gradient of this step."""
-        if parameter.grad is not None:
-            self.gradients += sum(part.nbytes for part in parts_of(parameter.grad))
-            self.grown(self.now)
+        part = self.moment, self.place
+        self.parts[part] = max(now, self.parts.get(part, 0))
 
     # what `observed_calls` tells; a call after the forward is computed again
 
@@ -138,12 +106,12 @@ class LiveBytes(LiveStorages):
     def leave(self, name: str, module: nn.Module, output: Any) -> None:
         if self.alive is not None:
             return
-        # the loss begins behind the last module that has parameters and no children, such as the head
-        if is_leaf(module) and next(module.parameters(), None) is not None:
-            self._not_the_loss()
-            self.begin(LOSS)
         if name in self.sites:
             self._leave_run(output)
+        # behind the last block, or module that has parameters and no children, such as the head
+        if name in self.sites or (is_leaf(module) and next(module.parameters(), None) is not None):
+            self._not_the_loss()
+            self.begin(LOSS)
         if name == "":
             if self.settled is not None:
                 self.settled()
@@ -153,22 +121,18 @@ class LiveBytes(LiveStorages):
         """What was taken for the loss since the last module returned belongs to the forward."""
         for place in [place for moment, place in self.parts if moment == LOSS]:
             found = self.parts.pop((LOSS, place))
-            known = self.parts.setdefault((FORWARD, place), found)
-            known[:] = [max(pair) for pair in zip(known, found, strict=True)]
+            self.parts[FORWARD, place] = max(found, self.parts.get((FORWARD, place), 0))
 
     def _leave_run(self, output: Any) -> None:
         number, tensors = len(self.outputs) - 1, tensors_in(output)
         for key in (storage_key(t) for t in tensors if not isinstance(t, Unstored)):
-            size, run, _ = self.live.get(key, (0, OUTSIDE, None))
-            if run == number:
+            size, place, _ = self.live.get(key, (0, 0, None))
+            if place == 2 * number + 1:
                 self.outputs[number][key] = size
         nodes = [node for node in map(node_of, tensors) if node is not None]
         if nodes:  # no hook on the tensor, for which a deferred one would be computed
             nodes[0].register_prehook(lambda _: self.begin(BACKWARD, 2 * number + 1))
         self.begin(FORWARD, 2 * number + 2)
-
-    def result(self) -> dict[Part, PartBytes]:
-        return {part: PartBytes(*sums) for part, sums in self.parts.items()}
 
 
 def with_labels(model: Any, inputs: ExampleInputs) -> ExampleInputs:
@@ -220,7 +184,6 @@ def watched_step(
     *,
     accumulates: bool = False,
     settled: Callable[[], None] | None = None,
-    purpose: str = "on fake tensors",
 ) -> Iterator[LiveBytes]:
     """What was alive in a step of a shadow in training mode, as long as the context is open. Gradients are
     made in it, as after ``zero_grad()``.
@@ -229,7 +192,6 @@ def watched_step(
         sites: paths of the blocks whose runs are told apart.
         accumulates: it adds to the gradients of an earlier batch, which are not counted, as parameters.
         settled: called when the forward ends, before it is looked what is alive.
-        purpose: of the step, for an error.
 
     Raises:
         TraceError: the forward or the backward fails.
@@ -250,17 +212,13 @@ def watched_step(
         contexts.enter_context(observed_calls(model, live.enter, live.leave))
         contexts.enter_context(live)
         contexts.enter_context(ended_checkpoints())
-        for parameter in () if accumulates else model.parameters():
-            if parameter.requires_grad:
-                register: Any = parameter.register_post_accumulate_grad_hook  # has no types
-                contexts.callback(register(live.made_gradient).remove)
         for tensor in inputs.tensors:
             live.add(tensor)
         try:
             _run(model, inputs, live)
         except Exception as error:  # of a foreign forward
             raise TraceError(
-                f"a training step of {type(model).__name__} could not be run {purpose}: "
+                f"a training step of {type(model).__name__} could not be run on fake tensors: "
                 f"{type(error).__name__}: {error}"
             ) from error
         yield live

@@ -8,10 +8,10 @@ import math
 from collections.abc import Mapping, Sequence
 from statistics import median
 
+from lowmem_patch.memory.timeline import Timeline
 from lowmem_patch.nn.host_memory import buffer_bytes
 from lowmem_patch.planning.costs import Device, RunSeconds
 from lowmem_patch.planning.solve import Choice, Step
-from lowmem_patch.planning.timeline import Timeline
 from lowmem_patch.strategies.checkpointing import Blocks
 
 _OVERLAP = 0.04  # of a copy's time is seen though it runs beside the computation

@@ -14,13 +14,13 @@ import math
 from collections.abc import Mapping
 
 from lowmem_patch.errors import BudgetError
+from lowmem_patch.memory.steps import OPTIMIZER_STEP, Steps
+from lowmem_patch.memory.timeline import Timeline
 from lowmem_patch.planning.budget import Budget
 from lowmem_patch.planning.choices import Choices
 from lowmem_patch.planning.fit_report import LEVEL_REASONS, FitReport, FittedBlock
 from lowmem_patch.planning.names import size_text
 from lowmem_patch.planning.solve import Solution, Step, least_limit, solve
-from lowmem_patch.planning.steps import OPTIMIZER_STEP, Steps
-from lowmem_patch.planning.timeline import Timeline
 from lowmem_patch.strategies.checkpointing import ALONE, LevelPatch, patches_of
 
 _TRIES = 6  # steps that are run to hold what the sums did not foresee

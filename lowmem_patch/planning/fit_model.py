@@ -10,6 +10,7 @@ from torch import nn
 from lowmem_patch.errors import BudgetError, ConfigError
 from lowmem_patch.memory.model_states import FEWEST_BYTES, Training, model_state_bytes
 from lowmem_patch.memory.sharding import is_replicated, states_of_one, with_buckets
+from lowmem_patch.memory.steps import assume_looks
 from lowmem_patch.planning.apply import apply_plan, undo
 from lowmem_patch.planning.budget import Budget, free_host_bytes, make_budget
 from lowmem_patch.planning.costs import (
@@ -25,7 +26,6 @@ from lowmem_patch.planning.ladder import Rung, base_of, smaller_rungs
 from lowmem_patch.planning.names import size_text
 from lowmem_patch.planning.planner import Planned
 from lowmem_patch.planning.report import NOTHING_TRAINS, find_records
-from lowmem_patch.planning.steps import assume_looks
 from lowmem_patch.strategies.checkpointing import Blocks, find_blocks
 
 _WORTH = 0.05  # of the least budget: a change that saves less and does not suffice is not proposed

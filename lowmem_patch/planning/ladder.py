@@ -14,15 +14,14 @@ from lowmem_patch.errors import TraceError
 from lowmem_patch.memory.blocks import repeated_blocks, shortened
 from lowmem_patch.memory.model_states import ModelStates, Training, model_state_bytes
 from lowmem_patch.memory.sharding import gathered, states_of_one
-from lowmem_patch.memory.step import BACKWARD
+from lowmem_patch.memory.steps import Steps, UnevenError, steps_of
+from lowmem_patch.memory.timeline import FewRuns, few_of
 from lowmem_patch.planning.apply import apply_plan
 from lowmem_patch.planning.budget import Budget
 from lowmem_patch.planning.choices import input_sizes, more_seconds
-from lowmem_patch.planning.costs import Device, RunSeconds, device_of, run_seconds
+from lowmem_patch.planning.costs import Device, RunSeconds
 from lowmem_patch.planning.planner import facts_and_plan
-from lowmem_patch.planning.steps import Steps, UnevenError, assume_looks
-from lowmem_patch.planning.timeline import FewRuns, few_of
-from lowmem_patch.strategies.checkpointing import ALONE, find_blocks
+from lowmem_patch.strategies.checkpointing import ALONE
 from lowmem_patch.tracing.inputs import ExampleInputs
 
 _GPUS = (2, 4, 8, 16, 32, 64)
@@ -180,7 +179,7 @@ def _sharded(base: Base) -> Rung | None:
     """
     whole = gathered(base.model, repeated_blocks(base.model))
     activations = base.peak - base.gradients
-    peak = max(activations + whole.most(BACKWARD, 0), whole.first)
+    peak = max(activations + whole.backward, whole.first)
 
     def total(gpus: int) -> int:
         one = states_of_one(base.states, gpus)
@@ -320,12 +319,7 @@ def _steps(
         facts, plan, shadow = facts_and_plan(model, config, inputs, [])
     if shadow.mode is not None:
         apply_plan(shadow.model, plan, arithmetic=False)
-    assume_looks(model, shadow.model, gathered=training.gpus > 1)
-    states = model_state_bytes(model, training.optimizer, quantised=training.quantised)
-    states = states_of_one(states, training.gpus)
-    blocks, device = find_blocks(facts), device_of(model)
-    seconds = run_seconds(facts, blocks, device, plan.patches)
-    return Steps(model, shadow, blocks, seconds, device, states, training, short=few)
+    return steps_of(model, shadow, facts, plan.patches, training, few)
 
 
 def _rungs(model: nn.Module, steps: Steps, budget: Budget) -> Iterator[Rung]:

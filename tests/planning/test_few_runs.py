@@ -10,10 +10,10 @@ from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from lowmem_patch.config import load_config
 from lowmem_patch.memory.model_states import USUAL_TRAINING, model_state_bytes
+from lowmem_patch.memory.timeline import FewRuns, few_of, few_runs
 from lowmem_patch.planning.costs import device_of, run_seconds
 from lowmem_patch.planning.fit import Fitting
 from lowmem_patch.planning.planner import Planned, plan_model
-from lowmem_patch.planning.timeline import FewRuns, few_of, few_runs
 from lowmem_patch.strategies.checkpointing import find_blocks
 from tests.support.fitted import made, tokens
 from tests.support.models import llama_of

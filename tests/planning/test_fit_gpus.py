@@ -15,24 +15,15 @@ from lowmem_patch.config import load_config
 from lowmem_patch.memory import Training
 from lowmem_patch.memory.blocks import repeated_blocks
 from lowmem_patch.memory.model_states import model_state_bytes
-from lowmem_patch.memory.sharding import Gathered, gathered, is_replicated
-from lowmem_patch.memory.step import (
-    AFTER_BACKWARD,
-    AFTER_LOSS,
-    BACKWARD,
-    FORWARD,
-    LOSS,
-    MOMENTS,
-    OPTIMIZER,
-)
+from lowmem_patch.memory.sharding import Gathered, Sharding, gathered, is_replicated
+from lowmem_patch.memory.step import AFTER_LOSS, BACKWARD, FORWARD, LOSS
+from lowmem_patch.memory.timeline import RunBytes, Timeline
 from lowmem_patch.planning.budget import Budget
 from lowmem_patch.planning.costs import Device
 from lowmem_patch.planning.fit_model import fit_planned
 from lowmem_patch.planning.fit_report import FitReport
 from lowmem_patch.planning.ladder import Base, Rung, _sharded
 from lowmem_patch.planning.planner import plan_model
-from lowmem_patch.planning.sharded_timeline import Sharding
-from lowmem_patch.planning.timeline import RunBytes, Timeline
 from lowmem_patch.tracing.inputs import as_example_inputs
 from tests.support.fitted import planned_once
 from tests.support.models import llama_of
@@ -61,8 +52,11 @@ def share(size: int) -> int:
 
 def test_one_gpu_holds_shards_and_what_is_gathered() -> None:
     whole = Gathered(rest=100, rest_gradients=40, block=10, block_gradients=6)
-    run = RunBytes(own=1, output=1, output_lives=True, forward=5, behind=7, backward=50)
-    timeline = Timeline((run, run), before=3, after=70, outside=0, held=4, end=52)
+    run = RunBytes(
+        own=1, output=1, output_lives=True, lasting=2, kept=2, forward=5, behind=7, backward=50
+    )
+    loss = {FORWARD: 7, LOSS: 6, AFTER_LOSS: 5, BACKWARD: 8}
+    timeline = Timeline((run, run), before=3, after=70, outside=0, held=4, last=loss, end=52)
     one = Sharding(2, whole, (6, 6), accumulates=False).of_one(timeline)
     first, last = one.runs
     assert (first.forward, last.forward) == (5 + 120, 5 + 120)
@@ -70,19 +64,16 @@ def test_one_gpu_holds_shards_and_what_is_gathered() -> None:
     # the last block's gradients lie on two GPUs, and once more in the buffer that is reduced
     assert (first.backward, last.backward) == (50 - 3 + 120 + 6, 50 + 120)
     assert (one.before, one.after, one.end) == (3 + 220, 70 - 6 + 110, 26)
+    # head and loss, and the last block on its way
+    assert one.last == {moment: size + 110 for moment, size in loss.items()}
     kept = Sharding(2, whole, (6, 6), accumulates=True).of_one(timeline)
     assert (kept.runs[0].backward, kept.after) == (50 + 120 + 6 + 40, 70 + 110 + 40)
-
-
-def test_what_is_gathered_by_the_part_of_the_step() -> None:
-    whole = Gathered(rest=100, rest_gradients=40, block=10, block_gradients=6)
-    # in front of the first block the buffers of the rest are not free yet, and one block is on its way
-    found = {(moment, place): whole.most(moment, place) for moment in MOMENTS for place in (0, 1)}
-    assert (found[FORWARD, 0], found[FORWARD, 1]) == (220, 120)
-    assert found[BACKWARD, 0] == found[BACKWARD, 1] == 100 + 20 + 40 + 12
-    for place in (0, 1):
-        assert (found[LOSS, place], found[AFTER_LOSS, place]) == (100, 100)
-        assert (found[AFTER_BACKWARD, place], found[OPTIMIZER, place]) == (0, 0)
+    assert kept.end == 52
+    # without blocks the model is one group
+    bare = Gathered(rest=100, rest_gradients=40, block=0, block_gradients=0)
+    none = dataclasses.replace(timeline, runs=(), after=0)
+    found = Sharding(2, bare, (), accumulates=False).of_one(none)
+    assert found.last == {FORWARD: 7 + 200, LOSS: 6 + 100, AFTER_LOSS: 5 + 100, BACKWARD: 8 + 100}
 
 
 class Counted(nn.Module):

@@ -23,13 +23,12 @@ from lowmem_patch.memory import (
     make_plans,
     model_state_bytes,
     parse_bytes,
-    predict,
     predict_memory,
 )
 from lowmem_patch.memory.cublas import workspace_sizes
 from lowmem_patch.tracing.inputs import ExampleInputs
 from lowmem_patch.tracing.shadow import Shadow, make_shadow
-from tests.support.step_bytes import moments_of, step_bytes
+from tests.support.step_bytes import step_bytes
 
 
 def llama(layers: int = 2, attention: str = "sdpa") -> Any:
@@ -141,72 +140,6 @@ def whole_steps(model: nn.Module, preset: str | None, batch: int, length: int) -
     if preset is not None:
         patch_model(model, preset, example_inputs=inputs)
     return step_bytes(make_shadow(model, inputs))
-
-
-def predictor_of(
-    model: nn.Module, preset: str | None, make: Any, size: tuple[int, int | None]
-) -> Any:
-    plans = make_plans(model, load_config(preset or "auto"), make(*size))
-    return predict._Predictor(model, plans, make, patched=preset is not None)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("attention", "preset"), [("eager", None), ("sdpa", "exact")])
-def test_few_blocks_tell_of_many(attention: str, preset: str | None) -> None:
-    with torch.device("meta"):
-        model = llama(9, attention)
-    predictor = predictor_of(model, preset, tokens, (3, 40))
-    found = predictor.step(3, 40)
-    assert set(predictor.shadows) == {3, 4} and len(model.model.layers) == 9
-    assert moments_of(found) == whole_steps(model, preset, 3, 40).moments
-
-
-class Uneven(nn.Module):
-    """Blocks that look equal, but only every third keeps anything."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(9))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for number, block in enumerate(self.blocks):
-            y = block(x)
-            x = torch.nn.functional.gelu(y) if number % 3 == 2 else y
-        return x
-
-
-def test_blocks_that_only_look_equal_are_all_run() -> None:
-    def make(batch: int, length: int | None) -> ExampleInputs:
-        return ExampleInputs((torch.ones(batch, 8),))
-
-    predictor = predictor_of(Uneven(), None, make, (4, None))
-    found, whole = predictor.step(4, None), step_bytes(make_shadow(Uneven().train(), make(4, None)))
-    assert moments_of(found) == moments_of(whole.parts)
-    # nine inputs, three inputs of GELU, and what the mean square is of; the first input is the model's
-    assert predictor.plans.report.saved_before == whole.saved == (9 + 3) * 4 * 8 * 4
-
-
-class Twice(nn.Module):
-    """All blocks run, and then all of them again."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(9))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in (*self.blocks, *self.blocks):
-            x = torch.nn.functional.gelu(block(x))
-        return x
-
-
-def test_blocks_that_run_twice_are_all_run() -> None:
-    def make(batch: int, length: int | None) -> ExampleInputs:
-        return ExampleInputs((torch.ones(batch, 8),))
-
-    predictor = predictor_of(Twice(), None, make, (4, None))
-    found, whole = predictor.step(4, None), step_bytes(make_shadow(Twice().train(), make(4, None)))
-    assert moments_of(found) == moments_of(whole.parts)
-    assert set(predictor.shadows) == {3, 4, None}
 
 
 @pytest.mark.parametrize(

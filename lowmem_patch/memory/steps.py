@@ -11,15 +11,16 @@ from torch import nn
 
 from lowmem_patch.errors import TraceError
 from lowmem_patch.memory.allocated import allocated_in_step
-from lowmem_patch.memory.model_states import ModelStates, Training
+from lowmem_patch.memory.model_states import ModelStates, Training, model_state_bytes
 from lowmem_patch.memory.optimizers import temporaries_of
+from lowmem_patch.memory.sharding import sharding_of, states_of_one
+from lowmem_patch.memory.timeline import FewRuns, Timeline, few_of, few_runs, run_levels
 from lowmem_patch.nn.checkpointing import SWITCHES, is_switched_on
 from lowmem_patch.nn.gammas import would_tell_z
 from lowmem_patch.nn.norms import MSNorm
-from lowmem_patch.planning.costs import Device, RunSeconds
-from lowmem_patch.planning.sharded_timeline import sharding_of
-from lowmem_patch.planning.timeline import FewRuns, Timeline, few_of, few_runs, run_levels
-from lowmem_patch.strategies.checkpointing import Blocks
+from lowmem_patch.planning.costs import Device, RunSeconds, device_of, run_seconds
+from lowmem_patch.strategies.checkpointing import Blocks, find_blocks
+from lowmem_patch.strategies.protocol import Facts, Patch
 from lowmem_patch.tracing.inputs import ExampleInputs
 from lowmem_patch.tracing.shadow import Shadow
 
@@ -195,3 +196,30 @@ def assume_looks(model: nn.Module, shadow: nn.Module, *, gathered: bool) -> None
             gamma, beta = map(own.get, norm.names)
             told = False if gathered else would_tell_z(norm, gamma, beta)
             norm.looks.assumed = told
+
+
+def steps_of(
+    model: nn.Module,
+    shadow: Shadow,
+    facts: Facts,
+    patches: Sequence[Patch],
+    training: Training,
+    short: FewRuns | None = None,
+) -> Steps:
+    """The steps of a shadow, as it is or patched.
+
+    Args:
+        model, short: as of `Steps`.
+        facts: of the unpatched shadow.
+        patches: that the shadow has.
+
+    Raises:
+        UnevenError: a short shadow does not tell of all.
+        ConfigError: an unknown optimizer.
+    """
+    assume_looks(model, shadow.model, gathered=training.gpus > 1)
+    states = model_state_bytes(model, training.optimizer, quantised=training.quantised)
+    states = states_of_one(states, training.gpus)
+    blocks, device = find_blocks(facts), device_of(model)
+    seconds = run_seconds(facts, blocks, device, patches)
+    return Steps(model, shadow, blocks, seconds, device, states, training, short=short)

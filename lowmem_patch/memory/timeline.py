@@ -5,7 +5,7 @@ the last one, head and loss), and a block's backward, with whatever is computed 
 
 In a list of equal blocks the bytes of each place grow by an equal amount with each block before it (what it
 holds), and in the backward with each block behind it (its gradients). So of many equal blocks few are run,
-and more are put in behind the third.
+and more are put in in the middle.
 """
 
 from __future__ import annotations
@@ -17,7 +17,17 @@ from typing import TypeVar
 from torch import nn
 
 from lowmem_patch.memory.blocks import repeated_blocks, shortened
-from lowmem_patch.memory.step import BACKWARD, FORWARD, LOSS, OUTSIDE, LiveBytes, watched_step
+from lowmem_patch.memory.step import (
+    AFTER_BACKWARD,
+    AFTER_LOSS,
+    BACKWARD,
+    FORWARD,
+    LOSS,
+    MOMENTS,
+    OPTIMIZER,
+    LiveBytes,
+    watched_step,
+)
 from lowmem_patch.nn.checkpointing import is_checkpointed, keep_block
 from lowmem_patch.nn.offloading import Offload
 from lowmem_patch.strategies.checkpointing import Blocks, LevelPatch, patches_of
@@ -28,7 +38,6 @@ from lowmem_patch.tracing.shadow import Shadow
 Part = tuple[str, int]  # and the number of a run
 T = TypeVar("T")
 _DEPTH = 6  # blocks that are run, or one more: as many more are even
-_THIRD = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +48,8 @@ class RunBytes:
         own: allocated in its forward and alive when the forward of the model ends, but for its outputs.
         output: of its outputs, as far as it made them.
         output_lives: whether they are alive then.
+        lasting, kept: allocated in its forward or behind it, up to the next, and alive when the forward of
+            the model ends, or when its outputs are released, such as a cache of keys and values.
         forward, behind, backward: the largest sums of all storages alive in these parts of the step.
         copied, buffers: to host memory, if it is offloaded, and of the buffers that hold it there.
     """
@@ -46,6 +57,8 @@ class RunBytes:
     own: int
     output: int
     output_lives: bool
+    lasting: int
+    kept: int
     forward: int
     behind: int
     backward: int
@@ -68,6 +81,8 @@ class Timeline:
         before, after: the largest sums before the first run, in the forward and in the backward.
         outside: alive when the forward ends, and allocated in no run.
         held: alive when the forward ends.
+        last: the largest sums behind the last run, or of a step without runs, by moment: in the forward, in
+            the loss and when it is there, and in the backward.
         end: alive after the backward: the gradients.
         events: on a GPU, what its allocator is asked for (`LiveStorages`).
         begins: by part of the step, the number of the event with which it begins.
@@ -78,6 +93,7 @@ class Timeline:
     after: int
     outside: int
     held: int
+    last: Mapping[str, int]
     end: int
     events: tuple[tuple[int, int], ...] = ()
     begins: tuple[tuple[int, Part], ...] = ()
@@ -85,6 +101,21 @@ class Timeline:
     def part_of(self, event: int) -> Part:
         """The part of the step to which an event belongs."""
         return [part for begin, part in self.begins if begin <= event][-1]
+
+    def moments(self, temporaries: Sequence[int] = ()) -> dict[str, int]:
+        """The largest sum in each moment of the step, in their order.
+
+        Args:
+            temporaries: bytes that the optimizer's step takes, beside what the backward leaves.
+        """
+        found = dict(self.last)
+        if self.runs:
+            passed = [max(run.forward, run.behind) for run in self.runs[:-1]]
+            passed += [self.before, self.runs[-1].forward]
+            found[FORWARD] = max(found[FORWARD], *passed)
+            found[BACKWARD] = max(found[BACKWARD], self.after, *(run.backward for run in self.runs))
+        found |= {AFTER_BACKWARD: self.end, OPTIMIZER: self.end + sum(temporaries)}
+        return {moment: found[moment] for moment in MOMENTS if moment in found}
 
     @property
     def peak(self) -> tuple[int, str, int]:
@@ -112,29 +143,36 @@ def _timeline(live: LiveBytes) -> Timeline:
     """The timeline of a step that has just ended."""
     live.settle()
     most: dict[Part, int] = {}
-    for (moment, place), (size, *_) in live.parts.items():
+    last: dict[str, int] = {}
+    for (moment, place), size in live.parts.items():
         if moment in (FORWARD, LOSS, BACKWARD):
             part = _named(moment, place)
             most[part] = max(size, most.get(part, 0))
+        if moment == AFTER_LOSS or (moment != AFTER_BACKWARD and place == 2 * len(live.outputs)):
+            last[moment] = size
     alive = live.alive or {}
-    runs = []
-    for number, made in enumerate(live.outputs):
-        own = {key: size for key, (size, run, _) in alive.items() if run == number}
-        runs.append(
-            RunBytes(
-                sum(size for key, size in own.items() if key not in made),
-                sum(made.values()),
-                any(key in own for key in made),
-                *(most.get((part, number), 0) for part in ("forward", "behind", "backward")),
-            )
-        )
-    outside = sum(size for size, run, _ in alive.values() if run == OUTSIDE)
+    runs = tuple(_run_bytes(live, number, most) for number in range(len(live.outputs)))
+    outside = sum(size for size, place, _ in alive.values() if place % 2 == 0)
     held = sum(size for size, _, _ in alive.values())
     begins = tuple((event, _named(*part)) for event, part in live.begins)
     return Timeline(
-        tuple(runs), most.get(("before", 0), 0), most.get(("after", 0), 0), outside, held, live.now,
-        tuple(live.events), begins,
+        runs, most.get(("before", 0), 0), most.get(("after", 0), 0), outside, held, last,
+        live.parts[AFTER_BACKWARD, 0], tuple(live.events), begins,
     )  # fmt: skip
+
+
+def _run_bytes(live: LiveBytes, number: int, most: Mapping[Part, int]) -> RunBytes:
+    alive, made = live.alive or {}, live.outputs[number]
+    inside, behind = 2 * number + 1, 2 * number + 2
+    own = {key: size for key, (size, place, _) in alive.items() if place == inside}
+    return RunBytes(
+        sum(size for key, size in own.items() if key not in made),
+        sum(made.values()),
+        any(key in own for key in made),
+        sum(size for size, place, _ in alive.values() if place in (inside, behind)),
+        live.kept[inside] + live.kept[behind],
+        *(most.get((part, number), 0) for part in ("forward", "behind", "backward")),
+    )
 
 
 def run_timeline(
@@ -149,9 +187,7 @@ def run_timeline(
     Raises:
         TraceError: the forward or the backward fails.
     """
-    purpose = "to plan how it fits"
-    step = watched_step(shadow, sites, accumulates=accumulates, settled=settled, purpose=purpose)
-    with step as live:
+    with watched_step(shadow, sites, accumulates=accumulates, settled=settled) as live:
         return _timeline(live)
 
 
@@ -221,7 +257,8 @@ class FewRuns:
     Attributes:
         path: of the list of blocks.
         first: the number of the list's first run.
-        depth, more: blocks of the list that are run, and that are not: an even number.
+        depth, more: blocks of the list that are run, and that are not: an even number, if the levels of
+            neighbours differ.
     """
 
     path: str
@@ -229,12 +266,17 @@ class FewRuns:
     depth: int
     more: int
 
+    @property
+    def middle(self) -> int:
+        """The run behind which more are put in; the next one is as it is."""
+        return self.first + self.depth // 2 - 1
+
     def stands_for(self, number: int) -> int:
         """The run, of few, that is as this run of all is; even ones for even ones."""
-        third = self.first + _THIRD
-        if number <= third:
+        if number <= self.middle:
             return number
-        return number - self.more if number > third + self.more else third + (number - third) % 2
+        beyond = number - self.middle
+        return number - self.more if beyond > self.more else self.middle + beyond % 2
 
     def extended_runs(self, few: Sequence[T]) -> tuple[T, ...]:
         """What is known of each run of few, for each run of all."""
@@ -243,26 +285,36 @@ class FewRuns:
 
     def extended(self, few: Timeline) -> Timeline | None:
         """The step of all blocks; None where the few do not grow evenly."""
-        third, more = self.first + _THIRD, self.more
-        one, two, three = few.runs[third : third + 3]
-        held, (grown, later) = one.held, _growth(one, two)
-        gradients = held - later
+        middle, more = self.middle, self.more
+        # but the last block, for behind it there is no other
+        one, two, *three = few.runs[middle : min(middle + 3, self.first + self.depth - 1)]
+        lasting, kept, (grown, later) = one.lasting, one.kept, _growth(one, two)
+        gradients = kept - later
         # the last ones may still wait for their copies to the host, and live: no growth of the others
-        if _growth(two, three) != (grown, later) or one.own != two.own:
+        uneven = any(_growth(two, run) != (grown, later) for run in three)
+        if uneven or one.own != two.own:
             return None
-        front = [_moved(run, backward=more * gradients) for run in few.runs[: third + 1]]
+        front = [_moved(run, backward=more * gradients) for run in few.runs[: middle + 1]]
         put_in = [
-            _moved(front[-1], forward=count * grown, backward=count * (held - gradients))
+            _moved(front[-1], forward=count * grown, backward=count * later)
             for count in range(1, more + 1)
         ]
+        # some of what grows may last no longer than the list, as what its own model gives
         behind = [
-            _moved(run, forward=more * grown, backward=more * held) for run in few.runs[third + 1 :]
+            _moved(
+                run, forward=more * (grown if place < self.depth else lasting), backward=more * kept
+            )
+            for place, run in enumerate(few.runs[middle + 1 :], middle + 1 - self.first)
         ]
         return dataclasses.replace(
             few,
             runs=(*front, *put_in, *behind),
             after=few.after + (more * gradients if few.after else 0),
-            held=few.held + more * held,
+            held=few.held + more * lasting,
+            last={
+                moment: size + more * (lasting if moment in (FORWARD, LOSS) else kept)
+                for moment, size in few.last.items()
+            },
             end=few.end + more * gradients,
             events=(),
             begins=(),
