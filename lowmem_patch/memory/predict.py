@@ -19,9 +19,8 @@ from lowmem_patch.errors import ConfigError
 from lowmem_patch.memory.blocks import shortened
 from lowmem_patch.memory.few_blocks import Plans, make_plans
 from lowmem_patch.memory.model_states import USUAL_TRAINING, ModelStates, Training
-from lowmem_patch.memory.optimizers import check_optimizer
 from lowmem_patch.memory.step import BACKWARD, FORWARD
-from lowmem_patch.memory.steps import Steps, UnevenError, steps_of
+from lowmem_patch.memory.steps import Steps, UnevenError
 from lowmem_patch.planning.apply import apply_plan
 from lowmem_patch.planning.planner import plan_model
 from lowmem_patch.planning.report import PatchReport
@@ -174,14 +173,11 @@ def predict_memory(
         plans: of this model, config and size, where they were made before.
 
     Raises:
-        ConfigError: an unknown optimizer, checkpointing of a model that has none, 4-bit weights on several
-            GPUs, or ``solve="length"`` for a model that reads no tokens.
+        ConfigError: an unknown optimizer, checkpointing of a model that has none, several GPUs for quantised
+            weights, or ``solve="length"`` for a model that reads no tokens.
         TraceError: the model cannot be run on fake tensors.
     """
     most = largest_size(model, solve, length)
-    if training.gpus > 1 and training.quantised:
-        raise ConfigError("4-bit weights are not counted on several GPUs: use lora, or one GPU")
-    check_optimizer(training.optimizer)
     plans = plans or make_plans(model, config, make_inputs(batch_size, length))
 
     def side(plans: Plans, patched: bool) -> tuple[Footprint, int | None, int | None]:
@@ -230,7 +226,7 @@ def _steps(model: nn.Module, plans: Plans, training: Training, *, patched: bool)
         if training.checkpointing and not switch_checkpointing_on(shadow.model):
             name = type(base_model(model)).__name__
             raise ConfigError(f"{name} has no activation checkpointing of its own to switch on")
-    return steps_of(model, shadow, planned.facts, planned.plan.patches, training, few)
+    return Steps(model, shadow, planned.facts, training, few)
 
 
 def _moments(steps: Steps, inputs: ExampleInputs) -> dict[str, int]:

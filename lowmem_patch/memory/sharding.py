@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lowmem_patch.memory.blocks import repeated_blocks
 from lowmem_patch.memory.caching_allocator import rounding_bytes
-from lowmem_patch.memory.model_states import ModelStates, StateSizes, Training
+from lowmem_patch.memory.model_states import ModelStates, StateSizes, Training, model_state_bytes
 from lowmem_patch.memory.step import BACKWARD, FORWARD
 from lowmem_patch.memory.timeline import Timeline
 from lowmem_patch.strategies.checkpointing import Blocks
@@ -107,8 +107,16 @@ def is_replicated() -> bool:
     return there and torch.distributed.get_world_size() > 1
 
 
-def with_buckets(states: ModelStates) -> ModelStates:
-    """Under DDP, whose buckets hold a copy of the gradients for the whole of training."""
+def states_on_one(model: nn.Module, training: Training) -> ModelStates:
+    """The model states of one GPU: its shards, or all with DDP's buckets, which hold a copy of the gradients
+    for the whole of training.
+
+    Raises:
+        ConfigError: an unknown optimizer.
+    """
+    states = model_state_bytes(model, training.optimizer, quantised=training.quantised)
+    if training.gpus > 1 or not is_replicated():
+        return states_of_one(states, training.gpus)
     held = (*states.sizes.held, *states.sizes.gradients)
     return dataclasses.replace(
         states, sizes=dataclasses.replace(states.sizes, held=held), buckets=states.gradients

@@ -1,4 +1,4 @@
-"""Steps of a patched model on fake tensors, whose blocks have levels, and the bytes that each needs."""
+"""Steps of one model on fake tensors, whose blocks have levels, and the bytes that each needs."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from lowmem_patch.errors import TraceError
+from lowmem_patch.errors import ConfigError, TraceError
 from lowmem_patch.memory.allocated import allocated_in_step
-from lowmem_patch.memory.model_states import ModelStates, Training, model_state_bytes
+from lowmem_patch.memory.model_states import Training
 from lowmem_patch.memory.optimizers import temporaries_of
-from lowmem_patch.memory.sharding import sharding_of, states_of_one
+from lowmem_patch.memory.sharding import sharding_of, states_on_one
 from lowmem_patch.memory.timeline import FewRuns, Timeline, few_of, few_runs, run_levels
 from lowmem_patch.nn.checkpointing import SWITCHES, is_switched_on
 from lowmem_patch.nn.gammas import would_tell_z
 from lowmem_patch.nn.norms import MSNorm
-from lowmem_patch.planning.costs import Device, RunSeconds, device_of, run_seconds
-from lowmem_patch.strategies.checkpointing import Blocks, find_blocks
-from lowmem_patch.strategies.protocol import Facts, Patch
+from lowmem_patch.strategies.checkpointing import find_blocks
+from lowmem_patch.strategies.protocol import Facts
 from lowmem_patch.tracing.inputs import ExampleInputs
 from lowmem_patch.tracing.shadow import Shadow
 
@@ -53,59 +52,57 @@ class UnevenError(Exception):
 
 
 class Steps:
-    """One model, patched on fake tensors, whose blocks are given levels.
+    """One model on fake tensors, as it is or patched, whose blocks are given levels.
 
     Args:
-        model, shadow: unpatched, and its patched shadow.
-        blocks: that the shadow has.
-        seconds: of each of its runs.
-        device: that has these times.
-        states: of the model; gradients are counted where the step makes them.
-        training: of which its optimizer counts, and whether gradients of earlier batches are held.
-        host: bytes of host memory that levels may use.
+        model, shadow: unpatched, and its shadow.
+        facts: of the unpatched shadow.
+        training: of which its optimizer, what it holds and its GPUs count.
         short: of many equal blocks the shadow has these few.
 
     Raises:
         UnevenError: a short shadow does not tell of all.
+        ConfigError: an unknown optimizer, or quantised weights on several GPUs.
     """
 
     def __init__(
         self,
         model: nn.Module,
         shadow: Shadow,
-        blocks: Blocks,
-        seconds: Sequence[RunSeconds],
-        device: Device,
-        states: ModelStates,
+        facts: Facts,
         training: Training,
-        host: int = 0,
-        *,
         short: FewRuns | None = None,
     ) -> None:
-        self.shadow, self.blocks, self.device, self.host = shadow, blocks, device, host
-        self.states, self.training = states, training
-        self.earlier = states.gradients if training.accumulates else 0
-        self.resident = states.resident + self.earlier
-        self.free = [b for b in blocks.blocks if not b.refusal and not self._is_switched_on(b.site)]
+        if training.gpus > 1 and (training.quantised or shadow.packed or shadow.beside):
+            raise ConfigError(
+                "quantised weights are not counted on several GPUs: use lora, or one GPU"
+            )
+        self.shadow, self.training = shadow, training
+        self.blocks, self.states = find_blocks(facts), states_on_one(model, training)
+        self.earlier = self.states.gradients if training.accumulates else 0
+        self.resident = self.states.resident + self.earlier
+        self.free = [
+            block
+            for block in self.blocks.blocks
+            if not block.refusal and not self._is_switched_on(block.site)
+        ]
         self.temporaries = temporaries_of(
             model, training.optimizer, training.gpus, elsewhere=shadow.elsewhere
         )
-        self.few = few_runs(shadow.model, blocks, short or few_of(shadow.model))
+        self.few = few_runs(shadow.model, self.blocks, short or few_of(shadow.model))
         self._short = short is not None
         self._known: dict[Any, Timeline] = {}
-        self.seconds = self.of_all(seconds)
-        self.sharding = sharding_of(model, blocks, training)
+        self.sharding = sharding_of(model, self.blocks, training)
+        if self._short and self.few is None:
+            raise UnevenError
         if self.sharding is not None:
             gradients = self.of_all(self.sharding.gradients)
             self.sharding = dataclasses.replace(self.sharding, gradients=gradients)
+        _assume_looks(model, shadow.model, gathered=training.gpus > 1)
 
     def of_all(self, runs: Sequence[T]) -> tuple[T, ...]:
         """What is known of each run of the shadow, for each run of the model."""
-        if not self._short:
-            return tuple(runs)
-        if self.few is None:
-            raise UnevenError
-        return self.few.extended_runs(runs)
+        return self.few.extended_runs(runs) if self._short and self.few else tuple(runs)
 
     def _is_switched_on(self, site: str) -> bool:
         """Whether another library's checkpointing is on in the block or around it."""
@@ -186,7 +183,7 @@ class Steps:
         return self.need(timeline).total - self.resident
 
 
-def assume_looks(model: nn.Module, shadow: nn.Module, *, gathered: bool) -> None:
+def _assume_looks(model: nn.Module, shadow: nn.Module, *, gathered: bool) -> None:
     """Tell the norms of a patched shadow, which has no data, what their gammas and betas are like; nobody
     looks at those that FSDP2 gathers."""
     modules = dict(model.named_modules())
@@ -196,30 +193,3 @@ def assume_looks(model: nn.Module, shadow: nn.Module, *, gathered: bool) -> None
             gamma, beta = map(own.get, norm.names)
             told = False if gathered else would_tell_z(norm, gamma, beta)
             norm.looks.assumed = told
-
-
-def steps_of(
-    model: nn.Module,
-    shadow: Shadow,
-    facts: Facts,
-    patches: Sequence[Patch],
-    training: Training,
-    short: FewRuns | None = None,
-) -> Steps:
-    """The steps of a shadow, as it is or patched.
-
-    Args:
-        model, short: as of `Steps`.
-        facts: of the unpatched shadow.
-        patches: that the shadow has.
-
-    Raises:
-        UnevenError: a short shadow does not tell of all.
-        ConfigError: an unknown optimizer.
-    """
-    assume_looks(model, shadow.model, gathered=training.gpus > 1)
-    states = model_state_bytes(model, training.optimizer, quantised=training.quantised)
-    states = states_of_one(states, training.gpus)
-    blocks, device = find_blocks(facts), device_of(model)
-    seconds = run_seconds(facts, blocks, device, patches)
-    return Steps(model, shadow, blocks, seconds, device, states, training, short=short)

@@ -11,17 +11,23 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+
+from torch import nn
 
 from lowmem_patch.errors import BudgetError
+from lowmem_patch.memory.model_states import Training
 from lowmem_patch.memory.steps import OPTIMIZER_STEP, Steps
-from lowmem_patch.memory.timeline import Timeline
+from lowmem_patch.memory.timeline import FewRuns, Timeline
 from lowmem_patch.planning.budget import Budget
 from lowmem_patch.planning.choices import Choices
+from lowmem_patch.planning.costs import device_of, run_seconds
 from lowmem_patch.planning.fit_report import LEVEL_REASONS, FitReport, FittedBlock
 from lowmem_patch.planning.names import size_text
 from lowmem_patch.planning.solve import Solution, Step, least_limit, solve
 from lowmem_patch.strategies.checkpointing import ALONE, LevelPatch, patches_of
+from lowmem_patch.strategies.protocol import Facts, Patch
+from lowmem_patch.tracing.shadow import Shadow
 
 _TRIES = 6  # steps that are run to hold what the sums did not foresee
 _SOLUTIONS = 64  # that are looked at
@@ -57,7 +63,28 @@ class NoFit(Exception):
 
 
 class Fitting(Steps):
-    """Steps of one model, from which levels of its blocks are chosen."""
+    """Steps of one patched model, from which levels of its blocks are chosen.
+
+    Args:
+        model, shadow, facts, training, short: as of `Steps`.
+        patches: by which the times of runs change.
+        host: bytes of host memory that levels may use.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        shadow: Shadow,
+        facts: Facts,
+        training: Training,
+        short: FewRuns | None = None,
+        *,
+        patches: Iterable[Patch] = (),
+        host: int = 0,
+    ) -> None:
+        super().__init__(model, shadow, facts, training, short)
+        self.device, self.host = device_of(model), host
+        self.seconds = self.of_all(run_seconds(facts, self.blocks, self.device, patches))
 
     @functools.cached_property
     def sites(self) -> list[str]:

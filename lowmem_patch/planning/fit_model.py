@@ -7,26 +7,16 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from lowmem_patch.errors import BudgetError, ConfigError
-from lowmem_patch.memory.model_states import FEWEST_BYTES, Training, model_state_bytes
-from lowmem_patch.memory.sharding import is_replicated, states_of_one, with_buckets
-from lowmem_patch.memory.steps import assume_looks
+from lowmem_patch.errors import BudgetError
+from lowmem_patch.memory.model_states import FEWEST_BYTES, Training
 from lowmem_patch.planning.apply import apply_plan, undo
 from lowmem_patch.planning.budget import Budget, free_host_bytes, make_budget
-from lowmem_patch.planning.costs import (
-    RunSeconds,
-    device_of,
-    run_seconds,
-    scaled,
-    timed_forward,
-    with_measured_host,
-)
+from lowmem_patch.planning.costs import scaled, timed_forward, with_measured_host
 from lowmem_patch.planning.fit import NO_BLOCKS, Fitting, NoFit
 from lowmem_patch.planning.ladder import Rung, base_of, smaller_rungs
 from lowmem_patch.planning.names import size_text
 from lowmem_patch.planning.planner import Planned
 from lowmem_patch.planning.report import NOTHING_TRAINS, find_records
-from lowmem_patch.strategies.checkpointing import Blocks, find_blocks
 
 _WORTH = 0.05  # of the least budget: a change that saves less and does not suffice is not proposed
 
@@ -80,7 +70,6 @@ def fitting_of(
         ConfigError: an unknown optimizer, or quantised weights on several GPUs.
         BudgetError: nothing trains, or the model cannot run on fake tensors.
     """
-    states = model_state_bytes(model, training.optimizer, quantised=training.quantised)
     if NOTHING_TRAINS in planned.report.notes:
         raise BudgetError(f"fit={fit!r}: {NOTHING_TRAINS}")
     if planned.shadow.mode is None:
@@ -89,37 +78,28 @@ def fitting_of(
             "leave fit away, and use the library's own checkpointing; or, if training skips layers at random "
             f"(layerdrop), turn that off. On fake tensors: {planned.shadow.needs_data}"
         )
-    if training.gpus > 1:
-        if states.dequantised or planned.shadow.packed or planned.shadow.beside:
-            raise ConfigError("quantised weights are not counted on several GPUs: leave gpus= out")
-        states = states_of_one(states, training.gpus)
-    elif is_replicated():
-        states = with_buckets(states)
-    blocks = find_blocks(planned.facts)
-    device = device_of(model)
+    host = free_host_bytes() if host is None else host
     timed = any(parameter.is_cuda for parameter in model.parameters()) if timed is None else timed
     # a clock times the patched forward; the shares of its parts were compared with measured steps as they are
-    seconds = run_seconds(planned.facts, blocks, device, () if timed else planned.plan.patches)
-    if timed and blocks.runs:
-        seconds = _timed(model, planned, blocks, seconds)
-        device = with_measured_host(device, next(model.parameters()).device)
-    assume_looks(model, planned.shadow.model, gathered=training.gpus > 1)
-    host = free_host_bytes() if host is None else host
-    return Fitting(model, planned.shadow, blocks, seconds, device, states, training, host)
+    patches = () if timed else planned.plan.patches
+    shadow, facts = planned.shadow, planned.facts
+    fitting = Fitting(model, shadow, facts, training, patches=patches, host=host)
+    if timed and fitting.blocks.runs:
+        fitting.seconds = scaled(fitting.seconds, _timed(model, planned, fitting.sites))
+        fitting.device = with_measured_host(fitting.device, next(model.parameters()).device)
+    return fitting
 
 
-def _timed(
-    model: nn.Module, planned: Planned, blocks: Blocks, seconds: tuple[RunSeconds, ...]
-) -> tuple[RunSeconds, ...]:
-    """Times by a clock, the model patched meanwhile, unless it is patched, or weights would change."""
+def _timed(model: nn.Module, planned: Planned, sites: Sequence[str]) -> tuple[float, ...]:
+    """Seconds of each run by a clock, the model patched meanwhile, unless it is patched, or weights would
+    change."""
     device = next(model.parameters()).device
     there = planned.inputs.map(lambda tensor: tensor.to(device))
-    sites = [block.site for block in blocks.blocks]
     if planned.plan.folded or find_records(model):
-        return scaled(seconds, timed_forward(model, there, sites))
+        return timed_forward(model, there, sites)
     apply_plan(model, planned.plan)
     try:
-        return scaled(seconds, timed_forward(model, there, sites))
+        return timed_forward(model, there, sites)
     finally:
         undo(model)
 

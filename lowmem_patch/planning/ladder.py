@@ -14,12 +14,13 @@ from lowmem_patch.errors import TraceError
 from lowmem_patch.memory.blocks import repeated_blocks, shortened
 from lowmem_patch.memory.model_states import ModelStates, Training, model_state_bytes
 from lowmem_patch.memory.sharding import gathered, states_of_one
-from lowmem_patch.memory.steps import Steps, UnevenError, steps_of
+from lowmem_patch.memory.steps import UnevenError
 from lowmem_patch.memory.timeline import FewRuns, few_of
 from lowmem_patch.planning.apply import apply_plan
 from lowmem_patch.planning.budget import Budget
 from lowmem_patch.planning.choices import input_sizes, more_seconds
 from lowmem_patch.planning.costs import Device, RunSeconds
+from lowmem_patch.planning.fit import Fitting
 from lowmem_patch.planning.planner import facts_and_plan
 from lowmem_patch.strategies.checkpointing import ALONE
 from lowmem_patch.tracing.inputs import ExampleInputs
@@ -96,7 +97,7 @@ class Base:
         return states + peak + self.budget.reserve_above(peak)
 
 
-def base_of(steps: Steps, model: nn.Module, budget: Budget, peak: int, more: float) -> Base:
+def base_of(steps: Fitting, model: nn.Module, budget: Budget, peak: int, more: float) -> Base:
     """The base of a step of ``model``'s.
 
     Args:
@@ -302,27 +303,25 @@ def find_rungs(
     few = few_of(model)
     if few is not None:
         with contextlib.suppress(TraceError, UnevenError):
-            return tuple(_rungs(model, _steps(model, config, inputs, training, few), budget))
-    return tuple(_rungs(model, _steps(model, config, inputs, training, None), budget))
+            return tuple(_rungs(model, config, inputs, training, budget, few))
+    return tuple(_rungs(model, config, inputs, training, budget, None))
 
 
-def _steps(
+def _rungs(
     model: nn.Module,
     config: PatchConfig,
     inputs: ExampleInputs,
     training: Training,
+    budget: Budget,
     few: FewRuns | None,
-) -> Steps:
-    """Steps of the patched model, of few of its blocks where these are given."""
+) -> Iterator[Rung]:
+    """Those of a model, told by few of its blocks where these are given."""
     path, depth = (few.path, few.depth) if few else (None, None)
     with shortened(model, path, depth):
         facts, plan, shadow = facts_and_plan(model, config, inputs, [])
     if shadow.mode is not None:
         apply_plan(shadow.model, plan, arithmetic=False)
-    return steps_of(model, shadow, facts, plan.patches, training, few)
-
-
-def _rungs(model: nn.Module, steps: Steps, budget: Budget) -> Iterator[Rung]:
+    steps = Fitting(model, shadow, facts, training, few, patches=plan.patches)
     levels = list(ALONE if steps.blocks.blocks else ALONE[:1])
     if not any(run.attention for run in steps.seconds):
         levels = [level for level in levels if level != "attention"]

@@ -9,9 +9,8 @@ import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from lowmem_patch.config import load_config
-from lowmem_patch.memory.model_states import USUAL_TRAINING, model_state_bytes
+from lowmem_patch.memory.model_states import USUAL_TRAINING
 from lowmem_patch.memory.timeline import FewRuns, few_of, few_runs
-from lowmem_patch.planning.costs import device_of, run_seconds
 from lowmem_patch.planning.fit import Fitting
 from lowmem_patch.planning.planner import Planned, plan_model
 from lowmem_patch.strategies.checkpointing import find_blocks
@@ -23,10 +22,7 @@ pytestmark = pytest.mark.timeout(600)
 
 def fitting(model: Any, inputs: Any) -> Fitting:
     planned = plan_model(model, load_config("exact"), inputs)
-    blocks, device = find_blocks(planned.facts), device_of(model)
-    seconds = run_seconds(planned.facts, blocks, device)
-    states = model_state_bytes(model, "adamw")
-    return Fitting(model, planned.shadow, blocks, seconds, device, states, USUAL_TRAINING, 1 << 30)
+    return Fitting(model, planned.shadow, planned.facts, USUAL_TRAINING, host=1 << 30)
 
 
 def found_few(planned: Planned) -> FewRuns | None:

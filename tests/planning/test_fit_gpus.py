@@ -169,7 +169,7 @@ def test_the_buffers_of_the_rest_are_the_least_budget() -> None:
 @pytest.mark.slow
 def test_buckets_of_ddp_are_a_copy_of_the_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = fit_of()
-    monkeypatch.setattr("lowmem_patch.planning.fit_model.is_replicated", lambda: True)
+    monkeypatch.setattr("lowmem_patch.memory.sharding.is_replicated", lambda: True)
     replicated = fit_of()
     assert replicated.predicted == alone.predicted + alone.gradients
     assert "DDP's buckets" in str(replicated) and "DDP" not in str(alone)

@@ -26,6 +26,8 @@ from transformers import (
 
 from lowmem_patch import api, patch_model, patch_report
 from lowmem_patch.config import PatchConfig
+from lowmem_patch.memory import Training
+from lowmem_patch.memory.sharding import states_on_one
 from lowmem_patch.memory.step import run_step
 from lowmem_patch.nn.checkpointing import is_checkpointed
 from lowmem_patch.nn.own import given_forward
@@ -33,6 +35,7 @@ from lowmem_patch.planning import fit_model
 from lowmem_patch.planning.fit import Fitting
 from lowmem_patch.planning.fit_report import FitReport
 from lowmem_patch.planning.planner import Planned, plan_model
+from lowmem_patch.strategies.protocol import Facts
 from lowmem_patch.tracing.inputs import as_example_inputs
 from lowmem_patch.tracing.quantised import held_beside
 from lowmem_patch.tracing.shadow import Shadow
@@ -215,10 +218,11 @@ def planned_once(known: Known | None = None) -> Iterator[None]:
         made: Planned = kept(plans, key, lambda: plan_model(model, config, inputs))
         return made
 
-    def fitting(model: Any, shadow: Shadow, *given: Any) -> Fitting:
-        *_, states, training, _host = given
-        key = id(shadow), states, training
-        made: Fitting = kept(fittings, key, lambda: Fitting(model, shadow, *given))
+    def fitting(
+        model: Any, shadow: Shadow, facts: Facts, training: Training, **how: Any
+    ) -> Fitting:
+        key = id(shadow), states_on_one(model, training), training
+        made: Fitting = kept(fittings, key, lambda: Fitting(model, shadow, facts, training, **how))
         return made
 
     with (
