@@ -223,8 +223,8 @@ def test_totals_of_the_ladder_are_those_of_a_budget(layers: int, asked: dict[str
 
 
 def test_what_goes_to_the_host_is_what_the_run_before_gave() -> None:
-    runs = [RunBytes(1, size, True, 1 + size, 1 + size, 0, 0, 0) for size in (3, 5, 7)]
-    assert input_sizes(Timeline(tuple(runs), 0, 0, 0, 0, {}, 0)) == [3, 3, 5]
+    runs = [RunBytes(1, size, True, 1 + size, 1 + size) for size in (3, 5, 7)]
+    assert input_sizes(Timeline(tuple(runs), {}, 0, 0)) == [3, 3, 5]
 
 
 def test_a_budget_as_the_ladder_prints_it_is_no_smaller(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,7 +3,8 @@
 ``constants, op_roles <- formulas <- kernels, reference <- functional, tables <- nn <- tracing <- strategies
 <- planning <- api <- checkpoint, verify, profile, bench, integrations <- the package's own names <- demo,
 report <- cli``: what stands left may not import what stands right. The files of ``tracing``, ``strategies``
-and ``planning`` have an order of their own, and the first ones of ``tracing`` lie below ``kernels``.
+and ``planning`` have an order of their own. The first ones of ``tracing`` lie below ``kernels``, and
+``memory`` between the plan and the budgets of ``planning``.
 All imports count, also those inside functions and under ``TYPE_CHECKING``.
 """
 

@@ -1,10 +1,9 @@
-"""The repeated blocks of a model: which are equal, and what few of them tell of many."""
+"""The repeated blocks of a model: which are equal, and a model of few of them."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,7 +13,6 @@ from lowmem_patch.tracing.base_model import base_model, text_config
 
 # fewer equal blocks than this are all run
 _MANY_BLOCKS = 6
-DEPTHS = (2, 3, 4)  # what the third block saves is compared with what the fourth saves
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
 
 
@@ -77,11 +75,8 @@ def _same_or_counting(values: list[Any]) -> bool:
 
 
 @contextlib.contextmanager
-def shortened(model: nn.Module, blocks: str | None, depth: int | None) -> Iterator[None]:
-    """Only the first ``depth`` blocks while the context is open; all when either is None."""
-    if blocks is None or depth is None:
-        yield
-        return
+def shortened(model: nn.Module, blocks: str, depth: int) -> Iterator[None]:
+    """Only the first ``depth`` blocks while the context is open."""
     module = model.get_submodule(blocks)
     every = module._modules
     module._modules = dict(list(every.items())[:depth])
@@ -89,13 +84,3 @@ def shortened(model: nn.Module, blocks: str | None, depth: int | None) -> Iterat
         yield
     finally:
         module._modules = every
-
-
-def grown(few: Any, more: Any, blocks: int) -> Any:
-    """Numbers that grow by an equal amount with each block, also in mappings and dataclasses: those of
-    ``blocks`` more than ``few`` has, which ``more`` has one more than."""
-    if isinstance(more, Mapping):
-        return {key: grown(few.get(key, 0), value, blocks) for key, value in more.items()}
-    if dataclasses.is_dataclass(more) and not isinstance(more, type):
-        return type(more)(**grown(vars(few), vars(more), blocks))
-    return few + blocks * (more - few)

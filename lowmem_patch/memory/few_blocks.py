@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 from torch import nn
 
 from lowmem_patch.config import PatchConfig
-from lowmem_patch.memory.blocks import DEPTHS, grown, repeated_blocks, shortened
+from lowmem_patch.memory.blocks import repeated_blocks, shortened
 from lowmem_patch.memory.timeline import FewRuns
 from lowmem_patch.planning.planner import Planned, plan_model, trace_whole
 from lowmem_patch.planning.report import PatchReport
@@ -18,6 +18,7 @@ from lowmem_patch.tracing.inputs import ExampleInputs
 from lowmem_patch.tracing.shadow import make_shadow
 
 T = TypeVar("T")
+_DEPTHS = (2, 3, 4)  # what the third block saves is compared with what the fourth saves
 _NUMBER = re.compile(r"\d+(?:,\d{3})*")
 
 
@@ -53,7 +54,7 @@ def make_plans(model: nn.Module, config: PatchConfig, inputs: ExampleInputs) -> 
 
 def _few(model: nn.Module, config: PatchConfig, inputs: ExampleInputs, name: str) -> Plans | None:
     """None where the blocks save different amounts, or a report names what cannot be counted on."""
-    least, *depths = DEPTHS
+    least, *depths = _DEPTHS
     with shortened(model, name, least):
         saved = trace_whole(make_shadow(model, inputs), structure=False).saved
     planned = []
@@ -67,12 +68,12 @@ def _few(model: nn.Module, config: PatchConfig, inputs: ExampleInputs, name: str
     report = _extended(few, more, name, count)
     if report is None:
         return None
-    return Plans(report, planned[-1], FewRuns(name, 0, DEPTHS[-1], count - DEPTHS[-1]))
+    return Plans(report, planned[-1], FewRuns(name, 0, _DEPTHS[-1], count - _DEPTHS[-1]))
 
 
 def _extended(few: PatchReport, more: PatchReport, name: str, count: int) -> PatchReport | None:
     """The report of ``count`` blocks, from those of three blocks and of four."""
-    blocks = count - DEPTHS[1]
+    blocks = count - _DEPTHS[1]
     notes = [_line_of_text(*pair, blocks) for pair in zip(few.notes, more.notes, strict=False)]
     texts = [note for note in notes if note is not None]
     if len(texts) < max(len(few.notes), len(more.notes)):
@@ -80,11 +81,11 @@ def _extended(few: PatchReport, more: PatchReport, name: str, count: int) -> Pat
     repeated = _Repeated(name, count)
     known = {block: dict(enumerate(sizes)) for block, *sizes in few.blocks}
     outside = {
-        block: grown(known.get(block, {}), dict(enumerate(sizes)), blocks).values()
+        block: _grown(known.get(block, {}), dict(enumerate(sizes)), blocks).values()
         for block, *sizes in more.blocks
         if repeated.number(block) is None
     }
-    floors = grown(few.floor_blocks, more.floor_blocks, blocks)
+    floors = _grown(few.floor_blocks, more.floor_blocks, blocks)
     sums = (
         "saved_before",
         "saved_after",
@@ -95,7 +96,7 @@ def _extended(few: PatchReport, more: PatchReport, name: str, count: int) -> Pat
     )
     return dataclasses.replace(
         more,
-        **{name: grown(getattr(few, name), getattr(more, name), blocks) for name in sums},
+        **{name: _grown(getattr(few, name), getattr(more, name), blocks) for name in sums},
         sites=repeated.all(more.sites, lambda site: site.name),
         blocks=tuple(
             (block, *outside.get(block, sizes))
@@ -107,6 +108,16 @@ def _extended(few: PatchReport, more: PatchReport, name: str, count: int) -> Pat
             for block, size in repeated.all(more.floor_blocks.items(), lambda row: row[0])
         },
     )
+
+
+def _grown(few: Any, more: Any, blocks: int) -> Any:
+    """Numbers that grow by an equal amount with each block, also in mappings and dataclasses: those of
+    ``blocks`` more than ``few`` has, which ``more`` has one more than."""
+    if isinstance(more, Mapping):
+        return {key: _grown(few.get(key, 0), value, blocks) for key, value in more.items()}
+    if dataclasses.is_dataclass(more) and not isinstance(more, type):
+        return type(more)(**_grown(vars(few), vars(more), blocks))
+    return few + blocks * (more - few)
 
 
 def _line_of_text(few: str, more: str, blocks: int) -> str | None:
@@ -141,7 +152,7 @@ class _Repeated:
         return int(found.group(2)) if found else None
 
     def all(self, rows: Iterable[T], name_of: Any) -> tuple[T, ...]:
-        third, last = DEPTHS[2] - 2, DEPTHS[2] - 1
+        third, last = _DEPTHS[2] - 2, _DEPTHS[2] - 1
         result: list[T] = []
         given = list(rows)
         middle = [row for row in given if self.number(name_of(row)) == third]
@@ -149,10 +160,10 @@ class _Repeated:
             number = self.number(name_of(row))
             if number == third:
                 if row is middle[0]:
-                    for shift in range(self.count - DEPTHS[2] + 1):
+                    for shift in range(self.count - _DEPTHS[2] + 1):
                         result += [self._moved(each, shift) for each in middle]
             else:
-                result.append(self._moved(row, self.count - DEPTHS[2] if number == last else 0))
+                result.append(self._moved(row, self.count - _DEPTHS[2] if number == last else 0))
         return tuple(result)
 
     def _moved(self, value: Any, shift: int) -> Any:

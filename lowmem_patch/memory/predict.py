@@ -16,11 +16,11 @@ from torch import nn
 
 from lowmem_patch.config import PatchConfig
 from lowmem_patch.errors import ConfigError
-from lowmem_patch.memory.blocks import shortened
 from lowmem_patch.memory.few_blocks import Plans, make_plans
 from lowmem_patch.memory.model_states import USUAL_TRAINING, ModelStates, Training
 from lowmem_patch.memory.step import BACKWARD, FORWARD
 from lowmem_patch.memory.steps import Steps, UnevenError
+from lowmem_patch.memory.timeline import only
 from lowmem_patch.planning.apply import apply_plan
 from lowmem_patch.planning.planner import plan_model
 from lowmem_patch.planning.report import PatchReport
@@ -218,8 +218,7 @@ def _steps(model: nn.Module, plans: Plans, training: Training, *, patched: bool)
     shadow = planned.shadow
     # checkpointing stays switched on in a copy: another prediction may be without
     if not patched or training.checkpointing or shadow.mode is None:
-        path, depth = (few.path, few.depth) if few else (None, None)
-        with shortened(model, path, depth):
+        with only(few, model):
             shadow = make_shadow(model, planned.inputs)
         if patched:
             apply_plan(shadow.model, planned.plan, arithmetic=False)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from lowmem_patch.memory.blocks import repeated_blocks
 from lowmem_patch.memory.caching_allocator import rounding_bytes
 from lowmem_patch.memory.model_states import ModelStates, StateSizes, Training, model_state_bytes
-from lowmem_patch.memory.step import BACKWARD, FORWARD
+from lowmem_patch.memory.step import AFTER_BACKWARD, AFTER_LOSS, BACKWARD
 from lowmem_patch.memory.timeline import Timeline
 from lowmem_patch.strategies.checkpointing import Blocks
 
@@ -63,8 +63,9 @@ class Gathered:
         return self.computing + self.rest_gradients + 2 * self.block_gradients
 
 
-def gathered(model: nn.Module, blocks: str | None) -> Gathered:
-    """``blocks``: the path of the list of repeated blocks; without one the model is one group."""
+def gathered(model: nn.Module) -> Gathered:
+    """What one of several GPUs gathers; without repeated blocks the model is one group."""
+    blocks = repeated_blocks(model)
     children = [] if blocks is None else list(model.get_submodule(blocks).children())
     inside = {id(parameter) for block in children for parameter in block.parameters()}
     rest = [parameter for parameter in model.parameters() if id(parameter) not in inside]
@@ -134,7 +135,7 @@ class Sharding:
     Attributes:
         gpus: their number.
         whole: what one gathers.
-        gradients: bytes of each run's block, as far as it is a group of its own and ends with this run.
+        gradients: of each run, as of `gradients_of_runs`.
         accumulates: a step adds to gradients of earlier batches, and holds none of its own.
     """
 
@@ -145,61 +146,49 @@ class Sharding:
 
     def of_one(self, timeline: Timeline) -> Timeline:
         """What one GPU holds, its shards of parameters and of the optimizer's state excluded."""
-        whole, last = self.whole, len(timeline.runs) - 1
-        spare = whole.computing // _SPARE
-        runs = []
-        for number, run in enumerate(timeline.runs):
-            later = sum(self.gradients[number + 1 :])
-            # behind the last block there are head and loss; then that block is gathered again
-            gap = whole.between if number < last else whole.rest + whole.block
-            waiting = whole.block_gradients if number < last else 0  # in the buffer that is reduced
-            waiting += whole.rest_gradients if self.accumulates else 0
-            runs.append(
-                dataclasses.replace(
-                    run,
-                    forward=run.forward + whole.computing + spare,
-                    behind=run.behind + gap + spare,
-                    backward=run.backward - self._less(later) + whole.computing + waiting + spare,
-                )
-            )
-        # the rest is given back before its gradients are put into the buffer that is reduced
-        at_the_end = max(whole.rest + whole.block, whole.rest_gradients)
-        at_the_end += whole.rest_gradients if self.accumulates else 0
-        gradients = sum(self.gradients)
-        # with what is held behind the last run
-        beside = dict.fromkeys(timeline.last, whole.rest + whole.block)
-        if not runs:
-            beside |= {FORWARD: whole.first, BACKWARD: at_the_end}
-        return dataclasses.replace(
-            timeline,
-            runs=tuple(runs),
-            before=timeline.before + whole.first + spare,
-            after=max(timeline.after, timeline.end) - self._less(gradients) + at_the_end + spare,
-            last={moment: size + beside[moment] + spare for moment, size in timeline.last.items()},
-            end=max(
-                -(-timeline.end // self.gpus),
-                timeline.end - self._less(gradients + whole.rest_gradients),
-            ),
-            events=(),
-            begins=(),
-        )
+        spare, last = self.whole.computing // _SPARE, 2 * len(timeline.runs)
+        parts = {
+            part: size + self._more(*part, last) + spare
+            for part, size in {(BACKWARD, 0): timeline.end, **timeline.parts}.items()
+        }
+        less = self._less(sum(self.gradients) + self.whole.rest_gradients)
+        parts[AFTER_BACKWARD, 0] = max(-(-timeline.end // self.gpus), timeline.end - less)
+        return dataclasses.replace(timeline, parts=parts, events=(), begins=())
+
+    def _more(self, moment: str, place: int, last: int) -> int:
+        """What one GPU holds more in a part of the step than without others.
+
+        Args:
+            last: the place behind the last run.
+        """
+        whole, earlier = self.whole, self.whole.rest_gradients if self.accumulates else 0
+        if moment == BACKWARD and place % 2:
+            later = self._less(sum(self.gradients[place // 2 + 1 :]))
+            # in the buffer that is reduced
+            waiting = whole.block_gradients if place + 1 < last else 0
+            return whole.computing + waiting + earlier - later
+        if moment == BACKWARD and not place:
+            # the rest is given back before its gradients are put into the buffer that is reduced
+            at_the_end = max(whole.rest + whole.block, whole.rest_gradients)
+            return at_the_end + earlier - self._less(sum(self.gradients))
+        # behind the last block there are head and loss; then that block is gathered again
+        if moment == AFTER_LOSS or place == last > 0:
+            return whole.rest + whole.block
+        if not place:
+            return whole.first
+        return whole.computing if place % 2 else whole.between
 
     def _less(self, gradients: int) -> int:
         """What lies on other GPUs of whole gradients."""
         return 0 if self.accumulates else gradients - -(-gradients // self.gpus)
 
 
-def sharding_of(model: nn.Module, blocks: Blocks, training: Training) -> Sharding | None:
-    """Each repeated block is a group of FSDP2, and the rest another; None for one GPU."""
-    if training.gpus == 1:
-        return None
+def gradients_of_runs(model: nn.Module, blocks: Blocks) -> tuple[int, ...]:
+    """Bytes of each run's block, as far as it is a group of its own and its backward ends with this run."""
     path = repeated_blocks(model)
-    group = "" if path is None else f"{path}."
     sizes, seen = [], set()
-    for run in blocks.runs:
-        site = blocks.blocks[run.block].site
-        own = bool(group) and site.startswith(group) and site not in seen
+    for site in (blocks.blocks[run.block].site for run in blocks.runs):
+        own = path is not None and site.startswith(f"{path}.") and site not in seen
         seen.add(site)
-        block = model.get_submodule(site)
-        sizes.append(sum(p.nbytes for p in block.parameters() if p.requires_grad) if own else 0)
-    return Sharding(training.gpus, gathered(model, path), tuple(sizes), training.accumulates)
+        sizes.append(_gradients(model.get_submodule(site).parameters()) if own else 0)
+    return tuple(sizes)

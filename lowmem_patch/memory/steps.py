@@ -13,7 +13,8 @@ from lowmem_patch.errors import ConfigError, TraceError
 from lowmem_patch.memory.allocated import allocated_in_step
 from lowmem_patch.memory.model_states import Training
 from lowmem_patch.memory.optimizers import temporaries_of
-from lowmem_patch.memory.sharding import sharding_of, states_on_one
+from lowmem_patch.memory.sharding import Sharding, gathered, gradients_of_runs, states_on_one
+from lowmem_patch.memory.step import OPTIMIZER, Part
 from lowmem_patch.memory.timeline import FewRuns, Timeline, few_of, few_runs, run_levels
 from lowmem_patch.nn.checkpointing import SWITCHES, is_switched_on
 from lowmem_patch.nn.gammas import would_tell_z
@@ -24,7 +25,6 @@ from lowmem_patch.tracing.inputs import ExampleInputs
 from lowmem_patch.tracing.shadow import Shadow
 
 T = TypeVar("T")
-OPTIMIZER_STEP = "optimizer step"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,15 +33,14 @@ class Need:
 
     Attributes:
         total: bytes, model states and all that follows included.
-        part, run: of the timeline, or the optimizer's step.
+        part: in which the peak is.
         rounding: what the allocator rounds up.
         margin: what it may round up more, by what was allocated before.
         reserved: what it takes from the GPU; 0 where this is not known.
     """
 
     total: int
-    part: str
-    run: int
+    part: Part
     rounding: int = 0
     margin: int = 0
     reserved: int = 0
@@ -92,12 +91,14 @@ class Steps:
         self.few = few_runs(shadow.model, self.blocks, short or few_of(shadow.model))
         self._short = short is not None
         self._known: dict[Any, Timeline] = {}
-        self.sharding = sharding_of(model, self.blocks, training)
         if self._short and self.few is None:
             raise UnevenError
-        if self.sharding is not None:
-            gradients = self.of_all(self.sharding.gradients)
-            self.sharding = dataclasses.replace(self.sharding, gradients=gradients)
+        self.sharding: Sharding | None = None
+        if training.gpus > 1:
+            gradients = self.of_all(gradients_of_runs(model, self.blocks))
+            self.sharding = Sharding(
+                training.gpus, gathered(model), gradients, training.accumulates
+            )
         _assume_looks(model, shadow.model, gathered=training.gpus > 1)
 
     def of_all(self, runs: Sequence[T]) -> tuple[T, ...]:
@@ -161,22 +162,21 @@ class Steps:
     def need(self, timeline: Timeline) -> Need:
         """What a step needs. Where a GPU's requests are not known, as of a step told by few blocks, the
         rounding of activations and gradients is missing."""
-        peak, part, run = timeline.peak
+        peak, part = timeline.peak
         end = timeline.end + sum(self.temporaries)
         if end > peak:
-            peak, part = end, OPTIMIZER_STEP
+            peak, part = end, (OPTIMIZER, 0)
         states = self.states
         counted = states.counted + peak + self.earlier
         if not timeline.events:
-            return Need(counted + states.rounding, part, run, states.rounding)
+            return Need(counted + states.rounding, part, states.rounding)
         found = allocated_in_step(
             states.sizes, timeline.events, accumulates=self.training.accumulates,
             temporaries=self.temporaries,
         )  # fmt: skip
-        part, run = timeline.part_of(found.event)
-        if found.event == len(timeline.events):
-            part = OPTIMIZER_STEP
-        return Need(found.bound, part, run, found.bytes - counted, found.margin, found.reserved)
+        in_backward = found.event < len(timeline.events)
+        part = timeline.part_of(found.event) if in_backward else (OPTIMIZER, 0)
+        return Need(found.bound, part, found.bytes - counted, found.margin, found.reserved)
 
     def beside(self, timeline: Timeline) -> int:
         """Bytes of a step beside what is held for the whole of training."""

@@ -10,6 +10,7 @@ and more are put in in the middle.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
@@ -26,6 +27,7 @@ from lowmem_patch.memory.step import (
     MOMENTS,
     OPTIMIZER,
     LiveBytes,
+    Part,
     watched_step,
 )
 from lowmem_patch.nn.checkpointing import is_checkpointed, keep_block
@@ -35,8 +37,8 @@ from lowmem_patch.strategies.protocol import Target
 from lowmem_patch.tracing.inputs import ExampleInputs
 from lowmem_patch.tracing.shadow import Shadow
 
-Part = tuple[str, int]  # and the number of a run
 T = TypeVar("T")
+_PASSING = (FORWARD, LOSS, BACKWARD)
 _DEPTH = 6  # blocks that are run, or one more: as many more are even
 
 
@@ -50,7 +52,6 @@ class RunBytes:
         output_lives: whether they are alive then.
         lasting, kept: allocated in its forward or behind it, up to the next, and alive when the forward of
             the model ends, or when its outputs are released, such as a cache of keys and values.
-        forward, behind, backward: the largest sums of all storages alive in these parts of the step.
         copied, buffers: to host memory, if it is offloaded, and of the buffers that hold it there.
     """
 
@@ -59,9 +60,6 @@ class RunBytes:
     output_lives: bool
     lasting: int
     kept: int
-    forward: int
-    behind: int
-    backward: int
     copied: int = 0
     buffers: int = 0
 
@@ -78,25 +76,46 @@ class Timeline:
 
     Attributes:
         runs: of the blocks, in the order of the forward.
-        before, after: the largest sums before the first run, in the forward and in the backward.
+        parts: the largest sums of all storages alive at one time, by part of the step.
         outside: alive when the forward ends, and allocated in no run.
         held: alive when the forward ends.
-        last: the largest sums behind the last run, or of a step without runs, by moment: in the forward, in
-            the loss and when it is there, and in the backward.
-        end: alive after the backward: the gradients.
         events: on a GPU, what its allocator is asked for (`LiveStorages`).
         begins: by part of the step, the number of the event with which it begins.
     """
 
     runs: tuple[RunBytes, ...]
-    before: int
-    after: int
+    parts: Mapping[Part, int]
     outside: int
     held: int
-    last: Mapping[str, int]
-    end: int
     events: tuple[tuple[int, int], ...] = ()
     begins: tuple[tuple[int, Part], ...] = ()
+
+    @property
+    def end(self) -> int:
+        """Bytes that are alive after the backward: the gradients."""
+        return self.parts[AFTER_BACKWARD, 0]
+
+    @property
+    def peak(self) -> tuple[int, Part]:
+        """The largest sum, and in which part, the optimizer's step excluded."""
+        return max((size, part) for part, size in self.parts.items() if part[0] in _PASSING)
+
+    def forward(self, number: int) -> int:
+        """The largest sum in the forward of a run."""
+        return self.parts[FORWARD, 2 * number + 1]
+
+    def backward(self, number: int) -> int:
+        """The largest sum in the backward of a run; 0 where nothing in front of its end trains."""
+        return self.parts.get((BACKWARD, 2 * number + 1), 0)
+
+    def behind(self, number: int) -> int:
+        """The largest sum behind a run, up to the next, or up to the backward of the last one."""
+        return max(self.parts.get((moment, 2 * number + 2), 0) for moment in _PASSING)
+
+    def growth(self, number: int) -> tuple[int, int]:
+        """How much larger the sums of the next run are, in forward and backward."""
+        forward, backward = self.forward(number), self.backward(number)
+        return self.forward(number + 1) - forward, self.backward(number + 1) - backward
 
     def part_of(self, event: int) -> Part:
         """The part of the step to which an event belongs."""
@@ -108,60 +127,27 @@ class Timeline:
         Args:
             temporaries: bytes that the optimizer's step takes, beside what the backward leaves.
         """
-        found = dict(self.last)
-        if self.runs:
-            passed = [max(run.forward, run.behind) for run in self.runs[:-1]]
-            passed += [self.before, self.runs[-1].forward]
-            found[FORWARD] = max(found[FORWARD], *passed)
-            found[BACKWARD] = max(found[BACKWARD], self.after, *(run.backward for run in self.runs))
-        found |= {AFTER_BACKWARD: self.end, OPTIMIZER: self.end + sum(temporaries)}
+        found = {OPTIMIZER: self.end + sum(temporaries)}
+        for (moment, _), size in self.parts.items():
+            found[moment] = max(size, found.get(moment, 0))
         return {moment: found[moment] for moment in MOMENTS if moment in found}
-
-    @property
-    def peak(self) -> tuple[int, str, int]:
-        """The largest sum, in which part, of which run."""
-        parts = [(self.before, "before", 0), (self.after, "after", 0)]
-        for number, run in enumerate(self.runs):
-            parts += [
-                (run.forward, "forward", number),
-                (run.behind, "behind", number),
-                (run.backward, "backward", number),
-            ]
-        return max(parts)
-
-
-def _named(moment: str, place: int) -> Part:
-    """The part of the runs that a part of `LiveBytes` is; behind the last run the backward begins."""
-    if moment == BACKWARD and place % 2:
-        return "backward", place // 2
-    if not place:
-        return ("after" if moment == BACKWARD else "before"), 0
-    return ("forward", place // 2) if place % 2 else ("behind", place // 2 - 1)
 
 
 def _timeline(live: LiveBytes) -> Timeline:
     """The timeline of a step that has just ended."""
     live.settle()
-    most: dict[Part, int] = {}
-    last: dict[str, int] = {}
-    for (moment, place), size in live.parts.items():
-        if moment in (FORWARD, LOSS, BACKWARD):
-            part = _named(moment, place)
-            most[part] = max(size, most.get(part, 0))
-        if moment == AFTER_LOSS or (moment != AFTER_BACKWARD and place == 2 * len(live.outputs)):
-            last[moment] = size
     alive = live.alive or {}
-    runs = tuple(_run_bytes(live, number, most) for number in range(len(live.outputs)))
+    runs = tuple(_run_bytes(live, number) for number in range(len(live.outputs)))
     outside = sum(size for size, place, _ in alive.values() if place % 2 == 0)
     held = sum(size for size, _, _ in alive.values())
-    begins = tuple((event, _named(*part)) for event, part in live.begins)
-    return Timeline(
-        runs, most.get(("before", 0), 0), most.get(("after", 0), 0), outside, held, last,
-        live.parts[AFTER_BACKWARD, 0], tuple(live.events), begins,
-    )  # fmt: skip
+    # what began as the loss may have become a part of the forward
+    begins = (
+        (event, part if part in live.parts else (FORWARD, part[1])) for event, part in live.begins
+    )
+    return Timeline(runs, live.parts, outside, held, tuple(live.events), tuple(begins))
 
 
-def _run_bytes(live: LiveBytes, number: int, most: Mapping[Part, int]) -> RunBytes:
+def _run_bytes(live: LiveBytes, number: int) -> RunBytes:
     alive, made = live.alive or {}, live.outputs[number]
     inside, behind = 2 * number + 1, 2 * number + 2
     own = {key: size for key, (size, place, _) in alive.items() if place == inside}
@@ -171,7 +157,6 @@ def _run_bytes(live: LiveBytes, number: int, most: Mapping[Part, int]) -> RunByt
         any(key in own for key in made),
         sum(size for size, place, _ in alive.values() if place in (inside, behind)),
         live.kept[inside] + live.kept[behind],
-        *(most.get((part, number), 0) for part in ("forward", "behind", "backward")),
     )
 
 
@@ -218,8 +203,7 @@ def run_levels(
         shadow = dataclasses.replace(shadow, inputs=inputs)
     hosts = [patch.how.host for patch in patches if patch.how.host is not None]
     settle: Callable[[], None] | None = hosts[0].release if settled and hosts else None
-    path, depth = (few.path, few.depth) if few else (None, None)
-    with shortened(model, path, depth):
+    with only(few, model):
         target, there = Target(model), {name for name, _ in model.named_modules()}
         try:
             for patch in patches:
@@ -285,53 +269,44 @@ class FewRuns:
 
     def extended(self, few: Timeline) -> Timeline | None:
         """The step of all blocks; None where the few do not grow evenly."""
-        middle, more = self.middle, self.more
+        middle, more, end = self.middle, self.more, self.first + self.depth
+        one, two = few.runs[middle : middle + 2]
         # but the last block, for behind it there is no other
-        one, two, *three = few.runs[middle : min(middle + 3, self.first + self.depth - 1)]
-        lasting, kept, (grown, later) = one.lasting, one.kept, _growth(one, two)
-        gradients = kept - later
+        growths = {few.growth(number) for number in range(middle, min(middle + 2, end - 2))}
         # the last ones may still wait for their copies to the host, and live: no growth of the others
-        uneven = any(_growth(two, run) != (grown, later) for run in three)
-        if uneven or one.own != two.own:
+        if len(growths) > 1 or one.own != two.own:
             return None
-        front = [_moved(run, backward=more * gradients) for run in few.runs[: middle + 1]]
-        put_in = [
-            _moved(front[-1], forward=count * grown, backward=count * later)
-            for count in range(1, more + 1)
-        ]
-        # some of what grows may last no longer than the list, as what its own model gives
-        behind = [
-            _moved(
-                run, forward=more * (grown if place < self.depth else lasting), backward=more * kept
-            )
-            for place, run in enumerate(few.runs[middle + 1 :], middle + 1 - self.first)
-        ]
-        return dataclasses.replace(
-            few,
-            runs=(*front, *put_in, *behind),
-            after=few.after + (more * gradients if few.after else 0),
-            held=few.held + more * lasting,
-            last={
-                moment: size + more * (lasting if moment in (FORWARD, LOSS) else kept)
-                for moment, size in few.last.items()
-            },
-            end=few.end + more * gradients,
-            events=(),
-            begins=(),
-        )
+        ((grown, later),) = growths
+        # the places behind the middle run, and behind the last
+        front, last = 2 * middle + 2, 2 * len(few.runs)
+
+        def rise(moment: str, place: int) -> int:
+            """By how much a part grows with each block that is put in."""
+            if moment in (BACKWARD, AFTER_BACKWARD) and place <= front:
+                return one.kept - later  # its gradients
+            if moment in (AFTER_LOSS, BACKWARD):
+                return one.kept
+            if place <= front:
+                return 0
+            # some of what grows may last no longer than the list, as what its own model gives
+            return one.lasting if place > 2 * end or place == last else grown
+
+        parts = {}
+        for (moment, place), size in few.parts.items():
+            most = size + more * rise(moment, place)
+            parts[moment, place + 2 * more * (place > front)] = most
+            if place in (front - 1, front):
+                each = later if moment == BACKWARD else grown
+                for count in range(1, more + 1):
+                    parts[moment, place + 2 * count] = most + count * each
+        runs = (*few.runs[: middle + 1], *(more * (one,)), *few.runs[middle + 1 :])
+        held = few.held + more * one.lasting
+        return Timeline(runs, parts, few.outside, held)
 
 
-def _growth(one: RunBytes, other: RunBytes) -> tuple[int, int]:
-    return other.forward - one.forward, other.backward - one.backward
-
-
-def _moved(run: RunBytes, *, forward: int = 0, backward: int = 0) -> RunBytes:
-    return dataclasses.replace(
-        run,
-        forward=run.forward + forward,
-        behind=run.behind + forward,
-        backward=run.backward + backward,
-    )
+def only(few: FewRuns | None, model: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """Only the few blocks while the context is open; all where there are no few."""
+    return shortened(model, few.path, few.depth) if few else contextlib.nullcontext()
 
 
 def few_of(model: nn.Module) -> FewRuns | None:

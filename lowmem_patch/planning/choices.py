@@ -24,20 +24,21 @@ class _Sums:
     """What one profile says of each run, less what the runs before it hold in that profile."""
 
     def __init__(self, timeline: Timeline, outside: int) -> None:
-        self.runs = timeline.runs
-        more = timeline.outside - outside  # the first block's input
-        self.own = [run.own + (more if number == 0 else 0) for number, run in enumerate(self.runs)]
-        self.outputs = [run.held - run.own for run in self.runs]
+        self.timeline = timeline
+        self.own = [run.own for run in timeline.runs]
+        if self.own:
+            self.own[0] += timeline.outside - outside  # its input
+        self.outputs = [run.held - run.own for run in timeline.runs]
 
     def choice(self, level: str, number: int, seconds: float) -> Choice:
-        run, own = self.runs[number], sum(self.own[:number])
-        forward = run.forward - own - sum(self.outputs[: max(0, number - 1)])
-        backward = run.backward - own - sum(self.outputs[:number])
+        own = sum(self.own[:number])
+        forward = self.timeline.forward(number) - own - sum(self.outputs[: max(0, number - 1)])
+        backward = self.timeline.backward(number) - own - sum(self.outputs[:number])
         return Choice(level, self.own[number], forward, backward, seconds)
 
     def behind(self, number: int) -> int:
         own = sum(self.own[: number + 1])
-        return self.runs[number].behind - own - sum(self.outputs[:number])
+        return self.timeline.behind(number) - own - sum(self.outputs[:number])
 
 
 def input_sizes(timeline: Timeline) -> list[int]:

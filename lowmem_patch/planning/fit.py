@@ -17,7 +17,8 @@ from torch import nn
 
 from lowmem_patch.errors import BudgetError
 from lowmem_patch.memory.model_states import Training
-from lowmem_patch.memory.steps import OPTIMIZER_STEP, Steps
+from lowmem_patch.memory.step import BACKWARD, FORWARD, OPTIMIZER, Part
+from lowmem_patch.memory.steps import Steps
 from lowmem_patch.memory.timeline import FewRuns, Timeline
 from lowmem_patch.planning.budget import Budget
 from lowmem_patch.planning.choices import Choices
@@ -185,8 +186,7 @@ class Fitting(Steps):
             levels, timeline = self._least()
             peak = self.beside(timeline)
             if peak > room:
-                need = self.need(timeline)
-                moment = self._name(need.part, need.run)
+                moment = self._name(self.need(timeline).part)
                 raise NoFit(self.total(timeline, budget), peak, levels, moment)
             found = levels, timeline
         return self._fitted(*found, budget, inputs)
@@ -246,7 +246,7 @@ class Fitting(Steps):
             reserve=budget.reserve(max(0, budget.bytes - self.resident)),
             predicted=need.total,
             reserved=need.reserved,
-            moment=self._name(need.part, need.run),
+            moment=self._name(need.part),
             parameters=self.states.parameters,
             optimizer_state=self.states.optimizer,
             workspace=self.states.workspace,
@@ -266,18 +266,17 @@ class Fitting(Steps):
         )
         return Fitted(patches_of(self.blocks, levels, reasons), report)
 
-    def _name(self, part: str, number: int) -> str:
-        if part == OPTIMIZER_STEP:
+    def _name(self, part: Part) -> str:
+        moment, place = part
+        if moment == OPTIMIZER:
             return "the optimizer's step"
-        if part in ("before", "after") and not self.sites:
-            return f"the {'forward' if part == 'before' else 'backward'}"
-        if part in ("before", "after"):
-            return f"the {'forward' if part == 'before' else 'backward'} before the blocks"
-        site = self.sites[self.blocks.runs[number].block]
-        if part == "behind":
-            last = number == len(self.blocks.runs) - 1
-            return "head and loss" if last else f"the forward behind {site}"
-        return f"the {part} of {site}"
+        if not place:
+            way = f"the {BACKWARD if moment == BACKWARD else FORWARD}"
+            return f"{way} before the blocks" if self.sites else way
+        if place == 2 * len(self.blocks.runs):
+            return "head and loss"
+        site = self.sites[self.blocks.runs[(place - 1) // 2].block]
+        return f"the {moment} of {site}" if place % 2 else f"the forward behind {site}"
 
     def _rows(self, levels: Mapping[str, str], timeline: Timeline) -> tuple[FittedBlock, ...]:
         rows = []

@@ -11,11 +11,10 @@ from torch import Tensor, nn
 
 from lowmem_patch.config import PatchConfig
 from lowmem_patch.errors import TraceError
-from lowmem_patch.memory.blocks import repeated_blocks, shortened
 from lowmem_patch.memory.model_states import ModelStates, Training, model_state_bytes
 from lowmem_patch.memory.sharding import gathered, states_of_one
 from lowmem_patch.memory.steps import UnevenError
-from lowmem_patch.memory.timeline import FewRuns, few_of
+from lowmem_patch.memory.timeline import FewRuns, few_of, only
 from lowmem_patch.planning.apply import apply_plan
 from lowmem_patch.planning.budget import Budget
 from lowmem_patch.planning.choices import input_sizes, more_seconds
@@ -178,7 +177,7 @@ def _sharded(base: Base) -> Rung | None:
 
     All shards of gradients count, and what is gathered in the backward, or before the first block.
     """
-    whole = gathered(base.model, repeated_blocks(base.model))
+    whole = gathered(base.model)
     activations = base.peak - base.gradients
     peak = max(activations + whole.backward, whole.first)
 
@@ -316,8 +315,7 @@ def _rungs(
     few: FewRuns | None,
 ) -> Iterator[Rung]:
     """Those of a model, told by few of its blocks where these are given."""
-    path, depth = (few.path, few.depth) if few else (None, None)
-    with shortened(model, path, depth):
+    with only(few, model):
         facts, plan, shadow = facts_and_plan(model, config, inputs, [])
     if shadow.mode is not None:
         apply_plan(shadow.model, plan, arithmetic=False)

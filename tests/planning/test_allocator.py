@@ -128,7 +128,7 @@ def test_requests_are_what_is_counted() -> None:
     timeline = timeline_of("meta")
     sums = running_sums(list(timeline.events))
     assert max(sums) == timeline.peak[0]
-    assert timeline.part_of(sums.index(max(sums))) == timeline.peak[1:]
+    assert timeline.part_of(sums.index(max(sums))) == timeline.peak[1]
     alive: dict[int, int] = {}
     for number, size in timeline.events:
         alive.pop(number, None) if not size else alive.update({number: size})

@@ -13,10 +13,16 @@ from torch import nn
 from lowmem_patch import BudgetError, ConfigError, patch_model, patch_report, plan_patch
 from lowmem_patch.config import load_config
 from lowmem_patch.memory import Training
-from lowmem_patch.memory.blocks import repeated_blocks
 from lowmem_patch.memory.model_states import model_state_bytes
 from lowmem_patch.memory.sharding import Gathered, Sharding, gathered, is_replicated
-from lowmem_patch.memory.step import AFTER_LOSS, BACKWARD, FORWARD, LOSS
+from lowmem_patch.memory.step import (
+    AFTER_BACKWARD,
+    AFTER_LOSS,
+    BACKWARD,
+    FORWARD,
+    LOSS,
+    OPTIMIZER,
+)
 from lowmem_patch.memory.timeline import RunBytes, Timeline
 from lowmem_patch.planning.budget import Budget
 from lowmem_patch.planning.costs import Device
@@ -52,28 +58,35 @@ def share(size: int) -> int:
 
 def test_one_gpu_holds_shards_and_what_is_gathered() -> None:
     whole = Gathered(rest=100, rest_gradients=40, block=10, block_gradients=6)
-    run = RunBytes(
-        own=1, output=1, output_lives=True, lasting=2, kept=2, forward=5, behind=7, backward=50
-    )
-    loss = {FORWARD: 7, LOSS: 6, AFTER_LOSS: 5, BACKWARD: 8}
-    timeline = Timeline((run, run), before=3, after=70, outside=0, held=4, last=loss, end=52)
+    run = RunBytes(own=1, output=1, output_lives=True, lasting=2, kept=2)
+    parts = {
+        (FORWARD, 0): 3, (FORWARD, 1): 5, (FORWARD, 2): 6, (FORWARD, 3): 5, (FORWARD, 4): 4, (LOSS, 4): 7,
+        (AFTER_LOSS, 0): 5, (BACKWARD, 4): 8, (BACKWARD, 3): 50, (BACKWARD, 1): 50, (AFTER_BACKWARD, 0): 52,
+    }  # fmt: skip
+    timeline = Timeline((run, run), parts, outside=0, held=4)
     one = Sharding(2, whole, (6, 6), accumulates=False).of_one(timeline)
-    first, last = one.runs
-    assert (first.forward, last.forward) == (5 + 120, 5 + 120)
-    assert (first.behind, last.behind) == (7 + 130, 7 + 110)
-    # the last block's gradients lie on two GPUs, and once more in the buffer that is reduced
-    assert (first.backward, last.backward) == (50 - 3 + 120 + 6, 50 + 120)
-    assert (one.before, one.after, one.end) == (3 + 220, 70 - 6 + 110, 26)
-    # head and loss, and the last block on its way
-    assert one.last == {moment: size + 110 for moment, size in loss.items()}
-    kept = Sharding(2, whole, (6, 6), accumulates=True).of_one(timeline)
-    assert (kept.runs[0].backward, kept.after) == (50 + 120 + 6 + 40, 70 + 110 + 40)
-    assert kept.end == 52
-    # without blocks the model is one group
+    assert one.parts == {
+        # in front of the first block the buffers of the rest are not free yet, and one block is on its way
+        (FORWARD, 0): 3 + 220, (FORWARD, 1): 5 + 120, (FORWARD, 2): 6 + 130, (FORWARD, 3): 5 + 120,
+        # head and loss, and the last block on its way
+        (FORWARD, 4): 4 + 110, (LOSS, 4): 7 + 110, (AFTER_LOSS, 0): 5 + 110, (BACKWARD, 4): 8 + 110,
+        # the last block's gradients lie on two GPUs, and once more in the buffer that is reduced
+        (BACKWARD, 3): 50 + 120, (BACKWARD, 1): 50 - 3 + 120 + 6, (BACKWARD, 0): 52 - 6 + 110,
+        (AFTER_BACKWARD, 0): 26,
+    }  # fmt: skip
+    kept = Sharding(2, whole, (6, 6), accumulates=True).of_one(timeline).parts
+    assert (kept[BACKWARD, 1], kept[BACKWARD, 0]) == (50 + 120 + 6 + 40, 52 + 110 + 40)
+    assert kept[AFTER_BACKWARD, 0] == 52
+    # without blocks the model is one group, whose buffer is there until the forward ends
     bare = Gathered(rest=100, rest_gradients=40, block=0, block_gradients=0)
-    none = dataclasses.replace(timeline, runs=(), after=0)
-    found = Sharding(2, bare, (), accumulates=False).of_one(none)
-    assert found.last == {FORWARD: 7 + 200, LOSS: 6 + 100, AFTER_LOSS: 5 + 100, BACKWARD: 8 + 100}
+    parts = {
+        (FORWARD, 0): 7, (LOSS, 0): 6, (AFTER_LOSS, 0): 5, (BACKWARD, 0): 8, (AFTER_BACKWARD, 0): 4,
+    }  # fmt: skip
+    found = Sharding(2, bare, (), accumulates=False).of_one(Timeline((), parts, 0, 0))
+    assert found.moments() == {
+        FORWARD: 7 + 200, LOSS: 6 + 200, AFTER_LOSS: 5 + 100, BACKWARD: 8 + 100,
+        AFTER_BACKWARD: 2, OPTIMIZER: 2,
+    }  # fmt: skip
 
 
 class Counted(nn.Module):
@@ -143,7 +156,7 @@ def test_states_are_shared_and_the_peak_is_of_one_gpu() -> None:
         getattr(one, name) - getattr(four, name) for name in ("parameters", "optimizer_state")
     )
     model = llama_of(num_hidden_layers=8)
-    whole = gathered(model, repeated_blocks(model))
+    whole = gathered(model)
     whole_there = one.predicted - less + whole.computing + whole.computing // 200
     # the first block of the backward; behind it a block's gradients wait to be reduced
     assert one.moment == "the backward of model.layers.7"
@@ -160,7 +173,7 @@ def test_the_buffers_of_the_rest_are_the_least_budget() -> None:
     model.model.layers.requires_grad_(True)
     with pytest.raises(BudgetError) as found:
         plan_patch(model, "auto", example_inputs=BATCH, fit="1KiB", gpus=2)
-    whole = gathered(model, repeated_blocks(model))
+    whole = gathered(model)
     least = plan_patch(model, "auto", example_inputs=BATCH, fit=found.value.least, gpus=2).fit
     assert least is not None and least.moment == "the forward before the blocks"
     assert least.predicted > least.parameters + least.optimizer_state + 2 * whole.rest
