@@ -190,8 +190,7 @@ def predict_memory(
 
         largest = least = None
         if limit is not None:
-            always = steps.states.resident
-            room = always + int((limit - always) * (1 - fragments))
+            room = steps.resident + int((limit - steps.resident) * (1 - fragments))
             largest, least = largest_that_fits(total, room, most), total(1)
         found = _footprint(steps.states, plans.report, moments(batch_size, length), patched)
         return found, largest, least
