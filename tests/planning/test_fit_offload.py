@@ -13,7 +13,7 @@ from lowmem_patch.config import load_config
 from lowmem_patch.errors import BudgetError
 from lowmem_patch.memory.model_states import USUAL_TRAINING
 from lowmem_patch.nn import offloading
-from lowmem_patch.planning import costs, fit_model
+from lowmem_patch.planning import costs, fit
 from lowmem_patch.planning.fit_model import fit_planned
 from lowmem_patch.planning.planner import plan_model
 from lowmem_patch.planning.solve import Choice, Step, solve
@@ -39,7 +39,7 @@ pytestmark = [
 def device_apart(monkeypatch: pytest.MonkeyPatch) -> costs.Device:
     """A device so slow that copies to its host take no time beside."""
     device = costs.Device("a slow device", 1e6, 1e6, 1e12)
-    monkeypatch.setattr(fit_model, "device_of", lambda model: device)
+    monkeypatch.setattr(fit, "device_of", lambda model: device)
     monkeypatch.setattr(offloading, "_LEAST", 0)
     return device
 
@@ -62,7 +62,7 @@ def test_what_is_offloaded_is_predicted_and_computes_the_same(name: str) -> None
 
 
 def test_a_cpu_offloads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fit_model, "device_of", lambda model: costs._CPU)
+    monkeypatch.setattr(fit, "device_of", lambda model: costs._CPU)
     whole = plan_patch(stack(), "exact", example_inputs=rows(), fit="1GiB").fit
     assert whole is not None
     states = whole.parameters + whole.optimizer_state
