@@ -229,5 +229,6 @@ def _run(model: nn.Module, inputs: ExampleInputs, live: LiveBytes) -> None:
     loss = step_loss(model(*inputs.args, **inputs.kwargs))
     live.mark(AFTER_LOSS)
     live.begin(BACKWARD)
-    torch.autograd.backward(loss)
+    # a function mode is off in a call that it sees, as that of a tensor's; blocks that run again need it
+    torch.autograd.backward(torch.autograd.graph.get_gradient_edge(loss))
     live.mark(AFTER_BACKWARD)

@@ -66,3 +66,16 @@ def test_the_predicted_peak_agrees(preset: str | None) -> None:
 
     assert peak(bert(attention=0.1)) == peak(bert())
     assert peak(bert()) < peak(bert(hidden=0.1))
+
+
+def test_attention_with_dropout_runs_again_as_on_a_gpu() -> None:
+    """What blocks save in the backward is what they saved in the forward: fused attention, and no mask."""
+
+    def peak(attention: float) -> int:
+        found = predict_memory(
+            bert(attention=attention), load_config("exact"), inputs, batch_size=BATCH, length=LENGTH,
+            training=Training(checkpointing=True),
+        )  # fmt: skip
+        return found.before.total
+
+    assert peak(0.1) == peak(0.0)
