@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from lowmem_patch.memory.blocks import repeated_blocks
 from lowmem_patch.memory.caching_allocator import rounding_bytes
 from lowmem_patch.memory.model_states import ModelStates, StateSizes, Training, model_state_bytes
-from lowmem_patch.memory.step import AFTER_BACKWARD, AFTER_LOSS, BACKWARD
+from lowmem_patch.memory.step import AFTER_BACKWARD, AFTER_LOSS, BACKWARD, FORWARD, LOSS
 from lowmem_patch.memory.timeline import Timeline
 from lowmem_patch.strategies.checkpointing import Blocks
 
@@ -171,11 +171,12 @@ class Sharding:
             # the rest is given back before its gradients are put into the buffer that is reduced
             at_the_end = max(whole.rest + whole.block, whole.rest_gradients)
             return at_the_end + earlier - self._less(sum(self.gradients))
-        # behind the last block there are head and loss; then that block is gathered again
-        if moment == AFTER_LOSS or place == last > 0:
-            return whole.rest + whole.block
-        if not place:
+        # in front of the first group of a block, or where there is none, the rest's buffer is not free yet
+        if moment in (FORWARD, LOSS) and not (place and whole.block):
             return whole.first
+        # behind the last block there are head and loss; then that block is gathered again
+        if moment == AFTER_LOSS or place == last:
+            return whole.rest + whole.block
         return whole.computing if place % 2 else whole.between
 
     def _less(self, gradients: int) -> int:

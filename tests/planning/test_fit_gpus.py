@@ -77,8 +77,14 @@ def test_one_gpu_holds_shards_and_what_is_gathered() -> None:
     kept = Sharding(2, whole, (6, 6), accumulates=True).of_one(timeline).parts
     assert (kept[BACKWARD, 1], kept[BACKWARD, 0]) == (50 + 120 + 6 + 40, 52 + 110 + 40)
     assert kept[AFTER_BACKWARD, 0] == 52
-    # without blocks the model is one group, whose buffer is there until the forward ends
+    # without repeated blocks the model is one group, whose buffer is there until the forward ends
     bare = Gathered(rest=100, rest_gradients=40, block=0, block_gradients=0)
+    found = Sharding(2, bare, (0, 0), accumulates=False).of_one(timeline)
+    assert {part: size - parts.get(part, 0) for part, size in found.parts.items()} == {
+        **{part: 200 for part in parts if part[0] in (FORWARD, LOSS)},
+        **dict.fromkeys([(AFTER_LOSS, 0), (BACKWARD, 4), (BACKWARD, 3), (BACKWARD, 1)], 100),
+        (BACKWARD, 0): 52 + 100, (AFTER_BACKWARD, 0): -20,
+    }  # fmt: skip
     parts = {
         (FORWARD, 0): 7, (LOSS, 0): 6, (AFTER_LOSS, 0): 5, (BACKWARD, 0): 8, (AFTER_BACKWARD, 0): 4,
     }  # fmt: skip
@@ -168,7 +174,7 @@ def test_states_are_shared_and_the_peak_is_of_one_gpu() -> None:
 @pytest.mark.slow
 def test_the_buffers_of_the_rest_are_the_least_budget() -> None:
     """With a large vocabulary the step's peak is before its first block, whatever runs again."""
-    model = llama_of(num_hidden_layers=2, vocab_size=4096, tie_word_embeddings=False)
+    model = llama_of(num_hidden_layers=6, vocab_size=4096, tie_word_embeddings=False)
     model.requires_grad_(False)
     model.model.layers.requires_grad_(True)
     with pytest.raises(BudgetError) as found:
