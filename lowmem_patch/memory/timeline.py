@@ -277,8 +277,7 @@ class FewRuns:
         if len(growths) > 1 or one.own != two.own:
             return None
         ((grown, later),) = growths
-        # the places behind the middle run, and behind the last
-        front, last = 2 * middle + 2, 2 * len(few.runs)
+        front = 2 * middle + 2  # the place behind the middle run
 
         def rise(moment: str, place: int) -> int:
             """By how much a part grows with each block that is put in."""
@@ -289,7 +288,7 @@ class FewRuns:
             if place <= front:
                 return 0
             # some of what grows may last no longer than the list, as what its own model gives
-            return one.lasting if place > 2 * end or place == last else grown
+            return one.lasting if place > 2 * end or moment == LOSS else grown
 
         parts = {}
         for (moment, place), size in few.parts.items():

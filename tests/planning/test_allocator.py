@@ -129,6 +129,8 @@ def test_requests_are_what_is_counted() -> None:
     sums = running_sums(list(timeline.events))
     assert max(sums) == timeline.peak[0]
     assert timeline.part_of(sums.index(max(sums))) == timeline.peak[1]
+    # in a block no event is one of the loss
+    assert {part for _, part in timeline.begins} <= set(timeline.parts)
     alive: dict[int, int] = {}
     for number, size in timeline.events:
         alive.pop(number, None) if not size else alive.update({number: size})
