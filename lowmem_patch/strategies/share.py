@@ -295,12 +295,30 @@ def _feeds_autocast(consumers: list[Consumer], around: set[bool]) -> bool:
 
 
 def _reads_a_moved_view(consumer: Consumer, outputs: list[Tensor]) -> bool:
-    """Whether a Linear reads a view of the output of which it would save a contiguous copy of its own.
+    """Whether a Linear reads a view of the output of which it would save a contiguous copy of its own."""
+    view = consumer.tensor
+    if consumer.use != "linear" or view is None:
+        return False
+    whole = next((one for one in outputs if storage_key(one) == storage_key(view)), view)
+    return not _would_be_contiguous(view, whole)
 
-    The output of a patched norm is contiguous, also where the original's lies as a transposed input does.
-    """
-    view, contiguous = consumer.tensor, all(output.is_contiguous() for output in outputs)
-    return consumer.use == "linear" and view is not None and view.is_contiguous() != contiguous
+
+def _would_be_contiguous(view: Tensor, whole: Tensor) -> bool:
+    """Whether a view of a norm's output is contiguous where the output is, as that of a patched norm: the
+    original's may lie as a transposed input does."""
+    if whole.is_contiguous() or view is whole:
+        return view.is_contiguous() or view is whole
+    # each step in memory goes along one dimension of the whole
+    steps = zip(whole.stride(), torch.empty(whole.shape, device="meta").stride(), strict=True)
+    known = sorted(pair for pair, size in zip(steps, whole.shape, strict=True) if size > 1)
+    expected = 1
+    for size, stride in zip(reversed(view.shape), reversed(view.stride()), strict=True):
+        if size > 1:
+            own, contiguous = max((pair for pair in known if pair[0] <= stride), default=(1, 0))
+            if stride // own * contiguous != expected:
+                return False
+            expected *= size
+    return True
 
 
 def _is_behind_row_moves(consumers: list[Consumer]) -> bool:

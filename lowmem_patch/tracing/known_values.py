@@ -180,10 +180,11 @@ class KnownValues:
             if argument.alias_info is not None and argument.alias_info.is_write:
                 given = args[place] if place < len(args) else kwargs.get(argument.name)
                 for written in _tensors((given,)):
-                    if written.layout is torch.strided:
-                        self._forget_memory(_memory_of(written))
+                    self.forget(written)
 
-    def _forget_memory(self, memory: int) -> None:
+    def forget(self, written: Tensor) -> None:
+        """Something unknown was written into a tensor's memory."""
+        memory = _memory_of(written) if written.layout is torch.strided else None
         if memory in self._memories:
             self._memories.discard(memory)
             for fake in [fake for fake in self._values if _memory_of(fake) == memory]:

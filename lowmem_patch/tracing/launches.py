@@ -9,12 +9,12 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
 _FAKE: Any = torch._C._TorchDispatchModeKey.FAKE  # has no types
@@ -22,15 +22,26 @@ _FAKE: Any = torch._C._TorchDispatchModeKey.FAKE  # has no types
 is_skipped: ContextVar[bool] = ContextVar("is_skipped", default=False)
 
 
-def _skip(*args: Any, **kwargs: Any) -> None:
+def _skip(mode: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """What a launch does under a fake mode.
+
+    Raises:
+        RuntimeError: a tensor with data is among the arguments: what the kernel writes there may be read.
+    """
+    # a TensorDescriptor has its tensor as an attribute
+    given = [getattr(one, "base", one) for one in tree_leaves((args, kwargs))]
+    tensors = [one for one in given if isinstance(one, Tensor)]
+    if any(type(tensor) in (Tensor, torch.nn.Parameter) for tensor in tensors):
+        raise RuntimeError("a kernel of its own needs real memory")
     token = is_skipped.set(True)
     try:
-        for given in tree_leaves((args, kwargs)):
-            if isinstance(given, Tensor):
-                with contextlib.suppress(
-                    RuntimeError
-                ):  # in a backward no mode answers in torch's place
-                    given.data_ptr()
+        for tensor in tensors:
+            with contextlib.suppress(
+                RuntimeError
+            ):  # in a backward no mode answers in torch's place
+                tensor.data_ptr()
+            if isinstance(tensor, FakeTensor) and hasattr(mode, "values"):  # of `make_fake_mode`
+                mode.values.forget(tensor)
     finally:
         is_skipped.reset(token)
 
@@ -46,7 +57,7 @@ class _SkippedLaunches:
         self._lock = threading.Lock()
         self._count = 0
         self._kernels: Any = None
-        self._launch: Callable[..., Any] = _skip
+        self._launch: Any = None
 
     def __enter__(self) -> None:
         with self._lock:
@@ -56,8 +67,13 @@ class _SkippedLaunches:
                 self._launch = launch = self._kernels.__getitem__
 
                 def launch_or_skip(kernel: Any, grid: Any) -> Any:
-                    fake = torch._C._get_dispatch_mode(_FAKE) is not None
-                    return _skip if fake else launch(kernel, grid)
+                    own = launch(kernel, grid)
+
+                    def decided_at_each_call(*args: Any, **kwargs: Any) -> Any:
+                        mode = torch._C._get_dispatch_mode(_FAKE)
+                        return own(*args, **kwargs) if mode is None else _skip(mode, args, kwargs)
+
+                    return decided_at_each_call  # somebody may hold it
 
                 self._kernels.__getitem__ = launch_or_skip
             self._count += 1
