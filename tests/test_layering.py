@@ -51,7 +51,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "tracing.sharded",
     ),
     ("tracing.shadow",),
-    ("tracing.diffusion_inputs", "tracing.trace"),
+    ("tracing.diffusion_inputs", "tracing.probed_gradients", "tracing.trace"),
     ("tracing.example_inputs",),
     ("tracing.dataflow", "tracing.probes"),
     ("tracing.chains", "tracing.consumers", "tracing.functions", "tracing.gated_norms"),

@@ -32,6 +32,7 @@ from lowmem_patch.tracing.probes import (
     looks_like_norm,
     match_activation,
     match_norm,
+    means_something_else,
 )
 from lowmem_patch.tracing.saved_bytes import SavedStorage, storage_key
 from lowmem_patch.tracing.sharded import came_sharded
@@ -154,7 +155,10 @@ class Facts:
         """Which activation a module is that has no parameters, and takes and returns one tensor."""
         if name not in self._activations:
             module, calls = self.modules[name], self.calls[name]
-            single = all(call.takes_one and len(call.outputs) == 1 for call in calls)
+            single = all(
+                call.takes_one and len(call.outputs) == 1 and not means_something_else(module, call)
+                for call in calls
+            )
             plain = single and next(module.parameters(), None) is None
             self._activations[name] = match_activation(module, self._kinds) if plain else None
         return self._activations[name]
@@ -195,7 +199,8 @@ class Facts:
         single = all(len(call.outputs) == 1 and len(call.inputs) == 1 for call in calls)
         if not own or not single or isinstance(module, nn.Linear):
             return None
-        return match_norm(module, calls[0], self.trace, self._norms)
+        longest = max(calls, key=lambda call: (call.arguments, call.given))
+        return match_norm(module, longest, self.trace, self._norms)
 
     def gated_norm(self, name: str) -> GatedNormSpec | None:
         """What a module without children computes that is a norm of one tensor times an activation of

@@ -19,24 +19,21 @@ from lowmem_patch.constants import NormSettings
 from lowmem_patch.formulas import FORWARD
 from lowmem_patch.functional import ActivationKind
 from lowmem_patch.nn.own import runs_class_forward
+from lowmem_patch.tracing.probed_gradients import is_close, rows_and_starts, with_gradients
 from lowmem_patch.tracing.probes import (
-    SIZES,
     NormSpec,
     find_norm,
-    is_close,
     is_steady,
     isolated_copy,
     output_dtype,
-    ramp,
+    probed_rows,
     run_probe,
     settings_of,
-    with_gradients,
 )
 from lowmem_patch.tracing.trace import Call
 
 _WEIGHT = ("weight", "")
 _GATE = torch.linspace(-6, 6, 49)
-_ROWS = 4
 
 
 class GatedNormSpec(NamedTuple):
@@ -99,11 +96,10 @@ def _probe(module: nn.Module, dimensions: int, size: int) -> GatedNormSpec | Non
     names = (arguments[0].name, arguments[1].name)
     needs_gate = arguments[1].default is inspect.Parameter.empty
     isolated = isolated_copy(module)
-    generator = torch.Generator().manual_seed(1)
-    shape = (1,) * (dimensions - 2) + (_ROWS, size)
-    rows = torch.randn(shape, generator=generator) + 0.3
-    wide = _GATE[torch.randint(len(_GATE), shape, generator=generator)]
-    gates = [torch.rand(shape, generator=generator) + 0.5 for _ in range(2)]
+    rows = probed_rows(dimensions, size)
+    generator = torch.Generator().manual_seed(2)
+    wide = _GATE[torch.randint(len(_GATE), rows.shape, generator=generator)]
+    gates = [torch.rand(rows.shape, generator=generator) + 0.5 for _ in range(2)]
     for kind in get_args(ActivationKind):
         for gate_first in (False, True):
             views = [_Ungated(isolated, gate, kind, gate_first) for gate in gates]
@@ -203,11 +199,11 @@ def _is_gated(
     """Whether the module computes this, with these gradients, for gates and rows of any size."""
     # some stay near 0, where a sigmoid has a gradient that float32 tells
     far = torch.arange(gate.numel()).view(gate.shape) % 2 == 0
-    for size in SIZES:
-        for x, wide in ((rows, gate * torch.where(far, size, 1.0)), (rows * size, gate)):
-            found = with_gradients(module, (x, wide), (module.weight,), ramp(x))
+    for size, large, _, start in rows_and_starts(rows):
+        for x, wide in ((rows, gate * torch.where(far, size, 1.0)), (large, gate)):
+            found = with_gradients(module, (x, wide), (module.weight,), start)
             given = [t.detach().double() for t in (x, wide, module.weight)]
-            wanted = with_gradients(formula, given, (), ramp(given[0]))
+            wanted = with_gradients(formula, given, (), start.double())
             if found is None or wanted is None or not all(map(is_close, found, wanted)):
                 return False
     return True

@@ -9,15 +9,18 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
+from collections.abc import Iterator
 from contextvars import ContextVar
+from types import FunctionType, NoneType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_leaves
 
 _FAKE: Any = torch._C._TorchDispatchModeKey.FAKE  # has no types
+# arguments of kernels that hold no tensor, as functions that are part of a kernel
+_PLAIN = (NoneType, bool, int, float, str, torch.dtype, torch.device, FunctionType)
 # whether the address that is asked for here is that of a launch that runs nothing
 is_skipped: ContextVar[bool] = ContextVar("is_skipped", default=False)
 
@@ -26,13 +29,10 @@ def _skip(mode: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """What a launch does under a fake mode.
 
     Raises:
-        RuntimeError: a tensor with data is among the arguments: what the kernel writes there may be read.
+        RuntimeError: among the arguments is a tensor with data, into which the kernel would write, or
+            something that may hold one.
     """
-    # a TensorDescriptor has its tensor as an attribute
-    given = [getattr(one, "base", one) for one in tree_leaves((args, kwargs))]
-    tensors = [one for one in given if isinstance(one, Tensor)]
-    if any(type(tensor) in (Tensor, torch.nn.Parameter) for tensor in tensors):
-        raise RuntimeError("a kernel of its own needs real memory")
+    tensors = list(_tensors((args, kwargs)))
     token = is_skipped.set(True)
     try:
         for tensor in tensors:
@@ -44,6 +44,20 @@ def _skip(mode: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
                 mode.values.forget(tensor)
     finally:
         is_skipped.reset(token)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor) and type(value) not in (Tensor, torch.nn.Parameter):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for each in value:
+            yield from _tensors(each)
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
+    elif isinstance(getattr(value, "base", None), Tensor):  # a view of other type, or a descriptor
+        yield from _tensors(value.base)
+    elif not (isinstance(value, _PLAIN) or type(value).__module__.startswith("triton.")):
+        raise RuntimeError(f"a kernel of its own needs real memory: of a {type(value).__name__}")
 
 
 class _SkippedLaunches:

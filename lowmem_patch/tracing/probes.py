@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, get_args
@@ -20,13 +21,21 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from lowmem_patch import reference
 from lowmem_patch.constants import STOCK_NAMES, NormSettings
-from lowmem_patch.formulas import FORWARD
 from lowmem_patch.functional import ActivationKind
 from lowmem_patch.nn.own import align_as, runs_class_forward
 from lowmem_patch.tracing.base_model import is_leaf
 from lowmem_patch.tracing.call_arguments import CalledFunction
 from lowmem_patch.tracing.isolation import NoForeignKernels
 from lowmem_patch.tracing.op_roles import Role, role_of
+from lowmem_patch.tracing.probed_gradients import (
+    FAR,
+    GRID,
+    NEAR,
+    SMALL,
+    has_gradients_of_norm,
+    has_slope_of,
+    is_close,
+)
 from lowmem_patch.tracing.trace import Call, Trace
 
 
@@ -41,19 +50,8 @@ class NormSpec:
     names: tuple[str, str] = STOCK_NAMES  # of gamma and beta; empty: there is none
 
 
-# Relative to the largest output; candidates compute in float32 whatever they are given.
-_TOLERANCE = 2e-5
-_GRID = torch.linspace(-9, 9, 721)
-# an activation may be another one far out (GELU clipped at 10)
-_FAR = torch.tensor([-1e4, -300.0, -30.0, -11.0, 11.0, 30.0, 300.0, 1e4])
-_NEAR = torch.tensor([-1e-2, -1e-3, -1e-4, 1e-4, 1e-3, 1e-2])  # a threshold beside 0
-_ACTIVATION_INPUTS = torch.cat((_GRID, _FAR, _NEAR))
+_ACTIVATION_INPUTS = torch.cat((GRID, FAR, NEAR))
 _ACTIVATION_TOLERANCE = 1e-5
-# between the points of the grid: at a kink (0, 3, 6) each code has a slope of its own
-_SLOPE_INPUTS = torch.cat((_GRID[:-1] + 0.0125, _FAR, _NEAR))
-_SLOPE_TOLERANCE = 5e-5  # of the slope in float32 that errs most, of tanh-GELU: 1.03e-5
-SIZES = (1.0, 2.0, 8.0, 50.0, 1000.0)  # of rows: they may be clipped far out
-_SMALL = 0.1
 # of norms that write it out, and hold it in no attribute
 _USUAL_EPS = (1e-5, 1e-6, 1e-12, 1e-8, 1e-3, torch.finfo(torch.float32).eps)
 _OF_EVERY_MODULE = vars(nn.Module()).keys()
@@ -76,22 +74,29 @@ def looks_like_activation(module: nn.Module) -> bool:
     ):
         return False
     isolated = isolated_copy(module)
-    whole, half = run_probe(isolated, _GRID.clone()), run_probe(isolated, _GRID[::2].clone())
+    whole, half = run_probe(isolated, GRID.clone()), run_probe(isolated, GRID[::2].clone())
     return whole is not None and half is not None and bool((whole[::2] == half).all())
 
 
 def isolated_copy(module: nn.Module) -> nn.Module:
-    """A copy on the CPU with random float32 parameters and without hooks."""
+    """A copy on the CPU with random float32 parameters of both signs, and without hooks."""
     memo: dict[int, Any] = {}
     generator = torch.Generator().manual_seed(0)
     for tensor in (*module.parameters(), *module.buffers()):
         value = torch.rand(tensor.shape, generator=generator) + 0.5
+        value *= torch.where(torch.rand(tensor.shape, generator=generator) < 0.5, -1.0, 1.0)
         memo[id(tensor)] = nn.Parameter(value) if isinstance(tensor, nn.Parameter) else value
     isolated = copy.deepcopy(module, memo)
     for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
         getattr(isolated, hooks).clear()
     align_as(isolated, nn.Identity())  # without accelerate's hook, which moves rows to its device
     return isolated.eval()
+
+
+def probed_rows(dimensions: int, size: int) -> Tensor:
+    """Rows ``[..., 4, size]`` in which no dimension is 1, float32."""
+    shape = (2,) * (dimensions - 2) + (4, size)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1)) + 0.3
 
 
 def run_probe(function: Callable[[Tensor], Any], x: Tensor) -> Tensor | None:
@@ -117,46 +122,6 @@ def is_steady(isolated: nn.Module, x: Tensor) -> bool:
     output = run_probe(isolated.eval(), x)
     same = trained is not None and output is not None and torch.equal(trained, output)
     return same and not written
-
-
-def is_close(actual: Tensor | None, expected: Tensor, least: float = 1e-30) -> bool:
-    """Whether they differ by little beside the largest value expected, or ``least``."""
-    if actual is None:
-        return False
-    scale = expected.abs().max().clamp_min(least)
-    return bool(((actual.double() - expected).abs().max() / scale) < _TOLERANCE)
-
-
-def with_gradients(
-    function: Callable[..., Any],
-    given: Iterable[Tensor],
-    parameters: Iterable[Tensor],
-    start: Tensor,
-) -> list[Tensor] | None:
-    """The value of a function, and the gradients of what it is given and of its parameters; None where one is
-    missing.
-
-    Args:
-        start: the gradient of the value.
-    """
-    leaves = [tensor.detach().requires_grad_() for tensor in given]
-    try:
-        with (
-            warnings.catch_warnings(action="ignore"),
-            torch.enable_grad(),
-            torch.autocast("cpu", enabled=False),
-            NoForeignKernels(),
-        ):
-            y = function(*(leaf.clone() for leaf in leaves))  # it may write into them
-            gradients = torch.autograd.grad(y, [*leaves, *parameters], start)
-    except Exception:  # a module that cannot run on plain rows, or does not use one of them
-        return None
-    return [y.detach(), *gradients]
-
-
-def ramp(rows: Tensor) -> Tensor:
-    """A gradient of which no norm's is 0."""
-    return torch.linspace(-1, 1, rows.numel(), dtype=rows.dtype).view(rows.shape)
 
 
 _PLAIN = frozenset((bool, int, float, str, torch.dtype, type(None)))
@@ -190,6 +155,15 @@ def settings_of(module: nn.Module) -> tuple[object, ...]:
     return type(module), values, parameters
 
 
+def means_something_else(module: nn.Module, call: Call) -> bool:
+    """Whether a call gives None where that is not the default, with which a probe runs."""
+    if call.given == 1:
+        return False
+    _, *others = inspect.signature(module.forward).parameters.values()
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return any(one.default is not None and one.kind not in kinds for one in others)
+
+
 def match_norm(
     module: nn.Module, call: Call, trace: Trace, known: dict[object, NormSpec | str] | None = None
 ) -> NormSpec | str:
@@ -198,7 +172,7 @@ def match_norm(
     ``call`` is one traced call of the module. ``known`` remembers answers between equal modules of
     one model, which are probed once.
     """
-    if call.arguments != 1 or len(call.inputs) != 1 or len(call.outputs) != 1:
+    if not call.takes_one or len(call.outputs) != 1 or means_something_else(module, call):
         return "takes or returns more than one tensor"
     x, parameters = call.inputs[0], dict(module.named_parameters())
     if not x.is_floating_point() or x.dim() < 2 or call.outputs[0].shape != x.shape:
@@ -224,9 +198,7 @@ def _probe(module: nn.Module, call: Call, trace: Trace) -> NormSpec | str:
     x, parameters = call.inputs[0], dict(module.named_parameters())
     size = x.shape[-1]
     isolated = isolated_copy(module)
-    generator = torch.Generator().manual_seed(1)
-    shape = (1,) * (x.dim() - 2) + (4, size)
-    rows = torch.randn(shape, generator=generator) + 0.3
+    rows = probed_rows(x.dim(), size)
     orders = list(_orders_of(parameters))
     settings = (find_norm(isolated, rows, names) for names in orders)
     known = zip(settings, orders, strict=True)
@@ -235,7 +207,7 @@ def _probe(module: nn.Module, call: Call, trace: Trace) -> NormSpec | str:
         return "computes neither LayerNorm nor RMSNorm over the last dimension"
     if not is_steady(isolated, rows):
         return "computes something else in training, or writes into a buffer"
-    if not _has_gradients_of(isolated, rows, names, found):
+    if not has_gradients_of_norm(isolated, rows, names, found):
         return "its gradients, or its values far out, are not those of the norm that it seems to be"
     kind = "layer_norm" if found.centered else "rms_norm"
     fused = any(op.role.has(Role.ROW_NORM) for op in trace.ops[call.first_op : call.last_op])
@@ -301,32 +273,6 @@ def find_norm(
     return None
 
 
-def _has_gradients_of(
-    module: nn.Module, rows: Tensor, names: tuple[str, str], settings: NormSettings
-) -> bool:
-    """Whether a module has the values and the gradients of this norm, for rows of any size."""
-    vectors = [getattr(module, name, None) for name in names]
-    present = [vector is not None for vector in vectors]
-    own = [vector for vector in vectors if vector is not None]
-
-    def formula(x: Tensor, *given: Tensor) -> Tensor:
-        taken = iter(given)
-        weight, bias = (next(taken) if one else None for one in present)
-        return reference.norm(x, weight, bias, settings, torch.float64)[0]
-
-    for size in SIZES:
-        x = rows * size
-        found = with_gradients(module, [x], own, ramp(rows))
-        wide = [x.double(), *(vector.detach().double() for vector in own)]
-        wanted = with_gradients(formula, wide, (), ramp(rows.double()))
-        # a norm of two channels has next to no gradient
-        if found is None or wanted is None:
-            return False
-        if not all(is_close(*pair, 1 / size) for pair in zip(found, wanted, strict=True)):
-            return False
-    return True
-
-
 def match_activation(
     module: nn.Module, known: dict[object, ActivationKind | None] | None = None
 ) -> ActivationKind | None:
@@ -338,7 +284,7 @@ def match_activation(
     if settings not in known:
         isolated = isolated_copy(module)
         kind = _kind_of(isolated)
-        steady = kind is None or is_steady(isolated, _GRID.clone())
+        steady = kind is None or is_steady(isolated, GRID.clone())
         known[settings] = kind if steady else None
     return known[settings]
 
@@ -378,21 +324,7 @@ def _kind_of(function: Callable[[Tensor], Any]) -> ActivationKind | None:
     for kind in get_args(ActivationKind):
         expected = reference.activate(_ACTIVATION_INPUTS.double(), kind)
         # each value by its own size: where h is small, a slope or an alpha shows that is another one
-        size = expected.abs().clamp_min(_SMALL)
+        size = expected.abs().clamp_min(SMALL)
         if ((output.double() - expected).abs() <= _ACTIVATION_TOLERANCE * size).all():
-            return kind if _has_slope_of(function, kind) else None
+            return kind if has_slope_of(function, kind) else None
     return None
-
-
-def _has_slope_of(function: Callable[[Tensor], Any], kind: ActivationKind) -> bool:
-    """Whether a function has this activation's gradient where it has a finite one."""
-    start = torch.ones_like(_SLOPE_INPUTS)
-    found = with_gradients(function, [_SLOPE_INPUTS], (), start)
-    wide = [_SLOPE_INPUTS.double()]
-    wanted = with_gradients(FORWARD[kind], wide, (), start.double())
-    if found is None or wanted is None:
-        return False
-    (_, slope), (_, expected) = found, wanted
-    known = slope.isfinite()  # exp(x) overflows far out
-    error = (slope.double() - expected).abs() / expected.abs().clamp_min(_SMALL)
-    return bool(known.any()) and bool((error[known] <= _SLOPE_TOLERANCE).all())

@@ -72,8 +72,8 @@ class Op:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Call:
-    """One call of a module: its tensor inputs and outputs, how many arguments are not None, and the ops it
-    ran (as a range)."""
+    """One call of a module: its tensor inputs and outputs, how many arguments are not None and how many are
+    given, and the ops it ran (as a range)."""
 
     name: str
     inputs: tuple[Tensor, ...]
@@ -82,6 +82,7 @@ class Call:
     first_op: int
     last_op: int
     autocast: bool = False
+    given: int = 1
 
     @property
     def takes_one(self) -> bool:
@@ -315,7 +316,8 @@ def _recorded_calls(
         trace.keep_alive.append((inputs, outputs))
         arguments = sum(value is not None for value in (*args, *kwargs.values()))
         last = len(trace.ops)
-        trace.calls.append(Call(name, inputs, outputs, arguments, first, last, autocast))
+        given = len(args) + len(kwargs)
+        trace.calls.append(Call(name, inputs, outputs, arguments, first, last, autocast, given))
 
     return observed_calls(model, enter, leave, only_looks=False)
 

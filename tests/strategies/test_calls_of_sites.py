@@ -28,6 +28,14 @@ class _Activation(nn.Module):
         return F.gelu(hidden if scale is None else hidden * scale)
 
 
+class _NormWithout(_Norm):
+    """None is another thing than its default."""
+
+    def forward(self, hidden: Tensor, gate: Tensor | None = None, scale: Any = True) -> Tensor:
+        y = super().forward(hidden)
+        return y if scale else 2 * y
+
+
 class _Net(nn.Module):
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__()
@@ -77,3 +85,14 @@ def test_path_that_was_not_traced_is_an_error() -> None:
         model.norm(x, gate=x)
     with pytest.raises(TypeError, match=r"called with 2 arguments: call patch_model again"):
         model.act(x, 2.0)
+
+
+def test_none_in_the_place_of_another_default_is_no_call_of_a_norm() -> None:
+    model, x = _Net(), torch.randn(3, 5, 16)
+    model.norm = _NormWithout()
+    model.named = {"_NormWithout": {"scale": None}}
+    model.drop.p = 0.0
+    wanted = model(x)
+    patch_model(model, "exact", example_inputs=(x,))
+    assert type(model.norm) is _NormWithout
+    torch.testing.assert_close(model(x), wanted)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from lowmem_patch import plan_patch
 from lowmem_patch.errors import TraceError
@@ -77,3 +79,58 @@ def test_other_threads_launch_as_ever() -> None:
     launch()
     assert found[-1] == threading.current_thread().name
     assert not is_skipped.get()
+
+
+class Counts(nn.Module):
+    """A kernel counts into zeros, by which a branch is taken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(8), nn.Linear(8, 8)
+        self.counts: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        counts = torch.zeros(3, dtype=torch.int64)
+        foreign.triton_kernel(counts, counts, counts)
+        self.counts = counts[0].item()
+        return self.linear(y)  # type: ignore[no-any-return]  # nn.Module's call has no types
+
+
+def test_what_a_kernel_was_given_is_known_no_longer() -> None:
+    with pytest.raises(TraceError, match="could not be run"):  # on data a CPU launches no kernel
+        plan_patch(Counts(), "exact", example_inputs=torch.randn(2, 6, 8))
+
+
+class Launcher(triton.runtime.jit.KernelInterface):  # type: ignore[misc]  # has no types
+    ran = 0
+
+    def run(self, *args: Any, grid: Any, warmup: bool) -> None:
+        self.ran += 1
+
+
+def test_a_launcher_that_somebody_holds_launches_later() -> None:
+    kernel = Launcher()
+    with running_fake(make_fake_mode()):
+        held = kernel[(1,)]
+        held(torch.ones(1))
+    assert kernel.ran == 0
+    held(torch.ones(1))
+    assert kernel.ran == 1
+
+
+@pytest.mark.parametrize("given", ["real", "unknown"])
+def test_launch_on_what_may_hold_data_is_refused(given: str) -> None:
+    real = torch.ones(1)
+    with running_fake(make_fake_mode()), pytest.raises(RuntimeError, match="needs real memory"):
+        Launcher()[(1,)](real if given == "real" else SimpleNamespace(tensor=torch.ones(1)))
+
+
+def test_tensors_in_descriptors_are_seen() -> None:
+    mode = make_fake_mode()
+    with running_fake(mode):
+        counts = torch.zeros(3, dtype=torch.int64)
+        assert counts[0].item() == 0
+        Launcher()[(1,)](SimpleNamespace(base=counts), block=64)
+        with pytest.raises(DataDependentOutputException):
+            counts[0].item()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -39,9 +40,35 @@ def _without_graph(x: Tensor) -> Tensor:
         return F.silu(x)
 
 
+class _TrainsStraightThrough(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.silu(x)
+        return x + (y - x).detach() if self.training else y
+
+
+class _Guided(torch.autograd.Function):
+    """Drops negative gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return F.silu(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        gate = torch.sigmoid(x)
+        return dy.clamp(min=0) * gate * (1 + x * (1 - gate))
+
+
+def test_activation_of_other_gradient_in_training_is_none() -> None:
+    assert match_activation(_TrainsStraightThrough()) is None
+
+
 @pytest.mark.parametrize(
     "function",
     [
+        _Guided.apply,
         lambda x: x * torch.sigmoid(x.detach()),
         lambda x: x.detach() * torch.sigmoid(x),
         _StraightThrough.apply,
@@ -93,6 +120,25 @@ class _NormOfClippedInput(_Norm):
         return super().forward(x.clamp(-100, 100))
 
 
+class _NormDetachedInTraining(_Norm):
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.scale(x)
+        return x * (scale.detach() if self.training else scale) * self.weight
+
+
+class _NormOfClippedGradients(_Norm):
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        if y.requires_grad:
+            y.register_hook(lambda gradient: gradient.clamp(-10, 10))
+        return y
+
+
+class _NormOfPositiveWeight(_Norm):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale(x) * self.weight.abs()
+
+
 class _Block(nn.Module):
     def __init__(self, norm: nn.Module) -> None:
         super().__init__()
@@ -103,7 +149,13 @@ class _Block(nn.Module):
         return x + self.linear(self.norm(x))
 
 
-@pytest.mark.parametrize("norm", [_NormOfDetachedScale, _NormOfDetachedWeight, _NormOfClippedInput])
+@pytest.mark.parametrize(
+    "norm",
+    [
+        _NormOfDetachedScale, _NormOfDetachedWeight, _NormOfClippedInput, _NormDetachedInTraining,
+        _NormOfClippedGradients,
+    ],
+)  # fmt: skip
 def test_norm_of_other_gradient_is_left_alone(norm: type[_Norm]) -> None:
     torch.manual_seed(0)
     model, x = _Block(norm()), torch.randn(2, 4, 16) * 200
@@ -118,6 +170,30 @@ def test_norm_of_other_gradient_is_left_alone(norm: type[_Norm]) -> None:
         assert (parameter.grad is None) == (gradient is None)
         if gradient is not None:
             torch.testing.assert_close(parameter.grad, gradient)
+
+
+class _NormOfClippedRows(nn.Module):
+    """Rows of more than 100 channels, one of which is large, are clipped."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)).clamp(-10, 10)
+
+
+class _NormOverTwoDimensions(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        centred = x - x.mean((1, 3), keepdim=True)
+        return centred * torch.rsqrt(centred.square().mean((1, 3), keepdim=True) + 1e-5)
+
+
+@pytest.mark.parametrize(
+    "norm", [_NormOfPositiveWeight, _NormOfClippedRows, _NormOverTwoDimensions]
+)
+def test_norm_of_other_values_elsewhere_is_none(norm: type[nn.Module]) -> None:
+    size = 16 if norm is _NormOfPositiveWeight else 256
+    model = nn.Sequential(norm(), nn.Linear(size, size))
+    with pytest.warns(UserWarning, match="nothing was patched"):
+        patch_model(model, "auto", example_inputs=(torch.randn(2, 3, 4, size),))
+    assert type(model[0]) is norm
 
 
 def test_norm_written_out_is_patched() -> None:
