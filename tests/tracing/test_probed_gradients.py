@@ -200,3 +200,12 @@ def test_norm_written_out_is_patched() -> None:
     model = _Block(_Norm())
     patch_model(model, "auto", example_inputs=(torch.randn(2, 4, 16),))
     assert type(model.norm) is not _Norm
+
+
+@pytest.mark.parametrize("size", [2, 3, 16, 16384])
+def test_norms_of_any_size_are_patched(size: int) -> None:
+    norms = nn.LayerNorm(size, elementwise_affine=False), nn.LayerNorm(size), nn.RMSNorm(size)
+    for norm in norms:
+        model = nn.Sequential(norm, nn.Linear(size, 2))
+        patch_model(model, "auto", example_inputs=(torch.randn(2, 3, 2, size),))
+        assert type(model[0]) is not type(norm)
