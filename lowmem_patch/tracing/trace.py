@@ -67,7 +67,10 @@ class Op:
     @property
     def place(self) -> str:
         """As a report names it."""
-        return f"{self.name} in {self.module}" if self.module else self.name
+        name = self.name
+        if name == FOREIGN_KERNEL and isinstance(self.args[0], FakeTensor):
+            name += " (which may write there, or only read)"
+        return f"{name} in {self.module}" if self.module else name
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -144,6 +144,8 @@ def test_norm_written_into_by_a_kernel_is_left_alone(where: tuple[str, Any]) -> 
     assert site.strategy == "keep"
     assert site.reason.startswith("its output is written in place by")
     assert site.reason.endswith("in norm.1")
+    told = "may write there" in site.reason  # by a trace without data
+    assert told == (where[1] is foreign.triton_kernel)
     assert_same_step(model, twin, x)
 
 
