@@ -299,18 +299,22 @@ def _reads_a_moved_view(consumer: Consumer, outputs: list[Tensor]) -> bool:
     view = consumer.tensor
     if consumer.use != "linear" or view is None:
         return False
-    whole = next((one for one in outputs if storage_key(one) == storage_key(view)), view)
-    return not _would_be_contiguous(view, whole)
+    whole = next((one for one in outputs if storage_key(one) == storage_key(view)), None)
+    if whole is None:  # a copy was made on the way
+        return not view.is_contiguous()
+    return view is not whole and not _would_be_contiguous(view, whole)
 
 
 def _would_be_contiguous(view: Tensor, whole: Tensor) -> bool:
-    """Whether a view of a norm's output is contiguous where the output is, as that of a patched norm: the
-    original's may lie as a transposed input does."""
-    if whole.is_contiguous() or view is whole:
-        return view.is_contiguous() or view is whole
-    # each step in memory goes along one dimension of the whole
+    """Whether a view of a norm's output is contiguous if the output is, as a patched norm's; the original's may
+    lie in memory as a transposed input does."""
+    if whole.is_contiguous():
+        return view.is_contiguous()
+    # a stride of the view is a number of steps along one dimension of the whole
     steps = zip(whole.stride(), torch.empty(whole.shape, device="meta").stride(), strict=True)
-    known = sorted(pair for pair, size in zip(steps, whole.shape, strict=True) if size > 1)
+    known = sorted(
+        pair for pair, size in zip(steps, whole.shape, strict=True) if size > 1 and pair[0]
+    )
     expected = 1
     for size, stride in zip(reversed(view.shape), reversed(view.stride()), strict=True):
         if size > 1:

@@ -36,9 +36,8 @@ def _skip(mode: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     token = is_skipped.set(True)
     try:
         for tensor in tensors:
-            with contextlib.suppress(
-                RuntimeError
-            ):  # in a backward no mode answers in torch's place
+            # in a backward torch itself answers, and has no address
+            with contextlib.suppress(RuntimeError):
                 tensor.data_ptr()
             if isinstance(tensor, FakeTensor) and hasattr(mode, "values"):  # of `make_fake_mode`
                 mode.values.forget(tensor)
