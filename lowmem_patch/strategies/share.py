@@ -306,8 +306,8 @@ def _reads_a_moved_view(consumer: Consumer, outputs: list[Tensor]) -> bool:
 
 
 def _would_be_contiguous(view: Tensor, whole: Tensor) -> bool:
-    """Whether a view of a norm's output is contiguous if the output is, as a patched norm's; the original's may
-    lie in memory as a transposed input does."""
+    """Whether a view of a norm's output is contiguous if the output is, as a patched norm's. The original's
+    may lie in memory as a transposed input does."""
     if whole.is_contiguous():
         return view.is_contiguous()
     # a stride of the view is a number of steps along one dimension of the whole
