@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from lowmem_patch.api import patch_model, patch_report
 from lowmem_patch.checkpoint import load_model, resolve
-from lowmem_patch.checkpoint.compare import TensorCheck
 from lowmem_patch.constants import NormSettings
 from lowmem_patch.demo import load_demo_llama
 from lowmem_patch.errors import CheckpointError, ConfigError, TraceError
@@ -25,22 +24,14 @@ from lowmem_patch.strategies.fold_weights import FoldStep, fold_tensors
 from lowmem_patch.tracing.consumers import LinearRef
 from lowmem_patch.verify import (
     FORWARD_FACTOR,
-    RunResult,
     VerifyResult,
-    api,
     map_gradients,
     verify_checkpoints,
     verify_model,
 )
 from tests.support.checkpoints import vit
 from tests.support.judge import assert_close
-from tests.support.models import FAMILIES, build
-
-F32 = (torch.float32,)
-
-
-def randomised_llama() -> Any:
-    return build(FAMILIES["llama"])
+from tests.support.verify import F32, broken, randomised_llama
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -146,17 +137,6 @@ def test_right_patches_pass(make: Callable[[], Any], preset: str) -> None:
     assert json.loads(json.dumps(result.to_dict()))["runs"][0]["passed"] is True
 
 
-def broken(monkeypatch: pytest.MonkeyPatch, damage: Callable[[nn.Module], None]) -> None:
-    """Damage every model that verification patches."""
-
-    def patch(model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        patched = patch_model(model, *args, **kwargs)
-        damage(patched)
-        return patched
-
-    monkeypatch.setattr(api, "patch_model", patch)
-
-
 def test_a_wrong_forward_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     def damage(model: nn.Module) -> None:
         weight = model.get_parameter("model.layers.0.self_attn.o_proj.weight")
@@ -231,33 +211,6 @@ def test_the_inputs_that_are_made_follow_from_the_seed() -> None:
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_gradient_that_is_not_finite_fails_even_where_approximate(
-    value: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    name = "model.layers.0.self_attn.o_proj.weight"
-
-    def damage(model: nn.Module) -> None:
-        if patch_report(model).approximate:
-            model.get_parameter(name).register_hook(lambda g: torch.full_like(g, value))
-
-    broken(monkeypatch, damage)
-    run = verify_model(randomised_llama(), "paper", dtypes=F32, autocast=None).runs[0]
-    assert [check.name for check in run.approximate if not check.passed] == [name]
-
-
-def test_an_approximate_gradient_must_point_the_right_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    name = "model.layers.0.self_attn.o_proj.weight"
-
-    def damage(model: nn.Module) -> None:
-        if patch_report(model).approximate:
-            model.get_parameter(name).register_hook(torch.neg)
-
-    broken(monkeypatch, damage)
-    run = verify_model(randomised_llama(), "paper", dtypes=F32, autocast=None).runs[0]
-    assert [check.name for check in run.approximate if not check.passed] == [name]
-
-
 def test_a_missing_gradient_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     name = "model.norm.weight"
 
@@ -307,23 +260,6 @@ def test_a_patched_model_is_verified_from_its_original() -> None:
     result = verify_model(model, "exact", dtypes=F32, autocast=None)
     assert result.passed and result.runs[0].saved_before > result.runs[0].saved_after
     assert patch_report(model).config.name == "paper"
-
-
-def test_a_patched_model_is_verified_with_its_own_preset() -> None:
-    result = verify_model(patch_model(randomised_llama(), "compact"), dtypes=F32, autocast=None)
-    assert result.candidate == "patched with preset compact" and result.approximate_sites
-    least = min(check.cosine for check in result.runs[0].approximate if check.has_direction)
-    text = "passed; gradients are approximate, their least cosine to the exact ones is "
-    assert result.verdict == f"{text}{least:.4f}"
-    assert "allowed: cosine > 0" in str(result) and "inf" not in str(result)
-
-
-def test_the_direction_of_rounding_is_no_part_of_the_verdict() -> None:
-    along = TensorCheck("weight", 1e-7, 1e-2, float("inf"), 0.99, True)
-    rounding = TensorCheck("bias", 1e-7, 1e-7, float("inf"), 0.0, True, size=2e-7)
-    run = RunResult("float32", (), (), (along, rounding), 2, 1, 0, 0)
-    result = VerifyResult("Model", "patched", "inputs", (run,), 1, ("act",))
-    assert result.verdict.endswith("cosine to the exact ones is 0.9900")
 
 
 def test_nothing_patched_is_said() -> None:

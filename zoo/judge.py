@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import copy
 import tempfile
 import warnings
@@ -16,16 +15,14 @@ from torch import nn
 
 from lowmem_patch import PatchReport, patch_model, patch_report, plan_patch, unpatch_model
 from lowmem_patch.errors import TraceError
-from lowmem_patch.nn.forward_modes import CallInstead
-from lowmem_patch.nn.modes import run_under
-from lowmem_patch.tracing.call_arguments import CalledFunction
+from lowmem_patch.verify.step_derivatives import Codes, with_step_derivatives
 from zoo.build import Built
 from zoo.dataflow import read_dataflow
 from zoo.errors import Comparison, compare_gradients, compare_outputs
 from zoo.precision import FLOAT32, Precision, in_precision
 from zoo.products import products
 from zoo.result import PresetResult, Result
-from zoo.steps import Step, StepActivation, in_float64, jittered, run_step
+from zoo.steps import Step, in_float64, jittered, run_step
 
 Reload = Callable[[Any, str], Any]
 # the more often a model is jittered, the surer its kinks show (a maximum that another element takes)
@@ -264,7 +261,7 @@ def _gradients(
     """Against a stock model with the weights that the patched one has now (folded ones, too), whose
     activations have the derivative that the step tables give where codes are kept."""
     bits, precision = report.config.bits, reference.precision
-    codes = {site.name: (site.kind, bits) for site in report.sites if site.strategy == "codes"}
+    codes = {site.name: Codes(site.kind, bits) for site in report.sites if site.strategy == "codes"}
     if not report.fold_steps and not codes:
         model, own, truth = reference.model, reference.own[True], reference.truth[True]
     else:
@@ -285,37 +282,14 @@ def _gradients(
 
 
 def _twin(
-    original: nn.Module, patched: nn.Module, codes: dict[str, tuple[str, int]], shift: float = 0.0
+    original: nn.Module, patched: nn.Module, codes: dict[str, Codes], shift: float = 0.0
 ) -> nn.Module:
     twin = copy.deepcopy(original)
     twin.load_state_dict(patched.state_dict())
     trains = {name: parameter.requires_grad for name, parameter in patched.named_parameters()}
     for name, parameter in twin.named_parameters():
         parameter.requires_grad_(trains[name])
-    replaced = {}
-    for name, (kind, bits) in codes.items():
-        if name.endswith(")"):
-            module, function = _called(name)
-            stepped = StepActivation(kind, bits, shift)
-            run_under(twin.get_submodule(module), CallInstead, function, stepped)
-            continue
-        module = twin.get_submodule(name)
-        in_place = bool(getattr(module, "inplace", False))
-        replaced[id(module)] = StepActivation(kind, bits, shift, in_place)
-    for parent in list(twin.modules()):
-        for slot, child in list(parent._modules.items()):
-            if child is not None and id(child) in replaced:
-                parent._modules[slot] = replaced[id(child)]
-    return twin
-
-
-def _called(site: str) -> tuple[str, CalledFunction]:
-    """The module and the function of a site such as ``layers.0.mlp.gelu(approximate='tanh')``."""
-    path, bracket, arguments = site.partition("(")
-    module, _, name = path.rpartition(".")
-    call: Any = ast.parse(f"f{bracket}{arguments}", mode="eval").body
-    named = ((str(one.arg), ast.literal_eval(one.value)) for one in call.keywords)
-    return module, CalledFunction(name, tuple(map(ast.literal_eval, call.args)), tuple(named))
+    return with_step_derivatives(twin, codes, shift)
 
 
 def _note(found: PresetResult, what: str, judged: tuple[Comparison, bool]) -> None:

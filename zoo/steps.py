@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lowmem_patch import reference, saved_bytes
-from lowmem_patch.constants import STEP_TABLES
+from lowmem_patch import saved_bytes
 from lowmem_patch.tracing.inputs import ExampleInputs
 from zoo.build import tensors_of
 from zoo.precision import FLOAT32, Precision
@@ -134,40 +133,3 @@ def _backward(outputs: list[Tensor]) -> None:
         return
     weights = [torch.randint(-8, 9, t.shape, generator=generator).to(t) / 8 for t in trained]
     torch.autograd.backward(trained, weights)
-
-
-class _StepFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, kind: str, bits: int, shift: float) -> Tensor:
-        ctx.save_for_backward(x + shift)
-        ctx.table = STEP_TABLES[kind][bits]
-        return reference.activate(x, kind)  # type: ignore[arg-type]  # a kind by name
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        (x,) = ctx.saved_tensors
-        table = ctx.table
-        thresholds = torch.tensor(table.thresholds, dtype=x.dtype, device=x.device)
-        levels = torch.tensor(
-            (*table.levels, table.levels[0]), dtype=x.dtype, device=x.device
-        )  # cyclic tables use both ends
-        return gradient * levels[torch.bucketize(x.contiguous(), thresholds)], None, None, None
-
-
-class StepActivation(nn.Module):
-    """What codes are allowed to do: the exact forward, and the step table's derivative.
-
-    ``shift`` moves the steps: what rounding does to values that lie at one of them. ``in_place``
-    overwrites the input, as the original does.
-    """
-
-    def __init__(self, kind: str, bits: int, shift: float = 0.0, in_place: bool = False) -> None:
-        super().__init__()
-        self.kind = kind
-        self.bits = bits
-        self.shift = shift
-        self.in_place = in_place
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = _StepFunction.apply(x, self.kind, self.bits, self.shift)
-        return x.copy_(y) if self.in_place else y

@@ -30,8 +30,7 @@ _KNOWN_DIRECTION = 10.0
 class TensorCheck:
     """One output or gradient: relative L2 errors against float64, of both models.
 
-    ``size`` is the L2 norm of the tensor itself in the unit of the errors: 1, unless it is so small
-    that they are measured against something larger.
+    ``has_direction``: it is so much larger than the unpatched model's error that its cosine tells anything.
     """
 
     name: str
@@ -40,12 +39,7 @@ class TensorCheck:
     limit: float
     cosine: float
     passed: bool
-    size: float = 1.0
-
-    @property
-    def has_direction(self) -> bool:
-        """Whether it is so much larger than the unpatched model's error that its cosine tells anything."""
-        return self.size > _KNOWN_DIRECTION * self.unpatched_error
+    has_direction: bool = True
 
 
 def cast_parameters(model: Any, dtype: torch.dtype | None) -> Any:
@@ -129,7 +123,7 @@ def check_tensor(
     """
     parts = finite_parts(truth, unpatched, found)
     if parts is None:
-        return TensorCheck(name, 0.0, math.inf, 0.0, 0.0, False, 0.0)
+        return TensorCheck(name, 0.0, math.inf, 0.0, 0.0, False, False)
     truth, unpatched, found = parts
     size = float(truth.norm())
     scale = max(scale, size, torch.finfo(torch.float64).tiny)
@@ -139,7 +133,8 @@ def check_tensor(
     product = size * float(found.norm())
     cosine = float((truth * found).sum()) / product if product else 0.0
     # a NaN is within no limit
-    return TensorCheck(name, own, error, limit, cosine, error <= limit, size / scale)
+    has_direction = size / scale > _KNOWN_DIRECTION * own
+    return TensorCheck(name, own, error, limit, cosine, error <= limit, has_direction)
 
 
 def check_outputs(

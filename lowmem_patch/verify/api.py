@@ -15,13 +15,14 @@ from lowmem_patch.api import earlier_config, patch_model, patch_report, unpatch_
 from lowmem_patch.checkpoint.compare import cast_parameters
 from lowmem_patch.config import ConfigLike, PatchConfig, given_config, load_config
 from lowmem_patch.errors import CheckpointError, LowmemPatchError, TraceError
-from lowmem_patch.planning.report import find_records
+from lowmem_patch.planning.report import PatchReport, find_records
 from lowmem_patch.strategies.fold_weights import FoldStep
 from lowmem_patch.tracing.base_model import checked_model
 from lowmem_patch.tracing.example_inputs import make_example_inputs
 from lowmem_patch.tracing.inputs import as_example_inputs
-from lowmem_patch.verify.judge import Candidate, Judge, seeded
+from lowmem_patch.verify.judge import Approximations, Candidate, Judge, seeded
 from lowmem_patch.verify.result import RunResult, VerifyResult
+from lowmem_patch.verify.step_derivatives import Codes
 
 Progress = Callable[[str, int, int], None]
 
@@ -74,8 +75,9 @@ def verify_model(
     """Compare a model with itself patched; the model is copied, never changed.
 
     Dropout is off (eval mode), gradients are on. Where the preset uses approximate derivatives, the
-    norms and everything else are proven on a second copy whose activations and storage are exact, and the
-    approximate gradients are reported by their error and cosine.
+    norms and everything else are proven on a second copy whose activations and storage are exact. The
+    approximate gradients are compared with those of an unpatched model whose activations have the
+    derivatives of the step tables; 8 bits may add ``EIGHT_BIT_ERROR``.
 
     Args:
         preset, config, example_inputs: as in :func:`lowmem_patch.patch_model`.
@@ -107,9 +109,8 @@ def verify_model(
             copied = patch_model(copied, other or chosen, example_inputs=judge.inputs_to(dtype))
         report = patch_report(copied)
         patched = max(patched, len(report.patched))
-        names = [site.name for site in report.approximate]
-        approximate.update(dict.fromkeys(names))
-        return copied, report.fold_steps, names
+        approximate.update(dict.fromkeys(site.name for site in report.approximate))
+        return copied, report.fold_steps, _approximations(report)
 
     results = tuple(runs(candidate, exact))
     if not patched:
@@ -118,6 +119,17 @@ def verify_model(
         type(model).__name__, f"patched with preset {chosen.name}", judge.tried, results, patched,
         tuple(approximate), tuple(judge.notes),
     )  # fmt: skip
+
+
+def _approximations(report: PatchReport) -> Approximations | None:
+    if not report.approximate:
+        return None
+    codes = {
+        site.name: Codes(site.kind, report.config.bits)
+        for site in report.sites
+        if site.strategy == "codes"
+    }
+    return Approximations(codes, any(site.strategy == "eight_bit" for site in report.approximate))
 
 
 def verify_checkpoints(
@@ -148,7 +160,7 @@ def verify_checkpoints(
     judge, runs = _judged(original, example_inputs, dtypes, autocast, seed, progress)
 
     def candidate(dtype: torch.dtype, _other: PatchConfig | None) -> Any:
-        return cast_parameters(copy.deepcopy(converted), dtype).eval(), fold_steps, ()
+        return cast_parameters(copy.deepcopy(converted), dtype).eval(), fold_steps, None
 
     try:
         results = tuple(runs(candidate, None))

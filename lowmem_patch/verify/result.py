@@ -17,8 +17,8 @@ class RunResult:
         dtype: ``float32``, ``bfloat16``, ..., or ``autocast bfloat16`` (parameters in float32).
         outputs: every output tensor.
         gradients: every trainable parameter, with exact derivatives: pass or fail.
-        approximate: the same with the approximate derivatives of the preset; these pass when they are
-            finite and point the right way. Empty when the preset uses none.
+        approximate: the same with the approximations of the preset, beside what its step tables and 8 bits
+            should give. The cosines are those to the exact gradients. Empty when the preset has none.
         saved_before: activation bytes that autograd holds in the unpatched model, ``saved_after`` in
             the candidate; ``weight_copies_*`` are low-precision copies of weights, reported apart.
     """
@@ -61,8 +61,7 @@ class VerifyResult:
 
     @property
     def verdict(self) -> str:
-        """The verdict in words, with the least cosine of approximate gradients, which only have to point the
-        same way; those that are rounding alone have none."""
+        """The verdict in words, with the least cosine of approximate gradients to the exact ones."""
         if not self.passed:
             return "FAILED"
         checks = [check for run in self.runs for check in run.approximate]
@@ -85,14 +84,9 @@ class VerifyResult:
             for name, checks in run.checks.items():
                 worst = worst_check(checks)
                 if worst is not None:
-                    limit = (
-                        "allowed: cosine > 0"
-                        if name == "approximate"
-                        else f"allowed {worst.limit:.2e}"
-                    )
                     lines.append(
                         f"{run.dtype:18} {name:11} error {worst.error:.2e} "
-                        f"(unpatched {worst.unpatched_error:.2e}, {limit}, "
+                        f"(unpatched {worst.unpatched_error:.2e}, allowed {worst.limit:.2e}, "
                         f"cosine {worst.cosine:.6f}) {worst.name}"
                     )
             lines.append(f"{run.dtype:18} saved bytes {run.saved_before:,} -> {run.saved_after:,}")
