@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import timm
 import torch
 import transformers
 from torch import Tensor, nn
@@ -260,6 +261,16 @@ def test_a_patched_model_is_verified_from_its_original() -> None:
     result = verify_model(model, "exact", dtypes=F32, autocast=None)
     assert result.passed and result.runs[0].saved_before > result.runs[0].saved_after
     assert patch_report(model).config.name == "paper"
+
+
+def test_buffers_are_cast_where_the_unpatched_model_asks_for_that() -> None:
+    """timm's Swin adds a mask, a buffer that no checkpoint holds, to scores of its weights' dtype."""
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"img_size": 32, "depths": (2,), "num_heads": (2,), "embed_dim": 16}
+    model = timm.models.swin_transformer.SwinTransformer(**sizes, window_size=4, num_classes=3)
+    result = verify_model(model, "exact", example_inputs=torch.randn(2, 3, 32, 32))
+    assert result.passed and len(result.runs) == 3, str(result)
+    assert [note for note in result.notes if note.startswith("in bfloat16 with all buffers")]
 
 
 def test_nothing_patched_is_said() -> None:

@@ -42,10 +42,11 @@ class TensorCheck:
     has_direction: bool = True
 
 
-def cast_parameters(model: Any, dtype: torch.dtype | None) -> Any:
+def cast_parameters(model: Any, dtype: torch.dtype | None, *, all_buffers: bool = False) -> Any:
     """Cast parameters and persistent buffers in place.
 
-    Other buffers stay: the error of a rotary table in low precision would exceed all others.
+    Other buffers stay, but for ``all_buffers``: the error of a rotary table in low precision would exceed all
+    others.
     """
     if dtype is None:
         return model
@@ -54,8 +55,8 @@ def cast_parameters(model: Any, dtype: torch.dtype | None) -> Any:
             if parameter is not None and parameter.is_floating_point():
                 parameter.data = parameter.data.to(dtype)
         for name, buffer in module._buffers.items():
-            persistent = name not in module._non_persistent_buffers_set
-            if buffer is not None and buffer.is_floating_point() and persistent:
+            cast = all_buffers or name not in module._non_persistent_buffers_set
+            if buffer is not None and buffer.is_floating_point() and cast:
                 module._buffers[name] = buffer.to(dtype)
     return model
 

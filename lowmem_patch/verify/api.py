@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from lowmem_patch.api import earlier_config, patch_model, patch_report, unpatch_model
-from lowmem_patch.checkpoint.compare import cast_parameters
 from lowmem_patch.config import ConfigLike, PatchConfig, given_config, load_config
 from lowmem_patch.errors import CheckpointError, LowmemPatchError, TraceError
 from lowmem_patch.planning.report import PatchReport, find_records
@@ -160,7 +159,7 @@ def verify_checkpoints(
     judge, runs = _judged(original, example_inputs, dtypes, autocast, seed, progress)
 
     def candidate(dtype: torch.dtype, _other: PatchConfig | None) -> Any:
-        return cast_parameters(copy.deepcopy(converted), dtype).eval(), fold_steps, None
+        return judge.cast(converted, dtype), fold_steps, None
 
     try:
         results = tuple(runs(candidate, None))

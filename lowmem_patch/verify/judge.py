@@ -227,6 +227,8 @@ class Judge:
     inputs: ExampleInputs
     seed: int
     notes: list[str] = dataclasses.field(default_factory=list)
+    # those in which the model does not run with masks and tables in float32
+    _casts_buffers: set[torch.dtype] = dataclasses.field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.tried = str(self.inputs)
@@ -239,7 +241,12 @@ class Judge:
         self.parameters = {name: p.detach() for name, p in exact.named_parameters()}
 
     def copy_to(self, dtype: torch.dtype) -> Any:
-        return cast_parameters(copy.deepcopy(self.model), dtype).eval()
+        return self.cast(self.model, dtype)
+
+    def cast(self, model: nn.Module, dtype: torch.dtype) -> Any:
+        """A copy of a model in ``dtype``."""
+        everything = dtype in self._casts_buffers
+        return cast_parameters(copy.deepcopy(model), dtype, all_buffers=everything).eval()
 
     def inputs_to(self, dtype: torch.dtype) -> ExampleInputs:
         return self.inputs.map(lambda t: t.to(dtype) if t.is_floating_point() else t)
@@ -262,7 +269,7 @@ class Judge:
                 first one has approximate gradients.
         """
         arithmetic = _Arithmetic(dtype, autocast)
-        own = self._run(self.copy_to(dtype), arithmetic, self.seed)
+        own = self._run_unpatched(arithmetic)
         model, steps, why = candidate(dtype, None)
         subject = _Subject(model, steps, arithmetic)
         found = self._run(model, arithmetic, self.seed)
@@ -348,6 +355,20 @@ class Judge:
         arithmetic = subject.arithmetic
         runs = (self._run(make(arithmetic.dtype), arithmetic, seed) for make in references)
         return [self._draw(truth, own, found, subject.steps) for own in runs]
+
+    def _run_unpatched(self, arithmetic: _Arithmetic) -> _Run:
+        dtype = arithmetic.dtype
+        try:
+            return self._run(self.copy_to(dtype), arithmetic, self.seed)
+        except RuntimeError as error:
+            if dtype in self._casts_buffers or dtype == torch.float32:
+                raise
+            self._casts_buffers.add(dtype)
+            self._note(
+                f"in {str(dtype).removeprefix('torch.')} with all buffers, since the unpatched model does "
+                f"not run with those in float32 that no checkpoint holds: {str(error).splitlines()[0]}"
+            )
+            return self._run(self.copy_to(dtype), arithmetic, self.seed)
 
     def _run(self, model: nn.Module, arithmetic: _Arithmetic, seed: int) -> _Run:
         return _run(model, self.inputs_to(arithmetic.dtype), seed, autocast=arithmetic.autocast)
