@@ -7,10 +7,7 @@ are run again with gradients, once for all who read the value and for the gradie
 
 from __future__ import annotations
 
-import contextlib
-import itertools
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -25,6 +22,7 @@ from lowmem_patch.functional import (
     recomputed_linear,
     without_torch_function,
 )
+from lowmem_patch.nn.chain_steps import Autocast, Leaf, Step, autocast_of, run, under
 from lowmem_patch.nn.context import is_foreign, may_be_freed
 from lowmem_patch.nn.deferred import Deferred, Unstored, defer, value_of
 from lowmem_patch.nn.deferred_rows import Product
@@ -36,81 +34,17 @@ from lowmem_patch.tracing.call_arguments import (
     elementwise_call,
     largest_shape,
 )
+from lowmem_patch.tracing.op_roles import Role, function_name, role_of
 
 
-class _Leaf:
-    """The place of a source among the arguments of steps."""
+class Value(NamedTuple):
+    """What a step makes."""
+
+    shape: torch.Size
+    dtype: torch.dtype
 
 
-_NUMBERS = itertools.count()
-
-
-class _Step:
-    """A call of a function, whose tensors are other steps and leaves; ``number`` counts the calls."""
-
-    def __init__(
-        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        self.func, self.args, self.kwargs = func, args, kwargs
-        self.number = next(_NUMBERS)
-
-    @property
-    def before(self) -> set[Any]:
-        """Steps and leaves whose values it takes."""
-        given = (*self.args, *self.kwargs.values())
-        return {item for item in given if isinstance(item, (_Step, _Leaf))}
-
-    def run(self, values: dict[Any, Tensor]) -> Tensor:
-        def value(item: Any) -> Any:
-            return values[item] if isinstance(item, (_Step, _Leaf)) else item
-
-        kwargs = {name: value(item) for name, item in self.kwargs.items()}
-        made: Tensor = self.func(*map(value, self.args), **kwargs)
-        return made
-
-
-def _in_order(last: _Step) -> list[_Step]:
-    """The steps that lead to the last one, as they were called: autograd adds gradients up in this order."""
-    found: set[_Step] = set()
-    pending: list[Any] = [last]
-    while pending:
-        step = pending.pop()
-        if isinstance(step, _Step) and step not in found:
-            found.add(step)
-            pending += step.before
-    return sorted(found, key=lambda step: step.number)
-
-
-def _run(last: _Step, values: dict[Any, Tensor]) -> Tensor:
-    """The value of the last step, from those of the leaves; each value is let go after its last use."""
-    steps = _in_order(last)
-    uses = Counter(item for step in steps for item in step.before)
-    for step in steps:
-        values[step] = step.run(values)
-        for item in step.before:
-            uses[item] -= 1
-            if not uses[item]:
-                del values[item]
-    return values[last]
-
-
-Autocast = tuple[str, torch.dtype | None]
-
-
-def _autocast_of(device: str) -> Autocast:
-    """The device's type, and the dtype of its autocast where that is on."""
-    enabled = torch.is_autocast_enabled(device)
-    return device, torch.get_autocast_dtype(device) if enabled else None
-
-
-@contextlib.contextmanager
-def _under(autocast: Autocast) -> Iterator[None]:
-    device, dtype = autocast
-    if _autocast_of(device) == autocast:
-        yield
-        return
-    with torch.autocast(device, dtype, enabled=dtype is not None):
-        yield
+VIEWED = Role.RESHAPE | Role.UNIT_DIMENSION
 
 
 class Chain(Op):
@@ -119,28 +53,34 @@ class Chain(Op):
     Args:
         last: the step.
         places: of the leaves, among the sources.
-        to: the value's dtype.
+        like: the value's shape and dtype.
         autocast: under which the steps run.
+        viewed: Linears read views of the value, each of which is one step more.
     """
 
     may_be_bypassed = False
 
     def __init__(
         self,
-        last: _Step,
-        places: dict[_Leaf, int],
-        to: torch.dtype,
+        last: Step,
+        places: dict[Leaf, int],
+        like: Value,
         autocast: Autocast,
+        viewed: bool,
     ) -> None:
-        self.last, self.places, self.to, self.autocast = last, places, to, autocast
+        self.last, self.places, self.like, self.autocast = last, places, like, autocast
+        self.viewed = viewed
         self._graph: tuple[list[Tensor], Tensor] | None = None  # of one backward
 
     def dtype(self, sources: tuple[Tensor, ...]) -> torch.dtype:
-        return self.to
+        return self.like.dtype
+
+    def shape(self, sources: tuple[Tensor, ...]) -> torch.Size:
+        return self.like.shape
 
     def compute(self, *sources: Tensor) -> Tensor:
-        with _under(self.autocast):
-            return _run(self.last, {leaf: sources[i] for leaf, i in self.places.items()})
+        with under(self.autocast):
+            return run(self.last, {leaf: sources[i] for leaf, i in self.places.items()})
 
     def was_read(self, h: Any) -> None:
         h.let_go()
@@ -169,11 +109,27 @@ class Chain(Op):
     def _let_go(self) -> None:
         self._graph = None
 
+    def rearranged(
+        self, h: Deferred, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        known = self.viewed and role_of(function_name(func)).has(VIEWED) and h.is_contiguous()
+        given = (*args[1:], *kwargs.values())
+        if not (known and h.numel()) or any(
+            isinstance(one, (Tensor, torch.dtype)) for one in given
+        ):
+            return None
+        # the same view of one number, expanded, which takes no memory
+        one = h.sources[0].detach().as_strided(h.shape, (0,) * h.dim())
+        like = self.like._replace(shape=func(one, *args[1:], **kwargs).shape)
+        h.was_bypassed = self.may_be_bypassed = True
+        step = Step(func, (self.last, *args[1:]), kwargs)
+        return defer(Chain(step, self.places, like, self.autocast, True), h.sources)
+
     def times(self, h: Deferred, other: Any) -> Any:
         whole = isinstance(other, (int, float)) or (
             isinstance(other, Tensor) and other.shape == h.shape and other.is_floating_point()
         )
-        made = extended(torch.mul, (h, other), {}) if whole else None
+        made = extended(torch.mul, (h, other), {}, self.viewed) if whole else None
         return NotImplemented if made is None else made
 
     def linear(self, h: Deferred, to: Projection, dtype: torch.dtype) -> Tensor:
@@ -239,14 +195,15 @@ def _lies_as(whole: list[Tensor], parts: list[Tensor]) -> bool:
 
 
 def extended(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], viewed: bool = False
 ) -> Deferred | None:
-    """``func(*args, **kwargs)``, deferred; None where it cannot wait."""
+    """``func(*args, **kwargs)``, deferred; None where it cannot wait. ``viewed`` as of a `Chain`."""
     tensors: list[Any] = _operands(args, kwargs)
-    if not tensors:
+    repeats = role_of(function_name(func)).has(Role.REPEAT)
+    if not tensors or (repeats and not tensors[0].is_contiguous()):  # as its repeat would be
         return None
     device = tensors[0].device
-    autocast = _autocast_of(device.type)
+    autocast = autocast_of(device.type)
     chained = {id(tensor) for tensor in tensors if _is_chain(tensor)}
     if any(id(tensor) in chained and tensor.op.autocast != autocast for tensor in tensors):
         return None
@@ -255,20 +212,27 @@ def extended(
     def item(given: Any) -> Any:
         return items[id(given)] if isinstance(given, Tensor) else given
 
-    step = _Step(func, tuple(map(item, args)), {name: item(one) for name, one in kwargs.items()})
+    step = Step(func, tuple(map(item, args)), {name: item(one) for name, one in kwargs.items()})
     dtype = _dtype_of(func, tuple(map(_key, args)), _keys(kwargs), device, autocast)
     if dtype == torch.bool or not any(tensor.requires_grad for tensor in tensors):
         sources = [source.detach() for source in sources]  # to which a mask has no gradient
-    return defer(Chain(step, places, dtype, autocast), tuple(sources))
+    shape = tensors[0].shape  # of the operands the first has it
+    like = Value(_repeated(shape, args[1:]) if repeats else shape, dtype)
+    return defer(Chain(step, places, like, autocast, viewed), tuple(sources))
+
+
+def _repeated(shape: torch.Size, times: tuple[int, ...]) -> torch.Size:
+    whole = (*(1,) * (len(times) - len(shape)), *shape)
+    return torch.Size(length * count for length, count in zip(whole, times, strict=True))
 
 
 def _joined(
     tensors: list[Any], chained: set[int]
-) -> tuple[list[Tensor], dict[_Leaf, int], dict[int, _Step | _Leaf]]:
+) -> tuple[list[Tensor], dict[Leaf, int], dict[int, Step | Leaf]]:
     """The sources of operands, the places of leaves among them, and what stands for each operand."""
     sources: list[Tensor] = []
-    places: dict[_Leaf, int] = {}
-    items: dict[int, _Step | _Leaf] = {}
+    places: dict[Leaf, int] = {}
+    items: dict[int, Step | Leaf] = {}
     for tensor in tensors:
         if id(tensor) in chained:
             for leaf, place in tensor.op.places.items():
@@ -278,7 +242,7 @@ def _joined(
             items[id(tensor)] = tensor.op.last
             tensor.op.may_be_bypassed = tensor.was_bypassed = True
         elif id(tensor) not in items:
-            items[id(tensor)] = leaf = _Leaf()
+            items[id(tensor)] = leaf = Leaf()
             places[leaf] = _place_in(sources, _held(value_of(tensor)))
     return sources, places, items
 
@@ -333,7 +297,7 @@ def _dtype_of(
             return torch.ones((1,) * given.dimensions, dtype=given.dtype, device=device)
         return given
 
-    with torch.no_grad(), torch._C.DisableTorchFunction(), _under(autocast):
+    with torch.no_grad(), torch._C.DisableTorchFunction(), under(autocast):
         made: Tensor = func(*map(one, args), **{name: one(given) for name, given in kwargs})
     return made.dtype
 
@@ -341,9 +305,9 @@ def _dtype_of(
 class DeferChains(ForwardMode):
     """Gives deferred tensors where the module's forward calls these functions."""
 
-    def __init__(self, module: nn.Module, calls: frozenset[ElementwiseCall]) -> None:
+    def __init__(self, module: nn.Module, calls: frozenset[ElementwiseCall], viewed: bool) -> None:
         super().__init__(module)
-        self.calls = calls
+        self.calls, self.viewed = calls, viewed
         names = {call.name for call in calls}
         self.names = names | {name for name, other in MIRRORED.items() if other in names}
 
@@ -353,5 +317,5 @@ class DeferChains(ForwardMode):
         if name in self.names and self.packs_alike():
             with without_torch_function():  # which each attribute of a deferred tensor is
                 if elementwise_call(name, args, kwargs, _is_chain) in self.calls:
-                    made = extended(func, args, kwargs)
+                    made = extended(func, args, kwargs, self.viewed)
         return func(*args, **kwargs) if made is None else made

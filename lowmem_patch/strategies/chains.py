@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Set
 from torch import Tensor
 
 from lowmem_patch.config import PatchConfig
-from lowmem_patch.nn.chains import DeferChains
+from lowmem_patch.nn.chains import VIEWED, DeferChains
 from lowmem_patch.nn.modes import run_under
 from lowmem_patch.strategies import codes, recompute
 from lowmem_patch.strategies.activations import is_norm, next_to_nothing
@@ -41,15 +41,17 @@ class DeferredChains(Patch):
 
     Attributes:
         calls: of the functions.
+        viewed: Linears read views of what they give.
     """
 
     strategy = "recompute"
 
     calls: frozenset[ElementwiseCall]
+    viewed: bool
 
     def apply(self, target: Target) -> None:
         module = target.model.get_submodule(self.site)
-        run_under(module, DeferChains, self.calls)
+        run_under(module, DeferChains, self.calls, self.viewed)
 
 
 def find(facts: Facts, config: PatchConfig) -> Found:
@@ -71,10 +73,11 @@ def find(facts: Facts, config: PatchConfig) -> Found:
         ):
             continue
         calls = frozenset(call for chain in chains for call in chain.calls)
+        viewed = any(_is_viewed(facts, chain) for chain in chains)
         count = sum(len(chain.ops) for chain in chains)
         found.add(
             DeferredChains(
-                name, calls,
+                name, calls, viewed,
                 reason=f"input of {count} elementwise functions kept, their values recomputed",
                 kind=_KIND, consumers=texts,
             )
@@ -157,13 +160,40 @@ def _still_saved(facts: Facts, chain: Chain) -> set[int]:
         key = storage_key(tensor)
         savers = {(saver.module, saver.function) for saver in facts.savers.get(key, ())}
         for op in facts.trace.consumers.get(id(tensor), ()):
-            # a matmul of a weight can save what the tensor is computed from
-            if id(op) in own or (not op.opaque and matmul_of(op, tensor) is not None):
+            if id(op) in own or _saves_sources(facts, op, tensor):
                 continue
             is_view = any(storage_key(output) == key for output in op.outputs)
             if op.opaque or is_view or (op.module, op.name) in savers:
                 found.add(key)
     return found
+
+
+def _saves_sources(facts: Facts, op: Op, tensor: Tensor) -> bool:
+    """Whether an op that reads a chain's value can save what the value is computed from.
+
+    A matmul of a weight can, and a view that such matmuls alone read.
+    """
+    if op.opaque:
+        return False
+    if matmul_of(op, tensor) is not None:
+        return True
+    if not op.role.has(VIEWED) or not tensor.is_contiguous():
+        return False
+    behind = [
+        (reader, output)
+        for output in op.outputs
+        for reader in facts.trace.consumers.get(id(output), ())
+    ]
+    return bool(behind) and all(_saves_sources(facts, *pair) for pair in behind)
+
+
+def _is_viewed(facts: Facts, chain: Chain) -> bool:
+    """Whether a matmul of a weight reads a view of a chain's value."""
+    return any(
+        op.role.has(VIEWED) and _saves_sources(facts, op, tensor)
+        for tensor in chain.made.values()
+        for op in facts.trace.consumers.get(id(tensor), ())
+    )
 
 
 def readers(facts: Facts, chain: Chain) -> list[Consumer]:

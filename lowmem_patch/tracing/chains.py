@@ -1,4 +1,4 @@
-"""Chains of elementwise functions that a module's forward calls, found in a trace."""
+"""Chains of elementwise functions of a module's forward, found in a trace; some begin with a repeat."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def find_chains(
     """
     chains: dict[int, Chain] = {}  # by the ids of what they made
     for number, op in enumerate(trace.ops):
-        if not op.role.has(OF_ELEMENTS) or not op.module or op.writes or op.opaque:
+        if not op.role.has(OF_ELEMENTS | Role.REPEAT) or not op.module or op.writes or op.opaque:
             continue
         module = caller(op.module)
         own = {id(t): c for t in op.reads if (c := chains.get(id(t))) and c.module == module}
@@ -115,6 +115,8 @@ def _is_elementwise(op: Op) -> bool:
     none of torch.func's, which have no storage."""
     if any(map(torch._C._functorch.is_functorch_wrapped_tensor, op.outputs)):
         return False
+    if op.role.has(Role.REPEAT):
+        return op.outputs[0].is_floating_point()
     shape = largest_shape(op.reads)
     floating = len(op.outputs) == 1 and (
         op.outputs[0].is_floating_point() or op.outputs[0].dtype == torch.bool

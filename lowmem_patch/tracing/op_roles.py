@@ -24,6 +24,7 @@ class Role(enum.Flag):
     CONTIGUOUS = enum.auto()
     CLONE = enum.auto()
     EXPAND = enum.auto()
+    REPEAT = enum.auto()  # as expand, in memory of its own
     ALIAS = enum.auto()  # the same memory, which torch's signatures do not tell
     PERMUTE = enum.auto()  # by a list of dimensions
     TRANSPOSE = enum.auto()  # of two dimensions, which are given
@@ -85,6 +86,7 @@ _TABLE: tuple[tuple[Role, tuple[str, ...]], ...] = (
     (Role.CONTIGUOUS, ("contiguous",)),
     (Role.CLONE, ("clone",)),
     (Role.EXPAND, ("expand", "expand_as")),
+    (Role.REPEAT, ("repeat",)),
     (Role.PERMUTE, ("permute",)),
     (Role.TRANSPOSE, ("transpose", "swapaxes", "swapdims")),
     (Role.MOVE_AXES, ("t", "T", "movedim")),
