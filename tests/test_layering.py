@@ -64,9 +64,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "strategies.lora",
     ),
     ("strategies.common_parts", "strategies.head"),
-    ("strategies.share", "strategies.codes", "strategies.recompute", "strategies.one_copy"),
+    ("strategies.codes", "strategies.recompute", "strategies.one_copy"),
+    ("strategies.chains",),
+    ("strategies.share",),
     (
-        "strategies.chains",
         "strategies.dropout_bits",
         "strategies.gated_norms",
         "strategies.rows",

@@ -3,9 +3,9 @@
 The rule (for each token, and nothing else):
 
 1. the input of a matmul whose weight trains: once, in the compute dtype, shared by all its readers.
-   Where that input is act(x) or act(gate) * up, x or gate and up count instead, since the input is
-   recomputed from them; a cast made for an adapter, a dropout's result, and rows that experts gather
-   count as their source;
+   Where that input is act(x), act(gate) * up or x.repeat(...) * scores, what it is computed from counts
+   instead, since the input is recomputed; a cast made for an adapter, a dropout's result, and rows that
+   experts gather count as their source;
 2. what attention itself saves, as the model implements it, but no cast of a softmax's output, and nothing
    that elementwise functions made and others of them save;
 3. 2-bit codes of an activation whose input nothing above saves (1 bit where that is exact), statistics of
@@ -258,7 +258,8 @@ class _FloorCount:
     def _sources(self, tensor: Tensor) -> list[Tensor]:
         """What a value is recomputed from: itself, x of act(x), or gate and up."""
         root = self._root(tensor)[0]
-        product = self._product(root)
+        repeated = floor_sites.of_repeated(self.makers, root)
+        product = repeated or self._product(root, by_rows=True)
         if product is not None:
             return list(product)
         activation = self.activations.get(id(root)) or self._squared_relu(root)
@@ -272,20 +273,19 @@ class _FloorCount:
         maker = self.makers.get(id(root))
         return self.activations.get(id(root)) if maker and maker.name == "relu" else None
 
-    def _product(self, tensor: Tensor) -> tuple[Tensor, ...] | None:
+    def _product(self, tensor: Tensor, by_rows: bool = False) -> tuple[Tensor, ...] | None:
         """gate and up of ``act(gate) * up``, before what a number did to them: GPT-OSS clamps both, and up is
-        ``gate * alpha`` as well, which a second product multiplies."""
+        ``gate * alpha`` as well, which a second product multiplies. ``by_rows``: a gate may have one number
+        for a row of up."""
         op = self.makers.get(id(tensor))
         if op is None or not op.role.has(Role.PRODUCT) or len(op.args) != 2:
             return None
         left, right = op.args
-        if (
-            not isinstance(left, Tensor)
-            or not isinstance(right, Tensor)
-            or left.shape != right.shape
-        ):
+        if not (isinstance(left, Tensor) and isinstance(right, Tensor)):
             return None
         for gate, up in ((left, right), (right, left)):
+            if up.shape != tensor.shape or not (by_rows or gate.shape == up.shape):
+                continue
             root = self._root(gate)[0]
             activation = self.activations.get(id(root))
             found = self._product(root) if activation is None else (activation.source,)

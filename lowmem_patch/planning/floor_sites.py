@@ -92,6 +92,18 @@ def before_numbers(makers: dict[int, Op], tensor: Tensor, sites: tuple[Sites, ..
     return list(backward(makers, tensor, source_of))[-1]
 
 
+def of_repeated(makers: dict[int, Op], tensor: Tensor) -> tuple[Tensor, ...] | None:
+    """x and the scores of ``x.repeat(...) * scores``: each expert reads all rows, with scores of its own."""
+    op = makers.get(id(tensor))
+    if op is None or not op.role.has(Role.PRODUCT) or len(op.reads) != 2:
+        return None
+    for rows, scores in (op.reads, op.reads[::-1]):
+        repeat = makers.get(id(rows))
+        if repeat is not None and repeat.role.has(Role.REPEAT):
+            return *repeat.reads, scores
+    return None
+
+
 def before_modulation(makers: dict[int, Op], tensor: Tensor, norms: Sites) -> Tensor:
     """The norm's output of which ``norm(x) * (1 + scale) + shift`` was made, with a scale and shift that all
     tokens share, or ``tensor``: it is computed again from what the norm's backward needs anyway."""

@@ -90,6 +90,17 @@ def saving_chains(facts: Facts, config: PatchConfig) -> list[Chain]:
     return facts.once(saving_chains, lambda: list(_saving_chains(facts, config)))
 
 
+def chain_sources(facts: Facts, config: PatchConfig) -> set[int]:
+    """Ids of the tensors that are saved in the place of what chains save."""
+    if config.activations == "keep":
+        return set()
+
+    def find() -> set[int]:
+        return {id(t) for chain in saving_chains(facts, config) for t in chain.sources}
+
+    return facts.once(chain_sources, find)
+
+
 def _saving_chains(facts: Facts, config: PatchConfig) -> Iterator[Chain]:
     patches = (*recompute.find(facts, config).patches, *codes.find(facts, config).patches)
     known = {id(t) for patch in patches for t in facts.outputs(patch.site)}

@@ -22,6 +22,7 @@ from lowmem_patch.nn.norm_classes import (
     StockMSRMSNorm,
 )
 from lowmem_patch.nn.norms import MSLayerNorm, MSNorm, MSRMSNorm, OutputUse
+from lowmem_patch.strategies.chains import chain_sources
 from lowmem_patch.strategies.head import head_names
 from lowmem_patch.strategies.lora import adapter_layers
 from lowmem_patch.strategies.protocol import Facts, Found, PatchSite, Skip, forward_obstacle
@@ -249,6 +250,7 @@ def shared_norm(facts: Facts, config: PatchConfig, site: NormSite, reason: str) 
         # Linears whose weights are sharded save the output of their own, and heads the rows that they read
         output_saved=dropped
         or _saved_by_others(facts, consumers)
+        or any(id(consumer.tensor) in chain_sources(facts, config) for consumer in consumers)
         or facts.is_sharded
         or any(c.use == "linear" and c.text in head_names(facts, config) for c in consumers),
         output_moved=any(_reads_a_moved_view(consumer, site.outputs) for consumer in consumers),

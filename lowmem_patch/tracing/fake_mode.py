@@ -49,7 +49,12 @@ def _dispatch(
         # torch looks at data alone
         raise TypeError(f"an embedding is indexed by integers, and got {args[1].dtype}")
     grouped = func is torch.ops.aten._grouped_mm.default
-    if grouped and args[0].dtype == args[1].dtype and args[0].dtype in _GROUPED:
+    if grouped and args[0].dtype != args[1].dtype:  # as on data; torch 2.15 computes a shape
+        raise RuntimeError(
+            "the factors of a grouped product must have the same dtype, got "
+            f"{args[0].dtype} and {args[1].dtype}"
+        )
+    if grouped and args[0].dtype in _GROUPED:
         with mode:
             return _grouped_product(*args, **kwargs)
 

@@ -44,7 +44,7 @@ def test_a_compiled_block_is_named() -> None:
     assert not find_records(model)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # torch's own: a FutureWarning since 2.15
 def test_a_scripted_model_and_one_without_shapes_are_refused() -> None:
     layers: Any = [nn.LazyLinear(8), nn.GELU(), nn.Linear(8, 4)]
     lazy, x = nn.Sequential(*layers), torch.randn(3, 5)

@@ -107,6 +107,7 @@ AS_BEFORE: dict[str, Callable[[Any], None]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace")  # torch's own: a FutureWarning since 2.15
 @pytest.mark.parametrize("name", AS_BEFORE)
 def test_queries_stay_as_they_are(name: str) -> None:
     model, _ = patched(Attention())
