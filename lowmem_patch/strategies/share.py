@@ -249,8 +249,7 @@ def shared_norm(facts: Facts, config: PatchConfig, site: NormSite, reason: str) 
         shares_copy=not feeds_autocast and saves_casts and _shares_copy(facts, consumers, around),
         # Linears whose weights are sharded save the output of their own, and heads the rows that they read
         output_saved=dropped
-        or _saved_by_others(facts, consumers)
-        or any(id(consumer.tensor) in chain_sources(facts, config) for consumer in consumers)
+        or _saved_by_others(facts, config, consumers)
         or facts.is_sharded
         or any(c.use == "linear" and c.text in head_names(facts, config) for c in consumers),
         output_moved=any(_reads_a_moved_view(consumer, site.outputs) for consumer in consumers),
@@ -373,12 +372,14 @@ def _shares_copy(facts: Facts, consumers: list[Consumer], around: set[bool]) -> 
     return any(type(facts.modules.get(name)) is nn.Linear for name in names)
 
 
-def _saved_by_others(facts: Facts, consumers: list[Consumer]) -> bool:
+def _saved_by_others(facts: Facts, config: PatchConfig, consumers: list[Consumer]) -> bool:
     """Whether an op that is no Linear saves the output, so that z beside it would be one more."""
     if any(consumer.use == "output" or consumer.reshaped for consumer in consumers):
         return True  # the caller holds it, or a Linear saves it as rows of another length
     if any(c.op is not None and gathers_for_a_weight(facts.trace, c.op) for c in consumers):
         return True  # experts, in the place of the rows
+    if any(id(consumer.tensor) in chain_sources(facts, config) for consumer in consumers):
+        return True
     others = [c for c in consumers if c.use != "linear" and c.op is not None]
     keys = {storage_key(c.tensor) for c in others if c.tensor is not None}
     return any(
