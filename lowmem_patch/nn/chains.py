@@ -199,8 +199,8 @@ def extended(
 ) -> Deferred | None:
     """``func(*args, **kwargs)``, deferred; None where it cannot wait. ``viewed`` as of a `Chain`."""
     tensors: list[Any] = _operands(args, kwargs)
-    repeats = role_of(function_name(func)).has(Role.REPEAT)
-    if not tensors or (repeats and not tensors[0].is_contiguous()):  # as its repeat would be
+    times = args[1:] if role_of(function_name(func)).has(Role.REPEAT) else ()
+    if not tensors or not _may_be_repeated(tensors[0], times):
         return None
     device = tensors[0].device
     autocast = autocast_of(device.type)
@@ -216,12 +216,18 @@ def extended(
     dtype = _dtype_of(func, tuple(map(_key, args)), _keys(kwargs), device, autocast)
     if dtype == torch.bool or not any(tensor.requires_grad for tensor in tensors):
         sources = [source.detach() for source in sources]  # to which a mask has no gradient
-    shape = tensors[0].shape  # of the operands the first has it
-    like = Value(_repeated(shape, args[1:]) if repeats else shape, dtype)
+    like = Value(_repeated(tensors[0].shape, times), dtype)
     return defer(Chain(step, places, like, autocast, viewed), tuple(sources))
 
 
+def _may_be_repeated(tensor: Tensor, times: tuple[int, ...]) -> bool:
+    """Whether torch takes so many times, and the result is laid out as the tensor: contiguous."""
+    return not times or (len(times) >= tensor.dim() and tensor.is_contiguous())
+
+
 def _repeated(shape: torch.Size, times: tuple[int, ...]) -> torch.Size:
+    if not times:
+        return shape
     whole = (*(1,) * (len(times) - len(shape)), *shape)
     return torch.Size(length * count for length, count in zip(whole, times, strict=True))
 

@@ -374,12 +374,11 @@ def _shares_copy(facts: Facts, consumers: list[Consumer], around: set[bool]) -> 
 
 def _saved_by_others(facts: Facts, config: PatchConfig, consumers: list[Consumer]) -> bool:
     """Whether an op that is no Linear saves the output, so that z beside it would be one more."""
-    if any(consumer.use == "output" or consumer.reshaped for consumer in consumers):
-        return True  # the caller holds it, or a Linear saves it as rows of another length
+    sources = chain_sources(facts, config)
+    if any(c.use == "output" or c.reshaped or id(c.tensor) in sources for c in consumers):
+        return True  # the caller holds it, or a Linear saves it as rows of another length, or a chain does
     if any(c.op is not None and gathers_for_a_weight(facts.trace, c.op) for c in consumers):
         return True  # experts, in the place of the rows
-    if any(id(consumer.tensor) in chain_sources(facts, config) for consumer in consumers):
-        return True
     others = [c for c in consumers if c.use != "linear" and c.op is not None]
     keys = {storage_key(c.tensor) for c in others if c.tensor is not None}
     return any(
