@@ -152,9 +152,10 @@ class _FloorCount:
         self._dropouts({id(x) for _, (x, weight) in matmuls if weight.requires_grad})
         for norm in self.norms.values():
             self._norm(norm)
+        live = {id(output) for op in self.live for output in op.outputs}
         for module, source, output in self.activations.values():
             known = any(map(self._is_saved, (source, self._before_numbers(source))))
-            if source.requires_grad and not known:
+            if source.requires_grad and not known and id(output) in live:
                 size = -(-source.numel() * self._code_bits(output) // 8)
                 self.items["codes", id(output)] = FloorItem(module, "codes and statistics", size)
         return Floor(tuple(self.items.values()))
