@@ -164,6 +164,9 @@ def means_something_else(module: nn.Module, call: Call) -> bool:
     return any(one.default is not None and one.kind not in kinds for one in others)
 
 
+_STOCK = (nn.LayerNorm, nn.RMSNorm)
+
+
 def match_norm(
     module: nn.Module, call: Call, trace: Trace, known: dict[object, NormSpec | str] | None = None
 ) -> NormSpec | str:
@@ -207,7 +210,8 @@ def _probe(module: nn.Module, call: Call, trace: Trace) -> NormSpec | str:
         return "computes neither LayerNorm nor RMSNorm over the last dimension"
     if not is_steady(isolated, rows):
         return "computes something else in training, or writes into a buffer"
-    if not has_gradients_of_norm(isolated, rows, names, found):
+    stock = type(module) in _STOCK  # whose gradients over one channel are nothing but rounding
+    if not (stock or has_gradients_of_norm(isolated, rows, names, found)):
         return "its gradients, or its values far out, are not those of the norm that it seems to be"
     kind = "layer_norm" if found.centered else "rms_norm"
     fused = any(op.role.has(Role.ROW_NORM) for op in trace.ops[call.first_op : call.last_op])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -10,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lowmem_patch import patch_model
+from lowmem_patch import patch_model, patch_report
 from lowmem_patch.tracing.probes import match_activation
+from tests.support.judge import assert_same_step
 
 
 class _Called(nn.Module):
@@ -209,3 +211,15 @@ def test_norms_of_any_size_are_patched(size: int) -> None:
         model = nn.Sequential(norm, nn.Linear(size, 2))
         patch_model(model, "auto", example_inputs=(torch.randn(2, 3, 2, size),))
         assert type(model[0]) is not type(norm)
+
+
+@pytest.mark.parametrize("width", [1, 2, 3])
+def test_norms_of_torch_are_known_at_any_width(width: int) -> None:
+    """Of one channel, gamma's gradient in float32 is nothing but rounding."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, width), nn.LayerNorm(width), nn.Linear(width, 4))
+    twin = copy.deepcopy(net)
+    x = torch.randn(5, 4)
+    report = patch_report(patch_model(net, "exact", example_inputs=x))
+    assert [site.strategy for site in report.sites] == ["share"]
+    assert_same_step(net, twin, x)
