@@ -158,7 +158,10 @@ def _site(
 
 
 def next_to_nothing(facts: Facts, gain: int, worth: float) -> str | None:
-    """Why so few bytes, less than the share ``worth`` of all that is saved, need no patch; None for more."""
+    """Why so few bytes, less than the share ``worth`` of all that is saved, need no patch; None for more.
+
+    ``gain`` of one site or, where a deep model shall be patched as a shallow one, of all that are alike.
+    """
     if gain >= worth * max(1, facts.trace.saved.activations):
         return None
     return f"next to nothing to gain: less than {100 * worth:g} % of all that is saved"

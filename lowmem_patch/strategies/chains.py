@@ -67,7 +67,7 @@ def find(facts: Facts, config: PatchConfig) -> Found:
         gain = sum(_gain(facts, chain) for chain in chains) - _beside(facts, chains)
         # no row of a report says that a model, which calls many such functions, is left as it is
         if (
-            next_to_nothing(facts, gain, _WORTH)
+            next_to_nothing(facts, gain * facts.alike(name), _WORTH)
             or forward_obstacle(facts, name, gain)
             or _obstacle(facts, chains)
         ):

@@ -11,6 +11,8 @@ it is now.
 from __future__ import annotations
 
 import dataclasses
+import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from typing import Any, ClassVar, Protocol, TypeVar
@@ -138,6 +140,15 @@ class Facts:
             return True
         return isinstance(self.norm(name), NormSpec) or self.gated_norm(name) is not None
 
+    @cached_property
+    def _alike(self) -> Counter[str]:
+        return Counter(map(_starred, self.modules))
+
+    def alike(self, name: str) -> int:
+        """How many modules have this name but for its numbers: one in each block, however many blocks there
+        are."""
+        return self._alike[_starred(name)]
+
     def calls_of(self, name: str) -> list[Call]:
         """The calls of a module or of a function; one of a custom function."""
         if custom := self.trace.custom.get(name):
@@ -239,6 +250,10 @@ class Facts:
             self.writes.later(getattr(call, tensors), call.last_op) for call in self.calls_of(name)
         )
         return next((text for text in found if text is not None), None)
+
+
+def _starred(name: str) -> str:
+    return re.sub(r"\d+", "*", name)
 
 
 def forward_obstacle(facts: Facts, name: str, gain: int = 0) -> str | None:

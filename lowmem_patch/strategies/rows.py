@@ -117,7 +117,8 @@ def _valued(facts: Facts) -> list[GatheredValues]:
     return [
         GatheredValues(name)
         for name, gain in gains.items()
-        if not (next_to_nothing(facts, gain, _WORTH) or forward_obstacle(facts, name, gain))
+        if not next_to_nothing(facts, gain * facts.alike(name), _WORTH)
+        if not forward_obstacle(facts, name, gain)
     ]
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from peft import LoraConfig, inject_adapter_in_model
-from torch import Tensor
+from torch import Tensor, nn
 
 from lowmem_patch import patch_model, patch_report, plan_patch
 from lowmem_patch.nn.chains import extended
@@ -37,7 +37,7 @@ from tests.support.chained import (
 from tests.support.judge import assert_same_step
 from tests.support.models import randomise
 from tests.support.step import AUTOCAST, BF16, cast, step, warned
-from tests.support.toys import rows
+from tests.support.toys import WIDTH, rows
 
 
 @pytest.mark.parametrize("name", FORMULAS)
@@ -314,3 +314,22 @@ def test_functions_of_a_child_that_are_called_alike_count(times: int) -> None:
     assert (saved(model) < saved(twin)) == (times == 1)
     assert saved(model) <= saved(twin)
     assert_same_step(model, twin, rows())
+
+
+class Narrow(nn.Module):
+    """A chain that saves little beside wide Linears."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(6)))
+        self.up, self.down = nn.Linear(WIDTH, 1), nn.Linear(1, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.up(x)
+        return self.wide(x) + self.down(y * torch.sigmoid(1.7 * y))
+
+
+@pytest.mark.parametrize("blocks", [2, 60])
+def test_a_deep_model_is_patched_as_a_shallow_one(blocks: int) -> None:
+    model = patched(nn.Sequential(*(Narrow() for _ in range(blocks))), "exact")
+    assert len(chains_of(model)) == blocks
