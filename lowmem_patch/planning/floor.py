@@ -152,12 +152,7 @@ class _FloorCount:
         self._dropouts({id(x) for _, (x, weight) in matmuls if weight.requires_grad})
         for norm in self.norms.values():
             self._norm(norm)
-        live = {id(output) for op in self.live for output in op.outputs}
-        for module, source, output in self.activations.values():
-            known = any(map(self._is_saved, (source, self._before_numbers(source))))
-            if source.requires_grad and not known and id(output) in live:
-                size = -(-source.numel() * self._code_bits(output) // 8)
-                self.items["codes", id(output)] = FloorItem(module, "codes and statistics", size)
+        self._codes()
         return Floor(tuple(self.items.values()))
 
     # what the model does
@@ -368,6 +363,15 @@ class _FloorCount:
                 size = -(-output.numel() // _FLAGS_PER_BYTE)
                 item = FloorItem(op.module, "codes and statistics", size)
                 self.items["dropout", id(output)] = item
+
+    def _codes(self) -> None:
+        """Of activations through which an output has a gradient, where nothing above saves the input."""
+        live = {id(output) for op in self.live for output in op.outputs}
+        for module, source, output in self.activations.values():
+            known = any(map(self._is_saved, (source, self._before_numbers(source))))
+            if source.requires_grad and not known and id(output) in live:
+                size = -(-source.numel() * self._code_bits(output) // 8)
+                self.items["codes", id(output)] = FloorItem(module, "codes and statistics", size)
 
     def _norm(self, norm: SiteCall) -> None:
         output, source = norm.output, norm.source
