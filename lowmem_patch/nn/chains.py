@@ -112,11 +112,11 @@ class Chain(Op):
     def rearranged(
         self, h: Deferred, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        known = self.viewed and role_of(function_name(func)).has(VIEWED) and h.is_contiguous()
         given = (*args[1:], *kwargs.values())
-        if not (known and h.numel()) or any(
-            isinstance(one, (Tensor, torch.dtype)) for one in given
-        ):
+        views = self.viewed and role_of(function_name(func)).has(VIEWED)
+        views = views and not any(isinstance(item, (Tensor, torch.dtype)) for item in given)
+        # past h, of which nobody may wait for the gradient
+        if not (views and h.numel() and h.is_contiguous() and _is_chain(h)):
             return None
         # the same view of one number, expanded, which takes no memory
         one = h.sources[0].detach().as_strided(h.shape, (0,) * h.dim())

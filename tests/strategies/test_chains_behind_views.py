@@ -85,6 +85,18 @@ def hooked(net: Any, heads: Tensor) -> Tensor:
     return net.down(flat)
 
 
+def hooked_before(net: Any, heads: Tensor) -> Tensor:
+    heads.register_hook(lambda gradient: 3.0 * gradient)
+    return net.down(heads.view(len(heads), -1))
+
+
+def retained(net: Any, heads: Tensor) -> Tensor:
+    heads.retain_grad()
+    y = net.down(heads.view(len(heads), -1))
+    y.register_hook(lambda gradient: gradient * (heads.grad is None))
+    return y
+
+
 def checkpointed(net: Any, heads: Tensor) -> Tensor:
     return checkpoint(plain, net, heads, use_reentrant=False)
 
@@ -95,7 +107,7 @@ def checkpointed_reentrant(net: Any, heads: Tensor) -> Tensor:
 
 BODIES = (
     plain, flattened, through_two_views, read_twice, read_otherwise, multiplied, dropped, transposed,
-    written, hooked, checkpointed, checkpointed_reentrant,
+    written, hooked, hooked_before, retained, checkpointed, checkpointed_reentrant,
 )  # fmt: skip
 READ_BY_LINEARS = (plain, flattened, through_two_views, read_twice)
 
