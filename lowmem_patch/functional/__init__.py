@@ -20,6 +20,7 @@ from lowmem_patch.functional._library import is_transformed as is_transformed
 from lowmem_patch.functional._library import refuse_second_order as refuse_second_order
 from lowmem_patch.functional._library import register_known as register_known
 from lowmem_patch.functional._library import register_plain as register_plain
+from lowmem_patch.functional._library import saved_tensors as saved_tensors
 from lowmem_patch.functional._library import see_undefined as see_undefined
 from lowmem_patch.functional._library import without_autocast as without_autocast
 from lowmem_patch.functional._library import without_dispatch_modes as without_dispatch_modes

@@ -50,6 +50,10 @@ class ExpertWeight(NamedTuple):
         return any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
+def _saved(ctx: Any) -> tuple[Any, ...]:
+    return _library.saved_tensors(ctx, "a weight, or what a value is computed of again,")
+
+
 class RowBias(NamedTuple):
     """``bias[numbers]``, which is added to a product; it is gathered again in backward.
 
@@ -155,7 +159,7 @@ class _Matmul(torch.autograd.Function):
     @staticmethod
     @_library.first_order("recomputed_matmul")
     def backward(ctx: Any, dy: Tensor) -> Any:
-        factors, bias, numbers, weight, left, right, offsets, *sources = ctx.saved_tensors
+        factors, bias, numbers, weight, left, right, offsets, *sources = _saved(ctx)
         needs = ctx.needs_input_grad[:11]
         _, for_factors, for_bias, *_, for_x, for_weight, for_left, for_right = needs
         multiply = _bound(ctx.multiply, offsets)
@@ -233,7 +237,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     @_library.first_order("recomputed_linear")
     def backward(ctx: Any, dy: Tensor) -> Any:
-        weight, *sources = ctx.saved_tensors
+        weight, *sources = _saved(ctx)
         x_dtype, weight_dtype, bias_dtype = ctx.dtypes
         rows = dy.reshape(-1, dy.shape[-1])
         d_x = d_weight = d_bias = None

@@ -112,7 +112,9 @@ class Chain(Op):
     def rearranged(
         self, h: Deferred, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        given = (*args[1:], *kwargs.values())
+        rest = tuple(map(_of_now, args[1:]))
+        kwargs = {name: _of_now(item) for name, item in kwargs.items()}
+        given = (*rest, *kwargs.values())
         views = self.viewed and role_of(function_name(func)).has(VIEWED)
         views = views and not any(isinstance(item, (Tensor, torch.dtype)) for item in given)
         # past h, of which nobody may wait for the gradient
@@ -120,9 +122,9 @@ class Chain(Op):
             return None
         # the same view of one number, expanded, which takes no memory
         one = h.sources[0].detach().as_strided(h.shape, (0,) * h.dim())
-        like = self.like._replace(shape=func(one, *args[1:], **kwargs).shape)
+        like = self.like._replace(shape=func(one, *rest, **kwargs).shape)
         h.was_bypassed = self.may_be_bypassed = True
-        step = Step(func, (self.last, *args[1:]), kwargs)
+        step = Step(func, (self.last, *rest), kwargs)
         return defer(Chain(step, self.places, like, self.autocast, True), h.sources)
 
     def times(self, h: Deferred, other: Any) -> Any:
@@ -150,6 +152,11 @@ class Chain(Op):
     ) -> Any:
         # itself, which lets its values go: autograd may hold the product, which holds what made it
         return Product.of(RecomputedMatmul(func, self.again, h, weight, offsets, h.sources))
+
+
+def _of_now(item: Any) -> Any:
+    """An argument that stays as it is when a list of sizes is changed later."""
+    return tuple(item) if isinstance(item, list) else item
 
 
 def _is_chain(tensor: Tensor) -> bool:

@@ -34,6 +34,7 @@ from lowmem_patch.functional import (
     packer,
     register_known,
     register_plain,
+    saved_tensors,
     without_grad,
     without_torch_function,
 )
@@ -312,7 +313,7 @@ class _Defer(torch.autograd.Function):
     @first_order("deferred")
     def backward(ctx: Any, dy: Tensor) -> Any:
         needs = ctx.needs_input_grad[1:]
-        sources = ctx.saved_tensors
+        sources = saved_tensors(ctx, "what a value is computed of again")
         if ctx.op.holds:
             sources = ctx.held
             if [source._version for source in sources] != ctx.versions:

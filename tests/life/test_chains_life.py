@@ -89,7 +89,10 @@ def test_a_source_that_is_written_later() -> None:
             x.mul_(2.0)
         return net.down(y)
 
-    for body, error in ((late, "inplace operation"), (early, "written in place before")):
+    for body, error in (
+        (late, "written in place after it was made"),
+        (early, "written in place before"),
+    ):
         Block.writes = True  # type: ignore[attr-defined]
         assert not planned(clamped, body)
         Block.writes = False  # type: ignore[attr-defined]

@@ -252,6 +252,78 @@ def test_rows_that_lie_otherwise_are_repeated_right() -> None:
     assert_same_step(model, twin, rows())
 
 
+class Uneven(nn.Module):
+    """A chain of another shape than its sources: ``body(self, h)`` reads h ``[EXPERTS, N, WIDTH]``."""
+
+    def __init__(self, body: Any) -> None:
+        super().__init__()
+        self.router, self.down = nn.Linear(WIDTH, EXPERTS), nn.Linear(WIDTH, WIDTH)
+        self.body = body
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.router(x).sigmoid().t().reshape(EXPERTS, -1, 1).contiguous()
+        h = (x.repeat(EXPERTS, 1, 1) * scores).tanh().sin()
+        return self.down(h).sum(0) + self.body(h).square().sum()
+
+
+UNEVEN: dict[str, Any] = {
+    "flatten": lambda h: h.flatten(1).softmax(-1),
+    "view": lambda h: h.view(-1, WIDTH)[ROWS + 1],
+    "transpose": lambda h: h.transpose(1, 2),
+    "permute": lambda h: h.permute(2, 0, 1),
+    "unsqueeze": lambda h: h.unsqueeze(3),
+    "roll": lambda h: h.roll(1, 2).cumsum(2),
+    "pad": lambda h: F.pad(h, (1, 1, 0, 0, 2, 0)),
+    "row": lambda h: h[EXPERTS - 1],
+    "mask": lambda h: h[torch.tensor([True, False, True])],
+    "contiguous": lambda h: h.contiguous().exp(),
+}
+
+
+@pytest.mark.parametrize("name", UNEVEN)
+def test_moves_of_a_chain_of_another_shape_than_its_sources(name: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Uneven(UNEVEN[name]), nn.Linear(WIDTH, 3))
+    twin = copy.deepcopy(model)
+    patched(model)
+    assert_same_step(model, twin, rows())
+
+
+READS: tuple[Any, ...] = (
+    lambda v: v[..., SIZE + 1],
+    lambda v: v[:, HEADS + 1],
+    lambda v: v.permute(1, 0),
+    lambda v: v[v.detach() > 0],
+)
+
+
+@pytest.mark.parametrize("read", READS, ids=["channel", "head", "permute", "mask"])
+def test_other_readers_of_a_view(read: Any) -> None:
+    def body(net: Any, heads: Tensor) -> Tensor:
+        flat = heads.reshape(len(heads), -1)
+        return net.down(flat) + read(flat).square().sum()
+
+    model = network(plain)
+    twin = copy.deepcopy(model)
+    patched(model)
+    model[1].body = twin[1].body = body
+    assert_same_step(model, twin, rows())
+
+
+def test_sizes_that_are_changed_later() -> None:
+    def body(net: Any, heads: Tensor) -> Tensor:
+        sizes = [len(heads), -1]
+        y = net.down(heads.reshape(sizes))
+        sizes[0] = 2 * len(heads)
+        return y
+
+    model = network(body)
+    twin = copy.deepcopy(model)
+    patched(model)
+    assert chains_of(model)
+    assert_same_step(model, twin, rows())
+
+
 def test_experts_of_llama_4_are_at_the_floor() -> None:
     config = transformers.Llama4TextConfig(
         vocab_size=64, hidden_size=32, intermediate_size=16, intermediate_size_mlp=32,
