@@ -31,7 +31,8 @@ from lowmem_patch.tracing.saved_bytes import storage_key
 from lowmem_patch.tracing.trace import Op
 
 _KIND = "chain"
-_FEWEST = 2  # functions: a single product, or a cast, is its readers' to know
+# functions: a single product, or a cast, is its readers' to know, but for one that is read through a view
+_FEWEST = 2
 _WORTH = 1e-3  # Python looks at each function of the forward
 
 
@@ -112,7 +113,8 @@ def _saving_chains(facts: Facts, config: PatchConfig) -> Iterator[Chain]:
 
     for chain in find_chains(facts.trace, known, caller):
         functions = [op for op in chain.ops.values() if not op.role.has(Role.CAST)]
-        if len(functions) < _FEWEST or _gain(facts, chain) <= 0:
+        few = len(functions) < _FEWEST and not _is_viewed(facts, chain)
+        if few or _gain(facts, chain) <= 0:
             continue
         if chain.module not in sites and not is_norm(facts, chain.module):
             yield chain

@@ -177,7 +177,8 @@ def _is_plain(item: Any) -> bool:
 class ElementwiseCall(NamedTuple):
     """A call of an elementwise function by the kinds of its arguments: ``clamp(whole, min=number)``.
 
-    A tensor is ``chain``, or of the result's shape (``whole``), or smaller (``part``).
+    A tensor is ``chain``, or of the result's shape (``whole``), or has one number for each row of it
+    (``column``), or is smaller otherwise (``part``).
     """
 
     name: str
@@ -208,13 +209,19 @@ def elementwise_call(
 
     def kind(item: Any) -> str:
         if isinstance(item, Tensor):
-            return "chain" if in_chain(item) else "whole" if item.shape == shape else "part"
+            return "chain" if in_chain(item) else _size_of(item.shape, shape)
         return "number" if type(item) in (int, float) else repr(item)
 
     if name in MIRRORED and len(args) == 2:
         name, args = MIRRORED[name], args[::-1]
     named = sorted((key, kind(item)) for key, item in kwargs.items())
     return ElementwiseCall(name, tuple(map(kind, args)), tuple(named))
+
+
+def _size_of(shape: torch.Size, largest: torch.Size) -> str:
+    if shape == largest:
+        return "whole"
+    return "column" if shape and shape[-1] == 1 < largest[-1] else "part"
 
 
 def largest_shape(tensors: Sequence[Tensor]) -> torch.Size | None:

@@ -210,6 +210,33 @@ def test_an_adapter_behind_a_view() -> None:
     assert_same_step(model, twin, rows())
 
 
+class Gated(nn.Module):
+    """Laguna's attention: heads that are rotated, and gated by a number whose view ends its chain."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.gate = nn.Linear(WIDTH, HEADS * SIZE), nn.Linear(WIDTH, HEADS)
+        self.down = nn.Linear(HEADS * SIZE, WIDTH)
+        self.angles = nn.Buffer(torch.linspace(0, 1, SIZE).expand(1, SIZE).clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.up(x).view(-1, HEADS, SIZE) * self.angles.cos()
+        flat = heads.flip(-1).exp().reshape(len(x), -1)
+        gate = F.softplus(self.gate(x))
+        gated = (flat.view(-1, HEADS, SIZE) * gate.unsqueeze(-1)).view(len(x), -1)
+        return x + self.down(gated)
+
+
+def test_a_product_alone_is_a_chain_where_linears_read_a_view_of_it() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Gated(), nn.Linear(WIDTH, 3))
+    twin = copy.deepcopy(model)
+    patched(model)
+    assert chains_of(model) == ["1"]
+    assert saved(twin) - saved(model) >= WIDE
+    assert_same_step(model, twin, rows())
+
+
 class Experts(nn.Module):
     """All experts for all rows, weighed by their scores, as Llama 4 runs them."""
 
