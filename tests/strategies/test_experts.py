@@ -277,7 +277,7 @@ def test_a_row_that_is_written_after_it_was_read_is_an_error() -> None:
         return y
 
     model = patch_model(randomise(Block(late)), "exact", example_inputs=torch.randn(TOKENS, WIDTH))
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+    with pytest.raises(RuntimeError, match="written in place after it was made"):
         model(torch.randn(TOKENS, WIDTH)).sum().backward()
 
 

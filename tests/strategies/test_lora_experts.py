@@ -258,7 +258,7 @@ def test_rows_that_are_written_before_their_product_is_weighed_are_an_error() ->
     patch_model(model, "exact", example_inputs=(x,))
     model(x).sum().backward()
     model.base_model.model[0].get_base_layer().writes = True
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+    with pytest.raises(RuntimeError, match="written in place after it was made"):
         model(x).sum().backward()
 
 
