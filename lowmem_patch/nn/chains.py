@@ -31,6 +31,7 @@ from lowmem_patch.nn.op import Op, Projection, strides_like, waits_for_gradient
 from lowmem_patch.tracing.call_arguments import (
     MIRRORED,
     ElementwiseCall,
+    as_plain,
     elementwise_call,
     largest_shape,
 )
@@ -112,8 +113,8 @@ class Chain(Op):
     def rearranged(
         self, h: Deferred, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        rest = tuple(map(_of_now, args[1:]))
-        kwargs = {name: _of_now(item) for name, item in kwargs.items()}
+        rest = tuple(map(as_plain, args[1:]))
+        kwargs = {name: as_plain(item) for name, item in kwargs.items()}
         given = (*rest, *kwargs.values())
         views = self.viewed and role_of(function_name(func)).has(VIEWED)
         views = views and not any(isinstance(item, (Tensor, torch.dtype)) for item in given)
@@ -152,11 +153,6 @@ class Chain(Op):
     ) -> Any:
         # itself, which lets its values go: autograd may hold the product, which holds what made it
         return Product.of(RecomputedMatmul(func, self.again, h, weight, offsets, h.sources))
-
-
-def _of_now(item: Any) -> Any:
-    """An argument that stays as it is when a list of sizes is changed later."""
-    return tuple(item) if isinstance(item, list) else item
 
 
 def _is_chain(tensor: Tensor) -> bool:

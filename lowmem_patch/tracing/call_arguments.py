@@ -156,8 +156,8 @@ def called_function(
 ) -> tuple[Tensor, CalledFunction] | None:
     """The tensor and the function of a call; None where other tensors or objects are given as well."""
     tensor = argument(args, kwargs, 0, "input", None)
-    rest = tuple(map(_as_plain, args[1:]))
-    named = {key: _as_plain(item) for key, item in kwargs.items() if key != "input"}
+    rest = tuple(map(as_plain, args[1:]))
+    named = {key: as_plain(item) for key, item in kwargs.items() if key != "input"}
     if named.get("inplace") is False:  # torch names it where the caller does not
         del named["inplace"]
     plain = all(map(_is_plain, (*rest, *named.values())))
@@ -166,7 +166,8 @@ def called_function(
     return tensor, CalledFunction(name, rest, tuple(sorted(named.items())))
 
 
-def _as_plain(item: Any) -> Any:
+def as_plain(item: Any) -> Any:
+    """An argument that stays as it is where its caller changes a list later: a tuple in the place of that."""
     return tuple(item) if isinstance(item, (list, tuple)) else item  # also a torch.Size
 
 
