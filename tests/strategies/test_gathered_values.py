@@ -128,3 +128,31 @@ def test_the_op_can_be_differentiated_twice() -> None:
     x = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
     index = torch.tensor([[0, 0], [4, 1], [2, 3]])
     assert torch.autograd.gradgradcheck(lambda t: gather(t, -1, index) ** 3, (x,))
+
+
+class Narrow(nn.Module):
+    """Takes numbers of a row that is narrow beside those of its other Linears."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.others = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(20)))
+        self.narrow = Taken()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.others(x) + self.narrow(x)
+
+
+class Taken(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.few = nn.Linear(WIDTH, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.few(x).gather(-1, torch.zeros(len(x), 1, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("blocks", [2, 20])
+def test_a_deep_model_is_patched_as_a_shallow_one(blocks: int) -> None:
+    report = patch_report(patched(nn.Sequential(*(Narrow() for _ in range(blocks)))))
+    said = f"modules that gather numbers of a tensor, which is not saved: {blocks}"
+    assert said in report.notes
