@@ -202,7 +202,7 @@ def _without_none(function: Callable[..., Any]) -> Callable[..., Any]:
 def direct_call(function: Any) -> Callable[..., Any]:
     """``Function.apply`` without its search for torch.func's wrappers, which nothing here meets."""
     base: Any = super(torch.autograd.Function, function)
-    return base.apply  # type: ignore[no-any-return]  # has no types
+    return base.apply  # type: ignore[no-any-return]  # torch leaves it untyped
 
 
 def below_modes(function: Callable[..., Any], *args: Any) -> Any:

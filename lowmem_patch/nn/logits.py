@@ -83,7 +83,7 @@ class HeadReads:
             share = (labels == ignore_index).float().mean()
             target = torch.empty((), pin_memory=True)
             target.copy_(share, non_blocking=True)
-            event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]  # of torch
+            event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it untyped
             event.record()
             self._pending = (target, event)
         return self.ignored > _WORTH_WAITING
@@ -193,7 +193,7 @@ class Logits(Op):
             x, weight, bias, low, lora_B = (
                 None if t is None or t is added else t.to(self.compute_dtype) for t in head.tensors
             )
-            a = F.linear(x, weight, bias)  # type: ignore[arg-type]  # both are there
+            a = F.linear(x, weight, bias)  # type: ignore[arg-type]  # neither is None
             if low is not None and lora_B is not None:
                 a = a + low @ lora_B.t()
             if added is not None:

@@ -24,7 +24,7 @@ class AroundForward(FunctionObserver):
         return super().__enter__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]  # likewise
+        super().__exit__(*error)  # type: ignore[no-untyped-call]  # torch leaves it untyped
         eagerly.__exit__(*error)
 
 
