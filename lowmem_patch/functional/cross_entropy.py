@@ -79,7 +79,7 @@ def _sum_forward(*arguments: Any) -> tuple[Tensor | None, ...]:
     with _library.without_autocast(given.x.device.type):
         labelled = labelled_rows(labels) if selects else None
         head, target = in_compute_dtype(given, labelled), labels.target
-        memory = chunk_memory(head)
+        memory = chunk_memory(head, needs)
         chunks = _begun(logits_in_chunks(head, memory))
         _check_labels(labels, given.weight.shape[0])
         assert target is not None
@@ -118,7 +118,7 @@ def _sum_fake(*arguments: Any) -> tuple[Tensor | None, ...]:
 
 
 def _gradients_fake(head: Head, needs: tuple[bool, ...]) -> list[Tensor | None]:
-    return HeadGradients(in_compute_dtype(head), needs, chunk_memory(head)).take(head)
+    return HeadGradients(in_compute_dtype(head), needs, chunk_memory(head, needs)).take(head)
 
 
 _TENSORS = "Tensor x, Tensor weight, Tensor? bias, Tensor? low, Tensor? lora_B"
@@ -249,7 +249,7 @@ def _rows_backward(
     given, labels, (implementation,) = _unpacked(arguments)
     with _library.without_autocast(given.x.device.type):
         head = in_compute_dtype(given)
-        memory = chunk_memory(head)
+        memory = chunk_memory(head, needs)
         chunks = _begun(logits_in_chunks(head, memory))
         gradients = HeadGradients(head, needs, memory)
         settings = (*labels[2:], head.scale, head.cap, implementation)

@@ -51,20 +51,46 @@ class Head(NamedTuple):
         return self.sum_dtype != self.compute_dtype
 
 
-def chunk_rows(head: Head) -> int:
-    """How many rows are computed at a time: few where memory is short, as many as pay otherwise."""
+def chunk_rows(head: Head, needs: Sequence[bool] = ()) -> int:
+    """How many rows are computed at a time: few where memory is short, as many as pay otherwise.
+
+    Args:
+        head: of N rows.
+        needs: which of its five tensors have a gradient.
+    """
     rows = head.x.numel() // max(1, head.x.shape[-1])
     each = head.compute_dtype.itemsize + (head.sum_dtype.itemsize if head.has_wider_sums else 0)
     row = head.weight.shape[0] * each
-    most, device = _ROWS, head.x.device
-    real = device.type == "cuda" and not isinstance(head.x, FakeTensor)
-    if real and not torch.cuda.is_current_stream_capturing():
-        free = torch.cuda.mem_get_info(device)[0]
-        if free < _FREE_SHARE * _ROWS * row:  # what torch's allocator holds is as good
-            held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-            most = max(_FEWEST_ROWS, min(_ROWS, (free + held) // (_FREE_SHARE * row)))
+    short = (
+        None
+        if isinstance(head.x, FakeTensor)
+        else _available(head.x.device, _FREE_SHARE * _ROWS * row)
+    )
+    most = _ROWS
+    if short is not None:
+        most = max(_fewest_rows(rows, head, needs), min(_ROWS, short // (_FREE_SHARE * row)))
     chunks = max(1, -(-rows // most))
     return -(-rows // chunks)
+
+
+def _available(device: torch.device, enough: int) -> int | None:
+    """The free bytes of a GPU; None where they are enough, or nobody may ask."""
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return None
+    free = torch.cuda.mem_get_info(device)[0]
+    if free >= enough:
+        return None
+    # what torch's allocator holds is as good
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+def _fewest_rows(rows: int, head: Head, needs: Sequence[bool]) -> int:
+    """Below this many, a chunk of fewer rows saves no memory."""
+    trains = len(needs) > 1 and needs[1]
+    fewest = -(-rows // _ROUNDINGS)
+    # with more chunks, the gradient of the weight would be added in float32, and take twice the memory
+    sums_in_16_bits = trains and head.compute_dtype == torch.bfloat16 and fewest <= _ROWS
+    return max(_FEWEST_ROWS, fewest if sums_in_16_bits else 0)
 
 
 class ChunkMemory(NamedTuple):
@@ -80,9 +106,9 @@ class ChunkMemory(NamedTuple):
     sums: Tensor
 
 
-def chunk_memory(head: Head) -> ChunkMemory:
-    """Memory that nothing is written in yet."""
-    rows, classes = chunk_rows(head), head.weight.shape[0]
+def chunk_memory(head: Head, needs: Sequence[bool] = ()) -> ChunkMemory:
+    """Memory that nothing is written in yet, for a head of which these tensors have a gradient."""
+    rows, classes = chunk_rows(head, needs), head.weight.shape[0]
     ratio = head.sum_dtype.itemsize // head.compute_dtype.itemsize
     more = -(-rows // ratio) if head.has_wider_sums else 0
     whole = head.x.new_empty(rows + more, classes, dtype=head.sum_dtype)

@@ -184,6 +184,23 @@ def test_many_chunks_are_added_up_in_float32(
     assert error <= 1.4 * own
 
 
+def test_a_chunk_is_small_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head, "_ROWS", 1024)
+    monkeypatch.setattr(head, "_available", lambda device, enough: 0)
+    x, weight = (
+        torch.empty(8192, 4, dtype=torch.bfloat16),
+        torch.empty(CLASSES, 4, dtype=torch.bfloat16),
+    )
+    made = Head(x, weight, None, None, None, 1.0, 0.0, torch.bfloat16, torch.bfloat16)
+    trained = (True, True, False, False, False)
+    assert head.chunk_rows(made, (True, False, False, False, False)) == 64
+    # more chunks would be added in float32, and take more memory than they save
+    assert head.chunk_rows(made, trained) == 1024
+    assert head.chunk_rows(made._replace(x=x[:2048]), trained) == 256
+    # so many are added in float32 in any case
+    assert head.chunk_rows(made._replace(x=x.repeat(2, 1)), trained) == 64
+
+
 @pytest.mark.parametrize("classes", [70_000, 70_001])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_rows_longer_than_the_cache(backend: Backend, classes: int, smoothing: float) -> None:
