@@ -46,6 +46,8 @@ from lowmem_patch.functional.activations import saves_input as saves_input
 from lowmem_patch.functional.affine import Affine as Affine
 from lowmem_patch.functional.affine import Recomputed as Recomputed
 from lowmem_patch.functional.affine import affine_linear as affine_linear
+from lowmem_patch.functional.channel_norms import ChannelNorm as ChannelNorm
+from lowmem_patch.functional.channel_norms import channel_statistics as channel_statistics
 from lowmem_patch.functional.compiled import SavedAs as SavedAs
 from lowmem_patch.functional.compiled import is_sharded as is_sharded
 from lowmem_patch.functional.compiled import limits_of as limits_of

@@ -11,6 +11,9 @@ from lowmem_patch.kernels.activations import activate_backward as activate_backw
 from lowmem_patch.kernels.activations import glu_backward as glu_backward
 from lowmem_patch.kernels.activations import glu_forward as glu_forward
 from lowmem_patch.kernels.affine import affine as affine
+from lowmem_patch.kernels.channel_norms import channel_norm_backward as channel_norm_backward
+from lowmem_patch.kernels.channel_norms import channel_norm_forward as channel_norm_forward
+from lowmem_patch.kernels.channel_norms import channel_statistics as channel_statistics
 from lowmem_patch.kernels.codes import codes_backward as codes_backward
 from lowmem_patch.kernels.codes import codes_forward as codes_forward
 from lowmem_patch.kernels.cross_entropy import cross_entropy_backward as cross_entropy_backward

@@ -14,8 +14,9 @@ from lowmem_patch.functional import (
     codes_activation,
 )
 from lowmem_patch.nn.context import is_foreign, needs_gradient, one_tensor
-from lowmem_patch.nn.deferred import value_of
+from lowmem_patch.nn.deferred import Deferred, value_of
 from lowmem_patch.nn.deferred_ops import Activation
+from lowmem_patch.nn.modes import without_function_modes
 
 
 def in_autocast_dtype(x: Tensor, kind: ActivationKind) -> Tensor:
@@ -66,6 +67,11 @@ class RecomputedActivation(nn.Module):
         """Elementwise, any shape; dtype of ``x``."""
         if x is None or others or named:
             x = one_tensor(self, x, others, named)
+        if isinstance(x, Deferred) and self.kind != "softplus":  # which autocast casts
+            with without_function_modes():
+                made = x.op.activated(x, self.kind, self.op.reads)
+            if made is not NotImplemented:
+                return made
         x = in_autocast_dtype(value_of(x), self.kind)
         if needs_gradient(x) and not is_foreign(x):
             return self.op.of((x,))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from lowmem_patch.functional import ExpertWeight, LowRank, recast_linear
+from lowmem_patch.functional import ActivationKind, ExpertWeight, LowRank, recast_linear
 
 if TYPE_CHECKING:
     from lowmem_patch.nn.deferred import Deferred
@@ -135,6 +135,10 @@ class Op:
         return NotImplemented
 
     def squared(self, h: Deferred) -> Any:
+        return NotImplemented
+
+    def activated(self, h: Deferred, kind: ActivationKind, reads: int) -> Any:
+        """``act(h)``, whose values ``reads`` operators read."""
         return NotImplemented
 
     def plus(self, h: Deferred, other: Any) -> Any:

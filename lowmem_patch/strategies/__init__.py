@@ -5,6 +5,7 @@ from __future__ import annotations
 from lowmem_patch.strategies import (
     attention_layout,
     chains,
+    channel_norms,
     codes,
     dropout_bits,
     eight_bit,
@@ -28,6 +29,7 @@ STRATEGIES: tuple[Strategy, ...] = (
     fold,
     share,
     gated_norms,
+    channel_norms,
     recompute,
     codes,
     chains,  # takes what the two before it leave

@@ -12,7 +12,7 @@ from lowmem_patch.constants import STEP_TABLES
 from lowmem_patch.functional import ActivationKind
 from lowmem_patch.strategies.protocol import Facts, PatchSite, Skip, forward_obstacle
 from lowmem_patch.tracing.base_model import is_leaf
-from lowmem_patch.tracing.call_arguments import CalledFunction
+from lowmem_patch.tracing.call_arguments import CalledFunction, channel_norm_call
 from lowmem_patch.tracing.chains import Chain, find_chains
 from lowmem_patch.tracing.consumers import (
     Consumer,
@@ -92,6 +92,29 @@ def _find_sites(facts: Facts, config: PatchConfig) -> Iterator[ActivationSite | 
         yield site if obstacle is None else site.skip(obstacle)
 
 
+def normed_channels(facts: Facts) -> dict[int, Op]:
+    """The norms over channels, by the ids of their outputs, of modules all of whose norms can wait: one
+    activation is the only reader."""
+    return facts.once(normed_channels, lambda: _normed_channels(facts))
+
+
+def _normed_channels(facts: Facts) -> dict[int, Op]:
+    found: dict[str, list[Op]] = {}
+    others: set[str] = set()
+    for number, op in enumerate(facts.trace.ops):
+        if not op.role.has(Role.CHANNEL_NORM):
+            continue
+        found.setdefault(op.module, []).append(op)
+        call = channel_norm_call(op.name, op.args, op.kwargs)
+        waits = call is not None and not (op.opaque or op.compiled)
+        waits = waits and not facts.writes.later([call.x], number + 1)
+        readers = facts.trace.consumers.get(id(op.outputs[0]), ())
+        waits = waits and len(readers) == 1 and id(op.outputs[0]) not in facts.trace.outputs
+        if not waits or not op.module or forward_obstacle(facts, op.module):
+            others.add(op.module)
+    return {id(op.outputs[0]): op for name, ops in found.items() if name not in others for op in ops}
+
+
 def unknown_activations(facts: Facts) -> Iterator[Skip]:
     """Modules that look like activations, and are none that we know or may touch."""
     for name in facts.leaves:
@@ -146,6 +169,9 @@ def _site(
         # or what a dropout made of the output, but where one exact bit takes less time
         gains = any(map(weight_trains, consumers_of(facts, products(rows) + squares)))
         gains |= not (is_output(facts, name, linear) or _is_exact(kind, config))
+    normed = {id(tensor) for op in normed_channels(facts).values() for tensor in op.outputs}
+    if all(id(call.inputs[0]) in normed for call in facts.calls_of(name)):
+        gains |= bool(linear or reads)  # the norm's input is saved in any case
     gains &= hook is None
     chosen = _choose(
         config, kind, gains=gains, frozen=any(map(_is_frozen, consumers)),

@@ -258,3 +258,48 @@ def moved_channel(
     last = tensor.dim() - 1
     others = [dim for dim in order if dim != last]
     return order.index(last) if others == sorted(others) else None
+
+
+class ChannelNormCall(NamedTuple):
+    """A call of `torch.nn.functional.batch_norm` in training, or of `group_norm`.
+
+    Attributes:
+        groups: 0 for BatchNorm.
+    """
+
+    x: Tensor
+    groups: int
+    weight: Tensor | None
+    bias: Tensor | None
+    eps: float
+    running_mean: Tensor | None = None
+    running_var: Tensor | None = None
+    momentum: float = 0.1
+
+
+_BATCH = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
+_GROUP = ("input", "num_groups", "weight", "bias", "eps")
+
+
+def channel_norm_call(
+    name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> ChannelNormCall | None:
+    """How a function of this name is called, if it is a norm over channels with statistics of its input."""
+    if name == "batch_norm":
+        given = dict(zip(_BATCH, args, strict=False)) | kwargs
+        if given.get("training") is not True or isinstance(args[0], int):
+            return None
+        groups = 0
+    elif name == "group_norm":
+        given = dict(zip(_GROUP, args, strict=False)) | kwargs
+        groups = given.get("num_groups", 0)
+        if not isinstance(groups, int) or groups < 1:
+            return None
+    else:
+        return None
+    x = given.get("input")
+    if not isinstance(x, Tensor) or set(given) - {*_BATCH, *_GROUP}:
+        return None
+    rest = {key: given[key] for key in ("running_mean", "running_var", "momentum") if key in given}
+    eps = given.get("eps", 1e-5)
+    return ChannelNormCall(x, groups, given.get("weight"), given.get("bias"), eps, **rest)

@@ -1,0 +1,106 @@
+"""A norm over channels and the activation behind it, which save the norm's input and nothing else.
+
+    z = (x - mean) rstd,    y = z w[c] + b[c],    a = h(y)
+
+mean and rstd are of one channel in the whole batch (BatchNorm), or of a group of channels of one sample
+(GroupNorm); w and b are of a channel c. With the means over the same elements,
+
+    d_y = d_a h'(y),    g = d_y w,    d_x = rstd (g - mean(g) - z mean(g z)),    d_w = sum d_y z,    d_b = sum d_y
+
+Torch saves x for the norm, y for h, and a for the convolution behind it. y and a are elementwise in x once mean
+and rstd are known: they are computed again, and a alone is made, in one kernel. (In-Place Activated BatchNorm,
+arXiv 1712.02616, saves a and inverts h; that needs a monotonic h.)
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowmem_patch.constants import ActivationKind
+from lowmem_patch.functional import _library
+from lowmem_patch.functional._implementation import dispatched, resolve
+
+
+class ChannelNorm(NamedTuple):
+    """What is computed of an ``x [B, C, ...]``.
+
+    Attributes:
+        groups: of channels, of each sample; 0: BatchNorm.
+        has_weight, has_bias: whether there are w and b, ``[C]``.
+        kind: of h; None for y itself.
+        out_dtype: of the value.
+    """
+
+    groups: int
+    has_weight: bool
+    has_bias: bool
+    kind: ActivationKind | None
+    out_dtype: torch.dtype
+
+    def _vectors(self, rest: tuple[Tensor, ...]) -> tuple[Tensor | None, Tensor | None]:
+        weight = rest[0] if self.has_weight else None
+        return weight, rest[-1] if self.has_bias else None
+
+    def value(self, x: Tensor, mean: Tensor, rstd: Tensor, *rest: Tensor) -> Tensor:
+        """y or a, in the strides of x; no gradient.
+
+        Args:
+            x: without gaps; contiguous, or with its channels last in a BatchNorm.
+            mean, rstd: from `channel_statistics`.
+            rest: w and b, those that there are.
+        """
+        weight, bias = self._vectors(rest)
+        made: Tensor = _forward(
+            x, mean, rstd, weight, bias, self.groups, self.kind, self.out_dtype, resolve("auto", x)
+        )
+        return made
+
+    def gradients(
+        self, dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, *rest: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        """Of the same tensors, None for mean and rstd."""
+        weight, bias = self._vectors(rest)
+        dx, *vectors = _backward(
+            dy, x, mean, rstd, weight, bias, self.groups, self.kind, resolve("auto", x)
+        )
+        present = zip((self.has_weight, self.has_bias), (weight, bias), vectors, strict=True)
+        return dx, None, None, *(d.to(v.dtype) for has, v, d in present if has and v is not None)
+
+
+def channel_statistics(x: Tensor, groups: int) -> tuple[Tensor, Tensor]:
+    """Mean and biased variance, ``[C]`` or ``[B groups]``, float32 (float64 for such an x); no gradient."""
+    found: tuple[Tensor, Tensor] = _statistics(x.detach(), groups, resolve("auto", x))
+    return found
+
+
+def _statistics_fake(x: Tensor, groups: int, _: str) -> tuple[Tensor, Tensor]:
+    length = x.shape[0] * groups if groups else x.shape[1]
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return x.new_empty(length, dtype=dtype), x.new_empty(length, dtype=dtype)
+
+
+def _backward_fake(dy: Tensor, x: Tensor, mean: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(x), *(mean.new_empty(x.shape[1]) for _ in range(2))
+
+
+_statistics = _library.Operator(
+    "channel_statistics(Tensor x, int groups, str implementation) -> (Tensor, Tensor)",
+    dispatched("channel_statistics"),
+    _statistics_fake,
+)
+_GIVEN = (
+    "Tensor x, Tensor mean, Tensor rstd, Tensor? weight, Tensor? bias, int groups, str? kind"
+)
+_forward = _library.Operator(
+    f"channel_norm_forward({_GIVEN}, ScalarType out_dtype, str implementation) -> Tensor",
+    dispatched("channel_norm_forward"),
+    lambda x, *rest: torch.empty_like(x, dtype=rest[6]),
+)
+_backward = _library.Operator(
+    f"channel_norm_backward(Tensor dy, {_GIVEN}, str implementation) -> (Tensor, Tensor, Tensor)",
+    dispatched("channel_norm_backward"),
+    _backward_fake,
+)

@@ -1,0 +1,350 @@
+"""BatchNorm and GroupNorm with an activation behind them; see `lowmem_patch.functional.channel_norms`.
+
+A plane is what one sample has of one channel. Contiguous tensors are one row a plane. Tensors whose channels
+lie last are one column a channel; only BatchNorm reads those. A program takes a tile of rows and columns.
+"""
+
+# triton ships no types
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lowmem_patch import reference
+from lowmem_patch.constants import ActivationKind
+from lowmem_patch.kernels import _math
+from lowmem_patch.kernels._launch import Launch
+
+_ELEMENTS = 2048  # of a tile
+_NUM_WARPS = 4
+
+
+class _Rows(NamedTuple):
+    """How a tensor ``[B, C, ...]`` is read.
+
+    Attributes:
+        rows, columns: planes and their elements; or B times these, and C, where the channels lie ``last``.
+    """
+
+    rows: int
+    columns: int
+    last: bool
+
+
+def _rows(x: Tensor) -> _Rows:
+    samples, channels = x.shape[:2]
+    plane = x[0, 0].numel() if x.numel() else 0
+    last = plane == 1 or not x.is_contiguous()
+    return _Rows(samples * plane, channels, True) if last else _Rows(samples * channels, plane, False)
+
+
+def _tile(columns: int) -> tuple[int, int]:
+    block = min(_ELEMENTS, triton.next_power_of_2(max(columns, 16)))
+    return _ELEMENTS // block, block
+
+
+@triton.jit
+def _normalized(
+    x_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, row, column, place, mask, known, channels,
+    per_group, LAST: tl.constexpr, GROUPED: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """z, y, rstd, and the weight; mask of the tile, ``known`` of its rows or of its columns."""
+    x = tl.load(x_ptr + place, mask=mask, other=0.0).to(tl.float32)
+    if LAST:
+        channel = column
+        statistic = column
+    else:
+        channel = row % channels
+        statistic = row // per_group if GROUPED else channel
+    mean = tl.load(mean_ptr + statistic, mask=known, other=0.0)
+    rstd = tl.load(rstd_ptr + statistic, mask=known, other=0.0)
+    z = (x - mean) * rstd
+    y = z
+    weight = rstd * 0 + 1
+    if WEIGHT:
+        weight = tl.load(weight_ptr + channel, mask=known, other=0.0).to(tl.float32)
+        y *= weight
+    if BIAS:
+        y += tl.load(bias_ptr + channel, mask=known, other=0.0).to(tl.float32)
+    return z, y, rstd, weight
+
+
+@triton.jit(do_not_specialize=["rows", "column_blocks", "channels", "per_group"])
+def _forward_kernel(
+    x_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, y_ptr,
+    rows, column_blocks, channels, per_group, columns,
+    LAST: tl.constexpr, GROUPED: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
+    KIND: tl.constexpr, PRECISE: tl.constexpr, COARSE: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    row = (program // column_blocks) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = (program % column_blocks) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    mask = (row < rows) & (column < columns)
+    place = row.to(tl.int64) * columns + column
+    known = column < columns if LAST else row < rows
+    _, y, _, _ = _normalized(
+        x_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, row, column, place, mask, known, channels,
+        per_group, LAST, GROUPED, WEIGHT, BIAS,
+    )  # fmt: skip
+    if KIND != "":
+        y = _math.activate(y, KIND, PRECISE, COARSE)
+    tl.store(y_ptr + place, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["rows", "column_blocks", "channels", "per_group"])
+def _slope_kernel(
+    dy_ptr, x_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, d_ptr,
+    rows, column_blocks, channels, per_group, columns,
+    LAST: tl.constexpr, GROUPED: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
+    KIND: tl.constexpr, PRECISE: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The gradient of y, from that of h(y)."""
+    program = tl.program_id(0)
+    row = (program // column_blocks) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = (program % column_blocks) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    mask = (row < rows) & (column < columns)
+    place = row.to(tl.int64) * columns + column
+    known = column < columns if LAST else row < rows
+    _, y, _, _ = _normalized(
+        x_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, row, column, place, mask, known, channels,
+        per_group, LAST, GROUPED, WEIGHT, BIAS,
+    )  # fmt: skip
+    d = tl.load(dy_ptr + place, mask=mask, other=0.0).to(tl.float32)
+    _, slope = _math.activate_and_slope(y, KIND, PRECISE)
+    d = _math.times_slope(d, slope, KIND)
+    tl.store(d_ptr + place, d.to(d_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["rows", "channels", "per_group"])
+def _sums_kernel(
+    dy_ptr, x_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, d_sum_ptr, dz_sum_ptr,
+    rows, channels, per_group, columns,
+    GROUPED: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
+    KIND: tl.constexpr, PRECISE: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Of each plane: the sums of the gradient of y, and of it times z."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    known = row < rows
+    d_sum = tl.zeros((ROWS, COLUMNS), tl.float32)
+    dz_sum = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for start in range(0, columns, COLUMNS):
+        column = start + tl.arange(0, COLUMNS)[None, :]
+        mask = known & (column < columns)
+        place = row.to(tl.int64) * columns + column
+        z, y, _, _ = _normalized(
+            x_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, row, column, place, mask, known, channels,
+            per_group, False, GROUPED, WEIGHT, BIAS,
+        )  # fmt: skip
+        d = tl.load(dy_ptr + place, mask=mask, other=0.0).to(tl.float32)
+        if KIND != "":
+            _, slope = _math.activate_and_slope(y, KIND, PRECISE)
+            d = tl.where(mask, _math.times_slope(d, slope, KIND), 0.0)
+        d_sum += d
+        dz_sum += d * z
+    tl.store(d_sum_ptr + row, tl.sum(d_sum, 1, keep_dims=True), mask=known)
+    tl.store(dz_sum_ptr + row, tl.sum(dz_sum, 1, keep_dims=True), mask=known)
+
+
+@triton.jit(do_not_specialize=["rows", "column_blocks", "channels", "per_group"])
+def _backward_kernel(
+    dy_ptr, x_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, g_mean_ptr, gz_mean_ptr, dx_ptr,
+    rows, column_blocks, channels, per_group, columns,
+    GROUPED: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
+    KIND: tl.constexpr, PRECISE: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """dx, with the means of g and of g z that belong to each plane."""
+    program = tl.program_id(0)
+    row = (program // column_blocks) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = (program % column_blocks) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    known = row < rows
+    mask = known & (column < columns)
+    place = row.to(tl.int64) * columns + column
+    z, y, rstd, weight = _normalized(
+        x_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, row, column, place, mask, known, channels,
+        per_group, False, GROUPED, WEIGHT, BIAS,
+    )  # fmt: skip
+    d = tl.load(dy_ptr + place, mask=mask, other=0.0).to(tl.float32)
+    if KIND != "":
+        _, slope = _math.activate_and_slope(y, KIND, PRECISE)
+        d = _math.times_slope(d, slope, KIND)
+    statistic = row // per_group if GROUPED else row % channels
+    g_mean = tl.load(g_mean_ptr + statistic, mask=known, other=0.0)
+    gz_mean = tl.load(gz_mean_ptr + statistic, mask=known, other=0.0)
+    dx = rstd * (d * weight - g_mean - z * gz_mean)
+    tl.store(dx_ptr + place, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["begin"])
+def _statistics_kernel(x_ptr, mean_ptr, variance_ptr, begin, columns, COLUMNS: tl.constexpr):
+    """Of one row. Sums are those of the distance to its first element: squares of large means cancel."""
+    row = tl.program_id(0).to(tl.int64)
+    first = tl.load(x_ptr + row * columns).to(tl.float32)
+    total = tl.zeros((COLUMNS,), tl.float32)
+    squares = tl.zeros((COLUMNS,), tl.float32)
+    for start in range(begin, columns, COLUMNS):
+        column = start + tl.arange(0, COLUMNS)
+        mask = column < columns
+        x = tl.load(x_ptr + row * columns + column, mask=mask, other=0.0).to(tl.float32)
+        x = tl.where(mask, x - first, 0.0)
+        total += x
+        squares += x * x
+    mean = tl.sum(total, 0) / columns
+    tl.store(mean_ptr + row, first + mean)
+    tl.store(variance_ptr + row, tl.sum(squares, 0) / columns - mean * mean)
+
+
+@cache
+def _statistics_launch() -> Launch:
+    return Launch(_statistics_kernel, 8, COLUMNS=_ELEMENTS)
+
+
+def channel_statistics(x: Tensor, groups: int) -> tuple[Tensor, Tensor]:
+    """As of the reference; x contiguous where there are groups."""
+    if not groups and x.is_cuda:
+        mean, rstd = torch.batch_norm_stats(x, 0.0)
+        return mean, rstd.pow(-2)  # of infinity: 0
+    if not groups:
+        return reference.channel_statistics(x, groups)
+    rows = x.shape[0] * groups
+    mean, variance = (x.new_empty(rows, dtype=torch.float32) for _ in range(2))
+    _statistics_launch()((rows, 1, 1), (x, mean, variance), (0,), (x.numel() // rows,))
+    return mean, variance
+
+
+@cache
+def _launch(kernel: Any, *settings: Any) -> Launch:
+    return Launch(kernel, _NUM_WARPS, **dict(settings))
+
+
+def _constants(
+    weight: Tensor | None, bias: Tensor | None, groups: int, kind: ActivationKind | None, precise: bool
+) -> dict[str, Any]:
+    return {
+        "GROUPED": groups > 0,
+        "WEIGHT": weight is not None,
+        "BIAS": bias is not None,
+        "KIND": kind or "",
+        "PRECISE": precise,
+    }
+
+
+def _vectors(
+    x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None
+) -> tuple[Tensor, ...]:
+    """An absent one is never read."""
+    weight, bias = (mean if v is None else v.contiguous() for v in (weight, bias))
+    return x, mean, rstd, weight, bias
+
+
+def channel_norm_forward(
+    x: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    groups: int,
+    kind: ActivationKind | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """As of the reference; x contiguous, or with its channels last where there are no groups."""
+    y = torch.empty_like(x, dtype=out_dtype)
+    if x.numel() == 0:
+        return y
+    rows, columns, last = _rows(x)
+    block_rows, block_columns = _tile(columns)
+    constants = _constants(weight, bias, groups, kind, out_dtype == torch.float32)
+    constants = {"LAST": last, **constants, "COARSE": out_dtype == torch.bfloat16}
+    launch = _launch(
+        _forward_kernel, *constants.items(), ("ROWS", block_rows), ("COLUMNS", block_columns)
+    )
+    blocks, channels = -(-columns // block_columns), x.shape[1]
+    launch(
+        (-(-rows // block_rows) * blocks, 1, 1),
+        (*_vectors(x, mean, rstd, weight, bias), y),
+        (rows, blocks, channels, channels // max(1, groups)),
+        (columns,),
+    )
+    return y
+
+
+def channel_norm_backward(
+    dy: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    groups: int,
+    kind: ActivationKind | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As of the reference; x as of `channel_norm_forward`."""
+    if dy.stride() != x.stride():
+        dy = torch.empty_like(x, dtype=dy.dtype).copy_(dy)
+    tile = _rows(x)
+    given = (dy, *_vectors(x, mean, rstd, weight, bias))
+    constants = _constants(weight, bias, groups, kind, x.dtype == torch.float32)
+    if tile.last:
+        return _backward_of_columns(given, tile, weight, constants)
+    rows, columns, _ = tile
+    samples, channels = x.shape[:2]
+    per_group = channels // max(1, groups)
+    block_rows, block_columns = _tile(columns)
+    settings = (*constants.items(), ("ROWS", block_rows), ("COLUMNS", block_columns))
+    row_blocks, blocks = -(-rows // block_rows), -(-columns // block_columns)
+    d_sums, dz_sums = (mean.new_empty(samples, channels) for _ in range(2))
+    _launch(_sums_kernel, *settings)(
+        (row_blocks, 1, 1), (*given, d_sums, dz_sums), (rows, channels, per_group), (columns,)
+    )
+    d_bias, d_weight = d_sums.sum(0), dz_sums.sum(0)
+    if groups:
+        found = [d_sums, dz_sums] if weight is None else [d_sums * weight, dz_sums * weight]
+        means = [s.view(samples * groups, per_group).sum(1) / (per_group * columns) for s in found]
+    else:
+        found = [d_bias, d_weight] if weight is None else [d_bias * weight, d_weight * weight]
+        means = [s / (samples * columns) for s in found]
+    dx = torch.empty_like(x)
+    _launch(_backward_kernel, *settings)(
+        (row_blocks * blocks, 1, 1),
+        (*given, *(one.float() for one in means), dx),
+        (rows, blocks, channels, per_group),
+        (columns,),
+    )
+    return dx, d_weight, d_bias
+
+
+def _backward_of_columns(
+    given: tuple[Tensor, ...], tile: _Rows, weight: Tensor | None, constants: dict[str, Any]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of a BatchNorm whose channels lie last, by torch's own."""
+    d, x, mean, rstd, *_ = given
+    rows, columns, _ = tile
+    if constants["KIND"]:
+        block_rows, block_columns = _tile(columns)
+        settings = (*constants.items(), ("ROWS", block_rows), ("COLUMNS", block_columns))
+        blocks, d = -(-columns // block_columns), torch.empty_like(x)
+        _launch(_slope_kernel, ("LAST", True), *settings)(
+            (-(-rows // block_rows) * blocks, 1, 1),
+            (*given, d),
+            (rows, blocks, columns, 1),
+            (columns,),
+        )
+    needs = [True, True, True]
+    none = None
+    if weight is None:
+        weight = mean.new_ones(columns)
+    found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten.native_batch_norm_backward(
+        d, x, weight, none, none, mean, rstd, True, 0.0, needs
+    )
+    dx, d_weight, d_bias = found
+    return dx, d_weight.to(mean.dtype), d_bias.to(mean.dtype)

@@ -1,0 +1,135 @@
+"""BatchNorm and GroupNorm whose output waits, so that it and an activation of it are computed again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lowmem_patch.functional import (
+    ActivationKind,
+    ChannelNorm,
+    channel_statistics,
+    recomputed_linear,
+    without_grad,
+)
+from lowmem_patch.nn.context import is_foreign
+from lowmem_patch.nn.deferred import Deferred, defer, value_of
+from lowmem_patch.nn.modes import ForwardMode
+from lowmem_patch.nn.op import Op, Projection
+from lowmem_patch.tracing.call_arguments import ChannelNormCall, channel_norm_call
+
+
+class NormedChannels(Op):
+    """The output of a norm over channels, or an activation of it.
+
+    The sources are x, mean, rstd, and the norm's weight and bias, those that there are.
+
+    Args:
+        norm: what is computed.
+        reads: how many operators read the values before they are let go, as of `Activation`.
+    """
+
+    def __init__(self, norm: ChannelNorm, reads: int = 1) -> None:
+        self.norm, self.reads = norm, reads
+
+    def dtype(self, sources: tuple[Tensor, ...]) -> torch.dtype:
+        return self.norm.out_dtype
+
+    def compute(self, *sources: Tensor) -> Tensor:
+        return self.norm.value(*sources)
+
+    def gradients(self, dy: Tensor, *sources: Tensor) -> tuple[Tensor | None, ...]:
+        return self.norm.gradients(dy, *sources)
+
+    def was_read(self, h: Any) -> None:
+        h._times_read += 1
+        if self.reads and h._times_read % self.reads == 0:
+            h.let_go()
+
+    def activated(self, h: Deferred, kind: ActivationKind, reads: int) -> Any:
+        if self.norm.kind is not None or h.is_changed():
+            return NotImplemented
+        h.was_bypassed = True
+        return defer(NormedChannels(self.norm._replace(kind=kind), reads), h.sources)
+
+    def linear(self, h: Deferred, to: Projection, dtype: torch.dtype) -> Tensor:
+        if to.adapter is not None or not to.weight.requires_grad:
+            return super().linear(h, to, dtype)
+
+        def again(*sources: Tensor, dtype: torch.dtype) -> Tensor:
+            return self.norm.value(*sources).to(dtype)
+
+        return recomputed_linear(h.plain(), again, h.sources, to.weight, to.bias, dtype)
+
+
+class DeferChannelNorms(ForwardMode):
+    """Gives deferred tensors where the module's forward calls a norm over channels."""
+
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        made = None
+        if func in _NORMS and self.packs_alike():
+            given = channel_norm_call(func.__name__, args, kwargs)
+            made = None if given is None else deferred_norm(given)
+        return func(*args, **kwargs) if made is None else made
+
+
+_NORMS: tuple[Callable[..., Any], ...] = (F.batch_norm, F.group_norm)
+
+
+def deferred_norm(given: ChannelNormCall) -> Deferred | None:
+    """The norm's output; None where torch shall compute it, or say what is wrong."""
+    x = value_of(given.x)
+    given = given._replace(x=x)
+    if not _may_wait(given):
+        return None
+    mean, variance = channel_statistics(x, given.groups)
+    _update(given, mean, variance)
+    rstd = (variance + given.eps).rsqrt_()
+    # of the 16 bits of a GPU, autocast makes float32
+    wide = given.groups and x.is_cuda and torch.is_autocast_enabled("cuda")
+    dtype = torch.promote_types(x.dtype, torch.float32) if wide else x.dtype
+    vectors = [vector for vector in (given.weight, given.bias) if vector is not None]
+    has = (given.weight is not None, given.bias is not None)
+    norm = ChannelNorm(given.groups, *has, None, dtype)
+    return defer(NormedChannels(norm), (x, mean, rstd, *vectors))
+
+
+def _may_wait(given: ChannelNormCall) -> bool:
+    x, groups, vectors = given.x, given.groups, (given.weight, given.bias)
+    tensors = [t for t in (x, *vectors, given.running_mean, given.running_var) if t is not None]
+    if any(map(is_foreign, tensors)) or not any(t.requires_grad for t in tensors):
+        return False
+    if not x.is_floating_point() or x.dim() < 2 or x.layout is not torch.strided:
+        return False
+    plain = x.is_contiguous() or (not groups and _has_channels_last(x))
+    channels = x.shape[1]
+    several = x.numel() > (x.shape[0] * groups if groups else channels)
+    fits = all(v is None or v.shape == (channels,) for v in (*vectors, *_running(given)))
+    known = all(v.dtype in (x.dtype, torch.float32) for v in tensors)
+    alike = (given.running_mean is None) == (given.running_var is None)
+    return plain and several and fits and known and alike and not (groups and channels % groups)
+
+
+def _running(given: ChannelNormCall) -> tuple[Tensor | None, Tensor | None]:
+    return given.running_mean, given.running_var
+
+
+def _has_channels_last(x: Tensor) -> bool:
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    return x.dim() in formats and x.is_contiguous(memory_format=formats[x.dim()])
+
+
+def _update(given: ChannelNormCall, mean: Tensor, variance: Tensor) -> None:
+    """The running statistics, as torch keeps them: the variance is the unbiased one."""
+    running_mean, running_var = _running(given)
+    if running_mean is None or running_var is None:
+        return
+    count = given.x.numel() // given.x.shape[1]
+    with without_grad():
+        running_mean.lerp_(mean.to(running_mean.dtype), given.momentum)
+        unbiased = variance * (count / (count - 1))
+        running_var.lerp_(unbiased.to(running_var.dtype), given.momentum)

@@ -1,0 +1,102 @@
+"""BatchNorm and GroupNorm in eager torch, with an activation behind them; see `lowmem_patch.functional.channel_norms`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lowmem_patch import formulas
+from lowmem_patch.constants import ActivationKind
+
+
+def _arithmetic_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def channel_statistics(x: Tensor, groups: int) -> tuple[Tensor, Tensor]:
+    """Mean and biased variance, in float32 or float64.
+
+    Args:
+        x: ``[B, C, ...]``.
+        groups: of channels, of each sample; 0: those of each channel of all samples.
+
+    Returns:
+        two of ``[C]``, or of ``[B groups]``.
+    """
+    wide = x.to(_arithmetic_dtype(x.dtype))
+    if groups:
+        wide, dims = wide.reshape(x.shape[0] * groups, -1), [1]
+    else:
+        dims = [0, *range(2, x.dim())]
+    variance, mean = torch.var_mean(wide, dims, correction=0)
+    return mean, variance
+
+
+def _per_channel(vector: Tensor, x: Tensor, groups: int = 0) -> Tensor:
+    """A number for each channel, or for each group of each sample, in the dimensions of ``x``."""
+    if groups:
+        vector = vector.view(-1, groups).repeat_interleave(x.shape[1] // groups, 1)
+    return vector.view(-1, x.shape[1], *(1,) * (x.dim() - 2))
+
+
+def _normalized(
+    x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int
+) -> tuple[Tensor, Tensor]:
+    """z and z weight + bias, unrounded."""
+    z = (x - _per_channel(mean, x, groups)) * _per_channel(rstd, x, groups)
+    y = z if weight is None else z * _per_channel(weight, x)
+    return z, y if bias is None else y + _per_channel(bias, x)
+
+
+def channel_norm_forward(
+    x: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    groups: int,
+    kind: ActivationKind | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """h((x - mean) rstd weight + bias), h of ``kind`` or none.
+
+    Args:
+        x: ``[B, C, ...]``, of any strides without gaps, which the result has too.
+        mean, rstd: ``[C]``, or ``[B groups]`` where there are groups; float32, or float64 for such an x.
+        weight, bias: ``[C]`` or None.
+        out_dtype: of the result.
+    """
+    y = _normalized(x, mean, rstd, weight, bias, groups)[1]
+    return (y if kind is None else formulas.FORWARD[kind](y)).to(out_dtype)
+
+
+def channel_norm_backward(
+    dy: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    groups: int,
+    kind: ActivationKind | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of x, in its dtype and strides, and of weight and bias, in that of ``mean``.
+
+    Args:
+        dy: shape of ``x``; the gradient of what `channel_norm_forward` gives for the others.
+    """
+    z, y = _normalized(x, mean, rstd, weight, bias, groups)
+    d_y = dy.to(mean.dtype)
+    if kind is not None:
+        d_y = formulas.BACKWARD[kind](d_y, y)
+    dims = [0, *range(2, x.dim())]
+    d_weight, d_bias = (d_y * z).sum(dims), d_y.sum(dims)
+    g = d_y if weight is None else d_y * _per_channel(weight, x)
+
+    def mean_of(one: Tensor) -> Tensor:
+        if groups:
+            return _per_channel(one.reshape(x.shape[0] * groups, -1).mean(1), x, groups)
+        return one.mean(dims, keepdim=True)
+
+    dx = _per_channel(rstd, x, groups) * (g - mean_of(g) - z * mean_of(g * z))
+    return dx.to(x.dtype), d_weight, d_bias
