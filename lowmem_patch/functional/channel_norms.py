@@ -3,13 +3,14 @@
     z = (x - mean) rstd,    y = z w[c] + b[c],    a = h(y)
 
 mean and rstd are of one channel in the whole batch (BatchNorm), or of a group of channels of one sample
-(GroupNorm); w and b are of a channel c. With the means over the same elements,
+(GroupNorm); w and b are of a channel c. With means over the same elements,
 
-    d_y = d_a h'(y),    g = d_y w,    d_x = rstd (g - mean(g) - z mean(g z)),    d_w = sum d_y z,    d_b = sum d_y
+    d_y = d_a h'(y),    g = d_y w,    d_x = rstd (g - mean(g) - z mean(g z)),
+    d_w = sum d_y z,    d_b = sum d_y
 
-Torch saves x for the norm, y for h, and a for the convolution behind it. y and a are elementwise in x once mean
-and rstd are known: they are computed again, and a alone is made, in one kernel. (In-Place Activated BatchNorm,
-arXiv 1712.02616, saves a and inverts h; that needs a monotonic h.)
+Torch saves x for the norm, y for h, and a for the convolution behind it. Once mean and rstd are known, y and
+a are elementwise in x: they are computed again, and a is made of x by one kernel. (In-Place Activated
+BatchNorm, arXiv 1712.02616, saves a and inverts h, which must be monotonic for that.)
 """
 
 from __future__ import annotations
@@ -91,9 +92,7 @@ _statistics = _library.Operator(
     dispatched("channel_statistics"),
     _statistics_fake,
 )
-_GIVEN = (
-    "Tensor x, Tensor mean, Tensor rstd, Tensor? weight, Tensor? bias, int groups, str? kind"
-)
+_GIVEN = "Tensor x, Tensor mean, Tensor rstd, Tensor? weight, Tensor? bias, int groups, str? kind"
 _forward = _library.Operator(
     f"channel_norm_forward({_GIVEN}, ScalarType out_dtype, str implementation) -> Tensor",
     dispatched("channel_norm_forward"),

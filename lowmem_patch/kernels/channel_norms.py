@@ -38,11 +38,13 @@ class _Rows(NamedTuple):
     last: bool
 
 
-def _rows(x: Tensor) -> _Rows:
+def _rows(x: Tensor, groups: int) -> _Rows:
     samples, channels = x.shape[:2]
     plane = x[0, 0].numel() if x.numel() else 0
-    last = plane == 1 or not x.is_contiguous()
-    return _Rows(samples * plane, channels, True) if last else _Rows(samples * channels, plane, False)
+    last = not groups and (plane == 1 or not x.is_contiguous())
+    return (
+        _Rows(samples * plane, channels, True) if last else _Rows(samples * channels, plane, False)
+    )
 
 
 def _tile(columns: int) -> tuple[int, int]:
@@ -228,7 +230,11 @@ def _launch(kernel: Any, *settings: Any) -> Launch:
 
 
 def _constants(
-    weight: Tensor | None, bias: Tensor | None, groups: int, kind: ActivationKind | None, precise: bool
+    weight: Tensor | None,
+    bias: Tensor | None,
+    groups: int,
+    kind: ActivationKind | None,
+    precise: bool,
 ) -> dict[str, Any]:
     return {
         "GROUPED": groups > 0,
@@ -261,7 +267,7 @@ def channel_norm_forward(
     y = torch.empty_like(x, dtype=out_dtype)
     if x.numel() == 0:
         return y
-    rows, columns, last = _rows(x)
+    rows, columns, last = _rows(x, groups)
     block_rows, block_columns = _tile(columns)
     constants = _constants(weight, bias, groups, kind, out_dtype == torch.float32)
     constants = {"LAST": last, **constants, "COARSE": out_dtype == torch.bfloat16}
@@ -291,7 +297,7 @@ def channel_norm_backward(
     """As of the reference; x as of `channel_norm_forward`."""
     if dy.stride() != x.stride():
         dy = torch.empty_like(x, dtype=dy.dtype).copy_(dy)
-    tile = _rows(x)
+    tile = _rows(x, groups)
     given = (dy, *_vectors(x, mean, rstd, weight, bias))
     constants = _constants(weight, bias, groups, kind, x.dtype == torch.float32)
     if tile.last:
@@ -339,12 +345,10 @@ def _backward_of_columns(
             (rows, blocks, columns, 1),
             (columns,),
         )
-    needs = [True, True, True]
-    none = None
-    if weight is None:
-        weight = mean.new_ones(columns)
-    found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten.native_batch_norm_backward(
-        d, x, weight, none, none, mean, rstd, True, 0.0, needs
+    if not x.is_cuda:  # Triton's interpreter
+        return reference.channel_norm_backward(d, x, mean, rstd, weight, None, 0, None)
+    scale = mean.new_ones(columns) if weight is None else weight
+    dx, d_weight, d_bias = torch.ops.aten.native_batch_norm_backward(
+        d, x, scale, None, None, mean, rstd, True, 0.0, [True] * 3
     )
-    dx, d_weight, d_bias = found
     return dx, d_weight.to(mean.dtype), d_bias.to(mean.dtype)

@@ -1,4 +1,4 @@
-"""BatchNorm and GroupNorm in eager torch, with an activation behind them; see `lowmem_patch.functional.channel_norms`."""
+"""BatchNorm and GroupNorm with an activation behind them; see `lowmem_patch.functional.channel_norms`."""
 
 from __future__ import annotations
 
@@ -99,4 +99,4 @@ def channel_norm_backward(
         return one.mean(dims, keepdim=True)
 
     dx = _per_channel(rstd, x, groups) * (g - mean_of(g) - z * mean_of(g * z))
-    return dx.to(x.dtype), d_weight, d_bias
+    return torch.empty_like(x).copy_(dx), d_weight, d_bias

@@ -112,7 +112,9 @@ def _normed_channels(facts: Facts) -> dict[int, Op]:
         waits = waits and len(readers) == 1 and id(op.outputs[0]) not in facts.trace.outputs
         if not waits or not op.module or forward_obstacle(facts, op.module):
             others.add(op.module)
-    return {id(op.outputs[0]): op for name, ops in found.items() if name not in others for op in ops}
+    return {
+        id(op.outputs[0]): op for name, ops in found.items() if name not in others for op in ops
+    }
 
 
 def unknown_activations(facts: Facts) -> Iterator[Skip]:

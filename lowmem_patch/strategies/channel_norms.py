@@ -51,7 +51,10 @@ def find(facts: Facts, config: PatchConfig) -> Found:
             reader = readers[id(outputs[0])]
             found.add(
                 DeferredChannelNorm(
-                    name, reason=_REASON.format(reader=reader), kind="channel_norm", consumers=(reader,)
+                    name,
+                    reason=_REASON.format(reader=reader),
+                    kind="channel_norm",
+                    consumers=(reader,),
                 )
             )
     return found

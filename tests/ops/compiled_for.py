@@ -114,6 +114,18 @@ def dropouts() -> Iterator[Any]:
         yield kernels.drop(torch.ones(elements, dtype=DTYPE), bits, 1.25, DTYPE, DTYPE)
 
 
+def channel_norms() -> Iterator[Any]:
+    image, vector = torch.ones(2, 32, 16, 16, dtype=DTYPE), torch.ones(32, dtype=DTYPE)
+    for groups, x in ((0, image), (0, image.to(memory_format=torch.channels_last)), (4, image)):
+        with mock.patch.object(
+            torch.ops.aten, "native_batch_norm_backward", lambda *_: (vector,) * 3
+        ):
+            mean, rstd = kernels.channel_statistics(x, groups)
+            given = (x, mean, rstd, vector, vector, groups, "silu")
+            yield kernels.channel_norm_forward(*given, DTYPE)
+            yield kernels.channel_norm_backward(x, *given)
+
+
 def eight_bits() -> Iterator[Any]:
     for elements in (1024, 1023):
         parts = kernels.to_eight_bits(torch.ones(elements, dtype=DTYPE))
@@ -180,6 +192,7 @@ def main() -> None:
             *norms(),
             *affines(),
             *dropouts(),
+            *channel_norms(),
             *eight_bits(),
             *rotary(),
             *heads(),

@@ -15,8 +15,8 @@ pytest.importorskip("triton")
 
 
 FILES = (
-    "activations", "affine", "codes", "cross_entropy", "dropout", "eight_bit", "linear", "norms", "places",
-    "rotary",
+    "activations", "affine", "channel_norms", "codes", "cross_entropy", "dropout", "eight_bit", "linear",
+    "norms", "places", "rotary",
 )  # fmt: skip
 
 

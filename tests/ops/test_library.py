@@ -118,6 +118,13 @@ def operator_samples() -> Iterator[tuple[str, tuple[Any, ...]]]:
     yield "pack_bool", (torch.rand(3, 5) > 0.5, R)
     bits = torch.zeros(3, dtype=torch.uint8)
     yield "drop", (torch.randn(7, 3).t(), bits, 0.3, True, torch.float32, torch.bfloat16, R)
+    image, vectors = torch.randn(2, 4, 3, 5), (torch.randn(4), torch.randn(4))
+    for x, groups in ((image, 0), (image.to(memory_format=torch.channels_last), 0), (image, 2)):
+        mean, rstd = torch.randn(2, 2 * groups or 4).unbind()
+        yield "channel_statistics", (x, groups, R)
+        given = (x, mean, rstd, *vectors, groups, "silu")
+        yield "channel_norm_forward", (*given, torch.bfloat16, R)
+        yield "channel_norm_backward", (torch.randn_like(x), *given, R)
     yield "to_eight_bits", (torch.randn(130), R)
     integers = torch.zeros(130, dtype=torch.int8)
     yield "from_eight_bits", (integers, torch.rand(2).bfloat16(), torch.float16, R)
