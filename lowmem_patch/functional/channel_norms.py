@@ -71,13 +71,27 @@ class ChannelNorm(NamedTuple):
         return dx, None, None, *(d.to(v.dtype) for has, v, d in present if has and v is not None)
 
 
-def channel_statistics(x: Tensor, groups: int) -> tuple[Tensor, Tensor]:
-    """Mean and biased variance, ``[C]`` or ``[B groups]``, float32 (float64 for such an x); no gradient."""
-    found: tuple[Tensor, Tensor] = _statistics(x.detach(), groups, resolve("auto", x))
+def channel_statistics(
+    x: Tensor,
+    groups: int,
+    eps: float,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    momentum: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """mean and rstd, ``[C]`` or ``[B groups]``, float32 (float64 for such an x); no gradient.
+
+    Args:
+        x: ``[B, C, ...]``, as of `ChannelNorm.value`.
+        groups: of channels; 0: BatchNorm.
+        running_mean, running_var: ``[C]``, of BatchNorm: written in place, as torch does.
+    """
+    given = (x.detach(), groups, eps, running_mean, running_var, momentum)
+    found: tuple[Tensor, Tensor] = _statistics(*given, resolve("auto", x))
     return found
 
 
-def _statistics_fake(x: Tensor, groups: int, _: str) -> tuple[Tensor, Tensor]:
+def _statistics_fake(x: Tensor, groups: int, *_: Any) -> tuple[Tensor, Tensor]:
     length = x.shape[0] * groups if groups else x.shape[1]
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     return x.new_empty(length, dtype=dtype), x.new_empty(length, dtype=dtype)
@@ -88,7 +102,8 @@ def _backward_fake(dy: Tensor, x: Tensor, mean: Tensor, *_: Any) -> tuple[Tensor
 
 
 _statistics = _library.Operator(
-    "channel_statistics(Tensor x, int groups, str implementation) -> (Tensor, Tensor)",
+    "channel_statistics(Tensor x, int groups, float eps, Tensor(a!)? running_mean, "
+    "Tensor(b!)? running_var, float momentum, str implementation) -> (Tensor, Tensor)",
     dispatched("channel_statistics"),
     _statistics_fake,
 )

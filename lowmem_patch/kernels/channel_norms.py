@@ -128,7 +128,7 @@ def _slope_kernel(
 
 @triton.jit(do_not_specialize=["rows", "channels", "per_group"])
 def _sums_kernel(
-    dy_ptr, x_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, d_sum_ptr, dz_sum_ptr,
+    dy_ptr, x_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, sums_ptr,
     rows, channels, per_group, columns,
     GROUPED: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
     KIND: tl.constexpr, PRECISE: tl.constexpr,
@@ -153,19 +153,21 @@ def _sums_kernel(
             d = tl.where(mask, _math.times_slope(d, slope, KIND), 0.0)
         d_sum += d
         dz_sum += d * z
-    tl.store(d_sum_ptr + row, tl.sum(d_sum, 1, keep_dims=True), mask=known)
-    tl.store(dz_sum_ptr + row, tl.sum(dz_sum, 1, keep_dims=True), mask=known)
+    tl.store(sums_ptr + row, tl.sum(d_sum, 1, keep_dims=True), mask=known)
+    tl.store(sums_ptr + rows + row, tl.sum(dz_sum, 1, keep_dims=True), mask=known)
 
 
-@triton.jit(do_not_specialize=["rows", "column_blocks", "channels", "per_group"])
+@triton.jit(
+    do_not_specialize=["rows", "column_blocks", "channels", "per_group", "statistics", "share"]
+)
 def _backward_kernel(
-    dy_ptr, x_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, g_mean_ptr, gz_mean_ptr, dx_ptr,
-    rows, column_blocks, channels, per_group, columns,
+    dy_ptr, x_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, sums_ptr, dx_ptr,
+    rows, column_blocks, channels, per_group, statistics, share, columns,
     GROUPED: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
     KIND: tl.constexpr, PRECISE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """dx, with the means of g and of g z that belong to each plane."""
+    """dx, from the sums of g and of g z over the elements of each statistic, of which one is a ``share``."""
     program = tl.program_id(0)
     row = (program // column_blocks) * ROWS + tl.arange(0, ROWS)[:, None]
     column = (program % column_blocks) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
@@ -181,20 +183,20 @@ def _backward_kernel(
         _, slope = _math.activate_and_slope(y, KIND, PRECISE)
         d = _math.times_slope(d, slope, KIND)
     statistic = row // per_group if GROUPED else row % channels
-    g_mean = tl.load(g_mean_ptr + statistic, mask=known, other=0.0)
-    gz_mean = tl.load(gz_mean_ptr + statistic, mask=known, other=0.0)
+    g_mean = tl.load(sums_ptr + statistic, mask=known, other=0.0) * share
+    gz_mean = tl.load(sums_ptr + statistics + statistic, mask=known, other=0.0) * share
     dx = rstd * (d * weight - g_mean - z * gz_mean)
     tl.store(dx_ptr + place, dx.to(dx_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["begin"])
-def _statistics_kernel(x_ptr, mean_ptr, variance_ptr, begin, columns, COLUMNS: tl.constexpr):
+@triton.jit(do_not_specialize=["eps"])
+def _statistics_kernel(x_ptr, mean_ptr, rstd_ptr, eps, columns, COLUMNS: tl.constexpr):
     """Of one row. Sums are those of the distance to its first element: squares of large means cancel."""
     row = tl.program_id(0).to(tl.int64)
     first = tl.load(x_ptr + row * columns).to(tl.float32)
     total = tl.zeros((COLUMNS,), tl.float32)
     squares = tl.zeros((COLUMNS,), tl.float32)
-    for start in range(begin, columns, COLUMNS):
+    for start in range(0, columns, COLUMNS):
         column = start + tl.arange(0, COLUMNS)
         mask = column < columns
         x = tl.load(x_ptr + row * columns + column, mask=mask, other=0.0).to(tl.float32)
@@ -202,8 +204,9 @@ def _statistics_kernel(x_ptr, mean_ptr, variance_ptr, begin, columns, COLUMNS: t
         total += x
         squares += x * x
     mean = tl.sum(total, 0) / columns
+    variance = tl.sum(squares, 0) / columns - mean * mean
     tl.store(mean_ptr + row, first + mean)
-    tl.store(variance_ptr + row, tl.sum(squares, 0) / columns - mean * mean)
+    tl.store(rstd_ptr + row, 1.0 / tl.sqrt(tl.maximum(variance, 0.0) + eps))
 
 
 @cache
@@ -211,17 +214,29 @@ def _statistics_launch() -> Launch:
     return Launch(_statistics_kernel, 8, COLUMNS=_ELEMENTS)
 
 
-def channel_statistics(x: Tensor, groups: int) -> tuple[Tensor, Tensor]:
+def channel_statistics(
+    x: Tensor,
+    groups: int,
+    eps: float,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    momentum: float = 0.0,
+) -> tuple[Tensor, Tensor]:
     """As of the reference; x contiguous where there are groups."""
-    if not groups and x.is_cuda:
-        mean, rstd = torch.batch_norm_stats(x, 0.0)
-        return mean, rstd.pow(-2)  # of infinity: 0
-    if not groups:
-        return reference.channel_statistics(x, groups)
-    rows = x.shape[0] * groups
-    mean, variance = (x.new_empty(rows, dtype=torch.float32) for _ in range(2))
-    _statistics_launch()((rows, 1, 1), (x, mean, variance), (0,), (x.numel() // rows,))
-    return mean, variance
+    if groups:
+        rows = x.shape[0] * groups
+        mean, rstd = (x.new_empty(rows, dtype=torch.float32) for _ in range(2))
+        _statistics_launch()((rows, 1, 1), (x, mean, rstd), (eps,), (x.numel() // rows,))
+        return mean, rstd
+    if not x.is_cuda:  # Triton's interpreter
+        return reference.channel_statistics(x, groups, eps, running_mean, running_var, momentum)
+    mean, rstd = torch.batch_norm_stats(x, eps)
+    if running_mean is not None and running_var is not None:
+        count = running_mean.new_full((1,), x.numel() // x.shape[1])
+        torch.batch_norm_gather_stats_with_counts(  # torch's own update, as of one process of SyncBatchNorm
+            x, mean[None], rstd[None], running_mean, running_var, momentum, eps, count
+        )
+    return mean, rstd
 
 
 @cache
@@ -308,22 +323,22 @@ def channel_norm_backward(
     block_rows, block_columns = _tile(columns)
     settings = (*constants.items(), ("ROWS", block_rows), ("COLUMNS", block_columns))
     row_blocks, blocks = -(-rows // block_rows), -(-columns // block_columns)
-    d_sums, dz_sums = (mean.new_empty(samples, channels) for _ in range(2))
+    sums = mean.new_empty(2, samples, channels)  # of d_y and of d_y z, in each plane
     _launch(_sums_kernel, *settings)(
-        (row_blocks, 1, 1), (*given, d_sums, dz_sums), (rows, channels, per_group), (columns,)
+        (row_blocks, 1, 1), (*given, sums), (rows, channels, per_group), (columns,)
     )
-    d_bias, d_weight = d_sums.sum(0), dz_sums.sum(0)
+    d_bias, d_weight = vectors = sums.sum(1)
     if groups:
-        found = [d_sums, dz_sums] if weight is None else [d_sums * weight, dz_sums * weight]
-        means = [s.view(samples * groups, per_group).sum(1) / (per_group * columns) for s in found]
+        found = sums if weight is None else sums * weight
+        found = found.view(2, samples * groups, per_group).sum(2)
     else:
-        found = [d_bias, d_weight] if weight is None else [d_bias * weight, d_weight * weight]
-        means = [s / (samples * columns) for s in found]
+        found = vectors if weight is None else vectors * weight
     dx = torch.empty_like(x)
+    statistics = found.shape[1]
     _launch(_backward_kernel, *settings)(
         (row_blocks * blocks, 1, 1),
-        (*given, *(one.float() for one in means), dx),
-        (rows, blocks, channels, per_group),
+        (*given, found, dx),
+        (rows, blocks, channels, per_group, statistics, statistics / x.numel()),
         (columns,),
     )
     return dx, d_weight, d_bias

@@ -86,9 +86,10 @@ def deferred_norm(given: ChannelNormCall) -> Deferred | None:
     given = given._replace(x=x)
     if not _may_wait(given):
         return None
-    mean, variance = channel_statistics(x, given.groups)
-    _update(given, mean, variance)
-    rstd = (variance + given.eps).rsqrt_()
+    with without_grad():
+        mean, rstd = channel_statistics(
+            x, given.groups, given.eps, given.running_mean, given.running_var, given.momentum
+        )
     # of the 16 bits of a GPU, autocast makes float32
     wide = given.groups and x.is_cuda and torch.is_autocast_enabled("cuda")
     dtype = torch.promote_types(x.dtype, torch.float32) if wide else x.dtype
@@ -121,15 +122,3 @@ def _running(given: ChannelNormCall) -> tuple[Tensor | None, Tensor | None]:
 def _has_channels_last(x: Tensor) -> bool:
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     return x.dim() in formats and x.is_contiguous(memory_format=formats[x.dim()])
-
-
-def _update(given: ChannelNormCall, mean: Tensor, variance: Tensor) -> None:
-    """The running statistics, as torch keeps them: the variance is the unbiased one."""
-    running_mean, running_var = _running(given)
-    if running_mean is None or running_var is None:
-        return
-    count = given.x.numel() // given.x.shape[1]
-    with without_grad():
-        running_mean.lerp_(mean.to(running_mean.dtype), given.momentum)
-        unbiased = variance * (count / (count - 1))
-        running_var.lerp_(unbiased.to(running_var.dtype), given.momentum)

@@ -13,12 +13,21 @@ def _arithmetic_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def channel_statistics(x: Tensor, groups: int) -> tuple[Tensor, Tensor]:
-    """Mean and biased variance, in float32 or float64.
+def channel_statistics(
+    x: Tensor,
+    groups: int,
+    eps: float,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    momentum: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """mean and rstd, in float32 or float64.
 
     Args:
         x: ``[B, C, ...]``.
-        groups: of channels, of each sample; 0: those of each channel of all samples.
+        groups: of channels, of each sample; 0: of each channel of all samples.
+        running_mean, running_var: ``[C]``, moved in place towards the mean and the unbiased variance, by the
+            share ``momentum``; without groups.
 
     Returns:
         two of ``[C]``, or of ``[B groups]``.
@@ -29,7 +38,11 @@ def channel_statistics(x: Tensor, groups: int) -> tuple[Tensor, Tensor]:
     else:
         dims = [0, *range(2, x.dim())]
     variance, mean = torch.var_mean(wide, dims, correction=0)
-    return mean, variance
+    if running_mean is not None and running_var is not None:
+        count = x.numel() // x.shape[1]
+        running_mean.lerp_(mean.to(running_mean.dtype), momentum)
+        running_var.lerp_((variance * (count / (count - 1))).to(running_var.dtype), momentum)
+    return mean, (variance + eps).rsqrt_()
 
 
 def _per_channel(vector: Tensor, x: Tensor, groups: int = 0) -> Tensor:

@@ -55,8 +55,7 @@ def test_values_and_gradients_are_torchs(
         x = x.to(memory_format=LAST[len(shape)])
     vectors = [torch.randn(shape[1]).to(device, dtype) if affine else None for _ in range(2)]
     dy = torch.randn(shape).to(device, dtype)
-    mean, variance = operations.channel_statistics(x, groups)
-    given = (x, mean, (variance + EPS).rsqrt(), *vectors, groups, kind)
+    given = (x, *operations.channel_statistics(x, groups, EPS), *vectors, groups, kind)
     value = operations.channel_norm_forward(*given, dtype)
     found = operations.channel_norm_backward(dy, *given)
     assert value.stride() == found[0].stride() == x.stride()
@@ -80,8 +79,7 @@ def test_every_activation(backend: Backend, kind: Any) -> None:
     torch.manual_seed(0)
     x, dy = (torch.randn(2, 4, 5, 5).to(device) for _ in range(2))
     weight, bias = (torch.randn(4).to(device) for _ in range(2))
-    mean, variance = operations.channel_statistics(x, 0)
-    given = (x, mean, (variance + EPS).rsqrt(), weight, bias, 0, kind)
+    given = (x, *operations.channel_statistics(x, 0, EPS), weight, bias, 0, kind)
     leaf = x.double().requires_grad_()
     exact = plain(leaf, weight.double(), bias.double(), 0, kind)
     torch.testing.assert_close(
@@ -96,7 +94,21 @@ def test_every_activation(backend: Backend, kind: Any) -> None:
 @pytest.mark.parametrize("groups", [0, 2])
 def test_a_mean_far_from_zero_leaves_the_variance(backend: Backend, groups: int) -> None:
     x = (torch.randn(2, 4, 40, 30) + 1000).to(backend.device)
-    _, variance = module(backend.implementation).channel_statistics(x, groups)
+    _, rstd = module(backend.implementation).channel_statistics(x, groups, EPS)
     rows = x.double().reshape(2 * groups, -1) if groups else x.double().transpose(0, 1).flatten(1)
     # the rounding of float32 at 1000 is 6e-5
-    torch.testing.assert_close(variance.double(), rows.var(1, correction=0), rtol=1e-3, atol=0)
+    truth = (rows.var(1, correction=0) + EPS).rsqrt()
+    torch.testing.assert_close(rstd.double(), truth, rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_running_statistics_are_torchs(backend: Backend, dtype: torch.dtype) -> None:
+    x = (torch.randn(3, 4, 6, 7) * 2 + 1).to(backend.device, dtype)
+    ours = [torch.randn(4, device=backend.device), torch.rand(4, device=backend.device)]
+    theirs = [tensor.double() for tensor in ours]
+    module(backend.implementation).channel_statistics(x, 0, EPS, *ours, 0.3)
+    F.batch_norm(x.double(), *theirs, training=True, momentum=0.3, eps=EPS)
+    for found, truth in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(
+            found.double(), truth, rtol=1e-5, atol=1e-6
+        )  # float32 of numbers near 1

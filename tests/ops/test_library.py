@@ -121,7 +121,8 @@ def operator_samples() -> Iterator[tuple[str, tuple[Any, ...]]]:
     image, vectors = torch.randn(2, 4, 3, 5), (torch.randn(4), torch.randn(4))
     for x, groups in ((image, 0), (image.to(memory_format=torch.channels_last), 0), (image, 2)):
         mean, rstd = torch.randn(2, 2 * groups or 4).unbind()
-        yield "channel_statistics", (x, groups, R)
+        running = (None, None) if groups else (torch.zeros(4), torch.ones(4))
+        yield "channel_statistics", (x, groups, 1e-5, *running, 0.1, R)
         given = (x, mean, rstd, *vectors, groups, "silu")
         yield "channel_norm_forward", (*given, torch.bfloat16, R)
         yield "channel_norm_backward", (torch.randn_like(x), *given, R)
