@@ -10,6 +10,7 @@ lie last are one column a channel; only BatchNorm reads those. A program takes a
 from __future__ import annotations
 
 from functools import cache
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -39,14 +40,14 @@ class _Rows(NamedTuple):
 
 
 def _rows(x: Tensor, groups: int) -> _Rows:
-    samples, channels = x.shape[:2]
-    plane = x[0, 0].numel() if x.numel() else 0
-    last = not groups and (plane == 1 or not x.is_contiguous())
-    return (
-        _Rows(samples * plane, channels, True) if last else _Rows(samples * channels, plane, False)
-    )
+    samples, channels, *rest = x.shape
+    plane = prod(rest)
+    if not groups and (plane == 1 or not x.is_contiguous()):
+        return _Rows(samples * plane, channels, True)
+    return _Rows(samples * channels, plane, False)
 
 
+@cache
 def _tile(columns: int) -> tuple[int, int]:
     block = min(_ELEMENTS, triton.next_power_of_2(max(columns, 16)))
     return _ELEMENTS // block, block
@@ -240,24 +241,23 @@ def channel_statistics(
 
 
 @cache
-def _launch(kernel: Any, *settings: Any) -> Launch:
-    return Launch(kernel, _NUM_WARPS, **dict(settings))
-
-
-def _constants(
-    weight: Tensor | None,
-    bias: Tensor | None,
-    groups: int,
-    kind: ActivationKind | None,
-    precise: bool,
-) -> dict[str, Any]:
-    return {
-        "GROUPED": groups > 0,
-        "WEIGHT": weight is not None,
-        "BIAS": bias is not None,
-        "KIND": kind or "",
-        "PRECISE": precise,
-    }
+def _launch(name: str, columns: int, *constants: Any) -> Launch:
+    """A kernel by its name, as the hash of a kernel takes long; for rows of so many columns."""
+    kernel = {
+        "forward": _forward_kernel,
+        "slope": _slope_kernel,
+        "sums": _sums_kernel,
+        "backward": _backward_kernel,
+    }[name]
+    rows, block = _tile(columns)
+    names = kernel.arg_names[-len(constants) - 2 : -2]
+    return Launch(
+        kernel,
+        _NUM_WARPS,
+        **dict(zip(names, constants, strict=True)),
+        ROWS=rows,
+        COLUMNS=block,
+    )
 
 
 def _vectors(
@@ -284,12 +284,10 @@ def channel_norm_forward(
         return y
     rows, columns, last = _rows(x, groups)
     block_rows, block_columns = _tile(columns)
-    constants = _constants(weight, bias, groups, kind, out_dtype == torch.float32)
-    constants = {"LAST": last, **constants, "COARSE": out_dtype == torch.bfloat16}
-    launch = _launch(
-        _forward_kernel, *constants.items(), ("ROWS", block_rows), ("COLUMNS", block_columns)
-    )
     blocks, channels = -(-columns // block_columns), x.shape[1]
+    has, precise = (weight is not None, bias is not None), out_dtype == torch.float32
+    coarse = out_dtype == torch.bfloat16
+    launch = _launch("forward", columns, last, groups > 0, *has, kind or "", precise, coarse)
     launch(
         (-(-rows // block_rows) * blocks, 1, 1),
         (*_vectors(x, mean, rstd, weight, bias), y),
@@ -314,20 +312,20 @@ def channel_norm_backward(
         dy = torch.empty_like(x, dtype=dy.dtype).copy_(dy)
     tile = _rows(x, groups)
     given = (dy, *_vectors(x, mean, rstd, weight, bias))
-    constants = _constants(weight, bias, groups, kind, x.dtype == torch.float32)
+    precise = x.dtype == torch.float32
+    constants = (groups > 0, weight is not None, bias is not None, kind or "", precise)
     if tile.last:
         return _backward_of_columns(given, tile, weight, constants)
     rows, columns, _ = tile
     samples, channels = x.shape[:2]
     per_group = channels // max(1, groups)
     block_rows, block_columns = _tile(columns)
-    settings = (*constants.items(), ("ROWS", block_rows), ("COLUMNS", block_columns))
     row_blocks, blocks = -(-rows // block_rows), -(-columns // block_columns)
     sums = mean.new_empty(2, samples, channels)  # of d_y and of d_y z, in each plane
-    _launch(_sums_kernel, *settings)(
+    _launch("sums", columns, *constants)(
         (row_blocks, 1, 1), (*given, sums), (rows, channels, per_group), (columns,)
     )
-    d_bias, d_weight = vectors = sums.sum(1)
+    vectors = sums.sum(1)
     if groups:
         found = sums if weight is None else sums * weight
         found = found.view(2, samples * groups, per_group).sum(2)
@@ -335,26 +333,25 @@ def channel_norm_backward(
         found = vectors if weight is None else vectors * weight
     dx = torch.empty_like(x)
     statistics = found.shape[1]
-    _launch(_backward_kernel, *settings)(
+    _launch("backward", columns, *constants)(
         (row_blocks * blocks, 1, 1),
         (*given, found, dx),
         (rows, blocks, channels, per_group, statistics, statistics / x.numel()),
         (columns,),
     )
-    return dx, d_weight, d_bias
+    return dx, vectors[1], vectors[0]
 
 
 def _backward_of_columns(
-    given: tuple[Tensor, ...], tile: _Rows, weight: Tensor | None, constants: dict[str, Any]
+    given: tuple[Tensor, ...], tile: _Rows, weight: Tensor | None, constants: tuple[Any, ...]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of a BatchNorm whose channels lie last, by torch's own."""
     d, x, mean, rstd, *_ = given
     rows, columns, _ = tile
-    if constants["KIND"]:
+    if constants[3]:
         block_rows, block_columns = _tile(columns)
-        settings = (*constants.items(), ("ROWS", block_rows), ("COLUMNS", block_columns))
         blocks, d = -(-columns // block_columns), torch.empty_like(x)
-        _launch(_slope_kernel, ("LAST", True), *settings)(
+        _launch("slope", columns, True, *constants)(
             (-(-rows // block_rows) * blocks, 1, 1),
             (*given, d),
             (rows, blocks, columns, 1),
