@@ -69,7 +69,7 @@ class RecomputedActivation(nn.Module):
             x = one_tensor(self, x, others, named)
         if isinstance(x, Deferred) and self.kind != "softplus":  # which autocast casts
             with without_function_modes():
-                made = x.op.activated(x, self.kind, self.op.reads)
+                made: Tensor = x.op.activated(x, self.kind, self.op.reads)
             if made is not NotImplemented:
                 return made
         x = in_autocast_dtype(value_of(x), self.kind)

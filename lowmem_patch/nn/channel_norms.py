@@ -106,17 +106,15 @@ def _may_wait(given: ChannelNormCall) -> bool:
         return False
     if not x.is_floating_point() or x.dim() < 2 or x.layout is not torch.strided:
         return False
-    plain = x.is_contiguous() or (not groups and _has_channels_last(x))
-    channels = x.shape[1]
+    channels, dtypes = x.shape[1], {t.dtype for t in tensors if t is not x}
+    laid_out = x.is_contiguous() or (not groups and _has_channels_last(x))
     several = x.numel() > (x.shape[0] * groups if groups else channels)
-    fits = all(v is None or v.shape == (channels,) for v in (*vectors, *_running(given)))
-    known = all(v.dtype in (x.dtype, torch.float32) for v in tensors)
-    alike = (given.running_mean is None) == (given.running_var is None)
-    return plain and several and fits and known and alike and not (groups and channels % groups)
-
-
-def _running(given: ChannelNormCall) -> tuple[Tensor | None, Tensor | None]:
-    return given.running_mean, given.running_var
+    fits = all(t.shape == (channels,) for t in tensors if t is not x)
+    known = dtypes <= {x.dtype} or (x.dtype.itemsize == 2 and dtypes == {torch.float32})
+    tracks = (given.running_mean is None) == (given.running_var is None)
+    rest = isinstance(given.eps, float) and isinstance(given.momentum, float)
+    divides = not (groups and channels % groups)
+    return laid_out and several and fits and known and tracks and rest and divides
 
 
 def _has_channels_last(x: Tensor) -> bool:

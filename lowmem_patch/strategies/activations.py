@@ -50,6 +50,7 @@ class ActivationSite(PatchSite):
         hook: what waits for the gradient of the output or of the gated product, or asks for the memory, as a
             report names it.
         chosen: the strategy that decides on it, ``codes`` or ``recompute``.
+        normed: its input is the output of a norm over channels, which may be computed again as well.
         function: what is called, where the site is no module.
     """
 
@@ -62,6 +63,7 @@ class ActivationSite(PatchSite):
     reads: int
     recomputing_gains: bool
     chosen: str
+    normed: bool
     function: CalledFunction | None = None
 
 
@@ -98,23 +100,38 @@ def normed_channels(facts: Facts) -> dict[int, Op]:
     return facts.once(normed_channels, lambda: _normed_channels(facts))
 
 
+def _reads_norms(facts: Facts, name: str) -> bool:
+    """Whether all calls of an activation read what such norms made."""
+    norms = normed_channels(facts)
+    return all(call.inputs and id(call.inputs[0]) in norms for call in facts.calls_of(name))
+
+
 def _normed_channels(facts: Facts) -> dict[int, Op]:
     found: dict[str, list[Op]] = {}
     others: set[str] = set()
     for number, op in enumerate(facts.trace.ops):
-        if not op.role.has(Role.CHANNEL_NORM):
-            continue
-        found.setdefault(op.module, []).append(op)
-        call = channel_norm_call(op.name, op.args, op.kwargs)
-        waits = call is not None and not (op.opaque or op.compiled)
-        waits = waits and not facts.writes.later([call.x], number + 1)
-        readers = facts.trace.consumers.get(id(op.outputs[0]), ())
-        waits = waits and len(readers) == 1 and id(op.outputs[0]) not in facts.trace.outputs
-        if not waits or not op.module or forward_obstacle(facts, op.module):
-            others.add(op.module)
+        if op.role.has(Role.CHANNEL_NORM):
+            found.setdefault(op.module, []).append(op)
+            if not _can_wait(facts, op, number):
+                others.add(op.module)
     return {
         id(op.outputs[0]): op for name, ops in found.items() if name not in others for op in ops
     }
+
+
+def _can_wait(facts: Facts, norm: Op, number: int) -> bool:
+    """Whether a norm over channels has one reader alone, and can be computed when that asks."""
+    call = channel_norm_call(norm.name, norm.args, norm.kwargs)
+    if call is None or norm.opaque or norm.compiled or not norm.module:
+        return False
+    (output,) = norm.outputs
+    readers = facts.trace.consumers.get(id(output), ())
+    return (
+        len(readers) == 1
+        and id(output) not in facts.trace.outputs
+        and facts.writes.later([call.x], number + 1) is None
+        and forward_obstacle(facts, norm.module) is None
+    )
 
 
 def unknown_activations(facts: Facts) -> Iterator[Skip]:
@@ -171,9 +188,9 @@ def _site(
         # or what a dropout made of the output, but where one exact bit takes less time
         gains = any(map(weight_trains, consumers_of(facts, products(rows) + squares)))
         gains |= not (is_output(facts, name, linear) or _is_exact(kind, config))
-    normed = {id(tensor) for op in normed_channels(facts).values() for tensor in op.outputs}
-    if all(id(call.inputs[0]) in normed for call in facts.calls_of(name)):
-        gains |= bool(linear or reads)  # the norm's input is saved in any case
+    # its input need not be saved, since that of the norm is, in any case
+    normed = config.norms != "keep" and not gated and _reads_norms(facts, name)
+    gains |= normed and bool(not of_output or linear or reads)
     gains &= hook is None
     chosen = _choose(
         config, kind, gains=gains, frozen=any(map(_is_frozen, consumers)),
@@ -181,7 +198,7 @@ def _site(
     )  # fmt: skip
     return ActivationSite(
         name, kind, consumers, in_place, gated, linear, hook, "output" if of_output else "input",
-        reads, gains, chosen, function,
+        reads, gains, chosen, normed, function,
     )  # fmt: skip
 
 

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 
-from torch import Tensor
-
 from lowmem_patch.config import PatchConfig
 from lowmem_patch.nn.channel_norms import DeferChannelNorms
 from lowmem_patch.nn.modes import run_under
 from lowmem_patch.strategies import recompute
 from lowmem_patch.strategies.activations import next_to_nothing, normed_channels
 from lowmem_patch.strategies.protocol import Facts, Found, Patch, Target
+from lowmem_patch.tracing.trace import Op
 
 _WORTH = 1e-4
-_REASON = "input kept, norm and activation recomputed from it for {reader}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,33 +26,26 @@ class DeferredChannelNorm(Patch):
 
 
 def find(facts: Facts, config: PatchConfig) -> Found:
-    """The norms over channels that activations alone read, which are computed again."""
+    """The norms over channels that recomputed activations alone read."""
     found = Found()
     if config.norms == "keep":
         return found
-    deferrable = normed_channels(facts)
     readers = {
-        id(tensor): patch.site
+        id(call.inputs[0]): patch.site
         for patch in recompute.find(facts, config).patches
         if not patch.gated
         for call in facts.calls_of(patch.site)
-        for tensor in call.inputs
+        if call.inputs
     }
-    by_module: dict[str, list[Tensor]] = {}
-    for op in deferrable.values():
-        by_module.setdefault(op.module, []).extend(op.outputs)
-    for name, outputs in by_module.items():
-        gain = sum(output.nbytes for output in outputs)
-        if all(id(output) in readers for output in outputs) and not next_to_nothing(
-            facts, gain, _WORTH
-        ):
+    by_module: dict[str, list[Op]] = {}
+    for op in normed_channels(facts).values():
+        by_module.setdefault(op.module, []).append(op)
+    for name, ops in by_module.items():
+        outputs = [op.outputs[0] for op in ops]
+        little = next_to_nothing(facts, sum(output.nbytes for output in outputs), _WORTH)
+        if little is None and all(id(output) in readers for output in outputs):
             reader = readers[id(outputs[0])]
-            found.add(
-                DeferredChannelNorm(
-                    name,
-                    reason=_REASON.format(reader=reader),
-                    kind="channel_norm",
-                    consumers=(reader,),
-                )
-            )
+            reason = f"input kept, norm and activation recomputed from it for {reader}"
+            kind = ops[0].name
+            found.add(DeferredChannelNorm(name, reason=reason, kind=kind, consumers=(reader,)))
     return found

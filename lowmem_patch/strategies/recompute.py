@@ -141,6 +141,8 @@ def _reason(facts: Facts, site: ActivationSite) -> str | None:
         )
     if site.linear is not None:
         return f"input kept, output recomputed for the weight gradient of {site.linear.text}"
+    if site.normed and site.saves == "input" and not site.reads:
+        return "input of the norm kept, its output recomputed"
     if site.reads:
         readers = dict.fromkeys(c.text for c in site.consumers if c.use in READS)
         return f"input kept, output recomputed in the backward of {next(iter(readers))}"
