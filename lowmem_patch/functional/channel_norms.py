@@ -97,8 +97,12 @@ def _statistics_fake(x: Tensor, groups: int, *_: Any) -> tuple[Tensor, Tensor]:
     return x.new_empty(length, dtype=dtype), x.new_empty(length, dtype=dtype)
 
 
-def _backward_fake(dy: Tensor, x: Tensor, mean: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(x), mean.new_empty(x.shape[1]), mean.new_empty(x.shape[1])
+def _backward_fake(
+    dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, *_: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    dtype = mean.dtype if weight is None else weight.dtype
+    vectors = (mean.new_empty(x.shape[1], dtype=dtype) for _ in range(2))
+    return torch.empty_like(x), next(vectors), next(vectors)
 
 
 _statistics = _library.Operator(

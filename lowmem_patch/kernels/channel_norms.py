@@ -339,6 +339,7 @@ def channel_norm_backward(
         (rows, blocks, channels, per_group, statistics, statistics / x.numel()),
         (columns,),
     )
+    vectors = vectors if weight is None else vectors.to(weight.dtype)
     return dx, vectors[1], vectors[0]
 
 
@@ -360,7 +361,7 @@ def _backward_of_columns(
     if not x.is_cuda:  # Triton's interpreter
         return reference.channel_norm_backward(d, x, mean, rstd, weight, None, 0, None)
     scale = mean.new_ones(columns) if weight is None else weight
-    dx, d_weight, d_bias = torch.ops.aten.native_batch_norm_backward(
+    found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten.native_batch_norm_backward(
         d, x, scale, None, None, mean, rstd, True, 0.0, [True] * 3
     )
-    return dx, d_weight.to(mean.dtype), d_bias.to(mean.dtype)
+    return found

@@ -93,7 +93,7 @@ def channel_norm_backward(
     groups: int,
     kind: ActivationKind | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of x, in its dtype and strides, and of weight and bias, in that of ``mean``.
+    """The gradients of x, in its dtype and strides, and of weight and bias, in that of weight or, without one, of mean.
 
     Args:
         dy: shape of ``x``; the gradient of what `channel_norm_forward` gives for the others.
@@ -112,4 +112,5 @@ def channel_norm_backward(
         return one.mean(dims, keepdim=True)
 
     dx = _per_channel(rstd, x, groups) * (g - mean_of(g) - z * mean_of(g * z))
-    return torch.empty_like(x).copy_(dx), d_weight, d_bias
+    dtype = mean.dtype if weight is None else weight.dtype
+    return torch.empty_like(x).copy_(dx), d_weight.to(dtype), d_bias.to(dtype)
