@@ -93,7 +93,7 @@ def channel_norm_backward(
     groups: int,
     kind: ActivationKind | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of x, in its dtype and strides, and of weight and bias, in that of weight or, without one, of mean.
+    """The gradients of x, in its dtype and strides, and of weight and bias, in weight's dtype, or mean's.
 
     Args:
         dy: shape of ``x``; the gradient of what `channel_norm_forward` gives for the others.

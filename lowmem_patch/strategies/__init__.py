@@ -27,9 +27,9 @@ __all__ = ["STRATEGIES"]
 STRATEGIES: tuple[Strategy, ...] = (
     rotary,  # gives a module the forward around which others put theirs
     fold,
+    channel_norms,  # knows more of norms that are not over the last dimension than the next one
     share,
     gated_norms,
-    channel_norms,
     recompute,
     codes,
     chains,  # takes what the two before it leave

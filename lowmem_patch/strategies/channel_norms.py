@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 
+from torch import Tensor
+
 from lowmem_patch.config import PatchConfig
 from lowmem_patch.nn.channel_norms import DeferChannelNorms
 from lowmem_patch.nn.modes import run_under
 from lowmem_patch.strategies import recompute
 from lowmem_patch.strategies.activations import next_to_nothing, normed_channels
-from lowmem_patch.strategies.protocol import Facts, Found, Patch, Target
+from lowmem_patch.strategies.protocol import Facts, Found, Patch, Skip, Target
+from lowmem_patch.tracing.op_roles import Role
+from lowmem_patch.tracing.probes import looks_like_norm
 from lowmem_patch.tracing.trace import Op
 
 _WORTH = 1e-4
@@ -26,10 +30,8 @@ class DeferredChannelNorm(Patch):
 
 
 def find(facts: Facts, config: PatchConfig) -> Found:
-    """The norms over channels that recomputed activations alone read."""
+    """The norms over channels that recomputed activations alone read, and those that are left alone."""
     found = Found()
-    if config.norms == "keep":
-        return found
     readers = {
         id(call.inputs[0]): patch.site
         for patch in recompute.find(facts, config).patches
@@ -37,15 +39,27 @@ def find(facts: Facts, config: PatchConfig) -> Found:
         for call in facts.calls_of(patch.site)
         if call.inputs
     }
+    waiting = normed_channels(facts)
     by_module: dict[str, list[Op]] = {}
-    for op in normed_channels(facts).values():
-        by_module.setdefault(op.module, []).append(op)
+    for op in facts.trace.ops:
+        if op.role.has(Role.CHANNEL_NORM):
+            by_module.setdefault(op.module, []).append(op)
     for name, ops in by_module.items():
-        outputs = [op.outputs[0] for op in ops]
-        little = next_to_nothing(facts, sum(output.nbytes for output in outputs), _WORTH)
-        if little is None and all(id(output) in readers for output in outputs):
+        kind, outputs = ops[0].name, [op.outputs[0] for op in ops]
+        read = all(id(output) in waiting and id(output) in readers for output in outputs)
+        left = _left_alone(facts, config, outputs, read)
+        if left is None:
             reader = readers[id(outputs[0])]
             reason = f"input kept, norm and activation recomputed from it for {reader}"
-            kind = ops[0].name
             found.add(DeferredChannelNorm(name, reason=reason, kind=kind, consumers=(reader,)))
+        elif looks_like_norm(facts.modules[name]):
+            found.add(Skip(name, kind, left))
     return found
+
+
+def _left_alone(facts: Facts, config: PatchConfig, outputs: list[Tensor], read: bool) -> str | None:
+    if config.norms == "keep":
+        return "norms: keep"
+    if not read:
+        return "nothing to gain: an activation that is recomputed would have to be the only reader"
+    return next_to_nothing(facts, sum(output.nbytes for output in outputs), _WORTH)
