@@ -18,7 +18,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowmem_patch import reference
 from lowmem_patch.constants import ActivationKind
 from lowmem_patch.kernels import _math
 from lowmem_patch.kernels._launch import Launch
@@ -230,7 +229,8 @@ def channel_statistics(
         _statistics_launch()((rows, 1, 1), (x, mean, rstd), (eps,), (x.numel() // rows,))
         return mean, rstd
     if not x.is_cuda:  # Triton's interpreter
-        return reference.channel_statistics(x, groups, eps, running_mean, running_var, momentum)
+        given = (x.float(), None, None, running_mean, running_var, True, momentum, eps)
+        return torch.native_batch_norm(*given)[1:]
     mean, rstd = torch.batch_norm_stats(x, eps)
     if running_mean is not None and running_var is not None:
         count = running_mean.new_full((1,), x.numel() // x.shape[1])
@@ -358,10 +358,12 @@ def _backward_of_columns(
             (rows, blocks, columns, 1),
             (columns,),
         )
-    if not x.is_cuda:  # Triton's interpreter
-        return reference.channel_norm_backward(d, x, mean, rstd, weight, None, 0, None)
     scale = mean.new_ones(columns) if weight is None else weight
-    found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten.native_batch_norm_backward(
+    dtypes = (x.dtype, scale.dtype, scale.dtype)
+    if not x.is_cuda:  # Triton's interpreter: a CPU takes one dtype for all
+        d, x, scale = d.float(), x.float(), scale.float()
+    found = torch.ops.aten.native_batch_norm_backward(
         d, x, scale, None, None, mean, rstd, True, 0.0, [True] * 3
     )
-    return found
+    dx, d_weight, d_bias = (one.to(dtype) for one, dtype in zip(found, dtypes, strict=True))
+    return dx, d_weight, d_bias

@@ -100,21 +100,31 @@ def deferred_norm(given: ChannelNormCall) -> Deferred | None:
 
 
 def _may_wait(given: ChannelNormCall) -> bool:
-    x, groups, vectors = given.x, given.groups, (given.weight, given.bias)
-    tensors = [t for t in (x, *vectors, given.running_mean, given.running_var) if t is not None]
-    if any(map(is_foreign, tensors)) or not any(t.requires_grad for t in tensors):
+    """Whether torch takes such tensors, and a kernel reads them as they lie."""
+    x, groups = given.x, given.groups
+    optional = (given.weight, given.bias, given.running_mean, given.running_var)
+    vectors = [vector for vector in optional if vector is not None]
+    if any(map(is_foreign, (x, *vectors))) or not any(t.requires_grad for t in (x, *vectors)):
         return False
     if not x.is_floating_point() or x.dim() < 2 or x.layout is not torch.strided:
         return False
-    channels, dtypes = x.shape[1], {t.dtype for t in tensors if t is not x}
-    laid_out = x.is_contiguous() or (not groups and _has_channels_last(x))
-    several = x.numel() > (x.shape[0] * groups if groups else channels)
-    fits = all(t.shape == (channels,) for t in tensors if t is not x)
+    # torch refuses one number a channel, or groups that do not divide the channels
+    statistics = x.shape[0] * groups if groups else x.shape[1]
+    divides = not groups or x.shape[1] % groups == 0
+    return x.numel() > statistics and divides and _fit(x, vectors) and _are_plain(given)
+
+
+def _fit(x: Tensor, vectors: list[Tensor]) -> bool:
+    dtypes = {vector.dtype for vector in vectors}
     known = dtypes <= {x.dtype} or (x.dtype.itemsize == 2 and dtypes == {torch.float32})
+    return known and all(vector.shape == (x.shape[1],) for vector in vectors)
+
+
+def _are_plain(given: ChannelNormCall) -> bool:
+    if not (given.x.is_contiguous() or (not given.groups and _has_channels_last(given.x))):
+        return False
     tracks = (given.running_mean is None) == (given.running_var is None)
-    rest = isinstance(given.eps, float) and isinstance(given.momentum, float)
-    divides = not (groups and channels % groups)
-    return laid_out and several and fits and known and tracks and rest and divides
+    return tracks and isinstance(given.eps, float) and isinstance(given.momentum, float)
 
 
 def _has_channels_last(x: Tensor) -> bool:

@@ -100,8 +100,10 @@ def normed_channels(facts: Facts) -> dict[int, Op]:
     return facts.once(normed_channels, lambda: _normed_channels(facts))
 
 
-def _reads_norms(facts: Facts, name: str) -> bool:
-    """Whether all calls of an activation read what such norms made."""
+def _reads_norms(facts: Facts, config: PatchConfig, name: str, consumers: list[Consumer]) -> bool:
+    """Whether all calls of an activation read what such norms made, and it makes no product."""
+    if config.norms == "keep" or any(one.use in ("product", "square") for one in consumers):
+        return False
     norms = normed_channels(facts)
     return all(call.inputs and id(call.inputs[0]) in norms for call in facts.calls_of(name))
 
@@ -182,15 +184,12 @@ def _site(
     squares = _squares(rows) if kind == "relu" else []  # a squared ReLU, written as two functions
     linear = next(filter(weight_trains, (*rows, *consumers_of(facts, squares))), None)
     reads = 0 if squares else _reads(facts, name, rows)
+    normed = _reads_norms(facts, config, name, rows)
     gains = bool(gated or linear or reads)
-    if of_output:
-        # a Linear or a product keeps what the activation does; what can go is a product that a Linear keeps,
-        # or what a dropout made of the output, but where one exact bit takes less time
-        gains = any(map(weight_trains, consumers_of(facts, products(rows) + squares)))
-        gains |= not (is_output(facts, name, linear) or _is_exact(kind, config))
-    # its input need not be saved, since that of the norm is, in any case
-    normed = config.norms != "keep" and not gated and _reads_norms(facts, name)
-    gains |= normed and bool(not of_output or linear or reads)
+    if not of_output:
+        gains |= normed  # its input need not be saved, since that of the norm is, in any case
+    elif not normed:
+        gains = _output_can_go(facts, config, name, kind, products(rows) + squares, linear)
     gains &= hook is None
     chosen = _choose(
         config, kind, gains=gains, frozen=any(map(_is_frozen, consumers)),
@@ -223,6 +222,21 @@ def is_output(facts: Facts, name: str, consumer: Consumer | None) -> bool:
     places = {storage_key(tensor) for tensor in facts.outputs(name)}
     tensor = None if consumer is None else consumer.tensor
     return tensor is None or storage_key(tensor) in places
+
+
+def _output_can_go(
+    facts: Facts,
+    config: PatchConfig,
+    name: str,
+    kind: ActivationKind,
+    made: list[Tensor],
+    linear: Consumer | None,
+) -> bool:
+    """Whether what an activation saves, its output, need not be saved: a Linear keeps a product that was
+    ``made`` of it, or what a dropout made of it, but where one exact bit takes less time."""
+    if any(map(weight_trains, consumers_of(facts, made))):
+        return True
+    return not (is_output(facts, name, linear) or _is_exact(kind, config))
 
 
 def _is_exact(kind: ActivationKind, config: PatchConfig) -> bool:
