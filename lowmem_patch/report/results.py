@@ -17,7 +17,7 @@ from lowmem_patch.planning.names import (
 )
 from lowmem_patch.planning.report import PatchReport, block_rows
 from lowmem_patch.profile import ProfileResult
-from lowmem_patch.report.layout import print_line, print_table
+from lowmem_patch.report.layout import NO_MORE_POSITIONS, print_line, print_table
 from lowmem_patch.tracing.categories import CATEGORIES
 from lowmem_patch.tracing.saved_bytes import SavedBytes
 from lowmem_patch.verify import VerifyResult, worst_check
@@ -149,7 +149,7 @@ def _add_largest(table: Table, memory: MemoryReport, limit: int, length: str) ->
 def _print_bounds(memory: MemoryReport, train: str) -> None:
     """What the numbers do not hold."""
     if memory.bound is not None and memory.bound in (memory.largest_before, memory.largest_after):
-        print_line(f"{memory.bound} is as long as the model's positions reach")
+        print_line(f"no length above {memory.bound} was looked for: {NO_MORE_POSITIONS}")
     text = "the CUDA context (about 0.5 GiB) and fragmentation come on top"
     if memory.limit is not None:
         text = (
