@@ -200,7 +200,9 @@ def _shadow_of_original(model: nn.Module, inputs: ExampleInputs) -> tuple[Shadow
     if any(is_replacement(module) for module in shadow.model.modules()):
         raise PatchError(
             f"this {type(model).__name__} is part of a patched model, or shares modules with one: "
-            "patch or plan that one, or call unpatch_model on that one or on this first"
+            "patch or plan that one, or call unpatch_model on that one or on this first. PEFT's "
+            "merge_and_unload returns such a part: merged = unpatch_model(merged), then "
+            "merged.requires_grad_(True) or new adapters, then patch_model(merged)"
         )
     return shadow, originals
 
