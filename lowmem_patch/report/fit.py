@@ -28,7 +28,8 @@ def print_ladder(rungs: Sequence[Rung], limit: int, device: str) -> None:
             style="dim",
         )
     print_line(
-        "total: weights, gradients and optimizer included, and 3 % of the rest for fragmentation",
+        "total: the peak above, and 3 % of what lies above the model states for fragmentation; unless few of "
+        "many equal blocks stood for all of them, also what the allocator rounds up, and a margin",
         style="dim",
     )
     print_line(
