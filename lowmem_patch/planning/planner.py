@@ -13,7 +13,7 @@ from lowmem_patch.errors import PatchError, TraceError
 from lowmem_patch.nn.checkpointing import is_switched_on
 from lowmem_patch.planning.apply import apply_plan, undo
 from lowmem_patch.planning.floor import count_floor
-from lowmem_patch.planning.notes import notes_of_no_sites
+from lowmem_patch.planning.notes import note_of_dropouts, notes_of_no_sites
 from lowmem_patch.planning.plan import Plan, make_plan
 from lowmem_patch.planning.report import (
     NOTHING_TRAINS,
@@ -112,6 +112,8 @@ def plan_model(model: nn.Module, config: PatchConfig, example_inputs: Any) -> Pl
     if is_switched_on(model):
         notes.append(_CHECKPOINTED)
     notes += [*plan.notes, *notes_of_no_sites(facts, {site.name for site in plan.sites})]
+    if not shadow.elsewhere:
+        notes += note_of_dropouts(facts)
     # inputs may have gradients, as those of a frozen part of a larger model
     if not (trace.saved.activations or any(p.requires_grad for p in model.parameters())):
         notes.append(NOTHING_TRAINS)
