@@ -113,10 +113,14 @@ def test_a_plan_says_what_a_cpu_saves_of_dropout() -> None:
     )
     here = plan_patch(BertModel(config), example_inputs=inputs)
     elsewhere = plan_patch(BertModel(config).to("meta"), example_inputs=inputs)
+    why = "attention runs as matmuls here"
+    stored = plan_patch(BertModel(config), "compact", example_inputs=inputs)
+    assert [site.kind for site in stored.sites if why in site.reason] == ["attention"]
     assert note in here.notes and here.saved_before > elsewhere.saved_before
     assert not [note for note in elsewhere.notes if "dropout a CPU" in note]
     config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0.0
-    without = plan_patch(BertModel(config), example_inputs=inputs)
+    without = plan_patch(BertModel(config), "compact", example_inputs=inputs)
+    assert not [site for site in without.sites if why in site.reason]
     assert not [note for note in without.notes if "dropout a CPU" in note]
 
 
