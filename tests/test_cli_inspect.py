@@ -145,6 +145,9 @@ def test_what_fits_is_shown_and_agrees_with_the_totals(shallow: Path) -> None:
     row = two["saved"] - one["saved"]
     assert largest["saved"] == one["saved"] + (found["largest_after"] - 1) * row
     shown = call("inspect", shallow, "--seq-len", "32", "--memory", "3MiB").stdout
+    moments = [found[side]["peak_moment"] for side in ("before", "after")]
+    same = f"peak (in {moments[0]})", f"peak (before in {moments[0]}, after in {moments[1]})"
+    assert same[moments[0] != moments[1]] in shown
     row = next(
         line for line in shown.splitlines() if line.startswith("largest batch within 3.0 MiB")
     )
