@@ -44,11 +44,11 @@ def note_of_dropouts(facts: Facts) -> Iterator[str]:
             masks |= 0 < dropout_call(op.args, op.kwargs).p < 1
         elif op.name == "scaled_dot_product_attention":
             attention |= attention_call(op.name, op.args, op.kwargs).dropout_p > 0
-    parts = ["a mask as wide as the tensor"] if masks else []
-    parts += ["the probabilities of attention, which runs as matmuls"] if attention else []
+    parts = ["the probabilities of attention, which runs as matmuls"] if attention else []
+    parts += ["(unpatched) a mask as wide as the tensor"] if masks else []
     if parts:
         yield (
-            f"for dropout a CPU saves {' and '.join(parts)}: a GPU saves fewer bytes, as inspect counts"
+            f"for dropout a CPU saves {', and '.join(parts)}: a GPU saves fewer bytes, as inspect counts"
         )
 
 

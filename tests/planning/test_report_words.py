@@ -46,8 +46,8 @@ def test_a_plan_says_what_a_cpu_saves_of_dropout() -> None:
     )  # fmt: skip
     inputs = {"input_ids": torch.ones(2, 8).long()}
     note = (
-        "for dropout a CPU saves a mask as wide as the tensor and the probabilities of attention, which "
-        "runs as matmuls: a GPU saves fewer bytes, as inspect counts"
+        "for dropout a CPU saves the probabilities of attention, which runs as matmuls, and (unpatched) a "
+        "mask as wide as the tensor: a GPU saves fewer bytes, as inspect counts"
     )
     here = plan_patch(BertModel(config), example_inputs=inputs)
     elsewhere = plan_patch(BertModel(config).to("meta"), example_inputs=inputs)
