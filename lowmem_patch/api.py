@@ -279,6 +279,7 @@ def _attach(model: nn.Module, report: PatchReport, fit: Asked | None) -> None:
     if any(site.strategy == "fold" for site in report.sites):
         register: Any = model.register_load_state_dict_pre_hook  # has no types
         register(Own(_refuse_unfolded_weights))
+    report = dataclasses.replace(report, applied=True)
     model.__dict__[RECORD] = Record(report, trains_signature(model), fit)
     norms = tuple(m for m in model.modules() if isinstance(m, MSNorm) and not m.folded)
     if norms:

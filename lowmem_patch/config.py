@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,7 @@ def load_config(config: str | Path | Mapping[str, Any] | PatchConfig) -> PatchCo
     if path.suffix not in (".yaml", ".yml"):
         raise ConfigError(
             f"unknown preset {text!r}: use one of {', '.join(preset_names())}, or a path ending in .yaml"
+            f"{_meant([text], preset_names())}"
         )
     try:
         content = path.read_text(encoding="utf-8")
@@ -174,6 +176,17 @@ def _from_mapping(data: Mapping[str, Any], *, name: str, where: str) -> PatchCon
         words = all(isinstance(value, str | int | None) for value in data.values())
         batch = "" if words else " (a batch is given as example_inputs=)"
         raise ConfigError(
-            f"{where}: unknown key {', '.join(unknown)}; known keys are {', '.join(sorted(known))}{batch}"
+            f"{where}: unknown key {', '.join(unknown)}; known keys are {', '.join(sorted(known))}"
+            f"{_meant(unknown, known)}{batch}"
         )
-    return PatchConfig(**{"name": name, **data})
+    try:
+        return PatchConfig(**{"name": name, **data})
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+
+
+def _meant(given: Iterable[str], known: Iterable[str]) -> str:
+    """A question for the known words that are spelt most like those that were given."""
+    names = tuple(known)
+    close = [word for one in given for word in difflib.get_close_matches(one, names, n=1)]
+    return f" (did you mean {', '.join(close)}?)" if close else ""

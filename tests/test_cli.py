@@ -135,14 +135,12 @@ def test_inspect_reads_no_weights(llama: Path) -> None:
     result = call("inspect", llama, "--batch-size", "3", "--seq-len", "7")
     assert result.exit_code == 0, result.output
     assert "layers.{0..1}.mlp.act_fn" in result.stdout and "3x7" in result.stdout
-    assert "approximate" not in result.stdout
+    assert "gradients: exact" in result.stdout
     paper = call("inspect", llama, "--preset", "paper")
-    assert "approximate: the gradients of 2 activations (silu)" in paper.stdout
+    assert "gradients: approximate at 2 sites: 2 activations (silu)" in paper.stdout
     compact = call("inspect", llama, "--preset", "compact")
-    assert (
-        "approximate: backward reads what 16 Linears and attentions store in 8 bits"
-        in compact.stdout
-    )
+    stored = "16 sites: 16 Linears and attentions store in 8 bits what the backward reads"
+    assert f"gradients: approximate at {stored}" in compact.stdout
 
 
 def test_inspect_counts_what_a_plan_counts(llama: Path) -> None:

@@ -63,6 +63,18 @@ def test_the_head_names_every_assumption(llama: Path) -> None:
     assert "adapters" not in assumed and "gpus" not in assumed
 
 
+def test_dropout_is_counted_as_on_a_gpu(llama: Path, tmp_path: Path) -> None:
+    config = transformers.BertConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2
+    )  # fmt: skip
+    config.architectures = ["BertForSequenceClassification"]
+    config.save_pretrained(tmp_path)
+    assert data_of(tmp_path, "--seq-len", "8")["assumptions"]["dropout"].startswith(
+        "as a GPU saves"
+    )
+    assert "dropout" not in data_of(llama, "--seq-len", "16")["assumptions"]
+
+
 def test_a_length_beyond_the_positions_is_said(llama: Path) -> None:
     assumed = data_of(llama, "--seq-len", "160")["assumptions"]
     assert assumed["length"] == "160 tokens (--seq-len; the model's positions reach 128)"

@@ -145,6 +145,9 @@ def test_what_fits_is_shown_and_agrees_with_the_totals(shallow: Path) -> None:
     row = two["saved"] - one["saved"]
     assert largest["saved"] == one["saved"] + (found["largest_after"] - 1) * row
     shown = call("inspect", shallow, "--seq-len", "32", "--memory", "3MiB").stdout
+    moments = [found[side]["peak_moment"] for side in ("before", "after")]
+    same = f"peak (in {moments[0]})", f"peak (before in {moments[0]}, after in {moments[1]})"
+    assert same[moments[0] != moments[1]] in shown
     row = next(
         line for line in shown.splitlines() if line.startswith("largest batch within 3.0 MiB")
     )
@@ -167,7 +170,7 @@ def test_what_fits_is_shown_and_agrees_with_the_totals(shallow: Path) -> None:
 def test_solving_for_the_length_ends_at_the_positions(shallow: Path) -> None:
     args = ("inspect", shallow, "--seq-len", "16", "--solve", "length", "--memory")
     shown = call(*args, "1GiB").stdout
-    assert "128 is as long as the model's positions reach" in shown
+    assert "no length above 128 was looked for: the model has no more positions (max_" in shown
     row = next(x for x in shown.splitlines() if x.startswith("largest length within 1.0 GiB"))
     assert row.split()[-1] == "128"
     memory = data_of(*args, "640KiB")["memory"]

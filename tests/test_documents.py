@@ -5,11 +5,13 @@ from __future__ import annotations
 import ast
 import dataclasses
 import importlib.util
+import inspect
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import typer
 import yaml
 
@@ -76,21 +78,28 @@ def test_the_readme_runs_as_pasted(capsys: pytest.CaptureFixture[str]) -> None:
     names = run("README.md", {"__name__": "pasted"})
     assert 0 < names["after"].activations < names["before"].activations
     assert all(parameter.grad is not None for parameter in names["model"].parameters())
-    assert "sites patched" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "sites patched" in shown
+    last = shown.splitlines()[-1]
+    assert last.startswith("measured: ") and f"\n# {last}\n" in text_of("README.md")
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_the_tutorial_runs_as_pasted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("accelerate")
     peft: Any = pytest.importorskip("peft")
+    safetensors: Any = pytest.importorskip("safetensors.torch")
     monkeypatch.chdir(tmp_path)
     names = run("docs/tutorial.md", {"__name__": "pasted"})
     assert 0 < names["after"].activations < names["before"].activations
     assert names["trainer"].state.global_step == 10
-    trained, loaded = (peft.get_peft_model_state_dict(names[n]) for n in ("model", "stock"))
+    trained = safetensors.load_file("lora-out/adapter_model.safetensors")
+    loaded = peft.get_peft_model_state_dict(names["stock"])
     assert trained.keys() == loaded.keys()
     assert all(bool((trained[key] == loaded[key]).all()) for key in trained)
     assert any(bool(value.any()) for key, value in trained.items() if "lora_B" in key)
+    assert all(parameter.grad is not None for parameter in names["merged"].parameters())
+    assert not any("lora" in key for key in safetensors.load_file("merged-out/model.safetensors"))
 
 
 def test_the_presets_page_runs() -> None:
@@ -99,7 +108,9 @@ def test_the_presets_page_runs() -> None:
     from lowmem_patch.demo import LLAMA_FOLDER
 
     model = AutoModelForCausalLM.from_pretrained(LLAMA_FOLDER)
-    names = run("docs/presets.md", {"model": model})
+    names = run(
+        "docs/presets.md", {"model": model, "batch": {"input_ids": torch.ones(2, 8).long()}}
+    )
     assert names["three_bits"].bits == 3
 
 
@@ -143,6 +154,24 @@ def test_every_public_name_is_on_the_page_of_the_api() -> None:
     page = text_of("docs/api.md")
     names = {*lowmem_patch.__all__} - {*errors.__all__, "__version__"}
     assert not [name for name in names if not re.search(rf"\b{name}\b", page)]
+
+
+def test_signatures_on_the_page_of_the_api_are_the_real_ones() -> None:
+    page = " ".join(text_of("docs/api.md").split())
+    calls = (
+        "patch_model",
+        "plan_patch",
+        "patch_report",
+        "unpatch_model",
+        "saved_bytes",
+        "verify_model",
+    )
+    for name in calls:
+        signature = inspect.signature(getattr(lowmem_patch, name))
+        bare = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
+        assert f"{name}{inspect.Signature(bare)}" in page
+    arguments = inspect.signature(lowmem_patch.patch_model).parameters
+    assert not [argument for argument in arguments if f"| `{argument}` |" not in page]
 
 
 def test_one_version_everywhere() -> None:

@@ -88,6 +88,24 @@ def test_a_batch_in_the_place_of_a_preset_is_told_its_place() -> None:
     assert "example_inputs" not in str(misspelt.value)
 
 
+def test_misspelt_words_get_the_known_ones_that_are_most_alike() -> None:
+    with pytest.raises(ConfigError, match=r"unknown preset 'excat'.*\(did you mean exact\?\)"):
+        load_config("excat")
+    with pytest.raises(ConfigError, match=r"unknown key norm;.*\(did you mean norms\?\)"):
+        load_config({"norm": "share"})
+    with pytest.raises(ConfigError) as unlike:
+        load_config("bitsandbytes")
+    assert "did you mean" not in str(unlike.value)
+
+
+@pytest.mark.parametrize("line", ["bits: 9", "norms: shar", "fit: [1]", "attention: {a: 1}"])
+def test_a_wrong_value_names_its_file(tmp_path: Path, line: str) -> None:
+    (path := tmp_path / "mine.yaml").write_text(line, encoding="utf-8")
+    key = line.partition(":")[0]
+    with pytest.raises(ConfigError, match=rf"mine\.yaml: {key}: "):
+        load_config(path)
+
+
 @pytest.mark.parametrize("name", [5, [1], None])
 def test_a_name_is_words(name: object) -> None:
     with pytest.raises(ConfigError, match="is no name"):

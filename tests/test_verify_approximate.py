@@ -94,15 +94,16 @@ def test_the_verdict_tells_the_cosine_in_low_precision_as_well() -> None:
     result = verify_model(randomised_llama(), "paper", **bf16)
     cosines = [check.cosine for check in result.runs[0].approximate if check.has_direction]
     assert len(cosines) > len(result.runs[0].approximate) / 2
-    assert result.verdict.endswith(f"{min(cosines):.4f}") and min(cosines) < 0.99
+    assert f"is {min(cosines):.4f} (" in result.verdict and min(cosines) < 0.99
 
 
 def test_a_patched_model_is_verified_with_its_own_preset() -> None:
     result = verify_model(patch_model(randomised_llama(), "compact"), dtypes=F32, autocast=None)
     assert result.candidate == "patched with preset compact" and result.approximate_sites
-    least = min(check.cosine for check in result.runs[0].approximate if check.has_direction)
+    checks = [check for check in result.runs[0].approximate if check.has_direction]
+    least = min(checks, key=lambda check: check.cosine)
     text = "passed; gradients are approximate, their least cosine to the exact ones is "
-    assert result.verdict == f"{text}{least:.4f}"
+    assert result.verdict == f"{text}{least.cosine:.4f} ({least.name} in float32)"
     assert "inf" not in str(result)
 
 
@@ -111,4 +112,4 @@ def test_the_direction_of_rounding_is_no_part_of_the_verdict() -> None:
     rounding = TensorCheck("bias", 1e-7, 1e-7, float("inf"), 0.0, True, False)
     run = RunResult("float32", (), (), (along, rounding), 2, 1, 0, 0)
     result = VerifyResult("Model", "patched", "inputs", (run,), 1, ("act",))
-    assert result.verdict.endswith("cosine to the exact ones is 0.9900")
+    assert result.verdict.endswith("cosine to the exact ones is 0.9900 (weight in float32)")

@@ -32,7 +32,7 @@ def assumptions(
 ) -> dict[str, str]:
     """Name to text, of what the prediction depends on; ``solved`` names the sizes that ``fit`` gave."""
     from lowmem_patch.memory import OPTIMIZERS, most_positions
-    from lowmem_patch.tracing.base_model import output_head
+    from lowmem_patch.tracing.base_model import has_dropouts, output_head
 
     largest = f"the largest within {fit}: --solve"
     found = {"inputs": f"{inputs} ({largest if 'batch' in solved else '--batch-size'})"}
@@ -47,6 +47,10 @@ def assumptions(
             source += f"; the model's positions reach {positions}"
         found["length"] = f"{length} tokens ({source})"
     found |= model_settings(model)
+    if has_dropouts(model):
+        found["dropout"] = (
+            "as a GPU saves it: a byte for each element, no probabilities of attention"
+        )
     found["optimizer"] = OPTIMIZERS[training.optimizer]
     if batches > 1:
         found["accumulation"] = f"{batches} batches a step, whose gradients are held between them"

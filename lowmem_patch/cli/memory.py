@@ -150,6 +150,7 @@ class _Look:
     ladder: tuple[Rung, ...] = ()
     device: str = ""
     solved: dict[str, int] = dataclasses.field(default_factory=dict)
+    positions: int | None = None
 
     @property
     def fits(self) -> bool | None:
@@ -164,7 +165,7 @@ class _Look:
 def _look(model: Any, config: PatchConfig, training: Training, asked: Asked) -> _Look:
     """The plan, and the predicted peak; a peak that cannot be predicted is an error only where something
     is to fit."""
-    from lowmem_patch.memory import make_plans, predict_memory
+    from lowmem_patch.memory import make_plans, most_positions, predict_memory
     from lowmem_patch.planning.budget import make_budget
     from lowmem_patch.planning.costs import device_of
     from lowmem_patch.planning.fit_model import fit_planned
@@ -206,11 +207,13 @@ def _look(model: Any, config: PatchConfig, training: Training, asked: Asked) -> 
     except TraceError as error:
         if budget is not None:
             raise
-        return _Look(report, assumed, None, f"no peak was predicted: {error}", solved=solved)
+        failed = f"no peak was predicted: {error}"
+        return _Look(report, assumed, None, failed, solved=solved, positions=most_positions(model))
     rungs = find_rungs(model, config, inputs, training, budget) if budget else ()
     return _Look(
-        report, assumed, predicted, ladder=rungs, device=device_of(model).name, solved=solved
-    )
+        report, assumed, predicted, ladder=rungs, device=device_of(model).name, solved=solved,
+        positions=most_positions(model),
+    )  # fmt: skip
 
 
 def _maker(model: Any) -> Callable[[int, int | None], ExampleInputs]:
@@ -275,7 +278,7 @@ def _show(found: _Look, model: str, train: str, plot: Path | None, as_json: bool
             print_verdict(found.ladder, memory)
     if plan.fit is not None:
         print_fit(plan.fit)
-        print_largest(found.solved, plan.fit)
+        print_largest(found.solved, plan.fit, found.positions)
     if found.failed is not None:
         print_error(found.failed)
 

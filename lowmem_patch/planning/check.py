@@ -39,6 +39,11 @@ class RealRun:
     modules: list[tuple[str, Tensor]]
 
 
+def _named(module: nn.Module, name: str) -> str:
+    """``this LlamaForCausalLM``, or a module of the model with its path."""
+    return describe(module, name) if name else f"this {type(module).__name__}"
+
+
 def refuse_unready(model: nn.Module) -> None:
     """Refuse a model that nobody can look at or change.
 
@@ -60,13 +65,13 @@ def refuse_unready(model: nn.Module) -> None:
         # a patch inside would break its graphs; ``module.compile()`` wraps nothing, and makes graphs later
         if (inner := within_compiled(module)) is not None:
             raise PatchError(
-                f"torch.compile wraps {describe(inner, name)} already: patch the model first and "
+                f"torch.compile wraps {_named(inner, name)} already: patch the model first and "
                 "compile it after that, as in model = torch.compile(patch_model(model))"
             )
         inner = dict(module.named_children()).get("_fsdp_wrapped_module")
         if inner is not None:
             raise PatchError(
-                f"FSDP (FullyShardedDataParallel) wraps {describe(inner, name)} already, and holds its "
+                f"FSDP (FullyShardedDataParallel) wraps {_named(inner, name)} already, and holds its "
                 "weights in flat shards: patch the model first, and wrap it after that"
             )
     if isinstance(model, torch.jit.ScriptModule):

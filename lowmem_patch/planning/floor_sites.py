@@ -52,7 +52,7 @@ def find_sites(facts: Facts) -> tuple[Sites, Sites]:
             covered.update(range(call.first_op, call.last_op))
             add(call.name, role, call.inputs[0], call.outputs[0])
     for number, op in enumerate(trace.ops):
-        role, source = op.role & (Role.ELEMENTWISE | Role.ROW_NORM), first_input(op)
+        role, source = op.role & (Role.ACTIVATION | Role.ROW_NORM), first_input(op)
         if role and number not in covered and source is not None and len(op.outputs) == 1:
             add(op.module, role, source, op.outputs[0])
     return norms, activations
@@ -129,7 +129,7 @@ def _module_role(facts: Facts, call: Call) -> Role:
         return Role.ROW_NORM
     names = {name for name, _ in module.named_parameters()}
     if not names and call.outputs[0].shape == call.inputs[0].shape:
-        return neither if facts.activation(call.name) is None else Role.ELEMENTWISE
+        return neither if facts.activation(call.name) is None else Role.ACTIVATION
     norm = bool(names) and isinstance(facts.norm(call.name), NormSpec)
     return Role.ROW_NORM if norm else neither
 

@@ -1,4 +1,5 @@
-"""What makes a training step smaller, one thing after the other, with the bytes and the time of each."""
+"""Which changes make a training step smaller: activation checkpointing of all blocks, smaller inputs, another
+optimizer, 4-bit weights, several GPUs. Each has its predicted bytes and its predicted time."""
 
 from __future__ import annotations
 
@@ -33,14 +34,14 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 @dataclasses.dataclass(frozen=True)
 class Rung:
-    """One thing that would help.
+    """A step with one change, and what it takes: a row of the tables of ``inspect --memory``.
 
     Attributes:
-        name: what it is.
-        total: bytes that a step takes then on one GPU, model states and the reserve for fragmentation
-            included.
-        seconds: predicted, of forward and backward of the blocks in that step.
-        on_top: of the last way in which all blocks run again, or of the least budget: a change more, alone.
+        name: the change, as reports print it.
+        total: bytes that the step takes on one GPU, with the model states and the reserve for fragmentation.
+        seconds: predicted time of forward and backward of the blocks in that step.
+        on_top: the change is made in addition to a step in which all blocks run again (or to the step of the
+            least budget), and is the only such change. False: it says how the blocks run.
     """
 
     name: str
@@ -51,7 +52,7 @@ class Rung:
 
 @dataclasses.dataclass(frozen=True)
 class Base:
-    """A step from which further rungs are counted.
+    """The step that the rungs with ``on_top`` change.
 
     Attributes:
         model: whose weights count.
@@ -59,11 +60,11 @@ class Base:
         states: of the model.
         training: its optimizer, whether frozen weights lie in few bits already, and over how many GPUs the
             model states are sharded already.
-        budget: of which the reserve and the size count.
+        budget: its size says what fits, and its reserve is added to each step.
         peak: bytes of the step beside what is held for the whole of training.
         runs: predicted times of the blocks' runs.
-        more: predicted seconds that their levels cost.
-        device: that has these times.
+        more: predicted seconds that the levels of the blocks add.
+        device: the one for which these times are predicted.
     """
 
     model: nn.Module
@@ -145,8 +146,8 @@ class _Smaller:
 
 
 def smaller_rungs(base: Base, peak_of: Callable[[ExampleInputs], int]) -> Iterator[Rung]:
-    """Smaller inputs, another optimizer, 4-bit weights and several GPUs (where any number of them suffices):
-    each alone on top of the base; of a base on several GPUs smaller inputs, and more GPUs.
+    """The base with one change each: smaller inputs, another optimizer, 4-bit weights, or several GPUs (where
+    any number of them suffices). A base on several GPUs is changed by smaller inputs and by more GPUs alone.
 
     Args:
         peak_of: bytes of a step with other inputs, beside what is held for the whole of training.
@@ -289,7 +290,8 @@ _NAMES = {
 def find_rungs(
     model: nn.Module, config: PatchConfig, inputs: ExampleInputs, training: Training, budget: Budget
 ) -> tuple[Rung, ...]:
-    """The ladder of a model: each level for all blocks, and, on top of the last, what else helps.
+    """The rungs of a model: one for each level that all blocks may have, and changes in addition to the last
+    of these levels.
 
     Args:
         model: unpatched, also on the meta device.
@@ -314,7 +316,7 @@ def _rungs(
     budget: Budget,
     few: FewRuns | None,
 ) -> Iterator[Rung]:
-    """Those of a model, told by few of its blocks where these are given."""
+    """The rungs of a model; where ``few`` is given, few of its equal blocks stand for all of them."""
     with only(few, model):
         facts, plan, shadow = facts_and_plan(model, config, inputs, [])
     if shadow.mode is not None:

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator
 from lowmem_patch.constants import STEP_TABLES
 from lowmem_patch.planning.names import listed
 from lowmem_patch.strategies.protocol import Facts
+from lowmem_patch.tracing.call_arguments import attention_call, dropout_call
 from lowmem_patch.tracing.op_roles import Role
 from lowmem_patch.tracing.probes import looks_like_norm, match_activation
 from lowmem_patch.tracing.trace import describe
@@ -32,6 +33,23 @@ def notes_of_no_sites(facts: Facts, sites: Collection[str]) -> Iterator[str]:
     if places := [describe(facts.modules[name], name) for name in facts.foreign_kernels]:
         named = listed(places, _NAMED)
         yield f"{len(places)} modules run kernels of their own, which are left alone ({named})"
+
+
+def note_of_dropouts(facts: Facts) -> Iterator[str]:
+    """What a CPU saves of dropouts beyond what a GPU does, where the model lies on a CPU and has some."""
+    ops = [op for op in facts.trace.ops if op.outputs and op.outputs[0].device.type == "cpu"]
+    masks = attention = False
+    for op in ops:
+        if op.role.has(Role.DROPOUT):
+            masks |= 0 < dropout_call(op.args, op.kwargs).p < 1
+        elif op.name == "scaled_dot_product_attention":
+            attention |= attention_call(op.name, op.args, op.kwargs).dropout_p > 0
+    parts = ["the probabilities of attention, which runs as matmuls"] if attention else []
+    parts += ["(unpatched) a mask as wide as the tensor"] if masks else []
+    if parts:
+        yield (
+            f"for dropout a CPU saves {', and '.join(parts)}: a GPU saves fewer bytes, as inspect counts"
+        )
 
 
 def _functional_calls(facts: Facts, sites: Collection[str]) -> list[str]:

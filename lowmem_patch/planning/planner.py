@@ -13,7 +13,7 @@ from lowmem_patch.errors import PatchError, TraceError
 from lowmem_patch.nn.checkpointing import is_switched_on
 from lowmem_patch.planning.apply import apply_plan, undo
 from lowmem_patch.planning.floor import count_floor
-from lowmem_patch.planning.notes import notes_of_no_sites
+from lowmem_patch.planning.notes import note_of_dropouts, notes_of_no_sites
 from lowmem_patch.planning.plan import Plan, make_plan
 from lowmem_patch.planning.report import (
     NOTHING_TRAINS,
@@ -112,6 +112,8 @@ def plan_model(model: nn.Module, config: PatchConfig, example_inputs: Any) -> Pl
     if is_switched_on(model):
         notes.append(_CHECKPOINTED)
     notes += [*plan.notes, *notes_of_no_sites(facts, {site.name for site in plan.sites})]
+    if not shadow.elsewhere:
+        notes += note_of_dropouts(facts)
     # inputs may have gradients, as those of a frozen part of a larger model
     if not (trace.saved.activations or any(p.requires_grad for p in model.parameters())):
         notes.append(NOTHING_TRAINS)
@@ -200,7 +202,9 @@ def _shadow_of_original(model: nn.Module, inputs: ExampleInputs) -> tuple[Shadow
     if any(is_replacement(module) for module in shadow.model.modules()):
         raise PatchError(
             f"this {type(model).__name__} is part of a patched model, or shares modules with one: "
-            "patch or plan that one, or call unpatch_model on that one or on this first"
+            "patch or plan that one, or call unpatch_model on that one or on this first. PEFT's "
+            "merge_and_unload returns such a part: merged = unpatch_model(merged), then "
+            "merged.requires_grad_(True) or new adapters, then patch_model(merged)"
         )
     return shadow, originals
 

@@ -87,7 +87,8 @@ class PatchReport:
     Byte counts are saved activation bytes of one forward on the example inputs, unique storages,
     parameters and buffers excluded; low-precision copies of weights are reported apart. ``floor``
     holds the bytes that the rule of ``lowmem_patch.planning.floor`` allows, in all and by block. ``fit``
-    says which blocks run again for a budget; the byte counts are those of blocks as patched.
+    says which blocks run again for a budget; the byte counts are those of blocks as patched. ``applied``:
+    the model was patched so, and not only planned.
     """
 
     model: str
@@ -104,6 +105,7 @@ class PatchReport:
     floor_blocks: dict[str, int] = dataclasses.field(default_factory=dict)
     kinds: BytesByKind = dataclasses.field(default_factory=BytesByKind)
     fit: FitReport | None = None
+    applied: bool = dataclasses.field(default=False, compare=False)
 
     @property
     def above_floor(self) -> float:
@@ -196,7 +198,32 @@ class PatchReport:
             lines.append(
                 f"floor: {human_bytes(self.floor)}; what is saved is {self.above_floor:.3f} times that"
             )
-        return [*lines, *([str(self.fit)] if self.fit is not None else []), *self.notes]
+        fitted = [str(self.fit)] if self.fit is not None else []
+        return [*lines, *fitted, *self.notes, *self.about_gradients]
+
+    @property
+    def about_gradients(self) -> list[str]:
+        """Whether gradients are exact, in one line; none where nothing trains."""
+        if NOTHING_TRAINS in self.notes:
+            return []
+        if not self.approximate:
+            return ["gradients: exact up to rounding, no site is approximate"]
+        stored = [site for site in self.approximate if site.strategy == "eight_bit"]
+        steps = [site for site in self.approximate if site not in stored]
+        parts = []
+        if steps:
+            kinds = ", ".join(sorted({site.kind for site in steps}))
+            parts.append(
+                f"{len(steps)} activations ({kinds}) keep codes of {self.config.bits} bits"
+            )
+        if stored:
+            parts.append(
+                f"{len(stored)} Linears and attentions store in 8 bits what the backward reads"
+            )
+        return [
+            f"gradients: approximate at {len(self.approximate)} sites: {' and '.join(parts)}; every other "
+            "gradient formula is exact"
+        ]
 
     def _elsewhere(self) -> list[str]:
         """How much less modules save that have no row."""
@@ -211,7 +238,8 @@ class PatchReport:
 
     @property
     def _title(self) -> str:
-        sites = f"{len(self.patched)} of {len(self.sites)} sites patched"
+        done = "patched" if self.applied else "would be patched"
+        sites = f"{len(self.patched)} of {len(self.sites)} sites {done}"
         if NOTHING_TRAINS in self.notes:
             sites += ", but no parameter trains"
         return f"{self.model}: preset {self.config.name}, {sites}"

@@ -9,7 +9,7 @@ from lowmem_patch.planning.columns import make_table
 from lowmem_patch.planning.fit_report import FitReport
 from lowmem_patch.planning.ladder import Rung
 from lowmem_patch.planning.names import human_bytes, size_text
-from lowmem_patch.report.layout import print_line, print_table
+from lowmem_patch.report.layout import NO_MORE_POSITIONS, print_line, print_table
 
 
 def print_ladder(rungs: Sequence[Rung], limit: int, device: str) -> None:
@@ -28,7 +28,8 @@ def print_ladder(rungs: Sequence[Rung], limit: int, device: str) -> None:
             style="dim",
         )
     print_line(
-        "total: weights, gradients and optimizer included, and 3 % of the rest for fragmentation",
+        "total: the peak above, and 3 % of what lies above the model states for fragmentation; unless few of "
+        "many equal blocks stood for all of them, also what the allocator rounds up, and a margin",
         style="dim",
     )
     print_line(
@@ -112,9 +113,14 @@ def print_fit(fit: FitReport) -> None:
         print_line(line.strip())
 
 
-def print_largest(sizes: Mapping[str, int], fit: FitReport) -> None:
-    """The size that was looked for: the answer, behind all that explains it."""
+def print_largest(sizes: Mapping[str, int], fit: FitReport, positions: int | None) -> None:
+    """The size that was looked for: the answer, behind all that explains it.
+
+    ``positions``: of the model, above which no length was looked for.
+    """
     for name, size in sizes.items():
+        capped = name == "length" and size == positions
+        about = NO_MORE_POSITIONS if capped else "a size 1 or 2 % larger may fit as well"
         print_line(
-            f"largest {name} within {fit.asked}: {size}, up to 1 % ({fit.inputs})", style="bold"
+            f"largest {name} within {fit.asked}: {size} ({fit.inputs}); {about}", style="bold"
         )

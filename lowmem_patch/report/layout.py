@@ -19,6 +19,10 @@ from rich.progress import (
 
 from lowmem_patch.planning.columns import FILE_WIDTH, Table, text_width, wrapped
 
+NO_MORE_POSITIONS = (
+    "the model has no more positions (max_position_embeddings), and longer rows may fit"
+)
+
 _spinning: list[Progress] = []  # on the terminal now, which has one cursor
 
 

@@ -17,7 +17,7 @@ from lowmem_patch.planning.names import (
 )
 from lowmem_patch.planning.report import PatchReport, block_rows
 from lowmem_patch.profile import ProfileResult
-from lowmem_patch.report.layout import print_line, print_table
+from lowmem_patch.report.layout import NO_MORE_POSITIONS, print_line, print_table
 from lowmem_patch.tracing.categories import CATEGORIES
 from lowmem_patch.tracing.saved_bytes import SavedBytes
 from lowmem_patch.verify import VerifyResult, worst_check
@@ -30,7 +30,7 @@ _SHARES = (*_BEFORE_AFTER, "fewer")
 
 
 def print_plan(report: PatchReport, title: str, assumed: Mapping[str, str] | None = None) -> None:
-    """A plan or report: sites (rows of repeated blocks collapsed), blocks, total, approximate gradients.
+    """A plan or report: sites (rows of repeated blocks collapsed), blocks, total, gradients.
 
     ``assumed``: name to text, of what the numbers depend on.
     """
@@ -41,22 +41,8 @@ def print_plan(report: PatchReport, title: str, assumed: Mapping[str, str] | Non
     print_line(report.about_sites, style="dim")
     print_line("")
     _print_blocks(report)
-    if report.approximate:
-        print_line(f"approximate: {_approximations(report)}; every other gradient formula is exact")
-    for note in report.notes:
-        print_line(note)
-
-
-def _approximations(report: PatchReport) -> str:
-    stored = [site for site in report.approximate if site.strategy == "eight_bit"]
-    steps = [site for site in report.approximate if site not in stored]
-    parts = []
-    if steps:
-        kinds = ", ".join(sorted({site.kind for site in steps}))
-        parts.append(f"the gradients of {len(steps)} activations ({kinds}) use step derivatives")
-    if stored:
-        parts.append(f"backward reads what {len(stored)} Linears and attentions store in 8 bits")
-    return "; ".join(parts)
+    for line in (*report.notes, *report.about_gradients):
+        print_line(line)
 
 
 def _print_blocks(report: PatchReport) -> None:
@@ -117,8 +103,8 @@ def print_memory(memory: MemoryReport, train: str) -> None:
     for moment in memory.before.moments:
         sizes = (human_bytes(footprint.moments[moment]) for footprint in both)
         table.add_row(f"most in: {moment}", *sizes, style="dim")
-    moments = list(dict.fromkeys(footprint.peak_moment for footprint in both))
-    label = f"peak (in: {', then '.join(moments)})"
+    first, then = (footprint.peak_moment for footprint in both)
+    label = f"peak (in {first})" if first == then else f"peak (before in {first}, after in {then})"
     table.add_row(label, *(human_bytes(footprint.total) for footprint in both), style="bold")
     if memory.limit is not None:
         _add_largest(table, memory, memory.limit, length)
@@ -149,7 +135,7 @@ def _add_largest(table: Table, memory: MemoryReport, limit: int, length: str) ->
 def _print_bounds(memory: MemoryReport, train: str) -> None:
     """What the numbers do not hold."""
     if memory.bound is not None and memory.bound in (memory.largest_before, memory.largest_after):
-        print_line(f"{memory.bound} is as long as the model's positions reach")
+        print_line(f"no length above {memory.bound} was looked for: {NO_MORE_POSITIONS}")
     text = "the CUDA context (about 0.5 GiB) and fragmentation come on top"
     if memory.limit is not None:
         text = (
@@ -256,7 +242,11 @@ def print_verification(result: VerifyResult) -> None:
         why = "; a conversion prepares weights, and saves none by itself: patch_model does"
         converted = result.candidate.startswith("converted")
         print_line(f"saved bytes: the same in both{why if converted else ''}")
-    print_line("errors: relative L2 against the unpatched model in float64", style="dim")
+    print_line(
+        "errors: relative L2 against the unpatched model in float64; in brackets: the number of tensors, of "
+        "which the row shows the one nearest to its limit",
+        style="dim",
+    )
     if result.approximate_sites:
         names = ", ".join(collapse_names(result.approximate_sites))
         print_line(f"approximate derivatives at: {names}")

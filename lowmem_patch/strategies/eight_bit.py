@@ -88,8 +88,7 @@ def find(facts: Facts, config: PatchConfig) -> Found:
         if savers.allow(call_inputs) and not gated.in_groups & set(map(storage_key, call_inputs))
     }
     for name in attention:
-        reason = "q, k, v and the output stored in 8 bits"
-        found.add(StoredAttention(name, reason=reason, kind="attention"))
+        found.add(StoredAttention(name, reason=savers.reason(name), kind="attention"))
     readers = _readers(facts)
     for name in inputs:
         once = readers[id(getattr(facts.modules[name], "weight", None))] == 1
@@ -152,12 +151,14 @@ class _Savers:
     Attributes:
         attention: tensors that fused attention saves, by the module that runs it.
         given: q, k and v of its calls.
+        matmuls: names of modules whose attention has no fused kernel here: with dropout on a CPU.
     """
 
     def __init__(self, facts: Facts) -> None:
         self.facts, self.savers = facts, facts.savers
         self.attention: dict[str, list[Tensor]] = {}
         self.given: dict[str, list[list[Tensor]]] = {}
+        self.matmuls: set[str] = set()
         for op in facts.trace.ops:
             fused = op.name == "scaled_dot_product_attention" and not op.opaque
             module = facts.modules.get(op.module)
@@ -168,6 +169,13 @@ class _Savers:
             given = [*attention_call(op.name, op.args, op.kwargs)[:3]]
             self.attention.setdefault(op.module, []).extend((*given, *op.outputs))
             self.given.setdefault(op.module, []).append(given)
+            if op.outputs[0].device.type == "cpu" and not _is_fused(op.outputs[0]):
+                self.matmuls.add(op.module)
+
+    def reason(self, name: str) -> str:
+        """What a report says of a module whose attention stores in 8 bits."""
+        more = "; attention runs as matmuls here, whose other tensors stay in full"
+        return f"q, k, v and the output stored in 8 bits{more if name in self.matmuls else ''}"
 
     def leave_common_parts(self) -> list[tuple[str, str]]:
         """Drop the modules whose queries, keys or values have too much in common; their names, and why."""
@@ -202,6 +210,12 @@ class _Savers:
             if not saver.weighted or not role.has(Role.LINEAR):
                 return False
         return True
+
+
+def _is_fused(output: Tensor) -> bool:
+    """Whether a kernel of attention made it; ``_Grouped`` stands for one of a GPU."""
+    name = output.grad_fn.name() if output.grad_fn is not None else ""
+    return "ScaledDotProduct" in name or "_Grouped" in name
 
 
 def _trained(facts: Facts, config: PatchConfig) -> Iterator[tuple[str, list[Tensor]]]:

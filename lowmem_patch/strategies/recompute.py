@@ -64,8 +64,7 @@ def find(facts: Facts, config: PatchConfig) -> Found:
             elif reason is not None and little is not None:
                 found.add(site.skip(little))
             elif reason is None:
-                text = site.consumers[0].text if site.consumers else "nothing"
-                found.add(site.skip(f"nothing to gain: its output is read by {text}"))
+                found.add(site.skip(_nothing_to_gain(site)))
             else:
                 found.add(
                     DeferredActivation(
@@ -115,6 +114,20 @@ def _obstacle(facts: Facts, site: ActivationSite) -> str | None:
         return f"it is read by {site.hook}"
     writer = None if site.in_place else facts.written(site.name, "inputs")
     return None if writer is None else f"its input is written in place by {writer}"
+
+
+def _nothing_to_gain(site: ActivationSite) -> str:
+    """Why a recompute saves no byte."""
+    reader = site.consumers[0] if site.consumers else None
+    if reader is None:
+        return "nothing to gain: its output is read by nothing"
+    frozen = weight_read_with(reader) is not None and not weight_trains(reader)
+    if frozen and site.saves == "input":
+        return (
+            f"no exact way saves bytes: {reader.text} is frozen and does not save the output, and the "
+            "derivative needs the input"
+        )
+    return f"nothing to gain: its output is read by {reader.text}"
 
 
 def _little(facts: Facts, site: ActivationSite) -> str | None:

@@ -43,7 +43,7 @@ from lowmem_patch.tracing.saved_bytes import storage_key
 
 _TAKEN = frozenset(dir(MSNorm(None, None, NormSettings(0.0))))
 
-_OR_Z = ", or its normalised input z where a weight near 0 hides it"
+_OR_Z = ", or its normalised input z if a gamma is so near 0 that the output does not give z"
 
 
 @dataclasses.dataclass(frozen=True)

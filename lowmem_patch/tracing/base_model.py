@@ -57,6 +57,11 @@ def output_head(model: Any) -> Any:
     return None if get_head is None else get_head()
 
 
+def has_dropouts(model: nn.Module) -> bool:
+    """Whether a module of it drops elements in training."""
+    return any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
+
+
 def switch_checkpointing_on(model: Any) -> bool:
     """The model's own activation checkpointing, layer by layer, non-reentrant; False where it has none."""
     base = base_model(model)

@@ -30,7 +30,7 @@ _BY_ROLE = (
     (MATMULS | Role.SOFTMAX | Role.FUSED_ATTENTION | Role.FLEX_ATTENTION, "attention"),
     (Role.ROW_NORM | Role.CHANNEL_NORM, "norms"),
     (Role.CROSS_ENTROPY | Role.LOG_SOFTMAX | Role.LOG_SUM_EXP | Role.GATHER, "head and loss"),
-    (WEIGHT_MATMULS | Role.ELEMENTWISE, "activations"),
+    (WEIGHT_MATMULS | Role.ACTIVATION, "activations"),
 )
 # in a block there are no logits: attention normalises its scores so, and a router gathers
 _IN_BLOCKS = ((Role.LOG_SOFTMAX | Role.LOG_SUM_EXP, "attention"), (Role.GATHER, "rest"), *_BY_ROLE)

@@ -45,7 +45,7 @@ class FunctionSite(NamedTuple):
         )
 
 
-_SITES = Role.ELEMENTWISE | Role.ROW_NORM
+_SITES = Role.ACTIVATION | Role.ROW_NORM
 
 
 def find_functions(trace: Trace, is_site: Callable[[str], bool]) -> dict[str, FunctionSite]:

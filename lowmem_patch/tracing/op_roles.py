@@ -59,7 +59,7 @@ class Role(enum.Flag):
     ROW_NORM = enum.auto()  # a norm over the last dimension
     CHANNEL_NORM = enum.auto()  # a norm over others
     RSQRT = enum.auto()  # what a norm calls that is written out
-    ELEMENTWISE = enum.auto()  # an activation
+    ACTIVATION = enum.auto()  # what models call an activation: gelu, relu
     SAVES_OUTPUT = (
         enum.auto()
     )  # torch computes its derivative from the output, and not from the input
@@ -122,11 +122,11 @@ _TABLE: tuple[tuple[Role, tuple[str, ...]], ...] = (
     (Role.ROW_NORM, ("layer_norm", "rms_norm", "native_layer_norm", "fused_layer_norm")),
     (Role.CHANNEL_NORM, ("group_norm", "batch_norm")),
     (Role.RSQRT | Role.POINTWISE, ("rsqrt",)),
-    (Role.ELEMENTWISE, (
+    (Role.ACTIVATION, (
         "gelu", "silu", "silu_", "softplus", "mish", "elu", "leaky_relu", "hardswish", "hardtanh",
         "hardsigmoid", "logsigmoid", "relu6", "celu", "selu",
     )),
-    (Role.ELEMENTWISE | Role.SAVES_OUTPUT, ("relu", "relu_", "sigmoid", "tanh")),
+    (Role.ACTIVATION | Role.SAVES_OUTPUT, ("relu", "relu_", "sigmoid", "tanh")),
     (Role.SAVES_OUTPUT, ("sigmoid_", "tanh_", "elu_", "selu_", "celu_")),
     (Role.PRODUCT, ("mul", "__mul__", "__rmul__", "multiply")),
     (Role.POWER, ("square", "pow", "__pow__")),
@@ -163,12 +163,12 @@ SELECTS = Role.INDEX | Role.SELECT | Role.SPLIT | Role.PAD
 NEVER_WRITES = REARRANGES | SELECTS | Role.EXPAND | Role.CAST | Role.TRANSFER | Role.DROPOUT
 # of each element, or of the elements at one place of several tensors
 OF_ELEMENTS = (
-    Role.ELEMENTWISE | Role.PRODUCT | Role.POWER | Role.SUM | Role.DIVISION | Role.NEGATION | Role.POINTWISE
+    Role.ACTIVATION | Role.PRODUCT | Role.POWER | Role.SUM | Role.DIVISION | Role.NEGATION | Role.POINTWISE
     | Role.CAST
 )  # fmt: skip
 # what may stand between a head and its loss: logits are moved, cast, scaled, capped and normalised
 OF_LOGITS = (
-    REARRANGES | SELECTS | Role.CAST | Role.SUM | Role.PRODUCT | Role.DIVISION | Role.ELEMENTWISE
+    REARRANGES | SELECTS | Role.CAST | Role.SUM | Role.PRODUCT | Role.DIVISION | Role.ACTIVATION
     | Role.LOG_SOFTMAX
 )  # fmt: skip
 WEIGHT_MATMULS = Role.LINEAR | Role.GROUPED_MATMUL | Role.CONVOLUTION

@@ -216,7 +216,7 @@ class _Recorder(FunctionObserver):
         inputs, outputs = tensors_in((args, kwargs)), tuple(tensors_in(output))
         same = any(tensor is inputs[0] for tensor in outputs) if inputs else False
         writes = _writes(role, args, kwargs, same)
-        if writes and role.has(Role.ELEMENTWISE) and output is inputs[0]:
+        if writes and role.has(Role.ACTIVATION) and output is inputs[0]:
             # another object, so that who reads it later can be told from who reads the input
             self.running = True
             output = output.view_as(output)

@@ -16,12 +16,16 @@ from lowmem_patch.config import ConfigLike, PatchConfig, given_config, load_conf
 from lowmem_patch.errors import CheckpointError, LowmemPatchError, TraceError
 from lowmem_patch.planning.report import PatchReport, find_records
 from lowmem_patch.strategies.fold_weights import FoldStep
-from lowmem_patch.tracing.base_model import checked_model
+from lowmem_patch.tracing.base_model import checked_model, has_dropouts
 from lowmem_patch.tracing.example_inputs import make_example_inputs
 from lowmem_patch.tracing.inputs import as_example_inputs
 from lowmem_patch.verify.judge import Approximations, Candidate, Judge, seeded
 from lowmem_patch.verify.result import RunResult, VerifyResult
 from lowmem_patch.verify.step_derivatives import Codes
+
+_NO_DROPOUT = (
+    "dropout is off here: saved bytes are without it, and plan_patch counts those of training"
+)
 
 Progress = Callable[[str, int, int], None]
 
@@ -114,6 +118,7 @@ def verify_model(
     results = tuple(runs(candidate, exact))
     if not patched:
         judge.notes.append("nothing was patched: plan_patch says why for each site")
+    judge.notes += [_NO_DROPOUT] if has_dropouts(original) else []
     return VerifyResult(
         type(model).__name__, f"patched with preset {chosen.name}", judge.tried, results, patched,
         tuple(approximate), tuple(judge.notes),

@@ -64,11 +64,14 @@ class VerifyResult:
         """The verdict in words, with the least cosine of approximate gradients to the exact ones."""
         if not self.passed:
             return "FAILED"
-        checks = [check for run in self.runs for check in run.approximate]
-        cosines = [check.cosine for check in checks if check.has_direction]
-        if not cosines:
+        checks = [(check, run.dtype) for run in self.runs for check in run.approximate]
+        found = [
+            (check.cosine, check.name, dtype) for check, dtype in checks if check.has_direction
+        ]
+        if not found:
             return "passed"
-        least = f"their least cosine to the exact ones is {min(cosines):.4f}"
+        cosine, name, dtype = min(found)
+        least = f"their least cosine to the exact ones is {cosine:.4f} ({name} in {dtype})"
         return f"passed; gradients are approximate, {least}"
 
     def to_dict(self) -> dict[str, Any]:

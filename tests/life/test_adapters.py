@@ -191,7 +191,7 @@ def test_merged_model_can_be_put_back_without_the_whole(config: Any, make: Make)
     expected = copy.deepcopy(model).merge_and_unload()
     merged = patch_model(model, config, example_inputs=inputs).merge_and_unload()
     for call in (patch_report, partial(patch_model, example_inputs=inputs)):
-        with pytest.raises(PatchError, match="part of a patched model"):
+        with pytest.raises(PatchError, match=r"part of a patched model.*merge_and_unload"):
             call(merged)
     unpatch_model(merged)
     assert not any(is_replacement(module) for module in merged.modules())

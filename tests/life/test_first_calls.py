@@ -29,9 +29,7 @@ FIRST = r"patch the model first and compile it after that.*torch\.compile\(patch
 def test_a_compiled_model_is_patched_before(given: Any) -> None:
     compiled: Any = torch.compile(llama())
     for call in (patch_model, plan_patch):
-        with pytest.raises(
-            PatchError, match=f"wraps LlamaForCausalLM in the model itself.*{FIRST}"
-        ):
+        with pytest.raises(PatchError, match=f"wraps this LlamaForCausalLM already.*{FIRST}"):
             call(compiled, example_inputs=given)
     assert not find_records(compiled)
 

@@ -234,7 +234,7 @@ def test_the_reason_says_in_plain_words_what_is_saved() -> None:
 
     plain = "the norm and its Linears save one tensor: the norm's output"
     assert reason(nn.LayerNorm(8, elementwise_affine=False)) == plain
-    affine = ", or its normalised input z where a weight near 0 hides it"
+    affine = ", or its normalised input z if a gamma is so near 0 that the output does not give z"
     assert reason(nn.LayerNorm(8)) == plain + affine
 
 
