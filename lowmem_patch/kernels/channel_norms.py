@@ -360,8 +360,8 @@ def _backward_of_columns(
         )
     scale = mean.new_ones(columns) if weight is None else weight
     dtypes = (x.dtype, scale.dtype, scale.dtype)
-    if not x.is_cuda:  # Triton's interpreter: a CPU takes one dtype for all
-        d, x, scale = d.float(), x.float(), scale.float()
+    if not x.is_cuda:  # Triton's interpreter: a CPU takes one dtype for all, and adds up in that
+        d, x, scale, mean, rstd = (t.double() for t in (d, x, scale, mean, rstd))
     found = torch.ops.aten.native_batch_norm_backward(
         d, x, scale, None, None, mean, rstd, True, 0.0, [True] * 3
     )
