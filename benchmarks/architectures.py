@@ -122,6 +122,10 @@ CASES = {
     "EVA-02-B": Case("eva02_base_patch14_224", 32, 224),
     "ConvNeXt-T": Case("convnext_tiny", 64, 224),
     "MaxViT-T": Case("maxvit_tiny_tf_224", 32, 224),
+    "ResNet-50": Case("resnet50", 128, 224),
+    "DenseNet-121": Case("densenet121", 128, 224),
+    "EfficientNet-B0": Case("efficientnet_b0", 128, 224),
+    "MobileNetV2": Case("mobilenetv2_100", 128, 224),
 }  # fmt: skip
 
 
