@@ -46,9 +46,8 @@ def _rows(x: Tensor, groups: int) -> _Rows:
     return _Rows(samples * channels, plane, False)
 
 
-@cache
 def _tile(columns: int) -> tuple[int, int]:
-    block = min(_ELEMENTS, triton.next_power_of_2(max(columns, 16)))
+    block = min(_ELEMENTS, 1 << (max(columns, 16) - 1).bit_length())
     return _ELEMENTS // block, block
 
 
@@ -78,14 +77,15 @@ def _normalized(
     return z, y, rstd, weight
 
 
-@triton.jit(do_not_specialize=["rows", "column_blocks", "channels", "per_group"])
+@triton.jit(do_not_specialize=["rows", "column_blocks", "channels", "per_group", "units"])
 def _forward_kernel(
     x_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, y_ptr,
-    rows, column_blocks, channels, per_group, columns,
+    rows, column_blocks, channels, per_group, units,
     LAST: tl.constexpr, GROUPED: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
     KIND: tl.constexpr, PRECISE: tl.constexpr, COARSE: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
+    columns = units * UNIT
     program = tl.program_id(0)
     row = (program // column_blocks) * ROWS + tl.arange(0, ROWS)[:, None]
     column = (program % column_blocks) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
@@ -101,15 +101,16 @@ def _forward_kernel(
     tl.store(y_ptr + place, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["rows", "column_blocks", "channels", "per_group"])
+@triton.jit(do_not_specialize=["rows", "column_blocks", "channels", "per_group", "units"])
 def _slope_kernel(
     dy_ptr, x_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, d_ptr,
-    rows, column_blocks, channels, per_group, columns,
+    rows, column_blocks, channels, per_group, units,
     LAST: tl.constexpr, GROUPED: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
     KIND: tl.constexpr, PRECISE: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """The gradient of y, from that of h(y)."""
+    columns = units * UNIT
     program = tl.program_id(0)
     row = (program // column_blocks) * ROWS + tl.arange(0, ROWS)[:, None]
     column = (program % column_blocks) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
@@ -126,15 +127,16 @@ def _slope_kernel(
     tl.store(d_ptr + place, d.to(d_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["rows", "channels", "per_group"])
+@triton.jit(do_not_specialize=["rows", "channels", "per_group", "units"])
 def _sums_kernel(
     dy_ptr, x_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, sums_ptr,
-    rows, channels, per_group, columns,
+    rows, channels, per_group, units,
     GROUPED: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
     KIND: tl.constexpr, PRECISE: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Of each plane: the sums of the gradient of y, and of it times z."""
+    columns = units * UNIT
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     known = row < rows
     d_sum = tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -158,16 +160,25 @@ def _sums_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["rows", "column_blocks", "channels", "per_group", "statistics", "share"]
+    do_not_specialize=[
+        "rows",
+        "column_blocks",
+        "channels",
+        "per_group",
+        "statistics",
+        "share",
+        "units",
+    ]
 )
 def _backward_kernel(
     dy_ptr, x_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, sums_ptr, dx_ptr,
-    rows, column_blocks, channels, per_group, statistics, share, columns,
+    rows, column_blocks, channels, per_group, statistics, share, units,
     GROUPED: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
     KIND: tl.constexpr, PRECISE: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """dx, from the sums of g and of g z over the elements of each statistic, of which one is a ``share``."""
+    columns = units * UNIT
     program = tl.program_id(0)
     row = (program // column_blocks) * ROWS + tl.arange(0, ROWS)[:, None]
     column = (program % column_blocks) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
@@ -189,9 +200,12 @@ def _backward_kernel(
     tl.store(dx_ptr + place, dx.to(dx_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["eps"])
-def _statistics_kernel(x_ptr, mean_ptr, rstd_ptr, eps, columns, COLUMNS: tl.constexpr):
+@triton.jit(do_not_specialize=["eps", "units"])
+def _statistics_kernel(
+    x_ptr, mean_ptr, rstd_ptr, eps, units, UNIT: tl.constexpr, COLUMNS: tl.constexpr
+):
     """Of one row. Sums are those of the distance to its first element: squares of large means cancel."""
+    columns = units * UNIT
     row = tl.program_id(0).to(tl.int64)
     first = tl.load(x_ptr + row * columns).to(tl.float32)
     total = tl.zeros((COLUMNS,), tl.float32)
@@ -210,8 +224,8 @@ def _statistics_kernel(x_ptr, mean_ptr, rstd_ptr, eps, columns, COLUMNS: tl.cons
 
 
 @cache
-def _statistics_launch() -> Launch:
-    return Launch(_statistics_kernel, 8, COLUMNS=_ELEMENTS)
+def _statistics_launch(unit: int) -> Launch:
+    return Launch(_statistics_kernel, 8, UNIT=unit, COLUMNS=_ELEMENTS)
 
 
 def channel_statistics(
@@ -226,7 +240,9 @@ def channel_statistics(
     if groups:
         rows = x.shape[0] * groups
         mean, rstd = (x.new_empty(rows, dtype=torch.float32) for _ in range(2))
-        _statistics_launch()((rows, 1, 1), (x, mean, rstd), (eps,), (x.numel() // rows,))
+        columns = x.numel() // rows
+        unit = _unit(columns)
+        _statistics_launch(unit)((rows, 1, 1), (x, mean, rstd), (eps, columns // unit))
         return mean, rstd
     if not x.is_cuda:  # Triton's interpreter
         given = (x.float(), None, None, running_mean, running_var, True, momentum, eps)
@@ -240,24 +256,29 @@ def channel_statistics(
     return mean, rstd
 
 
-@cache
 def _launch(name: str, columns: int, *constants: Any) -> Launch:
     """A kernel by its name, as the hash of a kernel takes long; for rows of so many columns."""
+    return _launch_of_tile(name, constants, _unit(columns), *_tile(columns))
+
+
+@cache
+def _launch_of_tile(
+    name: str, constants: tuple[Any, ...], unit: int, rows: int, columns: int
+) -> Launch:
     kernel = {
         "forward": _forward_kernel,
         "slope": _slope_kernel,
         "sums": _sums_kernel,
         "backward": _backward_kernel,
     }[name]
-    rows, block = _tile(columns)
-    names = kernel.arg_names[-len(constants) - 2 : -2]
-    return Launch(
-        kernel,
-        _NUM_WARPS,
-        **dict(zip(names, constants, strict=True)),
-        ROWS=rows,
-        COLUMNS=block,
-    )
+    names = kernel.arg_names[-len(constants) - 3 :]
+    given = zip(names, (*constants, unit, rows, columns), strict=True)
+    return Launch(kernel, _NUM_WARPS, **dict(given))
+
+
+def _unit(columns: int) -> int:
+    """In what a kernel counts columns: where rows begin at multiples of 16, it reads several at once."""
+    return 16 if columns % 16 == 0 else 1
 
 
 def _vectors(
@@ -291,8 +312,7 @@ def channel_norm_forward(
     launch(
         (-(-rows // block_rows) * blocks, 1, 1),
         (*_vectors(x, mean, rstd, weight, bias), y),
-        (rows, blocks, channels, channels // max(1, groups)),
-        (columns,),
+        (rows, blocks, channels, channels // max(1, groups), columns // _unit(columns)),
     )
     return y
 
@@ -320,10 +340,11 @@ def channel_norm_backward(
     samples, channels = x.shape[:2]
     per_group = channels // max(1, groups)
     block_rows, block_columns = _tile(columns)
+    units = columns // _unit(columns)
     row_blocks, blocks = -(-rows // block_rows), -(-columns // block_columns)
     sums = mean.new_empty(2, samples, channels)  # of d_y and of d_y z, in each plane
     _launch("sums", columns, *constants)(
-        (row_blocks, 1, 1), (*given, sums), (rows, channels, per_group), (columns,)
+        (row_blocks, 1, 1), (*given, sums), (rows, channels, per_group, units)
     )
     vectors = sums.sum(1)
     if groups:
@@ -336,8 +357,7 @@ def channel_norm_backward(
     _launch("backward", columns, *constants)(
         (row_blocks * blocks, 1, 1),
         (*given, found, dx),
-        (rows, blocks, channels, per_group, statistics, statistics / x.numel()),
-        (columns,),
+        (rows, blocks, channels, per_group, statistics, statistics / x.numel(), units),
     )
     vectors = vectors if weight is None else vectors.to(weight.dtype)
     return dx, vectors[1], vectors[0]
@@ -355,8 +375,7 @@ def _backward_of_columns(
         _launch("slope", columns, True, *constants)(
             (-(-rows // block_rows) * blocks, 1, 1),
             (*given, d),
-            (rows, blocks, columns, 1),
-            (columns,),
+            (rows, blocks, columns, 1, columns // _unit(columns)),
         )
     scale = mean.new_ones(columns) if weight is None else weight
     dtypes = (x.dtype, scale.dtype, scale.dtype)
