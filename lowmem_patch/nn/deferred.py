@@ -38,6 +38,7 @@ from lowmem_patch.functional import (
     without_grad,
     without_torch_function,
 )
+from lowmem_patch.nn.frames import never_compiled_alone
 from lowmem_patch.nn.op import Op, refuse_bypassed, strides_like, waits_for_gradient
 from lowmem_patch.nn.shared_memory import (
     MADE_OUTSIDE,
@@ -79,6 +80,7 @@ class Deferred(Tensor):
     _packer: Any = None  # who packed what autograd saves where it was made
 
     @classmethod
+    @never_compiled_alone
     def __torch_function__(
         cls,
         func: Callable[..., Any],

@@ -43,7 +43,6 @@ from lowmem_patch.nn.context import autocast_dtype
 from lowmem_patch.nn.deferred import Deferred, Stored, defer, value_of
 from lowmem_patch.nn.deferred_linears import (
     plain_linear,
-    project,
     read_input,
     saved_linear,
 )
@@ -324,60 +323,6 @@ class Dropped(Op):
         *sources, bits = h.sources
         settings = (self.p, self.kind, dtype)
         return dropout_linear(value, tuple(sources), bits, weight, bias, *settings)
-
-
-class Norm(Op):
-    """A norm that waits behind row moves, so that it and its Linear save one tensor between them.
-
-    The sources are x and the norm's parameters.
-
-    Args:
-        norm: computes the norm of a tensor of such rows, as the module would.
-    """
-
-    saves = False
-    holds = True
-
-    def __init__(self, norm: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
-        self.norm = norm
-        self.to = dtype
-
-    def of(self, x: Tensor, *parameters: Tensor) -> Deferred:
-        if in_compiler():
-            return keep(value_of(self.norm(x)), self, (x, *parameters))
-        return defer(self, (x, *parameters))
-
-    def dtype(self, sources: tuple[Tensor, ...]) -> torch.dtype:
-        return self.to
-
-    def compute(self, *sources: Tensor) -> Tensor:
-        y: Tensor = value_of(self.norm(sources[0]))
-        return y
-
-    def gradients(self, dy: Tensor, *sources: Tensor) -> tuple[Tensor | None, ...]:
-        x, *parameters = sources
-        with torch.enable_grad():
-            leaf = x.detach().requires_grad_()
-            y = value_of(self.norm(leaf))
-            wanted = [leaf, *(p for p in parameters if p.requires_grad)]
-            found = iter(torch.autograd.grad(y, wanted, dy))
-        return (next(found), *(next(found) if p.requires_grad else None for p in parameters))
-
-    def moved(self, h: Deferred, move: Callable[[Tensor], Tensor]) -> Any:
-        h.was_bypassed = True
-        x, *parameters = h.sources
-        return self.of(move(x), *parameters)
-
-    def linear(self, h: Deferred, to: Projection, dtype: torch.dtype) -> Any:
-        h.was_bypassed = True
-        if in_compiler():
-            return project(self.norm(h.sources[0]), to, dtype)
-        if h._normed is None:
-            h._normed = self.norm(h.sources[0])  # once for q, k and v
-        return project(h._normed, to, dtype)
-
-    def dropped(self, h: Deferred, p: float) -> Any:
-        return Dropped.of(h, p, (h.plain(),), None)
 
 
 class Matrix(Saved):

@@ -95,7 +95,7 @@ class GatedMSRMSNorm(MSRMSNorm):
         assert weight is not None
         low = min(dtype, x.dtype, key=attrgetter("itemsize"))
         split = given.reshape(*given.shape[:-1], self.groups, given.shape[-1] // self.groups)
-        z = ms_norm(split, None, None, self._settings_for(x), low)[0].view(given.shape)
+        z = ms_norm(split, None, None, self.settings_for(x), low)[0].view(given.shape)
         y = torch.mul(z, weight).to(dtype)
         if in_compiler() or not needs_gradient(z) or is_foreign(z) or is_foreign(weight):
             return y

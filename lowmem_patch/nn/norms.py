@@ -39,7 +39,8 @@ from lowmem_patch.nn.context import (
     trains_here,
 )
 from lowmem_patch.nn.deferred import value_of
-from lowmem_patch.nn.deferred_ops import Norm, Normed, Saved, Shared
+from lowmem_patch.nn.deferred_norms import Norm
+from lowmem_patch.nn.deferred_ops import Normed, Saved, Shared
 from lowmem_patch.nn.gammas import can_be_looked_at, is_capturing, look_at_gammas
 from lowmem_patch.nn.looks import Look, Looks
 from lowmem_patch.nn.stored import attach, keep
@@ -121,7 +122,7 @@ class MSNorm(nn.Module):
             dtype = self.output_dtype(x)
         if in_compiler() and not is_exporting():
             return compiled.norm(*self._in_graph(x, dtype))
-        return ms_norm(x, *self.own_affine(), self._settings_for(x), dtype)[0]
+        return ms_norm(x, *self.own_affine(), self.settings_for(x), dtype)[0]
 
     def _in_graph(self, x: Tensor, dtype: torch.dtype) -> tuple[Any, ...]:
         """The arguments of `compiled.norm`."""
@@ -130,9 +131,10 @@ class MSNorm(nn.Module):
         # a high-precision output must not be computed from a low-precision z
         saved, saves_z = low or dtype, low is None and self._compiled_saves_z(weight, bias)
         saved_as = None if saves_z else self.looks.saved_as(saved)
-        return x, weight, bias, self._settings_for(x), dtype, saved, saved_as
+        return x, weight, bias, self.settings_for(x), dtype, saved, saved_as
 
-    def _settings_for(self, x: Tensor) -> NormSettings:
+    def settings_for(self, x: Tensor) -> NormSettings:
+        """What is computed of ``x`` now: eps is an attribute that users set."""
         eps = getattr(self, self.eps_name) if self.eps_name else self.settings.eps
         if eps is None and x.dtype == torch.float64:
             eps = torch.finfo(torch.float64).eps
@@ -185,9 +187,7 @@ class MSNorm(nn.Module):
             and not is_foreign(x)
             and not is_fsdp_unit(self)
         ):
-            dtype = self.output_dtype(x)  # autocast may be another one where the value is computed
-            op = Norm(partial(self.normed, dtype=dtype), dtype)
-            return op.of(x, *(p for p in (self.weight, self.bias) if p is not None))
+            return Norm.of_module(self, x)
         return self.normed(x)
 
     def normed(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -211,7 +211,7 @@ class MSNorm(nn.Module):
         # what Linears save in the place of the output: a copy of it, z, or both
         saved = dtype if copy is None else copy
         dtypes = (dtype, copy, saved if saves_z else None)
-        settings, stored = self._settings_for(x), self.in_eight_bits and not packs_saved_tensors()
+        settings, stored = self.settings_for(x), self.in_eight_bits and not packs_saved_tensors()
         y, *more = ms_norm(x, weight, bias, settings, *dtypes, trains=trains, eight_bits=stored)
         # an adapter may save the copy of what needs no gradient
         if copy is None and not saves_z:

@@ -1,8 +1,11 @@
 """PEFT's adapter of a parameter, as of the weights of experts: the module reads W + s L R, which is not made.
 
 PEFT gives the module a parametrization for each forward. Here the module finds a deferred tensor in the place
-of its parameter for that time (`lowmem_patch.nn.deferred_weights.AdaptedWeight`). What is not one adapter of
-a floating parameter is left to PEFT's forward.
+of its parameter for that time (`lowmem_patch.nn.deferred_weights.AdaptedWeight`). Where no gradient is wanted
+it finds the sum. What is not one adapter of a floating parameter is left to PEFT's forward.
+
+Evaluations are not left to PEFT: its parametrization sets the parameter to itself, which torch counts as a
+write. A training forward before the evaluation has saved that parameter for its backward.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lowmem_patch.functional import in_compiler
+from lowmem_patch.functional import in_compiler, is_ordinary
 from lowmem_patch.nn.context import is_foreign, trains_here
 from lowmem_patch.nn.deferred import defer
 from lowmem_patch.nn.deferred_weights import AdaptedWeight
@@ -49,14 +52,14 @@ def is_of_peft(
 
 
 def read_factors(layer: Any, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The forward of the base, which finds a deferred tensor in the place of its parameter.
+    """The forward of the base, which finds the adapted weight in the place of its parameter.
 
     Args:
         layer: a ParamWrapper.
         call: its class's forward, which is called where more is to compute.
     """
-    trains = trains_here() and not in_compiler()
-    weight = _adapted_weight(layer) if trains and "adapter_names" not in kwargs else None
+    serves = is_ordinary() or (trains_here() and not in_compiler())
+    weight = _adapted_weight(layer) if serves and "adapter_names" not in kwargs else None
     if weight is None:
         return call(layer, *args, **kwargs)
     attributes = vars(layer.get_base_layer())
@@ -70,16 +73,21 @@ def read_factors(layer: Any, call: Callable[..., Any], *args: Any, **kwargs: Any
 
 
 def _adapted_weight(layer: Any) -> Tensor | None:
-    """The weight with its adapter, deferred; None where this is left to PEFT."""
+    """The weight with its adapter, deferred where it has a gradient; None where this is left to PEFT."""
     names = [name for name in layer.active_adapters if name in layer.lora_A]
     if layer.disable_adapters or layer.merged or len(names) != 1:
         return None
     lora_A, lora_B = (table[names[0]].weight for table in (layer.lora_A, layer.lora_B))
     weight = _plain_parameter(layer.get_base_layer(), layer.parameter_name)
-    if weight is None or is_foreign(lora_A) or is_foreign(lora_B) or not lora_A.requires_grad:
+    if weight is None or is_foreign(lora_A) or is_foreign(lora_B):
         return None
-    factors = _factors(layer, weight, lora_A, lora_B)
-    return None if factors is None else defer(AdaptedWeight(layer.scaling[names[0]]), factors)
+    given = (weight, lora_A, lora_B)
+    trains = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)
+    factors = None if trains and not lora_A.requires_grad else _factors(layer, *given)
+    if factors is None:
+        return None
+    op = AdaptedWeight(layer.scaling[names[0]])
+    return defer(op, factors) if trains else op.compute(*factors)
 
 
 def _plain_parameter(base: nn.Module, name: str) -> Tensor | None:

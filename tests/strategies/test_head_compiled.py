@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,28 @@ def test_returned_logits_have_gradients(name: str) -> None:
     assert_accurate(found, run(model, loss), truth(model, loss))
     assert whole_reads(patched) == (name == "softmax")
     assert graphs.largest() == WEIGHT
+
+
+BROKEN: dict[str, Callable[[Tensor], Tensor]] = {
+    "a part": lambda y: y.logsumexp(-1).mean() + (y / 2)[..., -1].mean(),
+    "squares": lambda y: y.log_softmax(-1).amax(-1).mean() + (y / 2).square().mean(),
+    "numbers": lambda y: y.logsumexp(-1).mean() + y.argmax(-1).float().mean(),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # of the compiler itself
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_compiled_loss_of_logits_made_outside_reads_each_as_it_asks(name: str) -> None:
+    """Its graph breaks at each reader, and what torch compiled for one ran for the next."""
+    (model, patched), loss = bare(), BROKEN[name]
+    torch._dynamo.reset()
+    broken: Any = torch.compile(loss, backend="aot_eager")
+
+    def written(m: Any) -> Tensor:
+        return loss(logits_of(m))
+
+    found = run(patched, lambda m: broken(logits_of(m)))
+    assert_accurate(found, run(model, written), truth(model, written))
 
 
 def test_logits_that_leave_a_graph_after_a_write() -> None:

@@ -18,7 +18,7 @@ from lowmem_patch.nn.deferred_rows import GatheredRows
 from lowmem_patch.nn.deferred_weights import AdaptedWeight
 from tests.support.judge import assert_accurate, assert_close, assert_equal
 from tests.support.models import randomise
-from tests.support.step import BF16, FP32, MODES, Mode, cast, step, truth_of, twin_of
+from tests.support.step import BF16, FP32, MODES, Mode, Step, cast, step, truth_of, twin_of
 
 pytestmark = [
     # PEFT reads a name that transformers has since deprecated
@@ -156,6 +156,36 @@ def test_a_life_of_adapters() -> None:
     assert_equal(step(model, tokens()), step(copy.deepcopy(model), tokens()))
     experts = model.base_model.model.model.layers[0].mlp.experts.get_base_layer()
     assert "gate_up_proj" not in vars(experts)
+
+
+@pytest.mark.parametrize("guard", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("how", ["grouped_mm", "eager"])
+def test_an_evaluation_before_the_backward_is_no_write(how: str, guard: Any) -> None:
+    """PEFT's own sets the weights to themselves, which torch counts as writes; real ones are still errors."""
+    model, stock = patched(adapted("Mixtral", how))
+
+    def lived(one: Any) -> Step:
+        one.zero_grad()
+        logits = one.train()(**tokens()).logits
+        with guard():
+            seen = one.eval()(**tokens()).logits
+        logits.square().sum().backward()
+        return Step([logits.detach(), seen.clone()], gradients_of(one))
+
+    found, expected = lived(model), lived(stock)
+    for ours, theirs in zip(found.outputs, expected.outputs, strict=True):
+        torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(found.gradients, expected.gradients)
+    loss = model.train()(**tokens()).logits.sum()
+    with torch.no_grad():
+        model.eval()(**tokens())
+        model.base_model.model.model.layers[0].mlp.experts.get_base_layer().down_proj.mul_(2)
+    with pytest.raises(RuntimeError, match=r"written|modified"):
+        loss.backward()
+
+
+def gradients_of(model: Any) -> dict[str, Tensor]:
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 def test_two_adapters_at_a_time_are_left_to_peft() -> None:

@@ -1,0 +1,99 @@
+"""The op behind a norm that waits for its Linear behind row moves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lowmem_patch.functional import in_compiler, ms_norm
+from lowmem_patch.nn.deferred import Deferred, defer, value_of
+from lowmem_patch.nn.deferred_linears import project
+from lowmem_patch.nn.deferred_ops import Dropped
+from lowmem_patch.nn.op import Op, Projection
+from lowmem_patch.nn.stored import keep
+
+if TYPE_CHECKING:
+    from lowmem_patch.nn.norms import MSNorm
+
+
+class Norm(Op):
+    """A norm that waits behind row moves, so that it and its Linear save one tensor between them.
+
+    The sources are x, and gamma and beta as the forward had them. Where somebody reads the values later, and
+    in backward, the module may have others (torch.func.functional_call, a parametrization, another eps).
+
+    Args:
+        module: the norm.
+        x: its input.
+    """
+
+    saves = False
+    holds = True
+
+    def __init__(self, module: MSNorm, x: Tensor) -> None:
+        self.module = module
+        self.settings = module.settings_for(x)
+        self.to = module.output_dtype(x)  # autocast may be another one where the value is computed
+        self.scales, self.shifts = (one is not None for one in module.own_affine())
+
+    @staticmethod
+    def of_module(module: MSNorm, x: Tensor) -> Deferred:
+        return Norm(module, x).of(x, *(p for p in module.own_affine() if p is not None))
+
+    def of(self, x: Tensor, *parameters: Tensor) -> Deferred:
+        if in_compiler():
+            return keep(value_of(self._read(x, *parameters)), self, (x, *parameters))
+        return defer(self, (x, *parameters))
+
+    def dtype(self, sources: tuple[Tensor, ...]) -> torch.dtype:
+        return self.to
+
+    def compute(self, *sources: Tensor) -> Tensor:
+        return self._norm(*sources)
+
+    def _norm(self, x: Tensor, *parameters: Tensor, z_dtype: torch.dtype | None = None) -> Tensor:
+        """The norm with what the forward had."""
+        given = iter(parameters)
+        weight = next(given) if self.scales else None
+        bias = next(given) if self.shifts else None
+        return ms_norm(x, weight, bias, self.settings, self.to, z_dtype=z_dtype)[0]
+
+    def _saving_z(self, *sources: Tensor) -> Tensor:
+        """The norm for a gradient: z tells it whatever gamma is, and nobody looks at this one."""
+        return self._norm(*sources, z_dtype=self.to)
+
+    def _read(self, x: Tensor, *parameters: Tensor) -> Tensor:
+        """The norm as its Linear shall read it."""
+        module = self.module
+        own = [parameter for parameter in module.own_affine() if parameter is not None]
+        same = len(own) == len(parameters) and all(map(lambda a, b: a is b, own, parameters))
+        if in_compiler() or (same and module.settings_for(x) == self.settings):
+            return module.normed(x, self.to)
+        return self._saving_z(x, *parameters)
+
+    def gradients(self, dy: Tensor, *sources: Tensor) -> tuple[Tensor | None, ...]:
+        with torch.enable_grad():
+            # leaves: hooks of the parameters themselves would run here, too
+            leaves = [source.detach().requires_grad_(source.requires_grad) for source in sources]
+            wanted = [leaf for leaf in leaves if leaf.requires_grad]
+            found = iter(torch.autograd.grad(self._saving_z(*leaves), wanted, dy))
+        return tuple(next(found) if leaf.requires_grad else None for leaf in leaves)
+
+    def moved(self, h: Deferred, move: Callable[[Tensor], Tensor]) -> Any:
+        h.was_bypassed = True
+        x, *parameters = h.sources
+        return self.of(move(x), *parameters)
+
+    def linear(self, h: Deferred, to: Projection, dtype: torch.dtype) -> Any:
+        h.was_bypassed = True
+        if in_compiler():
+            return project(self._read(*h.sources), to, dtype)
+        if h._normed is None:
+            h._normed = self._read(*h.sources)  # once for q, k and v
+        return project(h._normed, to, dtype)
+
+    def dropped(self, h: Deferred, p: float) -> Any:
+        return Dropped.of(h, p, (h.plain(),), None)
