@@ -144,6 +144,20 @@ def test_a_step_is_as_accurate_and_saves_the_norms_input_alone(
     assert_same_step(ours, twin, given, MODES[mode])
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize(("norm", "act", "mode"), GRID)
+def test_a_step_on_a_gpu_is_as_accurate(norm: str, act: str, mode: str, last: bool) -> None:
+    torch.manual_seed(0)
+    model, x = Net(NORMS[norm], ACTIVATIONS[act]).cuda(), image().cuda()
+    if last:
+        model = model.to(memory_format=torch.channels_last)
+        x = x.to(memory_format=torch.channels_last)
+    twin = cast(model, MODES[mode].weights)
+    given = in_mode((x,), MODES[mode])
+    assert_same_step(patched(twin, *given), twin, given, MODES[mode])
+
+
 @pytest.mark.parametrize("norm", ["batch", "group"])
 @pytest.mark.parametrize("act", ["silu", "relu", "relu in place"])
 def test_one_tensor_a_norm_is_saved(norm: str, act: str) -> None:
