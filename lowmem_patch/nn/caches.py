@@ -33,6 +33,16 @@ _WITHHELD = (
     "this cache of keys and values is empty: blocks that a budget (fit=) runs again in backward were not "
     "given it. Call the model with use_cache=True where a later forward shall read the cache"
 )
+_REPEATED = (
+    "a block that runs several times in one forward was given a cache of keys and values, of which each run "
+    "reads what those before wrote: it saves all that it needs, which is more than planned (fit=). Give "
+    "use_cache=False where nobody reads the cache"
+)
+_CALLED_AGAIN = (
+    "a block that a budget (fit=) runs again in backward was called twice in one forward with one cache of "
+    "keys and values, which it was not given, and was called once where it was planned: call unpatch_model "
+    "and patch_model again, or give use_cache=False"
+)
 
 
 class ForwardCaches:
@@ -42,11 +52,13 @@ class ForwardCaches:
         recomputes: some of the blocks run again, and not under a compiler alone.
         wanted: the caller asks for one.
         withheld: empty ones that blocks were not given.
+        calls: of blocks that were not given one: the block, its caches, and the numbers beside them.
     """
 
     def __init__(self, recomputes: bool = True) -> None:
         self.recomputes, self.wanted = recomputes, False
         self.withheld: list[Any] = []
+        self.calls: set[tuple[int, ...]] = set()
 
 
 def watch_caches(model: nn.Module, caches: ForwardCaches) -> None:
@@ -70,7 +82,7 @@ def _begin(
 def _end(caches: ForwardCaches, model: nn.Module, args: Any, output: Any) -> None:
     for cache in caches.withheld:  # the model may return it
         cache.get_seq_length = _refuse
-    caches.wanted, caches.withheld = False, []
+    caches.wanted, caches.withheld, caches.calls = False, [], set()
 
 
 def _refuse(*args: Any, **kwargs: Any) -> int:
@@ -78,19 +90,33 @@ def _refuse(*args: Any, **kwargs: Any) -> int:
 
 
 def without_empty_caches(
-    block: nn.Module, caches: ForwardCaches, args: tuple[Any, ...], kwargs: dict[str, Any]
+    block: nn.Module,
+    caches: ForwardCaches,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    repeats: bool = False,
 ) -> _Arguments | None:
-    """The arguments of a block that runs again, without caches; None where a cache is to be written."""
+    """The arguments of a block that runs again, without caches; None where a cache is to be written.
+
+    ``repeats``: the forward calls the block several times, and a call reads what those before wrote.
+
+    Raises:
+        PatchError: it does so with one cache, and is not known to.
+    """
     found = _found_in(args, kwargs)
     if not found or getattr(block, "_can_checkpoint_with_cache", False):
         return args, kwargs
     if caches.wanted or not all(_is_empty(block, cache) for cache in found):
         return None
-    if not in_compiler():
-        known = caches.withheld
-        known += [
-            one for one in filter(_is_real, found) if all(one is not other for other in known)
-        ]
+    real = [*filter(_is_real, found)]
+    # which layer of the cache it is, where a block is told at each call
+    numbers = [value for value in (*args, *kwargs.values()) if type(value) is int]
+    if repeats and real and not numbers:
+        if not in_compiler():
+            warnings.warn(_REPEATED, stacklevel=2)
+        return None
+    if real and not in_compiler():
+        _withhold(block, caches, real, numbers)
 
     def without(value: Any) -> Any:
         return None if any(value is cache for cache in found) else value
@@ -99,6 +125,17 @@ def without_empty_caches(
     if named.get("use_cache"):
         named["use_cache"] = False
     return tuple(map(without, args)), named
+
+
+def _withhold(
+    block: nn.Module, caches: ForwardCaches, found: list[Any], numbers: list[int]
+) -> None:
+    known = caches.withheld
+    known += [one for one in found if all(one is not other for other in known)]
+    call = (id(block), *map(id, found), *numbers)
+    if call in caches.calls:
+        raise PatchError(_CALLED_AGAIN)
+    caches.calls.add(call)
 
 
 def _found_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:

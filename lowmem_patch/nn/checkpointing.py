@@ -68,6 +68,7 @@ class Recompute(Level):
         buffers: names of the block's buffers that its forward writes, which a second run must not.
         host: holds the inputs that wait in host memory.
         caches: of keys and values, of the running forward; one for all blocks.
+        repeats: the forward calls the block several times.
     """
 
     attention: bool = False
@@ -77,6 +78,7 @@ class Recompute(Level):
     buffers: tuple[str, ...] = ()
     host: HostMemory | None = None
     caches: ForwardCaches = dataclasses.field(default_factory=ForwardCaches)
+    repeats: bool = False
 
 
 def is_checkpointed(block: nn.Module) -> bool:
@@ -105,7 +107,7 @@ def checkpointed(
     compiling = in_compiler()
     if not compiling and _is_run_again():
         return forward(*args, **kwargs)
-    taken = without_empty_caches(block, how.caches, args, kwargs)
+    taken = without_empty_caches(block, how.caches, args, kwargs, how.repeats)
     if taken is None:
         return forward(*args, **kwargs)
     if compiling:

@@ -258,4 +258,5 @@ def _recompute(
         buffers=block.buffers,
         host=host if level == "host" else None,
         caches=caches,
+        repeats=sum(run.block == number for run in blocks.runs) > 1,
     )

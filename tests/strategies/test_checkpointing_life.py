@@ -121,6 +121,35 @@ def test_a_withheld_cache_refuses_its_readers() -> None:
     fitted(ids, labels=ids).loss.backward()
 
 
+@pytest.mark.parametrize("level", ["checkpointed", "segment"])
+def test_a_block_that_stands_twice_fills_its_cache(level: str) -> None:
+    """Its second call reads the keys and values of its first."""
+    model, inputs = llama_of().train(), {"input_ids": FAMILIES["llama"].inputs()["input_ids"]}
+    model.model.layers[1] = model.model.layers[0]
+    model = patched(model, inputs)
+    fitted = give_levels(model, blocks := blocks_of(model, inputs), all_of(blocks, level))
+    with warned() as texts:
+        found = step(fitted, inputs)
+    assert_same_bits(found, one_step(model, inputs))
+    assert any("runs several times in one forward" in text for text in texts)
+    without = dict(inputs) | {"use_cache": False}
+    with warned() as texts:
+        found = step(fitted, without)
+    assert not any("cache" in text for text in texts)
+    assert_same_bits(found, one_step(model, without))
+
+
+def test_a_block_that_stands_twice_since_it_was_planned_is_refused() -> None:
+    (model, blocks), inputs = patched_llama(), FAMILIES["llama"].inputs()
+    fitted = give_levels(model, blocks, all_of(blocks, "checkpointed"))
+    fitted.model.layers[1] = fitted.model.layers[0]
+    for _ in range(2):
+        with pytest.raises(PatchError, match="called twice in one forward"), warned():
+            fitted(**inputs)
+    with warned():
+        fitted(**inputs, use_cache=False).logits.sum().backward()
+
+
 @functools.cache
 def patched_albert() -> tuple[Any, Any]:
     torch.manual_seed(0)
