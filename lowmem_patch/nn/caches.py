@@ -117,6 +117,11 @@ def without_empty_caches(
         return None
     if real and not in_compiler():
         _withhold(block, caches, real, numbers)
+    return _without(found, args, kwargs)
+
+
+def _without(found: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Arguments:
+    """Arguments with None in the place of these, which asks for none."""
 
     def without(value: Any) -> Any:
         return None if any(value is cache for cache in found) else value

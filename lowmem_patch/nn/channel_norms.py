@@ -1,4 +1,4 @@
-"""BatchNorm and GroupNorm whose output waits, so that it and an activation of it are computed again."""
+"""Norms over channels whose output waits, so that it and an activation of it are computed again."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class DeferChannelNorms(ForwardMode):
         return func(*args, **kwargs) if made is None else made
 
 
-_NORMS: tuple[Callable[..., Any], ...] = (F.batch_norm, F.group_norm)
+_NORMS: tuple[Callable[..., Any], ...] = (F.batch_norm, F.group_norm, F.instance_norm)
 
 
 def deferred_norm(given: ChannelNormCall) -> Deferred | None:
@@ -91,7 +91,7 @@ def deferred_norm(given: ChannelNormCall) -> Deferred | None:
             x, given.groups, given.eps, given.running_mean, given.running_var, given.momentum
         )
     # of the 16 bits of a GPU, autocast makes float32
-    wide = given.groups and x.is_cuda and torch.is_autocast_enabled("cuda")
+    wide = given.name == "group_norm" and x.is_cuda and torch.is_autocast_enabled("cuda")
     dtype = torch.promote_types(x.dtype, torch.float32) if wide else x.dtype
     vectors = [vector for vector in (given.weight, given.bias) if vector is not None]
     has = (given.weight is not None, given.bias is not None)

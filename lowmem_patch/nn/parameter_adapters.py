@@ -81,13 +81,18 @@ def _adapted_weight(layer: Any) -> Tensor | None:
     weight = _plain_parameter(layer.get_base_layer(), layer.parameter_name)
     if weight is None or is_foreign(lora_A) or is_foreign(lora_B):
         return None
-    given = (weight, lora_A, lora_B)
-    trains = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)
-    factors = None if trains and not lora_A.requires_grad else _factors(layer, *given)
+    trains = torch.is_grad_enabled() and _train(weight, lora_A, lora_B)
+    if trains and not lora_A.requires_grad:
+        return None
+    factors = _factors(layer, weight, lora_A, lora_B)
     if factors is None:
         return None
     op = AdaptedWeight(layer.scaling[names[0]])
     return defer(op, factors) if trains else op.compute(*factors)
+
+
+def _train(*tensors: Tensor) -> bool:
+    return any(tensor.requires_grad for tensor in tensors)
 
 
 def _plain_parameter(base: nn.Module, name: str) -> Tensor | None:

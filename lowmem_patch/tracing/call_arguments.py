@@ -261,12 +261,15 @@ def moved_channel(
 
 
 class ChannelNormCall(NamedTuple):
-    """A call of `torch.nn.functional.batch_norm` in training, or of `group_norm`.
+    """A call of ``batch_norm``, ``group_norm`` or ``instance_norm`` of `torch.nn.functional` that computes
+    the statistics of its input.
 
     Attributes:
-        groups: 0 for BatchNorm.
+        name: of the function.
+        groups: of channels, of each sample: all of them in InstanceNorm; 0: BatchNorm.
     """
 
+    name: str
     x: Tensor
     groups: int
     weight: Tensor | None
@@ -277,29 +280,47 @@ class ChannelNormCall(NamedTuple):
     momentum: float = 0.1
 
 
-_BATCH = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
-_GROUP = ("input", "num_groups", "weight", "bias", "eps")
+_IN_EACH_SAMPLE = ("input", "num_groups", "weight", "bias", "eps")
+_IN_THE_BATCH = (
+    "input",
+    "running_mean",
+    "running_var",
+    "weight",
+    "bias",
+    "training",
+    "momentum",
+    "eps",
+)
 
 
 def channel_norm_call(
     name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> ChannelNormCall | None:
-    """How a function of this name is called, if it is a norm over channels with statistics of its input."""
-    if name == "batch_norm":
-        given = dict(zip(_BATCH, args, strict=False)) | kwargs
-        if given.get("training") is not True or isinstance(args[0], int):
-            return None
-        groups = 0
-    elif name == "group_norm":
-        given = dict(zip(_GROUP, args, strict=False)) | kwargs
-        groups = given.get("num_groups", 0)
-        if not isinstance(groups, int) or groups < 1:
-            return None
-    else:
+    """How a function of this name is called, if it is such a norm."""
+    if not role_of(name).has(Role.CHANNEL_NORM):
         return None
+    names = _IN_EACH_SAMPLE if name == "group_norm" else _IN_THE_BATCH
+    given = dict(zip(names, args, strict=False)) | kwargs
+    if name == "instance_norm" and "use_input_stats" in given:
+        given["training"] = given.pop("use_input_stats")
     x = given.get("input")
-    if not isinstance(x, Tensor) or set(given) - {*_BATCH, *_GROUP}:
+    # torch.batch_norm has more arguments
+    known = len(args) <= len(names) and given.keys() <= set(names)
+    if not known or not isinstance(x, Tensor) or x.dim() < 2:
+        return None
+    groups = _groups_of(name, given)
+    if groups is None:
         return None
     rest = {key: given[key] for key in ("running_mean", "running_var", "momentum") if key in given}
     eps = given.get("eps", 1e-5)
-    return ChannelNormCall(x, groups, given.get("weight"), given.get("bias"), eps, **rest)
+    return ChannelNormCall(name, x, groups, given.get("weight"), given.get("bias"), eps, **rest)
+
+
+def _groups_of(name: str, given: dict[str, Any]) -> int | None:
+    if name == "group_norm":
+        groups = given.get("num_groups")
+        return groups if type(groups) is int and groups > 0 else None
+    if name == "batch_norm":
+        return 0 if given.get("training") is True else None
+    own = given.get("training", True) is True and given.get("running_mean") is None
+    return int(given["input"].shape[1]) if own else None

@@ -120,7 +120,7 @@ _TABLE: tuple[tuple[Role, tuple[str, ...]], ...] = (
     (Role.GATHER, ("gather",)),
     (Role.ARGMAX, ("argmax",)),
     (Role.ROW_NORM, ("layer_norm", "rms_norm", "native_layer_norm", "fused_layer_norm")),
-    (Role.CHANNEL_NORM, ("group_norm", "batch_norm")),
+    (Role.CHANNEL_NORM, ("group_norm", "batch_norm", "instance_norm")),
     (Role.RSQRT | Role.POINTWISE, ("rsqrt",)),
     (Role.ACTIVATION, (
         "gelu", "silu", "silu_", "softplus", "mish", "elu", "leaky_relu", "hardswish", "hardtanh",
