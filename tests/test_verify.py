@@ -16,6 +16,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from lowmem_patch import reference
 from lowmem_patch.api import patch_model, patch_report
 from lowmem_patch.checkpoint import load_model, resolve
 from lowmem_patch.constants import NormSettings
@@ -160,6 +161,26 @@ def test_a_wrong_gradient_fails_and_is_named(monkeypatch: pytest.MonkeyPatch) ->
     run = result.runs[0]
     assert all(check.passed for check in run.outputs)
     assert [check.name for check in run.gradients if not check.passed] == [name]
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_norms_of_the_batch_are_judged_as_they_train(
+    wrong: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def backward(*given: Any) -> Any:
+        dx, *others = channel_norm_backward(*given)
+        return dx * (1 + 1e-3), *others
+
+    channel_norm_backward = reference.channel_norm_backward
+    if wrong:
+        monkeypatch.setattr(reference, "channel_norm_backward", backward)
+    torch.manual_seed(0)
+    block = (nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.SiLU())
+    model = nn.Sequential(*block, nn.Dropout(), nn.Conv2d(8, 2, 3), nn.Flatten())
+    given = (torch.randn(4, 3, 9, 9),)
+    result = verify_model(model, "exact", example_inputs=given, dtypes=F32, autocast=None)
+    assert result.passed is not wrong
+    assert not model[1].num_batches_tracked  # type: ignore[operator]
 
 
 def test_a_gradient_that_fails_in_one_draw_is_judged_over_more(

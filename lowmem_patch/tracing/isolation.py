@@ -71,6 +71,16 @@ def in_training_mode(model: nn.Module) -> Iterator[None]:
         yield
 
 
+def without_randomness(model: nn.Module) -> nn.Module:
+    """The model in evaluation mode, without dropouts, but for norms with running statistics: in training they
+    compute those of the batch, and their gradient passes through these."""
+    model.eval()
+    for module in model.modules():
+        if isinstance(getattr(module, "running_mean", None), Tensor):
+            module.training = True
+    return model
+
+
 @contextlib.contextmanager
 def without_checkpointing(model: nn.Module) -> Iterator[None]:
     """Other libraries' activation checkpointing off for a while.

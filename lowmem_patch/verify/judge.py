@@ -26,6 +26,7 @@ from lowmem_patch.errors import TraceError
 from lowmem_patch.planning.names import collapse_names
 from lowmem_patch.strategies.fold_weights import FoldStep
 from lowmem_patch.tracing.inputs import ExampleInputs
+from lowmem_patch.tracing.isolation import without_randomness
 from lowmem_patch.tracing.saved_bytes import saved_bytes
 from lowmem_patch.verify.result import RunResult
 from lowmem_patch.verify.step_derivatives import Codes, with_step_derivatives
@@ -246,7 +247,8 @@ class Judge:
     def cast(self, model: nn.Module, dtype: torch.dtype) -> Any:
         """A copy of a model in ``dtype``."""
         everything = dtype in self._casts_buffers
-        return cast_parameters(copy.deepcopy(model), dtype, all_buffers=everything).eval()
+        found = cast_parameters(copy.deepcopy(model), dtype, all_buffers=everything)
+        return without_randomness(found)
 
     def inputs_to(self, dtype: torch.dtype) -> ExampleInputs:
         return self.inputs.map(lambda t: t.to(dtype) if t.is_floating_point() else t)
