@@ -78,9 +78,9 @@ def verify_model(
     """Compare a model with itself patched; the model is copied, never changed.
 
     Dropout is off (eval mode, but BatchNorms compute statistics of the batch), gradients are on. Where the
-    preset uses approximate derivatives, the norms and everything else are proven on a second copy whose activations and storage are exact. The
-    approximate gradients are compared with those of an unpatched model whose activations have the
-    derivatives of the step tables; 8 bits may add ``EIGHT_BIT_ERROR``.
+    preset uses approximate derivatives, the norms and everything else are proven on a second copy whose
+    activations and storage are exact. The approximate gradients are compared with those of an unpatched
+    model whose activations have the derivatives of the step tables; 8 bits may add ``EIGHT_BIT_ERROR``.
 
     Args:
         preset, config, example_inputs: as in :func:`lowmem_patch.patch_model`.
