@@ -86,7 +86,9 @@ def channel_statistics(
         groups: of channels; 0: BatchNorm.
         running_mean, running_var: ``[C]``, of BatchNorm: written in place, as torch does.
     """
-    given = (x.detach(), groups, eps, running_mean, running_var, momentum)
+    # as torch, whose write does not count: evaluations before have saved these
+    running = (None if one is None else one.data for one in (running_mean, running_var))
+    given = (x.detach(), groups, eps, *running, momentum)
     found: tuple[Tensor, Tensor] = _statistics(*given, resolve("auto", x))
     return found
 

@@ -58,10 +58,11 @@ class RecomputedActivation(nn.Module):
     """Its value is never saved: where a gradient is wanted, it returns a `lowmem_patch.nn.deferred.Deferred`
     tensor, which readers compute again in backward, exactly; else ``act(x)``."""
 
-    def __init__(self, op: Activation) -> None:
+    def __init__(self, op: Activation, in_place: bool = False) -> None:
         super().__init__()
         self.kind: ActivationKind = op.kind
         self.op = op
+        self.in_place = in_place
 
     def forward(self, x: Any = None, *others: Any, **named: Any) -> Tensor:
         """Elementwise, any shape; dtype of ``x``."""
@@ -69,7 +70,7 @@ class RecomputedActivation(nn.Module):
             x = one_tensor(self, x, others, named)
         if isinstance(x, Deferred) and self.kind != "softplus":  # which autocast casts
             with without_function_modes():
-                made: Tensor = x.op.activated(x, self.kind, self.op.reads)
+                made: Tensor = x.op.activated(x, self.kind, self.op.reads, self.in_place)
             if made is not NotImplemented:
                 return made
         x = in_autocast_dtype(value_of(x), self.kind)

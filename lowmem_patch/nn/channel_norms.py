@@ -33,6 +33,12 @@ class NormedChannels(Op):
         reads: how many operators read the values before they are let go, as of `Activation`.
     """
 
+    written_source = (
+        "lowmem_patch: the input, the weight or the bias of a norm over channels was written in place, and "
+        "the norm and its activation are computed of them again in backward: write after the backward, or "
+        "leave this module alone (norms: keep)"
+    )
+
     def __init__(self, norm: ChannelNorm, reads: int = 1) -> None:
         self.norm, self.reads = norm, reads
 
@@ -50,11 +56,18 @@ class NormedChannels(Op):
         if self.reads and h._times_read % self.reads == 0:
             h.let_go()
 
-    def activated(self, h: Deferred, kind: ActivationKind, reads: int) -> Any:
-        if self.norm.kind is not None or h.is_changed():
+    def activated(self, h: Any, kind: ActivationKind, reads: int, in_place: bool) -> Any:
+        if self.norm.kind is not None or h.is_changed() or h.held or h._memory is not None:
             return NotImplemented
-        h.was_bypassed = True
-        return defer(NormedChannels(self.norm._replace(kind=kind), reads), h.sources)
+        op = NormedChannels(self.norm._replace(kind=kind), reads)
+        if not in_place:
+            h.was_bypassed = True
+            return defer(op, h.sources)
+        # whoever holds the norm's output, as a hook may, reads there what the activation wrote
+        torch.autograd.graph.increment_version(h)
+        h.op = h.grad_fn.op = op
+        h._value, h._times_read, h._first_version = None, 0, h._version
+        return h
 
     def linear(self, h: Deferred, to: Projection, dtype: torch.dtype) -> Tensor:
         if to.adapter is not None or not to.weight.requires_grad:

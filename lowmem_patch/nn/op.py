@@ -137,8 +137,8 @@ class Op:
     def squared(self, h: Deferred) -> Any:
         return NotImplemented
 
-    def activated(self, h: Deferred, kind: ActivationKind, reads: int) -> Any:
-        """``act(h)``, whose values ``reads`` operators read."""
+    def activated(self, h: Deferred, kind: ActivationKind, reads: int, in_place: bool) -> Any:
+        """``act(h)``, whose values ``reads`` operators read; ``in_place``: who has ``h`` reads it there, too."""
         return NotImplemented
 
     def plus(self, h: Deferred, other: Any) -> Any:

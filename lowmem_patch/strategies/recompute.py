@@ -33,7 +33,8 @@ _WORTH = 1e-4  # the gate of a squeeze and excitation has one number a channel
 class DeferredActivation(Swap):
     """An activation whose readers compute it again.
 
-    ``reads``, ``at_once``, ``gated`` and ``weighed`` are as of `lowmem_patch.nn.deferred_ops.Activation`.
+    ``reads``, ``at_once``, ``gated`` and ``weighed`` are as of `lowmem_patch.nn.deferred_ops.Activation`;
+    ``in_place`` as of `ActivationSite`.
     """
 
     strategy = "recompute"
@@ -43,11 +44,11 @@ class DeferredActivation(Swap):
     at_once: bool
     gated: bool
     weighed: bool
+    in_place: bool
 
     def make(self, original: nn.Module) -> nn.Module:
-        return RecomputedActivation(
-            Activation(self.activation, self.reads, self.at_once, self.gated, self.weighed)
-        )
+        op = Activation(self.activation, self.reads, self.at_once, self.gated, self.weighed)
+        return RecomputedActivation(op, self.in_place)
 
 
 def find(facts: Facts, config: PatchConfig) -> Found:
@@ -69,7 +70,7 @@ def find(facts: Facts, config: PatchConfig) -> Found:
                 found.add(
                     DeferredActivation(
                         site.name, site.kind, site.reads,
-                        _at_once(facts, site), site.gated, _weighed(facts, site),
+                        _at_once(facts, site), site.gated, _weighed(facts, site), site.in_place,
                         reason=reason, kind=site.kind, consumers=site.texts, function=site.function,
                     )
                 )  # fmt: skip

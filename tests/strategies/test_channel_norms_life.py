@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lowmem_patch import patch_model
+
 from tests.strategies.test_channel_norms import ACTIVATIONS, NORMS, Net, assert_as_unpatched, image
 
 
@@ -109,6 +111,11 @@ def compiled(model: nn.Module, x: Tensor) -> Tensor:
     return torch.compile(model, backend="aot_eager")(x)  # type: ignore[no-any-return]
 
 
+def evaluated_before(model: nn.Module, x: Tensor) -> Tensor:
+    before = model.eval()(x)
+    return before + model.train()(x)  # type: ignore[no-any-return]
+
+
 def moved(model: nn.Module, x: Tensor) -> Tensor:
     return copy.deepcopy(pickle.loads(pickle.dumps(model)))(x) + model(x)  # type: ignore[no-any-return]
 
@@ -116,7 +123,7 @@ def moved(model: nn.Module, x: Tensor) -> Tensor:
 LIVES = (
     hook_on_the_norm, read_the_norm, full_hook, tensor_hook, twice, in_checkpoint, in_reentrant_checkpoint,
     other_size, other_layout, strided, one_block, norm_alone, other_activation, in_place_behind,
-    written_activation, with_input_gradient, after_an_update, compiled, moved,
+    written_activation, with_input_gradient, after_an_update, compiled, moved, evaluated_before,
 )  # fmt: skip
 
 
@@ -128,3 +135,50 @@ def test_lives_are_those_of_the_unpatched_model(life: Any, norm: str, act: str) 
     torch.manual_seed(0)
     model, x = Net(NORMS[norm], ACTIVATIONS[act]), image()
     assert_as_unpatched(model, x, lambda one: life(one, x.double()))
+
+
+@pytest.mark.parametrize("norm", ["batch", "group", "instance"])
+@pytest.mark.parametrize("act", ["relu in place", "silu in place"])
+@pytest.mark.parametrize("late", [False, True])
+def test_who_holds_a_norms_output_reads_what_an_activation_wrote_there(
+    norm: str, act: str, late: bool
+) -> None:
+    seen: list[Tensor] = []
+
+    def run(model: nn.Module) -> Tensor:
+        if late:
+            hang(model)
+        seen.clear()
+        output: Tensor = model(x.double())
+        return output + seen[0].square().mean()
+
+    def hang(model: Any) -> None:
+        model.blocks[1].norm.register_forward_hook(lambda m, i, o: seen.append(o))
+
+    torch.manual_seed(0)
+    model, x = Net(NORMS[norm], ACTIVATIONS[act]), image()
+    if not late:
+        hang(model)
+    assert_as_unpatched(model, x, run)
+
+
+def test_a_value_saved_before_an_activation_in_place_is_an_error() -> None:
+    model, x = Net(act=ACTIVATIONS["relu in place"]), image()
+    ours = patch_model(copy.deepcopy(model), "exact", example_inputs=(x,))
+    for one in (model, ours):
+        seen: list[Tensor] = []
+        hook = one.blocks[1].norm.register_forward_hook(
+            lambda m, i, o: seen.append(o.square().sum())
+        )  # type: ignore[union-attr, index]  # noqa: B023
+        with pytest.raises(RuntimeError, match="inplace operation"):
+            (one(x).sum() + seen[0]).backward()
+        hook.remove()
+
+
+def test_a_bias_written_before_the_backward_is_an_error_that_says_so() -> None:
+    model = patch_model(Net(), "exact", example_inputs=(image(),))
+    loss = model(image()).sum()
+    with torch.no_grad():
+        model.blocks[1].norm.bias.add_(1)
+    with pytest.raises(RuntimeError, match="weight or the bias of a norm over channels"):
+        loss.backward()
