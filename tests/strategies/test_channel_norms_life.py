@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lowmem_patch import patch_model
-
 from tests.strategies.test_channel_norms import ACTIVATIONS, NORMS, Net, assert_as_unpatched, image
 
 
@@ -167,12 +166,14 @@ def test_a_value_saved_before_an_activation_in_place_is_an_error() -> None:
     ours = patch_model(copy.deepcopy(model), "exact", example_inputs=(x,))
     for one in (model, ours):
         seen: list[Tensor] = []
-        hook = one.blocks[1].norm.register_forward_hook(
-            lambda m, i, o: seen.append(o.square().sum())
-        )  # type: ignore[union-attr, index]  # noqa: B023
+        read_before_the_activation(one, seen)
         with pytest.raises(RuntimeError, match="inplace operation"):
             (one(x).sum() + seen[0]).backward()
-        hook.remove()
+
+
+def read_before_the_activation(model: Any, seen: list[Tensor]) -> None:
+    norm = model.blocks[1].norm
+    norm.register_forward_hook(lambda m, i, o: seen.append(o.square().sum()))
 
 
 def test_a_bias_written_before_the_backward_is_an_error_that_says_so() -> None:
