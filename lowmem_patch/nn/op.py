@@ -138,7 +138,7 @@ class Op:
         return NotImplemented
 
     def activated(self, h: Deferred, kind: ActivationKind, reads: int, in_place: bool) -> Any:
-        """``act(h)``, whose values ``reads`` operators read; ``in_place``: whoever has ``h`` reads it there."""
+        """``act(h)``, whose values ``reads`` operators read; ``in_place``: who has ``h`` reads it there."""
         return NotImplemented
 
     def plus(self, h: Deferred, other: Any) -> Any:
