@@ -23,7 +23,7 @@ from lowmem_patch.functional import (
     without_torch_function,
 )
 from lowmem_patch.nn.chain_steps import Autocast, Leaf, Step, autocast_of, run, under
-from lowmem_patch.nn.context import is_foreign, may_be_freed
+from lowmem_patch.nn.context import is_foreign, unfreed
 from lowmem_patch.nn.deferred import Deferred, Unstored, defer, value_of
 from lowmem_patch.nn.deferred_rows import Product
 from lowmem_patch.nn.modes import ForwardMode
@@ -252,14 +252,8 @@ def _joined(
             tensor.op.may_be_bypassed = tensor.was_bypassed = True
         elif id(tensor) not in items:
             items[id(tensor)] = leaf = Leaf()
-            places[leaf] = _place_in(sources, _held(value_of(tensor)))
+            places[leaf] = _place_in(sources, unfreed(value_of(tensor)))
     return sources, places, items
-
-
-def _held(tensor: Tensor) -> Tensor:
-    """The tensor; a copy of a parameter that FSDP2 may free before somebody reads what waits."""
-    whole = tensor if tensor._base is None else tensor._base
-    return tensor.clone() if isinstance(whole, nn.Parameter) and may_be_freed() else tensor
 
 
 def _place_in(sources: list[Tensor], tensor: Tensor) -> int:

@@ -16,7 +16,7 @@ from lowmem_patch.functional import (
     recomputed_linear,
     without_grad,
 )
-from lowmem_patch.nn.context import is_foreign
+from lowmem_patch.nn.context import is_foreign, unfreed
 from lowmem_patch.nn.deferred import Deferred, defer, value_of
 from lowmem_patch.nn.modes import ForwardMode
 from lowmem_patch.nn.op import Op, Projection
@@ -106,7 +106,7 @@ def deferred_norm(given: ChannelNormCall) -> Deferred | None:
     # of the 16 bits of a GPU, autocast makes float32
     wide = given.name == "group_norm" and x.is_cuda and torch.is_autocast_enabled("cuda")
     dtype = torch.promote_types(x.dtype, torch.float32) if wide else x.dtype
-    vectors = [vector for vector in (given.weight, given.bias) if vector is not None]
+    vectors = [unfreed(vector) for vector in (given.weight, given.bias) if vector is not None]
     has = (given.weight is not None, given.bias is not None)
     norm = ChannelNorm(given.groups, *has, None, dtype)
     return defer(NormedChannels(norm), (x, mean, rstd, *vectors))

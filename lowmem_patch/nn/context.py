@@ -93,6 +93,13 @@ def may_be_freed() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
+def unfreed(tensor: Tensor) -> Tensor:
+    """The tensor; a copy, with its gradient, of a parameter that FSDP2 may free before somebody reads what
+    waits."""
+    whole = tensor if tensor._base is None else tensor._base
+    return tensor.clone() if isinstance(whole, nn.Parameter) and may_be_freed() else tensor
+
+
 def trains_here() -> bool:
     """Whether autograd keeps what an op saves: not where somebody exports the model, nor under transforms of
     torch.func or in forward mode, in which torch's own functions run."""

@@ -79,6 +79,29 @@ def test_linears_behind_a_group_outlive_its_gamma_under_fsdp(preset: str) -> Non
         assert_close(sharded.full_tensor(), parameter.grad, name, tolerance)
 
 
+@pytest.mark.parametrize("norm", [nn.BatchNorm2d, lambda channels: nn.GroupNorm(2, channels)])
+@pytest.mark.usefixtures("one_process")
+def test_convolutions_outlive_the_weights_of_a_norm_of_another_group(norm: Any) -> None:
+    torch.manual_seed(0)
+    twin = nn.Sequential(
+        nn.Conv2d(3, 8, 3), norm(8), nn.SiLU(), nn.Conv2d(8, 8, 3), norm(8), nn.ReLU(inplace=True),
+        nn.Conv2d(8, 2, 1),
+    ).double()  # fmt: skip
+    x = torch.randn(2, 3, 9, 9).double()
+    model = patch_model(copy.deepcopy(twin), "exact", example_inputs=(x,))
+    mesh = init_device_mesh("cpu", (1,))
+    for group in (*(one for one in model if list(one.parameters())), model):
+        fully_shard(group, mesh=mesh)
+    for _ in range(2):
+        for one in (model, twin):
+            one.zero_grad()
+            one(x).square().sum().backward()
+    for name, parameter in twin.named_parameters():
+        sharded: Any = model.get_parameter(name).grad
+        assert parameter.grad is not None
+        assert_close(sharded.full_tensor(), parameter.grad, name)
+
+
 @pytest.mark.usefixtures("one_process")
 def test_a_model_sharded_since_is_not_unpatched() -> None:
     model = patch_model(nn.Sequential(Block()), "exact", example_inputs={"input": rows().float()})
