@@ -48,6 +48,26 @@ EIGHT_BIT_GROUP: Final = 128
 EIGHT_BIT_LEVELS: Final = 127
 
 
+class ChannelNormInput(NamedTuple):
+    """What a norm over channels, and the activation h behind it, are computed of.
+
+    Attributes:
+        x: ``[B, C, ...]`` without gaps.
+        mean, rstd: ``[C]``, or ``[B groups]`` where there are groups; float32, or float64 for such an x.
+        weight, bias: ``[C]`` or None.
+        groups: of channels, of each sample; 0: BatchNorm, whose channels are those of all samples.
+        kind: of h; None for the norm alone.
+    """
+
+    x: Tensor
+    mean: Tensor
+    rstd: Tensor
+    weight: Tensor | None
+    bias: Tensor | None
+    groups: int
+    kind: ActivationKind | None
+
+
 class EightBits(NamedTuple):
     """Some columns of a matrix in 8 bits, whose rows are whole groups.
 

@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lowmem_patch.constants import ActivationKind
+from lowmem_patch.constants import ActivationKind, ChannelNormInput
 from lowmem_patch.functional import _library
-from lowmem_patch.functional._implementation import dispatched, resolve
+from lowmem_patch.functional._implementation import dispatched, module, resolve
 
 
 class ChannelNorm(NamedTuple):
@@ -41,34 +41,29 @@ class ChannelNorm(NamedTuple):
     kind: ActivationKind | None
     out_dtype: torch.dtype
 
-    def _vectors(self, rest: tuple[Tensor, ...]) -> tuple[Tensor | None, Tensor | None]:
+    def _given(self, sources: tuple[Tensor, ...]) -> ChannelNormInput:
+        x, mean, rstd, *rest = sources
         weight = rest[0] if self.has_weight else None
-        return weight, rest[-1] if self.has_bias else None
+        bias = rest[-1] if self.has_bias else None
+        return ChannelNormInput(x, mean, rstd, weight, bias, self.groups, self.kind)
 
-    def value(self, x: Tensor, mean: Tensor, rstd: Tensor, *rest: Tensor) -> Tensor:
+    def value(self, *sources: Tensor) -> Tensor:
         """y or a, in the strides of x; no gradient.
 
         Args:
-            x: without gaps; contiguous, or with its channels last in a BatchNorm.
-            mean, rstd: from `channel_statistics`.
-            rest: w and b, those that there are.
+            sources: x, contiguous, or with its channels last in a BatchNorm; mean and rstd, from
+                `channel_statistics`; w and b, those that there are.
         """
-        weight, bias = self._vectors(rest)
-        made: Tensor = _forward(
-            x, mean, rstd, weight, bias, self.groups, self.kind, self.out_dtype, resolve("auto", x)
-        )
+        given = self._given(sources)
+        made: Tensor = _forward(*given, self.out_dtype, resolve("auto", given.x))
         return made
 
-    def gradients(
-        self, dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, *rest: Tensor
-    ) -> tuple[Tensor | None, ...]:
+    def gradients(self, dy: Tensor, *sources: Tensor) -> tuple[Tensor | None, ...]:
         """Of the same tensors, None for mean and rstd."""
-        weight, bias = self._vectors(rest)
-        dx, *vectors = _backward(
-            dy, x, mean, rstd, weight, bias, self.groups, self.kind, resolve("auto", x)
-        )
-        present = zip((self.has_weight, self.has_bias), (weight, bias), vectors, strict=True)
-        return dx, None, None, *(d.to(v.dtype) for has, v, d in present if has and v is not None)
+        given = self._given(sources)
+        dx, *vectors = _backward(dy, *given, resolve("auto", given.x))
+        pairs = zip((given.weight, given.bias), vectors, strict=True)
+        return dx, None, None, *(d.to(v.dtype) for v, d in pairs if v is not None)
 
 
 def channel_statistics(
@@ -88,8 +83,9 @@ def channel_statistics(
     """
     # as torch, whose write does not count: evaluations before have saved these
     running = (None if one is None else one.data for one in (running_mean, running_var))
-    given = (x.detach(), groups, eps, *running, momentum)
-    found: tuple[Tensor, Tensor] = _statistics(*given, resolve("auto", x))
+    found: tuple[Tensor, Tensor] = _statistics(
+        x.detach(), groups, eps, *running, momentum, resolve("auto", x)
+    )
     return found
 
 
@@ -116,11 +112,11 @@ _statistics = _library.Operator(
 _GIVEN = "Tensor x, Tensor mean, Tensor rstd, Tensor? weight, Tensor? bias, int groups, str? kind"
 _forward = _library.Operator(
     f"channel_norm_forward({_GIVEN}, ScalarType out_dtype, str implementation) -> Tensor",
-    dispatched("channel_norm_forward"),
+    lambda *a: module(a[-1]).channel_norm_forward(ChannelNormInput(*a[:7]), a[7]),
     lambda x, *rest: torch.empty_like(x, dtype=rest[6]),
 )
 _backward = _library.Operator(
     f"channel_norm_backward(Tensor dy, {_GIVEN}, str implementation) -> (Tensor, Tensor, Tensor)",
-    dispatched("channel_norm_backward"),
+    lambda dy, *a: module(a[-1]).channel_norm_backward(dy, ChannelNormInput(*a[:7])),
     _backward_fake,
 )

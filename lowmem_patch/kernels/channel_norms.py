@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowmem_patch.constants import ActivationKind
+from lowmem_patch.constants import ChannelNormInput
 from lowmem_patch.kernels import _math
 from lowmem_patch.kernels._launch import Launch
 
@@ -77,54 +77,46 @@ def _normalized(
     return z, y, rstd, weight
 
 
-@triton.jit(do_not_specialize=["rows", "column_blocks", "channels", "per_group", "units"])
-def _forward_kernel(
-    x_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, y_ptr,
-    rows, column_blocks, channels, per_group, units,
-    LAST: tl.constexpr, GROUPED: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
-    KIND: tl.constexpr, PRECISE: tl.constexpr, COARSE: tl.constexpr,
-    UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    columns = units * UNIT
+@triton.jit
+def _place(column_blocks, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Of one program's tile: rows, columns, places in memory, and which of them there are."""
     program = tl.program_id(0)
     row = (program // column_blocks) * ROWS + tl.arange(0, ROWS)[:, None]
     column = (program % column_blocks) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    mask = (row < rows) & (column < columns)
-    place = row.to(tl.int64) * columns + column
-    known = column < columns if LAST else row < rows
-    _, y, _, _ = _normalized(
-        x_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, row, column, place, mask, known, channels,
-        per_group, LAST, GROUPED, WEIGHT, BIAS,
-    )  # fmt: skip
+    return row, column, row.to(tl.int64) * columns + column, (row < rows) & (column < columns)
+
+
+@triton.jit
+def _gradient_of_y(dy_ptr, place, mask, y, KIND: tl.constexpr, PRECISE: tl.constexpr):
+    d = tl.load(dy_ptr + place, mask=mask, other=0.0).to(tl.float32)
     if KIND != "":
-        y = _math.activate(y, KIND, PRECISE, COARSE)
-    tl.store(y_ptr + place, y.to(y_ptr.dtype.element_ty), mask=mask)
+        _, slope = _math.activate_and_slope(y, KIND, PRECISE)
+        d = _math.times_slope(d, slope, KIND)
+    return d
 
 
 @triton.jit(do_not_specialize=["rows", "column_blocks", "channels", "per_group", "units"])
-def _slope_kernel(
-    dy_ptr, x_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, d_ptr,
+def _elementwise_kernel(
+    dy_ptr, x_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, result_ptr,
     rows, column_blocks, channels, per_group, units,
-    LAST: tl.constexpr, GROUPED: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
+    GRADIENT: tl.constexpr, LAST: tl.constexpr, COARSE: tl.constexpr,
+    GROUPED: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
     KIND: tl.constexpr, PRECISE: tl.constexpr,
     UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of y, from that of h(y)."""
+    """h(y), or the gradient of y from that of h(y)."""
     columns = units * UNIT
-    program = tl.program_id(0)
-    row = (program // column_blocks) * ROWS + tl.arange(0, ROWS)[:, None]
-    column = (program % column_blocks) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    mask = (row < rows) & (column < columns)
-    place = row.to(tl.int64) * columns + column
+    row, column, place, mask = _place(column_blocks, rows, columns, ROWS, COLUMNS)
     known = column < columns if LAST else row < rows
     _, y, _, _ = _normalized(
         x_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, row, column, place, mask, known, channels,
         per_group, LAST, GROUPED, WEIGHT, BIAS,
     )  # fmt: skip
-    d = tl.load(dy_ptr + place, mask=mask, other=0.0).to(tl.float32)
-    _, slope = _math.activate_and_slope(y, KIND, PRECISE)
-    d = _math.times_slope(d, slope, KIND)
-    tl.store(d_ptr + place, d.to(d_ptr.dtype.element_ty), mask=mask)
+    if GRADIENT:
+        y = _gradient_of_y(dy_ptr, place, mask, y, KIND, PRECISE)
+    elif KIND != "":
+        y = _math.activate(y, KIND, PRECISE, COARSE)
+    tl.store(result_ptr + place, y.to(result_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["rows", "channels", "per_group", "units"])
@@ -149,27 +141,16 @@ def _sums_kernel(
             x_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, row, column, place, mask, known, channels,
             per_group, False, GROUPED, WEIGHT, BIAS,
         )  # fmt: skip
-        d = tl.load(dy_ptr + place, mask=mask, other=0.0).to(tl.float32)
-        if KIND != "":
-            _, slope = _math.activate_and_slope(y, KIND, PRECISE)
-            d = tl.where(mask, _math.times_slope(d, slope, KIND), 0.0)
+        d = tl.where(mask, _gradient_of_y(dy_ptr, place, mask, y, KIND, PRECISE), 0.0)
         d_sum += d
         dz_sum += d * z
     tl.store(sums_ptr + row, tl.sum(d_sum, 1, keep_dims=True), mask=known)
     tl.store(sums_ptr + rows + row, tl.sum(dz_sum, 1, keep_dims=True), mask=known)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "rows",
-        "column_blocks",
-        "channels",
-        "per_group",
-        "statistics",
-        "share",
-        "units",
-    ]
-)
+@triton.jit(do_not_specialize=[
+    "rows", "column_blocks", "channels", "per_group", "statistics", "share", "units",
+])  # fmt: skip
 def _backward_kernel(
     dy_ptr, x_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, sums_ptr, dx_ptr,
     rows, column_blocks, channels, per_group, statistics, share, units,
@@ -179,20 +160,13 @@ def _backward_kernel(
 ):  # fmt: skip
     """dx, from the sums of g and of g z over the elements of each statistic, of which one is a ``share``."""
     columns = units * UNIT
-    program = tl.program_id(0)
-    row = (program // column_blocks) * ROWS + tl.arange(0, ROWS)[:, None]
-    column = (program % column_blocks) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    row, column, place, mask = _place(column_blocks, rows, columns, ROWS, COLUMNS)
     known = row < rows
-    mask = known & (column < columns)
-    place = row.to(tl.int64) * columns + column
     z, y, rstd, weight = _normalized(
         x_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, row, column, place, mask, known, channels,
         per_group, False, GROUPED, WEIGHT, BIAS,
     )  # fmt: skip
-    d = tl.load(dy_ptr + place, mask=mask, other=0.0).to(tl.float32)
-    if KIND != "":
-        _, slope = _math.activate_and_slope(y, KIND, PRECISE)
-        d = _math.times_slope(d, slope, KIND)
+    d = _gradient_of_y(dy_ptr, place, mask, y, KIND, PRECISE)
     statistic = row // per_group if GROUPED else row % channels
     g_mean = tl.load(sums_ptr + statistic, mask=known, other=0.0) * share
     gz_mean = tl.load(sums_ptr + statistics + statistic, mask=known, other=0.0) * share
@@ -232,9 +206,9 @@ def channel_statistics(
     x: Tensor,
     groups: int,
     eps: float,
-    running_mean: Tensor | None = None,
-    running_var: Tensor | None = None,
-    momentum: float = 0.0,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    momentum: float,
 ) -> tuple[Tensor, Tensor]:
     """As of the reference; x contiguous where there are groups."""
     if groups:
@@ -266,8 +240,7 @@ def _launch_of_tile(
     name: str, constants: tuple[Any, ...], unit: int, rows: int, columns: int
 ) -> Launch:
     kernel = {
-        "forward": _forward_kernel,
-        "slope": _slope_kernel,
+        "elementwise": _elementwise_kernel,
         "sums": _sums_kernel,
         "backward": _backward_kernel,
     }[name]
@@ -281,70 +254,57 @@ def _unit(columns: int) -> int:
     return 16 if columns % 16 == 0 else 1
 
 
-def _vectors(
-    x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None
-) -> tuple[Tensor, ...]:
-    """An absent one is never read."""
-    weight, bias = (mean if v is None else v.contiguous() for v in (weight, bias))
-    return x, mean, rstd, weight, bias
+def _tensors(given: ChannelNormInput) -> tuple[Tensor, ...]:
+    """An absent vector is never read."""
+    vectors = (given.mean if v is None else v.contiguous() for v in (given.weight, given.bias))
+    return given.x, given.mean, given.rstd, *vectors
 
 
-def channel_norm_forward(
-    x: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    groups: int,
-    kind: ActivationKind | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    """As of the reference; x contiguous, or with its channels last where there are no groups."""
-    y = torch.empty_like(x, dtype=out_dtype)
+def _constants(given: ChannelNormInput, dtype: torch.dtype) -> tuple[Any, ...]:
+    has = (given.weight is not None, given.bias is not None)
+    return given.groups > 0, *has, given.kind or "", dtype == torch.float32
+
+
+def _elementwise(given: ChannelNormInput, dy: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    """h(y), or the gradient of y from ``dy``."""
+    x, groups = given.x, given.groups
+    result = torch.empty_like(x, dtype=out_dtype)
     if x.numel() == 0:
-        return y
+        return result
     rows, columns, last = _rows(x, groups)
     block_rows, block_columns = _tile(columns)
     blocks, channels = -(-columns // block_columns), x.shape[1]
-    has, precise = (weight is not None, bias is not None), out_dtype == torch.float32
-    coarse = out_dtype == torch.bfloat16
-    launch = _launch("forward", columns, last, groups > 0, *has, kind or "", precise, coarse)
-    launch(
+    own = (dy is not None, last, out_dtype == torch.bfloat16)
+    _launch("elementwise", columns, *own, *_constants(given, out_dtype))(
         (-(-rows // block_rows) * blocks, 1, 1),
-        (*_vectors(x, mean, rstd, weight, bias), y),
+        (x if dy is None else dy, *_tensors(given), result),
         (rows, blocks, channels, channels // max(1, groups), columns // _unit(columns)),
     )
-    return y
+    return result
 
 
-def channel_norm_backward(
-    dy: Tensor,
-    x: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    groups: int,
-    kind: ActivationKind | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def channel_norm_forward(given: ChannelNormInput, out_dtype: torch.dtype) -> Tensor:
+    """As of the reference; x contiguous, or with its channels last where there are no groups."""
+    return _elementwise(given, None, out_dtype)
+
+
+def channel_norm_backward(dy: Tensor, given: ChannelNormInput) -> tuple[Tensor, Tensor, Tensor]:
     """As of the reference; x as of `channel_norm_forward`."""
+    x, mean, _, weight, _, groups, _ = given
     if dy.stride() != x.stride():
         dy = torch.empty_like(x, dtype=dy.dtype).copy_(dy)
-    tile = _rows(x, groups)
-    given = (dy, *_vectors(x, mean, rstd, weight, bias))
-    precise = x.dtype == torch.float32
-    constants = (groups > 0, weight is not None, bias is not None, kind or "", precise)
-    if tile.last:
-        return _backward_of_columns(given, tile, weight, constants)
-    rows, columns, _ = tile
+    rows, columns, last = _rows(x, groups)
+    if last:
+        return _backward_of_columns(dy, given)
     samples, channels = x.shape[:2]
     per_group = channels // max(1, groups)
     block_rows, block_columns = _tile(columns)
     units = columns // _unit(columns)
     row_blocks, blocks = -(-rows // block_rows), -(-columns // block_columns)
+    tensors, constants = (dy, *_tensors(given)), _constants(given, x.dtype)
     sums = mean.new_empty(2, samples, channels)  # of d_y and of d_y z, in each plane
     _launch("sums", columns, *constants)(
-        (row_blocks, 1, 1), (*given, sums), (rows, channels, per_group, units)
+        (row_blocks, 1, 1), (*tensors, sums), (rows, channels, per_group, units)
     )
     vectors = sums.sum(1)
     if groups:
@@ -356,28 +316,18 @@ def channel_norm_backward(
     statistics = found.shape[1]
     _launch("backward", columns, *constants)(
         (row_blocks * blocks, 1, 1),
-        (*given, found, dx),
+        (*tensors, found, dx),
         (rows, blocks, channels, per_group, statistics, statistics / x.numel(), units),
     )
     vectors = vectors if weight is None else vectors.to(weight.dtype)
     return dx, vectors[1], vectors[0]
 
 
-def _backward_of_columns(
-    given: tuple[Tensor, ...], tile: _Rows, weight: Tensor | None, constants: tuple[Any, ...]
-) -> tuple[Tensor, Tensor, Tensor]:
+def _backward_of_columns(dy: Tensor, given: ChannelNormInput) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of a BatchNorm whose channels lie last, by torch's own."""
-    d, x, mean, rstd, *_ = given
-    rows, columns, _ = tile
-    if constants[3]:
-        block_rows, block_columns = _tile(columns)
-        blocks, d = -(-columns // block_columns), torch.empty_like(x)
-        _launch("slope", columns, True, *constants)(
-            (-(-rows // block_rows) * blocks, 1, 1),
-            (*given, d),
-            (rows, blocks, columns, 1, columns // _unit(columns)),
-        )
-    scale = mean.new_ones(columns) if weight is None else weight
+    x, mean, rstd, weight, *_ = given
+    d = dy if given.kind is None else _elementwise(given, dy, x.dtype)
+    scale = mean.new_ones(x.shape[1]) if weight is None else weight
     dtypes = (x.dtype, scale.dtype, scale.dtype)
     if not x.is_cuda:  # Triton's interpreter: a CPU takes one dtype for all, and adds up in that
         d, x, scale, mean, rstd = (t.double() for t in (d, x, scale, mean, rstd))

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lowmem_patch import formulas
-from lowmem_patch.constants import ActivationKind
+from lowmem_patch.constants import ChannelNormInput
 
 
 def _arithmetic_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -17,20 +17,16 @@ def channel_statistics(
     x: Tensor,
     groups: int,
     eps: float,
-    running_mean: Tensor | None = None,
-    running_var: Tensor | None = None,
-    momentum: float = 0.0,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    momentum: float,
 ) -> tuple[Tensor, Tensor]:
-    """mean and rstd, in float32 or float64.
+    """mean and rstd, as of `ChannelNormInput`.
 
     Args:
-        x: ``[B, C, ...]``.
-        groups: of channels, of each sample; 0: of each channel of all samples.
+        x, groups: as there.
         running_mean, running_var: ``[C]``, moved in place towards the mean and the unbiased variance, by the
             share ``momentum``; without groups.
-
-    Returns:
-        two of ``[C]``, or of ``[B groups]``.
     """
     wide = x.to(_arithmetic_dtype(x.dtype))
     if groups:
@@ -52,53 +48,28 @@ def _per_channel(vector: Tensor, x: Tensor, groups: int = 0) -> Tensor:
     return vector.view(-1, x.shape[1], *(1,) * (x.dim() - 2))
 
 
-def _normalized(
-    x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int
-) -> tuple[Tensor, Tensor]:
+def _normalized(given: ChannelNormInput) -> tuple[Tensor, Tensor]:
     """z and z weight + bias, unrounded."""
+    x, mean, rstd, weight, bias, groups, _ = given
     z = (x - _per_channel(mean, x, groups)) * _per_channel(rstd, x, groups)
     y = z if weight is None else z * _per_channel(weight, x)
     return z, y if bias is None else y + _per_channel(bias, x)
 
 
-def channel_norm_forward(
-    x: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    groups: int,
-    kind: ActivationKind | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    """h((x - mean) rstd weight + bias), h of ``kind`` or none.
-
-    Args:
-        x: ``[B, C, ...]``, of any strides without gaps, which the result has too.
-        mean, rstd: ``[C]``, or ``[B groups]`` where there are groups; float32, or float64 for such an x.
-        weight, bias: ``[C]`` or None.
-        out_dtype: of the result.
-    """
-    y = _normalized(x, mean, rstd, weight, bias, groups)[1]
-    return (y if kind is None else formulas.FORWARD[kind](y)).to(out_dtype)
+def channel_norm_forward(given: ChannelNormInput, out_dtype: torch.dtype) -> Tensor:
+    """h((x - mean) rstd weight + bias) in ``out_dtype``, in the strides of x."""
+    y = _normalized(given)[1]
+    return (y if given.kind is None else formulas.FORWARD[given.kind](y)).to(out_dtype)
 
 
-def channel_norm_backward(
-    dy: Tensor,
-    x: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    groups: int,
-    kind: ActivationKind | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def channel_norm_backward(dy: Tensor, given: ChannelNormInput) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of x, in its dtype and strides, and of weight and bias, in weight's dtype, or mean's.
 
     Args:
-        dy: shape of ``x``; the gradient of what `channel_norm_forward` gives for the others.
+        dy: shape of x; the gradient of what `channel_norm_forward` gives.
     """
-    z, y = _normalized(x, mean, rstd, weight, bias, groups)
+    x, mean, rstd, weight, _, groups, kind = given
+    z, y = _normalized(given)
     d_y = dy.to(mean.dtype)
     if kind is not None:
         d_y = formulas.BACKWARD[kind](d_y, y)

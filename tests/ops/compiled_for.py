@@ -26,7 +26,13 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from lowmem_patch import kernels
-from lowmem_patch.constants import ACTIVATION_KINDS, STEP_TABLES, EightBits, NormSettings
+from lowmem_patch.constants import (
+    ACTIVATION_KINDS,
+    STEP_TABLES,
+    ChannelNormInput,
+    EightBits,
+    NormSettings,
+)
 from lowmem_patch.kernels._launch import Launch
 
 PLATFORM, ARCHITECTURE = sys.argv[1], sys.argv[2]
@@ -120,10 +126,10 @@ def channel_norms() -> Iterator[Any]:
         with mock.patch.object(
             torch.ops.aten, "native_batch_norm_backward", lambda *_: (vector,) * 3
         ):
-            mean, rstd = kernels.channel_statistics(x, groups, 1e-5)
-            given = (x, mean, rstd, vector, vector, groups, "silu")
-            yield kernels.channel_norm_forward(*given, DTYPE)
-            yield kernels.channel_norm_backward(x, *given)
+            mean, rstd = kernels.channel_statistics(x, groups, 1e-5, None, None, 0.0)
+            given = ChannelNormInput(x, mean, rstd, vector, vector, groups, "silu")
+            yield kernels.channel_norm_forward(given, DTYPE)
+            yield kernels.channel_norm_backward(x, given)
 
 
 def eight_bits() -> Iterator[Any]:

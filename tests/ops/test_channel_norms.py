@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowmem_patch.constants import ACTIVATION_KINDS
+from lowmem_patch.constants import ACTIVATION_KINDS, ChannelNormInput
 from lowmem_patch.formulas import FORWARD
 from lowmem_patch.functional._implementation import module
 from tests.ops.conftest import Backend, part
@@ -55,9 +55,10 @@ def test_values_and_gradients_are_torchs(
         x = x.to(memory_format=LAST[len(shape)])
     vectors = [torch.randn(shape[1]).to(device, dtype) if affine else None for _ in range(2)]
     dy = torch.randn(shape).to(device, dtype)
-    given = (x, *operations.channel_statistics(x, groups, EPS), *vectors, groups, kind)
-    value = operations.channel_norm_forward(*given, dtype)
-    found = operations.channel_norm_backward(dy, *given)
+    statistics = operations.channel_statistics(x, groups, EPS, None, None, 0.0)
+    given = ChannelNormInput(x, *statistics, *vectors, groups, kind)
+    value = operations.channel_norm_forward(given, dtype)
+    found = operations.channel_norm_backward(dy, given)
     assert value.stride() == found[0].stride() == x.stride()
 
     def run(to: torch.dtype) -> tuple[Tensor, ...]:
@@ -79,22 +80,23 @@ def test_every_activation(backend: Backend, kind: Any) -> None:
     torch.manual_seed(0)
     x, dy = (torch.randn(2, 4, 5, 5).to(device) for _ in range(2))
     weight, bias = (torch.randn(4).to(device) for _ in range(2))
-    given = (x, *operations.channel_statistics(x, 0, EPS), weight, bias, 0, kind)
+    statistics = operations.channel_statistics(x, 0, EPS, None, None, 0.0)
+    given = ChannelNormInput(x, *statistics, weight, bias, 0, kind)
     leaf = x.double().requires_grad_()
     exact = plain(leaf, weight.double(), bias.double(), 0, kind)
     torch.testing.assert_close(
-        operations.channel_norm_forward(*given, torch.float32).double(), exact.detach(),
+        operations.channel_norm_forward(given, torch.float32).double(), exact.detach(),
         rtol=1e-5, atol=1e-6,  # float32 of values up to 10
     )  # fmt: skip
     (truth,) = torch.autograd.grad(exact, leaf, dy.double())
-    found = operations.channel_norm_backward(dy, *given)[0].double()
+    found = operations.channel_norm_backward(dy, given)[0].double()
     torch.testing.assert_close(found, truth, rtol=1e-4, atol=1e-5)  # a mean is subtracted from it
 
 
 @pytest.mark.parametrize("groups", [0, 2])
 def test_a_mean_far_from_zero_leaves_the_variance(backend: Backend, groups: int) -> None:
     x = (torch.randn(2, 4, 40, 30) + 1000).to(backend.device)
-    _, rstd = module(backend.implementation).channel_statistics(x, groups, EPS)
+    _, rstd = module(backend.implementation).channel_statistics(x, groups, EPS, None, None, 0.0)
     rows = x.double().reshape(2 * groups, -1) if groups else x.double().transpose(0, 1).flatten(1)
     # the rounding of float32 at 1000 is 6e-5
     truth = (rows.var(1, correction=0) + EPS).rsqrt()
