@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lowmem_patch import patch_model, unpatch_model
 from lowmem_patch.errors import DoubleBackwardError
-from lowmem_patch.nn import chains
+from lowmem_patch.nn import context
 from tests.support.chained import (
     CHAINS,
     HIDDEN,
@@ -338,7 +338,7 @@ def test_a_parameter_that_fsdp_frees_behind_the_forward_is_held(
     model = torch.nn.Sequential(block, torch.nn.Linear(16, 16))
     twin = copy.deepcopy(model)
     patch_model(model, "exact", example_inputs=rows())
-    monkeypatch.setattr(chains, "may_be_freed", lambda: True)
+    monkeypatch.setattr(context, "may_be_freed", lambda: True)
     values = block.scale.detach().clone()
 
     def free(*_: Any) -> None:
