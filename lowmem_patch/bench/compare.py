@@ -34,6 +34,7 @@ class _Entry:
     step: Step | None = None
     memory: list[Memory] = dataclasses.field(default_factory=list)
     times: list[float] = dataclasses.field(default_factory=list)
+    kernels: float | None = None
     failed: str | None = None
     skipped: str | None = None
 
@@ -57,7 +58,8 @@ class _Entry:
             max((size for m in self.memory if (size := getattr(m, name)) is not None), default=None)
             for name in ("act", "peak", "reserved")
         )
-        return Row(self.name, act, peak, reserved, tuple(self.times))
+        times = tuple(self.times)
+        return Row(self.name, act, peak, reserved, times, kernels=self.kernels)
 
 
 def _one_line(error: BaseException) -> str:
@@ -157,6 +159,8 @@ def _take_turn(entry: _Entry, step: Step, steps: int, parked: bool) -> None:
     entry.memory.append(step.memory())
     step.run()  # leaves the caching allocator as a training loop finds it
     entry.times += [step.milliseconds() for _ in range(steps)]
+    if entry.kernels is None:
+        entry.kernels = step.kernel_milliseconds()
     if parked:  # while others have their turn
         step.move("cpu")
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 
 from lowmem_patch.memory.step import step_loss, with_labels
 from lowmem_patch.planning.costs import seconds_between, time_mark
@@ -64,6 +65,19 @@ class Step:
         start = time_mark(self.device)
         self.run()
         return 1000 * seconds_between(start, time_mark(self.device))
+
+    def kernel_milliseconds(self) -> float | None:
+        """The sum of the times of all kernels of one step; None where nobody counts them, as on a CPU."""
+        if self.device.type != "cuda":
+            return None
+        with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+            self.run()
+            torch.cuda.synchronize(self.device)
+        events = profiled.key_averages()
+        kernels = [
+            event for event in events if not event.key.startswith("Memcpy")
+        ]  # beside kernels
+        return sum(event.self_device_time_total for event in kernels) / 1000 or None
 
     def memory(self) -> Memory:
         """The memory of one step; the caching allocator returns its reserve to the device first."""

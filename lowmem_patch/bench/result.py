@@ -15,6 +15,7 @@ class Row:
         act: bytes held between forward and backward; on the CPU those that autograd saves.
         peak, reserved: the most bytes allocated by tensors, and by the allocator; None on the CPU.
         times: of every timed step, in milliseconds.
+        kernels: the sum of the times of all kernels of a step, in milliseconds; None on the CPU.
         failed, skipped: the error, or the reason why the variant does not apply; then without numbers.
     """
 
@@ -25,6 +26,7 @@ class Row:
     times: tuple[float, ...] = ()
     failed: str | None = None
     skipped: str | None = None
+    kernels: float | None = None
 
     @property
     def measured(self) -> bool:
@@ -37,6 +39,11 @@ class Row:
             return (self.times[0],) * 3
         low, median, high = statistics.quantiles(self.times, n=4, method="inclusive")
         return low, median, high
+
+    @property
+    def busy(self) -> float | None:
+        """The share of a step in which kernels run, at most 1; the rest waits for Python and launches."""
+        return None if self.kernels is None else min(1.0, self.kernels / self.quartiles[1])
 
     def to_dict(self, work: int) -> dict[str, Any]:
         """Plain data; ``work`` is the number of tokens, images or rows of a step."""
@@ -51,6 +58,7 @@ class Row:
             "reserved_mib": _mib(self.reserved),
             "step_ms": median,
             "step_spread_ms": high - low,
+            "kernels_ms": self.kernels,
             "per_second": 1000 * work / median,
         }
 

@@ -7,6 +7,9 @@ from lowmem_patch.planning.columns import make_table
 from lowmem_patch.planning.names import human_bytes
 from lowmem_patch.report.layout import print_line, print_table
 
+# Of a step; below this share of kernels the host decides how long it takes.
+_BUSY = 0.9
+
 
 def print_bench(comparison: Comparison, title: str) -> None:
     """One line for each variant, also where it failed or was skipped; shares are of the first."""
@@ -14,8 +17,9 @@ def print_bench(comparison: Comparison, title: str) -> None:
     first = comparison.rows[0]
     on_gpu = any(row.peak is not None for row in comparison.rows)
     peaks = ["peak", "reserved"] if on_gpu else []  # the CPU's allocator counts nothing
+    kernels = ["kernels ms"] if on_gpu else []
     rate = f"{comparison.unit} / s"
-    numbers = ["act", "share", *peaks, "step ms", "quartiles", "share of time", rate]
+    numbers = ["act", "share", *peaks, *kernels, "step ms", "quartiles", "share of time", rate]
     table = make_table("variant", *numbers, "why", right=numbers)
     for row in comparison.rows:
         if row.measured:
@@ -36,6 +40,19 @@ def print_bench(comparison: Comparison, title: str) -> None:
     if comparison.parked:
         notes.append("the models that waited lay in the host's memory, for lack of room")
     print_line("; ".join(notes), style="dim")
+    _print_waits(comparison)
+
+
+def _print_waits(comparison: Comparison) -> None:
+    """Which steps wait for the host, whose times say little about the GPU."""
+    busy = {row.name: row.busy for row in comparison.rows if row.measured}
+    waiting = {name: share for name, share in busy.items() if share is not None and share < _BUSY}
+    if waiting:
+        shares = ", ".join(f"{name} {share:.0%}" for name, share in waiting.items())
+        print_line(
+            f"the GPU waits for Python: kernels run in a part of these steps alone ({shares}). A larger "
+            "batch, for which there is memory now, or torch.compile makes Python count for less"
+        )
 
 
 def _cells(row: Row, first: Row, on_gpu: bool, work: int) -> list[str]:
@@ -44,5 +61,12 @@ def _cells(row: Row, first: Row, on_gpu: bool, work: int) -> list[str]:
     time = f"{median / first.quartiles[1]:.2f}x" if first.measured else "-"
     sizes = [row.act, row.peak, row.reserved] if on_gpu else [row.act]
     act, *peaks = ["-" if size is None else human_bytes(size) for size in sizes]
-    times = [f"{median:.2f}", f"{low:.2f} .. {high:.2f}", time, f"{1000 * work / median:,.0f}"]
+    kernels = ["-" if row.kernels is None else f"{row.kernels:.2f}"] if on_gpu else []
+    times = [
+        *kernels,
+        f"{median:.2f}",
+        f"{low:.2f} .. {high:.2f}",
+        time,
+        f"{1000 * work / median:,.0f}",
+    ]
     return [act, share, *peaks, *times]
