@@ -6,7 +6,8 @@ import contextlib
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -85,3 +86,54 @@ def under(autocast: Autocast) -> Iterator[None]:
         return
     with torch.autocast(device, dtype, enabled=dtype is not None):
         yield
+
+
+class _Like(NamedTuple):
+    """What matters of a tensor for a result's dtype; ``dimensions`` is at most 1."""
+
+    dtype: torch.dtype
+    dimensions: int
+
+
+def _key(given: Any) -> Any:
+    """What matters of an argument: of a number its type."""
+    if isinstance(given, Tensor):
+        return _Like(given.dtype, min(given.dim(), 1))
+    return type(given) if isinstance(given, (int, float)) else given
+
+
+def _keys(kwargs: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
+    return tuple((name, _key(given)) for name, given in kwargs.items())
+
+
+@lru_cache(maxsize=4096)
+def _dtype_of(
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: tuple[tuple[str, Any], ...],
+    device: torch.device,
+    autocast: Autocast,
+) -> torch.dtype:
+    """The dtype of a function's result, which torch alone knows: it is run on one element."""
+
+    def one(given: Any) -> Any:
+        if isinstance(given, type):
+            return given(1)
+        if isinstance(given, _Like):
+            return torch.ones((1,) * given.dimensions, dtype=given.dtype, device=device)
+        return given
+
+    with torch.no_grad(), torch._C.DisableTorchFunction(), under(autocast):
+        made: Tensor = func(*map(one, args), **{name: one(given) for name, given in kwargs})
+    return made.dtype
+
+
+def dtype_of(
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    device: torch.device,
+    autocast: Autocast,
+) -> torch.dtype:
+    """The dtype of a function's result."""
+    return _dtype_of(func, tuple(map(_key, args)), _keys(kwargs), device, autocast)

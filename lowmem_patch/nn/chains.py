@@ -7,31 +7,37 @@ are run again with gradients, once for all who read the value and for the gradie
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from lowmem_patch.functional import (
+    ActivationKind,
     ExpertWeight,
     RecomputedMatmul,
+    computed_again,
+    differentiable_activation,
     is_transformed,
     recast_linear,
     recomputed_linear,
     without_torch_function,
 )
-from lowmem_patch.nn.chain_steps import Autocast, Leaf, Step, autocast_of, run, under
+from lowmem_patch.nn.chain_steps import Autocast, Leaf, Step, autocast_of, dtype_of, run, under
 from lowmem_patch.nn.context import is_foreign, unfreed
 from lowmem_patch.nn.deferred import Deferred, Unstored, defer, value_of
+from lowmem_patch.nn.deferred_ops import Activation
 from lowmem_patch.nn.deferred_rows import Product
 from lowmem_patch.nn.modes import ForwardMode
 from lowmem_patch.nn.op import Op, Projection, strides_like, waits_for_gradient
+from lowmem_patch.nn.watched import is_of_norm
 from lowmem_patch.tracing.call_arguments import (
     MIRRORED,
     ElementwiseCall,
     as_plain,
+    concatenation_call,
     elementwise_call,
     largest_shape,
 )
@@ -162,6 +168,13 @@ def _is_chain(tensor: Tensor) -> bool:
     return not (waits_for_gradient(tensor) or tensor.is_changed())
 
 
+def _maker(tensor: Tensor) -> str | None:
+    """What made a tensor, as `elementwise_call` asks."""
+    if _is_chain(tensor):
+        return "chain"
+    return "norm" if is_of_norm(tensor) else None
+
+
 def _may_wait(tensors: list[Tensor]) -> bool:
     """Whether a gradient is asked for, and by autograd alone, and no tensor has a class of its own."""
     if any(is_foreign(tensor) and not isinstance(tensor, Deferred) for tensor in tensors):
@@ -194,7 +207,15 @@ def _lies_as(whole: list[Tensor], parts: list[Tensor]) -> bool:
     if len({strides_like(tensor) for tensor in whole}) > 1:
         return False
     rows = [part for part in parts if sum(length > 1 for length in part.shape) > 1]
-    return not rows or all(tensor.is_contiguous() for tensor in (whole[0], *rows))
+    return not rows or (whole[0].is_contiguous() and all(map(_is_in_order, rows)))
+
+
+def _is_in_order(tensor: Tensor) -> bool:
+    """Whether later dimensions have smaller strides, as in a contiguous tensor or a slice of one: torch lays
+    a result out by the first operand that tells two dimensions apart."""
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    strides = [stride for length, stride in pairs if length > 1 and stride]
+    return all(before > after for before, after in itertools.pairwise(strides))
 
 
 def extended(
@@ -205,6 +226,33 @@ def extended(
     times = args[1:] if role_of(function_name(func)).has(Role.REPEAT) else ()
     if not tensors or not _may_be_repeated(tensors[0], times):
         return None
+    return _made(func, args, kwargs, tensors, _repeated(tensors[0].shape, times), viewed)
+
+
+def concatenated(
+    args: tuple[Any, ...], kwargs: dict[str, Any], viewed: bool = False
+) -> Deferred | None:
+    """`torch.cat`, deferred; None where it cannot wait. A part may also be an activation that waits."""
+    call = concatenation_call(args, kwargs)
+    if call is None or not _may_wait(list(call.parts)):
+        return None
+    given = {"dim": call.dim}
+    return _made(_concatenate, call.parts, given, list(call.parts), call.shape, viewed)
+
+
+def _concatenate(*parts: Tensor, dim: int) -> Tensor:
+    return torch.cat(parts, dim).contiguous()  # parts of channels-last images may give one
+
+
+def _made(
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    tensors: list[Any],
+    shape: torch.Size,
+    viewed: bool,
+) -> Deferred | None:
+    """What a function makes of ``tensors``, which are among its arguments."""
     device = tensors[0].device
     autocast = autocast_of(device.type)
     chained = {id(tensor) for tensor in tensors if _is_chain(tensor)}
@@ -216,10 +264,13 @@ def extended(
         return items[id(given)] if isinstance(given, Tensor) else given
 
     step = Step(func, tuple(map(item, args)), {name: item(one) for name, one in kwargs.items()})
-    dtype = _dtype_of(func, tuple(map(_key, args)), _keys(kwargs), device, autocast)
+    if func is _concatenate:
+        dtype = tensors[0].dtype
+    else:
+        dtype = dtype_of(func, args, kwargs, device, autocast)
     if dtype == torch.bool or not any(tensor.requires_grad for tensor in tensors):
         sources = [source.detach() for source in sources]  # to which a mask has no gradient
-    like = Value(_repeated(tensors[0].shape, times), dtype)
+    like = Value(shape, dtype)
     return defer(Chain(step, places, like, autocast, viewed), tuple(sources))
 
 
@@ -250,10 +301,30 @@ def _joined(
                     places[leaf] = _place_in(sources, source)
             items[id(tensor)] = tensor.op.last
             tensor.op.may_be_bypassed = tensor.was_bypassed = True
+        elif id(tensor) not in items and _is_activation(tensor):
+            tensor.was_bypassed = True
+            leaves = tuple(Leaf() for _ in tensor.sources)
+            given = (_place_in(sources, unfreed(value_of(source))) for source in tensor.sources)
+            places.update(zip(leaves, given, strict=True))
+            items[id(tensor)] = Step(_activate, leaves, {"kind": tensor.op.kind})
         elif id(tensor) not in items:
             items[id(tensor)] = leaf = Leaf()
             places[leaf] = _place_in(sources, unfreed(value_of(tensor)))
     return sources, places, items
+
+
+def _is_activation(tensor: Tensor) -> bool:
+    """Whether it is an activation, or a gated product, that waits, and past which gradients may go."""
+    if not isinstance(tensor, Deferred) or type(tensor.op) is not Activation:
+        return False
+    return not (waits_for_gradient(tensor) or tensor.is_changed())
+
+
+def _activate(gate: Tensor, up: Tensor | None = None, *, kind: ActivationKind) -> Tensor:
+    trains = gate.requires_grad or (up is not None and up.requires_grad)
+    if trains and torch.is_grad_enabled():
+        return differentiable_activation(gate, kind, up)
+    return computed_again(gate, up, kind=kind)
 
 
 def _place_in(sources: list[Tensor], tensor: Tensor) -> int:
@@ -263,46 +334,6 @@ def _place_in(sources: list[Tensor], tensor: Tensor) -> int:
             return place
     sources.append(tensor)
     return len(sources) - 1
-
-
-class _Like(NamedTuple):
-    """What matters of a tensor for a result's dtype; ``dimensions`` is at most 1."""
-
-    dtype: torch.dtype
-    dimensions: int
-
-
-def _key(given: Any) -> Any:
-    """What matters of an argument: of a number its type."""
-    if isinstance(given, Tensor):
-        return _Like(given.dtype, min(given.dim(), 1))
-    return type(given) if isinstance(given, (int, float)) else given
-
-
-def _keys(kwargs: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
-    return tuple((name, _key(given)) for name, given in kwargs.items())
-
-
-@lru_cache(maxsize=4096)
-def _dtype_of(
-    func: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: tuple[tuple[str, Any], ...],
-    device: torch.device,
-    autocast: Autocast,
-) -> torch.dtype:
-    """The dtype of a function's result, which torch alone knows: it is run on one element."""
-
-    def one(given: Any) -> Any:
-        if isinstance(given, type):
-            return given(1)
-        if isinstance(given, _Like):
-            return torch.ones((1,) * given.dimensions, dtype=given.dtype, device=device)
-        return given
-
-    with torch.no_grad(), torch._C.DisableTorchFunction(), under(autocast):
-        made: Tensor = func(*map(one, args), **{name: one(given) for name, given in kwargs})
-    return made.dtype
 
 
 class DeferChains(ForwardMode):
@@ -319,6 +350,11 @@ class DeferChains(ForwardMode):
         made = None
         if name in self.names and self.packs_alike():
             with without_torch_function():  # which each attribute of a deferred tensor is
-                if elementwise_call(name, args, kwargs, _is_chain) in self.calls:
-                    made = extended(func, args, kwargs, self.viewed)
+                if elementwise_call(name, args, kwargs, _maker) in self.calls:
+                    joins = role_of(name).has(Role.CONCATENATION)
+                    made = (
+                        concatenated(args, kwargs, self.viewed)
+                        if joins
+                        else extended(func, args, kwargs, self.viewed)
+                    )
         return func(*args, **kwargs) if made is None else made

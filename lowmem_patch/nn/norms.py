@@ -44,7 +44,7 @@ from lowmem_patch.nn.deferred_ops import Normed, Saved, Shared
 from lowmem_patch.nn.gammas import can_be_looked_at, is_capturing, look_at_gammas
 from lowmem_patch.nn.looks import Look, Looks
 from lowmem_patch.nn.stored import attach, keep
-from lowmem_patch.nn.watched import watch
+from lowmem_patch.nn.watched import is_of_norm, mark, watch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,7 +180,11 @@ class MSNorm(nn.Module):
             order = sorted(range(x.dim()), key=x.stride, reverse=True)
             if order[-1] == x.dim() - 1:
                 back = sorted(order, key=order.__getitem__)
-                return self.normed(x.permute(order)).permute(back)
+                y = self.normed(x.permute(order))
+                moved = y.permute(back)
+                if is_of_norm(y):
+                    mark(moved)
+                return moved
         if (
             self.use.behind_row_moves
             and needs_gradient(x)
@@ -213,6 +217,8 @@ class MSNorm(nn.Module):
         dtypes = (dtype, copy, saved if saves_z else None)
         settings, stored = self.settings_for(x), self.in_eight_bits and not packs_saved_tensors()
         y, *more = ms_norm(x, weight, bias, settings, *dtypes, trains=trains, eight_bits=stored)
+        if trains:
+            mark(y)
         # an adapter may save the copy of what needs no gradient
         if copy is None and not saves_z:
             return self._shared(y) if trains else y

@@ -52,6 +52,16 @@ class Watched(Tensor):
 register_plain(Watched)
 
 
+def mark(y: Any) -> None:
+    """Say that a norm made ``y``, and saves it."""
+    y._is_of_norm = True
+
+
+def is_of_norm(tensor: Tensor) -> bool:
+    """Whether a norm made this very tensor, and saves it."""
+    return getattr(tensor, "_is_of_norm", False)
+
+
 def watch(y: Tensor) -> Tensor:
     """``y``, a norm's output that nobody else has yet."""
     if type(y) is Tensor:

@@ -192,7 +192,7 @@ def _site(
         gains = _output_can_go(facts, config, name, kind, products(rows) + squares, linear)
     gains &= hook is None
     chosen = _choose(
-        config, kind, gains=gains, frozen=any(map(_is_frozen, consumers)),
+        config, kind, gains=gains, frozen=_is_read_frozen(facts, consumers),
         possible=gains and not (in_place and input_read_later(facts, name)),
     )  # fmt: skip
     return ActivationSite(
@@ -214,6 +214,18 @@ def next_to_nothing(facts: Facts, gain: int, worth: float) -> str | None:
 def _is_frozen(consumer: Consumer) -> bool:
     """Whether it is a matmul of a weight that does not train."""
     return weight_read_with(consumer) is not None and not weight_trains(consumer)
+
+
+def _is_read_frozen(facts: Facts, consumers: list[Consumer]) -> bool:
+    """Whether such a matmul reads it, or what was concatenated of it and others."""
+    joined = [
+        output
+        for consumer in consumers
+        if consumer.op is not None and consumer.op.role.has(Role.CONCATENATION)
+        for output in consumer.op.outputs
+    ]
+    behind = consumers_of(facts, joined) if joined else []
+    return any(map(_is_frozen, consumers)) or (bool(behind) and all(map(_is_frozen, behind)))
 
 
 def is_output(facts: Facts, name: str, consumer: Consumer | None) -> bool:

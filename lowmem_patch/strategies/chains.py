@@ -16,6 +16,7 @@ from lowmem_patch.nn.chains import VIEWED, DeferChains
 from lowmem_patch.nn.modes import run_under
 from lowmem_patch.strategies import codes, recompute
 from lowmem_patch.strategies.activations import is_norm, next_to_nothing
+from lowmem_patch.strategies.norm_sites import norms_by_output
 from lowmem_patch.strategies.protocol import (
     Facts,
     Found,
@@ -24,13 +25,14 @@ from lowmem_patch.strategies.protocol import (
     forward_obstacle,
 )
 from lowmem_patch.tracing.call_arguments import ElementwiseCall, elementwise_call
-from lowmem_patch.tracing.chains import Chain, find_chains
+from lowmem_patch.tracing.chains import Chain, find_chains, maker_in
 from lowmem_patch.tracing.consumers import Consumer, find_consumers, matmul_of
 from lowmem_patch.tracing.op_roles import Role
 from lowmem_patch.tracing.saved_bytes import storage_key
 from lowmem_patch.tracing.trace import Op
 
 _KIND = "chain"
+_RECOMPUTE = recompute.DeferredActivation.strategy
 # functions: a single product, or a cast, is its readers' to know, but for one that is read through a view
 _FEWEST = 2
 _WORTH = 1e-3  # Python looks at each function of the forward
@@ -45,7 +47,7 @@ class DeferredChains(Patch):
         viewed: Linears read views of what they give.
     """
 
-    strategy = "recompute"
+    strategy = _RECOMPUTE
 
     calls: frozenset[ElementwiseCall]
     viewed: bool
@@ -58,21 +60,8 @@ class DeferredChains(Patch):
 def find(facts: Facts, config: PatchConfig) -> Found:
     """The modules whose chains save more than what enters them, and that no other strategy takes."""
     found = Found()
-    if config.activations == "keep":
-        return found
-    by_module: dict[str, list[Chain]] = {}
-    for chain in saving_chains(facts, config):
-        by_module.setdefault(chain.module, []).append(chain)
-    for name, chains in by_module.items():
+    for name, chains in planned_chains(facts, config).items():
         texts = tuple(dict.fromkeys(c.text for chain in chains for c in readers(facts, chain)))
-        gain = sum(_gain(facts, chain) for chain in chains) - _beside(facts, chains)
-        # no row of a report says that a model, which calls many such functions, is left as it is
-        if (
-            next_to_nothing(facts, gain * facts.alike(name), _WORTH)
-            or forward_obstacle(facts, name, gain)
-            or _obstacle(facts, chains)
-        ):
-            continue
         calls = frozenset(call for chain in chains for call in chain.calls)
         viewed = any(_is_viewed(facts, chain) for chain in chains)
         count = sum(len(chain.ops) for chain in chains)
@@ -86,41 +75,82 @@ def find(facts: Facts, config: PatchConfig) -> Found:
     return found
 
 
-def saving_chains(facts: Facts, config: PatchConfig) -> list[Chain]:
-    """The chains for which autograd saves more than what enters them."""
-    return facts.once(saving_chains, lambda: list(_saving_chains(facts, config)))
+def planned_chains(facts: Facts, config: PatchConfig) -> dict[str, list[Chain]]:
+    """The chains that are computed again, by the modules whose forwards call them."""
+
+    def find() -> dict[str, list[Chain]]:
+        found: dict[str, list[Chain]] = {}
+        for chain in () if config.activations == "keep" else _saving_chains(facts, config):
+            found.setdefault(chain.module, []).append(chain)
+        # no row of a report says that a model, which calls many such functions, is left as it is
+        return {name: chains for name, chains in found.items() if _pays(facts, config, chains)}
+
+    return facts.once(planned_chains, find)
+
+
+def _pays(facts: Facts, config: PatchConfig, chains: list[Chain]) -> bool:
+    """Whether the chains of a module can be computed again, and save enough."""
+    name = chains[0].module
+    gain = sum(_gain(facts, config, chain) for chain in chains) - _beside(facts, config, chains)
+    return not (
+        next_to_nothing(facts, gain * facts.alike(name), _WORTH)
+        or forward_obstacle(facts, name, gain)
+        or _obstacle(facts, chains)
+    )
 
 
 def chain_sources(facts: Facts, config: PatchConfig) -> set[int]:
     """Ids of the tensors that are saved in the place of what chains save."""
-    if config.activations == "keep":
-        return set()
 
     def find() -> set[int]:
-        return {id(t) for chain in saving_chains(facts, config) for t in chain.sources}
+        planned = planned_chains(facts, config).values()
+        own = {id(t) for chains in planned for chain in chains for t in chain.sources}
+        beside = (read for chains in planned for read in _read_beside(facts, config, chains))
+        return own | {id(tensor) for tensor in beside}
 
     return facts.once(chain_sources, find)
 
 
 def _saving_chains(facts: Facts, config: PatchConfig) -> Iterator[Chain]:
-    patches = (*recompute.find(facts, config).patches, *codes.find(facts, config).patches)
-    known = {id(t) for patch in patches for t in facts.outputs(patch.site)}
-
-    sites = {patch.site for patch in patches}
+    known = _known(facts, config)
+    sites = {patch.site for patch in known.values()}
 
     def caller(name: str) -> str:
         return name if name in sites else facts.caller(name)  # nothing of what is replaced
 
-    for chain in find_chains(facts.trace, known, caller):
+    for chain in find_chains(facts.trace, known.keys(), caller, _normed(facts, config)):
         functions = [op for op in chain.ops.values() if not op.role.has(Role.CAST)]
-        few = len(functions) < _FEWEST and not _is_viewed(facts, chain)
-        if few or _gain(facts, chain) <= 0:
+        alone = len(functions) < _FEWEST and not any(id(t) in known for t in chain.sources)
+        if (alone and not _is_viewed(facts, chain)) or _gain(facts, config, chain) <= 0:
             continue
         if chain.module not in sites and not is_norm(facts, chain.module):
             yield chain
 
 
-def _gain(facts: Facts, chain: Chain) -> int:
+def _normed(facts: Facts, config: PatchConfig) -> frozenset[int]:
+    """Ids of the outputs of norms that will save them in the place of their inputs."""
+
+    def find() -> frozenset[int]:
+        return frozenset(
+            key
+            for key, site in norms_by_output(facts, config).items()
+            if all(t.requires_grad and t.nbytes <= facts.saved(site.name) for t in site.outputs)
+        )
+
+    return facts.once(_normed, find)
+
+
+def _known(facts: Facts, config: PatchConfig) -> dict[int, Patch]:
+    """The patches of activations, by the ids of what these give."""
+
+    def find() -> dict[int, Patch]:
+        patches = (*recompute.find(facts, config).patches, *codes.find(facts, config).patches)
+        return {id(t): patch for patch in patches for t in facts.outputs(patch.site)}
+
+    return facts.once(_known, find)
+
+
+def _gain(facts: Facts, config: PatchConfig, chain: Chain) -> int:
     """How many bytes fewer are saved where the chain is computed again."""
     saved = facts.storages
     sources = {storage_key(tensor): tensor for tensor in chain.sources}
@@ -128,7 +158,15 @@ def _gain(facts: Facts, chain: Chain) -> int:
     gone = sum(saved[key].bytes for key in inside & saved.keys() - _still_saved(facts, chain))
     if not gone:
         return 0
-    return gone - _more_bytes(facts, sources)
+    norms, known = _normed(facts, config), _known(facts, config)
+    beside = {
+        key: tensor
+        for key, tensor in sources.items()
+        if id(tensor) not in norms
+        # a recomputed activation its input
+        if id(tensor) not in known or known[id(tensor)].strategy != _RECOMPUTE
+    }
+    return gone - _more_bytes(facts, beside)
 
 
 def _more_bytes(facts: Facts, tensors: Mapping[int, Tensor]) -> int:
@@ -140,28 +178,32 @@ def _more_bytes(facts: Facts, tensors: Mapping[int, Tensor]) -> int:
     )
 
 
-def _beside(facts: Facts, chains: list[Chain]) -> int:
-    """Bytes that are saved for other functions, of the module or of those in it, which are called as those of
-    the chains are, so that they wait, too."""
+def _beside(facts: Facts, config: PatchConfig, chains: list[Chain]) -> int:
+    """Bytes that are saved for what other functions read that wait as well."""
+    norms, read = _normed(facts, config), _read_beside(facts, config, chains)
+    return _more_bytes(facts, {storage_key(t): t for t in read if id(t) not in norms})
+
+
+def _read_beside(facts: Facts, config: PatchConfig, chains: list[Chain]) -> list[Tensor]:
+    """What other functions read, of the module or of those in it, which are called as those of the chains
+    are, so that they wait, too."""
     made = {key for chain in chains for key in chain.made}
-    read = {
-        storage_key(tensor): tensor
-        for op in _called_alike(facts, chains, made)
-        for tensor in op.reads
-        if id(tensor) not in made
-    }
-    return _more_bytes(facts, read)
+    alike = _called_alike(facts, config, chains, made)
+    return [tensor for op in alike for tensor in op.reads if id(tensor) not in made]
 
 
-def _called_alike(facts: Facts, chains: list[Chain], made: Set[int]) -> Iterator[Op]:
+def _called_alike(
+    facts: Facts, config: PatchConfig, chains: list[Chain], made: Set[int]
+) -> Iterator[Op]:
     """Functions with a gradient that are not of the chains, and that the module's forward lets wait, too."""
     name, calls = chains[0].module, {call for chain in chains for call in chain.calls}
     own = {id(op) for chain in chains for op in chain.ops.values()}
+    maker = maker_in(made, _normed(facts, config))
     for op in facts.trace.ops:
         inside = op.module == name or op.module.startswith(f"{name}.")
         if not inside or id(op) in own or not any(t.requires_grad for t in op.outputs):
             continue
-        if elementwise_call(op.name, op.args, op.kwargs, lambda t: id(t) in made) in calls:
+        if elementwise_call(op.name, op.args, op.kwargs, maker) in calls:
             yield op
 
 

@@ -24,8 +24,8 @@ from lowmem_patch.strategies import gated_norms
 from lowmem_patch.strategies.common_parts import common_part
 from lowmem_patch.strategies.head import head_names
 from lowmem_patch.strategies.lora import adapter_layers
+from lowmem_patch.strategies.norm_sites import NormSite, norm_sites
 from lowmem_patch.strategies.protocol import Facts, Found, Patch, PatchSite, Target
-from lowmem_patch.strategies.share import NormSite, norm_sites
 from lowmem_patch.tracing.base_model import is_leaf
 from lowmem_patch.tracing.call_arguments import attention_call
 from lowmem_patch.tracing.consumers import Consumer, find_consumers, weight_trains

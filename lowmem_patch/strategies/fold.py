@@ -23,8 +23,9 @@ from lowmem_patch.nn.norms import MSNorm
 from lowmem_patch.nn.own import Own
 from lowmem_patch.strategies.fold_rules import FoldRules, has_data
 from lowmem_patch.strategies.fold_weights import FoldStep, fold_step, identity_affine, unfold_step
+from lowmem_patch.strategies.norm_sites import norm_sites
 from lowmem_patch.strategies.protocol import Facts, Found, Skip, Target
-from lowmem_patch.strategies.share import SharedNorm, norm_sites, share_or_skip, shared_norm
+from lowmem_patch.strategies.share import SharedNorm, share_or_skip, shared_norm
 from lowmem_patch.tracing.consumers import LinearRef
 
 _FOLDED = "_lowmem_patch_folded"  # where a folded norm holds what is needed to unfold it

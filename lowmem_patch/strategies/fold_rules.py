@@ -10,8 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from lowmem_patch.functional import is_sharded
 from lowmem_patch.nn.own import is_own
 from lowmem_patch.strategies.fold_weights import FoldStep
+from lowmem_patch.strategies.norm_sites import NormSite
 from lowmem_patch.strategies.protocol import ORIGINAL, Facts
-from lowmem_patch.strategies.share import NormSite
 from lowmem_patch.tracing.consumers import Consumer, LinearRef, parameter_uses
 from lowmem_patch.tracing.dataflow import forward
 from lowmem_patch.tracing.op_roles import Role

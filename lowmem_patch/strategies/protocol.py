@@ -45,9 +45,10 @@ ORIGINAL = "_lowmem_patch_original"  # where a replacement holds the module that
 # of a module whose forward is told to call another function: each costs a microsecond more
 _MOST_FUNCTIONS = 100
 # where that saves a good part of what the module holds: sparse attention of DeepSeek's calls 116, its hyper
-# connections 144, and a scan that is written in torch many hundreds
-_MOST_FOR_MUCH = 150
-_MUCH = 0.05
+# connections 144, a block of Flux with adapters in all Linears 154, and a scan that is written in torch many
+# hundreds
+_MOST_FOR_MUCH = 200
+_MUCH = 0.03
 
 Answer = TypeVar("Answer")
 Affines = Mapping[str, tuple[Tensor | None, Tensor | None]]

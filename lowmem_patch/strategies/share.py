@@ -7,14 +7,13 @@ output does not tell it (`lowmem_patch.nn.gammas`). No weight changes.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from lowmem_patch.config import PatchConfig
-from lowmem_patch.constants import STOCK_NAMES, NormSettings
+from lowmem_patch.constants import STOCK_NAMES
 from lowmem_patch.nn.norm_classes import (
     NamedMSLayerNorm,
     NamedMSRMSNorm,
@@ -25,23 +24,20 @@ from lowmem_patch.nn.norms import MSLayerNorm, MSNorm, MSRMSNorm, OutputUse
 from lowmem_patch.strategies.chains import chain_sources
 from lowmem_patch.strategies.head import head_names
 from lowmem_patch.strategies.lora import adapter_layers
-from lowmem_patch.strategies.protocol import Facts, Found, PatchSite, Skip, forward_obstacle
+from lowmem_patch.strategies.norm_sites import NormSite, norm_sites
+from lowmem_patch.strategies.protocol import Facts, Found, Skip
 from lowmem_patch.strategies.swap import Swap
 from lowmem_patch.tracing.call_arguments import CalledFunction
 from lowmem_patch.tracing.consumers import (
     Consumer,
     consumers_behind_dropouts,
-    find_consumers,
     gathers_for_a_weight,
-    read_compiled,
     weight_read_with,
     weight_trains,
 )
 from lowmem_patch.tracing.op_roles import Role, role_of
-from lowmem_patch.tracing.probes import NormSpec, looks_like_norm
+from lowmem_patch.tracing.probes import NormSpec
 from lowmem_patch.tracing.saved_bytes import storage_key
-
-_TAKEN = frozenset(dir(MSNorm(None, None, NormSettings(0.0))))
 
 _OR_Z = ", or its normalised input z if a gamma is so near 0 that the output does not give z"
 
@@ -103,77 +99,6 @@ def _class_for(original: nn.Module, spec: NormSpec) -> type[MSNorm]:
     return StockMSRMSNorm if isinstance(original, nn.RMSNorm) else MSRMSNorm
 
 
-@dataclasses.dataclass(frozen=True)
-class NormSite(PatchSite):
-    """A norm that some strategy may patch."""
-
-    spec: NormSpec
-    outputs: list[Tensor]
-    gamma: Tensor | None
-    beta: Tensor | None
-    function: CalledFunction | None = None
-
-
-def norm_sites(facts: Facts, config: PatchConfig) -> Iterator[NormSite | Skip]:
-    """Each norm of the model, in the order of the forward, or why no strategy may patch it."""
-    for name in facts.leaves:
-        module = facts.modules[name]
-        if name in facts.foreign_kernels:
-            if looks_like_norm(module):
-                yield Skip(name, "other", "runs a kernel of its own")
-            continue
-        if facts.activation(name) is not None:
-            continue
-        spec = facts.norm(name)
-        if spec is not None:
-            if isinstance(spec, NormSpec):
-                site = _site(facts, name, spec)
-                obstacle = _obstacle(facts, site, config)
-                yield site if obstacle is None else site.skip(obstacle)
-            elif looks_like_norm(module):
-                yield Skip(name, "other", spec)
-        elif looks_like_norm(module) and facts.gated_norm(name) is None:
-            yield Skip(name, "other", "takes or returns more than one tensor")
-    yield from _called_norms(facts, config)
-
-
-def _called_norms(facts: Facts, config: PatchConfig) -> Iterator[NormSite | Skip]:
-    for name, called in facts.functions.items():
-        if not isinstance(called.kind, NormSpec):
-            continue
-        outputs = facts.outputs(name)
-        consumers = find_consumers(facts.trace, outputs)
-        site = NormSite(
-            name, called.kind.kind, consumers, called.kind, outputs, None, None, called.function
-        )
-        obstacle = forward_obstacle(facts, called.module) or _obstacle(facts, site, config)
-        yield site if obstacle is None else site.skip(obstacle)
-
-
-def _site(facts: Facts, name: str, spec: NormSpec) -> NormSite:
-    outputs = facts.outputs(name)
-    module = facts.model.get_submodule(name)
-    vectors = (getattr(module, spec.names[0], None), getattr(module, spec.names[1], None))
-    gamma, beta = facts.originals.get(name, vectors)
-    consumers = find_consumers(facts.trace, outputs)
-    return NormSite(name, spec.kind, consumers, spec, outputs, gamma, beta)
-
-
-def _obstacle(facts: Facts, site: NormSite, config: PatchConfig) -> str | None:
-    if config.norms == "keep":
-        return "norms: keep"
-    gamma, beta = site.spec.names
-    for name, own in ((gamma, STOCK_NAMES[0]), (beta, STOCK_NAMES[1])):
-        if name != own and name in _TAKEN:
-            return f"the name of its parameter {name} has another meaning in the module that would replace it"
-    writers = (consumer.text for consumer in site.consumers if consumer.use == "write")
-    writer = next(writers, None) or facts.written(site.name, "outputs")
-    if writer is not None:
-        return f"its output is written in place by {writer}"
-    reader = read_compiled(facts.trace, facts.outputs(site.name), site.consumers)
-    return None if reader is None else f"its output {reader}"
-
-
 def find(facts: Facts, config: PatchConfig) -> Found:
     """Every norm whose output a Linear saves, or that saves more than its output."""
     found = Found()
@@ -187,13 +112,13 @@ def share_or_skip(
 ) -> SharedNorm | Skip:
     """The patch of a norm, or why there is none."""
     consumers = _who_saves_it(facts, config, site.consumers)
-    if any(consumer.use in ("linear", "autocast") for consumer in consumers):
-        gains = True
-    else:
-        size = sum(tensor.nbytes for tensor in site.outputs)
-        gains = facts.saved(site.name) > 1.5 * size
-    if not gains:
-        return site.skip("nothing to gain: no Linear keeps its output")
+    size = sum(tensor.nbytes for tensor in site.outputs)
+    if not (
+        any(consumer.use in ("linear", "autocast") for consumer in consumers)
+        or facts.saved(site.name) > 1.5 * size
+        or _is_saved(facts, config, site)
+    ):
+        return site.skip("nothing to gain: nobody saves its output")
     whole = site.gamma is None and site.beta is None
     adapters = tuple(f"{name}." for name in adapter_layers(facts, config))
     read = any(weight_trains(c) or c.text.startswith(adapters) for c in consumers)
@@ -370,6 +295,14 @@ def _shares_copy(facts: Facts, consumers: list[Consumer], around: set[bool]) -> 
     whole = [consumer for consumer in consumers if not consumer.copied and not consumer.reshaped]
     names = [consumer.linear.module for consumer in whole if consumer.linear is not None]
     return any(type(facts.modules.get(name)) is nn.Linear for name in names)
+
+
+def _is_saved(facts: Facts, config: PatchConfig, site: NormSite) -> bool:
+    """Whether somebody besides the norm saves its output: a chain, a convolution, a product."""
+    if chain_sources(facts, config) & set(map(id, site.outputs)):
+        return True
+    savers = [s for t in site.outputs for s in facts.savers.get(storage_key(t), ())]
+    return any(not f"{saver.module}.".startswith(f"{site.name}.") for saver in savers)
 
 
 def _saved_by_others(facts: Facts, config: PatchConfig, consumers: list[Consumer]) -> bool:

@@ -178,8 +178,8 @@ def _is_plain(item: Any) -> bool:
 class ElementwiseCall(NamedTuple):
     """A call of an elementwise function by the kinds of its arguments: ``clamp(whole, min=number)``.
 
-    A tensor is ``chain``, or of the result's shape (``whole``), or has one number for each row of it
-    (``column``), or is smaller otherwise (``part``).
+    A tensor is named by who made it (``chain``, ``norm``); or it is of the result's shape (``whole``), or has
+    one number for each row of it (``column``), or is smaller otherwise (``part``).
     """
 
     name: str
@@ -192,14 +192,23 @@ MIRRORED = {"gt": "lt", "ge": "le"}
 
 
 def elementwise_call(
-    name: str, args: tuple[Any, ...], kwargs: dict[str, Any], in_chain: Callable[[Tensor], bool]
+    name: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    maker: Callable[[Tensor], str | None],
 ) -> ElementwiseCall | None:
     """The call as others are compared with it; None where something else than tensors, numbers, dtypes and
     words is given.
 
     Args:
-        in_chain: whether a tensor is one that such a call gave.
+        maker: what made a tensor: such a call (``chain``), or a norm (``norm``); None for all else.
     """
+    if role_of(name).has(Role.CONCATENATION):
+        joined = concatenation_call(args, kwargs)
+        if joined is None:
+            return None
+        kinds = (maker(part) or "part" for part in joined.parts)
+        return ElementwiseCall(name, (*kinds, f"dim {joined.dim}"), ())
     given = (*args, *kwargs.values())
     tensors = [item for item in given if isinstance(item, Tensor)]
     if not tensors or not all(isinstance(item, _ELEMENTWISE) for item in given):
@@ -210,13 +219,42 @@ def elementwise_call(
 
     def kind(item: Any) -> str:
         if isinstance(item, Tensor):
-            return "chain" if in_chain(item) else _size_of(item.shape, shape)
+            return maker(item) or _size_of(item.shape, shape)
         return "number" if type(item) in (int, float) else repr(item)
 
     if name in MIRRORED and len(args) == 2:
         name, args = MIRRORED[name], args[::-1]
     named = sorted((key, kind(item)) for key, item in kwargs.items())
     return ElementwiseCall(name, tuple(map(kind, args)), tuple(named))
+
+
+class ConcatenationCall(NamedTuple):
+    """A call of `torch.cat`: of tensors of one dtype that fit, none of them empty; ``dim`` is at least 0."""
+
+    parts: tuple[Tensor, ...]
+    dim: int
+
+    @property
+    def shape(self) -> torch.Size:
+        first = self.parts[0].shape
+        length = sum(part.shape[self.dim] for part in self.parts)
+        return torch.Size((*first[: self.dim], length, *first[self.dim + 1 :]))
+
+
+def concatenation_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> ConcatenationCall | None:
+    """How `torch.cat` is called; None where torch converts what it is given, or refuses it."""
+    given = dict(zip(("tensors", "dim"), args, strict=False)) | kwargs
+    parts, dim = given.pop("tensors", ()), given.pop("dim", 0)
+    if given or len(args) > 2 or not isinstance(parts, (list, tuple)) or type(dim) is not int:
+        return None
+    if len(parts) < 2 or not all(isinstance(part, Tensor) and part.numel() for part in parts):
+        return None
+    first = parts[0]
+    if not -first.dim() <= dim < first.dim():
+        return None
+    dim %= first.dim()
+    fits = {(part.dtype, part.device, part.shape[:dim], part.shape[dim + 1 :]) for part in parts}
+    return ConcatenationCall(tuple(parts), dim) if len(fits) == 1 else None
 
 
 def _size_of(shape: torch.Size, largest: torch.Size) -> str:

@@ -1,4 +1,5 @@
-"""Chains of elementwise functions of a module's forward, found in a trace; some begin with a repeat."""
+"""Chains of elementwise functions of a module's forward, found in a trace; some begin with a repeat or end
+in a concatenation."""
 
 from __future__ import annotations
 
@@ -13,10 +14,12 @@ from lowmem_patch.tracing.call_arguments import ElementwiseCall, elementwise_cal
 from lowmem_patch.tracing.op_roles import OF_ELEMENTS, Role
 from lowmem_patch.tracing.trace import Op, Trace
 
+_STEPS = OF_ELEMENTS | Role.REPEAT | Role.CONCATENATION
+
 
 @dataclasses.dataclass(eq=False)
 class Chain:
-    """Elementwise ops of one module, each of which reads another or is read by one.
+    """Elementwise ops and concatenations of one module, each of which reads another or is read by one.
 
     Attributes:
         module: whose forward calls them, or modules in it that do nothing else.
@@ -57,22 +60,30 @@ class Chain:
 
 
 def find_chains(
-    trace: Trace, known: Set[int], caller: Callable[[str], str] = lambda name: name
+    trace: Trace,
+    known: Set[int],
+    caller: Callable[[str], str] = lambda name: name,
+    norms: Set[int] = frozenset(),
 ) -> list[Chain]:
     """The chains of a trace, in the order in which they begin.
 
     Args:
-        known: ids of tensors whose makers belong to no chain, nor do readers that make as large a one.
+        known: ids of tensors whose makers belong to no chain, nor do readers that make as large a one, but
+            for concatenations.
         caller: the module whose functions those of a module count among, by their names.
+        norms: ids of tensors that norms made, which save them.
     """
     chains: dict[int, Chain] = {}  # by the ids of what they made
     for number, op in enumerate(trace.ops):
-        if not op.role.has(OF_ELEMENTS | Role.REPEAT) or not op.module or op.writes or op.opaque:
+        if not op.role.has(_STEPS) or not op.module or op.writes or op.opaque:
             continue
         module = caller(op.module)
         own = {id(t): c for t in op.reads if (c := chains.get(id(t))) and c.module == module}
-        call = _call(op, own.keys())
-        if call is None or _is_known(op, known):
+        joins = op.role.has(Role.CONCATENATION)
+        if joins and not own and not any(id(tensor) in known for tensor in op.reads):
+            continue
+        call = _call(op, own.keys(), norms)
+        if call is None or (not joins and _is_known(op, known)):
             continue
         chain, *others = dict.fromkeys(own.values()) or (Chain(module),)
         chain.ops[number] = op
@@ -87,19 +98,30 @@ def find_chains(
     return sorted(set(chains.values()), key=lambda chain: min(chain.ops))
 
 
+def maker_in(made: Set[int], norms: Set[int]) -> Callable[[Tensor], str | None]:
+    """What `elementwise_call` asks of a trace: ``made`` are ids of what chains make."""
+
+    def maker(tensor: Tensor) -> str | None:
+        if id(tensor) in made:
+            return "chain"
+        return "norm" if id(tensor) in norms else None
+
+    return maker
+
+
 def _innermost(chain: Chain) -> str:
     """The smallest module whose forward calls all functions: no larger one need be looked at."""
     modules = {op.module for op in chain.ops.values()}
     return modules.pop() if len(modules) == 1 else chain.module
 
 
-def _call(op: Op, own: Set[int]) -> ElementwiseCall | None:
+def _call(op: Op, own: Set[int], norms: Set[int]) -> ElementwiseCall | None:
     """How an op is called that may be one of a chain; None for any other.
 
     Args:
         own: ids of what it reads of chains.
     """
-    call = elementwise_call(op.name, op.args, op.kwargs, lambda tensor: id(tensor) in own)
+    call = elementwise_call(op.name, op.args, op.kwargs, maker_in(own, norms))
     # a mask's has no gradient
     asks = bool(own) or any(tensor.requires_grad for tensor in op.reads)
     return call if asks and _is_elementwise(op) else None
@@ -115,8 +137,8 @@ def _is_elementwise(op: Op) -> bool:
     none of torch.func's, which have no storage."""
     if any(map(torch._C._functorch.is_functorch_wrapped_tensor, op.outputs)):
         return False
-    if op.role.has(Role.REPEAT):
-        return op.outputs[0].is_floating_point()
+    if op.role.has(Role.REPEAT | Role.CONCATENATION):
+        return op.outputs[0].is_floating_point() and op.outputs[0].is_contiguous()
     shape = largest_shape(op.reads)
     floating = len(op.outputs) == 1 and (
         op.outputs[0].is_floating_point() or op.outputs[0].dtype == torch.bool

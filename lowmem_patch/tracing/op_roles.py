@@ -25,6 +25,7 @@ class Role(enum.Flag):
     CLONE = enum.auto()
     EXPAND = enum.auto()
     REPEAT = enum.auto()  # as expand, in memory of its own
+    CONCATENATION = enum.auto()  # of several tensors
     ALIAS = enum.auto()  # the same memory, which torch's signatures do not tell
     PERMUTE = enum.auto()  # by a list of dimensions
     TRANSPOSE = enum.auto()  # of two dimensions, which are given
@@ -87,6 +88,7 @@ _TABLE: tuple[tuple[Role, tuple[str, ...]], ...] = (
     (Role.CLONE, ("clone",)),
     (Role.EXPAND, ("expand", "expand_as")),
     (Role.REPEAT, ("repeat",)),
+    (Role.CONCATENATION, ("cat", "concat", "concatenate")),
     (Role.PERMUTE, ("permute",)),
     (Role.TRANSPOSE, ("transpose", "swapaxes", "swapdims")),
     (Role.MOVE_AXES, ("t", "T", "movedim")),

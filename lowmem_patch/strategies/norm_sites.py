@@ -1,0 +1,99 @@
+"""The norms of a model that a strategy may patch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from lowmem_patch.config import PatchConfig
+from lowmem_patch.constants import STOCK_NAMES, NormSettings
+from lowmem_patch.nn.norms import MSNorm
+from lowmem_patch.strategies.protocol import Facts, PatchSite, Skip, forward_obstacle
+from lowmem_patch.tracing.call_arguments import CalledFunction
+from lowmem_patch.tracing.consumers import find_consumers, read_compiled
+from lowmem_patch.tracing.probes import NormSpec, looks_like_norm
+
+_TAKEN = frozenset(dir(MSNorm(None, None, NormSettings(0.0))))
+
+
+@dataclasses.dataclass(frozen=True)
+class NormSite(PatchSite):
+    """A norm that some strategy may patch."""
+
+    spec: NormSpec
+    outputs: list[Tensor]
+    gamma: Tensor | None
+    beta: Tensor | None
+    function: CalledFunction | None = None
+
+
+def norm_sites(facts: Facts, config: PatchConfig) -> Iterator[NormSite | Skip]:
+    """Each norm of the model, in the order of the forward, or why no strategy may patch it."""
+    for name in facts.leaves:
+        module = facts.modules[name]
+        if name in facts.foreign_kernels:
+            if looks_like_norm(module):
+                yield Skip(name, "other", "runs a kernel of its own")
+            continue
+        if facts.activation(name) is not None:
+            continue
+        spec = facts.norm(name)
+        if spec is not None:
+            if isinstance(spec, NormSpec):
+                site = _site(facts, name, spec)
+                obstacle = _obstacle(facts, site, config)
+                yield site if obstacle is None else site.skip(obstacle)
+            elif looks_like_norm(module):
+                yield Skip(name, "other", spec)
+        elif looks_like_norm(module) and facts.gated_norm(name) is None:
+            yield Skip(name, "other", "takes or returns more than one tensor")
+    yield from _called_norms(facts, config)
+
+
+def norms_by_output(facts: Facts, config: PatchConfig) -> dict[int, NormSite]:
+    """The norms that may be patched, by the ids of the tensors that they return."""
+
+    def find() -> dict[int, NormSite]:
+        sites = [site for site in norm_sites(facts, config) if isinstance(site, NormSite)]
+        return {id(output): site for site in sites for output in site.outputs}
+
+    return facts.once(norms_by_output, find)
+
+
+def _called_norms(facts: Facts, config: PatchConfig) -> Iterator[NormSite | Skip]:
+    for name, called in facts.functions.items():
+        if not isinstance(called.kind, NormSpec):
+            continue
+        outputs = facts.outputs(name)
+        consumers = find_consumers(facts.trace, outputs)
+        site = NormSite(
+            name, called.kind.kind, consumers, called.kind, outputs, None, None, called.function
+        )
+        obstacle = forward_obstacle(facts, called.module) or _obstacle(facts, site, config)
+        yield site if obstacle is None else site.skip(obstacle)
+
+
+def _site(facts: Facts, name: str, spec: NormSpec) -> NormSite:
+    outputs = facts.outputs(name)
+    module = facts.model.get_submodule(name)
+    vectors = (getattr(module, spec.names[0], None), getattr(module, spec.names[1], None))
+    gamma, beta = facts.originals.get(name, vectors)
+    consumers = find_consumers(facts.trace, outputs)
+    return NormSite(name, spec.kind, consumers, spec, outputs, gamma, beta)
+
+
+def _obstacle(facts: Facts, site: NormSite, config: PatchConfig) -> str | None:
+    if config.norms == "keep":
+        return "norms: keep"
+    gamma, beta = site.spec.names
+    for name, own in ((gamma, STOCK_NAMES[0]), (beta, STOCK_NAMES[1])):
+        if name != own and name in _TAKEN:
+            return f"the name of its parameter {name} has another meaning in the module that would replace it"
+    writers = (consumer.text for consumer in site.consumers if consumer.use == "write")
+    writer = next(writers, None) or facts.written(site.name, "outputs")
+    if writer is not None:
+        return f"its output is written in place by {writer}"
+    reader = read_compiled(facts.trace, facts.outputs(site.name), site.consumers)
+    return None if reader is None else f"its output {reader}"
