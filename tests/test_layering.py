@@ -57,7 +57,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("tracing.chains", "tracing.consumers", "tracing.functions", "tracing.gated_norms"),
     ("config",),
     ("strategies.protocol",),
-    ("strategies.fold_weights", "strategies.swap"),
+    ("strategies.fold_weights", "strategies.norm_sites", "strategies.swap"),
     (
         "strategies.activations",
         "strategies.checkpointing",

@@ -44,7 +44,7 @@ from lowmem_patch.nn.deferred_ops import Normed, Saved, Shared
 from lowmem_patch.nn.gammas import can_be_looked_at, is_capturing, look_at_gammas
 from lowmem_patch.nn.looks import Look, Looks
 from lowmem_patch.nn.stored import attach, keep
-from lowmem_patch.nn.watched import is_of_norm, mark, watch
+from lowmem_patch.nn.watched import mark, marked_as, watch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,18 +179,10 @@ class MSNorm(nn.Module):
         if self.use.lies_as_input and not x.is_contiguous():
             order = sorted(range(x.dim()), key=x.stride, reverse=True)
             if order[-1] == x.dim() - 1:
-                back = sorted(order, key=order.__getitem__)
                 y = self.normed(x.permute(order))
-                moved = y.permute(back)
-                if is_of_norm(y):
-                    mark(moved)
-                return moved
-        if (
-            self.use.behind_row_moves
-            and needs_gradient(x)
-            and not is_foreign(x)
-            and not is_fsdp_unit(self)
-        ):
+                return marked_as(y, y.permute(sorted(order, key=order.__getitem__)))
+        waits = self.use.behind_row_moves and needs_gradient(x) and not is_foreign(x)
+        if waits and not is_fsdp_unit(self):
             return Norm.of_module(self, x)
         return self.normed(x)
 

@@ -57,6 +57,13 @@ def mark(y: Any) -> None:
     y._is_of_norm = True
 
 
+def marked_as(y: Tensor, moved: Tensor) -> Tensor:
+    """``moved``, a view of all of ``y``, marked as that is."""
+    if is_of_norm(y):
+        mark(moved)
+    return moved
+
+
 def is_of_norm(tensor: Tensor) -> bool:
     """Whether a norm made this very tensor, and saves it."""
     return getattr(tensor, "_is_of_norm", False)

@@ -10,8 +10,8 @@ from torch import Tensor
 from lowmem_patch.config import PatchConfig
 from lowmem_patch.constants import STEP_TABLES
 from lowmem_patch.functional import ActivationKind
+from lowmem_patch.strategies.norm_sites import is_norm
 from lowmem_patch.strategies.protocol import Facts, PatchSite, Skip, forward_obstacle
-from lowmem_patch.tracing.base_model import is_leaf
 from lowmem_patch.tracing.call_arguments import CalledFunction, channel_norm_call
 from lowmem_patch.tracing.chains import Chain, find_chains
 from lowmem_patch.tracing.consumers import (
@@ -339,16 +339,6 @@ def _is_of_a_chain(facts: Facts, site: ActivationSite) -> bool:
         )
         for call in facts.calls_of(site.name)
     )
-
-
-def is_norm(facts: Facts, name: str) -> bool:
-    """Whether a module is a norm, with a gate perhaps, whose functions make no chain."""
-    module = facts.modules[name]
-    if looks_like_norm(module):
-        return True
-    if not is_leaf(module):
-        return False
-    return isinstance(facts.norm(name), NormSpec) or facts.gated_norm(name) is not None
 
 
 def _saves_less(facts: Facts, chain: Chain, call: Call) -> bool:

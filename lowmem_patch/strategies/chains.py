@@ -15,8 +15,8 @@ from lowmem_patch.config import PatchConfig
 from lowmem_patch.nn.chains import VIEWED, DeferChains
 from lowmem_patch.nn.modes import run_under
 from lowmem_patch.strategies import codes, recompute
-from lowmem_patch.strategies.activations import is_norm, next_to_nothing
-from lowmem_patch.strategies.norm_sites import norms_by_output
+from lowmem_patch.strategies.activations import next_to_nothing
+from lowmem_patch.strategies.norm_sites import is_norm, norms_by_output
 from lowmem_patch.strategies.protocol import (
     Facts,
     Found,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lowmem_patch.constants import EIGHT_BIT_GROUP
 from lowmem_patch.nn.context import is_foreign
-from lowmem_patch.strategies.activations import is_norm
+from lowmem_patch.strategies.norm_sites import is_norm
 from lowmem_patch.strategies.protocol import Facts
 from lowmem_patch.tracing.call_arguments import weight_matmul
 from lowmem_patch.tracing.dataflow import backward, first_input, makers

@@ -11,6 +11,7 @@ from lowmem_patch.config import PatchConfig
 from lowmem_patch.constants import STOCK_NAMES, NormSettings
 from lowmem_patch.nn.norms import MSNorm
 from lowmem_patch.strategies.protocol import Facts, PatchSite, Skip, forward_obstacle
+from lowmem_patch.tracing.base_model import is_leaf
 from lowmem_patch.tracing.call_arguments import CalledFunction
 from lowmem_patch.tracing.consumers import find_consumers, read_compiled
 from lowmem_patch.tracing.probes import NormSpec, looks_like_norm
@@ -97,3 +98,13 @@ def _obstacle(facts: Facts, site: NormSite, config: PatchConfig) -> str | None:
         return f"its output is written in place by {writer}"
     reader = read_compiled(facts.trace, facts.outputs(site.name), site.consumers)
     return None if reader is None else f"its output {reader}"
+
+
+def is_norm(facts: Facts, name: str) -> bool:
+    """Whether a module is a norm, with a gate perhaps, whose functions make no chain."""
+    module = facts.modules[name]
+    if looks_like_norm(module):
+        return True
+    if not is_leaf(module):
+        return False
+    return isinstance(facts.norm(name), NormSpec) or facts.gated_norm(name) is not None

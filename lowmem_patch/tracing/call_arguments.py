@@ -204,11 +204,7 @@ def elementwise_call(
         maker: what made a tensor: such a call (``chain``), or a norm (``norm``); None for all else.
     """
     if role_of(name).has(Role.CONCATENATION):
-        joined = concatenation_call(args, kwargs)
-        if joined is None:
-            return None
-        kinds = (maker(part) or "part" for part in joined.parts)
-        return ElementwiseCall(name, (*kinds, f"dim {joined.dim}"), ())
+        return _joining_call(name, concatenation_call(args, kwargs), maker)
     given = (*args, *kwargs.values())
     tensors = [item for item in given if isinstance(item, Tensor)]
     if not tensors or not all(isinstance(item, _ELEMENTWISE) for item in given):
@@ -226,6 +222,15 @@ def elementwise_call(
         name, args = MIRRORED[name], args[::-1]
     named = sorted((key, kind(item)) for key, item in kwargs.items())
     return ElementwiseCall(name, tuple(map(kind, args)), tuple(named))
+
+
+def _joining_call(
+    name: str, joined: ConcatenationCall | None, maker: Callable[[Tensor], str | None]
+) -> ElementwiseCall | None:
+    if joined is None:
+        return None
+    kinds = (maker(part) or "part" for part in joined.parts)
+    return ElementwiseCall(name, (*kinds, f"dim {joined.dim}"), ())
 
 
 class ConcatenationCall(NamedTuple):

@@ -79,11 +79,8 @@ def find_chains(
             continue
         module = caller(op.module)
         own = {id(t): c for t in op.reads if (c := chains.get(id(t))) and c.module == module}
-        joins = op.role.has(Role.CONCATENATION)
-        if joins and not own and not any(id(tensor) in known for tensor in op.reads):
-            continue
         call = _call(op, own.keys(), norms)
-        if call is None or (not joins and _is_known(op, known)):
+        if call is None or not _belongs(op, own.keys(), known):
             continue
         chain, *others = dict.fromkeys(own.values()) or (Chain(module),)
         chain.ops[number] = op
@@ -127,9 +124,15 @@ def _call(op: Op, own: Set[int], norms: Set[int]) -> ElementwiseCall | None:
     return call if asks and _is_elementwise(op) else None
 
 
-def _is_known(op: Op, known: Set[int]) -> bool:
+def _belongs(op: Op, own: Set[int], known: Set[int]) -> bool:
+    """Whether no other strategy takes an op; a concatenation belongs to a chain that it reads, or makes
+    activations again that it reads."""
+    if op.role.has(Role.CONCATENATION):
+        return bool(own) or any(id(tensor) in known for tensor in op.reads)
     (output,) = op.outputs
-    return id(output) in known or any(id(t) in known and t.shape == output.shape for t in op.reads)
+    return not (
+        id(output) in known or any(id(t) in known and t.shape == output.shape for t in op.reads)
+    )
 
 
 def _is_elementwise(op: Op) -> bool:
