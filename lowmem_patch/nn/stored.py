@@ -58,11 +58,7 @@ class _Hold(torch.autograd.Function):
 
 
 def keep(
-    tensor: Tensor,
-    op: Op,
-    sources: tuple[Tensor, ...] = (),
-    *,
-    passing: bool = False,
+    tensor: Tensor, op: Op, sources: tuple[Tensor, ...] = (), *, passing: bool = False
 ) -> Deferred:
     """``tensor``, whose known readers read it as ``op`` says.
 

@@ -16,13 +16,7 @@ from lowmem_patch.nn.chains import VIEWED, DeferChains
 from lowmem_patch.nn.modes import run_under
 from lowmem_patch.strategies import codes, recompute
 from lowmem_patch.strategies.activations import is_norm, next_to_nothing
-from lowmem_patch.strategies.protocol import (
-    Facts,
-    Found,
-    Patch,
-    Target,
-    forward_obstacle,
-)
+from lowmem_patch.strategies.protocol import Facts, Found, Patch, Target, forward_obstacle
 from lowmem_patch.tracing.call_arguments import ElementwiseCall, elementwise_call
 from lowmem_patch.tracing.chains import Chain, find_chains
 from lowmem_patch.tracing.consumers import Consumer, find_consumers, matmul_of
