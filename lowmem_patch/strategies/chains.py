@@ -205,12 +205,9 @@ def _is_viewed(facts: Facts, chain: Chain) -> bool:
 
 def readers(facts: Facts, chain: Chain) -> list[Consumer]:
     """Who reads what a chain makes."""
-    return [one for made in chain.made.values() for one in _outside(facts, chain, made)]
-
-
-def _outside(facts: Facts, chain: Chain, tensor: Tensor) -> list[Consumer]:
     own = set(map(id, chain.ops.values()))
-    return [one for one in find_consumers(facts.trace, [tensor]) if id(one.op) not in own]
+    found = (one for made in chain.made.values() for one in find_consumers(facts.trace, [made]))
+    return [one for one in found if id(one.op) not in own]
 
 
 def _obstacle(facts: Facts, chains: list[Chain]) -> str | None:
