@@ -67,7 +67,7 @@ class SharedNorm(Swap):
             spec.settings,
             folded=self.folded,
             use=self.use,
-            eps_name=_eps_name(original, spec.settings.eps),
+            eps_name=eps_name(original, spec.settings.eps),
             names=spec.names,
         )
         if self.function is not None:
@@ -87,8 +87,8 @@ def _module_of(function: CalledFunction, eps: float) -> nn.Module:
     return module
 
 
-def _eps_name(original: nn.Module, eps: float) -> str:
-    """The one attribute that has this value, or leaves it to torch."""
+def eps_name(original: nn.Module, eps: float) -> str:
+    """The one attribute of a norm that has this value, or leaves it to torch."""
     if getattr(original, "eps", eps) is None:
         return "eps"
     names = [n for n, v in vars(original).items() if type(v) is float and v == eps]
@@ -139,24 +139,22 @@ def norm_sites(facts: Facts, config: PatchConfig) -> Iterator[NormSite | Skip]:
 
 def _called_norms(facts: Facts, config: PatchConfig) -> Iterator[NormSite | Skip]:
     for name, called in facts.functions.items():
-        if not isinstance(called.kind, NormSpec):
-            continue
-        outputs = facts.outputs(name)
-        consumers = find_consumers(facts.trace, outputs)
-        site = NormSite(
-            name, called.kind.kind, consumers, called.kind, outputs, None, None, called.function
-        )
-        obstacle = forward_obstacle(facts, called.module) or _obstacle(facts, site, config)
-        yield site if obstacle is None else site.skip(obstacle)
+        if isinstance(called.kind, NormSpec):
+            site = _site(facts, name, called.kind, called.function)
+            obstacle = forward_obstacle(facts, called.module) or _obstacle(facts, site, config)
+            yield site if obstacle is None else site.skip(obstacle)
 
 
-def _site(facts: Facts, name: str, spec: NormSpec) -> NormSite:
-    outputs = facts.outputs(name)
-    module = facts.model.get_submodule(name)
-    vectors = (getattr(module, spec.names[0], None), getattr(module, spec.names[1], None))
-    gamma, beta = facts.originals.get(name, vectors)
+def _site(
+    facts: Facts, name: str, spec: NormSpec, function: CalledFunction | None = None
+) -> NormSite:
+    outputs, gamma, beta = facts.outputs(name), None, None
+    if function is None:
+        module = facts.model.get_submodule(name)
+        vectors = (getattr(module, spec.names[0], None), getattr(module, spec.names[1], None))
+        gamma, beta = facts.originals.get(name, vectors)
     consumers = find_consumers(facts.trace, outputs)
-    return NormSite(name, spec.kind, consumers, spec, outputs, gamma, beta)
+    return NormSite(name, spec.kind, consumers, spec, outputs, gamma, beta, function)
 
 
 def _obstacle(facts: Facts, site: NormSite, config: PatchConfig) -> str | None:
@@ -239,7 +237,8 @@ def shared_norm(facts: Facts, config: PatchConfig, site: NormSite, reason: str) 
     feeds_autocast = _feeds_autocast(consumers, around)
     others = _without_adapters(facts, config, consumers)
     saves_casts = config.linear_inputs != "keep"
-    dropped = _is_dropped(facts, config, consumers)
+    behind = _who_saves_it(facts, config, consumers)
+    dropped = _is_dropped(behind, consumers)
     use = OutputUse(
         feeds_autocast=feeds_autocast,
         full_precision_autocast=site.spec.full_precision_autocast,
@@ -253,7 +252,7 @@ def shared_norm(facts: Facts, config: PatchConfig, site: NormSite, reason: str) 
         or facts.is_sharded
         or any(c.use == "linear" and c.text in head_names(facts, config) for c in consumers),
         output_moved=any(_reads_a_moved_view(consumer, site.outputs) for consumer in consumers),
-        lies_as_input=not any(map(_reads_rows, _who_saves_it(facts, config, consumers))),
+        lies_as_input=not any(map(_reads_rows, behind)),
     )
     return SharedNorm(
         site.name,
@@ -341,9 +340,8 @@ def _without_adapters(
     return [consumer for consumer in consumers if not consumer.text.startswith(prefixes)]
 
 
-def _is_dropped(facts: Facts, config: PatchConfig, consumers: list[Consumer]) -> bool:
+def _is_dropped(behind: list[Consumer], consumers: list[Consumer]) -> bool:
     """Whether Linears behind a dropout save the very output, with the bits of the mask."""
-    behind = _who_saves_it(facts, config, consumers)
     return any(weight_trains(consumer) and consumer not in consumers for consumer in behind)
 
 
