@@ -18,9 +18,8 @@ from lowmem_patch.functional._library import Operator
 
 def _one_number(like: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     number = like.new_full((), torch.nan, dtype=dtype)
-    return number.as_strided(
-        shape, (0,) * len(shape)
-    )  # as expand, which gives sizes of one other strides
+    # as expand, which gives sizes of one other strides
+    return number.as_strided(shape, (0,) * len(shape))
 
 
 def _one_number_fake(like: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -36,6 +35,5 @@ placeholder = Operator(
 
 def is_written(tensor: Tensor) -> bool:
     """Whether a placeholder that has left its graph holds anything else."""
-    return (
-        any(tensor.stride()) or tensor._version > 0
-    )  # a graph that is run as it is writes in place
+    # a graph that is run as it is writes in place
+    return any(tensor.stride()) or tensor._version > 0

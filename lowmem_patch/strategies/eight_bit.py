@@ -67,9 +67,8 @@ class StoredNorm(Patch):
 
     def apply(self, target: Target) -> None:
         module = target.model.get_submodule(self.site)
-        if isinstance(
-            module, MSNorm
-        ):  # a norm that is left alone saves its input, which no Linear reads
+        # a norm that is left alone saves its input, which no Linear reads
+        if isinstance(module, MSNorm):
             store_input(module)
 
 

@@ -353,9 +353,7 @@ def _one_copy(
     if saves_casts and any(
         c.cast and c.op is not None and c.op.role.has(Role.LINEAR) for c in consumers
     ):
-        return (
-            "always"  # a router of experts reads one in float32, by a weight that is cast as well
-        )
+        return "always"  # a router of experts reads one in float32, by a weight that is cast too
     if not linears:
         return "always" if dropped else None
     return None if feeds_autocast and all(map(weight_trains, consumers)) else "autocast"
