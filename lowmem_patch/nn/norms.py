@@ -187,7 +187,7 @@ class MSNorm(nn.Module):
             and not is_foreign(x)
             and not is_fsdp_unit(self)
         ):
-            return Norm.of_module(self, x)
+            return Norm(self, x).of(x, *(p for p in self.own_affine() if p is not None))
         return self.normed(x)
 
     def normed(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
