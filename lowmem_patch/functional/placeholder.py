@@ -22,14 +22,10 @@ def _one_number(like: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tenso
     return number.as_strided(shape, (0,) * len(shape))
 
 
-def _one_number_fake(like: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    return like.new_empty_strided(shape, (0,) * len(shape), dtype=dtype)
-
-
 placeholder = Operator(
     "placeholder(Tensor like, SymInt[] shape, ScalarType dtype) -> Tensor",
     _one_number,
-    _one_number_fake,
+    lambda like, shape, dtype: like.new_empty_strided(shape, (0,) * len(shape), dtype=dtype),
 )
 
 
