@@ -29,29 +29,11 @@ if TYPE_CHECKING:
     from lowmem_patch.verify import verify_model
 
 __all__ = [
-    "BudgetError",
-    "CheckpointError",
-    "ConfigError",
-    "DoubleBackwardError",
-    "FitError",
-    "HostMemoryError",
-    "LowmemPatchError",
-    "NothingToPatchError",
-    "PatchConfig",
-    "PatchError",
-    "PatchReport",
-    "TraceError",
-    "UnfoldedWeightsError",
-    "VariantError",
-    "__version__",
-    "fit_step_table",
-    "patch_model",
-    "patch_report",
-    "plan_patch",
-    "saved_bytes",
-    "unpatch_model",
-    "verify_model",
-]
+    "BudgetError", "CheckpointError", "ConfigError", "DoubleBackwardError", "FitError", "HostMemoryError",
+    "LowmemPatchError", "NothingToPatchError", "PatchConfig", "PatchError", "PatchReport", "TraceError",
+    "UnfoldedWeightsError", "VariantError", "__version__", "fit_step_table", "patch_model", "patch_report",
+    "plan_patch", "saved_bytes", "unpatch_model", "verify_model",
+]  # fmt: skip
 __version__ = "0.1.0"
 
 # Imported when they are first asked for: torch takes seconds, for which `lowmem-patch --help` shall not wait.

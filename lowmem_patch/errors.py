@@ -3,19 +3,10 @@
 from __future__ import annotations
 
 __all__ = [
-    "BudgetError",
-    "CheckpointError",
-    "ConfigError",
-    "DoubleBackwardError",
-    "FitError",
-    "HostMemoryError",
-    "LowmemPatchError",
-    "NothingToPatchError",
-    "PatchError",
-    "TraceError",
-    "UnfoldedWeightsError",
+    "BudgetError", "CheckpointError", "ConfigError", "DoubleBackwardError", "FitError", "HostMemoryError",
+    "LowmemPatchError", "NothingToPatchError", "PatchError", "TraceError", "UnfoldedWeightsError",
     "VariantError",
-]
+]  # fmt: skip
 
 
 class LowmemPatchError(Exception):

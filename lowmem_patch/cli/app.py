@@ -235,10 +235,9 @@ def demo(
     with command(debug, as_json):
         from lowmem_patch import demo as demonstration
         from lowmem_patch.cli.demo import run_demo_task
+        from lowmem_patch.plot import plot_saved_bytes, require_matplotlib
 
         if plot is not None:
-            from lowmem_patch.plot import require_matplotlib
-
             require_matplotlib()
         results: dict[str, Any] = {}
         plans = {}
@@ -247,8 +246,6 @@ def demo(
             results[task.name], plans[task.name], good = run_demo_task(task, as_json)
             passed = passed and good
         if plot is not None:
-            from lowmem_patch.plot import plot_saved_bytes
-
             plot_saved_bytes(plans, plot)
         if as_json:
             print_json({"tasks": results})

@@ -45,9 +45,8 @@ _PROXY: Any = torch._C._TorchDispatchModeKey.PROXY  # has no types
 _WITHOUT_TORCH_FUNCTIONS: Any = torch._C.DisableTorchFunction
 # a context in which subclasses run torch functions as if they were ordinary tensors
 without_torch_function: Any = torch._C.DisableTorchFunctionSubclass
-backward_number: Any = (
-    torch._C._current_graph_task_id
-)  # of the one that runs; -1 outside of a backward
+# of the backward that runs; -1 outside of one
+backward_number: Any = torch._C._current_graph_task_id
 
 
 def compilers_output() -> Any:

@@ -142,10 +142,7 @@ def activation(
 
 
 def differentiable_activation(
-    x: Tensor,
-    kind: ActivationKind,
-    up: Tensor | None,
-    implementation: Implementation = "auto",
+    x: Tensor, kind: ActivationKind, up: Tensor | None, implementation: Implementation = "auto"
 ) -> Tensor:
     """As `activation`, of arguments that are known to fit and of which one asks for a gradient."""
     found: Tensor = _differentiable(x, up, kind, resolve(implementation, x, up))

@@ -71,11 +71,7 @@ def to_eight_bits(x: Tensor, *, implementation: Implementation = "auto") -> tupl
 
 
 def from_eight_bits(
-    integers: Tensor,
-    scales: Tensor,
-    dtype: torch.dtype,
-    *,
-    implementation: Implementation = "auto",
+    integers: Tensor, scales: Tensor, dtype: torch.dtype, *, implementation: Implementation = "auto"
 ) -> Tensor:
     """What `to_eight_bits` made integers and scales of, to half a scale.
 
@@ -156,10 +152,7 @@ class Memory(SharedValue):
         self._integers = TensorWeakRef(integers)
 
     def read(
-        self,
-        integers: Any,
-        scales: Any,
-        unpack: Callable[[Any], Tensor] | None = None,
+        self, integers: Any, scales: Any, unpack: Callable[[Any], Tensor] | None = None
     ) -> Tensor:
         """The values ``[n]``, for one of those who saved it."""
         task = _library.backward_number()

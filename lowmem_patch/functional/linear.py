@@ -296,33 +296,31 @@ def recast_linear(
         TypeError: a tensor is not floating point.
         ValueError: shapes do not fit.
     """
-    _check_weights("recast_linear", "x", x, weight, adapter)
+    _check_weights(x, weight, adapter)
     if isinstance(weight, Tensor) and compiled.runs_plain(x, weight, bias, *(adapter or ())[:2]):
         return compiled.linear(x, weight, bias, compute_dtype, adapter)
     chosen = "reference" if adapter is None else resolve("auto", x, adapter.lora_A, adapter.lora_B)
     return _linear(x, (x,), weight, bias, adapter, IDENTITY, compute_dtype, chosen)
 
 
-def _check_weights(
-    operator: str, name: str, x: Tensor, weight: Tensor | PackedWeight, adapter: LowRank | None
-) -> None:
-    check_floating(operator, name, x)
+def _check_weights(x: Tensor, weight: Tensor | PackedWeight, adapter: LowRank | None) -> None:
+    check_floating("recast_linear", "x", x)
     if not isinstance(weight, PackedWeight):
-        check_floating(operator, "weight", weight)
+        check_floating("recast_linear", "weight", weight)
     if x.dim() < 1 or weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
         raise ValueError(
-            f"{operator}: weight must be [O, F] for {name} [..., F], got "
+            "recast_linear: weight must be [O, F] for x [..., F], got "
             f"{tuple(weight.shape)} for {tuple(x.shape)}"
         )
     if adapter is None:
         return
     lora_A, lora_B, _ = adapter
-    check_floating(operator, "adapter.lora_A", lora_A)
-    check_floating(operator, "adapter.lora_B", lora_B)
+    check_floating("recast_linear", "adapter.lora_A", lora_A)
+    check_floating("recast_linear", "adapter.lora_B", lora_B)
     rank, shape = lora_B.shape[-1], lora_A.shape
     if shape != (rank, x.shape[-1]) or lora_B.shape != (weight.shape[0], rank):
         raise ValueError(
-            f"{operator}: an adapter beside a weight {tuple(weight.shape)} must be [r, F] and [O, r], "
+            f"recast_linear: an adapter beside a weight {tuple(weight.shape)} must be [r, F] and [O, r], "
             f"got {tuple(shape)} and {tuple(lora_B.shape)}"
         )
 

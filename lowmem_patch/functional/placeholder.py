@@ -18,24 +18,18 @@ from lowmem_patch.functional._library import Operator
 
 def _one_number(like: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     number = like.new_full((), torch.nan, dtype=dtype)
-    return number.as_strided(
-        shape, (0,) * len(shape)
-    )  # as expand, which gives sizes of one other strides
-
-
-def _one_number_fake(like: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    return like.new_empty_strided(shape, (0,) * len(shape), dtype=dtype)
+    # as expand, which gives sizes of one other strides
+    return number.as_strided(shape, (0,) * len(shape))
 
 
 placeholder = Operator(
     "placeholder(Tensor like, SymInt[] shape, ScalarType dtype) -> Tensor",
     _one_number,
-    _one_number_fake,
+    lambda like, shape, dtype: like.new_empty_strided(shape, (0,) * len(shape), dtype=dtype),
 )
 
 
 def is_written(tensor: Tensor) -> bool:
     """Whether a placeholder that has left its graph holds anything else."""
-    return (
-        any(tensor.stride()) or tensor._version > 0
-    )  # a graph that is run as it is writes in place
+    # a graph that is run as it is writes in place
+    return any(tensor.stride()) or tensor._version > 0

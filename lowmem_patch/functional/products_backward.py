@@ -253,9 +253,8 @@ def _backward_fake(dy: Tensor, *rest: Any) -> list[Tensor]:
         gradients.extend(t.new_empty(t.shape) for t in (source, up) if t is not None)
     outputs, rank = dy.shape[-1], 0 if lora_B is None else lora_B.shape[1]
     features = 0 if source is None else source.shape[-1]
-    padded = padded_rank(
-        rank, dy.dtype
-    )  # whose rows lie behind d_A, as `_without_padding` leaves them
+    # whose rows lie behind d_A, as `_without_padding` leaves them
+    padded = padded_rank(rank, dy.dtype)
     shapes = ((outputs, features), (outputs,), (padded, features), (outputs, rank))
     lengths = (outputs, outputs, rank, outputs)
     gradients += [

@@ -81,15 +81,10 @@ class LowmemLightningCallback(Callback):  # type: ignore[misc]  # Lightning need
         example = self.patching.example_inputs
         if example is None and inner_models(module) == [module]:
             example = getattr(module, "example_input_array", None)
-        autocast = _AUTOCAST.get(str(trainer.precision))
-        batches = trainer.accumulate_grad_batches
         reports = self.patching.patch(
-            module,
-            example_inputs=example,
-            autocast=autocast,
-            accumulation=batches,
-            gpus=sharing_gpus(trainer.strategy),
-        )
+            module, example_inputs=example, autocast=_AUTOCAST.get(str(trainer.precision)),
+            accumulation=trainer.accumulate_grad_batches, gpus=sharing_gpus(trainer.strategy),
+        )  # fmt: skip
         for report in reports:
             self.patching.say(summary(report), rank_zero_info)
 

@@ -87,13 +87,8 @@ def _extended(few: PatchReport, more: PatchReport, name: str, count: int) -> Pat
     }
     floors = _grown(few.floor_blocks, more.floor_blocks, blocks)
     sums = (
-        "saved_before",
-        "saved_after",
-        "weight_copies_before",
-        "weight_copies_after",
-        "floor",
-        "kinds",
-    )
+        "saved_before", "saved_after", "weight_copies_before", "weight_copies_after", "floor", "kinds",
+    )  # fmt: skip
     return dataclasses.replace(
         more,
         **{name: _grown(getattr(few, name), getattr(more, name), blocks) for name in sums},

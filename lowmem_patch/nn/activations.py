@@ -8,11 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lowmem_patch.constants import STEP_TABLES
-from lowmem_patch.functional import (
-    ActivationKind,
-    activation,
-    codes_activation,
-)
+from lowmem_patch.functional import ActivationKind, activation, codes_activation
 from lowmem_patch.nn.context import is_foreign, needs_gradient, one_tensor
 from lowmem_patch.nn.deferred import Deferred, value_of
 from lowmem_patch.nn.deferred_ops import Activation

@@ -16,11 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lowmem_patch.functional import (
-    in_compiler,
-    recast_linear,
-    without_torch_function,
-)
+from lowmem_patch.functional import in_compiler, recast_linear, without_torch_function
 from lowmem_patch.nn.context import autocast_dtype, is_foreign, is_fsdp_unit, trains_here
 from lowmem_patch.nn.deferred import Deferred, value_of
 from lowmem_patch.nn.deferred_linears import project

@@ -68,12 +68,7 @@ class Chain(Op):
     may_be_bypassed = False
 
     def __init__(
-        self,
-        last: Step,
-        places: dict[Leaf, int],
-        like: Value,
-        autocast: Autocast,
-        viewed: bool,
+        self, last: Step, places: dict[Leaf, int], like: Value, autocast: Autocast, viewed: bool
     ) -> None:
         self.last, self.places, self.like, self.autocast = last, places, like, autocast
         self.viewed = viewed

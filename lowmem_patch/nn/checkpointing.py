@@ -25,25 +25,14 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from lowmem_patch.functional import (
-    backward_number,
-    in_compiler,
-    is_checkpoint_packing,
-    unwritten,
-)
+from lowmem_patch.functional import backward_number, in_compiler, is_checkpoint_packing, unwritten
 from lowmem_patch.nn.block_state import BlockState, as_they_were, is_gathered
 from lowmem_patch.nn.caches import ForwardCaches, without_empty_caches
 from lowmem_patch.nn.context import trains_here
 from lowmem_patch.nn.deferred import detached_of, value_of
 from lowmem_patch.nn.host_memory import HostMemory
 from lowmem_patch.nn.modes import AroundForward
-from lowmem_patch.nn.own import (
-    Own,
-    drop_forward,
-    give_forward,
-    given_forward,
-    inner_forward,
-)
+from lowmem_patch.nn.own import Own, drop_forward, give_forward, given_forward, inner_forward
 from lowmem_patch.nn.segments import Call, made_by, remember
 from lowmem_patch.tracing.op_roles import Role, function_name, role_of
 

@@ -39,10 +39,6 @@ class Norm(Op):
         self.to = module.output_dtype(x)  # autocast may be another one where the value is computed
         self.scales, self.shifts = (one is not None for one in module.own_affine())
 
-    @staticmethod
-    def of_module(module: MSNorm, x: Tensor) -> Deferred:
-        return Norm(module, x).of(x, *(p for p in module.own_affine() if p is not None))
-
     def of(self, x: Tensor, *parameters: Tensor) -> Deferred:
         if in_compiler():
             return keep(value_of(self._read(x, *parameters)), self, (x, *parameters))

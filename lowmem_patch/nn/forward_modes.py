@@ -35,10 +35,7 @@ class CallInstead(ForwardMode):
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        function: CalledFunction,
-        replacement: Callable[[Tensor], Tensor],
+        self, module: nn.Module, function: CalledFunction, replacement: Callable[[Tensor], Tensor]
     ) -> None:
         super().__init__(module)
         self.function = function

@@ -14,13 +14,7 @@ import torch
 from torch import Tensor
 
 from lowmem_patch.formulas import FORWARD
-from lowmem_patch.functional import (
-    ActivationKind,
-    Affine,
-    activation,
-    in_compiler,
-    ms_norm,
-)
+from lowmem_patch.functional import ActivationKind, Affine, activation, in_compiler, ms_norm
 from lowmem_patch.nn.context import is_foreign, may_be_freed, needs_gradient
 from lowmem_patch.nn.deferred import value_of
 from lowmem_patch.nn.deferred_ops import Activation, Normed

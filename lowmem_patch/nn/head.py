@@ -8,23 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowmem_patch.functional import (
-    PackedWeight,
-    in_compiler,
-    recast_linear,
-    without_torch_function,
-)
-from lowmem_patch.nn import (
-    logits_readers as logits_readers,  # fills the table of those who read what is made here
-)
+from lowmem_patch.functional import PackedWeight, in_compiler, recast_linear, without_torch_function
+from lowmem_patch.nn import logits_readers as logits_readers  # fills the table of readers
 from lowmem_patch.nn.adapters import forward_as_one
-from lowmem_patch.nn.context import (
-    has_hooks,
-    holds_weights,
-    is_foreign,
-    product_dtype,
-    trains_here,
-)
+from lowmem_patch.nn.context import has_hooks, holds_weights, is_foreign, product_dtype, trains_here
 from lowmem_patch.nn.deferred import Deferred, value_of
 from lowmem_patch.nn.deferred_ops import Saved
 from lowmem_patch.nn.logits import HeadReads, Logits, Settings

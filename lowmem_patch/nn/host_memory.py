@@ -61,7 +61,7 @@ class HostMemory:
         self.leaving: deque[weakref.ref[HostCopy]] = deque()  # inputs that are being copied
         self.storages: weakref.WeakValueDictionary[int, HostCopy] = weakref.WeakValueDictionary()
         self.streams: dict[torch.device, Any] = {}
-        self.runs = 0  # of blocks whose memories are kept
+        self.runs = 0  # that have begun, of blocks whose memories are kept
 
     def __reduce__(self) -> Any:
         return HostMemory, ()
@@ -95,7 +95,8 @@ class HostMemory:
         storage = tensor.untyped_storage()
         key = int(storage._cdata)
         copy = self.storages.get(key)
-        if copy is None or copy.run < self.runs - 1 or not copy.is_of_storage(tensor._version):
+        known = copy is not None and copy.run >= self.runs - 1 and not copy.storage.expired()
+        if copy is None or not known or copy.version != tensor._version:
             layout = _Layout((storage.nbytes(),), (1,), torch.uint8)
             copy = HostCopy(self, tensor.detach(), layout, tensor)
             copy.storage = _weak(storage)  # nobody else gets its key meanwhile
@@ -103,10 +104,6 @@ class HostMemory:
             self.storages[key] = copy
         copy.readers += 1
         return copy
-
-    def begin_run(self) -> None:
-        """A block runs whose memories are kept."""
-        self.runs += 1
 
     def stream(self, device: torch.device) -> Any:
         if device not in self.streams:
@@ -175,10 +172,6 @@ class HostCopy:
         else:
             self._leave(tensor)
         memory.bytes += self.size
-
-    def is_of_storage(self, version: int) -> bool:
-        """Whether its memory is there still, as it was."""
-        return self.version == version and not self.storage.expired()
 
     def is_of(self, tensor: Tensor) -> bool:
         return self.source() is tensor and self.version == tensor._version

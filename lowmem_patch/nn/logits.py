@@ -289,9 +289,8 @@ class Logits(Op):
         if moves_rows(func, (x, *rest), kwargs, x, moved):
             return self.rows(h, lambda t: func(t, *rest, **kwargs))
         if role.has(Role.TRANSPOSE | Role.PERMUTE) and h.dim() > 2:
-            like = torch.empty(
-                tuple(range(2, 2 + h.dim())), device="meta"
-            )  # dimensions that differ
+            differing = tuple(range(2, 2 + h.dim()))
+            like = torch.empty(differing, device="meta")
             if func(like, *rest, **kwargs).stride() == like.movedim(-1, 1).stride():
                 h.was_bypassed = True
                 return self.changed(second=True).of(h.sources)
@@ -303,9 +302,8 @@ class Logits(Op):
         """Rows in other dimensions; x stays as it is, since a slice of it would have to be copied."""
         if rest and isinstance(rest[0], torch.dtype):
             return NotImplemented  # another reading of the same bits
-        like = torch.empty((), device="meta").expand(
-            h.shape
-        )  # which whoever counts bytes need not see
+        # which whoever counts bytes need not see
+        like = torch.empty((), device="meta").expand(h.shape)
         shape = func(like, *rest, **kwargs).shape
         if not shape or shape[-1] != h.shape[-1]:
             return NotImplemented

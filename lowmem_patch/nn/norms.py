@@ -183,7 +183,7 @@ class MSNorm(nn.Module):
                 return marked_as(y, y.permute(sorted(order, key=order.__getitem__)))
         waits = self.use.behind_row_moves and needs_gradient(x) and not is_foreign(x)
         if waits and not is_fsdp_unit(self):
-            return Norm.of_module(self, x)
+            return Norm(self, x).of(x, *(p for p in self.own_affine() if p is not None))
         return self.normed(x)
 
     def normed(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:

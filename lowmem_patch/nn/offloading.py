@@ -62,23 +62,19 @@ class _Saved:
                 self.bytes += copy.size
                 self.buffers += buffer_bytes(copy.size)
 
-    def have_left(self) -> None:
-        for copy in self._alive():
-            copy.has_left()
-
     def come(self, _: Any) -> None:
         """Begin the copies back; those that this backward does not read go when it ends. A hook of the node
         of the awaiting block's output."""
         with torch.no_grad():
-            for copy in self._alive():
+            for copy in self.alive():
                 copy.come()
         torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
     def _end(self) -> None:
-        for copy in self._alive():
+        for copy in self.alive():
             copy.go()
 
-    def _alive(self) -> list[HostCopy]:
+    def alive(self) -> list[HostCopy]:
         copies = (reference() for reference in self.copies.values())
         return [copy for copy in copies if copy is not None]
 
@@ -101,7 +97,8 @@ class LastRun:
         saved, self.saved = self.saved, None
         if saved is not None:
             self.bytes, self.buffers = saved.bytes, saved.buffers
-            saved.have_left()
+            for copy in saved.alive():
+                copy.has_left()
         return saved
 
     def __reduce__(self) -> Any:
@@ -147,7 +144,7 @@ def offloaded(
         return forward(*args, **kwargs)
     stays = _memories([t for t in tensors if t is not x], *block.parameters(), *block.buffers())
     saved = how.last.begin()
-    how.host.begin_run()
+    how.host.runs += 1
     with _Packing(how.host, saved, x.device, stays):
         return forward(*args, **kwargs)
 

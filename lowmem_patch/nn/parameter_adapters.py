@@ -63,9 +63,8 @@ def read_factors(layer: Any, call: Callable[..., Any], *args: Any, **kwargs: Any
     if weight is None:
         return call(layer, *args, **kwargs)
     attributes = vars(layer.get_base_layer())
-    attributes[layer.parameter_name] = (
-        weight  # nn.Module looks for parameters behind its attributes
-    )
+    # nn.Module looks for parameters behind its attributes
+    attributes[layer.parameter_name] = weight
     try:
         return layer.base_layer(*args, **kwargs)
     finally:

@@ -6,9 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._compile import (
-    _disable_dynamo,  # as torch.compiler.disable, without its import of the compiler
-)
+from torch._compile import _disable_dynamo  # as torch.compiler.disable, without its import
 from torch._subclasses.fake_tensor import FakeTensor
 
 from lowmem_patch.functional import in_compiler, packer, see_undefined
@@ -58,11 +56,7 @@ class _Hold(torch.autograd.Function):
 
 
 def keep(
-    tensor: Tensor,
-    op: Op,
-    sources: tuple[Tensor, ...] = (),
-    *,
-    passing: bool = False,
+    tensor: Tensor, op: Op, sources: tuple[Tensor, ...] = (), *, passing: bool = False
 ) -> Deferred:
     """``tensor``, whose known readers read it as ``op`` says.
 

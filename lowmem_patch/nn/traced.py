@@ -18,9 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._compile import (
-    _disable_dynamo,  # as torch.compiler.disable, without its import of the compiler
-)
+from torch._compile import _disable_dynamo
 
 from lowmem_patch.functional import compilers_output, is_written, placeholder
 from lowmem_patch.nn.deferred import Deferred, Unstored, defer

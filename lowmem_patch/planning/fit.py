@@ -35,12 +35,7 @@ _SOLUTIONS = 64  # that are looked at
 _WORTH = 0.01  # of the seconds that levels cost: less is worth no further step on fake tensors
 
 
-@dataclasses.dataclass(frozen=True)
-class Fitted:
-    """What was chosen: the patches, and the report."""
-
-    patches: tuple[LevelPatch, ...]
-    report: FitReport
+Fitted = tuple[tuple[LevelPatch, ...], FitReport]  # what was chosen
 
 
 NO_BLOCKS = "no repeated blocks were found that could be recomputed: all stays as patched"
@@ -264,7 +259,7 @@ class Fitting(Steps):
             blocks=blocks,
             notes=tuple(self._notes(levels)),
         )
-        return Fitted(patches_of(self.blocks, levels, reasons), report)
+        return patches_of(self.blocks, levels, reasons), report
 
     def _name(self, part: Part) -> str:
         moment, place = part

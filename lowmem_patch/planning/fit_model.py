@@ -46,12 +46,12 @@ def fit_planned(
     budget = make_budget(fit, model)
     fitting = fitting_of(model, planned, fit, training, host=host, timed=timed)
     try:
-        fitted = fitting.fit(budget, planned.report.inputs)
+        patches, chosen = fitting.fit(budget, planned.report.inputs)
     except NoFit as found:
         text = _too_small(fitting, budget, found, planned.report.inputs)
         raise BudgetError(text, found.least) from None
-    plan = dataclasses.replace(planned.plan, patches=(*planned.plan.patches, *fitted.patches))
-    report = dataclasses.replace(planned.report, fit=fitted.report)
+    plan = dataclasses.replace(planned.plan, patches=(*planned.plan.patches, *patches))
+    report = dataclasses.replace(planned.report, fit=chosen)
     return planned._replace(plan=plan, report=report)
 
 

@@ -84,18 +84,13 @@ class Solution:
 
 
 class _Pair(NamedTuple):
-    """What the runs so far hold, without the last one's output, and the seconds that they cost."""
+    """What the runs so far hold, without the last one's output, and the seconds that they cost: those of the
+    pair ``before``, and behind them the last ones, at these levels."""
 
     held: int
     seconds: float
-    levels: _Path | None
-
-
-class _Path(NamedTuple):
-    """Levels of the last runs, behind those of a pair before."""
-
-    before: _Pair | None
-    last: tuple[str, ...]
+    before: _Pair | None = None
+    last: tuple[str, ...] = ()
 
 
 # whether the last run holds its output, copies that are not made yet, which of the last runs are offloaded
@@ -167,8 +162,8 @@ def _single(
         for pair in pairs:
             if pair.held > room:
                 break  # they are sorted
-            path = _Path(pair, (choice.level,))
-            yield key, _Pair(pair.held + more + choice.own, pair.seconds + seconds, path)
+            sums = (pair.held + more + choice.own, pair.seconds + seconds)
+            yield key, _Pair(*sums, pair, (choice.level,))
 
 
 class _Segment:
@@ -213,7 +208,7 @@ class _Segment:
                 held = pair.held + output
                 if held + self.needed > limit:
                     break  # they are sorted
-                yield _Pair(held + self.own, pair.seconds + seconds, _Path(pair, self.levels))
+                yield _Pair(held + self.own, pair.seconds + seconds, pair, self.levels)
 
 
 def _segments(
@@ -250,7 +245,7 @@ def _again(steps: Sequence[Step], start: int, last: int, kind: str) -> float:
 
 def _solve(steps: Sequence[Step], limit: int, kinds: Sequence[str]) -> Solution | None:
     fronts: list[_Front] = [defaultdict(list) for _ in range(len(steps) + 1)]
-    fronts[0][False, 0, 0] = [_Pair(0, 0.0, None)]
+    fronts[0][False, 0, 0] = [_Pair(0, 0.0)]
     copies = _Copies(steps)
     for number, step in enumerate(steps):
         front = {key: _unbeaten(pairs, limit) for key, pairs in fronts[number].items()}
@@ -269,9 +264,9 @@ def _solve(steps: Sequence[Step], limit: int, kinds: Sequence[str]) -> Solution 
 
 def _levels(pair: _Pair | None) -> list[str]:
     found: list[tuple[str, ...]] = []
-    while pair is not None and pair.levels is not None:
-        found.append(pair.levels.last)
-        pair = pair.levels.before
+    while pair is not None:
+        found.append(pair.last)
+        pair = pair.before
     return [level for part in reversed(found) for level in part]
 
 

@@ -64,9 +64,8 @@ def cross_entropy_backward(
     """Overwrite ``[n, V]`` logits with their gradient, for ``d_losses`` ``[n]``."""
     y = _scores(logits, scale, cap)
     slope = scale if cap == 0 else scale * (cap - y * y / cap)
-    d_y = y.sub_(
-        logsumexp[:, None]
-    ).exp_()  # the logits themselves, where nothing was cast or scaled
+    # the logits themselves, where nothing was cast or scaled
+    d_y = y.sub_(logsumexp[:, None]).exp_()
     if target is not None:
         index, label, each, together = _label_weights(
             y, target, class_weight, ignore_index, smoothing

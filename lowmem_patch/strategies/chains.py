@@ -17,13 +17,7 @@ from lowmem_patch.nn.modes import run_under
 from lowmem_patch.strategies import codes, recompute
 from lowmem_patch.strategies.activations import next_to_nothing
 from lowmem_patch.strategies.norm_sites import is_norm, norms_by_output
-from lowmem_patch.strategies.protocol import (
-    Facts,
-    Found,
-    Patch,
-    Target,
-    forward_obstacle,
-)
+from lowmem_patch.strategies.protocol import Facts, Found, Patch, Target, forward_obstacle
 from lowmem_patch.tracing.call_arguments import ElementwiseCall, elementwise_call
 from lowmem_patch.tracing.chains import Chain, find_chains, maker_in
 from lowmem_patch.tracing.consumers import Consumer, find_consumers, matmul_of
@@ -253,12 +247,9 @@ def _is_viewed(facts: Facts, chain: Chain) -> bool:
 
 def readers(facts: Facts, chain: Chain) -> list[Consumer]:
     """Who reads what a chain makes."""
-    return [one for made in chain.made.values() for one in _outside(facts, chain, made)]
-
-
-def _outside(facts: Facts, chain: Chain, tensor: Tensor) -> list[Consumer]:
     own = set(map(id, chain.ops.values()))
-    return [one for one in find_consumers(facts.trace, [tensor]) if id(one.op) not in own]
+    found = (one for made in chain.made.values() for one in find_consumers(facts.trace, [made]))
+    return [one for one in found if id(one.op) not in own]
 
 
 def _obstacle(facts: Facts, chains: list[Chain]) -> str | None:

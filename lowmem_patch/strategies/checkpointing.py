@@ -107,7 +107,7 @@ def find_blocks(facts: Facts) -> Blocks:
     for chain in chains:
         if not any(other != chain and _inside(other, chain) for other in chains):
             sites += _members(facts, chains, chain)
-    chosen = {site for site in sites if _has_gradient(facts.calls[site])}
+    chosen = {site for site in sites if any(t.requires_grad for t in facts.outputs(site))}
     calls = [call for call in facts.trace.calls if call.name in chosen]
     calls.sort(key=lambda call: call.first_op)
     order = list(dict.fromkeys(call.name for call in calls))
@@ -129,10 +129,6 @@ def _written_buffers(module: nn.Module) -> Iterator[str]:
     for name, inner in module.named_modules():
         if getattr(inner, "running_mean", None) is not None:
             yield from (f"{name}.{buffer}" if name else buffer for buffer in inner._buffers)
-
-
-def _has_gradient(calls: list[Call]) -> bool:
-    return any(tensor.requires_grad for call in calls for tensor in call.outputs)
 
 
 def _inside(outer: str, inner: str) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from torch import Tensor, nn
+from torch import nn
 
 from lowmem_patch.config import PatchConfig
 from lowmem_patch.nn.dropout import PackedDropout, keep_for_dropout
@@ -72,11 +72,8 @@ def _patches(facts: Facts, adapted: tuple[str, ...]) -> Iterator[BitDropout | Dr
             yield BitDropout(op.module, call.p)
         else:
             name = made_by.get(id(first_input(op)), "")
-            known = type(facts.modules[name]) is nn.Linear or name in adapted
-            if known and not _is_read_compiled(facts, facts.outputs(name)):
-                yield DroppedOutput(name)
-
-
-def _is_read_compiled(facts: Facts, made: list[Tensor]) -> bool:
-    consumers = find_consumers(facts.trace, made)
-    return read_compiled(facts.trace, made, consumers) is not None
+            if type(facts.modules[name]) is nn.Linear or name in adapted:
+                made = facts.outputs(name)
+                consumers = find_consumers(facts.trace, made)
+                if read_compiled(facts.trace, made, consumers) is None:
+                    yield DroppedOutput(name)

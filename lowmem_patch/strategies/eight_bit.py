@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
 
 from torch import Tensor, nn
 
@@ -67,9 +66,8 @@ class StoredNorm(Patch):
 
     def apply(self, target: Target) -> None:
         module = target.model.get_submodule(self.site)
-        if isinstance(
-            module, MSNorm
-        ):  # a norm that is left alone saves its input, which no Linear reads
+        # a norm that is left alone saves its input, which no Linear reads
+        if isinstance(module, MSNorm):
             store_input(module)
 
 
@@ -81,11 +79,11 @@ def find(facts: Facts, config: PatchConfig) -> Found:
     savers = _Savers(facts)
     left = savers.leave_common_parts()
     attention = savers.attention_that_fits()
-    gated = _gated_norms(facts, config)
+    gated, in_groups = _gated_norms(facts, config)
     inputs = {
         name: call_inputs
         for name, call_inputs in _trained(facts, config)
-        if savers.allow(call_inputs) and not gated.in_groups & set(map(storage_key, call_inputs))
+        if savers.allow(call_inputs) and not in_groups & set(map(storage_key, call_inputs))
     }
     for name in attention:
         found.add(StoredAttention(name, reason=savers.reason(name), kind="attention"))
@@ -94,7 +92,7 @@ def find(facts: Facts, config: PatchConfig) -> Found:
         once = readers[id(getattr(facts.modules[name], "weight", None))] == 1
         found.add(StoredInput(name, reason="input stored in 8 bits", kind="linear", once=once))
     norms = [site for site in norm_sites(facts, config) if isinstance(site, NormSite)]
-    for site in (*(norm for norm in norms if norm.function is None), *gated.whole):
+    for site in (*(norm for norm in norms if norm.function is None), *gated):
         if _is_read_by(site.consumers, inputs):
             found.add(StoredNorm(site.name))
     if found.patches:
@@ -107,28 +105,19 @@ def find(facts: Facts, config: PatchConfig) -> Found:
     return found
 
 
-class _GatedNorms(NamedTuple):
-    """Gated norms whose output a Linear saves.
-
-    Attributes:
-        whole: those that save it as well.
-        in_groups: keys of the storages of those that save z, of which the Linear computes it again.
-    """
-
-    whole: list[PatchSite]
-    in_groups: set[int]
-
-
-def _gated_norms(facts: Facts, config: PatchConfig) -> _GatedNorms:
-    found = _GatedNorms([], set())
+def _gated_norms(facts: Facts, config: PatchConfig) -> tuple[list[PatchSite], set[int]]:
+    """Of gated norms whose output a Linear saves those that save it as well; and keys of the storages of
+    those that save z, of which the Linear computes it again."""
+    whole: list[PatchSite] = []
+    in_groups: set[int] = set()
     for patch in gated_norms.find(facts, config).patches:
         outputs = facts.outputs(patch.site)
         if patch.spec.gate_first and patch.spec.groups == 1:
             consumers = find_consumers(facts.trace, outputs)
-            found.whole.append(PatchSite(patch.site, patch.kind, consumers))
+            whole.append(PatchSite(patch.site, patch.kind, consumers))
         elif patch.spec.gate_first:
-            found.in_groups.update(map(storage_key, outputs))
-    return found
+            in_groups.update(map(storage_key, outputs))
+    return whole, in_groups
 
 
 def _readers(facts: Facts) -> Counter[int]:

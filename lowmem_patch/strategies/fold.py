@@ -97,9 +97,8 @@ def find(facts: Facts, config: PatchConfig) -> Found:
     return found
 
 
-_Pairs = tuple[
-    tuple[str | None, str], ...
-]  # a norm's parameter and one of a Linear into which it went
+# a norm's parameter and one of a Linear into which it went
+_Pairs = tuple[tuple[str | None, str], ...]
 
 
 def _guard_weights(model: nn.Module, step: FoldStep) -> None:

@@ -18,7 +18,7 @@ from lowmem_patch.nn.norms import OutputUse
 from lowmem_patch.strategies.activations import next_to_nothing
 from lowmem_patch.strategies.norm_sites import NormSite
 from lowmem_patch.strategies.protocol import Facts, Found, PatchSite, Skip
-from lowmem_patch.strategies.share import shared_norm
+from lowmem_patch.strategies.share import eps_name, shared_norm
 from lowmem_patch.strategies.swap import Swap
 from lowmem_patch.tracing.consumers import (
     find_consumers,
@@ -47,14 +47,9 @@ class SharedGatedNorm(Swap):
     at_once: bool
 
     def make(self, original: Any) -> nn.Module:
-        spec = self.spec
-        names = [
-            n for n, v in vars(original).items() if type(v) is float and v == spec.norm.settings.eps
-        ]
-        norm = GatedMSRMSNorm(
-            original.weight, None, spec.norm.settings,
-            use=self.use, eps_name=names[0] if len(names) == 1 else "",
-        )  # fmt: skip
+        spec, settings = self.spec, self.spec.norm.settings
+        name = eps_name(original, settings.eps)
+        norm = GatedMSRMSNorm(original.weight, None, settings, use=self.use, eps_name=name)
         product = Activation(spec.activation, at_once=self.at_once, gated=True)
         norm.gating = None if spec.gate_first else product
         norm.kind, norm.groups = spec.activation, spec.groups

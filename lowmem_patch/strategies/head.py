@@ -54,13 +54,12 @@ def head_names(facts: Facts, config: PatchConfig) -> tuple[str, ...]:
     if config.head == "keep":
         return ()
     adapted = adapter_layers(facts, config)
-    return facts.once(head_names, lambda: tuple(_heads(facts, adapted)))
 
+    def find() -> tuple[str, ...]:
+        wide = (name for name in facts.order if _is_wide(facts, name, adapted))
+        return tuple(name for name in wide if _readers(facts, name) == [])
 
-def _heads(facts: Facts, adapted: tuple[str, ...]) -> Iterator[str]:
-    for name in facts.order:
-        if _is_wide(facts, name, adapted) and _readers(facts, name) == []:
-            yield name
+    return facts.once(head_names, find)
 
 
 def _is_wide(facts: Facts, name: str, adapted: tuple[str, ...]) -> bool:

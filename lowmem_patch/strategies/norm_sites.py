@@ -65,24 +65,22 @@ def norms_by_output(facts: Facts, config: PatchConfig) -> dict[int, NormSite]:
 
 def _called_norms(facts: Facts, config: PatchConfig) -> Iterator[NormSite | Skip]:
     for name, called in facts.functions.items():
-        if not isinstance(called.kind, NormSpec):
-            continue
-        outputs = facts.outputs(name)
-        consumers = find_consumers(facts.trace, outputs)
-        site = NormSite(
-            name, called.kind.kind, consumers, called.kind, outputs, None, None, called.function
-        )
-        obstacle = forward_obstacle(facts, called.module) or _obstacle(facts, site, config)
-        yield site if obstacle is None else site.skip(obstacle)
+        if isinstance(called.kind, NormSpec):
+            site = _site(facts, name, called.kind, called.function)
+            obstacle = forward_obstacle(facts, called.module) or _obstacle(facts, site, config)
+            yield site if obstacle is None else site.skip(obstacle)
 
 
-def _site(facts: Facts, name: str, spec: NormSpec) -> NormSite:
-    outputs = facts.outputs(name)
-    module = facts.model.get_submodule(name)
-    vectors = (getattr(module, spec.names[0], None), getattr(module, spec.names[1], None))
-    gamma, beta = facts.originals.get(name, vectors)
+def _site(
+    facts: Facts, name: str, spec: NormSpec, function: CalledFunction | None = None
+) -> NormSite:
+    outputs, gamma, beta = facts.outputs(name), None, None
+    if function is None:
+        module = facts.model.get_submodule(name)
+        vectors = (getattr(module, spec.names[0], None), getattr(module, spec.names[1], None))
+        gamma, beta = facts.originals.get(name, vectors)
     consumers = find_consumers(facts.trace, outputs)
-    return NormSite(name, spec.kind, consumers, spec, outputs, gamma, beta)
+    return NormSite(name, spec.kind, consumers, spec, outputs, gamma, beta, function)
 
 
 def _obstacle(facts: Facts, site: NormSite, config: PatchConfig) -> str | None:

@@ -63,7 +63,7 @@ class SharedNorm(Swap):
             spec.settings,
             folded=self.folded,
             use=self.use,
-            eps_name=_eps_name(original, spec.settings.eps),
+            eps_name=eps_name(original, spec.settings.eps),
             names=spec.names,
         )
         if self.function is not None:
@@ -83,8 +83,8 @@ def _module_of(function: CalledFunction, eps: float) -> nn.Module:
     return module
 
 
-def _eps_name(original: nn.Module, eps: float) -> str:
-    """The one attribute that has this value, or leaves it to torch."""
+def eps_name(original: nn.Module, eps: float) -> str:
+    """The one attribute of a norm that has this value, or leaves it to torch."""
     if getattr(original, "eps", eps) is None:
         return "eps"
     names = [n for n, v in vars(original).items() if type(v) is float and v == eps]
@@ -164,7 +164,8 @@ def shared_norm(facts: Facts, config: PatchConfig, site: NormSite, reason: str) 
     feeds_autocast = _feeds_autocast(consumers, around)
     others = _without_adapters(facts, config, consumers)
     saves_casts = config.linear_inputs != "keep"
-    dropped = _is_dropped(facts, config, consumers)
+    behind = _who_saves_it(facts, config, consumers)
+    dropped = _is_dropped(behind, consumers)
     use = OutputUse(
         feeds_autocast=feeds_autocast,
         full_precision_autocast=site.spec.full_precision_autocast,
@@ -178,7 +179,7 @@ def shared_norm(facts: Facts, config: PatchConfig, site: NormSite, reason: str) 
         or facts.is_sharded
         or any(c.use == "linear" and c.text in head_names(facts, config) for c in consumers),
         output_moved=any(_reads_a_moved_view(consumer, site.outputs) for consumer in consumers),
-        lies_as_input=not any(map(_reads_rows, _who_saves_it(facts, config, consumers))),
+        lies_as_input=not any(map(_reads_rows, behind)),
     )
     return SharedNorm(
         site.name,
@@ -266,9 +267,8 @@ def _without_adapters(
     return [consumer for consumer in consumers if not consumer.text.startswith(prefixes)]
 
 
-def _is_dropped(facts: Facts, config: PatchConfig, consumers: list[Consumer]) -> bool:
+def _is_dropped(behind: list[Consumer], consumers: list[Consumer]) -> bool:
     """Whether Linears behind a dropout save the very output, with the bits of the mask."""
-    behind = _who_saves_it(facts, config, consumers)
     return any(weight_trains(consumer) and consumer not in consumers for consumer in behind)
 
 
@@ -280,9 +280,7 @@ def _one_copy(
     if saves_casts and any(
         c.cast and c.op is not None and c.op.role.has(Role.LINEAR) for c in consumers
     ):
-        return (
-            "always"  # a router of experts reads one in float32, by a weight that is cast as well
-        )
+        return "always"  # a router of experts reads one in float32, by a weight that is cast too
     if not linears:
         return "always" if dropped else None
     return None if feeds_autocast and all(map(weight_trains, consumers)) else "autocast"

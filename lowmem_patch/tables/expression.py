@@ -37,13 +37,9 @@ _UNARY: Final[Mapping[type, Callable[[Any], Any]]] = {
 _CONSTANTS: Final = {"pi": math.pi, "e": math.e}
 
 
-def _of_kind(kind: Any) -> Callable[[Tensor], Tensor]:
-    return lambda x: reference.activate(x, kind)
-
-
 # Functions of tensors and numbers; numbers become tensors where torch wants them.
 _FUNCTIONS: Final[dict[str, Callable[..., Any]]] = {
-    **{kind: _of_kind(kind) for kind in ACTIVATION_KINDS},
+    **{kind: partial(reference.activate, kind=kind) for kind in ACTIVATION_KINDS},
     **{
         name: getattr(torch, name)
         for name in (

@@ -325,15 +325,8 @@ class ChannelNormCall(NamedTuple):
 
 _IN_EACH_SAMPLE = ("input", "num_groups", "weight", "bias", "eps")
 _IN_THE_BATCH = (
-    "input",
-    "running_mean",
-    "running_var",
-    "weight",
-    "bias",
-    "training",
-    "momentum",
-    "eps",
-)
+    "input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps",
+)  # fmt: skip
 
 
 def channel_norm_call(

@@ -61,9 +61,7 @@ class Role(enum.Flag):
     CHANNEL_NORM = enum.auto()  # a norm over others
     RSQRT = enum.auto()  # what a norm calls that is written out
     ACTIVATION = enum.auto()  # what models call an activation: gelu, relu
-    SAVES_OUTPUT = (
-        enum.auto()
-    )  # torch computes its derivative from the output, and not from the input
+    SAVES_OUTPUT = enum.auto()  # its derivative is computed from the output, and not from the input
     PRODUCT = enum.auto()
     POWER = enum.auto()
     SUM = enum.auto()

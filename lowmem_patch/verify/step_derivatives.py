@@ -38,9 +38,8 @@ class _StepFunction(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         table = ctx.table
         thresholds = torch.tensor(table.thresholds, dtype=x.dtype, device=x.device)
-        levels = torch.tensor(
-            (*table.levels, table.levels[0]), dtype=x.dtype, device=x.device
-        )  # cyclic tables use both ends
+        both_ends = (*table.levels, table.levels[0])  # a cyclic table uses the first level at both
+        levels = torch.tensor(both_ends, dtype=x.dtype, device=x.device)
         return gradient * levels[torch.bucketize(x.contiguous(), thresholds)], None, None
 
 
