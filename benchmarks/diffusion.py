@@ -212,6 +212,8 @@ def main() -> None:
     chosen = {name: case for name, case in CASES.items() if options.only.lower() in name.lower()}
     if not chosen:
         parser.error(f"--only {options.only}: known are {', '.join(CASES)}")
+    # cuDNN's attention of torch 2.11 ends in an illegal memory access at the lengths of FLUX, patched or not
+    torch.backends.cuda.enable_cudnn_sdp(False)
     results: dict[str, Any] = {"environment": environment(options.device), "rows": []}
     results["environment"]["diffusers"] = diffusers.__version__
     for name, case in chosen.items():
