@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 
 from lowmem_patch.functional import _library
-from lowmem_patch.functional.products import IDENTITY, linear_op
-from lowmem_patch.reference import cast
+from lowmem_patch.functional._implementation import resolve
+from lowmem_patch.functional.products import IDENTITY, LowRank, linear_op
+from lowmem_patch.functional.products_backward import linear_backward, one_for_each
 
 Again = Callable[..., Tensor]
 
@@ -221,37 +222,37 @@ class _Linear(torch.autograd.Function):
         again: Again,
         weight: Tensor,
         bias: Tensor | None,
+        lora_A: Tensor | None,
+        lora_B: Tensor | None,
+        scale: float,
         compute_dtype: torch.dtype,
         *sources: Tensor,
     ) -> Tensor:
         _library.see_undefined(ctx)
-        needs_x, _, needs_weight, *_ = ctx.needs_input_grad
-        ctx.save_for_backward(weight if needs_x else None, *(sources if needs_weight else ()))
-        ctx.again, ctx.number = again, len(sources)
+        for_x, _, *for_rest = ctx.needs_input_grad[:6]
+        for_weight, _, for_A, for_B = for_rest
+        implementation = resolve("auto", x)
+        given = (weight, bias, lora_A, lora_B, scale, IDENTITY, compute_dtype, implementation)
+        y, low = linear_op(x, x, None, *given)
+        reads_B = for_x or for_A or for_B
+        adapter = (lora_A if for_x else None, lora_B if reads_B else None, low if for_B else None)
+        read = sources if for_weight or for_A else ()
+        ctx.save_for_backward(weight if for_x else None, *adapter, *read)
+        ctx.again, ctx.number, ctx.needs = again, len(sources), (for_x, *for_rest)
+        ctx.settings = (scale, IDENTITY, ctx.needs, implementation)
         # an absent tensor's dtype is never read
-        ctx.dtypes = (x.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
-        given = (weight, bias, None, None, 1.0, IDENTITY, compute_dtype, "reference")
-        y: Tensor = linear_op(x, x, None, *given)[0]
-        return y
+        ctx.dtypes = [None if t is None else t.dtype for t in (x, weight, bias, lora_A, lora_B)]
+        made: Tensor = y
+        return made
 
     @staticmethod
     @_library.first_order("recomputed_linear")
     def backward(ctx: Any, dy: Tensor) -> Any:
-        weight, *sources = _saved(ctx)
-        x_dtype, weight_dtype, bias_dtype = ctx.dtypes
-        rows = dy.reshape(-1, dy.shape[-1])
-        d_x = d_weight = d_bias = None
-        with _library.without_autocast(dy.device.type):
-            if ctx.needs_input_grad[3]:  # first, as in `linear_backward`
-                d_bias = cast(rows.sum(0), bias_dtype)
-            if weight is not None:
-                d_x = cast(rows.mm(cast(weight, dy.dtype)), x_dtype)
-                d_x = d_x.view(*dy.shape[:-1], weight.shape[1])
-            if sources:
-                x = ctx.again(*sources, dtype=dy.dtype)
-                # the order of torch's own mm backward, for equal bits
-                d_weight = cast(rows.t().mm(x.reshape(-1, x.shape[-1])), weight_dtype)
-        return d_x, None, d_weight, d_bias, None, *(None,) * ctx.number
+        weight, lora_A, lora_B, low, *sources = _saved(ctx)
+        x = ctx.again(*sources, dtype=dy.dtype) if sources else None
+        found = linear_backward(dy, x, None, weight, lora_A, lora_B, low, *ctx.settings)
+        d_x, *others = one_for_each(found, ctx.needs, ctx.dtypes)
+        return d_x, None, *others, None, None, *(None,) * ctx.number
 
 
 def recomputed_linear(
@@ -261,8 +262,9 @@ def recomputed_linear(
     weight: Tensor,
     bias: Tensor | None,
     compute_dtype: torch.dtype,
+    adapter: LowRank | None = None,
 ) -> Tensor:
-    """F.linear(x, weight, bias) that saves ``sources`` and not x.
+    """F.linear(x, weight, bias), plus an adapter's product, that saves ``sources`` and not x.
 
     The gradient of x flows to the node that computed it, and none to the sources.
 
@@ -272,11 +274,13 @@ def recomputed_linear(
         sources: what x is computed from.
         weight: ``[O, F]``.
         bias: ``[O]`` or None.
-        compute_dtype: x, weight and bias are cast to it; the casts are repeated in backward.
+        compute_dtype: x and the weights are cast to it; the casts are repeated in backward.
+        adapter: a low-rank adapter beside the Linear.
 
     Returns:
         ``[..., O]`` in ``compute_dtype``.
     """
     apply: Any = _Linear.apply
-    y: Tensor = apply(x, again, weight, bias, compute_dtype, *sources)
+    low_rank = (None, None, 1.0) if adapter is None else adapter
+    y: Tensor = apply(x, again, weight, bias, *low_rank, compute_dtype, *sources)
     return y

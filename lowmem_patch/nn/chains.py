@@ -21,7 +21,6 @@ from lowmem_patch.functional import (
     computed_again,
     differentiable_activation,
     is_transformed,
-    recast_linear,
     recomputed_linear,
     without_torch_function,
 )
@@ -85,6 +84,7 @@ class Chain(Op):
             return run(self.last, {leaf: sources[i] for leaf, i in self.places.items()})
 
     def was_read(self, h: Any) -> None:
+        h._value_of_linears = None  # autograd may hold h, which would hold the values
         h.let_go()
 
     def again(self, *sources: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -138,13 +138,14 @@ class Chain(Op):
 
     def linear(self, h: Deferred, to: Projection, dtype: torch.dtype) -> Tensor:
         weight, bias, adapter = to[:3]
-        if adapter is not None:
-            low = self.linear(h, Projection(adapter.lora_A, None), dtype)
-            product = recast_linear(low, adapter.lora_B, None, dtype) * adapter.scale
-            return self.linear(h, Projection(weight, bias), dtype) + product
-        if not weight.requires_grad:
+        trains = weight.requires_grad or (adapter is not None and adapter.lora_A.requires_grad)
+        if not trains or not isinstance(weight, Tensor):
             return super().linear(h, to, dtype)
-        return recomputed_linear(h.plain(), self.again, h.sources, weight, bias, dtype)
+        if h._value_of_linears is None:
+            h._value_of_linears = h.plain()  # once for q, k and v
+        return recomputed_linear(
+            h._value_of_linears, self.again, h.sources, weight, bias, dtype, adapter
+        )
 
     def recipe(self, h: Deferred) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]]:
         return self.again, h.sources

@@ -278,12 +278,13 @@ def largest_shape(tensors: Sequence[Tensor]) -> torch.Size | None:
     # numbers: torch takes 30 us for all others
     if all(shape.numel() == 1 for shape in shapes - {largest}):
         return largest
-    broadcast: Any = torch.broadcast_shapes
-    try:
-        found: torch.Size = broadcast(*shapes)
-    except RuntimeError:
-        return None
-    return found
+    # torch.broadcast_shapes takes ten times as long
+    padded = [(1,) * (len(largest) - len(shape)) + tuple(shape) for shape in shapes]
+    found = [max(lengths) if 0 not in lengths else 0 for lengths in zip(*padded, strict=True)]
+    fits = all(
+        length in (1, whole) for shape in padded for length, whole in zip(shape, found, strict=True)
+    )
+    return torch.Size(found) if fits else None
 
 
 _ELEMENTWISE = (Tensor, int, float, str, torch.dtype, type(None))
