@@ -248,9 +248,11 @@ def test_a_compiled_loss_of_logits_behind_a_norm(written: bool) -> None:
     model = Normed()
     patched = patch_model(copy.deepcopy(model), "exact", example_inputs=(IDS,))
     torch._dynamo.reset()
-    loss: Any = torch.compile(
-        lambda y: F.cross_entropy(y.flatten(0, 1), IDS.flatten()), backend="aot_eager"
-    )
+
+    def written_out(logits: Tensor) -> Tensor:
+        return F.cross_entropy(logits.flatten(0, 1), IDS.flatten())
+
+    loss: Any = torch.compile(written_out, backend="aot_eager")
 
     def stepped(m: Any) -> list[Tensor]:
         m.zero_grad()
