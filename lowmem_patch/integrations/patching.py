@@ -18,6 +18,7 @@ from lowmem_patch.config import ConfigLike, given_config, load_config
 from lowmem_patch.errors import ConfigError
 from lowmem_patch.integrations.refusals import refuse_model
 from lowmem_patch.planning.budget import checked_budget
+from lowmem_patch.planning.names import fewer_or_more
 from lowmem_patch.planning.planner import SMALL
 from lowmem_patch.planning.report import PatchReport, find_records
 from lowmem_patch.tracing.example_inputs import inner_models, make_example_inputs, reads_tokens
@@ -169,10 +170,9 @@ def summary(report: PatchReport) -> str:
         "patched"
     )
     if report.saved_before and report.saved_after:
-        share = 100 * (1 - report.saved_after / report.saved_before)
         text += (
             f"; saved activation bytes {report.saved_before:,} -> {report.saved_after:,} "
-            f"({share:.1f} % fewer) for {report.inputs}"
+            f"({fewer_or_more(report.saved_before, report.saved_after)}) for {report.inputs}"
         )
     if report.approximate:
         text += (

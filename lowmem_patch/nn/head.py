@@ -19,6 +19,7 @@ from lowmem_patch.nn.low_rank import low_rank_products
 from lowmem_patch.nn.op import Projection
 from lowmem_patch.nn.own import give_forward, given_forward, is_own
 from lowmem_patch.nn.trained_weights import TrainedWeights
+from lowmem_patch.nn.watched import unwatched
 
 FREED = "its weight is freed after its own forward"
 
@@ -91,7 +92,7 @@ def _as_it_trains(source: Tensor, weights: TrainedWeights) -> Tensor:
     """``source`` for readers that come later: its gradient is decided here, where the head runs. PEFT's
     ``disable_adapter()``, in which a loss of DPO is computed, freezes adapters meanwhile."""
     if source.grad_fn is not None:
-        return source
+        return unwatched(source)  # a compiled function may be given the logits, and reads it
     if not source.requires_grad:
         return source.detach()
     trained = source.view_as(source)

@@ -61,8 +61,8 @@ class OutputUse:
         output_saved: an op that is no Linear saves the output, so that the norm had better save it too.
         output_moved: Linears read views of the output that are not contiguous: each would save a copy of the
             output, and saves none of z.
-        lies_as_input: no Linear reads the output: it lies in memory as the input does, as that of elementwise
-            operators would. Attention's output then does, too, of which a Linear need not save a copy.
+        lies_as_input: no Linear and no matmul reads the output: it lies in memory as the input does, as that
+            of elementwise operators would. Fused attention's then does, too: a Linear saves no copy of it.
     """
 
     feeds_autocast: bool = False

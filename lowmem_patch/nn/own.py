@@ -15,6 +15,8 @@ from typing import Any
 from torch import nn
 
 _REPLICATE = "_replicate_for_data_parallel"
+# attributes that hold a forward, and what accelerate keeps beside one
+PLACED = ("forward", "_old_forward", "_hf_hook", _REPLICATE)
 
 
 class Own(partial[Any]):

@@ -74,3 +74,9 @@ def watch(y: Tensor) -> Tensor:
     if type(y) is Tensor:
         y.__class__ = Watched  # as torch's lazy parameters do
     return y
+
+
+def unwatched(y: Tensor) -> Tensor:
+    """``y`` as an ordinary tensor in the same memory, whose gradient is y's: torch's compiler takes one. No
+    user may get it, since the norm does not notice when ``.data`` is asked of this one."""
+    return y.as_subclass(Tensor) if type(y) is Watched else y

@@ -42,6 +42,13 @@ def fewer(before: int, after: int) -> str:
     return f"{100 * (1 - after / before):.1f} %" if before else "-"
 
 
+def fewer_or_more(before: int, after: int) -> str:
+    """The same in words, such as ``45.2 % fewer``; of more bytes than before, ``45.2 % more``."""
+    more = after > before
+    share = fewer(before, 2 * before - after if more else after)
+    return f"{share} {'more' if more else 'fewer'}"
+
+
 def pattern_of(text: str) -> str:
     """The name with ``{}`` for each number in its path."""
     return _NUMBER.sub("{}", text)

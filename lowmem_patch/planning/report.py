@@ -15,7 +15,13 @@ from lowmem_patch.config import PatchConfig
 from lowmem_patch.errors import ConfigError
 from lowmem_patch.planning.columns import Table, make_table, text_width, wrapped
 from lowmem_patch.planning.fit_report import FitReport
-from lowmem_patch.planning.names import collapse_names, fewer, human_bytes, pattern_of, starred
+from lowmem_patch.planning.names import (
+    collapse_names,
+    fewer_or_more,
+    human_bytes,
+    pattern_of,
+    starred,
+)
 from lowmem_patch.strategies.fold_weights import FoldStep
 from lowmem_patch.tracing.saved_bytes import SavedBytes
 
@@ -186,7 +192,7 @@ class PatchReport:
         if self.saved_before and self.saved_after:
             lines.append(
                 f"saved activation bytes: {human_bytes(self.saved_before)} -> "
-                f"{human_bytes(self.saved_after)} ({fewer(self.saved_before, self.saved_after)} fewer) "
+                f"{human_bytes(self.saved_after)} ({fewer_or_more(self.saved_before, self.saved_after)}) "
                 f"for {self.inputs}"
             )
             lines += self._elsewhere()

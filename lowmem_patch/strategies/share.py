@@ -35,10 +35,14 @@ from lowmem_patch.tracing.consumers import (
     weight_read_with,
     weight_trains,
 )
-from lowmem_patch.tracing.op_roles import Role, role_of
+from lowmem_patch.tracing.dataflow import forward
+from lowmem_patch.tracing.op_roles import MATMULS, OF_ELEMENTS, REARRANGES, SELECTS, Role, role_of
 from lowmem_patch.tracing.probes import NormSpec
 from lowmem_patch.tracing.saved_bytes import storage_key
+from lowmem_patch.tracing.trace import Op
 
+_MOVES = REARRANGES | SELECTS | Role.ALIAS | Role.EXPAND | Role.REPEAT
+_AS_IT_LIES = OF_ELEMENTS | Role.CONCATENATION  # what rotary embeddings are written with
 _OR_Z = ", or its normalised input z if a gamma is so near 0 that the output does not give z"
 
 
@@ -179,7 +183,7 @@ def shared_norm(facts: Facts, config: PatchConfig, site: NormSite, reason: str) 
         or facts.is_sharded
         or any(c.use == "linear" and c.text in head_names(facts, config) for c in consumers),
         output_moved=any(_reads_a_moved_view(consumer, site.outputs) for consumer in consumers),
-        lies_as_input=not any(map(_reads_rows, behind)),
+        lies_as_input=not any(map(_reads_rows, behind)) and not _feeds_matmuls(facts, site),
     )
     return SharedNorm(
         site.name,
@@ -198,6 +202,26 @@ def _reads_rows(consumer: Consumer) -> bool:
     """Whether a Linear reads the output, or a function that has Linears inside (nn.MultiheadAttention)."""
     inside = consumer.op is not None and consumer.op.role.has(Role.HOLDS_LINEARS)
     return consumer.use == "linear" or inside
+
+
+def _feeds_matmuls(facts: Facts, site: NormSite) -> bool:
+    """Whether a matmul of two tensors reads the output, be it behind views, scales or rotations: attention
+    that is written with matmuls, which copy rows that do not lie contiguously, and save the copy."""
+    function = f".{site.function}"
+    around = site.name.removesuffix(function) if site.function else site.name.rpartition(".")[0]
+
+    def passes_on(op: Op, tensor: Tensor) -> bool:
+        if op.writes or op.opaque:
+            return False
+        # other modules add it to what they read
+        inside = not around or f"{op.module}.".startswith(f"{around}.")
+        return op.role.has(_MOVES) or (inside and op.role.has(_AS_IT_LIES))
+
+    return any(
+        op.role.has(MATMULS)
+        for path in forward(facts.trace, site.outputs, passes_on)
+        for op in facts.trace.consumers.get(id(path.end), ())
+    )
 
 
 def _statistics(site: NormSite) -> int:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import types
+import weakref
+from typing import Any
 
 from torch import nn
 from torch.nn.utils import parametrize
@@ -11,15 +14,20 @@ from lowmem_patch.nn.dropout import PackedDropout
 from lowmem_patch.nn.forward_modes import CallInstead
 from lowmem_patch.nn.modes import run_under
 from lowmem_patch.nn.norms import MSNorm
-from lowmem_patch.nn.own import align_as
+from lowmem_patch.nn.own import PLACED, Own, align_as, is_compiled_function
 from lowmem_patch.strategies.protocol import ORIGINAL, Patch, Target
 from lowmem_patch.tracing.call_arguments import CalledFunction
 
 _SHARED = (
     "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks", "_is_full_backward_hook",
-    "_buffers", "_non_persistent_buffers_set",
+    "_buffers", "_non_persistent_buffers_set", "_state_dict_hooks", "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
 )  # fmt: skip
+_ADDED_TO = ("_parameters", "_modules")  # by users, on an activation or a dropout too
+_MARK = "_lowmem_patch_"  # how names of attributes begin that are this package's
+# where a replacement holds the names of its own attributes; others are the user's
+_OWN_NAMES = f"{_MARK}own_names"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,8 +58,13 @@ class Swap(Patch):
             return
         new = self.make(original)
         new.training = original.training
+        own = frozenset((*vars(new), *PLACED))
         for shared in _SHARED:  # a user's hooks and buffers stay where they are
             setattr(new, shared, getattr(original, shared))
+        _bind_hooks(original, new)
+        for table in _ADDED_TO:
+            mine = vars(new)[table]
+            mine.update({n: v for n, v in vars(original)[table].items() if n not in mine})
         # what other code may read off the original (variance_epsilon, normalized_shape) stays readable, and
         # so do marks: of transformers, without which a later post_init() initialises the weights again
         for name, value in vars(original).items():
@@ -60,7 +73,7 @@ class Swap(Patch):
                 setattr(new, name, value)
         align_as(new, original)
         # not registered: it is no submodule, but travels with every copy of its replacement
-        new.__dict__[ORIGINAL] = original
+        new.__dict__.update({ORIGINAL: original, _OWN_NAMES: own})
         target.put(new, original)
 
 
@@ -83,19 +96,43 @@ def _original_of(current: nn.Module) -> nn.Module:
     align_as(original, current)
     # unlike the tables of hooks, no object that both hold
     original._is_full_backward_hook = current._is_full_backward_hook
+    _bind_hooks(current, original)
     if isinstance(current, PackedDropout) and isinstance(original, nn.Dropout):
-        original.p = current.p  # users set it on every dropout of a model
-    if isinstance(current, MSNorm):
-        if current.eps_name:
-            setattr(original, current.eps_name, getattr(current, current.eps_name))
-        # what .to(), pruning and others have put in the place of its parameters
-        own = {name for name in ("weight", "bias") if name not in original._parameters}
-        kept = {name: p for name, p in current._parameters.items() if name not in own}
-        original._parameters.clear()
-        original._parameters.update(kept)
-        for name in ("weight", "bias"):
-            if name in current.__dict__:
-                original.__dict__[name] = current.__dict__[name]
-        if parametrize.is_parametrized(current):
-            parametrize.transfer_parametrizations_and_params(current, original)
+        original.p, original.inplace = current.p, current.inplace  # users set p on every dropout
+    if isinstance(current, MSNorm) and current.eps_name:
+        setattr(original, current.eps_name, getattr(current, current.eps_name))
+    parametrized = parametrize.is_parametrized(current)
+    # what .to(), pruning and others have put in the place of its parameters, and what was added to them
+    for table in _ADDED_TO:
+        theirs, mine = vars(original)[table], vars(current)[table]
+        kept = {n: v for n, v in mine.items() if v is not None or n in theirs}
+        if parametrized:
+            kept.pop("parametrizations", None)
+        theirs.clear()
+        theirs.update(kept)
+    _carry_attributes(current, original)
+    if parametrized:
+        parametrize.transfer_parametrizations_and_params(current, original)
     return original
+
+
+def _carry_attributes(current: nn.Module, original: nn.Module) -> None:
+    """Set on ``original`` what somebody set on its replacement; a forward goes with that."""
+    own = current.__dict__.get(_OWN_NAMES)
+    if own is None:  # a pickle of an older version
+        return
+    for name, value in vars(current).items():
+        foreign = not (name in own or name.startswith(_MARK) or isinstance(value, Own))
+        if not foreign or is_compiled_function(value):  # which runs the replacement
+            continue
+        if isinstance(value, types.MethodType) and value.__self__ is current:
+            value = types.MethodType(value.__func__, original)
+        original.__dict__[name] = value
+
+
+def _bind_hooks(old: nn.Module, new: nn.Module) -> None:
+    """Tell hooks that torch bound to ``old`` (``with_module=True``) that ``new`` takes its place."""
+    for hook in old._load_state_dict_pre_hooks.values():
+        bound: Any = hook
+        if getattr(bound, "with_module", False) and bound.module() is old:
+            bound.module = weakref.ref(new)

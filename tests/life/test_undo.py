@@ -300,3 +300,90 @@ def test_a_norm_that_was_parametrized_since_the_patch(again: bool, make: Make) -
     for net in (model, stock):
         parametrize.remove_parametrizations(net.model.norm, "weight")
     assert_rounded(step(model, inputs, DOUBLE), step(stock, inputs, DOUBLE), tolerance=1e-6)
+
+
+def doubled_on_load(module: Any, state: Any, prefix: str, *_: Any) -> None:
+    state.pop(f"{prefix}extra", None)
+    state[f"{prefix}weight"] = state[f"{prefix}weight"] * 2
+    module.loads = getattr(module, "loads", 0) + 1
+
+
+def extra_on_save(module: Any, state: Any, prefix: str, *_: Any) -> None:
+    state[f"{prefix}extra"] = torch.ones(1)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_hooks_of_a_norms_state_dict_run_patched_and_unpatched(when: str) -> None:
+    def hook(norm: Any) -> None:
+        norm.register_state_dict_pre_hook(lambda module, *_: calls.append(module))
+        norm.register_state_dict_post_hook(extra_on_save)
+        norm.register_load_state_dict_pre_hook(doubled_on_load)
+        norm.register_load_state_dict_post_hook(lambda module, _: calls.append(module))
+
+    model: Any = Toy(gated)
+    calls: list[Any] = []
+    if when == "before":
+        hook(model.norm)
+    patch_model(model, "exact", example_inputs=batch())
+    assert is_replacement(model.norm)
+    if when == "after":
+        hook(model.norm)
+
+    def assert_run(factor: float) -> None:
+        state = model.state_dict()
+        assert "norm.extra" in state
+        model.load_state_dict(state)
+        assert torch.equal(model.norm.weight, torch.full((8,), factor))
+        assert calls == [model.norm] * 2
+        calls.clear()
+
+    assert_run(2)
+    patch_model(model, "exact", example_inputs=batch())
+    assert_run(4)
+    model = copy.deepcopy(model)
+    unpatch_model(model)
+    assert not is_replacement(model.norm)
+    assert_run(8)
+    assert model.norm.loads == 3
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["unpatch", "patch again"])
+def test_what_somebody_put_on_replacements_stays(again: bool) -> None:
+    class Dropped(Toy):
+        def __init__(self) -> None:
+            super().__init__(lambda net, x: net.dropout(gated(net, x)))
+            self.dropout = torch.nn.Dropout(0.1)
+
+    model: Any = Dropped().train()
+    model.norm.tag = "before"
+    patch_model(model, "auto", example_inputs=batch())
+    names = ("norm", "act", "dropout")
+    for name in names:
+        module: Any = model.get_submodule(name)
+        assert is_replacement(module), name
+        module.extra = torch.nn.Parameter(torch.ones(3))
+        module.inner = torch.nn.Linear(2, 2)
+        module.register_buffer("seen", torch.zeros(1))
+        module.tag, module.list = "mine", [name]
+        module.register_parameter("nothing", None)
+        module.named = Named.named.__get__(module)
+    model.dropout.inplace = True
+    state = set(model.state_dict())
+    if again:
+        patch_model(model, "auto", example_inputs=batch())
+        assert patch_report(model).patched
+    else:
+        unpatch_model(model)
+        assert not any(map(is_replacement, model.modules()))
+    assert set(model.state_dict()) == state
+    for name in names:
+        module = model.get_submodule(name)
+        assert (module.tag, module.list) == ("mine", [name])
+        assert module.named() is module
+    assert model.dropout.inplace
+    model(batch()).sum().backward()
+
+
+class Named:
+    def named(self) -> Any:
+        return self

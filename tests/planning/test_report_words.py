@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from transformers import BertConfig, BertModel
 
 from lowmem_patch import patch_model, patch_report, plan_patch
+from lowmem_patch.integrations.patching import summary
 from tests.support.models import FAMILIES
 from tests.support.toys import Toy, batch, mlp
 
@@ -29,6 +31,13 @@ def test_a_report_ends_with_whether_gradients_are_exact(make: Make) -> None:
     assert "Linears and attentions store in 8 bits" in " ".join(" ".join(lines["compact"]).split())
     nothing = plan_patch(copy.deepcopy(model).requires_grad_(False), example_inputs=inputs)
     assert not nothing.about_gradients
+
+
+def test_more_bytes_than_before_are_said_to_be_more() -> None:
+    report = patch_report(patch_model(Toy(mlp), "exact", example_inputs=batch()))
+    for after, said in ((50, "50.0 % fewer"), (109, "9.0 % more")):
+        changed = dataclasses.replace(report, saved_before=100, saved_after=after)
+        assert f"({said}) for " in str(changed) and f"({said}) for " in summary(changed)
 
 
 def test_a_plan_says_what_would_be_patched(make: Make) -> None:

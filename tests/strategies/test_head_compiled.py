@@ -226,3 +226,44 @@ def test_a_trainer_that_compiles(tmp_path: Path) -> None:
         if preset:
             assert whole_reads(model) == 0
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+class Normed(nn.Module):
+    """A norm in front of the head, whose output is saved once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(CLASSES, 32), nn.LayerNorm(32)
+        self.head = nn.Linear(32, CLASSES)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        self.hidden = self.norm(self.embed(ids))
+        logits: Tensor = self.head(self.hidden)
+        return logits
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # of the compiler itself
+@pytest.mark.parametrize("written", [False, True], ids=["", "a write through .data"])
+def test_a_compiled_loss_of_logits_behind_a_norm(written: bool) -> None:
+    model = Normed()
+    patched = patch_model(copy.deepcopy(model), "exact", example_inputs=(IDS,))
+    torch._dynamo.reset()
+
+    def written_out(logits: Tensor) -> Tensor:
+        return F.cross_entropy(logits.flatten(0, 1), IDS.flatten())
+
+    loss: Any = torch.compile(written_out, backend="aot_eager")
+
+    def stepped(m: Any) -> list[Tensor]:
+        m.zero_grad()
+        found = loss(m(IDS))
+        if written:
+            m.hidden.data.mul_(2)
+        found.backward()
+        # the gradient of the head's weight is one of what was written, or of what was there before
+        return [found.detach(), *(p.grad for p in m.parameters() if p is not m.head.weight)]
+
+    for _ in range(2):
+        for ours, theirs in zip(stepped(patched), stepped(model), strict=True):
+            torch.testing.assert_close(ours, theirs)
+    assert type(patched(IDS)) is Unstored

@@ -41,6 +41,25 @@ class Attention(nn.Module):
         return read
 
 
+class WrittenAttention(Attention):
+    """The same from one projection, with matmuls (timm's ``qk_norm=True`` and ``fused_attn=False``)."""
+
+    def __init__(self, norm: Callable[[int], nn.Module], how: str) -> None:
+        super().__init__(norm)
+        self.all, self.how = nn.Linear(WIDTH, 3 * WIDTH), how
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.all(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        query, key, value = heads.unbind(0)
+        query, key = self.query_norm(query), self.key_norm(key)
+        if self.how == "scaled":
+            scores = (query * 0.35) @ key.transpose(-2, -1)
+        else:
+            scores = torch.einsum("bhid,bhjd->bhij", query, key)
+        read: Tensor = self.out((scores.softmax(-1) @ value).transpose(1, 2).flatten(-2))
+        return read
+
+
 class Transposed(nn.Module):
     """Tokens come first, and the norm's input is a view of batch first."""
 
@@ -68,6 +87,17 @@ def test_attention_and_the_linear_behind_it_save_one_tensor(name: str) -> None:
     assert sum(storages.values()) - _weights(model, storages) == report.saved_after
     # x; of each norm its output, which attention saves; attention's output; the statistics of rows
     assert report.saved_after == 4 * x.nbytes + 3 * (x.nbytes // (WIDTH // HEADS))
+
+
+@pytest.mark.parametrize("how", ["scaled", "einsum"])
+@pytest.mark.parametrize("name", NORMS)
+def test_matmuls_save_no_copy_of_the_norms_output(name: str, how: str) -> None:
+    x = torch.randn(2, 9, WIDTH)
+    model, stock = patched(WrittenAttention(NORMS[name], how), x)
+    before, after = (step(one, x, count=True).saved for one in (stock, model))
+    assert after == patch_report(model).saved_after < before
+    assert model.key_norm(torch.randn(2, 9, HEADS, 8).transpose(1, 2)).is_contiguous()
+    assert_same_step(model, stock, x)
 
 
 def _weights(model: nn.Module, storages: dict[int, int]) -> int:
