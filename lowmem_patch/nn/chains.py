@@ -50,6 +50,13 @@ class Value(NamedTuple):
     dtype: torch.dtype
 
 
+class Caller:
+    """One run of a forward. ``viewed``: Linears read views of values, each of which is one step more."""
+
+    def __init__(self, viewed: bool) -> None:
+        self.viewed = viewed
+
+
 VIEWED = Role.RESHAPE | Role.UNIT_DIMENSION
 
 
@@ -61,16 +68,17 @@ class Chain(Op):
         places: of the leaves, among the sources.
         like: the value's shape and dtype.
         autocast: under which the steps run.
-        viewed: Linears read views of the value, each of which is one step more.
+        caller: of the steps, which no other makes more of: residual streams would be added up anew in each
+            block.
     """
 
     may_be_bypassed = False
 
     def __init__(
-        self, last: Step, places: dict[Leaf, int], like: Value, autocast: Autocast, viewed: bool
+        self, last: Step, places: dict[Leaf, int], like: Value, autocast: Autocast, caller: Caller
     ) -> None:
         self.last, self.places, self.like, self.autocast = last, places, like, autocast
-        self.viewed = viewed
+        self.caller = caller
         self._graph: tuple[list[Tensor], Tensor] | None = None  # of one backward
 
     def dtype(self, sources: tuple[Tensor, ...]) -> torch.dtype:
@@ -117,23 +125,23 @@ class Chain(Op):
         rest = tuple(map(as_plain, args[1:]))
         kwargs = {name: as_plain(item) for name, item in kwargs.items()}
         given = (*rest, *kwargs.values())
-        views = self.viewed and role_of(function_name(func)).has(VIEWED)
+        views = self.caller.viewed and role_of(function_name(func)).has(VIEWED)
         views = views and not any(isinstance(item, (Tensor, torch.dtype)) for item in given)
         # past h, of which nobody may wait for the gradient
-        if not (views and h.numel() and h.is_contiguous() and _is_chain(h)):
+        if not (views and h.numel() and h.is_contiguous() and _is_chain(h, self.caller)):
             return None
         # the same view of one number, expanded, which takes no memory
         one = h.sources[0].detach().as_strided(h.shape, (0,) * h.dim())
         like = self.like._replace(shape=func(one, *rest, **kwargs).shape)
         h.was_bypassed = self.may_be_bypassed = True
         step = Step(func, (self.last, *rest), kwargs)
-        return defer(Chain(step, self.places, like, self.autocast, True), h.sources)
+        return defer(Chain(step, self.places, like, self.autocast, self.caller), h.sources)
 
     def times(self, h: Deferred, other: Any) -> Any:
         whole = isinstance(other, (int, float)) or (
             isinstance(other, Tensor) and other.shape == h.shape and other.is_floating_point()
         )
-        made = extended(torch.mul, (h, other), {}, self.viewed) if whole else None
+        made = extended(torch.mul, (h, other), {}, self.caller) if whole else None
         return NotImplemented if made is None else made
 
     def linear(self, h: Deferred, to: Projection, dtype: torch.dtype) -> Tensor:
@@ -157,42 +165,37 @@ class Chain(Op):
         return Product.of(RecomputedMatmul(func, self.again, h, weight, offsets, h.sources))
 
 
-def _is_chain(tensor: Tensor) -> bool:
+def _is_chain(tensor: Tensor, caller: Caller) -> bool:
     """Whether a further step may be made of it, past which no gradient comes to the tensor itself."""
     if not isinstance(tensor, Unstored) or type(tensor.op) is not Chain:
+        return False
+    if tensor.op.caller is not caller:
         return False
     return not (waits_for_gradient(tensor) or tensor.is_changed())
 
 
-def _maker(tensor: Tensor) -> str | None:
-    """What made a tensor, as `elementwise_call` asks."""
-    if _is_chain(tensor):
-        return "chain"
-    return "norm" if is_of_norm(tensor) else None
-
-
-def _may_wait(tensors: list[Tensor]) -> bool:
+def _may_wait(tensors: list[Tensor], caller: Caller) -> bool:
     """Whether a gradient is asked for, and by autograd alone, and no tensor has a class of its own."""
     if any(is_foreign(tensor) and not isinstance(tensor, Deferred) for tensor in tensors):
         return False
     if is_transformed():
         return False
     # a step of a mask alone has no gradient
-    asks = any(tensor.requires_grad or _is_chain(tensor) for tensor in tensors)
+    asks = any(tensor.requires_grad or _is_chain(tensor, caller) for tensor in tensors)
     return asks and torch.is_grad_enabled()
 
 
-def _operands(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+def _operands(args: tuple[Any, ...], kwargs: dict[str, Any], caller: Caller) -> list[Tensor]:
     """The tensors of a call, first one of the result's shape; none where one may not enter a chain, or
     where the result's layout cannot be told beforehand."""
     tensors = [item for item in (*args, *kwargs.values()) if isinstance(item, Tensor)]
-    if not _may_wait(tensors):
+    if not _may_wait(tensors, caller):
         return []
     shape = largest_shape(tensors)
     whole = [tensor for tensor in tensors if tensor.shape == shape]
     if not whole or not _lies_as(whole, [one for one in tensors if one.shape != shape]):
         return []
-    first = max(whole, key=_is_chain)
+    first = max(whole, key=lambda tensor: _is_chain(tensor, caller))
     if any(tensor.device != first.device and tensor.dim() for tensor in tensors):
         return []
     return [first, *(tensor for tensor in tensors if tensor is not first)]
@@ -215,29 +218,30 @@ def _is_in_order(tensor: Tensor) -> bool:
 
 
 def extended(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], viewed: bool = False
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], caller: Caller
 ) -> Deferred | None:
-    """``func(*args, **kwargs)``, deferred; None where it cannot wait. ``viewed`` as of a `Chain`."""
-    tensors: list[Any] = _operands(args, kwargs)
+    """``func(*args, **kwargs)``, deferred; None where it cannot wait. ``caller`` as of a `Chain`."""
+    tensors: list[Any] = _operands(args, kwargs, caller)
     times = args[1:] if role_of(function_name(func)).has(Role.REPEAT) else ()
     if not tensors or not _may_be_repeated(tensors[0], times):
         return None
-    return _made(func, args, kwargs, tensors, _repeated(tensors[0].shape, times), viewed)
+    return _made(func, args, kwargs, tensors, _repeated(tensors[0].shape, times), caller)
 
 
-def concatenated(
-    args: tuple[Any, ...], kwargs: dict[str, Any], viewed: bool = False
-) -> Deferred | None:
-    """`torch.cat`, deferred; None where it cannot wait. A part may also be an activation that waits."""
+def concatenated(args: tuple[Any, ...], kwargs: dict[str, Any], caller: Caller) -> Deferred | None:
+    """`torch.cat` of contiguous tensors, deferred; None where it cannot wait. A part may be an activation
+    that waits."""
     call = concatenation_call(args, kwargs)
-    if call is None or not _may_wait(list(call.parts)):
+    if call is None or not _may_wait(list(call.parts), caller):
+        return None
+    if not all(part.is_contiguous() for part in call.parts):  # images whose channels lie last
         return None
     given = {"dim": call.dim}
-    return _made(_concatenate, call.parts, given, list(call.parts), call.shape, viewed)
+    return _made(_concatenate, call.parts, given, list(call.parts), call.shape, caller)
 
 
 def _concatenate(*parts: Tensor, dim: int) -> Tensor:
-    return torch.cat(parts, dim).contiguous()  # parts of channels-last images may give one
+    return torch.cat(parts, dim)
 
 
 def _made(
@@ -246,12 +250,12 @@ def _made(
     kwargs: dict[str, Any],
     tensors: list[Any],
     shape: torch.Size,
-    viewed: bool,
+    caller: Caller,
 ) -> Deferred | None:
     """What a function makes of ``tensors``, which are among its arguments."""
     device = tensors[0].device
     autocast = autocast_of(device.type)
-    chained = {id(tensor) for tensor in tensors if _is_chain(tensor)}
+    chained = {id(tensor) for tensor in tensors if _is_chain(tensor, caller)}
     if any(id(tensor) in chained and tensor.op.autocast != autocast for tensor in tensors):
         return None
     sources, places, items = _joined(tensors, chained)
@@ -267,7 +271,7 @@ def _made(
     if dtype == torch.bool or not any(tensor.requires_grad for tensor in tensors):
         sources = [source.detach() for source in sources]  # to which a mask has no gradient
     like = Value(shape, dtype)
-    return defer(Chain(step, places, like, autocast, viewed), tuple(sources))
+    return defer(Chain(step, places, like, autocast, caller), tuple(sources))
 
 
 def _may_be_repeated(tensor: Tensor, times: tuple[int, ...]) -> bool:
@@ -337,7 +341,7 @@ class DeferChains(ForwardMode):
 
     def __init__(self, module: nn.Module, calls: frozenset[ElementwiseCall], viewed: bool) -> None:
         super().__init__(module)
-        self.calls, self.viewed = calls, viewed
+        self.calls, self.caller = calls, Caller(viewed)
         names = {call.name for call in calls}
         self.names = names | {name for name, other in MIRRORED.items() if other in names}
 
@@ -346,11 +350,17 @@ class DeferChains(ForwardMode):
         made = None
         if name in self.names and self.packs_alike():
             with without_torch_function():  # which each attribute of a deferred tensor is
-                if elementwise_call(name, args, kwargs, _maker) in self.calls:
+                if elementwise_call(name, args, kwargs, self._maker) in self.calls:
                     joins = role_of(name).has(Role.CONCATENATION)
                     made = (
-                        concatenated(args, kwargs, self.viewed)
+                        concatenated(args, kwargs, self.caller)
                         if joins
-                        else extended(func, args, kwargs, self.viewed)
+                        else extended(func, args, kwargs, self.caller)
                     )
         return func(*args, **kwargs) if made is None else made
+
+    def _maker(self, tensor: Tensor) -> str | None:
+        """What made a tensor, as `elementwise_call` asks."""
+        if _is_chain(tensor, self.caller):
+            return "chain"
+        return "norm" if is_of_norm(tensor) else None

@@ -256,6 +256,7 @@ class _FloorCount:
         root = self._root(tensor)[0]
         repeated = floor_sites.of_repeated(self.makers, root)
         product = repeated or self._product(root, by_rows=True)
+        product = product or floor_sites.of_residual(self.makers, root, self.norms)
         if product is not None:
             return list(product)
         activation = self.activations.get(id(root)) or self._squared_relu(root)

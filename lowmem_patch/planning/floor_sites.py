@@ -104,6 +104,27 @@ def of_repeated(makers: dict[int, Op], tensor: Tensor) -> tuple[Tensor, ...] | N
     return None
 
 
+def of_residual(makers: dict[int, Op], tensor: Tensor, norms: Sites) -> tuple[Tensor, ...] | None:
+    """The terms of ``x + norm(y)``, which one forward adds up; None where no norm made one of them."""
+    op = makers.get(id(tensor))
+    if op is None:
+        return None
+    module, terms, pending = op.module, [], [tensor]
+    while pending:
+        term = pending.pop()
+        op = makers.get(id(term))
+        adds = op is not None and op.role.has(Role.SUM) and not op.writes and id(term) not in norms
+        if op is not None and adds and op.module == module and _are_of(op.reads, term.shape):
+            pending += op.reads
+        else:
+            terms.append(term)
+    return tuple(terms) if any(id(term) in norms for term in terms) else None
+
+
+def _are_of(tensors: Sequence[Tensor], shape: torch.Size) -> bool:
+    return len(tensors) == 2 and all(tensor.shape == shape for tensor in tensors)
+
+
 def before_modulation(makers: dict[int, Op], tensor: Tensor, norms: Sites) -> Tensor:
     """The norm's output of which ``norm(x) * (1 + scale) + shift`` was made, with a scale and shift that all
     tokens share, or ``tensor``: it is computed again from what the norm's backward needs anyway."""

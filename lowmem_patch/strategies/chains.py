@@ -7,7 +7,7 @@ many tensors of the full width. What enters the chain is saved in their place.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping
 
 from torch import Tensor
 
@@ -122,16 +122,21 @@ def _saving_chains(facts: Facts, config: PatchConfig) -> Iterator[Chain]:
 
 
 def _normed(facts: Facts, config: PatchConfig) -> frozenset[int]:
-    """Ids of the outputs of norms that will save them in the place of their inputs."""
+    """Ids of the outputs of norms that may save them."""
 
     def find() -> frozenset[int]:
-        return frozenset(
-            key
-            for key, site in norms_by_output(facts, config).items()
-            if all(t.requires_grad and t.nbytes <= facts.saved(site.name) for t in site.outputs)
-        )
+        sites = norms_by_output(facts, config).values()
+        return frozenset(id(t) for site in sites for t in site.outputs if t.requires_grad)
 
     return facts.once(_normed, find)
+
+
+def _saved_instead(facts: Facts, config: PatchConfig, tensor: Tensor) -> bool:
+    """Whether a norm made a tensor, and will save it in the place of its input, which nobody else saves."""
+    if id(tensor) not in _normed(facts, config):
+        return False
+    site = norms_by_output(facts, config)[id(tensor)]
+    return tensor.nbytes <= facts.saved(site.name)
 
 
 def _known(facts: Facts, config: PatchConfig) -> dict[int, Patch]:
@@ -152,11 +157,11 @@ def _gain(facts: Facts, config: PatchConfig, chain: Chain) -> int:
     gone = sum(saved[key].bytes for key in inside & saved.keys() - _still_saved(facts, chain))
     if not gone:
         return 0
-    norms, known = _normed(facts, config), _known(facts, config)
+    known = _known(facts, config)
     beside = {
         key: tensor
         for key, tensor in sources.items()
-        if id(tensor) not in norms
+        if not _saved_instead(facts, config, tensor)
         # a recomputed activation its input
         if id(tensor) not in known or known[id(tensor)].strategy != _RECOMPUTE
     }
@@ -174,22 +179,24 @@ def _more_bytes(facts: Facts, tensors: Mapping[int, Tensor]) -> int:
 
 def _beside(facts: Facts, config: PatchConfig, chains: list[Chain]) -> int:
     """Bytes that are saved for what other functions read that wait as well."""
-    norms, read = _normed(facts, config), _read_beside(facts, config, chains)
-    return _more_bytes(facts, {storage_key(t): t for t in read if id(t) not in norms})
+    read = _read_beside(facts, config, chains)
+    beside = {storage_key(t): t for t in read if not _saved_instead(facts, config, t)}
+    return _more_bytes(facts, beside)
 
 
 def _read_beside(facts: Facts, config: PatchConfig, chains: list[Chain]) -> list[Tensor]:
     """What other functions read, of the module or of those in it, which are called as those of the chains
     are, so that they wait, too."""
     made = {key for chain in chains for key in chain.made}
-    alike = _called_alike(facts, config, chains, made)
+    alike = list(_called_alike(facts, config, chains, made))
     return [tensor for op in alike for tensor in op.reads if id(tensor) not in made]
 
 
 def _called_alike(
-    facts: Facts, config: PatchConfig, chains: list[Chain], made: Set[int]
+    facts: Facts, config: PatchConfig, chains: list[Chain], made: set[int]
 ) -> Iterator[Op]:
-    """Functions with a gradient that are not of the chains, and that the module's forward lets wait, too."""
+    """Functions with a gradient that are not of the chains, and that the module's forward lets wait, too.
+    What they make is added to ``made``."""
     name, calls = chains[0].module, {call for chain in chains for call in chain.calls}
     own = {id(op) for chain in chains for op in chain.ops.values()}
     maker = maker_in(made, _normed(facts, config))
@@ -198,6 +205,7 @@ def _called_alike(
         if not inside or id(op) in own or not any(t.requires_grad for t in op.outputs):
             continue
         if elementwise_call(op.name, op.args, op.kwargs, maker) in calls:
+            made.add(id(op.outputs[0]))
             yield op
 
 

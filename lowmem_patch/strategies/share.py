@@ -183,7 +183,12 @@ def shared_norm(facts: Facts, config: PatchConfig, site: NormSite, reason: str) 
         or facts.is_sharded
         or any(c.use == "linear" and c.text in head_names(facts, config) for c in consumers),
         output_moved=any(_reads_a_moved_view(consumer, site.outputs) for consumer in consumers),
-        lies_as_input=not any(map(_reads_rows, behind)) and not _feeds_matmuls(facts, site),
+        lies_as_input=not (
+            any(map(_reads_rows, behind))
+            or _feeds_matmuls(facts, site)
+            # whoever reads it may ask for a view, of which torch's own norm allows any
+            or _is_saved(facts, config, site, Role.FUSED_ATTENTION)
+        ),
     )
     return SharedNorm(
         site.name,
@@ -319,12 +324,16 @@ def _shares_copy(facts: Facts, consumers: list[Consumer], around: set[bool]) -> 
     return any(type(facts.modules.get(name)) is nn.Linear for name in names)
 
 
-def _is_saved(facts: Facts, config: PatchConfig, site: NormSite) -> bool:
-    """Whether somebody besides the norm saves its output: a chain, a convolution, a product."""
+def _is_saved(
+    facts: Facts, config: PatchConfig, site: NormSite, besides: Role | None = None
+) -> bool:
+    """Whether somebody besides the norm saves its output, and besides ops of these roles: a chain, a
+    convolution, a product."""
     if chain_sources(facts, config) & set(map(id, site.outputs)):
         return True
     savers = [s for t in site.outputs for s in facts.savers.get(storage_key(t), ())]
-    return any(not f"{saver.module}.".startswith(f"{site.name}.") for saver in savers)
+    others = [s for s in savers if not f"{s.module}.".startswith(f"{site.name}.")]
+    return any(besides is None or not role_of(saver.function).has(besides) for saver in others)
 
 
 def _saved_by_others(facts: Facts, config: PatchConfig, consumers: list[Consumer]) -> bool:

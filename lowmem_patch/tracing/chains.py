@@ -141,7 +141,9 @@ def _is_elementwise(op: Op) -> bool:
     if any(map(torch._C._functorch.is_functorch_wrapped_tensor, op.outputs)):
         return False
     if op.role.has(Role.REPEAT | Role.CONCATENATION):
-        return op.outputs[0].is_floating_point() and op.outputs[0].is_contiguous()
+        joins = op.role.has(Role.CONCATENATION)
+        lies = all(t.is_contiguous() for t in op.reads) if joins else True
+        return op.outputs[0].is_floating_point() and lies
     shape = largest_shape(op.reads)
     floating = len(op.outputs) == 1 and (
         op.outputs[0].is_floating_point() or op.outputs[0].dtype == torch.bool
