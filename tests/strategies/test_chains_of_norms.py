@@ -1,0 +1,125 @@
+"""Chains that begin at norms: how far they reach, what they cost, and how their values lie in memory."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lowmem_patch import patch_model, saved_bytes
+from lowmem_patch.nn.chain_steps import run
+from tests.strategies.test_modulated_norms import BATCH, FULL, WIDTH, inputs
+from tests.support.judge import assert_same_step
+
+
+class Body(nn.Module):
+    """A norm between two Linears; ``body(self, x)`` calls it."""
+
+    def __init__(self, body: Any) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH, elementwise_affine=False)
+        self.down, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.full((WIDTH,), 1.5), requires_grad=False)
+        self.body = body
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(self, x)
+
+
+def of_bodies(body: Any, count: int = 1) -> Any:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), *(Body(body) for _ in range(count)))
+
+
+def with_its_input_squared(net: Any, x: Tensor) -> Tensor:
+    return net.down(net.norm(x) * net.scale + 0.1) + x.square()
+
+
+def with_its_input_in_a_linear(net: Any, x: Tensor) -> Tensor:
+    return net.down(net.norm(x) * net.scale + 0.1) + net.other(x)
+
+
+@pytest.mark.parametrize("body", [with_its_input_squared, with_its_input_in_a_linear])
+def test_a_norm_whose_input_others_save_is_known_as_well(body: Any) -> None:
+    """Its output is saved for the scale, and the modulated one is not."""
+    model = of_bodies(body)
+    model[1].scale.requires_grad_(True)
+    twin = copy.deepcopy(model)
+    x = inputs()[0]
+    patch_model(model, "exact", example_inputs=(x,))
+    sizes = []
+    for one in (twin, model):
+        with saved_bytes(one) as counted:
+            one(x)
+        sizes.append(counted.total)
+    assert sizes[0] - sizes[1] >= FULL
+    assert_same_step(model, twin, (x,))
+
+
+def test_a_residual_stream_is_not_added_up_anew_in_each_block(monkeypatch: Any) -> None:
+    """``x + norm(y)`` in front of Linears is made again of x, which the block in front has made."""
+
+    def body(net: Any, x: Tensor) -> Tensor:
+        y = x + net.norm(net.down(x))
+        return y + net.norm(net.other(y))
+
+    steps: list[int] = []
+
+    def counted(last: Any, values: Any) -> Tensor:
+        steps.append(len(values))
+        return run(last, values)
+
+    model = of_bodies(body, count=6)
+    twin = copy.deepcopy(model)
+    x = inputs()[0]
+    patch_model(model, "exact", example_inputs=(x,))
+    monkeypatch.setattr("lowmem_patch.nn.chains.run", counted)
+    model(x).sum().backward()
+    assert steps and max(steps) <= 3  # x and two norms
+    assert_same_step(model, twin, (x,))
+
+
+def test_a_norm_that_a_product_reads_lies_as_torch_makes_it() -> None:
+    """A view that torch's own norm allows, of an input that is transposed."""
+
+    def body(net: Any, x: Tensor) -> Tensor:
+        return net.down((net.norm(x.transpose(0, 1)) * net.scale).view(-1, WIDTH))
+
+    model = of_bodies(body)
+    twin = copy.deepcopy(model)
+    patch_model(model, "exact", example_inputs=inputs()[:1])
+    assert_same_step(model, twin, inputs()[:1])
+
+
+def test_images_whose_channels_lie_last_stay_so() -> None:
+    class Images(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
+            self.conv = nn.Conv2d(4, 4, 1)
+
+        def forward(self, x: Tensor, image: Tensor) -> Tensor:
+            rows = self.down(torch.cat([x, F.gelu(self.up(x))], 1))
+            image = self.conv(image)
+            both = torch.cat([image, F.gelu(image)], 1)
+            return rows.sum() + both.permute(0, 2, 3, 1).view(-1, 8)
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Images()
+
+        def forward(self, x: Tensor, image: Tensor) -> Tensor:
+            return self.inner(x, image)
+
+    torch.manual_seed(0)
+    model = Outer()
+    twin = copy.deepcopy(model)
+    image = torch.randn(BATCH, 4, 5, 5).to(memory_format=torch.channels_last)
+    given = (inputs()[0], image)
+    patch_model(model, "exact", example_inputs=given)
+    assert_same_step(model, twin, given)
