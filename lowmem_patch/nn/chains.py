@@ -92,7 +92,6 @@ class Chain(Op):
             return run(self.last, {leaf: sources[i] for leaf, i in self.places.items()})
 
     def was_read(self, h: Any) -> None:
-        h._value_of_linears = None  # autograd may hold h, which would hold the values
         h.let_go()
 
     def again(self, *sources: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -149,11 +148,7 @@ class Chain(Op):
         trains = weight.requires_grad or (adapter is not None and adapter.lora_A.requires_grad)
         if not trains or not isinstance(weight, Tensor):
             return super().linear(h, to, dtype)
-        if h._value_of_linears is None:
-            h._value_of_linears = h.plain()  # once for q, k and v
-        return recomputed_linear(
-            h._value_of_linears, self.again, h.sources, weight, bias, dtype, adapter
-        )
+        return recomputed_linear(h.plain(), self.again, h.sources, weight, bias, dtype, adapter)
 
     def recipe(self, h: Deferred) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]]:
         return self.again, h.sources

@@ -75,7 +75,7 @@ class Deferred(Tensor):
     _adapts: bool  # an adapter reads it now, whose products stay in its dtype
     was_bypassed = False  # a reader sends its gradient to the sources
     _node_given = False  # somebody has its node, and may hang a hook on that
-    _value_of_linears: Tensor | None = None  # what several Linears read
+    _normed: Tensor | None = None  # of a norm that waited: what its Linears read
     _shared: SharedInput | None = None  # what several Linears read in its place
     _packer: Any = None  # who packed what autograd saves where it was made
 

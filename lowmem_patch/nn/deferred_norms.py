@@ -87,9 +87,9 @@ class Norm(Op):
         h.was_bypassed = True
         if in_compiler():
             return project(self._read(*h.sources), to, dtype)
-        if h._value_of_linears is None:
-            h._value_of_linears = self._read(*h.sources)  # once for q, k and v
-        return project(h._value_of_linears, to, dtype)
+        if h._normed is None:
+            h._normed = self._read(*h.sources)  # once for q, k and v
+        return project(h._normed, to, dtype)
 
     def dropped(self, h: Deferred, p: float) -> Any:
         return Dropped.of(h, p, (h.plain(),), None)

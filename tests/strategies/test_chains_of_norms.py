@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from lowmem_patch import patch_model, saved_bytes
 from lowmem_patch.nn.chain_steps import run
-from tests.strategies.test_modulated_norms import BATCH, FULL, WIDTH, inputs
+from tests.strategies.test_modulated_norms import BATCH, FULL, WIDTH, Net, inputs
 from tests.support.judge import assert_same_step
 
 
@@ -93,6 +94,26 @@ def test_a_norm_that_a_product_reads_lies_as_torch_makes_it() -> None:
     twin = copy.deepcopy(model)
     patch_model(model, "exact", example_inputs=inputs()[:1])
     assert_same_step(model, twin, inputs()[:1])
+
+
+def test_values_that_several_linears_read_are_computed_once_and_freed(monkeypatch: Any) -> None:
+    """A view of a value holds it, so that it may hold none: no garbage collector would see the circle."""
+    given = inputs()
+    model = patch_model(Net().double(), "exact", example_inputs=given)
+    made: list[Any] = []
+    model.blocks[0].attention.register_forward_pre_hook(lambda _, args: made.append(args[0]))
+    runs: list[Any] = []
+    monkeypatch.setattr(
+        "lowmem_patch.nn.chains.run", lambda *args: runs.append(args[0]) or run(*args)
+    )
+    loss = model(*(tensor.double() for tensor in given)).sum()
+    assert type(made[0]).__name__ == "Unstored"
+    first = made[0].op.last
+    assert sum(step is first for step in runs) == 1  # for q, k, v and up
+    value = weakref.ref(made[0])
+    loss.backward()
+    made.clear()
+    assert value() is None
 
 
 def test_images_whose_channels_lie_last_stay_so() -> None:
