@@ -144,7 +144,7 @@ CASES = {
          "use_linear_projection": True},
         {"block_out_channels": (32, 32, 64), "cross_attention_dim": 32, "attention_head_dim": (2, 2, 4),
          "transformer_layers_per_block": (1, 1, 1)},
-        _sdxl, ("attention", "all weights"),
+        _sdxl, ("attention",),
     ),
 }  # fmt: skip
 

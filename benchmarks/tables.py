@@ -222,6 +222,31 @@ def architectures_table(name: str) -> str:
     return with_source(rows, command, data)
 
 
+def diffusion_table(name: str) -> str:
+    """Peak, GPU time and step time of diffusion models, by variant."""
+    data = load(name)
+    variants = ("unpatched", "checkpointing", "exact", "auto")
+    rows = [f"| model | trains | number | {' | '.join(variants)} |", "|---" * 7 + "|"]
+    kinds = (
+        ("peak_mib", "peak MiB", ",.0f"),
+        ("gpu_ms", "GPU ms", ".1f"),
+        ("step_ms", "step ms", ".1f"),
+    )
+    for row in data["rows"]:
+        adapted = row["trains"] != "all weights"
+        trains = f"LoRA, {row['trains']}" if adapted else row["trains"]
+        for number, (key, title, form) in enumerate(kinds):
+            first = [f"{row['model']}, {row['blocks']}", trains] if number == 0 else ["", ""]
+            cells = [
+                f"{row[v][key]:{form}}"
+                + ("" if v == variants[0] else f" ({row[v][key] / row[variants[0]][key]:.2f})")
+                for v in variants
+            ]
+            rows.append(f"| {' | '.join([*first, title, *cells])} |")
+    command = f"python benchmarks/diffusion.py --json benchmarks/results/{name}"
+    return with_source(rows, command, data)
+
+
 def head_table(name: str) -> str:
     """Time and memory of the head and its loss alone."""
     data = load(name)
@@ -301,6 +326,7 @@ TABLES = {
     "host": partial(host_table, "host-h200.json"),
     "gpu": partial(gpu_table, "models-h200.json"),
     "architectures": partial(architectures_table, "architectures-h200.json"),
+    "diffusion": partial(diffusion_table, "diffusion-h200.json"),
     "experts": partial(gpu_table, "experts-h100.json", script="experts.py"),
     "gpu-earlier": partial(gpu_table, "models-h200-earlier.json"),
 }
