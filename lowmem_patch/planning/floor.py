@@ -29,6 +29,7 @@ from lowmem_patch.constants import STEP_TABLES
 from lowmem_patch.planning import floor_sites
 from lowmem_patch.planning.floor_sites import SiteCall, find_sites, gamma_trains, let_go, live_ops
 from lowmem_patch.planning.report import block_name
+from lowmem_patch.strategies.activations import normed_channels
 from lowmem_patch.strategies.protocol import Facts
 from lowmem_patch.tracing.call_arguments import dropout_call, weight_matmul
 from lowmem_patch.tracing.categories import CATEGORIES
@@ -117,6 +118,7 @@ class _FloorCount:
         self.trace, self.modules = trace, facts.modules
         self.makers = makers(trace)
         self.norms, self.activations = find_sites(facts)
+        self.channels = normed_channels(facts)  # with an activation behind
         self.widths: dict[int, int] = {}  # fewest bytes an element that a matmul reads, by root
         self.items: dict[object, FloorItem] = {}
         self.attention: set[int] = set()  # keys of storages
@@ -256,12 +258,16 @@ class _FloorCount:
         root = self._root(tensor)[0]
         repeated = floor_sites.of_repeated(self.makers, root)
         product = repeated or self._product(root, by_rows=True)
-        product = product or floor_sites.of_residual(self.makers, root, self.norms)
+        whole = self._before_numbers(root)
+        product = product or floor_sites.of_residual(self.makers, whole, self.norms)
         if product is not None:
             return list(product)
         activation = self.activations.get(id(root)) or self._squared_relu(root)
         before = floor_sites.before_modulation(self.makers, tensor, self.norms)
-        return [before if activation is None else activation.source]
+        source = before if activation is None else activation.source
+        norm = self.channels.get(id(self._root(source)[0]))
+        made_of = source if norm is None else first_input(norm)  # two norms may have one input
+        return [source if made_of is None else made_of]
 
     def _squared_relu(self, tensor: Tensor) -> SiteCall | None:
         """The ReLU of which ``tensor`` is the square."""
