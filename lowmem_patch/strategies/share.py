@@ -183,12 +183,7 @@ def shared_norm(facts: Facts, config: PatchConfig, site: NormSite, reason: str) 
         or facts.is_sharded
         or any(c.use == "linear" and c.text in head_names(facts, config) for c in consumers),
         output_moved=any(_reads_a_moved_view(consumer, site.outputs) for consumer in consumers),
-        lies_as_input=not (
-            any(map(_reads_rows, behind))
-            or _feeds_matmuls(facts, site)
-            # whoever reads it may ask for a view, of which torch's own norm allows any
-            or _is_saved(facts, config, site, Role.FUSED_ATTENTION)
-        ),
+        lies_as_input=_may_lie_as_input(facts, config, site, behind),
     )
     return SharedNorm(
         site.name,
@@ -201,6 +196,15 @@ def shared_norm(facts: Facts, config: PatchConfig, site: NormSite, reason: str) 
         function=site.function,
         saves=_statistics(site),
     )
+
+
+def _may_lie_as_input(
+    facts: Facts, config: PatchConfig, site: NormSite, behind: list[Consumer]
+) -> bool:
+    if any(map(_reads_rows, behind)) or _feeds_matmuls(facts, site):
+        return False
+    # whoever saves it may ask for a view, of which torch's own norm allows any
+    return not _is_saved(facts, config, site, Role.FUSED_ATTENTION)
 
 
 def _reads_rows(consumer: Consumer) -> bool:
