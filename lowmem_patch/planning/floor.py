@@ -194,9 +194,7 @@ class _FloorCount:
             return None
         known = weight_matmul(op.name, op.args, op.kwargs)
         given = (*op.args, *op.kwargs.values()) if known is None else (known.input, known.weight)
-        values = [
-            value for value in given if isinstance(value, Tensor) and value.is_floating_point()
-        ]
+        values = [v for v in given if isinstance(v, Tensor) and v.is_floating_point()]
         if len(values) < 2:
             return None
         x, weight = values[:2]
@@ -258,16 +256,19 @@ class _FloorCount:
         root = self._root(tensor)[0]
         repeated = floor_sites.of_repeated(self.makers, root)
         product = repeated or self._product(root, by_rows=True)
-        whole = self._before_numbers(root)
-        product = product or floor_sites.of_residual(self.makers, whole, self.norms)
+        if product is None and not self.gathered[id(root)]:  # experts save what they gather of
+            whole = self._before_numbers(root)
+            product = floor_sites.of_residual(self.makers, whole, self.norms)
         if product is not None:
             return list(product)
         activation = self.activations.get(id(root)) or self._squared_relu(root)
         before = floor_sites.before_modulation(self.makers, tensor, self.norms)
-        source = before if activation is None else activation.source
-        norm = self.channels.get(id(self._root(source)[0]))
-        made_of = source if norm is None else first_input(norm)  # two norms may have one input
-        return [source if made_of is None else made_of]
+        return [self._before_channels(before if activation is None else activation.source)]
+
+    def _before_channels(self, tensor: Tensor) -> Tensor:
+        """The input of the norm over channels that made a tensor, which two norms may have in common."""
+        norm = self.channels.get(id(self._root(tensor)[0]))
+        return tensor if norm is None else norm.reads[0]
 
     def _squared_relu(self, tensor: Tensor) -> SiteCall | None:
         """The ReLU of which ``tensor`` is the square."""
@@ -299,8 +300,6 @@ class _FloorCount:
     def _before_numbers(self, tensor: Tensor) -> Tensor:
         return floor_sites.before_numbers(self.makers, tensor, (self.activations, self.norms))
 
-    # items
-
     def _whole(self, tensor: Tensor) -> Tensor:
         """The norm's output that ``tensor`` is a selection of (it is saved whole), or ``tensor``; in the
         place of at least as many rows that are gathered of it, what they are gathered of."""
@@ -319,7 +318,8 @@ class _FloorCount:
         found: Counter[int] = Counter()
         for op in self.trace.ops:
             if gathers_for_a_weight(self.trace, op):
-                found[id(op.args[0])] += op.outputs[0].numel()
+                for one in {id(op.args[0]), id(self._root(op.args[0])[0])}:
+                    found[one] += op.outputs[0].numel()
         return found
 
     def _add(self, tensor: Tensor, module: str, category: str) -> None:
@@ -375,8 +375,9 @@ class _FloorCount:
         """Of activations through which an output has a gradient, where nothing above saves the input."""
         live = {id(output) for op in self.live for output in op.outputs}
         for module, source, output in self.activations.values():
-            known = any(map(self._is_saved, (source, self._before_numbers(source))))
-            if source.requires_grad and not known and id(output) in live:
+            forms = (source, self._before_numbers(source), self._before_channels(source))
+            known = any(map(self._is_saved, forms)) or id(output) not in live
+            if source.requires_grad and not known:
                 size = -(-source.numel() * self._code_bits(output) // 8)
                 self.items["codes", id(output)] = FloorItem(module, "codes and statistics", size)
 

@@ -13,7 +13,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 
 from lowmem_patch import patch_model, patch_report, plan_patch
-from lowmem_patch.nn.chains import extended
+from lowmem_patch.nn.chains import Caller, extended
 from tests.support.chained import (
     BODIES,
     CHAINS,
@@ -119,7 +119,7 @@ def test_steps_run_under_the_autocast_of_the_forward() -> None:
     for wanted in (True, False):
         seen.clear()
         with torch.autocast("cpu", torch.bfloat16, enabled=wanted):
-            y: Any = extended(doubled, (x,), {})
+            y: Any = extended(doubled, (x,), {}, Caller(viewed=False))
         with torch.autocast("cpu", torch.bfloat16, enabled=not wanted):
             z = F.linear(y, weight)
             z.sum().backward()

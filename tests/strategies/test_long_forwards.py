@@ -40,7 +40,7 @@ class Attention(nn.Module):
 @pytest.mark.parametrize("clamps", [False, True])
 @pytest.mark.parametrize(
     ("functions", "others", "taken"),
-    [(80, 0, True), (80, 60, True), (120, 0, True), (120, 60, False), (160, 0, False)],
+    [(80, 0, True), (80, 60, True), (120, 0, True), (120, 100, False), (210, 0, False)],
 )
 def test_how_many_functions_a_forward_may_call(
     functions: int, others: int, taken: bool, clamps: bool
