@@ -18,6 +18,7 @@ import gc
 import json
 import statistics
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -179,18 +180,20 @@ def measure(case: Case, device: str, layers: int) -> dict[str, dict[str, float]]
     torch.manual_seed(0)
     model, inputs = build(case, device, layers)
     patched = patch_model(copy.deepcopy(model), "auto", example_inputs=inputs.kwargs or inputs.args)
-    models = {"unpatched": model, "auto": patched}
+    return measured({"unpatched": model, "auto": patched}, inputs, device == "cuda")
+
+
+def measured(
+    models: Mapping[str, nn.Module], inputs: ExampleInputs, on_gpu: bool
+) -> dict[str, dict[str, float]]:
+    """Peak, GPU time and step time of each model; on a CPU the step time alone."""
     found: dict[str, dict[str, float]] = {}
-    on_gpu = device == "cuda"
     for name, one in models.items():
         for _ in range(WARM if on_gpu else 1):
             run_step(one, inputs)
         found[name] = {}
         if on_gpu:
-            found[name] = {
-                "peak_mib": peak_mib(one, inputs),
-                "gpu_ms": gpu_ms(one, inputs),
-            }
+            found[name] = {"peak_mib": peak_mib(one, inputs), "gpu_ms": gpu_ms(one, inputs)}
     times: dict[str, list[float]] = {name: [] for name in models}
     for _ in range(TURNS if on_gpu else 1):
         for name, one in models.items():

@@ -14,20 +14,18 @@ import argparse
 import copy
 import gc
 import json
-import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import diffusers
 import torch
-from architectures import STEPS, TURNS, WARM, gpu_ms, peak_mib, step_ms
+from architectures import measured
 from peft import LoraConfig
 from torch import Tensor, nn
 
 from lowmem_patch import patch_model
 from lowmem_patch.bench import environment
-from lowmem_patch.memory.step import run_step
 from lowmem_patch.tracing.inputs import ExampleInputs
 
 VARIANTS = ("unpatched", "checkpointing", "exact", "auto")
@@ -50,11 +48,11 @@ class Case(NamedTuple):
     model: str
     sizes: dict[str, Any]
     tiny: dict[str, Any]
-    inputs: Callable[[Any, bool], dict[str, Tensor]]
+    inputs: Callable[[Any, bool], dict[str, Any]]
     ways: tuple[str, ...] = ("attention", "all")
 
 
-def _flux(config: Any, tiny: bool) -> dict[str, Tensor]:
+def _flux(config: Any, tiny: bool) -> dict[str, Any]:
     image, text = (16, 8) if tiny else (4096, 512)
     return {
         "hidden_states": torch.randn(1, image, config.in_channels),
@@ -67,7 +65,7 @@ def _flux(config: Any, tiny: bool) -> dict[str, Tensor]:
     }
 
 
-def _sd3(config: Any, tiny: bool) -> dict[str, Tensor]:
+def _sd3(config: Any, tiny: bool) -> dict[str, Any]:
     side, text = (8, 8) if tiny else (128, 333)
     return {
         "hidden_states": torch.randn(2, config.in_channels, side, side),
@@ -77,7 +75,7 @@ def _sd3(config: Any, tiny: bool) -> dict[str, Tensor]:
     }
 
 
-def _wan(config: Any, tiny: bool) -> dict[str, Tensor]:
+def _wan(config: Any, tiny: bool) -> dict[str, Any]:
     frames, height, width, text = (2, 4, 4, 8) if tiny else (9, 60, 104, 512)
     return {
         "hidden_states": torch.randn(1, config.in_channels, frames, height, width),
@@ -86,17 +84,17 @@ def _wan(config: Any, tiny: bool) -> dict[str, Tensor]:
     }
 
 
-def _pixart(config: Any, tiny: bool) -> dict[str, Tensor]:
+def _pixart(config: Any, tiny: bool) -> dict[str, Any]:
     batch, side, text = (2, 8, 8) if tiny else (4, 128, 300)
     return {
         "hidden_states": torch.randn(batch, config.in_channels, side, side),
         "encoder_hidden_states": torch.randn(batch, text, config.caption_channels),
         "timestep": torch.arange(batch),
-        "added_cond_kwargs": {"resolution": None, "aspect_ratio": None},  # type: ignore[dict-item]  # of its forward
+        "added_cond_kwargs": {"resolution": None, "aspect_ratio": None},
     }
 
 
-def _sdxl(config: Any, tiny: bool) -> dict[str, Tensor]:
+def _sdxl(config: Any, tiny: bool) -> dict[str, Any]:
     side, text = (8, 8) if tiny else (128, 77)
     return {
         "sample": torch.randn(2, config.in_channels, side, side),
@@ -171,33 +169,18 @@ def build(case: Case, way: str, device: str, tiny: bool) -> tuple[nn.Module, Exa
     return model, ExampleInputs((), {**given, **floats})
 
 
-def variant_of(model: Any, name: str, inputs: ExampleInputs) -> nn.Module:
+def variant_of(model: Any, name: str, inputs: ExampleInputs) -> Any:
     made = copy.deepcopy(model)
     if name == "checkpointing":
         made.enable_gradient_checkpointing()
     elif name != "unpatched":
         made = patch_model(made, name, example_inputs=inputs.kwargs)
-    return made  # type: ignore[no-any-return]  # a model of diffusers
+    return made
 
 
 def measure(case: Case, way: str, device: str, tiny: bool) -> dict[str, dict[str, float]]:
     model, inputs = build(case, way, device, tiny)
-    on_gpu = device == "cuda"
-    found: dict[str, dict[str, float]] = {}
-    models = {name: variant_of(model, name, inputs) for name in VARIANTS}
-    for name, one in models.items():
-        for _ in range(WARM if on_gpu else 1):
-            run_step(one, inputs)
-        found[name] = {}
-        if on_gpu:
-            found[name] = {"peak_mib": peak_mib(one, inputs), "gpu_ms": gpu_ms(one, inputs)}
-    times: dict[str, list[float]] = {name: [] for name in models}
-    for _ in range(TURNS if on_gpu else 1):
-        for name, one in models.items():
-            times[name] += [step_ms(one, inputs, on_gpu) for _ in range(STEPS if on_gpu else 1)]
-    for name, values in times.items():
-        found[name]["step_ms"] = statistics.median(values)
-    return found
+    return measured({v: variant_of(model, v, inputs) for v in VARIANTS}, inputs, device == "cuda")
 
 
 def main() -> None:

@@ -23,7 +23,14 @@ from torch import Tensor
 
 from lowmem_patch.functional import _library
 from lowmem_patch.functional._implementation import resolve
-from lowmem_patch.functional.products import IDENTITY, LowRank, linear_op
+from lowmem_patch.functional.products import (
+    IDENTITY,
+    LowRank,
+    PackedWeight,
+    linear_of,
+    split_packed,
+    unpacked,
+)
 from lowmem_patch.functional.products_backward import linear_backward, one_for_each
 
 Again = Callable[..., Tensor]
@@ -220,7 +227,7 @@ class _Linear(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         again: Again,
-        weight: Tensor,
+        weight: Tensor | PackedWeight,
         bias: Tensor | None,
         lora_A: Tensor | None,
         lora_B: Tensor | None,
@@ -233,11 +240,12 @@ class _Linear(torch.autograd.Function):
         for_weight, _, for_A, for_B = for_rest
         implementation = resolve("auto", x)
         given = (weight, bias, lora_A, lora_B, scale, IDENTITY, compute_dtype, implementation)
-        y, low = linear_op(x, x, None, *given)
+        y, low = linear_of(x, x, None, *given)
         reads_B = for_x or for_A or for_B
         adapter = (lora_A if for_x else None, lora_B if reads_B else None, low if for_B else None)
         read = sources if for_weight or for_A else ()
-        ctx.save_for_backward(weight if for_x else None, *adapter, *read)
+        ctx.packed, saved_weight = split_packed(weight if for_x else None)
+        ctx.save_for_backward(saved_weight, *adapter, *read)
         ctx.again, ctx.number, ctx.needs = again, len(sources), (for_x, *for_rest)
         ctx.settings = (scale, IDENTITY, ctx.needs, implementation)
         # an absent tensor's dtype is never read
@@ -249,6 +257,8 @@ class _Linear(torch.autograd.Function):
     @_library.first_order("recomputed_linear")
     def backward(ctx: Any, dy: Tensor) -> Any:
         weight, lora_A, lora_B, low, *sources = _saved(ctx)
+        if ctx.packed is not None:
+            weight = unpacked(ctx.packed, dy.dtype)
         x = ctx.again(*sources, dtype=dy.dtype) if sources else None
         found = linear_backward(dy, x, None, weight, lora_A, lora_B, low, *ctx.settings)
         d_x, *others = one_for_each(found, ctx.needs, ctx.dtypes)
@@ -259,7 +269,7 @@ def recomputed_linear(
     x: Tensor,
     again: Again,
     sources: tuple[Tensor, ...],
-    weight: Tensor,
+    weight: Tensor | PackedWeight,
     bias: Tensor | None,
     compute_dtype: torch.dtype,
     adapter: LowRank | None = None,

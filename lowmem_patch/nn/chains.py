@@ -146,7 +146,7 @@ class Chain(Op):
     def linear(self, h: Deferred, to: Projection, dtype: torch.dtype) -> Tensor:
         weight, bias, adapter = to[:3]
         trains = weight.requires_grad or (adapter is not None and adapter.lora_A.requires_grad)
-        if not trains or not isinstance(weight, Tensor):
+        if not trains:
             return super().linear(h, to, dtype)
         return recomputed_linear(h.plain(), self.again, h.sources, weight, bias, dtype, adapter)
 

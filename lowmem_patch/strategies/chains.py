@@ -162,7 +162,7 @@ def _gain(facts: Facts, config: PatchConfig, chain: Chain) -> int:
         key: tensor
         for key, tensor in sources.items()
         if not _saved_instead(facts, config, tensor)
-        # a recomputed activation its input
+        # a recomputed activation saves its input in any case
         if id(tensor) not in known or known[id(tensor)].strategy != _RECOMPUTE
     }
     return gone - _more_bytes(facts, beside)

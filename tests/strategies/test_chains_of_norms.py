@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lowmem_patch import patch_model, saved_bytes
+from lowmem_patch.functional import LowRank, PackedWeight, recomputed_linear
 from lowmem_patch.nn.chain_steps import run
 from tests.strategies.test_modulated_norms import BATCH, FULL, WIDTH, Net, inputs
-from tests.support.judge import assert_same_step
+from tests.support.judge import assert_close, assert_same_step
 
 
 class Body(nn.Module):
@@ -144,3 +145,32 @@ def test_images_whose_channels_lie_last_stay_so() -> None:
     given = (inputs()[0], image)
     patch_model(model, "exact", example_inputs=given)
     assert_same_step(model, twin, given)
+
+
+def test_an_adapter_beside_a_packed_weight_saves_what_its_input_is_made_of() -> None:
+    """As of QLoRA: the weight is unpacked for each product, and the input computed again."""
+    torch.manual_seed(0)
+    weight = torch.randn(5, WIDTH, dtype=torch.float64)
+    packed = PackedWeight(weight.clone, weight.shape, weight.dtype, weight.device)
+    lows = [torch.randn(*size, dtype=torch.float64) for size in ((2, WIDTH), (5, 2))]
+    z = torch.randn(4, WIDTH, dtype=torch.float64)
+    saved: list[torch.Size] = []
+    found = []
+    for ours in (True, False):
+        source, *adapter = (t.clone().requires_grad_() for t in (z, *lows))
+        x = source * 2.0
+        if ours:
+            with torch.autograd.graph.saved_tensors_hooks(
+                lambda t: saved.append(t.shape) or t, lambda t: t
+            ):
+                y = recomputed_linear(
+                    x, lambda s, dtype: (s * 2.0).to(dtype), (source.detach(),), packed, None,
+                    torch.float64, LowRank(*adapter, 0.5),
+                )  # fmt: skip
+        else:
+            y = F.linear(x, weight) + 0.5 * F.linear(F.linear(x, adapter[0]), adapter[1])
+        y.square().sum().backward()
+        found.append([y.detach(), *(t.grad for t in (source, *adapter))])
+    assert weight.shape not in saved
+    for got, expected in zip(*found, strict=True):
+        assert_close(got, expected, "value or gradient")
