@@ -226,6 +226,7 @@ class _Linear(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,
+        value: Tensor | None,
         again: Again,
         weight: Tensor | PackedWeight,
         bias: Tensor | None,
@@ -236,7 +237,8 @@ class _Linear(torch.autograd.Function):
         *sources: Tensor,
     ) -> Tensor:
         _library.see_undefined(ctx)
-        for_x, _, *for_rest = ctx.needs_input_grad[:6]
+        for_x, _, _, *for_rest = ctx.needs_input_grad[:7]
+        x = x if value is None else value
         for_weight, _, for_A, for_B = for_rest
         implementation = resolve("auto", x)
         given = (weight, bias, lora_A, lora_B, scale, IDENTITY, compute_dtype, implementation)
@@ -262,7 +264,7 @@ class _Linear(torch.autograd.Function):
         x = ctx.again(*sources, dtype=dy.dtype) if sources else None
         found = linear_backward(dy, x, None, weight, lora_A, lora_B, low, *ctx.settings)
         d_x, *others = one_for_each(found, ctx.needs, ctx.dtypes)
-        return d_x, None, *others, None, None, *(None,) * ctx.number
+        return d_x, None, None, *others, None, None, *(None,) * ctx.number
 
 
 def recomputed_linear(
@@ -273,6 +275,7 @@ def recomputed_linear(
     bias: Tensor | None,
     compute_dtype: torch.dtype,
     adapter: LowRank | None = None,
+    value: Tensor | None = None,
 ) -> Tensor:
     """F.linear(x, weight, bias), plus an adapter's product, that saves ``sources`` and not x.
 
@@ -286,11 +289,12 @@ def recomputed_linear(
         bias: ``[O]`` or None.
         compute_dtype: x and the weights are cast to it; the casts are repeated in backward.
         adapter: a low-rank adapter beside the Linear.
+        value: x's values, where x is a deferred tensor; a read of them by autograd takes 200 us.
 
     Returns:
         ``[..., O]`` in ``compute_dtype``.
     """
     apply: Any = _Linear.apply
     low_rank = (None, None, 1.0) if adapter is None else adapter
-    y: Tensor = apply(x, again, weight, bias, *low_rank, compute_dtype, *sources)
+    y: Tensor = apply(x, value, again, weight, bias, *low_rank, compute_dtype, *sources)
     return y

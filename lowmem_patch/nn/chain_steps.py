@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -21,50 +20,56 @@ _NUMBERS = itertools.count()
 
 
 class Step:
-    """A call of a function, whose tensors are other steps and leaves; ``number`` counts the calls."""
+    """A call of a function, whose tensors are other steps and leaves.
+
+    Attributes:
+        before: the steps and leaves whose values it takes, each once.
+        number: counts the calls.
+    """
 
     def __init__(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         self.func, self.args, self.kwargs = func, args, kwargs
+        given = (*args, *kwargs.values()) if kwargs else args
+        self.before = tuple({item for item in given if isinstance(item, (Step, Leaf))})
         self.number = next(_NUMBERS)
 
-    @property
-    def before(self) -> set[Any]:
-        """Steps and leaves whose values it takes."""
-        given = (*self.args, *self.kwargs.values())
-        return {item for item in given if isinstance(item, (Step, Leaf))}
-
     def run(self, values: dict[Any, Tensor]) -> Tensor:
-        def value(item: Any) -> Any:
-            return values[item] if isinstance(item, (Step, Leaf)) else item
-
-        kwargs = {name: value(item) for name, item in self.kwargs.items()}
-        made: Tensor = self.func(*map(value, self.args), **kwargs)
+        # steps and leaves are told from all else by their class: an argument may be a list, which has no hash
+        args = [values[item] if isinstance(item, (Step, Leaf)) else item for item in self.args]
+        kwargs = {
+            name: values[item] if isinstance(item, (Step, Leaf)) else item
+            for name, item in self.kwargs.items()
+        }
+        made: Tensor = self.func(*args, **kwargs)
         return made
 
 
 def _in_order(last: Step) -> list[Step]:
     """The steps that lead to the last one, as they were called: autograd adds gradients up in this order."""
-    found: set[Step] = set()
+    found: dict[Step, None] = {}
     pending: list[Any] = [last]
     while pending:
         step = pending.pop()
         if isinstance(step, Step) and step not in found:
-            found.add(step)
+            found[step] = None
             pending += step.before
-    return sorted(found, key=lambda step: step.number)
+    return sorted(found, key=_number)
+
+
+def _number(step: Step) -> int:
+    return step.number
 
 
 def run(last: Step, values: dict[Any, Tensor]) -> Tensor:
     """The value of the last step, from those of the leaves; each value is let go after its last use."""
     steps = _in_order(last)
-    uses = Counter(item for step in steps for item in step.before)
+    last_use = {item: step for step in steps for item in step.before}
     for step in steps:
         values[step] = step.run(values)
         for item in step.before:
-            uses[item] -= 1
-            if not uses[item]:
+            if last_use[item] is step:
                 del values[item]
     return values[last]
 
@@ -78,14 +83,15 @@ def autocast_of(device: str) -> Autocast:
     return device, torch.get_autocast_dtype(device) if enabled else None
 
 
-@contextlib.contextmanager
-def under(autocast: Autocast) -> Iterator[None]:
+_AS_IT_IS: AbstractContextManager[Any] = nullcontext()
+
+
+def under(autocast: Autocast) -> AbstractContextManager[Any]:
+    """A context with this autocast."""
     device, dtype = autocast
     if autocast_of(device) == autocast:
-        yield
-        return
-    with torch.autocast(device, dtype, enabled=dtype is not None):
-        yield
+        return _AS_IT_IS
+    return torch.autocast(device, dtype, enabled=dtype is not None)
 
 
 class _Like(NamedTuple):

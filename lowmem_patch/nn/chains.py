@@ -8,7 +8,7 @@ are run again with gradients, once for all who read the value and for the gradie
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ from lowmem_patch.functional import (
     RecomputedMatmul,
     computed_again,
     differentiable_activation,
+    in_compiler,
     is_transformed,
     recomputed_linear,
     without_torch_function,
@@ -140,7 +141,11 @@ class Chain(Op):
         whole = isinstance(other, (int, float)) or (
             isinstance(other, Tensor) and other.shape == h.shape and other.is_floating_point()
         )
-        made = extended(torch.mul, (h, other), {}, self.caller) if whole else None
+        if not whole:
+            return NotImplemented
+        pair = (h, other)
+        chained = {id(one) for one in pair if _is_chain(one, self.caller)}
+        made = extended(torch.mul, pair, {}, self.caller, chained)
         return NotImplemented if made is None else made
 
     def linear(self, h: Deferred, to: Projection, dtype: torch.dtype) -> Tensor:
@@ -148,7 +153,10 @@ class Chain(Op):
         trains = weight.requires_grad or (adapter is not None and adapter.lora_A.requires_grad)
         if not trains:
             return super().linear(h, to, dtype)
-        return recomputed_linear(h.plain(), self.again, h.sources, weight, bias, dtype, adapter)
+        given = (self.again, h.sources, weight, bias, dtype, adapter)
+        if in_compiler() or not isinstance(h, Unstored):
+            return recomputed_linear(h.plain(), *given)
+        return recomputed_linear(h, *given, value=h.read())
 
     def recipe(self, h: Deferred) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]]:
         return self.again, h.sources
@@ -160,7 +168,7 @@ class Chain(Op):
         return Product.of(RecomputedMatmul(func, self.again, h, weight, offsets, h.sources))
 
 
-def _is_chain(tensor: Tensor, caller: Caller) -> bool:
+def _is_chain(tensor: Any, caller: Caller) -> bool:
     """Whether a further step may be made of it, past which no gradient comes to the tensor itself."""
     if not isinstance(tensor, Unstored) or type(tensor.op) is not Chain:
         return False
@@ -169,28 +177,28 @@ def _is_chain(tensor: Tensor, caller: Caller) -> bool:
     return not (waits_for_gradient(tensor) or tensor.is_changed())
 
 
-def _may_wait(tensors: list[Tensor], caller: Caller) -> bool:
+def _may_wait(tensors: list[Tensor], chained: Set[int]) -> bool:
     """Whether a gradient is asked for, and by autograd alone, and no tensor has a class of its own."""
     if any(is_foreign(tensor) and not isinstance(tensor, Deferred) for tensor in tensors):
         return False
     if is_transformed():
         return False
     # a step of a mask alone has no gradient
-    asks = any(tensor.requires_grad or _is_chain(tensor, caller) for tensor in tensors)
-    return asks and torch.is_grad_enabled()
+    asks = chained or any(tensor.requires_grad for tensor in tensors)
+    return bool(asks) and torch.is_grad_enabled()
 
 
-def _operands(args: tuple[Any, ...], kwargs: dict[str, Any], caller: Caller) -> list[Tensor]:
+def _operands(args: tuple[Any, ...], kwargs: dict[str, Any], chained: Set[int]) -> list[Tensor]:
     """The tensors of a call, first one of the result's shape; none where one may not enter a chain, or
     where the result's layout cannot be told beforehand."""
     tensors = [item for item in (*args, *kwargs.values()) if isinstance(item, Tensor)]
-    if not _may_wait(tensors, caller):
+    if not _may_wait(tensors, chained):
         return []
     shape = largest_shape(tensors)
     whole = [tensor for tensor in tensors if tensor.shape == shape]
     if not whole or not _lies_as(whole, [one for one in tensors if one.shape != shape]):
         return []
-    first = max(whole, key=lambda tensor: _is_chain(tensor, caller))
+    first = max(whole, key=lambda tensor: id(tensor) in chained)
     if any(tensor.device != first.device and tensor.dim() for tensor in tensors):
         return []
     return [first, *(tensor for tensor in tensors if tensor is not first)]
@@ -213,26 +221,38 @@ def _is_in_order(tensor: Tensor) -> bool:
 
 
 def extended(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], caller: Caller
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    caller: Caller,
+    chained: Set[int],
 ) -> Deferred | None:
-    """``func(*args, **kwargs)``, deferred; None where it cannot wait. ``caller`` as of a `Chain`."""
-    tensors: list[Any] = _operands(args, kwargs, caller)
+    """``func(*args, **kwargs)``, deferred; None where it cannot wait.
+
+    Args:
+        caller: as of a `Chain`.
+        chained: ids of the tensors of its chains.
+    """
+    tensors: list[Any] = _operands(args, kwargs, chained)
     times = args[1:] if role_of(function_name(func)).has(Role.REPEAT) else ()
     if not tensors or not _may_be_repeated(tensors[0], times):
         return None
-    return _made(func, args, kwargs, tensors, _repeated(tensors[0].shape, times), caller)
+    shape = _repeated(tensors[0].shape, times)
+    return _made(func, args, kwargs, tensors, shape, caller, chained)
 
 
-def concatenated(args: tuple[Any, ...], kwargs: dict[str, Any], caller: Caller) -> Deferred | None:
+def concatenated(
+    args: tuple[Any, ...], kwargs: dict[str, Any], caller: Caller, chained: Set[int]
+) -> Deferred | None:
     """`torch.cat` of contiguous tensors, deferred; None where it cannot wait. A part may be an activation
-    that waits."""
+    that waits. Further arguments as of `extended`."""
     call = concatenation_call(args, kwargs)
-    if call is None or not _may_wait(list(call.parts), caller):
+    if call is None or not _may_wait(list(call.parts), chained):
         return None
     if not all(part.is_contiguous() for part in call.parts):  # images whose channels lie last
         return None
     given = {"dim": call.dim}
-    return _made(_concatenate, call.parts, given, list(call.parts), call.shape, caller)
+    return _made(_concatenate, call.parts, given, list(call.parts), call.shape, caller, chained)
 
 
 def _concatenate(*parts: Tensor, dim: int) -> Tensor:
@@ -246,11 +266,11 @@ def _made(
     tensors: list[Any],
     shape: torch.Size,
     caller: Caller,
+    chained: Set[int],
 ) -> Deferred | None:
     """What a function makes of ``tensors``, which are among its arguments."""
     device = tensors[0].device
     autocast = autocast_of(device.type)
-    chained = {id(tensor) for tensor in tensors if _is_chain(tensor, caller)}
     if any(id(tensor) in chained and tensor.op.autocast != autocast for tensor in tensors):
         return None
     sources, places, items = _joined(tensors, chained)
@@ -282,7 +302,7 @@ def _repeated(shape: torch.Size, times: tuple[int, ...]) -> torch.Size:
 
 
 def _joined(
-    tensors: list[Any], chained: set[int]
+    tensors: list[Any], chained: Set[int]
 ) -> tuple[list[Tensor], dict[Leaf, int], dict[int, Step | Leaf]]:
     """The sources of operands, the places of leaves among them, and what stands for each operand."""
     sources: list[Tensor] = []
@@ -342,20 +362,26 @@ class DeferChains(ForwardMode):
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = getattr(func, "__name__", "")
-        made = None
         if name in self.names and self.packs_alike():
             with without_torch_function():  # which each attribute of a deferred tensor is
-                if elementwise_call(name, args, kwargs, self._maker) in self.calls:
-                    joins = role_of(name).has(Role.CONCATENATION)
-                    made = (
-                        concatenated(args, kwargs, self.caller)
-                        if joins
-                        else extended(func, args, kwargs, self.caller)
-                    )
-        return func(*args, **kwargs) if made is None else made
+                made = self._deferred(func, name, args, kwargs)
+            if made is not None:
+                return made
+        return self.onward(func, args, kwargs)
 
-    def _maker(self, tensor: Tensor) -> str | None:
-        """What made a tensor, as `elementwise_call` asks."""
-        if _is_chain(tensor, self.caller):
-            return "chain"
-        return "norm" if is_of_norm(tensor) else None
+    def _deferred(
+        self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Deferred | None:
+        chained: set[int] = set()
+
+        def maker(tensor: Tensor) -> str | None:
+            if _is_chain(tensor, self.caller):
+                chained.add(id(tensor))
+                return "chain"
+            return "norm" if is_of_norm(tensor) else None
+
+        if elementwise_call(name, args, kwargs, maker) not in self.calls:
+            return None
+        if role_of(name).has(Role.CONCATENATION):
+            return concatenated(args, kwargs, self.caller, chained)
+        return extended(func, args, kwargs, self.caller, chained)

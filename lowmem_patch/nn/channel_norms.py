@@ -87,7 +87,7 @@ class DeferChannelNorms(ForwardMode):
         if func in _NORMS and self.packs_alike():
             given = channel_norm_call(func.__name__, args, kwargs)
             made = None if given is None else deferred_norm(given)
-        return func(*args, **kwargs) if made is None else made
+        return self.onward(func, args, kwargs) if made is None else made
 
 
 _NORMS: tuple[Callable[..., Any], ...] = (F.batch_norm, F.group_norm, F.instance_norm)

@@ -244,13 +244,13 @@ class _AttentionInEightBits(ForwardMode):
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # at once for all other functions, of which a module may call a hundred
         if getattr(func, "__name__", "") not in _FUSED:
-            return func(*args, **kwargs)
+            return self.onward(func, args, kwargs)
         if not (_may_store() and self.packs_alike()):
-            return func(*args, **kwargs)
+            return self.onward(func, args, kwargs)
         named = dict(zip(("query", "key", "value"), args, strict=False)) | kwargs
         q, k, v = (named.get(name) for name in ("query", "key", "value"))
         if q is None or k is None or v is None or not all(map(_is_storable, (q, k, v))):
-            return func(*args, **kwargs)
+            return self.onward(func, args, kwargs)
         output = q.numel() // max(q.shape[-1], 1) * v.shape[-1]
         sizes = {q.numel(), k.numel(), v.numel(), output}
         widths, dims = {q.shape[-1], v.shape[-1]}, q.dim()
@@ -265,7 +265,7 @@ class _AttentionInEightBits(ForwardMode):
             return fits and (tensor.requires_grad or _storage_key(tensor) in own)
 
         with _Storing(is_stored, shared=True, packed=_packed_storages((q, k, v))):
-            return func(*args, **kwargs)
+            return self.onward(func, args, kwargs)
 
 
 def _packed_storages(parts: Iterable[Tensor]) -> frozenset[int]:

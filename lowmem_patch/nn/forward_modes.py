@@ -43,10 +43,10 @@ class CallInstead(ForwardMode):
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if getattr(func, "__name__", "") != self.function.name or not self.packs_alike():
-            return func(*args, **kwargs)
+            return self.onward(func, args, kwargs)
         read = called_function(self.function.name, args, kwargs)
         if read is None or read[1] != self.function or not _is_running(self.module):
-            return func(*args, **kwargs)
+            return self.onward(func, args, kwargs)
         return self.replacement(read[0])
 
 
@@ -78,12 +78,12 @@ class HeadsLastQueries(ForwardMode):
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # at once for all other functions, of which a module may call a hundred
         if func is not F.scaled_dot_product_attention or not torch.is_grad_enabled():
-            return func(*args, **kwargs)
+            return self.onward(func, args, kwargs)
         if not any(map(_trains, (*args, *kwargs.values()))):
-            return func(*args, **kwargs)
+            return self.onward(func, args, kwargs)
         if args:
-            return func(_with_heads_last(args[0]), *args[1:], **kwargs)
-        return func(**{**kwargs, "query": _with_heads_last(kwargs.get("query"))})
+            return self.onward(func, (_with_heads_last(args[0]), *args[1:]), kwargs)
+        return self.onward(func, (), {**kwargs, "query": _with_heads_last(kwargs.get("query"))})
 
 
 def has_heads_first(tensor: Tensor) -> bool:
@@ -116,7 +116,7 @@ class GatherBiases(ForwardMode):
         known = func is Tensor.__getitem__ and any(args[0] is bias for bias in self.biases)
         if known and are_row_numbers(args[1]) and self.packs_alike():
             return GatheredRows.of(*args)
-        return func(*args, **kwargs)
+        return self.onward(func, args, kwargs)
 
 
 class GatherUnsaved(ForwardMode):
@@ -125,7 +125,7 @@ class GatherUnsaved(ForwardMode):
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = gather_call(args, kwargs) if func in _GATHERS and self.packs_alike() else None
         if call is None or not _is_plain(call):
-            return func(*args, **kwargs)
+            return self.onward(func, args, kwargs)
         return gather(*call)
 
 

@@ -275,16 +275,25 @@ def largest_shape(tensors: Sequence[Tensor]) -> torch.Size | None:
     if len(shapes) == 1:
         return shapes.pop()
     largest = max(shapes, key=lambda shape: (len(shape), shape.numel()))
-    # numbers: torch takes 30 us for all others
-    if all(shape.numel() == 1 for shape in shapes - {largest}):
+    # torch.broadcast_shapes takes 30 us and more
+    if all(_spreads_to(shape, largest) for shape in shapes):
         return largest
-    # torch.broadcast_shapes takes ten times as long
     padded = [(1,) * (len(largest) - len(shape)) + tuple(shape) for shape in shapes]
     found = [max(lengths) if 0 not in lengths else 0 for lengths in zip(*padded, strict=True)]
     fits = all(
         length in (1, whole) for shape in padded for length, whole in zip(shape, found, strict=True)
     )
     return torch.Size(found) if fits else None
+
+
+def _spreads_to(shape: torch.Size, largest: torch.Size) -> bool:
+    """Whether broadcasting makes the larger shape of this one, which has no more dimensions."""
+    place = len(largest) - len(shape)
+    for length in shape:
+        if length not in (1, largest[place]):
+            return False
+        place += 1
+    return True
 
 
 _ELEMENTWISE = (Tensor, int, float, str, torch.dtype, type(None))

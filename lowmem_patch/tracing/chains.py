@@ -15,6 +15,8 @@ from lowmem_patch.tracing.op_roles import OF_ELEMENTS, Role
 from lowmem_patch.tracing.trace import Op, Trace
 
 _STEPS = OF_ELEMENTS | Role.REPEAT | Role.CONCATENATION
+# of what is made of it, as a condition of each image is of all its tokens: not worth a step
+_SMALL = 1 / 128
 
 
 @dataclasses.dataclass(eq=False)
@@ -80,7 +82,7 @@ def find_chains(
         module = caller(op.module)
         own = {id(t): c for t in op.reads if (c := chains.get(id(t))) and c.module == module}
         call = _call(op, own.keys(), norms)
-        if call is None or not _belongs(op, own.keys(), known):
+        if call is None or not _belongs(op, own.keys(), known) or _is_small(trace, op):
             continue
         chain, *others = dict.fromkeys(own.values()) or (Chain(module),)
         chain.ops[number] = op
@@ -133,6 +135,14 @@ def _belongs(op: Op, own: Set[int], known: Set[int]) -> bool:
     return not (
         id(output) in known or any(id(t) in known and t.shape == output.shape for t in op.reads)
     )
+
+
+def _is_small(trace: Trace, op: Op) -> bool:
+    """Whether an elementwise function makes something much larger of what the op makes."""
+    made = op.outputs[0]
+    readers = trace.consumers.get(id(made), ())
+    sizes = (one.outputs[0].numel() for one in readers if one.role.has(_STEPS) and one.outputs)
+    return made.numel() <= max(sizes, default=0) * _SMALL
 
 
 def _is_elementwise(op: Op) -> bool:

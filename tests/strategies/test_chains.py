@@ -119,7 +119,7 @@ def test_steps_run_under_the_autocast_of_the_forward() -> None:
     for wanted in (True, False):
         seen.clear()
         with torch.autocast("cpu", torch.bfloat16, enabled=wanted):
-            y: Any = extended(doubled, (x,), {}, Caller(viewed=False))
+            y: Any = extended(doubled, (x,), {}, Caller(viewed=False), set())
         with torch.autocast("cpu", torch.bfloat16, enabled=not wanted):
             z = F.linear(y, weight)
             z.sum().backward()

@@ -292,3 +292,32 @@ def test_a_patched_block_evaluates_and_trains_on() -> None:
         assert_close(model.eval()(*inputs()), twin.eval()(*inputs()), "output")
     longer = tuple(torch.cat([tensor, tensor]) for tensor in inputs())
     assert_same_step(model.train(), twin.train(), longer)
+
+
+@pytest.mark.parametrize(("rows", "functions"), [(ROWS, 3), (128, 2)])
+def test_a_condition_that_is_small_beside_its_tokens_is_no_step(rows: int, functions: int) -> None:
+    """``1 + scale`` has one row for each sample, and costs Python as much as a function of all tokens."""
+    model = network()
+    twin = copy.deepcopy(model)
+    given = (torch.randn(BATCH, rows, WIDTH), inputs()[1])
+    patch_model(model, "exact", example_inputs=given)
+    reasons = {site.name: site.reason for site in patch_report(model).sites if site.kind == "chain"}
+    assert f"input of {functions} elementwise functions" in reasons["blocks.0.modulated"]
+    assert_same_step(model, twin, given)
+
+
+def test_a_linear_reads_a_chain_without_a_view_for_autograd() -> None:
+    model = patched(network())
+    seen: list[str] = []
+    for layer in (model.blocks[0].attention.q, model.blocks[0].out):
+        layer.register_forward_hook(lambda _module, _args, y: seen.append(_nodes(y)))
+    model(*inputs())
+    assert seen == ["deferred", "deferred"]
+
+
+def _nodes(y: Tensor) -> str:
+    """The name of the node that made a Linear's input."""
+    assert y.grad_fn is not None
+    node = y.grad_fn.next_functions[0][0]
+    assert node is not None
+    return "deferred" if "Defer" in node.name() else node.name()
