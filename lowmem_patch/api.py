@@ -13,7 +13,7 @@ from lowmem_patch.config import ConfigLike, PatchConfig, given_config, load_conf
 from lowmem_patch.errors import ConfigError, NothingToPatchError, PatchError, TraceError
 from lowmem_patch.memory.model_states import Training
 from lowmem_patch.nn.context import is_fsdp_unit
-from lowmem_patch.nn.gammas import forget_after_forward, look_at_gammas, look_before_forward
+from lowmem_patch.nn.gammas import check_before_forward, check_gammas, forget_after_forward
 from lowmem_patch.nn.head import forget_reads, notes_of_heads
 from lowmem_patch.nn.norms import MSNorm
 from lowmem_patch.nn.own import Own, within_compiled
@@ -283,8 +283,8 @@ def _attach(model: nn.Module, report: PatchReport, fit: Asked | None) -> None:
     model.__dict__[RECORD] = Record(report, trains_signature(model), fit)
     norms = tuple(m for m in model.modules() if isinstance(m, MSNorm) and not m.folded)
     if norms:
-        look_at_gammas(norms)  # for a compiler, under which nobody looks
-        model.register_forward_pre_hook(Own(look_before_forward, norms))
+        check_gammas(norms)  # for a compiler, under which nobody checks
+        model.register_forward_pre_hook(Own(check_before_forward, norms))
         model.register_forward_hook(Own(forget_after_forward, norms), always_call=True)
 
 

@@ -1,4 +1,4 @@
-"""Budgets on the command line and in configs: the ladder, the choice, and what is refused."""
+"""Budgets on the command line and in configs: the suggestions, the choice, and what is refused."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from lowmem_patch.memory import Training, steps
 from lowmem_patch.memory.timeline import RunBytes, Timeline
 from lowmem_patch.planning.budget import Budget, make_budget
 from lowmem_patch.planning.choices import input_sizes
-from lowmem_patch.planning.ladder import Rung, find_rungs
-from lowmem_patch.report.fit import print_ladder
+from lowmem_patch.planning.suggestions import Suggestion, find_suggestions
+from lowmem_patch.report.fit import print_suggestions
 from lowmem_patch.tracing.inputs import as_example_inputs
 from tests.support.models import llama_of
 from tests.support.stacks import rows, stack
@@ -103,7 +103,7 @@ def run_each_step_once(known: dict[Any, Any], patch: pytest.MonkeyPatch) -> None
 
 @pytest.fixture(scope="module")
 def found(llama: Path, known: dict[Any, Any]) -> Any:
-    """What is said of a model, its ladder and its budget."""
+    """What is said of a model, its suggestions and its budget."""
     with pytest.MonkeyPatch.context() as patch:
         run_each_step_once(known, patch)
         result = call(llama, "--memory", "9MiB", "--fit", "9m", "--json")
@@ -129,9 +129,9 @@ def test_accumulation_is_in_the_budget(shallow: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_ladder_and_the_choice(found: Any) -> None:
-    names = [rung["name"] for rung in found["ladder"]]
-    totals = [rung["total"] for rung in found["ladder"]]
+def test_the_suggestions_and_the_choice(found: Any) -> None:
+    names = [suggestion["name"] for suggestion in found["suggestions"]]
+    totals = [suggestion["total"] for suggestion in found["suggestions"]]
     assert names[:4] == [
         "patched, and no block runs again", "all blocks run again, their attention is saved",
         "all blocks run again", "all blocks run again, their inputs in host memory",
@@ -141,9 +141,9 @@ def test_the_ladder_and_the_choice(found: Any) -> None:
         "QLoRA: weights in 4 bits, adapters of rank 8 train",
         "adamw8bit, an 8-bit optimizer, not adamw", "FSDP over 2 GPUs, bytes of each",
     ]  # fmt: skip
-    assert [rung["on_top"] for rung in found["ladder"]] == [False] * 4 + [True] * 5
+    assert [suggestion["on_top"] for suggestion in found["suggestions"]] == [False] * 4 + [True] * 5
     assert totals[0] > totals[1] >= totals[2] >= totals[3] > max(totals[4:6])
-    seconds = [rung["seconds"] for rung in found["ladder"]]
+    seconds = [suggestion["seconds"] for suggestion in found["suggestions"]]
     assert seconds[0] < seconds[1] <= seconds[2] <= seconds[3] and seconds[4] < seconds[0]
     # what few blocks tell is what the whole model takes, and 3 % for fragmentation
     after = found["memory"]["after"]
@@ -174,21 +174,21 @@ def test_both_are_shown(shallow: Path) -> None:
     assert header.endswith("x floor")
 
 
-def ladder_of(*blocks: nn.Module, rows: torch.Tensor) -> list[str]:
+def suggestions_of(*blocks: nn.Module, rows: torch.Tensor) -> list[str]:
     model = nn.Sequential(*blocks)
     budget, inputs = make_budget("1GiB", model), as_example_inputs((rows,))
-    rungs = find_rungs(model, load_config("auto"), inputs, Training(), budget)
-    return [rung.name for rung in rungs]
+    suggestions = find_suggestions(model, load_config("auto"), inputs, Training(), budget)
+    return [suggestion.name for suggestion in suggestions]
 
 
-def test_the_ladder_names_what_the_model_has() -> None:
+def test_the_suggestions_name_what_the_model_has() -> None:
     def convolutions() -> nn.Module:
         return nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU())
 
     images = torch.randn(2, 4, 8, 8)
-    names = ladder_of(convolutions(), convolutions(), nn.Linear(8, 2), rows=images)
+    names = suggestions_of(convolutions(), convolutions(), nn.Linear(8, 2), rows=images)
     linears = [nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8)) for _ in range(2)]
-    of_linears = ladder_of(*linears, rows=torch.randn(2, 8))
+    of_linears = suggestions_of(*linears, rows=torch.randn(2, 8))
     for found in (names, of_linears):
         assert "all blocks run again" in found and not any("attention" in name for name in found)
     assert [any("QLoRA" in name for name in found) for found in (names, of_linears)] == [
@@ -207,19 +207,21 @@ def test_the_ladder_names_what_the_model_has() -> None:
         ),
     ],
 )
-def test_totals_of_the_ladder_are_those_of_a_budget(layers: int, asked: dict[str, Any]) -> None:
-    """Of many blocks the ladder runs few: what the allocator rounds up for activations is missing there."""
+def test_totals_of_the_suggestions_are_those_of_a_budget(
+    layers: int, asked: dict[str, Any]
+) -> None:
+    """Of many blocks few are run: what the allocator rounds up for activations is missing there."""
     with torch.device("meta"):
         model = llama_of(num_hidden_layers=layers)
     inputs = as_example_inputs({"input_ids": torch.empty(2, 64, dtype=torch.long, device="meta")})
     optimizer, gpus = asked.get("optimizer", "adamw"), asked.get("gpus", 1)
     training = Training(optimizer, accumulates="accumulation" in asked, gpus=gpus)
-    rungs = find_rungs(model, load_config("auto"), inputs, training, Budget(2**30, ""))
+    suggestions = find_suggestions(model, load_config("auto"), inputs, training, Budget(2**30, ""))
     fit = plan_patch(model, "auto", example_inputs=inputs, fit="1GiB", **asked).fit
     assert fit is not None and not any(block.seconds for block in fit.blocks)
     rounded = fit.rounding + fit.margin if layers == LAYERS else 0
-    assert rungs[0].name == "patched, and no block runs again"
-    assert rungs[0].total == fit.predicted - rounded
+    assert suggestions[0].name == "patched, and no block runs again"
+    assert suggestions[0].total == fit.predicted - rounded
 
 
 def test_what_goes_to_the_host_is_what_the_run_before_gave() -> None:
@@ -227,8 +229,10 @@ def test_what_goes_to_the_host_is_what_the_run_before_gave() -> None:
     assert input_sizes(Timeline(tuple(runs), {}, 0, 0)) == [3, 3, 5]
 
 
-def test_a_budget_as_the_ladder_prints_it_is_no_smaller(capsys: pytest.CaptureFixture[str]) -> None:
-    print_ladder([Rung("patched", 2**30 + 1, 1.0)], 2**30, "a GPU")
+def test_a_budget_as_the_suggestions_print_it_is_no_smaller(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    print_suggestions([Suggestion("patched", 2**30 + 1, 1.0)], 2**30, "a GPU")
     (row,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("patched"))
     assert "1.01 GiB" in row and row.split()[3] == "no"
 
@@ -257,14 +261,14 @@ def test_too_small_a_budget_has_an_exit_code_of_its_own(shallow: Path) -> None:
 def test_the_verdict_says_whether_anything_fits(
     llama: Path, found: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From the totals of the ladder: at each of them the next row begins to fit."""
+    """From the totals of the suggestions: at each of them the next row begins to fit."""
     monkeypatch.setenv("COLUMNS", "300")  # one line, as wide as it is
 
     def look(limit: int) -> tuple[str, int]:
         shown = call(llama, "--memory", f"{limit}B")
         return shown.stdout.splitlines()[-1], shown.exit_code
 
-    totals = [rung["total"] for rung in found["ladder"]]
+    totals = [suggestion["total"] for suggestion in found["suggestions"]]
     line, code = look(totals[0])
     assert line.endswith("patched, and no block needs to run again") and code == 0
     line, code = look(totals[3])
@@ -280,11 +284,11 @@ def test_the_verdict_says_whether_anything_fits(
     assert code == 4
     data = [json.loads(call(llama, *more, "--json").stdout) for more in ((), ("--memory", "1KiB"))]
     assert [each["fits"] for each in data] == [None, False]
-    assert not any("FSDP" in rung["name"] for rung in data[1]["ladder"])
+    assert not any("FSDP" in suggestion["name"] for suggestion in data[1]["suggestions"])
 
 
 @pytest.mark.slow
-def test_a_length_that_is_no_row_of_the_ladder_fits(shallow: Path) -> None:
+def test_a_length_that_is_no_row_of_the_suggestions_fits(shallow: Path) -> None:
     smallest = json.loads(call(shallow, "--memory", "1KiB", "--solve", "length", "--json").stdout)[
         "memory"
     ]["least_after"]
@@ -328,12 +332,12 @@ def test_host_memory_is_shared_among_gpus_and_may_be_none() -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("each_step_once")
-def test_the_ladder_counts_the_gpus_that_were_asked_for(llama: Path, found: Any) -> None:
+def test_the_suggestions_count_the_gpus_that_were_asked_for(llama: Path, found: Any) -> None:
     four = json.loads(call(llama, "--memory", "9MiB", "--gpus", 4, "--json").stdout)
-    assert four["ladder"][0]["total"] < found["ladder"][0]["total"]
+    assert four["suggestions"][0]["total"] < found["suggestions"][0]["total"]
     after = four["memory"]["after"]
-    assert four["ladder"][0]["total"] == pytest.approx(after["total"], rel=0.1)
-    assert [rung["name"] for rung in four["ladder"]][4:] == [
+    assert four["suggestions"][0]["total"] == pytest.approx(after["total"], rel=0.1)
+    assert [suggestion["name"] for suggestion in four["suggestions"]][4:] == [
         "256 tokens a row, not 512",
         "a batch of 1, not 2",
         "FSDP over 8 GPUs, bytes of each",
@@ -344,12 +348,12 @@ def test_the_ladder_counts_the_gpus_that_were_asked_for(llama: Path, found: Any)
 def test_qlora_of_a_model_without_data_has_workspaces(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the error of a budget says of QLoRA is what the ladder says."""
+    """What the error of a budget says of QLoRA is what the suggestions say."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":1024:1")
     size = ("--batch-size", "1", "--seq-len", "16")
     (said,) = re.findall(r"QLoRA.*: ([\d.]+) MiB", call(llama, "--fit", "3MiB", *size).stderr)
-    ladder = json.loads(call(llama, "--memory", "3MiB", *size, "--json").stdout)["ladder"]
-    (shown,) = (rung["total"] for rung in ladder if "QLoRA" in rung["name"])
+    suggestions = json.loads(call(llama, "--memory", "3MiB", *size, "--json").stdout)["suggestions"]
+    (shown,) = (suggestion["total"] for suggestion in suggestions if "QLoRA" in suggestion["name"])
     assert float(said) * 2**20 == pytest.approx(shown, rel=0.05)
 
 

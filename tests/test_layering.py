@@ -87,7 +87,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("planning.budget", "planning.costs", "planning.solve"),
     ("planning.choices",),
     ("planning.fit",),
-    ("planning.ladder",),
+    ("planning.suggestions",),
     ("planning.fit_model",),
     ("planning.largest",),
     ("api",),

@@ -21,8 +21,8 @@ from lowmem_patch.errors import TraceError
 if TYPE_CHECKING:
     from lowmem_patch.config import PatchConfig
     from lowmem_patch.memory import MemoryReport, Training
-    from lowmem_patch.planning.ladder import Rung
     from lowmem_patch.planning.report import PatchReport
+    from lowmem_patch.planning.suggestions import Suggestion
     from lowmem_patch.tracing.inputs import ExampleInputs
 
 
@@ -147,7 +147,7 @@ class _Look:
     assumed: dict[str, str]
     memory: MemoryReport | None
     failed: str | None = None
-    ladder: tuple[Rung, ...] = ()
+    suggestions: tuple[Suggestion, ...] = ()
     device: str = ""
     solved: dict[str, int] = dataclasses.field(default_factory=dict)
     positions: int | None = None
@@ -157,9 +157,9 @@ class _Look:
         """Whether anything does; None where nobody asked."""
         from lowmem_patch.report.fit import anything_fits
 
-        if self.memory is None or self.memory.limit is None or not self.ladder:
+        if self.memory is None or self.memory.limit is None or not self.suggestions:
             return None
-        return anything_fits(self.ladder, self.memory)
+        return anything_fits(self.suggestions, self.memory)
 
 
 def _look(model: Any, config: PatchConfig, training: Training, asked: Asked) -> _Look:
@@ -169,8 +169,8 @@ def _look(model: Any, config: PatchConfig, training: Training, asked: Asked) -> 
     from lowmem_patch.planning.budget import make_budget
     from lowmem_patch.planning.costs import device_of
     from lowmem_patch.planning.fit_model import fit_planned
-    from lowmem_patch.planning.ladder import find_rungs
     from lowmem_patch.planning.planner import plan_model
+    from lowmem_patch.planning.suggestions import find_suggestions
     from lowmem_patch.tracing.base_model import base_model
 
     config_of: Any = getattr(base_model(model), "config", None)
@@ -209,9 +209,9 @@ def _look(model: Any, config: PatchConfig, training: Training, asked: Asked) -> 
             raise
         failed = f"no peak was predicted: {error}"
         return _Look(report, assumed, None, failed, solved=solved, positions=most_positions(model))
-    rungs = find_rungs(model, config, inputs, training, budget) if budget else ()
+    suggestions = find_suggestions(model, config, inputs, training, budget) if budget else ()
     return _Look(
-        report, assumed, predicted, ladder=rungs, device=device_of(model).name, solved=solved,
+        report, assumed, predicted, suggestions=suggestions, device=device_of(model).name, solved=solved,
         positions=most_positions(model),
     )  # fmt: skip
 
@@ -254,7 +254,7 @@ def _solved(
 
 
 def _show(found: _Look, model: str, train: str, plot: Path | None, as_json: bool) -> None:
-    from lowmem_patch.report.fit import print_fit, print_ladder, print_largest, print_verdict
+    from lowmem_patch.report.fit import print_fit, print_largest, print_suggestions, print_verdict
     from lowmem_patch.report.layout import print_error
     from lowmem_patch.report.results import print_memory, print_plan
 
@@ -266,16 +266,16 @@ def _show(found: _Look, model: str, train: str, plot: Path | None, as_json: bool
         plot_saved_bytes({title: plan}, plot)
     if as_json:
         data = {"model": model, "train": train, "assumptions": found.assumed, **plan.to_dict()}
-        data["ladder"] = [dataclasses.asdict(rung) for rung in found.ladder]
+        data["suggestions"] = [dataclasses.asdict(suggestion) for suggestion in found.suggestions]
         data["fits"], data["largest"] = found.fits, found.solved
         print_json({**data, "memory": None if memory is None else memory.to_dict()})
         return
     print_plan(plan, title, found.assumed)
     if memory is not None:
         print_memory(memory, train)
-        if found.ladder and memory.limit is not None:
-            print_ladder(found.ladder, memory.limit, found.device)
-            print_verdict(found.ladder, memory)
+        if found.suggestions and memory.limit is not None:
+            print_suggestions(found.suggestions, memory.limit, found.device)
+            print_verdict(found.suggestions, memory)
     if plan.fit is not None:
         print_fit(plan.fit)
         print_largest(found.solved, plan.fit, found.positions)

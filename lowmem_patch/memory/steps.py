@@ -185,11 +185,11 @@ class Steps:
 
 def _assume_looks(model: nn.Module, shadow: nn.Module, *, gathered: bool) -> None:
     """Tell the norms of a patched shadow, which has no data, what their gammas and betas are like; nobody
-    looks at those that FSDP2 gathers."""
+    checks those that FSDP2 gathers."""
     modules = dict(model.named_modules())
     for name, norm in shadow.named_modules():
         if isinstance(norm, MSNorm) and not norm.folded and name in modules:
             own = modules[name]._parameters
             gamma, beta = map(own.get, norm.names)
             told = False if gathered else would_tell_z(norm, gamma, beta)
-            norm.looks.assumed = told
+            norm.gamma_checks.assumed = told

@@ -55,8 +55,8 @@ from lowmem_patch.nn.context import (
 from lowmem_patch.nn.deferred import Deferred, Stored, Unstored, value_of
 from lowmem_patch.nn.deferred_linears import project
 from lowmem_patch.nn.deferred_ops import saved_copy
-from lowmem_patch.nn.gammas import look_at_gammas
-from lowmem_patch.nn.looks import RATIO_IN_BITS, SHIFT_IN_BITS
+from lowmem_patch.nn.gamma_checks import RATIO_IN_BITS, SHIFT_IN_BITS
+from lowmem_patch.nn.gammas import check_gammas
 from lowmem_patch.nn.modes import ForwardMode, has_foreign_mode, under_mode
 from lowmem_patch.nn.norms import MSNorm
 from lowmem_patch.nn.op import Projection
@@ -76,8 +76,11 @@ def store_input(module: nn.Module, *, once: bool = False) -> None:
     if isinstance(module, MSNorm):
         module.in_eight_bits = True
         # z = (y - beta) / gamma has the error of the group's largest y, divided by its own gamma
-        module.looks.smallest_ratio, module.looks.largest_shift = RATIO_IN_BITS, SHIFT_IN_BITS
-        look_at_gammas([module])
+        module.gamma_checks.smallest_ratio, module.gamma_checks.largest_shift = (
+            RATIO_IN_BITS,
+            SHIFT_IN_BITS,
+        )
+        check_gammas([module])
         give_forward_around(module, _stores_output)
     else:
         give_forward_around(module, _stores_input, once)

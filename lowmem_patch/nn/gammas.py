@@ -1,17 +1,17 @@
-"""Which norms can recover z = (y - beta) / gamma from their output y: looked at once a forward.
+"""Which norms can recover z = (y - beta) / gamma from their output y: checked once a forward.
 
 Where gamma comes near 0, or beta is large against it, the output does not tell z. Of a gamma that trains
-nobody knows that beforehand, and some optimizers write without a trace (``.data``). So the values are looked
-at when the model's forward begins: one small computation for all norms.
+nobody knows that beforehand, and some optimizers write without a trace (``.data``). So the values are checked
+when the model's forward begins: one small computation for all norms.
 
 A forward that waited for the answer would wait for the whole step before. So it goes on with what it expects
-(`Looks.expect`) where gamma moves as it did from step to step and was far from 0 there, and the norm's
-backward, for which the answer has long come, asks whether that was so (`Looks.confirm`). Anywhere else,
+(`GammaChecks.expect`) where gamma moves as it did from step to step and was far from 0 there, and the norm's
+backward, for which the answer has long come, asks whether that was so (`GammaChecks.confirm`). Anywhere else,
 after a write that no optimizer made, say, the host waits.
 
-A norm that was not looked at saves z, which is always right, and costs writing z and computing y again:
+A norm that was not checked saves z, which is always right, and costs writing z and computing y again:
 a part of the model that is called by itself, sharded weights, a CUDA graph under capture, torch.compile. In a
-block that runs again in backward a norm saves what it saved in the first run (`Looks.decided`).
+block that runs again in backward a norm saves what it saved in the first run (`GammaChecks.decided`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from lowmem_patch.functional import (
     without_dispatch_modes,
 )
 from lowmem_patch.nn.context import is_freed, train, trains_here
-from lowmem_patch.nn.looks import Extremes, Look, Reading
+from lowmem_patch.nn.gamma_checks import Extremes, GammaCheck, Reading
 
 if TYPE_CHECKING:
     from lowmem_patch.nn.norms import MSNorm
@@ -40,7 +40,7 @@ _PLAIN = (Tensor, nn.Parameter)
 Affined = tuple["MSNorm", Any, Any]  # a norm with its gamma and beta
 
 
-def can_be_looked_at(*vectors: Tensor | None) -> bool:
+def can_be_checked(*vectors: Tensor | None) -> bool:
     """Whether gamma and beta are ordinary tensors with data, whole: between its forwards FSDP1 frees them, or
     has parts of them."""
     given = [vector for vector in vectors if vector is not None]
@@ -73,34 +73,34 @@ def _extremes(pairs: list[tuple[Any, Any]], settings: NormSettings) -> Tensor:
 
 
 def would_tell_z(norm: MSNorm, weight: Tensor | None, bias: Tensor | None) -> bool | None:
-    """Whether the output of ``norm`` would tell z of these gamma and beta; None where nobody can look."""
+    """Whether the output of ``norm`` would tell z of these gamma and beta; None where nobody can check."""
     one = bias if weight is None else weight
-    if one is None or not can_be_looked_at(weight, bias):
+    if one is None or not can_be_checked(weight, bias):
         return None
     with torch.no_grad(), without_autocast(one.device.type):
         found = _extremes([(weight, bias)], norm.settings)
-    return norm.looks.tells_z(Extremes.of(*found.flatten().tolist()))
+    return norm.gamma_checks.tells_z(Extremes.of(*found.flatten().tolist()))
 
 
-def look_at_gammas(norms: Iterable[MSNorm]) -> None:
+def check_gammas(norms: Iterable[MSNorm]) -> None:
     """Let each norm know whether its output tells z; waits for the device, once for each."""
     whole = []
     for norm in norms:
         weight, bias = norm.own_affine()
-        norm.looks.last = None
-        if can_be_looked_at(weight, bias):
+        norm.gamma_checks.last = None
+        if can_be_checked(weight, bias):
             whole.append((norm, weight, bias))
-    for norm in _start_looks(whole):
-        assert norm.looks.last is not None
-        norm.looks.told(norm.looks.last)
+    for norm in _start_checks(whole):
+        assert norm.gamma_checks.last is not None
+        norm.gamma_checks.told(norm.gamma_checks.last)
 
 
-def _start_looks(norms: Iterable[Affined]) -> list[MSNorm]:
-    """Have the devices look at gamma and beta, which are whole; the norms that were looked at. Nobody looks
+def _start_checks(norms: Iterable[Affined]) -> list[MSNorm]:
+    """Have the devices check gamma and beta, which are whole; the norms that were checked. Nobody checks
     under fake tensors and torch.func, nor where a CUDA graph is under capture."""
     if is_transformed() or detect_fake_mode(()) is not None:
         return []
-    looked_at = []
+    checked = []
     with torch.no_grad(), without_dispatch_modes():
         for device, groups in _alike(norms).items():
             with without_autocast(device.type):  # to float16, which stacks no bfloat16
@@ -108,9 +108,9 @@ def _start_looks(norms: Iterable[Affined]) -> list[MSNorm]:
                 reading = Reading(torch.cat(parts, 1))
             asked = (each for group in groups for each in group)
             for place, (norm, weight, bias) in enumerate(asked):
-                norm.looks.last = Look(weight, bias, reading=reading, place=place)
-                looked_at.append(norm)
-    return looked_at
+                norm.gamma_checks.last = GammaCheck(weight, bias, reading=reading, place=place)
+                checked.append(norm)
+    return checked
 
 
 def _alike(norms: Iterable[Affined]) -> dict[torch.device, list[list[Affined]]]:
@@ -129,27 +129,27 @@ def _alike(norms: Iterable[Affined]) -> dict[torch.device, list[list[Affined]]]:
     return by_device
 
 
-def look_before_forward(norms: tuple[MSNorm, ...], model: nn.Module, args: Any) -> None:
-    """Forward pre-hook of a patched model: looks at the norms whose gamma trains."""
+def check_before_forward(norms: tuple[MSNorm, ...], model: nn.Module, args: Any) -> None:
+    """Forward pre-hook of a patched model: checks the norms whose gamma trains."""
     if in_compiler() or not trains_here():
         return
     training, whole = [], []
     for norm in norms:
         weight, bias = norm.own_affine()
-        looks, looks_at = norm.looks, can_be_looked_at(weight, bias)
-        looks.gathered = not looks_at
+        checks, can_check = norm.gamma_checks, can_be_checked(weight, bias)
+        checks.gathered = not can_check
         if train(weight, bias):
-            looks.last = None
+            checks.last = None
             training.append((norm, weight, bias))
-            if looks_at:
+            if can_check:
                 whole.append((norm, weight, bias))
-    _start_looks(whole)
+    _start_checks(whole)
     for norm, weight, bias in training:
-        looks = norm.looks
-        looks.of_forward = look = looks.last
-        if look is not None:
+        checks = norm.gamma_checks
+        checks.of_forward = check = checks.last
+        if check is not None:
             one = bias if weight is None else weight
-            looks.expect(look, one.is_leaf and one.grad is not None)
+            checks.expect(check, one.is_leaf and one.grad is not None)
 
 
 def forget_after_forward(
@@ -159,6 +159,6 @@ def forget_after_forward(
     if in_compiler():
         return
     for norm in norms:
-        looks = norm.looks
-        if looks.of_forward is not None:
-            looks.of_last_forward, looks.of_forward, looks.last = looks.of_forward, None, None
+        checks = norm.gamma_checks
+        if checks.of_forward is not None:
+            checks.of_last_forward, checks.of_forward, checks.last = checks.of_forward, None, None

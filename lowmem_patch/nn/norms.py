@@ -41,8 +41,8 @@ from lowmem_patch.nn.context import (
 from lowmem_patch.nn.deferred import value_of
 from lowmem_patch.nn.deferred_norms import Norm
 from lowmem_patch.nn.deferred_ops import Normed, Saved, Shared
-from lowmem_patch.nn.gammas import can_be_looked_at, is_capturing, look_at_gammas
-from lowmem_patch.nn.looks import Look, Looks
+from lowmem_patch.nn.gamma_checks import GammaCheck, GammaChecks
+from lowmem_patch.nn.gammas import can_be_checked, check_gammas, is_capturing
 from lowmem_patch.nn.stored import attach, keep
 from lowmem_patch.nn.watched import mark, marked_as, watch
 
@@ -113,7 +113,7 @@ class MSNorm(nn.Module):
         self.folded = folded
         self.use = use
         self.eps_name = eps_name
-        self.looks = Looks()
+        self.gamma_checks = GammaChecks()
         self.in_eight_bits = False
 
     def normalize(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -127,10 +127,10 @@ class MSNorm(nn.Module):
     def _in_graph(self, x: Tensor, dtype: torch.dtype) -> tuple[Any, ...]:
         """The arguments of `compiled.norm`."""
         weight, bias = self.own_affine()
-        low = self._low_dtype(x) if self.use.shares_copy and self.looks.recovers_z else None
+        low = self._low_dtype(x) if self.use.shares_copy and self.gamma_checks.recovers_z else None
         # a high-precision output must not be computed from a low-precision z
         saved, saves_z = low or dtype, low is None and self._compiled_saves_z(weight, bias)
-        saved_as = None if saves_z else self.looks.saved_as(saved)
+        saved_as = None if saves_z else self.gamma_checks.saved_as(saved)
         return x, weight, bias, self.settings_for(x), dtype, saved, saved_as
 
     def settings_for(self, x: Tensor) -> NormSettings:
@@ -222,9 +222,9 @@ class MSNorm(nn.Module):
 
     def _confirm_in_backward(self, y: Tensor, saved: torch.dtype) -> None:
         """Let backward ask, where the norm saved its output (in ``saved``) without a wait for gamma."""
-        look, node = self.looks.of_forward, y.grad_fn
-        if look is not None and look.expected and node is not None and hasattr(node, "confirm"):
-            node.confirm = partial(self.looks.confirm, look, saved)
+        check, node = self.gamma_checks.of_forward, y.grad_fn
+        if check is not None and check.expected and node is not None and hasattr(node, "confirm"):
+            node.confirm = partial(self.gamma_checks.confirm, check, saved)
 
     def _shared(self, y: Tensor) -> Tensor:
         """The output, which the norm itself saves."""
@@ -258,41 +258,41 @@ class MSNorm(nn.Module):
         """Whether z is to be saved, and not the output."""
         if weight is None and bias is None:
             return False
-        looks = self.looks
+        checks = self.gamma_checks
         by_itself = trains and not self.use.output_saved
         if by_itself and self.use.output_moved:
             return True
-        if looks.assumed is not None:
-            return not looks.assumed
+        if checks.assumed is not None:
+            return not checks.assumed
         block = checkpointed_block() if trains else None
-        if block is None or not can_be_looked_at(weight, bias):
+        if block is None or not can_be_checked(weight, bias):
             return self._is_told_to_save_z(weight, bias, trains, by_itself)
         decide = partial(self._is_told_to_save_z, weight, bias, trains, by_itself)
-        return looks.decided(block, decide, weight, bias)
+        return checks.decided(block, decide, weight, bias)
 
     def _compiled_saves_z(self, weight: Tensor | None, bias: Tensor | None) -> bool:
-        """As `_saves_z` for a compiler, under which nobody looks at gamma."""
+        """As `_saves_z` for a compiler, under which nobody checks gamma."""
         if weight is None and bias is None:
             return False
-        return (self.trains() and not self.use.output_saved) or not self.looks.recovers_z
+        return (self.trains() and not self.use.output_saved) or not self.gamma_checks.recovers_z
 
     def _is_told_to_save_z(
         self, weight: Tensor | None, bias: Tensor | None, trains: bool, by_itself: bool
     ) -> bool:
         """What the values of gamma and beta say."""
-        looks = self.looks
-        if looks.gathered:  # to ask for its values would stop the host at each norm
-            return by_itself or can_be_looked_at(weight, bias)
-        look = looks.of_forward if trains else looks.last
-        if look is not None and look.was_of(weight, bias):
-            if look.expected or (by_itself and look.expected is not None):
-                return not look.expected
-            return not looks.told(look)
-        if not can_be_looked_at(weight, bias):
+        checks = self.gamma_checks
+        if checks.gathered:  # to ask for its values would stop the host at each norm
+            return by_itself or can_be_checked(weight, bias)
+        check = checks.of_forward if trains else checks.last
+        if check is not None and check.was_of(weight, bias):
+            if check.expected or (by_itself and check.expected is not None):
+                return not check.expected
+            return not checks.told(check)
+        if not can_be_checked(weight, bias):
             return by_itself
         if not by_itself:
-            look_at_gammas([self])  # which nobody may do in a CUDA graph
-        return by_itself or looks.last is None or not looks.told(looks.last)
+            check_gammas([self])  # which nobody may do in a CUDA graph
+        return by_itself or checks.last is None or not checks.told(checks.last)
 
     def _affine(self, weight: Tensor | None, bias: Tensor | None) -> Affine:
         """gamma and beta with which the Linears compute the output again."""
@@ -329,10 +329,10 @@ class MSNorm(nn.Module):
 
     def _refuse_writes(self) -> None:
         """Raise where somebody wrote into a folded gamma or beta, or set another, which nobody would read."""
-        weight, bias, looks = self.weight, self.bias, self.looks
-        if in_compiler() or is_transformed() or not can_be_looked_at(weight, bias):
+        weight, bias, checks = self.weight, self.bias, self.gamma_checks
+        if in_compiler() or is_transformed() or not can_be_checked(weight, bias):
             return
-        if looks.last is not None and looks.last.was_of(weight, bias):
+        if checks.last is not None and checks.last.was_of(weight, bias):
             return
         if any(is_capturing(v.device) for v in (weight, bias) if v is not None):
             return
@@ -342,7 +342,7 @@ class MSNorm(nn.Module):
                     "gamma or beta of a norm was written after both had been folded into the next Linears, "
                     "which would have no effect: call unpatch_model before, and patch_model again"
                 )
-        looks.last = Look(weight, bias)
+        checks.last = GammaCheck(weight, bias)
 
     def _low_dtype(self, x: Tensor) -> torch.dtype | None:
         """The dtype in which autocast would make a copy of the output for each Linear that reads it."""
@@ -352,17 +352,17 @@ class MSNorm(nn.Module):
         return low if low.itemsize < self._output_dtype(x, low).itemsize else None
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        self.looks.forget()
+        self.gamma_checks.forget()
         apply: Any = super()._apply  # has no types
         return apply(*args, **kwargs)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         if self.folded:
             self.refuse_unfolded(state_dict, prefix)
-        self.looks.forget()
+        self.gamma_checks.forget()
         super()._load_from_state_dict(state_dict, prefix, *args)
         # for a compiler, which has its graphs made anew where this tells otherwise
-        look_at_gammas([self])
+        check_gammas([self])
 
     def refuse_unfolded(self, state_dict: dict[str, Any], prefix: str) -> None:
         """Raise when the weights to be loaded are not those of a folded model.

@@ -13,10 +13,10 @@ from lowmem_patch.planning.apply import apply_plan, undo
 from lowmem_patch.planning.budget import Budget, free_host_bytes, make_budget
 from lowmem_patch.planning.costs import scaled, timed_forward, with_measured_host
 from lowmem_patch.planning.fit import NO_BLOCKS, Fitting, NoFit
-from lowmem_patch.planning.ladder import Rung, base_of, smaller_rungs
 from lowmem_patch.planning.names import size_text
 from lowmem_patch.planning.planner import Planned
 from lowmem_patch.planning.report import NOTHING_TRAINS, find_records
+from lowmem_patch.planning.suggestions import Suggestion, base_of, smaller_suggestions
 
 _WORTH = 0.05  # of the least budget: a change that saves less and does not suffice is not proposed
 
@@ -109,11 +109,11 @@ def _too_small(fitting: Fitting, budget: Budget, found: NoFit, inputs: str) -> s
         fitting.seconds_of(number, found.levels.get(fitting.sites[run.block], "patched"))
         for number, run in enumerate(fitting.blocks.runs)
     )
-    found_rungs = smaller_rungs(
+    found_suggestions = smaller_suggestions(
         base_of(fitting, fitting.shadow.model, budget, found.peak, more),
         lambda smaller: fitting.beside(fitting.run(found.levels, inputs=smaller)),
     )
-    rungs = sorted(found_rungs, key=lambda rung: -rung.total)
+    suggestions = sorted(found_suggestions, key=lambda suggestion: -suggestion.total)
     states = fitting.states
     weights, workspace = states.parameters, states.workspace + states.rounding
     lines = []
@@ -145,18 +145,23 @@ def _too_small(fitting: Fitting, budget: Budget, found: NoFit, inputs: str) -> s
             f"the inputs of blocks may wait in {size_text(fitting.host)} of host memory, half of what is "
             f"available; with {size_text(2 * wanted, up=True)} available the least budget may be smaller"
         )
-    lines += _helps(rungs, budget.bytes, found.least)
+    lines += _helps(suggestions, budget.bytes, found.least)
     return "\n".join(lines)
 
 
-def _helps(rungs: Sequence[Rung], budget: int, least: int) -> list[str]:
+def _helps(suggestions: Sequence[Suggestion], budget: int, least: int) -> list[str]:
     """The changes that suffice, and those that save enough to be worth one."""
-    helps = [rung for rung in rungs if rung.total <= max(budget, (1 - _WORTH) * least)]
+    helps = [
+        suggestion
+        for suggestion in suggestions
+        if suggestion.total <= max(budget, (1 - _WORTH) * least)
+    ]
     heading = "any change that says fits is enough; each of these makes the least budget smaller:"
-    if all(rung.total > budget for rung in helps):
+    if all(suggestion.total > budget for suggestion in helps):
         heading = "no single change makes it fit; each of these makes the least budget smaller:"
     lines = [
-        f"  {rung.name}: {size_text(rung.total)}" + (", fits" if rung.total <= budget else "")
-        for rung in helps
+        f"  {suggestion.name}: {size_text(suggestion.total)}"
+        + (", fits" if suggestion.total <= budget else "")
+        for suggestion in helps
     ]
     return [heading, *lines] if lines else []

@@ -7,20 +7,20 @@ from collections.abc import Mapping, Sequence
 from lowmem_patch.memory import MemoryReport
 from lowmem_patch.planning.columns import make_table
 from lowmem_patch.planning.fit_report import FitReport
-from lowmem_patch.planning.ladder import Rung
 from lowmem_patch.planning.names import human_bytes, size_text
+from lowmem_patch.planning.suggestions import Suggestion
 from lowmem_patch.report.layout import NO_MORE_POSITIONS, print_line, print_table
 
 
-def print_ladder(rungs: Sequence[Rung], limit: int, device: str) -> None:
+def print_suggestions(suggestions: Sequence[Suggestion], limit: int, device: str) -> None:
     """Ways in which all blocks run, and what else would help; those that fit are bold."""
-    ways = [rung for rung in rungs if not rung.on_top]
-    more = [rung for rung in rungs if rung.on_top]
-    _print_rungs(f"to fit in {human_bytes(limit)}", ways, limit, ways[0].seconds)
+    ways = [suggestion for suggestion in suggestions if not suggestion.on_top]
+    more = [suggestion for suggestion in suggestions if suggestion.on_top]
+    _print_suggestions(f"to fit in {human_bytes(limit)}", ways, limit, ways[0].seconds)
     # where the patch alone fits, nobody needs more
     if more and ways[0].total > limit:
         heading = "the last row above, with one change more"
-        _print_rungs(heading, more, limit, ways[0].seconds)
+        _print_suggestions(heading, more, limit, ways[0].seconds)
     if len(ways) > 1:
         print_line(
             "a block that runs again saves its input alone and is recomputed in the backward (activation "
@@ -39,27 +39,31 @@ def print_ladder(rungs: Sequence[Rung], limit: int, device: str) -> None:
     )
 
 
-def anything_fits(rungs: Sequence[Rung], memory: MemoryReport) -> bool:
-    """Whether a row of the ladder fits, or any size of the step."""
+def anything_fits(suggestions: Sequence[Suggestion], memory: MemoryReport) -> bool:
+    """Whether a row of the suggestions fits, or any size of the step."""
     limit = memory.limit or 0
-    return bool(memory.largest_after) or any(rung.total <= limit for rung in rungs)
+    return bool(memory.largest_after) or any(
+        suggestion.total <= limit for suggestion in suggestions
+    )
 
 
-def print_verdict(rungs: Sequence[Rung], memory: MemoryReport) -> None:
+def print_verdict(suggestions: Sequence[Suggestion], memory: MemoryReport) -> None:
     """One sentence: whether the step fits as it was asked for, and by what."""
     limit = memory.limit or 0
     size = human_bytes(limit)
-    ways = [rung for rung in rungs if not rung.on_top]
-    more = [rung for rung in rungs if rung.on_top and rung.total <= limit]
+    ways = [suggestion for suggestion in suggestions if not suggestion.on_top]
+    more = [
+        suggestion for suggestion in suggestions if suggestion.on_top and suggestion.total <= limit
+    ]
     if ways[0].total <= limit:
         text = f"fits in {size}: patched, and no block needs to run again"
-    elif any(rung.total <= limit for rung in ways):
+    elif any(suggestion.total <= limit for suggestion in ways):
         text = (
             f"fits in {size} where blocks run again, by this estimate: --fit chooses how few, or offloads "
             "what they save, in less time than these rows; it counts what the allocator rounds up as well"
         )
     elif more:
-        names = "; ".join(rung.name for rung in more)
+        names = "; ".join(suggestion.name for suggestion in more)
         before = (
             ", not even where all blocks run again; on top of that," if ways[1:] else " as asked;"
         )
@@ -67,7 +71,7 @@ def print_verdict(rungs: Sequence[Rung], memory: MemoryReport) -> None:
     elif memory.largest_after:
         text = f"does not fit in {size}; the largest {memory.solved} is {memory.largest_after}"
     else:
-        least = min(rungs, key=lambda rung: rung.total)
+        least = min(suggestions, key=lambda suggestion: suggestion.total)
         text = (
             f"nothing fits in {size}: the least of all rows above is {size_text(least.total, up=True)} "
             f"({least.name})"
@@ -75,21 +79,23 @@ def print_verdict(rungs: Sequence[Rung], memory: MemoryReport) -> None:
     print_line(text, style="bold")
 
 
-def _print_rungs(heading: str, rungs: Sequence[Rung], limit: int, patched: float) -> None:
-    """Each rung with its total, and its time beside that of the patched step."""
+def _print_suggestions(
+    heading: str, suggestions: Sequence[Suggestion], limit: int, patched: float
+) -> None:
+    """Each suggestion with its total, and its time beside that of the patched step."""
     print_line("")
     columns = ("total", "fits", "step ms", "time")
     table = make_table(heading, *columns, right=columns)
-    for rung in rungs:
-        fits = rung.total <= limit
-        share = f"{rung.seconds / patched:.2f}x" if patched else "-"
+    for suggestion in suggestions:
+        fits = suggestion.total <= limit
+        share = f"{suggestion.seconds / patched:.2f}x" if patched else "-"
         cells = (
-            size_text(rung.total, up=True),
+            size_text(suggestion.total, up=True),
             "yes" if fits else "no",
-            f"{1e3 * rung.seconds:.1f}",
+            f"{1e3 * suggestion.seconds:.1f}",
             share,
         )
-        table.add_row(rung.name, *cells, style="bold" if fits else None)
+        table.add_row(suggestion.name, *cells, style="bold" if fits else None)
     print_table(table)
 
 

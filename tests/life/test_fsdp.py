@@ -19,8 +19,8 @@ from torch.distributed.tensor.parallel import SequenceParallel, parallelize_modu
 
 from lowmem_patch import patch_model, patch_report, unpatch_model
 from lowmem_patch.errors import PatchError, TraceError
-from lowmem_patch.nn.gammas import can_be_looked_at
-from tests.life.test_looks import Block, rows
+from lowmem_patch.nn.gammas import can_be_checked
+from tests.life.test_gamma_checks import Block, rows
 from tests.support.judge import BAND, assert_close
 from tests.support.models import llama, tokens
 from tests.support.step import FP32
@@ -47,7 +47,7 @@ def test_nobody_waits_for_a_gamma_that_fsdp_gathers(
     mesh = init_device_mesh("cpu", (1,))
     fully_shard(model[0], mesh=mesh)
     fully_shard(model, mesh=mesh)
-    monkeypatch.setattr("lowmem_patch.nn.norms.look_at_gammas", _refuse)
+    monkeypatch.setattr("lowmem_patch.nn.norms.check_gammas", _refuse)
     for _ in range(3):
         for one in (model, twin):
             one.zero_grad()
@@ -147,8 +147,8 @@ def test_compiled_norms_of_sequence_shards_are_as_eager_ones(preset: str) -> Non
 
 def test_parts_of_gamma_and_beta_tell_nothing() -> None:
     """As FSDP1 has them between its forwards, with a border anywhere."""
-    assert can_be_looked_at(torch.ones(8), torch.ones(8))
-    assert not can_be_looked_at(torch.ones(8), torch.ones(5))
+    assert can_be_checked(torch.ones(8), torch.ones(8))
+    assert not can_be_checked(torch.ones(8), torch.ones(5))
 
 
 def _refuse(norms: Any) -> None:

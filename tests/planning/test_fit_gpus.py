@@ -28,8 +28,8 @@ from lowmem_patch.planning.budget import Budget
 from lowmem_patch.planning.costs import Device
 from lowmem_patch.planning.fit_model import fit_planned
 from lowmem_patch.planning.fit_report import FitReport
-from lowmem_patch.planning.ladder import Base, Rung, _sharded
 from lowmem_patch.planning.planner import plan_model
+from lowmem_patch.planning.suggestions import Base, Suggestion, _sharded
 from lowmem_patch.tracing.inputs import as_example_inputs
 from tests.support.fitted import planned_once
 from tests.support.models import llama_of
@@ -104,7 +104,7 @@ class Counted(nn.Module):
         self.head = nn.Linear(4, classes, bias=False)
 
 
-def rung_of(model: nn.Module, activations: int, budget: int) -> Rung | None:
+def suggestion_of(model: nn.Module, activations: int, budget: int) -> Suggestion | None:
     states = model_state_bytes(model, "adamw")
     states = dataclasses.replace(states, workspace=32)
     device = Device("none", 1.0, 1.0, 1.0)
@@ -122,10 +122,10 @@ def test_the_sum_of_a_step_over_several_gpus() -> None:
     backward = 1000 + 2 * (head + 2 * block)  # weights that are gathered, and gradients as many
     for gpus in (2, 4, 8):
         total = backward + 4 * weights // gpus + 32
-        found = rung_of(model, 1000, total)
+        found = suggestion_of(model, 1000, total)
         assert found is not None and found.total == total and found.on_top
         assert found.name == f"FSDP over {gpus} GPUs, bytes of each"
-    assert rung_of(model, 1000, backward + 4 * weights // 64 + 32 - 1) is None
+    assert suggestion_of(model, 1000, backward + 4 * weights // 64 + 32 - 1) is None
 
 
 def test_the_sum_of_several_gpus_may_be_that_in_front_of_the_blocks() -> None:
@@ -135,7 +135,7 @@ def test_the_sum_of_several_gpus_may_be_that_in_front_of_the_blocks() -> None:
     first = 2 * (head + block)
     assert first > 200 + head + 4 * block  # the backward
     total = first + (4 * blocks + head) // 2 + 32
-    found = rung_of(model, 200, total)
+    found = suggestion_of(model, 200, total)
     assert found is not None and found.total == total
 
 

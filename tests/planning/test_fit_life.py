@@ -151,11 +151,13 @@ def test_too_small_a_budget_names_the_least_and_what_helps() -> None:
             plan_patch(model, "exact", example_inputs=inputs, fit=int(0.97 * least_of(text)))
     assert "the parameters alone are larger than the budget" in text
     assert "4x48" in text and "adamw" in text
-    rungs = dict(re.findall(r"^  (.*): ([\d.]+ [KM]iB)", text, flags=re.MULTILINE))
-    assert {"24 tokens a row, not 48", "a batch of 1, not 4"} <= rungs.keys()
-    assert any("8-bit" in name for name in rungs) and any("QLoRA" in name for name in rungs)
+    suggestions = dict(re.findall(r"^  (.*): ([\d.]+ [KM]iB)", text, flags=re.MULTILINE))
+    assert {"24 tokens a row, not 48", "a batch of 1, not 4"} <= suggestions.keys()
+    assert any("8-bit" in name for name in suggestions) and any(
+        "QLoRA" in name for name in suggestions
+    )
     assert "no single change makes it fit" in text and ", fits" not in text
-    assert not any("FSDP" in name for name in rungs)  # no number of GPUs suffices
+    assert not any("FSDP" in name for name in suggestions)  # no number of GPUs suffices
     assert not any(map(is_checkpointed, model.modules()))
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
@@ -215,7 +217,7 @@ def test_a_number_without_a_unit_is_asked_about_first(
 
 
 @pytest.mark.slow
-def test_what_a_rung_says_is_so() -> None:
+def test_what_a_suggestion_says_is_so() -> None:
     """The least budget for one row is what the error for four rows says of it, or less."""
     model, inputs = made("vit")
     texts = []

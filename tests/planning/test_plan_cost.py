@@ -16,7 +16,7 @@ from lowmem_patch import plan_patch
 from lowmem_patch.config import load_config
 from lowmem_patch.errors import BudgetError
 from lowmem_patch.memory import Training, make_plans, predict_memory, steps
-from lowmem_patch.planning import ladder
+from lowmem_patch.planning import suggestions
 from lowmem_patch.planning.budget import make_budget
 from lowmem_patch.tracing.inputs import ExampleInputs
 from tests.support.stacks import rows, stack
@@ -92,9 +92,13 @@ def test_what_fits_takes_few_steps_and_few_ops(monkeypatch: pytest.MonkeyPatch) 
     predict_memory(
         model, config, make, batch_size=2, length=64, limit=2**34, solve="batch", plans=plans
     )
-    found = ladder.find_rungs(model, config, make(2, 64), Training(), make_budget("16GiB", model))
+    found = suggestions.find_suggestions(
+        model, config, make(2, 64), Training(), make_budget("16GiB", model)
+    )
     # smaller length and batch; before and after the patch, this size and a batch of 1
-    assert len(ran) == len([rung for rung in found if not rung.on_top]) + 2 + 2 * 2
+    assert (
+        len(ran) == len([suggestion for suggestion in found if not suggestion.on_top]) + 2 + 2 * 2
+    )
     assert ops.count("prim.device.default") < 0.02 * len(ops)
     assert len(ops) < OPS
 

@@ -367,7 +367,7 @@ def test_states_on_four_gpus_by_hand(
 
 
 def test_rounding_on_four_gpus_is_that_of_shards() -> None:
-    """As the ladder and budgets count it: a weight of 11.5 MiB loses half a MiB, shards of it nothing."""
+    """As suggestions and budgets count it: a weight of 11.5 MiB loses half a MiB, shards of it nothing."""
     model = nn.Linear(2048, 1472, bias=False, device="meta")
     inputs = ExampleInputs((torch.empty(2, 2048, device="meta"),))
     states = model_state_bytes(model, "adamw")

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from lowmem_patch import patch_model
 from lowmem_patch.functional import Memory
 from lowmem_patch.nn import eight_bit
-from lowmem_patch.nn.gammas import can_be_looked_at
+from lowmem_patch.nn.gammas import can_be_checked
 from tests.strategies.test_eight_bit import both, wide_llama
 from tests.strategies.test_eight_bit_life import assert_equal, gradients
 
@@ -283,7 +283,7 @@ def test_what_the_op_does_not_know_is_left_to_torch(case: str) -> None:
 def test_a_gamma_that_was_freed_is_not_looked_at() -> None:
     """As FSDP1 does between its forwards: reading it ends the process."""
     gamma = torch.ones(8)
-    before = can_be_looked_at(gamma, None)
+    before = can_be_checked(gamma, None)
     gamma.untyped_storage().resize_(0)
-    found = before, can_be_looked_at(gamma, None)  # a failing assertion would print the tensor
+    found = before, can_be_checked(gamma, None)  # a failing assertion would print the tensor
     assert found == (True, False)

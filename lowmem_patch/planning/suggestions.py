@@ -33,7 +33,7 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 @dataclasses.dataclass(frozen=True)
-class Rung:
+class Suggestion:
     """A step with one change, and what it takes: a row of the tables of ``inspect --memory``.
 
     Attributes:
@@ -52,7 +52,7 @@ class Rung:
 
 @dataclasses.dataclass(frozen=True)
 class Base:
-    """The step that the rungs with ``on_top`` change.
+    """The step that the suggestions with ``on_top`` change.
 
     Attributes:
         model: whose weights count.
@@ -123,7 +123,7 @@ class _Smaller:
         changed = f"{self.to} tokens a row" if self.dim else f"a batch of {self.to}"
         return f"{changed}, not {self.size}"
 
-    def rung(self, base: Base, peak_of: Callable[[ExampleInputs], int]) -> Rung | None:
+    def suggestion(self, base: Base, peak_of: Callable[[ExampleInputs], int]) -> Suggestion | None:
         """The base with such inputs; None of a model that does not take them."""
         try:
             peak = peak_of(_cut(base.inputs, self.dim, self.size, self.to))
@@ -132,20 +132,22 @@ class _Smaller:
         part = self.to / self.size
         shares = (1.0, part) if self.dim else (part, 1.0)
         seconds = _part_of(base.runs, *shares) * base.seconds
-        return Rung(self.name, base.total(max(peak, base.gradients)), seconds, on_top=True)
+        return Suggestion(self.name, base.total(max(peak, base.gradients)), seconds, on_top=True)
 
-    def larger(self, base: Base, rung: Rung) -> _Smaller | None:
+    def larger(self, base: Base, suggestion: Suggestion) -> _Smaller | None:
         """Inputs that are cut less, and fit if bytes grow as on a line or faster; None where there is no
         room, or the whole ones fit."""
         whole, budget = base.total(base.peak), base.budget.bytes
-        if not rung.total <= budget < whole:
+        if not suggestion.total <= budget < whole:
             return None
-        room = (budget - rung.total) / (whole - rung.total)
+        room = (budget - suggestion.total) / (whole - suggestion.total)
         to = self.to + int(room * (self.size - self.to))
         return dataclasses.replace(self, to=to) if to > self.to else None
 
 
-def smaller_rungs(base: Base, peak_of: Callable[[ExampleInputs], int]) -> Iterator[Rung]:
+def smaller_suggestions(
+    base: Base, peak_of: Callable[[ExampleInputs], int]
+) -> Iterator[Suggestion]:
     """The base with one change each: smaller inputs, another optimizer, 4-bit weights, or several GPUs (where
     any number of them suffices). A base on several GPUs is changed by smaller inputs and by more GPUs alone.
 
@@ -153,11 +155,11 @@ def smaller_rungs(base: Base, peak_of: Callable[[ExampleInputs], int]) -> Iterat
         peak_of: bytes of a step with other inputs, beside what is held for the whole of training.
     """
     for smaller in _smaller(base.inputs):
-        if (rung := smaller.rung(base, peak_of)) is None:
+        if (suggestion := smaller.suggestion(base, peak_of)) is None:
             continue
-        larger = smaller.larger(base, rung)
-        found = None if larger is None else larger.rung(base, peak_of)
-        yield rung if found is None or found.total > base.budget.bytes else found
+        larger = smaller.larger(base, suggestion)
+        found = None if larger is None else larger.suggestion(base, peak_of)
+        yield suggestion if found is None or found.total > base.budget.bytes else found
     if base.training.gpus > 1:
         if (more := _more_gpus(base)) is not None:
             yield more
@@ -168,12 +170,12 @@ def smaller_rungs(base: Base, peak_of: Callable[[ExampleInputs], int]) -> Iterat
         optimizer = model_state_bytes(base.model, "adamw8bit").optimizer
         total = base.total(base.peak, base.resident - base.states.optimizer + optimizer)
         name = f"adamw8bit, an 8-bit optimizer, not {base.training.optimizer}"
-        yield Rung(name, total, base.seconds, on_top=True)
+        yield Suggestion(name, total, base.seconds, on_top=True)
     if not base.training.quantised and (sharded := _sharded(base)) is not None:
         yield sharded
 
 
-def _sharded(base: Base) -> Rung | None:
+def _sharded(base: Base) -> Suggestion | None:
     """The least number of GPUs that fits; None where more of them would not help.
 
     All shards of gradients count, and what is gathered in the backward, or before the first block.
@@ -189,19 +191,21 @@ def _sharded(base: Base) -> Rung | None:
     return _on_fewest(base, total)
 
 
-def _more_gpus(base: Base) -> Rung | None:
+def _more_gpus(base: Base) -> Suggestion | None:
     """The least number of GPUs above the base's that fits; shards of gradients count as they are now."""
     beside = base.states.workspace + base.states.rounding
     shared = (base.resident - beside) * base.training.gpus
     return _on_fewest(base, lambda gpus: base.total(base.peak, -(-shared // gpus) + beside))
 
 
-def _on_fewest(base: Base, total: Callable[[int], int]) -> Rung | None:
+def _on_fewest(base: Base, total: Callable[[int], int]) -> Suggestion | None:
     numbers = (gpus for gpus in _GPUS if gpus > base.training.gpus)
     found = next((gpus for gpus in numbers if total(gpus) <= base.budget.bytes), None)
     if found is None:
         return None
-    return Rung(f"FSDP over {found} GPUs, bytes of each", total(found), base.seconds, on_top=True)
+    return Suggestion(
+        f"FSDP over {found} GPUs, bytes of each", total(found), base.seconds, on_top=True
+    )
 
 
 def _part_of(runs: Sequence[RunSeconds], rows: float, tokens: float) -> float:
@@ -245,7 +249,7 @@ def _is_of_linears(model: nn.Module) -> bool:
     return linears > convolutions
 
 
-def _qlora(base: Base) -> Rung:
+def _qlora(base: Base) -> Suggestion:
     """Weights of frozen Linears in 4 bits; where all weights train, adapters train in their place.
 
     Each pass over a block writes each weight in the compute dtype first.
@@ -273,7 +277,9 @@ def _qlora(base: Base) -> Rung:
     passes = 3 if base.more else 2
     seconds = base.seconds + passes * moved / base.device.traffic
     adapted = f", adapters of rank {_RANK} train" if full else ""
-    return Rung(f"QLoRA: weights in 4 bits{adapted}", base.total(peak, held), seconds, on_top=True)
+    return Suggestion(
+        f"QLoRA: weights in 4 bits{adapted}", base.total(peak, held), seconds, on_top=True
+    )
 
 
 # of a whole model
@@ -287,11 +293,11 @@ _NAMES = {
 }
 
 
-def find_rungs(
+def find_suggestions(
     model: nn.Module, config: PatchConfig, inputs: ExampleInputs, training: Training, budget: Budget
-) -> tuple[Rung, ...]:
-    """The rungs of a model: one for each level that all blocks may have, and changes in addition to the last
-    of these levels.
+) -> tuple[Suggestion, ...]:
+    """One suggestion for each level that all blocks may have, and changes in addition to the last of these
+    levels.
 
     Args:
         model: unpatched, also on the meta device.
@@ -304,19 +310,19 @@ def find_rungs(
     few = few_of(model)
     if few is not None:
         with contextlib.suppress(TraceError, UnevenError):
-            return tuple(_rungs(model, config, inputs, training, budget, few))
-    return tuple(_rungs(model, config, inputs, training, budget, None))
+            return tuple(_suggestions(model, config, inputs, training, budget, few))
+    return tuple(_suggestions(model, config, inputs, training, budget, None))
 
 
-def _rungs(
+def _suggestions(
     model: nn.Module,
     config: PatchConfig,
     inputs: ExampleInputs,
     training: Training,
     budget: Budget,
     few: FewRuns | None,
-) -> Iterator[Rung]:
-    """The rungs of a model; where ``few`` is given, few of its equal blocks stand for all of them."""
+) -> Iterator[Suggestion]:
+    """The suggestions of a model; where ``few`` is given, few of its equal blocks stand for all of them."""
     with only(few, model):
         facts, plan, shadow = facts_and_plan(model, config, inputs, [])
     if shadow.mode is not None:
@@ -334,7 +340,7 @@ def _rungs(
             if changes
         )
         base = base_of(steps, model, budget, steps.beside(steps.profile(level)), more)
-        yield Rung(_NAMES[level], base.total(base.peak), base.seconds)
-    yield from smaller_rungs(
+        yield Suggestion(_NAMES[level], base.total(base.peak), base.seconds)
+    yield from smaller_suggestions(
         base, lambda smaller: steps.beside(steps.profile(levels[-1], inputs=smaller))
     )

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lowmem_patch import patch_model
-from tests.life.test_looks import Block, assert_same_gradients, pair, rows, zero
+from tests.life.test_gamma_checks import Block, assert_same_gradients, pair, rows, zero
 from tests.support.judge import assert_within_budget
 
 pytestmark = pytest.mark.filterwarnings(

@@ -1,4 +1,4 @@
-"""Whether a norm's output tells z is looked at anew whenever somebody may have written gamma or beta."""
+"""Whether a norm's output tells z is checked anew whenever somebody may have written gamma or beta."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.nn.utils import prune
 from lowmem_patch import patch_model, unpatch_model
 from lowmem_patch.errors import PatchError, TraceError
 from lowmem_patch.functional import limits_of
-from lowmem_patch.nn.looks import Look, Looks
+from lowmem_patch.nn.gamma_checks import GammaCheck, GammaChecks
 from tests.support.configs import FOLD
 from tests.support.judge import assert_close
 
@@ -64,17 +64,20 @@ def zero(model: Block) -> None:
 
 
 def test_limits_in_backward_are_as_wide_as_those_before_a_forward() -> None:
-    for saved_as, looks in (
-        ("half", Looks()),
-        ("low", Looks()),
-        ("bits", Looks(True, 1 / 16, 1.0)),
+    for saved_as, checks in (
+        ("half", GammaChecks()),
+        ("low", GammaChecks()),
+        ("bits", GammaChecks(True, 1 / 16, 1.0)),
     ):
         ratio, shift = limits_of(saved_as)  # type: ignore[arg-type]  # mypy infers str
-        assert shift == 2 * looks.largest_shift and ratio <= looks.smallest_ratio
+        assert shift == 2 * checks.largest_shift and ratio <= checks.smallest_ratio
     store = nn.Sequential(nn.RMSNorm(128), nn.Linear(128, 8))
     patched: Any = patch_model(store, "compact", example_inputs=(torch.randn(2, 128),))
-    assert patched[0].looks.saved_as(torch.bfloat16) == "bits"
-    assert (patched[0].looks.smallest_ratio, patched[0].looks.largest_shift) == (1 / 16, 1.0)
+    assert patched[0].gamma_checks.saved_as(torch.bfloat16) == "bits"
+    assert (patched[0].gamma_checks.smallest_ratio, patched[0].gamma_checks.largest_shift) == (
+        1 / 16,
+        1.0,
+    )
 
 
 def test_gamma_written_unseen_before_it_is_frozen_is_looked_at() -> None:
@@ -219,16 +222,16 @@ def test_forward_that_takes_a_derivative_of_torch_func_is_refused_by_name() -> N
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> None:
     """A device that answers after the forward, as a GPU does."""
-    monkeypatch.setattr(Look, "is_known", lambda look: False)
+    monkeypatch.setattr(GammaCheck, "is_known", lambda check: False)
 
 
 def waits(patched: Block, monkeypatch: pytest.MonkeyPatch) -> int:
     """How often one forward would wait for what a device finds of gamma."""
     asked: list[Any] = []
-    was = Looks.told
-    monkeypatch.setattr(Looks, "told", lambda *args: (asked.append(args), was(*args))[1])
+    was = GammaChecks.told
+    monkeypatch.setattr(GammaChecks, "told", lambda *args: (asked.append(args), was(*args))[1])
     patched(rows())
-    monkeypatch.setattr(Looks, "told", was)
+    monkeypatch.setattr(GammaChecks, "told", was)
     return len(asked)
 
 
@@ -347,7 +350,7 @@ def test_backward_refuses_what_the_output_does_not_tell(
 ) -> None:
     patched, stock = pair()
     train(patched, stock)
-    looks = patched.norm.looks  # type: ignore[union-attr]
+    checks = patched.norm.gamma_checks  # type: ignore[union-attr]
     assert_same_gradients(patched, stock)
     with torch.no_grad():
         for model in (patched, stock):
@@ -356,6 +359,6 @@ def test_backward_refuses_what_the_output_does_not_tell(
         assert_same_gradients(patched, stock, accumulate=True)
         return
     patched(rows())
-    look = looks.of_last_forward  # type: ignore[union-attr]
+    check = checks.of_last_forward  # type: ignore[union-attr]
     with pytest.raises(RuntimeError) if refused else nullcontext():
-        looks.confirm(look, dtype)  # type: ignore[union-attr, operator]
+        checks.confirm(check, dtype)  # type: ignore[union-attr, operator]

@@ -86,8 +86,8 @@ class Reading:
         return self._values
 
 
-class Look:
-    """One look at gamma and beta.
+class GammaCheck:
+    """One check of gamma and beta.
 
     Args:
         weight, bias: the vectors, each a tensor or None. They are held: another tensor may come to lie at the
@@ -119,7 +119,7 @@ class Look:
         same = weight is self._weight and bias is self._bias
         return same and _marks(weight, bias) == self._marks
 
-    def writes_since(self, earlier: Look) -> tuple[int, int] | None:
+    def writes_since(self, earlier: GammaCheck) -> tuple[int, int] | None:
         """How often gamma and beta were written since; None where they are other tensors."""
         if self._weight is not earlier._weight or self._bias is not earlier._bias:
             return None
@@ -152,16 +152,16 @@ def _marks(weight: Tensor | None, bias: Tensor | None) -> tuple[int, int, int, i
     return place, version, bias.data_ptr(), bias._version
 
 
-class Looks:
-    """The looks at one norm's gamma and beta; no attributes of the module, which take long to set.
+class GammaChecks:
+    """The checks of one norm's gamma and beta; no attributes of the module, which take long to set.
 
     Attributes:
         last: the last one, None where a write may have left no trace since.
         of_forward: the one at whose gamma the running forward began.
         of_last_forward: that of the forward before, from which gamma's steps are known.
-        recovers_z: what the last one told, for torch.compile, under which nobody looks.
-        assumed: what a look would tell, for a copy without data.
-        gathered: weights are sharded (FSDP2): gamma is whole for a block's run alone, and nobody looks.
+        recovers_z: what the last one told, for torch.compile, under which nobody checks.
+        assumed: what a check would tell, for a copy without data.
+        gathered: weights are sharded (FSDP2): gamma is whole for a block's run alone, and nobody checks.
         smallest_ratio: of the least |gamma| to the largest, where the output tells z.
         largest_shift: of |beta / gamma| there.
     """
@@ -178,9 +178,9 @@ class Looks:
         largest_shift: float = _LARGEST_SHIFT,
     ) -> None:
         self.smallest_ratio, self.largest_shift = smallest_ratio, largest_shift
-        self.last: Look | None = None
-        self.of_forward: Look | None = None
-        self.of_last_forward: Look | None = None
+        self.last: GammaCheck | None = None
+        self.of_forward: GammaCheck | None = None
+        self.of_last_forward: GammaCheck | None = None
         self.recovers_z = recovers_z
         self.assumed: bool | None = None
         self.gathered = False
@@ -189,16 +189,16 @@ class Looks:
         self._decided: Any = weakref.WeakKeyDictionary()  # by block, then by gamma and beta
 
     def __reduce__(self) -> Any:  # the tensors of a copy are others
-        return Looks, (self.recovers_z, self.smallest_ratio, self.largest_shift)
+        return GammaChecks, (self.recovers_z, self.smallest_ratio, self.largest_shift)
 
     def tells_z(self, found: Extremes) -> bool:
         """Whether the output tells z."""
         few = found.inverse * found.largest > 1.0 / self.smallest_ratio
         return not (few or found.largest == 0.0 or found.shift > self.largest_shift)
 
-    def told(self, look: Look) -> bool:
-        """Whether the output tells z of the gamma of ``look``; waits for the device."""
-        self.recovers_z = self.tells_z(look.found())
+    def told(self, check: GammaCheck) -> bool:
+        """Whether the output tells z of the gamma of ``check``; waits for the device."""
+        self.recovers_z = self.tells_z(check.found())
         return self.recovers_z
 
     def saved_as(self, dtype: torch.dtype) -> SavedAs:
@@ -210,24 +210,24 @@ class Looks:
             return "half"
         return "low" if dtype.itemsize < 4 else "wide"
 
-    def confirm(self, look: Look, dtype: torch.dtype) -> None:
-        """Raise where the forward expected of ``look`` that the output, saved in ``dtype``, tells z, and z
+    def confirm(self, check: GammaCheck, dtype: torch.dtype) -> None:
+        """Raise where the forward expected of ``check`` that the output, saved in ``dtype``, tells z, and z
         would be wrong."""
-        found = look.found()
+        found = check.found()
         self.recovers_z = self.tells_z(found)
         ratio, shift = limits_of(self.saved_as(dtype))
         if not (self.recovers_z or (found.ratio > ratio and found.shift < shift)):
             raise RuntimeError(_CHANGED)
 
-    def expect(self, look: Look, accumulates: bool) -> None:
-        """Set what the forward that begins may expect of its look, where it would wait for the answer.
+    def expect(self, check: GammaCheck, accumulates: bool) -> None:
+        """Set what the forward that begins may expect of its check, where it would wait for the answer.
 
         Args:
-            look: at whose gamma it begins.
+            check: at whose gamma it begins.
             accumulates: gamma has a gradient, to which this forward's will be added.
         """
         last = self.of_last_forward
-        writes = None if last is None or not last.is_ready() else look.writes_since(last)
+        writes = None if last is None or not last.is_ready() else check.writes_since(last)
         if last is None or writes is None:
             self._before, self._writes = (), None
             return
@@ -236,8 +236,8 @@ class Looks:
         as_usual = accumulates
         if any(writes) or not accumulates:
             as_usual, self._writes = writes == self._writes, writes
-        if as_usual and len(self._before) == 3 and not look.is_known():
-            look.expected = self._stays(*self._before)
+        if as_usual and len(self._before) == 3 and not check.is_known():
+            check.expected = self._stays(*self._before)
 
     def _stays(self, first: Extremes, second: Extremes, now: Extremes) -> bool:
         """Whether the output will tell z for some more steps as long as these."""
