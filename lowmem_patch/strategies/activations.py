@@ -24,7 +24,7 @@ from lowmem_patch.tracing.consumers import (
     weight_trains,
 )
 from lowmem_patch.tracing.dataflow import first_input
-from lowmem_patch.tracing.op_roles import Role
+from lowmem_patch.tracing.op_roles import NEEDS_TENSOR, Role
 from lowmem_patch.tracing.probes import NormSpec, looks_like_activation, looks_like_norm
 from lowmem_patch.tracing.saved_bytes import storage_key
 from lowmem_patch.tracing.shadow import tensors_in
@@ -318,7 +318,7 @@ def _hook(facts: Facts, consumers: list[Consumer]) -> str | None:
     """Who hangs a hook on the output or on the gated product, or asks for its memory: it cannot wait then."""
     behind = products(consumers) + _squares(consumers)
     for consumer in consumers + (consumers_of(facts, behind) if behind else []):
-        if consumer.op is not None and consumer.op.role.has(Role.HOOK | Role.UNTRACKED):
+        if consumer.op is not None and consumer.op.role.has(NEEDS_TENSOR):
             return consumer.text
     return None
 

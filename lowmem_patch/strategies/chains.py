@@ -21,7 +21,7 @@ from lowmem_patch.strategies.protocol import Facts, Found, Patch, Target, forwar
 from lowmem_patch.tracing.call_arguments import ElementwiseCall, elementwise_call
 from lowmem_patch.tracing.chains import Chain, find_chains, maker_in
 from lowmem_patch.tracing.consumers import Consumer, find_consumers, matmul_of
-from lowmem_patch.tracing.op_roles import Role
+from lowmem_patch.tracing.op_roles import NEEDS_TENSOR, Role
 from lowmem_patch.tracing.saved_bytes import storage_key
 from lowmem_patch.tracing.trace import Op
 
@@ -199,12 +199,13 @@ def _called_alike(
     What they make is added to ``made``."""
     name, calls = chains[0].module, {call for chain in chains for call in chain.calls}
     own = {id(op) for chain in chains for op in chain.ops.values()}
-    maker = maker_in(made, _normed(facts, config))
+    # of a norm that is left alone, the forward does not know that a norm made its output
+    makers = maker_in(made, _normed(facts, config)), maker_in(made, frozenset())
     for op in facts.trace.ops:
         inside = op.module == name or op.module.startswith(f"{name}.")
         if not inside or id(op) in own or not any(t.requires_grad for t in op.outputs):
             continue
-        if elementwise_call(op.name, op.args, op.kwargs, maker) in calls:
+        if any(elementwise_call(op.name, op.args, op.kwargs, maker) in calls for maker in makers):
             made.add(id(op.outputs[0]))
             yield op
 
@@ -269,6 +270,6 @@ def _obstacle(facts: Facts, chains: list[Chain]) -> str | None:
         for reader in readers(facts, chain):
             if reader.use == "write":
                 return f"its output is written in place by {reader.text}"
-            if reader.op is not None and reader.op.role.has(Role.HOOK | Role.UNTRACKED):
+            if reader.op is not None and reader.op.role.has(NEEDS_TENSOR):
                 return f"it is read by {reader.text}"
     return None

@@ -27,7 +27,7 @@ from lowmem_patch.tracing.consumers import (
     weight_trains,
 )
 from lowmem_patch.tracing.gated_norms import GatedNormSpec
-from lowmem_patch.tracing.op_roles import Role
+from lowmem_patch.tracing.op_roles import NEEDS_TENSOR
 
 _WORTH = 1e-4
 
@@ -105,7 +105,7 @@ def _obstacle(facts: Facts, config: PatchConfig, site: PatchSite) -> str | None:
     for reader in site.consumers:
         if reader.use == "write":
             return f"its output is written in place by {reader.text}"
-        if reader.op is not None and reader.op.role.has(Role.HOOK | Role.UNTRACKED):
+        if reader.op is not None and reader.op.role.has(NEEDS_TENSOR):
             return f"it is read by {reader.text}"
     compiled = read_compiled(facts.trace, facts.outputs(site.name), site.consumers)
     if compiled is not None:

@@ -72,6 +72,7 @@ class Role(enum.Flag):
 
     WRITE = enum.auto()  # into its first tensor, of which it returns nothing
     HOOK = enum.auto()  # waits for the tensor's gradient
+    GRADIENT = enum.auto()  # asks autograd for it
     UNTRACKED = enum.auto()  # gives the memory to whoever writes there without a trace
     ADDRESS = enum.auto()  # how a kernel that is no torch op gets at a tensor's memory
     HOLDS_LINEARS = enum.auto()  # products with weights, inside of a larger function
@@ -145,6 +146,7 @@ _TABLE: tuple[tuple[Role, tuple[str, ...]], ...] = (
     (Role.DROPOUT, ("dropout",)),
     (Role.WRITE, ("__setitem__",)),
     (Role.HOOK, ("register_hook", "retain_grad")),
+    (Role.GRADIENT, ("grad",)),
     (Role.UNTRACKED, ("data",)),
     (Role.ADDRESS, ("data_ptr", "const_data_ptr", "mutable_data_ptr", "__dlpack__")),
     (Role.MEMORY, ("untyped_storage", "storage", "_typed_storage", "tolist", "numpy", "__array__")),
@@ -171,6 +173,8 @@ OF_LOGITS = (
     REARRANGES | SELECTS | Role.CAST | Role.SUM | Role.PRODUCT | Role.DIVISION | Role.ACTIVATION
     | Role.LOG_SOFTMAX
 )  # fmt: skip
+# what reads a tensor itself, or its gradient: its values cannot wait
+NEEDS_TENSOR = Role.HOOK | Role.GRADIENT | Role.UNTRACKED
 WEIGHT_MATMULS = Role.LINEAR | Role.GROUPED_MATMUL | Role.CONVOLUTION
 MATMULS = Role.MATMUL | Role.CONTRACTION
 

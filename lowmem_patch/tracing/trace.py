@@ -222,7 +222,7 @@ class _Recorder(FunctionObserver):
             output = output.view_as(output)
             self.running, outputs = False, (output,)
         if inputs and (writes or role.has(Role.HOOK) or (outputs and not same)):
-            opaque = role.has(Role.HOOK) or not torch.is_grad_enabled()
+            opaque = role.has(Role.HOOK | Role.GRADIENT) or not torch.is_grad_enabled()
             self.add(self.op(name, func, args, kwargs, outputs, writes, opaque))
         return output
 

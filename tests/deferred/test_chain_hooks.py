@@ -181,3 +181,18 @@ def test_hooks_of_modules_around_a_chain(attach: Any, name: str, order: str) -> 
         assert_equal_gradients(gradients(model, seen[0]), gradients(twin, seen[1]))
     unpatch_model(model)
     assert_equal_gradients(gradients(model, seen[0]), gradients(twin, seen[1]))
+
+
+def test_a_chain_whose_gradient_the_forward_asks_for_is_left_alone() -> None:
+    def asks(net: Any, x: Tensor) -> Tensor:
+        y = half(net, x)
+        value = (y * 2 + 1) * torch.sigmoid(y)
+        (gradient,) = torch.autograd.grad((value**3).sum(), value, retain_graph=True)
+        return gradient.detach() + value
+
+    model = network(asks)
+    twin = copy.deepcopy(model)
+    with pytest.warns(UserWarning, match="nothing was patched"):
+        patched(model)
+    assert not chains_of(model)
+    assert torch.equal(model(rows()), twin(rows()))

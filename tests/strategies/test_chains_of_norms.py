@@ -174,3 +174,33 @@ def test_an_adapter_beside_a_packed_weight_saves_what_its_input_is_made_of() -> 
     assert weight.shape not in saved
     for got, expected in zip(*found, strict=True):
         assert_close(got, expected, "value or gradient")
+
+
+class BesideAStockNorm(nn.Module):
+    """A chain, and sums like its own that begin at a norm which nobody would patch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.RMSNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y1, y2 = self.a(x), self.b(x)
+        chain = y1 * (1 + y1) + y1
+        return (self.norm(x) + 1) + y2 + chain.mean(1, keepdim=True)
+
+
+def test_what_a_norm_that_is_left_alone_makes_is_counted_beside_a_chain() -> None:
+    """Its sums would wait as those of the chain do, and save more than that saves less."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), BesideAStockNorm())
+    twin = copy.deepcopy(model)
+    x = torch.randn(2, 50, WIDTH)
+    with pytest.warns(UserWarning, match="nothing was patched"):
+        patch_model(model, "exact", example_inputs=(x,))
+    sizes = []
+    for one in (twin, model):
+        with saved_bytes(one) as counted:
+            assert one(x).requires_grad
+        sizes.append(counted.total)
+    assert sizes[1] <= sizes[0]
