@@ -357,17 +357,15 @@ class DeferChains(ForwardMode):
     def __init__(self, module: nn.Module, calls: frozenset[ElementwiseCall], viewed: bool) -> None:
         super().__init__(module)
         self.calls, self.caller = calls, Caller(viewed)
-        names = {call.name for call in calls}
+        names = frozenset(call.name for call in calls)
         self.names = names | {name for name, other in MIRRORED.items() if other in names}
 
-    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        name = getattr(func, "__name__", "")
-        if name in self.names and self.packs_alike():
-            with without_torch_function():  # which each attribute of a deferred tensor is
-                made = self._deferred(func, name, args, kwargs)
-            if made is not None:
-                return made
-        return self.onward(func, args, kwargs)
+    def instead(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self.packs_alike():
+            return NotImplemented
+        with without_torch_function():  # which each attribute of a deferred tensor is
+            made = self._deferred(func, func.__name__, args, kwargs)
+        return NotImplemented if made is None else made
 
     def _deferred(
         self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]

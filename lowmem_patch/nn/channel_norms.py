@@ -21,6 +21,7 @@ from lowmem_patch.nn.deferred import Deferred, defer, value_of
 from lowmem_patch.nn.modes import ForwardMode
 from lowmem_patch.nn.op import Op, Projection
 from lowmem_patch.tracing.call_arguments import ChannelNormCall, channel_norm_call
+from lowmem_patch.tracing.op_roles import Role, names_with
 
 
 class NormedChannels(Op):
@@ -82,12 +83,13 @@ class NormedChannels(Op):
 class DeferChannelNorms(ForwardMode):
     """Gives deferred tensors where the module's forward calls a norm over channels."""
 
-    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        made = None
-        if func in _NORMS and self.packs_alike():
-            given = channel_norm_call(func.__name__, args, kwargs)
-            made = None if given is None else deferred_norm(given)
-        return self.onward(func, args, kwargs) if made is None else made
+    names = names_with(Role.CHANNEL_NORM)
+
+    def instead(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        known = func in _NORMS and self.packs_alike()
+        given = channel_norm_call(func.__name__, args, kwargs) if known else None
+        made = None if given is None else deferred_norm(given)
+        return NotImplemented if made is None else made
 
 
 _NORMS: tuple[Callable[..., Any], ...] = (F.batch_norm, F.group_norm, F.instance_norm)

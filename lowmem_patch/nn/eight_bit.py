@@ -64,7 +64,6 @@ from lowmem_patch.nn.own import Own, give_forward_around, inner_forward
 from lowmem_patch.nn.watched import Watched
 from lowmem_patch.tracing.op_roles import Role, names_with
 
-_FUSED = names_with(Role.FUSED_ATTENTION)
 _ORDINARY = (Tensor, nn.Parameter, Watched)  # without torch functions of their own
 
 
@@ -244,16 +243,15 @@ def _storage_key(tensor: Tensor) -> int | None:
 class _AttentionInEightBits(ForwardMode):
     """Runs fused attention with hooks."""
 
-    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # at once for all other functions, of which a module may call a hundred
-        if getattr(func, "__name__", "") not in _FUSED:
-            return self.onward(func, args, kwargs)
+    names = names_with(Role.FUSED_ATTENTION)
+
+    def instead(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not (_may_store() and self.packs_alike()):
-            return self.onward(func, args, kwargs)
+            return NotImplemented
         named = dict(zip(("query", "key", "value"), args, strict=False)) | kwargs
         q, k, v = (named.get(name) for name in ("query", "key", "value"))
         if q is None or k is None or v is None or not all(map(_is_storable, (q, k, v))):
-            return self.onward(func, args, kwargs)
+            return NotImplemented
         output = q.numel() // max(q.shape[-1], 1) * v.shape[-1]
         sizes = {q.numel(), k.numel(), v.numel(), output}
         widths, dims = {q.shape[-1], v.shape[-1]}, q.dim()

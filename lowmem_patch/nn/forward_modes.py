@@ -26,6 +26,7 @@ from lowmem_patch.tracing.call_arguments import (
     called_function,
     gather_call,
 )
+from lowmem_patch.tracing.op_roles import Role, names_with
 
 
 class CallInstead(ForwardMode):
@@ -39,14 +40,15 @@ class CallInstead(ForwardMode):
     ) -> None:
         super().__init__(module)
         self.function = function
+        self.names = frozenset((function.name,))
         self.replacement = replacement
 
-    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if getattr(func, "__name__", "") != self.function.name or not self.packs_alike():
-            return self.onward(func, args, kwargs)
+    def instead(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self.packs_alike():
+            return NotImplemented
         read = called_function(self.function.name, args, kwargs)
         if read is None or read[1] != self.function or not _is_running(self.module):
-            return self.onward(func, args, kwargs)
+            return NotImplemented
         return self.replacement(read[0])
 
 
@@ -75,12 +77,13 @@ class HeadsLastQueries(ForwardMode):
     Where a kernel does not follow q, the copy of q is of no use, and nothing else changes.
     """
 
-    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # at once for all other functions, of which a module may call a hundred
+    names = names_with(Role.FUSED_ATTENTION)
+
+    def instead(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is not F.scaled_dot_product_attention or not torch.is_grad_enabled():
-            return self.onward(func, args, kwargs)
+            return NotImplemented
         if not any(map(_trains, (*args, *kwargs.values()))):
-            return self.onward(func, args, kwargs)
+            return NotImplemented
         if args:
             return self.onward(func, (_with_heads_last(args[0]), *args[1:]), kwargs)
         return self.onward(func, (), {**kwargs, "query": _with_heads_last(kwargs.get("query"))})
@@ -107,26 +110,28 @@ class GatherBiases(ForwardMode):
     """Gathers rows of parameters as `GatheredRows`: what a product saves in the place of an expert's bias,
     gathered for its rows, is the bias."""
 
+    names = names_with(Role.INDEX)
+
     def __init__(self, module: nn.Module, names: tuple[str, ...]) -> None:
         super().__init__(module)
         found = (getattr(module, name, None) for name in names)
         self.biases = [one for one in found if isinstance(one, Tensor) and not is_foreign(one)]
 
-    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def instead(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         known = func is Tensor.__getitem__ and any(args[0] is bias for bias in self.biases)
-        if known and are_row_numbers(args[1]) and self.packs_alike():
-            return GatheredRows.of(*args)
-        return self.onward(func, args, kwargs)
+        if not (known and are_row_numbers(args[1]) and self.packs_alike()):
+            return NotImplemented
+        return GatheredRows.of(*args)
 
 
 class GatherUnsaved(ForwardMode):
     """Saves no tensor of which the module gathers numbers."""
 
-    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    names = names_with(Role.GATHER)
+
+    def instead(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = gather_call(args, kwargs) if func in _GATHERS and self.packs_alike() else None
-        if call is None or not _is_plain(call):
-            return self.onward(func, args, kwargs)
-        return gather(*call)
+        return NotImplemented if call is None or not _is_plain(call) else gather(*call)
 
 
 _GATHERS = (Tensor.gather, torch.gather)

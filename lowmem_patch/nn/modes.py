@@ -51,7 +51,9 @@ class ForwardMode(AroundForward):
     mode to the next takes 3 us of each call.
     """
 
+    names: frozenset[str]  # of the functions that `instead` may take
     _outer: ForwardMode | None = None
+    _asked: frozenset[str]  # for which this mode or one around it is asked
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -60,8 +62,10 @@ class ForwardMode(AroundForward):
 
     def __enter__(self) -> Any:
         depth = torch._C._len_torch_function_stack()
+        self._asked = self.names
         if depth and isinstance(torch._C._get_function_stack_at(depth - 1), ForwardMode):
-            self._outer = torch._C._pop_torch_function_stack()
+            outer: ForwardMode = torch._C._pop_torch_function_stack()
+            self._outer, self._asked = outer, self.names | outer._asked
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
@@ -69,6 +73,25 @@ class ForwardMode(AroundForward):
         if self._outer is not None:
             torch._C._push_on_torch_function_stack(self._outer)
             self._outer = None
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:  # fmt: skip
+        # at once for all other functions, of which a forward may call a hundred
+        if getattr(func, "__name__", "") in self._asked:
+            return self.call(func, args, kwargs or {})
+        return func(*args, **kwargs) if kwargs else func(*args)
+
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if getattr(func, "__name__", "") in self.names:
+            made = self.instead(func, args, kwargs)
+            if made is not NotImplemented:
+                return made
+        return self.onward(func, args, kwargs)
+
+    def instead(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What is given in the place of the function's result, or NotImplemented."""
+        raise NotImplementedError
 
     def onward(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The function as the forward around this one calls it."""

@@ -15,13 +15,15 @@ from lowmem_patch.nn.modes import ForwardMode
 class Notes(ForwardMode):
     """Writes down what it is asked for."""
 
+    names = frozenset(("sin", "cos", "add"))
+
     def __init__(self, name: str, notes: list[tuple[str, str]]) -> None:
         super().__init__(nn.Identity())
         self.name, self.notes = name, notes
 
-    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def instead(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.notes.append((self.name, func.__name__))
-        return self.onward(func, args, kwargs)
+        return NotImplemented
 
 
 class Foreign(TorchFunctionMode):
@@ -69,3 +71,16 @@ def test_a_foreign_mode_between_stays_between() -> None:
         torch.sin(x)
     assert notes == [("inner", "sin"), ("outer", "sin")]
     assert depth() == 0
+
+
+def test_functions_that_no_mode_takes_are_called_at_once() -> None:
+    class Others(Notes):
+        names = frozenset(("tanh",))
+
+    notes: list[tuple[str, str]] = []
+    x = torch.ones(2)
+    with Notes("outer", notes), Others("inner", notes):
+        torch.exp(x)
+        torch.tanh(x)
+        torch.sin(x)
+    assert notes == [("inner", "tanh"), ("outer", "sin")]
