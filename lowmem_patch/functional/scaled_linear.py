@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from lowmem_patch.functional import _library
+from lowmem_patch.functional._implementation import dispatched, resolve
 from lowmem_patch.reference import cast
 
 
@@ -62,16 +63,36 @@ class _ScaledLinear(torch.autograd.Function):
             low = cast(rows, dtype)
             products = _wide_product(low.t(), x.reshape(-1, x.shape[-1]))
             sums = None if bias is None else low.sum(0, dtype=_at_least_float32(low))
+            if for_scale or for_weight:
+                chosen = resolve("auto", products, weight, factors)
+                wanted = weight_dtype if for_weight else None
+                each, d_weight = _gradients(products, weight, factors, wanted, chosen)
             if for_scale:
-                each = (products * weight).sum(1, dtype=_at_least_float32(weight))
-                each = each if sums is None or bias is None else each + sums * bias
-                d_scale = (each if factors.numel() > 1 else each.sum()).to(scale.dtype)
-                d_scale = d_scale.view(scale.shape)
-            if for_weight:
-                d_weight = (products * factors.unsqueeze(1)).to(weight_dtype)
+                d_scale = _scale_gradient(each, sums, bias, scale)
             if for_bias and sums is not None:
                 d_bias = (sums * factors).to(bias_dtype)
+        d_weight = d_weight if for_weight else None  # of an operator, what is absent is empty
         return None, d_scale, d_x, None, d_weight, d_bias, None, *(None,) * ctx.number
+
+
+def _scale_gradient(
+    each: Tensor, sums: Tensor | None, bias: Tensor | None, scale: Tensor
+) -> Tensor:
+    """From the row sums of G * W, and from g."""
+    each = each if sums is None or bias is None else each + sums * bias
+    total = each if scale.numel() > 1 else each.sum()
+    return total.to(scale.dtype).view(scale.shape)
+
+
+_gradients = _library.Operator(
+    "scaled_gradients(Tensor products, Tensor weight, Tensor factors, ScalarType? dtype, "
+    "str implementation) -> (Tensor, Tensor)",
+    dispatched("scaled_gradients"),
+    lambda products, weight, factors, dtype, implementation: (
+        products.new_empty(products.shape[0]),
+        None if dtype is None else products.new_empty(products.shape, dtype=dtype),
+    ),
+)
 
 
 def _wide_product(left: Tensor, right: Tensor) -> Tensor:

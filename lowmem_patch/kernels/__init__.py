@@ -28,3 +28,4 @@ from lowmem_patch.kernels.norms import norm_forward as norm_forward
 from lowmem_patch.kernels.norms import norm_forward_in_eight_bits as norm_forward_in_eight_bits
 from lowmem_patch.kernels.norms_backward import norm_backward as norm_backward
 from lowmem_patch.kernels.rotary import rotate as rotate
+from lowmem_patch.kernels.scaled_linear import scaled_gradients as scaled_gradients

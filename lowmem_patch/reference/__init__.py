@@ -34,6 +34,7 @@ from lowmem_patch.reference.cross_entropy import scale_in_place as scale_in_plac
 from lowmem_patch.reference.eight_bit import from_eight_bits as from_eight_bits
 from lowmem_patch.reference.eight_bit import to_eight_bits as to_eight_bits
 from lowmem_patch.reference.eight_bit import values_of
+from lowmem_patch.reference.scaled_linear import scaled_gradients as scaled_gradients
 
 
 def _arithmetic_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -114,6 +114,12 @@ def adapters() -> Iterator[Any]:
         yield kernels.adapter_weights(*weights, DTYPE)
 
 
+def scales() -> Iterator[Any]:
+    products, weight = torch.ones(4, 768), torch.ones(4, 768, dtype=DTYPE)
+    for dtype in (DTYPE, None):
+        yield kernels.scaled_gradients(products, weight, torch.ones(4, dtype=DTYPE), dtype)
+
+
 def dropouts() -> Iterator[Any]:
     for elements in (1024, 1023):
         bits = kernels.pack_bool(torch.ones(elements, dtype=torch.bool))
@@ -195,6 +201,7 @@ def main() -> None:
         for _ in (
             *activations(),
             *adapters(),
+            *scales(),
             *norms(),
             *affines(),
             *dropouts(),

@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 
 FILES = (
     "activations", "affine", "channel_norms", "codes", "cross_entropy", "dropout", "eight_bit", "linear",
-    "norms", "places", "rotary",
+    "norms", "places", "rotary", "scaled_linear",
 )  # fmt: skip
 
 

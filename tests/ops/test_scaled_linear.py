@@ -11,6 +11,9 @@ from torch import Tensor
 
 from lowmem_patch.errors import DoubleBackwardError
 from lowmem_patch.functional import scaled_linear
+from lowmem_patch.functional._implementation import module
+from tests.ops.conftest import Backend
+from tests.support.judge import assert_within_budget
 
 SHAPES: dict[str, tuple[tuple[int, ...], int]] = {
     "channels": ((5,), -1),
@@ -112,3 +115,36 @@ def test_a_second_derivative_is_an_error() -> None:
     tensors = made(torch.float64, (5,), True)
     with pytest.raises(DoubleBackwardError):
         torch.autograd.grad(ours(*tensors, channel=-1).sum(), tensors[0], create_graph=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("shape", "one"), [((3, 37), False), ((5, 4100), True), ((0, 8), False)])
+def test_both_gradients_of_one_product(
+    backend: Backend, shape: tuple[int, int], one: bool, dtype: torch.dtype
+) -> None:
+    def of(products: Tensor, weight: Tensor, factors: Tensor, kind: Any) -> tuple[Tensor, ...]:
+        given = module(kind).scaled_gradients(products, weight, factors, weight.dtype)
+        return tuple(given)
+
+    products = torch.randn(shape, device=backend.device)
+    weight = torch.randn(shape, device=backend.device).to(dtype)
+    factors = torch.randn(1 if one else shape[0], device=backend.device).to(dtype)
+    found = of(products, weight, factors, backend.implementation)
+    stock = of(products, weight, factors, "reference")
+    truth = of(products.double(), weight.double(), factors.double(), "reference")
+    assert [one.dtype for one in found] == [torch.float32, dtype]
+    for own, torchs, exact in zip(found, stock, truth, strict=True):
+        assert own.shape == exact.shape
+        assert_within_budget(own, torchs, exact)
+    sums, absent = module(backend.implementation).scaled_gradients(products, weight, factors, None)
+    assert absent is None and torch.equal(sums, found[0])
+
+
+def test_a_transposed_weight_is_read_as_it_is(backend: Backend) -> None:
+    products = torch.randn(6, 40, device=backend.device)
+    weight, factors = torch.randn(40, 6, device=backend.device).t(), products[:, 0]
+    found = module(backend.implementation).scaled_gradients(
+        products, weight, factors, torch.float32
+    )
+    torch.testing.assert_close(found[0], (products * weight).sum(1))
+    torch.testing.assert_close(found[1], products * factors.unsqueeze(1))
