@@ -126,6 +126,9 @@ def operator_samples() -> Iterator[tuple[str, tuple[Any, ...]]]:
         given = (x, mean, rstd, *vectors, groups, "silu")
         yield "channel_norm_forward", (*given, torch.bfloat16, R)
         yield "channel_norm_backward", (torch.randn_like(x), *given, R)
+    of_scale = torch.randn(4, 6), torch.randn(4, 6).bfloat16(), torch.randn(4)
+    for dtype in (torch.bfloat16, None):
+        yield "scaled_gradients", (*of_scale, dtype, R)
     yield "to_eight_bits", (torch.randn(130), R)
     integers = torch.zeros(130, dtype=torch.int8)
     yield "from_eight_bits", (integers, torch.rand(2).bfloat16(), torch.float16, R)

@@ -267,13 +267,13 @@ def test_attention_does_not_watch_its_lora_layers(monkeypatch: pytest.MonkeyPatc
     model = get_peft_model(model, LoraConfig(target_modules=["q_proj", "k_proj", "v_proj"]))
     patch_model(model.train(), COMPACT, example_inputs=inputs)
     own: list[str] = []
-    call = eight_bit._AttentionInEightBits.call
+    asked = eight_bit._AttentionInEightBits.__torch_function__
 
-    def watched(mode: Any, func: Any, args: Any, kwargs: Any) -> Any:
+    def watched(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         own.append(getattr(func, "__name__", ""))
-        return call(mode, func, args, kwargs)
+        return asked(mode, func, types, args, kwargs)
 
-    monkeypatch.setattr(eight_bit._AttentionInEightBits, "call", watched)
+    monkeypatch.setattr(eight_bit._AttentionInEightBits, "__torch_function__", watched)
     model(**inputs)
     with Seen() as seen:
         model(**inputs)
