@@ -289,7 +289,7 @@ def recomputed_linear(
         bias: ``[O]`` or None.
         compute_dtype: x and the weights are cast to it; the casts are repeated in backward.
         adapter: a low-rank adapter beside the Linear.
-        value: x's values, where x is a deferred tensor; a read of them by autograd takes 200 us.
+        value: x's values, where x is a deferred tensor, which has none: autograd sees no read of them then.
 
     Returns:
         ``[..., O]`` in ``compute_dtype``.

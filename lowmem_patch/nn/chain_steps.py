@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -36,7 +37,7 @@ class Step:
         self.number = next(_NUMBERS)
 
     def run(self, values: dict[Any, Tensor]) -> Tensor:
-        # steps and leaves are told from all else by their class: an argument may be a list, which has no hash
+        # not `item in values`: an argument may be a list, which has no hash
         args = [values[item] if isinstance(item, (Step, Leaf)) else item for item in self.args]
         kwargs = {
             name: values[item] if isinstance(item, (Step, Leaf)) else item
@@ -48,18 +49,14 @@ class Step:
 
 def _in_order(last: Step) -> list[Step]:
     """The steps that lead to the last one, as they were called: autograd adds gradients up in this order."""
-    found: dict[Step, None] = {}
+    found: set[Step] = set()
     pending: list[Any] = [last]
     while pending:
         step = pending.pop()
         if isinstance(step, Step) and step not in found:
-            found[step] = None
+            found.add(step)
             pending += step.before
-    return sorted(found, key=_number)
-
-
-def _number(step: Step) -> int:
-    return step.number
+    return sorted(found, key=attrgetter("number"))
 
 
 def run(last: Step, values: dict[Any, Tensor]) -> Tensor:

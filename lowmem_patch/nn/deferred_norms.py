@@ -58,7 +58,7 @@ class Norm(Op):
         return ms_norm(x, weight, bias, self.settings, self.to, z_dtype=z_dtype)[0]
 
     def _saving_z(self, *sources: Tensor) -> Tensor:
-        """The norm for a gradient: z tells it whatever gamma is, and nobody looks at this one."""
+        """The norm for a gradient: z tells it whatever gamma is, and nobody checks this one."""
         return self._norm(*sources, z_dtype=self.to)
 
     def _read(self, x: Tensor, *parameters: Tensor) -> Tensor:

@@ -75,10 +75,8 @@ def store_input(module: nn.Module, *, once: bool = False) -> None:
     if isinstance(module, MSNorm):
         module.in_eight_bits = True
         # z = (y - beta) / gamma has the error of the group's largest y, divided by its own gamma
-        module.gamma_checks.smallest_ratio, module.gamma_checks.largest_shift = (
-            RATIO_IN_BITS,
-            SHIFT_IN_BITS,
-        )
+        checks = module.gamma_checks
+        checks.smallest_ratio, checks.largest_shift = RATIO_IN_BITS, SHIFT_IN_BITS
         check_gammas([module])
         give_forward_around(module, _stores_output)
     else:

@@ -47,8 +47,8 @@ def has_foreign_mode() -> bool:
 class ForwardMode(AroundForward):
     """A mode that `run_under` makes anew for each forward of ``module``; further arguments are settings.
 
-    Of several, torch asks the innermost alone, which asks the others by `onward`: torch's own way from one
-    mode to the next takes 3 us of each call.
+    Of several, torch asks the innermost alone, which asks the others by `onward`: each mode that torch asks
+    takes time of every call.
     """
 
     names: frozenset[str]  # of the functions that `instead` may take

@@ -15,7 +15,8 @@ from lowmem_patch.tracing.op_roles import OF_ELEMENTS, Role
 from lowmem_patch.tracing.trace import Op, Trace
 
 _STEPS = OF_ELEMENTS | Role.REPEAT | Role.CONCATENATION
-# of what is made of it, as a condition of each image is of all its tokens: not worth a step
+# An op that makes at most this share of the numbers that its reader makes is no step, and its result is saved: a
+# condition has one row for each image, and its reader makes all tokens. Python takes as long for small steps.
 _SMALL = 1 / 128
 
 

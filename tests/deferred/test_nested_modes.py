@@ -77,10 +77,15 @@ def test_functions_that_no_mode_takes_are_called_at_once() -> None:
     class Others(Notes):
         names = frozenset(("tanh",))
 
+        def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            self.notes.append(("called", func.__name__))
+            return super().call(func, args, kwargs)
+
     notes: list[tuple[str, str]] = []
     x = torch.ones(2)
     with Notes("outer", notes), Others("inner", notes):
         torch.exp(x)
         torch.tanh(x)
         torch.sin(x)
-    assert notes == [("inner", "tanh"), ("outer", "sin")]
+    called = [("called", "tanh"), ("inner", "tanh"), ("called", "sin"), ("outer", "sin")]
+    assert notes == called
