@@ -15,7 +15,7 @@ from lowmem_patch.tracing.op_roles import OF_ELEMENTS, Role
 from lowmem_patch.tracing.trace import Op, Trace
 
 _STEPS = OF_ELEMENTS | Role.REPEAT | Role.CONCATENATION
-# An op that makes at most this share of the numbers that its reader makes is no step, and its result is saved:
+# An op that makes at most this share of the numbers of its reader is no step, and its result is saved:
 # a condition has one row for each image, and its reader makes all tokens. Small steps cost Python as much.
 _SMALL = 1 / 128
 

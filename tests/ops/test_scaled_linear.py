@@ -122,22 +122,22 @@ def test_a_second_derivative_is_an_error() -> None:
 def test_both_gradients_of_one_product(
     backend: Backend, shape: tuple[int, int], one: bool, dtype: torch.dtype
 ) -> None:
-    def of(products: Tensor, weight: Tensor, factors: Tensor, kind: Any) -> tuple[Tensor, ...]:
-        given = module(kind).scaled_gradients(products, weight, factors, weight.dtype)
-        return tuple(given)
-
     products = torch.randn(shape, device=backend.device)
     weight = torch.randn(shape, device=backend.device).to(dtype)
     factors = torch.randn(1 if one else shape[0], device=backend.device).to(dtype)
-    found = of(products, weight, factors, backend.implementation)
-    stock = of(products, weight, factors, "reference")
-    wide = products.double()
-    truth = ((wide * weight.double()).sum(1), wide * factors.double().unsqueeze(1))
+    scaled_gradients = module(backend.implementation).scaled_gradients
+    found = scaled_gradients(products, weight, factors, dtype)
+
+    def written_out(p: Tensor, w: Tensor, f: Tensor) -> tuple[Tensor, Tensor]:
+        return (p * w).sum(1), (p * f.unsqueeze(1)).to(w.dtype)
+
+    stock = written_out(products, weight, factors)
+    truth = written_out(products.double(), weight.double(), factors.double())
     assert [one.dtype for one in found] == [torch.float32, dtype]
     for own, torchs, exact in zip(found, stock, truth, strict=True):
         assert own.shape == exact.shape
         assert_within_budget(own, torchs, exact)
-    sums, absent = module(backend.implementation).scaled_gradients(products, weight, factors, None)
+    sums, absent = scaled_gradients(products, weight, factors, None)
     assert absent is None and torch.equal(sums, found[0])
 
 
