@@ -15,11 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from lowmem_patch.functional import (
-    ActivationKind,
     ExpertWeight,
     RecomputedMatmul,
-    computed_again,
-    differentiable_activation,
     in_compiler,
     is_transformed,
     recomputed_linear,
@@ -27,7 +24,8 @@ from lowmem_patch.functional import (
 )
 from lowmem_patch.nn.chain_steps import Autocast, Leaf, Step, autocast_of, dtype_of, run, under
 from lowmem_patch.nn.context import is_foreign, unfreed
-from lowmem_patch.nn.deferred import Deferred, Unstored, defer, value_of
+from lowmem_patch.nn.channel_norms import NormedChannels
+from lowmem_patch.nn.deferred import Deferred, Unstored, defer, detached_of, note_reads, value_of
 from lowmem_patch.nn.deferred_ops import Activation
 from lowmem_patch.nn.deferred_rows import Product
 from lowmem_patch.nn.modes import ForwardMode
@@ -42,6 +40,10 @@ from lowmem_patch.tracing.call_arguments import (
     largest_shape,
 )
 from lowmem_patch.tracing.op_roles import Role, function_name, role_of
+
+
+_excluded: Any = torch._C._SetExcludeDispatchKeyGuard
+_KEY = torch._C.DispatchKey
 
 
 class Value(NamedTuple):
@@ -88,6 +90,11 @@ class Chain(Op):
     def shape(self, sources: tuple[Tensor, ...]) -> torch.Size:
         return self.like.shape
 
+    def in_backward(self, h: Unstored) -> Tensor:
+        # a convolution's, which the sources' own gradients follow; it reads below autograd
+        with _excluded(_KEY.AutogradFunctionality, False), _excluded(_KEY.ADInplaceOrView, False):
+            return self.again(*h.sources)
+
     def compute(self, *sources: Tensor) -> Tensor:
         with under(self.autocast):
             return run(self.last, {leaf: sources[i] for leaf, i in self.places.items()})
@@ -112,7 +119,8 @@ class Chain(Op):
         return tuple(next(found) if leaf.requires_grad else None for leaf in leaves)
 
     def _with_graph(self, sources: tuple[Tensor, ...]) -> tuple[list[Tensor], Tensor]:
-        leaves = [source.detach().requires_grad_(source.requires_grad) for source in sources]
+        leaves = [detached_of(one).requires_grad_(one.requires_grad) for one in sources]
+        note_reads(sources)
         with torch.enable_grad():
             return leaves, self.compute(*leaves)
 
@@ -316,30 +324,16 @@ def _joined(
                     places[leaf] = _place_in(sources, source)
             items[id(tensor)] = tensor.op.last
             tensor.op.may_be_bypassed = tensor.was_bypassed = True
-        elif id(tensor) not in items and _is_activation(tensor):
-            tensor.was_bypassed = True
-            leaves = tuple(Leaf() for _ in tensor.sources)
-            given = (_place_in(sources, unfreed(value_of(source))) for source in tensor.sources)
-            places.update(zip(leaves, given, strict=True))
-            items[id(tensor)] = Step(_activate, leaves, {"kind": tensor.op.kind})
         elif id(tensor) not in items:
             items[id(tensor)] = leaf = Leaf()
-            places[leaf] = _place_in(sources, unfreed(value_of(tensor)))
+            places[leaf] = _place_in(sources, _saved_for(tensor))
     return sources, places, items
 
 
-def _is_activation(tensor: Tensor) -> bool:
-    """Whether it is an activation, or a gated product, that waits, and past which gradients may go."""
-    if not isinstance(tensor, Deferred) or type(tensor.op) is not Activation:
-        return False
-    return not (waits_for_gradient(tensor) or tensor.is_changed())
-
-
-def _activate(gate: Tensor, up: Tensor | None = None, *, kind: ActivationKind) -> Tensor:
-    trains = gate.requires_grad or (up is not None and up.requires_grad)
-    if trains and torch.is_grad_enabled():
-        return differentiable_activation(gate, kind, up)
-    return computed_again(gate, up, kind=kind)
+def _saved_for(tensor: Tensor) -> Tensor:
+    """What is saved of an operand: of an activation or a norm that waits nothing, which is computed again."""
+    waits = isinstance(tensor, Unstored) and type(tensor.op) in (Activation, NormedChannels)
+    return tensor if waits and not tensor.is_changed() else unfreed(value_of(tensor))
 
 
 def _place_in(sources: list[Tensor], tensor: Tensor) -> int:

@@ -17,7 +17,7 @@ function, a hook, a checkpoint behind it. A write, a hook or a request for the m
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from lowmem_patch.functional import (
     SharedInput,
+    backward_number,
     first_order,
     in_compiler,
     is_checkpoint_packing,
@@ -221,9 +222,13 @@ class Unstored(Deferred):
             if torch.is_inference_mode_enabled():  # its tensors could never be saved
                 with torch.inference_mode(False):
                     return self.read()
-            with without_grad(), without_torch_function():
-                self._value = self.op.compute(*map(detached_of, self.sources))
-                self._value_version = self._value._version
+            in_backward = backward_number() != -1 and not torch.is_grad_enabled()
+            values = self.op.in_backward(self) if in_backward else None
+            if values is None:
+                with without_grad(), without_torch_function():
+                    values = self.op.compute(*map(detached_of, self.sources))
+            self._value, self._value_version = values, values._version
+            note_reads(self.sources)
         return self._value
 
     def held_values(self) -> Tensor | None:
@@ -283,6 +288,13 @@ def _call_on_values(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[s
     if args and output is not None and output is getattr(args[0], "_origin", None):
         return args[0]  # a function that returns its own input, as .to() may
     return output
+
+
+def note_reads(sources: Iterable[Tensor]) -> None:
+    """Their values were read, which may let those go that wait."""
+    for source in sources:
+        if isinstance(source, Unstored):
+            source.op.was_read(source)
 
 
 def detached_of(source: Tensor) -> Tensor:

@@ -75,6 +75,10 @@ class Op:
         """The gradients of the sources that have a gradient."""
         raise NotImplementedError
 
+    def in_backward(self, h: Any) -> Tensor | None:
+        """The values for the backward of who saved ``h``, where they are computed otherwise than before."""
+        return None
+
     def in_checkpoint(self) -> Op:
         """The op of a block that torch's checkpoint runs again: the gradient has the sources for itself."""
         return self

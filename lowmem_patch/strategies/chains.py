@@ -27,7 +27,8 @@ from lowmem_patch.tracing.trace import Op
 
 _KIND = "chain"
 _RECOMPUTE = recompute.DeferredActivation.strategy
-# functions: a single product, or a cast, is its readers' to know, but for one that is read through a view
+# functions: a single product, or a cast, is its readers' to know, but for one that is read through a view,
+# and for a product that a convolution reads
 _FEWEST = 2
 _WORTH = 1e-3  # Python looks at each function of the forward
 
@@ -115,7 +116,8 @@ def _saving_chains(facts: Facts, config: PatchConfig) -> Iterator[Chain]:
     for chain in find_chains(facts.trace, known.keys(), caller, _normed(facts, config)):
         functions = [op for op in chain.ops.values() if not op.role.has(Role.CAST)]
         alone = len(functions) < _FEWEST and not any(id(t) in known for t in chain.sources)
-        if (alone and not _is_viewed(facts, chain)) or _gain(facts, config, chain) <= 0:
+        known_of = alone and not (_is_viewed(facts, chain) or _is_convolved(facts, functions))
+        if known_of or _gain(facts, config, chain) <= 0:
             continue
         if chain.module not in sites and not is_norm(facts, chain.module):
             yield chain
@@ -233,7 +235,7 @@ def _saves_sources(facts: Facts, op: Op, tensor: Tensor) -> bool:
     """
     if op.opaque:
         return False
-    if matmul_of(op, tensor) is not None:
+    if matmul_of(op, tensor) is not None or op.role.has(Role.CONVOLUTION):
         return True
     if not op.role.has(VIEWED) or not tensor.is_contiguous():
         return False
@@ -251,6 +253,16 @@ def _is_viewed(facts: Facts, chain: Chain) -> bool:
         op.role.has(VIEWED) and _saves_sources(facts, op, tensor)
         for tensor in chain.made.values()
         for op in facts.trace.consumers.get(id(tensor), ())
+    )
+
+
+def _is_convolved(facts: Facts, functions: list[Op]) -> bool:
+    """Whether a convolution reads a product: squeeze and excitation, gates of a state space."""
+    return any(
+        op.role.has(Role.CONVOLUTION)
+        for function in functions
+        if function.role.has(Role.PRODUCT)
+        for op in facts.trace.consumers.get(id(function.outputs[0]), ())
     )
 
 

@@ -133,6 +133,8 @@ def _belongs(op: Op, own: Set[int], known: Set[int]) -> bool:
     if op.role.has(Role.CONCATENATION):
         return bool(own) or any(id(tensor) in known for tensor in op.reads)
     (output,) = op.outputs
+    if op.role.has(Role.PRODUCT) and any(t.shape != output.shape for t in op.reads):
+        return id(output) not in known  # squeeze and excitation: no activation gates with a smaller one
     return not (
         id(output) in known or any(id(t) in known and t.shape == output.shape for t in op.reads)
     )
