@@ -25,7 +25,7 @@ from lowmem_patch.functional import (
 from lowmem_patch.nn.chain_steps import Autocast, Leaf, Step, autocast_of, dtype_of, run, under
 from lowmem_patch.nn.context import is_foreign, unfreed
 from lowmem_patch.nn.channel_norms import NormedChannels
-from lowmem_patch.nn.deferred import Deferred, Unstored, defer, detached_of, note_reads, value_of
+from lowmem_patch.nn.deferred import Deferred, Unstored, defer, detached_of, value_of
 from lowmem_patch.nn.deferred_ops import Activation
 from lowmem_patch.nn.deferred_rows import Product
 from lowmem_patch.nn.modes import ForwardMode
@@ -102,6 +102,11 @@ class Chain(Op):
     def was_read(self, h: Any) -> None:
         h.let_go()
 
+    def was_computed(self, sources: tuple[Tensor, ...]) -> None:
+        for source in sources:
+            if isinstance(source, Unstored):  # whose other readers mostly come before
+                source.let_go()
+
     def again(self, *sources: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """The value, in a reader's backward; the sources' own gradients need the steps after it."""
         if self._graph is None:
@@ -120,7 +125,7 @@ class Chain(Op):
 
     def _with_graph(self, sources: tuple[Tensor, ...]) -> tuple[list[Tensor], Tensor]:
         leaves = [detached_of(one).requires_grad_(one.requires_grad) for one in sources]
-        note_reads(sources)
+        self.was_computed(sources)
         with torch.enable_grad():
             return leaves, self.compute(*leaves)
 
@@ -216,16 +221,16 @@ def _lies_as(whole: list[Tensor], parts: list[Tensor]) -> bool:
     """Whether the result lies as all tensors of its shape do; one that is broadcast may lay it out, too."""
     if len({strides_like(tensor) for tensor in whole}) > 1:
         return False
-    rows = [part for part in parts if sum(length > 1 for length in part.shape) > 1]
-    return not rows or (whole[0].is_contiguous() and all(map(_is_in_order, rows)))
+    return all(_is_in_order_of(whole[0], part) for part in parts)
 
 
-def _is_in_order(tensor: Tensor) -> bool:
-    """Whether later dimensions have smaller strides, as in a contiguous tensor or a slice of one: torch lays
-    a result out by the first operand that tells two dimensions apart."""
-    pairs = zip(tensor.shape, tensor.stride(), strict=True)
-    strides = [stride for length, stride in pairs if length > 1 and stride]
-    return all(before > after for before, after in itertools.pairwise(strides))
+def _is_in_order_of(whole: Tensor, part: Tensor) -> bool:
+    """Whether the dimensions of a smaller tensor lie in the order of the larger one's: torch lays a result
+    out by the first operand that tells two dimensions apart."""
+    behind = whole.stride()[whole.dim() - part.dim() :]
+    given = zip(behind, part.shape, part.stride(), strict=True)
+    strides = sorted(((of, own) for of, length, own in given if length > 1 and own), reverse=True)
+    return all(before > after for (_, before), (_, after) in itertools.pairwise(strides))
 
 
 def extended(
@@ -332,8 +337,10 @@ def _joined(
 
 def _saved_for(tensor: Tensor) -> Tensor:
     """What is saved of an operand: of an activation or a norm that waits nothing, which is computed again."""
-    waits = isinstance(tensor, Unstored) and type(tensor.op) in (Activation, NormedChannels)
-    return tensor if waits and not tensor.is_changed() else unfreed(value_of(tensor))
+    if isinstance(tensor, Unstored) and type(tensor.op) in (Activation, NormedChannels):
+        if not tensor.is_changed():
+            return tensor
+    return unfreed(value_of(tensor))
 
 
 def _place_in(sources: list[Tensor], tensor: Tensor) -> int:

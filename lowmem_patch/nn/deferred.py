@@ -17,7 +17,7 @@ function, a hook, a checkpoint behind it. A write, a hook or a request for the m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -222,13 +222,12 @@ class Unstored(Deferred):
             if torch.is_inference_mode_enabled():  # its tensors could never be saved
                 with torch.inference_mode(False):
                     return self.read()
-            in_backward = backward_number() != -1 and not torch.is_grad_enabled()
-            values = self.op.in_backward(self) if in_backward else None
+            values = self.op.in_backward(self) if _is_in_gradients() else None
             if values is None:
                 with without_grad(), without_torch_function():
                     values = self.op.compute(*map(detached_of, self.sources))
             self._value, self._value_version = values, values._version
-            note_reads(self.sources)
+            self.op.was_computed(self.sources)
         return self._value
 
     def held_values(self) -> Tensor | None:
@@ -290,11 +289,9 @@ def _call_on_values(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[s
     return output
 
 
-def note_reads(sources: Iterable[Tensor]) -> None:
-    """Their values were read, which may let those go that wait."""
-    for source in sources:
-        if isinstance(source, Unstored):
-            source.op.was_read(source)
+def _is_in_gradients() -> bool:
+    """Whether a node of a backward runs, and no forward that a checkpoint runs again in it."""
+    return backward_number() != -1 and not torch.is_grad_enabled() and packer() is None
 
 
 def detached_of(source: Tensor) -> Tensor:

@@ -116,6 +116,9 @@ class Op:
     def note_reader(self, name: str) -> None:
         """The torch function of this name needs the values."""
 
+    def was_computed(self, sources: tuple[Tensor, ...]) -> None:
+        """The values have been computed from these."""
+
     def was_read(self, h: Any) -> None:
         """An operator has read the values of ``h``, an `Unstored`."""
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from lowmem_patch.config import PatchConfig
 from lowmem_patch.constants import STEP_TABLES
 from lowmem_patch.functional import ActivationKind
-from lowmem_patch.strategies.norm_sites import is_norm
+from lowmem_patch.strategies.norm_sites import makes_chains
 from lowmem_patch.strategies.protocol import Facts, PatchSite, Skip, forward_obstacle
 from lowmem_patch.tracing.call_arguments import CalledFunction, channel_norm_call
 from lowmem_patch.tracing.chains import Chain, find_chains
@@ -77,7 +77,7 @@ def _find_sites(facts: Facts, config: PatchConfig) -> Iterator[ActivationSite | 
         kind = facts.activation(name)
         if kind is not None and name not in facts.foreign_kernels:
             site = _site(facts, name, kind, config)
-            if _is_of_a_chain(facts, site):
+            if _is_of_a_chain(facts, config, site):
                 continue
             obstacle = _obstacle(facts, site, config)
             yield site if obstacle is None else site.skip(obstacle)
@@ -87,7 +87,7 @@ def _find_sites(facts: Facts, config: PatchConfig) -> Iterator[ActivationSite | 
         site = _site(facts, name, called.kind, config, called.function)
         if not (site.recomputing_gains or facts.saved(name)):
             continue  # a sigmoid whose output others save, too, is no row of a report
-        if _is_of_a_chain(facts, site):
+        if _is_of_a_chain(facts, config, site):
             continue
         gain = _saved(facts, [*facts.outputs(name), *products(site.consumers)])
         obstacle = forward_obstacle(facts, called.module, gain) or _obstacle(facts, site, config)
@@ -323,7 +323,7 @@ def _hook(facts: Facts, consumers: list[Consumer]) -> str | None:
     return None
 
 
-def _is_of_a_chain(facts: Facts, site: ActivationSite) -> bool:
+def _is_of_a_chain(facts: Facts, config: PatchConfig, site: ActivationSite) -> bool:
     """Whether each gate and what it multiplies, with what is saved for the elementwise functions of the same
     forward that made them (``silu(gate.clamp(max=7)) * up``), hold more numbers than what they were made of
     (``x * torch.sigmoid(1.7 * x)``): a chain of these functions saves that alone."""
@@ -333,7 +333,7 @@ def _is_of_a_chain(facts: Facts, site: ActivationSite) -> bool:
     return all(
         any(
             call.first_op in chain.ops
-            and not is_norm(facts, chain.module)
+            and makes_chains(facts, config, chain.module)
             and _saves_less(facts, chain, call)
             for chain in chains
         )

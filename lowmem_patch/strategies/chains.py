@@ -16,7 +16,7 @@ from lowmem_patch.nn.chains import VIEWED, DeferChains
 from lowmem_patch.nn.modes import run_under
 from lowmem_patch.strategies import codes, recompute
 from lowmem_patch.strategies.activations import next_to_nothing
-from lowmem_patch.strategies.norm_sites import is_norm, norms_by_output
+from lowmem_patch.strategies.norm_sites import makes_chains, norms_by_output
 from lowmem_patch.strategies.protocol import Facts, Found, Patch, Target, forward_obstacle
 from lowmem_patch.tracing.call_arguments import ElementwiseCall, elementwise_call
 from lowmem_patch.tracing.chains import Chain, find_chains, maker_in
@@ -27,8 +27,8 @@ from lowmem_patch.tracing.trace import Op
 
 _KIND = "chain"
 _RECOMPUTE = recompute.DeferredActivation.strategy
-# functions: a single product, or a cast, is its readers' to know, but for one that is read through a view,
-# and for a product that a convolution reads
+# functions: a single one, or a cast, is its readers' to know, but for one that is read through a view, and for
+# a product that is multiplied with a weight
 _FEWEST = 2
 _WORTH = 1e-3  # Python looks at each function of the forward
 
@@ -116,10 +116,10 @@ def _saving_chains(facts: Facts, config: PatchConfig) -> Iterator[Chain]:
     for chain in find_chains(facts.trace, known.keys(), caller, _normed(facts, config)):
         functions = [op for op in chain.ops.values() if not op.role.has(Role.CAST)]
         alone = len(functions) < _FEWEST and not any(id(t) in known for t in chain.sources)
-        known_of = alone and not (_is_viewed(facts, chain) or _is_convolved(facts, functions))
-        if known_of or _gain(facts, config, chain) <= 0:
+        left = alone and not (_is_viewed(facts, chain) or _feeds_a_weight(facts, chain))
+        if left or _gain(facts, config, chain) <= 0:
             continue
-        if chain.module not in sites and not is_norm(facts, chain.module):
+        if chain.module not in sites and makes_chains(facts, config, chain.module):
             yield chain
 
 
@@ -256,13 +256,13 @@ def _is_viewed(facts: Facts, chain: Chain) -> bool:
     )
 
 
-def _is_convolved(facts: Facts, functions: list[Op]) -> bool:
-    """Whether a convolution reads a product: squeeze and excitation, gates of a state space."""
-    return any(
-        op.role.has(Role.CONVOLUTION)
-        for function in functions
-        if function.role.has(Role.PRODUCT)
-        for op in facts.trace.consumers.get(id(function.outputs[0]), ())
+def _feeds_a_weight(facts: Facts, chain: Chain) -> bool:
+    """Whether a matmul of a weight, or a convolution, reads what a chain of products makes."""
+    products = all(op.role.has(Role.PRODUCT | Role.CAST) for op in chain.ops.values())
+    return products and any(
+        _saves_sources(facts, op, tensor)
+        for tensor in chain.made.values()
+        for op in facts.trace.consumers.get(id(tensor), ())
     )
 
 

@@ -99,10 +99,17 @@ def _obstacle(facts: Facts, site: NormSite, config: PatchConfig) -> str | None:
 
 
 def is_norm(facts: Facts, name: str) -> bool:
-    """Whether a module is a norm, with a gate perhaps, whose functions make no chain."""
-    module = facts.modules[name]
-    if looks_like_norm(module):
-        return True
-    if not is_leaf(module):
+    """Whether a module is a norm, with a gate perhaps."""
+    return looks_like_norm(facts.modules[name]) or _is_known(facts, name)
+
+
+def makes_chains(facts: Facts, config: PatchConfig, name: str) -> bool:
+    """Whether the functions of a module may make chains: not those of a norm that is known, or kept."""
+    kept = config.norms == "keep" and looks_like_norm(facts.modules[name])
+    return not (kept or _is_known(facts, name))
+
+
+def _is_known(facts: Facts, name: str) -> bool:
+    if not is_leaf(facts.modules[name]):
         return False
     return isinstance(facts.norm(name), NormSpec) or facts.gated_norm(name) is not None

@@ -128,16 +128,20 @@ def _call(op: Op, own: Set[int], norms: Set[int]) -> ElementwiseCall | None:
 
 
 def _belongs(op: Op, own: Set[int], known: Set[int]) -> bool:
-    """Whether no other strategy takes an op; a concatenation belongs to a chain that it reads, or makes
-    activations again that it reads."""
+    """Whether no other strategy takes an op that may read activations, which are made again.
+
+    A product of one and a tensor of its shape is gated, which is known; a smaller tensor, as of squeeze and
+    excitation, is no gate. All else belongs to a chain that it reads.
+    """
+    (output,) = op.outputs
     if op.role.has(Role.CONCATENATION):
         return bool(own) or any(id(tensor) in known for tensor in op.reads)
-    (output,) = op.outputs
-    if op.role.has(Role.PRODUCT) and any(t.shape != output.shape for t in op.reads):
-        return id(output) not in known  # squeeze and excitation: no activation gates with a smaller one
-    return not (
-        id(output) in known or any(id(t) in known and t.shape == output.shape for t in op.reads)
-    )
+    if id(output) in known:
+        return False
+    if op.role.has(Role.PRODUCT):
+        alike = len(op.reads) > 1 and all(tensor.shape == output.shape for tensor in op.reads)
+        return not (alike and any(id(tensor) in known for tensor in op.reads))
+    return bool(own) or not any(id(t) in known and t.shape == output.shape for t in op.reads)
 
 
 def _is_small(trace: Trace, op: Op) -> bool:

@@ -195,6 +195,10 @@ def test_a_frozen_reader_saves_nothing_of_the_chain() -> None:
     assert saved(model) == LINEARS + 2 * FULL
 
 
+def bilinear(net: Any, x: Tensor) -> Tensor:
+    return x[..., :HIDDEN] * x[..., HIDDEN:]
+
+
 def test_lora_reads_it() -> None:
     model = network(clamped)
     inject_adapter_in_model(
@@ -209,6 +213,16 @@ def test_lora_reads_it() -> None:
     assert saved(model) == 2 * FULL + low + LINEARS // 3
 
 
+def test_a_product_without_an_activation_is_not_saved() -> None:
+    """Autograd saves both factors anyway (bilinear layers)."""
+    model = network(bilinear)
+    twin = copy.deepcopy(model)
+    patched(model)
+    assert chains_of(model) == ["1.act"]
+    assert saved(twin) - saved(model) == FULL
+    assert_same_step(model, twin, rows())
+
+
 def test_known_activations_and_reductions_are_left() -> None:
     """A gated product is today's; a softmax and a sum of rows end a chain."""
 
@@ -219,7 +233,7 @@ def test_known_activations_and_reductions_are_left() -> None:
         return (half(net, x) + 1).softmax(-1)
 
     def single(net: Any, x: Tensor) -> Tensor:
-        return x[..., :HIDDEN] * x[..., HIDDEN:]
+        return x[..., :HIDDEN] + x[..., HIDDEN:]
 
     def drawn(net: Any, x: Tensor) -> Tensor:
         return half(net, x) + torch.randn(HIDDEN)

@@ -130,17 +130,21 @@ class GatedRMSNorm(nn.Module):
         return self.weight * z * F.silu(gate) + 1
 
 
-def test_the_gate_of_a_norm_is_no_chains() -> None:
-    """The functions of a norm make none, so that the gate would be nobody's."""
+def test_functions_of_a_norm_that_nobody_knows_make_a_chain() -> None:
     model = network(lambda net, gate, up: net.norm(up, gate))
     model[1].norm = GatedRMSNorm()
     twin = copy.deepcopy(model)
-    report = patch_report(patched(model))
-    assert [(site.name, site.strategy) for site in report.patched] == [
-        ("1.norm.silu()", "recompute")
-    ]
-    assert saved(model) < saved(twin)
+    report = patch_report(patched(model, "exact"))
+    assert [site.name for site in report.patched] == chains_of(model) == ["1.norm"]
+    assert saved(model) == report.saved_after < saved(twin) / 2
     assert_same_step(model, twin, rows())
+
+
+def test_norms_that_are_kept_have_no_chains() -> None:
+    model = network(lambda net, gate, up: net.norm(up, gate))
+    model[1].norm = GatedRMSNorm()
+    patched(model)
+    assert not chains_of(model)
 
 
 def test_a_forward_of_many_functions_leaves_its_activation_to_others() -> None:
