@@ -30,7 +30,7 @@ from lowmem_patch.functional._ownership import TorchCheckpointFrame as TorchChec
 from lowmem_patch.functional._ownership import as_it_is as as_it_is
 from lowmem_patch.functional._ownership import checkpointed_block as checkpointed_block
 from lowmem_patch.functional._ownership import is_checkpoint_packing as is_checkpoint_packing
-from lowmem_patch.functional._ownership import is_in_later_block as is_in_later_block
+from lowmem_patch.functional._ownership import is_in_other_block as is_in_other_block
 from lowmem_patch.functional._ownership import may_pack as may_pack
 from lowmem_patch.functional._ownership import packer as packer
 from lowmem_patch.functional._ownership import packs_saved_tensors as packs_saved_tensors

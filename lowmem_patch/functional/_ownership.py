@@ -28,20 +28,22 @@ def packer() -> Any:
     return _top_hooks(True)
 
 
-def is_in_later_block(made_by: Any) -> bool:
-    """Whether a block of torch's checkpoint runs now that did not run where a tensor was made.
+def is_in_other_block(made_by: Any) -> bool:
+    """Whether a block of torch's checkpoint runs now that did not run where a tensor was made, or the other
+    way round.
 
     In its later run such a block gets its inputs as autograd saved them: hooks of somebody else may have made
-    ordinary tensors of them.
+    ordinary tensors of them. Behind a block, who saves what its output is computed from would hold that,
+    which the block computes again.
 
     Args:
         made_by: what `packer` gave where the tensor was made.
     """
     hooks = packer()
-    if hooks is None or in_compiler():
+    if hooks is made_by or in_compiler():  # two None, mostly
         return False
-    hooks = _outermost(hooks)
-    return _is_of_checkpoint(hooks) and hooks != _outermost(made_by)
+    hooks, made_by = _outermost(hooks), _outermost(made_by)
+    return hooks != made_by and (_is_of_checkpoint(hooks) or _is_of_checkpoint(made_by))
 
 
 def _outermost(hooks: Any) -> Any:

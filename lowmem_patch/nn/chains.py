@@ -7,7 +7,6 @@ are run again with gradients, once for all who read the value and for the gradie
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Set
 from typing import Any, NamedTuple
 
@@ -23,13 +22,13 @@ from lowmem_patch.functional import (
     without_torch_function,
 )
 from lowmem_patch.nn.chain_steps import Autocast, Leaf, Step, autocast_of, dtype_of, run, under
-from lowmem_patch.nn.context import is_foreign, unfreed
 from lowmem_patch.nn.channel_norms import NormedChannels
+from lowmem_patch.nn.context import is_foreign, unfreed
 from lowmem_patch.nn.deferred import Deferred, Unstored, defer, detached_of, value_of
 from lowmem_patch.nn.deferred_ops import Activation
 from lowmem_patch.nn.deferred_rows import Product
 from lowmem_patch.nn.modes import ForwardMode
-from lowmem_patch.nn.op import Op, Projection, strides_like, waits_for_gradient
+from lowmem_patch.nn.op import Op, Projection, lies_as, waits_for_gradient
 from lowmem_patch.nn.watched import is_of_norm
 from lowmem_patch.tracing.call_arguments import (
     MIRRORED,
@@ -40,7 +39,6 @@ from lowmem_patch.tracing.call_arguments import (
     largest_shape,
 )
 from lowmem_patch.tracing.op_roles import Role, function_name, role_of
-
 
 _excluded: Any = torch._C._SetExcludeDispatchKeyGuard
 _KEY = torch._C.DispatchKey
@@ -209,28 +207,12 @@ def _operands(args: tuple[Any, ...], kwargs: dict[str, Any], chained: Set[int]) 
         return []
     shape = largest_shape(tensors)
     whole = [tensor for tensor in tensors if tensor.shape == shape]
-    if not whole or not _lies_as(whole, [one for one in tensors if one.shape != shape]):
+    if not whole or not lies_as(whole, [one for one in tensors if one.shape != shape]):
         return []
     first = max(whole, key=lambda tensor: id(tensor) in chained)
     if any(tensor.device != first.device and tensor.dim() for tensor in tensors):
         return []
     return [first, *(tensor for tensor in tensors if tensor is not first)]
-
-
-def _lies_as(whole: list[Tensor], parts: list[Tensor]) -> bool:
-    """Whether the result lies as all tensors of its shape do; one that is broadcast may lay it out, too."""
-    if len({strides_like(tensor) for tensor in whole}) > 1:
-        return False
-    return all(_is_in_order_of(whole[0], part) for part in parts)
-
-
-def _is_in_order_of(whole: Tensor, part: Tensor) -> bool:
-    """Whether the dimensions of a smaller tensor lie in the order of the larger one's: torch lays a result
-    out by the first operand that tells two dimensions apart."""
-    behind = whole.stride()[whole.dim() - part.dim() :]
-    given = zip(behind, part.shape, part.stride(), strict=True)
-    strides = sorted(((of, own) for of, length, own in given if length > 1 and own), reverse=True)
-    return all(before > after for (_, before), (_, after) in itertools.pairwise(strides))
 
 
 def extended(
@@ -335,11 +317,11 @@ def _joined(
     return sources, places, items
 
 
-def _saved_for(tensor: Tensor) -> Tensor:
+def _saved_for(tensor: Any) -> Tensor:
     """What is saved of an operand: of an activation or a norm that waits nothing, which is computed again."""
-    if isinstance(tensor, Unstored) and type(tensor.op) in (Activation, NormedChannels):
-        if not tensor.is_changed():
-            return tensor
+    waits = isinstance(tensor, Unstored) and type(tensor.op) in (Activation, NormedChannels)
+    if waits and not tensor.is_changed():
+        return tensor
     return unfreed(value_of(tensor))
 
 

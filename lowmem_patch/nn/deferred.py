@@ -31,7 +31,7 @@ from lowmem_patch.functional import (
     first_order,
     in_compiler,
     is_checkpoint_packing,
-    is_in_later_block,
+    is_in_other_block,
     packer,
     register_known,
     register_plain,
@@ -120,7 +120,7 @@ class Deferred(Tensor):
         return not in_compiler() and self._is_changed()
 
     def _is_changed(self) -> bool:
-        if self._exposed or self._version != self._first_version or is_in_later_block(self._packer):
+        if self._exposed or self._version != self._first_version or is_in_other_block(self._packer):
             return True
         if self.requires_grad and self.grad_fn is None:  # a leaf of its own, after detach()
             return True

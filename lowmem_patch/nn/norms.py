@@ -176,7 +176,8 @@ class MSNorm(nn.Module):
         if self.folded:
             self._refuse_changes()
         x = value_of(x)  # of an activation or a gated product that waits
-        if self.use.lies_as_input and not x.is_contiguous():
+        # a compiler lays tensors out by itself, and cannot sort strides that are symbols
+        if self.use.lies_as_input and not (in_compiler() or x.is_contiguous()):
             order = sorted(range(x.dim()), key=x.stride, reverse=True)
             if order[-1] == x.dim() - 1:
                 y = self.normed(x.permute(order))

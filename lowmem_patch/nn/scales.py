@@ -23,6 +23,11 @@ from lowmem_patch.tracing.call_arguments import moved_channel
 Recipe = tuple[Callable[..., Tensor] | None, tuple[Tensor, ...]]
 
 
+# not float16, in which the product of a gradient and an input is as large as the gradient of what is scaled,
+# and no complex numbers, of which the formulas would need the conjugates
+_DTYPES = frozenset((torch.bfloat16, torch.float32, torch.float64))
+
+
 def keep_for_scale(module: nn.Linear, args: tuple[Any, ...], output: Any) -> Tensor | None:
     """Forward hook of a Linear: its output times a scale saves what the Linear saves."""
     if not _is_known(module) or not holds_weights(module) or len(args) != 1:
@@ -30,7 +35,7 @@ def keep_for_scale(module: nn.Linear, args: tuple[Any, ...], output: Any) -> Ten
     x, weight, bias = args[0], module.weight, module.bias
     if not (trains_here() and weight.requires_grad and output.requires_grad):
         return None
-    if is_foreign(output) or is_foreign(weight) or output.dtype == torch.float16:
+    if is_foreign(output) or is_foreign(weight) or output.dtype not in _DTYPES:
         return None
     sources = (x, weight) if bias is None else (x, weight, bias)
     op = Projected([source.requires_grad for source in sources])

@@ -27,8 +27,8 @@ from lowmem_patch.tracing.trace import Op
 
 _KIND = "chain"
 _RECOMPUTE = recompute.DeferredActivation.strategy
-# functions: a single one, or a cast, is its readers' to know, but for one that is read through a view, and for
-# a product that is multiplied with a weight
+# functions: a single one, or a cast, is its readers' to know, but for one that is read through a view, and
+# for a product that is multiplied with a weight
 _FEWEST = 2
 _WORTH = 1e-3  # Python looks at each function of the forward
 
@@ -276,7 +276,8 @@ def readers(facts: Facts, chain: Chain) -> list[Consumer]:
 def _obstacle(facts: Facts, chains: list[Chain]) -> str | None:
     """What keeps the values of chains from waiting."""
     for chain in chains:
-        writer = facts.writes.later(chain.sources, min(chain.ops))
+        held = [t for t in chain.sources if storage_key(t) in facts.state_keys]  # in each forward
+        writer = facts.writes.later(chain.sources, min(chain.ops)) or facts.writes.later(held, 0)
         if writer is not None:
             return f"its input is written in place by {writer}"
         for reader in readers(facts, chain):

@@ -72,7 +72,8 @@ def _is_plain(module: nn.Module) -> bool:
 def _is_scale(scale: Tensor, linear: Any) -> bool:
     """Whether a tensor that trains has one number, or one for each output of a Linear that trains."""
     numbers = (1, linear.out_features)
-    return scale.requires_grad and linear.weight.requires_grad and scale.numel() in numbers
+    trains = scale.requires_grad and linear.weight.requires_grad
+    return trains and linear.weight.is_floating_point() and scale.numel() in numbers
 
 
 def _passed_on(op: Op, output: Tensor) -> Tensor | None:

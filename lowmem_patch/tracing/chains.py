@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Set
 import torch
 from torch import Tensor
 
-from lowmem_patch.nn.op import strides_like
+from lowmem_patch.nn.op import lies_as, strides_like
 from lowmem_patch.tracing.call_arguments import ElementwiseCall, elementwise_call, largest_shape
 from lowmem_patch.tracing.op_roles import OF_ELEMENTS, Role
 from lowmem_patch.tracing.trace import Op, Trace
@@ -171,4 +171,8 @@ def _is_elementwise(op: Op) -> bool:
         or (op.role.has(Role.CAST) and len(op.reads) > 1)
     ):
         return False
-    return strides_like(op.outputs[0]) in {strides_like(t) for t in op.reads if t.shape == shape}
+    whole = [tensor for tensor in op.reads if tensor.shape == shape]
+    parts = [tensor for tensor in op.reads if tensor.shape != shape]
+    if not whole or strides_like(op.outputs[0]) != strides_like(whole[0]):
+        return False
+    return lies_as(whole, parts)
